@@ -332,17 +332,35 @@ def draw_growth(file: Path) -> None:
     save(drawn, file, "How time and memory of a training step grow")
 
 
+def growth_of_runs(series: str, key: str) -> list[float]:
+    """How many times each run's figure grows from 1,024 to 16,384 tokens; every run appends its rows in this order."""
+    ratios, first = [], 0.0
+    for row in rows_of("growth"):
+        if row["series"] != series or not row[key] or row["mmap threshold"]:
+            continue
+        if row["number"] == "1024":
+            first = float(row[key])
+        elif row["number"] == "16384":
+            ratios.append(float(row[key]) / first)
+    return ratios
+
+
+def _growths(series: str, key: str) -> str:
+    middle, least, most = spread(growth_of_runs(series, key))
+    return f"{middle:.1f} times" + (f" ({least:.1f} to {most:.1f})" if least < most else "")
+
+
 def say_growth() -> str:
     """Its sentence."""
-    parts = []
-    for key in _measured():
-        row, document = (_grown(series, key) for series in ("row", "document"))
-        ratios = [found[16384][0] / found[1024][0] for found in (row, document)]
-        parts.append(
-            f"{_KEYS[key][0]} grow {ratios[0]:.1f} times in documents of 1,024 and {ratios[1]:.1f} times in one"
-        )
+    parts = [
+        f"{_KEYS[key][0]} grow {_growths('row', key)} in documents of 1,024 and {_growths('document', key)} in one"
+        for key in _measured()
+    ]
     grown = ", ".join(parts)
-    return f"From 1,024 to 16,384 tokens, {grown}. {origin(rows_of('growth'))}; `benchmarks/growth.py`."
+    return (
+        f"From 1,024 to 16,384 tokens, {grown}: the median of the runs' ratios, with minimum and maximum. "
+        f"{origin(rows_of('growth'))}; `benchmarks/growth.py`."
+    )
 
 
 class Plot:

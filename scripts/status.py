@@ -2,12 +2,12 @@
 
     python scripts/status.py                      # write it
     python scripts/status.py --check              # exit with 1 if the README has a different table
-    python scripts/status.py --record JUNIT.xml   # store the outcome of tests on a CPU, then write it
+    python scripts/status.py --record JUNIT.xml   # store the outcome of tests on a CPU, then write it (needs pytest)
 
 Contents: the features, the tests that show each on a CPU, the step of the GPU check that shows it on a GPU.
-`benchmarks/results/cpu_tests.jsonl`, made from `make test-full PYTEST_ARGS=--junitxml=JUNIT.xml`, fills the CPU column;
-`benchmarks/results/gpu_check.jsonl`, the `results.jsonl` of `scripts/gpu_check.sh run`, fills the GPU column. Standard
-library only.
+`benchmarks/results/cpu_tests.jsonl`, made from `make test-full PYTEST_ARGS=--junitxml=JUNIT.xml`, or from several runs
+of one commit which together run every test, fills the CPU column; `benchmarks/results/gpu_check.jsonl`, the
+`results.jsonl` of `scripts/gpu_check.sh run`, fills the GPU column. Standard library only.
 """
 
 from __future__ import annotations
@@ -159,35 +159,60 @@ def _lines(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text("utf-8").splitlines() if line.strip()]
 
 
-def read_junit(file: Path, commit: str) -> list[Recorded]:
-    """The outcome of every path of `FEATURES` whose test files all ran."""
-    cases = [(one.get("classname", ""), {child.tag for child in one}) for one in ET.parse(file).iter("testcase")]
-    date, found = f"{datetime.fromtimestamp(file.stat().st_mtime, UTC):%Y-%m-%d}", []
-    for path in dict.fromkeys(test for feature in FEATURES for test in feature.tests if test.startswith("tests/")):
-        files = [path] if path.endswith(".py") else _test_files(path)
-        ran = [[tags for name, tags in cases if f"{name}.".startswith(f"{_dotted(one)}.")] for one in files]
-        if not all(ran):
+def read_junit(files: list[Path], commit: str, collected: list[str]) -> list[Recorded]:
+    """The outcome of every path of `FEATURES` of which all tests ran.
+
+    Args:
+        files: what `pytest --junitxml` wrote, the newest last: it counts where a test ran twice.
+        commit: the commit that was tested.
+        collected: node ids of all tests below the paths, slow ones too.
+    """
+    ran = {
+        (one.get("classname", ""), one.get("name", "")): {child.tag for child in one}
+        for file in files
+        for one in ET.parse(file).iter("testcase")
+    }
+    date, found = f"{datetime.fromtimestamp(files[-1].stat().st_mtime, UTC):%Y-%m-%d}", []
+    for path in _paths():
+        names = [_junit_name(one) for one in collected if one.startswith((f"{path}::", f"{path}/"))]
+        if not names or not all(name in ran for name in names):
             continue
-        every = [tags for tags_of_file in ran for tags in tags_of_file]
-        failed = sum(bool(tags & {"failure", "error"}) for tags in every)
-        skipped = sum("skipped" in tags for tags in every)
-        found.append(Recorded(path, len(every) - failed - skipped, failed, skipped, date, commit))
+        failed = sum(bool(ran[name] & {"failure", "error"}) for name in names)
+        skipped = sum("skipped" in ran[name] for name in names)
+        found.append(Recorded(path, len(names) - failed - skipped, failed, skipped, date, commit))
     return found
 
 
-def _test_files(folder: str) -> list[str]:
-    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("test_*.py"))
+def _paths() -> list[str]:
+    return list(dict.fromkeys(test for feature in FEATURES for test in feature.tests if test.startswith("tests/")))
+
+
+def _junit_name(node: str) -> tuple[str, str]:
+    """Class and name by which JUnit files call the test of a node id (`tests/a/test_b.py::Class::test_c[x]`)."""
+    file, _, case = node.partition("::")
+    outer, parameters = case.partition("[")[::2]
+    *classes, name = outer.split("::")
+    return ".".join([_dotted(file), *classes]), name + ("[" + parameters if parameters else "")
+
+
+def _collected() -> list[str]:
+    """Node ids of all tests of the features; pytest leaves no slow ones out where paths are named."""
+    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *_paths()]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"pytest could not collect the tests:\n{done.stdout}{done.stderr}")
+    return [line for line in done.stdout.splitlines() if "::" in line]
 
 
 def _dotted(file: str) -> str:
     return file.removesuffix(".py").replace("/", ".")
 
 
-def record(junit: Path) -> None:
-    """Put the outcomes of a run of pytest into `CPU`, in place of earlier ones of the same paths."""
+def record(files: list[Path]) -> None:
+    """Put the outcomes of runs of pytest into `CPU`, in place of earlier ones of the same paths."""
     words = ["git", "rev-parse", "--short=9", "HEAD"]
     commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    rows = recorded(CPU) | {one.path: one for one in read_junit(junit, commit)}
+    rows = recorded(CPU) | {one.path: one for one in read_junit(files, commit, _collected())}
     known = [test for feature in FEATURES for test in feature.tests]
     CPU.write_text("".join(json.dumps(asdict(rows[path])) + "\n" for path in sorted(rows) if path in known), "utf-8")
 
@@ -206,16 +231,15 @@ def table(on_cpu: dict[str, Recorded], on_gpu: dict[str, str]) -> str:
 
 def _link(test: str, on_cpu: dict[str, Recorded]) -> str:
     link = f"[{Path(test).stem}]({test})"
-    return f"{link} {on_cpu[test].words}" if test in on_cpu else link
+    if not test.startswith("tests/"):
+        return link
+    return f"{link} {on_cpu[test].words if test in on_cpu else 'no run recorded'}"
 
 
 def _sources(on_cpu: dict[str, Recorded]) -> str:
     when = sorted({(one.date, one.commit) for one in on_cpu.values()})
     runs = ", ".join(f"{date} at commit {commit}" for date, commit in when) or "none"
-    return (
-        f"`scripts/status.py` writes this table. Numbers are those of recorded test runs on CPUs ({runs}).\n"
-        "Slow tests are not in the numbers; where a feature has no number, no run of its tests has been recorded."
-    )
+    return f"`scripts/status.py` writes this table. The numbers are tests of recorded runs on CPUs ({runs})."
 
 
 def with_table(page: str, text: str) -> str:
@@ -228,7 +252,9 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only compare")
-    parser.add_argument("--record", type=Path, metavar="JUNIT", help="what `pytest --junitxml` wrote at this commit")
+    parser.add_argument(
+        "--record", type=Path, nargs="+", metavar="JUNIT", help="what `pytest --junitxml` wrote at this commit"
+    )
     options = parser.parse_args()
     if options.record:
         record(options.record)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 from qwen3vl_bridge.batch.vision_sharding import assign_frames
@@ -11,6 +13,7 @@ from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3V
 
 import torch
 from megatron.bridge import AutoBridge
+from megatron.bridge.data.packing import in_batch
 from megatron.bridge.models.qwen_vl import qwen3_vl_provider, qwen3_vl_step
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import model, text_model, transformer_block, transformer_config
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils import qwen3vl_cp_split
@@ -39,6 +42,27 @@ def test_its_step_packs_samples_at_one_length():
         real.long(), real.long(), real.float(), real, positions, sizes, use_fp8_padding=True
     )
     assert packed.cu_seqlens_q.tolist() == [0, 16, 32]
+
+
+def test_collators_of_its_other_step_pack_without_padding():
+    """The same two samples: 3 and 8."""
+    real = torch.arange(8)[None] < torch.tensor([[3], [8]])
+    batch = {"input_ids": real.long(), "attention_mask": real, "position_ids": torch.arange(8).expand(2, 8)}
+    in_batch.pack_right_padded_sequence_batch_to_mcore_thd(batch)
+    assert batch["cu_seqlens_q"].tolist() == [0, 3, 11]
+
+
+def test_its_fine_tuning_recipes_train_everything_and_pack_in_the_step():
+    """Their settings, which are assignments: importing them needs the packages of other models."""
+    file = Path(inspect.getfile(AutoBridge)).parents[2] / "recipes/qwen_vl/h100/qwen3_vl.py"
+    recipes = [part for part in file.read_text().split("\ndef ") if re.match(r"\w+_sft_\d+gpu_\w+\(", part)]
+    assert recipes
+    for text in recipes:
+        settings = dict(re.findall(r"^    cfg\.(\S+) = (.+)$", text, re.MULTILINE))
+        assert [settings[f"model.{one}"] for one in FREEZE] == ["False"] * 3, text
+        data = settings["dataset"] if "_make_energon_dataset" in settings.get("dataset", "") else None
+        assert data or settings["dataset.defer_in_batch_packing_to_step"] == "True", text
+    assert "        defer_in_batch_packing_to_step=True,\n" in file.read_text()  # of _make_energon_dataset
 
 
 def test_its_conversion_builds_the_model():

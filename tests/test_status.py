@@ -14,10 +14,10 @@ from scripts.gpu_check.steps import STEPS
 
 README = (status.ROOT / "README.md").read_text()
 JUNIT = """<testsuites><testsuite>
-<testcase classname="tests.recipes.test_twins" name="a"/>
-<testcase classname="tests.recipes.test_twins" name="b"><skipped/></testcase>
-<testcase classname="tests.recipes.test_twins_too" name="c"/>
-<testcase classname="tests.planning.test_memory" name="d"/>
+<testcase classname="tests.recipes.test_twins" name="test_a"/>
+<testcase classname="tests.recipes.test_twins.Group" name="test_b"><skipped/></testcase>
+<testcase classname="tests.recipes.test_twins_too" name="test_c"/>
+<testcase classname="tests.planning.test_memory" name="test_d[a::b[1]]"/>
 </testsuite></testsuites>"""
 
 
@@ -41,15 +41,26 @@ def test_recorded_tests_are_those_of_features_and_passed():
         assert re.fullmatch(r"20\d\d-\d\d-\d\d", row.date) and re.fullmatch(r"[0-9a-f]{7,40}", row.commit), row
 
 
-def test_a_run_of_pytest_fills_the_column_of_paths_that_ran_completely(tmp_path):
-    junit = tmp_path / "junit.xml"
+def test_runs_of_pytest_fill_the_column_of_paths_of_which_every_test_ran(tmp_path):
+    junit, slow = tmp_path / "junit.xml", tmp_path / "slow.xml"
     junit.write_text(JUNIT)
-    (row,) = status.read_junit(junit, "abc1234")
-    assert (row.path, row.passed, row.failed, row.skipped) == ("tests/recipes/test_twins.py", 1, 0, 1)
-    assert "[test_twins](tests/recipes/test_twins.py) 1 passed, 1 skipped |" in status.table({row.path: row}, {})
+    twins, planning = "tests/recipes/test_twins.py", "tests/planning/test_memory.py::test_d[a::b[1]]"
+    collected = [f"{twins}::test_a", f"{twins}::Group::test_b", f"{twins}_too::test_c", planning]
+    twins_row, planning_row = status.read_junit([junit], "abc1234", collected)
+    assert (twins_row.path, twins_row.passed, twins_row.failed, twins_row.skipped) == (twins, 1, 0, 1)
+    assert (planning_row.path, planning_row.passed) == ("tests/planning", 1)
+    assert "[test_twins](tests/recipes/test_twins.py) 1 passed, 1 skipped |" in status.table({twins: twins_row}, {})
+    assert "[test_twins](tests/recipes/test_twins.py) no run recorded |" in status.table({}, {})
+
+    collected.append(f"{twins}::test_slow")  # that this run left out
+    assert [row.path for row in status.read_junit([junit], "abc1234", collected)] == ["tests/planning"]
+    slow.write_text('<testsuites><testcase classname="tests.recipes.test_twins" name="test_slow"/></testsuites>')
+    twins_row, _ = status.read_junit([junit, slow], "abc1234", collected)
+    assert twins_row.passed == 2
+
     junit.write_text(JUNIT.replace("<skipped/>", "<failure/>"))
-    (row,) = status.read_junit(junit, "abc1234")
-    assert row.words == "1 failed, 1 passed"  # of two
+    twins_row, _ = status.read_junit([junit], "abc1234", collected[:-1])
+    assert twins_row.words == "1 failed, 1 passed"  # of two
 
 
 def test_results_of_a_gpu_check_fill_the_column(tmp_path):

@@ -116,7 +116,7 @@ def _allocator() -> dict[str, Any]:
 
 
 def peft(size: str, *, dora: bool = False, **settings: Any) -> Qwen3VLConfigContainer:
-    """LoRA on the language model's linear layers except experts; checkpoints contain only the adapters.
+    """LoRA on the language model's linear layers except routed experts; checkpoints contain only the adapters.
 
     Args:
         size: as for `sft`.
@@ -136,7 +136,7 @@ def peft(size: str, *, dora: bool = False, **settings: Any) -> Qwen3VLConfigCont
 
 
 def pretrain(size: str, *, global_batch_size: int = 512, **settings: Any) -> Qwen3VLConfigContainer:
-    """Pretraining from given or random weights on large data; uses rows packed before training.
+    """Pretraining from given or random weights on large data, with rows assigned to ranks by cost.
 
     Args:
         size, global_batch_size: as for `sft`.

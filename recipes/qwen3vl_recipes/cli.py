@@ -1,7 +1,7 @@
 """The command line of training: `qwen3vl train`, and its earlier names `qwen3vl-finetune` and `qwen3vl-pretrain`.
 
 What lives here: options, and which loop runs. What may not: Megatron at import time (so that `--help` answers at once),
-settings of a run (recipes), how they are changed (`paths.py`, `overrides.py`).
+settings of a run (recipes), how settings are changed (`paths.py`, `overrides.py`).
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def _parser(description: str, prog: str | None = None) -> argparse.ArgumentParse
     add("--hf-model", "--hf-path", metavar="MODEL", help="Hugging Face folder or hub id with configuration and "
         "processor, and the weights unless --pretrained-checkpoint is given (default: the released model of the "
         "recipe's size)")  # fmt: skip
-    add("--data-path", metavar="DATA", help="folder with train.jsonl and test.jsonl, or a file (dataset.path)")
+    add("--data-path", metavar="DATA", help="folder with train.jsonl and perhaps valid.jsonl, or a file (dataset.path)")
     add("--pretrained-checkpoint", metavar="FOLDER", help="weights to start from: a Megatron checkpoint in either "
         "format, or a Hugging Face folder")  # fmt: skip
-    add("--save", metavar="FOLDER", type=Path, help="folder of the run; a run that exists there is continued")
+    add("--save", metavar="FOLDER", type=Path, help="folder of the run; an existing run there is continued")
     add("--config", metavar="FILE", action="append", default=[],
         help="YAML file with settings; may be given several times")  # fmt: skip
     add("--dry-run", action="store_true", help="show all settings and the memory they need, and exit")
@@ -213,11 +213,11 @@ def check_processes(cfg: ConfigContainer, started: int) -> None:
     """Refuse a number of processes that the parallel sizes do not divide.
 
     Raises:
-        ValueError: it is no multiple of their product.
+        ValueError: the number is not a multiple of their product.
     """
     model = cfg.model
     if (split := getattr(model, "dist_train", None)) is not None and split.use_dist_train:
-        return  # which has two products
+        return  # each of the two modules has its own product
     sizes = {
         "tensor": model.tensor_model_parallel_size,
         "pipeline": model.pipeline_model_parallel_size,

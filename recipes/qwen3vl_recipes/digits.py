@@ -10,7 +10,7 @@ from qwen3vl_recipes.registry import recipe
 
 @recipe(gpus=0)
 def qwen3_vl_digits_sft_config():
-    """Full fine-tuning on short conversations about one image each; with --hf-path, of any dense model."""
+    """Full fine-tuning on short conversations about one image each; --hf-model may be any dense model."""
     return _digits("2B", "qwen3_vl")
 
 

@@ -32,7 +32,7 @@ def finalised(cfg: ConfigContainer, world_size: int) -> ConfigContainer:
         world_size: number of ranks.
 
     Raises:
-        ValueError, AssertionError: settings that contradict each other, or this number of ranks.
+        ValueError, AssertionError: settings that contradict each other or this number of ranks.
     """
     import torch
     from megatron.bridge.training.config import runtime_config_update
@@ -99,7 +99,7 @@ def _for_gpus(complete: ConfigContainer) -> ConfigContainer:
 
 
 def dump(cfg: ConfigContainer, *, gpus: int, gpu: str) -> dict[str, Any]:
-    """For programs: settings, and the memory plan in bytes, or why there is none.
+    """For JSON output: settings, and the memory plan in bytes or why there is none.
 
     Args:
         cfg: the run's configuration.
@@ -125,7 +125,7 @@ def dump(cfg: ConfigContainer, *, gpus: int, gpu: str) -> dict[str, Any]:
 def show(cfg: ConfigContainer, *, gpus: int, gpu: str) -> None:
     """Print the settings as YAML, then the plan: memory, and the planner's alternatives.
 
-    With separate vision ranks, the plan says whether they are enough; otherwise how the planner would split the model.
+    With separate vision ranks, the plan says whether they are enough; otherwise, how the planner would split the model.
 
     Args:
         cfg: the run's configuration.

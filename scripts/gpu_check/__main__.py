@@ -12,7 +12,7 @@ from pathlib import Path
 
 from . import packages, runner
 from .results import Place
-from .steps import GROUPS, STEPS
+from .steps import GROUPS, STEPS, UNPACKING
 
 PACKED = runner.ROOT / ".gpu_check"
 
@@ -30,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--installed", action="store_true", help="use the installed packages and unpack nothing")
     run.add_argument("--only", nargs="+", choices=GROUPS, default=[], help="some groups of steps")
     run.add_argument("--continue", dest="go_on", action="store_true", help="skip steps that have passed")
-    run.add_argument("--slower", type=float, metavar="N", help="give steps N times as long (default: 1; on a CPU 10)")
+    run.add_argument("--slower", type=float, metavar="N", help="N times as long a limit (default: 1; on a CPU 10)")
     step = commands.add_parser("step")
     step.add_argument("name", choices=[one.name for one in STEPS])
     step.add_argument("--report", type=Path, required=True)
@@ -55,13 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.command == "step":
             runner.run_step(args.name, place, args.report)
             return 0
+        slower = args.slower or (1.0 if args.device == "cuda" else 10.0)
         site = None if args.installed else place.work / "site"
         if site is not None:
-            print("unpacked:", ", ".join(packages.unpack(args.packed, site)))
+            print("unpacked:", ", ".join(packages.unpack(args.packed, site, UNPACKING * slower)))
     except packages.PackageError as error:
         print(f"gpu_check: {error}", file=sys.stderr)
         return 2
-    slower = args.slower or (1.0 if args.device == "cuda" else 10.0)
     return 0 if runner.run_all(place, site, args.only, go_on=args.go_on, slower=slower) else 1
 
 

@@ -13,10 +13,12 @@ import base64
 import csv
 import hashlib
 import json
+import math
 import platform
 import re
 import shutil
 import sys
+import time
 import zipfile
 from collections.abc import Iterable, Iterator
 from importlib import metadata
@@ -88,18 +90,20 @@ def pack(folder: Path, carry: Iterable[str] = ()) -> dict[str, Any]:
     return manifest
 
 
-def unpack(folder: Path, target: Path) -> list[str]:
+def unpack(folder: Path, target: Path, seconds: float = math.inf) -> list[str]:
     """Put the packages of a folder where Python can import them; done once.
 
     Args:
         folder: as `pack` left it.
         target: for the path of Python's modules; made anew unless it is complete.
+        seconds: that it may take.
 
     Returns:
         What was unpacked, "name version" each.
 
     Raises:
-        PackageError: there is nothing packed, it is damaged, or made for another Python or processor.
+        PackageError: there is nothing packed, it is damaged, or made for another Python or processor; or it takes
+            longer.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -115,9 +119,15 @@ def unpack(folder: Path, target: Path) -> list[str]:
     names, done = [f"{one['name']} {one['version']}" for one in manifest["packages"]], target / MANIFEST
     if done.exists() and json.loads(done.read_text()) == manifest:
         return names
+    end = time.monotonic() + seconds
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
-    for one in manifest["packages"]:
+    for number, one in enumerate(manifest["packages"]):
+        if time.monotonic() > end:
+            raise PackageError(
+                f"{number} of {len(names)} packages were unpacked to {target} in {seconds:.0f} s, expected all; "
+                "give --work on a faster disk, or --slower 2"
+            )
         archive = folder / one["archive"]
         if not archive.is_file() or _digest(archive.read_bytes()) != one["sha256"]:
             raise PackageError(f"{archive} is missing or damaged; run 'scripts/gpu_check.sh pack' again")

@@ -23,6 +23,15 @@ from .results import Finding, Outcome, Place
 from .steps import STEPS, Part, Step
 
 ROOT = Path(__file__).resolve().parents[2]
+# Where packages and caches are that are not below HOME.
+_OF_THE_USER = frozenset(
+    (
+        *("PYTHONUSERBASE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "CUDA_CACHE_PATH"),
+        *("TRITON_HOME", "TRITON_CACHE_DIR", "TRITON_DUMP_DIR", "TRITON_OVERRIDE_DIR", "TORCH_HOME"),
+        *("TORCH_EXTENSIONS_DIR", "HF_HOME", "HF_HUB_CACHE", "HF_MODULES_CACHE", "HF_DATASETS_CACHE", "HF_TOKEN_PATH"),
+        *("TRANSFORMERS_CACHE", "HUGGINGFACE_HUB_CACHE", "FLASHINFER_WORKSPACE_BASE", "PYTHONPYCACHEPREFIX"),
+    )
+)
 _TAIL = 6  # lines of a log that the table shows of a step that broke
 
 
@@ -73,7 +82,7 @@ def _run(step: Step, place: Place, site: Path | None, slower: float) -> Outcome:
         process = subprocess.Popen(
             words,
             cwd=ROOT,
-            env=_environment(place, site),
+            env=environment(place, site),
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -102,17 +111,27 @@ def _end(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def _environment(place: Place, site: Path | None) -> dict[str, str]:
+def environment(place: Place, site: Path | None) -> dict[str, str]:
+    """What a step's process is given: this one's variables, without those that bring packages or caches of the user's.
+
+    Args:
+        place: where; caches of kernels and models are made in its folder `work`.
+        site: folder with unpacked packages; None where all are installed.
+    """
     paths = [*([site] if site else []), ROOT / "src", ROOT / "recipes", ROOT]
     own = {
         "PYTHONPATH": os.pathsep.join([*map(str, paths), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONNOUSERSITE": "1",  # another HOME does not do, where PYTHONUSERBASE is set
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": "",  # some images set it, and each process would compile what it imports
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "HOME": str(place.work),  # caches of kernels are made there
+        "HOME": str(place.work),
+        "TORCHINDUCTOR_CACHE_DIR": str(place.work / "inductor"),  # else below /tmp, for all programs of a user
     }
-    return os.environ | own | ({"CUDA_VISIBLE_DEVICES": ""} if place.device == "cpu" else {})
+    if place.device == "cpu":
+        own["CUDA_VISIBLE_DEVICES"] = ""
+    return {name: value for name, value in os.environ.items() if name not in _OF_THE_USER} | own
 
 
 def run_step(name: str, place: Place, report: Path) -> None:

@@ -14,7 +14,12 @@ from pathlib import Path
 from qwen3vl_bridge.cli.data import main
 from qwen3vl_bridge.data import DataError, SampleFilter, Samples, open_source
 from qwen3vl_bridge.data.inspection.html_report import _MOST_OPEN, _histogram, _ticks, html_parts, write_html
-from qwen3vl_bridge.data.inspection.summary import InspectionSettings, inspect_samples, view_sample
+from qwen3vl_bridge.data.inspection.summary import (
+    InspectionSettings,
+    inspect_samples,
+    view_sample,
+    without_repeated_advice,
+)
 from qwen3vl_bridge.data.inspection.text_report import as_json, as_text
 from qwen3vl_bridge.data.inspection.unpatchify import unpatched
 
@@ -396,3 +401,8 @@ def test_help_answers_at_once_without_torch():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=2, check=True)
     assert "--hf-model" in found.stdout and found.stdout.endswith("[]\n")
+
+
+def test_the_same_advice_is_given_once():
+    messages = ["a: bad; do this", "b: bad; do this", "c: other; do that", "d: no advice", "e: no advice"]
+    assert list(without_repeated_advice(messages)) == [messages[0], "b: bad", *messages[2:]]

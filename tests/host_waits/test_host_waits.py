@@ -40,7 +40,7 @@ from .upstream import count_upstream
 # Where figures are read, each log_interval.
 FIGURES = {
     "parallel/collectives.py:sum_amounts",
-    "parallel/collectives.py:largest_of_each",
+    "parallel/collectives.py:max_of_each",
     "training/monitoring/expert_load.py:counts",
     "training/monitoring/expert_load.py:take",
 }

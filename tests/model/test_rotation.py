@@ -6,11 +6,13 @@ documented and as its source says.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.models.common import rope
@@ -19,6 +21,8 @@ from qwen3vl_bridge.models.common.settings import kernels
 
 import pytest
 import torch
+from megatron.bridge.training import setup
+from megatron.core import jit
 from megatron.core.models.common.embeddings import rope_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -238,6 +242,18 @@ def test_how_often_torch_compiles(compiled, kind):
             found[name] = len(compiled)
     print(found)
     assert found == {"training": 1, "evaluation": 2, "frozen": 3, "inference": 4} and not warnings
+
+
+@pytest.mark.parametrize(("device", "off", "way"), [(True, False, "compiled"), (True, True, ""), (False, False, "")])
+def test_compiling_is_turned_off_like_megatron_cores(monkeypatch, device, off, way):
+    """By what Megatron-Bridge's setup calls for `dist.disable_jit_fuser`, from the next rotation on."""
+    monkeypatch.setattr(jit, "jit_fuser", jit.jit_fuser)  # which is put back; on a CPU it was turned off on import
+    for name in ("_by_compiled", "_formula"):
+        monkeypatch.setattr(rope, name, lambda *_, way="compiled" if "compiled" in name else "": way)
+    query = SimpleNamespace(is_cuda=device)
+    (jit.disable_jit_fuser if off else jit.enable_jit_fuser)()
+    assert rotate(query, query, torch.zeros(2, 1, 1, 1, 4)) == way
+    assert "cfg.dist.disable_jit_fuser:" in inspect.getsource(setup.setup)
 
 
 def test_constants_are_computed_once(monkeypatch):

@@ -13,6 +13,8 @@ import torch
 
 from tests.expert_layouts import LAYOUTS, relayout
 
+from .exact_reference import torch_linear_attention
+
 
 def shifted_names(provider) -> tuple[str, ...]:
     """How the Hugging Face names of weights end that Megatron has less by one."""
@@ -100,7 +102,8 @@ def make_pair(folder, reference_folder=None, **provider_fields) -> Pair:
     (megatron,) = provider.provide_distributed_model(
         wrap_with_ddp=False, use_cpu_initialization=True, mixed_precision_wrapper=None
     )
-    reference = AutoModelForImageTextToText.from_pretrained(reference_folder or folder, attn_implementation="eager")
+    with torch_linear_attention():
+        reference = AutoModelForImageTextToText.from_pretrained(reference_folder or folder, attn_implementation="eager")
     return Pair(bridge, provider, megatron.train(), reference.train())
 
 

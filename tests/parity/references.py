@@ -17,6 +17,7 @@ from tests.qwen3_5.mtp_reference import run_with_mtp
 from tests.qwen3_5.tiny import with_mtp
 
 from .batches import Sample, make_samples, run_reference
+from .exact_reference import torch_linear_attention
 
 _SETTINGS = "provider.json"
 
@@ -60,7 +61,8 @@ def train_reference(folder: Path, content: str) -> dict[str, Any]:
     """
     from transformers import AutoModelForImageTextToText
 
-    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").train()
+    with torch_linear_attention():
+        model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").train()
     factor = provider_settings(folder).get("mtp_loss_scaling_factor", 0.0)
     if factor:
         with_mtp(model, folder)

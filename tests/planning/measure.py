@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,8 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.utils import unwrap_model
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 
 @contextmanager
@@ -33,6 +36,32 @@ def keeping(model: Sequence[nn.Module]) -> Iterator[dict[int, torch.UntypedStora
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
         yield storages
+
+
+@contextmanager
+def allocated() -> Iterator[list[int]]:
+    """Bytes of live tensors that operations have made meanwhile, after each operation."""
+    held: list[int] = []
+    alive: dict[int, int] = {}
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            before = _storages((args, kwargs))
+            made = function(*args, **(kwargs or {}))
+            for address, storage in _storages(made).items():
+                if address not in before and address not in alive:
+                    alive[address] = storage.nbytes()
+                    weakref.finalize(storage, alive.pop, address, None)
+            held.append(sum(alive.values()))
+            return made
+
+    with Operations():
+        yield held
+
+
+def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
+    found = [one.untyped_storage() for one in tree_iter(values) if isinstance(one, torch.Tensor)]
+    return {one._cdata: one for one in found}
 
 
 def saved_bytes(model: nn.Module, batch: PackedBatch, *, predicts: bool = False) -> int:

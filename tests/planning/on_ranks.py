@@ -25,7 +25,7 @@ from tests.steps import forward_backward, train_step
 
 from .measure import described_bytes, gradient_bytes, keeping, optimizer_bytes, slots_of
 
-KINDS = ("fully_reshardable", "dp_reshardable")  # how megatron-core calls state by parameters and by numbers
+KINDS = ("fully_reshardable", "dp_reshardable")  # how megatron-core calls state by parameters and by index
 MICROBATCHES = 2  # as many as two interleaved stages take
 
 

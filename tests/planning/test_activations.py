@@ -8,11 +8,13 @@ from functools import partial
 
 import qwen3vl_bridge.models.qwen3_5.bridge  # noqa: F401  which is not registered by itself
 from qwen3vl_bridge.batch import PackedBatch, SequenceLayout
+from qwen3vl_bridge.models.common.rope import InterleavedMRoPE, vision_rotary
 from qwen3vl_bridge.models.qwen3_5 import presets as qwen3_5_presets
 from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.planning.memory.estimate import estimate
-from qwen3vl_bridge.planning.memory.language_activations import attention
+from qwen3vl_bridge.planning.memory.language_activations import attention, embedding
 from qwen3vl_bridge.planning.memory.microbatch_activations import chunk_activations
+from qwen3vl_bridge.planning.memory.vision_activations import patches
 from qwen3vl_bridge.planning.settings import BF16, FP32, FULL, Recompute, Training
 from qwen3vl_bridge.planning.split import Split
 from qwen3vl_bridge.registry import dimensions_of
@@ -232,3 +234,19 @@ def test_context_parallel_ranks_keep_keys_of_all_and_their_own_output(packed):
     assert ("attention: output" in one) == packed
     assert two["attention: output"] == two["queries"]
     assert two["keys and values of all context-parallel ranks"] == 4 * one["keys"] and "keys" not in two
+
+
+@pytest.mark.parametrize("kernel", [True, False], ids=["Transformer Engine", "formula"])
+@pytest.mark.parametrize("precision", [BF16, FP32], ids=["bfloat16", "float32"])
+def test_rotary_angles_are_those_of_the_layers(precision, kernel):
+    """Angles for the kernel, cosines and sines for the formula: of a token of the text model and of a patch."""
+    config, tokens = wide(moe=False), 7
+    n = dimensions_of(config.to_dict())
+    training = Training(precision=precision, transformer_engine=kernel)
+    head = n["v_hidden"] // n["v_heads"]
+    of_tower = vision_rotary(torch.zeros(tokens, 2, dtype=torch.long), head, fused=kernel)
+    dtype = torch.bfloat16 if precision == BF16 else torch.float32
+    of_text = InterleavedMRoPE(n["head_dim"], 5e6, [8, 6, 6], dtype, fused=kernel)(torch.arange(tokens)[None])
+    for found, saved in ((of_tower, patches(n, training)), (of_text, embedding(n, training, first=True))):
+        (expected,) = (one.nbytes for one in saved if one.what == "rotary angles")
+        assert found.nbytes == expected * tokens

@@ -66,7 +66,7 @@ def replaced(**fields) -> Training:
 
 CHANGES = {
     "made on the host": (dict(model__init_model_with_meta_device=True), Split(4), dict(made_on_host=True)),
-    "saved by numbers": (
+    "saved by index": (
         dict(checkpoint__dist_ckpt_optim_fully_reshardable=False), Split(4), dict(saved_by_parameters=False),
     ),
     "sizes": (

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 
 from qwen3vl_bridge import Qwen3VLLoRA
+from qwen3vl_bridge.compat import adam
 from qwen3vl_bridge.models.qwen3_vl import presets
+from qwen3vl_bridge.planning.memory.estimate import FIXED_RESERVE, estimate
 from qwen3vl_bridge.planning.memory.model_states import stage_states
 from qwen3vl_bridge.planning.memory.parameters import Count, chunk_count
 from qwen3vl_bridge.planning.settings import BF16, FP32, LINEAR_LAYERS, Lora, Precision, Sharding, Training
 from qwen3vl_bridge.planning.split import Split
 from qwen3vl_bridge.registry import dimensions_of
+from qwen3vl_bridge.training.optimizer.gradient_norms import optimizers_of
 from qwen3vl_bridge.weights.model_parts import Part
 
 import pytest
@@ -24,7 +28,7 @@ from tests.parity.on_ranks import configuration
 from tests.parity.topologies import Topology
 from tests.steps import set_up, train_step
 
-from .measure import gradient_bytes, optimizer_bytes
+from .measure import allocated, gradient_bytes, optimizer_bytes
 
 
 @pytest.mark.parametrize("size", presets.PRESETS)
@@ -75,6 +79,60 @@ def test_a_step_of_a_real_optimizer(precision, kind, request):
     assert states.parameters == sum(p.numel() * p.element_size() for p in weights)
     assert states.gradients == gradient_bytes(run.model)
     assert states.optimizer == optimizer_bytes(run.optimizer)
+
+
+@pytest.mark.parametrize("kind", ["untied", "moe"])
+def test_torchs_adam_holds_roots_of_second_moments(kind, request, monkeypatch):
+    """As on a GPU, where torch's function takes its way of whole lists by itself."""
+    folder = request.getfixturevalue(f"{kind}_folder")
+    run = set_up(configuration(str(folder), Topology(1)), data=False)
+    hf, peaks = AutoConfig.from_pretrained(folder), []
+    run.stream = iter([make_batch(make_samples("mixed", hf, seed=seed), hf, packed=True) for seed in range(4)])
+    monkeypatch.setattr(adam, "adam", partial(adam.adam, foreach=True))
+    for one in optimizers_of(run.optimizer):
+        assert type(one.optimizer) is adam.Adam
+        monkeypatch.setattr(one.optimizer, "step", recorded(one.optimizer.step, peaks))
+    train_step(run)
+    n = dimensions_of(json.loads((folder / "config.json").read_text()))
+    training = Training(precision=FP32, sharding=Sharding.NONE, transformer_engine=False)
+    states = stage_states(n, Split(1), Split(1).chunks(4)[0], training)
+    assert 0.97 * states.updating <= max(peaks) <= states.updating  # norms and biases are a group of their own
+    assert len(peaks) == 1
+
+
+def recorded(step, peaks: list[int]):
+    """A step of an optimizer that has its moments, and notes what it allocates at most."""
+
+    def call(*args, **kwargs):
+        step(*args, **kwargs)
+        with allocated() as most:
+            found = step(*args, **kwargs)
+        peaks.append(max(most))
+        return found
+
+    return call
+
+
+def test_the_optimizers_step_is_the_peak_of_short_rows():
+    """2B without Transformer Engine, one GPU: 4 bytes of each parameter are more than a short row's activations."""
+    config = presets.config_dict("2B")
+    short, long = (
+        Training(transformer_engine=transformer_engine, seq_length=tokens, sharding=Sharding.NONE)
+        for transformer_engine, tokens in ((False, 128), (False, 8192))
+    )
+    (found,) = estimate(config, Split(1), short).stages
+    assert found.states.updating == 4 * presets.parameter_count("2B")
+    assert found.total == found.updating == found.states.total + 1.1 * found.states.updating + FIXED_RESERVE
+    (other,) = estimate(config, Split(1), long).stages
+    assert other.total > other.updating
+    moe = dimensions_of(presets.config_dict("30B-A3B"))
+    (chunks,) = Split(8, ep=8).chunks(48)
+    count = chunk_count(moe, Split(8, ep=8), chunks[0])
+    assert stage_states(moe, Split(8, ep=8), chunks, short).updating == 4 * max(count.shared, count.experts)
+    for training in (replace(short, transformer_engine=True), replace(short, sharding=Sharding.ALL)):
+        assert not estimate(config, Split(1), training).worst.states.updating
+    divided = replace(short, sharding=Sharding.OPTIMIZER)
+    assert estimate(config, Split(8), divided).worst.states.updating == round(presets.parameter_count("2B") / 2)
 
 
 @pytest.mark.parametrize("kind", ["untied", "moe"])

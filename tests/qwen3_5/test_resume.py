@@ -81,7 +81,7 @@ def test_multi_token_prediction_from_kept_to_trained_and_back(make, inputs, tmp_
 def test_state_by_numbers_fits_the_same_parameters_alone(change, inputs, tmp_path):
     before, after = change
     step(run(replicated, inputs, tmp_path / "before", **{FACTOR: before}, **NUMBERED))
-    with pytest.raises(CheckpointError, match=f"is {after}, the checkpoint has {before}: .* by numbers, and fits no"):
+    with pytest.raises(CheckpointError, match=f"is {after}, the checkpoint has {before}: .* by index, and fits no"):
         run(replicated, inputs, tmp_path / "after", tmp_path / "before", **{FACTOR: after}, **NUMBERED)
 
 

@@ -92,6 +92,12 @@ def test_lines_for_several_nodes_are_one():
     docstring = ast.get_docstring(ast.parse((ROOT / "recipes" / "pretrain.py").read_text()))
     assert by_hand == words(docstring[docstring.index("torchrun") :])
     assert recipes()["qwen3_vl_8b_pretrain_config"].gpus == 8 * 8
+    agents = by_hand[: by_hand.index("recipes/pretrain.py")]
+    for page in ("README.md", "docs/quickstart_cluster.md"):
+        (line,) = (
+            line for line in re.findall(r"^torchrun --nnodes(?:.*\\\n)*.*", (ROOT / page).read_text(), re.MULTILINE)
+        )
+        assert words(line)[: len(agents) + 3] == [*agents, "-m", "qwen3vl_bridge", "train"], page
 
 
 def test_in_a_container_the_line_is_the_same():

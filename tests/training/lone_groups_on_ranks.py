@@ -20,6 +20,7 @@ from qwen3vl_bridge.training.config import GuardConfig
 
 import torch.distributed as dist
 
+from tests.host_waits.places import PACKAGES
 from tests.parity.on_ranks import Split
 from tests.parity.topologies import Topology
 from tests.ranks import begin, leave
@@ -29,7 +30,6 @@ COLLECTIVES = (
     *("all_reduce", "broadcast", "reduce", "barrier", "all_to_all", "all_to_all_single", "reduce_scatter_tensor"),
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast_object_list", "gather_object"),
 )
-PACKAGES = {"/qwen3vl_bridge/": "ours", "/megatron/core/": "megatron-core", "/megatron/bridge/": "Megatron-Bridge"}
 Sent = Counter[tuple[str, str, str, int]]
 
 
@@ -48,7 +48,7 @@ def _watched(name: str, collective: Callable, found: Sent) -> Callable:
         frame = sys._getframe(1)
         while (path := frame.f_code.co_filename).endswith("/compat/cpu.py") or "/torch/" in path:
             frame = frame.f_back
-        owner = next((owner for part, owner in PACKAGES.items() if part in path), "others")
+        owner = next((owner for owner, folder in PACKAGES.items() if folder in path), "others")
         group = inspect.signature(collective).bind(*args, **kwargs).arguments.get("group")
         found[owner, path.rpartition("/")[2], name, dist.get_world_size(group)] += 1
         return collective(*args, **kwargs)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import shutil
 from collections import Counter
+from pathlib import Path
+from types import FunctionType
 
+import qwen3vl_bridge
 from qwen3vl_bridge.training.callbacks import training_callbacks
 from qwen3vl_bridge.training.config import GuardConfig
 
@@ -14,8 +19,45 @@ import torch
 from tests.forked import run_ranks
 from tests.steps import followed, set_up, train_step
 
+from . import lone_groups_on_ranks
 from .lone_groups_on_ranks import collectives_sent
 from .running import replicate
+
+
+def test_a_call_belongs_to_the_innermost_package(monkeypatch):
+    """A clone, in whose folder megatron-core is installed too, has the name of our package."""
+    monkeypatch.setattr(lone_groups_on_ranks.dist, "barrier", lambda group=None: None)
+    monkeypatch.setattr(lone_groups_on_ranks.dist, "get_world_size", lambda group=None: 1)
+    installed = "/clones/qwen3vl_bridge/.venv/lib/site-packages"
+    files = {
+        f"{Path(qwen3vl_bridge.__file__).parent}/parallel/collectives.py": "ours",
+        f"{installed}/megatron/core/training/model.py": "megatron-core",
+        f"{installed}/megatron/bridge/training/train.py": "Megatron-Bridge",
+        "/clones/qwen3vl_bridge/tests/steps.py": "others",
+    }
+    for file, owner in files.items():
+        exec(compile("def call(): dist.barrier()", file, "exec"), names := {"dist": lone_groups_on_ranks.dist})
+        with collectives_sent() as found:
+            names["call"]()
+        assert found == {(owner, file.rpartition("/")[2], "barrier", 1): 1}
+
+
+def test_every_collective_that_this_package_calls_is_watched():
+    """By the name of torch.distributed that is replaced: none is imported by itself."""
+    with_group = {
+        name
+        for name, function in vars(torch.distributed).items()
+        if type(function) is FunctionType and "group" in inspect.signature(function).parameters
+    } - {"get_backend", "get_rank", "get_world_size", "get_global_rank", "get_group_rank", "destroy_process_group"}
+    called, imported, modules = set(), set(), ("dist", "distributed")
+    for file in Path(qwen3vl_bridge.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] in modules:
+                called.add(node.attr)
+            elif isinstance(node, ast.ImportFrom) and node.module == "torch.distributed":
+                imported |= {one.name for one in node.names}
+    assert {"all_reduce", "all_gather_into_tensor"} <= called & with_group <= set(lone_groups_on_ranks.COLLECTIVES)
+    assert not imported & with_group
 
 
 @pytest.fixture

@@ -10,31 +10,31 @@ from qwen3vl_recipes.registry import recipe
 
 @recipe(gpus=8)
 def qwen35_vl_9b_sft_config():
-    """Full fine-tuning, rows of 8K tokens, 8 H100: four to a model."""
+    """Full fine-tuning, rows of 8K tokens, 8 H100: TP 4."""
     return split(sft("9B"), tp=4)
 
 
 @recipe(gpus=8)
 def qwen35_vl_9b_sft_fsdp_config():
-    """Full fine-tuning, rows of 8K tokens, 8 H100: sharded only by Megatron-FSDP, activations recomputed."""
+    """Full fine-tuning, rows of 8K tokens, 8 H100: Megatron-FSDP, activations recomputed."""
     return recompute_all(fsdp(sft("9B")))
 
 
 @recipe(gpus=8)
 def qwen35_vl_9b_sft_32k_config():
-    """Full fine-tuning, rows of 32K tokens, 8 H100: all to a row, four of them to a layer."""
+    """Full fine-tuning, rows of 32K tokens, 8 H100: TP 4, CP 2."""
     return split(sft("9B", seq_length=32 * K, global_batch_size=16), tp=4, cp=2)
 
 
 @recipe(gpus=16)
 def qwen35_vl_9b_sft_128k_config():
-    """Full fine-tuning, rows of 128K tokens, 16 H100: all to a row, activations recomputed."""
+    """Full fine-tuning, rows of 128K tokens, 16 H100: TP 4, CP 4, activations recomputed."""
     return recompute_all(split(sft("9B", seq_length=128 * K, global_batch_size=8), tp=4, cp=4))
 
 
 @recipe(gpus=16)
 def qwen35_vl_9b_sft_256k_config():
-    """Full fine-tuning, rows of 256K tokens, 16 H100: all to a row, activations recomputed."""
+    """Full fine-tuning, rows of 256K tokens, 16 H100: TP 4, CP 4, activations recomputed."""
     return recompute_all(split(sft("9B", seq_length=256 * K, global_batch_size=4), tp=4, cp=4))
 
 
@@ -46,5 +46,5 @@ def qwen35_vl_9b_peft_config():
 
 @recipe(gpus=64)
 def qwen35_vl_9b_pretrain_config():
-    """Pretraining, rows of 8K tokens, 64 H100: four to a model."""
+    """Pretraining, rows of 8K tokens, 64 H100: TP 4."""
     return split(pretrain("9B"), tp=4)

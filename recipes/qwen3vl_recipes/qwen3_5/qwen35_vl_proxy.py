@@ -10,11 +10,11 @@ from qwen3vl_recipes.registry import recipe
 
 @recipe(gpus=8)
 def qwen35_vl_proxy_sft_config():
-    """Full fine-tuning, rows of 8K tokens of the 397B-A17B's proxy, 8 H100: two to a layer, its experts on four."""
+    """Full fine-tuning, rows of 8K tokens of the 397B-A17B's proxy, 8 H100: TP 2, EP 4."""
     return split(sft("proxy"), tp=2, ep=4)
 
 
 @recipe(gpus=8)
 def qwen35_vl_proxy_sft_fsdp_config():
-    """As qwen35_vl_proxy_sft_config, sharded only by Megatron-FSDP except for experts, on four."""
+    """As qwen35_vl_proxy_sft_config, with Megatron-FSDP instead of tensor parallelism."""
     return fsdp(split(sft("proxy"), ep=4))

@@ -9,31 +9,31 @@ from qwen3vl_recipes.registry import recipe
 
 @recipe(gpus=8)
 def qwen3_vl_8b_sft_config():
-    """Full fine-tuning, rows of 8K tokens, 8 H100: two to a model, ten layers recomputed."""
+    """Full fine-tuning, rows of 8K tokens, 8 H100: TP 2, ten layers recomputed."""
     return recompute_layers(split(sft("8B"), tp=2), 10)
 
 
 @recipe(gpus=8)
 def qwen3_vl_8b_sft_fsdp_config():
-    """Full fine-tuning, rows of 8K tokens, 8 H100: sharded only by Megatron-FSDP, activations recomputed."""
+    """Full fine-tuning, rows of 8K tokens, 8 H100: Megatron-FSDP, activations recomputed."""
     return recompute_all(fsdp(sft("8B")))
 
 
 @recipe(gpus=8)
 def qwen3_vl_8b_sft_32k_config():
-    """Full fine-tuning, rows of 32K tokens, 8 H100: all to a row, ten layers recomputed."""
+    """Full fine-tuning, rows of 32K tokens, 8 H100: TP 2, CP 4, ten layers recomputed."""
     return recompute_layers(split(sft("8B", seq_length=32 * K, global_batch_size=16), tp=2, cp=4), 10)
 
 
 @recipe(gpus=16)
 def qwen3_vl_8b_sft_128k_config():
-    """Full fine-tuning, rows of 128K tokens, 16 H100: eight to a row, activations recomputed."""
+    """Full fine-tuning, rows of 128K tokens, 16 H100: TP 2, CP 4, activations recomputed."""
     return recompute_all(split(sft("8B", seq_length=128 * K, global_batch_size=8), tp=2, cp=4))
 
 
 @recipe(gpus=16)
 def qwen3_vl_8b_sft_256k_config():
-    """Full fine-tuning, rows of 256K tokens, 16 H100: all to a row, activations recomputed."""
+    """Full fine-tuning, rows of 256K tokens, 16 H100: TP 2, CP 8, activations recomputed."""
     return recompute_all(split(sft("8B", seq_length=256 * K, global_batch_size=4), tp=2, cp=8))
 
 
@@ -51,5 +51,5 @@ def qwen3_vl_8b_peft_dora_config():
 
 @recipe(gpus=64)
 def qwen3_vl_8b_pretrain_config():
-    """Pretraining, rows of 8K tokens, 64 H100: two to a model."""
+    """Pretraining, rows of 8K tokens, 64 H100: TP 2."""
     return split(pretrain("8B"), tp=2)

@@ -87,10 +87,10 @@ def _run(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _stoppable(first: bool) -> Iterator[None]:
-    """Let a process that is told to end do so as on Ctrl-C: it cleans up, and a second signal does not interrupt that.
+    """Treat a signal to terminate as Ctrl-C: the process cleans up, and a second signal does not interrupt the cleanup.
 
-    A third ends the process at once. Signals within a second count as one: under torchrun a Ctrl-C comes from the
-    terminal and from torchrun. Signals that were ignored when the process was started, as by `nohup`, stay ignored.
+    A third signal ends the process at once. Signals within a second count as one: under torchrun a Ctrl-C comes from
+    the terminal and from torchrun. Signals that were ignored when the process was started, as by `nohup`, stay ignored.
 
     Args:
         first: whether this is the process that prints the message.
@@ -135,7 +135,7 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     _import(verbs.add_parser("import", help="Hugging Face model to Megatron checkpoint"))
     _export(verbs.add_parser("export", help="Megatron checkpoint to Hugging Face model"))
-    _reformat(verbs.add_parser("reformat", help="Megatron checkpoint to one of the other format"))
+    _reformat(verbs.add_parser("reformat", help="Megatron checkpoint to the other format"))
     _verify(verbs.add_parser("verify", help="compare a Megatron checkpoint with its source, bit for bit"))
     _inspect(verbs.add_parser("inspect", help="show what a checkpoint contains"))
     adapters_cli.add_verbs(
@@ -181,7 +181,7 @@ def _verify(parser: argparse.ArgumentParser) -> None:
                         help="folder or hub id of the model that it was imported from or exported to")  # fmt: skip
     convert_options.megatron_path(parser)
     parser.add_argument(
-        "--new-path", metavar="FOLDER", help="compare the checkpoint with this one, which was made from it"
+        "--new-path", metavar="FOLDER", help="compare with this checkpoint, which `reformat` made from the first"
     )
     convert_options.vocab_padding(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -42,8 +42,8 @@ def writing_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run with the same options; if "
     "this run fails, keep its partial result for the next. Without --resume a conversion starts over and removes "
     "partial results")  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="check everything, time reading and writing of "
-    "samples, print the plan; leaves nothing on disk")  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true", help="check everything, measure the speed of "
+    "reading and writing, print the plan; leave nothing on disk")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the plan or the report as JSON")
     parser.add_argument("--no-progress", action="store_true", help="show no progress")
 

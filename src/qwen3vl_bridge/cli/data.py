@@ -24,8 +24,8 @@ _BAD_SAMPLES = _FAILURES = 1
 _LIMITS = {
     "image_min_pixels": (int, "pixels to which a smaller image is enlarged (default of all these: the model's)"),
     "image_max_pixels": (int, "pixels to which a larger image is reduced"),
-    "video_min_pixels": (int, "the same for a video, over all its frames together"),
-    "video_max_pixels": (int, "likewise"),
+    "video_min_pixels": (int, "pixels to which a smaller video is enlarged, over all its frames together"),
+    "video_max_pixels": (int, "pixels to which a larger video is reduced, over all its frames together"),
     "video_fps": (float, "frames sampled per second"),
     "video_min_frames": (int, "minimum number of frames sampled from a video, if it has them"),
     "video_max_frames": (int, "maximum number of frames sampled from a video"),
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl-data") 
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description="Look at conversations before training on them.")
+    parser = argparse.ArgumentParser(prog=prog, description="Inspect or pack conversations, or download their images.")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     _inspect(
         verbs.add_parser("inspect", help="show samples as the model will see them, and which tokens are trained on")
@@ -79,8 +79,8 @@ def _records(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--columns", nargs="+", default=[], metavar="KEY=COLUMN",
                         help="names of the records' columns: image=img 'answer={answers[0]}'")  # fmt: skip
     parser.add_argument("--media-root", action="append", metavar="FOLDER",
-                        help="folder of images and videos (default: that of --data); may be given several times: they "
-                        "are looked up in each, and links may lead from one to another")  # fmt: skip
+                        help="folder of images and videos (default: that of --data); may be given several times: "
+                        "paths are looked up in each folder, and links may lead from one to another")  # fmt: skip
     parser.add_argument("--url-cache", metavar="FOLDER",
                         help="folder for downloads (default: the user's cache folder)")  # fmt: skip
     parser.add_argument("--no-progress", action="store_true", help="show no progress")
@@ -119,8 +119,8 @@ def _pack(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-patches", type=_at_least(1), metavar="N",
                         help="maximum number of patches in a row (default: no limit)")  # fmt: skip
     parser.add_argument("--pad-to-multiple-of", type=_at_least(1), default=1, metavar="N",
-                        help="pad each sample in a row to a multiple of this; under context parallelism, twice its "
-                        "size (default: %(default)s)")  # fmt: skip
+                        help="pad each sample in a row to a multiple of this; under context parallelism, twice "
+                        "the number of its ranks (default: %(default)s)")  # fmt: skip
     parser.add_argument("--on-long", choices=("error", "drop", "truncate"), default="error",
                         help="what to do with a sample longer than a row (default: %(default)s)")  # fmt: skip
     parser.add_argument("--on-bad", choices=("error", "drop"), default="error",
@@ -315,7 +315,7 @@ def _url_cache(options: argparse.Namespace) -> Any:
 
 
 def _model_folder(options: argparse.Namespace) -> Path:
-    """The folder of `--hf-model`, asked of the hub once: transformers would ask again for each of its files."""
+    """The folder of `--hf-model`, requested from the hub once: transformers would request each of its files again."""
     from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import find_model
 
     return find_model(options.hf_model, weights=False)

@@ -87,7 +87,7 @@ def _answer(options: argparse.Namespace) -> str | None:
     from qwen3vl_bridge.checkpoint.formats.megatron.folder import find_iteration
     from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import find_model
 
-    # Both refuse what is not there before the slow import; transformers asks the hub again for each of its files.
+    # Both refuse a missing model before the slow import; transformers would request each file from the hub again.
     if options.megatron_path is not None:
         find_iteration(Path(options.megatron_path))
     hf_folder = find_model(options.hf_model, weights=options.megatron_path is None)

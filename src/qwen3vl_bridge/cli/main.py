@@ -23,7 +23,7 @@ COMMANDS = {
     "convert": ("qwen3vl_bridge.cli.convert:main", "import, export, reformat, verify or inspect a checkpoint"),
     "adapters": ("qwen3vl_bridge.cli.convert:adapters", "export or merge the adapters that a run trained"),
     "train": ("qwen3vl_recipes.cli:train", "train with a recipe, from given weights or from scratch"),
-    "data": ("qwen3vl_bridge.cli.data:main", "inspect conversations, or pack them into rows, before training"),
+    "data": ("qwen3vl_bridge.cli.data:main", "inspect or pack conversations, or download their media, before training"),
     "plan": ("qwen3vl_bridge.cli.plan:main", "estimate the memory of a run on each GPU, and propose ways to split it"),
     "generate": ("qwen3vl_bridge.cli.generate:main", "ask a checkpoint a question without exporting it"),
     "doctor": ("qwen3vl_bridge.cli.doctor:main", "show what this machine has, what will be used, and what is missing"),
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Qwen3-VL on Megatron: checkpoints, training, data.",
         epilog="`qwen3vl COMMAND --help` shows its options; docs/command_line.md has examples.",
     )
-    parser.add_argument("--version", action="store_true", help="show the version and end")
+    parser.add_argument("--version", action="store_true", help="show the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (_, words) in COMMANDS.items():
         commands.add_parser(name, help=words, add_help=False)

@@ -71,7 +71,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", required=True, metavar="MODEL",
         help=f"{', '.join(preset_sizes())}, a hub id such as Qwen/Qwen3.5-4B, or a folder")  # fmt: skip
-    add("--gpus", required=True, type=_positive, metavar="N", help="how many there are")
+    add("--gpus", required=True, type=_positive, metavar="N", help="number of GPUs")
     add("--gpu", default="H100", metavar="NAME", help=f"{', '.join(GPUS)} (default: %(default)s)")
     add("--gpu-memory", type=float, metavar="GIB", help="memory of one GPU, if it differs from the table")
     add("--seq-length", type=_positive, default=4096, metavar="N", help="tokens in a row (default: %(default)s)")
@@ -159,7 +159,7 @@ def load_config(model: str) -> Mapping[str, Any]:
     """The `config.json` of a folder, or of a preset.
 
     Raises:
-        ValueError: it does not exist, or it is of no family.
+        ValueError: it does not exist, or no family has its model type.
     """
     path = Path(model) / "config.json"
     if not path.is_file():

@@ -30,8 +30,8 @@ def add_options(parser: argparse.ArgumentParser, positive: Callable[[str], int])
         positive: parses a number of 1 or more.
     """
     add = parser.add_argument
-    add("--dist-train", action="store_true", help="place the vision tower on separate ranks, out of --gpus: how "
-    "many it gets follows the rule in docs/dist_train.md")  # fmt: skip
+    add("--dist-train", action="store_true", help="place the vision tower on separate ranks, some of --gpus; "
+    "their number follows the rule in docs/dist_train.md")  # fmt: skip
     add("--vision-gpus", type=positive, metavar="N", help=f"{_WITH} number of the tower's ranks, overriding the rule")
     add("--vision-tp", type=positive, metavar="N", help=f"{_WITH} the tower's tensor parallelism")
     for option, words, usual in (
@@ -68,7 +68,7 @@ def run(
         options: as parsed.
         config: a Qwen3-VL `config.json`.
         gpu: the kind of GPU.
-        training: as it is used, or to complete.
+        training: its settings, which `choose` completes.
         sizes: the given sizes of the language model.
         choose: choose the other sizes, sharding and recomputation; False if `sizes` and `training` are complete.
 
@@ -101,7 +101,7 @@ def run(
 
 
 def dump(found: DistProposal, memory: int) -> dict[str, Any]:
-    """For programs: an estimate, with the values specific to separate vision ranks."""
+    """An estimate for JSON output, with the values specific to separate vision ranks."""
     one = found.sized
     return reports.dump_estimate(found.estimate, memory) | {
         "dist_train": one.split.settings(),
@@ -114,7 +114,7 @@ def dump(found: DistProposal, memory: int) -> dict[str, Any]:
 
 
 def print_sizes(found: Sequence[DistProposal], memory: int) -> None:
-    """One line for each, the best first; then its estimate and settings."""
+    """One line for each choice of sizes, the best first; then the estimate and settings of the best."""
     from rich.console import Console
     from rich.table import Table
 

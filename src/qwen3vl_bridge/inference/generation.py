@@ -21,7 +21,7 @@ from qwen3vl_bridge.models.common.inputs.local_ranks import sequence_ranks
 from qwen3vl_bridge.models.common.inputs.model_inputs import as_model_inputs
 from qwen3vl_bridge.models.common.model import VisionLanguageModel
 from qwen3vl_bridge.models.common.wrappers import callable_in_parts, megatron_fsdp, unwrapped
-from qwen3vl_bridge.parallel.collectives import gather_vocabulary, tell_group
+from qwen3vl_bridge.parallel.collectives import broadcast_in_group, gather_vocabulary
 
 import torch
 import torch.nn.functional as F
@@ -236,7 +236,7 @@ def _decode(
     for stop in range(rows.length, rows.length + new):
         chosen = _next_tokens(model, rows, start, stop, cache)
         if group is not None:
-            chosen = tell_group(chosen, group)
+            chosen = broadcast_in_group(chosen, group)
         rows.ids[:, stop] = torch.where(running, chosen, pad)
         running &= ~torch.isin(chosen, ends)
         if not running.any():

@@ -37,16 +37,16 @@ def sum_amounts(amounts: Sequence[int], groups: ProcessGroupCollection) -> list[
     return sum_over_ranks(values if first else torch.zeros_like(values)).tolist()
 
 
-def largest(value: float) -> float:
+def max_over_ranks(value: float) -> float:
     """Maximum over all ranks."""
-    return largest_of_each([value])[0]
+    return max_of_each([value])[0]
 
 
-def largest_of_each(values: Sequence[float]) -> list[float]:
+def max_of_each(values: Sequence[float]) -> list[float]:
     """Elementwise maximum over all ranks."""
-    together = torch.tensor(values, dtype=torch.float64, device=_device_of_collectives())
-    _all_reduce(together, op=torch.distributed.ReduceOp.MAX)
-    return together.tolist()
+    maxima = torch.tensor(values, dtype=torch.float64, device=_device_of_collectives())
+    _all_reduce(maxima, op=torch.distributed.ReduceOp.MAX)
+    return maxima.tolist()
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def broadcast_number(value: Tensor, rank: int) -> Tensor:
     return value
 
 
-def tell_group(values: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+def broadcast_in_group(values: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
     """`values` of a group's first rank, broadcast to the group, in a new tensor."""
     values = values.clone()
     _broadcast(values, torch.distributed.get_global_rank(group, 0), group)

@@ -47,6 +47,8 @@ def print_estimate(found: Estimate, memory: int) -> None:
     table.add_row("total", *(f"{stage.total / GIB:.1f}" for stage in stages), style="bold")
     if any(stage.states.unsharded for stage in stages):
         table.add_row("before sharding", *(f"{stage.states.unsharded / GIB:.1f}" for stage in stages))
+    if any(stage.states.updating for stage in stages):
+        table.add_row("optimizer's step", *(f"{stage.updating / GIB:.1f}" for stage in stages))
     if len(stages) > 1:
         table.add_row("microbatches held", *(_counts(stage.in_flight) for stage in stages))
     console = Console()

@@ -26,7 +26,7 @@ def test_rows_leave_room_for_what_samples_are_padded_by(make_rows):
 def test_a_long_sample_is_refused_or_dropped_and_counted(make_rows, caplog):
     rows = make_rows(seq_length=64, seed=None)
     with pytest.raises(
-        DataError, match=r"train.jsonl:\d+: found a sample of \d+ tokens, expected at most 64 \(a row's"
+        DataError, match=r"train.jsonl:\d+: found a sample of \d+ tokens, expected at most 64 \(the length of a row"
     ):
         first(rows())
     kept = make_rows(seq_length=64, seed=None, on_long="drop")()
@@ -69,5 +69,7 @@ def test_rows_have_no_more_patches_than_they_may(make_rows):
     assert max(map(patches, free)) > 100
     bounded = list(one_pass(make_rows(seed=None, most_patches=100, on_long="drop")()))
     assert 50 < max(map(patches, bounded)) <= 100 and len(bounded) > len(free)
-    with pytest.raises(DataError, match=r"train.jsonl:\d+: found images of \d+ patches, expected at most 10 \(what"):
+    with pytest.raises(
+        DataError, match=r"train.jsonl:\d+: found images of \d+ patches, expected at most 10 \(the limit of a row"
+    ):
         list(one_pass(make_rows(seed=None, most_patches=10)()))

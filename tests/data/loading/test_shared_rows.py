@@ -137,9 +137,9 @@ def test_padded_rows_are_shared_whole(make, loop):
 @pytest.mark.parametrize("loop", LOOPS)
 def test_rows_that_were_packed_with_another_multiple_are_refused(make, loop):
     for found, changes, message in (
-        (1, {}, r"multiples of 1, expected 4. Pack once more with --pad-to-multiple-of 4$"),
-        (8, {}, r"multiples of 8, expected 4. Pack .* 4, or set dataset.pad_to_multiple_of to 8$"),
-        (4, {"pad_to_multiple_of": 8}, r"multiples of 4, expected 8. Pack once more with --pad-to-multiple-of 8$"),
+        (1, {}, r"a multiple of 4 \(packed with 1\)\. Pack again with --pad-to-multiple-of 4$"),
+        (8, {}, r"a multiple of 4 \(packed with 8\)\. Pack .* 4, or set dataset.pad_to_multiple_of=8$"),
+        (4, {"pad_to_multiple_of": 8}, r"a multiple of 8 \(packed with 4\)\. Pack again with --pad-to-multiple-of 8$"),
     ):
         with pytest.raises(ValueError, match=message):
             loop(make("packed before", found, **changes), 2)

@@ -8,10 +8,12 @@ from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 
 import pytest
 import torch
+from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
 from tests.parity.batches import CONTENTS, make_batch, make_samples, run_reference
 from tests.parity.conftest import Pair, make_pair
+from tests.parity.exact_reference import KERNELS
 from tests.parity.one_process.test_parity import run_megatron
 
 from ..tiny import with_mtp
@@ -97,6 +99,18 @@ def test_equals_transformers(pair, content, record_property):
         assert errors["logits"] <= max(LOGITS[0] * of_logits, LOGITS[1])
         assert errors["gradient"] <= max(GRADIENT[0] * of_gradients, GRADIENT[1]), name
         assert errors["loss"] <= LOSS
+
+
+def test_the_reference_has_no_kernels_where_they_are_installed(qwen3_5_folders, monkeypatch):
+    """They may round to TF32 on a GPU; the module has them, as it does where flash-linear-attention is installed."""
+    for name in KERNELS:
+        monkeypatch.setattr(modeling_qwen3_5, name, object())
+    layer = make_pair(qwen3_5_folders["dense"]).reference.model.language_model.layers[0].linear_attn
+    assert layer.chunk_gated_delta_rule is modeling_qwen3_5.torch_chunk_gated_delta_rule
+    assert layer.recurrent_gated_delta_rule is torch_recurrent_gated_delta_rule
+    assert layer.causal_conv1d_fn is None
+    assert isinstance(layer.norm, modeling_qwen3_5.Qwen3_5RMSNormGated)
+    assert all(getattr(modeling_qwen3_5, name) is not None for name in KERNELS)
 
 
 def test_kinds_of_layers(pair):

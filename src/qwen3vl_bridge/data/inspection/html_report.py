@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from qwen3vl_bridge.data.inspection.summary import Inspection, Picture, Piece, SampleView
+from qwen3vl_bridge.data.inspection.summary import Inspection, Picture, Piece, SampleView, without_repeated_advice
 from qwen3vl_bridge.data.inspection.text_report import describe, headlines, shortened, summary
 from qwen3vl_bridge.terminal import visible
 
@@ -111,7 +111,7 @@ def html_parts(inspection: Inspection, title: str, model: str | None = None) -> 
     )
     rows = (f"<tr><th>{name}</th><td>{_escaped(value)}</td></tr>\n" for name, value in summary(inspection).items())
     yield f"<table>\n{''.join(rows)}</table>\n"
-    for _, message in inspection.errors[:MOST_ERRORS]:
+    for message in without_repeated_advice(message for _, message in inspection.errors[:MOST_ERRORS]):
         yield f'<p class="error">{_escaped(message)}</p>\n'
     if len(inspection.errors) > MOST_ERRORS:
         yield f'<p class="error">and {len(inspection.errors) - MOST_ERRORS} more</p>\n'

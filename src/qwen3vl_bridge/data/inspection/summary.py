@@ -199,6 +199,15 @@ def _spread(total: int, wanted: int) -> list[int]:
     return [place * total // count for place in range(count)]
 
 
+def without_repeated_advice(messages: Iterable[str]) -> Iterator[str]:
+    """Messages of errors, with the advice after the first semicolon only where it appears for the first time."""
+    given = set()
+    for message in messages:
+        problem, _, advice = message.partition("; ")
+        yield problem if advice in given else message
+        given |= {advice} - {""}
+
+
 def _sound[T](indices: Iterable[int], work: Callable[[int], T], errors: dict[int, str]) -> Iterator[T]:
     """The result of `work` for each sample; errors are collected."""
     for index in indices:

@@ -18,7 +18,7 @@ from statistics import mean, median
 from typing import Any
 
 from qwen3vl_bridge.data.downloading import DownloadReport
-from qwen3vl_bridge.data.inspection.summary import Inspection, Picture, Piece, SampleView
+from qwen3vl_bridge.data.inspection.summary import Inspection, Picture, Piece, SampleView, without_repeated_advice
 from qwen3vl_bridge.data.offline_packing import PackingReport
 from qwen3vl_bridge.terminal import visible
 
@@ -87,7 +87,7 @@ def as_text(inspection: Inspection, *, brackets: bool = False) -> Text:
         text.append("\n\n")
     for name, value in summary(inspection).items():
         text.append(f"{name:15}", _HEAD).append(f"{value}\n")
-    for _, message in inspection.errors[:MOST_ERRORS]:
+    for message in without_repeated_advice(message for _, message in inspection.errors[:MOST_ERRORS]):
         text.append(f"  {visible(message)}\n", _ERROR)
     if len(inspection.errors) > MOST_ERRORS:
         text.append(f"  and {len(inspection.errors) - MOST_ERRORS} more\n", _ERROR)

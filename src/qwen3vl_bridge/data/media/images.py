@@ -159,7 +159,7 @@ def _file(name: str, roots: tuple[Path, ...], place: str) -> Path:
                 break  # the first that exists is used, and no other of the same name
         if outside is not None:
             root, path = outside
-            wanted = [str(one) for one in (*roots, _left_to(name, root, inside))]
+            wanted = [str(one) for one in (*roots, _folder_outside(name, root, inside))]
             raise DataError(
                 place,
                 f"{name!r} is {path}, expected a path inside the media root {_listed(roots)}; if that place is "
@@ -173,7 +173,7 @@ def _file(name: str, roots: tuple[Path, ...], place: str) -> Path:
         raise DataError(place, f"found {name[:80]!r}, expected the path of a file ({error})") from error
 
 
-def _left_to(name: str, root: Path, roots: list[Path]) -> Path:
+def _folder_outside(name: str, root: Path, roots: list[Path]) -> Path:
     """The folder of a path outside the roots: the target of a symbolic link, if there is one."""
     path = root / name
     if ".." not in Path(name).parts and not Path(name).is_absolute():

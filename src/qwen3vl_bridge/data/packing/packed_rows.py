@@ -79,7 +79,7 @@ class PackedRows:
         """
         found, needed = self.rules.get("multiple"), rules.get("multiple")
         if found != needed:
-            or_pad = f", or set dataset.pad_to_multiple_of to {found}" if found and not found % needed else ""
+            or_pad = f", or set dataset.pad_to_multiple_of={found}" if found and not found % needed else ""
             raise ValueError(
                 f"{self.folder} does not fit this run, which pads samples to a multiple of {needed} (packed with "
                 f"{found}). Pack again with --pad-to-multiple-of {needed}{or_pad}"

@@ -16,6 +16,7 @@ from typing import Any
 from qwen3vl_bridge.batch.device_transfer import sent
 
 import torch
+from megatron.core import jit
 from megatron.core.models.common.embeddings import rope_utils
 from torch import Tensor, nn
 from transformers import Qwen3VLTextConfig
@@ -73,7 +74,8 @@ def rotate(query: Tensor, key: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
     """
     if rotary.dim() == 4:
         return _by_kernel(query, rotary), _by_kernel(key, rotary)
-    return (_by_compiled if query.is_cuda else _formula)(query, key, *rotary)
+    compiles = query.is_cuda and jit.jit_fuser is not jit.noop_decorator  # which `dist.disable_jit_fuser` sets
+    return (_by_compiled if compiles else _formula)(query, key, *rotary)
 
 
 def _formula(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

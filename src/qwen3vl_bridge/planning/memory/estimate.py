@@ -50,9 +50,14 @@ class StageEstimate:
 
     @property
     def total(self) -> float:
-        """The maximum of a step's memory and the memory before the model is sharded."""
-        step = self.states.total + sum(self.activations.values()) + self.passing + self.reserve
-        return max(step, self.states.unsharded + FIXED_RESERVE)
+        """The maximum of forward and backward pass, the optimizer's step, and before the model is sharded."""
+        passes = self.states.total + sum(self.activations.values()) + self.passing + self.reserve
+        return max(passes, self.updating, self.states.unsharded + FIXED_RESERVE)
+
+    @property
+    def updating(self) -> float:
+        """Memory while the optimizer steps."""
+        return self.states.total + (1 + FRAGMENTED) * self.states.updating + FIXED_RESERVE
 
     def as_dict(self) -> dict[str, object]:
         """For JSON, in bytes."""
@@ -64,6 +69,7 @@ class StageEstimate:
             "optimizer": self.states.optimizer,
             "gathered": self.states.gathered,
             "unsharded": self.states.unsharded,
+            "updating": self.states.updating,
             "activations": {name: round(value) for name, value in self.activations.items()},
             "microbatches_in_flight": list(self.in_flight),
             "passing": round(self.passing),

@@ -256,6 +256,10 @@ def softmax(n: Dimensions, split: Split, training: Training) -> SavedTensor:
 
 
 def embedding(n: Dimensions, training: Training, *, first: bool) -> list[SavedTensor]:
-    """The rotary angles that all layers share; token ids where they are embedded, and next tokens' if they are used."""
-    angles = SavedTensor("rotary angles", 2 * n["head_dim"] * training.precision.weight)
+    """The rotary angles that all layers share; token ids where they are embedded, and next tokens' if they are used.
+
+    Transformer Engine's kernel takes angles in float32, the formula their cosines and sines in the heads' precision.
+    """
+    each = 4 if training.transformer_engine else 2 * training.precision.weight
+    angles = SavedTensor("rotary angles", n["head_dim"] * each)
     return [angles, SavedTensor("token ids", INDEX * first * (1 + training.trains_mtp))]

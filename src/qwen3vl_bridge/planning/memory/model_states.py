@@ -43,6 +43,11 @@ class States:
         optimizer: its main copy of the weights, and the moments.
         gathered: under ZeRO-3, weights and gradients that are temporarily whole.
         unsharded: under Megatron-FSDP, before sharding: weights, which are created whole on each rank.
+        updating: while the optimizer steps and activations are freed: without Transformer Engine Adam is torch's
+            (`compat/adam.py`), which on a GPU holds the square roots of all second moments of a group of parameters at
+            once; with expert parallelism experts are a group, and all others one after it. Not with Megatron-FSDP,
+            whose parameters (DTensors) torch updates one by one. Source: torch 2.13, `optim/adam.py`,
+            `_default_to_fused_or_foreach`, `_multi_tensor_adam`.
         written: on the host, while a checkpoint is saved: the rank's part of it.
         whole: on the host too, if the optimizer's state is saved by parameters (`Training.saved_by_parameters`): that
             of all parameters of the rank, which every data-parallel rank gathers. Source: megatron-core 0.19,
@@ -54,6 +59,7 @@ class States:
     optimizer: int
     gathered: int
     unsharded: int
+    updating: int
     written: int
     whole: int
 
@@ -93,6 +99,8 @@ def stage_states(n: Dimensions, split: Split, chunks: tuple[Chunk, ...], trainin
         return count.shared / split.replicas + count.experts / split.expert_replicas
 
     divided = trained.shared / split.replicas + trained.experts / split.expert_replicas
+    by_torch = not training.transformer_engine and sharding in (Sharding.NONE, Sharding.OPTIMIZER)
+    groups = (replace(trained, experts=0), Count(experts=trained.experts)) if split.ep > 1 else (trained,)
     by_parameters = sharding is Sharding.OPTIMIZER and training.saved_by_parameters
     made_whole = sharding in (Sharding.GRADIENTS, Sharding.ALL) and not training.made_on_host
     return States(
@@ -101,6 +109,7 @@ def stage_states(n: Dimensions, split: Split, chunks: tuple[Chunk, ...], trainin
         optimizer=round((main + precision.moments) * share(trained, Sharding.OPTIMIZER)),
         gathered=_gathered(n, split, chunks, training, held) if sharding is Sharding.ALL else 0,
         unsharded=precision.weight * held.total * made_whole,
+        updating=round(precision.moments / 2 * max(share(one, Sharding.OPTIMIZER) for one in groups) * by_torch),
         written=round((precision.weight + STORED) * divided),
         whole=STORED * trained.total * by_parameters,
     )

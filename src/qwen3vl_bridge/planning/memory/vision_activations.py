@@ -46,7 +46,8 @@ def patches(n: Dimensions, training: Training) -> list[SavedTensor]:
     return [
         SavedTensor("pixels", pixels * e),
         SavedTensor("learned positions", 4 * (INDEX + e)),
-        SavedTensor("rotary angles", 2 * head_dim * 4),  # float32 in any precision
+        # Float32 in any precision: angles for Transformer Engine's kernel, otherwise their cosines and sines.
+        SavedTensor("rotary angles", head_dim * 4 * (1 if training.transformer_engine else 2)),
     ]
 
 

@@ -48,7 +48,7 @@ def expect_optimizer(folder: Path, cfg: ConfigContainer) -> None:
     before, now, numbered = _trained(theirs), _trained(ours), _is_numbered(kept, saved.get("optimizer") or {})
     if found := [name for name in now if now[name] > before[name] or (numbered and now[name] != before[name])]:
         lacks = "and lacks the state of parameters that are trained now"
-        why = "by numbers, and fits no other parameters" if numbered else lacks
+        why = "by index, and fits no other parameters" if numbered else lacks
         said = ", ".join(f"model.{name} is {ours.get(name)}, the checkpoint has {theirs.get(name)}" for name in found)
         raise CheckpointError(
             f"{said}: the optimizer's state in {folder} was saved with the checkpoint's value, {why}; expected the "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import resource
 import time
 
-from qwen3vl_bridge.parallel.collectives import largest_of_each, sum_amounts
+from qwen3vl_bridge.parallel.collectives import max_of_each, sum_amounts
 from qwen3vl_bridge.training.monitoring.batch_meter import Amounts, meter_of
 from qwen3vl_bridge.training.monitoring.expert_load import ExpertLoad
 from qwen3vl_bridge.training.monitoring.learning_rates import PartRates
@@ -97,7 +97,7 @@ class Metrics(Callback):
         interval, step, lost = Amounts(*sums[:count]), Amounts(*sums[count : 2 * count]), sums[2 * count :]
         figures = {"tokens": step.tokens, "images": step.images, "video_frames": step.video_frames}
         figures |= {"filled": step.tokens / max(step.slots, 1)}
-        memory, *dropped = largest_of_each([_memory(), *self._left_out.numbers(meter.dropped)])
+        memory, *dropped = max_of_each([_memory(), *self._left_out.numbers(meter.dropped)])
         newly_dropped, unreadable = lost[: len(dropped)], lost[len(dropped) :]
         figures |= self._speed(interval) | {"memory_gb": memory / 1e9}
         totals = self._left_out.figures([*map(sum, zip(dropped, newly_dropped, strict=True))], unreadable)

@@ -15,7 +15,7 @@ import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 
-from qwen3vl_bridge.parallel.collectives import largest
+from qwen3vl_bridge.parallel.collectives import max_over_ranks
 from qwen3vl_bridge.training.optimizer.gradient_norms import optimizers_of
 from qwen3vl_bridge.weights.model_parts import Part
 
@@ -56,7 +56,7 @@ class DelayedUnfreezing:
         if not frozen:
             return
         adams = [one.optimizer for one in optimizers_of(optimizer)]
-        self._updates = int(largest(max((_count(adam) for adam in adams), default=0)))
+        self._updates = int(max_over_ranks(max((_count(adam) for adam in adams), default=0)))
         for adam in adams:
             begin: dict[int, list[Tensor]] = defaultdict(list)
             for parameter in (p for group in adam.param_groups for p in group["params"]):
