@@ -3,15 +3,15 @@
     python benchmarks/convert.py                                          # a whole 2B, 4.3 GB
     python benchmarks/convert.py --size 2B --text-layers 4 --vision-layers 6 --rounds 3
     python benchmarks/convert.py --size 30B-A3B --text-layers 8 --rounds 1 --no-stock
-    python benchmarks/convert.py --family qwen3_5 --size 35B-A3B --text-layers 4 --rounds 3
+    python benchmarks/convert.py --family qwen3_5 --size 35B-A3B --text-layers 1 --rounds 1 --no-stock --no-processes
 
 Random bfloat16 weights in the shapes of a released size are written once, experts as released (transposed); then, in
 interleaved rounds, `cp`, import to both formats, export, verify, one block written over and over (the disk's own pace),
 and torch.distributed.checkpoint.save of the same tensors. Every step starts with nothing left to be written to the
 disk, and with what it reads in the page cache and nothing else. Prints medians, ratios to `cp` and the peak of
-anonymous memory above the idle process, and appends rows to a CSV file with the load of the machine. Last it runs the
-command line in one and in two processes, and plans the family's largest model. The first round's steps each have a
-process to themselves, for their memory.
+anonymous memory above the idle process, and appends rows to a CSV file with the load of the machine. Last, unless told
+otherwise, it runs the command line in one and in two processes, and plans the family's largest model. The first
+round's steps each have a process to themselves, for their memory.
 
 What lives here: the measurement. What may not: code that conversion needs.
 """
@@ -238,6 +238,11 @@ def main() -> None:
     parser.add_argument("--vision-layers", type=int, help="fewer than the size has")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-stock", action="store_true", help="leave out torch's own save, with all in memory")
+    parser.add_argument(
+        "--no-processes",
+        action="store_true",
+        help="leave out the command line in processes and the largest plan",
+    )
     parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
     parser.add_argument("--csv", type=Path, default=_RESULTS, help="file to append to (default: %(default)s)")
     options = parser.parse_args()
@@ -247,9 +252,10 @@ def main() -> None:
         nbytes = make_model(work / "hf", config)
         results = run(work, options.rounds, stock=not options.no_stock)
         print({step: [f"{took:.2f}" for took, _ in runs] for step, runs in results.items()}, flush=True)
-        for count in (1, 2):
-            results[f"import in {count}+fsync"] = [(processes(work, count), 0) for _ in range(options.rounds)]
-        results[f"plan of {_FAMILIES[options.family]}"] = [(_plan_largest(work, options.family), 0)]
+        if not options.no_processes:
+            for count in (1, 2):
+                results[f"import in {count}+fsync"] = [(processes(work, count), 0) for _ in range(options.rounds)]
+            results[f"plan of {_FAMILIES[options.family]}"] = [(_plan_largest(work, options.family), 0)]
     seconds = {step: statistics.median(took for took, _ in runs) for step, runs in results.items()}
     rows = []
     for step, took in seconds.items():

@@ -74,10 +74,10 @@ def draw_conversion(file: Path) -> None:
         axes.vlines(places, least, most, color=INK, linewidth=0.9)
     axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 2)))
     axes.text(-0.48, 1.03, "cp", color=MUTED, fontsize=8)
-    axes.set_xticks(range(len(models)), [f"{model} (runs: {_runs(model)})" for model in models])
+    axes.set_xticks(range(len(models)), [f"{model}\n(runs: {_runs(model)})" for model in models])
     axes.set(ylabel="time relative to cp", title="Conversion: median, minimum and maximum of all runs")
-    axes.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12))
-    drawn.subplots_adjust(left=0.09, right=0.97, top=0.9, bottom=0.22)
+    axes.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.18))
+    drawn.subplots_adjust(left=0.09, right=0.97, top=0.9, bottom=0.27)
     save(drawn, file, "Times of conversion, relative to cp")
 
 

@@ -1,7 +1,7 @@
 """Counts where a training step would make the host wait for a GPU, on a machine without one.
 
-What lives here: the counter. What may not: whose line a wait is (`places.py`), models and batches
-(`on_ranks.py`, `upstream.py`, `test_host_waits.py`).
+What lives here: the counter. What may not: which operations wait (`operations.py`), whose line a wait is (`places.py`),
+models and batches (`on_ranks.py`, `upstream.py`, `test_host_waits.py`).
 
 All numbers are computed on the CPU. But while the counter is on, tensors that would be on a GPU say that they are on
 "cuda:0", and whoever makes or moves a tensor there gets one of these; streams and events do nothing, and pinned memory
@@ -15,15 +15,18 @@ A wait is
 - a result whose size is a value: `nonzero`, booleans as an index, `repeat_interleave` without `output_size`,
 - a copy between host and GPU without `non_blocking`, or from memory that is not pinned: `cpu`, `to`, `copy_`,
   `torch.tensor(..., device=)`, a host tensor as the index of one on the GPU,
+- a tensor made of values on the GPU: `torch.tensor`, `as_tensor`, `asarray` and `new_tensor` read each one of a list,
 - objects sent between ranks, barriers, and streams, events and devices that are synchronised,
 - and, as a mistake, what is done with a `non_blocking` copy on the host before the host has waited for something.
 Each is attributed to the innermost line of a package that stands in the stack; in a backward pass without such a line,
 to the line whose gradient is computed.
 
 Limits. It sees no kernel of a GPU: what Transformer Engine, Triton or cuBLAS do by themselves is not counted, and what
-the local layer spec does here others may not. An event that is synchronised is counted unless the host has waited for
-something after it was recorded; a copy has arrived by then too: all streams are taken for one. The host does not wait
-for collectives, as they are taken for NCCL's. `torch.cuda.set_sync_debug_mode` is the judge on a GPU.
+the local layer spec does here others may not. Tensors say "cuda:0" as their `device`, but `is_cuda` and
+`torch.cuda.is_available` are False: lines that run only where these are True are not seen. An event that is
+synchronised is counted unless the host has waited for something after it was recorded; a copy has arrived by then too:
+all streams are taken for one. The host does not wait for collectives, as they are taken for NCCL's.
+`torch.cuda.set_sync_debug_mode` is the judge on a GPU.
 """
 
 from __future__ import annotations
@@ -47,21 +50,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
+from .operations import INDEXING, storage, waits_for
 from .places import Seen, Wait, in_a_gradient, place_in_code
 
 GPU = torch.device("cuda", 0)
-# Operations whose result has a size that the host learns from the GPU.
-_SIZED_BY_VALUES = {
-    "nonzero",
-    "masked_select",
-    "_unique",
-    "_unique2",
-    "unique_dim",
-    "unique_consecutive",
-    "unique_dim_consecutive",
-    "bincount",
-    "is_nonzero",
-}
+# Functions that make a tensor of values, which they read, or copy, before the result is there.
+_OF_VALUES = ("tensor", "as_tensor", "asarray", "new_tensor")
 _TOO_EARLY = "a copy that has not arrived"
 _OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "barrier")
 
@@ -105,7 +99,7 @@ class HostWaits:
         """Have host tensors be in page-locked memory, as a loader that pins gives them; in lists, dicts and tuples."""
         for tensor in tree_iter(values):
             if isinstance(tensor, Tensor):
-                self._pinned[_storage(tensor)] = StorageWeakRef(tensor.untyped_storage())
+                self._pinned[storage(tensor)] = StorageWeakRef(tensor.untyped_storage())
 
     def begin(self) -> None:
         """Forget what was seen until now."""
@@ -133,10 +127,10 @@ class HostWaits:
         """Whether a tensor is there."""
         if not isinstance(tensor, Tensor):
             return False
-        return _storage(tensor) in self._storages
+        return storage(tensor) in self._storages
 
     def _place(self, tensor: Tensor) -> Tensor:
-        key = _storage(tensor)
+        key = storage(tensor)
         if key is not None and key not in self._storages:
             # As long as a weak reference is held, no other storage gets its address.
             self._storages[key] = StorageWeakRef(tensor.untyped_storage())
@@ -179,18 +173,37 @@ class HostWaits:
                 self._copies = False
         if name in ("cpu", "to"):
             return self._moved(name, function, args, kwargs)
+        if name in _OF_VALUES:
+            return self._made_of_values(name, function, args, kwargs)
         if _is_gpu(kwargs.get("device")):
-            return self._made_there(name, function, args, kwargs | dict(device="cpu"))
+            made = function(*args, **kwargs | dict(device="cpu"))
+            return self._place(made) if isinstance(made, Tensor) else made
         return function(*args, **kwargs)
 
-    def _made_there(self, name: str, function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        made = function(*args, **kwargs)
-        if name not in ("tensor", "as_tensor", "asarray"):
-            return self._place(made) if isinstance(made, Tensor) else made
-        if args and self.is_on_gpu(args[0]):
-            return self._place(made)
-        self.note(f"{name} of host values")
-        return self._place(made.clone())
+    def _made_of_values(self, name: str, function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A tensor made of a tensor, an array, or a list of numbers: torch reads each that is on the GPU by itself."""
+        given = args[1:] if name == "new_tensor" else args
+        values = given[0] if given else kwargs.get("data", kwargs.get("obj"))
+        here = self.is_on_gpu(values)
+        if kwargs.get("device") is not None:
+            there = _is_gpu(kwargs["device"])
+            kwargs = kwargs | (dict(device="cpu") if there else {})
+        else:
+            there = self.is_on_gpu(args[0]) if name == "new_tensor" else here
+        if isinstance(values, Tensor):
+            if here and not there:
+                self.note(f"{name}: a copy to the host")
+        else:
+            for one in tree_iter(values):
+                if self.is_on_gpu(one):
+                    self.note(f"{name} of values on the GPU")
+        if there and not here:
+            self.note(f"{name} of host values")
+        with self.uncounted():
+            made = function(*args, **kwargs)
+            if self.is_on_gpu(made) != there or (there and not here):
+                made = made.clone()
+        return self._place(made) if there else made
 
     def _moved(self, name: str, function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         tensor, *rest = args
@@ -201,19 +214,19 @@ class HostWaits:
             return result
         if not kwargs.get("non_blocking"):
             self.note(f"{name}: a copy to the {'GPU' if there else 'host'}")
-        elif there and _storage(tensor) not in self._pinned:
+        elif there and storage(tensor) not in self._pinned:
             self.note(f"{name}: a copy of memory that is not pinned")
         if result.untyped_storage()._cdata == tensor.untyped_storage()._cdata or self.is_on_gpu(result) != there:
             with self.uncounted():
                 result = result.clone()
         if not there and kwargs.get("non_blocking"):
             self.pinned(result)
-            self._copied[_storage(result)] = self.waited
+            self._copied[storage(result)] = self.waited
         return self._place(result) if there else result
 
     def _under_way(self, tensor: Tensor) -> bool:
         """Whether a tensor is a copy to the host that need not be there yet."""
-        return self._copied.get(_storage(tensor)) == self.waited
+        return self._copied.get(storage(tensor)) == self.waited
 
     def _goes_to_gpu(self, rest: list[Any], kwargs: dict[str, Any]) -> bool | None:
         """Where `Tensor.to` goes, from its arguments; None: it stays."""
@@ -242,48 +255,19 @@ class HostWaits:
             there = [True] * len(tensors)
             for one in tensors:
                 self._place(one)
-        what = self._waits_for(name, args, kwargs) if any(there) else None
+        what = waits_for(name, args, kwargs, self.is_on_gpu, copies=self._copies) if any(there) else None
         if what or any(map(self._under_way, tensors)):
             self.note(what or _TOO_EARLY)
         result = op(*args, **kwargs)
         if name == "copy_":
             return result
         if any(there) or (not tensors and in_a_gradient()):
-            if space == "aten" and name not in ("index", "index_put_", "index_put", "_index_put_impl_"):
+            if space == "aten" and name not in INDEXING:
                 self._check_mixed(op, tensors, there)
             for one in tree_iter(result):
                 if isinstance(one, Tensor):
                     self._place(one)
         return result
-
-    def _waits_for(self, name: str, args: tuple, kwargs: dict[str, Any]) -> str | None:
-        if name in _SIZED_BY_VALUES:
-            return name
-        if name == "equal":
-            first, second = args  # torch says at once what needs no look
-            same = _storage(first) == _storage(second) and first.storage_offset() == second.storage_offset()
-            return None if first.shape != second.shape or (same and first.stride() == second.stride()) else name
-        if name == "_local_scalar_dense":
-            return "a value"
-        if name == "repeat_interleave" and kwargs.get("output_size") is None and len(args) < 2:
-            return "repeat_interleave without output_size"
-        if name == "copy_":
-            blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-            apart = self.is_on_gpu(args[0]) != self.is_on_gpu(args[1])
-            return "copy_ between host and GPU" if self._copies and blocking and apart and args[1].dim() else None
-        if name in ("index", "index_put_", "index_put", "_index_put_impl_"):
-            return self._waits_for_index(name, args)
-        return None
-
-    def _waits_for_index(self, name: str, args: tuple) -> str | None:
-        indices = [one for one in args[1] if one is not None]
-        booleans = [one for one in indices if one.dtype in (torch.bool, torch.uint8)]
-        fills = name != "index" and len(indices) == 1 and args[2].numel() == 1 and not (len(args) > 3 and args[3])
-        if booleans and not fills:  # which is a masked_fill
-            return "booleans as an index"
-        if any(one.dim() and not self.is_on_gpu(one) for one in indices):
-            return "an index on the host"
-        return None
 
     def _check_mixed(self, op: Any, tensors: list[Tensor], there: list[bool]) -> None:
         """Tensors without dimensions may be on the host; where a tensor without elements is, is not known."""
@@ -372,13 +356,6 @@ def _unseen(function: Callable) -> Callable:
             return function(*args, **kwargs)
 
     return call
-
-
-def _storage(tensor: Tensor) -> int | None:
-    try:
-        return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # subclasses without one
-        return None
 
 
 class _Functions(TorchFunctionMode):
