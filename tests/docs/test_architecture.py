@@ -75,13 +75,11 @@ def test_packages_are_listed_in_the_order_that_the_linter_enforces():
     (layers,) = (one["layers"] for one in contracts if one["name"] == "a package imports only packages below it")
     enforced = [set(layer.split(" | ")) for layer in reversed(layers) if layer != "__main__"]
 
-    block = PAGE.split("## Packages", 1)[1].split("```")[1].split("\nrecipes/")[0]
+    rows = PAGE.split("## Packages", 1)[1].split("|---|---|\n")[1].split("| `recipes/`")[0]
     listed: list[set[str]] = []
-    for line in block.strip().splitlines():
-        if not line.startswith(" "):
-            names = re.split(r"\s{2,}|(?<!,)\s", line)[0]
-            packages = {name.removesuffix(".py").split("/")[0] for name in names.split(", ")}
-            listed += [packages] if packages not in listed else []
+    for row in rows.splitlines():
+        packages = {name.removesuffix(".py").split("/")[0] for name in re.findall(r"`(.*?)`", row.split("|")[1])}
+        listed += [packages] if packages not in listed else []
     assert listed == enforced
 
 
