@@ -115,7 +115,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize(("family", "kind"), zip(itertools.cycle(["dense", "MoE"]), RUNS))
+@pytest.mark.parametrize(("family", "kind"), list(zip(itertools.cycle(["dense", "MoE"]), RUNS)))
 def test_a_step_of_other_runs_waits_for_nothing(folders, family, kind):
     settings = dict(RUNS[kind])
     topology = Topology(1, distributed_optimizer=settings.pop("distributed_optimizer", False))

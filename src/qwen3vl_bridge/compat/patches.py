@@ -133,8 +133,14 @@ def _save_adam_of_ours(module: Any) -> None:
     adam.replace_in_distributed_optimizer(module)
 
 
+def _keep_norms_on_the_device(module: Any) -> None:
+    from qwen3vl_bridge.compat import gradient_norm
+
+    gradient_norm.replace_in_clipping(module)
+
+
 # By module: resolving the classes of saved configurations, loading the checkpoint format whose names depend on the
-# model's modules (Megatron-FSDP), evaluation, writing adapters, and Adam without a fused implementation.
+# model's modules (Megatron-FSDP), evaluation, writing adapters, and Adam and the gradient norm without fused kernels.
 _PATCHES: Mapping[str, Callable[[Any], None]] = {
     "megatron.bridge.utils.instantiate_utils": _give_ours,
     "megatron.bridge.training.checkpointing": _read_every_weight,
@@ -142,4 +148,5 @@ _PATCHES: Mapping[str, Callable[[Any], None]] = {
     "megatron.bridge.models.conversion.auto_bridge": _save_adapters_of_ours,
     "megatron.core.optimizer": _build_adam_of_ours,
     "megatron.core.optimizer.distrib_optimizer": _save_adam_of_ours,
+    "megatron.core.optimizer.clip_grads": _keep_norms_on_the_device,
 }
