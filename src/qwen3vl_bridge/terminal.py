@@ -11,6 +11,7 @@ import io
 import os
 import sys
 import unicodedata
+from typing import TextIO
 
 # Exit status that a shell reports for a command ended by Ctrl-C.
 BAD_INPUT, INTERRUPTED = 2, 130
@@ -55,11 +56,28 @@ def show(text: str, *, error: bool = False) -> None:
     try:
         print(visible(text), file=stream, flush=True)
     except OSError as failure:
-        with contextlib.suppress(OSError, ValueError):  # otherwise Python fails again when it flushes at the end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        _drop(stream)
         if not error and not isinstance(failure, BrokenPipeError):
             said = f"standard output cannot be written: {failure.strerror or failure}"
             raise OSError(said) from failure
+
+
+def finish() -> None:
+    """Drop what standard error still holds if its reader has exited: Python would end with status 120 otherwise.
+
+    Libraries log to it, and ignore that a line could not be written.
+    """
+    try:
+        if sys.stderr is not None:
+            sys.stderr.flush()
+    except (OSError, ValueError):
+        _drop(sys.stderr)
+
+
+def _drop(stream: TextIO) -> None:
+    """Later output goes nowhere, and so does what is in the buffer: Python flushes it again at the end."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def show_report(text: str, result: object) -> None:

@@ -97,7 +97,8 @@ def piped(arguments: list[str], closed: str) -> subprocess.CompletedProcess:
     reader, writer = os.pipe()
     os.close(reader)
     others = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | {closed: writer}
-    found = subprocess.run([sys.executable, CONVERT, *arguments], text=True, **others)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    found = subprocess.run([sys.executable, CONVERT, *arguments], text=True, env=buffered, **others)
     os.close(writer)
     return found
 

@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterable, Iterator
 from threading import Lock
 
+from qwen3vl_bridge.terminal import show
+
 _SECONDS_BETWEEN_LINES = 5.0
 
 
@@ -59,10 +61,7 @@ class Progress:
         share = 100 * self._done / self._total if self._total else 100
         done, total = self._done / 1e9, self._total / 1e9
         text = f"{self._label}: {share:3.0f} %, {done:.2f} of {total:.2f} GB, {rate / 1e9:.2f} GB/s, {left:.0f} s left"
-        try:
-            print(text, file=sys.stderr, flush=True)
-        except OSError:  # the output was closed, which is no reason to stop
-            self._shown = False
+        show(text, error=True)
 
 
 def _bar(label: str, total: int):
