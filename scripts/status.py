@@ -6,8 +6,9 @@
 
 Contents: the features, the tests that show each on a CPU, the step of the GPU check that shows it on a GPU.
 `benchmarks/results/cpu_tests.jsonl`, made from `make test-full PYTEST_ARGS=--junitxml=JUNIT.xml`, or from several runs
-of one commit which together run every test, fills the CPU column; `benchmarks/results/gpu_check.jsonl`, the
-`results.jsonl` of `scripts/gpu_check.sh run`, fills the GPU column. Standard library only.
+which together run every test (JUNIT.xml@COMMIT for one of an earlier commit), fills the CPU column;
+`benchmarks/results/gpu_check.jsonl`, the `results.jsonl` of `scripts/gpu_check.sh run`, fills the GPU column. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Recorded:
         failed: number of failed tests and errors.
         skipped: number of skipped tests.
         date: day of the run, UTC.
-        commit: abbreviated commit that was tested.
+        commit: abbreviated commits that were tested, separated by spaces.
     """
 
     path: str
@@ -159,27 +160,29 @@ def _lines(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text("utf-8").splitlines() if line.strip()]
 
 
-def read_junit(files: list[Path], commit: str, collected: list[str]) -> list[Recorded]:
+def read_junit(files: dict[Path, str], collected: list[str]) -> list[Recorded]:
     """The outcome of every path of `FEATURES` of which all tests ran.
 
     Args:
-        files: what `pytest --junitxml` wrote, the newest last: it counts where a test ran twice.
-        commit: the commit that was tested.
+        files: what `pytest --junitxml` wrote, with the commits that were tested, the newest last: it counts where a
+            test ran twice.
         collected: node ids of all tests below the paths, slow ones too.
     """
     ran = {
-        (one.get("classname", ""), one.get("name", "")): {child.tag for child in one}
-        for file in files
+        (one.get("classname", ""), one.get("name", "")): (commit, {child.tag for child in one})
+        for file, commit in files.items()
         for one in ET.parse(file).iter("testcase")
     }
-    date, found = f"{datetime.fromtimestamp(files[-1].stat().st_mtime, UTC):%Y-%m-%d}", []
+    date, found = f"{datetime.fromtimestamp(max(file.stat().st_mtime for file in files), UTC):%Y-%m-%d}", []
     for path in _paths():
         names = [_junit_name(one) for one in collected if one.startswith((f"{path}::", f"{path}/"))]
         if not names or not all(name in ran for name in names):
             continue
-        failed = sum(bool(ran[name] & {"failure", "error"}) for name in names)
-        skipped = sum("skipped" in ran[name] for name in names)
-        found.append(Recorded(path, len(names) - failed - skipped, failed, skipped, date, commit))
+        failed = sum(bool(ran[name][1] & {"failure", "error"}) for name in names)
+        skipped = sum("skipped" in ran[name][1] for name in names)
+        tested = {ran[name][0] for name in names}
+        commits = " ".join(commit for commit in dict.fromkeys(files.values()) if commit in tested)
+        found.append(Recorded(path, len(names) - failed - skipped, failed, skipped, date, commits))
     return found
 
 
@@ -208,11 +211,12 @@ def _dotted(file: str) -> str:
     return file.removesuffix(".py").replace("/", ".")
 
 
-def record(files: list[Path]) -> None:
-    """Put the outcomes of runs of pytest into `CPU`, in place of earlier ones of the same paths."""
+def record(files: list[str]) -> None:
+    """Put the outcomes of runs of pytest (FILE, FILE@COMMIT) into `CPU`, in place of earlier ones of the same paths."""
     words = ["git", "rev-parse", "--short=9", "HEAD"]
     commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    rows = recorded(CPU) | {one.path: one for one in read_junit(files, commit, _collected())}
+    runs = {Path(file): of or commit for file, _, of in (file.partition("@") for file in files)}
+    rows = recorded(CPU) | {one.path: one for one in read_junit(runs, _collected())}
     known = [test for feature in FEATURES for test in feature.tests]
     CPU.write_text("".join(json.dumps(asdict(rows[path])) + "\n" for path in sorted(rows) if path in known), "utf-8")
 
@@ -237,9 +241,11 @@ def _link(test: str, on_cpu: dict[str, Recorded]) -> str:
 
 
 def _sources(on_cpu: dict[str, Recorded]) -> str:
-    when = sorted({(one.date, one.commit) for one in on_cpu.values()})
-    runs = ", ".join(f"{date} at commit {commit}" for date, commit in when) or "none"
-    return f"`scripts/status.py` writes this table. The numbers are tests of recorded runs on CPUs ({runs})."
+    dates: dict[str, set[str]] = {}
+    for one in on_cpu.values():
+        dates.setdefault(one.date, set()).update(one.commit.split())
+    runs = "; ".join(f"{date} at commits {', '.join(sorted(commits))}" for date, commits in sorted(dates.items()))
+    return f"`scripts/status.py` writes this table. The numbers are tests of recorded runs on CPUs ({runs or 'none'})."
 
 
 def with_table(page: str, text: str) -> str:
@@ -253,7 +259,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only compare")
     parser.add_argument(
-        "--record", type=Path, nargs="+", metavar="JUNIT", help="what `pytest --junitxml` wrote at this commit"
+        "--record", nargs="+", metavar="JUNIT", help="what `pytest --junitxml` wrote; @COMMIT for another one"
     )
     options = parser.parse_args()
     if options.record:

@@ -38,7 +38,9 @@ def test_recorded_tests_are_those_of_features_and_passed():
     named = {test for feature in status.FEATURES for test in feature.tests}
     for path, row in status.recorded(status.CPU).items():
         assert path in named and row.passed and not row.failed, row
-        assert re.fullmatch(r"20\d\d-\d\d-\d\d", row.date) and re.fullmatch(r"[0-9a-f]{7,40}", row.commit), row
+        assert re.fullmatch(r"20\d\d-\d\d-\d\d", row.date) and re.fullmatch(
+            r"[0-9a-f]{7,40}( [0-9a-f]{7,40})*", row.commit
+        ), row
 
 
 def test_runs_of_pytest_fill_the_column_of_paths_of_which_every_test_ran(tmp_path):
@@ -46,20 +48,20 @@ def test_runs_of_pytest_fill_the_column_of_paths_of_which_every_test_ran(tmp_pat
     junit.write_text(JUNIT)
     twins, planning = "tests/recipes/test_twins.py", "tests/planning/test_memory.py::test_d[a::b[1]]"
     collected = [f"{twins}::test_a", f"{twins}::Group::test_b", f"{twins}_too::test_c", planning]
-    twins_row, planning_row = status.read_junit([junit], "abc1234", collected)
+    twins_row, planning_row = status.read_junit({junit: "abc1234"}, collected)
     assert (twins_row.path, twins_row.passed, twins_row.failed, twins_row.skipped) == (twins, 1, 0, 1)
     assert (planning_row.path, planning_row.passed) == ("tests/planning", 1)
     assert "[test_twins](tests/recipes/test_twins.py) 1 passed, 1 skipped |" in status.table({twins: twins_row}, {})
     assert "[test_twins](tests/recipes/test_twins.py) no run recorded |" in status.table({}, {})
 
     collected.append(f"{twins}::test_slow")  # that this run left out
-    assert [row.path for row in status.read_junit([junit], "abc1234", collected)] == ["tests/planning"]
+    assert [row.path for row in status.read_junit({junit: "abc1234"}, collected)] == ["tests/planning"]
     slow.write_text('<testsuites><testcase classname="tests.recipes.test_twins" name="test_slow"/></testsuites>')
-    twins_row, _ = status.read_junit([junit, slow], "abc1234", collected)
-    assert twins_row.passed == 2
+    twins_row, _ = status.read_junit({junit: "abc1234", slow: "def5678"}, collected)
+    assert twins_row.passed == 2 and twins_row.commit == "abc1234 def5678"
 
     junit.write_text(JUNIT.replace("<skipped/>", "<failure/>"))
-    twins_row, _ = status.read_junit([junit], "abc1234", collected[:-1])
+    twins_row, _ = status.read_junit({junit: "abc1234"}, collected[:-1])
     assert twins_row.words == "1 failed, 1 passed"  # of two
 
 
