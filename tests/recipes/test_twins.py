@@ -17,11 +17,12 @@ from .twin import family, pattern, twin
 NAMES = [name for name, recipe in recipes().items() if recipe.gpus]
 # Of loss and gradient norm, relative, in the recipes' bfloat16. Linear attention (Qwen3.5) is further from float32
 # there, and how far depends on the processor's kernels: a step of one process by 7e-4 and 2.6e-2, with experts 1.6e-3
-# and 4.2e-2. In float32 four ranks have the loss of one within 6e-8, and the norm within 2e-7.
+# and 4.2e-2, so that two steps may differ by twice that. In float32 four ranks have the loss of one within 6e-8,
+# and the norm within 2e-7.
 LIMITS = {
-    "qwen3_5 moe": (4e-3, 6e-2),  # measured 1.9e-3 and 5.1e-2
-    "qwen3_5 tied": (2e-3, 2e-2),  # measured 3.6e-4 and 7.5e-3
-    "qwen3_5 untied": (2e-3, 2e-2),  # measured 4.8e-4 and 5.2e-4
+    "qwen3_5 moe": (4e-3, 9e-2),  # measured 1.9e-3 and 5.1e-2
+    "qwen3_5 tied": (2e-3, 5e-2),  # measured 3.6e-4 and 7.5e-3
+    "qwen3_5 untied": (2e-3, 5e-2),  # measured 4.8e-4 and 5.2e-4
 }
 LIMITS |= dict.fromkeys(("untied", "tied", "moe"), (1e-3, 5e-3))  # measured 4.6e-4 and 1.2e-3
 
