@@ -176,7 +176,8 @@ def _configuration(args: argparse.Namespace, chosen: Recipe, *, needs_weights: b
         ModelConfig(args.hf_model)  # refuses another model's folder before the slow import of Megatron
     elif args.hf_model is not None:
         folder = find_model(args.hf_model, weights=not args.dry_run)
-        args.hf_model = args.hf_model if args.dry_run else str(folder)
+        if not args.dry_run:
+            args.hf_model = str(folder)
     cfg = chosen.function()
     set_paths(
         cfg,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from qwen3vl_bridge.weights.rows import Row
 
 _MEGATRON_BRIDGE = "megatron.bridge.models"
-_KERNELS = "qwen3vl_bridge.models.qwen3_5.linear_attention_kernels"
+_KERNELS = "qwen3vl_bridge.models.qwen3_5.linear_attention.kernels"
 
 
 @dataclass(frozen=True)

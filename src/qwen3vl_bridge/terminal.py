@@ -6,6 +6,7 @@ of commands. Standard library only, so that `--help` answers at once.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import os
@@ -21,7 +22,12 @@ _SHOWN = "\n\t\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"  # some scripts an
 
 
 def show_anything() -> None:
-    """Make standard output and error escape what a terminal cannot show: users' texts may contain anything."""
+    """Make standard output and error escape what a terminal cannot show: users' texts may contain anything.
+
+    The first thing that a command does; when its process ends, `finish` is called.
+    """
+    atexit.unregister(finish)
+    atexit.register(finish)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -25,7 +25,7 @@ from qwen3vl_bridge.cli import adapters as adapters_cli
 from qwen3vl_bridge.cli import convert_options, convert_output
 from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.files.paths import expanded
-from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, finish, show, show_anything
+from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show, show_anything
 from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 
 _SIZES = {
@@ -83,8 +83,6 @@ def _run(options: argparse.Namespace) -> int:
         if first:
             show("interrupted", error=True)
         return INTERRUPTED
-    finally:
-        finish()
 
 
 @contextlib.contextmanager

@@ -149,6 +149,8 @@ def packages(wanted: Sequence[Requirement], found: Machine) -> list[Package]:
         wanted: requirements as declared by the package, including extras.
         found: the machine.
     """
+    from packaging.version import Version
+
     listed = []
     for one in wanted:
         needed = one.marker is None or one.marker.evaluate({"extra": ""})
@@ -162,14 +164,10 @@ def packages(wanted: Sequence[Requirement], found: Machine) -> list[Package]:
         fits = version is not None and (versions is None or versions.contains(version, prereleases=True))
         how = "--no-build-isolation " if name in _BUILT else ""
         get = f"pip install {how}'{text}'"
-        if (glibc := _NEEDS_GLIBC.get(name)) is not None and not _is_at_least(found.glibc, glibc):
+        if (glibc := _NEEDS_GLIBC.get(name)) and not (found.glibc and Version(found.glibc) >= Version(glibc)):
             get = f"nothing on this system: it needs glibc {glibc}, here is {found.glibc or 'another C library'}"
         result.append(Package(name, version, str(versions or ""), needed, fits, _OPTIONAL.get(name, ""), get))
     return result
-
-
-def _is_at_least(version: str, least: str) -> bool:
-    return [*map(int, version.split("."))] >= [*map(int, least.split("."))] if version else False
 
 
 def _missing(known: Sequence[Package], found: Machine, pythons: str) -> list[Missing]:

@@ -15,7 +15,7 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 
-from qwen3vl_bridge.terminal import BAD_INPUT, finish, show
+from qwen3vl_bridge.terminal import BAD_INPUT, show
 
 # Each is a function of the arguments after its name and of the program's name, which returns the exit status. Training
 # is in the recipes: they depend on this package, which knows them only by this name, and may be missing.
@@ -63,8 +63,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             get = "it comes with qwen3vl-bridge's wheel, and with `pip install --no-deps -e .` from a clone"
         show(f"error: {options.command} needs the package {package}, which is not installed; {get}", error=True)
         return BAD_INPUT
-    finally:
-        finish()
 
 
 def _parser() -> argparse.ArgumentParser:

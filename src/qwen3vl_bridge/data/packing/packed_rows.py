@@ -20,6 +20,7 @@ from qwen3vl_bridge.data.packing.row_plan import Window
 from qwen3vl_bridge.data.packing.sample_order import NumberedOrder
 from qwen3vl_bridge.data.packing.sample_sizes import OwnNotes, Size, Sizes
 from qwen3vl_bridge.data.packing.set_counts import SetCounts
+from qwen3vl_bridge.data.sources.fingerprints import differing
 from qwen3vl_bridge.files.parsing import read_json
 
 import numpy as np
@@ -84,9 +85,8 @@ class PackedRows:
                 f"{self.folder} does not fit this run, which pads samples to a multiple of {needed} (packed with "
                 f"{found}). Pack again with --pad-to-multiple-of {needed}{or_pad}"
             )
-        other = [name for name in dict.fromkeys((*rules, *self.rules)) if rules.get(name) != self.rules.get(name)]
-        if other:
-            differ = ", ".join(f"{name} {rules.get(name)} (packed with {self.rules.get(name)})" for name in other)
+        if names := differing(self.rules, rules):
+            differ = ", ".join(f"{name} {rules.get(name)} (packed with {self.rules.get(name)})" for name in names)
             raise ValueError(f"{self.folder} does not fit this run, which has {differ}. {_remedy(rules, self.rules)}")
 
     def sizes(self) -> Sizes:

@@ -9,14 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
-    """The differences, as text; empty if there are none."""
-    names = dict.fromkeys((*expected, *found))
-    return "; ".join(
-        f"{name} {found.get(name)}, expected {expected.get(name)}"
-        for name in names
-        if found.get(name) != expected.get(name)
-    )
+def differing(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    """Names of the entries that differ or that one of them lacks."""
+    return [name for name in dict.fromkeys((*expected, *found)) if found.get(name) != expected.get(name)]
 
 
 def check_position(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -36,7 +31,8 @@ def check_position(found: Mapping[str, Any], expected: Mapping[str, Any]) -> Non
             "data-parallel ranks x data-loading processes as before, or others of which it is a multiple and "
             f"dataset.stream_parts={then}"
         )
-    if differ := differences(found, expected):
+    if names := differing(found, expected):
+        differ = "; ".join(f"{name} {found.get(name)}, expected {expected.get(name)}" for name in names)
         raise ValueError(f"the checkpoint's position belongs to other data: found {differ}")
 
 

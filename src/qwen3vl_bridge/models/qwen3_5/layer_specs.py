@@ -1,7 +1,7 @@
 """Layer specs of the text model: linear and gated attention layers, with and without Transformer Engine.
 
 What lives here: the attention type of each layer, and the modules of each type. What may not: the modules themselves
-(`linear_attention.py`, `models/common/attention.py`), what the layers of all families share
+(`linear_attention/layer.py`, `models/common/attention.py`), what the layers of all families share
 (`models/common/layer_specs.py`).
 """
 
@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from qwen3vl_bridge.models.common.layer_specs import LocalBackend, backend, decoder_block_spec
-from qwen3vl_bridge.models.qwen3_5.linear_attention import LinearAttention
+from qwen3vl_bridge.models.qwen3_5.linear_attention.layer import LinearAttention
 
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules

@@ -21,7 +21,7 @@ from qwen3vl_bridge.models.qwen3_5.config_dimensions import (
     linear_sizes,
     mtp_sizes,
 )
-from qwen3vl_bridge.models.qwen3_5.linear_attention_kernels import are_missing
+from qwen3vl_bridge.models.qwen3_5.linear_attention.kernels import are_missing
 from qwen3vl_bridge.models.qwen3_5.refusals import FIXED, FIXED_WITH_EXPERTS, RULES
 from qwen3vl_bridge.weights.dimensions import Dimensions
 

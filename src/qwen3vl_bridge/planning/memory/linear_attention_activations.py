@@ -4,9 +4,10 @@ What lives here: the table, in numbers for each token of a context-parallel rank
 has all tokens and its part of the heads, which is the same number. Standard library only. What may not: the MLP after
 it, counts of layers (`microbatch_activations.py`).
 
-There are two implementations, as for attention. The rule in torch (`models/qwen3_5/delta_rule.py`) saves what autograd
-saves for each of its lines, including six matrices of chunk times chunk, and is compared in tests; its chunks never
-have tokens of two segments, so that it has more slots than tokens. Kernels save what their own functions save: the
+There are two implementations, as for attention. The rule in torch (`linear_attention/delta_rule.py` of
+`models/qwen3_5`) saves what autograd saves for each of its lines, including six matrices of chunk times chunk, and is
+compared in tests; its chunks never have tokens of two segments, so that it has more slots than tokens. Kernels save
+what their own functions save: the
 convolution its input; the normalisation its result; the rule queries, keys, values, decays, strengths and the inverse
 of each chunk's triangular system, and recompute the rest. Source: flash-linear-attention, `CausalConv1dFunction`,
 `L2NormFunction`, `ChunkGatedDeltaRuleFunction`; not measured, for lack of a GPU.

@@ -2,7 +2,7 @@
 
 What lives here: assigning them to the four names that megatron-core's GatedDeltaNet uses, for the import hook, which
 finds them in the registry (`Family.replacements`). What may not: the functions (`delta_rule.py`), the warning that they
-are slow on a GPU (`provider.py`), anything that imports torch or Megatron when this module is loaded.
+are slow on a GPU (`models/qwen3_5/provider.py`), anything that imports torch or Megatron when this module is loaded.
 
 megatron-core does not build a GatedDeltaNet without that package, not even with its own torch functions, and the
 package needs a GPU. If both are present, nothing is replaced, even if the package cannot be imported: megatron-core
@@ -25,7 +25,7 @@ def are_missing() -> bool:
 def build_without_package(module: Any) -> None:
     """In `megatron.core.ssm.gated_delta_net.common`, which refuses to build the layer without the package."""
     if are_missing():
-        from qwen3vl_bridge.models.qwen3_5 import delta_rule
+        from qwen3vl_bridge.models.qwen3_5.linear_attention import delta_rule
 
         module.HAVE_FLA, module.l2norm = True, delta_rule.l2norm
 
@@ -33,7 +33,7 @@ def build_without_package(module: Any) -> None:
 def use_torch(module: Any) -> None:
     """In `megatron.core.ssm.gated_delta_net.gdn`, which calls the kernels."""
     if are_missing():
-        from qwen3vl_bridge.models.qwen3_5 import delta_rule
+        from qwen3vl_bridge.models.qwen3_5.linear_attention import delta_rule
 
         module.causal_conv1d = delta_rule.causal_conv1d
         module.chunk_gated_delta_rule = delta_rule.chunk_gated_delta_rule

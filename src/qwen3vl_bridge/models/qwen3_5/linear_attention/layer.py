@@ -2,14 +2,14 @@
 synchronizations.
 
 What lives here: the subclass. What may not: the delta rule in torch (`delta_rule.py`), how megatron-core finds its
-kernels (`linear_attention_kernels.py`), the layers that contain it (`layer_specs.py`).
+kernels (`kernels.py`), the layers that contain it (`models/qwen3_5/layer_specs.py`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from qwen3vl_bridge.models.qwen3_5 import delta_rule
+from qwen3vl_bridge.models.qwen3_5.linear_attention import delta_rule
 from qwen3vl_bridge.weights.adapter_rows import MAGNITUDE, MARK, OUT
 
 import torch
