@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from functools import reduce
+from typing import Any, Literal, get_args
 
 from qwen3vl_bridge.data.provider import Qwen3VLConversationProvider
 from qwen3vl_bridge.data.row_settings import ConversationRows
+from qwen3vl_bridge.models.common.settings import refusals
 from qwen3vl_bridge.models.common.settings.encoder_parallel import check_world
-from qwen3vl_bridge.models.common.settings.parallelism import check_microbatches
-from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, check, under
+from qwen3vl_bridge.models.common.settings.kernels import GRAPHS
+from qwen3vl_bridge.models.common.settings.parallelism import check_microbatches, check_ranks
+from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, any_of, at_default, check, under
+from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.training.checkpoint_manager import MANAGER, expect_checkpoint, manage_checkpoints
 from qwen3vl_bridge.training.checkpointing.initial_weights import read_initial_weights
 from qwen3vl_bridge.training.checkpointing.saving_process import check_script
@@ -24,7 +28,24 @@ from qwen3vl_bridge.training.host_memory import check_host_memory
 from qwen3vl_bridge.training.optimizer.schedule_checks import check_is_set, check_warmup
 from qwen3vl_bridge.training.optimizer.tower_settings import Qwen3VLTowers, check_towers
 
-from megatron.bridge.training.config import ConfigContainer, OptimizerConfigOverrideProvider, RerunStateMachineConfig
+from megatron.bridge.training.checkpointing import HAVE_NVRX
+from megatron.bridge.training.config import (
+    CheckpointConfig,
+    ConfigContainer,
+    DistributedDataParallelConfig,
+    DistributedInitConfig,
+    InProcessRestartConfig,
+    LoggerConfig,
+    OptimizerConfig,
+    OptimizerConfigOverrideProvider,
+    RerunStateMachineConfig,
+    SchedulerConfig,
+    StragglerDetectionConfig,
+    TokenizerConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
+from megatron.bridge.training.mixed_precision import MixedPrecisionConfig
 from megatron.bridge.utils.common_utils import get_world_size_safe
 
 logger = logging.getLogger(__name__)
@@ -146,6 +167,165 @@ _WITH_MODULES_APART: tuple[Rule, ...] = (
     ),
 )
 
+# Fields of the sections that neither Megatron-Bridge's training loop nor this package reads.
+_UNREAD: dict[str, tuple[type, str]] = {
+    "train": (TrainingConfig, "step_batch_size_schedule gpu_sniff_test_interval exit_signal_handler_for_training"),
+    "validation": (ValidationConfig, "test_mode full_validation multiple_validation_sets validation_set_names"),
+    "scheduler": (SchedulerConfig, "no_weight_decay_cond_type"),
+    "checkpoint": (
+        CheckpointConfig,
+        "save_params_interval save_activations_interval save_tokens_per_expert_interval save_wgrads_interval "
+        "save_dgrads_interval use_checkpoint_args use_mp_args_from_checkpoint_args auto_detect_ckpt_format "
+        "use_tokenizer_model_from_checkpoint_args ckpt_convert_format ckpt_convert_save verify_integrity "
+        "ckpt_convert_update_legacy_dist_opt_format async_ckpt_use_cpu_shm ckpt_fully_parallel_load_exchange_algo "
+        "ckpt_fully_parallel_save_process_group ckpt_fully_parallel_load_process_group stream_ckpt_dequant "
+        "ckpt_load_validate_sharding_integrity dist_ckpt_save_pre_mcore_014",
+    ),
+    "logger": (
+        LoggerConfig,
+        "log_memory_interval log_device_memory_used log_num_zeros_in_grad log_max_attention_logit "
+        "barrier_with_L1_time moe_routing_trace_path moe_routing_trace_max_training_iters "
+        "moe_routing_trace_capture_logits moe_routing_trace_capture_hidden_states moe_routing_trace_dump_weights",
+    ),
+    "straggler": (StragglerDetectionConfig, "enable_straggler_on_startup"),
+    "inprocess_restart": (InProcessRestartConfig, "max_iterations progress_watchdog_interval"),
+    "tokenizer": (TokenizerConfig, "vocab_extra_ids"),
+    "mixed_precision": (MixedPrecisionConfig, "fp32 autocast_enabled"),
+}
+
+# Fields of something that another setting turns on, by that setting.
+_PARTS: dict[str, tuple[type, str]] = {
+    "ddp.use_megatron_fsdp": (
+        DistributedDataParallelConfig,
+        "gradient_reduce_div_fusion suggested_communication_unit_size keep_fp8_transpose_cache fsdp_double_buffer "
+        "fsdp_db_use_persist_buf_on_alloc_fail fsdp_all_gather_in_start_param_sync outer_dp_sharding_strategy "
+        "fsdp_manual_registration megatron_fsdp_grad_comm_dtype megatron_fsdp_cuda_graph_mode "
+        "megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_max_pool_double_buffer",
+    ),
+    "optimizer.decoupled_lr": (OptimizerConfig, "decoupled_min_lr"),
+    "optimizer.optimizer_cpu_offload": (
+        OptimizerConfig,
+        "optimizer_offload_fraction use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d pin_cpu_grads "
+        "pin_cpu_params",
+    ),
+    "checkpoint.non_persistent_ckpt_type": (
+        CheckpointConfig,
+        "non_persistent_save_interval non_persistent_global_ckpt_dir non_persistent_local_ckpt_dir",
+    ),
+    "checkpoint.also_save_hf_checkpoint": (CheckpointConfig, "hf_distributed_save hf_save_every_n_ranks"),
+    "checkpoint.replication": (CheckpointConfig, "replication_jump replication_factor"),
+    "logger.wandb_project": (LoggerConfig, "wandb_exp_name wandb_save_dir wandb_entity"),
+    "logger.mlflow_experiment": (
+        LoggerConfig,
+        "mlflow_run_name mlflow_tracking_uri mlflow_tags mlflow_description",
+    ),
+    "logger.comet_project": (LoggerConfig, "comet_experiment_name comet_workspace comet_api_key comet_tags"),
+}
+
+
+def _of_kind(section: str, kind: type) -> When:
+    return When("", lambda cfg: isinstance(getattr(cfg, section), kind))  # or None, or a name of mixed precision
+
+
+def _off(switch: str) -> When:
+    return When(switch, lambda cfg: not reduce(getattr, switch.split("."), cfg))
+
+
+def _ignored() -> tuple[Row, ...]:
+    rows: list[Row] = []
+    for section, (kind, names) in _UNREAD.items():
+        when = _of_kind(section, kind)
+        rows += at_default(kind, names, "the training loop does not read it", section=f"{section}.", when=when).values()
+    for switch, (kind, names) in _PARTS.items():
+        section = switch.partition(".")[0]
+        rows += at_default(kind, names, "it would be ignored", section=f"{section}.", when=_off(switch)).values()
+    return tuple(rows)
+
+
+def _norms_are_partial(cfg: Any) -> bool:
+    """Whether a rank's `main_grad` is not a parameter's whole gradient: it is sharded, or the parameter is."""
+    model = cfg.model
+    sizes = (model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.expert_model_parallel_size)
+    if cfg.ddp.use_megatron_fsdp or cfg.dist.use_torch_fsdp2 or max(sizes) > 1 or model.dist_train.use_dist_train:
+        return True
+    return cfg.ddp.use_distributed_optimizer and get_world_size_safe() > 1
+
+
+_SHARDED = When("ddp.use_megatron_fsdp", lambda cfg: cfg.ddp.use_megatron_fsdp)
+_OUR_DATA = When(
+    "", lambda cfg: isinstance(cfg.dataset, ConversationRows) and isinstance(cfg.tokenizer, TokenizerConfig)
+)
+
+_LONGER = "make the rows longer instead"
+_NEEDS_NVRX = "it needs the package nvidia-resiliency-ext, which is not installed"
+
+# Checked after Megatron-Bridge has completed a configuration.
+_COMPLETED: tuple[Rule, ...] = (
+    *_ignored(),
+    *at_default(
+        CheckpointConfig,
+        "save_retain_interval",
+        "the training loop does not read it; checkpoint.most_recent_k sets how many checkpoints are kept",
+        section="checkpoint.",
+    ).values(),
+    *at_default(
+        TokenizerConfig,
+        "chat_template chat_template_path",
+        "conversations are written by the chat template of dataset.hf_processor_path",
+        section="tokenizer.",
+        when=_OUR_DATA,
+    ).values(),
+    Row(
+        "logger.log_l2_norm_grad_to_tensorboard",
+        False,
+        "it would write norms of the rank's parts of gradients, or fail; grad-norm and qwen3vl/grad_norm_* are "
+        "written without it",
+        When("", _norms_are_partial),
+    ),
+    Row(
+        "checkpoint.ckpt_format",
+        any_of("torch_dist", "fsdp_dtensor"),
+        "the run could not resume from others",
+        When("", lambda cfg: cfg.checkpoint.save is not None or cfg.checkpoint.load is not None),
+    ),
+    Row("checkpoint.non_persistent_ckpt_type", any_of(None, "global", "local")),
+    *under(
+        When("", lambda _: not HAVE_NVRX),
+        Row("checkpoint.non_persistent_ckpt_type", any_of(None, "global"), _NEEDS_NVRX),
+    ),
+    *under(
+        When("checkpoint.ckpt_format", lambda cfg: cfg.checkpoint.ckpt_format == "fsdp_dtensor" and not HAVE_NVRX),
+        Row("checkpoint.async_save", False, _NEEDS_NVRX),
+    ),
+    Row("model.pipeline_model_parallel_size", 1, "Megatron-FSDP's mesh of ranks has no pipeline stages", _SHARDED),
+    Row("model.log_max_attention_logit", False, "the training loop does not log it"),
+    *at_default(
+        DistributedInitConfig,
+        "eval_context_parallel_size",
+        "the training loop has no other groups to evaluate with",
+        section="dist.",
+    ).values(),
+    *under(
+        When("dataset.pack", lambda cfg: isinstance(cfg.dataset, ConversationRows) and cfg.dataset.pack),
+        Row("train.micro_batch_size", 1, _LONGER),
+        Row("validation.eval_micro_batch_size", 1, _LONGER),
+    ),
+    Row("optimizer.optimizer_cuda_graph", False, "no step could be skipped"),
+    Row("dist.lazy_mpu_init", False, "the training loop needs its process groups before it builds the model"),
+    Row(
+        "optimizer.use_distributed_optimizer",
+        False,
+        "megatron-core's distributed optimizer has no state of SGD; Megatron-FSDP uses it too",
+        When("optimizer.optimizer", lambda cfg: cfg.optimizer.optimizer == "sgd"),
+    ),
+    Row(
+        "optimizer.overlap_param_gather_with_optimizer_step",
+        False,
+        "it gathers between interleaved pipeline stages: set model.virtual_pipeline_model_parallel_size",
+        When("", lambda cfg: cfg.model.virtual_pipeline_model_parallel_size in (None, 1)),
+    ),
+)
+
 
 @dataclass(kw_only=True)
 class Qwen3VLConfigContainer(ConfigContainer):
@@ -175,9 +355,11 @@ class Qwen3VLConfigContainer(ConfigContainer):
             world_size: number of processes.
 
         Raises:
-            ValueError: with separate vision ranks, a number of processes other than the sum of both modules' ranks.
+            ValueError: a number of processes that is no multiple of the product of the parallel sizes, or, with
+                separate vision ranks, is not the sum of both modules' ranks.
         """
         check_world(self.model, world_size)
+        check_ranks(self.model, world_size)
         return super().get_data_parallel_size(world_size)
 
     def validate(self) -> None:
@@ -189,6 +371,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
         check_script()
         check_lengths(self)
         check(_WITH_MODULES_APART, self)
+        check(GRAPHS, self.model)
         self.accuracy.finalize()
         if self.accuracy.path is not None:
             self._check_accuracy()
@@ -200,6 +383,10 @@ class Qwen3VLConfigContainer(ConfigContainer):
         if self.guard is not None:
             self._check_guard(self.guard)
         super().validate()
+        check(refusals.TRAINED, self.model)
+        check(_COMPLETED, self)
+        if isinstance(self.peft, Qwen3VLParts):
+            self.peft.check(self.model)
         check_microbatches(self.model, microbatches, "train.global_batch_size")
         self._check_shards_are_saved()
         check_host_memory(self)
@@ -219,16 +406,11 @@ class Qwen3VLConfigContainer(ConfigContainer):
             self.dataset.rows_of_microbatch = self.train.micro_batch_size
 
     def _check_checkpoints(self) -> None:
-        """Refuse settings that Megatron-Bridge would ignore, or that would leave no checkpoint to resume from."""
+        """Refuse settings that would leave no checkpoint to resume from."""
         settings = self.checkpoint
         expect_checkpoint(settings)
         if settings.most_recent_k == 0:
             raise ValueError("checkpoint.most_recent_k is 0, expected at least 1, or -1 to keep all")
-        if (interval := getattr(settings, "save_retain_interval", None)) is not None:
-            raise ValueError(
-                f"checkpoint.save_retain_interval is {interval}, expected None: it has no effect; "
-                "checkpoint.most_recent_k sets how many checkpoints are kept"
-            )
 
     def _check_meta_device(self) -> None:
         """Parameters get memory from the hook that reads initial weights, and only Megatron-FSDP moves them to GPUs."""
@@ -272,10 +454,6 @@ class Qwen3VLConfigContainer(ConfigContainer):
             )
         if found:
             logger.warning("%s ends the run before the guard can name samples; set it to False", found)
-        if self.optimizer.optimizer_cuda_graph:
-            raise ValueError(
-                "optimizer.optimizer_cuda_graph is True: expected False, or the guard could not skip a step"
-            )
 
     def _check_accuracy(self) -> None:
         model = self.model

@@ -108,16 +108,26 @@ _WITHOUT_GRAPHS = {
     "cuda_graph_impl": "none",
     "enable_cuda_graph": False,
     "external_cuda_graph": False,
+    "cuda_graph_modules": [],
+    "cuda_graph_scope": [],
     "vision_cuda_graph_impl": "none",
     "vision_cuda_graph_scope": [],
     "max_vision_cuda_graph_seq_length": None,
 }
 
+# Megatron-Bridge's recipes set "full", its default, for graphs that are off. Checked for a run before Megatron-Bridge
+# validates its configuration, which clears what is to be captured.
+GRAPHS: tuple[Row, ...] = tuple(
+    Row(name, value, _CAPTURED, also=(None, "full", "") if value == [] else (None,))
+    for name, value in _WITHOUT_GRAPHS.items()
+    if name in VisionLanguageFields.__dataclass_fields__
+)
+
 _CHUNKED = When("loss_chunk_tokens", lambda provider: provider.loss_chunk_tokens)
 
 # Checked before megatron-core completes a provider.
 RULES: tuple[Rule, ...] = (
-    *(Row(name, value, _CAPTURED, also=(None,)) for name, value in _WITHOUT_GRAPHS.items()),
+    *GRAPHS,
     Row("loss_chunk_tokens", at_least(0)),
     Row(
         "defer_embedding_wgrad_compute",
@@ -127,6 +137,10 @@ RULES: tuple[Rule, ...] = (
         _CHUNKED,
     ),
     *(Row(name, None, "it would be ignored", LOCAL, also=(False, "")) for name in ("fp8", "fp4")),
+    *(
+        Row(name, False, "only Transformer Engine's attention does it", LOCAL)
+        for name in ("apply_query_key_layer_scaling", "batch_invariant_mode", "log_max_attention_logit")
+    ),
     Row(
         "attention_backend",
         any_of(*(backend for backend in AttnBackend if backend is not AttnBackend.local)),
