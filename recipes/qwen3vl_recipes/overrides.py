@@ -64,7 +64,6 @@ def _check_precision(cfg: ConfigContainer, names: Iterable[str]) -> None:
     name.
     """
     from megatron.bridge.training.mixed_precision import get_mixed_precision_config
-    from megatron.bridge.utils.activation_map import str_to_dtype
 
     chosen = cfg.mixed_precision
     if chosen is None:
@@ -76,7 +75,7 @@ def _check_precision(cfg: ConfigContainer, names: Iterable[str]) -> None:
         if section not in ("model", "optimizer", "ddp") or not hasattr(mixed, field):
             continue
         found, written = getattr(getattr(cfg, section), field), getattr(mixed, field)
-        if (str_to_dtype(found) if field.endswith("_dtype") and isinstance(found, str) else found) != written:
+        if found != written:
             raise ValueError(
                 f"{name} is {found!r}, and mixed_precision sets it to {written!r}: expected that, another "
                 "mixed_precision, or null for one, to set the precision of each section by itself"

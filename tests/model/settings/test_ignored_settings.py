@@ -9,7 +9,7 @@ import qwen3vl_bridge
 from qwen3vl_bridge import registry
 from qwen3vl_bridge.models.common.settings.fixed import PARTS, UNREAD
 from qwen3vl_bridge.models.common.settings.rules import check
-from qwen3vl_bridge.training.config import _COMPLETED, _PARTS, _UNREAD, _ignored
+from qwen3vl_bridge.training import run_refusals
 from qwen3vl_bridge.training.process_groups import shutdown
 
 import megatron.bridge
@@ -71,7 +71,7 @@ def run():
     return finalised(cfg, 8)
 
 
-@pytest.mark.parametrize("row", _ignored(), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", run_refusals.IGNORED, ids=lambda row: row.name)
 def test_what_a_run_does_not_read_keeps_its_default(run, row):
     section, name = row.name.split(".")
     owner = getattr(run, section)
@@ -81,19 +81,19 @@ def test_what_a_run_does_not_read_keeps_its_default(run, row):
         with pytest.raises(
             ValueError, match=rf"^{section}\.{name} is .*, expected .*: (the training loop does|it would)"
         ):
-            check(_COMPLETED, run)
+            check(run_refusals.COMPLETED, run)
     finally:
         setattr(owner, name, before)
-    check(_COMPLETED, run)
+    check(run_refusals.COMPLETED, run)
 
 
-@pytest.mark.parametrize("switch", _PARTS)
+@pytest.mark.parametrize("switch", run_refusals.PARTS)
 def test_what_is_on_has_its_settings(run, switch):
     """Not refused by the rows of that switch."""
     cfg = copy.deepcopy(run)
     section, name = switch.split(".")
     setattr(getattr(cfg, section), name, True)
-    rows = [row for row in _ignored() if row.when.names == switch]
+    rows = [row for row in run_refusals.IGNORED if row.when.names == switch]
     assert rows
     for row in rows:
         owner, field = getattr(cfg, section), row.name.split(".")[1]
@@ -103,7 +103,7 @@ def test_what_is_on_has_its_settings(run, switch):
 
 def test_the_training_loop_does_not_read_them():
     """In the installed releases: a field that a newer one reads is to be taken off the table."""
-    names = "|".join(name for _, names in _UNREAD.values() for name in names.split())
+    names = "|".join(name for _, names in run_refusals.UNREAD.values() for name in names.split())
     read = re.compile(rf"(?<!optim_config)(?<!self)(?<!model)\.({names})\b")  # other sections have some of them too
     found = {}
     for package in (megatron.bridge.__path__[0], Path(qwen3vl_bridge.__file__).parent):

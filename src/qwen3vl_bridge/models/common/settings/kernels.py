@@ -7,6 +7,7 @@ change results. What may not: fields (`fields.py`), layer specs (`models/common/
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 
 from qwen3vl_bridge.models.common.settings.activations import text_activation
@@ -137,6 +138,16 @@ RULES: tuple[Rule, ...] = (
         _CHUNKED,
     ),
     *(Row(name, None, "it would be ignored", LOCAL, also=(False, "")) for name in ("fp8", "fp4")),
+    Row("cpu_offloading", False, "Transformer Engine provides it", LOCAL),
+    Row(
+        "fp32_residual_connection",
+        False,
+        "its norms leave the dtype as it is, and its linear layers accept only that of their weights",
+        When(
+            "transformer_impl params_dtype",
+            lambda provider: provider.transformer_impl == "local" and provider.params_dtype != torch.float32,
+        ),
+    ),
     *(
         Row(name, False, "only Transformer Engine's attention does it", LOCAL)
         for name in ("apply_query_key_layer_scaling", "batch_invariant_mode", "log_max_attention_logit")
@@ -146,6 +157,21 @@ RULES: tuple[Rule, ...] = (
         any_of(*(backend for backend in AttnBackend if backend is not AttnBackend.local)),
         "Transformer Engine's layers have no attention for it; or use transformer_impl='local'",
         _NOT_LOCAL,
+    ),
+)
+
+# For a model that is trained.
+LOSS = Row(
+    "cross_entropy_fusion_impl",
+    "native",
+    "the other is Transformer Engine's, which is not installed",
+    When(
+        "cross_entropy_loss_fusion transformer_impl",
+        lambda provider: (
+            provider.cross_entropy_loss_fusion
+            and provider.transformer_impl == "local"
+            and importlib.util.find_spec("transformer_engine") is None
+        ),
     ),
 )
 

@@ -59,4 +59,4 @@ COMPLETED: tuple[Rule, ...] = (*parallelism.RULES, *encoder_parallel.RULES, _che
 CALLED: tuple[Rule, ...] = (kernels.check_float32,)
 
 # For a model that is trained.
-TRAINED: tuple[Rule, ...] = (*CALLED, *parallelism.TRAINING)
+TRAINED: tuple[Rule, ...] = (*CALLED, kernels.LOSS, *parallelism.TRAINING)
