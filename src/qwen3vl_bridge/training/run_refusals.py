@@ -1,5 +1,5 @@
-"""What a run refuses beside the model's own refusals: settings of the other sections that would be ignored, fail after
-the model is built, or write something wrong.
+"""What a run refuses in addition to the refusals of its model: settings of the other sections that would be ignored,
+that fail after the model is built, or with which something wrong would be written.
 
 What lives here: these rules, as tables. What may not: rules of a model's settings (`models/common/settings/`), checks
 that need more than the configuration (the other modules of this package).
