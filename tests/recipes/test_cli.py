@@ -230,6 +230,7 @@ REFUSED = [
     (["logger.log_l2_norm_grad_to_tensorboard=true"], 1, "log_l2_norm_grad_to_tensorboard is True, expected False"),
     (["logger.mlflow_experiment=x", "logger.mlflow_run_name=y"], 1, "the 'mlflow' package is not installed"),
     (["logger.wandb_project=x"], 1, "wandb is not installed"),
+    (["checkpoint.async_save=true"], 1, "async_save is True with .* 'fsdp_dtensor', expected False: .*resiliency-ext"),
     (["scheduler.lr_decay_style=cosin"], 1, "scheduler.lr_decay_style is 'cosin', expected one of .*'cosine'"),
     (["checkpoint.use_checkpoint_args=true"], 1, "use_checkpoint_args is True, expected False: the training loop does"),
     (["optimizer_config_override_provider.freeze_vision_model_steps=1"], 1, "expected only one of them"),

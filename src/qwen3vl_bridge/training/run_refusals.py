@@ -18,7 +18,6 @@ from qwen3vl_bridge.data.row_settings import ConversationRows
 from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, any_of, at_default, under
 from qwen3vl_bridge.training.checkpoint_manager import MANAGER
 
-from megatron.bridge.training.checkpointing import HAVE_NVRX
 from megatron.bridge.training.config import (
     CheckpointConfig,
     DistributedDataParallelConfig,
@@ -178,23 +177,20 @@ _OUR_DATA = When(
 )
 
 
-# What needs a package that may be missing; Megatron-Bridge imports it after it has built the model, or right before.
-_PACKAGES = {
-    "tensor_inspect.enabled": "nvdlfw_inspect",
-    "nvrx_straggler.enabled": "nvidia_resiliency_ext",
-    "ft.enable_ft_package": "nvidia_resiliency_ext",
-    "inprocess_restart.enabled": "nvidia_resiliency_ext",
-}
+def _needs(package: str, name: str, expected: Any, when: When | None = None) -> Row:
+    """A row of a setting that needs a package, which Megatron-Bridge imports around building the model, or later."""
+    section = name.split(".")[0]
+
+    def missing(cfg: Any) -> bool:
+        unused = getattr(cfg, section) is None or (when is not None and not when.holds(cfg))
+        return not unused and importlib.util.find_spec(package) is None
+
+    why = f"it needs the package {package.replace('_', '-')}, which is not installed"
+    return Row(name, expected, why, When(when.names if when else "", missing))
 
 
-def _check_packages(cfg: Any) -> None:
-    for switch, package in _PACKAGES.items():
-        section, name = switch.split(".")
-        if getattr(getattr(cfg, section), name, False) and importlib.util.find_spec(package) is None:
-            raise ValueError(
-                f"{switch} is True, expected False: it needs the package {package.replace('_', '-')}, which is not "
-                "installed"
-            )
+_NVRX = "nvidia_resiliency_ext"
+_FSDP_DTENSOR = When("checkpoint.ckpt_format", lambda cfg: cfg.checkpoint.ckpt_format == "fsdp_dtensor")
 
 
 def _check_choices(cfg: Any) -> None:
@@ -210,12 +206,17 @@ def _check_choices(cfg: Any) -> None:
 
 
 _LONGER = "make the rows longer instead"
-_NEEDS_NVRX = "it needs the package nvidia-resiliency-ext, which is not installed"
 
 # Checked after Megatron-Bridge has completed a configuration.
 COMPLETED: tuple[Rule, ...] = (
     *IGNORED,
-    _check_packages,
+    _needs("nvdlfw_inspect", "tensor_inspect.enabled", False),
+    _needs(_NVRX, "nvrx_straggler.enabled", False),
+    _needs(_NVRX, "ft.enable_ft_package", False),
+    _needs(_NVRX, "inprocess_restart.enabled", False),
+    _needs(_NVRX, "checkpoint.async_save", False, _FSDP_DTENSOR),
+    Row("checkpoint.non_persistent_ckpt_type", any_of(None, "global", "local")),
+    _needs(_NVRX, "checkpoint.non_persistent_ckpt_type", any_of(None, "global")),
     *at_default(
         CheckpointConfig,
         "save_retain_interval",
@@ -241,15 +242,6 @@ COMPLETED: tuple[Rule, ...] = (
         any_of("torch_dist", "fsdp_dtensor"),
         "the run could not resume from others",
         When("", lambda cfg: cfg.checkpoint.save is not None or cfg.checkpoint.load is not None),
-    ),
-    Row("checkpoint.non_persistent_ckpt_type", any_of(None, "global", "local")),
-    *under(
-        When("", lambda _: not HAVE_NVRX),
-        Row("checkpoint.non_persistent_ckpt_type", any_of(None, "global"), _NEEDS_NVRX),
-    ),
-    *under(
-        When("checkpoint.ckpt_format", lambda cfg: cfg.checkpoint.ckpt_format == "fsdp_dtensor" and not HAVE_NVRX),
-        Row("checkpoint.async_save", False, _NEEDS_NVRX),
     ),
     Row("model.pipeline_model_parallel_size", 1, "Megatron-FSDP's mesh of ranks has no pipeline stages", _SHARDED),
     Row("model.log_max_attention_logit", False, "the training loop does not log it"),
