@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -129,7 +128,8 @@ def _command(args: argparse.Namespace, *, needs_weights: bool) -> None:
         with contextlib.nullcontext() if args.verbose else without_prints():
             cfg = _configuration(args, chosen, needs_weights=needs_weights)
             _run(cfg, needs_weights=needs_weights)
-    except (ValueError, AssertionError, OSError) as error:  # Megatron-Bridge checks a configuration with assertions
+    # Megatron-Bridge checks a configuration with assertions, and whether the packages are there that it asks for.
+    except (ValueError, AssertionError, OSError, ModuleNotFoundError) as error:
         if args.verbose:
             raise
         from qwen3vl_bridge.data.errors import DataError
@@ -187,13 +187,15 @@ def _configuration(args: argparse.Namespace, chosen: Recipe, *, needs_weights: b
         save=args.save,
     )
     overrides.apply(cfg, args.settings, args.config)
+    if args.from_scratch and (weights := cfg.checkpoint.pretrained_checkpoint) is not None:
+        raise ValueError(f"checkpoint.pretrained_checkpoint is {weights}, expected None with --from-scratch")
+    if cfg.peft is not None and not needs_weights and cfg.checkpoint.pretrained_checkpoint is None:
+        raise ValueError("peft trains adapters of given weights: expected --pretrained-checkpoint, or peft=null")
     if args.dry_run:
         return cfg
     if cfg.checkpoint.save is None:
         raise ValueError("checkpoint.save is None, expected a folder used only by this run: give --save")
     check_data(cfg)
-    if args.from_scratch and (weights := cfg.checkpoint.pretrained_checkpoint) is not None:
-        raise ValueError(f"checkpoint.pretrained_checkpoint is {weights}, expected None with --from-scratch")
     if needs_weights and cfg.checkpoint.pretrained_checkpoint is None:
         model = cfg.model.hf_model_id
         cfg.checkpoint.pretrained_checkpoint = model if Path(model).is_dir() else str(find_model(model))
@@ -204,34 +206,7 @@ def _run(cfg: ConfigContainer, *, needs_weights: bool) -> None:
     import qwen3vl_bridge
     from qwen3vl_bridge.training.callbacks import training_callbacks
 
-    from megatron.bridge.utils.common_utils import get_world_size_safe
-
-    check_processes(cfg, get_world_size_safe())
     _loop(needs_weights)(cfg, qwen3vl_bridge.forward_step, callbacks=training_callbacks(cfg))
-
-
-def check_processes(cfg: ConfigContainer, started: int) -> None:
-    """Refuse a number of processes that the parallel sizes do not divide.
-
-    Raises:
-        ValueError: the number is not a multiple of their product.
-    """
-    model = cfg.model
-    if (split := getattr(model, "dist_train", None)) is not None and split.use_dist_train:
-        return  # each of the two modules has its own product
-    sizes = {
-        "tensor": model.tensor_model_parallel_size,
-        "pipeline": model.pipeline_model_parallel_size,
-        "context": model.context_parallel_size,
-    }
-    product = math.prod(sizes.values())
-    if started % product:
-        written = " * ".join(f"{name} {size}" for name, size in sizes.items())
-        raise ValueError(
-            f"{started} process{'es were' if started > 1 else ' was'} started, expected a multiple of {product}, the "
-            f"product of the parallel sizes ({written}): use torchrun --nproc_per_node {product}, or change the sizes, "
-            "such as model.tensor_model_parallel_size=1 model.sequence_parallel=False"
-        )
 
 
 def _loop(needs_weights: bool) -> Callable:

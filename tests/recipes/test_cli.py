@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from types import SimpleNamespace
 
 from qwen3vl_bridge.data import DataError
+from qwen3vl_bridge.training.process_groups import shutdown
 
 import pytest
 from datasets import Dataset
@@ -191,12 +192,83 @@ def test_data_of_every_kind_are_looked_for(tmp_path):
         check_data(cfg)
 
 
-def test_a_number_of_processes_that_the_parallel_sizes_do_not_divide():
-    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "context_parallel_size": 1}
-    cfg = SimpleNamespace(model=SimpleNamespace(**sizes))
-    cli.check_processes(cfg, 8)
-    for started, words in ((1, "1 process was"), (6, "6 processes were")):
-        with pytest.raises(ValueError, match=rf"^{words} started, expected a multiple of 4, .*--nproc_per_node 4,"):
-            cli.check_processes(cfg, started)
-    cfg.model.dist_train = SimpleNamespace(use_dist_train=True)
-    cli.check_processes(cfg, 6)
+DDP = ["ddp.use_megatron_fsdp=false", "checkpoint.ckpt_format=torch_dist"]
+STAGES = ["model.pipeline_model_parallel_size=2", "model.variable_seq_lengths=true"]
+LORA = f"{__file__}:with_adapters"
+# Found by giving each setting and their combinations to tiny runs: what ended after the model was built, or said
+# nothing at all.
+REFUSED = [
+    (
+        STAGES,
+        2,
+        "pipeline_model_parallel_size is 2 with ddp.use_megatron_fsdp, expected 1: .* no pipeline stages",
+    ),
+    ([*DDP, *STAGES, "model.overlap_p2p_comm=true"], 2, "overlap_p2p_comm is True .* expected False"),
+    ([*DDP, "model.pipeline_model_parallel_size=2"], 2, "variable_seq_lengths is False and the first pipeline stage"),
+    (["model.tensor_model_parallel_size=2"], 3, "the run has 3 processes, expected a multiple of 2"),
+    (["model.cuda_graph_modules=[attn]"], 1, r"cuda_graph_modules is \['attn'\], expected \[\]"),
+    (["model.restore_modelopt_state=true"], 1, "restore_modelopt_state is True, expected False: ModelOpt's"),
+    (["optimizer.optimizer=sgd"], 1, "optimizer.use_distributed_optimizer is True with optimizer.optimizer 'sgd'"),
+    (
+        ["optimizer.overlap_param_gather_with_optimizer_step=true"],
+        1,
+        "overlap_param_gather_with_optimizer_step is True, expected False: .* interleaved",
+    ),
+    (["dist.lazy_mpu_init=true"], 1, "dist.lazy_mpu_init is True, expected False"),
+    (["train.micro_batch_size=2"], 1, "train.micro_batch_size is 2 with dataset.pack, expected 1"),
+    (["validation.eval_micro_batch_size=2"], 1, "validation.eval_micro_batch_size is 2 with dataset.pack, expected 1"),
+    (
+        [*DDP, "checkpoint.ckpt_format=zarr"],
+        1,
+        "ckpt_format is 'zarr', expected 'torch_dist' or 'f",
+    ),
+    (
+        ["checkpoint.non_persistent_ckpt_type=in_memory"],
+        1,
+        "non_persistent_ckpt_type is 'in_memory', expected None, 'g",
+    ),
+    (["logger.log_l2_norm_grad_to_tensorboard=true"], 1, "log_l2_norm_grad_to_tensorboard is True, expected False"),
+    (["logger.mlflow_experiment=x", "logger.mlflow_run_name=y"], 1, "the 'mlflow' package is not installed"),
+    (["logger.wandb_project=x"], 1, "wandb is not installed"),
+    (["scheduler.lr_decay_style=cosin"], 1, "scheduler.lr_decay_style is 'cosin', expected one of .*'cosine'"),
+    (["checkpoint.use_checkpoint_args=true"], 1, "use_checkpoint_args is True, expected False: the training loop does"),
+    (["optimizer_config_override_provider.freeze_vision_model_steps=1"], 1, "expected only one of them"),
+    (
+        ["--recipe", LORA, "peft.target_modules=[linear_qvk]"],
+        1,
+        r"target_modules \['linear_qvk'\] match no linear",
+    ),
+]
+
+
+def with_adapters():
+    """The digits recipe for adapters, as a user's own."""
+    from qwen3vl_bridge import Qwen3VLLoRA
+
+    from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config
+
+    cfg = qwen3_vl_digits_sft_config()
+    cfg.peft = Qwen3VLLoRA()
+    return cfg
+
+
+@pytest.mark.parametrize(("settings", "ranks", "message"), REFUSED)
+def test_a_dry_run_refuses_what_a_run_does(settings, ranks, message, untied_folder, tmp_path, monkeypatch, capsys):
+    """With the same words, and before the run joins the others, let alone builds a model."""
+
+    def start(**_):
+        raise AssertionError("the run has started")
+
+    shutdown()
+    monkeypatch.setattr("megatron.bridge.training.pretrain._pretrain", start)
+    monkeypatch.setitem(os.environ, "WORLD_SIZE", str(ranks))
+    (tmp_path / "train.jsonl").write_text('{"messages": []}')
+    words = ["--recipe", "qwen3_vl_digits_sft_config", "--hf-model", str(untied_folder), "--data-path", str(tmp_path),
+             "--save", str(tmp_path / "run"), f"train.global_batch_size={2 * ranks}", *settings]  # fmt: skip
+    said = []
+    for more in ([], ["--dry-run", "--gpus", str(ranks)]):
+        with pytest.raises(SystemExit) as end:
+            cli.finetune([*words, *more])
+        assert end.value.code == 2
+        said.append(capsys.readouterr().err)
+    assert re.search(message, said[0]) and said[0] == said[1]

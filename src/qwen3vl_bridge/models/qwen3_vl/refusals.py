@@ -14,13 +14,19 @@ from qwen3vl_bridge.models.common.settings.rules import Row, Rule, only
 from qwen3vl_bridge.models.qwen3_vl.config_fields import check_taps
 from qwen3vl_bridge.models.qwen3_vl.upstream_names import check_names
 
-_SHARED: Mapping[str, Row] = only(
-    fixed.NOTHING_ELSE,
-    rotary_percent=1.0,
-    attention_output_gate=False,
-    layernorm_zero_centered_gamma=False,
-    experimental_attention_variant=None,
-)
+_SHARED: Mapping[str, Row] = {
+    **only(
+        fixed.NOTHING_ELSE,
+        rotary_percent=1.0,
+        attention_output_gate=False,
+        layernorm_zero_centered_gamma=False,
+        experimental_attention_variant=None,
+    ),
+    **fixed.unread(
+        "linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
+        "linear_num_value_heads mtp_use_repeated_layer mtp_detach_heads"
+    ),
+}
 
 FIXED: Mapping[str, Row] = {
     **fixed.FIXED,
