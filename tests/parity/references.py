@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tests.noise import allowed, relative, rounded
+from tests.noise import SEEDS, allowed, relative, rounded
 from tests.qwen3_5.mtp_reference import run_with_mtp
 from tests.qwen3_5.tiny import with_mtp
 
@@ -34,7 +34,6 @@ STEPS, MICROBATCHES = 2, 4
 # With an epsilon above the noise of gradients, or Adam would take steps of full size where a gradient is zero.
 ADAM = dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-4)
 DECAY, CLIP = 0.1, 1.0
-NEIGHBOURS = 4  # of a model's weights, from which its noise is measured
 
 
 def step_samples(content: str, config: Any, step: int) -> list[list[Sample]]:
@@ -144,7 +143,7 @@ def write_references(folder: Path, contents: Iterable[str] = tuple(MATRIX_CONTEN
         torch.save(reference, folder / f"reference_{content}.pt")
         for kind in ("gradients", "weights"):
             save_as_model(folder, reference[kind], f"{kind}_{content}")
-        seeds = range(number, NEIGHBOURS, len(contents))
+        seeds = SEEDS[number :: len(contents)]
         noises += [errors(train_reference(folder, content, seed), reference) for seed in seeds]
     return allowed(noises)
 

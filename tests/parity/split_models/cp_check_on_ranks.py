@@ -70,7 +70,7 @@ def main(output: str, **folders: str) -> None:
             assert batch.layout.padding_mask().any() == (not equal)
             case = size, family, equal, rows
             found[case] = step_once(run, batch)
-            for seed in SEEDS if size == 1 else ():
+            for seed in SEEDS[:2] if size == 1 else ():
                 with rounded(run.model[0], seed):
                     found[case, seed] = step_once(run, batch)
         assert step_once(run, batch) == found[size, family, equal, rows]

@@ -26,7 +26,7 @@ def check_sizes(found, family, equal):
 
     # Of both kinds of lengths together: a single number has little noise by chance.
     alone = itertools.product((1,), (family,), (True, False), ("BSHD", "THD"))
-    noises = [errors((case, seed), case) for case, seed in itertools.product(alone, SEEDS)]
+    noises = [errors((case, seed), case) for case, seed in itertools.product(alone, SEEDS[:2])]
     for size, rows in itertools.product(SIZES, ("BSHD", "THD")):
         check(errors((size, family, equal, rows), (1, family, equal, "BSHD")), allowed(noises))
 
