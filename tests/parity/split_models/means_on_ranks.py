@@ -27,9 +27,9 @@ from tests.ranks import begin, leave
 from tests.steps import forward_backward
 
 from ..batches import Sample, make_batch
-from ..on_ranks import Split, layout_of, worst
+from ..on_ranks import Split, layout_of
 from ..presharded import Shared
-from ..references import MICROBATCHES, step_samples
+from ..references import MICROBATCHES, step_samples, worst
 from ..topologies import TOPOLOGIES
 
 CONTENT = "mixed"
