@@ -51,6 +51,7 @@ FIXED: Mapping[str, Row] = {
         mtp_num_layers=None,
         mtp_enabled=False,
     ),
+    **only("queries and keys are normalised after their projection: scaling it changes no attention", qk_clip=False),
     **only(
         "the model supports only tensor, pipeline, context and expert parallelism; with others, ranks would see the "
         "wrong tokens",

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.utils import _split_tensor_factory
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class LinearAttention(GatedDeltaNet):
@@ -49,6 +49,10 @@ class LinearAttention(GatedDeltaNet):
         """
         decay = -A_log_local_cp.float().exp() * F.softplus(alpha.float() + dt_bias_local_cp)
         return decay, beta.sigmoid()
+
+    def fused_projection(self) -> tuple[nn.Module, list[int]]:
+        """`in_proj`, and this rank's rows of its sections."""
+        return self.in_proj, list(self.in_proj_split_sections)
 
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Like megatron-core's, which splits the projection into sections; also splits the rows of its adapters.
