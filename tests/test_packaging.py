@@ -70,7 +70,7 @@ def test_no_registry_address_and_no_lock_file_is_tracked():
 
 def test_pins_are_plain_and_satisfy_the_declared_ranges():
     pinned = pins()
-    wanted = requirements("video", "demo")
+    wanted = requirements("video", "demo", "muon")
     wanted |= {canonicalize_name(one.name): one for one in map(Requirement, PYPROJECT["dependency-groups"]["dev"])}
     wanted |= {one.name: one for one in map(Requirement, PYPROJECT["build-system"]["requires"])}
     for name, requirement in wanted.items():

@@ -87,6 +87,7 @@ def test_nothing_is_frozen_unless_asked(provider):
             r"vision_recompute_modules is \['mlp'\], expected None, 'core_attn' or 'layernorm'",
         ),
         (dict(softmax_type="off-by-one"), "softmax_type is 'off-by-one', expected 'vanilla'"),
+        (dict(qk_clip=True), "qk_clip is True, expected False: queries and keys are normalised"),
         (dict(rotary_interleaved=True), "rotary_interleaved is True, expected False"),
         (
             dict(recompute_granularity="full"),

@@ -11,7 +11,7 @@ from typing import Any
 from qwen3vl_bridge.models.common.rope import rotate
 
 from megatron.core.transformer.attention import SelfAttention
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class RotarySelfAttention(SelfAttention):
@@ -45,3 +45,9 @@ class RotarySelfAttention(SelfAttention):
         if key_value_states is None:
             return query, key, *rest
         return *rotate(query, key, key_value_states), *rest
+
+    def fused_projection(self) -> tuple[nn.Module, list[int]]:
+        """`linear_qkv`, and its rows in each query group: of queries, of gates if there are any, of keys, of values."""
+        head, heads = self.config.kv_channels, self.config.num_attention_heads // self.config.num_query_groups
+        queries = [heads * head] * (2 if self.config.attention_output_gate else 1)
+        return self.linear_qkv, [*queries, head, head]

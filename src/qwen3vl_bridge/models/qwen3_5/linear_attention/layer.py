@@ -17,7 +17,7 @@ from qwen3vl_bridge.weights.adapter_rows import MAGNITUDE, MARK, OUT
 import torch
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.utils import _split_tensor_factory
-from torch import Tensor
+from torch import Tensor, nn
 
 
 # Parameters that are in float32 in a model of 16 bits too.
@@ -59,6 +59,10 @@ class LinearAttention(GatedDeltaNet):
         # megatron-core checks on the host that the offsets match the row, which synchronizes; those of a layout always
         # do.
         return cu_seqlens_actual if cu_seqlens_padded is None else cu_seqlens_padded
+
+    def fused_projection(self) -> tuple[nn.Module, list[int]]:
+        """`in_proj`, and this rank's rows of its sections."""
+        return self.in_proj, list(self.in_proj_split_sections)
 
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Like megatron-core's, which splits the projection into sections; also splits the rows of its adapters.
