@@ -108,6 +108,6 @@ def test_an_answer_ends_with_its_turn(folder, picture, capsys, tmp_path, said):
 
 def test_a_checkpoint_that_is_not_there_is_status_2(untied_folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(model_loading, "load_model", None)  # no model is built before
-    words = ["generate", QUESTION, "--hf-path", str(untied_folder), "--megatron-path", str(tmp_path / "none")]
+    words = ["generate", QUESTION, "--hf-model", str(untied_folder), "--megatron-path", str(tmp_path / "none")]
     assert main(words) == 2
     assert f"error: {tmp_path / 'none'}" in capsys.readouterr().err

@@ -90,7 +90,6 @@ NOT_REPLACED = {
     "models/common/layer_specs.py": {"module", "mlp"},
     "models/common/settings/kernels.py": {"attention_backend"},
     "models/qwen3_vl/layer_specs.py": {"module"},
-    "moved.py": {"__spec__"},
     "training/checkpoint_manager.py": {"load_rng"},
 }
 

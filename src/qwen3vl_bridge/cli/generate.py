@@ -62,7 +62,7 @@ def _parse(prog: str | None, arguments: Sequence[str] | None) -> argparse.Namesp
     )
     add = parser.add_argument
     add("question")
-    add("--hf-model", "--hf-path", required=True, metavar="MODEL", help="Hugging Face folder or hub id with "
+    add("--hf-model", required=True, metavar="MODEL", help="Hugging Face folder or hub id with "
     "configuration and processor, and the weights unless --megatron-path is given")  # fmt: skip
     add("--megatron-path", metavar="FOLDER", help="weights: a Megatron checkpoint in either format, or a run's folder")
     add("--image", action="append", default=[], metavar="FILE", help="image to show; may be given several times")
@@ -113,7 +113,3 @@ def _answer(options: argparse.Namespace) -> str | None:
     answer = generate([*model], **inputs, max_new_tokens=options.max_new_tokens, eos_token_id=ends)
     new = answer[:, inputs["input_ids"].shape[1] :]
     return processor.batch_decode(new, skip_special_tokens=True)[0] if is_first() else None
-
-
-if __name__ == "__main__":
-    sys.exit(main())
