@@ -44,7 +44,7 @@ def count(split: Split, rows: str) -> dict[str, Any]:
         (model(inputs=inputs) * inputs.loss_mask).sum().backward()
     forward, backward = sent
     frames = assign_vision(batch.vision, ranks["vision_work"], groups.cp.size()).frames
-    width = (1 + len(config.tapped_layers)) * config.hidden_size * 4  # float32
+    width = (1 + len(config.deepstack_layers)) * config.hidden_size * 4  # float32
     return dict(batch=batch, frames=frames, width=width, forward=forward, backward=backward)
 
 

@@ -102,7 +102,7 @@ class VisionLanguageProvider(fields.VisionLanguageFields):
             moe_layers=self.moe_layers,
             experts=self.num_moe_experts or 0,
             vision_layers=self.vision_config.depth,
-            tapped_layers=self.tapped_layers,
+            deepstack_layers=self.deepstack_layers,
         )
         return Dimensions(provider_sizes(self), indices, self.family)
 

@@ -84,5 +84,5 @@ def config_dict(size: str) -> dict[str, Any]:
 
 
 def hf_config(size: str) -> Any:
-    """Qwen3_5Config or Qwen3_5MoeConfig of transformers, in bfloat16, for `AutoBridge.from_hf_config`; nothing is downloaded."""
+    """Transformers' configuration, in bfloat16, for `AutoBridge.from_hf_config`. Nothing is downloaded."""
     return size_presets.as_transformers(config_dict(size))

@@ -160,7 +160,7 @@ def dimensions_of(config: Mapping) -> Dimensions:
         moe_layers=moe_layers,
         experts=experts_of(text),
         vision_layers=vision["depth"],
-        tapped_layers=vision["deepstack_visual_indexes"],
+        deepstack_layers=vision["deepstack_visual_indexes"],
     )
     return Dimensions(sizes | vision_sizes(vision), indices, FAMILY)
 

@@ -68,7 +68,7 @@ def config_dict(size: str) -> dict[str, Any]:
 
 
 def hf_config(size: str) -> Any:
-    """Qwen3VLConfig or Qwen3VLMoeConfig of transformers, in bfloat16, for `AutoBridge.from_hf_config`; nothing is downloaded."""
+    """Transformers' configuration, in bfloat16, for `AutoBridge.from_hf_config`. Nothing is downloaded."""
     return size_presets.as_transformers(config_dict(size))
 
 

@@ -35,8 +35,8 @@ FIXED_WITH_EXPERTS: Mapping[str, Row] = {
 }
 
 
-def _check_taps(provider: VisionLanguageFields) -> None:
+def _check_deepstack(provider: VisionLanguageFields) -> None:
     check_deepstack(provider.vision_config.to_dict(), provider.num_layers)
 
 
-RULES: tuple[Rule, ...] = (_check_taps, check_names)
+RULES: tuple[Rule, ...] = (_check_deepstack, check_names)
