@@ -13,7 +13,6 @@ from typing import Any
 from unittest import mock
 
 from qwen3vl_bridge.batch.vision_sharding import assign_vision
-from qwen3vl_bridge.models.common.inputs.local_ranks import sequence_ranks
 
 import torch.distributed as dist
 from megatron.core.tensor_parallel import mappings
@@ -38,7 +37,7 @@ def count(split: Split, rows: str) -> dict[str, Any]:
         return exchange(output, values, **splits)
 
     config, groups = get_model_config(model), get_attr_wrapped_model(model, "pg_collection")
-    batch, ranks = next(split.batches(CONTENT, rows, steps=1)), sequence_ranks(config, groups)
+    batch, ranks = next(split.batches(CONTENT, rows, steps=1)), config.sequence_ranks(groups)
     inputs = batch.local(**ranks)
     with mock.patch.object(mappings.torch.distributed, "all_to_all_single", watched):
         (model(inputs=inputs) * inputs.loss_mask).sum().backward()

@@ -13,10 +13,13 @@ from typing import Any, ClassVar
 from qwen3vl_bridge.batch.packed_batch import ModelInputs, VisionRows
 from qwen3vl_bridge.models.common.adapters.insertion import map_modules
 from qwen3vl_bridge.models.common.attention import layout_packed_seq_params
+from qwen3vl_bridge.models.common.caller_inputs import (
+    OutputConversion,
+    as_model_inputs,
+    check_inference,
+    check_settings,
+)
 from qwen3vl_bridge.models.common.freezing import freeze_parts
-from qwen3vl_bridge.models.common.inputs.arguments import check_inference, check_settings
-from qwen3vl_bridge.models.common.inputs.model_inputs import as_model_inputs
-from qwen3vl_bridge.models.common.inputs.outputs import Answer
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.common.text_model import MRopeGPTModel
 from qwen3vl_bridge.models.common.vision_config import vision_transformer_config
@@ -147,7 +150,7 @@ class VisionLanguageModel(MegatronModule):
 
         Args:
             input_ids, position_ids, attention_mask, labels, loss_mask, pictures_and_packing: a batch in a caller's own
-                convention, see `inputs.as_model_inputs`.
+                convention, see `as_model_inputs`.
             inputs: or the batch from `PackedBatch.local`, which is used as it is.
             output_processor, output_processor_context: computes the output from hidden states [s, b, h] and labels
                 instead of logits or losses, and its context; as for GPTModel.
@@ -156,7 +159,7 @@ class VisionLanguageModel(MegatronModule):
 
         Returns:
             [b, s] float32 loss of each token if there are labels, else logits [b, s, padded vocabulary / tp]. A
-            caller's own batch is returned in the caller's token order, see `padding_and_packing.Arrangement`; under
+            caller's own batch is returned in the caller's token order, see `Arrangement`; under
             context parallelism as this rank's part and, if a whole loss_mask was given, in a tuple with that mask's
             part. From a pipeline stage that is not the last, the input of the next one, see `pack`.
 
@@ -166,10 +169,10 @@ class VisionLanguageModel(MegatronModule):
         check_settings(self.config, self.training)
         check_inference(inference_context, runtime_gather_output, labels)
         given = dict(position_ids=position_ids, attention_mask=attention_mask, labels=labels, loss_mask=loss_mask)
-        inputs, answer = self._inputs_of(inputs, input_ids, **given, **pictures_and_packing)
+        inputs, conversion = self._inputs_of(inputs, input_ids, **given, **pictures_and_packing)
         settings = dict(runtime_gather_output=runtime_gather_output)
         if output_processor is not None:
-            answer = answer and answer.of_processor()
+            conversion = conversion and conversion.of_processor()
             settings |= dict(output_processor=output_processor, output_processor_context=output_processor_context)
             settings |= dict(loss_mask=inputs.loss_mask)
         self.check_inputs(inputs)
@@ -177,11 +180,11 @@ class VisionLanguageModel(MegatronModule):
         output = self.decode(inputs, hidden, layer_arguments, **settings)
         if not self.post_process:
             return self.pack(output, layer_arguments)
-        return output if answer is None else answer.of(output)
+        return output if conversion is None else conversion.of(output)
 
     def _inputs_of(
         self, inputs: ModelInputs | None, input_ids: Tensor | None, **given: Any
-    ) -> tuple[ModelInputs, Answer | None]:
+    ) -> tuple[ModelInputs, OutputConversion | None]:
         """The batch of a call, and how outputs are rearranged; ValueError for a batch that is given in both ways."""
         if inputs is None:
             return as_model_inputs(self.config, self.pg_collection, input_ids, encodes=self.pre_process, **given)
