@@ -11,8 +11,9 @@ import dataclasses
 import functools
 from typing import Any
 
-from qwen3vl_bridge.models.common.attention import ContextParallelAttention, RotarySelfAttention, SegmentAttention
+from qwen3vl_bridge.models.common.core_attention import ContextParallelAttention, SegmentAttention
 from qwen3vl_bridge.models.common.norms import LayerNorm, rms_norm_of
+from qwen3vl_bridge.models.common.rope import RotarySelfAttention
 from qwen3vl_bridge.models.common.router import BalancedRouter
 
 from megatron.core.extensions.transformer_engine import HAVE_TE

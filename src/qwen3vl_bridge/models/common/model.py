@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 
 from qwen3vl_bridge.batch.packed_batch import ModelInputs, VisionRows
 from qwen3vl_bridge.models.common.adapters.insertion import map_modules
-from qwen3vl_bridge.models.common.attention import layout_packed_seq_params
 from qwen3vl_bridge.models.common.caller_inputs import (
     OutputConversion,
     as_model_inputs,
     check_inference,
     check_settings,
 )
+from qwen3vl_bridge.models.common.core_attention import layout_packed_seq_params
 from qwen3vl_bridge.models.common.freezing import freeze_parts
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.common.text_model import MRopeGPTModel

@@ -7,7 +7,7 @@ and offsets computed from grids (`batch/vision_indices.py`), inserting vision to
 from __future__ import annotations
 
 from qwen3vl_bridge.batch.packed_batch import VisionInputs
-from qwen3vl_bridge.models.common.attention import packed_seq_params
+from qwen3vl_bridge.models.common.core_attention import packed_seq_params
 from qwen3vl_bridge.models.common.layer_specs import backend, vision_block_spec
 from qwen3vl_bridge.models.common.rope import vision_rotary
 
