@@ -61,8 +61,8 @@ def packed_seq_params(
     (`pad_between_seqs`), which FlashAttention does not support there, and which no backend supports on some devices and
     in float32. All four offsets are the same tensor, so that Transformer Engine has nothing to compare.
 
-    `cu_seqlens` [n + 1] int32 and `lengths` are the row's physical ones; `layout` is needed if context-parallel ranks may
-    share the row.
+    `cu_seqlens` [n + 1] int32 and `lengths` are the row's physical ones; `layout` is needed if context-parallel ranks
+    may share the row.
     """
     longest = max(lengths)
     return HostPackedSeqParams(
