@@ -1,4 +1,4 @@
-"""Layer specs: the modules of the two towers' transformer layers, with and without Transformer Engine; torch's norms."""
+"""Layer specs: the modules of the two towers' layers, with and without Transformer Engine; torch's norms."""
 
 from __future__ import annotations
 

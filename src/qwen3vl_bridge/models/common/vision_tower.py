@@ -1,7 +1,7 @@
 """The vision tower: patches in, vision tokens and DeepStack features out.
 
 What lives here: patch embedding, position embedding, the block with its taps, the patch mergers. What may not: indices
-and offsets computed from grids (`batch/vision_indices.py`), inserting vision tokens in the text (`model.py`).
+and offsets computed from grids (`batch/vision_inputs.py`), inserting vision tokens in the text (`model.py`).
 """
 
 from __future__ import annotations
