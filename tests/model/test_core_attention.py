@@ -11,11 +11,10 @@ from types import SimpleNamespace
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.batch import SequenceLayout, token_index
-from qwen3vl_bridge.models.common.attention import (
+from qwen3vl_bridge.models.common import core_attention
+from qwen3vl_bridge.models.common.core_attention import (
     ContextParallelAttention,
     SegmentAttention,
-    context_parallel,
-    kernels,
     layout_packed_seq_params,
 )
 
@@ -95,8 +94,8 @@ class Varlen:
 def varlen(monkeypatch):
     """As on CUDA in 16 bits: FlashAttention takes everything."""
     stand_in = Varlen()
-    monkeypatch.setattr(kernels, "varlen_attn", stand_in)
-    monkeypatch.setattr(kernels, "flash_takes", lambda *tensors: True)
+    monkeypatch.setattr(core_attention, "varlen_attn", stand_in)
+    monkeypatch.setattr(core_attention, "flash_takes", lambda *tensors: True)
     return stand_in
 
 
@@ -163,7 +162,7 @@ def shares(monkeypatch, lengths: list[int], groups: int, ranks: int, device: str
                 assert torch.equal(local, both[rank]) and group.rank() == rank
                 return both
 
-            monkeypatch.setattr(context_parallel, "gather_over_context", gather)
+            monkeypatch.setattr(core_attention, "gather_over_context", gather)
             module = attention(groups, ranks, rank, dim)
             found = packed(module, lengths, device=device)(query[index], key[index], value[index])
             out = out.index_copy(0, index, found)
@@ -198,7 +197,7 @@ def test_the_end_of_a_segment_on_the_cpu(groups, queries):
     query, key, value, gradient = tensors(40, groups)
 
     def end(*inputs):
-        attended = kernels.attend_end(*(x.transpose(0, 1)[None] for x in inputs), scale=0.3, dropout=0.0)
+        attended = core_attention.attend_end(*(x.transpose(0, 1)[None] for x in inputs), scale=0.3, dropout=0.0)
         return attended[0].transpose(0, 1)
 
     parts = [query[-queries:], key, value, gradient[-queries:]]
@@ -248,7 +247,7 @@ def on_fake_cuda(
     Whatever would ask the device for a number fails: fake tensors have none.
     """
     sixteen = (torch.bfloat16, torch.float16)
-    monkeypatch.setattr(kernels, "can_use_flash_attention", lambda params: params.query.dtype in sixteen)
+    monkeypatch.setattr(core_attention, "can_use_flash_attention", lambda params: params.query.dtype in sixteen)
     with FakeTensorMode(), Operations() as operations, Calls() as calls:
         offsets = torch.empty(len(lengths) + 1, dtype=torch.int32, device="cuda")
         layout = SequenceLayout(offsets, offsets, 1, lengths, lengths)
@@ -261,7 +260,7 @@ def on_fake_cuda(
     return operations, calls.found
 
 
-@pytest.mark.skipif(kernels.varlen_attn is None, reason="this torch has no varlen attention")
+@pytest.mark.skipif(core_attention.varlen_attn is None, reason="this torch has no varlen attention")
 @pytest.mark.parametrize(
     ("dtype", "dim", "dropout", "training", "one"),
     [
@@ -281,7 +280,7 @@ def test_what_is_one_call_on_cuda(monkeypatch, dtype, dim, dropout, training, on
     assert (operations.varlen, len(others)) == ((1, 0) if one else (0, 5))  # two neighbours are of one length
 
 
-@pytest.mark.skipif(kernels.varlen_attn is None, reason="this torch has no varlen attention")
+@pytest.mark.skipif(core_attention.varlen_attn is None, reason="this torch has no varlen attention")
 def test_context_parallel_ranks_ask_the_device_for_nothing(monkeypatch):
     gather_nothing(monkeypatch)
     operations, others = on_fake_cuda(monkeypatch, attention(2, 4, 1), 2, torch.bfloat16)
@@ -290,7 +289,7 @@ def test_context_parallel_ranks_ask_the_device_for_nothing(monkeypatch):
 
 def gather_nothing(monkeypatch):
     gather = lambda local, group: local.expand(group.size(), *local.shape)  # noqa: E731
-    monkeypatch.setattr(context_parallel, "gather_over_context", gather)
+    monkeypatch.setattr(core_attention, "gather_over_context", gather)
 
 
 @pytest.mark.parametrize("groups", [2, 4])
@@ -319,7 +318,7 @@ def test_context_parallel_ranks_make_no_mask_in_float32(monkeypatch, groups):
 @pytest.mark.parametrize(("groups", "dtype"), [(1, torch.float32), (2, torch.float32), (2, torch.bfloat16)])
 def test_grouped_heads_are_expanded_where_only_flash_attention_takes_them(monkeypatch, groups, dtype):
     """The memory-efficient kernel takes as many heads of keys as of queries, or all falls to plain products."""
-    monkeypatch.setattr(kernels, "varlen_attn", None)
+    monkeypatch.setattr(core_attention, "varlen_attn", None)
     _, calls = on_fake_cuda(monkeypatch, attention(groups), groups, dtype)
     expanded = dtype == torch.float32
     for (query, key, value), arguments in calls:
@@ -331,7 +330,7 @@ def test_nothing_is_chosen_for_cuda_on_the_cpu(monkeypatch):
     def ask(params):
         raise AssertionError("torch was asked for a device that has no tensors here")
 
-    monkeypatch.setattr(kernels, "can_use_flash_attention", ask)
+    monkeypatch.setattr(core_attention, "can_use_flash_attention", ask)
     with Calls() as calls:
         run(packed(attention(2), [8, 16]), tensors(24, 2, dtype=torch.bfloat16))
     assert [call[1]["enable_gqa"] for call in calls.found] == [True, True]
@@ -371,7 +370,7 @@ def test_one_call_on_a_gpu(groups, kind, dim):
     expected = run(plain(lengths, kind == CAUSAL, module.scale), [x.float() for x in parts])
     with Operations() as operations:
         found = run(packed(module, lengths, kind, "cuda"), parts)
-    assert operations.names.count("torch_attn::_varlen_attn") == (kernels.varlen_attn is not None)
+    assert operations.names.count("torch_attn::_varlen_attn") == (core_attention.varlen_attn is not None)
     for a, b in zip(found, expected, strict=True):
         assert worst([a], [b]) <= 2e-2 * float(b.abs().max())  # not measured: no GPU was at hand
 

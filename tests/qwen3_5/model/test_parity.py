@@ -49,4 +49,4 @@ def test_the_reference_has_no_kernels_where_they_are_installed(qwen3_5_folders, 
 def test_kinds_of_layers(pair):
     layers = [type(layer.self_attention).__name__ for layer in pair.megatron.language_model.decoder.layers]
     assert layers == ["LinearAttention"] * 3 + ["RotarySelfAttention"]
-    assert not pair.megatron.vision_model.taps
+    assert not pair.megatron.vision_model.deepstack_layers
