@@ -1,4 +1,4 @@
-"""The command line of training: `qwen3vl train`, and its earlier names `qwen3vl-finetune` and `qwen3vl-pretrain`.
+"""The command line of training: `qwen3vl train`.
 
 What lives here: options, and which loop runs. What may not: Megatron at import time (so that `--help` answers at once),
 settings of a run (recipes), how settings are changed (`paths.py`, `overrides.py`).
@@ -46,26 +46,6 @@ def train(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl train"
     return 0
 
 
-def finetune(arguments: Sequence[str] | None = None) -> None:
-    """Train from given weights."""
-    _command(_parse(_parser("Fine-tune Qwen3-VL or Qwen3.5-VL with a recipe."), arguments), needs_weights=True)
-
-
-def pretrain(arguments: Sequence[str] | None = None) -> None:
-    """Train from random weights, or from given ones."""
-    parser = _parser("Pretrain Qwen3-VL or Qwen3.5-VL with a recipe, from random weights if none are given.")
-    _command(_parse(parser, arguments), needs_weights=False)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Either command, as `python -m qwen3vl_recipes.cli finetune ...`: for `torchrun -m`, without a clone."""
-    commands = {"finetune": finetune, "pretrain": pretrain}
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog=f"python -m {__package__}.cli", description="Train with a recipe.")
-    parser.add_argument("command", choices=commands, help="what to do; its options, such as --help, follow it")
-    commands[parser.parse_args(words[:1]).command](words[1:])
-
-
 def _parser(description: str, prog: str | None = None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog, description=description, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -73,7 +53,7 @@ def _parser(description: str, prog: str | None = None) -> argparse.ArgumentParse
     add = parser.add_argument
     add("--recipe", metavar="NAME", help="name of a recipe, or FILE.py:FUNCTION for your own")
     add("--list", action="store_true", help="list the recipes and exit")
-    add("--hf-model", "--hf-path", metavar="MODEL", help="Hugging Face folder or hub id with configuration and "
+    add("--hf-model", metavar="MODEL", help="Hugging Face folder or hub id with configuration and "
         "processor, and the weights unless --pretrained-checkpoint is given (default: the released model of the "
         "recipe's size)")  # fmt: skip
     add("--data-path", metavar="DATA", help="folder with train.jsonl and perhaps valid.jsonl, or a file (dataset.path)")
@@ -218,7 +198,3 @@ def _loop(needs_weights: bool) -> Callable:
     except ModuleNotFoundError as error:
         raise ValueError(f"Megatron-Bridge's training loop needs {error.name}, which is missing") from error
     return train
-
-
-if __name__ == "__main__":
-    main()

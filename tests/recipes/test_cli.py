@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 )
 def test_words_that_are_refused_at_once(words, message, capsys):
     with pytest.raises(SystemExit):
-        cli.finetune(words)
+        cli.train(words)
     assert message in capsys.readouterr().err
 
 
@@ -49,7 +49,7 @@ def test_words_that_are_refused_at_once(words, message, capsys):
 def test_what_is_refused_before_anything_is_built(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
-        cli.finetune(words)
+        cli.train(words)
     assert end.value.code == 2 and re.search(message, capsys.readouterr().err)
 
 
@@ -63,10 +63,8 @@ def test_weights_that_a_run_begins_with(untied_folder, tmp_path, monkeypatch, ca
              str(tmp_path / "data.jsonl"), "--save", str(tmp_path / "run")]  # fmt: skip
     assert cli.train(words) == cli.train([*words, "--from-scratch"]) == 0
     cli.train([*words, "--pretrained-checkpoint", "MEGATRON"])
-    cli.pretrain([*words, "--pretrained-checkpoint", "MEGATRON"])
-    cli.pretrain(words)
     mine = str(untied_folder)
-    assert runs == [(mine, True), (None, False), ("MEGATRON", True), ("MEGATRON", False), (None, False)]
+    assert runs == [(mine, True), (None, False), ("MEGATRON", True)]
     with pytest.raises(SystemExit) as end:
         cli.train([*words, "--from-scratch", "checkpoint.pretrained_checkpoint=MEGATRON"])
     assert end.value.code == 2
@@ -94,7 +92,7 @@ def test_an_error_of_the_data_is_said_without_the_loading_processs_traceback(
     words = ["--recipe", "qwen3_vl_digits_sft_config", "--hf-model", str(untied_folder), "--save",
              str(tmp_path / "run"), "--data-path", str(tmp_path)]  # fmt: skip
     with pytest.raises(SystemExit) as end:
-        cli.finetune(words)
+        cli.train(words)
     expected = "error: train.jsonl:1: found nothing, expected a message\n(--verbose shows the traceback)\n"
     assert end.value.code == 2 and capsys.readouterr().err.endswith(expected)
 
@@ -125,7 +123,7 @@ def test_a_dry_run(capsys, tmp_path):
         "--config",
         str(file),
     ]
-    cli.finetune([*words, "--config", str(file), "train.global_batch_size=64"])
+    cli.train([*words, "--config", str(file), "train.global_batch_size=64"])
     said = capsys.readouterr().out
     assert "lr: 3.0e-05" in said and "global_batch_size: 64" in said and "DP 32" in said and "of 139.7 GiB" in said
     assert "the planner's fastest split is" in said or "the planner finds nothing faster" in said
@@ -140,15 +138,15 @@ def test_a_dry_run_with_vision_on_ranks_of_its_own(capsys):
 
     shutdown()
     words = ["--recipe", "qwen3_vl_235b_a22b_sft_dist_train_config", "--dry-run"]
-    cli.finetune(words)
+    cli.train(words)
     said = capsys.readouterr().out
     assert "use_dist_train: true" in said and "16 vision (TP 2) + TP 4, SP, PP 16, EP 8, DP 2" in said
     assert "vision ranks" in said and "stage 15" in said and "stage 2 " not in said  # as wide as a terminal
     assert "the vision tower keeps up" in said and "9.0 vision ranks are needed, there are 16" in said
-    cli.finetune([*words, "--gpus", "136", "model.dist_train.vision_world_size=8"])
+    cli.train([*words, "--gpus", "136", "model.dist_train.vision_world_size=8"])
     assert "the vision tower does not keep up" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        cli.finetune([*words, "--gpus", "128"])
+        cli.train([*words, "--gpus", "128"])
     assert (
         "16 and language_world_size 128 add up to 144, expected 128, the number of processes" in capsys.readouterr().err
     )

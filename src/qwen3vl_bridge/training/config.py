@@ -24,6 +24,7 @@ from qwen3vl_bridge.training.checkpointing.saving_process import check_script
 from qwen3vl_bridge.training.exit_signal import leave_exit_signal_to_run
 from qwen3vl_bridge.training.global_batch import check_balance, check_share
 from qwen3vl_bridge.training.host_memory import check_host_memory
+from qwen3vl_bridge.training.optimizer.muon import check_optimizer
 from qwen3vl_bridge.training.optimizer.schedule_checks import check_is_set, check_warmup
 from qwen3vl_bridge.training.optimizer.tower_settings import Qwen3VLTowers, check_towers
 from qwen3vl_bridge.training.run_refusals import COMPLETED, MODULES_APART
@@ -162,6 +163,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
         if self.accuracy.path is not None:
             self._check_accuracy()
         check_is_set(self)
+        check_optimizer(self)
         check_towers(self)
         check_warmup(self)
         microbatches = check_share(self, self.get_data_parallel_size(get_world_size_safe()))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from qwen3vl_bridge.models.common.settings import fixed
 from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields
 from qwen3vl_bridge.models.common.settings.rules import Row, Rule, only
-from qwen3vl_bridge.models.qwen3_vl.config_fields import check_taps
+from qwen3vl_bridge.models.qwen3_vl.config import check_deepstack
 from qwen3vl_bridge.models.qwen3_vl.upstream_names import check_names
 
 _SHARED: Mapping[str, Row] = {
@@ -41,8 +41,8 @@ FIXED_WITH_EXPERTS: Mapping[str, Row] = {
 }
 
 
-def _check_taps(provider: VisionLanguageFields) -> None:
-    check_taps(provider.vision_config.to_dict(), provider.num_layers)
+def _check_deepstack(provider: VisionLanguageFields) -> None:
+    check_deepstack(provider.vision_config.to_dict(), provider.num_layers)
 
 
-RULES: tuple[Rule, ...] = (_check_taps, check_names)
+RULES: tuple[Rule, ...] = (_check_deepstack, check_names)

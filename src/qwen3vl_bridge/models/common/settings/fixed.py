@@ -95,6 +95,7 @@ FIXED: Mapping[str, Row] = {
         mtp_enabled=False,
     ),
     **only("ModelOpt's quantised, pruned or distilled models have other layers", restore_modelopt_state=False),
+    **only("queries and keys are normalised after their projection: scaling it changes no attention", qk_clip=False),
     **only(
         "the model supports only tensor, pipeline, context and expert parallelism; with others, ranks would see the "
         "wrong tokens",

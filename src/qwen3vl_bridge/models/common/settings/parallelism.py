@@ -201,7 +201,7 @@ def _check_groups(provider: VisionLanguageFields) -> None:
 
 
 def _check_taps(provider: VisionLanguageFields) -> None:
-    taps, layers = len(provider.tapped_layers), _layers_of_first_stage(provider)
+    taps, layers = len(provider.deepstack_layers), _layers_of_first_stage(provider)
     if provider.pipeline_model_parallel_size > 1 and layers < taps and not provider.variable_seq_lengths:
         raise ValueError(
             f"variable_seq_lengths is False and the first pipeline stage has {layers} layers, expected True, or at "

@@ -55,7 +55,7 @@ def _check_taps(provider: VisionLanguageFields) -> None:
     if (provider.vision_recompute_granularity, provider.vision_recompute_method) != ("full", "uniform"):
         return
     chunk = provider.vision_recompute_num_layers
-    if lost := [tap for tap in provider.tapped_layers if (tap + 1) % chunk]:
+    if lost := [tap for tap in provider.deepstack_layers if (tap + 1) % chunk]:
         raise ValueError(
             f"vision_recompute_num_layers is {chunk}; DeepStack taps {lost} are not at the end of a chunk of {chunk} "
             "layers and would be lost; use 1"

@@ -11,7 +11,7 @@ from typing import Any
 from qwen3vl_bridge.models.common.settings import encoder_parallel, fixed, kernels, parallelism, recompute
 from qwen3vl_bridge.models.common.settings.activations import name_of, vision_activation
 from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When
-from qwen3vl_bridge.models.config.fields import check_tower_size
+from qwen3vl_bridge.models.hf_config import check_tower_size
 
 
 def _check_tower(provider: Any) -> None:

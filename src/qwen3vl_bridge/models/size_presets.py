@@ -1,0 +1,133 @@
+"""Released models: the dimensions in which sizes differ, and a `config.json` built from them offline.
+
+Standard library only; transformers is imported only in the function that returns one of its classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qwen3vl_bridge.models.hf_config import TOKEN_IDS
+
+
+@dataclass(frozen=True)
+class VisionTower:
+    """A vision tower. The outputs of `deepstack_layers`, if any, go to the text model's first layers."""
+
+    depth: int
+    hidden: int
+    ffn: int
+    heads: int = 16
+    deepstack_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Experts of each text layer: number of experts, experts per token, and the width of one."""
+
+    number: int
+    topk: int
+    ffn: int
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The dimensions in which sizes differ."""
+
+    hidden: int
+    ffn: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vision: VisionTower
+    tied: bool = False
+    experts: Experts | None = None
+
+
+def size_of(name: str, sizes: Iterable[str], hub_ids: Callable[[str], tuple[str, ...]]) -> str:
+    """The size for a size name or a hub id; `hub_ids` gives the names on the hub of a size's models.
+
+    Raises:
+        ValueError: an unknown model; the message lists the sizes.
+    """
+    sizes = list(sizes)
+    for size in sizes:
+        if name == size or name in hub_ids(size):
+            return size
+    raise ValueError(f"unknown preset {name!r}, expected one of {', '.join(sizes)} or {' or '.join(hub_ids('<size>'))}")
+
+
+def config_of(
+    preset: Preset, *, model_type: str, architecture: str, text: Mapping[str, Any], token_ids: Iterable[int]
+) -> dict[str, Any]:
+    """A `config.json` in the format of transformers 5, as a new object that the caller may modify.
+
+    Args:
+        preset: the size.
+        model_type: of the family's dense models.
+        architecture: the prefix of the family's class names in transformers.
+        text: the family's own fields of the text model.
+        token_ids: in the order of `TOKEN_IDS`.
+    """
+    if preset.experts is not None:
+        model_type, architecture = f"{model_type}_moe", f"{architecture}Moe"
+    experts, tower = preset.experts, preset.vision
+    shared_text = {
+        "model_type": f"{model_type}_text",
+        "dtype": "bfloat16",
+        "hidden_size": preset.hidden,
+        "num_hidden_layers": preset.layers,
+        "num_attention_heads": preset.heads,
+        "num_key_value_heads": preset.kv_heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": 262_144,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-6,
+        "use_cache": True,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        # The default of the MoE text configuration is True, whatever the whole model's configuration has.
+        "tie_word_embeddings": preset.tied,
+    }
+    if experts is not None:
+        shared_text |= {
+            "num_experts": experts.number,
+            "num_experts_per_tok": experts.topk,
+            "moe_intermediate_size": experts.ffn,
+            "router_aux_loss_coef": 0.001,
+        }
+    vision = {
+        "model_type": f"{model_type}_vision",
+        "dtype": "bfloat16",
+        "depth": tower.depth,
+        "hidden_size": tower.hidden,
+        "hidden_act": "gelu_pytorch_tanh",
+        "intermediate_size": tower.ffn,
+        "num_heads": tower.heads,
+        "in_channels": 3,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": preset.hidden,
+        "num_position_embeddings": 48 * 48,
+        **({"deepstack_visual_indexes": list(tower.deepstack_layers)} if tower.deepstack_layers else {}),
+        "initializer_range": 0.02,
+    }
+    return {
+        "architectures": [f"{architecture}ForConditionalGeneration"],
+        "model_type": model_type,
+        "dtype": "bfloat16",
+        "text_config": shared_text | dict(text),
+        "vision_config": vision,
+        **dict(zip(TOKEN_IDS, token_ids, strict=True)),
+        "tie_word_embeddings": preset.tied,
+    }
+
+
+def as_transformers(config: Mapping[str, Any]) -> Any:
+    """A configuration as transformers' own class, by its `model_type`."""
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
