@@ -1,4 +1,4 @@
-"""What transformers and torch make of parts of a model that have rates of their own, or rest for the first steps."""
+"""What transformers and torch make of parts of a model that have rates of their own."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from tests.parity.batches import run_reference
 from tests.parity.references import ADAM, CLIP, DECAY, step_samples
 
 STEPS, CONTENT = 4, "mixed"
-TOWERS = dict(
-    vision_model_lr=5e-4, vision_projection_lr=2e-3, freeze_language_model_steps=1, freeze_vision_model_steps=2
-)
+TOWERS = dict(vision_model_lr=5e-4, vision_projection_lr=2e-3)
 PARTS = ("language_model", "vision_model", "vision_projection")
 
 
@@ -30,15 +28,13 @@ def train_parts(folder: Path) -> dict[str, Any]:
     """Some steps of AdamW on one model.
 
     Returns:
-        `norms`: for each step those of the parts, before clipping, 0 for one that rests; `moved`: for each step the
-        parts that did; `weights` after the last step, by name.
+        `norms`: for each step those of the parts, before clipping; `weights` after the last step, by name.
     """
     from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").train()
     named = dict(model.named_parameters())
     towers = Qwen3VLTowers(**TOWERS)
-    rests = {part: getattr(towers, f"freeze_{part}_steps") for part in PARTS}
     groups = [
         dict(
             params=[p for name, p in named.items() if part_of(name) == part and (p.ndim > 1) == decays],
@@ -49,21 +45,15 @@ def train_parts(folder: Path) -> dict[str, Any]:
         for decays in (True, False)
     ]
     optimizer = torch.optim.AdamW(groups, **ADAM)
-    norms, moved = [], []
+    norms = []
     for step in range(STEPS):
-        before = {name: p.detach().clone() for name, p in named.items()}
         optimizer.zero_grad()
         microbatches = step_samples(CONTENT, model.config, step)
         tokens = sum(sample.loss_mask.sum() for samples in microbatches for sample in samples)
         for samples in microbatches:
             (run_reference(model, samples)[1] / tokens).backward()
-        for name, p in named.items():
-            p.grad = None if step < rests[part_of(name)] else p.grad
-        gradients = {
-            part: [p.grad for n, p in named.items() if part_of(n) == part and p.grad is not None] for part in PARTS
-        }
+        gradients = {part: [p.grad for name, p in named.items() if part_of(name) == part] for part in PARTS}
         norms.append({part: torch.nn.utils.get_total_norm(some).item() for part, some in gradients.items()})
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
-        moved.append({part_of(name) for name, p in named.items() if not torch.equal(p, before[name])})
-    return dict(norms=norms, moved=moved, weights={name: p.detach().clone() for name, p in named.items()})
+    return dict(norms=norms, weights={name: p.detach().clone() for name, p in named.items()})

@@ -1,4 +1,4 @@
-"""However a model is split: parts have their rates, rest and are measured as in one process; a bad sample is named."""
+"""However a model is split: parts have their rates and are measured as in one process; a bad sample is named."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from tests.forked import run_ranks
 
 from .parts_on_ranks import BAD, BEFORE, CASES, HALF
-from .parts_reference import PARTS, STEPS, TOWERS, train_parts
+from .parts_reference import PARTS, STEPS, train_parts
 
 pytestmark = pytest.mark.slow
 
@@ -42,14 +42,6 @@ def found(references, tmp_path_factory):
     return found
 
 
-def test_the_reference_freezes_parts(references):
-    for reference in references[1].values():
-        for step in range(STEPS):
-            frozen = {part for part in PARTS if step < TOWERS.get(f"freeze_{part}_steps", 0)}
-            assert reference["moved"][step] == set(PARTS) - frozen
-            assert {part for part, norm in reference["norms"][step].items() if norm == 0} == frozen
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_parts_are_trained_as_in_one_process(references, found, case):
     family, _, settings = CASES[case]
@@ -62,7 +54,6 @@ def test_parts_are_trained_as_in_one_process(references, found, case):
         assert max(errors.values()) <= limit, (case, step, errors)
         total = math.sqrt(sum(norm**2 for norm in norms.values()))
         assert abs(total / ours["totals"][step] - 1) <= TOTAL, (case, step, total)
-        assert ours["moved"][step] == reference["moved"][step], (case, step)
     assert settings is HALF or ours["weight"] <= WEIGHT, (case, ours["weight"])
 
 

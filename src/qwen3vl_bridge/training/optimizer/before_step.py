@@ -1,8 +1,7 @@
 """The hook between a step's gradients and the optimizer, in Megatron-Bridge's loop.
 
-What lives here: what happens there, once per step: losses and gradient norms of all ranks, delayed unfreezing, and
-skipping a step or ending the run if the guard decides so. What may not: the guard's rules (`step_guard.py`), norms
-(`gradient_norms.py`), frozen parts (`delayed_unfreezing.py`).
+What lives here: what happens there, once per step: losses and gradient norms of all ranks, and skipping a step or
+ending the run if the guard decides so. What may not: the guard's rules (`step_guard.py`), norms (`gradient_norms.py`).
 
 The loop has no callback there. megatron-core's optimizers prepare gradients, compute their norm, and then step, in a
 method that can also report that nothing was stepped; the hook wraps the first and the last of these methods. The sums
@@ -21,11 +20,10 @@ from qwen3vl_bridge.batch.device_transfer import HostCopy
 from qwen3vl_bridge.parallel.collectives import broadcast_object, gather_objects, sum_over_ranks
 from qwen3vl_bridge.training.metrics_file import read_metrics
 from qwen3vl_bridge.training.monitoring.trackers import MEASURED
-from qwen3vl_bridge.training.optimizer.delayed_unfreezing import DelayedUnfreezing
 from qwen3vl_bridge.training.optimizer.gradient_norms import PartSquares, parts_of_parameters
 from qwen3vl_bridge.training.optimizer.loss_recorder import start_recording, stop_recording
 from qwen3vl_bridge.training.optimizer.step_guard import Guard, SpoiltStepError, latest_losses
-from qwen3vl_bridge.training.optimizer.tower_settings import Qwen3VLTowers, check_towers
+from qwen3vl_bridge.training.optimizer.tower_settings import check_towers
 from qwen3vl_bridge.weights.model_parts import Part
 
 import torch
@@ -42,7 +40,7 @@ STEP_LOSS = "step_loss"
 
 
 class BeforeStep(Callback):
-    """Implements `cfg.guard` and the schedules of `Qwen3VLTowers`, and computes the parts' gradient norms.
+    """Implements `cfg.guard`, and computes the parts' gradient norms.
 
     Norms are before clipping, in `context.user_state["tower_norms"]` and in the log as `grad_norm_language_model` and
     so on. A step costs one small all-reduce over all ranks.
@@ -56,10 +54,7 @@ class BeforeStep(Callback):
         """
         cfg, optimizer = context.state.cfg, context.optimizer
         _check_settings(cfg)
-        towers = cfg.optimizer_config_override_provider
         parts = parts_of_parameters(context.model, optimizer)
-        frozen = towers.frozen_updates() if isinstance(towers, Qwen3VLTowers) else {}
-        self._unfreezing = DelayedUnfreezing(optimizer, parts, frozen)
         self._groups = get_attr_wrapped_model(context.model[0], "pg_collection")
         self._squares = PartSquares(optimizer, parts, self._groups)
         self._guard = _guard(cfg, context.state.train_state.step)
@@ -70,7 +65,7 @@ class BeforeStep(Callback):
         self._device = next(context.model[0].parameters()).device
         self._prepare, optimizer.prepare_grads = optimizer.prepare_grads, self._prepare_and_sum
         self._step_ready, optimizer.step_with_ready_grads = optimizer.step_with_ready_grads, self._step_ready_if_good
-        self._step, optimizer.step = optimizer.step, self._step_in_parts
+        self._step, optimizer.step = optimizer.step, self._step_with_norm
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Clear the previous step's microbatches."""
@@ -92,7 +87,6 @@ class BeforeStep(Callback):
     def _prepare_and_sum(self) -> bool:
         """Like the optimizer's `prepare_grads`; also starts one sum of losses and norms over all ranks."""
         overflow = self._prepare()  # of a scaled loss; megatron-core skips the step by itself
-        self._unfreezing.drop_frozen_gradients()
         squares, sums = self._squares.of_this_rank(), self._recorder.sums(self._device)
         if self._groups.tp.rank():  # tensor-parallel ranks have the same losses
             sums = torch.zeros_like(sums)
@@ -101,7 +95,6 @@ class BeforeStep(Callback):
         if overflow:
             self._judge(overflow=True)
             return True
-        self._unfreezing.before()
         return False
 
     def _step_ready_if_good(self) -> bool:
@@ -140,13 +133,9 @@ class BeforeStep(Callback):
     def _norm(self) -> float:
         return math.sqrt(sum(norm**2 for norm in self._norms.values()))
 
-    def _step_in_parts(self) -> tuple[bool, float | None, int | None]:
+    def _step_with_norm(self) -> tuple[bool, float | None, int | None]:
         """Like the optimizer's `step`; a skipped step has a norm too."""
-        updated, norm, zeros = False, None, None
-        try:
-            updated, norm, zeros = self._step()
-        finally:
-            self._unfreezing.after(updated=updated)
+        updated, norm, zeros = self._step()
         if norm is None:
             self._read()
             norm = self._norm()
@@ -157,12 +146,6 @@ def _check_settings(cfg: ConfigContainer) -> None:
     check_towers(cfg)
     if cfg.optimizer.optimizer_cuda_graph:
         raise ValueError("optimizer.optimizer_cuda_graph is True: expected False, or no step could be skipped")
-    towers = cfg.optimizer_config_override_provider
-    if cfg.ddp.use_megatron_fsdp and isinstance(towers, Qwen3VLTowers) and towers.frozen_updates():
-        raise ValueError(
-            "optimizer_config_override_provider.freeze_*_steps with ddp.use_megatron_fsdp: expected only one of them: "
-            "whether frozen parts keep their weights under Megatron-FSDP is untested"
-        )
 
 
 def _guard(cfg: ConfigContainer, step: int) -> Guard | None:

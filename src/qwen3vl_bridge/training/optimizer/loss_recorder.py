@@ -13,7 +13,6 @@ from weakref import WeakValueDictionary
 
 from qwen3vl_bridge.batch import PackedBatch, SequenceLayout, token_index
 from qwen3vl_bridge.encoder_parallel.step import is_split_unjoined
-from qwen3vl_bridge.training.optimizer.tower_settings import Qwen3VLTowers
 
 import torch
 from megatron.bridge.training.state import GlobalState
@@ -149,12 +148,9 @@ def recorded(count: Callable, state: GlobalState, batch: PackedBatch, mask: Tens
 
 
 def _check_nothing_is_ignored(cfg: Any) -> None:
-    towers = getattr(cfg, "optimizer_config_override_provider", None)
     settings = {
         "model.dist_train.use_dist_train": is_split_unjoined(cfg.model),
         "guard": getattr(cfg, "guard", None) is not None,
-        "optimizer_config_override_provider.freeze_*_steps": isinstance(towers, Qwen3VLTowers)
-        and towers.frozen_updates(),
     }
     if ignored := [name for name, is_set in settings.items() if is_set]:
         raise ValueError(
