@@ -146,7 +146,7 @@ def check(found: dict[str, Seen], allowed: frozenset[str] = frozenset(), mixed: 
 
 
 # Without Transformer Engine megatron-core clips by a number, which both modules' norms make together.
-JOINT_NORM = frozenset({"encoder_parallel/step.py:_joint_norm"})
+JOINT_NORM = frozenset({"dist_train/joint_step.py:_joint_norm"})
 # With multi-token prediction, which reads tokens of other ranks and stages.
 WITH_MTP = {"Qwen3.5 with MTP": {}, "Qwen3.5 MoE with MTP": dict(moe=True)}
 CASES = [

@@ -84,7 +84,7 @@ def _evaluate_both_modules(module: Any) -> None:
 
     @functools.wraps(theirs)
     def evaluate(*args: Any, **kwargs: Any) -> Any:
-        from qwen3vl_bridge.encoder_parallel.evaluation import evaluate_both_modules
+        from qwen3vl_bridge.dist_train.joint_step import evaluate_both_modules
 
         return evaluate_both_modules(theirs, *args, **kwargs)
 

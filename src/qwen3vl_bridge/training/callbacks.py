@@ -5,7 +5,7 @@ What lives here: the list. What may not: the callbacks (each in its own file).
 
 from __future__ import annotations
 
-from qwen3vl_bridge.encoder_parallel.step import Modules
+from qwen3vl_bridge.dist_train.joint_step import Modules
 from qwen3vl_bridge.training.checkpointing.saving_process import check_script
 from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
 from qwen3vl_bridge.training.monitoring.accuracy import Accuracy

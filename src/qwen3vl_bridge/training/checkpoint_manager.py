@@ -2,7 +2,7 @@
 
 What lives here: the case of nothing to load, adapters that differ from the checkpoint's or between layers, random
 states that do not fit the run, setting the manager. What may not: initial weights
-(`training/checkpointing/initial_weights.py`), modules on separate ranks (`encoder_parallel/checkpoint.py`), an
+(`training/checkpointing/initial_weights.py`), modules on separate ranks (`dist_train/joint_checkpoint.py`), an
 optimizer's settings and state (`training/checkpointing/optimizer_groups.py`, `optimizer_states.py`), moving a finished
 folder to its place (`training/checkpointing/megatron_bridge_saves.py`), files other than tensors
 (`training/checkpointing/side_files.py`).
@@ -34,7 +34,7 @@ from qwen3vl_bridge.checkpoint.formats.megatron.folder import (
     format_of,
     iteration_folder,
 )
-from qwen3vl_bridge.encoder_parallel.checkpoint import as_one_model
+from qwen3vl_bridge.dist_train.joint_checkpoint import as_one_model
 from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.parallel.collectives import broadcast_object, gather_objects
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
@@ -104,7 +104,7 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
             CheckpointError: a rank could not write.
         """
         cfg = ctx.state.cfg
-        with as_one_model(ctx) as whole, _layers_may_differ(ctx), signals_blocked():
+        with _as_one_model(ctx) as whole, _layers_may_differ(ctx), signals_blocked():
             if not is_staged(ctx):
                 super().save(whole, callback_manager)
                 self._write_side_files(iteration_folder(Path(cfg.checkpoint.save), ctx.state.train_state.step), ctx)
@@ -157,7 +157,7 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
             with all_or_none():
                 expect_optimizer(folder, ctx.state.cfg)
         with (
-            as_one_model(ctx) as whole,
+            _as_one_model(ctx) as whole,
             _layers_may_differ(ctx),
             _random_states_that_fit(settings, whole, is_local),
             loads_either_form(whole.optimizer),
@@ -172,6 +172,10 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
                 if not cfg.checkpoint.pretrained_checkpoint:
                     self._origin = Pretrained(folder, is_hf=False)
         return loaded
+
+
+def _as_one_model(ctx: Any) -> contextlib.AbstractContextManager[Any]:
+    return as_one_model(ctx) if ctx.state.cfg.model.dist_train.use_dist_train else contextlib.nullcontext(ctx)
 
 
 def _check_adapters(folder: Path | None, ctx: CheckpointLoadContext) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from qwen3vl_bridge.batch import EncoderInputs, PackedBatch
 from qwen3vl_bridge.batch.device_transfer import Movable, copy_to_gpu
-from qwen3vl_bridge.encoder_parallel.encoder_batches import next_encoder_batch
+from qwen3vl_bridge.dist_train.joint_step import next_encoder_batch
 from qwen3vl_bridge.models.common.inputs.local_ranks import sequence_ranks
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.common.settings.encoder_parallel import replicas_of

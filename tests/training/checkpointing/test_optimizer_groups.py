@@ -1,6 +1,6 @@
 """Settings of an optimizer's groups, from a checkpoint with and without an optimizer of experts, in either form.
 
-Both ways are taken by runs in `test_initial_weights.py` and `encoder_parallel/test_modules_on_ranks.py`, with an
+Both ways are taken by runs in `test_initial_weights.py` and `dist_train/test_modules_on_ranks.py`, with an
 optimizer that is not distributed: without Transformer Engine a distributed one saves and cannot load.
 """
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from qwen3vl_bridge.batch import PackedBatch, SequenceLayout, token_index
-from qwen3vl_bridge.encoder_parallel.step import is_split_unjoined
+from qwen3vl_bridge.dist_train.joint_step import is_split_unjoined
 
 import torch
 from megatron.bridge.training.state import GlobalState

@@ -67,7 +67,7 @@ def found(inputs, moe_folder, scratch) -> list[dict[str, Any]]:
         output = scratch / "found.pt"
         listed = json.dumps([asdict(job) for job in jobs])
         run_ranks(
-            "tests.training.encoder_parallel.modules_on_ranks",
+            "tests.training.dist_train.modules_on_ranks",
             ranks,
             output,
             folders,

@@ -1,6 +1,6 @@
 """Run on ranks: runs with vision and language on ranks of their own, or of a whole model, in Megatron-Bridge's loop.
 
-torchrun --nproc_per_node N -m tests.training.encoder_parallel.modules_on_ranks OUTPUT HF DATA JOBS
+torchrun --nproc_per_node N -m tests.training.dist_train.modules_on_ranks OUTPUT HF DATA JOBS
 
 HF is a JSON object with the tiny checkpoint of each family, JOBS a JSON list of `Job`s. The first rank writes what each
 rank has seen of each.
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.encoder_parallel.step import OneWayBridge
+from qwen3vl_bridge.dist_train.joint_step import OneWayBridge
 from qwen3vl_bridge.training.process_groups import leave_groups
 
 import torch.distributed as dist

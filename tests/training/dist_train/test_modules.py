@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import qwen3vl_bridge
-from qwen3vl_bridge.encoder_parallel.step import Modules
+from qwen3vl_bridge.dist_train.joint_step import Modules
 from qwen3vl_bridge.models.common.settings.encoder_parallel import DistTrainConfig
 
 import pytest

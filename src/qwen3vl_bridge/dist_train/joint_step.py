@@ -1,21 +1,17 @@
-"""Joint training steps of separate vision and language ranks, in Megatron-Bridge's loop.
+"""Joint steps of separate vision and language ranks in Megatron-Bridge's loop: batches, gradients, norm, evaluation.
 
-What lives here: whether gradients are sent back, one division by the tokens, one norm for clipping. What may not:
-groups (`training/process_groups.py`), the two modules (`modules.py`), data (`encoder_batches.py`), checkpoints and
-evaluation in Megatron-Bridge's loop (`checkpoint.py`, `evaluation.py`).
-
-Megatron-Bridge's set-up gives each module a separate optimizer. Without this module, the tower's gradients would not be
+Megatron-Bridge's set-up gives each module a separate optimizer. Without this file, the tower's gradients would not be
 divided by the tokens of the batch, which language ranks count, and each module would be clipped by its own norm.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from qwen3vl_bridge.data.provider import Qwen3VLConversationProvider
-from qwen3vl_bridge.encoder_parallel.encoder_batches import read_split
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.common.settings.encoder_parallel import replicas_of, trains_vision
 from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, check, under
@@ -23,6 +19,7 @@ from qwen3vl_bridge.parallel.collectives import broadcast_number, sum_numbers
 
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
+from megatron.bridge.training.state import GlobalState
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.num_microbatches_calculator import (
     get_current_running_global_batch_size,
@@ -30,9 +27,32 @@ from megatron.core.num_microbatches_calculator import (
 )
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
-from megatron.core.pipeline_parallel.multimodule_communicator import MultiModulePipelineCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
+
+_STREAMS, _SPLIT = "qwen3vl_encoder_batches", "qwen3vl_split"
+
+_SHARDS_ARE_SAVED = When(
+    "model.dist_train.use_dist_train",
+    lambda cfg: cfg.checkpoint.save and cfg.checkpoint.save_optim and cfg.optimizer.use_distributed_optimizer,
+)
+_TOWER_READS_BY_ITSELF = When(
+    "model.dist_train.vision_world_size model.dist_train.language_world_size",
+    lambda cfg: replicas_of(cfg.model).vision != replicas_of(cfg.model).language,
+)
+_BY_NUMBERS = "other forms name what they save by group number, and both modules have the same numbers"
+
+# What Megatron-Bridge's loop does not support for modules on separate ranks.
+_RULES: tuple[Rule, ...] = (
+    Row("checkpoint.dist_ckpt_optim_fully_reshardable", True, _BY_NUMBERS, _SHARDS_ARE_SAVED),
+    *under(
+        _TOWER_READS_BY_ITSELF,
+        Row("train.iterations_to_skip", [], "the tower's ranks cannot skip iterations", also=(None, ())),
+        Row("dataset.__class__", Qwen3VLConversationProvider, "the tower's ranks read its rows by index"),
+    ),
+)
 
 
 class Modules(Callback):
@@ -63,39 +83,18 @@ class Modules(Callback):
         context.state.train_state.consumed_train_samples += get_current_running_global_batch_size() - added
 
     def on_eval_start(self, context: CallbackContext) -> None:
-        """Read rows of the validation data from now on."""
-        read_split(context.state, "valid")
+        """Vision ranks read rows of the validation data from now on."""
+        setattr(context.state, _SPLIT, "valid")
 
     def on_test_start(self, context: CallbackContext) -> None:
-        """Read rows of the test data from now on."""
-        read_split(context.state, "test")
+        """Vision ranks read rows of the test data from now on."""
+        setattr(context.state, _SPLIT, "test")
 
     def on_eval_end(self, context: CallbackContext) -> None:
-        """Read rows of the training data again."""
-        read_split(context.state, "train")
+        """Vision ranks read rows of the training data again."""
+        setattr(context.state, _SPLIT, "train")
 
     on_test_end = on_eval_end
-
-
-_SHARDS_ARE_SAVED = When(
-    "model.dist_train.use_dist_train",
-    lambda cfg: cfg.checkpoint.save and cfg.checkpoint.save_optim and cfg.optimizer.use_distributed_optimizer,
-)
-_TOWER_READS_BY_ITSELF = When(
-    "model.dist_train.vision_world_size model.dist_train.language_world_size",
-    lambda cfg: replicas_of(cfg.model).vision != replicas_of(cfg.model).language,
-)
-_BY_NUMBERS = "other forms name what they save by group number, and both modules have the same numbers"
-
-# What Megatron-Bridge's loop does not support for modules on separate ranks.
-_RULES: tuple[Rule, ...] = (
-    Row("checkpoint.dist_ckpt_optim_fully_reshardable", True, _BY_NUMBERS, _SHARDS_ARE_SAVED),
-    *under(
-        _TOWER_READS_BY_ITSELF,
-        Row("train.iterations_to_skip", [], "the tower's ranks cannot skip iterations", also=(None, ())),
-        Row("dataset.__class__", Qwen3VLConversationProvider, "the tower's ranks read its rows by index"),
-    ),
-)
 
 
 def join_modules(provider: VisionLanguageProvider, optimizer: MegatronOptimizer, *, sharded: bool) -> None:
@@ -108,7 +107,9 @@ def join_modules(provider: VisionLanguageProvider, optimizer: MegatronOptimizer,
             their norms could be summed, which to megatron-core means all ranks: those are of both modules already.
     """
     if not trains_vision(provider):
-        _send_no_gradients(provider._p2p_communicator)
+        for info in provider._p2p_communicator.rank_module_map.values():
+            info.bridge_comms_as_src_module = [OneWayBridge(bridge) for bridge in info.bridge_comms_as_src_module]
+            info.bridge_comms_as_dest_module = [OneWayBridge(bridge) for bridge in info.bridge_comms_as_dest_module]
     provider.finalize_model_grads_func = finalize_gradients
     if not sharded:
         contributes = torch.distributed.get_rank() in (0, provider.dist_train.vision_world_size)
@@ -116,11 +117,7 @@ def join_modules(provider: VisionLanguageProvider, optimizer: MegatronOptimizer,
 
 
 def is_split_unjoined(provider: Any) -> bool:
-    """Whether a model has separate vision ranks, and no function that divides the tower's gradients by the tokens.
-
-    Args:
-        provider: of any model.
-    """
+    """Whether a model (of any provider) has separate vision ranks whose gradients nothing divides by the tokens."""
     split = getattr(provider, "dist_train", None)
     return split is not None and split.use_dist_train and provider.finalize_model_grads_func is not finalize_gradients
 
@@ -163,19 +160,8 @@ def _joint_norm(own: Any, *, contributes: bool) -> Tensor | float:
     return joint.to(norm) if isinstance(norm, Tensor) else joint.item()
 
 
-def _send_no_gradients(communicator: MultiModulePipelineCommunicator) -> None:
-    """Send no gradients to a tower that is not trained, and expect none."""
-    for info in communicator.rank_module_map.values():
-        info.bridge_comms_as_src_module = _one_way(info.bridge_comms_as_src_module)
-        info.bridge_comms_as_dest_module = _one_way(info.bridge_comms_as_dest_module)
-
-
-def _one_way(bridges: Sequence[BridgeCommunicator]) -> list[OneWayBridge]:
-    return [OneWayBridge(bridge) for bridge in bridges]
-
-
 class OneWayBridge:
-    """A bridge between modules that sends nothing back.
+    """A bridge between modules that sends no gradients back, for a tower that is not trained.
 
     Args:
         bridge: megatron-core's.
@@ -206,3 +192,74 @@ class OneWayBridge:
     def send_backward_recv_forward(self, _: Tensor | None) -> Tensor:
         """Send nothing, and receive the encoded vision tokens."""
         return self._bridge.recv_forward()
+
+
+def replicas_read(provider: VisionLanguageProvider, groups: ProcessGroupCollection) -> tuple[Sequence[int], int]:
+    """The data-parallel replicas whose batches this rank reads, and the number of replicas.
+
+    Args:
+        provider: the run's.
+        groups: process groups of this rank's module.
+    """
+    if provider.add_encoder and provider.add_decoder:
+        return (groups.dp.rank(),), groups.dp.size()
+    replicas, own = replicas_of(provider), groups.dp.rank()
+    return ((own,) if provider.add_decoder else replicas.language_replicas_of(own)), replicas.language
+
+
+def next_encoder_batch(state: GlobalState, given: Iterator[Any], groups: ProcessGroupCollection) -> tuple:
+    """The next microbatch of each language replica that a vision rank encodes for.
+
+    Megatron-Bridge's loop assigns rows by the tower's own replicas; if those are as many as the language model's, they
+    read the same rows. Otherwise its iterator is not used, and rows are read from the run's position. A script with its
+    own iterator yields tuples, with a microbatch of each replica.
+
+    Args:
+        state: the run's global state.
+        given: the loop's iterator.
+        groups: process groups of the tower.
+    """
+    replicas = replicas_of(state.cfg.model)
+    if not isinstance(given, RerunDataIterator) or replicas.vision == replicas.language:
+        batch = next(given)
+        return batch if isinstance(batch, tuple) else (batch,)
+    if not hasattr(state, _STREAMS):
+        setattr(state, _STREAMS, {})
+    streams, split = getattr(state, _STREAMS), getattr(state, _SPLIT, "train")
+    if split not in streams:
+        streams[split] = _resumed_streams(state, split, groups)
+    return tuple(next(stream) for stream in streams[split])
+
+
+def _resumed_streams(state: GlobalState, split: str, groups: ProcessGroupCollection) -> list[Iterator[Any]]:
+    """The streams of a split, one for each replica, starting where Megatron-Bridge's loader of it does."""
+    cfg, done = state.cfg, state.train_state
+    read, size = replicas_read(cfg.model, groups)
+    rows = cfg.dataset.shared_by(1)
+    micro = cfg.train.micro_batch_size if split == "train" else cfg.validation.eval_micro_batch_size
+    streams = [rows.stream(split, dp_rank=rank, dp_size=size, micro_batch_size=micro) for rank in read]
+    validated = 0 if cfg.validation.skip_train else done.consumed_valid_samples
+    row = {"train": done.consumed_train_samples, "valid": validated, "test": 0}[split]
+    for stream in streams:
+        stream.load_state_dict(stream.state_dict() | {"row": row})
+    return streams
+
+
+def evaluate_both_modules(evaluate: Callable[..., Any], state: GlobalState, *args: Any, **kwargs: Any) -> Any:
+    """Call Megatron-Bridge's `evaluate` such that it evaluates the two modules as one model; unchanged for other runs.
+
+    `evaluate` takes a communicator between modules. Megatron-Bridge's loop passes none, and would evaluate the module
+    of each rank by itself.
+
+    Args:
+        evaluate: Megatron-Bridge's function.
+        state: the run's global state.
+        args, kwargs: other arguments of `evaluate`.
+    """
+    provider = state.cfg.model
+    if isinstance(provider, VisionLanguageProvider) and provider.dist_train.use_dist_train:
+        groups = copy.copy(provider._pg_collection)
+        # On language ranks Megatron-Bridge asks the groups of one module for those of the language model.
+        groups.get_language_model_collection = lambda: provider._pg_collection
+        kwargs["p2p_communicator"], kwargs["pg_collection"] = provider._p2p_communicator, groups
+    return evaluate(state, *args, **kwargs)
