@@ -41,8 +41,8 @@ from .upstream import count_upstream
 FIGURES = {
     "parallel/collectives.py:sum_amounts",
     "parallel/collectives.py:max_of_each",
-    "training/monitoring/expert_load.py:counts",
-    "training/monitoring/expert_load.py:take",
+    "training/metrics.py:counts",
+    "training/metrics.py:take",
 }
 
 CHUNKS = dict(loss_chunk_tokens=17)  # of rows that have more

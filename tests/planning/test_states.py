@@ -15,7 +15,7 @@ from qwen3vl_bridge.planning.memory.parameters import Count, chunk_count
 from qwen3vl_bridge.planning.settings import BF16, FP32, LINEAR_LAYERS, Lora, Precision, Sharding, Training
 from qwen3vl_bridge.planning.split import Split
 from qwen3vl_bridge.registry import dimensions_of
-from qwen3vl_bridge.training.optimizer.gradient_norms import optimizers_of
+from qwen3vl_bridge.training.before_step import optimizers_of
 from qwen3vl_bridge.weights.model_parts import Part
 
 import pytest

@@ -6,13 +6,13 @@ What lives here: the list. What may not: the callbacks (each in its own file).
 from __future__ import annotations
 
 from qwen3vl_bridge.dist_train.joint_step import Modules
+from qwen3vl_bridge.training.accuracy import Accuracy
+from qwen3vl_bridge.training.before_step import BeforeStep
 from qwen3vl_bridge.training.checkpointing.saving_process import check_script
 from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
-from qwen3vl_bridge.training.monitoring.accuracy import Accuracy
-from qwen3vl_bridge.training.monitoring.metrics import Metrics
-from qwen3vl_bridge.training.monitoring.run_log import RunLog
-from qwen3vl_bridge.training.optimizer.before_step import BeforeStep
+from qwen3vl_bridge.training.metrics import Metrics
 from qwen3vl_bridge.training.random_states import UndisturbedGenerator
+from qwen3vl_bridge.training.run_log import RunLog
 
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.config import ConfigContainer

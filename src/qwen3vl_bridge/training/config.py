@@ -18,11 +18,14 @@ from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, check, 
 from qwen3vl_bridge.training.checkpoint_manager import MANAGER, expect_checkpoint, manage_checkpoints
 from qwen3vl_bridge.training.checkpointing.initial_weights import read_initial_weights
 from qwen3vl_bridge.training.checkpointing.saving_process import check_script
-from qwen3vl_bridge.training.exit_signal import leave_exit_signal_to_run
-from qwen3vl_bridge.training.global_batch import check_balance, check_share
-from qwen3vl_bridge.training.host_memory import check_host_memory
-from qwen3vl_bridge.training.optimizer.schedule_checks import check_is_set, check_warmup
-from qwen3vl_bridge.training.optimizer.tower_settings import Qwen3VLTowers, check_towers
+from qwen3vl_bridge.training.run_checks import (
+    check_balance,
+    check_host_memory,
+    check_schedule,
+    check_share,
+    leave_exit_signal_to_run,
+)
+from qwen3vl_bridge.training.tower_settings import Qwen3VLTowers, check_towers
 
 from megatron.bridge.training.config import ConfigContainer, OptimizerConfigOverrideProvider, RerunStateMachineConfig
 from megatron.bridge.utils.common_utils import get_world_size_safe
@@ -155,7 +158,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
     (`checkpoint.pretrained_checkpoint`) of any format are read by our loader.
 
     Attributes:
-        optimizer_config_override_provider: learning rates and schedules of the model's parts; Megatron-Bridge's field.
+        optimizer_config_override_provider: learning rates of the model's parts; Megatron-Bridge's field.
         rerun_state_machine: Megatron-Bridge's field.
         guard: what to do about steps that would ruin the weights; None for no checks.
         accuracy: accuracy on held-out conversations.
@@ -192,9 +195,8 @@ class Qwen3VLConfigContainer(ConfigContainer):
         self.accuracy.finalize()
         if self.accuracy.path is not None:
             self._check_accuracy()
-        check_is_set(self)
+        check_schedule(self)
         check_towers(self)
-        check_warmup(self)
         microbatches = check_share(self, self.get_data_parallel_size(get_world_size_safe()))
         check_balance(self)
         if self.guard is not None:

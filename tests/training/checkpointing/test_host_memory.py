@@ -1,6 +1,6 @@
 """What ranks gather on the host to save a checkpoint, where the machine has no room for it."""
 
-from qwen3vl_bridge.training import host_memory
+from qwen3vl_bridge.training import run_checks
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def start(inputs, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
     def start(*, room: int, **settings):
-        monkeypatch.setattr(host_memory, "host_bytes", lambda: room)
+        monkeypatch.setattr(run_checks, "host_bytes", lambda: room)
         cfg = inputs.config(tmp_path, checkpoint__ckpt_format="torch_dist", ddp__use_megatron_fsdp=False, **settings)
         runtime_config_update(cfg)
 
@@ -33,4 +33,4 @@ def test_a_first_save_that_would_end_the_run_is_refused_before_it(start):
 
 
 def test_this_machine_has_some_memory():
-    assert 2**28 < host_memory.host_bytes() < 2**50
+    assert 2**28 < run_checks.host_bytes() < 2**50

@@ -7,8 +7,8 @@ import re
 from dataclasses import replace
 from types import SimpleNamespace
 
-from qwen3vl_bridge.training import foreign_batches
-from qwen3vl_bridge.training.foreign_batches import from_collator
+from qwen3vl_bridge.training import megatron_batches
+from qwen3vl_bridge.training.megatron_batches import from_collator
 from qwen3vl_bridge.training.step import forward_step
 
 import pytest
@@ -185,10 +185,10 @@ def video():
 
 
 def test_what_cannot_be_repaired_is_warned_of_once(provider, rows, caplog):
-    foreign_batches._warn.cache_clear()
+    megatron_batches._warn.cache_clear()
     ids = torch.tensor([[5, *[provider.video_token_id] * 4, 6, *[provider.video_token_id] * 4, 7, 8]])
     batch = dict(input_ids=ids, labels=ids.roll(-1), loss_mask=torch.ones(1, 12), visual_inputs=video())
-    with caplog.at_level(logging.WARNING, logger=foreign_batches.__name__):
+    with caplog.at_level(logging.WARNING, logger=megatron_batches.__name__):
         for _ in range(2):
             from_collator(packed(), provider)  # there is nothing to say of it
             assert from_collator(batch, provider).vision.lengths == (16, 16)

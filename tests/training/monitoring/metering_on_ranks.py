@@ -7,9 +7,8 @@ import sys
 
 from qwen3vl_bridge.parallel.collectives import sum_amounts
 from qwen3vl_bridge.training.callbacks import training_callbacks
-from qwen3vl_bridge.training.monitoring.batch_meter import Amounts, meter_of
-from qwen3vl_bridge.training.monitoring.expert_load import ExpertLoad
-from qwen3vl_bridge.training.monitoring.run_log import ENTRY
+from qwen3vl_bridge.training.metrics import Amounts, ExpertLoad, meter_of
+from qwen3vl_bridge.training.run_log import ENTRY
 
 import torch
 

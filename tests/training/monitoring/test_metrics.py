@@ -30,11 +30,9 @@ def run(inputs, tmp_path_factory):
     replicate(cfg).optimizer_config_override_provider = slower_tower()
     with pytest.MonkeyPatch.context() as patch:
         said = []
-        patch.setattr(
-            "qwen3vl_bridge.training.monitoring.progress.Progress._write", lambda self, line: said.append(line)
-        )
+        patch.setattr("qwen3vl_bridge.training.run_log.Progress._write", lambda self, line: said.append(line))
         clock = Clock()
-        patch.setattr("qwen3vl_bridge.training.monitoring.metrics.time", SimpleNamespace(perf_counter=clock.read))
+        patch.setattr("qwen3vl_bridge.training.metrics.time", SimpleNamespace(perf_counter=clock.read))
         train(cfg, callbacks=[slow_checkpoint(3, clock)])
     return cfg, save, said
 
@@ -102,8 +100,7 @@ def test_figures_of_a_step_are_those_of_its_batches(run):
 
 
 def test_rates_are_means_over_the_interval(run):
-    from qwen3vl_bridge.training.monitoring.batch_meter import Amounts
-    from qwen3vl_bridge.training.monitoring.throughput import step_costs
+    from qwen3vl_bridge.training.metrics import Amounts, step_costs
 
     cfg, save, _ = run
     stream = cfg.dataset.stream("train", dp_rank=0, dp_size=1, micro_batch_size=cfg.train.micro_batch_size)
@@ -162,7 +159,7 @@ def test_the_console_says_what_there_is_to_say(run):
 
 
 def test_a_skipped_step_is_shown(run, capsys):
-    from qwen3vl_bridge.training.monitoring.progress import Progress
+    from qwen3vl_bridge.training.run_log import Progress
 
     progress = Progress(10, 2, interval=100)
     progress.advance(dict(step=3, loss=float("nan"), lr=1e-3, grad_norm=float("inf"), skipped=1))
@@ -174,8 +171,7 @@ def test_a_skipped_step_is_shown(run, capsys):
 
 def test_megatron_bridge_counts_the_same_operations(inputs):
     """Of a step, from what the forward step has noted for it; the tower is frozen, and costs no backward pass."""
-    from qwen3vl_bridge.training.monitoring.batch_meter import meter_of
-    from qwen3vl_bridge.training.monitoring.throughput import step_costs
+    from qwen3vl_bridge.training.metrics import meter_of, step_costs
 
     from megatron.bridge.training.utils.flop_utils import (
         num_floating_point_operations,
@@ -237,7 +233,7 @@ def test_weights_and_biases_gets_the_log(inputs, tmp_path, monkeypatch):
 def test_samples_that_are_left_out_are_figures_of_the_log_by_set(inputs, tmp_path, caplog):
     """The numbers that came with the step's rows; those of a set that lost none are not shown."""
     from qwen3vl_bridge.training.callbacks import training_callbacks
-    from qwen3vl_bridge.training.monitoring.run_log import ENTRY
+    from qwen3vl_bridge.training.run_log import ENTRY
 
     cfg = replicate(inputs.config(None, logger__log_interval=1))
     (tmp_path / "bad.jsonl").write_text('{"messages": []}\n' * 40)

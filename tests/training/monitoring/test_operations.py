@@ -28,7 +28,7 @@ import pytest
     ],
 )
 def test_peaks_by_the_drivers_names(device, peak):
-    from qwen3vl_bridge.training.monitoring.throughput import peak_operations
+    from qwen3vl_bridge.training.metrics import peak_operations
 
     assert peak_operations(device) == peak
 
@@ -53,7 +53,7 @@ def test_a_provider_has_its_configurations_numbers(size):
 def test_adapters_are_counted_by_the_layers_that_they_are_on(inputs, moe_folder):
     from qwen3vl_bridge.models.common.flops import Trained, provider_costs
     from qwen3vl_bridge.peft.lora import Qwen3VLLoRA
-    from qwen3vl_bridge.training.monitoring.throughput import step_costs
+    from qwen3vl_bridge.training.metrics import step_costs
 
     from megatron.bridge.peft.lora import LoRA
 

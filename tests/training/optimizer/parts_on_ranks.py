@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.training.before_step import TOWER_NORMS, optimizers_of
 from qwen3vl_bridge.training.callbacks import training_callbacks
 from qwen3vl_bridge.training.config import GuardConfig
-from qwen3vl_bridge.training.monitoring.run_log import ENTRY
-from qwen3vl_bridge.training.optimizer.before_step import TOWER_NORMS
-from qwen3vl_bridge.training.optimizer.gradient_norms import optimizers_of
-from qwen3vl_bridge.training.optimizer.tower_settings import Qwen3VLTowers
+from qwen3vl_bridge.training.run_log import ENTRY
+from qwen3vl_bridge.training.tower_settings import Qwen3VLTowers
 
 import torch
 import torch.distributed as dist
@@ -111,7 +110,7 @@ def good_steps(run: Run, rows: Iterator[PackedBatch], shared: dict[str, Any]) ->
 
 def spoilt_step(run: Run, rows: Iterator[PackedBatch]) -> dict[str, Any]:
     """A step with a sample that is none: whether it was skipped and changed nothing, and what was said."""
-    messages, log = Messages(), logging.getLogger("qwen3vl_bridge.training.optimizer.before_step")
+    messages, log = Messages(), logging.getLogger("qwen3vl_bridge.training.before_step")
     log.addHandler(messages)
     weights, moments = weights_of(run), adam_states(run)
     rank, size = run.groups.dp.rank(), run.groups.dp.size()

@@ -9,7 +9,7 @@ from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.data.processing.collation import Collator
 from qwen3vl_bridge.data.processing.encoding import EncodedSample
 from qwen3vl_bridge.data.provider import Qwen3VLConversationProvider
-from qwen3vl_bridge.training.optimizer.gradient_norms import optimizers_of
+from qwen3vl_bridge.training.before_step import optimizers_of
 
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext

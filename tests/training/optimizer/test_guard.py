@@ -7,10 +7,9 @@ import logging
 import math
 import re
 
+from qwen3vl_bridge.training.before_step import Guard, SampleLoss, SpoiltStepError, latest_losses
 from qwen3vl_bridge.training.config import GuardConfig, Qwen3VLConfigContainer
-from qwen3vl_bridge.training.metrics_file import metrics_line, read_metrics
-from qwen3vl_bridge.training.optimizer.loss_recorder import SampleLoss
-from qwen3vl_bridge.training.optimizer.step_guard import Guard, SpoiltStepError, latest_losses
+from qwen3vl_bridge.training.run_log import metrics_line, read_metrics
 
 import hypothesis.strategies as st
 import pytest
@@ -61,10 +60,10 @@ def skipping(inputs, spoils, tmp_path_factory):
     save, messages = tmp_path_factory.mktemp("skipping"), []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("qwen3vl_bridge.training.optimizer.before_step").addHandler(handler)
+    logging.getLogger("qwen3vl_bridge.training.before_step").addHandler(handler)
     before, callbacks = extra()
     log = train(config(inputs, save, spoils, **SKIP), callbacks=callbacks)
-    logging.getLogger("qwen3vl_bridge.training.optimizer.before_step").removeHandler(handler)
+    logging.getLogger("qwen3vl_bridge.training.before_step").removeHandler(handler)
     return log, save, messages, before.skipped_changed
 
 

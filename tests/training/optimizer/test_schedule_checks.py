@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qwen3vl_bridge.training.optimizer.schedule_checks import check_is_set
+from qwen3vl_bridge.training.run_checks import check_schedule
 
 import pytest
 import qwen3vl_recipes
@@ -13,8 +13,8 @@ import qwen3vl_recipes
 )
 def test_an_end_that_is_none_is_named(name):
     cfg = qwen3vl_recipes.qwen3_vl_2b_sft_config()
-    check_is_set(cfg)
+    check_schedule(cfg)
     section, field = name.split(".")
     setattr(getattr(cfg, section), field, None)
     with pytest.raises(ValueError, match=f"^{name}: found None, expected numbers"):
-        check_is_set(cfg)
+        check_schedule(cfg)

@@ -1,11 +1,7 @@
-"""Conversion of batches from Megatron-Bridge's collators (dicts) to `PackedBatch`.
+"""Batches of Megatron-Bridge's collators (dicts) as `PackedBatch`; what would train on wrong targets is refused.
 
-What lives here: the keys of such a batch and their meaning, and checks for input that would silently train on wrong
-targets. What may not: masks, packing and images themselves (handled by the model's input interface,
-`models/common/inputs/model_inputs.py`), the origin of batches, devices.
-
-Collators' batches are complete and on the host when they leave the data loader. They are converted on the host, so that
-the step does not synchronize with the device.
+They are complete and on the host when they leave the data loader, and converted there, so that the step does not
+synchronize with the device.
 Legend: B rows, S tokens per row, T tokens of a packed row.
 """
 
@@ -50,7 +46,7 @@ _PICTURES = {"pixel_values", "image_grid_thw", "pixel_values_videos", "video_gri
 
 
 def from_collator(batch: Mapping[str, Any], config: VisionLanguageProvider, dataset: Any = None) -> PackedBatch:
-    """Convert a batch from Megatron-Bridge's collators to a `PackedBatch`.
+    """Convert a batch.
 
     Padded rows remain padded rows, and a row packed by the collator remains one packed row. If the configuration
     requests packing in the step, rows are packed here, without their padding.
@@ -83,7 +79,12 @@ def from_collator(batch: Mapping[str, Any], config: VisionLanguageProvider, data
         raise
     _check_positions(given.get("position_ids"), ours, arranged)
     _check_labels(ours)
-    _check_row_length(ours, config)
+    row = ours.input_ids.shape[1]
+    if config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths and row != config.seq_length:
+        raise ValueError(
+            f"the batch has rows of {row} tokens, expected seq_length, {config.seq_length}, under pipeline "
+            "parallelism: set dataset.pad_to_max_length, or model.variable_seq_lengths"
+        )
     return replace(ours, sample_ids=tuple(str(key) for key in batch.get("__keys__") or ()))
 
 
@@ -217,18 +218,8 @@ def _check_labels(batch: PackedBatch) -> None:
         _warn("cut")
     wrong = (trained[:-1] & has_next & (labels[:-1] != ids[1:])).nonzero()
     if len(wrong):
-        place = int(wrong[0])
+        token = int(wrong[0])
         raise ValueError(
-            f"labels has {int(labels[place])} at token {place} of the batch, whose next token is "
-            f"{int(ids[place + 1])}: expected labels that are shifted already, and loss_mask with them"
-        )
-
-
-def _check_row_length(batch: PackedBatch, config: VisionLanguageProvider) -> None:
-    """Refuse row lengths that a pipeline stage does not expect."""
-    found = batch.input_ids.shape[1]
-    if config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths and found != config.seq_length:
-        raise ValueError(
-            f"the batch has rows of {found} tokens, expected seq_length, {config.seq_length}, under pipeline "
-            "parallelism: set dataset.pad_to_max_length, or model.variable_seq_lengths"
+            f"labels has {int(labels[token])} at token {token} of the batch, whose next token is "
+            f"{int(ids[token + 1])}: expected labels that are shifted already, and loss_mask with them"
         )

@@ -1,8 +1,4 @@
-"""Accuracy on held-out conversations during training.
-
-What lives here: the callback, and what counts as correct. What may not: decoding (`inference/generation.py`), prompts
-(`data/questions.py`).
-"""
+"""Accuracy on held-out conversations during training: the callback, and what counts as correct."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from qwen3vl_bridge.data.sources.opening import open_source
 from qwen3vl_bridge.inference.generation import end_token_ids, generate, ranks_in_step
 from qwen3vl_bridge.parallel.collectives import sum_counts
 from qwen3vl_bridge.training.config import AccuracyConfig
-from qwen3vl_bridge.training.monitoring.trackers import publish
+from qwen3vl_bridge.training.run_log import publish
 
 import torch
 import torch.nn.functional as F
@@ -53,11 +49,7 @@ class Accuracy(Callback):
         publish(context, {"accuracy": right / max(asked, 1)})
 
     def ask(self, model: Sequence[torch.nn.Module]) -> list[int]:
-        """Generate the answers to this rank's prompts.
-
-        Returns:
-            Number of correct answers, and number of prompts.
-        """
+        """Generate the answers to this rank's prompts; returns the number of correct answers, and of prompts."""
         asked = self._questions or []
         right, tokenizer = 0, self.rows.checkpoint().encoder.processor.tokenizer
         device = next(model[0].parameters()).device
@@ -68,10 +60,11 @@ class Accuracy(Callback):
         for first in range(0, len(asked), _BATCH_SIZE):
             batch = asked[first : first + _BATCH_SIZE]
             prompts = _collate(batch, device)
-            answers = generate(list(model), **prompts, **settings)
-            texts = tokenizer.batch_decode(answers[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
+            sequences = generate(list(model), **prompts, **settings)
+            texts = tokenizer.batch_decode(sequences[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
             for question, text in zip(batch, texts, strict=True):
-                is_right = self._is_right(question.answer.strip(), question.answer_in(text).strip())
+                expected, answer = question.answer.strip(), question.answer_in(text).strip()
+                is_right = answer == expected if self.settings.metric == "exact" else expected in answer
                 right += is_right
                 if not is_right:
                     logger.info("%s: expected %r, the model answered %r", question.sample_id, question.answer, text)
@@ -86,9 +79,6 @@ class Accuracy(Callback):
             columns=getattr(self.rows, "columns", None),
         )
         return questions(source, self.rows, self.settings.samples)
-
-    def _is_right(self, expected: str, answer: str) -> bool:
-        return answer == expected if self.settings.metric == "exact" else expected in answer
 
 
 def _collate(batch: Sequence[Question], device: torch.device) -> dict[str, Any]:

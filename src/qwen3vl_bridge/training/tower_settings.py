@@ -1,4 +1,4 @@
-"""Learning rates of the model's parts: the setting, its checks, and overrides of megatron-core's parameter groups."""
+"""x"""
 
 from __future__ import annotations
 
