@@ -92,8 +92,8 @@ def _answer(options: argparse.Namespace) -> str | None:
         find_iteration(Path(options.megatron_path))
     hf_folder = find_model(options.hf_model, weights=options.megatron_path is None)
     from qwen3vl_bridge.inference.generation import end_token_ids, generate
-    from qwen3vl_bridge.training.checkpointing.all_or_none import is_first
-    from qwen3vl_bridge.training.checkpointing.model_loading import load_model
+    from qwen3vl_bridge.parallel.collectives import is_first
+    from qwen3vl_bridge.training.weight_loading import load_model
 
     from PIL import Image
     from transformers import AutoProcessor

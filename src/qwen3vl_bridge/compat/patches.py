@@ -66,7 +66,7 @@ def _read_every_weight(module: Any) -> None:
 
     @functools.wraps(theirs)
     def load(*args: Any, **kwargs: Any) -> Any:
-        from qwen3vl_bridge.training.checkpointing.fsdp_loader import load_every_weight
+        from qwen3vl_bridge.training.weight_loading import load_every_weight
 
         return load_every_weight(theirs, *args, **kwargs)
 

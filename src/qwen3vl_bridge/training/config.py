@@ -1,8 +1,4 @@
-"""A run's configuration: Megatron-Bridge's container with additional sections.
-
-What lives here: these sections as dataclasses, and their checks. What may not: their implementation (`callbacks.py`
-names the files).
-"""
+"""A run's configuration: Megatron-Bridge's container with additional sections, and the checks of all of it."""
 
 from __future__ import annotations
 
@@ -15,9 +11,8 @@ from qwen3vl_bridge.data.row_settings import ConversationRows
 from qwen3vl_bridge.models.common.settings.encoder_parallel import check_world
 from qwen3vl_bridge.models.common.settings.parallelism import check_microbatches
 from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, check, under
-from qwen3vl_bridge.training.checkpoint_manager import MANAGER, expect_checkpoint, manage_checkpoints
-from qwen3vl_bridge.training.checkpointing.initial_weights import read_initial_weights
-from qwen3vl_bridge.training.checkpointing.saving_process import check_script
+from qwen3vl_bridge.training.checkpoint_manager import MANAGER, check_script, manage_checkpoints
+from qwen3vl_bridge.training.resuming import expect_checkpoint
 from qwen3vl_bridge.training.run_checks import (
     check_balance,
     check_host_memory,
@@ -26,6 +21,7 @@ from qwen3vl_bridge.training.run_checks import (
     leave_exit_signal_to_run,
 )
 from qwen3vl_bridge.training.tower_settings import Qwen3VLTowers, check_towers
+from qwen3vl_bridge.training.weight_loading import read_initial_weights
 
 from megatron.bridge.training.config import ConfigContainer, OptimizerConfigOverrideProvider, RerunStateMachineConfig
 from megatron.bridge.utils.common_utils import get_world_size_safe
@@ -207,7 +203,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
         check_host_memory(self)
         leave_exit_signal_to_run(self)
         manage_checkpoints(self)
-        read_initial_weights(self)
+        read_initial_weights(self, MANAGER)
         self._tell_dataset()
         self._check_checkpoints()
         self._check_meta_device()

@@ -6,7 +6,7 @@ optimizer that is not distributed: without Transformer Engine a distributed one 
 
 from types import SimpleNamespace
 
-from qwen3vl_bridge.training.checkpointing.optimizer_groups import in_own_form, loads_either_form
+from qwen3vl_bridge.training.resuming import in_own_form, loads_either_form
 
 import pytest
 
