@@ -26,13 +26,8 @@ _VISION = "vision_model"
 
 @contextlib.contextmanager
 def as_one_model[Context: (CheckpointSaveContext, CheckpointLoadContext)](ctx: Context) -> Iterator[Context]:
-    """Make what a rank saves or loads its part of a complete model's checkpoint.
-
-    Args:
-        ctx: Megatron-Bridge's, of this rank's module; its optimizer is changed temporarily.
-
-    Yields:
-        The context for Megatron-Bridge's own manager.
+    """Make what a rank saves or loads, from Megatron-Bridge's context of its module, its part of a complete model's
+    checkpoint; yields the context for Megatron-Bridge's own manager. The optimizer is changed temporarily.
     """
     provider, optimizer = ctx.state.cfg.model, ctx.optimizer
     instead: dict[str, Any] = {}

@@ -98,13 +98,10 @@ class Modules(Callback):
 
 
 def join_modules(provider: VisionLanguageProvider, optimizer: MegatronOptimizer, *, sharded: bool) -> None:
-    """Make steps of both modules those of one model. Every rank calls it, once.
+    """Make steps of both modules those of one model. Every rank calls it, once, with its module's optimizer.
 
-    Args:
-        provider: whose communicator and functions the schedule uses.
-        optimizer: of this rank's module.
-        sharded: whether the optimizers are distributed ones. Megatron-Bridge's groups of a module have none over which
-            their norms could be summed, which to megatron-core means all ranks: those are of both modules already.
+    Megatron-Bridge's groups of a module have none over which the norms of sharded (distributed) optimizers could be
+    summed, which to megatron-core means all ranks: those norms are of both modules already.
     """
     if not trains_vision(provider):
         for info in provider._p2p_communicator.rank_module_map.values():
@@ -132,11 +129,7 @@ def finalize_gradients(
     """Like megatron-core's `finalize_model_grads`; vision ranks divide by the tokens that language ranks count.
 
     A function of the module, without additional arguments, because its name is saved with the run's configuration.
-
-    Args:
-        model: this rank's chunks.
-        num_tokens: tokens of this rank; changed to those of the whole batch.
-        force_all_reduce: megatron-core's.
+    `num_tokens` is changed to those of the whole batch.
     """
     provider, groups = get_model_config(model[0]), get_attr_wrapped_model(model[0], "pg_collection")
     counted = num_tokens if provider.add_decoder else None
@@ -161,23 +154,12 @@ def _joint_norm(own: Any, *, contributes: bool) -> Tensor | float:
 
 
 class OneWayBridge:
-    """A bridge between modules that sends no gradients back, for a tower that is not trained.
-
-    Args:
-        bridge: megatron-core's.
-    """
+    """megatron-core's bridge between modules, without sending gradients back, for a tower that is not trained."""
 
     def __init__(self, bridge: BridgeCommunicator) -> None:
         self._bridge = bridge
         self.src_module_name, self.dest_module_name = bridge.src_module_name, bridge.dest_module_name
-
-    def send_forward(self, tensor: Tensor) -> None:
-        """Send the encoded vision tokens."""
-        self._bridge.send_forward(tensor)
-
-    def recv_forward(self) -> Tensor:
-        """Receive them."""
-        return self._bridge.recv_forward()
+        self.send_forward, self.recv_forward = bridge.send_forward, bridge.recv_forward
 
     def send_backward(self, _: Tensor | None) -> None:
         """Send no gradient."""
@@ -195,12 +177,7 @@ class OneWayBridge:
 
 
 def replicas_read(provider: VisionLanguageProvider, groups: ProcessGroupCollection) -> tuple[Sequence[int], int]:
-    """The data-parallel replicas whose batches this rank reads, and the number of replicas.
-
-    Args:
-        provider: the run's.
-        groups: process groups of this rank's module.
-    """
+    """The data-parallel replicas whose batches this rank reads, and the number of replicas; groups of its module."""
     if provider.add_encoder and provider.add_decoder:
         return (groups.dp.rank(),), groups.dp.size()
     replicas, own = replicas_of(provider), groups.dp.rank()
@@ -213,11 +190,6 @@ def next_encoder_batch(state: GlobalState, given: Iterator[Any], groups: Process
     Megatron-Bridge's loop assigns rows by the tower's own replicas; if those are as many as the language model's, they
     read the same rows. Otherwise its iterator is not used, and rows are read from the run's position. A script with its
     own iterator yields tuples, with a microbatch of each replica.
-
-    Args:
-        state: the run's global state.
-        given: the loop's iterator.
-        groups: process groups of the tower.
     """
     replicas = replicas_of(state.cfg.model)
     if not isinstance(given, RerunDataIterator) or replicas.vision == replicas.language:
@@ -250,11 +222,6 @@ def evaluate_both_modules(evaluate: Callable[..., Any], state: GlobalState, *arg
 
     `evaluate` takes a communicator between modules. Megatron-Bridge's loop passes none, and would evaluate the module
     of each rank by itself.
-
-    Args:
-        evaluate: Megatron-Bridge's function.
-        state: the run's global state.
-        args, kwargs: other arguments of `evaluate`.
     """
     provider = state.cfg.model
     if isinstance(provider, VisionLanguageProvider) and provider.dist_train.use_dist_train:

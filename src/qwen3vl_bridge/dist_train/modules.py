@@ -35,12 +35,7 @@ _BASE, _DIGITS = 256, 4
 
 
 class Qwen3VLEncoder(MegatronModule):
-    """The vision tower as a module.
-
-    Args:
-        config: the provider.
-        pg_collection: the tower's process groups.
-    """
+    """The vision tower as a module; the process groups are the tower's."""
 
     pre_process, post_process, vp_stage = True, False, None
     share_embeddings_and_output_weights = False
@@ -114,9 +109,9 @@ def pack(tokens: Tensor, features: Tensor, shards: Sequence[EncoderShard], rows:
     """Pack encoded vision tokens into a payload.
 
     Args:
-        tokens: [M, h] vision tokens, ordered by shard; more may follow, as of a blank image.
+        tokens: [M, h] ordered by shard; more may follow, as of a blank image.
         features: [t, M, h] DeepStack features of the same tokens.
-        shards: the shard of each receiver.
+        shards: of each receiver.
         rows: R, no less than any shard's tokens.
 
     Returns:
@@ -138,13 +133,7 @@ def pack(tokens: Tensor, features: Tensor, shards: Sequence[EncoderShard], rows:
 def unpack(
     payload: Tensor, shards: Sequence[EncoderShard], deepstack_layers: int, hidden: int
 ) -> tuple[Tensor, Tensor, Header]:
-    """Unpack the payload for this receiver.
-
-    Args:
-        payload: [P, 1 + R, (t + 1) * h], a shard of each of the senders.
-        shards: the expected shards.
-        deepstack_layers: t.
-        hidden: h.
+    """Unpack a payload [P, 1 + R, (t + 1) * h] of the expected shards, one from each sender.
 
     Returns:
         Vision tokens [M, h] and DeepStack features [t, M, h]; and the header, to be compared.
@@ -170,22 +159,13 @@ def _header_numbers(shards: Sequence[EncoderShard], deepstack_layers: int, hidde
 
 
 class Header(NamedTuple):
-    """The received header, and the expected one.
+    """The received header, and the expected one."""
 
-    Attributes:
-        received: [P, 4 * digits], an asynchronous copy to the host.
-        expected: (tokens, mark, DeepStack layers, width) of each of the P shards.
-    """
-
-    received: HostCopy
-    expected: list[tuple[int, ...]]
+    received: HostCopy  # [P, 4 * digits]
+    expected: list[tuple[int, ...]]  # (tokens, mark, DeepStack layers, width) of each of the P shards
 
     def check(self) -> None:
-        """Wait for the received header, and compare it.
-
-        Raises:
-            ValueError: the payload is of other images or videos.
-        """
+        """Wait for the received header; raises ValueError if the payload is of other images or videos."""
         received = []
         for row in self.received.tolist():
             numbers = [row[first : first + _DIGITS] for first in range(0, 4 * _DIGITS, _DIGITS)]

@@ -50,11 +50,7 @@ class BeforeStep(Callback):
     """
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Wrap the optimizer's methods.
-
-        Raises:
-            ValueError: settings that contradict each other, or that are not supported here.
-        """
+        """Wrap the optimizer's methods; raises ValueError for settings that contradict each other."""
         cfg, optimizer = context.state.cfg, context.optimizer
         check_towers(cfg)
         if cfg.optimizer.optimizer_cuda_graph:
@@ -151,25 +147,17 @@ class SpoiltStepError(ValueError):
 
 
 class Guard:
-    """Judges consecutive steps, with the same result on all ranks.
-
-    Args:
-        settings: of the configuration.
-        latest: losses of the previous steps, the newest last.
-    """
+    """Judges consecutive steps, with the same result on all ranks; `latest` are the losses of the previous ones."""
 
     def __init__(self, settings: GuardConfig, latest: Sequence[float] = ()) -> None:
         self.settings = settings
         self.latest = deque(latest, maxlen=settings.spike_window)
 
     def judge(self, loss: float | None, gradient_norm: float) -> Finding | None:
-        """What is wrong with a step, or None; its loss is added to the recent ones.
+        """What is wrong with a step by its mean loss (None without tokens) and its gradient norm, or None.
 
-        So is that of a spike, skipped or not: if losses have risen permanently, they are accepted after half a window.
-
-        Args:
-            loss: mean over the step's tokens; None without tokens.
-            gradient_norm: of all parts that are trained.
+        Its loss is added to the recent ones, that of a spike too, skipped or not: if losses have risen permanently,
+        they are accepted after half a window.
         """
         settings, known, limit = self.settings, len(self.latest), math.inf
         if 2 * known >= settings.spike_window:
@@ -192,19 +180,12 @@ class Guard:
 
 
 class Finding(NamedTuple):
-    """What is wrong with a step.
-
-    Attributes:
-        action: what the configuration says to do.
-        what: description for the message.
-        setting: the configuration's setting that decides it.
-        to_blame: whether a sample with that mean loss is responsible; None if losses do not show it.
-    """
+    """What is wrong with a step, and what the setting says to do about it."""
 
     action: Action
     what: str
     setting: str
-    to_blame: Callable[[float], bool] | None = None
+    to_blame: Callable[[float], bool] | None = None  # a sample by its mean loss; None if losses do not show it
 
     def message(self, step: int, samples: Iterable[SampleLoss]) -> str:
         """The message of the error, or of the log, for a step with these samples of all ranks."""
@@ -252,38 +233,23 @@ def latest_losses(entries: Iterable[Mapping[str, Any]], step: int, window: int) 
 
 
 class SampleLoss(NamedTuple):
-    """The part of a sample's loss that a rank has computed.
+    """The part of a sample's loss that a rank has computed."""
 
-    Attributes:
-        segment: data-parallel rank, microbatch and segment: the same on all context-parallel ranks.
-        name: of the sample.
-        loss: sum over tokens.
-        tokens: number of tokens that count.
-    """
-
-    segment: tuple[int, int, int]
+    segment: tuple[int, int, int]  # data-parallel rank, microbatch, segment: the same on all context-parallel ranks
     name: str
-    loss: float
-    tokens: float
+    loss: float  # sum over tokens
+    tokens: float  # number of those that count
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The losses of one microbatch on this rank; they stay on the device until they are read.
+    """The losses of one microbatch on this rank; they stay on the device until they are read."""
 
-    Attributes:
-        losses: [b, s] float32, of every token.
-        mask: [b, s] float32, 1 where the loss counts.
-        sums: [2] float32, sum of the losses that count, and their number.
-        layout: of the whole batch, on the host.
-        sample_ids: of its segments, as far as they are known.
-    """
-
-    losses: Tensor
-    mask: Tensor
-    sums: Tensor
-    layout: SequenceLayout
-    sample_ids: tuple[str, ...]
+    losses: Tensor  # [b, s] float32, of every token
+    mask: Tensor  # [b, s] float32, 1 where the loss counts
+    sums: Tensor  # [2] float32, sum of the losses that count, and their number
+    layout: SequenceLayout  # of the whole batch, on the host
+    sample_ids: tuple[str, ...]  # of its segments, as far as they are known
 
     def samples(self, number: int, groups: ProcessGroupCollection) -> list[SampleLoss]:
         """The samples whose tokens this rank has, in the step's microbatch of that number; waits for the device."""
@@ -322,12 +288,12 @@ class LossRecorder:
 
 
 def recorded(count: Callable, state: GlobalState, batch: PackedBatch, mask: Tensor) -> Callable:
-    """The loss function of a training microbatch, which records losses if `BeforeStep` has been started.
+    """The loss function `count` of a training microbatch, which records losses if `BeforeStep` has been started.
 
     Args:
         count: from losses [b, s] to (sum, tokens, values to report).
-        state: the run's global state.
-        batch: the microbatch, on the host.
+        state: the run's.
+        batch: on the host.
         mask: [b, s] this rank's part of its loss mask, on the device.
 
     Raises:
@@ -356,15 +322,10 @@ def recorded(count: Callable, state: GlobalState, batch: PackedBatch, mask: Tens
 
 
 class PartSquares:
-    """Squares of the gradient norms of the model's parts.
+    """Squares of the gradient norms of the parts of a model, which are this rank's chunks as the optimizer has them.
 
     An optimizer steps parameters of the model, float32 copies of them, or, if it is distributed, this rank's piece of
     either. megatron-core provides which of them are replicated on other ranks, and over which ranks squares are summed.
-
-    Args:
-        model: this rank's chunks, as the optimizer was given them.
-        optimizer: megatron-core's.
-        groups: process groups.
 
     Raises:
         ValueError: the optimizer steps a tensor that is not found in the model.
@@ -376,18 +337,18 @@ class PartSquares:
         ranks = groups.tp_dp_cp.size() * groups.pp.size()  # ranks of the parts: all, or those of one module
         named = [(part_of_wrapped(name), p) for chunk in model for name, p in chunk.named_parameters()]
         self._sums = []
-        for part_optimizer in optimizers_of(optimizer):
-            stepped = part_optimizer.get_parameters()
-            parts = {tensor: part for part, p in named for tensor in _stepped_for(part_optimizer, p)}
+        for member in optimizers_of(optimizer):
+            stepped = member.get_parameters()
+            parts = {tensor: part for part, p in named for tensor in _stepped_for(member, p)}
             if missing := set(stepped) - parts.keys():
                 raise ValueError(
                     f"the optimizer updates {len(missing)} tensors that belong to no parameter of the model, "
                     f"expected none: found shapes {sorted({tuple(tensor.shape) for tensor in missing})[:8]}"
                 )
-            group = part_optimizer.get_grad_stats_parallel_group()
+            group = member.get_grad_stats_parallel_group()
             # Every such group computes the same sum; a sum over all ranks of the parts counts it once for each group.
             share = 1.0 if group is None else group.size() / ranks
-            self._sums.append((part_optimizer, share, [[p for p in stepped if parts[p] is part] for part in Part]))
+            self._sums.append((member, share, [[p for p in stepped if parts[p] is part] for part in Part]))
 
     @torch.no_grad()
     def of_this_rank(self) -> Tensor:
@@ -396,9 +357,9 @@ class PartSquares:
         Gradients must be where the optimizer reads them.
         """
         totals = []
-        for part_optimizer, share, by_part in self._sums:
+        for member, share, by_part in self._sums:
             # Skips replicas on other ranks, and finds the gradients of every kind of optimizer.
-            gradients = [part_optimizer._filter_grads_for_norm(parameters) for parameters in by_part]
+            gradients = [member._filter_grads_for_norm(parameters) for parameters in by_part]
             norms = [torch.nn.utils.get_total_norm(some) if some else None for some in gradients]
             if known := [norm for norm in norms if norm is not None]:
                 zero = torch.zeros_like(known[0])

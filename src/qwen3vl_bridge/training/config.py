@@ -48,11 +48,7 @@ class GuardConfig:
     spike_window: int = 64
 
     def finalize(self) -> None:
-        """Check the fields.
-
-        Raises:
-            ValueError: a field has an invalid value.
-        """
+        """Check the fields."""
         for name, also in (("on_nan", ()), ("on_spike", (None,))):
             allowed = (*get_args(Action), *also)
             if (found := getattr(self, name)) not in allowed:
@@ -84,11 +80,7 @@ class AccuracyConfig:
     metric: Literal["exact", "contains"] = "exact"
 
     def finalize(self) -> None:
-        """Check the fields.
-
-        Raises:
-            ValueError: a field has an invalid value.
-        """
+        """Check the fields."""
         if self.metric not in ("exact", "contains"):
             raise ValueError(f"accuracy.metric is {self.metric!r}, expected 'exact' or 'contains'")
         for name in ("samples", "max_new_tokens"):
@@ -97,11 +89,7 @@ class AccuracyConfig:
 
 
 def check_lengths(cfg: ConfigContainer) -> None:
-    """Refuse rows of another length than the model is built for.
-
-    Raises:
-        ValueError: the lengths differ.
-    """
+    """Refuse rows of another length than the model is built for."""
     if cfg.dataset.seq_length != cfg.model.seq_length:
         raise ValueError(
             f"dataset.seq_length is {cfg.dataset.seq_length}, expected model.seq_length, {cfg.model.seq_length}"
@@ -170,9 +158,6 @@ class Qwen3VLConfigContainer(ConfigContainer):
     def get_data_parallel_size(self, world_size: int) -> int:
         """Like Megatron-Bridge's, which is called before sizes are checked, and divides by them.
 
-        Args:
-            world_size: number of processes.
-
         Raises:
             ValueError: with separate vision ranks, a number of processes other than the sum of both modules' ranks.
         """
@@ -180,11 +165,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
         return super().get_data_parallel_size(world_size)
 
     def validate(self) -> None:
-        """Like Megatron-Bridge's, with checks of our sections.
-
-        Raises:
-            ValueError: settings that contradict each other.
-        """
+        """Like Megatron-Bridge's, with our checks; raises ValueError for settings that contradict each other."""
         check_script()
         check_lengths(self)
         check(_WITH_MODULES_APART, self)

@@ -59,13 +59,7 @@ class Metrics(Callback):
 
     Rates are means over these steps, without the time of evaluations and checkpoints. Metrics that do not depend on
     time are the step's own, so that they are equal in a resumed run. Only real tokens count, without padding; FLOPs are
-    those that the model needs for them (`flops.TowerCosts`).
-
-    Args:
-        cfg: the run's configuration.
-
-    Raises:
-        ValueError: a requested tracker is not available.
+    those that the model needs for them (`flops.TowerCosts`). Raises ValueError if a requested tracker is not available.
     """
 
     def __init__(self, cfg: ConfigContainer) -> None:
@@ -108,7 +102,7 @@ class Metrics(Callback):
         self._since = None
 
     def on_checkpoint_save(self, context: CallbackContext) -> None:
-        """Stop the clock until the next step; the time of the checkpoint is not counted."""
+        """Stop the clock until the next step."""
         self._since = None
 
     def _tick(self) -> None:
@@ -174,28 +168,16 @@ def _memory() -> float:
 
 @dataclass(frozen=True)
 class Amounts:
-    """Contents of some microbatches. Two can be added.
+    """Contents of some microbatches. Two can be added."""
 
-    Attributes:
-        tokens: real tokens.
-        trained_tokens: tokens whose loss counts.
-        slots: tokens including padding.
-        token_pairs: sum over segments of the squared number of tokens.
-        patches: of all images and videos.
-        patch_pairs: sum over frames of the squared number of patches.
-        images: images, without frames of videos.
-        video_frames: frames as the vision tower sees them, each of two frames of a video.
-        rows: rows of microbatches.
-    """
-
-    tokens: int = 0
-    trained_tokens: int = 0
-    slots: int = 0
-    token_pairs: int = 0
-    patches: int = 0
-    patch_pairs: int = 0
-    images: int = 0
-    video_frames: int = 0
+    tokens: int = 0  # without padding
+    trained_tokens: int = 0  # whose loss counts
+    slots: int = 0  # tokens including padding
+    token_pairs: int = 0  # sum over segments of the squared number of tokens
+    patches: int = 0  # of all images and videos
+    patch_pairs: int = 0  # sum over frames of the squared number of patches
+    images: int = 0  # without frames of videos
+    video_frames: int = 0  # as the vision tower sees them, each of two frames of a video
     rows: int = 0
 
     @classmethod
@@ -232,18 +214,12 @@ class Amounts:
 
 
 class Meter:
-    """Counts microbatches until `take`.
-
-    Attributes:
-        dropped: as in `PackedBatch`, of the latest rows.
-        newly_dropped: as in `PackedBatch`, of all rows.
-        unreadable: as in `PackedBatch`, of all rows.
-    """
+    """Counts microbatches until `take`, and their dropped samples, as in `PackedBatch`."""
 
     def __init__(self) -> None:
         self._amounts = Amounts()
-        self.dropped: SetCounts = ()
-        self.newly_dropped: SetCounts = ()
+        self.dropped: SetCounts = ()  # of the latest rows
+        self.newly_dropped: SetCounts = ()  # of all rows
         self.unreadable: SetCounts = ()
 
     def add(self, amounts: Amounts) -> None:
@@ -280,11 +256,8 @@ def count_microbatch(state: GlobalState, batch: PackedBatch, config: VisionLangu
 def count_operations(state: GlobalState, amounts: Amounts) -> None:
     """Add to the counts from which Megatron-Bridge computes its own metrics.
 
-    It sets them to zero before each step. Lengths differ between ranks, so it has to sum them.
-
-    Args:
-        state: the run's global state.
-        amounts: of a microbatch, once among the data-parallel ranks of a module.
+    It sets them to zero before each step. Lengths differ between ranks, so it has to sum them: a microbatch is counted
+    once among the data-parallel ranks of a module.
     """
     for name, amount in {
         "_flops_seqlen_sum": amounts.tokens,
@@ -299,11 +272,7 @@ def count_operations(state: GlobalState, amounts: Amounts) -> None:
 
 
 def step_costs(cfg: ConfigContainer) -> TowerCosts | None:
-    """Cost of tokens and patches in a training step of a run, including adapters.
-
-    Returns:
-        None with adapters that are not this package's: what they train is unknown.
-    """
+    """Cost of tokens and patches in a training step of a run; None with adapters that are not this package's."""
     trained, peft = trained_parts(cfg.model), getattr(cfg, "peft", None)
     if peft is None:
         return provider_costs(cfg.model, trained)
@@ -385,9 +354,6 @@ class LeftOut:
     process has its own part of the data, and each batch has the number that is new: data-parallel ranks sum these. The
     same is done for samples that turn out to be unreadable when their row is due, which only the ranks that read the
     row know.
-
-    Args:
-        dataset: the run's data.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -400,12 +366,7 @@ class LeftOut:
         return [*counts, *[0] * (max(len(self._names), 1) - len(counts))]
 
     def figures(self, dropped: Sequence[float], unreadable: Sequence[int]) -> dict[str, float]:
-        """By name: the total, and that of each data set of a mixture. Zeros are omitted.
-
-        Args:
-            dropped: per data set, when samples were measured.
-            unreadable: per data set, when their rows were due.
-        """
+        """By name: the total, and that of each data set of a mixture. Zeros are omitted."""
         figures = {}
         for kind, counts in (("dropped", dropped), ("unreadable", unreadable)):
             figures[kind] = int(sum(counts))
@@ -426,9 +387,6 @@ class ExpertLoad:
 
     Hooks of the routers count, and exist only in a step whose metrics are logged. Nothing waits for the device in
     between.
-
-    Args:
-        model: this rank's chunks.
     """
 
     def __init__(self, model: Sequence[nn.Module]) -> None:

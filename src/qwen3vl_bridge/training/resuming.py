@@ -64,12 +64,8 @@ def _is_there(settings: CheckpointConfig) -> bool:
 
 
 def expect_checkpoint(settings: CheckpointConfig) -> None:
-    """Apply `exit_on_missing_checkpoint`, which Megatron-Bridge checks only if it has found a checkpoint.
-
-    Each rank checks by itself, because there are no groups yet.
-
-    Raises:
-        CheckpointError: there is none to resume from.
+    """Apply `exit_on_missing_checkpoint`, which Megatron-Bridge checks only if it has found a checkpoint: raises
+    CheckpointError if there is none. Each rank checks by itself, because there are no groups yet.
     """
     local = settings.non_persistent_ckpt_type == "local"  # each rank keeps it elsewhere
     if settings.exit_on_missing_checkpoint and settings.load and not local and not _is_there(settings):
@@ -94,9 +90,6 @@ def check_adapters(folder: Path, cfg: ConfigContainer) -> None:
     """Refuse to continue with other adapters than the checkpoint's: tensors of another scale would fit.
 
     Megatron-Bridge's own classes of adapters are left to Megatron-Bridge.
-
-    Raises:
-        CheckpointError: they differ.
     """
     if (folder / RUN_CONFIG).is_file() and (cfg.peft is None or isinstance(cfg.peft, Qwen3VLParts)):
         check_same_adapters(folder, cfg.peft)
@@ -176,15 +169,10 @@ def loads_either_form(optimizer: MegatronOptimizer | None) -> Iterator[None]:
 
 
 def in_own_form(state: dict, chain: Sequence[MegatronOptimizer]) -> dict:
-    """The loaded state of an optimizer, with settings where it looks for them.
+    """The loaded state of a chain of optimizers, with settings where it looks for them.
 
-    Args:
-        state: tensors in the chain's own form, by index in a chain of several. In addition, settings as they were
-            saved: by index too if there were several optimizers, and only then.
-        chain: the optimizers.
-
-    Returns:
-        The unchanged state if both forms are the same.
+    Its tensors are in the chain's own form, by index in a chain of several. Its settings are as they were saved: by
+    index too if there were several optimizers, and only then. It is unchanged if both forms are the same.
     """
     numbered = {key: value for key, value in state.items() if isinstance(key, int)}
     whole = {key: value for key, value in state.items() if key not in numbered}
@@ -231,10 +219,6 @@ def chosen_schedule(ctx: CheckpointLoadContext, folder: Path | None) -> Iterator
     finds none of its groups in a checkpoint with other rates, or continues with those of the checkpoint whatever the
     configuration says.
 
-    Args:
-        ctx: Megatron-Bridge's.
-        folder: the checkpoint's; None if it is unknown.
-
     Raises:
         CheckpointError: both differ, and the configuration does not say which one to use.
     """
@@ -280,14 +264,7 @@ def random_states_that_fit(settings: CheckpointConfig, ctx: CheckpointLoadContex
     They are stored by a rank's position: by pipeline stage and tensor-parallel rank, and under expert parallelism by
     data-parallel rank too. Megatron-Bridge compares only the first two sizes, and megatron-core ends a run that asks
     for a missing one; so a model with experts can resume with another expert- or data-parallel size only without them.
-
-    Args:
-        settings: changed in place temporarily.
-        ctx: of this rank's module.
-        is_local: whether ranks keep their own checkpoints, which other ranks do not load.
-
-    Raises:
-        CheckpointError, OSError: the checkpoint's states could not be read.
+    Local checkpoints are those of a rank, which other ranks do not load.
     """
     given = settings.load_rng
     if given and not settings.finetune and not is_local:

@@ -139,10 +139,7 @@ def host_bytes() -> int:
 
 def leave_exit_signal_to_run(cfg: ConfigContainer) -> None:
     """Let workers of our data sets ignore the signal that asks a run to save and exit, and warn if workers would end a
-    run before it can save.
-
-    Args:
-        cfg: changed in place; a second call has no effect.
+    run before it can save. A second call has no effect.
     """
     number = int(cfg.train.exit_signal) if cfg.train.exit_signal_handler_for_dataloader else None
     if isinstance(cfg.dataset, ConversationRows):

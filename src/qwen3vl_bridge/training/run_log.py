@@ -51,7 +51,9 @@ class RunLog(Callback):
         repeated.
         """
         cfg, step = context.state.cfg, context.state.train_state.step
-        self._shown = Progress(cfg.train.train_iters, step, cfg.logger.log_interval, bar=not torch.cuda.is_available())
+        self._shown = StepProgress(
+            cfg.train.train_iters, step, cfg.logger.log_interval, bar=not torch.cuda.is_available()
+        )
         self._validated: int | None = None
         is_first = torch.distributed.get_rank() == 0
         if step >= cfg.train.train_iters and is_first:
@@ -116,12 +118,7 @@ class RunLog(Callback):
 
 
 def publish(context: CallbackContext, figures: Mapping[str, float]) -> None:
-    """Pass a callback's metrics to the log and the trackers.
-
-    Args:
-        context: of the event. Every rank may call it; the one that has a tracker writes to it.
-        figures: metrics by name.
-    """
+    """Pass a callback's metrics, by name, to the log and the trackers. Every rank may call it."""
     context.user_state.setdefault(MEASURED, {}).update(figures)
     tracked, step = {PREFIX + name: value for name, value in figures.items()}, step_of(context)
     if (board := context.state.tensorboard_logger) is not None:
@@ -187,14 +184,9 @@ _SHOWN = {
 _STAY = ("tokens_per_second", "tflops_per_gpu", "mfu", "memory_gb")
 
 
-class Progress:
-    """Shows steps on the first rank's standard error: a bar on a terminal, plain lines elsewhere.
-
-    Args:
-        total: steps of the whole run.
-        done: steps done before this call.
-        interval: steps between lines if there is no bar; there is one after ten seconds in any case.
-        bar: show a bar, if standard error is a terminal. Lines from elsewhere would break it.
+class StepProgress:
+    """Shows steps on the first rank's standard error: a bar on a terminal, which lines from elsewhere would break, or a
+    line each `interval` steps and after ten seconds.
     """
 
     def __init__(self, total: int, done: int, interval: int, *, bar: bool = True) -> None:

@@ -80,8 +80,7 @@ def load_model(hf_path: str | Path, megatron_path: str | Path | None = None) -> 
         megatron_path: a checkpoint of either format, or a run's folder, from which weights are read.
 
     Raises:
-        CheckpointError: the Megatron checkpoint does not exist or does not fit.
-        ValueError: the Hugging Face one does not.
+        CheckpointError, ValueError: the Megatron or the Hugging Face checkpoint does not exist or does not fit.
     """
     bridge = AutoBridge.from_hf_pretrained(str(hf_path))
     importlib.import_module(family_of(bridge.hf_pretrained.config.to_dict()).bridge)  # may not be registered yet
@@ -102,7 +101,7 @@ def load_weights(folder: str | Path, model: Sequence[torch.nn.Module], groups: P
     Args:
         folder: the run's or the checkpoint's own, visible to all ranks.
         model: this rank's chunks, wrapped or not, without adapters.
-        groups: process groups.
+        groups: the model's.
 
     Raises:
         CheckpointError: a tensor is missing, extra or of another shape; all are listed.
@@ -116,23 +115,14 @@ def load_weights(folder: str | Path, model: Sequence[torch.nn.Module], groups: P
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Initial weights.
-
-    Attributes:
-        folder: an iteration's, or of Hugging Face.
-        is_hf: whether it is of Hugging Face.
-    """
+    """Initial weights, in the folder of a Hugging Face model or of an iteration."""
 
     folder: Path
     is_hf: bool
 
     @classmethod
     def find(cls, path: str | Path) -> Pretrained:
-        """The weights at a path.
-
-        Raises:
-            CheckpointError: no weights in a known format.
-        """
+        """The weights at a path; raises CheckpointError if there are none in a known format."""
         if is_hf_checkpoint_dir(str(path)):
             return cls(Path(path), is_hf=True)
         return cls(find_iteration(Path(path)), is_hf=False)
@@ -163,11 +153,7 @@ class Pretrained:
             load_weights(self.folder, model, groups)
 
     def export_files(self) -> ExportFiles:
-        """What checkpoints of a run that starts from these weights need in order to be exported.
-
-        Raises:
-            CheckpointError: the folder's own files are damaged.
-        """
+        """What checkpoints of a run that starts from these weights need in order to be exported."""
         if self.is_hf:
             files = {str(name): self.folder / name for name in side_files(self.folder)}
             has_experts = ModelConfig(self.folder).dimensions.indices["moe_layers"]
@@ -181,16 +167,10 @@ class Pretrained:
 
 @dataclass(frozen=True)
 class ExportFiles:
-    """What an export needs beside tensors: configuration, tokenizer, processor, and the format of experts.
+    """What an export needs beside tensors: configuration, tokenizer, processor, and the format of experts."""
 
-    Attributes:
-        source: the checkpoint that has them.
-        files: by the path relative to a checkpoint's Hugging Face files.
-        manifest: of a checkpoint.
-    """
-
-    source: Path
-    files: dict[str, Path]
+    source: Path  # the checkpoint that has them
+    files: dict[str, Path]  # by the path relative to the folder of Hugging Face files in a checkpoint
     manifest: dict[str, Any]
 
 
@@ -218,28 +198,19 @@ class InitialWeights:
     If the run trains adapters they are inserted too. Megatron-Bridge's own hook for that comes later, and would read
     the weights in only one format; it does nothing if `cfg.peft` is None, which is so from here until the model is
     wrapped.
-
-    Attributes:
-        cfg: the run's configuration.
-        peft: its adapters, while the configuration has none.
     """
 
     def __init__(self, cfg: ConfigContainer) -> None:
         self.cfg = cfg
-        self.peft = None
+        self.peft = None  # the run's adapters, while the configuration has none
 
     def __deepcopy__(self, memo: dict) -> InitialWeights:
         """Itself: layers copy their provider, and must not copy the whole run's configuration."""
         return self
 
     def __call__(self, chunks: Chunks) -> Chunks:
-        """Fill this rank's chunks, unless the run resumes from a checkpoint of its own that has all weights.
-
-        Args:
-            chunks: unwrapped, on any device and in any precision.
-
-        Raises:
-            CheckpointError: weights that are missing or do not fit.
+        """Fill this rank's chunks, on any device and in any precision, unless the run resumes from a checkpoint of its
+        own that has all weights; raises CheckpointError if weights are missing or do not fit.
         """
         cfg = self.cfg
         peft = cfg.peft or self.peft  # already ours if a failed set-up is repeated
@@ -409,20 +380,13 @@ class StoredParameter:
     model, gate and up projection are separate. A rank's part of a tensor is described by a DTensor over the group of
     ranks that share it, a view of the rank's own memory; torch.distributed.checkpoint slices, joins and skips copies
     accordingly.
-
-    Attributes:
-        row: of the weight table, expanded.
-        parameter: this rank's part.
-        mesh: the ranks that have the other parts; None if the part is the whole.
-        dimension: along which it is split.
-        ratio: of the rows of the tensors as which it is stored, concatenated, in lowest terms.
     """
 
-    row: Row
-    parameter: torch.nn.Parameter
-    mesh: DeviceMesh | None = None
-    dimension: int = 0
-    ratio: tuple[int, ...] = (1,)
+    row: Row  # of the weight table, expanded
+    parameter: torch.nn.Parameter  # this rank's part
+    mesh: DeviceMesh | None = None  # the ranks that have the other parts; None if the part is the whole
+    dimension: int = 0  # along which it is split
+    ratio: tuple[int, ...] = (1,)  # of the rows of the tensors as which it is stored, concatenated, in lowest terms
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
         """Names of the stored tensors, with views of the parameter."""
@@ -471,10 +435,6 @@ def load_every_weight(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     that a checkpoint lacks is skipped, and the parameter keeps its initial value. Here it is found under the other
     spec's name.
 
-    Args:
-        theirs: that function.
-        args, kwargs: its arguments.
-
     Raises:
         CheckpointError: weights of one of our models are in the checkpoint under neither name; all are listed. Or
             optimizer state is requested, which is under names that this model's optimizer does not have.
@@ -512,15 +472,8 @@ def load_every_weight(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 def other_names(
     weights: Mapping[str, Any], stored: Mapping[str, Any], provider: VisionLanguageProvider
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Which weights a checkpoint has under the other layer spec's name, and which under none.
-
-    Args:
-        weights: the model's, with Megatron-FSDP's names.
-        stored: names in the checkpoint.
-        provider: of the model.
-
-    Returns:
-        The first by the name in the checkpoint, and a line on each of the others.
+    """Weights (with Megatron-FSDP's names) that a checkpoint has under the other layer spec's name, by that name; and a
+    line on each that it has under neither.
     """
     rows, renamed, problems = rows_by_name(provider), {}, []
     for key, tensor in weights.items():
@@ -531,9 +484,9 @@ def other_names(
         row = rows.get(name.removesuffix(part))
         spellings = [] if row is None else [row.megatron, local_name(row.megatron)]
         prefix = key[: len(key) - len(name)]
-        there = [spelt for one in spellings if _SECTION + (spelt := f"{prefix}{one}{part}") in stored]
-        if there:
-            renamed[there[0]] = tensor
+        known = [spelt for spelling in spellings if _SECTION + (spelt := f"{prefix}{spelling}{part}") in stored]
+        if known:
+            renamed[known[0]] = tensor
         else:
             problems.append(f"missing: {_SECTION}{key} {list(tensor.shape)}")
     return renamed, problems

@@ -1,6 +1,6 @@
 """Run on two ranks: parts with rates of their own, and a spoilt sample, in split models.
 
-torchrun --nproc_per_node 2 -m tests.training.optimizer.parts_on_ranks OUTPUT FOLDERS
+torchrun --nproc_per_node 2 -m tests.training.before_step.parts_on_ranks OUTPUT FOLDERS
 
 FOLDERS is a JSON object with the Hugging Face folder of each family, in which `parts.pt` lies beside the model.
 """

@@ -1,6 +1,6 @@
 """Run on ranks: what a step held, and which experts its tokens chose, for models that are split.
 
-torchrun --nproc_per_node 2 -m tests.training.monitoring.metering_on_ranks OUTPUT HF_FOLDER
+torchrun --nproc_per_node 2 -m tests.training.metrics.metering_on_ranks OUTPUT HF_FOLDER
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Questions of which the tiny checkpoint answers some right, and a run that asks them. Run on ranks, too.
 
-torchrun --nproc_per_node N -m tests.training.monitoring.asking OUTPUT HF DATA SPLITS
+torchrun --nproc_per_node N -m tests.training.metrics.asking OUTPUT HF DATA SPLITS
 
 SPLITS is a JSON list of fields of the provider.
 """

@@ -81,7 +81,7 @@ def test_experts_are_chosen_as_transformers_chooses_them(alone, samples, moe_fol
 
 def test_however_it_is_split(alone, moe_folder, tmp_path):
     """Ranks that see the same tokens count them once, those that see others add up."""
-    run_ranks("tests.training.monitoring.metering_on_ranks", 2, tmp_path / "found", moe_folder)
+    run_ranks("tests.training.metrics.metering_on_ranks", 2, tmp_path / "found", moe_folder)
     split, expected = torch.load(tmp_path / "found", weights_only=False), alone["packed"]
     assert split.keys() == set(NAMES)
     for name, found in split.items():

@@ -35,7 +35,10 @@ def found(references, tmp_path_factory):
     folders, _ = references
     output = tmp_path_factory.mktemp("parts") / "found.pt"
     run_ranks(
-        "tests.training.optimizer.parts_on_ranks", 2, output, json.dumps({name: str(f) for name, f in folders.items()})
+        "tests.training.before_step.parts_on_ranks",
+        2,
+        output,
+        json.dumps({name: str(f) for name, f in folders.items()}),
     )
     found = torch.load(output)
     assert found.keys() == CASES.keys()

@@ -53,7 +53,7 @@ def test_ranks_share_the_questions(places, tmp_path):
     splits = [{}, dict(tensor_model_parallel_size=2, sequence_parallel=True)]
     if kind == "moe":
         splits = [dict(expert_model_parallel_size=2, expert_tensor_parallel_size=1)]
-    run_ranks("tests.training.monitoring.asking", 2, tmp_path / "found.pt", hf, data, json.dumps(splits), timeout=400)
+    run_ranks("tests.training.metrics.asking", 2, tmp_path / "found.pt", hf, data, json.dumps(splits), timeout=400)
     assert torch.load(tmp_path / "found.pt") == [sum(right) / len(right)] * len(splits)
 
 

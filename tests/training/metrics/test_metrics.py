@@ -30,7 +30,7 @@ def run(inputs, tmp_path_factory):
     replicate(cfg).optimizer_config_override_provider = slower_tower()
     with pytest.MonkeyPatch.context() as patch:
         said = []
-        patch.setattr("qwen3vl_bridge.training.run_log.Progress._write", lambda self, line: said.append(line))
+        patch.setattr("qwen3vl_bridge.training.run_log.StepProgress._write", lambda self, line: said.append(line))
         clock = Clock()
         patch.setattr("qwen3vl_bridge.training.metrics.time", SimpleNamespace(perf_counter=clock.read))
         train(cfg, callbacks=[slow_checkpoint(3, clock)])
@@ -159,9 +159,9 @@ def test_the_console_says_what_there_is_to_say(run):
 
 
 def test_a_skipped_step_is_shown(run, capsys):
-    from qwen3vl_bridge.training.run_log import Progress
+    from qwen3vl_bridge.training.run_log import StepProgress
 
-    progress = Progress(10, 2, interval=100)
+    progress = StepProgress(10, 2, interval=100)
     progress.advance(dict(step=3, loss=float("nan"), lr=1e-3, grad_norm=float("inf"), skipped=1))
     progress.advance(dict(step=10, loss=1.0, lr=1e-3, grad_norm=1.0))
     first, last = capsys.readouterr().err.strip().splitlines()
