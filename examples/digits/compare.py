@@ -24,7 +24,7 @@ def logits_difference(megatron_run: Path, hf_folder: Path, data: Path, *, sample
     Returns:
         The difference, and the largest logit of transformers, to compare it with.
     """
-    from qwen3vl_bridge.training.checkpointing.model_loading import load_model
+    from qwen3vl_bridge.training.weight_loading import load_model
 
     from transformers import AutoModelForImageTextToText, AutoProcessor
 

@@ -68,7 +68,7 @@ GROUPS: dict[str, tuple[Group, ...]] = {
         Group("", "training/config.py", "Qwen3VLConfigContainer"),
         Group("guard.", "training/config.py", "GuardConfig"),
         Group("accuracy.", "training/config.py", "AccuracyConfig"),
-        Group("optimizer_config_override_provider.", "training/optimizer/tower_settings.py", "Qwen3VLTowers"),
+        Group("optimizer_config_override_provider.", "training/tower_settings.py", "Qwen3VLTowers"),
         Group("peft.", "peft/lora.py", "Qwen3VLParts"),
     ),
 }

@@ -18,7 +18,7 @@ from typing import Any
 
 import qwen3vl_bridge  # noqa: F401  before Megatron
 from qwen3vl_bridge.models.common.flops import Trained, tower_costs
-from qwen3vl_bridge.training.monitoring.throughput import peak_operations
+from qwen3vl_bridge.training.metrics import peak_operations
 
 import torch
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import qwen3vl_bridge  # noqa: F401  before Megatron
 from qwen3vl_bridge.planning.from_config import plan_of
-from qwen3vl_bridge.training.monitoring.throughput import peak_operations
+from qwen3vl_bridge.training.metrics import peak_operations
 
 import torch
 from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from qwen3vl_bridge.cli.main import main
-from qwen3vl_bridge.training.checkpointing import model_loading
+from qwen3vl_bridge.training import weight_loading
 
 import pytest
 from PIL import Image
@@ -79,7 +79,7 @@ def test_a_picture_is_that_of_training(untied_folder, picture, capsys, tmp_path)
 
 
 def test_a_file_that_is_no_picture_is_status_2(untied_folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(model_loading, "load_model", None)  # no model is built before
+    monkeypatch.setattr(weight_loading, "load_model", None)  # no model is built before
     (tmp_path / "x.png").write_bytes(b"no picture")
     assert main(["generate", QUESTION, "--hf-model", str(untied_folder), "--image", str(tmp_path / "x.png")]) == 2
     assert f"error: --image: {tmp_path / 'x.png'} does not decode as an image" in capsys.readouterr().err
@@ -107,7 +107,7 @@ def test_an_answer_ends_with_its_turn(folder, picture, capsys, tmp_path, said):
 
 
 def test_a_checkpoint_that_is_not_there_is_status_2(untied_folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(model_loading, "load_model", None)  # no model is built before
+    monkeypatch.setattr(weight_loading, "load_model", None)  # no model is built before
     words = ["generate", QUESTION, "--hf-model", str(untied_folder), "--megatron-path", str(tmp_path / "none")]
     assert main(words) == 2
     assert f"error: {tmp_path / 'none'}" in capsys.readouterr().err

@@ -90,7 +90,7 @@ NOT_REPLACED = {
     "models/common/layer_specs.py": {"module", "mlp"},
     "models/common/settings/kernels.py": {"attention_backend"},
     "models/qwen3_vl/model.py": {"module"},
-    "training/checkpoint_manager.py": {"load_rng"},
+    "training/resuming.py": {"load_rng"},
 }
 
 

@@ -13,9 +13,9 @@ import json
 import sys
 from typing import Any
 
+from qwen3vl_bridge.training.before_step import optimizers_of
 from qwen3vl_bridge.training.callbacks import training_callbacks
 from qwen3vl_bridge.training.config import GuardConfig
-from qwen3vl_bridge.training.optimizer.gradient_norms import optimizers_of
 
 import torch.distributed as dist
 

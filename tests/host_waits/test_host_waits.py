@@ -40,8 +40,8 @@ from .upstream import count_upstream
 FIGURES = {
     "parallel/collectives.py:sum_amounts",
     "parallel/collectives.py:max_of_each",
-    "training/monitoring/expert_load.py:counts",
-    "training/monitoring/expert_load.py:take",
+    "training/metrics.py:counts",
+    "training/metrics.py:take",
 }
 
 CHUNKS = dict(loss_chunk_tokens=17)  # of rows that have more
@@ -145,7 +145,7 @@ def check(found: dict[str, Seen], allowed: frozenset[str] = frozenset(), mixed: 
 
 
 # Without Transformer Engine megatron-core clips by a number, which both modules' norms make together.
-JOINT_NORM = frozenset({"encoder_parallel/step.py:_joint_norm"})
+JOINT_NORM = frozenset({"dist_train/joint_step.py:_joint_norm"})
 # With multi-token prediction, which reads tokens of other ranks and stages.
 WITH_MTP = {"Qwen3.5 with MTP": {}, "Qwen3.5 MoE with MTP": dict(moe=True)}
 CASES = [

@@ -11,7 +11,7 @@ from qwen3vl_bridge.batch import (
     make_vision_inputs,
 )
 from qwen3vl_bridge.batch.vision_sharding import assign_vision
-from qwen3vl_bridge.encoder_parallel.payload import Headers, pack, unpack
+from qwen3vl_bridge.dist_train.modules import Headers, pack, unpack
 
 import pytest
 import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.encoder_parallel.modules import Qwen3VLEncoder
+from qwen3vl_bridge.dist_train.modules import Qwen3VLEncoder
 
 import pytest
 import torch

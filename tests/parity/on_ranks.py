@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.batch import PackedBatch, SequenceLayout
-from qwen3vl_bridge.encoder_parallel.encoder_batches import replicas_read
-from qwen3vl_bridge.encoder_parallel.step import join_modules
+from qwen3vl_bridge.dist_train.joint_step import join_modules, replicas_read
 from qwen3vl_bridge.training import step
 
 import torch

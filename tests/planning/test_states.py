@@ -22,7 +22,7 @@ from qwen3vl_bridge.planning.training_settings import (
     TrainingSettings,
 )
 from qwen3vl_bridge.registry import dimensions_of
-from qwen3vl_bridge.training.optimizer.gradient_norms import optimizers_of
+from qwen3vl_bridge.training.before_step import optimizers_of
 from qwen3vl_bridge.weights.model_parts import Part
 
 import pytest

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from qwen3vl_bridge.checkpoint import import_checkpoint, verify_checkpoint
-from qwen3vl_bridge.training.checkpointing.model_loading import load_model
-from qwen3vl_bridge.training.checkpointing.weight_loading import load_weights
 from qwen3vl_bridge.training.process_groups import initialize
+from qwen3vl_bridge.training.weight_loading import load_model, load_weights
 
 import pytest
 import torch

@@ -14,8 +14,7 @@ from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 from qwen3vl_bridge.models.common.settings.fields import default_transformer_impl
 from qwen3vl_bridge.models.qwen3_5.model import Qwen35VLModel
 from qwen3vl_bridge.models.qwen3_5.provider import Qwen35VLModelProvider, Qwen35VLMoEModelProvider
-from qwen3vl_bridge.training.checkpointing.model_loading import load_model
-from qwen3vl_bridge.training.checkpointing.weight_loading import Pretrained
+from qwen3vl_bridge.training.weight_loading import Pretrained, load_model
 from qwen3vl_bridge.weights.names import local_name
 from qwen3vl_bridge.weights.rows import expand
 

@@ -10,7 +10,7 @@ import inspect
 import sys
 import types
 
-from qwen3vl_bridge.training.optimizer.before_step import BeforeStep
+from qwen3vl_bridge.training.before_step import BeforeStep
 
 import pytest
 import qwen3vl_recipes

@@ -19,7 +19,7 @@ from unittest import mock
 
 import qwen3vl_bridge
 from qwen3vl_bridge.checkpoint import CheckpointError
-from qwen3vl_bridge.training.monitoring import accuracy
+from qwen3vl_bridge.training import accuracy
 
 import torch.distributed as dist
 from megatron.bridge import AutoBridge

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from qwen3vl_bridge.training import step
-from qwen3vl_bridge.training.optimizer.gradient_norms import optimizers_of
+from qwen3vl_bridge.training.before_step import optimizers_of
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
 """How a process joins the others. What NCCL does then takes GPUs, and is not tried here."""
 
 from qwen3vl_bridge.training import process_groups
-from qwen3vl_bridge.training.checkpointing.model_loading import load_model
+from qwen3vl_bridge.training.weight_loading import load_model
 
 import pytest
 import torch

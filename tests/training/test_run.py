@@ -6,8 +6,8 @@ import shutil
 from dataclasses import replace
 
 from qwen3vl_bridge.checkpoint import CheckpointError, export_checkpoint
-from qwen3vl_bridge.training.checkpointing import side_files
-from qwen3vl_bridge.training.checkpointing.model_loading import load_model
+from qwen3vl_bridge.training.checkpoint_manager import Qwen3VLCheckpointManager
+from qwen3vl_bridge.training.weight_loading import load_model
 
 import pytest
 import torch
@@ -164,7 +164,7 @@ def test_a_save_that_fails_leaves_the_older_checkpoint(inputs, tmp_path, monkeyp
         raise OSError("no space")
 
     with monkeypatch.context() as patch:
-        patch.setattr(side_files.Pretrained, "write_export_files", full)
+        patch.setattr(Qwen3VLCheckpointManager, "_write_side_files", full)
         with pytest.raises(CheckpointError, match="no space"):
             train(replicated(inputs, tmp_path))
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"

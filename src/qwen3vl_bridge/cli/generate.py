@@ -95,8 +95,8 @@ def _answer(options: argparse.Namespace) -> str | None:
 
     pictures = [{"type": "image", "image": load_image(Path(path), "--image")} for path in options.image]
     from qwen3vl_bridge.inference.generation import end_token_ids, generate
-    from qwen3vl_bridge.training.checkpointing.all_or_none import is_first
-    from qwen3vl_bridge.training.checkpointing.model_loading import load_model
+    from qwen3vl_bridge.parallel.collectives import is_first
+    from qwen3vl_bridge.training.weight_loading import load_model
 
     from transformers import AutoProcessor
 

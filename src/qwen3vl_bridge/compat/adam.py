@@ -2,7 +2,7 @@
 expects.
 
 What lives here: the optimizer, and installing it in megatron-core's modules. What may not: anything else about
-optimizers (`training/optimizer`).
+optimizers (`training/before_step.py`).
 
 megatron-core's sharded optimizers save and load the state that the fused optimizers have: one step count per parameter
 group, and moments for every parameter of a group that has stepped, whether or not it had a gradient. torch's own Adam

@@ -66,7 +66,7 @@ def _read_every_weight(module: Any) -> None:
 
     @functools.wraps(theirs)
     def load(*args: Any, **kwargs: Any) -> Any:
-        from qwen3vl_bridge.training.checkpointing.fsdp_loader import load_every_weight
+        from qwen3vl_bridge.training.weight_loading import load_every_weight
 
         return load_every_weight(theirs, *args, **kwargs)
 
@@ -84,7 +84,7 @@ def _evaluate_both_modules(module: Any) -> None:
 
     @functools.wraps(theirs)
     def evaluate(*args: Any, **kwargs: Any) -> Any:
-        from qwen3vl_bridge.encoder_parallel.evaluation import evaluate_both_modules
+        from qwen3vl_bridge.dist_train.joint_step import evaluate_both_modules
 
         return evaluate_both_modules(theirs, *args, **kwargs)
 
@@ -181,7 +181,7 @@ def _split_fused_projections(module: Any) -> None:
 def _after_tags(arguments: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(arguments)
     def tag_first(config: Any, model_chunks: Any, pg_collection: Any) -> Any:
-        from qwen3vl_bridge.training.optimizer.muon import tag_projections
+        from qwen3vl_bridge.training.muon import tag_projections
 
         tag_projections(config, model_chunks)
         return arguments(config, model_chunks, pg_collection)

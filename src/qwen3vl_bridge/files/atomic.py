@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from qwen3vl_bridge.files.errors import CheckpointError
-from qwen3vl_bridge.files.target import Snapshot, leaves, snapshot
 
 # A subfolder of the hidden folder that is not part of the result, and is moved out before the result is moved into
 # place.
@@ -30,6 +29,9 @@ _RENAME_EXCHANGE = 2
 # Random letters at the end of a hidden folder's name. Folders with the same prefix but another ending belong to users.
 _MARK = 12
 _ANY_MARK = "[0-9a-f]" * _MARK
+
+# A folder's files, by path relative to it: size, modification time, inode number.
+Snapshot = dict[str, tuple[int, int, int]]
 
 
 @contextlib.contextmanager
@@ -337,3 +339,28 @@ def _exchange(one: Path, other: Path) -> None:
 
 def _replaced(target: Path) -> str:
     return f".{target.name}.replaced-"
+
+
+def snapshot(folder: Path) -> Snapshot:
+    """State of a folder's contents, to detect changes by comparing two snapshots.
+
+    Raises:
+        OSError: a part of it cannot be read.
+    """
+    found = ((path, path.lstat()) for path in leaves(folder))
+    return {path.relative_to(folder).as_posix(): (it.st_size, it.st_mtime_ns, it.st_ino) for path, it in found}
+
+
+def leaves(folder: Path) -> Iterator[Path]:
+    """All files and symbolic links below; links are not followed.
+
+    Raises:
+        OSError: a folder cannot be read.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for root, folders, names in os.walk(folder, onerror=fail):
+        links = [name for name in folders if os.path.islink(os.path.join(root, name))]
+        yield from (Path(root, name) for name in (*names, *links))

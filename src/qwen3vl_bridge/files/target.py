@@ -1,6 +1,6 @@
 """The target path of a result: whether it may be written there, and what would be lost.
 
-What lives here: the checks before work starts, the contents of a folder, space on the disk. What may not: writing
+What lives here: the checks before work starts, space on the disk. What may not: writing
 (`atomic.py`).
 """
 
@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 
+from qwen3vl_bridge.files.atomic import leaves
 from qwen3vl_bridge.files.errors import CheckpointError
 
 _SPARE = 16 << 20
 # Number of files in the way that a message names.
 _SHOWN = 20
-
-# A folder's files, by path relative to it: size, modification time, inode number.
-Snapshot = dict[str, tuple[int, int, int]]
 
 
 def check_target(
@@ -55,16 +53,6 @@ def check_target(
     replaceable(target)
 
 
-def snapshot(folder: Path) -> Snapshot:
-    """State of a folder's contents, to detect changes by comparing two snapshots.
-
-    Raises:
-        OSError: a part of it cannot be read.
-    """
-    found = ((path, path.lstat()) for path in leaves(folder))
-    return {path.relative_to(folder).as_posix(): (it.st_size, it.st_mtime_ns, it.st_ino) for path, it in found}
-
-
 def refuse_others(folder: Path, own: Collection[str], kind: str) -> None:
     """Check that a folder, which is to be replaced, contains only certain files.
 
@@ -95,21 +83,6 @@ def refuse_loss(folder: Path, names: Collection[str], what: str) -> None:
         f"{folder} holds {len(names)} {what}, which would be deleted: "
         f"{', '.join(sorted(names)[:_SHOWN])}{more}; move them elsewhere, or remove {folder} yourself"
     )
-
-
-def leaves(folder: Path) -> Iterator[Path]:
-    """All files and symbolic links below; links are not followed.
-
-    Raises:
-        OSError: a folder cannot be read.
-    """
-
-    def fail(error: OSError) -> None:
-        raise error
-
-    for root, folders, names in os.walk(folder, onerror=fail):
-        links = [name for name in folders if os.path.islink(os.path.join(root, name))]
-        yield from (Path(root, name) for name in (*names, *links))
 
 
 def disk_of(target: Path) -> Path:

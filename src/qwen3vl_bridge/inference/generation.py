@@ -1,8 +1,6 @@
 """Greedy decoding with the Megatron model, to get answers from a checkpoint without exporting it.
 
-What lives here: prompts as rows with room for their answers, and the loop that fills them. What may not: the model's
-own work (`models/`), collectives (`parallel/collectives.py`), sampling and serving (export the checkpoint for those).
-
+For sampling and serving, export the checkpoint.
 Legend: B prompts, S tokens of a prompt with its padding, b prompts of one length n, r tokens of a row.
 """
 
@@ -61,8 +59,7 @@ def generate(
         input_ids: [B, S] int64.
         attention_mask: [B, S], 0 at padding, which may be on either side. None: no padding.
         max_new_tokens: maximum length of an answer.
-        pixel_values, image_grid_thw: patches and grids of the images, as the processor gives them.
-        pixel_values_videos, video_grid_thw: the same for videos.
+        pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw: as the processor gives them.
         mm_token_type_ids: accepted because the processor returns it; it is redundant with `input_ids`.
         eos_token_id: ids that end an answer, such as those from `end_token_ids`; an empty list for none, None for the
             provider's, which may be the end of a text rather than of a turn.
@@ -99,9 +96,9 @@ def generate(
     group = ranks_in_step(wrapped)
     with _evaluating(model), callable_in_parts(_only(wrapped)):
         for rows in _by_length(model, inputs, [len(prompt) for prompt in prompts], max_new_tokens):
-            found = _decode(model, rows, max_new_tokens, ends, pad, group)
-            answers[rows.numbers, : found.shape[1]] = found
-            longest = max(longest, found.shape[1])
+            decoded = _decode(model, rows, max_new_tokens, ends, pad, group)
+            answers[rows.numbers, : decoded.shape[1]] = decoded
+            longest = max(longest, decoded.shape[1])
     return torch.cat((input_ids, answers[:, :longest]), dim=1)
 
 
@@ -114,46 +111,32 @@ def end_token_ids(model: nn.Module | list[nn.Module], tokenizer: Any, hf_model: 
         tokenizer: with the end token that the model is trained to generate; for chat models that of a turn.
         hf_model: folder or hub id, whose `generation_config.json` may name more; None to ignore it.
     """
-    found = [_whole_model(model).config.eos_token_id, tokenizer.eos_token_id]
+    ends = [_whole_model(model).config.eos_token_id, tokenizer.eos_token_id]
     if hf_model is not None:
         with contextlib.suppress(OSError):  # it has none
             named = GenerationConfig.from_pretrained(str(hf_model)).eos_token_id
-            found += named if isinstance(named, list) else [named]
-    return [end for end in dict.fromkeys(found) if end is not None]
+            ends += named if isinstance(named, list) else [named]
+    return [end for end in dict.fromkeys(ends) if end is not None]
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Prompts of one length, as rows with room for their answers.
+    """Prompts of one length, as rows with room for their answers."""
 
-    Attributes:
-        numbers: indices of the caller's rows.
-        length: n.
-        ids: [b, r] int64, the prompt and then padding, which is overwritten by the answer.
-        position_ids: [3, b, r] int64.
-        vision_slot: [b, r] int64, row of each token in the vision output, or -1.
-        vision: images and videos of all prompts, or None.
-        encoded: the vision tower's output for them, see `VisionLanguageModel.encode`.
-    """
-
-    numbers: list[int]
-    length: int
-    ids: Tensor
-    position_ids: Tensor
-    vision_slot: Tensor
-    vision: VisionInputs | None
-    encoded: tuple[Tensor, Tensor]
+    numbers: list[int]  # indices of the caller's rows
+    length: int  # n
+    ids: Tensor  # [b, r] int64, the prompt and then padding, which is overwritten by the answer
+    position_ids: Tensor  # [3, b, r] int64
+    vision_slot: Tensor  # [b, r] int64, row of each token in the vision output, or -1
+    vision: VisionInputs | None  # of all prompts
+    encoded: tuple[Tensor, Tensor]  # the vision tower's output for them, see `VisionLanguageModel.encode`
 
 
 def ranks_in_step(model: nn.Module | list[nn.Module]) -> ProcessGroup | None:
-    """The ranks that must be given the same prompts because a forward pass of one needs all of them; None without such
-    ranks.
+    """The ranks that must be given the same prompts because a forward pass of one needs all of them, if there are any.
 
     Not counting tensor-parallel ranks, which have the same tokens anyway: those over which Megatron-FSDP shards
     parameters, or that have different experts.
-
-    Args:
-        model: as for `generate`.
     """
     groups = _whole_model(model).pg_collection
     if megatron_fsdp(_only(model)) is not None:
@@ -227,17 +210,17 @@ def _decode(
 
     All ranks of the group use the first one's tokens: two that differ in a last bit would not end together.
     """
-    one_divides, has_state = _round_up(1, model) == 1, model.config.experimental_attention_variant is not None
-    cache = StaticInferenceContext(*rows.ids.shape) if one_divides and not has_state else None
+    single, has_state = _round_up(1, model) == 1, model.config.experimental_attention_variant is not None
+    cache = StaticInferenceContext(*rows.ids.shape) if single and not has_state else None
     running = torch.ones(len(rows.ids), dtype=torch.bool, device=rows.ids.device)
     ends = torch.tensor(ends, dtype=torch.long, device=rows.ids.device)
     start = 0
     for stop in range(rows.length, rows.length + new):
-        chosen = _next_tokens(model, rows, start, stop, cache)
+        tokens = _next_tokens(model, rows, start, stop, cache)
         if group is not None:
-            chosen = broadcast_in_group(chosen, group)
-        rows.ids[:, stop] = torch.where(running, chosen, pad)
-        running &= ~torch.isin(chosen, ends)
+            tokens = broadcast_in_group(tokens, group)
+        rows.ids[:, stop] = torch.where(running, tokens, pad)
+        running &= ~torch.isin(tokens, ends)
         if not running.any():
             break
         if cache is not None:
@@ -267,7 +250,7 @@ def _next_tokens(
         vision=rows.vision,
     )
     inputs = batch.local(**config.sequence_ranks(groups))
-    hidden, beside = model.embed(inputs, rows.encoded)
+    hidden, block_kwargs = model.embed(inputs, rows.encoded)
     logits = model.language_model(
         inputs.input_ids,
         inputs.position_ids,
@@ -275,7 +258,7 @@ def _next_tokens(
         decoder_input=hidden,
         inference_context=cache,
         padding_mask=inputs.padding_mask,
-        extra_block_kwargs=beside,
+        extra_block_kwargs=block_kwargs,
         runtime_gather_output=False,
     )
     # The output layer may have more rows than there are tokens.

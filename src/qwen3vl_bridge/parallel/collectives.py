@@ -6,14 +6,18 @@ tokens a rank holds (`batch/token_layout.py`), modules.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+from qwen3vl_bridge.files.errors import CheckpointError
 
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 
 
 def scatter_sequence(hidden: Tensor, config: TransformerConfig, groups: ProcessGroupCollection) -> Tensor:
@@ -123,6 +127,42 @@ def gather_objects[Value](value: Value, group: torch.distributed.ProcessGroup | 
     heard: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(heard, value, group=group)
     return heard
+
+
+def is_first() -> bool:
+    """Whether this process does what only one has to do."""
+    return torch.distributed.get_rank() == 0
+
+
+@contextlib.contextmanager
+def all_or_none() -> Iterator[None]:
+    """If the body fails in one process, it fails in all.
+
+    Between two collectives every process does things that may fail on only one: a full disk, a tensor that does not
+    fit. If one raised and left, the others would wait for it. This ends with a collective, so every process has to
+    reach its end, and no process may fail between collectives of the body itself.
+
+    Raises:
+        CheckpointError: the body has failed in another process; with that process's message.
+    """
+    problem: Exception | None = None
+    try:
+        yield
+    except CheckpointException as error:  # torch's own way of failing together, which is not an Exception
+        problem = joint_failure(error)
+        problem.__cause__ = error
+    except Exception as error:
+        problem = error
+    heard = gather_objects(None if problem is None else f"{type(problem).__name__}: {problem}")
+    if problem is not None:
+        raise problem
+    if failed := [f"rank {rank}: {message}" for rank, message in enumerate(heard) if message is not None]:
+        raise CheckpointError("; ".join(failed))
+
+
+def joint_failure(error: CheckpointException) -> CheckpointError:
+    """The messages of the processes that failed in torch's own way of failing together."""
+    return CheckpointError("; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items()))
 
 
 def sum_gradients_over_sequence(features: Tensor, config: TransformerConfig, groups: ProcessGroupCollection) -> Tensor:

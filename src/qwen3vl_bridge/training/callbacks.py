@@ -1,29 +1,22 @@
-"""The callbacks of a run.
-
-What lives here: the list. What may not: the callbacks (each in its own file).
-"""
+"""The callbacks of a run, in the order in which Megatron-Bridge's loop calls them."""
 
 from __future__ import annotations
 
-from qwen3vl_bridge.encoder_parallel.step import Modules
-from qwen3vl_bridge.training.checkpointing.saving_process import check_script
+from qwen3vl_bridge.dist_train.joint_step import Modules
+from qwen3vl_bridge.training.accuracy import Accuracy
+from qwen3vl_bridge.training.before_step import BeforeStep
+from qwen3vl_bridge.training.checkpoint_manager import check_script
 from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
-from qwen3vl_bridge.training.monitoring.accuracy import Accuracy
-from qwen3vl_bridge.training.monitoring.metrics import Metrics
-from qwen3vl_bridge.training.monitoring.run_log import RunLog
-from qwen3vl_bridge.training.optimizer.before_step import BeforeStep
-from qwen3vl_bridge.training.random_states import UndisturbedGenerator
+from qwen3vl_bridge.training.metrics import Metrics
+from qwen3vl_bridge.training.run_log import RunLog
 
-from megatron.bridge.training.callbacks import Callback
+import torch
+from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.config import ConfigContainer
 
 
 def training_callbacks(cfg: ConfigContainer) -> list[Callback]:
-    """The callbacks that implement a configuration, for `finetune(cfg, forward_step,
-    callbacks=training_callbacks(cfg))`.
-
-    Args:
-        cfg: a recipe's configuration.
+    """The callbacks that implement a configuration: `finetune(cfg, forward_step, callbacks=training_callbacks(cfg))`.
 
     Raises:
         ValueError: a configuration that cannot be implemented.
@@ -40,3 +33,18 @@ def training_callbacks(cfg: ConfigContainer) -> list[Callback]:
     if cfg.train.num_epochs is None:  # Megatron-Bridge refuses it with callbacks of its kind
         callbacks.append(UndisturbedGenerator())
     return [*callbacks, RunLog()]
+
+
+class UndisturbedGenerator(Callback):
+    """Keeps the restored random state of a resumed run: torch draws a seed for each new data loader after that."""
+
+    _state: torch.Tensor | None = None
+
+    def on_data_init_start(self, context: CallbackContext) -> None:
+        """Save the state."""
+        self._state = torch.get_rng_state()
+
+    def on_train_start(self, context: CallbackContext) -> None:
+        """Restore it."""
+        if self._state is not None:  # a script with its own set-up does not call `on_data_init_start`
+            torch.set_rng_state(self._state)

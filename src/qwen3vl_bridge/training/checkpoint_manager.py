@@ -1,189 +1,292 @@
-"""Checkpoints in Megatron-Bridge's own loop: its own saving and loading, through its checkpoint manager.
+"""A run's checkpoints in Megatron-Bridge's loop, through its checkpoint manager; a save is complete or leaves nothing.
 
-What lives here: the case of nothing to load, adapters that differ from the checkpoint's or between layers, random
-states that do not fit the run, setting the manager. What may not: initial weights
-(`training/checkpointing/initial_weights.py`), modules on separate ranks (`encoder_parallel/checkpoint.py`), an
-optimizer's settings and state (`training/checkpointing/optimizer_groups.py`, `optimizer_states.py`), moving a finished
-folder to its place (`training/checkpointing/megatron_bridge_saves.py`), files other than tensors
-(`training/checkpointing/side_files.py`).
-
-Megatron-Bridge's set-up calls the manager's `load` if a run has a checkpoint, or initial weights, which have been read
-by then.
-
-Random states are stored by a rank's position: by pipeline stage and tensor-parallel rank, and under expert parallelism
-by data-parallel rank too. Megatron-Bridge compares only the first two sizes, and megatron-core ends a run that asks for
-a missing one; so a model with experts can resume with another expert- or data-parallel size only without them.
+Megatron-Bridge writes a checkpoint in its final place, and over an existing one of the same step, as when a run was
+resumed from before it. A process that dies meanwhile leaves a folder that looks like a checkpoint. So during a save
+`checkpoint.save` is a hidden folder, and everything that would contain its name is left out or done afterwards: the
+saved configuration, trackers of experiments, the position in WebDatasets' data, callbacks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import logging
+import multiprocessing
+import os
 import re
+import shutil
+import signal
+import threading
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.checkpoint.adapters.settings import check_same_adapters
-from qwen3vl_bridge.checkpoint.formats.dcp.metadata import FILE as METADATA
-from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
+from qwen3vl_bridge.checkpoint.engine.manifest import MANIFEST
 from qwen3vl_bridge.checkpoint.formats.megatron.folder import (
+    HF_FILES,
+    LATEST_TRAIN_STATE,
     RUN_CONFIG,
     TORCH_DIST,
-    find_iteration,
-    format_of,
-    iteration_folder,
+    TRACKER,
+    TRAIN_STATE,
 )
-from qwen3vl_bridge.encoder_parallel.checkpoint import as_one_model
+from qwen3vl_bridge.data.row_settings import ConversationRows
+from qwen3vl_bridge.data.sources.fingerprints import check_position
+from qwen3vl_bridge.dist_train.joint_checkpoint import as_one_model
+from qwen3vl_bridge.files.atomic import PRIVATE, atomic_directory, replace_file
 from qwen3vl_bridge.files.errors import CheckpointError
-from qwen3vl_bridge.parallel.collectives import broadcast_object, gather_objects
+from qwen3vl_bridge.files.json_files import read_object
+from qwen3vl_bridge.parallel.collectives import all_or_none, broadcast_object, is_first, joint_failure, wait_for_all
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
-from qwen3vl_bridge.training.checkpointing.all_or_none import all_or_none, is_first
-from qwen3vl_bridge.training.checkpointing.megatron_bridge_saves import is_staged, staged_save
-from qwen3vl_bridge.training.checkpointing.optimizer_groups import loads_either_form
-from qwen3vl_bridge.training.checkpointing.optimizer_states import expect_optimizer
-from qwen3vl_bridge.training.checkpointing.saving_process import signals_blocked, start_saving_process
-from qwen3vl_bridge.training.checkpointing.schedules import chosen_schedule
-from qwen3vl_bridge.training.checkpointing.side_files import expect_data, write_side_files
-from qwen3vl_bridge.training.checkpointing.weight_loading import Pretrained
+from qwen3vl_bridge.training.resuming import (
+    check_adapters,
+    chosen_schedule,
+    expect_optimizer,
+    folder_to_load,
+    has_checkpoint,
+    loads_either_form,
+    random_states_that_fit,
+)
+from qwen3vl_bridge.training.weight_loading import ExportFiles, Pretrained
 
+from megatron.bridge.data.builders.energon import EnergonDatasetConfig
+from megatron.bridge.training.callbacks import CallbackContext, should_fire
 from megatron.bridge.training.checkpointing import (
+    DATALOADER_STATE_SUBDIR,
     CheckpointLoadContext,
     CheckpointSaveContext,
     DefaultCheckpointManager,
-    _get_global_non_persistent_checkpoint_dirs,
-    _has_global_non_persistent_checkpoint,
-    get_rng_state,
+    get_checkpoint_name,
 )
 from megatron.bridge.training.config import CheckpointConfig, ConfigContainer
-from megatron.bridge.training.utils.checkpoint_utils import (
-    checkpoint_exists,
-    is_hf_checkpoint_dir,
-    read_run_config,
-    read_train_state,
-)
-from megatron.bridge.training.utils.pg_utils import get_pg_collection
+from megatron.bridge.training.utils import comet_utils, mlflow_utils, wandb_utils
+from megatron.bridge.training.utils.checkpoint_utils import read_run_config, read_train_state
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint import CheckpointException
 
 logger = logging.getLogger(__name__)
 
-_LOCAL = "local_checkpoint_manager"
-_RANDOM = "rng_state"
+RUN_DATA = "run_data.json"
+_REMOVED = ".removed"
+# Loggers of a run's state, and the setting without which it creates none.
+_EXPERIMENTS = {
+    "_wandb_logger": "wandb_project",
+    "_mlflow_logger": "mlflow_experiment",
+    "_comet_logger": "comet_project",
+}
+# Fields of Megatron-Bridge's data sets that do not affect which samples there are, and in which order.
+_ORDER_IS_THE_SAME = {
+    *("num_workers", "pin_memory", "persistent_workers", "trust_remote_code", "dataloader_save", "dataloader_load"),
+    *("do_validation", "do_test", "validation_source", "test_source", "tokenizer"),
+}
 
 
 class Qwen3VLCheckpointManager(DefaultCheckpointManager):
-    """Megatron-Bridge's manager, without loading initial weights, and with modules on separate ranks treated as one
-    model.
+    """Megatron-Bridge's manager, without loading initial weights (`weight_loading.InitialWeights` does), and with
+    modules on separate ranks treated as one model.
+
+    Raises:
+        CheckpointError: the run saves, and its initial weights are in no known format.
+        RuntimeError: a script whose process for saving would train.
     """
 
     def __init__(self, checkpoint_config: CheckpointConfig) -> None:
-        """Prepare for saving, before a model is built.
-
-        Args:
-            checkpoint_config: the run's.
-
-        Raises:
-            RuntimeError: a script whose process for saving would train.
-        """
         super().__init__(checkpoint_config)
-        self._origin: Pretrained | None = None
-        self._looked = False
-        by_itself = checkpoint_config.save is not None and not checkpoint_config.async_save
-        if by_itself and checkpoint_config.ckpt_format == TORCH_DIST:
+        # Hugging Face files in the run's checkpoints: of its initial weights, or of the checkpoint it resumes from.
+        self._export: ExportFiles | None = None
+        settings = checkpoint_config
+        if settings.save is None:
+            return
+        if settings.pretrained_checkpoint is not None and Path(settings.pretrained_checkpoint).is_dir():
+            with all_or_none():
+                if is_first():
+                    self._export = Pretrained.find(settings.pretrained_checkpoint).export_files()
+        if settings.ckpt_format == TORCH_DIST and not settings.async_save:
             start_saving_process()
 
     def save(self, ctx: CheckpointSaveContext, callback_manager: Any) -> None:
-        """Save a checkpoint completely or not at all, if it is finished when this returns.
-
-        Args:
-            ctx: Megatron-Bridge's.
-            callback_manager: Megatron-Bridge's.
+        """Save a checkpoint completely or not at all, if it is finished when this returns. A collective call.
 
         Raises:
-            CheckpointError: a rank could not write.
+            CheckpointError: a rank could not write; existing checkpoints are unchanged.
         """
-        cfg = ctx.state.cfg
-        with as_one_model(ctx) as whole, _layers_may_differ(ctx), signals_blocked():
-            if not is_staged(ctx):
+        state, settings = ctx.state, ctx.state.cfg.checkpoint
+        step, folder = state.train_state.step, Path(settings.save)
+        final = Path(get_checkpoint_name(settings.save, step))
+        with _as_one_model(ctx) as whole, _layers_may_differ(ctx), signals_blocked():
+            if ctx.non_persistent_ckpt or settings.async_save or "://" in str(settings.save):
                 super().save(whole, callback_manager)
-                self._write_side_files(iteration_folder(Path(cfg.checkpoint.save), ctx.state.train_state.step), ctx)
+                with all_or_none():  # non-persistent and remote checkpoints have no folder for them
+                    if is_first() and final.is_dir() and not ctx.non_persistent_ckpt:
+                        self._write_side_files(final, state.cfg)
                 return
-            origin = self._origin_of(cfg)
-            keep = None if origin is None else origin.folder
-            with staged_save(whole, callback_manager, keep) as folder:
-                super().save(whole, None)
-                self._write_side_files(folder, ctx)
+            with _folder_of_all(final) as staged:
+                with _saving_to(staged / PRIVATE, ctx):
+                    super().save(whole, None)
+                with all_or_none():
+                    if is_first():
+                        written = Path(get_checkpoint_name(str(staged / PRIVATE), step))
+                        state.cfg.to_yaml(str(written / RUN_CONFIG))  # Megatron-Bridge's file names the hidden folder
+                        for path in written.iterdir():
+                            path.rename(staged / path.name)
+                        shutil.rmtree(staged / PRIVATE)
+                        self._write_side_files(staged, state.cfg)
+            with all_or_none():
+                if is_first():
+                    replace_file(folder / LATEST_TRAIN_STATE, (final / TRAIN_STATE).read_bytes())
+                    replace_file(folder / TRACKER, str(step).encode())
+                    self._remove_older(folder, step, settings.most_recent_k)
+                    logger.info("saved %s", final)
+            _announce(ctx, final, callback_manager)
 
-    def _write_side_files(self, folder: Path, ctx: CheckpointSaveContext) -> None:
-        """Write side files if there is a folder for them: non-persistent or remote checkpoints have none."""
-        with all_or_none():
-            if is_first() and folder.is_dir() and not ctx.non_persistent_ckpt:
-                hf = None if ctx.state.cfg.checkpoint.also_save_hf_checkpoint else self._origin_of(ctx.state.cfg)
-                write_side_files(folder, ctx.state.cfg, hf)
-
-    def _origin_of(self, cfg: ConfigContainer) -> Pretrained | None:
-        """Source of the Hugging Face files in the run's checkpoints: initial weights, or the checkpoint it resumed
-        from.
+    def _write_side_files(self, folder: Path, cfg: ConfigContainer) -> None:
+        """Write what a checkpoint has beside Megatron-Bridge's files: a description of the data, and what an export
+        needs.
         """
-        if not self._looked and (first := cfg.checkpoint.pretrained_checkpoint) and Path(first).is_dir():
-            self._origin = Pretrained.find(first)
-        self._looked = True
-        return self._origin
+        _write_json(folder / RUN_DATA, _data_of(cfg))
+        if self._export is None or cfg.checkpoint.also_save_hf_checkpoint:
+            return
+        for name, path in self._export.files.items():
+            (folder / HF_FILES / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, folder / HF_FILES / name)
+        padding = {"vocab_divisor": cfg.model.make_vocab_size_divisible_by} if cfg.model.should_pad_vocab else {}
+        _write_json(folder / MANIFEST, self._export.manifest | padding)
+
+    def _remove_older(self, folder: Path, step: int, most: int | None) -> None:
+        """Remove all but the newest checkpoints up to a step, never the one that the run started from."""
+        if most is None or most < 0:
+            return
+        keep = None if self._export is None else self._export.source
+        steps = {
+            int(match[1]): path for path in folder.iterdir() if (match := re.fullmatch(r"iter_(\d{7,})", path.name))
+        }
+        for number in sorted(number for number in steps if number <= step)[:-most]:
+            path = steps[number]
+            if keep is None or not keep.exists() or not path.samefile(keep):
+                # Renamed first, so that a partly removed folder is never taken for a checkpoint.
+                path.rename(path.with_name(f".{path.name}{_REMOVED}"))
+                logger.info("removed %s, older than the newest %d", path, most)
+        for path in folder.glob(f".iter_*{_REMOVED}"):  # also those that a killed process left
+            shutil.rmtree(path)
 
     def load(self, ctx: CheckpointLoadContext) -> tuple[int, int]:
         """Load the run's own checkpoint, if it has one.
-
-        Args:
-            ctx: Megatron-Bridge's.
 
         Returns:
             The step to resume from, and the FLOPs done so far.
 
         Raises:
-            CheckpointError: a schedule or adapters that differ from the checkpoint's.
+            CheckpointError: a schedule, an optimizer or adapters that differ from the checkpoint's.
             ValueError: data that differ from the run's.
         """
-        settings, is_local = self.checkpoint_config, _LOCAL in self.checkpointing_context
+        settings, is_local = self.checkpoint_config, "local_checkpoint_manager" in self.checkpointing_context
         if not has_checkpoint(settings) and not is_local:
             return 0, 0
         # Megatron-Bridge caches files by name, and changes cached values: if a process has resumed from this run
         # before, that old checkpoint would be loaded again as if it were the newest.
-        for kept in (read_run_config, read_train_state):
-            kept.cache_clear()
-        folder = None if is_local else _folder_to_load(settings)
-        _check_adapters(folder, ctx)
-        if folder is not None and ctx.optimizer is not None:
-            with all_or_none():
-                expect_optimizer(folder, ctx.state.cfg)
+        for cached in (read_run_config, read_train_state):
+            cached.cache_clear()
+        folder, cfg = None if is_local else folder_to_load(settings), ctx.state.cfg
+        with all_or_none():
+            if folder is not None:
+                check_adapters(folder, cfg)
+                if ctx.optimizer is not None:
+                    expect_optimizer(folder, cfg)
         with (
-            as_one_model(ctx) as whole,
+            _as_one_model(ctx) as whole,
             _layers_may_differ(ctx),
-            _random_states_that_fit(settings, whole, is_local),
+            random_states_that_fit(settings, whole, is_local),
             loads_either_form(whole.optimizer),
             chosen_schedule(whole, folder),
         ):
             loaded = super().load(whole)
-        if folder is not None:
-            with all_or_none():
-                cfg, done = ctx.state.cfg, ctx.state.train_state
-                if not settings.finetune:
-                    expect_data(folder, cfg, int(done.consumed_train_samples))
-                if not cfg.checkpoint.pretrained_checkpoint:
-                    self._origin = Pretrained(folder, is_hf=False)
+        with all_or_none():
+            if folder is not None and not settings.finetune:
+                _expect_data(folder, cfg, int(ctx.state.train_state.consumed_train_samples))
+            if folder is not None and not settings.pretrained_checkpoint and is_first():
+                self._export = Pretrained(folder, is_hf=False).export_files()
         return loaded
 
 
-def _check_adapters(folder: Path | None, ctx: CheckpointLoadContext) -> None:
-    """Refuse to continue with other adapters than the checkpoint's: tensors of another scale would fit. A collective
-    call.
+MANAGER = f"{Qwen3VLCheckpointManager.__module__}.{Qwen3VLCheckpointManager.__name__}"
 
-    Megatron-Bridge's own classes of adapters are left to Megatron-Bridge.
+
+def manage_checkpoints(cfg: ConfigContainer) -> None:
+    """Set the manager of a run, in place. A user's own is kept."""
+    if cfg.checkpoint.custom_manager_class is None:
+        cfg.checkpoint.custom_manager_class = MANAGER
+
+
+@contextlib.contextmanager
+def _folder_of_all(target: Path) -> Iterator[Path]:
+    """A hidden folder next to the target that all processes write; it becomes the target when all have finished.
+
+    The body contains collectives of other packages. A process that fails between these cannot tell the others, which
+    wait in one; so it raises at once, the launcher has to notice its end, and the target is unchanged.
+
+    Raises:
+        CheckpointError: a process has failed, and the target is unchanged.
     """
-    peft = ctx.state.cfg.peft
-    with all_or_none():
-        if folder is not None and (folder / RUN_CONFIG).is_file() and (peft is None or isinstance(peft, Qwen3VLParts)):
-            check_same_adapters(folder, peft)
+    with contextlib.ExitStack() as stack:
+        staged = None
+        with all_or_none():
+            if is_first():
+                staged = stack.enter_context(atomic_directory(target, logger.info, replace=lambda _: True))
+        staged = broadcast_object(staged)
+        with all_or_none():
+            if not staged.is_dir():
+                raise CheckpointError(f"{staged} is not visible here, expected a file system that all ranks share")
+        try:
+            yield staged
+        except CheckpointException as error:
+            raise joint_failure(error) from error
+        wait_for_all()  # for all to have written
+        with all_or_none():
+            stack.close()
+
+
+@contextlib.contextmanager
+def _saving_to(folder: Path, ctx: CheckpointSaveContext) -> Iterator[None]:
+    """Settings of a run during a save."""
+    state, cfg = ctx.state, ctx.state.cfg
+    changed: list[tuple[Any, str, Any]] = [
+        (cfg.checkpoint, "save", str(folder)),
+        (cfg.checkpoint, "most_recent_k", -1),
+        *((state, name, None) for name in _EXPERIMENTS),
+        *((cfg.logger, setting, None) for setting in _EXPERIMENTS.values()),
+    ]
+    reads_itself = hasattr(getattr(ctx.train_data_iterator, "iterable", None), "save_state")
+    if reads_itself and getattr(cfg.dataset, "dataloader_save", None) is None:
+        changed.append((cfg.dataset, "dataloader_save", os.path.join(cfg.checkpoint.save, DATALOADER_STATE_SUBDIR)))
+    before = [(owner, name, vars(owner).get(name), name in vars(owner)) for owner, name, _ in changed]
+    for owner, name, value in changed:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value, had in before:
+            setattr(owner, name, value) if had else delattr(owner, name)
+
+
+def _announce(ctx: CheckpointSaveContext, final: Path, callback_manager: Any) -> None:
+    """What Megatron-Bridge does after a checkpoint is complete."""
+    state, cfg, name = ctx.state, ctx.state.cfg, str(final)
+    save, step = cfg.checkpoint.save, state.train_state.step
+    wandb_utils.on_save_checkpoint_success(name, save, step, wandb_writer=state.wandb_logger)
+    if cfg.logger.mlflow_log_artifacts:
+        mlflow_utils.on_save_checkpoint_success(name, save, step, mlflow_logger=state.mlflow_logger)
+    comet_utils.on_save_checkpoint_success(name, save, step, comet_logger=state.comet_logger)
+    if should_fire(callback_manager, "on_checkpoint_save"):
+        model = unwrap_model(ctx.model)
+        context = CallbackContext(state, model, callback_manager.user_state, optimizer=ctx.optimizer)
+        callback_manager.fire("on_checkpoint_save", context)
+
+
+def _as_one_model(ctx: Any) -> contextlib.AbstractContextManager[Any]:
+    return as_one_model(ctx) if ctx.state.cfg.model.dist_train.use_dist_train else contextlib.nullcontext(ctx)
 
 
 @contextlib.contextmanager
@@ -195,7 +298,7 @@ def _layers_may_differ(ctx: CheckpointSaveContext | CheckpointLoadContext) -> It
     peft, configs = ctx.state.cfg.peft, {}
     if isinstance(peft, Qwen3VLParts) and peft.layers_differ:
         modules = [module for chunk in unwrap_model(ctx.model) for module in chunk.modules()]
-        configs = {id(one.config): one.config for one in modules if isinstance(one, TransformerBlock)}
+        configs = {id(module.config): module.config for module in modules if isinstance(module, TransformerBlock)}
     given = [config.hetereogenous_dist_checkpoint for config in configs.values()]
     for config in configs.values():
         config.hetereogenous_dist_checkpoint = True
@@ -206,116 +309,103 @@ def _layers_may_differ(ctx: CheckpointSaveContext | CheckpointLoadContext) -> It
             config.hetereogenous_dist_checkpoint = was
 
 
-MANAGER = f"{Qwen3VLCheckpointManager.__module__}.{Qwen3VLCheckpointManager.__name__}"
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def has_checkpoint(settings: CheckpointConfig) -> bool:
-    """Whether a run has a checkpoint of its own to resume from, as Megatron-Bridge determines it. A collective call."""
-    found = False
-    with all_or_none():
-        if is_first():
-            found = _is_there(settings)
-    return broadcast_object(found)
+def _data_of(cfg: ConfigContainer) -> dict[str, Any]:
+    """Settings that determine the order of samples, as plain values."""
+    if isinstance(cfg.dataset, ConversationRows):
+        return dict(cfg.dataset.position or {})
+    fields = {f.name: repr(getattr(cfg.dataset, f.name)) for f in dataclasses.fields(cfg.dataset)}
+    identity = {"type": type(cfg.dataset).__name__, **{k: v for k, v in fields.items() if k not in _ORDER_IS_THE_SAME}}
+    if cfg.dataset.dataloader_type == "single":  # in order, so a run may be extended
+        return identity
+    # These shuffle the indices of all samples that the whole run consumes, in parts by rank or by global batch.
+    share = dict(dp_size=cfg.data_parallel_size, micro_batch_size=cfg.train.micro_batch_size)
+    return identity | share | dict(global_batch_size=cfg.train.global_batch_size, seed=cfg.rng.seed)
 
 
-def _is_there(settings: CheckpointConfig) -> bool:
-    return (
-        checkpoint_exists(settings.load)
-        or is_hf_checkpoint_dir(settings.load)  # which Megatron-Bridge then refuses
-        or _has_global_non_persistent_checkpoint(settings.load, settings)
-    )
+def _expect_data(folder: Path, cfg: ConfigContainer, row: int) -> None:
+    """Make a run, which has consumed `row` rows, refuse other data than those that a checkpoint describes.
 
-
-def expect_checkpoint(settings: CheckpointConfig) -> None:
-    """Apply `exit_on_missing_checkpoint`, which Megatron-Bridge checks only if it has found a checkpoint.
-
-    Args:
-        settings: of the run. Each rank checks by itself, because there are no groups yet.
+    Our data sets are built after this, and raise then.
 
     Raises:
-        CheckpointError: there is none to resume from.
+        ValueError: they differ, or are read by a loader that would start them from the beginning.
     """
-    local = settings.non_persistent_ckpt_type == "local"  # each rank keeps it elsewhere
-    if settings.exit_on_missing_checkpoint and settings.load and not local and not _is_there(settings):
-        raise CheckpointError(
-            f"checkpoint.load is {settings.load}, which has no checkpoint; expected one, or "
-            "checkpoint.exit_on_missing_checkpoint=false"
-        )
+    if row and isinstance(cfg.dataset, EnergonDatasetConfig):
+        # Megatron-Bridge 0.6.2 saves no state of its own energon loader, and reports nothing if it finds none.
+        states = Path(getattr(cfg.dataset, "dataloader_load", None) or folder.parent / DATALOADER_STATE_SUBDIR)
+        if not (states / folder.name).is_dir():
+            raise ValueError(
+                f"dataset is an EnergonDatasetConfig, and {states} has no state of its loader for {folder.name}: the "
+                "run would read its data from the beginning again. Expected a dataset whose position is in the "
+                "checkpoint, such as Qwen3VLEnergonProvider; or checkpoint.finetune=True, to start a new run from "
+                "these weights"
+            )
+    if not (folder / RUN_DATA).is_file():
+        return
+    saved = read_object(folder / RUN_DATA)
+    if isinstance(cfg.dataset, ConversationRows):
+        cfg.dataset.expect_position(saved, row)
+    else:
+        check_position(_data_of(cfg), saved)
+
+
+# megatron-core's writer of `torch_dist` passes its threads' results through a process of `multiprocessing`. By default
+# it starts with the first save, hours into a run, and lives as long as the run. It is spawned, so it runs the user's
+# script again as a module: if the script trains at once, instead of under `if __name__ == "__main__":`, both would wait
+# for each other forever. And launchers send it the signal that asks the run to save and exit.
+_PATIENCE = 120.0  # seconds, including the script's imports
+_LATE = "the process that saves checkpoints has not answered for %.0f s; it imports the script that trains, and %s"
+_GUARD = 'the script must do its work under `if __name__ == "__main__":`'
+
+
+def check_script() -> None:
+    """Refuse to continue if a spawned process runs the user's script again.
+
+    Raises:
+        RuntimeError: this is such a process.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # the test that multiprocessing itself uses
+        raise RuntimeError(f"this process was started to save checkpoints, but ran the training script again: {_GUARD}")
+
+
+def start_saving_process() -> None:
+    """Start the process that saving needs now. megatron-core keeps it for all saves.
+
+    Raises:
+        RuntimeError: it ended at once.
+    """
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
+
+    late = threading.Timer(_PATIENCE, logger.warning, [_LATE, _PATIENCE, _GUARD])
+    late.daemon = True
+    late.start()
+    try:
+        with signals_blocked():
+            get_write_results_queue()
+    except (EOFError, OSError) as error:
+        raise RuntimeError(
+            f"the process that saves checkpoints ended at once, for the reason printed above; {_GUARD}"
+        ) from error
+    finally:
+        late.cancel()
 
 
 @contextlib.contextmanager
-def _random_states_that_fit(settings: CheckpointConfig, ctx: CheckpointLoadContext, is_local: bool) -> Iterator[None]:
-    """Load random states if a checkpoint has those of every rank of this rank's module; log it if it does not.
+def signals_blocked() -> Iterator[None]:
+    """Block the signals that this process handles in the processes that the body starts; this one receives them as
+    usual.
 
-    Args:
-        settings: changed in place temporarily.
-        ctx: of this rank's module.
-        is_local: whether ranks keep their own checkpoints, which other ranks do not load.
-
-    Raises:
-        CheckpointError, OSError: the checkpoint's states could not be read.
+    They inherit the signal mask of this thread. Another thread receives a signal meanwhile, or this one afterwards, and
+    Python calls the handler.
     """
-    given = settings.load_rng
-    if given and not settings.finetune and not is_local:
-        settings.load_rng = _random_states_fit(settings, ctx)
+    handled = {number for number in signal.valid_signals() if callable(signal.getsignal(number))} - {signal.SIGINT}
+    resource_tracker.ensure_running()  # otherwise the process would start it, which ends with SIGTERM unblocked
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, handled)
     try:
         yield
     finally:
-        settings.load_rng = given
-
-
-def _random_states_fit(settings: CheckpointConfig, ctx: CheckpointLoadContext) -> bool:
-    """Whether they do, equal on every rank of a module. The tower draws no random numbers: nothing is logged for it."""
-    folder, stored = None, None
-    with all_or_none():
-        if is_first():
-            folder = _folder_to_load(settings)
-            if folder and format_of(folder) == TORCH_DIST:  # otherwise equal on DP ranks
-                stored = {key for key in read_metadata(folder).byte_items if key.startswith(_RANDOM)}
-    folder, stored = broadcast_object((folder, stored))
-    if stored is None:
-        return True
-    groups, init = get_pg_collection(unwrap_model(ctx.model)), ctx.state.cfg.rng.data_parallel_random_init
-    wanted = get_rng_state(init, TORCH_DIST, pg_collection=groups, module_name=ctx.module_name).unique_key
-    heard = gather_objects((ctx.module_name, wanted))
-    missing = sorted(key for name, key in heard if name is None and key not in stored)
-    if missing and is_first():
-        found = sorted({_place_sizes(key) for key in stored if key.startswith(f"{_RANDOM}/")})
-        logger.warning(
-            "%s holds random states for a run split as %s, and this run is split as %s: they are not restored, and "
-            "generators keep the state that rng.seed gave them",
-            *(folder, " and ".join(found) or "none", _place_sizes(missing[0])),
-        )
-    return all(key in stored for name, key in heard if name == ctx.module_name)
-
-
-def _place_sizes(key: str) -> str:
-    """Parallel sizes in the key of a rank's random states."""
-    sizes = key.rpartition("_")[2].split(".")
-    return ", ".join(f"{name} {size}" for name, size in zip(("PP", "TP", "DP with EP"), sizes, strict=False))
-
-
-def _folder_to_load(settings: CheckpointConfig) -> Path | None:
-    """The checkpoint that Megatron-Bridge loads: the newest, if equal the non-persistent one; None for remote ones."""
-    load, passing = settings.load, ()
-    if settings.non_persistent_ckpt_type == "global" and not (load and Path(load, METADATA).is_file()):
-        passing = _get_global_non_persistent_checkpoint_dirs(load, settings)
-    folders = [find_iteration(Path(path)) for path in passing if Path(path).is_dir() and checkpoint_exists(path)]
-    if load and Path(load).is_dir() and checkpoint_exists(load):
-        folders.append(find_iteration(Path(load), settings.ckpt_step))
-    return max(folders, key=lambda folder: int(re.sub(r"\D", "", folder.name) or 0), default=None)
-
-
-def manage_checkpoints(cfg: ConfigContainer) -> None:
-    """Set the manager. A user's own is kept.
-
-    Args:
-        cfg: changed in place; a second call has no effect.
-    """
-    if cfg.checkpoint.custom_manager_class is None:
-        cfg.checkpoint.custom_manager_class = MANAGER
-
-
-def is_managed(cfg: ConfigContainer) -> bool:
-    """Whether a run's checkpoints are managed by ours."""
-    return cfg.checkpoint.custom_manager_class == MANAGER
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,8 +1,4 @@
-"""A run's configuration: Megatron-Bridge's container with additional sections.
-
-What lives here: these sections as dataclasses, and their checks. What may not: their implementation (`callbacks.py`
-names the files).
-"""
+"""A run's configuration: Megatron-Bridge's container with additional sections, and the checks of all of it."""
 
 from __future__ import annotations
 
@@ -18,16 +14,19 @@ from qwen3vl_bridge.models.common.settings.kernels import GRAPHS
 from qwen3vl_bridge.models.common.settings.parallelism import check_microbatches, check_ranks
 from qwen3vl_bridge.models.common.settings.rules import check
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
-from qwen3vl_bridge.training.checkpoint_manager import MANAGER, expect_checkpoint, manage_checkpoints
-from qwen3vl_bridge.training.checkpointing.initial_weights import read_initial_weights
-from qwen3vl_bridge.training.checkpointing.saving_process import check_script
-from qwen3vl_bridge.training.exit_signal import leave_exit_signal_to_run
-from qwen3vl_bridge.training.global_batch import check_balance, check_share
-from qwen3vl_bridge.training.host_memory import check_host_memory
-from qwen3vl_bridge.training.optimizer.muon import check_optimizer
-from qwen3vl_bridge.training.optimizer.schedule_checks import check_is_set, check_warmup
-from qwen3vl_bridge.training.optimizer.tower_settings import Qwen3VLTowers, check_towers
+from qwen3vl_bridge.training.checkpoint_manager import MANAGER, check_script, manage_checkpoints
+from qwen3vl_bridge.training.muon import check_optimizer
+from qwen3vl_bridge.training.resuming import expect_checkpoint
+from qwen3vl_bridge.training.run_checks import (
+    check_balance,
+    check_host_memory,
+    check_schedule,
+    check_share,
+    leave_exit_signal_to_run,
+)
 from qwen3vl_bridge.training.run_refusals import COMPLETED, MODULES_APART
+from qwen3vl_bridge.training.tower_settings import Qwen3VLTowers, check_towers
+from qwen3vl_bridge.training.weight_loading import read_initial_weights
 
 from megatron.bridge.training.config import ConfigContainer, OptimizerConfigOverrideProvider, RerunStateMachineConfig
 from megatron.bridge.utils.common_utils import get_world_size_safe
@@ -54,11 +53,7 @@ class GuardConfig:
     spike_window: int = 64
 
     def finalize(self) -> None:
-        """Check the fields.
-
-        Raises:
-            ValueError: a field has an invalid value.
-        """
+        """Check the fields."""
         for name, also in (("on_nan", ()), ("on_spike", (None,))):
             allowed = (*get_args(Action), *also)
             if (found := getattr(self, name)) not in allowed:
@@ -90,11 +85,7 @@ class AccuracyConfig:
     metric: Literal["exact", "contains"] = "exact"
 
     def finalize(self) -> None:
-        """Check the fields.
-
-        Raises:
-            ValueError: a field has an invalid value.
-        """
+        """Check the fields."""
         if self.metric not in ("exact", "contains"):
             raise ValueError(f"accuracy.metric is {self.metric!r}, expected 'exact' or 'contains'")
         for name in ("samples", "max_new_tokens"):
@@ -103,11 +94,7 @@ class AccuracyConfig:
 
 
 def check_lengths(cfg: ConfigContainer) -> None:
-    """Refuse rows of another length than the model is built for.
-
-    Raises:
-        ValueError: the lengths differ.
-    """
+    """Refuse rows of another length than the model is built for."""
     if cfg.dataset.seq_length != cfg.model.seq_length:
         raise ValueError(
             f"dataset.seq_length is {cfg.dataset.seq_length}, expected model.seq_length, {cfg.model.seq_length}"
@@ -122,7 +109,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
     (`checkpoint.pretrained_checkpoint`) of any format are read by our loader.
 
     Attributes:
-        optimizer_config_override_provider: learning rates and schedules of the model's parts; Megatron-Bridge's field.
+        optimizer_config_override_provider: learning rates of the model's parts; Megatron-Bridge's field.
         rerun_state_machine: Megatron-Bridge's field.
         guard: what to do about steps that would ruin the weights; None for no checks.
         accuracy: accuracy on held-out conversations.
@@ -138,9 +125,6 @@ class Qwen3VLConfigContainer(ConfigContainer):
     def get_data_parallel_size(self, world_size: int) -> int:
         """Like Megatron-Bridge's, which is called before sizes are checked, and divides by them.
 
-        Args:
-            world_size: number of processes.
-
         Raises:
             ValueError: a number of processes that is no multiple of the product of the parallel sizes, or, with
                 separate vision ranks, is not the sum of both modules' ranks.
@@ -150,11 +134,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
         return super().get_data_parallel_size(world_size)
 
     def validate(self) -> None:
-        """Like Megatron-Bridge's, with checks of our sections.
-
-        Raises:
-            ValueError: settings that contradict each other.
-        """
+        """Like Megatron-Bridge's, with our checks; raises ValueError for settings that contradict each other."""
         check_script()
         check_lengths(self)
         check(MODULES_APART, self)
@@ -162,10 +142,9 @@ class Qwen3VLConfigContainer(ConfigContainer):
         self.accuracy.finalize()
         if self.accuracy.path is not None:
             self._check_accuracy()
-        check_is_set(self)
         check_optimizer(self)
+        check_schedule(self)
         check_towers(self)
-        check_warmup(self)
         microbatches = check_share(self, self.get_data_parallel_size(get_world_size_safe()))
         check_balance(self)
         if self.guard is not None:
@@ -180,7 +159,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
         check_host_memory(self)
         leave_exit_signal_to_run(self)
         manage_checkpoints(self)
-        read_initial_weights(self)
+        read_initial_weights(self, MANAGER)
         self._tell_dataset()
         self._check_checkpoints()
         self._check_meta_device()

@@ -1,8 +1,4 @@
-"""Processes and groups: torch.distributed and megatron-core's parallel state from a provider's sizes.
-
-What lives here: creating both, seeding random generators, and destroying them. What may not: our collectives
-(`parallel/collectives.py`), random states in checkpoints, which are Megatron-Bridge's.
-"""
+"""Processes and groups from a provider's parallel sizes: creating, destroying, and seeding random generators."""
 
 import contextlib
 import gc
@@ -51,12 +47,7 @@ def initialize(provider: VisionLanguageProvider, seed: int) -> ProcessGroupColle
 
 
 def seed_generators(seed: int, groups: ProcessGroupCollection) -> None:
-    """Seed every generator of this rank. Pipeline stages draw different numbers, as in Megatron-Bridge's loop.
-
-    Args:
-        seed: the run's.
-        groups: process groups.
-    """
+    """Seed every generator of this rank. Pipeline stages draw different numbers, as in Megatron-Bridge's loop."""
     seed += 100 * groups.pp.rank()
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -86,15 +77,11 @@ def _groups_match(provider: VisionLanguageProvider) -> bool:
     return all(find() == size for find, size in wanted.items())
 
 
-def _alone() -> bool:
-    return "WORLD_SIZE" not in os.environ
-
-
 def _join() -> None:
     if torch.distributed.is_initialized():  # processes that torchrun started join only once
         return
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if _alone():
+    if "WORLD_SIZE" not in os.environ:
         # No port, which could collide with another run on this machine.
         torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
     else:

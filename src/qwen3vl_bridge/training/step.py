@@ -1,8 +1,4 @@
-"""The forward step: runs one microbatch through the model and defines how its losses are reduced.
-
-What lives here: the forward-step function called by Megatron-Bridge's training loop and by ours, with Megatron-Bridge's
-signature. What may not: the training loop, which is Megatron-Bridge's.
-"""
+"""The forward step of Megatron-Bridge's loop: runs one microbatch through the model and says how losses are reduced."""
 
 from __future__ import annotations
 
@@ -12,14 +8,14 @@ from typing import Any
 
 from qwen3vl_bridge.batch import EncoderInputs, PackedBatch
 from qwen3vl_bridge.batch.device_transfer import Movable, copy_to_gpu
-from qwen3vl_bridge.encoder_parallel.encoder_batches import next_encoder_batch
+from qwen3vl_bridge.dist_train.joint_step import next_encoder_batch
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.common.settings.encoder_parallel import replicas_of
 from qwen3vl_bridge.models.common.vision_config import vision_work
-from qwen3vl_bridge.training.foreign_batches import from_collator
-from qwen3vl_bridge.training.global_batch import check_balance
-from qwen3vl_bridge.training.monitoring.batch_meter import Amounts, count_microbatch, count_operations
-from qwen3vl_bridge.training.optimizer.loss_recorder import recorded
+from qwen3vl_bridge.training.before_step import recorded
+from qwen3vl_bridge.training.megatron_batches import from_collator
+from qwen3vl_bridge.training.metrics import Amounts, count_microbatch, count_operations
+from qwen3vl_bridge.training.run_checks import check_balance
 
 import torch
 from megatron.bridge.training.losses import create_masked_next_token_loss_function
@@ -81,14 +77,7 @@ def forward_step(
 
 
 def _loss_function(state: GlobalState, model: torch.nn.Module, batch: PackedBatch, mask: Tensor) -> Callable:
-    """Return the loss function that `forward_step` returns as its second result.
-
-    Args:
-        state: the global state of the run.
-        model: wrapped or unwrapped.
-        batch: the microbatch, on the host.
-        mask: [b, s] this rank's slice of the loss mask, on the device.
-    """
+    """The second result of `forward_step`; `mask` [b, s] is this rank's slice of the loss mask, on the device."""
     checks = state.cfg.rerun_state_machine
     count = create_masked_next_token_loss_function(mask, checks.check_for_nan_in_loss, checks.check_for_spiky_loss)
     if model.training:
@@ -120,13 +109,7 @@ def encode(
     model: torch.nn.Module,
     groups: ProcessGroupCollection,
 ) -> dict[str, Tensor]:
-    """Encode one microbatch of each language replica that this rank of the vision tower serves.
-
-    Args:
-        batches: on the host.
-        state: the global state of the run.
-        model: Qwen3VLEncoder, wrapped or unwrapped.
-        groups: process groups of the tower.
+    """Encode one microbatch (on the host) of each language replica that this rank of the vision tower serves.
 
     Returns:
         The tensors that the schedule sends to the language ranks.
@@ -134,7 +117,7 @@ def encode(
     config = get_model_config(model)
     replicas, work = replicas_of(config), vision_work(config)
     share = replicas.share_of(groups.dp.rank())
-    packed = [one if isinstance(one, PackedBatch) else from_collator(one, config, state.cfg.dataset) for one in batches]
+    packed = [b if isinstance(b, PackedBatch) else from_collator(b, config, state.cfg.dataset) for b in batches]
     if model.training:
         for batch in packed:
             count_operations(state, Amounts() if share else Amounts.of(batch, config))
@@ -152,13 +135,7 @@ def to_device[Inputs: Movable](inputs: Inputs, model: torch.nn.Module) -> Inputs
 
 
 def check_rows(batch: PackedBatch, config: VisionLanguageProvider, rows: int) -> None:
-    """Refuse row counts or row lengths that pipeline stages do not expect, since they would make other stages hang.
-
-    Args:
-        batch: a microbatch.
-        config: the provider.
-        rows: expected number of rows in a microbatch.
-    """
+    """Refuse row counts (other than `rows`) or lengths that pipeline stages do not expect: other stages would hang."""
     fixed = config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths
     if fixed and batch.layout.num_rows != rows:
         raise ValueError(

@@ -10,8 +10,7 @@ from qwen3vl_bridge.data import DataError
 from qwen3vl_bridge.data.packing import shared_sizes
 from qwen3vl_bridge.data.processing.processor import VisionLimits
 from qwen3vl_bridge.parallel.collectives import sum_amounts
-from qwen3vl_bridge.training.monitoring.batch_meter import Meter
-from qwen3vl_bridge.training.monitoring.left_out import LeftOut
+from qwen3vl_bridge.training.metrics import LeftOut, Meter
 from qwen3vl_bridge.training.process_groups import shutdown
 
 import pytest

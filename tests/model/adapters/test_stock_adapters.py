@@ -10,7 +10,7 @@ import types
 import warnings
 
 from qwen3vl_bridge.models.common.adapters.dora_linear import MagnitudeLinear
-from qwen3vl_bridge.training.monitoring.expert_load import ExpertLoad
+from qwen3vl_bridge.training.metrics import ExpertLoad
 from qwen3vl_bridge.weights.adapter_rows import IN, OUT
 from qwen3vl_bridge.weights.bridge_mappings import InputMajorExpertMapping
 from qwen3vl_bridge.weights.expert_layout import ExpertLayout

@@ -10,7 +10,7 @@ import os
 import sys
 
 from qwen3vl_bridge.parallel.collectives import sum_over_ranks
-from qwen3vl_bridge.training.optimizer.gradient_norms import PartSquares, parts_of_parameters
+from qwen3vl_bridge.training.before_step import PartSquares
 from qwen3vl_bridge.training.process_groups import initialize
 
 import torch
@@ -85,7 +85,7 @@ def norms(model: torch.nn.Module) -> tuple[list[float], float]:
     optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
     optimizer.prepare_grads()
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    squares = PartSquares(optimizer, parts_of_parameters([model], optimizer), groups).of_this_rank()
+    squares = PartSquares([model], optimizer, groups).of_this_rank()
     return sum_over_ranks(squares).sqrt().tolist(), optimizer.get_grad_norm()
 
 

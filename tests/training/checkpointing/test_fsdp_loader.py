@@ -11,9 +11,9 @@ import types
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLMoEModelProvider
-from qwen3vl_bridge.training.checkpointing import fsdp_loader
-from qwen3vl_bridge.training.checkpointing.stored_parameters import rows_by_name
+from qwen3vl_bridge.training import weight_loading
 from qwen3vl_bridge.training.process_groups import initialize
+from qwen3vl_bridge.training.weight_loading import rows_by_name
 from qwen3vl_bridge.weights.names import local_name
 
 import pytest
@@ -44,7 +44,7 @@ def stored_names(model: Qwen3VLMoEModelProvider, spec: str) -> list[str]:
 def test_every_weight_is_found_under_either_name(model, wanted, on_disk):
     weights = {name: torch.full((1,), float(i)) for i, name in enumerate(stored_names(model, wanted))}
     found = {f"model.{name}": None for name in stored_names(model, on_disk)}
-    renamed, problems = fsdp_loader.other_names(weights, found, model)
+    renamed, problems = weight_loading.other_names(weights, found, model)
     assert problems == []
     own = weights.keys() & {name.removeprefix("model.") for name in found}
     assert len(own) + len(renamed) == len(weights)
@@ -61,7 +61,7 @@ def test_what_is_there_under_no_name_is_listed(model):
     weights = {name: torch.zeros(2) for name in names} | {"module.language_model.output_layer._extra_state": None}
     found = {f"model.{name}": None for name in stored_names(model, "te")}
     found = {name: None for name in found if "layers.2.mlp.experts.linear_fc2.weight3" not in name}
-    _, problems = fsdp_loader.other_names(weights, found, model)
+    _, problems = weight_loading.other_names(weights, found, model)
     expert = "model.module.language_model.decoder.layers.2.mlp.experts.local_experts.3.linear_fc2.weight"
     assert problems == [f"missing: {expert} [2]"]
 
@@ -73,7 +73,7 @@ def asked(model, monkeypatch):
     reader = types.SimpleNamespace(read_metadata=lambda: types.SimpleNamespace(state_dict_metadata=found))
     monkeypatch.setattr(checkpointing, "_get_filesystem_reader", lambda folder: reader)
     monkeypatch.setattr(checkpointing, "preprocess_fsdp_dtensor_state_dict", lambda cfg, state, chunk: state)
-    monkeypatch.setattr(fsdp_loader.dcp, "load", lambda state, storage_reader: read.append(state))
+    monkeypatch.setattr(weight_loading.dcp, "load", lambda state, storage_reader: read.append(state))
     chunk, read = torch.nn.Module(), []
     chunk.config = model
     state = {"model": {name: torch.zeros(2) for name in stored_names(model, "local")}, "_model": [chunk]}
@@ -88,7 +88,7 @@ def load(state, **more):
         return "theirs"
 
     arguments = dict(load_dir="RUN", ckpt_cfg=None, rank0=False, sharded_state_dict=state, iteration=3)
-    return fsdp_loader.load_every_weight(theirs, **arguments | more)
+    return weight_loading.load_every_weight(theirs, **arguments | more)
 
 
 def test_the_function_that_callers_import_is_the_one_that_reads_all():

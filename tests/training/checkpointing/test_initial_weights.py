@@ -7,7 +7,7 @@ import shutil
 from dataclasses import asdict
 
 from qwen3vl_bridge.checkpoint import CheckpointError, import_checkpoint
-from qwen3vl_bridge.training.checkpointing.initial_weights import _allocate_on_host
+from qwen3vl_bridge.training.weight_loading import _allocate_on_host
 
 import pytest
 import torch
@@ -241,7 +241,8 @@ class TestTheConfiguration:
         assert len(cfg.model._pre_wrap_hooks) == len(cfg.model._post_wrap_hooks) == 1
 
     def test_they_are_left_where_there_is_a_checkpoint(self, cfg, weights, inputs, tmp_path):
-        from qwen3vl_bridge.training.checkpoint_manager import Qwen3VLCheckpointManager, has_checkpoint
+        from qwen3vl_bridge.training.checkpoint_manager import Qwen3VLCheckpointManager
+        from qwen3vl_bridge.training.resuming import has_checkpoint
 
         cfg.checkpoint.save = cfg.checkpoint.load = str(tmp_path)
         assert not has_checkpoint(cfg.checkpoint)

@@ -1,12 +1,12 @@
 """Settings of an optimizer's groups, from a checkpoint with and without an optimizer of experts, in either form.
 
-Both ways are taken by runs in `test_initial_weights.py` and `encoder_parallel/test_modules_on_ranks.py`, with an
+Both ways are taken by runs in `test_initial_weights.py` and `dist_train/test_modules_on_ranks.py`, with an
 optimizer that is not distributed: without Transformer Engine a distributed one saves and cannot load.
 """
 
 from types import SimpleNamespace
 
-from qwen3vl_bridge.training.checkpointing.optimizer_groups import in_own_form, loads_either_form
+from qwen3vl_bridge.training.resuming import in_own_form, loads_either_form
 
 import pytest
 

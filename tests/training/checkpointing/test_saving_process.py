@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 
-from qwen3vl_bridge.training.checkpointing.saving_process import signals_blocked
+from qwen3vl_bridge.training.checkpoint_manager import signals_blocked
 
 import pytest
 

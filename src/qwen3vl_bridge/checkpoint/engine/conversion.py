@@ -25,8 +25,9 @@ from qwen3vl_bridge.checkpoint.formats.planned_files import Unit, share, units
 from qwen3vl_bridge.checkpoint.planning.plan import Plan, Task
 from qwen3vl_bridge.checkpoint.planning.time_estimate import estimate
 from qwen3vl_bridge.files import atomic
+from qwen3vl_bridge.files.atomic import leaves
 from qwen3vl_bridge.files.errors import CheckpointError
-from qwen3vl_bridge.files.target import check_space, check_target, disk_of, free_space, leaves, space_of
+from qwen3vl_bridge.files.target import check_space, check_target, disk_of, free_space, space_of
 
 # For files other than tensors.
 _OVERHEAD = 64 << 20

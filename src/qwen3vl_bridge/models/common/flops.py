@@ -2,7 +2,7 @@
 
 What lives here: the formula, from a model's dimensions, a Hugging Face configuration or a provider's attributes; and
 the number that Megatron-Bridge asks a provider for. Standard library only. What may not: measured times, assignment of
-work to ranks (`data/loading/balance.py`), what adapters train (`training/monitoring/throughput.py`).
+work to ranks (`data/loading/balance.py`), what adapters train (`training/metrics.py`).
 """
 
 from __future__ import annotations

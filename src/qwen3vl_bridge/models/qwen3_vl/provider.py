@@ -42,8 +42,8 @@ class Qwen3VLModelProvider(UpstreamNames, VisionLanguageProvider):
     family: ClassVar[str] = FAMILY
     model_class: ClassVar[str] = "qwen3vl_bridge.models.qwen3_vl.model.Qwen3VLModel"
     language_model_class: ClassVar[str] = "qwen3vl_bridge.models.qwen3_vl.model.Qwen3VLGPTModel"
-    encoder_class: ClassVar[str] = "qwen3vl_bridge.encoder_parallel.modules.Qwen3VLEncoder"
-    decoder_class: ClassVar[str] = "qwen3vl_bridge.encoder_parallel.modules.Qwen3VLDecoder"
+    encoder_class: ClassVar[str] = "qwen3vl_bridge.dist_train.modules.Qwen3VLEncoder"
+    decoder_class: ClassVar[str] = "qwen3vl_bridge.dist_train.modules.Qwen3VLDecoder"
     fixed: ClassVar[Mapping[str, Row]] = FIXED
     rules: ClassVar[tuple[Rule, ...]] = RULES
 

@@ -99,7 +99,7 @@ def _no_address(hf_model: str, found: str | None, error: Exception) -> Checkpoin
     return CheckpointError(f"{hf_model} is not a folder, and HF_ENDPOINT is {found!r}, {expected}: {error}")
 
 
-def _side_files(folder: Path) -> list[Path]:
+def side_files(folder: Path) -> list[Path]:
     """The files of a model's folder that are not weights and belong to it, as paths relative to `folder`, sorted."""
     found = (path.relative_to(folder) for pattern in ("*", "*/*") for path in folder.glob(pattern) if path.is_file())
     patterns = (*_SIDE_FILES, _CODE) if _calls_for_code(folder) else _SIDE_FILES
@@ -116,7 +116,7 @@ def copy_side_files(source: Path, destination: Path) -> list[Path]:
     Returns:
         The copied files, relative to the folder.
     """
-    files = _side_files(source)
+    files = side_files(source)
     for relative in files:
         target = destination / relative
         target.parent.mkdir(parents=True, exist_ok=True)

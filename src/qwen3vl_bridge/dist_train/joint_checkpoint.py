@@ -1,0 +1,89 @@
+"""Checkpoints of runs with separate vision ranks, in Megatron-Bridge's loop: they equal those of one model.
+
+Names of tensors are unique over both modules, so a run can continue with another number of ranks, or without modules.
+Other state is taken from the first rank, with two exceptions. Random states are stored by a rank's index in its module;
+the tower's get a separate name. And an optimizer without parameters, such as that of experts on vision ranks, has no
+state dict; that of the other module is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
+from qwen3vl_bridge.parallel.collectives import broadcast_object, gather_objects
+
+from megatron.bridge.training.checkpointing import CheckpointLoadContext, CheckpointSaveContext
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.state_dict_utils import extract_nonpersistent, extract_sharded_base
+from megatron.core.optimizer import MegatronOptimizer
+
+_VISION = "vision_model"
+
+
+@contextlib.contextmanager
+def as_one_model[Context: (CheckpointSaveContext, CheckpointLoadContext)](ctx: Context) -> Iterator[Context]:
+    """Make what a rank saves or loads, from Megatron-Bridge's context of its module, its part of a complete model's
+    checkpoint; yields the context for Megatron-Bridge's own manager. The optimizer is changed temporarily.
+    """
+    provider, optimizer = ctx.state.cfg.model, ctx.optimizer
+    instead: dict[str, Any] = {}
+    if optimizer is not None:
+        joint = _JointOptimizer(optimizer, provider)
+        instead = {
+            "sharded_state_dict": joint.sharded_state_dict,
+            "load_state_dict": joint.load_state_dict,
+            "is_stub_optimizer": False,  # Megatron-Bridge skips an optimizer without any parameters
+        }
+        before = dict(vars(optimizer))
+        vars(optimizer).update(instead)
+    try:
+        yield ctx if provider.add_decoder else dataclasses.replace(ctx, module_name=_VISION)
+    finally:
+        for name in instead:
+            vars(optimizer).pop(name)
+            if name in before:
+                vars(optimizer)[name] = before[name]
+
+
+class _JointOptimizer:
+    """The optimizer of one module's ranks: state dicts of the optimizers in its chain that have parameters.
+
+    State other than tensors, such as steps, is merged from both modules, so that it is equal on every rank and as
+    complete as a whole model's. Every rank creates this at the same time.
+    """
+
+    def __init__(self, optimizer: MegatronOptimizer, provider: VisionLanguageProvider) -> None:
+        self._chain = getattr(optimizer, "chained_optimizers", [optimizer])
+        self._first_language = provider.dist_train.vision_world_size
+        here = {i for i, part in enumerate(self._chain) if any(group["params"] for group in part.param_groups)}
+        # A rank's part of a distributed optimizer may lack parameters that its module has.
+        heard = gather_objects((provider.add_decoder, here))
+        self._own = sorted(set().union(*(there for module, there in heard if module == provider.add_decoder)))
+
+    def sharded_state_dict(self, model: ShardedStateDict, is_loading: bool = False, **kwargs: Any) -> ShardedStateDict:
+        """By index in the chain, unless it has only one optimizer; a collective call."""
+        own = {i: self._chain[i].sharded_state_dict(model, is_loading, **kwargs) for i in self._own}
+        if not is_loading:
+            _, lasting = extract_nonpersistent(own)
+            sharded, common = extract_sharded_base(lasting)
+            common = _merged(broadcast_object(common), broadcast_object(common, self._first_language))
+            own = _merged(common, sharded)
+        return own if len(self._chain) > 1 else own.get(0, {})
+
+    def load_state_dict(self, state: dict) -> None:
+        """Load this rank's part of the whole model's state, which has the structure of `sharded_state_dict`."""
+        for i in self._own:
+            self._chain[i].load_state_dict(state[i] if len(self._chain) > 1 else state)
+
+
+def _merged(below: Any, above: Any) -> Any:
+    """Two nested structures as one; for entries in both, the value of `above` is used."""
+    if isinstance(below, list) and isinstance(above, list) and len(below) == len(above):
+        return [_merged(*both) for both in zip(below, above, strict=True)]
+    if not (isinstance(below, dict) and isinstance(above, dict)):
+        return above
+    return below | {key: _merged(below[key], value) if key in below else value for key, value in above.items()}

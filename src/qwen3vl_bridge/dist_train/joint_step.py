@@ -1,0 +1,232 @@
+"""Joint steps of separate vision and language ranks in Megatron-Bridge's loop: batches, gradients, norm, evaluation.
+
+Megatron-Bridge's set-up gives each module a separate optimizer. Without this file, the tower's gradients would not be
+divided by the tokens of the batch, which language ranks count, and each module would be clipped by its own norm.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from qwen3vl_bridge.data.provider import Qwen3VLConversationProvider
+from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
+from qwen3vl_bridge.models.common.settings.encoder_parallel import replicas_of, trains_vision
+from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, check, under
+from qwen3vl_bridge.parallel.collectives import broadcast_number, sum_numbers
+
+import torch
+from megatron.bridge.training.callbacks import Callback, CallbackContext
+from megatron.bridge.training.state import GlobalState
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.num_microbatches_calculator import (
+    get_current_running_global_batch_size,
+    get_num_microbatches,
+)
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from torch import Tensor
+
+_STREAMS, _SPLIT = "qwen3vl_encoder_batches", "qwen3vl_split"
+
+_SHARDS_ARE_SAVED = When(
+    "model.dist_train.use_dist_train",
+    lambda cfg: cfg.checkpoint.save and cfg.checkpoint.save_optim and cfg.optimizer.use_distributed_optimizer,
+)
+_TOWER_READS_BY_ITSELF = When(
+    "model.dist_train.vision_world_size model.dist_train.language_world_size",
+    lambda cfg: replicas_of(cfg.model).vision != replicas_of(cfg.model).language,
+)
+_BY_NUMBERS = "other forms name what they save by group number, and both modules have the same numbers"
+
+# What Megatron-Bridge's loop does not support for modules on separate ranks.
+_RULES: tuple[Rule, ...] = (
+    Row("checkpoint.dist_ckpt_optim_fully_reshardable", True, _BY_NUMBERS, _SHARDS_ARE_SAVED),
+    *under(
+        _TOWER_READS_BY_ITSELF,
+        Row("train.iterations_to_skip", [], "the tower's ranks cannot skip iterations", also=(None, ())),
+        Row("dataset.__class__", Qwen3VLConversationProvider, "the tower's ranks read its rows by index"),
+    ),
+)
+
+
+class Modules(Callback):
+    """Joins the two modules in Megatron-Bridge's loop."""
+
+    def on_train_start(self, context: CallbackContext) -> None:
+        """Before the first step, after the loop has set its own functions.
+
+        Raises:
+            ValueError: a setting that Megatron-Bridge's loop does not support for modules.
+        """
+        check(_RULES, context.state.cfg)
+        sharded = context.state.cfg.optimizer.use_distributed_optimizer
+        join_modules(get_model_config(context.model[0]), context.optimizer, sharded=sharded)
+
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        """Count the batch's samples; right after this Megatron-Bridge adds those of its module's replicas.
+
+        Raises:
+            ValueError: in this step the vision ranks sent other images or videos than expected.
+        """
+        for chunk in context.model:
+            module = get_attr_wrapped_model(chunk, "pg_collection", return_model_obj=True)
+            if hasattr(module, "headers"):  # on a language rank
+                module.headers.check_all()
+        groups, train = get_attr_wrapped_model(context.model[0], "pg_collection"), context.state.cfg.train
+        added = groups.dp.size() * train.micro_batch_size * get_num_microbatches()
+        context.state.train_state.consumed_train_samples += get_current_running_global_batch_size() - added
+
+    def on_eval_start(self, context: CallbackContext) -> None:
+        """Vision ranks read rows of the validation data from now on."""
+        setattr(context.state, _SPLIT, "valid")
+
+    def on_test_start(self, context: CallbackContext) -> None:
+        """Vision ranks read rows of the test data from now on."""
+        setattr(context.state, _SPLIT, "test")
+
+    def on_eval_end(self, context: CallbackContext) -> None:
+        """Vision ranks read rows of the training data again."""
+        setattr(context.state, _SPLIT, "train")
+
+    on_test_end = on_eval_end
+
+
+def join_modules(provider: VisionLanguageProvider, optimizer: MegatronOptimizer, *, sharded: bool) -> None:
+    """Make steps of both modules those of one model. Every rank calls it, once, with its module's optimizer.
+
+    Megatron-Bridge's groups of a module have none over which the norms of sharded (distributed) optimizers could be
+    summed, which to megatron-core means all ranks: those norms are of both modules already.
+    """
+    if not trains_vision(provider):
+        for info in provider._p2p_communicator.rank_module_map.values():
+            info.bridge_comms_as_src_module = [OneWayBridge(bridge) for bridge in info.bridge_comms_as_src_module]
+            info.bridge_comms_as_dest_module = [OneWayBridge(bridge) for bridge in info.bridge_comms_as_dest_module]
+    provider.finalize_model_grads_func = finalize_gradients
+    if not sharded:
+        contributes = torch.distributed.get_rank() in (0, provider.dist_train.vision_world_size)
+        optimizer.get_grad_norm = functools.partial(_joint_norm, optimizer.get_grad_norm, contributes=contributes)
+
+
+def is_split_unjoined(provider: Any) -> bool:
+    """Whether a model (of any provider) has separate vision ranks whose gradients nothing divides by the tokens."""
+    split = getattr(provider, "dist_train", None)
+    return split is not None and split.use_dist_train and provider.finalize_model_grads_func is not finalize_gradients
+
+
+def finalize_gradients(
+    model: list[torch.nn.Module],
+    num_tokens: Tensor | None = None,
+    *,
+    force_all_reduce: bool | None = False,
+    **_: Any,
+) -> None:
+    """Like megatron-core's `finalize_model_grads`; vision ranks divide by the tokens that language ranks count.
+
+    A function of the module, without additional arguments, because its name is saved with the run's configuration.
+    `num_tokens` is changed to those of the whole batch.
+    """
+    provider, groups = get_model_config(model[0]), get_attr_wrapped_model(model[0], "pg_collection")
+    counted = num_tokens if provider.add_decoder else None
+    finalize_model_grads(model, counted, pg_collection=groups, force_all_reduce=force_all_reduce)
+    if num_tokens is None:
+        return
+    tokens = broadcast_number(num_tokens, provider.dist_train.vision_world_size)
+    if not provider.add_decoder:
+        for chunk in model:
+            chunk.scale_gradients(1.0 / tokens.clamp(min=1))
+
+
+def _joint_norm(own: Any, *, contributes: bool) -> Tensor | float:
+    """The norm of both modules' gradients; each module's ranks have its norm already, and one of them contributes it.
+
+    As in megatron-core, it is a tensor on the device if Transformer Engine clips by it, and otherwise a number that the
+    host waits for.
+    """
+    norm = own()
+    joint = sum_numbers(0.0 if norm is None or not contributes else norm**2).sqrt()
+    return joint.to(norm) if isinstance(norm, Tensor) else joint.item()
+
+
+class OneWayBridge:
+    """megatron-core's bridge between modules, without sending gradients back, for a tower that is not trained."""
+
+    def __init__(self, bridge: BridgeCommunicator) -> None:
+        self._bridge = bridge
+        self.src_module_name, self.dest_module_name = bridge.src_module_name, bridge.dest_module_name
+        self.send_forward, self.recv_forward = bridge.send_forward, bridge.recv_forward
+
+    def send_backward(self, _: Tensor | None) -> None:
+        """Send no gradient."""
+
+    def recv_backward(self) -> None:
+        """Receive no gradient."""
+
+    def send_forward_recv_backward(self, tensor: Tensor) -> None:
+        """Send the encoded vision tokens, and receive nothing."""
+        self._bridge.send_forward(tensor)
+
+    def send_backward_recv_forward(self, _: Tensor | None) -> Tensor:
+        """Send nothing, and receive the encoded vision tokens."""
+        return self._bridge.recv_forward()
+
+
+def replicas_read(provider: VisionLanguageProvider, groups: ProcessGroupCollection) -> tuple[Sequence[int], int]:
+    """The data-parallel replicas whose batches this rank reads, and the number of replicas; groups of its module."""
+    if provider.add_encoder and provider.add_decoder:
+        return (groups.dp.rank(),), groups.dp.size()
+    replicas, own = replicas_of(provider), groups.dp.rank()
+    return ((own,) if provider.add_decoder else replicas.language_replicas_of(own)), replicas.language
+
+
+def next_encoder_batch(state: GlobalState, given: Iterator[Any], groups: ProcessGroupCollection) -> tuple:
+    """The next microbatch of each language replica that a vision rank encodes for.
+
+    Megatron-Bridge's loop assigns rows by the tower's own replicas; if those are as many as the language model's, they
+    read the same rows. Otherwise its iterator is not used, and rows are read from the run's position. A script with its
+    own iterator yields tuples, with a microbatch of each replica.
+    """
+    replicas = replicas_of(state.cfg.model)
+    if not isinstance(given, RerunDataIterator) or replicas.vision == replicas.language:
+        batch = next(given)
+        return batch if isinstance(batch, tuple) else (batch,)
+    if not hasattr(state, _STREAMS):
+        setattr(state, _STREAMS, {})
+    streams, split = getattr(state, _STREAMS), getattr(state, _SPLIT, "train")
+    if split not in streams:
+        streams[split] = _resumed_streams(state, split, groups)
+    return tuple(next(stream) for stream in streams[split])
+
+
+def _resumed_streams(state: GlobalState, split: str, groups: ProcessGroupCollection) -> list[Iterator[Any]]:
+    """The streams of a split, one for each replica, starting where Megatron-Bridge's loader of it does."""
+    cfg, done = state.cfg, state.train_state
+    read, size = replicas_read(cfg.model, groups)
+    rows = cfg.dataset.shared_by(1)
+    micro = cfg.train.micro_batch_size if split == "train" else cfg.validation.eval_micro_batch_size
+    streams = [rows.stream(split, dp_rank=rank, dp_size=size, micro_batch_size=micro) for rank in read]
+    validated = 0 if cfg.validation.skip_train else done.consumed_valid_samples
+    row = {"train": done.consumed_train_samples, "valid": validated, "test": 0}[split]
+    for stream in streams:
+        stream.load_state_dict(stream.state_dict() | {"row": row})
+    return streams
+
+
+def evaluate_both_modules(evaluate: Callable[..., Any], state: GlobalState, *args: Any, **kwargs: Any) -> Any:
+    """Call Megatron-Bridge's `evaluate` such that it evaluates the two modules as one model; unchanged for other runs.
+
+    `evaluate` takes a communicator between modules. Megatron-Bridge's loop passes none, and would evaluate the module
+    of each rank by itself.
+    """
+    provider = state.cfg.model
+    if isinstance(provider, VisionLanguageProvider) and provider.dist_train.use_dist_train:
+        groups = copy.copy(provider._pg_collection)
+        # On language ranks Megatron-Bridge asks the groups of one module for those of the language model.
+        groups.get_language_model_collection = lambda: provider._pg_collection
+        kwargs["p2p_communicator"], kwargs["pg_collection"] = provider._p2p_communicator, groups
+    return evaluate(state, *args, **kwargs)

@@ -1,0 +1,198 @@
+"""The two modules that train on separate ranks, the vision tower and the model without it, and the tensor between them.
+
+A payload is [P, 1 + R, (t + 1) * h]: for each of P shards a header row, then a row for each vision token, then rows of
+zeros up to the longest shard. A token's row has its DeepStack features first, in the order of their layers, and its
+final embedding last. megatron-core concatenates shards of several senders, and splits those of several receivers, along
+the first dimension, so images may have any size.
+
+Legend: t DeepStack features of a token, h the text model's hidden size, M vision tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from qwen3vl_bridge.batch import EncoderInputs, EncoderShard, ModelInputs
+from qwen3vl_bridge.batch.device_transfer import HostCopy
+from qwen3vl_bridge.models.common.model import VisionLanguageModel
+from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
+from qwen3vl_bridge.models.common.settings.encoder_parallel import LANGUAGE, VISION, trains_vision
+from qwen3vl_bridge.models.common.vision_config import vision_transformer_config
+from qwen3vl_bridge.models.common.vision_tower import Qwen3VLVisionModel
+from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+# Digits in this base are exact in every floating-point dtype that models train in.
+_BASE, _DIGITS = 256, 4
+
+
+class Qwen3VLEncoder(MegatronModule):
+    """The vision tower as a module; the process groups are the tower's."""
+
+    pre_process, post_process, vp_stage = True, False, None
+    share_embeddings_and_output_weights = False
+    model_type = ModelType.encoder_or_decoder
+
+    def __init__(self, config: VisionLanguageProvider, pg_collection: ProcessGroupCollection) -> None:
+        super().__init__(config=config)
+        self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
+        self.vision_model = Qwen3VLVisionModel(vision_transformer_config(config), config.vision_config, pg_collection)
+
+    def forward(self, inputs: EncoderInputs) -> dict[str, Tensor]:
+        """The payload of this rank's images and videos, or of a blank image, for all language replicas it serves."""
+        pictures = inputs.vision or self.vision_model.blank_picture(next(self.parameters()).device)
+        tokens, features = self.vision_model(pictures)
+        return {VISION: pack(tokens, features, inputs.shards, inputs.rows)}
+
+    def set_input_tensor(self, input_tensor: list[dict[str, Tensor]]) -> None:
+        """Does nothing: the tower has no previous stage."""
+
+    def shared_embedding_or_output_weight(self) -> None:
+        """Returns None: the tower has no such weight."""
+
+    freeze = VisionLanguageModel.freeze
+
+
+class Qwen3VLDecoder(Qwen3VLModel):
+    """The model without its vision tower; arguments as for `Qwen3VLModel`."""
+
+    def __init__(self, config: VisionLanguageProvider, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.payload: Tensor | None = None
+        self.headers = Headers()
+
+    def add_tower(self) -> None:
+        """Does nothing: the tower is on separate ranks."""
+
+    def encode(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
+        """Vision tokens [M, h] and DeepStack features [t, M, h], as received from the vision ranks.
+
+        Raises:
+            ValueError: nothing was received, or the payload is not that of this microbatch, or of an earlier one.
+        """
+        if self.payload is None or inputs.encoder_shards is None:
+            raise ValueError(
+                "this model has no vision tower (dist_train.use_dist_train): expected a microbatch of "
+                "qwen3vl_bridge.forward_step, in the schedule that includes the vision ranks"
+            )
+        payload, self.payload = self.payload, None
+        if not trains_vision(self.config):
+            payload = payload.detach()  # its gradient is not sent
+        tokens, features, header = unpack(payload, inputs.encoder_shards, self.stage.received, self.config.hidden_size)
+        if self.training:
+            self.headers.add(header)
+        else:
+            header.check()
+        return tokens, features
+
+    def set_input_tensor(self, input_tensor: list[dict[str, Any]]) -> None:
+        """Store what vision ranks or the previous pipeline stage sent, for the next `forward`."""
+        received = input_tensor[0] or {}
+        self.payload = received.get(VISION)
+        super().set_input_tensor(received.get(LANGUAGE))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor | dict[str, Tensor]:
+        """Like `Qwen3VLModel.forward`; the output for the next pipeline stage is under the module's name."""
+        output = super().forward(*args, **kwargs)
+        return output if self.post_process else {LANGUAGE: output}
+
+
+def pack(tokens: Tensor, features: Tensor, shards: Sequence[EncoderShard], rows: int) -> Tensor:
+    """Pack encoded vision tokens into a payload.
+
+    Args:
+        tokens: [M, h] ordered by shard; more may follow, as of a blank image.
+        features: [t, M, h] DeepStack features of the same tokens.
+        shards: of each receiver.
+        rows: R, no less than any shard's tokens.
+
+    Returns:
+        [P, 1 + R, (t + 1) * h]; not a view, because the schedules could not free a view after sending it.
+    """
+    each = torch.cat((*features, tokens), -1)
+    counts = [shard.tokens for shard in shards]
+    parts = each[: sum(counts)].split(counts)
+    padded = torch.stack([F.pad(part, (0, 0, 1, rows - len(part))) for part in parts])
+    digits = [
+        [digit for number in numbers for digit in number.to_bytes(_DIGITS, "big")]
+        for numbers in _header_numbers(shards, len(features), tokens.size(-1))
+    ]
+    headers = F.pad(torch.tensor(digits), (0, padded.size(-1) - 4 * _DIGITS))
+    headers = (headers.pin_memory() if padded.device.type == "cuda" else headers).to(padded, non_blocking=True)
+    return padded + F.pad(headers[:, None], (0, 0, 0, rows))
+
+
+def unpack(
+    payload: Tensor, shards: Sequence[EncoderShard], deepstack_layers: int, hidden: int
+) -> tuple[Tensor, Tensor, Header]:
+    """Unpack a payload [P, 1 + R, (t + 1) * h] of the expected shards, one from each sender.
+
+    Returns:
+        Vision tokens [M, h] and DeepStack features [t, M, h]; and the header, to be compared.
+
+    Raises:
+        ValueError: a payload of another shape.
+    """
+    width, most = (deepstack_layers + 1) * hidden, max(shard.tokens for shard in shards)
+    if payload.ndim != 3 or len(payload) != len(shards) or payload.size(2) != width or payload.size(1) <= most:
+        raise ValueError(
+            f"the vision ranks sent {list(payload.shape)}, expected {[len(shards), f'{1 + most} or more', width]}: "
+            f"{len(shards)} shards of up to {most} vision tokens, with {deepstack_layers} DeepStack features of width "
+            f"{hidden} and their embedding each"
+        )
+    header = Header(HostCopy(payload[:, 0, : 4 * _DIGITS]), _header_numbers(shards, deepstack_layers, hidden))
+    rows = torch.cat([part[1 : 1 + shard.tokens] for part, shard in zip(payload, shards, strict=True)])
+    each = rows.view(-1, deepstack_layers + 1, hidden).transpose(0, 1)
+    return each[-1], each[:-1], header
+
+
+def _header_numbers(shards: Sequence[EncoderShard], deepstack_layers: int, hidden: int) -> list[tuple[int, ...]]:
+    return [(shard.tokens, shard.mark, deepstack_layers, hidden) for shard in shards]
+
+
+class Header(NamedTuple):
+    """The received header, and the expected one."""
+
+    received: HostCopy  # [P, 4 * digits]
+    expected: list[tuple[int, ...]]  # (tokens, mark, DeepStack layers, width) of each of the P shards
+
+    def check(self) -> None:
+        """Wait for the received header; raises ValueError if the payload is of other images or videos."""
+        received = []
+        for row in self.received.tolist():
+            numbers = [row[first : first + _DIGITS] for first in range(0, 4 * _DIGITS, _DIGITS)]
+            received.append(tuple(sum(int(d) * _BASE**p for p, d in enumerate(reversed(n))) for n in numbers))
+        if received != self.expected:
+            raise ValueError(
+                f"the vision ranks sent shards of (tokens, mark, features, width) {received}, expected "
+                f"{self.expected}: both sides must read the same batches in the same order with the same configuration"
+            )
+
+
+class Headers:
+    """The headers of a step's payloads, compared without waiting for them: as they arrive, and all at the step's end.
+
+    By then the weights have changed, but nothing has been saved.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Header] = deque()
+
+    def add(self, header: Header) -> None:
+        """Add a header, and compare those that have arrived. Raises as `Header.check`."""
+        while self._waiting and self._waiting[0].received.is_there():
+            self._waiting.popleft().check()
+        self._waiting.append(header)
+
+    def check_all(self) -> None:
+        """Compare all remaining headers. Raises as `Header.check`."""
+        while self._waiting:
+            self._waiting.popleft().check()

@@ -1,1 +1,0 @@
-"""Separate vision and language ranks (dist-train): both modules, their payload, step, checkpoint, evaluation."""

@@ -1,1 +1,0 @@
-"""Checkpoints of a run: weight loading, both formats, optimizer state, all-or-none saves."""

@@ -1,1 +1,0 @@
-"""Metrics of a run: throughput, expert load, accuracy, learning rates, progress, trackers."""

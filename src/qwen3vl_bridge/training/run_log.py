@@ -1,0 +1,239 @@
+"""The log of a run: an entry per step and evaluation, in `metrics.jsonl` beside its checkpoints, printed, and tracked.
+
+Callbacks pass their metrics to `publish`; the log comes last among them. TensorBoard and Weights & Biases are created
+by Megatron-Bridge's state, on the last rank.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from qwen3vl_bridge.files.atomic import replace_file
+from qwen3vl_bridge.files.parsing import parse_record
+from qwen3vl_bridge.parallel.collectives import gather_objects
+
+import torch
+from megatron.bridge.training.callbacks import Callback, CallbackContext
+from megatron.bridge.training.config import ConfigContainer
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+from tqdm import tqdm
+
+logger = logging.getLogger(__name__)
+
+Entry = dict[str, float]
+
+METRICS = "metrics.jsonl"
+# Keys of `context.user_state`, on every rank. MEASURED: an event's metrics until they are in the log. ENTRY: the latest
+# entry. STEP_LOSS: the (sum of losses, tokens) of a step over all ranks. TOWER_NORMS: gradient norms by part.
+MEASURED, ENTRY, STEP_LOSS, TOWER_NORMS = "measured", "log_entry", "step_loss", "tower_norms"
+# Prefix of metrics that Megatron-Bridge does not log itself.
+PREFIX = "qwen3vl/"
+
+
+class RunLog(Callback):
+    """Comes last among the callbacks of a run: an entry includes their metrics of the same event.
+
+    Loss and tokens are those that all ranks have summed before the optimizer's step, so every rank has every entry. One
+    rank writes the file, and prints.
+    """
+
+    def on_train_start(self, context: CallbackContext) -> None:
+        """Continue the file of a resumed run: entries of steps after its checkpoint are removed, because they are
+        repeated.
+        """
+        cfg, step = context.state.cfg, context.state.train_state.step
+        self._shown = StepProgress(
+            cfg.train.train_iters, step, cfg.logger.log_interval, bar=not torch.cuda.is_available()
+        )
+        self._validated: int | None = None
+        is_first = torch.distributed.get_rank() == 0
+        if step >= cfg.train.train_iters and is_first:
+            logger.warning(
+                "the run is complete: %s is at step %d and train.train_iters is %d; raise train.train_iters, or "
+                "choose another folder",
+                *(cfg.checkpoint.load, step, cfg.train.train_iters),
+            )
+        self._path: Path | None = None
+        here = cfg.checkpoint.save and "://" not in str(cfg.checkpoint.save)  # remote paths are not folders
+        if here and is_first:
+            self._path = Path(cfg.checkpoint.save) / METRICS
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if self._path.exists():  # a truncated line is removed, too
+                kept = [entry for entry in read_metrics(self._path.parent) if entry["step"] <= step]
+                replace_file(self._path, "".join(map(metrics_line, kept)).encode())
+
+    def on_train_step_start(self, context: CallbackContext) -> None:
+        """Note the step's start time and learning rate."""
+        self._lr = get_canonical_lr_for_logging(context.optimizer.param_groups)
+        self._started = time.perf_counter()
+
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        """Add the entry of a step."""
+        entry: Entry = {"step": step_of(context)}
+        loss, tokens = context.user_state[STEP_LOSS]
+        if tokens:
+            entry["loss"] = loss / tokens
+        elif "lm loss" in context.loss_dict:  # of another package's forward step
+            entry["loss"] = float(context.loss_dict["lm loss"])
+        entry["lr"] = self._lr
+        if context.grad_norm is not None:
+            entry["grad_norm"] = float(context.grad_norm)
+        entry |= {"trained_tokens": int(tokens), "seconds": time.perf_counter() - self._started}
+        if context.skipped_iter:
+            entry["skipped"] = 1
+        self._shown.advance(self._add(context, entry))
+
+    def on_eval_end(self, context: CallbackContext) -> None:
+        """Add the entry of an evaluation, unless there is one of the same step and rows."""
+        heard = gather_objects({name: float(value) for name, value in (context.total_loss_dict or {}).items()})
+        losses = next((losses for losses in heard if "lm loss" in losses), {})
+        step = context.state.train_state.step
+        if self._validated != step and losses:
+            self._validated = step
+            self._shown.note(self._add(context, {"step": step, "valid_loss": losses["lm loss"]}))
+
+    def on_train_end(self, context: CallbackContext) -> None:
+        """Finish the console output; a final validation that repeats the previous one is not logged."""
+        self._shown.close()
+        state = context.state
+        if self._validated == state.train_state.step and getattr(state.cfg.dataset, "rows_of_evaluation", None):
+            state.train_state.do_valid = False
+
+    def _add(self, context: CallbackContext, entry: Entry) -> Entry:
+        entry |= context.user_state.pop(MEASURED, {})
+        context.user_state[ENTRY] = entry
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(metrics_line(entry))
+        return entry
+
+
+def publish(context: CallbackContext, figures: Mapping[str, float]) -> None:
+    """Pass a callback's metrics, by name, to the log and the trackers. Every rank may call it."""
+    context.user_state.setdefault(MEASURED, {}).update(figures)
+    tracked, step = {PREFIX + name: value for name, value in figures.items()}, step_of(context)
+    if (board := context.state.tensorboard_logger) is not None:
+        for name, value in tracked.items():
+            board.add_scalar(name, value, step)
+    if (wandb := context.state.wandb_logger) is not None:
+        wandb.log(tracked, step)
+
+
+def step_of(context: CallbackContext) -> int:
+    """The latest finished step. Megatron-Bridge's event comes before it counts the step."""
+    return context.state.train_state.step + (context.loss_dict is not None)
+
+
+def check_trackers(cfg: ConfigContainer) -> None:
+    """Refuse, before training, a tracker that would fail at the first metric.
+
+    Raises:
+        ValueError: Weights & Biases is requested and not installed, or would refuse the name.
+    """
+    settings = cfg.logger
+    if not settings.wandb_project:
+        return
+    if importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            f"logger.wandb_project is {settings.wandb_project!r}, and wandb is not installed: install it (pip install "
+            "wandb), or set logger.wandb_project=None"
+        )
+    if settings.wandb_exp_name == "":
+        raise ValueError("logger.wandb_exp_name is '', expected a name for the run, or None")
+
+
+def metrics_line(entry: Mapping[str, Any]) -> str:
+    """An entry as it is written; numbers that are not finite are null, because JSON does not have them."""
+    plain = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in entry.items()
+    }
+    return json.dumps(plain, allow_nan=False) + "\n"
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """A run's entries so far; empty if it has no such file. A truncated line is skipped."""
+    path, entries = folder / METRICS, []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            entries.append(parse_record(line))
+        except ValueError:
+            continue
+    return entries
+
+
+_SECONDS_BETWEEN_LINES = 10.0
+_SHOWN = {
+    "loss": "loss {:.4f}",
+    "lr": "lr {:.2e}",
+    "grad_norm": "|g| {:.2f}",
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "tflops_per_gpu": "{:.3g} TFLOP/s",
+    "mfu": "MFU {:.1%}",
+    "memory_gb": "{:.1f} GB",
+}
+# Metrics that are not computed in every step are repeated until there are new ones.
+_STAY = ("tokens_per_second", "tflops_per_gpu", "mfu", "memory_gb")
+
+
+class StepProgress:
+    """Shows steps on the first rank's standard error: a bar on a terminal, which lines from elsewhere would break, or a
+    line each `interval` steps and after ten seconds.
+    """
+
+    def __init__(self, total: int, done: int, interval: int, *, bar: bool = True) -> None:
+        self._silent = torch.distributed.get_rank() != 0
+        self._has_bar = bar and sys.stderr.isatty()
+        self._bar = tqdm(
+            total=total,
+            initial=done,
+            desc="train",
+            disable=self._silent or not self._has_bar,
+            dynamic_ncols=True,
+            bar_format="{desc} {percentage:3.0f}%|{bar:12}| {n_fmt}/{total_fmt}{postfix}",
+        )
+        self._total, self._first, self._interval = total, done, interval
+        self._started = self._last_line = time.monotonic()
+        self._latest: dict[str, float] = {}
+        self._skipped = 0
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        self._bar.close()
+
+    def advance(self, entry: Mapping[str, float]) -> None:
+        """Show a finished step, the latest of those since the last call."""
+        step, now = int(entry["step"]), time.monotonic()
+        self._latest |= {name: entry[name] for name in _STAY if name in entry}
+        self._skipped += "skipped" in entry
+        shown = self._latest | dict(entry)
+        words = [form.format(shown[name]) for name, form in _SHOWN.items() if shown.get(name) is not None]
+        if self._skipped:
+            words.append(
+                f"(this step skipped, {self._skipped} in all)" if "skipped" in entry else f"({self._skipped} skipped)"
+            )
+        each = (now - self._started) / max(step - self._first, 1)
+        text = "  ".join([*words, f"ETA {timedelta(seconds=round(each * (self._total - step)))}"])
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(step - self._bar.n)
+        due = step % self._interval == 0 or now - self._last_line > _SECONDS_BETWEEN_LINES
+        if not self._has_bar and (due or step == self._total or "skipped" in entry):
+            self._last_line = now
+            self._write(f"step {step}/{self._total}  {text}")
+
+    def note(self, entry: Mapping[str, float]) -> None:
+        """Print a permanent line, such as an evaluation."""
+        self._write("  ".join(f"{name} {value:.4g}" for name, value in entry.items()))
+
+    def _write(self, line: str) -> None:
+        if not self._silent:
+            tqdm.write(line, file=sys.stderr)
+            sys.stderr.flush()

@@ -1,0 +1,492 @@
+"""A model's weights in Megatron-Bridge's loop: a run's initial ones, or all of a checkpoint's, from any format.
+
+Hugging Face weights are read by Megatron-Bridge's own loader; the two Megatron formats are read here, and a weight that
+is missing, extra or of another shape is an error on all ranks that lists them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qwen3vl_bridge.checkpoint.adapters.settings import refuse_adapters_alone
+from qwen3vl_bridge.checkpoint.engine.manifest import read_manifest, tool
+from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
+from qwen3vl_bridge.checkpoint.formats.megatron.folder import HF_FILES, TORCH_DIST, find_iteration, format_of, key_of
+from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import side_files
+from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
+from qwen3vl_bridge.checkpoint.stored_models.hf_model import open_model
+from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.models.common.model import VisionLanguageModel
+from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
+from qwen3vl_bridge.parallel.collectives import all_or_none, gather_objects
+from qwen3vl_bridge.registry import family, family_of
+from qwen3vl_bridge.training.process_groups import initialize
+from qwen3vl_bridge.training.resuming import has_checkpoint
+from qwen3vl_bridge.weights.dimensions import vision_sizes
+from qwen3vl_bridge.weights.names import is_of_mtp, local_name
+from qwen3vl_bridge.weights.rows import Row, expand, stored_rows
+
+import torch
+import torch.distributed.checkpoint as dcp
+from megatron.bridge import AutoBridge
+from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_to_global
+from megatron.bridge.training import checkpointing
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.utils.checkpoint_utils import is_hf_checkpoint_dir
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config, unwrap_model
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+logger = logging.getLogger(__name__)
+
+Chunks = list[torch.nn.Module]
+Shapes = dict[str, tuple[int, ...]]
+
+# Fields of a provider that determine weights and their shapes.
+_SIZES = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("vocab_size", "share_embeddings_and_output_weights", "moe_layers", "num_moe_experts", "moe_ffn_hidden_size"),
+)
+_LINEAR = (
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_conv_kernel_dim", "moe_shared_expert_intermediate_size"),
+)
+_WITH_EXPERTS = ("num_moe_experts", "moe_ffn_hidden_size")
+# The last pipeline stage of a tied model has its own copy of the embedding by this name.
+_OUTPUT, _EMBEDDING = "language_model.output_layer.weight", "language_model.embedding.word_embeddings.weight"
+_SECTION, _OPTIMIZER, _WRAPPER = "model.", "optimizer.", "module."
+# Megatron-FSDP stores gate and up projection separately, and the sections of linear attention's projection.
+_PARTS = ("_w", "_v", ".query", ".key", ".value", ".z", ".beta", ".alpha")
+
+
+def load_model(hf_path: str | Path, megatron_path: str | Path | None = None) -> list[VisionLanguageModel]:
+    """Build the complete Megatron model on this process, or on these processes, and fill it, without training.
+
+    Args:
+        hf_path: Hugging Face folder or hub id: the configuration, and the weights if `megatron_path` is None.
+        megatron_path: a checkpoint of either format, or a run's folder, from which weights are read.
+
+    Raises:
+        CheckpointError, ValueError: the Megatron or the Hugging Face checkpoint does not exist or does not fit.
+    """
+    bridge = AutoBridge.from_hf_pretrained(str(hf_path))
+    importlib.import_module(family_of(bridge.hf_pretrained.config.to_dict()).bridge)  # may not be registered yet
+    provider = bridge.to_megatron_provider(load_weights=megatron_path is None)
+    provider.finalize()
+    groups = initialize(provider, seed=0)
+    model = provider.provide_distributed_model(
+        wrap_with_ddp=False, use_cpu_initialization=not torch.cuda.is_available(), pg_collection=groups
+    )
+    if megatron_path is not None:
+        load_weights(megatron_path, model, groups)
+    return model
+
+
+def load_weights(folder: str | Path, model: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
+    """Fill all weights of a model from a checkpoint of either Megatron format.
+
+    Args:
+        folder: the run's or the checkpoint's own, visible to all ranks.
+        model: this rank's chunks, wrapped or not, without adapters.
+        groups: the model's.
+
+    Raises:
+        CheckpointError: a tensor is missing, extra or of another shape; all are listed.
+    """
+    with all_or_none():
+        folder = find_iteration(Path(folder))
+        refuse_adapters_alone(folder)
+        ckpt_format = format_of(folder)
+    (_load_torch_dist if ckpt_format == TORCH_DIST else _load_fsdp_dtensor)(folder, model, groups)
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """Initial weights, in the folder of a Hugging Face model or of an iteration."""
+
+    folder: Path
+    is_hf: bool
+
+    @classmethod
+    def find(cls, path: str | Path) -> Pretrained:
+        """The weights at a path; raises CheckpointError if there are none in a known format."""
+        if is_hf_checkpoint_dir(str(path)):
+            return cls(Path(path), is_hf=True)
+        return cls(find_iteration(Path(path)), is_hf=False)
+
+    def check(self, provider: VisionLanguageProvider) -> None:
+        """Refuse weights of another model, as far as possible without reading them.
+
+        Raises:
+            CheckpointError: sizes that differ; all are listed. Or they are only adapters, without their base weights.
+        """
+        if not self.is_hf:
+            # There all names and shapes are in one file, and compared before weights are read.
+            refuse_adapters_alone(self.folder)
+            return
+        config = ModelConfig(self.folder).raw
+        theirs, ours = _sizes(family_of(config).provider_of(config)), _sizes(provider)
+        differ = [
+            f"{name} is {theirs.get(name)}, expected {ours[name]}" for name in ours if theirs.get(name) != ours[name]
+        ]
+        if differ:
+            raise CheckpointError("\n  ".join([f"{self.folder} holds a different model from the run's:", *differ]))
+
+    def load(self, model: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
+        """Fill a model; arguments and errors as for `load_weights`."""
+        if self.is_hf:
+            AutoBridge.from_hf_pretrained(str(self.folder)).load_hf_weights(list(model))
+        else:
+            load_weights(self.folder, model, groups)
+
+    def export_files(self) -> ExportFiles:
+        """What checkpoints of a run that starts from these weights need in order to be exported."""
+        if self.is_hf:
+            files = {str(name): self.folder / name for name in side_files(self.folder)}
+            has_experts = ModelConfig(self.folder).dimensions.indices["moe_layers"]
+            experts = open_model(self.folder).experts.name if has_experts else None
+        else:
+            hf = self.folder / HF_FILES
+            files = {str(path.relative_to(hf)): path for path in hf.rglob("*") if path.is_file()}
+            experts = read_manifest(self.folder).get("expert_layout")
+        return ExportFiles(self.folder, files, tool() | {"source": str(self.folder), "expert_layout": experts})
+
+
+@dataclass(frozen=True)
+class ExportFiles:
+    """What an export needs beside tensors: configuration, tokenizer, processor, and the format of experts."""
+
+    source: Path  # the checkpoint that has them
+    files: dict[str, Path]  # by the path relative to the folder of Hugging Face files in a checkpoint
+    manifest: dict[str, Any]
+
+
+def _sizes(provider: VisionLanguageProvider) -> dict[str, object]:
+    names = [name for name in _SIZES if provider.moe_layers or name not in _WITH_EXPERTS]
+    vision = provider.vision_config
+    return {
+        **{name: getattr(provider, name, None) for name in names},
+        **vision_sizes(vision.to_dict()),
+        "vision layers": vision.depth,
+        "deepstack_visual_indexes": list(provider.deepstack_layers),
+        "family": provider.family,
+        **{name: getattr(provider, name) for name in _LINEAR if hasattr(provider, name)},
+    }
+
+
+class InitialWeights:
+    """A hook of a provider: reads a run's initial weights into its chunks before they are wrapped.
+
+    Megatron-Bridge reads them into the wrapped model, in the format in which the run saves; Hugging Face weights cannot
+    be read into Megatron-FSDP's shards this way. Before it is wrapped the model is whole on each rank: on the GPU, or
+    with `model.init_model_with_meta_device` on the host, from where Megatron-FSDP moves one group of parameters after
+    the other.
+
+    If the run trains adapters they are inserted too. Megatron-Bridge's own hook for that comes later, and would read
+    the weights in only one format; it does nothing if `cfg.peft` is None, which is so from here until the model is
+    wrapped.
+    """
+
+    def __init__(self, cfg: ConfigContainer) -> None:
+        self.cfg = cfg
+        self.peft = None  # the run's adapters, while the configuration has none
+
+    def __deepcopy__(self, memo: dict) -> InitialWeights:
+        """Itself: layers copy their provider, and must not copy the whole run's configuration."""
+        return self
+
+    def __call__(self, chunks: Chunks) -> Chunks:
+        """Fill this rank's chunks, on any device and in any precision, unless the run resumes from a checkpoint of its
+        own that has all weights; raises CheckpointError if weights are missing or do not fit.
+        """
+        cfg = self.cfg
+        peft = cfg.peft or self.peft  # already ours if a failed set-up is repeated
+        with all_or_none():
+            for chunk in chunks:
+                _allocate_on_host(chunk)
+        if peft is None and has_checkpoint(cfg.checkpoint):
+            return chunks
+        with all_or_none():
+            pretrained = Pretrained.find(cfg.checkpoint.pretrained_checkpoint)
+            pretrained.check(cfg.model)
+        pretrained.load(chunks, cfg.model._pg_collection)
+        if peft is not None:
+            chunks = peft(chunks, training=True)
+            peft.set_params_to_save(chunks)
+            self.peft, cfg.peft = peft, None
+        return chunks
+
+    def after(self, chunks: Chunks) -> Chunks:
+        """A hook for when chunks are wrapped: restores the configuration's adapters."""
+        self.restore_peft()
+        return chunks
+
+    def restore_peft(self) -> None:
+        """Restore the configuration's adapters, if this hook has them."""
+        if self.peft is not None:
+            self.cfg.peft, self.peft = self.peft, None
+
+
+def read_initial_weights(cfg: ConfigContainer, manager: str) -> None:
+    """Make Megatron-Bridge's set-up read a run's initial weights by our loader; no effect without initial weights.
+
+    Args:
+        cfg: changed in place; a second call has no effect.
+        manager: our checkpoint manager, which does not load them. Another one, a user's own, is left to do it.
+    """
+    for hook in [hook for hook in getattr(cfg.model, "_pre_wrap_hooks", ()) if isinstance(hook, InitialWeights)]:
+        cfg.model._pre_wrap_hooks.remove(hook)
+        cfg.model._post_wrap_hooks.remove(hook.after)
+        hook.restore_peft()
+    if cfg.checkpoint.pretrained_checkpoint is not None and cfg.checkpoint.custom_manager_class == manager:
+        hook = InitialWeights(cfg)
+        cfg.model.register_pre_wrap_hook(hook)
+        cfg.model.register_post_wrap_hook(hook.after)
+
+
+def _allocate_on_host(chunk: torch.nn.Module) -> None:
+    """Move parameters from the meta device to the host, with the attributes that megatron-core has set on them.
+
+    Raises:
+        CheckpointError: a buffer on the meta device, whose values are unknown.
+    """
+    if lost := [name for name, buffer in chunk.named_buffers() if buffer.is_meta]:
+        raise CheckpointError(
+            f"model.init_model_with_meta_device is True, expected False: {', '.join(lost)} would have no values"
+        )
+    made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for parameter in chunk.parameters():  # tied parameters once
+        if parameter.is_meta:
+            data = torch.empty_like(parameter, device="cpu")
+            made[parameter] = torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
+            vars(made[parameter]).update(vars(parameter))
+    for module in chunk.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter in made:
+                setattr(module, name, made[parameter])
+
+
+def _load_torch_dist(folder: Path, model: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
+    """Read megatron-core's own format, whose names and shapes are those of the model's own sharded state dict."""
+    with all_or_none():
+        chunks = unwrap_model(list(model))
+        metadata = (dist_checkpointing.load_content_metadata(str(folder)) or {}) | {"dp_cp_group": groups.dp_cp}
+        wanted = {f"{stage}": chunk.sharded_state_dict(metadata=metadata) for stage, chunk in enumerate(chunks)}
+        entries = [entry for entry in nested_values(load_preprocess(wanted)[0]) if isinstance(entry, ShardedTensor)]
+        mine = {e.key: None if e.allow_shape_mismatch else tuple(e.global_shape) for e in entries}
+    shapes: dict[str, tuple[int, ...] | None] = {}
+    for some in gather_objects(mine):
+        shapes |= some
+    with all_or_none():
+        stored = {key: spec.shape for key, (spec, _) in read_metadata(folder).tensors.items()}
+        ours = {key: shape for key, shape in stored.items() if key.startswith(("language_model.", "vision_model."))}
+        problems = _missing_or_misshapen(stored, shapes) + _unexpected(ours, shapes)
+    _raise_problems(folder, problems)
+    with all_or_none(), torch.no_grad():
+        loaded = dist_checkpointing.load(wanted, str(folder), validate_access_integrity=False)
+        for stage, chunk in enumerate(chunks):
+            chunk.load_state_dict(loaded[f"{stage}"], strict=True)
+
+
+def _load_fsdp_dtensor(folder: Path, model: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
+    """Read the fsdp_dtensor layout by torch.distributed.checkpoint, each rank its own parts."""
+    with all_or_none():
+        parameters = list(stored_parameters(model, groups))
+        # Views: loading fills the model.
+        tensors = {key_of(name): part for parameter in parameters for name, part in parameter.parts()}
+        # Read by our own reader first: it unpickles only descriptions of tensors.
+        specs = read_metadata(folder).tensors
+        stored = {key: spec.shape for key, (spec, _) in specs.items() if key.startswith(key_of(""))}
+        # Without Transformer Engine, Megatron-FSDP saves a model under that model's own names.
+        tensors = {
+            key if key in stored or local_name(key) not in stored else local_name(key): t for key, t in tensors.items()
+        }
+        padded = _padded_otherwise(stored, tensors, parameters, unwrap_model(list(model))[0].config.vocab_size)
+        whole = {key: tensor for key, tensor in tensors.items() if key not in padded}
+        problems = _missing_or_misshapen(stored, {key: tuple(tensor.shape) for key, tensor in whole.items()})
+    wanted = set(tensors).union(*gather_objects(list(tensors)))
+    _raise_problems(folder, problems + _unexpected(stored, wanted))
+    with all_or_none():
+        dcp.load(whole, checkpoint_id=folder, no_dist=True)
+        for key, part in padded.items():
+            # Missing rows belong to no token, and are zeroed.
+            rows, first = torch.empty(stored[key], dtype=part.dtype), 0
+            dcp.load({key: rows}, checkpoint_id=folder, no_dist=True)
+            if isinstance(part, DTensor):
+                first, part = part.device_mesh.get_local_rank() * len(part.to_local()), part.to_local()
+            rows = rows[first : first + len(part)]
+            part[: len(rows)] = rows
+            part[len(rows) :] = 0
+
+
+def _padded_otherwise(
+    stored: Shapes, tensors: dict[str, Tensor], parameters: Sequence[StoredParameter], tokens: int
+) -> dict[str, Tensor]:
+    """Tensors with a row per token that were saved with another number of padding rows."""
+    keys = {key_of(name) for parameter in parameters if parameter.row.of_vocabulary for name in parameter.row.stored}
+    return {
+        key: tensors[key]
+        for key in keys & stored.keys() & tensors.keys()
+        if stored[key] != tuple(tensors[key].shape)
+        and stored[key][0] >= tokens
+        and stored[key][1:] == tensors[key].shape[1:]
+    }
+
+
+def _missing_or_misshapen(stored: Shapes, wanted: Mapping[str, tuple[int, ...] | None]) -> list[str]:
+    """Tensors that a checkpoint lacks, or has in another shape; None for any shape."""
+    missing = [f"missing: {key} {list(shape or ())}" for key, shape in wanted.items() if key not in stored]
+    return missing + [
+        f"misshapen: {key} is {list(stored[key])}, expected {list(shape)}"
+        for key, shape in wanted.items()
+        if shape is not None and stored.get(key, shape) != shape
+    ]
+
+
+def _unexpected(stored: Shapes, wanted: Collection[str]) -> list[str]:
+    """Tensors of a checkpoint without a parameter; a model may lack multi-token prediction."""
+    without_mtp = not any(is_of_mtp(key) for key in wanted)
+    return [
+        f"unexpected: {key} {list(shape)}"
+        for key, shape in stored.items()
+        if key not in wanted and not (without_mtp and is_of_mtp(key))
+    ]
+
+
+def _raise_problems(folder: Path, mine: Sequence[str]) -> None:
+    """Raise the problems that any rank has found with a checkpoint, the same error on all."""
+    if problems := sorted(set().union(*gather_objects(list(mine)))):
+        raise CheckpointError("\n  ".join([f"{folder} does not fit the model:", *problems]))
+
+
+@dataclass(frozen=True)
+class StoredParameter:
+    """A parameter of this rank in the fsdp_dtensor layout.
+
+    A checkpoint is independent of ranks: each parameter is whole in it, layers and experts are numbered through the
+    model, gate and up projection are separate. A rank's part of a tensor is described by a DTensor over the group of
+    ranks that share it, a view of the rank's own memory; torch.distributed.checkpoint slices, joins and skips copies
+    accordingly.
+    """
+
+    row: Row  # of the weight table, expanded
+    parameter: torch.nn.Parameter  # this rank's part
+    mesh: DeviceMesh | None = None  # the ranks that have the other parts; None if the part is the whole
+    dimension: int = 0  # along which it is split
+    ratio: tuple[int, ...] = (1,)  # of the rows of the tensors as which it is stored, concatenated, in lowest terms
+
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        """Names of the stored tensors, with views of the parameter."""
+        tensor = self.parameter.detach()
+        share = len(tensor) // sum(self.ratio)
+        for name, part in zip(self.row.stored, tensor.split([n * share for n in self.ratio]), strict=True):
+            if self.mesh is None:
+                yield name, part
+            else:
+                yield name, DTensor.from_local(part, self.mesh, [Shard(self.dimension)], run_check=False)
+
+
+def stored_parameters(model: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> Iterator[StoredParameter]:
+    """This rank's parameters; arguments as for `load_weights`."""
+    chunks = unwrap_model(list(model))
+    config = chunks[0].config
+    rows, meshes, dimensions = rows_by_name(config), {}, config.dimensions()
+    for stage, chunk in enumerate(chunks):
+        for name, parameter in chunk.named_parameters():
+            whole = _megatron_local_name_to_global(chunks, config, name, stage)
+            if whole == _OUTPUT and config.share_embeddings_and_output_weights:
+                whole = _EMBEDDING
+            row = rows[whole]
+            sizes = stored_rows(row, len(row.stored), dimensions)
+            ratio = tuple(n // math.gcd(*sizes) for n in sizes)
+            group = groups.expt_tp if "experts" in row.indices else groups.tp
+            if group.size() == 1 or not getattr(parameter, "tensor_model_parallel", False):
+                yield StoredParameter(row, parameter, ratio=ratio)
+                continue
+            if group not in meshes:
+                meshes[group] = DeviceMesh.from_group(group, parameter.device.type)
+            yield StoredParameter(row, parameter, meshes[group], parameter.partition_dim, ratio)
+
+
+def rows_by_name(provider: VisionLanguageProvider) -> dict[str, Row]:
+    """The whole model's rows under the parameter names of both layer specs, which experts and other layers may use."""
+    rows = list(expand(family(provider.family).rows(), provider.dimensions()))
+    return {name: row for row in rows for name in (row.megatron, local_name(row.megatron))}
+
+
+def load_every_weight(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Like Megatron-Bridge's `load_fsdp_dtensor_checkpoint`, which returns after skipping what it does not find.
+
+    Under Megatron-FSDP a model asks for its own parameter names, which follow its layer spec: norms are parts of linear
+    layers or separate modules, experts are grouped or not. Unless `checkpoint.strict_fsdp_dtensor_load` is set, a name
+    that a checkpoint lacks is skipped, and the parameter keeps its initial value. Here it is found under the other
+    spec's name.
+
+    Raises:
+        CheckpointError: weights of one of our models are in the checkpoint under neither name; all are listed. Or
+            optimizer state is requested, which is under names that this model's optimizer does not have.
+    """
+    given = inspect.signature(theirs).bind(*args, **kwargs)
+    given.apply_defaults()
+    asked = given.arguments
+    state = asked["sharded_state_dict"]
+    if state and state.get("rng_state", state) is None:
+        del state["rng_state"]  # finetuning, or load_rng=False: a strict loader would look for the missing state
+    chunks = None if asked["rank0"] or state is None or "model" not in state else state.get("_model")
+    if not chunks or not isinstance(provider := get_model_config(chunks[0]), VisionLanguageProvider):
+        return theirs(*args, **kwargs)
+    folder = asked["checkpoint_path_override"] or checkpointing.get_checkpoint_name(
+        asked["load_dir"], asked["iteration"], asked["release"]
+    )
+    weights = checkpointing.preprocess_fsdp_dtensor_state_dict(asked["cfg"], {"model": dict(state["model"])}, chunks[0])
+    with all_or_none():
+        stored = checkpointing._get_filesystem_reader(folder).read_metadata().state_dict_metadata
+        renamed, problems = other_names(weights["model"], stored, provider)
+        if renamed and "optimizer" in state and any(key.startswith(_OPTIMIZER) for key in stored):
+            raise CheckpointError(
+                f"{folder} was saved with another layer spec than this model's, and its optimizer state uses that "
+                "spec's names: expected checkpoint.load_optim=False, or the transformer_impl and moe_grouped_gemm "
+                "that it was saved with"
+            )
+    _raise_problems(folder, problems)
+    loaded = theirs(*args, **kwargs)
+    if any(gather_objects(bool(renamed))):
+        logger.info("%d weights of %s are loaded under the parameter names of another layer spec", len(renamed), folder)
+        dcp.load({"model": renamed}, storage_reader=checkpointing._get_filesystem_reader(folder))
+    return loaded
+
+
+def other_names(
+    weights: Mapping[str, Any], stored: Mapping[str, Any], provider: VisionLanguageProvider
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Weights (with Megatron-FSDP's names) that a checkpoint has under the other layer spec's name, by that name; and a
+    line on each that it has under neither.
+    """
+    rows, renamed, problems = rows_by_name(provider), {}, []
+    for key, tensor in weights.items():
+        if not isinstance(tensor, Tensor) or key.endswith("_extra_state") or _SECTION + key in stored:
+            continue
+        name = key[key.rfind(_WRAPPER) + len(_WRAPPER) :] if _WRAPPER in key else key
+        part = next((part for part in _PARTS if name.endswith(part)), "")
+        row = rows.get(name.removesuffix(part))
+        spellings = [] if row is None else [row.megatron, local_name(row.megatron)]
+        prefix = key[: len(key) - len(name)]
+        known = [spelt for spelling in spellings if _SECTION + (spelt := f"{prefix}{spelling}{part}") in stored]
+        if known:
+            renamed[known[0]] = tensor
+        else:
+            problems.append(f"missing: {_SECTION}{key} {list(tensor.shape)}")
+    return renamed, problems

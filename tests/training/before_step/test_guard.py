@@ -1,0 +1,190 @@
+"""A step that would spoil the weights is skipped or ends the run, and the samples to blame are named."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+
+from qwen3vl_bridge.training.before_step import Guard, SampleLoss, SpoiltStepError, latest_losses
+from qwen3vl_bridge.training.config import GuardConfig, Qwen3VLConfigContainer
+from qwen3vl_bridge.training.run_log import metrics_line, read_metrics
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from tests.steps import set_up, train_step
+
+from ..conftest import losses
+from ..running import replicate, stored, train
+from .spoilt import BadGradient, Before, Spoil, SpoiltProvider
+
+ROWS = 2  # a step
+NAN, GRADIENT, WRONG = 3, 5, 10  # steps
+STEPS = 12
+
+
+def row(inputs, step: int, number: int = 1) -> tuple[str, ...]:
+    """The samples of a row of a step; steps count from one."""
+    stream = inputs.config(None).dataset.stream("train")
+    rows = [next(stream).sample_ids for _ in range(ROWS * step)]
+    return rows[ROWS * (step - 1) + number]
+
+
+@pytest.fixture(scope="module")
+def spoils(inputs) -> tuple[Spoil, ...]:
+    return (Spoil(row(inputs, NAN), 2, "nan"), Spoil(row(inputs, WRONG, 0), 3, "wrong"))
+
+
+def config(inputs, save, spoils, **guard):
+    cfg = inputs.config(save, train__train_iters=STEPS, validation__eval_interval=0, checkpoint__save_interval=4)
+    cfg.dataset = SpoiltProvider.of(cfg.dataset, spoils)
+    cfg.guard = GuardConfig(**guard)
+    return replicate(cfg)
+
+
+SKIP = dict(on_nan="skip", on_spike="skip", spike_factor=1.3, spike_window=4)
+
+
+def extra() -> tuple[Before, list]:
+    before = Before()
+    return before, [before, BadGradient(GRADIENT, lambda name: name.endswith("vision_model.merger.linear_fc2.weight"))]
+
+
+@pytest.fixture(scope="module")
+def skipping(inputs, spoils, tmp_path_factory):
+    """A run that skips steps: its log, folder, messages, and whether a skipped step changed anything."""
+    save, messages = tmp_path_factory.mktemp("skipping"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("qwen3vl_bridge.training.before_step").addHandler(handler)
+    before, callbacks = extra()
+    log = train(config(inputs, save, spoils, **SKIP), callbacks=callbacks)
+    logging.getLogger("qwen3vl_bridge.training.before_step").removeHandler(handler)
+    return log, save, messages, before.skipped_changed
+
+
+def test_bad_steps_are_skipped_and_change_nothing(skipping):
+    log, save, messages, changed = skipping
+    assert [e["step"] for e in log if "skipped" in e] == [NAN, GRADIENT, WRONG]
+    assert changed == [False] * 3 and len(messages) == 3
+    entries = read_metrics(save)
+    assert len(entries) == STEPS and all(json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines())
+    assert entries[NAN - 1]["loss"] is None and math.isnan(log[NAN - 1]["loss"])
+    assert entries[GRADIENT - 1]["loss"] == log[GRADIENT - 1]["loss"] and entries[GRADIENT - 1]["grad_norm"] is None
+    assert entries[WRONG - 1]["loss"] == log[WRONG - 1]["loss"] and log[WRONG - 1]["skipped"] == 1
+    # The gradient that was none was of one part alone.
+    assert entries[GRADIENT - 1]["grad_norm_vision_projection"] is None
+    assert entries[GRADIENT - 1]["grad_norm_language_model"] > 0
+
+
+def test_the_samples_to_blame_are_named(inputs, spoils, skipping):
+    _, _, (nan, gradient, wrong), _ = skipping
+    assert nan.startswith(f"step {NAN}: the loss is nan") and nan.endswith(f": {spoils[0].row[2]} (nan)")
+    assert gradient.startswith(f"step {GRADIENT}: the loss is ") and "but its gradient norm is nan" in gradient
+    everything = row(inputs, GRADIENT, 0) + row(inputs, GRADIENT, 1)
+    assert sorted(re.findall(r"(\S+) \(\d", gradient)) == sorted(everything)
+    assert wrong.startswith(f"step {WRONG}: the loss is ") and "1.3 times the median of the latest 4" in wrong
+    assert re.findall(r"(\S+) \(\d", wrong) == [spoils[1].row[3]]
+
+
+def test_a_resumed_run_judges_as_an_unbroken_one(inputs, spoils, skipping, tmp_path):
+    """It was left between two steps that are skipped, with a window of losses that reaches back beyond that."""
+    log, save, *_ = skipping
+    first = train(config(inputs, tmp_path, spoils, **SKIP), stop_after=8, callbacks=extra()[1])
+    second = train(config(inputs, tmp_path, spoils, **SKIP))
+    assert [line for e in losses(first + second) for line in e if line[1] == line[1]] == [
+        line for e in losses(log) for line in e if line[1] == line[1]
+    ]
+    halves, whole = stored(tmp_path), stored(save)
+    assert all(torch.equal(halves[key], whole[key]) for key in whole)
+
+
+@pytest.mark.parametrize(("kind", "step"), [("nan", NAN), ("spike", WRONG), ("gradient", GRADIENT)])
+def test_a_bad_step_ends_the_run_before_it(inputs, spoils, kind, step):
+    before, callbacks = extra()
+    callbacks = callbacks if kind == "gradient" else callbacks[:1]
+    mine = tuple(spoil for spoil in spoils if spoil.kind == {"nan": "nan", "spike": "wrong"}.get(kind))
+    cfg = config(inputs, None, mine, on_spike="stop", spike_factor=1.3, spike_window=4)
+    with pytest.raises(SpoiltStepError, match=rf"^step {step}: .* stopped before the weights changed") as caught:
+        train(cfg, callbacks=callbacks)
+    assert before.context.state.train_state.step == step - 1 and not before.changed()
+    named = re.findall(r"(\S+) \((?:nan|\d)", str(caught.value))
+    assert named == [mine[0].row[mine[0].sample]] if mine else len(named) == 10
+
+
+def test_ten_samples_are_named_and_the_rest_counted():
+    guard = Guard(GuardConfig())
+    finding = guard.judge(math.inf, 1.0)
+    samples = [SampleLoss((0, 0, i), f"s{i}", math.nan if i % 2 else float(i), 2.0) for i in range(30)]
+    message = finding.message(3, samples)
+    assert re.findall(r"(s\d+) \(nan\)", message) == [f"s{i}" for i in range(1, 21, 2)]
+    assert message.endswith(" and 5 more")
+
+
+def test_what_context_parallel_ranks_have_seen_of_a_sample_is_one_loss():
+    finding = Guard(GuardConfig()).judge(None, math.nan)
+    samples = [SampleLoss((0, 0, 0), "a", 3.0, 1.0), SampleLoss((0, 0, 0), "a", 1.0, 3.0)]
+    samples += [SampleLoss((1, 0, 0), "b", 8.0, 4.0), SampleLoss((1, 0, 1), "no tokens", 0.0, 0.0)]
+    assert finding.message(1, samples).endswith("highest mean loss first: b (2), a (1), no tokens (0)")
+
+
+@given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=40), st.integers(2, 9), st.floats(1.1, 3.0))
+def test_spikes_are_those_above_the_median_of_the_latest(values, window, factor):
+    guard = Guard(GuardConfig(on_spike="skip", spike_factor=factor, spike_window=window))
+    for i, value in enumerate(values):
+        latest = sorted(values[max(0, i - window) : i])
+        middle = len(latest) // 2
+        median = (latest[middle] if len(latest) % 2 else sum(latest[middle - 1 : middle + 1]) / 2) if latest else 0.0
+        spike = 2 * len(latest) >= window and value > factor * median
+        assert (guard.judge(value, 1.0) is not None) == spike
+
+
+@given(st.lists(st.sampled_from([1.0, 2.5, math.nan, None]), max_size=20), st.integers(2, 5), st.integers(0, 20))
+def test_the_log_has_what_the_guard_knew(values, window, step):
+    guard, lines = Guard(GuardConfig(spike_window=window)), []
+    for number, value in enumerate(values, 1):
+        tokens = 0 if value is None else 20
+        if number <= step:
+            guard.judge(value, 1.0)
+        lines.append(metrics_line({"step": number, "loss": value if tokens else 0.0, "trained_tokens": tokens}))
+        lines.append(metrics_line({"step": number, "valid_loss": 1.0}))
+    assert latest_losses(map(json.loads, lines), step, window) == list(guard.latest)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            dict(rerun_state_machine__check_for_nan_in_loss=True),
+            "rerun_state_machine.check_for_nan_in_loss=True, which",
+        ),
+        (dict(ddp__check_for_nan_in_grad=True), "ddp.check_for_nan_in_grad=True, which ends the run before"),
+        (dict(guard__on_nan="ignore"), "guard.on_nan is 'ignore', expected one of"),
+    ],
+)
+def test_what_would_end_the_run_first_is_refused(inputs, settings, message):
+    cfg = inputs.config(None, **{"guard__on_nan": "skip", **settings})
+    assert isinstance(cfg, Qwen3VLConfigContainer)
+    with pytest.raises(ValueError, match=message):
+        cfg.validate()
+
+
+def test_a_guard_that_nothing_follows_is_refused(inputs):
+    run = set_up(replicate(inputs.config(None)))  # which has no callbacks
+    run.cfg.guard = GuardConfig()
+    with pytest.raises(
+        ValueError, match=r"guard would be ignored: .* callbacks=qwen3vl_bridge.training_callbacks\(cfg\)"
+    ):
+        train_step(run)
+
+
+def test_callbacks_that_come_twice_are_refused(inputs):
+    from qwen3vl_bridge.training.callbacks import training_callbacks
+
+    cfg = replicate(inputs.config(None))
+    with pytest.raises(ValueError, match=r"training_callbacks\(cfg\) were given twice"):
+        train(cfg, callbacks=training_callbacks(cfg))

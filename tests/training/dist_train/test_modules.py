@@ -1,0 +1,60 @@
+"""What Megatron-Bridge's own loop cannot do with vision and language on ranks of their own is refused before a step."""
+
+from types import SimpleNamespace
+
+import qwen3vl_bridge
+from qwen3vl_bridge.dist_train.joint_step import Modules
+from qwen3vl_bridge.models.common.settings.encoder_parallel import DistTrainConfig
+
+import pytest
+
+from tests.model.settings.split_providers import DENSE, finalized
+
+
+def context(vision, language, *, sharded=True, skip=(), dataset=None, **checkpoint):
+    """Of a run that Megatron-Bridge's loop is about to start."""
+    split = DistTrainConfig(use_dist_train=True, vision_world_size=vision, language_world_size=language)
+    saved = dict(save=None, save_optim=True, dist_ckpt_optim_fully_reshardable=True) | checkpoint
+    cfg = SimpleNamespace(
+        model=finalized(DENSE, dict(dist_train=split, variable_seq_lengths=True)),
+        checkpoint=SimpleNamespace(**saved),
+        optimizer=SimpleNamespace(use_distributed_optimizer=sharded),
+        train=SimpleNamespace(iterations_to_skip=list(skip)),
+        dataset=dataset or qwen3vl_bridge.Qwen3VLConversationProvider(hf_processor_path="x", seq_length=8),
+    )
+    return SimpleNamespace(state=SimpleNamespace(cfg=cfg), model=[])
+
+
+NUMBERED = dict(save="run", dist_ckpt_optim_fully_reshardable=False)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changed", "message"),
+    [
+        ((1, 1), NUMBERED, "checkpoint.dist_ckpt_optim_fully_reshardable is False .* expected True.*by group number"),
+        ((2, 1), dict(skip=[2]), r"train.iterations_to_skip is \[2\] .* expected \[\]"),
+        (
+            (1, 2),
+            dict(dataset=object()),
+            "dataset.__class__ is <class 'object'> .*the tower's ranks read its rows by index",
+        ),
+    ],
+)
+def test_what_their_loop_cannot_is_refused(ranks, changed, message):
+    with pytest.raises(ValueError, match=message):
+        Modules().on_train_start(context(*ranks, **changed))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        dict(save="run"),
+        dict(skip=[2], dataset=object()),
+        NUMBERED | dict(sharded=False),
+        NUMBERED | dict(save_optim=False),
+    ],
+)
+def test_what_it_can_is_not(changed):
+    with pytest.raises(IndexError):  # it goes on to the model, of which there is none here
+        Modules().on_train_start(context(2, 2, **changed))

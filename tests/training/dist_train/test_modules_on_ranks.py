@@ -1,0 +1,186 @@
+"""Vision and language on ranks of their own make the runs of one model, in Megatron-Bridge's loop.
+
+Its set-up, schedule, loaders, evaluation and checkpoints; rows of language ranks are read by the tower's.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from qwen3vl_bridge.checkpoint import export_checkpoint
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.forked import run_ranks
+from tests.training.conftest import TIMED
+
+from .modules_on_ranks import FROZEN, HALF, LANGUAGE_FROZEN, STEPS, Job
+
+pytestmark = pytest.mark.slow
+
+# Relative, beside one process in float32.
+LIMITS = {"loss": 1e-6, "valid_loss": 1e-6, "grad_norm": 5e-6}
+# The first so many ranks have the tower, or a stage of the language model that is not the last.
+WITHOUT_LOSSES = {"2 + 1": 2, "1 + DP2 goes on from whole": 1, "1 + PP2 goes on from 2 + 1": 2, "1 + EP2": 1}
+KINDS = ["step", "step", "valid", "step", "step", "valid", "test"]  # what Megatron-Bridge's loop does
+SAVED = ("whole", "whole, MoE", "two", "split", "MoE", "sharded", "sharded, MoE", "frozen", "language")
+SECONDS = 1800
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("modules")
+
+
+@pytest.fixture(scope="module")
+def found(inputs, moe_folder, scratch) -> list[dict[str, Any]]:
+    """What each rank has seen: of whole models, of modules, and of whole models that go on from modules."""
+    folders = json.dumps({"dense": str(inputs.hf), "MoE": str(moe_folder)})
+    place = {name: str(scratch / name) for name in SAVED}
+    whole = [Job("whole", save=place["whole"]), Job("whole, MoE", family="MoE", save=place["whole, MoE"])]
+    whole += [Job("whole, frozen", settings=FROZEN), Job("whole, language frozen", settings=LANGUAGE_FROZEN)]
+    modules = [
+        Job("2 + 1", "2 + 1", save=place["two"]),
+        Job("1 + DP2 goes on from whole", "1 + DP2", load=place["whole"], save=place["split"]),
+        Job("1 + PP2 goes on from 2 + 1", "1 + PP2", load=place["two"]),
+        Job("1 + EP2", "1 + EP2", family="MoE", save=place["MoE"]),
+        Job("1 + EP2 goes on", "1 + EP2", family="MoE", load=place["MoE"]),
+        Job("1 + EP2 goes on from whole", "1 + EP2", family="MoE", load=place["whole, MoE"]),
+        Job("1 + DP2, sharded", "1 + DP2", save=place["sharded"], sharded=True),
+        Job("1 + EP2, sharded", "1 + EP2", family="MoE", save=place["sharded, MoE"], sharded=True),
+        Job("frozen, sharded", "2 + 1", sharded=True, settings=FROZEN),
+        Job("frozen", "1 + DP2", save=place["frozen"], settings=FROZEN),
+        Job("frozen goes on", "1 + DP2", load=place["frozen"], settings=FROZEN),
+        Job("language frozen", "1 + DP2", save=place["language"], settings=LANGUAGE_FROZEN),
+        Job("language frozen goes on", "1 + DP2", load=place["language"], settings=LANGUAGE_FROZEN),
+    ]
+    after = [Job("whole goes on from 2 + 1", load=place["two"])]
+    after += [Job("whole goes on from 1 + EP2", family="MoE", load=place["MoE"])]
+    after += [Job(f"{name} opened", opens=True, load=place[name]) for name in ("whole", "two")]
+    seen: list[dict[str, Any]] = [{}, {}, {}]
+    for ranks, jobs in ((1, whole), (3, modules), (1, after)):
+        output = scratch / "found.pt"
+        listed = json.dumps([asdict(job) for job in jobs])
+        run_ranks(
+            "tests.training.dist_train.modules_on_ranks",
+            ranks,
+            output,
+            folders,
+            inputs.data,
+            listed,
+            timeout=SECONDS,
+        )
+        for everything, rank in zip(seen, torch.load(output), strict=False):
+            everything |= rank
+    return seen
+
+
+def worst(log: list[dict[str, float]], other: list[dict[str, float]]) -> dict[str, float]:
+    """The largest relative error of each kind of figure; what is counted is the same."""
+    errors = dict.fromkeys(LIMITS, 0.0)
+    for one, two in zip(log, other, strict=True):
+        assert one.keys() - set(TIMED) == two.keys() - set(TIMED)
+        for name in one.keys() - set(TIMED):
+            kind = "grad_norm" if name.startswith("grad_norm") else name
+            if kind in LIMITS and two[name]:
+                errors[kind] = max(errors[kind], abs(one[name] / two[name] - 1))
+            else:
+                rel = 1e-6 if name.endswith("balancing_loss") else 1e-12  # measured 6.1e-8
+                assert one[name] == pytest.approx(two[name], rel=rel), name
+    return errors
+
+
+def weights(run: Path, to: Path, hf: Path) -> dict[str, torch.Tensor]:
+    """Of the newest checkpoint, by the converter."""
+    export_checkpoint(run, to, hf_model=hf, progress=False)
+    return {name: tensor for path in to.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "gradients"),
+    [
+        ("2 + 1", "whole", True),
+        ("1 + DP2, sharded", "whole", True),
+        ("1 + EP2", "whole, MoE", True),
+        ("frozen", "whole, frozen", False),
+    ],
+)
+def test_the_log_is_that_of_one_process(found, name, other, gradients):
+    """On every rank; and none computes gradients that a frozen tower would not take."""
+    assert {one for rank in found for one in rank[name]["come_back"]} == {gradients}
+    for rank in found:
+        errors = worst(rank[name]["log"], found[0][other]["log"])
+        assert all(errors[kind] <= limit for kind, limit in LIMITS.items()), errors
+    print(name, errors)
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "last"),
+    [
+        ("2 + 1", "whole", len(KINDS)),
+        ("1 + EP2", "whole, MoE", len(KINDS)),
+        ("1 + DP2, sharded", "whole", len(KINDS)),
+        ("1 + EP2, sharded", "whole, MoE", len(KINDS)),
+        ("frozen, sharded", "whole, frozen", len(KINDS)),
+        ("frozen", "whole, frozen", len(KINDS)),
+        ("language frozen", "whole, language frozen", len(KINDS)),
+        ("language frozen goes on", "whole, language frozen", len(KINDS) - HALF - 1),
+        ("1 + DP2 goes on from whole", "whole", len(KINDS) - HALF - 1),
+        ("1 + PP2 goes on from 2 + 1", "whole", len(KINDS) - HALF - 1),
+        ("whole goes on from 2 + 1", "whole", len(KINDS) - HALF - 1),
+        ("1 + EP2 goes on", "1 + EP2", len(KINDS) - HALF - 1),
+        ("1 + EP2 goes on from whole", "whole, MoE", len(KINDS) - HALF - 1),
+        ("whole goes on from 1 + EP2", "whole, MoE", len(KINDS) - HALF - 1),
+        ("frozen goes on", "whole, frozen", len(KINDS) - HALF - 1),
+    ],
+)
+def test_steps_and_evaluations_are_those_of_one_process(found, name, other, last):
+    """Losses of training, validation and test data, and norms; a run that goes on makes the second half of them."""
+    (whole,) = {tuple(rank[other]["told"]) for rank in found if other in rank and rank[other]["told"]}
+    assert [one[0] for one in whole] == KINDS
+    errors = {"loss": 0.0, "grad_norm": 0.0}
+    logs = [rank[name]["told"] for rank in found if name in rank and rank[name]["told"]]
+    assert logs
+    for log in logs:
+        assert len(log) == last
+        for mine, its in zip(log, whole[-last:], strict=True):
+            assert mine[0] == its[0]
+            errors["loss"] = max(errors["loss"], abs(mine[1] / its[1] - 1))
+            errors["grad_norm"] = max(errors["grad_norm"], abs(mine[2] / its[2] - 1) if its[2] else 0.0)
+    print(name, errors)
+    assert all(error <= LIMITS[kind] for kind, error in errors.items())
+
+
+def test_the_last_stages_alone_have_losses(found):
+    for name, ranks in WITHOUT_LOSSES.items():
+        for rank, seen in enumerate(found):
+            assert (seen[name]["told"] == []) == (rank < ranks), (name, rank)
+
+
+def test_its_own_tools_open_a_checkpoint_of_modules(found):
+    whole, mine = found[0]["whole opened"], found[0]["two opened"]
+    assert len(whole) > 100 and mine == pytest.approx(whole, rel=1e-5)
+
+
+def test_samples_are_counted_by_replicas_of_the_language_model(found, scratch):
+    for run in ("whole", "two", "split", "MoE"):
+        state = torch.load(scratch / run / f"iter_{STEPS:07d}" / "train_state.pt", weights_only=True)
+        assert int(state["step"]) == STEPS and int(state["consumed_train_samples"]) == 4 * STEPS, run
+
+
+@pytest.mark.parametrize(
+    ("run", "one"),
+    [("two", "whole"), ("sharded", "whole"), ("MoE", "whole, MoE"), ("sharded, MoE", "whole, MoE")],
+)
+def test_its_checkpoint_is_that_of_one_model(found, inputs, moe_folder, scratch, run, one):
+    hf = moe_folder if "MoE" in run else inputs.hf
+    whole, mine = (weights(scratch / name, scratch / f"hf_{name}_{run}", hf) for name in (one, run))
+    assert mine.keys() == whole.keys()
+    error = max((mine[name] - whole[name]).abs().max().item() for name in whole) / 1e-3
+    print("weights, in learning rates", error)
+    assert error <= 1e-2

@@ -1,0 +1,296 @@
+"""Megatron-Bridge's own batches: the same loss and gradients as transformers, or a clear error."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+from qwen3vl_bridge.training import megatron_batches
+from qwen3vl_bridge.training.megatron_batches import from_collator
+from qwen3vl_bridge.training.step import forward_step
+
+import pytest
+import torch
+
+from tests.noise import check, limits
+from tests.parity.conftest import make_pair
+from tests.parity.one_process.test_padding import masks_that_arrive
+
+from .foreign import batch_of, direct, mock, write_conversations
+
+DEFERRED = dict(enable_in_batch_packing=True, defer_in_batch_packing_to_step=True)
+PACKED = dict(enable_in_batch_packing=True, in_batch_packing_pad_to_multiple_of=8)
+LAYOUTS = {"rows": {}, "packed": PACKED, "deferred": DEFERRED, "full rows": dict(pad_to_max_length=True)}
+
+
+@pytest.fixture(scope="module", params=["dense", "moe"])
+def pair(request):
+    if request.param == "dense":
+        return make_pair(request.getfixturevalue("untied_folder"), calculate_per_token_loss=True)
+    # The reference's loss has no balancing term.
+    return make_pair(request.getfixturevalue("moe_folder"), moe_aux_loss_coeff=0.0, calculate_per_token_loss=True)
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory):
+    return write_conversations(tmp_path_factory.mktemp("conversations"))
+
+
+@pytest.fixture(scope="module")
+def provider(untied_folder):
+    """One that no process groups were made for."""
+    import qwen3vl_bridge  # noqa: F401
+
+    from megatron.bridge import AutoBridge
+
+    return AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=False)
+
+
+@pytest.fixture(scope="module")
+def rows(untied_folder, conversations):
+    """A batch of three conversations with one, no and two pictures."""
+    batch = batch_of(direct(untied_folder, conversations), (0, 1, 2))
+    return lambda: dict(batch)
+
+
+def step(pair, dataset, batch):
+    """Sum of the losses that count, how many; gradients are in the parameters."""
+    cfg = SimpleNamespace(
+        model=pair.megatron.config,
+        dataset=dataset,
+        train=SimpleNamespace(micro_batch_size=1),
+        rerun_state_machine=SimpleNamespace(check_for_nan_in_loss=True, check_for_spiky_loss=False),
+    )
+    losses, count = forward_step(SimpleNamespace(cfg=cfg), iter([batch]), pair.megatron)
+    total, tokens, _ = count(losses)
+    total.backward()
+    return total.item(), int(tokens)
+
+
+def reference(pair, batch):
+    """The same from transformers, which shifts labels itself: they are the tokens that the loss mask is about."""
+    ids, real = batch["input_ids"], batch["attention_mask"]
+    trained = torch.nn.functional.pad(batch["loss_mask"], (1, 0))[:, :-1].bool()
+    visual = vars(batch["visual_inputs"]) if "visual_inputs" in batch else {}
+    pictures = {name: value for name, value in visual.items() if value is not None}
+    out = pair.reference(
+        input_ids=ids,
+        attention_mask=real,
+        mm_token_type_ids=(ids == pair.config.image_token_id).int(),
+        labels=ids.masked_fill(~trained, -100),
+        **pictures,
+    )
+    total = out.loss * trained.sum()
+    total.backward()
+    return total.item(), int(trained.sum())
+
+
+def compare(pair, dataset, plain, numbers):
+    """A batch of `dataset` through the step equals transformers on the same samples as rows."""
+    rows = batch_of(plain, numbers)
+
+    def theirs():
+        pair.reference.zero_grad()
+        return *reference(pair, rows), pair.reference_gradients()
+
+    def errors(found, expected):
+        gradients = pair.gradient_errors(found[2], expected[2])
+        return {"loss": abs(found[0] / expected[0] - 1), "gradients": max(gradients.values())}
+
+    expected = theirs()
+    pair.megatron.zero_grad()
+    found = *step(pair, dataset, batch_of(dataset, numbers)), pair.megatron_gradients()
+    assert found[1] == expected[1] > 10
+    check(errors(found, expected), limits(theirs, errors, pair.reference, expected=expected))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("numbers", [(0, 1, 2), (1, 4)], ids=["pictures", "text"])
+def test_equals_transformers(pair, untied_folder, conversations, numbers, layout):
+    plain, dataset = (direct(untied_folder, conversations, **given) for given in ({}, LAYOUTS[layout]))
+    compare(pair, dataset, plain, numbers)
+
+
+def test_made_up_conversations_equal_transformers(pair, untied_folder):
+    dataset = mock(untied_folder)
+    compare(pair, dataset, dataset, (0, 1))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_text_alone_equals_transformers(pair, untied_folder, tmp_path, layout):
+    """It goes through another collator of theirs, which gives tokens twice and more besides."""
+    path = write_conversations(tmp_path, pictures=(0,))
+    plain, dataset = (direct(untied_folder, path, **given) for given in ({}, LAYOUTS[layout]))
+    assert {"tokens", "metadata", "token_count"} <= batch_of(dataset).keys()
+    compare(pair, dataset, plain, (0, 1, 2))
+
+
+@pytest.mark.parametrize("pair", ["moe"], indirect=True)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_padding_reaches_every_router(pair, untied_folder, conversations, layout):
+    plain = batch_of(direct(untied_folder, conversations), (0, 1, 2))
+    lengths = plain["attention_mask"].sum(-1).tolist()
+    dataset = direct(untied_folder, conversations, **LAYOUTS[layout])
+    batch = from_collator(batch_of(dataset, (0, 1, 2)), pair.provider, dataset)
+    if "row" in layout:
+        expected = torch.arange(batch.input_ids.shape[1])[:, None] >= torch.tensor(lengths)
+    else:
+        multiple = LAYOUTS[layout].get("in_batch_packing_pad_to_multiple_of", 1)
+        expected = torch.cat([torch.arange(-(-n // multiple) * multiple) >= n for n in lengths])[:, None]
+    assert all(torch.equal(mask, expected) for mask in masks_that_arrive(pair, inputs=batch.local()))
+
+
+def test_rows_without_a_mask_have_padding_where_nothing_is_trained_on(provider, rows, monkeypatch):
+    """The processor's padding, and the token 0 that their collator lengthens rows with."""
+    batch, lengths = rows(), rows()["attention_mask"].sum(-1).tolist()
+    processors_own = batch["input_ids"][0, lengths[0]]
+    assert processors_own != 0 and batch["input_ids"][0, -1] == 0
+    monkeypatch.setattr(provider, "pad_token_id", int(processors_own))
+    batch["attention_mask"] = None
+    assert list(from_collator(batch, provider).layout.lengths) == lengths
+
+
+def test_labels_that_do_not_count_are_made_harmless(provider, rows):
+    batch = from_collator(rows(), provider)
+    assert (rows()["labels"] == -100).any() and batch.labels.min() == 0
+    assert torch.equal(batch.loss_mask, rows()["loss_mask"])
+
+
+def test_pixels_are_not_copied(provider, rows):
+    """They are most of a batch, and in page-locked memory already where the loader saw to that."""
+    batch = rows()
+    pixels = batch["visual_inputs"].pixel_values
+    assert from_collator(batch, provider).vision.pixel_values.data_ptr() == pixels.data_ptr()
+
+
+def test_batches_of_their_energon_encoder(provider, untied_folder, conversations):
+    """They are dicts of the same collator with bookkeeping around them."""
+    from megatron.bridge.models.qwen_vl.data.energon import QwenVLTaskEncoder, QwenVLTaskSample
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(untied_folder)
+    encoder = QwenVLTaskEncoder(processor.tokenizer, processor, max_padding_length=512)
+    sample = {
+        "conversation": [{"role": "user", "content": "Which digit is this?"}, {"role": "assistant", "content": "3"}]
+    }
+    samples = [QwenVLTaskSample(__key__=f"sample {n}", __subflavors__={}, example=sample) for n in range(2)]
+    batch = from_collator(encoder.encode_batch(encoder.batch(samples)), provider)
+    assert batch.sample_ids == ("sample 0", "sample 1") and batch.vision is None
+    assert batch.layout.lengths[0] == batch.layout.lengths[1] and batch.loss_mask.sum() > 4
+
+
+def video():
+    """Two frames of four tokens."""
+    from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
+
+    grid = torch.tensor([[[2, 4, 4]]])  # [B, N, 3] as some processors have it
+    return GenericVisualInputs(pixel_values_videos=torch.zeros(32, 1536), video_grid_thw=grid)
+
+
+def test_what_cannot_be_repaired_is_warned_of_once(provider, rows, caplog):
+    megatron_batches._warn.cache_clear()
+    ids = torch.tensor([[5, *[provider.video_token_id] * 4, 6, *[provider.video_token_id] * 4, 7, 8]])
+    batch = dict(input_ids=ids, labels=ids.roll(-1), loss_mask=torch.ones(1, 12), visual_inputs=video())
+    with caplog.at_level(logging.WARNING, logger=megatron_batches.__name__):
+        for _ in range(2):
+            from_collator(packed(), provider)  # there is nothing to say of it
+            assert from_collator(batch, provider).vision.lengths == (16, 16)
+            from_collator(rows(), provider)
+    kinds = {"videos", "rows", "images"}
+    said = [next(word for word in re.split(r"\W+", record.message) if word in kinds) for record in caplog.records]
+    assert said == ["videos", "rows", "images"]
+    assert all("qwen3vl_bridge.Qwen3VLConversationProvider " in record.message for record in caplog.records)
+
+
+def test_a_picture_that_was_cut_is_refused(provider, rows):
+    from megatron.bridge.data.collators.sequence_padding import pad_or_truncate_sequence_batch
+
+    batch = {name: value if name == "visual_inputs" else value[2:] for name, value in rows().items()}
+    batch["visual_inputs"] = replace(batch["visual_inputs"])
+    batch["loss_mask"][:, 0], batch["labels"][:, 0] = 1, batch["input_ids"][:, 1]  # or they would refuse it
+    pad_or_truncate_sequence_batch(batch, sequence_length=128)
+    for name in ("pixel_values", "image_grid_thw"):  # of the last row, which has two of three equal pictures
+        values = getattr(batch["visual_inputs"], name)
+        setattr(batch["visual_inputs"], name, values[len(values) // 3 :])
+    with pytest.raises(ValueError, match=r"in one run, expected 196; in all found \d+, expected 392") as caught:
+        from_collator(batch, provider, SimpleNamespace(dataloader_type="cyclic", seq_length=128))
+    assert "cut longer rows, even within images" in caught.value.__notes__[0]
+
+
+def packed(**changes):
+    """Two documents of three and two tokens, each padded to four."""
+    ids = torch.tensor([[1, 2, 3, 0, 4, 5, 0, 0]])
+    batch = dict(
+        input_ids=ids,
+        labels=torch.tensor([[2, 3, -100, -100, 5, -100, -100, -100]]),
+        loss_mask=torch.tensor([[1.0, 1, 0, 0, 1, 0, 0, 0]]),
+        position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]),
+        cu_seqlens_q=torch.tensor([0, 3, 5], dtype=torch.int32),
+        cu_seqlens_q_padded=torch.tensor([0, 4, 8], dtype=torch.int32),
+        max_seqlen_q=torch.tensor(4),
+        total_tokens=8,
+    )
+    return {name: value for name, value in (batch | changes).items() if value is not ...}
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def test_packed_rows_have_logical_and_physical_lengths(provider):
+    layout = from_collator(packed(), provider).layout
+    assert (layout.lengths, layout.padded_lengths) == ((3, 2), (4, 4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(labels=...), r"the batch lacks \['labels'\]; found"),
+        (dict(loss_mask=None), r"the batch lacks \['loss_mask'\]"),
+        (dict(cu_seqlens=int32(0, 8)), r"has the keys \['cu_seqlens'\], expected only"),
+        (dict(tokens=torch.ones(1, 8).long()), "tokens that differ from input_ids"),
+        (dict(labels=torch.zeros(1, 7).long()), r"labels has shape \[1, 7\], expected \[1, 8\]"),
+        (dict(cu_seqlens_q=...), r"\['cu_seqlens_q_padded'\] without cu_seqlens_q"),
+        (dict(cu_seqlens_q_padded=int32(0, 4, 7)), r"2 segments of 7 tokens in all, input_ids has shape \[1, 8\]"),
+        (dict(cu_seqlens_q=int32(0, 5, 3)), r"cu_seqlens_q is \[0, 5, 3\], expected offsets that ascend from 0"),
+        (dict(cu_seqlens_q_padded=int32(1, 4, 8)), "expected offsets that ascend from 0"),
+        (dict(cu_seqlens_q=int32(0, 5, 6)), r"segments of \[5, 1\] tokens in lengths of \[4, 4\]"),
+        (dict(cu_seqlens_kv=int32(0, 2, 5)), r"cu_seqlens_kv is \[0, 2, 5\], expected \[0, 3, 5\] as for queries"),
+        (dict(loss_mask=torch.ones(1, 8)), r"entries in \[-100, 5\], expected"),
+        (dict(loss_mask=torch.tensor([[1.0, 1, 0, 1, 1, 0, 0, 0]]), labels=torch.tensor([[2, 3, 9, 9, 5, 9, 9, 9]])),
+         "loss_mask counts 1 tokens of padding"),
+        (dict(labels=torch.tensor([[1, 2, 3, 0, 4, 5, 0, 0]])), r"labels has 1 at token 0 .* next token is 2"),
+        (dict(position_ids=torch.arange(8)[None]), r"position_ids has 4 for token 0 of a segment"),
+        (dict(position_ids=torch.arange(7)[None]), r"position_ids has shape \[1, 7\]"),
+    ],
+)  # fmt: skip
+def test_contradictions_are_refused(provider, changes, message):
+    with pytest.raises(ValueError, match=message):
+        from_collator(packed(**changes), provider)
+
+
+def test_no_dict_is_refused(provider):
+    with pytest.raises(TypeError, match="found a batch of type list"):
+        from_collator([1], provider)
+
+
+def test_pictures_of_other_rows_are_refused(provider, rows, untied_folder, conversations):
+    """As Megatron-Bridge's loop gives them with dataloader_type "batch"."""
+    from megatron.bridge.data.batch_utils import split_batch_into_microbatches
+
+    dataset = direct(untied_folder, conversations, dataloader_type="batch")
+    for part in split_batch_into_microbatches(rows(), 3):
+        with pytest.raises(ValueError, match="image") as caught:
+            from_collator(part, provider, dataset)
+        assert "gives every microbatch all images" in caught.value.__notes__[0]
+
+
+def test_rows_that_a_pipeline_stage_does_not_expect_are_refused(provider, monkeypatch):
+    monkeypatch.setattr(provider, "pipeline_model_parallel_size", 2)
+    monkeypatch.setattr(provider, "seq_length", 16)
+    with pytest.raises(ValueError, match="rows of 8 tokens, expected seq_length, 16, under pipeline"):
+        from_collator(packed(), provider)
+    monkeypatch.setattr(provider, "variable_seq_lengths", True)
+    from_collator(packed(), provider)

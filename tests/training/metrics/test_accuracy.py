@@ -1,0 +1,107 @@
+"""Right answers while training are those that transformers generates from the same weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from tests.forked import run_ranks
+
+from ..bridges_loop import Start
+from ..running import train
+from .asking import NEW_TOKENS, asking, write_questions
+
+TEXTS = [
+    "Which digit?",
+    "Say it.",
+    "And this one, in a word or two?",
+    "Five?",
+    "What is there?",
+    "No picture here.",
+    "?",
+]
+
+
+@pytest.fixture(scope="module", params=["untied", "moe"])
+def places(request, inputs, tmp_path_factory):
+    """A checkpoint, a folder with conversations and questions, and which of these have the right answer beside them."""
+    hf = request.getfixturevalue(f"{request.param}_folder")
+    folder = tmp_path_factory.mktemp("questions") / "data"
+    shutil.copytree(inputs.data, folder)
+    picture = next((folder / "images").iterdir()).relative_to(folder)
+    lines = write_questions(folder, hf, folder / picture, TEXTS)
+    return request.param, hf, folder, lines
+
+
+def test_the_share_of_right_answers(places):
+    _, hf, data, right = places
+    assert 0 < sum(right) < len(right)
+    log = train(asking(hf, data, {}))
+    assert log[-1]["accuracy"] == sum(right) / len(right)
+    contained = asking(hf, data, {})
+    contained.accuracy.metric, contained.accuracy.samples = "contains", 2
+    assert train(contained)[-1]["accuracy"] == sum(right[:2]) / 2
+
+
+def test_ranks_share_the_questions(places, tmp_path):
+    """Or ask all in step, where they share experts."""
+    kind, hf, data, right = places
+    splits = [{}, dict(tensor_model_parallel_size=2, sequence_parallel=True)]
+    if kind == "moe":
+        splits = [dict(expert_model_parallel_size=2, expert_tensor_parallel_size=1)]
+    run_ranks("tests.training.metrics.asking", 2, tmp_path / "found.pt", hf, data, json.dumps(splits), timeout=400)
+    assert torch.load(tmp_path / "found.pt") == [sum(right) / len(right)] * len(splits)
+
+
+@pytest.fixture(scope="module")
+def sharded(inputs, untied_folder, moe_folder, tmp_path_factory):
+    """Of each kind of model: which answers are right, and what runs of Megatron-Bridge's loop on two ranks found."""
+    root, right, starts = tmp_path_factory.mktemp("sharded"), {}, []
+    kinds = {"dense": (untied_folder, {}), "MoE": (moe_folder, dict(model__expert_model_parallel_size=2))}
+    for kind, (hf, split) in kinds.items():
+        shutil.copytree(inputs.data, data := root / kind)
+        right[kind] = write_questions(data, hf, next((data / "images").iterdir()), TEXTS)
+        steps = dict(train__train_iters=3, validation__eval_interval=1, validation__eval_iters=1) | split
+        asked = dict(accuracy__path=str(data / "questions.jsonl"), accuracy__max_new_tokens=NEW_TOKENS)
+        rests = dict(optimizer__lr=0.0, optimizer__min_lr=0.0)
+        for name, settings, bf16 in (
+            ("rests", asked | rests, False),
+            ("learns", asked, False),
+            ("not asked", {}, False),
+            ("bf16", asked | dict(train__train_iters=1), True),
+        ):
+            given = (str(hf), str(data), str(hf), None, steps | settings)
+            starts.append(asdict(Start(f"{kind}, {name}", *given, fsdp=True, bf16=bf16)))
+    run_ranks("tests.training.bridges_loop", 2, root / "found.pt", json.dumps(starts), timeout=900)
+    return right, torch.load(root / "found.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dense", "MoE"])
+def test_megatron_fsdp_in_megatron_bridges_loop(sharded, kind):
+    """As any recipe of that kind: its ranks gather parameters in each forward pass, and all have to be in it."""
+    right, runs = sharded
+    right = right[kind]
+    assert 0 < sum(right) < len(right)
+    # After each of three steps that change nothing; the end's would be the same once more.
+    assert runs[f"{kind}, rests"]["accuracy"] == [sum(right) / len(right)] * 3
+    assert len(runs[f"{kind}, learns"]["accuracy"]) == 3
+    assert runs[f"{kind}, learns"]["log"] == runs[f"{kind}, not asked"]["log"]
+    assert len(runs[f"{kind}, bf16"]["accuracy"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(pipeline_model_parallel_size=2), "with pipeline parallelism 2: generation needs the complete model"),
+        (dict(context_parallel_size=2), "with context parallelism 2"),
+    ],
+)
+def test_models_that_cannot_generate_are_not_asked(places, fields, message):
+    _, hf, data, _ = places
+    with pytest.raises(ValueError, match=message):
+        asking(hf, data, fields).validate()

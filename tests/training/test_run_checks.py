@@ -1,0 +1,44 @@
+"""Settings that a run could not follow, or that would end it at its first save, are refused before it starts."""
+
+from __future__ import annotations
+
+from qwen3vl_bridge.training import run_checks
+
+import pytest
+import qwen3vl_recipes
+import torch
+from megatron.bridge.training.config import runtime_config_update
+
+
+@pytest.mark.parametrize(
+    "name", ["optimizer.lr", "optimizer.min_lr", "scheduler.start_weight_decay", "scheduler.end_weight_decay"]
+)
+def test_an_end_that_is_none_is_named(name):
+    cfg = qwen3vl_recipes.qwen3_vl_2b_sft_config()
+    run_checks.check_schedule(cfg)
+    section, field = name.split(".")
+    setattr(getattr(cfg, section), field, None)
+    with pytest.raises(ValueError, match=f"^{name}: found None, expected numbers"):
+        run_checks.check_schedule(cfg)
+
+
+def test_a_first_save_that_would_end_the_run_is_refused_before_it(inputs, monkeypatch, tmp_path):
+    """Recipes, as people start them under torchrun: one process of two asks for both GPUs of a small machine."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+    def start(*, room: int, **settings):
+        monkeypatch.setattr(run_checks, "host_bytes", lambda: room)
+        cfg = inputs.config(tmp_path, checkpoint__ckpt_format="torch_dist", ddp__use_megatron_fsdp=False, **settings)
+        runtime_config_update(cfg)
+
+    by_numbers = dict(checkpoint__dist_ckpt_optim_fully_reshardable=False)
+    message = r"takes .* on each of 1 ranks, .*optim_fully_reshardable False, .* GiB a rank"
+    with pytest.raises(ValueError, match=message):
+        start(room=2**20)
+    for settings in (dict(room=2**40), dict(room=2**20, **by_numbers), dict(room=2**20, checkpoint__save=None)):
+        start(**settings)
+
+
+def test_this_machine_has_some_memory():
+    assert 2**28 < run_checks.host_bytes() < 2**50
