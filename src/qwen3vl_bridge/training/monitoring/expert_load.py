@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
+from qwen3vl_bridge.models.common.router import tracked_row, tracked_rows
 from qwen3vl_bridge.parallel.collectives import sum_over_ranks
 from qwen3vl_bridge.training.global_batch import check_share
 
@@ -49,7 +50,7 @@ class ExpertLoad:
         padding = kwargs.get("padding_mask", args[1] if len(args) > 1 else None)  # [s, b] bool, True for padding
         if padding is not None:
             chosen = chosen & ~padding.reshape(-1, 1)
-        layer, count = getattr(router, "to_wrap", router).layer_number - 1, chosen.sum(0)
+        layer, count = tracked_row(getattr(router, "to_wrap", router)), chosen.sum(0)
         self._counts[layer] = self._counts[layer] + count if layer in self._counts else count
 
     def take(self, cfg: ConfigContainer) -> dict[str, float]:
@@ -71,10 +72,10 @@ class ExpertLoad:
         """Stop counting; [layers with experts, E] how often real tokens of all ranks chose each expert."""
         for hook in self._hooks:
             hook.remove()
-        counts = torch.zeros(config.num_layers, config.num_moe_experts, dtype=torch.int64, device=self._device)
+        counts = torch.zeros(tracked_rows(config), config.num_moe_experts, dtype=torch.int64, device=self._device)
         for layer, count in self._counts.items():
             counts[layer] += count
-        counts = sum_over_ranks(counts)[list(config.moe_layers)]
+        counts = sum_over_ranks(counts)[_layers(config)]
         # Without sequence parallelism tensor-parallel ranks have the same tokens.
         return counts if config.sequence_parallel else counts // config.tensor_model_parallel_size
 
@@ -89,9 +90,14 @@ class ExpertLoad:
             if not coefficient or kind not in _LOSSES:
                 continue
             name = _LOSSES[kind]
-            tracker.ensure_initialized(name, config.num_layers)  # a stage without experts has recorded nothing
+            tracker.ensure_initialized(name, tracked_rows(config))  # a stage without experts has recorded nothing
             total = sum_over_ranks(tracker.metrics[name].values).sum().item()
             # Each data-parallel rank has balanced its own microbatches, or all of them the same.
             times = replicas if kind == "aux_loss" else 1
-            found[name] = total / (times * microbatches * len(config.moe_layers))
+            found[name] = total / (times * microbatches * len(_layers(config)))
         return found
+
+
+def _layers(config: VisionLanguageProvider) -> list[int]:
+    """Rows of the layers with experts, with that of multi-token prediction if it is trained."""
+    return [*config.moe_layers, *([config.num_layers] if config.trains_mtp else [])]
