@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-from qwen3vl_bridge.batch import SequenceLayout, frame_lengths, vision_indices
-from qwen3vl_bridge.batch.grids import check_grids, frames
+from qwen3vl_bridge.batch import SequenceLayout, frame_lengths, vision_inputs
+from qwen3vl_bridge.batch.vision_inputs import check_grids, frames
 from qwen3vl_bridge.data.processing import collation
 
 import torch
@@ -107,8 +107,8 @@ def as_before() -> Iterator[None]:
     """Collating as it was."""
     replaced = (
         (collation, "mrope_positions", mrope_positions),
-        (vision_indices, "patch_positions", patch_positions),
-        (vision_indices, "interpolation", interpolation),
+        (vision_inputs, "patch_positions", patch_positions),
+        (vision_inputs, "interpolation", interpolation),
         (collation.Collator, "_pictures", _pictures),
     )
     now = [getattr(owner, name) for owner, name, _ in replaced]

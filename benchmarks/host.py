@@ -29,7 +29,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from qwen3vl_bridge.batch import SequenceLayout, interpolation, mrope_positions, patch_positions, vision_indices
+from qwen3vl_bridge.batch import SequenceLayout, interpolation, mrope_positions, patch_positions, vision_inputs
 from qwen3vl_bridge.data.processing.collation import Collator, VisionSettings
 from qwen3vl_bridge.data.processing.encoding import EncodedSample
 
@@ -111,8 +111,8 @@ def interpolations(grids: Tensor) -> dict[str, Callable[[], object]]:
         return interpolation(grids, _SIDE, _MERGE)
 
     def cold() -> tuple[Tensor, Tensor]:
-        vision_indices._frame_interpolation.cache_clear()
-        vision_indices._axis.cache_clear()
+        vision_inputs._frame_interpolation.cache_clear()
+        vision_inputs._axis.cache_clear()
         return ours()
 
     def of_transformers() -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ from qwen3vl_bridge.batch import VisionWork
 from qwen3vl_bridge.batch.vision_sharding import assign_frames, assign_vision
 from qwen3vl_bridge.data.processing.encoding import EncodedSample
 from qwen3vl_bridge.models.common.flops import tower_costs
-from qwen3vl_bridge.models.qwen3_vl.pipeline_payload import Stage
+from qwen3vl_bridge.models.qwen3_vl.model import DeepStackStage
 from qwen3vl_bridge.models.qwen3_vl.presets import config_dict
 from qwen3vl_bridge.models.qwen3_vl.table import VISION_ROWS
 from qwen3vl_bridge.registry import dimensions_of
@@ -150,7 +150,7 @@ def features(rows: list[list[int]], capacity: int) -> Iterator[list]:
     patches, pairs = np.mean([sum(row) for row in rows]), np.mean([sum(n**2 for n in row) for row in rows])
     for model in _MODELS:
         costs, dimensions = tower_costs(config_dict(model)), dimensions_of(config_dict(model))
-        width, taps = dimensions["hidden"], len(dimensions.indices["deepstack_taps"])
+        width, taps = dimensions["hidden"], len(dimensions.indices["deepstack_mergers"])
         hidden = _BYTES * width * capacity
         added = _BYTES * width * taps * patches / _PER_TOKEN
         _check_travel(taps)
@@ -169,7 +169,7 @@ def features(rows: list[list[int]], capacity: int) -> Iterator[list]:
 def _check_travel(taps: int) -> None:
     """A stage without layers sends what `features` says it does."""
     hidden, own = torch.zeros(12, 1, 8), torch.zeros(taps, 5, 8)
-    assert Stage.of(taps, first_layer=0, layers=0).load(hidden, own).numel() == hidden.numel() + taps * 5 * 8
+    assert DeepStackStage.of(taps, first_layer=0, layers=0).pack(hidden, own).numel() == hidden.numel() + taps * 5 * 8
 
 
 def main() -> None:

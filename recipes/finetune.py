@@ -6,7 +6,9 @@ For example, on one node:
         --data-path DATA --save RUN train.global_batch_size=64
 """
 
-from qwen3vl_recipes.cli import finetune
+import sys
+
+from qwen3vl_recipes.cli import train
 
 if __name__ == "__main__":
-    finetune()
+    sys.exit(train())

@@ -6,7 +6,9 @@ For example, on each of eight nodes (docs/recipes.md has a script for Slurm):
         --shutdown-timeout 600 recipes/pretrain.py --recipe qwen3_vl_8b_pretrain_config --data-path DATA --save RUN
 """
 
-from qwen3vl_recipes.cli import pretrain
+import sys
+
+from qwen3vl_recipes.cli import train
 
 if __name__ == "__main__":
-    pretrain()
+    sys.exit(train(["--from-scratch", *sys.argv[1:]]))

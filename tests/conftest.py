@@ -94,10 +94,9 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="session", autouse=True)
 def _two_cores():
-    import torch
+    from tests.ranks import set_threads
 
-    # Workers share the machine's cores; the tiny models gain nothing from more threads.
-    torch.set_num_threads(1)
+    set_threads()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -13,10 +13,18 @@ import torch
 import torch.distributed as dist
 
 
+def set_threads() -> None:
+    """As the environment says; else one.
+
+    Workers and ranks share the machine's cores, and the tiny models gain nothing from more.
+    """
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+
+
 def begin() -> None:
     """Say little, and leave the cores to the other ranks."""
     quiet()
-    torch.set_num_threads(1)
+    set_threads()
     # Or the process that saving spawns would import what this program imports, Megatron, for each rank.
     program = sys.modules["__main__"]
     program.__spec__ = program.__file__ = None

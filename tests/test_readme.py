@@ -118,7 +118,7 @@ def test_one_node_of_gpus(places):
 def test_adapters_of_a_run(places, untied_folder, tmp_path):
     _, commands = blocks(TRAIN, "console")
     run(
-        f"python recipes/finetune.py --recipe qwen3_vl_8b_peft_config --hf-path {untied_folder} "
+        f"python recipes/finetune.py --recipe qwen3_vl_8b_peft_config --hf-model {untied_folder} "
         f"--data-path {places['DATA']} --save {tmp_path / 'run'} train.train_iters=1 scheduler.lr_warmup_iters=0 "
         "train.global_batch_size=2 model.seq_length=128 dataset.seq_length=128 dataset.num_workers=0 "
         "validation.eval_iters=0 peft.dim=4"

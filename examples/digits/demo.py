@@ -119,7 +119,7 @@ def main(arguments: list[str] | None = None) -> None:
         command("conversion/convert.py", "import", "--hf-model", source, "--megatron-path", megatron)
     with report.step("fine-tune", run):
         recipe = ("--recipe", RECIPES[args.family])
-        paths = ("--hf-path", source, "--data-path", data, "--pretrained-checkpoint", megatron, "--save", run)
+        paths = ("--hf-model", source, "--data-path", data, "--pretrained-checkpoint", megatron, "--save", run)
         command("recipes/finetune.py", *recipe, *paths, *args.overrides)
     with report.step("convert to Hugging Face", export):
         command("conversion/convert.py", "export", "--megatron-path", run, "--hf-path", export)

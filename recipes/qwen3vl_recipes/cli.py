@@ -1,4 +1,4 @@
-"""The command line of training: `qwen3vl train`, and its earlier names `qwen3vl-finetune` and `qwen3vl-pretrain`.
+"""The command line of training: `qwen3vl train`.
 
 What lives here: options, and which loop runs. What may not: Megatron at import time (so that `--help` answers at once),
 settings of a run (recipes), how settings are changed (`paths.py`, `overrides.py`).
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -47,26 +46,6 @@ def train(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl train"
     return 0
 
 
-def finetune(arguments: Sequence[str] | None = None) -> None:
-    """Train from given weights."""
-    _command(_parse(_parser("Fine-tune Qwen3-VL or Qwen3.5-VL with a recipe."), arguments), needs_weights=True)
-
-
-def pretrain(arguments: Sequence[str] | None = None) -> None:
-    """Train from random weights, or from given ones."""
-    parser = _parser("Pretrain Qwen3-VL or Qwen3.5-VL with a recipe, from random weights if none are given.")
-    _command(_parse(parser, arguments), needs_weights=False)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Either command, as `python -m qwen3vl_recipes.cli finetune ...`: for `torchrun -m`, without a clone."""
-    commands = {"finetune": finetune, "pretrain": pretrain}
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog=f"python -m {__package__}.cli", description="Train with a recipe.")
-    parser.add_argument("command", choices=commands, help="what to do; its options, such as --help, follow it")
-    commands[parser.parse_args(words[:1]).command](words[1:])
-
-
 def _parser(description: str, prog: str | None = None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog, description=description, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -74,7 +53,7 @@ def _parser(description: str, prog: str | None = None) -> argparse.ArgumentParse
     add = parser.add_argument
     add("--recipe", metavar="NAME", help="name of a recipe, or FILE.py:FUNCTION for your own")
     add("--list", action="store_true", help="list the recipes and exit")
-    add("--hf-model", "--hf-path", metavar="MODEL", help="Hugging Face folder or hub id with configuration and "
+    add("--hf-model", metavar="MODEL", help="Hugging Face folder or hub id with configuration and "
         "processor, and the weights unless --pretrained-checkpoint is given (default: the released model of the "
         "recipe's size)")  # fmt: skip
     add("--data-path", metavar="DATA", help="folder with train.jsonl and perhaps valid.jsonl, or a file (dataset.path)")
@@ -129,7 +108,8 @@ def _command(args: argparse.Namespace, *, needs_weights: bool) -> None:
         with contextlib.nullcontext() if args.verbose else without_prints():
             cfg = _configuration(args, chosen, needs_weights=needs_weights)
             _run(cfg, needs_weights=needs_weights)
-    except (ValueError, AssertionError, OSError) as error:  # Megatron-Bridge checks a configuration with assertions
+    # Megatron-Bridge checks a configuration with assertions, and whether the packages are there that it asks for.
+    except (ValueError, AssertionError, OSError, ModuleNotFoundError) as error:
         if args.verbose:
             raise
         from qwen3vl_bridge.data.errors import DataError
@@ -187,13 +167,15 @@ def _configuration(args: argparse.Namespace, chosen: Recipe, *, needs_weights: b
         save=args.save,
     )
     overrides.apply(cfg, args.settings, args.config)
+    if args.from_scratch and (weights := cfg.checkpoint.pretrained_checkpoint) is not None:
+        raise ValueError(f"checkpoint.pretrained_checkpoint is {weights}, expected None with --from-scratch")
+    if cfg.peft is not None and not needs_weights and cfg.checkpoint.pretrained_checkpoint is None:
+        raise ValueError("peft trains adapters of given weights: expected --pretrained-checkpoint, or peft=null")
     if args.dry_run:
         return cfg
     if cfg.checkpoint.save is None:
         raise ValueError("checkpoint.save is None, expected a folder used only by this run: give --save")
     check_data(cfg)
-    if args.from_scratch and (weights := cfg.checkpoint.pretrained_checkpoint) is not None:
-        raise ValueError(f"checkpoint.pretrained_checkpoint is {weights}, expected None with --from-scratch")
     if needs_weights and cfg.checkpoint.pretrained_checkpoint is None:
         model = cfg.model.hf_model_id
         cfg.checkpoint.pretrained_checkpoint = model if Path(model).is_dir() else str(find_model(model))
@@ -204,34 +186,7 @@ def _run(cfg: ConfigContainer, *, needs_weights: bool) -> None:
     import qwen3vl_bridge
     from qwen3vl_bridge.training.callbacks import training_callbacks
 
-    from megatron.bridge.utils.common_utils import get_world_size_safe
-
-    check_processes(cfg, get_world_size_safe())
     _loop(needs_weights)(cfg, qwen3vl_bridge.forward_step, callbacks=training_callbacks(cfg))
-
-
-def check_processes(cfg: ConfigContainer, started: int) -> None:
-    """Refuse a number of processes that the parallel sizes do not divide.
-
-    Raises:
-        ValueError: the number is not a multiple of their product.
-    """
-    model = cfg.model
-    if (split := getattr(model, "dist_train", None)) is not None and split.use_dist_train:
-        return  # each of the two modules has its own product
-    sizes = {
-        "tensor": model.tensor_model_parallel_size,
-        "pipeline": model.pipeline_model_parallel_size,
-        "context": model.context_parallel_size,
-    }
-    product = math.prod(sizes.values())
-    if started % product:
-        written = " * ".join(f"{name} {size}" for name, size in sizes.items())
-        raise ValueError(
-            f"{started} process{'es were' if started > 1 else ' was'} started, expected a multiple of {product}, the "
-            f"product of the parallel sizes ({written}): use torchrun --nproc_per_node {product}, or change the sizes, "
-            "such as model.tensor_model_parallel_size=1 model.sequence_parallel=False"
-        )
 
 
 def _loop(needs_weights: bool) -> Callable:
@@ -243,7 +198,3 @@ def _loop(needs_weights: bool) -> Callable:
     except ModuleNotFoundError as error:
         raise ValueError(f"Megatron-Bridge's training loop needs {error.name}, which is missing") from error
     return train
-
-
-if __name__ == "__main__":
-    main()

@@ -23,7 +23,8 @@ _DATA = "(dataset.path is not set)"
 
 
 def finalised(cfg: ConfigContainer, world_size: int) -> ConfigContainer:
-    """A copy of a configuration as Megatron-Bridge completes and checks it for a number of ranks; nothing is started.
+    """A copy of a configuration as a run completes and checks it for a number of ranks, before it builds the model;
+    nothing is started.
 
     Data and initial weights need not exist.
 
@@ -34,6 +35,8 @@ def finalised(cfg: ConfigContainer, world_size: int) -> ConfigContainer:
     Raises:
         ValueError, AssertionError: settings that contradict each other or this number of ranks.
     """
+    from qwen3vl_bridge.training.callbacks import training_callbacks
+
     import torch
     from megatron.bridge.training.config import runtime_config_update
 
@@ -46,6 +49,7 @@ def finalised(cfg: ConfigContainer, world_size: int) -> ConfigContainer:
     with _world_of(world_size), tempfile.TemporaryDirectory() as folder:
         if weights is None or not os.path.isdir(weights):
             cfg.checkpoint.pretrained_checkpoint = folder  # Megatron-Bridge checks that it exists
+        training_callbacks(cfg)
         runtime_config_update(cfg)
     cfg.checkpoint.pretrained_checkpoint = weights
     return cfg

@@ -6,11 +6,12 @@ skip with a warning is refused. What may not: parsing of the command line (`cli.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,31 @@ def apply(cfg: ConfigContainer, words: Sequence[str] = (), files: Sequence[str |
     for name, (_, new) in changed.items():
         if (found := _at(arrived, name)) != new:
             raise ValueError(f"{name} cannot be set to {new!r} here; it is {found!r}. Set it in your own recipe")
+    _check_precision(cfg, changed)
     return cfg
+
+
+def _check_precision(cfg: ConfigContainer, names: Iterable[str]) -> None:
+    """Refuse settings that `mixed_precision` overwrites: each of its fields, in each section that has one of that
+    name.
+    """
+    from megatron.bridge.training.mixed_precision import get_mixed_precision_config
+
+    chosen = cfg.mixed_precision
+    if chosen is None:
+        return
+    mixed = get_mixed_precision_config(chosen) if isinstance(chosen, str) else copy.copy(chosen)
+    mixed.finalize()
+    for name in names:
+        section, _, field = name.rpartition(".")
+        if section not in ("model", "optimizer", "ddp") or not hasattr(mixed, field):
+            continue
+        found, written = getattr(getattr(cfg, section), field), getattr(mixed, field)
+        if found != written:
+            raise ValueError(
+                f"{name} is {found!r}, and mixed_precision sets it to {written!r}: expected that, another "
+                "mixed_precision, or null for one, to set the precision of each section by itself"
+            )
 
 
 def _settings(cfg: ConfigContainer) -> tuple[DictConfig, dict[str, Any]]:

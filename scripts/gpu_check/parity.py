@@ -1,11 +1,11 @@
 """Logits, loss and every gradient of our model beside transformers' on the same device, in float32 and bfloat16.
 
-What lives here: moving both to the device, and the limits. What may not: references, batches and what errors are
-relative to, which are those of `tests/parity` and `tests/qwen3_5`.
+What lives here: moving both to the device. What may not: references, batches, what errors are relative to and their
+limits, which are those of `tests/parity`.
 
-In float32 errors are held against the limits of the tests on the CPU, without TF32: with megatron-core's local layers,
-and with Transformer Engine's where a release is installed that attends in float32. In bfloat16 neither side is right:
-our distance from the float32 result is held against transformers' own distance in bfloat16.
+In float32, without TF32, errors are held against the reference's noise on the device, as in the tests on the CPU: with
+megatron-core's local layers, and with Transformer Engine's where a release is installed that attends in float32. In
+bfloat16 neither side is right: our distance from the float32 result is held against transformers' own in bfloat16.
 """
 
 from __future__ import annotations
@@ -25,16 +25,14 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.utils import get_te_version, is_te_min_version
 
 from examples.digits.checkpoint import make_checkpoint
-from tests.parity.batches import CONTENTS, Sample, make_batch, make_samples, run_reference
-from tests.parity.conftest import Pair, make_pair
+from tests.parity.batches import CONTENTS, Sample, make_batch, make_samples
+from tests.parity.conftest import Pair, Results, make_pair
 from tests.parity.one_process import test_bf16, test_parity
 from tests.qwen3_5 import tiny
-from tests.qwen3_5.model import test_parity as qwen3_5
 from tests.ranks import forget_models
 
 from .results import Finding, Place, at_most
 
-Errors = dict[str, float]
 _LOCAL = dict(transformer_impl="local", moe_grouped_gemm=False, moe_permute_fusion=False)
 
 
@@ -88,6 +86,8 @@ def _pair(place: Place, folder: Path, kind: str, **settings: Any) -> Pair:
     balance = {"moe_aux_loss_coeff": 0.0} if kind == "moe" else {}  # the reference's loss has no such term
     pair = make_pair(folder, **balance, **settings)
     pair.megatron.to(place.device)
+    if kind == "qwen3_5":
+        tiny.with_mtp(pair.reference, folder)
     pair.reference.to(place.device)
     return pair
 
@@ -111,12 +111,10 @@ def _float32(place: Place, folder: Path, kind: str, name: str, layers: dict[str,
     for content in contents:
         samples = make_samples(content, pair.config, seed=3)
         moved = _moved(samples, place.device)
-        limits = _limits(pair, moved, kind)
-        pair.zero_grad()
-        logits, loss = run_reference(pair.reference, moved)
-        loss.backward()
+        expected = pair.reference_results(moved)
+        limits = pair.limits(moved, expected)
         for packed in (False, True):
-            errors = _errors(pair, samples, packed, logits, loss.item())
+            errors = pair.errors(_run(pair, samples, packed), expected)
             for what, error in errors.items():
                 # Of all contents the one that comes nearest to its limit.
                 found = error, limits[what]
@@ -125,21 +123,8 @@ def _float32(place: Place, folder: Path, kind: str, name: str, layers: dict[str,
     return [at_most(f"{name}, {what}", *found) for what, found in worst.items()]
 
 
-def _limits(pair: Pair, samples: list[Sample], kind: str) -> Errors:
-    """As the tests on the CPU have them."""
-    if kind != "qwen3_5":
-        return {"logits": test_parity.LOGITS, "loss": test_parity.LOSS, "gradients": test_parity.GRADIENT}
-    noise = qwen3_5.noise(pair, samples, qwen3_5.reference(pair, samples))
-    (logits, least_of_logits), (gradient, least) = qwen3_5.LOGITS, qwen3_5.GRADIENT
-    return {
-        "logits": max(logits * noise[0], least_of_logits),
-        "loss": qwen3_5.LOSS,
-        "gradients": max(gradient * noise[1], least),
-    }
-
-
-def _run(pair: Pair, samples: list[Sample], packed: bool) -> tuple[list[torch.Tensor], float, dict[str, torch.Tensor]]:
-    """Our logits of each sample, the summed loss, and gradients by Hugging Face names, on the host."""
+def _run(pair: Pair, samples: list[Sample], packed: bool) -> Results:
+    """Ours, gradients by Hugging Face names and on the host."""
     pair.megatron.zero_grad()
     batch = make_batch(samples, pair.config, packed=packed)
     inputs = to_device(batch.local(), pair.megatron)
@@ -147,39 +132,18 @@ def _run(pair: Pair, samples: list[Sample], packed: bool) -> tuple[list[torch.Te
     loss.backward()
     with torch.no_grad():
         logits = test_parity.per_sample(pair.megatron(inputs=inputs.without_labels()), batch)
-    return logits, loss.item(), {name: one.cpu() for name, one in pair.megatron_gradients().items()}
-
-
-def _errors(pair: Pair, samples: list[Sample], packed: bool, logits: list[torch.Tensor], loss: float) -> Errors:
-    found, own_loss, gradients = _run(pair, samples, packed)
-    expected = {name: one.cpu() for name, one in pair.reference_gradients().items()}
-    return {
-        "logits": qwen3_5.largest(found, logits),
-        "loss": abs(own_loss / loss - 1),
-        "gradients": max(
-            ((one - expected[name]).abs().max() / expected[name].abs().max().clamp(min=1e-6)).item()
-            for name, one in gradients.items()
-            if name in expected  # a tied output layer has its gradient in the embedding's
-        ),
-    }
+    return Results(logits, loss.item(), pair.megatron_gradients())
 
 
 def _bfloat16(place: Place, folder: Path, kind: str) -> list[Finding]:
     pair = _pair(place, folder, kind, params_dtype=torch.bfloat16, bf16=True)
     samples = [one for seed in (4, 5, 6) for one in make_samples("mixed", pair.config, seed)]
-    true_logits, true_gradients = test_bf16.reference_results(pair, _moved(samples, place.device))
+    truth = pair.reference_results(_moved(samples, place.device))
     pair.reference.to(torch.bfloat16)
-    moved = _moved(samples, place.device, torch.bfloat16)
-    their_logits, their_gradients = test_bf16.reference_results(pair, moved)
-    truth = {name: one.cpu() for name, one in true_gradients.items()}
+    theirs = pair.reference_results(_moved(samples, place.device, torch.bfloat16))
     found = []
     for packed in (False, True):
-        logits, _, gradients = _run(pair, samples, packed)
-        names = [name for name in truth if name in gradients]
-        of_logits = test_bf16.distance(logits, true_logits) / test_bf16.distance(their_logits, true_logits)
-        of_gradients = test_bf16.distance(
-            [gradients[name] for name in names], [truth[name] for name in names]
-        ) / test_bf16.distance([their_gradients[name].cpu() for name in names], [truth[name] for name in names])
+        of_logits, of_gradients = test_bf16.distances(_run(pair, samples, packed), theirs, truth)
         how = "packed" if packed else "padded"
         found += [
             at_most(f"bfloat16, {how}, logits: distance in transformers' own", of_logits, test_bf16.LOGITS),

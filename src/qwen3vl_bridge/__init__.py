@@ -5,7 +5,7 @@ What lives here: the public names and the registration. The import itself is lig
 `--help` of a converter is fast.
 """
 
-from qwen3vl_bridge import lazy, moved
+from qwen3vl_bridge import lazy
 from qwen3vl_bridge.compat import import_hook
 
 _PUBLIC = {
@@ -45,4 +45,3 @@ def __dir__() -> list[str]:
 
 
 import_hook.install()
-moved.install()

@@ -61,6 +61,30 @@ def test_the_answer_is_that_of_transformers(folder, picture, capsys):
     assert expected
 
 
+def test_a_picture_is_that_of_training(untied_folder, picture, capsys, tmp_path):
+    """Upright, and on white where it is transparent: what transformers answers about a picture that is so."""
+    upright = tmp_path / "upright.png"
+    Image.eval(Image.open(picture).convert("L"), lambda level: 255 - level).save(upright)
+    sideways = Image.merge("LA", [Image.new("L", (64, 64)), Image.open(picture).convert("L")]).transpose(
+        Image.ROTATE_90
+    )
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    sideways.save(tmp_path / "sideways.png", exif=exif)
+    decode = AutoProcessor.from_pretrained(untied_folder).decode
+    expected = decode(reference(untied_folder, upright, 12), skip_special_tokens=True)
+    assert answer(untied_folder, tmp_path / "sideways.png", 12, capsys)["answer"] == expected
+    Image.open(tmp_path / "sideways.png").convert("RGB").save(tmp_path / "black.png")
+    assert decode(reference(untied_folder, tmp_path / "black.png", 12), skip_special_tokens=True) != expected
+
+
+def test_a_file_that_is_no_picture_is_status_2(untied_folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(model_loading, "load_model", None)  # no model is built before
+    (tmp_path / "x.png").write_bytes(b"no picture")
+    assert main(["generate", QUESTION, "--hf-model", str(untied_folder), "--image", str(tmp_path / "x.png")]) == 2
+    assert f"error: --image: {tmp_path / 'x.png'} does not decode as an image" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("said", ["config", "tokenizer_config", "generation_config"])
 def test_an_answer_ends_with_its_turn(folder, picture, capsys, tmp_path, said):
     """Whichever file names what ends it."""
@@ -84,6 +108,6 @@ def test_an_answer_ends_with_its_turn(folder, picture, capsys, tmp_path, said):
 
 def test_a_checkpoint_that_is_not_there_is_status_2(untied_folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(model_loading, "load_model", None)  # no model is built before
-    words = ["generate", QUESTION, "--hf-path", str(untied_folder), "--megatron-path", str(tmp_path / "none")]
+    words = ["generate", QUESTION, "--hf-model", str(untied_folder), "--megatron-path", str(tmp_path / "none")]
     assert main(words) == 2
     assert f"error: {tmp_path / 'none'}" in capsys.readouterr().err

@@ -138,9 +138,9 @@ def walk(title: str, checkpoint: Path) -> list[list[str]]:
 def training(words: list[str], checkpoint: Path) -> Any:
     """The data of a run, as a command that trains has them."""
     options = dict(pairwise(words))
-    assert (options["--recipe"], options["--hf-path"]) == ("qwen3_vl_8b_sft_config", str(checkpoint))
+    assert (options["--recipe"], options["--hf-model"]) == ("qwen3_vl_8b_sft_config", str(checkpoint))
     cfg = qwen3_vl_8b_sft_config()
-    cfg.dataset.hf_processor_path = options["--hf-path"]
+    cfg.dataset.hf_processor_path = options["--hf-model"]
     apply(cfg, [word for word in words if word.startswith("dataset.")])
     paths.check_data(cfg)
     cfg.dataset.finalize()

@@ -89,8 +89,7 @@ NOT_REPLACED = {
     "inference/generation.py": {"training"},
     "models/common/layer_specs.py": {"module", "mlp"},
     "models/common/settings/kernels.py": {"attention_backend"},
-    "models/qwen3_vl/layer_specs.py": {"module"},
-    "moved.py": {"__spec__"},
+    "models/qwen3_vl/model.py": {"module"},
     "training/checkpoint_manager.py": {"load_rng"},
 }
 

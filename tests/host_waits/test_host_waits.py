@@ -12,7 +12,6 @@ from pathlib import Path
 
 import qwen3vl_bridge
 from qwen3vl_bridge.batch.device_transfer import on_host
-from qwen3vl_bridge.models.common.inputs.local_ranks import sequence_ranks
 from qwen3vl_bridge.training.step import to_device
 from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 
@@ -59,7 +58,7 @@ def forward_and_backward(folder, content, *, packed, **settings) -> Seen:
     model, samples = pair.megatron, make_samples(content, pair.config, seed=5)
     batch = make_batch(samples, pair.config, packed=packed)
     with HostWaits(model) as waits:
-        inputs = to_device(batch.local(**sequence_ranks(pair.provider, model.pg_collection)), model)
+        inputs = to_device(batch.local(**pair.provider.sequence_ranks(model.pg_collection)), model)
         (model(inputs=inputs) * inputs.loss_mask).sum().backward()
     return waits.seen()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.expert_layout import ExpertLayout
@@ -11,8 +12,10 @@ from qwen3vl_bridge.weights.rows import ZeroCentered
 import pytest
 import torch
 
+from tests import noise
 from tests.expert_layouts import LAYOUTS, relayout
 
+from .batches import Sample, run_reference
 from .exact_reference import torch_linear_attention
 
 
@@ -20,6 +23,14 @@ def shifted_names(provider) -> tuple[str, ...]:
     """How the Hugging Face names of weights end that Megatron has less by one."""
     rows = family(provider.family).rows()
     return tuple(row.hf[0].rpartition("*.")[2] for row in rows if isinstance(row, ZeroCentered))
+
+
+class Results(NamedTuple):
+    """What a model makes of samples: logits [tokens, vocabulary] of each, the summed loss, and all gradients."""
+
+    logits: list[torch.Tensor]
+    loss: float
+    gradients: dict[str, torch.Tensor]
 
 
 @dataclass
@@ -55,22 +66,44 @@ class Pair:
         return gradients
 
     def reference_gradients(self) -> dict[str, torch.Tensor]:
-        """Gradients of the reference in the same layouts; zero for parameters it did not use."""
+        """Gradients of the reference in the same layouts, on the host; zero for parameters it did not use."""
         gradients = {
-            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            name: torch.zeros_like(p, device="cpu") if p.grad is None else p.grad.cpu().clone()
             for name, p in self.reference.named_parameters(remove_duplicate=False)
         }
         return relayout(gradients, self.layout)
 
-    def gradient_errors(self) -> dict[str, float]:
-        """The largest error of each parameter's gradient, relative to its largest entry."""
-        ours, reference = self.megatron_gradients(), self.reference_gradients()
+    def reference_results(self, samples: list[Sample]) -> Results:
+        """The reference's, each sample alone. Its gradients stay in its parameters."""
+        self.reference.zero_grad()
+        logits, loss = run_reference(self.reference, samples)
+        loss.backward()
+        return Results([one.detach() for one in logits], loss.item(), self.reference_gradients())
+
+    def errors(self, found: Results, expected: Results) -> dict[str, float]:
+        """Of logits, absolute; of the loss, relative; of gradients, relative to the largest entry of each."""
+        logits = zip(found.logits, expected.logits, strict=True)
+        gradients = self.gradient_errors(found.gradients, expected.gradients)
+        return {
+            # Ours has more of them where the vocabulary is padded.
+            "logits": max((ours[:, : theirs.shape[1]] - theirs).abs().max().item() for ours, theirs in logits),
+            "loss": abs(found.loss / expected.loss - 1),
+            "gradients": max(gradients.values()),
+        }
+
+    def limits(self, samples: list[Sample], expected: Results) -> dict[str, float]:
+        """Of these errors, for the reference's results of samples."""
+        return noise.limits(lambda: self.reference_results(samples), self.errors, self.reference, expected=expected)
+
+    def gradient_errors(
+        self, found: dict[str, torch.Tensor] | None = None, expected: dict[str, torch.Tensor] | None = None
+    ) -> dict[str, float]:
+        """The largest error of each gradient, relative to its largest entry; by default of those that models hold."""
+        ours = self.megatron_gradients() if found is None else found
+        reference = self.reference_gradients() if expected is None else expected
         tied = {"lm_head.weight"} if self.config.tie_word_embeddings else set()  # whose gradient is the embedding's
         assert ours.keys() - tied == reference.keys() - tied
-        return {
-            name: ((gradient - reference[name]).abs().max() / reference[name].abs().max().clamp(min=1e-6)).item()
-            for name, gradient in ours.items()
-        }
+        return noise.relative(ours, reference)
 
     def zero_grad(self) -> None:
         """Forget both models' gradients."""

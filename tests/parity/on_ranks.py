@@ -36,7 +36,7 @@ from . import presharded
 from .batches import Sample, make_batch
 from .conftest import shifted_names
 from .presharded import Shared
-from .references import ADAM, CLIP, DECAY, MICROBATCHES, STEPS, provider_settings, step_samples
+from .references import ADAM, CLIP, DECAY, MICROBATCHES, STEPS, errors, provider_settings, step_samples
 from .topologies import MODULES, TOPOLOGIES, Topology, split_by
 
 
@@ -180,43 +180,33 @@ class Split:
                 yield Shared(batch, samples) if rows == "presharded" else batch
 
 
-def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], scale: float | None = None) -> float:
-    """The largest error of any tensor, in units of `scale` or of its own largest entry."""
-    tied = {"lm_head.weight"} - found.keys()
-    assert found.keys() == expected.keys() - tied, found.keys() ^ expected.keys()
-    return max(
-        ((found[name] - expected[name]).abs().max() / (scale or expected[name].abs().max().clamp(min=1e-6))).item()
-        for name in found
-    )
-
-
 def compare(
     split: Split, topology: Topology, folder: Path, content: str, rows: str, expected: dict[str, Any]
 ) -> dict[str, float]:
-    """Errors of losses and gradient norms, relative; of gradients; and of weights, in units of the learning rate."""
+    """Errors of one case, as `errors` has them."""
     run = split.run
     split.begin(split.batches(content, rows), rows)
     mine = MICROBATCHES // run.cfg.data_parallel_size
     first, again = itertools.tee(itertools.islice(run.stream, mine))
-    errors = {}
+    found: dict[str, Any] = {}
+    in_place: dict[str, float] = {}
     in_modules = run.cfg.model.dist_train.use_dist_train
     if in_modules:
         forward_backward(run, first, mine)
         gradients = [p.main_grad.clone() for p in split.parameters]
-        errors["gradient"] = split.worst_in_place(gradients, folder / f"gradients_{content}")
+        in_place["gradient"] = split.worst_in_place(gradients, folder / f"gradients_{content}")
     elif not topology.distributed_optimizer:  # which leaves each rank a part of the gradients
         forward_backward(run, first, mine)
-        errors["gradient"] = worst(split.gradients(), expected["gradients"])
+        found["gradients"] = split.gradients()
     run.stream = itertools.chain(again, run.stream)
     logs = [train_step(run) for _ in range(STEPS)]
-    for name, kind in (("loss", "losses"), ("grad_norm", "norms")):
-        errors[name] = max(abs(log[name] / value - 1) for log, value in zip(logs, expected[kind], strict=True))
+    found |= dict(losses=[log["loss"] for log in logs], norms=[log["grad_norm"] for log in logs])
     if in_modules:
         weights = [p.detach().clone() for p in split.parameters]
-        errors["weight"] = split.worst_in_place(weights, folder / f"weights_{content}", scale=ADAM["lr"])
+        in_place["weight"] = split.worst_in_place(weights, folder / f"weights_{content}", scale=ADAM["lr"])
     else:
-        errors["weight"] = worst(split.exported(), expected["weights"], scale=ADAM["lr"])
-    return errors
+        found["weights"] = split.exported()
+    return errors(found, expected) | in_place
 
 
 def main(output: str, cases: list[list[str]], folders: dict[str, str]) -> None:
@@ -229,11 +219,11 @@ def main(output: str, cases: list[list[str]], folders: dict[str, str]) -> None:
         for _, _, content, rows in group:
             started = time.perf_counter()
             expected = torch.load(Path(folder) / f"reference_{content}.pt", mmap=True)
-            errors = compare(split, topology, Path(folder), content, rows, expected)
-            values = torch.tensor(list(errors.values()))
+            own = compare(split, topology, Path(folder), content, rows, expected)
+            values = torch.tensor(list(own.values()))
             dist.all_reduce(values, op=dist.ReduceOp.MAX)
             seconds = time.perf_counter() - started
-            found[family, name, content, rows] = dict(zip(errors, values.tolist(), strict=True), seconds=seconds)
+            found[family, name, content, rows] = dict(zip(own, values.tolist(), strict=True), seconds=seconds)
             if dist.get_rank() == 0:
                 print(family, name, content, rows, found[family, name, content, rows], flush=True)
     leave(found, output)

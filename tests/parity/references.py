@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from tests.noise import SEEDS, allowed, relative, rounded
 from tests.qwen3_5.mtp_reference import run_with_mtp
 from tests.qwen3_5.tiny import with_mtp
 
@@ -52,8 +54,13 @@ def write_settings(folder: Path, settings: dict[str, Any]) -> None:
     (folder / _SETTINGS).write_text(json.dumps(settings))
 
 
-def train_reference(folder: Path, content: str) -> dict[str, Any]:
+def train_reference(folder: Path, content: str, seed: int | None = None) -> dict[str, Any]:
     """Two steps of AdamW.
+
+    Args:
+        folder: of the model.
+        content: of `MATRIX_CONTENTS`.
+        seed: of neighbours of the model's weights, to begin with these.
 
     Returns:
         `losses`: the mean loss of each step; `norms`: of the gradient, before it is clipped; `gradients` of the first
@@ -66,6 +73,11 @@ def train_reference(folder: Path, content: str) -> dict[str, Any]:
     factor = provider_settings(folder).get("mtp_loss_scaling_factor", 0.0)
     if factor:
         with_mtp(model, folder)
+    with rounded(model, seed):
+        return _two_steps(model, content, factor)
+
+
+def _two_steps(model: torch.nn.Module, content: str, factor: float) -> dict[str, Any]:
     named = dict(model.named_parameters(remove_duplicate=False))
     parameters = list(model.parameters())
     groups = [
@@ -92,6 +104,48 @@ def train_reference(folder: Path, content: str) -> dict[str, Any]:
         optimizer.step()
     weights = {name: p.detach().clone() for name, p in named.items()}
     return dict(losses=losses, norms=norms, gradients=gradients, weights=weights)
+
+
+def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], scale: float | None = None) -> float:
+    """The largest error of any tensor, in units of `scale` or of its own largest entry."""
+    tied = {"lm_head.weight"} - found.keys()
+    assert found.keys() == expected.keys() - tied, found.keys() ^ expected.keys()
+    if scale is None:
+        return max(relative(found, expected).values())
+    return max((found[name] - expected[name]).abs().max().item() for name in found) / scale
+
+
+def errors(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+    """Of losses and of gradients' norms, relative; of gradients; and of weights, in units of the learning rate.
+
+    What was not looked at, gradients or weights, is left out.
+    """
+    of_scalars = {
+        name: max(abs(a / b - 1) for a, b in zip(found[kind], expected[kind], strict=True))
+        for name, kind in (("loss", "losses"), ("grad_norm", "norms"))
+    }
+    return of_scalars | {
+        name: worst(found[kind], expected[kind], scale)
+        for name, kind, scale in (("gradient", "gradients", None), ("weight", "weights", ADAM["lr"]))
+        if kind in found
+    }
+
+
+def write_references(folder: Path, contents: Iterable[str] = tuple(MATRIX_CONTENTS)) -> dict[str, float]:
+    """Put what runs of a model are compared with beside it.
+
+    Returns:
+        Limits of the errors of all contents: some have little noise by chance.
+    """
+    noises, contents = [], list(contents)
+    for number, content in enumerate(contents):
+        reference = train_reference(folder, content)
+        torch.save(reference, folder / f"reference_{content}.pt")
+        for kind in ("gradients", "weights"):
+            save_as_model(folder, reference[kind], f"{kind}_{content}")
+        seeds = SEEDS[number :: len(contents)]
+        noises += [errors(train_reference(folder, content, seed), reference) for seed in seeds]
+    return allowed(noises)
 
 
 def save_as_model(folder: Path, tensors: dict[str, torch.Tensor], name: str) -> None:

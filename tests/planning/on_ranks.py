@@ -11,7 +11,6 @@ import json
 import sys
 from collections import Counter
 
-from qwen3vl_bridge.models.common.inputs.local_ranks import sequence_ranks
 from qwen3vl_bridge.weights.model_parts import part_of
 
 import torch.distributed as dist
@@ -57,7 +56,7 @@ def activations(split: Split) -> dict[str, float]:
     split.begin(iter([batch, *others]), "packed")
     with keeping(run.model) as storages:
         forward_backward(run, run.stream, MICROBATCHES)
-    local = batch.local(**sequence_ranks(run.cfg.model, run.groups))
+    local = batch.local(**run.cfg.model.sequence_ranks(run.groups))
     return {
         "kept": sum(storage.nbytes() for storage in storages.values()),
         "tokens": local.input_ids.numel(),

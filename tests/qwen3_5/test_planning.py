@@ -25,7 +25,7 @@ from qwen3vl_bridge.weights.model_parts import Part, part_of
 import pytest
 import torch
 from megatron.bridge import AutoBridge
-from qwen3vl_recipes.cli import finetune
+from qwen3vl_recipes.cli import train
 
 from tests.parity.conftest import make_pair
 
@@ -166,7 +166,7 @@ def test_the_command_and_a_recipes_dry_run(capsys):
 
     for without, trained in (
         (found(main, *words), found(main, *words, "--mtp")),
-        (found(finetune, *recipe)["plan"], found(finetune, *recipe, "model.mtp_loss_scaling_factor=0.1")["plan"]),
+        (found(train, *recipe)["plan"], found(train, *recipe, "model.mtp_loss_scaling_factor=0.1")["plan"]),
     ):
         assert trained["training"] == without["training"] | {"trains_mtp": True}
         (one,), (other,) = without["stages"], trained["stages"]

@@ -7,7 +7,7 @@ import math
 from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace
 from qwen3vl_bridge.checkpoint.planning.plan import tensors_of
 from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
-from qwen3vl_bridge.models.qwen3_5.config_dimensions import dimensions_of
+from qwen3vl_bridge.models.qwen3_5.config import dimensions_of
 from qwen3vl_bridge.models.qwen3_5.presets import PRESETS, config_dict, hf_config
 from qwen3vl_bridge.models.qwen3_5.table import table
 from qwen3vl_bridge.weights.expert_layout import ExpertLayout

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from types import SimpleNamespace
 
 from qwen3vl_bridge.data import DataError
+from qwen3vl_bridge.training.process_groups import shutdown
 
 import pytest
 from datasets import Dataset
@@ -29,7 +30,7 @@ from torch.utils.data import DataLoader
 )
 def test_words_that_are_refused_at_once(words, message, capsys):
     with pytest.raises(SystemExit):
-        cli.finetune(words)
+        cli.train(words)
     assert message in capsys.readouterr().err
 
 
@@ -48,7 +49,7 @@ def test_words_that_are_refused_at_once(words, message, capsys):
 def test_what_is_refused_before_anything_is_built(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
-        cli.finetune(words)
+        cli.train(words)
     assert end.value.code == 2 and re.search(message, capsys.readouterr().err)
 
 
@@ -62,10 +63,8 @@ def test_weights_that_a_run_begins_with(untied_folder, tmp_path, monkeypatch, ca
              str(tmp_path / "data.jsonl"), "--save", str(tmp_path / "run")]  # fmt: skip
     assert cli.train(words) == cli.train([*words, "--from-scratch"]) == 0
     cli.train([*words, "--pretrained-checkpoint", "MEGATRON"])
-    cli.pretrain([*words, "--pretrained-checkpoint", "MEGATRON"])
-    cli.pretrain(words)
     mine = str(untied_folder)
-    assert runs == [(mine, True), (None, False), ("MEGATRON", True), ("MEGATRON", False), (None, False)]
+    assert runs == [(mine, True), (None, False), ("MEGATRON", True)]
     with pytest.raises(SystemExit) as end:
         cli.train([*words, "--from-scratch", "checkpoint.pretrained_checkpoint=MEGATRON"])
     assert end.value.code == 2
@@ -93,7 +92,7 @@ def test_an_error_of_the_data_is_said_without_the_loading_processs_traceback(
     words = ["--recipe", "qwen3_vl_digits_sft_config", "--hf-model", str(untied_folder), "--save",
              str(tmp_path / "run"), "--data-path", str(tmp_path)]  # fmt: skip
     with pytest.raises(SystemExit) as end:
-        cli.finetune(words)
+        cli.train(words)
     expected = "error: train.jsonl:1: found nothing, expected a message\n(--verbose shows the traceback)\n"
     assert end.value.code == 2 and capsys.readouterr().err.endswith(expected)
 
@@ -124,7 +123,7 @@ def test_a_dry_run(capsys, tmp_path):
         "--config",
         str(file),
     ]
-    cli.finetune([*words, "--config", str(file), "train.global_batch_size=64"])
+    cli.train([*words, "--config", str(file), "train.global_batch_size=64"])
     said = capsys.readouterr().out
     assert "lr: 3.0e-05" in said and "global_batch_size: 64" in said and "DP 32" in said and "of 139.7 GiB" in said
     assert "the planner's fastest split is" in said or "the planner finds nothing faster" in said
@@ -139,15 +138,15 @@ def test_a_dry_run_with_vision_on_ranks_of_its_own(capsys):
 
     shutdown()
     words = ["--recipe", "qwen3_vl_235b_a22b_sft_dist_train_config", "--dry-run"]
-    cli.finetune(words)
+    cli.train(words)
     said = capsys.readouterr().out
     assert "use_dist_train: true" in said and "16 vision (TP 2) + TP 4, SP, PP 16, EP 8, DP 2" in said
     assert "vision ranks" in said and "stage 15" in said and "stage 2 " not in said  # as wide as a terminal
     assert "the vision tower keeps up" in said and "9.0 vision ranks are needed, there are 16" in said
-    cli.finetune([*words, "--gpus", "136", "model.dist_train.vision_world_size=8"])
+    cli.train([*words, "--gpus", "136", "model.dist_train.vision_world_size=8"])
     assert "the vision tower does not keep up" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        cli.finetune([*words, "--gpus", "128"])
+        cli.train([*words, "--gpus", "128"])
     assert (
         "16 and language_world_size 128 add up to 144, expected 128, the number of processes" in capsys.readouterr().err
     )
@@ -191,12 +190,84 @@ def test_data_of_every_kind_are_looked_for(tmp_path):
         check_data(cfg)
 
 
-def test_a_number_of_processes_that_the_parallel_sizes_do_not_divide():
-    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "context_parallel_size": 1}
-    cfg = SimpleNamespace(model=SimpleNamespace(**sizes))
-    cli.check_processes(cfg, 8)
-    for started, words in ((1, "1 process was"), (6, "6 processes were")):
-        with pytest.raises(ValueError, match=rf"^{words} started, expected a multiple of 4, .*--nproc_per_node 4,"):
-            cli.check_processes(cfg, started)
-    cfg.model.dist_train = SimpleNamespace(use_dist_train=True)
-    cli.check_processes(cfg, 6)
+DDP = ["ddp.use_megatron_fsdp=false", "checkpoint.ckpt_format=torch_dist"]
+STAGES = ["model.pipeline_model_parallel_size=2", "model.variable_seq_lengths=true"]
+LORA = f"{__file__}:with_adapters"
+# Found by giving each setting and their combinations to tiny runs: what ended after the model was built, or said
+# nothing at all.
+REFUSED = [
+    (
+        STAGES,
+        2,
+        "pipeline_model_parallel_size is 2 with ddp.use_megatron_fsdp, expected 1: .* no pipeline stages",
+    ),
+    ([*DDP, *STAGES, "model.overlap_p2p_comm=true"], 2, "overlap_p2p_comm is True .* expected False"),
+    ([*DDP, "model.pipeline_model_parallel_size=2"], 2, "variable_seq_lengths is False and the first pipeline stage"),
+    (["model.tensor_model_parallel_size=2"], 3, "the run has 3 processes, expected a multiple of 2"),
+    (["model.cuda_graph_modules=[attn]"], 1, r"cuda_graph_modules is \['attn'\], expected \[\]"),
+    (["model.restore_modelopt_state=true"], 1, "restore_modelopt_state is True, expected False: ModelOpt's"),
+    (["optimizer.optimizer=sgd"], 1, "optimizer.use_distributed_optimizer is True with optimizer.optimizer 'sgd'"),
+    (
+        ["optimizer.overlap_param_gather_with_optimizer_step=true"],
+        1,
+        "overlap_param_gather_with_optimizer_step is True, expected False: .* interleaved",
+    ),
+    (["dist.lazy_mpu_init=true"], 1, "dist.lazy_mpu_init is True, expected False"),
+    (["train.micro_batch_size=2"], 1, "train.micro_batch_size is 2 with dataset.pack, expected 1"),
+    (["validation.eval_micro_batch_size=2"], 1, "validation.eval_micro_batch_size is 2 with dataset.pack, expected 1"),
+    (
+        [*DDP, "checkpoint.ckpt_format=zarr"],
+        1,
+        "ckpt_format is 'zarr', expected 'torch_dist' or 'f",
+    ),
+    (
+        ["checkpoint.non_persistent_ckpt_type=in_memory"],
+        1,
+        "non_persistent_ckpt_type is 'in_memory', expected None, 'g",
+    ),
+    (["logger.log_l2_norm_grad_to_tensorboard=true"], 1, "log_l2_norm_grad_to_tensorboard is True, expected False"),
+    (["logger.mlflow_experiment=x", "logger.mlflow_run_name=y"], 1, "the 'mlflow' package is not installed"),
+    (["logger.wandb_project=x"], 1, "wandb is not installed"),
+    (["checkpoint.async_save=true"], 1, "async_save is True with .* 'fsdp_dtensor', expected False: .*resiliency-ext"),
+    (["scheduler.lr_decay_style=cosin"], 1, "scheduler.lr_decay_style is 'cosin', expected one of .*'cosine'"),
+    (["checkpoint.use_checkpoint_args=true"], 1, "use_checkpoint_args is True, expected False: the training loop does"),
+    (["optimizer_config_override_provider.freeze_vision_model_steps=1"], 1, "expected only one of them"),
+    (
+        ["--recipe", LORA, "peft.target_modules=[linear_qvk]"],
+        1,
+        r"target_modules \['linear_qvk'\] match no linear",
+    ),
+]
+
+
+def with_adapters():
+    """The digits recipe for adapters, as a user's own."""
+    from qwen3vl_bridge import Qwen3VLLoRA
+
+    from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config
+
+    cfg = qwen3_vl_digits_sft_config()
+    cfg.peft = Qwen3VLLoRA()
+    return cfg
+
+
+@pytest.mark.parametrize(("settings", "ranks", "message"), REFUSED)
+def test_a_dry_run_refuses_what_a_run_does(settings, ranks, message, untied_folder, tmp_path, monkeypatch, capsys):
+    """With the same words, and before the run joins the others, let alone builds a model."""
+
+    def start(**_):
+        raise AssertionError("the run has started")
+
+    shutdown()
+    monkeypatch.setattr("megatron.bridge.training.pretrain._pretrain", start)
+    monkeypatch.setitem(os.environ, "WORLD_SIZE", str(ranks))
+    (tmp_path / "train.jsonl").write_text('{"messages": []}')
+    words = ["--recipe", "qwen3_vl_digits_sft_config", "--hf-model", str(untied_folder), "--data-path", str(tmp_path),
+             "--save", str(tmp_path / "run"), f"train.global_batch_size={2 * ranks}", *settings]  # fmt: skip
+    said = []
+    for more in ([], ["--dry-run", "--gpus", str(ranks)]):
+        with pytest.raises(SystemExit) as end:
+            cli.finetune([*words, *more])
+        assert end.value.code == 2
+        said.append(capsys.readouterr().err)
+    assert re.search(message, said[0]) and said[0] == said[1]

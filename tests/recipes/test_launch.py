@@ -60,7 +60,7 @@ def test_two_nodes_are_one_run(tmp_path, untied_folder):
     for name, text in commands.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    settings = f"--hf-path {untied_folder} {SHORT}"
+    settings = f"--hf-model {untied_folder} {SHORT}"
     script = block("bash")
     for text, other in {
         "--nproc_per_node 8": "--nproc_per_node 1",
@@ -150,27 +150,6 @@ def test_names_that_megatron_bridge_has_too(family, number):
     sizes, kinds = re.search(rf"`{family}_{{(.*?)}}_{{(.*?)}}_config`", section).groups()
     said = {f"{family}_{size}_{kind}_config" for size in sizes.split(",") for kind in kinds.split(",")}
     assert theirs & recipes().keys() == said and len(said) == number
-
-
-@pytest.mark.parametrize(
-    "module",
-    ["qwen3vl_recipes.cli", *(f"qwen3vl_bridge.{name}.cli" for name in ("data", "planning", "checkpoint"))],
-)  # fmt: skip
-def test_a_module_of_commands_answers(module):
-    """As `python -m` and `torchrun -m` start it; one that only defined functions would end with 0."""
-    done = subprocess.run([sys.executable, "-m", module], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 2 and "usage:" in done.stderr and "Error" not in done.stderr
-
-
-def test_either_command_of_the_recipes_module(capsys):
-    from qwen3vl_recipes import cli
-
-    cli.main(["pretrain", "--list"])
-    said = capsys.readouterr()
-    assert "qwen3_vl_8b_sft_config" in said.out and "also exist in Megatron-Bridge" in said.err
-    with pytest.raises(SystemExit):
-        cli.main(["evaluate"])
-    assert "invalid choice: 'evaluate'" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("alone")

@@ -102,3 +102,19 @@ def test_a_file_that_no_parser_survives(cfg, tmp_path):
     (tmp_path / "deep.yaml").write_text("[" * 50_000)
     with pytest.raises(ValueError, match=r"deep\.yaml: nests objects or lists more than 50 deep"):
         overrides.apply(cfg, files=[tmp_path / "deep.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("ddp.grad_reduce_in_fp32=false", "ddp.grad_reduce_in_fp32 is False, and mixed_precision sets it to True"),
+        ("model.fp8=hybrid", "model.fp8 is 'hybrid', and mixed_precision sets it to None"),
+        ("optimizer.loss_scale=8.0", "optimizer.loss_scale is 8.0, and mixed_precision sets it to None"),
+    ],
+)
+def test_what_mixed_precision_overwrites(cfg, word, message):
+    """Megatron-Bridge writes each of its fields to the sections that have one of that name, and says nothing."""
+    with pytest.raises(ValueError, match=message):
+        overrides.apply(cfg, [word])
+    overrides.apply(qwen3_vl_8b_sft_config(), [word, "mixed_precision=null"])
+    overrides.apply(qwen3_vl_8b_sft_config(), ["model.fp8=null", "ddp.grad_reduce_in_fp32=true"])

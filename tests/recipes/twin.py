@@ -77,7 +77,9 @@ def pattern(name: str) -> Pattern:
     return Pattern(tensor, pipeline, context, expert, data=2 if data > 1 and together <= 2 else 1)
 
 
-def twin(name: str, folder: str, data: str, *, whole: bool = False, save: str | None = None) -> Any:
+def twin(
+    name: str, folder: str, data: str, *, whole: bool = False, exact: bool = False, save: str | None = None
+) -> Any:
     """The configuration of a recipe's twin.
 
     Args:
@@ -85,6 +87,7 @@ def twin(name: str, folder: str, data: str, *, whole: bool = False, save: str | 
         folder: of the tiny checkpoint: sizes and weights.
         data: conversations.
         whole: on one process, whatever the recipe says.
+        exact: in float32, where figures can be compared: a tiny model of bfloat16 is mostly rounding.
         save: where its checkpoint goes; None to save nothing.
     """
     cfg = set_paths(recipes()[name].function(), hf_path=folder, data_path=data, pretrained_checkpoint=folder)
@@ -103,6 +106,8 @@ def twin(name: str, folder: str, data: str, *, whole: bool = False, save: str | 
     cfg.model.variable_seq_lengths = cfg.model.pipeline_model_parallel_size > 1
     if split.vision:
         dist_train(cfg, vision=split.vision, language=split.language, vision_tp=split.vision_tensor)
+    if exact:
+        cfg.mixed_precision = None
     cfg.model.seq_length = cfg.dataset.seq_length = 256
     cfg.dataset.num_workers, cfg.dataset.pad_to_multiple_of = 0, 8  # the same rows, however they are split
     cfg.train.global_batch_size, cfg.train.train_iters, cfg.scheduler.lr_warmup_iters = ROWS, 1, 0

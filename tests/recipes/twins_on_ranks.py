@@ -1,4 +1,4 @@
-"""Run on ranks: one training step of recipes' twins.
+"""Run on ranks: one training step of recipes' twins, as recipes train and in float32.
 
 torchrun --nproc_per_node N -m tests.recipes.twins_on_ranks OUTPUT NAMES FOLDERS DATA
 
@@ -55,7 +55,7 @@ class Changes(Callback):
 
 
 def main(output: str, names: list[str], folders: dict[str, str], data: str) -> None:
-    """Rank 0 writes loss, gradient norm and all ranks' counts of each."""
+    """Rank 0 writes losses, the exact gradient norm and all ranks' counts of each."""
     found = {}
     # Groups of one kind after the other: each kind is made anew.
     for name in sorted(names, key=lambda name: (str(pattern(name)), name)):
@@ -66,7 +66,8 @@ def main(output: str, names: list[str], folders: dict[str, str], data: str) -> N
         for count in counts.values():
             dist.all_reduce(count)
         counts = {key: int(count) for key, count in counts.items()}
-        found[name] = dict(loss=entry["loss"], grad_norm=entry["grad_norm"], **counts)
+        (exact,) = train(twin(name, folders[family(name)], data, exact=True))
+        found[name] = dict(rounded=entry["loss"], loss=exact["loss"], grad_norm=exact["grad_norm"], **counts)
         found[name]["saved"] = sum(one.numel for one, _ in read_metadata(find_iteration(Path(save))).tensors.values())
         if dist.get_rank() == 0:
             print(name, found[name], flush=True)

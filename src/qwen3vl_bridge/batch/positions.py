@@ -11,8 +11,8 @@ Legend: B rows, S tokens a row, T = B * S, K runs of vision tokens with R rows, 
 
 from __future__ import annotations
 
-from qwen3vl_bridge.batch.grids import check_grids, describe, frames
 from qwen3vl_bridge.batch.token_layout import SequenceLayout
+from qwen3vl_bridge.batch.vision_inputs import check_grids, describe, frames
 
 import torch
 from torch import Tensor

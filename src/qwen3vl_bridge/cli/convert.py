@@ -11,7 +11,6 @@ import contextlib
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -124,8 +123,6 @@ def _stoppable(first: bool) -> Iterator[None]:
 
 
 def _parser(prog: str | None) -> argparse.ArgumentParser:
-    if sys.argv[0] is None:  # `python -m` by an earlier name of this module
-        prog = prog or "qwen3vl convert"
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Convert Qwen3-VL and Qwen3.5-VL between Hugging Face safetensors and Megatron checkpoints. Needs "
@@ -312,9 +309,3 @@ def _run_inspect(options: argparse.Namespace) -> int:
         raise CheckpointError(f"{options.hf_model}: found no config.json, expected the folder of a Hugging Face model")
     found = inspect_checkpoint(str(options.megatron_path or options.hf_model), iteration=options.iteration)
     return convert_output.contents(found, options)
-
-
-if __name__ == "__main__":
-    from qwen3vl_bridge.cli import earlier_names
-
-    sys.exit(earlier_names.run("convert", "python -m qwen3vl_bridge.cli.convert"))

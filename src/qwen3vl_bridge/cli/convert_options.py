@@ -32,7 +32,11 @@ def vocab_padding(parser: argparse.ArgumentParser) -> None:
 
 def writing_options(parser: argparse.ArgumentParser) -> None:
     """Options of every command that writes."""
-    parser.add_argument("--torch-dtype", choices=WEIGHT_DTYPES, help="cast the weights (default: keep their dtypes)")
+    parser.add_argument(
+        "--torch-dtype",
+        choices=WEIGHT_DTYPES,
+        help="cast the weights, except to 16 bits those that the model keeps in float32 (default: keep their dtypes)",
+    )
     parser.add_argument(
         "--verify", action="store_true", help="compare the result with the source before it is moved into place"
     )

@@ -32,7 +32,7 @@ _LIMITS = {
 }
 
 
-def main(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl-data") -> int:
+def main(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl data") -> int:
     """Run one command.
 
     Args:
@@ -361,9 +361,3 @@ def _counted(indices: Sequence[int], *, shown: bool) -> Iterable[int]:
 
     # None lets tqdm decide: a bar on a terminal, nothing elsewhere.
     return tqdm(indices, desc="samples", leave=False, disable=None if shown else True, file=sys.stderr)
-
-
-if __name__ == "__main__":
-    from qwen3vl_bridge.cli import earlier_names
-
-    sys.exit(earlier_names.run("data", "python -m qwen3vl_bridge.cli.data"))

@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import importlib.metadata
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -259,7 +258,3 @@ def _print(found: dict[str, Any]) -> None:
         console.print(f"- {one['what']}\n  {one['get']}", style=style, highlight=False, markup=False)
     works = found["works"]
     show("\n" + "; ".join(f"{work} {'works' if can else 'cannot work'}" for work, can in works.items()))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

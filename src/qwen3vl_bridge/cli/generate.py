@@ -62,7 +62,7 @@ def _parse(prog: str | None, arguments: Sequence[str] | None) -> argparse.Namesp
     )
     add = parser.add_argument
     add("question")
-    add("--hf-model", "--hf-path", required=True, metavar="MODEL", help="Hugging Face folder or hub id with "
+    add("--hf-model", required=True, metavar="MODEL", help="Hugging Face folder or hub id with "
     "configuration and processor, and the weights unless --megatron-path is given")  # fmt: skip
     add("--megatron-path", metavar="FOLDER", help="weights: a Megatron checkpoint in either format, or a run's folder")
     add("--image", action="append", default=[], metavar="FILE", help="image to show; may be given several times")
@@ -87,20 +87,21 @@ def _answer(options: argparse.Namespace) -> str | None:
     from qwen3vl_bridge.checkpoint.formats.megatron.folder import find_iteration
     from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import find_model
 
-    # Both refuse a missing model before the slow import; transformers would request each file from the hub again.
+    # Refuse bad input before the slow import; transformers would request each missing file from the hub again.
     if options.megatron_path is not None:
         find_iteration(Path(options.megatron_path))
     hf_folder = find_model(options.hf_model, weights=options.megatron_path is None)
+    from qwen3vl_bridge.data.media.images import load_image
+
+    pictures = [{"type": "image", "image": load_image(Path(path), "--image")} for path in options.image]
     from qwen3vl_bridge.inference.generation import end_token_ids, generate
     from qwen3vl_bridge.training.checkpointing.all_or_none import is_first
     from qwen3vl_bridge.training.checkpointing.model_loading import load_model
 
-    from PIL import Image
     from transformers import AutoProcessor
 
     model = load_model(hf_folder, options.megatron_path)
     processor = AutoProcessor.from_pretrained(hf_folder, trust_remote_code=False)
-    pictures = [{"type": "image", "image": Image.open(path).convert("RGB")} for path in options.image]
     inputs = processor.apply_chat_template(
         [{"role": "user", "content": [*pictures, {"type": "text", "text": options.question}]}],
         add_generation_prompt=True,
@@ -112,7 +113,3 @@ def _answer(options: argparse.Namespace) -> str | None:
     answer = generate([*model], **inputs, max_new_tokens=options.max_new_tokens, eos_token_id=ends)
     new = answer[:, inputs["input_ids"].shape[1] :]
     return processor.batch_decode(new, skip_special_tokens=True)[0] if is_first() else None
-
-
-if __name__ == "__main__":
-    sys.exit(main())

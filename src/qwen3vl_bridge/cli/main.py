@@ -76,7 +76,3 @@ def _parser() -> argparse.ArgumentParser:
     for name, (_, words) in COMMANDS.items():
         commands.add_parser(name, help=words, add_help=False)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,7 +6,6 @@ What lives here: options and their meaning. What may not: formulas, the text of 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +42,7 @@ _SIZES = {
 }
 
 
-def main(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl-plan") -> int:
+def main(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl plan") -> int:
     """Estimate the given split, or propose some.
 
     Args:
@@ -206,9 +205,3 @@ def _recompute(options: argparse.Namespace, prefix: str) -> Recompute:
     if granularity == "selective":
         return Recompute("selective", frozenset(modules or ("core_attn",)), method, number)
     return Recompute(None, frozenset(modules or ()), method, number)
-
-
-if __name__ == "__main__":
-    from qwen3vl_bridge.cli import earlier_names
-
-    sys.exit(earlier_names.run("plan", "python -m qwen3vl_bridge.cli.plan"))

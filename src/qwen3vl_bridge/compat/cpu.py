@@ -11,11 +11,12 @@ redirected in their classes.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -240,18 +241,32 @@ def _use_cpu_generator(module: Any) -> None:
 
 
 def _communicate_at_once(module: Any) -> None:
-    """Modules with parameter buffers: coalesced collectives are complete at the end of the `with` block.
+    """Modules with parameter buffers: coalesced collectives are complete at the end of the `with` block, and are
+    coalesced by dtype.
 
-    This fits streams that execute everything synchronously. With gloo it is required: gloo's threads use the tensors of
-    a collective in progress, and if Python frees one of them in the meantime, memory may be corrupted (torch 2.13, also
-    without Megatron). Megatron-FSDP gathers into views that exist only for one call; about once in a thousand steps on
-    a busy machine one of its ranks was aborted, hung, or failed at a line that cannot fail.
+    The first fits streams that execute everything synchronously. With gloo it is required: gloo's threads use the
+    tensors of a collective in progress, and if Python frees one of them in the meantime, memory may be corrupted (torch
+    2.13, also without Megatron). Megatron-FSDP gathers into views that exist only for one call; about once in a
+    thousand steps on a busy machine one of its ranks was aborted, hung, or failed at a line that cannot fail.
+
+    The second is required if a model has parameters of several dtypes: gloo gathers their bytes as if all had the first
+    tensor's dtype, which gives other values, while NCCL has one call for each tensor (torch 2.13).
     """
+    import torch.distributed.distributed_c10d as c10d
+
     manager = module._coalescing_manager
 
-    @functools.wraps(manager)
-    def at_once(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
-        return manager(group, device)  # waiting for what it yields returns immediately
+    @contextlib.contextmanager
+    def at_once(group: Any, device: Any = None, async_ops: bool = False) -> Iterator[Any]:
+        recorded, by_dtype = c10d._world.pg_coalesce_state, collections.defaultdict(list)
+        with manager(group, device) as work:
+            yield work  # waiting for it returns immediately
+            for call in recorded[group]:
+                by_dtype[call.tensor.dtype].append(call)
+            recorded[group][:] = by_dtype.pop(next(iter(by_dtype), None), [])
+        for calls in by_dtype.values():
+            with manager(group, device):
+                recorded[group][:] = calls
 
     module._coalescing_manager = at_once
 

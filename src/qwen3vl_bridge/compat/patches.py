@@ -91,15 +91,20 @@ def _evaluate_both_modules(module: Any) -> None:
     module.evaluate = evaluate
 
 
-def _save_adapters_of_ours(module: Any) -> None:
-    """Make `AutoBridge.save_hf_adapter` write our models' adapters with our function.
+def _save_models_of_ours(module: Any) -> None:
+    """Make `AutoBridge` write our models' adapters with our function, and a `config.json` that fits the weights.
 
-    The original supports neither DoRA's magnitudes, nor `peft`'s format for adapters of experts, nor different alphas,
-    and has no hook for bridges; Megatron-Bridge's training and RL frameworks call it at every checkpoint.
-    `export_adapter_ckpt` treats the adapters of any run as LoRA.
+    Its `save_hf_adapter` supports neither DoRA's magnitudes, nor `peft`'s format for adapters of experts, nor different
+    alphas, and has no hook for bridges; Megatron-Bridge's training and RL frameworks call it at every checkpoint.
+    `export_adapter_ckpt` treats the adapters of any run as LoRA. `save_hf_pretrained` writes the configuration of the
+    model that was loaded, also where the saved weights lack a part of it or have another dtype.
     """
     auto_bridge = module.AutoBridge
-    save, export = auto_bridge.save_hf_adapter, auto_bridge.export_adapter_ckpt
+    save, export, save_model = (
+        auto_bridge.save_hf_adapter,
+        auto_bridge.export_adapter_ckpt,
+        auto_bridge.save_hf_pretrained,
+    )
 
     @functools.wraps(save)
     def save_hf_adapter(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -118,7 +123,21 @@ def _save_adapters_of_ours(module: Any) -> None:
             hf_export.refuse_run_of_dora(peft_checkpoint)
         export(self, peft_checkpoint, *args, **kwargs)
 
+    @functools.wraps(save_model)
+    def save_hf_pretrained(self: Any, model: list[Any], path: str | Path, *args: Any, **kwargs: Any) -> None:
+        from qwen3vl_bridge.checkpoint.stored_models.hf_model import write_config_of_weights
+        from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
+
+        import torch.distributed as dist
+        from megatron.core.utils import get_model_config
+
+        save_model(self, model, path, *args, **kwargs)
+        is_ours = isinstance(get_model_config(model[0]), VisionLanguageProvider)
+        if is_ours and not (dist.is_initialized() and dist.get_rank()):
+            write_config_of_weights(path)
+
     auto_bridge.save_hf_adapter, auto_bridge.export_adapter_ckpt = save_hf_adapter, export_adapter_ckpt
+    auto_bridge.save_hf_pretrained = save_hf_pretrained
 
 
 def _build_adam_of_ours(module: Any) -> None:
@@ -128,9 +147,16 @@ def _build_adam_of_ours(module: Any) -> None:
 
 
 def _save_adam_of_ours(module: Any) -> None:
-    from qwen3vl_bridge.compat import adam
+    from qwen3vl_bridge.compat import adam, mixed_dtypes
 
     adam.replace_in_distributed_optimizer(module)
+    mixed_dtypes.replace_in_distributed_optimizer(module)
+
+
+def _save_float32_parameters(module: Any) -> None:
+    from qwen3vl_bridge.compat import mixed_dtypes
+
+    mixed_dtypes.replace_in_replicated_optimizer(module)
 
 
 def _keep_norms_on_the_device(module: Any) -> None:
@@ -170,9 +196,10 @@ _PATCHES: Mapping[str, Callable[[Any], None]] = {
     "megatron.bridge.utils.instantiate_utils": _give_ours,
     "megatron.bridge.training.checkpointing": _read_every_weight,
     "megatron.bridge.training.eval": _evaluate_both_modules,
-    "megatron.bridge.models.conversion.auto_bridge": _save_adapters_of_ours,
+    "megatron.bridge.models.conversion.auto_bridge": _save_models_of_ours,
     "megatron.core.optimizer": _build_adam_of_ours,
     "megatron.core.optimizer.distrib_optimizer": _save_adam_of_ours,
+    "megatron.core.optimizer.optimizer": _save_float32_parameters,
     "megatron.core.optimizer.emerging_optimizers": _split_fused_projections,
     "megatron.core.optimizer.clip_grads": _keep_norms_on_the_device,
 }

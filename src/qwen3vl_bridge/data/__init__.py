@@ -4,7 +4,7 @@ What lives here: the public names of reading, encoding, packing and collating, l
 package stays cheap. What may not: the model; and Megatron, except in `provider.py` and the modules for energon.
 """
 
-from qwen3vl_bridge import lazy, moved
+from qwen3vl_bridge import lazy
 
 _PUBLIC = {
     "Balance": "qwen3vl_bridge.data.loading.row_dataset",
@@ -47,8 +47,6 @@ __all__ = sorted(_PUBLIC)
 
 
 def __getattr__(name: str):
-    if name == "Admission":
-        return moved.load(__name__, _PUBLIC["SampleFilter"], name, "SampleFilter")
     return lazy.load(__name__, _PUBLIC, name)
 
 

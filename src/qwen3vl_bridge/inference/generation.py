@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.batch import ModelInputs, PackedBatch, SequenceLayout, VisionInputs
-from qwen3vl_bridge.models.common.inputs.local_ranks import sequence_ranks
-from qwen3vl_bridge.models.common.inputs.model_inputs import as_model_inputs
+from qwen3vl_bridge.models.common.caller_inputs import as_model_inputs
 from qwen3vl_bridge.models.common.model import VisionLanguageModel
 from qwen3vl_bridge.models.common.wrappers import callable_in_parts, megatron_fsdp, unwrapped
 from qwen3vl_bridge.parallel.collectives import broadcast_in_group, gather_vocabulary
@@ -200,7 +199,7 @@ def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
 
 def _round_up(tokens: int, model: VisionLanguageModel) -> int:
     """Rounded up so that sequence-parallel ranks hold equal parts."""
-    parts = sequence_ranks(model.config, model.pg_collection)["sp_size"]
+    parts = model.config.sequence_ranks(model.pg_collection)["sp_size"]
     return -(-tokens // parts) * parts
 
 
@@ -267,7 +266,7 @@ def _next_tokens(
         layout=SequenceLayout.rows([stop - start] * len(ids), length).to(ids.device),
         vision=rows.vision,
     )
-    inputs = batch.local(**sequence_ranks(config, groups))
+    inputs = batch.local(**config.sequence_ranks(groups))
     hidden, beside = model.embed(inputs, rows.encoded)
     logits = model.language_model(
         inputs.input_ids,

@@ -4,5 +4,5 @@ What lives here: tables, configurations, providers, modules. What may not: readi
 calls (those are in `parallel/collectives.py`).
 
 Legend of shapes in this package: b rows, s local sequence length, h hidden size, d head dimension, N vision patches, M
-= N / merge^2 vision tokens, K vision tokens of this rank, t DeepStack taps.
+= N / merge^2 vision tokens, K vision tokens of this rank, t DeepStack features.
 """

@@ -7,8 +7,7 @@ which parameters make up a part (`weights/model_parts.py`).
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from qwen3vl_bridge.models.common.adapters.insertion import (
@@ -16,18 +15,18 @@ from qwen3vl_bridge.models.common.adapters.insertion import (
     refuse_cut_experts,
     refuse_dora,
     transform_in,
-    whole_name,
 )
 from qwen3vl_bridge.models.common.freezing import log_trained_parameters
 from qwen3vl_bridge.models.common.model import VisionLanguageModel
-from qwen3vl_bridge.weights.adapter_rows import LINEAR_LAYERS, AdapterSettings, plain_name
+from qwen3vl_bridge.registry import family
+from qwen3vl_bridge.weights.adapter_rows import LINEAR_LAYERS, AdapterSettings, layer_of, linear_rows, plain_name
 from qwen3vl_bridge.weights.model_parts import Part, part_of
 from qwen3vl_bridge.weights.names import is_of_experts, shared_name
+from qwen3vl_bridge.weights.rows import expand
 
 from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
 from megatron.bridge.peft.dora import DoRA
 from megatron.bridge.peft.lora import VLMLoRA
-from megatron.bridge.peft.utils import is_grouped_expert_linear
 from megatron.core.utils import unwrap_model
 from torch import nn
 
@@ -87,7 +86,9 @@ class Qwen3VLParts:
         """
         # Not Megatron-Bridge's own way, which would replace `forward` of blocks that recompute, trained or not.
         chunks = _chunks(model)
-        self._refuse_what_would_be_ignored(chunks)
+        if adapted := [n for chunk in chunks for n, m in chunk.named_modules() if isinstance(m, AdapterWrapper)]:
+            raise ValueError(f"the model already has {len(adapted)} adapters, such as {adapted[0]}; expected none")
+        self.check(chunks[0].config)
         self.freeze_model(chunks)
         for chunk in chunks:
             self._walk_model(chunk, transform_in(chunk, self.transform))
@@ -160,18 +161,15 @@ class Qwen3VLParts:
         module = type(self).__module__.removesuffix(".lora")  # of the package, as in users' files
         return {"_target_": f"{module}.{type(self).__qualname__}"} | values
 
-    def _targets(self, chunks: list[VisionLanguageModel]) -> dict[str, list[str]]:
-        targets = defaultdict(list)
-        for chunk in chunks:
-            for full_name, module in chunk.named_modules():
-                prefix, _, name = whole_name(full_name, chunk).rpartition(".")
-                if (found := self.match(module, name, prefix)) is not None:
-                    targets[found[0]].append(found[1])
-        return targets
+    def check(self, provider: VisionLanguageProvider) -> None:
+        """Refuse settings that are invalid for a model, or would have no effect on it. It need not be built.
 
-    def _refuse_what_would_be_ignored(self, chunks: list[VisionLanguageModel]) -> None:
-        if adapted := [n for chunk in chunks for n, m in chunk.named_modules() if isinstance(m, AdapterWrapper)]:
-            raise ValueError(f"the model already has {len(adapted)} adapters, such as {adapted[0]}; expected none")
+        Args:
+            provider: the model's, finalised.
+
+        Raises:
+            ValueError: such a setting.
+        """
         if self.canonical_mapping:
             raise ValueError(f"canonical_mapping is {dict(self.canonical_mapping)}, expected it to be empty")
         if self.target_modules and self.exclude_modules:
@@ -179,46 +177,45 @@ class Qwen3VLParts:
                 f"target_modules is {self.target_modules} and exclude_modules {self.exclude_modules}, expected only "
                 "one of the two: set target_modules to [] to adapt all linear layers except those in exclude_modules"
             )
-        targets = self._targets(chunks)
-        names = [name for found in targets.values() for name in found]
-        self._refuse_experts([name for name in names if is_of_experts(name)], chunks[0].config)
-        # A pipeline stage may lack what another one has.
-        if any(chunk.pre_process for chunk in chunks) and any(chunk.post_process for chunk in chunks):
-            self._refuse_idle_fields(targets, names)
+        rows = linear_rows(expand(family(provider.family).rows(), provider.dimensions()))
+        layers = list(dict.fromkeys(shared_name(layer_of(row)) for row in rows))
+        adapted = [layer for layer in layers if self.settings.adapts(layer)]
+        self._refuse_experts([layer for layer in adapted if is_of_experts(layer)], provider)
+        self._refuse_idle_fields(layers, adapted)
 
-    def _refuse_experts(self, layers: list[str], config: VisionLanguageProvider) -> None:
+    def _refuse_experts(self, layers: list[str], provider: VisionLanguageProvider) -> None:
         """Refuse adapters of experts that cannot be trained correctly, or loaded elsewhere."""
-        if grouped := [layer for layer in layers if is_grouped_expert_linear(layer)]:
+        if layers and provider.moe_grouped_gemm:
             raise ValueError(
-                f"moe_grouped_gemm is {config.moe_grouped_gemm}, so that {grouped[0]} holds all experts of a rank; "
-                "expected False, because each expert has its own adapter"
+                f"moe_grouped_gemm is True, so that {layers[0]} holds all experts of a rank; expected False, because "
+                "each expert has its own adapter"
             )
         if layers:
-            refuse_cut_experts(config)
-        adapted = {shared_name(layer) for layer in layers}
-        for layer in sorted(adapted):
-            if (other := layer[:-1] + ("2" if layer.endswith("1") else "1")) not in adapted:
+            refuse_cut_experts(provider)
+        for layer in layers:
+            if (other := layer[:-1] + ("2" if layer.endswith("1") else "1")) not in layers:
                 raise ValueError(
                     f"{layer} would have adapters and {other} none, expected both or neither: vLLM cannot load "
                     "anything else"
                 )
 
-    def _refuse_idle_fields(self, targets: dict[str, list[str]], names: list[str]) -> None:
+    def _refuse_idle_fields(self, layers: list[str], adapted: list[str]) -> None:
         parts = [part for part in _ADAPT if getattr(self, part)]
         asked_for = [] if self.target_modules == _UNSET else self.target_modules or []
-        if self.adapt_experts and not any(is_of_experts(name) for name in names):
+        if self.adapt_experts and not any(is_of_experts(layer) for layer in adapted):
             raise ValueError(
-                f"adapt_experts is True, and none of the {len(names)} adapted layers belongs to experts: expected "
+                f"adapt_experts is True, and none of the {len(adapted)} adapted layers belongs to experts: expected "
                 "adapt_language_model=True, a model with experts, and target_modules that match theirs"
             )
-        if idle := [entry for entry in asked_for if entry not in targets]:
+        alone = {entry: replace(self.settings, target_modules=(entry,)) for entry in asked_for}
+        if idle := [entry for entry, settings in alone.items() if not any(map(settings.adapts, layers))]:
             experts = "" if self.adapt_experts else " (experts' need adapt_experts=True)"
             raise ValueError(f"target_modules {idle} match no linear layer of the adapted parts, {parts}{experts}")
-        if idle := [part for part in parts if not any(part_of(name) is _ADAPT[part] for name in names)]:
+        if idle := [part for part in parts if not any(part_of(layer) is _ADAPT[part] for layer in adapted)]:
             raise ValueError(
                 f"{', '.join(idle)} is True, but target_modules {self.target_modules} match no layer there"
             )
-        if not names:
+        if not adapted:
             raise ValueError(f"nothing would be adapted; expected one of {', '.join(_ADAPT)} to be True")
 
 
@@ -226,7 +223,8 @@ class Qwen3VLParts:
 class Qwen3VLLoRA(Qwen3VLParts, VLMLoRA):
     """LoRA. The fields other than those of `Qwen3VLParts` are Megatron-Bridge's (`dim`, `alpha`, `dropout`, ...)."""
 
-    def _refuse_what_would_be_ignored(self, chunks: list[VisionLanguageModel]) -> None:
+    def check(self, provider: VisionLanguageProvider) -> None:
+        """Like Qwen3VLParts', with LoRA's own fields."""
         if self.lora_dtype is not None:
             raise ValueError(f"lora_dtype is {self.lora_dtype}, expected None: adapters take the dtype of their layer")
         for name, default in _OTHER_WAYS.items():
@@ -234,7 +232,7 @@ class Qwen3VLLoRA(Qwen3VLParts, VLMLoRA):
                 raise ValueError(f"{name} is {value}, expected {default}: each expert has its own adapters, or none")
         if not self.share_expert_adapters and not self.adapt_experts:
             raise ValueError("share_expert_adapters is False, expected adapt_experts=True with it")
-        super()._refuse_what_would_be_ignored(chunks)
+        super().check(provider)
 
 
 @dataclass
@@ -243,13 +241,14 @@ class Qwen3VLDoRA(Qwen3VLParts, DoRA):
     tensor or pipeline parallelism are not supported yet and raise an error.
     """
 
-    def _refuse_what_would_be_ignored(self, chunks: list[VisionLanguageModel]) -> None:
+    def check(self, provider: VisionLanguageProvider) -> None:
+        """Like Qwen3VLParts', with what DoRA does not support."""
         if self.adapt_experts:
             raise ValueError(
                 "adapt_experts is True, expected False for DoRA: Hugging Face's peft does not support DoRA on experts"
             )
-        refuse_dora(self, chunks[0].config)
-        super()._refuse_what_would_be_ignored(chunks)
+        refuse_dora(self, provider)
+        super().check(provider)
 
 
 def _chunks(model: Any) -> list[VisionLanguageModel]:

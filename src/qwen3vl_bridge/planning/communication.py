@@ -91,7 +91,7 @@ def boundary_seconds(
         begin: the first text layer after the boundary.
         tokens, vision_tokens: of a context-parallel rank's microbatch.
     """
-    features = max(len(n.indices["deepstack_taps"]) - begin, 0) * vision_tokens
+    features = max(len(n.indices["deepstack_mergers"]) - begin, 0) * vision_tokens
     numbers = n["hidden"] * (tokens + features) / split.sequence_ranks
     return numbers * training.precision.weight / (LINK * gpu.network_bytes)
 
@@ -112,4 +112,4 @@ def payload_seconds(n: Dimensions, language: Split, training: Training, gpu: Gpu
 
 def payload_numbers(n: Dimensions) -> int:
     """Numbers sent per vision token: its embedding and the DeepStack features."""
-    return (1 + len(n.indices["deepstack_taps"])) * n["hidden"]
+    return (1 + len(n.indices["deepstack_mergers"])) * n["hidden"]

@@ -111,7 +111,7 @@ def measure(costs: Costs, n: Dimensions, split: DistSplit, training: Training, g
         share = max(share, min(pace.both.of(mix.largest, mix.largest**2), tower))
     paces = language_paces(costs, n, split.language, training, gpu)
     # In each direction a stage sends to one neighbour while it receives from the other.
-    hop = boundary_seconds(n, split.language, training, gpu, len(n.indices["deepstack_taps"]), row.tokens, 0)
+    hop = boundary_seconds(n, split.language, training, gpu, len(n.indices["deepstack_mergers"]), row.tokens, 0)
     hops = 2 * hop * (split.language.pp > 1)
     language = [pace.both.of(row.tokens, row.token_pairs) + hops for pace in paces]
     # The first stage receives one vision rank's part after the other; a vision rank sends to one replica at a time.

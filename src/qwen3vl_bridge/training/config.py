@@ -12,9 +12,12 @@ from typing import Literal, get_args
 
 from qwen3vl_bridge.data.provider import Qwen3VLConversationProvider
 from qwen3vl_bridge.data.row_settings import ConversationRows
+from qwen3vl_bridge.models.common.settings import refusals
 from qwen3vl_bridge.models.common.settings.encoder_parallel import check_world
-from qwen3vl_bridge.models.common.settings.parallelism import check_microbatches
-from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, check, under
+from qwen3vl_bridge.models.common.settings.kernels import GRAPHS
+from qwen3vl_bridge.models.common.settings.parallelism import check_microbatches, check_ranks
+from qwen3vl_bridge.models.common.settings.rules import check
+from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.training.checkpoint_manager import MANAGER, expect_checkpoint, manage_checkpoints
 from qwen3vl_bridge.training.checkpointing.initial_weights import read_initial_weights
 from qwen3vl_bridge.training.checkpointing.saving_process import check_script
@@ -24,6 +27,7 @@ from qwen3vl_bridge.training.host_memory import check_host_memory
 from qwen3vl_bridge.training.optimizer.muon import check_optimizer
 from qwen3vl_bridge.training.optimizer.schedule_checks import check_is_set, check_warmup
 from qwen3vl_bridge.training.optimizer.tower_settings import Qwen3VLTowers, check_towers
+from qwen3vl_bridge.training.run_refusals import COMPLETED, MODULES_APART
 
 from megatron.bridge.training.config import ConfigContainer, OptimizerConfigOverrideProvider, RerunStateMachineConfig
 from megatron.bridge.utils.common_utils import get_world_size_safe
@@ -110,44 +114,6 @@ def check_lengths(cfg: ConfigContainer) -> None:
         )
 
 
-_APART = When("model.dist_train.use_dist_train", lambda cfg: cfg.model.dist_train.use_dist_train)
-_SAVED_APART = When(
-    _APART.names,
-    lambda cfg: _APART.holds(cfg) and (cfg.checkpoint.save is not None or cfg.checkpoint.load is not None),
-)
-_GROUPS = "each module has its own process groups, all of one kind"
-_SHARDS = "it shards the parameters of a single module"
-
-# Requirements of separate vision ranks on settings outside the model's section.
-_WITH_MODULES_APART: tuple[Rule, ...] = (
-    *under(
-        _APART,
-        Row("dist.use_decentralized_pg", True, _GROUPS),
-        Row("dist.use_gloo_process_groups", False, _GROUPS),
-        Row("ddp.num_distributed_optimizer_instances", 1, _GROUPS),
-        Row("dist.use_torch_fsdp2", False, _SHARDS),
-        Row("ddp.use_megatron_fsdp", False, _SHARDS),
-        Row("dist.use_megatron_fsdp", False, _SHARDS),
-        Row("peft", None, "adapters are applied to complete models"),
-        Row("accuracy.path", None, "generation needs the complete model"),
-        Row(
-            "checkpoint.also_save_hf_checkpoint",
-            False,
-            "the first rank would write only the tower; convert the checkpoint instead",
-        ),
-        Row("checkpoint.non_persistent_ckpt_type", None, "such runs resume only from persistent checkpoints"),
-        Row("rerun_state_machine.rerun_mode", "disabled", "the tower's ranks cannot read their rows a second time"),
-    ),
-    Row(
-        "checkpoint.custom_manager_class",
-        None,
-        "it would save the random states of both modules under the same names",
-        _SAVED_APART,
-        also=(MANAGER,),
-    ),
-)
-
-
 @dataclass(kw_only=True)
 class Qwen3VLConfigContainer(ConfigContainer):
     """Megatron-Bridge's `ConfigContainer` with two more sections, implemented by the callbacks of `training_callbacks`.
@@ -176,9 +142,11 @@ class Qwen3VLConfigContainer(ConfigContainer):
             world_size: number of processes.
 
         Raises:
-            ValueError: with separate vision ranks, a number of processes other than the sum of both modules' ranks.
+            ValueError: a number of processes that is no multiple of the product of the parallel sizes, or, with
+                separate vision ranks, is not the sum of both modules' ranks.
         """
         check_world(self.model, world_size)
+        check_ranks(self.model, world_size)
         return super().get_data_parallel_size(world_size)
 
     def validate(self) -> None:
@@ -189,7 +157,8 @@ class Qwen3VLConfigContainer(ConfigContainer):
         """
         check_script()
         check_lengths(self)
-        check(_WITH_MODULES_APART, self)
+        check(MODULES_APART, self)
+        check(GRAPHS, self.model)
         self.accuracy.finalize()
         if self.accuracy.path is not None:
             self._check_accuracy()
@@ -202,6 +171,10 @@ class Qwen3VLConfigContainer(ConfigContainer):
         if self.guard is not None:
             self._check_guard(self.guard)
         super().validate()
+        check(refusals.TRAINED, self.model)
+        check(COMPLETED, self)
+        if isinstance(self.peft, Qwen3VLParts):
+            self.peft.check(self.model)
         check_microbatches(self.model, microbatches, "train.global_batch_size")
         self._check_shards_are_saved()
         check_host_memory(self)
@@ -221,16 +194,11 @@ class Qwen3VLConfigContainer(ConfigContainer):
             self.dataset.rows_of_microbatch = self.train.micro_batch_size
 
     def _check_checkpoints(self) -> None:
-        """Refuse settings that Megatron-Bridge would ignore, or that would leave no checkpoint to resume from."""
+        """Refuse settings that would leave no checkpoint to resume from."""
         settings = self.checkpoint
         expect_checkpoint(settings)
         if settings.most_recent_k == 0:
             raise ValueError("checkpoint.most_recent_k is 0, expected at least 1, or -1 to keep all")
-        if (interval := getattr(settings, "save_retain_interval", None)) is not None:
-            raise ValueError(
-                f"checkpoint.save_retain_interval is {interval}, expected None: it has no effect; "
-                "checkpoint.most_recent_k sets how many checkpoints are kept"
-            )
 
     def _check_meta_device(self) -> None:
         """Parameters get memory from the hook that reads initial weights, and only Megatron-FSDP moves them to GPUs."""
@@ -274,10 +242,6 @@ class Qwen3VLConfigContainer(ConfigContainer):
             )
         if found:
             logger.warning("%s ends the run before the guard can name samples; set it to False", found)
-        if self.optimizer.optimizer_cuda_graph:
-            raise ValueError(
-                "optimizer.optimizer_cuda_graph is True: expected False, or the guard could not skip a step"
-            )
 
     def _check_accuracy(self) -> None:
         model = self.model

@@ -18,10 +18,8 @@ from functools import cache
 from typing import Any
 
 from qwen3vl_bridge.batch import PackedBatch
-from qwen3vl_bridge.models.common.inputs.masks import check_mask, without_trailing
-from qwen3vl_bridge.models.common.inputs.model_inputs import as_packed_batch
-from qwen3vl_bridge.models.common.inputs.padding_and_packing import Arrangement
-from qwen3vl_bridge.models.common.inputs.reading import OFFSETS
+from qwen3vl_bridge.models.common.caller_inputs import Arrangement, as_packed_batch
+from qwen3vl_bridge.models.common.caller_masks import OFFSETS, check_mask, without_trailing
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 
 import torch

@@ -13,7 +13,6 @@ from typing import Any
 from qwen3vl_bridge.batch import EncoderInputs, PackedBatch
 from qwen3vl_bridge.batch.device_transfer import Movable, copy_to_gpu
 from qwen3vl_bridge.encoder_parallel.encoder_batches import next_encoder_batch
-from qwen3vl_bridge.models.common.inputs.local_ranks import sequence_ranks
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.common.settings.encoder_parallel import replicas_of
 from qwen3vl_bridge.models.common.vision_config import vision_work
@@ -71,7 +70,7 @@ def forward_step(
     # With virtual pipeline parallelism, every stage receives each microbatch.
     if model.training and not get_attr_wrapped_model(model, "vp_stage"):
         count_microbatch(state, batch, config)
-    ranks = sequence_ranks(config, groups)
+    ranks = config.sequence_ranks(groups)
     if get_attr_wrapped_model(model, "pre_process"):
         inputs = batch.local(**ranks)
     else:

@@ -47,13 +47,22 @@ for _name, _split in (
 ):
     AutoMapping.register_module_type(_name, _split)
 
+
+class ZeroCenteredMapping(RMSNorm2ZeroCenteredRMSNormMapping):
+    """Subtracts one in float32; Megatron-Bridge's own mapping does so in the dtype of the Hugging Face tensor."""
+
+    def hf_to_megatron(self, hf_weights: Tensor, megatron_module: nn.Module) -> Tensor:
+        """Any shape, less one, in the dtype of the module's parameter."""
+        return super().hf_to_megatron(hf_weights.float(), megatron_module)
+
+
 _MAPPING_OF: dict[type[Row], Callable[..., MegatronParamMapping]] = {
     Copy: AutoMapping,
     QKV: QKVMapping,
     ConcatenatedQKV: ConcatenatedQKVMapping,
     GatedMLP: GatedMLPMapping,
     GatedQKV: QKVMapping,
-    ZeroCentered: RMSNorm2ZeroCenteredRMSNormMapping,
+    ZeroCentered: ZeroCenteredMapping,
 }
 
 

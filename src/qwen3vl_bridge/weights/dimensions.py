@@ -84,7 +84,7 @@ def indices_of(
     moe_layers: Sequence[int] = (),
     experts: int = 0,
     vision_layers: int = 0,
-    tapped_layers: Sequence[int] = (),
+    deepstack_layers: Sequence[int] = (),
 ) -> dict[str, Sequence[int]]:
     """`Dimensions.indices` of a model with these counts.
 
@@ -93,7 +93,7 @@ def indices_of(
         moe_layers: those with experts.
         experts: of each of them.
         vision_layers: of the tower.
-        tapped_layers: those of the tower that have a DeepStack merger.
+        deepstack_layers: those of the tower that have a DeepStack merger.
     """
     return {
         "text_layers": range(layers),
@@ -101,6 +101,6 @@ def indices_of(
         "moe_layers": moe_layers,
         "experts": range(experts),
         "vision_layers": range(vision_layers),
-        "tapped_layers": tuple(tapped_layers),
-        "deepstack_taps": range(len(tapped_layers)),
+        "deepstack_layers": tuple(deepstack_layers),
+        "deepstack_mergers": range(len(deepstack_layers)),
     }

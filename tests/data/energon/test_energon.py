@@ -12,6 +12,7 @@ from qwen3vl_bridge.data import Columns, DataError, JsonLines
 
 import pytest
 import torch
+from PIL import Image
 
 from ..conftest import picture, same
 from ..media.test_video import clip
@@ -286,6 +287,36 @@ def test_bad_chatml_samples_are_named(make, tmp_path, part, problem):
     folder = write_mixed(tmp_path / "wds", [("bad", {"json": ASKED, **part})])
     with pytest.raises(DataError, match=rf"^train-0.tar:bad: .*{problem}"):
         next(make(folder).stream("train"))
+
+
+def test_frames_may_have_the_rate_of_their_record(make, files, encoder, tmp_path):
+    """Which comes before the provider's, in both kinds of folders."""
+    yaml = CHATML.replace("  imgs: jpgs\n", "")
+    chat = {"messages": [{"role": "user", "content": "<video>Which?"}, {"role": "assistant", "content": "Seven."}]}
+    own = {"videos": [["0.png", "0.png"]], "sample_fps": ["4"]}
+    parts = {"chatml": {"videos": pickled([files["0.png"]] * 2)}, "crude": {"0.png": files["0.png"]}}
+    for kind, record in (("chatml", chat | {"sample_fps": ["4"]}), ("crude", chat | own)):
+        train = [[("a", {"json": record, **parts[kind]})]]
+        folder = write_folder(tmp_path / kind, **({"yaml": yaml} if kind == "chatml" else {}), train=train)
+        for settings in ({}, {"sample_fps": 1.0}):
+            batch = next(make(folder, pack=False, **settings).stream("train"))
+            assert "<0.1 seconds>" in encoder.processor.tokenizer.decode(batch.input_ids[0])
+
+
+def test_a_transparent_picture_is_seen_on_white(make, tmp_path):
+    """In both kinds of folders."""
+    ink = Image.linear_gradient("L").resize((64, 64))
+    Image.merge("LA", [Image.new("L", (64, 64)), ink]).save(tmp_path / "clear.png")
+    Image.eval(ink, lambda level: 255 - level).save(tmp_path / "white.png")
+    clear, white = ((tmp_path / name).read_bytes() for name in ("clear.png", "white.png"))
+    turns = [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "7"}]
+    crude = [{"png": one, "json": {"messages": asked({"type": "image", "image": "png"})}} for one in (clear, white)]
+    chat = [{"jpgs": pickled(one), "json": turns} for one in (clear, white)]
+    for yaml, parts in ((CRUDE, crude), (CHATML.replace("  videos: videos\n", ""), chat)):
+        folder = write_folder(tmp_path / str(len(yaml)), yaml=yaml, train=[[*zip("ab", parts, strict=True)]])
+        first, second = islice(make(folder, pack=False).stream("train"), 2)
+        assert first.sample_ids != second.sample_ids
+        assert torch.equal(first.vision.pixel_values, second.vision.pixel_values)
 
 
 def test_frames_without_a_rate_are_refused(make, files, tmp_path):

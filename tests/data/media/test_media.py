@@ -1,5 +1,6 @@
 """Pictures on disk: which folders they may be in, sizes and pixels as people see them, and what does not decode."""
 
+import base64
 import io
 import struct
 import zlib
@@ -8,10 +9,16 @@ from pathlib import Path
 from qwen3vl_bridge.data import DataError, JsonLines, open_source
 from qwen3vl_bridge.data.media.images import MediaAccess, find, image_size, load_image
 
+import datasets
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
 from PIL import Image
 from PIL.PngImagePlugin import PngImageFile
+from qwen_vl_utils.vision_process import to_rgb
 
 from ..conftest import picture, write
 
@@ -109,9 +116,140 @@ def test_a_picture_is_upright_and_its_size_is_known_without_it(tmp_path, orienta
     assert image_size(tmp_path / "y.png", "here") == upright.size[::-1]
 
 
+def file_of(image: Image.Image, kind: str, **how) -> bytes:
+    """An image as a file's bytes."""
+    file = io.BytesIO()
+    image.save(file, kind, **how)
+    return file.getvalue()
+
+
+def shape_of(channels: int):
+    """Shapes of small images."""
+    return st.tuples(st.integers(1, 5), st.integers(1, 5), st.just(channels))
+
+
+LOSSLESS = {"PNG": {}, "TIFF": {}, "WEBP": {"lossless": True, "exact": True}, "AVIF": {"quality": 100}}
+LOSSLESS |= {"JPEG2000": {}, "TGA": {}}
+
+
+@pytest.mark.parametrize("kind", LOSSLESS)
+@given(pixels=arrays.arrays(np.uint8, shape_of(4)))
+def test_a_transparent_picture_is_seen_on_white(kind, pixels):
+    """To the bit as qwen-vl-utils shows it to the model, and as arithmetic has it."""
+    file = file_of(Image.fromarray(pixels, "RGBA"), kind, **LOSSLESS[kind])
+    opened = Image.open(io.BytesIO(file))
+    stored = np.asarray(opened.convert("RGBA"))  # AVIF stores colours approximately
+    assert kind == "AVIF" or np.array_equal(stored, pixels)
+    colours, alpha = stored[..., :3].astype(int), stored[..., 3:].astype(int)
+    found = load_image(file, "here")
+    assert found.mode == "RGB" and image_size(file, "here") == found.size[::-1] == pixels.shape[:2]
+    assert np.array_equal(found, np.rint((colours * alpha + 255 * (255 - alpha)) / 255))
+    assert np.array_equal(found, to_rgb(opened.convert("RGBA")))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG2000", "TGA"])
+@given(pixels=arrays.arrays(np.uint8, shape_of(2)))
+def test_a_grey_one_too(kind, pixels):
+    image = Image.merge("LA", [Image.fromarray(pixels[..., channel]) for channel in (0, 1)])
+    found = np.asarray(load_image(file_of(image, kind), "here"))
+    grey, alpha = pixels[..., :1].astype(int), pixels[..., 1:].astype(int)
+    assert np.array_equal(found, np.rint((grey * alpha + 255 * (255 - alpha)) / 255).repeat(3, axis=-1))
+
+
 def chunk(kind: bytes, content: bytes) -> bytes:
     """Of a PNG."""
     return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def png(depth: int, kind: int, row: list[int], transparent: bytes = b"", palette: bytes = b"") -> bytes:
+    """A PNG of one row, of a bit depth and a type of colours; the row is in bytes as they are stored."""
+    samples = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[kind]
+    header = struct.pack(">IIBBBBB", len(row) * 8 // (depth * samples), 1, depth, kind, 0, 0, 0)
+    optional = b"".join(chunk(*one) for one in ((b"PLTE", palette), (b"tRNS", transparent)) if one[1])
+    pixels = chunk(b"IDAT", zlib.compress(bytes([0, *row])))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + optional + pixels + chunk(b"IEND", b"")
+
+
+RED_GREEN_BLUE = bytes([255, 0, 0, 0, 255, 0, 0, 0, 255])
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        (png(1, 0, [0b0101_0101], b"\0\0"), [255] * 8),
+        (png(1, 0, [0b0101_0101], b"\0\1"), [0, 255] * 4),
+        (png(2, 0, [0b0001_1011], b"\0\2"), [0, 85, 255, 255]),
+        (png(4, 0, [0x09, 0xAF], b"\0\x09"), [0, 255, 170, 255]),
+        (png(8, 0, [0, 9, 10], b"\0\x09"), [0, 255, 10]),
+        (png(8, 2, [0, 9, 10, 9, 9, 9], b"\0\0\0\x09\0\x0a"), [255, [9, 9, 9]]),
+        (png(16, 2, [0x34, 0] * 3 + [0, 0x34] * 3, b"\0\x34" * 3), [0x34, 255]),
+        (png(16, 2, [0x12, 0x34] * 3 + [0xFF] * 6 + [0] * 6, b"\x12\x34" * 3), [255, 255, 0]),
+        (png(2, 3, [0b0001_1000], b"\0\x80", RED_GREEN_BLUE), [255, [127, 255, 127], [0, 0, 255], 255]),
+        (png(16, 4, [0x12, 0x34, 0, 0, 0x80, 0, 0xFF, 0xFF]), [255, 0x80]),
+        (png(16, 6, [0, 0] * 4 + [0x80, 0] * 3 + [0xFF, 0xFF]), [255, 0x80]),
+    ],
+)
+def test_every_way_of_a_png_to_be_transparent(file, expected):
+    assert np.array_equal(load_image(file, "here"), [[np.broadcast_to(one, 3) for one in expected]])
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])
+def test_the_first_frame_of_an_animation_is_seen_on_white(kind):
+    clear, other = Image.new("RGBA", (6, 4), (0, 0, 0, 0)), Image.new("RGBA", (6, 4), (0, 0, 255, 128))
+    clear.paste("red", (0, 0, 2, 4))
+    clear.putpixel((2, 0), (0, 255, 0, 255))
+    how = {"save_all": True, "append_images": [other, clear], "duration": 40, "disposal": 2}
+    file = file_of(clear, kind, **how, **({"lossless": True} if kind == "WEBP" else {}))
+    assert Image.open(io.BytesIO(file)).n_frames > 1
+    found = np.asarray(load_image(file, "here"))
+    assert (found[:, :2] == (255, 0, 0)).all() and (found[1:, 2:] == 255).all() and (found[:, 3:] == 255).all()
+
+
+OPAQUE = {
+    "PNG": ("1", "L", "LA", "P", "RGB", "RGBA"),
+    "GIF": ("L", "P"),
+    "TIFF": ("1", "L", "P", "RGB", "RGBA", "CMYK", "YCbCr", "LAB"),
+    "JPEG": ("L", "RGB", "CMYK", "YCbCr"),
+    "WEBP": ("RGB", "RGBA"),
+    "BMP": ("1", "L", "P", "RGB", "RGBA"),
+    "ICO": ("RGB", "RGBA"),
+}
+
+
+@pytest.mark.parametrize(("kind", "mode"), [(kind, mode) for kind, modes in OPAQUE.items() for mode in modes])
+@given(pixels=arrays.arrays(np.uint8, st.just((16, 16, 3))))
+def test_opaque_pictures_have_the_pixels_that_pillow_gives_them(kind, mode, pixels):
+    """To the bit, in every mode."""
+    image = Image.fromarray(pixels)
+    file = file_of(Image.merge("LAB", image.split()) if mode == "LAB" else image.convert(mode), kind)
+    assert np.array_equal(load_image(file, "here"), Image.open(io.BytesIO(file)).convert("RGB"))
+
+
+def test_text_on_a_transparent_ground_is_read_from_every_source(tmp_path, encoder):
+    """Black on nothing is black on white for the model, in a file, as contents, in tables and as a video's frames."""
+    ink = np.random.default_rng(0).integers(0, 2, (64, 64), np.uint8) * 255
+    Image.merge("LA", [Image.new("L", (64, 64)), Image.fromarray(ink)]).save(tmp_path / "clear.png")
+    Image.fromarray(255 - ink).save(tmp_path / "white.png")
+    contents = (tmp_path / "clear.png").read_bytes()
+    assert np.array_equal(load_image(contents, "here"), Image.open(tmp_path / "white.png").convert("RGB"))
+
+    def sample(medium, kind="image", **beside):
+        part = {"type": kind, kind: medium, **beside}
+        record = {"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "Seven."}]}
+        return encoder(JsonLines(write(tmp_path / "train.jsonl", [record]))[0])
+
+    expected = sample("white.png").pixel_values
+    assert len(expected.unique()) == 2
+    assert torch.equal(sample("clear.png").pixel_values, expected)
+    assert torch.equal(sample(f"data:;base64,{base64.b64encode(contents).decode()}").pixel_values, expected)
+    frames = [sample([f"{name}.png"] * 3, "video", sample_fps=2).pixel_values_videos for name in ("clear", "white")]
+    assert torch.equal(*frames)
+    turns = [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "Seven."}]
+    table = datasets.Dataset.from_list([{"messages": turns, "image": {"bytes": contents, "path": "clear.png"}}])
+    table.to_parquet(tmp_path / "train.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    for path in (tmp_path / "train.parquet", tmp_path / "saved"):
+        assert torch.equal(encoder(open_source(path)[0]).pixel_values, expected)
 
 
 def sideways_png(where: str, how: bytes, folder: Path) -> Path:

@@ -72,6 +72,57 @@ def test_frames_that_were_sampled_already_stay(processor, encoder, read, tmp_pat
     assert torch.equal(sample.pixel_values_videos, first["pixel_values_videos"])
 
 
+@pytest.mark.parametrize("rates", [["1", None, 4], [1, None, "4.0"], ["1e0", None, "4"]])
+def test_rates_of_lists_of_frames_next_to_the_messages(encoder, read, tmp_path, rates):
+    """Each video has its own, as in a part of a content; a file has none."""
+    for name in ("a.png", "b.png"):
+        picture(tmp_path / name, 64, 64)
+    clip(tmp_path / "c.mkv", 4)
+    videos = [["a.png", "b.png"], "c.mkv", ["b.png", "a.png"]]
+    own = [{"type": "video", "video": one} for one in videos]
+    turns = ask({**own[0], "sample_fps": 1}, own[1], {**own[2], "sample_fps": 4})
+    parts = read(turns)
+    said = [{"role": "user", "content": [*[{"type": "video"}] * 3, turns[0]["content"][-1]]}, turns[1]]
+    assert [video.fps for video in parts.videos[::2]] == [1, 4]
+    beside = read({"messages": said, "videos": videos, "sample_fps": rates})
+    assert beside.videos == parts.videos and torch.equal(encoder(beside).input_ids, encoder(parts).input_ids)
+    asked = {"question": "Which?", "answer": "Seven.", "videos": videos, "sample_fps": rates}
+    assert read(asked).videos == parts.videos
+    # One for every list of frames; a part's own comes first.
+    said[0]["content"][2] = {"type": "video", "sample_fps": "3"}
+    found = read({"messages": said, "videos": videos, "sample_fps": "0.5"}).videos
+    assert [video.fps for video in found[::2]] == [0.5, 3]
+    text = encoder.processor.tokenizer.decode(encoder(beside).input_ids)
+    assert "<0.5 seconds>" in text and "<0.1 seconds>" in text
+
+
+@pytest.mark.parametrize(
+    ("videos", "rates", "problem"),
+    [
+        ([["a.png"], ["a.png"]], [1], r"found \[1\] under 'sample_fps', expected .* a list of 2, one for each video"),
+        (
+            [["a.png"], "a.mp4"],
+            [1, 2],
+            r"found \[1, 2\] under 'sample_fps', .* null for one that is not a list of frames",
+        ),
+        (["a.mp4"], 2, "found 'sample_fps' next to 'messages', where no video is a list of frames, expected it in a"),
+        ([["a.png"]], None, "found null as the 'sample_fps' of a list of frames, expected how many are a second"),
+        ([["a.png"]], "two", "found 'two' as the 'sample_fps'"),
+        ([["a.png"]], "-1", "found '-1' as the 'sample_fps'"),
+        ([["a.png"]], "nan", "found 'nan' as the 'sample_fps'"),
+        ([["a.png"]], "inf", "found 'inf' as the 'sample_fps'"),
+        ([["a.png"]], 10**400, "found a number as the 'sample_fps'"),
+        ([["a.png"]], [True], "found true as the 'sample_fps'"),
+        ([["a.png"]], {"a": 1}, "found an object as the 'sample_fps'"),
+    ],
+)
+def test_rates_that_are_none_are_refused(read, tmp_path, videos, rates, problem):
+    picture(tmp_path / "a.png", 32, 32), (tmp_path / "a.mp4").write_bytes(b"x")
+    asked = [{"role": "user", "content": "<video>" * len(videos)}, {"role": "assistant", "content": "Seven."}]
+    with pytest.raises(DataError, match=problem):
+        read({"messages": asked, "videos": videos, "sample_fps": rates})
+
+
 def test_times_are_those_the_file_has(processor, tmp_path):
     """Of a video whose frames come at uneven times, not those of a steady one of the same rate."""
     times = [0, 1, 2, 3, 50, 51, 52, 53]

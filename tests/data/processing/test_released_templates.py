@@ -181,6 +181,31 @@ SEVEN, EIGHT = ({"role": "assistant", "content": f"<think>\nA bar.\n</think>\n\n
 TURNS = Conversation("train.jsonl:1", (ASK, SEVEN, ASK, EIGHT))
 
 
+@pytest.mark.parametrize(
+    ("template", "written"),
+    [
+        ("released_template.jinja", '{"name": "add", "arguments": {"a": 1, "b": [null]}}'),
+        ("released_thinking_template.jinja", '{"name": "add", "arguments": {"a": 1, "b": [null]}}'),
+        (
+            "thinking_template.jinja",
+            "<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n[null]\n</parameter>\n<",
+        ),
+    ],
+)
+@pytest.mark.parametrize("arguments", [{"city": None, "a": 1, "b": [None]}, '{"a":1,"b":[null]}'])
+def test_calls_are_written_alike(processor, read, template, written, arguments):
+    """Padded with nulls as tables are, or as a text of JSON, under templates that read text and those that do not."""
+    other = copy.copy(processor)
+    other.chat_template = HERE.joinpath(template).read_text(encoding="utf-8")
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"a": {"enum": ["x", None]}, "city": None}}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    sample = Encoder(other)(read({"messages": [{"role": "user", "content": "1?"}, answer], "tools": [tool]}))
+    text = processor.tokenizer.decode(sample.input_ids)
+    assert written in text and '"parameters": {"a": {"enum": ["x", null]}}}' in text
+    assert written in processor.tokenizer.decode(sample.labels[sample.loss_mask.bool()])
+
+
 @pytest.fixture
 def with_template(processor):
     """An encoder with the thinking template, changed."""

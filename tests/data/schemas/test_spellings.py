@@ -1,10 +1,12 @@
 """Other spellings of conversations: the same as ours, or one clear message."""
 
 import copy
+import json
 from pathlib import Path
 
 from qwen3vl_bridge.data import DataError
 from qwen3vl_bridge.data.schemas.conversations import conversation_of
+from qwen3vl_bridge.data.schemas.media_keys import without_nulls
 from qwen3vl_bridge.data.schemas.spellings import SPEAKERS, messages_of
 
 import pytest
@@ -427,3 +429,63 @@ def test_a_name_of_what_is_read_is_let_through():
     messages_of({**record, "question": "Which?", "answer": "7"}, "here")
     turns = [{**HUMAN, "markdown": None}, GPT]
     assert len(messages_of({"conversations": turns}, "here")["messages"]) == 2
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@given(value=st.dictionaries(st.text(max_size=3), st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3), max_leaves=6,
+)), separators=st.sampled_from([None, (",", ":"), (" ,\n", " : ")]), ascii=st.booleans())  # fmt: skip
+def test_arguments_as_a_text_of_json(value, separators, ascii, inside):
+    """OpenAI's own: the object that the text contains, to the last null."""
+    text = json.dumps(value, separators=separators, ensure_ascii=ascii)
+
+    def call_of(arguments):
+        function = {"name": "look", "arguments": arguments}
+        call = {"id": "1", "type": "function", "function": function} if inside else function
+        record = {"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+        conversation = conversation_of(told(record), "x", Path())
+        (found,) = conversation.messages[1]["tool_calls"]
+        return found, found["function"] if inside else found
+
+    found, function = call_of(text)
+    assert function["arguments"] == value and json.dumps(function["arguments"]) == json.dumps(value)
+    assert call_of(without_nulls(value))[0] == call_of(json.dumps(without_nulls(value)))[0] == call_of(value)[0]
+    assert found.keys() == ({"id", "type", "function"} if inside else {"name", "arguments"})
+
+
+@pytest.mark.parametrize("nothing", [{}, {"arguments": None}, {"arguments": ""}, {"arguments": " "}, {"arguments": {}}])
+def test_a_call_without_arguments_has_none(nothing):
+    """As inference servers have it: some templates cannot render a call without them."""
+    call = {"function": {"name": "look", **nothing}}
+    own = told({"messages": [ASK, {"role": "assistant", "content": "", "tool_calls": [call]}]})
+    assert own["messages"][1]["tool_calls"] == [{"function": {"name": "look", "arguments": {}}}]
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        ({"name": "look", "arguments": "{"}, "found '{' under 'arguments', expected an object, or a string that con"),
+        ({"name": "look", "arguments": "[1]"}, r"found \[1\] under 'arguments', expected an object"),
+        ({"name": "look", "arguments": "null"}, "found None under 'arguments', expected an object"),
+        ({"name": "look", "arguments": '"{}"'}, "found '{}' under 'arguments', expected an object"),
+        ({"function": {"name": "look", "arguments": [1]}}, r"found \[1\] under 'arguments', expected an object"),
+        ({"function": {"arguments": {}}}, "found {'arguments': {}}, expected an object with a name and arguments"),
+        ({"function": "look"}, "found 'look', expected an object with a name and arguments"),
+        ({"name": 7}, "found {'name': 7, 'arguments': {}}, expected an object with a name and arguments"),
+    ],
+)
+def test_calls_that_are_none_are_refused(call, problem):
+    calls = [{"name": "look", "arguments": {}}, call]
+    record = {"messages": [ASK, {"role": "assistant", "content": "", "tool_calls": calls}]}
+    with pytest.raises(DataError, match=f"^x: message 2, tool call 2: {problem}"):
+        conversation_of(told(record), "x", Path())
+
+
+def test_keys_that_are_null_are_missing_in_other_spellings_too():
+    """As they are in tables, whose exports have them."""
+    texts = [{"user": "Which?", "assistant": "Seven.", "source": None, "score": None}]
+    pictures = [{"bytes": b"one", "path": None, "url": None}, {"bytes": None, "path": None, "url": None}]
+    assert told({"texts": texts})["messages"] == [ASK, ANSWER]
+    assert asked("<image>", images=pictures[:1]) == asked("<image>", images=[b"one"])
+    assert told({"messages": [ASK, ANSWER], "images": pictures[1:]})["messages"] == [ASK, ANSWER]

@@ -4,6 +4,8 @@ import importlib
 import json
 import logging
 import pickle
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from qwen3vl_bridge.data import Columns, DataError, HubDataset, Parquet, StreamedDataset, open_source
 from qwen3vl_bridge.data.sources import parquet
@@ -12,6 +14,8 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ..conftest import write
 
@@ -351,3 +355,93 @@ def test_media_within_an_object_are_not_left_unread(tmp_path, inner):
     texts = {"messages": messages, "extra": {"note": "a"}, "other": {"n": 1}}
     pq.write_table(pa.Table.from_pylist([texts]), tmp_path / "train.parquet")
     assert len(open_source(tmp_path / "train.parquet")[0].messages) == 2
+
+
+def some_of(**keys):
+    """Objects with some of these keys."""
+    return st.fixed_dictionaries({}, optional=keys)
+
+
+# Nulls among elements are the user's own: tables only pad objects.
+names, numbers = st.sampled_from(["", "x", "null"]), st.integers(0, 9)
+lists = st.lists(st.one_of(st.none(), names), max_size=3)
+inner = some_of(x=numbers, names=lists, deep=st.lists(some_of(name=names, y=numbers), max_size=2))
+arguments = some_of(city=names, a=numbers, b=st.floats(-1, 1), tags=lists, where=inner, flag=st.booleans())
+schemas = some_of(type=names, enum=lists, default=numbers, properties=some_of(city=inner, a=inner))
+
+
+def called(values: dict, schema: dict) -> dict:
+    """A record with a call of these arguments, and a tool of this schema."""
+    call = {"type": "function", "function": {"name": "add", "arguments": values}}
+    calls = [call, {"name": "f", "arguments": values}]
+    messages = [ASK, {"role": "assistant", "content": "", "tool_calls": calls}]
+    messages += [{"role": "tool", "content": "3"}, ANSWER]
+    return {"messages": messages, "tools": [{"name": "add", "parameters": schema}]}
+
+
+@given(st.lists(st.tuples(arguments, schemas), min_size=1, max_size=4))
+@settings(max_examples=15, deadline=None)
+def test_keys_that_a_table_pads_with_nulls_are_missing_in_every_source(cases):
+    """At any depth: calls and tools are those that were written, whatever the table was saved as."""
+    every = {"x": 1, "names": ["x"], "deep": [{"name": "x", "y": 1}]}
+    full = {"city": "x", "a": 1, "b": 0.5, "tags": ["x"], "where": every, "flag": True}
+    cases = [(full, {"type": "x", "enum": ["x"], "default": 1, "properties": {"city": every, "a": every}}), *cases]
+    dataset = datasets.Dataset.from_list([called(*case) for case in cases])
+    with TemporaryDirectory() as folder:
+        assert "null" in json.dumps(dataset[1])
+        padded = dataset.to_list()
+        write(Path(folder, "train.jsonl"), padded)
+        Path(folder, "list.json").write_text(json.dumps(padded))
+        dataset.to_parquet(f"{folder}/train.parquet")
+        dataset.save_to_disk(f"{folder}/saved")
+        opened = [open_source(f"{folder}/{name}") for name in ("train.jsonl", "list.json", "train.parquet", "saved")]
+        for source in (StreamedDataset(dataset.to_iterable_dataset(), "x"), *opened):
+            for number, (values, schema) in enumerate(cases):
+                found = source[number]
+                first, second = found.messages[1]["tool_calls"]
+                assert first == {"type": "function", "function": {"name": "add", "arguments": values}}
+                assert second == {"name": "f", "arguments": values}
+                assert found.tools == ({"name": "add", "parameters": schema},)
+                assert [set(message) for message in found.messages[2:]] == [{"role", "content"}] * 2
+
+
+def test_padded_json_lines_that_datasets_loads(tmp_path):
+    """It keeps mixed objects as JSON, nulls and all."""
+    cases = [({"city": "x"}, {"type": "x"}), ({"a": 1, "b": 2}, {"enum": ["x"]})]
+    rows = datasets.Dataset.from_list([called(*case) for case in cases]).to_list()
+    mixed = {"messages": [{**ASK, "content": [{"type": "text", "text": "a"}]}, ANSWER]}
+    path = write(tmp_path / "train.jsonl", [*rows, mixed])
+    loaded = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
+    assert "null" in json.dumps(loaded[1]) and "Json" in str(loaded.features)
+    loaded.to_parquet(tmp_path / "train.parquet")
+    for source in (HubDataset(loaded, "x"), Parquet(tmp_path / "train.parquet")):
+        for number, (values, schema) in enumerate(cases):
+            assert source[number].messages[1]["tool_calls"][1] == {"name": "f", "arguments": values}
+            assert source[number].tools == ({"name": "add", "parameters": schema},)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_nulls_in_texts_of_json_are_kept(tmp_path, kind):
+    tools = [{"name": "add", "parameters": {"city": {"default": None}}}]
+    record = called({}, {}) | {"tools": json.dumps(tools)}
+    record["messages"][1]["tool_calls"] = [{"name": "add", "arguments": '{"city": null, "in": [{"x": null}]}'}]
+    path = tmp_path / f"train.{kind}"
+    write(path, [record]) if kind == "jsonl" else pq.write_table(pa.Table.from_pylist([record]), path)
+    found = open_source(path)[0]
+    assert found.tools == tuple(tools)
+    assert found.messages[1]["tool_calls"] == [{"name": "add", "arguments": {"city": None, "in": [{"x": None}]}}]
+
+
+@pytest.mark.parametrize("column", ["sample_fps", "fps"])
+@pytest.mark.parametrize("rates", ["2", 2.0, ["2", "0.5"], [2.0, 0.5]])
+def test_rates_of_frames_may_be_in_the_table(folder, tmp_path, rates, column):
+    videos = [["a.png", "b.png"], ["b.png"]]
+    record = {"messages": [{**ASK, "content": "<video><video>"}, ANSWER], "videos": videos, column: rates}
+    pq.write_table(pa.Table.from_pylist([record]), tmp_path / "train.parquet")
+    write(tmp_path / "train.jsonl", [record, {"messages": [ASK, ANSWER]}])
+    columns = Columns(sample_fps="fps") if column == "fps" else None
+    for path in (tmp_path / "train.parquet", tmp_path / "train.jsonl"):
+        found = open_source(path, folder, columns=columns)[0].videos
+        assert [video.fps for video in found] == ([2, 0.5] if isinstance(rates, list) else [2, 2])
+        assert [[frame.name for frame in video.frames] for video in found] == videos
+    assert open_source(tmp_path / "train.jsonl", folder, columns=columns)[1].videos == ()  # without the column

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from tests.model.inputs.support import offsets, packed_params, share_of
 from tests.parity.batches import Sample
-from tests.parity.on_ranks import Split, worst
-from tests.parity.references import MICROBATCHES, step_samples
+from tests.parity.on_ranks import Split
+from tests.parity.references import MICROBATCHES, step_samples, worst
 from tests.parity.topologies import TOPOLOGIES
 from tests.ranks import begin, leave
 from tests.steps import forward_backward

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from qwen3vl_bridge.training.process_groups import initialize
@@ -13,6 +14,7 @@ from megatron.bridge import AutoBridge
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText, Qwen3VLForConditionalGeneration
 
+from tests.noise import check, limit
 from tests.parity.batches import Sample, make_batch, make_samples, run_reference
 from tests.parity.conftest import Pair, make_pair
 
@@ -111,6 +113,7 @@ def reference_gradients(model: PeftModel, samples: list[Sample]) -> dict[str, to
     """Of the summed loss of samples run alone, of all adapters, by their names in a file without its prefix."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
+    model.zero_grad()
     run_reference(model.base_model.model, samples)[1].backward()
     return {
         name.removeprefix("base_model.model.").replace(".default", "").replace("_vector.weight", "_vector"): p.grad
@@ -122,3 +125,12 @@ def reference_gradients(model: PeftModel, samples: list[Sample]) -> dict[str, to
 def worst_difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
     """The largest absolute difference of any logit."""
     return max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
+
+
+def check_logits(logits: list[torch.Tensor], other: torch.nn.Module | Adapted, samples: list[Sample]) -> None:
+    """They are those of another model, of transformers or of Megatron."""
+    if isinstance(other, Adapted):
+        compute, model = other.logits, other.model
+    else:
+        compute, model = partial(reference_logits, other, samples), other
+    check({"logits": worst_difference(logits, compute())}, {"logits": limit(compute, worst_difference, model)})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 from qwen3vl_bridge.models.qwen3_vl import presets
-from qwen3vl_bridge.models.qwen3_vl.config_checks import check_settings
+from qwen3vl_bridge.models.qwen3_vl.config import check_settings
 
 import pytest
 

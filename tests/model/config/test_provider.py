@@ -11,7 +11,7 @@ from qwen3vl_bridge.models.common.settings.rules import Range, Row
 from qwen3vl_bridge.models.common.vision_config import vision_transformer_config
 from qwen3vl_bridge.models.qwen3_5.provider import Qwen35VLModelProvider, Qwen35VLMoEModelProvider
 from qwen3vl_bridge.models.qwen3_vl.bridge import Qwen3VLBridge
-from qwen3vl_bridge.models.qwen3_vl.config_checks import check_settings
+from qwen3vl_bridge.models.qwen3_vl.config import check_settings
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
 
 import pytest
@@ -73,7 +73,7 @@ def test_nothing_is_frozen_unless_asked(provider):
         (dict(rotary_percent=0.5), "rotary_percent is 0.5, expected 1.0"),
         (dict(num_moe_experts=4), "num_moe_experts is 4, expected None"),
         (dict(position_embedding_type="rope"), "position_embedding_type is 'rope'"),
-        (dict(num_layers=2), "3 DeepStack taps need as many text layers, num_layers is 2"),
+        (dict(num_layers=2), "3 DeepStack layers need as many text layers, num_layers is 2"),
         (
             dict(vision_recompute_granularity="full", vision_recompute_method="uniform", vision_recompute_num_layers=2),
             r"taps \[0, 2\] are not at the end of a chunk",

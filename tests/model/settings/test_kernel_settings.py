@@ -6,6 +6,7 @@ import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.models.common.settings import kernels, parallelism
 from qwen3vl_bridge.models.common.settings.fields import can_fuse_weight_gradients, has_transformer_engine
 from qwen3vl_bridge.models.common.settings.kernels import check_float32, complete_kernels, complete_precision
+from qwen3vl_bridge.models.common.settings.refusals import TRAINED
 from qwen3vl_bridge.models.common.settings.rules import check
 from qwen3vl_bridge.models.common.vision_config import vision_transformer_config
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
@@ -87,6 +88,49 @@ def test_activations_that_no_configuration_can_name():
         finalized(DENSE, dict(activation_func=F.softplus))
     with pytest.raises(ValueError, match="text model's activation is 'softplus', expected one of silu"):
         finalized(DENSE, dict(activation_func="softplus"))
+
+
+@pytest.mark.parametrize(
+    ("size", "fields", "message"),
+    [
+        (
+            DENSE,
+            dict(cpu_offloading=True, cpu_offloading_num_layers=1),
+            "cpu_offloading is True with .* 'local', exp",
+        ),
+        (
+            DENSE,
+            dict(fp32_residual_connection=True, params_dtype=torch.bfloat16),
+            "fp32_residual_connection is True with transformer_impl 'local' and params_dtype torch.bfloat16, exp",
+        ),
+        (DENSE, dict(apply_query_key_layer_scaling=True), "scaling is True with .* 'local', expected False: only Tr"),
+        (DENSE, dict(log_max_attention_logit=True), "attention_logit is True with .* 'local', expected False: only"),
+        (DENSE, dict(batch_invariant_mode=True), "batch_invariant_mode is True with .* 'local', expected False: only"),
+        (DENSE, dict(distribute_saved_activations=True), "saved_activations is True with recompute_granularity None"),
+        (
+            EXPERTS,
+            dict(recompute_granularity="selective", recompute_modules=["core_attn", "mlp", "shared_experts"]),
+            r"recompute_modules has \['mlp', 'shared_experts'\], which this model does not have",
+        ),
+        (
+            DENSE,
+            dict(recompute_granularity="selective", recompute_modules=["mlp", "moe"]),
+            r"recompute_modules has \['moe'\], which this model does not have",
+        ),
+    ],
+)
+def test_what_the_layers_would_ignore_or_fail_at(size, fields, message):
+    with pytest.raises(ValueError, match=message):
+        finalized(size, fields)
+
+
+def test_the_other_fused_loss_is_transformer_engines():
+    """It may be loaded with it, but not trained."""
+    provider = finalized(DENSE, dict(cross_entropy_fusion_impl="te"))
+    with pytest.raises(ValueError, match=r"cross_entropy_fusion_impl is 'te' with .* 'local', expected 'nativ"):
+        check(TRAINED, provider)
+    provider.cross_entropy_loss_fusion = False
+    check(TRAINED, provider)
 
 
 @pytest.mark.parametrize("precision", [dict(fp8="e4m3"), dict(fp4="e2m1")])

@@ -5,6 +5,7 @@ import logging
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.models.common.settings import parallelism
+from qwen3vl_bridge.models.common.settings.parallelism import check_ranks
 from qwen3vl_bridge.models.common.settings.rules import check
 from qwen3vl_bridge.models.common.vision_config import vision_transformer_config
 from qwen3vl_bridge.models.qwen3_vl import presets
@@ -239,3 +240,14 @@ def test_experts_under_tensor_parallelism_are_sequence_parallel(size, tensor, tu
 
 def test_sequence_parallelism_on_one_rank_is_turned_off_by_megatron_bridge():
     assert not finalized(DENSE, dict(sequence_parallel=True)).sequence_parallel
+
+
+def test_a_number_of_processes_that_the_parallel_sizes_do_not_divide():
+    provider = provider_of(DENSE, SP2 | PP2)
+    check_ranks(provider, 8)
+    for world, words in ((1, "1 process,"), (6, "6 processes,")):
+        with pytest.raises(ValueError, match=rf"^the run has {words} expected a multiple of 4, .*--nproc_per_node 4,"):
+            check_ranks(provider, world)
+    provider.tensor_model_parallel_size = 0
+    with pytest.raises(ValueError, match="tensor_model_parallel_size is 0, expected 1 or more"):
+        check_ranks(provider, 8)

@@ -12,9 +12,10 @@ from transformers.video_utils import load_video
 
 from tests.data.conftest import picture, write
 from tests.data.media.test_video import clip
+from tests.noise import check, limits
 
-from ..conftest import Pair
-from .test_parity import GRADIENT, LOGITS, LOSS, assert_gradients_equal, run_megatron
+from ..conftest import Pair, Results
+from .test_parity import run_megatron
 
 # (pictures, videos) of each conversation's question.
 CONTENTS = [(1, 0), (0, 1), (2, 1), (0, 0)]
@@ -64,19 +65,23 @@ def test_conversations_train_as_in_transformers(pair: Pair, path, packed):
     encoder, pad = Encoder(processor), pad_token_id(processor.tokenizer)
     lay_out = Collator(VisionSettings.of_checkpoint(folder, processor), pad, seq_length=1024)
     batch = (lay_out.packed if packed else lay_out.padded)([encoder(source[i]) for i in range(len(source))])
-    pair.zero_grad()
-    logits, loss = run_megatron(pair, batch)
-    expected_loss = torch.zeros(())
-    for number, found in enumerate(logits):
-        asked = reference_inputs(processor, source[number])
+    found = run_megatron(pair, batch)
+    asked, answers = [], []
+    for number in range(len(source)):
+        asked.append(reference_inputs(processor, source[number]))
         answer = processor.tokenizer("Seven. " * (number + 1) + "<|im_end|>")["input_ids"]
-        ids = asked["input_ids"][0]
+        ids = asked[-1]["input_ids"][0]
         end = len(ids) - len(processor.tokenizer("\n")["input_ids"])
         assert ids[end - len(answer) : end].tolist() == answer
-        out = pair.reference(**asked).logits[0]
-        assert (found - out).abs().max() <= LOGITS
-        trained = slice(end - len(answer) - 1, end - 1)
-        expected_loss = expected_loss + F.cross_entropy(out[trained], torch.tensor(answer), reduction="sum")
-    expected_loss.backward()
-    assert abs(loss.item() / expected_loss.item() - 1) <= LOSS
-    assert_gradients_equal(pair, GRADIENT)
+        answers.append((slice(end - len(answer) - 1, end - 1), torch.tensor(answer)))
+
+    def reference() -> Results:
+        pair.reference.zero_grad()
+        logits = [pair.reference(**one).logits[0] for one in asked]
+        pairs = zip(logits, answers, strict=True)
+        loss = sum(F.cross_entropy(one[trained], answer, reduction="sum") for one, (trained, answer) in pairs)
+        loss.backward()
+        return Results([one.detach() for one in logits], loss.item(), pair.reference_gradients())
+
+    expected = reference()
+    check(pair.errors(found, expected), limits(reference, pair.errors, pair.reference, expected=expected))

@@ -20,8 +20,8 @@ from tests.ranks import begin, leave
 from tests.steps import forward_backward
 
 from ..batches import make_batch
-from ..on_ranks import Split, layout_of, worst
-from ..references import MICROBATCHES, step_samples
+from ..on_ranks import Split, layout_of
+from ..references import MICROBATCHES, step_samples, worst
 from ..topologies import TOPOLOGIES, Topology
 
 CONTENT, ROWS, EMPTY = "mixed", ("padded", "packed"), "with an empty microbatch"

@@ -13,6 +13,7 @@ from qwen3vl_bridge.batch import PackedBatch, SequenceLayout
 import torch
 from transformers import AutoConfig
 
+from tests.noise import SEEDS, rounded
 from tests.ranks import begin, leave
 from tests.steps import Run, set_up, train_step
 
@@ -56,7 +57,7 @@ def step_once(run: Run, batch: PackedBatch) -> dict[str, float]:
 
 
 def main(output: str, **folders: str) -> None:
-    """Every size, family, kind of lengths and of rows; rank 0 writes losses and gradient norms."""
+    """Every size, family, kind of lengths and of rows; rank 0 writes losses and gradient norms, also of neighbours."""
     found = {}
     for size, (family, folder) in itertools.product(SIZES, folders.items()):
         cfg = configuration(folder, Topology(RANKS, dict(context_parallel_size=size)))
@@ -67,7 +68,11 @@ def main(output: str, **folders: str) -> None:
             samples = documents(hf_config, equal=equal)
             batch = make_batch(samples, hf_config, layout=layout_of(samples, rows))
             assert batch.layout.padding_mask().any() == (not equal)
-            found[size, family, equal, rows] = step_once(run, batch)
+            case = size, family, equal, rows
+            found[case] = step_once(run, batch)
+            for seed in SEEDS[:2] if size == 1 else ():
+                with rounded(run.model[0], seed):
+                    found[case, seed] = step_once(run, batch)
         assert step_once(run, batch) == found[size, family, equal, rows]
     leave(found, output)
 

@@ -13,7 +13,6 @@ from typing import Any
 from unittest import mock
 
 from qwen3vl_bridge.batch.vision_sharding import assign_vision
-from qwen3vl_bridge.models.common.inputs.local_ranks import sequence_ranks
 
 import torch.distributed as dist
 from megatron.core.tensor_parallel import mappings
@@ -38,13 +37,13 @@ def count(split: Split, rows: str) -> dict[str, Any]:
         return exchange(output, values, **splits)
 
     config, groups = get_model_config(model), get_attr_wrapped_model(model, "pg_collection")
-    batch, ranks = next(split.batches(CONTENT, rows, steps=1)), sequence_ranks(config, groups)
+    batch, ranks = next(split.batches(CONTENT, rows, steps=1)), config.sequence_ranks(groups)
     inputs = batch.local(**ranks)
     with mock.patch.object(mappings.torch.distributed, "all_to_all_single", watched):
         (model(inputs=inputs) * inputs.loss_mask).sum().backward()
     forward, backward = sent
     frames = assign_vision(batch.vision, ranks["vision_work"], groups.cp.size()).frames
-    width = (1 + len(config.tapped_layers)) * config.hidden_size * 4  # float32
+    width = (1 + len(config.deepstack_layers)) * config.hidden_size * 4  # float32
     return dict(batch=batch, frames=frames, width=width, forward=forward, backward=backward)
 
 

@@ -11,8 +11,7 @@ import sys
 from typing import Any
 
 from qwen3vl_bridge.batch import PackedBatch, SequenceLayout
-from qwen3vl_bridge.models.common.attention import layout_packed_seq_params
-from qwen3vl_bridge.models.common.inputs.local_ranks import sequence_ranks
+from qwen3vl_bridge.models.common.core_attention import layout_packed_seq_params
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLGPTModel
 
 import torch
@@ -112,7 +111,7 @@ def against_transformers(pair: Pair, alone: Qwen3VLGPTModel, samples: list[Sampl
         [F.cross_entropy(one, sample.labels, reduction="none") for one, sample in zip(logits, samples, strict=True)]
     )
     found = losses[~batch.layout.padding_mask().view(losses.shape)]
-    own = batch.local(**sequence_ranks(pair.provider, pair.provider._pg_collection)).padding_mask.T
+    own = batch.local(**pair.provider.sequence_ranks(pair.provider._pg_collection)).padding_mask.T
     assert len(masks) == len(pair.provider.moe_layers)
     return dict(
         loss=(found - expected).abs().max().item(),
@@ -124,7 +123,7 @@ def against_transformers(pair: Pair, alone: Qwen3VLGPTModel, samples: list[Sampl
 def against_both_towers(pair: Pair, alone: Qwen3VLGPTModel, whole: Qwen3VLGPTModel, batch: PackedBatch) -> dict:
     """Differences to the same text model in the one of both towers, with experts balanced, padding left out."""
     config = pair.provider
-    inputs = batch.local(**sequence_ranks(config, config._pg_collection))
+    inputs = batch.local(**config.sequence_ranks(config._pg_collection))
     config.moe_aux_loss_coeff = BALANCE * bool(config.moe_layers)
     pair.zero_grad()
     losses = forward(alone, batch)

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.batch import PackedBatch
-from qwen3vl_bridge.models.common.inputs.local_ranks import sequence_ranks
 
 import torch
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
@@ -27,9 +26,9 @@ from tests.ranks import begin, leave
 from tests.steps import forward_backward
 
 from ..batches import Sample, make_batch
-from ..on_ranks import Split, layout_of, worst
+from ..on_ranks import Split, layout_of
 from ..presharded import Shared
-from ..references import MICROBATCHES, step_samples
+from ..references import MICROBATCHES, step_samples, worst
 from ..topologies import TOPOLOGIES
 
 CONTENT = "mixed"
@@ -60,7 +59,7 @@ def forward_step(loss: str, samples: int, state: Any, data: Iterator[Any], model
         arguments = batch.arguments(groups.cp.size(), groups.cp.rank())
         losses, weights = model(**arguments), arguments["loss_mask"]
     else:
-        inputs = batch.local(**sequence_ranks(config, groups))
+        inputs = batch.local(**config.sequence_ranks(groups))
         if not get_attr_wrapped_model(model, "pre_process"):
             inputs = inputs.without_pictures()
         losses, weights = model(inputs=inputs), inputs.loss_mask

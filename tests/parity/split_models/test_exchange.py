@@ -83,7 +83,7 @@ def test_what_the_page_says_of_8b():
     """In bf16, from what `PackedBatch.local` says is sent."""
     batch, ranks, config = row_of_16k(), 4, config_dict("8B")
     dimensions, costs = dimensions_of(config), tower_costs(config)
-    width = 2 * dimensions["hidden"] * (1 + len(dimensions.indices["deepstack_taps"]))
+    width = 2 * dimensions["hidden"] * (1 + len(dimensions.indices["deepstack_mergers"]))
     work = VisionWork(costs.patch, costs.patch_pair, 4)
     exchanges = [batch.local(ranks, rank, vision_work=work).vision_exchange for rank in range(ranks)]
     others = [sum(one.received) - one.received[rank] for rank, one in enumerate(exchanges)]

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from ..matrix import LIMITS, MATRIX_CONTENTS, TOPOLOGIES, cases, run, some_cases, table, write_references, wrong
+from ..matrix import ERRORS, MATRIX_CONTENTS, TOPOLOGIES, cases, run, some_cases, table, write_references, wrong
 
 # One case of each topology, of one family by turns; Qwen3.5's are as many (`tests/qwen3_5/model/test_on_ranks.py`).
 FEW = dict(each=1, both=False)
@@ -17,19 +17,18 @@ def folders(untied_folder, moe_folder, tmp_path_factory):
     copies = tmp_path_factory.mktemp("references")  # which are written next to the models
     folders = {"dense": untied_folder, "MoE": moe_folder}
     folders = {name: shutil.copytree(folder, copies / name) for name, folder in folders.items()}
-    write_references(folders)
-    return folders
+    return folders, write_references(folders)
 
 
 @pytest.mark.parametrize(
     ("ranks", "how"), [(2, FEW), *(pytest.param(*chosen, marks=pytest.mark.slow) for chosen in CHOSEN.items())]
 )
 def test_split_models_train_as_one_process_does(folders, ranks, how):
-    chosen = some_cases(ranks, **how)
-    found = run(chosen, folders, ranks)
-    print(table(found))
+    (places, limits), chosen = folders, some_cases(ranks, **how)
+    found = run(chosen, places, ranks)
+    print(table(found), limits)
     assert found.keys() == set(chosen)
-    assert not wrong(found)
+    assert not wrong(found, limits)
 
 
 def test_the_chosen_cases_have_every_topology_content_and_kind_of_rows():
@@ -45,6 +44,6 @@ def test_the_chosen_cases_have_every_topology_content_and_kind_of_rows():
 
 
 def test_an_error_that_is_no_number_is_too_large():
-    good = dict.fromkeys(LIMITS, 0.0)
+    good, limits = dict.fromkeys(ERRORS, 0.0), dict.fromkeys(("dense", "MoE"), dict.fromkeys(ERRORS, 1.0))
     found = {("dense", "TP2", "image", "packed"): good, ("MoE", "TP2", "image", "packed"): good | {"loss": torch.nan}}
-    assert list(wrong(found)) == [("MoE", "TP2", "image", "packed")]
+    assert list(wrong(found, limits)) == [("MoE", "TP2", "image", "packed")]

@@ -1,7 +1,7 @@
 """Labels that callers have cut over context-parallel ranks, where multi-token prediction reads those of other ranks.
 
-Ranks are threads here, as in `tests/model/inputs/test_precut_rows.py`. Whole models on real ranks, with the steps of
-Megatron-Bridge and verl that cut labels so: `tests/frameworks/megatron_bridge/test_upstream_steps.py`.
+Ranks are threads here, as in `tests/model/inputs/test_cp_sharded_inputs.py`. Whole models on real ranks, with the steps
+of Megatron-Bridge and verl that cut labels so: `tests/frameworks/megatron_bridge/test_upstream_steps.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from megatron.bridge import AutoBridge
 from transformers import AutoConfig
 
 from tests.model.inputs.support import packed_params
+from tests.model.inputs.test_cp_sharded_inputs import Ranks, assert_equal, layout_of
 from tests.model.inputs.test_inputs import params_of, pictures
-from tests.model.inputs.test_precut_rows import Ranks, assert_equal, layout_of
 from tests.parity.batches import make_batch, make_samples
 
 IDS = torch.arange(1, 17).view(2, 8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.models.common.attention import packed_seq_params
+from qwen3vl_bridge.models.common.core_attention import packed_seq_params
 from qwen3vl_bridge.models.qwen3_5.layer_specs import linear_attention_spec
 from qwen3vl_bridge.models.qwen3_5.linear_attention.delta_rule import chunk_gated_delta_rule
 from qwen3vl_bridge.models.qwen3_5.linear_attention.layer import LinearAttention
@@ -15,11 +15,9 @@ from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
+from tests.noise import check, limit, limits, relative
 from tests.qwen3_5.tiny import hf_text_config, megatron_config, one_rank, perturb
 
-# Relative to the largest entry of the same tensor.
-OUTPUT, GRADIENT = 2e-6, 5e-6  # measured: 5e-7, 2e-6
-APART = 7e-7  # of outputs up to 5
 LENGTHS = [61, 64, 3, 130]
 
 
@@ -52,30 +50,32 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in module.named_parameters()}
 
 
-def worst(a: Tensor, b: Tensor) -> float:
-    return float((a - b).detach().abs().max() / b.detach().abs().max())
-
-
-def run(call, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def run(call, x: Tensor, weight: Tensor) -> dict[str, Tensor]:
+    """The output, and the input's gradient."""
     x = x.clone().requires_grad_()
     out = call(x)
     (out * weight).sum().backward()
-    return out, x.grad
+    return {"output": out.detach(), "input": x.grad}
 
 
-def check(module: LinearAttention, reference: nn.Module, x: Tensor, call_reference, **kwargs) -> None:
+def errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Relative to the largest entry of the same tensor; the largest of parameters' gradients."""
+    assert found.keys() == expected.keys()
+    every = relative(found, expected)
+    return {name: every.pop(name) for name in ("output", "input")} | {"gradients": max(every.values())}
+
+
+def compare(module: LinearAttention, reference: nn.Module, x: Tensor, call_reference, **kwargs) -> None:
     """`x` is [b, s, h]."""
     weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
-    for one in (module, reference):
-        one.zero_grad()
-    found, found_x = run(lambda x: module(x.transpose(0, 1).contiguous(), None, **kwargs)[0].transpose(0, 1), x, weight)
-    expected, expected_x = run(call_reference, x, weight)
-    theirs = renamed(gradients(reference))
-    errors = {name: worst(gradient, theirs[name]) for name, gradient in gradients(module).items()}
-    print(f"output {worst(found, expected):.1e}, input {worst(found_x, expected_x):.1e}, {max(errors.values()):.1e}")
-    assert worst(found, expected) < OUTPUT
-    assert worst(found_x, expected_x) < GRADIENT
-    assert errors.keys() == theirs.keys() and max(errors.values()) < GRADIENT, errors
+
+    def theirs() -> dict[str, Tensor]:
+        reference.zero_grad()
+        return run(call_reference, x, weight) | renamed(gradients(reference))
+
+    module.zero_grad()
+    ours = run(lambda x: module(x.transpose(0, 1).contiguous(), None, **kwargs)[0].transpose(0, 1), x, weight)
+    check(errors(ours | gradients(module), theirs()), limits(theirs, errors, reference))
 
 
 def hidden(*shape: int) -> Tensor:
@@ -83,13 +83,13 @@ def hidden(*shape: int) -> Tensor:
 
 
 def test_rows(reference, groups):
-    check(ours(reference, groups), reference, hidden(2, 150), reference)
+    compare(ours(reference, groups), reference, hidden(2, 150), reference)
 
 
 def test_packed_row(reference, groups):
     """Each segment as if it were alone. transformers does not start anew within a row, so it gets one at a time."""
     cu_seqlens = torch.tensor([0, 61, 125, 128, 258], dtype=torch.int32)
-    check(
+    compare(
         ours(reference, groups),
         reference,
         hidden(1, sum(LENGTHS)),
@@ -102,13 +102,19 @@ def test_packed_is_as_apart(reference, groups):
     """Both ours: no state and no tap of the convolution crosses a segment."""
     module, x = ours(reference, groups), hidden(sum(LENGTHS), 1)
     cu_seqlens = torch.tensor([0, 61, 125, 128, 258], dtype=torch.int32)
+
+    def apart() -> Tensor:
+        return torch.cat([module(segment, None)[0] for segment in x.split(LENGTHS)])
+
+    def error(one: Tensor, other: Tensor) -> float:
+        return float((one - other).abs().max())
+
     with torch.no_grad():
         packed, _ = module(x, None, packed_seq_params=packed_seq_params(cu_seqlens, tuple(LENGTHS)))
-        apart = torch.cat([module(segment, None)[0] for segment in x.split(LENGTHS)])
+        expected, most = apart(), limit(apart, error, module)
         crossing, _ = module(x, None)
-    print(f"{(packed - apart).abs().max():.1e} of {apart.abs().max():.1f}; {(crossing - apart).abs().max():.1e}")
-    assert (packed - apart).abs().max() <= APART
-    assert (crossing - apart).abs().max() > 1e5 * APART
+    check({"packed": error(packed, expected)}, {"packed": most})
+    assert error(crossing, expected) > 1000 * most
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

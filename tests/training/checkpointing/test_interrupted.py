@@ -31,7 +31,7 @@ class Runs:
     def __init__(self, inputs, folder: Path, *launcher: str, **settings) -> None:
         overrides = [f"{name.replace('__', '.')}={value}" for name, value in (SETTINGS | settings).items()]
         # From Hugging Face weights, with no conversion.
-        paths = ["--hf-path", inputs.hf, "--data-path", inputs.data, "--save", folder]
+        paths = ["--hf-model", inputs.hf, "--data-path", inputs.data, "--save", folder]
         script = [*launcher, ROOT / "recipes" / "finetune.py", "--recipe", "qwen3_vl_digits_sft_config"]
         self.command, self.folder = [sys.executable, *script, *paths, *overrides], folder
         # As the tests themselves run: sums in another order are other numbers.

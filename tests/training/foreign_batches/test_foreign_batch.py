@@ -14,15 +14,12 @@ from qwen3vl_bridge.training.step import forward_step
 import pytest
 import torch
 
+from tests.noise import check, limits
 from tests.parity.conftest import make_pair
 from tests.parity.one_process.test_padding import masks_that_arrive
-from tests.parity.one_process.test_parity import assert_gradients_equal
 
 from .foreign import batch_of, direct, mock, write_conversations
 
-# Worst errors measured over the cases below, in float32: relative for losses, of each gradient's largest entry.
-LOSS = 1e-6  # measured 2.0e-7
-GRADIENT = 2e-5  # measured 3.1e-6
 DEFERRED = dict(enable_in_batch_packing=True, defer_in_batch_packing_to_step=True)
 PACKED = dict(enable_in_batch_packing=True, in_batch_packing_pad_to_multiple_of=8)
 LAYOUTS = {"rows": {}, "packed": PACKED, "deferred": DEFERRED, "full rows": dict(pad_to_max_length=True)}
@@ -90,36 +87,44 @@ def reference(pair, batch):
     return total.item(), int(trained.sum())
 
 
-def compare(pair, dataset, plain, numbers, record_property):
+def compare(pair, dataset, plain, numbers):
     """A batch of `dataset` through the step equals transformers on the same samples as rows."""
-    pair.zero_grad()
-    expected, tokens = reference(pair, batch_of(plain, numbers))
-    found, count = step(pair, dataset, batch_of(dataset, numbers))
-    assert count == tokens > 10
-    record_property("worst loss error", abs(found / expected - 1))
-    assert abs(found / expected - 1) <= LOSS
-    record_property("worst gradient error", assert_gradients_equal(pair, GRADIENT))
+    rows = batch_of(plain, numbers)
+
+    def theirs():
+        pair.reference.zero_grad()
+        return *reference(pair, rows), pair.reference_gradients()
+
+    def errors(found, expected):
+        gradients = pair.gradient_errors(found[2], expected[2])
+        return {"loss": abs(found[0] / expected[0] - 1), "gradients": max(gradients.values())}
+
+    expected = theirs()
+    pair.megatron.zero_grad()
+    found = *step(pair, dataset, batch_of(dataset, numbers)), pair.megatron_gradients()
+    assert found[1] == expected[1] > 10
+    check(errors(found, expected), limits(theirs, errors, pair.reference, expected=expected))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("numbers", [(0, 1, 2), (1, 4)], ids=["pictures", "text"])
-def test_equals_transformers(pair, untied_folder, conversations, numbers, layout, record_property):
+def test_equals_transformers(pair, untied_folder, conversations, numbers, layout):
     plain, dataset = (direct(untied_folder, conversations, **given) for given in ({}, LAYOUTS[layout]))
-    compare(pair, dataset, plain, numbers, record_property)
+    compare(pair, dataset, plain, numbers)
 
 
-def test_made_up_conversations_equal_transformers(pair, untied_folder, record_property):
+def test_made_up_conversations_equal_transformers(pair, untied_folder):
     dataset = mock(untied_folder)
-    compare(pair, dataset, dataset, (0, 1), record_property)
+    compare(pair, dataset, dataset, (0, 1))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_text_alone_equals_transformers(pair, untied_folder, tmp_path, layout, record_property):
+def test_text_alone_equals_transformers(pair, untied_folder, tmp_path, layout):
     """It goes through another collator of theirs, which gives tokens twice and more besides."""
     path = write_conversations(tmp_path, pictures=(0,))
     plain, dataset = (direct(untied_folder, path, **given) for given in ({}, LAYOUTS[layout]))
     assert {"tokens", "metadata", "token_count"} <= batch_of(dataset).keys()
-    compare(pair, dataset, plain, (0, 1, 2), record_property)
+    compare(pair, dataset, plain, (0, 1, 2))
 
 
 @pytest.mark.parametrize("pair", ["moe"], indirect=True)

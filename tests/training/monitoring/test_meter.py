@@ -105,7 +105,8 @@ def test_loads_and_losses_are_what_they_say(alone):
     loads = counts.amax(1) / counts.mean(1)
     assert 1 < loads.mean() < loads.max()
     assert figures["expert_load_max"] == pytest.approx(loads.max().item(), rel=0.5)  # of another step
-    assert figures["load_balancing_loss"] == pytest.approx(1, rel=0.1)  # 1 where experts are chosen evenly
+    # 1 where experts are chosen evenly, and 1.09 here; a sum that is not divided by layers or ranks is twice that.
+    assert figures["load_balancing_loss"] == pytest.approx(1, rel=0.3)
     assert alone["recomputed"]["figures"]["load_balancing_loss"] == pytest.approx(figures["load_balancing_loss"])
 
 

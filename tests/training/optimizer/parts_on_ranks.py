@@ -27,8 +27,8 @@ from qwen3vl_bridge.weights.model_parts import part_of_wrapped
 import torch
 import torch.distributed as dist
 
-from tests.parity.on_ranks import Split, worst
-from tests.parity.references import ADAM, MICROBATCHES
+from tests.parity.on_ranks import Split
+from tests.parity.references import ADAM, MICROBATCHES, worst
 from tests.parity.topologies import TOPOLOGIES
 from tests.ranks import begin, leave
 from tests.steps import Run, followed, train_step

@@ -39,7 +39,7 @@ from qwen3vl_bridge.weights.names import NAMED_IF_MIXED, local_name
 from qwen3vl_bridge.weights.rows import Row
 
 # All indices that a torch_dist checkpoint may leave in names.
-_NAMED = frozenset({*NAMED_IF_MIXED, "vision_layers", "deepstack_taps"})
+_NAMED = frozenset({*NAMED_IF_MIXED, "vision_layers", "deepstack_mergers"})
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,7 @@ class TorchDist:
             dimensions: from `dimensions_of`.
             names: those of the checkpoint's tensors.
         """
-        stacks = (frozenset(NAMED_IF_MIXED), frozenset({"vision_layers"}), frozenset({"deepstack_taps"}))
+        stacks = (frozenset(NAMED_IF_MIXED), frozenset({"vision_layers"}), frozenset({"deepstack_mergers"}))
         named: frozenset[str] = frozenset()
         for stack in stacks:
             first = next((row for row in rows if stack.intersection(row.indices)), None)

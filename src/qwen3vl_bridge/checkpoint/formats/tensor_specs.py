@@ -7,6 +7,7 @@ formats, parameter names, torch. Dtypes are torch's names as strings, so that pl
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,14 @@ class TensorSpec:
     def describe(self) -> str:
         """Shape and dtype as text."""
         return f"{list(self.shape)} {self.dtype}"
+
+
+def main_dtype(specs: Iterable[TensorSpec]) -> str:
+    """The dtype of most elements: that of a model which has others in addition."""
+    counts: Counter[str] = Counter()
+    for spec in specs:
+        counts[spec.dtype] += spec.numel
+    return counts.most_common(1)[0][0]
 
 
 class Extent(NamedTuple):

@@ -104,7 +104,7 @@ class ModelConfig:
 def with_dtype(raw: dict[str, Any], dtype: str) -> dict[str, Any]:
     """A configuration with `dtype` in all places that state the weights' dtype.
 
-    from_pretrained loads in the dtype of the configuration, so it has to be that of the written weights.
+    from_pretrained loads in the dtype of the configuration, so it has to be that of most of the written weights.
     """
     changed = {}
     for key, value in raw.items():

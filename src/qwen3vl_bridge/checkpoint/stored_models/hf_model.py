@@ -1,7 +1,7 @@
 """Opens a Hugging Face model on disk.
 
-What lives here: opening it, and the treatment of an output layer that is stored in addition to the embedding to which
-it is tied. What may not: Megatron.
+What lives here: opening it, the treatment of an output layer that is stored in addition to the embedding to which it is
+tied, and correcting the configuration of a model that Megatron-Bridge has written. What may not: Megatron.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from qwen3vl_bridge.checkpoint.formats.byte_streams import SegmentReader
 from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import HUGGINGFACE, find_model
 from qwen3vl_bridge.checkpoint.formats.safetensors.reader import HFWeights
 from qwen3vl_bridge.checkpoint.formats.slices import Slice
+from qwen3vl_bridge.checkpoint.formats.tensor_specs import main_dtype
 from qwen3vl_bridge.checkpoint.planning.plan import leave_unexpected
 from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 from qwen3vl_bridge.checkpoint.stored_models.stored_model import StoredModel
@@ -45,6 +46,19 @@ def open_model(hf_model: str | Path, *, strict: bool = True, trust_remote_code: 
     if not strict:
         notes.extend(leave_unexpected(weights, model.rows, model.layout))
     return model
+
+
+def write_config_of_weights(hf_model: str | Path) -> None:
+    """Correct a folder's `config.json` to its weights: whether optional parts are there, and their dtype.
+
+    Args:
+        hf_model: a folder with both.
+
+    Raises:
+        CheckpointError: it is of no supported family, or its files are damaged.
+    """
+    config, found = ModelConfig(hf_model), HFWeights(Path(hf_model)).specs
+    config.having(found).write(config.folder, main_dtype(found.values()))
 
 
 def _tied_pairs(config: ModelConfig) -> list[tuple[str, str]]:

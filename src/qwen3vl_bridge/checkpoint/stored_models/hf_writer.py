@@ -13,6 +13,7 @@ from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace
 from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import HUGGINGFACE, copy_side_files
 from qwen3vl_bridge.checkpoint.formats.safetensors.reader import HFWeights
 from qwen3vl_bridge.checkpoint.formats.safetensors.writer import shard_files, write_index
+from qwen3vl_bridge.checkpoint.formats.tensor_specs import main_dtype
 from qwen3vl_bridge.checkpoint.planning.plan import Plan
 from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 from qwen3vl_bridge.files.errors import CheckpointError
@@ -74,7 +75,7 @@ class HFOutput:
         """Write the files of a model's folder other than weights."""
         write_index(root, self._plan.tasks, self._max_shard_bytes)
         copy_side_files(self._config.folder, root)
-        self._config.write(root, self._plan.dtypes[0] if len(self._plan.dtypes) == 1 else None)
+        self._config.write(root, main_dtype(self._plan.specs.values()))
 
     def open(self, root: Path) -> HFWeights:
         """The written weights, read again."""

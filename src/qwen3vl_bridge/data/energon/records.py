@@ -28,7 +28,7 @@ from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.images import MediaAccess
 from qwen3vl_bridge.data.schemas.columns import Schema, read_by
 from qwen3vl_bridge.data.schemas.conversations import Conversation, conversation_of
-from qwen3vl_bridge.data.schemas.media_keys import stored
+from qwen3vl_bridge.data.schemas.media_keys import RATE, stored
 from qwen3vl_bridge.files.parsing import parse_record
 
 from megatron.energon import (
@@ -196,8 +196,8 @@ def _filled(part: Any, files: Mapping[str, Any], sample_fps: float | None, place
     if not isinstance(medium, list):
         return {**part, kind: _contents(medium, files, place)}
     part = {**part, kind: [_contents(frame, files, place) for frame in medium]}
-    if kind == "video" and part.get("sample_fps") is None and sample_fps is not None:
-        part["sample_fps"] = sample_fps
+    if kind == "video" and part.get(RATE) is None and sample_fps is not None:
+        part[RATE] = sample_fps
     return part
 
 
@@ -227,6 +227,8 @@ def _chatml_record(sample: Any, place: str) -> dict[str, Any]:
     if tools is not None:
         record["tools"] = _decoded(tools, f"{place}: 'tools'")
     images, videos = (_media(getattr(sample, name), f"{place}: {name!r}") for name in ("imgs", "videos"))
+    if any(isinstance(video, list) for video in videos):
+        record[RATE] = payload.get(RATE)
     # Set even if empty: a placeholder without an image is an error in this format.
     return {**record, "images": images, "videos": videos}
 

@@ -26,6 +26,8 @@ _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 _PNG_START = 8  # bytes before the first chunk
 _PNG_TEXTS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")  # chunks that may have the orientation
 _MOST_CHUNKS = 2**16  # an image of 64 megapixels has some thousands
+# By Pillow's name of a PNG's samples: the factor by which it converts pixels to 8 bits, but not the transparent value.
+_TO_8_BITS = {"L;2": 255 / 3, "L;4": 255 / 15, "RGB;16B": 1 / 256}
 
 Media = Path | bytes
 
@@ -264,19 +266,40 @@ def _says_no_more(opened: PngImageFile) -> bool:
 
 
 def load_image(image: Media, place: str) -> Image.Image:
-    """The image in RGB and upright, like `transformers.image_utils.load_image`.
+    """The image in RGB and upright, like `transformers.image_utils.load_image`; of an animation the first frame.
 
     Rotates by the EXIF orientation, which a processor that is given a path ignores, although the conversation was
-    written about the upright image.
+    written about the upright image. Composites a transparent image on white, as qwen-vl-utils and vLLM do with RGBA;
+    transformers drops the transparency, and black text on a transparent ground becomes black on black.
 
     Raises:
         DataError: a file that does not decode, or one with too many pixels.
     """
     with _opened(image, place) as opened:
         try:
-            return ImageOps.exif_transpose(opened).convert("RGB")
+            if isinstance(opened, PngImageFile):
+                _scale_transparent_value(opened)
+            return _on_white(ImageOps.exif_transpose(opened))
         except Exception as error:  # each of Pillow's decoders has its own
             raise DataError(place, f"{describe(image)} does not decode as an image: {error}") from error
+
+
+def _scale_transparent_value(opened: PngImageFile) -> None:
+    """Convert the grey or colour that is transparent to 8 bits, as Pillow converts the pixels."""
+    factor, value = _TO_8_BITS.get(str(opened.tile[0][3])), opened.info.get("transparency")
+    if factor and value is not None:
+        scaled = tuple(int(one * factor) for one in value) if isinstance(value, tuple) else int(value * factor)
+        opened.info["transparency"] = scaled
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """The image in RGB. Opaque pixels are those of Pillow's own conversion, to the bit."""
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    white = Image.new("RGB", image.size, "white")
+    white.paste(image, mask=image.getchannel("A"))
+    return white
 
 
 def _opened(media: Media, place: str) -> Image.Image:

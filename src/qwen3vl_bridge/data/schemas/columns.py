@@ -18,14 +18,14 @@ from typing import Any
 
 from qwen3vl_bridge.data.choices import check_choice
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.schemas.media_keys import MEDIA_KEYS, is_none
+from qwen3vl_bridge.data.schemas.media_keys import MEDIA_KEYS, RATE, is_none
 from qwen3vl_bridge.data.schemas.named_schemas import NamedSchema
 from qwen3vl_bridge.data.schemas.placeholders import Placeholders
 from qwen3vl_bridge.data.schemas.spellings import EXPECTED, KEYS, QUESTIONS, TURNS, messages_of, spelling_of
 from qwen3vl_bridge.data.schemas.templates import columns_of, filled, is_template
 
 _TEXTS = ("system", "question", "answer")
-_OPTIONAL = (*MEDIA_KEYS, "system", "tools")  # optional in a record
+_OPTIONAL = (*MEDIA_KEYS, RATE, "system", "tools")  # optional in a record
 _PAIRED = {*QUESTIONS, *QUESTIONS.values(), "input"}
 _ANY = "*"  # in a column's name, any number
 
@@ -41,6 +41,7 @@ class Columns:
         images: the same.
         video: a video or a list of videos; "video_*" for several columns.
         videos: the same.
+        sample_fps: frames per second of videos that are lists of frames.
         system: the system prompt, or a template.
         tools: tools that the model may call.
         question: the question, or a template.
@@ -55,6 +56,7 @@ class Columns:
     images: str | None = None
     video: str | None = None
     videos: str | None = None
+    sample_fps: str | None = None
     system: str | None = None
     tools: str | None = None
     question: str | None = None
@@ -151,8 +153,8 @@ class Columns:
             if several := _numbered(value, record):
                 own[key] = _up_to_the_last([record[column] for column in several])
                 continue
-            # If turns have placeholders, a missing image is detected by their number.
-            may_lack = key in MEDIA_KEYS and self._has_turns(record)
+            # If turns have placeholders, a missing image is detected by their number; a missing rate by the frames.
+            may_lack = key == RATE or (key in MEDIA_KEYS and self._has_turns(record))
             if (value not in record and not may_lack) or (record.get(value) is None and key not in _OPTIONAL):
                 raise DataError(place, f"found the keys {_listed(record)}, expected {value!r} (columns.{key})")
             own[key] = record.get(value)

@@ -7,7 +7,7 @@ tokens (`data/processing/encoding.py`).
 A record is {"messages": [{"role": "user", "content": "..."}, ...]}. Roles are system, user, assistant and tool. Content
 is a string, or a list of {"type": "text", "text": "..."}, {"type": "image", "image": "path"} and {"type": "video",
 "video": "path"}. A message may also have keys that a chat template reads: "reasoning_content", "tool_calls", "name"; a
-record may also have "tools".
+record may also have "tools". A tool call is {"name": ..., "arguments": {...}}, or that under "function".
 
 An image may have its own pixel limits, as in Qwen's message format: "min_pixels" and "max_pixels". They replace those
 of the checkpoint and of `dataset.vision`; a limit that is not given is kept. A video has no limits of its own.
@@ -18,8 +18,8 @@ trained on too, and a last one with "loss": false is not. Messages of other role
 on them are refused.
 
 An image or a video is a path, a URL ("https://...", if that is allowed), "data:...;base64,...", bytes, or {"bytes":
-..., "path": ...} as in Hugging Face datasets. A video may also be a list of images, with their frames per second:
-"sample_fps".
+..., "path": ...} as in Hugging Face datasets. A video may also be a list of images, with their frames per second,
+"sample_fps", a number or its text.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.images import MOST_PIXELS, FrameList, Media, MediaAccess, Video, find
-from qwen3vl_bridge.data.schemas.media_keys import stored
+from qwen3vl_bridge.data.schemas.media_keys import RATE, shown, stored
 from qwen3vl_bridge.data.schemas.placeholders import LIMITS
 from qwen3vl_bridge.data.schemas.spellings import LOSS
 
@@ -179,7 +179,7 @@ class _Media:
         for key, instead in _ELSEWHERE.get(kind, {}).items():
             if key in keys and not frames:
                 raise DataError(place, f"found {key!r} of one {kind}, expected {instead}")
-        beside = ["sample_fps"] if frames else list(LIMITS) if kind == "image" else []
+        beside = [RATE] if frames else list(LIMITS) if kind == "image" else []
         if keys - set(beside):
             needed = f", and {' and '.join(map(repr, beside))} where needed" if beside else " only"
             raise DataError(place, f"found the keys {', '.join(map(str, part))}, expected 'type' and {kind!r}{needed}")
@@ -189,7 +189,7 @@ class _Media:
             if not isinstance(value, str):
                 raise DataError(place, f"found {_kind(value)} under 'text', expected a string")
         elif frames:
-            self.videos.append(self._frames(value, part.get("sample_fps"), place))
+            self.videos.append(self._frames(value, part.get(RATE), place))
         else:
             (self.images if kind == "image" else self.videos).append(self._media(value, kind, place))
         # A template reads only a part's type. Contents would only make the messages larger.
@@ -206,12 +206,19 @@ class _Media:
     def _frames(self, frames: list[Any], fps: Any, place: str) -> FrameList:
         if not frames:
             raise DataError(place, "found a video of no frames, expected at least one")
-        if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not 0 < fps < float("inf"):
+        try:  # Qwen's own examples have it as text
+            rate = float(fps) if isinstance(fps, (int, float, str)) and not isinstance(fps, bool) else 0
+        except (ValueError, OverflowError):
+            rate = 0
+        if not 0 < rate < float("inf"):
+            found = shown(fps) if isinstance(fps, str) else _kind(fps)
             raise DataError(
-                place, f"found {_kind(fps)} as the 'sample_fps' of a list of frames, expected how many are a second"
+                place,
+                f"found {found} as the {RATE!r} of a list of frames, expected how many are a second: next to 'video' "
+                "in a part of a content, or next to 'videos' a number, or a list of one for each video",
             )
         return FrameList(
-            tuple(self._media(frame, "video", f"{place}, frame {i}") for i, frame in enumerate(frames)), fps
+            tuple(self._media(frame, "video", f"{place}, frame {i}") for i, frame in enumerate(frames)), rate
         )
 
 
@@ -226,6 +233,13 @@ def _check_beside(message: dict[str, Any], place: str) -> None:
     if given and message["role"] != "assistant":
         problem = f"found {given!r} on a message of the role {message['role']!r}"
         raise DataError(place, f"{problem}, expected it on the assistant's: of others it is not read")
+    for number, call in enumerate(calls or (), start=1):
+        where, function = f"{place}, tool call {number}", call.get("function", call)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise DataError(where, f"found {shown(function)}, expected an object with a name and arguments")
+        if not isinstance(arguments := function.get("arguments", {}), dict):
+            expected = "an object, or a string that contains one as JSON"
+            raise DataError(where, f"found {shown(arguments)} under 'arguments', expected {expected}")
 
 
 def _limits(part: dict[str, Any], place: str) -> PixelLimits:

@@ -5,7 +5,8 @@ their positions in the conversation (`placeholders.py`), opening media (`data/me
 standard library.
 
 Media are under "image" or "images", "video" or "videos", each one or a list, also as only base64. These count as no
-media: null, "", [], {}, and lists of these.
+media: null, "", [], {}, and lists of these. A video in a list may be a list of frames; their rate is "sample_fps", a
+number, or a list of one for each video.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from qwen3vl_bridge.data.errors import DataError
 
 BESIDE = {"image": ("image", "images"), "video": ("video", "videos")}
 MEDIA_KEYS = tuple(key for keys in BESIDE.values() for key in keys)
+RATE = "sample_fps"  # frames per second of a video that is a list of frames, as Qwen's message format calls it
 _NAMED_AS_MEDIA = re.compile(
     r"(image|img|picture|photo|pic|video|vid|clip|audio)s?"
     r"([_ -]?(path|file|file_?name|url|uri|bytes|base64|b64|data))?s?([_ -]?\d+)?",
@@ -48,11 +50,16 @@ _ENCODED = re.compile(
 )
 
 
-def media_beside(record: dict[str, Any], place: str) -> dict[str, list[Any]]:
-    """The media of each kind that are next to the messages, taken out of the record; {} without any.
+def media_beside(record: dict[str, Any], beside: str, place: str) -> dict[str, list[dict[str, Any]]]:
+    """The media of each kind that are next to the messages, as parts, taken out of the record; {} without any.
+
+    Args:
+        record: as it was read.
+        beside: the key of its turns, or of its question, for messages.
+        place: its position in the data, for messages.
 
     Raises:
-        DataError: both names of a kind are set, or a value is not a medium.
+        DataError: both names of a kind are set, a value is not a medium, or rates that do not fit the videos.
     """
     media: dict[str, list[Any]] = {}
     for kind, keys in BESIDE.items():
@@ -62,7 +69,30 @@ def media_beside(record: dict[str, Any], place: str) -> dict[str, list[Any]]:
         for key, value in given.items():
             items = value if isinstance(value, list) else [value]
             media[kind] = [_medium(item, kind, f"{place}: {key} {n}") for n, item in enumerate(items, start=1)]
-    return media
+    parts = {kind: [{"type": kind, kind: medium} for medium in given] for kind, given in media.items()}
+    if not is_none(rates := record.pop(RATE, None)):
+        _add_rates(parts.get("video", []), rates, beside, place)
+    return parts
+
+
+def _add_rates(videos: list[dict[str, Any]], rates: Any, beside: str, place: str) -> None:
+    """Give videos that are lists of frames their rates: a list with one for each video, or one for all."""
+    frames = [isinstance(video["video"], list) for video in videos]
+    if not any(frames):
+        raise DataError(
+            place,
+            f"found {RATE!r} next to {beside!r}, where no video is a list of frames, expected it in a part of a "
+            f"content, or next to lists of frames under 'videos'; to ignore it, set columns.ignore=[{RATE}]",
+        )
+    each = rates if isinstance(rates, list) else [rates if listed else None for listed in frames]
+    if len(each) != len(frames) or not all(listed or rate is None for rate, listed in zip(each, frames, strict=True)):
+        raise DataError(
+            place,
+            f"found {shown(rates)} under {RATE!r}, expected a number for every list of frames, or a list of "
+            f"{len(frames)}, one for each video, with null for one that is not a list of frames",
+        )
+    for video, rate in zip(videos, each, strict=True):
+        video[RATE] = rate
 
 
 def check_unread(record: Mapping[str, Any], known: Collection[str], messages: list[Any], place: str) -> None:
@@ -155,11 +185,22 @@ def unread_media(key: str, keys: Collection[str]) -> str:
     )
 
 
+def without_nulls(value: Any) -> Any:
+    """A value without the keys that are null in an object, at any depth; elements of a list are kept.
+
+    Tables, and JSON written from them, give each object the keys of all others, with null for missing ones.
+    """
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 def stored(item: Any) -> Any:
     """The bytes or the path of an image as stored in Hugging Face datasets; with bytes, the path is only a name."""
-    if not isinstance(item, dict) or not item or not set(item) <= {"bytes", "path"}:
+    if not isinstance(item, dict) or not item:
         return item
-    return item["bytes"] if item.get("bytes") is not None else item.get("path")
+    given = without_nulls(item)
+    return given.get("bytes", given.get("path")) if set(given) <= {"bytes", "path"} else item
 
 
 def local_path(name: Any, place: str) -> Any:
@@ -197,7 +238,7 @@ def _medium(item: Any, kind: str, place: str) -> Any:
 def is_none(value: Any) -> bool:
     """Whether a value means that there is no medium: null, an empty text, list or object, or a list of these."""
     if isinstance(value, dict):
-        return set(value) <= {"bytes", "path"} and not any(value.values())
+        return set(without_nulls(value)) <= {"bytes", "path"} and not any(value.values())
     if isinstance(value, list):
         return not any(isinstance(item, list) or not is_none(item) for item in value)
     return value in (None, "", b"")

@@ -27,7 +27,7 @@ _OTHER_NAMES = {
 }
 _ALIKE = 0.85  # similarity of two words: "sytem" and "system" are similar, "story" and "history" are not
 _IN_A_MESSAGE = ("reasoning_content", "tool_calls")
-_IN_A_PART = ("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width", "sample_fps", "nframes")
+_IN_A_PART = ("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width", "nframes")
 # Keys of ms-swift's "objects", whose words and boxes it inserts into the text.
 _OBJECT = re.compile(r"<ref-object>|<bbox>")
 

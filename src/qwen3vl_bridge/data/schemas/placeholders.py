@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.schemas.media_keys import BESIDE, may_hold_media, parts_of, shown
+from qwen3vl_bridge.data.schemas.media_keys import BESIDE, RATE, may_hold_media, parts_of, shown
 
 Placeholders = Literal["media", "text"]
 
@@ -63,7 +63,7 @@ class _Place(NamedTuple):
 
 def with_media(
     messages: list[Any],
-    media: Mapping[str, list[Any]],
+    media: Mapping[str, list[dict[str, Any]]],
     place: str,
     *,
     record: Mapping[str, Any],
@@ -75,7 +75,7 @@ def with_media(
 
     Args:
         messages: the messages.
-        media: of each kind, in order.
+        media: of each kind, in order, as parts.
         place: position of the record, for messages.
         record: as it was read, for messages.
         known: keys of it that are read.
@@ -91,7 +91,7 @@ def with_media(
         if in_front and not found:
             if given and placeholders == "media":
                 _check_likeness(kind, len(given), messages, place)
-            front += [{"type": kind, kind: medium} for medium in given]
+            front += given
             continue
         _check_spellings(found, messages, place)
         _check_named(kind, found, len(given), place)
@@ -205,7 +205,7 @@ def _bare(part: Any) -> str | None:
     if not isinstance(kind, str) or kind not in BESIDE or not isinstance(part.get("index"), int | None):
         return None
     given = {key for key, value in part.items() if value is not None}
-    return kind if given <= {"type", "index", "sample_fps", *LIMITS} else None
+    return kind if given <= {"type", "index", RATE, *LIMITS} else None
 
 
 def _place_in(part: Mapping[str, Any], kind: str) -> _Place | None:
@@ -215,12 +215,12 @@ def _place_in(part: Mapping[str, Any], kind: str) -> _Place | None:
 
 
 class _UnusedMedia:
-    """The media of a kind: the next that is not used yet, or that of a number."""
+    """The media of a kind, as parts: the next that is not used yet, or that of a number."""
 
-    def __init__(self, media: list[Any]) -> None:
+    def __init__(self, media: list[dict[str, Any]]) -> None:
         self._media, self._taken = media, 0
 
-    def take(self, number: int | None) -> Any:
+    def take(self, number: int | None) -> dict[str, Any]:
         if number is None:
             self._taken += 1
         return self._media[(number or self._taken) - 1]
@@ -244,8 +244,8 @@ def _filled_part(part: Any, unused: Mapping[str, _UnusedMedia]) -> Any:
     if not (kind := _bare(part)):
         return part
     place = _place_in(part, kind)
-    others = {key: value for key, value in part.items() if key != "index"}
-    return {**others, **_next(kind, unused, place and place.number)}
+    own = {key: value for key, value in part.items() if key != "index" and value is not None}
+    return unused[kind].take(place and place.number) | own
 
 
 def _text(words: str) -> dict[str, Any]:
@@ -253,11 +253,7 @@ def _text(words: str) -> dict[str, Any]:
 
 
 def _medium_part(place: _Place, unused: Mapping[str, _UnusedMedia]) -> dict[str, Any]:
-    return {"type": place.kind, place.kind: place.path} if place.path else _next(place.kind, unused, place.number)
-
-
-def _next(kind: str, unused: Mapping[str, _UnusedMedia], number: int | None = None) -> dict[str, Any]:
-    return {"type": kind, kind: unused[kind].take(number)}
+    return {"type": place.kind, place.kind: place.path} if place.path else unused[place.kind].take(place.number)
 
 
 def _before_the_first_question(messages: list[Any], parts: list[dict[str, Any]]) -> list[Any]:

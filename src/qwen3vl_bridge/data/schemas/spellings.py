@@ -16,18 +16,31 @@ are
   Alpaca. Earlier turns may be under "history", a list of [question, answer];
 * parts {"type": "image_url", "image_url": {"url": "..."}} or with the URL itself, the same for "video_url", {"type":
   "input_image", "image_url": "..."}, {"type": "image", "url": "..."} or "path";
+* arguments of a tool call as a string of JSON, as OpenAI has them;
 * media next to all that (`media_keys.py`). With questions and `texts` that have no placeholder they are inserted before
   the first question, as in ms-swift;
 * "file:///..." for a path.
+
+Tables, and JSON written from them, have null for keys that an object lacks. Such keys count as missing everywhere, and
+are removed from tools and their calls, which chat templates render whole; strings of JSON are taken as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.schemas.media_keys import MEDIA_KEYS, check_unread, local_path, media_beside, shown
+from qwen3vl_bridge.data.schemas.media_keys import (
+    MEDIA_KEYS,
+    RATE,
+    check_unread,
+    local_path,
+    media_beside,
+    shown,
+    without_nulls,
+)
 from qwen3vl_bridge.data.schemas.misplaced_keys import check_misplaced
 from qwen3vl_bridge.data.schemas.placeholders import Placeholders, with_media
 from qwen3vl_bridge.files.parsing import parse_record
@@ -43,7 +56,7 @@ SPEAKERS = {
 }
 TURNS = ("messages", "conversations", "texts")
 QUESTIONS = {"question": "answer", "query": "response", "prompt": "completion", "instruction": "output"}
-KEYS = (*TURNS, "system", "tools", *MEDIA_KEYS, *QUESTIONS, *QUESTIONS.values(), "input", "history")
+KEYS = (*TURNS, "system", "tools", *MEDIA_KEYS, RATE, *QUESTIONS, *QUESTIONS.values(), "input", "history")
 _KNOWN = frozenset(KEYS)
 EXPECTED = (
     "'messages' or 'conversations', 'texts', a question with its answer ("
@@ -84,7 +97,9 @@ def messages_of(record: Any, place: str, *, placeholders: Placeholders = "media"
         own["tools"] = _decoded(own["tools"], f"{place}: 'tools'")
         if own["tools"] is None:
             del own["tools"]
-    media = media_beside(own, place)
+    elif "tools" in own:
+        own["tools"] = without_nulls(own["tools"])
+    media = media_beside(own, spelling, place)
     if isinstance(own["messages"], list):
         messages = [_with_parts(message, f"{place}: message {n}") for n, message in enumerate(own["messages"], start=1)]
         own["messages"] = with_media(
@@ -207,7 +222,12 @@ def _from_texts(texts: Any, place: str) -> list[dict[str, Any]]:
         )
     messages = []
     for number, pair in enumerate(texts, start=1):
-        if not isinstance(pair, dict) or not {"user", "assistant"} <= set(pair) <= {"user", "assistant", "source"}:
+        given = {key for key, value in pair.items() if value is not None} if isinstance(pair, dict) else set()
+        if (
+            not isinstance(pair, dict)
+            or not {"user", "assistant"} <= {*pair}
+            or given - {"user", "assistant", "source"}
+        ):
             found = f"the keys {', '.join(map(str, pair))}" if isinstance(pair, dict) else shown(pair)
             expected = "an object with user and assistant, and source where need be"
             raise DataError(f"{place}: text {number}", f"found {found}, expected {expected}")
@@ -257,12 +277,28 @@ def _from_turn(turn: Any, place: str) -> dict[str, Any]:
 
 
 def _with_parts(message: Any, place: str) -> Any:
-    """A message with parts in our spelling; invalid parts are left for later checks."""
+    """A message with parts and tool calls in our spelling; invalid ones are left for later checks."""
+    if isinstance(message, dict) and isinstance(message.get("tool_calls"), list):
+        message = {**message, "tool_calls": [_own_call(call) for call in message["tool_calls"]]}
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, list):
         return message
     parts = [_own_part(part, f"{place}, part {number}") for number, part in enumerate(content, start=1)]
     return {**message, "content": parts}
+
+
+def _own_call(call: Any) -> Any:
+    """A tool call with its arguments as an object. Inference servers render OpenAI's text of JSON that way too."""
+    call = without_nulls(call)
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments", "")
+    if isinstance(arguments, str):
+        with suppress(ValueError):
+            arguments = parse_record(arguments) if arguments.strip() else {}
+    own = {**function, "arguments": arguments}
+    return {**call, "function": own} if "function" in call else own
 
 
 def _own_part(part: Any, place: str) -> Any:

@@ -5,9 +5,9 @@ What lives here: which columns are read, and converting a row to Python objects.
 
 Columns are named like the keys of a record (see `data/schemas/spellings.py`) or as in the setting `columns`. Of other
 columns those with texts are read, because they may contain file names, and so are objects if no column has media; those
-that contain files are refused. A table has each key in every row, so a null is read as a missing key. `messages`,
-`conversations` and `tools` may be strings of JSON, or contain them if the column's type says so: contents that are
-either a string or a list fit no other column.
+that contain files are refused. A table has each key in every row. Null values mean missing keys, which `data/schemas`
+handles, because JSON that was written from a table has them too. `messages`, `conversations` and `tools` may be strings
+of JSON, or contain them if the column's type says so: contents that are either a string or a list fit no other column.
 `datasets` (5.2) writes a string there as JSON, unless it is JSON by itself: the answer "7" is stored as a number, and
 has to be read as the original string. A string that is itself in quotation marks is returned without them, which cannot
 be detected.
@@ -47,8 +47,10 @@ def conversation_in(table: Any, row: int, place: str, media: MediaAccess, schema
     record = {}
     try:
         for field in table.schema:
-            value = _plain(table.column(field.name)[row].as_py(), field)
+            value = table.column(field.name)[row].as_py()
             key = schema.key_of(field.name) if isinstance(schema, Columns) else field.name
+            if key != "tools" or not isinstance(value, str):  # text is decoded later, as for other sources
+                value = _plain(value, field)
             if isinstance(value, str) and key in _JSON_COLUMNS and value.strip():
                 value = parse_record(value)
             record[field.name] = value
@@ -60,7 +62,7 @@ def conversation_in(table: Any, row: int, place: str, media: MediaAccess, schema
 
 
 def _plain(value: Any, field: Any) -> Any:
-    """A value of an Arrow field without keys that are null, and with JSON decoded."""
+    """A value of an Arrow field with JSON decoded."""
     if value is None:
         return None
     kind = field.type
@@ -69,8 +71,7 @@ def _plain(value: Any, field: Any) -> Any:
         return value if field.name in _TEXTS and not _is_content(decoded) else decoded
     kind = getattr(kind, "storage_type", kind)
     if isinstance(value, dict):
-        plain = {field.name: _plain(value[field.name], field) for field in kind}
-        return {key: inner for key, inner in plain.items() if inner is not None}
+        return {field.name: _plain(value[field.name], field) for field in kind}
     if isinstance(value, list) and hasattr(kind, "value_field"):  # a map has none
         return [_plain(inner, kind.value_field) for inner in value]
     return value

@@ -145,7 +145,7 @@ def model_costs(n: Dimensions, trained: Trained | None = None) -> TowerCosts:
         n: the model's dimensions.
         trained: as for `tower_costs`.
     """
-    tapped = n.indices["tapped_layers"]
+    tapped = n.indices["deepstack_layers"]
     vision, (*deepstack, embedded) = _vision(n.sizes, len(n.indices["vision_layers"]), tapped, trained)
     of_language = trained is not None and trained.language_model
     text = _Chain(trained, reached=embedded or of_language)  # the embedding comes before all layers

@@ -1,9 +1,4 @@
-"""Layer specs: the modules of the two towers' transformer layers, with and without Transformer Engine.
-
-What lives here: the choice of modules, and the block of a decoder with full attention in every layer. What may not:
-attention (`attention/`), norms (`norms.py`), the towers (`vision_tower.py`, `model.py`), layers of one family
-(`models/*/layer_specs.py`).
-"""
+"""Layer specs: the modules of the two towers' layers, with and without Transformer Engine; torch's norms."""
 
 from __future__ import annotations
 
@@ -11,10 +6,11 @@ import dataclasses
 import functools
 from typing import Any
 
-from qwen3vl_bridge.models.common.attention import ContextParallelAttention, RotarySelfAttention, SegmentAttention
-from qwen3vl_bridge.models.common.norms import LayerNorm, rms_norm_of
+from qwen3vl_bridge.models.common.core_attention import ContextParallelAttention, SegmentAttention
+from qwen3vl_bridge.models.common.rope import RotarySelfAttention
 from qwen3vl_bridge.models.common.router import BalancedRouter
 
+import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
@@ -29,7 +25,41 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
+from torch import Tensor, nn
+
+
+def _with_config(base: type[nn.Module]) -> type[nn.Module]:
+    class Norm(base):
+        """torch's norm with megatron-core's constructor; its gradients are reduced under sequence parallelism."""
+
+        def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+            super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+            for parameter in self.parameters():
+                parameter.sequence_parallel = config.sequence_parallel
+
+    Norm.__name__ = Norm.__qualname__ = base.__name__
+    return Norm
+
+
+RMSNorm = _with_config(nn.RMSNorm)
+LayerNorm = _with_config(nn.LayerNorm)
+
+
+class ZeroCenteredRMSNorm(RMSNorm):
+    """RMSNorm times 1 + weight, in float32. Source: transformers, Qwen3_5RMSNorm."""
+
+    def reset_parameters(self) -> None:
+        """Initialise for a factor of one."""
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., h] -> [..., h]."""
+        return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
+
+
+def rms_norm_of(config: TransformerConfig) -> type[nn.Module]:
+    """The norm class for a configuration."""
+    return ZeroCenteredRMSNorm if config.layernorm_zero_centered_gamma else RMSNorm
 
 
 class LocalBackend(LocalSpecProvider):

@@ -12,11 +12,14 @@ from typing import Any, ClassVar
 
 from qwen3vl_bridge.batch.packed_batch import ModelInputs, VisionRows
 from qwen3vl_bridge.models.common.adapters.insertion import map_modules
-from qwen3vl_bridge.models.common.attention import layout_packed_seq_params
+from qwen3vl_bridge.models.common.caller_inputs import (
+    OutputConversion,
+    as_model_inputs,
+    check_inference,
+    check_settings,
+)
+from qwen3vl_bridge.models.common.core_attention import layout_packed_seq_params
 from qwen3vl_bridge.models.common.freezing import freeze_parts
-from qwen3vl_bridge.models.common.inputs.arguments import check_inference, check_settings
-from qwen3vl_bridge.models.common.inputs.model_inputs import as_model_inputs
-from qwen3vl_bridge.models.common.inputs.outputs import Answer
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.common.router import forget_other_depths
 from qwen3vl_bridge.models.common.text_model import MRopeGPTModel
@@ -37,7 +40,7 @@ from torch.distributed import ProcessGroup
 class VisionLanguageModel(MegatronModule):
     """The part of the model on one pipeline stage: the vision tower on the first stage, text layers on every stage.
 
-    A family whose layers have inputs other than hidden states overrides `layer_arguments`, `unload` and `load`.
+    A family whose layers have inputs other than hidden states overrides `layer_arguments`, `pack` and `unpack`.
 
     Args:
         config: the provider, which is the text model's transformer configuration too.
@@ -74,7 +77,7 @@ class VisionLanguageModel(MegatronModule):
             config, pg_collection, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage
         )
         self.model_type = self.language_model.model_type
-        self.arrived: Tensor | None = None
+        self.received: Tensor | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Like nn.Module's. Hooks made for text models set the head of a value or reward model here; it belongs to the
@@ -121,7 +124,7 @@ class VisionLanguageModel(MegatronModule):
     @property
     def encoder_hidden_state(self) -> Tensor | None:
         """The input that a schedule has set on the first stage, which does not use it."""
-        return self.arrived if self.pre_process else None
+        return self.received if self.pre_process else None
 
     def add_tower(self) -> None:
         """Build the vision tower, on a stage that embeds."""
@@ -148,7 +151,7 @@ class VisionLanguageModel(MegatronModule):
 
         Args:
             input_ids, position_ids, attention_mask, labels, loss_mask, pictures_and_packing: a batch in a caller's own
-                convention, see `inputs.as_model_inputs`.
+                convention, see `as_model_inputs`.
             inputs: or the batch from `PackedBatch.local`, which is used as it is.
             output_processor, output_processor_context: computes the output from hidden states [s, b, h] and labels
                 instead of logits or losses, and its context; as for GPTModel.
@@ -157,9 +160,9 @@ class VisionLanguageModel(MegatronModule):
 
         Returns:
             [b, s] float32 loss of each token if there are labels, else logits [b, s, padded vocabulary / tp]. A
-            caller's own batch is returned in the caller's token order, see `padding_and_packing.Arrangement`; under
+            caller's own batch is returned in the caller's token order, see `Arrangement`; under
             context parallelism as this rank's part and, if a whole loss_mask was given, in a tuple with that mask's
-            part. From a pipeline stage that is not the last, the input of the next one, see `load`.
+            part. From a pipeline stage that is not the last, the input of the next one, see `pack`.
 
         Raises:
             ValueError: a batch that is given in both ways, or that the family cannot take.
@@ -169,22 +172,22 @@ class VisionLanguageModel(MegatronModule):
             forget_other_depths(self.config)
         check_inference(inference_context, runtime_gather_output, labels)
         given = dict(position_ids=position_ids, attention_mask=attention_mask, labels=labels, loss_mask=loss_mask)
-        inputs, answer = self._inputs_of(inputs, input_ids, **given, **pictures_and_packing)
+        inputs, conversion = self._inputs_of(inputs, input_ids, **given, **pictures_and_packing)
         settings = dict(runtime_gather_output=runtime_gather_output)
         if output_processor is not None:
-            answer = answer and answer.of_processor()
+            conversion = conversion and conversion.of_processor()
             settings |= dict(output_processor=output_processor, output_processor_context=output_processor_context)
             settings |= dict(loss_mask=inputs.loss_mask)
         self.check_inputs(inputs)
-        hidden, beside = self.embed(inputs) if self.pre_process else self.receive(inputs)
-        output = self.decode(inputs, hidden, beside, **settings)
+        hidden, layer_arguments = self.embed(inputs) if self.pre_process else self.receive(inputs)
+        output = self.decode(inputs, hidden, layer_arguments, **settings)
         if not self.post_process:
-            return self.load(output, beside)
-        return output if answer is None else answer.of(output)
+            return self.pack(output, layer_arguments)
+        return output if conversion is None else conversion.of(output)
 
     def _inputs_of(
         self, inputs: ModelInputs | None, input_ids: Tensor | None, **given: Any
-    ) -> tuple[ModelInputs, Answer | None]:
+    ) -> tuple[ModelInputs, OutputConversion | None]:
         """The batch of a call, and how outputs are rearranged; ValueError for a batch that is given in both ways."""
         if inputs is None:
             return as_model_inputs(self.config, self.pg_collection, input_ids, encodes=self.pre_process, **given)
@@ -192,7 +195,9 @@ class VisionLanguageModel(MegatronModule):
             raise ValueError("inputs is a complete batch; expected no other arguments")
         return inputs, None
 
-    def decode(self, inputs: ModelInputs, hidden: Tensor | None, beside: dict[str, Any], **arguments: Any) -> Any:
+    def decode(
+        self, inputs: ModelInputs, hidden: Tensor | None, layer_arguments: dict[str, Any], **arguments: Any
+    ) -> Any:
         """Outputs of the text model; arguments are the results of `embed`, and others of GPTModel's."""
         return self.language_model(
             inputs.input_ids,
@@ -202,7 +207,7 @@ class VisionLanguageModel(MegatronModule):
             labels=inputs.labels,
             packed_seq_params=layout_packed_seq_params(inputs.layout),
             padding_mask=inputs.padding_mask,
-            extra_block_kwargs=beside,
+            extra_block_kwargs=layer_arguments,
             **arguments,
         )
 
@@ -272,39 +277,32 @@ class VisionLanguageModel(MegatronModule):
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
         """Store what the previous pipeline stage sent, for the next `forward`."""
-        self.arrived = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+        self.received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def receive(self, inputs: ModelInputs) -> tuple[None, dict[str, Any]]:
         """Like `embed`, on a later pipeline stage; the hidden states are set in megatron-core's decoder beforehand."""
-        if self.arrived is None:
+        if self.received is None:
             raise ValueError("this is not the first pipeline stage: call set_input_tensor before forward")
-        arrived, self.arrived = self.arrived, None
+        received, self.received = self.received, None
         tokens, parts = inputs.input_ids.size(1), self.tp_group.size() if self.config.sequence_parallel else 1
-        hidden, beside = self.unload(arrived, tokens // parts, inputs)
+        hidden, layer_arguments = self.unpack(received, tokens // parts, inputs)
         self.language_model.set_input_tensor(hidden)
-        return None, beside
+        return None, layer_arguments
 
-    def unload(self, arrived: Tensor, length: int, inputs: ModelInputs) -> tuple[Tensor, dict[str, Any]]:
-        """The inverse of the previous stage's `load`: hidden states [s, b, h] and additional inputs of layers.
-
-        Args:
-            arrived: the tensor.
-            length: s.
-            inputs: the batch.
+    def unpack(self, received: Tensor, length: int, inputs: ModelInputs) -> tuple[Tensor, dict[str, Any]]:
+        """The inverse of the previous stage's `pack`: hidden states [s = length, b, h] and the layers' other inputs.
 
         Raises:
             ValueError: a tensor of another size.
         """
         rows = len(inputs.input_ids)
-        check_arrived(arrived, length * rows, f"{length} tokens of {rows} rows")
-        return arrived, {}
+        check_received(received, length * rows, f"{length} tokens of {rows} rows")
+        return received, {}
 
-    def load(self, hidden: Tensor, beside: dict[str, Any]) -> Tensor:
-        """The tensor for the next stage; not a view, because the schedules could not free a view after sending it.
+    def pack(self, hidden: Tensor, layer_arguments: dict[str, Any]) -> Tensor:
+        """The tensor for the next stage, of hidden states [s, b, h] and the layers' other inputs.
 
-        Args:
-            hidden: [s, b, h] this stage's hidden states.
-            beside: the additional inputs of its layers.
+        Not a view, because the schedules could not free a view after sending it.
         """
         return make_viewless_tensor(hidden, requires_grad=hidden.requires_grad, keep_graph=True)
 
@@ -315,33 +313,18 @@ class VisionLanguageModel(MegatronModule):
         return self.language_model.shared_embedding_or_output_weight()
 
 
-def fuse(hidden: Tensor, tokens: Tensor, where: VisionRows) -> Tensor:
-    """Replace placeholders by vision tokens.
-
-    Args:
-        hidden: [s, b, h] embedded tokens.
-        tokens: [K, h] vision tokens.
-        where: indices of both.
-    """
-    chosen = tokens[where.rows].to(hidden.dtype)
-    return hidden.flatten(0, 1).index_copy(0, where.positions, chosen).view_as(hidden)
+def fuse(hidden: Tensor, tokens: Tensor, vision: VisionRows) -> Tensor:
+    """Replace placeholders in embedded tokens [s, b, h] by vision tokens [K, h], at the indices of both."""
+    selected = tokens[vision.rows].to(hidden.dtype)
+    return hidden.flatten(0, 1).index_copy(0, vision.positions, selected).view_as(hidden)
 
 
-def check_arrived(arrived: Tensor, expected: int, described: str) -> None:
-    """Check the number of states [..., h] that the previous pipeline stage sent.
-
-    Args:
-        arrived: what it sent.
-        expected: the expected number.
-        described: of what, for the message.
-
-    Raises:
-        ValueError: another number.
-    """
-    found = arrived.numel() // arrived.size(-1)
-    if found != expected:
+def check_received(received: Tensor, expected: int, described: str) -> None:
+    """Check the number of states [..., h] that the previous pipeline stage sent; raises ValueError for another one."""
+    sent = received.numel() // received.size(-1)
+    if sent != expected:
         raise ValueError(
-            f"the previous pipeline stage sent {found} hidden states, expected {described}, {expected}: give "
+            f"the previous pipeline stage sent {sent} hidden states, expected {described}, {expected}: give "
             "the schedule the rows' length as seq_length and their number as micro_batch_size, or set "
             "variable_seq_lengths=True"
         )

@@ -16,8 +16,9 @@ from typing import Any, ClassVar, Self
 from qwen3vl_bridge import registry
 from qwen3vl_bridge.models.common.flops import operations_of_a_step, provider_sizes
 from qwen3vl_bridge.models.common.settings import experts, fields, kernels, parallelism, refusals
-from qwen3vl_bridge.models.common.settings.encoder_parallel import complete_dist_train, complete_groups
+from qwen3vl_bridge.models.common.settings.encoder_parallel import complete_dist_train, complete_groups, replicas_of
 from qwen3vl_bridge.models.common.settings.rules import Row, Rule, check
+from qwen3vl_bridge.models.common.vision_config import vision_work
 from qwen3vl_bridge.weights.dimensions import Dimensions, indices_of
 
 import torch
@@ -102,7 +103,7 @@ class VisionLanguageProvider(fields.VisionLanguageFields):
             moe_layers=self.moe_layers,
             experts=self.num_moe_experts or 0,
             vision_layers=self.vision_config.depth,
-            tapped_layers=self.tapped_layers,
+            deepstack_layers=self.deepstack_layers,
         )
         return Dimensions(provider_sizes(self), indices, self.family)
 
@@ -138,6 +139,18 @@ class VisionLanguageProvider(fields.VisionLanguageFields):
             return registry.load(self.language_model_class)(
                 self, self._groups(), pre_process=pre_process, post_process=post_process, vp_stage=vp_stage
             )
+
+    def sequence_ranks(self, groups: ProcessGroupCollection) -> dict[str, Any]:
+        """The arguments of `PackedBatch.local` that select a rank's tokens, images and videos."""
+        return dict(
+            vision_work=vision_work(self),
+            encoders=None if self.add_encoder else replicas_of(self).encoders,
+            cp_size=groups.cp.size(),
+            cp_rank=groups.cp.rank(),
+            sp_size=groups.tp.size() if self.sequence_parallel else 1,
+            sp_rank=groups.tp.rank() if self.sequence_parallel else 0,
+            predicts=self.trains_mtp,
+        )
 
     def _groups(self) -> ProcessGroupCollection:
         """The groups that were set, or megatron-core's global ones: direct callers of `provide` have not set any."""

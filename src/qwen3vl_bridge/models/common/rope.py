@@ -1,9 +1,8 @@
-"""Rotary embeddings: interleaved multimodal RoPE of the text model and 2-D RoPE of the vision tower.
+"""Rotary embeddings: interleaved multimodal RoPE of the text model, 2-D RoPE of the vision tower, and self attention
+that takes its angles.
 
-What lives here: angles from positions, and the rotation itself. What may not: positions (`batch/positions.py`,
-`batch/vision_indices.py`). Angles are passed through Megatron's transformer block as one tensor, so that they are
-computed once per step instead of once per layer: unchanged for Transformer Engine's kernel, otherwise as stacked
-cosines and sines.
+Angles are passed through Megatron's transformer block as one tensor, so that they are computed once per step instead of
+once per layer: unchanged for Transformer Engine's kernel, otherwise as stacked cosines and sines.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from qwen3vl_bridge.batch.device_transfer import sent
 import torch
 from megatron.core import jit
 from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
 from transformers import Qwen3VLTextConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -204,3 +204,42 @@ def vision_rotary(position_ids: Tensor, dim: int, theta: float = 10000.0, *, fus
     frequencies = inverse_frequencies(dim // 2, theta, position_ids.device)
     angles = (position_ids[:, :, None] * frequencies).flatten(1)
     return rotation(angles[:, None], torch.float32, fused=fused)
+
+
+class RotarySelfAttention(SelfAttention):
+    """Self attention whose rotary argument contains the angles of its local tokens, for padded and packed rows.
+
+    Megatron applies rotary embeddings after it has removed the batch dimension of packed rows, and then looks up
+    positions by segment and context-parallel rank. Our angles are already local, so queries and keys are rotated right
+    after the QKV projection.
+    """
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        key_value_states: Tensor | None = None,
+        inference_context: Any = None,
+        rotary_pos_emb: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Like SelfAttention.forward; `rotary_pos_emb` is from `rope.rotation`."""
+        # key_value_states is unused in self attention; it passes the angles to get_query_key_value_tensors.
+        return super().forward(
+            hidden_states, attention_mask, rotary_pos_emb, inference_context, rotary_pos_emb=None, **kwargs
+        )
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, key_value_states: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, ...]:
+        """Query, key and value [s, b, heads, d], with query and key rotated by the angles in `key_value_states`."""
+        query, key, *rest = super().get_query_key_value_tensors(hidden_states, None, **kwargs)
+        if key_value_states is None:
+            return query, key, *rest
+        return *rotate(query, key, key_value_states), *rest
+
+    def fused_projection(self) -> tuple[nn.Module, list[int]]:
+        """`linear_qkv`, and its rows in each query group: of queries, of gates if there are any, of keys, of values."""
+        head, heads = self.config.kv_channels, self.config.num_attention_heads // self.config.num_query_groups
+        queries = [heads * head] * (2 if self.config.attention_output_gate else 1)
+        return self.linear_qkv, [*queries, head, head]

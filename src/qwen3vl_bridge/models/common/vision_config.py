@@ -66,5 +66,5 @@ def vision_work(provider: VisionLanguageFields) -> VisionWork:
     """The tower's cost of a frame, by which ranks divide frames."""
     vision = provider.vision_config
     sizes = {**vision_sizes(vision.to_dict()), "hidden": provider.hidden_size}
-    patch, patch_pair = vision_costs(sizes, vision.depth, len(provider.tapped_layers))
+    patch, patch_pair = vision_costs(sizes, vision.depth, len(provider.deepstack_layers))
     return VisionWork(patch, patch_pair, vision.spatial_merge_size**2)

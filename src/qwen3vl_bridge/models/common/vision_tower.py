@@ -1,13 +1,13 @@
 """The vision tower: patches in, vision tokens and DeepStack features out.
 
 What lives here: patch embedding, position embedding, the block with its taps, the patch mergers. What may not: indices
-and offsets computed from grids (`batch/vision_indices.py`), inserting vision tokens in the text (`model.py`).
+and offsets computed from grids (`batch/vision_inputs.py`), inserting vision tokens in the text (`model.py`).
 """
 
 from __future__ import annotations
 
 from qwen3vl_bridge.batch.packed_batch import VisionInputs
-from qwen3vl_bridge.models.common.attention import packed_seq_params
+from qwen3vl_bridge.models.common.core_attention import packed_seq_params
 from qwen3vl_bridge.models.common.layer_specs import backend, vision_block_spec
 from qwen3vl_bridge.models.common.rope import vision_rotary
 
@@ -86,7 +86,7 @@ class PatchMerger(MegatronModule):
         return self.linear_fc2(F.gelu(self.linear_fc1(tokens)[0]))[0]
 
 
-def tapped_layers(vision: PretrainedConfig) -> list[int]:
+def deepstack_layers(vision: PretrainedConfig) -> list[int]:
     """Layers of a tower that have a DeepStack merger; none if its family has no DeepStack."""
     return list(getattr(vision, "deepstack_visual_indexes", None) or ())
 
@@ -106,7 +106,7 @@ class VisionBlock(TransformerBlock):
             pg_collection=pg_collection,
         )
         self.deepstack_merger_list = nn.ModuleList(
-            PatchMerger(config, vision, pg_collection.tp, norm_after_shuffle=True) for _ in tapped_layers(vision)
+            PatchMerger(config, vision, pg_collection.tp, norm_after_shuffle=True) for _ in deepstack_layers(vision)
         )
 
     def sharded_state_dict(
@@ -114,16 +114,16 @@ class VisionBlock(TransformerBlock):
     ) -> ShardedStateDict:
         """Like TransformerBlock's, which assumes that modules in a list are whole on every rank.
 
-        Mergers are stacked like layers, [taps, ...] under one name, or named one by one like layers.
+        Mergers are stacked like layers, [mergers, ...] under one name, or named one by one like layers.
         """
-        mergers, taps = f"{prefix}deepstack_merger_list.", len(self.deepstack_merger_list)
+        mergers, count = f"{prefix}deepstack_merger_list.", len(self.deepstack_merger_list)
         everything = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         state = {name: part for name, part in everything.items() if not name.startswith(mergers)}
         # megatron-core decides by many settings whether layers are stacked; the name of the first one shows it.
         stacked = not any(part.key.startswith(f"{prefix}layers.0.") for part in state.values())
         for i, merger in enumerate(self.deepstack_merger_list):
             here = f"{mergers}{i}."
-            parts = merger.sharded_state_dict(here, ((0, i, taps),) if stacked else (), metadata)
+            parts = merger.sharded_state_dict(here, ((0, i, count),) if stacked else (), metadata)
             if stacked:
                 replace_prefix_for_sharding(parts, here, mergers)
             state.update(parts)
@@ -144,7 +144,7 @@ class Qwen3VLVisionModel(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.tp_group = pg_collection.tp
-        self.taps = tapped_layers(vision)
+        self.deepstack_layers = deepstack_layers(vision)
         self.patches_per_token = vision.spatial_merge_size**2
         self.values_per_patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         self.patch_embed = PatchEmbed(config, vision, pg_collection.tp)
@@ -172,9 +172,9 @@ class Qwen3VLVisionModel(MegatronModule):
                 vision.position_ids, self.config.kv_channels, fused=self.config.apply_rope_fusion
             ),
             packed_seq_params=packed_seq_params(vision.cu_seqlens, vision.lengths),
-            extract_layer_indices=set(self.taps),
+            extract_layer_indices=set(self.deepstack_layers),
         )
-        hidden, tapped = encoded if self.taps else (encoded, ())
+        hidden, tapped = encoded if self.deepstack_layers else (encoded, ())
         features = [merge(tap[:, 0]) for merge, tap in zip(self.decoder.deepstack_merger_list, tapped, strict=True)]
         tokens = self.merger(hidden[:, 0])
         return tokens, torch.stack(features) if features else tokens.new_empty(0, *tokens.shape)

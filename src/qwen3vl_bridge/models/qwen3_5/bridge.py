@@ -11,8 +11,14 @@ from typing import Any
 
 from qwen3vl_bridge.models.common.bridge import FamilyBridge, provider_of
 from qwen3vl_bridge.models.common.settings.saved_providers import take_place_of
-from qwen3vl_bridge.models.qwen3_5.config_checks import rope_parameters
-from qwen3vl_bridge.models.qwen3_5.config_dimensions import FAMILY, LINEAR, LINEAR_SIZES, MTP_LAYERS, layer_types_of
+from qwen3vl_bridge.models.qwen3_5.config import (
+    FAMILY,
+    LINEAR,
+    LINEAR_SIZES,
+    MTP_LAYERS,
+    layer_types_of,
+    rope_parameters,
+)
 from qwen3vl_bridge.models.qwen3_5.model import Qwen35VLModel
 from qwen3vl_bridge.models.qwen3_5.provider import Qwen35VLModelProvider, Qwen35VLMoEModelProvider
 

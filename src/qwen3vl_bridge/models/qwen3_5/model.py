@@ -12,7 +12,7 @@ import copy
 from typing import Any
 
 from qwen3vl_bridge.batch.packed_batch import ModelInputs, NextTokens
-from qwen3vl_bridge.models.common.model import VisionLanguageModel, check_arrived
+from qwen3vl_bridge.models.common.model import VisionLanguageModel, check_received
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.common.text_model import MRopeGPTModel
 from qwen3vl_bridge.models.qwen3_5.layer_specs import full_attention_spec, text_block_spec
@@ -108,31 +108,33 @@ class Qwen35VLModel(VisionLanguageModel):
     def embed(self, inputs: ModelInputs, encoded: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, dict[str, Any]]:
         """Like VisionLanguageModel's, with the embedded next tokens as additional payload for the last stage."""
         encoded = encoded or self.encode(inputs)
-        hidden, beside = super().embed(inputs, encoded)
+        hidden, layer_arguments = super().embed(inputs, encoded)
         if self._predicts(inputs):
             following = inputs.following
-            beside = {_NEXT: self.embed_tokens(following.input_ids, encoded[0], following.fuse)}
-        return hidden, beside
+            layer_arguments = {_NEXT: self.embed_tokens(following.input_ids, encoded[0], following.fuse)}
+        return hidden, layer_arguments
 
-    def decode(self, inputs: ModelInputs, hidden: Tensor | None, beside: dict[str, Any], **arguments: Any) -> Any:
+    def decode(
+        self, inputs: ModelInputs, hidden: Tensor | None, layer_arguments: dict[str, Any], **arguments: Any
+    ) -> Any:
         """Like VisionLanguageModel's, with the embedded next tokens."""
-        embedded = beside.get(_NEXT)
+        embedded = layer_arguments.get(_NEXT)
         prediction = None if embedded is None else (embedded, inputs.following)
         return super().decode(inputs, hidden, {}, prediction=prediction, **arguments)
 
-    def load(self, hidden: Tensor, beside: dict[str, Any]) -> Tensor:
-        """Concatenate hidden states and embedded next tokens for the next stage."""
-        if _NEXT not in beside:
-            return super().load(hidden, beside)
-        return torch.cat((hidden, beside[_NEXT].to(hidden.dtype)))
+    def pack(self, hidden: Tensor, layer_arguments: dict[str, Any]) -> Tensor:
+        """Hidden states, and embedded next tokens for the next stage."""
+        if _NEXT not in layer_arguments:
+            return super().pack(hidden, layer_arguments)
+        return torch.cat((hidden, layer_arguments[_NEXT].to(hidden.dtype)))
 
-    def unload(self, arrived: Tensor, length: int, inputs: ModelInputs) -> tuple[Tensor, dict[str, Any]]:
-        """Split the tensor received from the previous stage, the inverse of `load`."""
+    def unpack(self, received: Tensor, length: int, inputs: ModelInputs) -> tuple[Tensor, dict[str, Any]]:
+        """Hidden states and embedded next tokens."""
         if not self._predicts(inputs):
-            return super().unload(arrived, length, inputs)
+            return super().unpack(received, length, inputs)
         rows = len(inputs.input_ids)
-        check_arrived(arrived, 2 * length * rows, f"{length} tokens of {rows} rows and as many next tokens")
-        hidden, embedded = arrived.chunk(2)
+        check_received(received, 2 * length * rows, f"{length} tokens of {rows} rows and as many next tokens")
+        hidden, embedded = received.chunk(2)
         return hidden, {_NEXT: embedded}
 
     def _predicts(self, inputs: ModelInputs) -> bool:

@@ -1,8 +1,4 @@
-"""The released Qwen3.5-VL models: their dimensions, and configurations built from them offline.
-
-What lives here: the dimensions, each defined once. Standard library only. What may not: what the configurations of all
-families share (`models/config/size_description.py`), parameter names (`table.py`), training settings (recipes).
-"""
+"""The released Qwen3.5-VL models: their dimensions, and configurations built from them offline."""
 
 from __future__ import annotations
 
@@ -10,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qwen3vl_bridge.models.config import size_description
-from qwen3vl_bridge.models.config.size_description import Experts, VisionTower
-from qwen3vl_bridge.models.qwen3_5.config_dimensions import FULL, LINEAR, LINEAR_SIZES, MTP_LAYERS
+from qwen3vl_bridge.models import size_presets
+from qwen3vl_bridge.models.qwen3_5.config import FULL, LINEAR, LINEAR_SIZES, MTP_LAYERS
+from qwen3vl_bridge.models.size_presets import Experts, VisionTower
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preset(size_description.Preset):
+class Preset(size_presets.Preset):
     """The dimensions in which sizes differ; `ffn` is 0 for MoE models, whose shared expert has the experts' width."""
 
     linear_value_heads: int
@@ -40,7 +36,7 @@ PRESETS: Mapping[str, Preset] = {
 
 # A scaled-down proxy of the largest model, for testing its parallelism: four layers, sixteen experts. Never released.
 PROXY = Preset(
-    4096, 0, 4, 32, 2, linear_value_heads=64, vision=replace(_LARGE, depth=2), experts=Experts(16, chosen=2, ffn=1024)
+    4096, 0, 4, 32, 2, linear_value_heads=64, vision=replace(_LARGE, depth=2), experts=Experts(16, topk=2, ffn=1024)
 )
 _KNOWN: Mapping[str, Preset] = {**PRESETS, "proxy": PROXY}
 
@@ -56,17 +52,13 @@ def size_of(name: str) -> str:
     Raises:
         ValueError: an unknown model; the message lists the sizes.
     """
-    return name if name == "proxy" else size_description.size_of(name, PRESETS, hub_ids)
+    return name if name == "proxy" else size_presets.size_of(name, PRESETS, hub_ids)
 
 
 def config_dict(size: str) -> dict[str, Any]:
-    """A `config.json` in the format of transformers 5. The result is a new object that the caller may modify.
+    """A `config.json` in the format of transformers 5, for a size or a hub id; raises ValueError for an unknown one.
 
-    Args:
-        size: a key of `PRESETS`, or a hub id.
-
-    Raises:
-        ValueError: an unknown size.
+    The result is a new object that the caller may modify.
     """
     preset, experts = _KNOWN[size_of(size)], _KNOWN[size_of(size)].experts
     text = {
@@ -88,16 +80,9 @@ def config_dict(size: str) -> dict[str, Any]:
         **({"intermediate_size": preset.ffn} if experts is None else {"shared_expert_intermediate_size": experts.ffn}),
     }
     tokens = (248_056, 248_057, 248_053, 248_054)
-    return size_description.config_of(preset, model_type="qwen3_5", architecture="Qwen3_5", text=text, token_ids=tokens)
+    return size_presets.config_of(preset, model_type="qwen3_5", architecture="Qwen3_5", text=text, token_ids=tokens)
 
 
 def hf_config(size: str) -> Any:
-    """A size's Qwen3_5Config or Qwen3_5MoeConfig of transformers, in bfloat16, for `AutoBridge.from_hf_config`.
-
-    Args:
-        size: a key of `PRESETS`, or a hub id. Nothing is downloaded.
-
-    Raises:
-        ValueError: an unknown size.
-    """
-    return size_description.as_transformers(config_dict(size))
+    """Transformers' configuration, in bfloat16, for `AutoBridge.from_hf_config`. Nothing is downloaded."""
+    return size_presets.as_transformers(config_dict(size))

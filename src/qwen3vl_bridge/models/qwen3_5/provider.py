@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from qwen3vl_bridge.models.common.provider import ExpertsMixin, VisionLanguageProvider
 from qwen3vl_bridge.models.common.settings.rules import Row, Rule
-from qwen3vl_bridge.models.qwen3_5.config_dimensions import (
+from qwen3vl_bridge.models.qwen3_5.config import (
     FAMILY,
     LINEAR_SIZES,
     layers_by_attention,

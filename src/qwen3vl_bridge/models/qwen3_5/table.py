@@ -45,12 +45,12 @@ def _full_attention_rows(megatron: str, hf: str, *indices: str) -> tuple[Row, ..
     )
 
 
-def _linear(kind: type[Row], name: str, other: str, shape: Shape) -> Row:
-    return kind(_LINEAR_ATTENTION + name, (_HF_LINEAR_ATTENTION + other,), (shape,), _LINEAR)
+def _linear(kind: type[Row], name: str, other: str, shape: Shape, *, float32: bool = False) -> Row:
+    return kind(_LINEAR_ATTENTION + name, (_HF_LINEAR_ATTENTION + other,), (shape,), _LINEAR, float32=float32)
 
 
 _QKV = (("query", "l_key"), ("key", "l_key"), ("value", "l_value"))
-LINEAR_ATTENTION_ROWS: tuple[Row, ...] = (
+LINEAR_ATTENTION_ROWS: tuple[Row, ...] = (  # float32: as in released Qwen3.5; in Qwen3.6's files they are bfloat16
     Copy(
         f"{_LINEAR_ATTENTION}in_proj.layer_norm_weight", (f"{_HF_TEXT}input_layernorm.weight",), (("hidden",),), _LINEAR
     ),
@@ -68,9 +68,9 @@ LINEAR_ATTENTION_ROWS: tuple[Row, ...] = (
         _LINEAR,
         sections=_QKV,
     ),
-    _linear(Copy, "A_log", "A_log", ("l_value_heads",)),
+    _linear(Copy, "A_log", "A_log", ("l_value_heads",), float32=True),
     _linear(Copy, "dt_bias", "dt_bias", ("l_value_heads",)),
-    _linear(ZeroCentered, "out_norm.weight", "norm.weight", ("l_value_dim",)),
+    _linear(ZeroCentered, "out_norm.weight", "norm.weight", ("l_value_dim",), float32=True),
     _linear(Copy, "out_proj.weight", "out_proj.weight", ("hidden", "l_value")),
 )
 

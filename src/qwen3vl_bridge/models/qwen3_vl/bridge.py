@@ -12,8 +12,7 @@ from typing import Any
 from qwen3vl_bridge.models.common.bridge import FamilyBridge, provider_of
 from qwen3vl_bridge.models.common.settings.fields import DistTrainConfig
 from qwen3vl_bridge.models.common.settings.saved_providers import build_instead, take_place_of
-from qwen3vl_bridge.models.qwen3_vl.config_checks import rope_parameters
-from qwen3vl_bridge.models.qwen3_vl.config_dimensions import FAMILY, moe_layers_of
+from qwen3vl_bridge.models.qwen3_vl.config import FAMILY, moe_layers_of, rope_parameters
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
 

@@ -1,31 +1,138 @@
-"""The Megatron Qwen3-VL model: DeepStack as an addition to the model that all families share.
+"""The Megatron Qwen3-VL model: DeepStack, as an addition to the model that all families share.
 
-What lives here: passing the features from the tower to the text model's first layers. What may not: the layers that add
-them (`layer_specs.py`), how stages pass them on (`pipeline_payload.py`), what other families have too
-(`models/common/model.py`).
+Features of the vision tower are added to the output of the first text layers. Pipeline stages exchange one tensor: the
+features that later stages need are appended to the hidden states, only for this rank's vision tokens, so the cost is
+their own size and their gradients return the same way. A vision tower on every stage that needs features would cost its
+parameters and its computation again.
+Legend: s, b local tokens and rows, h hidden size, t features, K vision tokens of a rank.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 from qwen3vl_bridge.batch.packed_batch import ModelInputs, VisionRows
-from qwen3vl_bridge.models.common.model import VisionLanguageModel
+from qwen3vl_bridge.models.common.layer_specs import decoder_block_spec
+from qwen3vl_bridge.models.common.model import VisionLanguageModel, check_received
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.common.text_model import MRopeGPTModel
-from qwen3vl_bridge.models.qwen3_vl.layer_specs import text_block_spec
-from qwen3vl_bridge.models.qwen3_vl.pipeline_payload import Stage, check_features
 from qwen3vl_bridge.parallel.collectives import sum_gradients_over_sequence
 
+import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
+from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
+
+
+class DeepStackLayer(TransformerLayer):
+    """A text layer that adds its DeepStack features to the output of the vision tokens.
+
+    Features come as `context`, which megatron-core passes to every layer, also with recomputation; a decoder without
+    cross attention has no other use for it.
+    """
+
+    def forward(
+        self, *args: Any, context: Tensor | None = None, context_mask: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Like TransformerLayer.forward.
+
+        Args:
+            context: [t, K, h] features of this rank's vision tokens, one slice for each of the first text layers. On a
+                later pipeline stage, the last t of them.
+            context_mask: [K] index of each vision token in the hidden states flattened from [s, b].
+        """
+        hidden, _ = super().forward(*args, context=None, context_mask=None, **kwargs)
+        layer, num_features = self.layer_number - 1, len(self.config.deepstack_layers)
+        if context is not None and layer < num_features:
+            features = context[layer - num_features].to(hidden.dtype)  # stages have the last slices
+            added = hidden.flatten(0, 1).index_add(0, context_mask, features).view_as(hidden)
+            # With `distribute_saved_activations` recomputation keeps a part of it on each rank, which is impossible for
+            # a view.
+            hidden = make_viewless_tensor(added, requires_grad=added.requires_grad, keep_graph=True)
+        return hidden, context
+
+
+def text_block_spec(config: TransformerConfig, vp_stage: int | None, pp_rank: int) -> TransformerBlockSubmodules:
+    """Layer specs of the text decoder for one pipeline stage, whose layers add DeepStack features."""
+    block = decoder_block_spec(config, vp_stage, pp_rank)
+    for spec in block.layer_specs:
+        spec.module = DeepStackLayer
+    return block
 
 
 class Qwen3VLGPTModel(MRopeGPTModel):
     """The text model, whose first layers add DeepStack features."""
 
     block_spec = staticmethod(text_block_spec)
+
+
+@dataclass(frozen=True)
+class DeepStackStage:
+    """Number of DeepStack features that a part of the model receives and passes on, always the last ones.
+
+    Attributes:
+        received: t features of this part's layers and those after it; all features on the first part.
+        sent: t features of the layers after it.
+    """
+
+    received: int
+    sent: int
+
+    @classmethod
+    def of(cls, num_features: int, first_layer: int, layers: int) -> Self:
+        """The part with `layers` text layers from `first_layer` on."""
+        return cls(received=max(num_features - first_layer, 0), sent=max(num_features - first_layer - layers, 0))
+
+    def check(self, inputs: ModelInputs, config: TransformerConfig) -> None:
+        """Refuse features between stages with tensors of a fixed size, which would wait for the missing part.
+
+        Rows may have any length that a caller's schedule knows (its `seq_length`): NeMo-RL pads rows to a length of its
+        own, and generation lets them grow. A schedule is not told the size of the features, which depends on the
+        images.
+
+        Raises:
+            ValueError: there are features to send, and `variable_seq_lengths` is off.
+        """
+        features = 0 if inputs.deepstack is None else self.sent * len(inputs.deepstack.positions)
+        if features and not config.variable_seq_lengths:
+            raise ValueError(
+                f"variable_seq_lengths is False and {features} DeepStack features go to the next pipeline stage, "
+                "expected True, or more layers in this stage: the size of what stages send each other depends on a "
+                "row's images"
+            )
+
+    def pack(self, hidden: Tensor, features: Tensor) -> Tensor:
+        """[s, b, h] and this stage's own features [t, K, h] -> the tensor for the next stage, [s * b + t * K, 1, h].
+
+        Not a view, because the schedules could not free a view after sending it.
+        """
+        if not self.sent:
+            return make_viewless_tensor(hidden, requires_grad=hidden.requires_grad, keep_graph=True)
+        sent = features[self.received - self.sent :].to(hidden.dtype)
+        return torch.cat([part.reshape(-1, 1, part.size(-1)) for part in (hidden, sent)])
+
+    def unpack(self, received: Tensor, length: int, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """The inverse of the previous stage's `pack`, for s `length`, b `rows` and K `tokens`.
+
+        Returns:
+            Hidden states [s, b, h] and features [t, K, h].
+
+        Raises:
+            ValueError: a tensor of another size.
+        """
+        features = self.received * tokens
+        check_received(
+            received, length * rows + features, f"{length} tokens of {rows} rows and {features} DeepStack features"
+        )
+        if not self.received:
+            return received, received.new_empty(0, tokens, received.size(-1))
+        hidden, appended = received.split([len(received) - features, features])
+        width = received.size(-1)
+        return hidden.view(-1, rows, width), appended.view(self.received, tokens, width)
 
 
 class Qwen3VLModel(VisionLanguageModel):
@@ -35,35 +142,33 @@ class Qwen3VLModel(VisionLanguageModel):
 
     def __init__(self, config: VisionLanguageProvider, pg_collection: ProcessGroupCollection, **ends: Any) -> None:
         super().__init__(config, pg_collection, **ends)
-        self.stage = Stage.of(
-            taps=len(config.tapped_layers),
+        self.stage = DeepStackStage.of(
+            num_features=len(config.deepstack_layers),
             first_layer=get_transformer_layer_offset(config, self.vp_stage, pg_collection.pp.rank()),
             layers=len(self.decoder.layers),
         )
 
     def check_inputs(self, inputs: ModelInputs) -> None:
-        """See `check_features`."""
-        check_features(self.stage, inputs, self.config)
+        """See `DeepStackStage.check`."""
+        self.stage.check(inputs, self.config)
 
     def layer_arguments(self, features: Tensor, inputs: ModelInputs) -> dict[str, Tensor]:
         """DeepStack features [t, K, h] of this rank's vision tokens, and the tokens' indices [K] in hidden states."""
-        where = _places(inputs)
+        vision = _vision_rows(inputs)
         features = sum_gradients_over_sequence(features, self.config, self.pg_collection)
-        return dict(context=features[:, where.rows], context_mask=where.positions)
+        return dict(context=features[:, vision.rows], context_mask=vision.positions)
 
-    def unload(self, arrived: Tensor, length: int, inputs: ModelInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Split the tensor received from the previous stage into hidden states, and features for the layers from this
-        stage on.
-        """
-        places = _places(inputs).positions
-        hidden, features = self.stage.unload(arrived, length, len(inputs.input_ids), len(places))
-        return hidden, dict(context=features, context_mask=places)
+    def unpack(self, received: Tensor, length: int, inputs: ModelInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """Hidden states, and features for the layers from this stage on."""
+        positions = _vision_rows(inputs).positions
+        hidden, features = self.stage.unpack(received, length, len(inputs.input_ids), len(positions))
+        return hidden, dict(context=features, context_mask=positions)
 
-    def load(self, hidden: Tensor, beside: dict[str, Tensor]) -> Tensor:
-        """Concatenate hidden states, and features for the layers after this stage."""
-        return self.stage.load(hidden, beside["context"])
+    def pack(self, hidden: Tensor, layer_arguments: dict[str, Tensor]) -> Tensor:
+        """Hidden states, and features for the layers after this stage."""
+        return self.stage.pack(hidden, layer_arguments["context"])
 
 
-def _places(inputs: ModelInputs) -> VisionRows:
+def _vision_rows(inputs: ModelInputs) -> VisionRows:
     """Indices of this rank's vision tokens, in the vision output and in its hidden states."""
     return inputs.deepstack or VisionRows.none(inputs.input_ids.device)

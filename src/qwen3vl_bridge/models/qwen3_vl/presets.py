@@ -1,22 +1,18 @@
-"""The released Qwen3-VL models: their dimensions, and configurations built from them offline.
-
-What lives here: the dimensions, each defined once. Standard library only. What may not: what the configurations of all
-families share (`models/config/size_description.py`), parameter names (`table.py`), training settings (recipes).
-"""
+"""The released Qwen3-VL models: their dimensions, and configurations built from them offline."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from qwen3vl_bridge.models.config import size_description
-from qwen3vl_bridge.models.config.size_description import Experts, Preset, VisionTower
-from qwen3vl_bridge.models.qwen3_vl.config_dimensions import dimensions_of
+from qwen3vl_bridge.models import size_presets
+from qwen3vl_bridge.models.qwen3_vl.config import dimensions_of
 from qwen3vl_bridge.models.qwen3_vl.table import TABLE
+from qwen3vl_bridge.models.size_presets import Experts, Preset, VisionTower
 from qwen3vl_bridge.weights.rows import parameter_count as count_parameters
 
-_SMALL_TOWER = VisionTower(depth=24, hidden=1024, ffn=4096, taps=(5, 11, 17))
-_LARGE_TOWER = VisionTower(depth=27, hidden=1152, ffn=4304, taps=(8, 16, 24))
+_SMALL_TOWER = VisionTower(depth=24, hidden=1024, ffn=4096, deepstack_layers=(5, 11, 17))
+_LARGE_TOWER = VisionTower(depth=27, hidden=1152, ffn=4304, deepstack_layers=(8, 16, 24))
 
 PRESETS: Mapping[str, Preset] = {
     "2B": Preset(2048, 6144, layers=28, heads=16, kv_heads=8, vision=_SMALL_TOWER, tied=True),
@@ -24,10 +20,10 @@ PRESETS: Mapping[str, Preset] = {
     "8B": Preset(4096, 12288, layers=36, heads=32, kv_heads=8, vision=_LARGE_TOWER),
     "32B": Preset(5120, 25600, layers=64, heads=64, kv_heads=8, vision=_LARGE_TOWER),
     "30B-A3B": Preset(
-        2048, 6144, layers=48, heads=32, kv_heads=4, vision=_LARGE_TOWER, experts=Experts(128, chosen=8, ffn=768)
+        2048, 6144, layers=48, heads=32, kv_heads=4, vision=_LARGE_TOWER, experts=Experts(128, topk=8, ffn=768)
     ),
     "235B-A22B": Preset(
-        4096, 12288, layers=94, heads=64, kv_heads=4, vision=_LARGE_TOWER, experts=Experts(128, chosen=8, ffn=1536)
+        4096, 12288, layers=94, heads=64, kv_heads=4, vision=_LARGE_TOWER, experts=Experts(128, topk=8, ffn=1536)
     ),
 }
 
@@ -43,17 +39,13 @@ def size_of(name: str) -> str:
     Raises:
         ValueError: an unknown model; the message lists the sizes.
     """
-    return size_description.size_of(name, PRESETS, hub_ids)
+    return size_presets.size_of(name, PRESETS, hub_ids)
 
 
 def config_dict(size: str) -> dict[str, Any]:
-    """A `config.json` in the format of transformers 5. The result is a new object that the caller may modify.
+    """A `config.json` in the format of transformers 5, for a size or a hub id; raises ValueError for an unknown one.
 
-    Args:
-        size: a key of `PRESETS`, or a hub id.
-
-    Raises:
-        ValueError: an unknown size.
+    The result is a new object that the caller may modify.
     """
     preset = PRESETS[size_of(size)]
     text = {
@@ -72,30 +64,14 @@ def config_dict(size: str) -> dict[str, Any]:
     if preset.experts is not None:
         text |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
     tokens = (151_655, 151_656, 151_652, 151_653)
-    return size_description.config_of(
-        preset, model_type="qwen3_vl", architecture="Qwen3VL", text=text, token_ids=tokens
-    )
+    return size_presets.config_of(preset, model_type="qwen3_vl", architecture="Qwen3VL", text=text, token_ids=tokens)
 
 
 def hf_config(size: str) -> Any:
-    """A size's Qwen3VLConfig or Qwen3VLMoeConfig of transformers, in bfloat16, for `AutoBridge.from_hf_config`.
-
-    Args:
-        size: a key of `PRESETS`, or a hub id. Nothing is downloaded.
-
-    Raises:
-        ValueError: an unknown size.
-    """
-    return size_description.as_transformers(config_dict(size))
+    """Transformers' configuration, in bfloat16, for `AutoBridge.from_hf_config`. Nothing is downloaded."""
+    return size_presets.as_transformers(config_dict(size))
 
 
 def parameter_count(size: str) -> int:
-    """Number of parameters of a size, including all experts and the vision tower; a tied output layer counts once.
-
-    Args:
-        size: a key of `PRESETS`, or a hub id.
-
-    Raises:
-        ValueError: an unknown size.
-    """
+    """Number of parameters, including all experts and the vision tower; a tied output layer counts once."""
     return count_parameters(TABLE, dimensions_of(config_dict(size)))

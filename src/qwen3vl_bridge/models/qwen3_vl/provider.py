@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from qwen3vl_bridge.models.common.provider import ExpertsMixin, VisionLanguageProvider
 from qwen3vl_bridge.models.common.settings.rules import Row, Rule
-from qwen3vl_bridge.models.qwen3_vl.config_dimensions import FAMILY
+from qwen3vl_bridge.models.qwen3_vl.config import FAMILY
 from qwen3vl_bridge.models.qwen3_vl.refusals import FIXED, FIXED_WITH_EXPERTS, RULES
 from qwen3vl_bridge.models.qwen3_vl.upstream_names import UpstreamExpertNames, UpstreamNames
 

@@ -11,16 +11,22 @@ from collections.abc import Mapping
 from qwen3vl_bridge.models.common.settings import fixed
 from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields
 from qwen3vl_bridge.models.common.settings.rules import Row, Rule, only
-from qwen3vl_bridge.models.qwen3_vl.config_fields import check_taps
+from qwen3vl_bridge.models.qwen3_vl.config import check_deepstack
 from qwen3vl_bridge.models.qwen3_vl.upstream_names import check_names
 
-_SHARED: Mapping[str, Row] = only(
-    fixed.NOTHING_ELSE,
-    rotary_percent=1.0,
-    attention_output_gate=False,
-    layernorm_zero_centered_gamma=False,
-    experimental_attention_variant=None,
-)
+_SHARED: Mapping[str, Row] = {
+    **only(
+        fixed.NOTHING_ELSE,
+        rotary_percent=1.0,
+        attention_output_gate=False,
+        layernorm_zero_centered_gamma=False,
+        experimental_attention_variant=None,
+    ),
+    **fixed.unread(
+        "linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
+        "linear_num_value_heads mtp_use_repeated_layer mtp_detach_heads"
+    ),
+}
 
 FIXED: Mapping[str, Row] = {
     **fixed.FIXED,
@@ -35,8 +41,8 @@ FIXED_WITH_EXPERTS: Mapping[str, Row] = {
 }
 
 
-def _check_taps(provider: VisionLanguageFields) -> None:
-    check_taps(provider.vision_config.to_dict(), provider.num_layers)
+def _check_deepstack(provider: VisionLanguageFields) -> None:
+    check_deepstack(provider.vision_config.to_dict(), provider.num_layers)
 
 
-RULES: tuple[Rule, ...] = (_check_taps, check_names)
+RULES: tuple[Rule, ...] = (_check_deepstack, check_names)

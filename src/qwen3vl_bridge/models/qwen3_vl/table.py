@@ -29,7 +29,7 @@ DEEPSTACK_ROWS = merger_rows(
     "vision_model.decoder.deepstack_merger_list.*",
     "model.visual.deepstack_merger_list.*",
     "v_merged",
-    indices=("deepstack_taps",),
+    indices=("deepstack_mergers",),
 )
 
 TEXT_ROWS: tuple[Row, ...] = (

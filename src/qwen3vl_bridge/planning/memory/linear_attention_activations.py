@@ -10,7 +10,8 @@ compared in tests; its chunks never have tokens of two segments, so that it has 
 what their own functions save: the
 convolution its input; the normalisation its result; the rule queries, keys, values, decays, strengths and the inverse
 of each chunk's triangular system, and recompute the rest. Source: flash-linear-attention, `CausalConv1dFunction`,
-`L2NormFunction`, `ChunkGatedDeltaRuleFunction`; not measured, for lack of a GPU.
+`L2NormFunction`, `ChunkGatedDeltaRuleFunction`; not measured, for lack of a GPU. Transformer Engine's norm computes in
+the dtype of its weight, which for the output is float32.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from qwen3vl_bridge.planning.settings import Training
 from qwen3vl_bridge.planning.split import Split
 from qwen3vl_bridge.weights.dimensions import Dimensions
 
-_FLOAT = 4  # bytes; dtype of the rule in torch, and of decays in all implementations
+_FLOAT = 4  # bytes; dtype of the rule in torch, and of decays and the output's norm in all implementations
 
 
 def linear_attention(n: Dimensions, split: Split, training: Training, slots: float = 1.0) -> list[SavedTensor]:
@@ -60,9 +61,9 @@ def linear_attention(n: Dimensions, split: Split, training: Training, slots: flo
         SavedTensor("values", value * e),
         SavedTensor("decays since the chunk began", heads * _FLOAT),
         SavedTensor("inverses of chunks' systems", heads * CHUNK * e),
-        SavedTensor("norm of the output: input", value * e),
+        SavedTensor("norm of the output: input", value * _FLOAT),
         SavedTensor("norm of the output: statistic", heads * NORM),
-        SavedTensor("norm of the output: result", value * e),
+        SavedTensor("norm of the output: result", value * _FLOAT),
         SavedTensor("gate", value * e),
     ]
 

@@ -117,7 +117,7 @@ def chunk_activations(
         found["multi-token prediction"], again = _multi_token_prediction(n, split, training, chunk, chosen, work.tokens)
         passing = max(passing, again)
     trained = not training.frozen_weights >= {Part.VISION_MODEL, Part.VISION_PROJECTION}
-    received = len(n.indices["deepstack_taps"]) - chunk.layers.start
+    received = len(n.indices["deepstack_mergers"]) - chunk.layers.start
     if chunk.layers and received > 0:
         found["DeepStack"] = _sum(vision_activations.deepstack(n, split, training, received)) * work.vision_tokens
     if chunk.tower:
@@ -209,7 +209,7 @@ def _multi_token_prediction(
 def _tower(n: Dimensions, split: Split, training: Training) -> tuple[float, float, float]:
     """For each patch: activations stored by the tower, by the mergers, and temporary memory."""
     tower_frozen, projection = (part in training.frozen_weights for part in (Part.VISION_MODEL, Part.VISION_PROJECTION))
-    e, v, taps = training.precision.weight, n["v_hidden"], len(n.indices["deepstack_taps"])
+    e, v, taps = training.precision.weight, n["v_hidden"], len(n.indices["deepstack_mergers"])
     mergers = taps * _sum(vision_activations.merger(n, split, training, after_shuffle=True))
     mergers += _sum(vision_activations.merger(n, split, training, after_shuffle=False))
     if tower_frozen:  # then a merger's input is saved only for the merger

@@ -151,7 +151,7 @@ def _sizes(provider: VisionLanguageProvider) -> dict[str, object]:
         **{name: getattr(provider, name, None) for name in names},
         **vision_sizes(vision.to_dict()),
         "vision layers": vision.depth,
-        "deepstack_visual_indexes": list(provider.tapped_layers),
+        "deepstack_visual_indexes": list(provider.deepstack_layers),
         "family": provider.family,
         **{name: getattr(provider, name) for name in _LINEAR if hasattr(provider, name)},
     }

@@ -157,12 +157,6 @@ def _check_settings(cfg: ConfigContainer) -> None:
     check_towers(cfg)
     if cfg.optimizer.optimizer_cuda_graph:
         raise ValueError("optimizer.optimizer_cuda_graph is True: expected False, or no step could be skipped")
-    towers = cfg.optimizer_config_override_provider
-    if cfg.ddp.use_megatron_fsdp and isinstance(towers, Qwen3VLTowers) and towers.frozen_updates():
-        raise ValueError(
-            "optimizer_config_override_provider.freeze_*_steps with ddp.use_megatron_fsdp: expected only one of them: "
-            "whether frozen parts keep their weights under Megatron-FSDP is untested"
-        )
 
 
 def _guard(cfg: ConfigContainer, step: int) -> Guard | None:

@@ -151,3 +151,8 @@ def _check_optimizer(cfg: ConfigContainer) -> None:
     }
     if found := [name for name, is_set in wrong.items() if is_set]:
         raise ValueError(f"{_FIELD} has freeze_*_steps, which do not work with {', '.join(found)}; expected them unset")
+    if cfg.ddp.use_megatron_fsdp or cfg.dist.use_megatron_fsdp:
+        raise ValueError(
+            f"{_FIELD}.freeze_*_steps with ddp.use_megatron_fsdp: expected only one of them: whether frozen parts keep "
+            "their weights under Megatron-FSDP is untested"
+        )

@@ -150,7 +150,7 @@ class VisionLanguageFields(GPTModelProvider):
     add_decoder: bool = True
 
     @property
-    def tapped_layers(self) -> tuple[int, ...]:
+    def deepstack_layers(self) -> tuple[int, ...]:
         """Layers of the tower that have a DeepStack merger."""
         return tuple(getattr(self.vision_config, "deepstack_visual_indexes", None) or ())
 

@@ -7,6 +7,7 @@ change results. What may not: fields (`fields.py`), layer specs (`models/common/
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 
 from qwen3vl_bridge.models.common.settings.activations import text_activation
@@ -108,16 +109,26 @@ _WITHOUT_GRAPHS = {
     "cuda_graph_impl": "none",
     "enable_cuda_graph": False,
     "external_cuda_graph": False,
+    "cuda_graph_modules": [],
+    "cuda_graph_scope": [],
     "vision_cuda_graph_impl": "none",
     "vision_cuda_graph_scope": [],
     "max_vision_cuda_graph_seq_length": None,
 }
 
+# Megatron-Bridge's recipes set "full", its default, for graphs that are off. Checked for a run before Megatron-Bridge
+# validates its configuration, which clears what is to be captured.
+GRAPHS: tuple[Row, ...] = tuple(
+    Row(name, value, _CAPTURED, also=(None, "full", "") if value == [] else (None,))
+    for name, value in _WITHOUT_GRAPHS.items()
+    if name in VisionLanguageFields.__dataclass_fields__
+)
+
 _CHUNKED = When("loss_chunk_tokens", lambda provider: provider.loss_chunk_tokens)
 
 # Checked before megatron-core completes a provider.
 RULES: tuple[Rule, ...] = (
-    *(Row(name, value, _CAPTURED, also=(None,)) for name, value in _WITHOUT_GRAPHS.items()),
+    *GRAPHS,
     Row("loss_chunk_tokens", at_least(0)),
     Row(
         "defer_embedding_wgrad_compute",
@@ -127,11 +138,40 @@ RULES: tuple[Rule, ...] = (
         _CHUNKED,
     ),
     *(Row(name, None, "it would be ignored", LOCAL, also=(False, "")) for name in ("fp8", "fp4")),
+    Row("cpu_offloading", False, "Transformer Engine provides it", LOCAL),
+    Row(
+        "fp32_residual_connection",
+        False,
+        "its norms leave the dtype as it is, and its linear layers accept only that of their weights",
+        When(
+            "transformer_impl params_dtype",
+            lambda provider: provider.transformer_impl == "local" and provider.params_dtype != torch.float32,
+        ),
+    ),
+    *(
+        Row(name, False, "only Transformer Engine's attention does it", LOCAL)
+        for name in ("apply_query_key_layer_scaling", "batch_invariant_mode", "log_max_attention_logit")
+    ),
     Row(
         "attention_backend",
         any_of(*(backend for backend in AttnBackend if backend is not AttnBackend.local)),
         "Transformer Engine's layers have no attention for it; or use transformer_impl='local'",
         _NOT_LOCAL,
+    ),
+)
+
+# For a model that is trained.
+LOSS = Row(
+    "cross_entropy_fusion_impl",
+    "native",
+    "the other is Transformer Engine's, which is not installed",
+    When(
+        "cross_entropy_loss_fusion transformer_impl",
+        lambda provider: (
+            provider.cross_entropy_loss_fusion
+            and provider.transformer_impl == "local"
+            and importlib.util.find_spec("transformer_engine") is None
+        ),
     ),
 )
 

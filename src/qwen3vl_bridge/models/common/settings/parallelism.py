@@ -11,12 +11,13 @@ stages and inconsistent layouts. Query groups may be fewer than tensor-parallel 
 from __future__ import annotations
 
 import logging
+import math
 from typing import TYPE_CHECKING
 
 from qwen3vl_bridge.batch.token_layout import row_multiple
 from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields
 from qwen3vl_bridge.models.common.settings.kernels import PACKED_CONTEXT
-from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, any_of, at_least, multiple_of, under
+from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, any_of, at_least, check, multiple_of, under
 
 import torch
 from megatron.core.transformer.enums import LayerType
@@ -88,6 +89,34 @@ def complete_sharded(provider: VisionLanguageFields) -> None:
             " and ".join(names),
         )
         provider.gradient_accumulation_fusion = False
+
+
+def check_ranks(provider: VisionLanguageFields, world: int) -> None:
+    """Check that the parallel sizes divide the number of processes; modules on separate ranks are not checked here.
+
+    Args:
+        provider: finalised or not.
+        world: number of processes.
+
+    Raises:
+        ValueError: the number is not a multiple of their product.
+    """
+    if provider.dist_train.use_dist_train:
+        return
+    check(SIZES, provider)
+    sizes = {
+        "tensor": provider.tensor_model_parallel_size,
+        "pipeline": provider.pipeline_model_parallel_size,
+        "context": provider.context_parallel_size,
+    }
+    product = math.prod(sizes.values())
+    if world % product:
+        written = " * ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ValueError(
+            f"the run has {world} process{'es' if world > 1 else ''}, expected a multiple of {product}, the product of "
+            f"the parallel sizes ({written}): use torchrun --nproc_per_node {product}, or change the sizes, such as "
+            "model.tensor_model_parallel_size=1 model.sequence_parallel=False"
+        )
 
 
 def check_microbatches(provider: VisionLanguageFields, microbatches: int, what: str) -> None:
@@ -172,7 +201,7 @@ def _check_groups(provider: VisionLanguageFields) -> None:
 
 
 def _check_taps(provider: VisionLanguageFields) -> None:
-    taps, layers = len(provider.tapped_layers), _layers_of_first_stage(provider)
+    taps, layers = len(provider.deepstack_layers), _layers_of_first_stage(provider)
     if provider.pipeline_model_parallel_size > 1 and layers < taps and not provider.variable_seq_lengths:
         raise ValueError(
             f"variable_seq_lengths is False and the first pipeline stage has {layers} layers, expected True, or at "

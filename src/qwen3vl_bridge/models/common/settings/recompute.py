@@ -55,18 +55,41 @@ def _check_taps(provider: VisionLanguageFields) -> None:
     if (provider.vision_recompute_granularity, provider.vision_recompute_method) != ("full", "uniform"):
         return
     chunk = provider.vision_recompute_num_layers
-    if lost := [tap for tap in provider.tapped_layers if (tap + 1) % chunk]:
+    if lost := [tap for tap in provider.deepstack_layers if (tap + 1) % chunk]:
         raise ValueError(
             f"vision_recompute_num_layers is {chunk}; DeepStack taps {lost} are not at the end of a chunk of {chunk} "
             "layers and would be lost; use 1"
         )
 
 
+def _check_modules(provider: VisionLanguageFields) -> None:
+    """Refuse modules of layers that the text model does not have, which megatron-core skips silently."""
+    experts = len(provider.moe_layers)
+    there = {
+        "mlp": experts < provider.num_layers,
+        "moe": experts,
+        "moe_act": experts,
+        "shared_experts": experts and provider.moe_shared_expert_intermediate_size,
+    }
+    if provider.recompute_granularity == "selective" and (
+        idle := [name for name in provider.recompute_modules or () if not there.get(name, True)]
+    ):
+        raise ValueError(f"recompute_modules has {idle}, which this model does not have: expected it without")
+
+
 RULES: tuple[Rule, ...] = (
     *_of_tower(""),
     *_of_tower("vision_"),
+    Row(
+        "distribute_saved_activations",
+        False,
+        "it would be ignored",
+        When("recompute_granularity", lambda provider: provider.recompute_granularity != "full"),
+        also=(None,),
+    ),
     # Not "mlp": megatron-core 0.19 returns a recomputed MLP's bias, which the tower's MLPs have, from its autograd
     # function, and the backward pass then recurses without end. The rest is for experts or another kind of attention.
     Row("vision_recompute_modules", any_of(None, "core_attn", "layernorm")),
+    _check_modules,
     _check_taps,
 )

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from qwen3vl_bridge.models.common.settings import encoder_parallel, kernels, parallelism, recompute
+from qwen3vl_bridge.models.common.settings import encoder_parallel, fixed, kernels, parallelism, recompute
 from qwen3vl_bridge.models.common.settings.activations import name_of, vision_activation
 from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When
-from qwen3vl_bridge.models.config.fields import check_tower_size
+from qwen3vl_bridge.models.hf_config import check_tower_size
 
 
 def _check_tower(provider: Any) -> None:
@@ -49,6 +49,7 @@ GIVEN: tuple[Rule, ...] = (
     _check_activation,
     *recompute.RULES,
     *kernels.RULES,
+    *fixed.PARTS.values(),
 )
 
 # After that.
@@ -58,4 +59,4 @@ COMPLETED: tuple[Rule, ...] = (*parallelism.RULES, *encoder_parallel.RULES, _che
 CALLED: tuple[Rule, ...] = (kernels.check_float32,)
 
 # For a model that is trained.
-TRAINED: tuple[Rule, ...] = (*CALLED, *parallelism.TRAINING)
+TRAINED: tuple[Rule, ...] = (*CALLED, kernels.LOSS, *parallelism.TRAINING)

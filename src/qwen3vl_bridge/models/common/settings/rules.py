@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from enum import Enum
 from functools import reduce
 from typing import Any
@@ -127,6 +127,30 @@ def under(when: When, *rows: Row) -> tuple[Row, ...]:
 def only(why: str, **values: Any) -> dict[str, Row]:
     """Rows of settings that have one value each, for one reason; by name, so that a family can replace some."""
     return {name: Row(name, value, why) for name, value in values.items()}
+
+
+def at_default(kind: type, names: str, why: str, *, section: str = "", when: When | None = None) -> dict[str, Row]:
+    """Rows of fields that must have their defaults, or None; by name.
+
+    Args:
+        kind: the dataclass of the fields. Those that the installed release does not have get no row.
+        names: of the fields, separated by spaces.
+        why: the reason.
+        section: what comes before a field's name, as "checkpoint.".
+        when: condition under which the rows apply.
+    """
+    wanted = names.split()
+    return {
+        field.name: Row(
+            section + field.name,
+            field.default if field.default_factory is MISSING else field.default_factory(),
+            why,
+            when,
+            also=(None,),
+        )
+        for field in fields(kind)
+        if field.name in wanted
+    }
 
 
 def _value(settings: Any, name: str) -> Any:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields, default_transformer_impl
+from qwen3vl_bridge.models.common.settings.fixed import UNREAD
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +36,11 @@ _KERNELS = frozenset(
         "cp_comm_type",
     ]
 )
-# Fields with another default in Megatron-Bridge's provider on which no weight depends: the loss, CUDA graphs. Its
-# layers are Transformer Engine's whatever `transformer_impl` is.
+# Fields with another default in Megatron-Bridge's provider on which no weight depends: the loss, CUDA graphs; and those
+# that would be ignored. Its layers are Transformer Engine's whatever `transformer_impl` is.
 _DECIDED_ANEW = frozenset(
     [
+        *UNREAD,
         "transformer_impl",
         "apply_rope_fusion",
         "cross_entropy_loss_fusion",
@@ -46,6 +48,9 @@ _DECIDED_ANEW = frozenset(
         "cuda_graph_impl",
         "cuda_graph_scope",
         "cuda_graph_modules",
+        "cuda_graph_warmup_steps",
+        "cuda_graph_use_single_mempool",
+        "cuda_graph_retain_backward_graph",
         "enable_cuda_graph",
         "external_cuda_graph",
         "vision_cuda_graph_impl",

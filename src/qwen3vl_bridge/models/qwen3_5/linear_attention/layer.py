@@ -7,24 +7,44 @@ kernels (`kernels.py`), the layers that contain it (`models/qwen3_5/layer_specs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from qwen3vl_bridge.models.qwen3_5.linear_attention import delta_rule
+from qwen3vl_bridge.models.qwen3_5.table import LINEAR_ATTENTION_ROWS
 from qwen3vl_bridge.weights.adapter_rows import MAGNITUDE, MARK, OUT
 
 import torch
-import torch.nn.functional as F
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.utils import _split_tensor_factory
 from torch import Tensor, nn
 
+# Parameters that are in float32 in a model of 16 bits too.
+_FLOAT32 = tuple(row.megatron.rpartition("self_attention.")[2] for row in LINEAR_ATTENTION_ROWS if row.float32)
+
 
 class LinearAttention(GatedDeltaNet):
-    """GatedDeltaNet without device synchronizations for packed rows, and with decays computed in float32.
+    """GatedDeltaNet without device synchronizations for packed rows, and with its decays and output norm in float32.
 
     In addition, adapters of its input projection are saved in the same sections as the projection, so that they can be
     loaded with another tensor-parallel size.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for name in _FLOAT32:
+            parameter = self.get_parameter(name)
+            parameter.data = parameter.data.float()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LinearAttention:
+        """Keep float32 parameters when the model is cast to 16 bits, which all wrappers do by this method."""
+        before = {name: self.get_parameter(name).data for name in _FLOAT32}
+        super()._apply(fn, recurse)
+        for name, data in before.items():
+            parameter = self.get_parameter(name)
+            if parameter.dtype.itemsize < data.dtype.itemsize:
+                parameter.data = data.to(parameter.device)
+        return self
 
     def _setup_variant_attrs(self) -> None:
         super()._setup_variant_attrs()
@@ -38,17 +58,6 @@ class LinearAttention(GatedDeltaNet):
         # megatron-core checks on the host that the offsets match the row, which synchronizes; those of a layout always
         # do.
         return cu_seqlens_actual if cu_seqlens_padded is None else cu_seqlens_padded
-
-    def _compute_g_and_beta(
-        self, A_log_local_cp: Tensor, dt_bias_local_cp: Tensor, alpha: Tensor, beta: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Logarithm of the decay, in float32, and the writing strength.
-
-        megatron-core computes the exponential of `A_log` in the parameter's dtype, which in bfloat16 gives errors of up
-        to 0.4 % in the decays. Source: transformers, Qwen3_5GatedDeltaNet.forward.
-        """
-        decay = -A_log_local_cp.float().exp() * F.softplus(alpha.float() + dt_bias_local_cp)
-        return decay, beta.sigmoid()
 
     def fused_projection(self) -> tuple[nn.Module, list[int]]:
         """`in_proj`, and this rank's rows of its sections."""

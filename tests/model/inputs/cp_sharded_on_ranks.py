@@ -1,6 +1,6 @@
 """Run on ranks: rows that context-parallel ranks have shared out already, beside transformers and whole rows.
 
-torchrun --nproc_per_node N -m tests.model.inputs.precut_rows_on_ranks OUTPUT DENSE_FOLDER MOE_FOLDER
+torchrun --nproc_per_node N -m tests.model.inputs.cp_sharded_on_ranks OUTPUT DENSE_FOLDER MOE_FOLDER
 """
 
 from __future__ import annotations

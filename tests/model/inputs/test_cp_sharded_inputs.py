@@ -1,6 +1,6 @@
 """Rows that arrive as context-parallel ranks' shares: the door puts the whole row together, once, on all ranks alike.
 
-Ranks are threads here, which meet where processes would. Whole models on real ranks: `test_precut_rows_on_ranks.py`.
+Ranks are threads here, which meet where processes would. Whole models on real ranks: `test_cp_sharded_on_ranks.py`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from threading import Barrier
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.batch import SequenceLayout
-from qwen3vl_bridge.models.common.inputs import agreement, precut_rows
-from qwen3vl_bridge.models.common.inputs.model_inputs import as_model_inputs
+from qwen3vl_bridge.models.common import cp_sharded_inputs
+from qwen3vl_bridge.models.common.caller_inputs import as_model_inputs
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ class Ranks:
 
     def __init__(self, size, monkeypatch):
         self.size, self.barrier, self.given, self.gathered = size, Barrier(size, timeout=20), [None] * size, 0
-        monkeypatch.setattr(agreement, "gather_stacked", self.gather)
+        monkeypatch.setattr(cp_sharded_inputs, "gather_stacked", self.gather)
 
     def gather(self, local, group):
         self.given[group.rank()] = local
@@ -160,7 +160,7 @@ def test_any_lengths(data):
     whole = dict(input_ids=torch.randperm(layout.total)[None], position_ids=torch.rand(3, 1, layout.total))
     with pytest.MonkeyPatch.context() as monkeypatch:
         found = Ranks(cp, monkeypatch).call(
-            lambda rank, group: precut_rows.with_whole_row(
+            lambda rank, group: cp_sharded_inputs.with_whole_row(
                 {name: share_of(values, padded, cp, rank) for name, values in whole.items()}
                 | dict(packed_seq_params=params_of(layout), more=rank),
                 group,
@@ -169,7 +169,7 @@ def test_any_lengths(data):
     for rank, one in enumerate(found):
         assert one["more"] == rank
         assert all(torch.equal(one[name], values) for name, values in whole.items())
-    alone = precut_rows.with_whole_row(found[0], ALONE)
+    alone = cp_sharded_inputs.with_whole_row(found[0], ALONE)
     assert alone.keys() == found[0].keys() and all(torch.equal(alone[name], found[0][name]) for name in whole)
 
 

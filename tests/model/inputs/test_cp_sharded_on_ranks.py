@@ -5,7 +5,7 @@ import torch
 
 from tests.forked import run_ranks
 
-from .precut_rows_on_ranks import CALLS, SEEDS, TOPOLOGIES
+from .cp_sharded_on_ranks import CALLS, SEEDS, TOPOLOGIES
 
 # Of logits up to about 2 and losses of about 6, absolute; of each gradient, relative to its largest entry.
 TOLERANCES = {
@@ -19,7 +19,7 @@ TOLERANCES = {
 @pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.slow if n > 2 else ()) for n in TOPOLOGIES])
 def test_shares_give_what_the_whole_row_gives(untied_folder, moe_folder, tmp_path, ranks):
     run_ranks(
-        "tests.model.inputs.precut_rows_on_ranks", ranks, tmp_path / "found.pt", untied_folder, moe_folder, timeout=1500
+        "tests.model.inputs.cp_sharded_on_ranks", ranks, tmp_path / "found.pt", untied_folder, moe_folder, timeout=1500
     )
     found, refused = torch.load(tmp_path / "found.pt")
 

@@ -1,8 +1,6 @@
 """Released models: the dimensions in which sizes differ, and a `config.json` built from them offline.
 
-What lives here: the dimensions that describe released models of all families, and what their configurations share.
-transformers is imported only in the function that returns one of its classes. What may not: values of a family
-(`models/*/presets.py`), training settings (recipes).
+Standard library only; transformers is imported only in the function that returns one of its classes.
 """
 
 from __future__ import annotations
@@ -11,20 +9,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qwen3vl_bridge.models.config.identity import TOKEN_IDS
-
-_DTYPE = "bfloat16"
+from qwen3vl_bridge.models.hf_config import TOKEN_IDS
 
 
 @dataclass(frozen=True)
 class VisionTower:
-    """A vision tower. `taps` are the layers whose outputs go to the text model's first layers (DeepStack), if any."""
+    """A vision tower. The outputs of `deepstack_layers`, if any, go to the text model's first layers."""
 
     depth: int
     hidden: int
     ffn: int
     heads: int = 16
-    taps: tuple[int, ...] = ()
+    deepstack_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -32,7 +28,7 @@ class Experts:
     """Experts of each text layer: number of experts, experts per token, and the width of one."""
 
     number: int
-    chosen: int
+    topk: int
     ffn: int
 
 
@@ -51,12 +47,7 @@ class Preset:
 
 
 def size_of(name: str, sizes: Iterable[str], hub_ids: Callable[[str], tuple[str, ...]]) -> str:
-    """The size for a size name or a hub id.
-
-    Args:
-        name: either.
-        sizes: the sizes of a family.
-        hub_ids: names on the Hugging Face hub of the models of a size.
+    """The size for a size name or a hub id; `hub_ids` gives the names on the hub of a size's models.
 
     Raises:
         ValueError: an unknown model; the message lists the sizes.
@@ -71,31 +62,21 @@ def size_of(name: str, sizes: Iterable[str], hub_ids: Callable[[str], tuple[str,
 def config_of(
     preset: Preset, *, model_type: str, architecture: str, text: Mapping[str, Any], token_ids: Iterable[int]
 ) -> dict[str, Any]:
-    """A `config.json` in the format of transformers 5. The result is a new object that the caller may modify.
+    """A `config.json` in the format of transformers 5, as a new object that the caller may modify.
 
     Args:
         preset: the size.
         model_type: of the family's dense models.
         architecture: the prefix of the family's class names in transformers.
-        text: the family's own fields of the text model, created for this call.
+        text: the family's own fields of the text model.
         token_ids: in the order of `TOKEN_IDS`.
     """
     if preset.experts is not None:
         model_type, architecture = f"{model_type}_moe", f"{architecture}Moe"
-    return {
-        "architectures": [f"{architecture}ForConditionalGeneration"],
-        "model_type": model_type,
-        "dtype": _DTYPE,
-        "text_config": {"model_type": f"{model_type}_text", **_text(preset), **_experts(preset.experts), **text},
-        "vision_config": {"model_type": f"{model_type}_vision", **_vision(preset)},
-        **dict(zip(TOKEN_IDS, token_ids, strict=True)),
-        "tie_word_embeddings": preset.tied,
-    }
-
-
-def _text(preset: Preset) -> dict[str, Any]:
-    return {
-        "dtype": _DTYPE,
+    experts, tower = preset.experts, preset.vision
+    shared_text = {
+        "model_type": f"{model_type}_text",
+        "dtype": "bfloat16",
         "hidden_size": preset.hidden,
         "num_hidden_layers": preset.layers,
         "num_attention_heads": preset.heads,
@@ -110,23 +91,16 @@ def _text(preset: Preset) -> dict[str, Any]:
         # The default of the MoE text configuration is True, whatever the whole model's configuration has.
         "tie_word_embeddings": preset.tied,
     }
-
-
-def _experts(experts: Experts | None) -> dict[str, Any]:
-    if experts is None:
-        return {}
-    return {
-        "num_experts": experts.number,
-        "num_experts_per_tok": experts.chosen,
-        "moe_intermediate_size": experts.ffn,
-        "router_aux_loss_coef": 0.001,
-    }
-
-
-def _vision(preset: Preset) -> dict[str, Any]:
-    tower = preset.vision
-    return {
-        "dtype": _DTYPE,
+    if experts is not None:
+        shared_text |= {
+            "num_experts": experts.number,
+            "num_experts_per_tok": experts.topk,
+            "moe_intermediate_size": experts.ffn,
+            "router_aux_loss_coef": 0.001,
+        }
+    vision = {
+        "model_type": f"{model_type}_vision",
+        "dtype": "bfloat16",
         "depth": tower.depth,
         "hidden_size": tower.hidden,
         "hidden_act": "gelu_pytorch_tanh",
@@ -138,8 +112,17 @@ def _vision(preset: Preset) -> dict[str, Any]:
         "temporal_patch_size": 2,
         "out_hidden_size": preset.hidden,
         "num_position_embeddings": 48 * 48,
-        **({"deepstack_visual_indexes": list(tower.taps)} if tower.taps else {}),
+        **({"deepstack_visual_indexes": list(tower.deepstack_layers)} if tower.deepstack_layers else {}),
         "initializer_range": 0.02,
+    }
+    return {
+        "architectures": [f"{architecture}ForConditionalGeneration"],
+        "model_type": model_type,
+        "dtype": "bfloat16",
+        "text_config": shared_text | dict(text),
+        "vision_config": vision,
+        **dict(zip(TOKEN_IDS, token_ids, strict=True)),
+        "tie_word_embeddings": preset.tied,
     }
 
 

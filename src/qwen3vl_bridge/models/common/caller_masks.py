@@ -1,13 +1,15 @@
-"""Reads and checks a caller's masks and packed-sequence parameters on the host.
+"""Reading a caller's arguments on the host: one copy for all of them; masks and offsets as lengths and booleans.
 
-What lives here: each argument by itself, converted to lengths and booleans. What may not: the convention that they form
-together (`padding_and_packing.py`).
 Legend: B rows, S tokens per row, n segments.
 """
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 from qwen3vl_bridge.batch import SequenceLayout
+from qwen3vl_bridge.batch.device_transfer import on_host
 
 import torch
 import torch.nn.functional as F
@@ -19,15 +21,12 @@ _NEVER = -10000.0
 
 
 def real_tokens(attention_mask: Tensor | None, padding_mask: Tensor | None, ids: Tensor) -> Tensor | None:
-    """Derive the real (non-padding) tokens from a caller's masks.
+    """The real (non-padding) tokens [B, S] by a caller's masks on the host; None if no mask gives any information.
 
     Args:
-        attention_mask: [B, S], 1 for real tokens, on the host; or a square mask, see `_real_of_square`; or None.
-        padding_mask: [B, S], 1 for padding, as in megatron-core's MoE layers, on the host; or None.
-        ids: [B, S] on the host.
-
-    Returns:
-        [B, S] bool on the host, True for real tokens; or None if no mask gives any information.
+        attention_mask: [B, S], 1 for real tokens; or a square mask, see `_real_of_square`; or None.
+        padding_mask: [B, S], 1 for padding, as in megatron-core's MoE layers; or None.
+        ids: [B, S].
 
     Raises:
         ValueError: masks with other shapes or values, masks that contradict each other, or masks with another meaning.
@@ -76,12 +75,10 @@ def _real_of_square(mask: Tensor, rows: int, tokens: int) -> Tensor | None:
 
     Args:
         mask: [B, 1, S, S] or [B, S, S], or with one row for all; on any device, where it is evaluated.
-        rows: B.
-        tokens: S.
+        rows, tokens: B, S.
 
     Returns:
-        [B, S] bool on the host; or None for one causal mask shared by all rows, which gives no information about
-        padding.
+        [B, S] bool on the host; None for one causal mask shared by all rows, which says nothing about padding.
     """
     squares = mask.squeeze(1) if mask.dim() == 4 else mask
     if squares.dim() != 3 or len(squares) not in (1, rows) or squares.shape[1:] != (tokens, tokens):
@@ -103,15 +100,9 @@ def _real_of_square(mask: Tensor, rows: int, tokens: int) -> Tensor | None:
 
 
 def square_in_brief(mask: Tensor, rows: int, tokens: int) -> dict[str, Tensor]:
-    """The real tokens of a square mask, and whether it is only causal with padding, computed on its device without a
-    host-device synchronization.
+    """On its device, without a wait: `real` tokens [B or 1, S] of a square mask, and whether it is `plain`, [] bool.
 
-    Args:
-        mask, rows, tokens: as for `_real_of_square`, of any shape.
-
-    Returns:
-        `real`, [B or 1, S] bool, and `plain`, [] bool: whether the mask is causal with padding and nothing else. Empty
-        for a mask of another shape, or of one token.
+    Plain is causal with padding and nothing else. Empty for a mask of another shape, or of one token.
     """
     squares = mask.squeeze(1) if mask.dim() == 4 else mask
     if squares.dim() != 3 or len(squares) not in (1, rows) or squares.shape[1:] != (tokens, tokens) or tokens < 2:
@@ -233,3 +224,33 @@ def packed_layout(lengths: Tensor, physical: Tensor) -> SequenceLayout:
     lengths, physical = lengths[physical > 0], physical[physical > 0]
     offsets = (F.pad(values.cumsum(0), (1, 0)).int() for values in (lengths, physical))
     return SequenceLayout(*offsets, 1, tuple(lengths.tolist()), tuple(physical.tolist()))
+
+
+OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+_READ = (
+    *("input_ids", "position_ids", "attention_mask", "padding_mask", "labels", "loss_mask"),
+    *("image_grid_thw", "video_grid_thw"),
+)
+
+
+def arguments_on_host(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call, as for `as_model_inputs`, with those that are read copied to the host, in one wait.
+
+    The size of a square attention mask is quadratic in the tokens, so the real tokens are computed from it on its
+    device, and replace it. A mask that is not merely causal with padding is kept; `real_tokens` then refuses it.
+    """
+    given = {name: value for name in _READ if isinstance(value := arguments.get(name), Tensor)}
+    square, ids = {}, given.get("input_ids")
+    if "attention_mask" in given and given["attention_mask"].dim() > 2:
+        mask = given.pop("attention_mask")
+        square = square_in_brief(mask, *ids.shape) if ids is not None and ids.dim() == 2 else {}
+    packed = copy.copy(arguments.get("packed_seq_params"))
+    offsets = {name: value for name in OFFSETS if isinstance(value := getattr(packed, name, None), Tensor)}
+    found = on_host(given | offsets | square)
+    for name in offsets:
+        setattr(packed, name, found.pop(name))
+    if square:
+        real, plain = found.pop("real"), found.pop("plain")
+        if plain:  # one causal mask for all rows gives no information about padding
+            found["attention_mask"] = None if len(real) == 1 and real.all() else real.expand(ids.shape)
+    return arguments | found | (dict(packed_seq_params=packed) if offsets else {})

@@ -1,9 +1,4 @@
-"""Rows that the caller has already split over context-parallel ranks: gathering the whole row.
-
-What lives here: how a slice is distinguished from a whole row, and how each argument of the whole row is gathered from
-the slices. What may not: which tokens a rank holds (`batch/token_layout.py`), the collective
-(`parallel/collectives.py`), the meaning of arguments (`model_inputs.py`), whether ranks pass the same ones
-(`agreement.py`).
+"""Rows that the caller has already split over context-parallel ranks: gathering the whole row, if all ranks agree.
 
 RL frameworks split a packed row before they call the model, with the same rule as `token_index`, and keep the offsets
 of the whole row. Positions and vision inputs need the whole row, because a slice may contain only a part of an image.
@@ -12,16 +7,67 @@ Legend: cp context-parallel ranks, T tokens of the whole row, n = T / cp of them
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from qwen3vl_bridge.batch import SequenceLayout, gathered_index
-from qwen3vl_bridge.batch.device_transfer import on_host
-from qwen3vl_bridge.models.common.inputs.agreement import check_agreement, gather_slices
-from qwen3vl_bridge.models.common.inputs.masks import packed_layout, segment_lengths
-from qwen3vl_bridge.models.common.inputs.reading import arguments_on_host
+from qwen3vl_bridge.batch.device_transfer import on_host, sent
+from qwen3vl_bridge.models.common.caller_masks import arguments_on_host, packed_layout, segment_lengths
+from qwen3vl_bridge.parallel.collectives import gather_stacked
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+_NUMBERS = 6  # integers that describe one argument in the comparison
+
+
+def gather_slices(values: Tensor, group: ProcessGroup) -> Tensor:
+    """[..., n] of each rank -> [cp, ..., n] of all ranks, as int64 or float32."""
+    return gather_stacked(values.float() if values.is_floating_point() else values.long(), group)
+
+
+def check_agreement(
+    given: Mapping[str, Tensor | None], layout: SequenceLayout | None, group: ProcessGroup, device: torch.device
+) -> None:
+    """Refuse arguments that differ between context-parallel ranks: which are given, their shapes, a row's layout.
+
+    All ranks of the group call this together, and all raise ValueError, since later collectives would hang.
+    """
+    if group.size() == 1:
+        return  # no device synchronization
+    lengths = layout and (layout.lengths, layout.padded_lengths)
+    offsets = [hash(lengths) if lengths else -1] * _NUMBERS  # hash of integers: the same in every process
+    own = [offsets, *(_description(values) for values in given.values())]
+    everyone = gather_stacked(sent(torch.tensor(own), device), group).tolist()
+    for rank, theirs in enumerate(everyone):
+        if theirs[0] != everyone[0][0]:
+            raise ValueError(
+                f"packed_seq_params of context-parallel rank {rank} has other segments than that of rank 0; expected "
+                "the offsets of one whole row on every rank, each with its share of it"
+            )
+        for name, found, first in zip(given, theirs[1:], everyone[0][1:], strict=True):
+            if found != first:
+                raise ValueError(
+                    f"{name} is {_words(found)} on context-parallel rank {rank} and {_words(first)} on rank 0; "
+                    "expected the same arguments on every rank: its share of what is cut, and the images and videos of "
+                    "the whole row"
+                )
+
+
+def _description(values: Tensor | None) -> list[int]:
+    """Number of dimensions, whether floating point, and sizes, padded to the same length for every argument."""
+    if values is None:
+        return [-1] * _NUMBERS
+    return [values.dim(), int(values.is_floating_point()), *values.shape, *[0] * _NUMBERS][:_NUMBERS]
+
+
+def _words(description: list[int]) -> str:
+    dimensions, floating, *shape = description
+    if dimensions < 0:
+        return "None"
+    return f"{shape[:dimensions]} {'floating point' if floating else 'integers'}"
+
 
 _OF_TOKENS = ("input_ids", "position_ids", "attention_mask", "padding_mask")
 _PER_TOKEN = (*_OF_TOKENS, "labels", "loss_mask")

@@ -1,0 +1,418 @@
+"""Core attention without Transformer Engine: packed-sequence parameters, kernels, and modules for rows and for CP.
+
+Nothing here allocates memory of size tokens x tokens.
+Legend: n segments, s their length, t tokens of a packed row, d head dimension; keys and values may have fewer heads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from qwen3vl_bridge.batch.token_layout import CausalChunks, SequenceLayout, causal_chunks
+from qwen3vl_bridge.parallel.collectives import gather_over_context
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.attention.bias import causal_lower_right
+
+
+@dataclass
+class HostPackedSeqParams(PackedSeqParams):
+    """Packed-sequence parameters that also hold the physical (padded) segment lengths on the host.
+
+    With `lengths`, attention that iterates over segments needs no host-device synchronization. `layout` gives attention
+    under context parallelism the token distribution over ranks; it is None for the frames of the vision tower, which
+    are not split.
+    """
+
+    lengths: tuple[int, ...] = ()
+    layout: SequenceLayout | None = None
+    _chunks: dict[tuple[int, int], CausalChunks] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def chunks(self, cp_size: int, cp_rank: int) -> CausalChunks:
+        """`batch.token_layout.causal_chunks` of the layout, computed by the first layer and cached for all others."""
+        if (cp_size, cp_rank) not in self._chunks:
+            self._chunks[cp_size, cp_rank] = causal_chunks(self.layout, cp_size, cp_rank)
+        return self._chunks[cp_size, cp_rank]
+
+
+def packed_seq_params(
+    cu_seqlens: Tensor, lengths: tuple[int, ...], layout: SequenceLayout | None = None
+) -> HostPackedSeqParams:
+    """Megatron's description of one packed row, with physical offsets only.
+
+    Physical offsets are sufficient: attention is causal and padding is at the end of a segment, so no real token
+    attends to padding, and the outputs of padding are excluded from losses and from experts' token counts. If logical
+    lengths were also given, Transformer Engine would treat the difference as gaps between segments
+    (`pad_between_seqs`), which FlashAttention does not support there, and which no backend supports on some devices and
+    in float32. All four offsets are the same tensor, so that Transformer Engine has nothing to compare.
+
+    `cu_seqlens` [n + 1] int32 and `lengths` are the row's physical ones; `layout` is needed if context-parallel ranks
+    may share the row.
+    """
+    longest = max(lengths)
+    return HostPackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q_padded=cu_seqlens,
+        cu_seqlens_kv_padded=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        pad_between_seqs=False,
+        lengths=lengths,
+        layout=layout,
+    )
+
+
+def layout_packed_seq_params(layout: SequenceLayout) -> HostPackedSeqParams | None:
+    """Megatron's packed-sequence parameters for a layout: set for a packed row, None for padded rows."""
+    return packed_seq_params(layout.cu_seqlens_padded, layout.padded_lengths, layout) if layout.packed else None
+
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # before torch 2.10
+    varlen_attn = None
+
+_ASKED = {"scale", "window_size", "enable_gqa"}  # missing in its first releases
+if varlen_attn is not None and not inspect.signature(varlen_attn).parameters.keys() >= _ASKED:
+    varlen_attn = None
+
+_ALIGNED = 8  # varlen attention needs head dimensions divisible by this; scaled_dot_product_attention pads
+
+
+def flash_takes(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
+    """Whether torch's FlashAttention supports [n, heads, s, d]: on CUDA, in 16 bits, if the device supports d.
+
+    torch decides, including whether the user has disabled FlashAttention. It supports fewer key heads natively.
+    """
+    grouped = query.size(1) != key.size(1)
+    return query.is_cuda and can_use_flash_attention(SDPAParams(query, key, value, None, dropout, False, grouped))
+
+
+def varlen_takes(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
+    """Whether `attend_row` supports a packed row [t, heads, d]: needs FlashAttention and no dropout."""
+    if varlen_attn is None or dropout or query.size(-1) % _ALIGNED:
+        return False
+    return flash_takes(*(x.transpose(0, 1)[None] for x in (query, key, value)), dropout)
+
+
+def attend_row(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    offsets: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    """Attention within all segments of a packed row in one call, without a host-device synchronization.
+
+    Args:
+        query: [t, heads, d].
+        key, value: [keys' t, heads, d].
+        offsets: [n + 1] int32 each: cumulative segment lengths of queries and of keys.
+        longest: the maximum segment length of queries, and of keys.
+        causal: whether a segment's queries are aligned to the end of its keys and attend only up to their own position.
+        scale: softmax scale.
+
+    Returns:
+        [t, heads, d].
+    """
+    window = (-1, 0) if causal else (-1, -1)
+    grouped = query.size(1) != key.size(1)
+    return varlen_attn(query, key, value, *offsets, *longest, scale=scale, window_size=window, enable_gqa=grouped)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float, dropout: float) -> Tensor:
+    """Attention within [n, heads, s, d] segments of equal length; if causal, queries and keys are the same tokens."""
+    return _product(query, key, value, is_causal=causal, scale=scale, dropout_p=dropout)
+
+
+def attend_end(query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float) -> Tensor:
+    """Causal attention of the last s tokens of segments to all of their tokens.
+
+    CUDA kernels align the causal mask to the end of the keys. The CPU kernel would need an explicit mask, which
+    autograd would save.
+
+    Args:
+        query: [n, heads, s, d].
+        key, value: [n, heads, keys' s, d].
+        scale, dropout: as in `attend`.
+    """
+    if query.size(2) == key.size(2):
+        return attend(query, key, value, causal=True, scale=scale, dropout=dropout)
+    if query.is_cuda or dropout:  # with dropout, the CPU saves all attention scores anyway
+        mask = causal_lower_right(query.size(2), key.size(2))
+        return _product(query, key, value, attn_mask=mask, scale=scale, dropout_p=dropout)
+    return _EndOnCpu.apply(query, key, value, scale)
+
+
+class _EndOnCpu(torch.autograd.Function):
+    """Causal attention of a segment's last tokens: full attention to all earlier keys, and causal attention to their
+    own.
+
+    The two partial results are merged with their log-sum-exp weights. Given the merged output and log-sum-exp, the
+    kernel's own backward pass returns the gradients of each part.
+    Source: Dao et al., FlashAttention (2022), section 3.1; Liu et al., Ring Attention (2023).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        before = key.size(2) - query.size(2)
+        parts = [
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                query, *(x[:, :, part] for x in (key, value)), is_causal=causal, scale=scale
+            )
+            for part, causal in ((slice(before), False), (slice(before, None), True))
+        ]
+        logarithm = torch.logaddexp(*(found[1] for found in parts))  # [n, heads, s] float32
+        weighted = [out * (own - logarithm).exp()[..., None] for out, own in parts]
+        attended = (weighted[0] + weighted[1]).to(query.dtype)
+        ctx.save_for_backward(query, key, value, attended, logarithm)
+        ctx.scale = scale
+        return attended
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, attended, logarithm = ctx.saved_tensors
+        before = key.size(2) - query.size(2)
+        (query_before, *keys_before), (query_own, *keys_own) = (
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                gradient,
+                query,
+                *(x[:, :, part] for x in (key, value)),
+                attended,
+                logarithm,
+                0.0,
+                causal,
+                scale=ctx.scale,
+            )
+            for part, causal in ((slice(before), False), (slice(before, None), True))
+        )
+        keys = (torch.cat(parts, 2) for parts in zip(keys_before, keys_own, strict=True))
+        return query_before + query_own, *keys, None
+
+
+def _product(query: Tensor, key: Tensor, value: Tensor, *, dropout_p: float, **arguments: object) -> Tensor:
+    """scaled_dot_product_attention with a kernel that does not store the scores of all queries and keys.
+
+    On CUDA, inputs that FlashAttention does not support (such as float32) use the memory-efficient kernel, which needs
+    as many key heads as query heads: with fewer, torch would fall back to the math kernel.
+    """
+    groups = query.size(1) // key.size(1)
+    if groups > 1 and query.is_cuda and not flash_takes(query, key, value, dropout_p):
+        key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
+    return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout_p, enable_gqa=groups > 1, **arguments)
+
+
+class SegmentAttention(MegatronModule):
+    """Core attention that processes padded rows as one batch, and packed rows in one call or segment by segment.
+
+    FlashAttention supports packed rows directly. Where it is not available, adjacent segments of equal length are
+    batched. No T x T mask is created, and padding at the end of a segment needs no mask, because attention is causal or
+    (vision) there is no padding.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        if pg_collection is not None:
+            self.tp_group = pg_collection.tp  # read by activation checkpointing
+        self.ranks = config.context_parallel_size  # context-parallel size
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        /,
+        *,
+        attn_mask_type: AttnMaskType,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attention of [s, b, heads, d] rows, or of a [t, heads, d] packed row.
+
+        Returns:
+            [s, b, heads * d] or [t, heads * d].
+
+        Raises:
+            ValueError: a mask or a bias is given; this module supports only causal and full attention within segments.
+        """
+        if attention_mask is not None or attention_bias is not None:
+            raise ValueError(
+                "attention_mask and attention_bias must be None: padding is described by the sequence layout"
+            )
+        causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
+        if packed_seq_params is None:
+            return self._rows(query, key, value, causal).flatten(2)
+        lengths = segment_lengths(packed_seq_params, self.ranks * len(query))
+        if self._takes_row(query, key, value, packed_seq_params, causal):
+            return self._row(query, key, value, packed_seq_params, lengths, causal).flatten(1)
+        return self._by_segments(query, key, value, lengths, causal).flatten(1)
+
+    def _takes_row(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams, causal: bool) -> bool:
+        """Whether a packed row is computed in one varlen call."""
+        return varlen_takes(query, key, value, self._rate())
+
+    def _row(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        params: PackedSeqParams,
+        lengths: tuple[int, ...],
+        causal: bool,
+    ) -> Tensor:
+        """Attention of a packed row [t, heads, d] in one call."""
+        offsets, longest = physical_offsets(params), max(lengths)
+        return attend_row(
+            query,
+            key,
+            value,
+            offsets=(offsets, offsets),
+            longest=(longest, longest),
+            causal=causal,
+            scale=self.scale,
+        )
+
+    def _rows(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+        """Attention of padded rows [s, b, heads, d]."""
+        attended = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), causal)
+        return attended.permute(2, 0, 1, 3)
+
+    def _by_segments(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], causal: bool) -> Tensor:
+        """Attention of a packed row [t, heads, d], one batch of adjacent segments of equal length at a time."""
+        runs, start = [], 0
+        for whole, same in groupby(lengths):
+            n, length = sum(1 for _ in same), whole // self.ranks
+            stop = start + n * length
+            segments = (x[start:stop].view(n, length, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
+            runs.append(self._attend(*segments, causal).transpose(1, 2).flatten(0, 1))
+            start = stop
+        return torch.cat(runs)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+        """Attention of [n, heads, length, d] tensors; keys and values may have fewer heads."""
+        return self._call(attend, query, key, value, causal=causal)
+
+    def _call(self, kernel: Callable[..., Tensor], *tensors: Tensor, **arguments: Any) -> Tensor:
+        dropout = self._rate()
+        # Tensor-parallel ranks hold different heads and need different dropout masks.
+        with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
+            return kernel(*tensors, scale=self.scale, dropout=dropout, **arguments)
+
+    def _rate(self) -> float:
+        """The dropout rate in the current mode."""
+        return self.dropout if self.training else 0.0
+
+
+def physical_offsets(params: PackedSeqParams) -> Tensor:
+    """[n + 1] int32, cumulative physical segment lengths of a packed row."""
+    return params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+
+
+def segment_lengths(params: PackedSeqParams, tokens: int) -> tuple[int, ...]:
+    """Physical segment lengths of a packed row; synchronizes with the device only for parameters created elsewhere."""
+    if isinstance(params, HostPackedSeqParams):
+        lengths = params.lengths
+    else:
+        lengths = tuple(physical_offsets(params).diff().tolist())
+    if sum(lengths) != tokens:
+        raise ValueError(f"packed segments hold {sum(lengths)} tokens, the row has {tokens}")
+    return lengths
+
+
+class ContextParallelAttention(SegmentAttention):
+    """Core attention from a rank's local tokens to the tokens of all context-parallel ranks.
+
+    Each segment is divided into 2 * cp chunks, and rank r holds chunks r and 2 * cp - 1 - r
+    (`batch.token_layout.token_index`). Keys and values are all-gathered once per layer; each of the two chunks attends
+    to all tokens up to its end.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, pg_collection: ProcessGroupCollection, **kwargs: Any):
+        super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
+        self.group = pg_collection.cp
+
+    def _takes_row(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams, causal: bool) -> bool:
+        known = isinstance(params, HostPackedSeqParams) and params.layout is not None
+        return causal and known and super()._takes_row(query, key, value, params, causal)
+
+    def _row(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        params: HostPackedSeqParams,
+        lengths: tuple[int, ...],
+        causal: bool,
+    ) -> Tensor:
+        """Like `SegmentAttention._row`; each chunk is a segment of queries whose keys end at the end of the chunk."""
+        chunks = params.chunks(self.ranks, self.group.rank())
+        gathered = gather_over_context(torch.cat((key, value), -1), self.group).flatten(0, 1)  # [cp t, heads, 2 d]
+        # The gradient of this indexing sums at most two terms per token, so the order of summation does not matter.
+        key, value = gathered.index_select(0, chunks.keys).chunk(2, -1)
+        return attend_row(
+            query, key, value, offsets=chunks.offsets, longest=chunks.longest, causal=causal, scale=self.scale
+        )
+
+    def _rows(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+        return super()._rows(query, *self._slots(key, value), causal)
+
+    def _by_segments(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], causal: bool) -> Tensor:
+        return super()._by_segments(query, *self._slots(key, value), lengths, causal)
+
+    def _slots(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """[..., heads, d] of this rank's slots -> [..., cp * heads, d] of all ranks' slots.
+
+        Slots have the same segment layout on every rank, so the other ranks' slots are concatenated along the heads.
+        """
+        gathered = gather_over_context(torch.cat((key, value), -1), self.group)  # [cp, ..., heads, 2 d]
+        return gathered.movedim(0, -3).flatten(-3, -2).chunk(2, -1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+        """Attention of queries [n, heads, 2 c, d] to keys and values [n, cp * heads, 2 c, d]."""
+        key, value = (self._in_order(x) for x in (key, value))
+        if not causal:
+            return self._call(attend, query, key, value, causal=False)
+        chunk, rank = query.size(2) // 2, self.group.rank()
+        attended = []
+        for own, before in zip(query.split(chunk, 2), (rank, 2 * self.ranks - 1 - rank), strict=True):
+            seen = (before + 1) * chunk
+            attended.append(self._call(attend_end, own, key[:, :, :seen], value[:, :, :seen]))
+        return torch.cat(attended, 2)
+
+    def _in_order(self, x: Tensor) -> Tensor:
+        """[n, cp * heads, 2 c, d] of all ranks' slots -> [n, heads, 2 cp c, d] in the order of the segment."""
+        first, second = x.unflatten(1, (self.ranks, -1)).chunk(2, 3)  # [n, cp, heads, c, d]: chunk r, and its mirror
+        return torch.cat((first, second.flip(1)), 1).transpose(1, 2).flatten(2, 3)

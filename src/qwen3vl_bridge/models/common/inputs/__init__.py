@@ -1,1 +1,0 @@
-"""The callers' interface: converts arguments in a caller's convention to `ModelInputs`, and outputs back."""

@@ -1,0 +1,279 @@
+"""Reading a Hugging Face `config.json` in all families: field types, unsupported values, what identifies a model.
+
+Standard library only: the converter and the planner read configurations without torch.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+_LONGEST = 10_000  # layers or experts: a hostile file must not make us build longer lists
+
+
+class Kind(NamedTuple):
+    """Allowed values of a field, with their description for messages."""
+
+    fits: Callable[[Any], bool]
+    expected: str
+
+
+def _is_whole(value: Any, least: int = 0) -> bool:
+    return type(value) is int and value >= least
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+POSITIVE = Kind(lambda value: _is_whole(value, 1), "a whole number of at least 1")
+COUNT = Kind(lambda value: _is_whole(value, 1) and value <= _LONGEST, f"a whole number from 1 to {_LONGEST}")
+EXPERTS = Kind(lambda value: _is_whole(value) and value <= _LONGEST, f"a whole number up to {_LONGEST}")
+TOKEN = Kind(_is_whole, "the number of a token")
+LAYERS = Kind(lambda value: isinstance(value, list | tuple) and all(map(_is_whole, value)), "a list of layers")
+ABOVE_ZERO = Kind(lambda value: _is_number(value) and value > 0, "a number above 0")
+NOT_NEGATIVE = Kind(lambda value: _is_number(value) and value >= 0, "a number from 0 on")
+TRUTH = Kind(lambda value: isinstance(value, bool), "true or false")
+TEXT = Kind(lambda value: isinstance(value, str), "a name")
+OBJECT = Kind(lambda value: isinstance(value, Mapping), "an object")
+SECTION = Kind(
+    lambda value: isinstance(value, list | tuple) and len(value) == 3 and all(map(_is_whole, value)),
+    "three whole numbers",
+)
+
+# Field types by section of the file; the section "" is the file itself.
+Fields = Mapping[str, Mapping[str, Kind]]
+
+_REQUIRED: Fields = {
+    "": {"text_config": OBJECT, "vision_config": OBJECT},
+    "text_config": {
+        **dict.fromkeys(("vocab_size", "hidden_size", "num_attention_heads"), POSITIVE),
+        "num_hidden_layers": COUNT,
+    },
+    "vision_config": {
+        **dict.fromkeys(("hidden_size", "intermediate_size", "num_heads", "patch_size"), POSITIVE),
+        **dict.fromkeys(("temporal_patch_size", "spatial_merge_size", "num_position_embeddings"), POSITIVE),
+        "depth": COUNT,
+    },
+}
+_OPTIONAL: Fields = {
+    "": {
+        "tie_word_embeddings": TRUTH,
+        **dict.fromkeys(("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"), TOKEN),
+    },
+    "text_config": {
+        "rms_norm_eps": ABOVE_ZERO,
+        "hidden_act": TEXT,
+        "max_position_embeddings": POSITIVE,
+        **dict.fromkeys(("attention_dropout", "initializer_range", "router_aux_loss_coef"), NOT_NEGATIVE),
+    },
+    "vision_config": {
+        **dict.fromkeys(("in_channels", "out_hidden_size"), POSITIVE),
+        "hidden_act": TEXT,
+        "initializer_range": NOT_NEGATIVE,
+    },
+}
+# Fields of the text model that may also be null.
+_NULLABLE: Mapping[str, Kind] = {
+    **dict.fromkeys(("head_dim", "moe_intermediate_size", "num_experts_per_tok"), POSITIVE),
+    **dict.fromkeys(("num_experts", "num_local_experts"), EXPERTS),
+    "rope_theta": ABOVE_ZERO,
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), OBJECT),
+}
+_ROPE: Mapping[str, Kind] = {
+    **dict.fromkeys(("rope_type", "type"), TEXT),
+    "mrope_section": SECTION,
+    "mrope_interleaved": TRUTH,
+    **dict.fromkeys(("rope_theta", "factor", "original_max_position_embeddings", "attention_factor"), ABOVE_ZERO),
+    **dict.fromkeys(("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"), ABOVE_ZERO),
+    **dict.fromkeys(("partial_rotary_factor", "mscale", "mscale_all_dim"), NOT_NEGATIVE),
+    "truncate": TRUTH,
+}
+_OUT_HIDDEN_SIZE = 3584  # default of transformers
+
+
+def check_field_types(config: Any, required: Fields, optional: Fields, nullable: Mapping[str, Kind]) -> None:
+    """Check the fields of a configuration, each by itself, and the constraints that all families have in common.
+
+    `required`, `optional` and `nullable` (fields of the text model that may also be null) are a family's own.
+
+    Raises:
+        ValueError: a field is missing, has the wrong type, or is inconsistent with another one; the message names it.
+    """
+    if not isinstance(config, Mapping):
+        raise ValueError(f"the configuration is {shown(config)}, expected an object")
+    for section in _REQUIRED:
+        fields = config[section] if section else config
+        for name, kind in {**_REQUIRED[section], **required.get(section, {})}.items():
+            if name not in fields:
+                field = f"{section}.{name}" if section else name
+                raise ValueError(f"lacks the field {field}, expected {kind.expected}")
+            _check_type(section, name, fields[name], kind)
+        for name, kind in {**_OPTIONAL[section], **optional.get(section, {})}.items():
+            if name in fields:
+                _check_type(section, name, fields[name], kind)
+    text, vision = config["text_config"], config["vision_config"]
+    for name, kind in {**_NULLABLE, **nullable}.items():
+        if text.get(name) is not None:
+            _check_type("text_config", name, text[name], kind)
+    check_rope_types(text)
+    heads = text["num_attention_heads"]
+    for name, whole, part, divisor in (
+        ("text_config.num_attention_heads", heads, "num_key_value_heads", text.get("num_key_value_heads") or heads),
+        ("vision_config.hidden_size", vision["hidden_size"], "num_heads", vision["num_heads"]),
+    ):
+        if whole % divisor:
+            raise ValueError(f"{name} is {whole}, expected a multiple of {part}, which is {divisor}")
+    check_tower_size(vision, text["hidden_size"])
+
+
+def _check_type(section: str, name: str, value: Any, kind: Kind) -> None:
+    if not kind.fits(value):
+        raise ValueError(f"{f'{section}.{name}' if section else name} is {shown(value)}, expected {kind.expected}")
+
+
+def shown(value: Any) -> str:
+    """A value as text for messages, at most 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def check_rope_types(text: Mapping[str, Any]) -> None:
+    """Check the types of a text configuration's rotary settings, in either format; raises ValueError."""
+    for section in ("rope_parameters", "rope_scaling"):
+        for name, value in (text.get(section) or {}).items():
+            if value is not None and name in _ROPE:
+                _check_type(f"text_config.{section}", name, value, _ROPE[name])
+
+
+def check_tower_size(vision: Mapping[str, Any], text_width: int) -> None:
+    """Check that a vision tower's output suits a text model of this hidden size; raises ValueError."""
+    width = vision.get("out_hidden_size", _OUT_HIDDEN_SIZE)
+    if width != text_width:
+        raise ValueError(f"vision_config.out_hidden_size is {width}, expected hidden_size {text_width}")
+    positions = vision["num_position_embeddings"]
+    if math.isqrt(positions) ** 2 != positions:
+        raise ValueError(f"vision_config.num_position_embeddings is {positions}, expected the square of a whole number")
+
+
+def experts_of(text: Mapping[str, Any]) -> int:
+    """Experts of a MoE layer, in the format of the released files or of transformers 5; 0 in a dense model."""
+    return text.get("num_experts", text.get("num_local_experts")) or 0
+
+
+def check_supported_values(config: Mapping[str, Any], own: Mapping[str, tuple[Any, Any]]) -> None:
+    """Refuse values that no family's model supports, or that this family's does not.
+
+    `own` has, by name, the value of a further field of the family and the only one that is supported.
+
+    Raises:
+        ValueError: a setting that would otherwise be ignored; the message names it.
+    """
+    text = config["text_config"]
+    values = {
+        # transformers gives the output projection a bias too, which no released model has.
+        "text_config.attention_bias": (text.get("attention_bias") or False, False),
+        "text_config.use_sliding_window": (text.get("use_sliding_window") or False, False),
+        "quantization_config": (config.get("quantization_config"), None),
+        # transformers divides the weights of the top-k experts by their sum whatever this setting is.
+        "text_config.norm_topk_prob": (text.get("norm_topk_prob", True), True),
+        **own,
+    }
+    for name, (value, expected) in values.items():
+        if value != expected:
+            raise ValueError(f"{name} is {value!r}, expected {expected!r}: this model implements nothing else")
+
+
+# What identifies a model: the fields that determine which tensors exist or what they mean. They are read from a
+# `config.json`, and from the provider in a run's `run_config.yaml`, which may lack any of them: those are not compared.
+
+TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+# By section, with transformers' defaults; a field without a default is in every file.
+_IDENTITY: Mapping[str, Mapping[str, Any]] = {
+    "": {"model_type": None, "tie_word_embeddings": False},
+    "text_config": {
+        **dict.fromkeys(("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")),
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+    },
+    "vision_config": {
+        **dict.fromkeys(("depth", "hidden_size", "num_heads", "intermediate_size", "patch_size")),
+        **dict.fromkeys(("temporal_patch_size", "spatial_merge_size", "num_position_embeddings")),
+        "out_hidden_size": _OUT_HIDDEN_SIZE,
+        "in_channels": 3,
+        "hidden_act": "gelu_pytorch_tanh",
+    },
+}
+# A provider's fields, and the fields of `config.json` with the same value.
+_OF_PROVIDER: Mapping[str, str] = {
+    "share_embeddings_and_output_weights": "tie_word_embeddings",
+    **{name: name for name in TOKEN_IDS},
+    "hidden_size": "text_config.hidden_size",
+    "num_layers": "text_config.num_hidden_layers",
+    "num_attention_heads": "text_config.num_attention_heads",
+    "num_query_groups": "text_config.num_key_value_heads",
+    "kv_channels": "text_config.head_dim",
+    "layernorm_epsilon": "text_config.rms_norm_eps",
+}
+_OF_MOE_PROVIDER: Mapping[str, str] = {
+    "num_moe_experts": "text_config.num_experts",
+    "moe_router_topk": "text_config.num_experts_per_tok",
+    "moe_ffn_hidden_size": "text_config.moe_intermediate_size",
+}
+DENSE_WIDTH: Mapping[str, str] = {"ffn_hidden_size": "text_config.intermediate_size"}
+# Functions by the last part of their name in a `run_config.yaml`. Other functions are unknown.
+_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "relu": "relu", "gelu_tanh": "gelu_pytorch_tanh"}
+
+
+def identity_of_config(config: Mapping[str, Any], own: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The identifying fields of a `config.json` that every family has, and a family's own, by names "section.field".
+
+    `own` are further fields with one spelling in all files, by section, with their defaults.
+    """
+    fields: dict[str, Any] = {}
+    for section, shared in _IDENTITY.items():
+        values, prefix = (config[section], f"{section}.") if section else (config, "")
+        wanted = {**shared, **own.get(section, {})}
+        fields |= {prefix + name: values.get(name, default) for name, default in wanted.items()}
+    if fields["text_config.hidden_act"] == "swish":  # another name for it
+        fields["text_config.hidden_act"] = "silu"
+    return fields
+
+
+def identity_of_run(
+    model: Mapping[str, Any], config: Mapping[str, Any], *, dense: str, with_experts: str
+) -> dict[str, Any]:
+    """The identifying fields in the `model` section of a run's file that every family has, as far as they are given.
+
+    A vocabulary larger than the configuration's is left out: its padding is known from the tensors' rows.
+
+    Args:
+        model: fields of a provider.
+        config: the identity of a configuration; no other field of the tower is used.
+        dense, with_experts: `model_type` of models without experts, and of those with.
+    """
+    fields = renamed(model, _OF_PROVIDER)
+    if "num_moe_experts" in model:
+        experts = model["num_moe_experts"] or 0
+        fields |= {"model_type": with_experts if experts else dense, "text_config.num_experts": experts}
+        fields |= renamed(model, _OF_MOE_PROVIDER if experts else DENSE_WIDTH)
+    if isinstance(activation := model.get("activation_func"), Mapping):
+        name = _ACTIVATIONS.get(str(activation.get("_target_")).rpartition(".")[2])
+        fields |= {} if name is None else {"text_config.hidden_act": name}
+    if isinstance(vision := model.get("vision_config"), Mapping):
+        fields |= {
+            name: vision[field]
+            for name in config
+            if name.startswith("vision_config.") and (field := name.removeprefix("vision_config.")) in vision
+        }
+    vocab = model.get("vocab_size")
+    if type(vocab) is int and vocab < config["text_config.vocab_size"]:
+        fields["text_config.vocab_size"] = vocab
+    return fields
+
+
+def renamed(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The fields that exist, under other names; null counts as missing."""
+    return {other: fields[name] for name, other in names.items() if fields.get(name) is not None}

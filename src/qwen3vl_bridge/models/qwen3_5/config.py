@@ -1,0 +1,256 @@
+"""Reading a Qwen3.5-VL `config.json`: whether this model supports it, its dimensions, and what identifies it.
+
+Source of the defaults: transformers, Qwen3_5TextConfig.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qwen3vl_bridge.models.hf_config import (
+    POSITIVE,
+    TOKEN_IDS,
+    Fields,
+    Kind,
+    check_field_types,
+    check_supported_values,
+    experts_of,
+    identity_of_config,
+    identity_of_run,
+    renamed,
+    shown,
+)
+from qwen3vl_bridge.weights.dimensions import Dimensions, indices_of, text_sizes, vision_sizes
+
+FAMILY = "qwen3_5"
+LINEAR, FULL = "linear_attention", "full_attention"
+HEAD_DIM = 256
+MTP_LAYERS = "mtp_num_hidden_layers"  # a field of text configurations
+LINEAR_SIZES: Mapping[str, int] = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+
+# In addition to the fields of all families.
+_REQUIRED: Fields = {"text_config": {"num_key_value_heads": POSITIVE}}
+_OPTIONAL: Fields = {"text_config": {"full_attention_interval": POSITIVE, **dict.fromkeys(LINEAR_SIZES, POSITIVE)}}
+_NULLABLE: Mapping[str, Kind] = {
+    **dict.fromkeys(("intermediate_size", "shared_expert_intermediate_size"), POSITIVE),
+    MTP_LAYERS: Kind(lambda value: type(value) is int and value in (0, 1), "0 or 1, layers of multi-token prediction"),
+    "layer_types": Kind(
+        lambda value: isinstance(value, list | tuple) and all(isinstance(name, str) for name in value),
+        "a list of names",
+    ),
+    "mlp_only_layers": Kind(lambda value: isinstance(value, list | tuple), "a list"),
+}
+_MOE_FIELDS = ("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+_HAS_EXPERTS = {"qwen3_5": False, "qwen3_5_moe": True}  # by model_type
+_ROPE: Mapping[str, Any] = {
+    "rope_type": "default",
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [11, 11, 10],
+}
+
+
+def check_settings(config: Any) -> None:
+    """Refuse a configuration that is malformed, or that this model does not support.
+
+    Raises:
+        ValueError: a field is missing or invalid, or would be ignored; the message names it.
+    """
+    check_field_types(config, _REQUIRED, _OPTIONAL, _NULLABLE)
+    text = config["text_config"]
+    _check_layers(text)
+    experts = experts_of(text)
+    for name in _MOE_FIELDS if experts else ("intermediate_size",):
+        if text.get(name) is None:
+            raise ValueError(f"lacks the field text_config.{name}, expected a number: the model has {experts} experts")
+    if experts and text["num_experts_per_tok"] > experts:
+        raise ValueError(
+            f"text_config.num_experts_per_tok is {text['num_experts_per_tok']}, expected 1 to {experts}, the experts"
+        )
+    deepstack = list(config["vision_config"].get("deepstack_visual_indexes") or ())
+    own = {
+        "text_config.attn_output_gate": (text.get("attn_output_gate", True), True),
+        # Either every layer has experts, or none has.
+        "text_config.mlp_only_layers": (list(text.get("mlp_only_layers") or ()), []),
+        "text_config.mtp_use_dedicated_embeddings": (text.get("mtp_use_dedicated_embeddings") or False, False),
+        "vision_config.deepstack_visual_indexes": (deepstack, []),
+    }
+    check_supported_values(config, own)
+    rope_parameters(text)
+    if bool(experts) != _HAS_EXPERTS.get(str(config.get("model_type")), bool(experts)):
+        raise ValueError(f"{experts} experts, which model_type {config['model_type']} does not allow")
+
+
+def _check_layers(text: Mapping[str, Any]) -> None:
+    types, layers = layer_types_of(text), text["num_hidden_layers"]
+    if len(types) != layers or not {LINEAR, FULL}.issuperset(types):
+        raise ValueError(
+            f"text_config.layer_types is {shown(list(types))}, expected {layers} times {LINEAR!r} or {FULL!r}"
+        )
+    value_heads, key_heads = (
+        text.get(name, LINEAR_SIZES[name]) for name in ("linear_num_value_heads", "linear_num_key_heads")
+    )
+    if value_heads % key_heads:
+        raise ValueError(
+            f"text_config.linear_num_value_heads is {value_heads}, expected a multiple of linear_num_key_heads, "
+            f"which is {key_heads}"
+        )
+
+
+def layer_types_of(text: Mapping) -> tuple[str, ...]:
+    """The attention type of each layer; if not listed, every n-th layer has full attention."""
+    if text.get("layer_types") is not None:
+        return tuple(text["layer_types"])
+    interval = text.get("full_attention_interval", 4)
+    return tuple(FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(text["num_hidden_layers"]))
+
+
+def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary settings of a text configuration, in the format of transformers 5 and with its defaults.
+
+    Returns:
+        `rope_type`, `rope_theta`, `partial_rotary_factor`, `mrope_section`.
+
+    Raises:
+        ValueError: a type of rotary embedding that this model does not support, or a section of the wrong size.
+    """
+    given = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind not in ("default", "mrope"):
+        raise ValueError(f"rope_type is {kind!r}, expected 'default'")
+    if not given.get("mrope_interleaved", True):
+        raise ValueError("mrope_interleaved is False, expected True as in every Qwen3.5-VL")
+    rope = {
+        name: next((value for value in (given.get(name), text.get(name)) if value is not None), default)
+        for name, default in _ROPE.items()
+    }
+    rope["rope_type"] = "default"
+    rotated = int((text.get("head_dim") or HEAD_DIM) * rope["partial_rotary_factor"])
+    if 2 * sum(rope["mrope_section"]) != rotated:
+        raise ValueError(
+            f"mrope_section is {list(rope['mrope_section'])} with the sum {sum(rope['mrope_section'])}, expected "
+            f"half of the {rotated} dimensions of a head that partial_rotary_factor turns"
+        )
+    return rope
+
+
+def dimensions_of(config: Mapping) -> Dimensions:
+    """Values of the weight table's symbols, of a `config.json`; raises KeyError for a missing field."""
+    text, vision = config["text_config"], config["vision_config"]
+    types, experts, layers = layer_types_of(text), experts_of(text), text["num_hidden_layers"]
+    shared = text_sizes(
+        vocab=text["vocab_size"],
+        hidden=text["hidden_size"],
+        ffn=0 if experts else text["intermediate_size"],
+        heads=text["num_attention_heads"],
+        kv_heads=text["num_key_value_heads"],
+        head_dim=text.get("head_dim") or HEAD_DIM,
+        untied=not config.get("tie_word_embeddings", False),
+        experts=experts,
+        chosen_experts=text["num_experts_per_tok"] if experts else 0,
+        moe_ffn=text["moe_intermediate_size"] if experts else 0,
+    )
+    sizes = {
+        **shared,
+        "gated_q": 2 * shared["q"],
+        "shared_ffn": text["shared_expert_intermediate_size"] if experts else 0,
+        **linear_sizes(text),
+        **mtp_sizes(text.get(MTP_LAYERS), text["hidden_size"], experts),
+        **vision_sizes(vision),
+    }
+    indices = indices_of(
+        layers=layers,
+        moe_layers=tuple(range(layers)) if experts else (),
+        experts=experts,
+        vision_layers=vision["depth"],
+    )
+    return Dimensions(sizes, indices | layers_by_attention([kind == LINEAR for kind in types]), FAMILY)
+
+
+def layers_by_attention(is_linear: Sequence[bool | int]) -> dict[str, tuple[int, ...]]:
+    """`Dimensions.indices` of both attention types, from a list with the type of each layer."""
+    linear = tuple(layer for layer, flag in enumerate(is_linear) if flag)
+    return {"linear_layers": linear, "full_layers": tuple(layer for layer, flag in enumerate(is_linear) if not flag)}
+
+
+def mtp_sizes(layers: int | None, hidden: int, experts: int) -> dict[str, int]:
+    """Sizes and conditions for the table rows of multi-token prediction.
+
+    Args:
+        layers: 1, or 0 or None for a model without multi-token prediction.
+        hidden: size of hidden states.
+        experts: experts per layer; 0 for a dense model.
+    """
+    has_mtp = int(bool(layers))
+    return {
+        "mtp": has_mtp,
+        "mtp_dense": int(has_mtp and not experts),
+        "mtp_experts": int(has_mtp and bool(experts)),
+        "hidden_twice": 2 * hidden,
+    }
+
+
+def linear_sizes(fields: Mapping[str, int]) -> dict[str, int]:
+    """Sizes of linear attention from the fields in `LINEAR_SIZES`, all of which are optional."""
+    sizes = {name: fields.get(name, default) for name, default in LINEAR_SIZES.items()}
+    key_dim, value_dim = sizes["linear_key_head_dim"], sizes["linear_value_head_dim"]
+    key, value = sizes["linear_num_key_heads"] * key_dim, sizes["linear_num_value_heads"] * value_dim
+    return {
+        "l_key": key,
+        "l_key_dim": key_dim,
+        "l_value": value,
+        "l_value_dim": value_dim,
+        "l_value_heads": sizes["linear_num_value_heads"],
+        "l_qkv": 2 * key + value,
+        "l_conv": sizes["linear_conv_kernel_dim"],
+    }
+
+
+# What identifies a model (see `hf_config`): fields specific to Qwen3.5-VL, or with a spelling specific to it.
+
+_IDENTITY: Mapping[str, Mapping[str, Any]] = {
+    "": dict(zip(TOKEN_IDS, (248_056, 248_057, 248_053, 248_054), strict=True)),
+    "text_config": {"num_key_value_heads": None, "head_dim": HEAD_DIM, **LINEAR_SIZES},
+}
+_FULL_LAYERS = "text_config.layers with full attention (layer_types, full_attention_interval)"
+# A provider's fields, and the fields of `config.json` with the same value.
+_OF_PROVIDER: Mapping[str, str] = {
+    "rotary_base": "text_config.rope_parameters.rope_theta",
+    "rotary_percent": "text_config.rope_parameters.partial_rotary_factor",
+    "mrope_section": "text_config.rope_parameters.mrope_section",
+    **{name: f"text_config.{name}" for name in LINEAR_SIZES},
+}
+
+
+def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The identifying fields of a `config.json`, normalized."""
+    fields, text = identity_of_config(config, _IDENTITY), config["text_config"]
+    fields["text_config.head_dim"] = fields["text_config.head_dim"] or HEAD_DIM
+    fields["text_config.num_experts"] = experts_of(text)
+    names = _MOE_FIELDS if experts_of(text) else ("intermediate_size",)
+    fields |= {f"text_config.{name}": text[name] for name in names}
+    fields[_FULL_LAYERS] = [layer for layer, kind in enumerate(layer_types_of(text)) if kind == FULL]
+    rope = rope_parameters(text)
+    rope["mrope_section"] = list(rope["mrope_section"])
+    return fields | {f"text_config.rope_parameters.{name}": value for name, value in rope.items()}
+
+
+def fields_of_run(model: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The identifying fields in the `model` section of a run's file; arguments as for `identity_of_run`."""
+    fields = identity_of_run(model, config, dense="qwen3_5", with_experts="qwen3_5_moe") | renamed(model, _OF_PROVIDER)
+    if model.get("num_moe_experts"):
+        shared = "shared_expert_intermediate_size"
+        fields |= renamed(model, {f"moe_{shared}": f"text_config.{shared}"})
+    pattern, layers = model.get("linear_attention_freq"), model.get("num_layers")
+    if isinstance(pattern, list):
+        fields[_FULL_LAYERS] = [layer for layer, is_linear in enumerate(pattern) if not is_linear]
+    elif type(pattern) is int and type(layers) is int and pattern > 0:
+        fields[_FULL_LAYERS] = list(range(pattern - 1, layers, pattern))
+    return fields

@@ -1,0 +1,224 @@
+"""Reading a Qwen3-VL `config.json`: whether this model supports it, its dimensions, and what identifies it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from qwen3vl_bridge.models.hf_config import (
+    DENSE_WIDTH,
+    LAYERS,
+    POSITIVE,
+    TOKEN_IDS,
+    Fields,
+    Kind,
+    check_field_types,
+    check_rope_types,
+    check_supported_values,
+    experts_of,
+    identity_of_config,
+    identity_of_run,
+    renamed,
+    shown,
+)
+from qwen3vl_bridge.weights.dimensions import Dimensions, indices_of, text_sizes, vision_sizes
+
+FAMILY = "qwen3_vl"
+
+# In addition to the fields of all families.
+_REQUIRED: Fields = {
+    "text_config": {"intermediate_size": POSITIVE},
+    "vision_config": {"deepstack_visual_indexes": LAYERS},
+}
+_OPTIONAL: Fields = {"text_config": {"decoder_sparse_step": POSITIVE}}
+_NULLABLE: Mapping[str, Kind] = {"num_key_value_heads": POSITIVE, "mlp_only_layers": LAYERS}
+# Rotary embeddings whose frequencies do not depend on a batch's length.
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_HAS_EXPERTS = {"qwen3_vl": False, "qwen3_vl_moe": True}  # by model_type
+
+
+def check_settings(config: Any) -> None:
+    """Refuse a configuration that is malformed, or that this model does not support.
+
+    Raises:
+        ValueError: a field is missing or invalid, or would be ignored; the message names it.
+    """
+    check_field_types(config, _REQUIRED, _OPTIONAL, _NULLABLE)
+    text = config["text_config"]
+    if "num_key_value_heads" not in text:  # transformers' default fits no released model
+        raise ValueError("lacks the field text_config.num_key_value_heads, expected a number or null")
+    check_deepstack(config["vision_config"], text["num_hidden_layers"])
+    check_supported_values(config, {})
+    section, head_dim = rope_parameters(text)["mrope_section"], head_dim_of(text)
+    if 2 * sum(section) != head_dim:
+        raise ValueError(
+            f"mrope_section is {list(section)} with the sum {sum(section)}, expected half of text_config's head_dim, "
+            f"{head_dim}"
+        )
+    _check_experts(text)
+    layers = len(moe_layers_of(text))
+    if bool(layers) != _HAS_EXPERTS.get(str(config.get("model_type")), bool(layers)):
+        raise ValueError(f"{layers} layers have experts, which model_type {config['model_type']} does not allow")
+
+
+def check_deepstack(vision: Mapping[str, Any], text_layers: int) -> None:
+    """Check that a vision tower's DeepStack features suit a text model with this number of layers.
+
+    Raises:
+        ValueError: indexes that are not layers of the tower, or more of them than text layers.
+    """
+    indexes, depth = list(vision["deepstack_visual_indexes"]), vision["depth"]
+    if indexes != sorted(set(indexes)) or (indexes and not 0 <= indexes[0] <= indexes[-1] < depth):
+        raise ValueError(f"deepstack_visual_indexes is {shown(indexes)}, expected ascending layers below {depth}")
+    if len(indexes) > text_layers:
+        raise ValueError(f"{len(indexes)} DeepStack layers need as many text layers, num_layers is {text_layers}")
+
+
+def _check_experts(text: Mapping[str, Any]) -> None:
+    experts, topk = experts_of(text), text.get("num_experts_per_tok")
+    if not experts:
+        return
+    if not isinstance(topk, int) or not 0 < topk <= experts:
+        raise ValueError(f"text_config.num_experts_per_tok is {topk!r}, expected 1 to {experts}, the experts")
+    if len({text[name] for name in ("num_experts", "num_local_experts") if text.get(name)}) > 1:
+        raise ValueError(
+            f"text_config.num_experts is {text['num_experts']}, num_local_experts {text['num_local_experts']}: "
+            "expected the same number"
+        )
+    if not moe_layers_of(text):
+        raise ValueError(
+            f"text_config has {experts} experts and no layer that uses them: decoder_sparse_step is "
+            f"{text.get('decoder_sparse_step', 1)}, mlp_only_layers {text.get('mlp_only_layers')}"
+        )
+    if text.get("moe_intermediate_size") is None:
+        raise ValueError("text_config lacks moe_intermediate_size, expected the width of an expert")
+
+
+def moe_layers_of(text: Mapping) -> tuple[int, ...]:
+    """Indices of the layers with experts of a text configuration. Source: transformers, Qwen3VLMoeTextDecoderLayer."""
+    if not experts_of(text):
+        return ()
+    step, dense = text.get("decoder_sparse_step", 1), text.get("mlp_only_layers") or ()
+    return tuple(i for i in range(text["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0)
+
+
+def head_dim_of(text: Mapping) -> int:
+    """Head dimension of a text configuration."""
+    # Default for files without the field: in transformers only the dense model has one.
+    head_dim = text.get("head_dim", None if experts_of(text) else 128)
+    return head_dim or text["hidden_size"] // text["num_attention_heads"]
+
+
+def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary settings of a text configuration, in the format of transformers 5.
+
+    Returns:
+        `rope_type`, `rope_theta`, `mrope_section`, and the parameters of a scaled type.
+
+    Raises:
+        ValueError: a type of rotary embedding that this model does not support, or a parameter that is missing or has
+            the wrong type.
+    """
+    check_rope_types(text)
+    rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
+    kind = rope.pop("type", None)
+    kind = rope.get("rope_type") or kind or "default"
+    rope["rope_type"] = "default" if kind == "mrope" else kind
+    if rope["rope_type"] not in _ROPE_TYPES:
+        raise ValueError(f"rope_type is {kind!r}, expected one of {', '.join(_ROPE_TYPES)}")
+    if not rope.get("mrope_interleaved", True):
+        raise ValueError("mrope_interleaved is False, expected True as in every Qwen3-VL")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"partial_rotary_factor is {rope['partial_rotary_factor']}, expected 1.0")
+    rope.setdefault("rope_theta", text.get("rope_theta"))
+    if rope["rope_type"] in ("yarn", "llama3"):  # as transformers does
+        rope.setdefault("original_max_position_embeddings", text.get("max_position_embeddings"))
+    for name in ("rope_theta", "mrope_section", *(() if rope["rope_type"] == "default" else ("factor",))):
+        if rope.get(name) is None:
+            raise ValueError(f"text_config has no {name}, neither in rope_parameters nor in text_config itself")
+    return rope
+
+
+def dimensions_of(config: Mapping) -> Dimensions:
+    """Values of the weight table's symbols, of a `config.json`; raises KeyError for a missing field."""
+    text, vision = config["text_config"], config["vision_config"]
+    moe_layers = moe_layers_of(text)
+    sizes = text_sizes(
+        vocab=text["vocab_size"],
+        hidden=text["hidden_size"],
+        ffn=text["intermediate_size"],
+        heads=text["num_attention_heads"],
+        kv_heads=text["num_key_value_heads"] or text["num_attention_heads"],
+        head_dim=head_dim_of(text),
+        untied=not config.get("tie_word_embeddings", False),
+        experts=experts_of(text),
+        chosen_experts=text["num_experts_per_tok"] if moe_layers else 0,
+        moe_ffn=text["moe_intermediate_size"] if moe_layers else 0,
+    )
+    indices = indices_of(
+        layers=text["num_hidden_layers"],
+        moe_layers=moe_layers,
+        experts=experts_of(text),
+        vision_layers=vision["depth"],
+        deepstack_layers=vision["deepstack_visual_indexes"],
+    )
+    return Dimensions(sizes | vision_sizes(vision), indices, FAMILY)
+
+
+# What identifies a model (see `hf_config`): fields specific to Qwen3-VL, or with a spelling specific to it.
+
+# Defaults. Source: transformers, Qwen3VLConfig.
+_TOKENS: Mapping[str, int] = dict(zip(TOKEN_IDS, (151_655, 151_656, 151_652, 151_653), strict=True))
+_MOE_LAYERS = "text_config.layers with experts (decoder_sparse_step, mlp_only_layers)"
+# Rotary settings with the same value in every model, and duplicates of `rope_type`.
+_CONSTANT_ROPE = ("type", "mrope_interleaved", "partial_rotary_factor")
+
+
+def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The identifying fields of a `config.json`, normalized."""
+    text, moe_layers = config["text_config"], list(moe_layers_of(config["text_config"]))
+    fields = identity_of_config(config, {"": _TOKENS}) | {
+        "vision_config.deepstack_visual_indexes": list(config["vision_config"]["deepstack_visual_indexes"]),
+        "text_config.num_key_value_heads": text["num_key_value_heads"] or text["num_attention_heads"],
+        "text_config.head_dim": head_dim_of(text),
+        "text_config.num_experts": experts_of(text),
+    }
+    if len(moe_layers) < text["num_hidden_layers"]:  # otherwise no layer has this width
+        fields["text_config.intermediate_size"] = text["intermediate_size"]
+    if moe_layers:
+        fields |= {f"text_config.{name}": text.get(name) for name in ("num_experts_per_tok", "moe_intermediate_size")}
+        fields[_MOE_LAYERS] = moe_layers
+    rope = rope_parameters(text)
+    rope["mrope_section"] = list(rope["mrope_section"])
+    names = ("rope_type", "rope_theta", "mrope_section") if rope["rope_type"] == "default" else rope
+    return fields | {f"text_config.rope_parameters.{name}": rope[name] for name in names if rope[name] is not None}
+
+
+def fields_of_run(model: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The identifying fields in the `model` section of a run's file; arguments as for `identity_of_run`."""
+    fields = identity_of_run(model, config, dense="qwen3_vl", with_experts="qwen3_vl_moe")
+    layers, frequency = model.get("num_layers"), model.get("moe_layer_freq", 1)
+    moe_layers = None
+    if model.get("num_moe_experts") and type(frequency) is int and type(layers) is int and frequency > 0:
+        moe_layers = list(range(0, layers, frequency))
+    elif model.get("num_moe_experts") and isinstance(frequency, list):
+        moe_layers = [layer for layer, has_experts in enumerate(frequency) if has_experts]
+    if moe_layers is not None:
+        fields[_MOE_LAYERS] = moe_layers
+        fields |= renamed(model, DENSE_WIDTH) if len(moe_layers) != layers else {}
+    return fields | {f"text_config.rope_parameters.{name}": value for name, value in _rope_of_run(model).items()}
+
+
+def _rope_of_run(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron-Bridge stores a scaled rotary embedding in the text configuration, we in a field."""
+    text = model.get("hf_text_config")
+    scaled = text.get("rope_parameters") or text.get("rope_scaling") if isinstance(text, Mapping) else None
+    scaled = scaled or model.get("rope_parameters")
+    rope = renamed(model, {"rotary_base": "rope_theta", "mrope_section": "mrope_section"})
+    if isinstance(scaled, Mapping) and (kind := scaled.get("rope_type") or scaled.get("type")):
+        if kind in ("default", "mrope"):
+            return rope | {"rope_type": "default"}
+        return rope | {name: v for name, v in scaled.items() if name not in _CONSTANT_ROPE and v is not None}
+    if "rope_parameters" in model or isinstance(text, Mapping):
+        rope["rope_type"] = "default"
+    return rope

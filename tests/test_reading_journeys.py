@@ -1,0 +1,118 @@
+"""How many of our files a reader passes on the main ways through the code; lower a limit when a way gets shorter.
+
+A file counts if one of its functions is called; executing a module does not count.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples.digits.checkpoint import make_checkpoint
+from tests.data.conftest import picture, write
+
+ROOT = Path(__file__).resolve().parents[1]
+
+COUNT = """
+import sys, threading
+entered = set()
+
+def count(frame, event, argument):
+    name = frame.f_code.co_filename
+    if event == "call" and frame.f_code.co_name != "<module>" and "/qwen3vl_bridge/" in name:
+        entered.add(name.rpartition("/qwen3vl_bridge/")[2])
+
+def enter(way):
+    threading.setprofile(count)
+    sys.setprofile(count)
+    way()
+    sys.setprofile(None)
+    print("entered", *sorted(entered))
+
+hf, target = sys.argv[1:]
+"""
+
+# From a Hugging Face folder to the end of the first forward pass, of a padded row with an image.
+MODEL = """
+import torch
+import qwen3vl_bridge
+from megatron.bridge import AutoBridge
+from transformers import AutoProcessor
+from PIL import Image
+from qwen3vl_bridge.training.process_groups import initialize
+
+asked = [{"role": "user", "content": [{"type": "image", "image": Image.new("RGB", (64, 64))}]}]
+inputs = AutoProcessor.from_pretrained(hf).apply_chat_template(
+    asked, tokenize=True, return_dict=True, return_tensors="pt"
+)
+inputs.pop("mm_token_type_ids", None)
+
+def way():
+    bridge = AutoBridge.from_hf_pretrained(hf)
+    provider = bridge.to_megatron_provider(load_weights=True)
+    provider.finalize()
+    initialize(provider, seed=0)
+    (model,) = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
+    model(**inputs)
+
+enter(way)
+"""
+
+IMPORT = """
+from qwen3vl_bridge.checkpoint import import_checkpoint
+enter(lambda: import_checkpoint(hf, target, progress=False))
+"""
+
+# From a data file to a batch with the pixels of its image.
+DATA = """
+from qwen3vl_bridge import data
+
+def way():
+    processor = data.load_processor(hf)
+    samples = data.Samples(data.open_source(target), data.SampleFilter(data.Encoder(processor), limit=256))
+    vision = data.VisionSettings.of_checkpoint(hf, processor)
+    collator = data.Collator(vision, data.pad_token_id(processor.tokenizer), seq_length=256)
+    assert len(collator.packed([samples.encode(0)]).vision.pixel_values)
+
+enter(way)
+"""
+
+
+def files_entered(program: str, *paths: Path) -> list[str]:
+    words = [sys.executable, "-c", COUNT + program, *map(str, paths)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("entered ")]
+    return line.split()[1:]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_checkpoint(folder)
+    return folder
+
+
+@pytest.fixture
+def train_file(tmp_path) -> Path:
+    picture(tmp_path / "1.png", 64, 64)
+    asked = {"role": "user", "content": [{"type": "image", "image": "1.png"}, {"type": "text", "text": "Which digit?"}]}
+    return write(tmp_path / "train.jsonl", [{"messages": [asked, {"role": "assistant", "content": "Seven."}]}])
+
+
+def test_a_model(model, tmp_path):
+    files = files_entered(MODEL, model, tmp_path)
+    assert len(files) <= 63, files
+
+
+def test_an_import(model, tmp_path):
+    files = files_entered(IMPORT, model, tmp_path / "megatron")
+    assert len(files) <= 54, files
+
+
+def test_an_image(model, train_file):
+    files = files_entered(DATA, model, train_file)
+    assert len(files) <= 44, files
