@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
 
 K = 1024
-# Patches of a row of 8K tokens with separate vision ranks, whose number is computed from it (docs/dist_train.md): 1.15
-# times the mean of the mix in docs/packing.md.
+# Patches of a row of 8K tokens with separate vision ranks: 1.15 times the mean of the mix in docs/packing.md.
 DIST_TRAIN_PATCHES = 27_107
 
 

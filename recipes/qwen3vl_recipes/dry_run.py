@@ -1,8 +1,4 @@
-"""The dry run: all settings of a run, and the memory that it needs.
-
-What lives here: completing a configuration as if it ran on a number of GPUs, and printing it. What may not: formulas of
-memory (`qwen3vl_bridge.planning`).
-"""
+"""The dry run: all settings of a run, completed as if it ran on a number of GPUs, and the memory that it needs."""
 
 from __future__ import annotations
 
@@ -14,8 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qwen3vl_bridge.planning.memory.estimate import Estimate
-    from qwen3vl_bridge.planning.proposals import Proposal
+    from qwen3vl_bridge.planning.estimate import MemoryEstimate
 
     from megatron.bridge.training.config import ConfigContainer
 
@@ -67,7 +62,7 @@ def _world_of(size: int) -> Iterator[None]:
         os.environ.update(before)
 
 
-def memory_plan(cfg: ConfigContainer, world_size: int) -> Estimate:
+def memory_plan(cfg: ConfigContainer, world_size: int) -> MemoryEstimate:
     """The memory of each rank on GPUs with Transformer Engine.
 
     Args:
@@ -80,20 +75,6 @@ def memory_plan(cfg: ConfigContainer, world_size: int) -> Estimate:
     from qwen3vl_bridge.planning.from_config import plan_of
 
     return plan_of(_for_gpus(finalised(cfg, world_size)), world_size)
-
-
-def beside_proposals(cfg: ConfigContainer, world_size: int, gpu: str) -> tuple[Proposal, list[Proposal]]:
-    """The recipe's own split, and the planner's proposals for its rows and GPUs, best first.
-
-    Args:
-        cfg: a recipe's, with vision on the language model's ranks; it is not changed.
-        world_size: number of ranks.
-        gpu: a key of `GPUS`.
-    """
-    from qwen3vl_bridge.planning.from_config import proposals_beside
-    from qwen3vl_bridge.planning.hardware import gpu_of
-
-    return proposals_beside(_for_gpus(finalised(cfg, world_size)), world_size, gpu_of(gpu))
 
 
 def _for_gpus(complete: ConfigContainer) -> ConfigContainer:
@@ -112,7 +93,7 @@ def dump(cfg: ConfigContainer, *, gpus: int, gpu: str) -> dict[str, Any]:
     """
     from qwen3vl_bridge.planning.from_config import plan_of
     from qwen3vl_bridge.planning.hardware import gpu_of
-    from qwen3vl_bridge.planning.reports import dump_estimate
+    from qwen3vl_bridge.planning.plan_reports import dump_estimate
 
     import yaml
     from megatron.bridge.utils.yaml_utils import dump_dataclass_to_yaml
@@ -127,18 +108,16 @@ def dump(cfg: ConfigContainer, *, gpus: int, gpu: str) -> dict[str, Any]:
 
 
 def show(cfg: ConfigContainer, *, gpus: int, gpu: str) -> None:
-    """Print the settings as YAML, then the plan: memory, and the planner's alternatives.
-
-    With separate vision ranks, the plan says whether they are enough; otherwise, how the planner would split the model.
+    """Print the settings as YAML, then the plan: memory, and the planner's first split for these rows and GPUs.
 
     Args:
         cfg: the run's configuration.
         gpus: number of GPUs.
         gpu: their kind.
     """
-    from qwen3vl_bridge.planning.from_config import plan_of, proposals_beside, sized_of
+    from qwen3vl_bridge.planning.from_config import plan_of, proposals_for_run
     from qwen3vl_bridge.planning.hardware import gpu_of
-    from qwen3vl_bridge.planning.reports import print_estimate, words_beside, words_of_pace
+    from qwen3vl_bridge.planning.plan_reports import describe_first, print_estimate
 
     from megatron.bridge.utils.yaml_utils import dump_dataclass_to_yaml
 
@@ -148,9 +127,9 @@ def show(cfg: ConfigContainer, *, gpus: int, gpu: str) -> None:
         plan = plan_of(_for_gpus(complete), gpus)
     except ValueError as error:
         print(f"memory cannot be estimated: {error}")
-    else:
-        print_estimate(plan, kind.memory_bytes)
-        if plan.dist is not None:
-            print(words_of_pace(sized_of(complete, gpus, kind)))
-        else:
-            print(words_beside(*proposals_beside(complete, gpus, kind)))
+        return
+    print_estimate(plan, kind.memory_bytes)
+    try:
+        print(describe_first(proposals_for_run(complete, plan, kind)))
+    except ValueError as error:
+        print(error)

@@ -187,12 +187,12 @@ def test_the_page_registers_this_family(package, monkeypatch):
 
 
 def test_the_planner_counts_it():
-    from qwen3vl_bridge.planning.memory.estimate import estimate
-    from qwen3vl_bridge.planning.settings import Training
-    from qwen3vl_bridge.planning.split import Split
+    from qwen3vl_bridge.planning.estimate import estimate
+    from qwen3vl_bridge.planning.split import ModelSplit
+    from qwen3vl_bridge.planning.training_settings import TrainingSettings
 
-    found = estimate(CONFIG, Split(1), Training(seq_length=64, micro_batch_size=1, global_batch_size=1))
-    assert found.worst.total > 0
+    found = estimate(CONFIG, ModelSplit(1), TrainingSettings(seq_length=64, micro_batch_size=1, global_batch_size=1))
+    assert found.peak.total > 0
 
 
 def test_a_conversion_imports_nothing_of_megatron(folder, tmp_path):

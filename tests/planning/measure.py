@@ -9,7 +9,7 @@ from typing import Any
 
 from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.models.common.flops import CHUNK
-from qwen3vl_bridge.planning.memory.microbatch_activations import Work
+from qwen3vl_bridge.planning.activations import MicrobatchWork
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -71,10 +71,10 @@ def saved_bytes(model: nn.Module, batch: PackedBatch, *, predicts: bool = False)
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def work_of(batch: PackedBatch) -> Work:
+def work_of(batch: PackedBatch) -> MicrobatchWork:
     """Tokens and patches of a batch; one without pictures has a blank one of four patches."""
     patches = 4 if batch.vision is None else len(batch.vision.pixel_values)
-    return Work(batch.layout.total, patches, 0 if batch.vision is None else patches / 4, slots_of(batch))
+    return MicrobatchWork(batch.layout.total, patches, 0 if batch.vision is None else patches / 4, slots_of(batch))
 
 
 def slots_of(batch: PackedBatch) -> float:

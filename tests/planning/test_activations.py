@@ -11,12 +11,10 @@ from qwen3vl_bridge.batch import PackedBatch, SequenceLayout
 from qwen3vl_bridge.models.common.rope import InterleavedMRoPE, vision_rotary
 from qwen3vl_bridge.models.qwen3_5 import presets as qwen3_5_presets
 from qwen3vl_bridge.models.qwen3_vl import presets
-from qwen3vl_bridge.planning.memory.estimate import estimate
-from qwen3vl_bridge.planning.memory.language_activations import attention, embedding
-from qwen3vl_bridge.planning.memory.microbatch_activations import chunk_activations
-from qwen3vl_bridge.planning.memory.vision_activations import patches
-from qwen3vl_bridge.planning.settings import BF16, FP32, FULL, Recompute, Training
-from qwen3vl_bridge.planning.split import Split
+from qwen3vl_bridge.planning.activations import attention, chunk_activations, embedding, patch_inputs
+from qwen3vl_bridge.planning.estimate import estimate
+from qwen3vl_bridge.planning.split import ModelSplit
+from qwen3vl_bridge.planning.training_settings import BF16, FP32, FULL, Recompute, TrainingSettings
 from qwen3vl_bridge.registry import dimensions_of
 from qwen3vl_bridge.training.process_groups import initialize
 
@@ -110,7 +108,7 @@ FAMILIES = {
 }
 
 
-def build(config, training: Training):
+def build(config, training: TrainingSettings):
     """A model of that configuration, trained so."""
     provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
     if training.precision == BF16:
@@ -142,9 +140,9 @@ def test_what_autograd_keeps(case, family):
     config, mtp = FAMILIES[family](), case.startswith("MTP")
     if mtp and not family.startswith("Qwen3.5"):
         pytest.skip("this model has no multi-token prediction")
-    n, split = dimensions_of(config.to_dict()), Split(1)
-    ((chunk,),) = split.chunks(len(n.indices["text_layers"]))
-    training = Training(
+    dims, split = dimensions_of(config.to_dict()), ModelSplit(1)
+    ((chunk,),) = split.chunks(len(dims.indices["text_layers"]))
+    training = TrainingSettings(
         transformer_engine=False,
         precision=precision,
         recompute=recompute,
@@ -157,9 +155,9 @@ def test_what_autograd_keeps(case, family):
     for content, packed in itertools.product(("many images", "video", "text only"), (True, False)):
         batch = padded(make_samples(content, config, seed=3), config, packed=packed)
         one = replace(training, packed=packed)
-        counted = chunk_activations(n, split, one, chunk, chosen=3, work=work_of(batch)).total
+        counted = chunk_activations(dims, split, one, chunk, work_of(batch)).total
         error = counted / saved_bytes(model, batch, predicts=mtp) - 1
-        linear = "linear_layers" in n.indices
+        linear = "linear_layers" in dims.indices
         print(f"{family}, {case}, {content}, {'packed' if packed else 'rows'}: {error:+.1e}")
         assert abs(error) <= (NEAR_ROWS if linear and not packed else NEAR), (content, packed)
 
@@ -171,7 +169,7 @@ def padded(samples: list[Sample], config, *, packed: bool) -> PackedBatch:
     return make_batch(samples, config, layout=layout)
 
 
-def total(size: str, split: Split, training: Training) -> float:
+def total(size: str, split: ModelSplit, training: TrainingSettings) -> float:
     """Kept by the stage that holds most."""
     found = estimate(presets.config_dict(size), split, training)
     assert all(value >= 0 for stage in found.stages for value in stage.activations.values())
@@ -179,7 +177,7 @@ def total(size: str, split: Split, training: Training) -> float:
 
 
 RUNS = st.builds(
-    Training,
+    TrainingSettings,
     seq_length=st.sampled_from([4096, 8192, 32768]),
     micro_batch_size=st.sampled_from([1, 2]),
     max_patches=st.sampled_from([None, 0, 4096]),
@@ -194,8 +192,8 @@ SIZES = st.sampled_from(list(presets.PRESETS))
 @given(SIZES, RUNS)
 @settings(max_examples=40)
 def test_kept_bytes_are_linear_in_rows(size, training):
-    once = total(size, Split(1), training)
-    twice = total(size, Split(1), replace(training, micro_batch_size=2 * training.micro_batch_size))
+    once = total(size, ModelSplit(1), training)
+    twice = total(size, ModelSplit(1), replace(training, micro_batch_size=2 * training.micro_batch_size))
     blank = 0.0 if training.max_patches != 0 else 0.02  # a row without pictures has a small blank one
     assert twice == pytest.approx(2 * once, rel=1e-9 + blank)
 
@@ -203,34 +201,34 @@ def test_kept_bytes_are_linear_in_rows(size, training):
 @given(SIZES, RUNS)
 @settings(max_examples=40)
 def test_kept_bytes_fall_with_every_split_and_with_recomputation(size, training):
-    whole = total(size, Split(8, tp=1), training)
-    assert total(size, Split(8, tp=2, etp=1 if "A" in size else None, sequence_parallel=True), training) < whole
+    whole = total(size, ModelSplit(8, tp=1), training)
+    assert total(size, ModelSplit(8, tp=2, etp=1 if "A" in size else None, sequence_parallel=True), training) < whole
     if training.transformer_engine:  # without it all keys and values are gathered
-        assert total(size, Split(8, cp=2), training) < whole
-    pipeline = Split(8, pp=2)
+        assert total(size, ModelSplit(8, cp=2), training) < whole
+    pipeline = ModelSplit(8, pp=2)
     assert total(size, pipeline, replace(training, global_batch_size=4 * training.micro_batch_size)) < whole
     module = "moe" if "A" in size else "mlp"
     selective = replace(training, recompute=Recompute("selective", frozenset({module})))
     full = replace(training, recompute=FULL, vision_recompute=FULL)
-    assert total(size, Split(8), full) < total(size, Split(8), selective) < whole
+    assert total(size, ModelSplit(8), full) < total(size, ModelSplit(8), selective) < whole
 
 
-def attention_bytes(split: Split, *, packed: bool) -> dict[str, float]:
+def attention_bytes(split: ModelSplit, *, packed: bool) -> dict[str, float]:
     """Bytes per token that a layer of the dense model with three groups of heads keeps of its attention."""
-    training = Training(transformer_engine=False, precision=FP32, packed=packed)
-    return {row.what: row.nbytes for row in attention(dimensions_of(wide(moe=False).to_dict()), split, training)}
+    training = TrainingSettings(transformer_engine=False, precision=FP32, packed=packed)
+    return {row.name: row.nbytes for row in attention(dimensions_of(wide(moe=False).to_dict()), split, training)}
 
 
 def test_ranks_that_share_a_group_keep_the_output_of_all_groups():
     """More ranks than groups gather queries, keys and values (measured on four ranks in test_on_ranks)."""
-    whole, three, six = (attention_bytes(Split(tp, tp=tp), packed=True)["linear_qkv: output"] for tp in (1, 3, 6))
+    whole, three, six = (attention_bytes(ModelSplit(tp, tp=tp), packed=True)["linear_qkv: output"] for tp in (1, 3, 6))
     assert three == whole / 3 and six == whole
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_context_parallel_ranks_keep_keys_of_all_and_their_own_output(packed):
     """Padded rows too (measured on two ranks in test_on_ranks)."""
-    one, two = (attention_bytes(Split(cp, cp=cp), packed=packed) for cp in (1, 2))
+    one, two = (attention_bytes(ModelSplit(cp, cp=cp), packed=packed) for cp in (1, 2))
     assert ("attention: output" in one) == packed
     assert two["attention: output"] == two["queries"]
     assert two["keys and values of all context-parallel ranks"] == 4 * one["keys"] and "keys" not in two
@@ -241,12 +239,15 @@ def test_context_parallel_ranks_keep_keys_of_all_and_their_own_output(packed):
 def test_rotary_angles_are_those_of_the_layers(precision, kernel):
     """Angles for the kernel, cosines and sines for the formula: of a token of the text model and of a patch."""
     config, tokens = wide(moe=False), 7
-    n = dimensions_of(config.to_dict())
-    training = Training(precision=precision, transformer_engine=kernel)
-    head = n["v_hidden"] // n["v_heads"]
+    dims = dimensions_of(config.to_dict())
+    training = TrainingSettings(precision=precision, transformer_engine=kernel)
+    head = dims["v_hidden"] // dims["v_heads"]
     of_tower = vision_rotary(torch.zeros(tokens, 2, dtype=torch.long), head, fused=kernel)
     dtype = torch.bfloat16 if precision == BF16 else torch.float32
-    of_text = InterleavedMRoPE(n["head_dim"], 5e6, [8, 6, 6], dtype, fused=kernel)(torch.arange(tokens)[None])
-    for found, saved in ((of_tower, patches(n, training)), (of_text, embedding(n, training, first=True))):
-        (expected,) = (one.nbytes for one in saved if one.what == "rotary angles")
+    of_text = InterleavedMRoPE(dims["head_dim"], 5e6, [8, 6, 6], dtype, fused=kernel)(torch.arange(tokens)[None])
+    for found, saved in (
+        (of_tower, patch_inputs(dims, training)),
+        (of_text, embedding(dims, training, pre_process=True)),
+    ):
+        (expected,) = (one.nbytes for one in saved if one.name == "rotary angles")
         assert found.nbytes == expected * tokens

@@ -7,14 +7,21 @@ import json
 
 from qwen3vl_bridge import Qwen3VLDoRA, Qwen3VLLoRA
 from qwen3vl_bridge.models.qwen3_vl import presets
-from qwen3vl_bridge.planning.encoder_ranks import DistSplit, dist_estimate
-from qwen3vl_bridge.planning.encoder_sizing import measure
-from qwen3vl_bridge.planning.from_config import plan_of, sized_of
+from qwen3vl_bridge.planning.estimate import estimate
+from qwen3vl_bridge.planning.from_config import plan_of, proposals_for_run
 from qwen3vl_bridge.planning.hardware import GPUS
-from qwen3vl_bridge.planning.memory.estimate import estimate
-from qwen3vl_bridge.planning.settings import BF16, FP32, LINEAR_LAYERS, Lora, Precision, Recompute, Sharding, Training
-from qwen3vl_bridge.planning.speed.microbatch_flops import Costs
-from qwen3vl_bridge.planning.split import Split
+from qwen3vl_bridge.planning.proposals import propose
+from qwen3vl_bridge.planning.split import ModelSplit
+from qwen3vl_bridge.planning.training_settings import (
+    BF16,
+    FP32,
+    LINEAR_LAYERS,
+    LoraSettings,
+    Precision,
+    Recompute,
+    Sharding,
+    TrainingSettings,
+)
 from qwen3vl_bridge.registry import dimensions_of
 from qwen3vl_bridge.weights.model_parts import Part
 
@@ -28,9 +35,9 @@ from qwen3vl_recipes.paths import set_paths
 
 # Megatron-FSDP's gradients follow the parameters where nobody says otherwise.
 BRIDGES = dataclasses.replace(BF16, fsdp_gradient=None)
-RUN = Training(
+RUN = TrainingSettings(
     seq_length=512, global_batch_size=2, precision=FP32, sharding=Sharding.ALL, transformer_engine=False,
-    balancing_loss=False, overlap_grad_reduce=False, overlap_param_gather=False,
+    balancing_loss=False,
 )  # fmt: skip
 
 
@@ -39,7 +46,6 @@ def cfg(untied_folder):
     cfg = set_paths(qwen3_vl_digits_sft_config(), hf_path=untied_folder, data_path="x", save="x")
     cfg.mixed_precision = None
     cfg.ddp.megatron_fsdp_main_grads_dtype = None  # the parameters', until a test says otherwise
-    cfg.ddp.overlap_grad_reduce = cfg.ddp.overlap_param_gather = False
     return cfg
 
 
@@ -52,78 +58,75 @@ def change(cfg, **settings):
     return cfg
 
 
-def as_of(folder, split: Split, training: Training):
+def as_of(folder, split: ModelSplit, training: TrainingSettings):
     return estimate(json.loads((folder / "config.json").read_text()), split, training)
 
 
 def test_the_recipe_as_it_stands(cfg, untied_folder):
-    assert plan_of(cfg, 2) == as_of(untied_folder, Split(2), RUN)
+    assert plan_of(cfg, 2) == as_of(untied_folder, ModelSplit(2), RUN)
 
 
-def replaced(**fields) -> Training:
-    return Training(**{name: getattr(RUN, name) for name in RUN.__dataclass_fields__} | fields)
+def replaced(**fields) -> TrainingSettings:
+    return TrainingSettings(**{name: getattr(RUN, name) for name in RUN.__dataclass_fields__} | fields)
 
 
 CHANGES = {
-    "made on the host": (dict(model__init_model_with_meta_device=True), Split(4), dict(made_on_host=True)),
+    "made on the host": (dict(model__init_model_with_meta_device=True), ModelSplit(4), dict(made_on_host=True)),
     "saved by index": (
-        dict(checkpoint__dist_ckpt_optim_fully_reshardable=False), Split(4), dict(saved_by_parameters=False),
+        dict(checkpoint__dist_ckpt_optim_fully_reshardable=False), ModelSplit(4), dict(saved_by_parameters=False),
     ),
     "sizes": (
         dict(model__tensor_model_parallel_size=2, model__sequence_parallel=True, model__context_parallel_size=2),
-        Split(4, tp=2, cp=2, sequence_parallel=True), {},
+        ModelSplit(4, tp=2, cp=2, sequence_parallel=True), {},
     ),
     "stages": (
         dict(model__pipeline_model_parallel_size=2, model__num_layers_in_first_pipeline_stage=1,
              ddp__use_megatron_fsdp=False),
-        Split(4, pp=2, first_layers=1), dict(sharding=Sharding.OPTIMIZER),
+        ModelSplit(4, pp=2, first_layers=1), dict(sharding=Sharding.OPTIMIZER),
     ),
     "no sharding": (
         dict(ddp__use_megatron_fsdp=False, ddp__use_distributed_optimizer=False,
              optimizer__use_distributed_optimizer=False),
-        Split(4), dict(sharding=Sharding.NONE),
+        ModelSplit(4), dict(sharding=Sharding.NONE),
     ),
-    "mixed precision by name": (dict(mixed_precision="bf16_mixed"), Split(4), dict(precision=BRIDGES)),
-    "mixed precision": (dict(mixed_precision=bf16_mixed()), Split(4), dict(precision=BRIDGES)),
+    "mixed precision by name": (dict(mixed_precision="bf16_mixed"), ModelSplit(4), dict(precision=BRIDGES)),
+    "mixed precision": (dict(mixed_precision=bf16_mixed()), ModelSplit(4), dict(precision=BRIDGES)),
     "bfloat16": (
         dict(model__params_dtype=torch.bfloat16, ddp__grad_reduce_in_fp32=False),
-        Split(4), dict(precision=Precision(2, 2, 4)),
+        ModelSplit(4), dict(precision=Precision(2, 2, 4)),
     ),
     "gradients of FSDP": (
         dict(mixed_precision="bf16_mixed", ddp__megatron_fsdp_main_grads_dtype=torch.float32),
-        Split(4), dict(precision=Precision(2, 4, 4, fsdp_gradient=4)),
+        ModelSplit(4), dict(precision=Precision(2, 4, 4, fsdp_gradient=4)),
     ),
     "FSDP that shards the optimizer alone": (
         dict(ddp__data_parallel_sharding_strategy="optim"),
-        Split(4), dict(sharding=Sharding.OPTIMIZER, precision=Precision(4, 4, 4)),
+        ModelSplit(4), dict(sharding=Sharding.OPTIMIZER, precision=Precision(4, 4, 4)),
     ),
     "small moments": (
         dict(mixed_precision="bf16_mixed", optimizer__use_precision_aware_optimizer=True,
              optimizer__exp_avg_dtype=torch.bfloat16, optimizer__exp_avg_sq_dtype=torch.bfloat16),
-        Split(4), dict(precision=Precision(2, 4, 2, 4)),
+        ModelSplit(4), dict(precision=Precision(2, 4, 2, 4)),
     ),
     "recomputation": (
         dict(model__recompute_granularity="selective", model__recompute_modules=["mlp"],
              model__vision_recompute_granularity="full", model__vision_recompute_method="uniform",
              model__vision_recompute_num_layers=1),
-        Split(4),
+        ModelSplit(4),
         dict(recompute=Recompute("selective", frozenset({"mlp"})),
              vision_recompute=Recompute("full", method="uniform", num_layers=1)),
     ),
     "frozen": (
-        dict(model__freeze_vision_model=True), Split(4), dict(frozen=frozenset({Part.VISION_MODEL})),
+        dict(model__freeze_vision_model=True), ModelSplit(4), dict(frozen=frozenset({Part.VISION_MODEL})),
     ),
     "adapters": (
-        dict(peft=Qwen3VLLoRA(dim=4, target_modules=["linear_qkv"])), Split(4), dict(lora=Lora(4, LINEAR_LAYERS[:1])),
+        dict(peft=Qwen3VLLoRA(dim=4, target_modules=["linear_qkv"])), ModelSplit(4),
+        dict(lora=LoraSettings(4, LINEAR_LAYERS[:1])),
     ),
-    "overlap": (
-        dict(ddp__overlap_grad_reduce=True, ddp__overlap_param_gather=True), Split(4),
-        dict(overlap_grad_reduce=True, overlap_param_gather=True),
-    ),
-    "loss of a whole row": (dict(model__loss_chunk_tokens=0), Split(4), dict(loss_chunk_tokens=0)),
+    "loss of a whole row": (dict(model__loss_chunk_tokens=0), ModelSplit(4), dict(loss_chunk_tokens=0)),
     "rows": (
         dict(dataset__max_patches=64, train__micro_batch_size=2, train__global_batch_size=8, dataset__seq_length=256),
-        Split(4), dict(max_patches=64, micro_batch_size=2, global_batch_size=8, seq_length=256),
+        ModelSplit(4), dict(max_patches=64, micro_batch_size=2, global_batch_size=8, seq_length=256),
     ),
 }  # fmt: skip
 
@@ -139,7 +142,7 @@ def test_a_finalised_pipeline_layout(cfg, untied_folder):
     change(cfg, model__pipeline_model_parallel_size=2, model__pipeline_model_parallel_layout="Ettt|tL",
            model__pipeline_dtype=torch.float32, ddp__use_megatron_fsdp=False)  # fmt: skip
     cfg.model.finalize()
-    expected = as_of(untied_folder, Split(2, pp=2, layout=((3,), (1,))), replaced(sharding=Sharding.OPTIMIZER))
+    expected = as_of(untied_folder, ModelSplit(2, pp=2, layout=((3,), (1,))), replaced(sharding=Sharding.OPTIMIZER))
     assert plan_of(cfg, 2).stages == expected.stages
 
 
@@ -148,22 +151,19 @@ def test_a_model_with_experts(cfg):
     change(cfg, model__expert_model_parallel_size=8, model__expert_tensor_parallel_size=1,
            mixed_precision="bf16_mixed", train__global_batch_size=8)  # fmt: skip
     training = replaced(global_batch_size=8, precision=BRIDGES, balancing_loss=True)
-    assert plan_of(cfg, 8) == estimate(presets.config_dict("30B-A3B"), Split(8, ep=8, etp=1), training)
+    assert plan_of(cfg, 8) == estimate(presets.config_dict("30B-A3B"), ModelSplit(8, ep=8, etp=1), training)
 
 
 def test_vision_on_ranks_of_its_own(cfg, untied_folder):
     cfg.model.dist_train = DistTrainConfig(use_dist_train=True, vision_world_size=4, language_world_size=4,
                                            vision_tensor_model_parallel_size=2)  # fmt: skip
     change(cfg, model__pipeline_model_parallel_size=2, ddp__use_megatron_fsdp=False)
-    split = DistSplit.of(4, 2, Split(4, pp=2))
-    n = dimensions_of(json.loads((untied_folder / "config.json").read_text()))
-    expected = dist_estimate(n, split, replaced(sharding=Sharding.OPTIMIZER), 0)
-    assert plan_of(cfg, 8) == expected
-    assert expected.stages[0].stage == -1 and expected.dist == Split(4, tp=2)
-    change(cfg, model__freeze_vision_model=True)
-    frozen = replaced(sharding=Sharding.OPTIMIZER, frozen=frozenset({Part.VISION_MODEL}))
-    costs = Costs.of(json.loads((untied_folder / "config.json").read_text()), frozen)
-    assert sized_of(cfg, 8, GPUS["H100"]) == measure(costs, n, split, frozen, GPUS["H100"])
+    config, training = json.loads((untied_folder / "config.json").read_text()), replaced(sharding=Sharding.OPTIMIZER)
+    plan = plan_of(cfg, 8)
+    assert plan == estimate(config, ModelSplit(4, pp=2), training, vision_split=ModelSplit(4, tp=2))
+    assert [stage.stage for stage in plan.stages] == [-1, 0, 1]
+    proposals = proposals_for_run(cfg, plan, GPUS["H100"])
+    assert proposals == propose(dimensions_of(config), 8, GPUS["H100"], training, vision_split=ModelSplit(4, tp=2))
     cfg.model.dist_train.vision_world_size = None
     with pytest.raises(ValueError, match="None vision and 4 language ranks, expected 8 together"):
         plan_of(cfg, 8)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from fractions import Fraction
 
 from qwen3vl_bridge.models.qwen3_vl import presets
+from qwen3vl_bridge.planning import activations
+from qwen3vl_bridge.planning.estimate import estimate, microbatches_in_flight
 from qwen3vl_bridge.planning.hardware import GIB, GPUS
-from qwen3vl_bridge.planning.memory import language_activations
-from qwen3vl_bridge.planning.memory.estimate import estimate
-from qwen3vl_bridge.planning.memory.in_flight_microbatches import most_in_flight
-from qwen3vl_bridge.planning.settings import FULL, Lora, Training
-from qwen3vl_bridge.planning.split import Split
+from qwen3vl_bridge.planning.split import ModelSplit
+from qwen3vl_bridge.planning.training_settings import FULL, LoraSettings, TrainingSettings
 from qwen3vl_bridge.registry import dimensions_of
 from qwen3vl_bridge.weights.dimensions import Dimensions, indices_of
 from qwen3vl_bridge.weights.model_parts import Part
@@ -30,7 +29,7 @@ def gpt(hidden: int = 4800) -> Dimensions:
 
 # What Korthikanti et al. (arXiv 2205.05198) do not have: norms of queries and keys, attention's logarithms; and
 # statistics of norms, which they leave out as small.
-OURS = ("norm of queries", "norm of keys", "statistic", "logarithms")
+OURS = ("norm of queries", "norm of keys", "statistic", "log-sum-exp")
 
 
 @pytest.mark.parametrize(
@@ -42,9 +41,9 @@ def test_korthikanti_et_al(tp, sequence, expected):
     """Bytes of a layer for each hidden number of a token, without attention's matrix. Their two masks of dropout, one
     byte each, are not here; under tensor parallelism alone they are whole on every rank.
     """
-    n, split, training = gpt(), Split(tp, tp=tp, sequence_parallel=sequence), Training()
-    rows = [*language_activations.attention(n, split, training), *language_activations.dense_mlp(n, split, training)]
-    found = sum(row.nbytes for row in rows if not any(word in row.what for word in OURS))
+    n, split, training = gpt(), ModelSplit(tp, tp=tp, sequence_parallel=sequence), TrainingSettings()
+    rows = [*activations.attention(n, split, training), *activations.dense_mlp(n, split, training)]
+    found = sum(row.nbytes for row in rows if not any(word in row.name for word in OURS))
     masks = Fraction(2, tp if sequence else 1)
     assert found == n["hidden"] * (expected - masks)
 
@@ -52,17 +51,16 @@ def test_korthikanti_et_al(tp, sequence, expected):
 @pytest.mark.parametrize(("stages", "chunks"), [(4, 1), (8, 1), (4, 3), (8, 4)])
 def test_microbatches_of_the_first_stage(stages, chunks):
     """Korthikanti et al., section 4.2.3: L layers' worth, times 1 + (p - 1) / (p m) where interleaved."""
-    split = Split(stages, pp=stages, vpp=chunks if chunks > 1 else None)
-    weight, counts = most_in_flight(split, 0, 4 * stages, [1.0] * chunks)
-    expected = stages if chunks == 1 else stages * chunks + stages - 1
-    assert weight == sum(counts) == expected
+    split = ModelSplit(stages, pp=stages, vpp=chunks if chunks > 1 else None)
+    counts = microbatches_in_flight(split, 0, 4 * stages, [1.0] * chunks)
+    assert sum(counts) == (stages if chunks == 1 else stages * chunks + stages - 1)
 
 
 def test_the_softmax_of_the_loss():
     """3.79 GiB for [4096, 1, 248320]: https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5508."""
     n = dimensions_of(presets.config_dict("8B")).with_vocab(248_320)
-    row = language_activations.softmax(n, Split(1), Training())
-    assert row in language_activations.head(n, Split(1), Training())
+    row = activations.softmax(n, ModelSplit(1), TrainingSettings())
+    assert row in activations.output_layer(n, ModelSplit(1), TrainingSettings(), in_chunks=False)
     assert row.nbytes * 4096 / GIB == pytest.approx(3.79, abs=0.005)
 
 
@@ -80,8 +78,8 @@ def test_megatron_bridges_estimator(tp, world, untied_folder):
     cfg.model.tensor_model_parallel_size = tp
     cfg.data_parallel_size = world // tp
     theirs = estimate_training_memory(cfg, include_activation=False)
-    split, training = Split(world, tp=tp), Training()
-    ours = estimate(presets.config_dict("8B"), split, training).worst.states.total
+    split, training = ModelSplit(world, tp=tp), TrainingSettings()
+    ours = estimate(presets.config_dict("8B"), split, training).peak.states.total
     tower = 576_388_336 / tp * (6 + 12 * tp / world)
     # Measured 4e-5 of the language model, and what the tower has whole on every rank.
     assert theirs.weight_and_optimizer_bytes == pytest.approx(ours - tower, rel=1e-3)
@@ -104,16 +102,16 @@ TEXT = dict(**FULLY, frozen=TOWER, max_patches=0)
 # allocator's is what the usual tools show, which is more than is in use.
 SEEN = {
     "Qwen3-30B-A3B, moe/qwen3_moe.sh": (
-        60, presets.config_dict("30B-A3B"), Split(16, pp=2, ep=8),
-        Training(seq_length=8192, global_batch_size=16, **TEXT),
+        60, presets.config_dict("30B-A3B"), ModelSplit(16, pp=2, ep=8),
+        TrainingSettings(seq_length=8192, global_batch_size=16, **TEXT),
     ),
     "Qwen2.5-7B, long_text.sh": (
-        50, QWEN_2_5_7B, Split(4, tp=4, sequence_parallel=True),
-        Training(seq_length=32768, global_batch_size=8, **TEXT),
+        50, QWEN_2_5_7B, ModelSplit(4, tp=4, sequence_parallel=True),
+        TrainingSettings(seq_length=32768, global_batch_size=8, **TEXT),
     ),
     "Qwen2.5-VL-7B, multimodal/dense/full.sh": (
-        72, QWEN_2_5_7B, Split(2, tp=2, sequence_parallel=True),
-        Training(seq_length=2048, global_batch_size=4, max_patches=2048, frozen=TOWER, **FULLY),
+        72, QWEN_2_5_7B, ModelSplit(2, tp=2, sequence_parallel=True),
+        TrainingSettings(seq_length=2048, global_batch_size=4, max_patches=2048, frozen=TOWER, **FULLY),
     ),
 }  # fmt: skip
 
@@ -122,7 +120,7 @@ SEEN = {
 def test_memory_that_others_have_seen(name):
     """Measured 0.81, 0.91 and 0.97 of what is published, the reserve included."""
     seen, config, split, training = SEEN[name]
-    found = estimate(config, split, training).worst.total / GIB / seen
+    found = estimate(config, split, training).peak.total / GIB / seen
     print(f"{name}: {found:.2f}")
     assert 0.75 <= found <= 1
 
@@ -131,21 +129,21 @@ ROWS = dict(seq_length=4096, micro_batch_size=2, global_batch_size=32, max_patch
 CAPTION = dict(seq_length=4096, max_patches=256)  # a picture of 256 x 256, as their mock data
 # Megatron-Bridge 0.6.2: recipes/qwen_vl/h100/qwen3_vl.py and perf_recipes/qwen_vl/h100/qwen3_vl.py.
 RECIPES = {
-    "8B SFT, 2 H100": ("8B", Split(2, tp=2), Training(**ROWS), False),
-    "30B-A3B SFT, 8 H100": ("30B-A3B", Split(8, ep=8), Training(**ROWS), False),
+    "8B SFT, 2 H100": ("8B", ModelSplit(2, tp=2), TrainingSettings(**ROWS), False),
+    "30B-A3B SFT, 8 H100": ("30B-A3B", ModelSplit(8, ep=8), TrainingSettings(**ROWS), False),
     "235B-A22B SFT, 32 H100": (
-        "235B-A22B", Split(32, tp=4, ep=32, sequence_parallel=True), Training(**ROWS), False,
+        "235B-A22B", ModelSplit(32, tp=4, ep=32, sequence_parallel=True), TrainingSettings(**ROWS), False,
     ),
-    "8B LoRA, 1 H100, rows of 4096": ("8B", Split(1), Training(**ROWS, lora=Lora(32)), True),
+    "8B LoRA, 1 H100, rows of 4096": ("8B", ModelSplit(1), TrainingSettings(**ROWS, lora=LoraSettings(32)), True),
     "235B-A22B benchmark, 256 H100": (
         "235B-A22B",
-        Split(
+        ModelSplit(
             256, tp=2, pp=8, vpp=4, ep=32, etp=1, sequence_parallel=True, embedding_as_layer=True, loss_as_layer=True,
         ),
-        Training(**CAPTION, global_batch_size=1024), True,
+        TrainingSettings(**CAPTION, global_batch_size=1024), True,
     ),
     "30B-A3B benchmark, 16 H100": (
-        "30B-A3B", Split(16, pp=2, vpp=12, ep=8), Training(**CAPTION, global_batch_size=512), True,
+        "30B-A3B", ModelSplit(16, pp=2, vpp=12, ep=8), TrainingSettings(**CAPTION, global_batch_size=512), True,
     ),
 }  # fmt: skip
 
@@ -156,6 +154,6 @@ def test_recipes_that_megatron_bridge_publishes(name):
     fine-tuning does not fit where rows are full: states alone leave 6 GiB at most.
     """
     size, split, training, fits = RECIPES[name]
-    worst = estimate(presets.config_dict(size), split, training).worst
+    worst = estimate(presets.config_dict(size), split, training).peak
     print(f"{name}: {worst.total / GIB:.0f} GiB, of which states {worst.states.total / GIB:.0f}")
     assert (worst.total <= H100) == fits

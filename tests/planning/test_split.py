@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from qwen3vl_bridge.batch.token_layout import row_multiple
 from qwen3vl_bridge.models.qwen3_vl import presets
-from qwen3vl_bridge.planning.memory.estimate import estimate
-from qwen3vl_bridge.planning.settings import Lora, Recompute, Sharding, Training
-from qwen3vl_bridge.planning.split import Split
+from qwen3vl_bridge.planning.estimate import estimate
+from qwen3vl_bridge.planning.split import ModelSplit
+from qwen3vl_bridge.planning.training_settings import LoraSettings, Recompute, Sharding, TrainingSettings
 from qwen3vl_bridge.registry import dimensions_of
 
 import pytest
@@ -31,10 +31,14 @@ UNFIT = {
     "experts without SP": ("30B-A3B", dict(world=2, tp=2), "sequence_parallel is False with experts"),
 }
 UNTRAINED = {
-    "rows": (Split(3, cp=3), dict(seq_length=4096), "seq_length is 4096, expected a multiple of 6"),
-    "batch": (Split(8), dict(global_batch_size=12), "global_batch_size is 12, expected a multiple of 8"),
-    "stages of FSDP": (Split(4, pp=2), dict(sharding=Sharding.ALL), "Megatron-FSDP does not support pipeline stages"),
-    "moe": (Split(1), dict(recompute=Recompute("selective", frozenset({"moe"}))), "this model has no experts"),
+    "rows": (ModelSplit(3, cp=3), dict(seq_length=4096), "seq_length is 4096, expected a multiple of 6"),
+    "batch": (ModelSplit(8), dict(global_batch_size=12), "global_batch_size is 12, expected a multiple of 8"),
+    "stages of FSDP": (
+        ModelSplit(4, pp=2),
+        dict(sharding=Sharding.ALL),
+        "Megatron-FSDP does not support pipeline stages",
+    ),
+    "moe": (ModelSplit(1), dict(recompute=Recompute("selective", frozenset({"moe"}))), "this model has no experts"),
 }
 CONTRADICTORY = {
     "granularity": (dict(recompute=Recompute("some")), "recompute_granularity is 'some'"),
@@ -54,40 +58,40 @@ CONTRADICTORY = {
 def test_sizes_that_contradict_each_other(name):
     sizes, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
-        Split(**sizes)
+        ModelSplit(**sizes)
 
 
 @pytest.mark.parametrize("name", UNFIT)
 def test_models_that_cannot_be_split_so(name):
     size, sizes, message = UNFIT[name]
     with pytest.raises(ValueError, match=message):
-        Split(**sizes).check(dimensions_of(presets.config_dict(size)))
+        ModelSplit(**sizes).check(dimensions_of(presets.config_dict(size)))
 
 
 @pytest.mark.parametrize("name", UNTRAINED)
 def test_runs_that_cannot_be(name):
     split, fields, message = UNTRAINED[name]
     with pytest.raises(ValueError, match=message):
-        estimate(presets.config_dict("8B"), split, Training(**fields))
+        estimate(presets.config_dict("8B"), split, TrainingSettings(**fields))
 
 
 @pytest.mark.parametrize("name", CONTRADICTORY)
 def test_settings_that_contradict_each_other(name):
     fields, message = CONTRADICTORY[name]
     with pytest.raises(ValueError, match=message):
-        Training(**fields)
+        TrainingSettings(**fields)
 
 
 def test_adapters_that_there_are_none_for():
-    training = Training(lora=Lora(8, ("linear_fc1",)))
+    training = TrainingSettings(lora=LoraSettings(8, ("linear_fc1",)))
     with pytest.raises(ValueError, match="none of which this model has outside its experts"):
-        estimate(presets.config_dict("30B-A3B"), Split(1), training)
+        estimate(presets.config_dict("30B-A3B"), ModelSplit(1), training)
 
 
 @pytest.mark.parametrize("cp", [1, 2, 3, 4])
 @pytest.mark.parametrize("tp", [1, 2, 3])
 def test_rows_are_cut_as_the_model_cuts_them(cp, tp):
-    split, multiple = Split(tp * cp, tp=tp, cp=cp, sequence_parallel=tp > 1), row_multiple(cp, tp)
+    split, multiple = ModelSplit(tp * cp, tp=tp, cp=cp, sequence_parallel=tp > 1), row_multiple(cp, tp)
     split.check_rows(5 * multiple)
     if multiple > 1:
         with pytest.raises(ValueError, match=f"a multiple of {multiple}"):

@@ -9,11 +9,18 @@ from functools import partial
 from qwen3vl_bridge import Qwen3VLLoRA
 from qwen3vl_bridge.compat import adam
 from qwen3vl_bridge.models.qwen3_vl import presets
-from qwen3vl_bridge.planning.memory.estimate import FIXED_RESERVE, estimate
-from qwen3vl_bridge.planning.memory.model_states import stage_states
-from qwen3vl_bridge.planning.memory.parameters import Count, chunk_count
-from qwen3vl_bridge.planning.settings import BF16, FP32, LINEAR_LAYERS, Lora, Precision, Sharding, Training
-from qwen3vl_bridge.planning.split import Split
+from qwen3vl_bridge.planning.estimate import FIXED_RESERVE, estimate
+from qwen3vl_bridge.planning.model_states import ParameterCount, chunk_count, stage_states
+from qwen3vl_bridge.planning.split import ModelSplit
+from qwen3vl_bridge.planning.training_settings import (
+    BF16,
+    FP32,
+    LINEAR_LAYERS,
+    LoraSettings,
+    Precision,
+    Sharding,
+    TrainingSettings,
+)
 from qwen3vl_bridge.registry import dimensions_of
 from qwen3vl_bridge.training.optimizer.gradient_norms import optimizers_of
 from qwen3vl_bridge.weights.model_parts import Part
@@ -34,17 +41,17 @@ from .measure import allocated, gradient_bytes, optimizer_bytes
 @pytest.mark.parametrize("size", presets.PRESETS)
 def test_released_sizes_unsplit(size):
     n = dimensions_of(presets.config_dict(size))
-    ((chunk,),) = Split(1).chunks(len(n.indices["text_layers"]))
-    assert chunk_count(n, Split(1), chunk).total == presets.parameter_count(size)
+    ((chunk,),) = ModelSplit(1).chunks(len(n.indices["text_layers"]))
+    assert chunk_count(n, ModelSplit(1), chunk).total == presets.parameter_count(size)
 
 
 STAGES = {
-    "2B": Split(7, pp=7),
-    "4B": Split(6, pp=6, vpp=2),
-    "8B": Split(4, pp=4, first_layers=6, last_layers=10),
-    "32B": Split(8, pp=8, vpp=2),
-    "30B-A3B": Split(2, pp=2, layout=((20,), (28,))),
-    "235B-A22B": Split(8, pp=8, vpp=4, embedding_as_layer=True, loss_as_layer=True),
+    "2B": ModelSplit(7, pp=7),
+    "4B": ModelSplit(6, pp=6, vpp=2),
+    "8B": ModelSplit(4, pp=4, first_layers=6, last_layers=10),
+    "32B": ModelSplit(8, pp=8, vpp=2),
+    "30B-A3B": ModelSplit(2, pp=2, layout=((20,), (28,))),
+    "235B-A22B": ModelSplit(8, pp=8, vpp=4, embedding_as_layer=True, loss_as_layer=True),
 }
 
 
@@ -73,8 +80,8 @@ def test_a_step_of_a_real_optimizer(precision, kind, request):
     run.stream = iter([make_batch(make_samples("mixed", hf, seed=seed), hf, packed=True) for seed in range(4)])
     train_step(run)
     n = dimensions_of(config)
-    training = Training(precision=expected, sharding=Sharding.NONE, transformer_engine=False)
-    states = stage_states(n, Split(1), Split(1).chunks(4)[0], training)
+    training = TrainingSettings(precision=expected, sharding=Sharding.NONE, transformer_engine=False)
+    states = stage_states(n, ModelSplit(1), ModelSplit(1).chunks(4)[0], training)
     weights = [p for chunk in run.model for p in chunk.parameters()]
     assert states.parameters == sum(p.numel() * p.element_size() for p in weights)
     assert states.gradients == gradient_bytes(run.model)
@@ -94,8 +101,8 @@ def test_torchs_adam_holds_roots_of_second_moments(kind, request, monkeypatch):
         monkeypatch.setattr(one.optimizer, "step", recorded(one.optimizer.step, peaks))
     train_step(run)
     n = dimensions_of(json.loads((folder / "config.json").read_text()))
-    training = Training(precision=FP32, sharding=Sharding.NONE, transformer_engine=False)
-    states = stage_states(n, Split(1), Split(1).chunks(4)[0], training)
+    training = TrainingSettings(precision=FP32, sharding=Sharding.NONE, transformer_engine=False)
+    states = stage_states(n, ModelSplit(1), ModelSplit(1).chunks(4)[0], training)
     assert 0.97 * states.updating <= max(peaks) <= states.updating  # norms and biases are a group of their own
     assert len(peaks) == 1
 
@@ -117,22 +124,22 @@ def test_the_optimizers_step_is_the_peak_of_short_rows():
     """2B without Transformer Engine, one GPU: 4 bytes of each parameter are more than a short row's activations."""
     config = presets.config_dict("2B")
     short, long = (
-        Training(transformer_engine=transformer_engine, seq_length=tokens, sharding=Sharding.NONE)
+        TrainingSettings(transformer_engine=transformer_engine, seq_length=tokens, sharding=Sharding.NONE)
         for transformer_engine, tokens in ((False, 128), (False, 8192))
     )
-    (found,) = estimate(config, Split(1), short).stages
+    (found,) = estimate(config, ModelSplit(1), short).stages
     assert found.states.updating == 4 * presets.parameter_count("2B")
     assert found.total == found.updating == found.states.total + 1.1 * found.states.updating + FIXED_RESERVE
-    (other,) = estimate(config, Split(1), long).stages
+    (other,) = estimate(config, ModelSplit(1), long).stages
     assert other.total > other.updating
     moe = dimensions_of(presets.config_dict("30B-A3B"))
-    (chunks,) = Split(8, ep=8).chunks(48)
-    count = chunk_count(moe, Split(8, ep=8), chunks[0])
-    assert stage_states(moe, Split(8, ep=8), chunks, short).updating == 4 * max(count.shared, count.experts)
+    (chunks,) = ModelSplit(8, ep=8).chunks(48)
+    count = chunk_count(moe, ModelSplit(8, ep=8), chunks[0])
+    assert stage_states(moe, ModelSplit(8, ep=8), chunks, short).updating == 4 * max(count.shared, count.experts)
     for training in (replace(short, transformer_engine=True), replace(short, sharding=Sharding.ALL)):
-        assert not estimate(config, Split(1), training).worst.states.updating
+        assert not estimate(config, ModelSplit(1), training).peak.states.updating
     divided = replace(short, sharding=Sharding.OPTIMIZER)
-    assert estimate(config, Split(8), divided).worst.states.updating == round(presets.parameter_count("2B") / 2)
+    assert estimate(config, ModelSplit(8), divided).peak.states.updating == round(presets.parameter_count("2B") / 2)
 
 
 @pytest.mark.parametrize("kind", ["untied", "moe"])
@@ -142,8 +149,8 @@ def test_adapters(kind, request):
     Qwen3VLLoRA(dim=8)([pair.megatron])
     real = sum(p.numel() for p in pair.megatron.parameters() if p.requires_grad)
     n = dimensions_of(json.loads((folder / "config.json").read_text()))
-    training = Training(precision=FP32, lora=Lora(8, LINEAR_LAYERS), sharding=Sharding.NONE)
-    states = stage_states(n, Split(1), Split(1).chunks(4)[0], training)
+    training = TrainingSettings(precision=FP32, lora=LoraSettings(8, LINEAR_LAYERS), sharding=Sharding.NONE)
+    states = stage_states(n, ModelSplit(1), ModelSplit(1).chunks(4)[0], training)
     assert states.gradients == 4 * real
     assert states.optimizer == 8 * real
     assert states.parameters == 4 * sum(p.numel() for p in pair.megatron.parameters())
@@ -151,23 +158,23 @@ def test_adapters(kind, request):
 
 def test_frozen_parts_have_weights_alone():
     n = dimensions_of(presets.config_dict("30B-A3B"))
-    split = Split(8, ep=8)
+    split = ModelSplit(8, ep=8)
     (chunks,) = split.chunks(48)
     count = chunk_count(n, split, chunks[0])
-    everything = stage_states(n, split, chunks, Training())
+    everything = stage_states(n, split, chunks, TrainingSettings())
     for parts in ({Part.VISION_MODEL}, {Part.LANGUAGE_MODEL, Part.VISION_PROJECTION}, set(Part)):
-        states = stage_states(n, split, chunks, Training(frozen=frozenset(parts)))
+        states = stage_states(n, split, chunks, TrainingSettings(frozen=frozenset(parts)))
         left = count.without(parts)
         assert states.parameters == everything.parameters
         assert states.gradients == 4 * left.total
         assert states.optimizer == round(12 * (left.shared / 8 + left.experts))
-    assert count.without(Part) == Count()
+    assert count.without(Part) == ParameterCount()
 
 
 def test_sharding_in_the_order_of_zero():
     n = dimensions_of(presets.config_dict("8B"))
-    (chunks,) = Split(8).chunks(36)
-    found = {kind: stage_states(n, Split(8), chunks, Training(sharding=kind)) for kind in Sharding}
+    (chunks,) = ModelSplit(8).chunks(36)
+    found = {kind: stage_states(n, ModelSplit(8), chunks, TrainingSettings(sharding=kind)) for kind in Sharding}
     whole = 8_767_123_696
     assert found[Sharding.NONE].total == 18 * whole
     assert found[Sharding.OPTIMIZER].total == pytest.approx((6 + 12 / 8) * whole)
@@ -178,8 +185,9 @@ def test_sharding_in_the_order_of_zero():
     assert {kind.name: states.unsharded / whole for kind, states in found.items()} == {
         "NONE": 0, "OPTIMIZER": 0, "GRADIENTS": 2, "ALL": 2,
     }  # fmt: skip
-    assert stage_states(n, Split(8), chunks, Training(sharding=Sharding.ALL, made_on_host=True)).unsharded == 0
-    untold = Training(sharding=Sharding.ALL, precision=replace(BF16, fsdp_gradient=None))
-    assert stage_states(n, Split(8), chunks, untold).gradients == pytest.approx(2 / 8 * whole)
-    with pytest.raises(ValueError, match="Megatron-FSDP does not support pipeline stages"):
-        stage_states(n, Split(8, pp=2), Split(8, pp=2).chunks(36)[0], Training(sharding=Sharding.ALL))
+    assert (
+        stage_states(n, ModelSplit(8), chunks, TrainingSettings(sharding=Sharding.ALL, made_on_host=True)).unsharded
+        == 0
+    )
+    untold = TrainingSettings(sharding=Sharding.ALL, precision=replace(BF16, fsdp_gradient=None))
+    assert stage_states(n, ModelSplit(8), chunks, untold).gradients == pytest.approx(2 / 8 * whole)

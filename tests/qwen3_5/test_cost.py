@@ -98,7 +98,7 @@ def test_a_step_costs_what_transformers_does(kind):
 
 
 FROZEN = Trained(language_model=False)  # gradients go through it to the vision tower
-MTP = {"forward": (Trained().nothing, None), "step": (Trained(), Trained()), "frozen": (FROZEN, FROZEN)}
+MTP = {"forward": (Trained(False, False, False), None), "step": (Trained(), Trained()), "frozen": (FROZEN, FROZEN)}
 
 
 @pytest.mark.parametrize("kind", SIZES)

@@ -1,33 +1,30 @@
-"""`qwen3vl plan`: the memory of a run on each GPU, and proposals for splitting it.
-
-What lives here: options and their meaning. What may not: formulas, the text of reports (`planning/reports.py`).
-"""
+"""`qwen3vl plan`: the memory of a run on each GPU, and proposals for splitting it."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.cli import plan_encoder_ranks
 from qwen3vl_bridge.files.parsing import read_json
-from qwen3vl_bridge.planning import reports
+from qwen3vl_bridge.planning import plan_reports
+from qwen3vl_bridge.planning.estimate import estimate
 from qwen3vl_bridge.planning.hardware import GIB, GPUS, gpu_of
-from qwen3vl_bridge.planning.memory.estimate import estimate
 from qwen3vl_bridge.planning.proposals import propose, smallest
-from qwen3vl_bridge.planning.settings import (
+from qwen3vl_bridge.planning.split import ModelSplit
+from qwen3vl_bridge.planning.training_settings import (
     PRECISIONS,
     TEXT_MODULES,
     VISION_MODULES,
-    Lora,
+    LoraSettings,
     Recompute,
     Sharding,
-    Training,
+    TrainingSettings,
 )
-from qwen3vl_bridge.planning.split import Split
-from qwen3vl_bridge.registry import family_of, preset, preset_sizes
+from qwen3vl_bridge.registry import dimensions_of, family_of, preset, preset_sizes
 from qwen3vl_bridge.terminal import BAD_INPUT, show, show_anything
 from qwen3vl_bridge.weights.model_parts import Part
 
@@ -104,9 +101,11 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--no-fused-activation", action="store_true", help="model.bias_activation_fusion=False")
     add("--expert-load", type=float, default=1.0, metavar="X",
         help="most tokens on a rank, divided by the mean over expert-parallel ranks (default: 1)")  # fmt: skip
+    add("--vision-gpus", type=_positive, metavar="N",
+        help="place the vision tower on separate ranks, so many of --gpus (dist-train)")  # fmt: skip
+    add("--vision-tp", type=_positive, metavar="N", help="with --vision-gpus: the tower's tensor parallelism")
     add("--propose", action="store_true", help="propose splits; sizes that are given are kept")
     add("--json", action="store_true", help="print JSON, in bytes")
-    plan_encoder_ranks.add_options(parser, _positive)
     return parser
 
 
@@ -118,48 +117,55 @@ def _positive(text: str) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    config = load_config(options.model)
+    config, training = _load_config(options.model), _training(options)
     gpu = gpu_of(options.gpu)
     if options.gpu_memory is not None:
         gpu = replace(gpu, memory_bytes=round(options.gpu_memory * GIB))
-    training = _training(options)
+    memory = gpu.memory_bytes
     sizes = {name: size for name in _SIZES if (size := getattr(options, name)) is not None}
-    choose = options.propose or (not sizes and not _shards(options))
-    if not options.dist_train:
-        plan_encoder_ranks.check_unused(options)
-    if choose:
-        if _shards(options) or training.recompute.granularity or training.vision_recompute.granularity:
-            raise ValueError("--propose chooses sharding and recomputation; omit these options, or --propose")
+    vision_split, language_gpus = None, options.gpus
+    if options.vision_gpus is not None:
+        vision_split = ModelSplit(options.vision_gpus, tp=options.vision_tp or 1)
+        language_gpus -= options.vision_gpus
+        if language_gpus < 1:
+            raise ValueError(f"--vision-gpus is {options.vision_gpus}, expected fewer than the {options.gpus} GPUs")
+    elif options.vision_tp is not None:
+        raise ValueError("--vision-tp without --vision-gpus, expected both or neither")
+    if options.propose or not (sizes or options.fsdp or options.no_distributed_optimizer):
+        if (
+            training.recompute.granularity
+            or training.vision_recompute.granularity
+            or options.sequence_parallel is False
+        ):
+            raise ValueError(
+                "--propose chooses recomputation and sequence parallelism; omit these options, or --propose"
+            )
         if wrong := sizes.keys() & {"vpp", "etp"}:
             raise ValueError(f"--propose does not try {', '.join(sorted(wrong))}; leave it out")
-    if options.dist_train:
-        return 0 if plan_encoder_ranks.run(options, config, gpu, training, sizes, choose=choose) else _NO_FIT
-    if choose:
-        found = propose(config, options.gpus, gpu, training, fixed=sizes)
+        dims = dimensions_of(config)
+        proposals = propose(dims, options.gpus, gpu, training, fixed=sizes, vision_split=vision_split)
         if options.json:
-            print(reports.as_json(reports.dump_proposals(found, gpu.memory_bytes)))
-        elif found:
-            reports.print_proposals(found, gpu.memory_bytes)
+            print(json.dumps([plan_reports.dump_estimate(proposal, memory) for proposal in proposals], indent=2))
+        elif proposals:
+            plan_reports.print_proposals(proposals, memory)
         else:
-            least = smallest(config, options.gpus, gpu, training, fixed=sizes)
-            reports.print_no_fit(least, training, gpu.memory_bytes)
-        return 0 if found else _NO_FIT
-    together = options.sequence_parallel
-    split = Split(options.gpus, **sizes, sequence_parallel=(options.tp or 1) > 1 if together is None else together)
-    one = estimate(config, split, training)
+            least = smallest(dims, options.gpus, gpu, training, fixed=sizes, vision_split=vision_split)
+            plan_reports.print_no_fit(least, memory)
+        return 0 if proposals else _NO_FIT
+    sequence_parallel = options.sequence_parallel
+    if sequence_parallel is None:
+        sequence_parallel = sizes.get("tp", 1) > 1
+    split = ModelSplit(language_gpus, **sizes, sequence_parallel=sequence_parallel)
+    plan = estimate(config, split, training, vision_split=vision_split)
     if options.json:
-        print(reports.as_json(reports.dump_estimate(one, gpu.memory_bytes)))
+        print(json.dumps(plan_reports.dump_estimate(plan, memory), indent=2))
     else:
-        reports.print_estimate(one, gpu.memory_bytes)
-    return 0 if one.worst.total <= gpu.memory_bytes else _NO_FIT
+        plan_reports.print_estimate(plan, memory)
+    return 0 if plan.peak.total <= memory else _NO_FIT
 
 
-def load_config(model: str) -> Mapping[str, Any]:
-    """The `config.json` of a folder, or of a preset.
-
-    Raises:
-        ValueError: it does not exist, or no family has its model type.
-    """
+def _load_config(model: str) -> Mapping[str, Any]:
+    """The `config.json` of a folder, or of a preset."""
     path = Path(model) / "config.json"
     if not path.is_file():
         return preset(model)
@@ -171,15 +177,11 @@ def load_config(model: str) -> Mapping[str, Any]:
     return config
 
 
-def _shards(options: argparse.Namespace) -> bool:
-    return options.fsdp or options.no_distributed_optimizer
-
-
-def _training(options: argparse.Namespace) -> Training:
+def _training(options: argparse.Namespace) -> TrainingSettings:
     if options.fsdp and options.no_distributed_optimizer:
         raise ValueError("--fsdp and --no-distributed-optimizer, expected one of them")
     sharding = Sharding.NONE if options.no_distributed_optimizer else Sharding.OPTIMIZER
-    return Training(
+    return TrainingSettings(
         seq_length=options.seq_length,
         micro_batch_size=options.micro_batch_size,
         global_batch_size=options.global_batch_size,
@@ -189,7 +191,7 @@ def _training(options: argparse.Namespace) -> Training:
         recompute=_recompute(options, ""),
         vision_recompute=_recompute(options, "vision_"),
         frozen=frozenset(map(Part, options.freeze)),
-        lora=Lora(options.lora_rank) if options.kind == "peft" else None,
+        lora=LoraSettings(options.lora_rank) if options.kind == "peft" else None,
         fused_activation=not options.no_fused_activation,
         expert_load=options.expert_load,
         trains_mtp=options.mtp,
@@ -199,9 +201,9 @@ def _training(options: argparse.Namespace) -> Training:
 def _recompute(options: argparse.Namespace, prefix: str) -> Recompute:
     granularity = getattr(options, f"{prefix}recompute")
     modules, method = (getattr(options, f"{prefix}recompute_{name}") for name in ("modules", "method"))
-    number = getattr(options, f"{prefix}recompute_num_layers")
+    num_layers = getattr(options, f"{prefix}recompute_num_layers")
     if granularity == "full":
-        return Recompute("full", frozenset(modules or ()), method or "uniform", number or 1)
+        return Recompute("full", frozenset(modules or ()), method or "uniform", num_layers or 1)
     if granularity == "selective":
-        return Recompute("selective", frozenset(modules or ("core_attn",)), method, number)
-    return Recompute(None, frozenset(modules or ()), method, number)
+        return Recompute("selective", frozenset(modules or ("core_attn",)), method, num_layers)
+    return Recompute(None, frozenset(modules or ()), method, num_layers)

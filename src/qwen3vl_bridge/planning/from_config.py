@@ -1,30 +1,31 @@
-"""The plan of a run, from its Megatron-Bridge `ConfigContainer`: memory, and whether a separate vision tower keeps up.
+"""The memory of a run, from its Megatron-Bridge `ConfigContainer`; settings that change memory and are not modelled are
+refused.
 
-What lives here: reading the configuration, only through attributes, and refusing settings that change memory and are
-not modelled. Standard library only, because the configuration's own classes bring their modules. What may not:
-formulas.
+The configuration is read only through attributes, because its own classes bring their modules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from qwen3vl_bridge.models.common.flops import provider_costs, trained_parts
-from qwen3vl_bridge.planning.encoder_ranks import DistSplit, dist_estimate
-from qwen3vl_bridge.planning.encoder_sizing import Sized, measure
+from qwen3vl_bridge.planning.estimate import MemoryEstimate, check, estimate_of
 from qwen3vl_bridge.planning.hardware import Gpu
-from qwen3vl_bridge.planning.memory.estimate import Estimate, check, estimate_of
-from qwen3vl_bridge.planning.proposals import Proposal, proposal, propose_of
-from qwen3vl_bridge.planning.settings import LINEAR_LAYERS, Lora, Precision, Recompute, Sharding, Training
-from qwen3vl_bridge.planning.speed.microbatch_flops import Costs
-from qwen3vl_bridge.planning.split import Split
+from qwen3vl_bridge.planning.proposals import propose
+from qwen3vl_bridge.planning.split import ModelSplit
+from qwen3vl_bridge.planning.training_settings import (
+    LINEAR_LAYERS,
+    LoraSettings,
+    Precision,
+    Recompute,
+    Sharding,
+    TrainingSettings,
+)
 from qwen3vl_bridge.weights.dimensions import Dimensions
 from qwen3vl_bridge.weights.model_parts import Part
 
 # Settings that the planner does not model, by section, each with the values that cost no memory.
-_UNCOUNTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+_NOT_MODELLED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "model": {
         "fp16": (False,),
         "fp8": (None, False),
@@ -55,7 +56,7 @@ _UNCOUNTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 _BF16_MIXED = "bf16_mixed"
 
 
-def plan_of(cfg: Any, world_size: int) -> Estimate:
+def plan_of(cfg: Any, world_size: int) -> MemoryEstimate:
     """The memory of each rank of a run.
 
     Args:
@@ -65,7 +66,7 @@ def plan_of(cfg: Any, world_size: int) -> Estimate:
     Raises:
         ValueError: a setting that changes memory and is not modelled, or an invalid one.
     """
-    for section, settings in _UNCOUNTED.items():
+    for section, settings in _NOT_MODELLED.items():
         for name, harmless in settings.items():
             value = getattr(getattr(cfg, section, None), name, harmless[0])
             if value not in harmless:
@@ -73,90 +74,52 @@ def plan_of(cfg: Any, world_size: int) -> Estimate:
                     f"{section}.{name} is {value!r}, expected {harmless[0]!r}: it changes memory use, and the planner "
                     "does not model it"
                 )
-    model, training = cfg.model, training_of(cfg)
-    n, chosen = _dimensions(model), _chosen(model)
-    if getattr(model, "dist_train", None) is not None and model.dist_train.use_dist_train:
-        return dist_estimate(n, dist_split_of(model, world_size), training, chosen)
-    split = split_of(model, world_size)
-    check(n, split, training)
-    return estimate_of(n, split, training, chosen)
+    dims, training = _dimensions(cfg.model), _training_settings(cfg)
+    dist_train, vision_split = getattr(cfg.model, "dist_train", None), None
+    if dist_train is not None and dist_train.use_dist_train:
+        sizes = (dist_train.vision_world_size, dist_train.language_world_size)
+        if None in sizes or sum(sizes) != world_size:
+            raise ValueError(
+                f"dist_train has {sizes[0]} vision and {sizes[1]} language ranks, expected {world_size} together"
+            )
+        vision_split = ModelSplit(sizes[0], tp=dist_train.vision_tensor_model_parallel_size or 1)
+        world_size = dist_train.language_world_size
+    split = _model_split(cfg.model, world_size)
+    check(dims, split, training, vision_split)
+    return estimate_of(dims, split, training, vision_split)
 
 
-def sized_of(cfg: Any, world_size: int, gpu: Gpu) -> Sized:
-    """Estimated step times of both towers of a run with separate vision ranks, for the mix of docs/packing.md.
+def proposals_for_run(cfg: Any, plan: MemoryEstimate, gpu: Gpu) -> list[MemoryEstimate]:
+    """Splits that fit, for the rows, GPUs and sharding of a run.
 
     Args:
-        cfg: as for `plan_of`, with the same restrictions.
-        world_size: number of ranks.
+        cfg: as for `plan_of`.
+        plan: what `plan_of` has returned.
         gpu: the kind of GPU.
 
     Raises:
-        ValueError: sizes that do not divide or add up.
+        ValueError: no split is possible.
     """
-    model, training = cfg.model, training_of(cfg)
-    return measure(_costs(model), _dimensions(model), dist_split_of(model, world_size), training, gpu)
-
-
-def proposals_beside(cfg: Any, world_size: int, gpu: Gpu) -> tuple[Proposal, list[Proposal]]:
-    """The run's own split, and the planner's proposals for its rows and GPUs, best first.
-
-    Args:
-        cfg: as for `plan_of`, with vision on the language model's ranks.
-        world_size: number of ranks.
-        gpu: the kind of GPU.
-
-    Raises:
-        ValueError: as for `plan_of`.
-    """
-    own = plan_of(cfg, world_size)
-    model, training = cfg.model, own.training
-    n, costs = _dimensions(model), _costs(model)
-    # Megatron-FSDP is proposed with the recipes' settings, and with gradients as precise as those of the run.
-    precision = replace(
-        training.precision, fsdp_gradient=training.precision.fsdp_gradient or training.precision.gradient
-    )
-    found = propose_of(n, costs, world_size, gpu, replace(training, precision=precision))
-    return proposal(costs, n, own, gpu), found
-
-
-def _costs(model: Any) -> Costs:
-    trained = trained_parts(model)
-    return Costs(provider_costs(model, trained.nothing), provider_costs(model, trained), _chosen(model))
+    world = plan.split.world + (plan.vision_split.world if plan.vision_split else 0)
+    return propose(_dimensions(cfg.model), world, gpu, plan.training, vision_split=plan.vision_split)
 
 
 def _dimensions(model: Any) -> Dimensions:
     return model.dimensions().with_vocab(model.padded_vocab_size)
 
 
-def _chosen(model: Any) -> int:
-    """Number of experts per token."""
-    return model.moe_router_topk if model.moe_layers else 0
-
-
-def dist_split_of(model: Any, world_size: int) -> DistSplit:
-    """Parallel sizes of a provider whose vision tower is on separate ranks.
-
-    Raises:
-        ValueError: sizes that do not divide or add up.
-    """
-    dist = model.dist_train
-    sizes = (dist.vision_world_size, dist.language_world_size)
-    if None in sizes or sum(sizes) != world_size:
-        raise ValueError(
-            f"dist_train has {dist.vision_world_size} vision and {dist.language_world_size} language ranks, expected "
-            f"{world_size} together"
+def _model_split(model: Any, world_size: int) -> ModelSplit:
+    layout = model.pipeline_model_parallel_layout
+    if layout is not None:
+        if not hasattr(layout, "layout"):
+            raise ValueError(
+                f"pipeline_model_parallel_layout is {layout!r}, which megatron-core parses when the model is "
+                "finalised; call cfg.model.finalize() first"
+            )
+        layout = tuple(
+            tuple(sum(kind.name == "decoder" for kind in chunk) for chunk in stage) for stage in layout.layout
         )
-    language = split_of(model, dist.language_world_size)
-    return DistSplit.of(dist.vision_world_size, dist.vision_tensor_model_parallel_size or 1, language)
-
-
-def split_of(model: Any, world_size: int) -> Split:
-    """Parallel sizes of a provider.
-
-    Raises:
-        ValueError: sizes that do not divide, or a pipeline layout that has not been parsed yet.
-    """
-    return Split(
+    return ModelSplit(
         world=world_size,
         tp=model.tensor_model_parallel_size,
         pp=model.pipeline_model_parallel_size,
@@ -170,30 +133,13 @@ def split_of(model: Any, world_size: int) -> Split:
         last_layers=model.num_layers_in_last_pipeline_stage,
         embedding_as_layer=bool(model.account_for_embedding_in_pipeline_split),
         loss_as_layer=bool(model.account_for_loss_in_pipeline_split),
-        layout=_layout(model.pipeline_model_parallel_layout),
+        layout=layout,
     )
 
 
-def _layout(found: Any) -> tuple[tuple[int, ...], ...] | None:
-    if found is None:
-        return None
-    if not hasattr(found, "layout"):
-        raise ValueError(
-            f"pipeline_model_parallel_layout is {found!r}, which megatron-core parses when the model is finalised; "
-            "call cfg.model.finalize() first"
-        )
-    return tuple(tuple(sum(kind.name == "decoder" for kind in chunk) for chunk in row) for row in found.layout)
-
-
-def training_of(cfg: Any) -> Training:
-    """Data, precision, sharding and recomputation of a run.
-
-    Raises:
-        ValueError: adapters or precisions that are not modelled, or settings that contradict each other.
-    """
+def _training_settings(cfg: Any) -> TrainingSettings:
     model = cfg.model
-    parts = {part: getattr(model, f"freeze_{part.value}") for part in Part}
-    return Training(
+    return TrainingSettings(
         seq_length=cfg.dataset.seq_length,
         micro_batch_size=cfg.train.micro_batch_size,
         global_batch_size=cfg.train.global_batch_size,
@@ -202,7 +148,7 @@ def training_of(cfg: Any) -> Training:
         sharding=_sharding(cfg),
         recompute=_recompute(model, ""),
         vision_recompute=_recompute(model, "vision_"),
-        frozen=frozenset(part for part, frozen in parts.items() if frozen),
+        frozen=frozenset(part for part in Part if getattr(model, f"freeze_{part.value}")),
         lora=_lora(cfg.peft),
         transformer_engine=model.transformer_impl == "transformer_engine",
         fused_activation=model.bias_activation_fusion,
@@ -212,8 +158,6 @@ def training_of(cfg: Any) -> Training:
         trains_mtp=model.trains_mtp,
         made_on_host=model.init_model_with_meta_device,
         saved_by_parameters=cfg.checkpoint.dist_ckpt_optim_fully_reshardable,
-        overlap_grad_reduce=cfg.ddp.overlap_grad_reduce,
-        overlap_param_gather=cfg.ddp.overlap_param_gather,
     )
 
 
@@ -239,7 +183,7 @@ def _precision(cfg: Any) -> Precision:
             main = 2  # the half of a float32 number that bfloat16 lacks
     fsdp_gradient = _bytes(cfg.ddp.megatron_fsdp_main_grads_dtype) or None
     fsdp_main = _bytes(cfg.ddp.megatron_fsdp_main_params_dtype)
-    if cfg.ddp.use_megatron_fsdp and _sharding(cfg) in (Sharding.NONE, Sharding.OPTIMIZER):
+    if cfg.ddp.use_megatron_fsdp and not _sharding(cfg).is_fsdp:
         gradient, main = fsdp_gradient or weight, fsdp_main
     return Precision(weight, gradient, main, moments, fsdp_gradient, fsdp_main)
 
@@ -268,17 +212,16 @@ def _recompute(model: Any, prefix: str) -> Recompute:
     )
 
 
-def _lora(peft: Any) -> Lora | None:
+def _lora(peft: Any) -> LoraSettings | None:
     if peft is None:
         return None
-    kind = type(peft).__name__
     if "Qwen3VLLoRA" not in {base.__name__ for base in type(peft).__mro__}:
-        raise ValueError(f"peft is a {kind}, expected Qwen3VLLoRA: other adapters are not counted")
+        raise ValueError(f"peft is a {type(peft).__name__}, expected Qwen3VLLoRA: other adapters are not counted")
     expected = {f"freeze_{part.value}": True for part in Part} | {"dropout": 0.0, "exclude_modules": []}
     expected |= {f"adapt_{part.value}": part is Part.LANGUAGE_MODEL for part in Part} | {"adapt_experts": False}
     for name, value in expected.items():
-        if (found := getattr(peft, name)) != value:
-            raise ValueError(f"peft.{name} is {found!r}, expected {value!r}: anything else is not counted")
+        if (actual := getattr(peft, name)) != value:
+            raise ValueError(f"peft.{name} is {actual!r}, expected {value!r}: anything else is not counted")
     if unknown := set(peft.target_modules) - set(LINEAR_LAYERS):
         raise ValueError(f"peft.target_modules has {sorted(unknown)}, expected some of {list(LINEAR_LAYERS)}")
-    return Lora(peft.dim, tuple(name for name in LINEAR_LAYERS if name in peft.target_modules))
+    return LoraSettings(peft.dim, tuple(name for name in LINEAR_LAYERS if name in peft.target_modules))

@@ -1,6 +1,4 @@
-"""GPUs: their memory, peak FLOP/s and interconnects.
-
-What lives here: the vendor's numbers, each once. What may not: measured speeds, models.
+"""GPUs: their memory and peak FLOP/s; and host memory per GPU.
 
 Sources, NVIDIA's data sheets: A100 80GB (PB-10577), H100 (PB-11133), H200, HGX B200 and GB200 NVL72. Peaks are for
 dense matrices in bfloat16, which is half of the data sheets' values with sparsity. Memory is what a process sees, which
@@ -29,26 +27,20 @@ class Gpu:
         memory_bytes: available to a process, including the CUDA context.
         bf16_flops: peak of its matrix units in bfloat16, dense, FLOP/s.
         gpus_per_node: GPUs of one machine.
-        nvlink_gpus: GPUs connected by NVLink.
-        nvlink_bytes: bytes per second and direction, from each GPU to those connected by NVLink.
-        network_bytes: bytes per second and direction, from each GPU to the others: one adapter each.
     """
 
     memory_bytes: int
     bf16_flops: float
     gpus_per_node: int
-    nvlink_gpus: int
-    nvlink_bytes: float
-    network_bytes: float
 
 
 GPUS: Mapping[str, Gpu] = {
-    "A100-40GB": Gpu(int(39.3 * GIB), 312e12, 8, 8, 300e9, 25e9),
-    "A100": Gpu(int(79.1 * GIB), 312e12, 8, 8, 300e9, 25e9),
-    "H100": Gpu(int(79.1 * GIB), 989e12, 8, 8, 450e9, 50e9),
-    "H200": Gpu(int(139.7 * GIB), 989e12, 8, 8, 450e9, 50e9),
-    "B200": Gpu(int(178.3 * GIB), 2250e12, 8, 8, 900e9, 50e9),
-    "GB200": Gpu(int(184.0 * GIB), 2500e12, 4, 72, 900e9, 50e9),
+    "A100-40GB": Gpu(int(39.3 * GIB), 312e12, 8),
+    "A100": Gpu(int(79.1 * GIB), 312e12, 8),
+    "H100": Gpu(int(79.1 * GIB), 989e12, 8),
+    "H200": Gpu(int(139.7 * GIB), 989e12, 8),
+    "B200": Gpu(int(178.3 * GIB), 2250e12, 8),
+    "GB200": Gpu(int(184.0 * GIB), 2500e12, 4),
 }
 
 
@@ -58,7 +50,7 @@ def gpu_of(name: str) -> Gpu:
     Raises:
         ValueError: it is not in the table; the message lists the names.
     """
-    found = {known.lower(): gpu for known, gpu in GPUS.items()}.get(name.lower())
-    if found is None:
+    gpu = {known.lower(): gpu for known, gpu in GPUS.items()}.get(name.lower())
+    if gpu is None:
         raise ValueError(f"unknown GPU {name!r}, expected one of {', '.join(GPUS)}; or give the memory instead")
-    return found
+    return gpu

@@ -1,178 +1,153 @@
-"""Splits of a model that fit, the fastest first.
+"""Ways to split a model over a number of GPUs that fit, fewest model-parallel ranks (TP * PP * CP) first, so that most
+ranks train on different rows; among as many least recomputation, then fewest pipeline and tensor-parallel ranks. Of
+several EP the one with least recomputation counts, and of these the smallest; EP beyond a machine comes after all else.
 
-What lives here: which splits are tried, and their order. Standard library only. What may not: formulas
-(`planning/memory/estimate.py`, `planning/speed/step_time.py`). Interleaved stages and expert tensor parallelism are not
-tried; `estimate` supports both.
+Interleaved stages and expert tensor parallelism are not tried; `estimate` supports both.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from qwen3vl_bridge.planning.estimate import MemoryEstimate, check, estimate_of
 from qwen3vl_bridge.planning.hardware import Gpu
-from qwen3vl_bridge.planning.memory.estimate import Estimate, check, estimate_of
-from qwen3vl_bridge.planning.settings import FULL, Recompute, Sharding, Training
-from qwen3vl_bridge.planning.speed.microbatch_flops import Costs
-from qwen3vl_bridge.planning.speed.step_time import StepTime, step_time
-from qwen3vl_bridge.planning.split import Split
-from qwen3vl_bridge.registry import dimensions_of
+from qwen3vl_bridge.planning.split import ModelSplit
+from qwen3vl_bridge.planning.training_settings import FULL, Recompute, TrainingSettings
 from qwen3vl_bridge.weights.dimensions import Dimensions
 from qwen3vl_bridge.weights.model_parts import Part
 
-MARGIN = 0.05  # of the memory, in addition to the reserve
-AS_FAST = 1.02  # ratio of two times below which they count as equal, because times are rough
-SHARE = 2048  # minimum tokens of a context-parallel rank
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """A way to train that fits.
-
-    Attributes:
-        estimate: its memory.
-        time: its rough time.
-        rows: of a step, on all ranks.
-        free: free bytes of the rank that needs most.
-    """
-
-    estimate: Estimate
-    time: StepTime
-    rows: int
-    free: float
-
-    @property
-    def seconds_per_row(self) -> float:
-        """Orders proposals."""
-        return self.time.total / self.rows
-
-    @property
-    def reason(self) -> str:
-        """Its overheads, as fractions of the work."""
-        overhead = sorted(self.time.overhead.items(), key=lambda item: -item[1])
-        paid = [f"{name} {share:.0%}" for name, share in overhead if share >= 0.005]
-        return "overhead: " + (", ".join(paid[:3]) or "none")
+MARGIN = 0.05  # of the memory is left free, in addition to the reserve
+_LEAST_TOKENS = 2048  # of a context-parallel rank
 
 
 def propose(
-    config: Mapping, world: int, gpu: Gpu, training: Training, *, best: int = 5, fixed: Mapping[str, int] | None = None
-) -> list[Proposal]:
-    """The best ways to train a model on a number of GPUs, best first; empty if nothing fits.
-
-    Args:
-        config: a `config.json` as a mapping.
-        world: number of GPUs.
-        gpu: the kind of GPU.
-        training: the requested settings; sharding and recomputation are chosen here.
-        best: maximum number of results, each with other parallel sizes.
-        fixed: sizes of `Split` that are given.
-
-    Raises:
-        ValueError: settings that no split supports.
-    """
-    return propose_of(dimensions_of(config), Costs.of(config, training), world, gpu, training, best=best, fixed=fixed)
-
-
-def propose_of(
-    n: Dimensions,
-    costs: Costs,
+    dims: Dimensions,
     world: int,
     gpu: Gpu,
-    training: Training,
+    training: TrainingSettings,
     *,
-    best: int = 5,
     fixed: Mapping[str, int] | None = None,
-) -> list[Proposal]:
-    """Like `propose`, for a model's dimensions and costs."""
-    limit = gpu.memory_bytes * (1 - MARGIN)
-    found: list[Proposal] = []
-    for estimates in _estimates(n, costs, world, gpu, training, fixed or {}):
-        if fitting := [proposal(costs, n, held, gpu) for held in estimates if held.worst.total <= limit]:
-            found.append(min(fitting, key=lambda way: way.seconds_per_row))
-    # Among equal ones, the simplest.
-    return sorted(found, key=lambda one: (round(one.seconds_per_row, 9), _sizes(one.estimate.split)))[:best]
+    vision_split: ModelSplit | None = None,
+    most: int = 5,
+) -> list[MemoryEstimate]:
+    """Splits that fit, in the order of this module; empty if nothing fits.
+
+    Args:
+        dims: the model's dimensions.
+        world: number of GPUs, including separate vision ranks.
+        gpu: the kind of GPU.
+        training: the requested settings; recomputation is chosen here.
+        fixed: sizes of `ModelSplit` that are given.
+        vision_split: of separate vision ranks; None without them.
+        most: maximum number of results, each with another TP, PP or CP.
+
+    Raises:
+        ValueError: settings or sizes with which no split is possible; the message has the reason of the simplest.
+    """
+    limit = (1 - MARGIN) * gpu.memory_bytes
+    splits = _splits(dims, world, gpu, training, fixed or {}, vision_split)
+    proposals: dict[tuple[int, ...], MemoryEstimate] = {}  # by sizes without EP
+    for _, equals in itertools.groupby(splits, lambda split: _model_parallel(split, gpu)):
+        fitting: list[tuple[tuple[int, ...], MemoryEstimate]] = []
+        for split in equals:
+            for recomputed, estimate in enumerate(_estimates(dims, split, training, vision_split)):
+                if estimate.peak.total <= limit:
+                    fitting.append(((recomputed, split.pp, split.tp, split.cp, split.ep), estimate))
+                    break
+        for (_, pp, tp, cp, _), estimate in sorted(fitting, key=lambda entry: entry[0]):
+            proposals.setdefault((pp, tp, cp), estimate)
+        if len(proposals) >= most:
+            break
+    chosen = list(proposals.values())[:most]
+    return [estimate_of(dims, estimate.split, estimate.training, vision_split) for estimate in chosen]
 
 
 def smallest(
-    config: Mapping, world: int, gpu: Gpu, training: Training, *, fixed: Mapping[str, int] | None = None
-) -> Estimate | None:
-    """What needs least memory of all that `propose` tries, whether it fits or not; None if no split is possible.
+    dims: Dimensions,
+    world: int,
+    gpu: Gpu,
+    training: TrainingSettings,
+    *,
+    fixed: Mapping[str, int] | None = None,
+    vision_split: ModelSplit | None = None,
+) -> MemoryEstimate:
+    """What needs least memory of all that `propose` tries, whether it fits or not.
 
     Args and errors: as of `propose`.
     """
-    n, costs = dimensions_of(config), Costs.of(config, training)
-    tried = (held for estimates in _estimates(n, costs, world, gpu, training, fixed or {}) for held in estimates)
-    return min(tried, key=lambda held: held.worst.total, default=None)
+    tried = (
+        estimate
+        for split in _splits(dims, world, gpu, training, fixed or {}, vision_split)
+        for estimate in _estimates(dims, split, training, vision_split)
+    )
+    least = min(tried, key=lambda estimate: estimate.peak.total)
+    return estimate_of(dims, least.split, least.training, vision_split)
+
+
+def _splits(
+    dims: Dimensions,
+    world: int,
+    gpu: Gpu,
+    training: TrainingSettings,
+    fixed: Mapping[str, int],
+    vision_split: ModelSplit | None,
+) -> list[ModelSplit]:
+    """Possible splits that are worth trying, fewest model-parallel ranks first: tensor parallelism within a machine,
+    powers of two, stages that divide the layers, and context parallelism of rows that are long enough.
+
+    Raises ValueError if there is none, with the reason of the simplest.
+    """
+    layers, experts = len(dims.indices["text_layers"]), dims["experts"]
+    most_cp = training.seq_length // _LEAST_TOKENS
+    if vision_split is not None:
+        world, most_cp = world - vision_split.world, 1
+    # Where stages do not divide the layers, the embedding and the loss count as a layer each.
+    stages = (pp for pp in range(1, min(layers, world) + 1) if not layers % pp or not (layers + 2) % pp)
+    tried = {
+        "tp": _powers_of_two(min(gpu.gpus_per_node, world)),
+        "pp": [pp for pp in stages if not world % pp],
+        "cp": _powers_of_two(min(most_cp, world)) or [1],
+        "ep": _powers_of_two(min(experts or 1, world)),
+    } | {name: [size] for name, size in fixed.items()}
+    splits, reasons = list[ModelSplit](), list[str]()
+    for tp, pp, cp, ep in itertools.product(*(tried[name] for name in ("tp", "pp", "cp", "ep"))):
+        as_layers = bool(layers % pp)
+        try:
+            split = ModelSplit(
+                world, tp=tp, pp=pp, cp=cp, ep=ep, etp=1 if experts else None, sequence_parallel=tp > 1,
+                embedding_as_layer=as_layers, loss_as_layer=as_layers,
+            )  # fmt: skip
+            check(dims, split, training, vision_split)
+        except ValueError as error:
+            reasons.append(str(error))
+        else:
+            splits.append(split)
+    if not splits:
+        raise ValueError(f"no split over {world} GPUs is possible: {reasons[0]}")
+    return sorted(splits, key=lambda split: _model_parallel(split, gpu))
+
+
+def _model_parallel(split: ModelSplit, gpu: Gpu) -> tuple[int, int]:
+    """Expert-parallel ranks, those within a machine all alike, and model-parallel ranks."""
+    return max(split.ep, gpu.gpus_per_node), split.tp * split.pp * split.cp
 
 
 def _estimates(
-    n: Dimensions, costs: Costs, world: int, gpu: Gpu, training: Training, fixed: Mapping[str, int]
-) -> Iterator[list[Estimate]]:
-    """All ways to train with each possible split."""
-    for split in splits(n, world, gpu, training.seq_length, fixed):
-        try:
-            check(n, split, training)
-        except ValueError:
-            continue  # not a way to split this model, or these rows
-        # Middle stages hold fewer microbatches of equally many layers.
-        stages = {0, 1, split.pp - 1}
-        yield [estimate_of(n, split, one, costs.chosen, stages=stages) for one in ways(n, split, training)]
+    dims: Dimensions, split: ModelSplit, training: TrainingSettings, vision_split: ModelSplit | None
+) -> Iterator[MemoryEstimate]:
+    """Of some stages, with each combination of recomputation that is tried, the least first."""
+    modules = {"mlp"}
+    if dims.indices["moe_layers"]:
+        modules = {"moe_act", "layernorm"} if training.transformer_engine else {"moe"}
+    text = [Recompute(), Recompute("selective", frozenset(modules)), FULL]
+    vision = [Recompute()] if Part.VISION_MODEL in training.frozen_weights else [Recompute(), FULL]
+    for recompute, vision_recompute in itertools.product(text, vision):
+        settings = replace(training, recompute=recompute, vision_recompute=vision_recompute)
+        # The peak is among these: middle stages hold fewer microbatches of equally many layers.
+        yield estimate_of(dims, split, settings, vision_split, stages={0, 1, split.pp - 1})
 
 
-def proposal(costs: Costs, n: Dimensions, held: Estimate, gpu: Gpu) -> Proposal:
-    """A way to train with its time, whether it fits or not."""
-    split, training = held.split, held.training
-    rows = split.dp * split.microbatches(training.global_batch_size, training.micro_batch_size)
-    time = step_time(costs, n, split, training, gpu)
-    return Proposal(held, time, rows * training.micro_batch_size, gpu.memory_bytes - held.worst.total)
-
-
-def splits(n: Dimensions, world: int, gpu: Gpu, seq_length: int, fixed: Mapping[str, int]) -> Iterator[Split]:
-    """Sizes worth trying: tensor parallelism within a machine, powers of two, stages that divide the layers, and
-    context parallelism of rows that are long enough.
-    """
-    layers = len(n.indices["text_layers"])
-    for tp in _choices("tp", fixed, _powers(min(gpu.gpus_per_node, world))):
-        for pp in _choices("pp", fixed, range(1, min(layers, world) + 1)):
-            as_layers = bool(layers % pp)  # the embedding and the loss count as a layer each
-            if pp > 1 and as_layers and (layers + 2) % pp:
-                continue
-            for cp in _choices("cp", fixed, _powers(min(seq_length // SHARE, world)) or [1]):
-                if world % (tp * pp * cp):
-                    continue
-                most = min(n["experts"] or 1, world // pp)
-                for ep in _choices("ep", fixed, _powers(most)):
-                    if world % (pp * ep):
-                        continue
-                    etp = 1 if n["experts"] else None
-                    yield Split(
-                        world, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, sequence_parallel=tp > 1,
-                        embedding_as_layer=as_layers, loss_as_layer=as_layers,
-                    )  # fmt: skip
-
-
-def ways(n: Dimensions, split: Split, training: Training) -> Iterator[Training]:
-    """Sharding and recomputation, the cheapest in time first."""
-    kinds = [Sharding.OPTIMIZER] + ([Sharding.ALL] if split.pp == 1 and split.replicas > 1 else [])
-    text = [Recompute(), FULL]
-    if n.indices["moe_layers"]:
-        text.insert(1, Recompute("selective", modules=frozenset({"moe_act", "layernorm"})))
-    else:
-        text.insert(1, Recompute("selective", modules=frozenset({"mlp"})))
-    tower = [Recompute(), FULL] if Part.VISION_MODEL not in training.frozen_weights else [Recompute()]
-    for sharding in kinds:
-        for recompute in text:
-            for vision in tower:
-                yield replace(training, sharding=sharding, recompute=recompute, vision_recompute=vision)
-
-
-def _powers(most: int) -> list[int]:
-    return [2**i for i in range(most.bit_length()) if 2**i <= most]
-
-
-def _choices(name: str, fixed: Mapping[str, int], tried: range | list[int]) -> range | list[int]:
-    return [fixed[name]] if name in fixed else tried
-
-
-def _sizes(split: Split) -> tuple[int, ...]:
-    return split.pp, split.tp, split.cp, split.ep
+def _powers_of_two(most: int) -> list[int]:
+    return [2**power for power in range(most.bit_length())]

@@ -1,41 +1,41 @@
-"""How a model is split over ranks, in plain numbers.
+"""How a model is split over ranks: parallel sizes, the text layers of each pipeline stage, and what has to divide.
 
-What lives here: the sizes, the text layers of each pipeline stage, and checks. What may not: bytes. The real model has
-the same checks (`models/common/settings/parallelism.py`, megatron-core), when its configuration is finalised.
+The real model has the same checks (`models/common/settings/parallelism.py`, megatron-core), when its configuration is
+finalised.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from qwen3vl_bridge.weights.dimensions import Dimensions
 
 
 @dataclass(frozen=True)
-class Chunk:
+class PipelineChunk:
     """A part of the pipeline: consecutive text layers.
 
     Attributes:
         stage: its pipeline rank.
-        number: index of its virtual stage.
+        vp_stage: index of its virtual stage.
         layers: indices of its text layers.
-        first: it embeds tokens.
-        last: it has the output layer.
-        tower: it has the vision tower.
+        pre_process: it embeds tokens.
+        post_process: it has the output layer.
+        vision: it has the vision tower.
     """
 
     stage: int
-    number: int
+    vp_stage: int
     layers: range
-    first: bool
-    last: bool
-    tower: bool = False
+    pre_process: bool
+    post_process: bool
+    vision: bool = False
 
 
 @dataclass(frozen=True)
-class Split:
+class ModelSplit:
     """Parallel sizes, with Megatron's meaning.
 
     Attributes:
@@ -49,7 +49,7 @@ class Split:
         first_layers, last_layers: `num_layers_in_first_pipeline_stage` and `..._last_...`.
         embedding_as_layer, loss_as_layer: `account_for_embedding_in_pipeline_split` and `account_for_loss_...`.
         layout: text layers of each [pipeline rank][virtual stage], of a `pipeline_model_parallel_layout`, or None.
-        tower: the first stage has the vision tower; False if it is on separate ranks (`encoder_ranks.py`).
+        vision: the first stage has the vision tower; False if that is on separate ranks (dist-train).
 
     Raises:
         ValueError: a size below 1; a number of ranks that is not a multiple of tp * pp * cp or etp * ep * pp; sequence
@@ -70,20 +70,23 @@ class Split:
     embedding_as_layer: bool = False
     loss_as_layer: bool = False
     layout: tuple[tuple[int, ...], ...] | None = None
-    tower: bool = True
+    vision: bool = True
 
     def __post_init__(self) -> None:
         for name in ("world", "tp", "pp", "cp", "ep", "etp", "vpp"):
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise ValueError(f"{name} is {size}, expected 1 or more")
-        for name, group in (("tp * pp * cp", self.tp * self.pp * self.cp), ("etp * ep * pp", self._expert_ranks)):
+        groups = {"tp * pp * cp": self.tp * self.pp * self.cp}
+        if self.ep > 1 or self.etp is not None:  # a dense model has no experts to divide
+            groups["etp * ep * pp"] = self.expert_tp * self.ep * self.pp
+        for name, group in groups.items():
             if self.world % group:
                 raise ValueError(f"{self.world} GPUs, expected a multiple of {name}, which is {group}")
         if self.sequence_parallel and self.tp == 1:
             raise ValueError(
-                "sequence_parallel is True with tp 1, expected tp 2 or more: there are no ranks to split "
-                "the sequence over"
+                "sequence_parallel is True with tp 1, expected tp 2 or more: there are no ranks to split the sequence "
+                "over"
             )
         if self.pp == 1 and (self.vpp or 1) > 1:
             raise ValueError(f"vpp is {self.vpp} with pp 1, expected None: there are no stages to interleave")
@@ -94,22 +97,17 @@ class Split:
         return self.etp or (1 if self.ep > 1 else self.tp)
 
     @property
-    def _expert_ranks(self) -> int:
-        # A dense model has no experts, and its ranks need not be a multiple of their sizes.
-        return self.pp * (self.ep * self.expert_tp if self.ep > 1 or self.etp is not None else 1)
-
-    @property
     def dp(self) -> int:
         """Number of data-parallel ranks, which train on different rows."""
         return self.world // (self.tp * self.pp * self.cp)
 
     @property
-    def replicas(self) -> int:
+    def weight_copies(self) -> int:
         """Ranks with the same weights, which share gradients and optimizer: data- times context-parallel ranks."""
         return self.dp * self.cp
 
     @property
-    def expert_replicas(self) -> int:
+    def expert_copies(self) -> int:
         """Ranks with the same experts."""
         return self.world // (self.pp * self.ep * self.expert_tp)
 
@@ -119,7 +117,7 @@ class Split:
         return self.tp if self.sequence_parallel else 1
 
     def microbatches(self, global_batch_size: int | None, micro_batch_size: int) -> int:
-        """Microbatches of a step on each data-parallel rank; pp * vpp if no global batch size is given.
+        """Microbatches of a step on each data-parallel rank; as many as keep the stages busy if no batch size is given.
 
         Raises:
             ValueError: rows that do not divide.
@@ -134,31 +132,34 @@ class Split:
             )
         return global_batch_size // share
 
-    def chunks(self, layers: int) -> tuple[tuple[Chunk, ...], ...]:
+    def chunks(self, num_layers: int) -> tuple[tuple[PipelineChunk, ...], ...]:
         """The chunks of each pipeline rank, of a model with this number of text layers.
 
         Raises:
             ValueError: layers that cannot be assigned this way.
         """
-        counts = self._layers_of(layers)
-        found: list[list[Chunk]] = [[] for _ in range(self.pp)]
-        numbers, begin = len(counts[0]), 0
-        for number in range(numbers):
+        counts = self._layers_of_chunks(num_layers)
+        stages: list[list[PipelineChunk]] = [[] for _ in range(self.pp)]
+        vp_stages, begin = len(counts[0]), 0
+        for vp_stage in range(vp_stages):
             for stage in range(self.pp):
-                end = begin + counts[stage][number]
-                last = (stage, number) == (self.pp - 1, numbers - 1)
-                first = stage == number == 0
-                found[stage].append(Chunk(stage, number, range(begin, end), first, last, first and self.tower))
+                end = begin + counts[stage][vp_stage]
+                first = stage == vp_stage == 0
+                last = (stage, vp_stage) == (self.pp - 1, vp_stages - 1)
+                layers = range(begin, end)
+                stages[stage].append(PipelineChunk(stage, vp_stage, layers, first, last, first and self.vision))
                 begin = end
-        if begin != layers:
-            raise ValueError(f"pipeline stages have {begin} text layers together, expected {layers}")
-        return tuple(map(tuple, found))
+        if begin != num_layers:
+            raise ValueError(f"pipeline stages have {begin} text layers together, expected {num_layers}")
+        return tuple(map(tuple, stages))
 
-    def _layers_of(self, layers: int) -> list[list[int]]:
+    def _layers_of_chunks(self, num_layers: int) -> list[list[int]]:
         """Text layers of each [pipeline rank][virtual stage]."""
+        pp, vpp = self.pp, self.vpp or 1
         if self.layout is not None:
-            return self._layout()
-        pp, numbers = self.pp, self.vpp or 1
+            if len(self.layout) != pp or any(len(row) != vpp for row in self.layout):
+                raise ValueError(f"the pipeline layout is {self.layout}, expected {pp} times {vpp} chunks")
+            return [list(row) for row in self.layout]
         fixed = {0: self.first_layers, pp - 1: self.last_layers}
         fixed = {stage: count for stage, count in fixed.items() if count is not None}
         if fixed and (self.embedding_as_layer or self.loss_as_layer):
@@ -167,78 +168,92 @@ class Split:
             )
         if fixed and pp == 1:
             raise ValueError("num_layers_in_first/last_pipeline_stage with pp 1, expected at least two stages")
-        total = layers - sum(fixed.values()) + self.embedding_as_layer + self.loss_as_layer
+        remaining = num_layers - sum(fixed.values()) + self.embedding_as_layer + self.loss_as_layer
         free = pp - len(fixed)
-        each, rest = divmod(total, free) if free else (0, total)
+        each, rest = divmod(remaining, free) if free else (0, remaining)
         if rest or each < 0:
-            raise ValueError(f"{total} layers for {free} pipeline stages, expected a multiple of the stages{_UNEVEN}")
+            raise ValueError(
+                f"{remaining} layers for {free} pipeline stages, expected a multiple of the stages; or uneven stages: "
+                "num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage, "
+                "account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split"
+            )
         stages = [fixed.get(stage, each) for stage in range(pp)]
         for stage, count in enumerate(stages):
-            if count % numbers:
-                raise ValueError(f"pipeline stage {stage} has {count} layers, expected a multiple of vpp, {numbers}")
-        counts = [[count // numbers] * numbers for count in stages]
+            if count % vpp:
+                raise ValueError(f"pipeline stage {stage} has {count} layers, expected a multiple of vpp, {vpp}")
+        counts = [[count // vpp] * vpp for count in stages]
         counts[0][0] -= self.embedding_as_layer
         counts[-1][-1] -= self.loss_as_layer
         return counts
 
-    def _layout(self) -> list[list[int]]:
-        assert self.layout is not None
-        if len(self.layout) != self.pp or any(len(row) != (self.vpp or 1) for row in self.layout):
-            raise ValueError(f"the pipeline layout is {self.layout}, expected {self.pp} times {self.vpp or 1} chunks")
-        return [list(row) for row in self.layout]
-
-    def check(self, n: Dimensions) -> None:
+    def check(self, dims: Dimensions) -> None:
         """Check that a model can be split this way.
 
         Args:
-            n: the model's dimensions; "vocab" includes padding.
+            dims: the model's dimensions; "vocab" includes padding.
 
         Raises:
             ValueError: sizes that do not divide.
         """
-        self._check_widths(n, ["heads", "vocab"] + ["ffn"] * bool(n.indices["dense_layers"]))
-        if self.tower:
-            self.check_tower(n)
-        if n["kv_heads"] % self.tp and self.tp % n["kv_heads"]:
-            raise ValueError(f"num_query_groups is {n['kv_heads']}, expected a multiple or divisor of tp, {self.tp}")
-        if not n.indices["moe_layers"]:
-            if self.ep > 1 or self.expert_tp not in (1, self.tp):
-                raise ValueError(f"ep is {self.ep} and etp {self.etp}, expected neither: this model has no experts")
-        elif n["experts"] % self.ep:
-            raise ValueError(f"num_moe_experts is {n['experts']}, expected a multiple of ep, {self.ep}")
-        elif n["moe_ffn"] % self.expert_tp:
-            raise ValueError(f"moe_ffn_hidden_size is {n['moe_ffn']}, expected a multiple of etp, {self.expert_tp}")
-        elif self.world % (self.pp * self.ep * self.expert_tp):
-            raise ValueError(f"{self.world} GPUs, expected a multiple of {self.pp * self.ep * self.expert_tp}: "
-                             f"etp * ep * pp")  # fmt: skip
-        elif self.tp > 1 and not self.sequence_parallel:
-            raise ValueError(f"sequence_parallel is False with experts under tp {self.tp}, expected True: "
-            f"megatron-core cannot train experts otherwise")  # fmt: skip
-        if n.indices.get("linear_layers"):
-            self._check_linear_attention(n)
-        self.chunks(len(n.indices["text_layers"]))
+        dense, linear = dims.indices["dense_layers"], dims.indices.get("linear_layers")
+        self._check_divisible(
+            {"num_attention_heads": dims["heads"], "the (padded) vocabulary": dims["vocab"]}
+            | ({"ffn_hidden_size": dims["ffn"]} if dense else {})
+        )
+        if self.vision:
+            self.check_vision(dims)
+        if dims["kv_heads"] % self.tp and self.tp % dims["kv_heads"]:
+            raise ValueError(f"num_query_groups is {dims['kv_heads']}, expected a multiple or divisor of tp, {self.tp}")
+        if dims.indices["moe_layers"]:
+            self._check_experts(dims)
+        elif self.ep > 1 or self.expert_tp not in (1, self.tp):
+            raise ValueError(f"ep is {self.ep} and etp {self.etp}, expected neither: this model has no experts")
+        if linear:
+            self._check_linear_attention(dims)
+        self.chunks(len(dims.indices["text_layers"]))
 
-    def _check_linear_attention(self, n: Dimensions) -> None:
-        if self.tp > 1 and not self.sequence_parallel:
-            raise ValueError(f"sequence_parallel is False with linear attention under tp {self.tp}, expected True: "
-            f"otherwise megatron-core does not sum the gradients of its output norm over the ranks")  # fmt: skip
-        for name, heads in (("key", n["l_key"] // n["l_key_dim"]), ("value", n["l_value_heads"])):
-            if heads % (self.tp * self.cp):
-                raise ValueError(f"linear_num_{name}_heads is {heads}, expected a multiple of tp * cp, "
-                                 f"{self.tp * self.cp}: linear attention divides its heads over both")  # fmt: skip
+    def _check_divisible(self, widths: Mapping[str, int]) -> None:
+        for name, width in widths.items():
+            if width % self.tp:
+                raise ValueError(f"{name} is {width}, expected a multiple of tp, {self.tp}")
 
-    def check_tower(self, n: Dimensions) -> None:
+    def check_vision(self, dims: Dimensions) -> None:
         """Check that the vision tower can be split this way.
 
         Raises:
             ValueError: widths that do not divide.
         """
-        self._check_widths(n, ["v_heads", "v_ffn", "v_merged"])
+        self._check_divisible(
+            {
+                "vision_config.num_heads": dims["v_heads"],
+                "vision_config.intermediate_size": dims["v_ffn"],
+                "vision_config.hidden_size * spatial_merge_size ** 2": dims["v_merged"],
+            }
+        )
 
-    def _check_widths(self, n: Dimensions, names: Sequence[str]) -> None:
-        for name in names:
-            if n[name] % self.tp:
-                raise ValueError(f"{_SPOKEN[name]} is {n[name]}, expected a multiple of tp, {self.tp}")
+    def _check_experts(self, dims: Dimensions) -> None:
+        if dims["experts"] % self.ep:
+            raise ValueError(f"num_moe_experts is {dims['experts']}, expected a multiple of ep, {self.ep}")
+        if dims["moe_ffn"] % self.expert_tp:
+            raise ValueError(f"moe_ffn_hidden_size is {dims['moe_ffn']}, expected a multiple of etp, {self.expert_tp}")
+        if self.tp > 1 and not self.sequence_parallel:
+            raise ValueError(
+                f"sequence_parallel is False with experts under tp {self.tp}, expected True: megatron-core cannot "
+                "train experts otherwise"
+            )
+
+    def _check_linear_attention(self, dims: Dimensions) -> None:
+        if self.tp > 1 and not self.sequence_parallel:
+            raise ValueError(
+                f"sequence_parallel is False with linear attention under tp {self.tp}, expected True: otherwise "
+                "megatron-core does not sum the gradients of its output norm over the ranks"
+            )
+        for name, heads in (("key", dims["l_key"] // dims["l_key_dim"]), ("value", dims["l_value_heads"])):
+            if heads % (self.tp * self.cp):
+                raise ValueError(
+                    f"linear_num_{name}_heads is {heads}, expected a multiple of tp * cp, {self.tp * self.cp}: linear "
+                    "attention divides its heads over both"
+                )
 
     def check_rows(self, seq_length: int) -> None:
         """Check that rows can be divided over context- and sequence-parallel ranks.
@@ -253,17 +268,3 @@ class Split:
                 f"seq_length is {seq_length}, expected a multiple of {multiple}: rows are split over {self.cp} "
                 f"context-parallel ranks, and each part over {self.sequence_ranks} sequence-parallel ranks"
             )
-
-
-_UNEVEN = (
-    "; or uneven stages: num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage, "
-    "account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split"
-)
-_SPOKEN = {
-    "heads": "num_attention_heads",
-    "vocab": "the (padded) vocabulary",
-    "v_heads": "vision_config.num_heads",
-    "v_ffn": "vision_config.intermediate_size",
-    "v_merged": "vision_config.hidden_size * spatial_merge_size ** 2",
-    "ffn": "ffn_hidden_size",
-}

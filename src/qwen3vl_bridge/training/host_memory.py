@@ -1,8 +1,4 @@
-"""A machine's host memory, which ranks need to save a checkpoint.
-
-What lives here: its size, and refusing a run that would run out of it at the first save. What may not: the memory that
-saving takes (`planning/memory/model_states.py`).
-"""
+"""A machine's host memory: a run that would run out of it at the first save is refused."""
 
 from __future__ import annotations
 
@@ -56,11 +52,11 @@ def check_host_memory(cfg: ConfigContainer) -> None:
     except ValueError:
         return
     ranks, found = min(world, torch.cuda.device_count()), host_bytes()
-    needed = saving.whole + saving.written
-    if saving.whole and ranks * needed > found:
+    needed = saving.host_total
+    if saving.host_gathered and ranks * needed > found:
         raise ValueError(
             f"saving a checkpoint takes {needed / GIB:.1f} GiB of host memory on each of {ranks} ranks, and this "
             f"machine has {found / GIB:.1f} GiB: expected checkpoint.dist_ckpt_optim_fully_reshardable False, with "
-            f"which it takes {saving.written / GIB:.1f} GiB a rank, and the run can be resumed only with the same TP, "
-            "PP and EP"
+            f"which it takes {saving.host_written / GIB:.1f} GiB a rank, and the run can be resumed only with the same "
+            "TP, PP and EP"
         )

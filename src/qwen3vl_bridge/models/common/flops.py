@@ -8,7 +8,7 @@ work to ranks (`data/loading/balance.py`), what adapters train (`training/monito
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from qwen3vl_bridge.registry import dimensions_of, family
@@ -83,11 +83,6 @@ class Trained:
     vision_projection: bool = True
     rank: Callable[[str], int] = _none
     mtp: bool = False
-
-    @property
-    def nothing(self) -> Trained:
-        """The same forward pass, and no backward pass."""
-        return replace(self, language_model=False, vision_model=False, vision_projection=False, rank=_none)
 
 
 class _Chain:

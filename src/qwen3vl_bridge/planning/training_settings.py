@@ -1,7 +1,4 @@
-"""How a model is trained, as far as memory is concerned.
-
-What lives here: the dataclasses and their checks. What may not: parallel sizes (`split.py`), bytes.
-"""
+"""How a model is trained, as far as memory is concerned: rows, precision, sharding, recomputation, adapters."""
 
 from __future__ import annotations
 
@@ -23,6 +20,11 @@ class Sharding(Enum):
     OPTIMIZER = "optim"  # the distributed optimizer
     GRADIENTS = "optim_grads"  # Megatron-FSDP
     ALL = "optim_grads_params"  # Megatron-FSDP, ZeRO-3
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether Megatron-FSDP implements it."""
+        return self in (Sharding.GRADIENTS, Sharding.ALL)
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,11 @@ class Precision:
     fsdp_gradient: int | None = None
     fsdp_main: int = 4
 
-    def under(self, sharding: Sharding) -> tuple[int, int]:
+    def gradient_and_main(self, sharding: Sharding) -> tuple[int, int]:
         """Bytes of a gradient and of the optimizer's main copy."""
-        if sharding in (Sharding.NONE, Sharding.OPTIMIZER):
-            return self.gradient, self.main
-        return self.fsdp_gradient or self.weight, self.fsdp_main
+        if sharding.is_fsdp:
+            return self.fsdp_gradient or self.weight, self.fsdp_main
+        return self.gradient, self.main
 
 
 # Megatron-Bridge's "bf16_mixed", which sets grad_reduce_in_fp32; and gradients of the same precision under
@@ -94,9 +96,9 @@ class Recompute:
                 f"{prefix}recompute_modules is {sorted(self.modules)} with {prefix}recompute_granularity "
                 f"{self.granularity!r}, expected modules with 'selective' and none without"
             )
-        whole = self.method in ("uniform", "block") and (self.num_layers or 0) >= 1
-        nothing = self.method is None and self.num_layers is None
-        if not (whole if self.granularity == "full" else nothing):
+        complete = self.method in ("uniform", "block") and (self.num_layers or 0) >= 1
+        absent = self.method is None and self.num_layers is None
+        if not (complete if self.granularity == "full" else absent):
             raise ValueError(
                 f"{prefix}recompute_method is {self.method!r} and {prefix}recompute_num_layers {self.num_layers} with "
                 f"{prefix}recompute_granularity {self.granularity!r}, expected 'uniform' or 'block' and 1 or more "
@@ -108,7 +110,7 @@ FULL = Recompute("full", method="uniform", num_layers=1)
 
 
 @dataclass(frozen=True)
-class Lora:
+class LoraSettings:
     """Adapters of the language model's layers without experts; all else is frozen.
 
     Attributes:
@@ -130,17 +132,17 @@ class Lora:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingSettings:
     """Data, precision, sharding and recomputation of a run.
 
     Attributes:
         seq_length: tokens of a row.
         micro_batch_size: rows of a microbatch.
-        global_batch_size: rows of a step; None for one microbatch per data-parallel rank.
+        global_batch_size: rows of a step; None for as many as keep the pipeline stages busy.
         max_patches: maximum patches per row; None for those of a row that contains only image tokens.
         precision: bytes of numbers.
         sharding: over data-parallel ranks.
-        recompute, vision_recompute: of the language model and of the tower.
+        recompute, vision_recompute: of the language model and of the vision tower.
         frozen: parts that are not trained.
         lora: adapters, or None.
         transformer_engine: False for megatron-core's local layers with our attention.
@@ -153,7 +155,9 @@ class Training:
         trains_mtp: whether multi-token prediction is trained; otherwise its weights are only kept.
         made_on_host: `init_model_with_meta_device`, for Megatron-FSDP.
         saved_by_parameters: `dist_ckpt_optim_fully_reshardable`, of a distributed optimizer's state in checkpoints.
-        overlap_grad_reduce, overlap_param_gather: whether communication of gradients and weights overlaps computation.
+
+    Raises:
+        ValueError: values out of range, or settings that contradict each other.
     """
 
     seq_length: int = 4096
@@ -165,7 +169,7 @@ class Training:
     recompute: Recompute = field(default_factory=Recompute)
     vision_recompute: Recompute = field(default_factory=Recompute)
     frozen: frozenset[Part] = frozenset()
-    lora: Lora | None = None
+    lora: LoraSettings | None = None
     transformer_engine: bool = True
     fused_activation: bool = True
     fused_loss: bool = False
@@ -176,20 +180,14 @@ class Training:
     trains_mtp: bool = False
     made_on_host: bool = False
     saved_by_parameters: bool = True
-    overlap_grad_reduce: bool = True
-    overlap_param_gather: bool = True
 
     def __post_init__(self) -> None:
         self.recompute.check("", TEXT_MODULES)
         self.vision_recompute.check("vision_", VISION_MODULES)
-        numbers = dict(seq_length=self.seq_length, micro_batch_size=self.micro_batch_size)
-        for name, number in numbers.items():
-            if number < 1:
-                raise ValueError(f"{name} is {number}, expected 1 or more")
-        if self.max_patches is not None and self.max_patches < 0:
-            raise ValueError(f"max_patches is {self.max_patches}, expected 0 or more")
-        if self.loss_chunk_tokens < 0:
-            raise ValueError(f"loss_chunk_tokens is {self.loss_chunk_tokens}, expected 0 or more")
+        for name, least in (("seq_length", 1), ("micro_batch_size", 1), ("max_patches", 0), ("loss_chunk_tokens", 0)):
+            number = getattr(self, name)
+            if number is not None and number < least:
+                raise ValueError(f"{name} is {number}, expected {least} or more")
         if self.expert_load < 1:
             raise ValueError(f"expert_load is {self.expert_load}, expected 1 (all ranks alike) or more")
         if self.fused_loss and not self.transformer_engine:
@@ -199,9 +197,9 @@ class Training:
                 f"recompute_method is {self.recompute.method!r} and recompute_num_layers {self.recompute.num_layers}, "
                 "expected 'uniform' and 1: megatron-core recomputes multi-token prediction only like this"
             )
-        local = {"layernorm", "moe_act"} & (self.recompute.modules | self.vision_recompute.modules)
-        if local and not self.transformer_engine:
-            raise ValueError(f"recompute_modules has {sorted(local)}, which need Transformer Engine; remove them")
+        needs_te = {"layernorm", "moe_act"} & (self.recompute.modules | self.vision_recompute.modules)
+        if needs_te and not self.transformer_engine:
+            raise ValueError(f"recompute_modules has {sorted(needs_te)}, which need Transformer Engine; remove them")
 
     def loss_in_chunks(self, tokens: float) -> bool:
         """Whether the loss of a microbatch with this many tokens on a context-parallel rank is computed in chunks."""

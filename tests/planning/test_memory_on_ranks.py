@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.planning.memory.microbatch_activations import Work, chunk_activations
-from qwen3vl_bridge.planning.memory.model_states import stage_states
-from qwen3vl_bridge.planning.memory.parameters import Count, chunk_count
-from qwen3vl_bridge.planning.settings import FP32, Sharding, Training
-from qwen3vl_bridge.planning.split import Chunk, Split
+from qwen3vl_bridge.planning.activations import MicrobatchWork, chunk_activations
+from qwen3vl_bridge.planning.model_states import ParameterCount, chunk_count, stage_states
+from qwen3vl_bridge.planning.split import ModelSplit, PipelineChunk
+from qwen3vl_bridge.planning.training_settings import FP32, Sharding, TrainingSettings
 from qwen3vl_bridge.registry import dimensions_of
 from qwen3vl_bridge.weights.dimensions import Dimensions
 from qwen3vl_bridge.weights.expert_layout import ExpertLayout
@@ -22,7 +21,7 @@ from tests.parity.references import write_settings
 from tests.parity.topologies import TOPOLOGIES
 from tests.qwen3_5.tiny import make_checkpoint
 
-from .on_ranks import KINDS, MICROBATCHES
+from .memory_on_ranks import KINDS, MICROBATCHES
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +65,7 @@ PADDING = 0.005  # measured 0.0010 of gradients, 0.0005 of the optimizer's state
 _SECONDS = 600  # about 60 where the machine is free; a hang has no end
 
 
-def split_of(name: str) -> Split:
+def split_of(name: str) -> ModelSplit:
     """A topology of the tests as the planner's own."""
     topology = TOPOLOGIES[name]
     known = {
@@ -80,7 +79,7 @@ def split_of(name: str) -> Split:
         "num_layers_in_first_pipeline_stage": "first_layers",
     }
     fields = {known[field]: value for field, value in topology.fields.items() if field in known}
-    return Split(topology.ranks, **fields)
+    return ModelSplit(topology.ranks, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +99,7 @@ def found(request, folders, tmp_path_factory) -> dict[tuple[str, str], list[dict
     """What each rank of each case has found."""
     output, cases = tmp_path_factory.mktemp("planning") / "found.json", CASES[request.param]
     where = json.dumps({family: str(folder) for family, folder in folders.items()})
-    run_ranks("tests.planning.on_ranks", request.param, output, json.dumps(cases), where, timeout=_SECONDS)
+    run_ranks("tests.planning.memory_on_ranks", request.param, output, json.dumps(cases), where, timeout=_SECONDS)
     return dict(zip(cases, json.loads(output.read_text()), strict=True))
 
 
@@ -111,7 +110,7 @@ def plans(found, folders):
         split = split_of(name)
         split.check(n)
         sharding = Sharding.OPTIMIZER if TOPOLOGIES[name].distributed_optimizer else Sharding.NONE
-        training = Training(
+        training = TrainingSettings(
             transformer_engine=False,
             precision=FP32,
             balancing_loss=False,
@@ -125,8 +124,8 @@ def plans(found, folders):
 
 def test_parameters_of_every_part(found, folders):
     for case, n, split, _, chunks, one in plans(found, folders):
-        counted = sum((chunk_count(n, split, chunk) for chunk in chunks), Count())
-        real = Count(**one["parameters"])
+        counted = sum((chunk_count(n, split, chunk) for chunk in chunks), ParameterCount())
+        real = ParameterCount(**one["parameters"])
         assert counted == real, case
 
 
@@ -145,21 +144,29 @@ def test_what_a_rank_gathers_on_the_host_to_save_a_distributed_optimizer(found, 
         if training.sharding is Sharding.OPTIMIZER:
             looked_at = True
             states = stage_states(n, split, chunks, training)
-            print(f"{case}: {one[KINDS[0]] / states.whole - 1:+.5f}")
-            assert one[KINDS[0]] == pytest.approx(states.whole, rel=PADDING), case
-            assert one[KINDS[1]] <= PADDING * states.whole, case  # of buckets; measured 9,408 bytes of dense DP2
+            print(f"{case}: {one[KINDS[0]] / states.host_gathered - 1:+.5f}")
+            assert one[KINDS[0]] == pytest.approx(states.host_gathered, rel=PADDING), case
+            assert one[KINDS[1]] <= PADDING * states.host_gathered, (
+                case
+            )  # of buckets; measured 9,408 bytes of dense DP2
     assert looked_at or not any("distributed optimizer" in name for _, name in found)
 
 
-def kept(n: Dimensions, split: Split, training: Training, chunks: tuple[Chunk, ...], one: dict[str, Any]) -> float:
-    """What all microbatches keep, by the formulas."""
-    work = Work(one["tokens"], one["patches"], one["vision_tokens"], one["slots"])
-    found = (chunk_activations(n, split, training, chunk, chosen=2, work=work) for chunk in chunks)
+def stored(
+    dims: Dimensions,
+    split: ModelSplit,
+    training: TrainingSettings,
+    chunks: tuple[PipelineChunk, ...],
+    one: dict[str, Any],
+) -> float:
+    """What all microbatches store, by the formulas."""
+    work = MicrobatchWork(one["tokens"], one["patches"], one["vision_tokens"], one["slots"])
+    found = (chunk_activations(dims, split, training, chunk, work) for chunk in chunks)
     return MICROBATCHES * sum(activations.total for activations in found)
 
 
 def test_activations(found, folders):
     for case, n, split, training, chunks, one in plans(found, folders):
-        error = kept(n, split, training, chunks, one) / one["kept"] - 1
+        error = stored(n, split, training, chunks, one) / one["kept"] - 1
         print(f"{case}, stage {one['stage']}: {error:+.4f}")
         assert abs(error) <= ACTIVATIONS[split.ep], case

@@ -1,6 +1,6 @@
 """Run on ranks: what each rank of a split model really holds; rank 0 writes down what all have found.
 
-torchrun --nproc_per_node N -m tests.planning.on_ranks OUTPUT CASES FOLDERS
+torchrun --nproc_per_node N -m tests.planning.memory_on_ranks OUTPUT CASES FOLDERS
 
 CASES is a JSON list of [family, topology], FOLDERS a JSON object with the Hugging Face folder of each family.
 """

@@ -1,4 +1,4 @@
-"""The command line: its answers, how soon it gives them, and proposals."""
+"""`qwen3vl plan`: estimates, proposals and their order, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from dataclasses import replace
 
 from qwen3vl_bridge.cli.plan import main
 from qwen3vl_bridge.models.qwen3_vl import presets
+from qwen3vl_bridge.planning.estimate import estimate
 from qwen3vl_bridge.planning.hardware import GPUS, gpu_of
-from qwen3vl_bridge.planning.memory.estimate import estimate
 from qwen3vl_bridge.planning.proposals import MARGIN, propose, smallest
-from qwen3vl_bridge.planning.settings import FP32, Training
+from qwen3vl_bridge.planning.training_settings import FP32, Sharding, TrainingSettings
+from qwen3vl_bridge.registry import dimensions_of
 
 import pytest
 
@@ -23,25 +24,25 @@ from tests.forked import ROOT
 RUN = ["--model", "8B", "--gpus", "16", "--seq-length", "8192", "--max-patches", "8192", "--global-batch-size", "32"]
 
 
-def answer(capsys, *arguments: str) -> tuple[int, dict | list]:
+def run(capsys, *arguments: str) -> tuple[int, dict | list]:
     status = main([*RUN, *arguments, "--json"])
     return status, json.loads(capsys.readouterr().out)
 
 
 def test_an_estimate(capsys):
-    status, found = answer(capsys, "--tp", "2", "--pp", "2")
+    status, found = run(capsys, "--tp", "2", "--pp", "2")
     assert status == 0 and found["fits"]
     assert found["split"]["sequence_parallel"] and found["split"]["dp"] == 4
     assert [stage["stage"] for stage in found["stages"]] == [0, 1]
     parts = found["stages"][0]
-    kinds = ("parameters", "gradients", "optimizer", "gathered", "passing", "reserve")
+    kinds = ("parameters", "gradients", "optimizer", "gathered", "temporary", "reserve")
     assert found["total"] == max(stage["total"] for stage in found["stages"])
     whole = sum(parts[kind] for kind in kinds) + sum(parts["activations"].values())
     assert parts["total"] == pytest.approx(whole, abs=10)
 
 
 def test_what_does_not_fit(capsys):
-    status, found = answer(capsys, "--tp", "1", "--gpu", "A100-40GB")
+    status, found = run(capsys, "--tp", "1", "--gpu", "A100-40GB")
     assert status == 1 and not found["fits"]
     assert main([*RUN, "--tp", "1", "--gpu-memory", "200"]) == 0
     assert "fits: " in capsys.readouterr().out
@@ -57,7 +58,7 @@ def test_what_megatron_fsdp_begins_with(capsys):
 
 def test_what_saving_takes_of_the_host(capsys):
     """8B, two GPUs to a model: 12 bytes of each of a rank's 4.39e9 parameters, and an eighth of 14 bytes."""
-    _, found = answer(capsys, "--tp", "2")
+    _, found = run(capsys, "--tp", "2")
     held = found["stages"][0]["parameters"] / 2
     assert found["stages"][0]["host_while_saving"] == pytest.approx((12 + 14 / 8) * held, rel=1e-6)
     main([*RUN, "--tp", "2"])
@@ -79,7 +80,7 @@ def test_many_stages_are_shown_in_part(capsys):
 
 
 def test_options_reach_the_estimate(capsys):
-    _, plain = answer(capsys, "--tp", "2")
+    _, plain = run(capsys, "--tp", "2")
     for option in (
         ["--recompute", "full"],
         ["--recompute", "selective", "--recompute-modules", "mlp"],
@@ -89,7 +90,7 @@ def test_options_reach_the_estimate(capsys):
         ["--freeze", "language_model"],
         ["--cp", "2"],
     ):
-        assert answer(capsys, "--tp", "2", *option)[1]["total"] < plain["total"], option
+        assert run(capsys, "--tp", "2", *option)[1]["total"] < plain["total"], option
     for option in (
         ["--no-sequence-parallel"],
         ["--no-fused-activation"],
@@ -97,7 +98,7 @@ def test_options_reach_the_estimate(capsys):
         ["--no-distributed-optimizer"],
         ["--micro-batch-size", "2"],
     ):
-        assert answer(capsys, "--tp", "2", *option)[1]["total"] > plain["total"], option
+        assert run(capsys, "--tp", "2", *option)[1]["total"] > plain["total"], option
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,9 @@ def test_options_reach_the_estimate(capsys):
         (["--gpu", "H1000"], "unknown GPU 'H1000'"),
         (["--model", "7B"], "unknown preset '7B'"),
         (["--fsdp", "--no-distributed-optimizer"], "expected one of them"),
-        (["--recompute", "full"], "--propose chooses sharding"),
+        (["--recompute", "full"], "--propose chooses recomputation"),
+        (["--no-sequence-parallel"], "--propose chooses recomputation and sequence parallelism"),
+        (["--propose", "--ep", "2"], "no split over 16 GPUs is possible: ep is 2 and etp None"),
         (["--propose", "--vpp", "2"], "does not try vpp"),
         (["--tp", "2", "--recompute-modules", "mlp"], "expected modules with 'selective'"),
     ],
@@ -123,50 +126,69 @@ def test_a_folder_is_a_model(capsys, untied_folder):
 
 
 def test_proposals_fit_and_come_in_order(capsys):
-    status, found = answer(capsys)
-    assert status == 0 and len(found) == 5
-    costs = [one["seconds_per_row"] for one in found]
-    assert costs == sorted(costs)
-    assert all(one["fits"] and one["free"] > 0 for one in found)
-    assert len({json.dumps(one["split"]) for one in found}) == 5
-    kept = [one["split"]["tp"] for one in answer(capsys, "--propose", "--tp", "4")[1]]
-    assert kept and set(kept) == {4}
+    status, proposals = run(capsys)
+    assert status == 0 and len(proposals) == 5
+    splits = [proposal["split"] for proposal in proposals]
+    ranks = [split["tp"] * split["pp"] * split["cp"] for split in splits]
+    assert ranks == sorted(ranks) and ranks[0] < ranks[-1]
+    assert all(proposal["fits"] and proposal["free"] > 0 for proposal in proposals)
+    assert len({json.dumps(split) for split in splits}) == 5
+    assert {proposal["training"]["sharding"] for proposal in proposals} == {"optim"}
+    _, fixed = run(capsys, "--propose", "--tp", "4")
+    assert fixed and {proposal["split"]["tp"] for proposal in fixed} == {4}
+    _, sharded = run(capsys, "--propose", "--fsdp")
+    assert sharded and {proposal["training"]["sharding"] for proposal in sharded} == {"optim_grads_params"}
     assert main([*RUN]) == 0
-    assert "the cheapest first" in capsys.readouterr().out
+    assert "fewest model-parallel ranks first" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_proposal_is_what_the_estimate_says():
-    """It looks at the stages alone that can be the worst."""
-    config = presets.config_dict("235B-A22B")
-    training = Training(seq_length=8192, max_patches=4096, global_batch_size=256)
-    found = propose(config, 128, GPUS["H100"], training)
-    assert found
-    for one in found:
-        whole = estimate(config, one.estimate.split, one.estimate.training)
-        assert whole.worst.total == one.estimate.worst.total
+def place(proposal) -> tuple:
+    """Of a proposal in the order that `planning/proposals.py` states."""
+    kinds = {None: 0, "selective": 1, "full": 2}
+    training, split = proposal.training, proposal.split
+    recomputed = (kinds[training.recompute.granularity], kinds[training.vision_recompute.granularity])
+    return max(split.ep, 8), split.tp * split.pp * split.cp, recomputed, split.pp, split.tp
+
+
+@pytest.mark.parametrize(
+    ("size", "world", "seq_length"), [("8B", 16, 32768), ("30B-A3B", 16, 8192), ("235B-A22B", 128, 8192)]
+)
+def test_proposals_are_the_first_of_all_that_fit(size, world, seq_length):
+    """And each is what an estimate says, though not all stages are looked at while they are sought."""
+    config, gpu = presets.config_dict(size), GPUS["H100"]
+    training = TrainingSettings(seq_length=seq_length, max_patches=4096, global_batch_size=256)
+    dims = dimensions_of(config)
+    proposals, everything = (propose(dims, world, gpu, training, most=most) for most in (5, 1000))
+    assert proposals == everything[:5] and everything == sorted(everything, key=place)
+    for proposal in everything:
+        assert proposal == estimate(config, proposal.split, proposal.training)
+        assert proposal.peak.total <= (1 - MARGIN) * gpu.memory_bytes
+    fixed = {name: getattr(everything[-1].split, name) for name in ("tp", "pp", "cp")}
+    assert propose(dims, world, gpu, training, fixed=fixed) == everything[-1:]
 
 
 def test_nothing_fits(capsys):
     assert main(["--model", "235B-A22B", "--gpus", "2"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert re.fullmatch(
-        r"nothing fits into 75.1 GiB; TP 2, SP, EP 2 \(.*\) needs least, [\d.]+ GiB: use more GPUs, --kind peft "
-        r"\(LoRA\), shorter rows, or --max-patches",
+        r"nothing fits into 75.1 GiB; TP 2, SP, EP 2 \(.*\) needs least, [\d.]+ GiB: use more GPUs, --fsdp "
+        r"\(Megatron-FSDP\), --kind peft \(LoRA\), shorter rows, or --max-patches",
         said,
     ), said
-    assert propose(presets.config_dict("32B"), 1, gpu_of("h100"), Training(precision=FP32)) == []
+    dims = dimensions_of(presets.config_dict("32B"))
+    assert propose(dims, 1, gpu_of("h100"), TrainingSettings(precision=FP32)) == []
 
 
 @pytest.mark.parametrize(("size", "world", "fixed"), [("8B", 2, {}), ("30B-A3B", 8, {"tp": 2})])
-def test_what_needs_least_is_the_first_to_fit(size, world, fixed):
+@pytest.mark.parametrize("sharding", [Sharding.OPTIMIZER, Sharding.ALL])
+def test_what_needs_least_is_the_first_to_fit(size, world, fixed, sharding):
     """As the memory of a GPU grows."""
-    config, training = presets.config_dict(size), Training(seq_length=4096, max_patches=4096)
-    least = smallest(config, world, GPUS["H100"], training, fixed=fixed)
-    assert least is not None
+    dims = dimensions_of(presets.config_dict(size))
+    training = TrainingSettings(seq_length=4096, max_patches=4096, sharding=sharding)
+    least = smallest(dims, world, GPUS["H100"], training, fixed=fixed)
     for factor, fits in ((0.999, False), (1.001, True)):
-        gpu = replace(GPUS["H100"], memory_bytes=round(least.worst.total / (1 - MARGIN) * factor))
-        found = propose(config, world, gpu, training, fixed=fixed)
-        assert [one.estimate for one in found] == ([least] if fits else [])
+        gpu = replace(GPUS["H100"], memory_bytes=round(least.peak.total / (1 - MARGIN) * factor))
+        assert propose(dims, world, gpu, training, fixed=fixed) == ([least] if fits else [])
 
 
 def test_help_answers_at_once():

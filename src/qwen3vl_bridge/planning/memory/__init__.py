@@ -1,1 +1,0 @@
-"""Bytes that a rank holds: parameters, optimizer state, activations."""

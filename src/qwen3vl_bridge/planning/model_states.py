@@ -1,0 +1,250 @@
+"""Parameters of one rank, counted from the weight table, and the bytes of their gradients and optimizer state.
+
+Mixed precision after Micikevicius et al. (arXiv 1710.03740), sharding after Rajbhandari et al. (ZeRO, arXiv
+1910.02054).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from qwen3vl_bridge.planning.split import ModelSplit, PipelineChunk
+from qwen3vl_bridge.planning.training_settings import Sharding, TrainingSettings
+from qwen3vl_bridge.registry import family
+from qwen3vl_bridge.weights.dimensions import Dimensions
+from qwen3vl_bridge.weights.model_parts import Part, part_of
+from qwen3vl_bridge.weights.names import is_of_experts, is_of_mtp
+from qwen3vl_bridge.weights.rows import Row
+
+_EMBEDDING = "language_model.embedding.word_embeddings.weight"
+_MTP_LAYER = ".mtp_model_layer."
+# Replicated on all tensor-parallel ranks, in addition to the rows marked so: norms, the router, and biases of layers
+# whose inputs are split. Everything else is split along one of its dimensions, which gives the same count.
+_REPLICATED = ("norm.", "_norm_", "mlp.router.", "linear_proj.bias", "linear_fc2.bias")
+# Indices that count text layers, each of which is on one pipeline stage.
+_LAYERS = ("text_layers", "dense_layers", "moe_layers", "linear_layers", "full_layers")
+# Layers whose weights, and whose gradients, are unsharded on a rank under ZeRO-3: the current one and its neighbour,
+# which is prefetched or still being reduced.
+_UNSHARDED_LAYERS = 2
+# In checkpoints the optimizer has three float32 numbers per parameter: its main copy, and Adam's moments.
+_STORED_BYTES = 12
+_ZERO_STAGES = list(Sharding)
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Parameters by part; of the language model, experts separately."""
+
+    language_model: int = 0
+    experts: int = 0
+    vision_model: int = 0
+    vision_projection: int = 0
+
+    def __add__(self, other: ParameterCount) -> ParameterCount:
+        return ParameterCount(**{kind: number + getattr(other, kind) for kind, number in vars(self).items()})
+
+    def __sub__(self, other: ParameterCount) -> ParameterCount:
+        return ParameterCount(**{kind: number - getattr(other, kind) for kind, number in vars(self).items()})
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.language_model + self.experts + self.vision_model + self.vision_projection
+
+    @property
+    def shared(self) -> int:
+        """All except experts, of which other ranks hold copies."""
+        return self.total - self.experts
+
+    def without(self, parts: Iterable[Part]) -> ParameterCount:
+        """The same with nothing in these parts."""
+        removed = {part.value for part in parts} | ({"experts"} if Part.LANGUAGE_MODEL in parts else set())
+        return replace(self, **dict.fromkeys(removed, 0))
+
+
+@functools.cache
+def _rows(family_name: str) -> tuple[tuple[Row, str, bool], ...]:
+    """A family's weight table: each row with its kind of parameters, and whether tensor parallelism replicates it."""
+    return tuple(
+        (
+            row,
+            "experts" if is_of_experts(row.megatron) else part_of(row.megatron).value,
+            row.replicated or any(name in row.megatron for name in _REPLICATED),
+        )
+        for row in family(family_name).rows()
+    )
+
+
+def chunk_count(
+    dims: Dimensions, split: ModelSplit, chunk: PipelineChunk, counted: Callable[[str], bool] | None = None
+) -> ParameterCount:
+    """Number of parameters that a rank holds of a chunk of the pipeline.
+
+    Args:
+        dims: the model's dimensions.
+        split: parallel sizes.
+        chunk: the chunk.
+        counted: says of a row's Megatron name whether it is counted; None for all.
+    """
+    layers = {name: len(set(chunk.layers).intersection(dims.indices.get(name, ()))) for name in _LAYERS}
+    counts = dict.fromkeys(vars(ParameterCount()), 0)
+    for row, kind, replicated in _rows(dims.family):
+        if (counted and not counted(row.megatron)) or (row.condition is not None and not dims[row.condition]):
+            continue
+        if row.megatron == _EMBEDDING:
+            # The stage with the output layer has a copy if the two are one weight.
+            copies = int(chunk.pre_process or (chunk.post_process and not dims["untied"]))
+        elif set(row.indices).intersection(_LAYERS):
+            copies = 1
+        else:  # rows of no text layer are with the tower, or after all layers
+            copies = int(chunk.post_process if row.megatron.startswith("language_model.") else chunk.vision)
+        for name in row.indices:
+            if name in _LAYERS:
+                copies *= layers[name]
+            else:
+                copies *= len(dims.indices[name]) // (split.ep if name == "experts" else 1)
+        if copies:
+            ranks = split.expert_tp if kind == "experts" else 1 if replicated else split.tp
+            counts[kind] += copies * sum(math.prod(shape) for shape in row.numbers(dims)) // ranks
+    return ParameterCount(**counts)
+
+
+def mtp_count(dims: Dimensions, split: ModelSplit, chunk: PipelineChunk) -> ParameterCount:
+    """Number of parameters of multi-token prediction that a rank holds of a chunk."""
+    return chunk_count(dims, split, chunk, is_of_mtp)
+
+
+def layers_by_kind(dims: Dimensions, layers: Iterable[int] | None = None) -> list[list[int]]:
+    """Numbers of text layers by kind: linear or full attention, experts or none; None for all of the model's."""
+    linear, moe = (set(dims.indices.get(name, ())) for name in ("linear_layers", "moe_layers"))
+    kinds: dict[tuple[bool, bool], list[int]] = {}
+    for layer in dims.indices["text_layers"] if layers is None else layers:
+        kinds.setdefault((layer in linear, layer in moe), []).append(layer)
+    return list(kinds.values())
+
+
+def adapter_sizes(dims: Dimensions, layer: int) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of the linear layers of a text layer that have adapters, which experts' do not."""
+    if layer in dims.indices.get("linear_layers", ()):
+        projected = dims["l_qkv"] + dims["l_value"] + 2 * dims["l_value_heads"]
+        sizes = {"in_proj": (dims["hidden"], projected), "out_proj": (dims["l_value"], dims["hidden"])}
+    else:
+        queries = dims.sizes.get("gated_q", dims["q"])
+        sizes = {
+            "linear_qkv": (dims["hidden"], queries + 2 * dims["kv"]),
+            "linear_proj": (dims["q"], dims["hidden"]),
+        }
+    ffn = dims["ffn"] if layer in dims.indices["dense_layers"] else dims.sizes.get("shared_ffn", 0)
+    if ffn:
+        sizes |= {"linear_fc1": (dims["hidden"], 2 * ffn), "linear_fc2": (ffn, dims["hidden"])}
+    return sizes
+
+
+@dataclass(frozen=True)
+class ModelStates:
+    """Bytes on one rank.
+
+    Attributes:
+        parameters: weights, including frozen ones.
+        gradients: of trained parameters.
+        optimizer: its main copy of the weights, and the moments.
+        gathered: under ZeRO-3, weights and gradients that are temporarily unsharded.
+        unsharded: under Megatron-FSDP, before sharding: weights, which are created unsharded on each rank.
+        updating: while the optimizer steps and activations are freed: without Transformer Engine Adam is torch's
+            (`compat/adam.py`), which on a GPU holds the square roots of all second moments of a group of parameters at
+            once; with expert parallelism experts are a group, and all others one after it. Not with Megatron-FSDP,
+            whose parameters (DTensors) torch updates one by one. Source: torch 2.13, `optim/adam.py`,
+            `_default_to_fused_or_foreach`, `_multi_tensor_adam`.
+        host_written: on the host, while a checkpoint is saved: the rank's part of it.
+        host_gathered: on the host too, if the optimizer's state is saved by parameters (`saved_by_parameters`): that of
+            all parameters of the rank, which every data-parallel rank gathers. Source: megatron-core 0.19,
+            `DistributedOptimizer.sharded_param_state_fully_reshardable`.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    unsharded: int
+    updating: int
+    host_written: int
+    host_gathered: int
+
+    @property
+    def total(self) -> int:
+        """Total on the GPU in a step."""
+        return self.parameters + self.gradients + self.optimizer + self.gathered
+
+    @property
+    def host_total(self) -> int:
+        """Total on the host while a checkpoint is saved."""
+        return self.host_written + self.host_gathered
+
+
+def stage_states(
+    dims: Dimensions, split: ModelSplit, chunks: tuple[PipelineChunk, ...], training: TrainingSettings
+) -> ModelStates:
+    """Bytes on a rank of one pipeline stage.
+
+    Args:
+        dims: the model's dimensions.
+        split: parallel sizes.
+        chunks: those of the stage.
+        training: precision, sharding, what is frozen.
+    """
+    precision, sharding = training.precision, training.sharding
+    held = sum((chunk_count(dims, split, chunk) for chunk in chunks), ParameterCount())
+    mtp = sum((mtp_count(dims, split, chunk) for chunk in chunks), ParameterCount())
+    trained = (held if training.trains_mtp else held - mtp).without(training.frozen_weights)
+    if training.lora is not None:
+        layers = [adapter_sizes(dims, layer) for chunk in chunks for layer in chunk.layers]
+        numbers = sum(sum(sizes[name]) for sizes in layers for name in sizes.keys() & training.lora.targets)
+        # Both matrices of an adapter are split over tensor-parallel ranks.
+        adapters = ParameterCount(language_model=training.lora.rank * numbers // split.tp)
+        held, trained = held + adapters, trained + adapters
+    gradient, main = precision.gradient_and_main(sharding)
+
+    def sharded(count: ParameterCount) -> float:
+        return count.shared / split.weight_copies + count.experts / split.expert_copies
+
+    def number(count: ParameterCount, sharded_from: Sharding) -> float:
+        below = _ZERO_STAGES.index(sharding) < _ZERO_STAGES.index(sharded_from)
+        return count.total if below else sharded(count)
+
+    adam_by_torch = not training.transformer_engine and not sharding.is_fsdp
+    experts = ParameterCount(experts=trained.experts)
+    groups = (trained - experts, experts) if split.ep > 1 else (trained,)
+    by_parameters = sharding is Sharding.OPTIMIZER and training.saved_by_parameters
+    return ModelStates(
+        parameters=round(precision.weight * number(held, Sharding.ALL)),
+        gradients=round(gradient * number(trained, Sharding.GRADIENTS)),
+        optimizer=round((main + precision.moments) * number(trained, Sharding.OPTIMIZER)),
+        gathered=_gathered_bytes(dims, split, chunks[0], training, held) if sharding is Sharding.ALL else 0,
+        unsharded=precision.weight * held.total * (sharding.is_fsdp and not training.made_on_host),
+        updating=round(precision.moments / 2 * max(number(g, Sharding.OPTIMIZER) for g in groups) * adam_by_torch),
+        host_written=round((precision.weight + _STORED_BYTES) * sharded(trained)),
+        host_gathered=_STORED_BYTES * trained.total * by_parameters,
+    )
+
+
+def _gathered_bytes(
+    dims: Dimensions, split: ModelSplit, chunk: PipelineChunk, training: TrainingSettings, held: ParameterCount
+) -> int:
+    """Under ZeRO-3: parameters outside of layers for the whole step, and some layers of the largest kind."""
+    nothing = PipelineChunk(0, 0, range(0), pre_process=False, post_process=False)
+    text_layers = chunk_count(dims, split, replace(nothing, layers=chunk.layers)).total
+    vision_layers = chunk_count(
+        dims, split, replace(nothing, vision=chunk.vision), lambda name: name.startswith("vision_model.decoder.layers.")
+    ).total
+    mtp_layer = chunk_count(dims, split, replace(nothing, post_process=True), lambda name: _MTP_LAYER in name).total
+    outside_layers = held.total - text_layers - vision_layers - mtp_layer
+    kinds = [
+        chunk_count(dims, split, replace(nothing, layers=range(layers[0], layers[0] + 1))).total
+        for layers in layers_by_kind(dims)
+    ]
+    gradient, _ = training.precision.gradient_and_main(training.sharding)
+    each = training.precision.weight + gradient * (training.lora is None)
+    return each * (outside_layers + _UNSHARDED_LAYERS * max(mtp_layer, *kinds))

@@ -1,0 +1,225 @@
+"""Estimates and proposals as tables and sentences, and as JSON for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from qwen3vl_bridge.parallel.encoder_replicas import Replicas
+from qwen3vl_bridge.planning.estimate import MemoryEstimate
+from qwen3vl_bridge.planning.hardware import GB, GIB, HOST_BYTES, HOST_RESERVE
+from qwen3vl_bridge.planning.proposals import MARGIN
+from qwen3vl_bridge.planning.split import ModelSplit
+from qwen3vl_bridge.planning.training_settings import TrainingSettings
+
+_COLUMNS = 5  # of stages, in a terminal of 80 characters
+
+
+def print_estimate(estimate: MemoryEstimate, memory: int) -> None:
+    """Print a table of each pipeline stage, whether the estimate fits, and the host memory that saving takes.
+
+    Args:
+        estimate: the memory of each stage; of many, some are printed, among them the first, the last and the peak.
+        memory: bytes of a GPU.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    split, stages = estimate.split, list(estimate.stages)
+    if len(stages) > _COLUMNS:
+        stages = [stage for stage in stages if stage.stage in {-1, 0, 1, split.pp - 1, estimate.peak.stage}]
+    table = Table(title=f"{describe_ranks(estimate)}; {describe_training(estimate.training)}; GiB on each rank")
+    table.add_column("")
+    for stage in stages:
+        if stage.stage < 0:
+            header = "vision ranks"
+        elif split.pp > 1:
+            header = f"stage {stage.stage}"
+        else:
+            header = "language ranks" if estimate.vision_split else "every rank"
+        table.add_column(header, justify="right")
+    rows: dict[str, list[float]] = {
+        name: [getattr(stage.states, name) for stage in stages] for name in ("parameters", "gradients", "optimizer")
+    }
+    rows["gathered layers"] = [stage.states.gathered for stage in stages]
+    for module in dict.fromkeys(module for stage in stages for module in stage.activations):
+        rows[f"activations: {module}"] = [stage.activations.get(module, 0.0) for stage in stages]
+    rows["temporary buffers"] = [stage.temporary for stage in stages]
+    rows["reserve"] = [stage.reserve for stage in stages]
+    for name, values in rows.items():
+        if any(values):
+            table.add_row(name, *(f"{value / GIB:.2f}" for value in values))
+    table.add_section()
+    table.add_row("total", *(f"{stage.total / GIB:.1f}" for stage in stages), style="bold")
+    if any(stage.states.unsharded for stage in stages):
+        table.add_row("before sharding", *(f"{stage.states.unsharded / GIB:.1f}" for stage in stages))
+    if any(stage.states.updating for stage in stages):
+        table.add_row("optimizer's step", *(f"{stage.updating / GIB:.1f}" for stage in stages))
+    if len(stages) > 1:
+        counts = ((sum(stage.in_flight), len(stage.in_flight)) for stage in stages)
+        table.add_row(
+            "microbatches held", *(f"{held}" if chunks < 3 else f"{held} of {chunks} chunks" for held, chunks in counts)
+        )
+    console = Console()
+    console.print(table)
+    peak = estimate.peak
+    fits = "fits" if peak.total <= memory else "does not fit"
+    ranks = f"stage {peak.stage}" if peak.stage >= 0 else "vision ranks"
+    console.print(f"{fits}: {peak.total / GIB:.1f} GiB on {ranks}, of {memory / GIB:.1f} GiB", highlight=False)
+    console.print(_describe_saving(estimate), highlight=False)
+
+
+def _describe_saving(estimate: MemoryEstimate) -> str:
+    """The host memory that saving a checkpoint takes, and whether the machine has it."""
+    saving, room = estimate.saving, (1 - HOST_RESERVE) * HOST_BYTES
+    fits = "fits" if saving.host_total <= room else "does not fit"
+    words = f"saving {fits}: {saving.host_total / GIB:.1f} GiB of host memory a rank"
+    if saving.host_gathered:
+        words += f" ({saving.host_written / GIB:.1f} without checkpoint.dist_ckpt_optim_fully_reshardable)"
+    return f"{words}, of {room / GIB:.0f} GiB where a machine has {HOST_BYTES // GB} GB for each GPU"
+
+
+def print_proposals(proposals: Sequence[MemoryEstimate], memory: int) -> None:
+    """Print one line per proposal, in their order."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"what fits into {memory / GIB:.1f} GiB, fewest model-parallel ranks first")
+    for name in ("split", "sharding and recomputation"):
+        table.add_column(name, overflow="fold")
+    table.add_column("GiB", justify="right")
+    for estimate in proposals:
+        peaks = [estimate.peak]
+        if estimate.vision_split:
+            vision, *language = estimate.stages
+            peaks = [vision, max(language, key=lambda stage: stage.total)]
+        table.add_row(
+            describe_ranks(estimate),
+            describe_training(estimate.training),
+            " and ".join(f"{peak.total / GIB:.1f}" for peak in peaks),
+        )
+    Console().print(table)
+
+
+def print_no_fit(least: MemoryEstimate, memory: int) -> None:
+    """Print that nothing fits, what needs least, and what to change."""
+    from rich.console import Console
+
+    training = least.training
+    options = ["use more GPUs"]
+    if not training.sharding.is_fsdp and least.vision_split is None:
+        options.append("--fsdp (Megatron-FSDP)")
+    if not training.lora:
+        options.append("--kind peft (LoRA)")
+    Console().print(
+        f"nothing fits into {(1 - MARGIN) * memory / GIB:.1f} GiB; {describe_ranks(least)} "
+        f"({describe_training(training)}) needs least, {least.peak.total / GIB:.1f} GiB: {', '.join(options)}, shorter "
+        "rows, or --max-patches",
+        style="red",
+    )
+
+
+def describe_first(proposals: Sequence[MemoryEstimate]) -> str:
+    """The first of the proposals for a run's rows, GPUs and sharding, in one line."""
+    if not proposals:
+        return f"no split fits with {MARGIN:.0%} of the memory to spare"
+    first = proposals[0]
+    return (
+        f"the split with fewest model-parallel ranks that fits is {describe_ranks(first)} "
+        f"({describe_training(first.training)}; {first.peak.total / GIB:.0f} GiB)"
+    )
+
+
+def describe_split(split: ModelSplit) -> str:
+    """The sizes that are not 1."""
+    sizes = {"TP": split.tp, "PP": split.pp, "VPP": split.vpp or 1, "CP": split.cp, "EP": split.ep, "DP": split.dp}
+    parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    if split.sequence_parallel:
+        parts.insert(1, "SP")
+    if split.expert_tp > 1 and split.etp is not None:
+        parts.append(f"ETP {split.expert_tp}")
+    return ", ".join(parts) or "one GPU"
+
+
+def describe_ranks(estimate: MemoryEstimate) -> str:
+    """The sizes of all ranks: of separate vision ranks, and of the language model's."""
+    vision = estimate.vision_split
+    if vision is None:
+        return describe_split(estimate.split)
+    shared = f" (TP {vision.tp})" if vision.tp > 1 else ""
+    return f"{vision.world} vision{shared} + {describe_split(estimate.split)}"
+
+
+def describe_training(training: TrainingSettings) -> str:
+    """Sharding, multi-token prediction and recomputation."""
+    parts = [training.sharding.value, *["trains MTP"] * training.trains_mtp]
+    for tower, recompute in (("language", training.recompute), ("vision", training.vision_recompute)):
+        if recompute.modules:
+            parts.append(f"{tower} recomputes {', '.join(sorted(recompute.modules))}")
+        elif recompute.granularity:
+            parts.append(f"{tower} recomputes {recompute.num_layers} ({recompute.method})")
+    return ", ".join(parts)
+
+
+def dist_train_fields(vision_split: ModelSplit, split: ModelSplit) -> dict[str, bool | int | None]:
+    """The fields of `cfg.model.dist_train`. The ratio is an integer there, so it is None below 1."""
+    return {
+        "use_dist_train": True,
+        "vision_world_size": vision_split.world,
+        "language_world_size": split.world,
+        "vision_tensor_model_parallel_size": vision_split.tp,
+        "vision_pipeline_model_parallel_size": 1,
+        "vision_context_parallel_size": 1,
+        "vision_to_llm_dp_ratio": Replicas(vision_split.dp, split.dp).ratio,
+    }
+
+
+def dump_estimate(estimate: MemoryEstimate, memory: int) -> dict[str, Any]:
+    """An estimate for JSON, in bytes.
+
+    Args:
+        estimate: the memory of each stage.
+        memory: bytes of a GPU.
+    """
+    peak, split = estimate.peak, estimate.split
+    dump = {
+        "split": _plain(split) | {"dp": split.dp, "etp": split.expert_tp},
+        "training": _plain(estimate.training),
+        "memory": memory,
+        "fits": peak.total <= memory,
+        "free": round(memory - peak.total),
+        "peak_stage": peak.stage,
+        "total": round(peak.total),
+        "stages": [
+            {
+                "stage": stage.stage,
+                "layers": stage.layers,
+                "parameters": stage.states.parameters,
+                "gradients": stage.states.gradients,
+                "optimizer": stage.states.optimizer,
+                "gathered": stage.states.gathered,
+                "unsharded": stage.states.unsharded,
+                "updating": stage.states.updating,
+                "activations": {module: round(nbytes) for module, nbytes in stage.activations.items()},
+                "microbatches_in_flight": list(stage.in_flight),
+                "temporary": round(stage.temporary),
+                "reserve": round(stage.reserve),
+                "total": round(stage.total),
+                "host_while_saving": stage.states.host_total,
+            }
+            for stage in estimate.stages
+        ],
+    }
+    if estimate.vision_split is not None:
+        dump["dist_train"] = dist_train_fields(estimate.vision_split, split)
+    return dump
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses as dicts, sets as lists and enumerations by their values."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, (frozenset, set)):
+        return sorted(map(_plain, value))
+    return getattr(value, "value", value)

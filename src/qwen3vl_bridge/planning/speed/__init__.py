@@ -1,1 +1,0 @@
-"""Step time: FLOPs, pipeline stages, exchange of gradients."""
