@@ -21,6 +21,7 @@ from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.data.packing.set_counts import SetCounts, add_counts, most_of
 from qwen3vl_bridge.models.common.flops import TowerCosts, provider_costs, trained_parts
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
+from qwen3vl_bridge.models.common.router import tracked_row, tracked_rows
 from qwen3vl_bridge.parallel.collectives import gather_objects, max_of_each, sum_amounts, sum_over_ranks
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.planning.hardware import GPUS
@@ -405,7 +406,7 @@ class ExpertLoad:
         padding = kwargs.get("padding_mask", args[1] if len(args) > 1 else None)  # [s, b] bool, True for padding
         if padding is not None:
             topk = topk & ~padding.reshape(-1, 1)
-        layer, count = getattr(router, "to_wrap", router).layer_number - 1, topk.sum(0)
+        layer, count = tracked_row(getattr(router, "to_wrap", router)), topk.sum(0)
         self._counts[layer] = self._counts[layer] + count if layer in self._counts else count
 
     def take(self, cfg: ConfigContainer) -> dict[str, float]:
@@ -424,10 +425,10 @@ class ExpertLoad:
         """Stop counting; [layers with experts, E] how often real tokens of all ranks chose each expert."""
         for hook in self._hooks:
             hook.remove()
-        counts = torch.zeros(config.num_layers, config.num_moe_experts, dtype=torch.int64, device=self._device)
+        counts = torch.zeros(tracked_rows(config), config.num_moe_experts, dtype=torch.int64, device=self._device)
         for layer, count in self._counts.items():
             counts[layer] += count
-        counts = sum_over_ranks(counts)[list(config.moe_layers)]
+        counts = sum_over_ranks(counts)[_layers_with_experts(config)]
         # Without sequence parallelism tensor-parallel ranks have the same tokens.
         return counts if config.sequence_parallel else counts // config.tensor_model_parallel_size
 
@@ -443,9 +444,14 @@ def _balancing_losses(cfg: ConfigContainer) -> dict[str, float]:
         if not coefficient or kind not in _BALANCING_LOSSES:
             continue
         name = _BALANCING_LOSSES[kind]
-        tracker.ensure_initialized(name, config.num_layers)  # a stage without experts has recorded nothing
+        tracker.ensure_initialized(name, tracked_rows(config))  # a stage without experts has recorded nothing
         total = sum_over_ranks(tracker.metrics[name].values).sum().item()
         # Each data-parallel rank has balanced its own microbatches, or all of them the same.
         times = replicas if kind == "aux_loss" else 1
-        losses[name] = total / (times * microbatches * len(config.moe_layers))
+        losses[name] = total / (times * microbatches * len(_layers_with_experts(config)))
     return losses
+
+
+def _layers_with_experts(config: VisionLanguageProvider) -> list[int]:
+    """Rows of the layers with experts, with that of multi-token prediction if it is trained."""
+    return [*config.moe_layers, *([config.num_layers] if config.trains_mtp else [])]

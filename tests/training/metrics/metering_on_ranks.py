@@ -1,8 +1,11 @@
 """Run on ranks: what a step held, and which experts its tokens chose, for models that are split.
 
-torchrun --nproc_per_node 2 -m tests.training.metrics.metering_on_ranks OUTPUT HF_FOLDER
+torchrun --nproc_per_node 2 -m tests.training.metrics.metering_on_ranks OUTPUT HF_FOLDER [DEPTHS]
+
+DEPTHS is a JSON list of [Hugging Face folder, fields], models that are measured one after the other in two stages.
 """
 
+import json
 import sys
 
 from qwen3vl_bridge.parallel.collectives import sum_amounts
@@ -44,9 +47,12 @@ def measure(folder: str, topology: Topology, rows: str, **fields) -> dict:
     return dict(amounts=Amounts(*amounts), counts=counts, figures=shared[ENTRY])
 
 
-def main(output: str, folder: str) -> None:
-    """Every way to split."""
-    found = {name: measure(folder, TOPOLOGIES[name], "packed") for name in NAMES}
+def main(output: str, folder: str, depths: str = "") -> None:
+    """Every way to split, or the models."""
+    if depths:
+        found = [measure(one, TOPOLOGIES["PP2"], "packed", **fields)["figures"] for one, fields in json.loads(depths)]
+    else:
+        found = {name: measure(folder, TOPOLOGIES[name], "packed") for name in NAMES}
     # The last rank: it has neither the first stage nor the first tokens.
     leave(found, output, writer=torch.distributed.get_world_size() - 1)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 
 import pytest
 import torch
@@ -12,10 +14,13 @@ import torch
 from tests.forked import run_ranks
 from tests.parity.references import MICROBATCHES, step_samples
 from tests.parity.topologies import Topology
+from tests.qwen3_5.tiny import make_checkpoint
+from tests.ranks import forget_models
 
 from .metering_on_ranks import NAMES, measure
 
 ALONE = Topology(1)
+TRAINED = dict(mtp_loss_scaling_factor=0.1)
 RECOMPUTED = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
@@ -103,3 +108,41 @@ def test_loads_and_losses_are_what_they_say(alone):
     # 1 where experts are chosen evenly, and 1.09 here; a sum that is not divided by layers or ranks is twice that.
     assert figures["load_balancing_loss"] == pytest.approx(1, rel=0.3)
     assert alone["recomputed"]["figures"]["load_balancing_loss"] == pytest.approx(figures["load_balancing_loss"])
+
+
+@pytest.fixture(scope="module")
+def depths(tmp_path_factory):
+    """Models with experts that follow each other: after a shallower, a deeper, and one with a layer of MTP more."""
+    shallow, deep = (
+        str(make_checkpoint(tmp_path_factory.mktemp("depth"), moe=True, mtp=ExpertLayout.OUTPUT_MAJOR, **changes))
+        for changes in ({}, dict(num_hidden_layers=8))
+    )
+    without = dict(mtp_num_layers=None)
+    return [(shallow, {}), (deep, {}), (shallow, TRAINED), (shallow, without), (deep, TRAINED), (shallow, {})]
+
+
+@pytest.fixture(scope="module")
+def figures(depths):
+    """Of each as the first model of its process."""
+    found = []
+    for folder, fields in depths:
+        forget_models()
+        found.append(measure(folder, ALONE, "packed", **fields)["figures"])
+        assert found[-1]["load_balancing_loss"] == pytest.approx(1, rel=0.1)  # where experts are chosen evenly
+    return found
+
+
+def balance(figures):
+    return {name: figures[name] for name in ("load_balancing_loss", "expert_load_max", "expert_load_mean")}
+
+
+def test_a_model_of_another_depth_is_measured_as_the_first_of_a_process(depths, figures):
+    for (folder, fields), expected in zip(depths, figures, strict=True):
+        assert balance(measure(folder, ALONE, "packed", **fields)["figures"]) == balance(expected), (folder, fields)
+
+
+def test_stages_of_models_of_other_depths(depths, figures, moe_folder, tmp_path):
+    run_ranks("tests.training.monitoring.metering_on_ranks", 2, tmp_path / "found", moe_folder, json.dumps(depths))
+    found = torch.load(tmp_path / "found", weights_only=False)
+    for case, ours, alone in zip(depths, found, figures, strict=True):
+        assert balance(ours) == pytest.approx(balance(alone), rel=1e-5), case

@@ -21,6 +21,7 @@ from qwen3vl_bridge.models.common.caller_inputs import (
 from qwen3vl_bridge.models.common.core_attention import layout_packed_seq_params
 from qwen3vl_bridge.models.common.freezing import freeze_parts
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
+from qwen3vl_bridge.models.common.router import forget_other_depths
 from qwen3vl_bridge.models.common.text_model import MRopeGPTModel
 from qwen3vl_bridge.models.common.vision_config import vision_transformer_config
 from qwen3vl_bridge.models.common.vision_tower import Qwen3VLVisionModel
@@ -167,6 +168,8 @@ class VisionLanguageModel(MegatronModule):
             ValueError: a batch that is given in both ways, or that the family cannot take.
         """
         check_settings(self.config, self.training)
+        if self.training:
+            forget_other_depths(self.config)
         check_inference(inference_context, runtime_gather_output, labels)
         given = dict(position_ids=position_ids, attention_mask=attention_mask, labels=labels, loss_mask=loss_mask)
         inputs, conversion = self._inputs_of(inputs, input_ids, **given, **pictures_and_packing)

@@ -1,7 +1,7 @@
 """The router of experts: auxiliary losses that weight all real tokens equally, however tokens are split.
 
-What lives here: how tokens are counted for the balancing loss and the z-loss. What may not: routing itself, which is
-megatron-core's.
+What lives here: how tokens are counted for the balancing loss and the z-loss, and where megatron-core keeps them until
+they are logged. What may not: routing itself, which is megatron-core's.
 
 The balancing loss is E / (N^2 k) * sum_e f_e P_e over N real tokens that choose k of E experts each, f_e of them expert
 e, with the sum P_e of their scores. A rank has only the scores of its own tokens, so the sum of the ranks' losses is
@@ -17,9 +17,10 @@ from __future__ import annotations
 from qwen3vl_bridge.parallel.collectives import sum_counts
 
 import torch
-from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, switch_load_balancing_loss_func
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -113,12 +114,27 @@ class BalancedRouter(TopKRouter):
         real = ~padding_mask
         tokens = sum_counts(real.sum(), self.tp_cp_group).clamp(min=1)
         loss = (logits.logsumexp(-1).square() * real).sum() / tokens  # this rank's part of the mean
-        layers, own = self.config.num_layers, self.layer_number
-        get_moe_metrics_tracker().record(
-            "z_loss",
-            loss * ranks,
-            own + layers if self.is_mtp_layer else own,
-            layers + (self.config.mtp_num_layers or 0),
-            avg_group=self.tp_dp_cp_group,
-        )
+        row, rows = tracked_row(self), tracked_rows(self.config)
+        get_moe_metrics_tracker().record("z_loss", loss * ranks, row + 1, rows, avg_group=self.tp_dp_cp_group)
         return MoEAuxLossAutoScaler.apply(logits, loss * coefficient)
+
+
+def tracked_rows(config: TransformerConfig) -> int:
+    """Values of a loss in megatron-core's tracker: one for each layer, those of multi-token prediction at the end."""
+    return config.num_layers + (config.mtp_num_layers or 0)
+
+
+def tracked_row(router: TopKRouter) -> int:
+    """The index of a router's own value."""
+    return router.layer_number - 1 + (router.config.num_layers if router.is_mtp_layer else 0)
+
+
+def forget_other_depths(config: TransformerConfig) -> None:
+    """Empty megatron-core's tracker if its values are of a model of another depth.
+
+    It is one for the process, and keeps the rows of the first model. Deeper layers of a second one would be outside;
+    and pipeline stages that sum their values need the same rows, also those that have recorded nothing. So this is
+    called on all of them, before a microbatch's routers.
+    """
+    if any(len(entry.values) != tracked_rows(config) for entry in get_moe_metrics_tracker().metrics.values()):
+        destroy_moe_metrics_tracker()
