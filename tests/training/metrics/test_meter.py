@@ -142,7 +142,7 @@ def test_a_model_of_another_depth_is_measured_as_the_first_of_a_process(depths, 
 
 
 def test_stages_of_models_of_other_depths(depths, figures, moe_folder, tmp_path):
-    run_ranks("tests.training.monitoring.metering_on_ranks", 2, tmp_path / "found", moe_folder, json.dumps(depths))
+    run_ranks("tests.training.metrics.metering_on_ranks", 2, tmp_path / "found", moe_folder, json.dumps(depths))
     found = torch.load(tmp_path / "found", weights_only=False)
     for case, ours, alone in zip(depths, found, figures, strict=True):
         assert balance(ours) == pytest.approx(balance(alone), rel=1e-5), case
