@@ -17,14 +17,15 @@ from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.training.checkpoint_manager import MANAGER, check_script, manage_checkpoints
 from qwen3vl_bridge.training.muon import check_optimizer
 from qwen3vl_bridge.training.resuming import expect_checkpoint
-from qwen3vl_bridge.training.run_checks import (
+from qwen3vl_bridge.training.run_refusals import (
+    COMPLETED,
+    MODULES_APART,
     check_balance,
     check_host_memory,
     check_schedule,
     check_share,
     leave_exit_signal_to_run,
 )
-from qwen3vl_bridge.training.run_refusals import COMPLETED, MODULES_APART
 from qwen3vl_bridge.training.tower_settings import Qwen3VLTowers, check_towers
 from qwen3vl_bridge.training.weight_loading import read_initial_weights
 

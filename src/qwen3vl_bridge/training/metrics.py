@@ -25,8 +25,8 @@ from qwen3vl_bridge.models.common.router import tracked_row, tracked_rows
 from qwen3vl_bridge.parallel.collectives import gather_objects, max_of_each, sum_amounts, sum_over_ranks
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.planning.hardware import GPUS
-from qwen3vl_bridge.training.run_checks import check_share
 from qwen3vl_bridge.training.run_log import TOWER_NORMS, check_trackers, publish, step_of
+from qwen3vl_bridge.training.run_refusals import check_share
 from qwen3vl_bridge.weights.model_parts import part_of_wrapped
 
 import torch

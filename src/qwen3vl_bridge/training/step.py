@@ -15,7 +15,7 @@ from qwen3vl_bridge.models.common.vision_config import vision_work
 from qwen3vl_bridge.training.before_step import recorded
 from qwen3vl_bridge.training.megatron_batches import from_collator
 from qwen3vl_bridge.training.metrics import Amounts, count_microbatch, count_operations
-from qwen3vl_bridge.training.run_checks import check_balance
+from qwen3vl_bridge.training.run_refusals import check_balance
 
 import torch
 from megatron.bridge.training.losses import create_masked_next_token_loss_function

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qwen3vl_bridge.training import run_checks
+from qwen3vl_bridge.training import run_refusals
 
 import pytest
 import qwen3vl_recipes
@@ -15,11 +15,11 @@ from megatron.bridge.training.config import runtime_config_update
 )
 def test_an_end_that_is_none_is_named(name):
     cfg = qwen3vl_recipes.qwen3_vl_2b_sft_config()
-    run_checks.check_schedule(cfg)
+    run_refusals.check_schedule(cfg)
     section, field = name.split(".")
     setattr(getattr(cfg, section), field, None)
     with pytest.raises(ValueError, match=f"^{name}: found None, expected numbers"):
-        run_checks.check_schedule(cfg)
+        run_refusals.check_schedule(cfg)
 
 
 def test_a_first_save_that_would_end_the_run_is_refused_before_it(inputs, monkeypatch, tmp_path):
@@ -28,7 +28,7 @@ def test_a_first_save_that_would_end_the_run_is_refused_before_it(inputs, monkey
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
     def start(*, room: int, **settings):
-        monkeypatch.setattr(run_checks, "host_bytes", lambda: room)
+        monkeypatch.setattr(run_refusals, "host_bytes", lambda: room)
         cfg = inputs.config(tmp_path, checkpoint__ckpt_format="torch_dist", ddp__use_megatron_fsdp=False, **settings)
         runtime_config_update(cfg)
 
@@ -41,4 +41,4 @@ def test_a_first_save_that_would_end_the_run_is_refused_before_it(inputs, monkey
 
 
 def test_this_machine_has_some_memory():
-    assert 2**28 < run_checks.host_bytes() < 2**50
+    assert 2**28 < run_refusals.host_bytes() < 2**50
