@@ -4,7 +4,6 @@ from itertools import islice, pairwise
 from types import SimpleNamespace
 
 import qwen3vl_bridge
-from qwen3vl_bridge import data
 from qwen3vl_bridge.data import DataError
 from qwen3vl_bridge.data.processing.processor import VisionLimits
 
@@ -226,8 +225,3 @@ def test_megatron_bridges_ranks_share_each_global_batch_by_cost(make, ranks):
                 min(costs[names] for names in turn) >= max(costs[names] for names in later)
                 for turn, later in pairwise(turns)
             )
-
-
-def test_an_earlier_name_is_found_with_a_warning():
-    with pytest.warns(DeprecationWarning, match="data.Admission has moved to .*filtering.SampleFilter"):
-        assert data.Admission is data.SampleFilter

@@ -267,7 +267,7 @@ def test_a_dry_run_refuses_what_a_run_does(settings, ranks, message, untied_fold
     said = []
     for more in ([], ["--dry-run", "--gpus", str(ranks)]):
         with pytest.raises(SystemExit) as end:
-            cli.finetune([*words, *more])
+            cli.train([*words, *more])
         assert end.value.code == 2
         said.append(capsys.readouterr().err)
     assert re.search(message, said[0]) and said[0] == said[1]
