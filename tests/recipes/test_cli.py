@@ -231,7 +231,6 @@ REFUSED = [
     (["checkpoint.async_save=true"], 1, "async_save is True with .* 'fsdp_dtensor', expected False: .*resiliency-ext"),
     (["scheduler.lr_decay_style=cosin"], 1, "scheduler.lr_decay_style is 'cosin', expected one of .*'cosine'"),
     (["checkpoint.use_checkpoint_args=true"], 1, "use_checkpoint_args is True, expected False: the training loop does"),
-    (["optimizer_config_override_provider.freeze_vision_model_steps=1"], 1, "expected only one of them"),
     (
         ["--recipe", LORA, "peft.target_modules=[linear_qvk]"],
         1,
