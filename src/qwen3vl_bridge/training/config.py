@@ -15,6 +15,7 @@ from qwen3vl_bridge.data.row_settings import ConversationRows
 from qwen3vl_bridge.models.common.settings.encoder_parallel import check_world
 from qwen3vl_bridge.models.common.settings.parallelism import check_microbatches
 from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, check, under
+from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.training.checkpoint_manager import MANAGER, expect_checkpoint, manage_checkpoints
 from qwen3vl_bridge.training.checkpointing.initial_weights import read_initial_weights
 from qwen3vl_bridge.training.checkpointing.saving_process import check_script
@@ -24,6 +25,7 @@ from qwen3vl_bridge.training.host_memory import check_host_memory
 from qwen3vl_bridge.training.optimizer.schedule_checks import check_is_set, check_warmup
 from qwen3vl_bridge.training.optimizer.tower_settings import Qwen3VLTowers, check_towers
 
+import torch
 from megatron.bridge.training.config import ConfigContainer, OptimizerConfigOverrideProvider, RerunStateMachineConfig
 from megatron.bridge.utils.common_utils import get_world_size_safe
 
@@ -146,6 +148,37 @@ _WITH_MODULES_APART: tuple[Rule, ...] = (
     ),
 )
 
+_TWO_DTYPES = When("model.params_dtype", lambda cfg: cfg.model.params_dtype != torch.float32 and _trains_float32(cfg))
+_REDUCED_TOGETHER = When(
+    "model.virtual_pipeline_model_parallel_size ddp.use_distributed_optimizer",
+    lambda cfg: (
+        _TWO_DTYPES.holds(cfg)
+        and cfg.model.virtual_pipeline_model_parallel_size
+        and not (cfg.ddp.use_distributed_optimizer or cfg.ddp.use_megatron_fsdp)
+    ),
+)
+# Requirements of a model in 16 bits that trains some parameters in float32.
+_WITH_FLOAT32: tuple[Rule, ...] = (
+    Row(
+        "dist.use_torch_fsdp2",
+        False,
+        "torch's FSDP needs parameters of one dtype, and linear attention has some in float32; use Megatron-FSDP",
+        _TWO_DTYPES,
+    ),
+    Row(
+        "ddp.grad_reduce_in_fp32",
+        True,
+        "gradients of a virtual stage are reduced in one call, which needs one dtype, and linear attention has float32",
+        _REDUCED_TOGETHER,
+    ),
+)
+
+
+def _trains_float32(cfg: ConfigContainer) -> bool:
+    """Whether parameters that stay in float32 are trained; all are the language model's."""
+    trained = cfg.peft is None and not cfg.model.freeze_language_model
+    return trained and any(row.float32 for row in family(cfg.model.family).rows())
+
 
 @dataclass(kw_only=True)
 class Qwen3VLConfigContainer(ConfigContainer):
@@ -188,7 +221,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
         """
         check_script()
         check_lengths(self)
-        check(_WITH_MODULES_APART, self)
+        check((*_WITH_MODULES_APART, *_WITH_FLOAT32), self)
         self.accuracy.finalize()
         if self.accuracy.path is not None:
             self._check_accuracy()

@@ -20,7 +20,7 @@ from qwen3vl_bridge.checkpoint.stored_models.hf_model import open_model
 from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.files.json_files import write_object
 from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
-from qwen3vl_bridge.registry import family_of
+from qwen3vl_bridge.registry import family, family_of
 from qwen3vl_bridge.training.checkpointing import fsdp_dtensor, torch_dist
 from qwen3vl_bridge.training.checkpointing.all_or_none import all_or_none
 from qwen3vl_bridge.weights.dimensions import vision_sizes
@@ -100,20 +100,24 @@ class Pretrained:
             _load(self.folder, model, groups)
 
     def write_export_files(self, folder: Path, provider: VisionLanguageProvider) -> None:
-        """Write the files that an export needs: configuration, tokenizer, processor, and the format of experts.
+        """Write the files that an export needs: configuration, tokenizer, processor, and a manifest.
 
         Args:
             folder: the checkpoint's.
             provider: the run's.
         """
-        if self.is_hf:
-            copy_side_files(self.folder, folder / HF_FILES)
-            experts = open_model(self.folder).experts.name if provider.moe_layers else None
-        else:
+        experts = float32_as = None
+        if not self.is_hf:
             if (files := self.folder / HF_FILES).exists():
                 shutil.copytree(files, folder / HF_FILES)
-            experts = read_manifest(self.folder).get("expert_layout")
-        manifest = tool() | {"source": str(self.folder), "expert_layout": experts}
+            before = read_manifest(self.folder)
+            experts, float32_as = before.get("expert_layout"), before.get("float32_as")
+        else:
+            copy_side_files(self.folder, folder / HF_FILES)
+            if provider.moe_layers or any(row.float32 for row in family(provider.family).rows()):
+                model = open_model(self.folder)
+                experts, float32_as = model.experts.name if provider.moe_layers else None, model.float32_as
+        manifest = tool() | {"source": str(self.folder), "expert_layout": experts, "float32_as": float32_as}
         if provider.should_pad_vocab:
             manifest["vocab_divisor"] = provider.make_vocab_size_divisible_by
         write_object(folder / MANIFEST, manifest)

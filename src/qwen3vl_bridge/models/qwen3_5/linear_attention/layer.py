@@ -19,7 +19,6 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.utils import _split_tensor_factory
 from torch import Tensor
 
-
 # Parameters that are in float32 in a model of 16 bits too.
 _FLOAT32 = tuple(row.megatron.rpartition("self_attention.")[2] for row in LINEAR_ATTENTION_ROWS if row.float32)
 
