@@ -6,7 +6,7 @@ from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 
 import pytest
 
-from tests.qwen3_5.tiny import make_checkpoint
+from tests.qwen3_5.tiny import in_released_dtypes, make_checkpoint
 
 RELEASED = ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT
 KINDS = {
@@ -25,3 +25,15 @@ def qwen3_5_folders(tmp_path_factory):
         kind: make_checkpoint(tmp_path_factory.mktemp(kind), seed=seed, **options)
         for seed, (kind, options) in enumerate(KINDS.items())
     }
+
+
+@pytest.fixture(scope="session")
+def released(qwen3_5_folders, tmp_path_factory):
+    """The dense model in the dtypes of released Qwen3.5 files."""
+    return in_released_dtypes(qwen3_5_folders["dense"], tmp_path_factory.mktemp("released") / "hf")
+
+
+@pytest.fixture(scope="session")
+def released_3_6(qwen3_5_folders, tmp_path_factory):
+    """The dense model in those of released Qwen3.6 files: bfloat16 alone."""
+    return in_released_dtypes(qwen3_5_folders["dense"], tmp_path_factory.mktemp("released_3_6") / "hf", ())

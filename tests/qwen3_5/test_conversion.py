@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import (
@@ -16,25 +17,22 @@ from qwen3vl_bridge.cli.convert import main
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from .conftest import RELEASED
-from .tiny import make_checkpoint
+from .tiny import make_checkpoint, weights
 
 FORMATS = ("fsdp_dtensor", "torch_dist")
 SHIFTED = ".linear_attn.norm.weight"
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
 def check_same(found, expected) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        if name.endswith(SHIFTED) and tensor.dtype is torch.float32:
-            torch.testing.assert_close(found[name], tensor, rtol=0, atol=6e-8)  # measured: at most one rounding
-            continue
+        if name.endswith(SHIFTED) and tensor.dtype is torch.float32:  # less one, below one half it is rounded
+            small = tensor < 0.5
+            assert (found[name] - tensor).abs().max() <= 2**-24  # half the last place of numbers below 2
+            found[name][small] = tensor[small]
         assert found[name].dtype is tensor.dtype and torch.equal(found[name], tensor), name
 
 
@@ -83,32 +81,43 @@ def rewritten(folder: Path, tensors: dict[str, torch.Tensor], target: Path) -> P
 
 
 @pytest.mark.parametrize("ckpt_format", FORMATS)
-def test_mixed_precision_as_released(qwen3_5_folders, ckpt_format, tmp_path):
-    """float32 beside bfloat16 stays so."""
-    folder, keep = qwen3_5_folders["dense"], ("A_log", SHIFTED)
-    tensors = {name: one if name.endswith(keep) else one.bfloat16() for name, one in weights(folder).items()}
-    mixed = rewritten(folder, tensors, tmp_path / "mixed")
-    import_checkpoint(mixed, tmp_path / "megatron", ckpt_format=ckpt_format, verify=True)
+def test_mixed_precision_as_released(released, ckpt_format, tmp_path):
+    """float32 beside bfloat16 stays so, and the configuration states the dtype of most weights."""
+    import_checkpoint(released, tmp_path / "megatron", ckpt_format=ckpt_format, verify=True)
     export_checkpoint(tmp_path / "megatron", tmp_path / "hf")
-    check_same(weights(tmp_path / "hf"), tensors)
+    check_same(weights(tmp_path / "hf"), weights(released))
+    assert (tmp_path / "hf/config.json").read_bytes() == (released / "config.json").read_bytes()
 
 
 @pytest.mark.parametrize("ckpt_format", FORMATS)
-def test_half_precision(qwen3_5_folders, ckpt_format, tmp_path):
-    """Every byte comes back but of shifted weights below one half."""
-    folder = qwen3_5_folders["dense"]
-    half = {name: one.bfloat16() for name, one in weights(folder).items()}
-    norms = [name for name in half if name.endswith(SHIFTED)]
-    half[norms[0]][:3] = torch.tensor([0.4, 0.013, -0.2])
-    rewritten(folder, half, tmp_path / "half")
-    import_checkpoint(tmp_path / "half", tmp_path / "megatron", ckpt_format=ckpt_format)
-    export_checkpoint(tmp_path / "megatron", tmp_path / "hf")
-    back = weights(tmp_path / "hf")
-    for name in norms:
-        small = half[name] < 0.5
-        torch.testing.assert_close(back[name][small], half[name][small], rtol=0, atol=2**-8)  # of numbers up to 2
-        back[name] = torch.where(small, half[name], back[name])
-    check_same(back, half)
+def test_a_cast_to_16_bits_gives_the_released_dtypes(released, ckpt_format, tmp_path):
+    """Of all float32, as Megatron-FSDP saves: what the model keeps in float32 is not rounded."""
+    whole = rewritten(released, {name: one.float() for name, one in weights(released).items()}, tmp_path / "in")
+    import_checkpoint(whole, tmp_path / "megatron", ckpt_format=ckpt_format)
+    export_checkpoint(tmp_path / "megatron", tmp_path / "hf", torch_dtype="bfloat16", verify=True)
+    check_same(weights(tmp_path / "hf"), weights(released))
+    assert json.loads((tmp_path / "hf/config.json").read_text())["text_config"]["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("torch_dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("ckpt_format", FORMATS)
+def test_bfloat16_alone_stays_so(released_3_6, ckpt_format, torch_dtype, tmp_path):
+    """As released Qwen3.6, by way of float32 also shifted weights for which bfloat16 less one has no room."""
+    tensors = weights(released_3_6)
+    small = next(one for name, one in tensors.items() if name.endswith(SHIFTED))
+    small[:4] = torch.tensor([0.4, 0.013, -0.2, 2**-16])
+    assert not torch.equal((small - 1) + 1, small)
+    folder = rewritten(released_3_6, tensors, tmp_path / "in")
+    import_checkpoint(folder, tmp_path / "megatron", ckpt_format=ckpt_format, torch_dtype=torch_dtype, verify=True)
+    found = read_metadata(tmp_path / "megatron/iter_0000000").tensors
+    in_float32 = {name for name, (spec, _) in found.items() if spec.dtype == "float32"}
+    assert in_float32 == {name for name in found if name.endswith((".A_log", ".out_norm.weight"))} != set()
+    assert verify_checkpoint(folder, tmp_path / "megatron").same
+    other = next(one for one in FORMATS if one != ckpt_format)
+    reformat_checkpoint(tmp_path / "megatron", tmp_path / "other", ckpt_format=other, torch_dtype=torch_dtype)
+    for source in ("megatron", "other"):
+        export_checkpoint(tmp_path / source, tmp_path / f"{source}_hf", torch_dtype=torch_dtype, verify=True)
+        check_same(weights(tmp_path / f"{source}_hf"), tensors)
 
 
 @pytest.mark.parametrize("ckpt_format", FORMATS)

@@ -186,6 +186,36 @@ def make_checkpoint(
     return folder
 
 
+FLOAT32 = (".linear_attn.A_log", ".linear_attn.norm.weight")
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a Hugging Face folder."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def in_released_dtypes(folder: Path, target: Path, float32: tuple[str, ...] = FLOAT32) -> Path:
+    """The model of a folder in the dtypes of released files: bfloat16, and some parameters in float32.
+
+    The norms that a checkpoint has less one are made exact then: at least one half.
+
+    Args:
+        folder: of a model in float32.
+        target: the new folder.
+        float32: ends of names; of Qwen3.6 none.
+    """
+    target.mkdir()
+    for file in folder.iterdir():
+        if file.is_file() and file.suffix != ".safetensors":  # references of other tests are folders
+            (target / file.name).write_bytes(file.read_bytes())
+    config = target / "config.json"
+    config.write_text(config.read_text().replace('"dtype": "float32"', '"dtype": "bfloat16"'))
+    tensors = {name: one.clamp(min=0.5) if name.endswith(FLOAT32[1]) else one for name, one in weights(folder).items()}
+    cast = {name: one if name.endswith(float32) else one.bfloat16() for name, one in tensors.items()}
+    save_file(cast, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
 def with_mtp(model: nn.Module, folder: Path) -> nn.Module:
     """Transformers' model of a folder, which has left MTP out, with it."""
     found = {name: one for name, one in load_file(folder / "model.safetensors").items() if name.startswith("mtp.")}

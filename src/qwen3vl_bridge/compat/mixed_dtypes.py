@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,9 +58,8 @@ def _of_all_parameters(theirs: Callable[..., Any]) -> Callable[..., Any]:
 def _float32_beside_copies(optimizer: Any) -> Iterator[None]:
     """Its lists hold float32 parameters too, in the groups' order: each as its own copy."""
     before = optimizer.float16_groups, optimizer.fp32_from_float16_groups
-    of_copy = {
-        copy: model for models, copies in zip(*before, strict=True) for model, copy in zip(models, copies, strict=True)
-    }
+    models, copies = (itertools.chain.from_iterable(groups) for groups in before)
+    of_copy = dict(zip(copies, models, strict=True))
     trained = [list(group["params"]) for group in optimizer.optimizer.param_groups]
     optimizer.fp32_from_float16_groups = trained
     optimizer.float16_groups = [[of_copy.get(parameter, parameter) for parameter in group] for group in trained]

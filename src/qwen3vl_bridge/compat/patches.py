@@ -100,11 +100,8 @@ def _save_models_of_ours(module: Any) -> None:
     model that was loaded, also where the saved weights lack a part of it or have another dtype.
     """
     auto_bridge = module.AutoBridge
-    save, export, save_model = (
-        auto_bridge.save_hf_adapter,
-        auto_bridge.export_adapter_ckpt,
-        auto_bridge.save_hf_pretrained,
-    )
+    save, export = auto_bridge.save_hf_adapter, auto_bridge.export_adapter_ckpt
+    save_model = auto_bridge.save_hf_pretrained
 
     @functools.wraps(save)
     def save_hf_adapter(self: Any, *args: Any, **kwargs: Any) -> None:

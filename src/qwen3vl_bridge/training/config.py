@@ -20,6 +20,7 @@ from qwen3vl_bridge.training.resuming import expect_checkpoint
 from qwen3vl_bridge.training.run_refusals import (
     COMPLETED,
     MODULES_APART,
+    WITH_FLOAT32,
     check_balance,
     check_host_memory,
     check_schedule,
@@ -138,7 +139,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
         """Like Megatron-Bridge's, with our checks; raises ValueError for settings that contradict each other."""
         check_script()
         check_lengths(self)
-        check(MODULES_APART, self)
+        check((*MODULES_APART, *WITH_FLOAT32), self)
         check(GRAPHS, self.model)
         self.accuracy.finalize()
         if self.accuracy.path is not None:

@@ -18,7 +18,9 @@ from qwen3vl_bridge.checkpoint.formats.megatron.folder import RUN_CONFIG, TORCH_
 from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.parallel.collectives import all_or_none, broadcast_object, gather_objects, is_first
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
+from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.model_parts import Part
+from qwen3vl_bridge.weights.rows import expand
 
 from megatron.bridge.training.checkpointing import (
     CheckpointLoadContext,
@@ -129,6 +131,19 @@ def expect_optimizer(folder: Path, cfg: ConfigContainer) -> None:
             f"{said}: the optimizer's state in {folder} was saved with the checkpoint's value, {why}; expected the "
             f"checkpoint's settings, or {_NEW_OPTIMIZER}"
         )
+    if by_index and now[f"freeze_{Part.LANGUAGE_MODEL.value}"] and (rounded := _in_16_bits(folder, cfg)):
+        raise CheckpointError(
+            f"{folder} has {rounded[0]} in 16 bits, as Megatron-Bridge's own model, and this run in float32: the "
+            f"optimizer's state was saved by index, and does not fit; expected {_NEW_OPTIMIZER}"
+        )
+
+
+def _in_16_bits(folder: Path, cfg: ConfigContainer) -> list[str]:
+    """Parameters in a checkpoint that this run has in float32."""
+    rows = tuple(row for row in family(cfg.model.family).rows() if row.float32)
+    tensors = read_metadata(folder).tensors if rows else {}
+    names = [row.megatron for row in expand(rows, cfg.model.dimensions()) if row.megatron in tensors]
+    return [name for name in names if tensors[name][0].dtype != "float32"]
 
 
 def _trained(model: Mapping[str, Any]) -> dict[str, bool]:

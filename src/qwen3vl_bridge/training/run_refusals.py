@@ -20,6 +20,7 @@ from qwen3vl_bridge.data.row_settings import ConversationRows
 from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, any_of, at_default, under
 from qwen3vl_bridge.planning.from_config import plan_of
 from qwen3vl_bridge.planning.hardware import GIB
+from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.training.checkpoint_manager import MANAGER
 
 import torch
@@ -82,6 +83,38 @@ MODULES_APART: tuple[Rule, ...] = (
         also=(MANAGER,),
     ),
 )
+
+_TWO_DTYPES = When("model.params_dtype", lambda cfg: cfg.model.params_dtype != torch.float32 and _trains_float32(cfg))
+_REDUCED_TOGETHER = When(
+    "model.virtual_pipeline_model_parallel_size ddp.use_distributed_optimizer",
+    lambda cfg: (
+        _TWO_DTYPES.holds(cfg)
+        and cfg.model.virtual_pipeline_model_parallel_size
+        and not (cfg.ddp.use_distributed_optimizer or cfg.ddp.use_megatron_fsdp)
+    ),
+)
+# Requirements of a model in 16 bits that trains some parameters in float32.
+WITH_FLOAT32: tuple[Rule, ...] = (
+    Row(
+        "dist.use_torch_fsdp2",
+        False,
+        "torch's FSDP needs parameters of one dtype, and linear attention has some in float32; use Megatron-FSDP",
+        _TWO_DTYPES,
+    ),
+    Row(
+        "ddp.grad_reduce_in_fp32",
+        True,
+        "gradients of a virtual stage are reduced in one call, which needs one dtype, and linear attention has float32",
+        _REDUCED_TOGETHER,
+    ),
+)
+
+
+def _trains_float32(cfg: Any) -> bool:
+    """Whether parameters that stay in float32 are trained; all are the language model's."""
+    trained = cfg.peft is None and not cfg.model.freeze_language_model
+    return trained and any(row.float32 for row in family(cfg.model.family).rows())
+
 
 # Fields of the sections that neither Megatron-Bridge's training loop nor this package reads.
 UNREAD: dict[str, tuple[type, str]] = {

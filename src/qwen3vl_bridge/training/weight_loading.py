@@ -156,13 +156,18 @@ class Pretrained:
         """What checkpoints of a run that starts from these weights need in order to be exported."""
         if self.is_hf:
             files = {str(name): self.folder / name for name in side_files(self.folder)}
-            has_experts = ModelConfig(self.folder).dimensions.indices["moe_layers"]
-            experts = open_model(self.folder).experts.name if has_experts else None
+            config, experts, float32_as = ModelConfig(self.folder), None, None
+            has_experts = config.dimensions.indices["moe_layers"]
+            if has_experts or any(row.float32 for row in family(config.dimensions.family).rows()):
+                model = open_model(self.folder)
+                experts, float32_as = model.experts.name if has_experts else None, model.float32_as
         else:
             hf = self.folder / HF_FILES
             files = {str(path.relative_to(hf)): path for path in hf.rglob("*") if path.is_file()}
-            experts = read_manifest(self.folder).get("expert_layout")
-        return ExportFiles(self.folder, files, tool() | {"source": str(self.folder), "expert_layout": experts})
+            before = read_manifest(self.folder)
+            experts, float32_as = before.get("expert_layout"), before.get("float32_as")
+        manifest = tool() | {"source": str(self.folder), "expert_layout": experts, "float32_as": float32_as}
+        return ExportFiles(self.folder, files, manifest)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class Row:
         indices: what each `*` counts, entries of `Dimensions.indices`. A Hugging Face name may have fewer of them.
         condition: key of `dimensions` that must be true for the row to exist, or None.
         replicated: the parameter is a plain torch one, whole on every tensor-parallel rank.
-        float32: models in 16 bits keep the parameter in float32, and conversion does not cast it to 16 bits.
+        float32: the parameter is in float32 in models of 16 bits too, and in Megatron's checkpoints of them.
         position: the numbers that replace the `*`, in an expanded row.
         pattern: the Megatron parameter name as in the table, in an expanded row.
     """
@@ -89,8 +89,8 @@ class GatedQKV(Row):
 class ZeroCentered(Row):
     """One tensor; Megatron's is less by one, because its norms multiply by 1 + weight.
 
-    In bfloat16 that is exact for weights in [0.5, 256), in float32 for those of at least 0.5, and for all others within
-    one rounding of a number below 1.
+    In float32 that is exact for weights of at least 0.5, and for those of bfloat16 from 2^-16 in magnitude; others are
+    rounded by up to 6e-8.
     """
 
 

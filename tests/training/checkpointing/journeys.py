@@ -49,7 +49,8 @@ class Journey:
         data: its data.
         save: its folder.
         split: one of SPLITS; None for the whole model.
-        fsdp: whether Megatron-FSDP shards it, in bfloat16; or parameters are whole on each rank, in float32.
+        fsdp: whether Megatron-FSDP shards it, in bfloat16; or parameters are whole on each rank.
+        bf16: whether these are bfloat16; else float32.
         distributed: whether the optimizer is distributed, where it is not Megatron-FSDP's.
         pretrained: first weights; None for those of `hf`.
         settings: others, written `train__train_iters`.
@@ -60,6 +61,7 @@ class Journey:
     save: str
     split: str | None = None
     fsdp: bool = False
+    bf16: bool = False
     distributed: bool = False
     pretrained: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
@@ -69,9 +71,9 @@ class Journey:
         cfg = Inputs(Path(self.hf), Path(self.data), Path("unused")).config(Path(self.save), **COMMON | self.settings)
         cfg.checkpoint.pretrained_checkpoint = self.pretrained or self.hf
         cfg.logger.tensorboard_dir = None
-        if self.fsdp:
+        if self.fsdp or self.bf16:
             cfg.mixed_precision = "bf16_mixed"
-        else:
+        if not self.fsdp:
             replicate(cfg, distributed=self.distributed)
         split_by(cfg, SPLITS[self.split] if self.split else {})
         return cfg

@@ -131,7 +131,8 @@ def _padding(run: StoredAdapters, base: StoredModel, *, drop: bool) -> list[str]
 def _plan(run: StoredAdapters, base: StoredModel, dtype: str | None) -> tuple[Plan, TensorSource]:
     """Every tensor of the model: from the base, trained by the run, or merged from a weight and its adapter."""
     target, rows = HuggingFace(base.config.dimensions), base.rows
-    plan = make_plan(rows, base.layout, target, base.tensors.specs, where=str(base.folder), dtype=dtype)
+    dtypes = dict(dtype=dtype, float32_as=base.float32_in_export(dtype))
+    plan = make_plan(rows, base.layout, target, base.tensors.specs, where=str(base.folder), **dtypes)
     tasks = {task.target.name: prefixed(task, _BASE) for task in plan.tasks}
     if own := run.own:
         names = run.trained

@@ -23,12 +23,15 @@ class Target(Protocol):
     Attributes:
         layout: how the format lays out the weights.
         experts: format of its experts, or, for Megatron's formats, that of a later export.
+        float32_as: dtype of the parameters that the model keeps in float32; None for the same as of others.
     """
 
     @property
     def layout(self) -> TensorLayout: ...  # noqa: D102
     @property
     def experts(self) -> ExpertLayout: ...  # noqa: D102
+    @property
+    def float32_as(self) -> str | None: ...  # noqa: D102
 
     def output(self, plan: Plan) -> Output:
         """The files of the result."""
@@ -53,14 +56,15 @@ def convert(
         path: path of the result.
         source: the model that is read.
         target: the model that is written.
-        torch_dtype: to cast the weights to; None to keep their dtypes.
+        torch_dtype: to cast the weights to, except those of `target.float32_as`; None to keep their dtypes.
         drop_vocab_padding: whether rows beyond the vocabulary may be left out if they are not zero.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected or of another shape, or rows would be lost.
     """
     rows, where = source.config.rows(target.experts), str(source.folder)
-    plan = make_plan(rows, source.layout, target.layout, source.tensors.specs, where=where, dtype=torch_dtype)
+    dtypes = dict(dtype=torch_dtype, float32_as=target.float32_as)
+    plan = make_plan(rows, source.layout, target.layout, source.tensors.specs, where=where, **dtypes)
     padding = source.check_padding(source.config.dimensions["vocab"], drop=drop_vocab_padding)
     folders, notes = (source.folder, source.config.folder), [*padding, *source.notes]
     return Conversion(name, str(origin), place(path), plan, source.tensors, folders, target.output(plan), notes)

@@ -64,7 +64,8 @@ def export_checkpoint(
         experts = stored.experts if expert_layout is None else _layout_named(expert_layout)
         if not strict:
             stored.notes[:0] = leave_unexpected(stored.tensors, stored.config.rows(experts), stored.layout)
-        target = HFTarget(stored.config, experts, stored.ckpt_format, max_shard_bytes)
+        float32_as = stored.float32_in_export(torch_dtype)
+        target = HFTarget(stored.config, experts, stored.ckpt_format, max_shard_bytes, float32_as)
         cast, drop = torch_dtype, drop_vocab_padding
         return convert("export", megatron_path, hf_path, stored, target, torch_dtype=cast, drop_vocab_padding=drop)
 

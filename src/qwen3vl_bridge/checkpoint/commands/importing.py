@@ -57,7 +57,8 @@ def import_checkpoint(
     def planned() -> Conversion:
         model = open_model(hf_model, strict=strict, trust_remote_code=trust_remote_code)
         target = MegatronTarget(
-            ckpt_format, naming, topology or Topology(), model.config, str(hf_model), model.experts, vocab_divisor
+            *(ckpt_format, naming, topology or Topology(), model.config, str(hf_model), model.experts, vocab_divisor),
+            float32_of_hf=model.float32_as,
         )
         target.check()
         return convert("import", hf_model, megatron_path, model, target, torch_dtype=torch_dtype)

@@ -69,6 +69,7 @@ def reformat_checkpoint(
             str(origin),
             stored.experts,
             stored.vocab_divisor if vocab_divisor is None else vocab_divisor,
+            stored.float32_as,
         )
         target.check()
         return convert("reformat", megatron_path, new_path, stored, target, torch_dtype=torch_dtype)

@@ -103,6 +103,7 @@ def make_plan(
     *,
     where: str,
     dtype: str | None = None,
+    float32_as: str | None = None,
 ) -> Plan:
     """Plan the conversion from one layout to another.
 
@@ -113,8 +114,8 @@ def make_plan(
         target: format of the target. A Megatron one's tensors of the vocabulary may have more rows, which become zeros.
         found: the source's tensors.
         where: the folder, for errors.
-        dtype: dtype of the result, except that float32 tensors of rows with `float32` are not cast to 16 bits; None to
-            keep their dtypes.
+        dtype: dtype of the result; None to keep their dtypes.
+        float32_as: dtype of the rows with `float32` in the result; None for the same as of others.
 
     Raises:
         CheckpointError: tensors are missing, unexpected or misshapen; it lists them.
@@ -125,12 +126,12 @@ def make_plan(
     check_same(found, tensors_of(rows, source), where, may_be_longer=padded)
     shapes = tensors_of(rows, target)
     leading = {name: target.leading(row) for row in rows for name in target.tensors(row)}
-    stay_float32 = {name for row in rows if row.float32 for name in target.tensors(row)}
+    in_float32 = {name for row in rows if row.float32 for name in target.tensors(row)}
     tasks, cast, transposed = [], set(), set()
     for name, segments in _grouped(_joined_layouts(rows, source, target)):
         sources = [found[one.source] for one in _slices(segments)]
-        found_dtype = check_weights_dtype(name, sources, dtype, where, stays_float32=name in stay_float32)
-        spec = TensorSpec(name, found_dtype, shapes[name])
+        wanted = (float32_as or dtype) if name in in_float32 else dtype
+        spec = TensorSpec(name, check_weights_dtype(name, sources, wanted, where), shapes[name])
         tasks.append(Task(spec, Segments(segments), leading[name]))
         if any(source.dtype != spec.dtype for source in sources):
             cast.add(name)

@@ -66,9 +66,7 @@ def _listing(kinds: Mapping[str, Sequence[str]]) -> str:
     return "".join(lines)
 
 
-def check_weights_dtype(
-    name: str, sources: Sequence[TensorSpec], dtype: str | None, where: str, *, stays_float32: bool = False
-) -> str:
+def check_weights_dtype(name: str, sources: Sequence[TensorSpec], dtype: str | None, where: str) -> str:
     """The dtype of a target tensor.
 
     Args:
@@ -76,7 +74,6 @@ def check_weights_dtype(
         sources: the tensors it is made of.
         dtype: requested dtype; None for that of the sources.
         where: whose tensors the sources are, for the error.
-        stays_float32: whether it is not cast to 16 bits if the sources are float32.
 
     Raises:
         CheckpointError: a source or `dtype` is not a floating-point dtype, or sources differ and `dtype` is None.
@@ -89,7 +86,7 @@ def check_weights_dtype(
     if dtype is not None:
         if dtype not in WEIGHT_DTYPES:
             raise CheckpointError(f"torch_dtype is {dtype!r}, expected one of {', '.join(WEIGHT_DTYPES)}")
-        return "float32" if stays_float32 and all(source.dtype == "float32" for source in sources) else dtype
+        return dtype
     if len({source.dtype for source in sources}) > 1:
         found = {source.dtype: source for source in sources}  # one of each dtype is enough
         parts = ", ".join(sorted(f"{source.name} {source.dtype}" for source in found.values()))

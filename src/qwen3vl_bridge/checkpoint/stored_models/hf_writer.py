@@ -29,12 +29,14 @@ class HFTarget:
         experts: format of its experts.
         made_from: format of the source checkpoint.
         max_shard_bytes: maximum size of a weight file.
+        float32_as: dtype of the parameters that the model keeps in float32; None for the same as of others.
     """
 
     config: ModelConfig
     experts: ExpertLayout
     made_from: str
     max_shard_bytes: int
+    float32_as: str | None
 
     @property
     def layout(self) -> HuggingFace:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
 from qwen3vl_bridge.checkpoint.formats.dcp.reader import DcpTensors
@@ -49,6 +49,7 @@ class MegatronTarget:
         hf_model: source of the configuration.
         experts: format of experts in the Hugging Face model; an export uses the same.
         vocab_divisor: the padding's divisor per tensor-parallel rank, for the vocabulary's rows.
+        float32_of_hf: dtype in the Hugging Face model of the parameters that the model keeps in float32.
     """
 
     ckpt_format: str
@@ -58,6 +59,8 @@ class MegatronTarget:
     hf_model: str
     experts: ExpertLayout
     vocab_divisor: int | None = None
+    float32_of_hf: str | None = None
+    float32_as: ClassVar[str] = "float32"
 
     @property
     def dimensions(self) -> Dimensions:
@@ -138,6 +141,7 @@ class MegatronOutput:
             "layer_spec": target.naming,
             "hf_model": target.hf_model,
             "expert_layout": target.experts.name if target.dimensions.indices["moe_layers"] else None,
+            "float32_as": target.float32_of_hf,
             "vocab_divisor": target.vocab_divisor,
             "topology": asdict(target.topology),
         }

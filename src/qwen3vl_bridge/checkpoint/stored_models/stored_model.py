@@ -12,6 +12,7 @@ from typing import Any
 from qwen3vl_bridge.checkpoint.engine.manifest import MANIFEST
 from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, HuggingFace, TensorLayout, TorchDist
 from qwen3vl_bridge.checkpoint.formats.megatron import folder as megatron
+from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import HUGGINGFACE
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSource
 from qwen3vl_bridge.checkpoint.planning.plan import naming_of
 from qwen3vl_bridge.checkpoint.planning.vocab_padding import check_vocab_padding
@@ -57,6 +58,24 @@ class StoredModel:
         if self.ckpt_format == megatron.FSDP_DTENSOR:
             return FsdpDtensor(dimensions, naming_of(self.rows, names))
         return HuggingFace(dimensions)
+
+    @property
+    def float32_as(self) -> str | None:
+        """Dtype in the Hugging Face model of the parameters that its model keeps in float32; None if it is unknown."""
+        if self.ckpt_format != HUGGINGFACE:
+            return self.manifest.get("float32_as")
+        names = (name for row in self.rows if row.float32 for name in row.hf if name in self.tensors.specs)
+        return next((self.tensors.specs[name].dtype for name in names), None)
+
+    def float32_in_export(self, torch_dtype: str | None) -> str | None:
+        """The same in a Hugging Face model that is made from this one.
+
+        Args:
+            torch_dtype: to which weights are cast; None to keep their dtypes.
+        """
+        if torch_dtype is None:
+            return self.float32_as
+        return "float32" if self.float32_as in (None, "float32") else torch_dtype
 
     @property
     def vocab_divisor(self) -> int | None:
