@@ -69,6 +69,72 @@ def test_wrong_usage_is_status_2(words, message, capsys):
     assert message in said.err and not said.out
 
 
+# By the files of a folder, what a message says that it holds.
+MISTAKEN = {
+    "adapters": (["adapter_config.json", "adapter_model.safetensors"], "adapters in peft's form (adapter_config.json)"),
+    "processor": (["tokenizer.json", "preprocessor_config.json"], "a tokenizer or processor without a model"),
+    "pickled": (["pytorch_model-00001-of-00002.bin"], "weights pickled by torch"),
+    "gguf": (["model-Q4_K_M.gguf"], "weights for llama.cpp"),
+    "shards": (["__0_0.distcp"], "files of a Megatron checkpoint without .metadata"),
+    "other": (["notes.txt"], "it holds notes.txt"),
+    "empty": ([], "it is empty"),
+}
+MEGATRON = (["latest_checkpointed_iteration.txt"], "a Megatron checkpoint, of which `qwen3vl convert export`")
+WANT_MODEL = (
+    "generate ? --hf-model",
+    "train --recipe qwen3_vl_digits_sft_config --data-path x --save y --dry-run --hf-model",
+    "convert import --megatron-path y --hf-model",
+    "convert inspect --hf-model",
+    "plan --gpus 1 --model",
+)
+HUGGING_FACE = (["config.json", "model.safetensors"], "a Hugging Face model, of which `qwen3vl convert import`")
+WANT_MEGATRON = (
+    "generate ? --hf-model x --megatron-path",
+    "convert export --hf-path y --megatron-path",
+    "convert reformat --new-path y --ckpt-format torch_dist --megatron-path",
+    "convert verify --megatron-path",
+    "adapters export --hf-path y --megatron-path",
+    "adapters merge --hf-path y --megatron-path",
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "files", "holds"),
+    [
+        *((WANT_MODEL[0], *kind) for kind in MISTAKEN.values()),
+        *((WANT_MEGATRON[0], *kind) for kind in MISTAKEN.values()),
+        *((words, *kind) for words in WANT_MODEL for kind in (MISTAKEN["adapters"], MEGATRON)),
+        *((words, *kind) for words in WANT_MEGATRON for kind in (MISTAKEN["adapters"], HUGGING_FACE)),
+        ("convert inspect --megatron-path", *MISTAKEN["adapters"]),  # which reads a Hugging Face model, too
+    ],
+)
+def test_another_folder_than_expected_is_recognised(words, files, holds, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)  # a folder is never a hub's name
+    for name in files:
+        (tmp_path / name).write_text("{}")
+    try:
+        status = main([*words.split(), str(tmp_path)])
+    except SystemExit as end:
+        status = end.code
+    said = capsys.readouterr().err
+    assert status == 2 and f"{tmp_path}" in said and holds in said and "network" not in said, said
+
+
+@pytest.mark.parametrize("words", ["generate ? --hf-model", "convert import --megatron-path y --hf-model"])
+def test_a_model_without_weights_is_recognised(words, untied_folder, tmp_path, capsys):
+    shutil.copy(untied_folder / "config.json", tmp_path)
+    assert main([*words.split(), str(tmp_path)]) == 2
+    assert "model.safetensors.index.json; it holds a configuration without weights" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_processor_is_recognised(tmp_path, capsys):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "data.jsonl").write_text('{"messages": []}')
+    words = ["data", "inspect", "--data", str(tmp_path / "data.jsonl"), "--hf-model", str(tmp_path)]
+    assert main(words) == 2
+    assert "found no processor; it holds adapters in peft's form" in capsys.readouterr().err
+
+
 def test_a_commands_status_is_the_programs(capsys, tmp_path):
     assert main(["plan", "--model", "235B-A22B", "--gpus", "1", "--json"]) == 1
     assert json.loads(capsys.readouterr().out) == []

@@ -303,9 +303,10 @@ def _run_verify(options: argparse.Namespace) -> int:
 
 
 def _run_inspect(options: argparse.Namespace) -> int:
-    from qwen3vl_bridge.checkpoint.commands.inspection import inspect_checkpoint
+    from qwen3vl_bridge.checkpoint.commands.inspection import inspect_checkpoint, inspect_model
 
-    if options.hf_model is not None and not (expanded(options.hf_model) / "config.json").is_file():
-        raise CheckpointError(f"{options.hf_model}: found no config.json, expected the folder of a Hugging Face model")
-    found = inspect_checkpoint(str(options.megatron_path or options.hf_model), iteration=options.iteration)
+    if options.hf_model is not None:
+        found = inspect_model(expanded(options.hf_model))
+    else:
+        found = inspect_checkpoint(options.megatron_path, iteration=options.iteration)
     return convert_output.contents(found, options)

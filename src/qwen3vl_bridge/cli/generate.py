@@ -84,13 +84,20 @@ def _parse(prog: str | None, arguments: Sequence[str] | None) -> argparse.Namesp
 
 def _answer(options: argparse.Namespace) -> str | None:
     """The answer's text on the first of several processes, which all decode; None on the others."""
+    from qwen3vl_bridge.checkpoint.adapters.settings import refuse_adapters_alone
     from qwen3vl_bridge.checkpoint.formats.megatron.folder import find_iteration
     from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import find_model
+    from qwen3vl_bridge.checkpoint.formats.safetensors.reader import HFWeights
+    from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 
-    # Refuse bad input before the slow import; transformers would request each missing file from the hub again.
+    # Refuse bad input before the slow import. Transformers would request each missing file from the hub again, and
+    # Megatron-Bridge would blame the network for a folder without a model.
     if options.megatron_path is not None:
-        find_iteration(Path(options.megatron_path))
+        refuse_adapters_alone(find_iteration(Path(options.megatron_path)))
     hf_folder = find_model(options.hf_model, weights=options.megatron_path is None)
+    ModelConfig(hf_folder)
+    if options.megatron_path is None:
+        HFWeights(hf_folder)
     from qwen3vl_bridge.data.media.images import load_image
 
     pictures = [{"type": "image", "image": load_image(Path(path), "--image")} for path in options.image]

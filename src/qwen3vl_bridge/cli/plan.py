@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.files.parsing import read_json
+from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 from qwen3vl_bridge.planning import plan_reports
 from qwen3vl_bridge.planning.estimate import estimate
 from qwen3vl_bridge.planning.hardware import GIB, GPUS, gpu_of
@@ -24,7 +24,7 @@ from qwen3vl_bridge.planning.training_settings import (
     Sharding,
     TrainingSettings,
 )
-from qwen3vl_bridge.registry import dimensions_of, family_of, preset, preset_sizes
+from qwen3vl_bridge.registry import dimensions_of, preset, preset_sizes
 from qwen3vl_bridge.terminal import BAD_INPUT, show, show_anything
 from qwen3vl_bridge.weights.model_parts import Part
 
@@ -166,15 +166,13 @@ def _run(options: argparse.Namespace) -> int:
 
 def _load_config(model: str) -> Mapping[str, Any]:
     """The `config.json` of a folder, or of a preset."""
-    path = Path(model) / "config.json"
-    if not path.is_file():
-        return preset(model)
-    config = read_json(path)
-    try:
-        family_of(config).check_settings(config)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    return config
+    if not (Path(model) / "config.json").is_file():
+        try:
+            return preset(model)
+        except ValueError:
+            if not Path(model).exists():
+                raise
+    return ModelConfig(model).raw
 
 
 def _training(options: argparse.Namespace) -> TrainingSettings:

@@ -93,7 +93,7 @@ def refuse_adapters_alone(folder: Path) -> None:
     if (folder / RUN_CONFIG).is_file() and read_run_config(folder).get("peft") is not None:
         raise CheckpointError(
             f"{folder} holds only the adapters and other parameters that a run trained, expected a complete model; "
-            "`conversion/adapters.py merge` makes one of it"
+            "`qwen3vl adapters merge` makes one of it"
         )
 
 

@@ -36,7 +36,7 @@ def inspect_checkpoint(path: str | Path, *, iteration: int | None = None) -> dic
     """
     folder = expanded(path)
     if has_weights(folder):
-        return _inspect_hf(folder)
+        return inspect_model(folder)
     folder = megatron.find_iteration(folder, iteration)
     ckpt_format, metadata, manifest = megatron.format_of(folder), read_metadata(folder), read_manifest(folder)
     keys = megatron.model_keys(metadata, ckpt_format)
@@ -64,16 +64,19 @@ def inspect_checkpoint(path: str | Path, *, iteration: int | None = None) -> dic
     }
 
 
-def _inspect_hf(folder: Path) -> dict[str, Any]:
-    weights = HFWeights(folder)
-    config = ModelConfig(folder) if (folder / "config.json").is_file() else None
-    experts = None
-    if config and config.dimensions.indices["moe_layers"]:
+def inspect_model(folder: Path) -> dict[str, Any]:
+    """Contents of a Hugging Face model's folder.
+
+    Raises:
+        CheckpointError: it has none, or is damaged.
+    """
+    config, weights, experts = ModelConfig(folder), HFWeights(folder), None
+    if config.dimensions.indices["moe_layers"]:
         experts = config.expert_layout({name: spec.shape for name, spec in weights.specs.items()}).name.lower()
     return {
         "format": HUGGINGFACE,
         "path": str(folder),
-        "model": config.raw.get("model_type") if config else None,
+        "model": config.raw.get("model_type"),
         "files": len(weights.files),
         **_summary(weights.specs.values()),
         "experts": experts,

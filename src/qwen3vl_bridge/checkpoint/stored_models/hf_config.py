@@ -11,6 +11,7 @@ from copy import copy
 from pathlib import Path
 from typing import Any
 
+from qwen3vl_bridge.checkpoint.formats.folder_contents import contents_of
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import Shape
 from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.files.json_files import read_object, write_object
@@ -40,7 +41,7 @@ class ModelConfig:
         self.folder = folder = Path(folder)
         path = folder / "config.json"
         if not path.is_file():
-            raise CheckpointError(f"{folder} is not a Hugging Face model: it has no config.json")
+            raise CheckpointError(f"{folder} is not a Hugging Face model: it has no config.json; {contents_of(folder)}")
         self.raw = read_object(path)
         try:
             self.family = family_of(self.raw)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from qwen3vl_bridge.checkpoint.formats.folder_contents import contents_of
 from qwen3vl_bridge.data.errors import DataError
 
 from transformers import AutoProcessor
@@ -81,7 +82,8 @@ def load_processor(path: str | Path, limits: VisionLimits | None = None) -> Any:
     try:
         processor = AutoProcessor.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise DataError(str(path), f"found no processor ({error})") from error
+        what = f"; {contents_of(Path(path))}" if Path(path).exists() else ""
+        raise DataError(str(path), f"found no processor{what} ({error})") from error
     check_processor(processor, str(path))
     if limits is not None:
         limits.put_on(processor)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from qwen3vl_bridge.checkpoint.formats.dcp.metadata import FILE as METADATA
 from qwen3vl_bridge.checkpoint.formats.dcp.metadata import DcpMetadata
+from qwen3vl_bridge.checkpoint.formats.folder_contents import contents_of
 from qwen3vl_bridge.files.errors import CheckpointError
 from qwen3vl_bridge.files.json_files import read_object
 
@@ -90,8 +91,7 @@ def find_iteration(path: Path, iteration: int | None = None) -> Path:
         CheckpointError: it does not exist.
     """
     if not path.is_dir():
-        found = "a file" if path.exists() else "nothing"
-        raise CheckpointError(f"{path}: found {found}, expected the folder of a Megatron checkpoint")
+        raise CheckpointError(f"{path}: {contents_of(path)}, expected the folder of a Megatron checkpoint")
     if (path / METADATA).is_file():
         if iteration is not None and path.name != iteration_folder(path, iteration).name:
             raise CheckpointError(f"{path} is the folder of a single iteration, not of --iteration {iteration}")
@@ -108,7 +108,8 @@ def _latest(path: Path) -> Path:
     try:
         text = tracker.read_text(errors="replace").strip()
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is not a Megatron checkpoint: it has neither {TRACKER} nor {METADATA}") from None
+        missing = f"it has neither {TRACKER} nor {METADATA}"
+        raise CheckpointError(f"{path} is not a Megatron checkpoint: {missing}; {contents_of(path)}") from None
     except OSError as error:
         raise CheckpointError(f"{tracker}: {error.strerror or error}") from error
     if text == "release":

@@ -14,6 +14,7 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
+from qwen3vl_bridge.checkpoint.formats.folder_contents import contents_of
 from qwen3vl_bridge.checkpoint.formats.slices import Slice
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import DTYPE_OF_SAFETENSORS, ITEMSIZE, Extent, TensorSpec
 from qwen3vl_bridge.files.errors import CheckpointError
@@ -93,9 +94,7 @@ def _read_folder(folder: Path) -> list[_Stored]:
         return read_header(folder / SINGLE)
     if (folder / INDEX).exists():
         return _read_shards(folder)
-    others = sorted(path.name for path in folder.glob("*.bin")) if folder.is_dir() else []
-    found = f"found {', '.join(others[:4])}, " if others else ""
-    raise CheckpointError(f"{folder} has no weights: {found}expected {SINGLE} or {INDEX}")
+    raise CheckpointError(f"{folder} has no weights, expected {SINGLE} or {INDEX}; {contents_of(folder)}")
 
 
 def _read_shards(folder: Path) -> list[_Stored]:
