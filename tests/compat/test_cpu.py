@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -60,6 +61,37 @@ def test_nothing_is_under_way_when_a_block_of_collectives_is_left(name):
         torch.distributed.all_gather_into_tensor(whole, part, group=group, async_op=True)
     assert len(found.works) == 1
     found.wait()
+
+
+@pytest.mark.parametrize("name", ["param_and_grad_buffer", "fsdp.src.megatron_fsdp.param_and_grad_buffer"])
+def test_collectives_of_several_dtypes_in_one_block(name):
+    """Gloo gathers the bytes of all as the first one's dtype, which gives other numbers; it refuses to reduce them."""
+    from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+    from qwen3vl_bridge.training.process_groups import initialize
+
+    initialize(Qwen3VLModelProvider(num_layers=3), seed=7)
+    theirs = importlib.import_module(f"megatron.core.distributed.{name}")
+    group, parts = (
+        torch.distributed.group.WORLD,
+        [torch.arange(3.0).bfloat16(), torch.arange(4.0), torch.ones(2).bfloat16()],
+    )
+
+    def gather(manager: Callable) -> list[torch.Tensor]:
+        wholes = [torch.zeros_like(part) for part in parts]
+        with manager(group):
+            for whole, part in zip(wholes, parts, strict=True):
+                torch.distributed.all_gather_into_tensor(whole, part, group=group)
+        return wholes
+
+    assert all(map(torch.equal, gather(theirs._coalescing_manager), parts))
+    assert not all(map(torch.equal, gather(torch.distributed._coalescing_manager), parts))  # else ours is not needed
+    reduced = [part.clone() for part in parts]
+    with theirs._coalescing_manager(group):
+        for one in reduced:
+            torch.distributed.all_reduce(one, group=group)
+    assert all(map(torch.equal, reduced, parts))
+    with theirs._coalescing_manager(group):  # no collective at all
+        pass
 
 
 def test_random_state_is_forked_and_restored():

@@ -30,6 +30,9 @@ RUNS = {
         ("moe", "DP2", 0.1, dict(fsdp=True)),
         ("moe", "PP2", 0.0, {}),
         ("dense", "DP2", 0.0, dict(distributed=True)),
+        ("dense", "TP2+SP", 0.1, dict(bf16=True, distributed=True)),
+        ("moe", "DP2", 0.1, dict(bf16=True)),
+        ("dense", "PP2+VPP2", 0.0, dict(bf16=True, distributed=True)),
         ("moe", "DP2", 0.0, dict(fsdp=True)),
     ),
     4: (("dense", "TP4+SP", 0.1, dict(distributed=True)),),  # two ranks to a query group
@@ -71,6 +74,7 @@ def test_runs_train_save_and_are_exported(qwen3_5_folders, tmp_path, ranks):
             assert mtp <= moved
         else:
             assert "model.language_model.norm.weight" in moved
-            rounded = {name for name in before if name.startswith("mtp.") and journey.fsdp}  # to bfloat16, and no more
+            in_16_bits = journey.fsdp or journey.bf16
+            rounded = {name for name in before if name.startswith("mtp.") and in_16_bits}  # to bfloat16, and no more
             assert not {name for name in moved - rounded if name.startswith("mtp.")}
             assert all(torch.equal(stored[name].bfloat16(), before[name].bfloat16()) for name in rounded)

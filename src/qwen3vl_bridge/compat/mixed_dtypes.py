@@ -41,8 +41,8 @@ def replace_in_replicated_optimizer(module: Any) -> None:
     group.
     """
     optimizer = module.Float16OptimizerWithFloat16Params
-    for name in ("sharded_state_dict", "load_state_dict"):
-        setattr(optimizer, name, _of_all_parameters(getattr(optimizer, name)))
+    optimizer.sharded_state_dict = _of_all_parameters(optimizer.sharded_state_dict)
+    optimizer.load_state_dict = _of_all_parameters(optimizer.load_state_dict)
 
 
 def _of_all_parameters(theirs: Callable[..., Any]) -> Callable[..., Any]:

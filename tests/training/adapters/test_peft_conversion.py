@@ -162,7 +162,9 @@ def test_bfloat16_is_rounded_once(run, tmp_path):
     for dtype in ("float32", "bfloat16"):
         merge_adapters(folder / DIST, tmp_path / dtype, torch_dtype=dtype)
     exact, rounded = (load_file(tmp_path / dtype / "model.safetensors") for dtype in ("float32", "bfloat16"))
-    assert all(torch.equal(exact[name].bfloat16(), rounded[name]) for name in exact)
+    assert all(torch.equal(exact[name].to(rounded[name].dtype), rounded[name]) for name in exact)
+    kept = {name for name, one in rounded.items() if one.dtype is not torch.bfloat16}
+    assert all(name.endswith((".linear_attn.A_log", ".linear_attn.norm.weight")) for name in kept)
 
 
 def test_the_command(run, tmp_path, capsys):
