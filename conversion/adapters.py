@@ -4,8 +4,6 @@
     python conversion/adapters.py merge --megatron-path RUN --hf-path MERGED
 
 This is `qwen3vl adapters`, from a clone.
-
-What lives here: a call of the installed package's command line. What may not: anything else.
 """
 
 import sys

@@ -4,8 +4,6 @@ This is `qwen3vl convert`, from a clone.
 
     python conversion/convert.py import --hf-model Qwen/Qwen3-VL-2B-Instruct --megatron-path checkpoints/qwen3vl-2b
     python conversion/convert.py export --megatron-path checkpoints/qwen3vl-2b --hf-path exported
-
-What lives here: a call of the installed package's command line. What may not: anything else.
 """
 
 import sys

@@ -1,8 +1,6 @@
 """Ask a checkpoint a question through the Megatron model, without exporting it: `qwen3vl generate`, from a clone.
 
-    python conversion/generate.py --hf-model HF_FOLDER --megatron-path MEGATRON --image cat.png "What is this?"
-
-What lives here: a call of the installed package's command line. What may not: anything else.
+python conversion/generate.py --hf-model HF_FOLDER --megatron-path MEGATRON --image cat.png "What is this?"
 """
 
 import sys

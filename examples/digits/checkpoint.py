@@ -1,7 +1,4 @@
-"""A tiny random Qwen3-VL or Qwen3.5-VL checkpoint with every part of the released architecture, and its processor.
-
-What lives here: the example's model config and the folder on disk. What may not: tokens and pixels (`processor.py`).
-"""
+"""A tiny random Qwen3-VL or Qwen3.5-VL checkpoint with every part of the released architecture, and its processor."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How far the trained Megatron model and transformers on its exported weights are apart.
-
-What lives here: one comparison of logits on held-out samples. What may not: training, converting, generating.
-"""
+"""How far the trained Megatron model and transformers on its exported weights are apart."""
 
 from __future__ import annotations
 

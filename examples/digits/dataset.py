@@ -1,7 +1,4 @@
-"""Scanned handwritten digits as chat conversations on disk: pictures, `train.jsonl` and `test.jsonl`.
-
-What lives here: from scikit-learn's scans (1,797 of 8 x 8 pixels, in its wheel) to files. What may not: tokens, models.
-"""
+"""Scanned handwritten digits as chat conversations on disk: pictures, `train.jsonl` and `test.jsonl`."""
 
 from __future__ import annotations
 

@@ -4,8 +4,6 @@
 
 Makes a tiny Qwen3-VL or Qwen3.5-VL checkpoint (or takes yours), converts it for Megatron, fine-tunes it on scanned
 handwritten digits, exports it, and lets stock transformers read digits it has never seen.
-
-What lives here: the order of the steps and the table at the end. What may not: a step's own work.
 """
 
 from __future__ import annotations

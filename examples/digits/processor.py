@@ -1,7 +1,4 @@
-"""A real Qwen3-VL processor of toy size: tokenizer trained on the spot, chat template, image and video processors.
-
-What lives here: text and pixel processing of the example's checkpoint. What may not: weights (`checkpoint.py`), data.
-"""
+"""A real Qwen3-VL processor of toy size: tokenizer trained on the spot, chat template, image and video processors."""
 
 from __future__ import annotations
 

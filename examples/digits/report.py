@@ -1,8 +1,4 @@
-"""What a checkpoint answers on held-out pictures, and pictures of the result.
-
-What lives here: generation with stock transformers, accuracy, the answer sheet and the loss curve. What may not:
-anything of Megatron or of this project's library: the exported weights have to work without it.
-"""
+"""What a checkpoint answers on held-out pictures, and pictures of the result."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 """Recipes: functions without parameters that return a full training configuration.
 
-    from qwen3vl_recipes import qwen3_vl_8b_sft_config
-
-What lives here: finding them by name; each size has a file. The import is light: Megatron is imported when a recipe is
-called.
+from qwen3vl_recipes import qwen3_vl_8b_sft_config
 """
 
 from qwen3vl_recipes.registry import recipes

@@ -1,8 +1,4 @@
-"""Settings shared by the recipes of all sizes: full fine-tuning, adapters, pretraining.
-
-What lives here: the settings, each once, with the reasons. What may not: sizes and parallel sizes (a file for each
-size), paths (`paths.py`). Megatron is imported when a recipe is called, so that listing recipes takes no time.
-"""
+"""Settings shared by the recipes of all sizes: full fine-tuning, adapters, pretraining."""
 
 from __future__ import annotations
 

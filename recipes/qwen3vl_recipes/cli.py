@@ -1,8 +1,4 @@
-"""The command line of training: `qwen3vl train`.
-
-What lives here: options, and which loop runs. What may not: Megatron at import time (so that `--help` answers at once),
-settings of a run (recipes), how settings are changed (`paths.py`, `overrides.py`).
-"""
+"""The command line of training: `qwen3vl train`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Fine-tune a small model to read handwritten digits: the recipes of the demo, for one machine without CUDA.
-
-What lives here: the settings specific to these runs. What may not: making their data and checkpoint
-(`examples/digits`).
-"""
+"""Fine-tune a small model to read handwritten digits: the recipes of the demo, for one machine without CUDA."""
 
 from qwen3vl_recipes.base import fsdp, keep_tower, sft
 from qwen3vl_recipes.registry import recipe

@@ -1,8 +1,4 @@
-"""Settings that differ from the recipe's: YAML files and command-line words such as `optimizer.lr=1e-5`.
-
-What lives here: merging and checking them. Megatron-Bridge's conversion to OmegaConf and back is used; what it would
-skip with a warning is refused. What may not: parsing of the command line (`cli.py`).
-"""
+"""Settings that differ from the recipe's: YAML files and command-line words such as `optimizer.lr=1e-5`."""
 
 from __future__ import annotations
 

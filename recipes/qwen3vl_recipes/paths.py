@@ -1,8 +1,4 @@
-"""Paths of a run's model, data and results, which recipes do not set.
-
-What lives here: putting paths into a configuration, and setting its model to a checkpoint's. What may not: the command
-line (`cli.py`), settings of a run.
-"""
+"""Paths of a run's model, data and results, which recipes do not set."""
 
 from __future__ import annotations
 

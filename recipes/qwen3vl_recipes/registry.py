@@ -1,8 +1,4 @@
-"""The registry of recipes, and the machines that each is meant for.
-
-What lives here: the registry and finding a recipe by name. No Megatron, so that listing recipes takes no time. What may
-not: settings.
-"""
+"""The registry of recipes, and the machines that each is meant for."""
 
 from __future__ import annotations
 

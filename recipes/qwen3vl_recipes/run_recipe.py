@@ -3,9 +3,6 @@ r"""Megatron-Bridge's own launcher, `scripts/training/run_recipe.py`, with our r
     torchrun --nproc_per_node 8 -m qwen3vl_recipes.run_recipe Megatron-Bridge/scripts/training/run_recipe.py \
         --recipe qwen3_vl_8b_sft_config --pretrained_checkpoint /HF_FOLDER --save_dir /RUN dataset.path=/DATA
 
-What lives here: making our recipes known to that script. What may not: settings, options of our own command line
-(`cli.py`), which checks more before it starts.
-
 The script looks a recipe up among the names of `megatron.bridge.recipes`, and has its own tables of forward steps and
 training functions. In a process started this way, the names of Qwen3-VL and Qwen3.5-VL in all three are ours: a recipe,
 the step for its batches, and a training function with the callbacks of its configuration. Megatron-Bridge's recipes of

@@ -1,9 +1,4 @@
-"""Qwen3-VL for Megatron-Bridge: importing this package registers its bridges, providers and model.
-
-What lives here: the public names and the registration. The import itself is light (neither torch nor Megatron):
-`compat/import_hook.py` registers when Megatron-Bridge is imported, and public names are loaded on first use, so that
-`--help` of a converter is fast.
-"""
+"""Qwen3-VL for Megatron-Bridge: importing this package registers its bridges, providers and model."""
 
 from qwen3vl_bridge import lazy
 from qwen3vl_bridge.compat import import_hook

@@ -1,11 +1,8 @@
 r"""Run a command of `qwen3vl`, or a script with the plugin imported: `python -m qwen3vl_bridge COMMAND|SCRIPT ...`.
 
-    torchrun --nproc_per_node 8 -m qwen3vl_bridge convert import --hf-model HF_FOLDER --megatron-path MEGATRON --ep 8
-    torchrun --nproc_per_node 2 -m qwen3vl_bridge Megatron-Bridge/examples/conversion/hf_to_megatron_generate_vlm.py \
+torchrun --nproc_per_node 8 -m qwen3vl_bridge convert import --hf-model HF_FOLDER --megatron-path MEGATRON --ep 8
+torchrun --nproc_per_node 2 -m qwen3vl_bridge Megatron-Bridge/examples/conversion/hf_to_megatron_generate_vlm.py \
         --hf_model_path MODEL --prompt "Describe this image." --image_path IMAGE --pp 2
-
-What lives here: telling the two apart, and the one thing that scripts of Megatron-Bridge's, which know no plugins,
-need. What may not: commands (`cli/`).
 """
 
 from __future__ import annotations

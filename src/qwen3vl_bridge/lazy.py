@@ -1,7 +1,4 @@
-"""Public names of a package that are imported on first use, so that importing the package stays cheap.
-
-What lives here: finding such a name. What may not: which names there are (each package's own `__init__.py`).
-"""
+"""Public names of a package that are imported on first use, so that importing the package stays cheap."""
 
 from __future__ import annotations
 

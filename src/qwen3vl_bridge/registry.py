@@ -1,9 +1,5 @@
 """Families of models: the `model_type` of a `config.json` determines the code that reads, converts, builds and plans a
 model.
-
-What lives here: the definition of a family, the known families, and finding one. What may not: the contents of a
-family's own modules. These are named by dotted names and imported on first use, so that a conversion imports neither
-Megatron nor another family. `docs/add_a_family.md` shows how to write one outside this package.
 """
 
 from __future__ import annotations

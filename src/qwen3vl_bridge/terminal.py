@@ -1,7 +1,6 @@
 """Common behaviour of our commands on a terminal.
 
-What lives here: exit statuses, and output that is safe for any text and any reader. What may not: options and the work
-of commands. Standard library only, so that `--help` answers at once.
+Standard library only, so that `--help` answers at once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Recipes of Qwen3.5-VL, a file for each size, by Megatron-Bridge's names. TP * CP is at most sixteen, the number of
 key heads of linear attention.
-
-What lives here: `sft`, `peft` and `pretrain` of `base.py` for this family. What may not: settings (`base.py`).
 """
 
 from functools import partial

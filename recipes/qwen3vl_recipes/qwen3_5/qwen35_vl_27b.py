@@ -1,7 +1,4 @@
-"""Recipes of Qwen3.5-VL-27B.
-
-What lives here: how it is split, and for what machines. What may not: the rest (`base.py`).
-"""
+"""Recipes of Qwen3.5-VL-27B."""
 
 from qwen3vl_recipes.base import K, fsdp, recompute_all, recompute_layers, split
 from qwen3vl_recipes.qwen3_5 import peft, pretrain, sft

@@ -1,7 +1,4 @@
-"""Recipes of Qwen3.5-VL-9B.
-
-What lives here: how it is split, and for what machines. What may not: the rest (`base.py`).
-"""
+"""Recipes of Qwen3.5-VL-9B."""
 
 from qwen3vl_recipes.base import K, fsdp, recompute_all, split
 from qwen3vl_recipes.qwen3_5 import peft, pretrain, sft

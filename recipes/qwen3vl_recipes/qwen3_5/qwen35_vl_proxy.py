@@ -1,7 +1,4 @@
-"""Recipes of Qwen3.5-VL-397B-A17B in small: the real widths, four layers, sixteen experts.
-
-What lives here: how it is split, and for what machines. What may not: the rest (`base.py`).
-"""
+"""Recipes of Qwen3.5-VL-397B-A17B in small: the real widths, four layers, sixteen experts."""
 
 from qwen3vl_recipes.base import fsdp, split
 from qwen3vl_recipes.qwen3_5 import sft

@@ -1,7 +1,4 @@
-"""Recipes of Qwen3-VL-235B-A22B.
-
-What lives here: how it is split, and for what machines. What may not: the rest (`base.py`).
-"""
+"""Recipes of Qwen3-VL-235B-A22B."""
 
 from qwen3vl_recipes.base import (
     K,

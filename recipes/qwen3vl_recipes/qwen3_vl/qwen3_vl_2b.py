@@ -1,7 +1,4 @@
-"""Recipes of Qwen3-VL-2B.
-
-What lives here: how it is split, and for what machines. What may not: the rest (`base.py`).
-"""
+"""Recipes of Qwen3-VL-2B."""
 
 from qwen3vl_recipes.base import K, fsdp, peft, pretrain, recompute_all, sft, split
 from qwen3vl_recipes.registry import recipe

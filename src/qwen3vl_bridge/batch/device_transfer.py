@@ -1,8 +1,4 @@
-"""Moving tensors between host and device.
-
-What lives here: a mixin that moves a dataclass of tensors, copies to a GPU on a separate stream, and copies to the host
-with as few waits as possible. What may not: anything that depends on the tensors' meaning.
-"""
+"""Moving tensors between host and device."""
 
 from __future__ import annotations
 

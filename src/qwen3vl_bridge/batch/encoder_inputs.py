@@ -1,9 +1,4 @@
-"""What a separate vision rank encodes (dist-train), and for which language replicas.
-
-What lives here: the images and videos of one vision rank's part of the microbatches. What may not: how what it sends is
-identified (`encoder_shards.py`), which vision replica serves which language replica (`parallel/encoder_replicas.py`),
-process groups.
-"""
+"""What a separate vision rank encodes (dist-train), and for which language replicas."""
 
 from __future__ import annotations
 

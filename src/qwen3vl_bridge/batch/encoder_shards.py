@@ -1,9 +1,5 @@
 """What separate vision ranks send for a microbatch (dist-train), and how both sides identify it.
 
-What lives here: the size and the checksum of what is sent. What may not: what a vision rank encodes
-(`encoder_inputs.py`), which vision replica serves which language replica (`parallel/encoder_replicas.py`), the tensor
-that is sent (`dist_train/modules.py`), process groups.
-
 Both sides read the same batches and compute the same shards, so no negotiation is needed; nevertheless each payload has
 a header that the receiver checks.
 """

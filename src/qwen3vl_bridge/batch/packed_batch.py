@@ -1,10 +1,5 @@
 """The batch dataclasses: the result of collation, the tensors copied to the device, and the inputs of one rank's model.
 
-What lives here: the dataclasses and the selection of one rank's part. What may not: reading or tokenising data
-(`data/`), computing positions or indices (`positions.py`, `vision_inputs.py`, `token_layout.py`), images and videos
-(`vision_inputs.py`, `vision_sharding.py`), what separate vision ranks encode (`encoder_inputs.py`), process groups,
-Megatron.
-
 Legend: B rows, S tokens a row, T = B * S, K vision tokens of a rank.
 """
 

@@ -1,8 +1,5 @@
 """Multimodal rotary positions: a temporal, a height and a width position for each token.
 
-What lives here: the rule that computes them, and the check that images and placeholder tokens agree, which the rule
-requires. What may not: rotary angles (the model's), layout (`token_layout.py`), Megatron.
-
 The rule: text tokens increase all three positions by one. Within a run of vision tokens (an image, or one frame of a
 video) each position is the run's start plus the token's frame, row or column; the next token continues after the longer
 side. Positions restart in each segment. Padding is at position 0.

@@ -1,8 +1,5 @@
 """Where the segments of a batch are, and which of its tokens one rank holds.
 
-What lives here: `SequenceLayout` and `token_index`, the only source of layout information, with its inverse, and what a
-rank's tokens attend to. Ranks are plain integers. What may not: token ids, images, process groups, Megatron.
-
 A padded row is a segment, and so is a packed document. A segment's real tokens come first, its padding after them.
 Legend: B rows, S tokens a row, T = B * S, n segments, cp and sp the sizes of context and sequence parallelism.
 """

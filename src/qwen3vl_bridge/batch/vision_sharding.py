@@ -1,9 +1,5 @@
 """Assignment of frames to context-parallel ranks, and which vision tokens each rank sends to which.
 
-What lives here: assigning frames to ranks by their cost in the vision tower, the resulting order of vision tokens, and
-which of them each rank uses. Ranks are plain integers. What may not: which tokens a rank holds (`token_layout.py`),
-what a model costs (`models/common/flops.py`), collectives (`parallel/collectives.py`).
-
 Context-parallel ranks have the same images and videos. Each encodes some of the frames (attention does not cross
 frames) and sends the other ranks the vision tokens that they need.
 Legend: F frames, N patches, M = N / merge^2 vision tokens.
@@ -143,11 +139,7 @@ def _exchange(shares: list[list[int]], costs: Sequence[float]) -> bool:
 def _candidates(
     share: Sequence[int], other: Sequence[int], wanted: float, costs: Sequence[float]
 ) -> Iterator[tuple[int, int | None, float]]:
-    """For each frame of a rank, the two swaps that come closest to moving the wanted cost to the other rank.
-
-    Yields:
-        The frame's index, the frame returned for it or None, and the cost that is moved.
-    """
+    """For each frame of a rank, the two swaps that come closest to moving the wanted cost to the other rank."""
     cheapest_first = sorted(other, key=costs.__getitem__)
     theirs = [0.0, *(costs[frame] for frame in cheapest_first)]
     for place, frame in enumerate(share):

@@ -1,11 +1,5 @@
 """Checkpoint conversion between Hugging Face safetensors and Megatron, without a GPU and without holding the model in
 memory.
-
-What lives here: the public names, loaded on first use so that importing the package stays cheap. What may not: code.
-The layers, lowest first: `formats` (descriptions of tensors, slices, readers and writers of each format), `planning`
-(what to do, and the proof), `engine` (copying, journal, manifest, comparison, the steps of every conversion),
-`stored_models` (folder, configuration and weights together), `commands` (import, export, reformat, verify, inspect),
-`adapters` with the same steps; merging is the only arithmetic (`adapters.merged_tensors`).
 """
 
 from qwen3vl_bridge import lazy

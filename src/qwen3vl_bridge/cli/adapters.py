@@ -1,8 +1,4 @@
-"""`qwen3vl adapters`: the verbs export and merge, for trained adapters.
-
-What lives here: options and their meaning. What may not: torch at import time (so that `--help` answers at once), work,
-printing (`convert_output.py`), how a command is run (`convert.py`).
-"""
+"""`qwen3vl adapters`: the verbs export and merge, for trained adapters."""
 
 from __future__ import annotations
 

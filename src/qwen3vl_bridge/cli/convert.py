@@ -1,8 +1,4 @@
-"""`qwen3vl convert`: import, export, reformat, verify, inspect, adapters.
-
-What lives here: verbs, and running a command. What may not: torch at import time (so that `--help` answers at once),
-work, printing (`convert_output.py`), options that several verbs share (`convert_options.py`).
-"""
+"""`qwen3vl convert`: import, export, reformat, verify, inspect, adapters."""
 
 from __future__ import annotations
 
@@ -90,9 +86,6 @@ def _stoppable(first: bool) -> Iterator[None]:
 
     A third signal ends the process at once. Signals within a second count as one: under torchrun a Ctrl-C comes from
     the terminal and from torchrun. Signals that were ignored when the process was started, as by `nohup`, stay ignored.
-
-    Args:
-        first: whether this is the process that prints the message.
     """
     count, latest = 0, -math.inf
 

@@ -1,7 +1,4 @@
-"""Options that several verbs of the converter share.
-
-What lives here: the options and their meaning. What may not: verbs (`convert.py`, `adapters.py`), torch at import time.
-"""
+"""Options that several verbs of the converter share."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Output of the converter's commands.
-
-What lives here: reports as text or JSON. What may not: work. Only the first of several processes prints.
-"""
+"""Output of the converter's commands."""
 
 from __future__ import annotations
 

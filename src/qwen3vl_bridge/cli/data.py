@@ -1,8 +1,4 @@
-"""`qwen3vl data`: inspect, pack and download.
-
-What lives here: options and their meaning. What may not: torch at import time (so that `--help` answers at once), work,
-the text of reports (`data/inspection/text_report.py`, `data/inspection/html_report.py`).
-"""
+"""`qwen3vl data`: inspect, pack and download."""
 
 from __future__ import annotations
 

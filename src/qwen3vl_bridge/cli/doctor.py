@@ -1,8 +1,4 @@
-"""`qwen3vl doctor`: what this machine has, what will be used, and what is missing and how to get it.
-
-What lives here: conclusions from the findings, and printing them. What may not: the findings (`machine.py`), the
-allowed versions (pyproject.toml, as installed), the choice of modules (`models/common/settings/kernels.py`).
-"""
+"""`qwen3vl doctor`: what this machine has, what will be used, and what is missing and how to get it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""`qwen3vl generate`: ask a checkpoint a question through the Megatron model, without exporting it.
-
-What lives here: options, and the steps from a question to its answer's text. What may not: torch at import time (so
-that `--help` answers at once), decoding (`inference/generation.py`).
-"""
+"""`qwen3vl generate`: ask a checkpoint a question through the Megatron model, without exporting it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What a machine has that training and conversion need or can use.
-
-What lives here: the findings. What may not: conclusions (`doctor.py`). torch is imported when it is examined, and
-otherwise only the standard library.
-"""
+"""What a machine has that training and conversion need or can use."""
 
 from __future__ import annotations
 

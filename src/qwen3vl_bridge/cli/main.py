@@ -1,10 +1,7 @@
 """`qwen3vl`: one program for all commands.
 
-    qwen3vl convert import --hf-model HF_FOLDER --megatron-path MEGATRON
-    torchrun --nproc_per_node 8 --no-python qwen3vl train --recipe qwen3_vl_8b_sft_config --data-path DATA --save RUN
-
-What lives here: the commands, and where each is. What may not: their options, and any import that takes time: a command
-is imported when it is the one asked for, so that `--help` answers at once.
+qwen3vl convert import --hf-model HF_FOLDER --megatron-path MEGATRON
+torchrun --nproc_per_node 8 --no-python qwen3vl train --recipe qwen3_vl_8b_sft_config --data-path DATA --save RUN
 """
 
 from __future__ import annotations

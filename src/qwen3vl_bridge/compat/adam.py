@@ -1,9 +1,6 @@
 """Adam in plain PyTorch for machines without Transformer Engine and Apex, with the optimizer state that megatron-core
 expects.
 
-What lives here: the optimizer, and installing it in megatron-core's modules. What may not: anything else about
-optimizers (`training/before_step.py`).
-
 megatron-core's sharded optimizers save and load the state that the fused optimizers have: one step count per parameter
 group, and moments for every parameter of a group that has stepped, whether or not it had a gradient. torch's own Adam
 counts steps per parameter and has moments only for parameters that had a gradient. With torch's Adam, a Megatron-FSDP

@@ -1,8 +1,5 @@
 """Running megatron-core and Megatron-Bridge on a machine without CUDA.
 
-What lives here: redirections of their CUDA calls. What may not: anything else; and only `import_hook.py` imports this
-module. If CUDA is available, it does nothing.
-
 Megatron asks for CUDA in many places (`torch.cuda.current_device()`, `torch.zeros(..., device="cuda")`, "nccl"). All
 of them use the name `torch` of Megatron's own modules. So in those modules only, `torch` is replaced by an overlay
 whose CUDA is the CPU; torch itself is unchanged for all other modules. Only methods of torch's objects have to be

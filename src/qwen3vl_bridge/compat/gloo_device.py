@@ -4,8 +4,6 @@ torch creates one device per group, whose thread wakes up a hundred times a seco
 tensor, pipeline, context, expert and data parallelism has dozens of groups, so idle threads use a large part of a
 laptop's cores: 300 groups took 11.8 % of a core when idle and 1.9 s to be destroyed, with one device 0.2 % and 0.04 s.
 gloo's devices can be shared: connections are distinguished by their sequence numbers.
-
-What lives here: the replacement of torch's class, which only `cpu.py` installs, if CUDA is not available.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """The norm of all gradients in plain PyTorch, for machines without Transformer Engine and Apex.
 
-What lives here: the norm, and installing it in megatron-core's module. What may not: norms that we log
-(`training/before_step.py`).
-
 megatron-core's own function reads the norm of each gradient on the host, so a GPU is waited for once per parameter in
 each step; this one stays on the device.
 """

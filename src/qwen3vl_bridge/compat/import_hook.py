@@ -1,8 +1,5 @@
 """Import hook for Megatron: registers our bridges, and handles missing packages and hardware.
 
-What lives here: the hook and its actions. What may not: anything that imports torch or Megatron when this module is
-loaded, the redirections for a machine without CUDA (`cpu.py`), replacements of Megatron's functions (`patches.py`).
-
 There are two reasons for a hook instead of an import. Importing Megatron-Bridge takes about ten seconds, which commands
 that do not need it should not spend. And two of its modules cannot be imported without packages that may not be
 installed, so substitutes have to be in place before `import megatron.bridge` runs.
@@ -54,14 +51,7 @@ def _is_part_of(name: str, package: str) -> bool:
 
 
 class _Imports(MetaPathFinder):
-    """Finds Megatron's modules and ours with the other finders, and adds a step before and after execution.
-
-    Attributes:
-        ours_running: number of our modules that are being executed. If one of them imports Megatron-Bridge, the
-            registration would need that module before it is complete, so it is postponed.
-        register_later: whether a registration is pending.
-        collector: pauses garbage collection while modules are executed.
-    """
+    """Finds Megatron's modules and ours with the other finders, and adds a step before and after execution."""
 
     def __init__(self) -> None:
         self.ours_running = 0

@@ -1,8 +1,4 @@
-"""Hides log messages of other libraries that do not help users.
-
-What lives here: the function that scripts call before they import Megatron, and one for what Megatron prints. What may
-not: our own messages.
-"""
+"""Hides log messages of other libraries that do not help users."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """megatron-core's optimizers of 16-bit models, for models in which some parameters are in float32.
 
-What lives here: corrections of how they save and load states. What may not: which parameters are in float32 (`Row` in
-`weights/rows.py`); anything that imports torch or Megatron when this module is loaded.
-
 Both optimizers train such models, but find a parameter's state by its index in its group, which they count differently
 when they build a group and when they save it. Where all parameters have one dtype, nothing changes.
 """

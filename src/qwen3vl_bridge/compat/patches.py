@@ -1,9 +1,5 @@
 """Replaced functions of Megatron-Bridge and megatron-core, each with the reason.
 
-What lives here: the replacements, and the modules in which they are installed. What may not: when modules are imported
-(`import_hook.py`), missing CUDA (`cpu.py`), what a single family needs (`Family.replacements` in `registry.py`),
-anything that imports torch or Megatron when this module is loaded.
-
 None of these functions has an extension point: neither a registry to add a class to, nor a method of ours that it
 calls. In all other cases, each replacement behaves like the original.
 """

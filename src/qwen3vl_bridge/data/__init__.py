@@ -1,8 +1,4 @@
-"""From conversations with images and videos to packed batches.
-
-What lives here: the public names of reading, encoding, packing and collating, loaded on first use so that importing the
-package stays cheap. What may not: the model; and Megatron, except in `provider.py` and the modules for energon.
-"""
+"""From conversations with images and videos to packed batches."""
 
 from qwen3vl_bridge import lazy
 

@@ -1,7 +1,4 @@
-"""Settings with a fixed set of values.
-
-What lives here: their check. What may not: the values (each next to its use).
-"""
+"""Settings with a fixed set of values."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Downloading the URLs in conversations before training.
 
-What lives here: finding the URLs in a source, downloading them in parallel, and reporting failures. What may not: a
-single download (`media/downloads.py`), options of the command (`cli/data.py`).
-
 A download can be stopped at any time and run again; existing files are not downloaded again. A completed download
 writes a record of the URLs of each data set (`media/download_record.py`).
 """
@@ -134,14 +131,7 @@ def _line(failure: Failure) -> bytes:
 
 @dataclass
 class _Set:
-    """Counts of the URLs of one data set.
-
-    Attributes:
-        name: name of its record.
-        total: number of URLs.
-        missing: number of URLs that are neither downloaded nor given up.
-        given_up: digests of the URLs that are given up.
-    """
+    """Counts of the URLs of one data set."""
 
     name: str
     total: int = 0

@@ -1,7 +1,4 @@
-"""Exceptions for invalid data, with the place of the error.
-
-What lives here: exceptions for data. What may not: anything else.
-"""
+"""Exceptions for invalid data, with the place of the error."""
 
 from __future__ import annotations
 

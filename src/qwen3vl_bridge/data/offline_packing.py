@@ -1,8 +1,5 @@
 """Packing before training: several processes measure every sample once and write the rows to disk.
 
-What lives here: the work. What may not: the files' format (`data/packing/packed_rows.py`), the command line
-(`cli/data.py`).
-
 When packing during training, each machine measures every sample, and every process packs all of them. This is fast for
 thousands of samples and too slow for millions.
 """

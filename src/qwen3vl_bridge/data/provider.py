@@ -1,8 +1,4 @@
-"""Conversations as a Megatron-Bridge dataset: one configuration for Megatron-Bridge's loop and for loops of ours.
-
-What lives here: the configuration, and the methods that each loop calls. What may not: settings of rows
-(`row_settings.py`), reading, encoding, packing.
-"""
+"""Conversations as a Megatron-Bridge dataset: one configuration for Megatron-Bridge's loop and for loops of ours."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Conversations as prompts: everything before the last answer, with that answer as the reference.
 
-What lives here: splitting a conversation there, and separating an answer from its reasoning. What may not: generating
-and judging answers (`training/accuracy.py`).
-
 Reasoning is not part of an answer: neither the conversation's, next to the answer or inside its content, nor the
 model's.
 """

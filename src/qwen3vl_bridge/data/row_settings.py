@@ -1,8 +1,4 @@
-"""Settings shared by our data set configurations: encoding of conversations and layout of rows.
-
-What lives here: these settings, their checks, and the settings that come from the checkpoint. What may not: the source
-of conversations (`provider.py`, `data/energon/provider.py`).
-"""
+"""Settings shared by our data set configurations: encoding of conversations and layout of rows."""
 
 from __future__ import annotations
 

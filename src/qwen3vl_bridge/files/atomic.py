@@ -1,8 +1,5 @@
 """Results that are either complete or absent.
 
-What lives here: the hidden folder next to the target in which a result is written, moving it into place, and handling
-folders of processes that died. What may not: the contents of the result, whether it may be written (`target.py`).
-
 Whenever the process is killed, the target is either as it was before or complete: it is created by one rename.
 """
 
@@ -142,15 +139,7 @@ def _take_after(target: Path, folder: Path, at_least: int = 0) -> None:
 
 
 def _settle(target: Path, folder: Path, replaced: Snapshot | None, say: Callable[[str], None], *, sync: bool) -> None:
-    """Clean up after the result is in place. A failure here does not affect the result.
-
-    Args:
-        target: where the result is.
-        folder: where it was; what it replaced is there now.
-        replaced: snapshot of that when it was found to be replaceable; None if nothing was replaced.
-        say: called with a line of text if something is left to the user.
-        sync: whether to wait until the new name is on disk.
-    """
+    """Clean up after the result is in place. A failure here does not affect the result."""
     parent, whole = target.absolute().parent, f"{target} is complete and in place"
     try:
         if sync:
@@ -200,9 +189,6 @@ def _locked(target: Path) -> Iterator[None]:
 
     It is on a file next to the target, so that it outlives the move into place, and on one open for writing: some
     network file systems lock nothing else.
-
-    Raises:
-        CheckpointError: another process is writing it.
     """
     path = target.absolute().parent / f".{target.name}.partial-lock"
     while True:

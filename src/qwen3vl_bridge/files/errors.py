@@ -1,7 +1,4 @@
-"""The one exception of this package.
-
-What lives here: `CheckpointError`. What may not: anything else; every module below may import this one.
-"""
+"""The one exception of this package."""
 
 from __future__ import annotations
 

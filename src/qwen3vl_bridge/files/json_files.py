@@ -1,8 +1,4 @@
-"""JSON files of checkpoints: one object per file.
-
-What lives here: reading them with errors that name the file, and writing. What may not: parsing (`parsing.py`), the
-meaning of the objects.
-"""
+"""JSON files of checkpoints: one object per file."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""JSON and YAML from untrusted files, parsed within limits.
-
-What lives here: every call of a parser of either for file contents, and the limits: bytes, depth, nodes after expanding
-aliases, duplicate keys, numbers that are not finite or need more than 64 bits. Standard library, and PyYAML for YAML.
-What may not: the meaning of a text.
-"""
+"""JSON and YAML from untrusted files, parsed within limits."""
 
 from __future__ import annotations
 
@@ -162,11 +157,7 @@ def check_plain(
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of some pairs, for JSON.
-
-    Raises:
-        ValueError: a duplicate key.
-    """
+    """The object of some pairs, for JSON."""
     names = dict(pairs)
     if len(names) != len(pairs):
         seen: set[str] = set()
@@ -240,11 +231,7 @@ def _check_events(text: str) -> None:
 
 
 def _check_length(event: Any, resolver: Any) -> None:
-    """Check that a long YAML scalar is not a number. PyYAML has no limit for one to the base 60, `1:2:3`.
-
-    Raises:
-        ValueError: it is a number.
-    """
+    """Check that a long YAML scalar is not a number. PyYAML has no limit for one to the base 60, `1:2:3`."""
     import yaml
 
     tag = event.tag

@@ -1,8 +1,4 @@
-"""Paths given by a user or a checkpoint's own files.
-
-What lives here: resolving them, the check that those of a checkpoint stay inside its folder, and that a file read as a
-whole is not endless. What may not: the contents of files.
-"""
+"""Paths given by a user or a checkpoint's own files."""
 
 from __future__ import annotations
 

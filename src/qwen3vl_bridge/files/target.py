@@ -1,8 +1,4 @@
-"""The target path of a result: whether it may be written there, and what would be lost.
-
-What lives here: the checks before work starts, space on the disk. What may not: writing
-(`atomic.py`).
-"""
+"""The target path of a result: whether it may be written there, and what would be lost."""
 
 from __future__ import annotations
 

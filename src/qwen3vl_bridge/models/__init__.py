@@ -1,8 +1,5 @@
 """Model families, each in its own folder, and what they share in `common`.
 
-What lives here: tables, configurations, providers, modules. What may not: reading data, checkpoints, or process-group
-calls (those are in `parallel/collectives.py`).
-
 Legend of shapes in this package: b rows, s local sequence length, h hidden size, d head dimension, N vision patches, M
 = N / merge^2 vision tokens, K vision tokens of this rank, t DeepStack features.
 """

@@ -1,8 +1,4 @@
-"""The only module that calls collectives. Groups of one rank do not communicate.
-
-What lives here: how hidden states are scattered and gathered, how values are summed over ranks. What may not: which
-tokens a rank holds (`batch/token_layout.py`), modules.
-"""
+"""The only module that calls collectives. Groups of one rank do not communicate."""
 
 from __future__ import annotations
 

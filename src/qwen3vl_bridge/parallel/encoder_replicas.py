@@ -1,7 +1,6 @@
 """Data-parallel replicas of the two dist-train modules, and which vision replica encodes for which language replica.
 
-What lives here: the assignment as plain numbers, for training and the planner. Standard library only. What may not:
-settings (`models/common/settings/encoder_parallel.py`), ranks within a replica.
+Standard library only.
 """
 
 from __future__ import annotations

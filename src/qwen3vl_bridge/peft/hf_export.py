@@ -1,9 +1,4 @@
-"""Adapters of a model as a folder for the `peft` library.
-
-What lives here: `save_hf_adapter`, and refusals of Megatron-Bridge's own saving. What may not: the conversion of
-adapters to Hugging Face's format (`models/common/adapters/conversion.py`), parameter names, adapters on the model
-(`lora.py`).
-"""
+"""Adapters of a model as a folder for the `peft` library."""
 
 from __future__ import annotations
 

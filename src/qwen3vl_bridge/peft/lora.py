@@ -1,9 +1,4 @@
-"""LoRA and DoRA: Megatron-Bridge's, with parts of the model that can be frozen and adapted one by one.
-
-What lives here: the two configurations and what they do to a model. What may not: what any adapters need of this model,
-Megatron-Bridge's own too (`models/common/adapters/insertion.py`), Hugging Face names and layouts (`hf_export.py`),
-which parameters make up a part (`weights/model_parts.py`).
-"""
+"""LoRA and DoRA: Megatron-Bridge's, with parts of the model that can be frozen and adapted one by one."""
 
 from __future__ import annotations
 

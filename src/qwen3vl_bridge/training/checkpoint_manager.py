@@ -226,9 +226,6 @@ def _folder_of_all(target: Path) -> Iterator[Path]:
 
     The body contains collectives of other packages. A process that fails between these cannot tell the others, which
     wait in one; so it raises at once, the launcher has to notice its end, and the target is unchanged.
-
-    Raises:
-        CheckpointError: a process has failed, and the target is unchanged.
     """
     with contextlib.ExitStack() as stack:
         staged = None
@@ -330,9 +327,6 @@ def _expect_data(folder: Path, cfg: ConfigContainer, row: int) -> None:
     """Make a run, which has consumed `row` rows, refuse other data than those that a checkpoint describes.
 
     Our data sets are built after this, and raise then.
-
-    Raises:
-        ValueError: they differ, or are read by a loader that would start them from the beginning.
     """
     if row and isinstance(cfg.dataset, EnergonDatasetConfig):
         # Megatron-Bridge 0.6.2 saves no state of its own energon loader, and reports nothing if it finds none.

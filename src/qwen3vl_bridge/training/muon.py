@@ -1,8 +1,5 @@
 """Muon, and megatron-core's other emerging optimizers: rows of fused projections that are one matrix, and settings.
 
-What lives here: the tags that Muon reads, and what is refused. What may not: when megatron-core asks for tags
-(`compat/patches.py`), how a layer orders its rows (its own `fused_projection`).
-
 Muon orthogonalises matrices. A fused projection holds several, so megatron-core splits `linear_qkv.weight` by the head
 sizes of the model's configuration. These are the text model's: the vision tower would be split at wrong rows if their
 number is a multiple of the text model's, else not at all, and neither would be linear attention's projection.

@@ -263,11 +263,7 @@ def read_initial_weights(cfg: ConfigContainer, manager: str) -> None:
 
 
 def _allocate_on_host(chunk: torch.nn.Module) -> None:
-    """Move parameters from the meta device to the host, with the attributes that megatron-core has set on them.
-
-    Raises:
-        CheckpointError: a buffer on the meta device, whose values are unknown.
-    """
+    """Move parameters from the meta device to the host, with the attributes that megatron-core has set on them."""
     if lost := [name for name, buffer in chunk.named_buffers() if buffer.is_meta]:
         raise CheckpointError(
             f"model.init_model_with_meta_device is True, expected False: {', '.join(lost)} would have no values"

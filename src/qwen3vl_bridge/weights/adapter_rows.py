@@ -1,8 +1,6 @@
 """Adapters (LoRA and DoRA) of a linear layer, as rows like those of the weight table.
 
-What lives here: names and shapes of adapters, Hugging Face's `peft` library on one side, Megatron on the other, derived
-from the row of the layer's own weight; which layers a configuration adapts. Standard library only. What may not: names
-of the model's own parameters (`models/*/table.py`), tensors, files.
+Standard library only.
 
 A layer in Megatron may be several in Hugging Face (q, k and v; gate and up; the four of linear attention's `in_proj`).
 Its adapter has one `linear_in`, which is the `lora_A` of each of them, and one `linear_out`, whose rows are ordered

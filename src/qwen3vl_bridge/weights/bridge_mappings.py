@@ -1,8 +1,4 @@
-"""The weight table's rows as Megatron-Bridge's parameter mappings.
-
-What lives here: the mapping of each kind of row, and those that Megatron-Bridge lacks. What may not: parameter names
-(`models/*/table.py`), configurations (`models/*/bridge.py`).
-"""
+"""The weight table's rows as Megatron-Bridge's parameter mappings."""
 
 from __future__ import annotations
 

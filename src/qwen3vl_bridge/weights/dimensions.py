@@ -1,7 +1,6 @@
 """The dimensions of one model: values of the weight table's symbols.
 
-What lives here: the dimensions, and those that families share. Standard library only. What may not: parameter names
-(`models/*/table.py`), reading a configuration (a family's `dimensions`, see `registry.py`).
+Standard library only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Formats of experts in a Hugging Face checkpoint: in one tensor, in either orientation, or one by one.
 
-What lives here: the formats, and detecting a checkpoint's by the shapes of its tensors. Standard library only. What may
-not: rows of experts in each format (`shared_rows.py`), tensors.
+Standard library only.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """Adapters of parts of a layer, or of one expert each, in Hugging Face's format: only tensors.
 
-What lives here: joining CanonicalLoRA's adapters where Hugging Face has one tensor, and experts' matrices in `peft`'s
-format. What may not: collectives, names of parameters (`adapter_rows.py`), models.
-
 CanonicalLoRA has an adapter for each of q, k and v, or gate and up. If these are rows of one tensor, their products are
 one product of n times the rank: `linear_in` concatenated, `linear_out` block-diagonal.
 """

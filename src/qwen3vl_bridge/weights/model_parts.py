@@ -1,7 +1,6 @@
 """The parts of the model that can be frozen, adapted and counted one by one.
 
-What lives here: the part of a parameter, by its name. Standard library only. What may not: modules
-(`models/common/freezing.py`), deciding what is trained (`VisionLanguageModel.freeze`, `peft/lora.py`).
+Standard library only.
 """
 
 from __future__ import annotations

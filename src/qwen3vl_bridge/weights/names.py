@@ -1,8 +1,4 @@
-"""Names of the same weights in megatron-core and transformers, for all families.
-
-What lives here: layer specs' and formats' spellings of a parameter's name. What may not: formats of experts
-(`expert_layout.py`), a family's table (`models/*/table.py`), torch.
-"""
+"""Names of the same weights in megatron-core and transformers, for all families."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Kinds of rows of the weight table: the relation between a Megatron parameter and its Hugging Face tensors.
 
-What lives here: the kinds, and functions of any rows. Standard library only. What may not: names of parameters
-(`models/*/table.py`), tensors, files, process groups.
+Standard library only.
 """
 
 from __future__ import annotations

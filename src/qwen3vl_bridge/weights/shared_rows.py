@@ -1,8 +1,4 @@
-"""Rows of the weight tables that families share: the vision tower's, a text layer's MLP, the experts of a layer.
-
-What lives here: names, shapes (as symbols) and the relation between both sides, as in a family's `table.py`. Data only,
-standard library only. What may not: rows of one family, tensors, files.
-"""
+"""Rows of the weight tables that families share: the vision tower's, a text layer's MLP, the experts of a layer."""
 
 from __future__ import annotations
 

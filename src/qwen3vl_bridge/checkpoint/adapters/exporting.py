@@ -1,7 +1,4 @@
-"""Exports a run's adapters as a folder that `peft.PeftModel.from_pretrained` and vLLM can load.
-
-What lives here: the inputs and outputs of this command. What may not: the steps themselves (`engine`).
-"""
+"""Exports a run's adapters as a folder that `peft.PeftModel.from_pretrained` and vLLM can load."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Joins several sources of tensors into one, which includes weights with adapters merged in.
-
-What lives here: W + alpha / dim * B A, and DoRA's norms, in float32 and rounded once, a block of rows at a time. What
-may not: which tensors are merged (`merging.py`), formats.
-"""
+"""Joins several sources of tensors into one, which includes weights with adapters merged in."""
 
 from __future__ import annotations
 

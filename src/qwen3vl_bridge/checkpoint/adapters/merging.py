@@ -1,8 +1,4 @@
-"""Merges a run's adapters into their base model, and writes a Hugging Face model.
-
-What lives here: the inputs and outputs of this command. What may not: arithmetic (`merged_tensors.py`), the steps
-themselves (`engine`).
-"""
+"""Merges a run's adapters into their base model, and writes a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -152,19 +148,7 @@ def _plan(run: StoredAdapters, base: StoredModel, dtype: str | None) -> tuple[Pl
 
 
 def _merges(run: StoredAdapters, weights: Iterator[Row], tasks: dict[str, Task]) -> Iterator[tuple[str, Merge]]:
-    """Weights and their adapters; every adapter is used.
-
-    Args:
-        run: that trained them.
-        weights: rows of the base's linear layers.
-        tasks: its tensors.
-
-    Yields:
-        The tensor that contains a weight, and the merge.
-
-    Raises:
-        AssertionError: an adapter is not used.
-    """
+    """Weights and their adapters; every adapter is used."""
     each = ExpertLayout.PER_EXPERT  # in which each row of an adapter belongs to one expert
     adapters = {task.target.name: prefixed(task, _RUN) for task in run.plan(experts=each).tasks}
     used: set[str] = set()

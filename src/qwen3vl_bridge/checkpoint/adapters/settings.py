@@ -1,8 +1,4 @@
-"""The adapter settings in a run's checkpoint: the `peft` section of its run_config.yaml.
-
-What lives here: reading that section, as data and without calling anything, and comparing it with another run's. What
-may not: tensors.
-"""
+"""The adapter settings in a run's checkpoint: the `peft` section of its run_config.yaml."""
 
 from __future__ import annotations
 

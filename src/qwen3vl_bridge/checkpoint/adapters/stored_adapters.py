@@ -1,8 +1,4 @@
-"""The adapters that a run has saved: folder, settings, tensors and the base model.
-
-What lives here: opening a run's checkpoint of either format, and its contents. What may not: conversions
-(`exporting.py`, `merging.py`).
-"""
+"""The adapters that a run has saved: folder, settings, tensors and the base model."""
 
 from __future__ import annotations
 

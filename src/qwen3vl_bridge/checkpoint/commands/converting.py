@@ -1,8 +1,4 @@
-"""The common part of import, export and reformatting: converting a model from one format to another.
-
-What lives here: that, for any two formats. What may not: the options of a command (`importing.py`, `exporting.py`,
-`reformatting.py`), the steps themselves (`engine`).
-"""
+"""The common part of import, export and reformatting: converting a model from one format to another."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Export: converts a Megatron checkpoint to a Hugging Face model.
-
-What lives here: the inputs and outputs of this command. What may not: the steps themselves (`engine`).
-"""
+"""Export: converts a Megatron checkpoint to a Hugging Face model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Import: converts a Hugging Face model to a Megatron checkpoint.
-
-What lives here: the inputs and outputs of this command. What may not: the steps themselves (`engine`).
-"""
+"""Import: converts a Hugging Face model to a Megatron checkpoint."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Inspect: the contents of a checkpoint, from only headers and metadata.
-
-What lives here: collecting them, and formatting a table. What may not: reading weights.
-"""
+"""Inspect: the contents of a checkpoint, from only headers and metadata."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Reformat: converts a Megatron checkpoint to the other format, without Hugging Face in between.
-
-What lives here: the inputs and outputs of this command. What may not: the steps themselves (`engine`).
-"""
+"""Reformat: converts a Megatron checkpoint to the other format, without Hugging Face in between."""
 
 from __future__ import annotations
 

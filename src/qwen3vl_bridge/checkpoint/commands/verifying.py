@@ -1,8 +1,4 @@
-"""Verify: whether a Megatron checkpoint equals its source, bit for bit.
-
-What lives here: which checkpoints are compared. What may not: writing anything; the comparison itself
-(`checkpoint/engine/comparison.py`).
-"""
+"""Verify: whether a Megatron checkpoint equals its source, bit for bit."""
 
 from __future__ import annotations
 

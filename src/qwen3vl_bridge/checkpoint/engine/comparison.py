@@ -1,8 +1,4 @@
-"""Compares two sources tensor by tensor, streaming, and computes checksums the same way.
-
-What lives here: where two streams of bytes differ. What may not: which tensors correspond
-(`checkpoint/planning/plan.py`), formats.
-"""
+"""Compares two sources tensor by tensor, streaming, and computes checksums the same way."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The steps of every conversion: check, write to a staging folder, verify, move into place.
-
-What lives here: the order of the steps and what all processes do in each. What may not: the inputs and outputs of
-commands (`checkpoint/commands/`), the description of a conversion (`planned_conversion.py`), the steps themselves.
-"""
+"""The steps of every conversion: check, write to a staging folder, verify, move into place."""
 
 from __future__ import annotations
 

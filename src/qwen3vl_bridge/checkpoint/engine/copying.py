@@ -1,7 +1,4 @@
-"""Writes the units of files that were laid out.
-
-What lives here: from contents to bytes on disk. What may not: the contents of files, assignment of units to processes.
-"""
+"""Writes the units of files that were laid out."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Records which parts of an unfinished result are on disk, so that another run can continue it.
 
-What lives here: the folder next to the unfinished files that records their plan and which parts of them have certainly
-been written. What may not: writing those files (`copying.py`), whether to continue (`files/atomic.py`).
-
 A line names a unit whose bytes are on disk, with a digest of them. It is written after them, so a process may be killed
 between the two, never before. Incomplete lines are ignored, and so are lines whose bytes no longer have the digest.
 """

@@ -1,8 +1,4 @@
-"""The manifest written with every result: its source, the tool and the options.
-
-What lives here: its name, the tool's name, reading it, and which files of a folder belong to a result. What may not:
-its other contents (`conversion.py`).
-"""
+"""The manifest written with every result: its source, the tool and the options."""
 
 from __future__ import annotations
 
@@ -111,11 +107,7 @@ class Replaceable:
         return all(_digest(path, start, end, meter) == it for start, (end, it) in zip(starts, parts, strict=False))
 
     def _written(self, root: Path) -> dict[str, Parts]:
-        """The files of a result from its manifest.
-
-        Raises:
-            CheckpointError: it has none, or one without a list of files.
-        """
+        """The files of a result from its manifest."""
         manifest = read_manifest((root / self._manifest).parent)
         # Our training writes a manifest too, which has no format.
         if manifest.get("tool") != _TOOL or manifest.get("format") not in self._kinds:

@@ -1,8 +1,4 @@
-"""A planned conversion: what is read, what is written where, and what identifies both.
-
-What lives here: the description of a conversion, its digest and its manifest. What may not: carrying it out
-(`conversion.py`), the report on it (`reports.py`).
-"""
+"""A planned conversion: what is read, what is written where, and what identifies both."""
 
 from __future__ import annotations
 

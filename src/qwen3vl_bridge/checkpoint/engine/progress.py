@@ -1,7 +1,4 @@
-"""Shows the progress of a conversion.
-
-What lives here: a bar on a terminal, a line every few seconds elsewhere. What may not: anything about checkpoints.
-"""
+"""Shows the progress of a conversion."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """The processes that share a conversion.
 
-What lives here: a single process, or those started by torchrun, and their few collectives. What may not: dividing the
-work (`checkpoint/formats/planned_files.py`), checkpoints.
-
 They communicate over gloo on all machines. If one of them dies, the others notice at the next collective.
 """
 

@@ -1,7 +1,4 @@
-"""Return values of the commands.
-
-What lives here: plain data. What may not: work, printing.
-"""
+"""Return values of the commands."""
 
 from __future__ import annotations
 

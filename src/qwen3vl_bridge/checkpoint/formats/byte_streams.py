@@ -1,8 +1,5 @@
 """Reads segments of tensors as a stream of bytes, through one buffer of a fixed size.
 
-What lives here: reading byte ranges, transposing a matrix, and the cast of a buffer from one dtype to another. What may
-not: formats, plans.
-
 A transposed matrix is in memory as a whole; it is that of one expert. All else passes through the buffer.
 """
 

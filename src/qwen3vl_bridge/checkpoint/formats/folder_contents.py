@@ -1,7 +1,4 @@
-"""What a path holds that was given in place of a model or checkpoint, in words for the messages of all commands.
-
-What lives here: recognising it by the names of its files, and what takes it. What may not: opening any of them.
-"""
+"""What a path holds that was given in place of a model or checkpoint, in words for the messages of all commands."""
 
 from __future__ import annotations
 

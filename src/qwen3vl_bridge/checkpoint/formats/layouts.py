@@ -1,8 +1,5 @@
 """Layouts of the weights in each format: which tensors it has, and the positions of a Megatron parameter's elements.
 
-What lives here: the arithmetic of the weight table's kinds of rows, stated once for each format; planning joins any
-two. What may not: names (`models/*/table.py`), files, torch.
-
 Every layout gives the positions of a row's Megatron parameter, element by element in its row-major order. That order is
 common to all layouts.
 """

@@ -1,9 +1,5 @@
 """Files planned byte by byte, before the first byte is written.
 
-What lives here: a planned tensor; a file as contents, each literal bytes or tensor data, and its division into units of
-work. What may not: the meaning of the bytes (`writer.py` of `dcp` and of `safetensors`), writing them
-(`checkpoint/engine/copying.py`).
-
 Because everything is laid out beforehand, a result does not depend on the number of processes that write it, or on
 interruptions.
 """

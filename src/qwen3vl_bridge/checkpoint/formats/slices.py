@@ -1,8 +1,4 @@
-"""Contents of a target tensor: ranges of source tensors, transposed matrices of them, and zeros.
-
-What lives here: the three kinds of segments, and a sequence of them that can be cut anywhere. What may not: names,
-files, torch.
-"""
+"""Contents of a target tensor: ranges of source tensors, transposed matrices of them, and zeros."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Common data of readers, writers and the planner: a tensor's description, and byte ranges in files.
-
-What lives here: dtypes, `TensorSpec`, `Extent`, and the protocol `TensorSource` of all readers. What may not: file
-formats, parameter names, torch. Dtypes are torch's names as strings, so that planning needs no torch.
-"""
+"""Common data of readers, writers and the planner: a tensor's description, and byte ranges in files."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The plan of a conversion, made from only headers.
-
-What lives here: comparing the tensors found with those that the weight table expects, and the work items: each target
-tensor as segments of source tensors. What may not: opening files, torch, names of parameters, formats
-(`checkpoint/formats/layouts.py`).
-"""
+"""The plan of a conversion, made from only headers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Proof that a conversion is complete, before a byte is written.
-
-What lives here: comparing the tensors found with those expected, all differences in one error; and checking a plan:
-every source element read exactly once, every target element produced exactly once. What may not: making plans.
-"""
+"""Proof that a conversion is complete, before a byte is written."""
 
 from __future__ import annotations
 
@@ -149,11 +145,7 @@ def prove(
 
 
 def _read_once(ranges: list[tuple[int, int]], name: str) -> int:
-    """Number of elements, from the first one on, that ranges cover.
-
-    Raises:
-        AssertionError: they leave a gap or overlap.
-    """
+    """Number of elements, from the first one on, that ranges cover."""
     position = 0
     for start, end in sorted(ranges):
         if start != position:

@@ -1,8 +1,5 @@
 """Which ranks hold which rows of a tensor, for given parallel sizes.
 
-What lives here: how Megatron-FSDP's ranks share a layer's weights, and how tensor-parallel, expert-parallel and
-pipeline ranks of `torch_dist` share tensors. What may not: cutting tensors into chunks (`topology.py`), files.
-
 Correctness does not depend on this being exact. A rank reads all chunks that contain a part of what it holds; if they
 are cut elsewhere than ranks are, it reads more than it keeps.
 """

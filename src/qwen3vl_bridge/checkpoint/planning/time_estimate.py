@@ -1,8 +1,4 @@
-"""Estimates the time of a conversion, measured on samples of it.
-
-What lives here: reading some of the source, writing next to the target, and the extrapolation. What may not: permanent
-changes on disk.
-"""
+"""Estimates the time of a conversion, measured on samples of it."""
 
 from __future__ import annotations
 

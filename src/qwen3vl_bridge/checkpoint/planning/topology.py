@@ -1,8 +1,5 @@
 """Parallel sizes for which a checkpoint is laid out.
 
-What lives here: whether a model can be split this way, and how a tensor is cut into chunks. What may not: which rank
-holds what (`row_owners.py`), files.
-
 A written checkpoint can be loaded with any topology. But a loader reads every chunk of which it needs a part as a
 whole, so chunks are small, and cut at rank boundaries.
 """

@@ -1,8 +1,5 @@
 """Rows of a Megatron checkpoint's vocabulary beyond the model's.
 
-What lives here: the check that nothing is lost if they are left out. What may not: which tensor is made of which
-(`plan.py`).
-
 A Megatron model may have them so that tensor-parallel ranks have equal parts (`should_pad_vocab`). An import writes
 zeros. Training changes them: megatron-core's cross entropy sums over all rows of the output layer, without a mask for
 padding (`tensor_parallel/cross_entropy.py`), and a tied embedding is that layer.

@@ -1,8 +1,4 @@
-"""Whether two configurations describe the same model.
-
-What lives here: the comparison. What may not: the fields that identify a model (a family's `fields`, see
-`registry.py`), whether a configuration is supported (`hf_config.py`).
-"""
+"""Whether two configurations describe the same model."""
 
 from __future__ import annotations
 
@@ -72,11 +68,7 @@ def _fields_of_conversion(hf_config: Any, path: Path) -> dict[str, Any]:
 def _compare(
     config: ModelConfig, found: Mapping[str, Any], expected: Mapping[str, Any], names: Iterable[str], path: Path
 ) -> None:
-    """Check some fields of a configuration against those of another.
-
-    Raises:
-        CheckpointError: some differ.
-    """
+    """Check some fields of a configuration against those of another."""
     names = [name for name in names if found.get(name) != expected.get(name)]
     if names:
         lines = [f"{name} is {found.get(name)!r}, expected {expected.get(name)!r}" for name in names]

@@ -1,8 +1,4 @@
-"""Checks the `config.json` of a Hugging Face model.
-
-What lives here: the check that it is of a supported family, and the dimensions that the weight table needs. What may
-not: weights, names of parameters and fields of a family (`registry.py` finds them).
-"""
+"""Checks the `config.json` of a Hugging Face model."""
 
 from __future__ import annotations
 

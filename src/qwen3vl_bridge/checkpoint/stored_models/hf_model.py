@@ -1,8 +1,4 @@
-"""Opens a Hugging Face model on disk.
-
-What lives here: opening it, the treatment of an output layer that is stored in addition to the embedding to which it is
-tied, and correcting the configuration of a model that Megatron-Bridge has written. What may not: Megatron.
-"""
+"""Opens a Hugging Face model on disk."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Planned Hugging Face models: the files of their weights, and the other files.
-
-What lives here: the common part of export and merge. What may not: what is read, how files are written.
-"""
+"""Planned Hugging Face models: the files of their weights, and the other files."""
 
 from __future__ import annotations
 

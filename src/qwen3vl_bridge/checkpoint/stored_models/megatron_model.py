@@ -1,8 +1,4 @@
-"""Opens a Megatron checkpoint on disk, of either format, and finds the configuration of its model.
-
-What lives here: opening it, and what is known about a checkpoint without a configuration. What may not: opening a
-Hugging Face model (`hf_model.py`), the opened model (`stored_model.py`), planning.
-"""
+"""Opens a Megatron checkpoint on disk, of either format, and finds the configuration of its model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Lays out a Megatron checkpoint for a plan, and writes the files around its tensors.
-
-What lives here: the common output of import and reformatting. What may not: what is read.
-"""
+"""Lays out a Megatron checkpoint for a plan, and writes the files around its tensors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A model on disk: folder, format, configuration and weights together.
-
-What lives here: what that is in all formats. What may not: opening one (`hf_model.py`, `megatron_model.py`), planning.
-"""
+"""A model on disk: folder, format, configuration and weights together."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Megatron-Bridge's energon data module, with a seed and explicit ranks.
-
-What lives here: ranks and seed of energon's workers, the error for a folder that energon cannot read, and the digest of
-a dataset. What may not: settings (`provider.py`), samples (`task_encoder.py`).
-"""
+"""Megatron-Bridge's energon data module, with a seed and explicit ranks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """WebDatasets as a Megatron-Bridge dataset, through Megatron-Bridge's own energon data module.
 
-What lives here: the configuration, and what each loop asks of it. What may not: what a sample becomes
-(`task_encoder.py`), energon's loaders (`data_module.py`), streams (`stream.py`).
-
 It is no `EnergonDatasetConfig`: Megatron-Bridge makes the task encoder of those itself, of three kinds it knows.
 """
 

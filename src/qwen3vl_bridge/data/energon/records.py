@@ -1,9 +1,5 @@
 """Energon's samples as conversations.
 
-What lives here: the meaning of the parts of a sample in a WebDataset, keeping media as stored bytes, and the error for
-a tar that cannot be read. What may not: tokens and pixels (`data/processing/encoding.py`), batches (`task_encoder.py`),
-Megatron-Bridge.
-
 Two kinds of folders are supported:
 
 * crude ones (`CrudeWebdataset`, or a JSONL file). The part "json" contains a record in any format that we read; an

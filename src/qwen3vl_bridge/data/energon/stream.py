@@ -1,8 +1,5 @@
 """Energon's batches for a training loop: a stream that can be resumed, and a single pass.
 
-What lives here: the iterators that a loop uses on energon's loaders. What may not: the contents of a batch
-(`task_encoder.py`), Megatron-Bridge (`provider.py`).
-
 Energon gives each data-parallel rank its own part of the samples, with a separate position.
 """
 

@@ -1,8 +1,5 @@
 """Energon's task encoder for Qwen3-VL: converts samples of a WebDataset to packed rows.
 
-What lives here: our methods for energon's stages. What may not: the meaning of a sample's parts (`records.py`), the
-loader that runs it and the position of a run (`stream.py`), Megatron-Bridge (`provider.py`).
-
 Samples that wait to be packed contain their files as stored, and are measured by the files' headers; pixels are
 computed when a row is needed. Energon prints errors and continues; here they stop the run, unless `on_bad` or `on_long`
 is set to drop such samples.
@@ -115,11 +112,7 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         return built
 
     def _prepare(self, datasets: Sequence[Any], worker_config: WorkerConfig) -> None:
-        """Keep media as bytes, and raise errors: energon's own handler prints them and takes the next sample.
-
-        Raises:
-            DataError: an unsupported kind of folder.
-        """
+        """Keep media as bytes, and raise errors: energon's own handler prints them and takes the next sample."""
         for loaded in datasets:
             if loaded.aux:
                 found = f"found auxiliary data ({', '.join(loaded.aux)})"
@@ -129,11 +122,7 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         self._num_samples = sum(_num_samples(loaded.dataset) for loaded in datasets)
 
     def _handle(self, error: Exception, sample: Any, sources: Any = None) -> None:
-        """Energon's handler of errors in any of its stages; if it returns, energon skips the sample.
-
-        Raises:
-            Exception: the error, unless the sample lacks a part that the field map names and `on_bad` is to drop it.
-        """
+        """Energon's handler of errors in any of its stages; if it returns, energon skips the sample."""
         if not isinstance(error, FieldAccessError):
             raise error
         (raw,) = sample.data

@@ -1,7 +1,5 @@
 """An inspection as one HTML file that needs no network.
 
-What lives here: markup, inlined images, histograms drawn as SVG. What may not: the inspection (`summary.py`).
-
 Text of samples is not trusted: all of it is escaped, and the page's own policy allows neither scripts nor anything from
 elsewhere.
 """
@@ -188,14 +186,7 @@ def _inlined(frame: Tensor) -> str:
 
 
 def _histogram(of: str, title: str, values: Sequence[float], limit: float | None = None) -> str:
-    """Number of values in each of several equal ranges.
-
-    Args:
-        of: what is counted.
-        title: of the values' axis.
-        values: the values.
-        limit: a value to mark, if it is in their range.
-    """
+    """Number of values in each of several equal ranges."""
     if not values:
         return ""
     low, high = min(values), max(values)

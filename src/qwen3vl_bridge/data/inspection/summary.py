@@ -1,7 +1,5 @@
 """Inspection of a file of conversations: samples as tokens and images, lengths, how full rows are, errors.
 
-What lives here: collecting the results. What may not: printing them (`text_report.py`, `html_report.py`).
-
 Samples are created by `Samples` and rows by `RowPlan`, as in training, so that the inspection shows what is trained on.
 A sample with an error is counted and named, and the inspection continues.
 """

@@ -1,7 +1,5 @@
 """An inspection, a packing or a download as text for a terminal, and as JSON.
 
-What lives here: wording and markers. What may not: the inspection (`summary.py`), HTML (`html_report.py`).
-
 Text of samples is not trusted: control characters, which could move a terminal's cursor or colour untrained text, are
 escaped.
 """

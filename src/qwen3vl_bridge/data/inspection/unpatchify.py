@@ -1,7 +1,4 @@
-"""Reconstructs an image from a processor's patches.
-
-What lives here: the inverse of computing `pixel_values`, for display. What may not: computing them (the processor's).
-"""
+"""Reconstructs an image from a processor's patches."""
 
 from __future__ import annotations
 

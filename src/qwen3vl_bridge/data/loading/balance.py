@@ -1,8 +1,5 @@
 """Assignment of rows to data-parallel ranks, so that all ranks have equal work.
 
-What lives here: assigning rows by their cost. Plain numbers. What may not: the cost of a row
-(`models/common/flops.py`), reading.
-
 Rows are assigned only within a global batch. So the gradient of a step is the sum over the same rows for every
 assignment and number of ranks.
 """

@@ -1,8 +1,5 @@
 """Microbatches for a custom training loop: an endless stream that can be resumed, and a single pass.
 
-What lives here: which rows a data-parallel rank reads, and the position of a run. What may not: how a row is made
-(`row_dataset.py`, `data/packing/row_plan.py`).
-
 All ranks count the same rows: of each group of dp_size * micro_batch_size rows, a rank takes micro_batch_size. So a
 position is one number for all ranks, and a run may resume with another number of ranks; for a stream, with any that
 reads it in as many parts (`streamed_rows.py`).

@@ -1,8 +1,4 @@
-"""Rows of a split: planned, read and encoded.
-
-What lives here: the dataset from which the loop reads rows. What may not: samples (`data/processing/samples.py`),
-positions in a run (`batch_stream.py`), Megatron (`data/provider.py`).
-"""
+"""Rows of a split: planned, read and encoded."""
 
 from __future__ import annotations
 

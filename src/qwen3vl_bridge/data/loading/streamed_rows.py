@@ -1,8 +1,5 @@
 """Rows of a stream that is read in parts, each sample in only one data-loading process.
 
-What lives here: the part of a row, and the rows of each part. What may not: reading a part
-(`data/sources/hub_streaming.py`), the contents of a row (`row_dataset.py`), the number of parts (`data/provider.py`).
-
 Row n is row n // parts of part n % parts. A data-parallel rank takes every dp_size-th microbatch and assigns its own to
 its workers in turn; so if `parts` is a multiple of ranks x workers x rows of a microbatch, all rows of a part are read
 in one process. Each part has its own windows and epochs, and begins its next epoch at its own end: no rank waits for

@@ -1,7 +1,5 @@
 """Data-loading processes of a training loop, and the signal that asks a run to save and exit.
 
-What lives here: how such a process starts, and how it ends. What may not: loaders, the run's reaction to the signal.
-
 torchrun and Slurm send the signal to all processes of a rank. A worker that is killed by it ends the run too, before it
 can save. So workers ignore it, and exit with the process that they read for.
 

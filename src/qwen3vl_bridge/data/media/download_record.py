@@ -1,8 +1,5 @@
 """Record of which URLs of a data set were given up when it was downloaded.
 
-What lives here: the record, and its file. What may not: finding files by URL, and the effect of the record on that
-(`url_cache.py`); downloading (`data/downloading.py`).
-
 A sample whose URL was given up is bad. These samples have to be the same in every process, on every machine and in a
 resumed run, regardless of other downloads into the same folder or later retries. Therefore a completed download writes
 a record under the name of its data, and this record is decisive.

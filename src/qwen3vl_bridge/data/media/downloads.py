@@ -1,9 +1,5 @@
 """Downloading one image or video.
 
-What lives here: judging a response, and storing the file. What may not: which URLs are allowed (`urls.py`), which
-servers are still used (`hosts.py`), the location of files (`url_cache.py`), which files are needed
-(`data/downloading.py`).
-
 A response that a URL is gone or forbidden (404, 410, 403, any other status except 200 and those of a busy server), or
 whose contents are neither an image nor a video, is permanent: a `DataError`. No response, an interrupted one, or that
 of a busy or failing server (408, 425, 429, 5xx) is `Unreachable` after several attempts: a later download may succeed.
@@ -191,9 +187,6 @@ def _check_size(found: int, where: str) -> None:
 def _check_contents(file: Path, kind: str, where: str) -> None:
     """Check that the contents begin like an image or a video. A server's content type of a video is accepted unchecked,
     because there are many video formats.
-
-    Raises:
-        DataError: the contents are something else.
     """
     with file.open("rb") as opened:
         start = opened.read(512)

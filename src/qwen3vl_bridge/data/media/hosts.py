@@ -1,8 +1,5 @@
 """Keeps track of unavailable servers, so that not every URL of one waits for a timeout.
 
-What lives here: sending a request, and which servers are still used. What may not: judging responses, repeated attempts
-(`downloads.py`).
-
 A server is down if it does not respond, or responds with an error of its own (5xx). If all attempts failed in this way
 for a few of its URLs in a row, this `Hosts` sends it no more requests, until the download is run again. Any other
 response means that it is up.

@@ -1,8 +1,4 @@
-"""Images: the file or bytes that a conversation refers to, their size and pixels.
-
-What lives here: where media may come from, and everything that opens an image. What may not: videos (`videos.py`),
-downloaded files (`url_cache.py`), resizing and patches (the processor's).
-"""
+"""Images: the file or bytes that a conversation refers to, their size and pixels."""
 
 from __future__ import annotations
 

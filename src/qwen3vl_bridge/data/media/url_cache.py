@@ -1,8 +1,5 @@
 """Images and videos that were downloaded before training, by URL.
 
-What lives here: the folder that `qwen3vl data download` fills, and the state of a URL in it. What may not: the network
-(`downloads.py`), decoding (`images.py`, `videos.py`).
-
 For each URL the folder contains the file, or a text file with the reason why the URL was given up, or nothing. Training
 reads a file, treats a sample with a URL that was given up as bad, and stops if there is nothing: then the folder is
 incomplete, and the dropped samples have to be the same in every process, on every machine and in a resumed run. For the

@@ -1,8 +1,5 @@
 """URLs of images and videos: which of them are allowed.
 
-What lives here: parsing a URL, and comparing it with the allowed prefixes. What may not: the network (`downloads.py`),
-files (`url_cache.py`).
-
 Both sides are parsed by the library that sends the request, so that the compared URL is the requested one. Scheme, host
 and port are compared whole, paths by whole segments: "https://example.org/a" allows "https://example.org/a/1.png", but
 neither "https://example.org/ab" nor "https://example.org.evil.com/a".

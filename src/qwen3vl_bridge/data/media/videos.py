@@ -1,8 +1,5 @@
 """Videos: number and timestamps of a file's frames, and the frames that a processor samples.
 
-What lives here: everything that opens a video; the only import of PyAV. What may not: how many frames to sample and
-their resized size (the processor's settings), tokens (`data/processing/encoding.py`).
-
 Each frame is resized right after decoding, so memory is needed only for the resized frames.
 """
 

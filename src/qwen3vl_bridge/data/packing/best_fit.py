@@ -1,7 +1,4 @@
-"""Best-fit packing: assigns samples to rows by tokens and by the patches of their images.
-
-What lives here: numbers into rows. What may not: tensors, samples, order of reading (`row_plan.py`).
-"""
+"""Best-fit packing: assigns samples to rows by tokens and by the patches of their images."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Rows packed before training and stored on disk: the samples of each row, and the sizes of all samples.
 
-What lives here: the files, and the plan that reads rows from them. What may not: packing (`data/offline_packing.py`).
-
 A folder contains numpy arrays, which are memory-mapped so that all processes of a machine share them: `sizes`
 [samples, 3] as in `Size`, `rows` with the concatenated samples of all rows, `starts` [rows + 1] with each row's offset
 in it; and `packing.json` with the packing rules. It contains neither text nor images nor tokens.

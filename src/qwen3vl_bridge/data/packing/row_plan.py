@@ -1,8 +1,5 @@
 """The endless sequence of rows of a run, window by window: equal on every rank and in every process.
 
-What lives here: epochs, and packing over a window of samples. Plain numbers: a sample is its number, and only its size
-is used. What may not: the order of an epoch (`sample_order.py`), reading samples, tensors.
-
 Each epoch is an order of the samples, cut into windows. A window's samples are packed into rows together, and the
 samples of the emptiest row are carried over to the next window; the last window of an epoch keeps all of its rows. So
 every sample is in exactly one row of every epoch. A `Window` is all that a plan needs to resume.

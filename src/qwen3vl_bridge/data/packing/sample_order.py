@@ -1,9 +1,4 @@
-"""The order in which an epoch reads its samples.
-
-What lives here: the protocol of an order, that of samples with random access, and that of a mixture of data sets. What
-may not: rows (`row_plan.py`), orders of streams (`data/sources/hub_streaming.py`), the contents of data sets
-(`data/sources/mixture.py`).
-"""
+"""The order in which an epoch reads its samples."""
 
 from __future__ import annotations
 

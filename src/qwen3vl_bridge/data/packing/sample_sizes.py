@@ -1,8 +1,4 @@
-"""Sizes of samples, as far as they are known.
-
-What lives here: the definition of a size, and keeping measured sizes. What may not: measuring
-(`data/processing/encoding.py`), sizes on disk (`packed_rows.py`), and those of other processes (`shared_sizes.py`).
-"""
+"""Sizes of samples, as far as they are known."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Numbers of samples per data set of a mixture; one number for a single data set.
-
-What lives here: counting and adding. What may not: the data set of a sample (`data/sources/mixture.py`).
-"""
+"""Numbers of samples per data set of a mixture; one number for a single data set."""
 
 from __future__ import annotations
 

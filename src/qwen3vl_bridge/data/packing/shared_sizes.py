@@ -1,8 +1,5 @@
 """Sizes shared by the processes of a machine: each sample is measured once.
 
-What lives here: the file that they share, and which process measures what. What may not: measuring
-(`data/processing/filtering.py`), rows that were packed before training (`packed_rows.py`).
-
 When packing during training, every process that plans rows needs the size of every sample: each rank, including those
 that share rows, and the data-loading processes of each. So they write their measurements to a file of their job in the
 folder for temporary files, with a record for each sample, after a record of the numbers of dropped and truncated ones.

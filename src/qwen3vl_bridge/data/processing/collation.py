@@ -1,8 +1,5 @@
 """Collates encoded samples into a `PackedBatch` with everything that a training step needs, so that the device never
 waits.
-
-What lives here: laying samples out and joining their images and videos. What may not: encoding (`encoding.py`),
-choosing which samples go together (`data/packing/row_plan.py`), positions and indices themselves (`batch/`).
 """
 
 from __future__ import annotations

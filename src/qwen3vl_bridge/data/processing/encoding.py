@@ -1,8 +1,5 @@
 """Encodes a conversation as tokens, labels and pixels, with the checkpoint's own processor and chat template.
 
-What lives here: rendering, and the loss mask. What may not: placeholder tokens (`tokenization.py`), reading files
-(`data/sources/opening.py`), rows and batches (`data/packing/best_fit.py`, `collation.py`).
-
 Trained tokens are determined by rendering, not by searching tokens: the messages before an answer are rendered with the
 generation prompt, which is the model's input; the rest of the turn up to its end token is the answer. User text is
 never trained on, even if it contains control tokens. Templates with thinking are handled differently (`thinking.py`).

@@ -1,8 +1,4 @@
-"""Decides which conversations become samples: measured first, encoded when their row is due.
-
-What lives here: the treatment of conversations that are bad, or longer than a row, for all sources. What may not: where
-they are read from, rows.
-"""
+"""Decides which conversations become samples: measured first, encoded when their row is due."""
 
 from __future__ import annotations
 

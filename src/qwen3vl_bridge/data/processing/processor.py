@@ -1,8 +1,4 @@
-"""The checkpoint's own processor: tokenizer, chat template and image processor.
-
-What lives here: loading it, with other limits if they are set, and refusing one that `encoding.py` cannot use. What may
-not: using it.
-"""
+"""The checkpoint's own processor: tokenizer, chat template and image processor."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The samples of one source: measured first, encoded when their row is due.
-
-What lives here: random access to samples. What may not: which conversations become samples (`filtering.py`), rows
-(`data/loading/row_dataset.py`), keeping sizes (`data/packing/sample_sizes.py`).
-"""
+"""The samples of one source: measured first, encoded when their row is due."""
 
 from __future__ import annotations
 

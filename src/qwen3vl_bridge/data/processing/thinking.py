@@ -1,8 +1,5 @@
 """Positions of answers under a chat template with thinking.
 
-What lives here: the span of an assistant's turn in the rendering of the whole conversation. What may not: the loss mask
-of other templates, tokens (`encoding.py`, `tokenization.py`).
-
 These templates render reasoning only after the last question, so a prefix of a conversation renders differently by
 itself. A turn is located by rendering the whole conversation with a marker in place of the answer, and another in place
 of its reasoning. Whether the prompt asks for thinking follows from the sample: it does if the sample has reasoning.

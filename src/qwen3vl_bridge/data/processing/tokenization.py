@@ -1,8 +1,5 @@
 """Tokenizes a rendered conversation, with one token for each image until the end.
 
-What lives here: the positions of images and of a video's frames among the tokens, and truncating a sample outside
-images. What may not: templates (`encoding.py`), pixels (`data/media/images.py`, `data/media/videos.py`).
-
 At generation a prompt is tokenized without its answer, so an answer is tokenized apart from what precedes it: otherwise
 white space at its beginning is joined with the newline that ends the prompt, and is not trained on.
 """

@@ -1,9 +1,5 @@
 """Detects fields of a conversation that a chat template ignores, by rendering them, and text of answers that it drops.
 
-What lives here: for each field that some templates ignore, a small conversation with it, rendered once with a marker as
-its value; refusing samples with ignored fields; refusing answers that are not written whole. What may not: images,
-which are counted among the tokens (`tokenization.py`); positions of answers (`encoding.py`, `thinking.py`).
-
 A template does not report what it does not read: reasoning, tools, a system prompt after the first message. A sample
 would be trained on without it. Nor does it report text that it drops: templates with thinking split an answer at its
 think tags, keep one piece as reasoning and the last as the answer, and drop the others. White space at the ends of a

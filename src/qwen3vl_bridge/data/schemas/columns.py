@@ -1,9 +1,5 @@
 """Maps a data set's column names to ours, and composes texts from several of its columns.
 
-What lives here: the setting `columns`, its checks, converting a record with it, and the choice of how a record is read.
-What may not: filling templates (`templates.py`), spellings that need no setting (`spellings.py`), formats with a name
-(`named_schemas.py`).
-
 Each field but the last two is one of our keys, and its value the column that holds it. Media may be in several columns:
 "image_*" is image_1, image_2 and so on, in numerical order, as many as a record has. `system`, `question` and `answer`
 may also be templates (`templates.py`).
@@ -207,11 +203,7 @@ class Columns:
         return {key: value for key in keys if (value := getattr(self, key)) is not None}
 
     def _columns(self, names: Collection[str]) -> dict[str, str]:
-        """Every named column, with our key for it.
-
-        Args:
-            names: the existing columns, to resolve names with a "*".
-        """
+        """Every named column, with our key for it."""
         found: dict[str, str] = {}
         for key, value in self._given().items():
             template = key in _TEXTS and is_template(value)

@@ -1,9 +1,5 @@
 """Validation of conversations.
 
-What lives here: the contents of a record in our format, and refusing others. What may not: finding and reading records
-(`data/sources/opening.py`), other spellings (`spellings.py`), pixels (`data/media/images.py`, `data/media/videos.py`),
-tokens (`data/processing/encoding.py`).
-
 A record is {"messages": [{"role": "user", "content": "..."}, ...]}. Roles are system, user, assistant and tool. Content
 is a string, or a list of {"type": "text", "text": "..."}, {"type": "image", "image": "path"} and {"type": "video",
 "video": "path"}. A message may also have keys that a chat template reads: "reasoning_content", "tool_calls", "name"; a

@@ -1,9 +1,5 @@
 """Keys of a record: those that hold media, and unread ones that seem to.
 
-What lives here: media next to a conversation, taken out of its record; refusing media under other keys. What may not:
-their positions in the conversation (`placeholders.py`), opening media (`data/media/images.py`), anything but the
-standard library.
-
 Media are under "image" or "images", "video" or "videos", each one or a list, also as only base64. These count as no
 media: null, "", [], {}, and lists of these. A video in a list may be a list of frames; their rate is "sample_fps", a
 number, or a list of one for each video.

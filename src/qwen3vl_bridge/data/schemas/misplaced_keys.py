@@ -1,8 +1,5 @@
 """Keys of a record that are not read but probably meant to be: misspelt, or in the wrong place.
 
-What lives here: refusing system prompts, tools, texts and settings under such keys. What may not: media under unknown
-keys (`media_keys.py`), anything but the standard library.
-
 Most keys that are not read are metadata. These are not: "System" or "system_prompt" for "system", "functions" for
 "tools", "inputs" for Alpaca's "input", "min_pixels" next to the messages instead of in an image's part.
 """

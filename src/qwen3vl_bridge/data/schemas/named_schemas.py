@@ -1,9 +1,5 @@
 """Record formats of published data sets, chosen by the names that Megatron-Bridge has for them.
 
-What lives here: which keys such a record has, what is checked before Megatron-Bridge's adapter translates it, and the
-result in our own spelling. What may not: the translations themselves, which are Megatron-Bridge's, so that the target
-text of a data set is the same here and there; spellings that need no name (`spellings.py`).
-
 | name | as published by | a record | becomes |
 |---|---|---|---|
 | `cord_v2` | naver-clova-ix/cord-v2 | image, ground_truth | "Describe this image.", the receipt's fields |
@@ -84,12 +80,7 @@ class NamedSchema:
 
 
 def _own_messages(adapted: dict[str, Any], video: Any) -> list[dict[str, Any]]:
-    """Convert an adapter's result to our messages.
-
-    Args:
-        adapted: a prompt and its completion, or a conversation.
-        video: the record's value of that name, for a part with a video.
-    """
+    """Convert an adapter's result to our messages."""
     if "completion" in adapted:
         pair = (("user", adapted["prompt"]), ("assistant", adapted["completion"]))
         return [{"role": role, "content": text} for role, text in pair]

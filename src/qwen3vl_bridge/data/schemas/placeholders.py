@@ -1,8 +1,5 @@
 """Placeholders in a conversation for the images and videos that are next to it in the record.
 
-What lives here: "<image>" and "<video>" in texts, other spellings of them, and their number. What may not: keys that
-hold media (`media_keys.py`), spellings of turns (`spellings.py`), anything but the standard library.
-
 Each "<image>" or "<video>" in a text stands for the next of the record's media, and so does a part {"type": "image"}
 without an image of its own. In a content that is a list of parts, a text is literal. The number of placeholders must be
 that of media, or a record is refused: also one without media, whose "<image>" would be trained on as text.
@@ -46,14 +43,7 @@ _AS_TEXT = "where text is meant, write the content as a list of parts, or set co
 
 
 class _Place(NamedTuple):
-    """A placeholder for an image or a video in a text.
-
-    Attributes:
-        kind: "image" or "video".
-        spelling: as it is written.
-        number: of the medium, counted from 1; None for the next.
-        path: of the medium, if the text has it.
-    """
+    """A placeholder for an image or a video in a text."""
 
     kind: str
     spelling: str

@@ -1,10 +1,5 @@
 """Other spellings of conversations, converted to our own.
 
-What lives here: ShareGPT's and LLaVA's turns, questions with their answers, parts as OpenAI names them. What may not:
-media next to them (`media_keys.py`) and their placeholders (`placeholders.py`), data sets' column names (`columns.py`),
-reading files (`data/sources/opening.py`, `data/sources/parquet.py`, `data/sources/hub.py`), validating a conversation
-(`conversations.py`), anything but the standard library.
-
 Our own spelling is {"messages": [{"role": ..., "content": ...}]}, with images and videos as parts of a content. Others
 are
 

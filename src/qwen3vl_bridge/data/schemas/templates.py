@@ -1,8 +1,5 @@
 r"""Texts composed of several columns of a record.
 
-What lives here: the syntax of a template, its columns, and filling it. What may not: where templates are set
-(`columns.py`), the chat template of a checkpoint (`data/processing/encoding.py`).
-
 A template contains a brace, or begins with "text:". In it
 
     {question}           is a column's text, or its number

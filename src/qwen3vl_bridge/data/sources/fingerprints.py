@@ -1,7 +1,4 @@
-"""Compares the data with those that a checkpoint's position or a packing refers to.
-
-What lives here: the comparison. What may not: the fingerprints, which each source and stream computes.
-"""
+"""Compares the data with those that a checkpoint's position or a packing refers to."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Conversations in data sets of Hugging Face's `datasets`: on disk, or on the hub.
-
-What lives here: names on the hub, loading a data set and finding a row. What may not: the contents of a row
-(`tables.py`), streaming (`hub_streaming.py`).
-"""
+"""Conversations in data sets of Hugging Face's `datasets`: on disk, or on the hub."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Conversations in streaming data sets of Hugging Face's `datasets`, of unknown length and without random access.
 
-What lives here: reading forward, the rows that are kept, and numbering of samples. What may not: names on the hub
-(`hub.py`), the contents of a row (`tables.py`), which samples are read together (`data/packing/row_plan.py`).
-
 A part of a stream is a subset of its files, or of the row groups of Parquet files (`IterableDataset.shard`), so each
 process downloads only its own. Parts are read with `IterableDataset.iter`, which, unlike iteration, does not split once
 more over the workers of a torch DataLoader: `data/loading/streamed_rows.py` assigns parts to processes.
@@ -43,14 +40,7 @@ _of_parents: list[_Reading] = []  # never freed: closing them would wait for thr
 
 @dataclass
 class _Reading:
-    """State of reading the stream.
-
-    Attributes:
-        epoch: the epoch.
-        tables: the remaining tables.
-        place: index of the next row in the epoch.
-        process: id of the owning process; a forked one shares its parent's open files, and must not read from them.
-    """
+    """State of reading the stream."""
 
     epoch: int
     tables: Generator[Any]

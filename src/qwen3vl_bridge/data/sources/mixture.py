@@ -1,8 +1,5 @@
 """Several data sets as one source, each with its share.
 
-What lives here: the settings of a mixture, and reading the data sets as one. What may not: the order in which they are
-mixed (`data/packing/sample_order.py`), the choice of the reader for a path (`opening.py`).
-
 For later steps a mixture is one source: samples are numbered data set by data set, and each is measured once, however
 often it is read.
 """

@@ -1,9 +1,4 @@
-"""Sources of conversations: JSON files here, tables in their own modules, and the choice among them.
-
-What lives here: the protocol of a source, finding a record in a JSON file, the choice of the reader for a path. What
-may not: tables (`parquet.py`, `hub.py`), the contents of a record (`data/schemas/spellings.py`,
-`data/schemas/conversations.py`).
-"""
+"""Sources of conversations: JSON files here, tables in their own modules, and the choice among them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Conversations in Parquet files.
-
-What lives here: finding a row, and the cache of row groups. What may not: the contents of a row (`tables.py`), the
-digest of files (`parquet_digest.py`).
-"""
+"""Conversations in Parquet files."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Detects changes of Parquet files from a part of their bytes.
 
-What lives here: the choice of bytes, and their digest. What may not: rows (`parquet.py`).
-
 Texts determine what a sample is, and are a small part of files with images. So these are read:
 - every footer, which has the offset and size of each column of each row group, and its minimum and maximum;
 - the texts of the columns that are read, in blocks of 64 KiB; if there are more than 4096, that many evenly spread

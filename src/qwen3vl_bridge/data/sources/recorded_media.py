@@ -1,8 +1,4 @@
-"""The download record of a source's data.
-
-What lives here: adding the record to a source's access to media, and to its fingerprint. What may not: the record
-itself (`data/media/download_record.py`), the name of the data, which each source knows.
-"""
+"""The download record of a source's data."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The splits of a data path: which of its files or folders are for training, validation and test.
-
-What lives here: the names of files and folders. What may not: reading them (`opening.py`).
-"""
+"""The splits of a data path: which of its files or folders are for training, validation and test."""
 
 from __future__ import annotations
 

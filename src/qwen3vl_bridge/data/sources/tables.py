@@ -1,8 +1,5 @@
 """Rows of Arrow tables as conversations.
 
-What lives here: which columns are read, and converting a row to Python objects. What may not: finding a row
-(`parquet.py`, `hub.py`), spellings (`data/schemas/spellings.py`).
-
 Columns are named like the keys of a record (see `data/schemas/spellings.py`) or as in the setting `columns`. Of other
 columns those with texts are read, because they may contain file names, and so are objects if no column has media; those
 that contain files are refused. A table has each key in every row. Null values mean missing keys, which `data/schemas`

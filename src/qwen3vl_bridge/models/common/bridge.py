@@ -1,10 +1,4 @@
-"""The bridge: the common part of all families' bridges.
-
-What lives here: the table as Megatron-Bridge's mappings, and creating a provider from a `config.json`. What may not:
-parameter names (`models/*/table.py`), fields of one family (`models/*/bridge.py`), refusals
-(`models/*/config_checks.py`), defaults (`models/*/provider.py`), the conversion of each kind of row
-(`weights/bridge_mappings.py`).
-"""
+"""The bridge: the common part of all families' bridges."""
 
 from __future__ import annotations
 
@@ -154,12 +148,7 @@ def _files_of(hf_pretrained: Any) -> SafeTensorsStateSource | None:
 
 
 def _stored_config(name: str, hf_pretrained: Any) -> Mapping[str, Any]:
-    """The configuration of a Hugging Face model; a local checkpoint may lack parts of its weights.
-
-    Args:
-        name: of its family.
-        hf_pretrained: the model. For one on the hub, nothing is downloaded here.
-    """
+    """The configuration of a Hugging Face model; a local checkpoint may lack parts of its weights."""
     config, source = hf_pretrained.config.to_dict(), _files_of(hf_pretrained)
     if source is None or not Path(source.model_name_or_path).is_dir() or not source.key_to_filename_map:
         return config

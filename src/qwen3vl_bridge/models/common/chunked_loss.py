@@ -1,9 +1,5 @@
 """The loss of long rows, without all of their logits in memory at once.
 
-What lives here: computing losses of a row's tokens chunk by chunk, and their backward pass, which recomputes each
-chunk's logits. What may not: the loss of logits (`text_model.py`, which is megatron-core's), the number of tokens of a
-chunk (`settings/fields.py`).
-
 A row of s tokens has s * vocabulary logits, and megatron-core keeps their softmax in float32 until the backward pass:
 74 GiB for 131,072 tokens of Qwen3-VL. Here the forward pass keeps only the hidden states, and the backward pass
 recomputes one chunk's logits after the other, for one more product of hidden states and output weights. (Computing

@@ -1,8 +1,6 @@
 """FLOPs of a sample in each of the two towers: of a forward pass, or of a training step.
 
-What lives here: the formula, from a model's dimensions, a Hugging Face configuration or a provider's attributes; and
-the number that Megatron-Bridge asks a provider for. Standard library only. What may not: measured times, assignment of
-work to ranks (`data/loading/balance.py`), what adapters train (`training/metrics.py`).
+Standard library only.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Which parts of the model are trained.
-
-What lives here: freezing them, and counting parameters in a model. What may not: which parameter belongs to which part
-(`weights/model_parts.py`), deciding what is trained (`settings/fields.py`, `peft/lora.py`).
-"""
+"""Which parts of the model are trained."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The Megatron model of a vision tower and a text model: embed, fuse, decode.
-
-What lives here: the model of both towers, shared by all families. What may not: the text model (`text_model.py`), a
-family's additions (`models/*/model.py`), callers' conventions (`inputs/model_inputs.py`), anything about rows, packing,
-ranks or sequence parallelism: layout is data that comes with the batch.
-"""
+"""The Megatron model of a vision tower and a text model: embed, fuse, decode."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The provider: methods shared by the providers of all families.
-
-What lives here: completing and checking the fields, building the model of a pipeline stage, and additions for models
-with experts. What may not: fields (`settings/fields.py`), a family's own (`models/*/provider.py`), reading Hugging Face
-configurations (`bridge.py`), modules.
-"""
+"""The provider: methods shared by the providers of all families."""
 
 from __future__ import annotations
 

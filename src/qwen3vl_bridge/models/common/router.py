@@ -1,8 +1,5 @@
 """The router of experts: auxiliary losses that weight all real tokens equally, however tokens are split.
 
-What lives here: how tokens are counted for the balancing loss and the z-loss, and where megatron-core keeps them until
-they are logged. What may not: routing itself, which is megatron-core's.
-
 The balancing loss is E / (N^2 k) * sum_e f_e P_e over N real tokens that choose k of E experts each, f_e of them expert
 e, with the sum P_e of their scores. A rank has only the scores of its own tokens, so the sum of the ranks' losses is
 the whole loss. It is averaged over microbatches: weighted by their tokens if losses are divided by the tokens of the

@@ -1,9 +1,4 @@
-"""The Megatron text model of all families: megatron-core's GPT with interleaved multimodal rotary embedding.
-
-What lives here: its rotary embedding, its layers, the loss's vocabulary, tied embeddings in checkpoints. What may not:
-the vision tower and the combination of both (`model.py`), a family's additions to layers (`models/*/model.py`), losses
-in chunks (`chunked_loss.py`).
-"""
+"""The Megatron text model of all families: megatron-core's GPT with interleaved multimodal rotary embedding."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The vision tower's transformer configuration and its FLOPs, derived from the provider.
-
-What lives here: the derivation. What may not: fields (`settings/fields.py`), modules (`vision_tower.py`).
-"""
+"""The vision tower's transformer configuration and its FLOPs, derived from the provider."""
 
 from __future__ import annotations
 

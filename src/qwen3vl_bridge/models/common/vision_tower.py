@@ -1,8 +1,4 @@
-"""The vision tower: patches in, vision tokens and DeepStack features out.
-
-What lives here: patch embedding, position embedding, the block with its taps, the patch mergers. What may not: indices
-and offsets computed from grids (`batch/vision_inputs.py`), inserting vision tokens in the text (`model.py`).
-"""
+"""The vision tower: patches in, vision tokens and DeepStack features out."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Wrappers of a model in training: data parallelism, Megatron-FSDP, half precision.
-
-What lives here: the model inside them, and calling its parts by themselves. What may not: the model, wrapping it.
-"""
+"""Wrappers of a model in training: data parallelism, Megatron-FSDP, half precision."""
 
 from __future__ import annotations
 

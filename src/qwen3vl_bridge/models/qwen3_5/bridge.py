@@ -1,8 +1,4 @@
-"""The bridge: converts a Hugging Face configuration to our provider, and is registered with Megatron-Bridge.
-
-What lives here: fields specific to Qwen3.5-VL. What may not: parameter names (`table.py`), defaults (`provider.py`),
-refusals (`config_checks.py`), what the bridges of all families share (`models/common/bridge.py`).
-"""
+"""The bridge: converts a Hugging Face configuration to our provider, and is registered with Megatron-Bridge."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Layer specs of the text model: linear and gated attention layers, with and without Transformer Engine.
-
-What lives here: the attention type of each layer, and the modules of each type. What may not: the modules themselves
-(`linear_attention/layer.py`, `models/common/attention.py`), what the layers of all families share
-(`models/common/layer_specs.py`).
-"""
+"""Layer specs of the text model: linear and gated attention layers, with and without Transformer Engine."""
 
 from __future__ import annotations
 

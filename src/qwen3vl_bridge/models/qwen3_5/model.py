@@ -1,10 +1,4 @@
-"""The Megatron Qwen3.5-VL model: text model with linear and full attention, and vision tower without DeepStack.
-
-What lives here: the differences from the model that all families share (`models/common/model.py`): other layers, and
-passing embedded next tokens to multi-token prediction (MTP). What may not: layers (`layer_specs.py`,
-`multi_token_prediction.py`), anything about rows, packing, ranks or sequence parallelism: the layout is data in the
-batch.
-"""
+"""The Megatron Qwen3.5-VL model: text model with linear and full attention, and vision tower without DeepStack."""
 
 from __future__ import annotations
 

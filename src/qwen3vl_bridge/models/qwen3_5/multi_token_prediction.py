@@ -1,8 +1,5 @@
 """Multi-token prediction (MTP): an additional layer that predicts the token after the next, and its loss.
 
-What lives here: the layer's spec, its overrides of megatron-core's layer, and its loss. What may not: the positions of
-next tokens (`batch/`), the model that contains it (`model.py`).
-
 For each token, the layer's input combines the next token's embedding (its vision token, if it is part of an image)
 with the token's own hidden state after the final norm; position ids are the token's own. Embedding and output layer are
 shared with the model. Source: DeepSeek-V3 (arXiv 2412.19437), section 2.2; for vision tokens vLLM's qwen3_5_mtp, the

@@ -1,9 +1,4 @@
-"""The provider: the complete configuration of a Qwen3.5-VL model and its training, as one dataclass.
-
-What lives here: Qwen3.5-VL's fields and defaults, with Megatron-Bridge's names, and its own checks. What may not: what
-all families share (`models/common/provider.py`, `models/common/settings/fields.py`), reading Hugging Face
-configurations (`bridge.py`), modules.
-"""
+"""The provider: the complete configuration of a Qwen3.5-VL model and its training, as one dataclass."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Megatron settings that Qwen3.5-VL does not support, and constraints of its linear attention and MTP on other
 settings.
-
-What lives here: these tables; each unsupported setting has the only value that is accepted. What may not: settings with
-several supported values, settings of all families (`models/common/settings/fixed.py`).
 """
 
 from __future__ import annotations

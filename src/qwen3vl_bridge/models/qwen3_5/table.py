@@ -1,8 +1,5 @@
 """The weight table of Qwen3.5-VL: maps every parameter between Hugging Face and Megatron.
 
-What lives here: names, shapes (as symbols) and the relation between the two sides. Data only, standard library only, as
-in Qwen3-VL's table. What may not: tensors, files, process groups.
-
 Layers have linear or full attention, and a dense MLP or experts. Multi-token prediction (MTP) is one additional layer
 with full attention. Source of Megatron's names and values: Megatron-Bridge 0.6, qwen35_vl_bridge.py.
 """

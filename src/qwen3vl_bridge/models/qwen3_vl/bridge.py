@@ -1,8 +1,4 @@
-"""The bridge: creates our provider from a Hugging Face configuration, and is registered with Megatron-Bridge.
-
-What lives here: fields specific to Qwen3-VL. What may not: parameter names (`table.py`), defaults (`provider.py`),
-refusals (`config_checks.py`), what the bridges of all families share (`models/common/bridge.py`).
-"""
+"""The bridge: creates our provider from a Hugging Face configuration, and is registered with Megatron-Bridge."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The provider: the complete configuration of a Qwen3-VL model and its training, as one dataclass.
-
-What lives here: Qwen3-VL's fields and defaults, with Megatron-Bridge's names. What may not: refusals (`refusals.py`),
-what all families share (`models/common/provider.py`, `models/common/settings/fields.py`), reading Hugging Face
-configurations (`bridge.py`), modules.
-"""
+"""The provider: the complete configuration of a Qwen3-VL model and its training, as one dataclass."""
 
 from __future__ import annotations
 

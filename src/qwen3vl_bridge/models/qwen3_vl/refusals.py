@@ -1,8 +1,4 @@
-"""Megatron settings that Qwen3-VL does not support, each with the only value that is accepted.
-
-What lives here: these values, and the family's own checks of several settings. What may not: settings with several
-supported values, settings of all families (`models/common/settings/`).
-"""
+"""Megatron settings that Qwen3-VL does not support, each with the only value that is accepted."""
 
 from __future__ import annotations
 

@@ -1,10 +1,5 @@
 """The weight table of Qwen3-VL: maps every parameter between Hugging Face and Megatron.
 
-What lives here: names, shapes (as symbols) and the relation between the two sides. Data only, standard library only, so
-that a converter can read it without importing torch or Megatron. What may not: tensors, files, process groups.
-`bridge.py` turns the rows into Megatron-Bridge mappings, `checkpoint/planning/plan.py` into byte ranges; neither adds a
-name.
-
 Megatron names are those of the Transformer Engine layer spec, which checkpoints on disk use. A `*` stands for an index
 (layer, merger, expert); it is the same index on both sides. Dense and MoE models share the table: a model has the rows
 of its dense layers and those of its MoE layers.

@@ -1,8 +1,4 @@
-"""Names of Megatron-Bridge's own Qwen3-VL provider for values that ours has under other names.
-
-What lives here: properties for these values, each of which is stored once, and the check of names that are not
-settings. What may not: fields (`provider.py`), names of the model.
-"""
+"""Names of Megatron-Bridge's own Qwen3-VL provider for values that ours has under other names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Boxes of a tensor as ranges of its elements in row-major order.
 
-What lives here: that arithmetic, and the check that boxes cover a tensor exactly once. What may not: files.
-
 A tensor may be in tens of thousands of boxes, and a box in as many ranges, so complete lists of either are never made.
 """
 
@@ -115,11 +113,7 @@ def _box(shape: Shape, strides: Shape, offsets: Shape, sizes: Shape, number: int
 
 
 def _check_apart(group: list[_Box], strides: Shape) -> None:
-    """Check that no element is in two boxes.
-
-    Raises:
-        ValueError: one is.
-    """
+    """Check that no element is in two boxes."""
     begins = [box.begin for box in group]
     for i, one in enumerate(group):
         for other in group[i + 1 : bisect_left(begins, one.end)]:

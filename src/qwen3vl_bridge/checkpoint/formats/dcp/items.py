@@ -1,8 +1,4 @@
-"""One tensor item of a `.distcp` file: a torch zip archive that contains the tensor's bytes unchanged.
-
-What lives here: finding those bytes, so that they can be copied without loading the tensor. What may not: metadata
-(`metadata.py`), writing (`writer.py`).
-"""
+"""One tensor item of a `.distcp` file: a torch zip archive that contains the tensor's bytes unchanged."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The `.metadata` file of a torch.distributed.checkpoint folder, checked and as plain data.
-
-What lives here: from the pickle to tensors, their chunks and their positions. What may not: opening the data files
-except to get their size; the meaning of the keys.
-"""
+"""The `.metadata` file of a torch.distributed.checkpoint folder, checked and as plain data."""
 
 from __future__ import annotations
 

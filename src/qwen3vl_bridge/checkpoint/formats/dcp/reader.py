@@ -1,8 +1,4 @@
-"""A torch.distributed.checkpoint folder as a source of tensors, for all writers and chunk sizes.
-
-What lives here: from elements of a tensor to bytes of files. What may not: the meaning of the keys
-(`checkpoint/formats/megatron/folder.py`), and loading tensors, except if an item cannot be read in place.
-"""
+"""A torch.distributed.checkpoint folder as a source of tensors, for all writers and chunk sizes."""
 
 from __future__ import annotations
 
@@ -83,11 +79,7 @@ class DcpTensors:
                 self._payload(name, chunk)
 
     def _check_items(self) -> None:
-        """Check that no two chunks are the same item.
-
-        Raises:
-            CheckpointError: two are.
-        """
+        """Check that no two chunks are the same item."""
         owners: dict[tuple[Path, int], str] = {}
         for name, chunks in self._chunks.items():
             for path, offset, _ in (chunk.item for chunk in chunks):
@@ -117,11 +109,7 @@ class DcpTensors:
             return self._spill(load_item(chunk.item, dtype, chunk.sizes, name), f"{chunk.item.path}, {name}")
 
     def _spill(self, data: memoryview, what: str) -> Extent:
-        """Store the bytes of an item that cannot be read in place. All such items share one file.
-
-        Raises:
-            CheckpointError: the disk is full.
-        """
+        """Store the bytes of an item that cannot be read in place. All such items share one file."""
         try:
             if self._spilled is None:
                 self._spilled = tempfile.TemporaryFile()  # noqa: SIM115, it lives as long as this

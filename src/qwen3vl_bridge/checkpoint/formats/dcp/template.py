@@ -1,8 +1,4 @@
-"""The bytes that torch.save writes around a tensor's bytes.
-
-What lives here: the head and tail of such an archive for a dtype and shape, from torch itself, without the tensor. What
-may not: files, keys.
-"""
+"""The bytes that torch.save writes around a tensor's bytes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Unpickles only what torch.distributed.checkpoint writes: no code of the file's choosing ever runs.
 
-What lives here: the list of allowed globals, with plain stand-ins for each; torch's own classes are not even imported.
-What may not: judging the results (`metadata.py`, `items.py`).
-
 It is based on Python's own unpickler in its Python implementation. The one in C allocates whatever a memo index asks
 for, so that a file of twenty bytes can use all memory.
 """

@@ -1,8 +1,4 @@
-"""Lays out torch.distributed.checkpoint folders: no process group, no tensor in memory.
-
-What lives here: data files and `.metadata`. What may not: the keys (`checkpoint/formats/megatron/folder.py`), writing
-the data files (`checkpoint/engine/copying.py`).
-"""
+"""Lays out torch.distributed.checkpoint folders: no process group, no tensor in memory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The folder of a Megatron checkpoint: the files around the tensors.
-
-What lives here: names of files and keys in either format, finding an iteration, detecting its format. What may not:
-tensors' bytes, the weight table, writing (`side_files.py`).
-"""
+"""The folder of a Megatron checkpoint: the files around the tensors."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""`run_config.yaml`: what Megatron-Bridge's tools read about a checkpoint's run.
-
-What lives here: the contents of a converted checkpoint's file, and reading a run's, as data and without calling
-anything. What may not: the meaning of a section.
-"""
+"""`run_config.yaml`: what Megatron-Bridge's tools read about a checkpoint's run."""
 
 from __future__ import annotations
 

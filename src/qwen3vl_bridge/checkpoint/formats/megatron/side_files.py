@@ -1,8 +1,4 @@
-"""Writes the files around a Megatron checkpoint's tensors.
-
-What lives here: the files other than tensors that a loader needs. What may not: tensors, names of files and keys
-(`folder.py`).
-"""
+"""Writes the files around a Megatron checkpoint's tensors."""
 
 from __future__ import annotations
 

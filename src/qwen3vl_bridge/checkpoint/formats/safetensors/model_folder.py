@@ -1,9 +1,4 @@
-"""The folder of a Hugging Face model: finding it, and its files other than weights.
-
-What lives here: local folder or hub id, and which files are copied with the weights (configuration, tokenizer,
-processor). What may not: reading weights (`reader.py`) or judging the configuration
-(`checkpoint/stored_models/hf_config.py`).
-"""
+"""The folder of a Hugging Face model: finding it, and its files other than weights."""
 
 from __future__ import annotations
 

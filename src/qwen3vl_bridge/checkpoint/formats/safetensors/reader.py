@@ -1,8 +1,4 @@
-"""Reads the headers of a model's safetensors files; the weights themselves are not read.
-
-What lives here: single and sharded folders, all checks of headers, byte ranges of tensors. What may not: the meaning of
-the tensors (`checkpoint/planning/plan.py`), copying (`checkpoint/formats/byte_streams.py`).
-"""
+"""Reads the headers of a model's safetensors files; the weights themselves are not read."""
 
 from __future__ import annotations
 

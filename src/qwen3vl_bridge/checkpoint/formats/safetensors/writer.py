@@ -1,9 +1,4 @@
-"""Lays out sharded safetensors.
-
-What lives here: the shard and offset of each tensor, headers, the index. What may not: which tensors there are
-(`checkpoint/planning/plan.py`), writing them (`checkpoint/engine/copying.py`), the other files of a model
-(`model_folder.py`).
-"""
+"""Lays out sharded safetensors."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Adapters between Megatron and Hugging Face: rows in Hugging Face's order, experts, DoRA's magnitudes.
-
-What lives here: what Megatron-Bridge's conversion of adapters lacks, as a base class of families' bridges. What may
-not: parameter names (a family's table), adapters of the model (`peft/lora.py`), files (`peft/hf_export.py`).
-"""
+"""Adapters between Megatron and Hugging Face: rows in Hugging Face's order, experts, DoRA's magnitudes."""
 
 from __future__ import annotations
 

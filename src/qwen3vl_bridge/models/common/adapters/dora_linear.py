@@ -1,8 +1,4 @@
-"""A linear layer under DoRA.
-
-What lives here: corrections of Megatron-Bridge's own for this model. What may not: which layers it is applied to
-(`peft/lora.py`).
-"""
+"""A linear layer under DoRA."""
 
 from __future__ import annotations
 

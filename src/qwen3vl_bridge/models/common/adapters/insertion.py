@@ -1,9 +1,5 @@
 """Inserting adapters into a chunk, by our classes or by Megatron-Bridge's own: LoRA, VLMLoRA, DoRA, CanonicalLoRA.
 
-What lives here: what every way of inserting them needs for this model (names of the whole model, gradients through
-recomputation), and corrections and refusals of Megatron-Bridge's classes. What may not: our own configurations
-(`peft/lora.py`), Hugging Face formats (`peft/hf_export.py`).
-
 Megatron-Bridge inserts adapters by walking over modules, and delegates the walk to a module that has a method `map`
 (`megatron.bridge.peft.walk_utils.map`). `VisionLanguageModel.map` is that method, so all callers use it, before they
 wrap the model and before the first step.

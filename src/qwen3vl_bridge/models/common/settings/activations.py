@@ -1,8 +1,4 @@
-"""Activation functions by their names in Hugging Face configurations.
-
-What lives here: the functions of the text model's and the vision tower's MLPs. What may not: the configuration field
-that names one (`models/*/bridge.py`, `models/common/vision_config.py`), modules.
-"""
+"""Activation functions by their names in Hugging Face configurations."""
 
 from __future__ import annotations
 

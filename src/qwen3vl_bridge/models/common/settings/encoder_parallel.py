@@ -1,9 +1,5 @@
 """Settings of separate vision and language ranks (dist-train).
 
-What lives here: rules of the fields of `provider.dist_train`, and of others with it. What may not: the fields
-(`fields.py`), which vision replica serves which language replica (`parallel/encoder_replicas.py`), process groups
-(Megatron-Bridge's set-up creates them from these fields), tensors, modules.
-
 The first ranks are the vision tower's, the others the language model's. Both have their own data-parallel replicas; one
 number is a multiple of the other. With more vision replicas, those of a language replica divide its images; with fewer,
 each encodes the images of several.

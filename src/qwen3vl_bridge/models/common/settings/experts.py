@@ -1,8 +1,5 @@
 """Settings of experts: which layers have experts, and settings that contradict each other or change real tokens'
 training.
-
-What lives here: reading them, and their rules. What may not: fields (`fields.py`), settings with one value
-(`fixed.py`), how experts are split (`parallelism.py`), the router (`models/common/router.py`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""The fields of a provider: everything that defines a model, how it is computed and how it is split.
-
-What lives here: the fields that all families share, with Megatron-Bridge's names, and defaults that depend on what is
-installed. What may not: checks (the other modules of this folder), the use of the fields (`models/common/provider.py`),
-a family's own fields and defaults (`models/*/provider.py`).
-"""
+"""The fields of a provider: everything that defines a model, how it is computed and how it is split."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
 """Megatron settings that no family's model supports, each with the only value that is accepted.
 
-What lives here: these values, and settings that would be ignored: those that nothing reads for these models, and those
-of something that is off. What may not: settings with several supported values, those of one family
-(`models/*/refusals.py`).
-
 Which settings nothing reads was found by a search of the installed megatron-core and Megatron-Bridge and of this
 package for every field's readers, and by recording which fields runs read (docs/settings.md).
 """

@@ -1,9 +1,4 @@
-"""Settings of kernels: implementation, precision, fusion and CUDA graphs.
-
-What lives here: settings that are changed with a message in the log, and rules for settings that would be ignored or
-change results. What may not: fields (`fields.py`), layer specs (`models/common/layer_specs.py`), how a model is split
-(`parallelism.py`).
-"""
+"""Settings of kernels: implementation, precision, fusion and CUDA graphs."""
 
 from __future__ import annotations
 

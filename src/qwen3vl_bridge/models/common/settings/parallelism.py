@@ -1,8 +1,5 @@
 """Parallel sizes: settings that would fail in the middle of a run's first step, or train something else.
 
-What lives here: their rules, in plain numbers. What may not: fields (`fields.py`), refusals of one family
-(`models/*/refusals.py`), groups, modules.
-
 What megatron-core and Megatron-Bridge refuse clearly when a configuration is finalised is not repeated here: text heads
 and query groups that are not divisible by tensor parallelism, expert parallelism without experts, uneven pipeline
 stages and inconsistent layouts. Query groups may be fewer than tensor-parallel ranks, if they divide them.

@@ -1,7 +1,4 @@
-"""Settings of activation recomputation that would lose something or fail in the middle of a step.
-
-What lives here: their rules. What may not: fields (`fields.py`); recomputation itself, which is megatron-core's.
-"""
+"""Settings of activation recomputation that would lose something or fail in the middle of a step."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""All refusals of a provider: the list of its rules by the time at which they are checked.
-
-What lives here: this list, and checks of the model itself. What may not: rules of a subject (the other modules of this
-folder), of a family (`models/*/refusals.py`; its provider's `fixed` and `rules`).
-"""
+"""All refusals of a provider: the list of its rules by the time at which they are checked."""
 
 from __future__ import annotations
 

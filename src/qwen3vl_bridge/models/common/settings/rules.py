@@ -1,9 +1,4 @@
-"""Rules of settings as rows of a table, and the checker that evaluates a table.
-
-What lives here: the conditions that a row can state for a setting, and the message of a refusal. What may not:
-settings; the tables are in the other modules of this folder, one per subject, `refusals.py` has their list, and
-`models/*/refusals.py` the families' own.
-"""
+"""Rules of settings as rows of a table, and the checker that evaluates a table."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
 """Providers of saved configurations: a `run_config.yaml` that names Megatron-Bridge's class of a family, or ours.
 
-What lives here: which classes are replaced by ours, as families register them, and which saved fields are not used.
-What may not: a family (`models/*/bridge.py` registers it), the calls from Megatron-Bridge (`compat/patches.py`), the
-contents of a converted checkpoint's file (`checkpoint/formats/megatron/run_config.py`).
-
 Megatron-Bridge rebuilds a checkpoint's model from the class that the file names. Its own models and ours have the same
 parameters under the same names, so a checkpoint of one can be loaded by the other.
 """
@@ -119,11 +115,7 @@ def _of_theirs(
     anew: Collection[str],
     elsewhere: Mapping[str, Any],
 ) -> VisionLanguageFields:
-    """Our provider from the fields of Megatron-Bridge's.
-
-    Raises:
-        ValueError: fields that lead to other parameters than ours.
-    """
+    """Our provider from the fields of Megatron-Bridge's."""
     for name, only in _SAME_PARAMETERS.items():
         if saved.get(name, only) != only:
             raise ValueError(
@@ -141,13 +133,7 @@ def _of_theirs(
 def _on_this_machine(
     kind: type[VisionLanguageFields], saved: Mapping[str, Any], of_theirs: Collection[str]
 ) -> VisionLanguageFields:
-    """A provider from saved fields; without Transformer Engine on this machine, its kernels are turned off.
-
-    Args:
-        kind: our provider.
-        saved: fields by name.
-        of_theirs: whether they are Megatron-Bridge's, of which those that ours lacks are dropped silently.
-    """
+    """A provider from saved fields; without Transformer Engine on this machine, its kernels are turned off."""
     fields = dict(saved)
     if saved.get("transformer_impl") == "transformer_engine" != default_transformer_impl():
         logger.info(

@@ -1,10 +1,5 @@
 """The gated delta rule and the preceding causal convolution in torch; both restart at every segment.
 
-What lives here: the mathematics, with the signatures of the flash-linear-attention functions of the same names, as
-called by megatron-core. They are used where that package cannot be: without CUDA, and in float32, which its chunked
-kernel does not support. What may not: the module that calls them (`layer.py`), the selection between the two
-implementations (`kernels.py`).
-
 Segment offsets stay on the device. Tensors that depend on them have sizes that do not: T tokens in n segments fill at
 most T // 64 + n chunks, and unused chunks are empty.
 """

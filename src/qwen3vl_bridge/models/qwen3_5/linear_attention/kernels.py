@@ -1,9 +1,5 @@
 """Our torch functions in place of GatedDeltaNet's kernels, if flash-linear-attention or a GPU is missing.
 
-What lives here: assigning them to the four names that megatron-core's GatedDeltaNet uses, for the import hook, which
-finds them in the registry (`Family.replacements`). What may not: the functions (`delta_rule.py`), the warning that they
-are slow on a GPU (`models/qwen3_5/provider.py`), anything that imports torch or Megatron when this module is loaded.
-
 megatron-core does not build a GatedDeltaNet without that package, not even with its own torch functions, and the
 package needs a GPU. If both are present, nothing is replaced, even if the package cannot be imported: megatron-core
 reports that.

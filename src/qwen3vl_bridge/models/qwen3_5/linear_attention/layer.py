@@ -1,8 +1,5 @@
 """Linear attention of the text model: megatron-core's GatedDeltaNet with corrections, and without device
 synchronizations.
-
-What lives here: the subclass. What may not: the delta rule in torch (`delta_rule.py`), how megatron-core finds its
-kernels (`kernels.py`), the layers that contain it (`models/qwen3_5/layer_specs.py`).
 """
 
 from __future__ import annotations
