@@ -27,7 +27,9 @@ from .support import (
 def test_a_path_that_is_not_there(capsys, tmp_path):
     missing = tmp_path / "no such"
     expect_error(capsys, importing(missing, tmp_path), str(missing), "does not exist", "config.json")
-    expect_error(capsys, exporting(missing, tmp_path), str(missing), "found nothing, expected the folder of a Megatron")
+    expect_error(
+        capsys, exporting(missing, tmp_path), str(missing), "there is no such folder, expected the folder of a Megatron"
+    )
 
 
 def test_a_hub_id_that_cannot_be_reached(capsys, tmp_path, monkeypatch):
@@ -43,7 +45,7 @@ def test_a_hub_id_that_cannot_be_reached(capsys, tmp_path, monkeypatch):
 def test_a_file_in_place_of_a_folder(capsys, tmp_path):
     (tmp_path / "file").write_text("x")
     expect_error(capsys, importing(tmp_path / "file", tmp_path), "is a file, expected a folder")
-    expect_error(capsys, exporting(tmp_path / "file", tmp_path), "found a file, expected the folder")
+    expect_error(capsys, exporting(tmp_path / "file", tmp_path), "it is a file, not a folder, expected the folder")
 
 
 def test_folders_that_hold_something_else(capsys, tmp_path, untied_folder, imported):

@@ -284,4 +284,4 @@ def test_the_number_of_processes_is_one(capsys, monkeypatch, untied_folder, tmp_
 
 def test_inspect_of_what_is_no_model(capsys, tmp_path):
     assert main(["inspect", "--hf-model", str(tmp_path / "none")]) == 2
-    assert "expected the folder of a Hugging Face model" in capsys.readouterr().err
+    assert "is not a Hugging Face model: it has no config.json; there is no such folder" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from pathlib import Path
 from qwen3vl_bridge.checkpoint import CheckpointError, export_checkpoint, import_checkpoint, merge_adapters
 from qwen3vl_bridge.models.qwen3_5.layer_specs import linear_attention_spec
 from qwen3vl_bridge.models.qwen3_5.linear_attention import layer
-from qwen3vl_bridge.training.checkpointing.model_loading import load_model
+from qwen3vl_bridge.training.weight_loading import load_model
 
 import pytest
 import torch

@@ -30,7 +30,7 @@ def test_bad_input_is_one_line_and_status_2(tmp_path):
     command = [sys.executable, CONVERT, "export", "--megatron-path", "/no/such", "--hf-path", tmp_path / "hf"]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 2 and not found.stdout
-    assert found.stderr == "error: /no/such: found nothing, expected the folder of a Megatron checkpoint\n"
+    assert found.stderr == "error: /no/such: there is no such folder, expected the folder of a Megatron checkpoint\n"
 
 
 def test_a_whole_conversion(untied_folder, tmp_path, capsys):

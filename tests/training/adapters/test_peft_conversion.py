@@ -176,7 +176,7 @@ def test_the_command(run, tmp_path, capsys):
     assert convert.main(["adapters", "export", *source, "--hf-path", str(tmp_path / "a")]) == expected
     whole = ["--megatron-path", str(tmp_path / "nowhere"), "--hf-path", str(tmp_path / "b")]
     assert convert.main(["adapters", "merge", *whole]) == 2
-    assert "nowhere: found nothing" in capsys.readouterr().err
+    assert "nowhere: there is no such folder" in capsys.readouterr().err
 
 
 def test_gate_and_up_in_two_tensors(run, tmp_path):
