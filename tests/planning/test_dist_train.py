@@ -86,6 +86,8 @@ def test_proposals_fit(name, gpus, vision):
         assert proposal.peak.total <= 0.95 * H100.memory_bytes
     ranks = [proposal.split.tp * proposal.split.pp for proposal in proposals]
     assert ranks == sorted(ranks)
+    with pytest.raises(ValueError, match=f"{gpus} vision ranks, expected fewer than all GPUs"):
+        propose(dimensions_of(config), gpus, H100, ROWS, vision_split=ModelSplit(gpus))
 
 
 REFUSED = {
@@ -157,7 +159,7 @@ def test_both_kinds_of_ranks_are_printed(capsys):
         (["--vision-gpus", "4", "--cp", "2"], "cp is 2"),
         (["--vision-gpus", "4", "--propose", "--recompute", "full"], "--propose chooses recomputation"),
         (["--vision-gpus", "4", "--tp", "16"], "12 GPUs, expected a multiple of tp"),
-        (["--vision-gpus", "16"], "--vision-gpus is 16, expected fewer than the 16 GPUs"),
+        (["--vision-gpus", "16"], "--vision-gpus is 16, expected fewer than --gpus, 16"),
         (["--vision-gpus", "4", "--vision-tp", "3"], "4 GPUs, expected a multiple of tp"),
         (["--tp", "2", "--vision-tp", "2"], "--vision-tp without --vision-gpus"),
     ],

@@ -106,9 +106,9 @@ def found(request, folders, tmp_path_factory) -> dict[tuple[str, str], list[dict
 def plans(found, folders):
     """(case, the model's numbers, split, training, chunks of the rank's stage, what the rank has found)."""
     for (family, name), everyone in found.items():
-        n = dimensions_of(json.loads((folders[family] / "config.json").read_text()))
+        dims = dimensions_of(json.loads((folders[family] / "config.json").read_text()))
         split = split_of(name)
-        split.check(n)
+        split.check(dims)
         sharding = Sharding.OPTIMIZER if TOPOLOGIES[name].distributed_optimizer else Sharding.NONE
         training = TrainingSettings(
             transformer_engine=False,
@@ -117,21 +117,21 @@ def plans(found, folders):
             sharding=sharding,
             trains_mtp=family.endswith(WITH_MTP),
         )
-        stages = split.chunks(len(n.indices["text_layers"]))
+        stages = split.chunks(len(dims.indices["text_layers"]))
         for one in everyone:
-            yield f"{family} {name}", n, split, training, stages[one["stage"]], one
+            yield f"{family} {name}", dims, split, training, stages[one["stage"]], one
 
 
 def test_parameters_of_every_part(found, folders):
-    for case, n, split, _, chunks, one in plans(found, folders):
-        counted = sum((chunk_count(n, split, chunk) for chunk in chunks), ParameterCount())
+    for case, dims, split, _, chunks, one in plans(found, folders):
+        counted = sum((chunk_count(dims, split, chunk) for chunk in chunks), ParameterCount())
         real = ParameterCount(**one["parameters"])
         assert counted == real, case
 
 
 def test_gradients_and_optimizer(found, folders):
-    for case, n, split, training, chunks, one in plans(found, folders):
-        states = stage_states(n, split, chunks, training)
+    for case, dims, split, training, chunks, one in plans(found, folders):
+        states = stage_states(dims, split, chunks, training)
         near = PADDING if training.sharding is Sharding.OPTIMIZER else 0
         assert one["gradients"] == pytest.approx(states.gradients, rel=near), case
         assert one["optimizer"] == pytest.approx(states.optimizer, rel=near), case
@@ -140,10 +140,10 @@ def test_gradients_and_optimizer(found, folders):
 def test_what_a_rank_gathers_on_the_host_to_save_a_distributed_optimizer(found, folders):
     """By parameters: all of the rank's, in float32, on every rank. By numbers: what it has, and padding."""
     looked_at = False
-    for case, n, split, training, chunks, one in plans(found, folders):
+    for case, dims, split, training, chunks, one in plans(found, folders):
         if training.sharding is Sharding.OPTIMIZER:
             looked_at = True
-            states = stage_states(n, split, chunks, training)
+            states = stage_states(dims, split, chunks, training)
             print(f"{case}: {one[KINDS[0]] / states.host_gathered - 1:+.5f}")
             assert one[KINDS[0]] == pytest.approx(states.host_gathered, rel=PADDING), case
             assert one[KINDS[1]] <= PADDING * states.host_gathered, (
@@ -166,7 +166,7 @@ def stored(
 
 
 def test_activations(found, folders):
-    for case, n, split, training, chunks, one in plans(found, folders):
-        error = stored(n, split, training, chunks, one) / one["kept"] - 1
+    for case, dims, split, training, chunks, one in plans(found, folders):
+        error = stored(dims, split, training, chunks, one) / one["kept"] - 1
         print(f"{case}, stage {one['stage']}: {error:+.4f}")
         assert abs(error) <= ACTIVATIONS[split.ep], case

@@ -40,9 +40,9 @@ from .measure import allocated, gradient_bytes, optimizer_bytes
 
 @pytest.mark.parametrize("size", presets.PRESETS)
 def test_released_sizes_unsplit(size):
-    n = dimensions_of(presets.config_dict(size))
-    ((chunk,),) = ModelSplit(1).chunks(len(n.indices["text_layers"]))
-    assert chunk_count(n, ModelSplit(1), chunk).total == presets.parameter_count(size)
+    dims = dimensions_of(presets.config_dict(size))
+    ((chunk,),) = ModelSplit(1).chunks(len(dims.indices["text_layers"]))
+    assert chunk_count(dims, ModelSplit(1), chunk).total == presets.parameter_count(size)
 
 
 STAGES = {
@@ -58,10 +58,10 @@ STAGES = {
 @pytest.mark.parametrize("size", STAGES)
 def test_stages_have_everything_once(size):
     """And the embedding twice where the last stage needs it too."""
-    n, split = dimensions_of(presets.config_dict(size)), STAGES[size]
-    chunks = [chunk for stage in split.chunks(len(n.indices["text_layers"])) for chunk in stage]
-    again = 0 if n["untied"] else n["vocab"] * n["hidden"]
-    assert sum(chunk_count(n, split, chunk).total for chunk in chunks) == presets.parameter_count(size) + again
+    dims, split = dimensions_of(presets.config_dict(size)), STAGES[size]
+    chunks = [chunk for stage in split.chunks(len(dims.indices["text_layers"])) for chunk in stage]
+    again = 0 if dims["untied"] else dims["vocab"] * dims["hidden"]
+    assert sum(chunk_count(dims, split, chunk).total for chunk in chunks) == presets.parameter_count(size) + again
 
 
 @pytest.mark.parametrize("kind", ["untied", "moe"])
@@ -79,9 +79,9 @@ def test_a_step_of_a_real_optimizer(precision, kind, request):
     hf = AutoConfig.from_pretrained(folder)
     run.stream = iter([make_batch(make_samples("mixed", hf, seed=seed), hf, packed=True) for seed in range(4)])
     train_step(run)
-    n = dimensions_of(config)
+    dims = dimensions_of(config)
     training = TrainingSettings(precision=expected, sharding=Sharding.NONE, transformer_engine=False)
-    states = stage_states(n, ModelSplit(1), ModelSplit(1).chunks(4)[0], training)
+    states = stage_states(dims, ModelSplit(1), ModelSplit(1).chunks(4)[0], training)
     weights = [p for chunk in run.model for p in chunk.parameters()]
     assert states.parameters == sum(p.numel() * p.element_size() for p in weights)
     assert states.gradients == gradient_bytes(run.model)
@@ -100,9 +100,9 @@ def test_torchs_adam_holds_roots_of_second_moments(kind, request, monkeypatch):
         assert type(one.optimizer) is adam.Adam
         monkeypatch.setattr(one.optimizer, "step", recorded(one.optimizer.step, peaks))
     train_step(run)
-    n = dimensions_of(json.loads((folder / "config.json").read_text()))
+    dims = dimensions_of(json.loads((folder / "config.json").read_text()))
     training = TrainingSettings(precision=FP32, sharding=Sharding.NONE, transformer_engine=False)
-    states = stage_states(n, ModelSplit(1), ModelSplit(1).chunks(4)[0], training)
+    states = stage_states(dims, ModelSplit(1), ModelSplit(1).chunks(4)[0], training)
     assert 0.97 * states.updating <= max(peaks) <= states.updating  # norms and biases are a group of their own
     assert len(peaks) == 1
 
@@ -148,22 +148,22 @@ def test_adapters(kind, request):
     pair = make_pair(folder)
     Qwen3VLLoRA(dim=8)([pair.megatron])
     real = sum(p.numel() for p in pair.megatron.parameters() if p.requires_grad)
-    n = dimensions_of(json.loads((folder / "config.json").read_text()))
+    dims = dimensions_of(json.loads((folder / "config.json").read_text()))
     training = TrainingSettings(precision=FP32, lora=LoraSettings(8, LINEAR_LAYERS), sharding=Sharding.NONE)
-    states = stage_states(n, ModelSplit(1), ModelSplit(1).chunks(4)[0], training)
+    states = stage_states(dims, ModelSplit(1), ModelSplit(1).chunks(4)[0], training)
     assert states.gradients == 4 * real
     assert states.optimizer == 8 * real
     assert states.parameters == 4 * sum(p.numel() for p in pair.megatron.parameters())
 
 
 def test_frozen_parts_have_weights_alone():
-    n = dimensions_of(presets.config_dict("30B-A3B"))
+    dims = dimensions_of(presets.config_dict("30B-A3B"))
     split = ModelSplit(8, ep=8)
     (chunks,) = split.chunks(48)
-    count = chunk_count(n, split, chunks[0])
-    everything = stage_states(n, split, chunks, TrainingSettings())
+    count = chunk_count(dims, split, chunks[0])
+    everything = stage_states(dims, split, chunks, TrainingSettings())
     for parts in ({Part.VISION_MODEL}, {Part.LANGUAGE_MODEL, Part.VISION_PROJECTION}, set(Part)):
-        states = stage_states(n, split, chunks, TrainingSettings(frozen=frozenset(parts)))
+        states = stage_states(dims, split, chunks, TrainingSettings(frozen=frozenset(parts)))
         left = count.without(parts)
         assert states.parameters == everything.parameters
         assert states.gradients == 4 * left.total
@@ -172,9 +172,9 @@ def test_frozen_parts_have_weights_alone():
 
 
 def test_sharding_in_the_order_of_zero():
-    n = dimensions_of(presets.config_dict("8B"))
+    dims = dimensions_of(presets.config_dict("8B"))
     (chunks,) = ModelSplit(8).chunks(36)
-    found = {kind: stage_states(n, ModelSplit(8), chunks, TrainingSettings(sharding=kind)) for kind in Sharding}
+    found = {kind: stage_states(dims, ModelSplit(8), chunks, TrainingSettings(sharding=kind)) for kind in Sharding}
     whole = 8_767_123_696
     assert found[Sharding.NONE].total == 18 * whole
     assert found[Sharding.OPTIMIZER].total == pytest.approx((6 + 12 / 8) * whole)
@@ -186,8 +186,8 @@ def test_sharding_in_the_order_of_zero():
         "NONE": 0, "OPTIMIZER": 0, "GRADIENTS": 2, "ALL": 2,
     }  # fmt: skip
     assert (
-        stage_states(n, ModelSplit(8), chunks, TrainingSettings(sharding=Sharding.ALL, made_on_host=True)).unsharded
+        stage_states(dims, ModelSplit(8), chunks, TrainingSettings(sharding=Sharding.ALL, made_on_host=True)).unsharded
         == 0
     )
     untold = TrainingSettings(sharding=Sharding.ALL, precision=replace(BF16, fsdp_gradient=None))
-    assert stage_states(n, ModelSplit(8), chunks, untold).gradients == pytest.approx(2 / 8 * whole)
+    assert stage_states(dims, ModelSplit(8), chunks, untold).gradients == pytest.approx(2 / 8 * whole)

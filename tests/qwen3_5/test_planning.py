@@ -30,10 +30,10 @@ from .test_table import MTP_PARAMETERS, PARAMETERS
 
 @pytest.mark.parametrize("size", PRESETS)
 def test_released_sizes_unsplit(size):
-    n = dimensions_of(config_dict(size))
-    ((chunk,),) = ModelSplit(1).chunks(len(n.indices["text_layers"]))
-    assert chunk_count(n, ModelSplit(1), chunk).total == PARAMETERS[size] + MTP_PARAMETERS[size]
-    assert mtp_count(n, ModelSplit(1), chunk).total == MTP_PARAMETERS[size]
+    dims = dimensions_of(config_dict(size))
+    ((chunk,),) = ModelSplit(1).chunks(len(dims.indices["text_layers"]))
+    assert chunk_count(dims, ModelSplit(1), chunk).total == PARAMETERS[size] + MTP_PARAMETERS[size]
+    assert mtp_count(dims, ModelSplit(1), chunk).total == MTP_PARAMETERS[size]
 
 
 STAGES = {
@@ -46,13 +46,14 @@ STAGES = {
 
 @pytest.mark.parametrize("size", STAGES)
 def test_stages_have_everything_once(size):
-    n, split = dimensions_of(config_dict(size)), STAGES[size]
-    chunks = [chunk for stage in split.chunks(len(n.indices["text_layers"])) for chunk in stage]
-    again = 0 if n["untied"] else n["vocab"] * n["hidden"]
+    dims, split = dimensions_of(config_dict(size)), STAGES[size]
+    chunks = [chunk for stage in split.chunks(len(dims.indices["text_layers"])) for chunk in stage]
+    again = 0 if dims["untied"] else dims["vocab"] * dims["hidden"]
     assert (
-        sum(chunk_count(n, split, chunk).total for chunk in chunks) == PARAMETERS[size] + MTP_PARAMETERS[size] + again
+        sum(chunk_count(dims, split, chunk).total for chunk in chunks)
+        == PARAMETERS[size] + MTP_PARAMETERS[size] + again
     )
-    assert [mtp_count(n, split, chunk).total > 0 for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert [mtp_count(dims, split, chunk).total > 0 for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
 
 
 def test_a_released_size_as_it_is_built():
@@ -66,8 +67,8 @@ def test_a_released_size_as_it_is_built():
     found: Counter[str] = Counter()
     for name, p in model.named_parameters():
         found[part_of(name).value] += p.numel()
-    n = dimensions_of(config_dict("0.8B")).with_vocab(provider.padded_vocab_size or provider.vocab_size)
-    assert chunk_count(n, ModelSplit(1), ModelSplit(1).chunks(24)[0][0]) == ParameterCount(**found)
+    dims = dimensions_of(config_dict("0.8B")).with_vocab(provider.padded_vocab_size or provider.vocab_size)
+    assert chunk_count(dims, ModelSplit(1), ModelSplit(1).chunks(24)[0][0]) == ParameterCount(**found)
 
 
 @pytest.mark.parametrize("size", PRESETS)
@@ -107,11 +108,11 @@ STAGED = ModelSplit(16, pp=4, tp=2, sequence_parallel=True)
 def test_multi_token_prediction_is_trained_on_the_last_stage():
     """Whose gradients and optimizer it adds to; on the way, stages keep next tokens beside hidden states."""
     config, rows = config_dict("9B"), TrainingSettings(seq_length=8192, max_patches=0, sharding=Sharding.NONE)
-    n, kept = dimensions_of(config), estimate(config, STAGED, rows)
+    dims, kept = dimensions_of(config), estimate(config, STAGED, rows)
     trained = estimate(config, STAGED, replace(rows, trains_mtp=True))
     *others, last = zip(kept.stages, trained.stages, strict=True)
     (chunk,) = STAGED.chunks(32)[-1]
-    numbers = mtp_count(n, STAGED, chunk).total
+    numbers = mtp_count(dims, STAGED, chunk).total
     assert abs(numbers * 2 / MTP_PARAMETERS["9B"] - 1) < 1e-3  # norms are whole on both tensor-parallel ranks
     for without, with_it in others:
         assert without.states == with_it.states
@@ -166,9 +167,9 @@ def test_adapters_as_they_are_put_in(kind, qwen3_5_folders):
     pair = make_pair(folder)
     Qwen3VLLoRA(dim=8, target_modules=list(LINEAR_LAYERS))([pair.megatron])
     real = sum(p.numel() for p in pair.megatron.parameters() if p.requires_grad)
-    n = dimensions_of(json.loads((folder / "config.json").read_text()))
+    dims = dimensions_of(json.loads((folder / "config.json").read_text()))
     training = TrainingSettings(precision=FP32, lora=LoraSettings(8), sharding=Sharding.NONE)
-    states = stage_states(n, ModelSplit(1), ModelSplit(1).chunks(4)[0], training)
+    states = stage_states(dims, ModelSplit(1), ModelSplit(1).chunks(4)[0], training)
     assert (states.gradients, states.optimizer) == (4 * real, 8 * real)
     assert states.parameters == 4 * sum(p.numel() for p in pair.megatron.parameters())
 

@@ -128,7 +128,7 @@ def _run(options: argparse.Namespace) -> int:
         vision_split = ModelSplit(options.vision_gpus, tp=options.vision_tp or 1)
         language_gpus -= options.vision_gpus
         if language_gpus < 1:
-            raise ValueError(f"--vision-gpus is {options.vision_gpus}, expected fewer than the {options.gpus} GPUs")
+            raise ValueError(f"--vision-gpus is {options.vision_gpus}, expected fewer than --gpus, {options.gpus}")
     elif options.vision_tp is not None:
         raise ValueError("--vision-tp without --vision-gpus, expected both or neither")
     if options.propose or not (sizes or options.fsdp or options.no_distributed_optimizer):

@@ -49,9 +49,9 @@ def propose(
     limit = (1 - MARGIN) * gpu.memory_bytes
     splits = _splits(dims, world, gpu, training, fixed or {}, vision_split)
     proposals: dict[tuple[int, ...], MemoryEstimate] = {}  # by sizes without EP
-    for _, equals in itertools.groupby(splits, lambda split: _model_parallel(split, gpu)):
+    for _, group in itertools.groupby(splits, lambda split: _model_parallel(split, gpu)):
         fitting: list[tuple[tuple[int, ...], MemoryEstimate]] = []
-        for split in equals:
+        for split in group:
             for recomputed, estimate in enumerate(_estimates(dims, split, training, vision_split)):
                 if estimate.peak.total <= limit:
                     fitting.append(((recomputed, split.pp, split.tp, split.cp, split.ep), estimate))
@@ -103,6 +103,8 @@ def _splits(
     most_cp = training.seq_length // _LEAST_TOKENS
     if vision_split is not None:
         world, most_cp = world - vision_split.world, 1
+        if world < 1:
+            raise ValueError(f"there are {vision_split.world} vision ranks, expected fewer than all GPUs")
     # Where stages do not divide the layers, the embedding and the loss count as a layer each.
     stages = (pp for pp in range(1, min(layers, world) + 1) if not layers % pp or not (layers + 2) % pp)
     tried = {
