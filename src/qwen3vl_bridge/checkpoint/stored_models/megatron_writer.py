@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
 from qwen3vl_bridge.checkpoint.formats.dcp.reader import DcpTensors
@@ -57,7 +57,11 @@ class MegatronTarget:
     experts: ExpertLayout
     vocab_divisor: int | None = None
     float32_of_hf: str | None = None
-    float32_as: ClassVar[str] = "float32"
+
+    @property
+    def float32_as(self) -> str:
+        """As in the running model."""
+        return "float32"
 
     @property
     def dimensions(self) -> Dimensions:
