@@ -72,6 +72,24 @@ def processor():
     return make_processor(512)
 
 
+# White space that the released tokenizers have as one token each, also joined with a newline before it.
+WHITE = ("\n", "\n\n", "\n\n\n", "\n\n\n\n", " \n", "\n \n", "\r\n", " \n\n")
+
+
+@pytest.fixture(scope="session")
+def joining():
+    """A processor whose tokenizer joins newlines, as the released ones do."""
+    from examples.digits import processor as digits
+
+    texts = [*digits._corpus(), *[f"a{white}b" for white in WHITE for _ in range(8)]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digits, "_corpus", lambda: iter(texts))
+        made = digits.make_processor(512)
+    assert all(len(made.tokenizer(white)["input_ids"]) == 1 for white in WHITE)
+    assert len(made.tokenizer("\n" + " \n")["input_ids"]) == 1
+    return made
+
+
 @pytest.fixture(scope="session")
 def checkpoint(processor, tmp_path_factory) -> Path:
     """A folder with a processor and a configuration."""

@@ -1,9 +1,11 @@
 """Tokens, labels and loss masks: against the processor's own tokens, and a mask put together piece by piece."""
 
 import copy
+import functools
 import itertools
+from pathlib import Path
 
-from qwen3vl_bridge.data import DataError, Encoder
+from qwen3vl_bridge.data import Conversation, DataError, Encoder
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers.image_utils import load_image
 
-from ..conftest import picture
+from ..conftest import WHITE, picture
 
 # What a user could write to be taken for the template, and what tokenizers get wrong.
 TEXTS = (
@@ -95,8 +97,6 @@ def test_only_answers_are_trained_on_whatever_users_write(processor, encoder, pi
 
 
 def make(turns: list[tuple], pictures: dict):
-    from qwen3vl_bridge.data import Conversation
-
     def part(content):
         return {"type": "text", "text": content} if isinstance(content, str) else {"type": "image", "image": "x"}
 
@@ -172,6 +172,138 @@ def test_text_that_stands_for_a_picture_is_refused(encoder, read, content):
             encode(conversation)
 
 
+END = "<|im_end|>"
+TEMPLATES = ("released_template", "released_thinking_template", "thinking_template")
+# What tokenizers join with the newline before it, and what they do not.
+starts = st.lists(st.sampled_from([*WHITE, " ", "\t", "\u00a0"]), max_size=3).map("".join)
+spoken = st.tuples(starts, st.sampled_from(["", "Seven.", "7", "{", "é", "中文\n"])).map("".join)
+
+
+@pytest.fixture(scope="module")
+def joining_encoders(joining):
+    """By template and what is trained on."""
+    found = {}
+    for name in TEMPLATES:
+        other = copy.copy(joining)
+        other.chat_template = Path(__file__).with_name(f"{name}.jinja").read_text(encoding="utf-8")
+        found[name] = Encoder(other)
+        if name == "thinking_template":
+            found["train"] = Encoder(other, empty_thinking="train")
+    return found
+
+
+def ids(processor, text: str) -> list[int]:
+    return processor.tokenizer(text)["input_ids"]
+
+
+def prompted(processor, messages, behind: str = "", **settings) -> list[int]:
+    """A prompt's tokens as at generation."""
+    settings = {"tokenize": False, "add_generation_prompt": True, **settings}
+    return ids(processor, processor.apply_chat_template(copy.deepcopy(list(messages)), **settings) + behind)
+
+
+def check_last(processor, sample, prompt: list[int], answer: str) -> None:
+    """Whether a sample ends with an answer behind its prompt, with the tokens of both by themselves."""
+    own = ids(processor, answer)
+    assert sample.input_ids.tolist() == [*prompt, *own, *ids(processor, "\n")]
+    assert sample.loss_mask.tolist() == [0] * (len(prompt) - 1) + [1] * len(own) + [0] * 2
+
+
+@given(spoken, spoken, st.booleans(), st.sampled_from([*TEMPLATES, "train"]))
+@settings(max_examples=300, deadline=None)
+def test_an_answer_follows_its_prompt_as_at_generation(joining_encoders, text, earlier, in_parts, name):
+    """Whatever white space it begins with: the prompt's tokens are those without it, and all others are trained on."""
+    encoder = joining_encoders[name]
+    ask, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}
+    if in_parts:
+        answer["content"] = [{"type": "text", "text": text[:1]}, {"type": "text", "text": text[1:]}]
+    before = (ask, {"role": "assistant", "content": earlier}, ask)
+    conversation = Conversation("train.jsonl:1", (*before, answer), losses={1: False})
+    sample, closed = encoder(conversation), "\n</think>\n\n"
+    written, behind, settings = {
+        "released_template": (text, "", {}),
+        "released_thinking_template": (text.lstrip("\n"), closed, {}),  # it cannot be asked not to think
+        "thinking_template": (text.strip(), "", {"enable_thinking": False}),
+        "train": (closed + text.strip(), "", {"enable_thinking": True}),
+    }[name]
+    check_last(encoder.processor, sample, prompted(encoder.processor, before, behind, **settings), written + END)
+    assert encoder.size(conversation).tokens == len(sample)
+
+
+@given(st.lists(st.tuples(spoken, st.booleans()), min_size=1, max_size=4))
+@settings(max_examples=300, deadline=None)
+def test_every_answer_follows_its_prompt_or_the_sample_is_refused(joining_encoders, turns):
+    """Which it is only where an answer that is trained on has other tokens in the prompt of a later one."""
+    encoder = joining_encoders["released_template"]
+    tokenizer_ids = functools.partial(ids, encoder.processor)
+    messages, losses, expected = [], {}, []
+    for text, trains in turns:
+        messages.append({"role": "user", "content": "Hi"})
+        if trains:
+            expected.append((prompted(encoder.processor, messages), tokenizer_ids(text + END)))
+        losses[len(messages)] = trains
+        messages.append({"role": "assistant", "content": text})
+    conversation = Conversation("train.jsonl:1", tuple(messages), losses=losses)
+    if not expected:
+        return
+    later = [prompt for prompt, _ in expected[1:]]
+    fits = all(
+        after[: len(prompt + own)] == prompt + own for (prompt, own), after in zip(expected, later, strict=False)
+    )
+    if not fits:
+        for work in (encoder, encoder.size):
+            with pytest.raises(DataError, match=r"^train.jsonl:1: the tokenizer joins the beginning of the answer "):
+                work(conversation)
+        return
+    sample = encoder(conversation)
+    assert encoder.size(conversation).tokens == len(sample)
+    mask = [0.0] * len(sample)
+    for prompt, own in expected:
+        assert sample.input_ids[: len(prompt + own)].tolist() == prompt + own
+        mask[len(prompt) - 1 : len(prompt + own) - 1] = [1.0] * len(own)
+    assert sample.loss_mask.tolist() == mask
+    if not any(text[:1].isspace() and trains for text, trains in turns):
+        text = encoder.processor.apply_chat_template(copy.deepcopy(messages), tokenize=False)
+        assert sample.input_ids.tolist() == tokenizer_ids(text)
+
+
+def test_a_prompt_that_ends_in_a_space_leaves_its_answer_the_first_word(processor):
+    """The tokenizer would join both."""
+    other, ask, answer = (
+        copy.copy(processor),
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "the"},
+    )
+    other.chat_template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    assert len(ids(processor, ": the")) < len(ids(processor, ": ")) + len(ids(processor, "the"))
+    encoder, conversation = Encoder(other), Conversation("train.jsonl:1", (ask, answer))
+    sample = encoder(conversation)
+    check_last(other, sample, prompted(other, [ask]), f"the{END}")
+    assert encoder.size(conversation).tokens == len(sample)
+
+
+def test_white_space_between_turns_by_hand(joining_encoders):
+    """The second of two answers; the remedies of the refusal work."""
+    encoder = joining_encoders["released_template"]
+    ask, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "\n\nSeven."}
+    messages = (ask, {**answer, "content": "Six."}, ask, answer, ask, {**answer, "content": "Eight."})
+    with pytest.raises(
+        DataError, match=r"the answer '\\n\\nSeven\.<\|im_end\|>.*answers='last', leave this one out with"
+    ):
+        encoder(Conversation("train.jsonl:1", messages))
+    for remedied in (
+        Encoder(encoder.processor, "last")(Conversation("train.jsonl:1", messages)),
+        encoder(Conversation("train.jsonl:1", messages, losses={1: False, 3: False})),
+    ):
+        check_last(encoder.processor, remedied, prompted(encoder.processor, messages[:-1]), f"Eight.{END}")
+    sample = encoder(Conversation("train.jsonl:1", messages[:4]))
+    trained = sample.labels[sample.loss_mask.bool()]
+    assert encoder.processor.tokenizer.decode(trained) == f"Six.{END}\n\nSeven.{END}"
+
+
 TURN = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 
@@ -213,7 +345,7 @@ def test_templates_with_no_place_to_hold_on_to_are_refused(processor, read, temp
 def test_a_template_that_leaves_out_pictures_is_refused(processor, read, tmp_path):
     other = copy.copy(processor)
     other.chat_template = (
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\nhi<|im_end|>\n' }}{% endfor %}" + PROMPT
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n7<|im_end|>\n' }}{% endfor %}" + PROMPT
     )
     picture(tmp_path / "7.png", 64, 64)
     content = [{"type": "image", "image": "7.png"}]

@@ -2,6 +2,7 @@
 
 import copy
 
+from qwen3vl_bridge.data import Conversation, Encoder
 from qwen3vl_bridge.data.processing.tokenization import _backend_of, ids_and_starts, ids_of
 
 import pytest
@@ -38,6 +39,8 @@ def check(tokenizer, text: str) -> None:
     assert torch.equal(ids_of(copy.deepcopy(tokenizer), text), ids)
     found = ids_and_starts(copy.deepcopy(tokenizer), text)
     assert torch.equal(found[0], ids) and torch.equal(found[1], starts)
+    middle = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert ids_of(copy.deepcopy(tokenizer), text, begins=False).tolist() == middle
 
 
 @given(texts.filter(lambda text: text.isprintable() or text.encode("utf-8", "ignore").decode() == text))
@@ -74,6 +77,19 @@ def test_a_tokenizer_that_was_set_otherwise_gives_what_transformers_makes_of_it(
     assert ids_of(tokenizer, text).tolist() == wrapped(tokenizer, text)[0].tolist()
 
 
+def test_the_beginning_of_a_conversation_is_marked_once(processor):
+    """By a tokenizer that marks it, though prompt and answers are tokenized one by one."""
+    other, begin = copy.copy(processor), "<|endoftext|>"
+    other.tokenizer = copy.deepcopy(processor.tokenizer)
+    other.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{begin} $A", special_tokens=[(begin, processor.tokenizer.pad_token_id)]
+    )
+    turns = ({"role": "user", "content": "Which?"}, {"role": "assistant", "content": "Seven."}) * 2
+    sample = Encoder(other)(Conversation("train.jsonl:1", turns))
+    text = processor.apply_chat_template(list(turns), tokenize=False)
+    assert sample.input_ids.tolist() == wrapped(processor.tokenizer, begin + text)[0].tolist()
+
+
 def test_a_tokenizer_with_code_of_its_own_is_called(processor):
     class Reversing(PreTrainedTokenizerFast):
         def _encode_plus(self, text, **settings):
@@ -84,3 +100,4 @@ def test_a_tokenizer_with_code_of_its_own_is_called(processor):
     expected = ids_and_starts(processor.tokenizer, "xuof")
     assert torch.equal(ids_of(tokenizer, "foux"), expected[0])
     assert all(map(torch.equal, ids_and_starts(tokenizer, "foux"), expected))
+    assert [found.tolist() for found in ids_and_starts(tokenizer, "")] == [[], []]

@@ -2,13 +2,16 @@
 
 import copy
 import pickle
+import re
 from pathlib import Path
 
 from qwen3vl_bridge.data import Columns, Conversation, DataError, Encoder, open_source
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from ..conftest import write
+from ..conftest import picture, write
 
 HERE = Path(__file__).parent
 ASK, ANSWER = {"role": "user", "content": "Which?"}, {"role": "assistant", "content": "Seven."}
@@ -41,13 +44,13 @@ WHERE = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def encoder_with(processor):
-    def make(template: str) -> Encoder:
+    def make(template: str, **settings) -> Encoder:
         other = copy.copy(processor)
         path = HERE / template if template.endswith(".jinja") else None
         other.chat_template = path.read_text(encoding="utf-8") if path else template
-        return Encoder(other)
+        return Encoder(other, **settings)
 
     return make
 
@@ -101,7 +104,7 @@ def test_the_remedy_for_tools_works(tmp_path, encoder_with):
 
 
 def test_a_template_is_asked_once(encoder_with, monkeypatch):
-    """Whatever the number of samples, a kind of thing is rendered once more."""
+    """Whatever the number of samples, a kind of thing is rendered once more, and so is a prompt."""
     encoder, rendered = encoder_with("released_template.jinja"), []
     work = type(encoder.processor).apply_chat_template
 
@@ -112,6 +115,150 @@ def test_a_template_is_asked_once(encoder_with, monkeypatch):
     monkeypatch.setattr(type(encoder.processor), "apply_chat_template", counted)
     for _ in range(3):
         encoder.size(having("tools"))
-    assert len(rendered) == 3 + 1
+    assert len(rendered) == 3 + 2
     encoder.size(Conversation("train.jsonl:2", (ASK, ANSWER)))
-    assert len(rendered) == 3 + 1 + 1
+    assert len(rendered) == 3 + 2 + 1
+
+
+END, BLOCK = "<|im_end|>", "<think>\n"
+SPLITTING = ("released_thinking_template.jinja", "thinking_template.jinja")
+# As Qwen3.8's, which reads reasoning from nowhere else, and writes that of earlier turns, too.
+BESIDE = (HERE / SPLITTING[1]).read_text(encoding="utf-8").replace("elif '</think>' in text", "elif false")
+BESIDE = BESIDE.replace("if loop.index0 > question.last", "if true")
+assert BESIDE.count("elif false") == BESIDE.count("if true") == 1
+STRAY = (
+    "Put it inside <think> and </think> tags, then answer.",
+    "Let me see. <think>\nTwo.\n</think>\n\n4",
+    "Two.</think>4",
+    "Close it:\n```\n</think>\n```\nDone.",
+    "<think>\nA <think> in it.\n</think>\n\n4",
+    "<think>\nTwo.\n</think>\n\nNo </think> here.",
+    "</think>",
+)
+
+
+def said(message: dict, at: int = -1, **beside) -> Conversation:
+    """A conversation with a message among answers of others."""
+    messages = [ASK, ANSWER, ASK, ANSWER]
+    messages[at] = {**message, **beside}
+    return Conversation("train.jsonl:1", tuple(messages), losses={1: at == 1, 3: at != 1})
+
+
+def trained(encoder: Encoder, conversation: Conversation) -> str:
+    sample = encoder(conversation)
+    assert encoder.size(conversation).tokens == len(sample)
+    return encoder.processor.tokenizer.decode(sample.labels[sample.loss_mask.bool()])
+
+
+@pytest.mark.parametrize("template", SPLITTING)
+@pytest.mark.parametrize(
+    ("text", "at"), [*((text, 3) for text in STRAY), *((text, 1) for text in STRAY if " <think> in" not in text)]
+)
+def test_text_that_a_template_drops_at_think_tags_is_refused(encoder_with, template, text, at):
+    """As the last answer and an earlier one, in parts, and with a call behind it; the remedy works."""
+    encoder, problem = encoder_with(template), rf"^train.jsonl:1: message {at + 1}: .* whole; put reasoning under 'reas"
+    parts = [{"type": "text", "text": text[:7]}, {"type": "text", "text": text[7:]}]
+    call = {"tool_calls": CALL["tool_calls"]}
+    for content in (text, parts):
+        for message in ({**ANSWER, "content": content}, {**ANSWER, "content": content, **call}):
+            for work in (encoder, encoder.size):
+                with pytest.raises(DataError, match=problem):
+                    work(said(message, at))
+            whole = trained(encoder, said(message, at, reasoning_content=""))
+            assert whole.startswith(text) and whole.endswith(END)
+            assert ("<tool_call>" in whole) == ("tool_calls" in message)
+    # An answer that is not trained on is what the template makes of it, for training as for generation.
+    assert trained(encoder, Conversation("x", (ASK, {**ANSWER, "content": text}, ASK, ANSWER), losses={1: False}))
+
+
+@pytest.mark.parametrize("text", [*STRAY, "<think>\nTwo.\n</think>\n\n4"])
+def test_think_tags_are_text_to_a_template_without_thinking(encoder_with, text):
+    for at in (1, 3):
+        assert trained(encoder_with("released_template.jinja"), said({**ANSWER, "content": text}, at)) == text + END
+
+
+@pytest.mark.parametrize("template", SPLITTING)
+@pytest.mark.parametrize(
+    "text",
+    ["<think>\nTwo.\n</think>\n\n4", "<think>Two.</think>4", "\n<think>\n\nTwo.\n\n</think>\n4", "Two.\n</think>\n\n4"],
+)
+def test_thinking_in_the_text_is_read_as_beside_it(encoder_with, template, text):
+    """In whatever white space; without its opening tag, which is the prompt's, only as the model writes it."""
+    encoder, opened = encoder_with(template), "<think>" in text
+    assert trained(encoder, said({**ANSWER, "content": text})) == f"Two.\n</think>\n\n4{END}"
+    if opened:
+        assert trained(encoder, said({**ANSWER, "content": text}, 1)) == f"4{END}"
+        beside = {"content": "4", "reasoning_content": "Two."}
+        for at in (1, 3):
+            inside = encoder(said({**ANSWER, "content": text}, at))
+            assert inside.input_ids.tolist() == encoder(said({**ANSWER, **beside}, at)).input_ids.tolist()
+
+
+@pytest.mark.parametrize("template", SPLITTING)
+def test_thinking_in_the_text_is_read_around_pictures(encoder_with, tmp_path, template):
+    """Which templates write in an answer, too; text that they drop is refused there as well."""
+    image, seen = picture(tmp_path / "7.png", 32, 32), {"type": "image", "image": ""}
+    for dropped in (False, True):
+        first = {"type": "text", "text": "<think>\nTwo.\n</think>\n\n" + "No </think> here. " * dropped + "See "}
+        content = [first, seen, {"type": "text", "text": " there."}]
+        conversation = Conversation("train.jsonl:1", (ASK, {**ANSWER, "content": content}), (image,))
+        if dropped:
+            with pytest.raises(DataError, match="message 2: found 'No </think> here"):
+                encoder_with(template)(conversation)
+        else:
+            assert trained(encoder_with(template), conversation) == f"Two.\n</think>\n\nSee  there.{END}"
+
+
+def test_thinking_in_the_text_is_refused_where_a_template_reads_it_as_text(encoder_with):
+    """It would follow an empty thinking block. Other text with tags is trained on as it is."""
+    for empty, before in (("prompt", ""), ("train", "\n</think>\n\n")):
+        encoder = encoder_with(BESIDE, empty_thinking=empty)
+        for at in (1, 3):
+            with pytest.raises(DataError, match=rf"message {at + 1}: found '4' in the answer, .* 'reasoning_content'"):
+                encoder(said({**ANSWER, "content": "<think>\n\n</think>\n\n4"}, at))
+        with pytest.raises(
+            DataError, match=r"message 4: found 'Two\.' in the answer, .* put reasoning under 'reasoning_"
+        ):
+            encoder(said({**ANSWER, "content": "<think>\nTwo.\n</think>\n\n4"}))
+        for text in (text for text in STRAY if not text.startswith("<think>")):
+            assert trained(encoder, said({**ANSWER, "content": text})) == before + text + END
+
+
+@pytest.mark.parametrize("changed", ["m.content.split('</think>')[-1]", "m.content | upper", "m.content[:4]"])
+def test_a_template_without_thinking_that_changes_answers_is_refused(encoder_with, changed):
+    encoder, text = encoder_with(PLAIN.replace("m.content", changed)), "<think>\nTwo.\n</think>\n\n4"
+    with pytest.raises(
+        DataError, match=r"message 4: found .* in the answer, .* give the checkpoint another chat templ"
+    ):
+        encoder(said({**ANSWER, "content": text}))
+
+
+pieces = st.lists(
+    st.sampled_from(["<think>", "</think>", "\n", "\n\n", " ", "Two.", "<think>\nTwo.\n</think>\n\n"]), max_size=6
+)
+
+
+def bare(text: str) -> str:
+    """A text without the white space that templates change: around think tags, and at its ends."""
+    return re.sub(r"\s*(</?think>)\s*", r"\1", text).strip()
+
+
+@given(pieces.map("".join), st.sampled_from(["released_template.jinja", *SPLITTING, BESIDE]), st.sampled_from([1, 3]))
+@settings(deadline=None, max_examples=300)
+def test_an_answer_is_trained_on_whole_or_refused(encoder_with, text, template, at):
+    encoder, conversation = encoder_with(template), said({**ANSWER, "content": text}, at)
+    try:
+        found = trained(encoder, conversation)
+    except DataError as error:
+        assert template != "released_template.jinja" and "</think>" in text and "'reasoning_content'" in str(error)
+        with pytest.raises(DataError):
+            encoder.size(conversation)
+    else:
+        reasoning, closed, answer = bare(text).removeprefix("<think>").partition("</think>")
+        begins = bare(text).startswith("<think>") and closed
+        # Reasoning is written only behind the last question.
+        is_part = template in SPLITTING and begins and (at == 1 or not reasoning)
+        found, whole = found.removesuffix(END), bare(text)
+        assert {bare(found), bare(BLOCK + found)} & ({whole, answer} if is_part else {whole})
+    whole = trained(encoder, said({**ANSWER, "content": text}, at, reasoning_content=""))
+    assert whole.strip() == f"{text.strip()}{END}" or whole == f"{text}{END}" or whole == text.lstrip("\n") + END

@@ -31,7 +31,7 @@ from qwen3vl_bridge.data.media.images import image_size, load_image
 from qwen3vl_bridge.data.packing.sample_sizes import Size
 from qwen3vl_bridge.data.processing.thinking import EmptyThinking, Turns
 from qwen3vl_bridge.data.processing.tokenization import Seen, Tokens, tokenise
-from qwen3vl_bridge.data.processing.unwritten import Unwritten
+from qwen3vl_bridge.data.processing.unwritten import Unwritten, check_answer, texts_of
 from qwen3vl_bridge.data.schemas.conversations import Conversation, PixelLimits
 
 import torch
@@ -138,10 +138,12 @@ class Encoder:
         """
         seen = self._see(conversation)
         self._check_text(conversation)
-        self._trained(conversation)
-        # Without truncation the positions of answers are not needed.
-        text = self._render(conversation, conversation.messages)
-        tokens = tokenise(self.processor, text, (), seen, conversation.sample_id)
+        trained = self._trained(conversation)
+        if self._is_plain(conversation, trained):  # then the positions of answers matter only to truncation
+            text = self._render(conversation, conversation.messages)
+            tokens = tokenise(self.processor, text, (), seen, conversation.sample_id)
+        else:
+            tokens = self._tokens(conversation, seen, None)
         if limit is not None and len(tokens) > limit:
             tokens = self._tokens(conversation, seen, limit)
         merge = self.processor.image_processor.merge_size**2
@@ -276,8 +278,28 @@ class Encoder:
             end = len(turn.rstrip())
             if not turn[len(prompt) : end].endswith(closing):
                 raise DataError(where, f"the answer ends in {turn[-20:]!r}, expected a token that closes the turn")
+            check_answer(messages[number], prompt, text[len(prompt) : end], where, _ANOTHER)
             spans.append((len(prompt), end))
         return text, spans
+
+    def _is_plain(self, conversation: Conversation, trained: Sequence[int]) -> bool:
+        """Whether answers have the same tokens without regard to their positions, and no think tags that split them."""
+        if self._empty == "train" or not self._prompts_end_in_newline:
+            return False
+        for message in (conversation.messages[number] for number in trained):
+            text, reasoning = "".join(texts_of(message["content"])), message.get("reasoning_content") or "."
+            if not text[:1].strip() or not reasoning[:1].strip() or "</think>" in text:
+                return False
+        return True
+
+    @cached_property
+    def _prompts_end_in_newline(self) -> bool:
+        """Whether generation prompts end in a newline, which a tokenizer joins only with white space after it."""
+        asked = [{"role": "user", "content": "a"}]
+        try:
+            return self.processor.apply_chat_template(asked, tokenize=False, add_generation_prompt=True).endswith("\n")
+        except Exception:  # a template is a program; what it refuses, it also refuses in the sample
+            return False
 
     def _trained(self, conversation: Conversation) -> list[int]:
         """Indices of the messages that are trained on, at least one."""
@@ -312,8 +334,7 @@ class Encoder:
         """Refuse text that would be read as a placeholder, and fields that the template would ignore."""
         self._unwritten.check(conversation)
         for number, message in enumerate(conversation.messages, start=1):
-            content = message["content"]
-            texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+            texts = texts_of(message["content"])
             vision = ("image_token", "video_token", "vision_start_token", "vision_end_token")
             for token in (getattr(self.processor, name) for name in vision):
                 if any(token in words for words in texts):

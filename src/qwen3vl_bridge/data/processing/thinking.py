@@ -10,18 +10,20 @@ of its reasoning. Whether the prompt asks for thinking follows from the sample: 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.processing.tokenization import Span
+from qwen3vl_bridge.data.processing.unwritten import BLOCK, check_answer
 
 EmptyThinking = Literal["prompt", "train"]
 
-# A thinking block at the end of a prompt, open or empty.
-_BLOCK = re.compile(r"<think>\s*(</think>\s*)?\Z")
+_APART = (
+    "put reasoning under 'reasoning_content' and only the answer into the text; with an empty 'reasoning_content' the "
+    "text is trained on as it is, with its think tags"
+)
 
 
 class Turns:
@@ -57,8 +59,8 @@ class Turns:
             number: index of the message.
 
         Raises:
-            DataError: the template does not render the turn as its reasoning before its answer, or the text around the
-                turn depends on its contents.
+            DataError: the template does not render the turn as its reasoning before its answer, drops text of it, or
+                renders the text around the turn depending on its contents.
         """
         where = f"{self._place}: message {number + 1}"
         head, tail = self._around(number, where)
@@ -79,6 +81,8 @@ class Turns:
             raise self._refused(where, "what precedes the answer", head[-40:])
         if start > len(self._text) - len(tail):
             raise self._refused(where, "what precedes the answer", head[-40:])
+        before, answer = self._text[:start], self._text[start:end]
+        check_answer(self._messages[number], before, answer, where, _APART, drops_reasoning=opened is None)
         return start, end
 
     def _around(self, number: int, where: str) -> tuple[str, str]:
@@ -107,8 +111,8 @@ class Turns:
     def _start(self, before: str, thinking: bool, where: str) -> int:
         """End of the generation prompt, in a text that ends where the turn begins to differ."""
         prompt = self._prompts[thinking]
-        header = _BLOCK.sub("", before)
-        if not header.endswith(_BLOCK.sub("", prompt)):
+        header = BLOCK.sub("", before)
+        if not header.endswith(BLOCK.sub("", prompt)):
             raise self._refused(where, f"the prompt to generate it, with enable_thinking {thinking},", prompt)
         return len(before) if before.endswith(prompt) else len(header)
 

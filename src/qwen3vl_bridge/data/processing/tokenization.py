@@ -2,10 +2,14 @@
 
 What lives here: the positions of images and of a video's frames among the tokens, and truncating a sample outside
 images. What may not: templates (`encoding.py`), pixels (`data/media/images.py`, `data/media/videos.py`).
+
+At generation a prompt is tokenized without its answer, so an answer is tokenized apart from what precedes it: otherwise
+white space at its beginning is joined with the newline that ends the prompt, and is not trained on.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -89,7 +93,8 @@ def tokenise(processor: Any, text: str, answers: Sequence[Span], seen: Seen, pla
         place: the conversation, for messages.
 
     Raises:
-        DataError: the number of placeholders differs from that of images or videos, or the text is not valid Unicode.
+        DataError: the number of placeholders differs from that of images or videos, the text is not valid Unicode, or
+            an answer has other tokens in the prompts of later ones.
     """
     try:
         text.encode()
@@ -102,17 +107,22 @@ def tokenise(processor: Any, text: str, answers: Sequence[Span], seen: Seen, pla
         if (found := text.count(token)) != expected:
             raise DataError(place, f"the chat template made {found} placeholders for {kind}, expected {expected}")
     text, answers, videos = _with_frames(processor, text, answers, seen.videos)
-    ids, starts = ids_of(processor.tokenizer, text), torch.empty(0, dtype=torch.int64)
-    if answers or videos:
-        ids, starts = ids_and_starts(processor.tokenizer, text)
+    pieces, starts = [], torch.empty(0, dtype=torch.int64)  # every second piece is an answer
+    for first, end in itertools.pairwise([0, *itertools.chain.from_iterable(answers), len(text)]):
+        if videos:  # whose places are needed
+            piece, places = ids_and_starts(processor.tokenizer, text[first:end], begins=first == 0)
+            starts = torch.cat((starts, places + first))
+        else:
+            piece = ids_of(processor.tokenizer, text[first:end], begins=first == 0)
+        pieces.append(piece)
+    _check_prompts(processor.tokenizer, text, answers, pieces, place)
+    ids, is_answer = torch.cat(pieces), torch.arange(len(pieces)) % 2 == 1
+    trained = is_answer.repeat_interleave(torch.tensor([len(piece) for piece in pieces]))
     merge = processor.video_processor.merge_size**2
     frames = [prod(sampled.grid[1:]) // merge for sampled in seen.videos for _ in range(sampled.grid[0])]
     counts, image = torch.ones_like(ids), ids == processor.image_token_id
     counts[image] = torch.tensor(seen.image_tokens, dtype=counts.dtype)
     counts[ids == processor.video_token_id] = torch.tensor(frames, dtype=counts.dtype)
-    trained = torch.zeros(len(ids), dtype=torch.bool)
-    for start, end in answers:
-        trained |= (starts >= start) & (starts < end)
     # Images are not trained on, even if a template allows them in an assistant's turn.
     vision = [processor.image_token_id, processor.video_token_id]
     around = [processor.vision_start_token_id, processor.vision_end_token_id]
@@ -134,22 +144,51 @@ def tokenise(processor: Any, text: str, answers: Sequence[Span], seen: Seen, pla
     return Tokens(ids, trained & ~never, counts, pictures, clips)
 
 
-def ids_of(tokenizer: Any, text: str) -> Tensor:
+def _check_prompts(tokenizer: Any, text: str, answers: Sequence[Span], pieces: Sequence[Tensor], place: str) -> None:
+    """Refuse an answer that has other tokens in the prompt of a later answer, which is tokenized in one piece."""
+    if len(answers) < 2:
+        return
+    prompt = ids_of(tokenizer, text[: answers[-1][0]])
+    apart = torch.cat(list(pieces[:-2]))
+    if torch.equal(prompt, apart):
+        return
+    common = int((prompt[: len(apart)] == apart[: len(prompt)]).cumprod(0).sum())
+    ends = list(itertools.accumulate(map(len, pieces)))[1::2]
+    start = next(start for (start, _), end in zip(answers, ends, strict=True) if common < end)
+    raise DataError(
+        place,
+        f"the tokenizer joins the beginning of the answer {text[start : start + 20]!r}... with what precedes it where "
+        "it is part of a later answer's prompt, so its tokens differ there; take out white space at its beginning, "
+        "train on only the last answer with answers='last', leave this one out with \"loss\": false, or, for an empty "
+        "thinking block, set empty_thinking='prompt'",
+    )
+
+
+def ids_of(tokenizer: Any, text: str, begins: bool = True) -> Tensor:
     """[n] int64 ids of a text's tokens. Without their offsets, a fast tokenizer takes a third of the time."""
     backend = _backend_of(tokenizer)
     if backend is None:
-        return ids_and_starts(tokenizer, text)[0]
-    (encoding,) = backend.encode_batch_fast([text])
+        return ids_and_starts(tokenizer, text, begins)[0]
+    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=begins)
     return torch.tensor(encoding.ids, dtype=torch.int64)
 
 
-def ids_and_starts(tokenizer: Any, text: str) -> tuple[Tensor, Tensor]:
-    """[n] int64 ids of a text's tokens, and [n] int64 the index of each one's first character."""
+def ids_and_starts(tokenizer: Any, text: str, begins: bool = True) -> tuple[Tensor, Tensor]:
+    """The tokens of a text.
+
+    Args:
+        tokenizer: a fast tokenizer.
+        text: the text.
+        begins: whether a conversation begins with it, for tokenizers that mark the beginning.
+
+    Returns:
+        [n] int64 ids, and [n] int64 the index of each one's first character.
+    """
     backend = _backend_of(tokenizer)
     if backend is None:
-        encoded = tokenizer(text, return_offsets_mapping=True, return_tensors="pt")
-        return encoded["input_ids"][0], encoded["offset_mapping"][0][:, 0].contiguous()
-    encoding = backend.encode(text)
+        encoded = tokenizer(text, add_special_tokens=begins, return_offsets_mapping=True, return_tensors="pt")
+        return encoded["input_ids"][0].long(), encoded["offset_mapping"].long().reshape(-1, 2)[:, 0].contiguous()
+    encoding = backend.encode(text, add_special_tokens=begins)
     starts = [start for start, _ in encoding.offsets]
     return torch.tensor(encoding.ids, dtype=torch.int64), torch.tensor(starts, dtype=torch.int64)
 

@@ -1,16 +1,19 @@
-"""Detects fields of a conversation that a chat template ignores, by rendering them.
+"""Detects fields of a conversation that a chat template ignores, by rendering them, and text of answers that it drops.
 
 What lives here: for each field that some templates ignore, a small conversation with it, rendered once with a marker as
-its value; refusing samples with ignored fields. What may not: images, which are counted among the tokens
-(`tokenization.py`); positions of answers (`encoding.py`, `thinking.py`).
+its value; refusing samples with ignored fields; refusing answers that are not written whole. What may not: images,
+which are counted among the tokens (`tokenization.py`); positions of answers (`encoding.py`, `thinking.py`).
 
 A template does not report what it does not read: reasoning, tools, a system prompt after the first message. A sample
-would be trained on without it.
+would be trained on without it. Nor does it report text that it drops: templates with thinking split an answer at its
+think tags, keep one piece as reasoning and the last as the answer, and drop the others. White space at the ends of a
+text is not counted: such templates trim it.
 """
 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +37,10 @@ def _call(name: str) -> dict[str, Any]:
 _SYSTEM = {"role": "system", "content": _MARKER}
 _OTHER = "give the checkpoint a chat template that writes it"
 _TAKEN_OUT = f"take it out of the record, or {_OTHER}"
+# A thinking block at the end of a prompt, open or empty.
+BLOCK = re.compile(r"<think>\s*(</think>\s*)?\Z")
+_MEDIUM = "\0"  # for an image or a video, or no text
+_EMPTY = re.compile(r"\A\s*<think>\s*</think>")
 # By name in messages: a conversation with the field, its tools, and what to do if it is ignored.
 _SMALL: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None, str]] = {
     "tools": ([_ASK, _ANSWER], [_tool(_MARKER)], f"leave them out (columns.ignore=[tools]), or {_OTHER}"),
@@ -87,6 +94,53 @@ class Unwritten:
         return _MARKER not in text
 
 
+def check_answer(
+    message: dict[str, Any], prompt: str, answer: str, where: str, remedy: str, drops_reasoning: bool = False
+) -> None:
+    """Refuse an answer of which the template writes only a part.
+
+    Args:
+        message: the assistant's message.
+        prompt: the rendered text up to what is trained on.
+        answer: the rendered text that is trained on.
+        where: the message's position, for messages.
+        remedy: what to do about the template.
+        drops_reasoning: whether the template omits reasoning from this turn, as from those before the last question.
+
+    Raises:
+        DataError: it lacks text of the message.
+    """
+    texts, reasoning = texts_of(message["content"]), message.get("reasoning_content")
+    before, _, rest = "".join(text or _MEDIUM for text in texts).partition("<think>")
+    inside, closed, behind = rest.partition("</think>")
+    # If reasoning is given separately, tags in the text are text.
+    is_inline = closed and not before.strip() and not isinstance(reasoning, str)
+    if is_inline:
+        block = BLOCK.search(prompt)
+        answer = (block[0] if block else "") + answer
+        if inside.strip() and not drops_reasoning:
+            texts = ["<think>", *inside.split(_MEDIUM), "</think>", *behind.split(_MEDIUM)]
+        else:
+            texts, answer = behind.split(_MEDIUM), _EMPTY.sub("", answer)
+    elif reasoning and not drops_reasoning:
+        texts = [reasoning, *texts]
+    at = 0
+    for text in map(str.strip, texts):
+        found = answer.find(text, at)
+        if found < 0 or (is_inline and _MEDIUM not in rest and answer[at:found].strip()):
+            raise DataError(
+                where,
+                f"found {text[:60]!r} in the answer, of which the chat template writes {answer[:60]!r}, expected it "
+                f"whole; {remedy}",
+            )
+        at = found + len(text)
+
+
+def texts_of(content: str | list[dict[str, Any]]) -> list[str]:
+    """The texts of a content, one of each part; empty for images and videos."""
+    return [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+
+
 def _parts(conversation: Conversation) -> Iterator[tuple[str, str]]:
     """Fields of a conversation that a template may ignore, with their position."""
     if conversation.tools:
@@ -105,5 +159,4 @@ def _parts(conversation: Conversation) -> Iterator[tuple[str, str]]:
 
 def _says(content: str | list[dict[str, Any]]) -> bool:
     """Whether a content has text. Its images are counted elsewhere."""
-    texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
-    return any(map(str.strip, texts))
+    return any(map(str.strip, texts_of(content)))
