@@ -93,8 +93,14 @@ _REDUCED_TOGETHER = When(
         and not (cfg.ddp.use_distributed_optimizer or cfg.ddp.use_megatron_fsdp)
     ),
 )
+_GATHERED = "each rank's parameters are gathered in one call, which needs one dtype, and linear attention has float32"
 # Requirements of a model in 16 bits that trains some parameters in float32.
 WITH_FLOAT32: tuple[Rule, ...] = (
+    *under(
+        _TWO_DTYPES,
+        Row("optimizer.optimizer", any_of("adam", "sgd", "lion", "muon"), _GATHERED),
+        Row("optimizer.use_layer_wise_distributed_optimizer", False, _GATHERED),
+    ),
     Row(
         "dist.use_torch_fsdp2",
         False,
