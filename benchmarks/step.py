@@ -6,7 +6,7 @@
 A packed row of samples with pictures (those of `host.py`) is collated, a rank's share of it is selected and moved, and
 the model's forward and backward pass runs, on CUDA if there is one and on one core of the CPU otherwise. The model has
 the released model's widths and as many layers as asked for. "whole" is the share of a step of the whole model, whose
-time is taken to be longer by as much as it computes more (`qwen3vl_bridge/models/common/flops.py`).
+time is taken to be longer by as much as it computes more (`qwen3vl_bridge/models/flops.py`).
 
 What lives here: the measurement. What may not: code that training needs.
 """
@@ -23,7 +23,7 @@ from typing import Any
 import qwen3vl_bridge  # noqa: F401  (registers our model)
 from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.data.processing.encoding import EncodedSample
-from qwen3vl_bridge.models.common.flops import tower_costs
+from qwen3vl_bridge.models.flops import tower_costs
 from qwen3vl_bridge.models.qwen3_vl.presets import hf_config
 from qwen3vl_bridge.training.process_groups import initialize, shutdown
 

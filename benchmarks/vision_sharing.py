@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 python benchmarks/vision_sharing.py --samples 5000 --rows 8192 --csv /tmp/sharing.csv
 
 Rows are those that training makes of the mix of `packing.py`: best fit, windows of 512 samples. Costs are computed
-(`qwen3vl_bridge/models/common/flops.py`), not measured.
+(`qwen3vl_bridge/models/flops.py`), not measured.
 
 - balance: the most that a rank encodes over the mean, and over the least it could be: a frame is never cut, so the
   larger of the mean and the costliest frame. "by cost" is ours; "by tokens" assigns frames in the same way by what
@@ -30,7 +30,7 @@ import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.batch import VisionWork
 from qwen3vl_bridge.batch.vision_sharding import assign_frames, assign_vision
 from qwen3vl_bridge.data.processing.encoding import EncodedSample
-from qwen3vl_bridge.models.common.flops import tower_costs
+from qwen3vl_bridge.models.flops import tower_costs
 from qwen3vl_bridge.models.qwen3_vl.model import DeepStackStage
 from qwen3vl_bridge.models.qwen3_vl.presets import config_dict
 from qwen3vl_bridge.models.qwen3_vl.table import VISION_ROWS

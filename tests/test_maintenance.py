@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from qwen3vl_bridge.files.parsing import read_yaml
+from qwen3vl_bridge.io.parsing import read_yaml
 
 import pytest
 from packaging.requirements import Requirement

@@ -96,7 +96,7 @@ def _plain(settings: DictConfig) -> Any:
 
 
 def _merged(settings: DictConfig, words: Sequence[str], files: Sequence[str | Path]) -> DictConfig:
-    from qwen3vl_bridge.files.parsing import check_yaml
+    from qwen3vl_bridge.io.parsing import check_yaml
 
     from megatron.bridge.training.utils.omegaconf_utils import OverridesError, parse_hydra_overrides
     from omegaconf import OmegaConf

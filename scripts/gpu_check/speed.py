@@ -1,7 +1,7 @@
 """Tokens a second, model FLOPs utilisation and memory of a training step, ours beside others' on the same samples.
 
 What lives here: the clock, and rounds that take every model in turn. What may not: models (`models.py`), FLOPs
-(`models/common/flops.py`), peaks (`planning/hardware.py`).
+(`models/flops.py`), peaks (`planning/hardware.py`).
 
 A step here is forward and backward; `training.py` has whole steps with the optimizer.
 """
@@ -17,7 +17,7 @@ from functools import cache, partial
 from typing import Any
 
 import qwen3vl_bridge  # noqa: F401  before Megatron
-from qwen3vl_bridge.models.common.flops import Trained, tower_costs
+from qwen3vl_bridge.models.flops import Trained, tower_costs
 from qwen3vl_bridge.training.metrics import peak_operations
 
 import torch

@@ -64,7 +64,7 @@ class Family:
     fields_of_run: str
     provider: str
     bridge: str
-    flops: str = "qwen3vl_bridge.models.common.flops.model_costs"
+    flops: str = "qwen3vl_bridge.models.flops.model_costs"
     presets: str | None = None
     released_experts: ExpertLayout = ExpertLayout.INPUT_MAJOR
     optional: Mapping[str, str] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class Family:
         return load(self.provider)(config, **settings)
 
     def costs(self, dimensions: Dimensions, trained: Any = None) -> Any:
-        """`TowerCosts` of `models/common/flops.py`: of a forward pass, or of a step that trains something."""
+        """`TowerCosts` of `models/flops.py`: of a forward pass, or of a step that trains something."""
         return load(self.flops)(dimensions, trained)
 
 

@@ -14,8 +14,8 @@ from qwen3vl_bridge.checkpoint.engine import copying
 from qwen3vl_bridge.checkpoint.formats import planned_files
 from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
 from qwen3vl_bridge.cli.convert import main
-from qwen3vl_bridge.files import atomic
-from qwen3vl_bridge.files.json_files import read_object, write_object
+from qwen3vl_bridge.io import atomic
+from qwen3vl_bridge.io.json_files import read_object, write_object
 from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 
 import pytest

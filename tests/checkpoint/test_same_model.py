@@ -14,7 +14,7 @@ from qwen3vl_bridge.checkpoint import (
 )
 from qwen3vl_bridge.checkpoint.stored_models.config_comparison import check_same_model
 from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
-from qwen3vl_bridge.files.json_files import read_object, write_object
+from qwen3vl_bridge.io.json_files import read_object, write_object
 from qwen3vl_bridge.models.qwen3_vl import presets
 
 import pytest

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 from qwen3vl_bridge.cli.main import COMMANDS
-from qwen3vl_bridge.files.parsing import read_yaml
+from qwen3vl_bridge.io.parsing import read_yaml
 
 import pytest
 import yaml

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from qwen3vl_bridge.models.common.core_attention import SegmentAttention
+from qwen3vl_bridge.models.core_attention import SegmentAttention
 
 import torch
 from megatron.bridge.models.qwen_vl import qwen3_vl_step

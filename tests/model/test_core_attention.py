@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.batch import SequenceLayout, token_index
-from qwen3vl_bridge.models.common import core_attention
-from qwen3vl_bridge.models.common.core_attention import (
+from qwen3vl_bridge.models import core_attention
+from qwen3vl_bridge.models.core_attention import (
     ContextParallelAttention,
     SegmentAttention,
     layout_packed_seq_params,

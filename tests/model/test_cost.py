@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import itertools
 
-from qwen3vl_bridge.models.common.flops import Trained, tower_costs
+from qwen3vl_bridge.models.flops import Trained, tower_costs
 from qwen3vl_bridge.models.qwen3_vl.presets import hf_config
 
 import pytest

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.models.common import rope
-from qwen3vl_bridge.models.common.rope import InterleavedMRoPE, rotate, rotation
-from qwen3vl_bridge.models.common.settings import kernels
+from qwen3vl_bridge.models import rope
+from qwen3vl_bridge.models.rope import InterleavedMRoPE, rotate, rotation
+from qwen3vl_bridge.models.settings import kernels
 
 import pytest
 import torch

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from qwen3vl_bridge.models.common.bridge import FamilyBridge
-from qwen3vl_bridge.models.common.model import VisionLanguageModel
-from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
-from qwen3vl_bridge.models.common.settings import fixed
-from qwen3vl_bridge.models.common.settings.rules import Row, only
+from qwen3vl_bridge.models.bridge import FamilyBridge
+from qwen3vl_bridge.models.model import VisionLanguageModel
+from qwen3vl_bridge.models.provider import VisionLanguageProvider
+from qwen3vl_bridge.models.settings import fixed
+from qwen3vl_bridge.models.settings.rules import Row, only
 
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
@@ -30,7 +30,7 @@ class ToyProvider(VisionLanguageProvider):
 
     family: ClassVar[str] = NAME
     model_class: ClassVar[str] = "tests.model.toy_model.ToyModel"
-    language_model_class: ClassVar[str] = "qwen3vl_bridge.models.common.text_model.MRopeGPTModel"
+    language_model_class: ClassVar[str] = "qwen3vl_bridge.models.text_model.MRopeGPTModel"
     fixed: ClassVar[Mapping[str, Row]] = {
         **fixed.FIXED,
         **only("its heads have no norm", qk_layernorm=False),

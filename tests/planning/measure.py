@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from qwen3vl_bridge.batch import PackedBatch
-from qwen3vl_bridge.models.common.flops import CHUNK
+from qwen3vl_bridge.models.flops import CHUNK
 from qwen3vl_bridge.planning.activations import MicrobatchWork
 
 import torch

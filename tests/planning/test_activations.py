@@ -8,9 +8,9 @@ from functools import partial
 
 import qwen3vl_bridge.models.qwen3_5.bridge  # noqa: F401  which is not registered by itself
 from qwen3vl_bridge.batch import PackedBatch, SequenceLayout
-from qwen3vl_bridge.models.common.rope import InterleavedMRoPE, vision_rotary
 from qwen3vl_bridge.models.qwen3_5 import presets as qwen3_5_presets
 from qwen3vl_bridge.models.qwen3_vl import presets
+from qwen3vl_bridge.models.rope import InterleavedMRoPE, vision_rotary
 from qwen3vl_bridge.planning.activations import attention, chunk_activations, embedding, patch_inputs
 from qwen3vl_bridge.planning.estimate import estimate
 from qwen3vl_bridge.planning.split import ModelSplit

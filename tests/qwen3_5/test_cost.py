@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 
-from qwen3vl_bridge.models.common.flops import CHUNK, Trained, tower_costs
+from qwen3vl_bridge.models.flops import CHUNK, Trained, tower_costs
 from qwen3vl_bridge.models.qwen3_5.presets import hf_config
 from qwen3vl_bridge.registry import dimensions_of
 

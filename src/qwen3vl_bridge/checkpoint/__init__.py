@@ -5,7 +5,7 @@ memory.
 from qwen3vl_bridge import lazy
 
 _PUBLIC = {
-    "CheckpointError": "qwen3vl_bridge.files.errors",
+    "CheckpointError": "qwen3vl_bridge.io.errors",
     "ConversionReport": "qwen3vl_bridge.checkpoint.engine.reports",
     "Ranks": "qwen3vl_bridge.checkpoint.engine.ranks",
     "Topology": "qwen3vl_bridge.checkpoint.planning.topology",

@@ -18,8 +18,8 @@ from qwen3vl_bridge.checkpoint.formats.megatron.folder import FORMATS
 from qwen3vl_bridge.checkpoint.planning.topology import Topology
 from qwen3vl_bridge.cli import adapters as adapters_cli
 from qwen3vl_bridge.cli import convert_options, convert_output
-from qwen3vl_bridge.files.errors import CheckpointError
-from qwen3vl_bridge.files.paths import expanded
+from qwen3vl_bridge.io.errors import CheckpointError
+from qwen3vl_bridge.io.paths import expanded
 from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show, show_anything
 from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 

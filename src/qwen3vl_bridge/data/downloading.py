@@ -19,7 +19,7 @@ from qwen3vl_bridge.data.media.downloads import Downloader
 from qwen3vl_bridge.data.media.url_cache import UrlCache, digest_of
 from qwen3vl_bridge.data.sources.mixture import Mixture
 from qwen3vl_bridge.data.sources.opening import ConversationSource
-from qwen3vl_bridge.files.atomic import replace_file
+from qwen3vl_bridge.io.atomic import replace_file
 
 
 class AddressBook:

@@ -15,7 +15,7 @@ from qwen3vl_bridge.data.processing.filtering import OnBad, OnLong, SampleFilter
 from qwen3vl_bridge.data.processing.processor import VisionLimits, load_processor
 from qwen3vl_bridge.data.processing.thinking import EmptyThinking
 from qwen3vl_bridge.data.sources.fingerprints import check_assignment, check_position
-from qwen3vl_bridge.models.common.flops import TowerCosts, tower_costs
+from qwen3vl_bridge.models.flops import TowerCosts, tower_costs
 
 import torch
 from megatron.bridge.data.base import DatasetProvider

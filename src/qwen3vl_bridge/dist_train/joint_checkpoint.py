@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
+from qwen3vl_bridge.models.provider import VisionLanguageProvider
 from qwen3vl_bridge.parallel.collectives import broadcast_object, gather_objects
 
 from megatron.bridge.training.checkpointing import CheckpointLoadContext, CheckpointSaveContext

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 from qwen3vl_bridge.batch import EncoderInputs, EncoderShard, ModelInputs
 from qwen3vl_bridge.batch.device_transfer import HostCopy
-from qwen3vl_bridge.models.common.model import VisionLanguageModel
-from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
-from qwen3vl_bridge.models.common.settings.encoder_parallel import LANGUAGE, VISION, trains_vision
-from qwen3vl_bridge.models.common.vision_config import vision_transformer_config
-from qwen3vl_bridge.models.common.vision_tower import Qwen3VLVisionModel
+from qwen3vl_bridge.models.model import VisionLanguageModel
+from qwen3vl_bridge.models.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
+from qwen3vl_bridge.models.settings.encoder_parallel import LANGUAGE, VISION, trains_vision
+from qwen3vl_bridge.models.vision_config import vision_transformer_config
+from qwen3vl_bridge.models.vision_tower import Qwen3VLVisionModel
 
 import torch
 import torch.nn.functional as F

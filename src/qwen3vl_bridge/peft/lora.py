@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from qwen3vl_bridge.models.common.adapters.insertion import (
+from qwen3vl_bridge.models.adapters.insertion import (
     let_recompute_see_gradients,
     refuse_cut_experts,
     refuse_dora,
     transform_in,
 )
-from qwen3vl_bridge.models.common.freezing import log_trained_parameters
-from qwen3vl_bridge.models.common.model import VisionLanguageModel
+from qwen3vl_bridge.models.freezing import log_trained_parameters
+from qwen3vl_bridge.models.model import VisionLanguageModel
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.adapter_rows import LINEAR_LAYERS, AdapterSettings, layer_of, linear_rows, plain_name
 from qwen3vl_bridge.weights.model_parts import Part, part_of
@@ -26,7 +26,7 @@ from megatron.core.utils import unwrap_model
 from torch import nn
 
 if TYPE_CHECKING:
-    from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
+    from qwen3vl_bridge.models.provider import VisionLanguageProvider
 
 _ADAPT = {f"adapt_{part.value}": part for part in Part}
 _UNSET = list(LINEAR_LAYERS)  # the default of target_modules

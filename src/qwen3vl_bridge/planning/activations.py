@@ -19,7 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from qwen3vl_bridge.models.common.flops import CHUNK
+from qwen3vl_bridge.models.flops import CHUNK
 from qwen3vl_bridge.planning.model_states import adapter_sizes, layers_by_kind
 from qwen3vl_bridge.planning.split import ModelSplit, PipelineChunk
 from qwen3vl_bridge.planning.training_settings import Recompute, TrainingSettings

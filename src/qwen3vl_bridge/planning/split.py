@@ -1,6 +1,6 @@
 """How a model is split over ranks: parallel sizes, the text layers of each pipeline stage, and what has to divide.
 
-The real model has the same checks (`models/common/settings/parallelism.py`, megatron-core), when its configuration is
+The real model has the same checks (`models/settings/parallelism.py`, megatron-core), when its configuration is
 finalised.
 """
 

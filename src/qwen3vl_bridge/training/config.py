@@ -8,11 +8,11 @@ from typing import Literal, get_args
 
 from qwen3vl_bridge.data.provider import Qwen3VLConversationProvider
 from qwen3vl_bridge.data.row_settings import ConversationRows
-from qwen3vl_bridge.models.common.settings import refusals
-from qwen3vl_bridge.models.common.settings.encoder_parallel import check_world
-from qwen3vl_bridge.models.common.settings.kernels import GRAPHS
-from qwen3vl_bridge.models.common.settings.parallelism import check_microbatches, check_ranks
-from qwen3vl_bridge.models.common.settings.rules import check
+from qwen3vl_bridge.models.settings import refusals
+from qwen3vl_bridge.models.settings.encoder_parallel import check_world
+from qwen3vl_bridge.models.settings.kernels import GRAPHS
+from qwen3vl_bridge.models.settings.parallelism import check_microbatches, check_ranks
+from qwen3vl_bridge.models.settings.rules import check
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.training.checkpoint_manager import MANAGER, check_script, manage_checkpoints
 from qwen3vl_bridge.training.muon import check_optimizer

@@ -14,9 +14,9 @@ from functools import cache
 from typing import Any
 
 from qwen3vl_bridge.batch import PackedBatch
-from qwen3vl_bridge.models.common.caller_inputs import Arrangement, as_packed_batch
-from qwen3vl_bridge.models.common.caller_masks import OFFSETS, check_mask, without_trailing
-from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
+from qwen3vl_bridge.models.caller_inputs import Arrangement, as_packed_batch
+from qwen3vl_bridge.models.caller_masks import OFFSETS, check_mask, without_trailing
+from qwen3vl_bridge.models.provider import VisionLanguageProvider
 
 import torch
 import torch.nn.functional as F

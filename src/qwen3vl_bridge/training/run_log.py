@@ -17,8 +17,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.files.atomic import replace_file
-from qwen3vl_bridge.files.parsing import parse_record
+from qwen3vl_bridge.io.atomic import replace_file
+from qwen3vl_bridge.io.parsing import parse_record
 from qwen3vl_bridge.parallel.collectives import gather_objects
 
 import torch

@@ -22,9 +22,9 @@ from qwen3vl_bridge.checkpoint.formats.megatron.folder import HF_FILES, TORCH_DI
 from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import side_files
 from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 from qwen3vl_bridge.checkpoint.stored_models.hf_model import open_model
-from qwen3vl_bridge.files.errors import CheckpointError
-from qwen3vl_bridge.models.common.model import VisionLanguageModel
-from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
+from qwen3vl_bridge.io.errors import CheckpointError
+from qwen3vl_bridge.models.model import VisionLanguageModel
+from qwen3vl_bridge.models.provider import VisionLanguageProvider
 from qwen3vl_bridge.parallel.collectives import all_or_none, gather_objects
 from qwen3vl_bridge.registry import family, family_of
 from qwen3vl_bridge.training.process_groups import initialize

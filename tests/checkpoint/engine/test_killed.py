@@ -25,7 +25,7 @@ from qwen3vl_bridge.checkpoint.formats import planned_files
 from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace
 from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import copy_side_files
 from qwen3vl_bridge.checkpoint.planning.plan import tensors_of
-from qwen3vl_bridge.files.json_files import read_object, write_object
+from qwen3vl_bridge.io.json_files import read_object, write_object
 from qwen3vl_bridge.registry import dimensions_of, family
 from qwen3vl_bridge.weights.rows import expand
 

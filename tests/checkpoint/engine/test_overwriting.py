@@ -12,8 +12,8 @@ from qwen3vl_bridge.checkpoint import CheckpointError, export_checkpoint, import
 from qwen3vl_bridge.checkpoint.engine import copying
 from qwen3vl_bridge.checkpoint.engine.manifest import MANIFEST, Replaceable, tool
 from qwen3vl_bridge.checkpoint.formats import planned_files
-from qwen3vl_bridge.files import atomic
-from qwen3vl_bridge.files.json_files import read_object, write_object
+from qwen3vl_bridge.io import atomic
+from qwen3vl_bridge.io.json_files import read_object, write_object
 
 import pytest
 

@@ -6,7 +6,7 @@ import fcntl
 
 from qwen3vl_bridge.checkpoint import CheckpointError
 from qwen3vl_bridge.checkpoint.engine import journal
-from qwen3vl_bridge.files import atomic
+from qwen3vl_bridge.io import atomic
 
 import pytest
 

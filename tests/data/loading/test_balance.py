@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from qwen3vl_bridge.data import BatchStream
 from qwen3vl_bridge.data.loading.balance import assign_rows
 from qwen3vl_bridge.data.loading.row_dataset import Balance
-from qwen3vl_bridge.models.common.flops import TowerCosts
+from qwen3vl_bridge.models.flops import TowerCosts
 from qwen3vl_bridge.training.step import forward_step
 
 import numpy as np

@@ -9,7 +9,7 @@ import json
 import types
 import warnings
 
-from qwen3vl_bridge.models.common.adapters.dora_linear import MagnitudeLinear
+from qwen3vl_bridge.models.adapters.dora_linear import MagnitudeLinear
 from qwen3vl_bridge.training.metrics import ExpertLoad
 from qwen3vl_bridge.weights.adapter_rows import IN, OUT
 from qwen3vl_bridge.weights.bridge_mappings import InputMajorExpertMapping

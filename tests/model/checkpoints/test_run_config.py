@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from qwen3vl_bridge.models.common.settings.activations import gelu_tanh
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
+from qwen3vl_bridge.models.settings.activations import gelu_tanh
 from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
 
 import pytest

@@ -22,9 +22,9 @@ from qwen3vl_bridge.checkpoint import (
     verify_checkpoint,
 )
 from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
-from qwen3vl_bridge.models.common.settings.encoder_parallel import DistTrainConfig
-from qwen3vl_bridge.models.common.settings.fields import default_transformer_impl
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
+from qwen3vl_bridge.models.settings.encoder_parallel import DistTrainConfig
+from qwen3vl_bridge.models.settings.fields import default_transformer_impl
 from qwen3vl_bridge.training.process_groups import initialize
 from qwen3vl_bridge.training.weight_loading import load_model, load_weights
 from qwen3vl_bridge.weights.expert_layout import ExpertLayout

@@ -5,14 +5,14 @@ import operator
 import pickle
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.models.common.provider import ExpertsMixin
-from qwen3vl_bridge.models.common.settings import experts, refusals
-from qwen3vl_bridge.models.common.settings.rules import Range, Row
-from qwen3vl_bridge.models.common.vision_config import vision_transformer_config
+from qwen3vl_bridge.models.provider import ExpertsMixin
 from qwen3vl_bridge.models.qwen3_5.provider import Qwen35VLModelProvider, Qwen35VLMoEModelProvider
 from qwen3vl_bridge.models.qwen3_vl.bridge import Qwen3VLBridge
 from qwen3vl_bridge.models.qwen3_vl.config import check_settings
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
+from qwen3vl_bridge.models.settings import experts, refusals
+from qwen3vl_bridge.models.settings.rules import Range, Row
+from qwen3vl_bridge.models.vision_config import vision_transformer_config
 
 import pytest
 import torch

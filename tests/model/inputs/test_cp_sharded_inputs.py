@@ -12,8 +12,8 @@ from threading import Barrier
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.batch import SequenceLayout
-from qwen3vl_bridge.models.common import cp_sharded_inputs
-from qwen3vl_bridge.models.common.caller_inputs import as_model_inputs
+from qwen3vl_bridge.models import cp_sharded_inputs
+from qwen3vl_bridge.models.caller_inputs import as_model_inputs
 
 import pytest
 import torch

@@ -2,8 +2,8 @@
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.batch import SequenceLayout
-from qwen3vl_bridge.models.common.caller_inputs import arrange, as_model_inputs
-from qwen3vl_bridge.models.common.vision_config import vision_work
+from qwen3vl_bridge.models.caller_inputs import arrange, as_model_inputs
+from qwen3vl_bridge.models.vision_config import vision_work
 
 import pytest
 import torch

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.batch import SequenceLayout
-from qwen3vl_bridge.models.common.core_attention import layout_packed_seq_params
-from qwen3vl_bridge.models.common.vision_tower import packed_seq_params
+from qwen3vl_bridge.models.core_attention import layout_packed_seq_params
+from qwen3vl_bridge.models.vision_tower import packed_seq_params
 
 import pytest
 import torch

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.models.common import caller_inputs
-from qwen3vl_bridge.models.common.caller_inputs import as_model_inputs
-from qwen3vl_bridge.models.common.rope import InterleavedMRoPE
+from qwen3vl_bridge.models import caller_inputs
+from qwen3vl_bridge.models.caller_inputs import as_model_inputs
+from qwen3vl_bridge.models.rope import InterleavedMRoPE
 
 import pytest
 import torch

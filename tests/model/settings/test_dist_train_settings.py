@@ -1,7 +1,7 @@
 """Vision and language on ranks of their own: sizes that don't add up are refused before a process group is made."""
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.models.common.settings.encoder_parallel import DistTrainConfig, check_world, vision_tensor_ranks
+from qwen3vl_bridge.models.settings.encoder_parallel import DistTrainConfig, check_world, vision_tensor_ranks
 from qwen3vl_bridge.parallel.encoder_replicas import Replicas
 
 import pytest

@@ -3,13 +3,13 @@
 import logging
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.models.common.settings import kernels, parallelism
-from qwen3vl_bridge.models.common.settings.fields import can_fuse_weight_gradients, has_transformer_engine
-from qwen3vl_bridge.models.common.settings.kernels import check_float32, complete_kernels, complete_precision
-from qwen3vl_bridge.models.common.settings.refusals import TRAINED
-from qwen3vl_bridge.models.common.settings.rules import check
-from qwen3vl_bridge.models.common.vision_config import vision_transformer_config
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+from qwen3vl_bridge.models.settings import kernels, parallelism
+from qwen3vl_bridge.models.settings.fields import can_fuse_weight_gradients, has_transformer_engine
+from qwen3vl_bridge.models.settings.kernels import check_float32, complete_kernels, complete_precision
+from qwen3vl_bridge.models.settings.refusals import TRAINED
+from qwen3vl_bridge.models.settings.rules import check
+from qwen3vl_bridge.models.vision_config import vision_transformer_config
 
 import pytest
 import torch

@@ -4,11 +4,11 @@ import contextlib
 import logging
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.models.common.settings import parallelism
-from qwen3vl_bridge.models.common.settings.parallelism import check_ranks
-from qwen3vl_bridge.models.common.settings.rules import check
-from qwen3vl_bridge.models.common.vision_config import vision_transformer_config
 from qwen3vl_bridge.models.qwen3_vl import presets
+from qwen3vl_bridge.models.settings import parallelism
+from qwen3vl_bridge.models.settings.parallelism import check_ranks
+from qwen3vl_bridge.models.settings.rules import check
+from qwen3vl_bridge.models.vision_config import vision_transformer_config
 
 import pytest
 from hypothesis import given, settings

@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.models.common.settings.parallelism import TRAINING, check_microbatches
-from qwen3vl_bridge.models.common.settings.rules import check
+from qwen3vl_bridge.models.settings.parallelism import TRAINING, check_microbatches
+from qwen3vl_bridge.models.settings.rules import check
 from qwen3vl_bridge.training.process_groups import initialize
 
 import pytest
@@ -26,7 +26,7 @@ def build(monkeypatch):
         return ["model"]
 
     monkeypatch.setattr(mixin, provide_distributed_model)
-    monkeypatch.setattr("qwen3vl_bridge.models.common.freezing.log_trained_parameters", lambda model: None)
+    monkeypatch.setattr("qwen3vl_bridge.models.freezing.log_trained_parameters", lambda model: None)
 
     def build(size, fields, **how):
         return finalized(size, fields).provide_distributed_model(**how) == ["model"]

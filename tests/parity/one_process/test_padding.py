@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qwen3vl_bridge.batch import SequenceLayout
-from qwen3vl_bridge.models.common import router
+from qwen3vl_bridge.models import router
 
 import pytest
 import torch

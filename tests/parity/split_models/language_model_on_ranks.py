@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from qwen3vl_bridge.batch import PackedBatch, SequenceLayout
-from qwen3vl_bridge.models.common.core_attention import layout_packed_seq_params
+from qwen3vl_bridge.models.core_attention import layout_packed_seq_params
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLGPTModel
 
 import torch

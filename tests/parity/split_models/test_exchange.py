@@ -11,7 +11,7 @@ from pathlib import Path
 
 from qwen3vl_bridge.batch import PackedBatch, SequenceLayout, VisionWork, make_vision_inputs, vision_slots
 from qwen3vl_bridge.batch.vision_sharding import assign_vision
-from qwen3vl_bridge.models.common.flops import tower_costs
+from qwen3vl_bridge.models.flops import tower_costs
 from qwen3vl_bridge.models.qwen3_vl.presets import config_dict
 from qwen3vl_bridge.registry import dimensions_of
 

@@ -35,7 +35,7 @@ def test_peaks_by_the_drivers_names(device, peak):
 
 @pytest.mark.parametrize("size", ["2B", "30B-A3B"])
 def test_a_provider_has_its_configurations_numbers(size):
-    from qwen3vl_bridge.models.common.flops import Trained, operations_of_a_step, provider_costs, tower_costs
+    from qwen3vl_bridge.models.flops import Trained, operations_of_a_step, provider_costs, tower_costs
     from qwen3vl_bridge.models.qwen3_vl import presets
     from qwen3vl_bridge.models.qwen3_vl.bridge import provider_from_hf_config
     from qwen3vl_bridge.registry import dimensions_of
@@ -51,7 +51,7 @@ def test_a_provider_has_its_configurations_numbers(size):
 
 
 def test_adapters_are_counted_by_the_layers_that_they_are_on(inputs, moe_folder):
-    from qwen3vl_bridge.models.common.flops import Trained, provider_costs
+    from qwen3vl_bridge.models.flops import Trained, provider_costs
     from qwen3vl_bridge.peft.lora import Qwen3VLLoRA
     from qwen3vl_bridge.training.metrics import step_costs
 

@@ -14,9 +14,9 @@ from qwen3vl_bridge.checkpoint.engine.reports import ConversionReport
 from qwen3vl_bridge.checkpoint.formats.safetensors.reader import HFWeights
 from qwen3vl_bridge.checkpoint.formats.safetensors.writer import one_file
 from qwen3vl_bridge.checkpoint.planning.plan import Plan, Task
-from qwen3vl_bridge.files.errors import CheckpointError
-from qwen3vl_bridge.files.json_files import write_object
-from qwen3vl_bridge.files.paths import place
+from qwen3vl_bridge.io.errors import CheckpointError
+from qwen3vl_bridge.io.json_files import write_object
+from qwen3vl_bridge.io.paths import place
 from qwen3vl_bridge.weights.adapter_rows import Scaled, adapter_config, hf_targets, input_names
 
 # With the names of `peft`.

@@ -26,8 +26,8 @@ from qwen3vl_bridge.checkpoint.stored_models.hf_model import open_model
 from qwen3vl_bridge.checkpoint.stored_models.hf_writer import HFOutput
 from qwen3vl_bridge.checkpoint.stored_models.megatron_model import open_stored
 from qwen3vl_bridge.checkpoint.stored_models.stored_model import StoredModel
-from qwen3vl_bridge.files.errors import CheckpointError
-from qwen3vl_bridge.files.paths import expanded, place
+from qwen3vl_bridge.io.errors import CheckpointError
+from qwen3vl_bridge.io.paths import expanded, place
 from qwen3vl_bridge.weights.adapter_rows import IN, MAGNITUDE, OUT, adapter_row, layer_of, linear_rows
 from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 from qwen3vl_bridge.weights.rows import PackedExpert, Row

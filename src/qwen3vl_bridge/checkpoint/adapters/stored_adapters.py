@@ -19,8 +19,8 @@ from qwen3vl_bridge.checkpoint.planning.plan import Plan, make_plan, naming_of
 from qwen3vl_bridge.checkpoint.stored_models.config_comparison import check_same_model
 from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 from qwen3vl_bridge.checkpoint.stored_models.megatron_model import compared_with_run, own_config
-from qwen3vl_bridge.files.errors import CheckpointError
-from qwen3vl_bridge.files.paths import expanded
+from qwen3vl_bridge.io.errors import CheckpointError
+from qwen3vl_bridge.io.paths import expanded
 from qwen3vl_bridge.weights.adapter_rows import (
     MARK,
     AdapterSettings,

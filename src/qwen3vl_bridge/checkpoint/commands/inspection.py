@@ -15,7 +15,7 @@ from qwen3vl_bridge.checkpoint.formats.safetensors.reader import HFWeights, has_
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSpec
 from qwen3vl_bridge.checkpoint.planning.plan import naming_of
 from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
-from qwen3vl_bridge.files.paths import expanded
+from qwen3vl_bridge.io.paths import expanded
 
 
 def inspect_checkpoint(path: str | Path, *, iteration: int | None = None) -> dict[str, Any]:

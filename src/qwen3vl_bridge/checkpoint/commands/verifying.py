@@ -17,7 +17,7 @@ from qwen3vl_bridge.checkpoint.planning.plan import Plan, make_plan
 from qwen3vl_bridge.checkpoint.stored_models.hf_model import open_model
 from qwen3vl_bridge.checkpoint.stored_models.megatron_model import open_stored
 from qwen3vl_bridge.checkpoint.stored_models.stored_model import StoredModel
-from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.io.errors import CheckpointError
 
 
 def verify_checkpoint(

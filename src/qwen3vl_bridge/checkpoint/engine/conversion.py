@@ -20,10 +20,10 @@ from qwen3vl_bridge.checkpoint.engine.reports import ConversionReport
 from qwen3vl_bridge.checkpoint.formats.planned_files import Unit, share, units
 from qwen3vl_bridge.checkpoint.planning.plan import Plan, Task
 from qwen3vl_bridge.checkpoint.planning.time_estimate import estimate
-from qwen3vl_bridge.files import atomic
-from qwen3vl_bridge.files.atomic import leaves
-from qwen3vl_bridge.files.errors import CheckpointError
-from qwen3vl_bridge.files.target import check_space, check_target, disk_of, free_space, space_of
+from qwen3vl_bridge.io import atomic
+from qwen3vl_bridge.io.atomic import leaves
+from qwen3vl_bridge.io.errors import CheckpointError
+from qwen3vl_bridge.io.target import check_space, check_target, disk_of, free_space, space_of
 
 # For files other than tensors.
 _OVERHEAD = 64 << 20

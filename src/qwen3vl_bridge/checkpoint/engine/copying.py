@@ -17,7 +17,7 @@ from qwen3vl_bridge.checkpoint.engine.progress import Progress
 from qwen3vl_bridge.checkpoint.formats.byte_streams import SegmentReader
 from qwen3vl_bridge.checkpoint.formats.planned_files import OutputFile, Unit
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSource
-from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.io.errors import CheckpointError
 
 # Smaller than the incoming blocks, so that those go to the file without another copy.
 _BUFFER = 1 << 16

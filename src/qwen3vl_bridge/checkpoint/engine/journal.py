@@ -13,7 +13,7 @@ from pathlib import Path
 
 from qwen3vl_bridge.checkpoint.engine.progress import Progress
 from qwen3vl_bridge.checkpoint.formats.planned_files import OutputFile, Unit
-from qwen3vl_bridge.files.atomic import PRIVATE
+from qwen3vl_bridge.io.atomic import PRIVATE
 
 import xxhash
 

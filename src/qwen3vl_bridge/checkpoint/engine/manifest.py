@@ -11,10 +11,10 @@ from qwen3vl_bridge.checkpoint.engine import journal
 from qwen3vl_bridge.checkpoint.engine.journal import digest_of as _digest
 from qwen3vl_bridge.checkpoint.engine.progress import Progress
 from qwen3vl_bridge.checkpoint.formats.megatron.folder import FORMATS
-from qwen3vl_bridge.files.atomic import Snapshot, leaves, snapshot
-from qwen3vl_bridge.files.errors import CheckpointError
-from qwen3vl_bridge.files.json_files import read_object
-from qwen3vl_bridge.files.target import refuse_loss, refuse_others
+from qwen3vl_bridge.io.atomic import Snapshot, leaves, snapshot
+from qwen3vl_bridge.io.errors import CheckpointError
+from qwen3vl_bridge.io.json_files import read_object
+from qwen3vl_bridge.io.target import refuse_loss, refuse_others
 
 # A file's contents: the end of each part, and a digest of it.
 Parts = list[tuple[int, str]]

@@ -12,7 +12,7 @@ from qwen3vl_bridge.checkpoint.engine.manifest import MANIFEST, Parts, files_of,
 from qwen3vl_bridge.checkpoint.formats.planned_files import OutputFile, units
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSource
 from qwen3vl_bridge.checkpoint.planning.plan import Plan
-from qwen3vl_bridge.files.json_files import write_object
+from qwen3vl_bridge.io.json_files import write_object
 
 
 class Output(Protocol):

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.io.errors import CheckpointError
 
 # How long processes wait for each other to start, and for each other's part of the work. A process that dies while
 # working is noticed at once.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from qwen3vl_bridge.checkpoint.formats.slices import Segment, Segments, Slice, TransposedSlice, Zeros
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import ITEMSIZE, TensorSource
-from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.io.errors import CheckpointError
 
 import numpy as np
 

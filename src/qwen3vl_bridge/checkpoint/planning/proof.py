@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from qwen3vl_bridge.checkpoint.formats.slices import Segment, Slice, TransposedSlice
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import WEIGHT_DTYPES, Shape, TensorSpec
-from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.io.errors import CheckpointError
 
 _LISTED = 20
 

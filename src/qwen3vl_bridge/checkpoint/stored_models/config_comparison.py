@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
-from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.io.errors import CheckpointError
 from qwen3vl_bridge.registry import family_of, family_of_provider
 
 

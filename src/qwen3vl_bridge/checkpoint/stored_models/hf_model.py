@@ -13,7 +13,7 @@ from qwen3vl_bridge.checkpoint.formats.tensor_specs import main_dtype
 from qwen3vl_bridge.checkpoint.planning.plan import leave_unexpected
 from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 from qwen3vl_bridge.checkpoint.stored_models.stored_model import StoredModel
-from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.io.errors import CheckpointError
 
 
 def open_model(hf_model: str | Path, *, strict: bool = True, trust_remote_code: bool = False) -> StoredModel:

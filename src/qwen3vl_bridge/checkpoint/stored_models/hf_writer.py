@@ -13,7 +13,7 @@ from qwen3vl_bridge.checkpoint.formats.safetensors.writer import shard_files, wr
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import main_dtype
 from qwen3vl_bridge.checkpoint.planning.plan import Plan
 from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
-from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.io.errors import CheckpointError
 from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 
 

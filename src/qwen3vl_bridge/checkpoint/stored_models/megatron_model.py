@@ -15,8 +15,8 @@ from qwen3vl_bridge.checkpoint.formats.safetensors.reader import HFWeights, has_
 from qwen3vl_bridge.checkpoint.stored_models.config_comparison import check_model_of_run, check_same_model
 from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 from qwen3vl_bridge.checkpoint.stored_models.stored_model import StoredModel
-from qwen3vl_bridge.files.errors import CheckpointError
-from qwen3vl_bridge.files.paths import expanded
+from qwen3vl_bridge.io.errors import CheckpointError
+from qwen3vl_bridge.io.paths import expanded
 from qwen3vl_bridge.weights.adapter_rows import MARK
 from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 

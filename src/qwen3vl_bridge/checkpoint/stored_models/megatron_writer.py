@@ -23,7 +23,7 @@ from qwen3vl_bridge.checkpoint.planning.plan import Plan
 from qwen3vl_bridge.checkpoint.planning.row_owners import holders
 from qwen3vl_bridge.checkpoint.planning.topology import Topology
 from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
-from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.io.errors import CheckpointError
 from qwen3vl_bridge.weights.dimensions import Dimensions
 from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 from qwen3vl_bridge.weights.rows import Row

@@ -18,7 +18,7 @@ from qwen3vl_bridge.data.processing.collation import Collator
 from qwen3vl_bridge.data.processing.encoding import EncodedSample
 from qwen3vl_bridge.data.processing.samples import Samples
 from qwen3vl_bridge.data.sources.mixture import Mixture
-from qwen3vl_bridge.models.common.flops import TowerCosts
+from qwen3vl_bridge.models.flops import TowerCosts
 
 import torch
 from torch.utils.data import Dataset

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Self
 
 from qwen3vl_bridge.data.errors import DataError, Unreachable
-from qwen3vl_bridge.files.atomic import replace_file
-from qwen3vl_bridge.files.parsing import read_json
+from qwen3vl_bridge.io.atomic import replace_file
+from qwen3vl_bridge.io.parsing import read_json
 
 _FOLDER, _VERSION, _DIGEST = "records", 1, 8
 

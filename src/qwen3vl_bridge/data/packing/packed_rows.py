@@ -19,7 +19,7 @@ from qwen3vl_bridge.data.packing.sample_order import NumberedOrder
 from qwen3vl_bridge.data.packing.sample_sizes import OwnNotes, Size, Sizes
 from qwen3vl_bridge.data.packing.set_counts import SetCounts
 from qwen3vl_bridge.data.sources.fingerprints import differing
-from qwen3vl_bridge.files.parsing import read_json
+from qwen3vl_bridge.io.parsing import read_json
 
 import numpy as np
 

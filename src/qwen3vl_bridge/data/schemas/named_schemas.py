@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.files.parsing import parse_record
+from qwen3vl_bridge.io.parsing import parse_record
 
 # Names of Megatron-Bridge's schemas with audio, or with videos asked about by their sound.
 _SOUND = ("cv17", "default_audio", "valor32k_avqa")

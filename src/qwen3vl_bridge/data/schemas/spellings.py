@@ -38,7 +38,7 @@ from qwen3vl_bridge.data.schemas.media_keys import (
 )
 from qwen3vl_bridge.data.schemas.misplaced_keys import check_misplaced
 from qwen3vl_bridge.data.schemas.placeholders import Placeholders, with_media
-from qwen3vl_bridge.files.parsing import parse_record
+from qwen3vl_bridge.io.parsing import parse_record
 
 LOSS = ("loss", "weight")  # next to an assistant's message: whether it is trained on
 SPEAKERS = {

@@ -26,7 +26,7 @@ from qwen3vl_bridge.data.schemas.named_schemas import named_schema
 from qwen3vl_bridge.data.sources.hub import HUB
 from qwen3vl_bridge.data.sources.opening import ConversationSource, open_source
 from qwen3vl_bridge.data.sources.splits import splits_in
-from qwen3vl_bridge.files.parsing import read_yaml
+from qwen3vl_bridge.io.parsing import read_yaml
 
 logger = logging.getLogger(__name__)
 

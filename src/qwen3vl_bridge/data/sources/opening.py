@@ -20,7 +20,7 @@ from qwen3vl_bridge.data.schemas.named_schemas import named_schema
 from qwen3vl_bridge.data.sources.hub import HUB, HubDataset
 from qwen3vl_bridge.data.sources.parquet import Parquet
 from qwen3vl_bridge.data.sources.recorded_media import recorded, with_downloads
-from qwen3vl_bridge.files.parsing import parse_record
+from qwen3vl_bridge.io.parsing import parse_record
 
 # White space, words and whole strings up to the next bracket, an unclosed quotation mark, or the end.
 _TO_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\]++|\\.)*+")*+([\[\]{}"]|\Z)', re.DOTALL)

@@ -22,7 +22,7 @@ from qwen3vl_bridge.data.schemas.conversations import PARTS, Conversation, conve
 from qwen3vl_bridge.data.schemas.media_keys import MEDIA_KEYS, unread_media
 from qwen3vl_bridge.data.schemas.named_schemas import NamedSchema
 from qwen3vl_bridge.data.schemas.spellings import KEYS
-from qwen3vl_bridge.files.parsing import parse_record
+from qwen3vl_bridge.io.parsing import parse_record
 
 _TEXTS = ("content", "value")  # of a message, in our spelling and ShareGPT's
 _JSON_COLUMNS = ("messages", "conversations")  # and `tools`, in all schemas

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qwen3vl_bridge.models.common.bridge import FamilyBridge, provider_of
-from qwen3vl_bridge.models.common.settings.saved_providers import take_place_of
+from qwen3vl_bridge.models.bridge import FamilyBridge, provider_of
 from qwen3vl_bridge.models.qwen3_5.config import (
     FAMILY,
     LINEAR,
@@ -17,6 +16,7 @@ from qwen3vl_bridge.models.qwen3_5.config import (
 )
 from qwen3vl_bridge.models.qwen3_5.model import Qwen35VLModel
 from qwen3vl_bridge.models.qwen3_5.provider import Qwen35VLModelProvider, Qwen35VLMoEModelProvider
+from qwen3vl_bridge.models.settings.saved_providers import take_place_of
 
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.qwen_vl import qwen35_vl_provider as stock

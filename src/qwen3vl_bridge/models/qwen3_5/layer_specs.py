@@ -6,7 +6,7 @@ import copy
 from dataclasses import replace
 from typing import Any
 
-from qwen3vl_bridge.models.common.layer_specs import LocalBackend, backend, decoder_block_spec
+from qwen3vl_bridge.models.layer_specs import LocalBackend, backend, decoder_block_spec
 from qwen3vl_bridge.models.qwen3_5.linear_attention.layer import LinearAttention
 
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern

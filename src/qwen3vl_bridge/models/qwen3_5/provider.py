@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from qwen3vl_bridge.models.common.provider import ExpertsMixin, VisionLanguageProvider
-from qwen3vl_bridge.models.common.settings.rules import Row, Rule
+from qwen3vl_bridge.models.provider import ExpertsMixin, VisionLanguageProvider
 from qwen3vl_bridge.models.qwen3_5.config import (
     FAMILY,
     LINEAR_SIZES,
@@ -18,6 +17,7 @@ from qwen3vl_bridge.models.qwen3_5.config import (
 )
 from qwen3vl_bridge.models.qwen3_5.linear_attention.kernels import are_missing
 from qwen3vl_bridge.models.qwen3_5.refusals import FIXED, FIXED_WITH_EXPERTS, RULES
+from qwen3vl_bridge.models.settings.rules import Row, Rule
 from qwen3vl_bridge.weights.dimensions import Dimensions
 
 import torch

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from qwen3vl_bridge.models.common.settings import fixed
-from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, any_of, multiple_of, only
+from qwen3vl_bridge.models.settings import fixed
+from qwen3vl_bridge.models.settings.rules import Row, Rule, When, any_of, multiple_of, only
 
 _SHARED: Mapping[str, Row] = {
     **only(

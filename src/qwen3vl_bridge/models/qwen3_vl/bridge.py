@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qwen3vl_bridge.models.common.bridge import FamilyBridge, provider_of
-from qwen3vl_bridge.models.common.settings.fields import DistTrainConfig
-from qwen3vl_bridge.models.common.settings.saved_providers import build_instead, take_place_of
+from qwen3vl_bridge.models.bridge import FamilyBridge, provider_of
 from qwen3vl_bridge.models.qwen3_vl.config import FAMILY, moe_layers_of, rope_parameters
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
+from qwen3vl_bridge.models.settings.fields import DistTrainConfig
+from qwen3vl_bridge.models.settings.saved_providers import build_instead, take_place_of
 
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.qwen_vl import qwen3_vl_provider as stock

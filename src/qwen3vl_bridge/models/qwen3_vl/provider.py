@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from qwen3vl_bridge.models.common.provider import ExpertsMixin, VisionLanguageProvider
-from qwen3vl_bridge.models.common.settings.rules import Row, Rule
+from qwen3vl_bridge.models.provider import ExpertsMixin, VisionLanguageProvider
 from qwen3vl_bridge.models.qwen3_vl.config import FAMILY
 from qwen3vl_bridge.models.qwen3_vl.refusals import FIXED, FIXED_WITH_EXPERTS, RULES
 from qwen3vl_bridge.models.qwen3_vl.upstream_names import UpstreamExpertNames, UpstreamNames
+from qwen3vl_bridge.models.settings.rules import Row, Rule
 
 from transformers import Qwen3VLVisionConfig
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from qwen3vl_bridge.models.common.settings import fixed
-from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields
-from qwen3vl_bridge.models.common.settings.rules import Row, Rule, only
 from qwen3vl_bridge.models.qwen3_vl.config import check_deepstack
 from qwen3vl_bridge.models.qwen3_vl.upstream_names import check_names
+from qwen3vl_bridge.models.settings import fixed
+from qwen3vl_bridge.models.settings.fields import VisionLanguageFields
+from qwen3vl_bridge.models.settings.rules import Row, Rule, only
 
 _SHARED: Mapping[str, Row] = {
     **only(

@@ -8,8 +8,8 @@ import difflib
 import logging
 from typing import Any
 
-from qwen3vl_bridge.models.common.settings.activations import name_of
-from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields
+from qwen3vl_bridge.models.settings.activations import name_of
+from qwen3vl_bridge.models.settings.fields import VisionLanguageFields
 
 from transformers import Qwen3VLMoeTextConfig, Qwen3VLTextConfig
 

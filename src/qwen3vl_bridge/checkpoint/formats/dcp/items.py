@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from qwen3vl_bridge.checkpoint.formats.dcp.unpickling import restricted_loads
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import ITEMSIZE, Extent, Shape
-from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.io.errors import CheckpointError
 
 _LOCAL_HEADER = 30
 _MAX_PICKLE = 1 << 20

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from qwen3vl_bridge.checkpoint.formats.dcp.unpickling import Record, restricted_loads
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import ITEMSIZE, Extent, Shape, TensorSpec
-from qwen3vl_bridge.files.errors import CheckpointError
-from qwen3vl_bridge.files.paths import file_size, read_whole, resolve_within
+from qwen3vl_bridge.io.errors import CheckpointError
+from qwen3vl_bridge.io.paths import file_size, read_whole, resolve_within
 
 FILE = ".metadata"
 _MAX_DIMENSIONS, _MAX_BYTES = 32, 1 << 31

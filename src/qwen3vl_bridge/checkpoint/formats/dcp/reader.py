@@ -15,7 +15,7 @@ from qwen3vl_bridge.checkpoint.formats.dcp.items import NotPlain, check_uncompre
 from qwen3vl_bridge.checkpoint.formats.dcp.metadata import Chunk, DcpMetadata
 from qwen3vl_bridge.checkpoint.formats.slices import Slice
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import ITEMSIZE, Extent, TensorSpec
-from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.io.errors import CheckpointError
 
 
 class DcpTensors:

@@ -7,8 +7,8 @@ from pathlib import Path
 from qwen3vl_bridge.checkpoint.formats.dcp.metadata import FILE as METADATA
 from qwen3vl_bridge.checkpoint.formats.dcp.metadata import DcpMetadata
 from qwen3vl_bridge.checkpoint.formats.folder_contents import contents_of
-from qwen3vl_bridge.files.errors import CheckpointError
-from qwen3vl_bridge.files.json_files import read_object
+from qwen3vl_bridge.io.errors import CheckpointError
+from qwen3vl_bridge.io.json_files import read_object
 
 TRACKER = "latest_checkpointed_iteration.txt"
 TRAIN_STATE = "train_state.pt"

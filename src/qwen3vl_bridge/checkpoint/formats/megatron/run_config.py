@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.checkpoint.formats.megatron.folder import RUN_CONFIG
-from qwen3vl_bridge.files.errors import CheckpointError
-from qwen3vl_bridge.files.parsing import check_plain, read_yaml
+from qwen3vl_bridge.io.errors import CheckpointError
+from qwen3vl_bridge.io.parsing import check_plain, read_yaml
 
 _SECTIONS = ("model", "checkpoint", "peft")  # those that are read
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.checkpoint.formats.megatron import folder as megatron
-from qwen3vl_bridge.files.json_files import write_object
+from qwen3vl_bridge.io.json_files import write_object
 
 # Megatron-LM reads all three and fails without any of them; `args` may be None.
 BYTE_ITEMS: Mapping[str, Any] = {"checkpoint_version": 3.0, "iteration": 0, "args": None}

@@ -8,9 +8,9 @@ import shutil
 from fnmatch import fnmatch
 from pathlib import Path
 
-from qwen3vl_bridge.files.errors import CheckpointError
-from qwen3vl_bridge.files.json_files import read_object
-from qwen3vl_bridge.files.paths import expanded
+from qwen3vl_bridge.io.errors import CheckpointError
+from qwen3vl_bridge.io.json_files import read_object
+from qwen3vl_bridge.io.paths import expanded
 
 # Name of the Hugging Face format in manifests and reports.
 HUGGINGFACE = "huggingface"

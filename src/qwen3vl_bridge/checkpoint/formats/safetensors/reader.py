@@ -13,10 +13,10 @@ from typing import Any
 from qwen3vl_bridge.checkpoint.formats.folder_contents import contents_of
 from qwen3vl_bridge.checkpoint.formats.slices import Slice
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import DTYPE_OF_SAFETENSORS, ITEMSIZE, Extent, TensorSpec
-from qwen3vl_bridge.files.errors import CheckpointError
-from qwen3vl_bridge.files.json_files import read_object
-from qwen3vl_bridge.files.parsing import parse_json
-from qwen3vl_bridge.files.paths import file_size, resolve_within
+from qwen3vl_bridge.io.errors import CheckpointError
+from qwen3vl_bridge.io.json_files import read_object
+from qwen3vl_bridge.io.parsing import parse_json
+from qwen3vl_bridge.io.paths import file_size, resolve_within
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

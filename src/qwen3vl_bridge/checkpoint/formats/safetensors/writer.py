@@ -9,7 +9,7 @@ from pathlib import Path
 from qwen3vl_bridge.checkpoint.formats.planned_files import Data, OutputFile, Task
 from qwen3vl_bridge.checkpoint.formats.safetensors.reader import INDEX, SINGLE
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import ITEMSIZE, SAFETENSORS_OF_DTYPE
-from qwen3vl_bridge.files.json_files import write_object
+from qwen3vl_bridge.io.json_files import write_object
 
 MAX_SHARD_BYTES = 5_000_000_000
 

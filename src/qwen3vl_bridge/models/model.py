@@ -6,20 +6,20 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from qwen3vl_bridge.batch.packed_batch import ModelInputs, VisionRows
-from qwen3vl_bridge.models.common.adapters.insertion import map_modules
-from qwen3vl_bridge.models.common.caller_inputs import (
+from qwen3vl_bridge.models.adapters.insertion import map_modules
+from qwen3vl_bridge.models.caller_inputs import (
     OutputConversion,
     as_model_inputs,
     check_inference,
     check_settings,
 )
-from qwen3vl_bridge.models.common.core_attention import layout_packed_seq_params
-from qwen3vl_bridge.models.common.freezing import freeze_parts
-from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
-from qwen3vl_bridge.models.common.router import forget_other_depths
-from qwen3vl_bridge.models.common.text_model import MRopeGPTModel
-from qwen3vl_bridge.models.common.vision_config import vision_transformer_config
-from qwen3vl_bridge.models.common.vision_tower import Qwen3VLVisionModel
+from qwen3vl_bridge.models.core_attention import layout_packed_seq_params
+from qwen3vl_bridge.models.freezing import freeze_parts
+from qwen3vl_bridge.models.provider import VisionLanguageProvider
+from qwen3vl_bridge.models.router import forget_other_depths
+from qwen3vl_bridge.models.text_model import MRopeGPTModel
+from qwen3vl_bridge.models.vision_config import vision_transformer_config
+from qwen3vl_bridge.models.vision_tower import Qwen3VLVisionModel
 from qwen3vl_bridge.parallel.collectives import exchange_encoded, scatter_sequence
 
 from megatron.core.inference.contexts import BaseInferenceContext

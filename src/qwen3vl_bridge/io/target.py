@@ -7,8 +7,8 @@ import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from qwen3vl_bridge.files.atomic import leaves
-from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.io.atomic import leaves
+from qwen3vl_bridge.io.errors import CheckpointError
 
 _SPARE = 16 << 20
 # Number of files in the way that a message names.

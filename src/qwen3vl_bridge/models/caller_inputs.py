@@ -23,7 +23,7 @@ from qwen3vl_bridge.batch import (
     vision_slots,
 )
 from qwen3vl_bridge.batch.device_transfer import Movable, on_host, sent
-from qwen3vl_bridge.models.common.caller_masks import (
+from qwen3vl_bridge.models.caller_masks import (
     arguments_on_host,
     check_counts,
     check_mask,
@@ -33,10 +33,10 @@ from qwen3vl_bridge.models.common.caller_masks import (
     segment_lengths,
     without_trailing,
 )
-from qwen3vl_bridge.models.common.cp_sharded_inputs import check_agreement, gather_slices, with_whole_row
-from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
-from qwen3vl_bridge.models.common.settings.refusals import CALLED, TRAINED
-from qwen3vl_bridge.models.common.settings.rules import check
+from qwen3vl_bridge.models.cp_sharded_inputs import check_agreement, gather_slices, with_whole_row
+from qwen3vl_bridge.models.provider import VisionLanguageProvider
+from qwen3vl_bridge.models.settings.refusals import CALLED, TRAINED
+from qwen3vl_bridge.models.settings.rules import check
 
 import torch
 import torch.nn.functional as F

@@ -4,9 +4,9 @@ training.
 
 from __future__ import annotations
 
-from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields
-from qwen3vl_bridge.models.common.settings.kernels import LOCAL
-from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, any_of, multiple_of
+from qwen3vl_bridge.models.settings.fields import VisionLanguageFields
+from qwen3vl_bridge.models.settings.kernels import LOCAL
+from qwen3vl_bridge.models.settings.rules import Row, Rule, When, any_of, multiple_of
 
 
 def layers_with_experts(provider: VisionLanguageFields) -> tuple[int, ...]:

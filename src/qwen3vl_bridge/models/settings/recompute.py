@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields
-from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, any_of, at_least
+from qwen3vl_bridge.models.settings.fields import VisionLanguageFields
+from qwen3vl_bridge.models.settings.rules import Row, Rule, When, any_of, at_least
 
 _BY_FINALIZE = ["core_attn"]  # megatron-core's default for recompute_modules
 # Fields that each granularity does not use.

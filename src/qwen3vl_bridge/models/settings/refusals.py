@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from qwen3vl_bridge.models.common.settings import encoder_parallel, fixed, kernels, parallelism, recompute
-from qwen3vl_bridge.models.common.settings.activations import name_of, vision_activation
-from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When
 from qwen3vl_bridge.models.hf_config import check_tower_size
+from qwen3vl_bridge.models.settings import encoder_parallel, fixed, kernels, parallelism, recompute
+from qwen3vl_bridge.models.settings.activations import name_of, vision_activation
+from qwen3vl_bridge.models.settings.rules import Row, Rule, When
 
 
 def _check_tower(provider: Any) -> None:

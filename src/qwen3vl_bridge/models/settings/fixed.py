@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields
-from qwen3vl_bridge.models.common.settings.rules import Row, When, at_default, only
+from qwen3vl_bridge.models.settings.fields import VisionLanguageFields
+from qwen3vl_bridge.models.settings.rules import Row, When, at_default, only
 
 from megatron.bridge.models.gpt_provider import default_layer_spec
 

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.files import parsing
-from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.io import parsing
+from qwen3vl_bridge.io.errors import CheckpointError
 
 
 def read_object(path: Path) -> dict[str, Any]:

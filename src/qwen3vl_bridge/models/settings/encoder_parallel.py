@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qwen3vl_bridge.models.common.settings.fields import DistTrainConfig as DistTrainConfig  # saved runs name it so
-from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields
-from qwen3vl_bridge.models.common.settings.parallelism import VISION_WIDTHS
-from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, at_least, check, multiple_of, under
+from qwen3vl_bridge.models.settings.fields import DistTrainConfig as DistTrainConfig  # saved runs name it so
+from qwen3vl_bridge.models.settings.fields import VisionLanguageFields
+from qwen3vl_bridge.models.settings.parallelism import VISION_WIDTHS
+from qwen3vl_bridge.models.settings.rules import Row, Rule, When, at_least, check, multiple_of, under
 from qwen3vl_bridge.parallel.encoder_replicas import Replicas
 
 if TYPE_CHECKING:

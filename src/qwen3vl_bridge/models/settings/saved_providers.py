@@ -11,8 +11,8 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields, default_transformer_impl
-from qwen3vl_bridge.models.common.settings.fixed import UNREAD
+from qwen3vl_bridge.models.settings.fields import VisionLanguageFields, default_transformer_impl
+from qwen3vl_bridge.models.settings.fixed import UNREAD
 
 logger = logging.getLogger(__name__)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import logging
 
-from qwen3vl_bridge.models.common.settings.activations import text_activation
-from qwen3vl_bridge.models.common.settings.fields import (
+from qwen3vl_bridge.models.settings.activations import text_activation
+from qwen3vl_bridge.models.settings.fields import (
     VisionLanguageFields,
     can_fuse_weight_gradients,
     has_transformer_engine,
 )
-from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, any_of, at_least
+from qwen3vl_bridge.models.settings.rules import Row, Rule, When, any_of, at_least
 
 import torch
 import torch.nn.functional as F

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path, PurePosixPath
 
-from qwen3vl_bridge.files import parsing
-from qwen3vl_bridge.files.errors import CheckpointError
+from qwen3vl_bridge.io import parsing
+from qwen3vl_bridge.io.errors import CheckpointError
 
 
 def expanded(path: str | Path) -> Path:

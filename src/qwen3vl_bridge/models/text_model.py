@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from qwen3vl_bridge.models.common.chunked_loss import loss_processor
-from qwen3vl_bridge.models.common.layer_specs import decoder_block_spec
-from qwen3vl_bridge.models.common.provider import VisionLanguageProvider
-from qwen3vl_bridge.models.common.rope import InterleavedMRoPE
-from qwen3vl_bridge.models.common.settings.parallelism import LOGITS
+from qwen3vl_bridge.models.chunked_loss import loss_processor
+from qwen3vl_bridge.models.layer_specs import decoder_block_spec
+from qwen3vl_bridge.models.provider import VisionLanguageProvider
+from qwen3vl_bridge.models.rope import InterleavedMRoPE
+from qwen3vl_bridge.models.settings.parallelism import LOGITS
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict

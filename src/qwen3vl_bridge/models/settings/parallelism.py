@@ -12,9 +12,9 @@ import math
 from typing import TYPE_CHECKING
 
 from qwen3vl_bridge.batch.token_layout import row_multiple
-from qwen3vl_bridge.models.common.settings.fields import VisionLanguageFields
-from qwen3vl_bridge.models.common.settings.kernels import PACKED_CONTEXT
-from qwen3vl_bridge.models.common.settings.rules import Row, Rule, When, any_of, at_least, check, multiple_of, under
+from qwen3vl_bridge.models.settings.fields import VisionLanguageFields
+from qwen3vl_bridge.models.settings.kernels import PACKED_CONTEXT
+from qwen3vl_bridge.models.settings.rules import Row, Rule, When, any_of, at_least, check, multiple_of, under
 
 import torch
 from megatron.core.transformer.enums import LayerType

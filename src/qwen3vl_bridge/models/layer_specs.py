@@ -6,9 +6,9 @@ import dataclasses
 import functools
 from typing import Any
 
-from qwen3vl_bridge.models.common.core_attention import ContextParallelAttention, SegmentAttention
-from qwen3vl_bridge.models.common.rope import RotarySelfAttention
-from qwen3vl_bridge.models.common.router import BalancedRouter
+from qwen3vl_bridge.models.core_attention import ContextParallelAttention, SegmentAttention
+from qwen3vl_bridge.models.rope import RotarySelfAttention
+from qwen3vl_bridge.models.router import BalancedRouter
 
 import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import HAVE_TE

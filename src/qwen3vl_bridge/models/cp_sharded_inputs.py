@@ -12,7 +12,7 @@ from typing import Any
 
 from qwen3vl_bridge.batch import SequenceLayout, gathered_index
 from qwen3vl_bridge.batch.device_transfer import on_host, sent
-from qwen3vl_bridge.models.common.caller_masks import arguments_on_host, packed_layout, segment_lengths
+from qwen3vl_bridge.models.caller_masks import arguments_on_host, packed_layout, segment_lengths
 from qwen3vl_bridge.parallel.collectives import gather_stacked
 
 import torch

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from qwen3vl_bridge import registry
-from qwen3vl_bridge.models.common.flops import operations_of_a_step, provider_sizes
-from qwen3vl_bridge.models.common.settings import experts, fields, kernels, parallelism, refusals
-from qwen3vl_bridge.models.common.settings.encoder_parallel import complete_dist_train, complete_groups, replicas_of
-from qwen3vl_bridge.models.common.settings.rules import Row, Rule, check
-from qwen3vl_bridge.models.common.vision_config import vision_work
+from qwen3vl_bridge.models.flops import operations_of_a_step, provider_sizes
+from qwen3vl_bridge.models.settings import experts, fields, kernels, parallelism, refusals
+from qwen3vl_bridge.models.settings.encoder_parallel import complete_dist_train, complete_groups, replicas_of
+from qwen3vl_bridge.models.settings.rules import Row, Rule, check
+from qwen3vl_bridge.models.vision_config import vision_work
 from qwen3vl_bridge.weights.dimensions import Dimensions, indices_of
 
 import torch
@@ -171,7 +171,7 @@ class VisionLanguageProvider(fields.VisionLanguageFields):
         Raises:
             ValueError: the model is to be wrapped for training, and could not be trained with its parallel sizes.
         """
-        from qwen3vl_bridge.models.common.freezing import log_trained_parameters
+        from qwen3vl_bridge.models.freezing import log_trained_parameters
 
         given = inspect.signature(super().provide_distributed_model).bind(*args, **kwargs).arguments
         if training := given.get("wrap_with_ddp", True):
