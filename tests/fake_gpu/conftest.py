@@ -1,0 +1,60 @@
+"""The fake GPU, built once, and programs that run on it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from qwen3vl_bridge.rehearsal import fake_gpu
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# `mark(text)` writes a line of the log; `result[...]` comes back as `Run.result`.
+PRELUDE = """
+import ctypes, json, sys, torch
+result = {}
+_gpu = ctypes.CDLL(None)
+
+def mark(text):
+    _gpu.fake_gpu_mark(text.encode())
+"""
+
+
+@dataclass
+class Run:
+    events: list[fake_gpu.Event]
+    result: dict
+
+    def between(self, start: str, end: str) -> list[fake_gpu.Event]:
+        return fake_gpu.between(self.events, start, end)
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory) -> Path:
+    try:
+        return fake_gpu.build(tmp_path_factory.mktemp("fake_gpu"))
+    except fake_gpu.FakeGPUError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def on_fake_gpu(built, tmp_path_factory) -> Callable[..., Run]:
+    """Runs a program: its text after `PRELUDE`, its arguments, the GPU's size and environment variables."""
+
+    def run(program: str, *arguments: str, gib: float = 80.0, **variables: str) -> Run:
+        text = f"{PRELUDE}\n{textwrap.dedent(program)}\nprint('RESULT', json.dumps(result))"
+        log = tmp_path_factory.mktemp("run") / "log"
+        environment = fake_gpu.environment(built, log, gib) | variables
+        command = [sys.executable, "-c", text, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+        assert done.returncode == 0, done.stderr[-4000:]
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        return Run(fake_gpu.read_log(log), json.loads(line.removeprefix("RESULT ")))
+
+    return run
