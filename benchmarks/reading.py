@@ -33,8 +33,7 @@ from qwen3vl_bridge.checkpoint.planning.plan import Plan, make_plan, tensors_of
 from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 from qwen3vl_bridge.checkpoint.stored_models.megatron_writer import MegatronTarget
 from qwen3vl_bridge.models.qwen3_vl import presets
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
-from qwen3vl_bridge.weights.rows import Row
+from qwen3vl_bridge.weights.rows import ExpertLayout, Row
 
 import record
 import torch

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 if TYPE_CHECKING:
-    from qwen3vl_bridge.weights.dimensions import Dimensions
-    from qwen3vl_bridge.weights.rows import Row
+    from qwen3vl_bridge.weights.rows import Dimensions, Row
 
 _MEGATRON_BRIDGE = "megatron.bridge.models"
-_KERNELS = "qwen3vl_bridge.models.qwen3_5.linear_attention.kernels"
+_KERNELS = "qwen3vl_bridge.models.qwen3_5.delta_rule"
 
 
 @dataclass(frozen=True)

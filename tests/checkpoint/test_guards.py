@@ -16,7 +16,7 @@ from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
 from qwen3vl_bridge.cli.convert import main
 from qwen3vl_bridge.io import atomic
 from qwen3vl_bridge.io.json_files import read_object, write_object
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest
 import torch

@@ -13,7 +13,7 @@ from pathlib import Path
 import qwen3vl_bridge
 from qwen3vl_bridge.batch.device_transfer import on_host
 from qwen3vl_bridge.training.step import to_device
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest
 import torch

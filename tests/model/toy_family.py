@@ -11,9 +11,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from qwen3vl_bridge import Family, register_family
-from qwen3vl_bridge.weights.dimensions import Dimensions, indices_of, text_sizes, vision_sizes
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
-from qwen3vl_bridge.weights.rows import QKV, Copy, GatedMLP, Row, Shape
+from qwen3vl_bridge.weights.rows import (
+    QKV,
+    Copy,
+    Dimensions,
+    ExpertLayout,
+    GatedMLP,
+    Row,
+    Shape,
+    indices_of,
+    text_sizes,
+    vision_sizes,
+)
 from qwen3vl_bridge.weights.shared_rows import VISION_ROWS
 
 NAME = "toy_vl"

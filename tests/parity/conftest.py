@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from qwen3vl_bridge.registry import family
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
-from qwen3vl_bridge.weights.rows import ZeroCentered
+from qwen3vl_bridge.weights.rows import ExpertLayout, ZeroCentered
 
 import pytest
 import torch

@@ -11,7 +11,7 @@ import json
 import sys
 from collections import Counter
 
-from qwen3vl_bridge.weights.model_parts import part_of
+from qwen3vl_bridge.weights.rows import part_of
 
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model

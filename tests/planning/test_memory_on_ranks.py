@@ -11,8 +11,7 @@ from qwen3vl_bridge.planning.model_states import ParameterCount, chunk_count, st
 from qwen3vl_bridge.planning.split import ModelSplit, PipelineChunk
 from qwen3vl_bridge.planning.training_settings import FP32, Sharding, TrainingSettings
 from qwen3vl_bridge.registry import dimensions_of
-from qwen3vl_bridge.weights.dimensions import Dimensions
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import Dimensions, ExpertLayout
 
 import pytest
 

@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.weights.names import local_name
+from qwen3vl_bridge.weights.rows import local_name
 
 import torch
 from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM

@@ -9,7 +9,7 @@ import sys
 from types import SimpleNamespace
 
 from qwen3vl_bridge import registry
-from qwen3vl_bridge.models.qwen3_5.linear_attention import delta_rule, kernels
+from qwen3vl_bridge.models.qwen3_5 import delta_rule
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_a_gpu_without_the_package_is_warned_of(gpu, monkeypatch, caplog):
 def test_the_import_hook_puts_them_where_megatron_core_calls_them():
     gdn = importlib.import_module(f"{_KERNELS}.gdn")
     common = importlib.import_module(f"{_KERNELS}.common")
-    missing = kernels.are_missing()
+    missing = delta_rule.are_missing()
     assert (gdn.chunk_gated_delta_rule is delta_rule.chunk_gated_delta_rule) == missing
     assert (common.l2norm is delta_rule.l2norm) == missing
 

@@ -10,8 +10,7 @@ from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 from qwen3vl_bridge.models.qwen3_5.config import dimensions_of
 from qwen3vl_bridge.models.qwen3_5.presets import PRESETS, config_dict, hf_config
 from qwen3vl_bridge.models.qwen3_5.table import table
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
-from qwen3vl_bridge.weights.rows import expand, parameter_count
+from qwen3vl_bridge.weights.rows import ExpertLayout, expand, parameter_count
 
 import pytest
 import torch

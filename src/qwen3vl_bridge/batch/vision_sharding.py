@@ -1,7 +1,8 @@
-"""Assignment of frames to context-parallel ranks, and which vision tokens each rank sends to which.
+"""Which rank encodes which frames of a batch, and which vision tokens ranks send to each other.
 
 Context-parallel ranks have the same images and videos. Each encodes some of the frames (attention does not cross
-frames) and sends the other ranks the vision tokens that they need.
+frames) and sends the other ranks the vision tokens that they need. Separate vision ranks (dist-train) divide frames by
+the same rule; both sides compute the same shards, so no negotiation is needed.
 Legend: F frames, N patches, M = N / merge^2 vision tokens.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -172,4 +174,32 @@ def assign_vision(vision: VisionInputs | None, work: VisionWork, ranks: int) -> 
         frames=tuple(map(tuple, shares)),
         counts=tuple(sum(tokens[frame] for frame in share) for share in shares),
         places=places,
+    )
+
+
+@dataclass(frozen=True)
+class EncoderShard:
+    """What one vision rank sends to one language replica for a microbatch.
+
+    Attributes:
+        tokens: number of vision tokens; 0 if the microbatch has no frames for this rank.
+        mark: 32-bit checksum of the samples, their tokens and the encoded frames.
+    """
+
+    tokens: int
+    mark: int
+
+
+def shards_of(vision: VisionInputs | None, assignment: VisionAssignment, samples: int) -> tuple[EncoderShard, ...]:
+    """The shard of each vision rank for a microbatch.
+
+    Args:
+        vision: images and videos of the microbatch; None if it has none.
+        assignment: of its frames to the vision ranks.
+        samples: checksum of its samples and their tokens.
+    """
+    lengths = () if vision is None else vision.lengths
+    return tuple(
+        EncoderShard(tokens, zlib.crc32(repr([lengths[frame] for frame in frames]).encode(), samples))
+        for frames, tokens in zip(assignment.frames, assignment.counts, strict=True)
     )

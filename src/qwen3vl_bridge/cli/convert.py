@@ -21,7 +21,7 @@ from qwen3vl_bridge.cli import convert_options, convert_output
 from qwen3vl_bridge.io.errors import CheckpointError
 from qwen3vl_bridge.io.paths import expanded
 from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show, show_anything
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 _SIZES = {
     "tp": "tensor-parallel size",

@@ -26,7 +26,7 @@ from qwen3vl_bridge.planning.training_settings import (
 )
 from qwen3vl_bridge.registry import dimensions_of, preset, preset_sizes
 from qwen3vl_bridge.terminal import BAD_INPUT, show, show_anything
-from qwen3vl_bridge.weights.model_parts import Part
+from qwen3vl_bridge.weights.rows import Part
 
 _NO_FIT = 1
 _SIZES = {

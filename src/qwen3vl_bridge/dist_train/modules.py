@@ -20,8 +20,7 @@ from qwen3vl_bridge.models.model import VisionLanguageModel
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
 from qwen3vl_bridge.models.settings.encoder_parallel import LANGUAGE, VISION, trains_vision
-from qwen3vl_bridge.models.vision_config import vision_transformer_config
-from qwen3vl_bridge.models.vision_tower import Qwen3VLVisionModel
+from qwen3vl_bridge.models.vision_tower import Qwen3VLVisionModel, vision_transformer_config
 
 import torch
 import torch.nn.functional as F

@@ -15,8 +15,7 @@ from qwen3vl_bridge.models.provider import ExpertsMixin, VisionLanguageProvider
 from qwen3vl_bridge.models.settings.activations import text_activation
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.bridge_mappings import param_mappings
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout, expert_layout_of
-from qwen3vl_bridge.weights.rows import expand
+from qwen3vl_bridge.weights.rows import ExpertLayout, expand, expert_layout_of
 
 import torch
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry

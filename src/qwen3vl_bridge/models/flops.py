@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qwen3vl_bridge.registry import dimensions_of, family
-from qwen3vl_bridge.weights.dimensions import Dimensions, text_sizes, vision_sizes
-from qwen3vl_bridge.weights.names import is_of_mtp
+from qwen3vl_bridge.weights.rows import Dimensions, is_of_mtp, text_sizes, vision_sizes
 
 CHUNK = 64  # chunk size of gated delta rule kernels, in tokens
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from qwen3vl_bridge import registry
-from qwen3vl_bridge.models.flops import operations_of_a_step, provider_sizes
+from qwen3vl_bridge.batch.vision_sharding import VisionWork
+from qwen3vl_bridge.models.flops import operations_of_a_step, provider_sizes, vision_costs
 from qwen3vl_bridge.models.settings import experts, fields, kernels, parallelism, refusals
 from qwen3vl_bridge.models.settings.encoder_parallel import complete_dist_train, complete_groups, replicas_of
 from qwen3vl_bridge.models.settings.rules import Row, Rule, check
-from qwen3vl_bridge.models.vision_config import vision_work
-from qwen3vl_bridge.weights.dimensions import Dimensions, indices_of
+from qwen3vl_bridge.weights.rows import Dimensions, Part, indices_of, part_of, part_of_wrapped, vision_sizes
 
 import torch
 from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
@@ -26,6 +28,10 @@ from megatron.core.pipeline_parallel.utils import (
     is_vp_last_stage,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import unwrap_model
+from torch import nn
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -138,7 +144,7 @@ class VisionLanguageProvider(fields.VisionLanguageFields):
     def sequence_ranks(self, groups: ProcessGroupCollection) -> dict[str, Any]:
         """The arguments of `PackedBatch.local` that select a rank's tokens, images and videos."""
         return dict(
-            vision_work=vision_work(self),
+            vision_work=self.vision_work,
             encoders=None if self.add_encoder else replicas_of(self).encoders,
             cp_size=groups.cp.size(),
             cp_rank=groups.cp.rank(),
@@ -146,6 +152,13 @@ class VisionLanguageProvider(fields.VisionLanguageFields):
             sp_rank=groups.tp.rank() if self.sequence_parallel else 0,
             predicts=self.trains_mtp,
         )
+
+    @property
+    def vision_work(self) -> VisionWork:
+        """The tower's cost of a frame, by which ranks divide frames."""
+        sizes = {**vision_sizes(self.vision_config.to_dict()), "hidden": self.hidden_size}
+        patch, patch_pair = vision_costs(sizes, self.vision_config.depth, len(self.deepstack_layers))
+        return VisionWork(patch, patch_pair, self.vision_config.spatial_merge_size**2)
 
     def _groups(self) -> ProcessGroupCollection:
         """The groups that were set, or megatron-core's global ones: direct callers of `provide` have not set any."""
@@ -171,8 +184,6 @@ class VisionLanguageProvider(fields.VisionLanguageFields):
         Raises:
             ValueError: the model is to be wrapped for training, and could not be trained with its parallel sizes.
         """
-        from qwen3vl_bridge.models.freezing import log_trained_parameters
-
         given = inspect.signature(super().provide_distributed_model).bind(*args, **kwargs).arguments
         if training := given.get("wrap_with_ddp", True):
             check(refusals.TRAINED, self)
@@ -215,3 +226,33 @@ class ExpertsMixin:
     def moe_layers(self: Any) -> tuple[int, ...]:
         """Layers with experts, as megatron-core reads `moe_layer_freq`."""
         return experts.layers_with_experts(self)
+
+
+def freeze_parts(
+    model: nn.Module,
+    *,
+    freeze_language_model: bool = False,
+    freeze_vision_model: bool = False,
+    freeze_vision_projection: bool = False,
+) -> None:
+    """Stop training of whole parts. The vision projection is the mergers; the vision model is the rest of the tower."""
+    frozen = {
+        Part.LANGUAGE_MODEL: freeze_language_model,
+        Part.VISION_MODEL: freeze_vision_model,
+        Part.VISION_PROJECTION: freeze_vision_projection,
+    }
+    for name, parameter in model.named_parameters():
+        if frozen[part_of(name)]:
+            parameter.requires_grad = False
+
+
+def log_trained_parameters(model: list[nn.Module]) -> None:
+    """Log how many parameters of each part this rank has, and how many of them are trained."""
+    trained, total = Counter(), Counter()
+    for chunk in unwrap_model(model):
+        for name, parameter in chunk.named_parameters():
+            part = part_of_wrapped(name)  # still wrapped by Megatron-FSDP
+            total[part] += parameter.numel()
+            trained[part] += parameter.numel() * parameter.requires_grad
+    parts = ", ".join(f"{part.value} {trained[part]:,} of {total[part]:,}" for part in Part if total[part])
+    logger.info("parameters trained on this rank: %s of %s (%s)", f"{trained.total():,}", f"{total.total():,}", parts)

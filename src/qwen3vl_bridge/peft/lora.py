@@ -11,13 +11,11 @@ from qwen3vl_bridge.models.adapters.insertion import (
     refuse_dora,
     transform_in,
 )
-from qwen3vl_bridge.models.freezing import log_trained_parameters
 from qwen3vl_bridge.models.model import VisionLanguageModel
+from qwen3vl_bridge.models.provider import log_trained_parameters
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.adapter_rows import LINEAR_LAYERS, AdapterSettings, layer_of, linear_rows, plain_name
-from qwen3vl_bridge.weights.model_parts import Part, part_of
-from qwen3vl_bridge.weights.names import is_of_experts, shared_name
-from qwen3vl_bridge.weights.rows import expand
+from qwen3vl_bridge.weights.rows import Part, expand, is_of_experts, part_of, shared_name
 
 from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
 from megatron.bridge.peft.dora import DoRA

@@ -23,8 +23,7 @@ from qwen3vl_bridge.models.flops import CHUNK
 from qwen3vl_bridge.planning.model_states import adapter_sizes, layers_by_kind
 from qwen3vl_bridge.planning.split import ModelSplit, PipelineChunk
 from qwen3vl_bridge.planning.training_settings import Recompute, TrainingSettings
-from qwen3vl_bridge.weights.dimensions import Dimensions
-from qwen3vl_bridge.weights.model_parts import Part
+from qwen3vl_bridge.weights.rows import Dimensions, Part
 
 # Bytes: of a norm's statistic, of attention's log-sum-exp, of an index, of a float32 number in any precision.
 _STATISTIC, _LOGSUMEXP, _INDEX, _FLOAT = 4, 4, 8, 4

@@ -12,7 +12,7 @@ from qwen3vl_bridge.planning.model_states import ModelStates, adapter_sizes, lay
 from qwen3vl_bridge.planning.split import ModelSplit, PipelineChunk
 from qwen3vl_bridge.planning.training_settings import TrainingSettings
 from qwen3vl_bridge.registry import dimensions_of, family
-from qwen3vl_bridge.weights.dimensions import Dimensions
+from qwen3vl_bridge.weights.rows import Dimensions
 
 # Assumed, not measured: the CUDA context and its kernels, NCCL's buffers of several groups, workspaces of cuBLAS and
 # Transformer Engine.

@@ -19,8 +19,7 @@ from qwen3vl_bridge.io.errors import CheckpointError
 from qwen3vl_bridge.parallel.collectives import all_or_none, broadcast_object, gather_objects, is_first
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.registry import family
-from qwen3vl_bridge.weights.model_parts import Part
-from qwen3vl_bridge.weights.rows import expand
+from qwen3vl_bridge.weights.rows import Part, expand
 
 from megatron.bridge.training.checkpointing import (
     CheckpointLoadContext,

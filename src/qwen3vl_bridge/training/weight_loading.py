@@ -29,9 +29,7 @@ from qwen3vl_bridge.parallel.collectives import all_or_none, gather_objects
 from qwen3vl_bridge.registry import family, family_of
 from qwen3vl_bridge.training.process_groups import initialize
 from qwen3vl_bridge.training.resuming import has_checkpoint
-from qwen3vl_bridge.weights.dimensions import vision_sizes
-from qwen3vl_bridge.weights.names import is_of_mtp, local_name
-from qwen3vl_bridge.weights.rows import Row, expand, stored_rows
+from qwen3vl_bridge.weights.rows import Row, expand, is_of_mtp, local_name, stored_rows, vision_sizes
 
 import torch
 import torch.distributed.checkpoint as dcp

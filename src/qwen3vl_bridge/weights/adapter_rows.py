@@ -18,9 +18,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from qwen3vl_bridge.weights.model_parts import part_of
-from qwen3vl_bridge.weights.names import is_of_experts, is_of_mtp, local_name, shared_name
-from qwen3vl_bridge.weights.rows import Copy, ExpertInput, ExpertOutput, GatedMLP, PackedExpert, Row, Sectioned
+from qwen3vl_bridge.weights.rows import (
+    Copy,
+    ExpertInput,
+    ExpertOutput,
+    GatedMLP,
+    PackedExpert,
+    Row,
+    Sectioned,
+    is_of_experts,
+    is_of_mtp,
+    local_name,
+    part_of,
+    shared_name,
+)
 
 # Megatron-Bridge's names of the parts of an adapter, after the name of its layer.
 MARK = ".adapter."

@@ -1,4 +1,4 @@
-"""Kinds of rows of the weight table: the relation between a Megatron parameter and its Hugging Face tensors.
+"""The weight table's rows: which Hugging Face tensors a Megatron parameter is made of, their names and shapes.
 
 Standard library only.
 """
@@ -7,10 +7,107 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
-from qwen3vl_bridge.weights.dimensions import Dimensions
+
+@dataclass(frozen=True)
+class Dimensions:
+    """Values of the weight table's symbols for one model; `dimensions[name]` is one of the sizes.
+
+    Attributes:
+        sizes: by name, those in the rows' shapes, conditions (0 or 1) and counts of heads.
+        indices: by name, the values of a `*`.
+        family: whose table it is, a name that `registry.family` knows.
+    """
+
+    sizes: Mapping[str, int]
+    indices: Mapping[str, Sequence[int]]
+    family: str
+
+    def __getitem__(self, name: str) -> int:
+        return self.sizes[name]
+
+    def with_vocab(self, rows: int) -> Dimensions:
+        """The same with a vocabulary of this many rows."""
+        return replace(self, sizes={**self.sizes, "vocab": rows})
+
+
+def text_sizes(
+    *,
+    vocab: int,
+    hidden: int,
+    ffn: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    untied: bool,
+    experts: int = 0,
+    chosen_experts: int = 0,
+    moe_ffn: int = 0,
+) -> dict[str, int]:
+    """Sizes of a text model; without experts, none of theirs."""
+    return {
+        "vocab": vocab,
+        "hidden": hidden,
+        "ffn": ffn,
+        "head_dim": head_dim,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "q": heads * head_dim,
+        "kv": kv_heads * head_dim,
+        "experts": experts,
+        "chosen_experts": chosen_experts,
+        "moe_ffn": moe_ffn,
+        "moe_gate_up": 2 * moe_ffn,
+        "untied": int(untied),
+    }
+
+
+def vision_sizes(vision: Mapping) -> dict[str, int]:
+    """Sizes of the vision tower, from only its configuration."""
+    return {
+        "v_hidden": vision["hidden_size"],
+        "v_heads": vision["num_heads"],
+        "v_qkv": 3 * vision["hidden_size"],
+        "v_ffn": vision["intermediate_size"],
+        "v_merged": vision["hidden_size"] * vision["spatial_merge_size"] ** 2,
+        "v_positions": vision["num_position_embeddings"],
+        "v_channels": vision.get("in_channels", 3),
+        "v_patch": vision["patch_size"],
+        "v_temporal_patch": vision["temporal_patch_size"],
+    }
+
+
+def indices_of(
+    *,
+    layers: int,
+    moe_layers: Sequence[int] = (),
+    experts: int = 0,
+    vision_layers: int = 0,
+    deepstack_layers: Sequence[int] = (),
+) -> dict[str, Sequence[int]]:
+    """`Dimensions.indices` of a model with these counts.
+
+    Args:
+        layers: of the text model.
+        moe_layers: those with experts.
+        experts: of each of them.
+        vision_layers: of the tower.
+        deepstack_layers: those of the tower that have a DeepStack merger.
+    """
+    return {
+        "text_layers": range(layers),
+        "dense_layers": tuple(i for i in range(layers) if i not in moe_layers),
+        "moe_layers": moe_layers,
+        "experts": range(experts),
+        "vision_layers": range(vision_layers),
+        "deepstack_layers": tuple(deepstack_layers),
+        "deepstack_mergers": range(len(deepstack_layers)),
+    }
+
 
 Shape = tuple[str | int, ...]
 
@@ -208,3 +305,153 @@ def expand(rows: tuple[Row, ...], dimensions: Dimensions) -> Iterator[Row]:
 def parameter_count(rows: tuple[Row, ...], dimensions: Dimensions) -> int:
     """Number of parameters of a model of these dimensions, without building it."""
     return sum(math.prod(shape) for row in expand(rows, dimensions) for shape in row.numbers(dimensions))
+
+
+class ExpertLayout(Enum):
+    """Format of the experts of a layer in a Hugging Face checkpoint."""
+
+    INPUT_MAJOR = "packed [experts, in, out]"  # the released checkpoints
+    OUTPUT_MAJOR = "packed [experts, out, in]"  # a model saved by transformers 5
+    PER_EXPERT = "one tensor per expert"
+    OUTPUT_MAJOR_MTP_PER_EXPERT = "packed [experts, out, in], one tensor per expert of multi-token prediction"
+
+
+def expert_layout_of(
+    table: Callable[[ExpertLayout], Sequence[Row]], shapes: Mapping[str, Sequence[int]], dimensions: Dimensions
+) -> ExpertLayout:
+    """The format of a checkpoint's experts, from the shapes of one layer's tensors.
+
+    No model is ambiguous: if one tensor's two orientations have the same shape, the other's have not.
+
+    Args:
+        table: the rows of a checkpoint in a given format.
+        shapes: of the checkpoint's tensors, by Hugging Face name. Only those of the first MoE layer and of multi-token
+            prediction are read.
+        dimensions: of a model with MoE layers.
+
+    Raises:
+        ValueError: an unknown format.
+    """
+    layer = dimensions.indices["moe_layers"][0]
+    names: list[str] = []
+    for layout in ExpertLayout:
+        expected: dict[str, tuple[int, ...]] = {}
+        for row in table(layout):
+            if "experts" not in row.indices or (row.condition is not None and not dimensions[row.condition]):
+                continue
+            for expert in dimensions.indices["experts"]:
+                one = row.at(*(expert if index == "experts" else layer for index in row.indices))
+                expected.update(zip(one.hf, hf_shapes(one, dimensions), strict=True))
+        if all(tuple(shapes.get(name, ())) == shape for name, shape in expected.items()):
+            return layout
+        names += expected
+    prefix = names[0].rpartition(".")[0] + "."  # of a packed tensor
+    found = sorted((name, list(shape)) for name, shape in shapes.items() if name.startswith(prefix))
+    raise ValueError(
+        f"experts of layer {layer}: found {found[:4] or 'no tensors'}, expected {dimensions['experts']} experts of "
+        f"{dimensions['hidden']} x {dimensions['moe_ffn']}, {' or '.join(layout.value for layout in ExpertLayout)}"
+    )
+
+
+OUTPUT_LAYER = "language_model.output_layer"
+
+# If a layer spec has no fused norm-and-linear module, its norms are separate modules; if it has no grouped experts,
+# each expert is.
+_LOCAL_NAMES = (
+    (r"self_attention\.(linear_qkv|in_proj)\.layer_norm_", "input_layernorm."),
+    (r"mlp\.linear_fc1\.layer_norm_", "pre_mlp_layernorm."),
+    (r"mlp\.experts\.(linear_fc[12])\.weight(\d+|\*)", r"mlp.experts.local_experts.\2.\1.weight"),
+)
+
+
+def local_name(name: str) -> str:
+    """The local layer spec's name of a parameter given with Transformer Engine's name."""
+    for pattern, instead in _LOCAL_NAMES:
+        name = re.sub(pattern, instead, name)
+    return name
+
+
+_ONE_EXPERT = re.compile(r"(?<=\.mlp\.experts)\.local_experts\.\d+(?=\.)")
+
+
+def is_of_experts(layer: str) -> bool:
+    """Whether a linear layer, by its name in either layer spec, is of experts."""
+    return ".mlp.experts." in layer
+
+
+def is_of_mtp(name: str) -> bool:
+    """Whether a Megatron module or parameter is of multi-token prediction."""
+    return ".mtp." in name
+
+
+def shared_name(layer: str) -> str:
+    """A linear layer's name as shared by all experts of its layer; any other layer's own name."""
+    return _ONE_EXPERT.sub("", layer)
+
+
+# Indices that megatron-core's own format turns into dimensions of a tensor.
+_KINDS_OF_TEXT_LAYERS = ("dense_layers", "moe_layers", "linear_layers", "full_layers")
+_STACKED: Mapping[str, str] = dict.fromkeys(_KINDS_OF_TEXT_LAYERS, "text_layers")
+# They stay in the name if layers of one stack differ, like the layers of a model with dense and MoE layers.
+NAMED_IF_MIXED = ("text_layers", *_KINDS_OF_TEXT_LAYERS)
+
+
+def stacked_name(
+    row: Row, dimensions: Dimensions, named: Collection[str] = (), *, local: bool = False
+) -> tuple[str, tuple[tuple[int, int], ...]]:
+    """Name in megatron-core's own format, `torch_dist`, of the tensor that an expanded row is a part of.
+
+    Source: megatron-core 0.19, `sharded_state_dict` of TransformerBlock, SequentialMLP and TEGroupedMLP.
+
+    Args:
+        row: an expanded row.
+        dimensions: from `dimensions_of`.
+        named: indices that stay in the name.
+        local: whether it was saved with megatron-core's own local layer spec. That renames norms as if they were all
+            fused, because the norm before experts is in no spec; ours does not rename that one.
+
+    Returns:
+        The name, and for each dimension in front of the parameter's own: the row's index in it, and its size.
+    """
+    name = re.sub(r"mlp\.experts\.(local_experts\.)?", "mlp.experts.experts.", row.pattern)
+    name = name.replace(".mtp_model_layer.", ".transformer_layer.")  # its earlier name in megatron-core
+    name = name.replace("weight*", "weight.*")
+    if local:
+        name = name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+    stacked = []
+    for index, number in zip(row.indices, row.position, strict=True):
+        if index in named:
+            name = name.replace("*", str(number), 1)
+        else:
+            name = name.replace(".*", "", 1)
+            stacked.append((number, len(dimensions.indices[_STACKED.get(index, index)])))
+    return name, tuple(stacked)
+
+
+class Part(Enum):
+    """As in the names of the freeze flags."""
+
+    LANGUAGE_MODEL = "language_model"
+    VISION_MODEL = "vision_model"  # without the mergers
+    VISION_PROJECTION = "vision_projection"  # the mergers, main and DeepStack
+
+
+def part_of(name: str) -> Part:
+    """The part of a model's parameter or module, by its name in the model."""
+    if name.startswith("language_model."):
+        return Part.LANGUAGE_MODEL
+    is_merger = name.startswith(("vision_model.merger.", "vision_model.decoder.deepstack_merger_list."))
+    return Part.VISION_PROJECTION if is_merger else Part.VISION_MODEL
+
+
+def part_of_wrapped(name: str) -> Part:
+    """The part of a parameter, by its name in the model or in a wrapper.
+
+    Raises:
+        ValueError: a name that is not of this model.
+    """
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    if not name.startswith(("language_model.", "vision_model.")):
+        raise ValueError(f"found the parameter {name}, expected one of language_model or vision_model")
+    return part_of(name)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
-from qwen3vl_bridge.weights.rows import ConcatenatedQKV, Copy, GatedMLP, PackedExpert, Row, Shape
+from qwen3vl_bridge.weights.rows import ConcatenatedQKV, Copy, ExpertLayout, GatedMLP, PackedExpert, Row, Shape
 
 _VISION = "vision_model.decoder.layers.*."
 _HF_VISION = "model.visual.blocks.*."

@@ -10,8 +10,7 @@ from qwen3vl_bridge.checkpoint.planning.plan import tensors_of
 from qwen3vl_bridge.checkpoint.planning.row_owners import holders
 from qwen3vl_bridge.checkpoint.planning.topology import Part
 from qwen3vl_bridge.registry import dimensions_of, family, preset
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
-from qwen3vl_bridge.weights.rows import expand
+from qwen3vl_bridge.weights.rows import ExpertLayout, expand
 
 import pytest
 

@@ -15,8 +15,7 @@ from qwen3vl_bridge.checkpoint.planning.topology import Part
 from qwen3vl_bridge.models.qwen3_vl.presets import PRESETS, config_dict, hf_config, parameter_count
 from qwen3vl_bridge.models.qwen3_vl.table import table
 from qwen3vl_bridge.registry import dimensions_of
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
-from qwen3vl_bridge.weights.rows import expand
+from qwen3vl_bridge.weights.rows import ExpertLayout, expand
 
 import pytest
 import torch

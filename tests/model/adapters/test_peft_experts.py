@@ -7,7 +7,7 @@ import re
 
 from qwen3vl_bridge.peft.hf_export import save_hf_adapter
 from qwen3vl_bridge.peft.lora import Qwen3VLDoRA, Qwen3VLLoRA
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest
 from safetensors.torch import load_file

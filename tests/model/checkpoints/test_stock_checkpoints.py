@@ -27,7 +27,7 @@ from qwen3vl_bridge.models.settings.encoder_parallel import DistTrainConfig
 from qwen3vl_bridge.models.settings.fields import default_transformer_impl
 from qwen3vl_bridge.training.process_groups import initialize
 from qwen3vl_bridge.training.weight_loading import load_model, load_weights
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest
 import torch

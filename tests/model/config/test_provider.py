@@ -12,7 +12,7 @@ from qwen3vl_bridge.models.qwen3_vl.config import check_settings
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
 from qwen3vl_bridge.models.settings import experts, refusals
 from qwen3vl_bridge.models.settings.rules import Range, Row
-from qwen3vl_bridge.models.vision_config import vision_transformer_config
+from qwen3vl_bridge.models.vision_tower import vision_transformer_config
 
 import pytest
 import torch

@@ -3,7 +3,6 @@
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.batch import SequenceLayout
 from qwen3vl_bridge.models.caller_inputs import arrange, as_model_inputs
-from qwen3vl_bridge.models.vision_config import vision_work
 
 import pytest
 import torch
@@ -98,7 +97,7 @@ def test_rows_with_packed_seq_params(provider, config):
     samples = make_samples("mixed", config, seed=0)
     packed, rows = (make_batch(samples, config, packed=packed) for packed in (True, False))
     for shift in (0, 3):
-        second = dict(cp_size=2, cp_rank=1, vision_work=vision_work(provider))
+        second = dict(cp_size=2, cp_rank=1, vision_work=provider.vision_work)
         for groups, ranks in ((GROUPS, {}), (SECOND_OF_TWO, second)):
             ours, order = as_model_inputs(
                 provider,

@@ -9,7 +9,7 @@ from qwen3vl_bridge.models.settings.fields import can_fuse_weight_gradients, has
 from qwen3vl_bridge.models.settings.kernels import check_float32, complete_kernels, complete_precision
 from qwen3vl_bridge.models.settings.refusals import TRAINED
 from qwen3vl_bridge.models.settings.rules import check
-from qwen3vl_bridge.models.vision_config import vision_transformer_config
+from qwen3vl_bridge.models.vision_tower import vision_transformer_config
 
 import pytest
 import torch

@@ -8,7 +8,7 @@ from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.models.settings import parallelism
 from qwen3vl_bridge.models.settings.parallelism import check_ranks
 from qwen3vl_bridge.models.settings.rules import check
-from qwen3vl_bridge.models.vision_config import vision_transformer_config
+from qwen3vl_bridge.models.vision_tower import vision_transformer_config
 
 import pytest
 from hypothesis import given, settings

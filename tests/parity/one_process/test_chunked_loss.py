@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections import Counter
 
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest
 import torch

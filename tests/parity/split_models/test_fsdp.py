@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.weights.model_parts import Part, part_of
+from qwen3vl_bridge.weights.rows import Part, part_of
 
 import pytest
 import torch

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.models.core_attention import packed_seq_params
-from qwen3vl_bridge.models.qwen3_5.layer_specs import linear_attention_spec
-from qwen3vl_bridge.models.qwen3_5.linear_attention.delta_rule import chunk_gated_delta_rule
-from qwen3vl_bridge.models.qwen3_5.linear_attention.layer import LinearAttention
+from qwen3vl_bridge.models.qwen3_5.delta_rule import chunk_gated_delta_rule
+from qwen3vl_bridge.models.qwen3_5.linear_attention import LinearAttention, linear_attention_spec
 
 import pytest
 import torch

@@ -9,7 +9,7 @@ from qwen3vl_bridge.batch import SequenceLayout
 from qwen3vl_bridge.batch.token_layout import next_index
 from qwen3vl_bridge.peft.lora import Qwen3VLLoRA
 from qwen3vl_bridge.training.process_groups import initialize
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest
 import torch

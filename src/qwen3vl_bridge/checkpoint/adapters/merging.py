@@ -29,8 +29,7 @@ from qwen3vl_bridge.checkpoint.stored_models.stored_model import StoredModel
 from qwen3vl_bridge.io.errors import CheckpointError
 from qwen3vl_bridge.io.paths import expanded, place
 from qwen3vl_bridge.weights.adapter_rows import IN, MAGNITUDE, OUT, adapter_row, layer_of, linear_rows
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
-from qwen3vl_bridge.weights.rows import PackedExpert, Row
+from qwen3vl_bridge.weights.rows import ExpertLayout, PackedExpert, Row
 
 _BASE, _RUN = "base/", "run/"
 

@@ -9,7 +9,7 @@ from qwen3vl_bridge.checkpoint.formats.megatron.folder import RUN_CONFIG
 from qwen3vl_bridge.checkpoint.formats.megatron.run_config import read_run_config
 from qwen3vl_bridge.io.errors import CheckpointError
 from qwen3vl_bridge.weights.adapter_rows import AdapterSettings
-from qwen3vl_bridge.weights.model_parts import Part
+from qwen3vl_bridge.weights.rows import Part
 
 _METHODS = {"qwen3vl_bridge.peft.Qwen3VLLoRA": False, "qwen3vl_bridge.peft.Qwen3VLDoRA": True}
 # Megatron-Bridge's own, which adapt all parts, and experts unless they are DoRA.

@@ -29,10 +29,7 @@ from qwen3vl_bridge.weights.adapter_rows import (
     layer_of,
     linear_rows,
 )
-from qwen3vl_bridge.weights.dimensions import Dimensions
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
-from qwen3vl_bridge.weights.names import NAMED_IF_MIXED, local_name
-from qwen3vl_bridge.weights.rows import Row
+from qwen3vl_bridge.weights.rows import NAMED_IF_MIXED, Dimensions, ExpertLayout, Row, local_name
 
 # All indices that a torch_dist checkpoint may leave in names.
 _NAMED = frozenset({*NAMED_IF_MIXED, "vision_layers", "deepstack_mergers"})

@@ -10,7 +10,7 @@ from qwen3vl_bridge.checkpoint.formats.layouts import TensorLayout
 from qwen3vl_bridge.checkpoint.planning.plan import Plan, make_plan
 from qwen3vl_bridge.checkpoint.stored_models.stored_model import StoredModel
 from qwen3vl_bridge.io.paths import place
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 
 class Target(Protocol):

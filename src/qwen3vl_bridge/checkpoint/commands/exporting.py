@@ -14,7 +14,7 @@ from qwen3vl_bridge.checkpoint.planning.plan import leave_unexpected
 from qwen3vl_bridge.checkpoint.stored_models.hf_writer import HFTarget
 from qwen3vl_bridge.checkpoint.stored_models.megatron_model import open_stored
 from qwen3vl_bridge.io.errors import CheckpointError
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 
 def export_checkpoint(

@@ -10,8 +10,7 @@ from qwen3vl_bridge.checkpoint.formats.planned_files import Task
 from qwen3vl_bridge.checkpoint.formats.slices import Segment, Segments, Slice, TransposedSlice, Zeros, joined
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import Shape, TensorSource, TensorSpec
 from qwen3vl_bridge.checkpoint.planning.proof import check_same, check_weights_dtype, prove
-from qwen3vl_bridge.weights.names import local_name
-from qwen3vl_bridge.weights.rows import Row
+from qwen3vl_bridge.weights.rows import Row, local_name
 
 
 @dataclass(frozen=True)

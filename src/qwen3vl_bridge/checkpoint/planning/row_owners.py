@@ -14,8 +14,7 @@ from typing import NamedTuple
 from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, TorchDist
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import Shape
 from qwen3vl_bridge.checkpoint.planning.topology import Owner, Part, Topology
-from qwen3vl_bridge.weights.dimensions import Dimensions
-from qwen3vl_bridge.weights.rows import Row
+from qwen3vl_bridge.weights.rows import Dimensions, Row
 
 # Tensor-parallel ranks split the rows of the first, and the columns of the second. All others are assumed to be whole
 # on each.

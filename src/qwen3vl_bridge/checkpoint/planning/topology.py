@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from qwen3vl_bridge.checkpoint.formats.tensor_specs import Shape, TensorSpec
 from qwen3vl_bridge.io.errors import CheckpointError
-from qwen3vl_bridge.weights.dimensions import Dimensions
+from qwen3vl_bridge.weights.rows import Dimensions
 
 # Minimum size of chunks. In a small model each of many ranks has less of a layer, and a separate item for each would
 # take longer to find than to read.

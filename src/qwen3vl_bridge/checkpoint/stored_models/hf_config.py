@@ -12,8 +12,7 @@ from qwen3vl_bridge.checkpoint.formats.tensor_specs import Shape
 from qwen3vl_bridge.io.errors import CheckpointError
 from qwen3vl_bridge.io.json_files import read_object, write_object
 from qwen3vl_bridge.registry import family_of
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout, expert_layout_of
-from qwen3vl_bridge.weights.rows import Row, expand
+from qwen3vl_bridge.weights.rows import ExpertLayout, Row, expand, expert_layout_of
 
 
 class ModelConfig:

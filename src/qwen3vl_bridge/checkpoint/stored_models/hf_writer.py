@@ -14,7 +14,7 @@ from qwen3vl_bridge.checkpoint.formats.tensor_specs import main_dtype
 from qwen3vl_bridge.checkpoint.planning.plan import Plan
 from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 from qwen3vl_bridge.io.errors import CheckpointError
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,7 @@ from qwen3vl_bridge.checkpoint.planning.row_owners import holders
 from qwen3vl_bridge.checkpoint.planning.topology import Topology
 from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 from qwen3vl_bridge.io.errors import CheckpointError
-from qwen3vl_bridge.weights.dimensions import Dimensions
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
-from qwen3vl_bridge.weights.rows import Row
+from qwen3vl_bridge.weights.rows import Dimensions, ExpertLayout, Row
 
 # Modules for which megatron-core stores a state in addition to their weights, here always None, and asks for it on
 # loading. The first do so in either layer spec, the others are Transformer Engine's.

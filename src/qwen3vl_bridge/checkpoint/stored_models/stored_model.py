@@ -15,8 +15,7 @@ from qwen3vl_bridge.checkpoint.planning.plan import naming_of
 from qwen3vl_bridge.checkpoint.planning.vocab_padding import check_vocab_padding
 from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 from qwen3vl_bridge.io.errors import CheckpointError
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
-from qwen3vl_bridge.weights.rows import Row
+from qwen3vl_bridge.weights.rows import ExpertLayout, Row
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,16 @@ from qwen3vl_bridge.weights.adapter_rows import (
     layer_of,
 )
 from qwen3vl_bridge.weights.bridge_mappings import InputMajor
-from qwen3vl_bridge.weights.dimensions import Dimensions
 from qwen3vl_bridge.weights.joined_adapters import join, pack_experts
-from qwen3vl_bridge.weights.names import OUTPUT_LAYER, is_of_experts, shared_name
-from qwen3vl_bridge.weights.rows import ConcatenatedQKV, Row, expand
+from qwen3vl_bridge.weights.rows import (
+    OUTPUT_LAYER,
+    ConcatenatedQKV,
+    Dimensions,
+    Row,
+    expand,
+    is_of_experts,
+    shared_name,
+)
 
 import torch
 from megatron.bridge.models.conversion.model_bridge import HFWeightTuple

@@ -6,11 +6,10 @@ import copy
 from typing import Any
 
 from qwen3vl_bridge.batch.packed_batch import ModelInputs, NextTokens
-from qwen3vl_bridge.models.model import VisionLanguageModel, check_received
+from qwen3vl_bridge.models.model import MRopeGPTModel, VisionLanguageModel, check_received
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
-from qwen3vl_bridge.models.qwen3_5.layer_specs import full_attention_spec, text_block_spec
+from qwen3vl_bridge.models.qwen3_5.linear_attention import full_attention_spec, text_block_spec
 from qwen3vl_bridge.models.qwen3_5.multi_token_prediction import mtp_block_spec, with_mtp_loss
-from qwen3vl_bridge.models.text_model import MRopeGPTModel
 
 import torch
 from megatron.core import parallel_state

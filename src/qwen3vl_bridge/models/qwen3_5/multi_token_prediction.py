@@ -13,7 +13,7 @@ from typing import Any
 from qwen3vl_bridge.batch.packed_batch import NextTokens
 from qwen3vl_bridge.models.chunked_loss import Head, token_losses
 from qwen3vl_bridge.models.layer_specs import backend
-from qwen3vl_bridge.models.text_model import MRopeGPTModel
+from qwen3vl_bridge.models.model import MRopeGPTModel
 
 import torch
 from megatron.core.transformer.multi_token_prediction import (

@@ -15,10 +15,10 @@ from qwen3vl_bridge.models.qwen3_5.config import (
     linear_sizes,
     mtp_sizes,
 )
-from qwen3vl_bridge.models.qwen3_5.linear_attention.kernels import are_missing
+from qwen3vl_bridge.models.qwen3_5.delta_rule import are_missing
 from qwen3vl_bridge.models.qwen3_5.refusals import FIXED, FIXED_WITH_EXPERTS, RULES
 from qwen3vl_bridge.models.settings.rules import Row, Rule
-from qwen3vl_bridge.weights.dimensions import Dimensions
+from qwen3vl_bridge.weights.rows import Dimensions
 
 import torch
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern

@@ -8,9 +8,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
-from qwen3vl_bridge.weights.names import OUTPUT_LAYER
-from qwen3vl_bridge.weights.rows import Copy, GatedMLP, GatedQKV, Row, Sectioned, Shape, ZeroCentered
+from qwen3vl_bridge.weights.rows import (
+    OUTPUT_LAYER,
+    Copy,
+    ExpertLayout,
+    GatedMLP,
+    GatedQKV,
+    Row,
+    Sectioned,
+    Shape,
+    ZeroCentered,
+)
 from qwen3vl_bridge.weights.shared_rows import VISION_ROWS, dense_mlp_rows, moe_rows
 
 _TEXT = "language_model.decoder.layers.*."

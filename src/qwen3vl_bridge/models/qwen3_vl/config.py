@@ -21,7 +21,7 @@ from qwen3vl_bridge.models.hf_config import (
     renamed,
     shown,
 )
-from qwen3vl_bridge.weights.dimensions import Dimensions, indices_of, text_sizes, vision_sizes
+from qwen3vl_bridge.weights.rows import Dimensions, indices_of, text_sizes, vision_sizes
 
 FAMILY = "qwen3_vl"
 

@@ -14,9 +14,8 @@ from typing import Any, Self
 
 from qwen3vl_bridge.batch.packed_batch import ModelInputs, VisionRows
 from qwen3vl_bridge.models.layer_specs import decoder_block_spec
-from qwen3vl_bridge.models.model import VisionLanguageModel, check_received
+from qwen3vl_bridge.models.model import MRopeGPTModel, VisionLanguageModel, check_received
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
-from qwen3vl_bridge.models.text_model import MRopeGPTModel
 from qwen3vl_bridge.parallel.collectives import sum_gradients_over_sequence
 
 import torch

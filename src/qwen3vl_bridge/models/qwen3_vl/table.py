@@ -7,9 +7,7 @@ of its dense layers and those of its MoE layers.
 
 from __future__ import annotations
 
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
-from qwen3vl_bridge.weights.names import OUTPUT_LAYER
-from qwen3vl_bridge.weights.rows import QKV, Copy, Row, Shape
+from qwen3vl_bridge.weights.rows import OUTPUT_LAYER, QKV, Copy, ExpertLayout, Row, Shape
 from qwen3vl_bridge.weights.shared_rows import VISION_ROWS, dense_mlp_rows, merger_rows, moe_rows
 
 _TEXT = "language_model.decoder.layers.*."

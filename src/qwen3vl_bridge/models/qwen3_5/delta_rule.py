@@ -1,11 +1,15 @@
-"""The gated delta rule and the preceding causal convolution in torch; both restart at every segment.
+"""The gated delta rule and the preceding causal convolution in torch, which restart at every segment.
 
 Segment offsets stay on the device. Tensors that depend on them have sizes that do not: T tokens in n segments fill at
 most T // 64 + n chunks, and unused chunks are empty.
+They replace GatedDeltaNet's kernels if flash-linear-attention or a GPU is missing: megatron-core does not build the
+layer without that package, and the package needs a GPU. If both are present, nothing is replaced, even if the package
+cannot be imported: megatron-core reports that.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import torch
@@ -171,3 +175,21 @@ def _chunks(offsets: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     token = (begin[segment] + place * CHUNK)[:, None] + torch.arange(CHUNK, device=offsets.device)
     is_used = (token < stop[segment][:, None]) & (number < ends[-1])[:, None]
     return torch.where(is_used, token, tokens), place == 0
+
+
+def are_missing() -> bool:
+    """Whether our functions are used."""
+    return not torch.cuda.is_available() or importlib.util.find_spec("fla") is None
+
+
+def build_without_package(module: Any) -> None:
+    """In `megatron.core.ssm.gated_delta_net.common`, which refuses to build the layer without the package."""
+    if are_missing():
+        module.HAVE_FLA, module.l2norm = True, l2norm
+
+
+def use_torch(module: Any) -> None:
+    """In `megatron.core.ssm.gated_delta_net.gdn`, which calls the kernels."""
+    if are_missing():
+        module.causal_conv1d = causal_conv1d
+        module.chunk_gated_delta_rule = chunk_gated_delta_rule
