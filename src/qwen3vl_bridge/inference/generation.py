@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.batch import ModelInputs, PackedBatch, SequenceLayout, VisionInputs
-from qwen3vl_bridge.models.caller_inputs import as_model_inputs
+from qwen3vl_bridge.models.inputs import as_model_inputs
 from qwen3vl_bridge.models.model import VisionLanguageModel
 from qwen3vl_bridge.parallel.collectives import broadcast_in_group, gather_vocabulary
 

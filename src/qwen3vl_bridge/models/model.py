@@ -7,18 +7,19 @@ from typing import Any, ClassVar
 
 from qwen3vl_bridge.batch.packed_batch import ModelInputs, VisionRows
 from qwen3vl_bridge.models.adapters.insertion import map_modules
-from qwen3vl_bridge.models.caller_inputs import (
+from qwen3vl_bridge.models.chunked_loss import loss_processor
+from qwen3vl_bridge.models.core_attention import layout_packed_seq_params
+from qwen3vl_bridge.models.inputs import (
     OutputConversion,
     as_model_inputs,
     check_inference,
-    check_settings,
 )
-from qwen3vl_bridge.models.chunked_loss import loss_processor
-from qwen3vl_bridge.models.core_attention import layout_packed_seq_params
 from qwen3vl_bridge.models.layer_specs import decoder_block_spec, forget_other_depths
 from qwen3vl_bridge.models.provider import VisionLanguageProvider, freeze_parts
 from qwen3vl_bridge.models.rope import InterleavedMRoPE
 from qwen3vl_bridge.models.settings.parallelism import LOGITS
+from qwen3vl_bridge.models.settings.refusals import CALLED, TRAINED
+from qwen3vl_bridge.models.settings.rules import check
 from qwen3vl_bridge.models.vision_tower import Qwen3VLVisionModel, vision_transformer_config
 from qwen3vl_bridge.parallel.collectives import exchange_encoded, scatter_sequence
 
@@ -267,7 +268,10 @@ class VisionLanguageModel(MegatronModule):
         Raises:
             ValueError: a batch that is given in both ways, or that the family cannot take.
         """
-        check_settings(self.config, self.training)
+        # Frameworks that build models with `provide` or Megatron-Bridge's `get_model` (miles, NeMo-RL) do not declare
+        # beforehand that they will train them; a model that is only loaded or evaluated may have the schedule settings
+        # of the run that saved it.
+        check(TRAINED if self.training and torch.is_grad_enabled() else CALLED, self.config)
         if self.training:
             forget_other_depths(self.config)
         check_inference(inference_context, runtime_gather_output, labels)

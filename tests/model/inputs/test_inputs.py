@@ -2,7 +2,7 @@
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.batch import SequenceLayout
-from qwen3vl_bridge.models.caller_inputs import arrange, as_model_inputs
+from qwen3vl_bridge.models.inputs import arrange, as_model_inputs
 
 import pytest
 import torch

@@ -8,6 +8,7 @@ Legend: B rows, S tokens per row, T tokens of the layout, n segments, b and s a 
 
 from __future__ import annotations
 
+import copy
 import logging
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,26 +18,13 @@ from qwen3vl_bridge.batch import (
     ModelInputs,
     PackedBatch,
     SequenceLayout,
-    gathered_index,
     make_vision_inputs,
     mrope_positions,
     vision_slots,
 )
-from qwen3vl_bridge.batch.device_transfer import Movable, on_host, sent
-from qwen3vl_bridge.models.caller_masks import (
-    arguments_on_host,
-    check_counts,
-    check_mask,
-    packed_layout,
-    real_tokens,
-    runs,
-    segment_lengths,
-    without_trailing,
-)
-from qwen3vl_bridge.models.cp_sharded_inputs import check_agreement, gather_slices, with_whole_row
+from qwen3vl_bridge.batch.device_transfer import Movable, on_host
+from qwen3vl_bridge.models.cp_sharded_inputs import check_agreement, gather_labels, whole_row
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
-from qwen3vl_bridge.models.settings.refusals import CALLED, TRAINED
-from qwen3vl_bridge.models.settings.rules import check
 
 import torch
 import torch.nn.functional as F
@@ -62,14 +50,16 @@ def as_model_inputs(
 
     Lengths, positions and indices are computed on the host, which synchronizes with the device once, to read all
     arguments except pixels; use `PackedBatch` to avoid this. Slices are first gathered from all context-parallel ranks,
-    see `with_whole_row`, and outputs then cover the slice.
+    see `whole_row`, and outputs then cover the slice.
 
     Args:
         config, groups: the provider and its process groups.
         input_ids: as for `as_packed_batch`, or a slice [1, T / cp] of a flat row.
         labels: [B, S], already shifted, token ids where they are trained on: the model returns a loss for
             each, and the caller masks them. With `packed_seq_params` also [1, T], in the order of the packed row. Or
-            only this context-parallel rank's tokens, [B, S / cp] or [1, T / cp]. Or None for logits.
+            only this context-parallel rank's tokens, [B, S / cp] or [1, T / cp], which are told by their shape:
+            Megatron-Bridge's `qwen3_vl_step` and verl's fused kernels pass whole rows of tokens, which images and
+            videos need, together with labels that are already split. Or None for logits.
         loss_mask: same shape as labels, 0 where a label is arbitrary; the caller multiplies losses by it. Under context
             parallelism, this rank's slice of a whole mask is returned together with the outputs. Without labels it has
             no effect.
@@ -77,35 +67,57 @@ def as_model_inputs(
         arguments: all others as for `as_packed_batch`.
 
     Returns:
-        The inputs, the positions of the caller's input_ids, and the conversion of outputs; None if outputs already have
-        the form that the caller expects.
+        The inputs, and the conversion of outputs; None if outputs already have the form that the caller expects.
 
     Raises:
         ValueError: inconsistent shapes, masks with holes, images or videos that do not match the tokens.
         TypeError: an unknown argument.
     """
-    given = dict(arguments, input_ids=input_ids, labels=labels, loss_mask=loss_mask)
-    whole = with_whole_row(given, groups.cp)
-    labels, mask = whole.pop("labels"), whole.pop("loss_mask")
-    batch, arranged = _unlabelled(config, encodes=encodes, **whole)
+    given = read_arguments(dict(arguments, input_ids=input_ids, labels=labels, loss_mask=loss_mask), groups.cp)
+    labels, mask = given.pop("labels"), given.pop("loss_mask")
+    batch, arranged = _unlabelled(config, encodes=encodes, **given)
     assert input_ids is not None
     ranks, vocabulary, device = config.sequence_ranks(groups), config.vocab_size, input_ids.device
     if not encodes:
         ranks |= dict(vision_work=None, encoders=None)
     ranks["predicts"] = predicts = _predicts(config, groups, labels, mask, device)
-    sharded = are_cp_sharded(arranged, labels, mask, ranks["cp_size"])
+
+    layout, cp_size = arranged.layout, ranks["cp_size"]
+    of_a_rank = (layout.num_rows, layout.total // cp_size // layout.num_rows)
+    shapes = [values.shape for values in (labels, mask) if values is not None]
+    sharded = cp_size > 1 and bool(shapes) and all(shape == of_a_rank for shape in shapes)
     # Labels split from a packed row are in the layout's order. Those of rows that were rolled are not.
-    order = None if sharded and arranged.packed else _caller_order(arranged, labels, ranks["cp_size"])
+    order = None if sharded and arranged.packed else arranged.caller_order(labels)
+    if order is not None and cp_size > 1:
+        raise ValueError(
+            f"context parallelism over {cp_size} ranks gives each its share of the outputs, which cannot come back in "
+            "the caller's order: expected rows padded on the right, or labels in the packed row's order, [1, tokens]"
+        )
+    own_mask = None
     if sharded and not predicts:
-        return _with_conversion(with_local_labels(batch.local(**ranks), labels, mask, vocabulary), None, None, device)
-    if sharded:
-        batch = with_gathered_labels(batch, labels, mask, vocabulary, groups.cp, device)
+        inputs = batch.local(**ranks)
+        if labels is not None:
+            labels = _readable(labels, mask, [inputs.input_ids.shape], vocabulary)
+        inputs = replace(inputs, labels=labels, loss_mask=None if mask is None else mask.float())
     else:
-        batch = with_labels(batch, arranged, labels, mask, vocabulary)
-    inputs = batch.local(**ranks)
-    comes_back = ranks["cp_size"] > 1 and loss_mask is not None and loss_mask.shape != inputs.input_ids.shape
-    own_mask = inputs.loss_mask if comes_back else None
-    return _with_conversion(inputs if labels is not None else inputs.without_labels(), order, own_mask, device)
+        if sharded:
+            labels, mask = gather_labels(labels, mask, layout, groups.cp, device)
+            labels = _readable(labels, mask, [batch.input_ids.shape], vocabulary)
+            batch = replace(batch, labels=labels, loss_mask=batch.loss_mask if mask is None else mask.float())
+        else:
+            batch = with_labels(batch, arranged, labels, mask, vocabulary)
+        inputs = batch.local(**ranks)
+        if cp_size > 1 and loss_mask is not None and loss_mask.shape != inputs.input_ids.shape:
+            own_mask = inputs.loss_mask
+        if labels is None:
+            inputs = inputs.without_labels()
+    unlabelled = None
+    if inputs.labels is not None and (inputs.labels < 0).any():
+        unlabelled = inputs.labels < 0
+        inputs = replace(inputs, labels=inputs.labels.clamp(min=0))
+    if order is None and unlabelled is None and own_mask is None:
+        return inputs.sent_to(device), None
+    return inputs.sent_to(device), OutputConversion(order, unlabelled, own_mask).sent_to(device)
 
 
 def _predicts(
@@ -123,15 +135,6 @@ def _predicts(
         return False
     check_agreement(dict(labels=labels, loss_mask=loss_mask), None, groups.cp, device)
     return labels is not None
-
-
-def _with_conversion(
-    inputs: ModelInputs, order: CallerOrder | None, loss_mask: Tensor | None, device: torch.device
-) -> tuple[ModelInputs, OutputConversion | None]:
-    inputs, unlabelled = without_ignored(inputs)
-    nothing = order is None and unlabelled is None and loss_mask is None
-    conversion = None if nothing else OutputConversion(order, unlabelled, loss_mask).sent_to(device)
-    return inputs.sent_to(device), conversion
 
 
 def as_packed_batch(
@@ -168,114 +171,11 @@ def as_packed_batch(
         ValueError: inconsistent shapes, masks with holes, images or videos that do not match the tokens.
         TypeError: an unknown argument.
     """
-    given = arguments_on_host(dict(arguments, input_ids=input_ids, labels=labels, loss_mask=loss_mask))
+    given = read_arguments(dict(arguments, input_ids=input_ids, labels=labels, loss_mask=loss_mask))
     labels, loss_mask = given.pop("labels"), given.pop("loss_mask")
     batch, arranged = _unlabelled(config, encodes=True, **given)
     batch = with_labels(batch, arranged, labels, loss_mask, config.vocab_size)
     return replace(batch, labels=batch.labels.clamp(min=0)), arranged
-
-
-def _unlabelled(
-    config: VisionLanguageProvider,
-    input_ids: Tensor | None,
-    *,
-    encodes: bool,
-    position_ids: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    padding_mask: Tensor | None = None,
-    packed_seq_params: PackedSeqParams | None = None,
-    pixel_values: Tensor | None = None,
-    image_grid_thw: Tensor | None = None,
-    pixel_values_videos: Tensor | None = None,
-    video_grid_thw: Tensor | None = None,
-    **others: Any,
-) -> tuple[PackedBatch, Arrangement]:
-    """Like `as_packed_batch`, for a batch without labels with arguments on the host, see `arguments_on_host`.
-
-    Pixels are needed in addition to grids if this stage `encodes`.
-    """
-    check_others(others)
-    ids = checked_ids(input_ids)
-    check_pixels(config, pixel_values=pixel_values, pixel_values_videos=pixel_values_videos)
-    real = real_tokens(attention_mask, padding_mask, ids)
-    if config.moe_layers and real is None and packed_seq_params is None and (ids[:, -1] == 0).any():
-        _warn_of_zeros()
-    arranged = arrange(ids, real, packed_seq_params, config.pad_token_id)
-    # Padding added by the layout is identified by its mask, so any token id is valid.
-    ids = arranged.take(ids, fill=config.pad_token_id or 0)
-    axes = None
-    if position_ids is not None:
-        has_masks = real is not None or packed_seq_params is not None
-        axes = given_positions(config, position_ids, ids, arranged, has_masks)
-    vision = None
-    if encodes:
-        vision = make_vision_inputs(
-            pixel_values,
-            image_grid_thw,
-            pixel_values_videos,
-            video_grid_thw,
-            num_position_embeddings=config.vision_config.num_position_embeddings,
-            spatial_merge_size=config.vision_config.spatial_merge_size,
-        )
-    batch = PackedBatch(
-        input_ids=ids,
-        labels=torch.zeros_like(ids),
-        loss_mask=torch.ones(ids.shape),
-        position_ids=_positions(config, ids, arranged, image_grid_thw, video_grid_thw, axes),
-        vision_slot=_slots(config, ids, image_grid_thw),
-        layout=arranged.layout,
-        vision=vision,
-    )
-    return batch, arranged
-
-
-@cache
-def _warn_of_zeros() -> None:
-    """Warn once per process."""
-    logger.warning(
-        "rows end in token 0, as Megatron-Bridge's collators and steps lengthen them, and no attention_mask says that "
-        "this is padding: experts are balanced over it like over any token. Give a mask "
-        "(dataset.skip_getting_attention_mask_from_dataset=False), or use qwen3vl_bridge.forward_step, which reads it"
-    )
-
-
-def _caller_order(arranged: Arrangement, labels: Tensor | None, cp_size: int) -> CallerOrder | None:
-    order = arranged.caller_order(labels)
-    if order is not None and cp_size > 1:
-        raise ValueError(
-            f"context parallelism over {cp_size} ranks gives each its share of the outputs, which cannot come back in "
-            "the caller's order: expected rows padded on the right, or labels in the packed row's order, [1, tokens]"
-        )
-    return order
-
-
-def _positions(
-    config: VisionLanguageProvider,
-    ids: Tensor,
-    arranged: Arrangement,
-    image_grid_thw: Tensor | None,
-    video_grid_thw: Tensor | None,
-    given: Tensor | None,
-) -> Tensor:
-    """[3, b, s] positions of the arranged tokens, 0 for padding; taken from `given` [3, B, S] unless it is None."""
-    derived = mrope_positions(  # always computed: it checks that tokens and grids match
-        ids,
-        arranged.layout,
-        image_grid_thw,
-        video_grid_thw,
-        image_token_id=config.image_token_id,
-        video_token_id=config.video_token_id,
-        spatial_merge_size=config.vision_config.spatial_merge_size,
-    )
-    if given is None:
-        return derived
-    return arranged.take(given).long().masked_fill(arranged.layout.padding_mask().view(ids.shape), 0)
-
-
-def _slots(config: VisionLanguageProvider, ids: Tensor, image_grid_thw: Tensor | None) -> Tensor:
-    patches = 0 if image_grid_thw is None else int(image_grid_thw.prod(-1).sum())
-    tokens = patches // config.vision_config.spatial_merge_size**2
-    return vision_slots(ids, config.image_token_id, config.video_token_id, tokens)
 
 
 _NO_CACHE = "forward keeps no cache; `qwen3vl_bridge.generate` does"
@@ -302,36 +202,6 @@ REFUSED = {
 _NOT_NEEDED = {"mm_token_type_ids"}
 
 
-def check_settings(config: VisionLanguageProvider, training: bool) -> None:
-    """Refuse (ValueError) settings that the model cannot compute, or cannot train with, before a step begins.
-
-    Frameworks that build models with `provide` or Megatron-Bridge's `get_model` (miles, NeMo-RL) do not declare
-    beforehand that they will train them; `provide_distributed_model` does. A model that is only loaded, or called in
-    evaluation mode or without gradients, may have the schedule settings of the run that saved it.
-    """
-    check(TRAINED if training and torch.is_grad_enabled() else CALLED, config)
-
-
-def checked_ids(input_ids: Tensor | None) -> Tensor:
-    """Return the token ids; refuse anything other than a non-empty integer tensor [rows, tokens]."""
-    if input_ids is None or input_ids.dim() != 2 or input_ids.is_floating_point() or not input_ids.numel():
-        found = None if input_ids is None else f"{list(input_ids.shape)} {input_ids.dtype}"
-        raise ValueError(f"input_ids has shape {found}, expected [rows, tokens] of integers")
-    return input_ids
-
-
-def check_pixels(config: VisionLanguageProvider, **pixels: Tensor | None) -> None:
-    """Refuse pixels other than floating point [patches, features], naming the argument."""
-    vision = config.vision_config
-    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    for name, values in pixels.items():
-        if values is not None and (values.dim() != 2 or values.shape[1] != width or not values.is_floating_point()):
-            raise ValueError(
-                f"{name} has shape {list(values.shape)} {values.dtype}, expected [patches, {width}] floating point, as "
-                "the processor gives it"
-            )
-
-
 def check_inference(context: Any, runtime_gather_output: bool | None, labels: Tensor | None) -> None:
     """Refuse arguments of Megatron's inference, except those for a forward pass over whole prompts."""
     if context is not None and getattr(context, "sequence_len_offset", None) != 0:
@@ -340,26 +210,95 @@ def check_inference(context: Any, runtime_gather_output: bool | None, labels: Te
         raise ValueError("runtime_gather_output is True with labels, expected None: the loss is of logits as they lie")
 
 
-def check_others(others: dict[str, Any]) -> None:
-    """Refuse arguments that the model does not use; None is accepted and means that the argument is not given.
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
 
-    Raises:
-        ValueError: an argument in `REFUSED` is given.
-        TypeError: an unknown argument.
+
+def _unlabelled(
+    config: VisionLanguageProvider,
+    input_ids: Tensor | None,
+    *,
+    encodes: bool,
+    position_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+    packed_seq_params: PackedSeqParams | None = None,
+    pixel_values: Tensor | None = None,
+    image_grid_thw: Tensor | None = None,
+    pixel_values_videos: Tensor | None = None,
+    video_grid_thw: Tensor | None = None,
+    **others: Any,
+) -> tuple[PackedBatch, Arrangement]:
+    """Like `as_packed_batch`, for a batch without labels with arguments on the host, see `read_arguments`.
+
+    Pixels are needed in addition to grids if this stage `encodes`.
     """
     for name in others.keys() - _NOT_NEEDED:
-        value = others[name]
         if name not in REFUSED:
             raise TypeError(f"unexpected argument {name!r}; expected those of as_model_inputs")
-        if value is not None:
+        if others[name] is not None:
             raise ValueError(f"{name} is given, expected None: {REFUSED[name]}")
-
-
-# Such rows have already been gathered, see `with_whole_row`.
-_SHARE = (
-    "The model's forward also takes one flat row that is a context-parallel rank's share, of offsets that count its "
-    "tokens times the ranks"
-)
+    if input_ids is None or input_ids.dim() != 2 or input_ids.is_floating_point() or not input_ids.numel():
+        given = None if input_ids is None else f"{list(input_ids.shape)} {input_ids.dtype}"
+        raise ValueError(f"input_ids has shape {given}, expected [rows, tokens] of integers")
+    tower = config.vision_config
+    width = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
+    for name, pixels in (("pixel_values", pixel_values), ("pixel_values_videos", pixel_values_videos)):
+        if pixels is not None and (pixels.dim() != 2 or pixels.shape[1] != width or not pixels.is_floating_point()):
+            raise ValueError(
+                f"{name} has shape {list(pixels.shape)} {pixels.dtype}, expected [patches, {width}] floating point, as "
+                "the processor gives it"
+            )
+    real = real_tokens(attention_mask, padding_mask, input_ids)
+    if config.moe_layers and real is None and packed_seq_params is None and (input_ids[:, -1] == 0).any():
+        _warn_once(
+            "rows end in token 0, as Megatron-Bridge's collators and steps lengthen them, and no attention_mask says "
+            "that this is padding: experts are balanced over it like over any token. Give a mask "
+            "(dataset.skip_getting_attention_mask_from_dataset=False), or use qwen3vl_bridge.forward_step, which reads "
+            "it"
+        )
+    arranged = arrange(input_ids, real, packed_seq_params, config.pad_token_id)
+    layout = arranged.layout
+    # Padding added by the layout is identified by its mask, so any token id is valid.
+    ids = arranged.take(input_ids, fill=config.pad_token_id or 0)
+    axes = None
+    if position_ids is not None:
+        has_masks = real is not None or packed_seq_params is not None
+        axes = given_positions(config, position_ids, ids, arranged, has_masks)
+    vision = None
+    if encodes:
+        vision = make_vision_inputs(
+            pixel_values,
+            image_grid_thw,
+            pixel_values_videos,
+            video_grid_thw,
+            num_position_embeddings=tower.num_position_embeddings,
+            spatial_merge_size=tower.spatial_merge_size,
+        )
+    positions = mrope_positions(  # always computed: it checks that tokens and grids match
+        ids,
+        layout,
+        image_grid_thw,
+        video_grid_thw,
+        image_token_id=config.image_token_id,
+        video_token_id=config.video_token_id,
+        spatial_merge_size=tower.spatial_merge_size,
+    )
+    if axes is not None:
+        positions = arranged.take(axes).long().masked_fill(layout.padding_mask().view(ids.shape), 0)
+    image_patches = 0 if image_grid_thw is None else int(image_grid_thw.prod(-1).sum())
+    image_tokens = image_patches // tower.spatial_merge_size**2
+    batch = PackedBatch(
+        input_ids=ids,
+        labels=torch.zeros_like(ids),
+        loss_mask=torch.ones(ids.shape),
+        position_ids=positions,
+        vision_slot=vision_slots(ids, config.image_token_id, config.video_token_id, image_tokens),
+        layout=layout,
+        vision=vision,
+    )
+    return batch, arranged
 
 
 @dataclass(frozen=True)
@@ -387,13 +326,13 @@ class Arrangement:
         return flat.unflatten(-1, (self.layout.num_rows, -1))
 
     @property
-    def shapes(self) -> list[tuple[int, int]]:
+    def label_shapes(self) -> list[tuple[int, int]]:
         """Allowed shapes of labels: [B, S] in the caller's order and, for a packed row, [1, T] in the layout's."""
         in_layout = (1, self.layout.total)
         return [self.shape, in_layout] if self.packed and self.shape != in_layout else [self.shape]
 
-    def take_given(self, values: Tensor) -> Tensor:
-        """[b, s] values in the layout, from values with one of `shapes`.
+    def take_labels(self, values: Tensor) -> Tensor:
+        """[b, s] values in the layout, from values with one of `label_shapes`.
 
         Raises:
             ValueError: the shape is ambiguous, and the two orders differ.
@@ -449,9 +388,13 @@ def arrange(
         ValueError: masks and offsets that contradict each other or match none of these conventions.
     """
     keep = None if attention_mask is None else check_mask(attention_mask, ids)
-    if packed is None:
-        return _rows(without_trailing(ids, pad_token_id) if keep is None else keep)
     rows, tokens = ids.shape
+    if packed is None:
+        keep = without_trailing(ids, pad_token_id) if keep is None else keep
+        first, lengths = _runs(keep)
+        rolled = (torch.arange(tokens) + first[:, None]) % tokens + torch.arange(rows)[:, None] * tokens
+        layout = SequenceLayout.rows(lengths.tolist(), tokens)
+        return Arrangement(layout, (rows, tokens), sources=rolled.flatten() if first.any() else None)
     logical, physical = segment_lengths(packed)
     flat = rows == 1 and physical[0] == tokens and (keep is None or bool(keep[0, 0]))
     if len(physical) == rows and not flat:
@@ -459,13 +402,11 @@ def arrange(
     return _packed_row((rows, tokens), keep, logical, physical)
 
 
-def _rows(keep: Tensor) -> Arrangement:
-    """Each row is a segment; rows that begin with padding are rolled."""
-    rows, tokens = keep.shape
-    first, lengths = runs(keep)
-    layout = SequenceLayout.rows(lengths.tolist(), tokens)
-    rolled = (torch.arange(tokens) + first[:, None]) % tokens + torch.arange(rows)[:, None] * tokens
-    return Arrangement(layout, (rows, tokens), sources=rolled.flatten() if first.any() else None)
+# Such rows have already been gathered, see `whole_row`.
+_SHARE = (
+    "The model's forward also takes one flat row that is a context-parallel rank's share, of offsets that count its "
+    "tokens times the ranks"
+)
 
 
 def _packed_rows(shape: tuple[int, int], keep: Tensor | None, logical: Tensor, physical: Tensor) -> Arrangement:
@@ -479,9 +420,9 @@ def _packed_rows(shape: tuple[int, int], keep: Tensor | None, logical: Tensor, p
                 f"packed_seq_params has {int(logical[row])} tokens for row {row} of {tokens}; expected its real "
                 f"tokens, or an attention_mask that tells them. {_SHARE}"
             )
-    first, lengths = runs(keep)
-    check_counts(lengths, logical, physical)
-    layout = packed_layout(lengths, physical)
+    first, lengths = _runs(keep)
+    _check_counts(lengths, logical, physical)
+    layout = _packed_layout(lengths, physical)
     segment = torch.arange(rows).repeat_interleave(physical)
     within = torch.arange(layout.total) - (physical.cumsum(0) - physical)[segment]
     sources = torch.where(within < lengths[segment], segment * tokens + first[segment] + within, -1)
@@ -520,8 +461,82 @@ def _packed_row(shape: tuple[int, int], keep: Tensor | None, logical: Tensor, ph
                 f"attention_mask has padding before real tokens in segment {int(segment[wrong[0]])} of the packed row; "
                 "expected a segment's real tokens first and its padding after them"
             )
-        check_counts(lengths, logical, physical)
-    return Arrangement(packed_layout(lengths, physical), shape, packed=True)
+        _check_counts(lengths, logical, physical)
+    return Arrangement(_packed_layout(lengths, physical), shape, packed=True)
+
+
+def _runs(keep: Tensor) -> tuple[Tensor, Tensor]:
+    """First real token [B] and number of real tokens [B], for rows whose real tokens are contiguous."""
+    first, lengths = keep.int().argmax(-1), keep.sum(-1)
+    token = torch.arange(keep.shape[1])
+    run = (token >= first[:, None]) & (token < (first + lengths)[:, None])
+    holes = (keep != run).any(-1).nonzero()
+    if len(holes):
+        raise ValueError(
+            f"attention_mask has padding between real tokens in row {int(holes[0])}; expected padding on the left or "
+            "right of a row. Several documents in a row need packed_seq_params"
+        )
+    return first, lengths
+
+
+def without_trailing(ids: Tensor, pad_token_id: int | None) -> Tensor:
+    """[B, S] bool, False for a trailing run of `pad_token_id` in a row."""
+    real = torch.ones_like(ids, dtype=torch.bool) if pad_token_id is None else ids != pad_token_id
+    return real.flip(-1).cummax(-1).values.flip(-1)
+
+
+def segment_lengths(packed: PackedSeqParams) -> tuple[Tensor, Tensor]:
+    """Logical and physical segment lengths [n], int64, from offsets on the host."""
+    given = {name: getattr(packed, f"cu_seqlens_{name}") for name in ("q", "kv", "q_padded", "kv_padded")}
+    offsets = {name: tensor.long() for name, tensor in given.items() if tensor is not None}
+    logical = offsets.get("q")
+    if packed.qkv_format != "thd" or logical is None:
+        raise ValueError(
+            f"packed_seq_params has qkv_format {packed.qkv_format!r} and cu_seqlens_q {given['q']}, expected 'thd' "
+            "and the offsets of the segments"
+        )
+    if packed.local_cp_size is not None:
+        raise ValueError(
+            f"packed_seq_params has local_cp_size {packed.local_cp_size}, expected None: this model's rows are shared "
+            "by all context-parallel ranks; turn dynamic context parallelism off"
+        )
+    physical = offsets.get("q_padded", logical)
+    for name, tensor in offsets.items():
+        if tensor.dim() != 1 or len(tensor) < 2 or tensor[0] != 0 or (tensor.diff() < 0).any():
+            raise ValueError(f"cu_seqlens_{name} is {tensor.tolist()}, expected offsets that ascend from 0")
+        ours = physical if "padded" in name else logical
+        if not torch.equal(tensor, ours):
+            raise ValueError(f"cu_seqlens_{name} is {tensor.tolist()}, expected {ours.tolist()} as for queries")
+    if logical.shape != physical.shape:
+        raise ValueError(f"cu_seqlens_q has {len(logical)} entries, cu_seqlens_q_padded {len(physical)}")
+    return logical.diff(), physical.diff()
+
+
+def _check_counts(lengths: Tensor, logical: Tensor, physical: Tensor) -> None:
+    """Refuse a mask whose number of real tokens differs from that of the offsets.
+
+    Offsets may include a segment's padding: RL frameworks round lengths up and keep only the rounded ones.
+    """
+    agree = (lengths == logical) | ((logical == physical) & (lengths <= logical))
+    wrong = (~agree).nonzero()
+    if len(wrong):
+        segment = int(wrong[0])
+        raise ValueError(
+            f"segment {segment}: attention_mask has {int(lengths[segment])} real tokens, packed_seq_params "
+            f"{int(logical[segment])} in a length of {int(physical[segment])}"
+        )
+
+
+def _packed_layout(lengths: Tensor, physical: Tensor) -> SequenceLayout:
+    """Layout of one packed row. Empty segments are dropped: offset tables of a fixed size repeat their last entry."""
+    if (lengths > physical).any() or not physical.any():
+        raise ValueError(
+            f"packed_seq_params has segments of {lengths.tolist()} tokens in lengths of {physical.tolist()}, expected "
+            "no more tokens than their lengths, and at least one token"
+        )
+    lengths, physical = lengths[physical > 0], physical[physical > 0]
+    offsets = (F.pad(values.cumsum(0), (1, 0)).int() for values in (lengths, physical))
+    return SequenceLayout(*offsets, 1, tuple(lengths.tolist()), tuple(physical.tolist()))
 
 
 def given_positions(
@@ -546,7 +561,11 @@ def given_positions(
         )
     if position_ids.dim() == 3 and len(position_ids) == 3:
         return position_ids
-    in_order = _counts_up(position_ids if position_ids.dim() == 2 else position_ids[0], arranged)
+    text = arranged.take(position_ids if position_ids.dim() == 2 else position_ids[0]).flatten()
+    layout = arranged.layout
+    segment, real = layout.per_token(torch.arange(len(layout.lengths))), ~layout.padding_mask()
+    together = real[1:] & (segment[1:] == segment[:-1])
+    in_order = not bool((together & (text.diff() != 1)).any())  # counts up by one, from any first value
     if not has_masks and not in_order:
         raise ValueError(
             "position_ids has text positions that don't count up by one in a row: where it packs several documents, "
@@ -561,40 +580,15 @@ def given_positions(
             f"position_ids has shape {rows} in a batch with images or videos, whose tokens have three positions, and "
             f"does not count up by one over the tokens: expected {[3, *rows]}, or None to derive them"
         )
-    _warn_of_text_positions()
-    return None
-
-
-def _counts_up(text: Tensor, arranged: Arrangement) -> bool:
-    """Whether positions [B, S] increase by one over the real tokens of each segment, from any first value."""
-    layout, flat = arranged.layout, arranged.take(text).flatten()
-    segment, real = layout.per_token(torch.arange(len(layout.lengths))), ~layout.padding_mask()
-    together = real[1:] & (segment[1:] == segment[:-1])
-    return not bool((together & (flat.diff() != 1)).any())
-
-
-@cache
-def _warn_of_text_positions() -> None:
-    """Warn once per process."""
-    logger.warning(
+    _warn_once(
         "position_ids [rows, tokens] are those of text, in a batch with images or videos: they are ignored, and "
         "positions on three axes are worked out from the tokens and grids"
     )
+    return None
 
-
-# Labels and loss masks, for the whole batch or only for this context-parallel rank's tokens: Megatron-Bridge's
-# `qwen3_vl_step` and verl's fused kernels pass whole rows of tokens, which images and videos need, together with labels
-# that are already split. The two cases are distinguished by shape. Labels of other ranks are needed only for
-# multi-token prediction, which reads the labels of next tokens; at the end of a chunk these are on another rank.
 
 # The ignore_index of torch's cross_entropy, which collators set for tokens that are not trained on.
 IGNORED = -100
-
-
-def are_cp_sharded(arranged: Arrangement, labels: Tensor | None, loss_mask: Tensor | None, cp_size: int) -> bool:
-    """Whether the given labels and mask cover only this context-parallel rank's tokens."""
-    given = [values.shape for values in (labels, loss_mask) if values is not None]
-    return cp_size > 1 and bool(given) and all(shape == _of_a_rank(arranged, cp_size) for shape in given)
 
 
 def with_labels(
@@ -611,59 +605,16 @@ def with_labels(
     Raises:
         ValueError: other shapes, or unmasked labels that are not token ids.
     """
+    shapes = arranged.label_shapes
     if labels is not None and loss_mask is not None and loss_mask.shape != labels.shape:
         raise ValueError(f"loss_mask has shape {list(loss_mask.shape)}, expected {list(labels.shape)} as labels")
     if labels is not None:
-        labels = _readable(labels, loss_mask, arranged.shapes, vocab_size)
-        batch = replace(batch, labels=arranged.take_given(labels))
+        batch = replace(batch, labels=arranged.take_labels(_readable(labels, loss_mask, shapes, vocab_size)))
     if loss_mask is not None:
-        if loss_mask.shape not in arranged.shapes:
-            raise ValueError(f"loss_mask has shape {list(loss_mask.shape)}, expected {_words(arranged.shapes)}")
-        batch = replace(batch, loss_mask=arranged.take_given(loss_mask).float())
+        if loss_mask.shape not in shapes:
+            raise ValueError(f"loss_mask has shape {list(loss_mask.shape)}, expected {_words(shapes)}")
+        batch = replace(batch, loss_mask=arranged.take_labels(loss_mask).float())
     return batch
-
-
-def with_local_labels(
-    inputs: ModelInputs, labels: Tensor | None, loss_mask: Tensor | None, vocab_size: int
-) -> ModelInputs:
-    """Add labels and a mask of the rank's local tokens [b, s] to its inputs; other arguments as for `with_labels`."""
-    if labels is not None:
-        labels = _readable(labels, loss_mask, [inputs.input_ids.shape], vocab_size)
-    return replace(inputs, labels=labels, loss_mask=None if loss_mask is None else loss_mask.float())
-
-
-def with_gathered_labels(
-    batch: PackedBatch,
-    labels: Tensor,
-    loss_mask: Tensor | None,
-    vocab_size: int,
-    group: ProcessGroup,
-    device: torch.device,
-) -> PackedBatch:
-    """A batch with labels and a mask that each context-parallel rank gives as local slices [b, s]; as `with_labels`.
-
-    The host synchronizes with the device once, to read the slices of all ranks, which have passed `check_agreement`.
-    """
-    given = {"labels": labels} if loss_mask is None else {"labels": labels, "loss_mask": loss_mask}
-    slices = on_host({name: gather_slices(sent(own, device), group) for name, own in given.items()})
-    index, shape = gathered_index(batch.layout, group.size()), batch.input_ids.shape
-    whole = {name: of_ranks.flatten()[index].view(shape) for name, of_ranks in slices.items()}
-    mask = whole.get("loss_mask")
-    labels = _readable(whole["labels"], mask, [shape], vocab_size)
-    return replace(batch, labels=labels, loss_mask=batch.loss_mask if mask is None else mask.float())
-
-
-def without_ignored(inputs: ModelInputs) -> tuple[ModelInputs, Tensor | None]:
-    """Replace `IGNORED` labels by token ids; also returns [b, s] where they were, or None if there were none."""
-    if inputs.labels is None:
-        return inputs, None
-    ignored = inputs.labels < 0
-    return (replace(inputs, labels=inputs.labels.clamp(min=0)), ignored) if ignored.any() else (inputs, None)
-
-
-def _of_a_rank(arranged: Arrangement, cp_size: int) -> tuple[int, int]:
-    rows = arranged.layout.num_rows
-    return rows, arranged.layout.total // cp_size // rows
 
 
 def _readable(labels: Tensor, loss_mask: Tensor | None, shapes: list, vocab_size: int) -> Tensor:
@@ -671,9 +622,9 @@ def _readable(labels: Tensor, loss_mask: Tensor | None, shapes: list, vocab_size
     right = (labels >= 0) & (labels < vocab_size)
     free = labels == IGNORED if loss_mask is None else loss_mask == 0
     if labels.is_floating_point() or labels.shape not in shapes or not bool((right | free).all()):
-        found = [labels.min().item(), labels.max().item()] if labels.numel() else []
+        entries = [labels.min().item(), labels.max().item()] if labels.numel() else []
         raise ValueError(
-            f"labels has shape {list(labels.shape)} {labels.dtype} and entries in {found}, expected "
+            f"labels has shape {list(labels.shape)} {labels.dtype} and entries in {entries}, expected "
             f"{_words(shapes)} token ids below {vocab_size}, and anything else only where loss_mask is 0, or {IGNORED} "
             "without one"
         )
@@ -742,3 +693,176 @@ class OutputConversion(Movable):
                 "and labels in the packed row's order, [1, tokens]"
             )
         return replace(self, unlabelled=None)
+
+
+# Entries of an additive mask at or below this value mean "masked"; the constant is Megatron's.
+_NEVER = -10000.0
+
+
+def real_tokens(attention_mask: Tensor | None, padding_mask: Tensor | None, ids: Tensor) -> Tensor | None:
+    """The real (non-padding) tokens [B, S] by a caller's masks on the host; None if no mask gives any information.
+
+    A square mask has to be causal, with padding that no real token attends to: attention here is always causal, and
+    padding is placed last. The value that means "masked" is determined from the first token's entry for the last token,
+    which it must not attend to; so Megatron's booleans, transformers' inverted ones and additive masks are all
+    supported. A token that does not attend to itself is padding. One causal mask shared by all rows says nothing about
+    padding.
+
+    Args:
+        attention_mask: [B, S], 1 for real tokens; or [B or 1, 1, S, S] or [B or 1, S, S] of which token attends to
+            which, on any device; or None.
+        padding_mask: [B, S], 1 for padding, as in megatron-core's MoE layers; or None.
+        ids: [B, S].
+
+    Raises:
+        ValueError: masks with other shapes or values, masks that contradict each other, or masks with another meaning.
+    """
+    real = None
+    if attention_mask is not None:
+        square = attention_mask.dim() > 2
+        real = _real_of_square(attention_mask, *ids.shape) if square else check_mask(attention_mask, ids)
+    if padding_mask is None:
+        return real
+    without = ~check_mask(padding_mask, ids, "padding_mask", "1 for padding, 0 for real tokens")
+    if real is not None and not torch.equal(real, without):
+        row, token = (int(index) for index in (real != without).nonzero()[0])
+        raise ValueError(
+            f"padding_mask has {int(not without[row, token])} for token {token} of row {row}, expected "
+            f"{int(not real[row, token])} to agree with attention_mask"
+        )
+    return without
+
+
+def check_mask(
+    mask: Tensor, ids: Tensor, name: str = "attention_mask", meaning: str = "1 for real tokens, 0 for padding"
+) -> Tensor:
+    """Check a mask of 0 and 1 with any dtype and return it as [B, S] bool."""
+    if mask.shape != ids.shape:
+        raise ValueError(f"{name} has shape {list(mask.shape)}, expected {list(ids.shape)}: {meaning}")
+    _check_booleans(mask, name, meaning)
+    return mask.bool()
+
+
+def _check_booleans(mask: Tensor, name: str, meaning: str) -> None:
+    wrong = mask.bool().to(mask.dtype) != mask
+    if wrong.any():
+        raise ValueError(f"{name} has an entry {mask[wrong][0].item()}, expected {meaning}")
+
+
+def _squares(mask: Tensor, rows: int, tokens: int) -> Tensor | None:
+    """A square mask as [B or 1, S, S]; None for a mask of another shape."""
+    squares = mask.squeeze(1) if mask.dim() == 4 else mask
+    return (
+        squares if squares.dim() == 3 and len(squares) in (1, rows) and squares.shape[1:] == (tokens, tokens) else None
+    )
+
+
+def _real_of_square(mask: Tensor, rows: int, tokens: int) -> Tensor | None:
+    """[B, S] bool on the host, see `real_tokens`; evaluated on the mask's device."""
+    squares = _squares(mask, rows, tokens)
+    if squares is None:
+        raise ValueError(
+            f"attention_mask has shape {list(mask.shape)}, expected [{rows}, {tokens}], 1 for real tokens and 0 for "
+            f"padding, or what tokens see, [{rows} or 1, 1, {tokens}, {tokens}]"
+        )
+    if tokens == 1:
+        return None
+    real, plain = _square_in_brief(squares)
+    if not plain:
+        raise _why_not_causal(squares)
+    return None if len(real) == 1 and real.all() else real.expand(rows, tokens).cpu()
+
+
+def _square_in_brief(squares: Tensor) -> tuple[Tensor, Tensor]:
+    """On its device, without a wait: real tokens [B or 1, S], and [] bool, whether it is causal with padding and
+    nothing else.
+    """
+    last = squares[:, 0, -1]
+    plain, real = [(last == last[0]).all()], []
+    for square in squares:
+        of_row, known, wrong = _row_in_brief(square, last[0])
+        real.append(of_row)
+        plain += [known.all(), ~wrong.any()]
+    return torch.stack(real), torch.stack([*plain, torch.stack(real).any()]).all()
+
+
+def _row_in_brief(square: Tensor, hides: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """For one row: real tokens [S]; which entries are valid mask values [S, S]; which entries of real tokens differ
+    from a causal mask with padding [S, S].
+    """
+    hidden = square.bool() == hides.bool()
+    known = square.bool().to(square.dtype) == square
+    if square.is_floating_point():
+        added = hides < 0
+        hidden = torch.where(added, square <= _NEVER, hidden)
+        known = torch.where(added, hidden | (square == 0), known)
+    real = ~hidden.diagonal()
+    return real, known, (hidden == real.expand(square.shape).tril()) & real[:, None]
+
+
+def _why_not_causal(squares: Tensor) -> ValueError:
+    last, reason = squares[:, 0, -1], "no token sees itself, or all see the last one"
+    if (last != last[0]).any():
+        reason = "some rows hide the last token from the first one and others don't"
+    else:
+        for square in squares:
+            real, known, wrong = _row_in_brief(square, last[0])
+            if not known.all():
+                if not square.is_floating_point() or last[0] >= 0:
+                    _check_booleans(square, "attention_mask", "booleans, 0 and 1, or numbers to be added")
+                reason = "it has numbers between 0 and -10000, which is a bias and no mask"
+                break
+            if wrong.any():
+                token, other = (int(index) for index in wrong.nonzero()[0])
+                sees = other > token or not real[other]  # which it must not
+                reason = f"token {token} {'sees' if sees else 'does not see'} token {other}"
+                break
+    return ValueError(
+        f"attention_mask says what each token sees, and {reason}. Expected a causal mask that also hides padding, "
+        "or [rows, tokens] that only marks padding; several documents in a row need packed_seq_params"
+    )
+
+
+OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+_READ = (
+    *("input_ids", "position_ids", "attention_mask", "padding_mask", "labels", "loss_mask"),
+    *("image_grid_thw", "video_grid_thw"),
+)
+
+
+def read_arguments(arguments: dict[str, Any], cp_group: ProcessGroup | None = None) -> dict[str, Any]:
+    """The arguments of a call, as for `as_model_inputs`, with those that are read copied to the host, in one wait.
+
+    The size of a square attention mask is quadratic in the tokens, so the real tokens are computed from it on its
+    device, and replace it. A mask that is not merely causal with padding is kept; `real_tokens` then refuses it.
+
+    If arguments are slices of a row, which its lengths tell (one row [1, n] with `packed_seq_params` whose physical
+    lengths add up to cp * n), they are replaced by those of the whole row, see `whole_row`. The host then waits once
+    more to compare arguments, and once to read the whole row.
+    """
+    given = {name: value for name in _READ if isinstance(value := arguments.get(name), Tensor)}
+    square, ids = {}, given.get("input_ids")
+    if "attention_mask" in given and given["attention_mask"].dim() > 2:
+        mask = given.pop("attention_mask")
+        squares = _squares(mask, *ids.shape) if ids is not None and ids.dim() == 2 else None
+        if squares is not None and ids.shape[1] > 1:
+            square = dict(zip(("real", "plain"), _square_in_brief(squares), strict=True))
+    packed = copy.copy(arguments.get("packed_seq_params"))
+    offsets = {name: value for name in OFFSETS if isinstance(value := getattr(packed, name, None), Tensor)}
+    read = on_host(given | offsets | square)
+    for name in offsets:
+        setattr(packed, name, read.pop(name))
+    if square:
+        real, plain = read.pop("real"), read.pop("plain")
+        if plain:  # one causal mask for all rows gives no information about padding
+            read["attention_mask"] = None if len(real) == 1 and real.all() else real.expand(ids.shape)
+    read = arguments | read | (dict(packed_seq_params=packed) if offsets else {})
+
+    cp_size = 1 if cp_group is None else cp_group.size()
+    ids, packed = read["input_ids"], read.get("packed_seq_params")
+    if cp_size == 1 or packed is None or ids is None or ids.dim() != 2 or len(ids) != 1 or not ids.numel():
+        return read
+    logical, physical = segment_lengths(packed)
+    if int(physical.sum()) != cp_size * ids.shape[1]:
+        return read
+    return read | whole_row(arguments, _packed_layout(logical, physical), cp_group)
