@@ -15,12 +15,7 @@ class Movable:
     """Moves every tensor of a dataclass, including those of nested `Movable`s."""
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
-        """A copy with every tensor on `device`.
-
-        Args:
-            device: the target.
-            non_blocking: copy asynchronously from pinned memory, as in `Tensor.to`.
-        """
+        """A copy with every tensor on `device`; `non_blocking` as in `Tensor.to`."""
         return self._each(lambda value: value.to(device, non_blocking=non_blocking))
 
     def sent_to(self, device: torch.device | str) -> Self:
@@ -64,14 +59,10 @@ def on_host(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def copy_to_gpu[Inputs: Movable](inputs: Inputs, device: torch.device) -> Inputs:
-    """A copy on a GPU, made on a separate stream.
+    """A copy on a GPU of inputs on the host, made on a separate stream.
 
     The copy does not wait for computation on the GPU, and computation queued after this call waits for the copy. If the
-    host is ahead of the GPU, a batch therefore arrives while the previous one is still being computed.
-
-    Args:
-        inputs: on the host, in page-locked memory or not.
-        device: the GPU.
+    host is ahead of the GPU, a batch is thus copied while the previous one is still being computed.
     """
     computing, copying = torch.cuda.current_stream(device), _copying_stream(device)
     with torch.cuda.stream(copying):
@@ -87,12 +78,9 @@ def _copying_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class HostCopy:
-    """An asynchronous copy from a device to the host.
+    """An asynchronous copy of `values`, which may change afterwards, from a device to the host.
 
-    Reading the values waits for the copy, which costs nothing if the host has already waited for later work.
-
-    Args:
-        values: on any device; they may change afterwards.
+    Reading it waits for the copy, which costs nothing if the host has already waited for later work.
     """
 
     def __init__(self, values: Tensor) -> None:

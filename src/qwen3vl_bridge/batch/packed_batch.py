@@ -29,15 +29,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class VisionRows(Movable):
-    """Indices that insert vision tokens into one rank's hidden states.
+    """Indices that insert vision tokens into one rank's hidden states."""
 
-    Attributes:
-        rows: [K] int64, indices into the vision tokens that this rank encodes or receives.
-        positions: [K] int64, index of the corresponding token in the rank's hidden states flattened from [s, b].
-    """
-
-    rows: Tensor
-    positions: Tensor
+    rows: Tensor  # [K] int64, indices into the vision tokens that this rank encodes or receives
+    positions: Tensor  # [K] int64, index of the corresponding token in the rank's hidden states flattened from [s, b]
 
     @classmethod
     def none(cls, device: torch.device) -> Self:
@@ -48,31 +43,21 @@ class VisionRows(Movable):
 
 @dataclass(frozen=True)
 class NextTokens(Movable):
-    """Inputs of multi-token prediction: for each token the next token, and the label, which is the token after the
-    next.
+    """What multi-token prediction reads: for each token the next token, and its label, the token after the next.
 
     megatron-core rolls token ids, labels and masks in every step instead, segment by segment and over context-parallel
     ranks, and waits for the device at each segment. Here they are gathered once. One rank's part, as in `ModelInputs`.
-
     A segment's last real token has no next token, nor has padding: their entries are those of the token itself, and
     their mask is 0.
-
-    Attributes:
-        input_ids: [b, s] int64, the next token.
-        labels: [b, s] int64, the token after the next.
-        loss_mask: [b, s] float32, 1 where this label is trained on.
-        padding_mask: [b, s / sp] bool, True where this context- and sequence-parallel rank has no next token.
-        trained: [] float32, tokens of the whole batch whose own label is trained on.
-        predicted: [] float32, tokens of the whole batch whose `loss_mask` is 1.
-        fuse: vision tokens among this context-parallel rank's next tokens; None if the batch has no vision tokens.
     """
 
-    input_ids: Tensor
-    labels: Tensor
-    loss_mask: Tensor
-    padding_mask: Tensor
-    trained: Tensor
-    predicted: Tensor
+    input_ids: Tensor  # [b, s] int64, the next token
+    labels: Tensor  # [b, s] int64, the token after the next
+    loss_mask: Tensor  # [b, s] float32, 1 where this label is trained on
+    padding_mask: Tensor  # [b, s / sp] bool, True where this context- and sequence-parallel rank has no next token
+    trained: Tensor  # [] float32, tokens of the whole batch whose own label is trained on
+    predicted: Tensor  # [] float32, tokens of the whole batch whose `loss_mask` is 1
+    # Vision tokens among this context-parallel rank's next tokens; None if the batch has no vision tokens.
     fuse: VisionRows | None = None
 
 
@@ -86,14 +71,13 @@ class ModelInputs(Movable):
         labels: [b, s] int64, already shifted, or None.
         loss_mask: [b, s] float32, or None.
         padding_mask: [b, s / sp] bool, True where this context- and sequence-parallel rank has no real token.
-        layout: the layout of the whole batch, all ranks' parts; used by attention in packed rows.
-        vision: the images and videos that this rank encodes, or None if it has none.
+        layout: of the whole batch, all ranks' parts; used by attention in packed rows.
+        vision: the images and videos that this rank encodes, or None.
         vision_exchange: vision tokens to send and receive; None if the rank encodes all that it needs.
-        encoder_shards: the shards that separate vision ranks send for this microbatch; None without separate vision
-            ranks.
+        encoder_shards: what each separate vision rank sends for this microbatch; None without separate vision ranks.
         fuse: vision tokens of this context-parallel rank.
         deepstack: vision tokens of this context- and sequence-parallel rank.
-        following: the next tokens, for multi-token prediction; None if it is not trained.
+        following: the next tokens, if multi-token prediction is trained.
     """
 
     input_ids: Tensor
@@ -133,8 +117,7 @@ class PackedBatch(Movable):
         sample_ids: ids of the segments' samples, in order, for messages.
         dropped: per data set, the number of samples dropped up to these rows, over all epochs.
         newly_dropped: the same since the previous rows, for streams, where each process knows only its own rows.
-        unreadable: per data set, the number of samples in these rows that could not be read and were replaced by a
-            blank token.
+        unreadable: per data set, samples in these rows that could not be read and are a blank token instead.
     """
 
     input_ids: Tensor
@@ -165,8 +148,7 @@ class PackedBatch(Movable):
         Args:
             cp_size, cp_rank, sp_size, sp_rank: as for `token_index`.
             vision_work: cost of frames, by which context-parallel ranks divide them; None: each rank encodes all.
-            encoders: number of separate vision ranks that divide the images and videos (this rank then encodes none);
-                None without separate vision ranks.
+            encoders: number of separate vision ranks, which divide the images and videos; this rank encodes none then.
             predicts: whether multi-token prediction is trained, which needs the next tokens.
         """
         context_index = token_index(self.layout, cp_size, cp_rank)  # [s, b]
@@ -183,7 +165,7 @@ class PackedBatch(Movable):
         if encoders is not None:
             if assignment is None:
                 raise ValueError("encoders are given without vision_work, expected the cost of frames")
-            own, shards, rows = None, self.encoder_shards_of(assignment), assignment.places
+            own, shards, rows = None, self.encoder_shards_of(assignment), assignment.encoded_index
         elif assignment is not None:
             slots = [self._slots_of(cp_size, rank, predicts=predicts) for rank in range(cp_size)]
             exchange, rows = VisionExchange.of(assignment, slots, cp_rank)
@@ -204,11 +186,7 @@ class PackedBatch(Movable):
         )
 
     def encoder_shards_of(self, assignment: VisionAssignment) -> tuple[EncoderShard, ...]:
-        """What each separate vision rank sends for this batch.
-
-        Args:
-            assignment: of its frames to the vision ranks.
-        """
+        """What each separate vision rank sends for this batch."""
         samples = zlib.crc32(repr((self.sample_ids, self.layout.lengths)).encode())
         # Samples may have no ids.
         return shards_of(self.vision, assignment, zlib.crc32(self.input_ids.numpy(), samples))
@@ -219,13 +197,7 @@ class PackedBatch(Movable):
         return self.vision_slot[torch.cat((index, next_index(self.layout)[0][index])) if predicts else index]
 
     def _next_tokens(self, context_index: Tensor, index: Tensor, rows: Tensor | None) -> NextTokens:
-        """Inputs of multi-token prediction for the tokens at [s, b] `context_index`.
-
-        Args:
-            context_index: indices of the context-parallel rank's tokens.
-            index: [s / sp, b] indices of the tokens that the rank has under sequence parallelism.
-            rows: as for `_vision_rows`.
-        """
+        """For the tokens at `context_index` [s, b], of which the rank has those at `index` [s / sp, b]."""
         places, there = next_index(self.layout)
         labels, next_places = self.labels.flatten(), places[context_index]
         # Callers may mark untrained tokens by negative labels, and may leave padding unmarked.
@@ -242,12 +214,7 @@ class PackedBatch(Movable):
         )
 
     def _vision_rows(self, index: Tensor, rows: Tensor | None) -> VisionRows | None:
-        """The vision tokens of the tokens at `index`; None for a batch without any.
-
-        Args:
-            index: indices into the flat batch.
-            rows: [M] index of each vision token of the batch among those that the rank has; None: its own index.
-        """
+        """The vision tokens at `index` into the flat batch, as `rows` [M] of those that the rank has (None: of all)."""
         if not (self.vision_slot >= 0).any():
             return None
         slots = self.vision_slot[index.flatten()]
@@ -258,17 +225,11 @@ class PackedBatch(Movable):
 
 @dataclass(frozen=True)
 class EncoderInputs(Movable):
-    """What one vision rank encodes, and for which receivers.
+    """What one vision rank encodes, and for which receivers."""
 
-    Attributes:
-        vision: its images and videos, ordered by receiver; None if it has none.
-        shards: the shard of each receiver.
-        rows: largest number of vision tokens in a shard for the same receivers; shards are padded to it.
-    """
-
-    vision: VisionInputs | None
-    shards: tuple[EncoderShard, ...]
-    rows: int
+    vision: VisionInputs | None  # its images and videos, ordered by receiver; None if it has none
+    shards: tuple[EncoderShard, ...]  # the shard of each receiver
+    rows: int  # largest number of vision tokens in a shard for the same receivers; shards are padded to it
 
     @classmethod
     def of(cls, batches: Sequence[PackedBatch], work: VisionWork, encoders: int, share: int) -> EncoderInputs:

@@ -24,15 +24,7 @@ from torch import Tensor
 
 
 def check_grids(kind: str, grids: Tensor | None, merge: int) -> Tensor:
-    """Check that the vision tower can read the grids.
-
-    Args:
-        kind: "image" or "video", for messages.
-        grids: [K, 3] integers, or None for none.
-        merge: patches that become one token, along each side.
-
-    Returns:
-        [K, 3] int64.
+    """The grids [K, 3] as int64, if the vision tower can read them; `kind` is "image" or "video", for messages.
 
     Raises:
         ValueError: another shape, or a side that is not positive or not divisible by `merge`.
@@ -70,8 +62,7 @@ def describe(grid: Tensor) -> str:
 
 @dataclass(frozen=True)
 class VisionInputs(Movable):
-    """All images and videos of a batch as the vision tower reads them: images first, then videos, patches in merge
-    order.
+    """All images of a batch and then its videos, as the vision tower reads them; patches in merge order.
 
     Attributes:
         pixel_values: [N, channels * temporal_patch * patch * patch] floating point.
@@ -90,9 +81,7 @@ class VisionInputs(Movable):
     lengths: tuple[int, ...]
 
     def select(self, frames: Sequence[int]) -> Self:
-        """Some of the frames (at least one), in the given order; pixels may be on a device, everything else is on the
-        host.
-        """
+        """Some of the frames (at least one), in the given order. Pixels may be on a device; the rest is on the host."""
         starts = list(accumulate(self.lengths, initial=0))
         places = [slice(starts[frame], starts[frame + 1]) for frame in frames]
         lengths = tuple(self.lengths[frame] for frame in frames)
@@ -114,16 +103,7 @@ def frame_rows(lengths: Sequence[int], frames: Sequence[int]) -> Tensor:
 
 
 def vision_slots(input_ids: Tensor, image_token_id: int, video_token_id: int, num_image_tokens: int) -> Tensor:
-    """Row of the vision output for each token.
-
-    Args:
-        input_ids: integers of any shape, T in all.
-        image_token_id: id of the placeholder token of images.
-        video_token_id: id of the placeholder token of videos.
-        num_image_tokens: rows of images in the vision output; those of videos follow.
-
-    Returns:
-        [T] int64, -1 for tokens that are not vision tokens.
+    """[T] int64 row of the vision output for each token, -1 for tokens that are not vision tokens; images come first.
 
     Raises:
         ValueError: the number of image tokens is not `num_image_tokens`.
@@ -146,12 +126,7 @@ def patch_positions(grids: Tensor, merge: int) -> Tensor:
 
 
 def interpolation(grids: Tensor, side: int, merge: int) -> tuple[Tensor, Tensor]:
-    """Bilinear interpolation of a square of position embeddings to the sizes of images and frames.
-
-    Args:
-        grids: [K, 3] int64.
-        side: embeddings along a side of the square.
-        merge: patches that become one token, along each side.
+    """Bilinear interpolation of a square of position embeddings, `side` long, to the sizes of images and frames.
 
     Returns:
         [4, N] int64 rows of the embedding table around each patch (upper left, upper right, lower left, lower right)
@@ -167,8 +142,8 @@ def interpolation(grids: Tensor, side: int, merge: int) -> tuple[Tensor, Tensor]
 def _frames[T](of_frame: Callable[..., T], grids: Tensor, *settings: int) -> list[T]:
     """[F] result of `of_frame` for the height and width of each frame. It may be shared: copy it, do not change it.
 
-    Images have few different sizes, and a video's frames have one, so the result per size is cached, except for the
-    largest, which bounds the memory: 512 frames of 4,096 patches take 128 MiB.
+    Images have few sizes and a video's frames one, so results are cached, except for the largest, which bounds the
+    memory: 512 frames of 4,096 patches take 128 MiB.
     """
     frames = []
     for count, height, width in grids.tolist():
@@ -223,7 +198,7 @@ def make_vision_inputs(
     num_position_embeddings: int,
     spatial_merge_size: int,
 ) -> VisionInputs | None:
-    """The vision tower's inputs, images first, then videos.
+    """The vision tower's inputs, images first, then videos; None if there are none.
 
     Args:
         pixel_values: [patches of the images, features] floating point, or None without images.
@@ -232,9 +207,6 @@ def make_vision_inputs(
         video_grid_thw: [videos, 3] integers, or None.
         num_position_embeddings: size of the tower's embedding table, a square number.
         spatial_merge_size: patches that become one token, along each side.
-
-    Returns:
-        The inputs, or None if there are no images or videos.
 
     Raises:
         ValueError: grids that do not divide, a number of patches that differs from the grids', or a table size that is
@@ -283,7 +255,7 @@ def mrope_positions(
     video_token_id: int,
     spatial_merge_size: int,
 ) -> Tensor:
-    """Multimodal rotary positions, equal to those of transformers' `get_rope_index` for each segment separately.
+    """Multimodal rotary positions [3, B, S] int64, those of transformers' `get_rope_index` for each segment separately.
 
     Text tokens increase the temporal, height and width position by one. Within a run of vision tokens (an image, or one
     frame of a video) each is the run's start plus the token's frame, row or column; the next token continues after the
@@ -294,12 +266,8 @@ def mrope_positions(
         layout: the segments.
         image_grid_thw: [images, 3] integers, grids in patches in the order of their tokens, or None.
         video_grid_thw: [videos, 3] integers, the same for videos. Each frame has its own run of tokens.
-        image_token_id: id of the placeholder token of images.
-        video_token_id: id of the placeholder token of videos.
+        image_token_id, video_token_id: ids of the placeholder tokens.
         spatial_merge_size: patches that become one token, along each side.
-
-    Returns:
-        [3, B, S] int64.
 
     Raises:
         ValueError: the number of tokens differs from the layout's, or vision tokens and grids disagree: in number, or
@@ -334,14 +302,8 @@ def _step_through_runs(step: Tensor, starts: Tensor, sides: Tensor, layout: Sequ
     """Fill `step` [3, T] with the difference between each token's position and its predecessor's.
 
     Positions are the cumulative sums of these steps. Only tokens at the start or end of a row, run or segment have a
-    step other than the default, so one pass over the batch suffices.
-
-    Args:
-        step: default steps: 1 for text on all axes, for vision tokens only on the last axis, and 0 for padding. Changed
-            in place.
-        starts: [K] the first token of each run.
-        sides: [K, 3] sides of the runs in tokens.
-        layout: the segments.
+    step other than the default (1 for text on all axes, for vision tokens only on the last axis, 0 for padding).
+    Runs begin at `starts` [K] and have `sides` [K, 3] in tokens.
     """
     lengths, longer = sides.prod(-1), sides[:, 1:].amax(-1)
     row, run = _rows(sides)
@@ -377,10 +339,9 @@ def _rows(sides: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _runs(kind: str, ids: Tensor, token_id: int, sides: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
-    """[T] bool, True for the kind's tokens, and [K] the first token of each run.
+    """[T] bool, True for the kind's tokens, and [K] the first token of each run; ValueError if runs do not fit grids.
 
     A contiguous sequence of vision tokens may consist of several runs, because images need no token between them.
-    Raises ValueError if the tokens do not form one run per image or frame.
     """
     fenced = torch.zeros(len(ids) + 2, dtype=torch.bool)
     inside = torch.eq(ids, token_id, out=fenced[1:-1])

@@ -40,17 +40,11 @@ class VisionWork:
 
 @dataclass(frozen=True)
 class VisionAssignment:
-    """Which rank encodes which frames.
+    """Which rank encodes which frames."""
 
-    Attributes:
-        frames: indices of each rank's frames, ascending.
-        counts: vision tokens of each rank's frames.
-        places: [M] int64, index of each vision token of the batch in the concatenated tokens of all ranks.
-    """
-
-    frames: tuple[tuple[int, ...], ...]
-    counts: tuple[int, ...]
-    places: Tensor
+    frames: tuple[tuple[int, ...], ...]  # indices of each rank's frames, ascending
+    counts: tuple[int, ...]  # vision tokens of each rank's frames
+    encoded_index: Tensor  # [M] int64, index of each vision token of the batch in the concatenated tokens of all ranks
 
     def part(self, vision: VisionInputs | None, rank: int) -> VisionInputs | None:
         """The frames that were assigned to a rank; None if it has none."""
@@ -61,16 +55,12 @@ class VisionAssignment:
 
 @dataclass(frozen=True)
 class VisionExchange(Movable):
-    """Which vision tokens a rank sends to each rank, and receives from each rank, including itself.
+    """Which vision tokens a rank sends to each rank, and receives from each rank, including itself."""
 
-    Attributes:
-        rows: int64, indices into its own vision tokens: those sent to the first rank, in order, then to the second.
-        sent: number of tokens sent to each rank.
-        received: number of tokens received from each rank; they are concatenated by rank, each in the sender's order.
-    """
-
+    # int64, indices into its own vision tokens: those sent to the first rank, in order, then to the second.
     rows: Tensor
-    sent: tuple[int, ...]
+    sent: tuple[int, ...]  # number of tokens sent to each rank
+    # Number of tokens received from each rank; they are concatenated by rank, each in the sender's order.
     received: tuple[int, ...]
 
     @classmethod
@@ -87,13 +77,13 @@ class VisionExchange(Movable):
             The exchange, and [M] int64 the index of each vision token of the batch among those that the rank receives;
             undefined for tokens that it does not use.
         """
-        used = torch.zeros(len(slots), len(assignment.places), dtype=torch.bool)  # in the order of encoding
+        used = torch.zeros(len(slots), len(assignment.encoded_index), dtype=torch.bool)  # in the order of encoding
         for row, own in zip(used, slots, strict=True):
-            row[assignment.places[own[own >= 0]]] = True
+            row[assignment.encoded_index[own[own >= 0]]] = True
         sent = used.split(assignment.counts, 1)[rank]
         counts = [int(part.sum()) for part in used[rank].split(assignment.counts)]
         exchange = cls(sent.nonzero()[:, 1], tuple(sent.sum(1).tolist()), tuple(counts))
-        return exchange, (used[rank].cumsum(0) - 1)[assignment.places]
+        return exchange, (used[rank].cumsum(0) - 1)[assignment.encoded_index]
 
 
 def assign_frames(costs: Sequence[float], ranks: int) -> list[list[int]]:
@@ -153,11 +143,6 @@ def _candidates(
 def assign_vision(vision: VisionInputs | None, work: VisionWork, ranks: int) -> VisionAssignment:
     """Assign the frames of a batch to ranks.
 
-    Args:
-        vision: all images and videos, or None for none.
-        work: cost of frames.
-        ranks: number of ranks that divide them.
-
     Raises:
         ValueError: a frame whose number of patches is not a multiple of those per vision token.
     """
@@ -168,36 +153,25 @@ def assign_vision(vision: VisionInputs | None, work: VisionWork, ranks: int) -> 
     shares = assign_frames([work.cost(patches) for patches in vision.lengths], ranks)
     tokens = [patches // work.patches_per_token for patches in vision.lengths]
     order = frame_rows(tokens, list(chain(*shares)))
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order))
+    encoded_index = torch.empty_like(order)
+    encoded_index[order] = torch.arange(len(order))
     return VisionAssignment(
         frames=tuple(map(tuple, shares)),
         counts=tuple(sum(tokens[frame] for frame in share) for share in shares),
-        places=places,
+        encoded_index=encoded_index,
     )
 
 
 @dataclass(frozen=True)
 class EncoderShard:
-    """What one vision rank sends to one language replica for a microbatch.
+    """What one vision rank sends to one language replica for a microbatch."""
 
-    Attributes:
-        tokens: number of vision tokens; 0 if the microbatch has no frames for this rank.
-        mark: 32-bit checksum of the samples, their tokens and the encoded frames.
-    """
-
-    tokens: int
-    mark: int
+    tokens: int  # number of vision tokens; 0 if the microbatch has no frames for this rank
+    mark: int  # 32-bit checksum of the samples, their tokens and the encoded frames
 
 
 def shards_of(vision: VisionInputs | None, assignment: VisionAssignment, samples: int) -> tuple[EncoderShard, ...]:
-    """The shard of each vision rank for a microbatch.
-
-    Args:
-        vision: images and videos of the microbatch; None if it has none.
-        assignment: of its frames to the vision ranks.
-        samples: checksum of its samples and their tokens.
-    """
+    """The shard of each vision rank for a microbatch; `samples` is a checksum of its samples and their tokens."""
     lengths = () if vision is None else vision.lengths
     return tuple(
         EncoderShard(tokens, zlib.crc32(repr([lengths[frame] for frame in frames]).encode(), samples))

@@ -44,7 +44,7 @@ class HostPackedSeqParams(PackedSeqParams):
     _chunks: dict[tuple[int, int], CausalChunks] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def chunks(self, cp_size: int, cp_rank: int) -> CausalChunks:
-        """`batch.token_layout.causal_chunks` of the layout, computed by the first layer and cached for all others."""
+        """`causal_chunks` of the layout, computed by the first layer and cached for all others."""
         if (cp_size, cp_rank) not in self._chunks:
             self._chunks[cp_size, cp_rank] = causal_chunks(self.layout, cp_size, cp_rank)
         return self._chunks[cp_size, cp_rank]
@@ -53,16 +53,13 @@ class HostPackedSeqParams(PackedSeqParams):
 def packed_seq_params(
     cu_seqlens: Tensor, lengths: tuple[int, ...], layout: SequenceLayout | None = None
 ) -> HostPackedSeqParams:
-    """Megatron's description of one packed row, with physical offsets only.
+    """Megatron's description of one packed row, with physical offsets [n + 1] int32 only.
 
     Physical offsets are sufficient: attention is causal and padding is at the end of a segment, so no real token
     attends to padding, and the outputs of padding are excluded from losses and from experts' token counts. If logical
     lengths were also given, Transformer Engine would treat the difference as gaps between segments
     (`pad_between_seqs`), which FlashAttention does not support there, and which no backend supports on some devices and
     in float32. All four offsets are the same tensor, so that Transformer Engine has nothing to compare.
-
-    `cu_seqlens` [n + 1] int32 and `lengths` are the row's physical ones; `layout` is needed if context-parallel ranks
-    may share the row.
     """
     longest = max(lengths)
     return HostPackedSeqParams(
@@ -131,9 +128,6 @@ def attend_row(
         longest: the maximum segment length of queries, and of keys.
         causal: whether a segment's queries are aligned to the end of its keys and attend only up to their own position.
         scale: softmax scale.
-
-    Returns:
-        [t, heads, d].
     """
     window = (-1, 0) if causal else (-1, -1)
     grouped = query.size(1) != key.size(1)
@@ -146,15 +140,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: fl
 
 
 def attend_end(query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float) -> Tensor:
-    """Causal attention of the last s tokens of segments to all of their tokens.
+    """Causal attention of the last s tokens of segments [n, heads, s, d] to all of their tokens [n, heads, keys' s, d].
 
     CUDA kernels align the causal mask to the end of the keys. The CPU kernel would need an explicit mask, which
     autograd would save.
-
-    Args:
-        query: [n, heads, s, d].
-        key, value: [n, heads, keys' s, d].
-        scale, dropout: as in `attend`.
     """
     if query.size(2) == key.size(2):
         return attend(query, key, value, causal=True, scale=scale, dropout=dropout)
@@ -226,8 +215,7 @@ class SegmentAttention(MegatronModule):
     """Core attention that processes padded rows as one batch, and packed rows in one call or segment by segment.
 
     FlashAttention supports packed rows directly. Where it is not available, adjacent segments of equal length are
-    batched. No T x T mask is created, and padding at the end of a segment needs no mask, because attention is causal or
-    (vision) there is no padding.
+    batched. Padding at the end of a segment needs no mask, because attention is causal or (vision) there is none.
     """
 
     def __init__(
@@ -281,7 +269,6 @@ class SegmentAttention(MegatronModule):
         return self._by_segments(query, key, value, lengths, causal).flatten(1)
 
     def _takes_row(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams, causal: bool) -> bool:
-        """Whether a packed row is computed in one varlen call."""
         return varlen_takes(query, key, value, self._rate())
 
     def _row(
@@ -293,7 +280,6 @@ class SegmentAttention(MegatronModule):
         lengths: tuple[int, ...],
         causal: bool,
     ) -> Tensor:
-        """Attention of a packed row [t, heads, d] in one call."""
         offsets, longest = physical_offsets(params), max(lengths)
         return attend_row(
             query,
@@ -332,7 +318,6 @@ class SegmentAttention(MegatronModule):
             return kernel(*tensors, scale=self.scale, dropout=dropout, **arguments)
 
     def _rate(self) -> float:
-        """The dropout rate in the current mode."""
         return self.dropout if self.training else 0.0
 
 
@@ -355,9 +340,8 @@ def segment_lengths(params: PackedSeqParams, tokens: int) -> tuple[int, ...]:
 class ContextParallelAttention(SegmentAttention):
     """Core attention from a rank's local tokens to the tokens of all context-parallel ranks.
 
-    Each segment is divided into 2 * cp chunks, and rank r holds chunks r and 2 * cp - 1 - r
-    (`batch.token_layout.token_index`). Keys and values are all-gathered once per layer; each of the two chunks attends
-    to all tokens up to its end.
+    Each segment is divided into 2 * cp chunks, of which a rank holds two (`token_index`). Keys and values are
+    all-gathered once per layer; each of the two chunks attends to all tokens up to its end.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, pg_collection: ProcessGroupCollection, **kwargs: Any):
@@ -377,7 +361,7 @@ class ContextParallelAttention(SegmentAttention):
         lengths: tuple[int, ...],
         causal: bool,
     ) -> Tensor:
-        """Like `SegmentAttention._row`; each chunk is a segment of queries whose keys end at the end of the chunk."""
+        """Each chunk is a segment of queries whose keys end at the end of the chunk."""
         chunks = params.chunks(self.ranks, self.group.rank())
         gathered = gather_over_context(torch.cat((key, value), -1), self.group).flatten(0, 1)  # [cp t, heads, 2 d]
         # The gradient of this indexing sums at most two terms per token, so the order of summation does not matter.

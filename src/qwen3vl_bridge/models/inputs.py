@@ -594,16 +594,12 @@ IGNORED = -100
 def with_labels(
     batch: PackedBatch, arranged: Arrangement, labels: Tensor | None, loss_mask: Tensor | None, vocab_size: int
 ) -> PackedBatch:
-    """A batch with labels and a loss mask for the whole batch; labels are `IGNORED` where no loss is defined.
+    """A batch with labels and mask for the whole of it, in one of `Arrangement.label_shapes`.
 
-    Args:
-        batch, arranged: a batch without labels, and its arrangement.
-        labels: [B, S] in the caller's order or, for a packed row, [1, T] in the layout's order. None: zeros.
-        loss_mask: same shape as labels, 0 where labels are arbitrary. None: ones.
-        vocab_size: labels must be token ids below this size.
+    Labels are `IGNORED` where no loss is defined: where the mask is 0, anything is allowed.
 
     Raises:
-        ValueError: other shapes, or unmasked labels that are not token ids.
+        ValueError: other shapes, or unmasked labels that are not token ids below `vocab_size`.
     """
     shapes = arranged.label_shapes
     if labels is not None and loss_mask is not None and loss_mask.shape != labels.shape:

@@ -117,9 +117,9 @@ class BalancedRouter(TopKRouter):
         """Like TopKRouter's: balance within a microbatch, over the ranks that share it."""
         if not self.get_aux_loss_coeff("aux_loss"):
             return probs
-        chosen = sum_counts(routing_map.sum(0), self.tp_cp_group)
+        selected = sum_counts(routing_map.sum(0), self.tp_cp_group)
         return self._balance(
-            "aux_loss", "load_balancing_loss", probs, scores_for_aux_loss, chosen, chosen, self.tp_cp_group
+            "aux_loss", "load_balancing_loss", probs, scores_for_aux_loss, selected, selected, self.tp_cp_group
         )
 
     def _apply_global_aux_loss(
@@ -128,8 +128,8 @@ class BalancedRouter(TopKRouter):
         """Like TopKRouter's: balance over all ranks, and over the microbatches of a step so far."""
         if not self.get_aux_loss_coeff("global_aux_loss"):
             return probs
-        chosen = sum_counts(routing_map.sum(0), self.tp_dp_cp_group)
-        self.global_tokens_per_expert += chosen
+        selected = sum_counts(routing_map.sum(0), self.tp_dp_cp_group)
+        self.global_tokens_per_expert += selected
         self.ga_steps += 1
         mean = self.global_tokens_per_expert / self.ga_steps
         return self._balance(
@@ -137,13 +137,13 @@ class BalancedRouter(TopKRouter):
             "global_load_balancing_loss",
             probs,
             scores_for_aux_loss,
-            chosen,
+            selected,
             mean,
             self.tp_dp_cp_group,
         )
 
     def _balance(
-        self, kind: str, name: str, probs: Tensor, scores: Tensor, chosen: Tensor, wanted: Tensor, group: ProcessGroup
+        self, kind: str, name: str, probs: Tensor, scores: Tensor, selected: Tensor, wanted: Tensor, group: ProcessGroup
     ) -> Tensor:
         """Attach a loss to `probs`; for a microbatch without real tokens it is 0, and so is its gradient.
 
@@ -152,11 +152,11 @@ class BalancedRouter(TopKRouter):
             name: name in the logs.
             probs: [tokens, E] of this rank.
             scores: [tokens, E] of this rank, zero for padding.
-            chosen: [E] how often each expert is chosen by real tokens of all ranks of `group`.
+            selected: [E] how often each expert is selected by real tokens of all ranks of `group`.
             wanted: [E] the f_e of the loss.
             group: ranks whose tokens are balanced together.
         """
-        coefficient, tokens = self.get_aux_loss_coeff(kind), (chosen.sum() / self.topk).clamp(min=1)
+        coefficient, tokens = self.get_aux_loss_coeff(kind), (selected.sum() / self.topk).clamp(min=1)
         loss = switch_load_balancing_loss_func(
             probs=scores,
             tokens_per_expert=wanted,
@@ -186,9 +186,7 @@ class BalancedRouter(TopKRouter):
 
         megatron-core would take the mean of ranks' means, which depends on where padding is.
 
-        Args:
-            logits: [tokens, E] of this rank.
-            padding_mask: [tokens] True for padding, or None without padding.
+        Logits are [tokens, E] of this rank, the mask [tokens] is True for padding.
         """
         coefficient, ranks = self.config.moe_z_loss_coeff, self.tp_cp_group.size()
         learns = coefficient is not None and self.training and torch.is_grad_enabled()

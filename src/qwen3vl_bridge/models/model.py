@@ -36,12 +36,9 @@ from torch.distributed import ProcessGroup
 
 
 class MRopeGPTModel(GPTModel):
-    """The text model: megatron-core's GPT with interleaved multimodal rotary embedding.
+    """The text model: megatron-core's GPT with interleaved multimodal rotary embedding."""
 
-    Class attributes:
-        block_spec: (config, virtual pipeline stage, pipeline rank) -> layers of the stage.
-    """
-
+    # (config, virtual pipeline stage, pipeline rank) -> layers of the stage
     block_spec: ClassVar[Callable[..., TransformerBlockSubmodules]] = staticmethod(decoder_block_spec)
 
     def __init__(
@@ -149,9 +146,6 @@ class VisionLanguageModel(MegatronModule):
         pre_process: this stage embeds tokens and images.
         post_process: this stage computes logits or the loss.
         vp_stage: virtual pipeline stage, or None.
-
-    Class attributes:
-        language_model_class: class of the text model.
     """
 
     language_model_class: ClassVar[type[GPTModel]] = MRopeGPTModel
@@ -332,9 +326,7 @@ class VisionLanguageModel(MegatronModule):
     def embed(self, inputs: ModelInputs, encoded: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, dict[str, Any]]:
         """Tokens and images as hidden states [s, b, h], and the additional inputs of the decoder's layers.
 
-        Args:
-            inputs: the batch.
-            encoded: the result of `encode`, if its images are used more than once.
+        `encoded` is the result of `encode`, if its images are used more than once.
         """
         tokens, features = encoded or self.encode(inputs)
         hidden = self.embed_tokens(inputs.input_ids, tokens, inputs.fuse)
@@ -347,12 +339,7 @@ class VisionLanguageModel(MegatronModule):
         return scatter_sequence(hidden, self.config, self.pg_collection)
 
     def layer_arguments(self, features: Tensor, inputs: ModelInputs) -> dict[str, Any]:
-        """Additional inputs of the first stage's layers; none here.
-
-        Args:
-            features: [t, K, h] from `encode`.
-            inputs: the batch.
-        """
+        """Additional inputs of the first stage's layers, of features [t, K, h] from `encode`; none here."""
         return {}
 
     @property

@@ -111,10 +111,7 @@ class VisionLanguageProvider(fields.VisionLanguageFields):
     def provide(self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None):
         """Build the model of one pipeline stage, or under `dist_train` the module that this rank has.
 
-        Args:
-            pre_process: whether the stage embeds; None to determine it from the rank.
-            post_process: whether the stage computes logits or losses; None to determine it from the rank.
-            vp_stage: virtual pipeline stage, or None.
+        `pre_process` (the stage embeds) and `post_process` (it computes logits or losses) are the rank's unless given.
         """
         groups = self._groups()
         pre_process, post_process = self._ends(pre_process, post_process, vp_stage)
@@ -214,11 +211,7 @@ class ExpertsMixin:
     allow_random_routing: bool = False
 
     def finalize(self: Any) -> None:
-        """Check the fields and complete them.
-
-        Raises:
-            ValueError: fields that contradict each other, or that this model would ignore.
-        """
+        """See VisionLanguageProvider."""
         check((*refusals.SIZES, *experts.RULES), self)
         super().finalize()
 

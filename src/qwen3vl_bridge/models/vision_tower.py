@@ -177,13 +177,7 @@ class VisionBlock(TransformerBlock):
 
 
 class Qwen3VLVisionModel(MegatronModule):
-    """The vision tower.
-
-    Args:
-        config: of its transformer block (`provider.vision_transformer_config`).
-        vision: the Hugging Face configuration.
-        pg_collection: process groups; the tower uses the tensor-parallel one.
-    """
+    """The vision tower, in the tensor-parallel group; `config` is of its transformer block, `vision` Hugging Face's."""
 
     def __init__(
         self, config: TransformerConfig, vision: PretrainedConfig, pg_collection: ProcessGroupCollection
@@ -205,11 +199,7 @@ class Qwen3VLVisionModel(MegatronModule):
         return sum(others, start=first)
 
     def forward(self, vision: VisionInputs) -> tuple[Tensor, Tensor]:
-        """Encode all images and videos of a batch.
-
-        Returns:
-            Vision tokens [M, text h], and DeepStack features [t, M, text h].
-        """
+        """Vision tokens [M, text h] of all images and videos of a batch, and DeepStack features [t, M, text h]."""
         hidden = self.patch_embed(vision.pixel_values) + self.position_embedding(vision)
         encoded = self.decoder(
             hidden[:, None],
@@ -220,8 +210,8 @@ class Qwen3VLVisionModel(MegatronModule):
             packed_seq_params=packed_seq_params(vision.cu_seqlens, vision.lengths),
             extract_layer_indices=set(self.deepstack_layers),
         )
-        hidden, tapped = encoded if self.deepstack_layers else (encoded, ())
-        features = [merge(tap[:, 0]) for merge, tap in zip(self.decoder.deepstack_merger_list, tapped, strict=True)]
+        hidden, extracted = encoded if self.deepstack_layers else (encoded, ())
+        features = [merge(x[:, 0]) for merge, x in zip(self.decoder.deepstack_merger_list, extracted, strict=True)]
         tokens = self.merger(hidden[:, 0])
         return tokens, torch.stack(features) if features else tokens.new_empty(0, *tokens.shape)
 

@@ -15,17 +15,11 @@ from enum import Enum
 
 @dataclass(frozen=True)
 class Dimensions:
-    """Values of the weight table's symbols for one model; `dimensions[name]` is one of the sizes.
+    """Values of the weight table's symbols for one model; `dimensions[name]` is one of the sizes."""
 
-    Attributes:
-        sizes: by name, those in the rows' shapes, conditions (0 or 1) and counts of heads.
-        indices: by name, the values of a `*`.
-        family: whose table it is, a name that `registry.family` knows.
-    """
-
-    sizes: Mapping[str, int]
-    indices: Mapping[str, Sequence[int]]
-    family: str
+    sizes: Mapping[str, int]  # by name, those in the rows' shapes, conditions (0 or 1) and counts of heads
+    indices: Mapping[str, Sequence[int]]  # by name, the values of a `*`
+    family: str  # whose table it is, a name that `registry.family` knows
 
     def __getitem__(self, name: str) -> int:
         return self.sizes[name]
@@ -45,7 +39,7 @@ def text_sizes(
     head_dim: int,
     untied: bool,
     experts: int = 0,
-    chosen_experts: int = 0,
+    topk: int = 0,
     moe_ffn: int = 0,
 ) -> dict[str, int]:
     """Sizes of a text model; without experts, none of theirs."""
@@ -59,7 +53,7 @@ def text_sizes(
         "q": heads * head_dim,
         "kv": kv_heads * head_dim,
         "experts": experts,
-        "chosen_experts": chosen_experts,
+        "topk": topk,
         "moe_ffn": moe_ffn,
         "moe_gate_up": 2 * moe_ffn,
         "untied": int(untied),
@@ -89,15 +83,7 @@ def indices_of(
     vision_layers: int = 0,
     deepstack_layers: Sequence[int] = (),
 ) -> dict[str, Sequence[int]]:
-    """`Dimensions.indices` of a model with these counts.
-
-    Args:
-        layers: of the text model.
-        moe_layers: those with experts.
-        experts: of each of them.
-        vision_layers: of the tower.
-        deepstack_layers: those of the tower that have a DeepStack merger.
-    """
+    """`Dimensions.indices`; `moe_layers` have experts, `deepstack_layers` of the tower a DeepStack merger."""
     return {
         "text_layers": range(layers),
         "dense_layers": tuple(i for i in range(layers) if i not in moe_layers),
@@ -114,29 +100,18 @@ Shape = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Row:
-    """One Megatron parameter and its Hugging Face tensors.
+    """One Megatron parameter and its Hugging Face tensors."""
 
-    Attributes:
-        megatron: Megatron parameter name, with Transformer Engine's layer spec.
-        hf: names of its Hugging Face tensors, in the order of Megatron's parameter.
-        shapes: shape of each Hugging Face tensor; a string names a size of `Dimensions`.
-        indices: what each `*` counts, entries of `Dimensions.indices`. A Hugging Face name may have fewer of them.
-        condition: key of `dimensions` that must be true for the row to exist, or None.
-        replicated: the parameter is a plain torch one, whole on every tensor-parallel rank.
-        float32: the parameter is in float32 in models of 16 bits too, and in Megatron's checkpoints of them.
-        position: the numbers that replace the `*`, in an expanded row.
-        pattern: the Megatron parameter name as in the table, in an expanded row.
-    """
-
-    megatron: str
-    hf: tuple[str, ...]
-    shapes: tuple[Shape, ...]
+    megatron: str  # Megatron parameter name, with Transformer Engine's layer spec
+    hf: tuple[str, ...]  # names of its Hugging Face tensors, in the order of Megatron's parameter
+    shapes: tuple[Shape, ...]  # shape of each Hugging Face tensor; a string names a size of `Dimensions`
+    # What each `*` counts, entries of `Dimensions.indices`. A Hugging Face name may have fewer of them.
     indices: tuple[str, ...] = ()
-    condition: str | None = None
-    replicated: bool = False
-    float32: bool = False
-    position: tuple[int, ...] = ()
-    pattern: str = ""
+    condition: str | None = None  # key of `dimensions` that must be true for the row to exist, or None
+    replicated: bool = False  # the parameter is a plain torch one, whole on every tensor-parallel rank
+    float32: bool = False  # the parameter is in float32 in models of 16 bits too, and in Megatron's checkpoints of them
+    position: tuple[int, ...] = ()  # the numbers that replace the `*`, in an expanded row
+    pattern: str = ""  # the Megatron parameter name as in the table, in an expanded row
 
     @property
     def stored(self) -> tuple[str, ...]:
@@ -192,17 +167,14 @@ class ZeroCentered(Row):
 
 @dataclass(frozen=True)
 class Sectioned(Row):
-    """Tensors that Megatron concatenates; a checkpoint of either format stores the sections separately.
+    """Tensors that Megatron concatenates; a checkpoint of either format stores the sections separately."""
 
-    Attributes:
-        sections: the name of each, and its size along dimension 0, an entry of `Dimensions`.
-    """
-
+    # The name of each, and its size along dimension 0, an entry of `Dimensions`.
     sections: tuple[tuple[str, str], ...] = ()
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """The sections by name."""
+        """See Row."""
         return tuple(f"{self.megatron}.{name}" for name, _ in self.sections)
 
 
@@ -211,26 +183,22 @@ class GatedMLP(Row):
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """See `gate_and_up`."""
+        """See Row."""
         return gate_and_up(self.megatron)
 
 
 @dataclass(frozen=True)
 class PackedExpert(Row):
-    """One expert of a tensor that has all experts of a layer, [experts, ...].
+    """One expert of a tensor that has all experts of a layer, [experts, ...]."""
 
-    Attributes:
-        transposed: the tensor is input-major, [experts, in, out], unlike Megatron's [out, in].
-        gated: it is the gate and the up projection, concatenated; stored separately in an fsdp_dtensor checkpoint, like
-            `GatedMLP`.
-    """
-
-    transposed: bool = False
+    transposed: bool = False  # the tensor is input-major, [experts, in, out], unlike Megatron's [out, in]
+    # It is the gate and the up projection, concatenated; stored separately in an fsdp_dtensor checkpoint, like
+    # `GatedMLP`.
     gated: bool = False
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """As for a GatedMLP if it is one."""
+        """See Row."""
         return gate_and_up(self.megatron) if self.gated else (self.megatron,)
 
 
@@ -244,18 +212,14 @@ class ExpertOutput(Row):
     """One expert's columns of a matrix of all experts of a layer, [out, columns * experts].
 
     The first column of every expert comes first, then the second of every expert, and so on.
-
-    Attributes:
-        gated: it is the gate and the up projection, concatenated.
-        whole: these are one tensor in an fsdp_dtensor checkpoint, where those of a `GatedMLP` are two.
     """
 
-    gated: bool = False
-    whole: bool = False
+    gated: bool = False  # it is the gate and the up projection, concatenated
+    whole: bool = False  # these are one tensor in an fsdp_dtensor checkpoint, where those of a `GatedMLP` are two
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """As for a GatedMLP if it is one."""
+        """See Row."""
         return gate_and_up(self.megatron) if self.gated and not self.whole else (self.megatron,)
 
 
@@ -290,12 +254,7 @@ def hf_shapes(row: Row, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
 
 
 def expand(rows: tuple[Row, ...], dimensions: Dimensions) -> Iterator[Row]:
-    """The rows of a model of these dimensions, one per Megatron parameter, without any `*`.
-
-    Args:
-        rows: rows of the table, with `*`.
-        dimensions: from `dimensions_of`.
-    """
+    """The rows of a model of these dimensions, one per Megatron parameter, without any `*`."""
     for row in rows:
         if row.condition is None or dimensions[row.condition]:
             for numbers in itertools.product(*(dimensions.indices[name] for name in row.indices)):
@@ -319,15 +278,10 @@ class ExpertLayout(Enum):
 def expert_layout_of(
     table: Callable[[ExpertLayout], Sequence[Row]], shapes: Mapping[str, Sequence[int]], dimensions: Dimensions
 ) -> ExpertLayout:
-    """The format of a checkpoint's experts, from the shapes of one layer's tensors.
+    """The format of a checkpoint's experts, from the shapes of the tensors of its first MoE layer and of multi-token
+    prediction, by Hugging Face name; `table` gives the rows of a checkpoint in a format.
 
     No model is ambiguous: if one tensor's two orientations have the same shape, the other's have not.
-
-    Args:
-        table: the rows of a checkpoint in a given format.
-        shapes: of the checkpoint's tensors, by Hugging Face name. Only those of the first MoE layer and of multi-token
-            prediction are read.
-        dimensions: of a model with MoE layers.
 
     Raises:
         ValueError: an unknown format.
@@ -405,7 +359,7 @@ def stacked_name(
 
     Args:
         row: an expanded row.
-        dimensions: from `dimensions_of`.
+        dimensions: of the model.
         named: indices that stay in the name.
         local: whether it was saved with megatron-core's own local layer spec. That renames norms as if they were all
             fused, because the norm before experts is in no spec; ours does not rename that one.

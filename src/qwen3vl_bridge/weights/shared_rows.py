@@ -61,12 +61,7 @@ VISION_ROWS: tuple[Row, ...] = (
 
 
 def dense_mlp_rows(megatron: str, hf: str, *indices: str) -> tuple[Row, ...]:
-    """Rows of an MLP and the norm before it.
-
-    Args:
-        megatron, hf: names of the layer that contains it, with a `*` for each index and a point at the end.
-        indices: which layers there are, an entry of `Dimensions.indices`; none if the names are of one layer.
-    """
+    """Rows of an MLP and the norm before it, of layers with these names: a `*` for each index, a point at the end."""
     return (
         Copy(
             f"{megatron}mlp.linear_fc1.layer_norm_weight",
@@ -85,11 +80,7 @@ def dense_mlp_rows(megatron: str, hf: str, *indices: str) -> tuple[Row, ...]:
 
 
 def moe_rows(megatron: str, hf: str, *indices: str, experts: ExpertLayout) -> tuple[Row, ...]:
-    """Rows of a router, its experts, and the norm before them; arguments as for `dense_mlp_rows`.
-
-    Args:
-        experts: format of the checkpoint's experts.
-    """
+    """Rows of a router, its experts in this format, and the norm before them; otherwise as `dense_mlp_rows`."""
     return (
         Copy(f"{megatron}pre_mlp_layernorm.weight", (f"{hf}post_attention_layernorm.weight",), (("hidden",),), indices),
         Copy(f"{megatron}mlp.router.weight", (f"{hf}mlp.gate.weight",), (("experts", "hidden"),), indices),

@@ -61,7 +61,7 @@ class Qwen35VLBridge(FamilyBridge):
             **{name: getattr(text, name) for name in LINEAR_SIZES},
         )
 
-    def leave_out(self, provider: Any, config: Mapping[str, Any]) -> None:
+    def exclude_missing(self, provider: Any, config: Mapping[str, Any]) -> None:
         """Multi-token prediction, whose weights transformers does not save."""
         provider.mtp_num_layers = config["text_config"].get(MTP_LAYERS) or None
 

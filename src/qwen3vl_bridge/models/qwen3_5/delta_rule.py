@@ -100,9 +100,6 @@ def chunk_gated_delta_rule(
 
     Returns:
         [b, s, h, e] in the dtype of v, and None for the final state.
-
-    Raises:
-        ValueError: a state is given or requested.
     """
     _refuse_states(initial_state, output_final_state)
     if use_qk_l2norm_in_kernel:
@@ -157,15 +154,7 @@ def _place_in_segment(offsets: Tensor, tokens: int) -> Tensor:
 
 
 def _chunks(offsets: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Assign tokens to chunks.
-
-    Args:
-        offsets: [n + 1] segment offsets.
-        tokens: T of the row.
-
-    Returns:
-        [c, CHUNK] the token in each slot, T for empty slots; [c] whether a chunk is the first of its segment.
-    """
+    """[c, CHUNK] the token in each slot, T for empty slots; [c] whether a chunk is the first of its segment."""
     begin, stop = offsets[:-1], offsets[1:]
     chunks = (stop - begin + CHUNK - 1) // CHUNK
     ends = chunks.cumsum(0)

@@ -152,7 +152,7 @@ def dimensions_of(config: Mapping) -> Dimensions:
         head_dim=head_dim_of(text),
         untied=not config.get("tie_word_embeddings", False),
         experts=experts_of(text),
-        chosen_experts=text["num_experts_per_tok"] if moe_layers else 0,
+        topk=text["num_experts_per_tok"] if moe_layers else 0,
         moe_ffn=text["moe_intermediate_size"] if moe_layers else 0,
     )
     indices = indices_of(
