@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-from qwen3vl_bridge.checkpoint.formats import byte_streams
-from qwen3vl_bridge.checkpoint.formats.safetensors.reader import SINGLE, HFWeights
-from qwen3vl_bridge.checkpoint.formats.slices import Slice, TransposedSlice
-from qwen3vl_bridge.checkpoint.formats.tensor_specs import ITEMSIZE
+from qwen3vl_bridge.checkpoint.formats import tensors
+from qwen3vl_bridge.checkpoint.formats.huggingface import SINGLE, HFWeights
+from qwen3vl_bridge.checkpoint.formats.tensors import ITEMSIZE, Slice, TransposedSlice
 
 import pytest
 import torch
@@ -50,8 +49,8 @@ def test_a_turned_matrix_is_the_transpose(stored, rows, more_rows, columns, dtyp
     expected = torch.cat(parts).view(-1, columns).t().contiguous().view(-1)
     places = sorted({0, len(expected), *(cut for cut in cuts if cut < len(expected))})
     matrix = TransposedSlice(runs, columns, 0, len(expected))
-    with pytest.MonkeyPatch.context() as patch, byte_streams.SegmentReader(HFWeights(folder), block=64) as reader:
-        patch.setattr(byte_streams, "_STRIP", strip)
+    with pytest.MonkeyPatch.context() as patch, tensors.SegmentReader(HFWeights(folder), block=64) as reader:
+        patch.setattr(tensors, "_STRIP", strip)
         found = b"".join(
             bytes(block)
             for start, end in itertools.pairwise(places)
@@ -64,7 +63,7 @@ def test_a_turned_matrix_is_the_transpose(stored, rows, more_rows, columns, dtyp
 def test_a_matrix_gives_its_memory_to_the_next(stored):
     """Experts come by the thousand; each must not take memory of its own."""
     folder, _ = stored
-    with byte_streams.SegmentReader(HFWeights(folder)) as reader:
+    with tensors.SegmentReader(HFWeights(folder)) as reader:
         memory = set()
         for start in range(3):
             list(reader.blocks([TransposedSlice((Slice("gate float32", start, 12),), 3, 0, 12)], "float32"))

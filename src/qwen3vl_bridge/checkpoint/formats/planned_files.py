@@ -1,20 +1,34 @@
-"""Files planned byte by byte, before the first byte is written.
+"""Files planned byte by byte before the first byte is written, writing them, and the journal of what is on disk.
 
 Because everything is laid out beforehand, a result does not depend on the number of processes that write it, or on
-interruptions.
+interruptions. A line of the journal names a unit whose bytes are on disk, with a digest of them. It is written after
+them, so a process may be killed between the two, never before. Incomplete lines are ignored, and so are lines whose
+bytes no longer have the digest.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import errno
+import fcntl
 import itertools
+import os
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from pathlib import Path
+from threading import Event, Lock
+from typing import BinaryIO, NamedTuple
 
-from qwen3vl_bridge.checkpoint.formats.slices import Segments
-from qwen3vl_bridge.checkpoint.formats.tensor_specs import ITEMSIZE, TensorSpec
+from qwen3vl_bridge.checkpoint.formats.tensors import ITEMSIZE, SegmentReader, Segments, TensorSource, TensorSpec
+from qwen3vl_bridge.checkpoint.processes import Progress
+from qwen3vl_bridge.io.atomic import PRIVATE
+from qwen3vl_bridge.io.files import CheckpointError
+
+import xxhash
 
 # A unit is what one process writes at a time, and what a resumed run need not write again. It is a multiple of any page
 # size, so that two machines never write to the same page of a shared file.
@@ -134,3 +148,264 @@ def share[Item](work: Sequence[Item], sizes: Sequence[int], rank: int, size: int
     middles = (end - nbytes / 2 for end, nbytes in zip(ends, sizes, strict=True))
     owners = (min(int(middle * size / total), size - 1) for middle in middles)
     return [item for item, owner in zip(work, owners, strict=True) if owner == rank]
+
+
+_PLAN = "plan"
+_LINES = "rank-*"
+_BLOCK = 1 << 20
+
+# Digest of a unit's bytes: as fast as memory, so that its cost is negligible next to writing them.
+new_digest = xxhash.xxh3_64
+
+
+class Journal:
+    """One process's part of the journal, locked for as long as it lives."""
+
+    def __init__(self, result: Path, rank: int = 0) -> None:
+        """Open it.
+
+        Args:
+            result: the unfinished result's folder, in which `begin` was called.
+            rank: index of this process.
+        """
+        path = result / PRIVATE / _LINES.replace("*", str(rank))
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
+            os.write(self._file, b"\n")  # ends an incomplete line of an earlier process
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._file)
+
+    def note(self, file: OutputFile, unit: Unit, digest: str, *, sync: bool) -> None:
+        """Note that a unit's bytes, with this digest, are on disk."""
+        os.write(self._file, f"{_name(file, unit)} {digest}\n".encode())
+        if sync:
+            os.fdatasync(self._file)
+
+
+def begin(result: Path, digest: str) -> None:
+    """Start a journal for a plan, or keep an existing one for the same plan."""
+    if plan_of(result) == digest:
+        return
+    (result / PRIVATE).mkdir(exist_ok=True)
+    with (result / PRIVATE / _PLAN).open("w") as file:
+        file.write(digest)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def plan_of(result: Path) -> str:
+    """Digest of an unfinished result's plan; empty if there is none."""
+    try:
+        return (result / PRIVATE / _PLAN).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def is_written_by_another(result: Path) -> bool:
+    """Whether a process that has its part of the journal open is alive."""
+    for path in (result / PRIVATE).glob(_LINES):
+        with path.open("rb+") as file:  # some network file systems lock nothing that is open for reading
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+    return False
+
+
+def noted(result: Path, files: list[OutputFile], work: list[Unit]) -> dict[Unit, str]:
+    """Those of some units that were noted, with digests of their bytes.
+
+    Args:
+        result: the unfinished result's folder.
+        files: all of its files.
+        work: the units in question.
+    """
+    digests: dict[str, str] = {}
+    for path in (result / PRIVATE).glob(_LINES):
+        for line in path.read_text(errors="replace").splitlines(keepends=True):
+            name, _, digest = line.rpartition(" ")
+            if line[-1] == "\n":
+                digests[name] = digest[:-1]
+    names = {unit: _name(files[unit.file], unit) for unit in work}
+    return {unit: digests[name] for unit, name in names.items() if name in digests}
+
+
+def intact(folder: Path, files: list[OutputFile], units: Iterable[tuple[Unit, str]], meter: Progress) -> list[Unit]:
+    """Those of some units whose bytes are unchanged since they were written.
+
+    Args:
+        folder: folder of the files.
+        files: all of them.
+        units: with the digests of what was written.
+        meter: receives every block.
+    """
+    return [
+        unit
+        for unit, digest in units
+        if digest_of(folder / files[unit.file].name, unit.start, unit.end, meter) == digest
+    ]
+
+
+def digest_of(path: Path, start: int, end: int, meter: Progress) -> str | None:
+    """Digest of a file's bytes [start, end) on disk; None if they cannot be read."""
+    digest, buffer, position = new_digest(), memoryview(bytearray(_BLOCK)), start
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(start)
+            while position < end:
+                count = file.readinto(buffer[: end - position])
+                if not count:
+                    return None
+                digest.update(buffer[:count])
+                meter.advance(count)
+                position += count
+    except OSError:
+        return None
+    return digest.hexdigest()
+
+
+def _name(file: OutputFile, unit: Unit) -> str:
+    return f"{file.name} {unit.start} {unit.end}"
+
+
+# Smaller than the incoming blocks, so that those go to the file without another copy.
+_BUFFER = 1 << 16
+
+
+def write_units(
+    folder: Path,
+    files: Sequence[OutputFile],
+    work: Iterable[Unit],
+    source: TensorSource,
+    journal: Journal,
+    meter: Progress,
+    *,
+    sync: bool = True,
+    threads: int = 1,
+) -> None:
+    """Write units and note in the journal those that are on disk.
+
+    Args:
+        folder: folder of the files.
+        files: the files.
+        work: the units to write.
+        source: source of tensor data.
+        journal: this process's.
+        meter: receives every block.
+        sync: whether to wait until the bytes are on disk before they are noted, and until all are.
+        threads: number of units that are written at a time; while one waits for the disk, another is read and
+            transposed.
+
+    Raises:
+        CheckpointError: the source cannot be read, or a value does not fit its dtype.
+        OSError: the disk is full, or refuses otherwise.
+    """
+    left, lock, stop = iter(work), Lock(), Event()
+
+    def take() -> Unit | None:
+        with lock:
+            return None if stop.is_set() else next(left, None)
+
+    def write_some() -> None:
+        with SegmentReader(source) as reader:
+            while (unit := take()) is not None:
+                try:
+                    _write_unit(folder, files[unit.file], unit, reader, meter, journal, sync)
+                except BaseException:
+                    stop.set()
+                    raise
+
+    with ThreadPoolExecutor(threads, "write") as pool:
+        try:
+            for writing in [pool.submit(write_some) for _ in range(threads)]:
+                writing.result()
+        finally:
+            stop.set()  # whatever ends this thread, such as a signal, ends the others after their unit
+
+
+def _write_unit(
+    folder: Path, output: OutputFile, unit: Unit, reader: SegmentReader, meter: Progress, journal: Journal, sync: bool
+) -> None:
+    file = _open_at(folder / output.name, unit)
+    try:
+        digest = _write(file, output, unit, reader, meter)
+        file.flush()
+    except BaseException:
+        with contextlib.suppress(OSError):  # such as a full disk, which is the exception already
+            file.close()
+        raise
+    _commit(file, output, unit, digest, journal, sync)
+
+
+def _write(file: BinaryIO, output: OutputFile, unit: Unit, reader: SegmentReader, meter: Progress) -> str:
+    """Write a unit; returns the digest of its bytes."""
+    digest = new_digest()
+    for content in output.contents_of(unit):
+        if isinstance(content, bytes):
+            file.write(content)
+            digest.update(content)
+            meter.advance(len(content))
+            continue
+        segments, written = content.segments.cut(content.start, content.length), 0
+        for block in meter.counted(reader.blocks(segments, content.dtype)):
+            written += file.write(block)
+            digest.update(block)
+        if written != len(content):
+            raise AssertionError(f"{output.name}: {written} bytes written of {len(content)}")
+    return digest.hexdigest()
+
+
+def _commit(file: BinaryIO, output: OutputFile, unit: Unit, digest: str, journal: Journal, sync: bool) -> None:
+    with file:
+        if sync:
+            os.fdatasync(file.fileno())
+        journal.note(output, unit, digest, sync=sync)
+
+
+def _open_at(path: Path, unit: Unit) -> BinaryIO:
+    """A file, open where a unit begins, with room for it on the disk."""
+    file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666), "wb", buffering=_BUFFER)
+    try:
+        _reserve(file.fileno(), unit.start, unit.nbytes)
+        file.seek(unit.start)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _reserve(file: int, start: int, nbytes: int) -> None:
+    """Reserve the space at once: faster than block by block, and a full disk is detected before the work."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.fallocate(file, 0, ctypes.c_int64(start), ctypes.c_int64(nbytes)) == 0:
+        return
+    number = ctypes.get_errno()
+    if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+        raise OSError(number, os.strerror(number))
+
+
+def check_sizes(folder: Path, files: Sequence[OutputFile]) -> None:
+    """Check that files have their planned sizes.
+
+    Raises:
+        CheckpointError: one does not.
+    """
+    for file in files:
+        path = folder / file.name
+        size = _size(path)
+        if size != file.nbytes:
+            raise CheckpointError(f"{path} has {size} bytes, expected {file.nbytes}")
+
+
+def _size(path: Path) -> int:
+    """Length of a file, 0 if it does not exist. Opened, because only then a network file system asks its server."""
+    if not path.is_file():
+        return 0
+    with path.open("rb") as file:
+        return os.fstat(file.fileno()).st_size
