@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from qwen3vl_bridge.checkpoint.conversion_plan import Task
-from qwen3vl_bridge.checkpoint.formats.tensors import ITEMSIZE, SegmentReader, Slice, TensorSource
+from qwen3vl_bridge.checkpoint.formats.tensors import ITEMSIZE, SegmentReader, TensorSource
 from qwen3vl_bridge.checkpoint.processes import Progress
 
 import numpy as np
@@ -38,76 +38,45 @@ class Difference:
 def differences(
     tasks: Iterable[Task], source: TensorSource, target: TensorSource, meter: Progress
 ) -> Iterator[Difference]:
-    """The target tensors that differ from the results of some tasks.
-
-    Args:
-        tasks: the tasks; a target that is stored in another dtype than the task's is cast to it.
-        source: source of the tasks.
-        target: what is compared with the results.
-        meter: receives every block.
-    """
+    """The target tensors that differ from the results of some tasks; those of another dtype are cast to the task's."""
     with SegmentReader(source) as ours, SegmentReader(target) as theirs:
         for task in tasks:
             name, dtype, numel = task.target.name, task.target.dtype, task.target.numel
-            one = ours.blocks(task.segments, dtype)
-            other = meter.counted(theirs.blocks([Slice(name, 0, numel)], dtype))
-            found = difference(name, numel, dtype, one, other)
+            stored = meter.counted(theirs.tensor(name, dtype))
+            found = difference(name, numel, dtype, ours.blocks(task.segments, dtype), stored)
             if found is not None:
                 yield found
 
 
 def checksums(names: Iterable[str], source: TensorSource, meter: Progress) -> dict[str, str]:
-    """SHA-256 of each tensor's bytes, row-major, little-endian, as stored.
-
-    Args:
-        names: which tensors.
-        source: where they are.
-        meter: receives every block.
-    """
+    """SHA-256 of the bytes of each of some tensors, row-major, little-endian, as stored."""
     found = {}
     with SegmentReader(source) as reader:
         for name in names:
-            spec, digest = source.specs[name], hashlib.sha256()
-            for block in meter.counted(reader.blocks([Slice(name, 0, spec.numel)], spec.dtype)):
+            digest = hashlib.sha256()
+            for block in meter.counted(reader.tensor(name)):
                 digest.update(block)
             found[name] = digest.hexdigest()
     return found
 
 
-def _paired(one: Iterator[memoryview], other: Iterator[memoryview]) -> Iterator[tuple[memoryview, memoryview]]:
-    """Two streams of the same length as segments of the same length."""
-    left, right = next(one, None), next(other, None)
-    while left is not None and right is not None:
-        count = min(len(left), len(right))
-        yield left[:count], right[:count]
-        left = left[count:] if len(left) > count else next(one, None)
-        right = right[count:] if len(right) > count else next(other, None)
-    if left is not None or right is not None:
-        raise AssertionError("streams of different lengths")
-
-
 def difference(
-    name: str, numel: int, dtype: str, one: Iterator[memoryview], other: Iterator[memoryview]
+    name: str, numel: int, dtype: str, left: Iterator[memoryview], right: Iterator[memoryview]
 ) -> Difference | None:
-    """Where two streams of a tensor differ.
-
-    Args:
-        name: the tensor.
-        numel: its number of elements.
-        dtype: dtype of both streams.
-        one: its bytes.
-        other: its bytes.
-
-    Returns:
-        The difference, None if there is none.
-    """
+    """Where two streams of a tensor's bytes, both in `dtype`, differ; None if they do not."""
     size = ITEMSIZE[dtype]
     position, count, first = 0, 0, -1
-    for left, right in _paired(one, other):
-        unequal = np.frombuffer(left, f"u{size}") != np.frombuffer(right, f"u{size}")
+    a, b = next(left, None), next(right, None)
+    while a is not None and b is not None:
+        length = min(len(a), len(b))
+        unequal = np.frombuffer(a[:length], f"u{size}") != np.frombuffer(b[:length], f"u{size}")
         here = int(np.count_nonzero(unequal))
         if here and not count:
             first = position + int(np.argmax(unequal))
         count += here
         position += len(unequal)
+        a = a[length:] if len(a) > length else next(left, None)
+        b = b[length:] if len(b) > length else next(right, None)
+    if a is not None or b is not None:
+        raise AssertionError("streams of different lengths")
     return Difference(name, count, first, numel) if count else None

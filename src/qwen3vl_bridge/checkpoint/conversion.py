@@ -9,7 +9,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypedDict
 from qwen3vl_bridge.checkpoint.comparison import checksums, differences
 from qwen3vl_bridge.checkpoint.conversion_plan import Plan, Task
 from qwen3vl_bridge.checkpoint.formats import planned_files
-from qwen3vl_bridge.checkpoint.formats.planned_files import OutputFile, Unit, check_sizes, share, units, write_units
+from qwen3vl_bridge.checkpoint.formats.planned_files import OutputFile, Unit, share, units
 from qwen3vl_bridge.checkpoint.formats.tensors import ITEMSIZE, SegmentReader, TensorSource, cast
 from qwen3vl_bridge.checkpoint.manifest import MANIFEST, Parts, Replaceable, files_of, tool
 from qwen3vl_bridge.checkpoint.processes import Progress, Ranks
@@ -33,8 +33,92 @@ from qwen3vl_bridge.io.atomic import (
 )
 from qwen3vl_bridge.io.files import CheckpointError, write_object
 
-# Bytes to read and write.
+# For files other than tensors.
+_OVERHEAD = 64 << 20
+# Of an estimate: tasks, bytes to read of each, bytes to write.
 _SAMPLES, _SAMPLE_BYTES, _WRITTEN = 32, 16 << 20, 64 << 20
+
+
+class Output(Protocol):
+    """A plan's result in one format.
+
+    Attributes:
+        files: the files with tensors.
+        inner: the folder in the result that contains them.
+        settings: values other than the plan on which the result depends, as JSON; stored in the manifest.
+    """
+
+    @property
+    def files(self) -> list[OutputFile]: ...  # noqa: D102
+    @property
+    def inner(self) -> str: ...  # noqa: D102
+    @property
+    def settings(self) -> dict[str, Any]: ...  # noqa: D102
+
+    def finish(self, root: Path, digest: str) -> None:
+        """Write all files except those with tensors and the manifest, given a digest of the plan."""
+
+    def open(self, root: Path) -> TensorSource:
+        """Open a result's tensors; a CheckpointError if one of its files differs from the plan."""
+        ...
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A planned conversion.
+
+    Attributes:
+        name: name of the command.
+        origin: the source, in the user's words.
+        target: the result's folder, to be created.
+        plan: tensor by tensor.
+        source: what the plan reads.
+        folders: folders that are read meanwhile.
+        output: what the plan writes.
+        notes: information for the user.
+        threads: number of threads of a process that read the source.
+    """
+
+    name: str
+    origin: str
+    target: Path
+    plan: Plan
+    source: TensorSource
+    folders: tuple[Path, ...]
+    output: Output
+    notes: list[str]
+    threads: int = 2
+
+    def digest(self, *, sync: bool) -> str:
+        """Identifies a plan: source files, where every element comes from, where every byte goes.
+
+        Files other than tensors are not included: a resumed run writes them again. Whether the run waits for the disk
+        (`sync`) is: a run cannot be resumed from data that may not be on disk.
+        """
+        digest = hashlib.sha256(repr((tool(), self.name, sync)).encode())
+        for path in self.source.files:
+            found = path.stat()
+            digest.update(repr((str(path.resolve()), found.st_size, found.st_mtime_ns)).encode())
+        for task in self.plan.tasks:
+            digest.update(repr((task.target, tuple(task.segments))).encode())
+        for file in self.output.files:
+            parts = (content if isinstance(content, bytes) else len(content) for content in file.contents)
+            digest.update(repr((file.name, list(parts))).encode())
+        return digest.hexdigest()
+
+    def write_manifest(self, result: Path, digest: str, sums: dict[str, str]) -> None:
+        """Write the result's manifest; its journal has the digests of the files with tensors."""
+        plan, output = self.plan, self.output
+        made = {"tensors": len(plan.tasks), "parameters": plan.numel, "bytes": plan.nbytes, "dtypes": plan.dtypes}
+        made |= {"cast": len(plan.cast), "transposed": len(plan.transposed), "digest": digest}
+        written: dict[str, Parts] = {}
+        for unit, part in planned_files.noted(result, output.files, units(output.files)).items():
+            parts = written.setdefault(Path(output.inner, output.files[unit.file].name).as_posix(), [])
+            if unit.start == (parts[-1][0] if parts else 0):  # otherwise a line is missing, and the file is read
+                parts.append((unit.end, part))
+        made["files"] = files_of(result, output.inner, written)
+        manifest = tool() | {"source": self.origin} | output.settings | made
+        write_object(result / output.inner / MANIFEST, manifest | ({"sha256": sums} if sums else {}))
 
 
 @dataclass(frozen=True)
@@ -87,129 +171,9 @@ class ConversionReport:
     written: int = 0
     dry_run: bool = True
 
-    @classmethod
-    def of(cls, conversion: Conversion, disk_needed: int, disk_free: int, processes: int) -> ConversionReport:
-        """The report on a conversion before it begins."""
-        plan = conversion.plan
-        return cls(
-            name=conversion.name,
-            source=conversion.origin,
-            target=conversion.target,
-            format=conversion.output.settings["format"],
-            layer_spec=conversion.output.settings.get("layer_spec"),
-            tensors=len(plan.tasks),
-            parameters=plan.numel,
-            nbytes=plan.nbytes,
-            dtypes=tuple(plan.dtypes),
-            cast=len(plan.cast),
-            transposed=len(plan.transposed),
-            files=len(conversion.output.files),
-            disk_needed=disk_needed,
-            disk_free=disk_free,
-            processes=processes,
-            notes=tuple(conversion.notes),
-        )
-
-    def done(self, notes: Sequence[str], seconds: float, resumed: int, written: int) -> ConversionReport:
-        """The report on a finished conversion."""
-        return replace(self, notes=tuple(notes), seconds=seconds, resumed=resumed, written=written, dry_run=False)
-
     def as_dict(self) -> dict[str, Any]:
         """The report as values for JSON."""
         return asdict(self) | {"target": str(self.target)}
-
-
-class Output(Protocol):
-    """A plan's result in one format.
-
-    Attributes:
-        files: the files with tensors.
-        inner: the folder in the result that contains them.
-        settings: values other than the plan on which the result depends, as JSON; stored in the manifest.
-    """
-
-    @property
-    def files(self) -> list[OutputFile]: ...  # noqa: D102
-    @property
-    def inner(self) -> str: ...  # noqa: D102
-    @property
-    def settings(self) -> dict[str, Any]: ...  # noqa: D102
-
-    def finish(self, root: Path, digest: str) -> None:
-        """Write all files except those with tensors and the manifest, given a digest of the plan."""
-
-    def open(self, root: Path) -> TensorSource:
-        """Open a result's tensors.
-
-        Raises:
-            CheckpointError: one of its files differs from the plan.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """A planned conversion.
-
-    Attributes:
-        name: name of the command.
-        origin: the source, in the user's words.
-        target: the result's folder, to be created.
-        plan: tensor by tensor.
-        source: what the plan reads.
-        folders: folders that are read meanwhile.
-        output: what the plan writes.
-        notes: information for the user.
-        threads: number of threads of a process that read the source.
-    """
-
-    name: str
-    origin: str
-    target: Path
-    plan: Plan
-    source: TensorSource
-    folders: tuple[Path, ...]
-    output: Output
-    notes: list[str]
-    threads: int = 2
-
-    def digest(self, *, sync: bool) -> str:
-        """Identifies a plan: source files, where every element comes from, where every byte goes.
-
-        Files other than tensors are not included: a resumed run writes them again.
-
-        Args:
-            sync: whether the run waits for the disk; a run cannot be resumed from data that may not be on disk.
-        """
-        digest = hashlib.sha256(repr((tool(), self.name, sync)).encode())
-        for path in self.source.files:
-            found = path.stat()
-            digest.update(repr((str(path.resolve()), found.st_size, found.st_mtime_ns)).encode())
-        for task in self.plan.tasks:
-            digest.update(repr((task.target, tuple(task.segments))).encode())
-        for file in self.output.files:
-            parts = (content if isinstance(content, bytes) else len(content) for content in file.contents)
-            digest.update(repr((file.name, list(parts))).encode())
-        return digest.hexdigest()
-
-    def write_manifest(self, result: Path, digest: str, sums: dict[str, str]) -> None:
-        """Write the result's manifest; its journal has the digests of the files with tensors."""
-        plan = self.plan
-        made = {"tensors": len(plan.tasks), "parameters": plan.numel, "bytes": plan.nbytes, "dtypes": plan.dtypes}
-        made |= {"cast": len(plan.cast), "transposed": len(plan.transposed), "digest": digest}
-        written: dict[str, Parts] = {}
-        for unit, part in planned_files.noted(result, self.output.files, units(self.output.files)).items():
-            name = Path(self.output.inner, self.output.files[unit.file].name).as_posix()
-            parts = written.setdefault(name, [])
-            if unit.start == (parts[-1][0] if parts else 0):  # otherwise a line is missing, and the file is read
-                parts.append((unit.end, part))
-        made["files"] = files_of(result, self.output.inner, written)
-        manifest = tool() | {"source": self.origin} | self.output.settings | made
-        write_object(result / self.output.inner / MANIFEST, manifest | ({"sha256": sums} if sums else {}))
-
-
-# For files other than tensors.
-_OVERHEAD = 64 << 20
 
 
 class ConversionOptions(TypedDict, total=False):
@@ -250,13 +214,14 @@ class _Options:
     sync: bool = True
     ranks: Ranks = field(default_factory=Ranks)
 
+    def meter(self, label: str, total: int) -> Progress:
+        if self.ranks.size > 1:
+            label = f"{label}, process {self.ranks.rank} of {self.ranks.size}"
+        return Progress(label, total, shown=self.progress and self.ranks.first)
+
 
 def run_conversion(planned: Callable[[], Conversion], given: ConversionOptions) -> ConversionReport:
-    """Plan a conversion and execute it.
-
-    Args:
-        planned: creates the plan, the same in every process.
-        given: options of the conversion.
+    """Execute a conversion that `planned` creates, the same in every process.
 
     Raises:
         CheckpointError: the source, an option, the target or the file system is invalid, or a process failed. The
@@ -266,16 +231,34 @@ def run_conversion(planned: Callable[[], Conversion], given: ConversionOptions) 
     ranks = options.ranks
     with _no_collection():
         conversion = ranks.all_run(planned)
-    target = conversion.target
-    needed = sum(file.nbytes for file in conversion.output.files) + _OVERHEAD
-    output = conversion.output
+    plan, output, target = conversion.plan, conversion.output, conversion.target
+    needed = sum(file.nbytes for file in output.files) + _OVERHEAD
     replaceable = Replaceable(
         output.inner, output.settings["format"], contents=not options.dry_run, progress=options.progress
     )
-    ranks.run_on_rank0(lambda: _check_target(conversion, options, replaceable))
-    report = ConversionReport.of(conversion, needed, free_space(target), ranks.size)
+    ranks.run_on_rank0(
+        lambda: check_target(target, overwrite=options.overwrite, replaceable=replaceable, sources=conversion.folders)
+    )
+    report = ConversionReport(
+        name=conversion.name,
+        source=conversion.origin,
+        target=target,
+        format=output.settings["format"],
+        layer_spec=output.settings.get("layer_spec"),
+        tensors=len(plan.tasks),
+        parameters=plan.numel,
+        nbytes=plan.nbytes,
+        dtypes=tuple(plan.dtypes),
+        cast=len(plan.cast),
+        transposed=len(plan.transposed),
+        files=len(output.files),
+        disk_needed=needed,
+        disk_free=free_space(target),
+        processes=ranks.size,
+        notes=tuple(conversion.notes),
+    )
     if options.dry_run:
-        return replace(report, estimate=ranks.run_on_rank0(lambda: _estimate(conversion, options)))
+        return replace(report, estimate=ranks.run_on_rank0(lambda: _estimated_seconds(conversion, options)))
     digests = ranks.all_gather(lambda: conversion.digest(sync=options.sync))
     if len(set(digests)) > 1:
         raise CheckpointError(
@@ -284,7 +267,7 @@ def run_conversion(planned: Callable[[], Conversion], given: ConversionOptions) 
         )
     with contextlib.ExitStack() as stack:
         work = ranks.run_on_rank0(
-            lambda: stack.enter_context(_begun(conversion, options, replaceable, digests[0], needed))
+            lambda: stack.enter_context(_staged(conversion, options, replaceable, digests[0], needed))
         )
         seconds, resumed, written = _write(conversion, options, work)
         _finish_and_prove(conversion, options, work, digests[0])
@@ -292,7 +275,8 @@ def run_conversion(planned: Callable[[], Conversion], given: ConversionOptions) 
             raise CheckpointError(f"{conversion.origin} changed while it was being read; {work} is unusable")
         into_place = stack.pop_all()
     ranks.run_on_rank0(into_place.close)
-    return report.done(ranks.run_on_rank0(lambda: conversion.notes), seconds, resumed, written)
+    notes = tuple(ranks.run_on_rank0(lambda: conversion.notes))
+    return replace(report, notes=notes, seconds=seconds, resumed=resumed, written=written, dry_run=False)
 
 
 @contextlib.contextmanager
@@ -307,28 +291,8 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _estimate(conversion: Conversion, options: _Options) -> float:
-    """Estimated seconds of the conversion."""
-    return estimate(
-        conversion.plan,
-        conversion.source,
-        disk_of(conversion.target),
-        processes=options.ranks.size,
-        passes=2 * options.verify + options.checksums,
-    )
-
-
-def _check_target(conversion: Conversion, options: _Options, replaceable: Replaceable) -> None:
-    check_target(
-        conversion.target,
-        overwrite=options.overwrite,
-        replaceable=replaceable,
-        sources=conversion.folders,
-    )
-
-
 @contextlib.contextmanager
-def _begun(
+def _staged(
     conversion: Conversion, options: _Options, replaceable: Replaceable, digest: str, needed: int
 ) -> Iterator[Path]:
     """The folder in which the result is written, with a journal."""
@@ -345,16 +309,15 @@ def _begun(
             )
         return begun == digest
 
-    target = conversion.target
     with atomic_directory(
-        target,
+        conversion.target,
         conversion.notes.append,
         replace=replaceable if options.overwrite else None,
         sync=options.sync,
         claim=claim,
         keep=options.resume,
     ) as work:
-        check_space(target, needed - space_of(work))
+        check_space(conversion.target, needed - space_of(work))
         planned_files.begin(work, digest)
         (work / conversion.output.inner).mkdir(exist_ok=True)
         yield work
@@ -362,105 +325,86 @@ def _begun(
 
 def _write(conversion: Conversion, options: _Options, work: Path) -> tuple[float, int, int]:
     """Write all files with tensors; returns the time, the bytes that were already written, and the others."""
-    ranks, folder, everything = options.ranks, work / conversion.output.inner, units(conversion.output.files)
-    there = _there(conversion, options, work, everything)
-    left = [unit for unit in everything if unit not in there]
+    ranks, files, folder = options.ranks, conversion.output.files, work / conversion.output.inner
+    everything = units(files)
+    # What an earlier run has noted. Read once, and all have read before one of them writes.
+    noted = list(ranks.run_on_rank0(lambda: planned_files.noted(work, files, everything)).items())
+    present: set[Unit] = set()
+    if noted:
+        to_check = share(noted, [unit.nbytes for unit, _ in noted], ranks.rank, ranks.size)
+
+        def check() -> list[Unit]:
+            with options.meter("resume", sum(unit.nbytes for unit, _ in to_check)) as meter:
+                return planned_files.intact(folder, files, to_check, meter)
+
+        present = {unit for part in ranks.all_gather(check) for unit in part}
+        if spoilt := len(noted) - len(present):
+            conversion.notes.append(
+                f"{spoilt} of {len(noted)} parts written by an earlier run have changed since then and are written "
+                "again"
+            )
+    left = [unit for unit in everything if unit not in present]
     mine = share(left, [unit.nbytes for unit in left], ranks.rank, ranks.size)
 
     def write() -> float:
         with (
-            planned_files.Journal(work, ranks.rank) as lines,
-            _meter(conversion.name, sum(unit.nbytes for unit in mine), options) as meter,
+            planned_files.Journal(work, ranks.rank) as journal,
+            options.meter(conversion.name, sum(unit.nbytes for unit in mine)) as meter,
         ):
-            write_units(
-                folder,
-                conversion.output.files,
-                mine,
-                conversion.source,
-                lines,
-                meter,
-                sync=options.sync,
-                threads=conversion.threads,
-            )
+            how = dict(sync=options.sync, threads=conversion.threads)
+            planned_files.write_units(folder, files, mine, conversion.source, journal, meter, **how)
             return meter.seconds
 
-    return max(ranks.all_gather(write)), sum(unit.nbytes for unit in there), sum(unit.nbytes for unit in left)
-
-
-def _there(conversion: Conversion, options: _Options, work: Path, everything: list[Unit]) -> set[Unit]:
-    """The units that an earlier run has written, read again to check that they are unchanged."""
-    ranks, folder = options.ranks, work / conversion.output.inner
-    # Checked once, and all have read before one of them writes.
-    noted = list(ranks.run_on_rank0(lambda: noted(work, conversion.output.files, everything)).items())
-    mine = share(noted, [unit.nbytes for unit, _ in noted], ranks.rank, ranks.size)
-    if not noted:
-        return set()
-
-    def check() -> list[Unit]:
-        with _meter("resume", sum(unit.nbytes for unit, _ in mine), options) as meter:
-            return planned_files.intact(folder, conversion.output.files, mine, meter)
-
-    there = {unit for part in ranks.all_gather(check) for unit in part}
-    if spoilt := len(noted) - len(there):
-        conversion.notes.append(
-            f"{spoilt} of {len(noted)} parts written by an earlier run have changed since then and are written again"
-        )
-    return there
-
-
-@contextlib.contextmanager
-def _advice(work: Path, options: _Options) -> Iterator[None]:
-    """Advice if files that are kept for the next run are wrong: they would be wrong in that one too."""
-    try:
-        yield
-    except CheckpointError as error:
-        if options.resume:
-            raise CheckpointError(f"{error}; {work} is unusable: run without --resume to start over") from error
-        raise
+    return max(ranks.all_gather(write)), sum(unit.nbytes for unit in present), sum(unit.nbytes for unit in left)
 
 
 def _finish_and_prove(conversion: Conversion, options: _Options, work: Path, digest: str) -> None:
     """Write everything else, read back what was written, and compare if requested."""
-    ranks = options.ranks
+    ranks, output = options.ranks, conversion.output
+
+    @contextlib.contextmanager
+    def advice() -> Iterator[None]:
+        """Where files that are kept for the next run are wrong, they would be wrong in that one too."""
+        try:
+            yield
+        except CheckpointError as error:
+            if options.resume:
+                raise CheckpointError(f"{error}; {work} is unusable: run without --resume to start over") from error
+            raise
 
     def finish() -> None:
-        with _advice(work, options):
-            check_sizes(work / conversion.output.inner, conversion.output.files)
-        _remove_others(work, {Path(conversion.output.inner, file.name) for file in conversion.output.files})
-        conversion.output.finish(work, digest)
+        with advice():
+            planned_files.check_sizes(work / output.inner, output.files)
+        # What an interrupted run had written other than tensors.
+        tensors = {Path(output.inner, file.name) for file in output.files}
+        for path in list(leaves(work)):
+            name = path.relative_to(work)
+            if name not in tensors and name.parts[0] != PRIVATE:
+                path.unlink()
+        output.finish(work, digest)
 
     ranks.run_on_rank0(finish)
     tasks = tasks_of(conversion.plan, ranks)
     nbytes = sum(task.target.nbytes for task in tasks)
 
     def check() -> dict[str, str]:
-        with _no_collection(), _advice(work, options):
-            written = conversion.output.open(work)
+        with _no_collection(), advice():
+            written = output.open(work)
             if written.specs != conversion.plan.specs:
                 raise CheckpointError(f"{work}: the folder's contents differ from what was to be written")
             written.check(task.target.name for task in tasks)
         if options.verify:
-            with _meter("verify", nbytes, options) as meter:
+            with options.meter("verify", nbytes) as meter:
                 for found in differences(tasks, conversion.source, written, meter):
-                    with _advice(work, options):
+                    with advice():
                         raise CheckpointError(f"{work}: was not written correctly: {found}")
         if not options.checksums:
             return {}
-        with _meter("checksums", nbytes, options) as meter:
+        with options.meter("checksums", nbytes) as meter:
             return checksums((task.target.name for task in tasks), written, meter)
 
-    sums = ranks.all_gather(check)
-    ranks.run_on_rank0(
-        lambda: conversion.write_manifest(work, digest, {name: s for part in sums for name, s in part.items()})
-    )
-
-
-def _remove_others(work: Path, tensors: set[Path]) -> None:
-    """Remove the files other than tensors that an interrupted run had written."""
-    for path in list(leaves(work)):
-        name = path.relative_to(work)
-        if name not in tensors and name.parts[0] != PRIVATE:
-            path.unlink()
+    sums = {name: value for part in ranks.all_gather(check) for name, value in part.items()}
+    ranks.run_on_rank0(lambda: conversion.write_manifest(work, digest, sums))
 
 
 def tasks_of(plan: Plan, ranks: Ranks) -> list[Task]:
@@ -468,54 +412,29 @@ def tasks_of(plan: Plan, ranks: Ranks) -> list[Task]:
     return share(plan.tasks, [task.target.nbytes for task in plan.tasks], ranks.rank, ranks.size)
 
 
-def _meter(label: str, total: int, options: _Options) -> Progress:
-    ranks = options.ranks
-    if ranks.size > 1:
-        label = f"{label}, process {ranks.rank} of {ranks.size}"
-    return Progress(label, total, shown=options.progress and ranks.first)
-
-
-def estimate(plan: Plan, source: TensorSource, folder: Path, *, processes: int, passes: int = 0) -> float:
-    """Estimated seconds of a conversion, assuming that source and disk continue at the speed of the samples.
+def _estimated_seconds(conversion: Conversion, options: _Options) -> float:
+    """Estimated seconds, assuming that source and disk continue at the speed of samples.
 
     Processes are assumed to share reading and computing, and to write to the same disk. The samples differ in each
     call, so that the page cache of an earlier estimate is not mistaken for the speed of the disk.
-
-    Args:
-        plan: of the conversion.
-        source: what the plan reads.
-        folder: on the disk of the result. The file written there has no name and is removed afterwards.
-        processes: number of processes that share the work.
-        passes: number of additional reads of the source, or of a result as large: one for checksums, two to verify.
     """
+    plan = conversion.plan
     if not plan.nbytes:
         return 0.0
-    tasks = random.sample(plan.tasks, min(_SAMPLES, len(plan.tasks)))
-    reading = _reading(tasks, source)
-    writing = _writing(folder, min(_WRITTEN, plan.nbytes))
-    return plan.nbytes * ((1 + passes) * reading / processes + (reading if writing is None else writing))
-
-
-def _reading(tasks: Sequence[Task], source: TensorSource) -> float:
-    """Seconds per byte to read, cast and transpose."""
     cast(memoryview(bytearray(4)), "float32", "bfloat16", "")  # imports torch, which takes seconds, once
     sampled, begun = 0, time.monotonic()
-    with SegmentReader(source) as reader:
-        for task in tasks:
+    with SegmentReader(conversion.source) as reader:
+        for task in random.sample(plan.tasks, min(_SAMPLES, len(plan.tasks))):
             length = min(task.segments.length, max(1, _SAMPLE_BYTES // ITEMSIZE[task.target.dtype]))
             sampled += sum(map(len, reader.blocks(task.segments.cut(0, length), task.target.dtype)))
-    return (time.monotonic() - begun) / max(sampled, 1)
-
-
-def _writing(folder: Path, nbytes: int) -> float | None:
-    """Seconds per byte to reach the disk; None if nothing may be written."""
-    block = memoryview(os.urandom(1 << 20))
+    reading = writing = (time.monotonic() - begun) / max(sampled, 1)
+    block, nbytes = memoryview(os.urandom(1 << 20)), min(_WRITTEN, plan.nbytes)
     begun = time.monotonic()
-    try:
-        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-            for start in range(0, nbytes, len(block)):
-                file.write(block[: nbytes - start])
-            os.fdatasync(file.fileno())
-            return (time.monotonic() - begun) / nbytes
-    except OSError:
-        return None
+    # Where nothing may be written, writing is assumed to be as fast as reading.
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=disk_of(conversion.target), buffering=0) as file:
+        for start in range(0, nbytes, len(block)):
+            file.write(block[: nbytes - start])
+        os.fdatasync(file.fileno())
+        writing = (time.monotonic() - begun) / nbytes
+    passes = 1 + 2 * options.verify + options.checksums  # reads of the source, or of a result as large
+    return plan.nbytes * (passes * reading / options.ranks.size + writing)

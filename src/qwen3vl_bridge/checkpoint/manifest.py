@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.checkpoint.formats.megatron import FORMATS
-from qwen3vl_bridge.checkpoint.formats.planned_files import digest_of as _digest
+from qwen3vl_bridge.checkpoint.formats.planned_files import digest_of
 from qwen3vl_bridge.checkpoint.processes import Progress
 from qwen3vl_bridge.io.atomic import PRIVATE, Snapshot, leaves, refuse_loss, refuse_others, snapshot
 from qwen3vl_bridge.io.files import CheckpointError, read_object
@@ -38,25 +38,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def files_of(root: Path, inner: str, written: Mapping[str, Parts]) -> dict[str, Parts]:
-    """The files of a result that is complete except for its manifest, with digests of their contents.
+    """The files of a result that is complete except for the manifest in its folder `inner`, with digests.
 
-    Args:
-        root: the result's folder.
-        inner: the folder in it that contains the manifest.
-        written: the digests that are known already.
+    Digests that are known already, in `written`, are not computed again.
     """
-    paths, aside = sorted(path.relative_to(root) for path in leaves(root)), Path(inner, MANIFEST)
-    names = [path.as_posix() for path in paths if path != aside and path.parts[0] != PRIVATE]
-    return {name: written[name] if _covers(root / name, written.get(name)) else _parts(root / name) for name in names}
-
-
-def _covers(path: Path, parts: Parts | None) -> bool:
-    return parts is not None and _size(parts) == path.stat().st_size
-
-
-def _parts(path: Path) -> Parts:
-    size = path.stat().st_size
-    return [(size, _digest(path, 0, size, Progress("", size, shown=False)) or "")]
+    found: dict[str, Parts] = {}
+    for path in sorted(path.relative_to(root) for path in leaves(root)):
+        if path != Path(inner, MANIFEST) and path.parts[0] != PRIVATE:
+            name, size = path.as_posix(), (root / path).stat().st_size
+            parts = written.get(name)
+            if parts is None or _size(parts) != size:
+                parts = [(size, digest_of(root / path, 0, size, Progress("", size, shown=False)) or "")]
+            found[name] = parts
+    return found
 
 
 class Replaceable:
@@ -74,8 +68,7 @@ class Replaceable:
         """
         self._manifest = Path(inner, MANIFEST).as_posix()
         self._kinds = FORMATS if kind in FORMATS else (kind,)
-        self._contents = contents
-        self._progress = progress
+        self._contents, self._progress = contents, progress
         self._checked: Snapshot | None = None
 
     def __call__(self, root: Path) -> None:
@@ -89,19 +82,19 @@ class Replaceable:
             return
         written = self._written(root)
         refuse_others(root, {self._manifest, *written}, "checkpoint")
-        there = {name: written[name] for name in found if name in written}
-        with Progress("earlier result", sum(_size(it) for it in there.values()), shown=self._progress) as meter:
-            changed = [name for name, parts in there.items() if not self._is_as_written(root / name, parts, meter)]
+        present = {name: written[name] for name in found if name in written}
+        with Progress("earlier result", sum(map(_size, present.values())), shown=self._progress) as meter:
+            changed = [name for name, parts in present.items() if not self._is_as_written(root / name, parts, meter)]
         refuse_loss(root, changed, "files changed since a conversion wrote them")
         self._checked = found
 
     def _is_as_written(self, path: Path, parts: Parts, meter: Progress) -> bool:
         if not path.is_file() or path.stat().st_size != _size(parts):
             return False
-        if not self._contents:
-            return True
         starts = (0, *(end for end, _ in parts))
-        return all(_digest(path, start, end, meter) == it for start, (end, it) in zip(starts, parts, strict=False))
+        return not self._contents or all(
+            digest_of(path, start, end, meter) == digest for start, (end, digest) in zip(starts, parts, strict=False)
+        )
 
     def _written(self, root: Path) -> dict[str, Parts]:
         """The files of a result from its manifest."""
@@ -117,8 +110,7 @@ class Replaceable:
             return {name: [(int(end), str(digest)) for end, digest in parts] for name, parts in files.items()}  # pyright: ignore[reportOptionalMemberAccess]
         except (AttributeError, TypeError, ValueError):
             raise CheckpointError(
-                f"{root / self._manifest} has no digests of the files, as in earlier versions, so {root} is not "
-                "replaced; remove it yourself"
+                f"{root / self._manifest} has no digests of the files, so {root} is not replaced; remove it yourself"
             ) from None
 
 

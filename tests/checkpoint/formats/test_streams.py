@@ -21,13 +21,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 def stored(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stored")
     generator = torch.Generator().manual_seed(0)
-    tensors = {
+    values = {
         f"{part} {dtype}": torch.randn(3000, generator=generator).to(getattr(torch, dtype))
         for dtype in DTYPES
         for part in ("gate", "up")
     }
-    save_file(tensors, folder / SINGLE)
-    return folder, tensors
+    save_file(values, folder / SINGLE)
+    return folder, values
 
 
 @settings(max_examples=200, deadline=None)
@@ -41,11 +41,11 @@ def stored(tmp_path_factory):
 )
 def test_a_turned_matrix_is_the_transpose(stored, rows, more_rows, columns, dtypes, strip, cuts):
     """Of one run or of two, read strip by strip, asked for in parts, in the dtype that is stored or another."""
-    folder, tensors = stored
+    folder, values = stored
     lengths, (first, second, target) = [rows * columns, more_rows * columns], dtypes
     names = [f"gate {first}", f"up {second}"]
     runs = tuple(Slice(name, 7, length) for name, length in zip(names, lengths, strict=True) if length)
-    parts = [tensors[run.source][7 : 7 + run.length].to(getattr(torch, target)) for run in runs]
+    parts = [values[run.source][7 : 7 + run.length].to(getattr(torch, target)) for run in runs]
     expected = torch.cat(parts).view(-1, columns).t().contiguous().view(-1)
     places = sorted({0, len(expected), *(cut for cut in cuts if cut < len(expected))})
     matrix = TransposedSlice(runs, columns, 0, len(expected))

@@ -17,6 +17,10 @@ from typing import Any, ClassVar, NamedTuple
 from qwen3vl_bridge.checkpoint.formats.tensors import ITEMSIZE, Extent, Shape, TensorSpec
 from qwen3vl_bridge.io.files import CheckpointError, file_size, read_whole, resolve_within
 
+FILE = ".metadata"
+_MAX_DIMENSIONS, _MAX_BYTES = 32, 1 << 31
+_MAX_DEPTH = 4
+
 
 class Record:
     """An instance of an allowed class: its name and its state, whatever that is."""
@@ -55,8 +59,8 @@ class Record:
         return isinstance(other, Record) and self._key() == other._key()
 
 
-def _record(name: str) -> type[Record]:
-    return type(name, (Record,), {"kind": name, "__slots__": ()})
+def _records(module: str, *names: str) -> dict[tuple[str, str], type[Record]]:
+    return {(module, name): type(name, (Record,), {"kind": name, "__slots__": ()}) for name in names}
 
 
 def _size(values: Any = ()) -> tuple[Any, ...]:
@@ -69,39 +73,22 @@ def _text(*parts: Any) -> str:
     return "/".join(str(part)[:4096] if isinstance(part, str | int) else type(part).__name__ for part in parts)
 
 
-_METADATA = "torch.distributed.checkpoint.metadata"
-_CLASSES = {
-    (_METADATA, name): _record(name)
-    for name in (
-        "Metadata",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "MetadataIndex",
-        "StorageMeta",
-    )
-} | {("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _record("_StorageInfo")}
-
-# megatron-core leaves its writers' plans in the file; they are not read here.
-_PLANNER = "torch.distributed.checkpoint.planner"
-_PLANS = {(_PLANNER, name): _record(name) for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")}
-
+_DCP = "torch.distributed.checkpoint"
+_PATHS = ("Path", "PosixPath", "PurePosixPath", "WindowsPath")
 METADATA_GLOBALS: Mapping[tuple[str, str], Any] = {
-    **_CLASSES,
-    **_PLANS,
-    (_PLANNER, "WriteItemType"): _text,
+    **_records(f"{_DCP}.metadata", "Metadata", "TensorStorageMetadata", "BytesStorageMetadata"),
+    **_records(f"{_DCP}.metadata", "ChunkStorageMetadata", "TensorProperties", "MetadataIndex", "StorageMeta"),
+    **_records(f"{_DCP}.filesystem", "_StorageInfo"),
+    # megatron-core leaves its writers' plans in the file; they are not read here.
+    **_records(f"{_DCP}.planner", "SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData"),
+    (f"{_DCP}.planner", "WriteItemType"): _text,
     **{("torch", name): name for name in ITEMSIZE},
     ("torch", "Size"): _size,
     ("collections", "OrderedDict"): dict,
     ("torch.serialization", "_get_layout"): _text,
-    (_METADATA, "_MEM_FORMAT_ENCODING"): _text,
-    **{("pathlib", name): _text for name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath")},
-    **{("pathlib._local", name): _text for name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath")},
+    (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"): _text,
+    **{(module, name): _text for module in ("pathlib", "pathlib._local") for name in _PATHS},
 }
-
-
-_MAX_DEPTH = 4
 
 
 def _depth(value: Any) -> int:
@@ -171,12 +158,6 @@ class _Unpickler(_Base):
         dispatch[_code[0]] = _refuse
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, EOFError):  # often without a message
-        return "it is truncated, expected a complete pickle"
-    return str(error) or type(error).__name__
-
-
 def restricted_loads(
     data: bytes,
     what: str,
@@ -199,11 +180,9 @@ def restricted_loads(
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle can fail in any way
-        raise CheckpointError(f"{what} cannot be read: {_reason(error)}") from error
-
-
-FILE = ".metadata"
-_MAX_DIMENSIONS, _MAX_BYTES = 32, 1 << 31
+        truncated = "it is truncated, expected a complete pickle"  # that error is often without a message
+        reason = truncated if isinstance(error, EOFError) else str(error) or type(error).__name__
+        raise CheckpointError(f"{what} cannot be read: {reason}") from error
 
 
 class Chunk(NamedTuple):
@@ -216,13 +195,7 @@ class Chunk(NamedTuple):
 
 @dataclass
 class DcpMetadata:
-    """Contents of a folder.
-
-    Attributes:
-        folder: the folder.
-        tensors: (description, chunks) by key.
-        byte_items: items other than tensors, by key.
-    """
+    """Contents of a folder: (description, chunks) of the tensors, and the items other than tensors, by key."""
 
     folder: Path
     tensors: dict[str, tuple[TensorSpec, tuple[Chunk, ...]]] = field(default_factory=dict)
@@ -263,25 +236,23 @@ def _shown(value: Any) -> str:
 
 class _Checker:
     def __init__(self, folder: Path, path: Path) -> None:
-        self.folder = folder
-        self.path = path
+        self.folder, self.path = folder, path
         self.sizes: dict[str, tuple[Path, int]] = {}
+        self.storage: dict[tuple[str, Shape | None], Any] = {}
 
     def check(self, top: Record) -> DcpMetadata:
         entries = self.expect(top.field("state_dict_metadata"), dict, "state_dict_metadata")
-        storage = self.expect(top.field("storage_data"), dict, "storage_data")
-        places: dict[tuple[str, Shape | None], Any] = {}
-        for index, info in storage.items():
+        for index, info in self.expect(top.field("storage_data"), dict, "storage_data").items():
             self.expect_record(index, "MetadataIndex", "storage_data")
             key, offset = self.expect(index.field("fqn"), str, "storage_data"), index.field("offset")
-            places[key, offset if offset is None else self.numbers(offset, f"{key}, storage_data")] = info
+            self.storage[key, offset if offset is None else self.numbers(offset, f"{key}, storage_data")] = info
         result = DcpMetadata(self.folder)
         for key, entry in entries.items():
             self.expect(key, str, "a key")
             if _kind(entry) == "BytesStorageMetadata":
-                result.byte_items[key] = self.item(places.get((key, None)), key)
+                result.byte_items[key] = self.item(self.storage.get((key, None)), key)
             else:
-                result.tensors[key] = self.tensor(key, entry, places)
+                result.tensors[key] = self.tensor(key, entry)
         return result
 
     def fail(self, where: str, found: Any, expected: str) -> CheckpointError:
@@ -303,7 +274,7 @@ class _Checker:
             raise self.fail(where, value, "a tuple of whole numbers")
         return value
 
-    def tensor(self, key: str, entry: Any, places: dict) -> tuple[TensorSpec, tuple[Chunk, ...]]:
+    def tensor(self, key: str, entry: Any) -> tuple[TensorSpec, tuple[Chunk, ...]]:
         self.expect_record(entry, "TensorStorageMetadata", key)
         properties = self.expect_record(entry.field("properties"), "TensorProperties", key).state
         dtype = properties[0] if isinstance(properties, tuple) and properties else None
@@ -311,9 +282,9 @@ class _Checker:
             raise self.fail(key, dtype, "a dtype")
         spec = TensorSpec(key, dtype, self.numbers(entry.field("size"), f"{key}, size"))
         chunks = self.expect(entry.field("chunks"), list, f"{key}, chunks")
-        return spec, tuple(self.chunk(spec, chunk, places) for chunk in chunks)
+        return spec, tuple(self.chunk(spec, chunk) for chunk in chunks)
 
-    def chunk(self, spec: TensorSpec, chunk: Any, places: dict) -> Chunk:
+    def chunk(self, spec: TensorSpec, chunk: Any) -> Chunk:
         self.expect_record(chunk, "ChunkStorageMetadata", spec.name)
         offsets = self.numbers(chunk.field("offsets"), f"{spec.name}, chunk offsets")
         sizes = self.numbers(chunk.field("sizes"), f"{spec.name}, chunk sizes")
@@ -322,7 +293,7 @@ class _Checker:
         )
         if not in_range:
             raise self.fail(spec.name, f"a chunk of {sizes} at {offsets}", f"one inside {spec.shape}")
-        item = self.item(places.get((spec.name, offsets)), f"{spec.name}, chunk at {list(offsets)}")
+        item = self.item(self.storage.get((spec.name, offsets)), f"{spec.name}, chunk at {list(offsets)}")
         if item.length < math.prod(sizes) * ITEMSIZE[spec.dtype]:
             raise self.fail(spec.name, f"{item.length} bytes for a chunk of {sizes}", f"room for {spec.dtype}")
         return Chunk(offsets, sizes, item)

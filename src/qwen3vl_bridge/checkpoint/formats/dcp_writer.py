@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterator
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, cast
 
 from qwen3vl_bridge.checkpoint.formats import planned_files
 from qwen3vl_bridge.checkpoint.formats.dcp_metadata import FILE
@@ -30,84 +30,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 
-class Template(NamedTuple):
-    """An archive is `head`, `nbytes` of payload, `tail`."""
-
-    head: bytes
-    nbytes: int
-    tail: bytes
-
-
-class _Recorder(io.RawIOBase):
-    """A file that records what is written and skips the tensor's bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written: list[tuple[int, bytes]] = []
-        self.skipped: list[tuple[int, int]] = []
-        self._position = 0
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def write(self, data) -> int:
-        self.written.append((self._position, bytes(data)))
-        self._position += len(self.written[-1][1])
-        return len(self.written[-1][1])
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        target = offset if whence == io.SEEK_SET else self._position + offset
-        self.skipped.append((self._position, target - self._position))
-        self._position = target
-        return target
-
-
-@lru_cache(maxsize=256)
-def template(dtype: str, shape: tuple[int, ...]) -> Template:
-    """Head and tail of the archive of a contiguous tensor.
-
-    Args:
-        dtype: torch's name of it.
-        shape: the tensor's; not empty.
-
-    Raises:
-        RuntimeError: this version of torch has another archive format.
-    """
-    recorder = _Recorder()
-    nbytes = math.prod(shape) * getattr(torch, dtype).itemsize
-    with torch.serialization.skip_data():
-        # The memory is never accessed.
-        torch.save(torch.empty(shape, dtype=getattr(torch, dtype)), cast(IO[bytes], recorder))
-    holes = [hole for hole in recorder.skipped if hole[1] == nbytes]
-    if len(holes) != 1:
-        raise RuntimeError(f"torch {torch.__version__} left {recorder.skipped} open for a payload of {nbytes} bytes")
-    start = holes[0][0]
-    end = start + nbytes
-    size = recorder.tell()
-    head, tail = bytearray(start), bytearray(size - end)
-    for position, data in recorder.written:
-        part, base = (head, 0) if position < start else (tail, end)
-        part[position - base : position - base + len(data)] = data
-    return Template(bytes(head), nbytes, bytes(tail))
-
-
 class DcpLayout:
     """A folder to be written.
 
     A file has at most one unit of work, unless a single item has more, so no two processes share a file.
-
-    Attributes:
-        files: its data files.
     """
 
     def __init__(self) -> None:
-        """Start with no files."""
         self.files: list[OutputFile] = []
         self._entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         self._storage: dict[MetadataIndex, _StorageInfo] = {}
@@ -126,22 +55,13 @@ class DcpLayout:
                 yield key, tuple(chunk.offsets), tuple(chunk.sizes), info.relative_path, info.length
 
     def add_chunk(self, spec: TensorSpec, offsets: Shape, sizes: Shape, segments: Segments, start: int) -> None:
-        """Add a box of a tensor.
-
-        Args:
-            spec: the whole tensor, by its key.
-            offsets: offsets of the box in it.
-            sizes: the box's sizes.
-            segments: the whole tensor's elements.
-            start: index of the box's first element; its others follow.
-        """
-        frame, dtype = template(spec.dtype, sizes), getattr(torch, spec.dtype)
-        data = Data(segments, spec.dtype, start, frame.nbytes // dtype.itemsize)
-        info = self._append(frame.head, data, frame.tail)
+        """Add a box of a tensor: of the whole tensor's elements, those from number `start` on."""
+        head, tail = _archive(spec.dtype, sizes)
+        info = self._append(head, Data(segments, spec.dtype, start, math.prod(sizes)), tail)
         entry = self._entries.get(spec.name)
         if entry is None:
-            entry = TensorStorageMetadata(_properties(dtype), _size(spec.shape), [])
-            self._entries[spec.name] = entry
+            properties = _properties(getattr(torch, spec.dtype))
+            entry = self._entries[spec.name] = TensorStorageMetadata(properties, _size(spec.shape), [])
         assert isinstance(entry, TensorStorageMetadata)
         entry.chunks.append(ChunkStorageMetadata(_size(offsets), _size(sizes)))
         self._storage[MetadataIndex(spec.name, offsets)] = info
@@ -195,3 +115,57 @@ def _properties(dtype: torch.dtype) -> TensorProperties:
 @lru_cache(maxsize=1 << 12)
 def _size(numbers: Shape) -> torch.Size:
     return torch.Size(numbers)
+
+
+class _Recorder(io.RawIOBase):
+    """A file that records what is written and skips the tensor's bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[tuple[int, bytes]] = []
+        self.skipped: list[tuple[int, int]] = []
+        self._position = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def write(self, data) -> int:
+        self.written.append((self._position, bytes(data)))
+        self._position += len(self.written[-1][1])
+        return len(self.written[-1][1])
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        target = offset if whence == io.SEEK_SET else self._position + offset
+        self.skipped.append((self._position, target - self._position))
+        self._position = target
+        return target
+
+
+@lru_cache(maxsize=256)
+def _archive(dtype: str, shape: Shape) -> tuple[bytes, bytes]:
+    """What torch.save writes before and after the bytes of a contiguous tensor, which is not empty.
+
+    Raises:
+        RuntimeError: this version of torch has another archive format.
+    """
+    recorder = _Recorder()
+    nbytes = math.prod(shape) * getattr(torch, dtype).itemsize
+    with torch.serialization.skip_data():
+        # The memory is never accessed.
+        torch.save(torch.empty(shape, dtype=getattr(torch, dtype)), cast(IO[bytes], recorder))
+    holes = [hole for hole in recorder.skipped if hole[1] == nbytes]
+    if len(holes) != 1:
+        raise RuntimeError(f"torch {torch.__version__} left {recorder.skipped} open for a payload of {nbytes} bytes")
+    start = holes[0][0]
+    end = start + nbytes
+    head, tail = bytearray(start), bytearray(recorder.tell() - end)
+    for position, data in recorder.written:
+        part, base = (head, 0) if position < start else (tail, end)
+        part[position - base : position - base + len(data)] = data
+    return bytes(head), bytes(tail)

@@ -33,6 +33,12 @@ import xxhash
 # A unit is what one process writes at a time, and what a resumed run need not write again. It is a multiple of any page
 # size, so that two machines never write to the same page of a shared file.
 UNIT_BYTES = 256 << 20
+# Smaller than the incoming blocks, so that those go to the file without another copy.
+_BUFFER = 1 << 16
+_PLAN, _LINES = "plan", "rank-*"
+
+# Digest of a unit's bytes: as fast as memory, so that its cost is negligible next to writing them.
+_new_digest = xxhash.xxh3_64
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +72,26 @@ class Data:
 Content = bytes | Data
 
 
+class Unit(NamedTuple):
+    """Bytes [start, end) of the file number `file`."""
+
+    file: int
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes."""
+        return self.end - self.start
+
+
 @dataclass
 class OutputFile:
-    """A planned file.
+    """A planned file, its contents in order.
 
     Attributes:
         name: relative to the result's folder.
         divisible: whether several processes may write parts of it.
-        contents: its contents, in order.
-        nbytes: number of their bytes.
     """
 
     name: str
@@ -103,19 +120,6 @@ class OutputFile:
             position, at = position + take, at + 1
 
 
-class Unit(NamedTuple):
-    """Bytes [start, end) of the file number `file`."""
-
-    file: int
-    start: int
-    end: int
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes."""
-        return self.end - self.start
-
-
 def _cut(content: Content, start: int, nbytes: int) -> Content:
     if isinstance(content, bytes):
         return content[start : start + nbytes]
@@ -136,38 +140,18 @@ def units(files: Sequence[OutputFile]) -> list[Unit]:
 
 
 def share[Item](work: Sequence[Item], sizes: Sequence[int], rank: int, size: int) -> list[Item]:
-    """The part of one of several processes: neighbouring units with about the same number of bytes for each.
-
-    Args:
-        work: all units.
-        sizes: bytes of each.
-        rank: index of the process.
-        size: number of processes.
-    """
+    """The part of one of `size` processes: neighbouring units with about the same number of bytes for each."""
     total, ends = max(sum(sizes), 1), itertools.accumulate(sizes)
     middles = (end - nbytes / 2 for end, nbytes in zip(ends, sizes, strict=True))
     owners = (min(int(middle * size / total), size - 1) for middle in middles)
     return [item for item, owner in zip(work, owners, strict=True) if owner == rank]
 
 
-_PLAN = "plan"
-_LINES = "rank-*"
-_BLOCK = 1 << 20
-
-# Digest of a unit's bytes: as fast as memory, so that its cost is negligible next to writing them.
-new_digest = xxhash.xxh3_64
-
-
 class Journal:
-    """One process's part of the journal, locked for as long as it lives."""
+    """One process's part of an unfinished result's journal, locked for as long as it lives."""
 
     def __init__(self, result: Path, rank: int = 0) -> None:
-        """Open it.
-
-        Args:
-            result: the unfinished result's folder, in which `begin` was called.
-            rank: index of this process.
-        """
+        """Open it, in the folder of a result for which `begin` was called."""
         path = result / PRIVATE / _LINES.replace("*", str(rank))
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -219,13 +203,7 @@ def is_written_by_another(result: Path) -> bool:
 
 
 def noted(result: Path, files: list[OutputFile], work: list[Unit]) -> dict[Unit, str]:
-    """Those of some units that were noted, with digests of their bytes.
-
-    Args:
-        result: the unfinished result's folder.
-        files: all of its files.
-        work: the units in question.
-    """
+    """Those units of an unfinished result's files that were noted, with digests of their bytes."""
     digests: dict[str, str] = {}
     for path in (result / PRIVATE).glob(_LINES):
         for line in path.read_text(errors="replace").splitlines(keepends=True):
@@ -236,25 +214,22 @@ def noted(result: Path, files: list[OutputFile], work: list[Unit]) -> dict[Unit,
     return {unit: digests[name] for unit, name in names.items() if name in digests}
 
 
-def intact(folder: Path, files: list[OutputFile], units: Iterable[tuple[Unit, str]], meter: Progress) -> list[Unit]:
-    """Those of some units whose bytes are unchanged since they were written.
+def _name(file: OutputFile, unit: Unit) -> str:
+    return f"{file.name} {unit.start} {unit.end}"
 
-    Args:
-        folder: folder of the files.
-        files: all of them.
-        units: with the digests of what was written.
-        meter: receives every block.
-    """
+
+def intact(folder: Path, files: list[OutputFile], work: Iterable[tuple[Unit, str]], meter: Progress) -> list[Unit]:
+    """Those of some units whose bytes still have the digests of what was written."""
     return [
         unit
-        for unit, digest in units
+        for unit, digest in work
         if digest_of(folder / files[unit.file].name, unit.start, unit.end, meter) == digest
     ]
 
 
 def digest_of(path: Path, start: int, end: int, meter: Progress) -> str | None:
     """Digest of a file's bytes [start, end) on disk; None if they cannot be read."""
-    digest, buffer, position = new_digest(), memoryview(bytearray(_BLOCK)), start
+    digest, buffer, position = _new_digest(), memoryview(bytearray(1 << 20)), start
     try:
         with path.open("rb", buffering=0) as file:
             file.seek(start)
@@ -270,14 +245,6 @@ def digest_of(path: Path, start: int, end: int, meter: Progress) -> str | None:
     return digest.hexdigest()
 
 
-def _name(file: OutputFile, unit: Unit) -> str:
-    return f"{file.name} {unit.start} {unit.end}"
-
-
-# Smaller than the incoming blocks, so that those go to the file without another copy.
-_BUFFER = 1 << 16
-
-
 def write_units(
     folder: Path,
     files: Sequence[OutputFile],
@@ -291,16 +258,7 @@ def write_units(
 ) -> None:
     """Write units and note in the journal those that are on disk.
 
-    Args:
-        folder: folder of the files.
-        files: the files.
-        work: the units to write.
-        source: source of tensor data.
-        journal: this process's.
-        meter: receives every block.
-        sync: whether to wait until the bytes are on disk before they are noted, and until all are.
-        threads: number of units that are written at a time; while one waits for the disk, another is read and
-            transposed.
+    While one of the threads waits for the disk, another reads and transposes its unit.
 
     Raises:
         CheckpointError: the source cannot be read, or a value does not fit its dtype.
@@ -332,33 +290,29 @@ def write_units(
 def _write_unit(
     folder: Path, output: OutputFile, unit: Unit, reader: SegmentReader, meter: Progress, journal: Journal, sync: bool
 ) -> None:
-    file = _open_at(folder / output.name, unit)
+    handle = os.open(folder / output.name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    file, digest = os.fdopen(handle, "wb", buffering=_BUFFER), _new_digest()
     try:
-        digest = _write(file, output, unit, reader, meter)
+        _reserve(handle, unit.start, unit.nbytes)
+        file.seek(unit.start)
+        for content in output.contents_of(unit):
+            if isinstance(content, bytes):
+                file.write(content)
+                digest.update(content)
+                meter.advance(len(content))
+                continue
+            segments, written = content.segments.cut(content.start, content.length), 0
+            for block in meter.counted(reader.blocks(segments, content.dtype)):
+                written += file.write(block)
+                digest.update(block)
+            if written != len(content):
+                raise AssertionError(f"{output.name}: {written} bytes written of {len(content)}")
         file.flush()
     except BaseException:
         with contextlib.suppress(OSError):  # such as a full disk, which is the exception already
             file.close()
         raise
-    _commit(file, output, unit, digest, journal, sync)
-
-
-def _write(file: BinaryIO, output: OutputFile, unit: Unit, reader: SegmentReader, meter: Progress) -> str:
-    """Write a unit; returns the digest of its bytes."""
-    digest = new_digest()
-    for content in output.contents_of(unit):
-        if isinstance(content, bytes):
-            file.write(content)
-            digest.update(content)
-            meter.advance(len(content))
-            continue
-        segments, written = content.segments.cut(content.start, content.length), 0
-        for block in meter.counted(reader.blocks(segments, content.dtype)):
-            written += file.write(block)
-            digest.update(block)
-        if written != len(content):
-            raise AssertionError(f"{output.name}: {written} bytes written of {len(content)}")
-    return digest.hexdigest()
+    _commit(file, output, unit, digest.hexdigest(), journal, sync)
 
 
 def _commit(file: BinaryIO, output: OutputFile, unit: Unit, digest: str, journal: Journal, sync: bool) -> None:
@@ -366,18 +320,6 @@ def _commit(file: BinaryIO, output: OutputFile, unit: Unit, digest: str, journal
         if sync:
             os.fdatasync(file.fileno())
         journal.note(output, unit, digest, sync=sync)
-
-
-def _open_at(path: Path, unit: Unit) -> BinaryIO:
-    """A file, open where a unit begins, with room for it on the disk."""
-    file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666), "wb", buffering=_BUFFER)
-    try:
-        _reserve(file.fileno(), unit.start, unit.nbytes)
-        file.seek(unit.start)
-    except BaseException:
-        file.close()
-        raise
-    return file
 
 
 def _reserve(file: int, start: int, nbytes: int) -> None:
@@ -391,21 +333,11 @@ def _reserve(file: int, start: int, nbytes: int) -> None:
 
 
 def check_sizes(folder: Path, files: Sequence[OutputFile]) -> None:
-    """Check that files have their planned sizes.
-
-    Raises:
-        CheckpointError: one does not.
-    """
-    for file in files:
-        path = folder / file.name
-        size = _size(path)
-        if size != file.nbytes:
-            raise CheckpointError(f"{path} has {size} bytes, expected {file.nbytes}")
-
-
-def _size(path: Path) -> int:
-    """Length of a file, 0 if it does not exist. Opened, because only then a network file system asks its server."""
-    if not path.is_file():
-        return 0
-    with path.open("rb") as file:
-        return os.fstat(file.fileno()).st_size
+    """Raise a CheckpointError for a file that does not have its planned size."""
+    for output in files:
+        path, size = folder / output.name, 0
+        if path.is_file():
+            with path.open("rb") as file:  # only then a network file system asks its server
+                size = os.fstat(file.fileno()).st_size
+        if size != output.nbytes:
+            raise CheckpointError(f"{path} has {size} bytes, expected {output.nbytes}")

@@ -21,6 +21,71 @@ from qwen3vl_bridge.io.files import CheckpointError
 
 import numpy as np
 
+# torch name -> (name in a safetensors header, bytes per element)
+_DTYPES: dict[str, tuple[str, int]] = {
+    "float64": ("F64", 8),
+    "float32": ("F32", 4),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "complex64": ("C64", 8),
+    "int64": ("I64", 8),
+    "int32": ("I32", 4),
+    "int16": ("I16", 2),
+    "int8": ("I8", 1),
+    "uint64": ("U64", 8),
+    "uint32": ("U32", 4),
+    "uint16": ("U16", 2),
+    "uint8": ("U8", 1),
+    "bool": ("BOOL", 1),
+}
+DTYPE_OF_SAFETENSORS = {code: name for name, (code, _) in _DTYPES.items()}
+SAFETENSORS_OF_DTYPE = {name: code for name, (code, _) in _DTYPES.items()}
+ITEMSIZE = {name: size for name, (_, size) in _DTYPES.items()}
+# Allowed dtypes of stored weights and of casts.
+WEIGHT_DTYPES = ("float32", "float16", "bfloat16")
+
+# Small enough to stay in a processor's cache between reading and writing.
+_BLOCK = 1 << 18
+_OPEN_FILES = 32
+_SUM = "float32"
+# Bytes of a matrix that are transposed at a time: more rows give longer contiguous writes.
+_STRIP = 1 << 19
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, dtype (torch's name) and shape of a tensor, contiguous and row-major."""
+
+    name: str
+    dtype: str
+    shape: Shape
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.numel * ITEMSIZE[self.dtype]
+
+    def describe(self) -> str:
+        """Shape and dtype as text."""
+        return f"{list(self.shape)} {self.dtype}"
+
+
+def main_dtype(specs: Iterable[TensorSpec]) -> str:
+    """The dtype of most elements: that of a model which has others in addition."""
+    counts: Counter[str] = Counter()
+    for spec in specs:
+        counts[spec.dtype] += spec.numel
+    return counts.most_common(1)[0][0]
+
 
 class Slice(NamedTuple):
     """Consecutive elements of a source tensor, in row-major order; `plus` is added to each."""
@@ -49,7 +114,7 @@ class TransposedSlice(NamedTuple):
     @property
     def numel(self) -> int:
         """Elements of the whole matrix."""
-        return sum(one.length for one in self.slices)
+        return sum(piece.length for piece in self.slices)
 
     @property
     def rows(self) -> int:
@@ -97,11 +162,7 @@ class Segments:
         return self._starts[-1]
 
     def cut(self, start: int, length: int) -> Iterator[Segment]:
-        """Elements [start, start + length) as segments.
-
-        Raises:
-            AssertionError: there are fewer.
-        """
+        """Elements [start, start + length) as segments; AssertionError if there are fewer."""
         end = start + length
         if end > self.length:
             raise AssertionError(f"elements up to {end} of {self.length}")
@@ -132,65 +193,6 @@ def joined(segments: Iterable[Segment]) -> Iterator[Segment]:
         yield last
 
 
-# torch name -> (name in a safetensors header, bytes per element)
-_DTYPES: dict[str, tuple[str, int]] = {
-    "float64": ("F64", 8),
-    "float32": ("F32", 4),
-    "float16": ("F16", 2),
-    "bfloat16": ("BF16", 2),
-    "float8_e4m3fn": ("F8_E4M3", 1),
-    "float8_e5m2": ("F8_E5M2", 1),
-    "complex64": ("C64", 8),
-    "int64": ("I64", 8),
-    "int32": ("I32", 4),
-    "int16": ("I16", 2),
-    "int8": ("I8", 1),
-    "uint64": ("U64", 8),
-    "uint32": ("U32", 4),
-    "uint16": ("U16", 2),
-    "uint8": ("U8", 1),
-    "bool": ("BOOL", 1),
-}
-DTYPE_OF_SAFETENSORS = {code: name for name, (code, _) in _DTYPES.items()}
-SAFETENSORS_OF_DTYPE = {name: code for name, (code, _) in _DTYPES.items()}
-ITEMSIZE = {name: size for name, (_, size) in _DTYPES.items()}
-# Allowed dtypes of stored weights and of casts.
-WEIGHT_DTYPES = ("float32", "float16", "bfloat16")
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """Name, dtype (torch's name) and shape of a tensor, contiguous and row-major."""
-
-    name: str
-    dtype: str
-    shape: Shape
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes."""
-        return self.numel * ITEMSIZE[self.dtype]
-
-    def describe(self) -> str:
-        """Shape and dtype as text."""
-        return f"{list(self.shape)} {self.dtype}"
-
-
-def main_dtype(specs: Iterable[TensorSpec]) -> str:
-    """The dtype of most elements: that of a model which has others in addition."""
-    counts: Counter[str] = Counter()
-    for spec in specs:
-        counts[spec.dtype] += spec.numel
-    return counts.most_common(1)[0][0]
-
-
 class Extent(NamedTuple):
     """A range of bytes of a file."""
 
@@ -217,24 +219,12 @@ class TensorSource(Protocol):
         ...
 
     def check(self, names: Iterable[str]) -> None:
-        """Check that the bytes of some tensors are in their files.
-
-        Raises:
-            CheckpointError: they are not.
-        """
+        """Raise a CheckpointError if the bytes of some tensors are not in their files."""
         ...
 
     def extents(self, wanted: Slice) -> Iterator[Extent]:
         """Byte ranges of the elements of a slice, in order."""
         ...
-
-
-# Small enough to stay in a processor's cache between reading and writing.
-_BLOCK = 1 << 18
-_OPEN_FILES = 32
-_SUM = "float32"
-# Bytes of a matrix that are transposed at a time: more rows give longer contiguous writes.
-_STRIP = 1 << 19
 
 
 class SegmentReader:
@@ -251,22 +241,16 @@ class SegmentReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the files."""
         while self._files:
             os.close(self._files.popitem()[1])
 
+    def tensor(self, name: str, dtype: str | None = None) -> Iterator[memoryview]:
+        """The bytes of a whole tensor, in its dtype or cast to another, as `blocks` yields them."""
+        spec = self._source.specs[name]
+        return self.blocks([Slice(name, 0, spec.numel)], dtype or spec.dtype)
+
     def blocks(self, segments: Iterable[Segment], dtype: str) -> Iterator[memoryview]:
-        """The bytes of a sequence of segments.
-
-        Args:
-            segments: the segments.
-            dtype: dtype of the result; segments of another dtype are cast.
-
-        Yields:
-            Blocks; each is valid until the next is requested.
+        """The bytes of a sequence of segments, cast to a dtype; each block is valid until the next is requested.
 
         Raises:
             CheckpointError: a file cannot be read, or ends early, or a value does not fit the dtype.
@@ -277,25 +261,31 @@ class SegmentReader:
                 yield cast(self._buffer[:used], current, dtype, name)
                 used = 0
             if isinstance(segment, Zeros):
-                yield from self._zeros(segment.length * ITEMSIZE[dtype])
+                left = segment.length * ITEMSIZE[dtype]
+                zeros = memoryview(bytes(min(left, len(self._buffer))))
+                while left:
+                    yield zeros[:left]
+                    left -= min(left, len(zeros))
                 continue
             if isinstance(segment, TransposedSlice):
-                yield from self._turned(segment, dtype)
+                yield from self._transposed(segment, dtype)
                 continue
-            if segment.plus:
-                yield from self._shifted(segment, dtype)
+            if segment.plus:  # added in float32, for all dtypes, and rounded once
+                for block in self.blocks([segment._replace(plus=0)], _SUM):
+                    total = np.frombuffer(block, _SUM) + np.float32(segment.plus)
+                    yield cast(memoryview(total).cast("B"), _SUM, dtype, segment.source)
                 continue
             previous, name = name, segment.source
-            found = self._source.specs[segment.source].dtype
-            if found != current:
+            stored = self._source.specs[name].dtype
+            if stored != current:
                 if used:
                     yield cast(self._buffer[:used], current, dtype, previous)
-                used, current = 0, found
+                used, current = 0, stored
             for path, offset, length in self._source.extents(segment):
-                file = self._open(path, segment.source)
+                file = self._open(path, name)
                 while length:
                     take = min(length, len(self._buffer) - used)
-                    self._read(file, self._buffer[used : used + take], offset, path, segment.source)
+                    self._read(file, self._buffer[used : used + take], offset, path, name)
                     used, offset, length = used + take, offset + take, length - take
                     if used == len(self._buffer):
                         yield cast(self._buffer, current, dtype, name)
@@ -303,63 +293,53 @@ class SegmentReader:
         if used:
             yield cast(self._buffer[:used], current, dtype, name)
 
-    def _zeros(self, length: int) -> Iterator[memoryview]:
-        zeros = memoryview(bytes(min(length, len(self._buffer))))
-        while length:
-            yield zeros[:length]
-            length -= min(length, len(zeros))
-
-    def _shifted(self, segment: Slice, dtype: str) -> Iterator[memoryview]:
-        """Add a number in float32, for all dtypes, and round once."""
-        for block in self.blocks([segment._replace(plus=0)], _SUM):
-            yield cast(
-                memoryview(np.frombuffer(block, _SUM) + np.float32(segment.plus)).cast("B"), _SUM, dtype, segment.source
-            )
-
-    def _turned(self, segment: TransposedSlice, dtype: str) -> Iterator[memoryview]:
-        dtypes = {self._source.specs[one.source].dtype for one in segment.slices}
-        found = dtypes.pop() if len(dtypes) == 1 else dtype
-        start, end = (number * ITEMSIZE[found] for number in (segment.start, segment.start + segment.length))
-        matrix = self._transpose(segment, found)
+    def _transposed(self, segment: TransposedSlice, dtype: str) -> Iterator[memoryview]:
+        dtypes = {self._source.specs[piece.source].dtype for piece in segment.slices}
+        stored = dtypes.pop() if len(dtypes) == 1 else dtype
+        start, end = (number * ITEMSIZE[stored] for number in (segment.start, segment.start + segment.length))
+        matrix = self._whole(segment, stored)
         for position in range(start, end, len(self._buffer)):
             block = matrix[position : min(position + len(self._buffer), end)]
-            yield cast(block, found, dtype, segment.slices[0].source)
+            yield cast(block, stored, dtype, segment.slices[0].source)
 
-    def _transpose(self, segment: TransposedSlice, dtype: str) -> memoryview:
+    def _whole(self, segment: TransposedSlice, dtype: str) -> memoryview:
         """The whole matrix of a segment, transposed, in a dtype."""
         key = (segment.slices, segment.columns, dtype)
-        if self._matrix is None or self._matrix[0] != key:
-            size, rows, columns = ITEMSIZE[dtype], segment.rows, segment.columns
-            memory = self._memory(rows * columns * size)
-            turned = np.frombuffer(memory, f"i{size}").reshape(columns, rows)
-            segments, step = Segments(segment.slices), max(1, _STRIP // (columns * size))
-            strip = np.empty((min(step, rows), columns), turned.dtype)
-            for first in range(0, rows, step):
-                count = min(step, rows - first)
-                self._fill(memoryview(strip[:count]).cast("B"), segments.cut(first * columns, count * columns), dtype)
-                turned[:, first : first + count] = _transposed(strip[:count])
-            self._matrix = (key, memory)
-        return memoryview(self._matrix[1])
+        if self._matrix is not None and self._matrix[0] == key:
+            return memoryview(self._matrix[1])
+        import torch
 
-    def _memory(self, nbytes: int) -> mmap.mmap:
-        """The previous matrix's memory again if it has the same size. Otherwise it is freed at once."""
+        size, rows, columns = ITEMSIZE[dtype], segment.rows, segment.columns
+        # The previous matrix's memory again if it has the same size. Otherwise it is freed at once.
         last, self._matrix = self._matrix, None
-        if last is not None and len(last[1]) == nbytes:
-            return last[1]
-        return mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if last is not None and len(last[1]) == rows * columns * size:
+            memory = last[1]
+        else:
+            del last
+            memory = mmap.mmap(-1, rows * columns * size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        turned = np.frombuffer(memory, f"i{size}").reshape(columns, rows)
+        segments, step = Segments(segment.slices), max(1, _STRIP // (columns * size))
+        strip = np.empty((min(step, rows), columns), turned.dtype)
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            self._fill(memoryview(strip[:count]).cast("B"), segments.cut(first * columns, count * columns), dtype)
+            # By torch, tile by tile: numpy goes against the order of the memory.
+            turned[:, first : first + count] = torch.from_numpy(strip[:count]).t().contiguous().numpy()
+        self._matrix = (key, memory)
+        return memoryview(memory)
 
     def _fill(self, into: memoryview, slices: Iterable[Segment], dtype: str) -> None:
         """Read runs of tensors, each in its dtype or cast to the requested one."""
         done = 0
-        for one in slices:
-            assert isinstance(one, Slice)
-            if self._source.specs[one.source].dtype != dtype:
-                for block in self.blocks([one], dtype):
+        for piece in slices:
+            assert isinstance(piece, Slice)
+            if self._source.specs[piece.source].dtype != dtype:
+                for block in self.blocks([piece], dtype):
                     into[done : done + len(block)] = block
                     done += len(block)
                 continue
-            for path, offset, length in self._source.extents(one):
-                self._read(self._open(path, one.source), into[done : done + length], offset, path, one.source)
+            for path, offset, length in self._source.extents(piece):
+                self._read(self._open(path, piece.source), into[done : done + length], offset, path, piece.source)
                 done += length
 
     def _open(self, path: Path, name: str) -> int:
@@ -389,24 +369,11 @@ class SegmentReader:
             done += count
 
 
-def _transposed(matrix: np.ndarray) -> np.ndarray:
-    """The transpose, row-major: torch works tile by tile, numpy against the order of the memory."""
-    import torch
-
-    return torch.from_numpy(matrix).t().contiguous().numpy()
-
-
 def cast(data: memoryview, source: str, target: str, name: str) -> memoryview:
     """Cast elements from one dtype to another, rounded to nearest even.
 
-    Args:
-        data: the elements.
-        source: their dtype.
-        target: the new dtype.
-        name: name of their tensor, for the error.
-
     Raises:
-        CheckpointError: a finite element is too large for the other dtype.
+        CheckpointError: a finite element is too large for the other dtype; the message has its tensor's name.
     """
     if source == target:
         return data
