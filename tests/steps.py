@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.checkpoint.formats.megatron.folder import find_iteration
+from qwen3vl_bridge.checkpoint.formats.megatron import find_iteration
 from qwen3vl_bridge.dist_train.joint_step import Modules
 from qwen3vl_bridge.parallel.collectives import max_over_ranks, sum_over_ranks
 from qwen3vl_bridge.training.process_groups import _join, groups_to_leave, leave_groups

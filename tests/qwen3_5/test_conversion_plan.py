@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import Topology, import_checkpoint
+from qwen3vl_bridge.checkpoint.conversion_plan import make_plan, tensors_of
 from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, HuggingFace, TorchDist
-from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSpec
-from qwen3vl_bridge.checkpoint.planning.plan import make_plan, tensors_of
+from qwen3vl_bridge.checkpoint.formats.tensors import TensorSpec
 from qwen3vl_bridge.models.qwen3_5.presets import config_dict
 from qwen3vl_bridge.models.qwen3_5.table import table
 from qwen3vl_bridge.registry import dimensions_of

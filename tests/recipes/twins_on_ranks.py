@@ -11,8 +11,8 @@ import json
 import sys
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
-from qwen3vl_bridge.checkpoint.formats.megatron.folder import find_iteration
+from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
+from qwen3vl_bridge.checkpoint.formats.megatron import find_iteration
 
 import torch
 import torch.distributed as dist

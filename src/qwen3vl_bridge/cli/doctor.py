@@ -33,7 +33,7 @@ _NEEDS_GLIBC = {"nvidia-resiliency-ext": "2.39"}
 # Only for GPUs, and built against the installed torch.
 _BUILT = ("transformer-engine", "flash-attn")
 _MODULES = {
-    "conversion": ("torch", "safetensors", "qwen3vl_bridge.checkpoint.commands.converting"),
+    "conversion": ("torch", "safetensors", "qwen3vl_bridge.checkpoint.commands"),
     "training": ("qwen3vl_bridge.training.config", "qwen3vl_bridge.training.step", "qwen3vl_recipes.cli"),
 }
 # Minimum values: batches of images go through shared memory, and every worker, rank and process group of a machine has

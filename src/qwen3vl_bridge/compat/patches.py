@@ -118,7 +118,7 @@ def _save_models_of_ours(module: Any) -> None:
 
     @functools.wraps(save_model)
     def save_hf_pretrained(self: Any, model: list[Any], path: str | Path, *args: Any, **kwargs: Any) -> None:
-        from qwen3vl_bridge.checkpoint.stored_models.hf_model import write_config_of_weights
+        from qwen3vl_bridge.checkpoint.stored_models import write_config_of_weights
         from qwen3vl_bridge.models.provider import VisionLanguageProvider
 
         import torch.distributed as dist

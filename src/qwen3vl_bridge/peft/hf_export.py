@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qwen3vl_bridge.checkpoint.formats.megatron.folder import RUN_CONFIG
-from qwen3vl_bridge.checkpoint.formats.megatron.run_config import read_run_config
+from qwen3vl_bridge.checkpoint.formats.megatron import RUN_CONFIG, read_run_config
 from qwen3vl_bridge.parallel.collectives import wait_for_all
 from qwen3vl_bridge.weights.adapter_rows import HF_PREFIX, Scaled, adapter_config
 

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.checkpoint.adapters.settings import refuse_adapters_alone
-from qwen3vl_bridge.checkpoint.engine.manifest import read_manifest, tool
-from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
-from qwen3vl_bridge.checkpoint.formats.megatron.folder import HF_FILES, TORCH_DIST, find_iteration, format_of, key_of
-from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import side_files
-from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
-from qwen3vl_bridge.checkpoint.stored_models.hf_model import open_model
-from qwen3vl_bridge.io.errors import CheckpointError
+from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
+from qwen3vl_bridge.checkpoint.formats.huggingface import side_files
+from qwen3vl_bridge.checkpoint.formats.megatron import HF_FILES, TORCH_DIST, find_iteration, format_of, key_of
+from qwen3vl_bridge.checkpoint.manifest import read_manifest, tool
+from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, open_model
+from qwen3vl_bridge.io.files import CheckpointError
 from qwen3vl_bridge.models.model import VisionLanguageModel
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
 from qwen3vl_bridge.parallel.collectives import all_or_none, gather_objects

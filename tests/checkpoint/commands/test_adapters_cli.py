@@ -8,7 +8,7 @@ from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import CheckpointError, export_adapters
 from qwen3vl_bridge.checkpoint.adapters.settings import adapter_settings
-from qwen3vl_bridge.checkpoint.formats.megatron.run_config import read_run_config
+from qwen3vl_bridge.checkpoint.formats.megatron import read_run_config
 
 import pytest
 

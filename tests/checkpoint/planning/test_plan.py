@@ -6,12 +6,10 @@ import itertools
 import math
 
 from qwen3vl_bridge.checkpoint import CheckpointError, Topology
+from qwen3vl_bridge.checkpoint.conversion_plan import make_plan, prove, tensors_of
 from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, HuggingFace, TorchDist
-from qwen3vl_bridge.checkpoint.formats.slices import Segments, Slice, TransposedSlice, Zeros
-from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSpec
-from qwen3vl_bridge.checkpoint.planning.plan import make_plan, tensors_of
-from qwen3vl_bridge.checkpoint.planning.proof import prove
-from qwen3vl_bridge.checkpoint.planning.topology import Part
+from qwen3vl_bridge.checkpoint.formats.tensors import Segments, Slice, TensorSpec, TransposedSlice, Zeros
+from qwen3vl_bridge.checkpoint.topology import Part
 from qwen3vl_bridge.models.qwen3_vl.presets import PRESETS, config_dict, hf_config, parameter_count
 from qwen3vl_bridge.models.qwen3_vl.table import table
 from qwen3vl_bridge.registry import dimensions_of

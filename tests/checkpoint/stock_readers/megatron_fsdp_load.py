@@ -19,7 +19,7 @@ import tempfile
 import types
 
 import qwen3vl_bridge  # noqa: F401
-from qwen3vl_bridge.io.errors import CheckpointError
+from qwen3vl_bridge.io.files import CheckpointError
 from qwen3vl_bridge.weights.rows import local_name
 
 import torch

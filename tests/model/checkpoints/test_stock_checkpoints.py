@@ -21,7 +21,7 @@ from qwen3vl_bridge.checkpoint import (
     reformat_checkpoint,
     verify_checkpoint,
 )
-from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
+from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
 from qwen3vl_bridge.models.settings.encoder_parallel import DistTrainConfig
 from qwen3vl_bridge.models.settings.fields import default_transformer_impl

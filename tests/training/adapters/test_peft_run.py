@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from qwen3vl_bridge.checkpoint import CheckpointError
 from qwen3vl_bridge.checkpoint.adapters.settings import check_same_adapters
-from qwen3vl_bridge.checkpoint.formats.megatron.folder import find_iteration
+from qwen3vl_bridge.checkpoint.formats.megatron import find_iteration
 from qwen3vl_bridge.peft.hf_export import save_hf_adapter
 from qwen3vl_bridge.peft.lora import Qwen3VLDoRA, Qwen3VLLoRA
 

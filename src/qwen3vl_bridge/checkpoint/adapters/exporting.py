@@ -8,15 +8,10 @@ from pathlib import Path
 from typing import Unpack
 
 from qwen3vl_bridge.checkpoint.adapters.stored_adapters import StoredAdapters, open_adapters
-from qwen3vl_bridge.checkpoint.engine.conversion import ConversionOptions, run_conversion
-from qwen3vl_bridge.checkpoint.engine.planned_conversion import Conversion
-from qwen3vl_bridge.checkpoint.engine.reports import ConversionReport
-from qwen3vl_bridge.checkpoint.formats.safetensors.reader import HFWeights
-from qwen3vl_bridge.checkpoint.formats.safetensors.writer import one_file
-from qwen3vl_bridge.checkpoint.planning.plan import Plan, Task
-from qwen3vl_bridge.io.errors import CheckpointError
-from qwen3vl_bridge.io.json_files import write_object
-from qwen3vl_bridge.io.paths import place
+from qwen3vl_bridge.checkpoint.conversion import Conversion, ConversionOptions, ConversionReport, run_conversion
+from qwen3vl_bridge.checkpoint.conversion_plan import Plan, Task
+from qwen3vl_bridge.checkpoint.formats.huggingface import HFWeights, one_file
+from qwen3vl_bridge.io.files import CheckpointError, place, write_object
 from qwen3vl_bridge.weights.adapter_rows import Scaled, adapter_config, hf_targets, input_names
 
 # With the names of `peft`.

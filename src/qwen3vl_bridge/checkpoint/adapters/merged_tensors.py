@@ -7,10 +7,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint.formats.byte_streams import SegmentReader, cast
-from qwen3vl_bridge.checkpoint.formats.slices import Segment, Segments, Slice, TransposedSlice
-from qwen3vl_bridge.checkpoint.formats.tensor_specs import ITEMSIZE, Extent, TensorSource, TensorSpec
-from qwen3vl_bridge.checkpoint.planning.plan import Task
+from qwen3vl_bridge.checkpoint.conversion_plan import Task
+from qwen3vl_bridge.checkpoint.formats.tensors import (
+    ITEMSIZE,
+    Extent,
+    Segment,
+    SegmentReader,
+    Segments,
+    Slice,
+    TensorSource,
+    TensorSpec,
+    TransposedSlice,
+    cast,
+)
 
 import torch
 from torch import Tensor

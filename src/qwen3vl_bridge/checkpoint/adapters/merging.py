@@ -11,23 +11,15 @@ from typing import Unpack
 
 from qwen3vl_bridge.checkpoint.adapters.merged_tensors import JoinedTensors, Merge, MergedTensors, prefixed
 from qwen3vl_bridge.checkpoint.adapters.stored_adapters import StoredAdapters, open_adapters
-from qwen3vl_bridge.checkpoint.engine.conversion import ConversionOptions, run_conversion
-from qwen3vl_bridge.checkpoint.engine.planned_conversion import Conversion
-from qwen3vl_bridge.checkpoint.engine.reports import ConversionReport
+from qwen3vl_bridge.checkpoint.conversion import Conversion, ConversionOptions, ConversionReport, run_conversion
+from qwen3vl_bridge.checkpoint.conversion_plan import Plan, Task, check_vocab_padding, make_plan
+from qwen3vl_bridge.checkpoint.formats import megatron
+from qwen3vl_bridge.checkpoint.formats.huggingface import MAX_SHARD_BYTES
 from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace
-from qwen3vl_bridge.checkpoint.formats.megatron import folder as megatron
-from qwen3vl_bridge.checkpoint.formats.safetensors.writer import MAX_SHARD_BYTES
-from qwen3vl_bridge.checkpoint.formats.slices import Segments, Slice
-from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSource
-from qwen3vl_bridge.checkpoint.planning.plan import Plan, Task, make_plan
-from qwen3vl_bridge.checkpoint.planning.vocab_padding import check_vocab_padding
-from qwen3vl_bridge.checkpoint.stored_models.config_comparison import check_same_model
-from qwen3vl_bridge.checkpoint.stored_models.hf_model import open_model
-from qwen3vl_bridge.checkpoint.stored_models.hf_writer import HFOutput
-from qwen3vl_bridge.checkpoint.stored_models.megatron_model import open_stored
-from qwen3vl_bridge.checkpoint.stored_models.stored_model import StoredModel
-from qwen3vl_bridge.io.errors import CheckpointError
-from qwen3vl_bridge.io.paths import expanded, place
+from qwen3vl_bridge.checkpoint.formats.tensors import Segments, Slice, TensorSource
+from qwen3vl_bridge.checkpoint.stored_models import StoredModel, check_same_model, open_model, open_stored
+from qwen3vl_bridge.checkpoint.targets import HFOutput
+from qwen3vl_bridge.io.files import CheckpointError, expanded, place
 from qwen3vl_bridge.weights.adapter_rows import IN, MAGNITUDE, OUT, adapter_row, layer_of, linear_rows
 from qwen3vl_bridge.weights.rows import ExpertLayout, PackedExpert, Row
 

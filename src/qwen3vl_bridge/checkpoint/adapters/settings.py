@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
-from qwen3vl_bridge.checkpoint.formats.megatron.folder import RUN_CONFIG
-from qwen3vl_bridge.checkpoint.formats.megatron.run_config import read_run_config
-from qwen3vl_bridge.io.errors import CheckpointError
+from qwen3vl_bridge.checkpoint.formats.megatron import RUN_CONFIG, read_run_config
+from qwen3vl_bridge.io.files import CheckpointError
 from qwen3vl_bridge.weights.adapter_rows import AdapterSettings
 from qwen3vl_bridge.weights.rows import Part
 

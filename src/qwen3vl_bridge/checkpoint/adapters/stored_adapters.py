@@ -8,19 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.checkpoint.adapters.settings import adapter_settings
-from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
-from qwen3vl_bridge.checkpoint.formats.dcp.reader import DcpTensors
+from qwen3vl_bridge.checkpoint.conversion_plan import Plan, make_plan, naming_of
+from qwen3vl_bridge.checkpoint.formats import megatron
+from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
+from qwen3vl_bridge.checkpoint.formats.dcp_reader import DcpTensors
+from qwen3vl_bridge.checkpoint.formats.huggingface import find_model
 from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, HuggingFace, TorchDist
-from qwen3vl_bridge.checkpoint.formats.megatron import folder as megatron
-from qwen3vl_bridge.checkpoint.formats.megatron.run_config import read_run_config
-from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import find_model
-from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSpec
-from qwen3vl_bridge.checkpoint.planning.plan import Plan, make_plan, naming_of
-from qwen3vl_bridge.checkpoint.stored_models.config_comparison import check_same_model
-from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
-from qwen3vl_bridge.checkpoint.stored_models.megatron_model import compared_with_run, own_config
-from qwen3vl_bridge.io.errors import CheckpointError
-from qwen3vl_bridge.io.paths import expanded
+from qwen3vl_bridge.checkpoint.formats.megatron import read_run_config
+from qwen3vl_bridge.checkpoint.formats.tensors import TensorSpec
+from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, check_same_model, compared_with_run, own_config
+from qwen3vl_bridge.io.files import CheckpointError, expanded
 from qwen3vl_bridge.weights.adapter_rows import (
     MARK,
     AdapterSettings,

@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
-from qwen3vl_bridge.checkpoint.formats.tensor_specs import Shape
-from qwen3vl_bridge.io.errors import CheckpointError
+from qwen3vl_bridge.checkpoint.formats.tensors import Shape
+from qwen3vl_bridge.io.files import CheckpointError
 from qwen3vl_bridge.weights.rows import (
     NAMED_IF_MIXED,
     QKV,

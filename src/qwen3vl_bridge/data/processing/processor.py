@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.checkpoint.formats.folder_contents import contents_of
+from qwen3vl_bridge.checkpoint.formats.huggingface import contents_of
 from qwen3vl_bridge.data.errors import DataError
 
 from transformers import AutoProcessor
