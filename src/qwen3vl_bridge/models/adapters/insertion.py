@@ -13,7 +13,7 @@ from typing import Any
 
 from qwen3vl_bridge.models.adapters.dora_linear import MagnitudeLinear
 from qwen3vl_bridge.models.freezing import freeze_parts
-from qwen3vl_bridge.models.settings.fields import VisionLanguageFields
+from qwen3vl_bridge.models.settings import VisionLanguageFields
 from qwen3vl_bridge.weights.model_parts import Part, part_of
 from qwen3vl_bridge.weights.names import OUTPUT_LAYER, is_of_experts, is_of_mtp
 
