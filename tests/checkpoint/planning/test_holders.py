@@ -8,9 +8,8 @@ from qwen3vl_bridge.checkpoint import Topology, import_checkpoint, verify_checkp
 from qwen3vl_bridge.checkpoint.conversion_plan import tensors_of
 from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, TorchDist
 from qwen3vl_bridge.checkpoint.row_owners import holders
-from qwen3vl_bridge.checkpoint.topology import Part
 from qwen3vl_bridge.registry import dimensions_of, family, preset
-from qwen3vl_bridge.weights.rows import ExpertLayout, expand
+from qwen3vl_bridge.weights.rows import ExpertLayout, Part, expand
 
 import pytest
 
