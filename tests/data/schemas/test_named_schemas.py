@@ -12,7 +12,7 @@ import qwen3vl_bridge
 from qwen3vl_bridge.cli.data import main
 from qwen3vl_bridge.data import DataError, PackedRows, StreamedDataset, open_source
 from qwen3vl_bridge.data.schemas.conversations import conversation_of
-from qwen3vl_bridge.data.schemas.named_schemas import SCHEMAS, named_schema
+from qwen3vl_bridge.data.schemas.record_schemas import SCHEMAS, named_schema
 
 import datasets
 import pytest

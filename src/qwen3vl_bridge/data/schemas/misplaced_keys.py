@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.schemas.media_keys import NAMES_A_SAMPLE, parts_of
+from qwen3vl_bridge.data.schemas.placeholders import NAMES_A_SAMPLE, parts_of
 
 _OTHER_NAMES = {
     "systemprompt": "system",

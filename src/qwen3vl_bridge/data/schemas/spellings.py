@@ -27,17 +27,18 @@ from contextlib import suppress
 from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.schemas.media_keys import (
+from qwen3vl_bridge.data.schemas.misplaced_keys import check_misplaced
+from qwen3vl_bridge.data.schemas.placeholders import (
     MEDIA_KEYS,
     RATE,
+    Placeholders,
     check_unread,
     local_path,
     media_beside,
     shown,
+    with_media,
     without_nulls,
 )
-from qwen3vl_bridge.data.schemas.misplaced_keys import check_misplaced
-from qwen3vl_bridge.data.schemas.placeholders import Placeholders, with_media
 from qwen3vl_bridge.io.parsing import parse_record
 
 LOSS = ("loss", "weight")  # next to an assistant's message: whether it is trained on
