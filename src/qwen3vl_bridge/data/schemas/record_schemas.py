@@ -1,4 +1,21 @@
-"""Settings for data sets of other formats: columns by their names and templates, or one of Megatron-Bridge's schemas."""
+r"""How a data set's records are read where they differ from our format: column names and templates, or a known schema.
+
+A value of `Columns` is a column of the data set. Media may be in several columns: "image_*" is image_1, image_2 and so
+on, in numerical order, as many as a record has. `system`, `question` and `answer` may also be templates: texts with a
+brace, or that begin with "text:". In a template
+
+    {question}           is a column's text, or its number
+    {answers[0]}         is the first of a list; {answers[0][answer]} a value of an object there
+    {choices:letters}    is a list, one item per line, as "A. ...", "B. ..."; also a list in a text, "['six', 'seven']"
+    {answer:letter}      is the letter of a number that counts from 0
+    {{ and }}            are braces
+    \n                   is the end of a line
+
+A line whose columns are all empty is left out: in "{hint}\n{question}" without a hint, and "{options:letters}" of an
+empty list.
+
+A `NamedSchema` is a published format by Megatron-Bridge's name; its adapter makes the texts (docs/data.md lists them).
+"""
 
 from __future__ import annotations
 
@@ -6,14 +23,13 @@ import ast
 import re
 import string
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError, check_choice
 from qwen3vl_bridge.data.schemas.placeholders import MEDIA_KEYS, RATE, Placeholders, is_none, shown
 from qwen3vl_bridge.data.schemas.spellings import EXPECTED, KEYS, QUESTIONS, TURNS, messages_of, spelling_of
-from qwen3vl_bridge.io.parsing import parse_record
 
 _CONSTANT = "text:"
 _LETTERS = string.ascii_uppercase
@@ -108,142 +124,97 @@ def _word(value: Any) -> str:
 
 # Names of Megatron-Bridge's schemas with audio, or with videos asked about by their sound.
 _SOUND = ("cv17", "default_audio", "valor32k_avqa")
-_SPEAKERS = ("human", "gpt")
-
-
-def _nothing(record: dict[str, Any], place: str) -> None:
-    """For schemas that need no check other than that of keys and strings."""
+_KINDS = {str: "string", list: "list", dict: "object", object: "value"}
 
 
 @dataclass(frozen=True)
 class NamedSchema:
-    """A record format. Picklable, for data-loading workers.
+    """A published record format. Picklable, for data-loading workers.
 
     Attributes:
         name: Megatron-Bridge's.
-        keys: required keys; others are not read.
-        texts: keys whose values are non-empty strings.
-        check: refuses other values that the adapter could not translate, or would omit; called with the record and its
-            position.
+        keys: required keys, with the type of their values; others are not read.
     """
 
     name: str
-    keys: tuple[str, ...]
-    texts: tuple[str, ...] = ()
-    check: Callable[[dict[str, Any], str], None] = _nothing
+    keys: Mapping[str, type]
 
     def messages_of(self, record: Any, place: str) -> dict[str, Any]:
         """Convert a record to our own spelling.
 
         Raises:
-            DataError: a record that is not of this format.
+            DataError: a record that is not of this format, or of which the adapter would leave out a text.
         """
         from megatron.bridge.data.sources.hf_adapters import adapt_hf_dataset  # imported here because it is slow
 
         given = record if isinstance(record, dict) else {}
-        missing = [key for key in self.keys if given.get(key) is None]
-        if missing:
-            found = f"the keys {', '.join(map(str, given)) or 'none'}" if given is record else type(record).__name__
+        if any(given.get(key) is None for key in self.keys):
+            found = f"the keys {_listed(given)}" if given is record else type(record).__name__
             raise DataError(place, f"found {found}, expected {' and '.join(self.keys)} under schema {self.name}")
-        for key in self.texts:
-            _check_text(given[key], repr(key), place)
-        self.check(given, place)
+        for key, kind in self.keys.items():
+            value = given[key]
+            if not isinstance(value, kind) or (kind is not object and not _has_content(value)):
+                found = f"an empty {_KINDS[kind]}" if isinstance(value, kind) else type(value).__name__
+                raise DataError(place, f"found {found} under {key!r}, expected a non-empty {_KINDS[kind]}")
+        turns = given.get("conversations") or ()
+        for number, turn in enumerate(turns, start=1):  # the adapter would skip others
+            if not isinstance(turn, dict) or turn.get("from") not in ("human", "gpt"):
+                raise DataError(
+                    f"{place}: turn {number}", f"found {shown(turn)}, expected an object with 'from', human or gpt"
+                )
+            if not isinstance(turn.get("value"), str) or not turn["value"].strip():
+                raise DataError(
+                    f"{place}: turn {number}",
+                    f"found {shown(turn.get('value'))} as 'value', expected a non-empty string",
+                )
         # A video may be contents, and a path follows our own rules: both are inserted in place of a stand-in.
         read = {key: "video" if key == "video" else given[key] for key in self.keys}
         settings = {"video_root_path": "."} if "video" in read else {}
-        (adapted,) = adapt_hf_dataset([read], adapter_name=self.name, adapter_kwargs=settings)
-        return {"messages": _own_messages(adapted, given.get("video"))}
-
-
-def _own_messages(adapted: dict[str, Any], video: Any) -> list[dict[str, Any]]:
-    """Convert an adapter's result to our messages."""
-    if "completion" in adapted:
-        pair = (("user", adapted["prompt"]), ("assistant", adapted["completion"]))
-        return [{"role": role, "content": text} for role, text in pair]
-    messages = []
-    for message in adapted.get("conversation") or adapted["messages"]:
-        own = {"reasoning_content" if key == "thinking" else key: value for key, value in message.items()}
-        if isinstance(own["content"], list):
-            own["content"] = [
-                {"type": "video", "video": video} if part["type"] == "video" else part for part in own["content"]
+        try:
+            (adapted,) = adapt_hf_dataset([read], adapter_name=self.name, adapter_kwargs=settings)
+        except Exception as error:  # the adapter does not check its records
+            texts = {key: given[key] for key, kind in self.keys.items() if kind is not object}
+            raise DataError(
+                place, f"found {shown(texts)}, which schema {self.name} cannot read ({type(error).__name__}: {error})"
+            ) from error
+        if "completion" in adapted:
+            pair = (("user", adapted["prompt"]), ("assistant", adapted["completion"]))
+            messages = [{"role": role, "content": text} for role, text in pair]
+        else:
+            messages = [
+                {"reasoning_content" if key == "thinking" else key: value for key, value in message.items()}
+                for message in adapted.get("conversation") or adapted["messages"]
             ]
-        messages.append(own)
-    return messages
+        for message in messages:
+            content, texts = message["content"], [message["content"]]
+            if isinstance(content, list):
+                video = {"type": "video", "video": given.get("video")}
+                message["content"] = [video if part["type"] == "video" else part for part in content]
+                texts = [part["text"] for part in content if part["type"] == "text"]
+            # A turn of LLaVA-Video's may be nothing but the placeholder.
+            if message["role"] == "assistant" and not all(isinstance(text, str) and text.strip() for text in texts):
+                raise DataError(place, f"found {shown(texts)} as the answer, expected a non-empty string")
+        return {"messages": messages}
 
 
-def _check_text(value: Any, name: str, place: str) -> None:
-    if not isinstance(value, str) or not value.strip():
-        found = "an empty string" if isinstance(value, str) else type(value).__name__
-        raise DataError(place, f"found {found} under {name}, expected a non-empty string")
+def _has_content(value: Any) -> bool:
+    return bool(value.strip() if isinstance(value, str) else value)
 
 
-def _check_cord_v2(record: dict[str, Any], place: str) -> None:
-    text = record["ground_truth"]
-    if not isinstance(text, str):
-        raise DataError(place, f"found {type(text).__name__} under 'ground_truth', expected a string of JSON")
-    try:
-        truth = parse_record(text)
-    except ValueError as error:
-        raise DataError(
-            place, f"found a 'ground_truth' that is not valid JSON ({error}), expected an object"
-        ) from error
-    parses = truth.get("gt_parses", [truth.get("gt_parse")]) if isinstance(truth, dict) else None
-    if not isinstance(parses, list) or not parses or not isinstance(parses[0], dict) or not parses[0]:
-        raise DataError(
-            place,
-            f"found {text[:57]!r} as 'ground_truth', expected an object with 'gt_parse', an object that is not empty, "
-            "or with 'gt_parses', a list of them",
-        )
-
-
-def _check_raven(record: dict[str, Any], place: str) -> None:
-    for key, items in (("images", "images"), ("texts", "objects with 'user' and 'assistant'")):
-        if not isinstance(record[key], list) or not record[key]:
-            found = "an empty list" if record[key] == [] else type(record[key]).__name__
-            raise DataError(place, f"found {found} under {key!r}, expected a list of {items}")
-    first = record["texts"][0]
-    if not isinstance(first, dict):
-        raise DataError(place, f"found {type(first).__name__} as the first of 'texts', expected an object")
-    for key in ("user", "assistant"):
-        _check_text(first.get(key), f"{key!r} of the first of 'texts'", place)
-
-
-def _check_llava_video(record: dict[str, Any], place: str) -> None:
-    turns = record["conversations"]
-    if not isinstance(turns, list) or not turns:
-        found = "an empty list" if turns == [] else type(turns).__name__
-        raise DataError(place, f"found {found} under 'conversations', expected a list of turns")
-    for number, turn in enumerate(turns, start=1):
-        where = f"{place}: turn {number}"
-        speaker = turn.get("from") if isinstance(turn, dict) else None
-        if speaker not in _SPEAKERS:
-            found = f"the speaker {speaker!r}" if isinstance(turn, dict) else type(turn).__name__
-            raise DataError(where, f"found {found}, expected an object with 'from', {' or '.join(_SPEAKERS)}")
-        _check_text(turn.get("value"), "'value'", where)
-
-
-def _check_squad(record: dict[str, Any], place: str) -> None:
-    answers = record["answers"]
-    texts = answers.get("text") if isinstance(answers, dict) else None
-    if not isinstance(texts, list) or not texts:
-        raise DataError(place, f"found {str(answers)[:57]} under 'answers', expected an object with 'text', a list")
-    _check_text(texts[0], "the first 'text' of 'answers'", place)
-
-
-_MATH = ("problem", "generated_solution", "expected_answer")
+_MATH = {"problem": str, "generated_solution": str, "expected_answer": str}
 SCHEMAS = {
-    schema.name: schema
-    for schema in (
-        NamedSchema("cord_v2", ("image", "ground_truth"), check=_check_cord_v2),
-        NamedSchema("rdr", ("image", "text"), texts=("text",)),
-        NamedSchema("medpix", ("image_id", "question", "answer"), texts=("question", "answer")),
-        NamedSchema("raven", ("images", "texts"), check=_check_raven),
-        NamedSchema("llava_video_178k", ("video", "conversations"), check=_check_llava_video),
-        NamedSchema("squad", ("context", "question", "answers"), texts=("context", "question"), check=_check_squad),
-        NamedSchema("gsm8k", ("question", "answer"), texts=("question", "answer")),
-        NamedSchema("openmathinstruct2", _MATH, texts=_MATH),
-        NamedSchema("openmathinstruct2_thinking", _MATH, texts=_MATH),
-    )
+    name: NamedSchema(name, keys)
+    for name, keys in {
+        "cord_v2": {"image": object, "ground_truth": str},
+        "rdr": {"image": object, "text": str},
+        "medpix": {"image_id": object, "question": str, "answer": str},
+        "raven": {"images": list, "texts": list},
+        "llava_video_178k": {"video": object, "conversations": list},
+        "squad": {"context": str, "question": str, "answers": dict},
+        "gsm8k": {"question": str, "answer": str},
+        "openmathinstruct2": _MATH,
+        "openmathinstruct2_thinking": _MATH,
+    }.items()
 }
 
 
@@ -253,16 +224,10 @@ def named_schema(name: str | None) -> NamedSchema | None:
     Raises:
         ValueError: an unknown schema, or one whose records the model does not support.
     """
-    if name is None:
-        return None
-    known = f"expected one of {', '.join(SCHEMAS)}, or none"
-    if name in _SOUND:
-        raise ValueError(
-            f"schema_adapter is {name!r}, whose records contain audio, which the model does not support; {known}"
-        )
-    if name not in SCHEMAS:
-        raise ValueError(f"schema_adapter is {name!r}, {known}")
-    return SCHEMAS[name]
+    if name is None or name in SCHEMAS:
+        return None if name is None else SCHEMAS[name]
+    audio = ", whose records contain audio, which the model does not support;" if name in _SOUND else ","
+    raise ValueError(f"schema_adapter is {name!r}{audio} expected one of {', '.join(SCHEMAS)}, or none")
 
 
 _TEXTS = ("system", "question", "answer")
@@ -273,20 +238,16 @@ _ANY = "*"  # in a column's name, any number
 
 @dataclass(kw_only=True)
 class Columns:
-    """Names of a data set's columns, where they differ from ours.
+    """Names of a data set's columns, where they differ from ours (docs/data.md).
 
     Attributes:
         messages: turns, with role and content.
         conversations: turns, with from and value.
-        image: an image or a list of images; "image_*" for the columns image_1, image_2 and so on.
-        images: the same.
-        video: a video or a list of videos; "video_*" for several columns.
-        videos: the same.
+        image: an image or a list of images; "image_*" for the columns image_1, image_2 and so on. `images` is the same.
+        video: a video or a list of videos; "video_*" for several columns. `videos` is the same.
         sample_fps: frames per second of videos that are lists of frames.
-        system: the system prompt, or a template.
+        system: the system prompt, or a template, as `question` and `answer`.
         tools: tools that the model may call.
-        question: the question, or a template.
-        answer: the answer, or a template.
         ignore: columns to ignore although they look like media.
         placeholders: "media": each "<image>" or "<video>" in a text is a placeholder; "text": they are literal text.
     """
@@ -307,11 +268,7 @@ class Columns:
 
     @classmethod
     def of(cls, words: Sequence[str]) -> Columns:
-        """Parse a command-line value: "image=img", "ignore=thumbnail,preview".
-
-        Raises:
-            ValueError: the value cannot be parsed, or fails `check`.
-        """
+        """Parse a command-line value, "image=img", "ignore=thumbnail,preview"; `ValueError` if it cannot be."""
         given: dict[str, Any] = {}
         names = [field.name for field in fields(cls)]
         for word in words:
@@ -324,11 +281,7 @@ class Columns:
 
     @classmethod
     def set_to(cls, given: Any, where: str) -> Columns:
-        """Create from a mapping of these fields, as in YAML.
-
-        Raises:
-            ValueError: not such a mapping, or it fails `check`; `where` names it in the message.
-        """
+        """Create from a mapping of these fields, as in YAML; `ValueError` with `where` for another one."""
         names = [field.name for field in fields(cls)]
         if not isinstance(given, Mapping) or not set(given) <= set(names):
             raise ValueError(f"{where} is {given!r}, expected {{KEY: COLUMN}} with keys of {_listed(names)}")
@@ -337,11 +290,7 @@ class Columns:
         return columns
 
     def check(self) -> None:
-        """Refuse values that cannot be column names.
-
-        Raises:
-            ValueError: an empty value, a value that is not text, or an invalid template.
-        """
+        """Refuse values that cannot be column names with a `ValueError`."""
         check_choice("columns.placeholders", self.placeholders, Placeholders)
         if isinstance(self.ignore, str) or not all(isinstance(name, str) and name for name in self.ignore):
             raise ValueError(f"columns.ignore is {self.ignore!r}, expected a list of columns, such as [thumbnail]")
@@ -377,11 +326,7 @@ class Columns:
         return next((key for key, value in self._given().items() if value == column), column)
 
     def messages_of(self, record: Any, place: str) -> Any:
-        """Convert a record to our own spelling.
-
-        Raises:
-            DataError: a record lacks a column, or as for `spellings.messages_of`.
-        """
+        """Convert a record to our own spelling; `DataError` if it lacks a column, or as for `spellings.messages_of`."""
         if not isinstance(record, dict):
             return record
         self._check_one([key for key, value in record.items() if value is not None], place)
@@ -402,11 +347,7 @@ class Columns:
         return messages_of(own, place, placeholders=self.placeholders)
 
     def columns_in(self, names: Sequence[str], place: str) -> list[str]:
-        """The columns of a table that are read.
-
-        Raises:
-            DataError: no column can be used, or a named column does not exist.
-        """
+        """The columns of a table that are read; `DataError` if none is, or a named one does not exist."""
         columns = self._columns(names)
         asked = {**columns, **dict.fromkeys(self.ignore, "ignore")}
         for column, key in asked.items():
