@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, get_args
+
 
 class DataError(ValueError):
     """Data that cannot be trained on. The message names file, line and part, what was found and what was expected."""
@@ -33,3 +35,19 @@ class Unreachable(DataError):
 
     The sample is not dropped, because the next one would fail as well, and a later run could read it.
     """
+
+
+def check_choice(name: str, found: object, kind: Any) -> None:
+    """Refuse a value that is not in the set.
+
+    Args:
+        name: name of the setting.
+        found: its value.
+        kind: a `Literal` of the allowed values.
+
+    Raises:
+        ValueError: the value is not allowed.
+    """
+    allowed = get_args(kind)
+    if found not in allowed:
+        raise ValueError(f"{name} is {found!r}, expected {' or '.join(map(repr, allowed))}")

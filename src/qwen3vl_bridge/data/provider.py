@@ -16,11 +16,10 @@ from qwen3vl_bridge.data.loading.streamed_rows import StreamedRows
 from qwen3vl_bridge.data.media.images import MediaAccess
 from qwen3vl_bridge.data.media.url_cache import UrlCache
 from qwen3vl_bridge.data.packing.packed_rows import PackedRows
-from qwen3vl_bridge.data.packing.shared_sizes import notes_of_job, sizes_of_job
-from qwen3vl_bridge.data.processing.samples import Samples
+from qwen3vl_bridge.data.packing.sample_sizes import notes_of_job, sizes_of_job
 from qwen3vl_bridge.data.row_settings import SPLITS, ConversationRows
-from qwen3vl_bridge.data.schemas.columns import Columns, one_schema
-from qwen3vl_bridge.data.schemas.named_schemas import named_schema
+from qwen3vl_bridge.data.samples import Samples
+from qwen3vl_bridge.data.schemas.record_schemas import Columns, named_schema, one_schema
 from qwen3vl_bridge.data.sources.fingerprints import check_alike
 from qwen3vl_bridge.data.sources.hub import HUB, HubName
 from qwen3vl_bridge.data.sources.hub_streaming import StreamedDataset

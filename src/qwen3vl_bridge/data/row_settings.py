@@ -8,12 +8,11 @@ from functools import cache
 from typing import Any, ClassVar, Self
 
 from qwen3vl_bridge.batch.token_layout import segment_multiple
-from qwen3vl_bridge.data.choices import check_choice
-from qwen3vl_bridge.data.processing.collation import Collator, VisionSettings, pad_token_id
-from qwen3vl_bridge.data.processing.encoding import Answers, Encoder
-from qwen3vl_bridge.data.processing.filtering import OnBad, OnLong, SampleFilter
-from qwen3vl_bridge.data.processing.processor import VisionLimits, load_processor
-from qwen3vl_bridge.data.processing.thinking import EmptyThinking
+from qwen3vl_bridge.data.answers import EmptyThinking
+from qwen3vl_bridge.data.collation import Collator, VisionSettings, pad_token_id
+from qwen3vl_bridge.data.encoding import Answers, Encoder, VisionLimits, load_processor
+from qwen3vl_bridge.data.errors import check_choice
+from qwen3vl_bridge.data.samples import OnBad, OnLong, SampleFilter
 from qwen3vl_bridge.data.sources.fingerprints import check_assignment, check_position
 from qwen3vl_bridge.models.flops import TowerCosts, tower_costs
 

@@ -18,7 +18,7 @@ from itertools import accumulate
 from typing import Any, Self
 
 from qwen3vl_bridge.batch import PackedBatch
-from qwen3vl_bridge.data.packing.set_counts import SetCounts, add_counts, most_of
+from qwen3vl_bridge.data.packing.row_plan import SetCounts, add_counts, most_of
 from qwen3vl_bridge.models.flops import TowerCosts, provider_costs, trained_parts
 from qwen3vl_bridge.models.layer_specs import tracked_row, tracked_rows
 from qwen3vl_bridge.models.provider import VisionLanguageProvider

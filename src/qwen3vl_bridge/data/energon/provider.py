@@ -14,10 +14,9 @@ from qwen3vl_bridge.data.energon.data_module import EnergonModule, digest, named
 from qwen3vl_bridge.data.energon.stream import EnergonStream, Share, one_pass, repeated
 from qwen3vl_bridge.data.energon.task_encoder import MeasuringTaskEncoder, Qwen3VLTaskEncoder
 from qwen3vl_bridge.data.loading.worker_processes import ignoring
-from qwen3vl_bridge.data.packing.sample_sizes import Left
-from qwen3vl_bridge.data.packing.shared_sizes import notes_of_job
+from qwen3vl_bridge.data.packing.sample_sizes import Left, notes_of_job
 from qwen3vl_bridge.data.row_settings import ConversationRows
-from qwen3vl_bridge.data.schemas.columns import Columns, marked, one_schema
+from qwen3vl_bridge.data.schemas.record_schemas import Columns, marked, one_schema
 
 from megatron.bridge.data.base import DatasetBuildContext, validate_declarative_mapping
 from megatron.bridge.utils.safe_pickle import energon_torch_load

@@ -22,9 +22,9 @@ from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.images import MediaAccess
-from qwen3vl_bridge.data.schemas.columns import Schema, read_by
 from qwen3vl_bridge.data.schemas.conversations import Conversation, conversation_of
-from qwen3vl_bridge.data.schemas.media_keys import RATE, stored
+from qwen3vl_bridge.data.schemas.placeholders import RATE, stored
+from qwen3vl_bridge.data.schemas.record_schemas import Schema, read_by
 from qwen3vl_bridge.io.parsing import parse_record
 
 from megatron.energon import (

@@ -13,13 +13,13 @@ from functools import partial
 from typing import Any
 
 from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.data.collation import Collator
+from qwen3vl_bridge.data.encoding import EncodedSample
 from qwen3vl_bridge.data.energon.records import COOKERS, conversation_in, keep_bytes, name_files, place_of
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.packing.best_fit import best_fit
-from qwen3vl_bridge.data.processing.collation import Collator
-from qwen3vl_bridge.data.processing.encoding import EncodedSample
-from qwen3vl_bridge.data.processing.filtering import MeasuredConversation, SampleFilter
-from qwen3vl_bridge.data.schemas.columns import Schema
+from qwen3vl_bridge.data.packing.row_plan import best_fit
+from qwen3vl_bridge.data.samples import MeasuredConversation, SampleFilter
+from qwen3vl_bridge.data.schemas.record_schemas import Schema
 
 from megatron.energon import (
     Batch,

@@ -8,15 +8,22 @@ from functools import reduce
 from typing import NamedTuple, Protocol
 
 from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.data.collation import Collator
+from qwen3vl_bridge.data.encoding import EncodedSample
 from qwen3vl_bridge.data.loading.balance import assign_rows
 from qwen3vl_bridge.data.packing.packed_rows import PackedRows
-from qwen3vl_bridge.data.packing.row_plan import RowPlan, Window
-from qwen3vl_bridge.data.packing.sample_order import NumberedOrder, Order
+from qwen3vl_bridge.data.packing.row_plan import (
+    NumberedOrder,
+    Order,
+    RowPlan,
+    SetCounts,
+    Window,
+    add_counts,
+    count_sets,
+    most_of,
+)
 from qwen3vl_bridge.data.packing.sample_sizes import Size
-from qwen3vl_bridge.data.packing.set_counts import SetCounts, add_counts, count_sets, most_of
-from qwen3vl_bridge.data.processing.collation import Collator
-from qwen3vl_bridge.data.processing.encoding import EncodedSample
-from qwen3vl_bridge.data.processing.samples import Samples
+from qwen3vl_bridge.data.samples import Samples
 from qwen3vl_bridge.data.sources.mixture import Mixture
 from qwen3vl_bridge.models.flops import TowerCosts
 

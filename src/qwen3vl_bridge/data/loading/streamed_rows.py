@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 
 from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.data.loading.row_dataset import Row, RowDataset
-from qwen3vl_bridge.data.packing.row_plan import Window
+from qwen3vl_bridge.data.packing.row_plan import Window, counts_since
 from qwen3vl_bridge.data.packing.sample_sizes import LatestSizes, Left
-from qwen3vl_bridge.data.packing.set_counts import counts_since
-from qwen3vl_bridge.data.processing.samples import Samples
+from qwen3vl_bridge.data.samples import Samples
 from qwen3vl_bridge.data.sources.hub_streaming import StreamedDataset
 
 from torch.utils.data import Dataset

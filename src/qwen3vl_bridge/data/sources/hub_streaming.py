@@ -22,8 +22,8 @@ from typing import Any, Self
 
 from qwen3vl_bridge.data.errors import DataError, Unreachable
 from qwen3vl_bridge.data.media.images import MediaRoot, media_access
-from qwen3vl_bridge.data.schemas.columns import Schema, marked
 from qwen3vl_bridge.data.schemas.conversations import Conversation
+from qwen3vl_bridge.data.schemas.record_schemas import Schema, marked
 from qwen3vl_bridge.data.sources.hub import load_named
 from qwen3vl_bridge.data.sources.recorded_media import recorded, with_downloads
 from qwen3vl_bridge.data.sources.tables import columns_of, conversation_in, library

@@ -14,9 +14,8 @@ from typing import BinaryIO, Protocol
 
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.images import MediaAccess, MediaRoot, media_access
-from qwen3vl_bridge.data.schemas.columns import Columns, Schema, marked, one_schema, read_by
 from qwen3vl_bridge.data.schemas.conversations import Conversation, conversation_of
-from qwen3vl_bridge.data.schemas.named_schemas import named_schema
+from qwen3vl_bridge.data.schemas.record_schemas import Columns, Schema, marked, named_schema, one_schema, read_by
 from qwen3vl_bridge.data.sources.hub import HUB, HubDataset
 from qwen3vl_bridge.data.sources.parquet import Parquet
 from qwen3vl_bridge.data.sources.recorded_media import recorded, with_downloads

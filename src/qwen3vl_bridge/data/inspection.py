@@ -1,8 +1,4 @@
-"""Inspection of a file of conversations: samples as tokens and images, lengths, how full rows are, errors.
-
-Samples are created by `Samples` and rows by `RowPlan`, as in training, so that the inspection shows what is trained on.
-A sample with an error is counted and named, and the inspection continues.
-"""
+"""Inspection of a file of conversations: samples as tokens and images, lengths, how full rows are, errors."""
 
 from __future__ import annotations
 
@@ -12,15 +8,38 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from qwen3vl_bridge.data.encoding import EncodedSample
 from qwen3vl_bridge.data.errors import DataError, Unreachable
-from qwen3vl_bridge.data.inspection.unpatchify import unpatched
-from qwen3vl_bridge.data.packing.row_plan import RowPlan
-from qwen3vl_bridge.data.packing.sample_order import NumberedOrder
+from qwen3vl_bridge.data.packing.row_plan import NumberedOrder, RowPlan
 from qwen3vl_bridge.data.packing.sample_sizes import Size
-from qwen3vl_bridge.data.processing.encoding import EncodedSample
-from qwen3vl_bridge.data.processing.samples import Samples
+from qwen3vl_bridge.data.samples import Samples
 
+import torch
 from torch import Tensor
+
+
+def unpatched(patches: Tensor, grid: tuple[int, int, int], processor: Any) -> Tensor:
+    """The frames from which patches were cut, as resized by a processor.
+
+    Args:
+        patches: [N, channels * temporal_patch * patch * patch], in merge order.
+        grid: patches in time, height and width; N in all.
+        processor: the image or video processor that made them.
+
+    Returns:
+        [frames, height, width, channels] uint8. An image has as many equal frames as the temporal patch size.
+    """
+    time, height, width = grid
+    merge, patch, temporal = processor.merge_size, processor.patch_size, processor.temporal_patch_size
+    blocks = patches.reshape(time, height // merge, width // merge, merge, merge, -1, temporal, patch, patch)
+    frames = blocks.permute(0, 6, 1, 3, 7, 2, 4, 8, 5).reshape(time * temporal, height * patch, width * patch, -1)
+    values = frames.float()
+    if processor.do_normalize:
+        values = values * torch.tensor(processor.image_std) + torch.tensor(processor.image_mean)
+    if processor.do_rescale:
+        values = values / processor.rescale_factor
+    return values.round().clamp(0, 255).to(torch.uint8)
+
 
 # A run of more tokens without the end of a character is decoded as a whole: decoding it again with each token would
 # take quadratic time.

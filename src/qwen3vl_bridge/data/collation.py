@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from qwen3vl_bridge.batch import PackedBatch, SequenceLayout, make_vision_inputs, mrope_positions, vision_slots
+from qwen3vl_bridge.data.encoding import EncodedSample
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.processing.encoding import EncodedSample
 
 import torch
 from torch import Tensor

@@ -1,6 +1,6 @@
-"""An inspection as one HTML file that needs no network.
+"""An inspection, a packing or a download as text for a terminal, as JSON, or as one HTML file that needs no network.
 
-Text of samples is not trusted: all of it is escaped, and the page's own policy allows neither scripts nor anything from
+Text of samples is not trusted: control characters are escaped, and the page allows neither scripts nor anything from
 elsewhere.
 """
 
@@ -8,20 +8,195 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import math
 import os
+import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from html import escape
+from itertools import groupby
 from pathlib import Path
+from statistics import mean, median
+from typing import Any
 
-from qwen3vl_bridge.data.inspection.summary import Inspection, Picture, Piece, SampleView, without_repeated_advice
-from qwen3vl_bridge.data.inspection.text_report import describe, headlines, shortened, summary
+from qwen3vl_bridge.data.downloading import DownloadReport
+from qwen3vl_bridge.data.inspection import Inspection, Picture, Piece, SampleView, without_repeated_advice
+from qwen3vl_bridge.data.offline_packing import PackingReport
 from qwen3vl_bridge.terminal import visible
 
 from PIL import Image
+from rich.console import Console
+from rich.text import Text
 from torch import Tensor
 
-MOST_ERRORS = 100
+MOST_ERRORS = 10
+_TRAINED, _VISION, _TITLE, _ERROR = "bold green", "dim cyan", "bold", "red"
+
+
+def print_text(inspection: Inspection) -> None:
+    """Print an inspection: trained tokens in colour on a terminal, in [[ ]] elsewhere."""
+    console = Console()
+    if console.is_terminal and not console.no_color:
+        console.print(as_text(inspection), soft_wrap=True, highlight=False)
+    else:
+        sys.stdout.write(as_text(inspection, brackets=True).plain)
+
+
+def packing_as_json(report: PackingReport) -> str:
+    """All numbers of a packing."""
+    return json.dumps(asdict(report), indent=2)
+
+
+def downloads_as_json(report: DownloadReport) -> str:
+    """All fields of a download's report."""
+    return json.dumps(asdict(report), indent=2)
+
+
+def downloads_as_text(report: DownloadReport, manifest: Path) -> str:
+    """The number of files, and the first failed downloads."""
+    lines = [f"downloaded: {report.downloaded:,}; there before: {report.present:,}"]
+    final = sum(failure.final for failure in report.failures)
+    if report.failures:
+        lines.append(f"failed: {len(report.failures):,}, permanently {final:,}; all of them: {manifest}")
+        lines += [f"  {failure.place}: {failure.problem}" for failure in report.failures[:MOST_ERRORS]]
+    if report.unread:
+        lines.append(f"samples that cannot be read: {len(report.unread):,}")
+        lines += [f"  {problem}" for problem in report.unread[:MOST_ERRORS]]
+    if final < len(report.failures):
+        lines.append("training stops at those that did not fail permanently: run this again, or with --give-up")
+    return "\n".join(lines)
+
+
+def packing_as_text(report: PackingReport) -> str:
+    """Summary of a packing."""
+    lines = {
+        "samples": f"{report.samples:,}, of them {report.dropped:,} dropped and {report.truncated:,} cut",
+        "rows": f"{report.rows:,}, {100 * report.fill:.1f} % full of tokens",
+        "tokens": f"{report.tokens:,}",
+        "patches": f"{report.patches:,}, {report.patches / report.rows:,.0f} a row",
+    }
+    if report.patch_fill is not None:
+        lines["patches"] += f", {100 * report.patch_fill:.1f} % of the most"
+    return "\n".join(f"{name:15}{value}" for name, value in lines.items())
+
+
+def as_text(inspection: Inspection, *, brackets: bool = False) -> Text:
+    """The whole inspection, trained tokens in colour, and if requested in brackets too."""
+    text = Text()
+    for view in inspection.samples:
+        text.append(f"{visible(view.sample_id)}\n", _TITLE)
+        for line in headlines(view):
+            text.append(f"  {line}\n")
+        _append_tokens(text, view, brackets)
+        text.append("\n\n")
+    for name, value in summary(inspection).items():
+        text.append(f"{name:15}", _TITLE).append(f"{value}\n")
+    for message in without_repeated_advice(message for _, message in inspection.errors[:MOST_ERRORS]):
+        text.append(f"  {visible(message)}\n", _ERROR)
+    if len(inspection.errors) > MOST_ERRORS:
+        text.append(f"  and {len(inspection.errors) - MOST_ERRORS} more\n", _ERROR)
+    return text
+
+
+def _append_tokens(text: Text, view: SampleView, brackets: bool) -> None:
+    for (trained, vision), pieces in groupby(view.pieces, key=lambda piece: (piece.trained, piece.vision)):
+        words = "".join(map(shortened, pieces))
+        style = _TRAINED if trained else _VISION if vision else ""
+        text.append(f"[[{words}]]" if brackets and trained else words, style)
+
+
+def shortened(piece: Piece) -> str:
+    """A piece's text with escapes; for a run of vision tokens, one token and their number."""
+    text = visible(piece.text)
+    return f"{text} x {len(piece.ids)}" if piece.vision and len(piece.ids) > 1 else text
+
+
+def headlines(view: SampleView) -> Iterator[str]:
+    """Lines before a sample's text."""
+    share = view.num_trained / max(view.num_tokens, 1)
+    nothing = "" if view.num_trained else ": nothing to train on"
+    yield f"{view.num_tokens:,} tokens, {view.num_trained:,} trained on ({share:.1%}){nothing}"
+    for number, picture in enumerate(view.pictures, start=1):
+        yield f"{picture.kind} {number}: {describe(picture)}"
+
+
+def describe(picture: Picture) -> str:
+    """Size and grid of an image or video."""
+    grid = " x ".join(map(str, picture.grid))
+    size = f"{picture.width} x {picture.height} pixels (width x height)"
+    return f"{size}, {picture.num_tokens:,} tokens, grid {grid} (time x height x width)"
+
+
+def summary(inspection: Inspection) -> dict[str, str]:
+    """The figures, each with its name."""
+    lengths, fills, spread = inspection.lengths, inspection.row_fills, _spread(inspection.lengths)
+    shown, total, rows = len(inspection.samples), inspection.num_samples, len(fills)
+    kind = "packed" if inspection.pack else "padded, one sample each"
+    return {
+        "samples": f"{total:,}: {shown:,} shown, {len(lengths):,} measured",
+        "tokens": "min {min:,}, median {median:,g}, mean {mean:,.1f}, max {max:,}".format(**spread)
+        if spread
+        else "none measured",
+        "trained on": f"{inspection.trained_share:.1%} of the tokens of the samples shown",
+        "too long": f"{inspection.too_long:,} of {len(lengths):,} for a row of {inspection.seq_length:,} tokens",
+        "rows": f"{rows:,} of the samples measured, {kind}: {inspection.fill:.1%} real tokens" if rows else "none",
+        "errors": f"{len(inspection.errors):,}",
+    }
+
+
+def _spread(lengths: Sequence[int]) -> dict[str, float] | None:
+    if not lengths:
+        return None
+    return {"min": min(lengths), "median": median(lengths), "mean": mean(lengths), "max": max(lengths)}
+
+
+def as_json(inspection: Inspection) -> str:
+    """Everything except pixels, as one object."""
+    lengths = inspection.lengths
+    found = {
+        "num_samples": inspection.num_samples,
+        "seq_length": inspection.seq_length,
+        "pack": inspection.pack,
+        "trained_share": inspection.trained_share,
+        "length": _spread(lengths),
+        "too_long": inspection.too_long,
+        "num_rows": len(inspection.row_fills),
+        "fill": inspection.fill,
+        "num_errors": len(inspection.errors),
+        "errors": [{"sample_id": sample_id, "message": message} for sample_id, message in inspection.errors],
+        "samples": [_sample_json(view) for view in inspection.samples],
+        "lengths": list(lengths),
+        "row_fills": list(inspection.row_fills),
+    }
+    return json.dumps(found, indent=2)
+
+
+def _sample_json(view: SampleView) -> dict[str, Any]:
+    return {
+        "sample_id": view.sample_id,
+        "num_tokens": view.num_tokens,
+        "num_trained": view.num_trained,
+        "pictures": [
+            {
+                "kind": picture.kind,
+                "grid": list(picture.grid),
+                "height": picture.height,
+                "width": picture.width,
+                "num_tokens": picture.num_tokens,
+            }
+            for picture in view.pictures
+        ],
+        "pieces": [_piece_json(piece) for piece in view.pieces],
+    }
+
+
+def _piece_json(piece: Piece) -> dict[str, Any]:
+    common = {"text": piece.text, "trained": piece.trained}
+    return common | ({"id": piece.ids[0], "count": len(piece.ids)} if piece.vision else {"ids": list(piece.ids)})
+
+
+_MOST_PAGE_ERRORS = 100
 _MOST_FRAMES = 16
 _MOST_PNG_PIXELS = 2**16  # larger images take far less space as JPEG
 _MOST_OPEN = 1500  # pieces of a sample that is not folded
@@ -31,7 +206,7 @@ _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 340, 200, 44, 36, 40
 _TURN = "<|im_start|>"
 _ROLES = ("system", "user", "assistant", "tool")
 
-_HEAD = """<!DOCTYPE html>
+_PAGE_HEAD = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
@@ -100,7 +275,7 @@ def write_html(inspection: Inspection, path: Path, title: str, model: str | None
 def html_parts(inspection: Inspection, title: str, model: str | None = None) -> Iterator[str]:
     """The page's HTML in parts; arguments as for `write_html`."""
     of_model = f" for {model}" if model else ""
-    yield _HEAD.format(
+    yield _PAGE_HEAD.format(
         title=_escaped(f"{title}{of_model}, rows of {inspection.seq_length:,} tokens"),
         roles="\n".join(
             f".{role} {{ border-color: var(--{role}) }} b.{role} {{ color: var(--{role}) }}" for role in _ROLES
@@ -109,14 +284,14 @@ def html_parts(inspection: Inspection, title: str, model: str | None = None) -> 
     )
     rows = (f"<tr><th>{name}</th><td>{_escaped(value)}</td></tr>\n" for name, value in summary(inspection).items())
     yield f"<table>\n{''.join(rows)}</table>\n"
-    for message in without_repeated_advice(message for _, message in inspection.errors[:MOST_ERRORS]):
+    for message in without_repeated_advice(message for _, message in inspection.errors[:_MOST_PAGE_ERRORS]):
         yield f'<p class="error">{_escaped(message)}</p>\n'
-    if len(inspection.errors) > MOST_ERRORS:
-        yield f'<p class="error">and {len(inspection.errors) - MOST_ERRORS} more</p>\n'
+    if len(inspection.errors) > _MOST_PAGE_ERRORS:
+        yield f'<p class="error">and {len(inspection.errors) - _MOST_PAGE_ERRORS} more</p>\n'
     yield _histogram("samples", "tokens of a sample", inspection.lengths, limit=inspection.seq_length)
     yield _histogram("rows", "% of a row that is real tokens", [100 * fill for fill in inspection.row_fills])
     for view in inspection.samples:
-        yield from _sample(view, inspection.seq_length)
+        yield from _section(view, inspection.seq_length)
     yield "</body></html>\n"
 
 
@@ -124,7 +299,7 @@ def _escaped(text: str) -> str:
     return escape(visible(text))
 
 
-def _sample(view: SampleView, seq_length: int) -> Iterator[str]:
+def _section(view: SampleView, seq_length: int) -> Iterator[str]:
     yield f"<section><h2>{_escaped(view.sample_id)}</h2>\n<p>{_escaped(next(iter(headlines(view))))}</p>\n"
     fits = view.num_tokens <= seq_length
     if not fits:
@@ -134,7 +309,7 @@ def _sample(view: SampleView, seq_length: int) -> Iterator[str]:
     shown = " open" if fits and len(view.pieces) <= _MOST_OPEN else ""
     yield f'<details{shown}><summary>{view.num_tokens:,} tokens</summary><div class="text">'
     for role, pieces in _turns(view.pieces):
-        yield f'<div class="turn {role}">{"".join(map(_piece, pieces))}</div>'
+        yield f'<div class="turn {role}">{"".join(map(_span, pieces))}</div>'
     yield "</div></details></section>\n"
 
 
@@ -149,7 +324,7 @@ def _turns(pieces: Sequence[Piece]) -> Iterator[tuple[str, Sequence[Piece]]]:
         yield role if role in _ROLES else "", turn
 
 
-def _piece(piece: Piece) -> str:
+def _span(piece: Piece) -> str:
     kinds = [name for name, holds in (("on", piece.trained), ("vision", piece.vision)) if holds]
     ids = f"{piece.ids[0]}, {len(piece.ids)} times" if piece.vision else " ".join(map(str, piece.ids))
     title = f"{ids}: {'trained on' if piece.trained else 'not trained on'}"
