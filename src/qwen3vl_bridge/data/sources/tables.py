@@ -16,7 +16,7 @@ import importlib
 from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.media.images import MediaAccess
+from qwen3vl_bridge.data.media.media_access import MediaAccess
 from qwen3vl_bridge.data.schemas.columns import Columns, Schema, read_by
 from qwen3vl_bridge.data.schemas.conversations import PARTS, Conversation, conversation_of
 from qwen3vl_bridge.data.schemas.media_keys import MEDIA_KEYS, unread_media
