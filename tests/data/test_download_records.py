@@ -7,8 +7,7 @@ from qwen3vl_bridge import Qwen3VLConversationProvider
 from qwen3vl_bridge.cli.data import main
 from qwen3vl_bridge.data import DataError, open_source
 from qwen3vl_bridge.data.errors import Unreachable
-from qwen3vl_bridge.data.media.download_record import DownloadRecord
-from qwen3vl_bridge.data.media.url_cache import UrlCache, digest_of
+from qwen3vl_bridge.data.media.media_access import DownloadRecord, UrlCache, digest_of
 from qwen3vl_bridge.data.packing import sample_sizes
 from qwen3vl_bridge.data.sources.fingerprints import check_alike
 
@@ -234,9 +233,10 @@ def test_a_record_knows_what_it_was_made_of(tmp_path):
     assert again == record and DownloadRecord.read(tmp_path, "other") == DownloadRecord()
     assert [digest_of(address) in again for address in addresses] == [True, False] * 100
     assert digest_of("http://a/0.png#top") in again
-    assert str(record).startswith("without 100 of 300 addresses (")
+    whole = DownloadRecord(300, 0, record.given_up)
+    assert whole.mark("data", "here").startswith("data, without 100 of 300 addresses (")
     (file,) = (tmp_path / "records").iterdir()
-    for damaged in (b"", b"[]", b'{"version": 2}', file.read_bytes().replace(b'": "', b'": "ab')):
+    for damaged in (b"", b"[]", b'{"total": 1}', file.read_bytes().replace(b'["', b'["a')):
         file.write_bytes(damaged)
         with pytest.raises(DataError, match=r"cannot read what was downloaded .* download of these data mends it"):
             DownloadRecord.read(tmp_path, "data")

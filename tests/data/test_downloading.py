@@ -14,8 +14,7 @@ import qwen3vl_bridge
 from qwen3vl_bridge.cli.data import main
 from qwen3vl_bridge.data import Columns, DataError, JsonLines, open_source
 from qwen3vl_bridge.data.errors import Unreachable
-from qwen3vl_bridge.data.media.images import MediaAccess
-from qwen3vl_bridge.data.media.url_cache import UrlCache, default_cache
+from qwen3vl_bridge.data.media.media_access import MediaAccess, UrlCache, find
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -228,9 +227,9 @@ def test_the_folder_is_the_users_unless_told_otherwise(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert UrlCache().path_of("http://a/1.png").is_relative_to(tmp_path / "xdg/qwen3vl_bridge/media")
     with pytest.raises(Unreachable, match=f"no download of it in {tmp_path}/xdg/qwen3vl_bridge/media"):
-        MediaAccess().downloaded("http://a/1.png", "here")
+        find("http://a/1.png", MediaAccess(), "here")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert default_cache() == Path.home() / ".cache/qwen3vl_bridge/media"
+    assert UrlCache().root == Path.home() / ".cache/qwen3vl_bridge/media"
 
 
 def test_a_damaged_word_of_a_failure_is_tried_again(server, run, tmp_path):

@@ -16,7 +16,7 @@ _PUBLIC = {
     "HubDataset": "qwen3vl_bridge.data.sources.hub",
     "JsonLines": "qwen3vl_bridge.data.sources.opening",
     "JsonList": "qwen3vl_bridge.data.sources.opening",
-    "MediaAccess": "qwen3vl_bridge.data.media.images",
+    "MediaAccess": "qwen3vl_bridge.data.media.media_access",
     "Mixture": "qwen3vl_bridge.data.sources.mixture",
     "NumberedOrder": "qwen3vl_bridge.data.packing.row_plan",
     "PackedRows": "qwen3vl_bridge.data.packing.packed_rows",

@@ -13,8 +13,7 @@ from qwen3vl_bridge.data.errors import Changed, DataError, Unreachable
 from qwen3vl_bridge.data.loading.batch_stream import BatchStream, one_pass
 from qwen3vl_bridge.data.loading.row_dataset import Balance, RowDataset, RowSettings
 from qwen3vl_bridge.data.loading.streamed_rows import StreamedRows
-from qwen3vl_bridge.data.media.images import MediaAccess
-from qwen3vl_bridge.data.media.url_cache import UrlCache
+from qwen3vl_bridge.data.media.media_access import MediaAccess, UrlCache
 from qwen3vl_bridge.data.packing.packed_rows import PackedRows
 from qwen3vl_bridge.data.packing.sample_sizes import notes_of_job, sizes_of_job
 from qwen3vl_bridge.data.row_settings import SPLITS, ConversationRows

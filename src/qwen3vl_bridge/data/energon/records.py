@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.media.images import MediaAccess
+from qwen3vl_bridge.data.media.media_access import MediaAccess
 from qwen3vl_bridge.data.schemas.conversations import Conversation, conversation_of
 from qwen3vl_bridge.data.schemas.placeholders import RATE, stored
 from qwen3vl_bridge.data.schemas.record_schemas import Schema, read_by

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.media.images import FrameList, Media, Video, check_pixels, describe, image_size, load_image
+from qwen3vl_bridge.data.media.images import check_pixels, image_size, load_image
+from qwen3vl_bridge.data.media.media_access import FrameList, Media, Video, describe
 
 import numpy as np
 import torch

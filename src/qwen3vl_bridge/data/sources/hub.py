@@ -10,10 +10,9 @@ from typing import Any, Self
 from urllib.parse import unquote
 
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.media.images import MediaRoot, media_access
+from qwen3vl_bridge.data.media.media_access import MediaRoot, media_access
 from qwen3vl_bridge.data.schemas.conversations import Conversation
 from qwen3vl_bridge.data.schemas.record_schemas import Schema, marked
-from qwen3vl_bridge.data.sources.recorded_media import recorded, with_downloads
 from qwen3vl_bridge.data.sources.tables import columns_of, conversation_in, library
 
 HUB = "hf://"
@@ -113,7 +112,7 @@ class HubDataset:
         columns = columns_of(dataset.features.arrow_schema, name, schema)
         self._rows = dataset.select_columns(columns).with_format("arrow")
         self.recorded_as, self._fingerprint = marked(recorded_as or dataset._fingerprint, schema), dataset._fingerprint
-        self.media = recorded(media_access(media_root, None), self.recorded_as)
+        self.media = media_access(media_root, None).of_data(self.recorded_as)
 
     @classmethod
     def saved(cls, folder: str | Path, media_root: MediaRoot = None, schema: Schema | None = None) -> HubDataset:
@@ -173,7 +172,7 @@ class HubDataset:
         Raises:
             Unreachable: the download is not complete.
         """
-        return with_downloads(marked(self._fingerprint, self._schema), self.media, self.name)
+        return self.media.mark(marked(self._fingerprint, self._schema), self.name)
 
     def __getitem__(self, index: int) -> Conversation:
         """Read one conversation.

@@ -21,11 +21,10 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from qwen3vl_bridge.data.errors import DataError, Unreachable
-from qwen3vl_bridge.data.media.images import MediaRoot, media_access
+from qwen3vl_bridge.data.media.media_access import MediaRoot, media_access
 from qwen3vl_bridge.data.schemas.conversations import Conversation
 from qwen3vl_bridge.data.schemas.record_schemas import Schema, marked
 from qwen3vl_bridge.data.sources.hub import load_named
-from qwen3vl_bridge.data.sources.recorded_media import recorded, with_downloads
 from qwen3vl_bridge.data.sources.tables import columns_of, conversation_in, library
 
 import numpy as np
@@ -91,7 +90,7 @@ class StreamedDataset:
             # Undo what the library does for data sets of the hub: decoding ahead, in threads.
             dataset = dataset.decode(False).select_columns(columns_of(dataset.features.arrow_schema, name, schema))
         # Of one of the hub as `HubDataset` has it: downloads go through it by number.
-        self.name, self.media = name, recorded(media_access(media_root, None), marked(name, schema))
+        self.name, self.media = name, media_access(media_root, None).of_data(marked(name, schema))
         self._dataset, self._seed, self._buffer_size, self._keep = dataset, seed, buffer_size, keep
         self._schema = schema
         self._part: tuple[int, int] | None = None
@@ -202,7 +201,7 @@ class StreamedDataset:
         if self._seed is not None:
             version = library("datasets", self.name).__version__
             parts.append(f"seed {self._seed} in buffers of {self._buffer_size} by datasets {version}")
-        return with_downloads(marked(", ".join(parts), self._schema), self.media, self.name)
+        return self.media.mark(marked(", ".join(parts), self._schema), self.name)
 
     def __getitem__(self, number: int) -> Conversation:
         """Read one conversation.

@@ -10,7 +10,7 @@ import logging
 import math
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from itertools import accumulate
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.media.images import MediaAccess
+from qwen3vl_bridge.data.media.media_access import MediaAccess, UrlCache
 from qwen3vl_bridge.data.packing.row_plan import MixedOrder
 from qwen3vl_bridge.data.schemas.conversations import Conversation
 from qwen3vl_bridge.data.schemas.record_schemas import Columns, named_schema, one_schema
@@ -145,7 +145,7 @@ def _name_of(path: str) -> str:
     return next((part for part in reversed(parts) if part.strip("/.") and part not in _UNNAMING), path)
 
 
-def open_mixture(sets: Sequence[MixedSet], split: str, addresses: Callable[[str, str], Path] | None = None) -> Mixture:
+def open_mixture(sets: Sequence[MixedSet], split: str, addresses: UrlCache | None = None) -> Mixture:
     """The data sets' conversations of a split. Weights and epochs apply to training; other splits are read as they are.
 
     Args:

@@ -8,17 +8,16 @@ import mmap
 import re
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.media.images import MediaAccess, MediaRoot, media_access
+from qwen3vl_bridge.data.media.media_access import MediaAccess, MediaRoot, UrlCache, media_access
 from qwen3vl_bridge.data.schemas.conversations import Conversation, conversation_of
 from qwen3vl_bridge.data.schemas.record_schemas import Columns, Schema, marked, named_schema, one_schema, read_by
 from qwen3vl_bridge.data.sources.hub import HUB, HubDataset
 from qwen3vl_bridge.data.sources.parquet import Parquet
-from qwen3vl_bridge.data.sources.recorded_media import recorded, with_downloads
 from qwen3vl_bridge.io.parsing import parse_record
 
 # White space, words and whole strings up to the next bracket, an unclosed quotation mark, or the end.
@@ -79,11 +78,11 @@ class _JsonFile(ABC):
         Raises:
             Unreachable: the download is not complete.
         """
-        return with_downloads(self.recorded_as, self.media, str(self.path))
+        return self.media.mark(self.recorded_as, str(self.path))
 
     def _digested(self, digest: str) -> None:
         self.recorded_as = marked(digest[:16], self._schema)
-        self.media = recorded(self.media, self.recorded_as)
+        self.media = self.media.of_data(self.recorded_as)
 
     def __getitem__(self, index: int) -> Conversation:
         """Read one conversation.
@@ -225,7 +224,7 @@ def open_source(
     path: str | Path,
     media_root: str | Path | Sequence[str | Path] | None = None,
     *,
-    addresses: Callable[[str, str], Path] | None = None,
+    addresses: UrlCache | None = None,
     schema_adapter: str | None = None,
     columns: Columns | None = None,
 ) -> ConversationSource:

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.media.images import MediaRoot, media_access
+from qwen3vl_bridge.data.media.media_access import MediaRoot, media_access
 from qwen3vl_bridge.data.schemas.conversations import Conversation
 from qwen3vl_bridge.data.schemas.record_schemas import Schema, marked
 from qwen3vl_bridge.data.sources.parquet_digest import ParquetDigest
-from qwen3vl_bridge.data.sources.recorded_media import recorded, with_downloads
 from qwen3vl_bridge.data.sources.tables import columns_of, conversation_in, library
 
 logger = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ class Parquet:
         self._len = rows
         with _readable(self.path):
             self.recorded_as = marked(f"{rows} rows, {digest.hexdigest()}", schema)
-        self.media = recorded(self.media, self.recorded_as)
+        self.media = self.media.of_data(self.recorded_as)
         self._cache: dict[int, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -90,7 +89,7 @@ class Parquet:
         Raises:
             Unreachable: the download is not complete.
         """
-        return with_downloads(self.recorded_as, self.media, str(self.path))
+        return self.media.mark(self.recorded_as, str(self.path))
 
     def __getitem__(self, index: int) -> Conversation:
         """Read one conversation.

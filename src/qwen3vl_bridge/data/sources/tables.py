@@ -16,9 +16,9 @@ import importlib
 from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.media.images import MediaAccess
+from qwen3vl_bridge.data.media.media_access import MediaAccess
 from qwen3vl_bridge.data.schemas.conversations import PARTS, Conversation, conversation_of
-from qwen3vl_bridge.data.schemas.placeholders import unread_media
+from qwen3vl_bridge.data.schemas.placeholders import MEDIA_KEYS, unread_media
 from qwen3vl_bridge.data.schemas.record_schemas import Columns, NamedSchema, Schema, read_by
 from qwen3vl_bridge.data.schemas.spellings import KEYS
 from qwen3vl_bridge.io.parsing import parse_record
@@ -103,7 +103,9 @@ def columns_of(table: Any, place: str, schema: Schema | None = None) -> list[str
     for field in others:
         if _holds_files(field.type, place):
             raise DataError(place, unread_media(field.name, table.names))
-    return [*read, *(field.name for field in others if _holds_text(field.type, place))]
+    # If no other column has media, objects are read too, because they may contain some.
+    within = not any((columns.key_of(name) or name) in MEDIA_KEYS for name in read)
+    return [*read, *(field.name for field in others if _holds_text(field.type, place, within=within))]
 
 
 def _holds_files(kind: Any, place: str) -> bool:
@@ -115,10 +117,12 @@ def _holds_files(kind: Any, place: str) -> bool:
     return types.is_binary(kind) or types.is_large_binary(kind)
 
 
-def _holds_text(kind: Any, place: str) -> bool:
-    """Whether values of an Arrow type are texts, which may be names of media."""
+def _holds_text(kind: Any, place: str, *, within: bool) -> bool:
+    """Whether values of an Arrow type are texts, or objects with texts or files within, if those count."""
     types = library("pyarrow.types", place)
     kind = _item_type(kind, types)
+    if within and types.is_struct(kind):
+        return any(_holds_text(one.type, place, within=True) or _holds_files(one.type, place) for one in kind)
     return types.is_string(kind) or types.is_large_string(kind)
 
 
