@@ -63,15 +63,7 @@ def limits[T](
     expected: T | None = None,
     seeds: Iterable[int] = SEEDS[:3],
 ) -> dict[str, float]:
-    """How far what is compared with a reference may be from it, by name.
-
-    Args:
-        compute: what the reference makes of its inputs.
-        errors: of one result beside another, relative or of numbers near one: no limit is below so many roundings.
-        model: the reference.
-        expected: what `compute` gave already.
-        seeds: of the neighbours of its weights.
-    """
+    """How far what is compared with a reference may be from it, by name."""
     expected = compute() if expected is None else expected
     found = []
     for seed in seeds:

@@ -48,13 +48,7 @@ def forget_models() -> None:
 
 
 def leave(found: Any = None, output: str | Path | None = None, *, writer: int = 0) -> None:
-    """Leave together; one rank writes what was found.
-
-    Args:
-        found: by this rank.
-        output: where to; None to write nothing.
-        writer: the rank that writes.
-    """
+    """Leave together; one rank writes what was found."""
     if output is not None and dist.get_rank() == writer:
         torch.save(found, output)
     dist.barrier()

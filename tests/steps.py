@@ -72,12 +72,7 @@ class Run:
         return self.state.train_state
 
     def fire(self, event: str, **more: Any) -> None:
-        """Call the callbacks that wait for an event of Megatron-Bridge's, as its loop does.
-
-        Args:
-            event: its name.
-            more: what they are given beside the run.
-        """
+        """Call the callbacks that wait for an event of Megatron-Bridge's, as its loop does."""
         if self.callbacks is not None:
             given = (self.state, self.model, self.callbacks.user_state, self.optimizer, self.scheduler)
             self.callbacks.fire(event, CallbackContext(*given, **more))
@@ -95,12 +90,7 @@ def followed(run: Run, callbacks: Sequence[Callback]) -> Iterator[dict[str, Any]
 
 
 def set_up(cfg: ConfigContainer, *, data: bool = True) -> Run:
-    """Everything as before the first step of `finetune()`: checkpoints loaded, data open.
-
-    Args:
-        cfg: a recipe's configuration. It is validated, and completed in place.
-        data: whether there are any; else the run's `stream` is to be set.
-    """
+    """Everything as before the first step of `finetune()`: checkpoints loaded, data open."""
     _join()
     destroy_global_state()  # of a run before
     leave_groups()

@@ -1,8 +1,4 @@
-"""What frameworks set on a provider, as their sources and example configurations have it.
-
-What lives here: the settings, for one GPU. What may not: how they are put on a provider, which is each framework's own,
-in its test.
-"""
+"""What frameworks set on a provider, as their sources and example configurations have it."""
 
 from __future__ import annotations
 

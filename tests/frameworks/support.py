@@ -1,8 +1,4 @@
-"""Batches as RL frameworks make them of samples of different lengths, and what transformers makes of these.
-
-What lives here: what callers have in common. What may not: one caller's own way, which is in its test.
-Legend: B samples, S tokens of the longest, T of the packed row, cp context-parallel ranks.
-"""
+"""Batches as RL frameworks make them of samples of different lengths, and what transformers makes of these."""
 
 from __future__ import annotations
 
@@ -135,13 +131,7 @@ def worst(found: list[Tensor], expected: list[Tensor]) -> float:
 
 
 def gradient_error(bridge: Any, model: nn.Module, expected: dict[str, Tensor]) -> float:
-    """Of a model's gradients under transformers' names, each relative to its largest entry.
-
-    Args:
-        bridge: translates; the conversion is linear, so gradients go through it as weights do.
-        model: whose parameters have `main_grad` or `grad`.
-        expected: of transformers.
-    """
+    """Of a model's gradients under transformers' names, each relative to its largest entry."""
     parameters = list(model.parameters())
     weights = [p.data for p in parameters]
     for p in parameters:

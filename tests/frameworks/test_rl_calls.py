@@ -192,11 +192,7 @@ def test_ms_swifts_rows(pair, samples):
     seen = torch.ones(len(samples), room, room).bool().tril() & rows.attention_mask.bool()[:, None, :]
     labels = rows.labels.masked_fill(rows.loss_mask == 0, -100)
     losses = no_grad(
-        pair.megatron,
-        input_ids=rows.input_ids,
-        attention_mask=~seen[:, None],
-        labels=labels,
-        **rows.pixels,
+        pair.megatron, input_ids=rows.input_ids, attention_mask=~seen[:, None], labels=labels, **rows.pixels
     )
     expected = rows.real(reference_logits(pair, rows))
     wanted = F.cross_entropy(expected, rows.real(rows.labels), reduction="none") * rows.real(rows.loss_mask)

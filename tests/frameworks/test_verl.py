@@ -25,10 +25,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
-from megatron.core.dist_checkpointing.strategies.torch import (
-    TorchDistLoadShardedStrategy,
-    TorchDistSaveShardedStrategy,
-)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -73,10 +70,7 @@ def make_engine(folder, *, overrides=None, ddp=False) -> Engine:
     """As MegatronEngine._build_tf_config, make_megatron_module and _build_megatron_module."""
     bridge = AutoBridge.from_hf_pretrained(str(folder), trust_remote_code=False)
     provider = bridge.to_megatron_provider(load_weights=False)
-    provider.apply_overrides_and_finalize(
-        dtype=torch.float32,
-        overrides=VERL | (overrides or {}),
-    )
+    provider.apply_overrides_and_finalize(dtype=torch.float32, overrides=VERL | (overrides or {}))
     ddp_config = create_ddp_config(
         wrap_with_ddp=ddp,
         use_distributed_optimizer=False,

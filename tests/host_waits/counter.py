@@ -1,8 +1,5 @@
 """Counts where a training step would make the host wait for a GPU, on a machine without one.
 
-What lives here: the counter. What may not: which operations wait (`operations.py`), whose line a wait is (`places.py`),
-models and batches (`on_ranks.py`, `upstream.py`, `test_host_waits.py`).
-
 All numbers are computed on the CPU. But while the counter is on, tensors that would be on a GPU say that they are on
 "cuda:0", and whoever makes or moves a tensor there gets one of these; streams and events do nothing, and pinned memory
 is any memory that was asked for as such. A storage is on the GPU when
@@ -62,9 +59,6 @@ _OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scat
 
 class HostWaits:
     """The waits of a block: `with HostWaits(model) as waits: ...`.
-
-    Args:
-        on_gpu: modules, optimizers' states, dataclasses of tensors or tensors that are on the GPU in the beginning.
 
     Attributes:
         waited: how many waits there were in all.

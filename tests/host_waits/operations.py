@@ -1,7 +1,4 @@
-"""Operations of torch that make the host wait, by their names and arguments.
-
-What lives here: which they are, forward or backward. What may not: where tensors are, and counting (`counter.py`).
-"""
+"""Operations of torch that make the host wait, by their names and arguments."""
 
 from __future__ import annotations
 
@@ -37,15 +34,7 @@ def storage(tensor: Tensor) -> int | None:
 def waits_for(
     name: str, args: tuple, kwargs: dict[str, Any], is_on_gpu: Callable[[Any], bool], *, copies: bool
 ) -> str | None:
-    """What the host waits for in an operation one of whose tensors is on the GPU; None: for nothing.
-
-    Args:
-        name: of the operation, without its overload.
-        args: of it.
-        kwargs: of it.
-        is_on_gpu: whether a tensor is there.
-        copies: whether a copy is one that the program asked for.
-    """
+    """What the host waits for in an operation one of whose tensors is on the GPU; None: for nothing."""
     if name in _SIZED_BY_VALUES:
         return name
     if name == "equal":

@@ -1,8 +1,4 @@
-"""Waits, and the line that each is of.
-
-What lives here: packages, the innermost line of one in the stack, what was seen. What may not: what a wait is
-(`counter.py`).
-"""
+"""Waits, and the line that each is of."""
 
 from __future__ import annotations
 

@@ -130,13 +130,7 @@ OWN_BUFFERS = frozenset({"pipeline_parallel/schedules.py:custom_backward"})
 
 
 def check(found: dict[str, Seen], allowed: frozenset[str] = frozenset(), mixed: frozenset[str] = frozenset()) -> None:
-    """Ours are none but those that are allowed, and figures where they are taken; nothing is done with host tensors.
-
-    Args:
-        found: in a step, and in one that takes figures.
-        allowed: functions that may wait.
-        mixed: functions in which tensors on the GPU may meet those of the host.
-    """
+    """Ours are none but those that are allowed, and figures where they are taken; nothing is done with host tensors."""
     ours = {which: {wait.function for wait in seen.of_us()} for which, seen in found.items()}
     assert not ours["step"] - allowed, found["step"].of_us()
     assert not ours["figures"] - allowed - FIGURES, found["figures"].of_us()

@@ -1,7 +1,5 @@
 """Megatron-Bridge's own Qwen3-VL and its own step, counted on the batch that ours is counted on.
 
-What lives here: a pass of its model. What may not: building it (`tests/model/checkpoints/stock_models.py`), ours.
-
 Its layers are Transformer Engine's, which is not there; megatron-core's local ones stand in their place, with torch's
 attention, whose own questions for the lengths of segments are not counted. All else is its code: what moves a batch,
 its step, the model around the layers.

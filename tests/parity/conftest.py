@@ -112,13 +112,7 @@ class Pair:
 
 
 def make_pair(folder, reference_folder=None, **provider_fields) -> Pair:
-    """Load a Hugging Face folder on both sides through the public interface.
-
-    Args:
-        folder: what the Megatron model is made from.
-        reference_folder: what transformers reads, where it cannot read `folder`.
-        provider_fields: settings beside those of the folder.
-    """
+    """Load a Hugging Face folder on both sides through the public interface."""
     import qwen3vl_bridge  # noqa: F401  (registers)
     from qwen3vl_bridge.training.process_groups import initialize
 

@@ -1,8 +1,5 @@
 """Transformers' modules as plain torch computes them, whichever kernels are installed.
 
-What lives here: what is withheld from transformers while it builds a reference. What may not: building it
-(`conftest.py`).
-
 Where flash-linear-attention and causal-conv1d are installed, transformers' Qwen3.5 takes their kernels for the gated
 delta rule, the convolution and the gated norm. They may round products to TF32 on a GPU, and then a reference in
 float32 would be no more exact than what is compared with it; and they do not run on a CPU. Its layers look the kernels
@@ -28,11 +25,7 @@ KERNELS = (
 
 @contextmanager
 def torch_linear_attention() -> Iterator[None]:
-    """Have transformers' models that are built in the body compute linear attention by torch alone.
-
-    Raises:
-        AttributeError: a module of transformers has no kernel of such a name.
-    """
+    """Have transformers' models that are built in the body compute linear attention by torch alone."""
     with ExitStack() as stack:
         for module in map(importlib.import_module, MODULES):
             for name in KERNELS:

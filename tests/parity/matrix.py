@@ -82,13 +82,7 @@ def cases(ranks: int, topologies: dict[str, Topology] = TOPOLOGIES) -> list[Case
 
 
 def some_cases(ranks: int, each: int, *, both: bool) -> list[Case]:
-    """So many of each topology, others from one to the next, so that each kind comes up often.
-
-    Args:
-        ranks: of the topologies.
-        each: cases of a topology and family.
-        both: families where a topology has both; else one of them, by turns.
-    """
+    """So many of each topology, others from one to the next, so that each kind comes up often."""
     groups: dict[str, dict[str, list[Case]]] = defaultdict(lambda: defaultdict(list))
     for case in cases(ranks):
         groups[case[1]][case[0]].append(case)

@@ -40,13 +40,7 @@ from .topologies import MODULES, TOPOLOGIES, Topology, split_by
 
 
 def configuration(folder: str, topology: Topology, balance: float = 0.0) -> Any:
-    """The digits recipe with the reference's optimizer, for a model that is split.
-
-    Args:
-        folder: of Hugging Face.
-        topology: how it is split.
-        balance: coefficient of the experts' balancing loss, which the reference has not.
-    """
+    """The digits recipe with the reference's optimizer, for a model that is split."""
     cfg = set_paths(qwen3_vl_digits_sft_config(), hf_path=folder, data_path="unused")
     cfg.mixed_precision = None
     cfg.logger.tensorboard_dir = None
@@ -72,14 +66,7 @@ def configuration(folder: str, topology: Topology, balance: float = 0.0) -> Any:
 
 
 def layout_of(samples: list[Sample], *, packed: bool, multiple: int, tokens: int | None) -> SequenceLayout:
-    """Packed with padding behind each document and behind all; or rows, the longest of which is padded too.
-
-    Args:
-        samples: a microbatch.
-        packed: one row for all.
-        multiple: what segments are padded to.
-        tokens: of all rows, or None for what they need.
-    """
+    """Packed with padding behind each document and behind all; or rows, the longest of which is padded too."""
     lengths = [len(sample.ids) for sample in samples]
     if packed:
         even = sum(-(-length // multiple) * multiple for length in lengths)
@@ -142,11 +129,6 @@ class Split:
         """The largest error of any tensor, as `worst` has it, where the model cannot be exported whole.
 
         What is expected is loaded where the weights are, by Megatron-Bridge; then each rank compares its own.
-
-        Args:
-            found: for each of this rank's parameters.
-            folder: Hugging Face tensors that were expected.
-            scale: as `worst`'s.
         """
         before = [p.clone() for p in self.parameters]
         self.bridge.load_hf_weights(self.run.model, hf_path=folder)

@@ -55,17 +55,7 @@ def write_settings(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def train_reference(folder: Path, content: str, seed: int | None = None) -> dict[str, Any]:
-    """Two steps of AdamW.
-
-    Args:
-        folder: of the model.
-        content: of `MATRIX_CONTENTS`.
-        seed: of neighbours of the model's weights, to begin with these.
-
-    Returns:
-        `losses`: the mean loss of each step; `norms`: of the gradient, before it is clipped; `gradients` of the first
-        step and `weights` after the last, by name.
-    """
+    """Two steps of AdamW."""
     from transformers import AutoModelForImageTextToText
 
     with torch_linear_attention():
@@ -132,11 +122,7 @@ def errors(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
 
 
 def write_references(folder: Path, contents: Iterable[str] = tuple(MATRIX_CONTENTS)) -> dict[str, float]:
-    """Put what runs of a model are compared with beside it.
-
-    Returns:
-        Limits of the errors of all contents: some have little noise by chance.
-    """
+    """Put what runs of a model are compared with beside it."""
     noises, contents = [], list(contents)
     for number, content in enumerate(contents):
         reference = train_reference(folder, content)

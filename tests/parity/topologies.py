@@ -76,14 +76,7 @@ TOPOLOGIES = {
 
 
 def modules(vision: int, language: int, vision_tensor: int = 1, **fields: Any) -> dict[str, Any]:
-    """Fields of vision and language on ranks of their own.
-
-    Args:
-        vision: ranks of the tower.
-        language: of the rest.
-        vision_tensor: those of the tower that share a layer.
-        fields: of the provider beside.
-    """
+    """Fields of vision and language on ranks of their own."""
     split = DistTrainConfig(
         use_dist_train=True,
         vision_world_size=vision,
@@ -112,12 +105,7 @@ MODULES = {
 
 
 def split_by(cfg: Any, fields: dict[str, Any]) -> None:
-    """Split a run's model, with the groups that its modules need.
-
-    Args:
-        cfg: the run's configuration.
-        fields: of its provider.
-    """
+    """Split a run's model, with the groups that its modules need."""
     for name, value in fields.items():
         assert hasattr(cfg.model, name), name
         setattr(cfg.model, name, value)

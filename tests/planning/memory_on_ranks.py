@@ -43,9 +43,7 @@ def one_batch(split: Split):
     samples = [sample for seed in (1, 2) for sample in make_samples("image and video", split.hf_config, seed)]
     multiple = 2 * groups.cp.size() * groups.tp.size()
     return make_batch(
-        samples,
-        split.hf_config,
-        layout=layout_of(samples, packed=True, multiple=multiple, tokens=split.tokens),
+        samples, split.hf_config, layout=layout_of(samples, packed=True, multiple=multiple, tokens=split.tokens)
     )
 
 

@@ -40,13 +40,7 @@ class MTPReference(nn.Module):
 
 
 def run_with_mtp(model: nn.Module, samples: list[Sample], factor: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of the losses of tokens, and of these and `factor` times those of multi-token prediction.
-
-    Args:
-        model: transformers', with an `MTPReference` as its `mtp`.
-        samples: each is run alone.
-        factor: what the second weigh.
-    """
+    """Sums of the losses of tokens, and of these and `factor` times those of multi-token prediction."""
     seen = {}
     text = model.model.language_model
     hooks = [

@@ -1,9 +1,4 @@
-"""Megatron-Bridge's own Qwen3.5-VL on a machine without Transformer Engine.
-
-What lives here: its classes with megatron-core's local layers in the place of Transformer Engine's, and its mapping's
-values, as `tests/model/checkpoints/stock_models.py` has them of Qwen3-VL. What may not: saving and loading; computing
-with such a model, whose norms are others while it is built.
-"""
+"""Megatron-Bridge's own Qwen3.5-VL on a machine without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -62,13 +57,7 @@ def module_of(model: nn.Module, name: str) -> nn.Module:
 
 
 def stock_values(folder: Path, model: nn.Module, names: list[str]) -> dict[str, torch.Tensor]:
-    """What its mappings make of a folder's tensors, by the names of the local layer spec.
-
-    Args:
-        folder: of Hugging Face.
-        model: with these parameters, of its own or ours.
-        names: of parameters, in Transformer Engine's spelling.
-    """
+    """What its mappings make of a folder's tensors, by the names of the local layer spec."""
     stored, registry = load_file(folder / "model.safetensors"), stock_bridge(folder).mapping_registry()
     values = {}
     for name in names:

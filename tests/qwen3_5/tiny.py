@@ -160,18 +160,7 @@ def make_checkpoint(
     mtp: ExpertLayout | None = None,
     **changes: Any,
 ) -> Path:
-    """A random model and its processor as a Hugging Face folder.
-
-    Args:
-        folder: where to.
-        seed: of the weights.
-        moe: whether layers have experts.
-        tied: whether the output layer is the input embedding.
-        packed: experts of a layer in one tensor, as in released files; else one each, as transformers saves them.
-        mtp: how it holds experts of multi-token prediction, with which released files come; None for a file without
-            MTP, as transformers saves it, whose configuration speaks of it all the same.
-        changes: fields of the text configuration.
-    """
+    """A random model and its processor as a Hugging Face folder."""
     config = make_config(moe=moe, tied=tied, **changes)
     model = (Qwen3_5MoeForConditionalGeneration if moe else Qwen3_5ForConditionalGeneration)(config)
     perturb(model, seed).save_pretrained(folder)
@@ -198,11 +187,6 @@ def in_released_dtypes(folder: Path, target: Path, float32: tuple[str, ...] = FL
     """The model of a folder in the dtypes of released files: bfloat16, and some parameters in float32.
 
     The norms that a checkpoint has less one are made exact then: at least one half.
-
-    Args:
-        folder: of a model in float32.
-        target: the new folder.
-        float32: ends of names; of Qwen3.6 none.
     """
     target.mkdir()
     for file in folder.iterdir():

@@ -196,11 +196,7 @@ LORA = f"{__file__}:with_adapters"
 # Found by giving each setting and their combinations to tiny runs: what ended after the model was built, or said
 # nothing at all.
 REFUSED = [
-    (
-        STAGES,
-        2,
-        "pipeline_model_parallel_size is 2 with ddp.use_megatron_fsdp, expected 1: .* no pipeline stages",
-    ),
+    (STAGES, 2, "pipeline_model_parallel_size is 2 with ddp.use_megatron_fsdp, expected 1: .* no pipeline stages"),
     ([*DDP, *STAGES, "model.overlap_p2p_comm=true"], 2, "overlap_p2p_comm is True .* expected False"),
     ([*DDP, "model.pipeline_model_parallel_size=2"], 2, "variable_seq_lengths is False and the first pipeline stage"),
     (["model.tensor_model_parallel_size=2"], 3, "the run has 3 processes, expected a multiple of 2"),
@@ -215,11 +211,7 @@ REFUSED = [
     (["dist.lazy_mpu_init=true"], 1, "dist.lazy_mpu_init is True, expected False"),
     (["train.micro_batch_size=2"], 1, "train.micro_batch_size is 2 with dataset.pack, expected 1"),
     (["validation.eval_micro_batch_size=2"], 1, "validation.eval_micro_batch_size is 2 with dataset.pack, expected 1"),
-    (
-        [*DDP, "checkpoint.ckpt_format=zarr"],
-        1,
-        "ckpt_format is 'zarr', expected 'torch_dist' or 'f",
-    ),
+    ([*DDP, "checkpoint.ckpt_format=zarr"], 1, "ckpt_format is 'zarr', expected 'torch_dist' or 'f"),
     (
         ["checkpoint.non_persistent_ckpt_type=in_memory"],
         1,
@@ -231,11 +223,7 @@ REFUSED = [
     (["checkpoint.async_save=true"], 1, "async_save is True with .* 'fsdp_dtensor', expected False: .*resiliency-ext"),
     (["scheduler.lr_decay_style=cosin"], 1, "scheduler.lr_decay_style is 'cosin', expected one of .*'cosine'"),
     (["checkpoint.use_checkpoint_args=true"], 1, "use_checkpoint_args is True, expected False: the training loop does"),
-    (
-        ["--recipe", LORA, "peft.target_modules=[linear_qvk]"],
-        1,
-        r"target_modules \['linear_qvk'\] match no linear",
-    ),
+    (["--recipe", LORA, "peft.target_modules=[linear_qvk]"], 1, r"target_modules \['linear_qvk'\] match no linear"),
 ]
 
 

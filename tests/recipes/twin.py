@@ -80,16 +80,7 @@ def pattern(name: str) -> Pattern:
 def twin(
     name: str, folder: str, data: str, *, whole: bool = False, exact: bool = False, save: str | None = None
 ) -> Any:
-    """The configuration of a recipe's twin.
-
-    Args:
-        name: the recipe's.
-        folder: of the tiny checkpoint: sizes and weights.
-        data: conversations.
-        whole: on one process, whatever the recipe says.
-        exact: in float32, where figures can be compared: a tiny model of bfloat16 is mostly rounding.
-        save: where its checkpoint goes; None to save nothing.
-    """
+    """The configuration of a recipe's twin."""
     cfg = set_paths(recipes()[name].function(), hf_path=folder, data_path=data, pretrained_checkpoint=folder)
     split = pattern(name)
     sizes = [1] * len(WAYS) if whole else [split.tensor, split.pipeline, split.context]

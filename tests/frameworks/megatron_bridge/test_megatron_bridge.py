@@ -64,9 +64,7 @@ def state_of(dataset: Any) -> Any:
     """What the steps read of a run's state."""
     checks = SimpleNamespace(check_for_nan_in_loss=True, check_for_spiky_loss=False)
     return SimpleNamespace(
-        timers=_Timers(),
-        straggler_timer=_Timers(),
-        cfg=SimpleNamespace(dataset=dataset, rerun_state_machine=checks),
+        timers=_Timers(), straggler_timer=_Timers(), cfg=SimpleNamespace(dataset=dataset, rerun_state_machine=checks)
     )
 
 
@@ -88,16 +86,10 @@ def reference_loss(pair, batch: dict[str, Any]) -> torch.Tensor:
 STEPS = {
     "qwen3_vl_step, rows": (qwen3_vl_step, {}),
     "qwen3_vl_step, rows and masks": (qwen3_vl_step, dict(skip_getting_attention_mask_from_dataset=False)),
-    "qwen3_vl_step, packed": (
-        qwen3_vl_step,
-        dict(enable_in_batch_packing=True, defer_in_batch_packing_to_step=True),
-    ),
+    "qwen3_vl_step, packed": (qwen3_vl_step, dict(enable_in_batch_packing=True, defer_in_batch_packing_to_step=True)),
     "vlm_step, rows": (vlm_step, {}),
     "vlm_step, rows and masks": (vlm_step, dict(skip_getting_attention_mask_from_dataset=False)),
-    "vlm_step, packed": (
-        vlm_step,
-        dict(enable_in_batch_packing=True, in_batch_packing_pad_to_multiple_of=8),
-    ),
+    "vlm_step, packed": (vlm_step, dict(enable_in_batch_packing=True, in_batch_packing_pad_to_multiple_of=8)),
 }
 
 

@@ -37,13 +37,7 @@ def samples_of(content: str, config) -> list[Sample]:
 
 
 def build(folder: str, *, chunk: int = 0, per_token: bool = True) -> torch.nn.Module:
-    """The model, sharded over all ranks.
-
-    Args:
-        folder: of Hugging Face.
-        chunk: `loss_chunk_tokens`.
-        per_token: `calculate_per_token_loss`: whether ranks' gradients are added up, and not averaged.
-    """
+    """The model, sharded over all ranks."""
     provider = AutoBridge.from_hf_pretrained(folder).to_megatron_provider(load_weights=True)
     provider.calculate_per_token_loss, provider.loss_chunk_tokens = per_token, chunk
     provider.gradient_accumulation_fusion = False

@@ -43,15 +43,7 @@ def weighed(sample: Sample) -> Sample:
 
 
 def forward_step(loss: str, samples: int, state: Any, data: Iterator[Any], model: torch.nn.Module) -> tuple:
-    """One microbatch whose loss is the mean of samples' means, over all samples of the step.
-
-    Args:
-        loss: "verl" or "miles".
-        samples: of all microbatches and data-parallel ranks.
-        state: the run.
-        data: gives batches whose masks are weights, whole, or shares of them.
-        model: wrapped or not.
-    """
+    """One microbatch whose loss is the mean of samples' means, over all samples of the step."""
     batch, config = next(data), get_model_config(model)
     groups = get_attr_wrapped_model(model, "pg_collection")
     microbatches = MICROBATCHES // groups.dp.size()
