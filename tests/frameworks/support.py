@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 
@@ -13,6 +14,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tests.model.inputs.support import offsets
@@ -21,6 +23,19 @@ from tests.parity.batches import Sample, run_reference
 # Of log probabilities down to about -8, absolute; of each gradient, relative to its largest entry. Over all callers.
 LOG_PROBS = 1e-5  # measured 3e-6
 GRADIENT = 2e-5  # measured 4e-6
+
+
+class Built(NamedTuple):
+    """What a framework holds: the bridge, the provider, and the model's chunks, of which there is one here."""
+
+    bridge: Any
+    provider: Any
+    chunks: list[nn.Module]
+
+    @property
+    def model(self) -> Any:
+        """The only chunk."""
+        return self.chunks[0]
 
 
 @dataclass(frozen=True)
@@ -94,15 +109,8 @@ def thd(lengths: list[int], padded: bool = True) -> PackedSeqParams:
     """Offsets that count padding in, as RL frameworks give them: the padded ones beside them, or not."""
     table = torch.tensor(offsets(lengths), dtype=torch.int32)
     physical = dict(cu_seqlens_q_padded=table, cu_seqlens_kv_padded=table) if padded else {}
-    longest = max(lengths)
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=table,
-        cu_seqlens_kv=table,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        **physical,
-    )
+    sizes = dict(cu_seqlens_q=table, cu_seqlens_kv=table, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
+    return PackedSeqParams(qkv_format="thd", **sizes, **physical)
 
 
 def pass_of(model: list[nn.Module], batch: dict[str, Any], forward_step: Callable) -> Any:
@@ -128,6 +136,31 @@ def worst(found: list[Tensor], expected: list[Tensor]) -> float:
     """The largest difference."""
     assert [one.shape for one in found] == [one.shape for one in expected]
     return max((one - other).abs().max().item() for one, other in zip(found, expected, strict=True))
+
+
+def unpacked(packed: Tensor, truth: Truth, lengths: list[int]) -> list[Tensor]:
+    """The real tokens of each sample in [1, T]."""
+    return [one[:n] for one, n in zip(packed[0].split(lengths), truth.lengths, strict=True)]
+
+
+def check_rows(logits: Tensor, truth: Truth) -> None:
+    """Logits of rows padded on the right."""
+    rows = zip(logits, truth.samples, strict=True)
+    found = [log_probs_of(one[: len(sample.ids)], sample.labels) for one, sample in rows]
+    assert worst(found, truth.log_probs) <= LOG_PROBS
+
+
+def check_packed(logits: Tensor, truth: Truth, lengths: list[int]) -> None:
+    """Logits of a packed row in which each sample has such a length."""
+    assert logits.shape[:2] == (1, sum(lengths))
+    targets = packed_row([sample.labels for sample in truth.samples], lengths)
+    assert worst(unpacked(log_probs_of(logits, targets), truth, lengths), truth.log_probs) <= LOG_PROBS
+
+
+def check_exported(exported: dict[str, Tensor], stored: Path | dict[str, Tensor]) -> None:
+    """The tensors of a Hugging Face folder, bit for bit."""
+    stored = load_file(stored / "model.safetensors") if isinstance(stored, Path) else stored
+    assert exported.keys() == stored.keys() and all(torch.equal(exported[name], stored[name]) for name in stored)
 
 
 def gradient_error(bridge: Any, model: nn.Module, expected: dict[str, Tensor]) -> float:

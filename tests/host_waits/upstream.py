@@ -21,12 +21,11 @@ from megatron.bridge.models.qwen_vl import qwen3_vl_step
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from tests.frameworks.megatron_bridge.upstream_steps_on_ranks import join
+from tests.frameworks.megatron_bridge.test_upstream_steps import join
 from tests.model.checkpoints import stock_models
 from tests.parity.batches import Sample
 
-from .counter import HostWaits
-from .places import Seen
+from .counter import HostWaits, Seen
 
 
 def stock_with_torch_attention(folder: Path, around: Callable[[], Any] = nullcontext) -> torch.nn.Module:

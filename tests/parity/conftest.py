@@ -16,7 +16,7 @@ from tests import noise
 from tests.expert_layouts import LAYOUTS, relayout
 
 from .batches import Sample, run_reference
-from .exact_reference import torch_linear_attention
+from .references import torch_linear_attention
 
 
 def shifted_names(provider) -> tuple[str, ...]:

@@ -110,15 +110,8 @@ def run(
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "found.pt"
         places = {family: str(folder) for family, folder in folders.items()}
-        run_ranks(
-            "tests.parity.on_ranks",
-            ranks,
-            output,
-            json.dumps(chosen),
-            json.dumps(places),
-            timeout=60 * len(chosen),
-            show=show,
-        )
+        given = (output, json.dumps(chosen), json.dumps(places))
+        run_ranks("tests.parity.on_ranks", ranks, *given, timeout=60 * len(chosen), show=show)
         return torch.load(output)
 
 
@@ -143,6 +136,14 @@ def wrong(found: dict[Case, dict[str, float]], limits: Limits) -> dict[Case, dic
         for case, errors in found.items()
         if any(not errors[name] <= limit for name, limit in limits[case[0]].items() if name in errors)
     }
+
+
+def check(chosen: list[Case], folders: dict[str, Path], limits: Limits, ranks: int) -> None:
+    """Run cases, and compare them with what `write_references` has written."""
+    found = run(chosen, folders, ranks)
+    print(table(found), limits)
+    assert found.keys() == set(chosen)
+    assert not wrong(found, limits)
 
 
 def main() -> None:

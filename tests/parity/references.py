@@ -1,25 +1,48 @@
 """What transformers and torch make of the matrix's batches in one process: losses, gradients, weights after two steps.
 
-Run once for each model and content, however many ways there are to split it.
+Run once for each model and content, however many ways there are to split it. Where flash-linear-attention and
+causal-conv1d are installed, transformers' Qwen3.5 would take their kernels, which may round products to TF32 on a GPU
+and do not run on a CPU: a reference is built without them.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import save_file
 
 from tests.noise import SEEDS, allowed, relative, rounded
-from tests.qwen3_5.mtp_reference import run_with_mtp
-from tests.qwen3_5.tiny import with_mtp
+from tests.qwen3_5.tiny import run_with_mtp, with_mtp
 
 from .batches import Sample, make_samples, run_reference
-from .exact_reference import torch_linear_attention
+
+MODULES = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("qwen3_5", "qwen3_5_moe"))
+KERNELS = (
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+    "chunk_gated_delta_rule",
+    "fused_recurrent_gated_delta_rule",
+    "FusedRMSNormGated",
+)
+
+
+@contextmanager
+def torch_linear_attention() -> Iterator[None]:
+    """Have transformers' models that are built in the body compute linear attention by torch alone."""
+    with ExitStack() as stack:
+        for module in map(importlib.import_module, MODULES):
+            for name in KERNELS:
+                stack.enter_context(mock.patch.object(module, name, None))
+        yield
+
 
 _SETTINGS = "provider.json"
 

@@ -55,49 +55,40 @@ CASES = {
 }
 
 
-def wide(moe: bool):
-    """A configuration some times as wide as the tests' usual one, no two of its widths alike."""
-    config = presets.hf_config("30B-A3B" if moe else "2B")
-    text, vision = config.text_config, config.vision_config
-    text.update(
-        dict(hidden_size=192, intermediate_size=544, num_hidden_layers=3, num_attention_heads=6, head_dim=40)
-        | dict(num_key_value_heads=3, vocab_size=1536)
-        | dict(rope_parameters={**text.rope_parameters, "mrope_section": [8, 6, 6]})
-        | (dict(num_experts=10, num_experts_per_tok=3, moe_intermediate_size=112) if moe else {})
+EXPERTS = dict(num_experts=10, num_experts_per_tok=3, moe_intermediate_size=112)
+
+
+def widened(config, text: dict, vision: dict, **rope):
+    """Some times as wide as the tests' usual models, no two of the widths alike."""
+    config.text_config.update(
+        dict(hidden_size=192, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=3, head_dim=40)
+        | dict(vocab_size=1536)
+        | dict(rope_parameters={**config.text_config.rope_parameters, "mrope_section": [8, 6, 6], **rope})
+        | text
     )
-    vision.update(
+    config.vision_config.update(
         dict(hidden_size=160, intermediate_size=368, depth=3, num_heads=5, out_hidden_size=192)
-        | dict(deepstack_visual_indexes=[0, 2], num_position_embeddings=64)
+        | dict(num_position_embeddings=64)
+        | vision
     )
     config.image_token_id, config.video_token_id = 1500, 1501
     config.vision_start_token_id, config.vision_end_token_id = 1502, 1503
     return config
+
+
+def wide(moe: bool):
+    text = dict(intermediate_size=544) | (EXPERTS if moe else {})
+    return widened(presets.hf_config("30B-A3B" if moe else "2B"), text, dict(deepstack_visual_indexes=[0, 2]))
 
 
 def wide_qwen3_5(moe: bool):
-    """The same of Qwen3.5, with both kinds of attention; heads turn as a whole, as the formulas have it."""
-    config = qwen3_5_presets.hf_config("35B-A3B" if moe else "2B")
-    text, vision = config.text_config, config.vision_config
-    text.update(
-        dict(hidden_size=192, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=3, head_dim=40)
-        | dict(layer_types=["linear_attention", "full_attention", "linear_attention"], vocab_size=1536)
+    """With both kinds of attention; heads turn as a whole, as the formulas have it."""
+    text = (
+        dict(layer_types=["linear_attention", "full_attention", "linear_attention"], mtp_num_hidden_layers=1)
         | dict(linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=24, linear_value_head_dim=28)
-        | dict(rope_parameters={**text.rope_parameters, "mrope_section": [8, 6, 6], "partial_rotary_factor": 1.0})
-        | dict(mtp_num_hidden_layers=1)
-        | (
-            dict(num_experts=10, num_experts_per_tok=3, moe_intermediate_size=112)
-            | dict(shared_expert_intermediate_size=136)
-            if moe
-            else dict(intermediate_size=544)
-        )
+        | (EXPERTS | dict(shared_expert_intermediate_size=136) if moe else dict(intermediate_size=544))
     )
-    vision.update(
-        dict(hidden_size=160, intermediate_size=368, depth=3, num_heads=5, out_hidden_size=192)
-        | dict(num_position_embeddings=64)
-    )
-    config.image_token_id, config.video_token_id = 1500, 1501
-    config.vision_start_token_id, config.vision_end_token_id = 1502, 1503
-    return config
+    return widened(qwen3_5_presets.hf_config("35B-A3B" if moe else "2B"), text, {}, partial_rotary_factor=1.0)
 
 
 FAMILIES = {

@@ -9,7 +9,6 @@ from qwen3vl_bridge.batch import SequenceLayout
 from qwen3vl_bridge.batch.token_layout import next_index
 from qwen3vl_bridge.peft.lora import Qwen3VLLoRA
 from qwen3vl_bridge.training.process_groups import initialize
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 
 import pytest
 import torch
@@ -22,8 +21,8 @@ from tests.noise import check, limits
 from tests.parity.batches import CONTENTS, make_batch, make_samples
 from tests.parity.conftest import make_pair
 
-from ..mtp_reference import run_with_mtp
-from ..tiny import with_mtp
+from ..conftest import pair_with_mtp
+from ..tiny import run_with_mtp
 
 FACTOR = 0.5
 
@@ -31,13 +30,8 @@ FACTOR = 0.5
 @pytest.fixture(scope="module", params=["dense", "dense, losses in chunks", "moe"])
 def pair(request, qwen3_5_folders):
     kind, *chunked = request.param.split(",")
-    settings = {"moe_aux_loss_coeff": 0.0} if kind == "moe" else {}
-    if chunked:
-        settings["loss_chunk_tokens"] = 17
-    pair = make_pair(qwen3_5_folders[kind], mtp_loss_scaling_factor=FACTOR, **settings)
-    with_mtp(pair.reference, qwen3_5_folders[kind])
-    if kind == "moe":
-        pair.layout = ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT
+    settings = dict(loss_chunk_tokens=17) if chunked else {}
+    pair = pair_with_mtp(qwen3_5_folders, kind, mtp_loss_scaling_factor=FACTOR, **settings)
     pair.provider.calculate_per_token_loss = True
     return pair
 
