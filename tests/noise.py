@@ -32,7 +32,6 @@ def neighbours(x: Tensor, seed: int) -> Tensor:
 
 @contextmanager
 def rounded(model: nn.Module, seed: int | None) -> Iterator[None]:
-    """A model with neighbours of its weights, or with its own where there is no seed."""
     own = [(p, p.data) for p in model.parameters()]
     if seed is not None:
         for number, (p, weight) in enumerate(own):
@@ -73,7 +72,6 @@ def limits[T](
 
 
 def limit[T](compute: Callable[[], T], error: Callable[[T, T], float], model: nn.Module) -> float:
-    """Of one error."""
     return limits(compute, lambda one, other: {"": error(one, other)}, model)[""]
 
 

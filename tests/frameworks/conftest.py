@@ -27,7 +27,6 @@ def _groups():
 
 @pytest.fixture(scope="module", params=["dense", "MoE"])
 def folder(request):
-    """A Hugging Face folder of each family."""
     return request.getfixturevalue({"dense": "untied_folder", "MoE": "moe_folder"}[request.param])
 
 

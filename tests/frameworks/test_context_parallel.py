@@ -38,7 +38,6 @@ def whole(share: Tensor, lengths: list[int], groups: Any) -> Tensor:
 
 
 def error(found: Tensor, truth: Truth, lengths: list[int]) -> float:
-    """Of log probabilities [1, T] that are packed so."""
     rows = zip(found[0].split(lengths), truth.log_probs, strict=False)
     return max((one[: len(wanted)] - wanted).abs().max().item() for one, wanted in rows)
 
@@ -104,14 +103,9 @@ def miles(folder: Path, truth: Truth) -> Iterator[tuple[str, Callable[[], float]
         tokens = share_of(row, lengths, CP, groups.cp.rank())
         with torch.no_grad():
             logits = actor.model(
-                input_ids=tokens,
-                position_ids=None,
-                attention_mask=None,
-                labels=None,
-                packed_seq_params=params,
-                loss_mask=torch.ones_like(tokens, dtype=torch.int),
-                **truth.pictures,
-            )
+                input_ids=tokens, position_ids=None, attention_mask=None, labels=None, packed_seq_params=params,
+                loss_mask=torch.ones_like(tokens, dtype=torch.int), **truth.pictures,
+            )  # fmt: skip
         labels = packed_row([s.labels for s in truth.samples] + [torch.zeros(0).long()] * bool(rest), lengths)
         labels = share_of(labels, lengths, CP, groups.cp.rank())
         return error(whole(log_probs_of(logits, labels), lengths, groups), truth, lengths)
@@ -139,13 +133,9 @@ def ms_swift(folder: Path, truth: Truth) -> Iterator[tuple[str, Callable[[], flo
     def call(**given: Tensor) -> float:
         with torch.no_grad():
             losses = trainer.model(
-                input_ids=row,
-                labels=cut(labels),
-                packed_seq_params=thd(lengths, padded=False),
-                attention_mask=None,
-                **given,
-                **truth.pictures,
-            )
+                input_ids=row, labels=cut(labels), packed_seq_params=thd(lengths, padded=False), attention_mask=None,
+                **given, **truth.pictures,
+            )  # fmt: skip
         return error(whole(-losses, lengths, groups), truth, lengths)
 
     yield "labels are cut", call
@@ -153,7 +143,6 @@ def ms_swift(folder: Path, truth: Truth) -> Iterator[tuple[str, Callable[[], flo
 
 
 def main(output: str, dense: str, moe: str) -> None:
-    """Every framework with both families."""
     found = {}
     for family, folder in (("dense", Path(dense)), ("MoE", Path(moe))):
         reference = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").train()

@@ -21,16 +21,15 @@ from megatron.bridge.training.config import DistributedDataParallelConfig
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, unwrap_model
 
 from tests.model.inputs.support import offsets
 
-from .settings import MILES
 from .support import (
     GRADIENT,
     LOG_PROBS,
+    MILES,
     Built,
     Truth,
     check_exported,
@@ -38,6 +37,7 @@ from .support import (
     gradient_error,
     log_probs_of,
     padded_rows,
+    schedule,
     worst,
 )
 
@@ -162,15 +162,7 @@ def test_gradients(folder, truth, per_token):
 
     actor.model.train()
     actor.model.zero_grad_buffer()
-    get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=[iter(halves)],
-        model=actor.chunks,
-        num_microbatches=len(halves),
-        seq_length=64,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    schedule(actor.chunks, halves, forward_step, seq_length=64, forward_only=False)
 
     def loss(log_probs):
         parts = [one[len(one) - len(one) // 2 - 1 : -1] for one in log_probs]

@@ -36,8 +36,8 @@ from megatron.training.utils import get_ltor_masks_and_position_ids
 
 from tests.model.inputs.support import offsets
 
-from .settings import NEMO_RL
 from .support import (
+    NEMO_RL,
     Built,
     Truth,
     check_exported,
@@ -62,7 +62,6 @@ def converted(folder, tmp_path_factory):
 
 
 def make_config(converted, folder) -> ConfigContainer:
-    """As setup_model_config and _create_megatron_config."""
     model_cfg, _ = load_model_config(str(converted))
     for name, value in MEGATRON_CFG.items():
         assert hasattr(model_cfg, name), name

@@ -28,17 +28,16 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron.core.utils import get_model_config, unwrap_model
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from .settings import VERL
 from .support import (
     GRADIENT,
     LOG_PROBS,
+    VERL,
     Built,
     Truth,
     check_exported,
@@ -49,6 +48,7 @@ from .support import (
     packed_row,
     padded_lengths,
     padded_rows,
+    schedule,
     thd,
     unpacked,
     worst,
@@ -100,7 +100,6 @@ def call_without_padding(truth: Truth, bucket: int | None = None) -> tuple[dict[
 
 
 def rolled(truth: Truth, lengths: list[int]) -> torch.Tensor:
-    """[1, T] labels as preprocess_thd_engine(need_roll=True) makes them."""
     return packed_row([sample.ids.roll(-1) for sample in truth.samples], lengths)
 
 
@@ -113,7 +112,6 @@ def test_log_probs_without_padding(engine, truth, bucket):
 
 
 def rows_of(truth: Truth, length: int | None = None) -> dict[str, torch.Tensor]:
-    """use_remove_padding=False."""
     ids = [sample.ids for sample in truth.samples]
     mask = padded_rows([torch.ones_like(one, dtype=torch.bool) for one in ids], length)
     return dict(input_ids=padded_rows(ids, length, fill=PAD), attention_mask=mask, position_ids=None, **truth.pictures)
@@ -141,19 +139,10 @@ def step(engine: Built, loss) -> None:
     for chunk in engine.chunks:
         chunk.train()
         chunk.zero_grad_buffer()
-    get_forward_backward_func()(
-        forward_step_func=loss,
-        data_iterator=iter([None]),
-        model=engine.chunks,
-        num_microbatches=1,
-        seq_length=64,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    schedule(engine.chunks, [None], loss, seq_length=64, forward_only=False)
 
 
 def sequence_means(log_probs: list[torch.Tensor]) -> torch.Tensor:
-    """loss_agg_mode=seq-mean-token-mean."""
     return -torch.stack([one.mean() for one in log_probs]).mean()
 
 

@@ -85,7 +85,6 @@ class Seen(NamedTuple):
     mixed: dict[Wait, int]
 
     def of(self, package: str) -> dict[str, int]:
-        """What was found in a package: "file:line what" and how often."""
         return {f"{one.place} {one.what}": n for one, n in sorted(self.found.items()) if one.package == package}
 
     def of_us(self) -> dict[Wait, int]:
@@ -96,7 +95,6 @@ class Seen(NamedTuple):
         return {wait: n for wait, n in self.found.items() if wait.package not in UPSTREAM}
 
     def total(self, package: str) -> int:
-        """How many waits a package has."""
         return sum(self.of(package).values())
 
 
@@ -122,7 +120,6 @@ def place_in_code() -> tuple[str, str, str]:
 
 
 def in_a_gradient() -> bool:
-    """Whether C++ computes a gradient, and makes a tensor where the others are."""
     if torch._C._current_autograd_node() is None:
         return False
     frame = sys._getframe(2)
@@ -146,20 +143,12 @@ def _in_package(name: str, line: Any, function: str) -> tuple[str, str, str] | N
 INDEXING = ("index", "index_put_", "index_put", "_index_put_impl_")
 # Operations whose result has a size that the host learns from the GPU.
 _SIZED_BY_VALUES = {
-    "nonzero",
-    "masked_select",
-    "_unique",
-    "_unique2",
-    "unique_dim",
-    "unique_consecutive",
-    "unique_dim_consecutive",
-    "bincount",
-    "is_nonzero",
-}
+    "nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive",
+    "bincount", "is_nonzero",
+}  # fmt: skip
 
 
 def storage(tensor: Tensor) -> int | None:
-    """The address of a tensor's memory, which views share."""
     try:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # subclasses without one
@@ -244,12 +233,10 @@ class HostWaits:
                 self._pinned[storage(tensor)] = StorageWeakRef(tensor.untyped_storage())
 
     def begin(self) -> None:
-        """Forget what was seen until now."""
         self._found: Counter[Wait] = Counter()
         self._mixed: Counter[Wait] = Counter()
 
     def seen(self) -> Seen:
-        """What was seen since the beginning."""
         return Seen(dict(self._found), dict(self._mixed))
 
     def __enter__(self) -> HostWaits:
@@ -266,7 +253,6 @@ class HostWaits:
     # What is where.
 
     def is_on_gpu(self, tensor: Any) -> bool:
-        """Whether a tensor is there."""
         if not isinstance(tensor, Tensor):
             return False
         return storage(tensor) in self._storages
@@ -280,13 +266,11 @@ class HostWaits:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Count nothing."""
         before, self._paused = self._paused, True
         yield
         self._paused = before
 
     def note(self, what: str, into: Counter[Wait] | None = None) -> None:
-        """A wait, at the innermost line of a package."""
         if not self._paused:
             self.waited += into is None
             (self._found if into is None else into)[Wait(*place_in_code(), what)] += 1
@@ -294,7 +278,6 @@ class HostWaits:
     # What torch is asked for.
 
     def function(self, function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A call of torch's Python interface."""
         name = getattr(function, "__name__", "")
         first = args[0] if args else None
         if name == "__get__" and getattr(function, "__self__", None) is Tensor.device:
@@ -387,7 +370,6 @@ class HostWaits:
         self._blind = before
 
     def operation(self, op: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """An operation, forward or backward."""
         if self._blind:
             return op(*args, **kwargs)
         name, space = op._schema.name.partition("::")[2], op.namespace
@@ -475,7 +457,6 @@ class _Event(cpu._Stream):
 
 
 def _is_gpu(device: Any) -> bool:
-    """Whether an argument names it; an int is its number."""
     if isinstance(device, str | torch.device):
         return str(device).startswith("cuda")
     return type(device) is int

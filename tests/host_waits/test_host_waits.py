@@ -81,7 +81,6 @@ def count_call(folder: str, topology: Topology) -> dict[str, Seen]:
 
 
 def main(output: str, cases: list[list[str]], folders: dict[str, str]) -> None:
-    """Every case; rank 0 writes what all ranks have found."""
     found = {}
     for family, name, rows in cases:
         topology = (TOPOLOGIES | MODULES)[name]
@@ -291,7 +290,6 @@ def test_tensors_on_the_device_are_waited_for_once(folders, family, kind):
 
 
 def numbers(seen: Seen) -> str:
-    """Of the tables: ours, with what our lines cause in other packages, and upstream's."""
     return " | ".join(map(str, (sum(seen.of_us().values()), *map(seen.total, UPSTREAM))))
 
 
@@ -309,18 +307,13 @@ def test_the_page_has_what_is_counted(folders):
 
 
 def test_the_counter_sees_what_waits():
-    """Each thing that makes a host wait is found, with its line, and what does not is not."""
     values, host = torch.arange(6.0), torch.arange(3)
     waits = HostWaits(values)
     kinds = {
-        "a value": lambda: bool(values[0] > 1),
-        "tolist": lambda: values.tolist(),
-        "nonzero": lambda: (values > 1).nonzero(),
-        "booleans as an index": lambda: values[values > 1],
-        "masked_select": lambda: values.masked_select(values > 1),
-        "_unique2": lambda: values.unique(),
-        "equal": lambda: torch.equal(values, values + 1),
-        "cpu: a copy to the host": lambda: values.cpu(),
+        "a value": lambda: bool(values[0] > 1), "tolist": lambda: values.tolist(),
+        "nonzero": lambda: (values > 1).nonzero(), "booleans as an index": lambda: values[values > 1],
+        "masked_select": lambda: values.masked_select(values > 1), "_unique2": lambda: values.unique(),
+        "equal": lambda: torch.equal(values, values + 1), "cpu: a copy to the host": lambda: values.cpu(),
         "to: a copy to the GPU": lambda: host.to(values.device),
         "to: a copy of memory that is not pinned": lambda: host.to(values.device, non_blocking=True),
         "tensor of host values": lambda: torch.tensor([1.0], device=values.device),
@@ -337,7 +330,7 @@ def test_the_counter_sees_what_waits():
         "copy_ between host and GPU": lambda: values[:3].copy_(host),
         "a stream or an event": lambda: on_host({"values": values, "others": values + 1})["others"].tolist(),
         "a copy that has not arrived": lambda: values.to("cpu", non_blocking=True).tolist(),
-    }
+    }  # fmt: skip
     free = [
         lambda: values.cumsum(0) * 2 + torch.zeros(6, device=values.device),
         lambda: values.masked_fill(values > 1, 0),

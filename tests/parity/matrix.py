@@ -116,7 +116,6 @@ def run(
 
 
 def table(found: dict[Case, dict[str, float]]) -> str:
-    """The worst errors of each topology and family, as Markdown."""
     groups: dict[tuple[str, str], list[dict[str, float]]] = defaultdict(list)
     for (family, topology, _, _), errors in found.items():
         groups[topology, family].append(errors)
@@ -139,7 +138,6 @@ def wrong(found: dict[Case, dict[str, float]], limits: Limits) -> dict[Case, dic
 
 
 def check(chosen: list[Case], folders: dict[str, Path], limits: Limits, ranks: int) -> None:
-    """Run cases, and compare them with what `write_references` has written."""
     found = run(chosen, folders, ranks)
     print(table(found), limits)
     assert found.keys() == set(chosen)
@@ -147,7 +145,6 @@ def check(chosen: list[Case], folders: dict[str, Path], limits: Limits, ranks: i
 
 
 def main() -> None:
-    """The whole matrix."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--write-table", type=Path, help="put the table of errors between this file's marks")
     parser.add_argument("--topology", action="append", choices=TOPOLOGIES, help="only this one; may be repeated")

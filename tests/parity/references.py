@@ -60,7 +60,6 @@ DECAY, CLIP = 0.1, 1.0
 
 
 def step_samples(content: str, config: Any, step: int) -> list[list[Sample]]:
-    """The samples of each microbatch of a step."""
     kinds = MATRIX_CONTENTS[content]
     first = 1000 * list(MATRIX_CONTENTS).index(content) + 100 * step
     return [make_samples(kinds[i % len(kinds)], config, seed=first + i) for i in range(MICROBATCHES)]
@@ -158,7 +157,6 @@ def write_references(folder: Path, contents: Iterable[str] = tuple(MATRIX_CONTEN
 
 
 def save_as_model(folder: Path, tensors: dict[str, torch.Tensor], name: str) -> None:
-    """Put tensors beside a model as another one of the same kind, for what reads nothing but models."""
     (folder / name).mkdir(exist_ok=True)
     shutil.copy(folder / "config.json", folder / name)
     own = {key: tensor.contiguous().clone() for key, tensor in tensors.items()}  # tied ones share memory

@@ -38,7 +38,6 @@ class Topology:
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """The kinds of rows it has."""
         shared = self.fields.get("context_parallel_size", 1) > 1
         return ("padded", "packed", "presharded") if shared else ("padded", "packed")
 
@@ -88,20 +87,15 @@ def modules(vision: int, language: int, vision_tensor: int = 1, **fields: Any) -
 
 # Vision ranks + language ranks.
 MODULES = {
-    "1 + 1": Topology(2, modules(1, 1)),
-    "2 + 1": Topology(3, modules(2, 1)),
-    "1 + DP2": Topology(3, modules(1, 2)),
+    "1 + 1": Topology(2, modules(1, 1)), "2 + 1": Topology(3, modules(2, 1)), "1 + DP2": Topology(3, modules(1, 2)),
     "1 + TP2+SP": Topology(3, modules(1, 2, **_SP)),
     "1 + PP2": Topology(3, modules(1, 2, pipeline_model_parallel_size=2)),
-    "1 + EP2": Topology(3, modules(1, 2, **_EP2), families=_MOE),
-    "TP2 + 1": Topology(3, modules(2, 1, 2)),
-    "2 + DP2": Topology(4, modules(2, 2)),
-    "2 + EP2": Topology(4, modules(2, 2, **_EP2), families=_MOE),
+    "1 + EP2": Topology(3, modules(1, 2, **_EP2), families=_MOE), "TP2 + 1": Topology(3, modules(2, 1, 2)),
+    "2 + DP2": Topology(4, modules(2, 2)), "2 + EP2": Topology(4, modules(2, 2, **_EP2), families=_MOE),
     "2 + PP2": Topology(4, modules(2, 2, pipeline_model_parallel_size=2)),
-    "2 + TP2+SP": Topology(4, modules(2, 2, **_SP)),
-    "TP2 + DP2": Topology(4, modules(2, 2, 2)),
+    "2 + TP2+SP": Topology(4, modules(2, 2, **_SP)), "TP2 + DP2": Topology(4, modules(2, 2, 2)),
     "TP2 + TP2+SP+EP2": Topology(4, modules(2, 2, 2, **_SP, **_EP2), families=_MOE),
-}
+}  # fmt: skip
 
 
 def split_by(cfg: Any, fields: dict[str, Any]) -> None:

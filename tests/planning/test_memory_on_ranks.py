@@ -39,7 +39,6 @@ MICROBATCHES = 2  # as many as two interleaved stages take
 
 
 def parameters(split: Split) -> dict[str, int]:
-    """By part, experts apart."""
     found: Counter[str] = Counter()
     for chunk in unwrap_model(split.run.model):
         for name, p in chunk.named_parameters():
@@ -87,7 +86,6 @@ def states(split: Split) -> dict[str, int]:
 
 
 def main(output: str, cases: list[list[str]], folders: dict[str, str]) -> None:
-    """Every case, on every rank."""
     found = []
     for family, name in cases:
         split = Split(folders[family], TOPOLOGIES[name])
@@ -134,18 +132,13 @@ _SECONDS = 600  # about 60 where the machine is free; a hang has no end
 
 
 def split_of(name: str) -> ModelSplit:
-    """A topology of the tests as the planner's own."""
     topology = TOPOLOGIES[name]
     known = {
-        "tensor_model_parallel_size": "tp",
-        "pipeline_model_parallel_size": "pp",
-        "context_parallel_size": "cp",
-        "expert_model_parallel_size": "ep",
-        "expert_tensor_parallel_size": "etp",
-        "virtual_pipeline_model_parallel_size": "vpp",
-        "sequence_parallel": "sequence_parallel",
+        "tensor_model_parallel_size": "tp", "pipeline_model_parallel_size": "pp", "context_parallel_size": "cp",
+        "expert_model_parallel_size": "ep", "expert_tensor_parallel_size": "etp",
+        "virtual_pipeline_model_parallel_size": "vpp", "sequence_parallel": "sequence_parallel",
         "num_layers_in_first_pipeline_stage": "first_layers",
-    }
+    }  # fmt: skip
     fields = {known[field]: value for field, value in topology.fields.items() if field in known}
     return ModelSplit(topology.ranks, **fields)
 
@@ -164,7 +157,6 @@ def folders(untied_folder, tied_folder, moe_folder, tmp_path_factory) -> dict[st
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda ranks: f"{ranks} ranks")
 def found(request, folders, tmp_path_factory) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """What each rank of each case has found."""
     output, cases = tmp_path_factory.mktemp("planning") / "found.json", CASES[request.param]
     where = json.dumps({family: str(folder) for family, folder in folders.items()})
     run_ranks("tests.planning.test_memory_on_ranks", request.param, output, json.dumps(cases), where, timeout=_SECONDS)

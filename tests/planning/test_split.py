@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from qwen3vl_bridge.batch.token_layout import row_multiple
+from qwen3vl_bridge.models.qwen3_5 import presets as qwen3_5
 from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.planning.estimate import estimate
 from qwen3vl_bridge.planning.split import ModelSplit
@@ -24,6 +25,10 @@ def fitted(size: str, world: int, **sizes) -> Callable[[], object]:
 
 def run(of: ModelSplit, **fields) -> Callable[[], object]:
     return lambda: estimate(presets.config_dict("8B"), of, TrainingSettings(**fields))
+
+
+def run_qwen3_5(of: ModelSplit, **fields) -> Callable[[], object]:
+    return lambda: estimate(qwen3_5.config_dict("9B"), of, TrainingSettings(**fields))
 
 
 def trained(**fields) -> Callable[[], object]:
@@ -51,6 +56,18 @@ REFUSED = {
     "batch": (run(ModelSplit(8), global_batch_size=12), "global_batch_size is 12, expected a multiple of 8"),
     "stages of FSDP": (run(ModelSplit(4, pp=2), sharding=Sharding.ALL), "FSDP does not support pipeline stages"),
     "moe": (run(ModelSplit(1), recompute=MOE), "this model has no experts"),
+    "no adapters": (
+        run_qwen3_5(ModelSplit(8), lora=LoraSettings(8, ())),
+        "none of which this model has .* in_proj, linear_fc1, linear_fc2",
+    ),
+    "linear attention without SP": (
+        run_qwen3_5(ModelSplit(8, tp=2), seq_length=65536),
+        "sequence_parallel is False with linear attention under tp 2, expected True",
+    ),
+    "key heads of linear attention": (
+        run_qwen3_5(ModelSplit(32, cp=32), seq_length=65536),
+        "linear_num_key_heads is 16, expected a multiple of tp . cp, 32",
+    ),
     "granularity": (trained(recompute=Recompute("some")), "recompute_granularity is 'some'"),
     "idle modules": (trained(recompute=Recompute(None, MLP.modules)), "expected modules with 'selective'"),
     "tower": (trained(vision_recompute=MLP), "vision_recompute_modules has"),

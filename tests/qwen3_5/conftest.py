@@ -21,7 +21,6 @@ KINDS = {
 
 @pytest.fixture(scope="session")
 def qwen3_5_folders(tmp_path_factory):
-    """Hugging Face folders by kind."""
     return {
         kind: make_checkpoint(tmp_path_factory.mktemp(kind), seed=seed, **options)
         for seed, (kind, options) in enumerate(KINDS.items())

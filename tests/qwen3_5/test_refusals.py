@@ -100,13 +100,9 @@ def test_a_text_model_alone_is_told_what_to_do(size, kind, tmp_path):
 
 # What released files of Qwen3.5 and Qwen3.6 have beside what transformers writes, and spell in another way.
 RELEASED = {
-    "attn_output_gate": True,
-    "full_attention_interval": 4,
-    "mamba_ssm_dtype": "float32",
-    "mlp_only_layers": [],
-    "mtp_num_hidden_layers": 1,
-    "mtp_use_dedicated_embeddings": False,
-}
+    "attn_output_gate": True, "full_attention_interval": 4, "mamba_ssm_dtype": "float32", "mlp_only_layers": [],
+    "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("size", ["27B", "35B-A3B"])
@@ -133,7 +129,6 @@ INERT = {"model_type", "use_cache", "output_router_logits", "tie_word_embeddings
 
 
 def others(value: Any) -> list[Any]:
-    """Values of the same kind."""
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int | float):

@@ -53,7 +53,6 @@ from .tiny import one_rank
 
 
 def stock_bridge(folder: Path) -> Any:
-    """Its own bridge of a Hugging Face folder."""
     config = AutoConfig.from_pretrained(folder)
     bridge = (Qwen35VLMoEBridge if config.model_type == "qwen3_5_moe" else Qwen35VLBridge)()
     names = list(load_file(folder / "model.safetensors"))

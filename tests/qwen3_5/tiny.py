@@ -101,51 +101,23 @@ def hf_text_config(**changes: Any) -> Qwen3_5TextConfig | Qwen3_5MoeTextConfig:
     """transformers', with experts where `num_experts` is given."""
     with_experts = "num_experts" in changes
     fields = dict(
-        hidden_size=HIDDEN,
-        num_hidden_layers=LAYERS,
-        vocab_size=VOCAB,
-        num_attention_heads=HEADS,
-        num_key_value_heads=GROUPS,
-        head_dim=HEAD_DIM,
-        rope_parameters=dict(ROPE),
-        **LINEAR,
-        **({} if with_experts else {"intermediate_size": FFN}),
-    )
-    return (Qwen3_5MoeTextConfig if with_experts else Qwen3_5TextConfig)(
-        **fields | changes, attn_implementation="eager"
-    )
+        hidden_size=HIDDEN, num_hidden_layers=LAYERS, vocab_size=VOCAB, num_attention_heads=HEADS,
+        num_key_value_heads=GROUPS, head_dim=HEAD_DIM, rope_parameters=dict(ROPE), **LINEAR, attn_implementation="eager"
+    ) | ({} if with_experts else {"intermediate_size": FFN})  # fmt: skip
+    return (Qwen3_5MoeTextConfig if with_experts else Qwen3_5TextConfig)(**fields | changes)
 
 
 def megatron_config(**changes: Any) -> TransformerConfig:
     """megatron-core's of the same model."""
     fields = dict(
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        ffn_hidden_size=FFN,
-        num_attention_heads=HEADS,
-        num_query_groups=GROUPS,
-        kv_channels=HEAD_DIM,
-        normalization="RMSNorm",
-        layernorm_epsilon=1e-6,
-        layernorm_zero_centered_gamma=True,
-        qk_layernorm=True,
-        attention_output_gate=True,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        experimental_attention_variant="gated_delta_net",
-        linear_attention_freq=4,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        gradient_accumulation_fusion=False,
-        params_dtype=torch.float32,
-        pipeline_dtype=torch.float32,
-        moe_token_dispatcher_type="alltoall",
-        transformer_impl="local",
-        **LINEAR,
-    )
+        num_layers=LAYERS, hidden_size=HIDDEN, ffn_hidden_size=FFN, num_attention_heads=HEADS, num_query_groups=GROUPS,
+        kv_channels=HEAD_DIM, normalization="RMSNorm", layernorm_epsilon=1e-6, layernorm_zero_centered_gamma=True,
+        qk_layernorm=True, attention_output_gate=True, gated_linear_unit=True, activation_func=F.silu,
+        add_bias_linear=False, attention_dropout=0.0, hidden_dropout=0.0, linear_attention_freq=4,
+        experimental_attention_variant="gated_delta_net", bias_dropout_fusion=False, bias_activation_fusion=False,
+        gradient_accumulation_fusion=False, params_dtype=torch.float32, pipeline_dtype=torch.float32,
+        moe_token_dispatcher_type="alltoall", transformer_impl="local", **LINEAR,
+    )  # fmt: skip
     return TransformerConfig(**fields | changes)
 
 
@@ -182,26 +154,16 @@ def make_config(*, moe: bool = False, tied: bool = False, **changes: Any) -> Qwe
     fields = (EXPERTS if moe else {}) | changes
     text = hf_text_config(**fields, vocab_size=_VOCAB, tie_word_embeddings=tied)
     vision = dict(
-        depth=3,
-        hidden_size=64,
-        intermediate_size=176,
-        num_heads=4,
-        patch_size=PATCH,
-        temporal_patch_size=TEMPORAL_PATCH,
-        spatial_merge_size=MERGE,
-        out_hidden_size=HIDDEN,
+        depth=3, hidden_size=64, intermediate_size=176, num_heads=4, patch_size=PATCH,
+        temporal_patch_size=TEMPORAL_PATCH, spatial_merge_size=MERGE, out_hidden_size=HIDDEN,
         num_position_embeddings=36,
-    )
+    )  # fmt: skip
     return (Qwen3_5MoeConfig if moe else Qwen3_5Config)(
-        text_config=text.to_dict() | {"dtype": "float32", "mtp_num_hidden_layers": 1},
-        vision_config=vision,
-        image_token_id=tokens("<|image_pad|>"),
-        video_token_id=tokens("<|video_pad|>"),
-        vision_start_token_id=tokens("<|vision_start|>"),
-        vision_end_token_id=tokens("<|vision_end|>"),
-        tie_word_embeddings=tied,
-        dtype="float32",
-    )
+        text_config=text.to_dict() | {"dtype": "float32", "mtp_num_hidden_layers": 1}, vision_config=vision,
+        image_token_id=tokens("<|image_pad|>"), video_token_id=tokens("<|video_pad|>"),
+        vision_start_token_id=tokens("<|vision_start|>"), vision_end_token_id=tokens("<|vision_end|>"),
+        tie_word_embeddings=tied, dtype="float32",
+    )  # fmt: skip
 
 
 def make_checkpoint(
@@ -233,7 +195,6 @@ FLOAT32 = (".linear_attn.A_log", ".linear_attn.norm.weight")
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a Hugging Face folder."""
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 

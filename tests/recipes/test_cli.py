@@ -44,14 +44,12 @@ def test_what_is_refused_before_anything_is_built(words, message, tmp_path, monk
 
 
 def words_of(folder, tmp_path) -> list[str]:
-    """Of a run of the digits on data that nobody reads."""
     (tmp_path / "train.jsonl").write_text('{"messages": []}')
     return ["--recipe", "qwen3_vl_digits_sft_config", "--hf-model", str(folder), "--data-path", str(tmp_path),
             "--save", str(tmp_path / "run")]  # fmt: skip
 
 
 def test_weights_that_a_run_begins_with(untied_folder, tmp_path, monkeypatch, capsys):
-    """Given ones, the model's own, or none at all."""
     runs = []
 
     def note(cfg, needs_weights):
@@ -70,8 +68,6 @@ def test_weights_that_a_run_begins_with(untied_folder, tmp_path, monkeypatch, ca
 
 
 class _Broken:
-    """A data set whose only sample is bad."""
-
     def __len__(self) -> int:
         return 1
 

@@ -31,7 +31,6 @@ SHORT = (
 
 
 def block(language: str) -> str:
-    """The only block of a language about several nodes."""
     section = DOCS.split("\n## On several nodes\n", 1)[1].split("\n## ", 1)[0]
     (only,) = re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
     return only

@@ -46,7 +46,6 @@ def test_settings_inside_settings(cfg):
 
 
 def test_folders_of_pictures(cfg):
-    """One, or several."""
     assert overrides.apply(cfg, ["dataset.media_root=/mnt/coco"]).dataset.media_root == "/mnt/coco"
     assert overrides.apply(cfg, ["dataset.media_root=[/a,/b]"]).dataset.media_root == ["/a", "/b"]
     assert overrides.apply(cfg, ["dataset.media_root=/c"]).dataset.media_root == "/c"

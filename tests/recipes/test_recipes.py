@@ -26,7 +26,6 @@ KINDS = ("sft", "sft_fsdp", "sft_32k", "sft_128k", "sft_256k", "peft", "pretrain
 
 
 def sizes_of(family: str, prefix: str, **other: str) -> dict[str, tuple[str, str]]:
-    """What names of recipes begin with, each with a family and a size of it."""
     sizes = registry.presets_of(family).PRESETS
     return {f"{prefix}_{other.get(size, size.lower().replace('-', '_'))}": (family, size) for size in sizes}
 
@@ -133,7 +132,6 @@ def test_sizes_that_do_not_divide(settings, message):
 
 @pytest.mark.usefixtures("alone")
 def test_what_the_helper_sets_is_what_is_asked_for():
-    """Any of it left out is refused."""
     for section, name, other in (
         ("model", "variable_seq_lengths", False),
         ("dist", "use_decentralized_pg", False),
@@ -160,7 +158,6 @@ def test_names_that_are_not_there():
 
 
 def test_recipes_of_ones_own(tmp_path):
-    """Also by the name of one of ours."""
     file = tmp_path / "mine.py"
     file.write_text(
         "from qwen3vl_recipes import qwen3_vl_2b_sft_config as base\n\n\ndef mine():\n"
@@ -201,7 +198,6 @@ PLANNED = [name for name in NAMES if "_dora_" not in name]
 
 
 def rows() -> dict[str, list[str]]:
-    """Cells of the table by recipe."""
     lines = (ROOT / "docs/recipes.md").read_text().split(BEGIN)[1].split(END)[0].splitlines()[2:]
     cells = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
     return {name.strip("`"): rest for name, *rest in cells}

@@ -41,7 +41,6 @@ def finetune(config, forward_step_func, callbacks=None):
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
-    """Its folder, as in a clone of Megatron-Bridge."""
     for name, text in dict(recipe_runner=RUNNER, run_recipe=SCRIPT, trains=TRAINS).items():
         (tmp_path / f"{name}.py").write_text(text)
         monkeypatch.delitem(sys.modules, name, raising=False)

@@ -55,12 +55,10 @@ class Pattern:
 
     @property
     def language(self) -> int:
-        """Ranks that have the language model."""
         return self.tensor * self.pipeline * self.context * self.data
 
     @property
     def ranks(self) -> int:
-        """How many the twin needs."""
         return self.vision + self.language
 
 
@@ -72,7 +70,6 @@ _OF_MODULES = {
 
 
 def family(name: str) -> str:
-    """The tiny checkpoint that is like the recipe's size."""
     of_qwen3_5 = name.startswith("qwen35_vl_")
     size = name.removeprefix("qwen35_vl_" if of_qwen3_5 else "qwen3_vl_")
     with_experts = size.startswith("proxy") or re.match(r"\d+b_a\d+b_", size)
@@ -145,12 +142,10 @@ class Changes(Callback):
     trained = changed = strayed = 0
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Keep the first values."""
         named = (named for chunk in context.model for named in chunk.named_parameters())
         self._before = [(name, parameter, parameter.detach().clone()) for name, parameter in named]
 
     def on_train_end(self, context: CallbackContext) -> None:
-        """Compare."""
         for name, parameter, first in self._before:
             moved = not torch.equal(parameter, first)
             if not parameter.requires_grad:
@@ -161,7 +156,6 @@ class Changes(Callback):
 
 
 def main(output: str, names: list[str], folders: dict[str, str], data: str) -> None:
-    """Rank 0 writes losses, the exact gradient norm and all ranks' counts of each."""
     found = {}
     # Groups of one kind after the other: each kind is made anew.
     for name in sorted(names, key=lambda name: (str(pattern(name)), name)):
@@ -186,13 +180,11 @@ ROUNDED = 2**-6  # of a loss in bfloat16, relative: four of its roundings
 
 
 def errors(found, expected) -> dict[str, float]:
-    """Relative."""
     return {name: abs(found[name] / expected[name] - 1) for name in FIGURES}
 
 
 @pytest.fixture(scope="module")
 def places(untied_folder, tied_folder, moe_folder, tmp_path_factory):
-    """The tiny checkpoints of each family, and the conversations."""
     from examples.digits.dataset import make_dataset
 
     data = tmp_path_factory.mktemp("twins")

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.training.process_groups import initialize
 
 import pytest
 import torch
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from tests.forked import run_ranks
+from tests.parity.conftest import build
 from tests.ranks import begin, leave
 
 from ..support import pass_of
@@ -61,7 +61,6 @@ def answer(model: list[nn.Module], inputs: dict[str, Tensor], tokens: int) -> li
 
 
 def main(folder: str, asked: str, tokens: str, output: str) -> None:
-    """Answer one question in a model that is split in both ways."""
     begin()
     text, image = torch.load(asked, weights_only=False)
     processor = AutoProcessor.from_pretrained(folder)
@@ -87,13 +86,11 @@ TOKENS = 6
 
 
 def picture(width: int, height: int) -> Image.Image:
-    """Of random colours."""
     pixels = torch.randint(256, (height, width, 3), generator=torch.Generator().manual_seed(width), dtype=torch.uint8)
     return Image.fromarray(pixels.numpy())
 
 
 def answers(folder, text: str, image: Image.Image) -> list[int]:
-    """What transformers answers, greedily."""
     inputs = AutoProcessor.from_pretrained(folder)(text=[text], images=[image], return_tensors="pt")
     model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
     found = model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)
@@ -106,9 +103,7 @@ def test_the_inference_wrapper_and_engine_answer_as_transformers(kind, request):
     folder = request.getfixturevalue(f"{kind}_folder")
     provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=True)
     provider.parallel_output = False
-    provider.finalize()
-    initialize(provider, seed=0)
-    (model,) = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
+    model = build(provider)
     processor = AutoProcessor.from_pretrained(folder)
     wrapped = setup_inference_wrapper(model, processor.tokenizer, params_dtype=torch.float32)
     assert type(wrapped) is QwenVLInferenceWrapper
@@ -116,15 +111,9 @@ def test_the_inference_wrapper_and_engine_answer_as_transformers(kind, request):
     text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     image = picture(96, 64)
     (found,) = generate(
-        wrapped,
-        processor.tokenizer,
-        processor.image_processor,
-        [text],
-        [image],
-        processor=processor,
-        random_seed=1,
+        wrapped, processor.tokenizer, processor.image_processor, [text], [image], processor=processor, random_seed=1,
         sampling_params=SamplingParams(num_tokens_to_generate=TOKENS, top_k=1),
-    )
+    )  # fmt: skip
     assert found.generated_tokens.tolist() == answers(folder, text, image)
 
 
@@ -134,13 +123,9 @@ def test_rows_that_grow_pass_pipeline_stages(untied_folder, tmp_path):
     text = "<|vision_start|><|image_pad|><|vision_end|>which digit"
     torch.save((text, image), tmp_path / "asked.pt")
     run_ranks(
-        "tests.frameworks.megatron_bridge.test_generation",
-        2,
-        untied_folder,
-        tmp_path / "asked.pt",
-        TOKENS,
+        "tests.frameworks.megatron_bridge.test_generation", 2, untied_folder, tmp_path / "asked.pt", TOKENS,
         tmp_path / "found",
-    )
+    )  # fmt: skip
     found = json.loads((tmp_path / "found").read_text())
     expected = answers(untied_folder, text, image)
     assert found == {"fixed": expected, "variable": expected}

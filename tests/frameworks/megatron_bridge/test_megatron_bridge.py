@@ -60,7 +60,6 @@ class _Timers:
 
 
 def state_of(dataset: Any) -> Any:
-    """What the steps read of a run's state."""
     checks = SimpleNamespace(check_for_nan_in_loss=True, check_for_spiky_loss=False)
     return SimpleNamespace(
         timers=_Timers(), straggler_timer=_Timers(), cfg=SimpleNamespace(dataset=dataset, rerun_state_machine=checks)
@@ -131,13 +130,9 @@ def generate_by_script(model: list[Any], inputs: dict[str, torch.Tensor], tokens
     for _ in range(tokens):
         positions = torch.arange(ids.size(1)).unsqueeze(0).expand_as(ids)
         batch = dict(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=None,
-            pixel_values=inputs["pixel_values"],
-            image_grid_thw=inputs["image_grid_thw"],
-            mm_token_type_ids=types,
-        )
+            input_ids=ids, position_ids=positions, attention_mask=None, pixel_values=inputs["pixel_values"],
+            image_grid_thw=inputs["image_grid_thw"], mm_token_type_ids=types,
+        )  # fmt: skip
         with torch.no_grad():
             output = pass_of(model, batch, forward_step)
         logits = output[0] if isinstance(output, list) else output
@@ -175,7 +170,6 @@ def test_its_round_trip(folder):
 
 
 def test_its_comparison(pair):
-    """examples/conversion/compare_hf_and_megatron/compare.py: one forward pass, with text positions and no mask."""
     config, generator = pair.config, torch.Generator().manual_seed(0)
     text = torch.randint(0, config.image_token_id - 16, (1, 12), generator=generator)
     picture = torch.tensor([[config.vision_start_token_id, *[config.image_token_id] * 6, config.vision_end_token_id]])

@@ -113,14 +113,12 @@ def join(samples: list[Sample], multiple: int, *, packed: bool) -> dict[str, Any
 
 
 def pictures(samples: list[Sample]) -> GenericVisualInputs | None:
-    """All samples' pictures in their container."""
     names = {name for sample in samples for name in sample.pixels}
     found = {name: torch.cat([s.pixels[name] for s in samples if name in s.pixels]) for name in names}
     return GenericVisualInputs(**found) if found else None
 
 
 def batches(split: Split, step: str, rows: str) -> Iterator[Any]:
-    """This rank's microbatches of the first step."""
     groups = split.run.groups
     samples = step_samples(CONTENT, split.hf_config, 0)[groups.dp.rank() :: groups.dp.size()]
     for one in samples:
@@ -128,7 +126,6 @@ def batches(split: Split, step: str, rows: str) -> Iterator[Any]:
 
 
 def compare(split: Split, step: str, rows: str, expected: dict[str, Any]) -> dict[str, float]:
-    """Relative errors of the mean loss and of gradients, of a first step."""
     run = split.run
     split.begin(iter(()), "packed")
     run.forward_step = STEPS[step]
@@ -141,7 +138,6 @@ def compare(split: Split, step: str, rows: str, expected: dict[str, Any]) -> dic
 
 
 def main(output: str, cases: list[list[str]], folders: dict[str, str]) -> None:
-    """Every case; rank 0 writes the largest errors of all ranks."""
     found = {}
     for (family, name), group in itertools.groupby(cases, key=lambda case: case[:2]):
         split = Split(folders[family], TOPOLOGIES[name])
@@ -180,13 +176,9 @@ def found(untied_folder, moe_folder, tmp_path_factory):
         folders[family] = str(copy)
     output = tmp_path_factory.mktemp("steps") / "found.pt"
     run_ranks(
-        "tests.frameworks.megatron_bridge.test_upstream_steps",
-        2,
-        output,
-        json.dumps(CASES),
-        json.dumps(folders),
+        "tests.frameworks.megatron_bridge.test_upstream_steps", 2, output, json.dumps(CASES), json.dumps(folders),
         timeout=500,
-    )
+    )  # fmt: skip
     return torch.load(output), limits
 
 

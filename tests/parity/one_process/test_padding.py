@@ -26,8 +26,6 @@ GRADIENT = 1e-5  # measured 1.4e-6 relative to the largest entry of each paramet
 
 @dataclass
 class Seen:
-    """What one layout gave."""
-
     losses: list[torch.Tensor]
     balance: dict[str, torch.Tensor]
     counts: list[torch.Tensor]

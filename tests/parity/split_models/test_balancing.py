@@ -44,14 +44,12 @@ KINDS: dict[str, tuple[dict[str, Any], set[str] | None]] = {
 
 
 def gradients(split: Split, batches: Iterator[PackedBatch], count: int) -> dict[str, torch.Tensor]:
-    """Of so many microbatches."""
     split.begin(batches, "padded")
     forward_backward(split.run, split.run.stream, count)
     return split.gradients()
 
 
 def every_kind(split: Split, kind: str) -> dict[str, dict[str, torch.Tensor]]:
-    """By kind of rows."""
     size = split.run.groups.dp.size()
     if kind == "over all ranks":
         return {"packed": gradients(split, of_two(split), 1)}
@@ -63,7 +61,6 @@ def every_kind(split: Split, kind: str) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def emptied(batch: PackedBatch) -> PackedBatch:
-    """Without a real token."""
     rows, tokens = batch.input_ids.shape
     return dataclasses.replace(
         batch, layout=SequenceLayout.rows([0] * rows, tokens), loss_mask=torch.zeros_like(batch.loss_mask)
@@ -79,7 +76,6 @@ def of_two(split: Split) -> Iterator[PackedBatch]:
 
 
 def main(output: str, folder: str, reference: str | None = None) -> None:
-    """Alone, save gradients; on two ranks, the largest errors of each way to split."""
     alone = {"alone": Topology(1)}
     two = {name: one for name, one in TOPOLOGIES.items() if one.ranks == 2 and "MoE" in one.families}
     expected, found = None if reference is None else torch.load(reference), {}

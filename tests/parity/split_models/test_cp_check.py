@@ -52,14 +52,12 @@ def layout_of(samples: list[Sample], rows: str) -> SequenceLayout:
 
 
 def step_once(run: Run, batch: PackedBatch) -> dict[str, float]:
-    """The log of one step over microbatches that are all the same."""
     run.stream = itertools.repeat(batch)
     log = train_step(run)
     return {name: log[name] for name in ("loss", "grad_norm")}
 
 
 def main(output: str, **folders: str) -> None:
-    """Every size, family, kind of lengths and of rows; rank 0 writes losses and gradient norms, also of neighbours."""
     found = {}
     for size, (family, folder) in itertools.product(SIZES, folders.items()):
         cfg = configuration(folder, Topology(RANKS, dict(context_parallel_size=size)))
@@ -108,7 +106,6 @@ def test_one_and_four_ranks_rows_and_packed_agree(found, family, equal):
 
 
 def test_what_is_compared_tells_batches_apart(found):
-    """Or losses and norms that agree would say nothing."""
     values = [found[1, family, equal, "BSHD"] for family, equal in itertools.product(("dense", "MoE"), (True, False))]
     for name in ("loss", "grad_norm"):
         for a, b in itertools.combinations([value[name] for value in values], 2):

@@ -58,7 +58,6 @@ def count(split: Split, rows: str) -> dict[str, Any]:
 
 
 def main(output: str, folder: str) -> None:
-    """Both kinds of rows; rank 0 writes what every rank has found."""
     ranks = int(os.environ["WORLD_SIZE"])
     split, found = Split(folder, Topology(ranks, dict(context_parallel_size=ranks))), {}
     for rows in ROWS:

@@ -40,7 +40,6 @@ MEAN = (0, CONTENTS[-1], "packed")
 
 
 def samples_of(content: str, config) -> list[Sample]:
-    """What a rank sees, for one of its contents."""
     return make_samples(content, config, seed=11)
 
 
@@ -54,15 +53,10 @@ def build(folder: str, *, chunk: int = 0, per_token: bool = True) -> torch.nn.Mo
     provider.finalize()
     groups = initialize(provider, seed=0)
     ddp = DistributedDataParallelConfig(
-        use_megatron_fsdp=True,
-        use_distributed_optimizer=True,
-        data_parallel_sharding_strategy="optim_grads_params",
-        grad_reduce_in_fp32=True,
-        gradient_reduce_div_fusion=False,
-        overlap_grad_reduce=True,
-        overlap_param_gather=True,
-        bucket_size=20_000,
-    )
+        use_megatron_fsdp=True, use_distributed_optimizer=True, data_parallel_sharding_strategy="optim_grads_params",
+        grad_reduce_in_fp32=True, gradient_reduce_div_fusion=False, overlap_grad_reduce=True,
+        overlap_param_gather=True, bucket_size=20_000,
+    )  # fmt: skip
     (model,) = provider.provide_distributed_model(
         ddp_config=ddp,
         use_megatron_fsdp=True,
@@ -141,7 +135,6 @@ def run_models(output: Path, *folders: Path) -> tuple[Any, ...]:
 
 
 def check_models(pair: Pair, folder: Path, losses: list[dict], gradients: dict) -> None:
-    """Compare all cases of a model with transformers."""
     for contents in CONTENTS:
 
         def reference(contents: tuple[str, ...] = contents) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -54,7 +54,6 @@ def text_model(pair: Pair) -> Qwen3VLGPTModel:
 
 
 def documents(config: Any) -> list[Sample]:
-    """Texts of several lengths."""
     samples = make_samples("mixed", config, seed=3)
     for sample in samples:
         sample.ids[(sample.ids == config.image_token_id) | (sample.ids == config.video_token_id)] = 5
@@ -141,7 +140,6 @@ def against_both_towers(pair: Pair, alone: Qwen3VLGPTModel, whole: Qwen3VLGPTMod
 
 
 def compare(pair: Pair, rows: str) -> dict[str, float]:
-    """All of it for one kind of rows."""
     samples, whole = documents(pair.config), pair.megatron.language_model
     batch = make_batch(samples, pair.config, layout=layout_of(samples, rows))
     pair.zero_grad()
@@ -150,7 +148,6 @@ def compare(pair: Pair, rows: str) -> dict[str, float]:
 
 
 def main(output: str, **folders: str) -> None:
-    """Every family, split and kind of rows; rank 0 writes the largest errors of all ranks."""
     found = {}
     for family, folder in folders.items():
         for split, fields in SPLITS[family].items():

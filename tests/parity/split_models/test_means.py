@@ -28,8 +28,7 @@ from tests.ranks import begin, leave
 from tests.steps import forward_backward
 
 from ..batches import Sample, make_batch, run_reference
-from ..on_ranks import Split, layout_of
-from ..presharded import Shared
+from ..on_ranks import Shared, Split, layout_of
 from ..references import MICROBATCHES, step_samples, worst
 from ..topologies import TOPOLOGIES
 
@@ -86,7 +85,6 @@ class Weighed(Split):
 
 
 def gradients(split: Split, batches: Iterator[Any], rows: str, step: Callable | None) -> dict[str, Tensor]:
-    """Of the first step."""
     split.begin(batches, rows)
     split.run.forward_step = step or split.run.forward_step
     forward_backward(split.run, split.run.stream, MICROBATCHES // split.run.groups.dp.size())
@@ -94,7 +92,6 @@ def gradients(split: Split, batches: Iterator[Any], rows: str, step: Callable | 
 
 
 def main(output: str, folders: dict[str, str]) -> None:
-    """Every way to split, loss and kind of rows; rank 0 writes the largest errors."""
     found = {}
     for name in CHOSEN:
         topology = TOPOLOGIES[name]

@@ -51,7 +51,6 @@ def ours(reference: nn.Module, groups, **settings) -> LinearAttention:
 
 
 def renamed(state: dict[str, Tensor], norm_shift: float = 0) -> dict[str, Tensor]:
-    """Transformers' names to megatron-core's, of weights or of gradients."""
     projections = [state[f"in_proj_{part}.weight"] for part in ("qkv", "z", "b", "a")]
     same = {name: state[name] for name in ("conv1d.weight", "A_log", "dt_bias", "out_proj.weight")}
     return same | {"in_proj.weight": torch.cat(projections), "out_norm.weight": state["norm.weight"] + norm_shift}
@@ -62,7 +61,6 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
 
 
 def run(call, x: Tensor, weight: Tensor) -> dict[str, Tensor]:
-    """The output, and the input's gradient."""
     x = x.clone().requires_grad_()
     out = call(x)
     (out * weight).sum().backward()

@@ -56,7 +56,6 @@ RECOMPUTE = FULL | of_vision(FULL)
 
 
 def part_of(name: str) -> str:
-    """By a Hugging Face name."""
     if not name.startswith("model.visual."):
         return "language_model"
     return "vision_projection" if name.startswith("model.visual.merger.") else "vision_model"
