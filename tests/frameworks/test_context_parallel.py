@@ -15,6 +15,7 @@ from qwen3vl_bridge.batch import SequenceLayout, mrope_positions
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
@@ -24,7 +25,7 @@ from tests.parity.batches import make_samples
 from tests.ranks import begin, forget_models, leave
 
 from . import test_miles, test_ms_swift, test_verl
-from .support import LOG_PROBS, Truth, groups_of, log_probs_of, packed_row, padded_lengths, padded_rows, thd
+from .support import LOG_PROBS, Truth, groups_of, log_probs_of, packed_row, padded_lengths, thd
 
 CP = 2
 
@@ -52,41 +53,17 @@ def log_probs(logits: Tensor, truth: Truth, lengths: list[int], groups: Any) -> 
 def verl(folder: Path, truth: Truth) -> Iterator[tuple[str, Callable[[], float]]]:
     """Whole rows and their mask on every rank, offsets of the whole packed row."""
     engine = test_verl.make_engine(folder, overrides={"context_parallel_size": CP})
-    ids = [sample.ids for sample in truth.samples]
-    rows = dict(
-        input_ids=padded_rows(ids),
-        attention_mask=padded_rows([torch.ones_like(one, dtype=torch.bool) for one in ids]),
-        position_ids=None,
-        **truth.pictures,
-    )
 
-    def packed(bucket: int | None) -> float:
-        lengths = padded_lengths(truth.lengths, 2 * CP)
-        if bucket is not None:
-            lengths[-1] += -sum(lengths) % bucket
+    def call(some: Truth, bucket: int = 1) -> float:
+        lengths = padded_lengths(some.lengths, 2 * CP)
+        lengths[-1] += -sum(lengths) % bucket
         with torch.no_grad():
-            logits = engine.model(**rows, packed_seq_params=thd(lengths))
-        return log_probs(logits, truth, lengths, groups_of(engine.model))
+            logits = engine.model(**test_verl.rows_of(some), packed_seq_params=thd(lengths))
+        return log_probs(logits, some, lengths, groups_of(engine.model))
 
-    def one_sample() -> float:
-        worst = 0.0
-        for sample in truth.samples:
-            one = Truth(truth.reference, [sample])
-            lengths = padded_lengths([len(sample.ids)], 2 * CP)
-            with torch.no_grad():
-                logits = engine.model(
-                    input_ids=sample.ids[None],
-                    attention_mask=torch.ones_like(sample.ids, dtype=torch.bool)[None],
-                    position_ids=None,
-                    packed_seq_params=thd(lengths),
-                    **one.pictures,
-                )
-            worst = max(worst, log_probs(logits, one, lengths, groups_of(engine.model)))
-        return worst
-
-    yield "without padding", lambda: packed(None)
-    yield "without padding, pad_to_length", lambda: packed(64)
-    yield "one sample", one_sample
+    yield "without padding", lambda: call(truth)
+    yield "without padding, pad_to_length", lambda: call(truth, 64)
+    yield "one sample", lambda: max(call(Truth(truth.reference, [sample])) for sample in truth.samples)
 
 
 def miles(folder: Path, truth: Truth) -> Iterator[tuple[str, Callable[[], float]]]:
@@ -94,30 +71,31 @@ def miles(folder: Path, truth: Truth) -> Iterator[tuple[str, Callable[[], float]
     actor = test_miles.make_actor(folder, context_parallel_size=CP)
     groups = groups_of(actor.model)
     lengths = padded_lengths(truth.lengths, 2 * CP)
-    if rest := -sum(lengths) % (16 * CP):
-        lengths.append(rest)
+    rest = -sum(lengths) % (16 * CP)
+    row, labels = (
+        F.pad(packed_row(values, lengths), (0, rest))
+        for values in ([sample.ids for sample in truth.samples], [sample.labels for sample in truth.samples])
+    )
+    lengths += [rest] * bool(rest)
 
     def share() -> float:
         params = thd(lengths, padded=False)
-        row = packed_row([sample.ids for sample in truth.samples] + [torch.zeros(0).long()] * bool(rest), lengths)
         tokens = share_of(row, lengths, CP, groups.cp.rank())
         with torch.no_grad():
             logits = actor.model(
                 input_ids=tokens, position_ids=None, attention_mask=None, labels=None, packed_seq_params=params,
                 loss_mask=torch.ones_like(tokens, dtype=torch.int), **truth.pictures,
             )  # fmt: skip
-        labels = packed_row([s.labels for s in truth.samples] + [torch.zeros(0).long()] * bool(rest), lengths)
-        labels = share_of(labels, lengths, CP, groups.cp.rank())
-        return error(whole(log_probs_of(logits, labels), lengths, groups), truth, lengths)
+        own = share_of(labels, lengths, CP, groups.cp.rank())
+        return error(whole(log_probs_of(logits, own), lengths, groups), truth, lengths)
 
     yield "a share with a loss mask", share
 
 
 def ms_swift(folder: Path, truth: Truth) -> Iterator[tuple[str, Callable[[], float]]]:
     """The whole row's tokens and pictures on every rank, its labels and positions cut."""
-    trainer = test_ms_swift.make_trainer(
-        folder, torch.float32, cross_entropy_loss_fusion=False, context_parallel_size=CP
-    )
+    settings = dict(cross_entropy_loss_fusion=False, context_parallel_size=CP)
+    trainer = test_ms_swift.make_trainer(folder, torch.float32, **settings)
     groups = groups_of(trainer.model)
     lengths = padded_lengths(truth.lengths, 2 * CP)
     layout = SequenceLayout.packed_row(lengths, multiple=1)

@@ -46,7 +46,6 @@ from .support import (
     gradient_error,
     log_probs_of,
     packed_row,
-    padded_lengths,
     padded_rows,
     schedule,
     thd,
@@ -80,23 +79,22 @@ def engine(folder) -> Built:
     return make_engine(folder)
 
 
+def rows_of(truth: Truth, length: int | None = None) -> dict[str, Any]:
+    """use_remove_padding=False."""
+    ids = [sample.ids for sample in truth.samples]
+    mask = padded_rows([torch.ones_like(one, dtype=torch.bool) for one in ids], length)
+    return dict(input_ids=padded_rows(ids, length, fill=PAD), attention_mask=mask, position_ids=None, **truth.pictures)
+
+
 def call_without_padding(truth: Truth, bucket: int | None = None) -> tuple[dict[str, Any], list[int]]:
     """As gptmodel_forward_model_engine: rows and their mask, and the offsets of the row they are packed into.
 
     Offsets count the padding of each sample in; the mask alone tells it.
     """
-    lengths = padded_lengths(truth.lengths, 1)
+    lengths = list(truth.lengths)
     if bucket is not None:
         lengths[-1] += -sum(lengths) % bucket  # pad_to_length
-    ids = [sample.ids for sample in truth.samples]
-    call = dict(
-        input_ids=padded_rows(ids, fill=PAD),
-        attention_mask=padded_rows([torch.ones_like(one, dtype=torch.bool) for one in ids]),
-        position_ids=None,
-        packed_seq_params=thd(lengths),
-        **truth.pictures,
-    )
-    return call, lengths
+    return rows_of(truth) | dict(packed_seq_params=thd(lengths)), lengths
 
 
 def rolled(truth: Truth, lengths: list[int]) -> torch.Tensor:
@@ -109,12 +107,6 @@ def test_log_probs_without_padding(engine, truth, bucket):
     call, lengths = call_without_padding(truth, bucket)
     with torch.no_grad():
         check_packed(engine.model(**call), truth, lengths)
-
-
-def rows_of(truth: Truth, length: int | None = None) -> dict[str, torch.Tensor]:
-    ids = [sample.ids for sample in truth.samples]
-    mask = padded_rows([torch.ones_like(one, dtype=torch.bool) for one in ids], length)
-    return dict(input_ids=padded_rows(ids, length, fill=PAD), attention_mask=mask, position_ids=None, **truth.pictures)
 
 
 def test_log_probs_of_rows(engine, truth):
@@ -189,6 +181,7 @@ def fused(*, hidden_states, output_layer, output_weight, labels, context, config
     )
 
 
+@pytest.mark.parametrize("folder", ["dense", "tied", "MoE"], indirect=True)
 @pytest.mark.parametrize("bucket", [None, 64])
 def test_fused_kernels(engine, truth, bucket):
     """use_fused_kernels: what would be logits goes through verl's function, in the packed row's order."""

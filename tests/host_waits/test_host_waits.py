@@ -23,7 +23,6 @@ from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from transformers import AutoConfig
 
@@ -38,7 +37,7 @@ from tests.parity.one_process.test_settings import SCALED, changed
 from tests.parity.references import MICROBATCHES, write_settings
 from tests.parity.topologies import MODULES, TOPOLOGIES, Topology
 from tests.qwen3_5.tiny import make_checkpoint
-from tests.ranks import begin, leave
+from tests.ranks import begin, leave, of_all_ranks
 from tests.steps import followed, step_with_callbacks
 
 from .counter import UPSTREAM, HostWaits, Seen
@@ -86,9 +85,7 @@ def main(output: str, cases: list[list[str]], folders: dict[str, str]) -> None:
         topology = (TOPOLOGIES | MODULES)[name]
         call = rows == "presharded"
         counted = count_call(folders[family], topology) if call else count_step(folders[family], topology, rows)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, counted)
-        found[family, name, rows] = everyone
+        found[family, name, rows] = of_all_ranks(counted)
     leave(found, output)
 
 

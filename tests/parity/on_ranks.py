@@ -33,7 +33,7 @@ from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config
 from qwen3vl_recipes.paths import set_paths
 from torch import Tensor
 
-from tests.ranks import begin, leave
+from tests.ranks import begin, largest, leave, of_all_ranks
 from tests.steps import Run, forward_backward, set_up, train_step
 
 from .batches import Sample, make_batch
@@ -173,8 +173,7 @@ class Split:
         }
         for p, weight in zip(self.parameters, before, strict=True):
             p.copy_(weight)
-        heard: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(heard, mine)
+        heard = of_all_ranks(mine)
         every = {name for part in heard for name in part}
         errors = {name: [max(part[name][i] for part in heard if name in part) for i in (0, 1)] for name in every}
         return max(error / (scale or max(largest, 1e-6)) for error, largest in errors.values())
@@ -233,10 +232,7 @@ def main(output: str, cases: list[list[str]], folders: dict[str, str]) -> None:
             started = time.perf_counter()
             expected = torch.load(Path(folder) / f"reference_{content}.pt", mmap=True)
             own = compare(split, topology, Path(folder), content, rows, expected)
-            values = torch.tensor(list(own.values()))
-            dist.all_reduce(values, op=dist.ReduceOp.MAX)
-            seconds = time.perf_counter() - started
-            found[family, name, content, rows] = dict(zip(own, values.tolist(), strict=True), seconds=seconds)
+            found[family, name, content, rows] = largest(own) | dict(seconds=time.perf_counter() - started)
             if dist.get_rank() == 0:
                 print(family, name, content, rows, found[family, name, content, rows], flush=True)
     leave(found, output)

@@ -29,7 +29,7 @@ from tests.parity.on_ranks import Split, layout_of, make_batch
 from tests.parity.references import write_settings
 from tests.parity.topologies import TOPOLOGIES
 from tests.qwen3_5.tiny import make_checkpoint
-from tests.ranks import begin, leave
+from tests.ranks import begin, leave, of_all_ranks
 from tests.steps import forward_backward, train_step
 
 from .measure import described_bytes, gradient_bytes, keeping, optimizer_bytes, slots_of
@@ -91,9 +91,7 @@ def main(output: str, cases: list[list[str]], folders: dict[str, str]) -> None:
         split = Split(folders[family], TOPOLOGIES[name])
         one = {"parameters": parameters(split), **activations(split), **states(split)}
         one |= {"stage": split.run.groups.pp.rank()}
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, one)
-        found.append(everyone)
+        found.append(of_all_ranks(one))
     if dist.get_rank() == 0:
         with open(output, "w") as file:
             json.dump(found, file)

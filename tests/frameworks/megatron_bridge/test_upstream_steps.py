@@ -36,7 +36,7 @@ from tests.parity.matrix import MODELS
 from tests.parity.on_ranks import Split
 from tests.parity.references import MICROBATCHES, step_samples, worst, write_references, write_settings
 from tests.parity.topologies import TOPOLOGIES
-from tests.ranks import begin, leave
+from tests.ranks import begin, largest, leave
 from tests.steps import forward_backward
 
 CONTENT, MULTIPLE = "mixed", 16
@@ -143,10 +143,7 @@ def main(output: str, cases: list[list[str]], folders: dict[str, str]) -> None:
         split = Split(folders[family], TOPOLOGIES[name])
         expected = torch.load(Path(folders[family]) / f"reference_{CONTENT}.pt", mmap=True)
         for _, _, step, rows in group:
-            errors = compare(split, step, rows, expected)
-            values = torch.tensor(list(errors.values()))
-            dist.all_reduce(values, op=dist.ReduceOp.MAX)
-            found[family, name, step, rows] = dict(zip(errors, values.tolist(), strict=True))
+            found[family, name, step, rows] = largest(compare(split, step, rows, expected))
             if dist.get_rank() == 0:
                 print(family, name, step, rows, found[family, name, step, rows], flush=True)
     leave(found, output)

@@ -28,7 +28,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from tests.forked import run_ranks
 from tests.model.inputs.support import share_of
-from tests.ranks import begin, leave
+from tests.ranks import begin, leave, of_all_ranks
 
 from ..on_ranks import Split
 from ..topologies import Topology
@@ -61,9 +61,7 @@ def main(output: str, folder: str) -> None:
     ranks = int(os.environ["WORLD_SIZE"])
     split, found = Split(folder, Topology(ranks, dict(context_parallel_size=ranks))), {}
     for rows in ROWS:
-        everyone: list[Any] = [None] * ranks
-        dist.all_gather_object(everyone, count(split, rows))
-        found[rows] = everyone
+        found[rows] = of_all_ranks(count(split, rows))
     leave(found, output)
 
 
