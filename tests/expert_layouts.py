@@ -39,12 +39,7 @@ def rewrite(source: Path, folder: Path, layout: ExpertLayout) -> Path:
 
 
 def joined_experts(tensors: dict[str, torch.Tensor], packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors with one for each expert, or packed ones, as packed, output-major ones.
-
-    Args:
-        tensors: found.
-        packed: tensors of the names and shapes that are wanted.
-    """
+    """Tensors with one for each expert, or packed ones, as packed, output-major ones."""
     joined = {}
     for name, tensor in packed.items():
         if name in tensors:

@@ -24,15 +24,7 @@ Megatron-Bridge's own; for several devices, start it under torchrun."""
 
 
 def train(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl train") -> int:
-    """Train from given weights, or with `--from-scratch` from random ones.
-
-    Args:
-        arguments: as on the command line; None for those of the process.
-        prog: the program's name, for messages.
-
-    Returns:
-        Exit status: 0. Errors end the process with 2.
-    """
+    """Train from given weights, or with `--from-scratch` from random ones. Errors end the process with 2."""
     parser = _parser("Train Qwen3-VL or Qwen3.5-VL with a recipe, from given weights or from scratch.", prog)
     parser.add_argument("--from-scratch", action="store_true", help="start from random weights")
     args = _parse(parser, arguments)

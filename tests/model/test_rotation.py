@@ -29,8 +29,7 @@ from torch.utils._pytree import tree_iter
 from tests.noise import check, limits, relative
 from tests.parity.batches import make_batch, make_samples
 from tests.parity.conftest import make_pair
-from tests.parity.one_process.test_bf16 import distance
-from tests.parity.one_process.test_parity import per_sample
+from tests.parity.one_process.test_parity import distance, per_sample
 from tests.parity.one_process.test_recompute import FULL, of_vision
 from tests.parity.one_process.test_settings import SCALED, assert_parity, changed
 from tests.qwen3_5.tiny import make_checkpoint

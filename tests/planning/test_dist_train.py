@@ -44,7 +44,6 @@ def test_every_parameter_is_on_one_side(name):
     st.sampled_from([Recompute(), FULL]),
 )
 def test_both_sides_hold_what_one_rank_would(name, parts, recompute, vision_recompute):
-    """And on both what is sent."""
     config, sent = presets.config_dict(name), "sent between towers"
     training = replace(
         ROWS, global_batch_size=1, frozen=parts, recompute=recompute, vision_recompute=vision_recompute,

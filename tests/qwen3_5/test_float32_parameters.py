@@ -47,7 +47,6 @@ def inputs(released, tmp_path_factory) -> Inputs:
 
 
 def config(inputs: Inputs, save: Path | None, wrap, **settings):
-    """Two steps in bfloat16."""
     common = dict(train__train_iters=2, validation__eval_iters=0, scheduler__lr_warmup_iters=0)
     return wrap(sharded(inputs, save, **common | settings))
 

@@ -44,7 +44,6 @@ CASES = {
 
 @pytest.fixture(scope="module", params=CASES)
 def trained(request, qwen3_5_folders):
-    """Trained adapters, the logits they make, and the folder of their model."""
     kind, peft = CASES[request.param]
     folder = qwen3_5_folders[kind]
     # The reference's loss has no balancing term.
@@ -116,7 +115,6 @@ def test_gradients_are_those_of_peft(trained, tmp_path, packed):
 
 
 def test_each_projection_is_a_part_of_the_layers_product(qwen3_5_folders):
-    """By the formula, without the `peft` library: rows of B, the one A, alpha / dim."""
     adapted = adapt(qwen3_5_folders["dense"], Qwen3VLLoRA(**SIZE, **ALL, lora_B_init_method="normal"))
     found = adapted.pair.bridge._model_bridge.adapter_weights([adapted.model])
     layers = adapted.model.language_model.decoder.layers
