@@ -16,10 +16,9 @@ from qwen3vl_bridge.models.inputs import (
 )
 from qwen3vl_bridge.models.layer_specs import decoder_block_spec, forget_other_depths
 from qwen3vl_bridge.models.provider import VisionLanguageProvider, freeze_parts
+from qwen3vl_bridge.models.refusals import LOGITS, ON_FORWARD, ON_TRAIN
 from qwen3vl_bridge.models.rope import InterleavedMRoPE
-from qwen3vl_bridge.models.settings.parallelism import LOGITS
-from qwen3vl_bridge.models.settings.refusals import CALLED, TRAINED
-from qwen3vl_bridge.models.settings.rules import check
+from qwen3vl_bridge.models.rules import check
 from qwen3vl_bridge.models.vision_tower import Qwen3VLVisionModel, vision_transformer_config
 from qwen3vl_bridge.parallel.collectives import exchange_encoded, scatter_sequence
 
@@ -265,7 +264,7 @@ class VisionLanguageModel(MegatronModule):
         # Frameworks that build models with `provide` or Megatron-Bridge's `get_model` (miles, NeMo-RL) do not declare
         # beforehand that they will train them; a model that is only loaded or evaluated may have the schedule settings
         # of the run that saved it.
-        check(TRAINED if self.training and torch.is_grad_enabled() else CALLED, self.config)
+        check(ON_TRAIN if self.training and torch.is_grad_enabled() else ON_FORWARD, self.config)
         if self.training:
             forget_other_depths(self.config)
         check_inference(inference_context, runtime_gather_output, labels)

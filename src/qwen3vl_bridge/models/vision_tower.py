@@ -6,9 +6,7 @@ from qwen3vl_bridge.batch.packed_batch import VisionInputs
 from qwen3vl_bridge.models.core_attention import packed_seq_params
 from qwen3vl_bridge.models.layer_specs import backend, vision_block_spec
 from qwen3vl_bridge.models.rope import vision_rotary
-from qwen3vl_bridge.models.settings.activations import vision_activation
-from qwen3vl_bridge.models.settings.encoder_parallel import vision_tensor_ranks
-from qwen3vl_bridge.models.settings.fields import VisionLanguageFields
+from qwen3vl_bridge.models.settings import VisionLanguageFields, vision_activation, vision_tensor_ranks
 
 import torch
 import torch.nn.functional as F

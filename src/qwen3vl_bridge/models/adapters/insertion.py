@@ -13,7 +13,7 @@ from typing import Any
 
 from qwen3vl_bridge.models.adapters.dora_linear import MagnitudeLinear
 from qwen3vl_bridge.models.provider import freeze_parts
-from qwen3vl_bridge.models.settings.fields import VisionLanguageFields
+from qwen3vl_bridge.models.settings import VisionLanguageFields
 from qwen3vl_bridge.weights.rows import OUTPUT_LAYER, Part, is_of_experts, is_of_mtp, part_of
 
 import torch
