@@ -13,6 +13,7 @@ from typing import Any
 from qwen3vl_bridge import Family, register_family
 from qwen3vl_bridge.weights.rows import (
     QKV,
+    VISION_ROWS,
     Copy,
     Dimensions,
     ExpertLayout,
@@ -23,7 +24,6 @@ from qwen3vl_bridge.weights.rows import (
     text_sizes,
     vision_sizes,
 )
-from qwen3vl_bridge.weights.shared_rows import VISION_ROWS
 
 NAME = "toy_vl"
 # Fields of the provider and of `text_config` that say the same.

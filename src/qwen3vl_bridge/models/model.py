@@ -19,7 +19,7 @@ from qwen3vl_bridge.models.provider import VisionLanguageProvider, freeze_parts
 from qwen3vl_bridge.models.refusals import LOGITS, ON_FORWARD, ON_TRAIN
 from qwen3vl_bridge.models.rope import InterleavedMRoPE
 from qwen3vl_bridge.models.rules import check
-from qwen3vl_bridge.models.vision_tower import Qwen3VLVisionModel, vision_transformer_config
+from qwen3vl_bridge.models.vision_tower import QwenVLVisionModel, vision_transformer_config
 from qwen3vl_bridge.parallel.collectives import exchange_encoded, scatter_sequence
 
 import torch
@@ -164,7 +164,7 @@ class VisionLanguageModel(MegatronModule):
         self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self.share_embeddings_and_output_weights = config.share_embeddings_and_output_weights
-        self.vision_model: Qwen3VLVisionModel | None = None
+        self.vision_model: QwenVLVisionModel | None = None
         if pre_process:
             self.add_tower()
         self.language_model = self.language_model_class(
@@ -222,7 +222,7 @@ class VisionLanguageModel(MegatronModule):
 
     def add_tower(self) -> None:
         """Build the vision tower, on a stage that embeds."""
-        self.vision_model = Qwen3VLVisionModel(
+        self.vision_model = QwenVLVisionModel(
             vision_transformer_config(self.config), self.config.vision_config, self.pg_collection
         )
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from qwen3vl_bridge.weights.rows import (
     OUTPUT_LAYER,
+    VISION_ROWS,
     Copy,
     ExpertLayout,
     GatedMLP,
@@ -18,8 +19,9 @@ from qwen3vl_bridge.weights.rows import (
     Sectioned,
     Shape,
     ZeroCentered,
+    dense_mlp_rows,
+    moe_rows,
 )
-from qwen3vl_bridge.weights.shared_rows import VISION_ROWS, dense_mlp_rows, moe_rows
 
 _TEXT = "language_model.decoder.layers.*."
 _HF_TEXT = "model.language_model.layers.*."

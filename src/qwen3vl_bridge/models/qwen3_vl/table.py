@@ -7,8 +7,18 @@ of its dense layers and those of its MoE layers.
 
 from __future__ import annotations
 
-from qwen3vl_bridge.weights.rows import OUTPUT_LAYER, QKV, Copy, ExpertLayout, Row, Shape
-from qwen3vl_bridge.weights.shared_rows import VISION_ROWS, dense_mlp_rows, merger_rows, moe_rows
+from qwen3vl_bridge.weights.rows import (
+    OUTPUT_LAYER,
+    QKV,
+    VISION_ROWS,
+    Copy,
+    ExpertLayout,
+    Row,
+    Shape,
+    dense_mlp_rows,
+    merger_rows,
+    moe_rows,
+)
 
 _TEXT = "language_model.decoder.layers.*."
 _HF_TEXT = "model.language_model.layers.*."
