@@ -144,18 +144,12 @@ _FAMILIES: dict[str, Family] = {
     for one in (
         _ours(
             "qwen3_vl",
-            {
-                "qwen3_vl": "Qwen3VLForConditionalGeneration",
-                "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
-            },
+            {"qwen3_vl": "Qwen3VLForConditionalGeneration", "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration"},
             dist_train=True,
         ),
         _ours(
             "qwen3_5",
-            {
-                "qwen3_5": "Qwen3_5ForConditionalGeneration",
-                "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
-            },
+            {"qwen3_5": "Qwen3_5ForConditionalGeneration", "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration"},
             released_experts=ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT,
             optional={"mtp": "mtp_num_hidden_layers"},
             replacements={

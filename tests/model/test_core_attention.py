@@ -12,11 +12,7 @@ from types import SimpleNamespace
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.batch import SequenceLayout, token_index
 from qwen3vl_bridge.models import core_attention
-from qwen3vl_bridge.models.core_attention import (
-    ContextParallelAttention,
-    SegmentAttention,
-    layout_packed_seq_params,
-)
+from qwen3vl_bridge.models.core_attention import ContextParallelAttention, SegmentAttention, layout_packed_seq_params
 
 import pytest
 import torch
@@ -85,9 +81,7 @@ class Varlen:
         assert window_size in ((-1, 0), (-1, -1)) and enable_gqa == (query.size(1) != key.size(1))
         assert all(x.stride(-1) == 1 and x.ndim == 3 for x in (query, key, value))
         causal = window_size == (-1, 0)
-        return torch.cat(
-            [reference(query[q:r], key[k:m], value[k:m], causal, scale) for (q, r), (k, m) in segments],
-        )
+        return torch.cat([reference(query[q:r], key[k:m], value[k:m], causal, scale) for (q, r), (k, m) in segments])
 
 
 @pytest.fixture

@@ -54,9 +54,7 @@ TABLE = (
     _whole("embedding.word_embeddings", "toy.embed", "vocab", "hidden"),
     _layer(Copy, "self_attention.linear_qkv.layer_norm_weight", {"norm_a": ("hidden",)}),
     _layer(
-        QKV,
-        "self_attention.linear_qkv.weight",
-        {"q": ("q", "hidden"), "k": ("kv", "hidden"), "v": ("kv", "hidden")},
+        QKV, "self_attention.linear_qkv.weight", {"q": ("q", "hidden"), "k": ("kv", "hidden"), "v": ("kv", "hidden")}
     ),
     _layer(Copy, "self_attention.linear_proj.weight", {"o": ("hidden", "q")}),
     _layer(Copy, "mlp.linear_fc1.layer_norm_weight", {"norm_b": ("hidden",)}),

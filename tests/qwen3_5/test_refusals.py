@@ -25,10 +25,7 @@ def test_a_size_of_several_families_is_the_first_ones():
     ("settings", "message"),
     [
         ({"deterministic_mode": True}, "deterministic_mode is True, expected False"),
-        (
-            {"tensor_model_parallel_size": 2},
-            "sequence_parallel is False with .*_size 2, expected True",
-        ),
+        ({"tensor_model_parallel_size": 2}, "sequence_parallel is False with .*_size 2, expected True"),
         ({"tensor_model_parallel_size": 0}, "tensor_model_parallel_size is 0, expected 1 or more"),
         ({"context_parallel_size": 3}, "linear_num_key_heads=16 must be a multiple"),  # megatron-core says it
         ({"mtp_num_layers": 2}, "mtp_num_layers is 2, expected None or 1: "),

@@ -123,13 +123,7 @@ class SequenceLayout(Movable):
         return values.repeat_interleave(self.cu_seqlens_padded.diff(), output_size=self.total)
 
 
-def token_index(
-    layout: SequenceLayout,
-    cp_size: int,
-    cp_rank: int,
-    sp_size: int = 1,
-    sp_rank: int = 0,
-) -> Tensor:
+def token_index(layout: SequenceLayout, cp_size: int, cp_rank: int, sp_size: int = 1, sp_rank: int = 0) -> Tensor:
     """Index into the flat batch for each position of a rank's hidden states: [T / B / cp_size / sp_size, B] int64.
 
     Each segment is cut into 2 * cp_size chunks and context-parallel rank r holds chunks r and 2 * cp_size - 1 - r of

@@ -229,11 +229,7 @@ def _decode(
 
 
 def _next_tokens(
-    model: VisionLanguageModel,
-    rows: _Rows,
-    start: int,
-    stop: int,
-    cache: StaticInferenceContext | None,
+    model: VisionLanguageModel, rows: _Rows, start: int, stop: int, cache: StaticInferenceContext | None
 ) -> Tensor:
     """[b] the most likely token at `stop`, from those before it; the cache has those before `start`."""
     config, groups = model.config, model.pg_collection

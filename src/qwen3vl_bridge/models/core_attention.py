@@ -272,23 +272,11 @@ class SegmentAttention(MegatronModule):
         return varlen_takes(query, key, value, self._rate())
 
     def _row(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        params: PackedSeqParams,
-        lengths: tuple[int, ...],
-        causal: bool,
+        self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams, lengths: tuple[int, ...], causal: bool
     ) -> Tensor:
         offsets, longest = physical_offsets(params), max(lengths)
         return attend_row(
-            query,
-            key,
-            value,
-            offsets=(offsets, offsets),
-            longest=(longest, longest),
-            causal=causal,
-            scale=self.scale,
+            query, key, value, offsets=(offsets, offsets), longest=(longest, longest), causal=causal, scale=self.scale
         )
 
     def _rows(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:

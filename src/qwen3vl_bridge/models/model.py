@@ -9,11 +9,7 @@ from qwen3vl_bridge.batch.packed_batch import ModelInputs, VisionRows
 from qwen3vl_bridge.models.adapters.insertion import map_modules
 from qwen3vl_bridge.models.chunked_loss import loss_processor
 from qwen3vl_bridge.models.core_attention import layout_packed_seq_params
-from qwen3vl_bridge.models.inputs import (
-    OutputConversion,
-    as_model_inputs,
-    check_inference,
-)
+from qwen3vl_bridge.models.inputs import OutputConversion, as_model_inputs, check_inference
 from qwen3vl_bridge.models.layer_specs import decoder_block_spec, forget_other_depths
 from qwen3vl_bridge.models.provider import VisionLanguageProvider, freeze_parts
 from qwen3vl_bridge.models.refusals import LOGITS, ON_FORWARD, ON_TRAIN

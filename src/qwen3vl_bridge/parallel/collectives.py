@@ -64,9 +64,7 @@ def sum_numbers(value: Tensor | float) -> Tensor:
 
 
 def _all_reduce(
-    values: Tensor,
-    group: torch.distributed.ProcessGroup | None = None,
-    op: Any = torch.distributed.ReduceOp.SUM,
+    values: Tensor, group: torch.distributed.ProcessGroup | None = None, op: Any = torch.distributed.ReduceOp.SUM
 ) -> None:
     if not _alone(group):
         torch.distributed.all_reduce(values, op=op, group=group)

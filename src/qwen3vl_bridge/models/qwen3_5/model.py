@@ -57,11 +57,7 @@ def mtp_block_spec(config: TransformerConfig, layer: ModuleSpec) -> ModuleSpec:
     modules = backend(config)
     norm = modules.layer_norm(rms_norm=True)
     submodules = MultiTokenPredictionLayerSubmodules(
-        enorm=norm,
-        hnorm=norm,
-        layer_norm=norm,
-        eh_proj=modules.column_parallel_linear(),
-        mtp_model_layer=layer,
+        enorm=norm, hnorm=norm, layer_norm=norm, eh_proj=modules.column_parallel_linear(), mtp_model_layer=layer
     )
     spec = ModuleSpec(module=NextTokenLayer, submodules=submodules)
     return ModuleSpec(

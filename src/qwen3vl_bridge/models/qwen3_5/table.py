@@ -100,10 +100,7 @@ def _shared_expert_rows(megatron: str, hf: str, *indices: str) -> tuple[Row, ...
     half = ("shared_ffn", "hidden")
     return (
         GatedMLP(
-            f"{megatron}linear_fc1.weight",
-            (f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight"),
-            (half, half),
-            indices,
+            f"{megatron}linear_fc1.weight", (f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight"), (half, half), indices
         ),
         Copy(f"{megatron}linear_fc2.weight", (f"{hf}.down_proj.weight",), (("hidden", "shared_ffn"),), indices),
         Copy(f"{megatron}gate_weight", (f"{hf}_gate.weight",), ((1, "hidden"),), indices, replicated=True),

@@ -53,11 +53,7 @@ TEXT_ROWS: tuple[Row, ...] = (
     _text(Copy, "self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), ("head_dim",)),
     _text(Copy, "self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), ("head_dim",)),
     _text(Copy, "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), ("hidden", "q")),
-    Copy(
-        "language_model.decoder.final_layernorm.weight",
-        ("model.language_model.norm.weight",),
-        (("hidden",),),
-    ),
+    Copy("language_model.decoder.final_layernorm.weight", ("model.language_model.norm.weight",), (("hidden",),)),
     Copy(f"{OUTPUT_LAYER}.weight", ("lm_head.weight",), (("vocab", "hidden"),), condition="untied"),
 )
 
