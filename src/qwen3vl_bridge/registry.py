@@ -87,16 +87,13 @@ class Family:
         """See `fields`."""
         return load(self.fields)(config)
 
-    def said_by_run(self, model: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    def run_fields_of(self, model: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
         """See `fields_of_run`."""
         return load(self.fields_of_run)(model, found)
 
     def config_of(self, config: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
-        """A config in which optional parts are counted as in a checkpoint with these tensors.
-
-        Args:
-            config: the checkpoint's, which transformers does not change when it saves a model without such a part.
-            names: of the tensors, Hugging Face's or Megatron's.
+        """A config, which transformers does not change when it saves a model without an optional part, with those parts
+        counted as in a checkpoint with these tensors, by Hugging Face's or Megatron's names.
         """
         for condition, layers in self.optional.items():
             rows = (row for row in self.rows() if row.condition == condition)
@@ -243,10 +240,7 @@ def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
 
 
 def preset(name: str) -> dict[str, Any]:
-    """The `config.json` of a released model. A size of several families is the first one's; hub ids are unique.
-
-    Args:
-        name: a size or a hub id.
+    """The `config.json` of a released model, by its size or hub id; a size of several families is the first one's.
 
     Raises:
         ValueError: no family has it.

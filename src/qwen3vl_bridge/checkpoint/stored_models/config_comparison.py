@@ -49,7 +49,7 @@ def check_model_of_run(config: ModelConfig, run: Mapping[str, Any], path: Path) 
         expected = _fields_of_conversion(model.get("hf_config"), path)
         _compare(config, found, expected, found | expected, path)
         return True
-    expected = config.family.said_by_run(model, found)
+    expected = config.family.run_fields_of(model, found)
     _compare(config, found, expected, expected, path)
     return bool(expected)
 
