@@ -125,21 +125,15 @@ def compare(found: list[Tensor], call, parts: list[Tensor]) -> None:
     check({"error": worst(found, exact)}, allowed([{"error": worst(run(call, parts), exact)}]))
 
 
+@pytest.mark.parametrize("by", ["segments", "one call"])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("kind", [CAUSAL, FULL])
-def test_segments_are_attended_as_by_plain_softmax(lengths, groups, kind):
+def test_a_packed_row_is_attended_as_by_plain_softmax(request, lengths, groups, kind, by):
+    varlen = request.getfixturevalue("varlen") if by == "one call" else None
     module, parts = attention(groups), tensors(sum(lengths), groups)
     compare(run(packed(module, lengths, kind), parts), plain(lengths, kind == CAUSAL, module.scale), parts)
-
-
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("kind", [CAUSAL, FULL])
-def test_a_packed_row_is_one_call(varlen, lengths, groups, kind):
-    module, parts = attention(groups), tensors(sum(lengths), groups)
-    compare(run(packed(module, lengths, kind), parts), plain(lengths, kind == CAUSAL, module.scale), parts)
-    assert varlen.calls == 1
+    assert varlen is None or varlen.calls == 1
 
 
 def shares(monkeypatch, lengths: list[int], groups: int, ranks: int, device: str = "cpu", dim: int = DIM):
@@ -165,19 +159,14 @@ def shares(monkeypatch, lengths: list[int], groups: int, ranks: int, device: str
     return call
 
 
+@pytest.mark.parametrize("by", ["segments", "one call"])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_context_parallel_ranks_together_are_one(monkeypatch, lengths, ranks):
+def test_context_parallel_ranks_together_are_one(request, monkeypatch, lengths, ranks, by):
+    varlen = request.getfixturevalue("varlen") if by == "one call" else None
     parts = tensors(sum(lengths), 2)
     compare(run(shares(monkeypatch, lengths, 2, ranks), parts), plain(lengths, True, DIM**-0.5), parts)
-
-
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_context_parallel_rank_is_one_call(monkeypatch, varlen, lengths, ranks):
-    parts = tensors(sum(lengths), 2)
-    compare(run(shares(monkeypatch, lengths, 2, ranks), parts), plain(lengths, True, DIM**-0.5), parts)
-    assert varlen.calls == ranks
+    assert varlen is None or varlen.calls == ranks
 
 
 def test_chunks_of_a_row_are_worked_out_once_for_all_layers(monkeypatch, varlen):
