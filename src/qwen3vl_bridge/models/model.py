@@ -354,12 +354,7 @@ class VisionLanguageModel(MegatronModule):
         freeze_vision_projection: bool = False,
     ) -> None:
         """Stop training of whole parts; arguments as for `freeze_parts`, by position or name."""
-        freeze_parts(
-            self,
-            freeze_language_model=freeze_language_model,
-            freeze_vision_model=freeze_vision_model,
-            freeze_vision_projection=freeze_vision_projection,
-        )
+        freeze_parts(self, freeze_language_model, freeze_vision_model, freeze_vision_projection)
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
         """Store what the previous pipeline stage sent, for the next `forward`."""

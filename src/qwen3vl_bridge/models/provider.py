@@ -35,25 +35,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class VisionLanguageProvider(settings.VisionLanguageFields):
-    """A vision tower and a language model, of any family.
+    """A vision tower and a language model, of any family, which sets the class attributes."""
 
-    Class attributes, which a family sets:
-        family: its name in the registry.
-        fixed: settings that the model does not support, each with the only value it may have.
-        rules: further constraints of the family on its settings.
-        model_class, language_model_class: dotted names of the classes that `provide` and `provide_language_model`
-            build.
-        encoder_class, decoder_class: dotted names of the two modules on separate ranks under `dist_train`; None for a
-            family that does not support it.
-    """
-
-    family: ClassVar[str]
+    family: ClassVar[str]  # its name in the registry
+    # Dotted names of the classes that `provide` and `provide_language_model` build.
     model_class: ClassVar[str]
     language_model_class: ClassVar[str]
+    # Of the two modules on separate ranks under `dist_train`; None for a family that does not support it.
     encoder_class: ClassVar[str | None] = None
     decoder_class: ClassVar[str | None] = None
-    fixed: ClassVar[Mapping[str, Row]]
-    rules: ClassVar[tuple[Rule, ...]] = ()
+    fixed: ClassVar[Mapping[str, Row]]  # settings that the model does not support, each with the only value it may have
+    rules: ClassVar[tuple[Rule, ...]] = ()  # further constraints of the family on its settings
     # Megatron-Bridge reads it when it logs TFLOP/s.
     _get_num_floating_point_operations_with_runtime_stats = operations_of_a_step
 
@@ -222,7 +214,6 @@ class ExpertsMixin:
 
 def freeze_parts(
     model: nn.Module,
-    *,
     freeze_language_model: bool = False,
     freeze_vision_model: bool = False,
     freeze_vision_projection: bool = False,
