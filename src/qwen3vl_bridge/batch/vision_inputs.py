@@ -45,9 +45,9 @@ def check_grids(kind: str, grids: Tensor | None, merge: int) -> Tensor:
 
 def frames(grids: Tensor) -> Tensor:
     """[F, 3], each of K grids [K, 3] as separate frames of (1, height, width)."""
-    one = grids.repeat_interleave(grids[:, 0], dim=0)
-    one[:, 0] = 1
-    return one
+    repeated = grids.repeat_interleave(grids[:, 0], dim=0)
+    repeated[:, 0] = 1
+    return repeated
 
 
 def frame_lengths(grids: Tensor) -> Tensor:

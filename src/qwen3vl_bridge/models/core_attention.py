@@ -166,7 +166,7 @@ class _EndOnCpu(torch.autograd.Function):
             )
             for part, causal in ((slice(before), False), (slice(before, None), True))
         ]
-        logarithm = torch.logaddexp(*(found[1] for found in parts))  # [n, heads, s] float32
+        logarithm = torch.logaddexp(*(part[1] for part in parts))  # [n, heads, s] float32
         weighted = [out * (own - logarithm).exp()[..., None] for out, own in parts]
         attended = (weighted[0] + weighted[1]).to(query.dtype)
         ctx.save_for_backward(query, key, value, attended, logarithm)

@@ -295,15 +295,15 @@ def expert_layout_of(
             if "experts" not in row.indices or (row.condition is not None and not dimensions[row.condition]):
                 continue
             for expert in dimensions.indices["experts"]:
-                one = row.at(*(expert if index == "experts" else layer for index in row.indices))
-                expected.update(zip(one.hf, hf_shapes(one, dimensions), strict=True))
+                expanded = row.at(*(expert if index == "experts" else layer for index in row.indices))
+                expected.update(zip(expanded.hf, hf_shapes(expanded, dimensions), strict=True))
         if all(tuple(shapes.get(name, ())) == shape for name, shape in expected.items()):
             return layout
         names += expected
     prefix = names[0].rpartition(".")[0] + "."  # of a packed tensor
-    found = sorted((name, list(shape)) for name, shape in shapes.items() if name.startswith(prefix))
+    given = sorted((name, list(shape)) for name, shape in shapes.items() if name.startswith(prefix))
     raise ValueError(
-        f"experts of layer {layer}: found {found[:4] or 'no tensors'}, expected {dimensions['experts']} experts of "
+        f"experts of layer {layer}: found {given[:4] or 'no tensors'}, expected {dimensions['experts']} experts of "
         f"{dimensions['hidden']} x {dimensions['moe_ffn']}, {' or '.join(layout.value for layout in ExpertLayout)}"
     )
 

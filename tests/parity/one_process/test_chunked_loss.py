@@ -222,7 +222,7 @@ def test_labels_of_another_number_of_tokens(untied_folder):
 
 @pytest.mark.parametrize("kind", ["untied", "tied"])
 def test_a_fused_gradient_under_megatron_fsdp_is_the_last_chunks(kind, request):
-    """Why `settings.parallelism.complete_sharded` turns it off. Should this fail, megatron-core has mended it."""
+    """Why `settings.complete_ddp` turns it off. Should this fail, megatron-core has mended it."""
     pair = make_pair(request.getfixturevalue(f"{kind}_folder"), loss_chunk_tokens=CHUNK)
     inputs = batch_of(pair)
     _, expected = both(pair, inputs)
