@@ -17,8 +17,8 @@ from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 from qwen3vl_bridge.checkpoint.stored_models.stored_model import StoredModel
 from qwen3vl_bridge.io.errors import CheckpointError
 from qwen3vl_bridge.io.paths import expanded
-from qwen3vl_bridge.weights.adapter_rows import MARK
 from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.names import MARK
 
 
 def open_stored(
