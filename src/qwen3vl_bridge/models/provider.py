@@ -15,7 +15,7 @@ from qwen3vl_bridge.batch.vision_sharding import VisionWork
 from qwen3vl_bridge.models import refusals, settings
 from qwen3vl_bridge.models.flops import operations_of_a_step, provider_sizes, vision_costs
 from qwen3vl_bridge.models.rules import Row, Rule, check
-from qwen3vl_bridge.weights.rows import Dimensions, Part, indices_of, part_of, part_of_wrapped, vision_sizes
+from qwen3vl_bridge.weights.rows import Dimensions, Part, indices_of, part_of_wrapped, vision_sizes
 
 import torch
 from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
@@ -210,23 +210,6 @@ class ExpertsMixin:
         if len(frequency) != layers:
             raise ValueError(f"moe_layer_freq has {len(frequency)} entries, expected {layers}, one per layer")
         return tuple(layer for layer, has_experts in enumerate(frequency) if has_experts)
-
-
-def freeze_parts(
-    model: nn.Module,
-    freeze_language_model: bool = False,
-    freeze_vision_model: bool = False,
-    freeze_vision_projection: bool = False,
-) -> None:
-    """Stop training of whole parts. The vision projection is the mergers; the vision model is the rest of the tower."""
-    frozen = {
-        Part.LANGUAGE_MODEL: freeze_language_model,
-        Part.VISION_MODEL: freeze_vision_model,
-        Part.VISION_PROJECTION: freeze_vision_projection,
-    }
-    for name, parameter in model.named_parameters():
-        if frozen[part_of(name)]:
-            parameter.requires_grad = False
 
 
 def log_trained_parameters(model: list[nn.Module]) -> None:

@@ -17,8 +17,7 @@ from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
 from qwen3vl_bridge.checkpoint.stored_models.stored_model import StoredModel
 from qwen3vl_bridge.io.errors import CheckpointError
 from qwen3vl_bridge.io.paths import expanded
-from qwen3vl_bridge.weights.adapter_rows import MARK
-from qwen3vl_bridge.weights.rows import ExpertLayout
+from qwen3vl_bridge.weights.rows import MARK, ExpertLayout
 
 
 def open_stored(
