@@ -85,16 +85,16 @@ class HostCopy:
 
     def __init__(self, values: Tensor) -> None:
         self._values = values.detach().to("cpu", non_blocking=True, copy=True)  # in page-locked memory
-        self._arrived = torch.cuda.Event() if values.device.type == "cuda" else None
-        if self._arrived is not None:
-            self._arrived.record()
+        self._copied = torch.cuda.Event() if values.device.type == "cuda" else None
+        if self._copied is not None:
+            self._copied.record()
 
     def is_there(self) -> bool:
         """Whether the copy has finished, so that reading does not wait."""
-        return self._arrived is None or self._arrived.query()
+        return self._copied is None or self._copied.query()
 
     def tolist(self) -> list:
         """The values, as `Tensor.tolist`."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        if self._copied is not None:
+            self._copied.synchronize()
         return self._values.tolist()

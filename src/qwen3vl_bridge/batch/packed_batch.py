@@ -198,19 +198,19 @@ class PackedBatch(Movable):
 
     def _next_tokens(self, context_index: Tensor, index: Tensor, rows: Tensor | None) -> NextTokens:
         """For the tokens at `context_index` [s, b], of which the rank has those at `index` [s / sp, b]."""
-        places, there = next_index(self.layout)
-        labels, next_places = self.labels.flatten(), places[context_index]
+        next_tokens, has_next = next_index(self.layout)
+        labels, next_of_local = self.labels.flatten(), next_tokens[context_index]
         # Callers may mark untrained tokens by negative labels, and may leave padding unmarked.
         mask = self.loss_mask.flatten() * (labels >= 0) * ~self.layout.padding_mask()
-        next_mask = mask[places] * there
+        next_mask = mask[next_tokens] * has_next
         return NextTokens(
-            input_ids=self.input_ids.flatten()[next_places.T],
-            labels=labels[next_places.T].clamp(min=0),
+            input_ids=self.input_ids.flatten()[next_of_local.T],
+            labels=labels[next_of_local.T].clamp(min=0),
             loss_mask=next_mask[context_index.T],
-            padding_mask=~there[index.T],
+            padding_mask=~has_next[index.T],
             trained=mask.sum(),
             predicted=next_mask.sum(),
-            fuse=self._vision_rows(next_places, rows),
+            fuse=self._vision_rows(next_of_local, rows),
         )
 
     def _vision_rows(self, index: Tensor, rows: Tensor | None) -> VisionRows | None:
@@ -245,21 +245,21 @@ class EncoderInputs(Movable):
         sent = [batch.encoder_shards_of(assignment) for batch, assignment in zip(batches, assignments, strict=True)]
         parts = [assignment.part(batch.vision, share) for batch, assignment in zip(batches, assignments, strict=True)]
         return cls(
-            vision=_joined([part for part in parts if part is not None]),
+            vision=_concatenated([part for part in parts if part is not None]),
             shards=tuple(shards[share] for shards in sent),
             rows=max(shard.tokens for shards in sent for shard in shards),
         )
 
 
-def _joined(pictures: Sequence[VisionInputs]) -> VisionInputs | None:
+def _concatenated(pictures: Sequence[VisionInputs]) -> VisionInputs | None:
     if len(pictures) < 2:
         return pictures[0] if pictures else None
-    lengths = tuple(length for one in pictures for length in one.lengths)
+    lengths = tuple(length for part in pictures for length in part.lengths)
     return VisionInputs(
-        pixel_values=torch.cat([one.pixel_values for one in pictures]),
-        position_ids=torch.cat([one.position_ids for one in pictures]),
-        interpolation_index=torch.cat([one.interpolation_index for one in pictures], 1),
-        interpolation_weight=torch.cat([one.interpolation_weight for one in pictures], 1),
+        pixel_values=torch.cat([part.pixel_values for part in pictures]),
+        position_ids=torch.cat([part.position_ids for part in pictures]),
+        interpolation_index=torch.cat([part.interpolation_index for part in pictures], 1),
+        interpolation_weight=torch.cat([part.interpolation_weight for part in pictures], 1),
         cu_seqlens=torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32),
         lengths=lengths,
     )

@@ -123,13 +123,7 @@ class SequenceLayout(Movable):
         return values.repeat_interleave(self.cu_seqlens_padded.diff(), output_size=self.total)
 
 
-def token_index(
-    layout: SequenceLayout,
-    cp_size: int,
-    cp_rank: int,
-    sp_size: int = 1,
-    sp_rank: int = 0,
-) -> Tensor:
+def token_index(layout: SequenceLayout, cp_size: int, cp_rank: int, sp_size: int = 1, sp_rank: int = 0) -> Tensor:
     """Index into the flat batch for each position of a rank's hidden states: [T / B / cp_size / sp_size, B] int64.
 
     Each segment is cut into 2 * cp_size chunks and context-parallel rank r holds chunks r and 2 * cp_size - 1 - r of
@@ -155,8 +149,8 @@ def next_index(layout: SequenceLayout) -> tuple[Tensor, Tensor]:
     """[T] int64 each token's next one in its segment (itself if there is none), [T] bool whether there is one."""
     own = torch.arange(layout.total, device=layout.cu_seqlens.device)
     ends = layout.per_token(layout.cu_seqlens_padded[:-1] + layout.cu_seqlens.diff())  # of real tokens
-    there = own + 1 < ends
-    return own + there, there
+    has_next = own + 1 < ends
+    return own + has_next, has_next
 
 
 def segment_multiple(cp_size: int) -> int:
@@ -199,7 +193,7 @@ def causal_chunks(layout: SequenceLayout, cp_size: int, cp_rank: int) -> CausalC
         ValueError: a rank outside its group, or a segment that does not divide into 2 * cp_size chunks.
     """
     _check_rank("context", cp_size, cp_rank)
-    places = gathered_index(layout, cp_size)
+    gathered = gathered_index(layout, cp_size)
     seen = cp_rank + 1, 2 * cp_size - cp_rank  # a segment's chunks up to the end of the rank's two
     chunk = layout.cu_seqlens_padded.diff() // (2 * cp_size)
     lengths = torch.stack([chunk * chunks for chunks in seen], 1).flatten()
@@ -207,9 +201,9 @@ def causal_chunks(layout: SequenceLayout, cp_size: int, cp_rank: int) -> CausalC
     # In the segments' own order a chunk's keys begin where its segment does.
     shift = layout.cu_seqlens_padded[:-1].repeat_interleave(2) - keys[:-1]
     total = layout.total // (2 * cp_size) * sum(seen)
-    tokens = torch.arange(total, device=places.device) + shift.repeat_interleave(lengths, output_size=total)
+    tokens = torch.arange(total, device=gathered.device) + shift.repeat_interleave(lengths, output_size=total)
     longest = max(layout.padded_lengths) // (2 * cp_size)
-    return CausalChunks(keys=places[tokens], offsets=(queries, keys), longest=(longest, longest * max(seen)))
+    return CausalChunks(keys=gathered[tokens], offsets=(queries, keys), longest=(longest, longest * max(seen)))
 
 
 def _from_zero(lengths: Tensor) -> Tensor:

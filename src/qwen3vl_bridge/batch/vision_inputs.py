@@ -45,9 +45,9 @@ def check_grids(kind: str, grids: Tensor | None, merge: int) -> Tensor:
 
 def frames(grids: Tensor) -> Tensor:
     """[F, 3], each of K grids [K, 3] as separate frames of (1, height, width)."""
-    one = grids.repeat_interleave(grids[:, 0], dim=0)
-    one[:, 0] = 1
-    return one
+    repeated = grids.repeat_interleave(grids[:, 0], dim=0)
+    repeated[:, 0] = 1
+    return repeated
 
 
 def frame_lengths(grids: Tensor) -> Tensor:
@@ -217,10 +217,7 @@ def make_vision_inputs(
         raise ValueError(f"found {num_position_embeddings} position embeddings, expected a square number")
     images = check_grids("image", image_grid_thw, spatial_merge_size)
     videos = check_grids("video", video_grid_thw, spatial_merge_size)
-    parts = [
-        _check_pixels("image", pixel_values, images),
-        _check_pixels("video", pixel_values_videos, videos),
-    ]
+    parts = [_check_pixels("image", pixel_values, images), _check_pixels("video", pixel_values_videos, videos)]
     pixels = [part for part in parts if part is not None]
     if not pixels:
         return None

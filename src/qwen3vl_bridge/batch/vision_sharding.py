@@ -114,14 +114,14 @@ def _exchange(shares: list[list[int]], costs: Sequence[float]) -> bool:
     for rank, share in enumerate(shares):
         if rank == most:
             continue
-        for place, back, moved in _candidates(shares[most], share, (totals[most] - totals[rank]) / 2, costs):
+        for moved_index, back, moved in _candidates(shares[most], share, (totals[most] - totals[rank]) / 2, costs):
             worst = max(totals[most] - moved, totals[rank] + moved)
             if worst < best:
-                best, swap = worst, (place, rank, back)
+                best, swap = worst, (moved_index, rank, back)
     if swap is None:
         return False
-    place, rank, back = swap
-    shares[rank].append(shares[most].pop(place))
+    moved_index, rank, back = swap
+    shares[rank].append(shares[most].pop(moved_index))
     if back is not None:
         shares[rank].remove(back)
         shares[most].append(back)
@@ -134,10 +134,10 @@ def _candidates(
     """For each frame of a rank, the two swaps that come closest to moving the wanted cost to the other rank."""
     cheapest_first = sorted(other, key=costs.__getitem__)
     theirs = [0.0, *(costs[frame] for frame in cheapest_first)]
-    for place, frame in enumerate(share):
+    for moved_index, frame in enumerate(share):
         after = bisect.bisect_left(theirs, costs[frame] - wanted)
         for i in range(max(after - 1, 0), min(after + 1, len(theirs))):
-            yield place, cheapest_first[i - 1] if i else None, costs[frame] - theirs[i]
+            yield moved_index, cheapest_first[i - 1] if i else None, costs[frame] - theirs[i]
 
 
 def assign_vision(vision: VisionInputs | None, work: VisionWork, ranks: int) -> VisionAssignment:

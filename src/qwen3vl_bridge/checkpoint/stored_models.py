@@ -20,8 +20,7 @@ from qwen3vl_bridge.checkpoint.formats.tensors import SegmentReader, Shape, Slic
 from qwen3vl_bridge.checkpoint.manifest import MANIFEST, read_manifest
 from qwen3vl_bridge.io.files import CheckpointError, expanded, read_object, write_object
 from qwen3vl_bridge.registry import family_of, family_of_provider
-from qwen3vl_bridge.weights.adapter_rows import MARK
-from qwen3vl_bridge.weights.rows import ExpertLayout, Row, expand, expert_layout_of
+from qwen3vl_bridge.weights.rows import MARK, ExpertLayout, Row, expand, expert_layout_of
 
 
 class ModelConfig:
@@ -159,7 +158,7 @@ def check_model_of_run(config: ModelConfig, run: Mapping[str, Any], path: Path) 
         expected = _fields_of_conversion(model.get("hf_config"), path)
         _compare(config, found, expected, found | expected, path)
         return True
-    expected = config.family.said_by_run(model, found)
+    expected = config.family.run_fields_of(model, found)
     _compare(config, found, expected, expected, path)
     return bool(expected)
 

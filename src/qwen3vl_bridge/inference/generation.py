@@ -43,8 +43,7 @@ def generate(
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
 ) -> Tensor:
-    """Generate what transformers' `generate(do_sample=False)` returns for the same arguments, which its processor
-    creates.
+    """Generate what transformers' `generate(do_sample=False)` returns for the same arguments of its processor.
 
     The vision tower runs once. Keys and values are cached, so a new token costs the work of one token. Under sequence
     parallelism, where a single token cannot be split over the ranks, and in models with linear attention, whose state
@@ -54,8 +53,7 @@ def generate(
     answers of the first one.
 
     Args:
-        model: a VisionLanguageModel, wrapped or not, or a list of one. It is in eval mode during the call; the previous
-            mode is restored.
+        model: a VisionLanguageModel, wrapped or not, or a list of one. It is in eval mode during the call.
         input_ids: [B, S] int64.
         attention_mask: [B, S], 0 at padding, which may be on either side. None: no padding.
         max_new_tokens: maximum length of an answer.
@@ -181,7 +179,6 @@ def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
 
 
 def _round_up(tokens: int, model: VisionLanguageModel) -> int:
-    """Rounded up so that sequence-parallel ranks hold equal parts."""
     parts = model.config.sequence_ranks(model.pg_collection)["sp_size"]
     return -(-tokens // parts) * parts
 
@@ -229,11 +226,7 @@ def _decode(
 
 
 def _next_tokens(
-    model: VisionLanguageModel,
-    rows: _Rows,
-    start: int,
-    stop: int,
-    cache: StaticInferenceContext | None,
+    model: VisionLanguageModel, rows: _Rows, start: int, stop: int, cache: StaticInferenceContext | None
 ) -> Tensor:
     """[b] the most likely token at `stop`, from those before it; the cache has those before `start`."""
     config, groups = model.config, model.pg_collection
@@ -267,7 +260,6 @@ def _next_tokens(
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Every module in eval mode; the previous mode is restored afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from qwen3vl_bridge.models.adapters.conversion import AdapterConversion
 from qwen3vl_bridge.models.provider import ExpertsMixin, VisionLanguageProvider
 from qwen3vl_bridge.models.settings import text_activation
+from qwen3vl_bridge.peft.model_adapters import AdapterConversion
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.bridge_mappings import param_mappings
 from qwen3vl_bridge.weights.rows import ExpertLayout, expand, expert_layout_of
@@ -51,11 +51,13 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
         config = hf_pretrained.config
         family(self.family).check_settings(config.to_dict())
         provider = self.PROVIDER_CLASS(**self.provider_fields(config))
-        self.exclude_missing(provider, _stored_config(self.family, hf_pretrained))
+        self.exclude(provider, _stored_config(self.family, hf_pretrained))
         return provider
 
-    def exclude_missing(self, provider: VisionLanguageProvider, config: Mapping[str, Any]) -> None:
-        """Remove from a provider what the checkpoint lacks, by its `config.json` with the parts that it has."""
+    def exclude(self, provider: VisionLanguageProvider, config: Mapping[str, Any]) -> None:
+        """Remove from a provider what the checkpoint lacks, according to its `config.json` with optional parts
+        included.
+        """
 
     def load_weights_hf_to_megatron(
         self, hf_pretrained: Any, megatron_model: list[MegatronModule], *args: Any, **kwargs: Any

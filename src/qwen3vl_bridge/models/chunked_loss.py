@@ -138,9 +138,9 @@ class _ChunkedLosses(torch.autograd.Function):
             wanted = (part, *ctx.weights)
             of_input, *of_weights = torch.autograd.grad(losses, wanted, of_losses, allow_unused=True)
             of_part.copy_(of_input)
-            for weight, one in zip(ctx.weights, of_weights, strict=True):
-                if one is not None:
-                    sums[weight] = _added(sums.get(weight), one, weight)
+            for weight, of_weight in zip(ctx.weights, of_weights, strict=True):
+                if of_weight is not None:
+                    sums[weight] = _added(sums.get(weight), of_weight, weight)
         of_weights = (sums[weight].to(weight.dtype) if weight in sums else None for weight in ctx.weights)
         return None, None, None, None, of_hidden, None, *of_weights
 

@@ -134,11 +134,6 @@ def attend_row(
     return varlen_attn(query, key, value, *offsets, *longest, scale=scale, window_size=window, enable_gqa=grouped)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float, dropout: float) -> Tensor:
-    """Attention within [n, heads, s, d] segments of equal length; if causal, queries and keys are the same tokens."""
-    return _product(query, key, value, is_causal=causal, scale=scale, dropout_p=dropout)
-
-
 def attend_end(query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float) -> Tensor:
     """Causal attention of the last s tokens of segments [n, heads, s, d] to all of their tokens [n, heads, keys' s, d].
 
@@ -146,10 +141,10 @@ def attend_end(query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropo
     autograd would save.
     """
     if query.size(2) == key.size(2):
-        return attend(query, key, value, causal=True, scale=scale, dropout=dropout)
+        return _sdpa(query, key, value, is_causal=True, scale=scale, dropout=dropout)
     if query.is_cuda or dropout:  # with dropout, the CPU saves all attention scores anyway
         mask = causal_lower_right(query.size(2), key.size(2))
-        return _product(query, key, value, attn_mask=mask, scale=scale, dropout_p=dropout)
+        return _sdpa(query, key, value, attn_mask=mask, scale=scale, dropout=dropout)
     return _EndOnCpu.apply(query, key, value, scale)
 
 
@@ -171,7 +166,7 @@ class _EndOnCpu(torch.autograd.Function):
             )
             for part, causal in ((slice(before), False), (slice(before, None), True))
         ]
-        logarithm = torch.logaddexp(*(found[1] for found in parts))  # [n, heads, s] float32
+        logarithm = torch.logaddexp(*(part[1] for part in parts))  # [n, heads, s] float32
         weighted = [out * (own - logarithm).exp()[..., None] for out, own in parts]
         attended = (weighted[0] + weighted[1]).to(query.dtype)
         ctx.save_for_backward(query, key, value, attended, logarithm)
@@ -199,16 +194,16 @@ class _EndOnCpu(torch.autograd.Function):
         return query_before + query_own, *keys, None
 
 
-def _product(query: Tensor, key: Tensor, value: Tensor, *, dropout_p: float, **arguments: object) -> Tensor:
-    """scaled_dot_product_attention with a kernel that does not store the scores of all queries and keys.
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, *, dropout: float, **arguments: object) -> Tensor:
+    """scaled_dot_product_attention of [n, heads, s, d] by a kernel that does not store all scores.
 
     On CUDA, inputs that FlashAttention does not support (such as float32) use the memory-efficient kernel, which needs
     as many key heads as query heads: with fewer, torch would fall back to the math kernel.
     """
     groups = query.size(1) // key.size(1)
-    if groups > 1 and query.is_cuda and not flash_takes(query, key, value, dropout_p):
+    if groups > 1 and query.is_cuda and not flash_takes(query, key, value, dropout):
         key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
-    return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout_p, enable_gqa=groups > 1, **arguments)
+    return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, enable_gqa=groups > 1, **arguments)
 
 
 class SegmentAttention(MegatronModule):
@@ -272,23 +267,11 @@ class SegmentAttention(MegatronModule):
         return varlen_takes(query, key, value, self._rate())
 
     def _row(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        params: PackedSeqParams,
-        lengths: tuple[int, ...],
-        causal: bool,
+        self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams, lengths: tuple[int, ...], causal: bool
     ) -> Tensor:
         offsets, longest = physical_offsets(params), max(lengths)
         return attend_row(
-            query,
-            key,
-            value,
-            offsets=(offsets, offsets),
-            longest=(longest, longest),
-            causal=causal,
-            scale=self.scale,
+            query, key, value, offsets=(offsets, offsets), longest=(longest, longest), causal=causal, scale=self.scale
         )
 
     def _rows(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
@@ -309,7 +292,7 @@ class SegmentAttention(MegatronModule):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
         """Attention of [n, heads, length, d] tensors; keys and values may have fewer heads."""
-        return self._call(attend, query, key, value, causal=causal)
+        return self._call(_sdpa, query, key, value, is_causal=causal)
 
     def _call(self, kernel: Callable[..., Tensor], *tensors: Tensor, **arguments: Any) -> Tensor:
         dropout = self._rate()
@@ -388,7 +371,7 @@ class ContextParallelAttention(SegmentAttention):
         """Attention of queries [n, heads, 2 c, d] to keys and values [n, cp * heads, 2 c, d]."""
         key, value = (self._in_order(x) for x in (key, value))
         if not causal:
-            return self._call(attend, query, key, value, causal=False)
+            return self._call(_sdpa, query, key, value, is_causal=False)
         chunk, rank = query.size(2) // 2, self.group.rank()
         attended = []
         for own, before in zip(query.split(chunk, 2), (rank, 2 * self.ranks - 1 - rank), strict=True):

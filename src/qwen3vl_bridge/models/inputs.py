@@ -55,11 +55,10 @@ def as_model_inputs(
     Args:
         config, groups: the provider and its process groups.
         input_ids: as for `as_packed_batch`, or a slice [1, T / cp] of a flat row.
-        labels: [B, S], already shifted, token ids where they are trained on: the model returns a loss for
-            each, and the caller masks them. With `packed_seq_params` also [1, T], in the order of the packed row. Or
-            only this context-parallel rank's tokens, [B, S / cp] or [1, T / cp], which are told by their shape:
-            Megatron-Bridge's `qwen3_vl_step` and verl's fused kernels pass whole rows of tokens, which images and
-            videos need, together with labels that are already split. Or None for logits.
+        labels: [B, S], already shifted, token ids where they are trained on: the model returns a loss for each, and
+            the caller masks them. With `packed_seq_params` also [1, T], in the order of the packed row. Or only this
+            context-parallel rank's tokens, [B, S / cp] or [1, T / cp], as Megatron-Bridge's `qwen3_vl_step` and verl's
+            fused kernels pass them beside whole rows of tokens. Or None for logits.
         loss_mask: same shape as labels, 0 where a label is arbitrary; the caller multiplies losses by it. Under context
             parallelism, this rank's slice of a whole mask is returned together with the outputs. Without labels it has
             no effect.
@@ -127,10 +126,7 @@ def _predicts(
     loss_mask: Tensor | None,
     device: torch.device,
 ) -> bool:
-    """Whether multi-token prediction is trained by this call.
-
-    It may need labels of other context-parallel ranks, so all ranks have to pass the same kind of labels.
-    """
+    """Whether multi-token prediction is trained by this call, which needs the same kind of labels on all ranks."""
     if not (config.trains_mtp and torch.is_grad_enabled()):
         return False
     check_agreement(dict(labels=labels, loss_mask=loss_mask), None, groups.cp, device)
@@ -150,8 +146,8 @@ def as_packed_batch(
     Args:
         config: the provider.
         input_ids: [B, S] rows, or one flat row [1, T] with `packed_seq_params`.
-        labels: [B, S], already shifted; with `packed_seq_params` also [1, T]. None: all zero.
-        loss_mask: same shape as labels, 0 where a label is arbitrary. None: every label except -100 is trained on.
+        labels, loss_mask: as for `as_model_inputs`, of the whole batch. Without labels they are 0; without a mask every
+            label except -100 is trained on.
         position_ids: [3, B, S] temporal, height and width position of each token; [4, B, S], where transformers puts
             text positions first; [B, S] text positions, see `given_positions`; or None to derive them.
         attention_mask: [B, S], 1 for real tokens, with padding on the left or the right of each row, or on both sides;
@@ -164,8 +160,7 @@ def as_packed_batch(
         others: arguments of other models, see `REFUSED`; only None is accepted.
 
     Returns:
-        The batch on the host, except for pixels, which stay on their device; and the positions of the caller's tokens
-        in it.
+        The batch on the host, except for pixels, which stay on their device; and the positions of the caller's tokens.
 
     Raises:
         ValueError: inconsistent shapes, masks with holes, images or videos that do not match the tokens.
@@ -230,10 +225,7 @@ def _unlabelled(
     video_grid_thw: Tensor | None = None,
     **others: Any,
 ) -> tuple[PackedBatch, Arrangement]:
-    """Like `as_packed_batch`, for a batch without labels with arguments on the host, see `read_arguments`.
-
-    Pixels are needed in addition to grids if this stage `encodes`.
-    """
+    """Like `as_packed_batch`, of `read_arguments` and without labels; a stage that `encodes` needs pixels too."""
     for name in others.keys() - _NOT_NEEDED:
         if name not in REFUSED:
             raise TypeError(f"unexpected argument {name!r}; expected those of as_model_inputs")
@@ -633,16 +625,10 @@ def _words(shapes: list) -> str:
 
 @dataclass(frozen=True)
 class CallerOrder(Movable):
-    """Positions of the caller's tokens in the outputs.
+    """Positions of the caller's tokens in the outputs."""
 
-    Attributes:
-        slots: [B, S] int64, index of each of the caller's tokens in the flat layout; -1 if it was dropped. On the
-            device of the outputs.
-        complete: whether no token was dropped.
-    """
-
-    slots: Tensor
-    complete: bool
+    slots: Tensor  # [B, S] int64, each of the caller's tokens in the flat layout, -1 if dropped; on the outputs' device
+    complete: bool  # no token was dropped
 
     def restore(self, output: Tensor) -> Tensor:
         """[b, s, ...] outputs -> [B, S, ...], with zeros for dropped tokens, which were padding."""
@@ -655,17 +641,12 @@ class CallerOrder(Movable):
 
 @dataclass(frozen=True)
 class OutputConversion(Movable):
-    """The conversion of the outputs of one call.
+    """The conversion of the outputs of one call."""
 
-    Attributes:
-        order: order of the caller's tokens; None if outputs are already in it.
-        unlabelled: [b, s] bool, True where a label is ignored and the loss is 0; None if there are no such labels.
-        loss_mask: [b, s] this rank's slice of a mask given for the whole batch, returned with the output as in
-            Megatron-Bridge's own model; None if the caller already has the slice.
-    """
-
-    order: CallerOrder | None = None
-    unlabelled: Tensor | None = None
+    order: CallerOrder | None = None  # None if outputs are in the order of the caller's tokens
+    unlabelled: Tensor | None = None  # [b, s] bool, True where a label is ignored and the loss is 0
+    # [b, s] this rank's slice of a mask given for the whole batch, returned with the output as in Megatron-Bridge's own
+    # model; None if the caller already has the slice.
     loss_mask: Tensor | None = None
 
     def of(self, output: Any) -> Any:

@@ -6,21 +6,18 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from qwen3vl_bridge.batch.packed_batch import ModelInputs, VisionRows
-from qwen3vl_bridge.models.adapters.insertion import map_modules
 from qwen3vl_bridge.models.chunked_loss import loss_processor
 from qwen3vl_bridge.models.core_attention import layout_packed_seq_params
-from qwen3vl_bridge.models.inputs import (
-    OutputConversion,
-    as_model_inputs,
-    check_inference,
-)
+from qwen3vl_bridge.models.inputs import OutputConversion, as_model_inputs, check_inference
 from qwen3vl_bridge.models.layer_specs import decoder_block_spec, forget_other_depths
-from qwen3vl_bridge.models.provider import VisionLanguageProvider, freeze_parts
+from qwen3vl_bridge.models.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.refusals import LOGITS, ON_FORWARD, ON_TRAIN
 from qwen3vl_bridge.models.rope import InterleavedMRoPE
 from qwen3vl_bridge.models.rules import check
-from qwen3vl_bridge.models.vision_tower import Qwen3VLVisionModel, vision_transformer_config
+from qwen3vl_bridge.models.vision_tower import QwenVLVisionModel, vision_transformer_config
 from qwen3vl_bridge.parallel.collectives import exchange_encoded, scatter_sequence
+from qwen3vl_bridge.peft.insertion import map_modules
+from qwen3vl_bridge.weights.rows import Part, part_of
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -164,7 +161,7 @@ class VisionLanguageModel(MegatronModule):
         self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self.share_embeddings_and_output_weights = config.share_embeddings_and_output_weights
-        self.vision_model: Qwen3VLVisionModel | None = None
+        self.vision_model: QwenVLVisionModel | None = None
         if pre_process:
             self.add_tower()
         self.language_model = self.language_model_class(
@@ -222,7 +219,7 @@ class VisionLanguageModel(MegatronModule):
 
     def add_tower(self) -> None:
         """Build the vision tower, on a stage that embeds."""
-        self.vision_model = Qwen3VLVisionModel(
+        self.vision_model = QwenVLVisionModel(
             vision_transformer_config(self.config), self.config.vision_config, self.pg_collection
         )
 
@@ -348,7 +345,7 @@ class VisionLanguageModel(MegatronModule):
         return None if tower is None else nn.ModuleList([tower.merger, tower.decoder.deepstack_merger_list])
 
     def map(self, func: Callable[..., Any], leaf_only: bool = False, **where: Any) -> nn.Module:
-        """Megatron-Bridge's walk over modules, by `adapters.map_modules`, whose names do not depend on wrappers."""
+        """Megatron-Bridge's walk over modules, by `map_modules`, whose names do not depend on wrappers."""
         return map_modules(self, func, leaf_only=leaf_only)
 
     def freeze(
@@ -357,13 +354,15 @@ class VisionLanguageModel(MegatronModule):
         freeze_vision_model: bool = False,
         freeze_vision_projection: bool = False,
     ) -> None:
-        """Stop training of whole parts; arguments as for `freeze_parts`, by position or name."""
-        freeze_parts(
-            self,
-            freeze_language_model=freeze_language_model,
-            freeze_vision_model=freeze_vision_model,
-            freeze_vision_projection=freeze_vision_projection,
-        )
+        """Stop training of whole parts. The vision projection is the mergers, the vision model the rest."""
+        frozen = {
+            Part.LANGUAGE_MODEL: freeze_language_model,
+            Part.VISION_MODEL: freeze_vision_model,
+            Part.VISION_PROJECTION: freeze_vision_projection,
+        }
+        for name, parameter in self.named_parameters():
+            if frozen[part_of(name)]:
+                parameter.requires_grad = False
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
         """Store what the previous pipeline stage sent, for the next `forward`."""

@@ -15,7 +15,7 @@ from qwen3vl_bridge.batch.vision_sharding import VisionWork
 from qwen3vl_bridge.models import refusals, settings
 from qwen3vl_bridge.models.flops import operations_of_a_step, provider_sizes, vision_costs
 from qwen3vl_bridge.models.rules import Row, Rule, check
-from qwen3vl_bridge.weights.rows import Dimensions, Part, indices_of, part_of, part_of_wrapped, vision_sizes
+from qwen3vl_bridge.weights.rows import Dimensions, Part, indices_of, part_of_wrapped, vision_sizes
 
 import torch
 from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
@@ -35,25 +35,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class VisionLanguageProvider(settings.VisionLanguageFields):
-    """A vision tower and a language model, of any family.
+    """A vision tower and a language model, of any family, which sets the class attributes."""
 
-    Class attributes, which a family sets:
-        family: its name in the registry.
-        fixed: settings that the model does not support, each with the only value it may have.
-        rules: further constraints of the family on its settings.
-        model_class, language_model_class: dotted names of the classes that `provide` and `provide_language_model`
-            build.
-        encoder_class, decoder_class: dotted names of the two modules on separate ranks under `dist_train`; None for a
-            family that does not support it.
-    """
-
-    family: ClassVar[str]
+    family: ClassVar[str]  # its name in the registry
+    # Dotted names of the classes that `provide` and `provide_language_model` build.
     model_class: ClassVar[str]
     language_model_class: ClassVar[str]
+    # Of the two modules on separate ranks under `dist_train`; None for a family that does not support it.
     encoder_class: ClassVar[str | None] = None
     decoder_class: ClassVar[str | None] = None
-    fixed: ClassVar[Mapping[str, Row]]
-    rules: ClassVar[tuple[Rule, ...]] = ()
+    fixed: ClassVar[Mapping[str, Row]]  # settings that the model does not support, each with the only value it may have
+    rules: ClassVar[tuple[Rule, ...]] = ()  # further constraints of the family on its settings
     # Megatron-Bridge reads it when it logs TFLOP/s.
     _get_num_floating_point_operations_with_runtime_stats = operations_of_a_step
 
@@ -218,24 +210,6 @@ class ExpertsMixin:
         if len(frequency) != layers:
             raise ValueError(f"moe_layer_freq has {len(frequency)} entries, expected {layers}, one per layer")
         return tuple(layer for layer, has_experts in enumerate(frequency) if has_experts)
-
-
-def freeze_parts(
-    model: nn.Module,
-    *,
-    freeze_language_model: bool = False,
-    freeze_vision_model: bool = False,
-    freeze_vision_projection: bool = False,
-) -> None:
-    """Stop training of whole parts. The vision projection is the mergers; the vision model is the rest of the tower."""
-    frozen = {
-        Part.LANGUAGE_MODEL: freeze_language_model,
-        Part.VISION_MODEL: freeze_vision_model,
-        Part.VISION_PROJECTION: freeze_vision_projection,
-    }
-    for name, parameter in model.named_parameters():
-        if frozen[part_of(name)]:
-            parameter.requires_grad = False
 
 
 def log_trained_parameters(model: list[nn.Module]) -> None:

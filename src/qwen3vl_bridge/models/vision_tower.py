@@ -174,7 +174,7 @@ class VisionBlock(TransformerBlock):
         return state
 
 
-class Qwen3VLVisionModel(MegatronModule):
+class QwenVLVisionModel(MegatronModule):
     """The vision tower, in the tensor-parallel group; `config` is of its transformer block, `vision` Hugging Face's."""
 
     def __init__(

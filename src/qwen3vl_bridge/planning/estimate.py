@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from qwen3vl_bridge.parallel.encoder_replicas import Replicas
+from qwen3vl_bridge.models.divisibility import Replicas
 from qwen3vl_bridge.planning.activations import MicrobatchWork, chunk_activations
 from qwen3vl_bridge.planning.hardware import GIB
 from qwen3vl_bridge.planning.model_states import ModelStates, adapter_sizes, layers_by_kind, stage_states

@@ -42,13 +42,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from tests.checkpoint.support import stock_load
 from tests.expert_layouts import rewrite
-from tests.model.checkpoints.stock_models import (
-    SAVED_WITH_EXPERTS,
-    SAVED_WITH_TE,
-    as_saved,
-    save_stock,
-    stock_provider,
-)
+from tests.model.checkpoints.stock_models import SAVED_WITH_EXPERTS, SAVED_WITH_TE, as_saved, save_stock, stock_provider
 from tests.model.inputs.support import make_rows, no_grad, reference_logits
 from tests.parity.batches import make_samples
 

@@ -32,8 +32,7 @@ def assert_refused(provider, fields, message):
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [Qwen3VLModelProvider, Qwen3VLMoEModelProvider, Qwen35VLModelProvider, Qwen35VLMoEModelProvider],
+    "kind", [Qwen3VLModelProvider, Qwen3VLMoEModelProvider, Qwen35VLModelProvider, Qwen35VLMoEModelProvider]
 )
 def test_every_row_names_settings_that_there_are(kind):
     """One that is misspelt would say so only under its own circumstances."""

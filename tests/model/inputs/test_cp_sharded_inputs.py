@@ -255,11 +255,7 @@ def test_a_picture_in_one_share_alone_is_seen_by_all(provider, config, monkeypat
             raise error
 
 
-@pytest.mark.parametrize(
-    "ids",
-    [IDS, IDS * 0 + 7],
-    ids=["text", "one token over and over"],
-)
+@pytest.mark.parametrize("ids", [IDS, IDS * 0 + 7], ids=["text", "one token over and over"])
 def test_a_whole_row_whose_padding_makes_it_as_long_as_its_shares(provider, monkeypatch, ids):
     """With `pad_to_length` and with FP8 padding verl gets there: [1, n], and a segment of cp * n."""
     ranks = Ranks(2, monkeypatch)

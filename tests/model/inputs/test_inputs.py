@@ -129,11 +129,7 @@ def test_given_positions_go_to_real_tokens_alone(provider):
 
 @pytest.mark.parametrize(
     ("pad", "mask", "lengths"),
-    [
-        (None, None, (5, 5, 5)),
-        (7, None, (3, 5, 0)),
-        (7, [[1, 1, 1, 1, 0], [1] * 5, [1] * 5], (4, 5, 5)),
-    ],
+    [(None, None, (5, 5, 5)), (7, None, (3, 5, 0)), (7, [[1, 1, 1, 1, 0], [1] * 5, [1] * 5], (4, 5, 5))],
     ids=["no pad id", "trailing run", "a mask comes first"],
 )
 def test_without_a_mask_a_trailing_run_of_the_pad_token_is_padding(provider, pad, mask, lengths, monkeypatch):

@@ -37,10 +37,7 @@ replace(stock.Qwen35VLMoEModelProvider, Qwen35VLMoEModelProvider, exclude=_EXCLU
 
 
 @MegatronModelBridge.register_bridge(
-    source=Qwen3_5ForConditionalGeneration,
-    target=Qwen35VLModel,
-    provider=Qwen35VLModelProvider,
-    model_type="qwen3_5",
+    source=Qwen3_5ForConditionalGeneration, target=Qwen35VLModel, provider=Qwen35VLModelProvider, model_type="qwen3_5"
 )
 class Qwen35VLBridge(FamilyBridge):
     """AutoBridge support for dense Qwen3.5-VL."""
@@ -61,7 +58,7 @@ class Qwen35VLBridge(FamilyBridge):
             **{name: getattr(text, name) for name in LINEAR_SIZES},
         )
 
-    def exclude_missing(self, provider: Any, config: Mapping[str, Any]) -> None:
+    def exclude(self, provider: Any, config: Mapping[str, Any]) -> None:
         """Multi-token prediction, whose weights transformers does not save."""
         provider.mtp_num_layers = config["text_config"].get(MTP_LAYERS) or None
 

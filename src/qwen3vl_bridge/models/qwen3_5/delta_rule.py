@@ -57,11 +57,11 @@ def causal_conv1d(
     if activation not in (None, "silu", "swish"):
         raise ValueError(f"activation is {activation!r}, expected 'silu', 'swish' or None")
     tokens, width = x.shape[1], weight.shape[-1]
-    place = _place_in_segment(_offsets(cu_seqlens, tokens, x.device), tokens)
+    position = _place_in_segment(_offsets(cu_seqlens, tokens, x.device), tokens)
     y = x * weight[:, -1]
     for back in range(1, min(width, tokens)):
         before = F.pad(x, (0, 0, back, 0))[:, :tokens]
-        y = y + before * weight[:, -1 - back] * (place >= back)[:, None]
+        y = y + before * weight[:, -1 - back] * (position >= back)[:, None]
     if bias is not None:
         y = y + bias
     return F.silu(y) if activation else y, None
@@ -160,10 +160,10 @@ def _chunks(offsets: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     ends = chunks.cumsum(0)
     number = torch.arange(tokens // CHUNK + len(begin), device=offsets.device)
     segment = torch.searchsorted(ends, number, right=True).clamp(max=len(begin) - 1)
-    place = number - (ends - chunks)[segment]
-    token = (begin[segment] + place * CHUNK)[:, None] + torch.arange(CHUNK, device=offsets.device)
+    position = number - (ends - chunks)[segment]
+    token = (begin[segment] + position * CHUNK)[:, None] + torch.arange(CHUNK, device=offsets.device)
     is_used = (token < stop[segment][:, None]) & (number < ends[-1])[:, None]
-    return torch.where(is_used, token, tokens), place == 0
+    return torch.where(is_used, token, tokens), position == 0
 
 
 def are_missing() -> bool:

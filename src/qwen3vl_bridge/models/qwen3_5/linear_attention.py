@@ -10,7 +10,7 @@ from typing import Any
 from qwen3vl_bridge.models.layer_specs import LocalBackend, backend, decoder_block_spec
 from qwen3vl_bridge.models.qwen3_5 import delta_rule
 from qwen3vl_bridge.models.qwen3_5.table import LINEAR_ATTENTION_ROWS
-from qwen3vl_bridge.weights.adapter_rows import MAGNITUDE, MARK, OUT
+from qwen3vl_bridge.weights.rows import MAGNITUDE, MARK, OUT
 
 import torch
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern

@@ -8,13 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from qwen3vl_bridge.models.provider import ExpertsMixin, VisionLanguageProvider
-from qwen3vl_bridge.models.qwen3_5.config import (
-    FAMILY,
-    LINEAR_SIZES,
-    layers_by_attention,
-    linear_sizes,
-    mtp_sizes,
-)
+from qwen3vl_bridge.models.qwen3_5.config import FAMILY, LINEAR_SIZES, layers_by_attention, linear_sizes, mtp_sizes
 from qwen3vl_bridge.models.qwen3_5.delta_rule import are_missing
 from qwen3vl_bridge.models.refusals import FIXED, FIXED_WITH_EXPERTS, NOTHING_ELSE
 from qwen3vl_bridge.models.rules import Row, Rule, When, any_of, only
