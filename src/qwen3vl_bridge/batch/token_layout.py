@@ -23,22 +23,16 @@ class SequenceLayout(Movable):
 
     Lengths are on the host, so that reading them never waits for the device. Layouts are equal if lengths and rows are.
 
-    Attributes:
-        cu_seqlens: [n + 1] int32, logical offsets: real tokens only.
-        cu_seqlens_padded: [n + 1] int32, physical offsets: where each segment starts in the flat batch.
-        num_rows: B for padded rows, 1 for a packed row.
-        lengths: the n logical lengths; 0 for a segment that consists only of padding.
-        padded_lengths: the n physical lengths.
-
     Raises:
         ValueError: lengths that contradict each other or the offsets.
     """
 
-    cu_seqlens: Tensor = field(compare=False)
+    cu_seqlens: Tensor = field(compare=False)  # [n + 1] int32, logical offsets: real tokens only
+    # [n + 1] int32, physical offsets: where each segment starts in the flat batch.
     cu_seqlens_padded: Tensor = field(compare=False)
-    num_rows: int
-    lengths: tuple[int, ...]
-    padded_lengths: tuple[int, ...]
+    num_rows: int  # B for padded rows, 1 for a packed row
+    lengths: tuple[int, ...]  # the n logical lengths; 0 for a segment that consists only of padding
+    padded_lengths: tuple[int, ...]  # the n physical lengths
 
     def __post_init__(self) -> None:
         if not self.lengths or len(self.lengths) != len(self.padded_lengths):

@@ -295,20 +295,14 @@ def _unlabelled(
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A caller's batch as a layout.
+    """A caller's batch as a layout."""
 
-    Attributes:
-        layout: the segments.
-        shape: B and S of the caller.
-        sources: [T] int64, the caller's token at each position of the layout, -1 for padding that the caller's rows do
-            not have; or None if the order is the same.
-        packed: whether the caller describes a packed row.
-    """
-
-    layout: SequenceLayout
-    shape: tuple[int, int]
+    layout: SequenceLayout  # the segments
+    shape: tuple[int, int]  # B and S of the caller
+    # [T] int64, the caller's token at each position of the layout, -1 for padding that the caller's rows do not have;
+    # or None if the order is the same.
     sources: Tensor | None = None
-    packed: bool = False
+    packed: bool = False  # whether the caller describes a packed row
 
     def take(self, values: Tensor, fill: int = 0) -> Tensor:
         """[..., B, S] values of the caller's tokens -> [..., b, s] in the layout, with `fill` for added padding."""
@@ -357,7 +351,7 @@ class Arrangement:
 def arrange(
     ids: Tensor, attention_mask: Tensor | None, packed: PackedSeqParams | None, pad_token_id: int | None
 ) -> Arrangement:
-    """Detect the convention of a batch and return its layout.
+    """Detect the convention of a batch of ids [B, S] on the host and return its layout.
 
     Without `packed`, each row is a segment. With it, the offsets decide:
 
@@ -366,15 +360,9 @@ def arrange(
       padding.)
     - Otherwise the concatenated rows are the packed row, and a segment begins at each row.
 
-    Real tokens are those of `attention_mask` if it is given, else those counted by `packed`, else all but a trailing
-    run of `pad_token_id` in each row. The last rule is a heuristic used as the last resort: a document may end with
-    that token. It affects which tokens experts process and count, but not the results of tokens before the run.
-
-    Args:
-        ids: [B, S] on the host.
-        attention_mask: [B, S], 1 for real tokens, of any dtype; they must be contiguous in each row. Or None.
-        packed: the segments, or None.
-        pad_token_id: None if every token is real unless specified otherwise.
+    Real tokens are those of `attention_mask` [B, S] if it is given, else those counted by `packed`, else all but a
+    trailing run of `pad_token_id` in each row. The last rule is a heuristic used as the last resort: a document may end
+    with that token. It affects which tokens experts process and count, but not the results of tokens before the run.
 
     Raises:
         ValueError: masks and offsets that contradict each other or match none of these conventions.
@@ -679,17 +667,11 @@ _NEVER = -10000.0
 def real_tokens(attention_mask: Tensor | None, padding_mask: Tensor | None, ids: Tensor) -> Tensor | None:
     """The real (non-padding) tokens [B, S] by a caller's masks on the host; None if no mask gives any information.
 
-    A square mask has to be causal, with padding that no real token attends to: attention here is always causal, and
-    padding is placed last. The value that means "masked" is determined from the first token's entry for the last token,
-    which it must not attend to; so Megatron's booleans, transformers' inverted ones and additive masks are all
-    supported. A token that does not attend to itself is padding. One causal mask shared by all rows says nothing about
-    padding.
-
-    Args:
-        attention_mask: [B, S], 1 for real tokens; or [B or 1, 1, S, S] or [B or 1, S, S] of which token attends to
-            which, on any device; or None.
-        padding_mask: [B, S], 1 for padding, as in megatron-core's MoE layers; or None.
-        ids: [B, S].
+    A square mask, [B or 1, 1, S, S] or [B or 1, S, S], has to be causal, with padding that no real token attends to:
+    attention here is always causal, and padding is placed last. The value that means "masked" is determined from the
+    first token's entry for the last token, which it must not attend to; so Megatron's booleans, transformers' inverted
+    ones and additive masks are all supported. A token that does not attend to itself is padding. One causal mask shared
+    by all rows says nothing about padding.
 
     Raises:
         ValueError: masks with other shapes or values, masks that contradict each other, or masks with another meaning.

@@ -145,12 +145,10 @@ class BalancedRouter(TopKRouter):
     def _balance(
         self, kind: str, name: str, probs: Tensor, scores: Tensor, selected: Tensor, wanted: Tensor, group: ProcessGroup
     ) -> Tensor:
-        """Attach a loss to `probs`; for a microbatch without real tokens it is 0, and so is its gradient.
+        """Attach a loss to `probs` [tokens, E]; for a microbatch without real tokens it is 0, and so is its gradient.
 
         Args:
-            kind: name of the loss, which selects its coefficient.
-            name: name in the logs.
-            probs: [tokens, E] of this rank.
+            kind, name: of the loss, which selects its coefficient, and in the logs.
             scores: [tokens, E] of this rank, zero for padding.
             selected: [E] how often each expert is selected by real tokens of all ranks of `group`.
             wanted: [E] the f_e of the loss.

@@ -250,10 +250,9 @@ class VisionLanguageModel(MegatronModule):
             runtime_gather_output: whether logits are of the whole vocabulary; None: as set in the provider.
 
         Returns:
-            [b, s] float32 loss of each token if there are labels, else logits [b, s, padded vocabulary / tp]. A
-            caller's own batch is returned in the caller's token order, see `Arrangement`; under
-            context parallelism as this rank's part and, if a whole loss_mask was given, in a tuple with that mask's
-            part. From a pipeline stage that is not the last, the input of the next one, see `pack`.
+            [b, s] float32 loss of each token if there are labels, else logits [b, s, padded vocabulary / tp]. A caller's
+            own batch is returned in its token order; under context parallelism as this rank's part and, if a whole
+            loss_mask was given, in a tuple with that mask's part. From a pipeline stage that is not the last, see `pack`.
 
         Raises:
             ValueError: a batch that is given in both ways, or that the family cannot take.
@@ -282,7 +281,6 @@ class VisionLanguageModel(MegatronModule):
     def _inputs_of(
         self, inputs: ModelInputs | None, input_ids: Tensor | None, **given: Any
     ) -> tuple[ModelInputs, OutputConversion | None]:
-        """The batch of a call, and how outputs are rearranged; ValueError for a batch that is given in both ways."""
         if inputs is None:
             return as_model_inputs(self.config, self.pg_collection, input_ids, encodes=self.pre_process, **given)
         if any(argument is not None for argument in (input_ids, *given.values())):
