@@ -250,9 +250,9 @@ class VisionLanguageModel(MegatronModule):
             runtime_gather_output: whether logits are of the whole vocabulary; None: as set in the provider.
 
         Returns:
-            [b, s] float32 loss of each token if there are labels, else logits [b, s, padded vocabulary / tp]. A caller's
-            own batch is returned in its token order; under context parallelism as this rank's part and, if a whole
-            loss_mask was given, in a tuple with that mask's part. From a pipeline stage that is not the last, see `pack`.
+            [b, s] float32 loss of each token if there are labels, else logits [b, s, padded vocabulary / tp]; from a
+            pipeline stage that is not the last, see `pack`. Of a caller's own batch in its token order; under context
+            parallelism this rank's part and, if a whole loss_mask was given, in a tuple with that mask's part.
 
         Raises:
             ValueError: a batch that is given in both ways, or that the family cannot take.
