@@ -79,9 +79,6 @@ class AdapterConversion(MegatronPeftBridge):
     where CanonicalLoRA has three, and does not support DoRA's magnitudes, neither in adapters nor in merged weights. It
     counts adapters of experts from 0 on each rank if they are separate modules, merges them transposed into input-major
     tensors and its own into other ranks' experts, and packs them in another order than `peft` reads.
-
-    Class attributes:
-        family: name of the family in the registry.
     """
 
     family: ClassVar[str]
@@ -109,11 +106,8 @@ class AdapterConversion(MegatronPeftBridge):
         return (HFWeightTuple(name, weight.cpu() if cpu else weight) for name, weight in weights.items())
 
     def adapter_weights(self, megatron_model: list[MegatronModule], exclude: Iterable[str] = ()) -> Weights:
-        """All adapters on the CPU, with the names of `peft`: M.lora_A.weight, M.lora_B.weight, M.lora_magnitude_vector.
-
-        Args:
-            megatron_model: a rank's virtual stages.
-            exclude: prefixes of Megatron names of layers whose adapters are left out.
+        """All adapters on the CPU, with the names of `peft`: M.lora_A.weight, M.lora_B.weight, M.lora_magnitude_vector;
+        but not of layers whose Megatron names have an excluded prefix.
         """
         # Tensors of a file must not share memory, as the A of q, k and v do.
         weights = self._adapters(megatron_model, exclude)
@@ -288,13 +282,11 @@ def save_hf_adapter(
     function for our models (`compat/patches.py`).
 
     Args:
-        bridge: the model's AutoBridge.
         model: a rank's virtual stages, with adapters.
-        path: the folder; made if it is not there.
         peft_config: the configuration that inserted the adapters: one of ours, or Megatron-Bridge's LoRA, VLMLoRA, DoRA
             or CanonicalLoRA.
         base_model_name_or_path: name or folder of the base model; None for the bridge's own.
-        show_progress: accepted for compatibility with Megatron-Bridge's method; no progress is shown.
+        show_progress: accepted as by Megatron-Bridge's method; no progress is shown.
         exclude_adapter_base_prefixes: prefixes of Megatron's names of layers whose adapters are not saved.
 
     Raises:
@@ -320,11 +312,7 @@ def save_hf_adapter(
 
 
 def refuse_run_of_dora(peft_checkpoint: str | Path) -> None:
-    """Refuse a run's checkpoint whose adapters `AutoBridge.export_adapter_ckpt` would write without their magnitudes.
-
-    Raises:
-        ValueError: they are DoRA's.
-    """
+    """Refuse a run of DoRA, which `AutoBridge.export_adapter_ckpt` would write without its magnitudes."""
     folder = Path(peft_checkpoint).expanduser().resolve()
     folder = next((each for each in (folder, folder.parent) if (each / RUN_CONFIG).is_file()), None)
     if folder is None:
