@@ -143,8 +143,9 @@ class StoredAdapters:
         return FsdpDtensor(dimensions, naming_of(rows, names))
 
     def plan(self, dtype: str | None = None, experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> Plan:
-        """All adapters in `peft`'s format; of a `linear_in`, the first of its tensors. Packed experts of a layer share two
-        matrices.
+        """All adapters in `peft`'s format; of a `linear_in`, the first of its tensors.
+
+        Packed experts of a layer share two matrices.
 
         Raises:
             CheckpointError: tensors are missing, unexpected or misshapen; it lists them.
