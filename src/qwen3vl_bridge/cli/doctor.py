@@ -226,65 +226,67 @@ def _memory() -> tuple[int, int]:
     return whole, min(whole, free)
 
 
-def packages(wanted: Sequence[Requirement], found: Machine) -> list[Package]:
+def packages(wanted: Sequence[Requirement], machine: Machine) -> list[Package]:
     """Required and optional packages, of requirements as declared by this package, including extras."""
     from packaging.version import Version
 
     listed = []
-    for one in wanted:
-        needed = one.marker is None or one.marker.evaluate({"extra": ""})
-        if needed or one.name in _OPTIONAL:
-            listed.append((one.name, str(one).partition(";")[0].strip(), one.specifier, needed))
+    for requirement in wanted:
+        needed = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if needed or requirement.name in _OPTIONAL:
+            listed.append((requirement.name, str(requirement).partition(";")[0].strip(), requirement.specifier, needed))
     declared = {name for name, *_ in listed}
     listed += [(name, name, None, False) for name in _OPTIONAL if name not in declared]
     result = []
     for name, text, versions, needed in listed:
-        version = found.packages[name]
+        version = machine.packages[name]
         fits = version is not None and (versions is None or versions.contains(version, prereleases=True))
         how = "--no-build-isolation " if name in _BUILT else ""
         get = f"pip install {how}'{text}'"
-        if (glibc := _NEEDS_GLIBC.get(name)) and not (found.glibc and Version(found.glibc) >= Version(glibc)):
-            get = f"nothing on this system: it needs glibc {glibc}, here is {found.glibc or 'another C library'}"
+        if (glibc := _NEEDS_GLIBC.get(name)) and not (machine.glibc and Version(machine.glibc) >= Version(glibc)):
+            get = f"nothing on this system: it needs glibc {glibc}, here is {machine.glibc or 'another C library'}"
         result.append(Package(name, version, str(versions or ""), needed, fits, _OPTIONAL.get(name, ""), get))
     return result
 
 
-def _missing(known: Sequence[Package], found: Machine, pythons: str) -> list[Missing]:
+def _missing(known: Sequence[Package], machine: Machine, pythons: str) -> list[Missing]:
     from packaging.specifiers import SpecifierSet
 
-    result = []
-    if not SpecifierSet(pythons).contains(found.python, prereleases=True):
-        result.append(Missing(f"Python is {found.python}, expected {pythons}", f"a Python {pythons}", fatal=True))
-    for one in known:
-        if not one.fits and (found.gpus or one.name not in _BUILT):
-            words = f"{one.name} is {one.found or 'not installed'}, expected {one.expected or 'any version'}"
-            words += f" (for {one.purpose})" if one.purpose else ""
-            result.append(Missing(words, one.get, fatal=one.needed))
-    if found.driver and found.cuda is None:
+    missing = []
+    if not SpecifierSet(pythons).contains(machine.python, prereleases=True):
+        missing.append(Missing(f"Python is {machine.python}, expected {pythons}", f"a Python {pythons}", fatal=True))
+    for package in known:
+        if not package.fits and (machine.gpus or package.name not in _BUILT):
+            words = (
+                f"{package.name} is {package.found or 'not installed'}, expected {package.expected or 'any version'}"
+            )
+            words += f" (for {package.purpose})" if package.purpose else ""
+            missing.append(Missing(words, package.get, fatal=package.needed))
+    if machine.driver and machine.cuda is None:
         words = "an NVIDIA driver is installed, but torch is built without CUDA: everything will run on the CPU"
-        result.append(Missing(words, "install a torch built for CUDA", fatal=False))
-    elif found.cuda is not None and not found.gpus:
-        words = f"torch is built for CUDA {found.cuda} but sees no GPU: everything will run on the CPU"
+        missing.append(Missing(words, "install a torch built for CUDA", fatal=False))
+    elif machine.cuda is not None and not machine.gpus:
+        words = f"torch is built for CUDA {machine.cuda} but sees no GPU: everything will run on the CPU"
         get = "install NVIDIA's driver, use `docker run --gpus all`, or correct CUDA_VISIBLE_DEVICES"
-        result.append(Missing(words, get, fatal=False))
-    if (shared := found.shared_memory) is not None and shared < _SHARED_MEMORY:
+        missing.append(Missing(words, get, fatal=False))
+    if (shared := machine.shared_memory) is not None and shared < _SHARED_MEMORY:
         words = f"/dev/shm has {shared / GIB:.2f} GiB free; data workers pass images through it"
-        result.append(Missing(words, "`docker run --shm-size=16g`, or dataset.num_workers=0", fatal=False))
-    if found.open_files[0] < _OPEN_FILES:
-        words = f"{found.open_files[0]} open files are allowed, which is few for many ranks and data workers"
-        result.append(Missing(words, f"`ulimit -n {max(found.open_files[1], _OPEN_FILES)}`", fatal=False))
-    return result
+        missing.append(Missing(words, "`docker run --shm-size=16g`, or dataset.num_workers=0", fatal=False))
+    if machine.open_files[0] < _OPEN_FILES:
+        words = f"{machine.open_files[0]} open files are allowed, which is few for many ranks and data workers"
+        missing.append(Missing(words, f"`ulimit -n {max(machine.open_files[1], _OPEN_FILES)}`", fatal=False))
+    return missing
 
 
-def _used(found: Machine) -> dict[str, str]:
+def _used(machine: Machine) -> dict[str, str]:
     """What training will use here, from the defaults of the code that chooses."""
     from qwen3vl_bridge.models.settings.fields import default_transformer_impl
 
     import torch
 
     spec, cuda = default_transformer_impl(), torch.cuda.is_available()
-    engine = f"Transformer Engine {found.packages['transformer-engine']}"
-    flash = found.packages["flash-attn"]
+    engine = f"Transformer Engine {machine.packages['transformer-engine']}"
+    flash = machine.packages["flash-attn"]
     kernels = (
         f"flash-attn {flash}, or attention of cuDNN or of Transformer Engine"
         if flash
@@ -292,10 +294,10 @@ def _used(found: Machine) -> dict[str, str]:
     )
     whole = spec == "transformer_engine"
     return {
-        "device": f"{len(found.gpus)} x {found.gpus[0].name}" if cuda else f"CPU, {found.cores} cores",
+        "device": f"{len(machine.gpus)} x {machine.gpus[0].name}" if cuda else f"CPU, {machine.cores} cores",
         "layer spec": f"transformer_engine: {engine}" if whole else "local: modules of torch and megatron-core",
         "attention": f"{engine}, which chooses {kernels}" if whole else "torch's own kernels",
-        "collectives": f"NCCL {found.nccl}" if cuda else "gloo",
+        "collectives": f"NCCL {machine.nccl}" if cuda else "gloo",
         "loop": "Megatron-Bridge's",
         "conversion": "the CPU; processes of torchrun share the work",
     }
