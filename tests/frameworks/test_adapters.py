@@ -28,7 +28,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from tests.model.adapters.peft_models import check_logits, reference_logits, worst_difference
+from tests.adapters.adapted_models import check_logits, reference_logits, worst_difference
 from tests.parity.batches import make_batch, make_samples
 
 ALL = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
