@@ -58,13 +58,10 @@ class SequenceLayout(Movable):
 
     @classmethod
     def packed_row(cls, lengths: Sequence[int], *, multiple: int = 1, total: int | None = None) -> Self:
-        """One row of consecutive segments.
+        """One row of consecutive segments of these real tokens, each padded to a `multiple`, see `segment_multiple`.
 
-        Args:
-            lengths: real tokens of each segment.
-            multiple: each segment is padded to a multiple of this, see `segment_multiple`.
-            total: length of the whole row. The remainder becomes one more segment, of logical length 0 (extending the
-                last document with this padding would unbalance its context-parallel chunks).
+        The remainder to `total`, if given, becomes one more segment, of logical length 0: extending the last document
+        with this padding would unbalance its context-parallel chunks.
 
         Raises:
             ValueError: the segments are longer than `total`, or the remainder is not a multiple of `multiple`.

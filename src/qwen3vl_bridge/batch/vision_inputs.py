@@ -117,11 +117,9 @@ def patch_positions(grids: Tensor, merge: int) -> Tensor:
 
 
 def interpolation(grids: Tensor, side: int, merge: int) -> tuple[Tensor, Tensor]:
-    """Bilinear interpolation of a square of position embeddings, `side` long, to the sizes of images and frames.
+    """[4, N] int64 rows of a square embedding table, `side` long, around each patch, and [4, N] float32 their weights.
 
-    Returns:
-        [4, N] int64 rows of the embedding table around each patch (upper left, upper right, lower left, lower right)
-        and [4, N] float32 their weights. Both are bit-identical to those of transformers.
+    Upper left, upper right, lower left, lower right; bit-identical to those of transformers.
     """
     frames = _frames(_frame_interpolation, grids, side, merge)
     if not frames:
@@ -171,8 +169,7 @@ def _merged(raster: Tensor, merge: int) -> Tensor:
 def _axis(size: int, side: int) -> tuple[Tensor, Tensor]:
     """[2, size] int64 the embeddings before and after each patch of an axis, [2, size] float32 their weights.
 
-    Only `linspace` itself rounds as transformers does. Cached results must not depend on torch's current default dtype
-    and device.
+    Only `linspace` rounds as transformers does. Cached results must not depend on torch's default dtype and device.
     """
     place = torch.linspace(0, side - 1, size, dtype=torch.float32, device="cpu")
     low = place.long()

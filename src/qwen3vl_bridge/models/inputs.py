@@ -60,8 +60,7 @@ def as_model_inputs(
             context-parallel rank's tokens, [B, S / cp] or [1, T / cp], as Megatron-Bridge's `qwen3_vl_step` and verl's
             fused kernels pass them beside whole rows of tokens. Or None for logits.
         loss_mask: same shape as labels, 0 where a label is arbitrary; the caller multiplies losses by it. Under context
-            parallelism, this rank's slice of a whole mask is returned together with the outputs. Without labels it has
-            no effect.
+            parallelism, this rank's slice of a whole mask is returned with the outputs. No effect without labels.
         encodes: whether this pipeline stage encodes images and videos; other stages need only their grids.
         arguments: all others as for `as_packed_batch`.
 
@@ -141,30 +140,21 @@ def as_packed_batch(
     loss_mask: Tensor | None = None,
     **arguments: Any,
 ) -> tuple[PackedBatch, Arrangement]:
-    """Convert a whole batch in a caller's convention to a `PackedBatch`.
+    """Like `as_model_inputs`, a whole batch on the host (pixels stay on their device); and its arrangement.
 
     Args:
         config: the provider.
         input_ids: [B, S] rows, or one flat row [1, T] with `packed_seq_params`.
-        labels, loss_mask: as for `as_model_inputs`, of the whole batch. Without labels they are 0; without a mask every
-            label except -100 is trained on.
+        labels, loss_mask: of the whole batch. Labels default to 0, the mask to every label except -100.
         position_ids: [3, B, S] temporal, height and width position of each token; [4, B, S], where transformers puts
             text positions first; [B, S] text positions, see `given_positions`; or None to derive them.
-        attention_mask: [B, S], 1 for real tokens, with padding on the left or the right of each row, or on both sides;
-            or a square mask, see `real_tokens`. None, and combinations with packing: see `arrange`.
+        attention_mask: [B, S], 1 for real tokens, with padding on either side of each row, or both; or a square mask,
+            see `real_tokens`. None, and combinations with packing: see `arrange`.
         padding_mask: [B, S], 1 for padding: the inverse, under megatron-core's name.
         packed_seq_params: the segments of a packed row.
-        pixel_values, image_grid_thw: patches and grids of the images, as returned by the processor.
-        pixel_values_videos, video_grid_thw: the same for videos.
+        pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw: as returned by the processor.
         mm_token_type_ids: the processor's token types; not used, so any shape is accepted.
         others: arguments of other models, see `REFUSED`; only None is accepted.
-
-    Returns:
-        The batch on the host, except for pixels, which stay on their device; and the positions of the caller's tokens.
-
-    Raises:
-        ValueError: inconsistent shapes, masks with holes, images or videos that do not match the tokens.
-        TypeError: an unknown argument.
     """
     given = read_arguments(dict(arguments, input_ids=input_ids, labels=labels, loss_mask=loss_mask))
     labels, loss_mask = given.pop("labels"), given.pop("loss_mask")
@@ -318,11 +308,7 @@ class Arrangement:
         return [self.shape, in_layout] if self.packed and self.shape != in_layout else [self.shape]
 
     def take_labels(self, values: Tensor) -> Tensor:
-        """[b, s] values in the layout, from values with one of `label_shapes`.
-
-        Raises:
-            ValueError: the shape is ambiguous, and the two orders differ.
-        """
+        """[b, s] values in the layout, from values with one of `label_shapes`; ValueError if the order is ambiguous."""
         in_layout = self.packed and values.shape == (1, self.layout.total)
         if in_layout and values.shape == self.shape and self.sources is not None:
             raise ValueError(
@@ -527,10 +513,7 @@ def given_positions(
     transformers uses [B, S] for all three axes and [4, B, S] with text positions first, and detects the documents of a
     packed row from text positions that do not increase by one, unless a mask is given. Positions [B, S] for a batch
     with images or videos are text positions, which callers often pass by default: Megatron-Bridge ignores them, and so
-    does this function if they only express the order of tokens.
-
-    Raises:
-        ValueError: another shape, or text positions that do not increase by one where they must.
+    does this function if they only express the order of tokens. Others are refused with a ValueError.
     """
     rows = list(arranged.shape)
     if position_ids.is_floating_point() or list(position_ids.shape) not in (rows, [3, *rows], [4, *rows]):
@@ -646,7 +629,7 @@ class OutputConversion(Movable):
         return output if self.loss_mask is None else (output, self.loss_mask)
 
     def of_processor(self) -> Self:
-        """Like `of`, for the result that a caller's own `output_processor` computes from hidden states, of any type.
+        """Like `of`, for what a caller's own `output_processor` computes from hidden states.
 
         Raises:
             ValueError: the processor would see tokens in an order that differs from the caller's.
@@ -793,11 +776,10 @@ def read_arguments(arguments: dict[str, Any], cp_group: ProcessGroup | None = No
     """The arguments of a call, as for `as_model_inputs`, with those that are read copied to the host, in one wait.
 
     The size of a square attention mask is quadratic in the tokens, so the real tokens are computed from it on its
-    device, and replace it. A mask that is not merely causal with padding is kept; `real_tokens` then refuses it.
+    device, and replace it; except that a mask of another meaning is kept, for `real_tokens` to refuse.
 
-    If arguments are slices of a row, which its lengths tell (one row [1, n] with `packed_seq_params` whose physical
-    lengths add up to cp * n), they are replaced by those of the whole row, see `whole_row`. The host then waits once
-    more to compare arguments, and once to read the whole row.
+    Slices of a row, which its lengths tell (one row [1, n] with `packed_seq_params` whose physical lengths add up to
+    cp * n), are replaced by the whole row, see `whole_row`. The host then waits twice more, to compare and to read.
     """
     given = {name: value for name in _READ if isinstance(value := arguments.get(name), Tensor)}
     square, ids = {}, given.get("input_ids")

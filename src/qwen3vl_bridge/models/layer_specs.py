@@ -209,11 +209,10 @@ def tracked_row(router: TopKRouter) -> int:
 
 
 def forget_other_depths(config: TransformerConfig) -> None:
-    """Empty megatron-core's tracker if its values are of a model of another depth.
+    """Empty megatron-core's tracker, one for the process, if its values are of a model of another depth.
 
-    It is one for the process, and keeps the rows of the first model. Deeper layers of a second one would be outside;
-    and pipeline stages that sum their values need the same rows, also those that have recorded nothing. So this is
-    called on all of them, before a microbatch's routers.
+    Deeper layers of a second model would be outside; and pipeline stages that sum their values need the same rows, also
+    those that have recorded nothing. So this is called on all of them, before a microbatch's routers.
     """
     if any(len(entry.values) != tracked_rows(config) for entry in get_moe_metrics_tracker().metrics.values()):
         destroy_moe_metrics_tracker()
