@@ -78,10 +78,7 @@ def _copying_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class HostCopy:
-    """An asynchronous copy of `values`, which may change afterwards, from a device to the host.
-
-    Reading it waits for the copy, which costs nothing if the host has already waited for later work.
-    """
+    """An asynchronous copy to the host of values, which may change afterwards; reading it waits for it."""
 
     def __init__(self, values: Tensor) -> None:
         self._values = values.detach().to("cpu", non_blocking=True, copy=True)  # in page-locked memory

@@ -63,35 +63,22 @@ class NextTokens(Movable):
 
 @dataclass(frozen=True)
 class ModelInputs(Movable):
-    """One rank's part of a batch, the input of the model. s and b are local sizes.
+    """One rank's part of a batch, the input of the model. s and b are local sizes."""
 
-    Attributes:
-        input_ids: [b, s] int64.
-        position_ids: [3, b, s] int64, temporal, height and width position.
-        labels: [b, s] int64, already shifted, or None.
-        loss_mask: [b, s] float32, or None.
-        padding_mask: [b, s / sp] bool, True where this context- and sequence-parallel rank has no real token.
-        layout: of the whole batch, all ranks' parts; used by attention in packed rows.
-        vision: the images and videos that this rank encodes, or None.
-        vision_exchange: vision tokens to send and receive; None if the rank encodes all that it needs.
-        encoder_shards: what each separate vision rank sends for this microbatch; None without separate vision ranks.
-        fuse: vision tokens of this context-parallel rank.
-        deepstack: vision tokens of this context- and sequence-parallel rank.
-        following: the next tokens, if multi-token prediction is trained.
-    """
-
-    input_ids: Tensor
-    position_ids: Tensor
-    labels: Tensor | None
-    loss_mask: Tensor | None
-    padding_mask: Tensor
-    layout: SequenceLayout
-    vision: VisionInputs | None = None
+    input_ids: Tensor  # [b, s] int64
+    position_ids: Tensor  # [3, b, s] int64, temporal, height and width position
+    labels: Tensor | None  # [b, s] int64, already shifted, or None
+    loss_mask: Tensor | None  # [b, s] float32, or None
+    padding_mask: Tensor  # [b, s / sp] bool, True where this context- and sequence-parallel rank has no real token
+    layout: SequenceLayout  # of the whole batch, all ranks' parts; used by attention in packed rows
+    vision: VisionInputs | None = None  # the images and videos that this rank encodes, or None
+    # Vision tokens to send and receive; None if the rank encodes all that it needs.
     vision_exchange: VisionExchange | None = None
+    # What each separate vision rank sends for this microbatch; None without separate vision ranks.
     encoder_shards: tuple[EncoderShard, ...] | None = None
-    fuse: VisionRows | None = None
-    deepstack: VisionRows | None = None
-    following: NextTokens | None = None
+    fuse: VisionRows | None = None  # vision tokens of this context-parallel rank
+    deepstack: VisionRows | None = None  # vision tokens of this context- and sequence-parallel rank
+    following: NextTokens | None = None  # the next tokens, if multi-token prediction is trained
 
     def without_labels(self) -> Self:
         """The same inputs for logits instead of losses."""
@@ -104,32 +91,21 @@ class ModelInputs(Movable):
 
 @dataclass(frozen=True)
 class PackedBatch(Movable):
-    """A whole batch as made by collation, equal on every rank that shares it.
+    """A whole batch as made by collation, equal on every rank that shares it."""
 
-    Attributes:
-        input_ids: [B, S] int64.
-        labels: [B, S] int64, labels[t] is the token after t in the same segment; undefined where loss_mask is 0.
-        loss_mask: [B, S] float32, 1 where the label is trained on.
-        position_ids: [3, B, S] int64.
-        vision_slot: [T] int64, row of each token in the vision output, or -1.
-        layout: the segments.
-        vision: images and videos; None if there are none, or for a pipeline stage that encodes none.
-        sample_ids: ids of the segments' samples, in order, for messages.
-        dropped: per data set, the number of samples dropped up to these rows, over all epochs.
-        newly_dropped: the same since the previous rows, for streams, where each process knows only its own rows.
-        unreadable: per data set, samples in these rows that could not be read and are a blank token instead.
-    """
-
-    input_ids: Tensor
-    labels: Tensor
-    loss_mask: Tensor
-    position_ids: Tensor
-    vision_slot: Tensor
-    layout: SequenceLayout
+    input_ids: Tensor  # [B, S] int64
+    labels: Tensor  # [B, S] int64, labels[t] is the token after t in the same segment; undefined where loss_mask is 0
+    loss_mask: Tensor  # [B, S] float32, 1 where the label is trained on
+    position_ids: Tensor  # [3, B, S] int64
+    vision_slot: Tensor  # [T] int64, row of each token in the vision output, or -1
+    layout: SequenceLayout  # the segments
+    # Images and videos; None if there are none, or for a pipeline stage that encodes none.
     vision: VisionInputs | None = None
-    sample_ids: tuple[str, ...] = ()
-    dropped: tuple[int, ...] = ()
+    sample_ids: tuple[str, ...] = ()  # ids of the segments' samples, in order, for messages
+    dropped: tuple[int, ...] = ()  # per data set, the number of samples dropped up to these rows, over all epochs
+    # The same since the previous rows, for streams, where each process knows only its own rows.
     newly_dropped: tuple[int, ...] = ()
+    # Per data set, samples in these rows that could not be read and are a blank token instead.
     unreadable: tuple[int, ...] = ()
 
     def local(
@@ -233,13 +209,9 @@ class EncoderInputs(Movable):
 
     @classmethod
     def of(cls, batches: Sequence[PackedBatch], work: VisionWork, encoders: int, share: int) -> EncoderInputs:
-        """A rank's part of the microbatches that it encodes at a time.
+        """Part `share` of several microbatches that a rank encodes at a time, whose images `encoders` ranks divide.
 
-        Args:
-            batches: of one language replica, whose images several ranks may divide, or of several replicas.
-            work: cost of frames.
-            encoders: number of ranks that divide the images of each batch.
-            share: index of this rank's part.
+        They are of one language replica, whose images several ranks may divide, or of several replicas.
         """
         assignments = [assign_vision(batch.vision, work, encoders) for batch in batches]
         sent = [batch.encoder_shards_of(assignment) for batch, assignment in zip(batches, assignments, strict=True)]

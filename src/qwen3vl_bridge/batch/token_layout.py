@@ -23,22 +23,16 @@ class SequenceLayout(Movable):
 
     Lengths are on the host, so that reading them never waits for the device. Layouts are equal if lengths and rows are.
 
-    Attributes:
-        cu_seqlens: [n + 1] int32, logical offsets: real tokens only.
-        cu_seqlens_padded: [n + 1] int32, physical offsets: where each segment starts in the flat batch.
-        num_rows: B for padded rows, 1 for a packed row.
-        lengths: the n logical lengths; 0 for a segment that consists only of padding.
-        padded_lengths: the n physical lengths.
-
     Raises:
         ValueError: lengths that contradict each other or the offsets.
     """
 
-    cu_seqlens: Tensor = field(compare=False)
+    cu_seqlens: Tensor = field(compare=False)  # [n + 1] int32, logical offsets: real tokens only
+    # [n + 1] int32, physical offsets: where each segment starts in the flat batch.
     cu_seqlens_padded: Tensor = field(compare=False)
-    num_rows: int
-    lengths: tuple[int, ...]
-    padded_lengths: tuple[int, ...]
+    num_rows: int  # B for padded rows, 1 for a packed row
+    lengths: tuple[int, ...]  # the n logical lengths; 0 for a segment that consists only of padding
+    padded_lengths: tuple[int, ...]  # the n physical lengths
 
     def __post_init__(self) -> None:
         if not self.lengths or len(self.lengths) != len(self.padded_lengths):
@@ -64,13 +58,10 @@ class SequenceLayout(Movable):
 
     @classmethod
     def packed_row(cls, lengths: Sequence[int], *, multiple: int = 1, total: int | None = None) -> Self:
-        """One row of consecutive segments.
+        """One row of consecutive segments of these real tokens, each padded to a `multiple`, see `segment_multiple`.
 
-        Args:
-            lengths: real tokens of each segment.
-            multiple: each segment is padded to a multiple of this, see `segment_multiple`.
-            total: length of the whole row. The remainder becomes one more segment, of logical length 0 (extending the
-                last document with this padding would unbalance its context-parallel chunks).
+        The remainder to `total`, if given, becomes one more segment, of logical length 0: extending the last document
+        with this padding would unbalance its context-parallel chunks.
 
         Raises:
             ValueError: the segments are longer than `total`, or the remainder is not a multiple of `multiple`.

@@ -62,23 +62,14 @@ def describe(grid: Tensor) -> str:
 
 @dataclass(frozen=True)
 class VisionInputs(Movable):
-    """All images of a batch and then its videos, as the vision tower reads them; patches in merge order.
+    """All images of a batch and then its videos, as the vision tower reads them; patches in merge order."""
 
-    Attributes:
-        pixel_values: [N, channels * temporal_patch * patch * patch] floating point.
-        position_ids: [N, 2] int64, row and column of each patch in its frame.
-        interpolation_index: [4, N] int64, the four position embeddings around each patch.
-        interpolation_weight: [4, N] float32, their weights; each column sums to one.
-        cu_seqlens: [F + 1] int32, offsets of the frames in patches. Attention does not cross a frame.
-        lengths: the F frame lengths in patches, on the host.
-    """
-
-    pixel_values: Tensor
-    position_ids: Tensor
-    interpolation_index: Tensor
-    interpolation_weight: Tensor
-    cu_seqlens: Tensor
-    lengths: tuple[int, ...]
+    pixel_values: Tensor  # [N, channels * temporal_patch * patch * patch] floating point
+    position_ids: Tensor  # [N, 2] int64, row and column of each patch in its frame
+    interpolation_index: Tensor  # [4, N] int64, the four position embeddings around each patch
+    interpolation_weight: Tensor  # [4, N] float32, their weights; each column sums to one
+    cu_seqlens: Tensor  # [F + 1] int32, offsets of the frames in patches. Attention does not cross a frame
+    lengths: tuple[int, ...]  # the F frame lengths in patches, on the host
 
     def select(self, frames: Sequence[int]) -> Self:
         """Some of the frames (at least one), in the given order. Pixels may be on a device; the rest is on the host."""
@@ -126,11 +117,9 @@ def patch_positions(grids: Tensor, merge: int) -> Tensor:
 
 
 def interpolation(grids: Tensor, side: int, merge: int) -> tuple[Tensor, Tensor]:
-    """Bilinear interpolation of a square of position embeddings, `side` long, to the sizes of images and frames.
+    """[4, N] int64 rows of a square embedding table, `side` long, around each patch, and [4, N] float32 their weights.
 
-    Returns:
-        [4, N] int64 rows of the embedding table around each patch (upper left, upper right, lower left, lower right)
-        and [4, N] float32 their weights. Both are bit-identical to those of transformers.
+    Upper left, upper right, lower left, lower right; bit-identical to those of transformers.
     """
     frames = _frames(_frame_interpolation, grids, side, merge)
     if not frames:
@@ -180,8 +169,7 @@ def _merged(raster: Tensor, merge: int) -> Tensor:
 def _axis(size: int, side: int) -> tuple[Tensor, Tensor]:
     """[2, size] int64 the embeddings before and after each patch of an axis, [2, size] float32 their weights.
 
-    Only `linspace` itself rounds as transformers does. Cached results must not depend on torch's current default dtype
-    and device.
+    Only `linspace` rounds as transformers does. Cached results must not depend on torch's default dtype and device.
     """
     place = torch.linspace(0, side - 1, size, dtype=torch.float32, device="cpu")
     low = place.long()
@@ -201,10 +189,8 @@ def make_vision_inputs(
     """The vision tower's inputs, images first, then videos; None if there are none.
 
     Args:
-        pixel_values: [patches of the images, features] floating point, or None without images.
-        image_grid_thw: [images, 3] integers, or None.
-        pixel_values_videos: [patches of the videos, features], or None without videos.
-        video_grid_thw: [videos, 3] integers, or None.
+        pixel_values, pixel_values_videos: [patches, features] floating point, or None without images or videos.
+        image_grid_thw, video_grid_thw: [images or videos, 3] integers, or None.
         num_position_embeddings: size of the tower's embedding table, a square number.
         spatial_merge_size: patches that become one token, along each side.
 
@@ -256,15 +242,8 @@ def mrope_positions(
 
     Text tokens increase the temporal, height and width position by one. Within a run of vision tokens (an image, or one
     frame of a video) each is the run's start plus the token's frame, row or column; the next token continues after the
-    longer side. Positions restart in each segment. Padding is at position 0.
-
-    Args:
-        input_ids: [B, S] integers.
-        layout: the segments.
-        image_grid_thw: [images, 3] integers, grids in patches in the order of their tokens, or None.
-        video_grid_thw: [videos, 3] integers, the same for videos. Each frame has its own run of tokens.
-        image_token_id, video_token_id: ids of the placeholder tokens.
-        spatial_merge_size: patches that become one token, along each side.
+    longer side. Positions restart in each segment. Padding is at position 0. Grids [K, 3] are in patches, in the order
+    of their tokens; each frame of a video has its own run of tokens.
 
     Raises:
         ValueError: the number of tokens differs from the layout's, or vision tokens and grids disagree: in number, or

@@ -67,11 +67,8 @@ class VisionExchange(Movable):
     def of(cls, assignment: VisionAssignment, slots: Sequence[Tensor], rank: int) -> tuple[Self, Tensor]:
         """Sends and receives of a rank, such that each rank gets every vision token that it uses once.
 
-        Args:
-            assignment: of the frames to ranks.
-            slots: for each rank the vision tokens of the batch that it uses, int64, in any order and any number of
-                times; negative values are ignored.
-            rank: the rank.
+        `slots` are for each rank the vision tokens of the batch that it uses, in any order and any number of times;
+        negative values are ignored.
 
         Returns:
             The exchange, and [M] int64 the index of each vision token of the batch among those that the rank receives;

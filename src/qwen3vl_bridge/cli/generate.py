@@ -14,15 +14,7 @@ from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show, show_anything
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> int:
-    """Print the answer to one question.
-
-    Args:
-        arguments: as on the command line; None for those of the process.
-        prog: the program's name, for messages; None for that of the process.
-
-    Returns:
-        Exit status: 0, 2 for bad input, 130 if interrupted.
-    """
+    """Print the answer to one question; exit status 2 for bad input, 130 if interrupted."""
     options = _parse(prog, arguments)
     show_anything()
     from qwen3vl_bridge.compat.library_logs import quiet

@@ -40,15 +40,7 @@ _SIZES = {
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl plan") -> int:
-    """Estimate the given split, or propose some.
-
-    Args:
-        arguments: as on the command line; None for those of the process.
-        prog: the program's name, for messages.
-
-    Returns:
-        Exit status: 0, 1 if it does not fit, 2 for bad input.
-    """
+    """Estimate the given split, or propose some; exit status 1 if it does not fit, 2 for bad input."""
     options = _parser(prog).parse_args(arguments)
     show_anything()
     try:

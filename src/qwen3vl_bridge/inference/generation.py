@@ -49,13 +49,11 @@ def generate(
     parallelism, where a single token cannot be split over the ranks, and in models with linear attention, whose state
     megatron-core does not cache, each token costs the work of the whole sequence. Prompts of equal length are decoded
     together, one length after the other, so that there is no padding between a prompt and its answer. Ranks that share
-    weights decode synchronously: all of them must be given the same prompts (`ranks_in_step`), and they return the
-    answers of the first one.
+    weights must be given the same prompts (`ranks_in_step`), and return the answers of the first one.
 
     Args:
         model: a VisionLanguageModel, wrapped or not, or a list of one. It is in eval mode during the call.
-        input_ids: [B, S] int64.
-        attention_mask: [B, S], 0 at padding, which may be on either side. None: no padding.
+        input_ids, attention_mask: [B, S]; the mask is 0 at padding, on either side. None: no padding.
         max_new_tokens: maximum length of an answer.
         pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw: as the processor gives them.
         mm_token_type_ids: accepted because the processor returns it; it is redundant with `input_ids`.
@@ -101,13 +99,9 @@ def generate(
 
 
 def end_token_ids(model: nn.Module | list[nn.Module], tokenizer: Any, hf_model: str | Path | None = None) -> list[int]:
-    """Ids that end an answer, for `generate`. Chat models end a turn with a different token than a text, and no single
-    file reliably names both.
+    """Ids that end an answer, for `generate`: the provider's (a text's), and the tokenizer's (a turn's in chat models).
 
-    Args:
-        model: as for `generate`; its provider has the text's end token from `config.json`.
-        tokenizer: with the end token that the model is trained to generate; for chat models that of a turn.
-        hf_model: folder or hub id, whose `generation_config.json` may name more; None to ignore it.
+    No file reliably names both; `generation_config.json` of `hf_model` (folder or hub id) may name more.
     """
     ends = [_whole_model(model).config.eos_token_id, tokenizer.eos_token_id]
     if hf_model is not None:
@@ -133,8 +127,7 @@ class _Rows:
 def ranks_in_step(model: nn.Module | list[nn.Module]) -> ProcessGroup | None:
     """The ranks that must be given the same prompts because a forward pass of one needs all of them, if there are any.
 
-    Not counting tensor-parallel ranks, which have the same tokens anyway: those over which Megatron-FSDP shards
-    parameters, or that have different experts.
+    Beside tensor-parallel ranks these are ranks over which Megatron-FSDP shards parameters, or with other experts.
     """
     groups = _whole_model(model).pg_collection
     if megatron_fsdp(_only(model)) is not None:
@@ -203,10 +196,7 @@ def _by_length(model: VisionLanguageModel, inputs: ModelInputs, lengths: list[in
 def _decode(
     model: VisionLanguageModel, rows: _Rows, new: int, ends: list[int], pad: int, group: ProcessGroup | None
 ) -> Tensor:
-    """[b, at most new] answers; shorter if all of them have ended.
-
-    All ranks of the group use the first one's tokens: two that differ in a last bit would not end together.
-    """
+    """[b, at most new] answers. Ranks use the first one's tokens: if a last bit differed, they would not end together."""
     single, has_state = _round_up(1, model) == 1, model.config.experimental_attention_variant is not None
     cache = StaticInferenceContext(*rows.ids.shape) if single and not has_state else None
     running = torch.ones(len(rows.ids), dtype=torch.bool, device=rows.ids.device)
@@ -283,10 +273,9 @@ def megatron_fsdp(model: nn.Module) -> MegatronFSDP | None:
 
 @contextlib.contextmanager
 def callable_in_parts(model: nn.Module) -> Iterator[None]:
-    """Let the innermost model's modules be called one by one, in forward passes.
+    """Let the innermost model's modules be called one by one: hooks gather a module's parameters when it is called.
 
-    Hooks gather a module's parameters when it is called. Between steps, however, the optimizer's own parameters are in
-    place until the whole model is called.
+    Between steps, the optimizer's own parameters are in place until the whole model is called.
     """
     sharded = megatron_fsdp(model)
     if sharded is None or not sharded.is_param_fsdp_distributed:

@@ -1,16 +1,13 @@
 """The loss of long rows, without all of their logits in memory at once.
 
-A row of s tokens has s * vocabulary logits, and megatron-core keeps their softmax in float32 until the backward pass:
-74 GiB for 131,072 tokens of Qwen3-VL. Here the forward pass keeps only the hidden states, and the backward pass
-recomputes one chunk's logits after the other, for one more product of hidden states and output weights. (Computing
-gradients in the forward pass, as Liger Kernel does, would avoid that, but requires that the gradient of every token's
-loss is known there. The loss scale, the number of tokens of the global batch and the callers' own weights of tokens are
-applied after it.)
+megatron-core keeps the softmax of s * vocabulary logits in float32 until the backward pass: 74 GiB for 131,072 tokens
+of Qwen3-VL. Here the forward pass keeps only the hidden states, and the backward pass recomputes one chunk's logits
+after the other, for one more product of hidden states and output weights. (Gradients in the forward pass, as in Liger
+Kernel, would need the loss scale, the tokens of the global batch and callers' weights there, which are applied later.)
 
-The output layer and the loss are the model's own, so tensor and sequence parallelism, adapters, the padding of the
-vocabulary and fused kernels work as for a whole row. The parameters' gradients are summed in float32 and rounded once,
-to the parameter's precision; if megatron-core's layer adds them to `main_grad` by itself
-(`gradient_accumulation_fusion`), it does so chunk by chunk.
+Output layer and loss are the model's own, so parallelism, adapters, the vocabulary's padding and fused kernels work as
+for a whole row. The parameters' gradients are summed in float32 and rounded once; if megatron-core's layer adds them to
+`main_grad` by itself (`gradient_accumulation_fusion`), it does so chunk by chunk.
 """
 
 from __future__ import annotations

@@ -34,9 +34,8 @@ from torch.nn.attention.bias import causal_lower_right
 class HostPackedSeqParams(PackedSeqParams):
     """Packed-sequence parameters that also hold the physical (padded) segment lengths on the host.
 
-    With `lengths`, attention that iterates over segments needs no host-device synchronization. `layout` gives attention
-    under context parallelism the token distribution over ranks; it is None for the frames of the vision tower, which
-    are not split.
+    With `lengths`, attention that iterates over segments needs no host-device synchronization. `layout` tells attention
+    under context parallelism which rank has which tokens; it is None for the tower's frames, which are not split.
     """
 
     lengths: tuple[int, ...] = ()
@@ -119,13 +118,12 @@ def attend_row(
     causal: bool,
     scale: float,
 ) -> Tensor:
-    """Attention within all segments of a packed row in one call, without a host-device synchronization.
+    """Attention [t, heads, d] within all segments of a packed row in one call, without a host-device synchronization.
 
     Args:
         query: [t, heads, d].
         key, value: [keys' t, heads, d].
-        offsets: [n + 1] int32 each: cumulative segment lengths of queries and of keys.
-        longest: the maximum segment length of queries, and of keys.
+        offsets, longest: [n + 1] int32 cumulative segment lengths of queries and of keys, and their maximum lengths.
         causal: whether a segment's queries are aligned to the end of its keys and attend only up to their own position.
         scale: softmax scale.
     """
@@ -149,11 +147,9 @@ def attend_end(query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropo
 
 
 class _EndOnCpu(torch.autograd.Function):
-    """Causal attention of a segment's last tokens: full attention to all earlier keys, and causal attention to their
-    own.
+    """Full attention to all earlier keys, and causal attention to a segment's last tokens, merged by log-sum-exp.
 
-    The two partial results are merged with their log-sum-exp weights. Given the merged output and log-sum-exp, the
-    kernel's own backward pass returns the gradients of each part.
+    Given the merged output and log-sum-exp, the kernel's own backward pass returns the gradients of each part.
     Source: Dao et al., FlashAttention (2022), section 3.1; Liu et al., Ring Attention (2023).
     """
 
@@ -243,10 +239,7 @@ class SegmentAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attention of [s, b, heads, d] rows, or of a [t, heads, d] packed row.
-
-        Returns:
-            [s, b, heads * d] or [t, heads * d].
+        """Attention of [s, b, heads, d] rows to [s, b, heads * d], or of a packed row [t, heads, d] to [t, heads * d].
 
         Raises:
             ValueError: a mask or a bias is given; this module supports only causal and full attention within segments.

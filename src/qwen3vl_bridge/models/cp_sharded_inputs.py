@@ -92,19 +92,17 @@ def whole_row(arguments: Mapping[str, Any], layout: SequenceLayout, group: Proce
     """The arguments that are slices [..., n] of a row with this layout, whole and on the host, [..., T].
 
     A row that every rank passes whole can be as short as a slice, if padding rounds its only segment up that far; then
-    every rank has the same tokens, and the same masks and positions, if any, and the result is empty. If all tokens are
-    identical, this is ambiguous: a row with a mask is then taken as whole, and one without as a slice.
+    every rank has the same tokens, masks and positions, and the result is empty. If all tokens are identical, this is
+    ambiguous: a row with a mask is then taken as whole, and one without as a slice.
 
     All ranks of the group call together, each with its slice of the same row, and pass the same pixels and grids, those
     of the whole row. Which arguments are given, their shapes and the offsets are compared before anything that differs
-    between ranks is read, so that every rank raises if they differ. There is one exception: if a rank's number of
-    tokens is not T / cp, or its offsets are inconsistent, only this rank raises, as it would with a whole row. Pixels
-    and the values of grids are not compared.
+    between ranks is read, so that every rank raises if they differ; except that if a rank's number of tokens is not
+    T / cp, or its offsets are inconsistent, only this rank raises. Pixels and values of grids are not compared.
 
     Args:
-        arguments: as for `as_model_inputs`, by name. Slices [1, n]: input_ids and, if given, labels, loss_mask,
-            attention_mask and padding_mask; position_ids [3, 1, n], [4, 1, n] or [1, n]. input_ids has to be on the
-            device of the group's collectives, like the model.
+        arguments: as for `as_model_inputs`, by name; input_ids on the device of the group's collectives. Slices:
+            input_ids, labels, loss_mask and masks [1, n]; position_ids [3, 1, n], [4, 1, n] or [1, n].
         layout: of the whole row.
         group: context-parallel ranks.
 

@@ -20,8 +20,7 @@ class TowerCosts:
     """Multiplications and additions. Of a forward pass, unless stated otherwise.
 
     Only matrix products are counted, as in PaLM (arXiv 2204.02311, appendix B), and half of the causal attention, which
-    is all that its kernels compute. Recomputation in a backward pass to save memory is not counted: these are the
-    model's FLOPs, independent of the implementation.
+    is all that its kernels compute. Recomputation to save memory is not counted: these are the model's FLOPs.
     """
 
     token: float  # of the language model, for each token
@@ -206,13 +205,10 @@ def operations_of_a_step(
     """FLOPs of a global batch, which Megatron-Bridge asks for to log TFLOP/s.
 
     It passes no patches, but has arguments for the keys of cross attention, and their products with the queries. Our
-    step fills these (`batch_meter.Meter`) with the patches, and the squares of frames' patches, on which the vision
-    tower's attention depends, so nothing is estimated. Under LoRA Megatron-Bridge does not call this, and uses its own
-    formula.
+    step fills these (`batch_meter.Meter`) with patches, and squares of frames' patches, so nothing is estimated. Rows
+    (`batch_size`) count as full if nothing else is known. Under LoRA Megatron-Bridge uses its own formula.
 
     Args:
-        provider: the model.
-        batch_size: rows, which count as full if nothing else is known.
         seqlen_sum, seqlen_squared_sum: real tokens, and squares of segments' real tokens.
         cross_seqlen_sum, cross_seqlen_product_sum: patches, and squares of frames' patches.
     """

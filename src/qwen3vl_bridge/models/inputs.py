@@ -60,8 +60,7 @@ def as_model_inputs(
             context-parallel rank's tokens, [B, S / cp] or [1, T / cp], as Megatron-Bridge's `qwen3_vl_step` and verl's
             fused kernels pass them beside whole rows of tokens. Or None for logits.
         loss_mask: same shape as labels, 0 where a label is arbitrary; the caller multiplies losses by it. Under context
-            parallelism, this rank's slice of a whole mask is returned together with the outputs. Without labels it has
-            no effect.
+            parallelism, this rank's slice of a whole mask is returned with the outputs. No effect without labels.
         encodes: whether this pipeline stage encodes images and videos; other stages need only their grids.
         arguments: all others as for `as_packed_batch`.
 
@@ -141,30 +140,21 @@ def as_packed_batch(
     loss_mask: Tensor | None = None,
     **arguments: Any,
 ) -> tuple[PackedBatch, Arrangement]:
-    """Convert a whole batch in a caller's convention to a `PackedBatch`.
+    """Like `as_model_inputs`, a whole batch on the host (pixels stay on their device); and its arrangement.
 
     Args:
         config: the provider.
         input_ids: [B, S] rows, or one flat row [1, T] with `packed_seq_params`.
-        labels, loss_mask: as for `as_model_inputs`, of the whole batch. Without labels they are 0; without a mask every
-            label except -100 is trained on.
+        labels, loss_mask: of the whole batch. Labels default to 0, the mask to every label except -100.
         position_ids: [3, B, S] temporal, height and width position of each token; [4, B, S], where transformers puts
             text positions first; [B, S] text positions, see `given_positions`; or None to derive them.
-        attention_mask: [B, S], 1 for real tokens, with padding on the left or the right of each row, or on both sides;
-            or a square mask, see `real_tokens`. None, and combinations with packing: see `arrange`.
+        attention_mask: [B, S], 1 for real tokens, with padding on either side of each row, or both; or a square mask,
+            see `real_tokens`. None, and combinations with packing: see `arrange`.
         padding_mask: [B, S], 1 for padding: the inverse, under megatron-core's name.
         packed_seq_params: the segments of a packed row.
-        pixel_values, image_grid_thw: patches and grids of the images, as returned by the processor.
-        pixel_values_videos, video_grid_thw: the same for videos.
+        pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw: as returned by the processor.
         mm_token_type_ids: the processor's token types; not used, so any shape is accepted.
         others: arguments of other models, see `REFUSED`; only None is accepted.
-
-    Returns:
-        The batch on the host, except for pixels, which stay on their device; and the positions of the caller's tokens.
-
-    Raises:
-        ValueError: inconsistent shapes, masks with holes, images or videos that do not match the tokens.
-        TypeError: an unknown argument.
     """
     given = read_arguments(dict(arguments, input_ids=input_ids, labels=labels, loss_mask=loss_mask))
     labels, loss_mask = given.pop("labels"), given.pop("loss_mask")
@@ -295,20 +285,14 @@ def _unlabelled(
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A caller's batch as a layout.
+    """A caller's batch as a layout."""
 
-    Attributes:
-        layout: the segments.
-        shape: B and S of the caller.
-        sources: [T] int64, the caller's token at each position of the layout, -1 for padding that the caller's rows do
-            not have; or None if the order is the same.
-        packed: whether the caller describes a packed row.
-    """
-
-    layout: SequenceLayout
-    shape: tuple[int, int]
+    layout: SequenceLayout  # the segments
+    shape: tuple[int, int]  # B and S of the caller
+    # [T] int64, the caller's token at each position of the layout, -1 for padding that the caller's rows do not have;
+    # or None if the order is the same.
     sources: Tensor | None = None
-    packed: bool = False
+    packed: bool = False  # whether the caller describes a packed row
 
     def take(self, values: Tensor, fill: int = 0) -> Tensor:
         """[..., B, S] values of the caller's tokens -> [..., b, s] in the layout, with `fill` for added padding."""
@@ -324,11 +308,7 @@ class Arrangement:
         return [self.shape, in_layout] if self.packed and self.shape != in_layout else [self.shape]
 
     def take_labels(self, values: Tensor) -> Tensor:
-        """[b, s] values in the layout, from values with one of `label_shapes`.
-
-        Raises:
-            ValueError: the shape is ambiguous, and the two orders differ.
-        """
+        """[b, s] values in the layout, from values with one of `label_shapes`; ValueError if the order is ambiguous."""
         in_layout = self.packed and values.shape == (1, self.layout.total)
         if in_layout and values.shape == self.shape and self.sources is not None:
             raise ValueError(
@@ -357,7 +337,7 @@ class Arrangement:
 def arrange(
     ids: Tensor, attention_mask: Tensor | None, packed: PackedSeqParams | None, pad_token_id: int | None
 ) -> Arrangement:
-    """Detect the convention of a batch and return its layout.
+    """Detect the convention of a batch of ids [B, S] on the host and return its layout.
 
     Without `packed`, each row is a segment. With it, the offsets decide:
 
@@ -366,15 +346,9 @@ def arrange(
       padding.)
     - Otherwise the concatenated rows are the packed row, and a segment begins at each row.
 
-    Real tokens are those of `attention_mask` if it is given, else those counted by `packed`, else all but a trailing
-    run of `pad_token_id` in each row. The last rule is a heuristic used as the last resort: a document may end with
-    that token. It affects which tokens experts process and count, but not the results of tokens before the run.
-
-    Args:
-        ids: [B, S] on the host.
-        attention_mask: [B, S], 1 for real tokens, of any dtype; they must be contiguous in each row. Or None.
-        packed: the segments, or None.
-        pad_token_id: None if every token is real unless specified otherwise.
+    Real tokens are those of `attention_mask` [B, S] if it is given, else those counted by `packed`, else all but a
+    trailing run of `pad_token_id` in each row. The last rule is a heuristic used as the last resort: a document may end
+    with that token. It affects which tokens experts process and count, but not the results of tokens before the run.
 
     Raises:
         ValueError: masks and offsets that contradict each other or match none of these conventions.
@@ -539,10 +513,7 @@ def given_positions(
     transformers uses [B, S] for all three axes and [4, B, S] with text positions first, and detects the documents of a
     packed row from text positions that do not increase by one, unless a mask is given. Positions [B, S] for a batch
     with images or videos are text positions, which callers often pass by default: Megatron-Bridge ignores them, and so
-    does this function if they only express the order of tokens.
-
-    Raises:
-        ValueError: another shape, or text positions that do not increase by one where they must.
+    does this function if they only express the order of tokens. Others are refused with a ValueError.
     """
     rows = list(arranged.shape)
     if position_ids.is_floating_point() or list(position_ids.shape) not in (rows, [3, *rows], [4, *rows]):
@@ -658,7 +629,7 @@ class OutputConversion(Movable):
         return output if self.loss_mask is None else (output, self.loss_mask)
 
     def of_processor(self) -> Self:
-        """Like `of`, for the result that a caller's own `output_processor` computes from hidden states, of any type.
+        """Like `of`, for what a caller's own `output_processor` computes from hidden states.
 
         Raises:
             ValueError: the processor would see tokens in an order that differs from the caller's.
@@ -679,17 +650,11 @@ _NEVER = -10000.0
 def real_tokens(attention_mask: Tensor | None, padding_mask: Tensor | None, ids: Tensor) -> Tensor | None:
     """The real (non-padding) tokens [B, S] by a caller's masks on the host; None if no mask gives any information.
 
-    A square mask has to be causal, with padding that no real token attends to: attention here is always causal, and
-    padding is placed last. The value that means "masked" is determined from the first token's entry for the last token,
-    which it must not attend to; so Megatron's booleans, transformers' inverted ones and additive masks are all
-    supported. A token that does not attend to itself is padding. One causal mask shared by all rows says nothing about
-    padding.
-
-    Args:
-        attention_mask: [B, S], 1 for real tokens; or [B or 1, 1, S, S] or [B or 1, S, S] of which token attends to
-            which, on any device; or None.
-        padding_mask: [B, S], 1 for padding, as in megatron-core's MoE layers; or None.
-        ids: [B, S].
+    A square mask, [B or 1, 1, S, S] or [B or 1, S, S], has to be causal, with padding that no real token attends to:
+    attention here is always causal, and padding is placed last. The value that means "masked" is determined from the
+    first token's entry for the last token, which it must not attend to; so Megatron's booleans, transformers' inverted
+    ones and additive masks are all supported. A token that does not attend to itself is padding. One causal mask shared
+    by all rows says nothing about padding.
 
     Raises:
         ValueError: masks with other shapes or values, masks that contradict each other, or masks with another meaning.
@@ -811,11 +776,10 @@ def read_arguments(arguments: dict[str, Any], cp_group: ProcessGroup | None = No
     """The arguments of a call, as for `as_model_inputs`, with those that are read copied to the host, in one wait.
 
     The size of a square attention mask is quadratic in the tokens, so the real tokens are computed from it on its
-    device, and replace it. A mask that is not merely causal with padding is kept; `real_tokens` then refuses it.
+    device, and replace it; except that a mask of another meaning is kept, for `real_tokens` to refuse.
 
-    If arguments are slices of a row, which its lengths tell (one row [1, n] with `packed_seq_params` whose physical
-    lengths add up to cp * n), they are replaced by those of the whole row, see `whole_row`. The host then waits once
-    more to compare arguments, and once to read the whole row.
+    Slices of a row, which its lengths tell (one row [1, n] with `packed_seq_params` whose physical lengths add up to
+    cp * n), are replaced by the whole row, see `whole_row`. The host then waits twice more, to compare and to read.
     """
     given = {name: value for name in _READ if isinstance(value := arguments.get(name), Tensor)}
     square, ids = {}, given.get("input_ids")

@@ -145,12 +145,10 @@ class BalancedRouter(TopKRouter):
     def _balance(
         self, kind: str, name: str, probs: Tensor, scores: Tensor, selected: Tensor, wanted: Tensor, group: ProcessGroup
     ) -> Tensor:
-        """Attach a loss to `probs`; for a microbatch without real tokens it is 0, and so is its gradient.
+        """Attach a loss to `probs` [tokens, E]; for a microbatch without real tokens it is 0, and so is its gradient.
 
         Args:
-            kind: name of the loss, which selects its coefficient.
-            name: name in the logs.
-            probs: [tokens, E] of this rank.
+            kind, name: of the loss, which selects its coefficient, and in the logs.
             scores: [tokens, E] of this rank, zero for padding.
             selected: [E] how often each expert is selected by real tokens of all ranks of `group`.
             wanted: [E] the f_e of the loss.
@@ -211,11 +209,10 @@ def tracked_row(router: TopKRouter) -> int:
 
 
 def forget_other_depths(config: TransformerConfig) -> None:
-    """Empty megatron-core's tracker if its values are of a model of another depth.
+    """Empty megatron-core's tracker, one for the process, if its values are of a model of another depth.
 
-    It is one for the process, and keeps the rows of the first model. Deeper layers of a second one would be outside;
-    and pipeline stages that sum their values need the same rows, also those that have recorded nothing. So this is
-    called on all of them, before a microbatch's routers.
+    Deeper layers of a second model would be outside; and pipeline stages that sum their values need the same rows, also
+    those that have recorded nothing. So this is called on all of them, before a microbatch's routers.
     """
     if any(len(entry.values) != tracked_rows(config) for entry in get_moe_metrics_tracker().metrics.values()):
         destroy_moe_metrics_tracker()

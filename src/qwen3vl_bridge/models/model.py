@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, ClassVar
 
 from qwen3vl_bridge.batch.packed_batch import ModelInputs, VisionRows
@@ -25,10 +26,9 @@ from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint, make_viewless_tensor
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 
 class MRopeGPTModel(GPTModel):
@@ -181,36 +181,12 @@ class VisionLanguageModel(MegatronModule):
 
     # Attributes that callers read from Megatron-Bridge's own model. None of these registers a module under a second
     # name.
-
-    @property
-    def image_token_id(self) -> int:
-        """Id of the placeholder token of images."""
-        return self.config.image_token_id
-
-    @property
-    def video_token_id(self) -> int:
-        """Id of the placeholder token of videos."""
-        return self.config.video_token_id
-
-    @property
-    def vision_start_token_id(self) -> int:
-        """Id of the token before an image or video."""
-        return self.config.vision_start_token_id
-
-    @property
-    def decoder(self) -> TransformerBlock:
-        """The text model's layers."""
-        return self.language_model.decoder
-
-    @property
-    def cp_group(self) -> ProcessGroup:
-        """Group of context-parallel ranks."""
-        return self.pg_collection.cp
-
-    @property
-    def pp_group(self) -> ProcessGroup:
-        """Group of pipeline stages."""
-        return self.pg_collection.pp
+    image_token_id = property(attrgetter("config.image_token_id"))
+    video_token_id = property(attrgetter("config.video_token_id"))
+    vision_start_token_id = property(attrgetter("config.vision_start_token_id"))
+    decoder = property(attrgetter("language_model.decoder"))
+    cp_group = property(attrgetter("pg_collection.cp"))
+    pp_group = property(attrgetter("pg_collection.pp"))
 
     @property
     def encoder_hidden_state(self) -> Tensor | None:
@@ -250,10 +226,9 @@ class VisionLanguageModel(MegatronModule):
             runtime_gather_output: whether logits are of the whole vocabulary; None: as set in the provider.
 
         Returns:
-            [b, s] float32 loss of each token if there are labels, else logits [b, s, padded vocabulary / tp]. A
-            caller's own batch is returned in the caller's token order, see `Arrangement`; under
-            context parallelism as this rank's part and, if a whole loss_mask was given, in a tuple with that mask's
-            part. From a pipeline stage that is not the last, the input of the next one, see `pack`.
+            [b, s] float32 loss of each token if there are labels, else logits [b, s, padded vocabulary / tp]; from a
+            pipeline stage that is not the last, see `pack`. Of a caller's own batch in its token order; under context
+            parallelism this rank's part and, if a whole loss_mask was given, in a tuple with that mask's part.
 
         Raises:
             ValueError: a batch that is given in both ways, or that the family cannot take.
@@ -266,7 +241,12 @@ class VisionLanguageModel(MegatronModule):
             forget_other_depths(self.config)
         check_inference(inference_context, runtime_gather_output, labels)
         given = dict(position_ids=position_ids, attention_mask=attention_mask, labels=labels, loss_mask=loss_mask)
-        inputs, conversion = self._inputs_of(inputs, input_ids, **given, **pictures_and_packing)
+        given |= dict(input_ids=input_ids, **pictures_and_packing)
+        conversion: OutputConversion | None = None
+        if inputs is None:
+            inputs, conversion = as_model_inputs(self.config, self.pg_collection, encodes=self.pre_process, **given)
+        elif any(argument is not None for argument in given.values()):
+            raise ValueError("inputs is a complete batch; expected no other arguments")
         settings = dict(runtime_gather_output=runtime_gather_output)
         if output_processor is not None:
             conversion = conversion and conversion.of_processor()
@@ -278,16 +258,6 @@ class VisionLanguageModel(MegatronModule):
         if not self.post_process:
             return self.pack(output, layer_arguments)
         return output if conversion is None else conversion.of(output)
-
-    def _inputs_of(
-        self, inputs: ModelInputs | None, input_ids: Tensor | None, **given: Any
-    ) -> tuple[ModelInputs, OutputConversion | None]:
-        """The batch of a call, and how outputs are rearranged; ValueError for a batch that is given in both ways."""
-        if inputs is None:
-            return as_model_inputs(self.config, self.pg_collection, input_ids, encodes=self.pre_process, **given)
-        if any(argument is not None for argument in (input_ids, *given.values())):
-            raise ValueError("inputs is a complete batch; expected no other arguments")
-        return inputs, None
 
     def decode(
         self, inputs: ModelInputs, hidden: Tensor | None, layer_arguments: dict[str, Any], **arguments: Any

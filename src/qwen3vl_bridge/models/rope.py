@@ -137,10 +137,9 @@ class InterleavedMRoPE(nn.Module):
         self._constants: dict[torch.device, tuple[Tensor, Tensor, float]] = {}
 
     def constants(self, device: torch.device) -> tuple[Tensor, Tensor, float]:
-        """The axis of each frequency [d/2], the frequencies [d/2], and the factor of cosines and sines.
+        """The axis of each frequency [d/2], the frequencies [d/2], and cosines' and sines' factor, kept per device.
 
-        Computed on the host and cached per device. They are not buffers, because those of a model built on the meta
-        device would stay empty, and a half-precision model would round them.
+        They are not buffers: a model on the meta device would keep them empty, a half-precision model would round them.
         """
         if device not in self._constants:
             host, scale = torch.device("cpu"), 1.0
@@ -184,9 +183,8 @@ def vision_rotary(position_ids: Tensor, dim: int, theta: float = 10000.0, *, fus
 class RotarySelfAttention(SelfAttention):
     """Self attention whose rotary argument contains the angles of its local tokens, for padded and packed rows.
 
-    Megatron applies rotary embeddings after it has removed the batch dimension of packed rows, and then looks up
-    positions by segment and context-parallel rank. Our angles are already local, so queries and keys are rotated right
-    after the QKV projection.
+    Megatron would rotate after it has removed the batch dimension of packed rows, and look up positions by segment and
+    context-parallel rank. Our angles are local, so queries and keys are rotated right after the QKV projection.
     """
 
     def forward(

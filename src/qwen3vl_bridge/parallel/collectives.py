@@ -194,9 +194,8 @@ def exchange_encoded(
     The sizes are known on the host. The gradient of a row that is sent to several ranks is the sum of theirs.
 
     Args:
-        tokens: [m, h] vision tokens of the frames that this rank encodes; of a blank image, which is sent to no rank,
-            if it encodes none.
-        features: [t, m, h] DeepStack features of the same tokens.
+        tokens, features: [m, h] and [t, m, h] of the frames that this rank encodes; of a blank image, which is sent to
+            no rank, if it encodes none.
         rows: [sum(sent)] int64, which of the m tokens go to the first rank, then to the second.
         sent, received: number of rows sent to, and received from, each rank, including itself.
         groups: process groups.

@@ -56,14 +56,11 @@ class WholeStack(GatedMLP):
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """Settings that determine which adapters there are, and their scale.
+    """Settings that determine which adapters there are, and their scale, alpha / dim.
 
     Attributes:
-        dim: rank of the adapters.
-        alpha: an adapter's product is scaled by alpha / dim.
         parts: values of `Part` whose layers are adapted.
         target_modules, exclude_modules: names of layers or patterns, as Megatron-Bridge matches them.
-        experts: whether linear layers of the language model's experts are adapted too.
     """
 
     dim: int
@@ -110,7 +107,6 @@ def adapter_row(weight: Row, kind: str, dim: int, *, whole: bool = False) -> Row
     Args:
         weight: the expanded row of the layer's own weight.
         kind: IN, OUT or MAGNITUDE.
-        dim: rank of the adapter.
         whole: whether one tensor holds what is separate for the layer's weight, as Megatron-FSDP stores adapters.
     """
     hf = adapter_names(weight, kind)
@@ -164,12 +160,10 @@ def adapter_config(
     """Contents of `adapter_config.json`, as `peft` and vLLM read it.
 
     Args:
-        usual: of adapters that are not among `others`.
+        usual: of adapters that are not among `others`, which are by name of the adapted tensor.
         adapted: Hugging Face names of the weights that have adapters.
         tensors: those of all the model's tensors.
         base_model: name or folder of the model without adapters.
-        dora: whether they are DoRA's.
-        others: by the Hugging Face name of the adapted tensor.
     """
     differ = {name.removesuffix(".weight") if _is_of_module(name) else name: it for name, it in others.items()}
     return {

@@ -68,9 +68,7 @@ def export_adapters(
         hf_path: the folder of adapters, to be created.
         base_model: folder or hub id of their base model; None for the one that the run names.
         torch_dtype: "float32", "float16" or "bfloat16" to cast them; None to keep their dtypes.
-        iteration: None for the latest.
         trust_remote_code: whether the base model may contain code. It is never run here.
-        options: overwrite, resume, verify and more, see `ConversionOptions`.
 
     Raises:
         CheckpointError: the source, the target or an option is invalid. The target is unchanged.
@@ -144,12 +142,9 @@ def merge_adapters(
         base_model: folder or hub id of a Hugging Face model, or a Megatron checkpoint: the run's initial weights. None
             for those that it names itself.
         torch_dtype: "float32", "float16" or "bfloat16" to cast the weights; None for the dtypes of `base_model`.
-        iteration: None for the latest.
         drop_vocab_padding: whether to drop rows beyond the vocabulary that are not zero, as after training with a
             padded vocabulary; otherwise they are an error.
         trust_remote_code: whether `base_model` may contain code. It is never run here.
-        max_shard_bytes: maximum size of a weight file.
-        options: overwrite, resume, verify and more, see `ConversionOptions`.
 
     Raises:
         CheckpointError: the source, the target or an option is invalid. The target is unchanged.
@@ -275,12 +270,9 @@ class Merge:
     """A weight and its adapter, to be read.
 
     Attributes:
-        weight: [out, in]; its target is the merged weight.
-        a: [dim, in].
-        b: [out, dim], possibly in several tensors of rows.
-        magnitude: [out] of DoRA, or None.
-        scale: alpha / dim.
-        transposed: the weight is [in, out]; only without a magnitude.
+        weight: [out, in], or [in, out] if transposed, without a magnitude; its target is the merged weight.
+        a, b: [dim, in] and [out, dim], the latter possibly in several tensors of rows.
+        magnitude: [out] of DoRA.
     """
 
     weight: Task

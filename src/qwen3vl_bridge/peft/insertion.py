@@ -35,11 +35,7 @@ _TEXT_LAYER = re.compile(r"(?<=^language_model\.decoder\.layers\.)\d+")
 def map_modules(chunk: MegatronModule, func: Callable[..., Any], *, leaf_only: bool) -> nn.Module:
     """Megatron-Bridge's walk over a chunk's modules, by their names in the chunk without wrappers.
 
-    Args:
-        chunk: changed in place.
-        func: called with each module. If it is the `transform` of one of Megatron-Bridge's own classes, its adapters
-            are corrected for this model.
-        leaf_only: whether modules without parameters of their own are left out.
+    If `func` is the `transform` of one of Megatron-Bridge's own classes, its adapters are corrected for this model.
 
     Raises:
         ValueError: adapters that would be trained, merged or saved wrongly.
@@ -126,11 +122,7 @@ def _require_gradient(
 
 
 def refuse_dora(peft: DoRA, config: TransformerConfig) -> None:
-    """Refuse DoRA if it would be trained or saved wrongly.
-
-    Raises:
-        ValueError: it has dropout, or weights are split over ranks.
-    """
+    """Refuse DoRA that would be trained or saved wrongly: with dropout, or weights split over ranks."""
     if peft.dropout:
         # Megatron-Bridge would pass the difference due to dropout through a fused norm, and apply dropout twice.
         raise ValueError(f"dropout is {peft.dropout}, expected 0: DoRA does not support dropout here")
@@ -141,11 +133,7 @@ def refuse_dora(peft: DoRA, config: TransformerConfig) -> None:
 
 
 def refuse_cut_experts(config: TransformerConfig) -> None:
-    """Refuse adapters of experts whose weights are split: the ranks' parts of the inner product are not summed.
-
-    Raises:
-        ValueError: the experts' weights are split over tensor-parallel ranks.
-    """
+    """Refuse adapters of experts whose weights are split: the ranks' parts of the inner product are not summed."""
     if (size := config.expert_tensor_parallel_size or 1) > 1:
         raise ValueError(f"expert_tensor_parallel_size is {size}, expected 1 where experts have adapters")
 

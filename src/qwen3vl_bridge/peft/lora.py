@@ -67,9 +67,7 @@ class Qwen3VLParts:
             training: whether adapters are to be trained; if not, nothing is.
 
         Raises:
-            TypeError: it is not a VisionLanguageModel.
-            ValueError: it already has adapters, a field of this configuration would have no effect on it, or its
-                experts cannot have adapters.
+            ValueError: it already has adapters, or `check` refuses this configuration.
         """
         # Not Megatron-Bridge's own way, which would replace `forward` of blocks that recompute, trained or not.
         chunks = _chunks(model)
@@ -149,14 +147,7 @@ class Qwen3VLParts:
         return {"_target_": f"{module}.{type(self).__qualname__}"} | values
 
     def check(self, provider: VisionLanguageProvider) -> None:
-        """Refuse settings that are invalid for a model, or would have no effect on it.
-
-        Args:
-            provider: the model's, finalised; the model need not be built.
-
-        Raises:
-            ValueError: such a setting.
-        """
+        """Refuse settings that are invalid for the model of a finalised provider, or would have no effect on it."""
         if self.canonical_mapping:
             raise ValueError(f"canonical_mapping is {dict(self.canonical_mapping)}, expected it to be empty")
         if self.target_modules and self.exclude_modules:

@@ -88,9 +88,6 @@ class AdapterConversion(MegatronPeftBridge):
     where CanonicalLoRA has three, and does not support DoRA's magnitudes, neither in adapters nor in merged weights. It
     counts adapters of experts from 0 on each rank if they are separate modules, merges them transposed into input-major
     tensors and its own into other ranks' experts, and packs them in another order than `peft` reads.
-
-    Class attributes:
-        family: name of the family in the registry.
     """
 
     family: ClassVar[str]
@@ -118,11 +115,8 @@ class AdapterConversion(MegatronPeftBridge):
         return (HFWeightTuple(name, weight.cpu() if cpu else weight) for name, weight in weights.items())
 
     def adapter_weights(self, megatron_model: list[MegatronModule], exclude: Iterable[str] = ()) -> Weights:
-        """All adapters on the CPU, with the names of `peft`: M.lora_A.weight, M.lora_B.weight, M.lora_magnitude_vector.
-
-        Args:
-            megatron_model: a rank's virtual stages.
-            exclude: prefixes of Megatron names of layers whose adapters are left out.
+        """All adapters on the CPU, with the names of `peft`: M.lora_A.weight, M.lora_B.weight, M.lora_magnitude_vector;
+        but not of layers whose Megatron names have an excluded prefix.
         """
         # Tensors of a file must not share memory, as the A of q, k and v do.
         weights = self._adapters(megatron_model, exclude)
@@ -136,8 +130,8 @@ class AdapterConversion(MegatronPeftBridge):
             if each := layers.get(shared_name(layer_of(row))):
                 rank = each[0].dim * (len(each) if len(row.hf) == 1 else 1)
                 own = each[0].alpha / each[0].dim
-                its = Scaled(rank, rank * ((scale or own) if is_of_experts(row.megatron) else own))
-                tensors.update(dict.fromkeys(row.hf, its))
+                scaled = Scaled(rank, rank * ((scale or own) if is_of_experts(row.megatron) else own))
+                tensors.update(dict.fromkeys(row.hf, scaled))
         return tensors
 
     def tensor_names(self, megatron_model: list[MegatronModule]) -> set[str]:
@@ -152,8 +146,8 @@ class AdapterConversion(MegatronPeftBridge):
         """The expanded row of a layer's weight."""
         table = family(self.family).rows
         for row in table() if experts is None else table(experts):
-            if found := re.fullmatch(re.escape(layer_of(row)).replace(r"\*", r"(\d+)"), layer):
-                return row.at(*map(int, found.groups()))
+            if match := re.fullmatch(re.escape(layer_of(row)).replace(r"\*", r"(\d+)"), layer):
+                return row.at(*map(int, match.groups()))
         raise KeyError(f"{layer} has no row in the weight table")
 
     def _layout(self) -> HuggingFace:
@@ -183,22 +177,22 @@ class AdapterConversion(MegatronPeftBridge):
             adapters = self.materialize_adapter_weights(each)
             if not is_of_experts(layer):
                 row = self._row(layer)
-                for number, its in enumerate(self._of_each_tensor(megatron_model, row, layer, adapters).values()):
-                    for kind, part in ((IN, its.a), (OUT, its.b), (MAGNITUDE, its.magnitude)):
+                for number, factors in enumerate(self._of_each_tensor(megatron_model, row, layer, adapters).values()):
+                    for kind, part in ((IN, factors.a), (OUT, factors.b), (MAGNITUDE, factors.magnitude)):
                         if part is not None:
                             weights[adapter_names(row, kind)[number]] = part
                 continue
             shared = shared_name(layer)
             # `peft` wraps the module of the experts once for each parameter that has adapters.
             wrapped_once = shared[:-1] + ("2" if shared.endswith("1") else "1") not in layers
-            for expert, its in self._of_each_expert(layer, _fused(adapters)).items():
-                row, b = self._row(_of_expert(layer, expert)), its.b
+            for expert, factors in self._of_each_expert(layer, _fused(adapters)).items():
+                row, b = self._row(_of_expert(layer, expert)), factors.b
                 if scale is not None:
-                    b = b * (its.alpha / its.rank / scale)
+                    b = b * (factors.alpha / factors.rank / scale)
                 if wrapped_once:
                     row = replace(row, gated=False)
-                _put(weights, adapter_row(row, IN, its.rank), its.a, layout)
-                _put(weights, adapter_row(row, OUT, its.rank, whole=True), b, layout)
+                _put(weights, adapter_row(row, IN, factors.rank), factors.a, layout)
+                _put(weights, adapter_row(row, OUT, factors.rank, whole=True), b, layout)
         return {name.removeprefix(HF_PREFIX): weight.detach() for name, weight in weights.items()}
 
     def _of_each_tensor(
@@ -207,7 +201,7 @@ class AdapterConversion(MegatronPeftBridge):
         """The adapters of a layer's Hugging Face weights, by name and in the row's order."""
         if len(adapters) > 1 and len(row.hf) > 1:
             separate = {ADAPTER_KEY_TO_SUFFIX[each.adapter_key]: _fused([each]) for each in adapters}
-            return {name: its for name in row.hf for end, its in separate.items() if name.endswith(end)}
+            return {name: factors for name in row.hf for end, factors in separate.items() if name.endswith(end)}
         whole, layout = _fused(adapters), self._layout()
         if len(adapters) > 1:
             return {row.hf[0]: whole}
@@ -242,18 +236,18 @@ class AdapterConversion(MegatronPeftBridge):
         if is_of_experts(layer):
             wanted = {self._infer_hf_expert_idx(name) for name in converted_weights_dict}
             adapters = {}
-            for expert, its in self._of_each_expert(layer, _fused(adapter_weights)).items():
+            for expert, factors in self._of_each_expert(layer, _fused(adapter_weights)).items():
                 if expert in wanted:
                     row = self._row(_of_expert(layer, expert), ExpertLayout.PER_EXPERT)
-                    adapters |= _split(row, its, self._layout())
+                    adapters |= _split(row, factors, self._layout())
         else:
             adapters = self._of_each_tensor(megatron_model, self._row(layer), layer, adapter_weights)
         merged = {}
         for name, weight in converted_weights_dict.items():
-            its = adapters[name]
-            whole = self._merge_single_adapter_weight(weight.float(), its.alpha, its.rank, its.a, its.b)
-            if its.magnitude is not None:
-                whole = whole * (its.magnitude.to(whole) / torch.linalg.norm(whole, dim=1))[:, None]
+            factors = adapters[name]
+            whole = self._merge_single_adapter_weight(weight.float(), factors.alpha, factors.rank, factors.a, factors.b)
+            if factors.magnitude is not None:
+                whole = whole * (factors.magnitude.to(whole) / torch.linalg.norm(whole, dim=1))[:, None]
             merged[name] = whole.to(weight.dtype)
         return merged
 
@@ -270,14 +264,14 @@ class AdapterConversion(MegatronPeftBridge):
         count, layer = self._experts_of_a_rank(), adapter_weights[0].global_base_prefix
         number = extract_expert_number_from_param(task.global_param_name) % count
         adapters = self._of_each_expert(layer, _fused(adapter_weights))
-        adapters = [its for expert, its in adapters.items() if expert % count == number]
+        adapters = [factors for expert, factors in adapters.items() if expert % count == number]
         input_major, merged = isinstance(task.mapping, InputMajor), {}
         for name, weight in converted_weights_dict.items():
             experts = [weight] if len(adapters) == 1 else list(weight)
             experts = [expert.t() if input_major else expert for expert in experts]
             experts = [
-                self._merge_single_adapter_weight(expert, its.alpha, its.rank, its.a, its.b)
-                for expert, its in zip(experts, adapters, strict=True)
+                self._merge_single_adapter_weight(expert, factors.alpha, factors.rank, factors.a, factors.b)
+                for expert, factors in zip(experts, adapters, strict=True)
             ]
             experts = [expert.t() if input_major else expert for expert in experts]
             merged[name] = experts[0] if len(adapters) == 1 else torch.stack(experts)
@@ -297,13 +291,11 @@ def save_hf_adapter(
     function for our models (`compat/patches.py`).
 
     Args:
-        bridge: the model's AutoBridge.
         model: a rank's virtual stages, with adapters.
-        path: the folder; made if it is not there.
         peft_config: the configuration that inserted the adapters: one of ours, or Megatron-Bridge's LoRA, VLMLoRA, DoRA
             or CanonicalLoRA.
         base_model_name_or_path: name or folder of the base model; None for the bridge's own.
-        show_progress: accepted for compatibility with Megatron-Bridge's method; no progress is shown.
+        show_progress: accepted as by Megatron-Bridge's method; no progress is shown.
         exclude_adapter_base_prefixes: prefixes of Megatron's names of layers whose adapters are not saved.
 
     Raises:
@@ -329,11 +321,7 @@ def save_hf_adapter(
 
 
 def refuse_run_of_dora(peft_checkpoint: str | Path) -> None:
-    """Refuse a run's checkpoint whose adapters `AutoBridge.export_adapter_ckpt` would write without their magnitudes.
-
-    Raises:
-        ValueError: they are DoRA's.
-    """
+    """Refuse a run of DoRA, which `AutoBridge.export_adapter_ckpt` would write without its magnitudes."""
     folder = Path(peft_checkpoint).expanduser().resolve()
     folder = next((each for each in (folder, folder.parent) if (each / RUN_CONFIG).is_file()), None)
     if folder is None:

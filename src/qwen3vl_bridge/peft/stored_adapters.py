@@ -37,42 +37,33 @@ _NAMED = frozenset({*NAMED_IF_MIXED, "vision_layers", "deepstack_mergers"})
 
 
 def adapter_settings(config: dict[str, Any], folder: Path) -> AdapterSettings:
-    """The adapters of a run, from its configuration as `read_run_config` reads it from a folder.
-
-    Raises:
-        CheckpointError: it has none, or of a kind whose tensors this package does not support.
-    """
+    """The adapters of a run, from its configuration as read from a folder; it has to have some of a known kind."""
     peft, methods = config.get("peft"), _OURS | _BRIDGES
     if not isinstance(peft, dict):
         raise CheckpointError(f"{folder} was saved by a run without adapters: its {RUN_CONFIG} has peft {peft!r}")
     method = peft.get("_target_")
     if not isinstance(method, str) or method not in methods:
         raise CheckpointError(f"{folder / RUN_CONFIG}: peft is {method!r}, expected one of {', '.join(methods)}")
+    fields: dict[str, Any] = peft
     if method in _BRIDGES:
-        peft = peft | {f"adapt_{part.value}": True for part in Part} | {"adapt_experts": not methods[method]}
-    names = ("dim", "alpha", "target_modules", "exclude_modules", "adapt_experts")
+        fields = peft | {f"adapt_{part.value}": True for part in Part} | {"adapt_experts": not methods[method]}
     try:
-        dim, alpha, target_modules, exclude_modules, experts = (peft[name] for name in names)
-        parts = frozenset(part.value for part in Part if peft[f"adapt_{part.value}"] is True)
+        dim, alpha, experts = (fields[name] for name in ("dim", "alpha", "adapt_experts"))
+        targets, excluded = (fields[name] or [] for name in ("target_modules", "exclude_modules"))
+        parts = frozenset(part.value for part in Part if fields[f"adapt_{part.value}"] is True)
     except KeyError as error:
         raise CheckpointError(f"{folder / RUN_CONFIG}: peft lacks {error}") from error
-    modules = [[] if entries is None else entries for entries in (target_modules, exclude_modules)]
-    named = all(isinstance(entries, list) and all(isinstance(name, str) for name in entries) for entries in modules)
+    named = all(isinstance(one, list) and all(isinstance(name, str) for name in one) for one in (targets, excluded))
     if type(dim) is not int or dim < 1 or type(alpha) not in (int, float) or not named:
         raise CheckpointError(
-            f"{folder / RUN_CONFIG}: peft has dim {dim!r}, alpha {alpha!r}, target_modules {target_modules!r} and "
-            f"exclude_modules {exclude_modules!r}; expected a whole number of at least 1, a number, and lists of names"
+            f"{folder / RUN_CONFIG}: peft has dim {dim!r}, alpha {alpha!r}, target_modules {targets!r} and "
+            f"exclude_modules {excluded!r}; expected a whole number of at least 1, a number, and lists of names"
         )
-    targets, excluded = map(tuple, modules)
-    return AdapterSettings(dim, alpha, methods[method], parts, targets, excluded, experts is True)
+    return AdapterSettings(dim, alpha, methods[method], parts, tuple(targets), tuple(excluded), experts is True)
 
 
 def refuse_adapters_alone(folder: Path) -> None:
-    """Refuse a checkpoint that contains only adapters where a complete model is required.
-
-    Raises:
-        CheckpointError: it contains only adapters.
-    """
+    """Refuse a checkpoint that contains only adapters where a complete model is required."""
     if (folder / RUN_CONFIG).is_file() and read_run_config(folder).get("peft") is not None:
         raise CheckpointError(
             f"{folder} holds only the adapters and other parameters that a run trained, expected a complete model; "
@@ -81,15 +72,7 @@ def refuse_adapters_alone(folder: Path) -> None:
 
 
 def check_same_adapters(folder: Path, peft: Any) -> None:
-    """Check that a run has the adapters of a checkpoint.
-
-    Args:
-        folder: the checkpoint's.
-        peft: the run's configuration of adapters; None without adapters.
-
-    Raises:
-        CheckpointError: they differ; the differences are listed.
-    """
+    """Refuse a run whose configuration of adapters (None: it has none) differs from that of its checkpoint."""
     theirs = read_run_config(folder).get("peft") or {}
     ours = {} if peft is None else peft.to_cfg_dict()
     was, has = (section.get("_target_", "no adapters") for section in (theirs, ours))
@@ -109,7 +92,6 @@ class StoredAdapters:
 
     Attributes:
         folder: the iteration's.
-        ckpt_format: "fsdp_dtensor" or "torch_dist".
         tensors: adapters, and the model's own weights that were trained, by Megatron parameter name.
         base: name or folder of the run's initial weights; empty if unknown.
         hf_model: name or folder of the Hugging Face model; empty if unknown.
@@ -124,11 +106,7 @@ class StoredAdapters:
     hf_model: str
 
     def layers(self, experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> list[Row]:
-        """Rows of the weights of all layers that the settings adapt.
-
-        Args:
-            experts: format of experts on the Hugging Face side. The order is the same in all formats.
-        """
+        """Rows of the weights of all layers that the settings adapt, in the same order for all formats of experts."""
         return [row for row in linear_rows(self.config.rows(experts)) if self.settings.adapts(layer_of(row))]
 
     @property
@@ -157,12 +135,9 @@ class StoredAdapters:
         return FsdpDtensor(dimensions, naming_of(rows, names))
 
     def plan(self, dtype: str | None = None, experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> Plan:
-        """All adapters in Hugging Face `peft`'s format; of a `linear_in`, the first of its tensors.
+        """All adapters in `peft`'s format; of a `linear_in`, the first of its tensors.
 
-        Args:
-            dtype: dtype of the result; None to keep their dtypes.
-            experts: format of experts on the Hugging Face side: if packed, their adapters are together in two matrices,
-                else each has its own.
+        Packed experts of a layer share two matrices.
 
         Raises:
             CheckpointError: tensors are missing, unexpected or misshapen; it lists them.

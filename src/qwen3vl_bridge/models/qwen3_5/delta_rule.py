@@ -37,18 +37,10 @@ def causal_conv1d(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, None]:
-    """Causal depthwise convolution of width w within each segment.
+    """Causal depthwise convolution of x [b, s, d] by [d, w] within each segment; the last weight is the token's own.
 
-    Args:
-        x: [b, s, d]; b is 1 for packed rows.
-        weight: [d, w]; the last tap applies to the current token.
-        bias: [d], or None.
-        activation: "silu" or "swish", or None.
-        initial_state, output_final_state: must be None and False.
-        cu_seqlens: [n + 1] offsets of the segments in a packed row; None if each row is one segment.
-
-    Returns:
-        [b, s, d], and None for the final state.
+    `activation` is "silu", "swish" or None; b is 1 for packed rows with `cu_seqlens` [n + 1]. States must be None and
+    False, and None is returned for the final one.
 
     Raises:
         ValueError: a state is given or requested, or an unsupported activation.
@@ -90,16 +82,13 @@ def chunk_gated_delta_rule(
 
     Args:
         q, k: [b, s, h, d]; b is 1 for packed rows.
-        v: [b, s, h, e].
+        v: [b, s, h, e], as the result, in its dtype.
         g: [b, s, h] logarithm of the decay, at most 0.
         beta: [b, s, h] writing strength, 0 to 1.
         scale: factor applied to the queries; None for 1 / sqrt(d).
         initial_state, output_final_state: must be None and False.
         use_qk_l2norm_in_kernel: apply the L2 norm to q and k here.
         cu_seqlens: [n + 1] offsets of the segments in a packed row; None if each row is one segment.
-
-    Returns:
-        [b, s, h, e] in the dtype of v, and None for the final state.
     """
     _refuse_states(initial_state, output_final_state)
     if use_qk_l2norm_in_kernel:

@@ -1,9 +1,8 @@
 """The Megatron Qwen3-VL model: DeepStack, as an addition to the model that all families share.
 
 Features of the vision tower are added to the output of the first text layers. Pipeline stages exchange one tensor: the
-features that later stages need are appended to the hidden states, only for this rank's vision tokens, so the cost is
-their own size and their gradients return the same way. A vision tower on every stage that needs features would cost its
-parameters and its computation again.
+features that later stages need are appended to the hidden states, only for this rank's vision tokens, and their
+gradients return the same way. A tower on every stage would cost its parameters and its computation again.
 Legend: s, b local tokens and rows, h hidden size, t features, K vision tokens of a rank.
 """
 
@@ -30,8 +29,7 @@ from torch import Tensor
 class DeepStackLayer(TransformerLayer):
     """A text layer that adds its DeepStack features to the output of the vision tokens.
 
-    Features come as `context`, which megatron-core passes to every layer, also with recomputation; a decoder without
-    cross attention has no other use for it.
+    Features come as `context`, which megatron-core passes to every layer, also with recomputation.
     """
 
     def forward(

@@ -9,17 +9,16 @@ from __future__ import annotations
 import copy
 import json
 import re
-import warnings
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+from qwen3vl_bridge.peft.adapter_rows import LINEAR_LAYERS, OF_LINEAR_ATTENTION
 from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
@@ -27,8 +26,8 @@ from tests.forked import run_ranks
 from tests.noise import check, limit
 from tests.parity.batches import make_samples
 
+from .adapted_models import reference_logits, with_adapter
 from .adapters_on_ranks import PATTERN, Job
-from .peft_models import reference_logits
 
 EP = dict(expert_model_parallel_size=2)
 TP = dict(tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=1)
@@ -45,20 +44,34 @@ MOE = [
     Job("experts normalized", "", "lora", EP, dict(normalize_moe_lora=True)),
     Job("experts CanonicalLoRA", "", "canonical_lora", EP),
 ]
+ALL = dict(target_modules=[*LINEAR_LAYERS, *OF_LINEAR_ATTENTION])
+QWEN3_5 = [
+    Job("tensors", "dense", "ours", TP, ALL),
+    Job("tensors LoRA", "dense", "lora", TP, ALL),
+    Job("tensors experts", "moe", "ours", TP, ALL | dict(adapt_experts=True)),
+    Job("experts", "moe", "ours", EP, ALL | dict(adapt_experts=True)),
+    Job("stages", "dense", "ours", PP, ALL),
+    Job("stages pattern", "dense", "ours", PP, dict(target_modules=["*.layers.2.*.in_proj"])),
+]
 
 
-@pytest.fixture(scope="module")
-def jobs(untied_folder, moe_folder, moe_folders):
-    jobs = [replace(job, folder=str(untied_folder)) for job in DENSE]
-    jobs += [replace(job, folder=str(moe_folder)) for job in MOE]
-    layouts = {layout: str(moe_folders[layout]) for layout in (ExpertLayout.INPUT_MAJOR, ExpertLayout.PER_EXPERT)}
-    return jobs + [Job(f"experts {layout.name}", folder, "lora", EP) for layout, folder in layouts.items()]
+@pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_5"])
+def jobs(request):
+    if request.param == "qwen3_5":
+        folders = request.getfixturevalue("qwen3_5_folders")
+        return [replace(job, folder=str(folders[job.folder])) for job in QWEN3_5]
+    untied, moe, layouts = (request.getfixturevalue(name) for name in ("untied_folder", "moe_folder", "moe_folders"))
+    jobs = [replace(job, folder=str(untied)) for job in DENSE] + [replace(job, folder=str(moe)) for job in MOE]
+    return jobs + [
+        Job(f"experts {layout.name}", str(layouts[layout]), "lora", EP)
+        for layout in (ExpertLayout.INPUT_MAJOR, ExpertLayout.PER_EXPERT)
+    ]
 
 
 @pytest.fixture(scope="module")
 def out(jobs, tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
-    run_ranks("tests.model.adapters.adapters_on_ranks", 2, json.dumps([asdict(job) for job in jobs]), folder)
+    run_ranks("tests.adapters.adapters_on_ranks", 2, json.dumps([asdict(job) for job in jobs]), folder)
     return folder
 
 
@@ -107,11 +120,7 @@ def check_what_is_saved(job: Job, out: Path, readable: Path | None = None) -> No
     else:
         merged = AutoModelForImageTextToText.from_pretrained(out / job.name / "merged")
     before = losses_of(base, base.config)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        # `peft` 0.21 honours patterns of parameters, and says that it does not.
-        warnings.filterwarnings("default", message="The following (rank|alpha)_pattern keys")
-        adapted = PeftModel.from_pretrained(base, out / job.name / "adapter")
+    adapted = with_adapter(readable or job.folder, out / job.name / "adapter")
     expected = torch.tensor(found["losses"])
     assert (expected - before).abs().max() > 0.1
     for kind, model in (("merged", merged), ("adapter", adapted)):
@@ -127,6 +136,12 @@ def test_losses_are_those_of_what_is_saved(jobs, out, moe_folder):
 def test_stages_have_the_adapters_of_the_whole_model(jobs, out):
     """A pattern counts layers of the model, not of a stage; and VLMLoRA meets stages without a vision tower."""
     names = {job.name: json.loads((out / f"{job.name}.json").read_text())["adapters"] for job in jobs}
+    if "stages" in names:  # Qwen3.5
+        assert names["stages"] == names["tensors"]
+        layer = "model.language_model.layers.2.linear_attn.in_proj"
+        parts = [f"{layer}_{part}.lora_{k}.weight" for part in ["qkv", "z", "b", "a"] for k in "AB"]
+        assert names["stages pattern"] == sorted(parts)
+        return
     assert names["stages VLMLoRA"] == names["tensors LoRA"]
     layers = {name.partition(".self_attn.")[0] for name in names["stages pattern"] if "language_model" in name}
     assert layers == {"model.language_model.layers.3"}

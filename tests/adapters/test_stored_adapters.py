@@ -12,7 +12,7 @@ from qwen3vl_bridge.peft.stored_adapters import adapter_settings
 
 import pytest
 
-ADAPTERS = Path(__file__).parents[3] / "conversion" / "adapters.py"
+ADAPTERS = Path(__file__).parents[2] / "conversion" / "adapters.py"
 LORA = """\
 peft: {_target_: qwen3vl_bridge.peft.Qwen3VLLoRA, dim: 4, alpha: 8, target_modules: [linear_qkv], exclude_modules: [],
   adapt_language_model: true, adapt_vision_model: false, adapt_vision_projection: false, adapt_experts: false,

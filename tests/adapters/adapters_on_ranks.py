@@ -1,6 +1,6 @@
 """Run on ranks: models that are split get adapters, compute losses, and are saved whole and as adapters alone.
 
-torchrun --nproc_per_node 2 -m tests.model.adapters.adapters_on_ranks JOBS OUT
+torchrun --nproc_per_node 2 -m tests.adapters.adapters_on_ranks JOBS OUT
 """
 
 from __future__ import annotations
