@@ -29,16 +29,9 @@ Holders = Mapping[str, Mapping[Shape, Sequence[Part]]]
 
 
 def holders(rows: Collection[Row], layout: FsdpDtensor | TorchDist, topology: Topology) -> Holders:
-    """The rows that ranks hold.
+    """The rows that ranks hold, of every tensor; nothing if one rank reads each as a whole.
 
-    Args:
-        rows: the weight table, expanded for the model.
-        layout: the format.
-        topology: sizes that suit the model.
-
-    Returns:
-        Parts of every tensor; empty if one rank reads each as a whole. torch_dist's ranks read gate and up projection
-        separately, even a single rank.
+    torch_dist's ranks read gate and up projection separately, even a single rank.
     """
     if topology.ranks == 1 and isinstance(layout, FsdpDtensor):
         return {}

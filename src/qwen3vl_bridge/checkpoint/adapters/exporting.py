@@ -11,7 +11,7 @@ from qwen3vl_bridge.checkpoint.adapters.stored_adapters import StoredAdapters, o
 from qwen3vl_bridge.checkpoint.conversion import Conversion, ConversionOptions, ConversionReport, run_conversion
 from qwen3vl_bridge.checkpoint.conversion_plan import Plan, Task
 from qwen3vl_bridge.checkpoint.formats.huggingface import HFWeights, one_file
-from qwen3vl_bridge.io.files import CheckpointError, place, write_object
+from qwen3vl_bridge.io.files import CheckpointError, absolute, write_object
 from qwen3vl_bridge.weights.adapter_rows import Scaled, adapter_config, hf_targets, input_names
 
 # With the names of `peft`.
@@ -56,7 +56,7 @@ def export_adapters(
         plan = stored.plan(torch_dtype)
         plan = replace(plan, tasks=(*plan.tasks, *_shared_inputs(stored, plan)))
         output = _AdapterOutput(plan, stored, str(base_model or stored.hf_model or stored.base))
-        path, folders = place(hf_path), (stored.folder, stored.config.folder)
+        path, folders = absolute(hf_path), (stored.folder, stored.config.folder)
         return Conversion("export", str(megatron_path), path, plan, stored.tensors, folders, output, [])
 
     return run_conversion(planned, options)

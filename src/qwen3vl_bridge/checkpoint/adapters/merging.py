@@ -19,7 +19,7 @@ from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace
 from qwen3vl_bridge.checkpoint.formats.tensors import Segments, Slice, TensorSource
 from qwen3vl_bridge.checkpoint.stored_models import StoredModel, check_same_model, open_model, open_stored
 from qwen3vl_bridge.checkpoint.targets import HFOutput
-from qwen3vl_bridge.io.files import CheckpointError, expanded, place
+from qwen3vl_bridge.io.files import CheckpointError, absolute, expanded
 from qwen3vl_bridge.weights.adapter_rows import IN, MAGNITUDE, OUT, adapter_row, layer_of, linear_rows
 from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 from qwen3vl_bridge.weights.rows import PackedExpert, Row
@@ -72,7 +72,7 @@ def merge_adapters(
         return Conversion(
             name="merge",
             origin=str(megatron_path),
-            target=place(hf_path),
+            target=absolute(hf_path),
             plan=plan,
             source=source,
             folders=(run.folder, base.folder),
