@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
 
@@ -351,8 +352,8 @@ def _write(conversion: Conversion, options: _Options, work: Path) -> tuple[float
             planned_files.Journal(work, ranks.rank) as journal,
             options.meter(conversion.name, sum(unit.nbytes for unit in mine)) as meter,
         ):
-            how = dict(sync=options.sync, threads=conversion.threads)
-            planned_files.write_units(folder, files, mine, conversion.source, journal, meter, **how)
+            write_units = partial(planned_files.write_units, sync=options.sync, threads=conversion.threads)
+            write_units(folder, files, mine, conversion.source, journal, meter)
             return meter.seconds
 
     return max(ranks.all_gather(write)), sum(unit.nbytes for unit in present), sum(unit.nbytes for unit in left)

@@ -26,8 +26,6 @@ from qwen3vl_bridge.io.files import CheckpointError
 from qwen3vl_bridge.weights.names import local_name
 from qwen3vl_bridge.weights.rows import Row
 
-import numpy as np
-
 # Number of tensors of each kind that a message lists.
 _LISTED = 20
 
@@ -375,6 +373,8 @@ def check_vocab_padding(
 
 def _nonzero_rows(source: TensorSource, spec: TensorSpec, first: int) -> list[int]:
     """Rows, from a given one on, that contain anything other than zeros."""
+    import numpy as np
+
     width, size = spec.numel // spec.shape[0], ITEMSIZE[spec.dtype]
     found: set[int] = set()
     position = first * width

@@ -293,7 +293,7 @@ def _given_megatron(options: argparse.Namespace) -> dict[str, Any]:
 def _run_import(options: argparse.Namespace) -> int:
     from qwen3vl_bridge.checkpoint.commands import import_checkpoint
 
-    given = _given_megatron(options) | {"strict": not options.not_strict}
+    given: dict[str, Any] = _given_megatron(options) | {"strict": not options.not_strict}
     return _show_conversion(import_checkpoint(options.hf_model, options.megatron_path, **given), options)
 
 
@@ -308,7 +308,7 @@ def _run_export(options: argparse.Namespace) -> int:
 def _run_reformat(options: argparse.Namespace) -> int:
     from qwen3vl_bridge.checkpoint.commands import reformat_checkpoint
 
-    given = _given_megatron(options) | {"hf_model": options.hf_model, "iteration": options.iteration}
+    given: dict[str, Any] = _given_megatron(options) | {"hf_model": options.hf_model, "iteration": options.iteration}
     return _show_conversion(reformat_checkpoint(options.megatron_path, options.new_path, **given), options)
 
 
