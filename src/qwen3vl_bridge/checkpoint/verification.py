@@ -133,11 +133,7 @@ def verify_reformatted(
 
 
 def verify_checksums(
-    megatron_path: str | Path,
-    *,
-    iteration: int | None = None,
-    progress: bool = False,
-    ranks: Ranks | None = None,
+    megatron_path: str | Path, *, iteration: int | None = None, progress: bool = False, ranks: Ranks | None = None
 ) -> VerifyReport:
     """Compare a checkpoint with the checksums in its own manifest; arguments are those of `verify_checkpoint`.
 

@@ -317,11 +317,7 @@ def leaves(folder: Path) -> Iterator[Path]:
 
 
 def check_target(
-    target: Path,
-    *,
-    overwrite: bool,
-    replaceable: Callable[[Path], None],
-    sources: tuple[Path, ...] = (),
+    target: Path, *, overwrite: bool, replaceable: Callable[[Path], None], sources: tuple[Path, ...] = ()
 ) -> None:
     """Check that a result may be written to a path.
 

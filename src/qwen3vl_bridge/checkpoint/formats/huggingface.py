@@ -66,10 +66,7 @@ _KINDS = (
         "processor are in the iteration's folder hf",
     ),
     (("*.distcp",), "files of a Megatron checkpoint without .metadata, whose save was not completed"),
-    (
-        (SINGLE, INDEX),
-        "a Hugging Face model, of which `qwen3vl convert import` makes a Megatron checkpoint",
-    ),
+    ((SINGLE, INDEX), "a Hugging Face model, of which `qwen3vl convert import` makes a Megatron checkpoint"),
     (
         ("pytorch_model*.bin", "consolidated*.pth"),
         "weights pickled by torch; from_pretrained and save_pretrained of transformers write them as safetensors",

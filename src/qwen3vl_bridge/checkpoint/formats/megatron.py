@@ -178,12 +178,7 @@ def run_config(
             "hf_model_id": hf_model,
             **(padded if vocab_divisor is not None else {}),
         },
-        "checkpoint": {
-            "ckpt_format": ckpt_format,
-            "save_optim": False,
-            "save_rng": False,
-            "fully_parallel_save": True,
-        },
+        "checkpoint": {"ckpt_format": ckpt_format, "save_optim": False, "save_rng": False, "fully_parallel_save": True},
     }
 
 
