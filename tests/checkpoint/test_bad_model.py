@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 
@@ -21,6 +20,7 @@ from .support import (
     exporting,
     importing,
     model_with,
+    model_with_config,
 )
 
 
@@ -71,10 +71,7 @@ def test_folders_that_hold_something_else(capsys, tmp_path, untied_folder, impor
     ],
 )
 def test_another_models_configuration(capsys, tmp_path, untied_folder, change, parts):
-    folder = tmp_path / "other"
-    shutil.copytree(untied_folder, folder)
-    config = json.loads((folder / "config.json").read_text()) | change
-    (folder / "config.json").write_text(json.dumps(config))
+    folder = model_with_config(tmp_path / "other", untied_folder, change)
     expect_error(capsys, importing(folder, tmp_path), str(folder), *parts)
 
 

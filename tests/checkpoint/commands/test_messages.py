@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import CheckpointError
-from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
 from qwen3vl_bridge.checkpoint.formats.dcp_reader import load_item
 from qwen3vl_bridge.checkpoint.formats.tensors import Extent
 from qwen3vl_bridge.cli.convert import main
@@ -48,13 +47,6 @@ def test_nobody_is_advised_to_run_what_a_file_calls_for(value, tmp_path, monkeyp
     assert str(path) in str(error.value) and "weights_only" not in str(error.value)
     assert not any(advice in str(error.value) for advice in ("can still be loaded", "Re-running", "trust the source"))
     assert not (tmp_path / "pwned").exists()
-
-
-@pytest.mark.parametrize(("data", "part"), [(b"", "is empty"), (b"\x80\x04]", "is truncated")])
-def test_metadata_that_ends_too_soon(data, part, folder):
-    (folder / ".metadata").write_bytes(data)
-    with pytest.raises(CheckpointError, match=part):
-        read_metadata(folder)
 
 
 def test_a_user_that_there_is_not(capsys, tmp_path, untied_folder, imported):

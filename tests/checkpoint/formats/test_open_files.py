@@ -10,14 +10,14 @@ import time
 from collections.abc import Iterator
 
 from qwen3vl_bridge.checkpoint import export_checkpoint, import_checkpoint, verify_checkpoint
-from qwen3vl_bridge.checkpoint.formats import dcp_reader, planned_files
+from qwen3vl_bridge.checkpoint.formats import dcp_reader
 from qwen3vl_bridge.checkpoint.formats.dcp_reader import NotPlain
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ..support import read_everything
+from ..support import before_each_unit, read_everything
 
 
 @contextlib.contextmanager
@@ -41,20 +41,16 @@ def open_below(folder) -> int:
 
 
 @pytest.mark.parametrize("direction", ["import", "export"])
-def test_a_slow_disk_does_not_collect_open_files(direction, moe_folder, tmp_path, monkeypatch):
+def test_a_slow_disk_does_not_collect_open_files(direction, moe_folder, tmp_path):
     source, target, most = tmp_path / "source", tmp_path / "target", []
     if direction == "export":
         import_checkpoint(moe_folder, source)
-    original = planned_files._commit
 
-    def slow(*arguments):
+    def slow(*_):
         time.sleep(0.002)
         most.append(sum(open_below(path) for path in tmp_path.glob(".target.partial-*/[!.]*")))
-        original(*arguments)
 
-    monkeypatch.setattr(planned_files, "UNIT_BYTES", 1 << 12)
-    monkeypatch.setattr(planned_files, "_commit", slow)
-    with few_files():
+    with few_files(), before_each_unit(slow, 1 << 12):
         if direction == "import":
             import_checkpoint(moe_folder, target)
         else:
