@@ -19,8 +19,8 @@ from qwen3vl_bridge.checkpoint.formats.tensors import SegmentReader, Shape, Tens
 from qwen3vl_bridge.checkpoint.manifest import MANIFEST, read_manifest
 from qwen3vl_bridge.io.files import CheckpointError, expanded, read_object, write_object
 from qwen3vl_bridge.registry import family_of, family_of_provider
-from qwen3vl_bridge.weights.adapter_rows import MARK
 from qwen3vl_bridge.weights.expert_layout import ExpertLayout, expert_layout_of
+from qwen3vl_bridge.weights.names import MARK
 from qwen3vl_bridge.weights.rows import Row, expand
 
 

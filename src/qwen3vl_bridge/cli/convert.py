@@ -313,14 +313,14 @@ def _run_reformat(options: argparse.Namespace) -> int:
 
 
 def _run_export_adapters(options: argparse.Namespace) -> int:
-    from qwen3vl_bridge.checkpoint.adapters.exporting import export_adapters
+    from qwen3vl_bridge.peft.hf_export import export_adapters
 
     given = _given(options, "base_model", "iteration")
     return _show_conversion(export_adapters(options.megatron_path, options.hf_path, **given), options)
 
 
 def _run_merge_adapters(options: argparse.Namespace) -> int:
-    from qwen3vl_bridge.checkpoint.adapters.merging import merge_adapters
+    from qwen3vl_bridge.peft.hf_export import merge_adapters
 
     given = _given(options, "base_model", "iteration", "drop_vocab_padding")
     return _show_conversion(merge_adapters(options.megatron_path, options.hf_path, **given), options)

@@ -80,10 +80,10 @@ def _parse(prog: str | None, arguments: Sequence[str] | None) -> argparse.Namesp
 
 def _answer(options: argparse.Namespace) -> str | None:
     """The answer's text on the first of several processes, which all decode; None on the others."""
-    from qwen3vl_bridge.checkpoint.adapters.settings import refuse_adapters_alone
     from qwen3vl_bridge.checkpoint.formats.huggingface import HFWeights, find_model
     from qwen3vl_bridge.checkpoint.formats.megatron import find_iteration
     from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
+    from qwen3vl_bridge.peft.stored_adapters import refuse_adapters_alone
 
     # Refuse bad input before the slow import. Transformers would request each missing file from the hub again, and
     # Megatron-Bridge would blame the network for a folder without a model.

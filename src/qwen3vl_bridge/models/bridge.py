@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from qwen3vl_bridge.models.adapters.conversion import AdapterConversion
 from qwen3vl_bridge.models.provider import ExpertsMixin, VisionLanguageProvider
 from qwen3vl_bridge.models.settings.activations import text_activation
+from qwen3vl_bridge.peft.model_adapters import AdapterConversion
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.bridge_mappings import param_mappings
 from qwen3vl_bridge.weights.expert_layout import ExpertLayout, expert_layout_of

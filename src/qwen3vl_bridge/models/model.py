@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from qwen3vl_bridge.batch.packed_batch import ModelInputs, VisionRows
-from qwen3vl_bridge.models.adapters.insertion import map_modules
 from qwen3vl_bridge.models.caller_inputs import (
     OutputConversion,
     as_model_inputs,
@@ -21,6 +20,7 @@ from qwen3vl_bridge.models.text_model import MRopeGPTModel
 from qwen3vl_bridge.models.vision_config import vision_transformer_config
 from qwen3vl_bridge.models.vision_tower import Qwen3VLVisionModel
 from qwen3vl_bridge.parallel.collectives import exchange_encoded, scatter_sequence
+from qwen3vl_bridge.peft.insertion import map_modules
 
 from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.models.gpt import GPTModel
@@ -253,7 +253,7 @@ class VisionLanguageModel(MegatronModule):
         return None if tower is None else nn.ModuleList([tower.merger, tower.decoder.deepstack_merger_list])
 
     def map(self, func: Callable[..., Any], leaf_only: bool = False, **where: Any) -> nn.Module:
-        """Megatron-Bridge's walk over modules, by `adapters.map_modules`, whose names do not depend on wrappers."""
+        """Megatron-Bridge's walk over modules, by `map_modules`, whose names do not depend on wrappers."""
         return map_modules(self, func, leaf_only=leaf_only)
 
     def freeze(

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.checkpoint.adapters.settings import refuse_adapters_alone
 from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
 from qwen3vl_bridge.checkpoint.formats.huggingface import side_files
 from qwen3vl_bridge.checkpoint.formats.megatron import HF_FILES, TORCH_DIST, find_iteration, format_of, key_of
@@ -25,6 +24,7 @@ from qwen3vl_bridge.io.files import CheckpointError
 from qwen3vl_bridge.models.model import VisionLanguageModel
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
 from qwen3vl_bridge.parallel.collectives import all_or_none, gather_objects
+from qwen3vl_bridge.peft.stored_adapters import refuse_adapters_alone
 from qwen3vl_bridge.registry import family, family_of
 from qwen3vl_bridge.training.process_groups import initialize
 from qwen3vl_bridge.training.resuming import has_checkpoint

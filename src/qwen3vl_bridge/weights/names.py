@@ -9,6 +9,9 @@ from qwen3vl_bridge.weights.dimensions import Dimensions
 from qwen3vl_bridge.weights.rows import Row
 
 OUTPUT_LAYER = "language_model.output_layer"
+# Megatron-Bridge's names of an adapter's parameters: `layer`, MARK, and one of the three.
+MARK = ".adapter."
+IN, OUT, MAGNITUDE = "linear_in.weight", "linear_out.weight", "weight_magnitude"
 
 # If a layer spec has no fused norm-and-linear module, its norms are separate modules; if it has no grouped experts,
 # each expert is.

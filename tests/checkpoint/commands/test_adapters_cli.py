@@ -7,15 +7,16 @@ import sys
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import CheckpointError, export_adapters
-from qwen3vl_bridge.checkpoint.adapters.settings import adapter_settings
 from qwen3vl_bridge.checkpoint.formats.megatron import read_run_config
+from qwen3vl_bridge.peft.stored_adapters import adapter_settings
 
 import pytest
 
 ADAPTERS = Path(__file__).parents[3] / "conversion" / "adapters.py"
 LORA = """\
 peft: {_target_: qwen3vl_bridge.peft.Qwen3VLLoRA, dim: 4, alpha: 8, target_modules: [linear_qkv], exclude_modules: [],
-  adapt_language_model: true, adapt_vision_model: false, adapt_vision_projection: false, params_to_save: !!set {a: }}
+  adapt_language_model: true, adapt_vision_model: false, adapt_vision_projection: false, adapt_experts: false,
+  params_to_save: !!set {a: }}
 """
 
 
@@ -28,22 +29,17 @@ def test_help_without_torch():
         assert "usage: adapters.py" in found.stdout
 
 
-def test_runs_of_earlier_versions_have_no_adapters_of_experts(tmp_path):
-    (tmp_path / "run_config.yaml").write_text(LORA)
-    layer = "language_model.decoder.layers.3.mlp.experts.local_experts.1.linear_fc1"
-    assert not adapter_settings(read_run_config(tmp_path), tmp_path).experts
-    text = LORA.replace("[linear_qkv]", '["*.experts.linear_fc1"]')
-    for asked in ("", "adapt_experts: true, "):
-        (tmp_path / "run_config.yaml").write_text(text.replace("dim: 4, ", f"dim: 4, {asked}"))
-        assert adapter_settings(read_run_config(tmp_path), tmp_path).adapts(layer) == bool(asked)
-
-
 def test_settings_are_read_as_data(tmp_path):
     (tmp_path / "run_config.yaml").write_text(LORA)
     found = adapter_settings(read_run_config(tmp_path), tmp_path)
     assert (found.dim, found.alpha, found.dora, found.parts) == (4, 8, False, {"language_model"})
     assert found.adapts("language_model.decoder.layers.3.self_attention.linear_qkv")
     assert not found.adapts("vision_model.decoder.layers.3.self_attention.linear_qkv")
+    text = LORA.replace("[linear_qkv]", '["*.experts.linear_fc1"]')
+    for asked in ("false", "true"):
+        (tmp_path / "run_config.yaml").write_text(text.replace("adapt_experts: false", f"adapt_experts: {asked}"))
+        layer = "language_model.decoder.layers.3.mlp.experts.local_experts.1.linear_fc1"
+        assert adapter_settings(read_run_config(tmp_path), tmp_path).adapts(layer) == (asked == "true")
 
 
 @pytest.mark.parametrize(
@@ -54,7 +50,8 @@ def test_settings_are_read_as_data(tmp_path):
         ("a: [\n", "run_config.yaml: while parsing"),
         ("peft: !!python/object/apply:os.system [false]\n", "could not determine a constructor"),
         (LORA.replace("Qwen3VLLoRA", "Other"), "peft is 'qwen3vl_bridge.peft.Other', expected"),
-        (LORA.replace("dim: 4", "dim: many"), "peft lacks a number"),
+        (LORA.replace("dim: 4", "dim: many"), "peft has dim 'many', alpha 8, .*expected a whole number"),
+        (LORA.replace("[linear_qkv]", "linear_qkv"), "target_modules 'linear_qkv' .* lists of names"),
         (LORA.replace("dim: 4, ", ""), "peft lacks 'dim'"),
     ],
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 
-from qwen3vl_bridge.peft.hf_export import save_hf_adapter
 from qwen3vl_bridge.peft.lora import Qwen3VLDoRA, Qwen3VLLoRA
+from qwen3vl_bridge.peft.model_adapters import save_hf_adapter
 from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 
 import pytest

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 
-from qwen3vl_bridge.peft.hf_export import save_hf_adapter
+from qwen3vl_bridge.peft.adapter_rows import hf_targets
 from qwen3vl_bridge.peft.lora import Qwen3VLDoRA, Qwen3VLLoRA
-from qwen3vl_bridge.weights.adapter_rows import hf_targets
+from qwen3vl_bridge.peft.model_adapters import save_hf_adapter
 
 import pytest
 import torch

@@ -9,11 +9,11 @@ import json
 import types
 import warnings
 
-from qwen3vl_bridge.models.adapters.dora_linear import MagnitudeLinear
+from qwen3vl_bridge.peft.insertion import MagnitudeLinear
 from qwen3vl_bridge.training.metrics import ExpertLoad
-from qwen3vl_bridge.weights.adapter_rows import IN, OUT
 from qwen3vl_bridge.weights.bridge_mappings import InputMajorExpertMapping
 from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.names import IN, OUT
 
 import pytest
 import torch

@@ -9,7 +9,7 @@ from typing import Any
 
 from qwen3vl_bridge.models.qwen3_5.linear_attention import delta_rule
 from qwen3vl_bridge.models.qwen3_5.table import LINEAR_ATTENTION_ROWS
-from qwen3vl_bridge.weights.adapter_rows import MAGNITUDE, MARK, OUT
+from qwen3vl_bridge.weights.names import MAGNITUDE, MARK, OUT
 
 import torch
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet

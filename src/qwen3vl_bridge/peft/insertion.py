@@ -1,7 +1,7 @@
 """Inserting adapters into a chunk, by our classes or by Megatron-Bridge's own: LoRA, VLMLoRA, DoRA, CanonicalLoRA.
 
 Megatron-Bridge inserts adapters by walking over modules, and delegates the walk to a module that has a method `map`
-(`megatron.bridge.peft.walk_utils.map`). `VisionLanguageModel.map` is that method, so all callers use it, before they
+(`megatron.bridge.peft.walk_utils.map`). `VisionLanguageModel.map` is `map_modules`, so all callers use it, before they
 wrap the model and before the first step.
 """
 
@@ -11,9 +11,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from qwen3vl_bridge.models.adapters.dora_linear import MagnitudeLinear
-from qwen3vl_bridge.models.freezing import freeze_parts
-from qwen3vl_bridge.models.settings.fields import VisionLanguageFields
 from qwen3vl_bridge.weights.model_parts import Part, part_of
 from qwen3vl_bridge.weights.names import OUTPUT_LAYER, is_of_experts, is_of_mtp
 
@@ -26,14 +23,14 @@ from megatron.bridge.peft.dora_layers import DoRALinear
 from megatron.bridge.peft.lora import VLMLoRA
 from megatron.bridge.peft.utils import is_grouped_expert_linear
 from megatron.bridge.peft.walk_utils import walk
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlock
-from torch import nn
+from torch import Tensor, nn
 
 Transform = Callable[..., nn.Module]
 
 _TEXT_LAYER = re.compile(r"(?<=^language_model\.decoder\.layers\.)\d+")
-_FLAGS = tuple(f"freeze_{part.value}" for part in Part)
 
 
 def map_modules(chunk: MegatronModule, func: Callable[..., Any], *, leaf_only: bool) -> nn.Module:
@@ -51,7 +48,14 @@ def map_modules(chunk: MegatronModule, func: Callable[..., Any], *, leaf_only: b
     peft = getattr(func, "__self__", None)
     if not isinstance(peft, PEFT) or func.__name__ != "transform":
         return walk(chunk, func, leaf_only=leaf_only, _skip_map=True)
-    _prepare(chunk, peft)
+    if isinstance(peft, DoRA):
+        refuse_dora(peft, chunk.config)
+    if isinstance(peft, VLMLoRA):
+        # It freezes only a rank's first chunk, and freezes the mergers with the vision model, which contains them.
+        chunk.freeze(**{flag: getattr(peft, flag) for flag in (f"freeze_{part.value}" for part in Part)})
+        if not peft.freeze_vision_projection and not chunk.config.freeze_vision_projection:
+            for parameter in () if chunk.vision_projection is None else chunk.vision_projection.parameters():
+                parameter.requires_grad = True
     adapted = walk(chunk, transform_in(chunk, peft.transform), leaf_only=leaf_only, _skip_map=True)
     _refuse_wrong_adapters(chunk, peft)
     let_recompute_see_gradients(chunk)
@@ -64,16 +68,39 @@ def transform_in(chunk: MegatronModule, transform: Transform) -> Transform:
     def transform_whole(m: nn.Module, name: str | None = None, prefix: str | None = None) -> nn.Module:
         if is_of_mtp(prefix or ""):
             return m
-        adapted = transform(m, name, whole_name(prefix or "", chunk))
+        adapted = transform(m, name, _whole_name(prefix or "", chunk))
         return MagnitudeLinear(adapted.to_wrap, adapted.adapter) if type(adapted) is DoRALinear else adapted
 
     return transform_whole
 
 
-def whole_name(name: str, chunk: MegatronModule) -> str:
+def _whole_name(name: str, chunk: MegatronModule) -> str:
     """A module's name in the whole model. A chunk numbers its text layers from 0."""
     layers = chunk.language_model.decoder.layers
     return _TEXT_LAYER.sub(lambda number: str(layers[int(number[0])].layer_number - 1), name)
+
+
+class MagnitudeLinear(DoRALinear):
+    """A linear layer under DoRA: rows of W + BA are scaled to learned norms, the bias is unchanged.
+
+    Megatron-Bridge's own also scales the bias if the layer has added it, and expects inputs of three dimensions.
+    """
+
+    def _get_weight_norm(self) -> Tensor:
+        with torch.no_grad():
+            return super()._get_weight_norm()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[..., in] -> [..., out], and the bias if the layer leaves adding it to the caller."""
+        output, bias_to_add, normed = self.base_linear_forward(x)
+        if not self._adapter_enabled:
+            return output, bias_to_add
+        bias = getattr(self.to_wrap, "bias", None)
+        added = bias if bias_to_add is None and bias is not None and bias.numel() else None
+        product = output if added is None else output - added
+        length = self.adapter.get_weight_magnitude() / self._get_weight_norm()
+        scaled = length * (product + self.adapter(normed.contiguous()).view_as(product))
+        return scaled if added is None else scaled + added, bias_to_add
 
 
 def let_recompute_see_gradients(chunk: MegatronModule) -> None:
@@ -99,7 +126,7 @@ def _require_gradient(
     return ((hidden, *rest), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
 
 
-def refuse_dora(peft: DoRA, config: VisionLanguageFields) -> None:
+def refuse_dora(peft: DoRA, config: TransformerConfig) -> None:
     """Refuse DoRA if it would be trained or saved wrongly.
 
     Raises:
@@ -114,7 +141,7 @@ def refuse_dora(peft: DoRA, config: VisionLanguageFields) -> None:
             raise ValueError(f"{name} is {size}, expected 1 for DoRA")
 
 
-def refuse_cut_experts(config: VisionLanguageFields) -> None:
+def refuse_cut_experts(config: TransformerConfig) -> None:
     """Refuse adapters of experts whose weights are split: the ranks' parts of the inner product are not summed.
 
     Raises:
@@ -124,66 +151,42 @@ def refuse_cut_experts(config: VisionLanguageFields) -> None:
         raise ValueError(f"expert_tensor_parallel_size is {size}, expected 1 where experts have adapters")
 
 
-def _prepare(chunk: MegatronModule, peft: PEFT) -> None:
-    """Apply what a configuration of Megatron-Bridge's requires before its adapters are inserted."""
-    if isinstance(peft, DoRA):
-        refuse_dora(peft, chunk.config)
-    if isinstance(peft, VLMLoRA):
-        # It freezes only a rank's first chunk, and freezes the mergers with the vision model, which contains them.
-        freeze_parts(chunk, **{flag: getattr(peft, flag) for flag in _FLAGS})
-        if not peft.freeze_vision_projection and not chunk.config.freeze_vision_projection:
-            for parameter in () if chunk.vision_projection is None else chunk.vision_projection.parameters():
-                parameter.requires_grad = True
-
-
 def _refuse_wrong_adapters(chunk: MegatronModule, peft: PEFT) -> None:
-    kind = type(peft).__name__
+    kind, config = type(peft).__name__, chunk.config
     adapted = {name: module for name, module in chunk.named_modules() if isinstance(module, AdapterWrapper)}
     if OUTPUT_LAYER in adapted and chunk.share_embeddings_and_output_weights:
         raise ValueError(
             f"{kind} adapts {OUTPUT_LAYER}, whose weight is tied to the embedding here, so that nothing can be merged "
             "into it; expected it in exclude_modules, or target_modules without it"
         )
-    for name, module in adapted.items():
-        if isinstance(module, LoRALinearSplitQKV) and part_of(name) is Part.LANGUAGE_MODEL:
-            _refuse_gates(whole_name(name, chunk), chunk.config, kind)
-        if isinstance(module, LoRALinearSplitQKV | LoRALinearSplitFC1UpGate):
-            _refuse_missing_halves(whole_name(name, chunk), module, kind)
-    if experts := [name for name in adapted if is_of_experts(name)]:
-        _refuse_experts(whole_name(experts[0], chunk), peft, chunk.config)
-    for name, module in adapted.items():
-        if any(parameter.requires_grad for parameter in module.to_wrap.parameters()):
-            flag = f"freeze_{part_of(name).value}"
+    for local, module in adapted.items():
+        name, part = _whole_name(local, chunk), part_of(local)
+        if isinstance(module, LoRALinearSplitQKV) and part is Part.LANGUAGE_MODEL and config.attention_output_gate:
             raise ValueError(
-                f"{flag} is False, and {whole_name(name, chunk)} has an adapter: its base weight would be trained but "
-                f"not saved in Megatron-Bridge's checkpoints; expected {flag}=True, target_modules of other parts "
-                "(such "
-                "as '*language_model*.linear_qkv'), or qwen3vl_bridge.Qwen3VLLoRA, which saves both"
+                f"{kind} adapts queries, keys and values of {name} separately, but its weight also holds the rows of "
+                "gates: expected another kind, such as qwen3vl_bridge.Qwen3VLLoRA, or target_modules without linear_q, "
+                "linear_k, linear_v"
+            )
+        if isinstance(module, LoRALinearSplitQKV | LoRALinearSplitFC1UpGate):
+            missing = [key.removeprefix("adapter_") for key, adapter in module.adapter.items() if adapter is None]
+            targets = (f"{name.rpartition('.')[2]}_{key}".replace("linear_qkv_", "linear_") for key in missing)
+            if missing:
+                raise ValueError(
+                    f"{kind} adapts a part of {name}, whose forward needs adapters on all of them; expected "
+                    f"target_modules with {', '.join(targets)} too, or none of its parts"
+                )
+        if is_of_experts(name):
+            _refuse_experts(name, peft, config)
+        if any(parameter.requires_grad for parameter in module.to_wrap.parameters()):
+            flag = f"freeze_{part.value}"
+            raise ValueError(
+                f"{flag} is False, and {name} has an adapter: its base weight would be trained but not saved in "
+                f"Megatron-Bridge's checkpoints; expected {flag}=True, target_modules of other parts (such as "
+                "'*language_model*.linear_qkv'), or qwen3vl_bridge.Qwen3VLLoRA, which saves both"
             )
 
 
-def _refuse_gates(name: str, config: VisionLanguageFields, kind: str) -> None:
-    if config.attention_output_gate:
-        raise ValueError(
-            f"{kind} adapts queries, keys and values of {name} separately, but its weight also holds the rows of "
-            "gates: expected another kind, such as qwen3vl_bridge.Qwen3VLLoRA, or target_modules without linear_q, "
-            "linear_k, linear_v"
-        )
-
-
-def _refuse_missing_halves(name: str, module: AdapterWrapper, kind: str) -> None:
-    missing = [key.removeprefix("adapter_") for key, adapter in module.adapter.items() if adapter is None]
-    if missing:
-        wanted = [f"{name.rpartition('.')[2]}_{key}" for key in missing]
-        wanted = [target.replace("linear_qkv_", "linear_") for target in wanted]
-        raise ValueError(
-            f"{kind} adapts a part of {name}, whose forward needs adapters on all of them; expected target_modules "
-            "with "
-            f"{', '.join(wanted)} too, or none of its parts"
-        )
-
-
-def _refuse_experts(layer: str, peft: PEFT, config: VisionLanguageFields) -> None:
+def _refuse_experts(layer: str, peft: PEFT, config: TransformerConfig) -> None:
     if isinstance(peft, DoRA):
         raise ValueError(
             f"{type(peft).__name__} adapts {layer}, and Hugging Face's peft does not support DoRA on experts; "

@@ -1,6 +1,4 @@
-"""Adapters (LoRA and DoRA) of a linear layer, as rows like those of the weight table.
-
-Standard library only.
+"""Adapters (LoRA and DoRA) of linear layers as rows like those of the weight table, and `peft`'s words for them.
 
 A layer in Megatron may be several in Hugging Face (q, k and v; gate and up; the four of linear attention's `in_proj`).
 Its adapter has one `linear_in`, which is the `lora_A` of each of them, and one `linear_out`, whose rows are ordered
@@ -19,17 +17,23 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from qwen3vl_bridge.weights.model_parts import part_of
-from qwen3vl_bridge.weights.names import is_of_experts, is_of_mtp, local_name, shared_name
+from qwen3vl_bridge.weights.names import (
+    IN,
+    MAGNITUDE,
+    MARK,
+    OUT,
+    is_of_experts,
+    is_of_mtp,
+    local_name,
+    shared_name,
+)
 from qwen3vl_bridge.weights.rows import Copy, ExpertInput, ExpertOutput, GatedMLP, PackedExpert, Row, Sectioned
 
-# Megatron-Bridge's names of the parts of an adapter, after the name of its layer.
-MARK = ".adapter."
-IN, OUT, MAGNITUDE = "linear_in.weight", "linear_out.weight", "weight_magnitude"
-# Part that it inserts into the names of a layer's own parameters.
-_WRAPPED = ".to_wrap."
-_HF = {IN: "lora_A.weight", OUT: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
-# `peft`'s prefix of names in a file of adapters.
+# `peft`'s files; a folder with the second counts as an adapter, so it is written last.
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+# Its prefix of names in a file of adapters, and what replaces ".weight" at their end.
 HF_PREFIX = "base_model.model."
+_HF = {IN: "lora_A.weight", OUT: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
 # Layers that Megatron-Bridge adapts by default, and those of linear attention.
 LINEAR_LAYERS, OF_LINEAR_ATTENTION = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"), ("in_proj", "out_proj")
 _LINEAR = re.compile(rf"\.({'|'.join(LINEAR_LAYERS + OF_LINEAR_ATTENTION)})\.weight\d*$")
@@ -51,7 +55,6 @@ class AdapterSettings:
     Attributes:
         dim: rank of the adapters.
         alpha: an adapter's product is scaled by alpha / dim.
-        dora: whether it is DoRA.
         parts: values of `Part` whose layers are adapted.
         target_modules, exclude_modules: names of layers or patterns, as Megatron-Bridge matches them.
         experts: whether linear layers of the language model's experts are adapted too.
@@ -67,7 +70,7 @@ class AdapterSettings:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The parts of an adapter."""
+        """The parameters of an adapter."""
         return (IN, OUT, MAGNITUDE) if self.dora else (IN, OUT)
 
     def adapts(self, layer: str) -> bool:
@@ -76,13 +79,63 @@ class AdapterSettings:
             return False
         name = shared_name(layer)
         if self.target_modules:
-            return _named(name, self.target_modules)
-        return not _named(name, self.exclude_modules)
+            return _is_named(name, self.target_modules)
+        return not _is_named(name, self.exclude_modules)
 
 
-def _named(layer: str, entries: Iterable[str]) -> bool:
+def _is_named(layer: str, entries: Iterable[str]) -> bool:
     """Whether one of them is the layer's last name, or a pattern of its whole name in which `*` is any text."""
     return any(entry == _last_part(layer) or re.fullmatch(entry.replace("*", ".*"), layer) for entry in entries)
+
+
+def layer_of(row: Row) -> str:
+    """The layer of a row's weight; for an expert, the separate module that it has to be to have an adapter."""
+    return local_name(row.megatron).removesuffix(".weight")
+
+
+def linear_rows(rows: Iterable[Row]) -> Iterator[Row]:
+    """Among expanded rows, the weights of linear layers that can be adapted: models in `peft` have no MTP."""
+    return (row for row in rows if _LINEAR.search(row.megatron) and not is_of_mtp(row.megatron))
+
+
+def adapter_row(weight: Row, kind: str, dim: int, *, whole: bool = False) -> Row:
+    """The row of an adapter's parameter; for IN, with only the first Hugging Face tensor (`adapter_names` has all).
+
+    Args:
+        weight: the expanded row of the layer's own weight.
+        kind: IN, OUT or MAGNITUDE.
+        dim: rank of the adapter.
+        whole: whether one tensor holds what is separate for the layer's weight, as Megatron-FSDP stores adapters.
+    """
+    hf = adapter_names(weight, kind)
+    where = {
+        "megatron": layer_of(weight) + MARK + kind,
+        "pattern": local_name(weight.pattern).removesuffix(".weight") + MARK + kind,
+        "indices": weight.indices,
+        "position": weight.position,
+    }
+    if isinstance(weight, PackedExpert):
+        shape = weight.shapes[0]
+        out, width = reversed(shape) if weight.transposed else shape
+        if kind == IN:
+            return ExpertInput(hf=hf, shapes=((dim, width),), **where)
+        return ExpertOutput(hf=hf, shapes=((out, dim),), gated=weight.gated, whole=whole, **where)
+    if kind == IN:
+        return Copy(hf=hf[:1], shapes=((dim, weight.shapes[0][1]),), condition=weight.condition, **where)
+    shapes = tuple((shape[0], dim) if kind == OUT else (shape[0],) for shape in weight.shapes)
+    row = replace(weight, hf=hf, shapes=shapes, **where)
+    if whole and isinstance(row, GatedMLP | Sectioned):
+        return WholeStack(**{field: getattr(row, field) for field in Row.__dataclass_fields__})
+    return row
+
+
+def adapter_names(weight: Row, kind: str) -> tuple[str, ...]:
+    """Names in `peft`'s file of the parts of an adapter's parameter; those for IN are equal tensors."""
+    if isinstance(weight, PackedExpert):
+        # `peft` wraps the module of the experts once for each parameter: down_proj's wrapper is around gate_up_proj's.
+        module = weight.hf[0].rpartition(".")[0] + ".base_layer" * weight.gated
+        return (f"{HF_PREFIX}{module}.{_HF[kind]}",)
+    return tuple(f"{HF_PREFIX}{name.removesuffix('weight')}{_HF[kind]}" for name in weight.hf)
 
 
 @dataclass(frozen=True)
@@ -95,7 +148,8 @@ class Scaled:
 
 def adapter_config(
     usual: Scaled,
-    targets: dict[str, list[str]],
+    adapted: Iterable[str],
+    tensors: Iterable[str],
     base_model: str,
     *,
     dora: bool,
@@ -105,7 +159,8 @@ def adapter_config(
 
     Args:
         usual: of adapters that are not among `others`.
-        targets: from `hf_targets`.
+        adapted: Hugging Face names of the weights that have adapters.
+        tensors: those of all the model's tensors.
         base_model: name or folder of the model without adapters.
         dora: whether they are DoRA's.
         others: by the Hugging Face name of the adapted tensor.
@@ -122,7 +177,7 @@ def adapter_config(
         "use_rslora": False,
         "bias": "none",
         "fan_in_fan_out": False,
-        **targets,
+        **hf_targets(adapted, tensors),
         "rank_pattern": {name: it.rank for name, it in differ.items() if it.rank != usual.rank},
         "alpha_pattern": {name: it.alpha for name, it in differ.items() if it.alpha != usual.alpha},
         "modules_to_save": None,
@@ -131,80 +186,8 @@ def adapter_config(
     }
 
 
-def plain_name(name: str) -> str:
-    """A parameter's name without adapters."""
-    return name.replace(_WRAPPED, ".")
-
-
-def layer_of(row: Row) -> str:
-    """The layer of a row's weight; for an expert, the separate module that it has to be to have an adapter."""
-    return local_name(row.megatron).removesuffix(".weight")
-
-
-def linear_rows(rows: Iterable[Row]) -> Iterator[Row]:
-    """Among expanded rows, the weights of linear layers that can be adapted: models in `peft` have no MTP."""
-    return (row for row in rows if _LINEAR.search(row.megatron) and not is_of_mtp(row.megatron))
-
-
-def adapter_row(weight: Row, kind: str, dim: int, *, whole: bool = False) -> Row:
-    """A part of a layer's adapter.
-
-    Args:
-        weight: the row of the layer's own weight, expanded.
-        kind: IN, OUT or MAGNITUDE.
-        dim: of the adapter.
-        whole: whether a checkpoint stores as one tensor what is separate for the layer's weight, as Megatron-FSDP does
-            for adapters.
-
-    Returns:
-        A row; for IN, only the first Hugging Face tensor (`input_names` has all).
-    """
-    names = {
-        "megatron": layer_of(weight) + MARK + kind,
-        "pattern": local_name(weight.pattern).removesuffix(".weight") + MARK + kind,
-    }
-    if isinstance(weight, PackedExpert):
-        return _of_expert(weight, kind, dim, names, whole=whole)
-    if kind == IN:
-        name, width = input_names(weight)[0], weight.shapes[0][1]
-        row = Copy(names["megatron"], (name,), ((dim, width),), weight.indices, weight.condition)
-        return replace(row, position=weight.position, pattern=names["pattern"])
-    shapes = tuple((shape[0], dim) if kind == OUT else (shape[0],) for shape in weight.shapes)
-    row = replace(weight, hf=_hf_names(weight, kind), shapes=shapes, **names)
-    if whole and isinstance(row, GatedMLP | Sectioned):
-        return WholeStack(**{field: getattr(row, field) for field in Row.__dataclass_fields__})
-    return row
-
-
-def _of_expert(weight: PackedExpert, kind: str, dim: int, names: dict[str, str], *, whole: bool) -> Row:
-    """A part of the adapter of an expert that is stored with others in one tensor."""
-    shape = weight.shapes[0]
-    out, width = reversed(shape) if weight.transposed else shape
-    place = {"hf": _hf_names(weight, kind), "indices": weight.indices, "position": weight.position}
-    if kind == IN:
-        return ExpertInput(shapes=((dim, width),), **names, **place)
-    return ExpertOutput(shapes=((out, dim),), gated=weight.gated, whole=whole, **names, **place)
-
-
-def input_names(weight: Row) -> tuple[str, ...]:
-    """Hugging Face names of the tensors that are equal to a layer's `linear_in`."""
-    return _hf_names(weight, IN)
-
-
-def _hf_names(weight: Row, kind: str) -> tuple[str, ...]:
-    if isinstance(weight, PackedExpert):
-        # `peft` wraps the module of the experts once for each parameter: down_proj's wrapper is around gate_up_proj's.
-        module = weight.hf[0].rpartition(".")[0] + ".base_layer" * weight.gated
-        return (f"{HF_PREFIX}{module}.{_HF[kind]}",)
-    return tuple(f"{HF_PREFIX}{name.removesuffix('weight')}{_HF[kind]}" for name in weight.hf)
-
-
 def hf_targets(adapted: Iterable[str], tensors: Iterable[str]) -> dict[str, list[str]]:
-    """The fields of an adapter_config.json that select exactly these weights.
-
-    Args:
-        adapted: Hugging Face names of the weights that have adapters.
-        tensors: those of all the model's tensors.
+    """The fields of an adapter_config.json that select exactly these weights among all tensors.
 
     Returns:
         `target_modules` for weights of modules, and `target_parameters`, if any, for other weights: the last part of a
@@ -225,9 +208,9 @@ def _modules(tensors: set[str]) -> set[str]:
     return {name.removesuffix(".weight") for name in tensors if _is_of_module(name)}
 
 
-def _shortest(chosen: set[str], names: set[str]) -> list[str]:
-    ambiguous = {_last_part(name) for name in names - chosen}
-    return sorted({name if _last_part(name) in ambiguous else _last_part(name) for name in chosen})
+def _shortest(selected: set[str], names: set[str]) -> list[str]:
+    ambiguous = {_last_part(name) for name in names - selected}
+    return sorted({name if _last_part(name) in ambiguous else _last_part(name) for name in selected})
 
 
 def _last_part(name: str) -> str:
