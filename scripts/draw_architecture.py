@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from qwen3vl_bridge.batch import SequenceLayout, token_index
-from qwen3vl_bridge.batch.token_layout import row_multiple, segment_multiple
+from qwen3vl_bridge.batch.token_layout import segment_multiple
+from qwen3vl_bridge.models.divisibility import row_multiple
 from qwen3vl_bridge.registry import family, preset
 
 from matplotlib.axes import Axes

@@ -115,7 +115,7 @@ def test_a_target_inside_the_source(capsys, tmp_path, untied_folder):
         (["--ep", "2"], ("--ep is 2", "no experts")),
         (["--etp", "2"], ("--etp is 2", "no experts")),
         (["--pp", "2"], ("--pp is 2", "no pipeline stages")),
-        (["--tp", "3"], ("--tp is 3", "divisor of heads, which is 4")),
+        (["--tp", "3"], ("--tp is 3", "divisor of num_attention_heads, which is 4")),
         (["--tp", "0"], ("--tp is 0", "expected 1 or more")),
     ],
 )

@@ -15,9 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.models import rope
+from qwen3vl_bridge.models import rope, settings
 from qwen3vl_bridge.models.rope import InterleavedMRoPE, rotate, rotation
-from qwen3vl_bridge.models.settings import kernels
 
 import pytest
 import torch
@@ -65,7 +64,7 @@ def kernel(monkeypatch) -> Kernel:
     """A machine that has the kernel."""
     kernel = Kernel()
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", kernel)
-    monkeypatch.setattr(kernels, "_has_rotation_kernel", lambda provider: True)
+    monkeypatch.setattr(settings, "_has_rotation_kernel", lambda provider: True)
     return kernel
 
 

@@ -67,7 +67,7 @@ def test_for_eight_ranks_of_experts(ckpt_format, tmp_path, capsys):
     export_checkpoint(written, tmp_path / "hf", verify=True)
     check_same(weights(tmp_path / "hf"), weights(folder))
     assert main(["import", *asked[:-1], "3", "--overwrite", "--no-progress"]) == 2
-    assert "--ep is 3, expected a divisor of the 8 experts" in capsys.readouterr().err
+    assert "--ep is 3, expected a divisor of num_moe_experts, which is 8" in capsys.readouterr().err
 
 
 def rewritten(folder: Path, tensors: dict[str, torch.Tensor], target: Path) -> Path:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from qwen3vl_bridge import registry
-from qwen3vl_bridge.models.settings.encoder_parallel import replicas_of
+from qwen3vl_bridge.models.settings import replicas_of
 from qwen3vl_bridge.planning.hardware import HOST_BYTES, HOST_RESERVE
 
 import pytest

@@ -6,7 +6,6 @@ Legend: B rows, S tokens a row, T = B * S, n segments, cp and sp the sizes of co
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -187,14 +186,6 @@ def segment_multiple(cp_size: int) -> int:
     boundaries, and attention gets the gathered row.
     """
     return 2 * cp_size if cp_size > 1 else 1
-
-
-def row_multiple(cp_size: int, sp_size: int) -> int:
-    """The multiple required of a row's length.
-
-    It is the least common multiple of what context-parallel chunks and sequence-parallel parts require.
-    """
-    return math.lcm(segment_multiple(cp_size), cp_size * sp_size)
 
 
 def gathered_index(layout: SequenceLayout, cp_size: int) -> Tensor:

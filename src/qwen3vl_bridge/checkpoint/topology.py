@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from qwen3vl_bridge.checkpoint.formats.tensors import Shape, TensorSpec
 from qwen3vl_bridge.io.files import CheckpointError
+from qwen3vl_bridge.models.divisibility import indivisible
 from qwen3vl_bridge.weights.dimensions import Dimensions
 
 # Minimum size of chunks. In a small model each of many ranks has less of a layer, and a separate item for each would
@@ -83,14 +84,15 @@ class Topology:
         self.check_numbers()
         if self.pp > 1 and not stages:
             raise CheckpointError(f"--pp is {self.pp}, expected 1: an fsdp_dtensor checkpoint has no pipeline stages")
-        self._check_experts(dimensions)
-        widths = ("heads", "vocab", "v_heads", "v_ffn", "v_merged")
-        for name in widths + (("ffn",) if dimensions.indices["dense_layers"] else ()):
-            if dimensions[name] % self.tp:
-                raise CheckpointError(f"--tp is {self.tp}, expected a divisor of {name}, which is {dimensions[name]}")
-        groups, layers = dimensions["kv_heads"], len(dimensions.indices["text_layers"])
-        if groups % self.tp and self.tp % groups:
-            raise CheckpointError(f"--tp is {self.tp}, expected a multiple or divisor of kv_heads, which is {groups}")
+        if not dimensions.indices["moe_layers"] and (self.ep > 1 or (self.etp or 1) > 1):
+            name, size = ("ep", self.ep) if self.ep > 1 else ("etp", self.etp)
+            raise CheckpointError(f"--{name} is {size}, expected 1: a dense model has no experts to distribute")
+        shares = indivisible(dimensions, tp=self.tp, cp=self.cp, ep=self.ep, etp=self.expert_tp)
+        for setting, size, split, ranks, either in shares:
+            option = "tp, which --etp follows," if split == "etp" and self.etp is None else split.split(" of ")[0]
+            divisor = "multiple or divisor" if either else "divisor"
+            raise CheckpointError(f"--{option} is {ranks}, expected a {divisor} of {setting}, which is {size}")
+        layers = len(dimensions.indices["text_layers"])
         if layers % self.pp:
             raise CheckpointError(f"--pp is {self.pp}, expected a divisor of the {layers} text layers")
         self._check_world()
@@ -105,21 +107,6 @@ class Topology:
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise CheckpointError(f"{_option(name)} is {size}, expected 1 or more")
-
-    def _check_experts(self, dimensions: Dimensions) -> None:
-        experts, ffn = dimensions["experts"], dimensions["moe_ffn"]
-        if not dimensions.indices["moe_layers"]:
-            if self.ep > 1 or (self.etp or 1) > 1:
-                name, size = ("ep", self.ep) if self.ep > 1 else ("etp", self.etp)
-                raise CheckpointError(f"--{name} is {size}, expected 1: a dense model has no experts to distribute")
-            return
-        if experts % self.ep:
-            raise CheckpointError(f"--ep is {self.ep}, expected a divisor of the {experts} experts")
-        if ffn % self.expert_tp:
-            name = "etp" if self.etp else "tp, which --etp follows,"
-            raise CheckpointError(
-                f"--{name} is {self.expert_tp}, expected a divisor of the experts' width, which is {ffn}"
-            )
 
     def _check_world(self) -> None:
         for name, product in self._products().items():

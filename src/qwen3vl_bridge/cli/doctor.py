@@ -199,7 +199,7 @@ def _broken(work: str, why: str) -> Missing:
 
 def _used(found: Machine) -> dict[str, str]:
     """What training will use here, from the defaults of the code that chooses."""
-    from qwen3vl_bridge.models.settings.fields import default_transformer_impl
+    from qwen3vl_bridge.models.settings import default_transformer_impl
 
     import torch
 

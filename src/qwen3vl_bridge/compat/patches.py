@@ -49,7 +49,7 @@ def _give_ours(module: Any) -> None:
         found = theirs(target, full_key, check_callable)
         if not check_callable:  # the class is only referenced, not built
             return found
-        from qwen3vl_bridge.models.settings.saved_providers import ours_for
+        from qwen3vl_bridge.models.saved_providers import ours_for
 
         return ours_for(found)
 

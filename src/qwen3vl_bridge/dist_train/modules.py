@@ -19,7 +19,7 @@ from qwen3vl_bridge.batch.device_transfer import HostCopy
 from qwen3vl_bridge.models.model import VisionLanguageModel
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
-from qwen3vl_bridge.models.settings.encoder_parallel import LANGUAGE, VISION, trains_vision
+from qwen3vl_bridge.models.settings import trains_vision
 from qwen3vl_bridge.models.vision_config import vision_transformer_config
 from qwen3vl_bridge.models.vision_tower import Qwen3VLVisionModel
 
@@ -29,6 +29,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
+
+# The modules' names in Megatron-Bridge's set-up: of grids, and of payloads.
+VISION, LANGUAGE = "vision_module", "language_module"
 
 # Digits in this base are exact in every floating-point dtype that models train in.
 _BASE, _DIGITS = 256, 4

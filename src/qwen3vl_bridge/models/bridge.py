@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from qwen3vl_bridge.models.provider import ExpertsMixin, VisionLanguageProvider
-from qwen3vl_bridge.models.settings.activations import text_activation
+from qwen3vl_bridge.models.settings import text_activation
 from qwen3vl_bridge.peft.model_adapters import AdapterConversion
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.bridge_mappings import param_mappings
@@ -55,10 +55,10 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
         config = hf_pretrained.config
         family(self.family).check_settings(config.to_dict())
         provider = self.PROVIDER_CLASS(**self.provider_fields(config))
-        self.leave_out(provider, _stored_config(self.family, hf_pretrained))
+        self.exclude(provider, _stored_config(self.family, hf_pretrained))
         return provider
 
-    def leave_out(self, provider: VisionLanguageProvider, config: Mapping[str, Any]) -> None:
+    def exclude(self, provider: VisionLanguageProvider, config: Mapping[str, Any]) -> None:
         """Remove from a provider what the checkpoint lacks, according to its `config.json` with optional parts
         included.
         """

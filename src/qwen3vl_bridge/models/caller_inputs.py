@@ -35,8 +35,8 @@ from qwen3vl_bridge.models.caller_masks import (
 )
 from qwen3vl_bridge.models.cp_sharded_inputs import check_agreement, gather_slices, with_whole_row
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
-from qwen3vl_bridge.models.settings.refusals import CALLED, TRAINED
-from qwen3vl_bridge.models.settings.rules import check
+from qwen3vl_bridge.models.refusals import ON_FORWARD, ON_TRAIN
+from qwen3vl_bridge.models.rules import check
 
 import torch
 import torch.nn.functional as F
@@ -309,7 +309,7 @@ def check_settings(config: VisionLanguageProvider, training: bool) -> None:
     beforehand that they will train them; `provide_distributed_model` does. A model that is only loaded, or called in
     evaluation mode or without gradients, may have the schedule settings of the run that saved it.
     """
-    check(TRAINED if training and torch.is_grad_enabled() else CALLED, config)
+    check(ON_TRAIN if training and torch.is_grad_enabled() else ON_FORWARD, config)
 
 
 def checked_ids(input_ids: Tensor | None) -> Tensor:

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from qwen3vl_bridge import registry
+from qwen3vl_bridge.models import refusals, settings
 from qwen3vl_bridge.models.flops import operations_of_a_step, provider_sizes
-from qwen3vl_bridge.models.settings import experts, fields, kernels, parallelism, refusals
-from qwen3vl_bridge.models.settings.encoder_parallel import complete_dist_train, complete_groups, replicas_of
-from qwen3vl_bridge.models.settings.rules import Row, Rule, check
+from qwen3vl_bridge.models.rules import Row, Rule, check
 from qwen3vl_bridge.models.vision_config import vision_work
 from qwen3vl_bridge.weights.dimensions import Dimensions, indices_of
 
@@ -29,7 +28,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 @dataclass
-class VisionLanguageProvider(fields.VisionLanguageFields):
+class VisionLanguageProvider(settings.VisionLanguageFields):
     """A vision tower and a language model, of any family.
 
     Class attributes, which a family sets:
@@ -58,13 +57,12 @@ class VisionLanguageProvider(fields.VisionLanguageFields):
         Raises:
             ValueError: fields that contradict each other, or that this model would ignore.
         """
-        kernels.complete_kernels(self)
-        parallelism.complete_parallel(self)
-        check((*refusals.SIZES, *self.rules, *self.fixed.values(), *refusals.GIVEN), self)
+        settings.complete_on_construct(self)
+        experts = refusals.EXPERTS_ON_CONSTRUCT if isinstance(self, ExpertsMixin) else ()
+        check((*refusals.SIZES, *experts, *self.rules, *self.fixed.values(), *refusals.ON_CONSTRUCT), self)
         super().finalize()
-        kernels.complete_precision(self)
-        check(refusals.COMPLETED, self)
-        complete_dist_train(self)
+        settings.complete_on_finalize(self)
+        check(refusals.ON_FINALIZE, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy, as made by layers with experts; the P2P communicator is shared with the original."""
@@ -139,7 +137,7 @@ class VisionLanguageProvider(fields.VisionLanguageFields):
         """The arguments of `PackedBatch.local` that select a rank's tokens, images and videos."""
         return dict(
             vision_work=vision_work(self),
-            encoders=None if self.add_encoder else replicas_of(self).encoders,
+            encoders=None if self.add_encoder else settings.replicas_of(self).encoders,
             cp_size=groups.cp.size(),
             cp_rank=groups.cp.rank(),
             sp_size=groups.tp.size() if self.sequence_parallel else 1,
@@ -175,11 +173,10 @@ class VisionLanguageProvider(fields.VisionLanguageFields):
 
         given = inspect.signature(super().provide_distributed_model).bind(*args, **kwargs).arguments
         if training := given.get("wrap_with_ddp", True):
-            check(refusals.TRAINED, self)
-            parallelism.complete_ddp(self, given.get("ddp_config"))
-            if given.get("use_megatron_fsdp"):
-                parallelism.complete_sharded(self)
-        complete_groups(self, given.get("pg_collection"), training=training)
+            check(refusals.ON_TRAIN, self)
+            fsdp = bool(given.get("use_megatron_fsdp"))
+            settings.complete_ddp(self, given.get("ddp_config"), fsdp=fsdp)
+        settings.complete_groups(self, given.get("pg_collection"), training=training)
         model = super().provide_distributed_model(*args, **kwargs)
         log_trained_parameters(model)
         return model
@@ -198,20 +195,18 @@ class ExpertsMixin:
 
     moe_router_dtype: str | None = "fp32"
     moe_router_load_balancing_type: str | list[str] = "aux_loss"
-    moe_grouped_gemm: bool = field(default_factory=fields.has_transformer_engine)
-    moe_permute_fusion: bool = field(default_factory=fields.has_transformer_engine)
+    moe_grouped_gemm: bool = field(default_factory=settings.has_transformer_engine)
+    moe_permute_fusion: bool = field(default_factory=settings.has_transformer_engine)
     allow_random_routing: bool = False
-
-    def finalize(self: Any) -> None:
-        """Check the fields and complete them.
-
-        Raises:
-            ValueError: fields that contradict each other, or that this model would ignore.
-        """
-        check((*refusals.SIZES, *experts.RULES), self)
-        super().finalize()
 
     @property
     def moe_layers(self: Any) -> tuple[int, ...]:
-        """Layers with experts, as megatron-core reads `moe_layer_freq`."""
-        return experts.layers_with_experts(self)
+        """Layers with experts, as megatron-core reads `moe_layer_freq`; raises ValueError for another format."""
+        frequency, layers = self.moe_layer_freq, self.num_layers
+        if isinstance(frequency, int):
+            return tuple(range(0, layers, frequency))
+        if isinstance(frequency, str):
+            raise ValueError(f"moe_layer_freq is the text {frequency!r}, expected a number or a list")
+        if len(frequency) != layers:
+            raise ValueError(f"moe_layer_freq has {len(frequency)} entries, expected {layers}, one per layer")
+        return tuple(layer for layer, has_experts in enumerate(frequency) if has_experts)

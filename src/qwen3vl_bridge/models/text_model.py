@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from qwen3vl_bridge.models.chunked_loss import loss_processor
 from qwen3vl_bridge.models.layer_specs import decoder_block_spec
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
+from qwen3vl_bridge.models.refusals import LOGITS
 from qwen3vl_bridge.models.rope import InterleavedMRoPE
-from qwen3vl_bridge.models.settings.parallelism import LOGITS
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict

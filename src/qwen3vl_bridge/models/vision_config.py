@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from qwen3vl_bridge.batch import VisionWork
 from qwen3vl_bridge.models.flops import vision_costs
-from qwen3vl_bridge.models.settings.activations import vision_activation
-from qwen3vl_bridge.models.settings.encoder_parallel import vision_tensor_ranks
-from qwen3vl_bridge.models.settings.fields import VisionLanguageFields
+from qwen3vl_bridge.models.settings import VisionLanguageFields, vision_activation, vision_tensor_ranks
 from qwen3vl_bridge.weights.dimensions import vision_sizes
 
 from megatron.bridge.models.transformer_config import TransformerConfig

@@ -9,7 +9,7 @@ from enum import Enum
 from qwen3vl_bridge.weights.model_parts import Part
 
 TEXT_MODULES = frozenset({"core_attn", "mlp", "moe", "moe_act", "layernorm"})
-VISION_MODULES = frozenset({"core_attn", "layernorm"})  # as `models/settings/recompute.py` has them
+VISION_MODULES = frozenset({"core_attn", "layernorm"})  # as `models/refusals.py` has them
 LINEAR_LAYERS = ("linear_qkv", "linear_proj", "in_proj", "out_proj", "linear_fc1", "linear_fc2")
 
 

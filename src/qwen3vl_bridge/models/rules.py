@@ -1,4 +1,4 @@
-"""Rules of settings as rows of a table, and the checker that evaluates a table."""
+"""Rules of settings as rows of a table; `models/refusals.py` has the model's, `training/refusals.py` a run's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check(rules: Iterable[Rule], settings: Any) -> None:
     """Check a provider or a run's configuration against a table, in its order.
 
     Raises:
-        ValueError: the first rule that is broken: what was found, what is expected and why.
+        ValueError: the first rule that is broken: the value, what is expected and why.
     """
     for rule in rules:
         rule(settings)
@@ -35,10 +35,10 @@ class When:
     names: str
     holds: Callable[[Any], Any]
 
-    def said(self, settings: Any) -> str:
+    def describe(self, settings: Any) -> str:
         """These settings with their values, as " with a 1 and b 'c'"; "" if none is named."""
-        found = {name: _value(settings, name) for name in self.names.split()}
-        words = [name if value is True else f"{name} {_shown(value)}" for name, value in found.items()]
+        values = {name: _value(settings, name) for name in self.names.split()}
+        words = [name if value is True else f"{name} {_shown(value)}" for name, value in values.items()]
         return f" with {' and '.join(words)}" if words else ""
 
 
@@ -64,12 +64,12 @@ class Row:
         """Raise ValueError if the setting has another value."""
         if self.when is not None and not self.when.holds(settings):
             return
-        found, wanted = _value(settings, self.name), self.expected
-        if found in self.also or (wanted.has(found, settings) if isinstance(wanted, Range) else found == wanted):
+        value, wanted = _value(settings, self.name), self.expected
+        if value in self.also or (wanted.has(value, settings) if isinstance(wanted, Range) else value == wanted):
             return
-        expected = wanted.said(settings) if isinstance(wanted, Range) else _shown(wanted)
-        circumstances, why = self.when.said(settings) if self.when else "", f": {self.why}" if self.why else ""
-        raise ValueError(f"{self.name} is {_shown(found)}{circumstances}, expected {expected}{why}")
+        expected = wanted.describe(settings) if isinstance(wanted, Range) else _shown(wanted)
+        circumstances, why = self.when.describe(settings) if self.when else "", f": {self.why}" if self.why else ""
+        raise ValueError(f"{self.name} is {_shown(value)}{circumstances}, expected {expected}{why}")
 
 
 @dataclass(frozen=True)
@@ -78,38 +78,36 @@ class Range:
 
     Attributes:
         has: (value, all settings) -> whether it is allowed.
-        said: description of the values, from all settings.
+        describe: description of the values, from all settings.
     """
 
     has: Callable[[Any, Any], bool]
-    said: Callable[[Any], str]
+    describe: Callable[[Any], str]
 
 
 def any_of(*values: Any) -> Range:
     """These values, or lists of some of them."""
     *words, last = map(_shown, values)
-    expected = f"{', '.join(words)} or {last}"
-
-    def has(found: Any, _: Any) -> bool:
-        return all(entry in values for entry in (found if isinstance(found, list) else [found]))
-
-    return Range(has, lambda _: expected)
+    return Range(
+        lambda value, _: all(entry in values for entry in (value if isinstance(value, list) else [value])),
+        lambda _: f"{', '.join(words)} or {last}",
+    )
 
 
 def at_least(least: int) -> Range:
     """This number and those above."""
-    return Range(lambda found, _: found is not None and found >= least, lambda _: f"{least} or more")
+    return Range(lambda value, _: value is not None and value >= least, lambda _: f"{least} or more")
 
 
 def multiple_of(divisor: str) -> Range:
     """Multiples of a setting, or of a product, as "a * b"; None counts as 1."""
 
     def sizes(settings: Any) -> dict[str, int]:
-        found = {name: _value(settings, name) for name in divisor.split(" * ")}
-        return {name: size for name, size in found.items() if size is not None}
+        values = {name: _value(settings, name) for name in divisor.split(" * ")}
+        return {name: size for name, size in values.items() if size is not None}
 
     return Range(
-        lambda found, settings: found % math.prod(sizes(settings).values()) == 0,
+        lambda value, settings: value % math.prod(sizes(settings).values()) == 0,
         lambda settings: f"a multiple of {' * '.join(sizes(settings))}, {math.prod(sizes(settings).values())}",
     )
 

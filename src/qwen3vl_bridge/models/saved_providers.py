@@ -11,61 +11,35 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from qwen3vl_bridge.models.settings.fields import VisionLanguageFields, default_transformer_impl
-from qwen3vl_bridge.models.settings.fixed import UNREAD
+from qwen3vl_bridge.models.refusals import UNREAD
+from qwen3vl_bridge.models.settings import VisionLanguageFields, default_transformer_impl
 
 logger = logging.getLogger(__name__)
 
 # Kernels: the choice of the machine that saved. They change results only by rounding.
-_KERNELS = frozenset(
-    [
-        "transformer_impl",
-        "gradient_accumulation_fusion",
-        "bias_activation_fusion",
-        "bias_dropout_fusion",
-        "apply_rope_fusion",
-        "masked_softmax_fusion",
-        "persist_layer_norm",
-        "moe_grouped_gemm",
-        "moe_permute_fusion",
-        "moe_router_fusion",
-        "cp_comm_type",
-    ]
-)
+_KERNELS = {
+    *("transformer_impl", "gradient_accumulation_fusion", "bias_activation_fusion", "bias_dropout_fusion"),
+    *("apply_rope_fusion", "masked_softmax_fusion", "persist_layer_norm"),
+    *("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "cp_comm_type"),
+}
 # Fields with another default in Megatron-Bridge's provider on which no weight depends: the loss, CUDA graphs; and those
 # that would be ignored. Its layers are Transformer Engine's whatever `transformer_impl` is.
-_DECIDED_ANEW = frozenset(
-    [
-        *UNREAD,
-        "transformer_impl",
-        "apply_rope_fusion",
-        "cross_entropy_loss_fusion",
-        "cross_entropy_fusion_impl",
-        "cuda_graph_impl",
-        "cuda_graph_scope",
-        "cuda_graph_modules",
-        "cuda_graph_warmup_steps",
-        "cuda_graph_use_single_mempool",
-        "cuda_graph_retain_backward_graph",
-        "enable_cuda_graph",
-        "external_cuda_graph",
-        "vision_cuda_graph_impl",
-        "vision_cuda_graph_scope",
-        "max_vision_cuda_graph_seq_length",
-    ]
-)
-_WITHOUT_EXPERTS = frozenset({"moe_token_dispatcher_type"})
-# The only value for which Megatron-Bridge's model has the same parameters as ours.
-_SAME_PARAMETERS = {"use_hf_vision_model": False}
+_EXCLUDED = {
+    *UNREAD,
+    *("transformer_impl", "apply_rope_fusion", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl"),
+    *("cuda_graph_impl", "cuda_graph_scope", "cuda_graph_modules", "cuda_graph_warmup_steps"),
+    *("cuda_graph_use_single_mempool", "cuda_graph_retain_backward_graph", "enable_cuda_graph", "external_cuda_graph"),
+    *("vision_cuda_graph_impl", "vision_cuda_graph_scope", "max_vision_cuda_graph_seq_length"),
+}
 
-_INSTEAD: dict[type, Callable[..., Any]] = {}
+_BUILDERS: dict[type, Callable[..., Any]] = {}
 
 
-def take_place_of(
+def replace(
     theirs: type,
     ours: type[VisionLanguageFields],
     *,
-    anew: Collection[str] = (),
+    exclude: Collection[str] = (),
     elsewhere: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda saved: {},
 ) -> None:
     """Build our provider if a saved configuration names Megatron-Bridge's, and register it as a virtual subclass.
@@ -74,13 +48,25 @@ def take_place_of(
         theirs: Megatron-Bridge's provider. Ours is registered with it (`abc`), because callers that use `isinstance`
             want to know whether a provider may be treated as one. None of its fields or defaults are inherited.
         ours: our provider of the same parameters.
-        anew: fields of this family that are not taken from the file, because no weight depends on them.
+        exclude: fields of this family that are not taken from the file, because no weight depends on them.
         elsewhere: (saved fields) -> fields of ours which Megatron-Bridge's provider has under other names.
     """
     theirs.register(ours)  # type: ignore[attr-defined]  # its metaclass is ABCMeta
 
     def of_theirs(**saved: Any) -> VisionLanguageFields:
-        return _of_theirs(theirs, ours, saved, {*_DECIDED_ANEW, *anew}, elsewhere(saved))
+        if saved.get("use_hf_vision_model"):
+            raise ValueError(
+                "the checkpoint was saved with use_hf_vision_model=True, expected False: its vision tower has "
+                "parameters that this model lacks. Export it to Hugging Face without the plugin first"
+            )
+        excluded = {*_EXCLUDED, *exclude, *(() if saved.get("num_moe_experts") else ("moe_token_dispatcher_type",))}
+        logger.info(
+            "the checkpoint names Megatron-Bridge's %s, and qwen3vl_bridge's %s is used", theirs.__name__, ours.__name__
+        )
+        fields = {name: value for name, value in saved.items() if name not in excluded}
+        return _on_this_machine(
+            ours, {"transformer_impl": "transformer_engine", **fields, **elsewhere(saved)}, known=_names(theirs)
+        )
 
     build_instead(theirs, of_theirs)
 
@@ -92,7 +78,7 @@ def build_instead(theirs: type, build: Callable[..., Any]) -> None:
         theirs: a class of Megatron-Bridge.
         build: a function with a name, which Megatron-Bridge shows in errors.
     """
-    _INSTEAD[theirs] = build
+    _BUILDERS[theirs] = build
 
 
 def ours_for(target: Any) -> Any:
@@ -102,36 +88,14 @@ def ours_for(target: Any) -> Any:
     if issubclass(target, VisionLanguageFields):
 
         def of_ours(**saved: Any) -> VisionLanguageFields:
-            return _on_this_machine(target, saved, set())
+            return _on_this_machine(target, saved)
 
         return of_ours
-    return _INSTEAD.get(target, target)
-
-
-def _of_theirs(
-    theirs: type,
-    ours: type[VisionLanguageFields],
-    saved: Mapping[str, Any],
-    anew: Collection[str],
-    elsewhere: Mapping[str, Any],
-) -> VisionLanguageFields:
-    """Our provider from the fields of Megatron-Bridge's."""
-    for name, only in _SAME_PARAMETERS.items():
-        if saved.get(name, only) != only:
-            raise ValueError(
-                f"the checkpoint was saved with {name}={saved[name]!r}, expected {only!r}: its vision tower has "
-                "parameters that this model lacks. Export it to Hugging Face without the plugin first"
-            )
-    left = set(anew) if saved.get("num_moe_experts") else {*anew, *_WITHOUT_EXPERTS}
-    fields = {name: value for name, value in saved.items() if name not in left}
-    logger.info(
-        "the checkpoint names Megatron-Bridge's %s, and qwen3vl_bridge's %s is used", theirs.__name__, ours.__name__
-    )
-    return _on_this_machine(ours, {"transformer_impl": "transformer_engine", **fields, **elsewhere}, _names(theirs))
+    return _BUILDERS.get(target, target)
 
 
 def _on_this_machine(
-    kind: type[VisionLanguageFields], saved: Mapping[str, Any], of_theirs: Collection[str]
+    kind: type[VisionLanguageFields], saved: Mapping[str, Any], known: Collection[str] = ()
 ) -> VisionLanguageFields:
     """A provider from saved fields; without Transformer Engine on this machine, its kernels are turned off."""
     fields = dict(saved)
@@ -140,10 +104,10 @@ def _on_this_machine(
             "saved with Transformer Engine's layers, which cannot run here: the local layer spec is used instead"
         )
         fields = {name: value for name, value in saved.items() if name not in _KERNELS}
-    known = _names(kind)
-    if unknown := sorted(fields.keys() - known - set(of_theirs)):
+    ours = _names(kind)
+    if unknown := sorted(fields.keys() - ours - set(known)):
         logger.warning("%s has no %s: dropped from the saved configuration", kind.__name__, ", ".join(unknown))
-    return kind(**{name: value for name, value in fields.items() if name in known})
+    return kind(**{name: value for name, value in fields.items() if name in ours})
 
 
 def _names(kind: type) -> set[str]:

@@ -1,0 +1,70 @@
+"""What ranks divide among them, and must be able to: for the provider, the planner and the converter.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from qwen3vl_bridge.weights.dimensions import Dimensions
+
+
+class Indivisible(NamedTuple):
+    """A size of a model that its ranks cannot divide.
+
+    Attributes:
+        setting: the provider's setting, or product of settings.
+        size: its value.
+        split: the parallel sizes that should divide it: "tp", "tp of vision", "ep", "etp" or "tp * cp".
+        ranks: their product.
+        either: a divisor of `ranks` is allowed as well.
+    """
+
+    setting: str
+    size: int
+    split: str
+    ranks: int
+    either: bool = False
+
+
+def indivisible(
+    dims: Dimensions, *, tp: int, cp: int = 1, ep: int = 1, etp: int = 1, vision_tp: int | None = None
+) -> Iterator[Indivisible]:
+    """The sizes of a model that are not multiples of the numbers of ranks that share them.
+
+    Args:
+        dims: the model's; "vocab" includes padding.
+        tp, cp, ep, etp: tensor, context, expert and expert-tensor parallelism.
+        vision_tp: tensor parallelism of the vision tower; 1 if it is not to be checked, None for `tp`.
+    """
+    vision_tp = tp if vision_tp is None else vision_tp
+    merged = "vision_config.hidden_size * vision_config.spatial_merge_size * vision_config.spatial_merge_size"
+    shares = [
+        ("num_attention_heads", dims["heads"], "tp", tp),
+        ("padded_vocab_size", dims["vocab"], "tp", tp),
+        ("vision_config.num_heads", dims["v_heads"], "tp of vision", vision_tp),
+        ("vision_config.intermediate_size", dims["v_ffn"], "tp of vision", vision_tp),
+        (merged, dims["v_merged"], "tp of vision", vision_tp),
+    ]
+    if dims.indices["dense_layers"]:
+        shares.append(("ffn_hidden_size", dims["ffn"], "tp", tp))
+    if dims.indices["moe_layers"]:
+        shares += [("num_moe_experts", dims["experts"], "ep", ep), ("moe_ffn_hidden_size", dims["moe_ffn"], "etp", etp)]
+    if dims.indices.get("linear_layers"):
+        keys = dims["l_key"] // dims["l_key_dim"]
+        shares += [
+            ("linear_num_key_heads", keys, "tp * cp", tp * cp),
+            ("linear_num_value_heads", dims["l_value_heads"], "tp * cp", tp * cp),
+        ]
+    yield from (Indivisible(*share) for share in shares if share[1] % share[3])
+    if dims["kv_heads"] % tp and tp % dims["kv_heads"]:
+        yield Indivisible("num_query_groups", dims["kv_heads"], "tp", tp, either=True)
+
+
+def row_multiple(cp: int, sp: int) -> int:
+    """The multiple required of a row's length on this many context- and sequence-parallel ranks."""
+    segment = 2 * cp if cp > 1 else 1  # as `batch.token_layout.segment_multiple`, which needs torch
+    return math.lcm(segment, cp * sp)
