@@ -9,7 +9,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,18 +18,23 @@ from typing import Any, Protocol, TypedDict
 from qwen3vl_bridge.checkpoint.comparison import checksums, differences
 from qwen3vl_bridge.checkpoint.conversion_plan import Plan, Task
 from qwen3vl_bridge.checkpoint.formats import planned_files
+from qwen3vl_bridge.checkpoint.formats.megatron import FORMATS
 from qwen3vl_bridge.checkpoint.formats.planned_files import OutputFile, Unit, share, units
 from qwen3vl_bridge.checkpoint.formats.tensors import ITEMSIZE, SegmentReader, TensorSource, cast
-from qwen3vl_bridge.checkpoint.manifest import MANIFEST, Parts, Replaceable, files_of, tool
 from qwen3vl_bridge.checkpoint.processes import Progress, Ranks
+from qwen3vl_bridge.checkpoint.stored_models import MANIFEST, TOOL, read_manifest, tool
 from qwen3vl_bridge.io.atomic import (
     PRIVATE,
+    Snapshot,
     atomic_directory,
     check_space,
     check_target,
     disk_of,
     free_space,
     leaves,
+    refuse_loss,
+    refuse_others,
+    snapshot,
     space_of,
 )
 from qwen3vl_bridge.io.files import CheckpointError, write_object
@@ -38,6 +43,10 @@ from qwen3vl_bridge.io.files import CheckpointError, write_object
 _OVERHEAD = 64 << 20
 # Of an estimate: tasks, bytes to read of each, bytes to write.
 _SAMPLES, _SAMPLE_BYTES, _WRITTEN = 32, 16 << 20, 64 << 20
+
+
+# A file's contents: the end of each part, and a digest of it.
+Parts = list[tuple[int, str]]
 
 
 class Output(Protocol):
@@ -117,7 +126,7 @@ class Conversion:
             parts = written.setdefault(Path(output.inner, output.files[unit.file].name).as_posix(), [])
             if unit.start == (parts[-1][0] if parts else 0):  # otherwise a line is missing, and the file is read
                 parts.append((unit.end, part))
-        made["files"] = files_of(result, output.inner, written)
+        made["files"] = _files_of(result, output.inner, written)
         manifest = tool() | {"source": self.origin} | output.settings | made
         write_object(result / output.inner / MANIFEST, manifest | ({"sha256": sums} if sums else {}))
 
@@ -439,3 +448,83 @@ def _estimated_seconds(conversion: Conversion, options: _Options) -> float:
         writing = (time.monotonic() - begun) / nbytes
     passes = 1 + 2 * options.verify + options.checksums  # reads of the source, or of a result as large
     return plan.nbytes * (passes * reading / options.ranks.size + writing)
+
+
+def _files_of(root: Path, inner: str, written: Mapping[str, Parts]) -> dict[str, Parts]:
+    """The files of a result that is complete except for the manifest in its folder `inner`, with digests.
+
+    Digests that are known already, in `written`, are not computed again.
+    """
+    found: dict[str, Parts] = {}
+    for path in sorted(path.relative_to(root) for path in leaves(root)):
+        if path != Path(inner, MANIFEST) and path.parts[0] != PRIVATE:
+            name, size = path.as_posix(), (root / path).stat().st_size
+            parts = written.get(name)
+            if parts is None or _end_of(parts) != size:
+                parts = [(size, planned_files.digest_of(root / path, 0, size, Progress("", size, shown=False)) or "")]
+            found[name] = parts
+    return found
+
+
+class Replaceable:
+    """Checks that a folder is exactly the unchanged result of an earlier conversion."""
+
+    def __init__(self, inner: str, kind: str, *, contents: bool = True, progress: bool = False) -> None:
+        """Create a check.
+
+        Args:
+            inner: the folder in it that contains the manifest.
+            kind: format of the replacement: a Megatron checkpoint replaces one of either format, anything else only the
+                same format.
+            contents: whether files are compared with their digests; otherwise only by size.
+            progress: whether to show progress on standard error.
+        """
+        self._manifest = Path(inner, MANIFEST).as_posix()
+        self._kinds = FORMATS if kind in FORMATS else (kind,)
+        self._contents, self._progress = contents, progress
+        self._checked: Snapshot | None = None
+
+    def __call__(self, root: Path) -> None:
+        """Check a folder. Its files are read once, and again only if they have changed since.
+
+        Raises:
+            CheckpointError: it is something else, or contains files that would be lost.
+        """
+        found = snapshot(root)
+        if found == self._checked:
+            return
+        written = self._written(root)
+        refuse_others(root, {self._manifest, *written}, "checkpoint")
+        present = {name: written[name] for name in found if name in written}
+        with Progress("earlier result", sum(map(_end_of, present.values())), shown=self._progress) as meter:
+            changed = [name for name, parts in present.items() if not self._is_as_written(root / name, parts, meter)]
+        refuse_loss(root, changed, "files changed since a conversion wrote them")
+        self._checked = found
+
+    def _is_as_written(self, path: Path, parts: Parts, meter: Progress) -> bool:
+        if not path.is_file() or path.stat().st_size != _end_of(parts):
+            return False
+        pieces = zip((0, *(end for end, _ in parts)), parts, strict=False)
+        digest_of = planned_files.digest_of
+        return not self._contents or all(digest_of(path, a, b, meter) == digest for a, (b, digest) in pieces)
+
+    def _written(self, root: Path) -> dict[str, Parts]:
+        """The files of a result from its manifest."""
+        manifest = read_manifest((root / self._manifest).parent)
+        # Our training writes a manifest too, which has no format.
+        if manifest.get("tool") != TOOL or manifest.get("format") not in self._kinds:
+            raise CheckpointError(
+                f"{root} was not written by a conversion of this kind: it has no such {self._manifest}, so it is not "
+                "replaced; remove it yourself"
+            )
+        files = manifest.get("files")
+        try:
+            return {name: [(int(end), str(digest)) for end, digest in parts] for name, parts in files.items()}  # pyright: ignore[reportOptionalMemberAccess]
+        except (AttributeError, TypeError, ValueError):
+            raise CheckpointError(
+                f"{root / self._manifest} has no digests of the files, so {root} is not replaced; remove it yourself"
+            ) from None
+
+
+def _end_of(parts: Parts) -> int:
+    return parts[-1][0] if parts else 0

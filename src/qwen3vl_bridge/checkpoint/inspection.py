@@ -12,8 +12,7 @@ from qwen3vl_bridge.checkpoint.formats import megatron
 from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
 from qwen3vl_bridge.checkpoint.formats.huggingface import HUGGINGFACE, HFWeights, has_weights
 from qwen3vl_bridge.checkpoint.formats.tensors import TensorSpec
-from qwen3vl_bridge.checkpoint.manifest import read_manifest
-from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, own_config
+from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, own_config, read_manifest
 from qwen3vl_bridge.io.files import expanded
 
 

@@ -1,10 +1,11 @@
-"""A model on disk: its configuration, format and weights, opened and checked."""
+"""A model on disk: its configuration, format, weights and manifest, opened and checked."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,31 @@ from qwen3vl_bridge.checkpoint.formats.dcp_reader import DcpTensors
 from qwen3vl_bridge.checkpoint.formats.huggingface import HUGGINGFACE, HFWeights, contents_of, find_model, has_weights
 from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, HuggingFace, TensorLayout, TorchDist
 from qwen3vl_bridge.checkpoint.formats.tensors import SegmentReader, Shape, TensorSource, main_dtype
-from qwen3vl_bridge.checkpoint.manifest import MANIFEST, read_manifest
 from qwen3vl_bridge.io.files import CheckpointError, expanded, read_object, write_object
 from qwen3vl_bridge.registry import family_of, family_of_provider
 from qwen3vl_bridge.weights.expert_layout import ExpertLayout, expert_layout_of
 from qwen3vl_bridge.weights.names import MARK
 from qwen3vl_bridge.weights.rows import Row, expand
+
+MANIFEST = "qwen3vl_bridge.json"
+TOOL = "qwen3vl_bridge"
+
+
+def tool() -> dict[str, str]:
+    """Name and version of the tool that wrote a result, for its manifest."""
+    versions = {}
+    for name in ("qwen3vl-bridge", "torch"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "unknown"
+    return {"tool": TOOL, "version": versions["qwen3vl-bridge"], "torch": versions["torch"]}
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a result; empty if it does not exist."""
+    path = folder / MANIFEST
+    return read_object(path) if path.is_file() else {}
 
 
 class ModelConfig:
@@ -330,13 +350,13 @@ def open_stored(
             check_same_model(config, own)
         else:
             notes = compared_with_run(config, folder)
-    manifest, metadata = read_manifest(folder), read_metadata(folder)
-    keys = megatron.model_keys(metadata, ckpt_format)
+    manifest, contents = read_manifest(folder), read_metadata(folder)
+    keys = megatron.model_keys(contents, ckpt_format)
     if adapter := next((name for name in keys if MARK in name), None):
         raise CheckpointError(
             f"{folder} holds adapters such as {adapter}, expected a complete model; use `qwen3vl adapters` for adapters"
         )
-    tensors = DcpTensors(metadata, keys)
+    tensors = DcpTensors(contents, keys)
     config = config.having(tensors.specs)
     return StoredModel(folder, ckpt_format, tensors, config, _experts(config, manifest, folder), manifest, notes)
 

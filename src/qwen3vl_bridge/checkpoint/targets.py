@@ -24,9 +24,8 @@ from qwen3vl_bridge.checkpoint.formats.huggingface import (
 )
 from qwen3vl_bridge.checkpoint.formats.layouts import TRANSFORMER_ENGINE, FsdpDtensor, TorchDist
 from qwen3vl_bridge.checkpoint.formats.tensors import TensorSpec, main_dtype
-from qwen3vl_bridge.checkpoint.row_owners import holders
 from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
-from qwen3vl_bridge.checkpoint.topology import Topology
+from qwen3vl_bridge.checkpoint.topology import Topology, holders
 from qwen3vl_bridge.io.files import CheckpointError
 from qwen3vl_bridge.weights.dimensions import Dimensions
 from qwen3vl_bridge.weights.expert_layout import ExpertLayout

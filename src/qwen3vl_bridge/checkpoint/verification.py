@@ -11,9 +11,8 @@ from qwen3vl_bridge.checkpoint.conversion import tasks_of
 from qwen3vl_bridge.checkpoint.conversion_plan import Plan, Task, make_plan
 from qwen3vl_bridge.checkpoint.formats.planned_files import share
 from qwen3vl_bridge.checkpoint.formats.tensors import Segments, Slice, TensorSource
-from qwen3vl_bridge.checkpoint.manifest import MANIFEST
 from qwen3vl_bridge.checkpoint.processes import Progress, Ranks
-from qwen3vl_bridge.checkpoint.stored_models import open_model, open_stored
+from qwen3vl_bridge.checkpoint.stored_models import MANIFEST, open_model, open_stored
 from qwen3vl_bridge.io.files import CheckpointError
 
 

@@ -9,8 +9,9 @@ import stat
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import CheckpointError, export_checkpoint, import_checkpoint, verify_checkpoint
+from qwen3vl_bridge.checkpoint.conversion import Replaceable
 from qwen3vl_bridge.checkpoint.formats import planned_files
-from qwen3vl_bridge.checkpoint.manifest import MANIFEST, Replaceable, tool
+from qwen3vl_bridge.checkpoint.stored_models import MANIFEST, tool
 from qwen3vl_bridge.io import atomic
 from qwen3vl_bridge.io.files import read_object, write_object
 
