@@ -133,30 +133,20 @@ class Conversion:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """A finished conversion, or with `dry_run` a planned one.
+    """A finished conversion, or with `dry_run` a planned one; of what was written, unless it says otherwise.
 
     Attributes:
         name: import, export or reformat.
-        source: what was read.
-        target: what was written.
-        format: of the target: "huggingface", "fsdp_dtensor" or "torch_dist".
-        layer_spec: layer spec of the target; None for Hugging Face.
-        tensors: number of tensors written.
-        parameters: number of their elements.
-        nbytes: number of their bytes.
-        dtypes: their dtypes.
+        format: "huggingface", "fsdp_dtensor" or "torch_dist".
+        layer_spec: None for Hugging Face.
+        tensors, parameters, nbytes, files: numbers of tensors, their elements and bytes, and files with tensors.
         cast: number of tensors whose dtype was changed.
         transposed: number of tensors made of transposed matrices. All others were copied.
-        files: number of files with tensors.
-        disk_needed: bytes of the disk that the target takes.
-        disk_free: free bytes there.
+        disk_needed, disk_free: bytes.
         estimate: estimated seconds; 0 unless requested.
-        processes: number of processes that shared the work.
         notes: information for the user.
         seconds: time of writing; 0 if nothing was written.
-        resumed: bytes that an earlier run had written.
-        written: bytes that this one has written, of files with tensors.
-        dry_run: nothing was written.
+        resumed, written: bytes of files with tensors that an earlier run had written, and that this one has.
     """
 
     name: str
@@ -470,14 +460,10 @@ class Replaceable:
     """Checks that a folder is exactly the unchanged result of an earlier conversion."""
 
     def __init__(self, inner: str, kind: str, *, contents: bool = True, progress: bool = False) -> None:
-        """Create a check.
+        """Create a check of a folder whose manifest is in its folder `inner`.
 
-        Args:
-            inner: the folder in it that contains the manifest.
-            kind: format of the replacement: a Megatron checkpoint replaces one of either format, anything else only the
-                same format.
-            contents: whether files are compared with their digests; otherwise only by size.
-            progress: whether to show progress on standard error.
+        A Megatron checkpoint replaces one of either format, anything else only the same format, which is `kind`.
+        Without `contents` files are compared only by size, not with their digests.
         """
         self._manifest = Path(inner, MANIFEST).as_posix()
         self._kinds = FORMATS if kind in FORMATS else (kind,)
