@@ -57,7 +57,7 @@ def check_data(cfg: ConfigContainer) -> None:
         DataError: data that cannot be opened or would all be dropped (see `Qwen3VLConversationProvider.check_samples`).
     """
     from qwen3vl_bridge import Qwen3VLConversationProvider
-    from qwen3vl_bridge.data.row_settings import SPLITS
+    from qwen3vl_bridge.data.dataset_provider import SPLITS
     from qwen3vl_bridge.data.sources.hub import HUB
 
     if not isinstance(cfg.dataset, Qwen3VLConversationProvider):

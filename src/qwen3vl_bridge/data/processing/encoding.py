@@ -21,8 +21,7 @@ from math import prod
 from operator import itemgetter
 from typing import Any, Literal
 
-from qwen3vl_bridge.data.choices import check_choice
-from qwen3vl_bridge.data.errors import DataError
+from qwen3vl_bridge.data.errors import DataError, check_choice
 from qwen3vl_bridge.data.media import videos as video
 from qwen3vl_bridge.data.media.images import image_size, load_image
 from qwen3vl_bridge.data.packing.sample_sizes import Size

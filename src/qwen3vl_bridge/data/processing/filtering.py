@@ -7,8 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from qwen3vl_bridge.data.choices import check_choice
-from qwen3vl_bridge.data.errors import Changed, DataError, Unreachable
+from qwen3vl_bridge.data.errors import Changed, DataError, Unreachable, check_choice
 from qwen3vl_bridge.data.packing.sample_sizes import Left, OwnNotes, Size
 from qwen3vl_bridge.data.processing.collation import pad_token_id
 from qwen3vl_bridge.data.processing.encoding import EncodedSample, Encoder

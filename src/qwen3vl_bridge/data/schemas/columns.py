@@ -12,8 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from qwen3vl_bridge.data.choices import check_choice
-from qwen3vl_bridge.data.errors import DataError
+from qwen3vl_bridge.data.errors import DataError, check_choice
 from qwen3vl_bridge.data.schemas.media_keys import MEDIA_KEYS, RATE, is_none
 from qwen3vl_bridge.data.schemas.named_schemas import NamedSchema
 from qwen3vl_bridge.data.schemas.placeholders import Placeholders
