@@ -58,7 +58,7 @@ def check_data(cfg: ConfigContainer) -> None:
     """
     from qwen3vl_bridge import Qwen3VLConversationProvider
     from qwen3vl_bridge.data.dataset_provider import SPLITS
-    from qwen3vl_bridge.data.sources.hub import HUB
+    from qwen3vl_bridge.data.sources.opening import HUB
 
     if not isinstance(cfg.dataset, Qwen3VLConversationProvider):
         return

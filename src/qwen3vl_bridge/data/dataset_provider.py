@@ -30,9 +30,9 @@ from qwen3vl_bridge.data.processing.samples import Samples
 from qwen3vl_bridge.data.processing.thinking import EmptyThinking
 from qwen3vl_bridge.data.schemas.columns import Columns, one_schema
 from qwen3vl_bridge.data.schemas.named_schemas import named_schema
-from qwen3vl_bridge.data.sources.hub import HUB, HubName, StreamedDataset
+from qwen3vl_bridge.data.sources.hub import HubName, StreamedDataset
 from qwen3vl_bridge.data.sources.mixture import MixedSet, mixed_sets, open_mixture
-from qwen3vl_bridge.data.sources.opening import ConversationSource, open_source, splits_in
+from qwen3vl_bridge.data.sources.opening import HUB, ConversationSource, open_source, splits_in
 from qwen3vl_bridge.models.flops import TowerCosts, tower_costs
 from qwen3vl_bridge.parallel.collectives import gather_objects
 
@@ -211,7 +211,7 @@ class Qwen3VLConversationProvider(ConversationRows):
 
     Attributes:
         path: a folder with `train.jsonl` and optionally `valid.jsonl` or `test.jsonl`, or with splits in other file
-            formats (see `data/sources/splits.py`), or with training data only. Replaces the three paths below.
+            formats (see `splits_in`), or with training data only. Replaces the three paths below.
         train_path: training conversations: a JSON or Parquet file, a folder, or "hf://owner/name:configuration#split"
             (see `data/sources/opening.py`).
         mixture: several data sets in one run, instead of `path` and `train_path`: a list of {path, weight} or {path,

@@ -21,12 +21,12 @@ from qwen3vl_bridge.data.errors import DataError, Unreachable
 from qwen3vl_bridge.data.media.media_access import MediaRoot, media_access
 from qwen3vl_bridge.data.schemas.columns import Schema, marked
 from qwen3vl_bridge.data.schemas.conversations import Conversation
+from qwen3vl_bridge.data.sources.opening import HUB
 from qwen3vl_bridge.data.sources.tables import columns_of, conversation_in
 
 import numpy as np
 import pyarrow as pa
 
-HUB = "hf://"
 SPELLINGS = "hf://owner/name, hf://owner/name:configuration#split or hf://datasets/owner/name/files"
 _NAME = re.compile(
     r"(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[^@:/#]+))?(:(?P<configuration>[^#]+)|/(?P<files>[^#]+))?"

@@ -23,8 +23,7 @@ from qwen3vl_bridge.data.packing.sample_order import MixedOrder
 from qwen3vl_bridge.data.schemas.columns import Columns, one_schema
 from qwen3vl_bridge.data.schemas.conversations import Conversation
 from qwen3vl_bridge.data.schemas.named_schemas import named_schema
-from qwen3vl_bridge.data.sources.hub import HUB
-from qwen3vl_bridge.data.sources.opening import ConversationSource, open_source, splits_in
+from qwen3vl_bridge.data.sources.opening import HUB, ConversationSource, open_source, splits_in
 from qwen3vl_bridge.io.parsing import read_yaml
 
 logger = logging.getLogger(__name__)

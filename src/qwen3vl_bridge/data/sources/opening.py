@@ -17,10 +17,9 @@ from qwen3vl_bridge.data.media.media_access import MediaAccess, MediaRoot, UrlCa
 from qwen3vl_bridge.data.schemas.columns import Columns, Schema, marked, one_schema, read_by
 from qwen3vl_bridge.data.schemas.conversations import Conversation, conversation_of
 from qwen3vl_bridge.data.schemas.named_schemas import named_schema
-from qwen3vl_bridge.data.sources.hub import HUB, HubDataset
-from qwen3vl_bridge.data.sources.tables import Parquet
 from qwen3vl_bridge.io.parsing import parse_record
 
+HUB = "hf://"
 # White space, words and whole strings up to the next bracket, an unclosed quotation mark, or the end.
 _TO_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\]++|\\.)*+")*+([\[\]{}"]|\Z)', re.DOTALL)
 _SPLITS = {"train": ("train",), "valid": ("valid", "validation", "val", "test"), "test": ("test",)}
@@ -209,7 +208,10 @@ def open_source(
     """
     schema = one_schema(named_schema(schema_adapter), columns)
     media = MediaAccess.of(media_root, addresses)
+    # Imported here, because pyarrow and its like are slow to import, and JSON does not need them.
     if str(path).startswith(HUB):
+        from qwen3vl_bridge.data.sources.hub import HubDataset
+
         return HubDataset.named(str(path), media_root=media, schema=schema)
     path = Path(path)
     if path.is_dir():
@@ -221,8 +223,13 @@ def open_source(
                 f"found {names} in the folder, expected train.jsonl, Parquet files or what save_to_disk wrote; to use "
                 "another .json or .jsonl file, give its own path",
             )
-        return HubDataset.saved(path, media, schema) if saved else Parquet(path, media, schema)
-    if path.suffix == ".parquet":
+        if saved:
+            from qwen3vl_bridge.data.sources.hub import HubDataset
+
+            return HubDataset.saved(path, media, schema)
+    if path.is_dir() or path.suffix == ".parquet":
+        from qwen3vl_bridge.data.sources.tables import Parquet
+
         return Parquet(path, media, schema)
     if path.suffix not in (".json", ".jsonl"):
         raise DataError(
