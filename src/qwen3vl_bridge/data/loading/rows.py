@@ -117,9 +117,6 @@ class RowDataset(Dataset[EncodedRow]):
             ranks: data-parallel ranks, which read in turn; used if rows are assigned to them.
             repeat: number of rows that are repeated without end, always the first of the plan; those after its epoch
                 have no loss. None to continue without repetition.
-
-        Raises:
-            ValueError: rows that were packed with other settings, or that cannot be assigned.
         """
         self.samples, self.settings, self._len, self.ranks, self.repeat = samples, settings, length, ranks, repeat
         if settings.packed is not None:

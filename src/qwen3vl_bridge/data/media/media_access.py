@@ -102,8 +102,7 @@ def find(name: str, root: Path | MediaAccess, place: str) -> Media:
         place: position of the name in the data, for messages.
 
     Raises:
-        DataError: a URL whose download was given up, a path that leaves the roots or does not exist, or damaged
-            contents.
+        DataError: a URL that was given up, a path that leaves the roots or does not exist, or damaged contents.
         Unreachable: a URL that was not downloaded.
     """
     access = root if isinstance(root, MediaAccess) else MediaAccess((root,))
@@ -297,7 +296,7 @@ class UrlCache:
         )
 
     def path_of(self, address: str) -> Path:
-        """Path of a URL's file, whether or not it exists: a digest and the end of the URL, so that FFmpeg gets a file
+        """Path of a URL's file, whether it exists or not: a digest and the URL's end, so that FFmpeg gets an
         extension.
         """
         digest, url = digest_of(address).hex(), read_url(address)

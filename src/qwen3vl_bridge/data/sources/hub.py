@@ -90,15 +90,12 @@ class HubDataset:
         """Read the rows of a `datasets.Dataset` as conversations.
 
         Args:
-            dataset: the data set.
+            dataset: the data set, with at least one row (DataError).
             name: its name in messages.
             media_root: folder that paths are relative to and must not leave; None if paths are not allowed; or a
                 `MediaAccess`.
             schema: schema of the records, or None.
             recorded_as: name of the data in the download record; the library's fingerprint if None.
-
-        Raises:
-            DataError: no column of messages, or no rows.
         """
         if not len(dataset):
             raise DataError(name, "found no rows, expected one conversation a row")
@@ -245,16 +242,10 @@ class StreamedDataset:
         """Read the rows of a `datasets.IterableDataset`, whose order is the same in every process, as conversations.
 
         Args:
-            dataset: the data set.
-            name: as for `HubDataset`, like `media_root` and `schema`.
-            media_root: see `name`.
+            dataset: the data set; other arguments as for `HubDataset`.
             seed: seed of the order, different in each epoch; None for the data set's own order, equal in each epoch.
             buffer_size: size of the shuffle buffer in rows, with their files in memory in each process.
             keep: number of latest rows that are kept.
-            schema: see `name`.
-
-        Raises:
-            DataError: no column of messages.
         """
         if dataset.features is not None:
             # Undo what the library does for data sets of the hub: decoding ahead, in threads.

@@ -65,16 +65,13 @@ def mixed_sets(
     schema_adapter: str | None = None,
     columns: Columns | None = None,
 ) -> tuple[MixedSet, ...]:
-    """The data sets that a setting names, checked as far as possible without reading data.
+    """The data sets that a setting names, checked as far as possible without reading data (ValueError).
 
     Args:
         setting: a list with the fields of `MixedSet` for each data set; or the path of a YAML file with such a list.
         media_root: default for data sets without it.
         schema_adapter: default for data sets with neither this nor columns.
         columns: default for data sets with neither this nor a schema adapter.
-
-    Raises:
-        ValueError: unknown fields or invalid values; duplicate names; weights for only some, or together with epochs.
     """
     where, found = _SETTING, setting
     if isinstance(setting, (str, os.PathLike)):
@@ -137,12 +134,7 @@ def _name_of(path: str) -> str:
 
 
 def open_mixture(sets: Sequence[MixedSet], split: str, addresses: UrlCache | None = None) -> Mixture:
-    """The data sets' conversations of a split. Weights and epochs apply to training; other splits are read as they are.
-
-    Raises:
-        DataError: a path is missing or unreadable, or has no conversations.
-        ValueError: shares so small that an epoch would have no sample.
-    """
+    """The data sets' conversations of a split. Weights and epochs apply to training; others are read as they are."""
     sets = [one for one in sets if one.path_of(split) is not None]
     sources = [
         open_source(

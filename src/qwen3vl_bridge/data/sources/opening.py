@@ -37,9 +37,7 @@ class Conversations(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Whatever must be equal for an index to mean the same conversation, and the files that were not downloaded;
-        `Unreachable` if the download is not complete.
-        """
+        """Whatever must be equal for an index to mean the same conversation; `Unreachable` if downloads are missing."""
         ...
 
 
@@ -57,16 +55,10 @@ class _JsonFile(ABC):
     _missing: ClassVar[str]
 
     def __init__(self, path: str | Path, media_root: MediaRoot = None, schema: Schema | None = None) -> None:
-        """Find the records.
+        """Find the records; a `DataError` if the file or folder does not exist, or has none, or is truncated.
 
-        Args:
-            path: the file.
-            media_root: folder that paths are relative to and must not leave, the file's own by default; or a
-                `MediaAccess`.
-            schema: schema of the records, or None.
-
-        Raises:
-            DataError: the file or folder does not exist, or the file has no records, or is truncated.
+        `media_root`: folder that paths are relative to and must not leave, the file's own by default; or a
+        `MediaAccess`.
         """
         self.path, self._schema = Path(path), schema
         self._starts, self._ends = array("Q"), array("Q")
@@ -201,10 +193,6 @@ def open_source(
         addresses: the folder of downloaded URLs; None for the user's.
         schema_adapter: name of the records' schema (`named_schemas.py`), or None.
         columns: column names of the data set (`columns.py`).
-
-    Raises:
-        DataError: an unsupported path, or one that the reader refuses.
-        ValueError: an unknown schema, or invalid columns.
     """
     schema = one_schema(named_schema(schema_adapter), columns)
     media = MediaAccess.of(media_root, addresses)

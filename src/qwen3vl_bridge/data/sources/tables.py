@@ -48,11 +48,7 @@ _TAIL = 8  # after a Parquet file's footer: its length and the format's name
 
 
 def conversation_in(table: Any, row: int, place: str, media: MediaAccess, schema: Schema | None = None) -> Conversation:
-    """The row of a table that messages call `place`; the table has the columns of `columns_of`.
-
-    Raises:
-        DataError: a value that does not decode, or a row that is not a conversation.
-    """
+    """The row of a table that messages call `place`; the table has the columns of `columns_of`."""
     record = {}
     try:
         for field in table.schema:
@@ -154,8 +150,7 @@ class Parquet:
             schema: schema of the records, or None.
 
         Raises:
-            DataError: no file, one that is not Parquet or is truncated, one without messages, or no rows; files of
-                several splits.
+            DataError: no complete Parquet file, or no messages or rows in it; files of several splits.
         """
         self.path, self._schema = Path(path), schema
         self._files = _parquet_files(self.path)
