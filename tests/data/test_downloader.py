@@ -146,18 +146,6 @@ def test_what_claims_to_be_packed_and_is_not_is_refused(server, get):
         get("/a.png")
 
 
-def test_the_server_is_told_who_asks(server, get):
-    heard = {}
-
-    def listen(handler):
-        heard.update({name.lower(): value for name, value in handler.headers.items()})
-        send(handler, 200, png())
-
-    server.answers["/a.png"] = listen
-    get("/a.png")
-    assert heard["user-agent"] == "qwen3vl-bridge" and heard["accept-encoding"] == "identity"
-
-
 @pytest.mark.parametrize("to", ["http://[::1", "http:a.png", "data:,x", "http://xn--/", "/a\x01.png", "//[x]"])
 def test_redirects_to_no_address_are_refused(server, get, to):
     server.answers["/a.png"] = redirect(to)

@@ -232,7 +232,7 @@ def _run_pack(options: argparse.Namespace) -> int:
     from qwen3vl_bridge.data.collation import Collator, VisionSettings, pad_token_id
     from qwen3vl_bridge.data.encoding import Encoder
     from qwen3vl_bridge.data.inspection_report import packing_as_json, packing_as_text
-    from qwen3vl_bridge.data.loading.row_dataset import RowDataset, RowSettings
+    from qwen3vl_bridge.data.loading.rows import RowDataset, RowSettings
     from qwen3vl_bridge.data.offline_packing import pack
     from qwen3vl_bridge.data.samples import SampleFilter, Samples
 
@@ -284,8 +284,7 @@ def _run_download(options: argparse.Namespace) -> int:
 
 def _opened(options: argparse.Namespace, addresses: Any = None) -> Any:
     from qwen3vl_bridge.data.schemas.record_schemas import Columns
-    from qwen3vl_bridge.data.sources.opening import open_source
-    from qwen3vl_bridge.data.sources.splits import split_of
+    from qwen3vl_bridge.data.sources.opening import open_source, split_of
 
     addresses = addresses or _url_cache(options)
     with _wrong("--columns"):

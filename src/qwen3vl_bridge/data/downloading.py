@@ -64,13 +64,9 @@ class AddressBook(UrlCache):
 
 @dataclass(frozen=True)
 class FailedDownload:
-    """A URL without a file.
+    """A URL without a file, with the first sample that contains it.
 
-    Attributes:
-        address: the URL.
-        place: the first sample that contains it.
-        problem: what was found, and what was expected.
-        final: whether the URL was given up: training treats samples with it as bad. Otherwise training stops there.
+    If it is `final`, the URL was given up: training treats samples with it as bad. Otherwise training stops there.
     """
 
     address: str
@@ -81,14 +77,7 @@ class FailedDownload:
 
 @dataclass
 class DownloadReport:
-    """Result of downloading the URLs in sources.
-
-    Attributes:
-        downloaded: number of new files.
-        present: number of files that already existed.
-        failures: URLs without a file.
-        unread: errors of samples that could not be read, whose URLs are unknown.
-    """
+    """Numbers of new files and of those that already existed, URLs without a file, and errors of unreadable samples."""
 
     downloaded: int = 0
     present: int = 0
@@ -119,9 +108,6 @@ def download(
         retry: retry URLs that were given up in an earlier run.
         give_up: also give up URLs that did not respond or are not allowed.
         progress: iterates over the numbers of all samples, and may show progress.
-
-    Raises:
-        OSError: the cache or the manifest cannot be written.
     """
     cache, report = fetch.cache, DownloadReport()
     steps = iter(progress(range(sum(map(len, sources)))))
@@ -218,10 +204,8 @@ def _urls_of(
 
 
 class _Again(Exception):
-    """An attempt failed, and another may succeed.
-
-    Attributes:
-        down: the server, if it did not respond, or responded with an error of its own.
+    """An attempt failed, and another may succeed; `down` is a server without a response, or with an error of its
+    own.
     """
 
     def __init__(self, problem: str, down: str | None = None) -> None:
@@ -234,17 +218,13 @@ class Downloader:
 
     A response that a URL is gone or forbidden (404, 410, 403, any other status except 200 and those of a busy server),
     or whose contents are neither an image nor a video, is permanent: a `DataError`. No response, an interrupted one, or
-    that of a busy or failing server (408, 425, 429, 5xx) is `Unreachable` after several attempts: a later download may
-    succeed. If all attempts fail without a response or with 5xx for a few URLs of a server in a row, it is down, and
-    gets no more requests, so that not every URL waits for a timeout.
+    that of a busy or failing server (408, 425, 429, 5xx) is `Unreachable` after several attempts. If all attempts fail
+    without a response or with 5xx for a few URLs of a server in a row, it gets no more requests, so that not every URL
+    waits for a timeout.
     """
 
     def __init__(self, cache: UrlCache, allowed_urls: Sequence[str]) -> None:
-        """Set the target folder and the allowed prefixes of URLs, including those of redirects.
-
-        Raises:
-            ValueError: a prefix that cannot begin a URL.
-        """
+        """Set the target folder and the allowed prefixes of URLs, including those of redirects (see `check_prefix`)."""
         for prefix in allowed_urls:
             check_prefix(prefix)
         self.cache, self._allowed, self._stopped = cache, tuple(allowed_urls), threading.Event()
@@ -271,9 +251,8 @@ class Downloader:
         """Download a URL, which stands at `place`.
 
         Raises:
-            DataError: the URL is not valid or is gone, or its contents are too large, or neither image nor video.
-            Unreachable: the URL is not allowed; no complete response; or the server is down.
-            OSError: the cache cannot be written.
+            DataError: permanent, see the class.
+            Unreachable: temporary, or the URL is not allowed (by the current prefixes).
         """
         url = allowed_url(address, self._allowed, place)
         for attempt, pause in enumerate((*WAITS, None), start=1):
@@ -367,11 +346,7 @@ def _check_size(found: int, where: str) -> None:
 
 
 def check_prefix(prefix: str) -> None:
-    """Refuse prefixes that cannot begin a URL, or would allow more than they seem to.
-
-    Raises:
-        ValueError: no scheme, a scheme other than http and https, a user, a query, or a pattern.
-    """
+    """Refuse prefixes that cannot begin a URL, or would allow more than they seem to (ValueError)."""
     if _is_scheme(prefix):
         return
     url = read_url(prefix)

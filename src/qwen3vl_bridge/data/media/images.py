@@ -37,11 +37,7 @@ def is_picture(file: Path) -> bool:
 
 
 def image_size(image: Media, place: str) -> tuple[int, int]:
-    """Height and width of an image as returned by `load_image`, read from the file's header.
-
-    Raises:
-        DataError: as for `load_image`, as far as the header shows.
-    """
+    """Height and width of an image as returned by `load_image`, read from the file's header; errors as there."""
     with _opened(image, place) as opened:
         width, height = opened.size
         try:
@@ -52,10 +48,7 @@ def image_size(image: Media, place: str) -> tuple[int, int]:
 
 
 def _exif(opened: Image.Image) -> Image.Exif:
-    """Metadata (EXIF) of an image, without decoding if possible.
-
-    A PNG may store it after the pixels; then Pillow decodes the whole image, unless it was found before them.
-    """
+    """Metadata (EXIF). Pillow would decode a whole PNG for those after its pixels, also where there are none."""
     if isinstance(opened, PngImageFile) and _says_no_more(opened):
         return Image.Image.getexif(opened)
     return opened.getexif()
@@ -148,17 +141,7 @@ def _opened(media: Media, place: str) -> Image.Image:
 
 
 def check_pixels(width: int, height: int, media: Media | str, place: str) -> None:
-    """Refuse an image made to exhaust memory.
-
-    Args:
-        width: its width in pixels.
-        height: its height.
-        media: its source, or that source's description.
-        place: its position in the data, for messages.
-
-    Raises:
-        DataError: it has too many pixels.
-    """
+    """Refuse an image made to exhaust memory (DataError), with its source or that source's description."""
     if width * height > MOST_PIXELS:
         name = media if isinstance(media, str) else describe(media)
         raise DataError(

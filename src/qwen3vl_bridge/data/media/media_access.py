@@ -32,12 +32,7 @@ Media = Path | bytes
 
 @dataclass(frozen=True)
 class FrameList:
-    """A video given as a list of sampled frames.
-
-    Attributes:
-        frames: the images, all of one size.
-        fps: frames per second.
-    """
+    """A video given as a list of sampled frames, all of one size, with their number per second."""
 
     frames: tuple[Media, ...]
     fps: float
@@ -61,26 +56,16 @@ class MediaAccess:
 
     @classmethod
     def of(cls, root: str | Path | Sequence[str | Path] | None, addresses: UrlCache | None = None) -> MediaAccess:
-        """Create from settings; a single root need not be in a list.
-
-        Raises:
-            ValueError: a value that is not a folder's name.
-        """
+        """Create from settings; a single root need not be in a list."""
         return cls(_roots(root), addresses)
 
     def of_data(self, data: str) -> MediaAccess:
-        """The same access, limited to what the download record of the named data says.
-
-        Raises:
-            DataError: the record is damaged.
-        """
+        """The same access, limited to what the download record of the named data says."""
         return replace(self, addresses=(self.addresses or UrlCache()).of_data(data))
 
     def mark(self, fingerprint: str, place: str) -> str:
-        """Add the URLs that could not be downloaded to the fingerprint of data whose record is known.
-
-        Raises:
-            Unreachable: the download is not complete, so the data are not determined yet.
+        """The fingerprint of data of a known record, with the URLs that could not be downloaded; see
+        `DownloadRecord`.
         """
         record = self.addresses and self.addresses.record
         return record.mark(fingerprint, place) if record else fingerprint
@@ -98,11 +83,7 @@ def _roots(given: Any) -> tuple[Path, ...]:
 
 
 def media_access(given: MediaRoot, default: Path | None) -> MediaAccess:
-    """The access for the argument of a source; `default` is its root if none is given.
-
-    Raises:
-        DataError: a folder does not exist.
-    """
+    """The access for the argument of a source; `default` is its root if none is given. Its folders must exist."""
     access = given if isinstance(given, MediaAccess) else MediaAccess.of(given)
     roots = access.roots or _roots(default)
     for root in roots:
@@ -112,7 +93,7 @@ def media_access(given: MediaRoot, default: Path | None) -> MediaAccess:
 
 
 def find(name: str, root: Path | MediaAccess, place: str) -> Media:
-    """The file or bytes that a conversation calls `name`. Nothing is downloaded here.
+    """The file or bytes that a conversation at a place calls `name`. Nothing is downloaded here.
 
     Args:
         name: path relative to a root, or absolute and inside one; a URL; or the contents themselves,
@@ -121,8 +102,7 @@ def find(name: str, root: Path | MediaAccess, place: str) -> Media:
         place: position of the name in the data, for messages.
 
     Raises:
-        DataError: a URL whose download was given up, a path that leaves the roots or does not exist, or damaged
-            contents.
+        DataError: a URL that was given up, a path that leaves the roots or does not exist, or damaged contents.
         Unreachable: a URL that was not downloaded.
     """
     access = root if isinstance(root, MediaAccess) else MediaAccess((root,))
@@ -202,12 +182,9 @@ def address_file(downloaded: Path) -> Path:
 
 @dataclass(frozen=True)
 class DownloadRecord:
-    """Which URLs of a data set were given up; empty if there is no record.
+    """Which URLs of a data set were given up, by the first bytes of their digests; empty if there is no record.
 
-    Attributes:
-        total: number of URLs in the data.
-        missing: number of URLs that are neither downloaded nor given up; if any, the download is to be continued.
-        given_up: the first bytes of their digests.
+    `missing` URLs of all are neither downloaded nor given up; if any, the download is to be continued.
     """
 
     total: int = 0
@@ -221,11 +198,7 @@ class DownloadRecord:
 
     @classmethod
     def read(cls, root: Path, data: str) -> Self:
-        """Read the record of the named data from a folder of downloads; an empty one if there is none.
-
-        Raises:
-            DataError: the record is damaged.
-        """
+        """Read the record of the named data from a folder of downloads; a `DataError` if it is damaged."""
         path = cls._path(root, data)
         try:
             found = read_json(path)
@@ -256,7 +229,7 @@ class DownloadRecord:
         """Add the URLs that were given up to the fingerprint of data, which messages call `place`.
 
         Raises:
-            Unreachable: some URLs are neither downloaded nor given up, so the data are not determined yet.
+            Unreachable: the download is not complete, so the data are not determined yet.
         """
         if self.missing:
             raise Unreachable(
@@ -272,11 +245,9 @@ class DownloadRecord:
 
 @dataclass(frozen=True)
 class UrlCache:
-    """A folder of downloaded files. Picklable, for data-loading workers.
+    """A folder of downloaded files; None for the user's cache folder. Picklable, for data-loading workers.
 
-    Attributes:
-        folder: the folder; None for the user's cache folder.
-        record: record of the data whose files are read; None to use only the state of the folder.
+    With a `record`, only the files that it says are there are read.
     """
 
     folder: Path | None = None
@@ -289,11 +260,7 @@ class UrlCache:
         return self.folder or user / "qwen3vl_bridge" / "media"
 
     def of_data(self, data: str) -> UrlCache:
-        """The same folder, with the record of the named data.
-
-        Raises:
-            DataError: the record is damaged.
-        """
+        """The same folder, with the record of the named data."""
         return replace(self, record=DownloadRecord.read(self.root, data))
 
     def __call__(self, address: str, place: str) -> Path:
@@ -329,7 +296,7 @@ class UrlCache:
         )
 
     def path_of(self, address: str) -> Path:
-        """Path of a URL's file, whether or not it exists: a digest and the end of the URL, so that FFmpeg gets a file
+        """Path of a URL's file, whether it exists or not: a digest and the URL's end, so that FFmpeg gets an
         extension.
         """
         digest, url = digest_of(address).hex(), read_url(address)
@@ -343,11 +310,9 @@ class UrlCache:
         return path.with_name(f"{path.name}.problem")
 
     def problem_of(self, address: str) -> str | None:
-        """Why a URL was given up; None if it was not, or if the file with the reason is damaged."""
-        try:
-            return self.problem_file(address).read_text("utf-8")
-        except (FileNotFoundError, UnicodeDecodeError):
-            return None
+        """Why a URL was given up; None if it was not."""
+        file = self.problem_file(address)
+        return file.read_text("utf-8") if file.exists() else None
 
 
 @lru_cache(maxsize=256)  # a lookup of one address needs it several times
