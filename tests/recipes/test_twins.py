@@ -25,7 +25,7 @@ from qwen3vl_recipes.base import dist_train
 from qwen3vl_recipes.paths import set_paths
 from qwen3vl_recipes.registry import recipes
 
-from tests.forked import run_ranks
+from tests.forked import results_of_ranks
 from tests.noise import SEEDS, allowed, check, rounded_folder
 from tests.qwen3_5.tiny import make_checkpoint
 from tests.ranks import begin, leave
@@ -216,7 +216,7 @@ def whole(places, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", sorted({pattern(name).ranks for name in NAMES}))
-def test_a_step_of_every_twin(ranks, places, whole, tmp_path):
+def test_a_step_of_every_twin(ranks, places, whole):
     folders, data = places
     # Recipes of which the twins have the same settings, all of them, are one run.
     alike: dict[str, list[str]] = {}
@@ -224,8 +224,7 @@ def test_a_step_of_every_twin(ranks, places, whole, tmp_path):
         if pattern(name).ranks == ranks:
             alike.setdefault(str(twin(name, folders[family(name)], data).to_dict()), []).append(name)
     names = [same[0] for same in alike.values()]
-    run_ranks("tests.recipes.test_twins", ranks, tmp_path / "found.pt", json.dumps(names), json.dumps(folders), data)
-    found = torch.load(tmp_path / "found.pt")
+    found = results_of_ranks("tests.recipes.test_twins", ranks, json.dumps(names), json.dumps(folders), data)
     assert found.keys() == set(names)
     print(f"{ranks} ranks: {len(names)} runs stand for {sum(map(len, alike.values()))} recipes")
     for name, step in found.items():

@@ -21,7 +21,7 @@ import torch
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
-from tests.forked import run_ranks
+from tests.forked import results_of_ranks
 from tests.ranks import begin, leave
 from tests.steps import forward_backward
 
@@ -127,8 +127,7 @@ def test_gradients_are_those_of_one_process(untied_folder, moe_folder, tmp_path)
     folders = {name: str(shutil.copytree(folder, tmp_path / name)) for name, folder in folders.items()}
     for folder in folders.values():
         torch.save(expected(Path(folder)), Path(folder) / "means.pt")
-    run_ranks("tests.parity.split_models.test_means", 2, tmp_path / "found", json.dumps(folders))
-    found = torch.load(tmp_path / "found")
+    found = results_of_ranks("tests.parity.split_models.test_means", 2, json.dumps(folders))
     print({case: f"{error:.1e}" for case, error in found.items()})
     assert {loss for _, _, loss, _ in found} == set(LOSSES) and {name for name, *_ in found} == set(CHOSEN)
     assert max(found.values()) <= GRADIENT, found  # measured 3.7e-6
