@@ -34,19 +34,12 @@ ERRORS = ("loss", "gradient", "grad_norm", "weight")
 
 @dataclass(frozen=True)
 class Models:
-    """The two models that are split.
-
-    Attributes:
-        make: makes a checkpoint of one.
-        options: of `make`, by `FAMILIES`.
-        settings: fields of the provider.
-        refused: topologies that the family does not allow.
-    """
+    """The two models that are split."""
 
     make: Any
-    options: Mapping[str, Mapping[str, Any]]
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    refused: tuple[str, ...] = ()
+    options: Mapping[str, Mapping[str, Any]]  # of `make`, by `FAMILIES`
+    settings: Mapping[str, Any] = field(default_factory=dict)  # fields of the provider
+    refused: tuple[str, ...] = ()  # topologies that the family does not allow
 
 
 MODELS = {
