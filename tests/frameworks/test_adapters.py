@@ -4,7 +4,8 @@ Sources: verl/workers/config/megatron_peft.py, verl/utils/{megatron_utils,checkp
 verl/workers/engine/megatron/transformer_impl.py (get_per_tensor_param); nemo_rl/models/megatron/setup.py, examples/
 converters/convert_lora_to_hf.py; miles/backends/megatron_utils/lora_utils.py; Megatron-Bridge's recipes/utils/
 dataset_utils.py, training/checkpointing.py, examples/conversion/adapter/stream_adapter_weights.py. ms-swift has
-adapters of its own (mcore-bridge), and asks none of this. What is refused: `tests/model/adapters/test_stock_adapters.py`.
+adapters of its own (mcore-bridge), and asks none of this. Refusals:
+`tests/model/adapters/test_stock_adapters.py`.
 """
 
 from __future__ import annotations
