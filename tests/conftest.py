@@ -184,6 +184,15 @@ def _models_of_one_test():
 
 
 @pytest.fixture(scope="session")
+def digits(tmp_path_factory):
+    """The folder of the example's conversations, which nobody writes to."""
+    from examples.digits.dataset import make_dataset
+
+    make_dataset(folder := tmp_path_factory.mktemp("digits"))
+    return folder
+
+
+@pytest.fixture(scope="session")
 def untied_folder(tmp_path_factory):
     from examples.digits.checkpoint import make_checkpoint
 
