@@ -1,9 +1,9 @@
 """How fast conversion is against `cp` of the same bytes, and how much memory it takes.
 
-    python benchmarks/convert.py                                          # a whole 2B, 4.3 GB
-    python benchmarks/convert.py --size 2B --text-layers 4 --vision-layers 6 --rounds 3
-    python benchmarks/convert.py --size 30B-A3B --text-layers 8 --rounds 1 --no-stock
-    python benchmarks/convert.py --family qwen3_5 --size 35B-A3B --text-layers 1 --rounds 1 --no-stock --no-processes
+    python -m benchmarks.convert                                          # a whole 2B, 4.3 GB
+    python -m benchmarks.convert --size 2B --text-layers 4 --vision-layers 6 --rounds 3
+    python -m benchmarks.convert --size 30B-A3B --text-layers 8 --rounds 1 --no-stock
+    python -m benchmarks.convert --family qwen3_5 --size 35B-A3B --text-layers 1 --rounds 1 --no-stock --no-processes
 
 Random bfloat16 weights in the shapes of a released size are written once, experts as released (transposed); then, in
 interleaved rounds, `cp`, import to both formats, export, verify, one block written over and over (the disk's own pace),
@@ -12,13 +12,10 @@ disk, and with what it reads in the page cache and nothing else. Prints medians,
 anonymous memory above the idle process, and appends rows to a CSV file with the load of the machine. Last, unless told
 otherwise, it runs the command line in one and in two processes, and plans the family's largest model. The first
 round's steps each have a process to themselves, for their memory.
-
-What lives here: the measurement. What may not: code that conversion needs.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -42,11 +39,11 @@ from qwen3vl_bridge.checkpoint.planning.plan import Task, tensors_of
 from qwen3vl_bridge.registry import family, family_of, load
 from qwen3vl_bridge.weights.rows import expand
 
-import record
 import torch.distributed.checkpoint  # what an idle process of ours has loaded
 
+from benchmarks import measurement
+
 _ROOT = Path(__file__).parents[1]
-_RESULTS = record.RESULTS / "convert.csv"
 _MB = 1 << 20
 _FAMILIES = {"qwen3_vl": "235B-A22B", "qwen3_5": "397B-A17B"}  # and the largest of each
 
@@ -231,12 +228,11 @@ def processes(work: Path, count: int) -> float:
 
 def main() -> None:
     """Measure, print, append."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = measurement.parser(__doc__, "convert.csv", rounds=5)
     parser.add_argument("--family", choices=_FAMILIES, default="qwen3_vl", help="default: %(default)s")
     parser.add_argument("--size", default="2B", help="one that the family was released in (default: %(default)s)")
     parser.add_argument("--text-layers", type=int, help="fewer than the size has")
     parser.add_argument("--vision-layers", type=int, help="fewer than the size has")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-stock", action="store_true", help="leave out torch's own save, with all in memory")
     parser.add_argument(
         "--no-processes",
@@ -244,7 +240,6 @@ def main() -> None:
         help="leave out the command line in processes and the largest plan",
     )
     parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
-    parser.add_argument("--csv", type=Path, default=_RESULTS, help="file to append to (default: %(default)s)")
     options = parser.parse_args()
     config = _config(options.family, options.size, options.text_layers, options.vision_layers)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
@@ -277,10 +272,10 @@ def main() -> None:
                 "seconds": f"{took:.3f}",
                 "of cp": f"{ratio:.3f}",
                 "MB": f"{memory:.1f}",
-                "load": f"{os.getloadavg()[0]:.1f}",
+                "load": measurement.load(),
             }
         )
-    record.append(options.csv, rows)
+    measurement.append(options.csv, rows)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,16 @@
 """What each rank reads of a converted checkpoint, with and without parallel sizes stated when it was made.
 
-    python benchmarks/reading.py
-    python benchmarks/reading.py --sizes 8B --ranks 8 --csv /tmp/reading.csv
+    python -m benchmarks.reading
+    python -m benchmarks.reading --sizes 8B --ranks 8 --csv /tmp/reading.csv
 
 From headers alone: the released sizes' shapes are laid out as `import` lays them out, and no file is written. Which
 rows a rank of Megatron-FSDP holds is asked of megatron-core's own functions; torch_dist's ranks hold equal parts. A
 loader reads every item it needs a part of as a whole, once for each tensor. Prints, and appends to a CSV file, the
 bytes that a rank holds, those it reads and the files it opens, in the mean and at most, and how long the layout takes.
-
-What lives here: the count. What may not: code that conversion needs.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import pickle
@@ -36,14 +33,14 @@ from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 from qwen3vl_bridge.weights.rows import Row
 
-import record
 import torch
 from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as megatron_fsdp
 from megatron.core.distributed.fsdp.src.megatron_fsdp.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
 
-_RESULTS = record.RESULTS / "reading.csv"
+from benchmarks import measurement
+
 _STRATEGY = "optim_grads_params"
 # (rank, tensor, numbers in its leading dimensions, first row, end)
 Held = Iterator[tuple[int, str, Shape, int, int]]
@@ -191,10 +188,9 @@ def count(dcp: DcpLayout, target: MegatronTarget) -> dict[str, list[int]]:
 
 def main() -> None:
     """Count, print, append."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = measurement.parser(__doc__, "reading.csv")
     parser.add_argument("--sizes", nargs="+", choices=presets.PRESETS, default=["8B", "235B-A22B"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[8, 64, 256])
-    parser.add_argument("--csv", type=Path, default=_RESULTS, help="file to append to (default: %(default)s)")
     options = parser.parse_args()
     rows = []
     for size in options.sizes:
@@ -205,7 +201,7 @@ def main() -> None:
         # Data-parallel copies read the same, so any number of them will do.
         topology = Topology(tp=2, pp=2, ep=ep, etp=1)
         rows += [_case(size, FORMATS[1], topology, stated=stated) for stated in (False, True)]
-    record.append(options.csv, rows)
+    measurement.append(options.csv, rows)
 
 
 def _case(size: str, ckpt_format: str, topology: Topology, *, stated: bool) -> dict[str, object]:

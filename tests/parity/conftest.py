@@ -111,12 +111,13 @@ class Pair:
         self.reference.zero_grad()
 
 
-def make_pair(folder, reference_folder=None, **provider_fields) -> Pair:
+def make_pair(folder, reference_folder=None, *, device: str = "cpu", **provider_fields) -> Pair:
     """Load a Hugging Face folder on both sides through the public interface.
 
     Args:
         folder: what the Megatron model is made from.
         reference_folder: what transformers reads, where it cannot read `folder`.
+        device: where both are.
         provider_fields: settings beside those of the folder.
     """
     import qwen3vl_bridge  # noqa: F401  (registers)
@@ -137,7 +138,7 @@ def make_pair(folder, reference_folder=None, **provider_fields) -> Pair:
     )
     with torch_linear_attention():
         reference = AutoModelForImageTextToText.from_pretrained(reference_folder or folder, attn_implementation="eager")
-    return Pair(bridge, provider, megatron.train(), reference.train())
+    return Pair(bridge, provider, megatron.to(device).train(), reference.to(device).train())
 
 
 MOE = [layout.name for layout in LAYOUTS]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.training.step import to_device
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ def per_sample(whole: torch.Tensor, batch: PackedBatch) -> list[torch.Tensor]:
 def run_megatron(pair: Pair, batch: PackedBatch) -> Results:
     """Logits of each document or row, the summed loss, and its gradients, which are in the parameters too."""
     pair.megatron.zero_grad()
-    inputs = batch.local()
+    inputs = to_device(batch.local(), pair.megatron)
     loss = (pair.megatron(inputs=inputs) * inputs.loss_mask).sum()
     loss.backward()
     with torch.no_grad():
