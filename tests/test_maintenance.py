@@ -91,11 +91,6 @@ def test_the_container_for_cpus_is_what_setting_up_asks_for():
     assert by_word["CMD"] == '["make", "demo"]'
 
 
-def test_the_container_over_nemo_says_that_nobody_has_built_it():
-    assert (ROOT / "Dockerfile.nemo").read_text().startswith("# NOT BUILT AND NOT TESTED")
-    assert instructions("Dockerfile.nemo")[:2] == [("ARG", "NEMO_IMAGE"), ("FROM", "${NEMO_IMAGE}")]
-
-
 def test_docker_ignores_what_git_ignores():
     """Their spellings differ: docker's begin at the root."""
     patterns = (ROOT / ".gitignore").read_text().splitlines()

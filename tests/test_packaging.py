@@ -1,7 +1,6 @@
 """The promises of pyproject.toml and requirements/ that nothing else would notice being broken."""
 
 import ast
-import importlib
 import re
 import subprocess
 import sys
@@ -107,12 +106,6 @@ def test_wheel_holds_the_package_its_type_marker_and_the_recipes_alone(tmp_path)
     modules = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")}
     recipes = {str(path.relative_to(ROOT / "recipes")) for path in (ROOT / "recipes/qwen3vl_recipes").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == modules | recipes
-
-
-@pytest.mark.parametrize("name", PROJECT["scripts"])
-def test_every_command_is_there(name):
-    module, _, function = PROJECT["scripts"][name].partition(":")
-    assert callable(getattr(importlib.import_module(module), function))
 
 
 def test_no_file_is_called_utils():
