@@ -5,7 +5,7 @@
     python -m benchmarks.gpu --profile out/gpu                                # and its kernels, and timelines
     python -m benchmarks.gpu --tiny --csv /tmp/gpu.csv                        # a rehearsal, also on a CPU
 
-Random weights in bfloat16, six samples of 8,168 tokens with seven pictures: packed into one row, or padded to six.
+Random weights in bfloat16, six samples of 8,092 tokens with six pictures: packed into one row, or padded to six.
 
 - "step": a whole step of Megatron-Bridge's loop with the 2B's recipe: distributed optimizer, guard, norms.
 - the others: forward and backward alone. transformers has padded rows, with each of its attentions that is installed.
@@ -220,7 +220,7 @@ def main() -> None:
     ways: dict[str, Callable[..., Any]] = {
         "ours, packed": functools.partial(of_ours, packed=True),
         "ours, padded": functools.partial(of_ours, packed=False),
-        **{f"transformers, {one}": functools.partial(of_transformers, attention=one) for one in attentions},
+        **{f"transformers, {name}": functools.partial(of_transformers, attention=name) for name in attentions},
         "step, packed": functools.partial(whole_step, rounds=options.rounds),
     }
     device = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"

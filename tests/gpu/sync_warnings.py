@@ -15,13 +15,13 @@ Waits = Counter[tuple[str, str]]  # (package, line)
 
 
 @contextlib.contextmanager
-def count_waits(found: Waits) -> Iterator[None]:
+def count_waits(waits: Waits) -> Iterator[None]:
     """Add the waits in the body; without a GPU torch reports none."""
 
     def note(message: Warning | str, *_: object) -> None:
         if "called a synchronizing CUDA operation" in str(message):
             package, line, _ = place_in_code()
-            found[package, line] += 1
+            waits[package, line] += 1
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -35,6 +35,6 @@ def count_waits(found: Waits) -> Iterator[None]:
                 torch.cuda.set_sync_debug_mode("default")
 
 
-def of_us(found: Waits) -> Waits:
+def of_us(waits: Waits) -> Waits:
     """All but megatron-core's and Megatron-Bridge's: what no line is known of too, such as a gradient made in C++."""
-    return Counter({place: times for place, times in found.items() if place[0] not in UPSTREAM})
+    return Counter({line: times for line, times in waits.items() if line[0] not in UPSTREAM})

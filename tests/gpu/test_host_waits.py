@@ -38,13 +38,13 @@ def test_a_step_waits_in_no_line_of_ours(kind, device, tmp_path):
     run.cfg.guard, run.cfg.logger.log_interval = GuardConfig(on_nan="skip"), STEPS + 1
     vars(run.optimizer).pop("get_grad_norm", None)  # joined by `set_up` already, and by the callbacks again
     run.stream = split.batches("mixed", "packed", steps=STEPS)
-    found: Waits = Counter()
+    waits: Waits = Counter()
     with followed(run, training_callbacks(run.cfg)):
         for number in range(STEPS):
-            with count_waits(found) if number == STEPS - 1 else contextlib.nullcontext():
+            with count_waits(waits) if number == STEPS - 1 else contextlib.nullcontext():
                 step_with_callbacks(run)
-    print(found)
-    assert of_us(found) == Counter()
+    print(waits)
+    assert of_us(waits) == Counter()
 
 
 def test_a_wait_is_attributed_to_the_line_that_waits():
@@ -54,8 +54,8 @@ def test_a_wait_is_attributed_to_the_line_that_waits():
     # The second as where it is installed in a clone, whose folder has this package's name.
     for name, folder in (("ours", ""), ("megatron-core", "/clones/qwen3vl_bridge/.venv"), ("transformers", "")):
         exec(compile(warns, f"{folder}{PACKAGES[name]}model.py", "exec"), namespaces.setdefault(name, {}))
-    found: Waits = Counter()
-    with count_waits(found):
+    waits: Waits = Counter()
+    with count_waits(waits):
         namespaces["ours"]["wait"]()
         namespaces["ours"]["wait"]()
         namespaces["megatron-core"]["wait"]()
@@ -64,5 +64,5 @@ def test_a_wait_is_attributed_to_the_line_that_waits():
         nowhere["wait"]()
         warnings.warn("something else", stacklevel=1)
     counted = {("ours", "model.py:3"): 2, ("transformers", "model.py:3"): 1, ("others", "the caller"): 1}
-    assert of_us(found) == counted  # whatever is not upstream's
-    assert found == counted | {("megatron-core", "model.py:3"): 1}
+    assert of_us(waits) == counted  # whatever is not upstream's
+    assert waits == counted | {("megatron-core", "model.py:3"): 1}
