@@ -31,7 +31,7 @@ def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [*stamp, *rows[0]])
+        writer = csv.DictWriter(file, [*stamp, *rows[0]], lineterminator="\n")
         if new:
             writer.writeheader()
         writer.writerows(stamp | dict(row) for row in rows)
