@@ -6,16 +6,14 @@
 From headers alone: the released sizes' shapes are laid out as `import` lays them out, and no file is written. Which
 rows a rank of Megatron-FSDP holds is asked of megatron-core's own functions; torch_dist's ranks hold equal parts. A
 loader reads every item it needs a part of as a whole, once for each tensor. Prints, and appends to a CSV file, the
-bytes that a rank holds, those it reads and the files it opens, in the mean and at most, and how long the layout takes.
+bytes that a rank holds, those it reads and the files it opens, in the mean and at most.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import pickle
 import tempfile
-import time
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
@@ -206,35 +204,20 @@ def main() -> None:
 
 def _case(size: str, ckpt_format: str, topology: Topology, *, stated: bool) -> dict[str, object]:
     target = target_of(size, ckpt_format, topology)
-    plan, written = plan_of(target), target_of(size, ckpt_format, topology if stated else Topology())
-    begun = time.perf_counter()
-    dcp = written.laid_out(plan)
-    seconds = time.perf_counter() - begun
-    found = count(dcp, target)
-    with tempfile.TemporaryDirectory() as folder:
-        dcp.write_metadata(Path(folder), {}, "")
-        metadata = (Path(folder) / ".metadata").stat().st_size
-        begun = time.perf_counter()
-        pickle.loads((Path(folder) / ".metadata").read_bytes())
-        unpickled = time.perf_counter() - begun
+    written = target_of(size, ckpt_format, topology if stated else Topology())
+    found = count(written.laid_out(plan_of(target)), target)
     mean = {name: sum(values) / len(values) for name, values in found.items()}
-    sizes = f"tp {topology.tp} pp {topology.pp} ep {topology.ep}"
     row = {
         "size": size,
         "format": ckpt_format,
         "ranks": topology.ranks,
-        "split": sizes,
+        "split": f"tp {topology.tp} pp {topology.pp} ep {topology.ep}",
         "stated": "yes" if stated else "no",
         "GB held, mean": f"{mean['held'] / 1e9:.3f}",
         "GB read, mean": f"{mean['read'] / 1e9:.3f}",
         "GB read, most": f"{max(found['read']) / 1e9:.3f}",
         "files opened, mean": f"{mean['files']:.1f}",
         "files opened, most": max(found["files"]),
-        "items": sum(1 for _ in dcp.chunks),
-        "files": len(dcp.files),
-        "seconds to lay out": f"{seconds:.2f}",
-        "MB of metadata": f"{metadata / 1e6:.1f}",
-        "seconds to unpickle it": f"{unpickled:.2f}",
     }
     print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
     return row
