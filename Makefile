@@ -12,7 +12,7 @@ DEMO_ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 
 env: ## create or update .venv from requirements/cpu.txt
 	@scripts/setup_env.sh
