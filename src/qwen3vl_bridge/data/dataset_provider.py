@@ -27,9 +27,10 @@ from qwen3vl_bridge.data.packing.packed_rows import PackedRows
 from qwen3vl_bridge.data.packing.sample_sizes import notes_of_job, sizes_of_job
 from qwen3vl_bridge.data.samples import OnBad, OnLong, SampleFilter, Samples
 from qwen3vl_bridge.data.schemas.record_schemas import Columns, named_schema, one_schema
+from qwen3vl_bridge.data.sources import HUB
 from qwen3vl_bridge.data.sources.hub import HubName, StreamedDataset
 from qwen3vl_bridge.data.sources.mixture import MixedSet, mixed_sets, open_mixture
-from qwen3vl_bridge.data.sources.opening import HUB, ConversationSource, open_source, splits_in
+from qwen3vl_bridge.data.sources.opening import ConversationSource, open_source, splits_in
 from qwen3vl_bridge.models.flops import TowerCosts, tower_costs
 from qwen3vl_bridge.parallel.collectives import gather_objects
 
@@ -220,9 +221,9 @@ class Qwen3VLConversationProvider(ConversationRows):
             point from one into another. Default: the folder of each data file.
         url_cache: folder with downloaded files; None for the user's cache folder.
         schema_adapter: format of the records, by Megatron-Bridge's name for it, such as "cord_v2"; None for
-            conversations (see `data/schemas/named_schemas.py`).
+            conversations (see `data/schemas/record_schemas.py`).
         columns: column names of the data set, such as `columns.image=img`, and questions and answers composed of
-            several columns (see `data/schemas/columns.py`).
+            several columns (see `data/schemas/record_schemas.py`).
         streaming: read data sets of the hub while they are downloaded. Each data-loading process of each data-parallel
             rank reads its own part (some of the files) and packs its own rows; a resumed run rereads the current epoch
             of its parts from the start.

@@ -1,4 +1,4 @@
-"""Rules of settings as rows of a table; `models/refusals.py` has the model's, `training/refusals.py` a run's."""
+"""Rules of settings as rows of a table; `models/refusals.py` has the model's, `training/run_refusals.py` a run's."""
 
 from __future__ import annotations
 

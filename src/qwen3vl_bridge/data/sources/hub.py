@@ -21,7 +21,7 @@ from qwen3vl_bridge.data.errors import DataError, Unreachable
 from qwen3vl_bridge.data.media.media_access import MediaRoot, media_access
 from qwen3vl_bridge.data.schemas.conversations import Conversation
 from qwen3vl_bridge.data.schemas.record_schemas import Schema, marked
-from qwen3vl_bridge.data.sources.opening import HUB
+from qwen3vl_bridge.data.sources import HUB
 from qwen3vl_bridge.data.sources.tables import columns_of, conversation_in
 
 import numpy as np

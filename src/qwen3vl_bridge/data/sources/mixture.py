@@ -43,8 +43,8 @@ class MixedSet:
         epochs: how often each of its samples is seen per epoch of the mixture; with 0.3, each epoch uses a different
             part.
         media_root: folder of its images and videos, or several (see `MediaAccess`); by default that of each file.
-        schema_adapter: format of its records (see `data/schemas/named_schemas.py`); None for conversations.
-        columns: its column names (see `data/schemas/columns.py`), as {KEY: COLUMN}.
+        schema_adapter: format of its records (see `data/schemas/record_schemas.py`); None for conversations.
+        columns: its column names (see `data/schemas/record_schemas.py`), as {KEY: COLUMN}.
     """
 
     path: str

@@ -16,9 +16,9 @@ from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.media_access import MediaAccess, MediaRoot, UrlCache, media_access
 from qwen3vl_bridge.data.schemas.conversations import Conversation, conversation_of
 from qwen3vl_bridge.data.schemas.record_schemas import Columns, Schema, marked, named_schema, one_schema, read_by
+from qwen3vl_bridge.data.sources import HUB
 from qwen3vl_bridge.io.parsing import parse_record
 
-HUB = "hf://"
 # White space, words and whole strings up to the next bracket, an unclosed quotation mark, or the end.
 _TO_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\]++|\\.)*+")*+([\[\]{}"]|\Z)', re.DOTALL)
 _SPLITS = {"train": ("train",), "valid": ("valid", "validation", "val", "test"), "test": ("test",)}
