@@ -12,10 +12,8 @@ import hashlib
 import os
 import shutil
 import subprocess
-import sys
 import sysconfig
-import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,16 +147,13 @@ def _events(path: Path) -> Iterator[Event]:
 
 
 @contextmanager
-def waiting_lines() -> Iterator[list[traceback.StackSummary]]:
-    """In a process with the fake GPU: the Python stack, innermost call last, of each wait of the host in the block."""
-    stacks: list[traceback.StackSummary] = []
-    callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(
-        lambda name: stacks.append(traceback.extract_stack(sys._getframe(1)))
-    )
+def on_wait(function: Callable[[], object]) -> Iterator[None]:
+    """In a process with the fake GPU: call a function where the host waits in the block, below the line that waits."""
+    callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(lambda _: function() and None)
     library = ctypes.CDLL(None)
     library.fake_gpu_on_wait(callback)
     try:
-        yield stacks
+        yield
     finally:
         library.fake_gpu_on_wait(None)
 
