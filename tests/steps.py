@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.checkpoint.formats.megatron.folder import find_iteration
+from qwen3vl_bridge.checkpoint.formats.megatron import find_iteration
 from qwen3vl_bridge.dist_train.joint_step import Modules
-from qwen3vl_bridge.parallel.collectives import max_over_ranks, sum_over_ranks
+from qwen3vl_bridge.parallel.collectives import max_of_each, sum_over_ranks
 from qwen3vl_bridge.training.process_groups import _join, groups_to_leave, leave_groups
 from qwen3vl_bridge.training.step import forward_step
 
@@ -144,7 +144,7 @@ def train_step(run: Run) -> dict[str, float]:
     entry = {
         "step": run.progress.step,
         # Stages before the last have none.
-        "loss": max_over_ranks(float(losses["lm loss"]) if losses else float("-inf")),
+        "loss": max_of_each([float(losses["lm loss"]) if losses else float("-inf")])[0],
         "lr": learning_rate,
         "grad_norm": float(grad_norm),
     }

@@ -127,13 +127,13 @@ def _show_recipes(*, as_json: bool) -> None:
 
 def _configuration(args: argparse.Namespace, chosen: Recipe) -> ConfigContainer:
     """The recipe's configuration, with the command line's changes."""
-    from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import find_model
+    from qwen3vl_bridge.checkpoint.formats.huggingface import find_model
 
     from qwen3vl_recipes import overrides
     from qwen3vl_recipes.paths import check_data, set_paths
 
     if args.hf_model is not None and Path(args.hf_model).is_dir():
-        from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
+        from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
 
         ModelConfig(args.hf_model)  # refuses another model's folder before the slow import of Megatron
     elif args.hf_model is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import qwen3vl_bridge
 from qwen3vl_bridge.batch import SequenceLayout, mrope_positions
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest
 import torch

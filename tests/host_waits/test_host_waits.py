@@ -19,7 +19,7 @@ from qwen3vl_bridge.training.before_step import optimizers_of
 from qwen3vl_bridge.training.callbacks import training_callbacks
 from qwen3vl_bridge.training.config import GuardConfig
 from qwen3vl_bridge.training.step import to_device
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest
 import torch

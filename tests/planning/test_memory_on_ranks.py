@@ -16,8 +16,7 @@ from qwen3vl_bridge.planning.model_states import ParameterCount, chunk_count, st
 from qwen3vl_bridge.planning.split import ModelSplit
 from qwen3vl_bridge.planning.training_settings import FP32, Sharding, TrainingSettings
 from qwen3vl_bridge.registry import dimensions_of
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
-from qwen3vl_bridge.weights.model_parts import part_of
+from qwen3vl_bridge.weights.rows import ExpertLayout, part_of
 
 import pytest
 import torch.distributed as dist

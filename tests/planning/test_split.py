@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from qwen3vl_bridge.batch.token_layout import row_multiple
+from qwen3vl_bridge.models.divisibility import row_multiple
 from qwen3vl_bridge.models.qwen3_5 import presets as qwen3_5
 from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.planning.estimate import estimate

@@ -14,7 +14,7 @@ from qwen3vl_bridge.checkpoint import (
     reformat_checkpoint,
     verify_checkpoint,
 )
-from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
+from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
 from qwen3vl_bridge.cli.convert import main
 from qwen3vl_bridge.training.process_groups import initialize
 from qwen3vl_bridge.training.weight_loading import load_model, load_weights
@@ -74,7 +74,7 @@ def test_for_eight_ranks_of_experts(ckpt_format, tmp_path, capsys):
     export_checkpoint(written, tmp_path / "hf", verify=True)
     check_same(weights(tmp_path / "hf"), weights(folder))
     assert main(["import", *asked[:-1], "3", "--overwrite", "--no-progress"]) == 2
-    assert "--ep is 3, expected a divisor of the 8 experts" in capsys.readouterr().err
+    assert "--ep is 3, expected a divisor of num_moe_experts, which is 8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ckpt_format", FORMATS)

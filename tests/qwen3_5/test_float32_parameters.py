@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import CheckpointError, export_checkpoint, import_checkpoint, merge_adapters
-from qwen3vl_bridge.models.qwen3_5.layer_specs import linear_attention_spec
-from qwen3vl_bridge.models.qwen3_5.linear_attention import layer
+from qwen3vl_bridge.models.qwen3_5 import linear_attention
+from qwen3vl_bridge.models.qwen3_5.linear_attention import linear_attention_spec
 from qwen3vl_bridge.training.weight_loading import load_model
 
 import pytest
@@ -245,7 +245,7 @@ def test_state_by_index_of_a_model_that_rounded_them(inputs, tmp_path, monkeypat
     """As of Megatron-Bridge's own model: refused before it is looked for; its weights are loaded."""
     how = dict(checkpoint__dist_ckpt_optim_fully_reshardable=False)
     with monkeypatch.context() as patch:
-        patch.setattr(layer, "_FLOAT32", ())
+        patch.setattr(linear_attention, "_FLOAT32", ())
         run = set_up(config(inputs, tmp_path, WRAPPERS["distributed optimizer"], **how))
     assert {one.dtype for one in parameters(run).values()} == {torch.bfloat16}
     train_step(run)

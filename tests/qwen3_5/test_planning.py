@@ -16,7 +16,7 @@ from qwen3vl_bridge.planning.split import ModelSplit
 from qwen3vl_bridge.planning.training_settings import FP32, LINEAR_LAYERS, LoraSettings, Sharding, TrainingSettings
 from qwen3vl_bridge.registry import dimensions_of
 from qwen3vl_bridge.training.process_groups import initialize, shutdown
-from qwen3vl_bridge.weights.model_parts import part_of
+from qwen3vl_bridge.weights.rows import part_of
 
 import pytest
 import torch

@@ -13,15 +13,14 @@ import time
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import Topology, import_checkpoint
+from qwen3vl_bridge.checkpoint.conversion_plan import make_plan, tensors_of
 from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, HuggingFace, TorchDist
-from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSpec
-from qwen3vl_bridge.checkpoint.planning.plan import make_plan, tensors_of
-from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
+from qwen3vl_bridge.checkpoint.formats.tensors import TensorSpec
+from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
 from qwen3vl_bridge.models.qwen3_5.presets import PRESETS, config_dict, hf_config
 from qwen3vl_bridge.models.qwen3_5.table import table
 from qwen3vl_bridge.registry import dimensions_of
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
-from qwen3vl_bridge.weights.rows import expand, parameter_count
+from qwen3vl_bridge.weights.rows import ExpertLayout, expand, parameter_count
 
 import pytest
 import torch

@@ -15,13 +15,12 @@ from unittest import mock
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.checkpoint import export_checkpoint, import_checkpoint, verify_checkpoint
-from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
+from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
 from qwen3vl_bridge.models.qwen3_5.model import Qwen35VLModel
 from qwen3vl_bridge.models.qwen3_5.provider import Qwen35VLModelProvider, Qwen35VLMoEModelProvider
-from qwen3vl_bridge.models.settings.fields import default_transformer_impl
+from qwen3vl_bridge.models.settings import default_transformer_impl
 from qwen3vl_bridge.training.weight_loading import Pretrained, load_model
-from qwen3vl_bridge.weights.names import local_name
-from qwen3vl_bridge.weights.rows import expand
+from qwen3vl_bridge.weights.rows import expand, local_name
 
 import pytest
 import torch

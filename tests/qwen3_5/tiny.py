@@ -8,7 +8,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import torch
 import torch.distributed as dist

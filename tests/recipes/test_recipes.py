@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 from qwen3vl_bridge import registry
-from qwen3vl_bridge.models.settings.encoder_parallel import replicas_of
+from qwen3vl_bridge.models.settings import replicas_of
 from qwen3vl_bridge.peft.lora import Qwen3VLDoRA, Qwen3VLLoRA
 from qwen3vl_bridge.planning.hardware import GIB, GPUS, HOST_BYTES, HOST_RESERVE
 from qwen3vl_bridge.training.config import Qwen3VLConfigContainer

@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 from qwen3vl_bridge.data import Encoder, load_processor, open_source
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import numpy as np
 import pytest

@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections import Counter
 
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest
 import torch
@@ -80,12 +80,8 @@ def limits_of(pair, inputs) -> dict[str, float]:
     return limits(lambda: both(pair, inputs), errors, pair.megatron)
 
 
-FROZEN = dict(freeze_language_model=True)
-CASES = [("untied", {}), ("tied", {}), ("untied", PADDED), ("tied", PADDED), ("tied", FROZEN)]
-
-
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize(("kind", "fields"), CASES)
+@pytest.mark.parametrize(("kind", "fields"), [("untied", {}), ("tied", {}), ("untied", PADDED), ("tied", PADDED)])
 def test_values_and_gradients_of_the_whole_row(kind, fields, packed, request):
     folder = request.getfixturevalue(f"{kind}_folder")
     pair = make_pair(folder, loss_chunk_tokens=0, **fields)
@@ -93,7 +89,6 @@ def test_values_and_gradients_of_the_whole_row(kind, fields, packed, request):
     whole, most = both(pair, inputs), limits_of(pair, inputs)
     chunked = both(make_pair(folder, loss_chunk_tokens=CHUNK, **fields), inputs)
     assert chunked[0].dtype == whole[0].dtype and chunked[0].shape == whole[0].shape
-    assert fields is not FROZEN or all(name.startswith("vision_model.") for name in chunked[1])
     check(errors(chunked, whole), most)
 
 
@@ -118,16 +113,17 @@ def test_bfloat16_is_rounded_no_more_than_for_the_whole_row(fusion, untied_folde
     assert errors[CHUNK] <= 1.05 * errors[0]
 
 
-@pytest.mark.parametrize("predicts", [False, True], ids=["one loss", "multi-token prediction"])
-def test_logits_grow_with_the_chunk_alone(predicts, untied_folder, tmp_path, monkeypatch):
-    """Rows of two lengths: whole, logits of every loss grow with the row; in chunks there is one at a time of any."""
+@pytest.mark.parametrize("predicts", [False, True], ids=["", "multi-token prediction"])
+def test_logits_grow_with_the_chunk_alone(untied_folder, tmp_path, monkeypatch, predicts):
+    """Rows of two lengths: whole, logits (of each loss) grow with the row; in chunks they don't, one at a time."""
     # As it is before a schedule sets it: an earlier test has set one on the host.
     monkeypatch.setattr(MTPLossAutoScaler, "main_loss_backward_scale", torch.tensor(1.0))
-    folder = make_checkpoint(tmp_path / "model", mtp=ExpertLayout.OUTPUT_MAJOR) if predicts else untied_folder
-    settings = dict(mtp_loss_scaling_factor=0.5) if predicts else {}
-    measured = {}
+    folder, fields, measured = untied_folder, {}, {}
+    if predicts:
+        folder = make_checkpoint(tmp_path / "model", mtp=ExpertLayout.OUTPUT_MAJOR)
+        fields = dict(mtp_loss_scaling_factor=0.5)
     for tokens, times in itertools.product((0, CHUNK), (1, 3)):
-        pair = make_pair(folder, loss_chunk_tokens=tokens, **settings)
+        pair = make_pair(folder, loss_chunk_tokens=tokens, **fields)
         text = pair.config.text_config
         inputs = batch_of(pair, times=times, predicts=predicts)
         with Logits(text.vocab_size, text.hidden_size) as logits:
@@ -150,6 +146,15 @@ def test_without_gradients_nothing_is_kept(untied_folder):
     assert torch.equal(losses, pair.megatron(inputs=inputs).detach())
 
 
+def test_what_is_frozen_gets_no_gradient(tied_folder):
+    pair = make_pair(tied_folder, loss_chunk_tokens=0, freeze_language_model=True)
+    inputs = batch_of(pair)
+    whole, most = both(pair, inputs), limits_of(pair, inputs)
+    chunked = both(make_pair(tied_folder, loss_chunk_tokens=CHUNK, freeze_language_model=True), inputs)
+    assert all(name.startswith("vision_model.") for name in chunked[1])
+    check(errors(chunked, whole), most)
+
+
 def test_callers_of_logits_get_them_whole(untied_folder):
     """And a caller's own loss is the caller's."""
     pair = make_pair(untied_folder, loss_chunk_tokens=CHUNK)
@@ -159,16 +164,6 @@ def test_callers_of_logits_get_them_whole(untied_folder):
         own = pair.megatron(inputs=inputs, output_processor=lambda *, hidden_states, **_: hidden_states)
     assert logits.shape == (*inputs.labels.shape, pair.config.text_config.vocab_size)
     assert own.shape[0] == inputs.labels.shape[1]
-
-
-def fused(pair, kind: str) -> tuple[torch.nn.Parameter, str]:
-    """The head's weight, whose gradient is added to a buffer, and its name."""
-    text = pair.megatron.language_model
-    weight = text.shared_embedding_or_output_weight() if kind == "tied" else text.output_layer.weight
-    text.output_layer.gradient_accumulation_fusion = True
-    weight.main_grad, weight.grad_added_to_main_grad, weight.zero_out_wgrad = torch.zeros_like(weight), False, True
-    (name,) = (name for name, p in pair.megatron.named_parameters() if p is weight)
-    return weight, name
 
 
 @pytest.mark.parametrize("kind", ["untied", "tied"])
@@ -183,8 +178,12 @@ def test_a_fused_gradient_is_added_to_main_grad_chunk_by_chunk(kind, request, mo
     pair = make_pair(request.getfixturevalue(f"{kind}_folder"), loss_chunk_tokens=CHUNK)
     inputs = batch_of(pair)
     expected, most = both(pair, inputs), limits_of(pair, inputs)
-    weight, name = fused(pair, kind)
+    text = pair.megatron.language_model
+    weight = text.shared_embedding_or_output_weight() if kind == "tied" else text.output_layer.weight
     monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", Kernels, raising=False)
+    text.output_layer.gradient_accumulation_fusion = True
+    weight.main_grad, weight.grad_added_to_main_grad, weight.zero_out_wgrad = torch.zeros_like(weight), False, True
+    (name,) = (name for name, p in pair.megatron.named_parameters() if p is weight)
     losses, found = both(pair, inputs)
     assert weight.grad_added_to_main_grad
     # As DistributedDataParallel, whose hook adds what autograd brings where a weight has more uses than this.
@@ -206,20 +205,28 @@ def test_labels_of_another_number_of_tokens(untied_folder):
     text = pair.megatron.language_model
     with pytest.raises(ValueError, match=r"labels have shape \[1, 41\], expected \[1, 40\], or a multiple of 40"):
         text._postprocess(
-            torch.zeros(40, 1, pair.config.text_config.hidden_size), input_ids=None, position_ids=None,
-            labels=torch.zeros(1, 41, dtype=torch.long), rotary_pos_emb=None, rotary_pos_cos=None,
+            torch.zeros(40, 1, pair.config.text_config.hidden_size),
+            input_ids=None,
+            position_ids=None,
+            labels=torch.zeros(1, 41, dtype=torch.long),
+            rotary_pos_emb=None,
+            rotary_pos_cos=None,
             rotary_pos_sin=None,
-        )  # fmt: skip
+        )
 
 
 @pytest.mark.parametrize("kind", ["untied", "tied"])
 def test_a_fused_gradient_under_megatron_fsdp_is_the_last_chunks(kind, request):
-    """Why `settings.parallelism.complete_sharded` turns it off. Should this fail, megatron-core has mended it."""
+    """Why `settings.complete_ddp` turns it off. Should this fail, megatron-core has mended it."""
     pair = make_pair(request.getfixturevalue(f"{kind}_folder"), loss_chunk_tokens=CHUNK)
     inputs = batch_of(pair)
     _, expected = both(pair, inputs)
-    weight, name = fused(pair, kind)
-    buffer = weight.main_grad
+    text = pair.megatron.language_model
+    weight = text.shared_embedding_or_output_weight() if kind == "tied" else text.output_layer.weight
+    (name,) = (name for name, p in pair.megatron.named_parameters() if p is weight)
+    buffer = torch.zeros_like(weight)
+    text.output_layer.gradient_accumulation_fusion = True
+    weight.main_grad, weight.grad_added_to_main_grad, weight.zero_out_wgrad = buffer, False, True
     weight.__fsdp_param__, weight.get_main_grad = True, lambda: buffer
     both(pair, inputs)
     assert weight.grad_added_to_main_grad

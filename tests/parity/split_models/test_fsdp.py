@@ -15,7 +15,7 @@ from typing import Any
 from qwen3vl_bridge.parallel.collectives import sum_over_ranks
 from qwen3vl_bridge.training.before_step import PartSquares
 from qwen3vl_bridge.training.process_groups import initialize
-from qwen3vl_bridge.weights.model_parts import Part, part_of
+from qwen3vl_bridge.weights.rows import Part, part_of
 
 import pytest
 import torch

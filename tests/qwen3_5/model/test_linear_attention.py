@@ -14,10 +14,9 @@ from types import SimpleNamespace
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge import registry
 from qwen3vl_bridge.models.core_attention import packed_seq_params
-from qwen3vl_bridge.models.qwen3_5.layer_specs import linear_attention_spec
-from qwen3vl_bridge.models.qwen3_5.linear_attention import delta_rule, kernels
-from qwen3vl_bridge.models.qwen3_5.linear_attention.delta_rule import chunk_gated_delta_rule
-from qwen3vl_bridge.models.qwen3_5.linear_attention.layer import LinearAttention
+from qwen3vl_bridge.models.qwen3_5 import delta_rule
+from qwen3vl_bridge.models.qwen3_5.delta_rule import chunk_gated_delta_rule
+from qwen3vl_bridge.models.qwen3_5.linear_attention import LinearAttention, linear_attention_spec
 
 import pytest
 import torch
@@ -177,7 +176,7 @@ def test_a_gpu_without_the_package_is_warned_of(gpu, monkeypatch, caplog):
 def test_the_import_hook_puts_them_where_megatron_core_calls_them():
     gdn = importlib.import_module(f"{_KERNELS}.gdn")
     common = importlib.import_module(f"{_KERNELS}.common")
-    missing = kernels.are_missing()
+    missing = delta_rule.are_missing()
     assert (gdn.chunk_gated_delta_rule is delta_rule.chunk_gated_delta_rule) == missing
     assert (common.l2norm is delta_rule.l2norm) == missing
 
