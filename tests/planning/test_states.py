@@ -45,17 +45,13 @@ SIZES |= {
     for size in qwen3_5.PRESETS
 }
 STAGES = {
-    "2B": ModelSplit(7, pp=7),
-    "4B": ModelSplit(6, pp=6, vpp=2),
-    "8B": ModelSplit(4, pp=4, first_layers=6, last_layers=10),
-    "32B": ModelSplit(8, pp=8, vpp=2),
+    "2B": ModelSplit(7, pp=7), "4B": ModelSplit(6, pp=6, vpp=2),
+    "8B": ModelSplit(4, pp=4, first_layers=6, last_layers=10), "32B": ModelSplit(8, pp=8, vpp=2),
     "30B-A3B": ModelSplit(2, pp=2, layout=((20,), (28,))),
     "235B-A22B": ModelSplit(8, pp=8, vpp=4, embedding_as_layer=True, loss_as_layer=True),
-    "Qwen3.5 9B": ModelSplit(4, pp=4),
-    "Qwen3.5 35B-A3B": ModelSplit(4, pp=4),
-    "Qwen3.5 27B": ModelSplit(8, pp=8, vpp=2),
-    "Qwen3.5 4B": ModelSplit(3, pp=3, layout=((9,), (11,), (12,))),
-}
+    "Qwen3.5 9B": ModelSplit(4, pp=4), "Qwen3.5 35B-A3B": ModelSplit(4, pp=4),
+    "Qwen3.5 27B": ModelSplit(8, pp=8, vpp=2), "Qwen3.5 4B": ModelSplit(3, pp=3, layout=((9,), (11,), (12,))),
+}  # fmt: skip
 SPLITS = [*((size, ModelSplit(1)) for size in SIZES), *STAGES.items()]
 
 
