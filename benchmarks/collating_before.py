@@ -13,7 +13,7 @@ from typing import Any
 
 from qwen3vl_bridge.batch import SequenceLayout, frame_lengths, vision_inputs
 from qwen3vl_bridge.batch.vision_inputs import check_grids, frames
-from qwen3vl_bridge.data.processing import collation
+from qwen3vl_bridge.data import collation
 
 import torch
 from torch import Tensor

@@ -22,7 +22,7 @@ from typing import Any
 
 import qwen3vl_bridge  # noqa: F401  (registers our model)
 from qwen3vl_bridge.batch import PackedBatch
-from qwen3vl_bridge.data.processing.encoding import EncodedSample
+from qwen3vl_bridge.data.encoding import EncodedSample
 from qwen3vl_bridge.models.flops import tower_costs
 from qwen3vl_bridge.models.qwen3_vl.presets import hf_config
 from qwen3vl_bridge.training.process_groups import initialize, shutdown

@@ -108,7 +108,6 @@ def _groups_of_one_module():
 
 
 def _leave_groups() -> None:
-    """Where anything has been imported that could have made some."""
     if "megatron.core.parallel_state" in sys.modules:
         from qwen3vl_bridge.training.process_groups import shutdown
 
@@ -142,7 +141,6 @@ def _rendezvous_of_one_test():
 
 @pytest.fixture
 def no_groups(monkeypatch):
-    """A process as it is started: in no process group, and told of none; for tests that start others from it."""
     _leave_groups()
     for name in _RENDEZVOUS:
         monkeypatch.delenv(name, raising=False)

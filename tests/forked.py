@@ -23,18 +23,6 @@ PATIENCE = 1200  # seconds
 
 
 def run_ranks(module: str, ranks: int, *arguments: object, timeout: float = PATIENCE, show: bool = False) -> None:
-    """Run it to its end.
-
-    Args:
-        module: its dotted name.
-        ranks: how many.
-        arguments: of its command line.
-        timeout: in seconds, after which a rank says where it stands, and ends.
-        show: let its output through.
-
-    Raises:
-        RuntimeError: it failed; with the end of what each rank said.
-    """
     multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.imported"])
     # The ranks meet at a store of this process, which outlives them, as under torchrun.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -66,7 +54,6 @@ def run_ranks(module: str, ranks: int, *arguments: object, timeout: float = PATI
 
 
 def _run(rank: int, command: list[str], environment: dict[str, str], logs: str | None, timeout: float) -> None:
-    """What a forked process does."""
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     if logs is not None:

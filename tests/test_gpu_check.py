@@ -19,7 +19,7 @@ import pytest
 from scripts.gpu_check import packages, results, runner
 from scripts.gpu_check.results import Finding, Outcome, Place, at_least, at_most
 from scripts.gpu_check.steps import KINDS, STEPS, UNPACKING, Step
-from tests.host_waits.places import PACKAGES
+from tests.host_waits.counter import PACKAGES
 
 ROOT = Path(__file__).parents[1]
 

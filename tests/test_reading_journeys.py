@@ -136,7 +136,7 @@ def train_file(tmp_path) -> Path:
 
 def test_a_model(model, tmp_path):
     files = files_entered(MODEL, model, tmp_path)
-    assert len(files) <= 49, files
+    assert len(files) <= 32, files
 
 
 def test_an_import(model, tmp_path):

@@ -24,15 +24,7 @@ Megatron-Bridge's own; for several devices, start it under torchrun."""
 
 
 def train(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl train") -> int:
-    """Train from given weights, or with `--from-scratch` from random ones.
-
-    Args:
-        arguments: as on the command line; None for those of the process.
-        prog: the program's name, for messages.
-
-    Returns:
-        Exit status: 0. Errors end the process with 2.
-    """
+    """Train from given weights, or with `--from-scratch` from random ones. Errors end the process with 2."""
     parser = _parser("Train Qwen3-VL or Qwen3.5-VL with a recipe, from given weights or from scratch.", prog)
     parser.add_argument("--from-scratch", action="store_true", help="start from random weights")
     args = _parse(parser, arguments)
@@ -141,13 +133,13 @@ def _show_recipes(*, as_json: bool) -> None:
 
 def _configuration(args: argparse.Namespace, chosen: Recipe, *, needs_weights: bool) -> ConfigContainer:
     """The recipe's configuration, with the command line's changes."""
-    from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import find_model
+    from qwen3vl_bridge.checkpoint.formats.huggingface import find_model
 
     from qwen3vl_recipes import overrides
     from qwen3vl_recipes.paths import check_data, set_paths
 
     if args.hf_model is not None and Path(args.hf_model).is_dir():
-        from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
+        from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
 
         ModelConfig(args.hf_model)  # refuses another model's folder before the slow import of Megatron
     elif args.hf_model is not None:

@@ -40,7 +40,7 @@ class Group:
         return "qwen3vl_bridge." + self.file.removesuffix(".py").replace("/", ".")
 
 
-_FIELDS = ("models/settings/fields.py", "VisionLanguageFields")
+_FIELDS = ("models/settings.py", "VisionLanguageFields")
 _EXPERTS = ("models/provider.py", "ExpertsMixin")
 _QWEN3_VL, _QWEN3_5 = "models/qwen3_vl/provider.py", "models/qwen3_5/provider.py"
 _ROWS = ("data/dataset_provider.py", "ConversationRows")
@@ -54,7 +54,7 @@ GROUPS: dict[str, tuple[Group, ...]] = {
         Group("model.", _QWEN3_VL, "Qwen3VLMoEModelProvider", (_EXPERTS, _FIELDS)),
         Group("model.", _QWEN3_5, "Qwen35VLModelProvider", (_FIELDS,)),
         Group("model.", _QWEN3_5, "Qwen35VLMoEModelProvider", (_EXPERTS, _FIELDS)),
-        Group("model.dist_train.", "models/settings/fields.py", "DistTrainConfig"),
+        Group("model.dist_train.", "models/settings.py", "DistTrainConfig"),
     ),
     "dataset": (
         Group("dataset.", *_ROWS),

@@ -16,8 +16,8 @@ from typing import Any
 
 import qwen3vl_bridge  # noqa: F401  before Megatron
 from qwen3vl_bridge.models import rope
-from qwen3vl_bridge.models.settings.fields import has_transformer_engine
-from qwen3vl_bridge.models.settings.kernels import PACKED_UNFUSED
+from qwen3vl_bridge.models.refusals import PACKED_UNFUSED
+from qwen3vl_bridge.models.settings import has_transformer_engine
 from qwen3vl_bridge.training.step import to_device
 
 import torch

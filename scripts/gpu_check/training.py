@@ -18,7 +18,7 @@ from qwen3vl_bridge.training.metrics import peak_operations
 import torch
 from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config
 from qwen3vl_recipes.paths import set_paths
-from qwen3vl_recipes.qwen3_vl.qwen3_vl_2b import qwen3_vl_2b_sft_config
+from qwen3vl_recipes.qwen3_vl import qwen3_vl_2b_sft_config
 
 from examples.digits.checkpoint import make_checkpoint
 from tests.ranks import forget_models

@@ -18,7 +18,7 @@ from qwen3vl_bridge.training.config import GuardConfig
 import torch
 
 from examples.digits.checkpoint import make_checkpoint
-from tests.host_waits.places import UPSTREAM, place_in_code
+from tests.host_waits.counter import UPSTREAM, place_in_code
 from tests.parity.on_ranks import Split
 from tests.parity.topologies import Topology
 from tests.ranks import forget_models

@@ -7,10 +7,9 @@ import shutil
 import struct
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint.formats.byte_streams import SegmentReader
-from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
-from qwen3vl_bridge.checkpoint.formats.dcp.reader import DcpTensors
-from qwen3vl_bridge.checkpoint.formats.slices import Slice
+from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
+from qwen3vl_bridge.checkpoint.formats.dcp_reader import DcpTensors
+from qwen3vl_bridge.checkpoint.formats.tensors import SegmentReader, Slice
 from qwen3vl_bridge.cli.convert import main
 
 import torch

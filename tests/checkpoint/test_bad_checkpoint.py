@@ -166,9 +166,9 @@ def test_verify_names_what_differs(capsys, tmp_path, untied_folder, imported):
 
 
 def test_verify_during_import_catches_a_wrong_byte(tmp_path, untied_folder, monkeypatch):
-    from qwen3vl_bridge.checkpoint.formats import byte_streams
+    from qwen3vl_bridge.checkpoint.formats import tensors
 
-    original = byte_streams.SegmentReader._read
+    original = tensors.SegmentReader._read
 
     def damage(self, file, into, offset, path, name):
         original(self, file, into, offset, path, name)
@@ -177,7 +177,7 @@ def test_verify_during_import_catches_a_wrong_byte(tmp_path, untied_folder, monk
             damaged.append(True)
 
     damaged: list[bool] = []
-    monkeypatch.setattr(byte_streams.SegmentReader, "_read", damage)
+    monkeypatch.setattr(tensors.SegmentReader, "_read", damage)
     with pytest.raises(CheckpointError, match="not written correctly"):
         import_checkpoint(untied_folder, tmp_path / "megatron", verify=True)
     assert not list(tmp_path.iterdir())

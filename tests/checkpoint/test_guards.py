@@ -10,13 +10,12 @@ import shutil
 import time
 
 from qwen3vl_bridge.checkpoint import CheckpointError, export_checkpoint, import_checkpoint, verify_checkpoint
-from qwen3vl_bridge.checkpoint.engine import copying
 from qwen3vl_bridge.checkpoint.formats import planned_files
-from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
+from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
 from qwen3vl_bridge.cli.convert import main
 from qwen3vl_bridge.io import atomic
-from qwen3vl_bridge.io.json_files import read_object, write_object
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.io.files import read_object, write_object
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest
 import torch
@@ -51,7 +50,7 @@ def test_gate_and_up_of_different_dtypes_are_cast_before_they_are_transposed(gat
 
 
 def interrupt_after(monkeypatch, count: int):
-    done, original = [], copying._commit
+    done, original = [], planned_files._commit
 
     def fail_later(*arguments):
         done.append(1)
@@ -60,13 +59,13 @@ def interrupt_after(monkeypatch, count: int):
         original(*arguments)
 
     monkeypatch.setattr(planned_files, "UNIT_BYTES", 1 << 18)
-    monkeypatch.setattr(copying, "_commit", fail_later)
-    return lambda: monkeypatch.setattr(copying, "_commit", original)
+    monkeypatch.setattr(planned_files, "_commit", fail_later)
+    return lambda: monkeypatch.setattr(planned_files, "_commit", original)
 
 
 def test_a_unit_that_waits_for_the_disk_holds_up_one_other_at_most(untied_folder, tmp_path, monkeypatch):
     """Two are written at a time, and no more files are open than that."""
-    running, most, original = [], [], copying._commit
+    running, most, original = [], [], planned_files._commit
 
     def wait(file, *arguments):
         running.append(file)
@@ -76,7 +75,7 @@ def test_a_unit_that_waits_for_the_disk_holds_up_one_other_at_most(untied_folder
         original(file, *arguments)
 
     monkeypatch.setattr(planned_files, "UNIT_BYTES", 1 << 18)
-    monkeypatch.setattr(copying, "_commit", wait)
+    monkeypatch.setattr(planned_files, "_commit", wait)
     import_checkpoint(untied_folder, tmp_path / "m", verify=True)
     assert len(most) > 5 and max(most) == 2
 
@@ -115,13 +114,13 @@ def test_resume_goes_on_under_another_spelling_and_not_from_what_was_not_waited_
 
 
 def test_a_source_that_changes_while_it_is_read(untied_folder, tmp_path, monkeypatch):
-    model, original = shutil.copytree(untied_folder, tmp_path / "model"), copying._commit
+    model, original = shutil.copytree(untied_folder, tmp_path / "model"), planned_files._commit
 
     def touch(*arguments):
         os.utime(model / "model.safetensors")
         original(*arguments)
 
-    monkeypatch.setattr(copying, "_commit", touch)
+    monkeypatch.setattr(planned_files, "_commit", touch)
     with pytest.raises(CheckpointError, match="changed while it was being read"):
         import_checkpoint(model, tmp_path / "m")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
@@ -129,7 +128,7 @@ def test_a_source_that_changes_while_it_is_read(untied_folder, tmp_path, monkeyp
 
 def test_what_came_to_the_targets_place_meanwhile_is_kept(untied_folder, tmp_path, monkeypatch):
     import_checkpoint(untied_folder, tmp_path / "m")
-    original = copying._commit
+    original = planned_files._commit
 
     def intrude(*arguments):
         if (tmp_path / "m" / "iter_0000000").exists():
@@ -138,7 +137,7 @@ def test_what_came_to_the_targets_place_meanwhile_is_kept(untied_folder, tmp_pat
             (tmp_path / "m" / "precious").write_text("x")
         original(*arguments)
 
-    monkeypatch.setattr(copying, "_commit", intrude)
+    monkeypatch.setattr(planned_files, "_commit", intrude)
     with pytest.raises(CheckpointError, match=r"was not written by a conversion .* so it is not replaced"):
         import_checkpoint(untied_folder, tmp_path / "m", overwrite=True)
     assert [path.name for path in tmp_path.rglob("*")] == ["m", "precious"]

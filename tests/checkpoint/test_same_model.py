@@ -12,9 +12,8 @@ from qwen3vl_bridge.checkpoint import (
     verify_checkpoint,
     verify_reformatted,
 )
-from qwen3vl_bridge.checkpoint.stored_models.config_comparison import check_same_model
-from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
-from qwen3vl_bridge.io.json_files import read_object, write_object
+from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, check_same_model
+from qwen3vl_bridge.io.files import read_object, write_object
 from qwen3vl_bridge.models.qwen3_vl import presets
 
 import pytest

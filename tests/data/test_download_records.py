@@ -8,7 +8,7 @@ from qwen3vl_bridge.cli.data import main
 from qwen3vl_bridge.data import DataError, open_source
 from qwen3vl_bridge.data.errors import Unreachable
 from qwen3vl_bridge.data.media.media_access import DownloadRecord, UrlCache, digest_of
-from qwen3vl_bridge.data.packing import shared_sizes
+from qwen3vl_bridge.data.packing import sample_sizes
 
 import datasets
 import pyarrow as pa
@@ -45,7 +45,7 @@ def training(checkpoint, tmp_path):
     """A run's rows of a file, each a job of its own."""
 
     def training(file: Path, cache: str = "cache", **settings) -> Qwen3VLConversationProvider:
-        shared_sizes._job.cache_clear()
+        sample_sizes._job.cache_clear()
         provider = Qwen3VLConversationProvider(
             train_path=str(file),
             hf_processor_path=str(checkpoint),

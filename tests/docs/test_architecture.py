@@ -88,7 +88,7 @@ NOT_REPLACED = {
     "data/energon/task_encoder.py": {"global_error_handler"},
     "inference/generation.py": {"training"},
     "models/layer_specs.py": {"module", "mlp"},
-    "models/settings/kernels.py": {"attention_backend"},
+    "models/settings.py": {"activation_func", "attention_backend", "dist_train"},
     "models/qwen3_vl/model.py": {"module"},
     "training/resuming.py": {"load_rng"},
 }

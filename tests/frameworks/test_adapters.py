@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.training.process_groups import initialize
 
 import pytest
 import torch
@@ -28,8 +27,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from tests.model.adapters.peft_models import check_logits, reference_logits, worst_difference
+from tests.adapters.adapted_models import check_logits, reference_logits, worst_difference
 from tests.parity.batches import make_batch, make_samples
+from tests.parity.conftest import build
 
 ALL = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 SPLIT = ["linear_q", "linear_k", "linear_v", "linear_proj", "linear_fc1_up", "linear_fc1_gate", "linear_fc2"]
@@ -43,11 +43,7 @@ class Model:
         self.folder, self.bridge = folder, AutoBridge.from_hf_pretrained(str(folder))
         provider = self.bridge.to_megatron_provider(load_weights=True)
         provider.register_pre_wrap_hook(hook)
-        provider.finalize()
-        initialize(provider, seed=0)
-        self.chunks = provider.provide_distributed_model(
-            wrap_with_ddp=False, use_cpu_initialization=True, mixed_precision_wrapper=None
-        )
+        self.chunks = [build(provider)]
         with torch.no_grad():  # as if trained
             for name, p in self.chunks[0].named_parameters():
                 if ".adapter." in name:
@@ -64,17 +60,14 @@ class Model:
         return [flat[a : a + n] for a, n in zip(starts, batch.layout.lengths, strict=True) if n]
 
     def check(self, model: torch.nn.Module) -> None:
-        """A model of transformers, or of `peft`, says the same."""
         check_logits(self.logits(), model, self.samples)
 
     def base(self) -> torch.nn.Module:
-        """Of transformers, without adapters."""
         model = AutoModelForImageTextToText.from_pretrained(self.folder)
         assert worst_difference(self.logits(), reference_logits(model, self.samples)) > 0.5
         return model
 
     def check_folder(self, folder: Path) -> None:
-        """A folder of adapters, as `peft` loads it."""
         base = self.base()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -134,7 +127,6 @@ class TestVerl:
         assert experts == (both if any("experts" in name for name in expected) else set())
 
     def test_a_checkpoint(self, model, tmp_path):
-        """_save_model_as_hf_via_bridge."""
         model, peft = model
         model.bridge.save_hf_adapter(model.chunks, str(tmp_path / "adapter"), peft)
         model.check_folder(tmp_path / "adapter")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import torch
 
@@ -82,13 +82,7 @@ def cases(ranks: int, topologies: dict[str, Topology] = TOPOLOGIES) -> list[Case
 
 
 def some_cases(ranks: int, each: int, *, both: bool) -> list[Case]:
-    """So many of each topology, others from one to the next, so that each kind comes up often.
-
-    Args:
-        ranks: of the topologies.
-        each: cases of a topology and family.
-        both: families where a topology has both; else one of them, by turns.
-    """
+    """So many of each topology, others from one to the next, so that each kind comes up often."""
     groups: dict[str, dict[str, list[Case]]] = defaultdict(lambda: defaultdict(list))
     for case in cases(ranks):
         groups[case[1]][case[0]].append(case)
@@ -116,20 +110,12 @@ def run(
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "found.pt"
         places = {family: str(folder) for family, folder in folders.items()}
-        run_ranks(
-            "tests.parity.on_ranks",
-            ranks,
-            output,
-            json.dumps(chosen),
-            json.dumps(places),
-            timeout=60 * len(chosen),
-            show=show,
-        )
+        given = (output, json.dumps(chosen), json.dumps(places))
+        run_ranks("tests.parity.on_ranks", ranks, *given, timeout=60 * len(chosen), show=show)
         return torch.load(output)
 
 
 def table(found: dict[Case, dict[str, float]]) -> str:
-    """The worst errors of each topology and family, as Markdown."""
     groups: dict[tuple[str, str], list[dict[str, float]]] = defaultdict(list)
     for (family, topology, _, _), errors in found.items():
         groups[topology, family].append(errors)
@@ -151,8 +137,14 @@ def wrong(found: dict[Case, dict[str, float]], limits: Limits) -> dict[Case, dic
     }
 
 
+def check(chosen: list[Case], folders: dict[str, Path], limits: Limits, ranks: int) -> None:
+    found = run(chosen, folders, ranks)
+    print(table(found), limits)
+    assert found.keys() == set(chosen)
+    assert not wrong(found, limits)
+
+
 def main() -> None:
-    """The whole matrix."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--write-table", type=Path, help="put the table of errors between this file's marks")
     parser.add_argument("--topology", action="append", choices=TOPOLOGIES, help="only this one; may be repeated")

@@ -27,12 +27,10 @@ def inputs(qwen3_5_folders, tmp_path_factory) -> Inputs:
 
 
 def run(make, inputs: Inputs, into: Path, load: Path | None = None, **settings):
-    """A run as it begins, from another's folder where one is given."""
     return set_up(make(inputs, into, **STEPS | dict(checkpoint__load=str(load or into)) | settings))
 
 
 def step(made) -> dict[str, torch.Tensor]:
-    """One more, saved; what is stored then."""
     train_step(made)
     save(made)
     return stored(Path(made.cfg.checkpoint.save))

@@ -34,7 +34,7 @@ def _options(parser: argparse.ArgumentParser, target: str, base: str) -> None:
 
 
 def _run_export(options: argparse.Namespace) -> int:
-    from qwen3vl_bridge.checkpoint.adapters.exporting import export_adapters
+    from qwen3vl_bridge.peft.hf_export import export_adapters
 
     return convert_output.conversion(
         export_adapters(options.megatron_path, options.hf_path, **_asked(options)), options
@@ -42,7 +42,7 @@ def _run_export(options: argparse.Namespace) -> int:
 
 
 def _run_merge(options: argparse.Namespace) -> int:
-    from qwen3vl_bridge.checkpoint.adapters.merging import merge_adapters
+    from qwen3vl_bridge.peft.hf_export import merge_adapters
 
     asked = _asked(options) | {"drop_vocab_padding": options.drop_vocab_padding}
     return convert_output.conversion(merge_adapters(options.megatron_path, options.hf_path, **asked), options)

@@ -12,16 +12,15 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from qwen3vl_bridge.checkpoint.engine.ranks import Ranks
 from qwen3vl_bridge.checkpoint.formats.layouts import LOCAL, TRANSFORMER_ENGINE
-from qwen3vl_bridge.checkpoint.formats.megatron.folder import FORMATS
-from qwen3vl_bridge.checkpoint.planning.topology import Topology
+from qwen3vl_bridge.checkpoint.formats.megatron import FORMATS
+from qwen3vl_bridge.checkpoint.processes import Ranks
+from qwen3vl_bridge.checkpoint.topology import Topology
 from qwen3vl_bridge.cli import adapters as adapters_cli
 from qwen3vl_bridge.cli import convert_options, convert_output
-from qwen3vl_bridge.io.errors import CheckpointError
-from qwen3vl_bridge.io.paths import expanded
+from qwen3vl_bridge.io.files import CheckpointError, expanded
 from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show, show_anything
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 _SIZES = {
     "tp": "tensor-parallel size",
@@ -232,7 +231,7 @@ def _stored(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run_import(options: argparse.Namespace) -> int:
-    from qwen3vl_bridge.checkpoint.commands.importing import import_checkpoint
+    from qwen3vl_bridge.checkpoint.commands import import_checkpoint
 
     report = import_checkpoint(
         options.hf_model,
@@ -246,7 +245,7 @@ def _run_import(options: argparse.Namespace) -> int:
 
 
 def _run_export(options: argparse.Namespace) -> int:
-    from qwen3vl_bridge.checkpoint.commands.exporting import export_checkpoint
+    from qwen3vl_bridge.checkpoint.commands import export_checkpoint
 
     report = export_checkpoint(
         options.megatron_path,
@@ -264,7 +263,7 @@ def _run_export(options: argparse.Namespace) -> int:
 
 
 def _run_reformat(options: argparse.Namespace) -> int:
-    from qwen3vl_bridge.checkpoint.commands.reformatting import reformat_checkpoint
+    from qwen3vl_bridge.checkpoint.commands import reformat_checkpoint
 
     report = reformat_checkpoint(
         options.megatron_path,
@@ -279,7 +278,7 @@ def _run_reformat(options: argparse.Namespace) -> int:
 
 
 def _run_verify(options: argparse.Namespace) -> int:
-    from qwen3vl_bridge.checkpoint.commands import verifying
+    from qwen3vl_bridge.checkpoint import verification
 
     how = {"iteration": options.iteration, "progress": not options.no_progress, "ranks": options.ranks}
     if options.new_path is not None or options.hf_model is not None:
@@ -287,16 +286,18 @@ def _run_verify(options: argparse.Namespace) -> int:
     elif options.drop_vocab_padding:
         raise CheckpointError("--drop-vocab-padding: checksums cover all rows, expected --hf-model or --new-path")
     if options.new_path is not None:
-        report = verifying.verify_reformatted(options.megatron_path, options.new_path, hf_model=options.hf_model, **how)
+        report = verification.verify_reformatted(
+            options.megatron_path, options.new_path, hf_model=options.hf_model, **how
+        )
     elif options.hf_model is not None:
-        report = verifying.verify_checkpoint(options.hf_model, options.megatron_path, **how)
+        report = verification.verify_checkpoint(options.hf_model, options.megatron_path, **how)
     else:
-        report = verifying.verify_checksums(options.megatron_path, **how)
+        report = verification.verify_checksums(options.megatron_path, **how)
     return convert_output.comparison(report, options)
 
 
 def _run_inspect(options: argparse.Namespace) -> int:
-    from qwen3vl_bridge.checkpoint.commands.inspection import inspect_checkpoint, inspect_model
+    from qwen3vl_bridge.checkpoint.inspection import inspect_checkpoint, inspect_model
 
     if options.hf_model is not None:
         found = inspect_model(expanded(options.hf_model))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from qwen3vl_bridge.checkpoint.formats.tensor_specs import WEIGHT_DTYPES
+from qwen3vl_bridge.checkpoint.formats.tensors import WEIGHT_DTYPES
 
 
 def megatron_path(parser: argparse.ArgumentParser) -> None:

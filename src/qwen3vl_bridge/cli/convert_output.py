@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from qwen3vl_bridge.terminal import show, show_report
 
 if TYPE_CHECKING:
-    from qwen3vl_bridge.checkpoint.engine.reports import ConversionReport, VerifyReport
+    from qwen3vl_bridge.checkpoint.conversion import ConversionReport
+    from qwen3vl_bridge.checkpoint.verification import VerifyReport
 
 _DIFFERENT = 1
 
@@ -86,7 +87,7 @@ def comparison(report: VerifyReport, options: argparse.Namespace) -> int:
 
 def contents(found: Mapping[str, Any], options: argparse.Namespace) -> int:
     """Print the contents of a checkpoint; returns the exit status."""
-    from qwen3vl_bridge.checkpoint.commands.inspection import as_table
+    from qwen3vl_bridge.checkpoint.inspection import as_table
 
     show(json.dumps(found, indent=2) if options.json else as_table(found))
     return 0

@@ -11,6 +11,9 @@ from typing import Any, ClassVar, Self
 
 from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.batch.token_layout import segment_multiple
+from qwen3vl_bridge.data.answers import EmptyThinking
+from qwen3vl_bridge.data.collation import Collator, VisionSettings, pad_token_id
+from qwen3vl_bridge.data.encoding import Answers, Encoder, VisionLimits, load_processor
 from qwen3vl_bridge.data.errors import Changed, DataError, Unreachable, check_choice
 from qwen3vl_bridge.data.loading.batch_stream import (
     BatchStream,
@@ -21,15 +24,9 @@ from qwen3vl_bridge.data.loading.batch_stream import (
 from qwen3vl_bridge.data.loading.rows import Balance, RowDataset, RowSettings, StreamedRows
 from qwen3vl_bridge.data.media.media_access import MediaAccess, UrlCache
 from qwen3vl_bridge.data.packing.packed_rows import PackedRows
-from qwen3vl_bridge.data.packing.shared_sizes import notes_of_job, sizes_of_job
-from qwen3vl_bridge.data.processing.collation import Collator, VisionSettings, pad_token_id
-from qwen3vl_bridge.data.processing.encoding import Answers, Encoder
-from qwen3vl_bridge.data.processing.filtering import OnBad, OnLong, SampleFilter
-from qwen3vl_bridge.data.processing.processor import VisionLimits, load_processor
-from qwen3vl_bridge.data.processing.samples import Samples
-from qwen3vl_bridge.data.processing.thinking import EmptyThinking
-from qwen3vl_bridge.data.schemas.columns import Columns, one_schema
-from qwen3vl_bridge.data.schemas.named_schemas import named_schema
+from qwen3vl_bridge.data.packing.sample_sizes import notes_of_job, sizes_of_job
+from qwen3vl_bridge.data.samples import OnBad, OnLong, SampleFilter, Samples
+from qwen3vl_bridge.data.schemas.record_schemas import Columns, named_schema, one_schema
 from qwen3vl_bridge.data.sources.hub import HubName, StreamedDataset
 from qwen3vl_bridge.data.sources.mixture import MixedSet, mixed_sets, open_mixture
 from qwen3vl_bridge.data.sources.opening import HUB, ConversationSource, open_source, splits_in

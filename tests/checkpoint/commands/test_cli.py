@@ -8,9 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint import import_checkpoint
-from qwen3vl_bridge.checkpoint.formats import byte_streams
-from qwen3vl_bridge.checkpoint.planning import time_estimate
+from qwen3vl_bridge.checkpoint import conversion, import_checkpoint
+from qwen3vl_bridge.checkpoint.formats import tensors
 from qwen3vl_bridge.cli.convert import main
 
 import pytest
@@ -60,7 +59,7 @@ def test_a_dry_run_writes_nothing(untied_folder, tmp_path, capsys):
 
 def test_an_estimate_does_not_count_what_is_done_once(untied_folder, tmp_path, monkeypatch):
     """The first cast imports torch, which takes seconds."""
-    original, casts = byte_streams.cast, []
+    original, casts = tensors.cast, []
 
     def slow_at_first(*arguments):
         casts.append(1)
@@ -68,8 +67,8 @@ def test_an_estimate_does_not_count_what_is_done_once(untied_folder, tmp_path, m
             time.sleep(1)
         return original(*arguments)
 
-    monkeypatch.setattr(byte_streams, "cast", slow_at_first)
-    monkeypatch.setattr(time_estimate, "cast", slow_at_first, raising=False)
+    monkeypatch.setattr(tensors, "cast", slow_at_first)
+    monkeypatch.setattr(conversion, "cast", slow_at_first, raising=False)
     report = import_checkpoint(untied_folder, tmp_path / "m", torch_dtype="bfloat16", dry_run=True)
     assert 0 < report.estimate < 1 and not list(tmp_path.iterdir())
 

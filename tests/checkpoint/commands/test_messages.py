@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import CheckpointError
-from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
-from qwen3vl_bridge.checkpoint.formats.dcp.reader import load_item
-from qwen3vl_bridge.checkpoint.formats.tensor_specs import Extent
+from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
+from qwen3vl_bridge.checkpoint.formats.dcp_reader import load_item
+from qwen3vl_bridge.checkpoint.formats.tensors import Extent
 from qwen3vl_bridge.cli.convert import main
 
 import pytest

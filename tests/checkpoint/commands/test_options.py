@@ -17,7 +17,7 @@ from qwen3vl_bridge.checkpoint import (
     verify_checkpoint,
 )
 from qwen3vl_bridge.cli.convert import main
-from qwen3vl_bridge.io.json_files import read_object, write_object
+from qwen3vl_bridge.io.files import read_object, write_object
 
 import pytest
 import torch

@@ -21,11 +21,11 @@ from qwen3vl_bridge.checkpoint import (
     inspect_checkpoint,
     verify_checkpoint,
 )
+from qwen3vl_bridge.checkpoint.conversion_plan import tensors_of
 from qwen3vl_bridge.checkpoint.formats import planned_files
+from qwen3vl_bridge.checkpoint.formats.huggingface import copy_side_files
 from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace
-from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import copy_side_files
-from qwen3vl_bridge.checkpoint.planning.plan import tensors_of
-from qwen3vl_bridge.io.json_files import read_object, write_object
+from qwen3vl_bridge.io.files import read_object, write_object
 from qwen3vl_bridge.registry import dimensions_of, family
 from qwen3vl_bridge.weights.rows import expand
 
@@ -185,10 +185,10 @@ def test_killed_at_any_moment(direction, processes, larger, tmp_path):
 
 
 def test_resume_writes_only_what_is_missing(larger, tmp_path, monkeypatch):
-    from qwen3vl_bridge.checkpoint.engine import copying
+    from qwen3vl_bridge.checkpoint.formats import planned_files
 
     whole = import_checkpoint(larger, tmp_path / "whole")
-    count, original = 0, copying._commit
+    count, original = 0, planned_files._commit
 
     def fail_later(*arguments):
         nonlocal count
@@ -197,10 +197,10 @@ def test_resume_writes_only_what_is_missing(larger, tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
         original(*arguments)
 
-    monkeypatch.setattr(copying, "_commit", fail_later)
+    monkeypatch.setattr(planned_files, "_commit", fail_later)
     with pytest.raises(CheckpointError, match="No space left on device; the partial result stays in"):
         import_checkpoint(larger, tmp_path / "target", resume=True)
-    monkeypatch.setattr(copying, "_commit", original)
+    monkeypatch.setattr(planned_files, "_commit", original)
     report = import_checkpoint(larger, tmp_path / "target", resume=True, verify=True)
     # Which five units were written first is the threads' affair; the two largest are two thirds of all bytes.
     assert 0 < report.resumed < report.nbytes
@@ -209,17 +209,17 @@ def test_resume_writes_only_what_is_missing(larger, tmp_path, monkeypatch):
 
 
 def test_resume_does_not_go_on_with_something_else(larger, tmp_path, monkeypatch):
-    from qwen3vl_bridge.checkpoint.engine import copying
+    from qwen3vl_bridge.checkpoint.formats import planned_files
 
     def fail(*_):
         raise OSError(5, "Input/output error")
 
-    original = copying._commit
-    monkeypatch.setattr(copying, "_commit", fail)
+    original = planned_files._commit
+    monkeypatch.setattr(planned_files, "_commit", fail)
     with pytest.raises(CheckpointError, match="stays in"):
         import_checkpoint(larger, tmp_path / "target", resume=True)
     assert list(tmp_path.glob(".target.partial-*"))
-    monkeypatch.setattr(copying, "_commit", original)
+    monkeypatch.setattr(planned_files, "_commit", original)
     with pytest.raises(CheckpointError, match="another source, options or version"):
         import_checkpoint(larger, tmp_path / "target", resume=True, torch_dtype="bfloat16")
     assert list(tmp_path.glob(".target.partial-*"))

@@ -9,11 +9,10 @@ import stat
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import CheckpointError, export_checkpoint, import_checkpoint, verify_checkpoint
-from qwen3vl_bridge.checkpoint.engine import copying
-from qwen3vl_bridge.checkpoint.engine.manifest import MANIFEST, Replaceable, tool
 from qwen3vl_bridge.checkpoint.formats import planned_files
+from qwen3vl_bridge.checkpoint.manifest import MANIFEST, Replaceable, tool
 from qwen3vl_bridge.io import atomic
-from qwen3vl_bridge.io.json_files import read_object, write_object
+from qwen3vl_bridge.io.files import read_object, write_object
 
 import pytest
 
@@ -157,13 +156,13 @@ def test_what_is_written_while_a_result_is_replaced_is_kept(tmp_path, tied_folde
 
 def test_what_came_to_a_result_meanwhile_is_kept(tmp_path, untied_folder, monkeypatch):
     import_checkpoint(untied_folder, tmp_path / "m")
-    original = copying._commit
+    original = planned_files._commit
 
     def intrude(*arguments):
         (tmp_path / "m" / "precious").write_text("x")
         original(*arguments)
 
-    monkeypatch.setattr(copying, "_commit", intrude)
+    monkeypatch.setattr(planned_files, "_commit", intrude)
     with pytest.raises(CheckpointError, match="that are not part of our checkpoint, which would be deleted: precious;"):
         import_checkpoint(untied_folder, tmp_path / "m", overwrite=True)
     assert (tmp_path / "m" / "precious").exists() and verify_checkpoint(untied_folder, tmp_path / "m").same
@@ -171,7 +170,7 @@ def test_what_came_to_a_result_meanwhile_is_kept(tmp_path, untied_folder, monkey
     # With --resume what is written stays, and it is enough when the way is free.
     with pytest.raises(CheckpointError, match="precious"):
         import_checkpoint(untied_folder, tmp_path / "m", overwrite=True, resume=True)
-    monkeypatch.setattr(copying, "_commit", original)
+    monkeypatch.setattr(planned_files, "_commit", original)
     (tmp_path / "m" / "precious").unlink()
     assert not import_checkpoint(untied_folder, tmp_path / "m", overwrite=True, resume=True).resumed
 

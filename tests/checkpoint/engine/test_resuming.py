@@ -6,8 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint import CheckpointError, import_checkpoint, verify_checkpoint
-from qwen3vl_bridge.checkpoint.engine import conversion, copying, journal
+from qwen3vl_bridge.checkpoint import CheckpointError, conversion, import_checkpoint, verify_checkpoint
 from qwen3vl_bridge.checkpoint.formats import planned_files
 from qwen3vl_bridge.cli.convert import main
 
@@ -17,7 +16,7 @@ import pytest
 @pytest.fixture
 def begun(untied_folder, tmp_path, monkeypatch) -> Path:
     """An import to `tmp_path / "m"` that was to be continued and got as far as five units."""
-    done, original = [], copying._commit
+    done, original = [], planned_files._commit
 
     def fail_later(*arguments):
         done.append(1)
@@ -26,17 +25,17 @@ def begun(untied_folder, tmp_path, monkeypatch) -> Path:
         original(*arguments)
 
     monkeypatch.setattr(planned_files, "UNIT_BYTES", 1 << 14)
-    monkeypatch.setattr(copying, "_commit", fail_later)
+    monkeypatch.setattr(planned_files, "_commit", fail_later)
     with pytest.raises(CheckpointError, match="stays in"):
         import_checkpoint(untied_folder, tmp_path / "m", resume=True)
-    monkeypatch.setattr(copying, "_commit", original)
+    monkeypatch.setattr(planned_files, "_commit", original)
     (folder,) = tmp_path.glob(".m.partial-*")
     return folder
 
 
 def damage(folder: Path) -> str:
     """Turn a bit of the first file that an earlier run has written."""
-    line = (folder / journal.FOLDER / "rank-0").read_text().splitlines()[0]
+    line = (folder / planned_files.PRIVATE / "rank-0").read_text().splitlines()[0]
     name, start, end, _ = line.split(" ")
     path = folder / "iter_0000000" / name
     data = bytearray(path.read_bytes())
@@ -60,7 +59,7 @@ def test_a_damaged_part_is_written_once_more(begun, untied_folder, tmp_path, ver
 
 def test_a_result_that_fails_to_verify_again_and_again_says_how_to_go_on(begun, untied_folder, tmp_path, monkeypatch):
     damage(begun)  # and in such a way that it is not noticed
-    monkeypatch.setattr(journal, "intact", lambda _, __, units, ___: [unit for unit, _ in units])
+    monkeypatch.setattr(planned_files, "intact", lambda _, __, units, ___: [unit for unit, _ in units])
     with pytest.raises(CheckpointError, match=r"not written correctly.* is unusable: run without --resume"):
         import_checkpoint(untied_folder, tmp_path / "m", resume=True, verify=True)
     assert import_checkpoint(untied_folder, tmp_path / "m", verify=True).resumed == 0
@@ -102,7 +101,7 @@ def whole(untied_folder, tmp_path, monkeypatch) -> Path:
 
 def test_a_process_that_dies_while_it_moves_the_result_loses_nothing(whole, tmp_path):
     (folder,) = tmp_path.glob(".m.partial-*")
-    os.rename(folder / journal.FOLDER, folder.with_name(folder.name + journal.FOLDER))
+    os.rename(folder / planned_files.PRIVATE, folder.with_name(folder.name + planned_files.PRIVATE))
     report = import_checkpoint(whole, tmp_path / "m", resume=True)
     assert report.resumed and not report.written
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "model"]
@@ -139,25 +138,25 @@ def test_without_resume_a_conversion_starts_anew(begun, untied_folder, tmp_path)
 
 
 def test_what_never_got_as_far_as_a_plan_is_in_nobodys_way(begun, untied_folder, tmp_path):
-    (begun / journal.FOLDER / "plan").write_text("")
+    (begun / planned_files.PRIVATE / "plan").write_text("")
     report = import_checkpoint(untied_folder, tmp_path / "m", resume=True)
     assert not report.resumed and verify_checkpoint(untied_folder, tmp_path / "m").same
 
 
 def test_all_that_is_left_to_do_takes_no_time(begun, untied_folder, tmp_path, monkeypatch, capsys):
     """A result that is whole, but could not be put into place."""
-    original = copying._commit
+    original = planned_files._commit
 
     def intrude(*arguments):
         (tmp_path / "m").mkdir(exist_ok=True)
         (tmp_path / "m" / "precious").write_text("x")
         original(*arguments)
 
-    monkeypatch.setattr(copying, "_commit", intrude)
+    monkeypatch.setattr(planned_files, "_commit", intrude)
     arguments = ["import", "--no-progress", "--hf-model", str(untied_folder), "--megatron-path", str(tmp_path / "m")]
     assert main([*arguments, "--resume"]) == 2
     assert "the whole result stays in" in capsys.readouterr().err
-    monkeypatch.setattr(copying, "_commit", original)
+    monkeypatch.setattr(planned_files, "_commit", original)
     (tmp_path / "m" / "precious").unlink()
     assert main([*arguments, "--resume"]) == 0
     out = capsys.readouterr().out

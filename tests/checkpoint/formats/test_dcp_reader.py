@@ -9,11 +9,9 @@ import pickle
 import zipfile
 
 from qwen3vl_bridge.checkpoint import CheckpointError
-from qwen3vl_bridge.checkpoint.formats.dcp.boxes import Tiling
-from qwen3vl_bridge.checkpoint.formats.dcp.items import NotPlain, find_payload
-from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
-from qwen3vl_bridge.checkpoint.formats.dcp.reader import load_item
-from qwen3vl_bridge.checkpoint.formats.tensor_specs import Extent
+from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
+from qwen3vl_bridge.checkpoint.formats.dcp_reader import NotPlain, Tiling, find_payload, load_item
+from qwen3vl_bridge.checkpoint.formats.tensors import Extent
 
 import pytest
 import torch

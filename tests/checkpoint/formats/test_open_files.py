@@ -10,10 +10,8 @@ import time
 from collections.abc import Iterator
 
 from qwen3vl_bridge.checkpoint import export_checkpoint, import_checkpoint, verify_checkpoint
-from qwen3vl_bridge.checkpoint.engine import copying
-from qwen3vl_bridge.checkpoint.formats import planned_files
-from qwen3vl_bridge.checkpoint.formats.dcp import reader
-from qwen3vl_bridge.checkpoint.formats.dcp.items import NotPlain
+from qwen3vl_bridge.checkpoint.formats import dcp_reader, planned_files
+from qwen3vl_bridge.checkpoint.formats.dcp_reader import NotPlain
 
 import pytest
 import torch
@@ -47,7 +45,7 @@ def test_a_slow_disk_does_not_collect_open_files(direction, moe_folder, tmp_path
     source, target, most = tmp_path / "source", tmp_path / "target", []
     if direction == "export":
         import_checkpoint(moe_folder, source)
-    original = copying._commit
+    original = planned_files._commit
 
     def slow(*arguments):
         time.sleep(0.002)
@@ -55,7 +53,7 @@ def test_a_slow_disk_does_not_collect_open_files(direction, moe_folder, tmp_path
         original(*arguments)
 
     monkeypatch.setattr(planned_files, "UNIT_BYTES", 1 << 12)
-    monkeypatch.setattr(copying, "_commit", slow)
+    monkeypatch.setattr(planned_files, "_commit", slow)
     with few_files():
         if direction == "import":
             import_checkpoint(moe_folder, target)
@@ -99,7 +97,7 @@ def test_threads_that_unpack_at_once_get_each_its_own_bytes(moe_folder, tmp_path
 
     import_checkpoint(moe_folder, tmp_path / "source")
     with monkeypatch.context() as patch:
-        patch.setattr(reader, "find_payload", not_plain)
-        patch.setattr(reader.tempfile, "TemporaryFile", Slow)
+        patch.setattr(dcp_reader, "find_payload", not_plain)
+        patch.setattr(dcp_reader.tempfile, "TemporaryFile", Slow)
         export_checkpoint(tmp_path / "source", tmp_path / "target", max_shard_bytes=200_000)
     assert verify_checkpoint(tmp_path / "target", tmp_path / "source").same

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-from qwen3vl_bridge.checkpoint.formats import byte_streams
-from qwen3vl_bridge.checkpoint.formats.safetensors.reader import SINGLE, HFWeights
-from qwen3vl_bridge.checkpoint.formats.slices import Slice, TransposedSlice
-from qwen3vl_bridge.checkpoint.formats.tensor_specs import ITEMSIZE
+from qwen3vl_bridge.checkpoint.formats import tensors
+from qwen3vl_bridge.checkpoint.formats.huggingface import SINGLE, HFWeights
+from qwen3vl_bridge.checkpoint.formats.tensors import ITEMSIZE, Slice, TransposedSlice
 
 import pytest
 import torch
@@ -22,13 +21,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 def stored(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stored")
     generator = torch.Generator().manual_seed(0)
-    tensors = {
+    values = {
         f"{part} {dtype}": torch.randn(3000, generator=generator).to(getattr(torch, dtype))
         for dtype in DTYPES
         for part in ("gate", "up")
     }
-    save_file(tensors, folder / SINGLE)
-    return folder, tensors
+    save_file(values, folder / SINGLE)
+    return folder, values
 
 
 @settings(max_examples=200, deadline=None)
@@ -42,16 +41,16 @@ def stored(tmp_path_factory):
 )
 def test_a_turned_matrix_is_the_transpose(stored, rows, more_rows, columns, dtypes, strip, cuts):
     """Of one run or of two, read strip by strip, asked for in parts, in the dtype that is stored or another."""
-    folder, tensors = stored
+    folder, values = stored
     lengths, (first, second, target) = [rows * columns, more_rows * columns], dtypes
     names = [f"gate {first}", f"up {second}"]
     runs = tuple(Slice(name, 7, length) for name, length in zip(names, lengths, strict=True) if length)
-    parts = [tensors[run.source][7 : 7 + run.length].to(getattr(torch, target)) for run in runs]
+    parts = [values[run.source][7 : 7 + run.length].to(getattr(torch, target)) for run in runs]
     expected = torch.cat(parts).view(-1, columns).t().contiguous().view(-1)
     places = sorted({0, len(expected), *(cut for cut in cuts if cut < len(expected))})
     matrix = TransposedSlice(runs, columns, 0, len(expected))
-    with pytest.MonkeyPatch.context() as patch, byte_streams.SegmentReader(HFWeights(folder), block=64) as reader:
-        patch.setattr(byte_streams, "_STRIP", strip)
+    with pytest.MonkeyPatch.context() as patch, tensors.SegmentReader(HFWeights(folder), block=64) as reader:
+        patch.setattr(tensors, "_STRIP", strip)
         found = b"".join(
             bytes(block)
             for start, end in itertools.pairwise(places)
@@ -64,7 +63,7 @@ def test_a_turned_matrix_is_the_transpose(stored, rows, more_rows, columns, dtyp
 def test_a_matrix_gives_its_memory_to_the_next(stored):
     """Experts come by the thousand; each must not take memory of its own."""
     folder, _ = stored
-    with byte_streams.SegmentReader(HFWeights(folder)) as reader:
+    with tensors.SegmentReader(HFWeights(folder)) as reader:
         memory = set()
         for start in range(3):
             list(reader.blocks([TransposedSlice((Slice("gate float32", start, 12),), 3, 0, 12)], "float32"))

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 
 from qwen3vl_bridge.checkpoint import Topology, import_checkpoint, verify_checkpoint
+from qwen3vl_bridge.checkpoint.conversion_plan import tensors_of
 from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, TorchDist
-from qwen3vl_bridge.checkpoint.planning.plan import tensors_of
-from qwen3vl_bridge.checkpoint.planning.row_owners import holders
-from qwen3vl_bridge.checkpoint.planning.topology import Part
+from qwen3vl_bridge.checkpoint.row_owners import holders
 from qwen3vl_bridge.registry import dimensions_of, family, preset
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
-from qwen3vl_bridge.weights.rows import expand
+from qwen3vl_bridge.weights.rows import ExpertLayout, Part, expand
 
 import pytest
 

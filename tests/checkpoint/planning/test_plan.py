@@ -6,17 +6,13 @@ import itertools
 import math
 
 from qwen3vl_bridge.checkpoint import CheckpointError, Topology
+from qwen3vl_bridge.checkpoint.conversion_plan import make_plan, prove, tensors_of
 from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, HuggingFace, TorchDist
-from qwen3vl_bridge.checkpoint.formats.slices import Segments, Slice, TransposedSlice, Zeros
-from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSpec
-from qwen3vl_bridge.checkpoint.planning.plan import make_plan, tensors_of
-from qwen3vl_bridge.checkpoint.planning.proof import prove
-from qwen3vl_bridge.checkpoint.planning.topology import Part
+from qwen3vl_bridge.checkpoint.formats.tensors import Segments, Slice, TensorSpec, TransposedSlice, Zeros
 from qwen3vl_bridge.models.qwen3_vl.presets import PRESETS, config_dict, hf_config, parameter_count
 from qwen3vl_bridge.models.qwen3_vl.table import table
 from qwen3vl_bridge.registry import dimensions_of
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
-from qwen3vl_bridge.weights.rows import expand
+from qwen3vl_bridge.weights.rows import ExpertLayout, Part, expand
 
 import pytest
 import torch
@@ -194,7 +190,7 @@ def test_a_topology_is_checked_against_the_model():
 @pytest.mark.parametrize(
     ("size", "sizes", "message"),
     [
-        ("32B", {"tp": 32}, "--tp is 32, expected a divisor of v_heads, which is 16"),
+        ("32B", {"tp": 32}, "--tp is 32, expected a divisor of vision_config.num_heads, which is 16"),
         ("32B", {"ep": 2}, "--ep is 2, expected 1: a dense model has no experts"),
         ("32B", {"pp": 3}, "--pp is 3, expected a divisor of the 64 text layers"),
         (
@@ -203,8 +199,8 @@ def test_a_topology_is_checked_against_the_model():
             r"--world-size is 8, expected a multiple of tp \* pp \* cp, which is 6",
         ),
         ("32B", {"world_size": 0}, "--world-size is 0, expected 1 or more"),
-        ("30B-A3B", {"ep": 3}, "--ep is 3, expected a divisor of the 128 experts"),
-        ("30B-A3B", {"etp": 5}, "--etp is 5, expected a divisor of the experts' width, which is 768"),
+        ("30B-A3B", {"ep": 3}, "--ep is 3, expected a divisor of num_moe_experts, which is 128"),
+        ("30B-A3B", {"etp": 5}, "--etp is 5, expected a divisor of moe_ffn_hidden_size, which is 768"),
         (
             "30B-A3B",
             {"ep": 8, "world_size": 4},

@@ -10,7 +10,7 @@ from qwen3vl_bridge.checkpoint import (
     verify_checkpoint,
     verify_reformatted,
 )
-from qwen3vl_bridge.checkpoint.formats.megatron.run_config import run_config
+from qwen3vl_bridge.checkpoint.formats.megatron import run_config
 from qwen3vl_bridge.cli.convert import main
 
 import pytest

@@ -22,7 +22,7 @@ from qwen3vl_bridge.data import (
 from qwen3vl_bridge.data.errors import Unreachable
 from qwen3vl_bridge.data.loading.rows import StreamedRows
 from qwen3vl_bridge.data.offline_packing import pack
-from qwen3vl_bridge.data.packing import shared_sizes
+from qwen3vl_bridge.data.packing import sample_sizes
 from qwen3vl_bridge.data.packing.sample_sizes import OwnNotes
 from qwen3vl_bridge.data.sources.hub import StreamedDataset
 
@@ -202,7 +202,7 @@ def test_what_is_dropped_adds_up_over_parts(make, divided, tmp_path, caplog):
         with (tmp_path / f"{number}.jsonl").open("a") as file:
             answer = [{"type": "text", "text": "99"}]
             file.write(json.dumps({"messages": [{"role": "assistant", "content": answer}]}) + "\n")
-    caplog.set_level("WARNING", "qwen3vl_bridge.data.processing.filtering")
+    caplog.set_level("WARNING", "qwen3vl_bridge.data.samples")
     rows = StreamedRows(make(dataset=divided[0], on_bad="drop")(), 4, OwnNotes().note)
     dropped = Counter()
     for number in count():
@@ -225,10 +225,10 @@ def test_processes_name_the_first_that_are_dropped_together(provider, tmp_path):
             )
     handler, logger = (
         logging.FileHandler(tmp_path / "said"),
-        logging.getLogger("qwen3vl_bridge.data.processing.filtering"),
+        logging.getLogger("qwen3vl_bridge.data.samples"),
     )
     logger.addHandler(handler)
-    shared_sizes._job.cache_clear()
+    sample_sizes._job.cache_clear()
     try:
         take(provider(on_bad="drop", num_workers=2).stream("train"), 12)
     finally:

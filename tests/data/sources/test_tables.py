@@ -321,20 +321,6 @@ def test_answers_that_are_json_by_themselves_stay_text(tmp_path, streaming):
     assert all(messages[0]["content"] == parts for messages in found)
 
 
-@pytest.mark.parametrize("inner", ["1.png", {"bytes": b"\x89PNG\r\n", "path": None}])
-def test_media_within_an_object_are_not_left_unread(tmp_path, inner):
-    """As in JSON: refused where the record has no other media, whatever the object is called."""
-    messages = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "Seven."}]
-    row = {"messages": messages, "extra": {"image": inner, "note": "a"}}
-    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "train.parquet")
-    with pytest.raises(DataError, match=r"train.parquet\[0\]: found 'extra', within which something looks like images"):
-        open_source(tmp_path / "train.parquet")[0]
-    assert open_source(tmp_path / "train.parquet", columns=Columns(ignore=["extra"]))[0].images == ()
-    texts = {"messages": messages, "extra": {"note": "a"}, "other": {"n": 1}}
-    pq.write_table(pa.Table.from_pylist([texts]), tmp_path / "train.parquet")
-    assert len(open_source(tmp_path / "train.parquet")[0].messages) == 2
-
-
 def some_of(**keys):
     """Objects with some of these keys."""
     return st.fixed_dictionaries({}, optional=keys)

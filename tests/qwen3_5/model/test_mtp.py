@@ -8,8 +8,6 @@ from dataclasses import replace
 from qwen3vl_bridge.batch import SequenceLayout
 from qwen3vl_bridge.batch.token_layout import next_index
 from qwen3vl_bridge.peft.lora import Qwen3VLLoRA
-from qwen3vl_bridge.training.process_groups import initialize
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
 
 import pytest
 import torch
@@ -20,10 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.noise import check, limits
 from tests.parity.batches import CONTENTS, make_batch, make_samples
-from tests.parity.conftest import make_pair
+from tests.parity.conftest import build, make_pair
 
-from ..mtp_reference import run_with_mtp
-from ..tiny import with_mtp
+from ..conftest import pair_with_mtp
+from ..tiny import run_with_mtp
 
 FACTOR = 0.5
 
@@ -31,13 +29,8 @@ FACTOR = 0.5
 @pytest.fixture(scope="module", params=["dense", "dense, losses in chunks", "moe"])
 def pair(request, qwen3_5_folders):
     kind, *chunked = request.param.split(",")
-    settings = {"moe_aux_loss_coeff": 0.0} if kind == "moe" else {}
-    if chunked:
-        settings["loss_chunk_tokens"] = 17
-    pair = make_pair(qwen3_5_folders[kind], mtp_loss_scaling_factor=FACTOR, **settings)
-    with_mtp(pair.reference, qwen3_5_folders[kind])
-    if kind == "moe":
-        pair.layout = ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT
+    settings = dict(loss_chunk_tokens=17) if chunked else {}
+    pair = pair_with_mtp(qwen3_5_folders, kind, mtp_loss_scaling_factor=FACTOR, **settings)
     pair.provider.calculate_per_token_loss = True
     return pair
 
@@ -72,7 +65,6 @@ def test_gradients_of_both_losses(pair, content, packed):
 
 
 def test_next_tokens_by_hand():
-    """A packed row of two segments with padding behind each, cut for two context-parallel ranks."""
     layout = SequenceLayout.packed_row([3, 6], multiple=4)
     places, there = next_index(layout)
     assert places.tolist() == [1, 2, 2, 3, 5, 6, 7, 8, 9, 9, 10, 11]
@@ -81,7 +73,6 @@ def test_next_tokens_by_hand():
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_labels_of_minus_100_are_not_predicted(pair, packed):
-    """In a caller's own convention, without a loss mask."""
     samples = make_samples("mixed", pair.config, seed=8)
     batch = make_batch(samples, pair.config, packed=packed)
     expected = batch.local(predicts=True).following
@@ -94,17 +85,12 @@ def test_labels_of_minus_100_are_not_predicted(pair, packed):
 
 
 def test_weights_without_it_are_refused(qwen3_5_folders, tmp_path):
-    """They would leave it at random."""
     shutil.copytree(qwen3_5_folders["dense"], without := tmp_path / "without")
     tensors = load_file(without / "model.safetensors")
     left = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
     save_file(left, without / "model.safetensors", metadata={"format": "pt"})
     provider = AutoBridge.from_hf_pretrained(str(qwen3_5_folders["dense"])).to_megatron_provider(load_weights=False)
-    provider.finalize()
-    groups = initialize(provider, seed=0)
-    model = provider.provide_distributed_model(
-        wrap_with_ddp=False, use_cpu_initialization=True, pg_collection=groups, mixed_precision_wrapper=None
-    )
+    model = [build(provider)]
     with pytest.raises(ValueError, match=r"lacks 15 tensors: mtp\..*; set mtp_num_layers=None"):
         AutoBridge.from_hf_pretrained(str(without)).load_hf_weights(model)
 

@@ -11,14 +11,14 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
-from qwen3vl_bridge.checkpoint.formats.tensor_specs import Shape
-from qwen3vl_bridge.io.errors import CheckpointError
-from qwen3vl_bridge.weights.dimensions import Dimensions
-from qwen3vl_bridge.weights.names import NAMED_IF_MIXED, local_name, stacked_name
+from qwen3vl_bridge.checkpoint.formats.tensors import Shape
+from qwen3vl_bridge.io.files import CheckpointError
 from qwen3vl_bridge.weights.rows import (
+    NAMED_IF_MIXED,
     QKV,
     ConcatenatedQKV,
     Copy,
+    Dimensions,
     ExpertInput,
     ExpertOutput,
     GatedMLP,
@@ -28,6 +28,8 @@ from qwen3vl_bridge.weights.rows import (
     Sectioned,
     ZeroCentered,
     hf_shapes,
+    local_name,
+    stacked_name,
     stored_rows,
 )
 

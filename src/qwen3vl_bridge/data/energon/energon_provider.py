@@ -21,9 +21,8 @@ from qwen3vl_bridge.data.energon.task_encoder import MeasuredSample, MeasuringTa
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.loading.batch_stream import check_position, check_share, ignoring
 from qwen3vl_bridge.data.loading.rows import without_loss
-from qwen3vl_bridge.data.packing.sample_sizes import Left
-from qwen3vl_bridge.data.packing.shared_sizes import notes_of_job
-from qwen3vl_bridge.data.schemas.columns import Columns, marked, one_schema
+from qwen3vl_bridge.data.packing.sample_sizes import Left, notes_of_job
+from qwen3vl_bridge.data.schemas.record_schemas import Columns, marked, one_schema
 
 import torch
 from megatron.bridge.data.base import DatasetBuildContext, validate_declarative_mapping

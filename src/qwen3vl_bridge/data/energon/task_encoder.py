@@ -27,15 +27,15 @@ from functools import partial
 from typing import Any
 
 from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.data.collation import Collator
+from qwen3vl_bridge.data.encoding import EncodedSample
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.media_access import MediaAccess
-from qwen3vl_bridge.data.packing.best_fit import best_fit
-from qwen3vl_bridge.data.processing.collation import Collator
-from qwen3vl_bridge.data.processing.encoding import EncodedSample
-from qwen3vl_bridge.data.processing.filtering import MeasuredConversation, SampleFilter
-from qwen3vl_bridge.data.schemas.columns import Schema, read_by
+from qwen3vl_bridge.data.packing.row_plan import best_fit
+from qwen3vl_bridge.data.samples import MeasuredConversation, SampleFilter
 from qwen3vl_bridge.data.schemas.conversations import Conversation, conversation_of
-from qwen3vl_bridge.data.schemas.media_keys import RATE, stored
+from qwen3vl_bridge.data.schemas.placeholders import RATE, stored
+from qwen3vl_bridge.data.schemas.record_schemas import Schema, read_by
 from qwen3vl_bridge.io.parsing import parse_record
 
 from megatron.energon import (

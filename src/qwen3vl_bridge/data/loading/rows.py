@@ -8,14 +8,22 @@ from functools import reduce
 from typing import NamedTuple
 
 from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.data.collation import Collator
+from qwen3vl_bridge.data.encoding import EncodedSample
 from qwen3vl_bridge.data.packing.packed_rows import PackedPlan, PackedRows
-from qwen3vl_bridge.data.packing.row_plan import RowPlan, Window
-from qwen3vl_bridge.data.packing.sample_order import NumberedOrder, Order
+from qwen3vl_bridge.data.packing.row_plan import (
+    NumberedOrder,
+    Order,
+    RowPlan,
+    SetCounts,
+    Window,
+    add_counts,
+    count_sets,
+    counts_since,
+    most_of,
+)
 from qwen3vl_bridge.data.packing.sample_sizes import LatestSizes, Left
-from qwen3vl_bridge.data.packing.set_counts import SetCounts, add_counts, count_sets, counts_since, most_of
-from qwen3vl_bridge.data.processing.collation import Collator
-from qwen3vl_bridge.data.processing.encoding import EncodedSample
-from qwen3vl_bridge.data.processing.samples import Samples
+from qwen3vl_bridge.data.samples import Samples
 from qwen3vl_bridge.data.sources.hub import StreamedDataset
 from qwen3vl_bridge.data.sources.mixture import Mixture
 from qwen3vl_bridge.models.flops import TowerCosts

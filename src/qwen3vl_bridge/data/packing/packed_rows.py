@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.packing.row_plan import Window
-from qwen3vl_bridge.data.packing.sample_order import NumberedOrder
+from qwen3vl_bridge.data.packing.row_plan import NumberedOrder, SetCounts, Window
 from qwen3vl_bridge.data.packing.sample_sizes import OwnNotes, Size, Sizes
-from qwen3vl_bridge.data.packing.set_counts import SetCounts
 from qwen3vl_bridge.io.parsing import read_json
 
 import numpy as np

@@ -19,8 +19,8 @@ from urllib.parse import unquote
 
 from qwen3vl_bridge.data.errors import DataError, Unreachable
 from qwen3vl_bridge.data.media.media_access import MediaRoot, media_access
-from qwen3vl_bridge.data.schemas.columns import Schema, marked
 from qwen3vl_bridge.data.schemas.conversations import Conversation
+from qwen3vl_bridge.data.schemas.record_schemas import Schema, marked
 from qwen3vl_bridge.data.sources.opening import HUB
 from qwen3vl_bridge.data.sources.tables import columns_of, conversation_in
 

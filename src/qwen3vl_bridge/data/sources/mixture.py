@@ -19,10 +19,9 @@ from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.media_access import MediaAccess, UrlCache
-from qwen3vl_bridge.data.packing.sample_order import MixedOrder
-from qwen3vl_bridge.data.schemas.columns import Columns, one_schema
+from qwen3vl_bridge.data.packing.row_plan import MixedOrder
 from qwen3vl_bridge.data.schemas.conversations import Conversation
-from qwen3vl_bridge.data.schemas.named_schemas import named_schema
+from qwen3vl_bridge.data.schemas.record_schemas import Columns, named_schema, one_schema
 from qwen3vl_bridge.data.sources.opening import HUB, ConversationSource, open_source, splits_in
 from qwen3vl_bridge.io.parsing import read_yaml
 

@@ -14,9 +14,8 @@ from typing import ClassVar, Protocol
 
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.media_access import MediaAccess, MediaRoot, UrlCache, media_access
-from qwen3vl_bridge.data.schemas.columns import Columns, Schema, marked, one_schema, read_by
 from qwen3vl_bridge.data.schemas.conversations import Conversation, conversation_of
-from qwen3vl_bridge.data.schemas.named_schemas import named_schema
+from qwen3vl_bridge.data.schemas.record_schemas import Columns, Schema, marked, named_schema, one_schema, read_by
 from qwen3vl_bridge.io.parsing import parse_record
 
 HUB = "hf://"

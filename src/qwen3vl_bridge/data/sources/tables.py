@@ -25,10 +25,9 @@ from typing import Any, NamedTuple
 
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.media_access import MediaAccess, MediaRoot, media_access
-from qwen3vl_bridge.data.schemas.columns import Columns, Schema, marked, read_by
 from qwen3vl_bridge.data.schemas.conversations import PARTS, Conversation, conversation_of
-from qwen3vl_bridge.data.schemas.media_keys import MEDIA_KEYS, unread_media
-from qwen3vl_bridge.data.schemas.named_schemas import NamedSchema
+from qwen3vl_bridge.data.schemas.placeholders import MEDIA_KEYS, unread_media
+from qwen3vl_bridge.data.schemas.record_schemas import Columns, NamedSchema, Schema, marked, read_by
 from qwen3vl_bridge.data.schemas.spellings import KEYS
 from qwen3vl_bridge.io.parsing import parse_record
 

@@ -1,0 +1,109 @@
+"""Inspect: the contents of a checkpoint, from only headers and metadata."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from qwen3vl_bridge.checkpoint.conversion_plan import naming_of
+from qwen3vl_bridge.checkpoint.formats import megatron
+from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
+from qwen3vl_bridge.checkpoint.formats.huggingface import HUGGINGFACE, HFWeights, has_weights
+from qwen3vl_bridge.checkpoint.formats.tensors import TensorSpec
+from qwen3vl_bridge.checkpoint.manifest import read_manifest
+from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
+from qwen3vl_bridge.io.files import expanded
+
+
+def inspect_checkpoint(path: str | Path, *, iteration: int | None = None) -> dict[str, Any]:
+    """Contents of a checkpoint.
+
+    Args:
+        path: folder of a Hugging Face model, or a Megatron checkpoint's root or iteration folder.
+        iteration: iteration of a Megatron checkpoint; None for the latest.
+
+    Returns:
+        Plain values that can be written as JSON.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged.
+    """
+    folder = expanded(path)
+    if has_weights(folder):
+        return inspect_model(folder)
+    folder = megatron.find_iteration(folder, iteration)
+    ckpt_format, metadata, manifest = megatron.format_of(folder), read_metadata(folder), read_manifest(folder)
+    keys = megatron.model_keys(metadata, ckpt_format)
+    specs = {name: metadata.tensors[key][0] for name, key in keys.items()}
+    model_keys = set(keys.values())
+    others = [spec for key, (spec, _) in metadata.tensors.items() if key not in model_keys]
+    config_folder = folder / megatron.HF_FILES
+    config = ModelConfig(config_folder) if (config_folder / "config.json").is_file() else None
+    spelled = naming_of(config.rows(), specs) if config and ckpt_format == megatron.FSDP_DTENSOR else None
+    return {
+        "format": ckpt_format,
+        "path": str(folder),
+        "model": config.raw.get("model_type") if config else None,
+        "files": len(list(folder.glob("*.distcp"))),
+        **_summary(specs.values()),
+        "chunks": sum(len(metadata.tensors[key][1]) for key in model_keys),
+        "layer_spec": spelled or manifest.get("layer_spec"),
+        "topology": manifest.get("topology"),
+        "source": manifest.get("source"),
+        "checksums": "sha256" in manifest,
+        "other_tensors": len(others),
+        "other_bytes": sum(spec.nbytes for spec in others),
+        "byte_items": sorted(key for key in metadata.byte_items if "_extra_state" not in key),
+        "manifest": {name: value for name, value in manifest.items() if name != "sha256"} or None,
+    }
+
+
+def inspect_model(folder: Path) -> dict[str, Any]:
+    """Contents of a Hugging Face model's folder.
+
+    Raises:
+        CheckpointError: it has none, or is damaged.
+    """
+    config, weights, experts = ModelConfig(folder), HFWeights(folder), None
+    if config.dimensions.indices["moe_layers"]:
+        experts = config.expert_layout({name: spec.shape for name, spec in weights.specs.items()}).name.lower()
+    return {
+        "format": HUGGINGFACE,
+        "path": str(folder),
+        "model": config.raw.get("model_type"),
+        "files": len(weights.files),
+        **_summary(weights.specs.values()),
+        "experts": experts,
+    }
+
+
+def _summary(specs: Iterable[TensorSpec]) -> dict[str, Any]:
+    specs = list(specs)
+    return {
+        "tensors": len(specs),
+        "parameters": sum(spec.numel for spec in specs),
+        "bytes": sum(spec.nbytes for spec in specs),
+        "dtypes": dict(sorted(Counter(spec.dtype for spec in specs).items())),
+    }
+
+
+def as_table(found: Mapping[str, Any]) -> str:
+    """The result of `inspect_checkpoint`, one line per value."""
+    # Values from the manifest are on separate lines.
+    return "\n".join(
+        f"{name.replace('_', ' '):14} {_text(value)}" for name, value in found.items() if name != "manifest"
+    )
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {entry}" for key, entry in value.items() if entry is not None)
+    if isinstance(value, list):
+        return ", ".join(map(str, value[:8])) + (f" and {len(value) - 8} more" if len(value) > 8 else "")
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return "-" if value in (None, "") else str(value)
