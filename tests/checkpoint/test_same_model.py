@@ -18,7 +18,7 @@ from qwen3vl_bridge.models.qwen3_vl import presets
 
 import pytest
 
-from .support import expect_error
+from .support import expect_error, model_with_config
 
 
 def written(folder, config: dict) -> ModelConfig:
@@ -108,11 +108,8 @@ def test_other_spellings_are_of_the_same_model(size, tmp_path):
 def test_nothing_is_converted_by_another_models_configuration(
     section, fields, capsys, tmp_path, untied_folder, imported
 ):
-    model = shutil.copytree(untied_folder, tmp_path / "model")
-    config = read_object(model / "config.json")
-    before = dict(config[section])
-    config[section] |= fields
-    write_object(model / "config.json", config)
+    model = model_with_config(tmp_path / "model", untied_folder, {section: fields})
+    before = read_object(untied_folder / "config.json")[section]
     parts = ["describes another model than", *(f"{section}.{n} is {v!r}, expected {before[n]!r}"
                                                for n, v in fields.items())]  # fmt: skip
     arguments = ["--hf-model", str(model), "--megatron-path", str(imported)]

@@ -2,72 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, Unpack
+from typing import Unpack
 
 from qwen3vl_bridge.checkpoint.conversion import Conversion, ConversionOptions, ConversionReport, Output, run_conversion
-from qwen3vl_bridge.checkpoint.conversion_plan import Plan, leave_unexpected, make_plan
+from qwen3vl_bridge.checkpoint.conversion_plan import Plan, drop_unexpected, make_plan
 from qwen3vl_bridge.checkpoint.formats import megatron
 from qwen3vl_bridge.checkpoint.formats.huggingface import MAX_SHARD_BYTES
-from qwen3vl_bridge.checkpoint.formats.layouts import TRANSFORMER_ENGINE, TensorLayout
+from qwen3vl_bridge.checkpoint.formats.layouts import TRANSFORMER_ENGINE, HuggingFace, TensorLayout
 from qwen3vl_bridge.checkpoint.stored_models import StoredModel, open_model, open_stored
-from qwen3vl_bridge.checkpoint.targets import HFTarget, MegatronTarget
+from qwen3vl_bridge.checkpoint.targets import HFOutput, MegatronOutput, MegatronTarget
 from qwen3vl_bridge.checkpoint.topology import Topology
-from qwen3vl_bridge.io.files import CheckpointError, place
+from qwen3vl_bridge.io.files import CheckpointError, absolute
 from qwen3vl_bridge.weights.rows import ExpertLayout
-
-
-class Target(Protocol):
-    """The model to be written, in one format.
-
-    Attributes:
-        layout: how the format lays out the weights.
-        experts: format of its experts, or, for Megatron's formats, that of a later export.
-        float32_as: dtype of the parameters that the model keeps in float32; None for the same as of others.
-    """
-
-    @property
-    def layout(self) -> TensorLayout: ...  # noqa: D102
-    @property
-    def experts(self) -> ExpertLayout: ...  # noqa: D102
-    @property
-    def float32_as(self) -> str | None: ...  # noqa: D102
-
-    def output(self, plan: Plan) -> Output:
-        """The files of the result."""
-        ...
-
-
-def convert(
-    name: str,
-    origin: str | Path,
-    path: str | Path,
-    source: StoredModel,
-    target: Target,
-    *,
-    torch_dtype: str | None = None,
-    drop_vocab_padding: bool = False,
-) -> Conversion:
-    """Plan a conversion.
-
-    Args:
-        name: name of the command.
-        origin: the source, in the user's words.
-        path: path of the result.
-        source: the model that is read.
-        target: the model that is written.
-        torch_dtype: to cast the weights to, except those of `target.float32_as`; None to keep their dtypes.
-        drop_vocab_padding: whether rows beyond the vocabulary may be left out if they are not zero.
-
-    Raises:
-        CheckpointError: a tensor is missing, unexpected or of another shape, or rows would be lost.
-    """
-    rows, where = source.config.rows(target.experts), str(source.folder)
-    dtypes = dict(dtype=torch_dtype, float32_as=target.float32_as)
-    plan = make_plan(rows, source.layout, target.layout, source.tensors.specs, where=where, **dtypes)
-    padding = source.check_padding(source.config.dimensions["vocab"], drop=drop_vocab_padding)
-    folders, notes = (source.folder, source.config.folder), [*padding, *source.notes]
-    return Conversion(name, str(origin), place(path), plan, source.tensors, folders, target.output(plan), notes)
 
 
 def import_checkpoint(
@@ -98,9 +46,6 @@ def import_checkpoint(
         trust_remote_code: whether to copy code that the model's configuration refers to. It is never run here.
         options: overwrite, resume, verify and more, see `ConversionOptions`.
 
-    Returns:
-        A report of the conversion.
-
     Raises:
         CheckpointError: the source, the target or an option is invalid. The target is unchanged.
     """
@@ -111,8 +56,7 @@ def import_checkpoint(
             *(ckpt_format, naming, topology or Topology(), model.config, str(hf_model), model.experts, vocab_divisor),
             float32_of_hf=model.float32_as,
         )
-        target.check()
-        return convert("import", hf_model, megatron_path, model, target, torch_dtype=torch_dtype)
+        return _to_megatron("import", hf_model, megatron_path, model, target, torch_dtype)
 
     return run_conversion(planned, options)
 
@@ -149,32 +93,31 @@ def export_checkpoint(
         max_shard_bytes: maximum size of a weight file.
         options: overwrite, resume, verify and more, see `ConversionOptions`.
 
-    Returns:
-        A report of the conversion.
-
     Raises:
         CheckpointError: the source, the target or an option is invalid. The target is unchanged.
     """
 
     def planned() -> Conversion:
         stored = open_stored(megatron_path, iteration, hf_model, trust_remote_code=trust_remote_code)
-        experts = stored.experts if expert_layout is None else _layout_named(expert_layout)
+        config, experts = stored.config, stored.experts
+        if expert_layout is not None:
+            names = {layout.name.lower(): layout for layout in ExpertLayout}
+            if expert_layout.lower() not in names:
+                raise CheckpointError(f"expert_layout is {expert_layout!r}, expected {', '.join(names)}")
+            experts = names[expert_layout.lower()]
         if not strict:
-            stored.notes[:0] = leave_unexpected(stored.tensors, stored.config.rows(experts), stored.layout)
-        float32_as = stored.float32_in_export(torch_dtype)
-        target = HFTarget(stored.config, experts, stored.ckpt_format, max_shard_bytes, float32_as)
-        cast, drop = torch_dtype, drop_vocab_padding
-        return convert("export", megatron_path, hf_path, stored, target, torch_dtype=cast, drop_vocab_padding=drop)
+            stored.notes[:0] = drop_unexpected(stored.tensors, config.rows(experts), stored.layout)
+        moe = bool(config.dimensions.indices["moe_layers"])
+        settings = {"from": stored.ckpt_format, "expert_layout": experts.name if moe else None}
+        return _planned(
+            *("export", megatron_path, hf_path, stored, HuggingFace(config.dimensions), experts),
+            lambda plan: HFOutput(plan, config, settings, max_shard_bytes),
+            torch_dtype=torch_dtype,
+            float32_as=stored.float32_in_export(torch_dtype),
+            drop_vocab_padding=drop_vocab_padding,
+        )
 
     return run_conversion(planned, options)
-
-
-def _layout_named(name: str) -> ExpertLayout:
-    try:
-        return ExpertLayout[name.upper()]
-    except KeyError:
-        expected = ", ".join(layout.name.lower() for layout in ExpertLayout)
-        raise CheckpointError(f"expert_layout is {name!r}, expected {expected}") from None
 
 
 def reformat_checkpoint(
@@ -191,27 +134,16 @@ def reformat_checkpoint(
     trust_remote_code: bool = False,
     **options: Unpack[ConversionOptions],
 ) -> ConversionReport:
-    """Write the weights of a Megatron checkpoint in another format, layer spec or dtype.
+    """Write the weights of a Megatron checkpoint in another format, layer spec or dtype, without Hugging Face between.
 
-    Optimizer state is ignored.
+    Optimizer state is ignored. Arguments are those of `import_checkpoint` and `export_checkpoint`, except:
 
     Args:
-        megatron_path: the checkpoint's root folder, or an iteration's folder.
         new_path: the new checkpoint's root folder, to be created.
-        ckpt_format: "fsdp_dtensor" or "torch_dist".
         hf_model: folder or hub id of a model whose configuration, tokenizer and processor to use; None for those in the
             checkpoint.
-        torch_dtype: "float32", "float16" or "bfloat16" to cast the weights; None to keep their dtypes.
-        topology: parallel sizes for which files are laid out; the checkpoint can be loaded with any others.
-        naming: layer spec of parameter names, "transformer_engine" or "local".
         vocab_divisor: pad the vocabulary to a multiple of this times the tensor-parallel size; None for the present
             padding.
-        iteration: the iteration; None for the latest.
-        trust_remote_code: whether to copy code that the configuration of `hf_model` refers to. It is never run here.
-        options: overwrite, resume, verify and more, see `ConversionOptions`.
-
-    Returns:
-        A report of the conversion.
 
     Raises:
         CheckpointError: the source, the target or an option is invalid. The target is unchanged.
@@ -230,7 +162,40 @@ def reformat_checkpoint(
             stored.vocab_divisor if vocab_divisor is None else vocab_divisor,
             stored.float32_as,
         )
-        target.check()
-        return convert("reformat", megatron_path, new_path, stored, target, torch_dtype=torch_dtype)
+        return _to_megatron("reformat", megatron_path, new_path, stored, target, torch_dtype)
 
     return run_conversion(planned, options)
+
+
+def _to_megatron(
+    name: str, origin: str | Path, path: str | Path, source: StoredModel, target: MegatronTarget, dtype: str | None
+) -> Conversion:
+    target.check()
+    return _planned(
+        *(name, origin, path, source, target.layout, target.experts),
+        lambda plan: MegatronOutput(plan, target),
+        torch_dtype=dtype,
+        float32_as="float32",  # as in the running model
+    )
+
+
+def _planned(
+    name: str,
+    origin: str | Path,
+    path: str | Path,
+    source: StoredModel,
+    layout: TensorLayout,
+    experts: ExpertLayout,
+    output: Callable[[Plan], Output],
+    *,
+    torch_dtype: str | None,
+    float32_as: str | None,
+    drop_vocab_padding: bool = False,
+) -> Conversion:
+    """Plan a conversion to a layout; `experts` is their format in the Hugging Face model on either side."""
+    rows = source.config.rows(experts)
+    dtypes = dict(dtype=torch_dtype, float32_as=float32_as)
+    plan = make_plan(rows, source.layout, layout, source.tensors.specs, where=str(source.folder), **dtypes)
+    padding = source.check_padding(source.config.dimensions["vocab"], drop=drop_vocab_padding)
+    folders, notes = (source.folder, source.config.folder), [*padding, *source.notes]
+    return Conversion(name, str(origin), absolute(path), plan, source.tensors, folders, output(plan), notes)

@@ -10,8 +10,6 @@ from qwen3vl_bridge.checkpoint.conversion_plan import Task
 from qwen3vl_bridge.checkpoint.formats.tensors import ITEMSIZE, SegmentReader, TensorSource
 from qwen3vl_bridge.checkpoint.processes import Progress
 
-import numpy as np
-
 
 @dataclass(frozen=True)
 class Difference:
@@ -64,6 +62,8 @@ def difference(
     name: str, numel: int, dtype: str, left: Iterator[memoryview], right: Iterator[memoryview]
 ) -> Difference | None:
     """Where two streams of a tensor's bytes, both in `dtype`, differ; None if they do not."""
+    import numpy as np
+
     size = ITEMSIZE[dtype]
     position, count, first = 0, 0, -1
     a, b = next(left, None), next(right, None)

@@ -9,26 +9,32 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
 
 from qwen3vl_bridge.checkpoint.comparison import checksums, differences
 from qwen3vl_bridge.checkpoint.conversion_plan import Plan, Task
 from qwen3vl_bridge.checkpoint.formats import planned_files
+from qwen3vl_bridge.checkpoint.formats.megatron import FORMATS
 from qwen3vl_bridge.checkpoint.formats.planned_files import OutputFile, Unit, share, units
 from qwen3vl_bridge.checkpoint.formats.tensors import ITEMSIZE, SegmentReader, TensorSource, cast
-from qwen3vl_bridge.checkpoint.manifest import MANIFEST, Parts, Replaceable, files_of, tool
 from qwen3vl_bridge.checkpoint.processes import Progress, Ranks
+from qwen3vl_bridge.checkpoint.stored_models import MANIFEST, TOOL, read_manifest, tool
 from qwen3vl_bridge.io.atomic import (
     PRIVATE,
+    Snapshot,
     atomic_directory,
     check_space,
     check_target,
     disk_of,
     free_space,
     leaves,
+    refuse_loss,
+    refuse_others,
+    snapshot,
     space_of,
 )
 from qwen3vl_bridge.io.files import CheckpointError, write_object
@@ -37,6 +43,10 @@ from qwen3vl_bridge.io.files import CheckpointError, write_object
 _OVERHEAD = 64 << 20
 # Of an estimate: tasks, bytes to read of each, bytes to write.
 _SAMPLES, _SAMPLE_BYTES, _WRITTEN = 32, 16 << 20, 64 << 20
+
+
+# A file's contents: the end of each part, and a digest of it.
+Parts = list[tuple[int, str]]
 
 
 class Output(Protocol):
@@ -116,37 +126,27 @@ class Conversion:
             parts = written.setdefault(Path(output.inner, output.files[unit.file].name).as_posix(), [])
             if unit.start == (parts[-1][0] if parts else 0):  # otherwise a line is missing, and the file is read
                 parts.append((unit.end, part))
-        made["files"] = files_of(result, output.inner, written)
+        made["files"] = _files_of(result, output.inner, written)
         manifest = tool() | {"source": self.origin} | output.settings | made
         write_object(result / output.inner / MANIFEST, manifest | ({"sha256": sums} if sums else {}))
 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """A finished conversion, or with `dry_run` a planned one.
+    """A finished conversion, or with `dry_run` a planned one; of what was written, unless it says otherwise.
 
     Attributes:
         name: import, export or reformat.
-        source: what was read.
-        target: what was written.
-        format: of the target: "huggingface", "fsdp_dtensor" or "torch_dist".
-        layer_spec: layer spec of the target; None for Hugging Face.
-        tensors: number of tensors written.
-        parameters: number of their elements.
-        nbytes: number of their bytes.
-        dtypes: their dtypes.
+        format: "huggingface", "fsdp_dtensor" or "torch_dist".
+        layer_spec: None for Hugging Face.
+        tensors, parameters, nbytes, files: numbers of tensors, their elements and bytes, and files with tensors.
         cast: number of tensors whose dtype was changed.
         transposed: number of tensors made of transposed matrices. All others were copied.
-        files: number of files with tensors.
-        disk_needed: bytes of the disk that the target takes.
-        disk_free: free bytes there.
+        disk_needed, disk_free: bytes.
         estimate: estimated seconds; 0 unless requested.
-        processes: number of processes that shared the work.
         notes: information for the user.
         seconds: time of writing; 0 if nothing was written.
-        resumed: bytes that an earlier run had written.
-        written: bytes that this one has written, of files with tensors.
-        dry_run: nothing was written.
+        resumed, written: bytes of files with tensors that an earlier run had written, and that this one has.
     """
 
     name: str
@@ -351,8 +351,8 @@ def _write(conversion: Conversion, options: _Options, work: Path) -> tuple[float
             planned_files.Journal(work, ranks.rank) as journal,
             options.meter(conversion.name, sum(unit.nbytes for unit in mine)) as meter,
         ):
-            how = dict(sync=options.sync, threads=conversion.threads)
-            planned_files.write_units(folder, files, mine, conversion.source, journal, meter, **how)
+            write_units = partial(planned_files.write_units, sync=options.sync, threads=conversion.threads)
+            write_units(folder, files, mine, conversion.source, journal, meter)
             return meter.seconds
 
     return max(ranks.all_gather(write)), sum(unit.nbytes for unit in present), sum(unit.nbytes for unit in left)
@@ -438,3 +438,79 @@ def _estimated_seconds(conversion: Conversion, options: _Options) -> float:
         writing = (time.monotonic() - begun) / nbytes
     passes = 1 + 2 * options.verify + options.checksums  # reads of the source, or of a result as large
     return plan.nbytes * (passes * reading / options.ranks.size + writing)
+
+
+def _files_of(root: Path, inner: str, written: Mapping[str, Parts]) -> dict[str, Parts]:
+    """The files of a result that is complete except for the manifest in its folder `inner`, with digests.
+
+    Digests that are known already, in `written`, are not computed again.
+    """
+    found: dict[str, Parts] = {}
+    for path in sorted(path.relative_to(root) for path in leaves(root)):
+        if path != Path(inner, MANIFEST) and path.parts[0] != PRIVATE:
+            name, size = path.as_posix(), (root / path).stat().st_size
+            parts = written.get(name)
+            if parts is None or _end_of(parts) != size:
+                parts = [(size, planned_files.digest_of(root / path, 0, size, Progress("", size, shown=False)) or "")]
+            found[name] = parts
+    return found
+
+
+class Replaceable:
+    """Checks that a folder is exactly the unchanged result of an earlier conversion."""
+
+    def __init__(self, inner: str, kind: str, *, contents: bool = True, progress: bool = False) -> None:
+        """Create a check of a folder whose manifest is in its folder `inner`.
+
+        A Megatron checkpoint replaces one of either format, anything else only the same format, which is `kind`.
+        Without `contents` files are compared only by size, not with their digests.
+        """
+        self._manifest = Path(inner, MANIFEST).as_posix()
+        self._kinds = FORMATS if kind in FORMATS else (kind,)
+        self._contents, self._progress = contents, progress
+        self._checked: Snapshot | None = None
+
+    def __call__(self, root: Path) -> None:
+        """Check a folder. Its files are read once, and again only if they have changed since.
+
+        Raises:
+            CheckpointError: it is something else, or contains files that would be lost.
+        """
+        found = snapshot(root)
+        if found == self._checked:
+            return
+        written = self._written(root)
+        refuse_others(root, {self._manifest, *written}, "checkpoint")
+        present = {name: written[name] for name in found if name in written}
+        with Progress("earlier result", sum(map(_end_of, present.values())), shown=self._progress) as meter:
+            changed = [name for name, parts in present.items() if not self._is_as_written(root / name, parts, meter)]
+        refuse_loss(root, changed, "files changed since a conversion wrote them")
+        self._checked = found
+
+    def _is_as_written(self, path: Path, parts: Parts, meter: Progress) -> bool:
+        if not path.is_file() or path.stat().st_size != _end_of(parts):
+            return False
+        pieces = zip((0, *(end for end, _ in parts)), parts, strict=False)
+        digest_of = planned_files.digest_of
+        return not self._contents or all(digest_of(path, a, b, meter) == digest for a, (b, digest) in pieces)
+
+    def _written(self, root: Path) -> dict[str, Parts]:
+        """The files of a result from its manifest."""
+        manifest = read_manifest((root / self._manifest).parent)
+        # Our training writes a manifest too, which has no format.
+        if manifest.get("tool") != TOOL or manifest.get("format") not in self._kinds:
+            raise CheckpointError(
+                f"{root} was not written by a conversion of this kind: it has no such {self._manifest}, so it is not "
+                "replaced; remove it yourself"
+            )
+        files = manifest.get("files")
+        try:
+            return {name: [(int(end), str(digest)) for end, digest in parts] for name, parts in files.items()}  # pyright: ignore[reportOptionalMemberAccess]
+        except (AttributeError, TypeError, ValueError):
+            raise CheckpointError(
+                f"{root / self._manifest} has no digests of the files, so {root} is not replaced; remove it yourself"
+            ) from None
+
+
+def _end_of(parts: Parts) -> int:
+    return parts[-1][0] if parts else 0

@@ -25,7 +25,8 @@ from qwen3vl_bridge.checkpoint.formats.tensors import (
 from qwen3vl_bridge.io.files import CheckpointError
 from qwen3vl_bridge.weights.rows import Row, local_name
 
-import numpy as np
+# Number of tensors of each kind that a message lists.
+_LISTED = 20
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,7 @@ class Plan:
 
 
 def naming_of(rows: Iterable[Row], names: Collection[str]) -> str:
-    """Layer spec of some Megatron parameter names; Transformer Engine's if both specs have the same names.
-
-    Args:
-        rows: expanded rows.
-        names: those of a checkpoint.
-    """
+    """Layer spec of a checkpoint's parameter names; Transformer Engine's if both specs have the same names."""
     for row in rows:
         if row.stored[0] not in names and local_name(row.stored[0]) in names:
             return LOCAL
@@ -77,26 +73,12 @@ def naming_of(rows: Iterable[Row], names: Collection[str]) -> str:
 
 
 def tensors_of(rows: Iterable[Row], layout: TensorLayout) -> dict[str, Shape]:
-    """Every tensor that a layout has for a model: name -> shape.
-
-    Args:
-        rows: expanded rows.
-        layout: the format.
-    """
+    """Every tensor that a layout has for a model of expanded rows: name -> shape."""
     return {name: shape for row in rows for name, shape in layout.tensors(row).items()}
 
 
-def leave_unexpected(source: TensorSource, rows: Iterable[Row], layout: TensorLayout) -> list[str]:
-    """Remove the tensors that a model does not have.
-
-    Args:
-        source: existing tensors; only those of the model are kept.
-        rows: the weight table, expanded for the model.
-        layout: the source's format.
-
-    Returns:
-        A line of text for each.
-    """
+def drop_unexpected(source: TensorSource, rows: Iterable[Row], layout: TensorLayout) -> list[str]:
+    """Remove the tensors that a model does not have from a source; returns a line of text for each."""
     expected = tensors_of(rows, layout)
     unexpected = [spec for name, spec in source.specs.items() if name not in expected]
     for spec in unexpected:
@@ -132,15 +114,20 @@ def make_plan(
     vocabulary = [row for row in rows if row.of_vocabulary]
     padding = (layout for layout in (source, target) if layout.pads_vocabulary)
     padded = {name for layout in padding for row in vocabulary for name in layout.tensors(row)}
-    check_same(found, tensors_of(rows, source), where, may_be_longer=padded)
+    _check_tensors(found, tensors_of(rows, source), where, may_be_longer=padded)
     shapes = tensors_of(rows, target)
     leading = {name: target.leading(row) for row in rows for name in target.tensors(row)}
     in_float32 = {name for row in rows if row.float32 for name in target.tensors(row)}
+    contents: dict[str, list[tuple[int, Segment]]] = {}
+    for name, start, segment in _segments(rows, source, target):
+        contents.setdefault(name, []).append((start, segment))
     tasks, cast, transposed = [], set(), set()
-    for name, segments in _grouped(_joined_layouts(rows, source, target)):
-        sources = [found[one.source] for one in _slices(segments)]
+    for name, parts in contents.items():
+        parts.sort(key=lambda part: part[0])
+        segments = tuple(joined(segment for _, segment in parts))
+        sources = [found[piece.source] for piece in _slices(segments)]
         wanted = (float32_as or dtype) if name in in_float32 else dtype
-        spec = TensorSpec(name, check_weights_dtype(name, sources, wanted, where), shapes[name])
+        spec = TensorSpec(name, _target_dtype(name, sources, wanted, where), shapes[name])
         tasks.append(Task(spec, Segments(segments), leading[name]))
         if any(source.dtype != spec.dtype for source in sources):
             cast.add(name)
@@ -158,9 +145,7 @@ def _slices(segments: Iterable[Segment]) -> Iterator[Slice]:
             yield from segment.slices
 
 
-def _joined_layouts(
-    rows: Iterable[Row], source: TensorLayout, target: TensorLayout
-) -> Iterator[tuple[str, int, Segment]]:
+def _segments(rows: Iterable[Row], source: TensorLayout, target: TensorLayout) -> Iterator[tuple[str, int, Segment]]:
     """All elements: target tensor, offset in it, and source."""
     woven: dict[str, dict[int, tuple[Segment, ...]]] = {}
     for row in rows:
@@ -174,9 +159,11 @@ def _joined_layouts(
                 woven.setdefault(param.tensor, {})[param.start] = part
                 continue
             if param.columns:
-                part = _turned(part, param.columns)
+                part = _transposed(part, param.columns)
             if param.plus:
-                part = tuple(_more(segment, param.plus) for segment in part)
+                if not all(isinstance(segment, Slice) for segment in part):
+                    raise AssertionError("a number can be added only to slices")
+                part = tuple(piece._replace(plus=piece.plus + param.plus) for piece in _slices(part))
             if here < param.length:
                 part += (Zeros(param.length - here),)
             start = param.start
@@ -185,8 +172,8 @@ def _joined_layouts(
                 start += segment.length
     for tensor, strands in woven.items():
         # Concatenated they are a matrix, which is stored transposed.
-        slices = tuple(one for _, strand in sorted(strands.items()) for one in strand)
-        (matrix,) = _turned(slices, sum(one.length for one in slices) // len(strands))
+        slices = tuple(piece for _, strand in sorted(strands.items()) for piece in strand)
+        (matrix,) = _transposed(slices, sum(piece.length for piece in slices) // len(strands))
         yield tensor, 0, matrix
 
 
@@ -194,20 +181,14 @@ def _read(param: ParamSlice) -> Segment:
     """The elements at a position, in the order of the Megatron parameter."""
     if param.stride > 1:
         raise AssertionError(f"{param.tensor}: every {param.stride}th element cannot be read, only written")
-    one = Slice(param.tensor, param.start, param.length, -param.plus)
+    piece = Slice(param.tensor, param.start, param.length, -param.plus)
     if not param.columns:
-        return one
+        return piece
     # The source is the transpose of the target, so its columns are the target's rows.
-    return TransposedSlice((one,), param.length // param.columns, 0, param.length)
+    return TransposedSlice((piece,), param.length // param.columns, 0, param.length)
 
 
-def _more(segment: Segment, plus: int) -> Slice:
-    if not isinstance(segment, Slice):
-        raise AssertionError("a number can be added only to slices")
-    return segment._replace(plus=segment.plus + plus)
-
-
-def _turned(segments: tuple[Segment, ...], columns: int) -> tuple[Segment, ...]:
+def _transposed(segments: tuple[Segment, ...], columns: int) -> tuple[Segment, ...]:
     """The transpose of a matrix with this many columns."""
     first = segments[0]
     if (
@@ -220,81 +201,48 @@ def _turned(segments: tuple[Segment, ...], columns: int) -> tuple[Segment, ...]:
     slices = tuple(segment for segment in segments if isinstance(segment, Slice))
     if len(slices) != len(segments):
         raise AssertionError("a matrix to be transposed lies transposed, or is padded")
-    return (TransposedSlice(slices, columns, 0, sum(one.length for one in slices)),)
+    return (TransposedSlice(slices, columns, 0, sum(piece.length for piece in slices)),)
 
 
-def _grouped(segments: Iterable[tuple[str, int, Segment]]) -> Iterator[tuple[str, tuple[Segment, ...]]]:
-    """Segments by target, in the order of the targets' elements."""
-    targets: dict[str, list[tuple[int, Segment]]] = {}
-    for target, start, segment in segments:
-        targets.setdefault(target, []).append((start, segment))
-    for target, parts in targets.items():
-        parts.sort(key=lambda part: part[0])
-        yield target, tuple(joined(segment for _, segment in parts))
-
-
-_LISTED = 20
-
-
-def check_same(
-    found: Mapping[str, TensorSpec],
-    expected: Mapping[str, Shape],
-    where: str,
-    may_be_longer: Collection[str] = (),
+def _check_tensors(
+    found: Mapping[str, TensorSpec], expected: Mapping[str, Shape], where: str, may_be_longer: Collection[str]
 ) -> None:
-    """Compare the existing tensors with the expected ones.
+    """Raise a CheckpointError that lists missing, unexpected and misshapen tensors; some may have more rows."""
 
-    Args:
-        found: existing tensors.
-        expected: expected shapes.
-        where: whose tensors they are, for the error.
-        may_be_longer: names of tensors whose first dimension may exceed the expected one.
+    def fits(name: str, shape: Shape) -> bool:
+        actual = found[name].shape
+        if name in may_be_longer and len(actual) == len(shape):
+            return actual[0] >= shape[0] and actual[1:] == shape[1:]
+        return actual == shape
 
-    Raises:
-        CheckpointError: they differ; it lists the missing, unexpected and misshapen tensors.
-    """
-    missing = [f"{name}: found nothing, expected {list(expected[name])}" for name in expected if name not in found]
-    unexpected = [
-        f"{name}: found {spec.describe()}, expected no such tensor"
-        for name, spec in found.items()
-        if name not in expected
-    ]
-    misshapen = [
-        f"{name}: found {list(found[name].shape)}, expected {list(shape)}"
-        for name, shape in expected.items()
-        if name in found and not _fits(found[name].shape, shape, longer=name in may_be_longer)
-    ]
-    kinds = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}
-    if any(kinds.values()):
-        counts = ", ".join(f"{len(lines)} {kind}" for kind, lines in kinds.items() if lines)
-        raise CheckpointError(
-            f"{where} does not have the tensors that its config.json requires: {counts}{_listing(kinds)}"
-        )
-
-
-def _fits(found: Shape, expected: Shape, *, longer: bool) -> bool:
-    if longer and len(found) == len(expected):
-        return found[0] >= expected[0] and found[1:] == expected[1:]
-    return found == expected
-
-
-def _listing(kinds: Mapping[str, Sequence[str]]) -> str:
-    lines = []
+    kinds = {
+        "missing": [
+            f"{name}: found nothing, expected {list(expected[name])}" for name in expected if name not in found
+        ],
+        "unexpected": [
+            f"{name}: found {spec.describe()}, expected no such tensor"
+            for name, spec in found.items()
+            if name not in expected
+        ],
+        "misshapen": [
+            f"{name}: found {list(found[name].shape)}, expected {list(shape)}"
+            for name, shape in expected.items()
+            if name in found and not fits(name, shape)
+        ],
+    }
+    if not any(kinds.values()):
+        return
+    counts = ", ".join(f"{len(entries)} {kind}" for kind, entries in kinds.items() if entries)
+    lines = [f"{where} does not have the tensors that its config.json requires: {counts}"]
     for kind, entries in kinds.items():
-        lines += [f"\n  {kind}: {entry}" for entry in entries[:_LISTED]]
+        lines += [f"  {kind}: {entry}" for entry in entries[:_LISTED]]
         if len(entries) > _LISTED:
-            lines.append(f"\n  {kind}: ... and {len(entries) - _LISTED} more")
-    return "".join(lines)
+            lines.append(f"  {kind}: ... and {len(entries) - _LISTED} more")
+    raise CheckpointError("\n".join(lines))
 
 
-def check_weights_dtype(name: str, sources: Sequence[TensorSpec], dtype: str | None, where: str) -> str:
-    """The dtype of a target tensor.
-
-    Args:
-        name: the target.
-        sources: the tensors it is made of.
-        dtype: requested dtype; None for that of the sources.
-        where: whose tensors the sources are, for the error.
+def _target_dtype(name: str, sources: Sequence[TensorSpec], dtype: str | None, where: str) -> str:
+    """The dtype of a target tensor: the requested one, or that of its sources.
 
     Raises:
         CheckpointError: a source or `dtype` is not a floating-point dtype, or sources differ and `dtype` is None.
@@ -338,7 +286,7 @@ def prove(
         AssertionError: the plan is wrong.
     """
     read: dict[str, list[tuple[int, int]]] = {name: [] for name in sources}
-    turned: dict[TransposedSlice, list[tuple[int, int]]] = {}
+    matrices: dict[TransposedSlice, list[tuple[int, int]]] = {}
     produced: set[str] = set()
     for target, segments in tasks:
         if target.name in produced or target.shape != targets[target.name]:
@@ -351,18 +299,18 @@ def prove(
                 read[segment.source].append((segment.start, segment.start + segment.length))
             elif isinstance(segment, TransposedSlice):
                 whole = segment._replace(start=0, length=segment.numel)
-                turned.setdefault(whole, []).append((segment.start, segment.start + segment.length))
+                matrices.setdefault(whole, []).append((segment.start, segment.start + segment.length))
             elif target.name not in padded:
                 raise AssertionError(f"{target.name}: zeros are planned for it")
         if planned != target.numel:
             raise AssertionError(f"{target.name}: {planned} elements planned of {target.numel}")
     if produced != set(targets):
         raise AssertionError(f"nothing planned for {sorted(set(targets) - produced)}")
-    for matrix, ranges in turned.items():
+    for matrix, ranges in matrices.items():
         if _read_once(ranges, matrix.slices[0].source) != matrix.numel or matrix.numel % matrix.columns:
             raise AssertionError(f"{matrix.slices[0].source}: a matrix is not read as a whole")
-        for one in matrix.slices:
-            read[one.source].append((one.start, one.start + one.length))
+        for piece in matrix.slices:
+            read[piece.source].append((piece.start, piece.start + piece.length))
     for name, ranges in read.items():
         position = _read_once(ranges, name)
         if position != sources[name].numel and not (name in padded and position < sources[name].numel):
@@ -382,7 +330,11 @@ def _read_once(ranges: list[tuple[int, int]], name: str) -> int:
 def check_vocab_padding(
     source: TensorSource, rows: Iterable[Row], layout: TensorLayout, vocabulary: int, *, where: Path, drop: bool
 ) -> list[str]:
-    """Check that rows beyond a vocabulary are zero, by reading them.
+    """Check that rows of a Megatron checkpoint beyond the model's vocabulary are zero, by reading them.
+
+    A Megatron model may have them so that tensor-parallel ranks have equal parts (`should_pad_vocab`). An import writes
+    zeros. Training changes them: megatron-core's cross entropy sums over all rows of the output layer, without a mask
+    for padding (`tensor_parallel/cross_entropy.py`), and a tied embedding is that layer.
 
     Args:
         source: tensors, of the shapes that `make_plan` expects.
@@ -404,23 +356,24 @@ def check_vocab_padding(
         count = spec.shape[0] - vocabulary
         if count <= 0:
             continue
-        moved = _rows_not_zero(source, spec, vocabulary)
+        nonzero = _nonzero_rows(source, spec, vocabulary)
         beyond = f"{spec.name} has {count} rows beyond the vocabulary"
-        if moved and not drop:
+        if nonzero and not drop:
             raise CheckpointError(
-                f"{where}: {beyond} of {vocabulary}, of which {len(moved)} are not zero, the first is row {moved[0]}; "
-                "expected zeros. If they pad the vocabulary (should_pad_vocab), training changed them because the "
-                "softmax includes them: drop them with --drop-vocab-padding. If they are tokens, "
+                f"{where}: {beyond} of {vocabulary}, of which {len(nonzero)} are not zero, the first is row "
+                f"{nonzero[0]}; expected zeros. If they pad the vocabulary (should_pad_vocab), training changed them "
+                "because the softmax includes them: drop them with --drop-vocab-padding. If they are tokens, "
                 "text_config.vocab_size in config.json is too small"
             )
-        dropped = f"{len(moved)} of them not zero, dropped by --drop-vocab-padding"
-        said = dropped if moved else "they are padding and were dropped"
-        notes.append(f"{beyond}; {said}")
+        dropped = f"{len(nonzero)} of them not zero, dropped by --drop-vocab-padding"
+        notes.append(f"{beyond}; {dropped if nonzero else 'they are padding and were dropped'}")
     return notes
 
 
-def _rows_not_zero(source: TensorSource, spec: TensorSpec, first: int) -> list[int]:
+def _nonzero_rows(source: TensorSource, spec: TensorSpec, first: int) -> list[int]:
     """Rows, from a given one on, that contain anything other than zeros."""
+    import numpy as np
+
     width, size = spec.numel // spec.shape[0], ITEMSIZE[spec.dtype]
     found: set[int] = set()
     position = first * width

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +12,16 @@ from qwen3vl_bridge.checkpoint.formats import megatron
 from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
 from qwen3vl_bridge.checkpoint.formats.huggingface import HUGGINGFACE, HFWeights, has_weights
 from qwen3vl_bridge.checkpoint.formats.tensors import TensorSpec
-from qwen3vl_bridge.checkpoint.manifest import read_manifest
-from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
+from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, own_config, read_manifest
 from qwen3vl_bridge.io.files import expanded
 
 
 def inspect_checkpoint(path: str | Path, *, iteration: int | None = None) -> dict[str, Any]:
-    """Contents of a checkpoint.
+    """Contents of a checkpoint, as plain values that can be written as JSON.
 
     Args:
         path: folder of a Hugging Face model, or a Megatron checkpoint's root or iteration folder.
         iteration: iteration of a Megatron checkpoint; None for the latest.
-
-    Returns:
-        Plain values that can be written as JSON.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
@@ -39,9 +35,8 @@ def inspect_checkpoint(path: str | Path, *, iteration: int | None = None) -> dic
     specs = {name: metadata.tensors[key][0] for name, key in keys.items()}
     model_keys = set(keys.values())
     others = [spec for key, (spec, _) in metadata.tensors.items() if key not in model_keys]
-    config_folder = folder / megatron.HF_FILES
-    config = ModelConfig(config_folder) if (config_folder / "config.json").is_file() else None
-    spelled = naming_of(config.rows(), specs) if config and ckpt_format == megatron.FSDP_DTENSOR else None
+    config = own_config(folder)
+    naming = naming_of(config.rows(), specs) if config and ckpt_format == megatron.FSDP_DTENSOR else None
     return {
         "format": ckpt_format,
         "path": str(folder),
@@ -49,7 +44,7 @@ def inspect_checkpoint(path: str | Path, *, iteration: int | None = None) -> dic
         "files": len(list(folder.glob("*.distcp"))),
         **_summary(specs.values()),
         "chunks": sum(len(metadata.tensors[key][1]) for key in model_keys),
-        "layer_spec": spelled or manifest.get("layer_spec"),
+        "layer_spec": naming or manifest.get("layer_spec"),
         "topology": manifest.get("topology"),
         "source": manifest.get("source"),
         "checksums": "sha256" in manifest,
@@ -87,23 +82,3 @@ def _summary(specs: Iterable[TensorSpec]) -> dict[str, Any]:
         "bytes": sum(spec.nbytes for spec in specs),
         "dtypes": dict(sorted(Counter(spec.dtype for spec in specs).items())),
     }
-
-
-def as_table(found: Mapping[str, Any]) -> str:
-    """The result of `inspect_checkpoint`, one line per value."""
-    # Values from the manifest are on separate lines.
-    return "\n".join(
-        f"{name.replace('_', ' '):14} {_text(value)}" for name, value in found.items() if name != "manifest"
-    )
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {entry}" for key, entry in value.items() if entry is not None)
-    if isinstance(value, list):
-        return ", ".join(map(str, value[:8])) + (f" and {len(value) - 8} more" if len(value) > 8 else "")
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    return "-" if value in (None, "") else str(value)

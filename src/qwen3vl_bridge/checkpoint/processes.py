@@ -19,20 +19,16 @@ from qwen3vl_bridge.terminal import show
 # How long processes wait for each other to start, and for each other's part of the work. A process that dies while
 # working is noticed at once.
 _START, _WORK = datetime.timedelta(minutes=10), datetime.timedelta(hours=12)
-
 # Environment variables by which processes find each other.
 _RENDEZVOUS = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 _MAX_PORT = 65_535
+_SECONDS_BETWEEN_LINES = 5.0
 
 
 class Ranks:
-    """This process among those that work together: a single one, unless created by `of_torchrun`.
+    """This process (`rank` of `size`) among those that work together: a single one, unless created by `of_torchrun`.
 
     As a context manager it shuts down the communication in order at the end.
-
-    Attributes:
-        rank: its index.
-        size: number of processes.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
@@ -88,22 +84,27 @@ class Ranks:
         return self.rank == 0
 
     def all_gather[Result](self, work: Callable[[], Result]) -> list[Result]:
-        """Call a function in every process.
-
-        Returns:
-            The results of all processes.
+        """Call a function in every process; returns the results of all.
 
         Raises:
             CheckpointError: one of them failed, or died. All processes raise it.
         """
         if self.size == 1:
             return [work()]
+        import torch.distributed as dist
+
         result, error = None, None
         try:
             result = work()
         except Exception as failure:  # whatever it is, the others must not wait for this one
             error = failure
-        outcomes = self._exchange((result, None if error is None else f"{error}" or type(error).__name__))
+        outcomes: list[Any] = [None] * self.size
+        mine = (result, None if error is None else f"{error}" or type(error).__name__)
+        try:
+            dist.all_gather_object(outcomes, mine, group=self._group)
+        except RuntimeError as failure:
+            reason = str(failure).splitlines()[0]
+            raise CheckpointError(f"another of the {self.size} processes ended: {reason}") from failure
         if error is not None:
             raise error
         for rank, (_, message) in enumerate(outcomes):
@@ -112,39 +113,14 @@ class Ranks:
         return [outcome for outcome, _ in outcomes]
 
     def all_run[Result](self, work: Callable[[], Result]) -> Result:
-        """Call a function in every process and return its own result.
-
-        Returns:
-            The result of this process.
-
-        Raises:
-            CheckpointError: one of them failed, or died. All processes raise it.
-        """
+        """Call a function in every process; returns this one's result, which is not sent; fails as `all_gather`."""
         mine: list[Result] = []
         self.all_gather(lambda: mine.append(work()))
         return mine[0]
 
     def run_on_rank0[Result](self, work: Callable[[], Result]) -> Result:
-        """Call a function in the first process.
-
-        Returns:
-            Its result, in every process.
-
-        Raises:
-            CheckpointError: it failed, or a process died. All processes raise it.
-        """
+        """Call a function in the first process; returns its result in every process; fails as `all_gather`."""
         return self.all_gather(lambda: work() if self.first else None)[0]  # pyright: ignore[reportReturnType]
-
-    def _exchange(self, mine: Any) -> list[Any]:
-        import torch.distributed as dist
-
-        everyone: list[Any] = [None] * self.size
-        try:
-            dist.all_gather_object(everyone, mine, group=self._group)
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise CheckpointError(f"another of the {self.size} processes ended: {reason}") from error
-        return everyone
 
 
 def _check_environment(size: int) -> None:
@@ -174,9 +150,6 @@ def _check_environment(size: int) -> None:
         )
 
 
-_SECONDS_BETWEEN_LINES = 5.0
-
-
 class Progress:
     """Bytes done of a total, on standard error. Thread-safe."""
 
@@ -184,7 +157,11 @@ class Progress:
         self._label, self._total, self._done = label, total, 0
         self._shown, self._lock = shown, Lock()
         self._begun = self._said = time.monotonic()
-        self._bar = _bar(label, total) if shown and sys.stderr.isatty() else None
+        self._bar = None
+        if shown and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, desc=label, unit="B", unit_scale=True, file=sys.stderr)
 
     def __enter__(self) -> Progress:
         return self
@@ -224,9 +201,3 @@ class Progress:
         done, total = self._done / 1e9, self._total / 1e9
         text = f"{self._label}: {share:3.0f} %, {done:.2f} of {total:.2f} GB, {rate / 1e9:.2f} GB/s, {left:.0f} s left"
         show(text, error=True)
-
-
-def _bar(label: str, total: int):
-    from tqdm import tqdm
-
-    return tqdm(total=total, desc=label, unit="B", unit_scale=True, file=sys.stderr)

@@ -1,26 +1,45 @@
-"""A model on disk: its configuration, format and weights, opened and checked."""
+"""A model on disk: its configuration, format, weights and manifest, opened and checked."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.checkpoint.comparison import difference
-from qwen3vl_bridge.checkpoint.conversion_plan import check_vocab_padding, leave_unexpected, naming_of
+from qwen3vl_bridge.checkpoint.conversion_plan import check_vocab_padding, drop_unexpected, naming_of
 from qwen3vl_bridge.checkpoint.formats import megatron
 from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
 from qwen3vl_bridge.checkpoint.formats.dcp_reader import DcpTensors
 from qwen3vl_bridge.checkpoint.formats.huggingface import HUGGINGFACE, HFWeights, contents_of, find_model, has_weights
 from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, HuggingFace, TensorLayout, TorchDist
-from qwen3vl_bridge.checkpoint.formats.megatron import read_run_config
-from qwen3vl_bridge.checkpoint.formats.tensors import SegmentReader, Shape, Slice, TensorSource, main_dtype
-from qwen3vl_bridge.checkpoint.manifest import MANIFEST, read_manifest
+from qwen3vl_bridge.checkpoint.formats.tensors import SegmentReader, Shape, TensorSource, main_dtype
 from qwen3vl_bridge.io.files import CheckpointError, expanded, read_object, write_object
 from qwen3vl_bridge.registry import family_of, family_of_provider
 from qwen3vl_bridge.weights.rows import MARK, ExpertLayout, Row, expand, expert_layout_of
+
+MANIFEST = "qwen3vl_bridge.json"
+TOOL = "qwen3vl_bridge"
+
+
+def tool() -> dict[str, str]:
+    """Name and version of the tool that wrote a result, for its manifest."""
+    versions = {}
+    for name in ("qwen3vl-bridge", "torch"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "unknown"
+    return {"tool": TOOL, "version": versions["qwen3vl-bridge"], "torch": versions["torch"]}
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a result; empty if it does not exist."""
+    path = folder / MANIFEST
+    return read_object(path) if path.is_file() else {}
 
 
 class ModelConfig:
@@ -78,22 +97,17 @@ class ModelConfig:
         changed.dimensions = self.family.dimensions_of(changed.raw).with_vocab(self.dimensions["vocab"])
         return changed
 
-    def write(self, folder: Path, dtype: str | None = None) -> None:
-        """Write what differs from an existing `config.json` in a folder.
-
-        Args:
-            folder: of a model.
-            dtype: dtype of the weights to write into it; None to keep the present value.
-        """
-        raw, path = self.raw if dtype is None else with_dtype(self.raw, dtype), folder / "config.json"
-        if raw != read_object(path):
-            write_object(path, raw)
-
     def with_vocab(self, rows: int) -> ModelConfig:
         """The same with a vocabulary of this many rows."""
         changed = copy(self)
         changed.dimensions = self.dimensions.with_vocab(rows)
         return changed
+
+    def write(self, folder: Path, dtype: str | None = None) -> None:
+        """Write what differs from a folder's `config.json`; with a dtype of the weights unless it is None."""
+        raw, path = self.raw if dtype is None else _with_dtype(self.raw, dtype), folder / "config.json"
+        if raw != read_object(path):
+            write_object(path, raw)
 
     @property
     def table(self) -> tuple[Row, ...]:
@@ -105,7 +119,7 @@ class ModelConfig:
         return list(expand(self.family.rows(experts), self.dimensions))
 
 
-def with_dtype(raw: dict[str, Any], dtype: str) -> dict[str, Any]:
+def _with_dtype(raw: dict[str, Any], dtype: str) -> dict[str, Any]:
     """A configuration with `dtype` in all places that state the weights' dtype.
 
     from_pretrained loads in the dtype of the configuration, so it has to be that of most of the written weights.
@@ -113,36 +127,25 @@ def with_dtype(raw: dict[str, Any], dtype: str) -> dict[str, Any]:
     changed = {}
     for key, value in raw.items():
         if isinstance(value, dict):
-            value = with_dtype(value, dtype)
+            value = _with_dtype(value, dtype)
         elif key in ("dtype", "torch_dtype") and value is not None:
             value = dtype
         changed[key] = value
     return changed
 
 
-def check_same_model(one: ModelConfig, other: ModelConfig) -> None:
-    """Check that two configurations are of the same model.
-
-    Dtypes, dropout, initialisation and the maximum row length may differ.
-
-    Args:
-        one: a model's.
-        other: the expected one.
+def check_same_model(config: ModelConfig, other: ModelConfig) -> None:
+    """Check a configuration against the expected one; dtypes, dropout, initialisation and maximum length may differ.
 
     Raises:
         CheckpointError: they are of two models; all fields that differ are listed.
     """
-    found, expected = one.family.fields_of(one.raw), other.family.fields_of(other.raw)
-    _compare(one, found, expected, found | expected, other.folder / "config.json")
+    found, expected = config.family.fields_of(config.raw), other.family.fields_of(other.raw)
+    _compare(config, found, expected, found | expected, other.folder / "config.json")
 
 
 def check_model_of_run(config: ModelConfig, run: Mapping[str, Any], path: Path) -> bool:
-    """Check that a configuration is of the model that a run has trained.
-
-    Args:
-        config: a model's.
-        run: contents of the run's file.
-        path: that file.
+    """Check that a configuration is of the model that a run has trained, of whose file these are contents and path.
 
     Returns:
         Whether the file describes the model.
@@ -154,16 +157,11 @@ def check_model_of_run(config: ModelConfig, run: Mapping[str, Any], path: Path) 
     if not isinstance(model, Mapping):
         return False
     found = config.family.fields_of(config.raw)
-    if family_of_provider(model.get("_target_")) is not None:  # a conversion has written a whole `config.json`
-        expected = _fields_of_conversion(model.get("hf_config"), path)
-        _compare(config, found, expected, found | expected, path)
-        return True
-    expected = config.family.run_fields_of(model, found)
-    _compare(config, found, expected, expected, path)
-    return bool(expected)
-
-
-def _fields_of_conversion(hf_config: Any, path: Path) -> dict[str, Any]:
+    if family_of_provider(model.get("_target_")) is None:
+        expected = config.family.said_by_run(model, found)
+        _compare(config, found, expected, expected, path)
+        return bool(expected)
+    hf_config = model.get("hf_config")  # a conversion has written a whole `config.json`
     try:
         if not isinstance(hf_config, Mapping):
             raise ValueError(f"the configuration is {hf_config!r:.80}, expected an object")
@@ -171,7 +169,9 @@ def _fields_of_conversion(hf_config: Any, path: Path) -> dict[str, Any]:
         family.check_settings(hf_config)
     except ValueError as error:
         raise CheckpointError(f"{path}, model.hf_config: {error}") from error
-    return family.fields_of(hf_config)
+    expected = family.fields_of(hf_config)
+    _compare(config, found, expected, found | expected, path)
+    return True
 
 
 def _compare(
@@ -231,11 +231,7 @@ class StoredModel:
         return next((self.tensors.specs[name].dtype for name in names), None)
 
     def float32_in_export(self, torch_dtype: str | None) -> str | None:
-        """The same in a Hugging Face model that is made from this one.
-
-        Args:
-            torch_dtype: to which weights are cast; None to keep their dtypes.
-        """
+        """The same in a Hugging Face model made from this one with weights cast to a dtype, unless that is None."""
         if torch_dtype is None:
             return self.float32_as
         return "float32" if self.float32_as in (None, "float32") else torch_dtype
@@ -283,54 +279,42 @@ def open_model(hf_model: str | Path, *, strict: bool = True, trust_remote_code: 
     folder = find_model(hf_model, trust_remote_code=trust_remote_code)
     config, weights, notes = ModelConfig(folder), HFWeights(folder), []
     config = config.having(weights.specs)
-    if config.tied:
-        for copy, original in _tied_pairs(config):
-            if copy in weights.specs and original in weights.specs:
-                _check_copy(weights, folder, copy, original)
-                weights.drop(copy)
-                notes.append(f"{copy} is a copy of {original}, to which config.json ties it; it was not converted")
+    if config.tied:  # then it has only the embedding, or an output layer of the same bytes
+        original = next(row.hf[0] for row in config.table if row.of_vocabulary and row.condition is None)
+        for name in (row.hf[0] for row in config.table if row.condition == "untied"):
+            if name in weights.specs and original in weights.specs:
+                _check_copy(weights, folder, name, original)
+                weights.drop(name)
+                notes.append(f"{name} is a copy of {original}, to which config.json ties it; it was not converted")
     experts = config.expert_layout({name: spec.shape for name, spec in weights.specs.items()})
     model = StoredModel(folder, HUGGINGFACE, weights, config, experts, notes=notes)
     if not strict:
-        notes.extend(leave_unexpected(weights, model.rows, model.layout))
+        notes.extend(drop_unexpected(weights, model.rows, model.layout))
     return model
+
+
+def _check_copy(weights: HFWeights, folder: Path, name: str, original: str) -> None:
+    spec, other = weights.specs[name], weights.specs[original]
+    if spec.describe() != other.describe():
+        found = f"{spec.describe()}, not {other.describe()}"
+    else:
+        with SegmentReader(weights) as left, SegmentReader(weights) as right:
+            found = difference(name, spec.numel, spec.dtype, left.tensor(name), right.tensor(original))
+    if found is not None:
+        raise CheckpointError(
+            f"{folder}: config.json has tie_word_embeddings true, but {name} is not {original}: {found}; "
+            f"expected the same bytes, or no {name}, or tie_word_embeddings false"
+        )
 
 
 def write_config_of_weights(hf_model: str | Path) -> None:
     """Correct a folder's `config.json` to its weights: whether optional parts are there, and their dtype.
-
-    Args:
-        hf_model: a folder with both.
 
     Raises:
         CheckpointError: it is of no supported family, or its files are damaged.
     """
     config, found = ModelConfig(hf_model), HFWeights(Path(hf_model)).specs
     config.having(found).write(config.folder, main_dtype(found.values()))
-
-
-def _tied_pairs(config: ModelConfig) -> list[tuple[str, str]]:
-    """Tensors that a tied model has only under the second name."""
-    embedding = next(row for row in config.table if row.of_vocabulary and row.condition is None)
-    return [(row.hf[0], embedding.hf[0]) for row in config.table if row.condition == "untied"]
-
-
-def _check_copy(weights: HFWeights, folder: Path, copy: str, original: str) -> None:
-    one, other = weights.specs[copy], weights.specs[original]
-    if one.describe() != other.describe():
-        found = f"{one.describe()}, not {other.describe()}"
-    else:
-        with SegmentReader(weights) as left, SegmentReader(weights) as right:
-            streams = (
-                reader.blocks([Slice(spec.name, 0, spec.numel)], spec.dtype)
-                for reader, spec in ((left, one), (right, other))
-            )
-            found = difference(copy, one.numel, one.dtype, *streams)
-    if found is not None:
-        raise CheckpointError(
-            f"{folder}: config.json has tie_word_embeddings true, but {copy} is not {original}: {found}; "
-            f"expected the same bytes, or no {copy}, or tie_word_embeddings false"
-        )
 
 
 def open_stored(
@@ -340,7 +324,7 @@ def open_stored(
     *,
     trust_remote_code: bool = False,
 ) -> StoredModel:
-    """Open a Megatron checkpoint.
+    """Open a Megatron checkpoint of either format.
 
     Args:
         path: its root folder, or an iteration's folder.
@@ -349,50 +333,36 @@ def open_stored(
         trust_remote_code: whether that model may contain code.
 
     Raises:
-        CheckpointError: it does not exist, or is damaged.
+        CheckpointError: it does not exist, is damaged, has no configuration, or one of another model.
     """
     folder = megatron.find_iteration(expanded(path), iteration)
     ckpt_format = megatron.format_of(folder)
-    config, notes = stored_config(folder, hf_model, trust_remote_code)
-    manifest = read_manifest(folder)
-    metadata = read_metadata(folder)
-    keys = megatron.model_keys(metadata, ckpt_format)
+    own, notes = own_config(folder), []
+    if hf_model is None:
+        if own is None:
+            raise CheckpointError(f"{folder} has no {megatron.HF_FILES}/config.json; name the model with --hf-model")
+        config = own
+    else:
+        config = ModelConfig(find_model(hf_model, weights=False, trust_remote_code=trust_remote_code))
+        if own is not None:
+            check_same_model(config, own)
+        else:
+            notes = compared_with_run(config, folder)
+    manifest, contents = read_manifest(folder), read_metadata(folder)
+    keys = megatron.model_keys(contents, ckpt_format)
     if adapter := next((name for name in keys if MARK in name), None):
         raise CheckpointError(
             f"{folder} holds adapters such as {adapter}, expected a complete model; use `qwen3vl adapters` for adapters"
         )
-    tensors = DcpTensors(metadata, keys)
+    tensors = DcpTensors(contents, keys)
     config = config.having(tensors.specs)
-    experts = _experts(config, manifest, folder)
-    return StoredModel(folder, ckpt_format, tensors, config, experts, manifest, notes)
+    return StoredModel(folder, ckpt_format, tensors, config, _experts(config, manifest, folder), manifest, notes)
 
 
-def stored_config(
-    folder: Path, hf_model: str | Path | None, trust_remote_code: bool = False
-) -> tuple[ModelConfig, list[str]]:
-    """The configuration of a checkpoint's model.
-
-    Args:
-        folder: the iteration's.
-        hf_model: folder or hub id of a model whose configuration to use; None for the one in the checkpoint.
-        trust_remote_code: whether that model may contain code.
-
-    Returns:
-        The configuration, and notes for the user.
-
-    Raises:
-        CheckpointError: there is none, or the checkpoint has one of another model.
-    """
-    own = own_config(folder)
-    if hf_model is None:
-        if own is None:
-            raise CheckpointError(f"{folder} has no {megatron.HF_FILES}/config.json; name the model with --hf-model")
-        return own, []
-    config = ModelConfig(find_model(hf_model, weights=False, trust_remote_code=trust_remote_code))
-    if own is not None:
-        check_same_model(config, own)
-        return config, []
-    return config, compared_with_run(config, folder)
+def own_config(folder: Path) -> ModelConfig | None:
+    """The configuration in an iteration's folder; None if there is none."""
+    hf_files = folder / megatron.HF_FILES
+    return ModelConfig(hf_files) if (hf_files / "config.json").is_file() else None
 
 
 def compared_with_run(config: ModelConfig, folder: Path) -> list[str]:
@@ -408,7 +378,7 @@ def compared_with_run(config: ModelConfig, folder: Path) -> list[str]:
     why = f"no {path.name} that describes a model"
     if path.is_file():
         try:
-            run = read_run_config(folder)
+            run = megatron.read_run_config(folder)
         except CheckpointError as error:
             why = str(error)
     if check_model_of_run(config, run, path):
@@ -417,12 +387,6 @@ def compared_with_run(config: ModelConfig, folder: Path) -> list[str]:
         f"{config.folder / 'config.json'} could not be compared with the checkpoint's configuration: {folder} has "
         f"none, and {why}. The shapes match, but heads, rotary embedding and DeepStack taps may be another model's"
     ]
-
-
-def own_config(folder: Path) -> ModelConfig | None:
-    """The configuration in an iteration's folder; None if there is none."""
-    beside = folder / megatron.HF_FILES
-    return ModelConfig(beside) if (beside / "config.json").is_file() else None
 
 
 def _experts(config: ModelConfig, manifest: dict[str, Any], folder: Path) -> ExpertLayout:

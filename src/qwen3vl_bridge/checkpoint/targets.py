@@ -22,59 +22,26 @@ from qwen3vl_bridge.checkpoint.formats.huggingface import (
     shard_files,
     write_index,
 )
-from qwen3vl_bridge.checkpoint.formats.layouts import TRANSFORMER_ENGINE, FsdpDtensor, HuggingFace, TorchDist
-from qwen3vl_bridge.checkpoint.formats.megatron import BYTE_ITEMS, COMMON_STATE, run_config, write_run_files
+from qwen3vl_bridge.checkpoint.formats.layouts import TRANSFORMER_ENGINE, FsdpDtensor, TorchDist
 from qwen3vl_bridge.checkpoint.formats.tensors import TensorSpec, main_dtype
-from qwen3vl_bridge.checkpoint.row_owners import holders
 from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
-from qwen3vl_bridge.checkpoint.topology import Topology
+from qwen3vl_bridge.checkpoint.topology import Topology, holders
 from qwen3vl_bridge.io.files import CheckpointError
 from qwen3vl_bridge.weights.rows import Dimensions, ExpertLayout, Row
 
-
-@dataclass(frozen=True)
-class HFTarget:
-    """A Hugging Face model to be written.
-
-    Attributes:
-        config: its configuration.
-        experts: format of its experts.
-        made_from: format of the source checkpoint.
-        max_shard_bytes: maximum size of a weight file.
-        float32_as: dtype of the parameters that the model keeps in float32; None for the same as of others.
-    """
-
-    config: ModelConfig
-    experts: ExpertLayout
-    made_from: str
-    max_shard_bytes: int
-    float32_as: str | None
-
-    @property
-    def layout(self) -> HuggingFace:
-        """How it lays out the weights."""
-        return HuggingFace(self.config.dimensions)
-
-    def output(self, plan: Plan) -> HFOutput:
-        """Its files."""
-        moe = bool(self.config.dimensions.indices["moe_layers"])
-        said = {"from": self.made_from, "expert_layout": self.experts.name if moe else None}
-        return HFOutput(plan, self.config, said, self.max_shard_bytes)
+# Modules for which megatron-core stores a state in addition to their weights, here always None, and asks for it on
+# loading. The first do so in either layer spec, the others are Transformer Engine's.
+_LINEAR = re.compile(r"linear_(qkv|proj|fc1|fc2)|(in|out|eh)_proj")
+_NORM = re.compile(r"(\w+_layernorm|patch_norm|out_norm|enorm|hnorm)")
 
 
 class HFOutput:
-    """The files of a Hugging Face model to be written."""
+    """The files of a Hugging Face model to be written, as an `Output` of a conversion."""
 
     inner = "."
 
-    def __init__(self, plan: Plan, config: ModelConfig, said: dict[str, Any], max_shard_bytes: int) -> None:
-        """Lay out a model.
-
-        Args:
-            plan: its tensors.
-            config: its configuration.
-            said: values for its manifest.
-            max_shard_bytes: maximum size of a weight file.
+    def __init__(self, plan: Plan, config: ModelConfig, settings: dict[str, Any], max_shard_bytes: int) -> None:
+        """Lay out a model; `settings` are values for its manifest.
 
         Raises:
             CheckpointError: a maximum size that is not positive.
@@ -83,7 +50,7 @@ class HFOutput:
             raise CheckpointError(f"max_shard_bytes is {max_shard_bytes}, expected 1 or more")
         self._plan, self._config, self._max_shard_bytes = plan, config, max_shard_bytes
         self.files = shard_files(plan.tasks, max_shard_bytes)
-        self.settings = {"format": HUGGINGFACE} | said
+        self.settings = {"format": HUGGINGFACE} | settings
 
     def finish(self, root: Path, digest: str) -> None:
         """Write the files of a model's folder other than weights."""
@@ -94,12 +61,6 @@ class HFOutput:
     def open(self, root: Path) -> HFWeights:
         """The written weights, read again."""
         return HFWeights(root)
-
-
-# Modules for which megatron-core stores a state in addition to their weights, here always None, and asks for it on
-# loading. The first do so in either layer spec, the others are Transformer Engine's.
-_LINEAR = re.compile(r"linear_(qkv|proj|fc1|fc2)|(in|out|eh)_proj")
-_NORM = re.compile(r"(\w+_layernorm|patch_norm|out_norm|enorm|hnorm)")
 
 
 @dataclass(frozen=True)
@@ -127,11 +88,6 @@ class MegatronTarget:
     float32_of_hf: str | None = None
 
     @property
-    def float32_as(self) -> str:
-        """As in the running model."""
-        return "float32"
-
-    @property
     def dimensions(self) -> Dimensions:
         """The model's, with the padding of its vocabulary."""
         dimensions = self.config.dimensions
@@ -148,11 +104,7 @@ class MegatronTarget:
         return FsdpDtensor(self.dimensions, self.naming)
 
     def check(self) -> None:
-        """Check the options against each other and the model.
-
-        Raises:
-            CheckpointError: they do not fit.
-        """
+        """Raise a CheckpointError if the options do not fit each other or the model."""
         if self.ckpt_format not in megatron.FORMATS:
             raise CheckpointError(f"ckpt_format is {self.ckpt_format!r}, expected {' or '.join(megatron.FORMATS)}")
         FsdpDtensor(self.config.dimensions, self.naming)  # refuses an unknown naming
@@ -163,10 +115,6 @@ class MegatronTarget:
             )
         self.topology.check_numbers()  # before one of them is a divisor
         self.topology.check(self.dimensions, stages=self.ckpt_format == megatron.TORCH_DIST)
-
-    def output(self, plan: Plan) -> MegatronOutput:
-        """Its files."""
-        return MegatronOutput(plan, self)
 
     def laid_out(self, plan: Plan) -> DcpLayout:
         """All files with tensors, and the byte items that a loader needs."""
@@ -182,17 +130,17 @@ class MegatronTarget:
         for _, *chunk in sorted(chunks, key=itemgetter(0)):
             dcp.add_chunk(*chunk)
         if isinstance(layout, FsdpDtensor):
-            for key, value in BYTE_ITEMS.items():
+            for key, value in megatron.BYTE_ITEMS.items():
                 dcp.add_bytes(key, value)
             return dcp
-        dcp.add_bytes(*COMMON_STATE)
-        for key in extra_states(self.config.rows(), layout, with_norms=self.naming == TRANSFORMER_ENGINE):
+        dcp.add_bytes(*megatron.COMMON_STATE)
+        for key in _extra_states(self.config.rows(), layout, with_norms=self.naming == TRANSFORMER_ENGINE):
             dcp.add_bytes(key, [None])
         return dcp
 
 
 class MegatronOutput:
-    """A Megatron checkpoint with a plan for its tensors."""
+    """The files of a Megatron checkpoint to be written, as an `Output` of a conversion."""
 
     inner = megatron.iteration_folder(Path(), 0).name
 
@@ -200,12 +148,7 @@ class MegatronOutput:
         self._names, self._target = [task.target.name for task in plan.tasks], target
         self._dcp = target.laid_out(plan)
         self.files = self._dcp.files
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Values for the manifest."""
-        target = self._target
-        return {
+        self.settings: dict[str, Any] = {
             "format": target.ckpt_format,
             "layer_spec": target.naming,
             "hf_model": target.hf_model,
@@ -218,43 +161,34 @@ class MegatronOutput:
     def finish(self, root: Path, digest: str) -> None:
         """Write all files except those with tensors and the manifest."""
         target, folder = self._target, megatron.iteration_folder(root, 0)
-        ckpt_format = target.ckpt_format
+        config, ckpt_format = target.config, target.ckpt_format
         paths = {megatron.key_of(name, ckpt_format): megatron.path_of(name, ckpt_format) for name in self._names}
         self._dcp.write_metadata(folder, paths, digest)
-        copy_side_files(target.config.folder, folder / megatron.HF_FILES)
-        target.config.write(folder / megatron.HF_FILES)
-        config = run_config(
-            target.config.raw,
+        copy_side_files(config.folder, folder / megatron.HF_FILES)
+        config.write(folder / megatron.HF_FILES)
+        contents = megatron.run_config(
+            config.raw,
             target.hf_model,
             ckpt_format,
-            provider=target.config.family.provider,
-            vocabulary=target.config.vocabulary,
+            provider=config.family.provider,
+            vocabulary=config.vocabulary,
             rows=target.dimensions["vocab"],
             vocab_divisor=target.vocab_divisor,
         )
-        write_run_files(root, folder, config, ckpt_format)
+        megatron.write_run_files(root, folder, contents, ckpt_format)
 
     def open(self, root: Path) -> DcpTensors:
-        """The written tensors, read again.
-
-        Raises:
-            CheckpointError: they differ from the layout.
-        """
+        """The written tensors, read again; a CheckpointError if they differ from the layout."""
         metadata = read_metadata(megatron.iteration_folder(root, 0))
         if set(metadata.byte_items) != set(self._dcp.byte_items):
             raise CheckpointError(f"{metadata.folder}: the metadata differ from what was to be written")
         return DcpTensors(metadata, megatron.model_keys(metadata, self._target.ckpt_format))
 
 
-def extra_states(rows: Collection[Row], layout: TorchDist, *, with_norms: bool) -> Iterator[str]:
+def _extra_states(rows: Collection[Row], layout: TorchDist, *, with_norms: bool) -> Iterator[str]:
     """Keys of the states that megatron-core stores in addition to weights.
 
     Source: megatron-core 0.19, `make_sharded_tensors_for_checkpoint` and the modules' own `_extra_state`.
-
-    Args:
-        rows: the weight table, expanded for the model.
-        layout: names of tensors.
-        with_norms: whether norms have one too.
     """
     seen: set[str] = set()
     for row in rows:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.checkpoint.comparison import Difference, checksums, differences
 from qwen3vl_bridge.checkpoint.conversion import tasks_of
-from qwen3vl_bridge.checkpoint.conversion_plan import Plan, make_plan
-from qwen3vl_bridge.checkpoint.formats.planned_files import Task, share
+from qwen3vl_bridge.checkpoint.conversion_plan import Plan, Task, make_plan
+from qwen3vl_bridge.checkpoint.formats.planned_files import share
 from qwen3vl_bridge.checkpoint.formats.tensors import Segments, Slice, TensorSource
-from qwen3vl_bridge.checkpoint.manifest import MANIFEST
 from qwen3vl_bridge.checkpoint.processes import Progress, Ranks
-from qwen3vl_bridge.checkpoint.stored_models import StoredModel, open_model, open_stored
+from qwen3vl_bridge.checkpoint.stored_models import MANIFEST, open_model, open_stored
 from qwen3vl_bridge.io.files import CheckpointError
 
 
@@ -31,7 +30,7 @@ class VerifyReport:
     tensors: int
     nbytes: int
     differences: tuple[Difference, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def same(self) -> bool:
@@ -67,24 +66,32 @@ def verify_checkpoint(
         progress: whether to show progress on standard error.
         ranks: the processes that share the work; each of them makes the same call.
 
-    Returns:
-        A report of the differences.
-
     Raises:
         CheckpointError: one of them is damaged, they have different tensors, or they are of two models.
     """
     model = open_model(hf_model, trust_remote_code=True)  # no files are copied
     stored = open_stored(megatron_path, iteration, model.folder, trust_remote_code=True)
+    source, target = stored.tensors, model.tensors
     # Both sides must be complete before a comparison means anything.
-    where = str(model.folder)
-    make_plan(model.rows, model.layout, stored.layout, model.tensors.specs, where=where, dtype="float32")
-    plan = make_plan(model.rows, stored.layout, model.layout, stored.tensors.specs, where=str(stored.folder))
+    make_plan(model.rows, model.layout, stored.layout, target.specs, where=str(model.folder), dtype="float32")
+    plan = make_plan(model.rows, stored.layout, model.layout, source.specs, where=str(stored.folder))
     padding = stored.check_padding(model.config.dimensions["vocab"], drop=drop_vocab_padding)
-    notes = [*model.notes, *padding, *stored.notes]
-    found = _compared(plan, stored.tensors, model.tensors, progress, ranks or Ranks())
-    shifted = _shifted(plan, stored.tensors)
-    found = [one for one in found if one.name not in shifted or _differ(shifted[one.name], model, stored)]
-    return VerifyReport(len(model.tensors.specs), _nbytes(stored), tuple(found), tuple(notes))
+    notes = (*model.notes, *padding, *stored.notes)
+    found = _compared(plan, source, target, progress, ranks or Ranks())
+    # Targets that are a source tensor plus a number are the same if the inverse is exact.
+    inverse: dict[str, Task] = {}
+    for task in plan.tasks:
+        match list(task.segments):
+            case [Slice(name, 0, length, plus)] if plus and length == source.specs[name].numel:
+                segments = Segments([Slice(task.target.name, 0, length, -plus)])
+                inverse[task.target.name] = Task(source.specs[name], segments)
+    meter = Progress("verify", 0, shown=False)
+    different = [
+        entry
+        for entry in found
+        if entry.name not in inverse or any(differences([inverse[entry.name]], target, source, meter))
+    ]
+    return VerifyReport(len(target.specs), _nbytes(source), tuple(different), notes)
 
 
 def verify_reformatted(
@@ -97,20 +104,16 @@ def verify_reformatted(
     progress: bool = False,
     ranks: Ranks | None = None,
 ) -> VerifyReport:
-    """Compare a checkpoint with another that was made from it, in either format.
+    """Compare a checkpoint with another that was made from it, in either format; differences are by the other's names.
+
+    Arguments are those of `verify_checkpoint`, except:
 
     Args:
-        megatron_path: the first one's root folder or an iteration's folder.
-        new_path: the other's.
+        new_path: the other's root folder or an iteration's folder.
         hf_model: folder or hub id of a model whose configuration to use; None for the one in the first.
         iteration: iteration of the first one; None for the latest.
         drop_vocab_padding: whether rows of the first one's vocabulary that the other lacks may be other than zero;
             otherwise they are an error.
-        progress: whether to show progress on standard error.
-        ranks: the processes that share the work; each of them makes the same call.
-
-    Returns:
-        A report of the differences, by the other's names.
 
     Raises:
         CheckpointError: one of them is damaged, or they have different tensors.
@@ -123,52 +126,37 @@ def verify_reformatted(
     make_plan(rows, target.layout, source.layout, target.tensors.specs, where=str(target.folder), dtype="float32")
     # If the other has more rows than the first, the plan has zeros to compare them with.
     padding = source.check_padding(target.config.dimensions["vocab"], drop=drop_vocab_padding)
-    notes = [*padding, *source.notes, *target.notes]
+    notes = (*padding, *source.notes, *target.notes)
     found = _compared(plan, source.tensors, target.tensors, progress, ranks or Ranks())
-    return VerifyReport(len(plan.tasks), plan.nbytes, tuple(found), tuple(notes))
+    return VerifyReport(len(plan.tasks), plan.nbytes, tuple(found), notes)
 
 
 def verify_checksums(
-    megatron_path: str | Path,
-    *,
-    iteration: int | None = None,
-    progress: bool = False,
-    ranks: Ranks | None = None,
+    megatron_path: str | Path, *, iteration: int | None = None, progress: bool = False, ranks: Ranks | None = None
 ) -> VerifyReport:
-    """Compare a checkpoint with the checksums in its own manifest.
-
-    Args:
-        megatron_path: the checkpoint's root folder or an iteration's folder.
-        iteration: the iteration; None for the latest.
-        progress: whether to show progress on standard error.
-        ranks: the processes that share the work; each of them makes the same call.
-
-    Returns:
-        A report of the tensors whose checksums differ.
+    """Compare a checkpoint with the checksums in its own manifest; arguments are those of `verify_checkpoint`.
 
     Raises:
         CheckpointError: it is damaged, or was written without checksums.
     """
     stored, ranks = open_stored(megatron_path, iteration), ranks or Ranks()
-    expected = stored.manifest.get("sha256")
-    if not isinstance(expected, dict) or expected.keys() != stored.tensors.specs.keys():
+    specs, expected = stored.tensors.specs, stored.manifest.get("sha256")
+    if not isinstance(expected, dict) or expected.keys() != specs.keys():
         found = "no checksums" if not expected else "checksums of other tensors"
         raise CheckpointError(
-            f"{stored.folder / MANIFEST} holds {found}, expected those of all {len(stored.tensors.specs)} tensors, as "
+            f"{stored.folder / MANIFEST} holds {found}, expected those of all {len(specs)} tensors, as "
             "a conversion with --checksums writes them; or give --hf-model to compare the checkpoint with its source"
         )
-    names, sizes = list(stored.tensors.specs), [spec.nbytes for spec in stored.tensors.specs.values()]
-    mine = share(names, sizes, ranks.rank, ranks.size)
+    mine = share(list(specs), [spec.nbytes for spec in specs.values()], ranks.rank, ranks.size)
 
     def check() -> dict[str, str]:
-        nbytes = sum(stored.tensors.specs[name].nbytes for name in mine)
+        nbytes = sum(specs[name].nbytes for name in mine)
         with Progress("checksums", nbytes, shown=progress and ranks.first) as meter:
             return checksums(mine, stored.tensors, meter)
 
     found = {name: value for part in ranks.all_gather(check) for name, value in part.items()}
-    numel = {name: spec.numel for name, spec in stored.tensors.specs.items()}
-    different = (Difference(name, None, None, numel[name]) for name in names if found[name] != expected[name])
-    return VerifyReport(len(names), _nbytes(stored), tuple(different))
+    different = (Difference(name, None, None, specs[name].numel) for name in specs if found[name] != expected[name])
+    return VerifyReport(len(specs), _nbytes(stored.tensors), tuple(different))
 
 
 def _compared(plan: Plan, source: TensorSource, target: TensorSource, progress: bool, ranks: Ranks) -> list[Difference]:
@@ -182,21 +170,5 @@ def _compared(plan: Plan, source: TensorSource, target: TensorSource, progress: 
     return [entry for part in ranks.all_gather(compare) for entry in part]
 
 
-def _shifted(plan: Plan, source: TensorSource) -> dict[str, Task]:
-    """The inverse for targets that are a source tensor plus a number, by the target's name."""
-    back = {}
-    for task in plan.tasks:
-        match list(task.segments):
-            case [Slice(name, 0, length, plus)] if plus and length == source.specs[name].numel:
-                segments = Segments([Slice(task.target.name, 0, length, -plus)])
-                back[task.target.name] = Task(source.specs[name], segments)
-    return back
-
-
-def _differ(task: Task, model: StoredModel, stored: StoredModel) -> bool:
-    meter = Progress("verify", task.target.nbytes, shown=False)
-    return any(differences([task], model.tensors, stored.tensors, meter))
-
-
-def _nbytes(stored: StoredModel) -> int:
-    return sum(spec.nbytes for spec in stored.tensors.specs.values())
+def _nbytes(tensors: TensorSource) -> int:
+    return sum(spec.nbytes for spec in tensors.specs.values())

@@ -18,48 +18,22 @@ class CheckpointError(ValueError):
 
 
 def expanded(path: str | Path) -> Path:
-    """A user's path, with `~` and `~someone` expanded.
-
-    Raises:
-        CheckpointError: the user does not exist.
-    """
+    """A user's path, with `~` and `~someone` expanded; a CheckpointError if that user does not exist."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
         raise CheckpointError(f"{path}: {Path(path).parts[0]} is not the home folder of any user here") from None
 
 
-def place(path: str | Path) -> Path:
-    """A user's path, absolute; symbolic links are not resolved.
-
-    Raises:
-        CheckpointError: it is below the home folder of a user who does not exist.
-    """
+def absolute(path: str | Path) -> Path:
+    """As `expanded`, and absolute; symbolic links are not resolved."""
     return Path(os.path.abspath(expanded(path)))
 
 
-def read_whole(path: Path, at_most: int) -> bytes:
-    """The contents of a file of at most a given size.
-
-    Raises:
-        CheckpointError: it is longer.
-        OSError: it cannot be read.
-    """
-    try:
-        return parsing.read_whole(path, at_most)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
-
-
 def resolve_within(folder: Path, relative: object, named_by: str) -> Path:
-    """The file of `folder` that an index or a metadata file names.
+    """The file of a checkpoint's folder that an index or a metadata file, `named_by`, names.
 
     Only the spelling is checked: the files of a download cache are symbolic links to elsewhere.
-
-    Args:
-        folder: the checkpoint's folder.
-        relative: the path as it was read.
-        named_by: the file that names it, for the error.
 
     Raises:
         CheckpointError: the path is empty, absolute or leads out of the folder.
@@ -73,11 +47,7 @@ def resolve_within(folder: Path, relative: object, named_by: str) -> Path:
 
 
 def file_size(path: Path, named_by: str) -> int:
-    """Size of a file that must be there.
-
-    Raises:
-        CheckpointError: it is missing, unreadable, or not a file.
-    """
+    """Size of a file that must be there; a CheckpointError if it is missing, unreadable, or not a file."""
     try:
         if not path.is_file():
             found = "something that is not a file" if path.exists() else "nothing"
@@ -88,11 +58,7 @@ def file_size(path: Path, named_by: str) -> int:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A file that holds one JSON object.
-
-    Raises:
-        CheckpointError: it is missing, unreadable, or something else.
-    """
+    """A file that holds one JSON object; a CheckpointError if it is missing, unreadable, or something else."""
     try:
         value = parsing.read_json(path)
     except FileNotFoundError:

@@ -29,7 +29,7 @@ from qwen3vl_bridge.checkpoint.formats.tensors import (
 )
 from qwen3vl_bridge.checkpoint.stored_models import StoredModel, check_same_model, open_model, open_stored
 from qwen3vl_bridge.checkpoint.targets import HFOutput
-from qwen3vl_bridge.io.files import CheckpointError, expanded, place, write_object
+from qwen3vl_bridge.io.files import CheckpointError, absolute, expanded, write_object
 from qwen3vl_bridge.peft.adapter_rows import (
     CONFIG,
     WEIGHTS,
@@ -84,7 +84,7 @@ def export_adapters(
         plan = stored.plan(torch_dtype)
         plan = replace(plan, tasks=(*plan.tasks, *_shared_inputs(stored, plan)))
         output = _AdapterOutput(plan, stored, str(base_model or stored.hf_model or stored.base))
-        path, folders = place(hf_path), (stored.folder, stored.config.folder)
+        path, folders = absolute(hf_path), (stored.folder, stored.config.folder)
         return Conversion("export", str(megatron_path), path, plan, stored.tensors, folders, output, [])
 
     return run_conversion(planned, options)
@@ -159,7 +159,7 @@ def merge_adapters(
         return Conversion(
             name="merge",
             origin=str(megatron_path),
-            target=place(hf_path),
+            target=absolute(hf_path),
             plan=plan,
             source=source,
             folders=(run.folder, base.folder),

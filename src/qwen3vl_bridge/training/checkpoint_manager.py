@@ -31,7 +31,7 @@ from qwen3vl_bridge.checkpoint.formats.megatron import (
     TRACKER,
     TRAIN_STATE,
 )
-from qwen3vl_bridge.checkpoint.manifest import MANIFEST
+from qwen3vl_bridge.checkpoint.stored_models import MANIFEST
 from qwen3vl_bridge.data.dataset_provider import ConversationRows
 from qwen3vl_bridge.data.loading.batch_stream import check_position
 from qwen3vl_bridge.dist_train.joint_checkpoint import as_one_model

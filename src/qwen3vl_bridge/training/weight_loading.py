@@ -18,8 +18,7 @@ from typing import Any
 from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
 from qwen3vl_bridge.checkpoint.formats.huggingface import side_files
 from qwen3vl_bridge.checkpoint.formats.megatron import HF_FILES, TORCH_DIST, find_iteration, format_of, key_of
-from qwen3vl_bridge.checkpoint.manifest import read_manifest, tool
-from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, open_model
+from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, open_model, read_manifest, tool
 from qwen3vl_bridge.io.files import CheckpointError
 from qwen3vl_bridge.models.model import VisionLanguageModel
 from qwen3vl_bridge.models.provider import VisionLanguageProvider

@@ -12,23 +12,15 @@ from qwen3vl_bridge.cli.convert import main
 
 import pytest
 
+from ..support import before_each_unit, broken_disk, contents
+
 
 @pytest.fixture
 def begun(untied_folder, tmp_path, monkeypatch) -> Path:
     """An import to `tmp_path / "m"` that was to be continued and got as far as five units."""
-    done, original = [], planned_files._commit
-
-    def fail_later(*arguments):
-        done.append(1)
-        if len(done) > 5:
-            raise OSError(5, "Input/output error")
-        original(*arguments)
-
     monkeypatch.setattr(planned_files, "UNIT_BYTES", 1 << 14)
-    monkeypatch.setattr(planned_files, "_commit", fail_later)
-    with pytest.raises(CheckpointError, match="stays in"):
+    with broken_disk(5), pytest.raises(CheckpointError, match="stays in"):
         import_checkpoint(untied_folder, tmp_path / "m", resume=True)
-    monkeypatch.setattr(planned_files, "_commit", original)
     (folder,) = tmp_path.glob(".m.partial-*")
     return folder
 
@@ -42,10 +34,6 @@ def damage(folder: Path) -> str:
     data[(int(start) + int(end)) // 2] ^= 4
     path.write_bytes(data)
     return name
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("verify", [False, True])
@@ -87,15 +75,13 @@ def test_other_options_do_not_cost_what_was_to_be_continued(begun, untied_folder
 def whole(untied_folder, tmp_path, monkeypatch) -> Path:
     """An import to `tmp_path / "m"`, whole but not in place, in a model folder of its own: `tmp_path / "model"`."""
     model = shutil.copytree(untied_folder, tmp_path / "model")
-    rename = os.rename
 
-    def refuse(one, other):
+    def refuse(*_):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(os, "rename", refuse)
-    with pytest.raises(CheckpointError, match="the whole result stays in"):
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="the whole result stays in"):
+        patch.setattr(os, "rename", refuse)
         import_checkpoint(model, tmp_path / "m", resume=True)
-    monkeypatch.setattr(os, "rename", rename)
     return model
 
 
@@ -111,12 +97,10 @@ def test_an_error_that_is_none_of_the_files_gives_no_advice(begun, untied_folder
     def fail(*_):
         raise CheckpointError("the disk is gone")
 
-    original = conversion.differences
-    monkeypatch.setattr(conversion, "differences", fail)
-    with pytest.raises(CheckpointError) as error:
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError) as error:
+        patch.setattr(conversion, "differences", fail)
         import_checkpoint(untied_folder, tmp_path / "m", resume=True, verify=True)
     assert "is unusable" not in str(error.value)
-    monkeypatch.setattr(conversion, "differences", original)
     assert import_checkpoint(untied_folder, tmp_path / "m", resume=True, verify=True).resumed
 
 
@@ -143,20 +127,17 @@ def test_what_never_got_as_far_as_a_plan_is_in_nobodys_way(begun, untied_folder,
     assert not report.resumed and verify_checkpoint(untied_folder, tmp_path / "m").same
 
 
-def test_all_that_is_left_to_do_takes_no_time(begun, untied_folder, tmp_path, monkeypatch, capsys):
+def test_all_that_is_left_to_do_takes_no_time(begun, untied_folder, tmp_path, capsys):
     """A result that is whole, but could not be put into place."""
-    original = planned_files._commit
 
-    def intrude(*arguments):
+    def intrude(*_):
         (tmp_path / "m").mkdir(exist_ok=True)
         (tmp_path / "m" / "precious").write_text("x")
-        original(*arguments)
 
-    monkeypatch.setattr(planned_files, "_commit", intrude)
     arguments = ["import", "--no-progress", "--hf-model", str(untied_folder), "--megatron-path", str(tmp_path / "m")]
-    assert main([*arguments, "--resume"]) == 2
+    with before_each_unit(intrude):
+        assert main([*arguments, "--resume"]) == 2
     assert "the whole result stays in" in capsys.readouterr().err
-    monkeypatch.setattr(planned_files, "_commit", original)
     (tmp_path / "m" / "precious").unlink()
     assert main([*arguments, "--resume"]) == 0
     out = capsys.readouterr().out

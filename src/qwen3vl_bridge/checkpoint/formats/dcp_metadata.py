@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from qwen3vl_bridge.checkpoint.formats.tensors import ITEMSIZE, Extent, Shape, TensorSpec
-from qwen3vl_bridge.io.files import CheckpointError, file_size, read_whole, resolve_within
+from qwen3vl_bridge.io.files import CheckpointError, file_size, resolve_within
+from qwen3vl_bridge.io.parsing import read_whole
 
 FILE = ".metadata"
 _MAX_DIMENSIONS, _MAX_BYTES = 32, 1 << 31
@@ -215,6 +216,8 @@ def read_metadata(folder: Path) -> DcpMetadata:
         data = read_whole(path, _MAX_BYTES)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
     if not data:
         raise CheckpointError(f"{path} is empty, expected torch.distributed.checkpoint Metadata")
     top = restricted_loads(data, str(path))

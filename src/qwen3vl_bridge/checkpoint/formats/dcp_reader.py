@@ -26,18 +26,6 @@ from qwen3vl_bridge.io.files import CheckpointError
 
 _LOCAL_HEADER = 30
 _MAX_PICKLE = 1 << 20
-_STORAGES = {
-    "DoubleStorage": "float64",
-    "FloatStorage": "float32",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
-}
 
 
 class DcpTensors:
@@ -376,10 +364,22 @@ def _rebuild(storage: Any, offset: Any, sizes: Any, strides: Any, *_rest: Any) -
     return _Tensor(storage, offset, tuple(sizes), tuple(strides))
 
 
+_DTYPES = {
+    "Double": "float64",
+    "Float": "float32",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Bool": "bool",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+}
 _GLOBALS = {
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
     ("collections", "OrderedDict"): dict,
-    **{("torch", name): dtype for name, dtype in _STORAGES.items()},
+    **{("torch", f"{name}Storage"): dtype for name, dtype in _DTYPES.items()},
 }
 
 

@@ -32,18 +32,9 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 # Files that from_pretrained of a model, a tokenizer or a processor may look for, except weights.
 _SIDE_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "vocab.*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "additional_chat_templates/*",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
+    *("config.json", "generation_config.json", "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json"),
+    *("added_tokens.json", "chat_template*", "additional_chat_templates/*"),
+    *("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
 )
 # Code of a model; its JSON files then have an `auto_map`, which names it.
 _CODE = "*.py"
@@ -66,10 +57,7 @@ _KINDS = (
         "processor are in the iteration's folder hf",
     ),
     (("*.distcp",), "files of a Megatron checkpoint without .metadata, whose save was not completed"),
-    (
-        (SINGLE, INDEX),
-        "a Hugging Face model, of which `qwen3vl convert import` makes a Megatron checkpoint",
-    ),
+    ((SINGLE, INDEX), "a Hugging Face model, of which `qwen3vl convert import` makes a Megatron checkpoint"),
     (
         ("pytorch_model*.bin", "consolidated*.pth"),
         "weights pickled by torch; from_pretrained and save_pretrained of transformers write them as safetensors",

@@ -25,6 +25,20 @@ FORMATS = (FSDP_DTENSOR, TORCH_DIST)
 # Contains the format's name; missing in an fsdp_dtensor folder.
 FORMAT_FILE = "metadata.json"
 
+# Megatron-LM reads all three and fails without any of them; `args` may be None.
+BYTE_ITEMS: Mapping[str, Any] = {"checkpoint_version": 3.0, "iteration": 0, "args": None}
+# megatron-core's own format has one such item instead. `content_metadata` says how tensors are sharded: as by default.
+COMMON_STATE = (
+    "common_state/shard_0_1",
+    [
+        {
+            "checkpoint_version": 3.0,
+            "iteration": 0,
+            "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
+        }
+    ],
+)
+
 # Prefix of megatron-core's state dict of a model wrapped in MegatronFSDP; its own format has parameters' plain names.
 _SECTION, _WRAPPER = "model", "module."
 _PREFIX = {FSDP_DTENSOR: f"{_SECTION}.{_WRAPPER}", TORCH_DIST: ""}
@@ -61,11 +75,7 @@ def model_keys(metadata: DcpMetadata, ckpt_format: str = FSDP_DTENSOR) -> dict[s
 
 
 def format_of(folder: Path) -> str:
-    """The format of an iteration's folder.
-
-    Raises:
-        CheckpointError: it is neither of the two.
-    """
+    """The format of an iteration's folder; a CheckpointError if it is neither of the two."""
     if not (folder / FORMAT_FILE).is_file():
         return FSDP_DTENSOR
     found = read_object(folder / FORMAT_FILE).get("sharded_backend")
@@ -80,11 +90,11 @@ def iteration_folder(root: Path, iteration: int) -> Path:
 
 
 def find_iteration(path: Path, iteration: int | None = None) -> Path:
-    """The iteration's folder to read.
+    """The folder of an iteration, or of the latest if it is None.
 
     Args:
         path: a checkpoint's root folder, or an iteration's folder itself.
-        iteration: the iteration; None for the latest.
+        iteration: its number.
 
     Raises:
         CheckpointError: it does not exist.
@@ -123,9 +133,6 @@ def is_megatron_checkpoint(path: Path) -> bool:
     return any((path / name).is_file() for name in (METADATA, TRACKER, LATEST_TRAIN_STATE))
 
 
-_SECTIONS = ("model", "checkpoint", "peft")  # those that are read
-
-
 def run_config(
     hf_config: Mapping[str, Any],
     hf_model: str,
@@ -136,7 +143,7 @@ def run_config(
     rows: int,
     vocab_divisor: int | None = None,
 ) -> dict[str, Any]:
-    """Contents of `run_config.yaml` for a checkpoint that was not written by a run.
+    """Plain contents of `run_config.yaml` for a checkpoint that was not written by a run.
 
     Megatron-Bridge builds the model from `model`. Its loader needs the two parallel sizes if the file exists, and its
     export looks for `hf_model_id`.
@@ -151,16 +158,17 @@ def run_config(
         rows: of the vocabulary, including padding.
         vocab_divisor: the padding's divisor per tensor-parallel rank; None if it is unknown, or there is no padding.
 
-    Returns:
-        Plain values only.
-
     Raises:
         CheckpointError: the configuration contains something that Megatron-Bridge would execute instead of reading it.
     """
     _check_passive(hf_config, "config.json")
     _check_passive(hf_model, "the name of the model")
-    divisor = _divisor(vocabulary, rows, vocab_divisor)
-    padding = {} if divisor is None else {"should_pad_vocab": True, "make_vocab_size_divisible_by": divisor}
+    # The divisor for which Megatron-Bridge pads a vocabulary to this many rows on one rank. The smallest one is valid
+    # for the most tensor-parallel sizes.
+    if vocab_divisor is None or -(-vocabulary // vocab_divisor) * vocab_divisor != rows:
+        candidates = range(rows - vocabulary + 1, rows + 1) if rows != vocabulary else ()
+        vocab_divisor = next((number for number in candidates if rows % number == 0), None)
+    padded = {"should_pad_vocab": True, "make_vocab_size_divisible_by": vocab_divisor}
     return {
         "model": {
             "_target_": provider,
@@ -168,27 +176,10 @@ def run_config(
             "tensor_model_parallel_size": 1,
             "pipeline_model_parallel_size": 1,
             "hf_model_id": hf_model,
-            **padding,
+            **(padded if vocab_divisor is not None else {}),
         },
-        "checkpoint": {
-            "ckpt_format": ckpt_format,
-            "save_optim": False,
-            "save_rng": False,
-            "fully_parallel_save": True,
-        },
+        "checkpoint": {"ckpt_format": ckpt_format, "save_optim": False, "save_rng": False, "fully_parallel_save": True},
     }
-
-
-def _divisor(vocabulary: int, rows: int, divisor: int | None) -> int | None:
-    """Divisor for which Megatron-Bridge pads a vocabulary to this many rows on one rank; None if no padding is needed.
-
-    The smallest such divisor is valid for the most tensor-parallel sizes.
-    """
-    if divisor is not None and -(-vocabulary // divisor) * divisor == rows:
-        return divisor
-    if rows == vocabulary:
-        return None
-    return next(number for number in range(rows - vocabulary + 1, rows + 1) if rows % number == 0)
 
 
 def _check_passive(value: Any, where: str) -> None:
@@ -206,10 +197,7 @@ def _check_passive(value: Any, where: str) -> None:
 
 
 def read_run_config(folder: Path) -> dict[str, Any]:
-    """The configuration of a checkpoint's run.
-
-    Args:
-        folder: the iteration's.
+    """The configuration of a checkpoint's run, in an iteration's folder.
 
     Raises:
         CheckpointError: it is missing, or not YAML of plain values.
@@ -223,7 +211,7 @@ def read_run_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(str(error)) from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, expected sections of settings")
-    for name in _SECTIONS:
+    for name in ("model", "checkpoint", "peft"):  # those that are read
         if not isinstance(found.get(name) or {}, dict):
             raise CheckpointError(f"{path}: {name} is {str(found[name])[:80]}, expected a section of settings")
     try:
@@ -231,21 +219,6 @@ def read_run_config(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
     return found
-
-
-# Megatron-LM reads all three and fails without any of them; `args` may be None.
-BYTE_ITEMS: Mapping[str, Any] = {"checkpoint_version": 3.0, "iteration": 0, "args": None}
-# megatron-core's own format has one such item instead. `content_metadata` says how tensors are sharded: as by default.
-COMMON_STATE = (
-    "common_state/shard_0_1",
-    [
-        {
-            "checkpoint_version": 3.0,
-            "iteration": 0,
-            "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
-        }
-    ],
-)
 
 
 def write_run_files(root: Path, folder: Path, run_config: Mapping[str, Any], ckpt_format: str) -> None:
@@ -269,6 +242,5 @@ def write_run_files(root: Path, folder: Path, run_config: Mapping[str, Any], ckp
     shutil.copyfile(folder / TRAIN_STATE, root / LATEST_TRAIN_STATE)
     (folder / RUN_CONFIG).write_text(yaml.safe_dump(dict(run_config), sort_keys=False), encoding="utf-8")
     if ckpt_format == TORCH_DIST:
-        backend = {"sharded_backend": TORCH_DIST, "sharded_backend_version": 1}
-        write_object(folder / FORMAT_FILE, backend)
+        write_object(folder / FORMAT_FILE, {"sharded_backend": TORCH_DIST, "sharded_backend_version": 1})
     (root / TRACKER).write_text("0")

@@ -19,8 +19,6 @@ from typing import NamedTuple, Protocol
 
 from qwen3vl_bridge.io.files import CheckpointError
 
-import numpy as np
-
 # torch name -> (name in a safetensors header, bytes per element)
 _DTYPES: dict[str, tuple[str, int]] = {
     "float64": ("F64", 8),
@@ -271,6 +269,8 @@ class SegmentReader:
                 yield from self._transposed(segment, dtype)
                 continue
             if segment.plus:  # added in float32, for all dtypes, and rounded once
+                import numpy as np
+
                 for block in self.blocks([segment._replace(plus=0)], _SUM):
                     total = np.frombuffer(block, _SUM) + np.float32(segment.plus)
                     yield cast(memoryview(total).cast("B"), _SUM, dtype, segment.source)
@@ -307,6 +307,7 @@ class SegmentReader:
         key = (segment.slices, segment.columns, dtype)
         if self._matrix is not None and self._matrix[0] == key:
             return memoryview(self._matrix[1])
+        import numpy as np
         import torch
 
         size, rows, columns = ITEMSIZE[dtype], segment.rows, segment.columns
