@@ -3,9 +3,8 @@
     python -m scripts.draw_architecture                # write them
     python -m scripts.draw_architecture --output DIR   # elsewhere
 
-What lives here: four pictures, and what they show of the code: tokens of a packed row on their ranks (from
-`token_index`), layers (from the built-in sizes), a family's folder (from the registry). What may not: how pictures look
-(`drawing.py`).
+They show the code: tokens of a packed row on their ranks (from `token_index`), layers (from the built-in sizes), a
+family's folder (from the registry).
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import runpy
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,13 @@ def run_ranks(module: str, ranks: int, *arguments: object, timeout: float = PATI
                 f"rank {log.name}:\n{log.read_text(errors='replace')[-4000:]}" for log in sorted(Path(logs).iterdir())
             ]
             raise RuntimeError("\n".join([f"{module} on {ranks} ranks: {error}", *said])) from None
+
+
+def results_of_ranks(module: str, ranks: int, *arguments: object, **options: Any) -> Any:
+    """What a module saves, by torch, in the file that its first argument names."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(module, ranks, output := f"{folder}/found.pt", *arguments, **options)
+        return torch.load(output, weights_only=False)
 
 
 def _run(rank: int, command: list[str], environment: dict[str, str], logs: str | None, timeout: float) -> None:

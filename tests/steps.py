@@ -41,30 +41,18 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 @dataclass(eq=False)
 class Run:
-    """What Megatron-Bridge's set-up makes of a configuration.
-
-    Attributes:
-        cfg: the configuration, complete.
-        state: Megatron-Bridge's global state.
-        model: this rank's part of the model, a chunk for each of its virtual pipeline stages, wrapped.
-        optimizer, scheduler: megatron-core's.
-        groups: this rank's process groups.
-        manager: saves and loads checkpoints.
-        stream: this rank's microbatches; None until it is given some, where the run was set up without data.
-        forward_step: one microbatch through the model.
-        callbacks: called before and after a step, while the run is `followed`.
-    """
+    """What Megatron-Bridge's set-up makes of a configuration."""
 
     cfg: ConfigContainer
     state: GlobalState
-    model: list[torch.nn.Module]
+    model: list[torch.nn.Module]  # a wrapped chunk for each virtual pipeline stage of this rank
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     groups: ProcessGroupCollection
     manager: CheckpointManager
-    stream: Iterator[Any] | None = None
+    stream: Iterator[Any] | None = None  # of microbatches
     forward_step: Callable = forward_step
-    callbacks: CallbackManager | None = None
+    callbacks: CallbackManager | None = None  # while the run is `followed`
 
     @property
     def progress(self) -> TrainState:

@@ -1,8 +1,5 @@
 """A plugin of pytest for Megatron-Bridge's own tests: the names they import from it are this project's classes.
 
-What lives here: what is replaced, and a report of every test. What may not: which failures are expected
-(`failures.toml`), starting pytest (`../upstream_tests.py`).
-
 The package is imported in either case: without it Megatron-Bridge cannot be imported where Transformer Engine is
 missing. With `--stock` nothing is replaced, and `sitecustomize.py` has seen to it that the package registers nothing.
 """

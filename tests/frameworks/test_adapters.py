@@ -4,7 +4,8 @@ Sources: verl/workers/config/megatron_peft.py, verl/utils/{megatron_utils,checkp
 verl/workers/engine/megatron/transformer_impl.py (get_per_tensor_param); nemo_rl/models/megatron/setup.py, examples/
 converters/convert_lora_to_hf.py; miles/backends/megatron_utils/lora_utils.py; Megatron-Bridge's recipes/utils/
 dataset_utils.py, training/checkpointing.py, examples/conversion/adapter/stream_adapter_weights.py. ms-swift has
-adapters of its own (mcore-bridge), and asks none of this.
+adapters of its own (mcore-bridge), and asks none of this. Refusals:
+`tests/model/adapters/test_stock_adapters.py`.
 """
 
 from __future__ import annotations
@@ -155,11 +156,6 @@ class TestNemoRL:
         )
         model.check_folder(tmp_path / "adapter")
 
-    def test_tied_embeddings(self, tied_folder):
-        """2B and 4B: generation would run without the output layer's adapter, so it says what to leave out."""
-        with pytest.raises(ValueError, match=r"output_layer, .* expected it in exclude_modules"):
-            Model(tied_folder, lambda chunks: LoRA(**self.FIELDS)(chunks, training=True))
-
     def test_a_reference_model(self, folder):
         """Adapters of zeros change nothing."""
         peft = LoRA(**self.FIELDS | dict(lora_A_init_method="zero"))
@@ -192,19 +188,3 @@ class TestMiles:
         saved = load_file(tmp_path / "adapter_model.safetensors")
         assert saved.keys() == {f"base_model.model.{name}" for name in adapters}
         assert all(torch.equal(saved[f"base_model.model.{name}"], weight) for name, weight in adapters.items())
-
-
-class TestMegatronBridge:
-    @pytest.mark.parametrize("scheme", [LoRA, DoRA])
-    def test_a_recipes_scheme(self, untied_folder, scheme, tmp_path):
-        """`qwen3_vl_8b_peft_config("lora" | "dora")`, and a save of training with `also_save_hf_checkpoint`."""
-        peft = scheme(dim=4)
-        model = Model(untied_folder, create_peft_hook(peft))
-        model.bridge.save_hf_adapter(
-            model.chunks, tmp_path, peft_config=peft, base_model_name_or_path=str(untied_folder), show_progress=False
-        )
-        model.check_folder(tmp_path)
-
-    def test_dora_of_a_recipe_with_experts(self, moe_folder):
-        with pytest.raises(ValueError, match=r"does not support DoRA on experts; .* qwen3vl_bridge\.Qwen3VLDoRA"):
-            Model(moe_folder, create_peft_hook(DoRA()))

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from tests.forked import run_ranks
+from tests.forked import results_of_ranks
 from tests.model.inputs.support import share_of
 from tests.parity.batches import make_samples
 from tests.ranks import begin, forget_models, leave
@@ -145,10 +145,8 @@ CALLS = [
 
 
 @pytest.fixture(scope="module")
-def found(untied_folder, moe_folder, tmp_path_factory):
-    output = tmp_path_factory.mktemp("calls") / "found.pt"
-    run_ranks("tests.frameworks.test_context_parallel", 2, output, untied_folder, moe_folder, timeout=500)
-    return torch.load(output)
+def found(untied_folder, moe_folder):
+    return results_of_ranks("tests.frameworks.test_context_parallel", 2, untied_folder, moe_folder, timeout=500)
 
 
 @pytest.mark.parametrize("family", ["dense", "MoE"])

@@ -58,31 +58,19 @@ _NO_FRAMES_OF_OURS = "/compat/cpu.py"  # which is not there on a GPU
 
 
 class Wait(NamedTuple):
-    """A place where the host waits.
+    """A place where the host waits."""
 
-    Attributes:
-        package: one of `PACKAGES`, or "others".
-        place: file:line in it.
-        function: file:function, which stays the same while lines move.
-        what: it waits for.
-    """
-
-    package: str
-    place: str
-    function: str
+    package: str  # one of `PACKAGES`, or "others"
+    place: str  # file:line in it
+    function: str  # file:function, which stays the same while lines move
     what: str
 
 
 class Seen(NamedTuple):
-    """What was seen in a while.
+    """What was seen in a while."""
 
-    Attributes:
-        found: how often each wait.
-        mixed: operations of tensors on the GPU with tensors on the host, which a GPU would refuse.
-    """
-
-    found: dict[Wait, int]
-    mixed: dict[Wait, int]
+    found: dict[Wait, int]  # how often each
+    mixed: dict[Wait, int]  # operations of tensors on the GPU and on the host, which a GPU would refuse
 
     def of(self, package: str) -> dict[str, int]:
         return {f"{one.place} {one.what}": n for one, n in sorted(self.found.items()) if one.package == package}
@@ -195,15 +183,11 @@ _OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scat
 
 
 class HostWaits:
-    """The waits of a block: `with HostWaits(model) as waits: ...`.
-
-    Attributes:
-        waited: how many waits there were in all.
-    """
+    """The waits of a block: `with HostWaits(model) as waits: ...`."""
 
     def __init__(self, *on_gpu: Any) -> None:
         self.begin()
-        self.waited = 0
+        self.waited = 0  # in all
         self._storages: dict[int | None, StorageWeakRef] = {}
         self._pinned: dict[int | None, StorageWeakRef] = {}
         self._copied: dict[int | None, int] = {}  # to the host, and how many waits there were before

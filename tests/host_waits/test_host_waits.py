@@ -26,7 +26,7 @@ import torch
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from transformers import AutoConfig
 
-from tests.forked import run_ranks
+from tests.forked import results_of_ranks
 from tests.frameworks.megatron_bridge.test_upstream_steps import join
 from tests.model.inputs.support import gaps, make_rows, offsets, packed_params
 from tests.parity.batches import make_batch, make_samples
@@ -205,12 +205,11 @@ SHARE = ["dense", "CP2", "presharded"]
 
 @pytest.fixture(scope="module")
 def on_ranks(folders, tmp_path_factory):
-    output = tmp_path_factory.mktemp("waits") / "found.pt"
+    copies = tmp_path_factory.mktemp("waits")
     names = {case[0] for case in CASES}
-    named = {name: str(shutil.copytree(folders[name], output.parent / name)) for name in names}
+    named = {name: str(shutil.copytree(folders[name], copies / name)) for name in names}
     cases = json.dumps([*CASES, SHARE])
-    run_ranks("tests.host_waits.test_host_waits", 2, output, cases, json.dumps(named), timeout=500)
-    return torch.load(output, weights_only=False)
+    return results_of_ranks("tests.host_waits.test_host_waits", 2, cases, json.dumps(named), timeout=500)
 
 
 @pytest.mark.slow

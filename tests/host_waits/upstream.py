@@ -8,7 +8,7 @@ its step, the model around the layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,19 +30,7 @@ from .counter import HostWaits, Seen
 
 def stock_with_torch_attention(folder: Path, around: Callable[[], Any] = nullcontext) -> torch.nn.Module:
     """Its model with torch's attention in both towers, which is called within the context `around`."""
-    with _torch_attention(around):
-        return stock_models.build_stock(folder)
 
-
-@contextmanager
-def local_layers(provider: Any) -> Iterator[None]:
-    """Have a provider of Megatron-Bridge's build a model that can compute without Transformer Engine."""
-    with _torch_attention(nullcontext), stock_models.local_layers(provider):
-        yield
-
-
-@contextmanager
-def _torch_attention(around: Callable[[], Any]) -> Iterator[None]:
     class Attention(SegmentAttention):
         """Torch's attention, whatever mask is given: a causal one says nothing else."""
 
@@ -67,7 +55,7 @@ def _torch_attention(around: Callable[[], Any]) -> Iterator[None]:
             stock_models, "_vision_layer", with_attention(stock_models._vision_layer, AttnMaskType.no_mask)
         ),
     ):
-        yield
+        return stock_models.build_stock(folder)
 
 
 def count_upstream(folder: Path, samples: list[Sample], *, packed: bool) -> Seen:

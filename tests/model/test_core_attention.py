@@ -31,7 +31,6 @@ from tests.noise import allowed, check
 HEADS, DIM = 4, 16
 CAUSAL, FULL = AttnMaskType.causal, AttnMaskType.no_mask
 LENGTHS = [[24], [8, 40, 16, 16, 8, 72], [16] * 5]  # multiples of 8: for four context-parallel ranks
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch's kernels for CUDA need a GPU")
 
 
 def attention(groups: int, ranks: int = 1, rank: int = 0, dim: int = DIM, dropout: float = 0.0) -> SegmentAttention:
@@ -343,7 +342,7 @@ def test_nothing_grows_with_the_square_of_a_segment(monkeypatch, groups, ranks):
         assert found[8192] < 8192**2 / 4
 
 
-@cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 72, 128])
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("kind", [CAUSAL, FULL])
@@ -358,7 +357,7 @@ def test_one_call_on_a_gpu(groups, kind, dim):
         assert worst([a], [b]) <= 2e-2 * float(b.abs().max())  # not measured: no GPU was at hand
 
 
-@cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-4)])
 def test_context_parallel_ranks_on_a_gpu(monkeypatch, ranks, dtype, limit):
@@ -370,7 +369,7 @@ def test_context_parallel_ranks_on_a_gpu(monkeypatch, ranks, dtype, limit):
         assert worst([a], [b]) <= limit * float(b.abs().max())  # not measured: no GPU was at hand
 
 
-@cuda
+@pytest.mark.gpu
 def test_float32_with_grouped_heads_grows_with_tokens_on_a_gpu():
     peaks = []
     for tokens in (4096, 8192):

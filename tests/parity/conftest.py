@@ -126,8 +126,8 @@ def converted_gradients(bridge, chunks: list[torch.nn.Module], gradient: Callabl
     return gradients
 
 
-def make_pair(folder, reference_folder=None, **provider_fields) -> Pair:
-    """Load a Hugging Face folder on both sides through the public interface."""
+def make_pair(folder, reference_folder=None, *, device: str = "cpu", **provider_fields) -> Pair:
+    """Load a Hugging Face folder on both sides through the public interface, onto a device."""
     import qwen3vl_bridge  # noqa: F401  (registers)
 
     from megatron.bridge import AutoBridge
@@ -141,7 +141,7 @@ def make_pair(folder, reference_folder=None, **provider_fields) -> Pair:
     megatron = build(provider)
     with torch_linear_attention():
         reference = AutoModelForImageTextToText.from_pretrained(reference_folder or folder, attn_implementation="eager")
-    return Pair(bridge, provider, megatron.train(), reference.train())
+    return Pair(bridge, provider, megatron.to(device).train(), reference.to(device).train())
 
 
 MOE = [layout.name for layout in LAYOUTS]

@@ -20,10 +20,8 @@ from typing import Any
 
 from qwen3vl_bridge.weights.rows import ExpertLayout
 
-import torch
-
 from examples.digits.checkpoint import make_checkpoint as make_qwen3_vl
-from tests.forked import run_ranks
+from tests.forked import results_of_ranks
 from tests.qwen3_5.tiny import make_checkpoint as make_qwen3_5
 
 from . import references
@@ -36,19 +34,12 @@ ERRORS = ("loss", "gradient", "grad_norm", "weight")
 
 @dataclass(frozen=True)
 class Models:
-    """The two models that are split.
-
-    Attributes:
-        make: makes a checkpoint of one.
-        options: of `make`, by `FAMILIES`.
-        settings: fields of the provider.
-        refused: topologies that the family does not allow.
-    """
+    """The two models that are split."""
 
     make: Any
-    options: Mapping[str, Mapping[str, Any]]
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    refused: tuple[str, ...] = ()
+    options: Mapping[str, Mapping[str, Any]]  # of `make`, by `FAMILIES`
+    settings: Mapping[str, Any] = field(default_factory=dict)  # fields of the provider
+    refused: tuple[str, ...] = ()  # topologies that the family does not allow
 
 
 MODELS = {
@@ -107,12 +98,8 @@ def run(
     chosen: list[Case], folders: dict[str, Path], ranks: int, *, show: bool = False
 ) -> dict[Case, dict[str, float]]:
     """Real processes on gloo; the errors of each case, which are printed as they come if `show`."""
-    with tempfile.TemporaryDirectory() as scratch:
-        output = Path(scratch) / "found.pt"
-        places = {family: str(folder) for family, folder in folders.items()}
-        given = (output, json.dumps(chosen), json.dumps(places))
-        run_ranks("tests.parity.on_ranks", ranks, *given, timeout=60 * len(chosen), show=show)
-        return torch.load(output)
+    given = json.dumps(chosen), json.dumps({family: str(folder) for family, folder in folders.items()})
+    return results_of_ranks("tests.parity.on_ranks", ranks, *given, timeout=60 * len(chosen), show=show)
 
 
 def table(found: dict[Case, dict[str, float]]) -> str:

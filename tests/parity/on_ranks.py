@@ -119,7 +119,7 @@ class Split:
     """A model that is split, and the way back to where it began."""
 
     def __init__(self, folder: str, topology: Topology, balance: float = 0.0, **settings: Any) -> None:
-        self.tokens = topology.tokens
+        self.tokens, self.prepare = topology.tokens, lambda sample: sample  # samples before they become a batch
         cfg = configuration(folder, topology, balance)
         for name, value in settings.items():
             section, _, field = name.rpartition("__")
@@ -190,6 +190,7 @@ class Split:
         for number in range(steps):
             for samples in step_samples(content, self.hf_config, number)[replica::size]:
                 layout = layout_of(samples, packed=rows != "padded", multiple=multiple, tokens=self.tokens)
+                samples = list(map(self.prepare, samples))
                 batch = make_batch(samples, self.hf_config, layout=layout)
                 yield Shared(batch, samples) if rows == "presharded" else batch
 

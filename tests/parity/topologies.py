@@ -20,21 +20,13 @@ _ALLGATHER = dict(moe_token_dispatcher_type="allgather")  # which gathers as man
 
 @dataclass(frozen=True)
 class Topology:
-    """How a model is split.
-
-    Attributes:
-        ranks: how many it needs.
-        fields: of the provider.
-        families: the models it is for.
-        distributed_optimizer: whether each data-parallel rank keeps a part of the optimizer's state.
-        tokens: how many every microbatch has with its padding, where that has to be the same; None where it has not.
-    """
+    """How a model is split."""
 
     ranks: int
-    fields: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)  # of the provider
     families: tuple[str, ...] = ("dense", "MoE")
     distributed_optimizer: bool = False
-    tokens: int | None = None
+    tokens: int | None = None  # of every microbatch, with its padding, where they have to be as many
 
     @property
     def rows(self) -> tuple[str, ...]:

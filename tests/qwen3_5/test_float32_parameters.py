@@ -39,11 +39,8 @@ wrapped = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS.keys()
 
 
 @pytest.fixture(scope="module")
-def inputs(released, tmp_path_factory) -> Inputs:
-    from examples.digits.dataset import make_dataset
-
-    make_dataset(data := tmp_path_factory.mktemp("data"))
-    return Inputs(released, data, released)
+def inputs(released, digits) -> Inputs:
+    return Inputs(released, digits, released)
 
 
 def config(inputs: Inputs, save: Path | None, wrap, **settings):

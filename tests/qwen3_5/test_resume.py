@@ -19,11 +19,8 @@ NUMBERED = dict(checkpoint__dist_ckpt_optim_fully_reshardable=False)
 
 
 @pytest.fixture(scope="module")
-def inputs(qwen3_5_folders, tmp_path_factory) -> Inputs:
-    from examples.digits.dataset import make_dataset
-
-    make_dataset(data := tmp_path_factory.mktemp("data"))
-    return Inputs(qwen3_5_folders["dense"], data, qwen3_5_folders["dense"])
+def inputs(qwen3_5_folders, digits) -> Inputs:
+    return Inputs(qwen3_5_folders["dense"], digits, qwen3_5_folders["dense"])
 
 
 def run(make, inputs: Inputs, into: Path, load: Path | None = None, **settings):

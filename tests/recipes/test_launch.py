@@ -43,11 +43,8 @@ def free_port() -> int:
 
 
 @pytest.mark.slow
-def test_two_nodes_are_one_run(tmp_path, untied_folder):
+def test_two_nodes_are_one_run(tmp_path, untied_folder, digits):
     """The script for Slurm with its commands' namesakes: two agents of torchrun that meet, and a run of two ranks."""
-    from examples.digits.dataset import make_dataset
-
-    make_dataset(tmp_path / "data")
     commands = {"srun": SRUN, "scontrol": "#!/bin/bash\necho 127.0.0.1\n"}
     for name, text in commands.items():
         (tmp_path / name).write_text(text)
@@ -58,7 +55,7 @@ def test_two_nodes_are_one_run(tmp_path, untied_folder):
         "--nproc_per_node 8": "--nproc_per_node 1",
         ":29500": f":{free_port()}",
         "qwen3_vl_8b_pretrain_config": f"qwen3_vl_digits_sft_config {settings}",
-        "--data-path DATA": f"--data-path {tmp_path / 'data'}",
+        "--data-path DATA": f"--data-path {digits}",
         "--save RUN": f"--save {tmp_path / 'run'}",
     }.items():
         assert text in script

@@ -25,7 +25,7 @@ from qwen3vl_recipes.base import dist_train
 from qwen3vl_recipes.paths import set_paths
 from qwen3vl_recipes.registry import recipes
 
-from tests.forked import run_ranks
+from tests.forked import results_of_ranks
 from tests.noise import SEEDS, allowed, check, rounded_folder
 from tests.qwen3_5.tiny import make_checkpoint
 from tests.ranks import begin, leave
@@ -37,20 +37,14 @@ ROWS = 4
 
 @dataclass(frozen=True)
 class Pattern:
-    """The ways in which a recipe splits a model: 1, or 2 for any more.
-
-    Attributes:
-        tensor, pipeline, context, expert, data: parallel sizes; of the language model, where vision has its own ranks.
-        vision: these ranks; 0 where there are none.
-        vision_tensor: tensor parallelism of these.
-    """
+    """The ways in which a recipe splits a model: 1, or 2 for any more."""
 
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
     expert: int = 1
     data: int = 1
-    vision: int = 0
+    vision: int = 0  # ranks of its own; the other sizes are the language model's then
     vision_tensor: int = 1
 
     @property
@@ -131,15 +125,10 @@ SLOW = ("adapter.linear_in.weight", "adapter.weight_magnitude")
 
 
 class Changes(Callback):
-    """Counts this rank's parameters that a run is to change, and those that it changes.
+    """Counts this rank's parameters that a run is to change, and those that it changes."""
 
-    Attributes:
-        trained: that are trained, and move in a first step.
-        changed: of these, with other values at the end.
-        strayed: that are not trained, with other values at the end.
-    """
-
-    trained = changed = strayed = 0
+    trained = changed = 0  # parameters that move in a first step, and those with other values at the end
+    strayed = 0  # that are not trained, and have other values
 
     def on_train_start(self, context: CallbackContext) -> None:
         named = (named for chunk in context.model for named in chunk.named_parameters())
@@ -184,15 +173,11 @@ def errors(found, expected) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def places(untied_folder, tied_folder, moe_folder, tmp_path_factory):
-    from examples.digits.dataset import make_dataset
-
-    data = tmp_path_factory.mktemp("twins")
-    make_dataset(data)
+def places(untied_folder, tied_folder, moe_folder, digits, tmp_path_factory):
     folders = {"untied": untied_folder, "tied": tied_folder, "moe": moe_folder}
     for kind, options in (("untied", {}), ("tied", {"tied": True}), ("moe", {"moe": True})):
         folders[f"qwen3_5 {kind}"] = make_checkpoint(tmp_path_factory.mktemp("qwen3_5"), **options)
-    return {kind: str(folder) for kind, folder in folders.items()}, str(data)
+    return {kind: str(folder) for kind, folder in folders.items()}, str(digits)
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +201,7 @@ def whole(places, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", sorted({pattern(name).ranks for name in NAMES}))
-def test_a_step_of_every_twin(ranks, places, whole, tmp_path):
+def test_a_step_of_every_twin(ranks, places, whole):
     folders, data = places
     # Recipes of which the twins have the same settings, all of them, are one run.
     alike: dict[str, list[str]] = {}
@@ -224,8 +209,7 @@ def test_a_step_of_every_twin(ranks, places, whole, tmp_path):
         if pattern(name).ranks == ranks:
             alike.setdefault(str(twin(name, folders[family(name)], data).to_dict()), []).append(name)
     names = [same[0] for same in alike.values()]
-    run_ranks("tests.recipes.test_twins", ranks, tmp_path / "found.pt", json.dumps(names), json.dumps(folders), data)
-    found = torch.load(tmp_path / "found.pt")
+    found = results_of_ranks("tests.recipes.test_twins", ranks, json.dumps(names), json.dumps(folders), data)
     assert found.keys() == set(names)
     print(f"{ranks} ranks: {len(names)} runs stand for {sum(map(len, alike.values()))} recipes")
     for name, step in found.items():

@@ -158,7 +158,7 @@ def check_model_of_run(config: ModelConfig, run: Mapping[str, Any], path: Path) 
         return False
     found = config.family.fields_of(config.raw)
     if family_of_provider(model.get("_target_")) is None:
-        expected = config.family.said_by_run(model, found)
+        expected = config.family.run_fields_of(model, found)
         _compare(config, found, expected, expected, path)
         return bool(expected)
     hf_config = model.get("hf_config")  # a conversion has written a whole `config.json`

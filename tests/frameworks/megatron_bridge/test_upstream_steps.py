@@ -28,7 +28,7 @@ from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
-from tests.forked import run_ranks
+from tests.forked import results_of_ranks
 from tests.model.inputs.support import offsets, packed_params, share_of
 from tests.noise import check
 from tests.parity.batches import Sample
@@ -171,12 +171,8 @@ def found(untied_folder, moe_folder, tmp_path_factory):
             write_settings(copy, dict(QWEN3_5.settings))
         limits[family] = write_references(copy, [CONTENT])
         folders[family] = str(copy)
-    output = tmp_path_factory.mktemp("steps") / "found.pt"
-    run_ranks(
-        "tests.frameworks.megatron_bridge.test_upstream_steps", 2, output, json.dumps(CASES), json.dumps(folders),
-        timeout=500,
-    )  # fmt: skip
-    return torch.load(output), limits
+    cases = (json.dumps(CASES), json.dumps(folders))
+    return results_of_ranks("tests.frameworks.megatron_bridge.test_upstream_steps", 2, *cases, timeout=500), limits
 
 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)

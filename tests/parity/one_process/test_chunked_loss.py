@@ -26,18 +26,13 @@ PADDED = dict(should_pad_vocab=True, make_vocab_size_divisible_by=100)
 
 
 class Logits(TorchDispatchMode):
-    """The memory of tensors as wide as the vocabulary, but weights, while it is used; in rows of float32.
-
-    Attributes:
-        largest: the rows of one tensor, at the most.
-        peak: those of all of them that were there at one time.
-    """
+    """The memory of tensors as wide as the vocabulary, but weights, while it is used; in rows of float32."""
 
     def __init__(self, vocabulary: int, hidden: int) -> None:
         super().__init__()
         self.width, self.weight = vocabulary, {vocabulary, hidden}
         self.alive: Counter[int] = Counter()
-        self.largest, self.peak = 0.0, 0.0
+        self.largest, self.peak = 0.0, 0.0  # rows of one tensor, and of all that were there at one time
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))

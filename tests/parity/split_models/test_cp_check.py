@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from tests.forked import run_ranks
+from tests.forked import results_of_ranks
 from tests.noise import SEEDS, allowed, check, rounded
 from tests.ranks import begin, leave
 from tests.steps import Run, set_up, train_step
@@ -78,10 +78,8 @@ def main(output: str, **folders: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(untied_folder, moe_folder, tmp_path_factory):
-    output = tmp_path_factory.mktemp("cp_check") / "found.pt"
-    run_ranks("tests.parity.split_models.test_cp_check", RANKS, output, untied_folder, moe_folder)
-    return torch.load(output)
+def found(untied_folder, moe_folder):
+    return results_of_ranks("tests.parity.split_models.test_cp_check", RANKS, untied_folder, moe_folder)
 
 
 def check_sizes(found, family, equal):

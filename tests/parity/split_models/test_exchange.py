@@ -26,7 +26,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import mappings
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
-from tests.forked import run_ranks
+from tests.forked import results_of_ranks
 from tests.model.inputs.support import share_of
 from tests.ranks import begin, leave, of_all_ranks
 
@@ -88,9 +88,8 @@ def crossings(batch: PackedBatch, frames: Sequence[Sequence[int]]) -> list[int]:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_bytes_sent_are_those_of_tokens_that_other_ranks_use(untied_folder, tmp_path, ranks):
-    run_ranks("tests.parity.split_models.test_exchange", ranks, tmp_path / "found.pt", untied_folder)
-    found = torch.load(tmp_path / "found.pt", weights_only=False)
+def test_bytes_sent_are_those_of_tokens_that_other_ranks_use(untied_folder, ranks):
+    found = results_of_ranks("tests.parity.split_models.test_exchange", ranks, untied_folder)
     for rows in ROWS:
         batch, frames, width = (found[rows][0][name] for name in ("batch", "frames", "width"))
         sent = {kind: sum(one[kind] for one in found[rows]) for kind in ("forward", "backward")}

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from tests.forked import run_ranks
+from tests.forked import results_of_ranks
 from tests.ranks import begin, largest, leave
 
 from ..batches import Sample, make_batch, make_samples, run_reference
@@ -162,10 +162,8 @@ GRADIENT = 1e-5  # relative to the largest entry of each gradient, measured 1.3e
 
 
 @pytest.fixture(scope="module")
-def found(untied_folder, moe_folder, tmp_path_factory):
-    output = tmp_path_factory.mktemp("language_model") / "found.pt"
-    run_ranks("tests.parity.split_models.test_language_model", 2, output, untied_folder, moe_folder)
-    return torch.load(output)
+def found(untied_folder, moe_folder):
+    return results_of_ranks("tests.parity.split_models.test_language_model", 2, untied_folder, moe_folder)
 
 
 @pytest.mark.parametrize("rows", ["padded", "packed"])

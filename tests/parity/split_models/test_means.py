@@ -16,19 +16,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.batch import PackedBatch
-
 import pytest
 import torch
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
-from tests.forked import run_ranks
+from tests.forked import results_of_ranks
 from tests.ranks import begin, leave
 from tests.steps import forward_backward
 
-from ..batches import Sample, make_batch, run_reference
-from ..on_ranks import Shared, Split, layout_of
+from ..batches import Sample, run_reference
+from ..on_ranks import Shared, Split
 from ..references import MICROBATCHES, step_samples, worst
 from ..topologies import TOPOLOGIES
 
@@ -70,20 +68,6 @@ def forward_step(loss: str, samples: int, state: Any, data: Iterator[Any], model
     return losses, {"verl": verl, "miles": miles}[loss]
 
 
-class Weighed(Split):
-    """A split model whose batches' masks are weights."""
-
-    def _batches(self, content: str, rows: str, steps: int, replica: int, size: int) -> Iterator[PackedBatch | Shared]:
-        model = self.run.cfg.model
-        multiple = 2 * model.context_parallel_size * model.tensor_model_parallel_size
-        for number in range(steps):
-            for samples in step_samples(content, self.hf_config, number)[replica::size]:
-                layout = layout_of(samples, packed=rows != "padded", multiple=multiple, tokens=self.tokens)
-                samples = [weighed(sample) for sample in samples]
-                batch = make_batch(samples, self.hf_config, layout=layout)
-                yield Shared(batch, samples) if rows == "presharded" else batch
-
-
 def gradients(split: Split, batches: Iterator[Any], rows: str, step: Callable | None) -> dict[str, Tensor]:
     split.begin(batches, rows)
     split.run.forward_step = step or split.run.forward_step
@@ -98,15 +82,15 @@ def main(output: str, folders: dict[str, str]) -> None:
         for family in topology.families:
             folder = folders[family]
             expected = torch.load(Path(folder) / "means.pt")
-            split = Weighed(folder, topology, model__calculate_per_token_loss=False)
+            split = Split(folder, topology, model__calculate_per_token_loss=False)
             samples = sum(map(len, step_samples(CONTENT, split.hf_config, 0)))
             for loss, kinds in LOSSES.items():
                 for rows in kinds:
                     if rows == "presharded" and rows not in topology.rows:
                         continue
                     ours = loss == "ours"
-                    source = Split._batches if ours else Weighed._batches
-                    batches = source(split, CONTENT, rows, 1, split.run.groups.dp.rank(), split.run.groups.dp.size())
+                    split.prepare = (lambda sample: sample) if ours else weighed
+                    batches = split.batches(CONTENT, rows, steps=1)
                     step = None if ours else functools.partial(forward_step, loss, samples)
                     given = gradients(split, batches, rows, step)
                     found[name, family, loss, rows] = worst(given, expected["ours" if ours else "samples"])
@@ -143,8 +127,7 @@ def test_gradients_are_those_of_one_process(untied_folder, moe_folder, tmp_path)
     folders = {name: str(shutil.copytree(folder, tmp_path / name)) for name, folder in folders.items()}
     for folder in folders.values():
         torch.save(expected(Path(folder)), Path(folder) / "means.pt")
-    run_ranks("tests.parity.split_models.test_means", 2, tmp_path / "found", json.dumps(folders))
-    found = torch.load(tmp_path / "found")
+    found = results_of_ranks("tests.parity.split_models.test_means", 2, json.dumps(folders))
     print({case: f"{error:.1e}" for case, error in found.items()})
     assert {loss for _, _, loss, _ in found} == set(LOSSES) and {name for name, *_ in found} == set(CHOSEN)
     assert max(found.values()) <= GRADIENT, found  # measured 3.7e-6

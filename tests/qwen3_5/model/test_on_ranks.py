@@ -9,9 +9,8 @@ from __future__ import annotations
 import shutil
 
 import pytest
-import torch
 
-from tests.forked import run_ranks
+from tests.forked import results_of_ranks
 from tests.parity.conftest import make_pair
 from tests.parity.matrix import MODELS, check, some_cases, write_references
 from tests.parity.split_models.test_cp_check import RANKS, check_sizes
@@ -55,10 +54,8 @@ def test_megatron_fsdp(of_fsdp, kind, both):
 
 
 @pytest.fixture(scope="module")
-def of_sizes(both, tmp_path_factory):
-    output = tmp_path_factory.mktemp("cp_check") / "found.pt"
-    run_ranks("tests.parity.split_models.test_cp_check", RANKS, output, *both.values())
-    return torch.load(output)
+def of_sizes(both):
+    return results_of_ranks("tests.parity.split_models.test_cp_check", RANKS, *both.values())
 
 
 @pytest.mark.slow

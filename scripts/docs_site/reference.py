@@ -1,18 +1,21 @@
-"""The settings reference: fields of our configuration dataclasses, read from their source.
+"""The generated reference: settings from the source of their dataclasses, commands from their parsers, recipes.
 
-What lives here: which dataclasses are settings, and a table of each: name, type, default, what its docstring says.
-What may not: any fact about a setting. Standard library only: the site is built without Megatron.
+The site is built without Megatron: settings are read by `ast`, and command lines import what takes long only when an
+option asks for it.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import html
+import importlib
 import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 _OURS = "src/qwen3vl_bridge"
@@ -169,3 +172,82 @@ def _meanings(found: ast.ClassDef) -> dict[str, str]:
     listed = re.split(r"\n(?=\S)", listed)[0]  # other sections begin at the margin
     entries = re.findall(r"^    (\w[\w, ]*):\s(.*?)(?=^    \w|\Z)", listed, re.DOTALL | re.MULTILINE)
     return {name: " ".join(text.split()) for names, text in entries for name in re.split(r",\s*", names)}
+
+
+class _Found(Exception):
+    """A command has made its parser, and is about to use it."""
+
+
+def parser_of(target: str, prog: str) -> argparse.ArgumentParser:
+    """The parser that a command's function makes.
+
+    Args:
+        target: "module:function", as `qwen3vl_bridge.cli.main.COMMANDS` has it.
+        prog: the command's name.
+    """
+    made: list[argparse.ArgumentParser] = []
+
+    def parse(parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        made.append(parser)
+        raise _Found
+
+    module, _, function = target.partition(":")
+    run = getattr(importlib.import_module(module), function)
+    names = ("parse_args", "parse_known_args", "parse_intermixed_args")
+    try:
+        with mock.patch.multiple(argparse.ArgumentParser, **dict.fromkeys(names, parse)):
+            run([], prog=prog)
+    except _Found:
+        return made[0]
+    raise ValueError(f"{target} has no parser, expected one to be asked for")
+
+
+def commands() -> str:
+    """Every command and its verbs as Markdown, with a row for each option."""
+    from qwen3vl_bridge.cli.main import COMMANDS
+
+    parts = []
+    for name, (target, words) in COMMANDS.items():
+        for prog, parser in _verbs(parser_of(target, f"qwen3vl {name}")):
+            rows = [f"| {_code(_usage(one))} | {_meaning(parser, one)} |" for one in _options(parser)]
+            if rows:
+                said = parser.description or words
+                parts += [f"### {prog}\n", " ".join(said.split()), "", "| option | |", "|---|---|", *rows, ""]
+    return "\n".join(parts)
+
+
+def recipes() -> str:
+    """Every recipe as Markdown: its name, the GPUs that it is meant for, and its first sentence."""
+    from qwen3vl_recipes.registry import recipes as registered
+
+    rows = [
+        f"| `{name}` | {f'{one.gpus} {one.gpu}' if one.gpus else 'none'} | {one.summary} |"
+        for name, one in registered().items()
+    ]
+    return "\n".join(["| recipe | GPUs | |", "|---|---|---|", *rows, ""])
+
+
+def _verbs(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not below:
+        yield parser.prog, parser
+    for action in below:
+        for inner in action.choices.values():
+            yield from _verbs(inner)
+
+
+def _options(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    for action in parser._actions:
+        if not isinstance(action, argparse._HelpAction) and action.help != argparse.SUPPRESS:
+            yield action
+
+
+def _usage(action: argparse.Action) -> str:
+    value = "" if action.nargs == 0 else str(action.metavar or "|".join(map(str, action.choices or ())) or action.dest)
+    return f"{', '.join(action.option_strings)} {value}".strip()
+
+
+def _meaning(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    said = parser._get_formatter()._expand_help(action) if action.help else ""
+    needed = " (needed)" if action.required and action.option_strings else ""
+    return html.escape(said + needed, quote=False).replace("|", "\\|")
