@@ -11,9 +11,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from qwen3vl_bridge.data.provider import Qwen3VLConversationProvider
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
-from qwen3vl_bridge.models.rules import Row, Rule, When, check, under
 from qwen3vl_bridge.models.settings import replicas_of, trains_vision
 from qwen3vl_bridge.parallel.collectives import broadcast_number, sum_numbers
 
@@ -34,45 +32,18 @@ from torch import Tensor
 
 _STREAMS, _SPLIT = "qwen3vl_encoder_batches", "qwen3vl_split"
 
-_SHARDS_ARE_SAVED = When(
-    "model.dist_train.use_dist_train",
-    lambda cfg: cfg.checkpoint.save and cfg.checkpoint.save_optim and cfg.optimizer.use_distributed_optimizer,
-)
-_TOWER_READS_BY_ITSELF = When(
-    "model.dist_train.vision_world_size model.dist_train.language_world_size",
-    lambda cfg: replicas_of(cfg.model).vision != replicas_of(cfg.model).language,
-)
-_BY_NUMBERS = "other forms name what they save by group number, and both modules have the same numbers"
-
-# What Megatron-Bridge's loop does not support for modules on separate ranks.
-_RULES: tuple[Rule, ...] = (
-    Row("checkpoint.dist_ckpt_optim_fully_reshardable", True, _BY_NUMBERS, _SHARDS_ARE_SAVED),
-    *under(
-        _TOWER_READS_BY_ITSELF,
-        Row("train.iterations_to_skip", [], "the tower's ranks cannot skip iterations", also=(None, ())),
-        Row("dataset.__class__", Qwen3VLConversationProvider, "the tower's ranks read its rows by index"),
-    ),
-)
-
 
 class Modules(Callback):
     """Joins the two modules in Megatron-Bridge's loop."""
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Before the first step, after the loop has set its own functions.
-
-        Raises:
-            ValueError: a setting that Megatron-Bridge's loop does not support for modules.
-        """
-        check(_RULES, context.state.cfg)
+        """Before the first step, after the loop has set its own functions."""
         sharded = context.state.cfg.optimizer.use_distributed_optimizer
         join_modules(get_model_config(context.model[0]), context.optimizer, sharded=sharded)
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Count the batch's samples; right after this Megatron-Bridge adds those of its module's replicas.
-
-        Raises:
-            ValueError: in this step the vision ranks sent other images or videos than expected.
+        """Count the batch's samples; right after this Megatron-Bridge adds those of its module's replicas. Raises
+        ValueError if the vision ranks sent other images or videos than expected in this step.
         """
         for chunk in context.model:
             module = get_attr_wrapped_model(chunk, "pg_collection", return_model_obj=True)
@@ -177,7 +148,7 @@ class OneWayBridge:
 
 
 def replicas_read(provider: VisionLanguageProvider, groups: ProcessGroupCollection) -> tuple[Sequence[int], int]:
-    """The data-parallel replicas whose batches this rank reads, and the number of replicas; groups of its module."""
+    """The data-parallel replicas whose batches this rank reads, and the number of replicas."""
     if provider.add_encoder and provider.add_decoder:
         return (groups.dp.rank(),), groups.dp.size()
     replicas, own = replicas_of(provider), groups.dp.rank()

@@ -109,13 +109,9 @@ class Qwen3VLDecoder(Qwen3VLModel):
 
 
 def pack(tokens: Tensor, features: Tensor, shards: Sequence[EncoderShard], rows: int) -> Tensor:
-    """Pack encoded vision tokens into a payload.
+    """Pack vision tokens [M, h], ordered by shard, and their DeepStack features [t, M, h] into a payload.
 
-    Args:
-        tokens: [M, h] ordered by shard; more may follow, as of a blank image.
-        features: [t, M, h] DeepStack features of the same tokens.
-        shards: of each receiver.
-        rows: R, no less than any shard's tokens.
+    More tokens may follow, as of a blank image. `rows`, R, is no less than any shard's tokens.
 
     Returns:
         [P, 1 + R, (t + 1) * h]; not a view, because the schedules could not free a view after sending it.
