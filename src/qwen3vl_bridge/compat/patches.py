@@ -70,12 +70,7 @@ def _read_every_weight(module: Any) -> None:
 
 
 def _evaluate_both_modules(module: Any) -> None:
-    """Evaluate a vision tower and a language model on separate ranks (dist-train) together.
-
-    Training uses the provider's communicator between the modules (`dist_train`). Megatron-Bridge's `evaluate` uses one
-    only if it is passed as an argument, which neither of its two callers does, so each rank would run its own module
-    without the other.
-    """
+    """Evaluate a vision tower and a language model on separate ranks (`dist_train`) together."""
     theirs = module.evaluate
 
     @functools.wraps(theirs)

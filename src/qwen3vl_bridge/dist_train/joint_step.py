@@ -54,7 +54,7 @@ class Modules(Callback):
         context.state.train_state.consumed_train_samples += get_current_running_global_batch_size() - added
 
     def on_eval_start(self, context: CallbackContext) -> None:
-        """Vision ranks read rows of the validation data from now on."""
+        """Vision ranks read validation data from now on."""
         setattr(context.state, _SPLIT, "valid")
 
     def on_test_start(self, context: CallbackContext) -> None:
@@ -114,10 +114,9 @@ def finalize_gradients(
 
 
 def _joint_norm(own: Any, *, contributes: bool) -> Tensor | float:
-    """The norm of both modules' gradients; each module's ranks have its norm already, and one of them contributes it.
+    """The norm of both modules' gradients, of which one rank of each contributes its module's.
 
-    As in megatron-core, it is a tensor on the device if Transformer Engine clips by it, and otherwise a number that the
-    host waits for.
+    As in megatron-core, a tensor on the device if Transformer Engine clips by it, else a number.
     """
     norm = own()
     joint = sum_numbers(0.0 if norm is None or not contributes else norm**2).sqrt()
@@ -133,17 +132,17 @@ class OneWayBridge:
         self.send_forward, self.recv_forward = bridge.send_forward, bridge.recv_forward
 
     def send_backward(self, _: Tensor | None) -> None:
-        """Send no gradient."""
+        """Nothing."""
 
     def recv_backward(self) -> None:
-        """Receive no gradient."""
+        """Nothing."""
 
     def send_forward_recv_backward(self, tensor: Tensor) -> None:
-        """Send the encoded vision tokens, and receive nothing."""
+        """Only send."""
         self._bridge.send_forward(tensor)
 
     def send_backward_recv_forward(self, _: Tensor | None) -> Tensor:
-        """Send nothing, and receive the encoded vision tokens."""
+        """Only receive."""
         return self._bridge.recv_forward()
 
 
@@ -189,10 +188,8 @@ def _resumed_streams(state: GlobalState, split: str, groups: ProcessGroupCollect
 
 
 def evaluate_both_modules(evaluate: Callable[..., Any], state: GlobalState, *args: Any, **kwargs: Any) -> Any:
-    """Call Megatron-Bridge's `evaluate` such that it evaluates the two modules as one model; unchanged for other runs.
-
-    `evaluate` takes a communicator between modules. Megatron-Bridge's loop passes none, and would evaluate the module
-    of each rank by itself.
+    """Call Megatron-Bridge's `evaluate` with a communicator between modules, which its loop does not pass: each rank
+    would evaluate its module by itself. Unchanged for other runs.
     """
     provider = state.cfg.model
     if isinstance(provider, VisionLanguageProvider) and provider.dist_train.use_dist_train:

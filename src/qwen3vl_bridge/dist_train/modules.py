@@ -78,8 +78,7 @@ class Qwen3VLDecoder(Qwen3VLModel):
     def encode(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
         """Vision tokens [M, h] and DeepStack features [t, M, h], as received from the vision ranks.
 
-        Raises:
-            ValueError: nothing was received, or the payload is not that of this microbatch, or of an earlier one.
+        Raises ValueError if nothing was received, or not the payload of this microbatch, or of an earlier one.
         """
         if self.payload is None or inputs.encoder_shards is None:
             raise ValueError(
