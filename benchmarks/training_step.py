@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import qwen3vl_bridge  # noqa: F401  (registers our model)
-from qwen3vl_bridge.compat.adam import Adam
+from qwen3vl_bridge.compat.optimizers import Adam
 from qwen3vl_bridge.data.processing.collation import Collator, VisionSettings
 from qwen3vl_bridge.data.processing.encoding import EncodedSample
 from qwen3vl_bridge.models.qwen3_vl.presets import hf_config

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import qwen3vl_bridge  # noqa: F401  before Megatron
 from qwen3vl_bridge.training.callbacks import training_callbacks
-from qwen3vl_bridge.training.config import GuardConfig
+from qwen3vl_bridge.training.run_settings import GuardConfig
 
 import torch
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from qwen3vl_bridge.training.before_step import optimizers_of
 from qwen3vl_bridge.training.callbacks import training_callbacks
-from qwen3vl_bridge.training.config import GuardConfig
+from qwen3vl_bridge.training.run_settings import GuardConfig
 
 import torch.distributed as dist
 

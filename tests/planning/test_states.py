@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from qwen3vl_bridge import Qwen3VLLoRA
-from qwen3vl_bridge.compat import adam
+from qwen3vl_bridge.compat import optimizers
 from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.planning.estimate import FIXED_RESERVE, estimate
 from qwen3vl_bridge.planning.model_states import ParameterCount, chunk_count, stage_states
@@ -95,9 +95,9 @@ def test_torchs_adam_holds_roots_of_second_moments(kind, request, monkeypatch):
     run = set_up(configuration(str(folder), Topology(1)), data=False)
     hf, peaks = AutoConfig.from_pretrained(folder), []
     run.stream = iter([make_batch(make_samples("mixed", hf, seed=seed), hf, packed=True) for seed in range(4)])
-    monkeypatch.setattr(adam, "adam", partial(adam.adam, foreach=True))
+    monkeypatch.setattr(optimizers, "adam", partial(optimizers.adam, foreach=True))
     for one in optimizers_of(run.optimizer):
-        assert type(one.optimizer) is adam.Adam
+        assert type(one.optimizer) is optimizers.Adam
         monkeypatch.setattr(one.optimizer, "step", recorded(one.optimizer.step, peaks))
     train_step(run)
     dims = dimensions_of(json.loads((folder / "config.json").read_text()))
