@@ -141,7 +141,7 @@ def test_a_model(model, tmp_path):
 
 def test_an_import(model, tmp_path):
     files = files_entered(IMPORT, model, tmp_path / "megatron")
-    assert len(files) <= 28, files
+    assert len(files) <= 26, files
 
 
 def test_an_image(model, train_file):
