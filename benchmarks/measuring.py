@@ -141,7 +141,7 @@ def subjects(path: Path) -> Iterator[tuple[str, dict[str, Callable[[], object]]]
     processor, source = make_processor(512), JsonLines(path)
     encoder = Encoder(processor)
     conversations = [source[number] for number in range(len(source))]
-    texts = [encoder._render(one, one.messages) for one in conversations]
+    texts = [encoder.template.render(one, one.messages) for one in conversations]
     numbers = range(len(source))
 
     def sizes() -> list:

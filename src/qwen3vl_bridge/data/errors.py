@@ -9,12 +9,9 @@ class DataError(ValueError):
     """Data that cannot be trained on. The message names file, line and part, what was found and what was expected."""
 
     def __init__(self, place: str, problem: str | None = None) -> None:
-        """Create the message from place and problem.
+        """Join a place, such as "train.jsonl:12: message 3", and what was found and what was expected there.
 
-        Args:
-            place: a file, a sample ("train.jsonl:12") or a part of one ("train.jsonl:12: message 3").
-            problem: what was found and what was expected. Without it, `place` is the complete message, because torch
-                recreates exceptions of data-loading workers this way.
+        Without `problem`, `place` is the complete message: torch recreates exceptions of data-loading workers this way.
         """
         super().__init__(place if problem is None else f"{place}: {problem}")
 
@@ -24,30 +21,15 @@ class DataError(ValueError):
 
 
 class Changed(DataError):
-    """A sample whose size differs from the plan: the plan is of other data, or the data are being changed.
-
-    The sample is not dropped, because the plan is wrong for the other samples too.
-    """
+    """A sample whose size is not that of the plan, which is of other data, or the data change. It is not dropped."""
 
 
 class Unreachable(DataError):
-    """Data that are temporarily unavailable: not downloaded, network down, stream interrupted.
-
-    The sample is not dropped, because the next one would fail as well, and a later run could read it.
-    """
+    """Data that are temporarily unavailable: not downloaded, network down, stream interrupted. They are not dropped."""
 
 
 def check_choice(name: str, found: object, kind: Any) -> None:
-    """Refuse a value that is not in the set.
-
-    Args:
-        name: name of the setting.
-        found: its value.
-        kind: a `Literal` of the allowed values.
-
-    Raises:
-        ValueError: the value is not allowed.
-    """
+    """Refuse the value of a setting that is not in `kind`, a `Literal`, with a `ValueError`."""
     allowed = get_args(kind)
     if found not in allowed:
         raise ValueError(f"{name} is {found!r}, expected {' or '.join(map(repr, allowed))}")

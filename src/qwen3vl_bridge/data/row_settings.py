@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, ClassVar, Self
 
 from qwen3vl_bridge.batch.token_layout import segment_multiple
-from qwen3vl_bridge.data.answers import EmptyThinking
+from qwen3vl_bridge.data.chat_template import EmptyThinking
 from qwen3vl_bridge.data.collation import Collator, VisionSettings, pad_token_id
 from qwen3vl_bridge.data.encoding import Answers, Encoder, VisionLimits, load_processor
 from qwen3vl_bridge.data.errors import check_choice

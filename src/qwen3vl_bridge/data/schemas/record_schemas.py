@@ -28,8 +28,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError, check_choice
+from qwen3vl_bridge.data.schemas.conversations import EXPECTED, KEYS, QUESTIONS, TURNS, messages_of, spelling_of
 from qwen3vl_bridge.data.schemas.placeholders import MEDIA_KEYS, RATE, Placeholders, is_none, shown
-from qwen3vl_bridge.data.schemas.spellings import EXPECTED, KEYS, QUESTIONS, TURNS, messages_of, spelling_of
 
 _CONSTANT = "text:"
 _LETTERS = string.ascii_uppercase
@@ -326,7 +326,7 @@ class Columns:
         return next((key for key, value in self._given().items() if value == column), column)
 
     def messages_of(self, record: Any, place: str) -> Any:
-        """Convert a record to our own spelling; `DataError` if it lacks a column, or as for `spellings.messages_of`."""
+        """Convert a record to our own spelling; `DataError` if it lacks a column, or as for `messages_of`."""
         if not isinstance(record, dict):
             return record
         self._check_one([key for key, value in record.items() if value is not None], place)

@@ -17,10 +17,9 @@ from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.images import MediaAccess
-from qwen3vl_bridge.data.schemas.conversations import PARTS, Conversation, conversation_of
+from qwen3vl_bridge.data.schemas.conversations import KEYS, PARTS, Conversation, conversation_of
 from qwen3vl_bridge.data.schemas.placeholders import unread_media
 from qwen3vl_bridge.data.schemas.record_schemas import Columns, NamedSchema, Schema, read_by
-from qwen3vl_bridge.data.schemas.spellings import KEYS
 from qwen3vl_bridge.io.parsing import parse_record
 
 _TEXTS = ("content", "value")  # of a message, in our spelling and ShareGPT's
