@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from qwen3vl_bridge.data.loading.balance import assign_rows
+from qwen3vl_bridge.data.loading.rows import assign_rows
 from qwen3vl_bridge.data.packing.row_plan import NumberedOrder, RowPlan
 from qwen3vl_bridge.data.packing.sample_sizes import Size
 from qwen3vl_bridge.models.flops import tower_costs

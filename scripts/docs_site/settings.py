@@ -43,7 +43,7 @@ class Group:
 _FIELDS = ("models/settings/fields.py", "VisionLanguageFields")
 _EXPERTS = ("models/provider.py", "ExpertsMixin")
 _QWEN3_VL, _QWEN3_5 = "models/qwen3_vl/provider.py", "models/qwen3_5/provider.py"
-_ROWS = ("data/row_settings.py", "ConversationRows")
+_ROWS = ("data/dataset_provider.py", "ConversationRows")
 
 # By the place that a page has for them.
 GROUPS: dict[str, tuple[Group, ...]] = {
@@ -58,11 +58,11 @@ GROUPS: dict[str, tuple[Group, ...]] = {
     ),
     "dataset": (
         Group("dataset.", *_ROWS),
-        Group("dataset.", "data/provider.py", "Qwen3VLConversationProvider", (_ROWS,)),
-        Group("dataset.vision.", "data/processing/processor.py", "VisionLimits"),
-        Group("dataset.columns.", "data/schemas/columns.py", "Columns"),
+        Group("dataset.", "data/dataset_provider.py", "Qwen3VLConversationProvider", (_ROWS,)),
+        Group("dataset.vision.", "data/encoding.py", "VisionLimits"),
+        Group("dataset.columns.", "data/schemas/record_schemas.py", "Columns"),
         Group("", "data/sources/mixture.py", "MixedSet"),
-        Group("dataset.", "data/energon/provider.py", "Qwen3VLEnergonProvider", (_ROWS,)),
+        Group("dataset.", "data/energon/energon_provider.py", "Qwen3VLEnergonProvider", (_ROWS,)),
     ),
     "training": (
         Group("", "training/config.py", "Qwen3VLConfigContainer"),

@@ -232,7 +232,7 @@ def _run_pack(options: argparse.Namespace) -> int:
     from qwen3vl_bridge.data.collation import Collator, VisionSettings, pad_token_id
     from qwen3vl_bridge.data.encoding import Encoder
     from qwen3vl_bridge.data.inspection_report import packing_as_text, report_as_json
-    from qwen3vl_bridge.data.loading.row_dataset import RowDataset, RowSettings
+    from qwen3vl_bridge.data.loading.rows import RowDataset, RowSettings
     from qwen3vl_bridge.data.offline_packing import pack
     from qwen3vl_bridge.data.samples import SampleFilter, Samples
 
@@ -260,26 +260,31 @@ def _run_pack(options: argparse.Namespace) -> int:
 
 
 def _run_download(options: argparse.Namespace) -> int:
-    from qwen3vl_bridge.data.downloading import AddressBook, DownloadSettings, Manifest, download
+    from qwen3vl_bridge.data.downloading import AddressBook, Downloader, download
     from qwen3vl_bridge.data.inspection_report import downloads_as_text, report_as_json
-    from qwen3vl_bridge.data.media.downloads import Downloader
 
     cache, book = _url_cache(options), AddressBook()
     with _wrong("--allowed-urls"):
         fetch = Downloader(cache, options.allowed_urls)
     source = _opened(options, book)
-    settings = DownloadSettings(options.workers, retry=options.retry, give_up=options.give_up)
-    progress = functools.partial(_counted, shown=not options.no_progress)
-    manifest = Manifest(options.manifest or cache.root / "failed.jsonl")
-    report = download(source, book, fetch, cache, settings, manifest, progress)
-    print(report_as_json(report) if options.json else downloads_as_text(report, manifest.path))
+    manifest = options.manifest or cache.root / "failed.jsonl"
+    report = download(
+        getattr(source, "sources", [source]),
+        book,
+        fetch,
+        manifest,
+        workers=options.workers,
+        retry=options.retry,
+        give_up=options.give_up,
+        progress=functools.partial(_counted, shown=not options.no_progress),
+    )
+    print(report_as_json(report) if options.json else downloads_as_text(report, manifest))
     return _FAILURES if report.failures or report.unread else 0
 
 
-def _opened(options: argparse.Namespace, addresses: Callable[[str, str], Path] | None = None) -> Any:
+def _opened(options: argparse.Namespace, addresses: Any = None) -> Any:
     from qwen3vl_bridge.data.schemas.record_schemas import Columns
-    from qwen3vl_bridge.data.sources.opening import open_source
-    from qwen3vl_bridge.data.sources.splits import split_of
+    from qwen3vl_bridge.data.sources.opening import open_source, split_of
 
     addresses = addresses or _url_cache(options)
     with _wrong("--columns"):
@@ -303,7 +308,7 @@ def _opened(options: argparse.Namespace, addresses: Callable[[str, str], Path] |
 
 
 def _url_cache(options: argparse.Namespace) -> Any:
-    from qwen3vl_bridge.data.media.url_cache import UrlCache
+    from qwen3vl_bridge.data.media.media_access import UrlCache
 
     return UrlCache(None if options.url_cache is None else Path(options.url_cache))
 

@@ -52,9 +52,11 @@ class VisionLimits:
     Attributes:
         image_min_pixels: smaller images are enlarged to this number of pixels.
         image_max_pixels: larger images are reduced to this number of pixels.
-        video_min_pixels: the same for a video, summed over its frames, as `video_max_pixels`.
+        video_min_pixels: the same for a video, summed over its frames.
+        video_max_pixels: the same.
         video_fps: sampled frames per second.
         video_min_frames: minimum number of sampled frames (fewer if the video has fewer).
+        video_max_frames: maximum number of sampled frames.
     """
 
     image_min_pixels: int | None = None

@@ -32,8 +32,8 @@ from qwen3vl_bridge.checkpoint.formats.megatron.folder import (
     TRACKER,
     TRAIN_STATE,
 )
-from qwen3vl_bridge.data.row_settings import ConversationRows
-from qwen3vl_bridge.data.sources.fingerprints import check_position
+from qwen3vl_bridge.data.dataset_provider import ConversationRows
+from qwen3vl_bridge.data.loading.batch_stream import check_position
 from qwen3vl_bridge.dist_train.joint_checkpoint import as_one_model
 from qwen3vl_bridge.io.atomic import PRIVATE, atomic_directory, replace_file
 from qwen3vl_bridge.io.errors import CheckpointError

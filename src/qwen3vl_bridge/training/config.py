@@ -6,8 +6,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from qwen3vl_bridge.data.provider import Qwen3VLConversationProvider
-from qwen3vl_bridge.data.row_settings import ConversationRows
+from qwen3vl_bridge.data.dataset_provider import ConversationRows, Qwen3VLConversationProvider
 from qwen3vl_bridge.models.settings import refusals
 from qwen3vl_bridge.models.settings.encoder_parallel import check_world
 from qwen3vl_bridge.models.settings.kernels import GRAPHS

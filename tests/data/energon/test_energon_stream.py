@@ -1,6 +1,5 @@
 """Streams over WebDatasets: each sample once, positions that go on exactly, in Megatron-Bridge's loop."""
 
-import gc
 import io
 import logging
 from functools import partial
@@ -26,21 +25,9 @@ from tests.training.running import replicate, train
 from ..conftest import groups, picture, same
 from ..packing.test_shared_sizes import run
 from .test_energon import asked
-from .webdatasets import ASKED, keys, provider_of, write_checkpoint, write_folder
+from .webdatasets import ASKED, keys, provider_of, write_folder
 
 NUMBER = 22
-
-
-@pytest.fixture(autouse=True)
-def _no_old_garbage():
-    """Energon collects garbage as a stream begins, in workers too: among all that Megatron's import leaves."""
-    gc.freeze()
-
-
-@pytest.fixture(scope="module")
-def make(processor, tmp_path_factory):
-    """Makes providers."""
-    return partial(provider_of, write_checkpoint(tmp_path_factory.mktemp("hf"), processor))
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.media.images import MOST_PIXELS, FrameList, Media, MediaAccess, Video, find
+from qwen3vl_bridge.data.media.images import MOST_PIXELS
+from qwen3vl_bridge.data.media.media_access import FrameList, Media, MediaAccess, Video, find
 from qwen3vl_bridge.data.schemas.placeholders import (
     LIMITS,
     MEDIA_KEYS,

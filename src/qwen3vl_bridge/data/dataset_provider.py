@@ -3,33 +3,201 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from qwen3vl_bridge.batch import PackedBatch
-from qwen3vl_bridge.data.errors import Changed, DataError, Unreachable
-from qwen3vl_bridge.data.loading.batch_stream import BatchStream, one_pass
-from qwen3vl_bridge.data.loading.row_dataset import Balance, RowDataset, RowSettings
-from qwen3vl_bridge.data.loading.streamed_rows import StreamedRows
-from qwen3vl_bridge.data.media.images import MediaAccess
-from qwen3vl_bridge.data.media.url_cache import UrlCache
+from qwen3vl_bridge.batch.token_layout import segment_multiple
+from qwen3vl_bridge.data.chat_template import EmptyThinking
+from qwen3vl_bridge.data.collation import Collator, VisionSettings, pad_token_id
+from qwen3vl_bridge.data.encoding import Answers, Encoder, VisionLimits, load_processor
+from qwen3vl_bridge.data.errors import Changed, DataError, Unreachable, check_choice
+from qwen3vl_bridge.data.loading.batch_stream import (
+    BatchStream,
+    check_assignment,
+    check_position,
+    one_pass,
+)
+from qwen3vl_bridge.data.loading.rows import Balance, RowDataset, RowSettings, StreamedRows
+from qwen3vl_bridge.data.media.media_access import MediaAccess, UrlCache
 from qwen3vl_bridge.data.packing.packed_rows import PackedRows
 from qwen3vl_bridge.data.packing.sample_sizes import notes_of_job, sizes_of_job
-from qwen3vl_bridge.data.row_settings import SPLITS, ConversationRows
-from qwen3vl_bridge.data.samples import Samples
+from qwen3vl_bridge.data.samples import OnBad, OnLong, SampleFilter, Samples
 from qwen3vl_bridge.data.schemas.record_schemas import Columns, named_schema, one_schema
-from qwen3vl_bridge.data.sources.fingerprints import check_alike
-from qwen3vl_bridge.data.sources.hub import HUB, HubName
-from qwen3vl_bridge.data.sources.hub_streaming import StreamedDataset
+from qwen3vl_bridge.data.sources.hub import HubName, StreamedDataset
 from qwen3vl_bridge.data.sources.mixture import MixedSet, mixed_sets, open_mixture
-from qwen3vl_bridge.data.sources.opening import ConversationSource, open_source
-from qwen3vl_bridge.data.sources.splits import splits_in
+from qwen3vl_bridge.data.sources.opening import HUB, ConversationSource, open_source, splits_in
+from qwen3vl_bridge.models.flops import TowerCosts, tower_costs
 from qwen3vl_bridge.parallel.collectives import gather_objects
 
 import torch
-from megatron.bridge.data.base import DatasetBuildContext
+from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
+from transformers import AutoConfig
+
+SPLITS = ("train", "valid", "test")
+
+
+@dataclass(kw_only=True)
+class ConversationRows(DatasetProvider):
+    """Settings for encoding conversations and laying them out in rows.
+
+    Attributes:
+        hf_processor_path: the Hugging Face checkpoint, local or on the hub: its processor, chat template and config.
+        seq_length: tokens of a row.
+        max_patches: maximum number of patches in a row, which bounds the vision tower's memory; None for no limit. An
+            image has a quarter as many tokens as patches.
+        pack: pack several conversations per row by best fit (requires micro_batch_size 1); False: one conversation per
+            row, padded.
+        pad_to_multiple_of: each conversation of a packed row is padded to a multiple of this; None for the multiple
+            that the run's context parallelism requires (see `shared_by`).
+        on_long: what to do with a conversation longer than a row: "error", "drop" or "truncate" (never within an
+            image). Dropped and truncated conversations are counted and logged.
+        on_bad: what to do with a conversation that cannot be read or encoded: "error", or "drop", counted and logged.
+        answers: which of an assistant's answers to train on, "all" or the "last".
+        empty_thinking: for chat templates that render "reasoning_content": whether the empty thinking block before an
+            answer without reasoning is part of the "prompt" or is trained on ("train").
+        vision: resolution and frame limits for images and videos, where they differ from the checkpoint's processor.
+        pixel_dtype: dtype of the pixel values in a batch.
+        ignored_signal: number of a signal that data-loading processes ignore; set by `Qwen3VLConfigContainer` from
+            `train.exit_signal_handler_for_dataloader`.
+        rows_of_evaluation: number of rows per evaluation, always the first ones of the split; rows beyond its end have
+            no loss. Set by `Qwen3VLConfigContainer` from `validation`. None: each evaluation continues after the
+            previous one.
+    """
+
+    # Settings of Megatron-Bridge that have no effect here, with the value that means "not set".
+    unheard: ClassVar[dict[str, Any]] = {"data_sharding": True, "drop_last": True, "trust_remote_code": None}
+    # Not settings: a run's checkpoints store it, and a resumed run is checked against it.
+    position: ClassVar[Mapping[str, Any] | None] = None
+    _expected: ClassVar[tuple[Mapping[str, Any], int] | None] = None
+
+    hf_processor_path: str
+    seq_length: int
+    max_patches: int | None = None
+    pack: bool = True
+    pad_to_multiple_of: int | None = None
+    on_long: OnLong = "error"
+    on_bad: OnBad = "error"
+    answers: Answers = "all"
+    empty_thinking: EmptyThinking = "prompt"
+    vision: VisionLimits = field(default_factory=VisionLimits)
+    pixel_dtype: torch.dtype = torch.float32
+    ignored_signal: int | None = None
+    rows_of_evaluation: int | None = None
+
+    def finalize(self) -> None:
+        """Check what can be checked without reading data; a ValueError for an invalid value."""
+        super().finalize()
+        for name, kind in (
+            *(("on_long", OnLong), ("on_bad", OnBad)),
+            *(("answers", Answers), ("empty_thinking", EmptyThinking)),
+        ):
+            check_choice(name, getattr(self, name), kind)
+        self.check_least(seq_length=1, pad_to_multiple_of=1, max_patches=1, num_workers=0)
+        for name, silent in self.unheard.items():
+            if (found := getattr(self, name)) != silent:
+                raise ValueError(f"{name} is {found!r}, expected {silent!r}: this data set has no such setting")
+        if not self.pack and self.multiple != 1:
+            raise ValueError(f"pad_to_multiple_of is {self.pad_to_multiple_of}, but pack is off; it is for packed rows")
+        if self.seq_length % self.multiple:
+            raise ValueError(
+                f"seq_length is {self.seq_length}, expected a multiple of pad_to_multiple_of, {self.pad_to_multiple_of}"
+            )
+
+    def check_least(self, **least: int) -> None:
+        """Refuse values of settings below their minimum; None is skipped."""
+        for name, fewest in least.items():
+            found = getattr(self, name)
+            if found is not None and found < fewest:
+                raise ValueError(f"{name} is {found!r}, expected at least {fewest}")
+
+    @property
+    def multiple(self) -> int:
+        """The multiple to which each conversation is padded."""
+        return self.pad_to_multiple_of or 1
+
+    def shared_by(self, cp_size: int) -> Self:
+        """These settings for rows that context-parallel ranks share (ValueError if they cannot)."""
+        need = segment_multiple(cp_size)
+        if self.seq_length % need:
+            raise ValueError(
+                f"dataset.seq_length is {self.seq_length}, expected a multiple of {need} under "
+                f"context_parallel_size {cp_size}"
+            )
+        if not self.pack:
+            return self
+        if self.pad_to_multiple_of is not None and self.pad_to_multiple_of % need:
+            raise ValueError(
+                f"dataset.pad_to_multiple_of is {self.pad_to_multiple_of}, expected a multiple of {need} under "
+                f"context_parallel_size {cp_size}, or None to have that"
+            )
+        return replace(self, pad_to_multiple_of=self.pad_to_multiple_of or need)
+
+    def expect_position(self, position: Mapping[str, Any], row: int) -> None:
+        """When training rows are built, refuse rows other than those of a run, by the position that it stored and the
+        number of rows that it has consumed.
+        """
+        vars(self)["_expected"] = (position, row)
+
+    def note_position(self, data: Mapping[str, Any], assignment: tuple[int, int] = (1, 1)) -> None:
+        """Record the fingerprint of the rows that are built for training, and how they are assigned to ranks.
+
+        Raises:
+            ValueError: they differ from the expected rows, or were assigned otherwise and the run's position is within.
+        """
+        vars(self)["position"] = {"data": dict(data), "dealt": list(assignment)}
+        if self._expected is None:
+            return
+        expected, row = self._expected
+        vars(self)["_expected"] = None
+        check_position(data, expected["data"])
+        check_assignment(row, tuple(expected["dealt"]), assignment)
+
+    def checkpoint(self) -> CheckpointSettings:
+        """Processor and settings read from the checkpoint; a `DataError` if they are missing or unsuitable."""
+        return _of_checkpoint(self.hf_processor_path, self.answers, self.empty_thinking, self.vision)
+
+    def sample_filter(self) -> SampleFilter:
+        """Decides which conversations become samples; raises like `checkpoint`."""
+        return SampleFilter(
+            self.checkpoint().encoder,
+            limit=self.seq_length,
+            most_patches=self.max_patches,
+            on_long=self.on_long,
+            on_bad=self.on_bad,
+        )
+
+    def collator(self) -> Collator:
+        """Lays out samples in rows; raises like `checkpoint`."""
+        checkpoint = self.checkpoint()
+        return Collator(checkpoint.vision, checkpoint.pad_id, self.seq_length, self.multiple, self.pixel_dtype)
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """What a checkpoint determines about encoding, layout and assignment to ranks."""
+
+    encoder: Encoder
+    vision: VisionSettings
+    pad_id: int
+    costs: TowerCosts
+
+
+@cache
+def _of_checkpoint(
+    path: str, answers: Answers, empty_thinking: EmptyThinking, limits: VisionLimits
+) -> CheckpointSettings:
+    """Cached: read once per process."""
+    processor: Any = load_processor(path, limits)
+    return CheckpointSettings(
+        Encoder(processor, answers, empty_thinking),
+        VisionSettings.of_checkpoint(path, processor),
+        pad_token_id(processor.tokenizer),
+        tower_costs(AutoConfig.from_pretrained(path, trust_remote_code=False).to_dict()),
+    )
 
 
 @dataclass(kw_only=True)
@@ -40,7 +208,7 @@ class Qwen3VLConversationProvider(ConversationRows):
 
     Attributes:
         path: a folder with `train.jsonl` and optionally `valid.jsonl` or `test.jsonl`, or with splits in other file
-            formats (see `data/sources/splits.py`), or with training data only. Replaces the three paths below.
+            formats (see `splits_in`), or with training data only. Replaces the three paths below.
         train_path: training conversations: a JSON or Parquet file, a folder, or "hf://owner/name:configuration#split"
             (see `data/sources/opening.py`).
         mixture: several data sets in one run, instead of `path` and `train_path`: a list of {path, weight} or {path,
@@ -50,12 +218,11 @@ class Qwen3VLConversationProvider(ConversationRows):
         test_path: the same for testing, or None.
         media_root: folder of images and videos, or a list of folders that are searched in order; symbolic links may
             point from one into another. Default: the folder of each data file.
-        allowed_urls: no longer supported; download URLs before training with `qwen3vl data download`.
         url_cache: folder with downloaded files; None for the user's cache folder.
         schema_adapter: format of the records, by Megatron-Bridge's name for it, such as "cord_v2"; None for
-            conversations (see `data/schemas/named_schemas.py`).
+            conversations (see `data/schemas/record_schemas.py`).
         columns: column names of the data set, such as `columns.image=img`, and questions and answers composed of
-            several columns (see `data/schemas/columns.py`).
+            several columns (see `data/schemas/record_schemas.py`).
         streaming: read data sets of the hub while they are downloaded. Each data-loading process of each data-parallel
             rank reads its own part (some of the files) and packs its own rows; a resumed run rereads the current epoch
             of its parts from the start.
@@ -78,7 +245,6 @@ class Qwen3VLConversationProvider(ConversationRows):
     valid_path: str | None = None
     test_path: str | None = None
     media_root: str | list[str] | None = None
-    allowed_urls: tuple[str, ...] = ()
     url_cache: str | None = None
     schema_adapter: str | None = None
     columns: Columns = field(default_factory=Columns)
@@ -92,11 +258,7 @@ class Qwen3VLConversationProvider(ConversationRows):
     rows_of_microbatch: int | None = None
 
     def finalize(self) -> None:
-        """Check what can be checked without reading data.
-
-        Raises:
-            ValueError: a setting has an invalid value.
-        """
+        """Check what can be checked without reading data; a ValueError for an invalid value."""
         super().finalize()
         self._check_paths()
         if self.dataloader_type != "single":
@@ -122,11 +284,6 @@ class Qwen3VLConversationProvider(ConversationRows):
                 HubName.of(path)
         if self.train_packing is not None and self.window_size != type(self).window_size:
             raise ValueError(f"window_size is {self.window_size}, but train_packing has its rows already")
-        if self.allowed_urls:
-            raise ValueError(
-                f"allowed_urls is {self.allowed_urls!r}, expected (): nothing is downloaded while training. Before it, "
-                "qwen3vl data download --data PATH --allowed-urls URL does it, into the folder url_cache"
-            )
         MediaAccess.of(self.media_root)
         one_schema(named_schema(self.schema_adapter), self.columns)
 
@@ -140,11 +297,7 @@ class Qwen3VLConversationProvider(ConversationRows):
         return own if self.path is None else splits_in(self.path).get(split, own)
 
     def mixed(self, split: str) -> tuple[MixedSet, ...]:
-        """The data sets of the mixture that have the given split.
-
-        Raises:
-            ValueError: an invalid mixture.
-        """
+        """The data sets of the mixture that have the given split; a ValueError for an invalid mixture."""
         if self.mixture is None:
             return ()
         sets = mixed_sets(self.mixture, self.media_root, self.schema_adapter, self.columns)
@@ -200,20 +353,20 @@ class Qwen3VLConversationProvider(ConversationRows):
         )
         for split, one in zip(SPLITS, (train, valid, test), strict=True):
             if groups is not None and isinstance(one, RowDataset) and torch.distributed.is_initialized():
-                check_alike(gather_objects(one.samples.file.fingerprint()), f"the data of the split {split!r}")
+                found = gather_objects(one.samples.file.fingerprint())
+                other = next((rank for rank, fingerprint in enumerate(found) if fingerprint != found[0]), None)
+                if other is not None:
+                    raise ValueError(
+                        f"the data of the split {split!r} differ among the processes: found {found[other]} on rank "
+                        f"{other}, expected {found[0]} as on rank 0. Every machine needs the same files, and the same "
+                        "downloads: copy the folder url_cache, records and all"
+                    )
         if train is not None:
             self.note_position(train.fingerprint(), train.assignment())
         return train, valid, test
 
     def stream(self, split: str, *, dp_rank: int = 0, dp_size: int = 1, micro_batch_size: int = 1) -> BatchStream:
-        """Endless microbatches, for a custom training loop. Its `state_dict` belongs in the checkpoint.
-
-        Args:
-            split: "train", "valid" or "test".
-            dp_rank: this data-parallel rank.
-            dp_size: number of data-parallel ranks.
-            micro_batch_size: rows of a microbatch.
-        """
+        """Endless microbatches of a split, for a custom training loop. Its `state_dict` belongs in the checkpoint."""
         return BatchStream(
             self._in_parts(self.rows(split, ranks=dp_size), dp_size, micro_batch_size),
             dp_rank=dp_rank,
@@ -228,8 +381,7 @@ class Qwen3VLConversationProvider(ConversationRows):
     ) -> Iterator[PackedBatch]:
         """Every row of a split once, in the file's order; arguments as for `stream`.
 
-        For a stream, every rank reads all parts: ranks need the same number of microbatches, which is known only at the
-        end.
+        Every rank reads all parts of a stream: ranks need equally many microbatches, a number known only at the end.
         """
         rows = self.rows(split, shuffle=False)
         return one_pass(rows, dp_rank=dp_rank, dp_size=dp_size, micro_batch_size=micro_batch_size)
@@ -242,13 +394,12 @@ class Qwen3VLConversationProvider(ConversationRows):
         shuffle: bool | None = None,
         ranks: int = 1,
     ) -> RowDataset:
-        """Rows of a split.
+        """Rows of a split ("train", "valid" or "test").
 
         Args:
-            split: "train", "valid" or "test".
+            split: the split's name.
             length: the result of their `len`.
-            shuffle: whether in random order; by default only the training split is shuffled. Unshuffled rows are not
-                assigned to ranks by cost.
+            shuffle: whether in random order, by default only the training split. Others are not assigned by cost.
             ranks: data-parallel ranks.
 
         Raises:
@@ -286,11 +437,8 @@ class Qwen3VLConversationProvider(ConversationRows):
         They must exist, and fit rows that were packed before training. Otherwise, where samples may be dropped, those
         of the first window are measured until one is valid, usually the first. Data of the hub are not checked.
 
-        Args:
-            cp_size: number of ranks that share a row.
-
         Raises:
-            ValueError: rows that were packed with other settings, or cannot be divided over the ranks.
+            ValueError: rows that were packed with other settings, or that `cp_size` ranks cannot share.
             DataError: all samples of the window are bad or too long; a file or folder that cannot be read.
             Unreachable: an image was not downloaded.
         """
@@ -347,8 +495,11 @@ class Qwen3VLConversationProvider(ConversationRows):
                 schema_adapter=self.schema_adapter,
                 columns=self.columns,
             )
-        media = MediaAccess.of(self.media_root, self.downloaded())
-        # A row's samples are nearly always in its window or the previous one, and the plan is one window ahead.
-        schema = one_schema(named_schema(self.schema_adapter), self.columns)
-        how = {"seed": seed, "keep": 4 * self.window_size, "schema": schema}
-        return StreamedDataset.named(path, media_root=media, **how)
+        return StreamedDataset.named(
+            path,
+            media_root=MediaAccess.of(self.media_root, self.downloaded()),
+            seed=seed,
+            # A row's samples are nearly always in its window or the previous one, and the plan is one window ahead.
+            keep=4 * self.window_size,
+            schema=one_schema(named_schema(self.schema_adapter), self.columns),
+        )
