@@ -11,7 +11,7 @@ _PUBLIC = {
     "Qwen3VLMoEModelProvider": "qwen3vl_bridge.models.qwen3_vl.provider",
     "Qwen3VLLoRA": "qwen3vl_bridge.peft.lora",
     "Qwen3VLDoRA": "qwen3vl_bridge.peft.lora",
-    "save_hf_adapter": "qwen3vl_bridge.peft.hf_export",
+    "save_hf_adapter": "qwen3vl_bridge.peft.model_adapters",
     "Qwen3VLConversationProvider": "qwen3vl_bridge.data.dataset_provider",
     "Qwen3VLEnergonProvider": "qwen3vl_bridge.data.energon.energon_provider",
     "Qwen3VLConfigContainer": "qwen3vl_bridge.training.config",

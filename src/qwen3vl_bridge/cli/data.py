@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.io.errors import CheckpointError
+from qwen3vl_bridge.io.files import CheckpointError
 from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show, show_anything, show_report
 
 _BAD_SAMPLES = _FAILURES = 1
@@ -315,7 +315,7 @@ def _url_cache(options: argparse.Namespace) -> Any:
 
 def _model_folder(options: argparse.Namespace) -> Path:
     """The folder of `--hf-model`, requested from the hub once: transformers would request each of its files again."""
-    from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import find_model
+    from qwen3vl_bridge.checkpoint.formats.huggingface import find_model
 
     return find_model(options.hf_model, weights=False)
 

@@ -23,7 +23,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from qwen3vl_bridge.checkpoint.formats.folder_contents import contents_of
 from qwen3vl_bridge.data.chat_template import ChatTemplate, EmptyThinking, Span, texts_of
 from qwen3vl_bridge.data.errors import DataError, check_choice
 from qwen3vl_bridge.data.media import videos as video
@@ -101,6 +100,8 @@ def load_processor(path: str | Path, limits: VisionLimits | None = None) -> Any:
     try:
         processor = AutoProcessor.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
+        from qwen3vl_bridge.checkpoint.formats.huggingface import contents_of  # for this message alone
+
         what = f"; {contents_of(Path(path))}" if Path(path).exists() else ""
         raise DataError(str(path), f"found no processor{what} ({error})") from error
     check_processor(processor, str(path))

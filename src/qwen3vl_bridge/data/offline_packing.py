@@ -20,9 +20,8 @@ from qwen3vl_bridge.data.packing.packed_rows import FILES, MANIFEST, PackedRows,
 from qwen3vl_bridge.data.packing.row_plan import RowPlan
 from qwen3vl_bridge.data.packing.sample_sizes import AllSizes, Left, Size, sizes_of_job
 from qwen3vl_bridge.data.samples import Samples
-from qwen3vl_bridge.io.atomic import atomic_directory
-from qwen3vl_bridge.io.errors import CheckpointError
-from qwen3vl_bridge.io.target import check_target, refuse_others
+from qwen3vl_bridge.io.atomic import atomic_directory, check_target, refuse_others
+from qwen3vl_bridge.io.files import CheckpointError
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
