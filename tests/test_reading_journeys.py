@@ -146,7 +146,7 @@ def test_an_import(model, tmp_path):
 
 def test_an_image(model, train_file):
     files = files_entered(DATA, model, train_file)
-    assert len(files) <= 42, files
+    assert len(files) <= 24, files
 
 
 def test_a_save(model, tmp_path):

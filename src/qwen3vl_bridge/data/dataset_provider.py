@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 
 from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.batch.token_layout import segment_multiple
-from qwen3vl_bridge.data.answers import EmptyThinking
+from qwen3vl_bridge.data.chat_template import EmptyThinking
 from qwen3vl_bridge.data.collation import Collator, VisionSettings, pad_token_id
 from qwen3vl_bridge.data.encoding import Answers, Encoder, VisionLimits, load_processor
 from qwen3vl_bridge.data.errors import Changed, DataError, Unreachable, check_choice
