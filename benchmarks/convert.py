@@ -27,11 +27,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import export_checkpoint, import_checkpoint, verify_checkpoint
+from qwen3vl_bridge.checkpoint.conversion_plan import Task, tensors_of
+from qwen3vl_bridge.checkpoint.formats.huggingface import shard_files, write_index
 from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace
-from qwen3vl_bridge.checkpoint.formats.safetensors.writer import shard_files, write_index
-from qwen3vl_bridge.checkpoint.formats.slices import Segments, Zeros
-from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSpec
-from qwen3vl_bridge.checkpoint.planning.plan import Task, tensors_of
+from qwen3vl_bridge.checkpoint.formats.tensors import Segments, TensorSpec, Zeros
 from qwen3vl_bridge.registry import family, family_of, load
 from qwen3vl_bridge.weights.rows import expand
 

@@ -44,7 +44,7 @@ from qwen3vl_bridge.training.step import to_device
 
 import torch
 from qwen3vl_recipes.paths import set_paths
-from qwen3vl_recipes.qwen3_vl.qwen3_vl_2b import qwen3_vl_2b_sft_config
+from qwen3vl_recipes.qwen3_vl import qwen3_vl_2b_sft_config
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForImageTextToText
 

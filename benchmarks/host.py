@@ -24,8 +24,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from qwen3vl_bridge.batch import SequenceLayout, interpolation, mrope_positions, patch_positions, vision_inputs
-from qwen3vl_bridge.data.processing.collation import Collator, VisionSettings
-from qwen3vl_bridge.data.processing.encoding import EncodedSample
+from qwen3vl_bridge.data.collation import Collator, VisionSettings
+from qwen3vl_bridge.data.encoding import EncodedSample
 
 import torch
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import rope as bridge_rope

@@ -21,12 +21,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from qwen3vl_bridge.data.packing.best_fit import best_fit
-from qwen3vl_bridge.data.processing import tokenization
-from qwen3vl_bridge.data.processing.collation import Collator, VisionSettings, pad_token_id
-from qwen3vl_bridge.data.processing.encoding import Encoder
-from qwen3vl_bridge.data.processing.filtering import SampleFilter
-from qwen3vl_bridge.data.processing.samples import Samples
+from qwen3vl_bridge.data import encoding
+from qwen3vl_bridge.data.collation import Collator, VisionSettings, pad_token_id
+from qwen3vl_bridge.data.encoding import Encoder
+from qwen3vl_bridge.data.packing.row_plan import best_fit
+from qwen3vl_bridge.data.samples import SampleFilter, Samples
 from qwen3vl_bridge.data.sources.opening import JsonLines
 
 import numpy as np
@@ -71,12 +70,12 @@ def write_samples(folder: Path, kind: str, count: int) -> Path:
 @contextmanager
 def wrapped() -> Iterator[None]:
     """With transformers' wrapper around the tokenizer."""
-    backend = tokenization._backend_of
-    tokenization._backend_of = lambda _: None
+    backend = encoding._backend_of
+    encoding._backend_of = lambda _: None
     try:
         yield
     finally:
-        tokenization._backend_of = backend
+        encoding._backend_of = backend
 
 
 def subjects(path: Path) -> Iterator[tuple[str, dict[str, Callable[[], object]]]]:

@@ -20,16 +20,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import Topology
-from qwen3vl_bridge.checkpoint.formats.dcp.writer import DcpLayout
+from qwen3vl_bridge.checkpoint.conversion_plan import Plan, make_plan, tensors_of
+from qwen3vl_bridge.checkpoint.formats.dcp_writer import DcpLayout
 from qwen3vl_bridge.checkpoint.formats.layouts import TRANSFORMER_ENGINE, HuggingFace, megatron_shape
-from qwen3vl_bridge.checkpoint.formats.megatron.folder import FORMATS, key_of
-from qwen3vl_bridge.checkpoint.formats.tensor_specs import Shape, TensorSpec
-from qwen3vl_bridge.checkpoint.planning.plan import Plan, make_plan, tensors_of
-from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
-from qwen3vl_bridge.checkpoint.stored_models.megatron_writer import MegatronTarget
+from qwen3vl_bridge.checkpoint.formats.megatron import FORMATS, key_of
+from qwen3vl_bridge.checkpoint.formats.tensors import Shape, TensorSpec
+from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
+from qwen3vl_bridge.checkpoint.targets import MegatronTarget
 from qwen3vl_bridge.models.qwen3_vl import presets
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
-from qwen3vl_bridge.weights.rows import Row
+from qwen3vl_bridge.weights.rows import ExpertLayout, Row
 
 import torch
 from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as megatron_fsdp

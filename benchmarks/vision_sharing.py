@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.batch import VisionWork
 from qwen3vl_bridge.batch.vision_sharding import assign_frames, assign_vision
-from qwen3vl_bridge.data.processing.encoding import EncodedSample
+from qwen3vl_bridge.data.encoding import EncodedSample
 from qwen3vl_bridge.models.flops import tower_costs
 from qwen3vl_bridge.models.qwen3_vl.model import DeepStackStage
 from qwen3vl_bridge.models.qwen3_vl.presets import config_dict

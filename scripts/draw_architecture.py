@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from qwen3vl_bridge.batch import SequenceLayout, token_index
-from qwen3vl_bridge.batch.token_layout import row_multiple, segment_multiple
+from qwen3vl_bridge.batch.token_layout import segment_multiple
+from qwen3vl_bridge.models.divisibility import row_multiple
 from qwen3vl_bridge.registry import family, preset
 
 from matplotlib.axes import Axes
@@ -64,7 +65,7 @@ DATA_FLOW = (
     Step("on the device", "copied without a wait", "training/step.py", GREEN),
     Step("vision tokens", "and DeepStack features", "models/vision_tower.py", ORANGE),
     Step("hidden states", "embed, fuse by slots", "models/model.py", ORANGE),
-    Step("logits", "text layers, DeepStack", "models/text_model.py", ORANGE),
+    Step("logits", "text layers, DeepStack", "models/model.py", ORANGE),
     Step("losses [b, s]", "of long rows in chunks", "models/chunked_loss.py", ORANGE),
     Step("sum and count", "over tokens of the mask", "training/step.py", ORANGE),
     Step("gradient", "divided by all tokens once", "", ORANGE),

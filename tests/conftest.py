@@ -121,7 +121,6 @@ def _groups_of_one_module():
 
 
 def _leave_groups() -> None:
-    """Where anything has been imported that could have made some."""
     if "megatron.core.parallel_state" in sys.modules:
         from qwen3vl_bridge.training.process_groups import shutdown
 
@@ -155,7 +154,6 @@ def _rendezvous_of_one_test():
 
 @pytest.fixture
 def no_groups(monkeypatch):
-    """A process as it is started: in no process group, and told of none; for tests that start others from it."""
     _leave_groups()
     for name in _RENDEZVOUS:
         monkeypatch.delenv(name, raising=False)
@@ -196,6 +194,15 @@ def _models_of_one_test():
         from tests.ranks import forget_models
 
         forget_models()
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory):
+    """The folder of the example's conversations, which nobody writes to."""
+    from examples.digits.dataset import make_dataset
+
+    make_dataset(folder := tmp_path_factory.mktemp("digits"))
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""docs/callers.md: its scripts run, and its generated part is that of the list."""
+"""The list of upstream's tests that fail with this package, and the scripts of docs/callers.md."""
 
 from __future__ import annotations
 
@@ -56,13 +56,8 @@ def test_a_script_of_ones_own_trains_and_saves(whole, untied_folder, tmp_path):
     for name, place in places.items():
         script = script.replace(f'"{name}"', repr(str(place)))
     (tmp_path / "mine.py").write_text(script)
-    done = subprocess.run(
-        [sys.executable, "mine.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "4"
     assert (tmp_path / "run" / "metrics.jsonl").exists() == whole

@@ -43,10 +43,10 @@ class Group:
         return "qwen3vl_bridge." + self.file.removesuffix(".py").replace("/", ".")
 
 
-_FIELDS = ("models/settings/fields.py", "VisionLanguageFields")
+_FIELDS = ("models/settings.py", "VisionLanguageFields")
 _EXPERTS = ("models/provider.py", "ExpertsMixin")
 _QWEN3_VL, _QWEN3_5 = "models/qwen3_vl/provider.py", "models/qwen3_5/provider.py"
-_ROWS = ("data/row_settings.py", "ConversationRows")
+_ROWS = ("data/dataset_provider.py", "ConversationRows")
 
 # By the place that a page has for them.
 GROUPS: dict[str, tuple[Group, ...]] = {
@@ -57,15 +57,15 @@ GROUPS: dict[str, tuple[Group, ...]] = {
         Group("model.", _QWEN3_VL, "Qwen3VLMoEModelProvider", (_EXPERTS, _FIELDS)),
         Group("model.", _QWEN3_5, "Qwen35VLModelProvider", (_FIELDS,)),
         Group("model.", _QWEN3_5, "Qwen35VLMoEModelProvider", (_EXPERTS, _FIELDS)),
-        Group("model.dist_train.", "models/settings/fields.py", "DistTrainConfig"),
+        Group("model.dist_train.", "models/settings.py", "DistTrainConfig"),
     ),
     "dataset": (
         Group("dataset.", *_ROWS),
-        Group("dataset.", "data/provider.py", "Qwen3VLConversationProvider", (_ROWS,)),
+        Group("dataset.", "data/dataset_provider.py", "Qwen3VLConversationProvider", (_ROWS,)),
         Group("dataset.vision.", "data/processing/processor.py", "VisionLimits"),
         Group("dataset.columns.", "data/schemas/columns.py", "Columns"),
         Group("", "data/sources/mixture.py", "MixedSet"),
-        Group("dataset.", "data/energon/provider.py", "Qwen3VLEnergonProvider", (_ROWS,)),
+        Group("dataset.", "data/energon/energon_provider.py", "Qwen3VLEnergonProvider", (_ROWS,)),
     ),
     "training": (
         Group("", "training/config.py", "Qwen3VLConfigContainer"),

@@ -90,8 +90,7 @@ def _get_rope_index(
 ) -> tuple[Any, Any]:
     """Upstream's function by the model's door: positions [3, B, S], and how far each segment's go beyond its tokens."""
     from qwen3vl_bridge.batch import mrope_positions
-    from qwen3vl_bridge.models.caller_inputs import arrange
-    from qwen3vl_bridge.models.caller_masks import real_tokens
+    from qwen3vl_bridge.models.inputs import arrange, real_tokens
 
     from megatron.core.packed_seq_params import PackedSeqParams
 

@@ -1,7 +1,8 @@
 """What rows and their segments have to be multiples of, and no more than that."""
 
 from qwen3vl_bridge.batch import SequenceLayout, token_index
-from qwen3vl_bridge.batch.token_layout import row_multiple, segment_multiple
+from qwen3vl_bridge.batch.token_layout import segment_multiple
+from qwen3vl_bridge.models.divisibility import row_multiple
 
 import pytest
 from hypothesis import given

@@ -1,6 +1,5 @@
 """What frameworks set on a provider, and what they read from it, as their sources do it."""
 
-import copy
 import logging
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
@@ -16,45 +15,25 @@ from megatron.core.transformer.enums import AttnBackend
 
 from tests.model.settings.split_providers import DENSE, EXPERTS, provider_of
 
-from .settings import MILES, NEMO_RL, VERL
+from .support import MILES, NEMO_RL, VERL
 
 # With `sequence_parallel` off, and experts over the tensor-parallel ranks.
 _TP2 = dict(tensor_model_parallel_size=2, expert_tensor_parallel_size=None)
 _MILES_SPLIT = dict(_TP2, sequence_parallel=True, context_parallel_size=2, cpu_offloading=False)
 # Megatron-Bridge, recipes/qwen_vl/h100/qwen3_vl.py; but for what is Transformer Engine's.
 RECIPE = dict(
-    seq_length=4096,
-    pipeline_dtype=None,
-    moe_flex_dispatcher_backend=None,
-    moe_hybridep_num_sms=16,
-    cuda_graph_impl="none",
-    cuda_graph_scope="full",
-    cuda_graph_warmup_steps=3,
-    attention_backend="auto",
-    cross_entropy_loss_fusion=True,
-    cross_entropy_fusion_impl="native",
-    moe_router_fusion=False,
-    recompute_granularity=None,
-    recompute_modules=None,
-    fine_grained_activation_offloading=False,
-    offload_modules=None,
-    moe_a2a_overlap=False,
-    moe_shared_expert_overlap=False,
-    moe_router_force_load_balancing=False,
-    moe_router_padding_for_fp8=False,
-    bf16=True,
-    params_dtype=torch.bfloat16,
-)
+    seq_length=4096, pipeline_dtype=None, moe_flex_dispatcher_backend=None, moe_hybridep_num_sms=16,
+    cuda_graph_impl="none", cuda_graph_scope="full", cuda_graph_warmup_steps=3, attention_backend="auto",
+    cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="native", moe_router_fusion=False,
+    recompute_granularity=None, recompute_modules=None, fine_grained_activation_offloading=False,
+    offload_modules=None, moe_a2a_overlap=False, moe_shared_expert_overlap=False,
+    moe_router_force_load_balancing=False, moe_router_padding_for_fp8=False, bf16=True, params_dtype=torch.bfloat16,
+)  # fmt: skip
 # Of examples/models/qwen/qwen_vl/conf/qwen3_vl_pretrain_override_example.yaml, what is about the model.
 OVERRIDES = dict(
-    use_hf_vision_model=False,
-    cp_comm_type="p2p",
-    cross_entropy_loss_fusion=False,
-    recompute_granularity="full",
-    recompute_method="uniform",
-    recompute_num_layers=1,
-    calculate_per_token_loss=True,
-)
+    use_hf_vision_model=False, cp_comm_type="p2p", cross_entropy_loss_fusion=False, recompute_granularity="full",
+    recompute_method="uniform", recompute_num_layers=1, calculate_per_token_loss=True,
+)  # fmt: skip
 
 
 def set_on(provider, settings):
@@ -150,7 +129,6 @@ def test_a_performance_recipe_is_told_what_to_set():
         (DENSE, dict(cuda_graph_scope="attn"), r"cuda_graph_scope is 'attn', expected \[\]: rows, images"),
         (EXPERTS, dict(moe_router_topk_limited_devices=2), "topk_limited_devices is 2, expected None: routing weights"),
         (DENSE, dict(restore_modelopt_state=True), "restore_modelopt_state is True, expected False: ModelOpt's"),
-        (DENSE, dict(language_max_sequence_length=128, seq_length=256), "sequence_length is 128, expected seq_length"),
         (DENSE, dict(freeze_vison_model=True), "freeze_vison_model is set, .*: expected freeze_vision_model"),
         (EXPERTS, dict(enable_routing_replay=True), "expected moe_enable_routing_replay"),
         (DENSE, dict(mtp_num_layers=1), "mtp_num_layers is 1, expected None"),
@@ -171,14 +149,6 @@ def test_megatron_bridges_own_class_of_settings():
         set_on(provider_of(DENSE, {}), dict(dist_train=DistTrainConfig(vision_world_size=2)))
 
 
-@pytest.mark.parametrize(("name", "value"), [("mlp_only_layers", [3]), ("decoder_sparse_step", 2)])
-def test_which_layers_have_experts_is_said_in_one_place(name, value):
-    provider = provider_of(EXPERTS, {})
-    setattr(provider, name, getattr(provider, name))
-    with pytest.raises(ValueError, match=f"{name} is .*, expected .*; set moe_layer_freq"):
-        setattr(provider, name, value)
-
-
 def test_a_name_that_is_nothing_here_gets_a_line_in_the_log(caplog):
     """Megatron-Bridge's recipes set one that no class of theirs has either; ms-swift keeps a note."""
     set_on(provider_of(EXPERTS, {}), dict(moe_a2a_overlap=True, swiglu=True))
@@ -189,16 +159,10 @@ def test_a_name_that_is_nothing_here_gets_a_line_in_the_log(caplog):
 
 @pytest.mark.parametrize("size", [DENSE, EXPERTS])
 def test_names_of_vision_settings(size):
-    """Read, they are the configuration's; Megatron-Bridge's functional tests set `deepstack_visual_indexes`."""
-    provider, names = provider_of(size, {}), ("patch_size", "temporal_patch_size", "spatial_merge_size", "in_channels")
-    for name in (*names, "num_position_embeddings", "out_hidden_size", "deepstack_visual_indexes"):
+    provider = provider_of(size, {})
+    for name in ("patch_size", "spatial_merge_size", "deepstack_visual_indexes"):
         assert getattr(provider, name) == getattr(provider.vision_config, name), name
-    shared, before = provider.vision_config, copy.deepcopy(provider.vision_config)
-    set_on(provider, dict(num_layers=4, deepstack_visual_indexes=[0, 1, 2]))
-    assert provider.vision_config.deepstack_visual_indexes == [0, 1, 2]
-    assert shared.to_dict() == before.to_dict()
     assert provider.language_max_sequence_length == provider.seq_length
-    assert provider.head_dim == provider.kv_channels
 
 
 @pytest.mark.parametrize("kind", ["untied", "moe"])
@@ -209,11 +173,6 @@ def test_the_text_configuration_is_made_from_the_fields(kind, request):
     differing = {name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)}
     assert differing <= {"dtype", "router_aux_loss_coef", "tie_word_embeddings", "pad_token_id", "_name_or_path"}
     assert type(provider.hf_text_config) is type(bridge.hf_pretrained.config.text_config)
-    provider.hf_text_config = bridge.hf_pretrained.config.text_config  # as upstream's bridge sets it
-    with pytest.raises(
-        ValueError, match="hf_text_config has num_hidden_layers 7, which contradict the provider's fields"
-    ):
-        provider.hf_text_config = type(provider.hf_text_config)(**theirs | dict(num_hidden_layers=7))
 
 
 def test_the_language_model_alone(untied_folder):

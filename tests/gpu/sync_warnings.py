@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tests.host_waits.places import UPSTREAM, place_in_code
+from tests.host_waits.counter import UPSTREAM, place_in_code
 
 Waits = Counter[tuple[str, str]]  # (package, line)
 

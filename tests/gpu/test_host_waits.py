@@ -16,7 +16,7 @@ from qwen3vl_bridge.training.config import GuardConfig
 import pytest
 
 from examples.digits.checkpoint import make_checkpoint
-from tests.host_waits.places import PACKAGES
+from tests.host_waits.counter import PACKAGES
 from tests.parity.on_ranks import Split
 from tests.parity.topologies import Topology
 from tests.steps import followed, step_with_callbacks

@@ -6,9 +6,9 @@ from typing import Any
 
 import qwen3vl_bridge  # noqa: F401  before Megatron
 from qwen3vl_bridge.models import rope
-from qwen3vl_bridge.models.qwen3_5.linear_attention import kernels as linear_attention
-from qwen3vl_bridge.models.settings.fields import has_transformer_engine
-from qwen3vl_bridge.models.settings.kernels import PACKED_UNFUSED
+from qwen3vl_bridge.models.qwen3_5 import delta_rule as linear_attention
+from qwen3vl_bridge.models.refusals import PACKED_UNFUSED
+from qwen3vl_bridge.models.settings import has_transformer_engine
 
 import pytest
 import torch
@@ -17,8 +17,7 @@ from megatron.core.utils import get_te_version, is_te_min_version
 from tests.expert_layouts import relayout
 from tests.parity.batches import CONTENTS, make_batch, make_samples
 from tests.parity.conftest import Pair, make_pair
-from tests.parity.one_process.test_bf16 import check_distances, distance
-from tests.parity.one_process.test_parity import check_parity
+from tests.parity.one_process.test_parity import check_distances, check_parity, distance
 from tests.parity.one_process.test_recompute import FULL, of_vision
 
 from .conftest import KINDS

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config
 from qwen3vl_recipes.paths import set_paths
-from qwen3vl_recipes.qwen3_vl.qwen3_vl_2b import qwen3_vl_2b_sft_config
+from qwen3vl_recipes.qwen3_vl import qwen3_vl_2b_sft_config
 from transformers import AutoModelForImageTextToText
 
 from tests.training.running import train

@@ -1,7 +1,5 @@
 """Megatron-Bridge's own Qwen3-VL and its own step, counted on the batch that ours is counted on.
 
-What lives here: a pass of its model. What may not: building it (`tests/model/checkpoints/stock_models.py`), ours.
-
 Its layers are Transformer Engine's, which is not there; megatron-core's local ones stand in their place, with torch's
 attention, whose own questions for the lengths of segments are not counted. All else is its code: what moves a batch,
 its step, the model around the layers.
@@ -23,12 +21,11 @@ from megatron.bridge.models.qwen_vl import qwen3_vl_step
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from tests.frameworks.megatron_bridge.upstream_steps_on_ranks import join
+from tests.frameworks.megatron_bridge.test_upstream_steps import join
 from tests.model.checkpoints import stock_models
 from tests.parity.batches import Sample
 
-from .counter import HostWaits
-from .places import Seen
+from .counter import HostWaits, Seen
 
 
 def stock_with_torch_attention(folder: Path, around: Callable[[], Any] = nullcontext) -> torch.nn.Module:

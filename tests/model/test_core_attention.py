@@ -12,11 +12,7 @@ from types import SimpleNamespace
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.batch import SequenceLayout, token_index
 from qwen3vl_bridge.models import core_attention
-from qwen3vl_bridge.models.core_attention import (
-    ContextParallelAttention,
-    SegmentAttention,
-    layout_packed_seq_params,
-)
+from qwen3vl_bridge.models.core_attention import ContextParallelAttention, SegmentAttention, layout_packed_seq_params
 
 import pytest
 import torch
@@ -84,9 +80,7 @@ class Varlen:
         assert window_size in ((-1, 0), (-1, -1)) and enable_gqa == (query.size(1) != key.size(1))
         assert all(x.stride(-1) == 1 and x.ndim == 3 for x in (query, key, value))
         causal = window_size == (-1, 0)
-        return torch.cat(
-            [reference(query[q:r], key[k:m], value[k:m], causal, scale) for (q, r), (k, m) in segments],
-        )
+        return torch.cat([reference(query[q:r], key[k:m], value[k:m], causal, scale) for (q, r), (k, m) in segments])
 
 
 @pytest.fixture
@@ -130,21 +124,15 @@ def compare(found: list[Tensor], call, parts: list[Tensor]) -> None:
     check({"error": worst(found, exact)}, allowed([{"error": worst(run(call, parts), exact)}]))
 
 
+@pytest.mark.parametrize("by", ["segments", "one call"])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("kind", [CAUSAL, FULL])
-def test_segments_are_attended_as_by_plain_softmax(lengths, groups, kind):
+def test_a_packed_row_is_attended_as_by_plain_softmax(request, lengths, groups, kind, by):
+    varlen = request.getfixturevalue("varlen") if by == "one call" else None
     module, parts = attention(groups), tensors(sum(lengths), groups)
     compare(run(packed(module, lengths, kind), parts), plain(lengths, kind == CAUSAL, module.scale), parts)
-
-
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("kind", [CAUSAL, FULL])
-def test_a_packed_row_is_one_call(varlen, lengths, groups, kind):
-    module, parts = attention(groups), tensors(sum(lengths), groups)
-    compare(run(packed(module, lengths, kind), parts), plain(lengths, kind == CAUSAL, module.scale), parts)
-    assert varlen.calls == 1
+    assert varlen is None or varlen.calls == 1
 
 
 def shares(monkeypatch, lengths: list[int], groups: int, ranks: int, device: str = "cpu", dim: int = DIM):
@@ -170,19 +158,14 @@ def shares(monkeypatch, lengths: list[int], groups: int, ranks: int, device: str
     return call
 
 
+@pytest.mark.parametrize("by", ["segments", "one call"])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_context_parallel_ranks_together_are_one(monkeypatch, lengths, ranks):
+def test_context_parallel_ranks_together_are_one(request, monkeypatch, lengths, ranks, by):
+    varlen = request.getfixturevalue("varlen") if by == "one call" else None
     parts = tensors(sum(lengths), 2)
     compare(run(shares(monkeypatch, lengths, 2, ranks), parts), plain(lengths, True, DIM**-0.5), parts)
-
-
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_context_parallel_rank_is_one_call(monkeypatch, varlen, lengths, ranks):
-    parts = tensors(sum(lengths), 2)
-    compare(run(shares(monkeypatch, lengths, 2, ranks), parts), plain(lengths, True, DIM**-0.5), parts)
-    assert varlen.calls == ranks
+    assert varlen is None or varlen.calls == ranks
 
 
 def test_chunks_of_a_row_are_worked_out_once_for_all_layers(monkeypatch, varlen):

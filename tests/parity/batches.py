@@ -22,8 +22,6 @@ CONTENTS: dict[str, list[list[tuple[int, int, int]]]] = {
 
 @dataclass
 class Sample:
-    """One sample: token ids, pictures and which labels count."""
-
     ids: torch.Tensor
     loss_mask: torch.Tensor
     pixels: dict[str, torch.Tensor]

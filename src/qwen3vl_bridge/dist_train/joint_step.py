@@ -11,10 +11,10 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from qwen3vl_bridge.data.provider import Qwen3VLConversationProvider
+from qwen3vl_bridge.data.dataset_provider import Qwen3VLConversationProvider
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
-from qwen3vl_bridge.models.settings.encoder_parallel import replicas_of, trains_vision
-from qwen3vl_bridge.models.settings.rules import Row, Rule, When, check, under
+from qwen3vl_bridge.models.rules import Row, Rule, When, check, under
+from qwen3vl_bridge.models.settings import replicas_of, trains_vision
 from qwen3vl_bridge.parallel.collectives import broadcast_number, sum_numbers
 
 import torch

@@ -1,16 +1,14 @@
 """How a model is split over ranks: parallel sizes, the text layers of each pipeline stage, and what has to divide.
 
-The real model has the same checks (`models/settings/parallelism.py`, megatron-core), when its configuration is
-finalised.
+The real model has the same checks (`models/refusals.py`, megatron-core), when its configuration is finalised.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from qwen3vl_bridge.weights.dimensions import Dimensions
+from qwen3vl_bridge.models.divisibility import indivisible, row_multiple
+from qwen3vl_bridge.weights.rows import Dimensions
 
 
 @dataclass(frozen=True)
@@ -195,65 +193,31 @@ class ModelSplit:
         Raises:
             ValueError: sizes that do not divide.
         """
-        dense, linear = dims.indices["dense_layers"], dims.indices.get("linear_layers")
-        self._check_divisible(
-            {"num_attention_heads": dims["heads"], "the (padded) vocabulary": dims["vocab"]}
-            | ({"ffn_hidden_size": dims["ffn"]} if dense else {})
-        )
-        if self.vision:
-            self.check_vision(dims)
-        if dims["kv_heads"] % self.tp and self.tp % dims["kv_heads"]:
-            raise ValueError(f"num_query_groups is {dims['kv_heads']}, expected a multiple or divisor of tp, {self.tp}")
-        if dims.indices["moe_layers"]:
-            self._check_experts(dims)
-        elif self.ep > 1 or self.expert_tp not in (1, self.tp):
+        vision_tp = self.tp if self.vision else 1
+        _check_divisible(dims, tp=self.tp, cp=self.cp, ep=self.ep, etp=self.expert_tp, vision_tp=vision_tp)
+        has_experts = bool(dims.indices["moe_layers"])
+        if not has_experts and (self.ep > 1 or self.expert_tp not in (1, self.tp)):
             raise ValueError(f"ep is {self.ep} and etp {self.etp}, expected neither: this model has no experts")
-        if linear:
-            self._check_linear_attention(dims)
+        if self.tp > 1 and not self.sequence_parallel:
+            if has_experts:
+                raise ValueError(
+                    f"sequence_parallel is False with experts under tp {self.tp}, expected True: megatron-core cannot "
+                    "train experts otherwise"
+                )
+            if dims.indices.get("linear_layers"):
+                raise ValueError(
+                    f"sequence_parallel is False with linear attention under tp {self.tp}, expected True: otherwise "
+                    "megatron-core does not sum the gradients of its output norm over the ranks"
+                )
         self.chunks(len(dims.indices["text_layers"]))
 
-    def _check_divisible(self, widths: Mapping[str, int]) -> None:
-        for name, width in widths.items():
-            if width % self.tp:
-                raise ValueError(f"{name} is {width}, expected a multiple of tp, {self.tp}")
-
     def check_vision(self, dims: Dimensions) -> None:
-        """Check that the vision tower can be split this way.
+        """Check only that the vision tower can be split this way.
 
         Raises:
             ValueError: widths that do not divide.
         """
-        self._check_divisible(
-            {
-                "vision_config.num_heads": dims["v_heads"],
-                "vision_config.intermediate_size": dims["v_ffn"],
-                "vision_config.hidden_size * spatial_merge_size ** 2": dims["v_merged"],
-            }
-        )
-
-    def _check_experts(self, dims: Dimensions) -> None:
-        if dims["experts"] % self.ep:
-            raise ValueError(f"num_moe_experts is {dims['experts']}, expected a multiple of ep, {self.ep}")
-        if dims["moe_ffn"] % self.expert_tp:
-            raise ValueError(f"moe_ffn_hidden_size is {dims['moe_ffn']}, expected a multiple of etp, {self.expert_tp}")
-        if self.tp > 1 and not self.sequence_parallel:
-            raise ValueError(
-                f"sequence_parallel is False with experts under tp {self.tp}, expected True: megatron-core cannot "
-                "train experts otherwise"
-            )
-
-    def _check_linear_attention(self, dims: Dimensions) -> None:
-        if self.tp > 1 and not self.sequence_parallel:
-            raise ValueError(
-                f"sequence_parallel is False with linear attention under tp {self.tp}, expected True: otherwise "
-                "megatron-core does not sum the gradients of its output norm over the ranks"
-            )
-        for name, heads in (("key", dims["l_key"] // dims["l_key_dim"]), ("value", dims["l_value_heads"])):
-            if heads % (self.tp * self.cp):
-                raise ValueError(
-                    f"linear_num_{name}_heads is {heads}, expected a multiple of tp * cp, {self.tp * self.cp}: linear "
-                    "attention divides its heads over both"
-                )
+        _check_divisible(dims, tp=1, vision_tp=self.tp)
 
     def check_rows(self, seq_length: int) -> None:
         """Check that rows can be divided over context- and sequence-parallel ranks.
@@ -261,10 +225,15 @@ class ModelSplit:
         Raises:
             ValueError: they cannot.
         """
-        # As in `batch/token_layout.py`, `row_multiple`, which needs torch.
-        multiple = math.lcm(2 * self.cp if self.cp > 1 else 1, self.cp * self.sequence_ranks)
+        multiple = row_multiple(self.cp, self.sequence_ranks)
         if seq_length % multiple:
             raise ValueError(
                 f"seq_length is {seq_length}, expected a multiple of {multiple}: rows are split over {self.cp} "
                 f"context-parallel ranks, and each part over {self.sequence_ranks} sequence-parallel ranks"
             )
+
+
+def _check_divisible(dims: Dimensions, **sizes: int) -> None:
+    for setting, size, split, ranks, either in indivisible(dims, **sizes):
+        multiple = "multiple or divisor" if either else "multiple"
+        raise ValueError(f"{setting} is {size}, expected a {multiple} of {split.removesuffix(' of vision')}, {ranks}")

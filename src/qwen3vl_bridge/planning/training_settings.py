@@ -6,10 +6,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
-from qwen3vl_bridge.weights.model_parts import Part
+from qwen3vl_bridge.weights.rows import Part
 
 TEXT_MODULES = frozenset({"core_attn", "mlp", "moe", "moe_act", "layernorm"})
-VISION_MODULES = frozenset({"core_attn", "layernorm"})  # as `models/settings/recompute.py` has them
+VISION_MODULES = frozenset({"core_attn", "layernorm"})  # as `models/refusals.py` has them
 LINEAR_LAYERS = ("linear_qkv", "linear_proj", "in_proj", "out_proj", "linear_fc1", "linear_fc2")
 
 

@@ -6,13 +6,9 @@ import logging
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from qwen3vl_bridge.data.provider import Qwen3VLConversationProvider
-from qwen3vl_bridge.data.row_settings import ConversationRows
-from qwen3vl_bridge.models.settings import refusals
-from qwen3vl_bridge.models.settings.encoder_parallel import check_world
-from qwen3vl_bridge.models.settings.kernels import GRAPHS
-from qwen3vl_bridge.models.settings.parallelism import check_microbatches, check_ranks
-from qwen3vl_bridge.models.settings.rules import check
+from qwen3vl_bridge.data.dataset_provider import ConversationRows, Qwen3VLConversationProvider
+from qwen3vl_bridge.models.refusals import GRAPHS, ON_TRAIN, check_microbatches, check_world
+from qwen3vl_bridge.models.rules import check
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.training.checkpoint_manager import MANAGER, check_script, manage_checkpoints
 from qwen3vl_bridge.training.muon import check_optimizer
@@ -132,7 +128,6 @@ class Qwen3VLConfigContainer(ConfigContainer):
                 separate vision ranks, is not the sum of both modules' ranks.
         """
         check_world(self.model, world_size)
-        check_ranks(self.model, world_size)
         return super().get_data_parallel_size(world_size)
 
     def validate(self) -> None:
@@ -152,7 +147,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
         if self.guard is not None:
             self._check_guard(self.guard)
         super().validate()
-        check(refusals.TRAINED, self.model)
+        check(ON_TRAIN, self.model)
         check(COMPLETED, self)
         if isinstance(self.peft, Qwen3VLParts):
             self.peft.check(self.model)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qwen3vl_bridge.models.settings.rules import Row, Rule, When, any_of, check, under
+from qwen3vl_bridge.models.rules import Row, Rule, When, any_of, check, under
 
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.emerging_optimizers import HAVE_EMERGING_OPTIMIZERS

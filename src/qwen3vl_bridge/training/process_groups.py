@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
-from qwen3vl_bridge.models.settings.encoder_parallel import check_world
+from qwen3vl_bridge.models.refusals import check_world
 
 import numpy as np
 import torch

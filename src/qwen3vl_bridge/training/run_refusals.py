@@ -15,9 +15,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from qwen3vl_bridge.data.loading.worker_processes import end_workers_at_exit
-from qwen3vl_bridge.data.row_settings import ConversationRows
-from qwen3vl_bridge.models.settings.rules import Row, Rule, When, any_of, at_default, under
+from qwen3vl_bridge.data.dataset_provider import ConversationRows
+from qwen3vl_bridge.data.loading.batch_stream import end_workers_at_exit
+from qwen3vl_bridge.models.rules import Row, Rule, When, any_of, at_default, under
 from qwen3vl_bridge.planning.from_config import plan_of
 from qwen3vl_bridge.planning.hardware import GIB
 from qwen3vl_bridge.registry import family

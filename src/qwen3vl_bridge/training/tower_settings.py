@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from qwen3vl_bridge.weights.model_parts import Part, part_of_wrapped
+from qwen3vl_bridge.weights.rows import Part, part_of_wrapped
 
 from megatron.bridge.training.config import (
     ConfigContainer,

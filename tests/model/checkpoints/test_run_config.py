@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
-from qwen3vl_bridge.models.settings.activations import gelu_tanh
+from qwen3vl_bridge.models.settings import gelu_tanh
 from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
 
 import pytest

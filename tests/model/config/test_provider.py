@@ -5,14 +5,14 @@ import operator
 import pickle
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+from qwen3vl_bridge.models import refusals
 from qwen3vl_bridge.models.provider import ExpertsMixin
 from qwen3vl_bridge.models.qwen3_5.provider import Qwen35VLModelProvider, Qwen35VLMoEModelProvider
 from qwen3vl_bridge.models.qwen3_vl.bridge import Qwen3VLBridge
 from qwen3vl_bridge.models.qwen3_vl.config import check_settings
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
-from qwen3vl_bridge.models.settings import experts, refusals
-from qwen3vl_bridge.models.settings.rules import Range, Row
-from qwen3vl_bridge.models.vision_config import vision_transformer_config
+from qwen3vl_bridge.models.rules import Range, Row
+from qwen3vl_bridge.models.vision_tower import vision_transformer_config
 
 import pytest
 import torch
@@ -32,19 +32,18 @@ def assert_refused(provider, fields, message):
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [Qwen3VLModelProvider, Qwen3VLMoEModelProvider, Qwen35VLModelProvider, Qwen35VLMoEModelProvider],
+    "kind", [Qwen3VLModelProvider, Qwen3VLMoEModelProvider, Qwen35VLModelProvider, Qwen35VLMoEModelProvider]
 )
 def test_every_row_names_settings_that_there_are(kind):
     """One that is misspelt would say so only under its own circumstances."""
     provider = kind(vocab_size=8)
     listed = (
-        *(experts.RULES if issubclass(kind, ExpertsMixin) else ()),
+        *(refusals.EXPERTS_ON_CONSTRUCT if issubclass(kind, ExpertsMixin) else ()),
         *kind.rules,
         *kind.fixed.values(),
-        *refusals.GIVEN,
-        *refusals.COMPLETED,
-        *refusals.TRAINED,
+        *refusals.ON_CONSTRUCT,
+        *refusals.ON_FINALIZE,
+        *refusals.ON_TRAIN,
     )
     rows = [rule for rule in listed if isinstance(rule, Row)]
     assert len(rows) > 100
@@ -52,9 +51,9 @@ def test_every_row_names_settings_that_there_are(kind):
         for name in row.name.split(" * "):
             operator.attrgetter(name)(provider)
         if row.when is not None:
-            row.when.said(provider)
+            row.when.describe(provider)
         if isinstance(row.expected, Range):
-            row.expected.said(provider)
+            row.expected.describe(provider)
 
 
 def test_our_classes_are_registered(provider):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import qwen3vl_bridge
 from qwen3vl_bridge import registry
-from qwen3vl_bridge.models.settings.fixed import PARTS, UNREAD
-from qwen3vl_bridge.models.settings.rules import check
+from qwen3vl_bridge.models.refusals import PARTS, UNREAD
+from qwen3vl_bridge.models.rules import check
 from qwen3vl_bridge.training import run_refusals
 from qwen3vl_bridge.training.process_groups import shutdown
 

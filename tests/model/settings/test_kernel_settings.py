@@ -3,13 +3,17 @@
 import logging
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+from qwen3vl_bridge.models import settings
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
-from qwen3vl_bridge.models.settings import kernels, parallelism
-from qwen3vl_bridge.models.settings.fields import can_fuse_weight_gradients, has_transformer_engine
-from qwen3vl_bridge.models.settings.kernels import check_float32, complete_kernels, complete_precision
-from qwen3vl_bridge.models.settings.refusals import TRAINED
-from qwen3vl_bridge.models.settings.rules import check
-from qwen3vl_bridge.models.vision_config import vision_transformer_config
+from qwen3vl_bridge.models.refusals import ON_CONSTRUCT, ON_FINALIZE, ON_FORWARD, ON_TRAIN
+from qwen3vl_bridge.models.rules import check
+from qwen3vl_bridge.models.settings import (
+    can_fuse_weight_gradients,
+    complete_on_construct,
+    complete_on_finalize,
+    has_transformer_engine,
+)
+from qwen3vl_bridge.models.vision_tower import vision_transformer_config
 
 import pytest
 import torch
@@ -128,9 +132,9 @@ def test_the_other_fused_loss_is_transformer_engines():
     """It may be loaded with it, but not trained."""
     provider = finalized(DENSE, dict(cross_entropy_fusion_impl="te"))
     with pytest.raises(ValueError, match=r"cross_entropy_fusion_impl is 'te' with .* 'local', expected 'nativ"):
-        check(TRAINED, provider)
+        check(ON_TRAIN, provider)
     provider.cross_entropy_loss_fusion = False
-    check(TRAINED, provider)
+    check(ON_TRAIN, provider)
 
 
 @pytest.mark.parametrize("precision", [dict(fp8="e4m3"), dict(fp4="e2m1")])
@@ -141,14 +145,14 @@ def test_eight_and_four_bits_are_transformer_engines(precision, caplog):
         finalized(DENSE, precision)
     provider = with_transformer_engine(DENSE, precision)
     caplog.clear()  # of what was said of the one it is made from
-    check(kernels.RULES, provider)
-    complete_precision(provider)
+    check(ON_CONSTRUCT, provider)
+    complete_on_finalize(provider)
     assert f"{name} applies to the text model's layers" in caplog.text
 
 
 def test_local_attention_in_transformer_engines_layers():
     with pytest.raises(ValueError, match="attention_backend is local with transformer_impl 'transformer_engine'"):
-        check(kernels.RULES, with_transformer_engine(DENSE, dict(attention_backend=AttnBackend.local)))
+        check(ON_CONSTRUCT, with_transformer_engine(DENSE, dict(attention_backend=AttnBackend.local)))
     finalized(DENSE, dict(attention_backend=AttnBackend.local))
 
 
@@ -168,9 +172,9 @@ def test_float32_in_transformer_engine(release, fields, refused, installed):
     provider = with_transformer_engine(DENSE, dict(params_dtype=torch.float32) | fields)
     if refused:
         with pytest.raises(ValueError, match=f"expected transformer_impl='local' or 16 bits: .* {release} has no"):
-            check_float32(provider)
+            check(ON_FORWARD, provider)
     else:
-        check_float32(provider)
+        check(ON_FORWARD, provider)
 
 
 @pytest.mark.parametrize(
@@ -183,9 +187,9 @@ def test_context_parallelism_by_release(kind, release, refused, installed):
     provider = with_transformer_engine(DENSE, dict(CP2, cp_comm_type=[kind] + ["p2p"] * 35))
     if refused:
         with pytest.raises(ValueError, match=f"{kind}' supports packed rows from .* on, and {release} is installed"):
-            check(parallelism.RULES, provider)
+            check(ON_FINALIZE, provider)
     else:
-        check(parallelism.RULES, provider)
+        check(ON_FINALIZE, provider)
 
 
 def test_a_loss_in_chunks():
@@ -194,9 +198,9 @@ def test_a_loss_in_chunks():
         finalized(DENSE, dict(loss_chunk_tokens=-1))
     deferred = with_transformer_engine(DENSE, dict(defer_embedding_wgrad_compute=True))
     with pytest.raises(ValueError, match="defer_embedding_wgrad_compute is True with loss_chunk_tokens 8192, expected"):
-        check(kernels.RULES, deferred)
+        check(ON_CONSTRUCT, deferred)
     deferred.loss_chunk_tokens = 0
-    check(kernels.RULES, deferred)
+    check(ON_CONSTRUCT, deferred)
 
 
 def test_fused_permutation():
@@ -224,12 +228,12 @@ def test_the_fused_router(installed):
 def test_rotation_is_fused_by_transformer_engines_kernel(monkeypatch, caplog, installed, implementation, fused):
     """In both towers; megatron-core refuses the setting where the kernel is missing."""
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(kernels, "has_transformer_engine", lambda: installed)
+    monkeypatch.setattr(settings, "has_transformer_engine", lambda: installed)
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", print if installed else None)
     provider = Qwen3VLModelProvider()
     assert provider.__dataclass_fields__["apply_rope_fusion"].default_factory is has_transformer_engine
     provider.apply_rope_fusion, provider.transformer_impl = True, implementation
-    complete_kernels(provider)
+    complete_on_construct(provider)
     assert provider.apply_rope_fusion is fused
     assert ("apply_rope_fusion is set to False: the kernel is Transformer Engine's" in caplog.text) is not fused
     tower = finalized(DENSE, {})

@@ -5,10 +5,9 @@ import logging
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.models.qwen3_vl import presets
-from qwen3vl_bridge.models.settings import parallelism
-from qwen3vl_bridge.models.settings.parallelism import check_ranks
-from qwen3vl_bridge.models.settings.rules import check
-from qwen3vl_bridge.models.vision_config import vision_transformer_config
+from qwen3vl_bridge.models.refusals import ON_FINALIZE, check_world
+from qwen3vl_bridge.models.rules import check
+from qwen3vl_bridge.models.vision_tower import vision_transformer_config
 
 import pytest
 from hypothesis import given, settings
@@ -111,7 +110,7 @@ def test_context_parallelism_of_transformer_engine(fields, message, monkeypatch)
     for name, value in {**CP2, "transformer_impl": "transformer_engine", **fields}.items():
         setattr(provider, name, value)
     with contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message):
-        check(parallelism.RULES, provider)
+        check(ON_FINALIZE, provider)
 
 
 @pytest.mark.parametrize(
@@ -244,10 +243,10 @@ def test_sequence_parallelism_on_one_rank_is_turned_off_by_megatron_bridge():
 
 def test_a_number_of_processes_that_the_parallel_sizes_do_not_divide():
     provider = provider_of(DENSE, SP2 | PP2)
-    check_ranks(provider, 8)
+    check_world(provider, 8)
     for world, words in ((1, "1 process,"), (6, "6 processes,")):
         with pytest.raises(ValueError, match=rf"^the run has {words} expected a multiple of 4, .*--nproc_per_node 4,"):
-            check_ranks(provider, world)
+            check_world(provider, world)
     provider.tensor_model_parallel_size = 0
     with pytest.raises(ValueError, match="tensor_model_parallel_size is 0, expected 1 or more"):
-        check_ranks(provider, 8)
+        check_world(provider, 8)

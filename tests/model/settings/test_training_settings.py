@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.models.settings.parallelism import TRAINING, check_microbatches
-from qwen3vl_bridge.models.settings.rules import check
+from qwen3vl_bridge.models.refusals import ON_TRAIN, check_microbatches
+from qwen3vl_bridge.models.rules import check
 from qwen3vl_bridge.training.process_groups import initialize
 
 import pytest
@@ -26,7 +26,7 @@ def build(monkeypatch):
         return ["model"]
 
     monkeypatch.setattr(mixin, provide_distributed_model)
-    monkeypatch.setattr("qwen3vl_bridge.models.freezing.log_trained_parameters", lambda model: None)
+    monkeypatch.setattr("qwen3vl_bridge.models.provider.log_trained_parameters", lambda model: None)
 
     def build(size, fields, **how):
         return finalized(size, fields).provide_distributed_model(**how) == ["model"]
@@ -139,7 +139,7 @@ def test_overlap_settings_of_megatron_bridge_are_in_place_before_the_check():
     overlap.finalize()
     overlap.setup(provider, OptimizerConfig(), None)
     provider.finalize()
-    check(TRAINING, provider)
+    check(ON_TRAIN, provider)
     assert (provider.overlap_p2p_comm, provider.batch_p2p_comm) == (True, False)
 
 

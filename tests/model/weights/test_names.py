@@ -4,10 +4,16 @@ import importlib.util
 
 from qwen3vl_bridge.models.qwen3_vl import table as mappings
 from qwen3vl_bridge.registry import dimensions_of
-from qwen3vl_bridge.weights.dimensions import Dimensions
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout, expert_layout_of
-from qwen3vl_bridge.weights.names import local_name
-from qwen3vl_bridge.weights.rows import PackedExpert, Row, expand, hf_shapes
+from qwen3vl_bridge.weights.rows import (
+    Dimensions,
+    ExpertLayout,
+    PackedExpert,
+    Row,
+    expand,
+    expert_layout_of,
+    hf_shapes,
+    local_name,
+)
 
 import pytest
 

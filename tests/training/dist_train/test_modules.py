@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import qwen3vl_bridge
 from qwen3vl_bridge.dist_train.joint_step import Modules
-from qwen3vl_bridge.models.settings.encoder_parallel import DistTrainConfig
+from qwen3vl_bridge.models.settings import DistTrainConfig
 
 import pytest
 

@@ -16,14 +16,14 @@ from qwen3vl_bridge.models.qwen3_5.config import (
 )
 from qwen3vl_bridge.models.qwen3_5.model import Qwen35VLModel
 from qwen3vl_bridge.models.qwen3_5.provider import Qwen35VLModelProvider, Qwen35VLMoEModelProvider
-from qwen3vl_bridge.models.settings.saved_providers import take_place_of
+from qwen3vl_bridge.models.saved_providers import replace
 
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.qwen_vl import qwen35_vl_provider as stock
 from transformers import Qwen3_5ForConditionalGeneration, Qwen3_5MoeForConditionalGeneration
 
 # Here `transformer_impl` selects the layers; determinism is a choice of linear attention's kernel.
-_DECIDED_ANEW = ("transformer_layer_spec", "deterministic_mode")
+_EXCLUDED = ("transformer_layer_spec", "deterministic_mode")
 
 
 def _mlp_width(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,15 +32,12 @@ def _mlp_width(saved: Mapping[str, Any]) -> dict[str, Any]:
     return {} if width is None else {"ffn_hidden_size": width}
 
 
-take_place_of(stock.Qwen35VLModelProvider, Qwen35VLModelProvider, anew=_DECIDED_ANEW)
-take_place_of(stock.Qwen35VLMoEModelProvider, Qwen35VLMoEModelProvider, anew=_DECIDED_ANEW, elsewhere=_mlp_width)
+replace(stock.Qwen35VLModelProvider, Qwen35VLModelProvider, exclude=_EXCLUDED)
+replace(stock.Qwen35VLMoEModelProvider, Qwen35VLMoEModelProvider, exclude=_EXCLUDED, elsewhere=_mlp_width)
 
 
 @MegatronModelBridge.register_bridge(
-    source=Qwen3_5ForConditionalGeneration,
-    target=Qwen35VLModel,
-    provider=Qwen35VLModelProvider,
-    model_type="qwen3_5",
+    source=Qwen3_5ForConditionalGeneration, target=Qwen35VLModel, provider=Qwen35VLModelProvider, model_type="qwen3_5"
 )
 class Qwen35VLBridge(FamilyBridge):
     """AutoBridge support for dense Qwen3.5-VL."""
@@ -61,7 +58,7 @@ class Qwen35VLBridge(FamilyBridge):
             **{name: getattr(text, name) for name in LINEAR_SIZES},
         )
 
-    def leave_out(self, provider: Any, config: Mapping[str, Any]) -> None:
+    def exclude(self, provider: Any, config: Mapping[str, Any]) -> None:
         """Multi-token prediction, whose weights transformers does not save."""
         provider.mtp_num_layers = config["text_config"].get(MTP_LAYERS) or None
 

@@ -9,16 +9,12 @@ from qwen3vl_bridge.models.bridge import FamilyBridge, provider_of
 from qwen3vl_bridge.models.qwen3_vl.config import FAMILY, moe_layers_of, rope_parameters
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
-from qwen3vl_bridge.models.settings.fields import DistTrainConfig
-from qwen3vl_bridge.models.settings.saved_providers import build_instead, take_place_of
+from qwen3vl_bridge.models.saved_providers import build_instead, replace
+from qwen3vl_bridge.models.settings import DistTrainConfig
 
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.qwen_vl import qwen3_vl_provider as stock
-from transformers import (
-    PretrainedConfig,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLMoeForConditionalGeneration,
-)
+from transformers import PretrainedConfig, Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration
 
 
 def _scaled_rope(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,16 +35,13 @@ def _unless_default(rope: dict[str, Any]) -> dict[str, Any] | None:
     return None if rope["rope_type"] == "default" else rope
 
 
-take_place_of(stock.Qwen3VLModelProvider, Qwen3VLModelProvider, elsewhere=_scaled_rope)
-take_place_of(stock.Qwen3VLMoEModelProvider, Qwen3VLMoEModelProvider, elsewhere=_scaled_rope)
+replace(stock.Qwen3VLModelProvider, Qwen3VLModelProvider, elsewhere=_scaled_rope)
+replace(stock.Qwen3VLMoEModelProvider, Qwen3VLMoEModelProvider, elsewhere=_scaled_rope)
 build_instead(stock.DistTrainConfig, _dist_train_of_theirs)
 
 
 @MegatronModelBridge.register_bridge(
-    source=Qwen3VLForConditionalGeneration,
-    target=Qwen3VLModel,
-    provider=Qwen3VLModelProvider,
-    model_type="qwen3_vl",
+    source=Qwen3VLForConditionalGeneration, target=Qwen3VLModel, provider=Qwen3VLModelProvider, model_type="qwen3_vl"
 )
 class Qwen3VLBridge(FamilyBridge):
     """AutoBridge support for dense Qwen3-VL."""

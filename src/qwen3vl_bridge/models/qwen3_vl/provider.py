@@ -2,21 +2,61 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from qwen3vl_bridge.models.provider import ExpertsMixin, VisionLanguageProvider
-from qwen3vl_bridge.models.qwen3_vl.config import FAMILY
-from qwen3vl_bridge.models.qwen3_vl.refusals import FIXED, FIXED_WITH_EXPERTS, RULES
-from qwen3vl_bridge.models.qwen3_vl.upstream_names import UpstreamExpertNames, UpstreamNames
-from qwen3vl_bridge.models.settings.rules import Row, Rule
+from qwen3vl_bridge.models.qwen3_vl.config import FAMILY, check_deepstack
+from qwen3vl_bridge.models.refusals import FIXED, FIXED_WITH_EXPERTS, NOTHING_ELSE, unread
+from qwen3vl_bridge.models.rules import Row, Rule, only
+from qwen3vl_bridge.models.settings import VisionLanguageFields, name_of_activation
 
-from transformers import Qwen3VLVisionConfig
+from transformers import Qwen3VLMoeTextConfig, Qwen3VLTextConfig, Qwen3VLVisionConfig
+
+logger = logging.getLogger(__name__)
+
+# Attributes other than fields that callers store on a provider.
+_NOTES = frozenset({"pretrained_model_name", "swiglu", "bridge", "grid", "world_size", "rank_offset"})
+# From this similarity on a name counts as a misspelt field; Megatron-Bridge's recipes set some names that are not
+# fields.
+_LIKE = 0.85
+
+_FIXED: Mapping[str, Row] = {
+    **only(
+        NOTHING_ELSE,
+        rotary_percent=1.0,
+        attention_output_gate=False,
+        layernorm_zero_centered_gamma=False,
+        experimental_attention_variant=None,
+    ),
+    **unread(
+        "linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
+        "linear_num_value_heads mtp_use_repeated_layer mtp_detach_heads"
+    ),
+}
+
+
+def _check_deepstack(provider: VisionLanguageFields) -> None:
+    check_deepstack(provider.vision_config.to_dict(), provider.num_layers)
+
+
+def _check_names(provider: VisionLanguageFields) -> None:
+    """Refuse attributes that are not fields but similar to one. Callers may store their own: others are only logged."""
+    fields = [field.name for field in dataclasses.fields(provider)]
+    for name, value in vars(provider).items():
+        if name in fields or name in _NOTES or name.startswith("_") or value is None or value is False:
+            continue
+        if like := difflib.get_close_matches(name, fields, n=1, cutoff=_LIKE):
+            raise ValueError(f"{name} is set, but {type(provider).__name__} has no such setting: expected {like[0]}")
+        logger.warning("%s is set, but %s has no such setting: it has no effect", name, type(provider).__name__)
 
 
 @dataclass
-class Qwen3VLModelProvider(UpstreamNames, VisionLanguageProvider):
+class Qwen3VLModelProvider(VisionLanguageProvider):
     """A dense Qwen3-VL model, and the base of MoE models. Token ids and defaults are those of the released models.
     `VisionLanguageFields` documents the fields.
     """
@@ -39,12 +79,56 @@ class Qwen3VLModelProvider(UpstreamNames, VisionLanguageProvider):
     language_model_class: ClassVar[str] = "qwen3vl_bridge.models.qwen3_vl.model.Qwen3VLGPTModel"
     encoder_class: ClassVar[str] = "qwen3vl_bridge.dist_train.modules.Qwen3VLEncoder"
     decoder_class: ClassVar[str] = "qwen3vl_bridge.dist_train.modules.Qwen3VLDecoder"
-    fixed: ClassVar[Mapping[str, Row]] = FIXED
-    rules: ClassVar[tuple[Rule, ...]] = RULES
+    fixed: ClassVar[Mapping[str, Row]] = {
+        **FIXED,
+        **_FIXED,
+        **only("a model with experts has the provider of such models", num_moe_experts=None),
+    }
+    rules: ClassVar[tuple[Rule, ...]] = (_check_deepstack, _check_names)
+
+    # Names of Megatron-Bridge's own provider that callers read (docs/callers.md).
+    patch_size = property(lambda self: self.vision_config.patch_size)
+    spatial_merge_size = property(lambda self: self.vision_config.spatial_merge_size)
+    deepstack_visual_indexes = property(lambda self: self.vision_config.deepstack_visual_indexes)
+    language_max_sequence_length = property(lambda self: self.seq_length)  # rotary positions have no limit
+
+    @property
+    def hf_text_config(self) -> Qwen3VLTextConfig | Qwen3VLMoeTextConfig:
+        """The text model as a transformers configuration, created from the fields; changing it has no effect here."""
+        rope = dict(rope_type="default", rope_theta=self.rotary_base, mrope_section=list(self.mrope_section))
+        shared = dict(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.ffn_hidden_size,
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.num_query_groups or self.num_attention_heads,
+            head_dim=self.kv_channels,
+            hidden_act=name_of_activation(self.activation_func),
+            max_position_embeddings=self.seq_length,
+            rms_norm_eps=self.layernorm_epsilon,
+            initializer_range=self.init_method_std,
+            attention_dropout=self.attention_dropout,
+            rope_parameters=self.rope_parameters or rope | dict(mrope_interleaved=True),
+            bos_token_id=self.bos_token_id,
+            eos_token_id=self.eos_token_id,
+            pad_token_id=self.pad_token_id,
+            tie_word_embeddings=self.share_embeddings_and_output_weights,
+        )
+        if not self.moe_layers:
+            return Qwen3VLTextConfig(**shared)
+        return Qwen3VLMoeTextConfig(
+            **shared,
+            num_experts=self.num_moe_experts,
+            num_experts_per_tok=self.moe_router_topk,
+            moe_intermediate_size=self.moe_ffn_hidden_size,
+            decoder_sparse_step=1,
+            mlp_only_layers=[layer for layer in range(self.num_layers) if layer not in self.moe_layers],
+        )
 
 
 @dataclass
-class Qwen3VLMoEModelProvider(UpstreamExpertNames, ExpertsMixin, Qwen3VLModelProvider):
+class Qwen3VLMoEModelProvider(ExpertsMixin, Qwen3VLModelProvider):
     """Provider of Qwen3-VL with experts (MoE): the differences from the dense model."""
 
     num_moe_experts: int | None = 128
@@ -52,4 +136,8 @@ class Qwen3VLMoEModelProvider(UpstreamExpertNames, ExpertsMixin, Qwen3VLModelPro
     moe_ffn_hidden_size: int | None = 768
     moe_aux_loss_coeff: float | list[float] = 1e-3
 
-    fixed: ClassVar[Mapping[str, Row]] = FIXED_WITH_EXPERTS
+    fixed: ClassVar[Mapping[str, Row]] = {
+        **FIXED_WITH_EXPERTS,
+        **_FIXED,
+        **only(NOTHING_ELSE, moe_shared_expert_intermediate_size=None, moe_shared_expert_gate=False),
+    }

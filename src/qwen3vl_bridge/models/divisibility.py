@@ -1,0 +1,112 @@
+"""What ranks divide among them, and must be able to: for the provider, the planner and the converter.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from qwen3vl_bridge.weights.rows import Dimensions
+
+
+class Indivisible(NamedTuple):
+    """A size of a model that its ranks cannot divide.
+
+    Attributes:
+        setting: the provider's setting, or product of settings.
+        size: its value.
+        split: the parallel sizes that should divide it: "tp", "tp of vision", "ep", "etp" or "tp * cp".
+        ranks: their product.
+        either: a divisor of `ranks` is allowed as well.
+    """
+
+    setting: str
+    size: int
+    split: str
+    ranks: int
+    either: bool = False
+
+
+def indivisible(
+    dims: Dimensions, *, tp: int, cp: int = 1, ep: int = 1, etp: int = 1, vision_tp: int | None = None
+) -> Iterator[Indivisible]:
+    """The sizes of a model that are not multiples of the numbers of ranks that share them.
+
+    Args:
+        dims: the model's; "vocab" includes padding.
+        tp, cp, ep, etp: tensor, context, expert and expert-tensor parallelism.
+        vision_tp: tensor parallelism of the vision tower; 1 if it is not to be checked, None for `tp`.
+    """
+    vision_tp = tp if vision_tp is None else vision_tp
+    merged = "vision_config.hidden_size * vision_config.spatial_merge_size * vision_config.spatial_merge_size"
+    shares = [
+        ("num_attention_heads", dims["heads"], "tp", tp),
+        ("padded_vocab_size", dims["vocab"], "tp", tp),
+        ("vision_config.num_heads", dims["v_heads"], "tp of vision", vision_tp),
+        ("vision_config.intermediate_size", dims["v_ffn"], "tp of vision", vision_tp),
+        (merged, dims["v_merged"], "tp of vision", vision_tp),
+    ]
+    if dims.indices["dense_layers"]:
+        shares.append(("ffn_hidden_size", dims["ffn"], "tp", tp))
+    if dims.indices["moe_layers"]:
+        shares += [("num_moe_experts", dims["experts"], "ep", ep), ("moe_ffn_hidden_size", dims["moe_ffn"], "etp", etp)]
+    if dims.indices.get("linear_layers"):
+        keys = dims["l_key"] // dims["l_key_dim"]
+        shares += [
+            ("linear_num_key_heads", keys, "tp * cp", tp * cp),
+            ("linear_num_value_heads", dims["l_value_heads"], "tp * cp", tp * cp),
+        ]
+    yield from (Indivisible(*share) for share in shares if share[1] % share[3])
+    if dims["kv_heads"] % tp and tp % dims["kv_heads"]:
+        yield Indivisible("num_query_groups", dims["kv_heads"], "tp", tp, either=True)
+
+
+def row_multiple(cp: int, sp: int) -> int:
+    """The multiple required of a row's length on this many context- and sequence-parallel ranks."""
+    segment = 2 * cp if cp > 1 else 1  # as `batch.token_layout.segment_multiple`, which needs torch
+    return math.lcm(segment, cp * sp)
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Replicas of the two dist-train modules, one number a multiple of the other; paired as by megatron-core."""
+
+    vision: int  # replicas of the vision tower
+    language: int  # replicas of the language model
+
+    def check(self, where: str = "") -> None:
+        """Refuse (ValueError) numbers that cannot be paired; `where` is their source, appended to the message."""
+        few, many = sorted((self.vision, self.language))
+        if many % few:
+            raise ValueError(
+                f"the vision tower has {self.vision} data-parallel replicas and the language model {self.language}, "
+                f"expected one number to be a multiple of the other{where}"
+            )
+
+    @property
+    def encoders(self) -> int:
+        """Number of vision replicas that divide the images of one microbatch."""
+        return max(self.vision // self.language, 1)
+
+    @property
+    def language_per_encoder(self) -> int:
+        """Number of language replicas that one vision replica serves."""
+        return max(self.language // self.vision, 1)
+
+    @property
+    def ratio(self) -> int | None:
+        """Vision replicas per language replica, as in Megatron-Bridge's setting; None below 1."""
+        return self.encoders if self.vision >= self.language else None
+
+    def language_replicas_of(self, vision: int) -> range:
+        """The language replicas that a vision replica encodes for."""
+        first = vision // self.encoders * self.language_per_encoder
+        return range(first, first + self.language_per_encoder)
+
+    def share_of(self, vision: int) -> int:
+        """Index of the part of a microbatch's images that a vision replica encodes."""
+        return vision % self.encoders

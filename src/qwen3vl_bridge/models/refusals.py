@@ -1,0 +1,761 @@
+"""What a model refuses: every setting of a provider that would be ignored, fail later, or train something else.
+
+The tables are in the order in which they are checked. What megatron-core and Megatron-Bridge refuse clearly is not
+repeated. Which settings nothing reads was determined by a search of the installed megatron-core and Megatron-Bridge and
+of this package for every field's readers, and by recording which fields runs read (docs/settings.md).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Mapping
+
+from qwen3vl_bridge.models.divisibility import indivisible, row_multiple
+from qwen3vl_bridge.models.hf_config import check_tower_size
+from qwen3vl_bridge.models.rules import Row, Rule, When, any_of, at_default, at_least, check, multiple_of, only, under
+from qwen3vl_bridge.models.settings import (
+    DistTrainConfig,
+    VisionLanguageFields,
+    attends_without_kernel,
+    name_of_activation,
+    replicas_of,
+    vision_activation,
+    vision_tensor_ranks,
+)
+
+import torch
+from megatron.bridge.models.gpt_provider import default_layer_spec
+from megatron.core.transformer.enums import AttnBackend, LayerType
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.utils import get_te_version, is_te_min_version
+
+_TENSOR, _STAGES, _CHUNKS = (f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "virtual_pipeline"))
+_CONTEXT, _LANGUAGE, _VISION = (
+    "context_parallel_size",
+    "dist_train.language_world_size",
+    "dist_train.vision_tensor_model_parallel_size",
+)
+_DIST_TRAIN = When("dist_train.use_dist_train", lambda provider: provider.dist_train.use_dist_train)
+_ONE_MODULE = When("dist_train.use_dist_train", lambda provider: not provider.dist_train.use_dist_train)
+LOCAL = When("transformer_impl", lambda provider: provider.transformer_impl == "local")
+_NOT_LOCAL = When("transformer_impl", lambda provider: provider.transformer_impl != "local")
+# First release of Transformer Engine whose attention supports packed rows (which padded rows and images are here, too):
+# in its unfused implementation (used for float32), and for each communication type of context parallelism. Earlier
+# releases raise an error.
+# Source: transformer_engine/pytorch/attention/dot_product_attention of the releases 2.8 to 2.18.
+PACKED_UNFUSED, PACKED_CONTEXT = "2.11", {"a2a": "2.10", "all_gather": "2.18"}
+
+# Parallel sizes are divisors: they come before everything else.
+SIZES: tuple[Rule, ...] = tuple(
+    Row(name, at_least(1), also=(None,))
+    for name in (_TENSOR, _STAGES, _CHUNKS, _CONTEXT, "expert_model_parallel_size", "expert_tensor_parallel_size")
+)
+
+# --- Settings with one value: `fixed` of a family's provider, which may replace rows by name ---
+
+NOTHING_ELSE = "this model implements nothing else"
+
+
+def unread(names: str) -> dict[str, Row]:
+    """Rows of settings that nothing reads for a model."""
+    return at_default(VisionLanguageFields, names, "nothing reads it for this model")
+
+
+# By the part of megatron-core that reads them, which no family's model has.
+UNREAD: Mapping[str, Row] = unread(
+    # other position embeddings
+    "rope_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_mscale "
+    "yarn_mscale_all_dim yarn_correction_range_round_to_int "
+    # the embedding's own scatter over ranks; images are added before
+    "scatter_embedding_sequence_parallel clone_scatter_output_in_embedding "
+    # other attention
+    "window_attn_skip_freq dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_topk_freq "
+    "dsa_indexer_skip_topk_offset dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss dsa_kernel_backend "
+    "dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon "
+    "dsa_indexer_k_norm_fp32 "
+    # other layers
+    "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads mamba_training_ssm_states_dtype "
+    "use_mamba_mem_eff_path mtp_hybrid_override_pattern memory_efficient_layer_norm use_fused_weighted_squared_relu "
+    "dense_grouped_gemm use_grouped_gemm_for_dense_mlp "
+    # muP
+    "mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim mup_attn_scale_power "
+    # other routers
+    "moe_router_quantile_balancing_ema moe_token_drop_policy "
+    # the inference engine, and its data
+    "flash_decode inference_rng_tracker inference_sampling_seed inference_fuse_tp_communication "
+    "inference_disable_triton_nvls_kernels inference_grouped_gemm_backend inference_moe_disable_fused_quant_kernels "
+    "inference_moe_token_dispatcher_type use_inference_optimized_layers nccl_all_reduce_for_prefill "
+    "mlp_chunks_for_prefill moe_pad_experts_for_cuda_graph_inference max_seqlen_per_dp_cp_rank "
+    # ModelOpt's layers
+    "use_arbitrary_attention_mask"
+)
+
+FIXED: Mapping[str, Row] = {
+    **UNREAD,
+    **only(
+        "transformer_impl selects the layers",
+        transformer_layer_spec=default_layer_spec,
+        use_transformer_engine_full_layer_spec=False,
+    ),
+    **only(
+        "rotary_base, mrope_section and rope_parameters define the rotary embedding",
+        position_embedding_type="mrope",
+        rotary_interleaved=False,
+        rotary_scaling_factor=None,
+        yarn_rotary_scaling_factor=None,
+        rope_scaling=False,
+        seq_len_interpolation_factor=None,
+        no_rope_freq=None,
+    ),
+    **only(
+        NOTHING_ELSE,
+        # Attention.
+        qk_layernorm=True,
+        qk_l2_norm=False,
+        add_qkv_bias=False,
+        window_size=None,
+        softmax_scale=None,
+        softmax_type="vanilla",
+        multi_latent_attention=False,
+        # The rest of a layer.
+        normalization="RMSNorm",
+        apply_residual_connection_post_layernorm=False,
+        gated_linear_unit=True,
+        activation_func_clamp_value=None,
+        glu_linear_offset=0.0,
+        add_bias_linear=False,
+        use_mup=False,
+        is_hybrid_model=False,
+        heterogeneous_block_specs=False,
+        mtp_num_layers=None,
+        mtp_enabled=False,
+    ),
+    **only("ModelOpt's quantised, pruned or distilled models have other layers", restore_modelopt_state=False),
+    **only("queries and keys are normalised after their projection: scaling it changes no attention", qk_clip=False),
+    **only(
+        "the model supports only tensor, pipeline, context and expert parallelism; with others, ranks would see the "
+        "wrong tokens",
+        hierarchical_context_parallel_sizes=None,
+        hybrid_context_parallel=False,
+        tensor_parallel_num_weight_shards=None,
+        gtp_weight_remat_size=1,
+    ),
+    **only(
+        "it requires a forward step with features that ours lacks",
+        overlap_moe_expert_parallel_comm=False,
+        num_microbatches_with_partial_activation_checkpoints=None,
+    ),
+    **only("torch has no ring exchange", use_ring_exchange_p2p=False),
+    **only("the vision tower is the one of this package", use_hf_vision_model=False),
+}
+
+FIXED_WITH_EXPERTS: Mapping[str, Row] = {
+    **FIXED,
+    # Source: transformers, Qwen3VLMoeTextTopKRouter, Qwen3_5MoeTopKRouter.
+    **only(
+        "routing weights are a softmax over all experts, renormalised over the selected ones",
+        moe_router_score_function="softmax",
+        moe_router_pre_softmax=False,
+        moe_router_topk_scaling_factor=None,
+        moe_router_num_groups=None,
+        moe_router_topk_limited_devices=None,
+        moe_router_enable_expert_bias=False,
+        moe_router_force_biased=None,
+    ),
+    **only(
+        NOTHING_ELSE,
+        moe_mlp_glu_interleave_size=None,
+        moe_shared_expert_glu_interleave_size=None,
+        moe_latent_size=None,
+    ),
+    **only(
+        "a full expert would drop tokens, and padding could displace real ones",
+        moe_expert_capacity_factor=None,
+        moe_token_dropping=False,
+        moe_expert_rank_capacity_factor=None,
+    ),
+    **only("megatron-core adds this noise during evaluation too", moe_input_jitter_eps=None),
+    **only(
+        "experts are split only by expert_model_parallel_size and expert_tensor_parallel_size",
+        expert_tensor_parallel_num_weight_shards=None,
+        expert_gtp_weight_remat_size=1,
+    ),
+}
+
+# Settings of something that another setting turns on.
+_PARTS = {
+    "cuda_graph_impl": "cuda_graph_warmup_steps cuda_graph_use_single_mempool cuda_graph_retain_backward_graph "
+    "delay_offload_until_cuda_graph",
+    "cpu_offloading": "cpu_offloading_num_layers cpu_offloading_activations cpu_offloading_weights "
+    "cpu_offloading_double_buffering cpu_offloading_retain_pinned_cpu_buffers",
+    "fine_grained_activation_offloading": "offload_modules min_offloaded_tensor_size activation_offload_fraction "
+    "delta_offload_bytes_across_pp_ranks fine_grained_offloading_max_inflight_offloads",
+    "moe_paged_stash": "moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda "
+    "moe_paged_stash_buffer_size_factor_cpu",
+    "qk_clip": "qk_clip_alpha qk_clip_threshold",
+    "tp_comm_overlap": "tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs "
+    "tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs "
+    "tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_overlap_cfg",
+}
+
+
+def _off(switch: str) -> When:
+    return When(switch, lambda provider: getattr(provider, switch) in (None, False, "none"))
+
+
+PARTS: Mapping[str, Row] = {
+    name: row
+    for switch, names in _PARTS.items()
+    for name, row in at_default(VisionLanguageFields, names, "it would be ignored", when=_off(switch)).items()
+}
+
+# --- On construction: before megatron-core completes the fields ---
+
+# Fields that each granularity of recomputation does not use.
+_UNUSED = {None: ("method", "num_layers", "modules"), "full": ("modules",), "selective": ("method", "num_layers")}
+
+
+def _recompute_of(prefix: str) -> tuple[Rule, ...]:
+    """Rules of recomputation in the text model ("") or the vision tower ("vision_")."""
+    granularity, modules = f"{prefix}recompute_granularity", f"{prefix}recompute_modules"
+    core_default = ["core_attn"]  # of recompute_modules
+
+    def at(wanted: str | None) -> When:
+        return When(granularity, lambda provider: getattr(provider, granularity) == wanted)
+
+    def norm_is_local(name: str) -> When:
+        return When(
+            modules,
+            lambda provider: provider.transformer_impl == "local" and name in (getattr(provider, modules) or ()),
+        )
+
+    return (
+        Row(granularity, any_of(*_UNUSED)),
+        Row(f"{prefix}recompute_method", any_of("uniform", "block"), when=at("full")),
+        Row(f"{prefix}recompute_num_layers", at_least(1), when=at("full")),
+        *(
+            Row(f"{prefix}recompute_{name}", None, "it would be ignored", at(value), also=(0, [], core_default))
+            for value, names in _UNUSED.items()
+            for name in names
+        ),
+        # megatron-core's recomputation of a norm uses its default for 8-bit training, and calls Transformer Engine.
+        *(
+            Row(
+                "transformer_impl",
+                "transformer_engine",
+                f"recomputing {name!r} needs Transformer Engine; remove it",
+                norm_is_local(name),
+            )
+            for name in ("layernorm", "gdn_norm_out")
+        ),
+    )
+
+
+def _check_recomputed_modules(provider: VisionLanguageFields) -> None:
+    """Refuse modules of layers that the text model does not have, which megatron-core skips silently."""
+    experts = len(provider.moe_layers)
+    present = {
+        "mlp": experts < provider.num_layers,
+        "moe": experts,
+        "moe_act": experts,
+        "shared_experts": experts and provider.moe_shared_expert_intermediate_size,
+    }
+    if provider.recompute_granularity == "selective" and (
+        idle := [name for name in provider.recompute_modules or () if not present.get(name, True)]
+    ):
+        raise ValueError(f"recompute_modules has {idle}, which this model does not have: expected it without")
+
+
+def _check_recomputed_deepstack(provider: VisionLanguageFields) -> None:
+    """Refuse DeepStack layers inside a recomputed chunk: megatron-core keeps a layer's output only at the chunk's end,
+    silently.
+    """
+    if (provider.vision_recompute_granularity, provider.vision_recompute_method) != ("full", "uniform"):
+        return
+    chunk = provider.vision_recompute_num_layers
+    if lost := [layer for layer in provider.deepstack_layers if (layer + 1) % chunk]:
+        raise ValueError(
+            f"vision_recompute_num_layers is {chunk}; DeepStack taps {lost} are not at the end of a chunk of {chunk} "
+            "layers and would be lost; use 1"
+        )
+
+
+def _check_tower(provider: VisionLanguageFields) -> None:
+    check_tower_size(provider.vision_config.to_dict(), provider.hidden_size)
+    vision_activation(provider.vision_config.hidden_act)
+    name_of_activation(provider.activation_func)
+
+
+_CAPTURED = (
+    "rows, images and their positions differ between batches; a replayed layer would add no DeepStack features and "
+    "treat padding as tokens"
+)
+_WITHOUT_GRAPHS = {
+    "cuda_graph_impl": "none",
+    "enable_cuda_graph": False,
+    "external_cuda_graph": False,
+    "cuda_graph_modules": [],
+    "cuda_graph_scope": [],
+    "vision_cuda_graph_impl": "none",
+    "vision_cuda_graph_scope": [],
+    "max_vision_cuda_graph_seq_length": None,
+}
+# Megatron-Bridge's recipes set "full", its default, for graphs that are off. Checked for a run before Megatron-Bridge
+# validates its configuration, which clears what is to be captured.
+GRAPHS: tuple[Row, ...] = tuple(
+    Row(name, value, _CAPTURED, also=(None, "full", "") if value == [] else (None,))
+    for name, value in _WITHOUT_GRAPHS.items()
+    if name in VisionLanguageFields.__dataclass_fields__
+)
+
+ON_CONSTRUCT: tuple[Rule, ...] = (
+    Row(
+        "dist_train.use_dist_train",
+        False,
+        "this family cannot be split into vision and language modules",
+        When("", lambda provider: provider.encoder_class is None),
+    ),
+    _check_tower,
+    *_recompute_of(""),
+    *_recompute_of("vision_"),
+    Row(
+        "distribute_saved_activations",
+        False,
+        "it would be ignored",
+        When("recompute_granularity", lambda provider: provider.recompute_granularity != "full"),
+        also=(None,),
+    ),
+    # Not "mlp": megatron-core 0.19 returns a recomputed MLP's bias, which the tower's MLPs have, from its autograd
+    # function, and the backward pass then recurses without end. The rest is for experts or another kind of attention.
+    Row("vision_recompute_modules", any_of(None, "core_attn", "layernorm")),
+    _check_recomputed_modules,
+    _check_recomputed_deepstack,
+    *GRAPHS,
+    Row("loss_chunk_tokens", at_least(0)),
+    Row(
+        "defer_embedding_wgrad_compute",
+        False,
+        "the output layer would save its input again when the logits of chunks are recomputed; or set "
+        "loss_chunk_tokens=0",
+        When("loss_chunk_tokens", lambda provider: provider.loss_chunk_tokens),
+    ),
+    *(Row(name, None, "it would be ignored", LOCAL, also=(False, "")) for name in ("fp8", "fp4")),
+    Row("cpu_offloading", False, "Transformer Engine provides it", LOCAL),
+    Row(
+        "fp32_residual_connection",
+        False,
+        "its norms leave the dtype as it is, and its linear layers accept only that of their weights",
+        When(
+            "transformer_impl params_dtype",
+            lambda provider: provider.transformer_impl == "local" and provider.params_dtype != torch.float32,
+        ),
+    ),
+    *(
+        Row(name, False, "only Transformer Engine's attention does it", LOCAL)
+        for name in ("apply_query_key_layer_scaling", "batch_invariant_mode", "log_max_attention_logit")
+    ),
+    Row(
+        "attention_backend",
+        any_of(*(backend for backend in AttnBackend if backend is not AttnBackend.local)),
+        "Transformer Engine's layers have no attention for it; or use transformer_impl='local'",
+        _NOT_LOCAL,
+    ),
+    *PARTS.values(),
+)
+
+
+def _check_experts(provider: VisionLanguageFields) -> None:
+    if not provider.num_moe_experts or not provider.moe_layers:
+        raise ValueError(
+            f"num_moe_experts is {provider.num_moe_experts}, moe_layer_freq {provider.moe_layer_freq}: expected "
+            "experts in at least one layer; a dense model has the dense provider"
+        )
+    if not 0 < provider.moe_router_topk <= provider.num_moe_experts:
+        raise ValueError(f"moe_router_topk is {provider.moe_router_topk}, expected 1 to {provider.num_moe_experts}")
+
+
+# Only for a provider with experts.
+EXPERTS_ON_CONSTRUCT: tuple[Rule, ...] = (
+    _check_experts,
+    Row(
+        "moe_router_load_balancing_type",
+        any_of("aux_loss", "global_aux_loss", "none"),
+        "other types balance over the tokens of a row, so padding or packing would change the training of real tokens",
+    ),
+    Row(
+        "moe_router_force_load_balancing",
+        False,
+        "tokens would be routed at random, and training would ruin the weights. For speed measurements, set "
+        "allow_random_routing too",
+        When("allow_random_routing", lambda provider: not provider.allow_random_routing),
+    ),
+    *(
+        Row(name, False, "Transformer Engine provides it", LOCAL)
+        for name in ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
+    ),
+    Row(
+        "moe_router_fusion",
+        False,
+        "the fused router computes only in 'fp32'",
+        When("moe_router_dtype", lambda provider: provider.moe_router_dtype == "fp64"),
+    ),
+)
+
+# --- On finalization: for a provider whose fields megatron-core has completed ---
+
+
+def _check_replicas(provider: VisionLanguageFields) -> None:
+    if not provider.dist_train.use_dist_train:
+        return
+    replicas, ratio = replicas_of(provider), provider.dist_train.vision_to_llm_dp_ratio
+    replicas.check(
+        ": dist_train.vision_world_size / vision_tensor_model_parallel_size, and language_world_size / "
+        "(tensor * pipeline * context parallel size)"
+    )
+    if ratio not in (None, replicas.ratio):
+        raise ValueError(
+            f"dist_train.vision_to_llm_dp_ratio is {ratio}, expected None"
+            + (f" or {replicas.ratio}" if replicas.ratio else "")
+            + f": there are {replicas.vision} replicas of the tower and {replicas.language} of the language model"
+        )
+
+
+def _check_sent_by_vision(provider: VisionLanguageFields) -> None:
+    if provider.dist_train.use_dist_train and provider.pipeline_dtype not in (None, provider.params_dtype):
+        raise ValueError(
+            f"pipeline_dtype is {provider.pipeline_dtype}, expected params_dtype, {provider.params_dtype}, the dtype "
+            "of the tower's output"
+        )
+
+
+def _check_divisible(provider: VisionLanguageFields) -> None:
+    names = {
+        "tp": _TENSOR,
+        "tp of vision": _VISION if provider.dist_train.use_dist_train else _TENSOR,
+        "ep": "expert_model_parallel_size",
+        "etp": "expert_tensor_parallel_size",
+        "tp * cp": f"{_TENSOR} * {_CONTEXT}",
+    }
+    wrong = indivisible(
+        provider.dimensions().with_vocab(provider.padded_vocab_size),
+        tp=provider.tensor_model_parallel_size,
+        cp=provider.context_parallel_size,
+        ep=provider.expert_model_parallel_size,
+        etp=provider.expert_tensor_parallel_size or 1,
+        vision_tp=vision_tensor_ranks(provider),
+    )
+    for setting, size, split, ranks, _ in wrong:
+        circumstances = _DIST_TRAIN.describe(provider) if names[split] == _VISION else ""
+        why = ": should_pad_vocab pads it" if setting == "padded_vocab_size" else ""
+        raise ValueError(f"{setting} is {size}{circumstances}, expected a multiple of {names[split]}, {ranks}{why}")
+
+
+def _check_expert_ranks(provider: VisionLanguageFields) -> None:
+    ranks = provider.expert_tensor_parallel_size
+    if not provider.moe_layers and ranks not in (1, provider.tensor_model_parallel_size):
+        raise ValueError(f"expert_tensor_parallel_size is {ranks}, expected None: this model has no experts")
+
+
+def _check_rows(provider: VisionLanguageFields) -> None:
+    context = provider.context_parallel_size
+    sequence = provider.tensor_model_parallel_size if provider.sequence_parallel else 1
+    multiple = row_multiple(context, sequence)
+    if provider.seq_length % multiple:
+        raise ValueError(
+            f"seq_length is {provider.seq_length}, expected a multiple of {multiple}: rows are split over {context} "
+            f"context-parallel ranks, and each part over {sequence} sequence-parallel ranks"
+        )
+
+
+def _check_context_kernels(provider: VisionLanguageFields) -> None:
+    """Check that the context-parallel kernels support packed rows; a single padded row counts as packed here."""
+    ranks, tensor, kinds = provider.context_parallel_size, provider.tensor_model_parallel_size, provider.cp_comm_type
+    if ranks == 1 or provider.transformer_impl == "local":
+        return
+    kinds = set(kinds) if isinstance(kinds, list) else {kinds}
+    for kind, release in PACKED_CONTEXT.items():
+        if kind in kinds and not is_te_min_version(release):
+            raise ValueError(
+                f"cp_comm_type {kind!r} supports packed rows from Transformer Engine {release} on, and "
+                f"{get_te_version()} is installed: expected 'p2p', or a later version"
+            )
+    groups = max(provider.num_query_groups // tensor, 1)
+    if "a2a" in kinds and (groups % ranks or provider.num_attention_heads // tensor % ranks):
+        raise ValueError(
+            f"cp_comm_type 'a2a' divides heads over context_parallel_size {ranks}, expected a divisor of "
+            f"{groups}, the query groups of each tensor-parallel rank; or use 'p2p'"
+        )
+
+
+def _check_rotary(provider: VisionLanguageFields) -> None:
+    section, rotated = provider.mrope_section, int(provider.kv_channels * provider.rotary_percent)
+    if 2 * sum(section) != rotated:
+        raise ValueError(
+            f"mrope_section {section} has sum {sum(section)}, expected half the head dimension that rotary_percent "
+            f"turns, {rotated // 2}"
+        )
+
+
+_STAGES_ARE_ALIKE = When(
+    "",  # otherwise megatron-core finds out while it builds them
+    lambda provider: (
+        provider.pipeline_model_parallel_layout is None
+        and provider.num_layers_in_first_pipeline_stage is None
+        and provider.num_layers_in_last_pipeline_stage is None
+        and not provider.account_for_embedding_in_pipeline_split
+        and not provider.account_for_loss_in_pipeline_split
+    ),
+)
+
+# Numbers of ranks of both modules, for a provider that is finalised or not.
+_DIST_TRAIN_SIZES: tuple[Rule, ...] = (
+    *under(
+        _DIST_TRAIN,
+        *(Row(name, at_least(1)) for name in ("dist_train.vision_world_size", _LANGUAGE, _VISION)),
+        Row("dist_train.vision_pipeline_model_parallel_size", 1, "the tower is one stage"),
+        Row("dist_train.vision_context_parallel_size", 1, "data-parallel ranks of the tower divide the images"),
+        Row("dist_train.vision_expert_tensor_parallel_size", 1, "the tower has no experts"),
+        Row("dist_train.vision_expert_model_parallel_size", 1, "the tower has no experts"),
+        Row("dist_train.vision_world_size", multiple_of(_VISION)),
+        Row(_LANGUAGE, multiple_of(f"{_TENSOR} * {_STAGES} * {_CONTEXT}")),
+    ),
+    Row(
+        _LANGUAGE,
+        multiple_of(f"expert_tensor_parallel_size * expert_model_parallel_size * {_STAGES}"),
+        when=When("", lambda provider: provider.dist_train.use_dist_train and provider.moe_layers),
+    ),
+)
+
+ON_FINALIZE: tuple[Rule, ...] = (
+    *under(
+        _ONE_MODULE,
+        *(
+            Row(f"dist_train.{name}", default, "it would be ignored", also=(None,))  # Megatron-Bridge's default
+            for name, default in vars(DistTrainConfig()).items()
+            if name != "use_dist_train"
+        ),
+        *(Row(name, True, "every rank has both modules") for name in ("add_encoder", "add_decoder")),
+    ),
+    *_DIST_TRAIN_SIZES,
+    _check_divisible,
+    _check_expert_ranks,
+    Row(
+        _CHUNKS,
+        None,
+        "there are no stages to interleave",
+        When(_STAGES, lambda provider: provider.pipeline_model_parallel_size == 1),
+        also=(1,),
+    ),
+    Row(
+        "num_layers",
+        multiple_of(f"{_STAGES} * {_CHUNKS}"),
+        "or uneven stages: set pipeline_model_parallel_layout, num_layers_in_first_pipeline_stage and "
+        "num_layers_in_last_pipeline_stage, or account_for_embedding_in_pipeline_split and "
+        "account_for_loss_in_pipeline_split",
+        _STAGES_ARE_ALIKE,
+    ),
+    _check_rows,
+    Row(
+        "cp_comm_type",
+        any_of(None, "all_gather"),
+        "keys and values are gathered once a layer",
+        When(
+            "context_parallel_size transformer_impl",
+            lambda provider: provider.context_parallel_size > 1 and provider.transformer_impl == "local",
+        ),
+    ),
+    Row(
+        "cp_comm_type",
+        any_of(None, "p2p", "all_gather", "a2a"),  # "p2p" is the default; a single padded row is a packed row here
+        "packed rows have no other",
+        When(
+            "context_parallel_size transformer_impl",
+            lambda provider: provider.context_parallel_size > 1 and provider.transformer_impl != "local",
+        ),
+    ),
+    _check_context_kernels,
+    _check_replicas,
+    *under(
+        _DIST_TRAIN,
+        Row(_CONTEXT, 1, "megatron-core's communicator between modules does not support context parallelism"),
+        Row(_CHUNKS, None, "the schedule of two modules is not interleaved"),
+        Row("variable_seq_lengths", True, "the size of what the modules send each other depends on a row's images"),
+        Row("fp16", False, "each module would scale its loss and skip steps independently"),
+        Row(
+            "calculate_per_token_loss",
+            True,
+            "otherwise each module divides gradients by the number of its own data-parallel ranks",
+        ),
+        Row("overlap_p2p_comm", False, "the schedule of two modules is not interleaved"),
+        Row("fp32_residual_connection", False, "stages would send another dtype than the modules"),
+    ),
+    _check_sent_by_vision,
+    _check_rotary,
+)
+
+# --- On the first forward pass, and in addition for a model that is built to be trained ---
+
+
+def _check_float32(provider: VisionLanguageFields) -> None:
+    """Refuse a first forward pass that would fail in Transformer Engine: its fused kernels support only 16 and 8 bits.
+
+    For float32 it uses its unfused implementation, which stores all attention scores, supports packed rows only from
+    `PACKED_UNFUSED` on, and does not support context parallelism. Models that are only loaded, exported or saved need
+    no attention.
+    """
+    if attends_without_kernel(provider) and (
+        provider.context_parallel_size > 1 or not is_te_min_version(PACKED_UNFUSED)
+    ):
+        raise ValueError(
+            "params_dtype is torch.float32 with transformer_impl 'transformer_engine', expected transformer_impl="
+            f"'local' or 16 bits: Transformer Engine {get_te_version()} has no attention in float32 for packed rows on "
+            f"{provider.context_parallel_size} context-parallel ranks"
+        )
+
+
+ON_FORWARD: tuple[Rule, ...] = (_check_float32,)
+
+
+def _check_sent_by_stages(provider: VisionLanguageFields) -> None:
+    sent = torch.float32 if provider.fp32_residual_connection else provider.params_dtype
+    if provider.pipeline_model_parallel_size > 1 and provider.pipeline_dtype != sent:
+        raise ValueError(
+            f"pipeline_dtype is {provider.pipeline_dtype}, expected {sent}, the dtype of the stages' output"
+        )
+
+
+def _check_schedule_group(provider: VisionLanguageFields) -> None:
+    stages, group = provider.pipeline_model_parallel_size, provider.microbatch_group_size_per_vp_stage
+    if provider.virtual_pipeline_model_parallel_size is not None and group is not None and group < stages:
+        raise ValueError(
+            f"microbatch_group_size_per_vp_stage is {group}, expected at least pipeline_model_parallel_size, {stages}"
+        )
+
+
+def _check_deepstack_stages(provider: VisionLanguageFields) -> None:
+    if provider.pipeline_model_parallel_size == 1 or provider.variable_seq_lengths:
+        return
+    features, layout = len(provider.deepstack_layers), provider.pipeline_model_parallel_layout
+    if layout is not None:  # megatron-core would need the rank, and there may be no ranks yet
+        layers = layout.layout[0][0].count(LayerType.decoder)
+    else:
+        layers = get_num_layers_to_build(provider, 0 if provider.virtual_pipeline_model_parallel_size else None, 0)
+    if layers < features:
+        raise ValueError(
+            f"variable_seq_lengths is False and the first pipeline stage has {layers} layers, expected True, or at "
+            f"least {features} layers: DeepStack features are added after the first {features}, and the size of what "
+            "stages send each other depends on a row's images"
+        )
+
+
+def _stages(provider: VisionLanguageFields) -> tuple[int, int]:
+    """Pipeline stages, and chunks of each; 0 if they are not interleaved."""
+    return provider.pipeline_model_parallel_size, provider.virtual_pipeline_model_parallel_size or 0
+
+
+LOGITS = "a loss on gathered logits gives wrong gradients"
+
+# A model that is loaded for export or inference may carry settings of schedules from the run that saved it.
+# Megatron-Bridge's `comm_overlap` writes `overlap_p2p_comm` and `batch_p2p_comm` before it finalises the model.
+ON_TRAIN: tuple[Rule, ...] = (
+    *ON_FORWARD,
+    Row(
+        "cross_entropy_fusion_impl",
+        "native",
+        "the other is Transformer Engine's, which is not installed",
+        When(
+            "cross_entropy_loss_fusion transformer_impl",
+            lambda provider: (
+                provider.cross_entropy_loss_fusion
+                and provider.transformer_impl == "local"
+                and importlib.util.find_spec("transformer_engine") is None
+            ),
+        ),
+    ),
+    _check_sent_by_stages,
+    Row(
+        "overlap_p2p_comm",
+        False,
+        "the schedule has nothing to overlap",
+        When(f"{_STAGES} {_CHUNKS}", lambda provider: _stages(provider)[0] > 1 and not _stages(provider)[1]),
+    ),
+    # Each of two stages is both the previous and the next of the other. In a batch, a stage would confuse what it
+    # receives from the previous with what it receives from the next, and nothing fails: the gradients are wrong. One by
+    # one, they would deadlock.
+    Row(
+        "overlap_p2p_comm",
+        True,
+        "two interleaved stages would confuse the tensors they send each other; batch_p2p_comm must be False as well",
+        When(f"{_STAGES} {_CHUNKS}", lambda provider: _stages(provider)[0] == 2 and _stages(provider)[1] > 1),
+    ),
+    Row(
+        "batch_p2p_comm",
+        False,
+        "the schedule supports only one of the two",
+        When(f"overlap_p2p_comm {_STAGES}", lambda provider: provider.overlap_p2p_comm and _stages(provider)[0] > 1),
+    ),
+    _check_schedule_group,
+    _check_deepstack_stages,
+    Row("parallel_output", True, LOGITS, When(_TENSOR, lambda provider: provider.tensor_model_parallel_size > 1)),
+)
+
+# --- For a number of processes, and of microbatches ---
+
+
+def check_world(provider: VisionLanguageFields, world: int) -> None:
+    """Check that the parallel sizes divide the number of processes, or that every process is a rank of one module.
+
+    Args:
+        provider: finalised or not.
+        world: number of processes.
+
+    Raises:
+        ValueError: another number of processes, or sizes that are missing or do not divide.
+    """
+    if (split := provider.dist_train).use_dist_train:
+        check(_DIST_TRAIN_SIZES, provider)
+        if (ranks := split.vision_world_size + split.language_world_size) != world:
+            raise ValueError(
+                f"dist_train.vision_world_size {split.vision_world_size} and language_world_size "
+                f"{split.language_world_size} add up to {ranks}, expected {world}, the number of processes: each is "
+                "either a vision or a language rank"
+            )
+        return
+    check(SIZES, provider)
+    sizes = {
+        "tensor": provider.tensor_model_parallel_size,
+        "pipeline": provider.pipeline_model_parallel_size,
+        "context": provider.context_parallel_size,
+    }
+    product = math.prod(sizes.values())
+    if world % product:
+        written = " * ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ValueError(
+            f"the run has {world} process{'es' if world > 1 else ''}, expected a multiple of {product}, the product of "
+            f"the parallel sizes ({written}): use torchrun --nproc_per_node {product}, or change the sizes, such as "
+            "model.tensor_model_parallel_size=1 model.sequence_parallel=False"
+        )
+
+
+def check_microbatches(provider: VisionLanguageFields, microbatches: int, owner: str) -> None:
+    """Check the number of microbatches in a step of interleaved stages.
+
+    Args:
+        provider: a finalised one.
+        microbatches: of one data-parallel rank.
+        owner: has them, for the message.
+
+    Raises:
+        ValueError: a number that megatron-core's schedule does not support.
+    """
+    if provider.virtual_pipeline_model_parallel_size is None:
+        return
+    stages = provider.pipeline_model_parallel_size
+    group = provider.microbatch_group_size_per_vp_stage or stages
+    if microbatches < group or 0 < microbatches % group < stages:
+        raise ValueError(
+            f"{owner} has {microbatches} microbatches on each data-parallel rank, expected a multiple of {group}, or a "
+            f"remainder of at least {stages}: interleaved stages process them in groups "
+            "(model.microbatch_group_size_per_vp_stage)"
+        )
