@@ -57,10 +57,10 @@ class Step(NamedTuple):
 DATA_FLOW = (
     Step("record", "found by a source", "data/sources/opening.py", BLUE),
     Step("conversation", "other spellings made ours", "data/schemas/spellings.py", BLUE),
-    Step("tokens", "one for each image yet", "data/processing/tokenization.py", BLUE),
+    Step("tokens", "one for each image yet", "data/encoding.py", BLUE),
     Step("row plan", "which samples share a row", "data/packing/row_plan.py", BLUE),
-    Step("encoded sample", "pixels, tokens, loss mask", "data/processing/encoding.py", BLUE),
-    Step("PackedBatch", "positions, indices, layout", "data/processing/collation.py", BLUE),
+    Step("encoded sample", "pixels, tokens, loss mask", "data/encoding.py", BLUE),
+    Step("PackedBatch", "positions, indices, layout", "data/collation.py", BLUE),
     Step("ModelInputs", "local(): this rank's share", "batch/packed_batch.py", GREEN),
     Step("on the device", "copied without a wait", "training/step.py", GREEN),
     Step("vision tokens", "and DeepStack features", "models/vision_tower.py", ORANGE),

@@ -62,8 +62,8 @@ GROUPS: dict[str, tuple[Group, ...]] = {
     "dataset": (
         Group("dataset.", *_ROWS),
         Group("dataset.", "data/dataset_provider.py", "Qwen3VLConversationProvider", (_ROWS,)),
-        Group("dataset.vision.", "data/processing/processor.py", "VisionLimits"),
-        Group("dataset.columns.", "data/schemas/columns.py", "Columns"),
+        Group("dataset.vision.", "data/encoding.py", "VisionLimits"),
+        Group("dataset.columns.", "data/schemas/record_schemas.py", "Columns"),
         Group("", "data/sources/mixture.py", "MixedSet"),
         Group("dataset.", "data/energon/energon_provider.py", "Qwen3VLEnergonProvider", (_ROWS,)),
     ),
