@@ -243,10 +243,10 @@ class Columns:
     Attributes:
         messages: turns, with role and content.
         conversations: turns, with from and value.
-        image: an image or a list of images; "image_*" for the columns image_1, image_2 and so on. `images` is the same.
-        video: a video or a list of videos; "video_*" for several columns. `videos` is the same.
+        image, images: an image or a list of images; "image_*" for the columns image_1, image_2 and so on.
+        video, videos: a video or a list of videos; "video_*" for several columns.
         sample_fps: frames per second of videos that are lists of frames.
-        system: the system prompt, or a template, as `question` and `answer`.
+        system, question, answer: the text, or a template.
         tools: tools that the model may call.
         ignore: columns to ignore although they look like media.
         placeholders: "media": each "<image>" or "<video>" in a text is a placeholder; "text": they are literal text.
