@@ -1,6 +1,6 @@
 # Each target makes the environment (.venv) if it is not there, and reuses it if it is.
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-full matrix gpu-check-pack gpu-check lint format lock docs
+.PHONY: help env demo test test-full matrix gpu-check lint format lock docs
 
 PY := .venv/bin/python
 # One process a core; torch's own threads would only fight over them.
@@ -12,7 +12,7 @@ DEMO_ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 
 env: ## create or update .venv from requirements/cpu.txt
 	@scripts/setup_env.sh
@@ -20,7 +20,7 @@ env: ## create or update .venv from requirements/cpu.txt
 demo: env ## convert, fine-tune, export and generate on handwritten digits
 	CUDA_VISIBLE_DEVICES= $(PY) examples/digits/demo.py $(DEMO_ARGS)
 
-# The environment runs on the CPU, also where there is a GPU; tests that need one: `.venv/bin/python -m pytest -n 1`.
+# On the CPU, also where there is a GPU; `make gpu-check` runs what needs one.
 test: lint ## lint, then all tests but slow ones (ten minutes)
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
 
@@ -31,11 +31,9 @@ matrix: env ## train every split with every kind of content, write the errors to
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m tests.parity.matrix --write-table docs/parallelism.md
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m tests.parity.matrix --models qwen3_5 --write-table docs/qwen3_5.md
 
-gpu-check-pack: env ## copy packages for a machine with one GPU to .gpu_check (docs/gpu_check.md)
-	scripts/gpu_check.sh pack
-
-gpu-check: ## on that machine: parity, training, speed, conversion (limited to eight minutes)
-	scripts/gpu_check.sh run
+gpu-check: env ## on a machine with a GPU: tests that need one, then speed and memory (docs/gpu_check.md)
+	$(PY) -m pytest -m gpu tests/gpu
+	$(PY) -m benchmarks.gpu
 
 lint: env ## ruff, pyright, import-linter
 	$(PY) -m ruff check .

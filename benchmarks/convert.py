@@ -1,54 +1,42 @@
 """How fast conversion is against `cp` of the same bytes, and how much memory it takes.
 
-    python benchmarks/convert.py                                          # a whole 2B, 4.3 GB
-    python benchmarks/convert.py --size 2B --text-layers 4 --vision-layers 6 --rounds 3
-    python benchmarks/convert.py --size 30B-A3B --text-layers 8 --rounds 1 --no-stock
-    python benchmarks/convert.py --family qwen3_5 --size 35B-A3B --text-layers 1 --rounds 1 --no-stock --no-processes
+    python -m benchmarks.convert                                          # a whole 2B, 4.3 GB
+    python -m benchmarks.convert --size 2B --text-layers 4 --vision-layers 6 --rounds 3
+    python -m benchmarks.convert --size 30B-A3B --text-layers 8 --rounds 1
+    python -m benchmarks.convert --family qwen3_5 --size 35B-A3B --text-layers 1 --rounds 1
 
 Random bfloat16 weights in the shapes of a released size are written once, experts as released (transposed); then, in
-interleaved rounds, `cp`, import to both formats, export, verify, one block written over and over (the disk's own pace),
-and torch.distributed.checkpoint.save of the same tensors. Every step starts with nothing left to be written to the
-disk, and with what it reads in the page cache and nothing else. Prints medians, ratios to `cp` and the peak of
-anonymous memory above the idle process, and appends rows to a CSV file with the load of the machine. Last, unless told
-otherwise, it runs the command line in one and in two processes, and plans the family's largest model. The first
-round's steps each have a process to themselves, for their memory.
-
-What lives here: the measurement. What may not: code that conversion needs.
+interleaved rounds, `cp`, import to both formats, export and verify. Every step starts with nothing left to be written
+to the disk, and with what it reads in the page cache and nothing else. Prints medians, ratios to `cp` and the peak of
+anonymous memory above the idle process, and appends rows to a CSV file with the load of the machine. The first round's
+steps each have a process to themselves, for their memory.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import export_checkpoint, import_checkpoint, verify_checkpoint
+from qwen3vl_bridge.checkpoint.conversion_plan import Task, tensors_of
+from qwen3vl_bridge.checkpoint.formats.huggingface import shard_files, write_index
 from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace
-from qwen3vl_bridge.checkpoint.formats.safetensors.writer import shard_files, write_index
-from qwen3vl_bridge.checkpoint.formats.slices import Segments, Zeros
-from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSpec
-from qwen3vl_bridge.checkpoint.planning.plan import Task, tensors_of
+from qwen3vl_bridge.checkpoint.formats.tensors import Segments, TensorSpec, Zeros
 from qwen3vl_bridge.registry import family, family_of, load
 from qwen3vl_bridge.weights.rows import expand
 
-import record
-import torch.distributed.checkpoint  # what an idle process of ours has loaded
+from benchmarks import measurement
 
-_ROOT = Path(__file__).parents[1]
-_RESULTS = record.RESULTS / "convert.csv"
 _MB = 1 << 20
-_FAMILIES = {"qwen3_vl": "235B-A22B", "qwen3_5": "397B-A17B"}  # and the largest of each
 
 
 def _config(name: str, size: str, text_layers: int | None, vision_layers: int | None) -> dict:
@@ -89,27 +77,6 @@ def make_model(folder: Path, config: dict) -> int:
                     out.write(os.urandom(min(1 << 22, len(content) - start)))
     write_index(folder, tasks)
     return sum(file.nbytes for file in files)
-
-
-def _plan_largest(work: Path, name: str) -> float:
-    """Seconds from nothing to the printed plan of a family's largest model, whose files have headers alone."""
-    folder = work / "largest"
-    folder.mkdir()
-    config = _config(name, _FAMILIES[name], None, None)
-    (folder / "config.json").write_text(json.dumps(config))
-    tasks = _tasks(config)
-    for file in shard_files(tasks):
-        with (folder / file.name).open("wb") as out:
-            out.write(file.contents[0])
-            out.truncate(file.nbytes)
-    write_index(folder, tasks)
-    command = [sys.executable, _ROOT / "conversion" / "convert.py", "import", "--dry-run", "--ep", "8"]
-    command += ["--hf-model", folder, "--megatron-path", work / "never"]
-    begun = time.perf_counter()
-    subprocess.run(command, capture_output=True, check=True)
-    seconds = time.perf_counter() - begun
-    shutil.rmtree(folder)
-    return seconds
 
 
 def _anonymous() -> int:
@@ -167,22 +134,6 @@ def _copy(source: Path, target: Path, *, sync: bool) -> None:
                 os.fsync(file.fileno())
 
 
-def _write_plainly(target: Path, nbytes: int) -> None:
-    """One block over and over, into one file: what the disk can do."""
-    block = os.urandom(1 << 24)
-    with target.open("wb", buffering=0) as file:
-        for start in range(0, nbytes, len(block)):
-            file.write(block[: nbytes - start])
-        os.fsync(file.fileno())
-
-
-def _save_stock(hf: Path, target: Path) -> Callable[[], object]:
-    from safetensors.torch import load_file
-
-    tensors = {name: tensor for path in sorted(hf.glob("*.safetensors")) for name, tensor in load_file(path).items()}
-    return lambda: torch.distributed.checkpoint.save(tensors, checkpoint_id=target, no_dist=True)
-
-
 def _steps(work: Path, *, sync: bool) -> Iterator[tuple[str, Path, Callable[[], object]]]:
     hf, copy, megatron, torch_dist, exported = (work / n for n in ("hf", "copy", "megatron", "torch_dist", "exported"))
     yield "cp", hf, lambda: _copy(hf, copy, sync=sync)
@@ -194,7 +145,7 @@ def _steps(work: Path, *, sync: bool) -> Iterator[tuple[str, Path, Callable[[], 
         yield "import torch_dist", hf, lambda: import_checkpoint(hf, torch_dist, ckpt_format="torch_dist", sync=sync)
 
 
-def run(work: Path, rounds: int, *, stock: bool) -> dict[str, list[tuple[float, int]]]:
+def run(work: Path, rounds: int) -> dict[str, list[tuple[float, int]]]:
     """Measure every step in each round."""
     results: dict[str, list[tuple[float, int]]] = {}
     for number in range(rounds):
@@ -207,55 +158,23 @@ def run(work: Path, rounds: int, *, stock: bool) -> dict[str, list[tuple[float, 
                 for left in ("copy", "torch_dist", "exported"):
                     shutil.rmtree(work / left, ignore_errors=True)
             shutil.rmtree(work / "megatron")
-        nbytes = sum(path.stat().st_size for path in (work / "hf").iterdir())
-        _settle(work, work / "hf")
-        results.setdefault("plain write+fsync", []).append(measure(partial(_write_plainly, work / "plain", nbytes)))
-        (work / "plain").unlink()
-        if stock:
-            step = _save_stock(work / "hf", work / "stock")
-            _settle(work, work / "hf")
-            results.setdefault("stock save+fsync", []).append(measure(step))
-            shutil.rmtree(work / "stock")
     return results
-
-
-def processes(work: Path, count: int) -> float:
-    """Seconds that writing takes in so many processes, by the command line."""
-    _settle(work, work / "hf")
-    command = ["-m", "torch.distributed.run", "--nproc_per_node", str(count), _ROOT / "conversion" / "convert.py"]
-    command += ["import", "--hf-model", work / "hf", "--megatron-path", work / "ranks", "--json", "--no-progress"]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True)
-    shutil.rmtree(work / "ranks")
-    return json.loads(done.stdout)["seconds"]
 
 
 def main() -> None:
     """Measure, print, append."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--family", choices=_FAMILIES, default="qwen3_vl", help="default: %(default)s")
+    parser = measurement.parser(__doc__, "convert.csv", rounds=5)
+    parser.add_argument("--family", choices=("qwen3_vl", "qwen3_5"), default="qwen3_vl", help="default: %(default)s")
     parser.add_argument("--size", default="2B", help="one that the family was released in (default: %(default)s)")
     parser.add_argument("--text-layers", type=int, help="fewer than the size has")
     parser.add_argument("--vision-layers", type=int, help="fewer than the size has")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--no-stock", action="store_true", help="leave out torch's own save, with all in memory")
-    parser.add_argument(
-        "--no-processes",
-        action="store_true",
-        help="leave out the command line in processes and the largest plan",
-    )
     parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
-    parser.add_argument("--csv", type=Path, default=_RESULTS, help="file to append to (default: %(default)s)")
     options = parser.parse_args()
     config = _config(options.family, options.size, options.text_layers, options.vision_layers)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         work = Path(name)
         nbytes = make_model(work / "hf", config)
-        results = run(work, options.rounds, stock=not options.no_stock)
-        print({step: [f"{took:.2f}" for took, _ in runs] for step, runs in results.items()}, flush=True)
-        if not options.no_processes:
-            for count in (1, 2):
-                results[f"import in {count}+fsync"] = [(processes(work, count), 0) for _ in range(options.rounds)]
-            results[f"plan of {_FAMILIES[options.family]}"] = [(_plan_largest(work, options.family), 0)]
+        results = run(work, options.rounds)
     seconds = {step: statistics.median(took for took, _ in runs) for step, runs in results.items()}
     rows = []
     for step, took in seconds.items():
@@ -277,10 +196,10 @@ def main() -> None:
                 "seconds": f"{took:.3f}",
                 "of cp": f"{ratio:.3f}",
                 "MB": f"{memory:.1f}",
-                "load": f"{os.getloadavg()[0]:.1f}",
+                "load": measurement.load(),
             }
         )
-    record.append(options.csv, rows)
+    measurement.append(options.csv, rows)
 
 
 if __name__ == "__main__":

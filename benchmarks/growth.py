@@ -1,9 +1,9 @@
 """How time and memory of a training step grow: with the row, its pictures, its segments, the experts.
 
-    OMP_NUM_THREADS=1 python benchmarks/growth.py
-    OMP_NUM_THREADS=1 python benchmarks/growth.py --only segments --csv /tmp/growth.csv
+    OMP_NUM_THREADS=1 python -m benchmarks.growth
+    OMP_NUM_THREADS=1 python -m benchmarks.growth --only segments --csv /tmp/growth.csv
 
-    OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824 python benchmarks/growth.py
+    OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824 python -m benchmarks.growth
 
 One core, float32, a small model. Each point is a process of its own, forked after imports: a model is built and takes
 three steps (forward, backward). The first warms up. Of the second the most bytes are counted that tensors of the step
@@ -20,35 +20,30 @@ Series:
 - pictures: in a row of 16,384 tokens.
 - segments: that a row of 8,192 tokens is cut into.
 - experts: of a mixture, two of which each token visits.
-
-What lives here: the measurement. What may not: code that training needs.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import multiprocessing
 import os
 import resource
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import qwen3vl_bridge  # noqa: F401  (registers our model)
-from qwen3vl_bridge.data.processing.collation import Collator, VisionSettings
-from qwen3vl_bridge.data.processing.encoding import EncodedSample
+from qwen3vl_bridge.data.collation import Collator, VisionSettings
+from qwen3vl_bridge.data.encoding import EncodedSample
 from qwen3vl_bridge.models.qwen3_vl.presets import hf_config
 from qwen3vl_bridge.training.process_groups import shutdown
 
-import record
 import torch
-from step import build
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-_RESULTS = record.RESULTS / "growth.csv"
+from benchmarks import measurement
+
 _IMAGE, _VIDEO, _START, _END, _PAD = 4001, 4002, 4003, 4004, 4005
 _PICTURE = 16  # tokens on a side
 
@@ -129,7 +124,7 @@ def measure(experts: int, documents: list[tuple[int, int]]) -> tuple[float, floa
     torch.set_num_threads(1)
     torch.manual_seed(0)
     row = sum(length for length, _ in documents)
-    model = build(configuration(experts), row, torch.float32, torch.device("cpu"))
+    model = measurement.build_model(configuration(experts), row)
     collator = Collator(VisionSettings(_IMAGE, _VIDEO, 2, 48**2), _PAD, row)
     batch = collator.packed([sample(*document) for document in documents])
 
@@ -156,9 +151,8 @@ def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def main() -> None:
     """Measure, print, append."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = measurement.parser(__doc__, "growth.csv")
     parser.add_argument("--only", choices=SERIES, help="one series (default: all)")
-    parser.add_argument("--csv", type=Path, default=_RESULTS, help="file to append to (default: %(default)s)")
     options = parser.parse_args()
     lines: list[dict[str, Any]] = []
     for series, points in SERIES.items():
@@ -184,10 +178,10 @@ def main() -> None:
                     "system seconds": f"{system:.3f}",
                     "MiB": f"{held:.1f}",
                     "mmap threshold": os.environ.get("MALLOC_MMAP_THRESHOLD_", ""),
-                    "load": f"{os.getloadavg()[0]:.1f}",
+                    "load": measurement.load(),
                 }
             )
-    record.append(options.csv, lines)
+    measurement.append(options.csv, lines)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """How fast the host prepares a batch: positions and interpolation indices against others', and collation in tokens/s.
 
-    OMP_NUM_THREADS=1 python benchmarks/host.py
-    OMP_NUM_THREADS=1 python benchmarks/host.py --rounds 5 --csv /tmp/host.csv
+    OMP_NUM_THREADS=1 python -m benchmarks.host
+    OMP_NUM_THREADS=1 python -m benchmarks.host --rounds 5 --csv /tmp/host.csv
 
 One core. 64 samples of up to 4,096 tokens with up to 16 images each, whose sides are drawn in steps of 32 pixels, so
 that nearly all sizes differ. transformers and Megatron-Bridge get the same padded rows; results are compared once,
@@ -14,26 +14,19 @@ then rounds are interleaved. Prints medians and ratios and appends rows to a CSV
 - patch positions: transformers' `get_vision_position_ids`.
 - collate: `Collator.packed` of the first 16 samples, in rows of 16,384 tokens, with pixels (float32 in, bfloat16 out)
   and without pictures.
-
-What lives here: the measurement. What may not: code that training needs.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from qwen3vl_bridge.batch import SequenceLayout, interpolation, mrope_positions, patch_positions, vision_inputs
-from qwen3vl_bridge.data.processing.collation import Collator, VisionSettings
-from qwen3vl_bridge.data.processing.encoding import EncodedSample
+from qwen3vl_bridge.data.collation import Collator, VisionSettings
+from qwen3vl_bridge.data.encoding import EncodedSample
 
-import record
 import torch
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import rope as bridge_rope
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model import Qwen3VLVisionModel
@@ -41,7 +34,8 @@ from torch import Tensor
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 from transformers.vision_utils import get_vision_bilinear_indices_and_weights, get_vision_position_ids
 
-_RESULTS = record.RESULTS / "host.csv"
+from benchmarks import measurement
+
 _IMAGE, _VIDEO, _START, _END, _PAD = 151655, 151656, 151652, 151653, 151643
 _SIDE, _MERGE, _LONGEST, _MOST_IMAGES, _ROW = 48, 2, 4096, 16, 16384
 
@@ -165,26 +159,10 @@ def collation(samples: list[Sample], *, pictures: bool) -> tuple[Callable[[], ob
     return collate, sum(len(ids) for ids, _ in samples)
 
 
-def measure(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each way, in rounds that take every way in turn for 30 ms, after one that does not count."""
-    taken: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds + 1):
-        for name, way in ways.items():
-            begun, calls = time.perf_counter(), 0
-            while calls == 0 or time.perf_counter() - begun < 0.03:
-                way()
-                calls += 1
-            if number:
-                taken[name].append((time.perf_counter() - begun) / calls)
-    return {name: statistics.median(times) for name, times in taken.items()}
-
-
 def main() -> None:
     """Measure, print, append."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--samples", type=int, default=64)
-    parser.add_argument("--csv", type=Path, default=_RESULTS, help="file to append to (default: %(default)s)")
+    parser = measurement.parser(__doc__, "host.csv", rounds=15)
+    parser.add_argument("--samples", type=int, default=64, help="default: %(default)s")
     options = parser.parse_args()
     torch.set_num_threads(1)
     samples = make_samples(options.samples)
@@ -203,7 +181,7 @@ def main() -> None:
         subjects[f"collate {'with pictures' if pictures else 'text'}"] = {"ours": way}, tokens
     rows = []
     for subject, (ways, tokens) in subjects.items():
-        seconds = measure(ways, options.rounds)
+        seconds = measurement.median_seconds(ways, options.rounds, least=0.03)
         for way, took in seconds.items():
             pace = f"{tokens / took:.0f}" if tokens else ""
             ratio = f"{took / seconds['ours']:.2f}"
@@ -220,7 +198,7 @@ def main() -> None:
                     "tokens/s": pace,
                 }
             )
-    record.append(options.csv, rows)
+    measurement.append(options.csv, rows)
 
 
 if __name__ == "__main__":

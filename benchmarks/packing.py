@@ -1,7 +1,7 @@
 """How full rows get of a published mix of samples, in tokens and in patches, and how long ranks wait for each other.
 
-    OMP_NUM_THREADS=1 python benchmarks/packing.py
-    OMP_NUM_THREADS=1 python benchmarks/packing.py --samples 5000 --csv /tmp/packing.csv
+    OMP_NUM_THREADS=1 python -m benchmarks.packing
+    OMP_NUM_THREADS=1 python -m benchmarks.packing --samples 5000 --csv /tmp/packing.csv
 
 The mix is `KINDS` below: text, one picture, several, and video, as instruction data has them. Sizes of pictures are
 rounded as Qwen3-VL's processor does; four patches are a token. Nothing is read: a plan asks for sizes alone.
@@ -13,30 +13,25 @@ rounded as Qwen3-VL's processor does; four patches are a token. Nothing is read:
   "least_patches" is the 5th percentile of patches in a row over their mean.
 - waiting: global batches of 256 rows on 64 data-parallel ranks, costs of two models. Under "tokens" stands the longest
   time over the mean, where ranks wait at the end of a step, and where they wait in every microbatch.
-
-What lives here: the measurement. What may not: code that training needs.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-from qwen3vl_bridge.data.loading.balance import assign_rows
-from qwen3vl_bridge.data.packing.row_plan import RowPlan
-from qwen3vl_bridge.data.packing.sample_order import NumberedOrder
+from qwen3vl_bridge.data.loading.rows import assign_rows
+from qwen3vl_bridge.data.packing.row_plan import NumberedOrder, RowPlan
 from qwen3vl_bridge.data.packing.sample_sizes import Size
 from qwen3vl_bridge.models.flops import tower_costs
 from qwen3vl_bridge.models.qwen3_vl.presets import hf_config
 
 import numpy as np
-import record
 from megatron.bridge.data.packing.algorithms import first_fit_decreasing
 
-_RESULTS = record.RESULTS / "packing.csv"
+from benchmarks import measurement
+
 _COLUMNS = ("row", "most_patches", "what", "how", "tokens", "patches", "least_patches", "samples_per_s")
 _PATCH, _MERGE = 16, 2
 _RANKS, _TURNS = 64, 4
@@ -185,10 +180,9 @@ def _waiting(capacity: int, most: int, sizes: list[Size], rows: Rows) -> Iterato
 
 def main() -> None:
     """Measure, print, and append to the CSV file."""
-    parser = argparse.ArgumentParser(description="How full rows get of a published mix of samples.")
+    parser = measurement.parser(__doc__, "packing.csv")
     parser.add_argument("--samples", type=int, default=50_000, help="default: %(default)s")
     parser.add_argument("--rows", type=int, nargs="+", default=[8192, 16384, 32768, 131072], help="tokens of a row")
-    parser.add_argument("--csv", type=Path, default=_RESULTS, help="default: %(default)s")
     args = parser.parse_args()
     sizes = [sample.size for sample in make_samples(args.samples)]
     tokens, patches = ([getattr(size, name) for size in sizes] for name in ("tokens", "patches"))
@@ -199,7 +193,7 @@ def main() -> None:
     lines = [line for capacity in args.rows for line in measure(sizes, capacity)]
     for line in lines:
         print(*line, sep="\t")
-    record.append(args.csv, [{"samples": len(sizes), **dict(zip(_COLUMNS, line, strict=True))} for line in lines])
+    measurement.append(args.csv, [{"samples": len(sizes), **dict(zip(_COLUMNS, line, strict=True))} for line in lines])
 
 
 if __name__ == "__main__":

@@ -1,49 +1,43 @@
 """What each rank reads of a converted checkpoint, with and without parallel sizes stated when it was made.
 
-    python benchmarks/reading.py
-    python benchmarks/reading.py --sizes 8B --ranks 8 --csv /tmp/reading.csv
+    python -m benchmarks.reading
+    python -m benchmarks.reading --sizes 8B --ranks 8 --csv /tmp/reading.csv
 
 From headers alone: the released sizes' shapes are laid out as `import` lays them out, and no file is written. Which
 rows a rank of Megatron-FSDP holds is asked of megatron-core's own functions; torch_dist's ranks hold equal parts. A
 loader reads every item it needs a part of as a whole, once for each tensor. Prints, and appends to a CSV file, the
-bytes that a rank holds, those it reads and the files it opens, in the mean and at most, and how long the layout takes.
-
-What lives here: the count. What may not: code that conversion needs.
+bytes that a rank holds, those it reads and the files it opens, in the mean and at most.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import pickle
 import tempfile
-import time
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import Topology
-from qwen3vl_bridge.checkpoint.formats.dcp.writer import DcpLayout
+from qwen3vl_bridge.checkpoint.conversion_plan import Plan, make_plan, tensors_of
+from qwen3vl_bridge.checkpoint.formats.dcp_writer import DcpLayout
 from qwen3vl_bridge.checkpoint.formats.layouts import TRANSFORMER_ENGINE, HuggingFace, megatron_shape
-from qwen3vl_bridge.checkpoint.formats.megatron.folder import FORMATS, key_of
-from qwen3vl_bridge.checkpoint.formats.tensor_specs import Shape, TensorSpec
-from qwen3vl_bridge.checkpoint.planning.plan import Plan, make_plan, tensors_of
-from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
-from qwen3vl_bridge.checkpoint.stored_models.megatron_writer import MegatronTarget
+from qwen3vl_bridge.checkpoint.formats.megatron import FORMATS, key_of
+from qwen3vl_bridge.checkpoint.formats.tensors import Shape, TensorSpec
+from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
+from qwen3vl_bridge.checkpoint.targets import MegatronTarget
 from qwen3vl_bridge.models.qwen3_vl import presets
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
-from qwen3vl_bridge.weights.rows import Row
+from qwen3vl_bridge.weights.rows import ExpertLayout, Row
 
-import record
 import torch
 from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as megatron_fsdp
 from megatron.core.distributed.fsdp.src.megatron_fsdp.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
 
-_RESULTS = record.RESULTS / "reading.csv"
+from benchmarks import measurement
+
 _STRATEGY = "optim_grads_params"
 # (rank, tensor, numbers in its leading dimensions, first row, end)
 Held = Iterator[tuple[int, str, Shape, int, int]]
@@ -191,10 +185,9 @@ def count(dcp: DcpLayout, target: MegatronTarget) -> dict[str, list[int]]:
 
 def main() -> None:
     """Count, print, append."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = measurement.parser(__doc__, "reading.csv")
     parser.add_argument("--sizes", nargs="+", choices=presets.PRESETS, default=["8B", "235B-A22B"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[8, 64, 256])
-    parser.add_argument("--csv", type=Path, default=_RESULTS, help="file to append to (default: %(default)s)")
     options = parser.parse_args()
     rows = []
     for size in options.sizes:
@@ -205,40 +198,25 @@ def main() -> None:
         # Data-parallel copies read the same, so any number of them will do.
         topology = Topology(tp=2, pp=2, ep=ep, etp=1)
         rows += [_case(size, FORMATS[1], topology, stated=stated) for stated in (False, True)]
-    record.append(options.csv, rows)
+    measurement.append(options.csv, rows)
 
 
 def _case(size: str, ckpt_format: str, topology: Topology, *, stated: bool) -> dict[str, object]:
     target = target_of(size, ckpt_format, topology)
-    plan, written = plan_of(target), target_of(size, ckpt_format, topology if stated else Topology())
-    begun = time.perf_counter()
-    dcp = written.laid_out(plan)
-    seconds = time.perf_counter() - begun
-    found = count(dcp, target)
-    with tempfile.TemporaryDirectory() as folder:
-        dcp.write_metadata(Path(folder), {}, "")
-        metadata = (Path(folder) / ".metadata").stat().st_size
-        begun = time.perf_counter()
-        pickle.loads((Path(folder) / ".metadata").read_bytes())
-        unpickled = time.perf_counter() - begun
+    written = target_of(size, ckpt_format, topology if stated else Topology())
+    found = count(written.laid_out(plan_of(target)), target)
     mean = {name: sum(values) / len(values) for name, values in found.items()}
-    sizes = f"tp {topology.tp} pp {topology.pp} ep {topology.ep}"
     row = {
         "size": size,
         "format": ckpt_format,
         "ranks": topology.ranks,
-        "split": sizes,
+        "split": f"tp {topology.tp} pp {topology.pp} ep {topology.ep}",
         "stated": "yes" if stated else "no",
         "GB held, mean": f"{mean['held'] / 1e9:.3f}",
         "GB read, mean": f"{mean['read'] / 1e9:.3f}",
         "GB read, most": f"{max(found['read']) / 1e9:.3f}",
         "files opened, mean": f"{mean['files']:.1f}",
         "files opened, most": max(found["files"]),
-        "items": sum(1 for _ in dcp.chunks),
-        "files": len(dcp.files),
-        "seconds to lay out": f"{seconds:.2f}",
-        "MB of metadata": f"{metadata / 1e6:.1f}",
-        "seconds to unpickle it": f"{unpickled:.2f}",
     }
     print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
     return row

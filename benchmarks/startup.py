@@ -1,7 +1,7 @@
 """Where a rank's processor time goes before its first step: imports, by package, and the stages of a training start.
 
-    OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/startup.py
-    OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/startup.py --rounds 1 --csv /tmp/startup.csv
+    OMP_NUM_THREADS=1 python -m benchmarks.startup
+    OMP_NUM_THREADS=1 python -m benchmarks.startup --rounds 1 --csv /tmp/startup.csv
 
 User and system seconds of whole processes, in rounds that take every command in turn; the median is printed and kept,
 with the least and the most, and the load of the machine, which makes such seconds longer too. Then:
@@ -11,8 +11,6 @@ with the least and the most, and the load of the machine, which makes such secon
 
 "Collector not paused" imports as if `compat/import_hook.py` did not pause Python's collector; "compiled anew" as where
 PYTHONDONTWRITEBYTECODE is set and nothing is compiled on disk.
-
-What lives here: the measurement. What may not: code that training needs.
 """
 
 from __future__ import annotations
@@ -28,9 +26,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import record
+from benchmarks import measurement
 
-_RESULTS = record.RESULTS / "startup.csv"
 _TRAINING = "import qwen3vl_bridge; import megatron.bridge.training.finetune"
 _UNPAUSED = (
     "from qwen3vl_bridge.compat.import_hook import _CollectorPause as C; C.__enter__ = C.__exit__ = lambda *_: 0; "
@@ -151,7 +148,7 @@ def stages() -> dict[str, float]:
         folder = Path(name)
         make_checkpoint(folder / "hf")
         make_dataset(folder / "data")
-        command = [sys.executable, __file__, "--stages-of", name]
+        command = [sys.executable, "-m", "benchmarks.startup", "--stages-of", name]
         done = subprocess.run(command, capture_output=True, text=True)
     lines = [line.split("\t") for line in done.stdout.splitlines() if line.startswith("stage\t")]
     if not lines:
@@ -161,9 +158,7 @@ def stages() -> dict[str, float]:
 
 def main() -> None:
     """Measure, print, append."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--csv", type=Path, default=_RESULTS, help="file to append to (default: %(default)s)")
+    parser = measurement.parser(__doc__, "startup.csv", rounds=5)
     parser.add_argument("--stages-of", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.stages_of is not None:
@@ -183,9 +178,9 @@ def main() -> None:
         middle, least, most = statistics.median(times), min(times), max(times)
         print(f"{kind:8} {name:40} {middle:6.2f} s ({least:.2f} to {most:.2f})", flush=True)
         line = {"kind": kind, "what": name, "rounds": len(times), "CPU seconds": f"{middle:.3f}"}
-        line |= {"least": f"{least:.3f}", "most": f"{most:.3f}", "load": f"{os.getloadavg()[0]:.1f}"}
+        line |= {"least": f"{least:.3f}", "most": f"{most:.3f}", "load": measurement.load()}
         lines.append(line)
-    record.append(options.csv, lines)
+    measurement.append(options.csv, lines)
 
 
 if __name__ == "__main__":

@@ -1,45 +1,40 @@
 """A whole training step on the CPU, with its optimizer: ours beside transformers, packed and padded.
 
-    python benchmarks/training_step.py
-    python benchmarks/training_step.py --rounds 3 --csv /tmp/training_step.csv
-    python benchmarks/training_step.py --profile "ours, packed" "ours, padded"
+    python -m benchmarks.training_step
+    python -m benchmarks.training_step --rounds 3 --csv /tmp/training_step.csv
+    python -m benchmarks.training_step --profile "ours, packed" "ours, padded"
 
 A model of 83 million parameters in float32 and twelve samples with up to three pictures of uneven size, in one row of
 packed samples or in twelve padded to the longest. The packed row of transformers has a block-diagonal mask. All four
 compute the same loss, which is checked first; then they take steps in turn. Of each are printed the median, its ratio
 to ours, and the least and the largest ratio of two steps of one round. AdamW is torch's function in all four, by
 `compat/adam.py` for ours.
-
-What lives here: the measurement. What may not: code that training needs.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import qwen3vl_bridge  # noqa: F401  (registers our model)
 from qwen3vl_bridge.compat.optimizers import Adam
-from qwen3vl_bridge.data.processing.collation import Collator, VisionSettings
-from qwen3vl_bridge.data.processing.encoding import EncodedSample
+from qwen3vl_bridge.data.collation import Collator, VisionSettings
+from qwen3vl_bridge.data.encoding import EncodedSample
 from qwen3vl_bridge.models.qwen3_vl.presets import hf_config
 from qwen3vl_bridge.training.process_groups import shutdown
 
-import record
 import torch
 import torch.nn.functional as F
 from megatron.bridge import AutoBridge
-from step import build
 from torch import Tensor
 
-_RESULTS = record.RESULTS / "training_step.csv"
+from benchmarks import measurement
+
 _IMAGE, _VIDEO, _START, _END, _PAD = 32_001, 32_002, 32_003, 32_004, 32_005
 _MERGE, _GRID = 2, 48
 _ADAM: dict[str, Any] = dict(lr=1e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -86,7 +81,7 @@ def make_samples(count: int) -> list[EncodedSample]:
 def ours(config: Any, reference: Any, samples: list[EncodedSample]) -> tuple[Any, dict[str, Any]]:
     """Our model with the reference's weights, and ways to its loss."""
     longest, whole = -(-max(map(len, samples)) // 8) * 8, sum(-(-len(s) // 8) * 8 for s in samples)
-    model = build(config, whole, torch.float32, torch.device("cpu"))
+    model = measurement.build_model(config, whole)
     with tempfile.TemporaryDirectory() as folder:
         reference.save_pretrained(folder)
         AutoBridge.from_hf_pretrained(folder).load_hf_weights([model])
@@ -145,24 +140,10 @@ def timed_step(loss_of: Callable[[], Tensor], optimizer: torch.optim.Optimizer) 
     return time.perf_counter() - begun, time.process_time() - worked
 
 
-def print_profile(name: str, step: Callable[[], object]) -> None:
-    """Print the five operations that take most of a step's time by themselves, after a step that does not count."""
-    step()
-    with torch.profiler.profile() as profile:
-        step()
-    events = sorted(profile.key_averages(), key=lambda one: one.self_cpu_time_total, reverse=True)
-    total = sum(one.self_cpu_time_total for one in events)
-    print(f"{name}: {total / 1e6:.2f} s in operations")
-    for one in events[:5]:
-        print(f"  {one.self_cpu_time_total / total:6.1%} {one.count:6} calls  {one.key}")
-
-
 def main() -> None:
     """Measure, print, append."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5, help="after one that does not count (default: %(default)s)")
+    parser = measurement.parser(__doc__, "training_step.csv", rounds=5)
     parser.add_argument("--samples", type=int, default=12, help="default: %(default)s")
-    parser.add_argument("--csv", type=Path, default=_RESULTS, help="file to append to (default: %(default)s)")
     parser.add_argument(
         "--profile", nargs="+", metavar="WAY", help="print where the time of these goes; measure nothing"
     )
@@ -179,7 +160,7 @@ def main() -> None:
     print(f"losses: {losses}")
     assert max(losses.values()) - min(losses.values()) < 1e-4
     for name in options.profile or ():
-        print_profile(name, partial(timed_step, ways[name], optimizers.get(name, shared)))
+        measurement.print_profile(name, partial(timed_step, ways[name], optimizers.get(name, shared)))
     if options.profile:
         return
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
@@ -213,10 +194,10 @@ def main() -> None:
                 "CPU of ours packed": f"{cpu:.2f}",
                 "least of a round": f"{min(of_rounds):.2f}",
                 "most of a round": f"{max(of_rounds):.2f}",
-                "load": f"{os.getloadavg()[0]:.1f}",
+                "load": measurement.load(),
             }
         )
-    record.append(options.csv, lines)
+    measurement.append(options.csv, lines)
     shutdown()
 
 

@@ -1,7 +1,7 @@
 """How evenly context-parallel ranks share the encoding of pictures, and what sharing and passing on features take.
 
-    OMP_NUM_THREADS=1 python benchmarks/vision_sharing.py
-    OMP_NUM_THREADS=1 python benchmarks/vision_sharing.py --samples 5000 --rows 8192 --csv /tmp/sharing.csv
+    OMP_NUM_THREADS=1 python -m benchmarks.vision_sharing
+    OMP_NUM_THREADS=1 python -m benchmarks.vision_sharing --samples 5000 --rows 8192 --csv /tmp/sharing.csv
 
 Rows are those that training makes of the mix of `packing.py`: best fit, windows of 512 samples. Costs are computed
 (`qwen3vl_bridge/models/flops.py`), not measured.
@@ -14,22 +14,18 @@ Rows are those that training makes of the mix of `packing.py`: best fit, windows
 - features: what DeepStack adds to what stages of a pipeline exchange for a row, where none of the layers that use it
   lie on the first stage, and what encoding the pictures on the second stage as well would compute. bfloat16; a backward
   pass is as much again in bytes and twice as much in operations.
-
-What lives here: the measurement. What may not: code that training needs.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.batch import VisionWork
 from qwen3vl_bridge.batch.vision_sharding import assign_frames, assign_vision
-from qwen3vl_bridge.data.processing.encoding import EncodedSample
+from qwen3vl_bridge.data.encoding import EncodedSample
 from qwen3vl_bridge.models.flops import tower_costs
 from qwen3vl_bridge.models.qwen3_vl.model import DeepStackStage
 from qwen3vl_bridge.models.qwen3_vl.presets import config_dict
@@ -37,14 +33,12 @@ from qwen3vl_bridge.models.qwen3_vl.table import VISION_ROWS
 from qwen3vl_bridge.registry import dimensions_of
 from qwen3vl_bridge.weights.rows import parameter_count
 
-import host
 import numpy as np
-import packing
-import record
 import torch
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils import qwen3vl_cp_split
 
-_RESULTS = record.RESULTS / "vision_sharing.csv"
+from benchmarks import host, measurement, packing
+
 _COLUMNS = ("row", "model", "ranks", "what", "how", "mean", "median", "worst", "within 5 %")
 _TOWERS, _MODELS, _RANKS = ("8B", "30B-A3B"), ("8B", "30B-A3B", "235B-A22B"), (2, 4, 8)
 _BYTES, _PER_TOKEN, _VALUES = 2, 4, 1536
@@ -132,7 +126,7 @@ def on_host(rows: list[list[packing.Sample]], capacity: int, rounds: int) -> Ite
             "local, 4 ranks, shared": functools.partial(batch.local, 4, 1, vision_work=work),
             "of it, assigning": functools.partial(assign_frames, [work.cost(n) for n in vision.lengths], 4),
         }
-        for way, seconds in host.measure(ways, rounds).items():
+        for way, seconds in measurement.median_seconds(ways, rounds, least=0.03).items():
             taken.setdefault(way, []).append(1e3 * seconds)
         whole.append(vision.pixel_values.nbytes / 1e6)
         assignment = assign_vision(vision, work, 4)
@@ -174,12 +168,10 @@ def _check_travel(taps: int) -> None:
 
 def main() -> None:
     """Measure, print, and append to the CSV file."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = measurement.parser(__doc__, "vision_sharing.csv", rounds=7)
     parser.add_argument("--samples", type=int, default=50_000, help="default: %(default)s")
     parser.add_argument("--rows", type=int, nargs="+", default=[8192, 32768, 131072], help="tokens of a row")
     parser.add_argument("--timed", type=int, default=3, help="rows of each length to time (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, help="of timing (default: %(default)s)")
-    parser.add_argument("--csv", type=Path, default=_RESULTS, help="default: %(default)s")
     args = parser.parse_args()
     torch.set_num_threads(1)
     lines = list[list]()
@@ -198,7 +190,7 @@ def main() -> None:
         lines += [
             {"samples": args.samples, "rows": len(rows), **dict(zip(_COLUMNS, line, strict=True))} for line in made
         ]
-    record.append(args.csv, lines)
+    measurement.append(args.csv, lines)
 
 
 if __name__ == "__main__":

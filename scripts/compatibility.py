@@ -8,7 +8,7 @@ Which versions these are is asked of the package registry, so no list of them gr
 without what they ask for, into an environment of their own that otherwise sees the packages of .venv: seconds, and a
 few megabytes. Where they do not allow a pinned version of another package, one that they allow is put before it.
 
-What lives here: making that environment, running the tests, and the table's rows. Needs uv, pip and packaging.
+Needs uv, pip and packaging.
 """
 
 from __future__ import annotations

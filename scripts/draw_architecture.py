@@ -3,9 +3,8 @@
     python -m scripts.draw_architecture                # write them
     python -m scripts.draw_architecture --output DIR   # elsewhere
 
-What lives here: four pictures, and what they show of the code: tokens of a packed row on their ranks (from
-`token_index`), layers (from the built-in sizes), a family's folder (from the registry). What may not: how pictures look
-(`drawing.py`).
+They show the code: tokens of a packed row on their ranks (from `token_index`), layers (from the built-in sizes), a
+family's folder (from the registry).
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ DATA_FLOW = (
     Step("on the device", "copied without a wait", "training/step.py", GREEN),
     Step("vision tokens", "and DeepStack features", "models/vision_tower.py", ORANGE),
     Step("hidden states", "embed, fuse by slots", "models/model.py", ORANGE),
-    Step("logits", "text layers, DeepStack", "models/text_model.py", ORANGE),
+    Step("logits", "text layers, DeepStack", "models/model.py", ORANGE),
     Step("losses [b, s]", "of long rows in chunks", "models/chunked_loss.py", ORANGE),
     Step("sum and count", "over tokens of the mask", "training/step.py", ORANGE),
     Step("gradient", "divided by all tokens once", "", ORANGE),

@@ -1,9 +1,6 @@
 """Draws the plots of docs/benchmarks.md from benchmarks/results, and writes the sentences with their figures.
 
-    python -m scripts.draw_benchmarks    # plots into docs/images, sentences into the page
-
-What lives here: which rows of the CSV files are shown, and how. What may not: measuring (`benchmarks/`), what figures
-do not show (the page).
+python -m scripts.draw_benchmarks    # plots into docs/images, sentences into the page
 """
 
 from __future__ import annotations
@@ -46,52 +43,43 @@ def spread(values: Iterable[float]) -> tuple[float, float, float]:
 _STEPS = ("import", "export", "import torch_dist", "verify")
 
 
-def _conversion() -> tuple[Rows, dict[tuple[str, str], tuple[float, float, float]]]:
-    rows = [row for row in rows_of("convert") if row["step"] in _STEPS]
-    found = {
-        (model, step): spread(float(row["of cp"]) for row in rows if (_model(row), row["step"]) == (model, step))
-        for model in dict.fromkeys(map(_model, rows))
-        for step in _STEPS
-    }
-    return rows, found
-
-
-def _model(row: dict[str, str]) -> str:
-    """As it is named in the plot."""
-    return {"qwen3_vl": "", "qwen3_5": "Qwen3.5 "}[row["family"]] + row["size"]
+def _conversion() -> dict[str, dict[str, list[float]]]:
+    """Model, as it is named in the plot -> step -> its times of all runs, relative to `cp`."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for row in rows_of("convert"):
+        if row["step"] in _STEPS:
+            model = {"qwen3_vl": "", "qwen3_5": "Qwen3.5 "}[row["family"]] + row["size"]
+            found.setdefault(model, {}).setdefault(row["step"], []).append(float(row["of cp"]))
+    return found
 
 
 def draw_conversion(file: Path) -> None:
     """Times of conversion and of `cp`."""
-    _, found = _conversion()
-    models = list(dict.fromkeys(model for model, _ in found))
+    found = _conversion()
     drawn, axes = figure(7.2, 3.3)
     width = 0.8 / len(_STEPS)
     for number, (step, colour) in enumerate(zip(_STEPS, FOUR, strict=True)):
-        places = [place + (number - (len(_STEPS) - 1) / 2) * width for place in range(len(models))]
-        middle, least, most = zip(*(found[model, step] for model in models), strict=True)
+        places = [place + (number - (len(_STEPS) - 1) / 2) * width for place in range(len(found))]
+        middle, least, most = zip(*(spread(times[step]) for times in found.values()), strict=True)
         axes.bar(places, middle, width * 0.9, color=colour, label=step)
         axes.vlines(places, least, most, color=INK, linewidth=0.9)
     axes.axhline(1, color=MUTED, linewidth=1, linestyle=(0, (4, 2)))
     axes.text(-0.48, 1.03, "cp", color=MUTED, fontsize=8)
-    axes.set_xticks(range(len(models)), [f"{model}\n(runs: {_runs(model)})" for model in models])
+    labels = [f"{model}\n(runs: {len(times['import'])})" for model, times in found.items()]
+    axes.set_xticks(range(len(found)), labels)
     axes.set(ylabel="time relative to cp", title="Conversion: median, minimum and maximum of all runs")
     axes.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.18))
     drawn.subplots_adjust(left=0.09, right=0.97, top=0.9, bottom=0.27)
     save(drawn, file, "Times of conversion, relative to cp")
 
 
-def _runs(model: str) -> int:
-    return sum(_model(row) == model and row["step"] == "import" for row in rows_of("convert"))
-
-
 def say_conversion() -> str:
     """Its sentence."""
-    rows, found = _conversion()
+    rows = [row for row in rows_of("convert") if row["step"] in _STEPS]
     memory = max(float(row["MB"]) for row in rows if row["MB"])
     parts = []
-    for model in dict.fromkeys(model for model, _ in found):
-        middle, least, most = found[model, "import"]
+    for model, times in _conversion().items():
+        middle, least, most = spread(times["import"])
         runs = f"{least:.2f} to {most:.2f}" if least < most else "one run"
         parts.append(f"{model}: import takes {middle:.2f} times as long as `cp` ({runs})")
     return (
@@ -286,33 +274,23 @@ _SERIES = {
     "segments": "segments of 8,192 tokens",
     "experts": "experts",
 }
-
-
 _KEYS = {"CPU seconds": ("CPU seconds", FOUR[1]), "MiB": ("MiB of tensors", FOUR[3])}
 
 
-def _measured() -> list[str]:
-    """The columns that were measured for all series: the first runs measured times only."""
-    return [key for key in _KEYS if all(_grown(series, key) for series in _SERIES)]
-
-
-def _grown(series: str, key: str) -> dict[int, tuple[float, float, float]]:
-    """Spread of a column at each point, without runs for which glibc was told to keep memory."""
-    found: dict[int, list[float]] = {}
-    for row in rows_of("growth"):
-        if row["series"] == series and row["number"] != "0" and row[key] and not row["mmap threshold"]:
-            found.setdefault(int(row["number"]), []).append(float(row[key]))
-    return {number: spread(found[number]) for number in sorted(found)}
+def _grown(series: str, key: str) -> list[tuple[int, float]]:
+    """A column's values and where on the axis they are, run by run; without those for which glibc kept memory."""
+    rows = (row for row in rows_of("growth") if row["series"] == series and row[key] and not row["mmap threshold"])
+    return [(int(row["number"]), float(row[key])) for row in rows]
 
 
 def draw_growth(file: Path) -> None:
     """How time and memory of a step grow with the row, its images, its segments and the experts."""
-    keys = _measured()
-    drawn, axes = figure(10.5, 0.8 + 2.2 * len(keys), nrows=len(keys), ncols=len(_SERIES), squeeze=False)
+    drawn, axes = figure(10.5, 0.8 + 2.2 * len(_KEYS), nrows=len(_KEYS), ncols=len(_SERIES), squeeze=False)
     for column, (series, counted) in zip(axes.T, _SERIES.items(), strict=True):
-        for plot, key in zip(column, keys, strict=True):
-            found, colour = _grown(series, key), _KEYS[key][1]
-            numbers, (middle, least, most) = list(found), zip(*found.values(), strict=True)
+        for plot, (key, (_, colour)) in zip(column, _KEYS.items(), strict=True):
+            values = _grown(series, key)
+            numbers = sorted({number for number, _ in values if number})
+            middle, least, most = zip(*(spread(v for n, v in values if n == number) for number in numbers), strict=True)
             plot.plot(numbers, middle, color=colour, marker="o", ms=4)
             plot.vlines(numbers, least, most, color=colour, linewidth=2)
             linear = [middle[0] * number / numbers[0] for number in numbers]
@@ -325,78 +303,60 @@ def draw_growth(file: Path) -> None:
             plot.tick_params(axis="y", labelsize=7)
             plot.minorticks_off()
         column[-1].set_xlabel(counted, fontsize=8)
-    for plot, key in zip(axes[:, 0], keys, strict=True):
-        plot.set_ylabel(_KEYS[key][0])
+    for plot, (label, _) in zip(axes[:, 0], _KEYS.values(), strict=True):
+        plot.set_ylabel(label)
     drawn.suptitle("A training step of a small model on one core; dashed: linear", fontsize=10)
-    drawn.subplots_adjust(left=0.08, right=0.985, top=0.94 - 0.06 / len(keys), bottom=0.31 / len(keys), wspace=0.42)
+    drawn.subplots_adjust(left=0.08, right=0.985, top=0.94 - 0.06 / len(_KEYS), bottom=0.31 / len(_KEYS), wspace=0.42)
     save(drawn, file, "How time and memory of a training step grow")
 
 
-def growth_of_runs(series: str, key: str) -> list[float]:
-    """How many times each run's figure grows from 1,024 to 16,384 tokens; every run appends its rows in this order."""
-    ratios, first = [], 0.0
-    for row in rows_of("growth"):
-        if row["series"] != series or not row[key] or row["mmap threshold"]:
-            continue
-        if row["number"] == "1024":
-            first = float(row[key])
-        elif row["number"] == "16384":
-            ratios.append(float(row[key]) / first)
-    return ratios
-
-
 def _growths(series: str, key: str) -> str:
-    middle, least, most = spread(growth_of_runs(series, key))
+    """From 1,024 to 16,384 tokens in each run; every run appends its rows in this order."""
+    values = _grown(series, key)
+    ends = ([value for number, value in values if number == end] for end in (1024, 16384))
+    middle, least, most = spread(last / first for first, last in zip(*ends, strict=True))
     return f"{middle:.1f} times" + (f" ({least:.1f} to {most:.1f})" if least < most else "")
 
 
 def say_growth() -> str:
     """Its sentence."""
-    parts = [
-        f"{_KEYS[key][0]} grow {_growths('row', key)} in documents of 1,024 and {_growths('document', key)} in one"
-        for key in _measured()
-    ]
-    grown = ", ".join(parts)
+    grown = ", ".join(
+        f"{label} grow {_growths('row', key)} in documents of 1,024 and {_growths('document', key)} in one"
+        for key, (label, _) in _KEYS.items()
+    )
     return (
         f"From 1,024 to 16,384 tokens, {grown}: the median of the runs' ratios, with minimum and maximum. "
         f"{origin(rows_of('growth'))}; `benchmarks/growth.py`."
     )
 
 
-class Plot:
-    """A plot and its sentence."""
-
-    def __init__(self, name: str, draw: Callable[[Path], None], say: Callable[[], str]) -> None:
-        self.name, self.draw, self.say = name, draw, say
-
-    @property
-    def file(self) -> str:
-        """Name of the image file."""
-        return f"bench_{self.name}.svg"
-
-    def text(self) -> str:
-        """What stands on the page between its two marks."""
-        return f"![{self.name.capitalize()}](images/{self.file})\n\n{self.say()}"
+# Name in the page's marks and of the image file -> what draws it, and its sentence.
+PLOTS: dict[str, tuple[Callable[[Path], None], Callable[[], str]]] = {
+    "conversion": (draw_conversion, say_conversion),
+    "reading": (draw_reading, say_reading),
+    "host": (draw_host, say_host),
+    "packing": (draw_packing, say_packing),
+    "step": (draw_step, say_step),
+    "growth": (draw_growth, say_growth),
+}
 
 
-PLOTS = (
-    Plot("conversion", draw_conversion, say_conversion),
-    Plot("reading", draw_reading, say_reading),
-    Plot("host", draw_host, say_host),
-    Plot("packing", draw_packing, say_packing),
-    Plot("step", draw_step, say_step),
-    Plot("growth", draw_growth, say_growth),
-)
+def draw_all(folder: Path) -> list[str]:
+    """Draw every plot; gives the names of the files."""
+    for name, (draw, _) in PLOTS.items():
+        draw(folder / f"bench_{name}.svg")
+    return [f"bench_{name}.svg" for name in PLOTS]
 
 
 def with_figures(page: str) -> str:
     """A page with the plots and sentences between their marks."""
-    for plot in PLOTS:
-        begin, end = f"<!-- {plot.name}: begin -->", f"<!-- {plot.name}: end -->"
+    for name, (_, say) in PLOTS.items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         if page.count(begin) != 1 or page.count(end) != 1:
             raise ValueError(f"{PAGE} has {page.count(begin)} places {begin} ... {end}, expected one")
         before, rest = page.split(begin)
-        page = f"{before}{begin}\n{plot.text()}\n{end}{rest.split(end)[1]}"
+        text = f"![{name.capitalize()}](images/bench_{name}.svg)\n\n{say()}"
+        page = f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}"
     return page
 
 
@@ -404,8 +364,7 @@ def main() -> None:
     """The command line."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     PAGE.write_text(with_figures(PAGE.read_text("utf-8")), "utf-8")
-    for plot in PLOTS:
-        plot.draw(IMAGES / plot.file)
+    draw_all(IMAGES)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """What drawn pictures have in common: a light panel that can be read on any page, colours, boxes, arrows, SVG files.
 
-What lives here: the form of pictures. What may not: what they show (`draw_architecture.py`, `draw_benchmarks.py`).
 Text stays text in the files, and nothing in them depends on the day; another matplotlib may write other numbers.
 """
 

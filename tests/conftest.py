@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import re
 import socket
@@ -13,15 +14,18 @@ from pathlib import Path
 
 import qwen3vl_bridge  # noqa: F401  before any of Megatron, whose import it prepares on this machine
 
-import hypothesis
 import pytest
 
 # Neither torch nor Megatron above: xdist's own process reads this file before it starts its workers, and tests of what
 # needs neither are run alone at once.
 
 # A busy machine is no reason to fail; and CI looks at the same examples each time, people at new ones.
-hypothesis.settings.register_profile("project", deadline=None, derandomize="CI" in os.environ)
-hypothesis.settings.load_profile("project")
+# A machine with a GPU may have torch, transformers, Megatron and pytest alone.
+if importlib.util.find_spec("hypothesis"):
+    import hypothesis
+
+    hypothesis.settings.register_profile("project", deadline=None, derandomize="CI" in os.environ)
+    hypothesis.settings.load_profile("project")
 
 
 def pytest_addoption(parser):
@@ -77,6 +81,15 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if runs(item)]
 
 
+def pytest_runtest_setup(item):
+    """Tests marked "gpu" are skipped without one."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a GPU")
+
+
 def pytest_collection():
     """Until all tests are collected: nearly nothing of what is imported is garbage."""
     gc.disable()
@@ -108,7 +121,6 @@ def _groups_of_one_module():
 
 
 def _leave_groups() -> None:
-    """Where anything has been imported that could have made some."""
     if "megatron.core.parallel_state" in sys.modules:
         from qwen3vl_bridge.training.process_groups import shutdown
 
@@ -142,7 +154,6 @@ def _rendezvous_of_one_test():
 
 @pytest.fixture
 def no_groups(monkeypatch):
-    """A process as it is started: in no process group, and told of none; for tests that start others from it."""
     _leave_groups()
     for name in _RENDEZVOUS:
         monkeypatch.delenv(name, raising=False)
@@ -183,6 +194,15 @@ def _models_of_one_test():
         from tests.ranks import forget_models
 
         forget_models()
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory):
+    """The folder of the example's conversations, which nobody writes to."""
+    from examples.digits.dataset import make_dataset
+
+    make_dataset(folder := tmp_path_factory.mktemp("digits"))
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -39,12 +39,7 @@ def rewrite(source: Path, folder: Path, layout: ExpertLayout) -> Path:
 
 
 def joined_experts(tensors: dict[str, torch.Tensor], packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors with one for each expert, or packed ones, as packed, output-major ones.
-
-    Args:
-        tensors: found.
-        packed: tensors of the names and shapes that are wanted.
-    """
+    """Tensors with one for each expert, or packed ones, as packed, output-major ones."""
     joined = {}
     for name, tensor in packed.items():
         if name in tensors:

@@ -14,6 +14,7 @@ import runpy
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,18 +24,6 @@ PATIENCE = 1200  # seconds
 
 
 def run_ranks(module: str, ranks: int, *arguments: object, timeout: float = PATIENCE, show: bool = False) -> None:
-    """Run it to its end.
-
-    Args:
-        module: its dotted name.
-        ranks: how many.
-        arguments: of its command line.
-        timeout: in seconds, after which a rank says where it stands, and ends.
-        show: let its output through.
-
-    Raises:
-        RuntimeError: it failed; with the end of what each rank said.
-    """
     multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.imported"])
     # The ranks meet at a store of this process, which outlives them, as under torchrun.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -65,8 +54,14 @@ def run_ranks(module: str, ranks: int, *arguments: object, timeout: float = PATI
             raise RuntimeError("\n".join([f"{module} on {ranks} ranks: {error}", *said])) from None
 
 
+def results_of_ranks(module: str, ranks: int, *arguments: object, **options: Any) -> Any:
+    """What a module saves, by torch, in the file that its first argument names."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(module, ranks, output := f"{folder}/found.pt", *arguments, **options)
+        return torch.load(output, weights_only=False)
+
+
 def _run(rank: int, command: list[str], environment: dict[str, str], logs: str | None, timeout: float) -> None:
-    """What a forked process does."""
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     if logs is not None:

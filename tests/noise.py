@@ -32,7 +32,6 @@ def neighbours(x: Tensor, seed: int) -> Tensor:
 
 @contextmanager
 def rounded(model: nn.Module, seed: int | None) -> Iterator[None]:
-    """A model with neighbours of its weights, or with its own where there is no seed."""
     own = [(p, p.data) for p in model.parameters()]
     if seed is not None:
         for number, (p, weight) in enumerate(own):
@@ -63,15 +62,7 @@ def limits[T](
     expected: T | None = None,
     seeds: Iterable[int] = SEEDS[:3],
 ) -> dict[str, float]:
-    """How far what is compared with a reference may be from it, by name.
-
-    Args:
-        compute: what the reference makes of its inputs.
-        errors: of one result beside another, relative or of numbers near one: no limit is below so many roundings.
-        model: the reference.
-        expected: what `compute` gave already.
-        seeds: of the neighbours of its weights.
-    """
+    """How far what is compared with a reference may be from it, by name."""
     expected = compute() if expected is None else expected
     found = []
     for seed in seeds:
@@ -81,7 +72,6 @@ def limits[T](
 
 
 def limit[T](compute: Callable[[], T], error: Callable[[T, T], float], model: nn.Module) -> float:
-    """Of one error."""
     return limits(compute, lambda one, other: {"": error(one, other)}, model)[""]
 
 

@@ -47,14 +47,22 @@ def forget_models() -> None:
         MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
 
-def leave(found: Any = None, output: str | Path | None = None, *, writer: int = 0) -> None:
-    """Leave together; one rank writes what was found.
+def of_all_ranks(found: Any) -> list[Any]:
+    """What each rank has found, on every rank."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    return everyone
 
-    Args:
-        found: by this rank.
-        output: where to; None to write nothing.
-        writer: the rank that writes.
-    """
+
+def largest(errors: dict[str, float]) -> dict[str, float]:
+    """Of all ranks, on every rank."""
+    values = torch.tensor(list(errors.values()), dtype=torch.float64)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return dict(zip(errors, values.tolist(), strict=True))
+
+
+def leave(found: Any = None, output: str | Path | None = None, *, writer: int = 0) -> None:
+    """Leave together; one rank writes what was found."""
     if output is not None and dist.get_rank() == writer:
         torch.save(found, output)
     dist.barrier()

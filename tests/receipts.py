@@ -1,7 +1,4 @@
-"""Receipts drawn on the spot, in the published format of `naver-clova-ix/cord-v2`.
-
-What lives here: records as that data set has them, and a saved data set of them.
-"""
+"""Receipts drawn on the spot, in the published format of `naver-clova-ix/cord-v2`."""
 
 from __future__ import annotations
 

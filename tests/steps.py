@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.checkpoint.formats.megatron.folder import find_iteration
+from qwen3vl_bridge.checkpoint.formats.megatron import find_iteration
 from qwen3vl_bridge.dist_train.joint_step import Modules
-from qwen3vl_bridge.parallel.collectives import max_over_ranks, sum_over_ranks
+from qwen3vl_bridge.parallel.collectives import max_of_each, sum_over_ranks
 from qwen3vl_bridge.training.process_groups import _join, groups_to_leave, leave_groups
 from qwen3vl_bridge.training.step import forward_step
 
@@ -41,43 +41,25 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 @dataclass(eq=False)
 class Run:
-    """What Megatron-Bridge's set-up makes of a configuration.
-
-    Attributes:
-        cfg: the configuration, complete.
-        state: Megatron-Bridge's global state.
-        model: this rank's part of the model, a chunk for each of its virtual pipeline stages, wrapped.
-        optimizer, scheduler: megatron-core's.
-        groups: this rank's process groups.
-        manager: saves and loads checkpoints.
-        stream: this rank's microbatches; None until it is given some, where the run was set up without data.
-        forward_step: one microbatch through the model.
-        callbacks: called before and after a step, while the run is `followed`.
-    """
+    """What Megatron-Bridge's set-up makes of a configuration."""
 
     cfg: ConfigContainer
     state: GlobalState
-    model: list[torch.nn.Module]
+    model: list[torch.nn.Module]  # a wrapped chunk for each virtual pipeline stage of this rank
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     groups: ProcessGroupCollection
     manager: CheckpointManager
-    stream: Iterator[Any] | None = None
+    stream: Iterator[Any] | None = None  # of microbatches
     forward_step: Callable = forward_step
-    callbacks: CallbackManager | None = None
+    callbacks: CallbackManager | None = None  # while the run is `followed`
 
     @property
     def progress(self) -> TrainState:
-        """Steps and samples done."""
         return self.state.train_state
 
     def fire(self, event: str, **more: Any) -> None:
-        """Call the callbacks that wait for an event of Megatron-Bridge's, as its loop does.
-
-        Args:
-            event: its name.
-            more: what they are given beside the run.
-        """
+        """Call the callbacks that wait for an event of Megatron-Bridge's, as its loop does."""
         if self.callbacks is not None:
             given = (self.state, self.model, self.callbacks.user_state, self.optimizer, self.scheduler)
             self.callbacks.fire(event, CallbackContext(*given, **more))
@@ -95,12 +77,7 @@ def followed(run: Run, callbacks: Sequence[Callback]) -> Iterator[dict[str, Any]
 
 
 def set_up(cfg: ConfigContainer, *, data: bool = True) -> Run:
-    """Everything as before the first step of `finetune()`: checkpoints loaded, data open.
-
-    Args:
-        cfg: a recipe's configuration. It is validated, and completed in place.
-        data: whether there are any; else the run's `stream` is to be set.
-    """
+    """Everything as before the first step of `finetune()`: checkpoints loaded, data open."""
     _join()
     destroy_global_state()  # of a run before
     leave_groups()
@@ -147,15 +124,11 @@ def forward_backward(
     iterators = list(itertools.tee(itertools.islice(batches, microbatches), len(run.model)))
     reports = _schedule(run)(
         forward_step_func=partial(run.forward_step, run.state),
-        data_iterator=iterators if len(iterators) > 1 else iterators[0],
-        model=run.model,
-        num_microbatches=microbatches,
-        seq_length=run.cfg.model.seq_length,
-        micro_batch_size=run.cfg.train.micro_batch_size,
-        forward_only=forward_only,
-        p2p_communicator=_communicator(run),
-        pg_collection=run.groups,
-    )
+        data_iterator=iterators if len(iterators) > 1 else iterators[0], model=run.model,
+        num_microbatches=microbatches, seq_length=run.cfg.model.seq_length,
+        micro_batch_size=run.cfg.train.micro_batch_size, forward_only=forward_only,
+        p2p_communicator=_communicator(run), pg_collection=run.groups,
+    )  # fmt: skip
     nothing = torch.zeros(2, dtype=torch.float64)  # stages before the last have no losses
     # Tensor-parallel ranks have the same losses.
     mine = (
@@ -171,7 +144,7 @@ def train_step(run: Run) -> dict[str, float]:
     entry = {
         "step": run.progress.step,
         # Stages before the last have none.
-        "loss": max_over_ranks(float(losses["lm loss"]) if losses else float("-inf")),
+        "loss": max_of_each([float(losses["lm loss"]) if losses else float("-inf")])[0],
         "lr": learning_rate,
         "grad_norm": float(grad_norm),
     }
@@ -182,16 +155,9 @@ def step_with_callbacks(run: Run) -> tuple[dict[str, torch.Tensor], bool, float 
     """The same step and nothing besides; returns losses, whether it was skipped, and the gradients' norm."""
     run.fire("on_train_step_start")
     losses, skipped, _, _, _, grad_norm, *_ = bridges.train_step(
-        partial(run.forward_step, run.state),
-        run.stream,
-        run.model,
-        run.optimizer,
-        run.scheduler,
-        run.state,
-        run.groups,
-        _schedule(run),
-        _communicator(run),
-    )
+        partial(run.forward_step, run.state), run.stream, run.model, run.optimizer, run.scheduler, run.state,
+        run.groups, _schedule(run), _communicator(run),
+    )  # fmt: skip
     run.fire("on_train_step_end", loss_dict=losses, grad_norm=grad_norm, skipped_iter=bool(skipped))
     run.progress.step += 1
     run.progress.consumed_train_samples += run.cfg.train.global_batch_size

@@ -1,11 +1,7 @@
-"""docs/callers.md says what is so: it has every call, and its generated part is that of the list.
-
-That the tests it names are there, `test_maintenance.py` sees of all pages.
-"""
+"""The list of upstream's tests that fail with this package, and the scripts of docs/callers.md."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import re
@@ -15,34 +11,18 @@ from pathlib import Path
 
 import pytest
 
+from scripts import upstream_tests
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "callers.md"
 
 
-@pytest.fixture(scope="module")
-def script():
-    """The script, which is no module of a package."""
-    spec = importlib.util.spec_from_file_location("upstream_tests", ROOT / "scripts" / "upstream_tests.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_every_call_of_a_framework_is_on_the_page():
-    modules = {path.name for path in (ROOT / "tests" / "frameworks").rglob("test_*.py")}
-    assert len(modules) > 5 and {name for name in modules if name not in PAGE.read_text()} == set()
-
-
-def test_the_table_is_that_of_the_list(script):
+def test_the_table_is_that_of_the_list():
     page = PAGE.read_text()
-    assert script.with_table(page, script.read_failures()) == page
+    assert upstream_tests.with_table(page, upstream_tests.read_failures()) == page
 
 
-def test_there_is_no_known_defect(script):
-    assert [entry for entry in script.read_failures() if entry["kind"] == "defect"] == []
-
-
-def test_what_is_unexpected_is_said(script):
+def test_what_is_unexpected_is_said():
     entries = [
         {"kind": "intended", "why": "so", "tests": ["a.py::T", "b.py::test_one[x]"]},
         {"kind": "machine", "why": "no GPU", "tests": ["c.py"]},
@@ -50,7 +30,7 @@ def test_what_is_unexpected_is_said(script):
 
     def compare(outcomes, *, whole=True, stock=False):
         found = {f"tests/unit_tests/{name}": {"outcome": outcome, "why": "E"} for name, outcome in outcomes.items()}
-        return script.compare(found, entries, whole=whole, stock=stock)
+        return upstream_tests.compare(found, entries, whole=whole, stock=stock)
 
     listed = {"a.py::T::test_one": "failed", "a.py::T::test_two[1]": "failed", "b.py::test_one[x]": "failed"}
     others = {"b.py::test_one[y]": "passed", "c.py::test_one": "failed", "c.py::test_two": "passed"}
@@ -76,13 +56,8 @@ def test_a_script_of_ones_own_trains_and_saves(whole, untied_folder, tmp_path):
     for name, place in places.items():
         script = script.replace(f'"{name}"', repr(str(place)))
     (tmp_path / "mine.py").write_text(script)
-    done = subprocess.run(
-        [sys.executable, "mine.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "4"
     assert (tmp_path / "run" / "metrics.jsonl").exists() == whole

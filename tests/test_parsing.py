@@ -126,7 +126,7 @@ def test_there_is_no_other_parser():
         if re.search(r"\b(json\.loads?|yaml\.\w*load\w*|OmegaConf\.load)\(", path.read_text())
     }
     # The other one reads what a tokenizer says of itself.
-    assert found == {"io/parsing.py", "data/processing/encoding.py"}
+    assert found == {"io/parsing.py", "data/encoding.py"}
 
 
 def test_long_texts_and_large_counts_are_no_long_numbers(tmp_path):

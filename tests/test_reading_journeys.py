@@ -136,12 +136,12 @@ def train_file(tmp_path) -> Path:
 
 def test_a_model(model, tmp_path):
     files = files_entered(MODEL, model, tmp_path)
-    assert len(files) <= 49, files
+    assert len(files) <= 32, files
 
 
 def test_an_import(model, tmp_path):
     files = files_entered(IMPORT, model, tmp_path / "megatron")
-    assert len(files) <= 50, files
+    assert len(files) <= 28, files
 
 
 def test_an_image(model, train_file):

@@ -16,7 +16,7 @@ DIST_TRAIN_PATCHES = 27_107
 def sft(
     size: str, *, family: str = "qwen3_vl", seq_length: int = 8 * K, global_batch_size: int = 32
 ) -> Qwen3VLConfigContainer:
-    """Full fine-tuning on conversations, packed into rows; the whole model is trained.
+    """Full fine-tuning on conversations, packed into rows of `seq_length` tokens; the whole model is trained.
 
     Args:
         size: of the model, a key of its family's presets.
@@ -100,11 +100,10 @@ def sft(
 
 
 def _allocator() -> dict[str, Any]:
-    """Environment variables for torch's allocator (expandable segments), which reduce fragmentation on nearly full
-    GPUs.
+    """Expandable segments, which reduce fragmentation on nearly full GPUs; the second variable because of the first.
 
-    Megatron-Bridge's recipes set the same two, the second because of the first. It sets them before CUDA is used,
-    unless the user has set them. The first has another name in torch, which comes second.
+    Megatron-Bridge's recipes have the same two, and its set-up keeps what the user has set by the first name. torch
+    also reads the one asked for here.
     """
     chosen = "PYTORCH_ALLOC_CONF" in os.environ
     return {} if chosen else {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "0"}
@@ -113,10 +112,7 @@ def _allocator() -> dict[str, Any]:
 def peft(size: str, *, dora: bool = False, **settings: Any) -> Qwen3VLConfigContainer:
     """LoRA on the language model's linear layers except routed experts; checkpoints contain only the adapters.
 
-    Args:
-        size: as for `sft`.
-        dora: DoRA instead of LoRA, for a model without tensor and pipeline parallelism.
-        settings: other arguments of `sft`.
+    DoRA instead needs a model without tensor and pipeline parallelism. `settings` are other arguments of `sft`.
     """
     from qwen3vl_bridge import Qwen3VLDoRA, Qwen3VLLoRA
 
@@ -131,12 +127,7 @@ def peft(size: str, *, dora: bool = False, **settings: Any) -> Qwen3VLConfigCont
 
 
 def pretrain(size: str, *, global_batch_size: int = 512, **settings: Any) -> Qwen3VLConfigContainer:
-    """Pretraining from given or random weights on large data, with rows assigned to ranks by cost.
-
-    Args:
-        size, global_batch_size: as for `sft`.
-        settings: other arguments of `sft`.
-    """
+    """Pretraining on large data, with rows assigned to ranks by cost. `settings` are other arguments of `sft`."""
     cfg = sft(size, global_batch_size=global_batch_size, **settings)
     cfg.train.train_iters, cfg.scheduler.lr_warmup_iters = 100_000, 1000
     cfg.optimizer.lr, cfg.optimizer.min_lr = 1e-4, 1e-5
@@ -145,12 +136,11 @@ def pretrain(size: str, *, global_batch_size: int = 512, **settings: Any) -> Qwe
     return cfg
 
 
-def fsdp(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
-    """Shard weights, gradients and optimizer with Megatron-FSDP, and use its checkpoint format.
+# All below change a configuration in place and return it.
 
-    Args:
-        cfg: changed in place.
-    """
+
+def fsdp(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
+    """Shard weights, gradients and optimizer with Megatron-FSDP, and use its checkpoint format."""
     import torch
 
     cfg.ddp.use_megatron_fsdp = True
@@ -166,47 +156,38 @@ def recompute_tower(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
     """Recompute the vision tower's layers in the backward pass.
 
     For rows full of images their activations take as much memory as the language model's; the cost in time is small.
-
-    Args:
-        cfg: changed in place.
     """
-    return _recompute(cfg, "vision_")
+    model = cfg.model
+    model.vision_recompute_granularity, model.vision_recompute_method = "full", "uniform"
+    model.vision_recompute_num_layers = 1
+    return cfg
 
 
 def keep_tower(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
-    """Turn off recomputation of the vision tower.
-
-    Args:
-        cfg: changed in place.
-    """
-    return _recompute(cfg, "vision_", granularity=None, method=None, layers=None)
+    """Turn off recomputation of the vision tower."""
+    model = cfg.model
+    model.vision_recompute_granularity = model.vision_recompute_method = model.vision_recompute_num_layers = None
+    return cfg
 
 
 def recompute_all(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
-    """Recompute every layer of both towers in the backward pass: a third more FLOPs.
-
-    Args:
-        cfg: changed in place.
-    """
-    return _recompute(recompute_tower(cfg), "")
+    """Recompute every layer of both towers in the backward pass: a third more FLOPs."""
+    model = recompute_tower(cfg).model
+    model.recompute_granularity, model.recompute_method, model.recompute_num_layers = "full", "uniform", 1
+    return cfg
 
 
 def recompute_layers(cfg: Qwen3VLConfigContainer, layers: int) -> Qwen3VLConfigContainer:
-    """Recompute this many language-model layers in addition to the vision tower's.
-
-    Args:
-        cfg: changed in place.
-        layers: of each pipeline stage.
-    """
-    return _recompute(recompute_tower(cfg), "", method="block", layers=layers)
+    """Recompute this many language-model layers of each pipeline stage in addition to the vision tower's."""
+    model = recompute_tower(cfg).model
+    model.recompute_granularity, model.recompute_method, model.recompute_num_layers = "full", "block", layers
+    return cfg
 
 
 def recompute_modules(cfg: Qwen3VLConfigContainer, *modules: str) -> Qwen3VLConfigContainer:
     """Recompute these modules of the language model's layers in addition to the vision tower's layers.
 
-    Args:
-        cfg: changed in place.
-        modules: megatron-core's names, some of which need Transformer Engine.
+    They have megatron-core's names; some need Transformer Engine.
     """
     model = recompute_tower(cfg).model
     model.recompute_granularity, model.recompute_modules = "selective", list(modules)
@@ -215,29 +196,8 @@ def recompute_modules(cfg: Qwen3VLConfigContainer, *modules: str) -> Qwen3VLConf
     return cfg
 
 
-def _recompute(
-    cfg: Qwen3VLConfigContainer,
-    tower: str,
-    *,
-    granularity: str | None = "full",
-    method: str | None = "uniform",
-    layers: int | None = 1,
-) -> Qwen3VLConfigContainer:
-    for name, value in (("granularity", granularity), ("method", method), ("num_layers", layers)):
-        setattr(cfg.model, f"{tower}recompute_{name}", value)
-    return cfg
-
-
 def split(cfg: Qwen3VLConfigContainer, *, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1) -> Qwen3VLConfigContainer:
-    """Set the parallel sizes; the remaining ranks are data-parallel.
-
-    Args:
-        cfg: changed in place.
-        tp: tensor-parallel size, with sequence parallelism; experts are not split.
-        pp: pipeline-parallel size.
-        cp: context-parallel size.
-        ep: expert-parallel size.
-    """
+    """Set the parallel sizes; the remaining ranks are data-parallel. Tensor-parallel ranks do not split experts."""
     model = cfg.model
     model.tensor_model_parallel_size, model.sequence_parallel = tp, tp > 1
     model.pipeline_model_parallel_size, model.context_parallel_size = pp, cp
@@ -250,7 +210,7 @@ def split(cfg: Qwen3VLConfigContainer, *, tp: int = 1, pp: int = 1, cp: int = 1,
 def dist_train(
     cfg: Qwen3VLConfigContainer, *, vision: int, language: int, vision_tp: int = 1
 ) -> Qwen3VLConfigContainer:
-    """Put the vision tower on separate ranks, the first ones; `split` then applies to the remaining ranks.
+    """Put the vision tower on ranks of its own, the first ones; `split` then applies to the remaining ranks.
 
     Args:
         cfg: changed in place.

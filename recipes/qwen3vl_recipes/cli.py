@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,28 +24,41 @@ Megatron-Bridge's own; for several devices, start it under torchrun."""
 
 
 def train(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl train") -> int:
-    """Train from given weights, or with `--from-scratch` from random ones.
+    """Train from given weights, or with `--from-scratch` from random ones. Errors end the process with 2."""
+    args = _parse(_parser(prog), arguments)
+    show_anything()
+    if args.list:
+        _show_recipes(as_json=args.json)
+        return 0
+    from qwen3vl_bridge.compat.library_logs import quiet, without_prints
 
-    Args:
-        arguments: as on the command line; None for those of the process.
-        prog: the program's name, for messages.
+    if not args.verbose:
+        quiet()
+    try:
+        chosen = find(args.recipe)
+        if args.dry_run:
+            _dry_run(args, chosen)
+            return 0
+        with contextlib.nullcontext() if args.verbose else without_prints():
+            _run(_configuration(args, chosen), needs_weights=not args.from_scratch)
+    # Megatron-Bridge checks a configuration with assertions, and whether the packages are there that it asks for.
+    except (ValueError, AssertionError, OSError, ModuleNotFoundError) as error:
+        if args.verbose:
+            raise
+        from qwen3vl_bridge.data.errors import DataError
 
-    Returns:
-        Exit status: 0. Errors end the process with 2.
-    """
-    parser = _parser("Train Qwen3-VL or Qwen3.5-VL with a recipe, from given weights or from scratch.", prog)
-    parser.add_argument("--from-scratch", action="store_true", help="start from random weights")
-    args = _parse(parser, arguments)
-    if args.from_scratch and args.pretrained_checkpoint is not None:
-        parser.error("--from-scratch and --pretrained-checkpoint, expected only one of them")
-    _command(args, needs_weights=not args.from_scratch)
+        if isinstance(error, DataError):
+            error = error.without_traceback()
+        show(f"error: {str(error) or repr(error)}\n(--verbose shows the traceback)", error=True)
+        sys.exit(BAD_INPUT)
     return 0
 
 
-def _parser(description: str, prog: str | None = None) -> argparse.ArgumentParser:
+def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=prog, description=description, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+        prog=prog, description="Train Qwen3-VL or Qwen3.5-VL with a recipe, from given weights or from scratch.",
+        epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     add = parser.add_argument
     add("--recipe", metavar="NAME", help="name of a recipe, or FILE.py:FUNCTION for your own")
     add("--list", action="store_true", help="list the recipes and exit")
@@ -55,6 +68,7 @@ def _parser(description: str, prog: str | None = None) -> argparse.ArgumentParse
     add("--data-path", metavar="DATA", help="folder with train.jsonl and perhaps valid.jsonl, or a file (dataset.path)")
     add("--pretrained-checkpoint", metavar="FOLDER", help="weights to start from: a Megatron checkpoint in either "
         "format, or a Hugging Face folder")  # fmt: skip
+    add("--from-scratch", action="store_true", help="start from random weights")
     add("--save", metavar="FOLDER", type=Path, help="folder of the run; an existing run there is continued")
     add("--config", metavar="FILE", action="append", default=[],
         help="YAML file with settings; may be given several times")  # fmt: skip
@@ -63,7 +77,6 @@ def _parser(description: str, prog: str | None = None) -> argparse.ArgumentParse
     add("--gpu", metavar="KIND", help="with --dry-run: kind of GPU, such as H100, H200, B200 (default: the recipe's)")
     add("--json", action="store_true", help="with --list or --dry-run: print JSON")
     add("--verbose", action="store_true", help="show Megatron's log and warnings, and the traceback of an error")
-    parser.set_defaults(from_scratch=False)
     add("settings", nargs="*", metavar="SETTING=VALUE", help="settings that override the recipe's")
     return parser
 
@@ -84,47 +97,20 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
         parser.error(f"--gpus is {args.gpus}, expected 1 or more")
     if not args.dry_run and (args.gpus or args.gpu):
         parser.error("--gpus and --gpu work only with --dry-run; torchrun sets the number of processes")
+    if args.from_scratch and args.pretrained_checkpoint is not None:
+        parser.error("--from-scratch and --pretrained-checkpoint, expected only one of them")
     return args
 
 
-def _command(args: argparse.Namespace, *, needs_weights: bool) -> None:
-    show_anything()
-    if args.list:
-        _show_recipes(as_json=args.json)
-        return
-    from qwen3vl_bridge.compat.library_logs import quiet, without_prints
-
-    if not args.verbose:
-        quiet()
-    try:
-        chosen = find(args.recipe)
-        if args.dry_run:
-            _dry_run(args, chosen, needs_weights=needs_weights)
-            return
-        with contextlib.nullcontext() if args.verbose else without_prints():
-            cfg = _configuration(args, chosen, needs_weights=needs_weights)
-            _run(cfg, needs_weights=needs_weights)
-    # Megatron-Bridge checks a configuration with assertions, and whether the packages are there that it asks for.
-    except (ValueError, AssertionError, OSError, ModuleNotFoundError) as error:
-        if args.verbose:
-            raise
-        from qwen3vl_bridge.data.errors import DataError
-
-        if isinstance(error, DataError):
-            error = error.without_traceback()
-        show(f"error: {str(error) or repr(error)}\n(--verbose shows the traceback)", error=True)
-        sys.exit(BAD_INPUT)
-
-
-def _dry_run(args: argparse.Namespace, chosen: Recipe, *, needs_weights: bool) -> None:
+def _dry_run(args: argparse.Namespace, chosen: Recipe) -> None:
     from qwen3vl_recipes import dry_run
 
     where = {"gpus": args.gpus or chosen.gpus or 1, "gpu": args.gpu or chosen.gpu}
     if not args.json:
-        dry_run.show(_configuration(args, chosen, needs_weights=needs_weights), **where)
+        dry_run.show(_configuration(args, chosen), **where)
         return
     with contextlib.redirect_stdout(sys.stderr):  # for what Megatron-Bridge prints
-        found = dry_run.dump(_configuration(args, chosen, needs_weights=needs_weights), **where)
+        found = dry_run.dump(_configuration(args, chosen), **where)
     show(json.dumps(found, indent=2))
 
 
@@ -139,15 +125,15 @@ def _show_recipes(*, as_json: bool) -> None:
     print("Some of these names also exist in Megatron-Bridge, with other settings: docs/recipes.md.", file=sys.stderr)
 
 
-def _configuration(args: argparse.Namespace, chosen: Recipe, *, needs_weights: bool) -> ConfigContainer:
+def _configuration(args: argparse.Namespace, chosen: Recipe) -> ConfigContainer:
     """The recipe's configuration, with the command line's changes."""
-    from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import find_model
+    from qwen3vl_bridge.checkpoint.formats.huggingface import find_model
 
     from qwen3vl_recipes import overrides
     from qwen3vl_recipes.paths import check_data, set_paths
 
     if args.hf_model is not None and Path(args.hf_model).is_dir():
-        from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
+        from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
 
         ModelConfig(args.hf_model)  # refuses another model's folder before the slow import of Megatron
     elif args.hf_model is not None:
@@ -165,14 +151,14 @@ def _configuration(args: argparse.Namespace, chosen: Recipe, *, needs_weights: b
     overrides.apply(cfg, args.settings, args.config)
     if args.from_scratch and (weights := cfg.checkpoint.pretrained_checkpoint) is not None:
         raise ValueError(f"checkpoint.pretrained_checkpoint is {weights}, expected None with --from-scratch")
-    if cfg.peft is not None and not needs_weights and cfg.checkpoint.pretrained_checkpoint is None:
+    if cfg.peft is not None and args.from_scratch and cfg.checkpoint.pretrained_checkpoint is None:
         raise ValueError("peft trains adapters of given weights: expected --pretrained-checkpoint, or peft=null")
     if args.dry_run:
         return cfg
     if cfg.checkpoint.save is None:
         raise ValueError("checkpoint.save is None, expected a folder used only by this run: give --save")
     check_data(cfg)
-    if needs_weights and cfg.checkpoint.pretrained_checkpoint is None:
+    if not args.from_scratch and cfg.checkpoint.pretrained_checkpoint is None:
         model = cfg.model.hf_model_id
         cfg.checkpoint.pretrained_checkpoint = model if Path(model).is_dir() else str(find_model(model))
     return cfg
@@ -182,15 +168,11 @@ def _run(cfg: ConfigContainer, *, needs_weights: bool) -> None:
     import qwen3vl_bridge
     from qwen3vl_bridge.training.callbacks import training_callbacks
 
-    _loop(needs_weights)(cfg, qwen3vl_bridge.forward_step, callbacks=training_callbacks(cfg))
-
-
-def _loop(needs_weights: bool) -> Callable:
     try:
         if needs_weights:
-            from megatron.bridge.training.finetune import finetune as train
+            from megatron.bridge.training.finetune import finetune as loop
         else:
-            from megatron.bridge.training.pretrain import pretrain as train
+            from megatron.bridge.training.pretrain import pretrain as loop
     except ModuleNotFoundError as error:
         raise ValueError(f"Megatron-Bridge's training loop needs {error.name}, which is missing") from error
-    return train
+    loop(cfg, qwen3vl_bridge.forward_step, callbacks=training_callbacks(cfg))

@@ -23,10 +23,6 @@ def finalised(cfg: ConfigContainer, world_size: int) -> ConfigContainer:
 
     Data and initial weights need not exist.
 
-    Args:
-        cfg: a recipe's; it is not changed.
-        world_size: number of ranks.
-
     Raises:
         ValueError, AssertionError: settings that contradict each other or this number of ranks.
     """
@@ -65,10 +61,6 @@ def _world_of(size: int) -> Iterator[None]:
 def memory_plan(cfg: ConfigContainer, world_size: int) -> MemoryEstimate:
     """The memory of each rank on GPUs with Transformer Engine.
 
-    Args:
-        cfg: a recipe's; it is not changed.
-        world_size: number of ranks.
-
     Raises:
         ValueError: a setting that changes memory and is not modelled.
     """
@@ -84,13 +76,7 @@ def _for_gpus(complete: ConfigContainer) -> ConfigContainer:
 
 
 def dump(cfg: ConfigContainer, *, gpus: int, gpu: str) -> dict[str, Any]:
-    """For JSON output: settings, and the memory plan in bytes or why there is none.
-
-    Args:
-        cfg: the run's configuration.
-        gpus: number of GPUs.
-        gpu: their kind.
-    """
+    """For JSON output: settings, and the memory plan in bytes or why there is none."""
     from qwen3vl_bridge.planning.from_config import plan_of
     from qwen3vl_bridge.planning.hardware import gpu_of
     from qwen3vl_bridge.planning.plan_reports import dump_estimate
@@ -108,13 +94,7 @@ def dump(cfg: ConfigContainer, *, gpus: int, gpu: str) -> dict[str, Any]:
 
 
 def show(cfg: ConfigContainer, *, gpus: int, gpu: str) -> None:
-    """Print the settings as YAML, then the plan: memory, and the planner's first split for these rows and GPUs.
-
-    Args:
-        cfg: the run's configuration.
-        gpus: number of GPUs.
-        gpu: their kind.
-    """
+    """Print the settings as YAML, then the plan: memory, and the planner's first split for these rows and GPUs."""
     from qwen3vl_bridge.planning.from_config import plan_of, proposals_for_run
     from qwen3vl_bridge.planning.hardware import gpu_of
     from qwen3vl_bridge.planning.plan_reports import describe_first, print_estimate

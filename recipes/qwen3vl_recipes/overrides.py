@@ -20,12 +20,7 @@ _ALIKE = {float: (float, int), list: (list, tuple), tuple: (list, tuple)}
 
 
 def apply(cfg: ConfigContainer, words: Sequence[str] = (), files: Sequence[str | Path] = ()) -> ConfigContainer:
-    """Change a configuration in place: files in their order, then words.
-
-    Args:
-        cfg: a recipe's.
-        words: in Hydra's syntax.
-        files: YAML, with any part of the configuration.
+    """Change a configuration in place: YAML files in their order, then words in Hydra's syntax.
 
     Raises:
         ValueError: a setting that does not exist, or a value of another type than the recipe's.

@@ -57,8 +57,8 @@ def check_data(cfg: ConfigContainer) -> None:
         DataError: data that cannot be opened or would all be dropped (see `Qwen3VLConversationProvider.check_samples`).
     """
     from qwen3vl_bridge import Qwen3VLConversationProvider
-    from qwen3vl_bridge.data.row_settings import SPLITS
-    from qwen3vl_bridge.data.sources.hub import HUB
+    from qwen3vl_bridge.data.dataset_provider import SPLITS
+    from qwen3vl_bridge.data.sources.opening import HUB
 
     if not isinstance(cfg.dataset, Qwen3VLConversationProvider):
         return

@@ -16,24 +16,7 @@ if TYPE_CHECKING:
 
     RecipeFunction = TypeVar("RecipeFunction", bound=Callable[[], ConfigContainer])
 
-_MODULES = (
-    "qwen3_vl.qwen3_vl_2b",
-    "qwen3_vl.qwen3_vl_4b",
-    "qwen3_vl.qwen3_vl_8b",
-    "qwen3_vl.qwen3_vl_32b",
-    "qwen3_vl.qwen3_vl_30b_a3b",
-    "qwen3_vl.qwen3_vl_235b_a22b",
-    "qwen3_5.qwen35_vl_800m",
-    "qwen3_5.qwen35_vl_2b",
-    "qwen3_5.qwen35_vl_4b",
-    "qwen3_5.qwen35_vl_9b",
-    "qwen3_5.qwen35_vl_27b",
-    "qwen3_5.qwen35_vl_35b_a3b",
-    "qwen3_5.qwen35_vl_122b_a10b",
-    "qwen3_5.qwen35_vl_397b_a17b",
-    "qwen3_5.qwen35_vl_proxy",
-    "digits",
-)
+_MODULES = ("qwen3_vl", "qwen35_vl", "digits")
 
 
 @dataclass(frozen=True)
@@ -60,12 +43,7 @@ _registered: dict[str, Recipe] = {}
 
 
 def recipe(*, gpus: int, gpu: str = "H100") -> Callable[[RecipeFunction], RecipeFunction]:
-    """Register the function below as a recipe.
-
-    Args:
-        gpus: number of GPUs that it is meant for.
-        gpu: their kind.
-    """
+    """Register the function below as a recipe for this number and kind of GPUs."""
 
     def register(function: RecipeFunction) -> RecipeFunction:
         _registered[function.__name__] = Recipe(function, gpus, gpu)

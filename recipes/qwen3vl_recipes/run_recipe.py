@@ -39,11 +39,7 @@ def main() -> None:
 
 
 def offer_recipes(runner: ModuleType) -> None:
-    """Replace the recipes, step and training functions that the script looks up by ours.
-
-    Args:
-        runner: the script's `recipe_runner`.
-    """
+    """Replace the recipes, step and training functions that the script's `recipe_runner` looks up by ours."""
     import qwen3vl_bridge
 
     theirs = importlib.import_module("megatron.bridge.recipes")

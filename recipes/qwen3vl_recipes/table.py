@@ -25,13 +25,7 @@ _MOST_NODES = 128
 def smallest(recipe: Recipe, gpu: str) -> tuple[int, MemoryEstimate] | None:
     """The fewest GPUs of a kind on which a recipe fits with its parallel sizes, and the memory of each.
 
-    Args:
-        recipe: the recipe.
-        gpu: a key of `GPUS`.
-
-    Returns:
-        None if it fits on none of the numbers that were tried: the recipe's own, 1, a node, and doubled from there.
-        With separate vision ranks only the recipe's own number is tried.
+    Tried are the recipe's own number, 1, a node, and doubled from there; with separate vision ranks only its own.
     """
     from qwen3vl_bridge.planning.hardware import GPUS
 

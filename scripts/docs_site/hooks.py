@@ -1,8 +1,7 @@
 """What mkdocs calls while it builds the site (`hooks` in mkdocs.yml).
 
-What lives here: the pages at the repository's root as pages of the site; generated parts put into their places; links
-that lead out of the site; GitHub's Markdown in the dialect of mkdocs; that the built site loads nothing from the
-network. What may not: text of pages.
+The pages at the repository's root become pages of the site, generated parts are put into their places, GitHub's
+Markdown becomes the dialect of mkdocs, and a site that loads something from the network is refused.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from scripts.docs_site import commands, settings
+from scripts.docs_site import reference
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -69,10 +68,10 @@ def on_post_build(config: Any) -> None:
 def generated(kind: str, which: str | None) -> str:
     """What stands in a page for `<!-- generated: KIND WHICH -->`."""
     if kind == "settings":
-        return "\n".join(settings.table(group) for group in settings.GROUPS[which or ""])
+        return "\n".join(reference.table(group) for group in reference.GROUPS[which or ""])
     if kind == "api":
         return "\n".join(f"::: {name}\n" for name in public_names(ROOT / PUBLIC[which or ""]))
-    return {"commands": commands.commands, "recipes": commands.recipes}[kind]()
+    return {"commands": reference.commands, "recipes": reference.recipes}[kind]()
 
 
 def public_names(file: Path) -> list[str]:

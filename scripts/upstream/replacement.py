@@ -1,8 +1,5 @@
 """A plugin of pytest for Megatron-Bridge's own tests: the names they import from it are this project's classes.
 
-What lives here: what is replaced, and a report of every test. What may not: which failures are expected
-(`failures.toml`), starting pytest (`../upstream_tests.py`).
-
 The package is imported in either case: without it Megatron-Bridge cannot be imported where Transformer Engine is
 missing. With `--stock` nothing is replaced, and `sitecustomize.py` has seen to it that the package registers nothing.
 """
@@ -93,8 +90,7 @@ def _get_rope_index(
 ) -> tuple[Any, Any]:
     """Upstream's function by the model's door: positions [3, B, S], and how far each segment's go beyond its tokens."""
     from qwen3vl_bridge.batch import mrope_positions
-    from qwen3vl_bridge.models.caller_inputs import arrange
-    from qwen3vl_bridge.models.caller_masks import real_tokens
+    from qwen3vl_bridge.models.inputs import arrange, real_tokens
 
     from megatron.core.packed_seq_params import PackedSeqParams
 

@@ -8,12 +8,7 @@ from typing import Any
 
 
 def load(package: str, public: Mapping[str, str], name: str) -> Any:
-    """The result of a package's `__getattr__`.
-
-    Args:
-        package: its name.
-        public: its public names, and the module of each.
-        name: the requested name.
+    """The result of a package's `__getattr__` for a name, by its public names and the module of each.
 
     Raises:
         AttributeError: the name is not public.

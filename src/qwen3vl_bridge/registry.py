@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 if TYPE_CHECKING:
-    from qwen3vl_bridge.weights.dimensions import Dimensions
-    from qwen3vl_bridge.weights.rows import Row
+    from qwen3vl_bridge.weights.rows import Dimensions, Row
 
 _MEGATRON_BRIDGE = "megatron.bridge.models"
-_KERNELS = "qwen3vl_bridge.models.qwen3_5.linear_attention.kernels"
+_KERNELS = "qwen3vl_bridge.models.qwen3_5.delta_rule"
 
 
 @dataclass(frozen=True)
@@ -88,16 +87,13 @@ class Family:
         """See `fields`."""
         return load(self.fields)(config)
 
-    def said_by_run(self, model: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    def run_fields_of(self, model: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
         """See `fields_of_run`."""
         return load(self.fields_of_run)(model, found)
 
     def config_of(self, config: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
-        """A config in which optional parts are counted as in a checkpoint with these tensors.
-
-        Args:
-            config: the checkpoint's, which transformers does not change when it saves a model without such a part.
-            names: of the tensors, Hugging Face's or Megatron's.
+        """A config, which transformers does not change when it saves a model without an optional part, with those parts
+        counted as in a checkpoint with these tensors, by Hugging Face's or Megatron's names.
         """
         for condition, layers in self.optional.items():
             rows = (row for row in self.rows() if row.condition == condition)
@@ -145,18 +141,12 @@ _FAMILIES: dict[str, Family] = {
     for one in (
         _ours(
             "qwen3_vl",
-            {
-                "qwen3_vl": "Qwen3VLForConditionalGeneration",
-                "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
-            },
+            {"qwen3_vl": "Qwen3VLForConditionalGeneration", "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration"},
             dist_train=True,
         ),
         _ours(
             "qwen3_5",
-            {
-                "qwen3_5": "Qwen3_5ForConditionalGeneration",
-                "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
-            },
+            {"qwen3_5": "Qwen3_5ForConditionalGeneration", "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration"},
             released_experts=ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT,
             optional={"mtp": "mtp_num_hidden_layers"},
             replacements={
@@ -250,10 +240,7 @@ def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
 
 
 def preset(name: str) -> dict[str, Any]:
-    """The `config.json` of a released model. A size of several families is the first one's; hub ids are unique.
-
-    Args:
-        name: a size or a hub id.
+    """The `config.json` of a released model, by its size or hub id; a size of several families is the first one's.
 
     Raises:
         ValueError: no family has it.

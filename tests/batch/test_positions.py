@@ -88,20 +88,11 @@ def test_equal_to_transformers_on_random_batches(seed):
             SequenceLayout.rows(lengths, max(lengths) + int(random.integers(0, 4))),
         ):
             result = positions(flat(layout, samples), layout, samples)
-            assert result.dtype == torch.int64 and result.shape == (
-                3,
-                layout.num_rows,
-                layout.total // layout.num_rows,
-            )
+            assert result.dtype == torch.int64 and result.shape == (3, layout.num_rows, layout.total // layout.num_rows)
             result = result.flatten(1)
             assert not result[:, layout.padding_mask()].any()
             for sample, start in zip(samples, layout.cu_seqlens_padded.tolist(), strict=False):
-                torch.testing.assert_close(
-                    result[:, start : start + len(sample[0])],
-                    reference(sample),
-                    rtol=0,
-                    atol=0,
-                )
+                torch.testing.assert_close(result[:, start : start + len(sample[0])], reference(sample), rtol=0, atol=0)
 
 
 def test_text_counts_up_in_each_segment():
@@ -113,16 +104,8 @@ def test_text_counts_up_in_each_segment():
 def test_neighbouring_pictures_need_no_token_between_them():
     """Transformers reads two pictures without a token between them as one; the grids say where one ends."""
     ids = [1] + [IMAGE] * 6
-    result = positions(
-        torch.tensor([ids]),
-        SequenceLayout.rows([7], 7),
-        [(ids, [[1, 2, 4], [1, 4, 4]], [])],
-    )
-    assert result[:, 0].tolist() == [
-        [0, 1, 1, 3, 3, 3, 3],
-        [0, 1, 1, 3, 3, 4, 4],
-        [0, 1, 2, 3, 4, 3, 4],
-    ]
+    result = positions(torch.tensor([ids]), SequenceLayout.rows([7], 7), [(ids, [[1, 2, 4], [1, 4, 4]], [])])
+    assert result[:, 0].tolist() == [[0, 1, 1, 3, 3, 3, 3], [0, 1, 1, 3, 3, 4, 4], [0, 1, 2, 3, 4, 3, 4]]
 
 
 I, V, S, E = IMAGE, VIDEO, START, END  # noqa: E741  one letter each, so that rows below read as rows
@@ -131,83 +114,17 @@ I, V, S, E = IMAGE, VIDEO, START, END  # noqa: E741  one letter each, so that ro
 @pytest.mark.parametrize(
     ("ids", "lengths", "images", "videos", "message"),
     [
-        (
-            [S, I, I, E, 1, 1],
-            [4, 2],
-            [],
-            [],
-            "segment 0: 2 image tokens from token 1 on .* found 2 .* expected 0",
-        ),
-        (
-            [1, 1, S, I, I, E],
-            [2, 4],
-            [[1, 2, 2]],
-            [],
-            "segment 1: 1 image tokens from token 4 on .* expected 1 for 1",
-        ),
-        (
-            [S, I, E, S, I, E],
-            [3, 3],
-            [[1, 2, 2], [1, 2, 4]],
-            [],
-            "segment 1: images? 1 of 1 x 1 x 2 tokens found 1",
-        ),
-        (
-            [S, I, I, E, 1, 1],
-            [6],
-            [[1, 2, 4], [1, 2, 2]],
-            [],
-            "the batch: image 1 of 1 x 1 x 1 tokens found 0",
-        ),
-        (
-            [S, I, E, I, I, E],
-            [6],
-            [[1, 2, 6]],
-            [],
-            "segment 0: image 0 of 1 x 1 x 3 tokens found 1 .* expected 3",
-        ),
-        (
-            [1, 1, I, I, 1, 1],
-            [3, 3],
-            [[1, 2, 4]],
-            [],
-            "segment 0: image 0 .* found 1 image tokens in one run, exp.* 2",
-        ),
-        (
-            [S, V, V, E, 1, 1],
-            [6],
-            [],
-            [[2, 2, 4]],
-            "the batch: video frame 1 of 1 x 1 x 2 tokens found 0 .* found 2",
-        ),
-        (
-            [S, V, V, E, 1, 1],
-            [6],
-            [[1, 2, 4]],
-            [],
-            "the batch: image 0 of 1 x 1 x 2 tokens found 0 image tokens",
-        ),
-        (
-            [S, I, E, 1, 1, I],
-            [5],
-            [[1, 2, 2], [1, 2, 2]],
-            [],
-            "segment 1: image token at 5 is in padding",
-        ),
-        (
-            [S, I, I, E],
-            [4],
-            [[1, 2, 3]],
-            [],
-            "image 0: found a grid of 1 x 2 x 3 .* divisible by 2",
-        ),
-        (
-            [S, I, I, E],
-            [4],
-            [[0, 2, 4]],
-            [],
-            "image 0: found a grid of 0 x 2 x 4 patches, expected positive",
-        ),
+        ([S, I, I, E, 1, 1], [4, 2], [], [], "segment 0: 2 image tokens from token 1 on .* found 2 .* expected 0"),
+        ([1, 1, S, I, I, E], [2, 4], [[1, 2, 2]], [], "segment 1: 1 image tokens from token 4 on .* expected 1 for 1"),
+        ([S, I, E, S, I, E], [3, 3], [[1, 2, 2], [1, 2, 4]], [], "segment 1: images? 1 of 1 x 1 x 2 tokens found 1"),
+        ([S, I, I, E, 1, 1], [6], [[1, 2, 4], [1, 2, 2]], [], "the batch: image 1 of 1 x 1 x 1 tokens found 0"),
+        ([S, I, E, I, I, E], [6], [[1, 2, 6]], [], "segment 0: image 0 of 1 x 1 x 3 tokens found 1 .* expected 3"),
+        ([1, 1, I, I, 1, 1], [3, 3], [[1, 2, 4]], [], "segment 0: image 0 .* found 1 image tokens in one run, exp.* 2"),
+        ([S, V, V, E, 1, 1], [6], [], [[2, 2, 4]], "the batch: video frame 1 of 1 x 1 x 2 tokens found 0 .* found 2"),
+        ([S, V, V, E, 1, 1], [6], [[1, 2, 4]], [], "the batch: image 0 of 1 x 1 x 2 tokens found 0 image tokens"),
+        ([S, I, E, 1, 1, I], [5], [[1, 2, 2], [1, 2, 2]], [], "segment 1: image token at 5 is in padding"),
+        ([S, I, I, E], [4], [[1, 2, 3]], [], "image 0: found a grid of 1 x 2 x 3 .* divisible by 2"),
+        ([S, I, I, E], [4], [[0, 2, 4]], [], "image 0: found a grid of 0 x 2 x 4 patches, expected positive"),
     ],
 )
 def test_pictures_and_tokens_that_disagree_are_refused(ids, lengths, images, videos, message):
@@ -219,22 +136,10 @@ def test_pictures_and_tokens_that_disagree_are_refused(ids, lengths, images, vid
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            {"rows": torch.ones(1, 7, dtype=torch.int64)},
-            r"input_ids: found \[1, 7\], expected \[1, 8\]",
-        ),
-        (
-            {"rows": torch.ones(2, 4, dtype=torch.int64)},
-            r"input_ids: found \[2, 4\], expected \[1, 8\]",
-        ),
-        (
-            {"grid": torch.tensor([1, 2, 2])},
-            r"image grids: found \[3\] torch.int64, expected \[K, 3\] integers",
-        ),
-        (
-            {"grid": torch.ones(1, 3)},
-            r"image grids: found \[1, 3\] torch.float32, expected \[K, 3\] integers",
-        ),
+        ({"rows": torch.ones(1, 7, dtype=torch.int64)}, r"input_ids: found \[1, 7\], expected \[1, 8\]"),
+        ({"rows": torch.ones(2, 4, dtype=torch.int64)}, r"input_ids: found \[2, 4\], expected \[1, 8\]"),
+        ({"grid": torch.tensor([1, 2, 2])}, r"image grids: found \[3\] torch.int64, expected \[K, 3\] integers"),
+        ({"grid": torch.ones(1, 3)}, r"image grids: found \[1, 3\] torch.float32, expected \[K, 3\] integers"),
     ],
 )
 def test_shapes_that_disagree_are_refused(call, message):

@@ -92,32 +92,15 @@ def test_offsets_and_padding_mask_follow_the_lengths(case):
 def test_rows():
     layout = SequenceLayout.rows([3, 4], 4)
     assert (layout.num_rows, layout.packed, layout.total) == (2, False, 8)
-    assert layout.cu_seqlens.tolist() == [
-        0,
-        3,
-        7,
-    ] and layout.cu_seqlens_padded.tolist() == [0, 4, 8]
+    assert layout.cu_seqlens.tolist() == [0, 3, 7] and layout.cu_seqlens_padded.tolist() == [0, 4, 8]
     assert token_index(layout, 2, 1).tolist() == [[1, 5], [2, 6]]
 
 
 def test_packed_row_pads_each_segment_and_the_row():
     layout = SequenceLayout.packed_row([3, 4, 5], multiple=4, total=24)
     assert layout.packed and layout.padded_lengths == (4, 4, 8, 8) and layout.lengths == (3, 4, 5, 0)
-    assert layout.padding_mask().nonzero().squeeze(-1).tolist() == [
-        3,
-        13,
-        14,
-        15,
-        *range(16, 24),
-    ]
-    assert token_index(layout, 2, 0, 2, 1).squeeze(1).tolist() == [
-        14,
-        15,
-        16,
-        17,
-        22,
-        23,
-    ]
+    assert layout.padding_mask().nonzero().squeeze(-1).tolist() == [3, 13, 14, 15, *range(16, 24)]
+    assert token_index(layout, 2, 0, 2, 1).squeeze(1).tolist() == [14, 15, 16, 17, 22, 23]
     assert SequenceLayout.packed_row([4, 4], multiple=4, total=8).lengths == (4, 4)
 
 
@@ -141,61 +124,31 @@ def offsets(*values: int) -> torch.Tensor:
     ("make", "message"),
     [
         (lambda: SequenceLayout.rows([], 4), "found 0 lengths"),
-        (
-            lambda: SequenceLayout.rows([3, 5], 4),
-            "segment 1: 5 tokens do not fit a padded length of 4",
-        ),
+        (lambda: SequenceLayout.rows([3, 5], 4), "segment 1: 5 tokens do not fit a padded length of 4"),
         (lambda: SequenceLayout.rows([3, -1], 4), "segment 1: -1 tokens"),
-        (
-            lambda: SequenceLayout.packed_row([3, 0]),
-            "segment 1: 0 tokens do not fit a padded length of 0",
-        ),
+        (lambda: SequenceLayout.packed_row([3, 0]), "segment 1: 0 tokens do not fit a padded length of 0"),
         (lambda: SequenceLayout.packed_row([3], multiple=0), "at least 1: found 0"),
         (
             lambda: SequenceLayout.packed_row([3, 4], multiple=4, total=7),
             "2 segments take 8 tokens, padded to multiples of 4: expected at most 7",
         ),
-        (
-            lambda: SequenceLayout.packed_row([3], multiple=4, total=10),
-            "has 6 unused tokens after the last segment",
-        ),
+        (lambda: SequenceLayout.packed_row([3], multiple=4, total=10), "has 6 unused tokens after the last segment"),
         (
             lambda: SequenceLayout(offsets(0, 3), offsets(0, 4), 2, (3,), (4,)),
             r"2 padded rows need 2 segments of one padded length: found 1 segments of \[4\]",
         ),
-        (
-            lambda: SequenceLayout(offsets(0, 3, 6), offsets(0, 4, 9), 2, (3, 3), (4, 5)),
-            r"segments of \[4, 5\]",
-        ),
-        (
-            lambda: SequenceLayout(offsets(0, 2), offsets(0, 4), 1, (3,), (4,)),
-            r"cu_seqlens: found \[0, 2\]",
-        ),
-        (
-            lambda: SequenceLayout(offsets(0, 3), offsets(0, 5), 1, (3,), (4,)),
-            r"cu_seqlens_padded: found \[0, 5\]",
-        ),
+        (lambda: SequenceLayout(offsets(0, 3, 6), offsets(0, 4, 9), 2, (3, 3), (4, 5)), r"segments of \[4, 5\]"),
+        (lambda: SequenceLayout(offsets(0, 2), offsets(0, 4), 1, (3,), (4,)), r"cu_seqlens: found \[0, 2\]"),
+        (lambda: SequenceLayout(offsets(0, 3), offsets(0, 5), 1, (3,), (4,)), r"cu_seqlens_padded: found \[0, 5\]"),
         (
             lambda: SequenceLayout(offsets(0, 3).long(), offsets(0, 4), 1, (3,), (4,)),
             r"cu_seqlens: found \[2\] torch.int64, expected \[2\] torch.int32",
         ),
-        (
-            lambda: token_index(SequenceLayout.rows([8, 8], 10), 2, 0),
-            "segment 0: a padded length of 10 .* 4 chunks",
-        ),
+        (lambda: token_index(SequenceLayout.rows([8, 8], 10), 2, 0), "segment 0: a padded length of 10 .* 4 chunks"),
         (lambda: token_index(SequenceLayout.rows([3, 3], 3), 1, 0, 2, 0), "3 tokens a row .* over 2 sequence"),
-        (
-            lambda: token_index(SequenceLayout.rows([8, 8], 8), 2, 2),
-            "context-parallel rank 2 .* group of 2",
-        ),
-        (
-            lambda: token_index(SequenceLayout.rows([8, 8], 8), 1, 0, 2, -1),
-            "sequence-parallel rank -1 .* group of 2",
-        ),
-        (
-            lambda: token_index(SequenceLayout.rows([8, 8], 8), 2, 0, 3, 0),
-            "4 tokens a row .* over 3 sequence",
-        ),
+        (lambda: token_index(SequenceLayout.rows([8, 8], 8), 2, 2), "context-parallel rank 2 .* group of 2"),
+        (lambda: token_index(SequenceLayout.rows([8, 8], 8), 1, 0, 2, -1), "sequence-parallel rank -1 .* group of 2"),
+        (lambda: token_index(SequenceLayout.rows([8, 8], 8), 2, 0, 3, 0), "4 tokens a row .* over 3 sequence"),
     ],
 )
 def test_contradictions_are_refused_with_both_numbers(make, message):

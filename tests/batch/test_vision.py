@@ -25,12 +25,7 @@ def test_patches_lie_where_transformers_puts_them(merge):
     random = np.random.default_rng(merge)
     for _ in range(100):
         grids = random_grids(random, merge)
-        torch.testing.assert_close(
-            patch_positions(grids, merge),
-            get_vision_position_ids(grids, merge),
-            rtol=0,
-            atol=0,
-        )
+        torch.testing.assert_close(patch_positions(grids, merge), get_vision_position_ids(grids, merge), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("side", "merge"), [(48, 2), (4, 2), (7, 1), (16, 3)])
@@ -91,18 +86,7 @@ def test_no_pictures_have_no_patches():
 
 def test_slots_are_rows_of_images_then_videos():
     ids = torch.tensor([[1, IMAGE, IMAGE, 2, VIDEO], [VIDEO, 3, IMAGE, 4, 5]])
-    assert vision_slots(ids, IMAGE, VIDEO, 3).tolist() == [
-        -1,
-        0,
-        1,
-        -1,
-        3,
-        4,
-        -1,
-        2,
-        -1,
-        -1,
-    ]
+    assert vision_slots(ids, IMAGE, VIDEO, 3).tolist() == [-1, 0, 1, -1, 3, 4, -1, 2, -1, -1]
     assert vision_slots(torch.ones(2, 3), IMAGE, VIDEO, 0).tolist() == [-1] * 6
     with pytest.raises(ValueError, match="found 3 image tokens, expected 4"):
         vision_slots(ids, IMAGE, VIDEO, 4)
@@ -126,14 +110,7 @@ def test_vision_inputs_are_images_then_videos():
         images, videos = random_grids(random, 2, frames=2), random_grids(random, 2)
         pixels, clips = (torch.randn(int(grids.prod(-1).sum()), 3) for grids in (images, videos))
         both = torch.cat((images, videos))
-        inputs = make_vision_inputs(
-            pixels,
-            images,
-            clips,
-            videos,
-            num_position_embeddings=64,
-            spatial_merge_size=2,
-        )
+        inputs = make_vision_inputs(pixels, images, clips, videos, num_position_embeddings=64, spatial_merge_size=2)
         assert inputs is not None
         assert torch.equal(inputs.pixel_values, torch.cat((pixels, clips)))
         assert torch.equal(inputs.cu_seqlens, get_vision_cu_seqlens(both))
@@ -158,34 +135,13 @@ def test_vision_inputs_of_one_kind_or_none(kind):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (
-            {"pixel_values": None},
-            "image pixels: found 0 patches, expected 8 for 1 image grids",
-        ),
-        (
-            {"image_grid_thw": None},
-            "image pixels: found 8 patches, expected 0 for 0 image grids",
-        ),
-        (
-            {"pixel_values": torch.zeros(7, 3)},
-            "image pixels: found 7 patches, expected 8",
-        ),
-        (
-            {"pixel_values_videos": torch.zeros(4, 3)},
-            "video pixels: found 4 patches, expected 0",
-        ),
-        (
-            {"image_grid_thw": torch.tensor([[1, 8, 1]])},
-            "image 0: found a grid of 1 x 8 x 1 .* divisible by 2",
-        ),
-        (
-            {"video_grid_thw": torch.tensor([[1, 2, 4], [1, 3, 4]])},
-            "video 1: found a grid of 1 x 3 x 4",
-        ),
-        (
-            {"num_position_embeddings": 15},
-            "found 15 position embeddings, expected a square number",
-        ),
+        ({"pixel_values": None}, "image pixels: found 0 patches, expected 8 for 1 image grids"),
+        ({"image_grid_thw": None}, "image pixels: found 8 patches, expected 0 for 0 image grids"),
+        ({"pixel_values": torch.zeros(7, 3)}, "image pixels: found 7 patches, expected 8"),
+        ({"pixel_values_videos": torch.zeros(4, 3)}, "video pixels: found 4 patches, expected 0"),
+        ({"image_grid_thw": torch.tensor([[1, 8, 1]])}, "image 0: found a grid of 1 x 8 x 1 .* divisible by 2"),
+        ({"video_grid_thw": torch.tensor([[1, 2, 4], [1, 3, 4]])}, "video 1: found a grid of 1 x 3 x 4"),
+        ({"num_position_embeddings": 15}, "found 15 position embeddings, expected a square number"),
     ],
 )
 def test_pixels_and_grids_that_disagree_are_refused(changed, message):

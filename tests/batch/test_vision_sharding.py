@@ -120,9 +120,9 @@ def test_shares_make_up_the_whole(images, videos, work, ranks):
     encoded = [encode(part) for part in parts]
     assert assignment.counts == tuple(map(len, encoded))
     assert [part is None for part in parts] == [len(tokens) == 0 for tokens in encoded]
-    assert assignment.places.dtype == torch.int64
-    assert sorted(assignment.places.tolist()) == list(range(len(vision.pixel_values) // 4))
-    assert torch.equal(torch.cat(encoded)[assignment.places], encode(vision))
+    assert assignment.encoded_index.dtype == torch.int64
+    assert sorted(assignment.encoded_index.tolist()) == list(range(len(vision.pixel_values) // 4))
+    assert torch.equal(torch.cat(encoded)[assignment.encoded_index], encode(vision))
 
 
 @given(images=st.lists(GRIDS, min_size=1, max_size=8), work=WORKS, ranks=st.integers(1, 4))
@@ -153,7 +153,7 @@ def test_the_only_frame_is_one_ranks():
     assignment = assign_vision(vision, VisionWork(1, 1, 4), 3)
     assert [assignment.part(vision, rank) is None for rank in range(3)] == [False, True, True]
     assert assignment.counts == (2, 0, 0)
-    assert assignment.places.tolist() == [0, 1]
+    assert assignment.encoded_index.tolist() == [0, 1]
 
 
 def test_frames_that_are_no_whole_tokens_are_refused():

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import copy_side_files, import_checkpoint
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest
 import torch

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import struct
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint.formats.byte_streams import SegmentReader
-from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
-from qwen3vl_bridge.checkpoint.formats.dcp.reader import DcpTensors
-from qwen3vl_bridge.checkpoint.formats.slices import Slice
+from qwen3vl_bridge.checkpoint.formats import planned_files
+from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
+from qwen3vl_bridge.checkpoint.formats.dcp_reader import DcpTensors
+from qwen3vl_bridge.checkpoint.formats.tensors import SegmentReader, Slice
 from qwen3vl_bridge.cli.convert import main
+from qwen3vl_bridge.io.files import read_object, write_object
 
+import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -76,6 +80,51 @@ def model_with(folder: Path, source: Path, change) -> Path:
     return folder
 
 
+def model_with_config(folder: Path, source: Path, change: dict) -> Path:
+    """A copy of a model with fields of its configuration changed, or some of a section's."""
+    shutil.copytree(source, folder)
+    config = read_object(folder / "config.json")
+    for name, value in change.items():
+        section = isinstance(value, dict) and value and isinstance(config.get(name), dict)
+        config[name] = config[name] | value if section else value
+    write_object(folder / "config.json", config)
+    return folder
+
+
+@contextlib.contextmanager
+def before_each_unit(do: Callable[..., object], unit_bytes: int | None = None) -> Iterator[None]:
+    """Call something before a unit that was written is noted."""
+    original = planned_files._commit
+
+    def commit(*arguments):
+        do(*arguments)
+        original(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planned_files, "_commit", commit)
+        if unit_bytes is not None:
+            patch.setattr(planned_files, "UNIT_BYTES", unit_bytes)
+        yield
+
+
+@contextlib.contextmanager
+def broken_disk(count: int, unit_bytes: int | None = None, why: tuple = (5, "Input/output error")) -> Iterator[None]:
+    """A disk that refuses after a number of units."""
+    done = []
+
+    def fail_later(*_):
+        done.append(1)
+        if len(done) > count:
+            raise OSError(*why)
+
+    with before_each_unit(fail_later, unit_bytes):
+        yield
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def change_missing(tensors):
     del tensors[NORM]
 
@@ -93,12 +142,12 @@ def change_all(tensors):
         change(tensors)
 
 
-def expect_error(capsys, arguments: list[str], *parts: str) -> str:
+def expect_error(capsys, arguments: list[str], *parts: str, options: tuple[str, ...] | list[str] = ()) -> str:
     """Run the command line; it must fail with one error that has these parts, and change nothing on disk."""
     around = Path(arguments[-1]).parents[1]
     before = sorted(path.as_posix() for path in around.rglob("*"))
     capsys.readouterr()
-    assert main([*arguments[:1], "--no-progress", *arguments[1:]]) == 2
+    assert main([*arguments[:1], "--no-progress", *options, *arguments[1:]]) == 2
     out, error = capsys.readouterr()
     assert not out
     assert error.startswith("error: ") and error.count("error: ") == 1 and "Traceback" not in error

@@ -15,7 +15,7 @@ from qwen3vl_bridge.checkpoint import (
     verify_checksums,
     verify_reformatted,
 )
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest
 import torch

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import export_checkpoint, import_checkpoint
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest
 from torch.distributed.checkpoint import FileSystemReader

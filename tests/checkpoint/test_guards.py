@@ -10,13 +10,11 @@ import shutil
 import time
 
 from qwen3vl_bridge.checkpoint import CheckpointError, export_checkpoint, import_checkpoint, verify_checkpoint
-from qwen3vl_bridge.checkpoint.engine import copying
 from qwen3vl_bridge.checkpoint.formats import planned_files
-from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
-from qwen3vl_bridge.cli.convert import main
+from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
 from qwen3vl_bridge.io import atomic
-from qwen3vl_bridge.io.json_files import read_object, write_object
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.io.files import read_object, write_object
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest
 import torch
@@ -24,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.expert_layouts import relayout
 
-from .support import expect_error, hf_tensors, importing, stock_load
+from .support import before_each_unit, broken_disk, expect_error, hf_tensors, importing, model_with_config, stock_load
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,43 +48,30 @@ def test_gate_and_up_of_different_dtypes_are_cast_before_they_are_transposed(gat
     assert again.keys() == apart.keys() and all(torch.equal(again[name], apart[name]) for name in apart)
 
 
-def interrupt_after(monkeypatch, count: int):
-    done, original = [], copying._commit
-
-    def fail_later(*arguments):
-        done.append(1)
-        if len(done) > count:
-            raise OSError(5, "Input/output error")
-        original(*arguments)
-
+@pytest.fixture
+def small_units(monkeypatch):
     monkeypatch.setattr(planned_files, "UNIT_BYTES", 1 << 18)
-    monkeypatch.setattr(copying, "_commit", fail_later)
-    return lambda: monkeypatch.setattr(copying, "_commit", original)
 
 
-def test_a_unit_that_waits_for_the_disk_holds_up_one_other_at_most(untied_folder, tmp_path, monkeypatch):
+def test_a_unit_that_waits_for_the_disk_holds_up_one_other_at_most(untied_folder, tmp_path, small_units):
     """Two are written at a time, and no more files are open than that."""
-    running, most, original = [], [], copying._commit
+    running, most = [], []
 
-    def wait(file, *arguments):
+    def wait(file, *_):
         running.append(file)
         most.append(len(running))
         time.sleep(0.05)
         running.remove(file)
-        original(file, *arguments)
 
-    monkeypatch.setattr(planned_files, "UNIT_BYTES", 1 << 18)
-    monkeypatch.setattr(copying, "_commit", wait)
-    import_checkpoint(untied_folder, tmp_path / "m", verify=True)
+    with before_each_unit(wait):
+        import_checkpoint(untied_folder, tmp_path / "m", verify=True)
     assert len(most) > 5 and max(most) == 2
 
 
-def test_resume_notices_that_elements_come_from_elsewhere(untied_folder, tmp_path, monkeypatch):
+def test_resume_notices_that_elements_come_from_elsewhere(untied_folder, tmp_path, small_units):
     model = shutil.copytree(untied_folder, tmp_path / "model")
-    mend = interrupt_after(monkeypatch, 5)
-    with pytest.raises(CheckpointError, match="stays in"):
+    with broken_disk(5), pytest.raises(CheckpointError, match="stays in"):
         import_checkpoint(model, tmp_path / "m", resume=True)
-    mend()
     config = read_object(model / "config.json")
     config["vision_config"]["num_heads"] //= 2  # the same shapes, interleaved in another way
     write_object(model / "config.json", config)
@@ -99,13 +84,11 @@ def test_resume_notices_that_elements_come_from_elsewhere(untied_folder, tmp_pat
 
 
 def test_resume_goes_on_under_another_spelling_and_not_from_what_was_not_waited_for(
-    untied_folder, tmp_path, monkeypatch
+    untied_folder, tmp_path, small_units
 ):
     for sync, resumed in ((True, True), (False, False)):
-        mend = interrupt_after(monkeypatch, 5)
-        with pytest.raises(CheckpointError, match="stays in"):
+        with broken_disk(5), pytest.raises(CheckpointError, match="stays in"):
             import_checkpoint(str(untied_folder), tmp_path / "m", resume=True, sync=sync, overwrite=True)
-        mend()
         again = {"resume": True, "overwrite": True}
         if resumed:
             assert import_checkpoint(f"{untied_folder}/", tmp_path / "m", **again).resumed
@@ -114,32 +97,25 @@ def test_resume_goes_on_under_another_spelling_and_not_from_what_was_not_waited_
             import_checkpoint(f"{untied_folder}/", tmp_path / "m", **again)
 
 
-def test_a_source_that_changes_while_it_is_read(untied_folder, tmp_path, monkeypatch):
-    model, original = shutil.copytree(untied_folder, tmp_path / "model"), copying._commit
-
-    def touch(*arguments):
-        os.utime(model / "model.safetensors")
-        original(*arguments)
-
-    monkeypatch.setattr(copying, "_commit", touch)
-    with pytest.raises(CheckpointError, match="changed while it was being read"):
+def test_a_source_that_changes_while_it_is_read(untied_folder, tmp_path):
+    model = shutil.copytree(untied_folder, tmp_path / "model")
+    touched = before_each_unit(lambda *_: os.utime(model / "model.safetensors"))
+    with touched, pytest.raises(CheckpointError, match="changed while it was being read"):
         import_checkpoint(model, tmp_path / "m")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
-def test_what_came_to_the_targets_place_meanwhile_is_kept(untied_folder, tmp_path, monkeypatch):
+def test_what_came_to_the_targets_place_meanwhile_is_kept(untied_folder, tmp_path):
     import_checkpoint(untied_folder, tmp_path / "m")
-    original = copying._commit
 
-    def intrude(*arguments):
+    def intrude(*_):
         if (tmp_path / "m" / "iter_0000000").exists():
             shutil.rmtree(tmp_path / "m")
             (tmp_path / "m").mkdir()
             (tmp_path / "m" / "precious").write_text("x")
-        original(*arguments)
 
-    monkeypatch.setattr(copying, "_commit", intrude)
-    with pytest.raises(CheckpointError, match=r"was not written by a conversion .* so it is not replaced"):
+    replaced = pytest.raises(CheckpointError, match=r"was not written by a conversion .* so it is not replaced")
+    with before_each_unit(intrude), replaced:
         import_checkpoint(untied_folder, tmp_path / "m", overwrite=True)
     assert [path.name for path in tmp_path.rglob("*")] == ["m", "precious"]
 
@@ -246,22 +222,15 @@ def test_metadata_without_end(data, saved, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "part"),
+    ("section", "field", "part"),
     [
-        (
-            {"text_config": {"num_hidden_layers": 10**9}},
-            "num_hidden_layers is 1000000000, expected a whole number from 1 to 10000",
-        ),
-        ({"vision_config": {"depth": 10**9}}, "depth is 1000000000"),
+        ("text_config", "num_hidden_layers", " is 1000000000, expected a whole number from 1 to 10000"),
+        ("vision_config", "depth", " is 1000000000"),
     ],
 )
-def test_counts_without_end(capsys, tmp_path, untied_folder, change, part):
-    model = shutil.copytree(untied_folder, tmp_path / "model")
-    config = read_object(model / "config.json")
-    for section, fields in change.items():
-        config[section] |= fields
-    write_object(model / "config.json", config)
-    expect_error(capsys, importing(model, tmp_path), part)
+def test_counts_without_end(capsys, tmp_path, untied_folder, section, field, part):
+    model = model_with_config(tmp_path / "model", untied_folder, {section: {field: 10**9}})
+    expect_error(capsys, importing(model, tmp_path), field + part)
 
 
 def test_json_that_is_too_deep_or_too_long_or_no_text(capsys, tmp_path, untied_folder):
@@ -280,8 +249,3 @@ def test_json_that_is_too_deep_or_too_long_or_no_text(capsys, tmp_path, untied_f
 def test_the_number_of_processes_is_one(capsys, monkeypatch, untied_folder, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "x")
     expect_error(capsys, importing(untied_folder, tmp_path), "WORLD_SIZE is 'x'")
-
-
-def test_inspect_of_what_is_no_model(capsys, tmp_path):
-    assert main(["inspect", "--hf-model", str(tmp_path / "none")]) == 2
-    assert "is not a Hugging Face model: it has no config.json; there is no such folder" in capsys.readouterr().err

@@ -12,14 +12,13 @@ from qwen3vl_bridge.checkpoint import (
     verify_checkpoint,
     verify_reformatted,
 )
-from qwen3vl_bridge.checkpoint.stored_models.config_comparison import check_same_model
-from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
-from qwen3vl_bridge.io.json_files import read_object, write_object
+from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, check_same_model
+from qwen3vl_bridge.io.files import read_object, write_object
 from qwen3vl_bridge.models.qwen3_vl import presets
 
 import pytest
 
-from .support import expect_error
+from .support import expect_error, model_with_config
 
 
 def written(folder, config: dict) -> ModelConfig:
@@ -109,11 +108,8 @@ def test_other_spellings_are_of_the_same_model(size, tmp_path):
 def test_nothing_is_converted_by_another_models_configuration(
     section, fields, capsys, tmp_path, untied_folder, imported
 ):
-    model = shutil.copytree(untied_folder, tmp_path / "model")
-    config = read_object(model / "config.json")
-    before = dict(config[section])
-    config[section] |= fields
-    write_object(model / "config.json", config)
+    model = model_with_config(tmp_path / "model", untied_folder, {section: fields})
+    before = read_object(untied_folder / "config.json")[section]
     parts = ["describes another model than", *(f"{section}.{n} is {v!r}, expected {before[n]!r}"
                                                for n, v in fields.items())]  # fmt: skip
     arguments = ["--hf-model", str(model), "--megatron-path", str(imported)]

@@ -7,14 +7,14 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from qwen3vl_bridge.cli import doctor, machine
+from qwen3vl_bridge.cli import doctor
 from qwen3vl_bridge.cli.main import main
 
 import pytest
 from packaging.requirements import Requirement
 
 GIB = 2**30
-HERE = machine.Machine(
+HERE = doctor.Machine(
     python="3.12.1",
     glibc="2.39",
     packages={"torch": "2.13.0+cpu", "av": None, "matplotlib": None, **dict.fromkeys(doctor._OPTIONAL, "9.9")},
@@ -32,7 +32,7 @@ HERE = machine.Machine(
 WANTED = [Requirement(text) for text in ("torch>=2.6", "av>=12; extra == 'video'", "matplotlib>=3; extra == 'demo'")]
 
 
-def missing(found: machine.Machine) -> list[doctor.Missing]:
+def missing(found: doctor.Machine) -> list[doctor.Missing]:
     return doctor._missing(doctor.packages(WANTED, found), found, "==3.12.*")
 
 
@@ -101,9 +101,9 @@ def test_this_machine(capsys, tmp_path):
 
 
 def test_what_cannot_be_imported_is_status_1(capsys, monkeypatch):
-    original = machine.why_not
+    original = doctor.why_not
     broken = "megatron.core: ImportError: undefined symbol"
-    monkeypatch.setattr(machine, "why_not", lambda *names: broken if len(names) > 1 else original(*names))
+    monkeypatch.setattr(doctor, "why_not", lambda *names: broken if len(names) > 1 else original(*names))
     assert doctor.main(["--path", str(Path.cwd())]) == 1
     said = capsys.readouterr().out
     assert f"training cannot be imported: {broken}" in " ".join(said.split())
@@ -113,8 +113,8 @@ def test_what_cannot_be_imported_is_status_1(capsys, monkeypatch):
 def test_a_broken_package_is_told_from_a_whole_one(tmp_path, monkeypatch):
     (tmp_path / "built_for_another.py").write_text("raise OSError('libcudart.so.99: cannot open\\nlong story')")
     monkeypatch.syspath_prepend(tmp_path)
-    assert machine.why_not("json") is None
-    assert machine.why_not("json", "built_for_another") == "built_for_another: OSError: libcudart.so.99: cannot open"
+    assert doctor.why_not("json") is None
+    assert doctor.why_not("json", "built_for_another") == "built_for_another: OSError: libcudart.so.99: cannot open"
 
 
 def test_a_package_that_is_only_on_the_path_is_status_2(capsys, monkeypatch):

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 
-from qwen3vl_bridge.checkpoint.formats.safetensors.writer import SINGLE
+from qwen3vl_bridge.checkpoint.formats.huggingface import SINGLE
 from qwen3vl_bridge.cli import main as program
 from qwen3vl_bridge.cli.main import main
 

@@ -53,8 +53,8 @@ def server(monkeypatch):
 @pytest.fixture
 def get(server, tmp_path):
     """Downloads a path of the server into a cache of its own."""
-    from qwen3vl_bridge.data.media.downloads import Downloader
-    from qwen3vl_bridge.data.media.url_cache import UrlCache
+    from qwen3vl_bridge.data.downloading import Downloader
+    from qwen3vl_bridge.data.media.media_access import UrlCache
 
     cache = UrlCache(tmp_path / "cache")
 

@@ -8,7 +8,7 @@ from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from qwen3vl_bridge.data.media import downloads
+from qwen3vl_bridge.data import downloading
 
 from PIL import Image
 
@@ -72,7 +72,7 @@ def fetched_from(monkeypatch):
     """A server that is asked without a proxy, and again after no time."""
     for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(downloads, "WAITS", (0.01, 0.02))
+    monkeypatch.setattr(downloading, "WAITS", (0.01, 0.02))
     server = Server()
     yield server
     server.close()

@@ -12,7 +12,7 @@ from typing import Any
 
 from qwen3vl_bridge.cli import data as command
 from qwen3vl_bridge.data import DataError, open_source
-from qwen3vl_bridge.data.schemas.named_schemas import SCHEMAS
+from qwen3vl_bridge.data.schemas.record_schemas import SCHEMAS
 from qwen3vl_bridge.data.sources.mixture import mixed_sets
 
 import pytest

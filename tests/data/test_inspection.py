@@ -13,15 +13,22 @@ from pathlib import Path
 
 from qwen3vl_bridge.cli.data import main
 from qwen3vl_bridge.data import DataError, SampleFilter, Samples, open_source
-from qwen3vl_bridge.data.inspection.html_report import _MOST_OPEN, _histogram, _ticks, html_parts, write_html
-from qwen3vl_bridge.data.inspection.summary import (
+from qwen3vl_bridge.data.inspection import (
     InspectionSettings,
     inspect_samples,
+    unpatched,
     view_sample,
     without_repeated_advice,
 )
-from qwen3vl_bridge.data.inspection.text_report import as_json, as_text
-from qwen3vl_bridge.data.inspection.unpatchify import unpatched
+from qwen3vl_bridge.data.inspection_report import (
+    _MOST_OPEN,
+    _histogram,
+    _ticks,
+    as_json,
+    as_text,
+    html_parts,
+    write_html,
+)
 
 import numpy as np
 import pytest
@@ -129,7 +136,7 @@ def test_pictures_of_the_report_are_the_resized_ones(tmp_path, inspect, processo
 def test_large_pictures_are_inlined_as_jpeg(tmp_path, inspect, monkeypatch):
     Image.new("RGB", (96, 64), (200, 30, 90)).save(tmp_path / "a.png")
     record = conversation("yes", question=[{"type": "image", "image": "a.png"}])
-    monkeypatch.setattr("qwen3vl_bridge.data.inspection.html_report._MOST_PNG_PIXELS", 0)
+    monkeypatch.setattr("qwen3vl_bridge.data.inspection_report._MOST_PNG_PIXELS", 0)
     page = "".join(html_parts(inspect(write(tmp_path / "train.jsonl", [record]), pictures=True), "train.jsonl"))
     (found,) = inlined(page)
     assert "data:image/jpeg;" in page and found.shape == (64, 96, 3)
@@ -179,7 +186,7 @@ def test_a_fault_of_ours_names_the_sample(train_file, inspect, monkeypatch):
     def fail(*_, **__):
         raise TypeError("no such thing")
 
-    monkeypatch.setattr("qwen3vl_bridge.data.inspection.summary.view_sample", fail)
+    monkeypatch.setattr("qwen3vl_bridge.data.inspection.view_sample", fail)
     with pytest.raises(TypeError, match="no such thing") as caught:
         inspect(train_file, start=3)
     assert caught.value.__notes__ == ["while looking at sample 3, counted from 0"]

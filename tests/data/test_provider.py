@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import qwen3vl_bridge
 from qwen3vl_bridge.data import DataError
-from qwen3vl_bridge.data.processing.processor import VisionLimits
+from qwen3vl_bridge.data.encoding import VisionLimits
 
 import pytest
 import torch

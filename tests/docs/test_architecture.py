@@ -54,22 +54,6 @@ def test_no_module_imports_itself_by_way_of_others(package):
     assert not circle_in(graph), " -> ".join(circle_in(graph))
 
 
-def test_circles_are_found():
-    known = {"p", "p.a", "p.b", "p.c"}
-    sources = {
-        "p.a": "from p import b",
-        "p.b": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p.c import C",
-        "p.c": "import os\ndef f():\n    import p.a",
-    }
-    graph = {name: set(imports_in(source, known)) for name, source in sources.items()}
-    assert circle_in(graph) in (
-        ["p.a", "p.b", "p.c", "p.a"],
-        ["p.b", "p.c", "p.a", "p.b"],
-        ["p.c", "p.a", "p.b", "p.c"],
-    )
-    assert circle_in(graph | {"p.c": set()}) == []
-
-
 def test_packages_are_listed_in_the_order_that_the_linter_enforces():
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     (layers,) = (one["layers"] for one in contracts if one["name"] == "a package imports only packages below it")
@@ -149,15 +133,10 @@ def test_replaced_functions_are_those_of_the_page():
             listed[file] = listed.get(file, "") + names
     listed["compat/import_hook.py"] += "`exec_module`"
     package = ROOT / "src" / "qwen3vl_bridge"
-    replacing = {"data/energon/records.py"}  # by objects, not by functions
+    replacing = {"data/energon/task_encoder.py"}  # by objects, not by functions
     for path in sorted(package.rglob("*.py")):
         name = path.relative_to(package).as_posix()
         found = replaced_in(path.read_text()) - NOT_REPLACED.get(name, set())
         assert {one for one in found if f"`{one}`" not in listed.get(name, "")} == set(), name
         replacing |= {name} if found else set()
     assert listed.keys() == replacing
-
-
-def test_replaced_functions_are_found():
-    source = "def mine(): pass\ndef patch(module, run):\n    run.step, run.lr = mine, 1\n    module.FLAG = True\n"
-    assert replaced_in(source) == {"step", "FLAG"}

@@ -1,15 +1,23 @@
-"""The demo to its end, in fewer steps: what it exports reads digits it has not seen; and a checkpoint of one's own."""
+"""The demo to its end, in fewer steps: what it exports reads digits it has not seen; and a checkpoint of one's own. Its
+data is honest, and its report says what the model said.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
+from examples.digits import report
+from examples.digits.dataset import QUESTION, conversation, make_dataset
 from examples.digits.demo import GOAL
 from tests.forked import ROOT
 
@@ -23,7 +31,6 @@ def demo(work: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def accuracies(output: str) -> tuple[float, float]:
-    """Before and after training."""
     before, after = (float(one) / 100 for one in re.findall(r"accuracy (?:before|after) .*?([\d.]+)%", output))
     return before, after
 
@@ -53,3 +60,119 @@ def test_a_checkpoint_of_ones_own(untied_folder, tmp_path):
     made = {path.name for path in (tmp_path / "demo").iterdir()}
     assert {"megatron", "run", "hf_finetuned", "answers.png", "loss.png"} <= made and "hf" not in made
     assert before == {path.name: path.read_bytes() for path in untied_folder.iterdir() if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return make_dataset(tmp_path_factory.mktemp("digits"))
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def image_of(row):
+    return row["messages"][0]["content"][0]["image"]
+
+
+def digit_of(row):
+    return row["messages"][1]["content"][0]["text"]
+
+
+# The dataset
+
+
+def test_split_is_stratified_complete_and_disjoint(dataset):
+    train, test = read(dataset.train), read(dataset.test)
+    assert (len(train), len(test)) == (1437, 360)
+    assert len({image_of(row) for row in train + test}) == 1797
+    counts, held_out = Counter(map(digit_of, train + test)), Counter(map(digit_of, test))
+    for digit in map(str, range(10)):
+        assert abs(held_out[digit] - 0.2 * counts[digit]) <= 1, digit
+
+
+def test_no_held_out_picture_is_in_training_under_another_name(dataset):
+    folder = dataset.train.parent
+    train, test = ({(folder / image_of(row)).read_bytes() for row in read(path)} for path in dataset)
+    assert not train & test
+
+
+def test_rows_are_conversations_about_a_picture_that_opens(dataset):
+    row = read(dataset.test)[0]
+    assert row == conversation(image_of(row), digit_of(row))
+    assert row["messages"][0]["content"][1] == {"type": "text", "text": QUESTION}
+    with Image.open(dataset.test.parent / image_of(row)) as picture:
+        assert picture.size == (64, 64)
+        assert len(np.unique(np.asarray(picture))) > 50  # a scan, not an empty sheet
+
+
+def test_dataset_depends_on_its_seed_alone(dataset, tmp_path):
+    again, other = make_dataset(tmp_path / "again"), make_dataset(tmp_path / "other", seed=1, held_out=0.5)
+    assert [path.read_text() for path in again] == [path.read_text() for path in dataset]
+    assert len(read(other.test)) == 899
+    name = image_of(read(dataset.test)[0])
+    assert (again.test.parent / name).read_bytes() == (dataset.test.parent / name).read_bytes()
+
+
+# The report
+
+
+def few(dataset, folder, sizes):
+    """A test file of pictures in several sizes, so that a batch needs padding."""
+    rows = read(dataset.test)[: len(sizes)]
+    for number, (row, size) in enumerate(zip(rows, sizes, strict=True)):
+        with Image.open(dataset.test.parent / image_of(row)) as picture:
+            picture.resize(size).save(folder / f"{number}.png")
+        row["messages"][0]["content"][0]["image"] = f"{number}.png"
+    path = folder / "few.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_untrained_model_answers_by_chance_and_alike_in_any_batch(untied_folder, dataset, tmp_path):
+    path = few(dataset, tmp_path, [(64, 64), (128, 64), (32, 32), (96, 160)])
+    alone, together = (report.answer(untied_folder, path, batch_size=size) for size in (1, 4))
+    assert alone == together
+    assert [one.truth for one in alone] == [digit_of(row) for row in read(path)]
+    assert all(one.image.is_file() for one in alone)
+    assert report.accuracy(report.answer(untied_folder, dataset.test)) <= 0.15
+
+
+def test_answer_names_a_row_it_cannot_ask(untied_folder, tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps({"messages": conversation("x.png", "7")["messages"][:1]}) + "\n")
+    with pytest.raises(ValueError, match="expected a picture in the question"):
+        report.answer(untied_folder, path)
+
+
+def answers_about(dataset, texts):
+    rows = read(dataset.test)[: len(texts)]
+    return [
+        report.Answer(dataset.test.parent / image_of(row), digit_of(row), digit_of(row) if text is None else text)
+        for row, text in zip(rows, texts, strict=True)
+    ]
+
+
+def test_accuracy_counts_exact_answers(dataset):
+    assert report.accuracy(answers_about(dataset, [None, None, "", "It is a digit"])) == 0.5
+    with pytest.raises(ValueError, match="0 answers"):
+        report.accuracy([])
+
+
+@pytest.mark.parametrize("texts", [[None] * 3, ["$x^", "数字", "\n"], [None, "much too long to draw"] * 10])
+def test_answer_sheet_is_a_picture(dataset, tmp_path, texts):
+    report.answer_sheet(answers_about(dataset, texts), tmp_path / "sheet.png", most=15)
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        assert sheet.format == "PNG"
+        red = (np.asarray(sheet.convert("RGB")) == (200, 16, 46)).all(-1).any()
+    assert red == any(text is not None for text in texts)
+
+
+def test_loss_curve_is_a_picture_and_needs_losses(tmp_path):
+    log = [{"step": step, "loss": 3.0 / step, "grad_norm": 1.0} for step in range(1, 20)]
+    report.loss_curve([*log, {"step": 10, "valid_loss": 0.4}], tmp_path / "loss.png")
+    with Image.open(tmp_path / "loss.png") as curve:
+        assert curve.format == "PNG"
+    with pytest.raises(ValueError, match="none with a loss"):
+        report.loss_curve([{"step": 1}], tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()

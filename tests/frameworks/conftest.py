@@ -27,8 +27,8 @@ def _groups():
 
 @pytest.fixture(scope="module", params=["dense", "MoE"])
 def folder(request):
-    """A Hugging Face folder of each family."""
-    return request.getfixturevalue({"dense": "untied_folder", "MoE": "moe_folder"}[request.param])
+    names = {"dense": "untied_folder", "tied": "tied_folder", "MoE": "moe_folder"}
+    return request.getfixturevalue(names[request.param])
 
 
 @pytest.fixture(scope="module")

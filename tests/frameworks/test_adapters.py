@@ -4,7 +4,8 @@ Sources: verl/workers/config/megatron_peft.py, verl/utils/{megatron_utils,checkp
 verl/workers/engine/megatron/transformer_impl.py (get_per_tensor_param); nemo_rl/models/megatron/setup.py, examples/
 converters/convert_lora_to_hf.py; miles/backends/megatron_utils/lora_utils.py; Megatron-Bridge's recipes/utils/
 dataset_utils.py, training/checkpointing.py, examples/conversion/adapter/stream_adapter_weights.py. ms-swift has
-adapters of its own (mcore-bridge), and asks none of this.
+adapters of its own (mcore-bridge), and asks none of this. Refusals:
+`tests/model/adapters/test_stock_adapters.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.training.process_groups import initialize
 
 import pytest
 import torch
@@ -28,8 +28,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from tests.model.adapters.peft_models import check_logits, reference_logits, worst_difference
+from tests.adapters.adapted_models import check_logits, reference_logits, worst_difference
 from tests.parity.batches import make_batch, make_samples
+from tests.parity.conftest import build
 
 ALL = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 SPLIT = ["linear_q", "linear_k", "linear_v", "linear_proj", "linear_fc1_up", "linear_fc1_gate", "linear_fc2"]
@@ -43,11 +44,7 @@ class Model:
         self.folder, self.bridge = folder, AutoBridge.from_hf_pretrained(str(folder))
         provider = self.bridge.to_megatron_provider(load_weights=True)
         provider.register_pre_wrap_hook(hook)
-        provider.finalize()
-        initialize(provider, seed=0)
-        self.chunks = provider.provide_distributed_model(
-            wrap_with_ddp=False, use_cpu_initialization=True, mixed_precision_wrapper=None
-        )
+        self.chunks = [build(provider)]
         with torch.no_grad():  # as if trained
             for name, p in self.chunks[0].named_parameters():
                 if ".adapter." in name:
@@ -64,17 +61,14 @@ class Model:
         return [flat[a : a + n] for a, n in zip(starts, batch.layout.lengths, strict=True) if n]
 
     def check(self, model: torch.nn.Module) -> None:
-        """A model of transformers, or of `peft`, says the same."""
         check_logits(self.logits(), model, self.samples)
 
     def base(self) -> torch.nn.Module:
-        """Of transformers, without adapters."""
         model = AutoModelForImageTextToText.from_pretrained(self.folder)
         assert worst_difference(self.logits(), reference_logits(model, self.samples)) > 0.5
         return model
 
     def check_folder(self, folder: Path) -> None:
-        """A folder of adapters, as `peft` loads it."""
         base = self.base()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -134,7 +128,6 @@ class TestVerl:
         assert experts == (both if any("experts" in name for name in expected) else set())
 
     def test_a_checkpoint(self, model, tmp_path):
-        """_save_model_as_hf_via_bridge."""
         model, peft = model
         model.bridge.save_hf_adapter(model.chunks, str(tmp_path / "adapter"), peft)
         model.check_folder(tmp_path / "adapter")
@@ -162,11 +155,6 @@ class TestNemoRL:
             model.chunks, tmp_path / "adapter", peft_config=peft, base_model_name_or_path=str(folder)
         )
         model.check_folder(tmp_path / "adapter")
-
-    def test_tied_embeddings(self, tied_folder):
-        """2B and 4B: generation would run without the output layer's adapter, so it says what to leave out."""
-        with pytest.raises(ValueError, match=r"output_layer, .* expected it in exclude_modules"):
-            Model(tied_folder, lambda chunks: LoRA(**self.FIELDS)(chunks, training=True))
 
     def test_a_reference_model(self, folder):
         """Adapters of zeros change nothing."""
@@ -200,19 +188,3 @@ class TestMiles:
         saved = load_file(tmp_path / "adapter_model.safetensors")
         assert saved.keys() == {f"base_model.model.{name}" for name in adapters}
         assert all(torch.equal(saved[f"base_model.model.{name}"], weight) for name, weight in adapters.items())
-
-
-class TestMegatronBridge:
-    @pytest.mark.parametrize("scheme", [LoRA, DoRA])
-    def test_a_recipes_scheme(self, untied_folder, scheme, tmp_path):
-        """`qwen3_vl_8b_peft_config("lora" | "dora")`, and a save of training with `also_save_hf_checkpoint`."""
-        peft = scheme(dim=4)
-        model = Model(untied_folder, create_peft_hook(peft))
-        model.bridge.save_hf_adapter(
-            model.chunks, tmp_path, peft_config=peft, base_model_name_or_path=str(untied_folder), show_progress=False
-        )
-        model.check_folder(tmp_path)
-
-    def test_dora_of_a_recipe_with_experts(self, moe_folder):
-        with pytest.raises(ValueError, match=r"does not support DoRA on experts; .* qwen3vl_bridge\.Qwen3VLDoRA"):
-            Model(moe_folder, create_peft_hook(DoRA()))

@@ -16,6 +16,7 @@ from megatron.bridge.training.utils.train_utils import create_value_head_hook, f
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from tests.parity.batches import make_batch, make_samples
+from tests.parity.conftest import build
 
 OVERLAP = dict(overlap_p2p_comm=True, batch_p2p_comm=False, variable_seq_lengths=True)
 SPLITS = {
@@ -81,14 +82,9 @@ def test_the_decoder_is_in_the_model_once(moe_folder):
 
 
 def test_a_value_head_is_the_text_models_and_learns(untied_folder):
-    """As verl makes the model of a critic."""
     provider = AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=False)
-    provider.finalize()
-    initialize(provider, seed=0)
     provider.register_pre_wrap_hook(create_value_head_hook(provider.hidden_size, provider.sequence_parallel))
-    (model,) = provider.provide_distributed_model(
-        wrap_with_ddp=False, use_cpu_initialization=True, mixed_precision_wrapper=None
-    )
+    model = build(provider)
     batch = make_batch(make_samples("mixed", provider, seed=1), provider)
     values = model(inputs=batch.local().without_labels())
     assert values.shape == (*batch.input_ids.shape, 1) and values.dtype == torch.float32

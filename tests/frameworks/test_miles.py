@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from argparse import Namespace
-from dataclasses import dataclass
 from typing import Any
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
@@ -22,29 +21,30 @@ from megatron.bridge.training.config import DistributedDataParallelConfig
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, unwrap_model
-from safetensors.torch import load_file
 
 from tests.model.inputs.support import offsets
 
-from .settings import MILES
-from .support import GRADIENT, LOG_PROBS, Truth, gradient_error, log_probs_of, padded_rows, worst
+from .support import (
+    GRADIENT,
+    LOG_PROBS,
+    MILES,
+    Built,
+    Truth,
+    check_exported,
+    check_rows,
+    gradient_error,
+    log_probs_of,
+    padded_rows,
+    schedule,
+    worst,
+)
 
 ARGS = Namespace(**MILES, moe_router_bias_update_rate=1e-3, moe_aux_loss_coeff=0.0)
 
 
-@dataclass
-class Actor:
-    """What miles' actor holds."""
-
-    bridge: Any
-    provider: Any
-    model: list[Any]
-
-
-def make_actor(folder, *, given_groups: bool = True, ddp: bool = False, **changes: Any) -> Actor:
+def make_actor(folder, *, given_groups: bool = True, ddp: bool = False, **changes: Any) -> Built:
     """As get_model_provider_func of megatron_to_hf_mode=bridge, Megatron-LM's get_model and _load_checkpoint_hf."""
     bridge = AutoBridge.from_hf_pretrained(str(folder), trust_remote_code=True)
     provider = bridge.to_megatron_provider(load_weights=False)
@@ -66,11 +66,11 @@ def make_actor(folder, *, given_groups: bool = True, ddp: bool = False, **change
         config = DistributedDataParallelConfig(use_distributed_optimizer=False, grad_reduce_in_fp32=True)
         chunks = [DistributedDataParallel(config=get_model_config(model), ddp_config=config, module=model)]
     bridge.load_hf_weights(chunks)
-    return Actor(bridge, provider, chunks)
+    return Built(bridge, provider, chunks)
 
 
 @pytest.fixture(scope="module")
-def actor(folder) -> Actor:
+def actor(folder) -> Built:
     return make_actor(folder)
 
 
@@ -121,7 +121,7 @@ def test_log_probs(folder, truth, given_groups):
     """forward_only, of a provider whose groups Megatron-LM's get_model hands on, and of one that finds them."""
     actor = make_actor(folder, given_groups=given_groups)
     with torch.no_grad():
-        logits = actor.model[0](**get_batch(truth))
+        logits = actor.model(**get_batch(truth))
     assert worst(responses(logits, truth), expected_responses(truth)) <= LOG_PROBS
 
 
@@ -132,9 +132,8 @@ def test_log_probs_of_rows(actor, truth):
     )
     batch["loss_mask"] = torch.ones_like(batch["input_ids"], dtype=torch.int)
     with torch.no_grad():
-        logits = actor.model[0](**batch)
-    found = [log_probs_of(one[: len(s.ids)], s.labels) for one, s in zip(logits, truth.samples, strict=True)]
-    assert worst(found, truth.log_probs) <= LOG_PROBS
+        logits = actor.model(**batch)
+    check_rows(logits, truth)
 
 
 @pytest.mark.parametrize("per_token", [False, True])
@@ -145,7 +144,7 @@ def test_gradients(folder, truth, per_token):
     """
     actor = make_actor(folder, ddp=True, calculate_per_token_loss=per_token)
     halves = [Truth(truth.reference, truth.samples[:2]), Truth(truth.reference, truth.samples[2:])]
-    config = get_model_config(actor.model[0])
+    config = get_model_config(actor.model)
     config.finalize_model_grads_func = finalize_model_grads
 
     def forward_step(iterator, model):
@@ -161,24 +160,16 @@ def test_gradients(folder, truth, per_token):
 
         return model(**get_batch(half)), loss_function
 
-    actor.model[0].train()
-    actor.model[0].zero_grad_buffer()
-    get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=[iter(halves)],
-        model=actor.model,
-        num_microbatches=len(halves),
-        seq_length=64,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    actor.model.train()
+    actor.model.zero_grad_buffer()
+    schedule(actor.chunks, halves, forward_step, seq_length=64, forward_only=False)
 
     def loss(log_probs):
         parts = [one[len(one) - len(one) // 2 - 1 : -1] for one in log_probs]
         return -torch.cat(parts).mean() if per_token else -torch.stack([part.mean() for part in parts]).mean()
 
     expected = truth.gradients(loss)
-    assert gradient_error(actor.bridge, unwrap_model(actor.model[0]), expected) <= GRADIENT
+    assert gradient_error(actor.bridge, unwrap_model(actor.model), expected) <= GRADIENT
 
 
 def test_weights_go_to_the_rollout(actor, folder):
@@ -186,25 +177,22 @@ def test_weights_go_to_the_rollout(actor, folder):
 
     Of its own Megatron-Bridge miles takes a third entry with each weight, Megatron's name.
     """
-    tasks = actor.bridge.get_conversion_tasks(actor.model)
-    replaced = [
-        task
-        if task is None or task.param_weight is None
-        else dataclasses.replace(task, param_weight=2 * task.param_weight)
-        for task in tasks
-    ]
-    named = actor.bridge.export_hf_weights(
-        actor.model, cpu=False, conversion_tasks=replaced, merge_adapter_weights=False
+    tasks = actor.bridge.get_conversion_tasks(actor.chunks)
+    replaced: list[Any] = []
+    for task in tasks:
+        if task is not None and task.param_weight is not None:
+            replaced.append(dataclasses.replace(task, param_weight=2 * task.param_weight))
+        else:
+            replaced.append(task)
+    exported = dict(
+        actor.bridge.export_hf_weights(actor.chunks, cpu=False, conversion_tasks=replaced, merge_adapter_weights=False)
     )
-    exported = dict(named)
-    stored = load_file(folder / "model.safetensors")
-    assert exported.keys() == stored.keys()
-    assert all(torch.equal(exported[name], 2 * stored[name]) for name in stored)
+    check_exported({name: one / 2 for name, one in exported.items()}, folder)
 
 
 def test_what_miles_reads_off_the_model(actor):
     """patch_megatron_model and finalize."""
-    model = unwrap_model(actor.model)[0]
+    model = unwrap_model(actor.model)
     assert isinstance(model.share_embeddings_and_output_weights, bool)
     assert model.config.share_embeddings_and_output_weights == model.share_embeddings_and_output_weights
     for name in ("no_sync_func", "grad_sync_func", "param_sync_func", "grad_scale_func", "timers"):

@@ -8,12 +8,11 @@ this backend has no multimodal models and no adapters yet; its own, mcore-bridge
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
 import qwen3vl_bridge
 from qwen3vl_bridge.batch import SequenceLayout, mrope_positions
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest
 import torch
@@ -25,59 +24,25 @@ from transformers import AutoConfig
 
 from tests.expert_layouts import relayout
 
-from .support import GRADIENT, LOG_PROBS, Truth, gradient_error, padded_rows, worst
+from .support import GRADIENT, LOG_PROBS, Built, Truth, check_exported, gradient_error, padded_rows, worst
 
 # Defaults of MegatronArguments. Of those that follow, grouped experts are Transformer Engine's.
 ARGUMENTS = dict(
-    recompute_granularity="selective",
-    recompute_modules=["core_attn"],
-    masked_softmax_fusion=True,
-    bias_dropout_fusion=True,
-    bias_activation_fusion=True,
-    apply_rope_fusion=False,
-    gradient_accumulation_fusion=False,
-    cross_entropy_loss_fusion=True,
-    cross_entropy_fusion_impl="native",
-    calculate_per_token_loss=True,
-    perform_initialization=False,
-    use_cpu_initialization=False,
-    tensor_model_parallel_size=1,
-    pipeline_model_parallel_size=1,
-    account_for_embedding_in_pipeline_split=False,
-    account_for_loss_in_pipeline_split=False,
-    overlap_p2p_comm=True,
-    sequence_parallel=False,
-    context_parallel_size=1,
-    tp_comm_overlap=False,
-    expert_model_parallel_size=1,
-    expert_tensor_parallel_size=1,
-    fp8_recipe="delayed",
-    fp8_amax_history_len=1024,
-    fp8_amax_compute_algo="max",
-    attention_softmax_in_fp32=True,
-    moe_router_dtype="fp32",
-    moe_token_dispatcher_type="alltoall",
-    moe_enable_deepep=False,
-    moe_grouped_gemm=False,
-    moe_permute_fusion=False,
-    moe_aux_loss_coeff=0.0,
-    moe_shared_expert_overlap=False,
-    moe_pad_expert_input_to_capacity=False,
-    moe_token_drop_policy="probs",
-    mtp_loss_scaling_factor=0.1,
-)
+    recompute_granularity="selective", recompute_modules=["core_attn"], masked_softmax_fusion=True,
+    bias_dropout_fusion=True, bias_activation_fusion=True, apply_rope_fusion=False,
+    gradient_accumulation_fusion=False, cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="native",
+    calculate_per_token_loss=True, perform_initialization=False, use_cpu_initialization=False,
+    tensor_model_parallel_size=1, pipeline_model_parallel_size=1, account_for_embedding_in_pipeline_split=False,
+    account_for_loss_in_pipeline_split=False, overlap_p2p_comm=True, sequence_parallel=False,
+    context_parallel_size=1, tp_comm_overlap=False, expert_model_parallel_size=1, expert_tensor_parallel_size=1,
+    fp8_recipe="delayed", fp8_amax_history_len=1024, fp8_amax_compute_algo="max", attention_softmax_in_fp32=True,
+    moe_router_dtype="fp32", moe_token_dispatcher_type="alltoall", moe_enable_deepep=False, moe_grouped_gemm=False,
+    moe_permute_fusion=False, moe_aux_loss_coeff=0.0, moe_shared_expert_overlap=False,
+    moe_pad_expert_input_to_capacity=False, moe_token_drop_policy="probs", mtp_loss_scaling_factor=0.1,
+)  # fmt: skip
 
 
-@dataclass
-class Trainer:
-    """What ms-swift's trainer holds."""
-
-    bridge: Any
-    provider: Any
-    models: list[Any]
-
-
-def make_trainer(folder, dtype: torch.dtype, **changes: Any) -> Trainer:
+def make_trainer(folder, dtype: torch.dtype, **changes: Any) -> Built:
     """As _get_megatron_bridge_model and MegatronBridgeBackend.load_weights."""
     hf_config = AutoConfig.from_pretrained(folder)
     bridge = AutoBridge.from_hf_config(hf_config)
@@ -93,18 +58,18 @@ def make_trainer(folder, dtype: torch.dtype, **changes: Any) -> Trainer:
     for model in models:
         model.config.bridge = bridge
     bridge.load_hf_weights(models, hf_path=str(folder))
-    return Trainer(bridge, provider, models)
+    return Built(bridge, provider, models)
 
 
 @pytest.fixture(scope="module")
-def trainer(folder) -> Trainer:
+def trainer(folder) -> Built:
     return make_trainer(folder, torch.float32, cross_entropy_loss_fusion=False)
 
 
 def test_all_defaults_in_bfloat16(folder):
     """Fused cross-entropy among them: its gradient is in bfloat16, which is no loss there."""
     trainer = make_trainer(folder, torch.bfloat16)
-    assert trainer.provider.cross_entropy_loss_fusion and trainer.models[0].config.bf16
+    assert trainer.provider.cross_entropy_loss_fusion and trainer.model.config.bf16
 
 
 def prepare_batch(truth: Truth, multiple: int = 8) -> dict[str, Any]:
@@ -140,7 +105,7 @@ def prepare_batch(truth: Truth, multiple: int = 8) -> dict[str, Any]:
 def test_a_packed_row(trainer, truth):
     """MegatronTrainer.forward_step and loss_func: labels of -100 have a loss, which the trainer leaves out."""
     batch = prepare_batch(truth)
-    model = trainer.models[0]
+    model = trainer.model
     model.zero_grad()
     losses = model(**batch)
     assert losses.shape == batch["labels"].shape
@@ -166,9 +131,7 @@ def test_rows(trainer, truth):
     mask = ~(torch.ones(tokens, tokens, dtype=torch.bool).tril() & real[:, None, :])[:, None]
     labels = padded_rows([sample.labels for sample in truth.samples], fill=-100)
     with torch.no_grad():
-        losses = trainer.models[0](
-            input_ids=ids, position_ids=None, attention_mask=mask, labels=labels, **truth.pictures
-        )
+        losses = trainer.model(input_ids=ids, position_ids=None, attention_mask=mask, labels=labels, **truth.pictures)
     found = [-one[: len(sample.ids)] for one, sample in zip(losses, truth.samples, strict=True)]
     assert worst(found, truth.log_probs) <= LOG_PROBS
 
@@ -176,10 +139,10 @@ def test_rows(trainer, truth):
 def test_weights_leave_as_the_released_ones_lie(trainer, folder):
     """export_weights: a bridge made from a configuration alone knows no checkpoint, whose layout experts would have."""
     stored = relayout(load_file(folder / "model.safetensors"), ExpertLayout.INPUT_MAJOR)
-    exported = {one.param_name: one.weight for one in trainer.bridge.export_hf_weights(trainer.models, cpu=False)}
-    assert exported.keys() == stored.keys() and all(torch.equal(exported[name], stored[name]) for name in stored)
+    exported = trainer.bridge.export_hf_weights(trainer.chunks, cpu=False)
+    check_exported({one.param_name: one.weight for one in exported}, stored)
 
 
 def test_the_model_is_ours(trainer):
-    assert isinstance(trainer.models[0], qwen3vl_bridge.Qwen3VLModel)
-    assert trainer.models[0].vp_stage is None
+    assert isinstance(trainer.model, qwen3vl_bridge.Qwen3VLModel)
+    assert trainer.model.vp_stage is None

@@ -7,7 +7,6 @@ its configurations of vision-language models begin with.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import qwen3vl_bridge
@@ -34,23 +33,23 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import unwrap_model
 from megatron.training.utils import get_ltor_masks_and_position_ids
-from safetensors.torch import load_file
 
 from tests.model.inputs.support import offsets
 
-from .settings import NEMO_RL
-from .support import LOG_PROBS, Truth, log_probs_of, packed_row, padded_lengths, padded_rows, thd, worst
+from .support import (
+    NEMO_RL,
+    Built,
+    Truth,
+    check_exported,
+    check_packed,
+    check_rows,
+    packed_row,
+    padded_lengths,
+    padded_rows,
+    thd,
+)
 
 MEGATRON_CFG = NEMO_RL | dict(bf16=False, params_dtype=torch.float32, pipeline_dtype=torch.float32)
-
-
-@dataclass
-class Worker:
-    """What a policy worker holds."""
-
-    bridge: Any
-    cfg: ConfigContainer
-    model: Any
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +62,14 @@ def converted(folder, tmp_path_factory):
 
 
 def make_config(converted, folder) -> ConfigContainer:
-    """As setup_model_config and _create_megatron_config."""
     model_cfg, _ = load_model_config(str(converted))
     for name, value in MEGATRON_CFG.items():
         assert hasattr(model_cfg, name), name
         setattr(model_cfg, name, value)
     model_cfg.__post_init__()
+    ddp = dict.fromkeys(
+        ("grad_reduce_in_fp32", "overlap_grad_reduce", "overlap_param_gather", "average_in_collective"), False
+    )
     return ConfigContainer(
         model=model_cfg,
         checkpoint=CheckpointConfig(pretrained_checkpoint=str(converted), save=None, load=None, load_rng=False),
@@ -76,86 +77,58 @@ def make_config(converted, folder) -> ConfigContainer:
         dist=DistributedInitConfig(),
         train=TrainingConfig(micro_batch_size=1, global_batch_size=1, train_iters=10),
         optimizer=OptimizerConfig(optimizer="adam", lr=1e-5, use_distributed_optimizer=False, bf16=False),
-        ddp=DistributedDataParallelConfig(
-            check_for_nan_in_grad=True,
-            grad_reduce_in_fp32=False,
-            overlap_grad_reduce=False,
-            overlap_param_gather=False,
-            average_in_collective=False,
-            use_distributed_optimizer=False,
-        ),
+        ddp=DistributedDataParallelConfig(check_for_nan_in_grad=True, use_distributed_optimizer=False, **ddp),
         scheduler=SchedulerConfig(lr_decay_style="constant"),
         dataset=None,
         tokenizer=TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder)),
     )
 
 
-def make_worker(converted, folder, *, hooks=(), ddp=True) -> Worker:
+def make_worker(converted, folder, *, hooks=(), ddp=True) -> Built:
     """As setup_model_and_optimizer; weights come from the Hugging Face folder, as they do into its checkpoint."""
     cfg = make_config(converted, folder)
     cfg.validate()
     groups = ProcessGroupCollection.use_mpu_process_groups()
     cfg.model._pg_collection = groups
     (model,) = get_model(
-        cfg.model,
-        cfg.ddp,
-        pre_wrap_hook=list(hooks),
-        mixed_precision_wrapper=Float16Module,
-        pg_collection=groups,
+        cfg.model, cfg.ddp, pre_wrap_hook=list(hooks), mixed_precision_wrapper=Float16Module, pg_collection=groups,
         wrap_with_ddp=ddp,
-    )
+    )  # fmt: skip
     bridge = AutoBridge.from_hf_pretrained(str(folder), trust_remote_code=True)
     bridge.load_hf_weights([model])
-    return Worker(bridge, cfg, model)
+    return Built(bridge, cfg.model, [model])
 
 
 @pytest.fixture(scope="module")
-def worker(converted, folder) -> Worker:
+def worker(converted, folder) -> Built:
     return make_worker(converted, folder, ddp=False)
 
 
-def model_forward(worker: Worker, **call: Any) -> torch.Tensor:
+def model_forward(worker: Built, **call: Any) -> torch.Tensor:
     """As nemo_rl.models.megatron.train.model_forward: a tuple's first entry is the output."""
     with torch.no_grad():
         output = worker.model(**call)
     return output[0] if isinstance(output, tuple) else output
 
 
-def found_in_rows(logits: torch.Tensor, truth: Truth) -> list[torch.Tensor]:
-    """Log probabilities of each sample's tokens, of rows padded on the right."""
-    rows = zip(logits, truth.samples, strict=True)
-    return [log_probs_of(one[: len(sample.ids)], sample.labels) for one, sample in rows]
-
-
 def test_without_packing(worker, truth):
-    """sequence_packing.enabled=false: a causal [1, 1, S, S] mask, which says nothing of padding; positions of text."""
-    ids = padded_rows([sample.ids for sample in truth.samples])
-    mask, _, positions = get_ltor_masks_and_position_ids(
-        data=ids,
-        eod_token=0,
-        pad_token=0,
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        pad_mask_loss=False,
-    )
-    assert mask.dtype == torch.bool and mask.shape == (1, 1, ids.shape[1], ids.shape[1])
-    logits = model_forward(worker, input_ids=ids, position_ids=None, attention_mask=mask, **truth.pictures)
-    assert worst(found_in_rows(logits, truth), truth.log_probs) <= LOG_PROBS
-
+    """sequence_packing.enabled=false: a causal [1, 1, S, S] mask, which says nothing of padding; positions of text, or
+    none with pictures.
+    """
     texts = Truth(truth.reference, [sample for sample in truth.samples if not sample.pixels])
-    rows = padded_rows([sample.ids for sample in texts.samples])
-    mask, _, positions = get_ltor_masks_and_position_ids(rows, 0, 0, False, False, False, False)
-    logits = model_forward(worker, input_ids=rows, position_ids=positions, attention_mask=mask)
-    assert worst(found_in_rows(logits, texts), texts.log_probs) <= LOG_PROBS
+    for some in (truth, texts):
+        ids = padded_rows([sample.ids for sample in some.samples])
+        mask, _, positions = get_ltor_masks_and_position_ids(ids, 0, 0, False, False, False, False)
+        assert mask.dtype == torch.bool and mask.shape == (1, 1, ids.shape[1], ids.shape[1])
+        for given in (None, positions):
+            call = dict(input_ids=ids, position_ids=given, attention_mask=mask)
+            check_rows(model_forward(worker, **call, **some.pictures), some)
 
 
 def test_the_model_says_that_it_packs_by_itself(worker):
     """_model_self_packs_for_cp: one that does not is given packed rows that are cut already, which is right as well."""
-    from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model import Qwen3VLModel
-
     model = unwrap_model(worker.model)
-    assert bool(getattr(model, "model_owns_packing", False)) or isinstance(model, Qwen3VLModel)
+    assert model.model_owns_packing
     assert not getattr(model, "model_slices_context_parallel_inputs", False)
     assert not getattr(model, "model_owns_mtp_loss_mask_packing", False)
 
@@ -172,14 +145,10 @@ def test_packing_by_the_model(worker, truth, multiple, total):
     longest = max(lengths)
     ids = padded_rows([sample.ids for sample in truth.samples], longest)
     mask = torch.arange(longest) < torch.tensor(lengths)[:, None]
-    params = thd(lengths)
-    logits = model_forward(
-        worker, input_ids=ids, position_ids=None, attention_mask=mask, packed_seq_params=params, **truth.pictures
-    )
-    assert logits.shape[:2] == (1, sum(lengths))
-    targets = packed_row([sample.labels for sample in truth.samples], lengths)
-    found = [one[:n] for one, n in zip(log_probs_of(logits, targets)[0].split(lengths), truth.lengths, strict=True)]
-    assert worst(found, truth.log_probs) <= LOG_PROBS
+    kinds = (ids == truth.config.image_token_id).int() + 2 * (ids == truth.config.video_token_id).int()
+    call = dict(input_ids=ids, position_ids=None, attention_mask=mask, packed_seq_params=thd(lengths))
+    call["mm_token_type_ids"] = kinds[:, : max(truth.lengths) // 2]  # of the question alone, as it comes there
+    check_packed(model_forward(worker, **call, **truth.pictures), truth, lengths)
 
 
 @pytest.mark.parametrize("multiple", [1, 8])
@@ -191,12 +160,8 @@ def test_packing_by_the_worker(worker, truth, multiple):
         logical = torch.tensor(offsets(truth.lengths), dtype=torch.int32)
         params.cu_seqlens_q = params.cu_seqlens_kv = logical
     row = packed_row([sample.ids for sample in truth.samples], lengths)
-    logits = model_forward(
-        worker, input_ids=row, position_ids=None, attention_mask=None, packed_seq_params=params, **truth.pictures
-    )
-    targets = packed_row([sample.labels for sample in truth.samples], lengths)
-    found = [one[:n] for one, n in zip(log_probs_of(logits, targets)[0].split(lengths), truth.lengths, strict=True)]
-    assert worst(found, truth.log_probs) <= LOG_PROBS
+    call = dict(input_ids=row, position_ids=None, attention_mask=None, packed_seq_params=params)
+    check_packed(model_forward(worker, **call, **truth.pictures), truth, lengths)
 
 
 def freeze_router(chunks):
@@ -234,10 +199,9 @@ def test_refit(worker, folder):
     sizes = [(task.param_name, task.param_weight.numel(), task.mapping.tp_size) for task in tasks]
     assert len(sizes) == len(tasks) and all(size > 0 for _, size, _ in sizes)
     assert all(task.mapping.ep_size == 1 for task in tasks if task.mapping.is_expert)
-    assert worker.bridge.transformer_config.num_layers == worker.cfg.model.num_layers
-    stored = load_file(folder / "model.safetensors")
-    exported = dict(worker.bridge.export_hf_weights([worker.model], show_progress=False, conversion_tasks=tasks))
-    assert exported.keys() == stored.keys() and all(torch.equal(exported[name], stored[name]) for name in stored)
+    assert worker.bridge.transformer_config.num_layers == worker.provider.num_layers
+    exported = worker.bridge.export_hf_weights([worker.model], show_progress=False, conversion_tasks=tasks)
+    check_exported(dict(exported), folder)
 
 
 def test_an_import_sets_sizes_and_sets_them_back(folder):

@@ -15,45 +15,25 @@ from megatron.core.transformer.enums import AttnBackend
 
 from tests.model.settings.split_providers import DENSE, EXPERTS, provider_of
 
-from .settings import MILES, NEMO_RL, VERL
+from .support import MILES, NEMO_RL, VERL
 
 # With `sequence_parallel` off, and experts over the tensor-parallel ranks.
 _TP2 = dict(tensor_model_parallel_size=2, expert_tensor_parallel_size=None)
 _MILES_SPLIT = dict(_TP2, sequence_parallel=True, context_parallel_size=2, cpu_offloading=False)
 # Megatron-Bridge, recipes/qwen_vl/h100/qwen3_vl.py; but for what is Transformer Engine's.
 RECIPE = dict(
-    seq_length=4096,
-    pipeline_dtype=None,
-    moe_flex_dispatcher_backend=None,
-    moe_hybridep_num_sms=16,
-    cuda_graph_impl="none",
-    cuda_graph_scope="full",
-    cuda_graph_warmup_steps=3,
-    attention_backend="auto",
-    cross_entropy_loss_fusion=True,
-    cross_entropy_fusion_impl="native",
-    moe_router_fusion=False,
-    recompute_granularity=None,
-    recompute_modules=None,
-    fine_grained_activation_offloading=False,
-    offload_modules=None,
-    moe_a2a_overlap=False,
-    moe_shared_expert_overlap=False,
-    moe_router_force_load_balancing=False,
-    moe_router_padding_for_fp8=False,
-    bf16=True,
-    params_dtype=torch.bfloat16,
-)
+    seq_length=4096, pipeline_dtype=None, moe_flex_dispatcher_backend=None, moe_hybridep_num_sms=16,
+    cuda_graph_impl="none", cuda_graph_scope="full", cuda_graph_warmup_steps=3, attention_backend="auto",
+    cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="native", moe_router_fusion=False,
+    recompute_granularity=None, recompute_modules=None, fine_grained_activation_offloading=False,
+    offload_modules=None, moe_a2a_overlap=False, moe_shared_expert_overlap=False,
+    moe_router_force_load_balancing=False, moe_router_padding_for_fp8=False, bf16=True, params_dtype=torch.bfloat16,
+)  # fmt: skip
 # Of examples/models/qwen/qwen_vl/conf/qwen3_vl_pretrain_override_example.yaml, what is about the model.
 OVERRIDES = dict(
-    use_hf_vision_model=False,
-    cp_comm_type="p2p",
-    cross_entropy_loss_fusion=False,
-    recompute_granularity="full",
-    recompute_method="uniform",
-    recompute_num_layers=1,
-    calculate_per_token_loss=True,
-)
+    use_hf_vision_model=False, cp_comm_type="p2p", cross_entropy_loss_fusion=False, recompute_granularity="full",
+    recompute_method="uniform", recompute_num_layers=1, calculate_per_token_loss=True,
+)  # fmt: skip
 
 
 def set_on(provider, settings):

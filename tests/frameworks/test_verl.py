@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,58 +25,42 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
-from megatron.core.dist_checkpointing.strategies.torch import (
-    TorchDistLoadShardedStrategy,
-    TorchDistSaveShardedStrategy,
-)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron.core.utils import get_model_config, unwrap_model
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from .settings import VERL
 from .support import (
     GRADIENT,
     LOG_PROBS,
+    VERL,
+    Built,
     Truth,
+    check_exported,
+    check_packed,
+    check_rows,
     gradient_error,
     log_probs_of,
     packed_row,
-    padded_lengths,
     padded_rows,
+    schedule,
     thd,
+    unpacked,
     worst,
 )
 
 PAD = 0  # the tokenizer's
 
 
-@dataclass
-class Engine:
-    """What verl's engine holds: its bridge, provider and model chunks."""
-
-    bridge: Any
-    provider: Any
-    module: list[Any]
-
-    @property
-    def model(self) -> Any:
-        """The only chunk."""
-        return self.module[0]
-
-
-def make_engine(folder, *, overrides=None, ddp=False) -> Engine:
+def make_engine(folder, *, overrides=None, ddp=False) -> Built:
     """As MegatronEngine._build_tf_config, make_megatron_module and _build_megatron_module."""
     bridge = AutoBridge.from_hf_pretrained(str(folder), trust_remote_code=False)
     provider = bridge.to_megatron_provider(load_weights=False)
-    provider.apply_overrides_and_finalize(
-        dtype=torch.float32,
-        overrides=VERL | (overrides or {}),
-    )
+    provider.apply_overrides_and_finalize(dtype=torch.float32, overrides=VERL | (overrides or {}))
     ddp_config = create_ddp_config(
         wrap_with_ddp=ddp,
         use_distributed_optimizer=False,
@@ -87,12 +71,19 @@ def make_engine(folder, *, overrides=None, ddp=False) -> Engine:
         wrap_with_ddp=ddp, ddp_config=ddp_config, fp16=provider.fp16, bf16=provider.bf16, use_megatron_fsdp=False
     )
     bridge.load_hf_weights(module, str(folder), allowed_mismatched_params=[])
-    return Engine(bridge, provider, module)
+    return Built(bridge, provider, module)
 
 
 @pytest.fixture(scope="module")
-def engine(folder) -> Engine:
+def engine(folder) -> Built:
     return make_engine(folder)
+
+
+def rows_of(truth: Truth, length: int | None = None) -> dict[str, Any]:
+    """use_remove_padding=False."""
+    ids = [sample.ids for sample in truth.samples]
+    mask = padded_rows([torch.ones_like(one, dtype=torch.bool) for one in ids], length)
+    return dict(input_ids=padded_rows(ids, length, fill=PAD), attention_mask=mask, position_ids=None, **truth.pictures)
 
 
 def call_without_padding(truth: Truth, bucket: int | None = None) -> tuple[dict[str, Any], list[int]]:
@@ -100,28 +91,14 @@ def call_without_padding(truth: Truth, bucket: int | None = None) -> tuple[dict[
 
     Offsets count the padding of each sample in; the mask alone tells it.
     """
-    lengths = padded_lengths(truth.lengths, 1)
+    lengths = list(truth.lengths)
     if bucket is not None:
         lengths[-1] += -sum(lengths) % bucket  # pad_to_length
-    ids = [sample.ids for sample in truth.samples]
-    call = dict(
-        input_ids=padded_rows(ids, fill=PAD),
-        attention_mask=padded_rows([torch.ones_like(one, dtype=torch.bool) for one in ids]),
-        position_ids=None,
-        packed_seq_params=thd(lengths),
-        **truth.pictures,
-    )
-    return call, lengths
+    return rows_of(truth) | dict(packed_seq_params=thd(lengths)), lengths
 
 
 def rolled(truth: Truth, lengths: list[int]) -> torch.Tensor:
-    """[1, T] labels as preprocess_thd_engine(need_roll=True) makes them."""
     return packed_row([sample.ids.roll(-1) for sample in truth.samples], lengths)
-
-
-def unpacked(packed: torch.Tensor, truth: Truth, lengths: list[int]) -> list[torch.Tensor]:
-    """As postprocess_thd_engine: the real tokens of each sample."""
-    return [one[:n] for one, n in zip(packed[0].split(lengths), truth.lengths, strict=True)]
 
 
 @pytest.mark.parametrize("bucket", [None, 64])
@@ -129,55 +106,35 @@ def test_log_probs_without_padding(engine, truth, bucket):
     """use_remove_padding, with and without pad_to_length."""
     call, lengths = call_without_padding(truth, bucket)
     with torch.no_grad():
-        logits = engine.model(**call)
-    assert logits.shape[:2] == (1, sum(lengths))
-    assert worst(unpacked(log_probs_of(logits, rolled(truth, lengths)), truth, lengths), truth.log_probs) <= LOG_PROBS
+        check_packed(engine.model(**call), truth, lengths)
 
 
 def test_log_probs_of_rows(engine, truth):
-    """use_remove_padding=False."""
-    ids = [sample.ids for sample in truth.samples]
-    mask = padded_rows([torch.ones_like(one, dtype=torch.bool) for one in ids], max(truth.lengths) + 3)
-    rows = padded_rows(ids, max(truth.lengths) + 3, fill=PAD)
     with torch.no_grad():
-        logits = engine.model(input_ids=rows, attention_mask=mask, position_ids=None, **truth.pictures)
-    log_probs = log_probs_of(logits, padded_rows([one.roll(-1) for one in ids], rows.shape[1]))
-    found = [one[real] for one, real in zip(log_probs, mask, strict=True)]
-    assert worst(found, truth.log_probs) <= LOG_PROBS
+        check_rows(engine.model(**rows_of(truth, max(truth.lengths) + 3)), truth)
 
 
 def test_a_model_of_one_sample(engine, truth):
     """A microbatch may have one sample alone: one row, which is no packed row, and one segment."""
-    for number, sample in enumerate(truth.samples):
+    for sample in truth.samples:
         one = Truth(truth.reference, [sample])
         for bucket in (None, 2 * len(sample.ids)):
             call, lengths = call_without_padding(one, bucket)
             with torch.no_grad():
-                logits = engine.model(**call)
-            found = unpacked(log_probs_of(logits, rolled(one, lengths)), one, lengths)
-            assert worst(found, truth.log_probs[number : number + 1]) <= LOG_PROBS
+                check_packed(engine.model(**call), one, lengths)
 
 
-def step(engine: Engine, loss) -> None:
+def step(engine: Built, loss) -> None:
     """A microbatch through megatron-core's schedule, as MegatronEngine.forward_backward_batch; gradients are made."""
     config = get_model_config(engine.model)
     config.finalize_model_grads_func = finalize_model_grads
-    for chunk in engine.module:
+    for chunk in engine.chunks:
         chunk.train()
         chunk.zero_grad_buffer()
-    get_forward_backward_func()(
-        forward_step_func=loss,
-        data_iterator=iter([None]),
-        model=engine.module,
-        num_microbatches=1,
-        seq_length=64,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    schedule(engine.chunks, [None], loss, seq_length=64, forward_only=False)
 
 
 def sequence_means(log_probs: list[torch.Tensor]) -> torch.Tensor:
-    """loss_agg_mode=seq-mean-token-mean."""
     return -torch.stack([one.mean() for one in log_probs]).mean()
 
 
@@ -213,6 +170,18 @@ def test_the_division_of_losses_that_verl_leaves_to_the_provider(folder, ranks):
     assert provider.calculate_per_token_loss is (ranks > 1)
 
 
+def fused(*, hidden_states, output_layer, output_weight, labels, context, config, **_):
+    """As verl's, with torch for its kernel, linear_cross_entropy of Triton's."""
+    weight = output_weight if output_weight is not None else output_layer.weight
+    assert not config.sequence_parallel
+    logits = (hidden_states @ weight.T / context.temperature).transpose(0, 1)
+    assert logits.shape[:2] == labels.shape
+    return SimpleNamespace(
+        log_probs=log_probs_of(logits, labels), entropy=logits.log_softmax(-1).exp().square().sum(-1)
+    )
+
+
+@pytest.mark.parametrize("folder", ["dense", "tied", "MoE"], indirect=True)
 @pytest.mark.parametrize("bucket", [None, 64])
 def test_fused_kernels(engine, truth, bucket):
     """use_fused_kernels: what would be logits goes through verl's function, in the packed row's order."""
@@ -221,24 +190,50 @@ def test_fused_kernels(engine, truth, bucket):
     taken = inspect.signature(language_model.forward).parameters
     assert {"output_processor", "output_processor_context"} <= taken.keys()  # as patch_fused_forward asks
     call, lengths = call_without_padding(truth, bucket)
-    context = SimpleNamespace(temperature=2.0)
+    call["labels"] = rolled(truth, lengths)
 
-    def fused(*, hidden_states, output_layer, output_weight, labels, context, config, **_):
-        # linear_cross_entropy is a kernel of Triton's; its arguments and results are the same.
-        weight = output_weight if output_weight is not None else output_layer.weight
-        assert not config.sequence_parallel and labels.shape == (1, sum(lengths))
-        logits = (hidden_states.transpose(0, 1).float() @ weight.float().T) / context.temperature
-        assert logits.shape[:2] == labels.shape
-        log_probs = log_probs_of(logits, labels)
-        return SimpleNamespace(log_probs=log_probs, entropy=logits.log_softmax(-1).exp().square().sum(-1))
+    def hook(temperature: float) -> dict:
+        return dict(output_processor=fused, output_processor_context=SimpleNamespace(temperature=temperature))
 
     with torch.no_grad():
-        output = engine.model(
-            **call, labels=rolled(truth, lengths), output_processor=fused, output_processor_context=context
-        )
+        output = engine.model(**call, **hook(2.0))
     expected = [log_probs_of(one / 2.0, s.labels) for one, s in zip(truth.logits, truth.samples, strict=True)]
     assert output.entropy.shape == output.log_probs.shape == (1, sum(lengths))
     assert worst(unpacked(output.log_probs, truth, lengths), expected) <= LOG_PROBS
+
+    gradients = []
+    for log_probs in (lambda: engine.model(**call, **hook(1.0)).log_probs, lambda: -engine.model(**call)):
+        engine.model.zero_grad()
+        torch.cat(unpacked(log_probs(), truth, lengths)).sum().backward()
+        gradients.append([p.grad.clone() for p in engine.model.parameters()])
+    for ours, plain in zip(*gradients, strict=True):
+        assert (ours - plain).abs().max() <= 1e-6 * plain.abs().max().clamp(min=1.0)  # measured 0: the same sums
+
+
+def test_a_hook_sees_tokens_in_the_callers_order_or_none(engine, truth):
+    rows = rows_of(truth)
+    hook = dict(output_processor=fused, output_processor_context=SimpleNamespace(temperature=1.0))
+    call = rows | dict(labels=padded_rows([sample.labels for sample in truth.samples]))
+    with torch.no_grad():
+        found, plain = engine.model(**call, **hook).log_probs, -engine.model(**call)
+    real = rows["attention_mask"]
+    assert (found[real] - plain[real]).abs().max() <= LOG_PROBS
+    for name in ("input_ids", "attention_mask", "labels"):  # padding on the left
+        call[name] = torch.stack([one.roll(-n) for one, n in zip(call[name], truth.lengths, strict=True)])
+    with pytest.raises(ValueError, match="expected rows padded on the right, or packed_seq_params and labels"):
+        engine.model(**call, **hook)
+
+
+@pytest.mark.parametrize(
+    ("argument", "advice"),
+    [
+        (dict(temperature=1.0), "give output_processor, which divides logits by itself"),  # verl's patch of forward
+        (dict(return_logprobs_for_linear_ce_fusion=True), "NeMo-RL: use_fused_linear_logprobs=false"),
+    ],
+)
+def test_what_other_models_compute_themselves_is_refused_with_what_to_set(engine, truth, argument, advice):
+    with pytest.raises(ValueError, match=f"is given, expected None: .*{advice}"):
+        engine.model(truth.samples[1].ids[None], **argument)
 
 
 def test_what_verl_reads_off_the_model(engine):
@@ -287,22 +282,17 @@ def test_router_replay(moe_folder, truth):
 
 def test_weights_go_to_the_rollout(engine, folder):
     """get_per_tensor_param: tasks are made once and used for each export."""
-    tasks = engine.bridge.get_conversion_tasks(engine.module)
-    stored = load_file(folder / "model.safetensors")
+    tasks = engine.bridge.get_conversion_tasks(engine.chunks)
     for _ in range(2):
-        exported = dict(engine.bridge.export_hf_weights(engine.module, conversion_tasks=tasks))
-        assert exported.keys() == stored.keys()
-        assert all(torch.equal(exported[name], tensor) for name, tensor in stored.items())
+        check_exported(dict(engine.bridge.export_hf_weights(engine.chunks, conversion_tasks=tasks)), folder)
 
 
 def test_a_checkpoint_in_hugging_faces_format(engine, folder, tmp_path):
     """MegatronCheckpointManager saves and loads with the bridge where use_dist_checkpointing is off."""
-    engine.bridge.save_hf_weights(engine.module, str(tmp_path), strict=True)
+    engine.bridge.save_hf_weights(engine.chunks, str(tmp_path), strict=True)
     AutoConfig.from_pretrained(folder).save_pretrained(tmp_path)
-    stored = load_file(folder / "model.safetensors")
-    saved = {name: tensor for path in tmp_path.glob("*.safetensors") for name, tensor in load_file(path).items()}
-    assert saved.keys() == stored.keys() and all(torch.equal(saved[name], stored[name]) for name in stored)
-    engine.bridge.load_hf_weights(engine.module, str(tmp_path))
+    check_exported({n: one for path in tmp_path.glob("*.safetensors") for n, one in load_file(path).items()}, folder)
+    engine.bridge.load_hf_weights(engine.chunks, str(tmp_path))
 
 
 def test_a_checkpoint_of_megatron_cores(folder, truth, tmp_path):

@@ -1,8 +1,5 @@
 """Counts where a training step would make the host wait for a GPU, on a machine without one.
 
-What lives here: the counter. What may not: which operations wait (`operations.py`), whose line a wait is (`places.py`),
-models and batches (`on_ranks.py`, `upstream.py`, `test_host_waits.py`).
-
 All numbers are computed on the CPU. But while the counter is on, tensors that would be on a GPU say that they are on
 "cuda:0", and whoever makes or moves a tensor there gets one of these; streams and events do nothing, and pinned memory
 is any memory that was asked for as such. A storage is on the GPU when
@@ -13,30 +10,29 @@ is any memory that was asked for as such. A storage is on the GPU when
 A wait is
 - a value read: `_local_scalar_dense` (`item`, `bool`, `int`, `float`, an index), `tolist`, `equal`,
 - a result whose size is a value: `nonzero`, booleans as an index, `repeat_interleave` without `output_size`,
-- a copy between host and GPU without `non_blocking`, or from memory that is not pinned: `cpu`, `to`, `copy_`,
-  `torch.tensor(..., device=)`, a host tensor as the index of one on the GPU,
+- a copy between host and GPU without `non_blocking`, or from memory that is not pinned,
 - a tensor made of values on the GPU: `torch.tensor`, `as_tensor`, `asarray` and `new_tensor` read each one of a list,
 - objects sent between ranks, barriers, and streams, events and devices that are synchronised,
 - and, as a mistake, what is done with a `non_blocking` copy on the host before the host has waited for something.
 Each is attributed to the innermost line of a package that stands in the stack; in a backward pass without such a line,
 to the line whose gradient is computed.
 
-Limits. It sees no kernel of a GPU: what Transformer Engine, Triton or cuBLAS do by themselves is not counted, and what
-the local layer spec does here others may not. Tensors say "cuda:0" as their `device`, but `is_cuda` and
-`torch.cuda.is_available` are False: lines that run only where these are True are not seen. An event that is
-synchronised is counted unless the host has waited for something after it was recorded; a copy has arrived by then too:
-all streams are taken for one. The host does not wait for collectives, as they are taken for NCCL's.
-`torch.cuda.set_sync_debug_mode` is the judge on a GPU.
+Limits. It sees no kernel of a GPU, and no line that runs only where `is_cuda` or `torch.cuda.is_available` is True. An
+event that is synchronised is counted unless the host has waited for something after it was recorded: all streams are
+taken for one. `torch.cuda.set_sync_debug_mode` is the judge on a GPU.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 from unittest import mock
 
+import qwen3vl_bridge
 from qwen3vl_bridge.compat import cpu
 
 import torch
@@ -50,8 +46,134 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
-from .operations import INDEXING, storage, waits_for
-from .places import Seen, Wait, in_a_gradient, place_in_code
+PACKAGES = {
+    "ours": f"{Path(qwen3vl_bridge.__file__).parent}/",  # not any folder of this name, as clones have
+    "megatron-core": "/megatron/core/",
+    "Megatron-Bridge": "/megatron/bridge/",
+    "transformers": "/transformers/",
+}
+UPSTREAM = ("megatron-core", "Megatron-Bridge")
+_HERE = str(Path(__file__).parent / "counter.py")
+_NO_FRAMES_OF_OURS = "/compat/cpu.py"  # which is not there on a GPU
+
+
+class Wait(NamedTuple):
+    """A place where the host waits."""
+
+    package: str  # one of `PACKAGES`, or "others"
+    place: str  # file:line in it
+    function: str  # file:function, which stays the same while lines move
+    what: str
+
+
+class Seen(NamedTuple):
+    """What was seen in a while."""
+
+    found: dict[Wait, int]  # how often each
+    mixed: dict[Wait, int]  # operations of tensors on the GPU and on the host, which a GPU would refuse
+
+    def of(self, package: str) -> dict[str, int]:
+        return {f"{one.place} {one.what}": n for one, n in sorted(self.found.items()) if one.package == package}
+
+    def of_us(self) -> dict[Wait, int]:
+        """What was found neither in megatron-core nor in Megatron-Bridge: ours, and what our lines cause elsewhere.
+
+        A wait is attributed to the innermost line, which is transformers' where we call a function of it.
+        """
+        return {wait: n for wait, n in self.found.items() if wait.package not in UPSTREAM}
+
+    def total(self, package: str) -> int:
+        return sum(self.of(package).values())
+
+
+def place_in_code() -> tuple[str, str, str]:
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if found := _in_package(name, frame.f_lineno, frame.f_code.co_name):
+            return found
+        if frame.f_code.co_name == "_engine_run_backward":  # no line of a package below: C++ computes gradients
+            break
+        frame = frame.f_back
+    else:
+        return "others", "the caller", "the caller"
+    node = torch._C._current_autograd_node()
+    lines = (node.metadata.get("traceback_") or []) if node is not None else []
+    for line in reversed(lines):
+        name, _, rest = line.strip().removeprefix('File "').partition('", line ')
+        number, _, function = rest.partition("\n")[0].partition(", in ")
+        if found := _in_package(name, number, function):
+            return found[0], f"{found[1]}, its gradient", f"{found[2]}, its gradient"
+    return "others", "a gradient", "a gradient"
+
+
+def in_a_gradient() -> bool:
+    if torch._C._current_autograd_node() is None:
+        return False
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith((_HERE, torch.__path__[0])):
+        if frame.f_code.co_name == "_engine_run_backward":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _in_package(name: str, line: Any, function: str) -> tuple[str, str, str] | None:
+    if name.endswith(_NO_FRAMES_OF_OURS):
+        return None
+    for package, folder in PACKAGES.items():
+        if folder in name:
+            file = name.rpartition(folder)[2]
+            return package, f"{file}:{line}", f"{file}:{function}"
+    return None
+
+
+INDEXING = ("index", "index_put_", "index_put", "_index_put_impl_")
+# Operations whose result has a size that the host learns from the GPU.
+_SIZED_BY_VALUES = {
+    "nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive",
+    "bincount", "is_nonzero",
+}  # fmt: skip
+
+
+def storage(tensor: Tensor) -> int | None:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # subclasses without one
+        return None
+
+
+def waits_for(
+    name: str, args: tuple, kwargs: dict[str, Any], is_on_gpu: Callable[[Any], bool], *, copies: bool
+) -> str | None:
+    """What the host waits for in an operation one of whose tensors is on the GPU; None: for nothing."""
+    if name in _SIZED_BY_VALUES:
+        return name
+    if name == "equal":
+        first, second = args  # torch says at once what needs no look
+        same = storage(first) == storage(second) and first.storage_offset() == second.storage_offset()
+        return None if first.shape != second.shape or (same and first.stride() == second.stride()) else name
+    if name == "_local_scalar_dense":
+        return "a value"
+    if name == "repeat_interleave" and kwargs.get("output_size") is None and len(args) < 2:
+        return "repeat_interleave without output_size"
+    if name == "copy_":
+        blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+        apart = is_on_gpu(args[0]) != is_on_gpu(args[1])
+        return "copy_ between host and GPU" if copies and blocking and apart and args[1].dim() else None
+    return _of_index(name, args, is_on_gpu) if name in INDEXING else None
+
+
+def _of_index(name: str, args: tuple, is_on_gpu: Callable[[Any], bool]) -> str | None:
+    indices = [one for one in args[1] if one is not None]
+    booleans = [one for one in indices if one.dtype in (torch.bool, torch.uint8)]
+    fills = name != "index" and len(indices) == 1 and args[2].numel() == 1 and not (len(args) > 3 and args[3])
+    if booleans and not fills:  # which is a masked_fill
+        return "booleans as an index"
+    if any(one.dim() and not is_on_gpu(one) for one in indices):
+        return "an index on the host"
+    return None
+
 
 GPU = torch.device("cuda", 0)
 # Functions that make a tensor of values, which they read, or copy, before the result is there.
@@ -61,18 +183,11 @@ _OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scat
 
 
 class HostWaits:
-    """The waits of a block: `with HostWaits(model) as waits: ...`.
-
-    Args:
-        on_gpu: modules, optimizers' states, dataclasses of tensors or tensors that are on the GPU in the beginning.
-
-    Attributes:
-        waited: how many waits there were in all.
-    """
+    """The waits of a block: `with HostWaits(model) as waits: ...`."""
 
     def __init__(self, *on_gpu: Any) -> None:
         self.begin()
-        self.waited = 0
+        self.waited = 0  # in all
         self._storages: dict[int | None, StorageWeakRef] = {}
         self._pinned: dict[int | None, StorageWeakRef] = {}
         self._copied: dict[int | None, int] = {}  # to the host, and how many waits there were before
@@ -102,12 +217,10 @@ class HostWaits:
                 self._pinned[storage(tensor)] = StorageWeakRef(tensor.untyped_storage())
 
     def begin(self) -> None:
-        """Forget what was seen until now."""
         self._found: Counter[Wait] = Counter()
         self._mixed: Counter[Wait] = Counter()
 
     def seen(self) -> Seen:
-        """What was seen since the beginning."""
         return Seen(dict(self._found), dict(self._mixed))
 
     def __enter__(self) -> HostWaits:
@@ -124,7 +237,6 @@ class HostWaits:
     # What is where.
 
     def is_on_gpu(self, tensor: Any) -> bool:
-        """Whether a tensor is there."""
         if not isinstance(tensor, Tensor):
             return False
         return storage(tensor) in self._storages
@@ -138,13 +250,11 @@ class HostWaits:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Count nothing."""
         before, self._paused = self._paused, True
         yield
         self._paused = before
 
     def note(self, what: str, into: Counter[Wait] | None = None) -> None:
-        """A wait, at the innermost line of a package."""
         if not self._paused:
             self.waited += into is None
             (self._found if into is None else into)[Wait(*place_in_code(), what)] += 1
@@ -152,7 +262,6 @@ class HostWaits:
     # What torch is asked for.
 
     def function(self, function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A call of torch's Python interface."""
         name = getattr(function, "__name__", "")
         first = args[0] if args else None
         if name == "__get__" and getattr(function, "__self__", None) is Tensor.device:
@@ -245,7 +354,6 @@ class HostWaits:
         self._blind = before
 
     def operation(self, op: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """An operation, forward or backward."""
         if self._blind:
             return op(*args, **kwargs)
         name, space = op._schema.name.partition("::")[2], op.namespace
@@ -333,7 +441,6 @@ class _Event(cpu._Stream):
 
 
 def _is_gpu(device: Any) -> bool:
-    """Whether an argument names it; an int is its number."""
     if isinstance(device, str | torch.device):
         return str(device).startswith("cuda")
     return type(device) is int

@@ -1,6 +1,7 @@
 """Nothing of ours makes the host wait for the GPU in a training step; what is counted, and its limits: `counter.py`.
 
-Figures that a run takes every `logger.log_interval` steps are read there, and only there.
+Figures that a run takes every `logger.log_interval` steps are read there, and only there. Run on ranks it is the
+script: -m tests.host_waits.test_host_waits OUTPUT CASES FOLDERS, both JSON.
 """
 
 from __future__ import annotations
@@ -8,33 +9,85 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
 import qwen3vl_bridge
 from qwen3vl_bridge.batch.device_transfer import on_host
+from qwen3vl_bridge.training.before_step import optimizers_of
+from qwen3vl_bridge.training.callbacks import training_callbacks
+from qwen3vl_bridge.training.run_settings import GuardConfig
 from qwen3vl_bridge.training.step import to_device
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest
 import torch
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from transformers import AutoConfig
 
-from tests.forked import run_ranks
-from tests.frameworks.megatron_bridge.upstream_steps_on_ranks import join
+from tests.forked import results_of_ranks
+from tests.frameworks.megatron_bridge.test_upstream_steps import join
 from tests.model.inputs.support import gaps, make_rows, offsets, packed_params
 from tests.parity.batches import make_batch, make_samples
 from tests.parity.conftest import make_pair
+from tests.parity.on_ranks import Split
 from tests.parity.one_process.test_recompute import FULL, of_vision
 from tests.parity.one_process.test_settings import SCALED, changed
-from tests.parity.references import write_settings
-from tests.parity.topologies import Topology
+from tests.parity.references import MICROBATCHES, write_settings
+from tests.parity.topologies import MODULES, TOPOLOGIES, Topology
 from tests.qwen3_5.tiny import make_checkpoint
+from tests.ranks import begin, leave, of_all_ranks
+from tests.steps import followed, step_with_callbacks
 
-from .counter import HostWaits
-from .on_ranks import count_step
-from .places import UPSTREAM, Seen
+from .counter import UPSTREAM, HostWaits, Seen
 from .upstream import count_upstream
+
+STEPS, INTERVAL = 4, 2
+CONTENT, MTP = "mixed", dict(mtp_loss_scaling_factor=0.1)
+
+
+def count_step(folder: str, topology: Topology, rows: str, **settings: Any) -> dict[str, Seen]:
+    """Train four steps; returns what was counted in a step without figures, "step", and in one with, "figures"."""
+    settings = dict(train__train_iters=STEPS, logger__log_interval=INTERVAL) | settings
+    split = Split(folder, topology, **settings)
+    run = split.run
+    read: list[None] = []
+    run.stream = (read.append(None) or batch for batch in split.batches(CONTENT, rows, steps=STEPS))
+    run.cfg.guard = GuardConfig(on_nan="skip")
+    vars(run.optimizer).pop("get_grad_norm", None)  # joined by `set_up` already, and by the callbacks again
+    found = {}
+    # Each optimizer has lists and dicts of tensors, and single ones.
+    waits = HostWaits(*run.model, [list(vars(one).values()) for one in optimizers_of(run.optimizer)])
+    with waits, followed(run, training_callbacks(run.cfg)):
+        for step in range(1, STEPS + 1):
+            waits.begin()
+            step_with_callbacks(run)
+            # Copies run ahead of the GPU, reading does not: a resumed run would skip what was read and not saved.
+            assert topology.ranks > 1 or len(read) == step * MICROBATCHES
+            found["figures" if step % INTERVAL == 0 else "step"] = waits.seen()
+    return found
+
+
+def count_call(folder: str, topology: Topology) -> dict[str, Seen]:
+    """Forward and backward of a rank's share of a packed row, as RL frameworks give it."""
+    split = Split(folder, topology)
+    model, groups = split.run.model[0], split.run.groups
+    arguments = next(split.batches(CONTENT, "presharded", steps=1)).arguments(groups.cp.size(), groups.cp.rank())
+    with HostWaits(model, arguments, vars(arguments["packed_seq_params"])) as waits:
+        model(**arguments).sum().backward()
+    return {"call": waits.seen()}
+
+
+def main(output: str, cases: list[list[str]], folders: dict[str, str]) -> None:
+    found = {}
+    for family, name, rows in cases:
+        topology = (TOPOLOGIES | MODULES)[name]
+        call = rows == "presharded"
+        counted = count_call(folders[family], topology) if call else count_step(folders[family], topology, rows)
+        found[family, name, rows] = of_all_ranks(counted)
+    leave(found, output)
+
 
 # Where figures are read, each log_interval.
 FIGURES = {
@@ -44,13 +97,34 @@ FIGURES = {
     "training/metrics.py:take",
 }
 
-CHUNKS = dict(loss_chunk_tokens=17)  # of rows that have more
+SETTINGS = {"plain": {}, "recompute": FULL | of_vision(FULL), "chunks": dict(loss_chunk_tokens=17)}
+# With multi-token prediction, which reads tokens of other ranks and stages.
+WITH_MTP = {"Qwen3.5 with MTP": {}, "Qwen3.5 MoE with MTP": dict(moe=True)}
+PASSES = [
+    *itertools.product(["dense", "MoE", "Qwen3.5"], ["mixed", "video", "text only"], ["packed", "padded"], SETTINGS),
+    *itertools.product(["Qwen3.5 with MTP"], ["mixed"], ["packed", "padded"], ["plain", "chunks"]),
+    # Frequencies are transformers', which copies them from memory that is not pinned: on the host, and once.
+    *((kind, "mixed", "packed", "plain") for kind in SCALED),
+]
 
 
 @pytest.fixture(scope="module")
 def folders(untied_folder, moe_folder, tmp_path_factory):
-    qwen3_5 = make_checkpoint(tmp_path_factory.mktemp("qwen3_5"))
-    return {"dense": untied_folder, "MoE": moe_folder, "Qwen3.5": qwen3_5}
+    scratch = tmp_path_factory.mktemp("folders")
+    found = {"dense": untied_folder, "MoE": moe_folder, "Qwen3.5": make_checkpoint(scratch / "qwen3_5")}
+    for name, options in WITH_MTP.items():
+        found[name] = make_checkpoint(scratch / name, mtp=ExpertLayout.OUTPUT_MAJOR, **options)
+        write_settings(found[name], MTP)
+    for kind, scaled in SCALED.items():
+        rope = dict(rope_theta=5e6, mrope_section=[6, 5, 5], mrope_interleaved=True, rope_type=kind, **scaled)
+        found[kind] = changed(untied_folder, scratch / kind, rope_parameters=rope)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _scale_before_a_schedule_sets_it(monkeypatch):
+    """An earlier test has set one on the host."""
+    monkeypatch.setattr(MTPLossAutoScaler, "main_loss_backward_scale", torch.tensor(1.0))
 
 
 def forward_and_backward(folder, content, *, packed, **settings) -> Seen:
@@ -63,31 +137,10 @@ def forward_and_backward(folder, content, *, packed, **settings) -> Seen:
     return waits.seen()
 
 
-@pytest.mark.parametrize("settings", [{}, FULL | of_vision(FULL), CHUNKS], ids=["plain", "recompute", "chunks"])
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
-@pytest.mark.parametrize("content", ["mixed", "video", "text only"])
-@pytest.mark.parametrize("family", ["dense", "MoE", "Qwen3.5"])
-def test_a_pass_waits_for_nothing(folders, family, content, packed, settings):
-    seen = forward_and_backward(folders[family], content, packed=packed, **settings)
-    assert not seen.of_us() and not seen.mixed
-
-
-@pytest.mark.parametrize("kind", SCALED)
-def test_a_scaled_rotary_embedding_waits_for_nothing(folders, tmp_path, kind):
-    """Its frequencies are transformers', which copies them from memory that is not pinned: on the host, and once."""
-    rope = dict(rope_theta=5e6, mrope_section=[6, 5, 5], mrope_interleaved=True, rope_type=kind, **SCALED[kind])
-    folder = changed(folders["dense"], tmp_path / kind, rope_parameters=rope)
-    seen = forward_and_backward(folder, "mixed", packed=True)
-    assert not seen.of_us() and not seen.mixed
-
-
-@pytest.mark.parametrize("settings", [{}, CHUNKS], ids=["plain", "chunks"])
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
-def test_multi_token_prediction_waits_for_nothing(tmp_path, monkeypatch, packed, settings):
-    # As it is before a schedule sets it: an earlier test has set one on the host.
-    monkeypatch.setattr(MTPLossAutoScaler, "main_loss_backward_scale", torch.tensor(1.0))
-    folder = make_checkpoint(tmp_path, mtp=ExpertLayout.OUTPUT_MAJOR)
-    seen = forward_and_backward(folder, "mixed", packed=packed, mtp_loss_scaling_factor=0.1, **settings)
+@pytest.mark.parametrize(("family", "content", "rows", "settings"), PASSES)
+def test_a_pass_waits_for_nothing(folders, family, content, rows, settings):
+    settings = SETTINGS[settings] | (MTP if family in WITH_MTP else {})
+    seen = forward_and_backward(folders[family], content, packed=rows == "packed", **settings)
     assert not seen.of_us() and not seen.mixed
 
 
@@ -99,9 +152,8 @@ def test_a_step_with_guard_and_meters_waits_for_nothing(folders, family):
     assert row in Path("docs/speed.md").read_text()
 
 
-LORA = dict(dim=4, alpha=4)
 RUNS = {
-    "LoRA": dict(peft=LORA),
+    "LoRA": dict(peft=dict(dim=4, alpha=4)),
     "bf16": dict(mixed_precision="bf16_mixed"),
     "distributed optimizer": dict(distributed_optimizer=True),
     "Megatron-FSDP": dict(
@@ -130,13 +182,7 @@ OWN_BUFFERS = frozenset({"pipeline_parallel/schedules.py:custom_backward"})
 
 
 def check(found: dict[str, Seen], allowed: frozenset[str] = frozenset(), mixed: frozenset[str] = frozenset()) -> None:
-    """Ours are none but those that are allowed, and figures where they are taken; nothing is done with host tensors.
-
-    Args:
-        found: in a step, and in one that takes figures.
-        allowed: functions that may wait.
-        mixed: functions in which tensors on the GPU may meet those of the host.
-    """
+    """Ours are none but those that are allowed, and figures where they are taken; nothing is done with host tensors."""
     ours = {which: {wait.function for wait in seen.of_us()} for which, seen in found.items()}
     assert not ours["step"] - allowed, found["step"].of_us()
     assert not ours["figures"] - allowed - FIGURES, found["figures"].of_us()
@@ -146,19 +192,12 @@ def check(found: dict[str, Seen], allowed: frozenset[str] = frozenset(), mixed: 
 
 # Without Transformer Engine megatron-core clips by a number, which both modules' norms make together.
 JOINT_NORM = frozenset({"dist_train/joint_step.py:_joint_norm"})
-# With multi-token prediction, which reads tokens of other ranks and stages.
-WITH_MTP = {"Qwen3.5 with MTP": {}, "Qwen3.5 MoE with MTP": dict(moe=True)}
 CASES = [
-    ["dense", "CP2", "packed"],
+    *(["dense", split, "packed"] for split in ("CP2", "PP2", "TP2+SP", "1 + 1")),
     ["dense", "CP2", "padded"],
-    ["dense", "PP2", "packed"],
-    ["dense", "TP2+SP", "packed"],
-    ["dense", "1 + 1", "packed"],
     ["MoE", "EP2", "packed"],
-    ["Qwen3.5 with MTP", "CP2", "packed"],
+    *(["Qwen3.5 with MTP", split, "packed"] for split in ("CP2", "PP2", "TP2+SP")),
     ["Qwen3.5 with MTP", "CP2", "padded"],
-    ["Qwen3.5 with MTP", "PP2", "packed"],
-    ["Qwen3.5 with MTP", "TP2+SP", "packed"],
     ["Qwen3.5 MoE with MTP", "EP2", "packed"],
 ]
 SHARE = ["dense", "CP2", "presharded"]
@@ -166,14 +205,11 @@ SHARE = ["dense", "CP2", "presharded"]
 
 @pytest.fixture(scope="module")
 def on_ranks(folders, tmp_path_factory):
-    output = tmp_path_factory.mktemp("waits") / "found.pt"
-    named = {name: str(shutil.copytree(folder, output.parent / name)) for name, folder in folders.items()}
-    for name, options in WITH_MTP.items():
-        folder = make_checkpoint(output.parent / name, mtp=ExpertLayout.OUTPUT_MAJOR, **options)
-        write_settings(folder, dict(mtp_loss_scaling_factor=0.1))
-        named[name] = str(folder)
-    run_ranks("tests.host_waits.on_ranks", 2, output, json.dumps([*CASES, SHARE]), json.dumps(named), timeout=500)
-    return torch.load(output, weights_only=False)
+    copies = tmp_path_factory.mktemp("waits")
+    names = {case[0] for case in CASES}
+    named = {name: str(shutil.copytree(folders[name], copies / name)) for name in names}
+    cases = json.dumps([*CASES, SHARE])
+    return results_of_ranks("tests.host_waits.test_host_waits", 2, cases, json.dumps(named), timeout=500)
 
 
 @pytest.mark.slow
@@ -244,16 +280,12 @@ def called_with_tensors(folder, kind: str, **settings) -> Seen:
 
 @pytest.mark.parametrize("kind", CALLS)
 @pytest.mark.parametrize("family", ["dense", "Qwen3.5 with MTP"])
-def test_tensors_on_the_device_are_waited_for_once(folders, tmp_path, monkeypatch, family, kind):
-    monkeypatch.setattr(MTPLossAutoScaler, "main_loss_backward_scale", torch.tensor(1.0))  # see above
-    predicts = dict(mtp_loss_scaling_factor=0.1) if "MTP" in family else {}
-    folder = make_checkpoint(tmp_path, mtp=ExpertLayout.OUTPUT_MAJOR) if predicts else folders[family]
-    seen = called_with_tensors(folder, kind, **predicts)
+def test_tensors_on_the_device_are_waited_for_once(folders, family, kind):
+    seen = called_with_tensors(folders[family], kind, **(MTP if family in WITH_MTP else {}))
     assert sum(seen.of_us().values()) == 1 and not seen.mixed, seen.of_us()
 
 
 def numbers(seen: Seen) -> str:
-    """Of the tables: ours, with what our lines cause in other packages, and upstream's."""
     return " | ".join(map(str, (sum(seen.of_us().values()), *map(seen.total, UPSTREAM))))
 
 
@@ -271,18 +303,13 @@ def test_the_page_has_what_is_counted(folders):
 
 
 def test_the_counter_sees_what_waits():
-    """Each thing that makes a host wait is found, with its line, and what does not is not."""
     values, host = torch.arange(6.0), torch.arange(3)
     waits = HostWaits(values)
     kinds = {
-        "a value": lambda: bool(values[0] > 1),
-        "tolist": lambda: values.tolist(),
-        "nonzero": lambda: (values > 1).nonzero(),
-        "booleans as an index": lambda: values[values > 1],
-        "masked_select": lambda: values.masked_select(values > 1),
-        "_unique2": lambda: values.unique(),
-        "equal": lambda: torch.equal(values, values + 1),
-        "cpu: a copy to the host": lambda: values.cpu(),
+        "a value": lambda: bool(values[0] > 1), "tolist": lambda: values.tolist(),
+        "nonzero": lambda: (values > 1).nonzero(), "booleans as an index": lambda: values[values > 1],
+        "masked_select": lambda: values.masked_select(values > 1), "_unique2": lambda: values.unique(),
+        "equal": lambda: torch.equal(values, values + 1), "cpu: a copy to the host": lambda: values.cpu(),
         "to: a copy to the GPU": lambda: host.to(values.device),
         "to: a copy of memory that is not pinned": lambda: host.to(values.device, non_blocking=True),
         "tensor of host values": lambda: torch.tensor([1.0], device=values.device),
@@ -299,7 +326,7 @@ def test_the_counter_sees_what_waits():
         "copy_ between host and GPU": lambda: values[:3].copy_(host),
         "a stream or an event": lambda: on_host({"values": values, "others": values + 1})["others"].tolist(),
         "a copy that has not arrived": lambda: values.to("cpu", non_blocking=True).tolist(),
-    }
+    }  # fmt: skip
     free = [
         lambda: values.cumsum(0) * 2 + torch.zeros(6, device=values.device),
         lambda: values.masked_fill(values > 1, 0),
@@ -328,3 +355,8 @@ def test_the_counter_sees_what_waits():
         torch.tensor([values[0], values[1], 2.0])
         assert list(waits.seen().found.values()) == [2]  # each is read
     assert values.device.type == "cpu"
+
+
+if __name__ == "__main__":
+    begin()
+    main(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]))

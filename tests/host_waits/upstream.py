@@ -1,7 +1,5 @@
 """Megatron-Bridge's own Qwen3-VL and its own step, counted on the batch that ours is counted on.
 
-What lives here: a pass of its model. What may not: building it (`tests/model/checkpoints/stock_models.py`), ours.
-
 Its layers are Transformer Engine's, which is not there; megatron-core's local ones stand in their place, with torch's
 attention, whose own questions for the lengths of segments are not counted. All else is its code: what moves a batch,
 its step, the model around the layers.
@@ -10,7 +8,7 @@ its step, the model around the layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,29 +21,16 @@ from megatron.bridge.models.qwen_vl import qwen3_vl_step
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from tests.frameworks.megatron_bridge.upstream_steps_on_ranks import join
+from tests.frameworks.megatron_bridge.test_upstream_steps import join
 from tests.model.checkpoints import stock_models
 from tests.parity.batches import Sample
 
-from .counter import HostWaits
-from .places import Seen
+from .counter import HostWaits, Seen
 
 
 def stock_with_torch_attention(folder: Path, around: Callable[[], Any] = nullcontext) -> torch.nn.Module:
     """Its model with torch's attention in both towers, which is called within the context `around`."""
-    with _torch_attention(around):
-        return stock_models.build_stock(folder)
 
-
-@contextmanager
-def local_layers(provider: Any) -> Iterator[None]:
-    """Have a provider of Megatron-Bridge's build a model that can compute without Transformer Engine."""
-    with _torch_attention(nullcontext), stock_models.local_layers(provider):
-        yield
-
-
-@contextmanager
-def _torch_attention(around: Callable[[], Any]) -> Iterator[None]:
     class Attention(SegmentAttention):
         """Torch's attention, whatever mask is given: a causal one says nothing else."""
 
@@ -70,7 +55,7 @@ def _torch_attention(around: Callable[[], Any]) -> Iterator[None]:
             stock_models, "_vision_layer", with_attention(stock_models._vision_layer, AttnMaskType.no_mask)
         ),
     ):
-        yield
+        return stock_models.build_stock(folder)
 
 
 def count_upstream(folder: Path, samples: list[Sample], *, packed: bool) -> Seen:

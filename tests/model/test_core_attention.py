@@ -12,11 +12,7 @@ from types import SimpleNamespace
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.batch import SequenceLayout, token_index
 from qwen3vl_bridge.models import core_attention
-from qwen3vl_bridge.models.core_attention import (
-    ContextParallelAttention,
-    SegmentAttention,
-    layout_packed_seq_params,
-)
+from qwen3vl_bridge.models.core_attention import ContextParallelAttention, SegmentAttention, layout_packed_seq_params
 
 import pytest
 import torch
@@ -35,7 +31,6 @@ from tests.noise import allowed, check
 HEADS, DIM = 4, 16
 CAUSAL, FULL = AttnMaskType.causal, AttnMaskType.no_mask
 LENGTHS = [[24], [8, 40, 16, 16, 8, 72], [16] * 5]  # multiples of 8: for four context-parallel ranks
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch's kernels for CUDA need a GPU")
 
 
 def attention(groups: int, ranks: int = 1, rank: int = 0, dim: int = DIM, dropout: float = 0.0) -> SegmentAttention:
@@ -85,9 +80,7 @@ class Varlen:
         assert window_size in ((-1, 0), (-1, -1)) and enable_gqa == (query.size(1) != key.size(1))
         assert all(x.stride(-1) == 1 and x.ndim == 3 for x in (query, key, value))
         causal = window_size == (-1, 0)
-        return torch.cat(
-            [reference(query[q:r], key[k:m], value[k:m], causal, scale) for (q, r), (k, m) in segments],
-        )
+        return torch.cat([reference(query[q:r], key[k:m], value[k:m], causal, scale) for (q, r), (k, m) in segments])
 
 
 @pytest.fixture
@@ -131,21 +124,15 @@ def compare(found: list[Tensor], call, parts: list[Tensor]) -> None:
     check({"error": worst(found, exact)}, allowed([{"error": worst(run(call, parts), exact)}]))
 
 
+@pytest.mark.parametrize("by", ["segments", "one call"])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("kind", [CAUSAL, FULL])
-def test_segments_are_attended_as_by_plain_softmax(lengths, groups, kind):
+def test_a_packed_row_is_attended_as_by_plain_softmax(request, lengths, groups, kind, by):
+    varlen = request.getfixturevalue("varlen") if by == "one call" else None
     module, parts = attention(groups), tensors(sum(lengths), groups)
     compare(run(packed(module, lengths, kind), parts), plain(lengths, kind == CAUSAL, module.scale), parts)
-
-
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("kind", [CAUSAL, FULL])
-def test_a_packed_row_is_one_call(varlen, lengths, groups, kind):
-    module, parts = attention(groups), tensors(sum(lengths), groups)
-    compare(run(packed(module, lengths, kind), parts), plain(lengths, kind == CAUSAL, module.scale), parts)
-    assert varlen.calls == 1
+    assert varlen is None or varlen.calls == 1
 
 
 def shares(monkeypatch, lengths: list[int], groups: int, ranks: int, device: str = "cpu", dim: int = DIM):
@@ -171,19 +158,14 @@ def shares(monkeypatch, lengths: list[int], groups: int, ranks: int, device: str
     return call
 
 
+@pytest.mark.parametrize("by", ["segments", "one call"])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_context_parallel_ranks_together_are_one(monkeypatch, lengths, ranks):
+def test_context_parallel_ranks_together_are_one(request, monkeypatch, lengths, ranks, by):
+    varlen = request.getfixturevalue("varlen") if by == "one call" else None
     parts = tensors(sum(lengths), 2)
     compare(run(shares(monkeypatch, lengths, 2, ranks), parts), plain(lengths, True, DIM**-0.5), parts)
-
-
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_context_parallel_rank_is_one_call(monkeypatch, varlen, lengths, ranks):
-    parts = tensors(sum(lengths), 2)
-    compare(run(shares(monkeypatch, lengths, 2, ranks), parts), plain(lengths, True, DIM**-0.5), parts)
-    assert varlen.calls == ranks
+    assert varlen is None or varlen.calls == ranks
 
 
 def test_chunks_of_a_row_are_worked_out_once_for_all_layers(monkeypatch, varlen):
@@ -360,7 +342,7 @@ def test_nothing_grows_with_the_square_of_a_segment(monkeypatch, groups, ranks):
         assert found[8192] < 8192**2 / 4
 
 
-@cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 72, 128])
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("kind", [CAUSAL, FULL])
@@ -375,7 +357,7 @@ def test_one_call_on_a_gpu(groups, kind, dim):
         assert worst([a], [b]) <= 2e-2 * float(b.abs().max())  # not measured: no GPU was at hand
 
 
-@cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-4)])
 def test_context_parallel_ranks_on_a_gpu(monkeypatch, ranks, dtype, limit):
@@ -387,7 +369,7 @@ def test_context_parallel_ranks_on_a_gpu(monkeypatch, ranks, dtype, limit):
         assert worst([a], [b]) <= limit * float(b.abs().max())  # not measured: no GPU was at hand
 
 
-@cuda
+@pytest.mark.gpu
 def test_float32_with_grouped_heads_grows_with_tokens_on_a_gpu():
     peaks = []
     for tokens in (4096, 8192):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from qwen3vl_bridge.models.vision_config import vision_transformer_config
-from qwen3vl_bridge.models.vision_tower import PatchMerger
+from qwen3vl_bridge.models.vision_tower import PatchMerger, vision_transformer_config
 from qwen3vl_bridge.training.process_groups import initialize
 
 import pytest

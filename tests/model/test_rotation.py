@@ -11,7 +11,6 @@ import itertools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
@@ -23,14 +22,11 @@ import torch
 from megatron.bridge.training import setup
 from megatron.core import jit
 from megatron.core.models.common.embeddings import rope_utils
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from tests.noise import check, limits, relative
 from tests.parity.batches import make_batch, make_samples
 from tests.parity.conftest import make_pair
-from tests.parity.one_process.test_bf16 import distance
-from tests.parity.one_process.test_parity import per_sample
+from tests.parity.one_process.test_parity import distance, per_sample
 from tests.parity.one_process.test_recompute import FULL, of_vision
 from tests.parity.one_process.test_settings import SCALED, assert_parity, changed
 from tests.qwen3_5.tiny import make_checkpoint
@@ -177,33 +173,6 @@ def compiled(monkeypatch) -> Iterator[list[int]]:
     yield variants
     rope._compiled.cache_clear()
     torch._dynamo.reset()
-
-
-class Bytes(TorchDispatchMode):
-    """What operations read and write, but views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.moved = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        if not function.is_view:
-            self.moved += sum(one.nbytes for one in tree_iter((args, kwargs, made)) if isinstance(one, torch.Tensor))
-        return made
-
-
-@pytest.mark.parametrize(("name", "kind"), [("text model, per token", {}), ("vision tower, per patch", TOWER)])
-def test_bytes_of_the_formula(name, kind):
-    """In a layer of the 8B; a kernel reads queries, keys, cosines and sines, and writes queries and keys."""
-    tokens = 100
-    given = heads(tokens, 1, grad=True, **kind)
-    with Bytes() as counted:
-        turned = rope._formula(*given)
-        torch.autograd.backward(turned, [one.detach() for one in turned])
-    necessary = 2 * sum(2 * one.nbytes for one in given[:2]) + 2 * sum(one.nbytes for one in given[2:])
-    found = f"| {name} | {counted.moved // tokens:,} | {necessary // tokens:,} |"
-    assert found in Path("docs/speed.md").read_text(), found
 
 
 @contextmanager

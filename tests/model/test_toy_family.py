@@ -13,12 +13,7 @@ from types import SimpleNamespace
 
 import qwen3vl_bridge
 from qwen3vl_bridge import registry
-from qwen3vl_bridge.checkpoint import (
-    CheckpointError,
-    export_checkpoint,
-    import_checkpoint,
-    verify_checkpoint,
-)
+from qwen3vl_bridge.checkpoint import CheckpointError, export_checkpoint, import_checkpoint, verify_checkpoint
 from qwen3vl_bridge.weights.rows import expand, hf_shapes
 
 import pytest

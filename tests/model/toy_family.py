@@ -11,10 +11,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from qwen3vl_bridge import Family, register_family
-from qwen3vl_bridge.weights.dimensions import Dimensions, indices_of, text_sizes, vision_sizes
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
-from qwen3vl_bridge.weights.rows import QKV, Copy, GatedMLP, Row, Shape
-from qwen3vl_bridge.weights.shared_rows import VISION_ROWS
+from qwen3vl_bridge.weights.rows import (
+    QKV,
+    VISION_ROWS,
+    Copy,
+    Dimensions,
+    ExpertLayout,
+    GatedMLP,
+    Row,
+    Shape,
+    indices_of,
+    text_sizes,
+    vision_sizes,
+)
 
 NAME = "toy_vl"
 # Fields of the provider and of `text_config` that say the same.
@@ -45,9 +54,7 @@ TABLE = (
     _whole("embedding.word_embeddings", "toy.embed", "vocab", "hidden"),
     _layer(Copy, "self_attention.linear_qkv.layer_norm_weight", {"norm_a": ("hidden",)}),
     _layer(
-        QKV,
-        "self_attention.linear_qkv.weight",
-        {"q": ("q", "hidden"), "k": ("kv", "hidden"), "v": ("kv", "hidden")},
+        QKV, "self_attention.linear_qkv.weight", {"q": ("q", "hidden"), "k": ("kv", "hidden"), "v": ("kv", "hidden")}
     ),
     _layer(Copy, "self_attention.linear_proj.weight", {"o": ("hidden", "q")}),
     _layer(Copy, "mlp.linear_fc1.layer_norm_weight", {"norm_b": ("hidden",)}),

@@ -30,7 +30,7 @@ class ToyProvider(VisionLanguageProvider):
 
     family: ClassVar[str] = NAME
     model_class: ClassVar[str] = "tests.model.toy_model.ToyModel"
-    language_model_class: ClassVar[str] = "qwen3vl_bridge.models.text_model.MRopeGPTModel"
+    language_model_class: ClassVar[str] = "qwen3vl_bridge.models.model.MRopeGPTModel"
     fixed: ClassVar[Mapping[str, Row]] = {
         **FIXED,
         **only("its heads have no norm", qk_layernorm=False),

@@ -22,8 +22,6 @@ CONTENTS: dict[str, list[list[tuple[int, int, int]]]] = {
 
 @dataclass
 class Sample:
-    """One sample: token ids, pictures and which labels count."""
-
     ids: torch.Tensor
     loss_mask: torch.Tensor
     pixels: dict[str, torch.Tensor]
@@ -65,13 +63,17 @@ def make_samples(content: str, config, seed: int) -> list[Sample]:
 
 
 def run_reference(model, samples: list[Sample]) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Logits of each sample run alone, and the sum of all losses that count."""
-    logits, total = [], torch.zeros(())
+    """Logits of each sample run alone, and the sum of all losses that count; on the model's device, in its dtype."""
+    logits, total, weight = [], torch.zeros(()), next(model.parameters())
     for sample in samples:
-        ids = sample.ids[None]
+        ids, labels, loss_mask = (x.to(weight.device) for x in (sample.ids[None], sample.labels, sample.loss_mask))
+        pixels = {
+            name: x.to(weight.device, weight.dtype if x.is_floating_point() else x.dtype)
+            for name, x in sample.pixels.items()
+        }
         kinds = (ids == model.config.image_token_id).int() + 2 * (ids == model.config.video_token_id).int()
-        one = model(input_ids=ids, mm_token_type_ids=kinds, **sample.pixels).logits[0]
-        total = total + (F.cross_entropy(one, sample.labels, reduction="none") * sample.loss_mask).sum()
+        one = model(input_ids=ids, mm_token_type_ids=kinds, **pixels).logits[0]
+        total = total + (F.cross_entropy(one, labels, reduction="none") * loss_mask).sum()
         logits.append(one)
     return logits, total
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from qwen3vl_bridge.registry import family
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
-from qwen3vl_bridge.weights.rows import ZeroCentered
+from qwen3vl_bridge.weights.rows import ExpertLayout, ZeroCentered
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from tests import noise
 from tests.expert_layouts import LAYOUTS, relayout
 
 from .batches import Sample, run_reference
-from .exact_reference import torch_linear_attention
+from .references import torch_linear_attention
 
 
 def shifted_names(provider) -> tuple[str, ...]:
@@ -45,25 +45,13 @@ class Pair:
 
     @property
     def config(self):
-        """The Hugging Face configuration."""
         return self.reference.config
 
     def megatron_gradients(self) -> dict[str, torch.Tensor]:
-        """Gradients of the Megatron model under Hugging Face names and in Hugging Face layouts.
-
-        They are converted as weights are: the conversion is linear and only moves numbers, but for weights that
-        Megatron has less by one.
-        """
-        parameters = list(self.megatron.parameters())
-        weights = [p.data for p in parameters]
-        for p in parameters:
-            p.data = torch.zeros_like(p) if p.grad is None else p.grad
-        exported = self.bridge.export_hf_weights([self.megatron], cpu=True, show_progress=False)
+        """Of the Megatron model, under Hugging Face names; some weights Megatron has less by one."""
         shifted = shifted_names(self.provider)
-        gradients = {name: tensor - int(name.endswith(shifted)) for name, tensor in exported}
-        for p, weight in zip(parameters, weights, strict=True):
-            p.data = weight
-        return gradients
+        gradients = converted_gradients(self.bridge, [self.megatron], lambda p: p.grad)
+        return {name: tensor - int(name.endswith(shifted)) for name, tensor in gradients.items()}
 
     def reference_gradients(self) -> dict[str, torch.Tensor]:
         """Gradients of the reference in the same layouts, on the host; zero for parameters it did not use."""
@@ -106,21 +94,41 @@ class Pair:
         return noise.relative(ours, reference)
 
     def zero_grad(self) -> None:
-        """Forget both models' gradients."""
         self.megatron.zero_grad()
         self.reference.zero_grad()
 
 
-def make_pair(folder, reference_folder=None, **provider_fields) -> Pair:
-    """Load a Hugging Face folder on both sides through the public interface.
-
-    Args:
-        folder: what the Megatron model is made from.
-        reference_folder: what transformers reads, where it cannot read `folder`.
-        provider_fields: settings beside those of the folder.
-    """
-    import qwen3vl_bridge  # noqa: F401  (registers)
+def build(provider, **options) -> torch.nn.Module:
+    """The model of a provider, in this process alone."""
     from qwen3vl_bridge.training.process_groups import initialize
+
+    provider.finalize()
+    initialize(provider, seed=0)
+    options = dict(wrap_with_ddp=False, use_cpu_initialization=True, mixed_precision_wrapper=None) | options
+    (model,) = provider.provide_distributed_model(**options)
+    return model
+
+
+def converted_gradients(bridge, chunks: list[torch.nn.Module], gradient: Callable) -> dict[str, torch.Tensor]:
+    """Gradients of a Megatron model under Hugging Face names: the conversion is linear and only moves numbers.
+
+    `gradient` gives a parameter's, or None.
+    """
+    parameters = [p for chunk in chunks for p in chunk.parameters()]
+    weights = [p.data for p in parameters]
+    for p in parameters:
+        found = gradient(p)
+        p.data = torch.zeros_like(p) if found is None else found.detach().clone()
+    exported = bridge.export_hf_weights(chunks, cpu=True, show_progress=False)
+    gradients = {name: tensor.clone() for name, tensor in exported}
+    for p, weight in zip(parameters, weights, strict=True):
+        p.data = weight
+    return gradients
+
+
+def make_pair(folder, reference_folder=None, *, device: str = "cpu", **provider_fields) -> Pair:
+    """Load a Hugging Face folder on both sides through the public interface, onto a device."""
+    import qwen3vl_bridge  # noqa: F401  (registers)
 
     from megatron.bridge import AutoBridge
     from transformers import AutoModelForImageTextToText
@@ -130,14 +138,10 @@ def make_pair(folder, reference_folder=None, **provider_fields) -> Pair:
     for name, value in provider_fields.items():
         assert hasattr(provider, name), name
         setattr(provider, name, value)
-    provider.finalize()
-    initialize(provider, seed=0)
-    (megatron,) = provider.provide_distributed_model(
-        wrap_with_ddp=False, use_cpu_initialization=True, mixed_precision_wrapper=None
-    )
+    megatron = build(provider)
     with torch_linear_attention():
         reference = AutoModelForImageTextToText.from_pretrained(reference_folder or folder, attn_implementation="eager")
-    return Pair(bridge, provider, megatron.train(), reference.train())
+    return Pair(bridge, provider, megatron.to(device).train(), reference.to(device).train())
 
 
 MOE = [layout.name for layout in LAYOUTS]

@@ -18,12 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
-
-import torch
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 from examples.digits.checkpoint import make_checkpoint as make_qwen3_vl
-from tests.forked import run_ranks
+from tests.forked import results_of_ranks
 from tests.qwen3_5.tiny import make_checkpoint as make_qwen3_5
 
 from . import references
@@ -36,19 +34,12 @@ ERRORS = ("loss", "gradient", "grad_norm", "weight")
 
 @dataclass(frozen=True)
 class Models:
-    """The two models that are split.
-
-    Attributes:
-        make: makes a checkpoint of one.
-        options: of `make`, by `FAMILIES`.
-        settings: fields of the provider.
-        refused: topologies that the family does not allow.
-    """
+    """The two models that are split."""
 
     make: Any
-    options: Mapping[str, Mapping[str, Any]]
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    refused: tuple[str, ...] = ()
+    options: Mapping[str, Mapping[str, Any]]  # of `make`, by `FAMILIES`
+    settings: Mapping[str, Any] = field(default_factory=dict)  # fields of the provider
+    refused: tuple[str, ...] = ()  # topologies that the family does not allow
 
 
 MODELS = {
@@ -82,13 +73,7 @@ def cases(ranks: int, topologies: dict[str, Topology] = TOPOLOGIES) -> list[Case
 
 
 def some_cases(ranks: int, each: int, *, both: bool) -> list[Case]:
-    """So many of each topology, others from one to the next, so that each kind comes up often.
-
-    Args:
-        ranks: of the topologies.
-        each: cases of a topology and family.
-        both: families where a topology has both; else one of them, by turns.
-    """
+    """So many of each topology, others from one to the next, so that each kind comes up often."""
     groups: dict[str, dict[str, list[Case]]] = defaultdict(lambda: defaultdict(list))
     for case in cases(ranks):
         groups[case[1]][case[0]].append(case)
@@ -113,23 +98,11 @@ def run(
     chosen: list[Case], folders: dict[str, Path], ranks: int, *, show: bool = False
 ) -> dict[Case, dict[str, float]]:
     """Real processes on gloo; the errors of each case, which are printed as they come if `show`."""
-    with tempfile.TemporaryDirectory() as scratch:
-        output = Path(scratch) / "found.pt"
-        places = {family: str(folder) for family, folder in folders.items()}
-        run_ranks(
-            "tests.parity.on_ranks",
-            ranks,
-            output,
-            json.dumps(chosen),
-            json.dumps(places),
-            timeout=60 * len(chosen),
-            show=show,
-        )
-        return torch.load(output)
+    given = json.dumps(chosen), json.dumps({family: str(folder) for family, folder in folders.items()})
+    return results_of_ranks("tests.parity.on_ranks", ranks, *given, timeout=60 * len(chosen), show=show)
 
 
 def table(found: dict[Case, dict[str, float]]) -> str:
-    """The worst errors of each topology and family, as Markdown."""
     groups: dict[tuple[str, str], list[dict[str, float]]] = defaultdict(list)
     for (family, topology, _, _), errors in found.items():
         groups[topology, family].append(errors)
@@ -151,8 +124,14 @@ def wrong(found: dict[Case, dict[str, float]], limits: Limits) -> dict[Case, dic
     }
 
 
+def check(chosen: list[Case], folders: dict[str, Path], limits: Limits, ranks: int) -> None:
+    found = run(chosen, folders, ranks)
+    print(table(found), limits)
+    assert found.keys() == set(chosen)
+    assert not wrong(found, limits)
+
+
 def main() -> None:
-    """The whole matrix."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--write-table", type=Path, help="put the table of errors between this file's marks")
     parser.add_argument("--topology", action="append", choices=TOPOLOGIES, help="only this one; may be repeated")

@@ -13,40 +13,37 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.batch import PackedBatch, SequenceLayout
+from qwen3vl_bridge.batch import PackedBatch, SequenceLayout, token_index
 from qwen3vl_bridge.dist_train.joint_step import join_modules, replicas_read
 from qwen3vl_bridge.training import step
 
 import torch
 import torch.distributed as dist
 from megatron.bridge import AutoBridge
+from megatron.bridge.training.losses import create_masked_next_token_loss_function
 from megatron.bridge.training.optim import setup_optimizer
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.utils import get_attr_wrapped_model
 from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config
 from qwen3vl_recipes.paths import set_paths
+from torch import Tensor
 
-from tests.ranks import begin, leave
+from tests.ranks import begin, largest, leave, of_all_ranks
 from tests.steps import Run, forward_backward, set_up, train_step
 
-from . import presharded
 from .batches import Sample, make_batch
-from .conftest import shifted_names
-from .presharded import Shared
+from .conftest import converted_gradients, shifted_names
 from .references import ADAM, CLIP, DECAY, MICROBATCHES, STEPS, errors, provider_settings, step_samples
 from .topologies import MODULES, TOPOLOGIES, Topology, split_by
 
 
 def configuration(folder: str, topology: Topology, balance: float = 0.0) -> Any:
-    """The digits recipe with the reference's optimizer, for a model that is split.
-
-    Args:
-        folder: of Hugging Face.
-        topology: how it is split.
-        balance: coefficient of the experts' balancing loss, which the reference has not.
-    """
+    """The digits recipe with the reference's optimizer, for a model that is split."""
     cfg = set_paths(qwen3_vl_digits_sft_config(), hf_path=folder, data_path="unused")
     cfg.mixed_precision = None
     cfg.logger.tensorboard_dir = None
@@ -72,14 +69,7 @@ def configuration(folder: str, topology: Topology, balance: float = 0.0) -> Any:
 
 
 def layout_of(samples: list[Sample], *, packed: bool, multiple: int, tokens: int | None) -> SequenceLayout:
-    """Packed with padding behind each document and behind all; or rows, the longest of which is padded too.
-
-    Args:
-        samples: a microbatch.
-        packed: one row for all.
-        multiple: what segments are padded to.
-        tokens: of all rows, or None for what they need.
-    """
+    """Packed with padding behind each document and behind all; or rows, the longest of which is padded too."""
     lengths = [len(sample.ids) for sample in samples]
     if packed:
         even = sum(-(-length // multiple) * multiple for length in lengths)
@@ -88,11 +78,48 @@ def layout_of(samples: list[Sample], *, packed: bool, multiple: int, tokens: int
     return SequenceLayout.rows(lengths, tokens // len(lengths) if tokens else longest)
 
 
+@dataclass(frozen=True)
+class Shared:
+    batch: PackedBatch
+    samples: list[Sample]
+
+    def arguments(self, cp_size: int, cp_rank: int) -> dict[str, Any]:
+        """What a rank calls the model with: its tokens, the whole row's offsets and pictures."""
+        layout = self.batch.layout
+        index = token_index(layout, cp_size, cp_rank).T
+
+        def take(whole: Tensor) -> Tensor:
+            return whole.flatten()[index]
+
+        names = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+        found = {name: [s.pixels[name] for s in self.samples if name in s.pixels] for name in names}
+        return dict(
+            input_ids=take(self.batch.input_ids),
+            labels=take(self.batch.labels),
+            loss_mask=take(self.batch.loss_mask),
+            packed_seq_params=PackedSeqParams("thd", *[layout.cu_seqlens] * 2, *[layout.cu_seqlens_padded] * 2),
+            **{name: torch.cat(parts) for name, parts in found.items() if parts},
+        )
+
+
+def forward_step_of_shares(
+    state: Any, data_iterator: Iterator[Shared], model: torch.nn.Module
+) -> tuple[Tensor, Callable]:
+    """As `training.step.forward_step`, by the model's door."""
+    groups = get_attr_wrapped_model(model, "pg_collection")
+    arguments = next(data_iterator).arguments(groups.cp.size(), groups.cp.rank())
+    checks = state.cfg.rerun_state_machine
+    count = create_masked_next_token_loss_function(
+        arguments["loss_mask"], checks.check_for_nan_in_loss, checks.check_for_spiky_loss
+    )
+    return model(**arguments), count
+
+
 class Split:
     """A model that is split, and the way back to where it began."""
 
     def __init__(self, folder: str, topology: Topology, balance: float = 0.0, **settings: Any) -> None:
-        self.tokens = topology.tokens
+        self.tokens, self.prepare = topology.tokens, lambda sample: sample  # samples before they become a batch
         cfg = configuration(folder, topology, balance)
         for name, value in settings.items():
             section, _, field = name.rpartition("__")
@@ -119,21 +146,15 @@ class Split:
             chunk.zero_grad_buffer()
         run.optimizer.zero_grad()  # a gradient that lies in the buffer would be added to it
         run.stream = batches
-        run.forward_step = presharded.forward_step if rows == "presharded" else step.forward_step
+        run.forward_step = forward_step_of_shares if rows == "presharded" else step.forward_step
 
     def exported(self) -> dict[str, torch.Tensor]:
-        """Weights of the whole model, under Hugging Face names, on every rank."""
         exported = self.bridge.export_hf_weights(self.run.model, cpu=True, show_progress=False)
         return {name: tensor.clone() for name, tensor in exported}
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Gradients in the same way: conversion only moves numbers, but for weights that Megatron has less by one."""
-        weights = [p.data for p in self.parameters]
-        for p in self.parameters:
-            p.data = p.main_grad.clone()
-        gradients = self.exported()
-        for p, weight in zip(self.parameters, weights, strict=True):
-            p.data = weight
+        """Gradients in the same way; of some weights Megatron has less by one."""
+        gradients = converted_gradients(self.bridge, self.run.model, lambda p: p.main_grad)
         shifted = shifted_names(self.run.cfg.model)
         return {name: gradient - int(name.endswith(shifted)) for name, gradient in gradients.items()}
 
@@ -142,11 +163,6 @@ class Split:
         """The largest error of any tensor, as `worst` has it, where the model cannot be exported whole.
 
         What is expected is loaded where the weights are, by Megatron-Bridge; then each rank compares its own.
-
-        Args:
-            found: for each of this rank's parameters.
-            folder: Hugging Face tensors that were expected.
-            scale: as `worst`'s.
         """
         before = [p.clone() for p in self.parameters]
         self.bridge.load_hf_weights(self.run.model, hf_path=folder)
@@ -157,8 +173,7 @@ class Split:
         }
         for p, weight in zip(self.parameters, before, strict=True):
             p.copy_(weight)
-        heard: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(heard, mine)
+        heard = of_all_ranks(mine)
         every = {name for part in heard for name in part}
         errors = {name: [max(part[name][i] for part in heard if name in part) for i in (0, 1)] for name in every}
         return max(error / (scale or max(largest, 1e-6)) for error, largest in errors.values())
@@ -175,6 +190,7 @@ class Split:
         for number in range(steps):
             for samples in step_samples(content, self.hf_config, number)[replica::size]:
                 layout = layout_of(samples, packed=rows != "padded", multiple=multiple, tokens=self.tokens)
+                samples = list(map(self.prepare, samples))
                 batch = make_batch(samples, self.hf_config, layout=layout)
                 yield Shared(batch, samples) if rows == "presharded" else batch
 
@@ -182,7 +198,6 @@ class Split:
 def compare(
     split: Split, topology: Topology, folder: Path, content: str, rows: str, expected: dict[str, Any]
 ) -> dict[str, float]:
-    """Errors of one case, as `errors` has them."""
     run = split.run
     split.begin(split.batches(content, rows), rows)
     mine = MICROBATCHES // run.cfg.data_parallel_size
@@ -209,7 +224,6 @@ def compare(
 
 
 def main(output: str, cases: list[list[str]], folders: dict[str, str]) -> None:
-    """Every case; rank 0 writes the largest errors of all ranks, and how long each took."""
     found, world = {}, int(os.environ["WORLD_SIZE"])
     for (family, name), group in itertools.groupby(cases, key=lambda case: case[:2]):
         topology, folder = (TOPOLOGIES | MODULES)[name], folders[family]
@@ -219,10 +233,7 @@ def main(output: str, cases: list[list[str]], folders: dict[str, str]) -> None:
             started = time.perf_counter()
             expected = torch.load(Path(folder) / f"reference_{content}.pt", mmap=True)
             own = compare(split, topology, Path(folder), content, rows, expected)
-            values = torch.tensor(list(own.values()))
-            dist.all_reduce(values, op=dist.ReduceOp.MAX)
-            seconds = time.perf_counter() - started
-            found[family, name, content, rows] = dict(zip(own, values.tolist(), strict=True), seconds=seconds)
+            found[family, name, content, rows] = largest(own) | dict(seconds=time.perf_counter() - started)
             if dist.get_rank() == 0:
                 print(family, name, content, rows, found[family, name, content, rows], flush=True)
     leave(found, output)

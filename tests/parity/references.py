@@ -1,25 +1,48 @@
 """What transformers and torch make of the matrix's batches in one process: losses, gradients, weights after two steps.
 
-Run once for each model and content, however many ways there are to split it.
+Run once for each model and content, however many ways there are to split it. Where flash-linear-attention and
+causal-conv1d are installed, transformers' Qwen3.5 would take their kernels, which may round products to TF32 on a GPU
+and do not run on a CPU: a reference is built without them.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import save_file
 
 from tests.noise import SEEDS, allowed, relative, rounded
-from tests.qwen3_5.mtp_reference import run_with_mtp
-from tests.qwen3_5.tiny import with_mtp
+from tests.qwen3_5.tiny import run_with_mtp, with_mtp
 
 from .batches import Sample, make_samples, run_reference
-from .exact_reference import torch_linear_attention
+
+MODULES = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("qwen3_5", "qwen3_5_moe"))
+KERNELS = (
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+    "chunk_gated_delta_rule",
+    "fused_recurrent_gated_delta_rule",
+    "FusedRMSNormGated",
+)
+
+
+@contextmanager
+def torch_linear_attention() -> Iterator[None]:
+    """Have transformers' models that are built in the body compute linear attention by torch alone."""
+    with ExitStack() as stack:
+        for module in map(importlib.import_module, MODULES):
+            for name in KERNELS:
+                stack.enter_context(mock.patch.object(module, name, None))
+        yield
+
 
 _SETTINGS = "provider.json"
 
@@ -37,7 +60,6 @@ DECAY, CLIP = 0.1, 1.0
 
 
 def step_samples(content: str, config: Any, step: int) -> list[list[Sample]]:
-    """The samples of each microbatch of a step."""
     kinds = MATRIX_CONTENTS[content]
     first = 1000 * list(MATRIX_CONTENTS).index(content) + 100 * step
     return [make_samples(kinds[i % len(kinds)], config, seed=first + i) for i in range(MICROBATCHES)]
@@ -55,17 +77,7 @@ def write_settings(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def train_reference(folder: Path, content: str, seed: int | None = None) -> dict[str, Any]:
-    """Two steps of AdamW.
-
-    Args:
-        folder: of the model.
-        content: of `MATRIX_CONTENTS`.
-        seed: of neighbours of the model's weights, to begin with these.
-
-    Returns:
-        `losses`: the mean loss of each step; `norms`: of the gradient, before it is clipped; `gradients` of the first
-        step and `weights` after the last, by name.
-    """
+    """Two steps of AdamW."""
     from transformers import AutoModelForImageTextToText
 
     with torch_linear_attention():
@@ -132,11 +144,7 @@ def errors(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
 
 
 def write_references(folder: Path, contents: Iterable[str] = tuple(MATRIX_CONTENTS)) -> dict[str, float]:
-    """Put what runs of a model are compared with beside it.
-
-    Returns:
-        Limits of the errors of all contents: some have little noise by chance.
-    """
+    """Put what runs of a model are compared with beside it."""
     noises, contents = [], list(contents)
     for number, content in enumerate(contents):
         reference = train_reference(folder, content)
@@ -149,7 +157,6 @@ def write_references(folder: Path, contents: Iterable[str] = tuple(MATRIX_CONTEN
 
 
 def save_as_model(folder: Path, tensors: dict[str, torch.Tensor], name: str) -> None:
-    """Put tensors beside a model as another one of the same kind, for what reads nothing but models."""
     (folder / name).mkdir(exist_ok=True)
     shutil.copy(folder / "config.json", folder / name)
     own = {key: tensor.contiguous().clone() for key, tensor in tensors.items()}  # tied ones share memory

@@ -20,25 +20,16 @@ _ALLGATHER = dict(moe_token_dispatcher_type="allgather")  # which gathers as man
 
 @dataclass(frozen=True)
 class Topology:
-    """How a model is split.
-
-    Attributes:
-        ranks: how many it needs.
-        fields: of the provider.
-        families: the models it is for.
-        distributed_optimizer: whether each data-parallel rank keeps a part of the optimizer's state.
-        tokens: how many every microbatch has with its padding, where that has to be the same; None where it has not.
-    """
+    """How a model is split."""
 
     ranks: int
-    fields: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)  # of the provider
     families: tuple[str, ...] = ("dense", "MoE")
     distributed_optimizer: bool = False
-    tokens: int | None = None
+    tokens: int | None = None  # of every microbatch, with its padding, where they have to be as many
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """The kinds of rows it has."""
         shared = self.fields.get("context_parallel_size", 1) > 1
         return ("padded", "packed", "presharded") if shared else ("padded", "packed")
 
@@ -76,14 +67,7 @@ TOPOLOGIES = {
 
 
 def modules(vision: int, language: int, vision_tensor: int = 1, **fields: Any) -> dict[str, Any]:
-    """Fields of vision and language on ranks of their own.
-
-    Args:
-        vision: ranks of the tower.
-        language: of the rest.
-        vision_tensor: those of the tower that share a layer.
-        fields: of the provider beside.
-    """
+    """Fields of vision and language on ranks of their own."""
     split = DistTrainConfig(
         use_dist_train=True,
         vision_world_size=vision,
@@ -95,29 +79,19 @@ def modules(vision: int, language: int, vision_tensor: int = 1, **fields: Any) -
 
 # Vision ranks + language ranks.
 MODULES = {
-    "1 + 1": Topology(2, modules(1, 1)),
-    "2 + 1": Topology(3, modules(2, 1)),
-    "1 + DP2": Topology(3, modules(1, 2)),
+    "1 + 1": Topology(2, modules(1, 1)), "2 + 1": Topology(3, modules(2, 1)), "1 + DP2": Topology(3, modules(1, 2)),
     "1 + TP2+SP": Topology(3, modules(1, 2, **_SP)),
     "1 + PP2": Topology(3, modules(1, 2, pipeline_model_parallel_size=2)),
-    "1 + EP2": Topology(3, modules(1, 2, **_EP2), families=_MOE),
-    "TP2 + 1": Topology(3, modules(2, 1, 2)),
-    "2 + DP2": Topology(4, modules(2, 2)),
-    "2 + EP2": Topology(4, modules(2, 2, **_EP2), families=_MOE),
+    "1 + EP2": Topology(3, modules(1, 2, **_EP2), families=_MOE), "TP2 + 1": Topology(3, modules(2, 1, 2)),
+    "2 + DP2": Topology(4, modules(2, 2)), "2 + EP2": Topology(4, modules(2, 2, **_EP2), families=_MOE),
     "2 + PP2": Topology(4, modules(2, 2, pipeline_model_parallel_size=2)),
-    "2 + TP2+SP": Topology(4, modules(2, 2, **_SP)),
-    "TP2 + DP2": Topology(4, modules(2, 2, 2)),
+    "2 + TP2+SP": Topology(4, modules(2, 2, **_SP)), "TP2 + DP2": Topology(4, modules(2, 2, 2)),
     "TP2 + TP2+SP+EP2": Topology(4, modules(2, 2, 2, **_SP, **_EP2), families=_MOE),
-}
+}  # fmt: skip
 
 
 def split_by(cfg: Any, fields: dict[str, Any]) -> None:
-    """Split a run's model, with the groups that its modules need.
-
-    Args:
-        cfg: the run's configuration.
-        fields: of its provider.
-    """
+    """Split a run's model, with the groups that its modules need."""
     for name, value in fields.items():
         assert hasattr(cfg.model, name), name
         setattr(cfg.model, name, value)

@@ -16,7 +16,6 @@ from qwen3vl_bridge.planning.estimate import estimate
 from qwen3vl_bridge.planning.split import ModelSplit
 from qwen3vl_bridge.planning.training_settings import BF16, FP32, FULL, Recompute, TrainingSettings
 from qwen3vl_bridge.registry import dimensions_of
-from qwen3vl_bridge.training.process_groups import initialize
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from hypothesis import strategies as st
 from megatron.bridge import AutoBridge
 
 from tests.parity.batches import Sample, make_batch, make_samples
+from tests.parity.conftest import build as build_model
 
 from .measure import saved_bytes, work_of
 
@@ -38,66 +38,51 @@ SELECTIVE = {name: Recompute("selective", frozenset({name})) for name in ("core_
 # Modules of `recompute_modules` that some models have nothing of.
 WITHOUT = {"moe": ("dense", "Qwen3.5"), "mlp": ("Qwen3.5 MoE",)}
 CASES = {
-    "float32": (FP32, Recompute(), Recompute()),
-    "bfloat16": (BF16, Recompute(), Recompute()),
-    "core_attn": (FP32, SELECTIVE["core_attn"], SELECTIVE["core_attn"]),
-    "mlp": (FP32, SELECTIVE["mlp"], Recompute()),
-    "moe": (FP32, SELECTIVE["moe"], Recompute()),
-    "full, two layers": (FP32, replace(FULL, num_layers=2), FULL),
-    "fused activation": (FP32, Recompute(), Recompute()),
-    "loss in chunks": (BF16, Recompute(), Recompute()),
+    "float32": (FP32, Recompute(), Recompute()), "bfloat16": (BF16, Recompute(), Recompute()),
+    "core_attn": (FP32, SELECTIVE["core_attn"], SELECTIVE["core_attn"]), "mlp": (FP32, SELECTIVE["mlp"], Recompute()),
+    "moe": (FP32, SELECTIVE["moe"], Recompute()), "full, two layers": (FP32, replace(FULL, num_layers=2), FULL),
+    "fused activation": (FP32, Recompute(), Recompute()), "loss in chunks": (BF16, Recompute(), Recompute()),
     "full, block": (BF16, Recompute("full", method="block", num_layers=2), Recompute()),
-    "MTP": (FP32, Recompute(), Recompute()),
-    "MTP in bfloat16": (BF16, Recompute(), Recompute()),
-    "MTP, core_attn": (FP32, SELECTIVE["core_attn"], Recompute()),
-    "MTP, full": (FP32, FULL, FULL),
+    "MTP": (FP32, Recompute(), Recompute()), "MTP in bfloat16": (BF16, Recompute(), Recompute()),
+    "MTP, core_attn": (FP32, SELECTIVE["core_attn"], Recompute()), "MTP, full": (FP32, FULL, FULL),
     "MTP, loss in chunks": (BF16, FULL, Recompute()),
-}
+}  # fmt: skip
+
+
+EXPERTS = dict(num_experts=10, num_experts_per_tok=3, moe_intermediate_size=112)
+
+
+def widened(config, text: dict, vision: dict, **rope):
+    """Some times as wide as the tests' usual models, no two of the widths alike."""
+    config.text_config.update(
+        dict(hidden_size=192, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=3, head_dim=40)
+        | dict(vocab_size=1536)
+        | dict(rope_parameters={**config.text_config.rope_parameters, "mrope_section": [8, 6, 6], **rope})
+        | text
+    )
+    config.vision_config.update(
+        dict(hidden_size=160, intermediate_size=368, depth=3, num_heads=5, out_hidden_size=192)
+        | dict(num_position_embeddings=64)
+        | vision
+    )
+    config.image_token_id, config.video_token_id = 1500, 1501
+    config.vision_start_token_id, config.vision_end_token_id = 1502, 1503
+    return config
 
 
 def wide(moe: bool):
-    """A configuration some times as wide as the tests' usual one, no two of its widths alike."""
-    config = presets.hf_config("30B-A3B" if moe else "2B")
-    text, vision = config.text_config, config.vision_config
-    text.update(
-        dict(hidden_size=192, intermediate_size=544, num_hidden_layers=3, num_attention_heads=6, head_dim=40)
-        | dict(num_key_value_heads=3, vocab_size=1536)
-        | dict(rope_parameters={**text.rope_parameters, "mrope_section": [8, 6, 6]})
-        | (dict(num_experts=10, num_experts_per_tok=3, moe_intermediate_size=112) if moe else {})
-    )
-    vision.update(
-        dict(hidden_size=160, intermediate_size=368, depth=3, num_heads=5, out_hidden_size=192)
-        | dict(deepstack_visual_indexes=[0, 2], num_position_embeddings=64)
-    )
-    config.image_token_id, config.video_token_id = 1500, 1501
-    config.vision_start_token_id, config.vision_end_token_id = 1502, 1503
-    return config
+    text = dict(intermediate_size=544) | (EXPERTS if moe else {})
+    return widened(presets.hf_config("30B-A3B" if moe else "2B"), text, dict(deepstack_visual_indexes=[0, 2]))
 
 
 def wide_qwen3_5(moe: bool):
-    """The same of Qwen3.5, with both kinds of attention; heads turn as a whole, as the formulas have it."""
-    config = qwen3_5_presets.hf_config("35B-A3B" if moe else "2B")
-    text, vision = config.text_config, config.vision_config
-    text.update(
-        dict(hidden_size=192, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=3, head_dim=40)
-        | dict(layer_types=["linear_attention", "full_attention", "linear_attention"], vocab_size=1536)
+    """With both kinds of attention; heads turn as a whole, as the formulas have it."""
+    text = (
+        dict(layer_types=["linear_attention", "full_attention", "linear_attention"], mtp_num_hidden_layers=1)
         | dict(linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=24, linear_value_head_dim=28)
-        | dict(rope_parameters={**text.rope_parameters, "mrope_section": [8, 6, 6], "partial_rotary_factor": 1.0})
-        | dict(mtp_num_hidden_layers=1)
-        | (
-            dict(num_experts=10, num_experts_per_tok=3, moe_intermediate_size=112)
-            | dict(shared_expert_intermediate_size=136)
-            if moe
-            else dict(intermediate_size=544)
-        )
+        | (EXPERTS | dict(shared_expert_intermediate_size=136) if moe else dict(intermediate_size=544))
     )
-    vision.update(
-        dict(hidden_size=160, intermediate_size=368, depth=3, num_heads=5, out_hidden_size=192)
-        | dict(num_position_embeddings=64)
-    )
-    config.image_token_id, config.video_token_id = 1500, 1501
-    config.vision_start_token_id, config.vision_end_token_id = 1502, 1503
-    return config
+    return widened(qwen3_5_presets.hf_config("35B-A3B" if moe else "2B"), text, {}, partial_rotary_factor=1.0)
 
 
 FAMILIES = {
@@ -123,12 +108,7 @@ def build(config, training: TrainingSettings):
     provider.bias_activation_fusion = training.fused_activation
     provider.loss_chunk_tokens = training.loss_chunk_tokens
     provider.mtp_loss_scaling_factor = 0.1 * training.trains_mtp
-    provider.finalize()
-    initialize(provider, seed=0)
-    (model,) = provider.provide_distributed_model(
-        wrap_with_ddp=False, use_cpu_initialization=True, mixed_precision_wrapper=None
-    )
-    return model.train()
+    return build_model(provider).train()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -143,14 +123,10 @@ def test_what_autograd_keeps(case, family):
     dims, split = dimensions_of(config.to_dict()), ModelSplit(1)
     ((chunk,),) = split.chunks(len(dims.indices["text_layers"]))
     training = TrainingSettings(
-        transformer_engine=False,
-        precision=precision,
-        recompute=recompute,
-        vision_recompute=vision,
-        fused_activation=case == "fused activation",
-        loss_chunk_tokens=50 if "loss in chunks" in case else 0,
+        transformer_engine=False, precision=precision, recompute=recompute, vision_recompute=vision,
+        fused_activation=case == "fused activation", loss_chunk_tokens=50 if "loss in chunks" in case else 0,
         trains_mtp=mtp,
-    )
+    )  # fmt: skip
     model = build(config, training)
     for content, packed in itertools.product(("many images", "video", "text only"), (True, False)):
         batch = padded(make_samples(content, config, seed=3), config, packed=packed)
@@ -177,15 +153,10 @@ def total(size: str, split: ModelSplit, training: TrainingSettings) -> float:
 
 
 RUNS = st.builds(
-    TrainingSettings,
-    seq_length=st.sampled_from([4096, 8192, 32768]),
-    micro_batch_size=st.sampled_from([1, 2]),
-    max_patches=st.sampled_from([None, 0, 4096]),
-    precision=st.sampled_from([BF16, FP32]),
-    fused_activation=st.booleans(),
-    loss_chunk_tokens=st.just(0),
-    transformer_engine=st.booleans(),
-)
+    TrainingSettings, seq_length=st.sampled_from([4096, 8192, 32768]), micro_batch_size=st.sampled_from([1, 2]),
+    max_patches=st.sampled_from([None, 0, 4096]), precision=st.sampled_from([BF16, FP32]),
+    fused_activation=st.booleans(), loss_chunk_tokens=st.just(0), transformer_engine=st.booleans(),
+)  # fmt: skip
 SIZES = st.sampled_from(list(presets.PRESETS))
 
 

@@ -15,7 +15,7 @@ from qwen3vl_bridge.planning.proposals import propose
 from qwen3vl_bridge.planning.split import ModelSplit
 from qwen3vl_bridge.planning.training_settings import FULL, Recompute, Sharding, TrainingSettings
 from qwen3vl_bridge.registry import dimensions_of
-from qwen3vl_bridge.weights.model_parts import Part
+from qwen3vl_bridge.weights.rows import Part
 
 import pytest
 from hypothesis import given, settings
@@ -44,7 +44,6 @@ def test_every_parameter_is_on_one_side(name):
     st.sampled_from([Recompute(), FULL]),
 )
 def test_both_sides_hold_what_one_rank_would(name, parts, recompute, vision_recompute):
-    """And on both what is sent."""
     config, sent = presets.config_dict(name), "sent between towers"
     training = replace(
         ROWS, global_batch_size=1, frozen=parts, recompute=recompute, vision_recompute=vision_recompute,

@@ -23,7 +23,7 @@ from qwen3vl_bridge.planning.training_settings import (
     TrainingSettings,
 )
 from qwen3vl_bridge.registry import dimensions_of
-from qwen3vl_bridge.weights.model_parts import Part
+from qwen3vl_bridge.weights.rows import Part
 
 import pytest
 import torch

@@ -1,62 +1,125 @@
-"""Real ranks on gloo: parameters, gradients and optimizer to the byte, and what autograd keeps."""
+"""Real ranks on gloo: parameters, gradients and optimizer to the byte, and what autograd keeps.
+
+Run on ranks it is the script: -m tests.planning.test_memory_on_ranks OUTPUT CASES FOLDERS, both JSON.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.planning.activations import MicrobatchWork, chunk_activations
 from qwen3vl_bridge.planning.model_states import ParameterCount, chunk_count, stage_states
-from qwen3vl_bridge.planning.split import ModelSplit, PipelineChunk
+from qwen3vl_bridge.planning.split import ModelSplit
 from qwen3vl_bridge.planning.training_settings import FP32, Sharding, TrainingSettings
 from qwen3vl_bridge.registry import dimensions_of
-from qwen3vl_bridge.weights.dimensions import Dimensions
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import ExpertLayout, part_of
 
 import pytest
+import torch.distributed as dist
+from megatron.core.utils import unwrap_model
 
 from tests.forked import run_ranks
+from tests.parity.batches import make_samples
+from tests.parity.on_ranks import Split, layout_of, make_batch
 from tests.parity.references import write_settings
 from tests.parity.topologies import TOPOLOGIES
 from tests.qwen3_5.tiny import make_checkpoint
+from tests.ranks import begin, leave, of_all_ranks
+from tests.steps import forward_backward, train_step
 
-from .memory_on_ranks import KINDS, MICROBATCHES
+from .measure import described_bytes, gradient_bytes, keeping, optimizer_bytes, slots_of
+
+KINDS = ("fully_reshardable", "dp_reshardable")  # how megatron-core calls state by parameters and by index
+MICROBATCHES = 2  # as many as two interleaved stages take
+
+
+def parameters(split: Split) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for chunk in unwrap_model(split.run.model):
+        for name, p in chunk.named_parameters():
+            found["experts" if ".mlp.experts." in name else part_of(name).value] += p.numel()
+    return dict(found)
+
+
+def one_batch(split: Split):
+    """The same rows for all data-parallel ranks, packed or, where all need as many tokens, padded to it."""
+    groups = split.run.groups
+    samples = [sample for seed in (1, 2) for sample in make_samples("image and video", split.hf_config, seed)]
+    multiple = 2 * groups.cp.size() * groups.tp.size()
+    return make_batch(
+        samples, split.hf_config, layout=layout_of(samples, packed=True, multiple=multiple, tokens=split.tokens)
+    )
+
+
+def activations(split: Split) -> dict[str, float]:
+    """Bytes that all microbatches of a step keep, and the work of one of them on this rank."""
+    run = split.run
+    batch, *others = (one_batch(split) for _ in range(MICROBATCHES))  # of tensors of their own
+    split.begin(iter([batch, *others]), "packed")
+    with keeping(run.model) as storages:
+        forward_backward(run, run.stream, MICROBATCHES)
+    local = batch.local(**run.cfg.model.sequence_ranks(run.groups))
+    return {
+        "kept": sum(storage.nbytes() for storage in storages.values()),
+        "tokens": local.input_ids.numel(),
+        "patches": 4 if local.vision is None else len(local.vision.pixel_values),
+        "vision_tokens": 0 if local.fuse is None else len(local.fuse.positions),
+        "slots": slots_of(batch),
+    }
+
+
+def states(split: Split) -> dict[str, int]:
+    """Bytes of gradients and of the optimizer after a step of it."""
+    mine = split.run.cfg.train.global_batch_size // split.run.groups.dp.size()
+    split.begin(iter([one_batch(split)] * mine), "packed")
+    train_step(split.run)
+    optimizer = split.run.optimizer
+    found = {"gradients": gradient_bytes(split.run.model), "optimizer": optimizer_bytes(optimizer)}
+    if split.run.cfg.ddp.use_distributed_optimizer:
+        found |= {kind: described_bytes(split.run.model, optimizer, kind) for kind in KINDS}
+    return found
+
+
+def main(output: str, cases: list[list[str]], folders: dict[str, str]) -> None:
+    found = []
+    for family, name in cases:
+        split = Split(folders[family], TOPOLOGIES[name])
+        one = {"parameters": parameters(split), **activations(split), **states(split)}
+        one |= {"stage": split.run.groups.pp.rank()}
+        found.append(of_all_ranks(one))
+    if dist.get_rank() == 0:
+        with open(output, "w") as file:
+            json.dump(found, file)
+    leave()
+
 
 pytestmark = pytest.mark.slow
 
 WITH_MTP = " with MTP"
-CASES = {
-    2: [
-        ("dense", "TP2"),
-        ("dense", "CP2"),
-        ("dense", "DP2, distributed optimizer"),
-        ("dense", "PP2, first stage of 1"),
-        ("tied", "PP2+VPP2"),
-        ("MoE", "TP2+SP+ETP2"),
-        ("MoE", "CP2+EP2"),
-        ("Qwen3.5", "TP2+SP"),
-        ("Qwen3.5", "CP2"),
-        ("Qwen3.5", "DP2, distributed optimizer"),
-        ("Qwen3.5 MoE", "CP2+EP2"),
-        ("Qwen3.5 with MTP", "TP2+SP"),
-        ("Qwen3.5 with MTP", "CP2"),
-        ("Qwen3.5 with MTP", "PP2+VPP2"),
-        ("Qwen3.5 with MTP", "DP2, distributed optimizer"),
-        ("Qwen3.5 MoE with MTP", "TP2+SP+ETP2"),
-    ],
-    4: [
-        ("dense", "PP4"),
-        ("dense", "TP4+SP"),
-        ("Qwen3.5", "TP4+SP"),
-        ("MoE", "PP2+TP2+SP+EP2"),
-        ("MoE", "DP2+CP2+EP2"),
-        ("Qwen3.5", "PP2+TP2+SP"),
-        ("Qwen3.5 MoE", "TP2+SP+CP2+EP2"),
-        ("Qwen3.5 with MTP", "PP4"),
-        ("Qwen3.5 MoE with MTP", "PP2+TP2+SP+EP2"),
-    ],
+SPLITS = {
+    2: {
+        "dense": ("TP2", "CP2", "DP2, distributed optimizer", "PP2, first stage of 1"),
+        "tied": ("PP2+VPP2",),
+        "MoE": ("TP2+SP+ETP2", "CP2+EP2"),
+        "Qwen3.5": ("TP2+SP", "CP2", "DP2, distributed optimizer"),
+        "Qwen3.5 MoE": ("CP2+EP2",),
+        "Qwen3.5 with MTP": ("TP2+SP", "CP2", "PP2+VPP2", "DP2, distributed optimizer"),
+        "Qwen3.5 MoE with MTP": ("TP2+SP+ETP2",),
+    },
+    4: {
+        "dense": ("PP4", "TP4+SP"),
+        "MoE": ("PP2+TP2+SP+EP2", "DP2+CP2+EP2"),
+        "Qwen3.5": ("TP4+SP", "PP2+TP2+SP"),
+        "Qwen3.5 MoE": ("TP2+SP+CP2+EP2",),
+        "Qwen3.5 with MTP": ("PP4",),
+        "Qwen3.5 MoE with MTP": ("PP2+TP2+SP+EP2",),
+    },
 }
+CASES = {ranks: [(kind, name) for kind, names in of.items() for name in names] for ranks, of in SPLITS.items()}
 # Measured 0.0082 and 0.0088: angles of heads that turn in part are counted as if they turned as a whole, vision tokens
 # are not spread evenly over ranks, nor tokens over experts.
 ACTIVATIONS = {1: 0.01, 2: 0.03}  # by expert-parallel size
@@ -66,18 +129,13 @@ _SECONDS = 600  # about 60 where the machine is free; a hang has no end
 
 
 def split_of(name: str) -> ModelSplit:
-    """A topology of the tests as the planner's own."""
     topology = TOPOLOGIES[name]
     known = {
-        "tensor_model_parallel_size": "tp",
-        "pipeline_model_parallel_size": "pp",
-        "context_parallel_size": "cp",
-        "expert_model_parallel_size": "ep",
-        "expert_tensor_parallel_size": "etp",
-        "virtual_pipeline_model_parallel_size": "vpp",
-        "sequence_parallel": "sequence_parallel",
+        "tensor_model_parallel_size": "tp", "pipeline_model_parallel_size": "pp", "context_parallel_size": "cp",
+        "expert_model_parallel_size": "ep", "expert_tensor_parallel_size": "etp",
+        "virtual_pipeline_model_parallel_size": "vpp", "sequence_parallel": "sequence_parallel",
         "num_layers_in_first_pipeline_stage": "first_layers",
-    }
+    }  # fmt: skip
     fields = {known[field]: value for field, value in topology.fields.items() if field in known}
     return ModelSplit(topology.ranks, **fields)
 
@@ -96,10 +154,9 @@ def folders(untied_folder, tied_folder, moe_folder, tmp_path_factory) -> dict[st
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda ranks: f"{ranks} ranks")
 def found(request, folders, tmp_path_factory) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """What each rank of each case has found."""
     output, cases = tmp_path_factory.mktemp("planning") / "found.json", CASES[request.param]
     where = json.dumps({family: str(folder) for family, folder in folders.items()})
-    run_ranks("tests.planning.memory_on_ranks", request.param, output, json.dumps(cases), where, timeout=_SECONDS)
+    run_ranks("tests.planning.test_memory_on_ranks", request.param, output, json.dumps(cases), where, timeout=_SECONDS)
     return dict(zip(cases, json.loads(output.read_text()), strict=True))
 
 
@@ -146,27 +203,20 @@ def test_what_a_rank_gathers_on_the_host_to_save_a_distributed_optimizer(found, 
             states = stage_states(dims, split, chunks, training)
             print(f"{case}: {one[KINDS[0]] / states.host_gathered - 1:+.5f}")
             assert one[KINDS[0]] == pytest.approx(states.host_gathered, rel=PADDING), case
-            assert one[KINDS[1]] <= PADDING * states.host_gathered, (
-                case
-            )  # of buckets; measured 9,408 bytes of dense DP2
+            # Of buckets; measured 9,408 bytes of dense DP2.
+            assert one[KINDS[1]] <= PADDING * states.host_gathered, case
     assert looked_at or not any("distributed optimizer" in name for _, name in found)
-
-
-def stored(
-    dims: Dimensions,
-    split: ModelSplit,
-    training: TrainingSettings,
-    chunks: tuple[PipelineChunk, ...],
-    one: dict[str, Any],
-) -> float:
-    """What all microbatches store, by the formulas."""
-    work = MicrobatchWork(one["tokens"], one["patches"], one["vision_tokens"], one["slots"])
-    found = (chunk_activations(dims, split, training, chunk, work) for chunk in chunks)
-    return MICROBATCHES * sum(activations.total for activations in found)
 
 
 def test_activations(found, folders):
     for case, dims, split, training, chunks, one in plans(found, folders):
-        error = stored(dims, split, training, chunks, one) / one["kept"] - 1
+        work = MicrobatchWork(one["tokens"], one["patches"], one["vision_tokens"], one["slots"])
+        stored = sum(chunk_activations(dims, split, training, chunk, work).total for chunk in chunks)
+        error = MICROBATCHES * stored / one["kept"] - 1
         print(f"{case}, stage {one['stage']}: {error:+.4f}")
         assert abs(error) <= ACTIVATIONS[split.ep], case
+
+
+if __name__ == "__main__":
+    begin()
+    main(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]))

@@ -182,7 +182,6 @@ def test_nothing_fits(capsys):
 @pytest.mark.parametrize(("size", "world", "fixed"), [("8B", 2, {}), ("30B-A3B", 8, {"tp": 2})])
 @pytest.mark.parametrize("sharding", [Sharding.OPTIMIZER, Sharding.ALL])
 def test_what_needs_least_is_the_first_to_fit(size, world, fixed, sharding):
-    """As the memory of a GPU grows."""
     dims = dimensions_of(presets.config_dict(size))
     training = TrainingSettings(seq_length=4096, max_patches=4096, sharding=sharding)
     least = smallest(dims, world, GPUS["H100"], training, fixed=fixed)

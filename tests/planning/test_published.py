@@ -11,8 +11,7 @@ from qwen3vl_bridge.planning.hardware import GIB, GPUS
 from qwen3vl_bridge.planning.split import ModelSplit
 from qwen3vl_bridge.planning.training_settings import FULL, LoraSettings, TrainingSettings
 from qwen3vl_bridge.registry import dimensions_of
-from qwen3vl_bridge.weights.dimensions import Dimensions, indices_of
-from qwen3vl_bridge.weights.model_parts import Part
+from qwen3vl_bridge.weights.rows import Dimensions, Part, indices_of
 
 import pytest
 

@@ -8,9 +8,10 @@ from functools import partial
 
 from qwen3vl_bridge import Qwen3VLLoRA
 from qwen3vl_bridge.compat import optimizers
+from qwen3vl_bridge.models.qwen3_5 import presets as qwen3_5
 from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.planning.estimate import FIXED_RESERVE, estimate
-from qwen3vl_bridge.planning.model_states import ParameterCount, chunk_count, stage_states
+from qwen3vl_bridge.planning.model_states import ParameterCount, chunk_count, mtp_count, stage_states
 from qwen3vl_bridge.planning.split import ModelSplit
 from qwen3vl_bridge.planning.training_settings import (
     BF16,
@@ -23,7 +24,7 @@ from qwen3vl_bridge.planning.training_settings import (
 )
 from qwen3vl_bridge.registry import dimensions_of
 from qwen3vl_bridge.training.before_step import optimizers_of
-from qwen3vl_bridge.weights.model_parts import Part
+from qwen3vl_bridge.weights.rows import Part
 
 import pytest
 import torch
@@ -33,18 +34,16 @@ from tests.parity.batches import make_batch, make_samples
 from tests.parity.conftest import make_pair
 from tests.parity.on_ranks import configuration
 from tests.parity.topologies import Topology
+from tests.qwen3_5.test_table import MTP_PARAMETERS, PARAMETERS
 from tests.steps import set_up, train_step
 
 from .measure import allocated, gradient_bytes, optimizer_bytes
 
-
-@pytest.mark.parametrize("size", presets.PRESETS)
-def test_released_sizes_unsplit(size):
-    dims = dimensions_of(presets.config_dict(size))
-    ((chunk,),) = ModelSplit(1).chunks(len(dims.indices["text_layers"]))
-    assert chunk_count(dims, ModelSplit(1), chunk).total == presets.parameter_count(size)
-
-
+SIZES = {size: (presets.config_dict(size), presets.parameter_count(size), 0) for size in presets.PRESETS}
+SIZES |= {
+    f"Qwen3.5 {size}": (qwen3_5.config_dict(size), PARAMETERS[size] + MTP_PARAMETERS[size], MTP_PARAMETERS[size])
+    for size in qwen3_5.PRESETS
+}
 STAGES = {
     "2B": ModelSplit(7, pp=7),
     "4B": ModelSplit(6, pp=6, vpp=2),
@@ -52,16 +51,23 @@ STAGES = {
     "32B": ModelSplit(8, pp=8, vpp=2),
     "30B-A3B": ModelSplit(2, pp=2, layout=((20,), (28,))),
     "235B-A22B": ModelSplit(8, pp=8, vpp=4, embedding_as_layer=True, loss_as_layer=True),
+    "Qwen3.5 9B": ModelSplit(4, pp=4),
+    "Qwen3.5 35B-A3B": ModelSplit(4, pp=4),
+    "Qwen3.5 27B": ModelSplit(8, pp=8, vpp=2),
+    "Qwen3.5 4B": ModelSplit(3, pp=3, layout=((9,), (11,), (12,))),
 }
+SPLITS = [*((size, ModelSplit(1)) for size in SIZES), *STAGES.items()]
 
 
-@pytest.mark.parametrize("size", STAGES)
-def test_stages_have_everything_once(size):
-    """And the embedding twice where the last stage needs it too."""
-    dims, split = dimensions_of(presets.config_dict(size)), STAGES[size]
+@pytest.mark.parametrize(("size", "split"), SPLITS)
+def test_stages_have_everything_once(size, split):
+    """And the embedding twice where the last stage needs it too; the last has multi-token prediction."""
+    config, parameters, mtp = SIZES[size]
+    dims = dimensions_of(config)
     chunks = [chunk for stage in split.chunks(len(dims.indices["text_layers"])) for chunk in stage]
-    again = 0 if dims["untied"] else dims["vocab"] * dims["hidden"]
-    assert sum(chunk_count(dims, split, chunk).total for chunk in chunks) == presets.parameter_count(size) + again
+    again = 0 if dims["untied"] or split.pp == 1 else dims["vocab"] * dims["hidden"]
+    assert sum(chunk_count(dims, split, chunk).total for chunk in chunks) == parameters + again
+    assert [mtp_count(dims, split, chunk).total for chunk in chunks] == [0] * (len(chunks) - 1) + [mtp]
 
 
 @pytest.mark.parametrize("kind", ["untied", "moe"])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest
 
-from tests.qwen3_5.tiny import in_released_dtypes, make_checkpoint
+from tests.parity.conftest import Pair, make_pair
+from tests.qwen3_5.tiny import in_released_dtypes, make_checkpoint, with_mtp
 
 RELEASED = ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT
 KINDS = {
@@ -20,7 +21,6 @@ KINDS = {
 
 @pytest.fixture(scope="session")
 def qwen3_5_folders(tmp_path_factory):
-    """Hugging Face folders by kind."""
     return {
         kind: make_checkpoint(tmp_path_factory.mktemp(kind), seed=seed, **options)
         for seed, (kind, options) in enumerate(KINDS.items())
@@ -37,3 +37,14 @@ def released(qwen3_5_folders, tmp_path_factory):
 def released_3_6(qwen3_5_folders, tmp_path_factory):
     """The dense model in those of released Qwen3.6 files: bfloat16 alone."""
     return in_released_dtypes(qwen3_5_folders["dense"], tmp_path_factory.mktemp("released_3_6") / "hf", ())
+
+
+def pair_with_mtp(folders, kind: str, **settings) -> Pair:
+    """A model twice, the reference with multi-token prediction too; its loss has no balancing term."""
+    if kind == "moe":
+        settings["moe_aux_loss_coeff"] = 0.0
+    pair = make_pair(folders[kind], **settings)
+    with_mtp(pair.reference, folders[kind])
+    if kind == "moe":
+        pair.layout = RELEASED
+    return pair

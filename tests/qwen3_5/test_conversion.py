@@ -1,9 +1,11 @@
-"""Conversion to both formats and back, in both precisions: the same bytes, but for the one norm that is shifted."""
+"""Conversion to both formats and back, in both precisions: the same bytes, but for the one norm that is shifted.
+
+A converted checkpoint loads into the model, every weight of it, in either format; by megatron-core too.
+"""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import (
     Topology,
@@ -12,15 +14,20 @@ from qwen3vl_bridge.checkpoint import (
     reformat_checkpoint,
     verify_checkpoint,
 )
-from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
+from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
 from qwen3vl_bridge.cli.convert import main
+from qwen3vl_bridge.training.process_groups import initialize
+from qwen3vl_bridge.training.weight_loading import load_model, load_weights
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from megatron.bridge import AutoBridge
+from megatron.bridge.training.model_load_save import load_megatron_model, save_megatron_model
+from megatron.core import dist_checkpointing
+from megatron.core.utils import unwrap_model
 
 from .conftest import RELEASED
-from .tiny import make_checkpoint, weights
+from .tiny import make_checkpoint, rewritten, weights
 
 FORMATS = ("fsdp_dtensor", "torch_dist")
 SHIFTED = ".linear_attn.norm.weight"
@@ -68,16 +75,6 @@ def test_for_eight_ranks_of_experts(ckpt_format, tmp_path, capsys):
     check_same(weights(tmp_path / "hf"), weights(folder))
     assert main(["import", *asked[:-1], "3", "--overwrite", "--no-progress"]) == 2
     assert "--ep is 3, expected a divisor of num_moe_experts, which is 8" in capsys.readouterr().err
-
-
-def rewritten(folder: Path, tensors: dict[str, torch.Tensor], target: Path) -> Path:
-    """The same folder with other weights."""
-    target.mkdir()
-    for file in folder.iterdir():
-        if file.is_file() and file.suffix != ".safetensors":  # references of other tests are folders
-            (target / file.name).write_bytes(file.read_bytes())
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    return target
 
 
 @pytest.mark.parametrize("ckpt_format", FORMATS)
@@ -129,3 +126,67 @@ def test_sections_of_a_projection(qwen3_5_folders, ckpt_format, tmp_path):
     assert found == {"query", "key", "value", "z", "beta", "alpha"}
     assert {name.rpartition(".")[2] for name in names if ".conv1d.weight." in name} == {"query", "key", "value"}
     assert not any(name.endswith((".in_proj.weight", ".conv1d.weight")) for name in names)
+
+
+def parameters(model: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    return {name: one.detach().clone() for name, one in model[0].named_parameters()}
+
+
+def check_parameters(model: list[torch.nn.Module], expected: dict[str, torch.Tensor]) -> None:
+    found = parameters(model)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("ckpt_format", FORMATS)
+@pytest.mark.parametrize("kind", ["dense", "moe", "per expert"])
+def test_every_weight_arrives(qwen3_5_folders, kind, ckpt_format, tmp_path):
+    folder = qwen3_5_folders[kind]
+    expected = parameters(load_model(folder))
+    assert any(".mtp." in name for name in expected) == (kind != "per expert")
+    import_checkpoint(folder, tmp_path / "megatron", ckpt_format=ckpt_format)
+    check_parameters(load_model(folder, tmp_path / "megatron"), expected)
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_megatron_core_loads_it_strictly(qwen3_5_folders, kind, tmp_path):
+    model = load_model(qwen3_5_folders[kind])
+    expected = parameters(model)
+    import_checkpoint(qwen3_5_folders[kind], tmp_path / "megatron", ckpt_format="torch_dist")
+    with torch.no_grad():
+        for parameter in model[0].parameters():
+            parameter.fill_(7)
+    state = model[0].sharded_state_dict()
+    loaded = dist_checkpointing.load(state, str(tmp_path / "megatron" / "iter_0000000"), strict="raise_unexpected")
+    model[0].load_state_dict({name: loaded[name] for name in state})
+    check_parameters(model, expected)
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_megatron_bridge_loads_it_and_what_it_saves_is_ours(qwen3_5_folders, kind, tmp_path):
+    """With nothing but the checkpoint, by its `run_config.yaml`."""
+    folder = qwen3_5_folders[kind]
+    expected = parameters(load_model(folder))
+    import_checkpoint(folder, tmp_path / "megatron", ckpt_format="torch_dist")
+    loaded = unwrap_model(load_megatron_model(str(tmp_path / "megatron" / "iter_0000000"), use_cpu_init=True))
+    save_megatron_model(loaded, tmp_path / "saved")
+    check_parameters(loaded, expected)
+    check_parameters(load_model(folder, tmp_path / "saved"), expected)
+    assert verify_checkpoint(folder, tmp_path / "saved").same
+
+
+@pytest.mark.parametrize("ckpt_format", FORMATS)
+def test_a_model_may_leave_multi_token_prediction_out(qwen3_5_folders, ckpt_format, tmp_path):
+    folder = qwen3_5_folders["dense"]
+    expected = parameters(load_model(folder))
+    import_checkpoint(folder, tmp_path / "megatron", ckpt_format=ckpt_format)
+    provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=False)
+    provider.mtp_num_layers = None
+    provider.finalize()
+    groups = initialize(provider, seed=0)
+    model = provider.provide_distributed_model(
+        wrap_with_ddp=False, use_cpu_initialization=True, pg_collection=groups, mixed_precision_wrapper=None
+    )
+    load_weights(tmp_path / "megatron", model, groups)
+    check_parameters(model, {name: one for name, one in expected.items() if ".mtp." not in name})

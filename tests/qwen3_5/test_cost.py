@@ -20,7 +20,7 @@ from transformers import AutoModelForImageTextToText
 
 from tests.model.test_cost import inputs_of
 
-from .mtp_reference import MTPReference
+from .tiny import MTPReference
 
 SIZES = {"dense": ("2B", {}), "moe": ("35B-A3B", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48,
                                                      shared_expert_intermediate_size=56))}  # fmt: skip

@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import CheckpointError, export_checkpoint, import_checkpoint, merge_adapters
-from qwen3vl_bridge.models.qwen3_5.layer_specs import linear_attention_spec
-from qwen3vl_bridge.models.qwen3_5.linear_attention import layer
+from qwen3vl_bridge.models.qwen3_5 import linear_attention
+from qwen3vl_bridge.models.qwen3_5.linear_attention import linear_attention_spec
 from qwen3vl_bridge.training.weight_loading import load_model
 
 import pytest
@@ -39,15 +39,11 @@ wrapped = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS.keys()
 
 
 @pytest.fixture(scope="module")
-def inputs(released, tmp_path_factory) -> Inputs:
-    from examples.digits.dataset import make_dataset
-
-    make_dataset(data := tmp_path_factory.mktemp("data"))
-    return Inputs(released, data, released)
+def inputs(released, digits) -> Inputs:
+    return Inputs(released, digits, released)
 
 
 def config(inputs: Inputs, save: Path | None, wrap, **settings):
-    """Two steps in bfloat16."""
     common = dict(train__train_iters=2, validation__eval_iters=0, scheduler__lr_warmup_iters=0)
     return wrap(sharded(inputs, save, **common | settings))
 
@@ -249,7 +245,7 @@ def test_state_by_index_of_a_model_that_rounded_them(inputs, tmp_path, monkeypat
     """As of Megatron-Bridge's own model: refused before it is looked for; its weights are loaded."""
     how = dict(checkpoint__dist_ckpt_optim_fully_reshardable=False)
     with monkeypatch.context() as patch:
-        patch.setattr(layer, "_FLOAT32", ())
+        patch.setattr(linear_attention, "_FLOAT32", ())
         run = set_up(config(inputs, tmp_path, WRAPPERS["distributed optimizer"], **how))
     assert {one.dtype for one in parameters(run).values()} == {torch.bfloat16}
     train_step(run)

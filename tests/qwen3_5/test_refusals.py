@@ -25,10 +25,7 @@ def test_a_size_of_several_families_is_the_first_ones():
     ("settings", "message"),
     [
         ({"deterministic_mode": True}, "deterministic_mode is True, expected False"),
-        (
-            {"tensor_model_parallel_size": 2},
-            "sequence_parallel is False with .*_size 2, expected True",
-        ),
+        ({"tensor_model_parallel_size": 2}, "sequence_parallel is False with .*_size 2, expected True"),
         ({"tensor_model_parallel_size": 0}, "tensor_model_parallel_size is 0, expected 1 or more"),
         ({"context_parallel_size": 3}, "linear_num_key_heads=16 must be a multiple"),  # megatron-core says it
         ({"mtp_num_layers": 2}, "mtp_num_layers is 2, expected None or 1: "),
@@ -45,7 +42,7 @@ def test_a_size_of_several_families_is_the_first_ones():
     ],
 )
 def test_settings_that_are_refused(settings, message):
-    from qwen3vl_bridge.models.qwen3_5.bridge import provider_from_hf_config
+    from qwen3vl_bridge.models.qwen3_vl.bridge import provider_from_hf_config
 
     provider = provider_from_hf_config(config_dict("2B"))
     for name, value in settings.items():
@@ -56,8 +53,8 @@ def test_settings_that_are_refused(settings, message):
 
 def test_ranks_that_share_a_query_group_have_megatron_cores_groups():
     """By others' rank it would take other heads' gates."""
-    from qwen3vl_bridge.models.qwen3_5.bridge import provider_from_hf_config
     from qwen3vl_bridge.models.qwen3_5.model import check_gates
+    from qwen3vl_bridge.models.qwen3_vl.bridge import provider_from_hf_config
 
     provider = provider_from_hf_config(config_dict("2B"))
     two, four = (SimpleNamespace(tp=SimpleNamespace(size=lambda size=size: size)) for size in (2, 4))
@@ -103,13 +100,9 @@ def test_a_text_model_alone_is_told_what_to_do(size, kind, tmp_path):
 
 # What released files of Qwen3.5 and Qwen3.6 have beside what transformers writes, and spell in another way.
 RELEASED = {
-    "attn_output_gate": True,
-    "full_attention_interval": 4,
-    "mamba_ssm_dtype": "float32",
-    "mlp_only_layers": [],
-    "mtp_num_hidden_layers": 1,
-    "mtp_use_dedicated_embeddings": False,
-}
+    "attn_output_gate": True, "full_attention_interval": 4, "mamba_ssm_dtype": "float32", "mlp_only_layers": [],
+    "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("size", ["27B", "35B-A3B"])
@@ -136,7 +129,6 @@ INERT = {"model_type", "use_cache", "output_router_logits", "tie_word_embeddings
 
 
 def others(value: Any) -> list[Any]:
-    """Values of the same kind."""
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int | float):

@@ -19,20 +19,15 @@ NUMBERED = dict(checkpoint__dist_ckpt_optim_fully_reshardable=False)
 
 
 @pytest.fixture(scope="module")
-def inputs(qwen3_5_folders, tmp_path_factory) -> Inputs:
-    from examples.digits.dataset import make_dataset
-
-    make_dataset(data := tmp_path_factory.mktemp("data"))
-    return Inputs(qwen3_5_folders["dense"], data, qwen3_5_folders["dense"])
+def inputs(qwen3_5_folders, digits) -> Inputs:
+    return Inputs(qwen3_5_folders["dense"], digits, qwen3_5_folders["dense"])
 
 
 def run(make, inputs: Inputs, into: Path, load: Path | None = None, **settings):
-    """A run as it begins, from another's folder where one is given."""
     return set_up(make(inputs, into, **STEPS | dict(checkpoint__load=str(load or into)) | settings))
 
 
 def step(made) -> dict[str, torch.Tensor]:
-    """One more, saved; what is stored then."""
     train_step(made)
     save(made)
     return stored(Path(made.cfg.checkpoint.save))

@@ -44,14 +44,11 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("ranks", RUNS)
-def test_runs_train_save_and_are_exported(qwen3_5_folders, tmp_path, ranks):
-    from examples.digits.dataset import make_dataset
-
-    make_dataset(data := tmp_path / "data")
+def test_runs_train_save_and_are_exported(qwen3_5_folders, digits, tmp_path, ranks):
     journeys = [
         Journey(
             str(qwen3_5_folders[kind]),
-            str(data),
+            str(digits),
             str(tmp_path / f"run_{number}"),
             split,
             settings=dict(train__train_iters=4, model__mtp_loss_scaling_factor=factor),

@@ -1,11 +1,14 @@
-"""Tiny Qwen3.5 models: configurations for transformers and megatron-core, checkpoints, process groups of one rank."""
+"""Tiny Qwen3.5 models: configurations for transformers and megatron-core, checkpoints, process groups of one rank; and
+multi-token prediction built of transformers' parts, which transformers itself leaves out of its models.
+"""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import torch
 import torch.distributed as dist
@@ -24,11 +27,62 @@ from transformers import (
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
 )
+from transformers.models.qwen3_5 import modeling_qwen3_5 as dense
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as with_experts
 
 from examples.digits.processor import MERGE, PATCH, TEMPORAL_PATCH, make_processor
 from tests.expert_layouts import joined_experts, relayout
+from tests.parity.batches import Sample
 
-from .mtp_reference import MTPReference
+
+class MTPReference(nn.Module):
+    """Its parameters' names are those of released files, after "mtp."."""
+
+    def __init__(self, config: Qwen3_5Config | Qwen3_5MoeConfig) -> None:
+        super().__init__()
+        text = copy.deepcopy(config.text_config)
+        text.layer_types, text.num_hidden_layers = ["full_attention"], 1
+        text._attn_implementation = "eager"
+        moe = isinstance(config, Qwen3_5MoeConfig)
+        layer = with_experts.Qwen3_5MoeDecoderLayer if moe else dense.Qwen3_5DecoderLayer
+        norm = with_experts.Qwen3_5MoeRMSNorm if moe else dense.Qwen3_5RMSNorm
+        width, eps = text.hidden_size, text.rms_norm_eps
+        self.fc = nn.Linear(2 * width, width, bias=False)
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = norm(width, eps=eps), norm(width, eps=eps)
+        self.layers = nn.ModuleList([layer(text, 0)])
+        self.norm = norm(width, eps=eps)
+
+    def forward(self, hidden: torch.Tensor, embedded: torch.Tensor, angles: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """[1, s, h] of tokens that have a next one, from their hidden states and the next tokens' embeddings."""
+        joined = torch.cat((self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)), -1)
+        length = hidden.size(1)
+        mask = torch.full((length, length), torch.finfo(hidden.dtype).min).triu(1)[None, None]
+        return self.norm(self.layers[0](self.fc(joined), position_embeddings=angles, attention_mask=mask))
+
+
+def run_with_mtp(model: nn.Module, samples: list[Sample], factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of the losses of tokens, and of these and `factor` times those of multi-token prediction."""
+    seen = {}
+    text = model.model.language_model
+    hooks = [
+        text.register_forward_pre_hook(lambda _, __, given: seen.update(given), with_kwargs=True),
+        text.rotary_emb.register_forward_hook(lambda _, __, angles: seen.update(angles=angles)),
+        text.register_forward_hook(lambda _, __, output: seen.update(hidden=output.last_hidden_state)),
+    ]
+    main, predicted = torch.zeros(()), torch.zeros(())
+    for sample in samples:
+        ids = sample.ids[None]
+        kinds = (ids == model.config.image_token_id).int() + 2 * (ids == model.config.video_token_id).int()
+        logits = model(input_ids=ids, mm_token_type_ids=kinds, **sample.pixels).logits[0]
+        main = main + (F.cross_entropy(logits, sample.labels, reduction="none") * sample.loss_mask).sum()
+        angles = tuple(one[:, :-1] for one in seen["angles"])
+        output = model.mtp(seen["hidden"][:, :-1], seen["inputs_embeds"][:, 1:], angles)
+        losses = F.cross_entropy(model.lm_head(output)[0], sample.labels[1:], reduction="none")
+        predicted = predicted + (losses * sample.loss_mask[1:]).sum()
+    for hook in hooks:
+        hook.remove()
+    return main, main + factor * predicted
+
 
 HIDDEN, HEADS, GROUPS, HEAD_DIM, FFN, LAYERS, VOCAB = 48, 4, 2, 32, 64, 4, 96
 LINEAR = dict(
@@ -47,51 +101,23 @@ def hf_text_config(**changes: Any) -> Qwen3_5TextConfig | Qwen3_5MoeTextConfig:
     """transformers', with experts where `num_experts` is given."""
     with_experts = "num_experts" in changes
     fields = dict(
-        hidden_size=HIDDEN,
-        num_hidden_layers=LAYERS,
-        vocab_size=VOCAB,
-        num_attention_heads=HEADS,
-        num_key_value_heads=GROUPS,
-        head_dim=HEAD_DIM,
-        rope_parameters=dict(ROPE),
-        **LINEAR,
-        **({} if with_experts else {"intermediate_size": FFN}),
-    )
-    return (Qwen3_5MoeTextConfig if with_experts else Qwen3_5TextConfig)(
-        **fields | changes, attn_implementation="eager"
-    )
+        hidden_size=HIDDEN, num_hidden_layers=LAYERS, vocab_size=VOCAB, num_attention_heads=HEADS,
+        num_key_value_heads=GROUPS, head_dim=HEAD_DIM, rope_parameters=dict(ROPE), **LINEAR, attn_implementation="eager"
+    ) | ({} if with_experts else {"intermediate_size": FFN})  # fmt: skip
+    return (Qwen3_5MoeTextConfig if with_experts else Qwen3_5TextConfig)(**fields | changes)
 
 
 def megatron_config(**changes: Any) -> TransformerConfig:
     """megatron-core's of the same model."""
     fields = dict(
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        ffn_hidden_size=FFN,
-        num_attention_heads=HEADS,
-        num_query_groups=GROUPS,
-        kv_channels=HEAD_DIM,
-        normalization="RMSNorm",
-        layernorm_epsilon=1e-6,
-        layernorm_zero_centered_gamma=True,
-        qk_layernorm=True,
-        attention_output_gate=True,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        experimental_attention_variant="gated_delta_net",
-        linear_attention_freq=4,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        gradient_accumulation_fusion=False,
-        params_dtype=torch.float32,
-        pipeline_dtype=torch.float32,
-        moe_token_dispatcher_type="alltoall",
-        transformer_impl="local",
-        **LINEAR,
-    )
+        num_layers=LAYERS, hidden_size=HIDDEN, ffn_hidden_size=FFN, num_attention_heads=HEADS, num_query_groups=GROUPS,
+        kv_channels=HEAD_DIM, normalization="RMSNorm", layernorm_epsilon=1e-6, layernorm_zero_centered_gamma=True,
+        qk_layernorm=True, attention_output_gate=True, gated_linear_unit=True, activation_func=F.silu,
+        add_bias_linear=False, attention_dropout=0.0, hidden_dropout=0.0, linear_attention_freq=4,
+        experimental_attention_variant="gated_delta_net", bias_dropout_fusion=False, bias_activation_fusion=False,
+        gradient_accumulation_fusion=False, params_dtype=torch.float32, pipeline_dtype=torch.float32,
+        moe_token_dispatcher_type="alltoall", transformer_impl="local", **LINEAR,
+    )  # fmt: skip
     return TransformerConfig(**fields | changes)
 
 
@@ -128,26 +154,16 @@ def make_config(*, moe: bool = False, tied: bool = False, **changes: Any) -> Qwe
     fields = (EXPERTS if moe else {}) | changes
     text = hf_text_config(**fields, vocab_size=_VOCAB, tie_word_embeddings=tied)
     vision = dict(
-        depth=3,
-        hidden_size=64,
-        intermediate_size=176,
-        num_heads=4,
-        patch_size=PATCH,
-        temporal_patch_size=TEMPORAL_PATCH,
-        spatial_merge_size=MERGE,
-        out_hidden_size=HIDDEN,
+        depth=3, hidden_size=64, intermediate_size=176, num_heads=4, patch_size=PATCH,
+        temporal_patch_size=TEMPORAL_PATCH, spatial_merge_size=MERGE, out_hidden_size=HIDDEN,
         num_position_embeddings=36,
-    )
+    )  # fmt: skip
     return (Qwen3_5MoeConfig if moe else Qwen3_5Config)(
-        text_config=text.to_dict() | {"dtype": "float32", "mtp_num_hidden_layers": 1},
-        vision_config=vision,
-        image_token_id=tokens("<|image_pad|>"),
-        video_token_id=tokens("<|video_pad|>"),
-        vision_start_token_id=tokens("<|vision_start|>"),
-        vision_end_token_id=tokens("<|vision_end|>"),
-        tie_word_embeddings=tied,
-        dtype="float32",
-    )
+        text_config=text.to_dict() | {"dtype": "float32", "mtp_num_hidden_layers": 1}, vision_config=vision,
+        image_token_id=tokens("<|image_pad|>"), video_token_id=tokens("<|video_pad|>"),
+        vision_start_token_id=tokens("<|vision_start|>"), vision_end_token_id=tokens("<|vision_end|>"),
+        tie_word_embeddings=tied, dtype="float32",
+    )  # fmt: skip
 
 
 def make_checkpoint(
@@ -160,18 +176,7 @@ def make_checkpoint(
     mtp: ExpertLayout | None = None,
     **changes: Any,
 ) -> Path:
-    """A random model and its processor as a Hugging Face folder.
-
-    Args:
-        folder: where to.
-        seed: of the weights.
-        moe: whether layers have experts.
-        tied: whether the output layer is the input embedding.
-        packed: experts of a layer in one tensor, as in released files; else one each, as transformers saves them.
-        mtp: how it holds experts of multi-token prediction, with which released files come; None for a file without
-            MTP, as transformers saves it, whose configuration speaks of it all the same.
-        changes: fields of the text configuration.
-    """
+    """A random model and its processor as a Hugging Face folder."""
     config = make_config(moe=moe, tied=tied, **changes)
     model = (Qwen3_5MoeForConditionalGeneration if moe else Qwen3_5ForConditionalGeneration)(config)
     perturb(model, seed).save_pretrained(folder)
@@ -190,29 +195,28 @@ FLOAT32 = (".linear_attn.A_log", ".linear_attn.norm.weight")
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a Hugging Face folder."""
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def rewritten(folder: Path, tensors: dict[str, torch.Tensor], target: Path) -> Path:
+    """The same folder with other weights."""
+    target.mkdir()
+    for file in folder.iterdir():
+        if file.is_file() and file.suffix != ".safetensors":  # references of other tests are folders
+            (target / file.name).write_bytes(file.read_bytes())
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
 
 
 def in_released_dtypes(folder: Path, target: Path, float32: tuple[str, ...] = FLOAT32) -> Path:
     """The model of a folder in the dtypes of released files: bfloat16, and some parameters in float32.
 
     The norms that a checkpoint has less one are made exact then: at least one half.
-
-    Args:
-        folder: of a model in float32.
-        target: the new folder.
-        float32: ends of names; of Qwen3.6 none.
     """
-    target.mkdir()
-    for file in folder.iterdir():
-        if file.is_file() and file.suffix != ".safetensors":  # references of other tests are folders
-            (target / file.name).write_bytes(file.read_bytes())
-    config = target / "config.json"
-    config.write_text(config.read_text().replace('"dtype": "float32"', '"dtype": "bfloat16"'))
     tensors = {name: one.clamp(min=0.5) if name.endswith(FLOAT32[1]) else one for name, one in weights(folder).items()}
     cast = {name: one if name.endswith(float32) else one.bfloat16() for name, one in tensors.items()}
-    save_file(cast, target / "model.safetensors", metadata={"format": "pt"})
+    config = rewritten(folder, cast, target) / "config.json"
+    config.write_text(config.read_text().replace('"dtype": "float32"', '"dtype": "bfloat16"'))
     return target
 
 

@@ -7,41 +7,31 @@ import os
 import re
 
 from qwen3vl_bridge.data import DataError
-from qwen3vl_bridge.training.process_groups import shutdown
 
 import pytest
 from datasets import Dataset
 from qwen3vl_recipes import cli, qwen3_vl_2b_sft_config
+from qwen3vl_recipes.dry_run import finalised
 from qwen3vl_recipes.paths import check_data
-from qwen3vl_recipes.registry import find
 from torch.utils.data import DataLoader
+
+RECIPE = ["--recipe", "qwen3_vl_2b_sft_config"]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ([], "--recipe is missing"),
-        (["--recipe", "qwen3_vl_2b_sft_config", "train"], "expected settings as NAME=VALUE, found train"),
-        (["--recipe", "qwen3_vl_2b_sft_config", "+train.x=1"], "found +train.x=1"),
-        (["--recipe", "qwen3_vl_2b_sft_config", "--gpus", "8"], "work only with --dry-run"),
-        (["--recipe", "qwen3_vl_2b_sft_config", "--dry-run", "--gpus", "-8"], "--gpus is -8, expected 1 or more"),
-        (["--recipe", "qwen3_vl_2b_sft_config", "--save", __file__], "a file; expected a folder"),
-    ],
-)
-def test_words_that_are_refused_at_once(words, message, capsys):
-    with pytest.raises(SystemExit):
-        cli.train(words)
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+        ([*RECIPE, "train"], "expected settings as NAME=VALUE, found train"),
+        ([*RECIPE, "+train.x=1"], r"found \+train.x=1"),
+        ([*RECIPE, "--gpus", "8"], "work only with --dry-run"),
+        ([*RECIPE, "--dry-run", "--gpus", "-8"], "--gpus is -8, expected 1 or more"),
+        ([*RECIPE, "--save", __file__], "a file; expected a folder"),
         (["--recipe", "qwen3_vl_9b_sft_config"], "there is no recipe 'qwen3_vl_9b_sft_config'; did you mean"),
         (["--recipe", "no.such:function"], "no.such: No module named 'no'"),
-        (["--recipe", "qwen3_vl_2b_sft_config"], "checkpoint.save is None, expected a folder used only by this run"),
+        (RECIPE, "checkpoint.save is None, expected a folder used only by this run"),
         (
-            ["--recipe", "qwen3_vl_2b_sft_config", "--save", "run", "--data-path", "/nowhere"],
+            [*RECIPE, "--save", "run", "--data-path", "/nowhere"],
             r"dataset.path \(--data-path\) is /nowhere: there is no such file or folder",
         ),
     ],
@@ -53,14 +43,20 @@ def test_what_is_refused_before_anything_is_built(words, message, tmp_path, monk
     assert end.value.code == 2 and re.search(message, capsys.readouterr().err)
 
 
+def words_of(folder, tmp_path) -> list[str]:
+    (tmp_path / "train.jsonl").write_text('{"messages": []}')
+    return ["--recipe", "qwen3_vl_digits_sft_config", "--hf-model", str(folder), "--data-path", str(tmp_path),
+            "--save", str(tmp_path / "run")]  # fmt: skip
+
+
 def test_weights_that_a_run_begins_with(untied_folder, tmp_path, monkeypatch, capsys):
-    """Given ones, the model's own, or none at all."""
     runs = []
-    monkeypatch.setattr(cli, "_run", lambda cfg, needs_weights: runs.append((cfg.checkpoint.pretrained_checkpoint,
-                                                                            needs_weights)))  # fmt: skip
-    (tmp_path / "data.jsonl").write_text('{"messages": []}')
-    words = ["--recipe", "qwen3_vl_digits_sft_config", "--hf-model", str(untied_folder), "--data-path",
-             str(tmp_path / "data.jsonl"), "--save", str(tmp_path / "run")]  # fmt: skip
+
+    def note(cfg, needs_weights):
+        runs.append((cfg.checkpoint.pretrained_checkpoint, needs_weights))
+
+    monkeypatch.setattr(cli, "_run", note)
+    words = words_of(untied_folder, tmp_path)
     assert cli.train(words) == cli.train([*words, "--from-scratch"]) == 0
     cli.train([*words, "--pretrained-checkpoint", "MEGATRON"])
     mine = str(untied_folder)
@@ -72,8 +68,6 @@ def test_weights_that_a_run_begins_with(untied_folder, tmp_path, monkeypatch, ca
 
 
 class _Broken:
-    """A data set whose only sample is bad."""
-
     def __len__(self) -> int:
         return 1
 
@@ -84,46 +78,20 @@ class _Broken:
 def test_an_error_of_the_data_is_said_without_the_loading_processs_traceback(
     untied_folder, tmp_path, monkeypatch, capsys
 ):
-    def read(cfg, needs_weights):
-        next(iter(DataLoader(_Broken(), num_workers=1)))
-
-    (tmp_path / "train.jsonl").write_text('{"messages": []}')
-    monkeypatch.setattr(cli, "_run", read)
-    words = ["--recipe", "qwen3_vl_digits_sft_config", "--hf-model", str(untied_folder), "--save",
-             str(tmp_path / "run"), "--data-path", str(tmp_path)]  # fmt: skip
+    monkeypatch.setattr(cli, "_run", lambda cfg, needs_weights: next(iter(DataLoader(_Broken(), num_workers=1))))
     with pytest.raises(SystemExit) as end:
-        cli.train(words)
+        cli.train(words_of(untied_folder, tmp_path))
     expected = "error: train.jsonl:1: found nothing, expected a message\n(--verbose shows the traceback)\n"
     assert end.value.code == 2 and capsys.readouterr().err.endswith(expected)
 
 
-def test_a_recipe_that_has_the_name_of_ours(tmp_path):
-    file = tmp_path / "shadow.py"
-    file.write_text(
-        "from qwen3vl_recipes import qwen3_vl_2b_sft_config as base\n\n\ndef qwen3_vl_2b_sft_config():\n"
-        "    cfg = base()\n    cfg.optimizer.lr = 0.123\n    return cfg\n"
-    )
-    assert find(f"{file}:qwen3_vl_2b_sft_config").function().optimizer.lr == 0.123
-
-
+@pytest.mark.usefixtures("alone")
 def test_a_dry_run(capsys, tmp_path):
-    from qwen3vl_bridge.training.process_groups import shutdown
-
-    shutdown()
     file = tmp_path / "more.yaml"
     file.write_text("optimizer:\n  lr: 3.0e-5\n")
-    words = [
-        "--recipe",
-        "qwen3_vl_30b_a3b_sft_config",
-        "--dry-run",
-        "--gpus",
-        "32",
-        "--gpu",
-        "H200",
-        "--config",
-        str(file),
-    ]
-    cli.train([*words, "--config", str(file), "train.global_batch_size=64"])
+    words = ["--recipe", "qwen3_vl_30b_a3b_sft_config", "--dry-run", "--gpus", "32", "--gpu", "H200", "--config"]
+    words.append(str(file))
+    cli.train([*words, "train.global_batch_size=64"])
     said = capsys.readouterr().out
     assert "lr: 3.0e-05" in said and "global_batch_size: 64" in said and "DP 32" in said and "of 139.7 GiB" in said
     assert "the split with fewest model-parallel ranks that fits is EP 4, DP 32 (optim, " in said
@@ -133,10 +101,8 @@ def test_a_dry_run(capsys, tmp_path):
     assert found["plan"]["fits"] and found["plan"]["split"]["dp"] == 32
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_dry_run_with_vision_on_ranks_of_its_own(capsys):
-    from qwen3vl_bridge.training.process_groups import shutdown
-
-    shutdown()
     words = ["--recipe", "qwen3_vl_235b_a22b_sft_dist_train_config", "--dry-run"]
     cli.train(words)
     said = capsys.readouterr().out
@@ -147,11 +113,10 @@ def test_a_dry_run_with_vision_on_ranks_of_its_own(capsys):
     assert "8 vision (TP 2) + TP 4, SP, PP 16, EP 8, DP 2" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.train([*words, "--gpus", "128"])
-    assert (
-        "16 and language_world_size 128 add up to 144, expected 128, the number of processes" in capsys.readouterr().err
-    )
+    assert "language_world_size 128 add up to 144, expected 128, the number of processes" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -163,11 +128,6 @@ def test_a_dry_run_with_vision_on_ranks_of_its_own(capsys):
     ],
 )
 def test_settings_that_contradict_each_other(settings, message):
-    from qwen3vl_bridge.training.process_groups import shutdown
-
-    from qwen3vl_recipes.dry_run import finalised
-
-    shutdown()
     cfg = qwen3_vl_2b_sft_config()
     for name, value in settings.items():
         section, _, field = name.partition("__")
@@ -193,49 +153,28 @@ def test_data_of_every_kind_are_looked_for(tmp_path):
 DDP = ["ddp.use_megatron_fsdp=false", "checkpoint.ckpt_format=torch_dist"]
 STAGES = ["model.pipeline_model_parallel_size=2", "model.variable_seq_lengths=true"]
 LORA = f"{__file__}:with_adapters"
-# Found by giving each setting and their combinations to tiny runs: what ended after the model was built, or said
-# nothing at all.
+# What ended after the model was built, or said nothing at all, before it was refused.
 REFUSED = [
-    (
-        STAGES,
-        2,
-        "pipeline_model_parallel_size is 2 with ddp.use_megatron_fsdp, expected 1: .* no pipeline stages",
-    ),
+    (STAGES, 2, "pipeline_model_parallel_size is 2 with ddp.use_megatron_fsdp, expected 1: .* no pipeline stages"),
     ([*DDP, *STAGES, "model.overlap_p2p_comm=true"], 2, "overlap_p2p_comm is True .* expected False"),
     ([*DDP, "model.pipeline_model_parallel_size=2"], 2, "variable_seq_lengths is False and the first pipeline stage"),
     (["model.tensor_model_parallel_size=2"], 3, "the run has 3 processes, expected a multiple of 2"),
     (["model.cuda_graph_modules=[attn]"], 1, r"cuda_graph_modules is \['attn'\], expected \[\]"),
     (["model.restore_modelopt_state=true"], 1, "restore_modelopt_state is True, expected False: ModelOpt's"),
     (["optimizer.optimizer=sgd"], 1, "optimizer.use_distributed_optimizer is True with optimizer.optimizer 'sgd'"),
-    (
-        ["optimizer.overlap_param_gather_with_optimizer_step=true"],
-        1,
-        "overlap_param_gather_with_optimizer_step is True, expected False: .* interleaved",
-    ),
+    (["optimizer.overlap_param_gather_with_optimizer_step=true"], 1, "with_optimizer_step is True, .* interleaved"),
     (["dist.lazy_mpu_init=true"], 1, "dist.lazy_mpu_init is True, expected False"),
     (["train.micro_batch_size=2"], 1, "train.micro_batch_size is 2 with dataset.pack, expected 1"),
     (["validation.eval_micro_batch_size=2"], 1, "validation.eval_micro_batch_size is 2 with dataset.pack, expected 1"),
-    (
-        [*DDP, "checkpoint.ckpt_format=zarr"],
-        1,
-        "ckpt_format is 'zarr', expected 'torch_dist' or 'f",
-    ),
-    (
-        ["checkpoint.non_persistent_ckpt_type=in_memory"],
-        1,
-        "non_persistent_ckpt_type is 'in_memory', expected None, 'g",
-    ),
+    ([*DDP, "checkpoint.ckpt_format=zarr"], 1, "ckpt_format is 'zarr', expected 'torch_dist' or 'f"),
+    (["checkpoint.non_persistent_ckpt_type=in_memory"], 1, "ckpt_type is 'in_memory', expected None, 'g"),
     (["logger.log_l2_norm_grad_to_tensorboard=true"], 1, "log_l2_norm_grad_to_tensorboard is True, expected False"),
     (["logger.mlflow_experiment=x", "logger.mlflow_run_name=y"], 1, "the 'mlflow' package is not installed"),
     (["logger.wandb_project=x"], 1, "wandb is not installed"),
     (["checkpoint.async_save=true"], 1, "async_save is True with .* 'fsdp_dtensor', expected False: .*resiliency-ext"),
     (["scheduler.lr_decay_style=cosin"], 1, "scheduler.lr_decay_style is 'cosin', expected one of .*'cosine'"),
     (["checkpoint.use_checkpoint_args=true"], 1, "use_checkpoint_args is True, expected False: the training loop does"),
-    (
-        ["--recipe", LORA, "peft.target_modules=[linear_qvk]"],
-        1,
-        r"target_modules \['linear_qvk'\] match no linear",
-    ),
+    (["--recipe", LORA, "peft.target_modules=[linear_qvk]"], 1, r"target_modules \['linear_qvk'\] match no linear"),
 ]
 
 
@@ -250,6 +189,7 @@ def with_adapters():
     return cfg
 
 
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("settings", "ranks", "message"), REFUSED)
 def test_a_dry_run_refuses_what_a_run_does(settings, ranks, message, untied_folder, tmp_path, monkeypatch, capsys):
     """With the same words, and before the run joins the others, let alone builds a model."""
@@ -257,12 +197,9 @@ def test_a_dry_run_refuses_what_a_run_does(settings, ranks, message, untied_fold
     def start(**_):
         raise AssertionError("the run has started")
 
-    shutdown()
     monkeypatch.setattr("megatron.bridge.training.pretrain._pretrain", start)
     monkeypatch.setitem(os.environ, "WORLD_SIZE", str(ranks))
-    (tmp_path / "train.jsonl").write_text('{"messages": []}')
-    words = ["--recipe", "qwen3_vl_digits_sft_config", "--hf-model", str(untied_folder), "--data-path", str(tmp_path),
-             "--save", str(tmp_path / "run"), f"train.global_batch_size={2 * ranks}", *settings]  # fmt: skip
+    words = [*words_of(untied_folder, tmp_path), f"train.global_batch_size={2 * ranks}", *settings]
     said = []
     for more in ([], ["--dry-run", "--gpus", str(ranks)]):
         with pytest.raises(SystemExit) as end:

@@ -1,9 +1,7 @@
-"""Lines that people start runs with, as they stand in the documentation and in docstrings."""
+"""The script for Slurm of docs/recipes.md starts a run, and recipes set torch's allocator."""
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import os
 import re
 import shlex
@@ -33,15 +31,9 @@ SHORT = (
 
 
 def block(language: str) -> str:
-    """The only block of a language about several nodes."""
     section = DOCS.split("\n## On several nodes\n", 1)[1].split("\n## ", 1)[0]
     (only,) = re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
     return only
-
-
-def words(text: str) -> list[str]:
-    """Of a command over several lines."""
-    return shlex.split(text.replace("\\\n", " "))
 
 
 def free_port() -> int:
@@ -51,11 +43,8 @@ def free_port() -> int:
 
 
 @pytest.mark.slow
-def test_two_nodes_are_one_run(tmp_path, untied_folder):
+def test_two_nodes_are_one_run(tmp_path, untied_folder, digits):
     """The script for Slurm with its commands' namesakes: two agents of torchrun that meet, and a run of two ranks."""
-    from examples.digits.dataset import make_dataset
-
-    make_dataset(tmp_path / "data")
     commands = {"srun": SRUN, "scontrol": "#!/bin/bash\necho 127.0.0.1\n"}
     for name, text in commands.items():
         (tmp_path / name).write_text(text)
@@ -66,7 +55,7 @@ def test_two_nodes_are_one_run(tmp_path, untied_folder):
         "--nproc_per_node 8": "--nproc_per_node 1",
         ":29500": f":{free_port()}",
         "qwen3_vl_8b_pretrain_config": f"qwen3_vl_digits_sft_config {settings}",
-        "--data-path DATA": f"--data-path {tmp_path / 'data'}",
+        "--data-path DATA": f"--data-path {digits}",
         "--save RUN": f"--save {tmp_path / 'run'}",
     }.items():
         assert text in script
@@ -81,40 +70,6 @@ def test_two_nodes_are_one_run(tmp_path, untied_folder):
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
     ranks = {path.name.split("_")[2] for path in (tmp_path / "run" / "iter_0000002").glob("*.distcp")}
     assert ranks == {"0", "1"}
-
-
-def test_lines_for_several_nodes_are_one():
-    """By hand, under Slurm, and in the docstring of the script."""
-    by_hand = words(block("console"))
-    (by_slurm,) = (line for line in block("bash").replace("\\\n", " ").splitlines() if line.startswith("srun "))
-    under_slurm = {"srun": None, "$SLURM_NNODES": "8", "$host:29500": "HOST:29500", "$SLURM_JOB_ID": "RUN_ID"}
-    assert by_hand == [there for word in words(by_slurm) if (there := under_slurm.get(word, word))]
-    docstring = ast.get_docstring(ast.parse((ROOT / "recipes" / "pretrain.py").read_text()))
-    assert by_hand == words(docstring[docstring.index("torchrun") :])
-    assert recipes()["qwen3_vl_8b_pretrain_config"].gpus == 8 * 8
-    agents = by_hand[: by_hand.index("recipes/pretrain.py")]
-    for page in ("README.md", "docs/quickstart_cluster.md"):
-        (line,) = (
-            line for line in re.findall(r"^torchrun --nnodes(?:.*\\\n)*.*", (ROOT / page).read_text(), re.MULTILINE)
-        )
-        assert words(line)[: len(agents) + 3] == [*agents, "-m", "qwen3vl_bridge", "train"], page
-
-
-def test_in_a_container_the_line_is_the_same():
-    """Without a clone: the installed package's command instead of the script."""
-    section = DOCS.split("\n## Containers under Slurm\n", 1)[1].split("\n## ", 1)[0]
-    (line,) = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
-    srun, *contained = words(line)
-    assert srun == "srun" and all(re.fullmatch(r"--container-(image|mounts)=\S+", word) for word in contained[:2])
-    installed = " ".join(contained[2:]).replace("-m qwen3vl_bridge train --from-scratch", "recipes/pretrain.py")
-    (by_slurm,) = (line for line in block("bash").replace("\\\n", " ").splitlines() if line.startswith("srun "))
-    assert words(by_slurm)[1:] == installed.split()
-
-
-def test_bash_can_read_the_script_for_slurm(tmp_path):
-    (tmp_path / "job").write_text(block("bash"))
-    done = subprocess.run(["bash", "-n", tmp_path / "job"], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_script_for_slurm_asks_for_what_its_command_starts():
@@ -137,19 +92,6 @@ def test_the_script_for_slurm_asks_for_what_its_command_starts():
     train = recipe.function().train
     assert train.exit_signal_handler and train.exit_signal == getattr(signal, f"SIG{signal_name}")
     assert int(seconds) >= options.shutdown_timeout > 30
-
-
-@pytest.mark.parametrize(("family", "number"), [("qwen3_vl", 6), ("qwen35_vl", 16)])
-def test_names_that_megatron_bridge_has_too(family, number):
-    folder = Path(importlib.util.find_spec("megatron.bridge").origin).parent
-    file = folder / "recipes" / "qwen_vl" / f"{family}.py"
-    if not file.exists():
-        pytest.skip("this release of Megatron-Bridge has its recipes elsewhere")
-    theirs = {alias.asname for node in ast.walk(ast.parse(file.read_text())) for alias in getattr(node, "names", ())}
-    section = DOCS.split("\n## Names that Megatron-Bridge has too\n", 1)[1].split("\n## ", 1)[0]
-    sizes, kinds = re.search(rf"`{family}_{{(.*?)}}_{{(.*?)}}_config`", section).groups()
-    said = {f"{family}_{size}_{kind}_config" for size in sizes.split(",") for kind in kinds.split(",")}
-    assert theirs & recipes().keys() == said and len(said) == number
 
 
 @pytest.mark.usefixtures("alone")

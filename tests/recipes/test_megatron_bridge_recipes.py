@@ -6,10 +6,10 @@ training loop does first.
 
 from __future__ import annotations
 
-import contextlib
 import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.util import spec_from_loader
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 from qwen3vl_bridge import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
 from qwen3vl_bridge.models.qwen3_vl import presets
@@ -20,77 +20,47 @@ from megatron.bridge import AutoBridge
 from megatron.core.utils import is_te_min_version
 from qwen3vl_recipes.dry_run import finalised
 
-
-@contextlib.contextmanager
-def _importable_recipes():
-    """Megatron-Bridge's recipes import those of image generation, which need the package diffusers."""
-    missing = {}
-    with contextlib.suppress(ModuleNotFoundError):
-        import diffusers  # noqa: F401
-
-        yield
-        return
-
-    class Anything(ModuleType):
-        __path__ = ()
-
-        def __getattr__(self, name: str) -> type:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return type(name, (), {})
-
-    class Finder:
-        @staticmethod
-        def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
-            if name.split(".")[0] != "diffusers":
-                return None
-            from importlib.machinery import ModuleSpec
-
-            return ModuleSpec(name, Finder, is_package=True)
-
-        @staticmethod
-        def create_module(spec: Any) -> ModuleType:
-            missing[spec.name] = Anything(spec.name)
-            return missing[spec.name]
-
-        @staticmethod
-        def exec_module(module: ModuleType) -> None:
-            pass
-
-    sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(Finder)  # type: ignore[arg-type]
-        for name in missing:
-            sys.modules.pop(name, None)
+KINDS = ("pretrain_mock", "sft", "peft")
+RECIPES = [f"qwen3_vl_{size}_{kind}_config" for size in ("8b", "30b_a3b", "235b_a22b") for kind in KINDS]
 
 
-RECIPES = (
-    "qwen3_vl_8b_pretrain_mock_config",
-    "qwen3_vl_8b_sft_config",
-    "qwen3_vl_8b_peft_config",
-    "qwen3_vl_30b_a3b_pretrain_mock_config",
-    "qwen3_vl_30b_a3b_sft_config",
-    "qwen3_vl_30b_a3b_peft_config",
-    "qwen3_vl_235b_a22b_pretrain_mock_config",
-    "qwen3_vl_235b_a22b_sft_config",
-    "qwen3_vl_235b_a22b_peft_config",
-)
+class Anything(ModuleType):
+    __path__ = ()
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+class Diffusers(MetaPathFinder, Loader):
+    """Finds the package diffusers, which Megatron-Bridge's recipes of image generation import, where it is missing."""
+
+    def find_spec(self, fullname, path=None, target=None):
+        return spec_from_loader(fullname, self, is_package=True) if fullname.split(".")[0] == "diffusers" else None
+
+    def create_module(self, spec):
+        return Anything(spec.name)
+
+    def exec_module(self, module):
+        pass
 
 
 @pytest.fixture(scope="module")
 def recipes():
-    with _importable_recipes():
-        from megatron.bridge.recipes.qwen_vl import qwen3_vl as names
-        from megatron.bridge.recipes.qwen_vl.h100 import qwen3_vl
+    sys.meta_path.append(Diffusers())  # behind the others
+    from megatron.bridge.recipes.qwen_vl import qwen3_vl as names
+    from megatron.bridge.recipes.qwen_vl.h100 import qwen3_vl
+
+    sys.meta_path.pop()
+    for name in [name for name, module in sys.modules.items() if isinstance(module, Anything)]:
+        del sys.modules[name]
     return qwen3_vl, names
 
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", RECIPES)
 def test_is_completed_for_its_gpus(recipes, name, monkeypatch):
-    """For as few GPUs as it is split over."""
     module, names = recipes
     bridges = SimpleNamespace(
         from_hf_pretrained=lambda path, **_: AutoBridge.from_hf_config(

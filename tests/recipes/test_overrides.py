@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from qwen3vl_bridge import Qwen3VLLoRA
+
 import pytest
-from qwen3vl_recipes import overrides, qwen3_vl_8b_peft_config, qwen3_vl_8b_sft_config
+from qwen3vl_recipes import overrides, qwen3_vl_8b_peft_config, qwen3_vl_8b_sft_config, qwen3_vl_30b_a3b_peft_config
 
 
 @pytest.fixture
@@ -44,7 +46,6 @@ def test_settings_inside_settings(cfg):
 
 
 def test_folders_of_pictures(cfg):
-    """One, or several."""
     assert overrides.apply(cfg, ["dataset.media_root=/mnt/coco"]).dataset.media_root == "/mnt/coco"
     assert overrides.apply(cfg, ["dataset.media_root=[/a,/b]"]).dataset.media_root == ["/a", "/b"]
     assert overrides.apply(cfg, ["dataset.media_root=/c"]).dataset.media_root == "/c"
@@ -55,11 +56,25 @@ def test_folders_of_pictures(cfg):
     cfg.dataset.finalize()
 
 
-def test_of_adapters():
-    cfg = qwen3_vl_8b_peft_config()
-    overrides.apply(cfg, ["peft.dim=8", "peft.adapt_vision_model=true", "peft.target_modules=[linear_qkv]"])
-    assert cfg.peft.dim == 8 and cfg.peft.adapt_vision_model and list(cfg.peft.target_modules) == ["linear_qkv"]
+def test_of_adapters(tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text("peft:\n  alpha: 64\n  target_modules: [linear_qkv]\n")
+    cfg = overrides.apply(qwen3_vl_8b_peft_config(), ["peft.dim=16", "peft.adapt_vision_model=true"], [file])
+    assert cfg.peft == Qwen3VLLoRA(dim=16, alpha=64, adapt_vision_model=True, target_modules=["linear_qkv"])
+    for word, message in (("peft.dims=16", "peft.dims"), ("peft.dim=many", "expected a whole number such as 16")):
+        with pytest.raises(ValueError, match=message):
+            overrides.apply(cfg, [word])
     assert overrides.apply(cfg, ["peft=null"]).peft is None
+
+
+def test_of_adapters_of_experts():
+    """As docs/recipes.md turns them on."""
+    cfg = qwen3_vl_30b_a3b_peft_config()
+    assert not cfg.peft.adapt_experts
+    overrides.apply(cfg, ["peft.adapt_experts=true", "peft.dim=8", "model.moe_grouped_gemm=false"])
+    assert cfg.peft == Qwen3VLLoRA(dim=8, alpha=32, adapt_experts=True) and not cfg.model.moe_grouped_gemm
+    overrides.apply(cfg, ['peft.target_modules=["linear_qkv", "*.layers.0.mlp.experts.linear_fc*"]'])
+    assert cfg.peft.settings.adapts("language_model.decoder.layers.0.mlp.experts.local_experts.7.linear_fc2")
 
 
 @pytest.mark.parametrize(
@@ -86,22 +101,20 @@ def test_words_that_mean_nothing_are_refused(cfg, words, message):
         overrides.apply(cfg, words)
 
 
-def test_files_that_mean_nothing_are_refused(cfg, tmp_path):
-    file = tmp_path / "wrong.yaml"
-    file.write_text("train:\n  train_iter: 3\n")
-    with pytest.raises(ValueError, match=r"wrong\.yaml: .*train_iter"):
-        overrides.apply(cfg, files=[file])
-    file.write_text("train: [\n")
-    with pytest.raises(ValueError, match=r"wrong\.yaml"):
-        overrides.apply(cfg, files=[file])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train:\n  train_iter: 3\n", r"wrong\.yaml: .*train_iter"),
+        ("train: [\n", r"wrong\.yaml"),
+        ("[" * 50_000, r"wrong\.yaml: nests objects or lists more than 50 deep"),  # which no parser survives
+    ],
+)
+def test_files_that_mean_nothing_are_refused(cfg, tmp_path, text, message):
+    (tmp_path / "wrong.yaml").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        overrides.apply(cfg, files=[tmp_path / "wrong.yaml"])
     with pytest.raises(FileNotFoundError):
         overrides.apply(cfg, files=[tmp_path / "nothing.yaml"])
-
-
-def test_a_file_that_no_parser_survives(cfg, tmp_path):
-    (tmp_path / "deep.yaml").write_text("[" * 50_000)
-    with pytest.raises(ValueError, match=r"deep\.yaml: nests objects or lists more than 50 deep"):
-        overrides.apply(cfg, files=[tmp_path / "deep.yaml"])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import inspect
 import sys
 import types
 
+import qwen3vl_bridge
 from qwen3vl_bridge.training.before_step import BeforeStep
 
 import pytest
@@ -40,7 +41,6 @@ def finetune(config, forward_step_func, callbacks=None):
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
-    """Its folder, as in a clone of Megatron-Bridge."""
     for name, text in dict(recipe_runner=RUNNER, run_recipe=SCRIPT, trains=TRAINS).items():
         (tmp_path / f"{name}.py").write_text(text)
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -57,32 +57,18 @@ def script(tmp_path, monkeypatch):
 
 
 def test_our_recipe_trains_with_our_step_and_callbacks(script, monkeypatch):
-    import qwen3vl_bridge
-
     monkeypatch.setattr(sys, "argv", ["-m", str(script), "--recipe", "qwen3_vl_digits_sft_config"])
     run_recipe.main()
     ((config, step, callbacks),) = sys.modules["trains"].calls
     assert type(config).__name__ == "Qwen3VLConfigContainer"
-    assert step is qwen3vl_bridge.forward_step
-    assert isinstance(callbacks[0], BeforeStep)
-
-
-def test_all_of_ours_are_there_and_other_models_stay_theirs(script, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["-m", str(script), "--recipe", "qwen3_vl_digits_sft_config"])
-    run_recipe.main()
+    assert step is qwen3vl_bridge.forward_step and isinstance(callbacks[0], BeforeStep)
     theirs = sys.modules["megatron.bridge.recipes"]
-    names = [name for name in dir(qwen3vl_recipes) if name.endswith("_config")]
+    names = [name for name in dir(qwen3vl_recipes) if name.endswith("_config") and "_dora_" not in name]
     assert "qwen3_vl_8b_sft_config" in names
-    names = [name for name in names if "_dora_" not in name]
     assert all(getattr(theirs, name) is getattr(qwen3vl_recipes, name) for name in names)
     assert theirs.llama_config() == "theirs" and sys.modules["recipe_runner"].STEP_FUNCTIONS["gpt_step"] is None
-
-
-def test_recipes_of_dora_take_the_method_that_their_name_says(script, monkeypatch):
-    """The script gives it to them; it refuses a recipe with that name and without the parameter."""
-    monkeypatch.setattr(sys, "argv", ["-m", str(script), "--recipe", "qwen3_vl_digits_sft_config"])
-    run_recipe.main()
-    recipe = sys.modules["megatron.bridge.recipes"].qwen3_vl_2b_peft_dora_config
+    # The script gives recipes of DoRA the method; it refuses one with that name and without the parameter.
+    recipe = theirs.qwen3_vl_2b_peft_dora_config
     assert "peft_scheme" in inspect.signature(recipe).parameters
     assert type(recipe(peft_scheme="dora").peft).__name__ == "Qwen3VLDoRA"
     with pytest.raises(ValueError, match="--mode is lora, expected dora, or qwen3_vl_2b_peft_config"):

@@ -1,20 +1,167 @@
-"""Every recipe trains: one step of its twin, split as the recipe splits, is the step of the whole twin."""
+"""Every recipe trains: one step of its twin (the same settings for a tiny model on a few ranks, split in the same
+ways) is the step of the whole twin.
+
+Run on ranks it is the script: -m tests.recipes.test_twins OUTPUT NAMES FOLDERS DATA, the two in the middle JSON.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+import sys
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
+
+from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
+from qwen3vl_bridge.checkpoint.formats.megatron import find_iteration
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.bridge.training.callbacks import Callback, CallbackContext
+from qwen3vl_recipes.base import dist_train
+from qwen3vl_recipes.paths import set_paths
 from qwen3vl_recipes.registry import recipes
 
-from tests.forked import run_ranks
+from tests.forked import results_of_ranks
 from tests.noise import SEEDS, allowed, check, rounded_folder
 from tests.qwen3_5.tiny import make_checkpoint
+from tests.ranks import begin, leave
 from tests.training.running import train
 
-from .twin import family, pattern, twin
+WAYS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+ROWS = 4
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """The ways in which a recipe splits a model: 1, or 2 for any more."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    data: int = 1
+    vision: int = 0  # ranks of its own; the other sizes are the language model's then
+    vision_tensor: int = 1
+
+    @property
+    def language(self) -> int:
+        return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def ranks(self) -> int:
+        return self.vision + self.language
+
+
+# On four ranks no twin has vision on its own ones and all the rest of its recipe's ways; together they have each.
+_OF_MODULES = {
+    "qwen3_vl_30b_a3b_sft_dist_train_config": Pattern(tensor=2, expert=2, vision=2),
+    "qwen3_vl_235b_a22b_sft_dist_train_config": Pattern(pipeline=2, vision=2, vision_tensor=2),
+}
+
+
+def family(name: str) -> str:
+    of_qwen3_5 = name.startswith("qwen35_vl_")
+    size = name.removeprefix("qwen35_vl_" if of_qwen3_5 else "qwen3_vl_")
+    with_experts = size.startswith("proxy") or re.match(r"\d+b_a\d+b_", size)
+    kind = "moe" if with_experts else "tied" if size.startswith(("800m_", "2b_", "4b_")) else "untied"
+    return f"qwen3_5 {kind}" if of_qwen3_5 else kind
+
+
+@cache
+def pattern(name: str) -> Pattern:
+    """Of a recipe. It has data parallelism where that leaves it at four ranks."""
+    if name in _OF_MODULES:
+        return _OF_MODULES[name]
+    recipe = recipes()[name]
+    model = recipe.function().model
+    sizes = [getattr(model, way) for way in WAYS]
+    data = recipe.gpus
+    for size in sizes:
+        data //= size
+    tensor, pipeline, context = (min(size, 2) for size in sizes)
+    together = tensor * pipeline * context
+    expert = min(model.expert_model_parallel_size, 2)
+    return Pattern(tensor, pipeline, context, expert, data=2 if data > 1 and together <= 2 else 1)
+
+
+def twin(
+    name: str, folder: str, data: str, *, whole: bool = False, exact: bool = False, save: str | None = None
+) -> Any:
+    """The configuration of a recipe's twin."""
+    cfg = set_paths(recipes()[name].function(), hf_path=folder, data_path=data, pretrained_checkpoint=folder)
+    split = pattern(name)
+    sizes = [1] * len(WAYS) if whole else [split.tensor, split.pipeline, split.context]
+    for way, size in zip(WAYS, sizes, strict=True):
+        setattr(cfg.model, way, size)
+    cfg.model.expert_model_parallel_size = 1 if whole else split.expert
+    cfg.model.sequence_parallel = cfg.model.sequence_parallel and sizes[0] > 1
+    if cfg.model.recompute_granularity == "selective":  # in modules of Transformer Engine; no figure depends on it
+        cfg.model.recompute_granularity = cfg.model.recompute_modules = None
+        cfg.model.transformer_impl, cfg.model.moe_grouped_gemm = "local", False
+    if whole:
+        cfg.model.account_for_embedding_in_pipeline_split = cfg.model.account_for_loss_in_pipeline_split = False
+    # Two layers on the first stage are fewer than there are DeepStack taps; released models have enough there.
+    cfg.model.variable_seq_lengths = cfg.model.pipeline_model_parallel_size > 1
+    if split.vision:
+        dist_train(cfg, vision=split.vision, language=split.language, vision_tp=split.vision_tensor)
+    if exact:
+        cfg.mixed_precision = None
+    cfg.model.seq_length = cfg.dataset.seq_length = 256
+    cfg.dataset.num_workers, cfg.dataset.pad_to_multiple_of = 0, 8  # the same rows, however they are split
+    cfg.train.global_batch_size, cfg.train.train_iters, cfg.scheduler.lr_warmup_iters = ROWS, 1, 0
+    if cfg.dataset.balance_over:
+        cfg.dataset.balance_over = ROWS
+    cfg.validation.eval_interval = None
+    cfg.checkpoint.save, cfg.checkpoint.load, cfg.logger.tensorboard_dir = save, None, None
+    return cfg
+
+
+# Adapters' parts that a first step need not move: one has no gradient yet, the other moves less than bfloat16 shows.
+SLOW = ("adapter.linear_in.weight", "adapter.weight_magnitude")
+
+
+class Changes(Callback):
+    """Counts this rank's parameters that a run is to change, and those that it changes."""
+
+    trained = changed = 0  # parameters that move in a first step, and those with other values at the end
+    strayed = 0  # that are not trained, and have other values
+
+    def on_train_start(self, context: CallbackContext) -> None:
+        named = (named for chunk in context.model for named in chunk.named_parameters())
+        self._before = [(name, parameter, parameter.detach().clone()) for name, parameter in named]
+
+    def on_train_end(self, context: CallbackContext) -> None:
+        for name, parameter, first in self._before:
+            moved = not torch.equal(parameter, first)
+            if not parameter.requires_grad:
+                self.strayed += moved
+            elif not name.endswith(SLOW):
+                self.trained += 1
+                self.changed += moved
+
+
+def main(output: str, names: list[str], folders: dict[str, str], data: str) -> None:
+    found = {}
+    # Groups of one kind after the other: each kind is made anew.
+    for name in sorted(names, key=lambda name: (str(pattern(name)), name)):
+        changes = Changes()
+        save = f"{output}.{name}"
+        (entry,) = train(twin(name, folders[family(name)], data, save=save), callbacks=[changes])
+        counts = {key: torch.tensor(getattr(changes, key)) for key in ("trained", "changed", "strayed")}
+        for count in counts.values():
+            dist.all_reduce(count)
+        counts = {key: int(count) for key, count in counts.items()}
+        (exact,) = train(twin(name, folders[family(name)], data, exact=True))
+        found[name] = dict(rounded=entry["loss"], loss=exact["loss"], grad_norm=exact["grad_norm"], **counts)
+        found[name]["saved"] = sum(one.numel for one, _ in read_metadata(find_iteration(Path(save))).tensors.values())
+        if dist.get_rank() == 0:
+            print(name, found[name], flush=True)
+    leave(found, output)
+
 
 NAMES = [name for name, recipe in recipes().items() if recipe.gpus]
 FIGURES = ("loss", "grad_norm")
@@ -22,21 +169,15 @@ ROUNDED = 2**-6  # of a loss in bfloat16, relative: four of its roundings
 
 
 def errors(found, expected) -> dict[str, float]:
-    """Relative."""
     return {name: abs(found[name] / expected[name] - 1) for name in FIGURES}
 
 
 @pytest.fixture(scope="module")
-def places(untied_folder, tied_folder, moe_folder, tmp_path_factory):
-    """The tiny checkpoints of each family, and the conversations."""
-    from examples.digits.dataset import make_dataset
-
-    data = tmp_path_factory.mktemp("twins")
-    make_dataset(data)
+def places(untied_folder, tied_folder, moe_folder, digits, tmp_path_factory):
     folders = {"untied": untied_folder, "tied": tied_folder, "moe": moe_folder}
     for kind, options in (("untied", {}), ("tied", {"tied": True}), ("moe", {"moe": True})):
         folders[f"qwen3_5 {kind}"] = make_checkpoint(tmp_path_factory.mktemp("qwen3_5"), **options)
-    return {kind: str(folder) for kind, folder in folders.items()}, str(data)
+    return {kind: str(folder) for kind, folder in folders.items()}, str(digits)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +201,7 @@ def whole(places, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", sorted({pattern(name).ranks for name in NAMES}))
-def test_a_step_of_every_twin(ranks, places, whole, tmp_path):
+def test_a_step_of_every_twin(ranks, places, whole):
     folders, data = places
     # Recipes of which the twins have the same settings, all of them, are one run.
     alike: dict[str, list[str]] = {}
@@ -68,10 +209,7 @@ def test_a_step_of_every_twin(ranks, places, whole, tmp_path):
         if pattern(name).ranks == ranks:
             alike.setdefault(str(twin(name, folders[family(name)], data).to_dict()), []).append(name)
     names = [same[0] for same in alike.values()]
-    run_ranks(
-        "tests.recipes.twins_on_ranks", ranks, tmp_path / "found.pt", json.dumps(names), json.dumps(folders), data
-    )
-    found = torch.load(tmp_path / "found.pt")
+    found = results_of_ranks("tests.recipes.test_twins", ranks, json.dumps(names), json.dumps(folders), data)
     assert found.keys() == set(names)
     print(f"{ranks} ranks: {len(names)} runs stand for {sum(map(len, alike.values()))} recipes")
     for name, step in found.items():
@@ -97,3 +235,8 @@ def test_the_patterns_are_those_of_the_recipes():
     for way in ("tensor", "pipeline", "expert", "vision_tensor"):
         assert {getattr(one, way) for one in apart} == {1, 2}, way
     assert not any(one.vision for name, one in patterns.items() if "_dist_train_" not in name)
+
+
+if __name__ == "__main__":
+    begin()
+    main(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4])

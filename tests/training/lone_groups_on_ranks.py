@@ -20,7 +20,7 @@ from qwen3vl_bridge.training.run_settings import GuardConfig
 
 import torch.distributed as dist
 
-from tests.host_waits.places import PACKAGES
+from tests.host_waits.counter import PACKAGES
 from tests.parity.on_ranks import Split
 from tests.parity.topologies import Topology
 from tests.ranks import begin, leave

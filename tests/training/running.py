@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import qwen3vl_bridge
-from qwen3vl_bridge.checkpoint.formats.megatron.folder import find_iteration
+from qwen3vl_bridge.checkpoint.formats.megatron import find_iteration
 from qwen3vl_bridge.training.checkpoint_manager import start_saving_process
 from qwen3vl_bridge.training.process_groups import _join, groups_to_leave, leave_groups
 from qwen3vl_bridge.training.run_log import ENTRY

@@ -2,20 +2,18 @@
 groups.
 """
 
-from qwen3vl_bridge.batch.encoder_inputs import EncoderInputs
-from qwen3vl_bridge.batch.encoder_shards import EncoderShard
-from qwen3vl_bridge.batch.packed_batch import ModelInputs, PackedBatch, VisionRows
-from qwen3vl_bridge.batch.positions import mrope_positions
+from qwen3vl_bridge.batch.packed_batch import EncoderInputs, ModelInputs, PackedBatch, VisionRows
 from qwen3vl_bridge.batch.token_layout import SequenceLayout, gathered_index, token_index
 from qwen3vl_bridge.batch.vision_inputs import (
     VisionInputs,
     frame_lengths,
     interpolation,
     make_vision_inputs,
+    mrope_positions,
     patch_positions,
     vision_slots,
 )
-from qwen3vl_bridge.batch.vision_sharding import VisionWork
+from qwen3vl_bridge.batch.vision_sharding import EncoderShard, VisionWork
 
 __all__ = [
     "EncoderInputs",

@@ -15,12 +15,7 @@ class Movable:
     """Moves every tensor of a dataclass, including those of nested `Movable`s."""
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
-        """A copy with every tensor on `device`.
-
-        Args:
-            device: the target.
-            non_blocking: copy asynchronously from pinned memory, as in `Tensor.to`.
-        """
+        """A copy with every tensor on `device`; `non_blocking` as in `Tensor.to`."""
         return self._each(lambda value: value.to(device, non_blocking=non_blocking))
 
     def sent_to(self, device: torch.device | str) -> Self:
@@ -64,14 +59,10 @@ def on_host(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def copy_to_gpu[Inputs: Movable](inputs: Inputs, device: torch.device) -> Inputs:
-    """A copy on a GPU, made on a separate stream.
+    """A copy on a GPU of inputs on the host, made on a separate stream.
 
     The copy does not wait for computation on the GPU, and computation queued after this call waits for the copy. If the
-    host is ahead of the GPU, a batch therefore arrives while the previous one is still being computed.
-
-    Args:
-        inputs: on the host, in page-locked memory or not.
-        device: the GPU.
+    host is ahead of the GPU, a batch is thus copied while the previous one is still being computed.
     """
     computing, copying = torch.cuda.current_stream(device), _copying_stream(device)
     with torch.cuda.stream(copying):
@@ -87,26 +78,20 @@ def _copying_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class HostCopy:
-    """An asynchronous copy from a device to the host.
-
-    Reading the values waits for the copy, which costs nothing if the host has already waited for later work.
-
-    Args:
-        values: on any device; they may change afterwards.
-    """
+    """An asynchronous copy to the host of values, which may change afterwards; reading it waits for it."""
 
     def __init__(self, values: Tensor) -> None:
         self._values = values.detach().to("cpu", non_blocking=True, copy=True)  # in page-locked memory
-        self._arrived = torch.cuda.Event() if values.device.type == "cuda" else None
-        if self._arrived is not None:
-            self._arrived.record()
+        self._copied = torch.cuda.Event() if values.device.type == "cuda" else None
+        if self._copied is not None:
+            self._copied.record()
 
     def is_there(self) -> bool:
         """Whether the copy has finished, so that reading does not wait."""
-        return self._arrived is None or self._arrived.query()
+        return self._copied is None or self._copied.query()
 
     def tolist(self) -> list:
         """The values, as `Tensor.tolist`."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        if self._copied is not None:
+            self._copied.synchronize()
         return self._values.tolist()

@@ -1,4 +1,4 @@
-"""The batch dataclasses: the result of collation, the tensors copied to the device, and the inputs of one rank's model.
+"""The batch dataclasses: what collation makes, and what one rank's model or separate vision tower reads of it.
 
 Legend: B rows, S tokens a row, T = B * S, K vision tokens of a rank.
 """
@@ -6,14 +6,22 @@ Legend: B rows, S tokens a row, T = B * S, K vision tokens of a rank.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Self
 
 from qwen3vl_bridge.batch.device_transfer import Movable
-from qwen3vl_bridge.batch.encoder_shards import EncoderShard, shards_of
 from qwen3vl_bridge.batch.token_layout import SequenceLayout, next_index, token_index
 from qwen3vl_bridge.batch.vision_inputs import VisionInputs
-from qwen3vl_bridge.batch.vision_sharding import VisionAssignment, VisionExchange, VisionWork, assign_vision
+from qwen3vl_bridge.batch.vision_sharding import (
+    EncoderShard,
+    VisionAssignment,
+    VisionExchange,
+    VisionWork,
+    assign_vision,
+    shards_of,
+)
 
 import torch
 from torch import Tensor
@@ -21,15 +29,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class VisionRows(Movable):
-    """Indices that insert vision tokens into one rank's hidden states.
+    """Indices that insert vision tokens into one rank's hidden states."""
 
-    Attributes:
-        rows: [K] int64, indices into the vision tokens that this rank encodes or receives.
-        positions: [K] int64, index of the corresponding token in the rank's hidden states flattened from [s, b].
-    """
-
-    rows: Tensor
-    positions: Tensor
+    rows: Tensor  # [K] int64, indices into the vision tokens that this rank encodes or receives
+    positions: Tensor  # [K] int64, index of the corresponding token in the rank's hidden states flattened from [s, b]
 
     @classmethod
     def none(cls, device: torch.device) -> Self:
@@ -40,66 +43,42 @@ class VisionRows(Movable):
 
 @dataclass(frozen=True)
 class NextTokens(Movable):
-    """Inputs of multi-token prediction: for each token the next token, and the label, which is the token after the
-    next.
+    """What multi-token prediction reads: for each token the next token, and its label, the token after the next.
 
     megatron-core rolls token ids, labels and masks in every step instead, segment by segment and over context-parallel
     ranks, and waits for the device at each segment. Here they are gathered once. One rank's part, as in `ModelInputs`.
-
     A segment's last real token has no next token, nor has padding: their entries are those of the token itself, and
     their mask is 0.
-
-    Attributes:
-        input_ids: [b, s] int64, the next token.
-        labels: [b, s] int64, the token after the next.
-        loss_mask: [b, s] float32, 1 where this label is trained on.
-        padding_mask: [b, s / sp] bool, True where this context- and sequence-parallel rank has no next token.
-        trained: [] float32, tokens of the whole batch whose own label is trained on.
-        predicted: [] float32, tokens of the whole batch whose `loss_mask` is 1.
-        fuse: vision tokens among this context-parallel rank's next tokens; None if the batch has no vision tokens.
     """
 
-    input_ids: Tensor
-    labels: Tensor
-    loss_mask: Tensor
-    padding_mask: Tensor
-    trained: Tensor
-    predicted: Tensor
+    input_ids: Tensor  # [b, s] int64, the next token
+    labels: Tensor  # [b, s] int64, the token after the next
+    loss_mask: Tensor  # [b, s] float32, 1 where this label is trained on
+    padding_mask: Tensor  # [b, s / sp] bool, True where this context- and sequence-parallel rank has no next token
+    trained: Tensor  # [] float32, tokens of the whole batch whose own label is trained on
+    predicted: Tensor  # [] float32, tokens of the whole batch whose `loss_mask` is 1
+    # Vision tokens among this context-parallel rank's next tokens; None if the batch has no vision tokens.
     fuse: VisionRows | None = None
 
 
 @dataclass(frozen=True)
 class ModelInputs(Movable):
-    """One rank's part of a batch, the input of the model. s and b are local sizes.
+    """One rank's part of a batch, the input of the model. s and b are local sizes."""
 
-    Attributes:
-        input_ids: [b, s] int64.
-        position_ids: [3, b, s] int64, temporal, height and width position.
-        labels: [b, s] int64, already shifted, or None.
-        loss_mask: [b, s] float32, or None.
-        padding_mask: [b, s / sp] bool, True where this context- and sequence-parallel rank has no real token.
-        layout: the layout of the whole batch, all ranks' parts; used by attention in packed rows.
-        vision: the images and videos that this rank encodes, or None if it has none.
-        vision_exchange: vision tokens to send and receive; None if the rank encodes all that it needs.
-        encoder_shards: the shards that separate vision ranks send for this microbatch; None without separate vision
-            ranks.
-        fuse: vision tokens of this context-parallel rank.
-        deepstack: vision tokens of this context- and sequence-parallel rank.
-        following: the next tokens, for multi-token prediction; None if it is not trained.
-    """
-
-    input_ids: Tensor
-    position_ids: Tensor
-    labels: Tensor | None
-    loss_mask: Tensor | None
-    padding_mask: Tensor
-    layout: SequenceLayout
-    vision: VisionInputs | None = None
+    input_ids: Tensor  # [b, s] int64
+    position_ids: Tensor  # [3, b, s] int64, temporal, height and width position
+    labels: Tensor | None  # [b, s] int64, already shifted, or None
+    loss_mask: Tensor | None  # [b, s] float32, or None
+    padding_mask: Tensor  # [b, s / sp] bool, True where this context- and sequence-parallel rank has no real token
+    layout: SequenceLayout  # of the whole batch, all ranks' parts; used by attention in packed rows
+    vision: VisionInputs | None = None  # the images and videos that this rank encodes, or None
+    # Vision tokens to send and receive; None if the rank encodes all that it needs.
     vision_exchange: VisionExchange | None = None
+    # What each separate vision rank sends for this microbatch; None without separate vision ranks.
     encoder_shards: tuple[EncoderShard, ...] | None = None
-    fuse: VisionRows | None = None
-    deepstack: VisionRows | None = None
-    following: NextTokens | None = None
+    fuse: VisionRows | None = None  # vision tokens of this context-parallel rank
+    deepstack: VisionRows | None = None  # vision tokens of this context- and sequence-parallel rank
+    following: NextTokens | None = None  # the next tokens, if multi-token prediction is trained
 
     def without_labels(self) -> Self:
         """The same inputs for logits instead of losses."""
@@ -112,33 +91,21 @@ class ModelInputs(Movable):
 
 @dataclass(frozen=True)
 class PackedBatch(Movable):
-    """A whole batch as made by collation, equal on every rank that shares it.
+    """A whole batch as made by collation, equal on every rank that shares it."""
 
-    Attributes:
-        input_ids: [B, S] int64.
-        labels: [B, S] int64, labels[t] is the token after t in the same segment; undefined where loss_mask is 0.
-        loss_mask: [B, S] float32, 1 where the label is trained on.
-        position_ids: [3, B, S] int64.
-        vision_slot: [T] int64, row of each token in the vision output, or -1.
-        layout: the segments.
-        vision: images and videos; None if there are none, or for a pipeline stage that encodes none.
-        sample_ids: ids of the segments' samples, in order, for messages.
-        dropped: per data set, the number of samples dropped up to these rows, over all epochs.
-        newly_dropped: the same since the previous rows, for streams, where each process knows only its own rows.
-        unreadable: per data set, the number of samples in these rows that could not be read and were replaced by a
-            blank token.
-    """
-
-    input_ids: Tensor
-    labels: Tensor
-    loss_mask: Tensor
-    position_ids: Tensor
-    vision_slot: Tensor
-    layout: SequenceLayout
+    input_ids: Tensor  # [B, S] int64
+    labels: Tensor  # [B, S] int64, labels[t] is the token after t in the same segment; undefined where loss_mask is 0
+    loss_mask: Tensor  # [B, S] float32, 1 where the label is trained on
+    position_ids: Tensor  # [3, B, S] int64
+    vision_slot: Tensor  # [T] int64, row of each token in the vision output, or -1
+    layout: SequenceLayout  # the segments
+    # Images and videos; None if there are none, or for a pipeline stage that encodes none.
     vision: VisionInputs | None = None
-    sample_ids: tuple[str, ...] = ()
-    dropped: tuple[int, ...] = ()
+    sample_ids: tuple[str, ...] = ()  # ids of the segments' samples, in order, for messages
+    dropped: tuple[int, ...] = ()  # per data set, the number of samples dropped up to these rows, over all epochs
+    # The same since the previous rows, for streams, where each process knows only its own rows.
     newly_dropped: tuple[int, ...] = ()
+    # Per data set, samples in these rows that could not be read and are a blank token instead.
     unreadable: tuple[int, ...] = ()
 
     def local(
@@ -157,8 +124,7 @@ class PackedBatch(Movable):
         Args:
             cp_size, cp_rank, sp_size, sp_rank: as for `token_index`.
             vision_work: cost of frames, by which context-parallel ranks divide them; None: each rank encodes all.
-            encoders: number of separate vision ranks that divide the images and videos (this rank then encodes none);
-                None without separate vision ranks.
+            encoders: number of separate vision ranks, which divide the images and videos; this rank encodes none then.
             predicts: whether multi-token prediction is trained, which needs the next tokens.
         """
         context_index = token_index(self.layout, cp_size, cp_rank)  # [s, b]
@@ -175,7 +141,7 @@ class PackedBatch(Movable):
         if encoders is not None:
             if assignment is None:
                 raise ValueError("encoders are given without vision_work, expected the cost of frames")
-            own, shards, rows = None, self.encoder_shards_of(assignment), assignment.places
+            own, shards, rows = None, self.encoder_shards_of(assignment), assignment.encoded_index
         elif assignment is not None:
             slots = [self._slots_of(cp_size, rank, predicts=predicts) for rank in range(cp_size)]
             exchange, rows = VisionExchange.of(assignment, slots, cp_rank)
@@ -196,11 +162,7 @@ class PackedBatch(Movable):
         )
 
     def encoder_shards_of(self, assignment: VisionAssignment) -> tuple[EncoderShard, ...]:
-        """What each separate vision rank sends for this batch.
-
-        Args:
-            assignment: of its frames to the vision ranks.
-        """
+        """What each separate vision rank sends for this batch."""
         samples = zlib.crc32(repr((self.sample_ids, self.layout.lengths)).encode())
         # Samples may have no ids.
         return shards_of(self.vision, assignment, zlib.crc32(self.input_ids.numpy(), samples))
@@ -211,38 +173,65 @@ class PackedBatch(Movable):
         return self.vision_slot[torch.cat((index, next_index(self.layout)[0][index])) if predicts else index]
 
     def _next_tokens(self, context_index: Tensor, index: Tensor, rows: Tensor | None) -> NextTokens:
-        """Inputs of multi-token prediction for the tokens at [s, b] `context_index`.
-
-        Args:
-            context_index: indices of the context-parallel rank's tokens.
-            index: [s / sp, b] indices of the tokens that the rank has under sequence parallelism.
-            rows: as for `_vision_rows`.
-        """
-        places, there = next_index(self.layout)
-        labels, next_places = self.labels.flatten(), places[context_index]
+        """For the tokens at `context_index` [s, b], of which the rank has those at `index` [s / sp, b]."""
+        next_tokens, has_next = next_index(self.layout)
+        labels, next_of_local = self.labels.flatten(), next_tokens[context_index]
         # Callers may mark untrained tokens by negative labels, and may leave padding unmarked.
         mask = self.loss_mask.flatten() * (labels >= 0) * ~self.layout.padding_mask()
-        next_mask = mask[places] * there
+        next_mask = mask[next_tokens] * has_next
         return NextTokens(
-            input_ids=self.input_ids.flatten()[next_places.T],
-            labels=labels[next_places.T].clamp(min=0),
+            input_ids=self.input_ids.flatten()[next_of_local.T],
+            labels=labels[next_of_local.T].clamp(min=0),
             loss_mask=next_mask[context_index.T],
-            padding_mask=~there[index.T],
+            padding_mask=~has_next[index.T],
             trained=mask.sum(),
             predicted=next_mask.sum(),
-            fuse=self._vision_rows(next_places, rows),
+            fuse=self._vision_rows(next_of_local, rows),
         )
 
     def _vision_rows(self, index: Tensor, rows: Tensor | None) -> VisionRows | None:
-        """The vision tokens of the tokens at `index`; None for a batch without any.
-
-        Args:
-            index: indices into the flat batch.
-            rows: [M] index of each vision token of the batch among those that the rank has; None: its own index.
-        """
+        """The vision tokens at `index` into the flat batch, as `rows` [M] of those that the rank has (None: of all)."""
         if not (self.vision_slot >= 0).any():
             return None
         slots = self.vision_slot[index.flatten()]
         positions = (slots >= 0).nonzero().squeeze(-1)
         taken = slots[positions]
         return VisionRows(rows=taken if rows is None else rows[taken], positions=positions)
+
+
+@dataclass(frozen=True)
+class EncoderInputs(Movable):
+    """What one vision rank encodes, and for which receivers."""
+
+    vision: VisionInputs | None  # its images and videos, ordered by receiver; None if it has none
+    shards: tuple[EncoderShard, ...]  # the shard of each receiver
+    rows: int  # largest number of vision tokens in a shard for the same receivers; shards are padded to it
+
+    @classmethod
+    def of(cls, batches: Sequence[PackedBatch], work: VisionWork, encoders: int, share: int) -> EncoderInputs:
+        """Part `share` of several microbatches that a rank encodes at a time, whose images `encoders` ranks divide.
+
+        They are of one language replica, whose images several ranks may divide, or of several replicas.
+        """
+        assignments = [assign_vision(batch.vision, work, encoders) for batch in batches]
+        sent = [batch.encoder_shards_of(assignment) for batch, assignment in zip(batches, assignments, strict=True)]
+        parts = [assignment.part(batch.vision, share) for batch, assignment in zip(batches, assignments, strict=True)]
+        return cls(
+            vision=_concatenated([part for part in parts if part is not None]),
+            shards=tuple(shards[share] for shards in sent),
+            rows=max(shard.tokens for shards in sent for shard in shards),
+        )
+
+
+def _concatenated(pictures: Sequence[VisionInputs]) -> VisionInputs | None:
+    if len(pictures) < 2:
+        return pictures[0] if pictures else None
+    lengths = tuple(length for part in pictures for length in part.lengths)
+    return VisionInputs(
+        pixel_values=torch.cat([part.pixel_values for part in pictures]),
+        position_ids=torch.cat([part.position_ids for part in pictures]),
+        interpolation_index=torch.cat([part.interpolation_index for part in pictures], 1),
+        interpolation_weight=torch.cat([part.interpolation_weight for part in pictures], 1),
+        cu_seqlens=torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32),
+        lengths=lengths,
+    )

@@ -21,25 +21,18 @@ from torch import Tensor
 class SequenceLayout(Movable):
     """The segments of a batch. Create one with `rows` or `packed_row`.
 
-    The lengths are also stored on the host, so that reading them never waits for the device. Two layouts are equal if
-    their lengths and rows are.
-
-    Attributes:
-        cu_seqlens: [n + 1] int32, logical offsets: real tokens only.
-        cu_seqlens_padded: [n + 1] int32, physical offsets: where each segment starts in the flat batch.
-        num_rows: B for padded rows, 1 for a packed row.
-        lengths: the n logical lengths; 0 for a segment that consists only of padding.
-        padded_lengths: the n physical lengths.
+    Lengths are on the host, so that reading them never waits for the device. Layouts are equal if lengths and rows are.
 
     Raises:
         ValueError: lengths that contradict each other or the offsets.
     """
 
-    cu_seqlens: Tensor = field(compare=False)
+    cu_seqlens: Tensor = field(compare=False)  # [n + 1] int32, logical offsets: real tokens only
+    # [n + 1] int32, physical offsets: where each segment starts in the flat batch.
     cu_seqlens_padded: Tensor = field(compare=False)
-    num_rows: int
-    lengths: tuple[int, ...]
-    padded_lengths: tuple[int, ...]
+    num_rows: int  # B for padded rows, 1 for a packed row
+    lengths: tuple[int, ...]  # the n logical lengths; 0 for a segment that consists only of padding
+    padded_lengths: tuple[int, ...]  # the n physical lengths
 
     def __post_init__(self) -> None:
         if not self.lengths or len(self.lengths) != len(self.padded_lengths):
@@ -65,14 +58,10 @@ class SequenceLayout(Movable):
 
     @classmethod
     def packed_row(cls, lengths: Sequence[int], *, multiple: int = 1, total: int | None = None) -> Self:
-        """One row of consecutive segments.
+        """One row of consecutive segments of these real tokens, each padded to a `multiple`, see `segment_multiple`.
 
-        Args:
-            lengths: real tokens of each segment.
-            multiple: each segment is padded to a multiple of this, see `segment_multiple`.
-            total: length of the whole row. The remainder becomes one more segment, of logical length 0 (extending the
-                last document with this padding would unbalance its context-parallel chunks). Real tokens do not attend
-                to it.
+        The remainder to `total`, if given, becomes one more segment, of logical length 0: extending the last document
+        with this padding would unbalance its context-parallel chunks.
 
         Raises:
             ValueError: the segments are longer than `total`, or the remainder is not a multiple of `multiple`.
@@ -125,28 +114,12 @@ class SequenceLayout(Movable):
         return values.repeat_interleave(self.cu_seqlens_padded.diff(), output_size=self.total)
 
 
-def token_index(
-    layout: SequenceLayout,
-    cp_size: int,
-    cp_rank: int,
-    sp_size: int = 1,
-    sp_rank: int = 0,
-) -> Tensor:
-    """Index into the flat batch for each position of a rank's hidden states.
+def token_index(layout: SequenceLayout, cp_size: int, cp_rank: int, sp_size: int = 1, sp_rank: int = 0) -> Tensor:
+    """Index into the flat batch for each position of a rank's hidden states: [T / B / cp_size / sp_size, B] int64.
 
     Each segment is cut into 2 * cp_size chunks and context-parallel rank r holds chunks r and 2 * cp_size - 1 - r of
     every segment, which balances causal attention. The rank's tokens are laid out as [s, b], and sequence-parallel rank
-    q holds the q-th of sp_size equal parts of s.
-
-    Args:
-        layout: the segments.
-        cp_size: context-parallel ranks that share the batch.
-        cp_rank: index of this context-parallel rank.
-        sp_size: sequence-parallel ranks that share the context-parallel rank's part; 1 for all of it.
-        sp_rank: index of this sequence-parallel rank.
-
-    Returns:
-        [T / B / cp_size / sp_size, B] int64, on the layout's device.
+    q holds the q-th of sp_size equal parts of s. The result is on the layout's device.
 
     Raises:
         ValueError: a rank outside its group, a segment that does not divide into 2 * cp_size chunks, or rows that do
@@ -164,42 +137,25 @@ def token_index(
 
 
 def next_index(layout: SequenceLayout) -> tuple[Tensor, Tensor]:
-    """The next token of each token of the flat batch.
-
-    Args:
-        layout: the segments.
-
-    Returns:
-        [T] int64, index of the next token of the segment (the token's own index if there is none); and [T] bool, True
-        where there is a next token.
-    """
+    """[T] int64 each token's next one in its segment (itself if there is none), [T] bool whether there is one."""
     own = torch.arange(layout.total, device=layout.cu_seqlens.device)
     ends = layout.per_token(layout.cu_seqlens_padded[:-1] + layout.cu_seqlens.diff())  # of real tokens
-    there = own + 1 < ends
-    return own + there, there
+    has_next = own + 1 < ends
+    return own + has_next, has_next
 
 
 def segment_multiple(cp_size: int) -> int:
     """The multiple required of each segment's padded length: the number of chunks that `token_index` cuts it into.
 
-    Sequence parallelism adds no requirement: it splits a context-parallel rank's part of a row regardless of segment
-    boundaries, and attention gets the gathered row.
+    Sequence parallelism adds none: it splits a rank's part of a row regardless of segments, which attention gathers.
     """
     return 2 * cp_size if cp_size > 1 else 1
 
 
 def gathered_index(layout: SequenceLayout, cp_size: int) -> Tensor:
-    """For each token of the flat batch, its index in the concatenated parts of all context-parallel ranks.
+    """The inverse of `token_index` over all context-parallel ranks.
 
-    It is the inverse of `token_index` over all ranks.
-
-    Args:
-        layout: the segments.
-        cp_size: context-parallel ranks that share the batch.
-
-    Returns:
-        [T] int64, on the layout's device: indices into the parts of all ranks, each flattened from [s, b] and
-        concatenated by rank.
+    [T] int64, for each token of the flat batch its index in the ranks' parts, each flattened from [s, b], concatenated.
 
     Raises:
         ValueError: a segment that does not divide into 2 * cp_size chunks.
@@ -214,31 +170,21 @@ class CausalChunks:
 
     Each segment has two chunks, which are consecutive in the rank's hidden states. The keys of a chunk are all tokens
     of its segment up to the chunk's end, so its queries are the last of its keys.
-
-    Attributes:
-        keys: [T (2 cp + 1) / (2 cp)] int64, indices of the keys in the parts of all ranks, see `gathered_index`.
-        offsets: [2 n + 1] int32 each, offsets of the chunks' queries, and of their keys.
-        longest: the maximum number of queries, and of keys, of a chunk.
     """
 
-    keys: Tensor
-    offsets: tuple[Tensor, Tensor]
-    longest: tuple[int, int]
+    keys: Tensor  # [T (2 cp + 1) / (2 cp)] int64, indices of the keys in the parts of all ranks, see `gathered_index`
+    offsets: tuple[Tensor, Tensor]  # [2 n + 1] int32 each, offsets of the chunks' queries, and of their keys
+    longest: tuple[int, int]  # the maximum number of queries, and of keys, of a chunk
 
 
 def causal_chunks(layout: SequenceLayout, cp_size: int, cp_rank: int) -> CausalChunks:
     """What a rank's tokens of a packed row attend to; computed on the layout's device, without waiting for it.
 
-    Args:
-        layout: a packed row.
-        cp_size: context-parallel ranks that share it.
-        cp_rank: index of this rank.
-
     Raises:
         ValueError: a rank outside its group, or a segment that does not divide into 2 * cp_size chunks.
     """
     _check_rank("context", cp_size, cp_rank)
-    places = gathered_index(layout, cp_size)
+    gathered = gathered_index(layout, cp_size)
     seen = cp_rank + 1, 2 * cp_size - cp_rank  # a segment's chunks up to the end of the rank's two
     chunk = layout.cu_seqlens_padded.diff() // (2 * cp_size)
     lengths = torch.stack([chunk * chunks for chunks in seen], 1).flatten()
@@ -246,9 +192,9 @@ def causal_chunks(layout: SequenceLayout, cp_size: int, cp_rank: int) -> CausalC
     # In the segments' own order a chunk's keys begin where its segment does.
     shift = layout.cu_seqlens_padded[:-1].repeat_interleave(2) - keys[:-1]
     total = layout.total // (2 * cp_size) * sum(seen)
-    tokens = torch.arange(total, device=places.device) + shift.repeat_interleave(lengths, output_size=total)
+    tokens = torch.arange(total, device=gathered.device) + shift.repeat_interleave(lengths, output_size=total)
     longest = max(layout.padded_lengths) // (2 * cp_size)
-    return CausalChunks(keys=places[tokens], offsets=(queries, keys), longest=(longest, longest * max(seen)))
+    return CausalChunks(keys=gathered[tokens], offsets=(queries, keys), longest=(longest, longest * max(seen)))
 
 
 def _from_zero(lengths: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
-"""What the vision tower reads of a batch's images and videos, computed on the host from their grids.
+"""Computed on the host from a batch's token ids and image grids: rotary positions, vision slots, the tower's inputs.
 
 A grid is (frames, height, width) in patches; an image has one frame. Patches are in merge order: the merge x merge
 patches that become one token are consecutive.
-Legend: K grids, F frames, N patches, M = N / merge^2 vision tokens, T tokens.
+Legend: B rows, S tokens a row, T = B * S, K grids or runs of vision tokens, R their rows, F frames, N patches, M = N /
+merge^2 vision tokens.
 """
 
 from __future__ import annotations
@@ -16,21 +17,14 @@ from math import isqrt
 from typing import Self
 
 from qwen3vl_bridge.batch.device_transfer import Movable
+from qwen3vl_bridge.batch.token_layout import SequenceLayout
 
 import torch
 from torch import Tensor
 
 
 def check_grids(kind: str, grids: Tensor | None, merge: int) -> Tensor:
-    """Check that the vision tower can read the grids.
-
-    Args:
-        kind: "image" or "video", for messages.
-        grids: [K, 3] integers, or None for none.
-        merge: patches that become one token, along each side.
-
-    Returns:
-        [K, 3] int64.
+    """The grids [K, 3] as int64, if the vision tower can read them; `kind` is "image" or "video", for messages.
 
     Raises:
         ValueError: another shape, or a side that is not positive or not divisible by `merge`.
@@ -51,9 +45,9 @@ def check_grids(kind: str, grids: Tensor | None, merge: int) -> Tensor:
 
 def frames(grids: Tensor) -> Tensor:
     """[F, 3], each of K grids [K, 3] as separate frames of (1, height, width)."""
-    one = grids.repeat_interleave(grids[:, 0], dim=0)
-    one[:, 0] = 1
-    return one
+    repeated = grids.repeat_interleave(grids[:, 0], dim=0)
+    repeated[:, 0] = 1
+    return repeated
 
 
 def frame_lengths(grids: Tensor) -> Tensor:
@@ -68,29 +62,17 @@ def describe(grid: Tensor) -> str:
 
 @dataclass(frozen=True)
 class VisionInputs(Movable):
-    """All images and videos of a batch as the vision tower reads them: images first, then videos, patches in merge
-    order.
+    """All images of a batch and then its videos, as the vision tower reads them; patches in merge order."""
 
-    Attributes:
-        pixel_values: [N, channels * temporal_patch * patch * patch] floating point.
-        position_ids: [N, 2] int64, row and column of each patch in its frame.
-        interpolation_index: [4, N] int64, the four position embeddings around each patch.
-        interpolation_weight: [4, N] float32, their weights; each column sums to one.
-        cu_seqlens: [F + 1] int32, offsets of the frames in patches. Attention does not cross a frame.
-        lengths: the F frame lengths in patches, on the host.
-    """
-
-    pixel_values: Tensor
-    position_ids: Tensor
-    interpolation_index: Tensor
-    interpolation_weight: Tensor
-    cu_seqlens: Tensor
-    lengths: tuple[int, ...]
+    pixel_values: Tensor  # [N, channels * temporal_patch * patch * patch] floating point
+    position_ids: Tensor  # [N, 2] int64, row and column of each patch in its frame
+    interpolation_index: Tensor  # [4, N] int64, the four position embeddings around each patch
+    interpolation_weight: Tensor  # [4, N] float32, their weights; each column sums to one
+    cu_seqlens: Tensor  # [F + 1] int32, offsets of the frames in patches. Attention does not cross a frame
+    lengths: tuple[int, ...]  # the F frame lengths in patches, on the host
 
     def select(self, frames: Sequence[int]) -> Self:
-        """Some of the frames (at least one), in the given order; pixels may be on a device, everything else is on the
-        host.
-        """
+        """Some of the frames (at least one), in the given order. Pixels may be on a device; the rest is on the host."""
         starts = list(accumulate(self.lengths, initial=0))
         places = [slice(starts[frame], starts[frame + 1]) for frame in frames]
         lengths = tuple(self.lengths[frame] for frame in frames)
@@ -112,16 +94,7 @@ def frame_rows(lengths: Sequence[int], frames: Sequence[int]) -> Tensor:
 
 
 def vision_slots(input_ids: Tensor, image_token_id: int, video_token_id: int, num_image_tokens: int) -> Tensor:
-    """Row of the vision output for each token.
-
-    Args:
-        input_ids: integers of any shape, T in all.
-        image_token_id: id of the placeholder token of images.
-        video_token_id: id of the placeholder token of videos.
-        num_image_tokens: rows of images in the vision output; those of videos follow.
-
-    Returns:
-        [T] int64, -1 for tokens that are not vision tokens.
+    """[T] int64 row of the vision output for each token, -1 for tokens that are not vision tokens; images come first.
 
     Raises:
         ValueError: the number of image tokens is not `num_image_tokens`.
@@ -144,16 +117,9 @@ def patch_positions(grids: Tensor, merge: int) -> Tensor:
 
 
 def interpolation(grids: Tensor, side: int, merge: int) -> tuple[Tensor, Tensor]:
-    """Bilinear interpolation of a square of position embeddings to the sizes of images and frames.
+    """[4, N] int64 rows of a square embedding table, `side` long, around each patch, and [4, N] float32 their weights.
 
-    Args:
-        grids: [K, 3] int64.
-        side: embeddings along a side of the square.
-        merge: patches that become one token, along each side.
-
-    Returns:
-        [4, N] int64 rows of the embedding table around each patch (upper left, upper right, lower left, lower right)
-        and [4, N] float32 their weights. Both are bit-identical to those of transformers.
+    Upper left, upper right, lower left, lower right; bit-identical to those of transformers.
     """
     frames = _frames(_frame_interpolation, grids, side, merge)
     if not frames:
@@ -165,8 +131,8 @@ def interpolation(grids: Tensor, side: int, merge: int) -> tuple[Tensor, Tensor]
 def _frames[T](of_frame: Callable[..., T], grids: Tensor, *settings: int) -> list[T]:
     """[F] result of `of_frame` for the height and width of each frame. It may be shared: copy it, do not change it.
 
-    Images have few different sizes, and a video's frames have one, so the result per size is cached, except for the
-    largest, which bounds the memory: 512 frames of 4,096 patches take 128 MiB.
+    Images have few sizes and a video's frames one, so results are cached, except for the largest, which bounds the
+    memory: 512 frames of 4,096 patches take 128 MiB.
     """
     frames = []
     for count, height, width in grids.tolist():
@@ -203,8 +169,7 @@ def _merged(raster: Tensor, merge: int) -> Tensor:
 def _axis(size: int, side: int) -> tuple[Tensor, Tensor]:
     """[2, size] int64 the embeddings before and after each patch of an axis, [2, size] float32 their weights.
 
-    Only `linspace` itself rounds as transformers does. Cached results must not depend on torch's current default dtype
-    and device.
+    Only `linspace` rounds as transformers does. Cached results must not depend on torch's default dtype and device.
     """
     place = torch.linspace(0, side - 1, size, dtype=torch.float32, device="cpu")
     low = place.long()
@@ -221,18 +186,13 @@ def make_vision_inputs(
     num_position_embeddings: int,
     spatial_merge_size: int,
 ) -> VisionInputs | None:
-    """The vision tower's inputs, images first, then videos.
+    """The vision tower's inputs, images first, then videos; None if there are none.
 
     Args:
-        pixel_values: [patches of the images, features] floating point, or None without images.
-        image_grid_thw: [images, 3] integers, or None.
-        pixel_values_videos: [patches of the videos, features], or None without videos.
-        video_grid_thw: [videos, 3] integers, or None.
+        pixel_values, pixel_values_videos: [patches, features] floating point, or None without images or videos.
+        image_grid_thw, video_grid_thw: [images or videos, 3] integers, or None.
         num_position_embeddings: size of the tower's embedding table, a square number.
         spatial_merge_size: patches that become one token, along each side.
-
-    Returns:
-        The inputs, or None if there are no images or videos.
 
     Raises:
         ValueError: grids that do not divide, a number of patches that differs from the grids', or a table size that is
@@ -243,10 +203,7 @@ def make_vision_inputs(
         raise ValueError(f"found {num_position_embeddings} position embeddings, expected a square number")
     images = check_grids("image", image_grid_thw, spatial_merge_size)
     videos = check_grids("video", video_grid_thw, spatial_merge_size)
-    parts = [
-        _check_pixels("image", pixel_values, images),
-        _check_pixels("video", pixel_values_videos, videos),
-    ]
+    parts = [_check_pixels("image", pixel_values, images), _check_pixels("video", pixel_values_videos, videos)]
     pixels = [part for part in parts if part is not None]
     if not pixels:
         return None
@@ -269,3 +226,147 @@ def _check_pixels(kind: str, pixels: Tensor | None, grids: Tensor) -> Tensor | N
     if found != expected:
         raise ValueError(f"{kind} pixels: found {found} patches, expected {expected} for {len(grids)} {kind} grids")
     return pixels if expected else None
+
+
+def mrope_positions(
+    input_ids: Tensor,
+    layout: SequenceLayout,
+    image_grid_thw: Tensor | None,
+    video_grid_thw: Tensor | None,
+    *,
+    image_token_id: int,
+    video_token_id: int,
+    spatial_merge_size: int,
+) -> Tensor:
+    """Multimodal rotary positions [3, B, S] int64, those of transformers' `get_rope_index` for each segment separately.
+
+    Text tokens increase the temporal, height and width position by one. Within a run of vision tokens (an image, or one
+    frame of a video) each is the run's start plus the token's frame, row or column; the next token continues after the
+    longer side. Positions restart in each segment. Padding is at position 0. Grids [K, 3] are in patches, in the order
+    of their tokens; each frame of a video has its own run of tokens.
+
+    Raises:
+        ValueError: the number of tokens differs from the layout's, or vision tokens and grids disagree: in number, or
+            because an image's tokens are not one run inside one segment, or are in padding.
+    """
+    if input_ids.ndim != 2 or input_ids.shape[0] != layout.num_rows or input_ids.numel() != layout.total:
+        raise ValueError(
+            f"input_ids: found {list(input_ids.shape)}, expected "
+            f"[{layout.num_rows}, {layout.total // layout.num_rows}] as the layout has it"
+        )
+    ids, merge = input_ids.reshape(-1), torch.tensor([1, spatial_merge_size, spatial_merge_size])
+    images = check_grids("image", image_grid_thw, spatial_merge_size) // merge
+    videos = frames(check_grids("video", video_grid_thw, spatial_merge_size)) // merge
+    if not len(images) and not len(videos) and not (ids == image_token_id).logical_or_(ids == video_token_id).any():
+        return _text_positions(layout).repeat(3, 1).view(3, *input_ids.shape)
+    image, image_starts = _runs("image", ids, image_token_id, images, layout)
+    video, video_starts = _runs("video", ids, video_token_id, videos, layout)
+    padding = layout.padding_mask()
+    text = ~(padding | image | video)
+    step = torch.stack((text, text, ~padding)).long()
+    _step_through_runs(step, torch.cat((image_starts, video_starts)), torch.cat((images, videos)), layout)
+    return step.cumsum_(-1).view(3, *input_ids.shape)  # in place: allocating new memory takes as long as the sum
+
+
+def _text_positions(layout: SequenceLayout) -> Tensor:
+    """[T] positions of rows without images; takes a quarter of the time of stepping through no runs."""
+    begins = layout.per_token(layout.cu_seqlens_padded[:-1])
+    return (torch.arange(layout.total) - begins).masked_fill_(layout.padding_mask(), 0)
+
+
+def _step_through_runs(step: Tensor, starts: Tensor, sides: Tensor, layout: SequenceLayout) -> None:
+    """Fill `step` [3, T] with the difference between each token's position and its predecessor's.
+
+    Positions are the cumulative sums of these steps. Only tokens at the start or end of a row, run or segment have a
+    step other than the default (1 for text on all axes, for vision tokens only on the last axis, 0 for padding).
+    Runs begin at `starts` [K] and have `sides` [K, 3] in tokens.
+    """
+    lengths, longer = sides.prod(-1), sides[:, 1:].amax(-1)
+    row, run = _rows(sides)
+    _, height, width = sides[run].unbind(-1)
+    token = starts[run] + row * width
+    # The first row of a run starts where text would continue; later rows return to the run's first column, and new
+    # frames to its first row.
+    later, frame = (row > 0).long(), (row % height == 0).long()
+    step[:, token] = torch.stack((frame, 1 - frame * later * height, 1 - later * width))
+    # The token after a run continues after the longer of its sides. The last run of a batch may have no token after it.
+    ends = starts + lengths
+    after = ends < layout.total
+    step[:, ends[after]] = (longer - (sides - 1).T)[:, after]
+    begins = layout.cu_seqlens_padded[:-1].long()
+    step[:, begins] = 0
+    # Where a segment's real tokens end, its last position is subtracted again.
+    real = layout.cu_seqlens.diff()
+    stops = begins + real
+    segment = _segment(layout, starts)
+    count = real.long().index_add(0, segment, longer - lengths)
+    last = (count - 1).repeat(3, 1)
+    closing = ends == stops[segment]
+    last[:, segment[closing]] = (count[segment] - longer + (sides - 1).T)[:, closing]
+    back = (real > 0) & (stops < layout.total)
+    step[:, stops[back]] = -last[:, back]
+
+
+def _rows(sides: Tensor) -> tuple[Tensor, Tensor]:
+    """[R] index of each row within its run, over all frames, and [R] its run, for runs with `sides` [K, 3]."""
+    rows = sides[:, 0] * sides[:, 1]
+    run = torch.arange(len(sides)).repeat_interleave(rows)
+    return torch.arange(len(run)) - (rows.cumsum(0) - rows)[run], run
+
+
+def _runs(kind: str, ids: Tensor, token_id: int, sides: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
+    """[T] bool, True for the kind's tokens, and [K] the first token of each run; ValueError if runs do not fit grids.
+
+    A contiguous sequence of vision tokens may consist of several runs, because images need no token between them.
+    """
+    fenced = torch.zeros(len(ids) + 2, dtype=torch.bool)
+    inside = torch.eq(ids, token_id, out=fenced[1:-1])
+    begins, ends = (fenced[1:] != fenced[:-1]).nonzero().view(-1, 2).unbind(-1)  # of contiguous sequences
+    before = (ends - begins).cumsum(0) - (ends - begins)
+    lengths = sides.prod(-1)
+    rank = lengths.cumsum(0) - lengths
+    if int(lengths.sum()) == int((ends - begins).sum()):
+        stretch = torch.searchsorted(before, rank, right=True) - 1
+        starts = begins[stretch] + rank - before[stretch]
+        segment = _segment(layout, starts)
+        stops = layout.cu_seqlens_padded[segment] + layout.cu_seqlens.diff()[segment]
+        if (starts + lengths <= torch.minimum(ends[stretch], stops)).all():
+            return inside, starts
+    raise _mismatch(kind, inside.nonzero().squeeze(-1), sides, layout)
+
+
+def _segment(layout: SequenceLayout, tokens: Tensor) -> Tensor:
+    """Index of the segment that contains each token, for `tokens` [any] of the flat batch."""
+    return torch.searchsorted(layout.cu_seqlens_padded.long(), tokens, right=True) - 1
+
+
+def _mismatch(kind: str, tokens: Tensor, sides: Tensor, layout: SequenceLayout) -> ValueError:
+    """Error for vision tokens (ascending indices `tokens` [M]) that do not form one run per image or frame."""
+    lengths, padding = sides.prod(-1), layout.padding_mask()
+    ends, segment = lengths.cumsum(0), _segment(layout, tokens)
+    if padding[tokens].any():
+        wrong = int(padding[tokens].nonzero()[0])
+        return ValueError(f"segment {int(segment[wrong])}: {kind} token at {int(tokens[wrong])} is in padding")
+    complete = ends <= len(tokens)
+    first, last = (ends - lengths)[complete], ends[complete] - 1
+    whole = (tokens[last] - tokens[first] == last - first) & (segment[last] == segment[first])
+    good = int(whole.long().cumprod(0).sum())
+    used = int(lengths[:good].sum())
+    # Runs up to here are right. The next item is an image or frame with too few tokens, or tokens without an image.
+    where = f"segment {int(segment[used])}" if used < len(tokens) else "the batch"
+    if good == len(sides):
+        return ValueError(
+            f"{where}: {len(tokens) - used} {kind} tokens from token {int(tokens[used])} on belong to no image or "
+            f"video: found {len(tokens)} in the batch, expected {int(lengths.sum())} for {len(sides)} {_unit(kind)}"
+        )
+    ahead, place = tokens[used:], torch.arange(len(tokens) - used)
+    joined = (ahead - place == ahead[:1]) & (segment[used:] == segment[used : used + 1])
+    found = int(joined.long().cumprod(0).sum())
+    return ValueError(
+        f"{where}: {_unit(kind)[:-1]} {good} of {describe(sides[good])} tokens found {found} {kind} tokens "
+        f"in one run, expected {int(lengths[good])}; in all found {len(tokens)}, expected {int(lengths.sum())}"
+    )
+
+
+def _unit(kind: str) -> str:
+    return "images" if kind == "image" else "video frames"

@@ -1,7 +1,8 @@
-"""Assignment of frames to context-parallel ranks, and which vision tokens each rank sends to which.
+"""Which rank encodes which frames of a batch, and which vision tokens ranks send to each other.
 
 Context-parallel ranks have the same images and videos. Each encodes some of the frames (attention does not cross
-frames) and sends the other ranks the vision tokens that they need.
+frames) and sends the other ranks the vision tokens that they need. Separate vision ranks (dist-train) divide frames by
+the same rule; both sides compute the same shards, so no negotiation is needed.
 Legend: F frames, N patches, M = N / merge^2 vision tokens.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -38,17 +40,11 @@ class VisionWork:
 
 @dataclass(frozen=True)
 class VisionAssignment:
-    """Which rank encodes which frames.
+    """Which rank encodes which frames."""
 
-    Attributes:
-        frames: indices of each rank's frames, ascending.
-        counts: vision tokens of each rank's frames.
-        places: [M] int64, index of each vision token of the batch in the concatenated tokens of all ranks.
-    """
-
-    frames: tuple[tuple[int, ...], ...]
-    counts: tuple[int, ...]
-    places: Tensor
+    frames: tuple[tuple[int, ...], ...]  # indices of each rank's frames, ascending
+    counts: tuple[int, ...]  # vision tokens of each rank's frames
+    encoded_index: Tensor  # [M] int64, index of each vision token of the batch in the concatenated tokens of all ranks
 
     def part(self, vision: VisionInputs | None, rank: int) -> VisionInputs | None:
         """The frames that were assigned to a rank; None if it has none."""
@@ -59,39 +55,32 @@ class VisionAssignment:
 
 @dataclass(frozen=True)
 class VisionExchange(Movable):
-    """Which vision tokens a rank sends to each rank, and receives from each rank, including itself.
+    """Which vision tokens a rank sends to each rank, and receives from each rank, including itself."""
 
-    Attributes:
-        rows: int64, indices into its own vision tokens: those sent to the first rank, in order, then to the second.
-        sent: number of tokens sent to each rank.
-        received: number of tokens received from each rank; they are concatenated by rank, each in the sender's order.
-    """
-
+    # int64, indices into its own vision tokens: those sent to the first rank, in order, then to the second.
     rows: Tensor
-    sent: tuple[int, ...]
+    sent: tuple[int, ...]  # number of tokens sent to each rank
+    # Number of tokens received from each rank; they are concatenated by rank, each in the sender's order.
     received: tuple[int, ...]
 
     @classmethod
     def of(cls, assignment: VisionAssignment, slots: Sequence[Tensor], rank: int) -> tuple[Self, Tensor]:
         """Sends and receives of a rank, such that each rank gets every vision token that it uses once.
 
-        Args:
-            assignment: of the frames to ranks.
-            slots: for each rank the vision tokens of the batch that it uses, int64, in any order and any number of
-                times; negative values are ignored.
-            rank: the rank.
+        `slots` are for each rank the vision tokens of the batch that it uses, in any order and any number of times;
+        negative values are ignored.
 
         Returns:
             The exchange, and [M] int64 the index of each vision token of the batch among those that the rank receives;
             undefined for tokens that it does not use.
         """
-        used = torch.zeros(len(slots), len(assignment.places), dtype=torch.bool)  # in the order of encoding
+        used = torch.zeros(len(slots), len(assignment.encoded_index), dtype=torch.bool)  # in the order of encoding
         for row, own in zip(used, slots, strict=True):
-            row[assignment.places[own[own >= 0]]] = True
+            row[assignment.encoded_index[own[own >= 0]]] = True
         sent = used.split(assignment.counts, 1)[rank]
         counts = [int(part.sum()) for part in used[rank].split(assignment.counts)]
         exchange = cls(sent.nonzero()[:, 1], tuple(sent.sum(1).tolist()), tuple(counts))
-        return exchange, (used[rank].cumsum(0) - 1)[assignment.places]
+        return exchange, (used[rank].cumsum(0) - 1)[assignment.encoded_index]
 
 
 def assign_frames(costs: Sequence[float], ranks: int) -> list[list[int]]:
@@ -122,14 +111,14 @@ def _exchange(shares: list[list[int]], costs: Sequence[float]) -> bool:
     for rank, share in enumerate(shares):
         if rank == most:
             continue
-        for place, back, moved in _candidates(shares[most], share, (totals[most] - totals[rank]) / 2, costs):
+        for moved_index, back, moved in _candidates(shares[most], share, (totals[most] - totals[rank]) / 2, costs):
             worst = max(totals[most] - moved, totals[rank] + moved)
             if worst < best:
-                best, swap = worst, (place, rank, back)
+                best, swap = worst, (moved_index, rank, back)
     if swap is None:
         return False
-    place, rank, back = swap
-    shares[rank].append(shares[most].pop(place))
+    moved_index, rank, back = swap
+    shares[rank].append(shares[most].pop(moved_index))
     if back is not None:
         shares[rank].remove(back)
         shares[most].append(back)
@@ -142,19 +131,14 @@ def _candidates(
     """For each frame of a rank, the two swaps that come closest to moving the wanted cost to the other rank."""
     cheapest_first = sorted(other, key=costs.__getitem__)
     theirs = [0.0, *(costs[frame] for frame in cheapest_first)]
-    for place, frame in enumerate(share):
+    for moved_index, frame in enumerate(share):
         after = bisect.bisect_left(theirs, costs[frame] - wanted)
         for i in range(max(after - 1, 0), min(after + 1, len(theirs))):
-            yield place, cheapest_first[i - 1] if i else None, costs[frame] - theirs[i]
+            yield moved_index, cheapest_first[i - 1] if i else None, costs[frame] - theirs[i]
 
 
 def assign_vision(vision: VisionInputs | None, work: VisionWork, ranks: int) -> VisionAssignment:
     """Assign the frames of a batch to ranks.
-
-    Args:
-        vision: all images and videos, or None for none.
-        work: cost of frames.
-        ranks: number of ranks that divide them.
 
     Raises:
         ValueError: a frame whose number of patches is not a multiple of those per vision token.
@@ -166,10 +150,27 @@ def assign_vision(vision: VisionInputs | None, work: VisionWork, ranks: int) -> 
     shares = assign_frames([work.cost(patches) for patches in vision.lengths], ranks)
     tokens = [patches // work.patches_per_token for patches in vision.lengths]
     order = frame_rows(tokens, list(chain(*shares)))
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order))
+    encoded_index = torch.empty_like(order)
+    encoded_index[order] = torch.arange(len(order))
     return VisionAssignment(
         frames=tuple(map(tuple, shares)),
         counts=tuple(sum(tokens[frame] for frame in share) for share in shares),
-        places=places,
+        encoded_index=encoded_index,
+    )
+
+
+@dataclass(frozen=True)
+class EncoderShard:
+    """What one vision rank sends to one language replica for a microbatch."""
+
+    tokens: int  # number of vision tokens; 0 if the microbatch has no frames for this rank
+    mark: int  # 32-bit checksum of the samples, their tokens and the encoded frames
+
+
+def shards_of(vision: VisionInputs | None, assignment: VisionAssignment, samples: int) -> tuple[EncoderShard, ...]:
+    """The shard of each vision rank for a microbatch; `samples` is a checksum of its samples and their tokens."""
+    lengths = () if vision is None else vision.lengths
+    return tuple(
+        EncoderShard(tokens, zlib.crc32(repr([lengths[frame] for frame in frames]).encode(), samples))
+        for frames, tokens in zip(assignment.frames, assignment.counts, strict=True)
     )

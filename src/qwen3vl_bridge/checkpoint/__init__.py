@@ -5,21 +5,21 @@ memory.
 from qwen3vl_bridge import lazy
 
 _PUBLIC = {
-    "CheckpointError": "qwen3vl_bridge.io.errors",
-    "ConversionReport": "qwen3vl_bridge.checkpoint.engine.reports",
-    "Ranks": "qwen3vl_bridge.checkpoint.engine.ranks",
-    "Topology": "qwen3vl_bridge.checkpoint.planning.topology",
-    "VerifyReport": "qwen3vl_bridge.checkpoint.engine.reports",
-    "copy_side_files": "qwen3vl_bridge.checkpoint.formats.safetensors.model_folder",
-    "export_adapters": "qwen3vl_bridge.checkpoint.adapters.exporting",
-    "export_checkpoint": "qwen3vl_bridge.checkpoint.commands.exporting",
-    "import_checkpoint": "qwen3vl_bridge.checkpoint.commands.importing",
-    "inspect_checkpoint": "qwen3vl_bridge.checkpoint.commands.inspection",
-    "merge_adapters": "qwen3vl_bridge.checkpoint.adapters.merging",
-    "reformat_checkpoint": "qwen3vl_bridge.checkpoint.commands.reformatting",
-    "verify_checkpoint": "qwen3vl_bridge.checkpoint.commands.verifying",
-    "verify_checksums": "qwen3vl_bridge.checkpoint.commands.verifying",
-    "verify_reformatted": "qwen3vl_bridge.checkpoint.commands.verifying",
+    "CheckpointError": "qwen3vl_bridge.io.files",
+    "ConversionReport": "qwen3vl_bridge.checkpoint.conversion",
+    "Ranks": "qwen3vl_bridge.checkpoint.processes",
+    "Topology": "qwen3vl_bridge.checkpoint.topology",
+    "VerifyReport": "qwen3vl_bridge.checkpoint.verification",
+    "copy_side_files": "qwen3vl_bridge.checkpoint.formats.huggingface",
+    "export_adapters": "qwen3vl_bridge.peft.hf_export",
+    "export_checkpoint": "qwen3vl_bridge.checkpoint.commands",
+    "import_checkpoint": "qwen3vl_bridge.checkpoint.commands",
+    "inspect_checkpoint": "qwen3vl_bridge.checkpoint.inspection",
+    "merge_adapters": "qwen3vl_bridge.peft.hf_export",
+    "reformat_checkpoint": "qwen3vl_bridge.checkpoint.commands",
+    "verify_checkpoint": "qwen3vl_bridge.checkpoint.verification",
+    "verify_checksums": "qwen3vl_bridge.checkpoint.verification",
+    "verify_reformatted": "qwen3vl_bridge.checkpoint.verification",
 }
 
 __all__ = sorted(_PUBLIC)

@@ -1,28 +1,32 @@
-"""`qwen3vl convert`: import, export, reformat, verify, inspect, adapters."""
+"""`qwen3vl convert`: import, export, reformat, verify, inspect, adapters; and `qwen3vl adapters`."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import math
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from qwen3vl_bridge.checkpoint.engine.ranks import Ranks
 from qwen3vl_bridge.checkpoint.formats.layouts import LOCAL, TRANSFORMER_ENGINE
-from qwen3vl_bridge.checkpoint.formats.megatron.folder import FORMATS
-from qwen3vl_bridge.checkpoint.planning.topology import Topology
-from qwen3vl_bridge.cli import adapters as adapters_cli
-from qwen3vl_bridge.cli import convert_options, convert_output
-from qwen3vl_bridge.io.errors import CheckpointError
-from qwen3vl_bridge.io.paths import expanded
-from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show, show_anything
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.checkpoint.formats.megatron import FORMATS
+from qwen3vl_bridge.checkpoint.formats.tensors import WEIGHT_DTYPES
+from qwen3vl_bridge.checkpoint.processes import Ranks
+from qwen3vl_bridge.checkpoint.topology import Topology
+from qwen3vl_bridge.io.files import CheckpointError, expanded
+from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show, show_anything, show_report
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
+if TYPE_CHECKING:
+    from qwen3vl_bridge.checkpoint.conversion import ConversionReport
+    from qwen3vl_bridge.checkpoint.verification import VerifyReport
+
+_DIFFERENT = 1
 _SIZES = {
     "tp": "tensor-parallel size",
     "pp": "pipeline-parallel size (torch_dist only)",
@@ -33,8 +37,6 @@ _SIZES = {
     "world-size": "number of training processes, over which fsdp_dtensor shards weights; no effect on torch_dist "
     "(default: the smallest that the other sizes allow)",
 }
-
-
 # Of the signals that tell a process to end: the first one is obeyed, the next one gets this message. Signals within
 # this many seconds count as one.
 _ENDS_AT_ONCE, _ONE = 2, 1.0
@@ -58,7 +60,7 @@ def adapters(arguments: Sequence[str] | None = None, *, prog: str | None = None)
     """The verb `adapters`, as a separate command; arguments and exit status as for `main`."""
     parser = argparse.ArgumentParser(prog=prog)
     parser.set_defaults(shared=True)
-    adapters_cli.add_verbs(parser)
+    _adapters(parser)
     return _run(parser.parse_args(arguments))
 
 
@@ -123,70 +125,94 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
     )
     parser.set_defaults(shared=True)  # except where processes have nothing to share
     verbs = parser.add_subparsers(metavar="VERB", required=True)
-    _import(verbs.add_parser("import", help="Hugging Face model to Megatron checkpoint"))
-    _export(verbs.add_parser("export", help="Megatron checkpoint to Hugging Face model"))
-    _reformat(verbs.add_parser("reformat", help="Megatron checkpoint to the other format"))
-    _verify(verbs.add_parser("verify", help="compare a Megatron checkpoint with its source, bit for bit"))
-    _inspect(verbs.add_parser("inspect", help="show what a checkpoint contains"))
-    adapters_cli.add_verbs(
-        verbs.add_parser("adapters", help="export a run's adapters for other libraries, or merge them")
+
+    verb = verbs.add_parser("import", help="Hugging Face model to Megatron checkpoint")
+    verb.add_argument("--hf-model", required=True, metavar="MODEL", help="folder of the model, or hub id")
+    verb.add_argument("--megatron-path", required=True, metavar="FOLDER", help="checkpoint to write")
+    _megatron_options(verb)
+    _remote_code(verb)
+    _not_strict(verb)
+    _writing_options(verb)
+    verb.set_defaults(run=_run_import)
+
+    verb = verbs.add_parser("export", help="Megatron checkpoint to Hugging Face model")
+    _megatron_path(verb)
+    verb.add_argument("--hf-path", required=True, metavar="FOLDER", help="model to write")
+    _other_model(verb)
+    layouts = [layout.name.lower() for layout in ExpertLayout]
+    verb.add_argument("--expert-layout", choices=layouts,
+                      help="layout of the experts' weights (default: that of the imported model)")  # fmt: skip
+    _vocab_padding(verb)
+    _remote_code(verb)
+    _not_strict(verb)
+    _writing_options(verb)
+    verb.set_defaults(run=_run_export)
+
+    verb = verbs.add_parser("reformat", help="Megatron checkpoint to the other format")
+    _megatron_path(verb)
+    verb.add_argument("--new-path", required=True, metavar="FOLDER", help="checkpoint to write")
+    _other_model(verb)
+    _megatron_options(verb, required=True)
+    _remote_code(verb)
+    _writing_options(verb)
+    verb.set_defaults(run=_run_reformat)
+
+    verb = verbs.add_parser("verify", help="compare a Megatron checkpoint with its source, bit for bit")
+    verb.add_argument("--hf-model", metavar="MODEL",
+                      help="folder or hub id of the model that it was imported from or exported to")  # fmt: skip
+    _megatron_path(verb)
+    verb.add_argument(
+        "--new-path", metavar="FOLDER", help="compare with this checkpoint, which `reformat` made from the first"
     )
+    _vocab_padding(verb)
+    verb.add_argument("--json", action="store_true", help="print JSON")
+    verb.add_argument("--no-progress", action="store_true", help="show no progress")
+    verb.epilog = "Without --hf-model and --new-path the checkpoint is compared with the checksums in its manifest."
+    verb.set_defaults(run=_run_verify)
+
+    verb = verbs.add_parser("inspect", help="show what a checkpoint contains")
+    which = verb.add_mutually_exclusive_group(required=True)
+    which.add_argument("--megatron-path", metavar="FOLDER", help="checkpoint, or one iteration of it")
+    which.add_argument("--hf-model", metavar="FOLDER", help="folder of a model")
+    _iteration(verb)
+    verb.add_argument("--json", action="store_true", help="print JSON")
+    verb.set_defaults(run=_run_inspect, shared=False)
+
+    _adapters(verbs.add_parser("adapters", help="export a run's adapters for other libraries, or merge them"))
     return parser
 
 
-def _import(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--hf-model", required=True, metavar="MODEL", help="folder of the model, or hub id")
-    parser.add_argument("--megatron-path", required=True, metavar="FOLDER", help="checkpoint to write")
-    _storing(parser)
-    _lenient(parser)
-    convert_options.writing_options(parser)
-    parser.set_defaults(run=_run_import)
-
-
-def _export(parser: argparse.ArgumentParser) -> None:
-    convert_options.megatron_path(parser)
-    parser.add_argument("--hf-path", required=True, metavar="FOLDER", help="model to write")
-    _other_model(parser)
-    layouts = [layout.name.lower() for layout in ExpertLayout]
-    parser.add_argument("--expert-layout", choices=layouts,
-                        help="layout of the experts' weights (default: that of the imported model)")  # fmt: skip
-    convert_options.vocab_padding(parser)
-    _lenient(parser)
-    convert_options.writing_options(parser)
-    parser.set_defaults(run=_run_export)
-
-
-def _reformat(parser: argparse.ArgumentParser) -> None:
-    convert_options.megatron_path(parser)
-    parser.add_argument("--new-path", required=True, metavar="FOLDER", help="checkpoint to write")
-    _other_model(parser)
-    _storing(parser, required=True)
-    convert_options.remote_code(parser)
-    convert_options.writing_options(parser)
-    parser.set_defaults(run=_run_reformat)
-
-
-def _verify(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--hf-model", metavar="MODEL",
-                        help="folder or hub id of the model that it was imported from or exported to")  # fmt: skip
-    convert_options.megatron_path(parser)
-    parser.add_argument(
-        "--new-path", metavar="FOLDER", help="compare with this checkpoint, which `reformat` made from the first"
+def _adapters(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Export or merge the adapters that a run trained, from its checkpoint in either format. Needs no GPU and "
+        "never holds the model in memory."
     )
-    convert_options.vocab_padding(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--no-progress", action="store_true", help="show no progress")
-    parser.epilog = "Without --hf-model and --new-path the checkpoint is compared with the checksums in its manifest."
-    parser.set_defaults(run=_run_verify)
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    export = verbs.add_parser("export", help="a folder of adapters, for peft.PeftModel.from_pretrained and vLLM")
+    merge = verbs.add_parser("merge", help="a whole Hugging Face model with the adapters merged in")
+    for verb, target, base in (
+        (export, "folder of adapters to write", "folder or hub id of the base model, if the run does not name it or "
+         "names another one"),
+        (merge, "model to write", "initial weights of the run, a Hugging Face model or a Megatron checkpoint, if they "
+         "have moved since"),
+    ):  # fmt: skip
+        _megatron_path(verb)
+        verb.add_argument("--hf-path", required=True, metavar="FOLDER", help=target)
+        verb.add_argument("--base-model", metavar="MODEL", help=base)
+        _remote_code(verb)
+        _writing_options(verb)
+    _vocab_padding(merge)
+    export.set_defaults(run=_run_export_adapters)
+    merge.set_defaults(run=_run_merge_adapters)
 
 
-def _inspect(parser: argparse.ArgumentParser) -> None:
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--megatron-path", metavar="FOLDER", help="checkpoint, or one iteration of it")
-    which.add_argument("--hf-model", metavar="FOLDER", help="folder of a model")
+def _iteration(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--iteration", type=int, metavar="N", help="which iteration (default: the latest)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=_run_inspect, shared=False)
+
+
+def _megatron_path(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--megatron-path", required=True, metavar="FOLDER", help="checkpoint, or one iteration of it")
+    _iteration(parser)
 
 
 def _other_model(parser: argparse.ArgumentParser) -> None:
@@ -195,7 +221,23 @@ def _other_model(parser: argparse.ArgumentParser) -> None:
                         "the checkpoint")  # fmt: skip
 
 
-def _storing(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+def _remote_code(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trust-remote-code", action="store_true",
+                        help="copy Python files that belong to the model; they are never run here")  # fmt: skip
+
+
+def _not_strict(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--not-strict", action="store_true",
+                        help="ignore tensors that the model does not use, instead of failing")  # fmt: skip
+
+
+def _vocab_padding(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--drop-vocab-padding", action="store_true",
+                        help="drop rows beyond the vocabulary even if they are not zero, as after training with a "
+                        "padded vocabulary, instead of failing")  # fmt: skip
+
+
+def _megatron_options(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
     """Options of a Megatron checkpoint to be written."""
     text = "format to write" if required else "format to write (default: %(default)s)"
     parser.add_argument("--ckpt-format", choices=FORMATS, required=required, default=FORMATS[0], help=text)
@@ -214,92 +256,183 @@ def _storing(parser: argparse.ArgumentParser, *, required: bool = False) -> None
         group.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
 
 
-def _lenient(parser: argparse.ArgumentParser) -> None:
-    convert_options.remote_code(parser)
-    parser.add_argument("--not-strict", action="store_true",
-                        help="ignore tensors that the model does not use, instead of failing")  # fmt: skip
+def _writing_options(parser: argparse.ArgumentParser) -> None:
+    """Options of every command that writes."""
+    parser.add_argument(
+        "--torch-dtype",
+        choices=WEIGHT_DTYPES,
+        help="cast the weights, except to 16 bits those that the model keeps in float32 (default: keep their dtypes)",
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="compare the result with the source before it is moved into place"
+    )
+    parser.add_argument("--checksums", action="store_true", help="write a SHA-256 of every tensor to the manifest")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier result of a conversion, if its "
+    "folder holds nothing else")  # fmt: skip
+    parser.add_argument("--resume", action="store_true", help="continue an interrupted run with the same options; if "
+    "this run fails, keep its partial result for the next. Without --resume a conversion starts over and removes "
+    "partial results")  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true", help="check everything, measure the speed of "
+    "reading and writing, print the plan; leave nothing on disk")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the plan or the report as JSON")
+    parser.add_argument("--no-progress", action="store_true", help="show no progress")
 
 
-def _stored(options: argparse.Namespace) -> dict[str, Any]:
-    sizes = {name.replace("-", "_"): getattr(options, name.replace("-", "_")) for name in _SIZES}
-    return {
-        "ckpt_format": options.ckpt_format,
-        "torch_dtype": options.torch_dtype,
-        "topology": Topology(**sizes),
-        "naming": options.layer_spec,
-        "vocab_divisor": options.vocab_divisor,
-    }
+def _given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Some options of a command that writes, with those that all such commands have."""
+    names += ("torch_dtype", "trust_remote_code", "overwrite", "resume", "verify", "checksums", "dry_run", "ranks")
+    return {name: getattr(options, name) for name in names} | {"progress": not options.no_progress}
+
+
+def _given_megatron(options: argparse.Namespace) -> dict[str, Any]:
+    names = [name.replace("-", "_") for name in _SIZES]
+    topology = Topology(**{name: getattr(options, name) for name in names})
+    return _given(options, "ckpt_format", "vocab_divisor") | {"topology": topology, "naming": options.layer_spec}
 
 
 def _run_import(options: argparse.Namespace) -> int:
-    from qwen3vl_bridge.checkpoint.commands.importing import import_checkpoint
+    from qwen3vl_bridge.checkpoint.commands import import_checkpoint
 
-    report = import_checkpoint(
-        options.hf_model,
-        options.megatron_path,
-        strict=not options.not_strict,
-        trust_remote_code=options.trust_remote_code,
-        **_stored(options),
-        **convert_options.conversion_options(options),
-    )
-    return convert_output.conversion(report, options)
+    given: dict[str, Any] = _given_megatron(options) | {"strict": not options.not_strict}
+    return _show_conversion(import_checkpoint(options.hf_model, options.megatron_path, **given), options)
 
 
 def _run_export(options: argparse.Namespace) -> int:
-    from qwen3vl_bridge.checkpoint.commands.exporting import export_checkpoint
+    from qwen3vl_bridge.checkpoint.commands import export_checkpoint
 
-    report = export_checkpoint(
-        options.megatron_path,
-        options.hf_path,
-        hf_model=options.hf_model,
-        torch_dtype=options.torch_dtype,
-        iteration=options.iteration,
-        expert_layout=options.expert_layout,
-        strict=not options.not_strict,
-        drop_vocab_padding=options.drop_vocab_padding,
-        trust_remote_code=options.trust_remote_code,
-        **convert_options.conversion_options(options),
-    )
-    return convert_output.conversion(report, options)
+    given = _given(options, "hf_model", "iteration", "expert_layout", "drop_vocab_padding")
+    given["strict"] = not options.not_strict
+    return _show_conversion(export_checkpoint(options.megatron_path, options.hf_path, **given), options)
 
 
 def _run_reformat(options: argparse.Namespace) -> int:
-    from qwen3vl_bridge.checkpoint.commands.reformatting import reformat_checkpoint
+    from qwen3vl_bridge.checkpoint.commands import reformat_checkpoint
 
-    report = reformat_checkpoint(
-        options.megatron_path,
-        options.new_path,
-        hf_model=options.hf_model,
-        iteration=options.iteration,
-        trust_remote_code=options.trust_remote_code,
-        **_stored(options),
-        **convert_options.conversion_options(options),
-    )
-    return convert_output.conversion(report, options)
+    given: dict[str, Any] = _given_megatron(options) | {"hf_model": options.hf_model, "iteration": options.iteration}
+    return _show_conversion(reformat_checkpoint(options.megatron_path, options.new_path, **given), options)
+
+
+def _run_export_adapters(options: argparse.Namespace) -> int:
+    from qwen3vl_bridge.peft.hf_export import export_adapters
+
+    given = _given(options, "base_model", "iteration")
+    return _show_conversion(export_adapters(options.megatron_path, options.hf_path, **given), options)
+
+
+def _run_merge_adapters(options: argparse.Namespace) -> int:
+    from qwen3vl_bridge.peft.hf_export import merge_adapters
+
+    given = _given(options, "base_model", "iteration", "drop_vocab_padding")
+    return _show_conversion(merge_adapters(options.megatron_path, options.hf_path, **given), options)
 
 
 def _run_verify(options: argparse.Namespace) -> int:
-    from qwen3vl_bridge.checkpoint.commands import verifying
+    from qwen3vl_bridge.checkpoint.verification import verify_checkpoint, verify_checksums, verify_reformatted
 
-    how = {"iteration": options.iteration, "progress": not options.no_progress, "ranks": options.ranks}
+    how: dict[str, Any] = {name: getattr(options, name) for name in ("iteration", "ranks")}
+    how["progress"] = not options.no_progress
     if options.new_path is not None or options.hf_model is not None:
         how["drop_vocab_padding"] = options.drop_vocab_padding
     elif options.drop_vocab_padding:
         raise CheckpointError("--drop-vocab-padding: checksums cover all rows, expected --hf-model or --new-path")
     if options.new_path is not None:
-        report = verifying.verify_reformatted(options.megatron_path, options.new_path, hf_model=options.hf_model, **how)
+        report = verify_reformatted(options.megatron_path, options.new_path, hf_model=options.hf_model, **how)
     elif options.hf_model is not None:
-        report = verifying.verify_checkpoint(options.hf_model, options.megatron_path, **how)
+        report = verify_checkpoint(options.hf_model, options.megatron_path, **how)
     else:
-        report = verifying.verify_checksums(options.megatron_path, **how)
-    return convert_output.comparison(report, options)
+        report = verify_checksums(options.megatron_path, **how)
+    return _show_comparison(report, options)
 
 
 def _run_inspect(options: argparse.Namespace) -> int:
-    from qwen3vl_bridge.checkpoint.commands.inspection import inspect_checkpoint, inspect_model
+    from qwen3vl_bridge.checkpoint.inspection import inspect_checkpoint, inspect_model
 
     if options.hf_model is not None:
         found = inspect_model(expanded(options.hf_model))
     else:
         found = inspect_checkpoint(options.megatron_path, iteration=options.iteration)
-    return convert_output.contents(found, options)
+    # Values from the manifest are on separate lines.
+    lines = (f"{name.replace('_', ' '):14} {_text(value)}" for name, value in found.items() if name != "manifest")
+    show(json.dumps(found, indent=2) if options.json else "\n".join(lines))
+    return 0
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {entry}" for key, entry in value.items() if entry is not None)
+    if isinstance(value, list):
+        return ", ".join(map(str, value[:8])) + (f" and {len(value) - 8} more" if len(value) > 8 else "")
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return "-" if value in (None, "") else str(value)
+
+
+def _show_conversion(report: ConversionReport, options: argparse.Namespace) -> int:
+    """Print what was converted, or would be; returns the exit status.
+
+    Raises:
+        OSError: a plan, which is the whole result of a dry run, cannot be printed.
+    """
+    if not options.ranks.first:
+        return 0
+    if options.json:
+        text = json.dumps(report.as_dict(), indent=2)
+    else:
+        text = "\n".join([*(f"note: {note}" for note in report.notes), (_plan if report.dry_run else _done)(report)])
+    if report.dry_run:
+        show(text)
+    else:
+        show_report(text, report.target)
+    return 0
+
+
+def _plan(report: ConversionReport) -> str:
+    copied = report.tensors - report.cast - report.transposed
+    lines = {
+        report.name: f"{report.source} -> {report.target} ({report.format})",
+        "tensors": f"{report.tensors:,} in {report.files} files, {report.parameters:,} parameters in "
+        f"{', '.join(report.dtypes)}",
+        "bytes": _gigabytes(report.nbytes),
+        "computed": f"{report.cast:,} tensors cast, {report.transposed:,} transposed, {max(copied, 0):,} copied",
+        "disk": f"{_gigabytes(report.disk_needed)} needed, {_gigabytes(report.disk_free)} free"
+        + (": not enough" if report.disk_needed > report.disk_free else ""),
+        "processes": f"{report.processes}",
+        "time": f"about {report.estimate:.0f} s, at the speed at which samples were read and written",
+    }
+    return "\n".join(f"{name:10} {text}" for name, text in lines.items())
+
+
+def _done(report: ConversionReport) -> str:
+    # Files are a little longer than the tensors in them.
+    rate = report.written / 1e9 / max(report.seconds, 1e-9)
+    resumed = f"; {_gigabytes(report.resumed)} of its files existed already" if report.resumed else ""
+    return (
+        f"{report.target}: {report.tensors} tensors, {report.parameters:,} parameters in {', '.join(report.dtypes)}, "
+        f"{_gigabytes(report.nbytes)}; {_gigabytes(report.written)} written in {report.seconds:.1f} s "
+        f"({rate:.2f} GB/s){resumed}"
+    )
+
+
+def _gigabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB"
+
+
+def _show_comparison(report: VerifyReport, options: argparse.Namespace) -> int:
+    """Print the differences; returns the exit status."""
+    status = 0 if report.same else _DIFFERENT
+    if not options.ranks.first:
+        return status
+    if options.json:
+        show(json.dumps(report.as_dict(), indent=2))
+        return status
+    for note in report.notes:
+        show(f"note: {note}")
+    if report.same:
+        show(f"same: {report.tensors} tensors, {report.nbytes:,} bytes compared")
+        return status
+    show(f"different: {len(report.differences)} of {report.tensors} tensors", error=True)
+    for entry in report.differences:
+        show(f"  {entry}", error=True)
+    return status

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.io.errors import CheckpointError
+from qwen3vl_bridge.io.files import CheckpointError
 from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show, show_anything, show_report
 
 _BAD_SAMPLES = _FAILURES = 1
@@ -195,11 +195,10 @@ def _run_inspect(options: argparse.Namespace) -> int:
     source = _opened(options)  # before torch, so that a mistyped name is reported at once
     folder = _model_folder(options)
 
-    from qwen3vl_bridge.data.inspection.summary import InspectionSettings, inspect_samples
-    from qwen3vl_bridge.data.inspection.text_report import as_json, print_text
-    from qwen3vl_bridge.data.processing.encoding import Encoder
-    from qwen3vl_bridge.data.processing.filtering import SampleFilter
-    from qwen3vl_bridge.data.processing.samples import Samples
+    from qwen3vl_bridge.data.encoding import Encoder
+    from qwen3vl_bridge.data.inspection import InspectionSettings, inspect_samples
+    from qwen3vl_bridge.data.inspection_report import as_json, print_text
+    from qwen3vl_bridge.data.samples import SampleFilter, Samples
 
     processor = _processor(options, folder)
     settings = InspectionSettings(
@@ -216,7 +215,7 @@ def _run_inspect(options: argparse.Namespace) -> int:
     )
     found = inspect_samples(samples, processor, settings, functools.partial(_counted, shown=not options.no_progress))
     if options.output is not None:
-        from qwen3vl_bridge.data.inspection.html_report import write_html
+        from qwen3vl_bridge.data.inspection_report import write_html
 
         write_html(found, options.output, Path(options.data or options.mixture).name, options.hf_model)
     if options.json:
@@ -230,13 +229,12 @@ def _run_pack(options: argparse.Namespace) -> int:
     source = _opened(options)
     folder = _model_folder(options)
 
-    from qwen3vl_bridge.data.inspection.text_report import packing_as_json, packing_as_text
-    from qwen3vl_bridge.data.loading.row_dataset import RowDataset, RowSettings
+    from qwen3vl_bridge.data.collation import Collator, VisionSettings, pad_token_id
+    from qwen3vl_bridge.data.encoding import Encoder
+    from qwen3vl_bridge.data.inspection_report import packing_as_json, packing_as_text
+    from qwen3vl_bridge.data.loading.rows import RowDataset, RowSettings
     from qwen3vl_bridge.data.offline_packing import pack
-    from qwen3vl_bridge.data.processing.collation import Collator, VisionSettings, pad_token_id
-    from qwen3vl_bridge.data.processing.encoding import Encoder
-    from qwen3vl_bridge.data.processing.filtering import SampleFilter
-    from qwen3vl_bridge.data.processing.samples import Samples
+    from qwen3vl_bridge.data.samples import SampleFilter, Samples
 
     processor = _processor(options, folder)
     sample_filter = SampleFilter(
@@ -262,26 +260,31 @@ def _run_pack(options: argparse.Namespace) -> int:
 
 
 def _run_download(options: argparse.Namespace) -> int:
-    from qwen3vl_bridge.data.downloading import AddressBook, DownloadSettings, Manifest, download
-    from qwen3vl_bridge.data.inspection.text_report import downloads_as_json, downloads_as_text
-    from qwen3vl_bridge.data.media.downloads import Downloader
+    from qwen3vl_bridge.data.downloading import AddressBook, Downloader, download
+    from qwen3vl_bridge.data.inspection_report import downloads_as_json, downloads_as_text
 
     cache, book = _url_cache(options), AddressBook()
     with _wrong("--allowed-urls"):
         fetch = Downloader(cache, options.allowed_urls)
     source = _opened(options, book)
-    settings = DownloadSettings(options.workers, retry=options.retry, give_up=options.give_up)
-    progress = functools.partial(_counted, shown=not options.no_progress)
-    manifest = Manifest(options.manifest or cache.root / "failed.jsonl")
-    report = download(source, book, fetch, cache, settings, manifest, progress)
-    print(downloads_as_json(report) if options.json else downloads_as_text(report, manifest.path))
+    manifest = options.manifest or cache.root / "failed.jsonl"
+    report = download(
+        getattr(source, "sources", [source]),
+        book,
+        fetch,
+        manifest,
+        workers=options.workers,
+        retry=options.retry,
+        give_up=options.give_up,
+        progress=functools.partial(_counted, shown=not options.no_progress),
+    )
+    print(downloads_as_json(report) if options.json else downloads_as_text(report, manifest))
     return _FAILURES if report.failures or report.unread else 0
 
 
-def _opened(options: argparse.Namespace, addresses: Callable[[str, str], Path] | None = None) -> Any:
-    from qwen3vl_bridge.data.schemas.columns import Columns
-    from qwen3vl_bridge.data.sources.opening import open_source
-    from qwen3vl_bridge.data.sources.splits import split_of
+def _opened(options: argparse.Namespace, addresses: Any = None) -> Any:
+    from qwen3vl_bridge.data.schemas.record_schemas import Columns
+    from qwen3vl_bridge.data.sources.opening import open_source, split_of
 
     addresses = addresses or _url_cache(options)
     with _wrong("--columns"):
@@ -305,20 +308,20 @@ def _opened(options: argparse.Namespace, addresses: Callable[[str, str], Path] |
 
 
 def _url_cache(options: argparse.Namespace) -> Any:
-    from qwen3vl_bridge.data.media.url_cache import UrlCache
+    from qwen3vl_bridge.data.media.media_access import UrlCache
 
     return UrlCache(None if options.url_cache is None else Path(options.url_cache))
 
 
 def _model_folder(options: argparse.Namespace) -> Path:
     """The folder of `--hf-model`, requested from the hub once: transformers would request each of its files again."""
-    from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import find_model
+    from qwen3vl_bridge.checkpoint.formats.huggingface import find_model
 
     return find_model(options.hf_model, weights=False)
 
 
 def _processor(options: argparse.Namespace, folder: Path) -> Any:
-    from qwen3vl_bridge.data.processing.processor import VisionLimits, load_processor
+    from qwen3vl_bridge.data.encoding import VisionLimits, load_processor
 
     with _wrong("limits of images and videos"):
         return load_processor(folder, VisionLimits(**{name: getattr(options, name) for name in _LIMITS}))

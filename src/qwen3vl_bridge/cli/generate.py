@@ -14,15 +14,7 @@ from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show, show_anything
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> int:
-    """Print the answer to one question.
-
-    Args:
-        arguments: as on the command line; None for those of the process.
-        prog: the program's name, for messages; None for that of the process.
-
-    Returns:
-        Exit status: 0, 2 for bad input, 130 if interrupted.
-    """
+    """Print the answer to one question; exit status 2 for bad input, 130 if interrupted."""
     options = _parse(prog, arguments)
     show_anything()
     from qwen3vl_bridge.compat.library_logs import quiet
@@ -80,11 +72,10 @@ def _parse(prog: str | None, arguments: Sequence[str] | None) -> argparse.Namesp
 
 def _answer(options: argparse.Namespace) -> str | None:
     """The answer's text on the first of several processes, which all decode; None on the others."""
-    from qwen3vl_bridge.checkpoint.adapters.settings import refuse_adapters_alone
-    from qwen3vl_bridge.checkpoint.formats.megatron.folder import find_iteration
-    from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import find_model
-    from qwen3vl_bridge.checkpoint.formats.safetensors.reader import HFWeights
-    from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
+    from qwen3vl_bridge.checkpoint.formats.huggingface import HFWeights, find_model
+    from qwen3vl_bridge.checkpoint.formats.megatron import find_iteration
+    from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
+    from qwen3vl_bridge.peft.stored_adapters import refuse_adapters_alone
 
     # Refuse bad input before the slow import. Transformers would request each missing file from the hub again, and
     # Megatron-Bridge would blame the network for a folder without a model.

@@ -28,10 +28,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        arguments: as on the command line; None for those of the process.
+    """Run one command, with the words of the process if none are given.
 
     Returns:
         Exit status: 0; 1 if a comparison found differences, nothing fits, samples are bad or something is missing; 2

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
+from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
 from qwen3vl_bridge.planning import plan_reports
 from qwen3vl_bridge.planning.estimate import estimate
 from qwen3vl_bridge.planning.hardware import GIB, GPUS, gpu_of
@@ -26,7 +26,7 @@ from qwen3vl_bridge.planning.training_settings import (
 )
 from qwen3vl_bridge.registry import dimensions_of, preset, preset_sizes
 from qwen3vl_bridge.terminal import BAD_INPUT, show, show_anything
-from qwen3vl_bridge.weights.model_parts import Part
+from qwen3vl_bridge.weights.rows import Part
 
 _NO_FIT = 1
 _SIZES = {
@@ -40,15 +40,7 @@ _SIZES = {
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl plan") -> int:
-    """Estimate the given split, or propose some.
-
-    Args:
-        arguments: as on the command line; None for those of the process.
-        prog: the program's name, for messages.
-
-    Returns:
-        Exit status: 0, 1 if it does not fit, 2 for bad input.
-    """
+    """Estimate the given split, or propose some; exit status 1 if it does not fit, 2 for bad input."""
     options = _parser(prog).parse_args(arguments)
     show_anything()
     try:

@@ -96,24 +96,22 @@ def _save_models_of_ours(module: Any) -> None:
 
     @functools.wraps(save)
     def save_hf_adapter(self: Any, *args: Any, **kwargs: Any) -> None:
-        from qwen3vl_bridge.models.adapters.conversion import AdapterConversion
-        from qwen3vl_bridge.peft import hf_export
+        from qwen3vl_bridge.peft import model_adapters
 
-        ours = isinstance(self._model_bridge, AdapterConversion)
-        (hf_export.save_hf_adapter if ours else save)(self, *args, **kwargs)
+        ours = isinstance(self._model_bridge, model_adapters.AdapterConversion)
+        (model_adapters.save_hf_adapter if ours else save)(self, *args, **kwargs)
 
     @functools.wraps(export)
     def export_adapter_ckpt(self: Any, peft_checkpoint: str | Path, *args: Any, **kwargs: Any) -> None:
-        from qwen3vl_bridge.models.adapters.conversion import AdapterConversion
-        from qwen3vl_bridge.peft import hf_export
+        from qwen3vl_bridge.peft import model_adapters
 
-        if isinstance(self._model_bridge, AdapterConversion):
-            hf_export.refuse_run_of_dora(peft_checkpoint)
+        if isinstance(self._model_bridge, model_adapters.AdapterConversion):
+            model_adapters.refuse_run_of_dora(peft_checkpoint)
         export(self, peft_checkpoint, *args, **kwargs)
 
     @functools.wraps(save_model)
     def save_hf_pretrained(self: Any, model: list[Any], path: str | Path, *args: Any, **kwargs: Any) -> None:
-        from qwen3vl_bridge.checkpoint.stored_models.hf_model import write_config_of_weights
+        from qwen3vl_bridge.checkpoint.stored_models import write_config_of_weights
         from qwen3vl_bridge.models.provider import VisionLanguageProvider
 
         import torch.distributed as dist

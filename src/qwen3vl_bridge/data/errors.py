@@ -1,18 +1,17 @@
-"""Exceptions for invalid data, with the place of the error."""
+"""Exceptions for invalid data, with the place of the error, and the check of settings with a fixed set of values."""
 
 from __future__ import annotations
+
+from typing import Any, get_args
 
 
 class DataError(ValueError):
     """Data that cannot be trained on. The message names file, line and part, what was found and what was expected."""
 
     def __init__(self, place: str, problem: str | None = None) -> None:
-        """Create the message from place and problem.
+        """Create the message from a place, such as "train.jsonl:12: message 3", and a problem.
 
-        Args:
-            place: a file, a sample ("train.jsonl:12") or a part of one ("train.jsonl:12: message 3").
-            problem: what was found and what was expected. Without it, `place` is the complete message, because torch
-                recreates exceptions of data-loading workers this way.
+        Without a problem, `place` is the complete message: torch recreates exceptions of data-loading workers this way.
         """
         super().__init__(place if problem is None else f"{place}: {problem}")
 
@@ -22,14 +21,18 @@ class DataError(ValueError):
 
 
 class Changed(DataError):
-    """A sample whose size differs from the plan: the plan is of other data, or the data are being changed.
-
-    The sample is not dropped, because the plan is wrong for the other samples too.
-    """
+    """A sample whose size differs from the plan, which is therefore wrong for the other samples too: never dropped."""
 
 
 class Unreachable(DataError):
     """Data that are temporarily unavailable: not downloaded, network down, stream interrupted.
 
-    The sample is not dropped, because the next one would fail as well, and a later run could read it.
+    Never dropped: the next sample would fail as well, and a later run could read it.
     """
+
+
+def check_choice(name: str, found: object, kind: Any) -> None:
+    """Refuse a setting's value that is not one of the `Literal` of allowed values (ValueError)."""
+    allowed = get_args(kind)
+    if found not in allowed:
+        raise ValueError(f"{name} is {found!r}, expected {' or '.join(map(repr, allowed))}")

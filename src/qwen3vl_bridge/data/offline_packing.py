@@ -14,16 +14,14 @@ from itertools import count, takewhile
 from pathlib import Path
 
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.loading.row_dataset import RowDataset
-from qwen3vl_bridge.data.loading.worker_processes import ignoring
+from qwen3vl_bridge.data.loading.batch_stream import ignoring
+from qwen3vl_bridge.data.loading.rows import RowDataset
 from qwen3vl_bridge.data.packing.packed_rows import FILES, MANIFEST, PackedRows, write
 from qwen3vl_bridge.data.packing.row_plan import RowPlan
-from qwen3vl_bridge.data.packing.sample_sizes import AllSizes, Left, Size
-from qwen3vl_bridge.data.packing.shared_sizes import sizes_of_job
-from qwen3vl_bridge.data.processing.samples import Samples
-from qwen3vl_bridge.io.atomic import atomic_directory
-from qwen3vl_bridge.io.errors import CheckpointError
-from qwen3vl_bridge.io.target import check_target, refuse_others
+from qwen3vl_bridge.data.packing.sample_sizes import AllSizes, Left, Size, sizes_of_job
+from qwen3vl_bridge.data.samples import Samples
+from qwen3vl_bridge.io.atomic import atomic_directory, check_target, refuse_others
+from qwen3vl_bridge.io.files import CheckpointError
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
@@ -35,17 +33,12 @@ _WINDOW = 2**16
 
 @dataclass(frozen=True)
 class PackingReport:
-    """Result of packing.
+    """Numbers of a packing.
 
     Attributes:
-        samples: number of samples in the source.
-        dropped: number of dropped samples (bad or too long).
-        truncated: number of truncated samples.
-        rows: number of rows.
+        samples: samples in the source, of which `dropped` (bad or too long) and `truncated`.
         fill: fraction of real tokens in the rows.
         patch_fill: patches divided by `max_patches` of all rows; None without a limit.
-        tokens: of all rows.
-        patches: of all rows.
     """
 
     samples: int
@@ -67,11 +60,11 @@ def pack(
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
     say: Callable[[str], None] = lambda _: None,
 ) -> PackingReport:
-    """Measure all samples, pack them into rows, and write the rows.
+    """Measure all samples, pack them into rows, and write the rows to a folder, which appears only when complete.
 
     Args:
         rows: the samples and the settings of rows, without a packing.
-        folder: destination; it appears only when complete.
+        folder: destination.
         workers: processes that measure; 0 for this process.
         overwrite: whether to replace an earlier packing.
         progress: wraps the numbers of samples measured in each step, to show progress.
@@ -86,8 +79,12 @@ def pack(
         raise ValueError("found rows that are packed already, or with packing off; expected rows to pack")
     check_target(folder, overwrite=overwrite, replaceable=_check_packing)
     rules = rows.rules()  # first: fails if the data are incomplete
-    samples = _with_shared_sizes(rows.samples) if workers else rows.samples
-    sizes, dropped, truncated = _measured(samples, workers, progress)
+    if rows.samples.total is None:
+        raise ValueError("found a stream, expected samples by number: a stream is packed as it is read")
+    samples = rows.samples
+    if workers:
+        samples = Samples(samples.file, samples.sample_filter, _OwnSizes(rows.samples.total))
+    sizes, dropped, truncated = _measured(samples, rows.samples.total, workers, progress)
     packed, starts = _packed(rows, sizes)
     _prove(rows, sizes, packed, starts)
     num_rows, capacity = len(starts) - 1, rows.settings.collator.seq_length
@@ -120,13 +117,6 @@ class _OwnSizes(AllSizes):
         return self._together.note(kind)
 
 
-def _with_shared_sizes(samples: Samples) -> Samples:
-    """The same for several processes, which count and log dropped samples together."""
-    if samples.total is None:
-        return samples
-    return Samples(samples.file, samples.sample_filter, _OwnSizes(samples.total))
-
-
 def _check_packing(folder: Path) -> None:
     """Refuse to replace anything other than an earlier packing."""
     if not (folder / MANIFEST).is_file():
@@ -134,7 +124,7 @@ def _check_packing(folder: Path) -> None:
     refuse_others(folder, FILES, "packing")
 
 
-class _Chunks(Dataset[tuple[np.ndarray, int, int]]):
+class _Measured(Dataset[tuple[np.ndarray, int, int]]):
     """Sizes of consecutive samples, and how many of them were dropped and truncated."""
 
     def __init__(self, samples: Samples, total: int) -> None:
@@ -155,13 +145,11 @@ class _Chunks(Dataset[tuple[np.ndarray, int, int]]):
 
 
 def _measured(
-    samples: Samples, workers: int, progress: Callable[[Iterable[int]], Iterable[int]]
+    samples: Samples, total: int, workers: int, progress: Callable[[Iterable[int]], Iterable[int]]
 ) -> tuple[np.ndarray, int, int]:
     """[samples, 3] sizes, number of dropped samples, and number of truncated ones."""
-    if samples.total is None:
-        raise ValueError("found a stream, expected samples by number: a stream is packed as it is read")
-    chunks = _Chunks(samples, samples.total)
-    sizes, dropped, truncated = np.empty((samples.total, len(Size._fields)), np.int64), 0, 0
+    chunks = _Measured(samples, total)
+    sizes, dropped, truncated = np.empty((total, len(Size._fields)), np.int64), 0, 0
 
     def steps() -> Iterator[int]:
         nonlocal dropped, truncated

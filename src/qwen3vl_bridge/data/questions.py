@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from qwen3vl_bridge.data.dataset_provider import ConversationRows
+from qwen3vl_bridge.data.encoding import EncodedSample
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.processing.encoding import EncodedSample
-from qwen3vl_bridge.data.row_settings import ConversationRows
 from qwen3vl_bridge.data.sources.opening import ConversationSource
 
 from torch import Tensor

@@ -20,8 +20,7 @@ from qwen3vl_bridge.models.model import VisionLanguageModel
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
 from qwen3vl_bridge.models.settings import trains_vision
-from qwen3vl_bridge.models.vision_config import vision_transformer_config
-from qwen3vl_bridge.models.vision_tower import Qwen3VLVisionModel
+from qwen3vl_bridge.models.vision_tower import QwenVLVisionModel, vision_transformer_config
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +46,7 @@ class Qwen3VLEncoder(MegatronModule):
     def __init__(self, config: VisionLanguageProvider, pg_collection: ProcessGroupCollection) -> None:
         super().__init__(config=config)
         self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
-        self.vision_model = Qwen3VLVisionModel(vision_transformer_config(config), config.vision_config, pg_collection)
+        self.vision_model = QwenVLVisionModel(vision_transformer_config(config), config.vision_config, pg_collection)
 
     def forward(self, inputs: EncoderInputs) -> dict[str, Tensor]:
         """The payload of this rank's images and videos, or of a blank image, for all language replicas it serves."""

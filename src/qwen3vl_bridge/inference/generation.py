@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.batch import ModelInputs, PackedBatch, SequenceLayout, VisionInputs
-from qwen3vl_bridge.models.caller_inputs import as_model_inputs
+from qwen3vl_bridge.models.inputs import as_model_inputs
 from qwen3vl_bridge.models.model import VisionLanguageModel
-from qwen3vl_bridge.models.wrappers import callable_in_parts, megatron_fsdp, unwrapped
 from qwen3vl_bridge.parallel.collectives import broadcast_in_group, gather_vocabulary
 
 import torch
 import torch.nn.functional as F
+from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP
 from megatron.core.inference.contexts import StaticInferenceContext
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -43,21 +43,17 @@ def generate(
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
 ) -> Tensor:
-    """Generate what transformers' `generate(do_sample=False)` returns for the same arguments, which its processor
-    creates.
+    """Generate what transformers' `generate(do_sample=False)` returns for the same arguments of its processor.
 
     The vision tower runs once. Keys and values are cached, so a new token costs the work of one token. Under sequence
     parallelism, where a single token cannot be split over the ranks, and in models with linear attention, whose state
     megatron-core does not cache, each token costs the work of the whole sequence. Prompts of equal length are decoded
     together, one length after the other, so that there is no padding between a prompt and its answer. Ranks that share
-    weights decode synchronously: all of them must be given the same prompts (`ranks_in_step`), and they return the
-    answers of the first one.
+    weights must be given the same prompts (`ranks_in_step`), and return the answers of the first one.
 
     Args:
-        model: a VisionLanguageModel, wrapped or not, or a list of one. It is in eval mode during the call; the previous
-            mode is restored.
-        input_ids: [B, S] int64.
-        attention_mask: [B, S], 0 at padding, which may be on either side. None: no padding.
+        model: a VisionLanguageModel, wrapped or not, or a list of one. It is in eval mode during the call.
+        input_ids, attention_mask: [B, S]; the mask is 0 at padding, on either side. None: no padding.
         max_new_tokens: maximum length of an answer.
         pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw: as the processor gives them.
         mm_token_type_ids: accepted because the processor returns it; it is redundant with `input_ids`.
@@ -103,13 +99,9 @@ def generate(
 
 
 def end_token_ids(model: nn.Module | list[nn.Module], tokenizer: Any, hf_model: str | Path | None = None) -> list[int]:
-    """Ids that end an answer, for `generate`. Chat models end a turn with a different token than a text, and no single
-    file reliably names both.
+    """Ids that end an answer, for `generate`: the provider's (a text's), and the tokenizer's (a turn's in chat models).
 
-    Args:
-        model: as for `generate`; its provider has the text's end token from `config.json`.
-        tokenizer: with the end token that the model is trained to generate; for chat models that of a turn.
-        hf_model: folder or hub id, whose `generation_config.json` may name more; None to ignore it.
+    No file reliably names both; `generation_config.json` of `hf_model` (folder or hub id) may name more.
     """
     ends = [_whole_model(model).config.eos_token_id, tokenizer.eos_token_id]
     if hf_model is not None:
@@ -135,8 +127,7 @@ class _Rows:
 def ranks_in_step(model: nn.Module | list[nn.Module]) -> ProcessGroup | None:
     """The ranks that must be given the same prompts because a forward pass of one needs all of them, if there are any.
 
-    Not counting tensor-parallel ranks, which have the same tokens anyway: those over which Megatron-FSDP shards
-    parameters, or that have different experts.
+    Beside tensor-parallel ranks these are ranks over which Megatron-FSDP shards parameters, or with other experts.
     """
     groups = _whole_model(model).pg_collection
     if megatron_fsdp(_only(model)) is not None:
@@ -181,7 +172,6 @@ def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
 
 
 def _round_up(tokens: int, model: VisionLanguageModel) -> int:
-    """Rounded up so that sequence-parallel ranks hold equal parts."""
     parts = model.config.sequence_ranks(model.pg_collection)["sp_size"]
     return -(-tokens // parts) * parts
 
@@ -206,10 +196,7 @@ def _by_length(model: VisionLanguageModel, inputs: ModelInputs, lengths: list[in
 def _decode(
     model: VisionLanguageModel, rows: _Rows, new: int, ends: list[int], pad: int, group: ProcessGroup | None
 ) -> Tensor:
-    """[b, at most new] answers; shorter if all of them have ended.
-
-    All ranks of the group use the first one's tokens: two that differ in a last bit would not end together.
-    """
+    """[b, at most new] answers. Ranks use the first rank's tokens, so that a last bit does not end them apart."""
     single, has_state = _round_up(1, model) == 1, model.config.experimental_attention_variant is not None
     cache = StaticInferenceContext(*rows.ids.shape) if single and not has_state else None
     running = torch.ones(len(rows.ids), dtype=torch.bool, device=rows.ids.device)
@@ -229,11 +216,7 @@ def _decode(
 
 
 def _next_tokens(
-    model: VisionLanguageModel,
-    rows: _Rows,
-    start: int,
-    stop: int,
-    cache: StaticInferenceContext | None,
+    model: VisionLanguageModel, rows: _Rows, start: int, stop: int, cache: StaticInferenceContext | None
 ) -> Tensor:
     """[b] the most likely token at `stop`, from those before it; the cache has those before `start`."""
     config, groups = model.config, model.pg_collection
@@ -267,7 +250,6 @@ def _next_tokens(
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Every module in eval mode; the previous mode is restored afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -275,3 +257,39 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The innermost model. megatron-core's `unwrap_model` stops at Megatron-FSDP, which is a wrapper in a wrapper."""
+    for wrapper in _layers(model):
+        model = wrapper
+    return model
+
+
+def megatron_fsdp(model: nn.Module) -> MegatronFSDP | None:
+    """The Megatron-FSDP wrapper of a model, if any: its ranks gather each other's parameters in every forward pass."""
+    return next((layer for layer in _layers(model) if isinstance(layer, MegatronFSDP)), None)
+
+
+@contextlib.contextmanager
+def callable_in_parts(model: nn.Module) -> Iterator[None]:
+    """Let the innermost model's modules be called one by one: hooks gather a module's parameters when it is called.
+
+    Between steps, the optimizer's own parameters are in place until the whole model is called.
+    """
+    sharded = megatron_fsdp(model)
+    if sharded is None or not sharded.is_param_fsdp_distributed:
+        yield
+        return
+    sharded._replace_param_with_raw_if_needed()
+    try:
+        yield
+    finally:
+        sharded._replace_param_with_distributed_if_needed()
+
+
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    """A model, the module inside it, and so on."""
+    yield model
+    while isinstance(model := getattr(model, "module", None), nn.Module):  # pyright: ignore[reportAssignmentType]
+        yield model

@@ -1,4 +1,4 @@
-"""Results that are either complete or absent.
+"""Results that are either complete or absent: the target path, and the staged folder that becomes it.
 
 Whenever the process is killed, the target is either as it was before or complete: it is created by one rename.
 """
@@ -9,14 +9,15 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import glob
 import os
 import shutil
 import stat
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from qwen3vl_bridge.io.errors import CheckpointError
+from qwen3vl_bridge.io.files import CheckpointError
 
 # A subfolder of the hidden folder that is not part of the result, and is moved out before the result is moved into
 # place.
@@ -25,7 +26,9 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 # Random letters at the end of a hidden folder's name. Folders with the same prefix but another ending belong to users.
 _MARK = 12
-_ANY_MARK = "[0-9a-f]" * _MARK
+_SPARE = 16 << 20
+# Number of files in the way that a message names.
+_SHOWN = 20
 
 # A folder's files, by path relative to it: size, modification time, inode number.
 Snapshot = dict[str, tuple[int, int, int]]
@@ -53,20 +56,21 @@ def atomic_directory(
             raises a CheckpointError if neither is right, as when some of several processes are still alive.
         keep: whether the hidden folder is kept when the body fails, for a later run to claim.
 
-    Yields:
-        The hidden folder.
-
     Raises:
         CheckpointError: another process is writing this target, or the file system refuses. The target is unchanged.
     """
     parent = target.absolute().parent
     with contextlib.ExitStack() as stack:
         try:
-            stack.callback(_remove_empty, _make_parents(parent))
+            stack.callback(_remove_empty, [path for path in (parent, *parent.parents) if not path.exists()])
+            parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(_locked(target))
             if _restore(target, say) and replace is None:
                 raise CheckpointError(f"{target} exists, restored just now; --overwrite replaces it")
-            folder = _claimed(target, say, claim) or _new_folder(target)
+            folder = _claimed(target, say, claim)
+            if folder is None:
+                folder = _marked(target, "partial")
+                folder.mkdir()
             own = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
             stack.callback(os.close, own)
             _take_after(target, folder, at_least=stat.S_IRWXU)
@@ -79,12 +83,13 @@ def atomic_directory(
         try:
             yield folder
             if sync:
-                sync_tree(folder)
+                _sync_tree(folder)
             left = f"the whole result stays in {folder}" if keep else left
             if replace is not None and target.is_dir() and any(target.iterdir()):
                 replaced = snapshot(target)
                 replace(target)  # it may have changed since the beginning
-            _take_out(folder)
+            if (folder / PRIVATE).is_dir():
+                os.rename(folder / PRIVATE, _private_of(folder))
             _take_after(target, folder)
             _move_into_place(folder, target, swap=replaced is not None)
         except BaseException as error:
@@ -93,7 +98,7 @@ def atomic_directory(
                     _put_back(folder)
                 else:
                     shutil.rmtree(folder, ignore_errors=True)
-                    shutil.rmtree(_aside(folder), ignore_errors=True)
+                    shutil.rmtree(_private_of(folder), ignore_errors=True)
                 if isinstance(error, OSError):
                     raise CheckpointError(f"{target}: {error.strerror or error}; {left}") from error
                 raise
@@ -110,21 +115,15 @@ def _is_at(folder: int, path: Path) -> bool:
         return False
 
 
-def _aside(folder: Path) -> Path:
+def _private_of(folder: Path) -> Path:
     """Where a hidden folder's private part is while the folder is moved into place."""
     return folder.with_name(f"{folder.name}{PRIVATE}")
 
 
-def _take_out(folder: Path) -> None:
-    """Move out what is not part of the result, if there is anything."""
-    if (folder / PRIVATE).is_dir():
-        os.rename(folder / PRIVATE, _aside(folder))
-
-
 def _put_back(folder: Path) -> None:
-    """Move it back, so that another run can resume from it after all."""
-    if _aside(folder).is_dir() and folder.is_dir():
-        os.rename(_aside(folder), folder / PRIVATE)
+    """Move the private part back, so that another run can resume from it after all."""
+    if _private_of(folder).is_dir() and folder.is_dir():
+        os.rename(_private_of(folder), folder / PRIVATE)
 
 
 def _take_after(target: Path, folder: Path, at_least: int = 0) -> None:
@@ -147,16 +146,16 @@ def _settle(target: Path, folder: Path, replaced: Snapshot | None, say: Callable
     except OSError as error:
         said = f"{parent} cannot be synced ({error.strerror or error})"
         say(f"{whole}, but {said}: a power failure in the next seconds may undo that")
-    shutil.rmtree(_aside(folder), ignore_errors=True)
+    shutil.rmtree(_private_of(folder), ignore_errors=True)
     if replaced is None:
         return
     if not folder.is_dir():  # there was no swap, and the last of three renames failed
-        folder = next(iter(_found(target, _replaced(target))), folder)
+        folder = next(iter(_all_marked(target, "replaced")), folder)
     try:
         if snapshot(folder) == replaced:
             shutil.rmtree(folder)
             return
-        kept = folder.with_name(f"{target.name}.replaced-{_mark()}")
+        kept = folder.with_name(_marked(target, "replaced").name[1:])
         os.rename(folder, kept)
         say(
             f"{whole}, but the folder it replaced was written to meanwhile; that folder stays in {kept}: remove it "
@@ -167,14 +166,15 @@ def _settle(target: Path, folder: Path, replaced: Snapshot | None, say: Callable
         say(f"{whole}, but {said}: remove that yourself")
 
 
-def _prefix(target: Path) -> str:
-    return f".{target.name}.partial-"
+def _marked(target: Path, kind: str) -> Path:
+    """A new path of a hidden folder of ours next to a target."""
+    return target.absolute().parent / f".{target.name}.{kind}-{uuid.uuid4().hex[:_MARK]}"
 
 
-def _make_parents(parent: Path) -> list[Path]:
-    missing = [path for path in (parent, *parent.parents) if not path.exists()]
-    parent.mkdir(parents=True, exist_ok=True)
-    return missing
+def _all_marked(target: Path, kind: str, ending: str = "") -> list[Path]:
+    """Those hidden folders of ours that are next to a target."""
+    pattern = f"{glob.escape(f'.{target.name}.{kind}-')}{'[0-9a-f]' * _MARK}{ending}"
+    return sorted(target.absolute().parent.glob(pattern))
 
 
 def _remove_empty(folders: list[Path]) -> None:
@@ -212,19 +212,13 @@ def _locked(target: Path) -> Iterator[None]:
         os.close(file)
 
 
-def _new_folder(target: Path) -> Path:
-    folder = target.absolute().parent / f"{_prefix(target)}{_mark()}"
-    folder.mkdir()
-    return folder
-
-
 def _restore(target: Path, say: Callable[[str], None]) -> bool:
     """Bring back what a process had moved away when it died; returns whether anything was.
 
-    If its place is taken again it is kept, under a visible name.
+    If its path is taken again it is kept, under a visible name.
     """
     restored = False
-    for old in _found(target, _replaced(target)):
+    for old in _all_marked(target, "replaced"):
         if not os.path.lexists(target) or (target.is_dir() and not target.is_symlink() and not any(target.iterdir())):
             os.rename(old, target)
             restored = True
@@ -236,18 +230,13 @@ def _restore(target: Path, say: Callable[[str], None]) -> bool:
     return restored
 
 
-def _found(target: Path, prefix: str) -> list[Path]:
-    """The folders next to a target with a mark after one of some prefixes."""
-    return sorted(target.absolute().parent.glob(f"{_glob_safe(prefix)}{_ANY_MARK}"))
-
-
 def _claimed(target: Path, say: Callable[[str], None], claim: Callable[[Path], bool]) -> Path | None:
     """A folder to continue in. Other folders of processes that died are removed."""
-    found = _found(target, _prefix(target))
+    found = _all_marked(target, "partial")
     for folder in found:  # of a process that died while it moved the result into place
         _put_back(folder)
-    for aside in target.absolute().parent.glob(f"{_glob_safe(_prefix(target))}{_ANY_MARK}{PRIVATE}"):
-        shutil.rmtree(aside)
+    for private in _all_marked(target, "partial", PRIVATE):
+        shutil.rmtree(private)
     # All are checked before one is removed: one that must not be lost stops the run.
     wanted = [folder for folder in found if claim(folder)]
     for folder in found:
@@ -257,26 +246,43 @@ def _claimed(target: Path, say: Callable[[str], None], claim: Callable[[Path], b
     return wanted[0] if wanted else None
 
 
-def _mark() -> str:
-    """Identifies our hidden folders, and is unique."""
-    return uuid.uuid4().hex[:_MARK]
-
-
-def _glob_safe(text: str) -> str:
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in text)
+def _move_into_place(folder: Path, target: Path, *, swap: bool) -> None:
+    """Make the folder the target; what it replaces, if anything, is then where the folder was."""
+    if not swap:
+        os.rename(folder, target)  # an empty folder is replaced
+        return
+    # Both in one step, so that each path always has one of them.
+    libc = ctypes.CDLL(None, use_errno=True)
+    paths = os.fsencode(folder), os.fsencode(target)
+    if libc.renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0:
+        return
+    number = ctypes.get_errno()
+    if number not in (errno.EINVAL, errno.ENOSYS):
+        raise OSError(number, os.strerror(number), str(target))
+    # A file system without the swap: for a moment the target does not exist, but it is never incomplete.
+    old = _marked(target, "replaced")
+    try:
+        os.rename(target, old)
+        os.rename(folder, target)
+    except BaseException:
+        if old.is_dir() and not os.path.lexists(target):
+            os.rename(old, target)
+        raise
+    with contextlib.suppress(OSError):  # otherwise it is removed under its present name
+        os.rename(old, folder)
 
 
 def replace_file(path: Path, content: bytes) -> None:
     """Replace a small file's contents atomically."""
-    aside = path.with_name(f".{path.name}.unfinished")
-    with aside.open("wb") as file:
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    with unfinished.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    aside.rename(path)
+    unfinished.rename(path)
 
 
-def sync_tree(folder: Path) -> None:
+def _sync_tree(folder: Path) -> None:
     """Wait until all files and folders below are on disk."""
     for path in leaves(folder):
         if not path.is_symlink():
@@ -293,56 +299,14 @@ def _sync(path: Path) -> None:
         os.close(file)
 
 
-def _move_into_place(folder: Path, target: Path, *, swap: bool) -> None:
-    """Make the folder the target; what it replaces, if anything, is then where the folder was."""
-    if swap:
-        _exchange(folder, target)
-    else:
-        os.rename(folder, target)  # an empty folder is replaced
-
-
-def _exchange(one: Path, other: Path) -> None:
-    """Swap two folders in one step, so that each path always has one of them."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    paths = os.fsencode(one), os.fsencode(other)
-    if libc.renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0:
-        return
-    number = ctypes.get_errno()
-    if number not in (errno.EINVAL, errno.ENOSYS):
-        raise OSError(number, os.strerror(number), str(other))
-    # A file system without the swap: for a moment the target does not exist, but it is never incomplete.
-    old = one.with_name(f"{_replaced(other)}{_mark()}")
-    try:
-        os.rename(other, old)
-        os.rename(one, other)
-    except BaseException:
-        if old.is_dir() and not os.path.lexists(other):
-            os.rename(old, other)
-        raise
-    with contextlib.suppress(OSError):  # otherwise it is removed under its present name
-        os.rename(old, one)
-
-
-def _replaced(target: Path) -> str:
-    return f".{target.name}.replaced-"
-
-
 def snapshot(folder: Path) -> Snapshot:
-    """State of a folder's contents, to detect changes by comparing two snapshots.
-
-    Raises:
-        OSError: a part of it cannot be read.
-    """
+    """State of a folder's contents, to detect changes by comparing two snapshots; an OSError if it cannot be read."""
     found = ((path, path.lstat()) for path in leaves(folder))
     return {path.relative_to(folder).as_posix(): (it.st_size, it.st_mtime_ns, it.st_ino) for path, it in found}
 
 
 def leaves(folder: Path) -> Iterator[Path]:
-    """All files and symbolic links below; links are not followed.
-
-    Raises:
-        OSError: a folder cannot be read.
-    """
+    """All files and symbolic links below; links are not followed; an OSError if a folder cannot be read."""
 
     def fail(error: OSError) -> None:
         raise error
@@ -350,3 +314,74 @@ def leaves(folder: Path) -> Iterator[Path]:
     for root, folders, names in os.walk(folder, onerror=fail):
         links = [name for name in folders if os.path.islink(os.path.join(root, name))]
         yield from (Path(root, name) for name in (*names, *links))
+
+
+def check_target(
+    target: Path, *, overwrite: bool, replaceable: Callable[[Path], None], sources: tuple[Path, ...] = ()
+) -> None:
+    """Check that a result may be written to a path.
+
+    Args:
+        target: the path.
+        overwrite: whether an earlier result may be replaced.
+        replaceable: raises a CheckpointError for a folder that is not exactly an earlier result.
+        sources: folders that are read meanwhile.
+
+    Raises:
+        CheckpointError: it may not.
+    """
+    for source in sources:
+        ours, theirs = target.resolve(), source.resolve()
+        if ours == theirs or ours in theirs.parents or theirs in ours.parents:
+            raise CheckpointError(f"{target} and the source {source} overlap, expected separate folders")
+    if target.is_symlink() or os.path.ismount(target):
+        kind = "a link" if target.is_symlink() else "a mount point"
+        raise CheckpointError(f"{target} is {kind}, expected a path that a folder can be renamed to")
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not overwrite:
+        raise CheckpointError(f"{target} exists already, expected a new or empty folder; --overwrite replaces it")
+    if not target.is_dir():
+        raise CheckpointError(f"{target} is a file, so --overwrite does not replace it; remove it yourself")
+    replaceable(target)
+
+
+def refuse_others(folder: Path, own: Collection[str], kind: str) -> None:
+    """Raise a CheckpointError if a folder to be replaced has files other than `own`, those of our result of a kind."""
+    names = (path.relative_to(folder).as_posix() for path in leaves(folder))
+    refuse_loss(folder, [name for name in names if name not in own], f"files that are not part of our {kind}")
+
+
+def refuse_loss(folder: Path, names: Collection[str], what: str) -> None:
+    """Raise a CheckpointError that lists files which would be lost when a folder is replaced, if there are any."""
+    if not names:
+        return
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    raise CheckpointError(
+        f"{folder} holds {len(names)} {what}, which would be deleted: "
+        f"{', '.join(sorted(names)[:_SHOWN])}{more}; move them elsewhere, or remove {folder} yourself"
+    )
+
+
+def disk_of(target: Path) -> Path:
+    """The nearest existing folder of a target's path, which is on the same disk."""
+    return next(path for path in target.absolute().parents if path.exists())
+
+
+def free_space(target: Path) -> int:
+    """Free bytes on the target's disk."""
+    return shutil.disk_usage(disk_of(target)).free
+
+
+def space_of(folder: Path) -> int:
+    """Bytes of the disk that a folder's files take."""
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+
+
+def check_space(target: Path, nbytes: int) -> None:
+    """Raise a CheckpointError if a result does not fit on the disk."""
+    free = free_space(target)
+    if free < nbytes + _SPARE:
+        raise CheckpointError(
+            f"{disk_of(target)} has {free:,} bytes free, expected {nbytes + _SPARE:,} for {target.name}"
+        )

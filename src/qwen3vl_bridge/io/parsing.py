@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,7 @@ _YAML_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 def read_whole(path: Path, at_most: int) -> bytes:
-    """The contents of a file of at most a given size.
-
-    Raises:
-        ValueError: it is longer.
-        OSError: it cannot be read.
-    """
+    """The contents of a file of at most a given size; a ValueError if it is longer."""
     size = path.stat().st_size
     if size > at_most:
         raise ValueError(f"{path} has {size:,} bytes, expected at most {at_most:,}")
@@ -61,8 +56,20 @@ def parse_json(
     Raises:
         ValueError: it is not such a text, or nested too deeply.
     """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = dict(pairs)
+        if len(names) != len(pairs):
+            seen: set[str] = set()
+            twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+            raise ValueError(f"{twice!r} occurs twice")
+        return names
+
+    def whole(digits: str) -> int:  # one that is too large becomes a value that `check_plain` rejects, by its name
+        return int(digits[:_LETTERS])
+
     try:
-        value = json.loads(_decoded(text), object_pairs_hook=_unique, parse_int=parse_int or _whole)
+        value = json.loads(_decoded(text), object_pairs_hook=unique, parse_int=parse_int or whole)
     except RecursionError:
         raise _too_deep(max_depth) from None
     check_plain(value, max_depth=max_depth)
@@ -107,12 +114,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def check_yaml(path: Path) -> str:
-    """Check that any parser can parse a YAML file within limits; returns its text.
-
-    Raises:
-        ValueError: it is not YAML, too large or nested too deeply; the message names the file.
-        OSError: it cannot be read.
-    """
+    """Check that any parser can parse a YAML file within limits; returns its text. Fails as `read_yaml`."""
     import yaml
 
     data = read_whole(path, _YAML_BYTES)
@@ -142,39 +144,20 @@ def check_plain(
     level, depth = [(name, value)], 0
     while level:
         inner: list[tuple[str, Any]] = []
-        for place, entry in level:
-            if isinstance(entry, dict | list):
-                if depth == max_depth:
-                    raise _too_deep(max_depth)
-                inner += _named_entries(place, entry)
+        for path, entry in level:
+            if isinstance(entry, dict | list) and depth == max_depth:
+                raise _too_deep(max_depth)
+            if isinstance(entry, list):
+                inner += ((path, part) for part in entry)
+            elif isinstance(entry, dict):
+                inner += ((f"{path}.{key}" if path else str(key), part) for key, part in entry.items())
             elif finite and isinstance(entry, float) and not math.isfinite(entry):
-                raise ValueError(f"{place or 'the value'} is {entry}, expected a finite number")
+                raise ValueError(f"{path or 'the value'} is {entry}, expected a finite number")
             elif bounded and isinstance(entry, int) and entry.bit_length() > _BITS:
                 raise ValueError(
-                    f"{place or 'the value'} is an integer of more than {_BITS} bits, expected a smaller one"
+                    f"{path or 'the value'} is an integer of more than {_BITS} bits, expected a smaller one"
                 )
         level, depth = inner, depth + 1
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of some pairs, for JSON."""
-    names = dict(pairs)
-    if len(names) != len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise ValueError(f"{twice!r} occurs twice")
-    return names
-
-
-def _whole(digits: str) -> int:
-    """A number of JSON; one that is too large becomes a value that `check_plain` rejects, where its name is known."""
-    return int(digits[:_LETTERS])
-
-
-def _named_entries(place: str, holder: dict[Any, Any] | list[Any]) -> Iterator[tuple[str, Any]]:
-    if isinstance(holder, list):
-        return ((place, entry) for entry in holder)
-    return ((f"{place}.{key}" if place else str(key), entry) for key, entry in holder.items())
 
 
 def _decoded(text: bytes | str) -> str:
@@ -225,18 +208,12 @@ def _check_events(text: str) -> None:
             if event.anchor:
                 sizes[event.anchor] = 1
             if len(event.value) > _LETTERS:
-                _check_length(event, resolver)
+                # PyYAML has no limit for a number to the base 60, `1:2:3`.
+                tag = event.tag
+                if tag is None or tag == "!":
+                    tag = resolver.resolve(yaml.ScalarNode, event.value, event.implicit)
+                if tag in _YAML_NUMBERS:
+                    line, found = event.start_mark.line + 1, f"{event.value[:20]}... of {len(event.value):,} letters"
+                    raise ValueError(f"line {line} has the number {found}, expected at most {_LETTERS}")
         if nodes > _YAML_NODES:
             raise ValueError(f"found more than {_YAML_NODES:,} values with all aliases written out")
-
-
-def _check_length(event: Any, resolver: Any) -> None:
-    """Check that a long YAML scalar is not a number. PyYAML has no limit for one to the base 60, `1:2:3`."""
-    import yaml
-
-    tag = event.tag
-    if tag is None or tag == "!":
-        tag = resolver.resolve(yaml.ScalarNode, event.value, event.implicit)
-    if tag in _YAML_NUMBERS:
-        line, found = event.start_mark.line + 1, f"{event.value[:20]}... of {len(event.value):,} letters"
-        raise ValueError(f"line {line} has the number {found}, expected at most {_LETTERS}")

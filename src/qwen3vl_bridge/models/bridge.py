@@ -10,13 +10,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from qwen3vl_bridge.models.adapters.conversion import AdapterConversion
 from qwen3vl_bridge.models.provider import ExpertsMixin, VisionLanguageProvider
 from qwen3vl_bridge.models.settings import text_activation
+from qwen3vl_bridge.peft.model_adapters import AdapterConversion
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.bridge_mappings import param_mappings
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout, expert_layout_of
-from qwen3vl_bridge.weights.rows import expand
+from qwen3vl_bridge.weights.rows import ExpertLayout, expand, expert_layout_of
 
 import torch
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
@@ -44,10 +43,7 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
     PROVIDER_CLASS: ClassVar[type[VisionLanguageProvider]]
 
     def provider_bridge(self, hf_pretrained: Any) -> VisionLanguageProvider:
-        """The provider of a Hugging Face model.
-
-        Args:
-            hf_pretrained: an object whose `config` is the family's configuration class of transformers.
+        """The provider of a Hugging Face model, whose `config` is the family's class of transformers.
 
         Raises:
             ValueError: a setting that this model does not support.
@@ -84,11 +80,7 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
         return super().load_weights_hf_to_megatron(hf_pretrained, megatron_model, *args, **kwargs)
 
     def provider_fields(self, config: Any) -> dict[str, Any]:
-        """The provider's fields that a Hugging Face configuration determines, as far as all families share them.
-
-        Args:
-            config: one whose settings the model supports.
-        """
+        """The provider's fields that a Hugging Face configuration determines, as far as all families share them."""
         text = config.text_config
         dtype = self.dtype_from_hf(text, default=self.dtype_from_hf(config, default=torch.float32))
         token_ids = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -167,15 +159,7 @@ def _expert_fields(text: Any) -> dict[str, Any]:
 def provider_of(
     bridges: Iterable[type[FamilyBridge]], hf_config: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> Any:
-    """The provider of a `config.json`, created by the bridge of its `model_type`.
-
-    Args:
-        bridges: registered ones.
-        hf_config: the whole file.
-        settings: fields of the provider.
-
-    Returns:
-        The provider, not finalized.
+    """The provider, not finalized, of a whole `config.json`, created by the bridge of its `model_type`; with settings.
 
     Raises:
         ValueError: a setting that the model does not support, or another model's configuration.

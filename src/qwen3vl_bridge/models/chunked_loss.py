@@ -1,16 +1,13 @@
 """The loss of long rows, without all of their logits in memory at once.
 
-A row of s tokens has s * vocabulary logits, and megatron-core keeps their softmax in float32 until the backward pass:
-74 GiB for 131,072 tokens of Qwen3-VL. Here the forward pass keeps only the hidden states, and the backward pass
-recomputes one chunk's logits after the other, for one more product of hidden states and output weights. (Computing
-gradients in the forward pass, as Liger Kernel does, would avoid that, but requires that the gradient of every token's
-loss is known there. The loss scale, the number of tokens of the global batch and the callers' own weights of tokens are
-applied after it.)
+megatron-core keeps the softmax of s * vocabulary logits in float32 until the backward pass: 74 GiB for 131,072 tokens
+of Qwen3-VL. Here the forward pass keeps only the hidden states, and the backward pass recomputes one chunk's logits
+after the other, for one more product of hidden states and output weights. (Gradients in the forward pass, as in Liger
+Kernel, would need the loss scale, the tokens of the global batch and callers' weights there, which are applied later.)
 
-The output layer and the loss are the model's own, so tensor and sequence parallelism, adapters, the padding of the
-vocabulary and fused kernels work as for a whole row. The parameters' gradients are summed in float32 and rounded once,
-to the parameter's precision; if megatron-core's layer adds them to `main_grad` by itself
-(`gradient_accumulation_fusion`), it does so chunk by chunk.
+Output layer and loss are the model's own, so parallelism, adapters, the vocabulary's padding and fused kernels work as
+for a whole row. The parameters' gradients are summed in float32 and rounded once; if megatron-core's layer adds them to
+`main_grad` by itself (`gradient_accumulation_fusion`), it does so chunk by chunk.
 """
 
 from __future__ import annotations
@@ -26,19 +23,13 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class Head:
-    """Computes losses from hidden states.
+    """Computes losses from hidden states."""
 
-    Attributes:
-        output_layer: (hidden states [s / sp, b, h], weight, runtime_gather_output) -> logits [s, b, v / tp] and a bias.
-        weight: that of tied embeddings, or None for the layer's own.
-        gather: `runtime_gather_output`.
-        loss: (labels [b, s], logits) -> losses [b, s].
-    """
-
+    # (hidden states [s / sp, b, h], weight, runtime_gather_output) -> logits [s, b, v / tp] and a bias.
     output_layer: nn.Module
-    weight: Tensor | None
-    gather: bool | None
-    loss: Callable[[Tensor, Tensor], Tensor]
+    weight: Tensor | None  # that of tied embeddings, or None for the layer's own
+    gather: bool | None  # `runtime_gather_output`
+    loss: Callable[[Tensor, Tensor], Tensor]  # (labels [b, s], logits) -> losses [b, s]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[s, b, v / tp] of hidden states [s / sp, b, h]."""
@@ -71,7 +62,7 @@ def loss_processor(
 
 
 def token_losses(
-    head: Head, hidden: Tensor, labels: Tensor, tokens: int, seen: Seen | None = None, beside: tuple[Tensor, ...] = ()
+    head: Head, hidden: Tensor, labels: Tensor, tokens: int, seen: Seen | None = None, others: tuple[Tensor, ...] = ()
 ) -> Tensor:
     """Losses [b, s] in float32; with more than `tokens` tokens, computed from the logits of one chunk at a time.
 
@@ -83,14 +74,14 @@ def token_losses(
         hidden: [s / sp, b, h].
         labels: [b, s].
         tokens: maximum number per chunk, over all rows and ranks (at least one of each). 0: one chunk.
-        seen: called with each chunk's logits and its parts of `beside`, in order, in the forward pass.
-        beside: tensors [b, s].
+        seen: called with each chunk's logits and its parts of `others`, in order, in the forward pass.
+        others: tensors [b, s].
 
     Raises:
         ValueError: labels of another number of tokens.
     """
     if not 0 < tokens < labels.numel():
-        return _losses(head, seen, hidden, labels, *beside)
+        return _losses(head, seen, hidden, labels, *others)
     (length, rows, _), (of_rows, of_length) = hidden.shape, labels.shape
     if of_rows != rows or of_length % length:
         raise ValueError(
@@ -98,13 +89,13 @@ def token_losses(
             "sequence parallelism has split them"
         )
     chunks = min(-(-labels.numel() // tokens), length)
-    return _ChunkedLosses.apply(head, chunks, seen, beside, hidden, labels, *head.trained())
+    return _ChunkedLosses.apply(head, chunks, seen, others, hidden, labels, *head.trained())
 
 
-def _losses(head: Head, seen: Seen | None, hidden: Tensor, labels: Tensor, *beside: Tensor) -> Tensor:
+def _losses(head: Head, seen: Seen | None, hidden: Tensor, labels: Tensor, *others: Tensor) -> Tensor:
     logits = head.logits(hidden)
     if seen is not None:
-        seen(logits.detach(), *beside)  # before the loss, which may overwrite logits
+        seen(logits.detach(), *others)  # before the loss, which may overwrite logits
     return head.loss(labels, logits)
 
 
@@ -118,16 +109,16 @@ class _ChunkedLosses(torch.autograd.Function):
         head: Head,
         chunks: int,
         seen: Seen | None,
-        beside: tuple[Tensor, ...],
+        others: tuple[Tensor, ...],
         hidden: Tensor,
         labels: Tensor,
         *weights: Tensor,
     ) -> Tensor:
         ctx.head, ctx.chunks, ctx.weights = head, chunks, weights
         ctx.save_for_backward(hidden, labels)
-        along = (_cut(x, len(hidden), chunks) for x in (labels, *beside))
-        found = [_losses(head, seen, *parts) for parts in zip(hidden.tensor_split(chunks), *along, strict=True)]
-        return _joined(found, labels.size(1) // len(hidden))
+        cuts = (_cut(x, len(hidden), chunks) for x in (labels, *others))
+        losses = [_losses(head, seen, *parts) for parts in zip(hidden.tensor_split(chunks), *cuts, strict=True)]
+        return _concatenated(losses, labels.size(1) // len(hidden))
 
     @staticmethod
     @once_differentiable
@@ -135,28 +126,24 @@ class _ChunkedLosses(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, labels = ctx.saved_tensors
         of_hidden, sums = torch.empty_like(hidden), dict[Tensor, Tensor]()
-        along = (_cut(x, len(hidden), ctx.chunks) for x in (labels, gradient))
+        cuts = (_cut(x, len(hidden), ctx.chunks) for x in (labels, gradient))
         parts = (x.tensor_split(ctx.chunks) for x in (hidden, of_hidden))
-        for part, of_part, of_labels, of_losses in zip(*parts, *along, strict=True):
+        for part, of_part, of_labels, of_losses in zip(*parts, *cuts, strict=True):
             with torch.enable_grad():
                 part = part.detach().requires_grad_()
                 losses = _losses(ctx.head, None, part, of_labels)
             wanted = (part, *ctx.weights)
-            found, *of_weights = torch.autograd.grad(losses, wanted, of_losses, allow_unused=True)
-            of_part.copy_(found)
-            for weight, one in zip(ctx.weights, of_weights, strict=True):
-                if one is not None:
-                    sums[weight] = _added(sums.get(weight), one, weight)
+            of_input, *of_weights = torch.autograd.grad(losses, wanted, of_losses, allow_unused=True)
+            of_part.copy_(of_input)
+            for weight, of_weight in zip(ctx.weights, of_weights, strict=True):
+                if of_weight is not None:
+                    sums[weight] = _added(sums.get(weight), of_weight, weight)
         of_weights = (sums[weight].to(weight.dtype) if weight in sums else None for weight in ctx.weights)
         return None, None, None, None, of_hidden, None, *of_weights
 
 
 def _added(total: Tensor | None, gradient: Tensor, weight: Tensor) -> Tensor:
-    """A weight's gradient added to that of previous chunks, in float32.
-
-    If a layer has added it to `main_grad`, its return value is a placeholder, and DistributedDataParallel reads the sum
-    from `main_grad`.
-    """
+    """A weight's gradient added to that of previous chunks, in float32; only a placeholder if it is in `main_grad`."""
     if getattr(weight, "grad_added_to_main_grad", False):
         return gradient
     return gradient.float() if total is None else total.add_(gradient)
@@ -167,6 +154,6 @@ def _cut(x: Tensor, length: int, chunks: int) -> list[Tensor]:
     return [part.flatten(1) for part in x.unflatten(1, (-1, length)).tensor_split(chunks, dim=2)]
 
 
-def _joined(parts: list[Tensor], ranks: int) -> Tensor:
+def _concatenated(parts: list[Tensor], ranks: int) -> Tensor:
     """The inverse of `_cut`."""
     return torch.cat([part.unflatten(1, (ranks, -1)) for part in parts], dim=2).flatten(1)

@@ -34,9 +34,8 @@ from torch.nn.attention.bias import causal_lower_right
 class HostPackedSeqParams(PackedSeqParams):
     """Packed-sequence parameters that also hold the physical (padded) segment lengths on the host.
 
-    With `lengths`, attention that iterates over segments needs no host-device synchronization. `layout` gives attention
-    under context parallelism the token distribution over ranks; it is None for the frames of the vision tower, which
-    are not split.
+    With `lengths`, attention that iterates over segments needs no host-device synchronization. `layout` tells attention
+    under context parallelism which rank has which tokens; it is None for the tower's frames, which are not split.
     """
 
     lengths: tuple[int, ...] = ()
@@ -44,7 +43,7 @@ class HostPackedSeqParams(PackedSeqParams):
     _chunks: dict[tuple[int, int], CausalChunks] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def chunks(self, cp_size: int, cp_rank: int) -> CausalChunks:
-        """`batch.token_layout.causal_chunks` of the layout, computed by the first layer and cached for all others."""
+        """`causal_chunks` of the layout, computed by the first layer and cached for all others."""
         if (cp_size, cp_rank) not in self._chunks:
             self._chunks[cp_size, cp_rank] = causal_chunks(self.layout, cp_size, cp_rank)
         return self._chunks[cp_size, cp_rank]
@@ -53,16 +52,13 @@ class HostPackedSeqParams(PackedSeqParams):
 def packed_seq_params(
     cu_seqlens: Tensor, lengths: tuple[int, ...], layout: SequenceLayout | None = None
 ) -> HostPackedSeqParams:
-    """Megatron's description of one packed row, with physical offsets only.
+    """Megatron's description of one packed row, with physical offsets [n + 1] int32 only.
 
     Physical offsets are sufficient: attention is causal and padding is at the end of a segment, so no real token
     attends to padding, and the outputs of padding are excluded from losses and from experts' token counts. If logical
     lengths were also given, Transformer Engine would treat the difference as gaps between segments
     (`pad_between_seqs`), which FlashAttention does not support there, and which no backend supports on some devices and
     in float32. All four offsets are the same tensor, so that Transformer Engine has nothing to compare.
-
-    `cu_seqlens` [n + 1] int32 and `lengths` are the row's physical ones; `layout` is needed if context-parallel ranks
-    may share the row.
     """
     longest = max(lengths)
     return HostPackedSeqParams(
@@ -122,54 +118,38 @@ def attend_row(
     causal: bool,
     scale: float,
 ) -> Tensor:
-    """Attention within all segments of a packed row in one call, without a host-device synchronization.
+    """Attention [t, heads, d] within all segments of a packed row in one call, without a host-device synchronization.
 
     Args:
         query: [t, heads, d].
         key, value: [keys' t, heads, d].
-        offsets: [n + 1] int32 each: cumulative segment lengths of queries and of keys.
-        longest: the maximum segment length of queries, and of keys.
+        offsets, longest: [n + 1] int32 cumulative segment lengths of queries and of keys, and their maximum lengths.
         causal: whether a segment's queries are aligned to the end of its keys and attend only up to their own position.
         scale: softmax scale.
-
-    Returns:
-        [t, heads, d].
     """
     window = (-1, 0) if causal else (-1, -1)
     grouped = query.size(1) != key.size(1)
     return varlen_attn(query, key, value, *offsets, *longest, scale=scale, window_size=window, enable_gqa=grouped)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float, dropout: float) -> Tensor:
-    """Attention within [n, heads, s, d] segments of equal length; if causal, queries and keys are the same tokens."""
-    return _product(query, key, value, is_causal=causal, scale=scale, dropout_p=dropout)
-
-
 def attend_end(query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float) -> Tensor:
-    """Causal attention of the last s tokens of segments to all of their tokens.
+    """Causal attention of the last s tokens of segments [n, heads, s, d] to all of their tokens [n, heads, keys' s, d].
 
     CUDA kernels align the causal mask to the end of the keys. The CPU kernel would need an explicit mask, which
     autograd would save.
-
-    Args:
-        query: [n, heads, s, d].
-        key, value: [n, heads, keys' s, d].
-        scale, dropout: as in `attend`.
     """
     if query.size(2) == key.size(2):
-        return attend(query, key, value, causal=True, scale=scale, dropout=dropout)
+        return _sdpa(query, key, value, is_causal=True, scale=scale, dropout=dropout)
     if query.is_cuda or dropout:  # with dropout, the CPU saves all attention scores anyway
         mask = causal_lower_right(query.size(2), key.size(2))
-        return _product(query, key, value, attn_mask=mask, scale=scale, dropout_p=dropout)
+        return _sdpa(query, key, value, attn_mask=mask, scale=scale, dropout=dropout)
     return _EndOnCpu.apply(query, key, value, scale)
 
 
 class _EndOnCpu(torch.autograd.Function):
-    """Causal attention of a segment's last tokens: full attention to all earlier keys, and causal attention to their
-    own.
+    """Full attention to all earlier keys, and causal attention to a segment's last tokens, merged by log-sum-exp.
 
-    The two partial results are merged with their log-sum-exp weights. Given the merged output and log-sum-exp, the
-    kernel's own backward pass returns the gradients of each part.
+    Given the merged output and log-sum-exp, the kernel's own backward pass returns the gradients of each part.
     Source: Dao et al., FlashAttention (2022), section 3.1; Liu et al., Ring Attention (2023).
     """
 
@@ -182,7 +162,7 @@ class _EndOnCpu(torch.autograd.Function):
             )
             for part, causal in ((slice(before), False), (slice(before, None), True))
         ]
-        logarithm = torch.logaddexp(*(found[1] for found in parts))  # [n, heads, s] float32
+        logarithm = torch.logaddexp(*(part[1] for part in parts))  # [n, heads, s] float32
         weighted = [out * (own - logarithm).exp()[..., None] for out, own in parts]
         attended = (weighted[0] + weighted[1]).to(query.dtype)
         ctx.save_for_backward(query, key, value, attended, logarithm)
@@ -210,24 +190,23 @@ class _EndOnCpu(torch.autograd.Function):
         return query_before + query_own, *keys, None
 
 
-def _product(query: Tensor, key: Tensor, value: Tensor, *, dropout_p: float, **arguments: object) -> Tensor:
-    """scaled_dot_product_attention with a kernel that does not store the scores of all queries and keys.
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, *, dropout: float, **arguments: object) -> Tensor:
+    """scaled_dot_product_attention of [n, heads, s, d] by a kernel that does not store all scores.
 
     On CUDA, inputs that FlashAttention does not support (such as float32) use the memory-efficient kernel, which needs
     as many key heads as query heads: with fewer, torch would fall back to the math kernel.
     """
     groups = query.size(1) // key.size(1)
-    if groups > 1 and query.is_cuda and not flash_takes(query, key, value, dropout_p):
+    if groups > 1 and query.is_cuda and not flash_takes(query, key, value, dropout):
         key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
-    return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout_p, enable_gqa=groups > 1, **arguments)
+    return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, enable_gqa=groups > 1, **arguments)
 
 
 class SegmentAttention(MegatronModule):
     """Core attention that processes padded rows as one batch, and packed rows in one call or segment by segment.
 
     FlashAttention supports packed rows directly. Where it is not available, adjacent segments of equal length are
-    batched. No T x T mask is created, and padding at the end of a segment needs no mask, because attention is causal or
-    (vision) there is no padding.
+    batched. Padding at the end of a segment needs no mask, because attention is causal or (vision) there is none.
     """
 
     def __init__(
@@ -260,10 +239,7 @@ class SegmentAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attention of [s, b, heads, d] rows, or of a [t, heads, d] packed row.
-
-        Returns:
-            [s, b, heads * d] or [t, heads * d].
+        """Attention of [s, b, heads, d] rows to [s, b, heads * d], or of a packed row [t, heads, d] to [t, heads * d].
 
         Raises:
             ValueError: a mask or a bias is given; this module supports only causal and full attention within segments.
@@ -281,28 +257,14 @@ class SegmentAttention(MegatronModule):
         return self._by_segments(query, key, value, lengths, causal).flatten(1)
 
     def _takes_row(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams, causal: bool) -> bool:
-        """Whether a packed row is computed in one varlen call."""
         return varlen_takes(query, key, value, self._rate())
 
     def _row(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        params: PackedSeqParams,
-        lengths: tuple[int, ...],
-        causal: bool,
+        self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams, lengths: tuple[int, ...], causal: bool
     ) -> Tensor:
-        """Attention of a packed row [t, heads, d] in one call."""
         offsets, longest = physical_offsets(params), max(lengths)
         return attend_row(
-            query,
-            key,
-            value,
-            offsets=(offsets, offsets),
-            longest=(longest, longest),
-            causal=causal,
-            scale=self.scale,
+            query, key, value, offsets=(offsets, offsets), longest=(longest, longest), causal=causal, scale=self.scale
         )
 
     def _rows(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
@@ -323,7 +285,7 @@ class SegmentAttention(MegatronModule):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
         """Attention of [n, heads, length, d] tensors; keys and values may have fewer heads."""
-        return self._call(attend, query, key, value, causal=causal)
+        return self._call(_sdpa, query, key, value, is_causal=causal)
 
     def _call(self, kernel: Callable[..., Tensor], *tensors: Tensor, **arguments: Any) -> Tensor:
         dropout = self._rate()
@@ -332,7 +294,6 @@ class SegmentAttention(MegatronModule):
             return kernel(*tensors, scale=self.scale, dropout=dropout, **arguments)
 
     def _rate(self) -> float:
-        """The dropout rate in the current mode."""
         return self.dropout if self.training else 0.0
 
 
@@ -355,9 +316,8 @@ def segment_lengths(params: PackedSeqParams, tokens: int) -> tuple[int, ...]:
 class ContextParallelAttention(SegmentAttention):
     """Core attention from a rank's local tokens to the tokens of all context-parallel ranks.
 
-    Each segment is divided into 2 * cp chunks, and rank r holds chunks r and 2 * cp - 1 - r
-    (`batch.token_layout.token_index`). Keys and values are all-gathered once per layer; each of the two chunks attends
-    to all tokens up to its end.
+    Each segment is divided into 2 * cp chunks, of which a rank holds two (`token_index`). Keys and values are
+    all-gathered once per layer; each of the two chunks attends to all tokens up to its end.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, pg_collection: ProcessGroupCollection, **kwargs: Any):
@@ -377,7 +337,7 @@ class ContextParallelAttention(SegmentAttention):
         lengths: tuple[int, ...],
         causal: bool,
     ) -> Tensor:
-        """Like `SegmentAttention._row`; each chunk is a segment of queries whose keys end at the end of the chunk."""
+        """Each chunk is a segment of queries whose keys end at the end of the chunk."""
         chunks = params.chunks(self.ranks, self.group.rank())
         gathered = gather_over_context(torch.cat((key, value), -1), self.group).flatten(0, 1)  # [cp t, heads, 2 d]
         # The gradient of this indexing sums at most two terms per token, so the order of summation does not matter.
@@ -404,7 +364,7 @@ class ContextParallelAttention(SegmentAttention):
         """Attention of queries [n, heads, 2 c, d] to keys and values [n, cp * heads, 2 c, d]."""
         key, value = (self._in_order(x) for x in (key, value))
         if not causal:
-            return self._call(attend, query, key, value, causal=False)
+            return self._call(_sdpa, query, key, value, is_causal=False)
         chunk, rank = query.size(2) // 2, self.group.rank()
         attended = []
         for own, before in zip(query.split(chunk, 2), (rank, 2 * self.ranks - 1 - rank), strict=True):

@@ -1,7 +1,8 @@
-"""Rows that the caller has already split over context-parallel ranks: gathering the whole row, if all ranks agree.
+"""Rows and labels that the caller has already split over context-parallel ranks: gathered, if all ranks agree.
 
 RL frameworks split a packed row before they call the model, with the same rule as `token_index`, and keep the offsets
-of the whole row. Positions and vision inputs need the whole row, because a slice may contain only a part of an image.
+of the whole row. Positions and vision inputs need the whole row, because a slice may contain only a part of an image;
+multi-token prediction needs all labels, because the next token of a chunk's last one is on another rank.
 Legend: cp context-parallel ranks, T tokens of the whole row, n = T / cp of them in a slice.
 """
 
@@ -12,7 +13,6 @@ from typing import Any
 
 from qwen3vl_bridge.batch import SequenceLayout, gathered_index
 from qwen3vl_bridge.batch.device_transfer import on_host, sent
-from qwen3vl_bridge.models.caller_masks import arguments_on_host, packed_layout, segment_lengths
 from qwen3vl_bridge.parallel.collectives import gather_stacked
 
 import torch
@@ -22,9 +22,23 @@ from torch.distributed import ProcessGroup
 _NUMBERS = 6  # integers that describe one argument in the comparison
 
 
-def gather_slices(values: Tensor, group: ProcessGroup) -> Tensor:
-    """[..., n] of each rank -> [cp, ..., n] of all ranks, as int64 or float32."""
-    return gather_stacked(values.float() if values.is_floating_point() else values.long(), group)
+def _gather(slices: Mapping[str, Tensor], group: ProcessGroup, device: torch.device) -> dict[str, Tensor]:
+    """Slices [..., n] -> [cp, ..., n] of all ranks, int64 or float32, read by the host in one wait."""
+    gathered = {}
+    for name, values in slices.items():
+        values = sent(values, device)
+        gathered[name] = gather_stacked(values.float() if values.is_floating_point() else values.long(), group)
+    return on_host(gathered)
+
+
+def gather_labels(
+    labels: Tensor, loss_mask: Tensor | None, layout: SequenceLayout, group: ProcessGroup, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Labels and mask [B, S] of the whole batch, from each rank's [b, s], which have passed `check_agreement`."""
+    given = {"labels": labels} if loss_mask is None else {"labels": labels, "loss_mask": loss_mask}
+    index = gathered_index(layout, group.size())
+    whole = {name: x.flatten()[index].view(layout.num_rows, -1) for name, x in _gather(given, group, device).items()}
+    return whole["labels"], whole.get("loss_mask")
 
 
 def check_agreement(
@@ -46,10 +60,10 @@ def check_agreement(
                 f"packed_seq_params of context-parallel rank {rank} has other segments than that of rank 0; expected "
                 "the offsets of one whole row on every rank, each with its share of it"
             )
-        for name, found, first in zip(given, theirs[1:], everyone[0][1:], strict=True):
-            if found != first:
+        for name, here, first in zip(given, theirs[1:], everyone[0][1:], strict=True):
+            if here != first:
                 raise ValueError(
-                    f"{name} is {_words(found)} on context-parallel rank {rank} and {_words(first)} on rank 0; "
+                    f"{name} is {_words(here)} on context-parallel rank {rank} and {_words(first)} on rank 0; "
                     "expected the same arguments on every rank: its share of what is cut, and the images and videos of "
                     "the whole row"
                 )
@@ -74,79 +88,42 @@ _PER_TOKEN = (*_OF_TOKENS, "labels", "loss_mask")
 _PICTURES = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
 
-def with_whole_row(arguments: dict[str, Any], group: ProcessGroup) -> dict[str, Any]:
-    """The arguments of a call on the host, see `arguments_on_host`, with slices replaced by the whole row.
+def whole_row(arguments: Mapping[str, Any], layout: SequenceLayout, group: ProcessGroup) -> dict[str, Tensor]:
+    """The arguments that are slices [..., n] of a row with this layout, whole and on the host, [..., T].
 
-    A slice is detected by lengths: one row [1, n] with `packed_seq_params` whose physical lengths add up to cp * n. A
-    row that every rank passes whole can have such lengths too, if padding rounds its only segment up that far; then
-    every rank has the same tokens, and the same masks and positions, if any. If all tokens are identical, this is
+    A row that every rank passes whole can be as short as a slice, if padding rounds its only segment up that far; then
+    every rank has the same tokens, masks and positions, and the result is empty. If all tokens are identical, this is
     ambiguous: a row with a mask is then taken as whole, and one without as a slice.
 
-    Assumptions: all ranks of the group call together, each with its slice of the same row, and pass the same pixels and
-    grids, those of the whole row. Which arguments are given, their shapes and the offsets are compared before anything
-    that differs between ranks is read, so that every rank raises if they differ. There is one exception: if a rank's
-    number of tokens is not T / cp, or its offsets are inconsistent, only this rank raises, as it would with a whole
-    row. Pixels and the values of grids are not compared.
+    All ranks of the group call together, each with its slice of the same row, and pass the same pixels and grids, those
+    of the whole row. Which arguments are given, their shapes and the offsets are compared before anything that differs
+    between ranks is read, so that every rank raises if they differ; except that if a rank's number of tokens is not
+    T / cp, or its offsets are inconsistent, only this rank raises. Pixels and values of grids are not compared.
 
     Args:
-        arguments: as for `inputs.as_model_inputs`, by name. Slices [1, n]: input_ids and, if given, labels, loss_mask,
-            attention_mask and padding_mask; position_ids [3, 1, n], [4, 1, n] or [1, n]. input_ids has to be on the
-            device of the group's collectives, like the model.
+        arguments: as for `as_model_inputs`, by name; input_ids on the device of the group's collectives. Slices:
+            input_ids, labels, loss_mask and masks [1, n]; position_ids [3, 1, n], [4, 1, n] or [1, n].
+        layout: of the whole row.
         group: context-parallel ranks.
-
-    Returns:
-        The arguments; those of a slice with T instead of n, integers as int64 and others as float32. The host
-        synchronizes once to read them; for a slice once more to compare arguments, and once to read the whole row.
 
     Raises:
         ValueError: segments that are not divisible into 2 * cp chunks, slices with other shapes, ranks that pass
             different arguments or offsets.
     """
-    read = arguments_on_host(arguments)
-    layout = _layout_of_slice(read["input_ids"], read.get("packed_seq_params"), group.size())
-    if layout is None:
-        return read
-    device = arguments["input_ids"].device
+    device, shape = arguments["input_ids"].device, arguments["input_ids"].shape
     check_agreement({name: arguments.get(name) for name in _PER_TOKEN + _PICTURES}, layout, group, device)
     given = {name: values for name in _PER_TOKEN if (values := arguments.get(name)) is not None}
-    fitting = {name: values for name, values in given.items() if _fits(values, given)}
-    slices = on_host({name: gather_slices(values.to(device), group) for name, values in fitting.items()})
-    if _are_whole(slices, given, layout):
-        return read
-    _check_shapes(given, layout)
-    index = gathered_index(layout, group.size())
-    return read | {name: values.movedim(0, -2).flatten(-2)[..., index] for name, values in slices.items()}
-
-
-def _layout_of_slice(ids: Tensor | None, packed: Any, cp_size: int) -> SequenceLayout | None:
-    """The layout of the whole row if `ids` is a slice of it."""
-    if cp_size == 1 or packed is None or ids is None or ids.dim() != 2 or len(ids) != 1 or not ids.numel():
-        return None
-    logical, physical = segment_lengths(packed)
-    if int(physical.sum()) != cp_size * ids.shape[1]:
-        return None
-    return packed_layout(logical, physical)
-
-
-def _fits(values: Tensor, given: dict[str, Tensor]) -> bool:
-    """Whether the number of values equals the number of the slice's tokens."""
-    return values.shape[-2:] == given["input_ids"].shape
-
-
-def _check_shapes(given: dict[str, Tensor], layout: SequenceLayout) -> None:
-    """Refuse values whose number differs from that of the slice's tokens."""
-    for name, values in given.items():
-        if not _fits(values, given):
-            axes, tokens = "3, " if name == "position_ids" else "", given["input_ids"].shape[-1]
+    slices = _gather({name: values for name, values in given.items() if values.shape[-2:] == shape}, group, device)
+    ids, masks = slices["input_ids"], {"attention_mask", "padding_mask"} & given.keys()
+    differs = any((slices[name] != slices[name][0]).any() for name in _OF_TOKENS if name in slices)
+    if len(layout.lengths) == 1 and not differs and (masks or (ids != ids[0, 0, 0]).any()):
+        return {}
+    for name in given:
+        if name not in slices:
+            axes = "3, " if name == "position_ids" else ""
             raise ValueError(
-                f"{name} has shape {list(values.shape)}, expected [{axes}1, {tokens}]: input_ids is one "
+                f"{name} has shape {list(given[name].shape)}, expected [{axes}1, {shape[-1]}]: input_ids is one "
                 f"context-parallel rank's slice of a row of {layout.total} tokens, so {name} has to be its slice too"
             )
-
-
-def _are_whole(slices: dict[str, Tensor], given: dict[str, Tensor], layout: SequenceLayout) -> bool:
-    """Whether the ranks' token ids [cp, 1, n] are the same whole row rather than slices of one."""
-    ids, masks = slices["input_ids"], {"attention_mask", "padding_mask"} & given.keys()
-    if len(layout.lengths) > 1 or (not masks and (ids == ids[0, 0, 0]).all()):
-        return False
-    return not any(bool((values != values[0]).any()) for name, values in slices.items() if name in _OF_TOKENS)
+    index = gathered_index(layout, group.size())
+    return {name: values.movedim(0, -2).flatten(-2)[..., index] for name, values in slices.items()}

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from qwen3vl_bridge.weights.dimensions import Dimensions
+from qwen3vl_bridge.weights.rows import Dimensions
 
 
 class Indivisible(NamedTuple):
@@ -68,3 +69,44 @@ def row_multiple(cp: int, sp: int) -> int:
     """The multiple required of a row's length on this many context- and sequence-parallel ranks."""
     segment = 2 * cp if cp > 1 else 1  # as `batch.token_layout.segment_multiple`, which needs torch
     return math.lcm(segment, cp * sp)
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Replicas of the two dist-train modules, one number a multiple of the other; paired as by megatron-core."""
+
+    vision: int  # replicas of the vision tower
+    language: int  # replicas of the language model
+
+    def check(self, where: str = "") -> None:
+        """Refuse (ValueError) numbers that cannot be paired; `where` is their source, appended to the message."""
+        few, many = sorted((self.vision, self.language))
+        if many % few:
+            raise ValueError(
+                f"the vision tower has {self.vision} data-parallel replicas and the language model {self.language}, "
+                f"expected one number to be a multiple of the other{where}"
+            )
+
+    @property
+    def encoders(self) -> int:
+        """Number of vision replicas that divide the images of one microbatch."""
+        return max(self.vision // self.language, 1)
+
+    @property
+    def language_per_encoder(self) -> int:
+        """Number of language replicas that one vision replica serves."""
+        return max(self.language // self.vision, 1)
+
+    @property
+    def ratio(self) -> int | None:
+        """Vision replicas per language replica, as in Megatron-Bridge's setting; None below 1."""
+        return self.encoders if self.vision >= self.language else None
+
+    def language_replicas_of(self, vision: int) -> range:
+        """The language replicas that a vision replica encodes for."""
+        first = vision // self.encoders * self.language_per_encoder
+        return range(first, first + self.language_per_encoder)
+
+    def share_of(self, vision: int) -> int:
+        """Index of the part of a microbatch's images that a vision replica encodes."""
+        return vision % self.encoders

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qwen3vl_bridge.registry import dimensions_of, family
-from qwen3vl_bridge.weights.dimensions import Dimensions, text_sizes, vision_sizes
-from qwen3vl_bridge.weights.names import is_of_mtp
+from qwen3vl_bridge.weights.rows import Dimensions, is_of_mtp, text_sizes, vision_sizes
 
 CHUNK = 64  # chunk size of gated delta rule kernels, in tokens
 
@@ -21,40 +20,20 @@ class TowerCosts:
     """Multiplications and additions. Of a forward pass, unless stated otherwise.
 
     Only matrix products are counted, as in PaLM (arXiv 2204.02311, appendix B), and half of the causal attention, which
-    is all that its kernels compute. Recomputation in a backward pass to save memory is not counted: these are the
-    model's FLOPs, independent of the implementation.
-
-    Attributes:
-        token: of the language model, for each token.
-        token_pair: of its attention, for the square of a sample's tokens.
-        patch: of the vision tower and its mergers, for each patch.
-        patch_pair: of its attention, for the square of a frame's patches.
+    is all that its kernels compute. Recomputation to save memory is not counted: these are the model's FLOPs.
     """
 
-    token: float
-    token_pair: float
-    patch: float
-    patch_pair: float
+    token: float  # of the language model, for each token
+    token_pair: float  # of its attention, for the square of a sample's tokens
+    patch: float  # of the vision tower and its mergers, for each patch
+    patch_pair: float  # of its attention, for the square of a frame's patches
 
     def of(self, *, tokens: int, patches: int, patch_pairs: int) -> float:
-        """The cost of one sample.
-
-        Args:
-            tokens: tokens of the language model.
-            patches: patches of all its images and videos.
-            patch_pairs: sum over frames of the squared number of patches.
-        """
+        """The cost of one sample; `patch_pairs` is the sum over its frames of the squared number of patches."""
         return self.of_many(tokens=tokens, token_pairs=tokens**2, patches=patches, patch_pairs=patch_pairs)
 
     def of_many(self, *, tokens: int, token_pairs: int, patches: int, patch_pairs: int) -> float:
-        """The cost of several samples.
-
-        Args:
-            tokens: of all of them.
-            token_pairs: sum over samples of the squared number of tokens.
-            patches: of all their images and videos.
-            patch_pairs: sum over frames of the squared number of patches.
-        """
+        """The cost of several samples; `token_pairs` is the sum over samples of the squared number of tokens."""
         language = self.token * tokens + self.token_pair * token_pairs
         return language + self.patch * patches + self.patch_pair * patch_pairs
 
@@ -65,21 +44,17 @@ def _none(layer: str) -> int:
 
 @dataclass(frozen=True)
 class Trained:
-    """What is trained, which determines what a backward pass has to compute.
+    """What is trained, which determines what a backward pass has to compute. The vision projection is the mergers."""
 
-    Attributes:
-        language_model, vision_model, vision_projection: whether that part's own weights are trained. The vision
-            projection is the mergers.
-        rank: rank of a linear layer's adapter, by the layer's name in the Megatron model, which is the same for all
-            experts of a layer; 0 for none. Adapters are trained.
-        mtp: whether there is a loss of multi-token prediction. Its layer is a part of the language model, and gets no
-            adapters.
-    """
-
+    # Whether that part's own weights are trained.
     language_model: bool = True
     vision_model: bool = True
     vision_projection: bool = True
+    # Rank of a linear layer's adapter, by the layer's name in the Megatron model, which is the same for all experts of
+    # a layer; 0 for none. Adapters are trained.
     rank: Callable[[str], int] = _none
+    # Whether there is a loss of multi-token prediction. Its layer is a part of the language model, and gets no
+    # adapters.
     mtp: bool = False
 
 
@@ -95,14 +70,7 @@ class _Chain:
         self.trained, self.reached, self.linear, self.pair = trained, reached, 0.0, 0.0
 
     def add(self, name: str, inputs: int, outputs: int, trained: bool, times: float = 1) -> None:
-        """Add a linear layer.
-
-        Args:
-            name: in the Megatron model; "" if it cannot have an adapter.
-            inputs, outputs: its sizes.
-            trained: whether its own weight is trained.
-            times: number of applications per token (or patch).
-        """
+        """Add a linear layer of these sizes, applied `times` per token (or patch); "" cannot have an adapter."""
         if self.trained is None:
             self.linear += times * inputs * outputs
             return
@@ -118,11 +86,7 @@ class _Chain:
 
 
 def tower_costs(config: Mapping, trained: Trained | None = None) -> TowerCosts:
-    """The costs of a model.
-
-    Args:
-        config: a `config.json` as a mapping.
-        trained: what a training step trains; None for only a forward pass.
+    """The costs of the model of a `config.json`, for a step that trains something or (None) for only a forward pass.
 
     Raises:
         KeyError: a field is missing; the message names it.
@@ -131,59 +95,54 @@ def tower_costs(config: Mapping, trained: Trained | None = None) -> TowerCosts:
     return family(dimensions.family).costs(dimensions, trained)
 
 
-def model_costs(n: Dimensions, trained: Trained | None = None) -> TowerCosts:
-    """Like `tower_costs`, for a model with these dimensions.
-
-    Args:
-        n: the model's dimensions.
-        trained: as for `tower_costs`.
-    """
-    tapped = n.indices["deepstack_layers"]
-    vision, (*deepstack, embedded) = _vision(n.sizes, len(n.indices["vision_layers"]), tapped, trained)
+def model_costs(dims: Dimensions, trained: Trained | None = None) -> TowerCosts:
+    """Like `tower_costs`, for a model with these dimensions."""
+    deepstack_layers = dims.indices["deepstack_layers"]
+    vision, (*deepstack, embedded) = _vision(dims.sizes, len(dims.indices["vision_layers"]), deepstack_layers, trained)
     of_language = trained is not None and trained.language_model
     text = _Chain(trained, reached=embedded or of_language)  # the embedding comes before all layers
-    for layer in n.indices["text_layers"]:
+    for layer in dims.indices["text_layers"]:
         name = f"language_model.decoder.layers.{layer}"
-        if layer in n.indices.get("linear_layers", ()):
-            _attend_linearly(text, f"{name}.self_attention", n, of_language)
+        if layer in dims.indices.get("linear_layers", ()):
+            _attend_linearly(text, f"{name}.self_attention", dims, of_language)
         else:
-            _attend(text, f"{name}.self_attention", n, of_language)
-        _add_mlp(text, f"{name}.mlp", n, of_language, moe=layer in n.indices["moe_layers"])
+            _attend(text, f"{name}.self_attention", dims, of_language)
+        _add_mlp(text, f"{name}.mlp", dims, of_language, moe=layer in dims.indices["moe_layers"])
         text.reached = text.reached or any(deepstack[layer : layer + 1])  # DeepStack features
-    text.add("", n["hidden"], n["vocab"], of_language)
+    text.add("", dims["hidden"], dims["vocab"], of_language)
     if trained is not None and trained.mtp:
         name = "language_model.mtp.layers.0.mtp_model_layer"
-        text.add("", n["hidden_twice"], n["hidden"], of_language)
-        _attend(text, f"{name}.self_attention", n, of_language)
-        _add_mlp(text, f"{name}.mlp", n, of_language, moe=bool(n["mtp_experts"]))
-        text.add("", n["hidden"], n["vocab"], of_language)
+        text.add("", dims["hidden_twice"], dims["hidden"], of_language)
+        _attend(text, f"{name}.self_attention", dims, of_language)
+        _add_mlp(text, f"{name}.mlp", dims, of_language, moe=bool(dims["mtp_experts"]))
+        text.add("", dims["hidden"], dims["vocab"], of_language)
     # Causal attention is half of all pairs.
     return TowerCosts(token=2 * text.linear, token_pair=text.pair, patch=2 * vision.linear, patch_pair=2 * vision.pair)
 
 
-def _attend(text: _Chain, name: str, n: Dimensions, trained: bool) -> None:
+def _attend(text: _Chain, name: str, dims: Dimensions, trained: bool) -> None:
     """Add full attention, with a gate for each query if the family has gates."""
-    text.add(f"{name}.linear_qkv", n["hidden"], n.sizes.get("gated_q", n["q"]) + 2 * n["kv"], trained)
-    text.attend(n["q"])
-    text.add(f"{name}.linear_proj", n["q"], n["hidden"], trained)
+    text.add(f"{name}.linear_qkv", dims["hidden"], dims.sizes.get("gated_q", dims["q"]) + 2 * dims["kv"], trained)
+    text.attend(dims["q"])
+    text.add(f"{name}.linear_proj", dims["q"], dims["hidden"], trained)
 
 
-def _add_mlp(text: _Chain, name: str, n: Dimensions, trained: bool, *, moe: bool) -> None:
+def _add_mlp(text: _Chain, name: str, dims: Dimensions, trained: bool, *, moe: bool) -> None:
     """Add a layer's MLP; or its router, the experts of one token, and the shared expert with its gate."""
     if not moe:
-        text.add(f"{name}.linear_fc1", n["hidden"], 2 * n["ffn"], trained)
-        text.add(f"{name}.linear_fc2", n["ffn"], n["hidden"], trained)
+        text.add(f"{name}.linear_fc1", dims["hidden"], 2 * dims["ffn"], trained)
+        text.add(f"{name}.linear_fc2", dims["ffn"], dims["hidden"], trained)
         return
-    text.add("", n["hidden"], n["experts"], trained)
-    text.add(f"{name}.experts.linear_fc1", n["hidden"], 2 * n["moe_ffn"], trained, times=n["chosen_experts"])
-    text.add(f"{name}.experts.linear_fc2", n["moe_ffn"], n["hidden"], trained, times=n["chosen_experts"])
-    if shared := n.sizes.get("shared_ffn", 0):
-        text.add("", n["hidden"], 1, trained)
-        text.add(f"{name}.shared_experts.linear_fc1", n["hidden"], 2 * shared, trained)
-        text.add(f"{name}.shared_experts.linear_fc2", shared, n["hidden"], trained)
+    text.add("", dims["hidden"], dims["experts"], trained)
+    text.add(f"{name}.experts.linear_fc1", dims["hidden"], 2 * dims["moe_ffn"], trained, times=dims["topk"])
+    text.add(f"{name}.experts.linear_fc2", dims["moe_ffn"], dims["hidden"], trained, times=dims["topk"])
+    if shared := dims.sizes.get("shared_ffn", 0):
+        text.add("", dims["hidden"], 1, trained)
+        text.add(f"{name}.shared_experts.linear_fc1", dims["hidden"], 2 * shared, trained)
+        text.add(f"{name}.shared_experts.linear_fc2", shared, dims["hidden"], trained)
 
 
-def _attend_linearly(text: _Chain, name: str, n: Dimensions, trained: bool) -> None:
+def _attend_linearly(text: _Chain, name: str, dims: Dimensions, trained: bool) -> None:
     """Add a layer of linear attention, whose FLOPs are proportional to the tokens.
 
     The gated delta rule by chunks, as in kernels. For each token and value head three products with the state of key
@@ -192,12 +151,12 @@ def _attend_linearly(text: _Chain, name: str, n: Dimensions, trained: bool) -> N
     and with the queries' scores. Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2025), section 3.3;
     transformers, torch_chunk_gated_delta_rule, for the matrix products.
     """
-    keys, values = n["l_value_heads"] * n["l_key_dim"], n["l_value"]
-    text.add(f"{name}.in_proj", n["hidden"], n["l_qkv"] + n["l_value"] + 2 * n["l_value_heads"], trained)
-    text.add("", n["l_conv"], n["l_qkv"], trained)
-    rule = 3 * n["l_key_dim"] * values + CHUNK * (3 * keys + 2 * values)
+    keys, values = dims["l_value_heads"] * dims["l_key_dim"], dims["l_value"]
+    text.add(f"{name}.in_proj", dims["hidden"], dims["l_qkv"] + dims["l_value"] + 2 * dims["l_value_heads"], trained)
+    text.add("", dims["l_conv"], dims["l_qkv"], trained)
+    rule = 3 * dims["l_key_dim"] * values + CHUNK * (3 * keys + 2 * values)
     text.linear += rule * (1 + 2 * text.reached)
-    text.add(f"{name}.out_proj", n["l_value"], n["hidden"], trained)
+    text.add(f"{name}.out_proj", dims["l_value"], dims["hidden"], trained)
 
 
 def provider_sizes(provider: Any) -> dict[str, int]:
@@ -212,7 +171,7 @@ def provider_sizes(provider: Any) -> dict[str, int]:
         head_dim=provider.kv_channels,
         untied=not provider.share_embeddings_and_output_weights,
         experts=provider.num_moe_experts or 0,
-        chosen_experts=provider.moe_router_topk if with_experts else 0,
+        topk=provider.moe_router_topk if with_experts else 0,
         moe_ffn=(provider.moe_ffn_hidden_size or 0) if with_experts else 0,
     )
     return sizes | vision_sizes(provider.vision_config.to_dict())
@@ -246,17 +205,12 @@ def operations_of_a_step(
     """FLOPs of a global batch, which Megatron-Bridge asks for to log TFLOP/s.
 
     It passes no patches, but has arguments for the keys of cross attention, and their products with the queries. Our
-    step fills these (`batch_meter.Meter`) with the patches, and the squares of frames' patches, on which the vision
-    tower's attention depends, so nothing is estimated. Under LoRA Megatron-Bridge does not call this, and uses its own
-    formula.
+    step fills these (`batch_meter.Meter`) with patches, and squares of frames' patches, so nothing is estimated. Rows
+    (`batch_size`) count as full if nothing else is known. Under LoRA Megatron-Bridge uses its own formula.
 
     Args:
-        provider: the model.
-        batch_size: rows, which count as full if nothing else is known.
-        seqlen_sum: real tokens.
-        seqlen_squared_sum: squares of segments' real tokens.
-        cross_seqlen_sum: patches.
-        cross_seqlen_product_sum: squares of frames' patches.
+        seqlen_sum, seqlen_squared_sum: real tokens, and squares of segments' real tokens.
+        cross_seqlen_sum, cross_seqlen_product_sum: patches, and squares of frames' patches.
     """
     if seqlen_sum is None or seqlen_squared_sum is None:
         seqlen_sum, seqlen_squared_sum = batch_size * provider.seq_length, batch_size * provider.seq_length**2
@@ -268,42 +222,36 @@ def operations_of_a_step(
     )
 
 
-def vision_costs(n: Mapping[str, int], layers: int, taps: int) -> tuple[float, float]:
-    """`TowerCosts.patch` and `patch_pair` of a vision tower's forward pass.
-
-    Args:
-        n: `dimensions.vision_sizes`, and `hidden`, the text model's width.
-        layers: number of layers of the tower.
-        taps: number of DeepStack mergers.
-    """
-    tower, _ = _vision(n, layers, range(taps), None)
+def vision_costs(dims: Mapping[str, int], layers: int, mergers: int) -> tuple[float, float]:
+    """`TowerCosts.patch` and `patch_pair` of a forward pass; `dims` are `vision_sizes` and `hidden`, the text width."""
+    tower, _ = _vision(dims, layers, range(mergers), None)
     return 2 * tower.linear, 2 * tower.pair
 
 
 def _vision(
-    n: Mapping[str, int], layers: int, taps: Sequence[int], trained: Trained | None
+    dims: Mapping[str, int], layers: int, deepstack_layers: Sequence[int], trained: Trained | None
 ) -> tuple[_Chain, list[bool]]:
     """The tower with its mergers, per patch; and whether mergers need a gradient, DeepStack's first."""
     of_tower = trained is not None and trained.vision_model
     of_mergers = trained is not None and trained.vision_projection
-    share = n["v_hidden"] / n["v_merged"]  # fraction of a token that one patch is
+    share = dims["v_hidden"] / dims["v_merged"]  # fraction of a token that one patch is
     tower, mergers = _Chain(trained), list[_Chain]()
 
     def merge(name: str) -> None:
         merger = _Chain(trained, tower.reached or of_mergers)  # its norm comes before its linear layers
-        merger.add(f"{name}.linear_fc1", n["v_merged"], n["v_merged"], of_mergers)
-        merger.add(f"{name}.linear_fc2", n["v_merged"], n["hidden"], of_mergers)
+        merger.add(f"{name}.linear_fc1", dims["v_merged"], dims["v_merged"], of_mergers)
+        merger.add(f"{name}.linear_fc2", dims["v_merged"], dims["hidden"], of_mergers)
         mergers.append(merger)
 
-    tower.add("", n["v_channels"] * n["v_temporal_patch"] * n["v_patch"] ** 2, n["v_hidden"], of_tower)
+    tower.add("", dims["v_channels"] * dims["v_temporal_patch"] * dims["v_patch"] ** 2, dims["v_hidden"], of_tower)
     for layer in range(layers):
         name = f"vision_model.decoder.layers.{layer}"
-        tower.add(f"{name}.self_attention.linear_qkv", n["v_hidden"], n["v_qkv"], of_tower)
-        tower.attend(n["v_hidden"])
-        tower.add(f"{name}.self_attention.linear_proj", n["v_hidden"], n["v_hidden"], of_tower)
-        tower.add(f"{name}.mlp.linear_fc1", n["v_hidden"], n["v_ffn"], of_tower)
-        tower.add(f"{name}.mlp.linear_fc2", n["v_ffn"], n["v_hidden"], of_tower)
-        if layer in taps:
+        tower.add(f"{name}.self_attention.linear_qkv", dims["v_hidden"], dims["v_qkv"], of_tower)
+        tower.attend(dims["v_hidden"])
+        tower.add(f"{name}.self_attention.linear_proj", dims["v_hidden"], dims["v_hidden"], of_tower)
+        tower.add(f"{name}.mlp.linear_fc1", dims["v_hidden"], dims["v_ffn"], of_tower)
+        tower.add(f"{name}.mlp.linear_fc2", dims["v_ffn"], dims["v_hidden"], of_tower)
+        if layer in deepstack_layers:
             merge(f"vision_model.decoder.deepstack_merger_list.{len(mergers)}")
     merge("vision_model.merger")
     tower.linear += share * sum(merger.linear for merger in mergers)

@@ -3,33 +3,132 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, ClassVar
 
 from qwen3vl_bridge.batch.packed_batch import ModelInputs, VisionRows
-from qwen3vl_bridge.models.adapters.insertion import map_modules
-from qwen3vl_bridge.models.caller_inputs import (
-    OutputConversion,
-    as_model_inputs,
-    check_inference,
-    check_settings,
-)
+from qwen3vl_bridge.models.chunked_loss import loss_processor
 from qwen3vl_bridge.models.core_attention import layout_packed_seq_params
-from qwen3vl_bridge.models.freezing import freeze_parts
+from qwen3vl_bridge.models.inputs import OutputConversion, as_model_inputs, check_inference
+from qwen3vl_bridge.models.layer_specs import decoder_block_spec, forget_other_depths
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
-from qwen3vl_bridge.models.router import forget_other_depths
-from qwen3vl_bridge.models.text_model import MRopeGPTModel
-from qwen3vl_bridge.models.vision_config import vision_transformer_config
-from qwen3vl_bridge.models.vision_tower import Qwen3VLVisionModel
+from qwen3vl_bridge.models.refusals import LOGITS, ON_FORWARD, ON_TRAIN
+from qwen3vl_bridge.models.rope import InterleavedMRoPE
+from qwen3vl_bridge.models.rules import check
+from qwen3vl_bridge.models.vision_tower import QwenVLVisionModel, vision_transformer_config
 from qwen3vl_bridge.parallel.collectives import exchange_encoded, scatter_sequence
+from qwen3vl_bridge.peft.insertion import map_modules
+from qwen3vl_bridge.weights.rows import Part, part_of
 
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron.core.utils import make_viewless_tensor
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint, make_viewless_tensor
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+
+
+class MRopeGPTModel(GPTModel):
+    """The text model: megatron-core's GPT with interleaved multimodal rotary embedding."""
+
+    # (config, virtual pipeline stage, pipeline rank) -> layers of the stage
+    block_spec: ClassVar[Callable[..., TransformerBlockSubmodules]] = staticmethod(decoder_block_spec)
+
+    def __init__(
+        self,
+        config: VisionLanguageProvider,
+        pg_collection: ProcessGroupCollection,
+        *,
+        pre_process: bool,
+        post_process: bool,
+        vp_stage: int | None,
+    ) -> None:
+        super().__init__(
+            config,
+            self.block_spec(config, vp_stage, pg_collection.pp.rank()),
+            vocab_size=config.padded_vocab_size,
+            max_sequence_length=config.seq_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            fp16_lm_cross_entropy=config.fp16_lm_cross_entropy,
+            parallel_output=config.parallel_output,
+            share_embeddings_and_output_weights=config.share_embeddings_and_output_weights,
+            position_embedding_type="mrope",
+            rotary_base=config.rotary_base,
+            rotary_percent=config.rotary_percent,
+            scatter_embedding_sequence_parallel=False,  # images are fused in before
+            pg_collection=pg_collection,
+            vp_stage=vp_stage,
+        )
+        turning = int(config.kv_channels * config.rotary_percent)  # rotated dimensions of a head
+        precision = torch.float32 if config.apply_rotary_pos_emb_in_fp32 else config.params_dtype
+        self.rotary_pos_emb = InterleavedMRoPE(
+            turning,
+            config.rotary_base,
+            config.mrope_section,
+            precision,
+            config.rope_parameters,
+            fused=config.apply_rope_fusion,
+        )
+
+    def _postprocess(
+        self,
+        hidden_states: Tensor,
+        *,
+        labels: Tensor | None,
+        output_processor: Callable[..., Any] | None = None,
+        **arguments: Any,
+    ) -> Any:
+        if output_processor is None and labels is not None:
+            output_processor = loss_processor
+        return super()._postprocess(hidden_states, labels=labels, output_processor=output_processor, **arguments)
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Loss [b, s] of labels [b, s] under logits [s, b, padded vocabulary / tp]."""
+        if not self.parallel_output and self.pg_collection.tp.size() > 1:
+            raise ValueError(f"parallel_output is False, expected True to train under tensor parallelism: {LOGITS}")
+        return super().compute_language_model_loss(labels, self.without_padding(logits))
+
+    @torch.no_grad()
+    def without_padding(self, logits: Tensor) -> Tensor:
+        """Write minus infinity to the logits [s, b, padded vocabulary / tp] of rows that pad the vocabulary, in place.
+
+        These rows are not tokens: otherwise each would get a share of the probability. Now it is exactly 0, and so is
+        the gradient of these logits; the write is not recorded, because autograd would copy the whole gradient to write
+        this 0 again.
+        """
+        tokens, here = self.config.vocab_size, logits.size(-1)
+        first = self.pg_collection.tp.rank() * here
+        if first + here > tokens:
+            logits[..., max(tokens - first, 0) :] = float("-inf")
+        return logits
+
+    def tie_embeddings_and_output_weights_state_dict(
+        self,
+        sharded_state_dict: ShardedStateDict,
+        output_layer_weight_key: str,
+        first_stage_word_emb_key: str,
+        metadata: dict,
+    ) -> None:
+        """Like GPTModel's, which uses the data-parallel rank among all processes, which a module of several does not
+        have.
+        """
+        if self.pre_process or not self.post_process:
+            super().tie_embeddings_and_output_weights_state_dict(
+                sharded_state_dict, output_layer_weight_key, first_stage_word_emb_key, metadata
+            )
+            return
+        sharded_state_dict[output_layer_weight_key] = make_tp_sharded_tensor_for_checkpoint(
+            tensor=self.shared_embedding_or_output_weight(),
+            key=first_stage_word_emb_key,
+            replica_id=(1, 0, metadata["dp_cp_group"].rank()),  # a copy of the first stage's
+            allow_shape_mismatch=True,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
 
 
 class VisionLanguageModel(MegatronModule):
@@ -43,9 +142,6 @@ class VisionLanguageModel(MegatronModule):
         pre_process: this stage embeds tokens and images.
         post_process: this stage computes logits or the loss.
         vp_stage: virtual pipeline stage, or None.
-
-    Class attributes:
-        language_model_class: class of the text model.
     """
 
     language_model_class: ClassVar[type[GPTModel]] = MRopeGPTModel
@@ -65,7 +161,7 @@ class VisionLanguageModel(MegatronModule):
         self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self.share_embeddings_and_output_weights = config.share_embeddings_and_output_weights
-        self.vision_model: Qwen3VLVisionModel | None = None
+        self.vision_model: QwenVLVisionModel | None = None
         if pre_process:
             self.add_tower()
         self.language_model = self.language_model_class(
@@ -85,36 +181,12 @@ class VisionLanguageModel(MegatronModule):
 
     # Attributes that callers read from Megatron-Bridge's own model. None of these registers a module under a second
     # name.
-
-    @property
-    def image_token_id(self) -> int:
-        """Id of the placeholder token of images."""
-        return self.config.image_token_id
-
-    @property
-    def video_token_id(self) -> int:
-        """Id of the placeholder token of videos."""
-        return self.config.video_token_id
-
-    @property
-    def vision_start_token_id(self) -> int:
-        """Id of the token before an image or video."""
-        return self.config.vision_start_token_id
-
-    @property
-    def decoder(self) -> TransformerBlock:
-        """The text model's layers."""
-        return self.language_model.decoder
-
-    @property
-    def cp_group(self) -> ProcessGroup:
-        """Group of context-parallel ranks."""
-        return self.pg_collection.cp
-
-    @property
-    def pp_group(self) -> ProcessGroup:
-        """Group of pipeline stages."""
-        return self.pg_collection.pp
+    image_token_id = property(attrgetter("config.image_token_id"))
+    video_token_id = property(attrgetter("config.video_token_id"))
+    vision_start_token_id = property(attrgetter("config.vision_start_token_id"))
+    decoder = property(attrgetter("language_model.decoder"))
+    cp_group = property(attrgetter("pg_collection.cp"))
+    pp_group = property(attrgetter("pg_collection.pp"))
 
     @property
     def encoder_hidden_state(self) -> Tensor | None:
@@ -123,7 +195,7 @@ class VisionLanguageModel(MegatronModule):
 
     def add_tower(self) -> None:
         """Build the vision tower, on a stage that embeds."""
-        self.vision_model = Qwen3VLVisionModel(
+        self.vision_model = QwenVLVisionModel(
             vision_transformer_config(self.config), self.config.vision_config, self.pg_collection
         )
 
@@ -154,20 +226,27 @@ class VisionLanguageModel(MegatronModule):
             runtime_gather_output: whether logits are of the whole vocabulary; None: as set in the provider.
 
         Returns:
-            [b, s] float32 loss of each token if there are labels, else logits [b, s, padded vocabulary / tp]. A
-            caller's own batch is returned in the caller's token order, see `Arrangement`; under
-            context parallelism as this rank's part and, if a whole loss_mask was given, in a tuple with that mask's
-            part. From a pipeline stage that is not the last, the input of the next one, see `pack`.
+            [b, s] float32 loss of each token if there are labels, else logits [b, s, padded vocabulary / tp]; from a
+            pipeline stage that is not the last, see `pack`. Of a caller's own batch in its token order; under context
+            parallelism this rank's part and, if a whole loss_mask was given, in a tuple with that mask's part.
 
         Raises:
             ValueError: a batch that is given in both ways, or that the family cannot take.
         """
-        check_settings(self.config, self.training)
+        # Frameworks that build models with `provide` or Megatron-Bridge's `get_model` (miles, NeMo-RL) do not declare
+        # beforehand that they will train them; a model that is only loaded or evaluated may have the schedule settings
+        # of the run that saved it.
+        check(ON_TRAIN if self.training and torch.is_grad_enabled() else ON_FORWARD, self.config)
         if self.training:
             forget_other_depths(self.config)
         check_inference(inference_context, runtime_gather_output, labels)
         given = dict(position_ids=position_ids, attention_mask=attention_mask, labels=labels, loss_mask=loss_mask)
-        inputs, conversion = self._inputs_of(inputs, input_ids, **given, **pictures_and_packing)
+        given |= dict(input_ids=input_ids, **pictures_and_packing)
+        conversion: OutputConversion | None = None
+        if inputs is None:
+            inputs, conversion = as_model_inputs(self.config, self.pg_collection, encodes=self.pre_process, **given)
+        elif any(argument is not None for argument in given.values()):
+            raise ValueError("inputs is a complete batch; expected no other arguments")
         settings = dict(runtime_gather_output=runtime_gather_output)
         if output_processor is not None:
             conversion = conversion and conversion.of_processor()
@@ -179,16 +258,6 @@ class VisionLanguageModel(MegatronModule):
         if not self.post_process:
             return self.pack(output, layer_arguments)
         return output if conversion is None else conversion.of(output)
-
-    def _inputs_of(
-        self, inputs: ModelInputs | None, input_ids: Tensor | None, **given: Any
-    ) -> tuple[ModelInputs, OutputConversion | None]:
-        """The batch of a call, and how outputs are rearranged; ValueError for a batch that is given in both ways."""
-        if inputs is None:
-            return as_model_inputs(self.config, self.pg_collection, input_ids, encodes=self.pre_process, **given)
-        if any(argument is not None for argument in (input_ids, *given.values())):
-            raise ValueError("inputs is a complete batch; expected no other arguments")
-        return inputs, None
 
     def decode(
         self, inputs: ModelInputs, hidden: Tensor | None, layer_arguments: dict[str, Any], **arguments: Any
@@ -223,9 +292,7 @@ class VisionLanguageModel(MegatronModule):
     def embed(self, inputs: ModelInputs, encoded: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, dict[str, Any]]:
         """Tokens and images as hidden states [s, b, h], and the additional inputs of the decoder's layers.
 
-        Args:
-            inputs: the batch.
-            encoded: the result of `encode`, if its images are used more than once.
+        `encoded` is the result of `encode`, if its images are used more than once.
         """
         tokens, features = encoded or self.encode(inputs)
         hidden = self.embed_tokens(inputs.input_ids, tokens, inputs.fuse)
@@ -238,12 +305,7 @@ class VisionLanguageModel(MegatronModule):
         return scatter_sequence(hidden, self.config, self.pg_collection)
 
     def layer_arguments(self, features: Tensor, inputs: ModelInputs) -> dict[str, Any]:
-        """Additional inputs of the first stage's layers; none here.
-
-        Args:
-            features: [t, K, h] from `encode`.
-            inputs: the batch.
-        """
+        """Additional inputs of the first stage's layers, of features [t, K, h] from `encode`; none here."""
         return {}
 
     @property
@@ -253,7 +315,7 @@ class VisionLanguageModel(MegatronModule):
         return None if tower is None else nn.ModuleList([tower.merger, tower.decoder.deepstack_merger_list])
 
     def map(self, func: Callable[..., Any], leaf_only: bool = False, **where: Any) -> nn.Module:
-        """Megatron-Bridge's walk over modules, by `adapters.map_modules`, whose names do not depend on wrappers."""
+        """Megatron-Bridge's walk over modules, by `map_modules`, whose names do not depend on wrappers."""
         return map_modules(self, func, leaf_only=leaf_only)
 
     def freeze(
@@ -262,13 +324,15 @@ class VisionLanguageModel(MegatronModule):
         freeze_vision_model: bool = False,
         freeze_vision_projection: bool = False,
     ) -> None:
-        """Stop training of whole parts; arguments as for `freeze_parts`, by position or name."""
-        freeze_parts(
-            self,
-            freeze_language_model=freeze_language_model,
-            freeze_vision_model=freeze_vision_model,
-            freeze_vision_projection=freeze_vision_projection,
-        )
+        """Stop training of whole parts. The vision projection is the mergers, the vision model the rest."""
+        frozen = {
+            Part.LANGUAGE_MODEL: freeze_language_model,
+            Part.VISION_MODEL: freeze_vision_model,
+            Part.VISION_PROJECTION: freeze_vision_projection,
+        }
+        for name, parameter in self.named_parameters():
+            if frozen[part_of(name)]:
+                parameter.requires_grad = False
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
         """Store what the previous pipeline stage sent, for the next `forward`."""

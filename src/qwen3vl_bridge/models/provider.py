@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from qwen3vl_bridge import registry
+from qwen3vl_bridge.batch.vision_sharding import VisionWork
 from qwen3vl_bridge.models import refusals, settings
-from qwen3vl_bridge.models.flops import operations_of_a_step, provider_sizes
+from qwen3vl_bridge.models.flops import operations_of_a_step, provider_sizes, vision_costs
 from qwen3vl_bridge.models.rules import Row, Rule, check
-from qwen3vl_bridge.models.vision_config import vision_work
-from qwen3vl_bridge.weights.dimensions import Dimensions, indices_of
+from qwen3vl_bridge.weights.rows import Dimensions, Part, indices_of, part_of_wrapped, vision_sizes
 
 import torch
 from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
@@ -25,29 +27,25 @@ from megatron.core.pipeline_parallel.utils import (
     is_vp_last_stage,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import unwrap_model
+from torch import nn
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
 class VisionLanguageProvider(settings.VisionLanguageFields):
-    """A vision tower and a language model, of any family.
+    """A vision tower and a language model, of any family, which sets the class attributes."""
 
-    Class attributes, which a family sets:
-        family: its name in the registry.
-        fixed: settings that the model does not support, each with the only value it may have.
-        rules: further constraints of the family on its settings.
-        model_class, language_model_class: dotted names of the classes that `provide` and `provide_language_model`
-            build.
-        encoder_class, decoder_class: dotted names of the two modules on separate ranks under `dist_train`; None for a
-            family that does not support it.
-    """
-
-    family: ClassVar[str]
+    family: ClassVar[str]  # its name in the registry
+    # Dotted names of the classes that `provide` and `provide_language_model` build.
     model_class: ClassVar[str]
     language_model_class: ClassVar[str]
+    # Of the two modules on separate ranks under `dist_train`; None for a family that does not support it.
     encoder_class: ClassVar[str | None] = None
     decoder_class: ClassVar[str | None] = None
-    fixed: ClassVar[Mapping[str, Row]]
-    rules: ClassVar[tuple[Rule, ...]] = ()
+    fixed: ClassVar[Mapping[str, Row]]  # settings that the model does not support, each with the only value it may have
+    rules: ClassVar[tuple[Rule, ...]] = ()  # further constraints of the family on its settings
     # Megatron-Bridge reads it when it logs TFLOP/s.
     _get_num_floating_point_operations_with_runtime_stats = operations_of_a_step
 
@@ -103,10 +101,7 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
     def provide(self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None):
         """Build the model of one pipeline stage, or under `dist_train` the module that this rank has.
 
-        Args:
-            pre_process: whether the stage embeds; None to determine it from the rank.
-            post_process: whether the stage computes logits or losses; None to determine it from the rank.
-            vp_stage: virtual pipeline stage, or None.
+        `pre_process` (the stage embeds) and `post_process` (it computes logits or losses) are the rank's unless given.
         """
         groups = self._groups()
         pre_process, post_process = self._ends(pre_process, post_process, vp_stage)
@@ -136,7 +131,7 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
     def sequence_ranks(self, groups: ProcessGroupCollection) -> dict[str, Any]:
         """The arguments of `PackedBatch.local` that select a rank's tokens, images and videos."""
         return dict(
-            vision_work=vision_work(self),
+            vision_work=self.vision_work,
             encoders=None if self.add_encoder else settings.replicas_of(self).encoders,
             cp_size=groups.cp.size(),
             cp_rank=groups.cp.rank(),
@@ -144,6 +139,13 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
             sp_rank=groups.tp.rank() if self.sequence_parallel else 0,
             predicts=self.trains_mtp,
         )
+
+    @property
+    def vision_work(self) -> VisionWork:
+        """The tower's cost of a frame, by which ranks divide frames."""
+        sizes = {**vision_sizes(self.vision_config.to_dict()), "hidden": self.hidden_size}
+        patch, patch_pair = vision_costs(sizes, self.vision_config.depth, len(self.deepstack_layers))
+        return VisionWork(patch, patch_pair, self.vision_config.spatial_merge_size**2)
 
     def _groups(self) -> ProcessGroupCollection:
         """The groups that were set, or megatron-core's global ones: direct callers of `provide` have not set any."""
@@ -169,8 +171,6 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
         Raises:
             ValueError: the model is to be wrapped for training, and could not be trained with its parallel sizes.
         """
-        from qwen3vl_bridge.models.freezing import log_trained_parameters
-
         given = inspect.signature(super().provide_distributed_model).bind(*args, **kwargs).arguments
         if training := given.get("wrap_with_ddp", True):
             check(refusals.ON_TRAIN, self)
@@ -210,3 +210,15 @@ class ExpertsMixin:
         if len(frequency) != layers:
             raise ValueError(f"moe_layer_freq has {len(frequency)} entries, expected {layers}, one per layer")
         return tuple(layer for layer, has_experts in enumerate(frequency) if has_experts)
+
+
+def log_trained_parameters(model: list[nn.Module]) -> None:
+    """Log how many parameters of each part this rank has, and how many of them are trained."""
+    trained, total = Counter(), Counter()
+    for chunk in unwrap_model(model):
+        for name, parameter in chunk.named_parameters():
+            part = part_of_wrapped(name)  # still wrapped by Megatron-FSDP
+            total[part] += parameter.numel()
+            trained[part] += parameter.numel() * parameter.requires_grad
+    parts = ", ".join(f"{part.value} {trained[part]:,} of {total[part]:,}" for part in Part if total[part])
+    logger.info("parameters trained on this rank: %s of %s (%s)", f"{trained.total():,}", f"{total.total():,}", parts)

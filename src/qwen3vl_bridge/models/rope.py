@@ -35,16 +35,11 @@ def inverse_frequencies(dim: int, theta: float, device: torch.device) -> Tensor:
 
 
 def rotation(angles: Tensor, dtype: torch.dtype, scale: float = 1.0, *, fused: bool) -> Tensor:
-    """The rotary tensor for the layers, from the angles of the first half of a head; the second half has the same.
-
-    Args:
-        angles: [s, b, r/2] float32.
-        dtype: dtype of cosines and sines.
-        scale: factor of cosines and sines.
-        fused: return angles for Transformer Engine's kernel, which has no factor and computes in float32.
+    """The rotary tensor for the layers, from angles [s, b, r/2] of the first half of a head; the second has the same.
 
     Returns:
-        [s * b, 1, 1, r] float32 angles for the kernel, or cosine and sine [2, s, b, 1, r].
+        [s * b, 1, 1, r] float32 angles if `fused`, for Transformer Engine's kernel, which has no factor and computes
+        in float32; or cosine and sine [2, s, b, 1, r] times `scale` in `dtype`.
     """
     angles = torch.cat((angles, angles), dim=-1)
     if fused and scale == 1.0:
@@ -56,22 +51,13 @@ def scaled_frequencies(parameters: dict[str, Any], dim: int) -> tuple[Tensor, fl
     """Frequencies [d/2] of a scaled rotary embedding (YaRN and the like), and the factor of its cosines and sines.
 
     Computed on the host by transformers' own functions: on a GPU, they would copy from memory that is not pinned.
-
-    Args:
-        parameters: transformers' `rope_parameters`.
-        dim: head dimension d.
     """
     config = Qwen3VLTextConfig(head_dim=dim, rope_parameters=dict(parameters))
     return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
 
 
 def rotate(query: Tensor, key: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate the heads of queries and keys by the angles of their tokens.
-
-    Args:
-        query, key: [s, b, heads, d].
-        rotary: from `rotation`; the first r of the d dimensions are rotated, the others are unchanged.
-    """
+    """Rotate queries and keys [s, b, heads, d] by their tokens' angles, from `rotation`, of the first r dimensions."""
     if rotary.dim() == 4:
         return _by_kernel(query, rotary), _by_kernel(key, rotary)
     compiles = query.is_cuda and jit.jit_fuser is not jit.noop_decorator  # which `dist.disable_jit_fuser` sets
@@ -79,7 +65,7 @@ def rotate(query: Tensor, key: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _formula(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys [..., heads, d] in the dtype of cosines and sines [..., 1, r]."""
+    """In the dtype of cosines and sines [..., 1, r], for queries and keys [..., heads, d]."""
     return _turned(query, cos, sin), _turned(key, cos, sin)
 
 
@@ -92,11 +78,10 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _by_compiled(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-    """Like `_formula` for [s, b, heads, d] and [s, b, 1, r], compiled by torch: one kernel for the forward and one for
-    the backward pass.
+    """Like `_formula` for [s, b, heads, d] and [s, b, 1, r]: one kernel for the forward, one for the backward pass.
 
-    torch compiles at most eight variants of a function. Therefore tokens are flattened to one dynamic dimension, and
-    each shape of heads has a separate function; the remaining variants are due to gradient modes.
+    torch compiles at most eight variants of a function, counted per code object. Therefore tokens are flattened to one
+    dynamic dimension, and each shape of heads has a separate function; the remaining variants are due to gradients.
     """
     by_token = [x.flatten(0, 1) for x in tensors]
     for x in by_token:
@@ -107,9 +92,7 @@ def _by_compiled(*tensors: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _compiled(*shapes: torch.Size) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`_formula` compiled for heads of these shapes, with a copied code object, because torch counts variants per code
-    object.
-    """
+    """`_formula` compiled for heads of these shapes, with a copied code object."""
     return torch.compile(types.FunctionType(_formula.__code__.replace(), globals()))
 
 
@@ -154,10 +137,9 @@ class InterleavedMRoPE(nn.Module):
         self._constants: dict[torch.device, tuple[Tensor, Tensor, float]] = {}
 
     def constants(self, device: torch.device) -> tuple[Tensor, Tensor, float]:
-        """The axis of each frequency [d/2], the frequencies [d/2], and the factor of cosines and sines.
+        """The axis of each frequency [d/2], the frequencies [d/2], and cosines' and sines' factor, kept per device.
 
-        Computed on the host and cached per device. They are not buffers, because those of a model built on the meta
-        device would stay empty, and a half-precision model would round them.
+        They are not buffers: a model on the meta device would keep them empty, a half-precision model would round them.
         """
         if device not in self._constants:
             host, scale = torch.device("cpu"), 1.0
@@ -174,14 +156,7 @@ class InterleavedMRoPE(nn.Module):
         return self._constants[device]
 
     def forward(self, position_ids: Tensor | None, mrope_section: object = None, cp_group: object = None) -> Tensor:
-        """Angles of local positions.
-
-        Args:
-            position_ids: [3, b, s] temporal, height and width positions, or [b, s] text positions for all axes.
-            mrope_section, cp_group: passed by GPTModel; not used.
-
-        Returns:
-            The result of `rotation`.
+        """The `rotation` of local positions [3, b, s], or [b, s] text positions for all axes; GPTModel passes the rest.
 
         Raises:
             ValueError: positions have another shape, or are None.
@@ -195,8 +170,7 @@ class InterleavedMRoPE(nn.Module):
 
 
 def vision_rotary(position_ids: Tensor, dim: int, theta: float = 10000.0, *, fused: bool = False) -> Tensor:
-    """[N, 2] row and column of each patch -> `rotation` of one row [N, 1]: half of the frequencies are used with the
-    row, half with the column.
+    """The `rotation` of one row [N, 1] of patches with [N, 2] row and column; each has half of the frequencies.
 
     Always in float32, like the reference. Source: transformers, Qwen3VLVisionRotaryEmbedding and
     apply_rotary_pos_emb_vision.
@@ -209,9 +183,8 @@ def vision_rotary(position_ids: Tensor, dim: int, theta: float = 10000.0, *, fus
 class RotarySelfAttention(SelfAttention):
     """Self attention whose rotary argument contains the angles of its local tokens, for padded and packed rows.
 
-    Megatron applies rotary embeddings after it has removed the batch dimension of packed rows, and then looks up
-    positions by segment and context-parallel rank. Our angles are already local, so queries and keys are rotated right
-    after the QKV projection.
+    Megatron would rotate after it has removed the batch dimension of packed rows, and look up positions by segment and
+    context-parallel rank. Our angles are local, so queries and keys are rotated right after the QKV projection.
     """
 
     def forward(

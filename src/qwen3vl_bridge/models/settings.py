@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from qwen3vl_bridge.parallel.encoder_replicas import Replicas
+from qwen3vl_bridge.models.divisibility import Replicas
 
 import torch
 import torch.nn.functional as F

@@ -6,17 +6,65 @@ from qwen3vl_bridge.batch.packed_batch import VisionInputs
 from qwen3vl_bridge.models.core_attention import packed_seq_params
 from qwen3vl_bridge.models.layer_specs import backend, vision_block_spec
 from qwen3vl_bridge.models.rope import vision_rotary
+from qwen3vl_bridge.models.settings import VisionLanguageFields, vision_activation, vision_tensor_ranks
 
 import torch
 import torch.nn.functional as F
+from megatron.bridge.models.transformer_config import TransformerConfig
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import PretrainedConfig
+
+# transformers, Qwen3VLVisionModel: every norm of the tower has this epsilon; there is no configuration field for it.
+_NORM_EPSILON = 1e-6
+
+_SHARED = (
+    "params_dtype",
+    "bf16",
+    "fp16",
+    "transformer_impl",
+    "use_cpu_initialization",
+    "init_model_with_meta_device",
+    "perform_initialization",
+    "gradient_accumulation_fusion",
+    "apply_rope_fusion",
+    "deterministic_mode",
+)
+
+
+def vision_transformer_config(provider: VisionLanguageFields) -> TransformerConfig:
+    """Configuration of the vision tower's transformer block. On separate ranks it has its own parallel sizes."""
+    vision = provider.vision_config
+    config = TransformerConfig(
+        num_layers=vision.depth,
+        hidden_size=vision.hidden_size,
+        num_attention_heads=vision.num_heads,
+        num_query_groups=vision.num_heads,
+        kv_channels=vision.hidden_size // vision.num_heads,
+        ffn_hidden_size=vision.intermediate_size,
+        normalization="LayerNorm",
+        layernorm_epsilon=_NORM_EPSILON,
+        activation_func=vision_activation(vision.hidden_act),
+        gated_linear_unit=False,
+        add_bias_linear=True,
+        add_qkv_bias=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        bias_activation_fusion=False,
+        init_method_std=vision.initializer_range,
+        recompute_granularity=provider.vision_recompute_granularity,
+        recompute_modules=provider.vision_recompute_modules,
+        recompute_method=provider.vision_recompute_method,
+        recompute_num_layers=provider.vision_recompute_num_layers,
+        tensor_model_parallel_size=vision_tensor_ranks(provider),
+        **{name: getattr(provider, name) for name in _SHARED},
+    )
+    config.finalize()
+    return config
 
 
 class PatchConv(nn.Conv3d):
@@ -126,14 +174,8 @@ class VisionBlock(TransformerBlock):
         return state
 
 
-class Qwen3VLVisionModel(MegatronModule):
-    """The vision tower.
-
-    Args:
-        config: of its transformer block (`provider.vision_transformer_config`).
-        vision: the Hugging Face configuration.
-        pg_collection: process groups; the tower uses the tensor-parallel one.
-    """
+class QwenVLVisionModel(MegatronModule):
+    """The vision tower, in the tensor-parallel group; `config` is of its transformer block, `vision` Hugging Face's."""
 
     def __init__(
         self, config: TransformerConfig, vision: PretrainedConfig, pg_collection: ProcessGroupCollection
@@ -155,11 +197,7 @@ class Qwen3VLVisionModel(MegatronModule):
         return sum(others, start=first)
 
     def forward(self, vision: VisionInputs) -> tuple[Tensor, Tensor]:
-        """Encode all images and videos of a batch.
-
-        Returns:
-            Vision tokens [M, text h], and DeepStack features [t, M, text h].
-        """
+        """Vision tokens [M, text h] of all images and videos of a batch, and DeepStack features [t, M, text h]."""
         hidden = self.patch_embed(vision.pixel_values) + self.position_embedding(vision)
         encoded = self.decoder(
             hidden[:, None],
@@ -170,8 +208,8 @@ class Qwen3VLVisionModel(MegatronModule):
             packed_seq_params=packed_seq_params(vision.cu_seqlens, vision.lengths),
             extract_layer_indices=set(self.deepstack_layers),
         )
-        hidden, tapped = encoded if self.deepstack_layers else (encoded, ())
-        features = [merge(tap[:, 0]) for merge, tap in zip(self.decoder.deepstack_merger_list, tapped, strict=True)]
+        hidden, extracted = encoded if self.deepstack_layers else (encoded, ())
+        features = [merge(x[:, 0]) for merge, x in zip(self.decoder.deepstack_merger_list, extracted, strict=True)]
         tokens = self.merger(hidden[:, 0])
         return tokens, torch.stack(features) if features else tokens.new_empty(0, *tokens.shape)
 

@@ -1,1 +1,1 @@
-"""Collectives, and the assignment of vision replicas to language replicas."""
+"""Collectives."""

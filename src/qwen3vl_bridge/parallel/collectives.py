@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from qwen3vl_bridge.io.errors import CheckpointError
+from qwen3vl_bridge.io.files import CheckpointError
 
 import torch
 from megatron.core import tensor_parallel
@@ -37,11 +37,6 @@ def sum_amounts(amounts: Sequence[int], groups: ProcessGroupCollection) -> list[
     return sum_over_ranks(values if first else torch.zeros_like(values)).tolist()
 
 
-def max_over_ranks(value: float) -> float:
-    """Maximum over all ranks."""
-    return max_of_each([value])[0]
-
-
 def max_of_each(values: Sequence[float]) -> list[float]:
     """Elementwise maximum over all ranks."""
     maxima = torch.tensor(values, dtype=torch.float64, device=_device_of_collectives())
@@ -64,9 +59,7 @@ def sum_numbers(value: Tensor | float) -> Tensor:
 
 
 def _all_reduce(
-    values: Tensor,
-    group: torch.distributed.ProcessGroup | None = None,
-    op: Any = torch.distributed.ReduceOp.SUM,
+    values: Tensor, group: torch.distributed.ProcessGroup | None = None, op: Any = torch.distributed.ReduceOp.SUM
 ) -> None:
     if not _alone(group):
         torch.distributed.all_reduce(values, op=op, group=group)
@@ -111,18 +104,18 @@ def broadcast_object[Value](value: Value, rank: int = 0) -> Value:
     """A picklable object of one process (default: the first), broadcast to all."""
     if _alone():
         return value
-    told = [value]
-    torch.distributed.broadcast_object_list(told, src=rank)
-    return told[0]
+    objects = [value]
+    torch.distributed.broadcast_object_list(objects, src=rank)
+    return objects[0]
 
 
 def gather_objects[Value](value: Value, group: torch.distributed.ProcessGroup | None = None) -> list[Value]:
     """Picklable objects of all processes (of a group, or of all), gathered on each, ordered by rank."""
     if _alone(group):
         return [value]
-    heard: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(heard, value, group=group)
-    return heard
+    gathered: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(gathered, value, group=group)
+    return gathered
 
 
 def is_first() -> bool:
@@ -132,14 +125,11 @@ def is_first() -> bool:
 
 @contextlib.contextmanager
 def all_or_none() -> Iterator[None]:
-    """If the body fails in one process, it fails in all.
+    """If the body fails in one process, it fails in all; with the message of that process, as a CheckpointError.
 
     Between two collectives every process does things that may fail on only one: a full disk, a tensor that does not
     fit. If one raised and left, the others would wait for it. This ends with a collective, so every process has to
     reach its end, and no process may fail between collectives of the body itself.
-
-    Raises:
-        CheckpointError: the body has failed in another process; with that process's message.
     """
     problem: Exception | None = None
     try:
@@ -149,10 +139,10 @@ def all_or_none() -> Iterator[None]:
         problem.__cause__ = error
     except Exception as error:
         problem = error
-    heard = gather_objects(None if problem is None else f"{type(problem).__name__}: {problem}")
+    gathered = gather_objects(None if problem is None else f"{type(problem).__name__}: {problem}")
     if problem is not None:
         raise problem
-    if failed := [f"rank {rank}: {message}" for rank, message in enumerate(heard) if message is not None]:
+    if failed := [f"rank {rank}: {message}" for rank, message in enumerate(gathered) if message is not None]:
         raise CheckpointError("; ".join(failed))
 
 
@@ -199,26 +189,23 @@ def exchange_encoded(
     received: Sequence[int],
     groups: ProcessGroupCollection,
 ) -> tuple[Tensor, Tensor]:
-    """Exchange encoded vision tokens between context-parallel ranks, so that each rank has the rows that its tokens
-    use.
+    """Exchange encoded vision tokens between context-parallel ranks, so that each has the rows that its tokens use.
 
     The sizes are known on the host. The gradient of a row that is sent to several ranks is the sum of theirs.
 
     Args:
-        tokens: [m, h] vision tokens of the frames that this rank encodes; of a blank image, which is sent to no rank,
-            if it encodes none.
-        features: [t, m, h] DeepStack features of the same tokens.
+        tokens, features: [m, h] and [t, m, h] of the frames that this rank encodes; of a blank image, which is sent to
+            no rank, if it encodes none.
         rows: [sum(sent)] int64, which of the m tokens go to the first rank, then to the second.
-        sent: number of rows sent to each rank, including itself.
-        received: number of rows received from each rank.
+        sent, received: number of rows sent to, and received from, each rank, including itself.
         groups: process groups.
 
     Returns:
         [K, h] and [t, K, h], concatenated by rank.
     """
     own = torch.cat((tokens[:, None], features.transpose(0, 1)), 1)[rows]
-    found = tensor_parallel.all_to_all(groups.cp, own, list(received), list(sent))
-    return found[:, 0], found[:, 1:].transpose(0, 1)
+    exchanged = tensor_parallel.all_to_all(groups.cp, own, list(received), list(sent))
+    return exchanged[:, 0], exchanged[:, 1:].transpose(0, 1)
 
 
 def gather_vocabulary(logits: Tensor, groups: ProcessGroupCollection) -> Tensor:

@@ -1,92 +1,373 @@
-"""Adapters of a model as a folder for the `peft` library."""
+"""A run's adapters in Hugging Face's format: a folder for `peft` and vLLM, or a whole model with them merged in."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
+import itertools
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Unpack
 
-from qwen3vl_bridge.checkpoint.formats.megatron.folder import RUN_CONFIG
-from qwen3vl_bridge.checkpoint.formats.megatron.run_config import read_run_config
-from qwen3vl_bridge.parallel.collectives import wait_for_all
-from qwen3vl_bridge.weights.adapter_rows import HF_PREFIX, Scaled, adapter_config
+from qwen3vl_bridge.checkpoint.conversion import Conversion, ConversionOptions, ConversionReport, run_conversion
+from qwen3vl_bridge.checkpoint.conversion_plan import Plan, Task, check_vocab_padding, make_plan
+from qwen3vl_bridge.checkpoint.formats import megatron
+from qwen3vl_bridge.checkpoint.formats.huggingface import MAX_SHARD_BYTES, HFWeights, one_file
+from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace
+from qwen3vl_bridge.checkpoint.formats.tensors import (
+    ITEMSIZE,
+    Extent,
+    Segment,
+    SegmentReader,
+    Segments,
+    Slice,
+    TensorSource,
+    TensorSpec,
+    TransposedSlice,
+    cast,
+)
+from qwen3vl_bridge.checkpoint.stored_models import StoredModel, check_same_model, open_model, open_stored
+from qwen3vl_bridge.checkpoint.targets import HFOutput
+from qwen3vl_bridge.io.files import CheckpointError, absolute, expanded, write_object
+from qwen3vl_bridge.peft.adapter_rows import (
+    CONFIG,
+    WEIGHTS,
+    Scaled,
+    adapter_config,
+    adapter_names,
+    adapter_row,
+    layer_of,
+    linear_rows,
+)
+from qwen3vl_bridge.peft.stored_adapters import StoredAdapters, open_adapters
+from qwen3vl_bridge.weights.rows import IN, MAGNITUDE, OUT, ExpertLayout, PackedExpert, Row
 
 import torch
-from megatron.bridge.peft.base import PEFT
-from megatron.bridge.peft.dora import DoRA
-from megatron.core.transformer.module import MegatronModule
-from safetensors.torch import save_file
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from megatron.bridge import AutoBridge
+_BASE, _RUN = "base/", "run/"
+# Elements of a weight that are computed at a time.
+_BLOCK = 1 << 22
 
 
-def save_hf_adapter(
-    bridge: AutoBridge,
-    model: list[MegatronModule],
-    path: str | Path,
-    peft_config: PEFT,
-    base_model_name_or_path: str | None = None,
-    show_progress: bool = False,
-    exclude_adapter_base_prefixes: Iterable[str] | None = None,
-) -> None:
-    """Save a model's adapters as a folder that `peft.PeftModel.from_pretrained` loads. Call it on all ranks; rank 0
-    writes. `AutoBridge.save_hf_adapter` is this function for our models (`compat/patches.py`).
+def export_adapters(
+    megatron_path: str | Path,
+    hf_path: str | Path,
+    *,
+    base_model: str | Path | None = None,
+    torch_dtype: str | None = None,
+    iteration: int | None = None,
+    trust_remote_code: bool = False,
+    **options: Unpack[ConversionOptions],
+) -> ConversionReport:
+    """Write the adapters of a run, from its checkpoint of either format.
 
     Args:
-        bridge: of the model.
-        model: with adapters, as the list of a rank's virtual stages.
-        path: the folder; made if it is not there.
-        peft_config: the configuration that inserted the adapters: one of ours, or Megatron-Bridge's LoRA, VLMLoRA, DoRA
-            or CanonicalLoRA.
-        base_model_name_or_path: name or folder of the base model; None for the bridge's own.
-        show_progress: accepted for compatibility with Megatron-Bridge's method; no progress is shown.
-        exclude_adapter_base_prefixes: prefixes of Megatron's names of layers whose adapters are not saved.
+        megatron_path: the run's folder, or an iteration's.
+        hf_path: the folder of adapters, to be created.
+        base_model: folder or hub id of their base model; None for the one that the run names.
+        torch_dtype: "float32", "float16" or "bfloat16" to cast them; None to keep their dtypes.
+        trust_remote_code: whether the base model may contain code. It is never run here.
 
     Raises:
-        ValueError: the model has no adapters.
+        CheckpointError: the source, the target or an option is invalid. The target is unchanged.
     """
-    conversion, exclude = bridge._model_bridge, tuple(exclude_adapter_base_prefixes or ())
-    weights = conversion.adapter_weights(model, exclude)
-    if not weights:
-        raise ValueError(
-            "the model has no adapters to save; expected a model to which Qwen3VLLoRA or another PEFT was applied"
-        )
-    if base_model_name_or_path is None:
-        base_model_name_or_path = str(getattr(bridge.hf_pretrained, "model_name_or_path", None) or "")
-    config = adapter_config(
-        Scaled(peft_config.dim, peft_config.alpha),
-        conversion.hf_targets(model, exclude),
-        base_model_name_or_path,
-        dora=isinstance(peft_config, DoRA),
-        others=conversion.adapted_tensors(model, exclude),
-    )
-    if torch.distributed.get_rank() == 0:
-        folder = Path(path)
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(
-            {f"{HF_PREFIX}{name}": weight for name, weight in weights.items()},
-            folder / "adapter_model.safetensors",
-        )
-        # Last: a folder with this file counts as an adapter.
-        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    wait_for_all()
+
+    def planned() -> Conversion:
+        stored = open_adapters(megatron_path, iteration, base_model, trust_remote_code=trust_remote_code)
+        if own := sorted(stored.own):
+            raise CheckpointError(
+                f"{stored.folder}: the run also trained {len(own)} tensors of the base model, such as {own[0]}, "
+                "which a folder of adapters cannot store; `merge` makes a whole model"
+            )
+        plan = stored.plan(torch_dtype)
+        plan = replace(plan, tasks=(*plan.tasks, *_shared_inputs(stored, plan)))
+        output = _AdapterOutput(plan, stored, str(base_model or stored.hf_model or stored.base))
+        path, folders = absolute(hf_path), (stored.folder, stored.config.folder)
+        return Conversion("export", str(megatron_path), path, plan, stored.tensors, folders, output, [])
+
+    return run_conversion(planned, options)
 
 
-def refuse_run_of_dora(peft_checkpoint: str | Path) -> None:
-    """Refuse a run's checkpoint whose adapters `AutoBridge.export_adapter_ckpt` would write without their magnitudes.
+class _AdapterOutput:
+    """The output folder of adapters."""
+
+    inner = "."
+
+    def __init__(self, plan: Plan, run: StoredAdapters, base_model: str) -> None:
+        self._run, self._base_model = run, base_model
+        self.files = [one_file(WEIGHTS, plan.tasks)]
+        self.settings = {"format": "peft", "from": run.ckpt_format, "base": base_model}
+
+    def finish(self, root: Path, digest: str) -> None:
+        adapted = (name for layer in self._run.layers() for name in layer.hf)
+        tensors = (name for row in self._run.config.rows() for name in row.hf)
+        its = self._run.settings
+        usual = Scaled(its.dim, its.alpha)
+        write_object(root / CONFIG, adapter_config(usual, adapted, tensors, self._base_model, dora=its.dora))
+
+    def open(self, root: Path) -> HFWeights:
+        return HFWeights(root, WEIGHTS)
+
+
+def _shared_inputs(stored: StoredAdapters, plan: Plan) -> Iterator[Task]:
+    """A layer that is several in Hugging Face has one `linear_in`, which is equal to the `lora_A` of each of them."""
+    tasks = {task.target.name: task for task in plan.tasks}
+    for layer in stored.layers():
+        first, *others = adapter_names(layer, IN)
+        for name in others:
+            yield replace(tasks[first], target=replace(tasks[first].target, name=name))
+
+
+def merge_adapters(
+    megatron_path: str | Path,
+    hf_path: str | Path,
+    *,
+    base_model: str | Path | None = None,
+    torch_dtype: str | None = None,
+    iteration: int | None = None,
+    drop_vocab_padding: bool = False,
+    trust_remote_code: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    **options: Unpack[ConversionOptions],
+) -> ConversionReport:
+    """Write a whole Hugging Face model: the base model, with the adapters merged in.
+
+    Weights of the model that the run has trained are included.
+
+    Args:
+        megatron_path: the run's folder, or an iteration's.
+        hf_path: the model's folder, to be created.
+        base_model: folder or hub id of a Hugging Face model, or a Megatron checkpoint: the run's initial weights. None
+            for those that it names itself.
+        torch_dtype: "float32", "float16" or "bfloat16" to cast the weights; None for the dtypes of `base_model`.
+        drop_vocab_padding: whether to drop rows beyond the vocabulary that are not zero, as after training with a
+            padded vocabulary; otherwise they are an error.
+        trust_remote_code: whether `base_model` may contain code. It is never run here.
 
     Raises:
-        ValueError: they are DoRA's.
+        CheckpointError: the source, the target or an option is invalid. The target is unchanged.
     """
-    folder = Path(peft_checkpoint).expanduser().resolve()
-    folder = next((each for each in (folder, folder.parent) if (each / RUN_CONFIG).is_file()), None)
-    if folder is None:
-        return  # it reports what is missing
-    kind = (read_run_config(folder).get("peft") or {}).get("_target_", "")
-    if kind.rpartition(".")[2].endswith("DoRA"):
-        raise ValueError(
-            f"{folder} was saved by a run with {kind}, whose magnitudes export_adapter_ckpt would drop; use `qwen3vl "
-            "adapters export`, which writes them"
+
+    def planned() -> Conversion:
+        run = open_adapters(megatron_path, iteration, base_model, trust_remote_code=trust_remote_code)
+        base = _open_base(run, base_model, trust_remote_code=trust_remote_code)
+        plan, source = _plan(run, base, torch_dtype)
+        padding = _padding(run, base, drop=drop_vocab_padding)
+        output = HFOutput(plan, base.config, {"from": run.ckpt_format, "base": str(base.folder)}, max_shard_bytes)
+        return Conversion(
+            name="merge",
+            origin=str(megatron_path),
+            target=absolute(hf_path),
+            plan=plan,
+            source=source,
+            folders=(run.folder, base.folder),
+            output=output,
+            notes=[*base.notes, *padding],
+            threads=1,  # merged weights are computed one at a time
         )
+
+    return run_conversion(planned, options)
+
+
+def _open_base(run: StoredAdapters, base_model: str | Path | None, *, trust_remote_code: bool) -> StoredModel:
+    name = str(base_model or run.base)
+    if not name:
+        raise CheckpointError(
+            f"{run.folder}: its run_config.yaml names no initial weights; name them with --base-model"
+        )
+    path = expanded(name)
+    try:
+        if megatron.is_megatron_checkpoint(path):
+            base = open_stored(path)
+        else:
+            base = open_model(name, trust_remote_code=trust_remote_code)
+    except CheckpointError as error:
+        if base_model is None:
+            raise CheckpointError(f"the run's initial weights: {error}; give --base-model to name others") from error
+        raise
+    check_same_model(base.config, run.config)
+    return base
+
+
+def _padding(run: StoredAdapters, base: StoredModel, *, drop: bool) -> list[str]:
+    """Notes on rows beyond the vocabulary, for all sources of the kept rows."""
+    trained, vocabulary = run.trained if run.own else set(), base.config.dimensions["vocab"]
+    of_base = [row for row in base.rows if row.megatron not in trained]
+    of_run = [row for row in base.rows if row.megatron in trained]
+    return [
+        *check_vocab_padding(base.tensors, of_base, base.layout, vocabulary, where=base.folder, drop=drop),
+        *check_vocab_padding(run.tensors, of_run, run.layout(of_run), vocabulary, where=run.folder, drop=drop),
+    ]
+
+
+def _plan(run: StoredAdapters, base: StoredModel, dtype: str | None) -> tuple[Plan, TensorSource]:
+    """Every tensor of the model: from the base, trained by the run, or merged from a weight and its adapter."""
+    target, rows = HuggingFace(base.config.dimensions), base.rows
+    dtypes = dict(dtype=dtype, float32_as=base.float32_in_export(dtype))
+    plan = make_plan(rows, base.layout, target, base.tensors.specs, where=str(base.folder), **dtypes)
+    tasks = {task.target.name: _prefixed(task, _BASE) for task in plan.tasks}
+    if own := run.own:
+        names = run.trained
+        trained = [row for row in rows if row.megatron in names]
+        for task in make_plan(trained, run.layout(trained), target, own, where=str(run.folder)).tasks:
+            cast_as = replace(task.target, dtype=tasks[task.target.name].target.dtype)
+            tasks[cast_as.name] = _prefixed(replace(task, target=cast_as), _RUN)
+    merges: dict[str, list[Merge]] = defaultdict(list)  # by tensor, in order
+    for name, merge in _merges(run, linear_rows(rows), tasks):
+        merges[name].append(merge)
+    for name, parts in merges.items():
+        runs = (Slice(merge.name, 0, merge.weight.target.numel) for merge in parts)
+        tasks[name] = replace(tasks[name], segments=Segments(runs))
+    source = MergedTensors({_BASE: base.tensors, _RUN: run.tensors}, itertools.chain.from_iterable(merges.values()))
+    return replace(plan, tasks=tuple(tasks.values())), source
+
+
+def _merges(run: StoredAdapters, weights: Iterator[Row], tasks: dict[str, Task]) -> Iterator[tuple[str, Merge]]:
+    """Weights by name, and their adapters; every adapter is used."""
+    each = ExpertLayout.PER_EXPERT  # in which each row of an adapter belongs to one expert
+    adapters = {task.target.name: _prefixed(task, _RUN) for task in run.plan(experts=each).tasks}
+    used: set[str] = set()
+    settings = run.settings
+    scale = settings.alpha / settings.dim
+    layers = (row for row in weights if settings.adapts(layer_of(row)))
+    for weight, layer in zip(layers, run.layers(each), strict=True):
+        names = {kind: adapter_row(layer, kind, settings.dim).hf for kind in settings.kinds}
+        parts = {kind: [adapters[name] for name in those] for kind, those in names.items()}
+        used.update(name for those in names.values() for name in those)
+        a, *_ = parts[IN]
+        if isinstance(weight, PackedExpert):
+            packed = tasks[weight.hf[0]]
+            spec = replace(packed.target, name=f"{weight.hf[0]}[{weight.expert}]", shape=packed.target.shape[1:])
+            expert = Task(spec, Segments(packed.segments.cut(weight.expert * spec.numel, spec.numel)))
+            yield weight.hf[0], Merge(expert, a, tuple(parts[OUT]), None, scale, transposed=weight.transposed)
+            continue
+        for number, name in enumerate(weight.hf):
+            magnitude = parts[MAGNITUDE][number] if settings.dora else None
+            yield name, Merge(tasks[name], a, (parts[OUT][number],), magnitude, scale)
+    if used != adapters.keys():
+        raise AssertionError(f"adapters without a weight to merge into: {sorted(adapters.keys() ^ used)[:4]}")
+
+
+def _prefixed(task: Task, prefix: str) -> Task:
+    """A task whose segments are read from one of several sources."""
+
+    def renamed(segment: Segment) -> Segment:
+        if isinstance(segment, Slice):
+            return segment._replace(source=prefix + segment.source)
+        if isinstance(segment, TransposedSlice):
+            return segment._replace(
+                slices=tuple(wanted._replace(source=prefix + wanted.source) for wanted in segment.slices)
+            )
+        return segment
+
+    return replace(task, segments=Segments(renamed(segment) for segment in task.segments))
+
+
+@dataclass(frozen=True)
+class Merge:
+    """A weight and its adapter, to be read.
+
+    Attributes:
+        weight: [out, in], or [in, out] if transposed, without a magnitude; its target is the merged weight.
+        a, b: [dim, in] and [out, dim], the latter possibly in several tensors of rows.
+        magnitude: [out] of DoRA.
+    """
+
+    weight: Task
+    a: Task
+    b: tuple[Task, ...]
+    magnitude: Task | None
+    scale: float
+    transposed: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name of the merged weight as a source. Another scale gives another name, and so another plan."""
+        return f"{self.weight.target.name}, merged with {self.scale!r}"
+
+
+class MergedTensors:
+    """Several sources, whose tensors have prefixed names, and merged weights under names of their own.
+
+    A merged weight is computed when it is read, and stored in an unnamed file until the next one is read. So only one
+    weight is ever stored; reading two of them alternately computes them repeatedly.
+
+    Attributes:
+        specs: all tensors.
+    """
+
+    def __init__(self, sources: Mapping[str, TensorSource], merges: Iterable[Merge]) -> None:
+        self._sources, self._merges = dict(sources), {merge.name: merge for merge in merges}
+        self.specs: Mapping[str, TensorSpec] = {
+            **{f"{prefix}{name}": spec for prefix, source in sources.items() for name, spec in source.specs.items()},
+            **{name: replace(merge.weight.target, name=name) for name, merge in self._merges.items()},
+        }
+        # A separate reader: the calling one is in the middle of filling a buffer.
+        self._reader = SegmentReader(self)
+        # One file for all: readers cache open files by path, which a second file might get again.
+        self._file, self._latest = tempfile.TemporaryFile(), ""  # noqa: SIM115
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that contain the tensors."""
+        return [path for source in self._sources.values() for path in source.files]
+
+    def drop(self, name: str) -> None:
+        """Remove a tensor from the source."""
+        self.specs = {key: spec for key, spec in self.specs.items() if key != name}
+
+    def check(self, names: Iterable[str]) -> None:
+        """See `TensorSource`."""
+        for name in names:
+            if name not in self._merges:
+                source, inner = self._find(name)
+                source.check([inner])
+
+    def extents(self, wanted: Slice) -> Iterator[Extent]:
+        """See `TensorSource`."""
+        if wanted.source not in self._merges:
+            source, inner = self._find(wanted.source)
+            yield from source.extents(wanted._replace(source=inner))
+            return
+        if wanted.source != self._latest:
+            self._latest = ""
+            self._compute(self._merges[wanted.source])
+            self._latest = wanted.source
+        size = ITEMSIZE[self.specs[wanted.source].dtype]
+        yield Extent(Path(f"/proc/self/fd/{self._file.fileno()}"), wanted.start * size, wanted.length * size)
+
+    def _find(self, name: str) -> tuple[TensorSource, str]:
+        prefix = next(prefix for prefix in self._sources if name.startswith(prefix))
+        return self._sources[prefix], name.removeprefix(prefix)
+
+    def _compute(self, merge: Merge) -> None:
+        target = merge.weight.target
+        count, width = target.shape
+        right, left = self._matrix(merge.a), torch.cat([self._matrix(part) for part in merge.b])
+        if merge.transposed:
+            left, right = right.t(), left.t()
+        magnitude = None if merge.magnitude is None else self._matrix(merge.magnitude)
+        self._file.seek(0)
+        self._file.truncate()
+        step = max(1, _BLOCK // width)
+        for start in range(0, count, step):
+            rows = slice(start, min(start + step, count))
+            weight = self._floats(merge.weight.segments.cut(start * width, (rows.stop - start) * width)).view(-1, width)
+            weight += merge.scale * (left[rows] @ right)
+            if magnitude is not None:
+                weight *= (magnitude[rows] / torch.linalg.norm(weight, dim=1))[:, None]
+            data = memoryview(weight.view(torch.uint8).numpy()).cast("B")
+            self._file.write(cast(data, "float32", target.dtype, target.name))
+        self._file.flush()
+
+    def _matrix(self, task: Task) -> Tensor:
+        return self._floats(task.segments).view(task.target.shape)
+
+    def _floats(self, segments: Iterable[Segment]) -> Tensor:
+        """Elements in float32."""
+        data = bytearray()
+        for block in self._reader.blocks(segments, "float32"):
+            data += block
+        return torch.frombuffer(data, dtype=torch.float32)

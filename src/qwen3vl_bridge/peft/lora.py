@@ -5,19 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from qwen3vl_bridge.models.adapters.insertion import (
+from qwen3vl_bridge.models.model import VisionLanguageModel
+from qwen3vl_bridge.models.provider import log_trained_parameters
+from qwen3vl_bridge.peft.adapter_rows import LINEAR_LAYERS, AdapterSettings, layer_of, linear_rows
+from qwen3vl_bridge.peft.insertion import (
     let_recompute_see_gradients,
     refuse_cut_experts,
     refuse_dora,
     transform_in,
 )
-from qwen3vl_bridge.models.freezing import log_trained_parameters
-from qwen3vl_bridge.models.model import VisionLanguageModel
 from qwen3vl_bridge.registry import family
-from qwen3vl_bridge.weights.adapter_rows import LINEAR_LAYERS, AdapterSettings, layer_of, linear_rows, plain_name
-from qwen3vl_bridge.weights.model_parts import Part, part_of
-from qwen3vl_bridge.weights.names import is_of_experts, shared_name
-from qwen3vl_bridge.weights.rows import expand
+from qwen3vl_bridge.weights.rows import Part, expand, is_of_experts, part_of, shared_name
 
 from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
 from megatron.bridge.peft.dora import DoRA
@@ -29,9 +27,6 @@ if TYPE_CHECKING:
     from qwen3vl_bridge.models.provider import VisionLanguageProvider
 
 _ADAPT = {f"adapt_{part.value}": part for part in Part}
-_UNSET = list(LINEAR_LAYERS)  # the default of target_modules
-# Fields of LoRA for other ways to adapt experts, and their defaults.
-_OTHER_WAYS = {"normalize_moe_lora": False, "experts_shared_outer_loras": False}
 
 
 @dataclass
@@ -65,19 +60,14 @@ class Qwen3VLParts:
     adapt_experts: bool = False
 
     def __call__(self, model: Any, training: bool = True) -> Any:
-        """Freeze parts and insert adapters. Megatron-Bridge calls this before it wraps the model.
+        """Freeze parts and insert adapters in place. Megatron-Bridge calls this before it wraps the model.
 
         Args:
-            model: a VisionLanguageModel or the list of a rank's virtual stages, wrapped or not. It is changed in place.
+            model: a VisionLanguageModel or the list of a rank's virtual stages, wrapped or not.
             training: whether adapters are to be trained; if not, nothing is.
 
-        Returns:
-            `model`.
-
         Raises:
-            TypeError: it is not a VisionLanguageModel.
-            ValueError: it already has adapters, a field of this configuration would have no effect on it, or its
-                experts cannot have adapters.
+            ValueError: it already has adapters, or `check` refuses this configuration.
         """
         # Not Megatron-Bridge's own way, which would replace `forward` of blocks that recompute, trained or not.
         chunks = _chunks(model)
@@ -107,8 +97,8 @@ class Qwen3VLParts:
         if not is_of_experts(full_name):
             return super().match(m, name, prefix)
         shared_prefix, _, last = shared_name(full_name).rpartition(".")
-        found = super().match(m, last, shared_prefix) if self.adapt_experts else None
-        return None if found is None else (found[0], full_name)
+        matched = super().match(m, last, shared_prefix) if self.adapt_experts else None
+        return None if matched is None else (matched[0], full_name)
 
     def freeze_model(self, model: Any, training: bool = True) -> None:
         """Stop training of the parts' own weights; of everything if nothing is to be trained."""
@@ -122,7 +112,7 @@ class Qwen3VLParts:
     def set_params_to_save(self, model: Any) -> None:
         """Record what is trained, for checkpoints: they know an adapted layer's own weights by their plain names."""
         super().set_params_to_save(model)
-        self.params_to_save |= {plain_name(name) for name in self.params_to_save}
+        self.params_to_save |= {name.replace(".to_wrap.", ".") for name in self.params_to_save}
 
     def adapter_key_filter(self, key: Any) -> bool:
         """Whether checkpoints hold a parameter; Megatron-FSDP asks by names that begin with those of its wrappers."""
@@ -157,14 +147,7 @@ class Qwen3VLParts:
         return {"_target_": f"{module}.{type(self).__qualname__}"} | values
 
     def check(self, provider: VisionLanguageProvider) -> None:
-        """Refuse settings that are invalid for a model, or would have no effect on it. It need not be built.
-
-        Args:
-            provider: the model's, finalised.
-
-        Raises:
-            ValueError: such a setting.
-        """
+        """Refuse settings that are invalid for the model of a finalised provider, or would have no effect on it."""
         if self.canonical_mapping:
             raise ValueError(f"canonical_mapping is {dict(self.canonical_mapping)}, expected it to be empty")
         if self.target_modules and self.exclude_modules:
@@ -175,37 +158,31 @@ class Qwen3VLParts:
         rows = linear_rows(expand(family(provider.family).rows(), provider.dimensions()))
         layers = list(dict.fromkeys(shared_name(layer_of(row)) for row in rows))
         adapted = [layer for layer in layers if self.settings.adapts(layer)]
-        self._refuse_experts([layer for layer in adapted if is_of_experts(layer)], provider)
-        self._refuse_idle_fields(layers, adapted)
-
-    def _refuse_experts(self, layers: list[str], provider: VisionLanguageProvider) -> None:
-        """Refuse adapters of experts that cannot be trained correctly, or loaded elsewhere."""
-        if layers and provider.moe_grouped_gemm:
+        experts = [layer for layer in adapted if is_of_experts(layer)]
+        if experts and provider.moe_grouped_gemm:
             raise ValueError(
-                f"moe_grouped_gemm is True, so that {layers[0]} holds all experts of a rank; expected False, because "
+                f"moe_grouped_gemm is True, so that {experts[0]} holds all experts of a rank; expected False, because "
                 "each expert has its own adapter"
             )
-        if layers:
+        if experts:
             refuse_cut_experts(provider)
-        for layer in layers:
-            if (other := layer[:-1] + ("2" if layer.endswith("1") else "1")) not in layers:
+        for layer in experts:
+            if (other := layer[:-1] + ("2" if layer.endswith("1") else "1")) not in experts:
                 raise ValueError(
                     f"{layer} would have adapters and {other} none, expected both or neither: vLLM cannot load "
                     "anything else"
                 )
-
-    def _refuse_idle_fields(self, layers: list[str], adapted: list[str]) -> None:
-        parts = [part for part in _ADAPT if getattr(self, part)]
-        asked_for = [] if self.target_modules == _UNSET else self.target_modules or []
-        if self.adapt_experts and not any(is_of_experts(layer) for layer in adapted):
+        if self.adapt_experts and not experts:
             raise ValueError(
                 f"adapt_experts is True, and none of the {len(adapted)} adapted layers belongs to experts: expected "
                 "adapt_language_model=True, a model with experts, and target_modules that match theirs"
             )
-        alone = {entry: replace(self.settings, target_modules=(entry,)) for entry in asked_for}
-        if idle := [entry for entry, settings in alone.items() if not any(map(settings.adapts, layers))]:
-            experts = "" if self.adapt_experts else " (experts' need adapt_experts=True)"
-            raise ValueError(f"target_modules {idle} match no linear layer of the adapted parts, {parts}{experts}")
+        parts = [part for part in _ADAPT if getattr(self, part)]
+        asked_for = [] if self.target_modules == list(LINEAR_LAYERS) else self.target_modules or []  # not the default
+        separate = {entry: replace(self.settings, target_modules=(entry,)) for entry in asked_for}
+        if idle := [entry for entry, settings in separate.items() if not any(map(settings.adapts, layers))]:
+            hint = "" if self.adapt_experts else " (experts' need adapt_experts=True)"
+            raise ValueError(f"target_modules {idle} match no linear layer of the adapted parts, {parts}{hint}")
         if idle := [part for part in parts if not any(part_of(layer) is _ADAPT[part] for layer in adapted)]:
             raise ValueError(
                 f"{', '.join(idle)} is True, but target_modules {self.target_modules} match no layer there"
@@ -222,9 +199,9 @@ class Qwen3VLLoRA(Qwen3VLParts, VLMLoRA):
         """Like Qwen3VLParts', with LoRA's own fields."""
         if self.lora_dtype is not None:
             raise ValueError(f"lora_dtype is {self.lora_dtype}, expected None: adapters take the dtype of their layer")
-        for name, default in _OTHER_WAYS.items():
-            if (value := getattr(self, name)) != default:
-                raise ValueError(f"{name} is {value}, expected {default}: each expert has its own adapters, or none")
+        for name in ("normalize_moe_lora", "experts_shared_outer_loras"):
+            if getattr(self, name):
+                raise ValueError(f"{name} is True, expected False: each expert has its own adapters, or none")
         if not self.share_expert_adapters and not self.adapt_experts:
             raise ValueError("share_expert_adapters is False, expected adapt_experts=True with it")
         super().check(provider)

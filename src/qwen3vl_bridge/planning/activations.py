@@ -23,8 +23,7 @@ from qwen3vl_bridge.models.flops import CHUNK
 from qwen3vl_bridge.planning.model_states import adapter_sizes, layers_by_kind
 from qwen3vl_bridge.planning.split import ModelSplit, PipelineChunk
 from qwen3vl_bridge.planning.training_settings import Recompute, TrainingSettings
-from qwen3vl_bridge.weights.dimensions import Dimensions
-from qwen3vl_bridge.weights.model_parts import Part
+from qwen3vl_bridge.weights.rows import Dimensions, Part
 
 # Bytes: of a norm's statistic, of attention's log-sum-exp, of an index, of a float32 number in any precision.
 _STATISTIC, _LOGSUMEXP, _INDEX, _FLOAT = 4, 4, 8, 4
@@ -225,7 +224,7 @@ def dense_mlp(dims: Dimensions, split: ModelSplit, training: TrainingSettings) -
 def moe_mlp(dims: Dimensions, split: ModelSplit, training: TrainingSettings) -> list[SavedTensor]:
     """The router, the experts and the shared expert of a layer, with the norm before them."""
     w, e, moe = TextWidths.of(dims, split), training.precision.weight, frozenset({"moe"})
-    topk, experts = dims["chosen_experts"], dims["experts"]
+    topk, experts = dims["topk"], dims["experts"]
     # Expert-tensor-parallel ranks have each other's tokens, with a part of the width each.
     routed = topk * w.token * training.expert_load * split.expert_tp
     scores = experts * _STATISTIC * training.balancing_loss
@@ -511,7 +510,7 @@ def _text_layer(
     w, e = TextWidths.of(dims, split), training.precision.weight
     widest, mlp = w.ffn, dense_mlp(dims, split, training)
     if moe:
-        routed = dims["chosen_experts"] * training.expert_load / split.sequence_ranks
+        routed = dims["topk"] * training.expert_load / split.sequence_ranks
         widest = routed * (dims["moe_ffn"] + 2 * dims["hidden"] * split.expert_tp / 3)
         mlp = moe_mlp(dims, split, training)
     gradients = 3 * widest * e

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from qwen3vl_bridge.parallel.encoder_replicas import Replicas
+from qwen3vl_bridge.models.divisibility import Replicas
 from qwen3vl_bridge.planning.activations import MicrobatchWork, chunk_activations
 from qwen3vl_bridge.planning.hardware import GIB
 from qwen3vl_bridge.planning.model_states import ModelStates, adapter_sizes, layers_by_kind, stage_states
 from qwen3vl_bridge.planning.split import ModelSplit, PipelineChunk
 from qwen3vl_bridge.planning.training_settings import TrainingSettings
 from qwen3vl_bridge.registry import dimensions_of, family
-from qwen3vl_bridge.weights.dimensions import Dimensions
+from qwen3vl_bridge.weights.rows import Dimensions
 
 # Assumed, not measured: the CUDA context and its kernels, NCCL's buffers of several groups, workspaces of cuBLAS and
 # Transformer Engine.

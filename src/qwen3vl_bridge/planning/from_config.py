@@ -21,8 +21,7 @@ from qwen3vl_bridge.planning.training_settings import (
     Sharding,
     TrainingSettings,
 )
-from qwen3vl_bridge.weights.dimensions import Dimensions
-from qwen3vl_bridge.weights.model_parts import Part
+from qwen3vl_bridge.weights.rows import Dimensions, Part
 
 # Settings that the planner does not model, by section, each with the values that cost no memory.
 _NOT_MODELLED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {

@@ -14,10 +14,7 @@ from dataclasses import dataclass, replace
 from qwen3vl_bridge.planning.split import ModelSplit, PipelineChunk
 from qwen3vl_bridge.planning.training_settings import Sharding, TrainingSettings
 from qwen3vl_bridge.registry import family
-from qwen3vl_bridge.weights.dimensions import Dimensions
-from qwen3vl_bridge.weights.model_parts import Part, part_of
-from qwen3vl_bridge.weights.names import is_of_experts, is_of_mtp
-from qwen3vl_bridge.weights.rows import Row
+from qwen3vl_bridge.weights.rows import Dimensions, Part, Row, is_of_experts, is_of_mtp, part_of
 
 _EMBEDDING = "language_model.embedding.word_embeddings.weight"
 _MTP_LAYER = ".mtp_model_layer."

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from qwen3vl_bridge.parallel.encoder_replicas import Replicas
+from qwen3vl_bridge.models.divisibility import Replicas
 from qwen3vl_bridge.planning.estimate import MemoryEstimate
 from qwen3vl_bridge.planning.hardware import GB, GIB, HOST_BYTES, HOST_RESERVE
 from qwen3vl_bridge.planning.proposals import MARGIN

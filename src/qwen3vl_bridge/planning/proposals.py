@@ -15,8 +15,7 @@ from qwen3vl_bridge.planning.estimate import MemoryEstimate, check, estimate_of
 from qwen3vl_bridge.planning.hardware import Gpu
 from qwen3vl_bridge.planning.split import ModelSplit
 from qwen3vl_bridge.planning.training_settings import FULL, Recompute, TrainingSettings
-from qwen3vl_bridge.weights.dimensions import Dimensions
-from qwen3vl_bridge.weights.model_parts import Part
+from qwen3vl_bridge.weights.rows import Dimensions, Part
 
 MARGIN = 0.05  # of the memory is left free, in addition to the reserve
 _LEAST_TOKENS = 2048  # of a context-parallel rank

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qwen3vl_bridge.models.divisibility import indivisible, row_multiple
-from qwen3vl_bridge.weights.dimensions import Dimensions
+from qwen3vl_bridge.weights.rows import Dimensions
 
 
 @dataclass(frozen=True)

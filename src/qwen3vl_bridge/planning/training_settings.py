@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
-from qwen3vl_bridge.weights.model_parts import Part
+from qwen3vl_bridge.weights.rows import Part
 
 TEXT_MODULES = frozenset({"core_attn", "mlp", "moe", "moe_act", "layernorm"})
 VISION_MODULES = frozenset({"core_attn", "layernorm"})  # as `models/refusals.py` has them

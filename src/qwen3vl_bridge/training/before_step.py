@@ -26,7 +26,7 @@ from qwen3vl_bridge.parallel.collectives import broadcast_object, gather_objects
 from qwen3vl_bridge.training import run_refusals
 from qwen3vl_bridge.training.run_log import MEASURED, STEP_LOSS, TOWER_NORMS, read_metrics
 from qwen3vl_bridge.training.run_settings import Action, GuardConfig
-from qwen3vl_bridge.weights.model_parts import Part, part_of_wrapped
+from qwen3vl_bridge.weights.rows import Part, part_of_wrapped
 
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext

@@ -23,8 +23,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.checkpoint.engine.manifest import MANIFEST
-from qwen3vl_bridge.checkpoint.formats.megatron.folder import (
+from qwen3vl_bridge.checkpoint.formats.megatron import (
     HF_FILES,
     LATEST_TRAIN_STATE,
     RUN_CONFIG,
@@ -32,12 +31,12 @@ from qwen3vl_bridge.checkpoint.formats.megatron.folder import (
     TRACKER,
     TRAIN_STATE,
 )
-from qwen3vl_bridge.data.row_settings import ConversationRows
-from qwen3vl_bridge.data.sources.fingerprints import check_position
+from qwen3vl_bridge.checkpoint.stored_models import MANIFEST
+from qwen3vl_bridge.data.dataset_provider import ConversationRows
+from qwen3vl_bridge.data.loading.batch_stream import check_position
 from qwen3vl_bridge.dist_train.joint_checkpoint import as_one_model
 from qwen3vl_bridge.io.atomic import PRIVATE, atomic_directory, replace_file
-from qwen3vl_bridge.io.errors import CheckpointError
-from qwen3vl_bridge.io.json_files import read_object
+from qwen3vl_bridge.io.files import CheckpointError, read_object
 from qwen3vl_bridge.parallel.collectives import all_or_none, broadcast_object, is_first, joint_failure, wait_for_all
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.training.resuming import (

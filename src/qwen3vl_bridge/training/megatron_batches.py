@@ -14,8 +14,7 @@ from functools import cache
 from typing import Any
 
 from qwen3vl_bridge.batch import PackedBatch
-from qwen3vl_bridge.models.caller_inputs import Arrangement, as_packed_batch
-from qwen3vl_bridge.models.caller_masks import OFFSETS, check_mask, without_trailing
+from qwen3vl_bridge.models.inputs import OFFSETS, Arrangement, as_packed_batch, check_mask, without_trailing
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
 
 import torch

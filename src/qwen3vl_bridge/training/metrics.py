@@ -18,16 +18,16 @@ from itertools import accumulate
 from typing import Any, Self
 
 from qwen3vl_bridge.batch import PackedBatch
-from qwen3vl_bridge.data.packing.set_counts import SetCounts, add_counts, most_of
+from qwen3vl_bridge.data.packing.row_plan import SetCounts, add_counts, most_of
 from qwen3vl_bridge.models.flops import TowerCosts, provider_costs, trained_parts
+from qwen3vl_bridge.models.layer_specs import tracked_row, tracked_rows
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
-from qwen3vl_bridge.models.router import tracked_row, tracked_rows
 from qwen3vl_bridge.parallel.collectives import gather_objects, max_of_each, sum_amounts, sum_over_ranks
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.planning.hardware import GPUS
 from qwen3vl_bridge.training.run_log import TOWER_NORMS, check_trackers, publish, step_of
 from qwen3vl_bridge.training.run_refusals import check_share
-from qwen3vl_bridge.weights.model_parts import part_of_wrapped
+from qwen3vl_bridge.weights.rows import part_of_wrapped
 
 import torch
 from megatron.bridge.peft.lora_layers import LoRATopKRouter

@@ -11,16 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.checkpoint.adapters.settings import check_same_adapters
-from qwen3vl_bridge.checkpoint.formats.dcp.metadata import FILE as METADATA
-from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
-from qwen3vl_bridge.checkpoint.formats.megatron.folder import RUN_CONFIG, TORCH_DIST, find_iteration, format_of
-from qwen3vl_bridge.io.errors import CheckpointError
+from qwen3vl_bridge.checkpoint.formats.dcp_metadata import FILE as METADATA
+from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
+from qwen3vl_bridge.checkpoint.formats.megatron import RUN_CONFIG, TORCH_DIST, find_iteration, format_of
+from qwen3vl_bridge.io.files import CheckpointError
 from qwen3vl_bridge.parallel.collectives import all_or_none, broadcast_object, gather_objects, is_first
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
+from qwen3vl_bridge.peft.stored_adapters import check_same_adapters
 from qwen3vl_bridge.registry import family
-from qwen3vl_bridge.weights.model_parts import Part
-from qwen3vl_bridge.weights.rows import expand
+from qwen3vl_bridge.weights.rows import Part, expand
 
 from megatron.bridge.training.checkpointing import (
     CheckpointLoadContext,

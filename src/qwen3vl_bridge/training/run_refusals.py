@@ -13,8 +13,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from qwen3vl_bridge.data.provider import Qwen3VLConversationProvider
-from qwen3vl_bridge.data.row_settings import ConversationRows
+from qwen3vl_bridge.data.dataset_provider import ConversationRows, Qwen3VLConversationProvider
 from qwen3vl_bridge.models import refusals as model_refusals
 from qwen3vl_bridge.models.rules import Range, Row, Rule, When, any_of, at_default, at_least, check, under
 from qwen3vl_bridge.models.settings import replicas_of
@@ -25,7 +24,7 @@ from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.training.checkpoint_manager import MANAGER
 from qwen3vl_bridge.training.resuming import expect_checkpoint
 from qwen3vl_bridge.training.run_settings import Qwen3VLTowers
-from qwen3vl_bridge.weights.model_parts import Part
+from qwen3vl_bridge.weights.rows import Part
 
 import torch
 from megatron.bridge.training.config import (

@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Literal
 
-from qwen3vl_bridge.weights.model_parts import Part, part_of_wrapped
+from qwen3vl_bridge.weights.rows import Part, part_of_wrapped
 
 from megatron.bridge.training.config import (
     OptimizerConfigOverrideProvider,

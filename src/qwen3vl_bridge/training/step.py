@@ -11,7 +11,6 @@ from qwen3vl_bridge.batch.device_transfer import Movable, copy_to_gpu
 from qwen3vl_bridge.dist_train.joint_step import next_encoder_batch
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.settings import replicas_of
-from qwen3vl_bridge.models.vision_config import vision_work
 from qwen3vl_bridge.training.before_step import recorded
 from qwen3vl_bridge.training.megatron_batches import from_collator
 from qwen3vl_bridge.training.metrics import Amounts, count_microbatch, count_operations
@@ -102,7 +101,7 @@ def encode(
     send.
     """
     config = get_model_config(model)
-    replicas, work = replicas_of(config), vision_work(config)
+    replicas, work = replicas_of(config), config.vision_work
     share = replicas.share_of(groups.dp.rank())
     packed = [b if isinstance(b, PackedBatch) else from_collator(b, config, state.cfg.dataset) for b in batches]
     if model.training:

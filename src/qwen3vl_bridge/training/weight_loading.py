@@ -15,23 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.checkpoint.adapters.settings import refuse_adapters_alone
-from qwen3vl_bridge.checkpoint.engine.manifest import read_manifest, tool
-from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
-from qwen3vl_bridge.checkpoint.formats.megatron.folder import HF_FILES, TORCH_DIST, find_iteration, format_of, key_of
-from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import side_files
-from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
-from qwen3vl_bridge.checkpoint.stored_models.hf_model import open_model
-from qwen3vl_bridge.io.errors import CheckpointError
+from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
+from qwen3vl_bridge.checkpoint.formats.huggingface import side_files
+from qwen3vl_bridge.checkpoint.formats.megatron import HF_FILES, TORCH_DIST, find_iteration, format_of, key_of
+from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, open_model, read_manifest, tool
+from qwen3vl_bridge.io.files import CheckpointError
 from qwen3vl_bridge.models.model import VisionLanguageModel
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
 from qwen3vl_bridge.parallel.collectives import all_or_none, gather_objects
+from qwen3vl_bridge.peft.stored_adapters import refuse_adapters_alone
 from qwen3vl_bridge.registry import family, family_of
 from qwen3vl_bridge.training.process_groups import initialize
 from qwen3vl_bridge.training.resuming import has_checkpoint
-from qwen3vl_bridge.weights.dimensions import vision_sizes
-from qwen3vl_bridge.weights.names import is_of_mtp, local_name
-from qwen3vl_bridge.weights.rows import Row, expand, stored_rows
+from qwen3vl_bridge.weights.rows import Row, expand, is_of_mtp, local_name, stored_rows, vision_sizes
 
 import torch
 import torch.distributed.checkpoint as dcp

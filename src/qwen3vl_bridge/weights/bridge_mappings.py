@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from qwen3vl_bridge.weights.names import local_name
 from qwen3vl_bridge.weights.rows import (
     QKV,
     ConcatenatedQKV,
@@ -15,6 +14,7 @@ from qwen3vl_bridge.weights.rows import (
     Row,
     Sectioned,
     ZeroCentered,
+    local_name,
 )
 
 import torch.nn.functional as F

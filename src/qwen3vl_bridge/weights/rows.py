@@ -1,4 +1,5 @@
-"""Kinds of rows of the weight table: the relation between a Megatron parameter and its Hugging Face tensors.
+"""The weight table's rows: which Hugging Face tensors a Megatron parameter is made of, their names and shapes; and the
+rows that families share: the vision tower's, a text layer's MLP, the experts of a layer.
 
 Standard library only.
 """
@@ -7,39 +8,111 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
-from qwen3vl_bridge.weights.dimensions import Dimensions
+
+@dataclass(frozen=True)
+class Dimensions:
+    """Values of the weight table's symbols for one model; `dimensions[name]` is one of the sizes."""
+
+    sizes: Mapping[str, int]  # by name, those in the rows' shapes, conditions (0 or 1) and counts of heads
+    indices: Mapping[str, Sequence[int]]  # by name, the values of a `*`
+    family: str  # whose table it is, a name that `registry.family` knows
+
+    def __getitem__(self, name: str) -> int:
+        return self.sizes[name]
+
+    def with_vocab(self, rows: int) -> Dimensions:
+        """The same with a vocabulary of this many rows."""
+        return replace(self, sizes={**self.sizes, "vocab": rows})
+
+
+def text_sizes(
+    *,
+    vocab: int,
+    hidden: int,
+    ffn: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    untied: bool,
+    experts: int = 0,
+    topk: int = 0,
+    moe_ffn: int = 0,
+) -> dict[str, int]:
+    """Sizes of a text model; without experts, none of theirs."""
+    return {
+        "vocab": vocab,
+        "hidden": hidden,
+        "ffn": ffn,
+        "head_dim": head_dim,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "q": heads * head_dim,
+        "kv": kv_heads * head_dim,
+        "experts": experts,
+        "topk": topk,
+        "moe_ffn": moe_ffn,
+        "moe_gate_up": 2 * moe_ffn,
+        "untied": int(untied),
+    }
+
+
+def vision_sizes(vision: Mapping) -> dict[str, int]:
+    """Sizes of the vision tower, from only its configuration."""
+    return {
+        "v_hidden": vision["hidden_size"],
+        "v_heads": vision["num_heads"],
+        "v_qkv": 3 * vision["hidden_size"],
+        "v_ffn": vision["intermediate_size"],
+        "v_merged": vision["hidden_size"] * vision["spatial_merge_size"] ** 2,
+        "v_positions": vision["num_position_embeddings"],
+        "v_channels": vision.get("in_channels", 3),
+        "v_patch": vision["patch_size"],
+        "v_temporal_patch": vision["temporal_patch_size"],
+    }
+
+
+def indices_of(
+    *,
+    layers: int,
+    moe_layers: Sequence[int] = (),
+    experts: int = 0,
+    vision_layers: int = 0,
+    deepstack_layers: Sequence[int] = (),
+) -> dict[str, Sequence[int]]:
+    """`Dimensions.indices`; `moe_layers` have experts, `deepstack_layers` of the tower a DeepStack merger."""
+    return {
+        "text_layers": range(layers),
+        "dense_layers": tuple(i for i in range(layers) if i not in moe_layers),
+        "moe_layers": moe_layers,
+        "experts": range(experts),
+        "vision_layers": range(vision_layers),
+        "deepstack_layers": tuple(deepstack_layers),
+        "deepstack_mergers": range(len(deepstack_layers)),
+    }
+
 
 Shape = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One Megatron parameter and its Hugging Face tensors.
+    """One Megatron parameter and its Hugging Face tensors."""
 
-    Attributes:
-        megatron: Megatron parameter name, with Transformer Engine's layer spec.
-        hf: names of its Hugging Face tensors, in the order of Megatron's parameter.
-        shapes: shape of each Hugging Face tensor; a string names a size of `Dimensions`.
-        indices: what each `*` counts, entries of `Dimensions.indices`. A Hugging Face name may have fewer of them.
-        condition: key of `dimensions` that must be true for the row to exist, or None.
-        replicated: the parameter is a plain torch one, whole on every tensor-parallel rank.
-        float32: the parameter is in float32 in models of 16 bits too, and in Megatron's checkpoints of them.
-        position: the numbers that replace the `*`, in an expanded row.
-        pattern: the Megatron parameter name as in the table, in an expanded row.
-    """
-
-    megatron: str
-    hf: tuple[str, ...]
-    shapes: tuple[Shape, ...]
+    megatron: str  # Megatron parameter name, with Transformer Engine's layer spec
+    hf: tuple[str, ...]  # names of its Hugging Face tensors, in the order of Megatron's parameter
+    shapes: tuple[Shape, ...]  # shape of each Hugging Face tensor; a string names a size of `Dimensions`
+    # What each `*` counts, entries of `Dimensions.indices`. A Hugging Face name may have fewer of them.
     indices: tuple[str, ...] = ()
-    condition: str | None = None
-    replicated: bool = False
-    float32: bool = False
-    position: tuple[int, ...] = ()
-    pattern: str = ""
+    condition: str | None = None  # key of `dimensions` that must be true for the row to exist, or None
+    replicated: bool = False  # the parameter is a plain torch one, whole on every tensor-parallel rank
+    float32: bool = False  # the parameter is in float32 in models of 16 bits too, and in Megatron's checkpoints of them
+    position: tuple[int, ...] = ()  # the numbers that replace the `*`, in an expanded row
+    pattern: str = ""  # the Megatron parameter name as in the table, in an expanded row
 
     @property
     def stored(self) -> tuple[str, ...]:
@@ -95,17 +168,14 @@ class ZeroCentered(Row):
 
 @dataclass(frozen=True)
 class Sectioned(Row):
-    """Tensors that Megatron concatenates; a checkpoint of either format stores the sections separately.
+    """Tensors that Megatron concatenates; a checkpoint of either format stores the sections separately."""
 
-    Attributes:
-        sections: the name of each, and its size along dimension 0, an entry of `Dimensions`.
-    """
-
+    # The name of each, and its size along dimension 0, an entry of `Dimensions`.
     sections: tuple[tuple[str, str], ...] = ()
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """The sections by name."""
+        """See Row."""
         return tuple(f"{self.megatron}.{name}" for name, _ in self.sections)
 
 
@@ -114,26 +184,22 @@ class GatedMLP(Row):
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """See `gate_and_up`."""
+        """See Row."""
         return gate_and_up(self.megatron)
 
 
 @dataclass(frozen=True)
 class PackedExpert(Row):
-    """One expert of a tensor that has all experts of a layer, [experts, ...].
+    """One expert of a tensor that has all experts of a layer, [experts, ...]."""
 
-    Attributes:
-        transposed: the tensor is input-major, [experts, in, out], unlike Megatron's [out, in].
-        gated: it is the gate and the up projection, concatenated; stored separately in an fsdp_dtensor checkpoint, like
-            `GatedMLP`.
-    """
-
-    transposed: bool = False
+    transposed: bool = False  # the tensor is input-major, [experts, in, out], unlike Megatron's [out, in]
+    # It is the gate and the up projection, concatenated; stored separately in an fsdp_dtensor checkpoint, like
+    # `GatedMLP`.
     gated: bool = False
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """As for a GatedMLP if it is one."""
+        """See Row."""
         return gate_and_up(self.megatron) if self.gated else (self.megatron,)
 
 
@@ -147,18 +213,14 @@ class ExpertOutput(Row):
     """One expert's columns of a matrix of all experts of a layer, [out, columns * experts].
 
     The first column of every expert comes first, then the second of every expert, and so on.
-
-    Attributes:
-        gated: it is the gate and the up projection, concatenated.
-        whole: these are one tensor in an fsdp_dtensor checkpoint, where those of a `GatedMLP` are two.
     """
 
-    gated: bool = False
-    whole: bool = False
+    gated: bool = False  # it is the gate and the up projection, concatenated
+    whole: bool = False  # these are one tensor in an fsdp_dtensor checkpoint, where those of a `GatedMLP` are two
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """As for a GatedMLP if it is one."""
+        """See Row."""
         return gate_and_up(self.megatron) if self.gated and not self.whole else (self.megatron,)
 
 
@@ -193,12 +255,7 @@ def hf_shapes(row: Row, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
 
 
 def expand(rows: tuple[Row, ...], dimensions: Dimensions) -> Iterator[Row]:
-    """The rows of a model of these dimensions, one per Megatron parameter, without any `*`.
-
-    Args:
-        rows: rows of the table, with `*`.
-        dimensions: from `dimensions_of`.
-    """
+    """The rows of a model of these dimensions, one per Megatron parameter, without any `*`."""
     for row in rows:
         if row.condition is None or dimensions[row.condition]:
             for numbers in itertools.product(*(dimensions.indices[name] for name in row.indices)):
@@ -208,3 +265,254 @@ def expand(rows: tuple[Row, ...], dimensions: Dimensions) -> Iterator[Row]:
 def parameter_count(rows: tuple[Row, ...], dimensions: Dimensions) -> int:
     """Number of parameters of a model of these dimensions, without building it."""
     return sum(math.prod(shape) for row in expand(rows, dimensions) for shape in row.numbers(dimensions))
+
+
+class ExpertLayout(Enum):
+    """Format of the experts of a layer in a Hugging Face checkpoint."""
+
+    INPUT_MAJOR = "packed [experts, in, out]"  # the released checkpoints
+    OUTPUT_MAJOR = "packed [experts, out, in]"  # a model saved by transformers 5
+    PER_EXPERT = "one tensor per expert"
+    OUTPUT_MAJOR_MTP_PER_EXPERT = "packed [experts, out, in], one tensor per expert of multi-token prediction"
+
+
+def expert_layout_of(
+    table: Callable[[ExpertLayout], Sequence[Row]], shapes: Mapping[str, Sequence[int]], dimensions: Dimensions
+) -> ExpertLayout:
+    """The format of a checkpoint's experts, from the shapes of the tensors of its first MoE layer and of multi-token
+    prediction, by Hugging Face name; `table` gives the rows of a checkpoint in a format.
+
+    No model is ambiguous: if one tensor's two orientations have the same shape, the other's have not.
+
+    Raises:
+        ValueError: an unknown format.
+    """
+    layer = dimensions.indices["moe_layers"][0]
+    names: list[str] = []
+    for layout in ExpertLayout:
+        expected: dict[str, tuple[int, ...]] = {}
+        for row in table(layout):
+            if "experts" not in row.indices or (row.condition is not None and not dimensions[row.condition]):
+                continue
+            for expert in dimensions.indices["experts"]:
+                expanded = row.at(*(expert if index == "experts" else layer for index in row.indices))
+                expected.update(zip(expanded.hf, hf_shapes(expanded, dimensions), strict=True))
+        if all(tuple(shapes.get(name, ())) == shape for name, shape in expected.items()):
+            return layout
+        names += expected
+    prefix = names[0].rpartition(".")[0] + "."  # of a packed tensor
+    given = sorted((name, list(shape)) for name, shape in shapes.items() if name.startswith(prefix))
+    raise ValueError(
+        f"experts of layer {layer}: found {given[:4] or 'no tensors'}, expected {dimensions['experts']} experts of "
+        f"{dimensions['hidden']} x {dimensions['moe_ffn']}, {' or '.join(layout.value for layout in ExpertLayout)}"
+    )
+
+
+OUTPUT_LAYER = "language_model.output_layer"
+# Megatron-Bridge's names of an adapter's parameters: `layer`, MARK, and one of the three.
+MARK = ".adapter."
+IN, OUT, MAGNITUDE = "linear_in.weight", "linear_out.weight", "weight_magnitude"
+
+# If a layer spec has no fused norm-and-linear module, its norms are separate modules; if it has no grouped experts,
+# each expert is.
+_LOCAL_NAMES = (
+    (r"self_attention\.(linear_qkv|in_proj)\.layer_norm_", "input_layernorm."),
+    (r"mlp\.linear_fc1\.layer_norm_", "pre_mlp_layernorm."),
+    (r"mlp\.experts\.(linear_fc[12])\.weight(\d+|\*)", r"mlp.experts.local_experts.\2.\1.weight"),
+)
+
+
+def local_name(name: str) -> str:
+    """The local layer spec's name of a parameter given with Transformer Engine's name."""
+    for pattern, instead in _LOCAL_NAMES:
+        name = re.sub(pattern, instead, name)
+    return name
+
+
+_ONE_EXPERT = re.compile(r"(?<=\.mlp\.experts)\.local_experts\.\d+(?=\.)")
+
+
+def is_of_experts(layer: str) -> bool:
+    """Whether a linear layer, by its name in either layer spec, is of experts."""
+    return ".mlp.experts." in layer
+
+
+def is_of_mtp(name: str) -> bool:
+    """Whether a Megatron module or parameter is of multi-token prediction."""
+    return ".mtp." in name
+
+
+def shared_name(layer: str) -> str:
+    """A linear layer's name as shared by all experts of its layer; any other layer's own name."""
+    return _ONE_EXPERT.sub("", layer)
+
+
+# Indices that megatron-core's own format turns into dimensions of a tensor.
+_KINDS_OF_TEXT_LAYERS = ("dense_layers", "moe_layers", "linear_layers", "full_layers")
+_STACKED: Mapping[str, str] = dict.fromkeys(_KINDS_OF_TEXT_LAYERS, "text_layers")
+# They stay in the name if layers of one stack differ, like the layers of a model with dense and MoE layers.
+NAMED_IF_MIXED = ("text_layers", *_KINDS_OF_TEXT_LAYERS)
+
+
+def stacked_name(
+    row: Row, dimensions: Dimensions, named: Collection[str] = (), *, local: bool = False
+) -> tuple[str, tuple[tuple[int, int], ...]]:
+    """Name in megatron-core's own format, `torch_dist`, of the tensor that an expanded row is a part of.
+
+    Source: megatron-core 0.19, `sharded_state_dict` of TransformerBlock, SequentialMLP and TEGroupedMLP.
+
+    Args:
+        row: an expanded row.
+        dimensions: of the model.
+        named: indices that stay in the name.
+        local: whether it was saved with megatron-core's own local layer spec. That renames norms as if they were all
+            fused, because the norm before experts is in no spec; ours does not rename that one.
+
+    Returns:
+        The name, and for each dimension in front of the parameter's own: the row's index in it, and its size.
+    """
+    name = re.sub(r"mlp\.experts\.(local_experts\.)?", "mlp.experts.experts.", row.pattern)
+    name = name.replace(".mtp_model_layer.", ".transformer_layer.")  # its earlier name in megatron-core
+    name = name.replace("weight*", "weight.*")
+    if local:
+        name = name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+    stacked = []
+    for index, number in zip(row.indices, row.position, strict=True):
+        if index in named:
+            name = name.replace("*", str(number), 1)
+        else:
+            name = name.replace(".*", "", 1)
+            stacked.append((number, len(dimensions.indices[_STACKED.get(index, index)])))
+    return name, tuple(stacked)
+
+
+class Part(Enum):
+    """As in the names of the freeze flags."""
+
+    LANGUAGE_MODEL = "language_model"
+    VISION_MODEL = "vision_model"  # without the mergers
+    VISION_PROJECTION = "vision_projection"  # the mergers, main and DeepStack
+
+
+def part_of(name: str) -> Part:
+    """The part of a model's parameter or module, by its name in the model."""
+    if name.startswith("language_model."):
+        return Part.LANGUAGE_MODEL
+    is_merger = name.startswith(("vision_model.merger.", "vision_model.decoder.deepstack_merger_list."))
+    return Part.VISION_PROJECTION if is_merger else Part.VISION_MODEL
+
+
+def part_of_wrapped(name: str) -> Part:
+    """The part of a parameter, by its name in the model or in a wrapper.
+
+    Raises:
+        ValueError: a name that is not of this model.
+    """
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    if not name.startswith(("language_model.", "vision_model.")):
+        raise ValueError(f"found the parameter {name}, expected one of language_model or vision_model")
+    return part_of(name)
+
+
+_VISION = "vision_model.decoder.layers.*."
+_HF_VISION = "model.visual.blocks.*."
+
+
+def _vision(kind: type[Row], megatron: str, hf: str, shape: Shape) -> Row:
+    return kind(_VISION + megatron, (_HF_VISION + hf,), (shape,), ("vision_layers",))
+
+
+def affine(
+    megatron: str, hf: str, weight: Shape, *, indices: tuple[str, ...] = (), replicated: bool = False
+) -> tuple[Row, ...]:
+    """Rows of a module with a weight and a bias as long as the weight's first dimension."""
+    return tuple(
+        Copy(f"{megatron}.{suffix}", (f"{hf}.{suffix}",), (shape,), indices, replicated=replicated)
+        for suffix, shape in (("weight", weight), ("bias", weight[:1]))
+    )
+
+
+def merger_rows(megatron: str, hf: str, norm: str, indices: tuple[str, ...] = ()) -> tuple[Row, ...]:
+    """Rows of a patch merger: a norm, and two linear layers with a GELU between."""
+    return (
+        *affine(f"{megatron}.patch_norm", f"{hf}.norm", (norm,), indices=indices),
+        *affine(f"{megatron}.linear_fc1", f"{hf}.linear_fc1", ("v_merged", "v_merged"), indices=indices),
+        *affine(f"{megatron}.linear_fc2", f"{hf}.linear_fc2", ("hidden", "v_merged"), indices=indices),
+    )
+
+
+VISION_ROWS: tuple[Row, ...] = (
+    *affine(
+        "vision_model.patch_embed.proj",
+        "model.visual.patch_embed.proj",
+        ("v_hidden", "v_channels", "v_temporal_patch", "v_patch", "v_patch"),
+        replicated=True,
+    ),
+    Copy(
+        "vision_model.pos_embed.weight",
+        ("model.visual.pos_embed.weight",),
+        (("v_positions", "v_hidden"),),
+        replicated=True,
+    ),
+    _vision(Copy, "self_attention.linear_qkv.layer_norm_weight", "norm1.weight", ("v_hidden",)),
+    _vision(Copy, "self_attention.linear_qkv.layer_norm_bias", "norm1.bias", ("v_hidden",)),
+    _vision(ConcatenatedQKV, "self_attention.linear_qkv.weight", "attn.qkv.weight", ("v_qkv", "v_hidden")),
+    _vision(ConcatenatedQKV, "self_attention.linear_qkv.bias", "attn.qkv.bias", ("v_qkv",)),
+    _vision(Copy, "self_attention.linear_proj.weight", "attn.proj.weight", ("v_hidden", "v_hidden")),
+    _vision(Copy, "self_attention.linear_proj.bias", "attn.proj.bias", ("v_hidden",)),
+    _vision(Copy, "mlp.linear_fc1.layer_norm_weight", "norm2.weight", ("v_hidden",)),
+    _vision(Copy, "mlp.linear_fc1.layer_norm_bias", "norm2.bias", ("v_hidden",)),
+    _vision(Copy, "mlp.linear_fc1.weight", "mlp.linear_fc1.weight", ("v_ffn", "v_hidden")),
+    _vision(Copy, "mlp.linear_fc1.bias", "mlp.linear_fc1.bias", ("v_ffn",)),
+    _vision(Copy, "mlp.linear_fc2.weight", "mlp.linear_fc2.weight", ("v_hidden", "v_ffn")),
+    _vision(Copy, "mlp.linear_fc2.bias", "mlp.linear_fc2.bias", ("v_hidden",)),
+    *merger_rows("vision_model.merger", "model.visual.merger", "v_hidden"),
+)
+
+
+def dense_mlp_rows(megatron: str, hf: str, *indices: str) -> tuple[Row, ...]:
+    """Rows of an MLP and the norm before it, of layers with these names: a `*` for each index, a point at the end."""
+    return (
+        Copy(
+            f"{megatron}mlp.linear_fc1.layer_norm_weight",
+            (f"{hf}post_attention_layernorm.weight",),
+            (("hidden",),),
+            indices,
+        ),
+        GatedMLP(
+            f"{megatron}mlp.linear_fc1.weight",
+            (f"{hf}mlp.gate_proj.weight", f"{hf}mlp.up_proj.weight"),
+            (("ffn", "hidden"), ("ffn", "hidden")),
+            indices,
+        ),
+        Copy(f"{megatron}mlp.linear_fc2.weight", (f"{hf}mlp.down_proj.weight",), (("hidden", "ffn"),), indices),
+    )
+
+
+def moe_rows(megatron: str, hf: str, *indices: str, experts: ExpertLayout) -> tuple[Row, ...]:
+    """Rows of a router, its experts in this format, and the norm before them; otherwise as `dense_mlp_rows`."""
+    return (
+        Copy(f"{megatron}pre_mlp_layernorm.weight", (f"{hf}post_attention_layernorm.weight",), (("hidden",),), indices),
+        Copy(f"{megatron}mlp.router.weight", (f"{hf}mlp.gate.weight",), (("experts", "hidden"),), indices),
+        *_expert_rows(megatron, hf, indices, experts),
+    )
+
+
+def _expert_rows(megatron: str, hf: str, indices: tuple[str, ...], experts: ExpertLayout) -> tuple[Row, ...]:
+    fc1, fc2 = (f"{megatron}mlp.experts.linear_{part}.weight*" for part in ("fc1", "fc2"))
+    hf, each = f"{hf}mlp.experts.", (*indices, "experts")
+    gate_up, down = ("moe_gate_up", "hidden"), ("hidden", "moe_ffn")
+    if experts is ExpertLayout.PER_EXPERT:
+        half = ("moe_ffn", "hidden")
+        return (
+            GatedMLP(fc1, (f"{hf}*.gate_proj.weight", f"{hf}*.up_proj.weight"), (half, half), each),
+            Copy(fc2, (f"{hf}*.down_proj.weight",), (down,), each),
+        )
+    turned = experts is ExpertLayout.INPUT_MAJOR
+    if turned:
+        gate_up, down = gate_up[::-1], down[::-1]
+    return (
+        PackedExpert(fc1, (f"{hf}gate_up_proj",), (gate_up,), each, transposed=turned, gated=True),
+        PackedExpert(fc2, (f"{hf}down_proj",), (down,), each, transposed=turned),
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,13 +16,22 @@ from qwen3vl_bridge.checkpoint import (
     verify_checkpoint,
 )
 from qwen3vl_bridge.cli.convert import main
-from qwen3vl_bridge.io.json_files import read_object, write_object
+from qwen3vl_bridge.io.files import write_object
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ..support import change_extra, change_missing, expect_error, exporting, importing, model_with, stock_load
+from ..support import (
+    change_extra,
+    change_missing,
+    expect_error,
+    exporting,
+    importing,
+    model_with,
+    model_with_config,
+    stock_load,
+)
 
 CONVERT = Path(__file__).parents[3] / "conversion" / "convert.py"
 
@@ -67,18 +75,16 @@ def test_tensors_that_the_model_does_not_call_for(tmp_path, untied_folder, impor
 
 
 def test_code_that_a_model_brings_comes_along_only_when_trusted(capsys, tmp_path, untied_folder):
-    folder = shutil.copytree(untied_folder, tmp_path / "model")
-    config = read_object(folder / "config.json")
-    write_object(folder / "config.json", config | {"auto_map": {"AutoModel": "modeling.Model"}})
+    code = {"auto_map": {"AutoModel": "modeling.Model"}}
+    folder = model_with_config(tmp_path / "model", untied_folder, code)
     (folder / "modeling.py").write_text("raise SystemExit('never run here')\n")
     expect_error(capsys, importing(folder, tmp_path), "config.json", "auto_map", "--trust-remote-code")
     import_checkpoint(folder, tmp_path / "megatron", trust_remote_code=True)
     export_checkpoint(tmp_path / "megatron", tmp_path / "hf", trust_remote_code=True)
     assert (tmp_path / "hf" / "modeling.py").read_text() == (folder / "modeling.py").read_text()
-    plain = tmp_path / "plain"
-    import_checkpoint(untied_folder, plain)
-    arguments = exporting(plain, tmp_path)
-    expect_error(capsys, [arguments[0], "--hf-model", str(folder), *arguments[1:]], "--trust-remote-code")
+    import_checkpoint(untied_folder, tmp_path / "plain")
+    named = ["--hf-model", str(folder)]
+    expect_error(capsys, exporting(tmp_path / "plain", tmp_path), "--trust-remote-code", options=named)
 
 
 @pytest.mark.parametrize(
@@ -89,18 +95,14 @@ def test_code_that_a_model_brings_comes_along_only_when_trusted(capsys, tmp_path
     ],
 )
 def test_a_configuration_that_megatron_bridge_would_act_on(capsys, tmp_path, untied_folder, change, part):
-    folder = shutil.copytree(untied_folder, tmp_path / "model")
-    config = read_object(folder / "config.json")
-    for name, value in change.items():
-        config[name] = config[name] | value if isinstance(config.get(name), dict) else value
-    write_object(folder / "config.json", config)
+    folder = model_with_config(tmp_path / "model", untied_folder, change)
     expect_error(capsys, importing(folder, tmp_path), "config.json", part)
 
 
 @pytest.mark.parametrize("option", [["--make-vocab-size-divisible-by", "0"], ["--world-size", "0"], ["--ep", "5"]])
 def test_options_that_cannot_be(capsys, tmp_path, moe_folder, option):
-    arguments = importing(moe_folder, tmp_path)
-    expect_error(capsys, [arguments[0], *option, *arguments[1:]], option[0], f"is {option[1]}, expected")
+    parts = (option[0], f"is {option[1]}, expected")
+    expect_error(capsys, importing(moe_folder, tmp_path), *parts, options=option)
 
 
 def test_a_manifest_that_lies(capsys, tmp_path, moe_folder):

@@ -21,11 +21,11 @@ from qwen3vl_bridge.checkpoint import (
     inspect_checkpoint,
     verify_checkpoint,
 )
+from qwen3vl_bridge.checkpoint.conversion_plan import tensors_of
 from qwen3vl_bridge.checkpoint.formats import planned_files
+from qwen3vl_bridge.checkpoint.formats.huggingface import copy_side_files
 from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace
-from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import copy_side_files
-from qwen3vl_bridge.checkpoint.planning.plan import tensors_of
-from qwen3vl_bridge.io.json_files import read_object, write_object
+from qwen3vl_bridge.io.files import read_object, write_object
 from qwen3vl_bridge.registry import dimensions_of, family
 from qwen3vl_bridge.weights.rows import expand
 
@@ -33,6 +33,8 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 from safetensors.numpy import save_file
+
+from ..support import broken_disk, contents
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded", "ignore:.*fork.*:DeprecationWarning"),
@@ -110,10 +112,6 @@ def is_alive(child: int) -> bool:
     return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 KILLED = list(product((DENSE, MOE, QWEN3_5), ("import", "torch_dist", "export"), (1, 2)))
 # Two models and every direction are among these, and what writes asks for neither.
 ALWAYS = [(DENSE, "import", 1), (DENSE, "export", 1), (MOE, "torch_dist", 1)]
@@ -184,23 +182,10 @@ def test_killed_at_any_moment(direction, processes, larger, tmp_path):
     assert [path.name for path in target.parent.iterdir()] == ["target"]
 
 
-def test_resume_writes_only_what_is_missing(larger, tmp_path, monkeypatch):
-    from qwen3vl_bridge.checkpoint.engine import copying
-
-    whole = import_checkpoint(larger, tmp_path / "whole")
-    count, original = 0, copying._commit
-
-    def fail_later(*arguments):
-        nonlocal count
-        count += 1
-        if count > 5:
-            raise OSError(28, "No space left on device")
-        original(*arguments)
-
-    monkeypatch.setattr(copying, "_commit", fail_later)
-    with pytest.raises(CheckpointError, match="No space left on device; the partial result stays in"):
+def test_resume_writes_only_what_is_missing(larger, tmp_path):
+    whole, full = import_checkpoint(larger, tmp_path / "whole"), "No space left on device"
+    with broken_disk(5, why=(28, full)), pytest.raises(CheckpointError, match=f"{full}; the partial result stays in"):
         import_checkpoint(larger, tmp_path / "target", resume=True)
-    monkeypatch.setattr(copying, "_commit", original)
     report = import_checkpoint(larger, tmp_path / "target", resume=True, verify=True)
     # Which five units were written first is the threads' affair; the two largest are two thirds of all bytes.
     assert 0 < report.resumed < report.nbytes
@@ -208,18 +193,10 @@ def test_resume_writes_only_what_is_missing(larger, tmp_path, monkeypatch):
     assert contents(tmp_path / "target") == contents(tmp_path / "whole")
 
 
-def test_resume_does_not_go_on_with_something_else(larger, tmp_path, monkeypatch):
-    from qwen3vl_bridge.checkpoint.engine import copying
-
-    def fail(*_):
-        raise OSError(5, "Input/output error")
-
-    original = copying._commit
-    monkeypatch.setattr(copying, "_commit", fail)
-    with pytest.raises(CheckpointError, match="stays in"):
+def test_resume_does_not_go_on_with_something_else(larger, tmp_path):
+    with broken_disk(0), pytest.raises(CheckpointError, match="stays in"):
         import_checkpoint(larger, tmp_path / "target", resume=True)
     assert list(tmp_path.glob(".target.partial-*"))
-    monkeypatch.setattr(copying, "_commit", original)
     with pytest.raises(CheckpointError, match="another source, options or version"):
         import_checkpoint(larger, tmp_path / "target", resume=True, torch_dtype="bfloat16")
     assert list(tmp_path.glob(".target.partial-*"))

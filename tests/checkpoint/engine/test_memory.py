@@ -9,10 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from qwen3vl_bridge.checkpoint.conversion_plan import tensors_of
+from qwen3vl_bridge.checkpoint.formats.huggingface import copy_side_files
 from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace
-from qwen3vl_bridge.checkpoint.formats.safetensors.model_folder import copy_side_files
-from qwen3vl_bridge.checkpoint.planning.plan import tensors_of
-from qwen3vl_bridge.io.json_files import read_object, write_object
+from qwen3vl_bridge.io.files import read_object, write_object
 from qwen3vl_bridge.registry import dimensions_of, family
 from qwen3vl_bridge.weights.rows import expand
 

@@ -9,19 +9,17 @@ import stat
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import CheckpointError, export_checkpoint, import_checkpoint, verify_checkpoint
-from qwen3vl_bridge.checkpoint.engine import copying
-from qwen3vl_bridge.checkpoint.engine.manifest import MANIFEST, Replaceable, tool
+from qwen3vl_bridge.checkpoint.conversion import Replaceable
 from qwen3vl_bridge.checkpoint.formats import planned_files
+from qwen3vl_bridge.checkpoint.stored_models import MANIFEST, tool
 from qwen3vl_bridge.io import atomic
-from qwen3vl_bridge.io.json_files import read_object, write_object
+from qwen3vl_bridge.io.files import read_object, write_object
 
 import pytest
 
-from ..support import expect_error, exporting, importing
+from ..support import before_each_unit, expect_error, exporting, importing
 
-
-def written_over(arguments: list[str]) -> list[str]:
-    return [arguments[0], "--overwrite", *arguments[1:]]
+OVER, OTHERS = ["--overwrite"], "files that are not part of our checkpoint"
 
 
 def test_a_project_that_holds_a_configuration_is_no_result(capsys, tmp_path, imported, untied_folder):
@@ -31,15 +29,16 @@ def test_a_project_that_holds_a_configuration_is_no_result(capsys, tmp_path, imp
     (project / "src" / "train.py").write_text("precious")
     expect_error(
         capsys,
-        written_over(exporting(imported, tmp_path)),
+        exporting(imported, tmp_path),
         "was not written by a conversion",
         MANIFEST,
         "remove it yourself",
+        options=OVER,
     )
     # A model that something else wrote is not ours to replace either.
     shutil.rmtree(project)
     shutil.copytree(untied_folder, project)
-    expect_error(capsys, written_over(exporting(imported, tmp_path)), "was not written by a conversion", MANIFEST)
+    expect_error(capsys, exporting(imported, tmp_path), "was not written by a conversion", MANIFEST, options=OVER)
 
 
 def test_a_run_that_holds_other_iterations_is_no_result(capsys, tmp_path, untied_folder, imported):
@@ -47,13 +46,13 @@ def test_a_run_that_holds_other_iterations_is_no_result(capsys, tmp_path, untied
     (run / "iter_0000100").mkdir()
     (run / "iter_0000100" / ".metadata").write_text("precious")
     error = expect_error(
-        capsys, written_over(importing(untied_folder, tmp_path)), "holds 1 files that are not part of our checkpoint"
+        capsys, importing(untied_folder, tmp_path), "holds 1 files that are not part of our checkpoint", options=OVER
     )
     assert "iter_0000100/.metadata" in error
     # What a trainer of ours has written in the first iteration's place has a manifest, but not a conversion's.
     shutil.rmtree(run / "iter_0000100")
     write_object(run / "iter_0000000" / MANIFEST, {**tool(), "source": "x", "expert_layout": None})
-    expect_error(capsys, written_over(importing(untied_folder, tmp_path)), "was not written by a conversion", MANIFEST)
+    expect_error(capsys, importing(untied_folder, tmp_path), "was not written by a conversion", MANIFEST, options=OVER)
 
 
 def test_what_lies_beside_a_result_is_listed(capsys, tmp_path, imported):
@@ -63,7 +62,7 @@ def test_what_lies_beside_a_result_is_listed(capsys, tmp_path, imported):
         (target / f"notes-{number:02d}.txt").write_text("precious")
     (target / "data").symlink_to(tmp_path)
     error = expect_error(
-        capsys, written_over(exporting(imported, tmp_path)), "holds 26 files that are not part of our checkpoint"
+        capsys, exporting(imported, tmp_path), "holds 26 files that are not part of our checkpoint", options=OVER
     )
     assert "data, notes-00.txt" in error and "notes-18.txt and 6 more" in error and "notes-19" not in error
 
@@ -72,7 +71,7 @@ def test_the_manifest_tells_files_apart_that_look_alike(capsys, tmp_path, import
     target = tmp_path / "new" / "hf"
     export_checkpoint(imported, target)
     (target / "tokenizer_of_mine.json").write_text("{}")
-    expect_error(capsys, written_over(exporting(imported, tmp_path)), "tokenizer_of_mine.json")
+    expect_error(capsys, exporting(imported, tmp_path), "tokenizer_of_mine.json", options=OVER)
 
 
 @pytest.mark.parametrize("ckpt_format", ["fsdp_dtensor", "torch_dist"])
@@ -131,7 +130,7 @@ def test_what_was_put_over_a_result_is_kept(put, capsys, tmp_path, untied_folder
     export_checkpoint(imported, target)
     name = put(target)
     before = (target / name).read_bytes()
-    error = expect_error(capsys, written_over(exporting(imported, tmp_path)), "holds 1 files changed since")
+    error = expect_error(capsys, exporting(imported, tmp_path), "holds 1 files changed since", options=OVER)
     assert name in error and (target / name).read_bytes() == before
 
 
@@ -155,23 +154,17 @@ def test_what_is_written_while_a_result_is_replaced_is_kept(tmp_path, tied_folde
     assert (kept / "precious").exists()
 
 
-def test_what_came_to_a_result_meanwhile_is_kept(tmp_path, untied_folder, monkeypatch):
+def test_what_came_to_a_result_meanwhile_is_kept(tmp_path, untied_folder):
     import_checkpoint(untied_folder, tmp_path / "m")
-    original = copying._commit
-
-    def intrude(*arguments):
-        (tmp_path / "m" / "precious").write_text("x")
-        original(*arguments)
-
-    monkeypatch.setattr(copying, "_commit", intrude)
-    with pytest.raises(CheckpointError, match="that are not part of our checkpoint, which would be deleted: precious;"):
+    intruded = before_each_unit(lambda *_: (tmp_path / "m" / "precious").write_text("x"))
+    lost = "that are not part of our checkpoint, which would be deleted: precious;"
+    with intruded, pytest.raises(CheckpointError, match=lost):
         import_checkpoint(untied_folder, tmp_path / "m", overwrite=True)
     assert (tmp_path / "m" / "precious").exists() and verify_checkpoint(untied_folder, tmp_path / "m").same
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
     # With --resume what is written stays, and it is enough when the way is free.
     with pytest.raises(CheckpointError, match="precious"):
         import_checkpoint(untied_folder, tmp_path / "m", overwrite=True, resume=True)
-    monkeypatch.setattr(copying, "_commit", original)
     (tmp_path / "m" / "precious").unlink()
     assert not import_checkpoint(untied_folder, tmp_path / "m", overwrite=True, resume=True).resumed
 

@@ -6,47 +6,34 @@ import os
 import shutil
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint import CheckpointError, import_checkpoint, verify_checkpoint
-from qwen3vl_bridge.checkpoint.engine import conversion, copying, journal
+from qwen3vl_bridge.checkpoint import CheckpointError, conversion, import_checkpoint, verify_checkpoint
 from qwen3vl_bridge.checkpoint.formats import planned_files
 from qwen3vl_bridge.cli.convert import main
 
 import pytest
 
+from ..support import before_each_unit, broken_disk, contents
+
 
 @pytest.fixture
 def begun(untied_folder, tmp_path, monkeypatch) -> Path:
     """An import to `tmp_path / "m"` that was to be continued and got as far as five units."""
-    done, original = [], copying._commit
-
-    def fail_later(*arguments):
-        done.append(1)
-        if len(done) > 5:
-            raise OSError(5, "Input/output error")
-        original(*arguments)
-
     monkeypatch.setattr(planned_files, "UNIT_BYTES", 1 << 14)
-    monkeypatch.setattr(copying, "_commit", fail_later)
-    with pytest.raises(CheckpointError, match="stays in"):
+    with broken_disk(5), pytest.raises(CheckpointError, match="stays in"):
         import_checkpoint(untied_folder, tmp_path / "m", resume=True)
-    monkeypatch.setattr(copying, "_commit", original)
     (folder,) = tmp_path.glob(".m.partial-*")
     return folder
 
 
 def damage(folder: Path) -> str:
     """Turn a bit of the first file that an earlier run has written."""
-    line = (folder / journal.FOLDER / "rank-0").read_text().splitlines()[0]
+    line = (folder / planned_files.PRIVATE / "rank-0").read_text().splitlines()[0]
     name, start, end, _ = line.split(" ")
     path = folder / "iter_0000000" / name
     data = bytearray(path.read_bytes())
     data[(int(start) + int(end)) // 2] ^= 4
     path.write_bytes(data)
     return name
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("verify", [False, True])
@@ -60,7 +47,7 @@ def test_a_damaged_part_is_written_once_more(begun, untied_folder, tmp_path, ver
 
 def test_a_result_that_fails_to_verify_again_and_again_says_how_to_go_on(begun, untied_folder, tmp_path, monkeypatch):
     damage(begun)  # and in such a way that it is not noticed
-    monkeypatch.setattr(journal, "intact", lambda _, __, units, ___: [unit for unit, _ in units])
+    monkeypatch.setattr(planned_files, "intact", lambda _, __, units, ___: [unit for unit, _ in units])
     with pytest.raises(CheckpointError, match=r"not written correctly.* is unusable: run without --resume"):
         import_checkpoint(untied_folder, tmp_path / "m", resume=True, verify=True)
     assert import_checkpoint(untied_folder, tmp_path / "m", verify=True).resumed == 0
@@ -88,21 +75,19 @@ def test_other_options_do_not_cost_what_was_to_be_continued(begun, untied_folder
 def whole(untied_folder, tmp_path, monkeypatch) -> Path:
     """An import to `tmp_path / "m"`, whole but not in place, in a model folder of its own: `tmp_path / "model"`."""
     model = shutil.copytree(untied_folder, tmp_path / "model")
-    rename = os.rename
 
-    def refuse(one, other):
+    def refuse(*_):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(os, "rename", refuse)
-    with pytest.raises(CheckpointError, match="the whole result stays in"):
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="the whole result stays in"):
+        patch.setattr(os, "rename", refuse)
         import_checkpoint(model, tmp_path / "m", resume=True)
-    monkeypatch.setattr(os, "rename", rename)
     return model
 
 
 def test_a_process_that_dies_while_it_moves_the_result_loses_nothing(whole, tmp_path):
     (folder,) = tmp_path.glob(".m.partial-*")
-    os.rename(folder / journal.FOLDER, folder.with_name(folder.name + journal.FOLDER))
+    os.rename(folder / planned_files.PRIVATE, folder.with_name(folder.name + planned_files.PRIVATE))
     report = import_checkpoint(whole, tmp_path / "m", resume=True)
     assert report.resumed and not report.written
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "model"]
@@ -112,12 +97,10 @@ def test_an_error_that_is_none_of_the_files_gives_no_advice(begun, untied_folder
     def fail(*_):
         raise CheckpointError("the disk is gone")
 
-    original = conversion.differences
-    monkeypatch.setattr(conversion, "differences", fail)
-    with pytest.raises(CheckpointError) as error:
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError) as error:
+        patch.setattr(conversion, "differences", fail)
         import_checkpoint(untied_folder, tmp_path / "m", resume=True, verify=True)
     assert "is unusable" not in str(error.value)
-    monkeypatch.setattr(conversion, "differences", original)
     assert import_checkpoint(untied_folder, tmp_path / "m", resume=True, verify=True).resumed
 
 
@@ -139,25 +122,22 @@ def test_without_resume_a_conversion_starts_anew(begun, untied_folder, tmp_path)
 
 
 def test_what_never_got_as_far_as_a_plan_is_in_nobodys_way(begun, untied_folder, tmp_path):
-    (begun / journal.FOLDER / "plan").write_text("")
+    (begun / planned_files.PRIVATE / "plan").write_text("")
     report = import_checkpoint(untied_folder, tmp_path / "m", resume=True)
     assert not report.resumed and verify_checkpoint(untied_folder, tmp_path / "m").same
 
 
-def test_all_that_is_left_to_do_takes_no_time(begun, untied_folder, tmp_path, monkeypatch, capsys):
+def test_all_that_is_left_to_do_takes_no_time(begun, untied_folder, tmp_path, capsys):
     """A result that is whole, but could not be put into place."""
-    original = copying._commit
 
-    def intrude(*arguments):
+    def intrude(*_):
         (tmp_path / "m").mkdir(exist_ok=True)
         (tmp_path / "m" / "precious").write_text("x")
-        original(*arguments)
 
-    monkeypatch.setattr(copying, "_commit", intrude)
     arguments = ["import", "--no-progress", "--hf-model", str(untied_folder), "--megatron-path", str(tmp_path / "m")]
-    assert main([*arguments, "--resume"]) == 2
+    with before_each_unit(intrude):
+        assert main([*arguments, "--resume"]) == 2
     assert "the whole result stays in" in capsys.readouterr().err
-    monkeypatch.setattr(copying, "_commit", original)
     (tmp_path / "m" / "precious").unlink()
     assert main([*arguments, "--resume"]) == 0
     out = capsys.readouterr().out

@@ -15,9 +15,9 @@ import pytest
 # Writing a unit takes a second and removing what was written another one; both say so when they begin.
 SLOW = """
 import shutil, sys, time
-from qwen3vl_bridge.cli import convert as cli; from qwen3vl_bridge.checkpoint.engine import copying
+from qwen3vl_bridge.cli import convert as cli; from qwen3vl_bridge.checkpoint.formats import planned_files
 
-write, remove = copying._write_unit, shutil.rmtree
+write, remove = planned_files._write_unit, shutil.rmtree
 
 def slowly(*arguments):
     print("writing", flush=True)
@@ -29,7 +29,7 @@ def removed(*arguments, **options):
     time.sleep(1.5)
     remove(*arguments, **options)
 
-copying._write_unit, shutil.rmtree = slowly, removed
+planned_files._write_unit, shutil.rmtree = slowly, removed
 sys.exit(cli.main())
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 
 from qwen3vl_bridge.checkpoint import CheckpointError
-from qwen3vl_bridge.checkpoint.engine import journal
+from qwen3vl_bridge.checkpoint.formats import planned_files
 from qwen3vl_bridge.io import atomic
 
 import pytest
@@ -84,7 +84,7 @@ def test_a_second_process_is_refused_up_to_the_very_end(tmp_path, monkeypatch, k
 
     monkeypatch.setattr(atomic, "_move_into_place", meet)
     with atomic.atomic_directory(target, quiet, keep=keep) as work:
-        (work / journal.FOLDER).mkdir()
+        (work / planned_files.PRIVATE).mkdir()
     assert len(refused) == 2 and [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
@@ -102,8 +102,8 @@ def test_a_signal_after_the_move_takes_nothing(tmp_path, monkeypatch, keep, earl
 
     monkeypatch.setattr(atomic, "_move_into_place", interrupted)
     with atomic.atomic_directory(target, quiet, keep=keep, replace=lambda _: None) as work:
-        (work / journal.FOLDER).mkdir()
-        (work / journal.FOLDER / "plan").touch()
+        (work / planned_files.PRIVATE).mkdir()
+        (work / planned_files.PRIVATE / "plan").touch()
         (work / "new").touch()
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["new", "target"]
 

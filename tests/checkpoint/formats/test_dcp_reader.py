@@ -9,11 +9,9 @@ import pickle
 import zipfile
 
 from qwen3vl_bridge.checkpoint import CheckpointError
-from qwen3vl_bridge.checkpoint.formats.dcp.boxes import Tiling
-from qwen3vl_bridge.checkpoint.formats.dcp.items import NotPlain, find_payload
-from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
-from qwen3vl_bridge.checkpoint.formats.dcp.reader import load_item
-from qwen3vl_bridge.checkpoint.formats.tensor_specs import Extent
+from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
+from qwen3vl_bridge.checkpoint.formats.dcp_reader import NotPlain, Tiling, find_payload, load_item
+from qwen3vl_bridge.checkpoint.formats.tensors import Extent
 
 import pytest
 import torch
@@ -70,21 +68,22 @@ def test_other_pickles_are_refused_without_running_anything(value, folder, tmp_p
 
 
 @pytest.mark.parametrize(
-    "data",
+    ("data", "part"),
     [
-        b"",
-        b"\x80\x04r\xff\xff\xff\x7f.",  # a memo index that asks for 16 GB of C memory
-        b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7fx.",  # a string longer than memory
-        b"ctorch\nSize\n}X\x01\x00\x00\x00aK\x01sb.",  # an attempt to set an attribute of one of our functions
-        b"cposix\nsystem\n(S'true'\ntR.",
-        b"(S'true'\niposix\nsystem\n.",
-        b"\x82\x01.",
-        b"P0\n.",
+        (b"", "is empty"),
+        (b"\x80\x04]", "is truncated"),
+        (b"\x80\x04r\xff\xff\xff\x7f.", ""),  # a memo index that asks for 16 GB of C memory
+        (b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7fx.", ""),  # a string longer than memory
+        (b"ctorch\nSize\n}X\x01\x00\x00\x00aK\x01sb.", ""),  # sets an attribute of one of our functions
+        (b"cposix\nsystem\n(S'true'\ntR.", ""),
+        (b"(S'true'\niposix\nsystem\n.", ""),
+        (b"\x82\x01.", ""),
+        (b"P0\n.", ""),
     ],
 )
-def test_hostile_instructions_are_refused(data, folder):
+def test_hostile_instructions_are_refused(data, part, folder):
     (folder / ".metadata").write_bytes(data)
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match=part):
         read_metadata(folder)
 
 

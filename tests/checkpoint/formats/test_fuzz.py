@@ -6,7 +6,7 @@ import contextlib
 import json
 
 from qwen3vl_bridge.checkpoint import CheckpointError
-from qwen3vl_bridge.checkpoint.formats.safetensors.reader import INDEX, SINGLE, HFWeights
+from qwen3vl_bridge.checkpoint.formats.huggingface import INDEX, SINGLE, HFWeights
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

@@ -7,11 +7,9 @@ import math
 import struct
 
 from qwen3vl_bridge.checkpoint import CheckpointError
-from qwen3vl_bridge.checkpoint.formats.safetensors.reader import INDEX, SINGLE, HFWeights
-from qwen3vl_bridge.checkpoint.formats.safetensors.writer import shard_files, write_index
-from qwen3vl_bridge.checkpoint.formats.slices import Segments, Zeros
-from qwen3vl_bridge.checkpoint.formats.tensor_specs import TensorSpec
-from qwen3vl_bridge.checkpoint.planning.plan import Task
+from qwen3vl_bridge.checkpoint.conversion_plan import Task
+from qwen3vl_bridge.checkpoint.formats.huggingface import INDEX, SINGLE, HFWeights, shard_files, write_index
+from qwen3vl_bridge.checkpoint.formats.tensors import Segments, TensorSpec, Zeros
 
 import pytest
 import safetensors

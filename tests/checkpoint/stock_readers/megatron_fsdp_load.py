@@ -19,8 +19,8 @@ import tempfile
 import types
 
 import qwen3vl_bridge  # noqa: F401
-from qwen3vl_bridge.io.errors import CheckpointError
-from qwen3vl_bridge.weights.names import local_name
+from qwen3vl_bridge.io.files import CheckpointError
+from qwen3vl_bridge.weights.rows import local_name
 
 import torch
 import torch.distributed as dist

@@ -11,10 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint import Topology, export_checkpoint, import_checkpoint, inspect_checkpoint
+from qwen3vl_bridge.checkpoint import Topology, export_checkpoint, import_checkpoint, inspect_checkpoint, topology
 from qwen3vl_bridge.checkpoint.formats import planned_files
-from qwen3vl_bridge.checkpoint.planning import topology
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest
 import torch

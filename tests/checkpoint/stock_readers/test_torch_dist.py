@@ -15,7 +15,7 @@ from qwen3vl_bridge.checkpoint import (
     inspect_checkpoint,
     reformat_checkpoint,
 )
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest
 import torch

@@ -1,11 +1,9 @@
 """Samples of WebDatasets: the same tokens and pixels as from JSON lines, and what happens to bad ones."""
 
 import base64
-import gc
 import json
 import pickle
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 
 from qwen3vl_bridge.data import Columns, DataError, JsonLines
@@ -24,8 +22,6 @@ from .webdatasets import (
     chatml,
     keys,
     pickled,
-    provider_of,
-    write_checkpoint,
     write_folder,
     write_mixed,
     write_tar,
@@ -35,12 +31,6 @@ from .webdatasets import (
 def asked(*parts) -> list:
     question = [*parts, {"type": "text", "text": "Which digit?"}]
     return [{"role": "user", "content": question}, {"role": "assistant", "content": "Seven."}]
-
-
-@pytest.fixture(autouse=True)
-def _no_old_garbage():
-    """Energon collects garbage as a stream begins, in workers too: among all that Megatron's import leaves."""
-    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -73,12 +63,6 @@ def samples(files) -> list:
         ("uri", {"json": {"messages": asked({"type": "image", "image": uri})}}),
         ("folder/whole", {"png": three, "json": {"messages": asked({"type": "image", "image": "whole.png"})}}),
     ]
-
-
-@pytest.fixture(scope="module")
-def make(processor, tmp_path_factory):
-    """Makes providers."""
-    return partial(provider_of, write_checkpoint(tmp_path_factory.mktemp("hf"), processor))
 
 
 @pytest.fixture

@@ -1,16 +1,15 @@
 """Streams over WebDatasets: each sample once, positions that go on exactly, in Megatron-Bridge's loop."""
 
-import gc
 import io
 import logging
 from functools import partial
 from itertools import chain, islice
 
 from qwen3vl_bridge.data import DataError
-from qwen3vl_bridge.data.packing import shared_sizes
-from qwen3vl_bridge.data.processing.processor import VisionLimits
+from qwen3vl_bridge.data.encoding import VisionLimits
+from qwen3vl_bridge.data.packing import sample_sizes
 from qwen3vl_bridge.parallel.collectives import sum_amounts
-from qwen3vl_bridge.training.metrics import LeftOut, Meter
+from qwen3vl_bridge.training.metrics import Amounts, ExcludedSamples, Meter
 from qwen3vl_bridge.training.process_groups import shutdown
 
 import pytest
@@ -26,21 +25,9 @@ from tests.training.running import replicate, train
 from ..conftest import groups, picture, same
 from ..packing.test_shared_sizes import run
 from .test_energon import asked
-from .webdatasets import ASKED, keys, provider_of, write_checkpoint, write_folder
+from .webdatasets import ASKED, keys, provider_of, write_folder
 
 NUMBER = 22
-
-
-@pytest.fixture(autouse=True)
-def _no_old_garbage():
-    """Energon collects garbage as a stream begins, in workers too: among all that Megatron's import leaves."""
-    gc.freeze()
-
-
-@pytest.fixture(scope="module")
-def make(processor, tmp_path_factory):
-    """Makes providers."""
-    return partial(provider_of, write_checkpoint(tmp_path_factory.mktemp("hf"), processor))
 
 
 @pytest.fixture(scope="module")
@@ -226,13 +213,13 @@ def test_what_is_dropped_adds_up_over_ranks(make, tmp_path, workers):
 
     def of_rank(rank: int) -> tuple:
         dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
-        logging.getLogger("qwen3vl_bridge.data.processing.filtering").addHandler(logging.FileHandler(tmp_path / "said"))
+        logging.getLogger("qwen3vl_bridge.data.samples").addHandler(logging.FileHandler(tmp_path / "said"))
         stream = make(folder, pack=False, num_workers=workers, on_bad="drop").stream("train", dp_rank=rank, dp_size=2)
         meter, batches = Meter(), take(stream, 6)
         for batch in batches:
-            meter.add_left_out(batch)
-        left_out = LeftOut(None)
-        total = left_out.figures(sum_amounts(left_out.numbers(meter.newly_dropped), groups()), [0])
+            meter.add(Amounts(), batch)
+        excluded = ExcludedSamples(None)
+        total = excluded.figures(sum_amounts(excluded.numbers(meter.newly_dropped), groups()), [0])
         dist.barrier()
         return total, sum(meter.newly_dropped), keys(batches)
 
@@ -240,7 +227,7 @@ def test_what_is_dropped_adds_up_over_ranks(make, tmp_path, workers):
     tars = [[(f"{tar}{n}", good if n % 3 == 2 else bad) for n in range(18)] for tar in "ab"]
     folder = write_folder(tmp_path / "wds", train=tars)
     shutdown()  # groups of other tests, of which each rank would have a copy
-    shared_sizes._job.cache_clear()
+    sample_sizes._job.cache_clear()
     (total, first, seen), (same_total, second, other) = run(*(partial(of_rank, rank) for rank in range(2)))
     # Each rank has a tar: its six good samples, and the twelve bad ones before them.
     assert len({*seen, *other}) == 12 and (first, second) == (12, 12)

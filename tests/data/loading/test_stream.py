@@ -165,15 +165,6 @@ def test_shares_that_cannot_be_are_refused(make_rows, share, found):
             use(dp_rank=rank, dp_size=size, micro_batch_size=rows)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_error_in_a_worker_is_as_clear_as_one_without(num_workers):
-    from qwen3vl_bridge.data.errors import DataError
-
-    plain = DataError("train.jsonl:3", "found a sample of 22 tokens, expected at most 16")
-    workers = DataError(f"Caught DataError in DataLoader worker process 0.\nTraceback\n  DataError: {plain}\n")
-    assert str((workers if num_workers else plain).without_traceback()) == str(plain)
-
-
 @pytest.mark.parametrize("settings", [{}, {"pack": False}])
 def test_what_is_dropped_comes_with_the_rows_whoever_reads_them(make_rows, settings):
     """The number by each row, on all ranks and workers, and after a resume from a position written as JSON."""

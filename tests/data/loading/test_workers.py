@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from qwen3vl_bridge.data import BatchStream
-from qwen3vl_bridge.data.loading.worker_processes import ignoring
+from qwen3vl_bridge.data.loading.batch_stream import ignoring
 
 import pytest
 from torch.utils.data import DataLoader, Dataset
@@ -124,7 +124,7 @@ def test_they_leave_the_other_processs_garbage_alone(tmp_path):
 # Megatron-Bridge's loaders have a handler of Python's, ours ignore the signal.
 FAILS = """
 import signal, sys
-from qwen3vl_bridge.data.loading.worker_processes import end_workers_at_exit, ignoring
+from qwen3vl_bridge.data.loading.batch_stream import end_workers_at_exit, ignoring
 from torch.utils.data import DataLoader
 
 end_workers_at_exit()

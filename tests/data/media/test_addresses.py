@@ -1,9 +1,9 @@
 """Which addresses are allowed: those that begin as a user said, and none that only look so."""
 
 from qwen3vl_bridge.data import DataError
+from qwen3vl_bridge.data.downloading import allowed_url, check_prefix
 from qwen3vl_bridge.data.errors import Unreachable
-from qwen3vl_bridge.data.media.images import MediaAccess, find
-from qwen3vl_bridge.data.media.urls import allowed_url, check_prefix
+from qwen3vl_bridge.data.media.media_access import MediaAccess, find
 
 import httpx
 import pytest

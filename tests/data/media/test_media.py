@@ -7,7 +7,8 @@ import zlib
 from pathlib import Path
 
 from qwen3vl_bridge.data import DataError, JsonLines, open_source
-from qwen3vl_bridge.data.media.images import MediaAccess, find, image_size, load_image
+from qwen3vl_bridge.data.media.images import image_size, load_image
+from qwen3vl_bridge.data.media.media_access import MediaAccess, find
 
 import datasets
 import numpy as np

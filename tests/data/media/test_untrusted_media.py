@@ -7,8 +7,9 @@ import sys
 
 from qwen3vl_bridge.data import DataError, load_processor
 from qwen3vl_bridge.data.media import videos
-from qwen3vl_bridge.data.media.images import find, image_size, load_image
-from qwen3vl_bridge.io.json_files import read_object, write_object
+from qwen3vl_bridge.data.media.images import image_size, load_image
+from qwen3vl_bridge.data.media.media_access import find
+from qwen3vl_bridge.io.files import read_object, write_object
 
 import av
 import numpy as np

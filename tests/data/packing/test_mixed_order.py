@@ -4,8 +4,7 @@ from collections import Counter
 from fractions import Fraction
 from math import floor
 
-from qwen3vl_bridge.data.packing.row_plan import RowPlan
-from qwen3vl_bridge.data.packing.sample_order import MixedOrder
+from qwen3vl_bridge.data.packing.row_plan import MixedOrder, RowPlan
 from qwen3vl_bridge.data.packing.sample_sizes import Size
 
 import pytest

@@ -21,7 +21,7 @@ from qwen3vl_bridge.data import (
     offline_packing,
     one_pass,
 )
-from qwen3vl_bridge.data.loading.row_dataset import RowDataset
+from qwen3vl_bridge.data.loading.rows import RowDataset
 from qwen3vl_bridge.data.offline_packing import pack
 
 import numpy as np
@@ -222,7 +222,7 @@ def test_the_first_that_are_dropped_are_named_once_whatever_the_processes(make_r
     monkeypatch.setattr(offline_packing, "_CHUNK", 2)  # so that every process drops some
     said = tmp_path / "said"
     handler = logging.FileHandler(said)  # appends, from any process
-    logger = logging.getLogger("qwen3vl_bridge.data.processing.filtering")
+    logger = logging.getLogger("qwen3vl_bridge.data.samples")
     logger.addHandler(handler)
     try:
         for part in ("one", "other"):  # a packing counts for itself

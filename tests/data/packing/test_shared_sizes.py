@@ -9,11 +9,9 @@ import time
 from itertools import count, takewhile
 
 from qwen3vl_bridge import Qwen3VLConversationProvider
-from qwen3vl_bridge.data.packing import shared_sizes
-from qwen3vl_bridge.data.packing.sample_sizes import NOTHING, AllSizes, Size
-from qwen3vl_bridge.data.packing.shared_sizes import SharedSizes, sizes_of_job
-from qwen3vl_bridge.data.processing.filtering import SampleFilter
-from qwen3vl_bridge.data.processing.samples import Samples
+from qwen3vl_bridge.data.packing import sample_sizes
+from qwen3vl_bridge.data.packing.sample_sizes import NOTHING, AllSizes, SharedSizes, Size, sizes_of_job
+from qwen3vl_bridge.data.samples import SampleFilter, Samples
 from qwen3vl_bridge.data.sources.opening import JsonLines
 from qwen3vl_bridge.training.process_groups import shutdown
 
@@ -81,7 +79,7 @@ def test_ranks_of_one_machine_and_their_workers_measure_each_conversation_once(
         return rows
 
     shutdown()  # groups of other tests, of which each rank would have a copy
-    shared_sizes._job.cache_clear()
+    sample_sizes._job.cache_clear()
     found = run(*(lambda rank=rank: rows_of(rank) for rank in range(4)))
     assert found.count(found[0]) == 4
     names = measured()
@@ -161,7 +159,7 @@ def test_what_is_left_out_is_counted_and_named_for_all_processes(sizes, train_fi
     """Four processes measure what the others have not; one line of the log has each number."""
 
     def measures():
-        logger, said = logging.getLogger("qwen3vl_bridge.data.processing.filtering"), []
+        logger, said = logging.getLogger("qwen3vl_bridge.data.samples"), []
         logger.handlers, logger.propagate = [logging.Handler()], False
         logger.handlers[0].emit = lambda record: said.append(record.getMessage())
         samples = Samples(JsonLines(train_file), SampleFilter(encoder, limit=64, on_long="drop"), sizes)
@@ -185,20 +183,20 @@ def test_notes_are_by_kind(sizes):
 
 def test_ranks_that_read_what_others_read_do_not_count_it_again():
     """Of the ranks that share a part, the first one counts, together with those of other parts."""
-    shared_sizes._job.cache_clear()
-    first, second = shared_sizes.notes_of_job({"a": 1}), shared_sizes.notes_of_job({"a": 1}, groups(dp=2, dp_rank=1))
-    follower = shared_sizes.notes_of_job({"a": 1}, groups(tp_rank=1))
+    sample_sizes._job.cache_clear()
+    first, second = sample_sizes.notes_of_job({"a": 1}), sample_sizes.notes_of_job({"a": 1}, groups(dp=2, dp_rank=1))
+    follower = sample_sizes.notes_of_job({"a": 1}, groups(tp_rank=1))
     assert [note("dropped") for note in (first, follower, second, follower, first)] == [1, 0, 2, 0, 3]
-    assert shared_sizes.notes_of_job({"a": 2})("dropped") == 1
+    assert sample_sizes.notes_of_job({"a": 2})("dropped") == 1
 
 
 def test_a_job_leaves_nothing_behind_and_takes_away_what_others_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_sizes.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(sample_sizes.tempfile, "gettempdir", lambda: str(tmp_path))
     name = f"qwen3vl_sizes_{os.getuid()}_"
     left, used, done = tmp_path / f"{name}left", tmp_path / f"{name}used", tmp_path / "done"
 
     def uses():
-        shared_sizes._opened(used)
+        sample_sizes._opened(used)
         os.utime(used, (0, 0))
         (tmp_path / "ready").touch()
         while not done.exists():
@@ -231,6 +229,6 @@ def test_what_cannot_be_written_a_process_keeps_to_itself(sizes, monkeypatch, ca
 
 
 def test_without_a_place_for_the_file_each_measures_by_itself(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(shared_sizes.tempfile, "gettempdir", lambda: str(tmp_path / "nowhere"))
+    monkeypatch.setattr(sample_sizes.tempfile, "gettempdir", lambda: str(tmp_path / "nowhere"))
     assert isinstance(sizes_of_job(3, {}), AllSizes)
     assert "each process measures every sample by itself" in caplog.text

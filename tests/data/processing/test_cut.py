@@ -3,7 +3,7 @@
 import re
 
 from qwen3vl_bridge.data import BatchStream, DataError, Encoder, JsonLines, load_processor, one_pass
-from qwen3vl_bridge.data.processing.processor import VisionLimits
+from qwen3vl_bridge.data.encoding import VisionLimits
 
 import numpy as np
 import pytest

@@ -3,7 +3,7 @@
 import copy
 
 from qwen3vl_bridge.data import DataError, load_processor
-from qwen3vl_bridge.data.processing.processor import check_processor
+from qwen3vl_bridge.data.encoding import check_processor
 
 import pytest
 

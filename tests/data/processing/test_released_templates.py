@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from qwen3vl_bridge.data import Conversation, DataError, Encoder
-from qwen3vl_bridge.data.media.images import FrameList
+from qwen3vl_bridge.data.media.media_access import FrameList
 
 import pytest
 from hypothesis import HealthCheck, given, settings

@@ -3,7 +3,7 @@
 import copy
 
 from qwen3vl_bridge.data import Conversation, Encoder
-from qwen3vl_bridge.data.processing.tokenization import _backend_of, ids_and_starts, ids_of
+from qwen3vl_bridge.data.encoding import _backend_of, ids_and_starts, ids_of
 
 import pytest
 import torch

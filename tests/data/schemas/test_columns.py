@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import qwen3vl_bridge
 from qwen3vl_bridge.cli import data as command
 from qwen3vl_bridge.data import Columns, DataError, StreamedDataset, open_source
-from qwen3vl_bridge.data.schemas.columns import read_by
+from qwen3vl_bridge.data.schemas.record_schemas import read_by
 from qwen3vl_bridge.training.callbacks import Accuracy
 from qwen3vl_bridge.training.run_settings import AccuracyConfig
 

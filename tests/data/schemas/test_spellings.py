@@ -6,7 +6,7 @@ from pathlib import Path
 
 from qwen3vl_bridge.data import DataError
 from qwen3vl_bridge.data.schemas.conversations import conversation_of
-from qwen3vl_bridge.data.schemas.media_keys import without_nulls
+from qwen3vl_bridge.data.schemas.placeholders import without_nulls
 from qwen3vl_bridge.data.schemas.spellings import SPEAKERS, messages_of
 
 import pytest

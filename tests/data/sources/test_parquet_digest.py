@@ -4,7 +4,7 @@ from pathlib import Path
 
 from qwen3vl_bridge import Qwen3VLConversationProvider
 from qwen3vl_bridge.data import Columns, DataError, Parquet
-from qwen3vl_bridge.data.sources import parquet_digest
+from qwen3vl_bridge.data.sources import tables
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -113,17 +113,17 @@ def test_large_files_are_read_in_part(tmp_path, monkeypatch):
     """Blocks are spread over all texts; what falls between them, and alters no size, goes unnoticed, as is said."""
     path = stored(tmp_path / "a.parquet", table())
     read = []
-    blocks = parquet_digest._blocks
-    monkeypatch.setattr(parquet_digest, "_BLOCK", 64)
-    monkeypatch.setattr(parquet_digest, "_MOST_OF_TEXTS", 10)
-    monkeypatch.setattr(parquet_digest, "_MOST_OF_BYTES", 5)
+    blocks = tables._blocks
+    monkeypatch.setattr(tables, "_BLOCK", 64)
+    monkeypatch.setattr(tables, "_MOST_OF_TEXTS", 10)
+    monkeypatch.setattr(tables, "_MOST_OF_BYTES", 5)
 
     def counted(*given):
         for block in blocks(*given):
             read.append(len(block))
             yield block
 
-    monkeypatch.setattr(parquet_digest, "_blocks", counted)
+    monkeypatch.setattr(tables, "_blocks", counted)
     before = fingerprint(path)
     assert len(read) == 15 and max(read) <= 64
     found = [fingerprint(stored(tmp_path / "b.parquet", table("eight", row))) != before for row in range(ROWS)]
@@ -139,6 +139,6 @@ def test_a_file_that_is_gone_is_named(tmp_path, monkeypatch):
     def gone(*_):
         raise OSError("stale file handle")
 
-    monkeypatch.setattr(parquet_digest, "_footer", gone)
+    monkeypatch.setattr(tables, "_footer", gone)
     with pytest.raises(DataError, match=r"a.parquet: found a file unreadable \(stale file handle\)"):
         Parquet(path)

@@ -4,7 +4,7 @@ import json
 import pickle
 
 from qwen3vl_bridge.data import DataError, JsonLines, JsonList, open_source
-from qwen3vl_bridge.data.loading.worker_processes import ignoring
+from qwen3vl_bridge.data.loading.batch_stream import ignoring
 
 import datasets
 import numpy as np

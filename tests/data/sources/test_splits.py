@@ -5,7 +5,7 @@ import json
 import qwen3vl_bridge
 from qwen3vl_bridge.cli.data import main
 from qwen3vl_bridge.data import DataError, open_source
-from qwen3vl_bridge.data.sources.splits import split_of, splits_in
+from qwen3vl_bridge.data.sources.opening import split_of, splits_in
 
 import datasets
 import pyarrow as pa

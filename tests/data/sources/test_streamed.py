@@ -6,16 +6,15 @@ import random
 import subprocess
 import sys
 
-from qwen3vl_bridge.data import DataError, HubDataset, JsonLines
+from qwen3vl_bridge.data import DataError, JsonLines
 from qwen3vl_bridge.data.errors import Unreachable
-from qwen3vl_bridge.data.loading.worker_processes import ignoring
-from qwen3vl_bridge.data.sources.hub_streaming import EPOCH, StreamedDataset
+from qwen3vl_bridge.data.loading.batch_stream import ignoring
+from qwen3vl_bridge.data.sources.hub import EPOCH, StreamedDataset
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets.distributed import split_dataset_by_node
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
@@ -183,7 +182,7 @@ def test_a_run_goes_on_far_ahead(stream, caplog):
     begun = StreamedDataset(stream, "x", seed=5, buffer_size=16)
     expected = epoch_of(begun, 4)
     source = StreamedDataset(stream, "x", seed=5, buffer_size=16, keep=20)
-    with caplog.at_level(logging.WARNING, "qwen3vl_bridge.data.sources.hub_streaming"):
+    with caplog.at_level(logging.WARNING, "qwen3vl_bridge.data.sources.hub"):
         numbers = source.numbers(4, 66, 10)
         assert caplog.messages == [
             "x: epoch 4 is read from its beginning to reach sample 75; the latest 20 are kept",
@@ -240,27 +239,6 @@ def test_bad_rows_have_their_names(stream):
     assert asked(source, 3) == 3
 
 
-def test_what_is_no_stream_is_refused(stream, tmp_path):
-    plain = datasets.Dataset.from_list([record(0)])
-    splits = datasets.IterableDatasetDict(train=stream, test=stream)
-    for dataset, message in [
-        (plain, "found a Dataset, expected a streaming data set"),
-        (splits, "found the splits train, test, expected one of them"),
-        (datasets.DatasetDict(train=plain), "found the splits train, expected one"),
-        (split_dataset_by_node(stream, 0, 2), "found a node's part of a data set, expected it whole"),
-        (stream.remove_columns("messages"), "found the columns other, expected 'messages' or 'conversations'"),
-    ]:
-        with pytest.raises(DataError, match=f"^x: {message}"):
-            StreamedDataset(dataset, "x")
-    for name, least in (("seed", 0), ("buffer_size", 1), ("keep", 1)):
-        with pytest.raises(ValueError, match=f"{name} is {least - 1}, expected at least {least}"):
-            StreamedDataset(stream, "x", **{name: least - 1})
-    with pytest.raises(DataError, match="nowhere: there is no such folder"):
-        StreamedDataset(stream, "x", tmp_path / "nowhere")
-    with pytest.raises(DataError, match=r"x: found a streaming dataset, .* give it to StreamedDataset"):
-        HubDataset(stream, "x")
-
-
 def test_what_an_order_depends_on_is_in_the_fingerprint(stream):
     settings = [{}, {"seed": 1}, {"seed": 2}, {"seed": 1, "buffer_size": 9}]
     prints = [StreamedDataset(stream, "x", **one).fingerprint() for one in settings]
@@ -277,7 +255,7 @@ def test_the_hub_is_asked_by_name_and_split(stream, monkeypatch):
 
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name: ["train", "test"])
     monkeypatch.setattr(datasets, "load_dataset", load)
-    source = StreamedDataset.named("owner/name", "test", seed=3, keep=9)
+    source = StreamedDataset.named("owner/name#test", seed=3, keep=9)
     assert source[0].sample_id == "owner/name#test[0 of epoch 0]"
     with pytest.raises(DataError, match="hf://owner/name: found the splits train, test, expected one, as hf://owner/n"):
         StreamedDataset.named("owner/name")

@@ -1,8 +1,5 @@
 """Megatron-Bridge's own Qwen3-VL and its collator, run beside ours on the same input, on the CPU.
 
-What lives here: what the README says of them and only a run can show. What may not: what is read off their code
-(`tests/test_builtin.py`), host waits (`tests/host_waits`).
-
 Its layers are Transformer Engine's; megatron-core's local ones with torch's attention stand in their place.
 """
 
@@ -15,7 +12,7 @@ import subprocess
 import sys
 
 from qwen3vl_bridge.data import Encoder, load_processor, open_source
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import numpy as np
 import pytest

@@ -1,34 +1,96 @@
-"""Megatron-Bridge's own ways to ask a model: its inference wrapper and engine, and the loop of its generate scripts."""
+"""Megatron-Bridge's own ways to ask a model: its inference wrapper and engine, and the loop of its generate scripts.
+
+Run on ranks it is the script of pipeline stages: -m tests.frameworks.megatron_bridge.test_generation FOLDER ASKED
+TOKENS OUTPUT.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.training.process_groups import initialize
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.bridge import AutoBridge
 from megatron.bridge.inference.vlm.base import generate, setup_inference_wrapper
 from megatron.bridge.inference.vlm.qwenvl_inference_wrapper import QwenVLInferenceWrapper
+from megatron.core import parallel_state
 from megatron.core.inference.sampling_params import SamplingParams
 from PIL import Image
+from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from tests.forked import run_ranks
+from tests.parity.conftest import build
+from tests.ranks import begin, leave
+
+from ..support import pass_of
+
+# DeepStack features go to the first three text layers: all of them on the first stage, or not.
+SPLITS: dict[str, dict[str, Any]] = {
+    "fixed": dict(num_layers_in_first_pipeline_stage=3),
+    "variable": dict(variable_seq_lengths=True),
+}
+
+
+def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module, **_: Any) -> tuple[Tensor, Callable]:
+    """Logits, of whole rows each time; positions are those of text."""
+    return model(**next(data_iterator)), lambda output, **_: output
+
+
+def answer(model: list[nn.Module], inputs: dict[str, Tensor], tokens: int) -> list[int]:
+    """The likeliest tokens, one after the other, on every rank."""
+    ids = inputs.pop("input_ids")
+    asked = ids.shape[1]
+    for _ in range(tokens):
+        positions = torch.arange(ids.shape[1])[None]
+        batch = dict(inputs, input_ids=ids, position_ids=positions, attention_mask=None)
+        output = pass_of(model, batch, forward_step)
+        following = torch.ones(1, 1, dtype=ids.dtype)
+        if parallel_state.is_pipeline_last_stage():
+            following = output[0][:, -1].argmax(-1, keepdim=True)
+        dist.broadcast(following, dist.get_world_size() - 1)
+        ids = torch.cat([ids, following], dim=-1)
+    return ids[0, asked:].tolist()
+
+
+def main(folder: str, asked: str, tokens: str, output: str) -> None:
+    begin()
+    text, image = torch.load(asked, weights_only=False)
+    processor = AutoProcessor.from_pretrained(folder)
+    found = {}
+    for name, split in SPLITS.items():
+        provider = AutoBridge.from_hf_pretrained(folder).to_megatron_provider(load_weights=True)
+        for field, value in dict(pipeline_model_parallel_size=2, pipeline_dtype=torch.float32, **split).items():
+            setattr(provider, field, value)
+        provider.finalize()
+        if not parallel_state.model_parallel_is_initialized():
+            provider.initialize_model_parallel(seed=0)
+        model = provider.provide_distributed_model(wrap_with_ddp=False)
+        inputs = processor(text=[text], images=[image], return_tensors="pt")
+        given = {key: inputs[key] for key in ("input_ids", "pixel_values", "image_grid_thw")}
+        with torch.no_grad():
+            found[name] = answer([one.eval() for one in model], given, int(tokens))
+    if dist.get_rank() == 0:
+        Path(output).write_text(json.dumps(found))
+    leave()
+
 
 TOKENS = 6
 
 
 def picture(width: int, height: int) -> Image.Image:
-    """Of random colours."""
     pixels = torch.randint(256, (height, width, 3), generator=torch.Generator().manual_seed(width), dtype=torch.uint8)
     return Image.fromarray(pixels.numpy())
 
 
 def answers(folder, text: str, image: Image.Image) -> list[int]:
-    """What transformers answers, greedily."""
     inputs = AutoProcessor.from_pretrained(folder)(text=[text], images=[image], return_tensors="pt")
     model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
     found = model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)
@@ -41,9 +103,7 @@ def test_the_inference_wrapper_and_engine_answer_as_transformers(kind, request):
     folder = request.getfixturevalue(f"{kind}_folder")
     provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=True)
     provider.parallel_output = False
-    provider.finalize()
-    initialize(provider, seed=0)
-    (model,) = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
+    model = build(provider)
     processor = AutoProcessor.from_pretrained(folder)
     wrapped = setup_inference_wrapper(model, processor.tokenizer, params_dtype=torch.float32)
     assert type(wrapped) is QwenVLInferenceWrapper
@@ -51,15 +111,9 @@ def test_the_inference_wrapper_and_engine_answer_as_transformers(kind, request):
     text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     image = picture(96, 64)
     (found,) = generate(
-        wrapped,
-        processor.tokenizer,
-        processor.image_processor,
-        [text],
-        [image],
-        processor=processor,
-        random_seed=1,
+        wrapped, processor.tokenizer, processor.image_processor, [text], [image], processor=processor, random_seed=1,
         sampling_params=SamplingParams(num_tokens_to_generate=TOKENS, top_k=1),
-    )
+    )  # fmt: skip
     assert found.generated_tokens.tolist() == answers(folder, text, image)
 
 
@@ -69,13 +123,13 @@ def test_rows_that_grow_pass_pipeline_stages(untied_folder, tmp_path):
     text = "<|vision_start|><|image_pad|><|vision_end|>which digit"
     torch.save((text, image), tmp_path / "asked.pt")
     run_ranks(
-        "tests.frameworks.megatron_bridge.generation_on_ranks",
-        2,
-        untied_folder,
-        tmp_path / "asked.pt",
-        TOKENS,
+        "tests.frameworks.megatron_bridge.test_generation", 2, untied_folder, tmp_path / "asked.pt", TOKENS,
         tmp_path / "found",
-    )
+    )  # fmt: skip
     found = json.loads((tmp_path / "found").read_text())
     expected = answers(untied_folder, text, image)
     assert found == {"fixed": expected, "variable": expected}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

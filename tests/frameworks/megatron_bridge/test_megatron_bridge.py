@@ -17,14 +17,13 @@ from megatron.bridge import AutoBridge
 from megatron.bridge.models.qwen_vl import qwen3_vl_step
 from megatron.bridge.training import vlm_step
 from PIL import Image
-from safetensors.torch import load_file
 from transformers import AutoProcessor
 
 from tests.model.inputs.support import no_grad
 from tests.parity.conftest import make_pair
 from tests.training.megatron_batches.foreign import batch_of, direct, write_conversations
 
-from ..support import pass_of
+from ..support import check_exported, pass_of
 
 # Relative, of a loss; of each gradient, relative to its largest entry; of logits up to about 2, absolute.
 LOSS = 1e-6  # measured 2e-7
@@ -61,12 +60,9 @@ class _Timers:
 
 
 def state_of(dataset: Any) -> Any:
-    """What the steps read of a run's state."""
     checks = SimpleNamespace(check_for_nan_in_loss=True, check_for_spiky_loss=False)
     return SimpleNamespace(
-        timers=_Timers(),
-        straggler_timer=_Timers(),
-        cfg=SimpleNamespace(dataset=dataset, rerun_state_machine=checks),
+        timers=_Timers(), straggler_timer=_Timers(), cfg=SimpleNamespace(dataset=dataset, rerun_state_machine=checks)
     )
 
 
@@ -88,16 +84,10 @@ def reference_loss(pair, batch: dict[str, Any]) -> torch.Tensor:
 STEPS = {
     "qwen3_vl_step, rows": (qwen3_vl_step, {}),
     "qwen3_vl_step, rows and masks": (qwen3_vl_step, dict(skip_getting_attention_mask_from_dataset=False)),
-    "qwen3_vl_step, packed": (
-        qwen3_vl_step,
-        dict(enable_in_batch_packing=True, defer_in_batch_packing_to_step=True),
-    ),
+    "qwen3_vl_step, packed": (qwen3_vl_step, dict(enable_in_batch_packing=True, defer_in_batch_packing_to_step=True)),
     "vlm_step, rows": (vlm_step, {}),
     "vlm_step, rows and masks": (vlm_step, dict(skip_getting_attention_mask_from_dataset=False)),
-    "vlm_step, packed": (
-        vlm_step,
-        dict(enable_in_batch_packing=True, in_batch_packing_pad_to_multiple_of=8),
-    ),
+    "vlm_step, packed": (vlm_step, dict(enable_in_batch_packing=True, in_batch_packing_pad_to_multiple_of=8)),
 }
 
 
@@ -140,13 +130,9 @@ def generate_by_script(model: list[Any], inputs: dict[str, torch.Tensor], tokens
     for _ in range(tokens):
         positions = torch.arange(ids.size(1)).unsqueeze(0).expand_as(ids)
         batch = dict(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=None,
-            pixel_values=inputs["pixel_values"],
-            image_grid_thw=inputs["image_grid_thw"],
-            mm_token_type_ids=types,
-        )
+            input_ids=ids, position_ids=positions, attention_mask=None, pixel_values=inputs["pixel_values"],
+            image_grid_thw=inputs["image_grid_thw"], mm_token_type_ids=types,
+        )  # fmt: skip
         with torch.no_grad():
             output = pass_of(model, batch, forward_step)
         logits = output[0] if isinstance(output, list) else output
@@ -180,13 +166,10 @@ def test_its_round_trip(folder):
     """examples/conversion/hf_megatron_roundtrip.py: built with the weights, and exported one by one."""
     bridge = AutoBridge.from_hf_pretrained(str(folder))
     model = bridge.to_megatron_model(wrap_with_ddp=False)
-    stored = load_file(folder / "model.safetensors")
-    exported = dict(bridge.export_hf_weights(model, show_progress=False))
-    assert exported.keys() == stored.keys() and all(torch.equal(exported[name], stored[name]) for name in stored)
+    check_exported(dict(bridge.export_hf_weights(model, show_progress=False)), folder)
 
 
 def test_its_comparison(pair):
-    """examples/conversion/compare_hf_and_megatron/compare.py: one forward pass, with text positions and no mask."""
     config, generator = pair.config, torch.Generator().manual_seed(0)
     text = torch.randint(0, config.image_token_id - 16, (1, 12), generator=generator)
     picture = torch.tensor([[config.vision_start_token_id, *[config.image_token_id] * 6, config.vision_end_token_id]])

@@ -1,34 +1,163 @@
 """Forward steps that Megatron-Bridge and verl have for Qwen3-VL train our models as transformers does in one process.
 
 `qwen3_vl_step` cuts labels over context-parallel ranks and not the tokens; `vlm_step` cuts nothing, numbers tokens from
-0 and expects a loss mask back; both give pictures without their pixels, or with them, to later pipeline stages. Qwen3.5
-trains multi-token prediction along, which reads labels of other ranks.
+0 and expects a loss mask back; both give pictures without their pixels, or with them, to later pipeline stages. verl's
+with fused kernels is re-enacted, with torch for its kernel. Qwen3.5 trains multi-token prediction along, which reads
+labels of other ranks.
+
+Run on ranks it is the script: -m tests.frameworks.megatron_bridge.test_upstream_steps OUTPUT CASES FOLDERS, both JSON.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.bridge.models.qwen_vl import qwen3_vl_step
+from megatron.bridge.training import vlm_step
+from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
 
-from tests.forked import run_ranks
+from tests.forked import results_of_ranks
+from tests.model.inputs.support import offsets, packed_params, share_of
 from tests.noise import check
+from tests.parity.batches import Sample
 from tests.parity.matrix import MODELS
-from tests.parity.references import write_references, write_settings
+from tests.parity.on_ranks import Split
+from tests.parity.references import MICROBATCHES, step_samples, worst, write_references, write_settings
+from tests.parity.topologies import TOPOLOGIES
+from tests.ranks import begin, largest, leave
+from tests.steps import forward_backward
 
-from .upstream_steps_on_ranks import CONTENT
+CONTENT, MULTIPLE = "mixed", 16
+
+
+def fused_step(_: Any, data_iterator: Iterator[list[Sample]], model: torch.nn.Module) -> tuple[Any, Callable]:
+    """As verl's engine: whole rows with their mask, labels of the packed row that are cut over ranks, and its hook."""
+    samples, cp = next(data_iterator), get_attr_wrapped_model(model, "cp_group")
+    rows, lengths = join(samples, 1, packed=False), [len(sample.ids) for sample in samples]
+    padded = [-(-length // MULTIPLE) * MULTIPLE for length in lengths]
+
+    def own(values: list[Tensor]) -> Tensor:
+        parts = [F.pad(one, (0, size - len(one))) for one, size in zip(values, padded, strict=True)]
+        return share_of(torch.cat(parts)[None], padded, cp.size(), cp.rank())
+
+    loss_mask = own([sample.loss_mask for sample in samples])
+    output = model(
+        input_ids=rows["input_ids"],
+        attention_mask=rows["attention_mask"].bool(),
+        position_ids=None,
+        packed_seq_params=packed_params(offsets(padded), offsets(padded)),
+        labels=own([sample.labels for sample in samples]),
+        output_processor=log_probabilities,
+        output_processor_context=samples,
+        **({} if rows["visual_inputs"] is None else rows["visual_inputs"].normalized_for_model()),
+    )
+
+    def count(output: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        total, tokens = -(output["log_probs"] * loss_mask).sum(), loss_mask.sum().int()
+        return total, tokens, {"lm loss": torch.stack((total.detach(), tokens.float()))}
+
+    return output, count
+
+
+def log_probabilities(
+    *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, labels: Tensor, context: Any, **_: Any
+) -> dict[str, Tensor]:
+    """[b, s] of labels [b, s], from hidden states [s, b, h]."""
+    assert isinstance(context[0], Sample)
+    logits = F.linear(hidden_states, output_layer.weight if output_weight is None else output_weight).transpose(0, 1)
+    return {"log_probs": logits.log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1)}
+
+
+STEPS = {"qwen3_vl_step": qwen3_vl_step.forward_step, "vlm_step": vlm_step.forward_step, "fused": fused_step}
+
+
+def join(samples: list[Sample], multiple: int, *, packed: bool) -> dict[str, Any]:
+    """What Megatron-Bridge's collators make of samples: rows, or one row of padded documents with their offsets."""
+    lengths = [len(sample.ids) for sample in samples]
+    padded = [-(-length // multiple) * multiple for length in lengths]
+
+    def place(values: list[Tensor], fill: float) -> Tensor:
+        sizes = padded if packed else [max(padded)] * len(padded)
+        parts = [F.pad(one, (0, size - len(one)), value=fill) for one, size in zip(values, sizes, strict=True)]
+        return torch.cat(parts)[None] if packed else torch.stack(parts)
+
+    labels = [sample.labels.masked_fill(sample.loss_mask == 0, -100) for sample in samples]
+    ids = place([sample.ids for sample in samples], 0)
+    batch = dict(
+        input_ids=ids,
+        labels=place(labels, -100),
+        loss_mask=place([sample.loss_mask for sample in samples], 0),
+        position_ids=torch.arange(ids.shape[1]).expand(ids.shape),
+        attention_mask=place([torch.ones_like(sample.ids) for sample in samples], 0),
+        visual_inputs=pictures(samples),
+    )
+    if packed:
+        logical, physical = (F.pad(torch.tensor(n).cumsum(0), (1, 0)).int() for n in (lengths, padded))
+        batch |= dict(cu_seqlens_q=logical, cu_seqlens_kv=logical)
+        batch |= dict(cu_seqlens_q_padded=physical, cu_seqlens_kv_padded=physical)
+        batch |= dict(max_seqlen_q=torch.tensor(max(padded)), max_seqlen_kv=torch.tensor(max(padded)))
+        batch["position_ids"] = torch.cat([torch.arange(size) for size in padded])[None]
+    return batch
+
+
+def pictures(samples: list[Sample]) -> GenericVisualInputs | None:
+    names = {name for sample in samples for name in sample.pixels}
+    found = {name: torch.cat([s.pixels[name] for s in samples if name in s.pixels]) for name in names}
+    return GenericVisualInputs(**found) if found else None
+
+
+def batches(split: Split, step: str, rows: str) -> Iterator[Any]:
+    groups = split.run.groups
+    samples = step_samples(CONTENT, split.hf_config, 0)[groups.dp.rank() :: groups.dp.size()]
+    for one in samples:
+        yield one if step == "fused" else join(one, MULTIPLE, packed=rows == "packed" and step == "vlm_step")
+
+
+def compare(split: Split, step: str, rows: str, expected: dict[str, Any]) -> dict[str, float]:
+    run = split.run
+    split.begin(iter(()), "packed")
+    run.forward_step = STEPS[step]
+    run.cfg.dataset.enable_in_batch_packing = rows == "packed"
+    mine = MICROBATCHES // run.cfg.data_parallel_size
+    loss, tokens = forward_backward(run, batches(split, step, rows), mine).tolist()
+    return dict(
+        loss=abs(loss / tokens / expected["losses"][0] - 1), gradient=worst(split.gradients(), expected["gradients"])
+    )
+
+
+def main(output: str, cases: list[list[str]], folders: dict[str, str]) -> None:
+    found = {}
+    for (family, name), group in itertools.groupby(cases, key=lambda case: case[:2]):
+        split = Split(folders[family], TOPOLOGIES[name])
+        expected = torch.load(Path(folders[family]) / f"reference_{CONTENT}.pt", mmap=True)
+        for _, _, step, rows in group:
+            found[family, name, step, rows] = largest(compare(split, step, rows, expected))
+            if dist.get_rank() == 0:
+                print(family, name, step, rows, found[family, name, step, rows], flush=True)
+    leave(found, output)
+
 
 QWEN3_5 = MODELS["qwen3_5"]
-TOPOLOGIES = {"dense": ["CP2", "PP2"], "MoE": ["CP2"], "Qwen3.5": ["CP2"]}
-STEPS = [("qwen3_vl_step", "rows"), ("qwen3_vl_step", "packed"), ("vlm_step", "rows"), ("vlm_step", "packed")]
+SPLITS = {"dense": ["CP2", "PP2"], "MoE": ["CP2"], "Qwen3.5": ["CP2"]}
+UPSTREAM = [("qwen3_vl_step", "rows"), ("qwen3_vl_step", "packed"), ("vlm_step", "rows"), ("vlm_step", "packed")]
 CASES = [
     [family, topology, *step]
-    for family, topologies in TOPOLOGIES.items()
+    for family, topologies in SPLITS.items()
     for topology in topologies
     # verl's fused kernels give the model no mask, by which multi-token prediction would know what is trained on.
-    for step in [*STEPS, *[("fused", "packed")] * (family != "Qwen3.5")]
+    for step in [*UPSTREAM, *[("fused", "packed")] * (family != "Qwen3.5")]
 ]
 
 
@@ -42,19 +171,16 @@ def found(untied_folder, moe_folder, tmp_path_factory):
             write_settings(copy, dict(QWEN3_5.settings))
         limits[family] = write_references(copy, [CONTENT])
         folders[family] = str(copy)
-    output = tmp_path_factory.mktemp("steps") / "found.pt"
-    run_ranks(
-        "tests.frameworks.megatron_bridge.upstream_steps_on_ranks",
-        2,
-        output,
-        json.dumps(CASES),
-        json.dumps(folders),
-        timeout=500,
-    )
-    return torch.load(output), limits
+    cases = (json.dumps(CASES), json.dumps(folders))
+    return results_of_ranks("tests.frameworks.megatron_bridge.test_upstream_steps", 2, *cases, timeout=500), limits
 
 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_they_train_as_one_process_does(found, case):
     errors, limits = found
     check(errors[tuple(case)], limits[case[0]])
+
+
+if __name__ == "__main__":
+    begin()
+    main(sys.argv[1], *map(json.loads, sys.argv[2:]))

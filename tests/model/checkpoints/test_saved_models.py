@@ -13,9 +13,8 @@ from typing import Any
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.checkpoint import CheckpointError
-from qwen3vl_bridge.checkpoint.formats.megatron.run_config import run_config
-from qwen3vl_bridge.checkpoint.stored_models.config_comparison import check_model_of_run
-from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
+from qwen3vl_bridge.checkpoint.formats.megatron import run_config
+from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, check_model_of_run
 from qwen3vl_bridge.registry import family
 
 import pytest

@@ -21,12 +21,12 @@ from qwen3vl_bridge.checkpoint import (
     reformat_checkpoint,
     verify_checkpoint,
 )
-from qwen3vl_bridge.checkpoint.formats.dcp.metadata import read_metadata
+from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
 from qwen3vl_bridge.models.settings import DistTrainConfig, default_transformer_impl
 from qwen3vl_bridge.training.process_groups import initialize
 from qwen3vl_bridge.training.weight_loading import load_model, load_weights
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest
 import torch
@@ -42,13 +42,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from tests.checkpoint.support import stock_load
 from tests.expert_layouts import rewrite
-from tests.model.checkpoints.stock_models import (
-    SAVED_WITH_EXPERTS,
-    SAVED_WITH_TE,
-    as_saved,
-    save_stock,
-    stock_provider,
-)
+from tests.model.checkpoints.stock_models import SAVED_WITH_EXPERTS, SAVED_WITH_TE, as_saved, save_stock, stock_provider
 from tests.model.inputs.support import make_rows, no_grad, reference_logits
 from tests.parity.batches import make_samples
 

@@ -102,8 +102,7 @@ def load_by_bridge(folder: str | Path, checkpoint: str | Path, **fields) -> Chun
     The rest of the configuration is the saved one's, and so are settings that fit its own splitting alone.
     """
     fitting = dict(
-        expert_tensor_parallel_size=fields.get("tensor_model_parallel_size", 1),
-        moe_token_dispatcher_type="alltoall",
+        expert_tensor_parallel_size=fields.get("tensor_model_parallel_size", 1), moe_token_dispatcher_type="alltoall"
     )
     bridge = AutoBridge.from_hf_pretrained(str(folder))
     return bridge.load_megatron_model(str(checkpoint), mp_overrides=fitting | fields)

@@ -12,7 +12,7 @@ from qwen3vl_bridge.models.qwen3_vl.bridge import Qwen3VLBridge
 from qwen3vl_bridge.models.qwen3_vl.config import check_settings
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
 from qwen3vl_bridge.models.rules import Range, Row
-from qwen3vl_bridge.models.vision_config import vision_transformer_config
+from qwen3vl_bridge.models.vision_tower import vision_transformer_config
 
 import pytest
 import torch
@@ -32,8 +32,7 @@ def assert_refused(provider, fields, message):
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [Qwen3VLModelProvider, Qwen3VLMoEModelProvider, Qwen35VLModelProvider, Qwen35VLMoEModelProvider],
+    "kind", [Qwen3VLModelProvider, Qwen3VLMoEModelProvider, Qwen35VLModelProvider, Qwen35VLMoEModelProvider]
 )
 def test_every_row_names_settings_that_there_are(kind):
     """One that is misspelt would say so only under its own circumstances."""

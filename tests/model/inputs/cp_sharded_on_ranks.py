@@ -26,10 +26,7 @@ from .support import no_grad, packed_params, share_of
 
 SEEDS = {"many images": 11, "video": 5, "text only": 9, "mixed": 7}
 CP2, TP2_SP = dict(context_parallel_size=2), dict(tensor_model_parallel_size=2, sequence_parallel=True)
-TOPOLOGIES = {
-    2: {"CP2": CP2},
-    4: {"CP4": dict(context_parallel_size=4), "CP2+TP2+SP": CP2 | TP2_SP},
-}
+TOPOLOGIES = {2: {"CP2": CP2}, 4: {"CP4": dict(context_parallel_size=4), "CP2+TP2+SP": CP2 | TP2_SP}}
 # What callers give beside the token ids and pictures. In the last, offsets count padding as tokens; the mask tells it.
 CALLS = {
     "labels": ["labels"],

@@ -13,7 +13,7 @@ from threading import Barrier
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.batch import SequenceLayout
 from qwen3vl_bridge.models import cp_sharded_inputs
-from qwen3vl_bridge.models.caller_inputs import as_model_inputs
+from qwen3vl_bridge.models.inputs import as_model_inputs, read_arguments
 
 import pytest
 import torch
@@ -160,7 +160,7 @@ def test_any_lengths(data):
     whole = dict(input_ids=torch.randperm(layout.total)[None], position_ids=torch.rand(3, 1, layout.total))
     with pytest.MonkeyPatch.context() as monkeypatch:
         found = Ranks(cp, monkeypatch).call(
-            lambda rank, group: cp_sharded_inputs.with_whole_row(
+            lambda rank, group: read_arguments(
                 {name: share_of(values, padded, cp, rank) for name, values in whole.items()}
                 | dict(packed_seq_params=params_of(layout), more=rank),
                 group,
@@ -169,7 +169,7 @@ def test_any_lengths(data):
     for rank, one in enumerate(found):
         assert one["more"] == rank
         assert all(torch.equal(one[name], values) for name, values in whole.items())
-    alone = cp_sharded_inputs.with_whole_row(found[0], ALONE)
+    alone = read_arguments(found[0], ALONE)
     assert alone.keys() == found[0].keys() and all(torch.equal(alone[name], found[0][name]) for name in whole)
 
 
@@ -255,11 +255,7 @@ def test_a_picture_in_one_share_alone_is_seen_by_all(provider, config, monkeypat
             raise error
 
 
-@pytest.mark.parametrize(
-    "ids",
-    [IDS, IDS * 0 + 7],
-    ids=["text", "one token over and over"],
-)
+@pytest.mark.parametrize("ids", [IDS, IDS * 0 + 7], ids=["text", "one token over and over"])
 def test_a_whole_row_whose_padding_makes_it_as_long_as_its_shares(provider, monkeypatch, ids):
     """With `pad_to_length` and with FP8 padding verl gets there: [1, n], and a segment of cp * n."""
     ranks = Ranks(2, monkeypatch)

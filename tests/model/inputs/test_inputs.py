@@ -2,8 +2,7 @@
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.batch import SequenceLayout
-from qwen3vl_bridge.models.caller_inputs import arrange, as_model_inputs
-from qwen3vl_bridge.models.vision_config import vision_work
+from qwen3vl_bridge.models.inputs import arrange, as_model_inputs
 
 import pytest
 import torch
@@ -98,7 +97,7 @@ def test_rows_with_packed_seq_params(provider, config):
     samples = make_samples("mixed", config, seed=0)
     packed, rows = (make_batch(samples, config, packed=packed) for packed in (True, False))
     for shift in (0, 3):
-        second = dict(cp_size=2, cp_rank=1, vision_work=vision_work(provider))
+        second = dict(cp_size=2, cp_rank=1, vision_work=provider.vision_work)
         for groups, ranks in ((GROUPS, {}), (SECOND_OF_TWO, second)):
             ours, order = as_model_inputs(
                 provider,
@@ -130,11 +129,7 @@ def test_given_positions_go_to_real_tokens_alone(provider):
 
 @pytest.mark.parametrize(
     ("pad", "mask", "lengths"),
-    [
-        (None, None, (5, 5, 5)),
-        (7, None, (3, 5, 0)),
-        (7, [[1, 1, 1, 1, 0], [1] * 5, [1] * 5], (4, 5, 5)),
-    ],
+    [(None, None, (5, 5, 5)), (7, None, (3, 5, 0)), (7, [[1, 1, 1, 1, 0], [1] * 5, [1] * 5], (4, 5, 5))],
     ids=["no pad id", "trailing run", "a mask comes first"],
 )
 def test_without_a_mask_a_trailing_run_of_the_pad_token_is_padding(provider, pad, mask, lengths, monkeypatch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.models.caller_inputs import as_model_inputs
+from qwen3vl_bridge.models.inputs import as_model_inputs
 
 import pytest
 import torch

@@ -9,7 +9,6 @@ from qwen3vl_bridge.models.vision_tower import packed_seq_params
 
 import pytest
 import torch
-from megatron.core.transformer.multi_token_prediction import roll_tensor
 
 from tests.parity.batches import make_batch, make_samples
 
@@ -45,15 +44,3 @@ def test_frames_are_segments(config):
     found = packed_seq_params(frames.cu_seqlens, frames.lengths)
     assert found.cu_seqlens_q is found.cu_seqlens_kv_padded is frames.cu_seqlens
     assert found.pad_between_seqs is False and found.max_seqlen_q == max(frames.lengths)
-
-
-def test_what_rolls_by_the_offsets_stays_in_its_segment(layout):
-    """megatron-core's multi-token prediction shifts tokens and labels by `cu_seqlens_q`."""
-    ids = torch.arange(1, 25)[None]
-    rolled, _ = roll_tensor(ids, shifts=-1, dims=-1, packed_seq_params=layout_packed_seq_params(layout))
-    real = ~layout.padding_mask()
-    last = torch.tensor([4, 14])  # of a segment's real tokens; the next is padding, which has no loss
-    inside = real.clone()
-    inside[last] = False
-    assert inside.sum() == sum(LENGTHS) - 2
-    assert torch.equal(rolled[0, inside], ids[0, 1:][inside[:-1]])

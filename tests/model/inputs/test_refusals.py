@@ -1,7 +1,7 @@
 """The model's door refuses calls that mean nothing or two things, and says what it found and what it expected."""
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.models.caller_inputs import REFUSED, as_model_inputs
+from qwen3vl_bridge.models.inputs import REFUSED, as_model_inputs
 
 import pytest
 import torch
@@ -75,11 +75,7 @@ def test_arguments_that_mean_nothing_pass_and_unknown_ones_do_not(provider):
     [
         ([0, 4, 6], None, "6 tokens in all.* expected 8 tokens.*an attention_mask that says the rest is padding"),
         ([0, 4, 6], [[1] * 8], "an attention_mask that says the rest is padding"),
-        (
-            [0, 4, 16],
-            None,
-            "16 tokens in all.* expected 8 tokens, the whole batch. .* also takes one flat row",
-        ),
+        ([0, 4, 16], None, "16 tokens in all.* expected 8 tokens, the whole batch. .* also takes one flat row"),
         ([0, 16], None, "16 tokens for row 0 of 8; expected .*its tokens times the ranks"),
         ([0, 4, 8], [[0, 1, 1, 1, 1, 1, 1, 1]], "padding before real tokens in segment 0"),
         ([0, 4, 8], [[1, 1, 1, 1, 1, 0, 1, 1]], "padding before real tokens in segment 1"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.models import caller_inputs
-from qwen3vl_bridge.models.caller_inputs import as_model_inputs
+from qwen3vl_bridge.models import inputs
+from qwen3vl_bridge.models.inputs import as_model_inputs
 from qwen3vl_bridge.models.rope import InterleavedMRoPE
 
 import pytest
@@ -55,11 +55,11 @@ def test_a_packed_row_counts_in_its_documents(provider, config, restart):
 
 
 def test_it_is_said_once(provider, config, caplog):
-    caller_inputs._warn_of_text_positions.cache_clear()
+    inputs._warn_once.cache_clear()
     samples = make_samples("one image", config, seed=0)
     ids = samples[0].ids[None]
     given = dict(position_ids=torch.arange(ids.shape[1])[None], **pictures(samples))
-    with caplog.at_level(logging.WARNING, logger=caller_inputs.__name__):
+    with caplog.at_level(logging.WARNING, logger=inputs.__name__):
         for _ in range(2):
             as_model_inputs(provider, GROUPS, ids, **given)
             as_model_inputs(provider, GROUPS, ids % 7, position_ids=given["position_ids"])  # text: nothing to say

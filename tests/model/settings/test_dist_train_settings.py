@@ -1,9 +1,9 @@
 """Vision and language on ranks of their own: sizes that don't add up are refused before a process group is made."""
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+from qwen3vl_bridge.models.divisibility import Replicas
 from qwen3vl_bridge.models.refusals import check_world
 from qwen3vl_bridge.models.settings import DistTrainConfig, vision_tensor_ranks
-from qwen3vl_bridge.parallel.encoder_replicas import Replicas
 
 import pytest
 import torch

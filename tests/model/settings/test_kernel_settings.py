@@ -13,7 +13,7 @@ from qwen3vl_bridge.models.settings import (
     complete_on_finalize,
     has_transformer_engine,
 )
-from qwen3vl_bridge.models.vision_config import vision_transformer_config
+from qwen3vl_bridge.models.vision_tower import vision_transformer_config
 
 import pytest
 import torch

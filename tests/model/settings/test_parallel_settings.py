@@ -7,7 +7,7 @@ import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.models.refusals import ON_FINALIZE, check_world
 from qwen3vl_bridge.models.rules import check
-from qwen3vl_bridge.models.vision_config import vision_transformer_config
+from qwen3vl_bridge.models.vision_tower import vision_transformer_config
 
 import pytest
 from hypothesis import given, settings

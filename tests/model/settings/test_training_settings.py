@@ -26,7 +26,7 @@ def build(monkeypatch):
         return ["model"]
 
     monkeypatch.setattr(mixin, provide_distributed_model)
-    monkeypatch.setattr("qwen3vl_bridge.models.freezing.log_trained_parameters", lambda model: None)
+    monkeypatch.setattr("qwen3vl_bridge.models.provider.log_trained_parameters", lambda model: None)
 
     def build(size, fields, **how):
         return finalized(size, fields).provide_distributed_model(**how) == ["model"]

@@ -4,17 +4,22 @@ import importlib.util
 
 from qwen3vl_bridge.models.qwen3_vl import table as mappings
 from qwen3vl_bridge.registry import dimensions_of
-from qwen3vl_bridge.weights.dimensions import Dimensions
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout, expert_layout_of
-from qwen3vl_bridge.weights.names import local_name
-from qwen3vl_bridge.weights.rows import PackedExpert, Row, expand, hf_shapes
+from qwen3vl_bridge.weights.rows import (
+    Dimensions,
+    ExpertLayout,
+    PackedExpert,
+    Row,
+    expand,
+    expert_layout_of,
+    hf_shapes,
+    local_name,
+)
 
 import pytest
-import torch
 
 from tests.expert_layouts import LAYOUTS
 
-HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None and torch.cuda.is_available()
+HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
 
 
 def megatron_shape(row: Row, dimensions: Dimensions) -> tuple[int, ...]:
@@ -55,7 +60,8 @@ def test_local_spec_has_the_tables_names(kind, layout, request):
     assert build(folder, "local") == expected
 
 
-@pytest.mark.skipif(not HAS_TRANSFORMER_ENGINE, reason="needs Transformer Engine and a GPU")
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_TRANSFORMER_ENGINE, reason="Transformer Engine is not installed")
 @pytest.mark.parametrize("kind", ["untied", "moe"])
 def test_transformer_engine_spec_has_the_tables_names(kind, request):
     folder = request.getfixturevalue(f"{kind}_folder")

@@ -22,15 +22,11 @@ def of_vision(fields: dict) -> dict:
 
 
 CASES = {
-    "full, both towers": FULL | of_vision(FULL),
-    "full, text alone": FULL,
-    "full, vision alone": of_vision(FULL),
-    "some layers": BLOCK | of_vision(BLOCK),
-    "two layers at once": FULL | dict(recompute_num_layers=2),
-    "selective": selective("core_attn") | of_vision(selective("core_attn")),
-    "selective mlp": selective("mlp"),
+    "full, both towers": FULL | of_vision(FULL), "full, text alone": FULL, "full, vision alone": of_vision(FULL),
+    "some layers": BLOCK | of_vision(BLOCK), "two layers at once": FULL | dict(recompute_num_layers=2),
+    "selective": selective("core_attn") | of_vision(selective("core_attn")), "selective mlp": selective("mlp"),
     "experts": selective("moe"),
-}
+}  # fmt: skip
 
 
 def gradients(folder, **fields):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 from typing import NamedTuple
 
-from qwen3vl_bridge.training.process_groups import initialize
-
 import pytest
 import torch
 from megatron.bridge import AutoBridge
@@ -15,6 +13,7 @@ from transformers import AutoConfig
 from tests.noise import check, limits, relative
 
 from ..batches import make_batch, make_samples
+from ..conftest import build
 from .test_parity import per_sample
 
 STEPS = 20
@@ -26,11 +25,7 @@ def model(moe_folder):
     config.text_config.num_experts, config.text_config.num_experts_per_tok = 4, 2
     provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
     provider.moe_aux_loss_coeff, provider.moe_z_loss_coeff = 1e-3, 1e-3
-    provider.finalize()
-    initialize(provider, seed=0)
-    (model,) = provider.provide_distributed_model(
-        wrap_with_ddp=False, use_cpu_initialization=True, mixed_precision_wrapper=None
-    )
+    model = build(provider)
     model.hf_config = config
     return model.train()
 
@@ -57,7 +52,6 @@ def step(model, samples, *, packed: bool) -> Step:
 
 
 def errors(found: Step, expected: Step) -> dict[str, float]:
-    """Relative, but of tokens' losses."""
     return {
         "loss": abs(found.loss / expected.loss - 1),
         "losses": float((found.losses - expected.losses).abs().max()),

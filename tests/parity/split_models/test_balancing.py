@@ -1,15 +1,97 @@
 """However a model with experts is split, its balancing loss weighs tokens as in one process, and padding not at all.
 
-Also where a microbatch has no real token, and where losses are divided by microbatches, as by verl and miles.
+Also where a microbatch has no real token, and where losses are divided by microbatches, as by verl and miles. Run on
+ranks it is the script: -m tests.parity.split_models.test_balancing OUTPUT HF_FOLDER [REFERENCE]; on one rank without a
+reference it writes one.
 """
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from qwen3vl_bridge.batch import PackedBatch, SequenceLayout
 
 import pytest
 import torch
 
-from tests.forked import run_ranks
+from tests.forked import results_of_ranks, run_ranks
+from tests.ranks import begin, leave
+from tests.steps import forward_backward
 
-from ..topologies import TOPOLOGIES
-from .balancing_on_ranks import EMPTY, KINDS, ROWS
+from ..batches import make_batch
+from ..on_ranks import Split, layout_of
+from ..references import MICROBATCHES, step_samples, worst
+from ..topologies import TOPOLOGIES, Topology
+
+CONTENT, ROWS, EMPTY = "mixed", ("padded", "packed"), "with an empty microbatch"
+BALANCE, Z_LOSS = 0.5, 0.1
+# Of each kind, settings and the ways to split that it is tried with; None for all.
+KINDS: dict[str, tuple[dict[str, Any], set[str] | None]] = {
+    "per token": ({}, None),
+    "per microbatch": (
+        dict(model__calculate_per_token_loss=False, model__moe_z_loss_coeff=Z_LOSS),
+        {"alone", "TP2+SP", "CP2", "DP2", "PP2", "TP2+SP+EP2"},
+    ),
+    "over all ranks": (
+        dict(model__calculate_per_token_loss=False, model__moe_router_load_balancing_type="global_aux_loss"),
+        {"alone", "DP2"},
+    ),
+}
+
+
+def gradients(split: Split, batches: Iterator[PackedBatch], count: int) -> dict[str, torch.Tensor]:
+    split.begin(batches, "padded")
+    forward_backward(split.run, split.run.stream, count)
+    return split.gradients()
+
+
+def every_kind(split: Split, kind: str) -> dict[str, dict[str, torch.Tensor]]:
+    size = split.run.groups.dp.size()
+    if kind == "over all ranks":
+        return {"packed": gradients(split, of_two(split), 1)}
+    found = {rows: gradients(split, split.batches(CONTENT, rows), MICROBATCHES // size) for rows in ROWS}
+    batches = split.batches(CONTENT, "padded")
+    if split.run.groups.dp.rank() == 0:
+        batches = itertools.chain([emptied(next(batches))], batches)
+    return found | {EMPTY: gradients(split, batches, MICROBATCHES // size)}
+
+
+def emptied(batch: PackedBatch) -> PackedBatch:
+    rows, tokens = batch.input_ids.shape
+    return dataclasses.replace(
+        batch, layout=SequenceLayout.rows([0] * rows, tokens), loss_mask=torch.zeros_like(batch.loss_mask)
+    )
+
+
+def of_two(split: Split) -> Iterator[PackedBatch]:
+    """Two microbatches in one, or one on each of two data-parallel ranks; nothing counts but their balance."""
+    rank, size = split.run.groups.dp.rank(), split.run.groups.dp.size()
+    samples = [one for microbatch in step_samples(CONTENT, split.hf_config, 0)[rank:2:size] for one in microbatch]
+    batch = make_batch(samples, split.hf_config, layout=layout_of(samples, packed=True, multiple=4, tokens=None))
+    yield dataclasses.replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
+
+
+def main(output: str, folder: str, reference: str | None = None) -> None:
+    alone = {"alone": Topology(1)}
+    two = {name: one for name, one in TOPOLOGIES.items() if one.ranks == 2 and "MoE" in one.families}
+    expected, found = None if reference is None else torch.load(reference), {}
+    for name, topology in (alone if expected is None else two).items():
+        if topology.distributed_optimizer:  # which leaves each rank a part of the gradients
+            continue
+        for kind, (settings, splits) in KINDS.items():
+            if splits is not None and name not in splits:
+                continue
+            for rows, given in every_kind(Split(folder, topology, BALANCE, **settings), kind).items():
+                if expected is None:
+                    found[kind, rows] = given
+                else:
+                    found[name, kind, rows] = worst(given, expected[kind, rows])
+    leave(found, output)
+
 
 pytestmark = pytest.mark.slow
 
@@ -17,9 +99,8 @@ GRADIENT = 2e-5  # relative to the largest entry of each
 
 
 def test_gradients_are_those_of_one_process(moe_folder, tmp_path):
-    run_ranks("tests.parity.split_models.balancing_on_ranks", 1, tmp_path / "one", moe_folder)
-    run_ranks("tests.parity.split_models.balancing_on_ranks", 2, tmp_path / "two", moe_folder, tmp_path / "one")
-    found = torch.load(tmp_path / "two")
+    run_ranks("tests.parity.split_models.test_balancing", 1, tmp_path / "one", moe_folder)
+    found = results_of_ranks("tests.parity.split_models.test_balancing", 2, moe_folder, tmp_path / "one")
     print({case: f"{error:.1e}" for case, error in found.items()})
     assert {name for name, *_ in found} >= {"CP2", "TP2+SP", "PP2", "DP2", "EP2", "TP2+SP+EP2"} & TOPOLOGIES.keys()
     assert {(kind, rows) for _, kind, rows in found} >= {(k, r) for k in list(KINDS)[:2] for r in (*ROWS, EMPTY)}
@@ -38,3 +119,8 @@ def test_a_microbatch_without_a_real_token_has_no_gradient(moe_folder):
         (probabilities * 0).sum().backward()
         assert chosen.sum() == 6 * pair.provider.moe_router_topk  # they go to experts all the same
         assert torch.equal(layer.router.weight.grad, torch.zeros_like(layer.router.weight))
+
+
+if __name__ == "__main__":
+    begin()
+    main(*sys.argv[1:])

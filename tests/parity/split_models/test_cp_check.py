@@ -1,21 +1,85 @@
-"""Context parallelism of 1 and of 4 are the same training, for padded rows and for packed ones."""
+"""Context parallelism of 1, where all ranks hold the same batch, and of 4 are the same training, padded or packed.
+
+Run on ranks it is the script: -m tests.parity.split_models.test_cp_check OUTPUT DENSE_FOLDER MOE_FOLDER.
+"""
+
+from __future__ import annotations
 
 import itertools
+import sys
+
+from qwen3vl_bridge.batch import PackedBatch, SequenceLayout
 
 import pytest
 import torch
+from transformers import AutoConfig
 
-from tests.forked import run_ranks
-from tests.noise import SEEDS, allowed, check
+from tests.forked import results_of_ranks
+from tests.noise import SEEDS, allowed, check, rounded
+from tests.ranks import begin, leave
+from tests.steps import Run, set_up, train_step
 
-from .cp_check_on_ranks import RANKS, SIZES
+from ..batches import Sample, make_batch, make_samples
+from ..on_ranks import configuration
+from ..topologies import Topology
+
+SIZES, RANKS = (1, 4), 4
+MULTIPLE = 2 * max(SIZES)  # for every size, so that both see the same rows
+
+
+def documents(config, *, equal: bool) -> list[Sample]:
+    """Pictures and videos in one document, in two, and none; of equal lengths without padding, or as they come."""
+    samples = make_samples("image and video", config, seed=21) + make_samples("mixed", config, seed=22)
+    if not equal:
+        return samples
+    rng = torch.Generator().manual_seed(23)
+    length = -(-max(len(sample.ids) for sample in samples) // MULTIPLE) * MULTIPLE
+    longer = []
+    for sample in samples:
+        more = length - len(sample.ids)
+        text = torch.randint(0, config.image_token_id - 16, (more,), generator=rng)
+        counts = (torch.rand(more, generator=rng) < 0.7).float()
+        longer.append(Sample(torch.cat((sample.ids, text)), torch.cat((sample.loss_mask, counts)), sample.pixels))
+    return longer
+
+
+def layout_of(samples: list[Sample], rows: str) -> SequenceLayout:
+    """BSHD: a row for each document. THD: one row of all, and no more padding than each needs."""
+    lengths = [len(sample.ids) for sample in samples]
+    if rows == "THD":
+        return SequenceLayout.packed_row(lengths, multiple=MULTIPLE)
+    return SequenceLayout.rows(lengths, -(-max(lengths) // MULTIPLE) * MULTIPLE)
+
+
+def step_once(run: Run, batch: PackedBatch) -> dict[str, float]:
+    run.stream = itertools.repeat(batch)
+    log = train_step(run)
+    return {name: log[name] for name in ("loss", "grad_norm")}
+
+
+def main(output: str, **folders: str) -> None:
+    found = {}
+    for size, (family, folder) in itertools.product(SIZES, folders.items()):
+        cfg = configuration(folder, Topology(RANKS, dict(context_parallel_size=size)))
+        cfg.optimizer.lr = cfg.optimizer.min_lr = 0.0  # all steps from the same weights
+        run, hf_config = set_up(cfg, data=False), AutoConfig.from_pretrained(folder)
+        assert (run.groups.cp.size(), run.groups.dp.size()) == (size, RANKS // size)
+        for equal, rows in itertools.product((True, False), ("BSHD", "THD")):
+            samples = documents(hf_config, equal=equal)
+            batch = make_batch(samples, hf_config, layout=layout_of(samples, rows))
+            assert batch.layout.padding_mask().any() == (not equal)
+            case = size, family, equal, rows
+            found[case] = step_once(run, batch)
+            for seed in SEEDS[:2] if size == 1 else ():
+                with rounded(run.model[0], seed):
+                    found[case, seed] = step_once(run, batch)
+        assert step_once(run, batch) == found[size, family, equal, rows]
+    leave(found, output)
 
 
 @pytest.fixture(scope="module")
-def found(untied_folder, moe_folder, tmp_path_factory):
-    output = tmp_path_factory.mktemp("cp_check") / "found.pt"
-    run_ranks("tests.parity.split_models.cp_check_on_ranks", RANKS, output, untied_folder, moe_folder)
-    return torch.load(output)
+def found(untied_folder, moe_folder):
+    return results_of_ranks("tests.parity.split_models.test_cp_check", RANKS, untied_folder, moe_folder)
 
 
 def check_sizes(found, family, equal):
@@ -40,8 +104,12 @@ def test_one_and_four_ranks_rows_and_packed_agree(found, family, equal):
 
 
 def test_what_is_compared_tells_batches_apart(found):
-    """Or losses and norms that agree would say nothing."""
     values = [found[1, family, equal, "BSHD"] for family, equal in itertools.product(("dense", "MoE"), (True, False))]
     for name in ("loss", "grad_norm"):
         for a, b in itertools.combinations([value[name] for value in values], 2):
             assert abs(a / b - 1) > 1e-3
+
+
+if __name__ == "__main__":
+    begin()
+    main(sys.argv[1], dense=sys.argv[2], MoE=sys.argv[3])

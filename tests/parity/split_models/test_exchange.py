@@ -1,13 +1,18 @@
 """Context-parallel ranks send each other the vision tokens that their own tokens use, and no others; counted in bytes.
 
-That values and gradients are those of one process is in `test_on_ranks.py`.
+That values and gradients are those of one process is in `test_on_ranks.py`. Run on ranks it is the script:
+-m tests.parity.split_models.test_exchange OUTPUT FOLDER.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 from qwen3vl_bridge.batch import PackedBatch, SequenceLayout, VisionWork, make_vision_inputs, vision_slots
 from qwen3vl_bridge.batch.vision_sharding import assign_vision
@@ -17,11 +22,48 @@ from qwen3vl_bridge.registry import dimensions_of
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import mappings
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
-from tests.forked import run_ranks
+from tests.forked import results_of_ranks
 from tests.model.inputs.support import share_of
+from tests.ranks import begin, leave, of_all_ranks
 
-from .exchange_on_ranks import ROWS
+from ..on_ranks import Split
+from ..topologies import Topology
+
+CONTENT, ROWS = "mixed", ("packed", "padded")
+
+
+def count(split: Split, rows: str) -> dict[str, Any]:
+    """Bytes that this rank sends to others, forward and backward; the batch, and who encodes which of its frames."""
+    model, sent = split.run.model[0], []
+    exchange, rank = mappings.torch.distributed.all_to_all_single, dist.get_rank()
+
+    def watched(output: Any, values: Any, **splits: Any) -> Any:
+        others = sum(splits["input_split_sizes"]) - splits["input_split_sizes"][rank]
+        sent.append(others * values[:1].nbytes if len(values) else 0)
+        return exchange(output, values, **splits)
+
+    config, groups = get_model_config(model), get_attr_wrapped_model(model, "pg_collection")
+    batch, ranks = next(split.batches(CONTENT, rows, steps=1)), config.sequence_ranks(groups)
+    inputs = batch.local(**ranks)
+    with mock.patch.object(mappings.torch.distributed, "all_to_all_single", watched):
+        (model(inputs=inputs) * inputs.loss_mask).sum().backward()
+    forward, backward = sent
+    frames = assign_vision(batch.vision, ranks["vision_work"], groups.cp.size()).frames
+    width = (1 + len(config.deepstack_layers)) * config.hidden_size * 4  # float32
+    return dict(batch=batch, frames=frames, width=width, forward=forward, backward=backward)
+
+
+def main(output: str, folder: str) -> None:
+    ranks = int(os.environ["WORLD_SIZE"])
+    split, found = Split(folder, Topology(ranks, dict(context_parallel_size=ranks))), {}
+    for rows in ROWS:
+        found[rows] = of_all_ranks(count(split, rows))
+    leave(found, output)
+
 
 PAGE = Path("docs/speed.md")
 
@@ -46,9 +88,8 @@ def crossings(batch: PackedBatch, frames: Sequence[Sequence[int]]) -> list[int]:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_bytes_sent_are_those_of_tokens_that_other_ranks_use(untied_folder, tmp_path, ranks):
-    run_ranks("tests.parity.split_models.exchange_on_ranks", ranks, tmp_path / "found.pt", untied_folder)
-    found = torch.load(tmp_path / "found.pt", weights_only=False)
+def test_bytes_sent_are_those_of_tokens_that_other_ranks_use(untied_folder, ranks):
+    found = results_of_ranks("tests.parity.split_models.test_exchange", ranks, untied_folder)
     for rows in ROWS:
         batch, frames, width = (found[rows][0][name] for name in ("batch", "frames", "width"))
         sent = {kind: sum(one[kind] for one in found[rows]) for kind in ("forward", "backward")}
@@ -91,3 +132,8 @@ def test_what_the_page_says_of_8b():
     whole, sent = (ranks * 52 * 256 * width, sum(sum(one.received) for one in exchanges) * width)
     print(whole / ranks / 1e6, sent / ranks / 1e6, max(others) * width / 1e6, [one.received for one in exchanges])
     assert f"{whole / ranks / 1e6:.0f} MB" in PAGE.read_text() and f"{sent / ranks / 1e6:.0f} MB" in PAGE.read_text()
+
+
+if __name__ == "__main__":
+    begin()
+    main(*sys.argv[1:])

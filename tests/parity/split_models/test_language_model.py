@@ -1,21 +1,169 @@
-"""The text model alone, split or not: megatron-core embeds and scatters, and nothing is scattered twice."""
+"""The text model alone, split or not: megatron-core embeds and scatters, and nothing is scattered twice.
+
+It is given whole rows, as by users who have no pictures, beside transformers and beside the model of both towers. Run
+on ranks it is the script: -m tests.parity.split_models.test_language_model OUTPUT DENSE_FOLDER MOE_FOLDER.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from qwen3vl_bridge.batch import PackedBatch, SequenceLayout
+from qwen3vl_bridge.models.core_attention import layout_packed_seq_params
+from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLGPTModel
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
 
-from tests.forked import run_ranks
+from tests.forked import results_of_ranks
+from tests.ranks import begin, largest, leave
 
-from .language_model_on_ranks import SPLITS
+from ..batches import Sample, make_batch, make_samples, run_reference
+from ..conftest import Pair, make_pair
+
+SP = dict(tensor_model_parallel_size=2, sequence_parallel=True)
+SPLITS: dict[str, dict[str, dict[str, Any]]] = {
+    "dense": {
+        "TP1": {},
+        "TP2": dict(SP, sequence_parallel=False),
+        "TP2+SP": SP,
+        "TP2, loss in chunks": dict(SP, sequence_parallel=False, loss_chunk_tokens=18),
+        "TP2+SP, loss in chunks": dict(SP, loss_chunk_tokens=18),
+    },
+    "MoE": {
+        "TP1": {},
+        "TP2+SP": SP,
+        "TP2+SP+EP2": dict(SP, expert_model_parallel_size=2, expert_tensor_parallel_size=1),
+    },
+}
+BALANCE = 0.02
+
+
+def text_model(pair: Pair) -> Qwen3VLGPTModel:
+    """The text model of a pair once more, built alone."""
+    model = Qwen3VLGPTModel(
+        pair.provider, pair.provider._pg_collection, pre_process=True, post_process=True, vp_stage=None
+    )
+    model.load_state_dict(pair.megatron.language_model.state_dict())
+    return model.train()
+
+
+def documents(config: Any) -> list[Sample]:
+    samples = make_samples("mixed", config, seed=3)
+    for sample in samples:
+        sample.ids[(sample.ids == config.image_token_id) | (sample.ids == config.video_token_id)] = 5
+        sample.pixels.clear()
+    return samples
+
+
+def layout_of(samples: list[Sample], rows: str) -> SequenceLayout:
+    """Each document has padding behind it, and a packed row has more at its end."""
+    lengths = [len(sample.ids) for sample in samples]
+    even = [-(-(length + 1) // 4) * 4 for length in lengths]
+    if rows == "packed":
+        return SequenceLayout.packed_row(lengths, multiple=4, total=sum(even) + 8)
+    return SequenceLayout.rows(lengths, max(even))
+
+
+def forward(model: Qwen3VLGPTModel, batch: PackedBatch) -> Tensor:
+    """Losses [B, S] of whole rows, with megatron-core's own arguments."""
+    return model(
+        batch.input_ids,
+        batch.position_ids,
+        attention_mask=None,
+        labels=batch.labels,
+        packed_seq_params=layout_packed_seq_params(batch.layout),
+        padding_mask=batch.layout.padding_mask().view(batch.input_ids.shape),
+    )
+
+
+def sum_gradients(pair: Pair) -> None:
+    """As megatron-core does after a step: of norms and routers over ranks that have other tokens or other heads."""
+    for name, p in pair.megatron.named_parameters():
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        if getattr(p, "sequence_parallel", False) or "q_layernorm" in name or "k_layernorm" in name:
+            dist.all_reduce(p.grad, group=pair.provider._pg_collection.tp)
+
+
+def masks_of_routers(model: Qwen3VLGPTModel) -> list[Tensor]:
+    """A list that the padding masks [s, b] are put into as they arrive."""
+    arrived: list[Tensor] = []
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            module.register_forward_pre_hook(lambda _, given: arrived.append(given[1]))
+    return arrived
+
+
+def against_transformers(pair: Pair, alone: Qwen3VLGPTModel, samples: list[Sample], batch: PackedBatch) -> dict:
+    """Errors of losses and gradients, and how many routers got another padding mask than that of their own tokens."""
+    logits, total = run_reference(pair.reference, samples)
+    total.backward()
+    masks = masks_of_routers(alone)
+    losses = forward(alone, batch)
+    (losses * batch.loss_mask).sum().backward()
+    sum_gradients(pair)
+    expected = torch.cat(
+        [F.cross_entropy(one, sample.labels, reduction="none") for one, sample in zip(logits, samples, strict=True)]
+    )
+    found = losses[~batch.layout.padding_mask().view(losses.shape)]
+    own = batch.local(**pair.provider.sequence_ranks(pair.provider._pg_collection)).padding_mask.T
+    assert len(masks) == len(pair.provider.moe_layers)
+    return dict(
+        loss=(found - expected).abs().max().item(),
+        gradient=max(pair.gradient_errors().values()),
+        masks=sum(not torch.equal(mask, own) for mask in masks),
+    )
+
+
+def against_both_towers(pair: Pair, alone: Qwen3VLGPTModel, whole: Qwen3VLGPTModel, batch: PackedBatch) -> dict:
+    """Differences to the same text model in the one of both towers, with experts balanced, padding left out."""
+    config = pair.provider
+    inputs = batch.local(**config.sequence_ranks(config._pg_collection))
+    config.moe_aux_loss_coeff = BALANCE * bool(config.moe_layers)
+    pair.zero_grad()
+    losses = forward(alone, batch)
+    (losses * batch.loss_mask).sum().backward()
+    pair.megatron.language_model = whole
+    inside = pair.megatron(inputs=inputs)
+    (inside * inputs.loss_mask).sum().backward()
+    config.moe_aux_loss_coeff = 0.0
+    gradients = zip(alone.parameters(), whole.parameters(), strict=True)
+    return dict(
+        inside_loss=(losses - inside).abs().max().item(),
+        inside_gradient=max((ours.grad - inner.grad).abs().max().item() for ours, inner in gradients),
+    )
+
+
+def compare(pair: Pair, rows: str) -> dict[str, float]:
+    samples, whole = documents(pair.config), pair.megatron.language_model
+    batch = make_batch(samples, pair.config, layout=layout_of(samples, rows))
+    pair.zero_grad()
+    pair.megatron.language_model = alone = text_model(pair)
+    return against_transformers(pair, alone, samples, batch) | against_both_towers(pair, alone, whole, batch)
+
+
+def main(output: str, **folders: str) -> None:
+    found = {}
+    for family, folder in folders.items():
+        for split, fields in SPLITS[family].items():
+            pair = make_pair(folder, moe_aux_loss_coeff=0.0, **fields)
+            for rows in ("padded", "packed"):
+                found[family, split, rows] = largest(compare(pair, rows))
+    leave(found, output)
+
 
 LOSS = 5e-6  # absolute, measured 9.5e-7 of losses up to 8
 GRADIENT = 1e-5  # relative to the largest entry of each gradient, measured 1.3e-6
 
 
 @pytest.fixture(scope="module")
-def found(untied_folder, moe_folder, tmp_path_factory):
-    output = tmp_path_factory.mktemp("language_model") / "found.pt"
-    run_ranks("tests.parity.split_models.language_model_on_ranks", 2, output, untied_folder, moe_folder)
-    return torch.load(output)
+def found(untied_folder, moe_folder):
+    return results_of_ranks("tests.parity.split_models.test_language_model", 2, untied_folder, moe_folder)
 
 
 @pytest.mark.parametrize("rows", ["padded", "packed"])
@@ -26,3 +174,8 @@ def test_it_is_the_same_model(found, family, split, rows):
     assert errors["loss"] <= LOSS and errors["gradient"] <= GRADIENT
     assert errors["masks"] == 0
     assert errors["inside_loss"] == errors["inside_gradient"] == 0.0
+
+
+if __name__ == "__main__":
+    begin()
+    main(sys.argv[1], dense=sys.argv[2], MoE=sys.argv[3])

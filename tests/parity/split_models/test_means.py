@@ -1,21 +1,101 @@
 """Losses that are divided by microbatches (`calculate_per_token_loss=False`) give one process's gradients.
 
 miles' GRPO scripts and verl's sequence-mean losses are such; Megatron-Bridge's own steps take the mean of a
-microbatch's tokens, as this package's does, there of each context-parallel rank's own.
+microbatch's tokens, as this package's does, there of each context-parallel rank's own. Run on ranks it is the script:
+-m tests.parity.split_models.test_means OUTPUT FOLDERS; each folder has `means.pt`, what is expected.
 """
 
+from __future__ import annotations
+
+import dataclasses
+import functools
 import json
 import shutil
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from torch import Tensor
 
-from tests.forked import run_ranks
+from tests.forked import results_of_ranks
+from tests.ranks import begin, leave
+from tests.steps import forward_backward
 
-from ..batches import run_reference
-from ..references import MICROBATCHES, step_samples
-from .means_on_ranks import CHOSEN, CONTENT, LOSSES, weighed
+from ..batches import Sample, run_reference
+from ..on_ranks import Shared, Split
+from ..references import MICROBATCHES, step_samples, worst
+from ..topologies import TOPOLOGIES
+
+CONTENT = "mixed"
+# Of each loss, the kinds of rows it is tried with.
+LOSSES = {"ours": ("padded", "packed"), "verl": ("packed", "presharded"), "miles": ("packed", "presharded")}
+CHOSEN = ("TP2+SP", "CP2", "DP2", "PP2", "PP2+VPP2", "EP2", "TP2+SP+EP2", "CP2+EP2")
+
+
+def weighed(sample: Sample) -> Sample:
+    """A sample whose mask adds up to 1, so that the losses it counts come to their mean."""
+    return dataclasses.replace(sample, loss_mask=sample.loss_mask / sample.loss_mask.sum().clamp(min=1))
+
+
+def forward_step(loss: str, samples: int, state: Any, data: Iterator[Any], model: torch.nn.Module) -> tuple:
+    """One microbatch whose loss is the mean of samples' means, over all samples of the step."""
+    batch, config = next(data), get_model_config(model)
+    groups = get_attr_wrapped_model(model, "pg_collection")
+    microbatches = MICROBATCHES // groups.dp.size()
+    if isinstance(batch, Shared):
+        arguments = batch.arguments(groups.cp.size(), groups.cp.rank())
+        losses, weights = model(**arguments), arguments["loss_mask"]
+    else:
+        inputs = batch.local(**config.sequence_ranks(groups))
+        if not get_attr_wrapped_model(model, "pre_process"):
+            inputs = inputs.without_pictures()
+        losses, weights = model(inputs=inputs), inputs.loss_mask
+
+    def verl(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        # workers/utils/losses.py: agg_loss; postprocess_micro_batch_func
+        mean = (losses * weights).sum() / samples * groups.dp.size()
+        return mean * microbatches, {"lm loss": torch.ones(2)}
+
+    def miles(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        # backends/training_utils/loss.py: loss_function with apply_megatron_loss_scaling
+        mean = (losses * weights).sum() * microbatches / samples * groups.dp_cp.size()
+        return mean, torch.tensor(1), {"lm loss": torch.ones(2)}
+
+    return losses, {"verl": verl, "miles": miles}[loss]
+
+
+def gradients(split: Split, batches: Iterator[Any], rows: str, step: Callable | None) -> dict[str, Tensor]:
+    split.begin(batches, rows)
+    split.run.forward_step = step or split.run.forward_step
+    forward_backward(split.run, split.run.stream, MICROBATCHES // split.run.groups.dp.size())
+    return split.gradients()
+
+
+def main(output: str, folders: dict[str, str]) -> None:
+    found = {}
+    for name in CHOSEN:
+        topology = TOPOLOGIES[name]
+        for family in topology.families:
+            folder = folders[family]
+            expected = torch.load(Path(folder) / "means.pt")
+            split = Split(folder, topology, model__calculate_per_token_loss=False)
+            samples = sum(map(len, step_samples(CONTENT, split.hf_config, 0)))
+            for loss, kinds in LOSSES.items():
+                for rows in kinds:
+                    if rows == "presharded" and rows not in topology.rows:
+                        continue
+                    ours = loss == "ours"
+                    split.prepare = (lambda sample: sample) if ours else weighed
+                    batches = split.batches(CONTENT, rows, steps=1)
+                    step = None if ours else functools.partial(forward_step, loss, samples)
+                    given = gradients(split, batches, rows, step)
+                    found[name, family, loss, rows] = worst(given, expected["ours" if ours else "samples"])
+    leave(found, output)
+
 
 pytestmark = pytest.mark.slow
 
@@ -47,8 +127,12 @@ def test_gradients_are_those_of_one_process(untied_folder, moe_folder, tmp_path)
     folders = {name: str(shutil.copytree(folder, tmp_path / name)) for name, folder in folders.items()}
     for folder in folders.values():
         torch.save(expected(Path(folder)), Path(folder) / "means.pt")
-    run_ranks("tests.parity.split_models.means_on_ranks", 2, tmp_path / "found", json.dumps(folders))
-    found = torch.load(tmp_path / "found")
+    found = results_of_ranks("tests.parity.split_models.test_means", 2, json.dumps(folders))
     print({case: f"{error:.1e}" for case, error in found.items()})
     assert {loss for _, _, loss, _ in found} == set(LOSSES) and {name for name, *_ in found} == set(CHOSEN)
     assert max(found.values()) <= GRADIENT, found  # measured 3.7e-6
+
+
+if __name__ == "__main__":
+    begin()
+    main(sys.argv[1], json.loads(sys.argv[2]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from qwen3vl_bridge.models.qwen3_5.linear_attention.delta_rule import causal_conv1d, chunk_gated_delta_rule, l2norm
+from qwen3vl_bridge.models.qwen3_5.delta_rule import causal_conv1d, chunk_gated_delta_rule, l2norm
 
 import pytest
 import torch

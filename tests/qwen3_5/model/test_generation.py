@@ -13,7 +13,7 @@ from qwen3vl_bridge.inference.generation import generate
 import pytest
 import torch
 
-from tests.forked import run_ranks
+from tests.forked import results_of_ranks
 from tests.model.test_generation import NEVER, NEW, PAD, answers, load, prompts
 from tests.parity.batches import CONTENTS
 from tests.ranks import begin, leave
@@ -44,10 +44,9 @@ def test_rows_end_where_transformers_ends_them(pair):
     assert (found[:, batch["input_ids"].shape[1] :] == PAD).any()
 
 
-def test_two_ranks_give_the_same_answers(qwen3_5_folders, tmp_path):
+def test_two_ranks_give_the_same_answers(qwen3_5_folders):
     folders = [qwen3_5_folders[kind] for kind in ("dense", "moe")]
-    run_ranks("tests.qwen3_5.model.test_generation", 2, tmp_path / "answers.pt", *folders)
-    for folder, found in torch.load(tmp_path / "answers.pt").items():
+    for folder, found in results_of_ranks("tests.qwen3_5.model.test_generation", 2, *folders).items():
         alone = load(folder)
         assert torch.equal(found, answers(alone, prompts("mixed", alone.config)))
 

@@ -1,12 +1,22 @@
-"""Linear attention against transformers': the same weights, rows and packed rows, outputs and all gradients."""
+"""Linear attention against transformers': the same weights, rows and packed rows, outputs and all gradients.
+
+On a GPU without flash-linear-attention it takes torch functions; with it, the package's kernels.
+"""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import logging
+import sys
+from types import SimpleNamespace
+
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+from qwen3vl_bridge import registry
 from qwen3vl_bridge.models.core_attention import packed_seq_params
-from qwen3vl_bridge.models.qwen3_5.layer_specs import linear_attention_spec
-from qwen3vl_bridge.models.qwen3_5.linear_attention.delta_rule import chunk_gated_delta_rule
-from qwen3vl_bridge.models.qwen3_5.linear_attention.layer import LinearAttention
+from qwen3vl_bridge.models.qwen3_5 import delta_rule
+from qwen3vl_bridge.models.qwen3_5.delta_rule import chunk_gated_delta_rule
+from qwen3vl_bridge.models.qwen3_5.linear_attention import LinearAttention, linear_attention_spec
 
 import pytest
 import torch
@@ -16,7 +26,7 @@ from torch import Tensor, nn
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from tests.noise import check, limit, limits, relative
-from tests.qwen3_5.tiny import hf_text_config, megatron_config, one_rank, perturb
+from tests.qwen3_5.tiny import hf_text_config, make_config, megatron_config, one_rank, perturb
 
 LENGTHS = [61, 64, 3, 130]
 
@@ -40,7 +50,6 @@ def ours(reference: nn.Module, groups, **settings) -> LinearAttention:
 
 
 def renamed(state: dict[str, Tensor], norm_shift: float = 0) -> dict[str, Tensor]:
-    """Transformers' names to megatron-core's, of weights or of gradients."""
     projections = [state[f"in_proj_{part}.weight"] for part in ("qkv", "z", "b", "a")]
     same = {name: state[name] for name in ("conv1d.weight", "A_log", "dt_bias", "out_proj.weight")}
     return same | {"in_proj.weight": torch.cat(projections), "out_norm.weight": state["norm.weight"] + norm_shift}
@@ -51,7 +60,6 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
 
 
 def run(call, x: Tensor, weight: Tensor) -> dict[str, Tensor]:
-    """The output, and the input's gradient."""
     x = x.clone().requires_grad_()
     out = call(x)
     (out * weight).sum().backward()
@@ -134,3 +142,56 @@ def test_decay_in_half_precision(groups):
     decay, _ = module._compute_g_and_beta(module.A_log, module.dt_bias, alpha, alpha)
     expected = -module.A_log.float().exp() * nn.functional.softplus(module.dt_bias.float())
     assert decay.dtype is torch.float32 and torch.equal(decay[0, 0], expected)
+
+
+_KERNELS = "megatron.core.ssm.gated_delta_net"
+
+
+@pytest.mark.parametrize(("gpu", "package"), [(True, False), (False, True), (False, False), (True, True)])
+def test_ours_stand_in_where_one_of_both_is_missing(gpu, package, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if package and name == "fla" else None)
+    common, gdn = SimpleNamespace(HAVE_FLA=package), SimpleNamespace(chunk_gated_delta_rule=None)
+    replacements = registry.family("qwen3_5").replacements
+    registry.load(replacements[f"{_KERNELS}.common"])(common)
+    registry.load(replacements[f"{_KERNELS}.gdn"])(gdn)
+    both = gpu and package
+    assert common.HAVE_FLA
+    assert (gdn.chunk_gated_delta_rule is delta_rule.chunk_gated_delta_rule) == (not both)
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_a_gpu_without_the_package_is_warned_of(gpu, monkeypatch, caplog):
+    from megatron.bridge import AutoBridge
+
+    config = make_config()
+    config.architectures = ["Qwen3_5ForConditionalGeneration"]
+    provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    with caplog.at_level(logging.WARNING):
+        provider.finalize()
+    assert ("flash-linear-attention is not installed" in caplog.text) == gpu
+
+
+def test_the_import_hook_puts_them_where_megatron_core_calls_them():
+    gdn = importlib.import_module(f"{_KERNELS}.gdn")
+    common = importlib.import_module(f"{_KERNELS}.common")
+    missing = delta_rule.are_missing()
+    assert (gdn.chunk_gated_delta_rule is delta_rule.chunk_gated_delta_rule) == missing
+    assert (common.l2norm is delta_rule.l2norm) == missing
+
+
+def test_a_family_that_is_registered_late_replaces_what_is_imported_already(monkeypatch):
+    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
+    given = []
+    monkeypatch.setattr(registry, "note_module", given.append, raising=False)
+    late = registry.Family(
+        "late",
+        {"late_vl": "Late"},
+        *["os.path.join"] * 6,
+        bridge="os",
+        replacements={"megatron.core": "qwen3vl_bridge.registry.note_module", "not.there": "not.there.either"},
+    )
+    registry.register_family(late)
+    registry.register_family(late)
+    assert given == [sys.modules["megatron.core"]]

@@ -6,8 +6,8 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from qwen3vl_bridge.peft.adapter_rows import LINEAR_LAYERS, OF_LINEAR_ATTENTION
 from qwen3vl_bridge.peft.lora import Qwen3VLDoRA, Qwen3VLLoRA
-from qwen3vl_bridge.weights.adapter_rows import LINEAR_LAYERS, OF_LINEAR_ATTENTION
 
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext

@@ -9,13 +9,12 @@ import warnings
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import CheckpointError, import_checkpoint
-from qwen3vl_bridge.checkpoint.adapters.exporting import export_adapters
-from qwen3vl_bridge.checkpoint.adapters.merging import merge_adapters
-from qwen3vl_bridge.checkpoint.formats.megatron.folder import find_iteration
-from qwen3vl_bridge.checkpoint.stored_models.hf_config import ModelConfig
+from qwen3vl_bridge.checkpoint.formats.megatron import find_iteration
+from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
 from qwen3vl_bridge.cli import convert
+from qwen3vl_bridge.peft.adapter_rows import layer_of, linear_rows
+from qwen3vl_bridge.peft.hf_export import export_adapters, merge_adapters
 from qwen3vl_bridge.peft.lora import Qwen3VLDoRA
-from qwen3vl_bridge.weights.adapter_rows import layer_of, linear_rows
 
 import pytest
 import torch
@@ -29,9 +28,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
+from tests.adapters.adapted_models import Adapted, adapt, check_logits, reference_logits, worst_difference
 from tests.checkpoint.support import stock_load
 from tests.expert_layouts import LAYOUTS, relayout
-from tests.model.adapters.peft_models import Adapted, adapt, check_logits, reference_logits, worst_difference
 
 from ..conftest import Inputs
 from ..running import stored, train

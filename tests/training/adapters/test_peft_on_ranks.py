@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 
-from qwen3vl_bridge.checkpoint.formats.megatron.folder import find_iteration
+from qwen3vl_bridge.checkpoint.formats.megatron import find_iteration
 
 import pytest
 import torch

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from qwen3vl_bridge.checkpoint import CheckpointError
-from qwen3vl_bridge.checkpoint.adapters.settings import check_same_adapters
-from qwen3vl_bridge.checkpoint.formats.megatron.folder import find_iteration
-from qwen3vl_bridge.peft.hf_export import save_hf_adapter
+from qwen3vl_bridge.checkpoint.formats.megatron import find_iteration
 from qwen3vl_bridge.peft.lora import Qwen3VLDoRA, Qwen3VLLoRA
+from qwen3vl_bridge.peft.model_adapters import save_hf_adapter
+from qwen3vl_bridge.peft.stored_adapters import check_same_adapters
 
 import pytest
 import torch

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.parity.batches import run_reference
-from tests.parity.exact_reference import torch_linear_attention
-from tests.parity.references import ADAM, CLIP, DECAY, step_samples
+from tests.parity.references import ADAM, CLIP, DECAY, step_samples, torch_linear_attention
 
 STEPS, CONTENT = 2, "mixed"
 MOMENTUM, ITERATIONS = 0.9, 5

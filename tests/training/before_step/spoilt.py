@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
 from qwen3vl_bridge.batch import PackedBatch
-from qwen3vl_bridge.data.processing.collation import Collator
-from qwen3vl_bridge.data.processing.encoding import EncodedSample
-from qwen3vl_bridge.data.provider import Qwen3VLConversationProvider
+from qwen3vl_bridge.data.collation import Collator
+from qwen3vl_bridge.data.dataset_provider import Qwen3VLConversationProvider
+from qwen3vl_bridge.data.encoding import EncodedSample
 from qwen3vl_bridge.training.before_step import optimizers_of
 
 import torch

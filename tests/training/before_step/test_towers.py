@@ -9,7 +9,7 @@ import itertools
 import math
 
 from qwen3vl_bridge.training.run_settings import Qwen3VLTowers
-from qwen3vl_bridge.weights.model_parts import Part
+from qwen3vl_bridge.weights.rows import Part
 
 import pytest
 import torch

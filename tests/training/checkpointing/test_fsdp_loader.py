@@ -9,12 +9,12 @@ from __future__ import annotations
 import types
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
-from qwen3vl_bridge.io.errors import CheckpointError
+from qwen3vl_bridge.io.files import CheckpointError
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLMoEModelProvider
 from qwen3vl_bridge.training import weight_loading
 from qwen3vl_bridge.training.process_groups import initialize
 from qwen3vl_bridge.training.weight_loading import rows_by_name
-from qwen3vl_bridge.weights.names import local_name
+from qwen3vl_bridge.weights.rows import local_name
 
 import pytest
 import torch

@@ -7,7 +7,7 @@ import json
 import re
 from dataclasses import replace
 
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
+from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest
 import torch

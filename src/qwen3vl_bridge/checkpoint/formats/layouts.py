@@ -11,14 +11,14 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
-from qwen3vl_bridge.checkpoint.formats.tensor_specs import Shape
-from qwen3vl_bridge.io.errors import CheckpointError
-from qwen3vl_bridge.weights.dimensions import Dimensions
-from qwen3vl_bridge.weights.names import NAMED_IF_MIXED, local_name, stacked_name
+from qwen3vl_bridge.checkpoint.formats.tensors import Shape
+from qwen3vl_bridge.io.files import CheckpointError
 from qwen3vl_bridge.weights.rows import (
+    NAMED_IF_MIXED,
     QKV,
     ConcatenatedQKV,
     Copy,
+    Dimensions,
     ExpertInput,
     ExpertOutput,
     GatedMLP,
@@ -28,6 +28,8 @@ from qwen3vl_bridge.weights.rows import (
     Sectioned,
     ZeroCentered,
     hf_shapes,
+    local_name,
+    stacked_name,
     stored_rows,
 )
 
@@ -52,12 +54,9 @@ class ParamSlice(NamedTuple):
 
 
 class TensorLayout(Protocol):
-    """A format, for one model.
+    """A format, for one model."""
 
-    Attributes:
-        pads_vocabulary: whether its tensors of the vocabulary may have more rows than the model.
-    """
-
+    # Whether its tensors of the vocabulary may have more rows than the model.
     pads_vocabulary: ClassVar[bool]
 
     def tensors(self, row: Row) -> dict[str, Shape]:
@@ -116,7 +115,15 @@ class HuggingFace:
         elif isinstance(row, ExpertOutput):
             yield ParamSlice(row.hf[0], row.expert, math.prod(shapes[0]), stride=dimensions["experts"])
         elif isinstance(row, GatedQKV):
-            yield from _gated_qkv(row, shapes, dimensions)
+            query, *others = row.hf
+            heads = dimensions["heads"] // dimensions["kv_heads"]  # of a group
+            head = dimensions["head_dim"] * math.prod(shapes[0][1:])
+            for group in range(dimensions["kv_heads"]):
+                for part in range(2):  # queries, gates
+                    for number in range(group * heads, (group + 1) * heads):
+                        yield ParamSlice(query, (2 * number + part) * head, head)
+                for name in others:
+                    yield ParamSlice(name, group * head, head)
         elif isinstance(row, ZeroCentered):
             yield ParamSlice(row.hf[0], 0, math.prod(shapes[0]), plus=1)
         elif isinstance(row, Copy | GatedMLP | Sectioned):
@@ -133,25 +140,11 @@ def _interleaved(parts: list[tuple[str, int, int]], groups: int) -> Iterator[Par
             yield ParamSlice(name, first + group * length, length)
 
 
-def _gated_qkv(row: Row, shapes: tuple[Shape, ...], dimensions: Dimensions) -> Iterator[ParamSlice]:
-    query, *others = row.hf
-    heads = dimensions["heads"] // dimensions["kv_heads"]  # of a group
-    head = dimensions["head_dim"] * math.prod(shapes[0][1:])
-    for group in range(dimensions["kv_heads"]):
-        for part in range(2):  # queries, gates
-            for number in range(group * heads, (group + 1) * heads):
-                yield ParamSlice(query, (2 * number + part) * head, head)
-        for name in others:
-            yield ParamSlice(name, group * head, head)
-
-
 @dataclass(frozen=True)
 class FsdpDtensor:
     """A Megatron-FSDP checkpoint: each parameter is a tensor, gate and up projections separate.
 
-    Attributes:
-        dimensions: from `dimensions_of`; its "vocab" includes padding.
-        naming: layer spec of its names, "transformer_engine" or "local".
+    Its `dimensions["vocab"]` includes padding.
     """
 
     dimensions: Dimensions
@@ -184,7 +177,7 @@ class TorchDist:
     """A checkpoint of megatron-core's own format: layers, and the experts of a layer, stacked in one tensor.
 
     Attributes:
-        dimensions: from `dimensions_of`; its "vocab" includes padding.
+        dimensions: its "vocab" includes padding.
         named: indices that stay in the names of tensors instead.
         local: whether it has the names of megatron-core's own local layer spec.
     """
@@ -203,13 +196,7 @@ class TorchDist:
 
     @classmethod
     def found(cls, rows: Collection[Row], dimensions: Dimensions, names: Collection[str]) -> TorchDist:
-        """The layout of an existing checkpoint. Training may leave indices in the names in any model.
-
-        Args:
-            rows: the weight table, expanded for the model.
-            dimensions: from `dimensions_of`.
-            names: those of the checkpoint's tensors.
-        """
+        """The layout of an existing checkpoint, by its names. Training may leave indices in them in any model."""
         stacks = (frozenset(NAMED_IF_MIXED), frozenset({"vision_layers"}), frozenset({"deepstack_mergers"}))
         named: frozenset[str] = frozenset()
         for stack in stacks:

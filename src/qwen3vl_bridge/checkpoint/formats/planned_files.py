@@ -1,24 +1,44 @@
-"""Files planned byte by byte, before the first byte is written.
+"""Files planned byte by byte before the first byte is written, writing them, and the journal of what is on disk.
 
 Because everything is laid out beforehand, a result does not depend on the number of processes that write it, or on
-interruptions.
+interruptions. A line of the journal names a unit whose bytes are on disk, with a digest of them. It is written after
+them, so a process may be killed between the two, never before. Incomplete lines are ignored, and so are lines whose
+bytes no longer have the digest.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import errno
+import fcntl
 import itertools
+import os
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from pathlib import Path
+from threading import Event, Lock
+from typing import BinaryIO, NamedTuple
 
-from qwen3vl_bridge.checkpoint.formats.slices import Segments
-from qwen3vl_bridge.checkpoint.formats.tensor_specs import ITEMSIZE, TensorSpec
+from qwen3vl_bridge.checkpoint.formats.tensors import ITEMSIZE, SegmentReader, Segments, TensorSource, TensorSpec
+from qwen3vl_bridge.checkpoint.processes import Progress
+from qwen3vl_bridge.io.atomic import PRIVATE
+from qwen3vl_bridge.io.files import CheckpointError
+
+import xxhash
 
 # A unit is what one process writes at a time, and what a resumed run need not write again. It is a multiple of any page
 # size, so that two machines never write to the same page of a shared file.
 UNIT_BYTES = 256 << 20
+# Smaller than the incoming blocks, so that those go to the file without another copy.
+_BUFFER = 1 << 16
+_PLAN, _LINES = "plan", "rank-*"
+
+# Digest of a unit's bytes: as fast as memory, so that its cost is negligible next to writing them.
+_new_digest = xxhash.xxh3_64
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +72,26 @@ class Data:
 Content = bytes | Data
 
 
+class Unit(NamedTuple):
+    """Bytes [start, end) of the file number `file`."""
+
+    file: int
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes."""
+        return self.end - self.start
+
+
 @dataclass
 class OutputFile:
-    """A planned file.
+    """A planned file, its contents in order.
 
     Attributes:
         name: relative to the result's folder.
         divisible: whether several processes may write parts of it.
-        contents: its contents, in order.
-        nbytes: number of their bytes.
     """
 
     name: str
@@ -89,19 +120,6 @@ class OutputFile:
             position, at = position + take, at + 1
 
 
-class Unit(NamedTuple):
-    """Bytes [start, end) of the file number `file`."""
-
-    file: int
-    start: int
-    end: int
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes."""
-        return self.end - self.start
-
-
 def _cut(content: Content, start: int, nbytes: int) -> Content:
     if isinstance(content, bytes):
         return content[start : start + nbytes]
@@ -122,15 +140,204 @@ def units(files: Sequence[OutputFile]) -> list[Unit]:
 
 
 def share[Item](work: Sequence[Item], sizes: Sequence[int], rank: int, size: int) -> list[Item]:
-    """The part of one of several processes: neighbouring units with about the same number of bytes for each.
-
-    Args:
-        work: all units.
-        sizes: bytes of each.
-        rank: index of the process.
-        size: number of processes.
-    """
+    """The part of one of `size` processes: neighbouring units with about the same number of bytes for each."""
     total, ends = max(sum(sizes), 1), itertools.accumulate(sizes)
     middles = (end - nbytes / 2 for end, nbytes in zip(ends, sizes, strict=True))
     owners = (min(int(middle * size / total), size - 1) for middle in middles)
     return [item for item, owner in zip(work, owners, strict=True) if owner == rank]
+
+
+class Journal:
+    """One process's part of an unfinished result's journal, locked for as long as it lives."""
+
+    def __init__(self, result: Path, rank: int = 0) -> None:
+        """Open it, in the folder of a result for which `begin` was called."""
+        path = result / PRIVATE / _LINES.replace("*", str(rank))
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
+            os.write(self._file, b"\n")  # ends an incomplete line of an earlier process
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._file)
+
+    def note(self, file: OutputFile, unit: Unit, digest: str, *, sync: bool) -> None:
+        """Note that a unit's bytes, with this digest, are on disk."""
+        os.write(self._file, f"{_name(file, unit)} {digest}\n".encode())
+        if sync:
+            os.fdatasync(self._file)
+
+
+def begin(result: Path, digest: str) -> None:
+    """Start a journal for a plan, or keep an existing one for the same plan."""
+    if plan_of(result) == digest:
+        return
+    (result / PRIVATE).mkdir(exist_ok=True)
+    with (result / PRIVATE / _PLAN).open("w") as file:
+        file.write(digest)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def plan_of(result: Path) -> str:
+    """Digest of an unfinished result's plan; empty if there is none."""
+    try:
+        return (result / PRIVATE / _PLAN).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def is_written_by_another(result: Path) -> bool:
+    """Whether a process that has its part of the journal open is alive."""
+    for path in (result / PRIVATE).glob(_LINES):
+        with path.open("rb+") as file:  # some network file systems lock nothing that is open for reading
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+    return False
+
+
+def noted(result: Path, files: list[OutputFile], work: list[Unit]) -> dict[Unit, str]:
+    """Those units of an unfinished result's files that were noted, with digests of their bytes."""
+    digests: dict[str, str] = {}
+    for path in (result / PRIVATE).glob(_LINES):
+        for line in path.read_text(errors="replace").splitlines(keepends=True):
+            name, _, digest = line.rpartition(" ")
+            if line[-1] == "\n":
+                digests[name] = digest[:-1]
+    names = {unit: _name(files[unit.file], unit) for unit in work}
+    return {unit: digests[name] for unit, name in names.items() if name in digests}
+
+
+def _name(file: OutputFile, unit: Unit) -> str:
+    return f"{file.name} {unit.start} {unit.end}"
+
+
+def intact(folder: Path, files: list[OutputFile], work: Iterable[tuple[Unit, str]], meter: Progress) -> list[Unit]:
+    """Those of some units whose bytes still have the digests of what was written."""
+    return [
+        unit
+        for unit, digest in work
+        if digest_of(folder / files[unit.file].name, unit.start, unit.end, meter) == digest
+    ]
+
+
+def digest_of(path: Path, start: int, end: int, meter: Progress) -> str | None:
+    """Digest of a file's bytes [start, end) on disk; None if they cannot be read."""
+    digest, buffer, position = _new_digest(), memoryview(bytearray(1 << 20)), start
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(start)
+            while position < end:
+                count = file.readinto(buffer[: end - position])
+                if not count:
+                    return None
+                digest.update(buffer[:count])
+                meter.advance(count)
+                position += count
+    except OSError:
+        return None
+    return digest.hexdigest()
+
+
+def write_units(
+    folder: Path,
+    files: Sequence[OutputFile],
+    work: Iterable[Unit],
+    source: TensorSource,
+    journal: Journal,
+    meter: Progress,
+    *,
+    sync: bool = True,
+    threads: int = 1,
+) -> None:
+    """Write units and note in the journal those that are on disk.
+
+    While one of the threads waits for the disk, another reads and transposes its unit.
+
+    Raises:
+        CheckpointError: the source cannot be read, or a value does not fit its dtype.
+        OSError: the disk is full, or refuses otherwise.
+    """
+    left, lock, stop = iter(work), Lock(), Event()
+
+    def take() -> Unit | None:
+        with lock:
+            return None if stop.is_set() else next(left, None)
+
+    def write_some() -> None:
+        with SegmentReader(source) as reader:
+            while (unit := take()) is not None:
+                try:
+                    _write_unit(folder, files[unit.file], unit, reader, meter, journal, sync)
+                except BaseException:
+                    stop.set()
+                    raise
+
+    with ThreadPoolExecutor(threads, "write") as pool:
+        try:
+            for writing in [pool.submit(write_some) for _ in range(threads)]:
+                writing.result()
+        finally:
+            stop.set()  # whatever ends this thread, such as a signal, ends the others after their unit
+
+
+def _write_unit(
+    folder: Path, output: OutputFile, unit: Unit, reader: SegmentReader, meter: Progress, journal: Journal, sync: bool
+) -> None:
+    handle = os.open(folder / output.name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    file, digest = os.fdopen(handle, "wb", buffering=_BUFFER), _new_digest()
+    try:
+        _reserve(handle, unit.start, unit.nbytes)
+        file.seek(unit.start)
+        for content in output.contents_of(unit):
+            if isinstance(content, bytes):
+                file.write(content)
+                digest.update(content)
+                meter.advance(len(content))
+                continue
+            segments, written = content.segments.cut(content.start, content.length), 0
+            for block in meter.counted(reader.blocks(segments, content.dtype)):
+                written += file.write(block)
+                digest.update(block)
+            if written != len(content):
+                raise AssertionError(f"{output.name}: {written} bytes written of {len(content)}")
+        file.flush()
+    except BaseException:
+        with contextlib.suppress(OSError):  # such as a full disk, which is the exception already
+            file.close()
+        raise
+    _commit(file, output, unit, digest.hexdigest(), journal, sync)
+
+
+def _commit(file: BinaryIO, output: OutputFile, unit: Unit, digest: str, journal: Journal, sync: bool) -> None:
+    with file:
+        if sync:
+            os.fdatasync(file.fileno())
+        journal.note(output, unit, digest, sync=sync)
+
+
+def _reserve(file: int, start: int, nbytes: int) -> None:
+    """Reserve the space at once: faster than block by block, and a full disk is detected before the work."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.fallocate(file, 0, ctypes.c_int64(start), ctypes.c_int64(nbytes)) == 0:
+        return
+    number = ctypes.get_errno()
+    if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+        raise OSError(number, os.strerror(number))
+
+
+def check_sizes(folder: Path, files: Sequence[OutputFile]) -> None:
+    """Raise a CheckpointError for a file that does not have its planned size."""
+    for output in files:
+        path, size = folder / output.name, 0
+        if path.is_file():
+            with path.open("rb") as file:  # only then a network file system asks its server
+                size = os.fstat(file.fileno()).st_size
+        if size != output.nbytes:
+            raise CheckpointError(f"{path} has {size} bytes, expected {output.nbytes}")

@@ -1,5 +1,14 @@
 """Energon's task encoder for Qwen3-VL: converts samples of a WebDataset to packed rows.
 
+Two kinds of folders are supported:
+
+* crude ones (`CrudeWebdataset`, or a JSONL file). The part "json" contains a record in any format that we read; an
+  image or a video in it is the name of another part of the same sample: its extension ("jpg", "1.png", "clip.mp4"), or
+  its full name in the tar ("000012.jpg"). Contents as "data:...;base64,..." need no part.
+* Megatron-Bridge's ChatML ones (`ChatMLWebdataset`). Their own decoder converts images to float tensors; here they stay
+  bytes. The placeholders "<image>" and "<video>" are used at their positions in the text, and the white space around
+  them is kept.
+
 Samples that wait to be packed contain their files as stored, and are measured by the files' headers; pixels are
 computed when a row is needed. Energon prints errors and continues; here they stop the run, unless `on_bad` or `on_long`
 is set to drop such samples.
@@ -7,61 +16,258 @@ is set to drop such samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import io
+import pickle
+import tarfile
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from qwen3vl_bridge.batch import PackedBatch
-from qwen3vl_bridge.data.energon.records import COOKERS, conversation_in, keep_bytes, name_files, place_of
+from qwen3vl_bridge.data.collation import Collator
+from qwen3vl_bridge.data.encoding import EncodedSample
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.packing.best_fit import best_fit
-from qwen3vl_bridge.data.processing.collation import Collator
-from qwen3vl_bridge.data.processing.encoding import EncodedSample
-from qwen3vl_bridge.data.processing.filtering import MeasuredConversation, SampleFilter
-from qwen3vl_bridge.data.schemas.columns import Schema
+from qwen3vl_bridge.data.media.media_access import MediaAccess
+from qwen3vl_bridge.data.packing.row_plan import best_fit
+from qwen3vl_bridge.data.samples import MeasuredConversation, SampleFilter
+from qwen3vl_bridge.data.schemas.conversations import Conversation, conversation_of
+from qwen3vl_bridge.data.schemas.placeholders import RATE, stored
+from qwen3vl_bridge.data.schemas.record_schemas import Schema, read_by
+from qwen3vl_bridge.io.parsing import parse_record
 
 from megatron.energon import (
     Batch,
+    Cooker,
+    CrudeSample,
+    DefaultCrudeJsonlDatasetFactory,
+    DefaultDecoderWebdatasetFactory,
     Sample,
     SkipSample,
     TaskEncoder,
     WorkerConfig,
+    basic_sample_keys,
     edataclass,
     stateless,
 )
+from megatron.energon.flavors.jsonl.ijsonl_reader import IJsonlReader
 from megatron.energon.flavors.webdataset.field_access import FieldAccessError
+from megatron.energon.flavors.webdataset.sample_loader import WebdatasetSampleLoaderDataset
+
+RECORD = "json"
+_CHATML = {"conversation", "imgs", "videos"}
+_BESIDE_TURNS = ("system", "tools")
+_PICKLE = b"\x80"  # no image or video file begins with this byte
+
+
+@edataclass
+class Parts(Sample):
+    """A crude sample: contents of its files by extension."""
+
+    parts: dict[str, Any]
+
+
+@stateless
+def _take_parts(sample: CrudeSample) -> Parts:
+    """Collect the parts unchecked: errors are raised later, where the sample can be dropped."""
+    parts = {name: value for name, value in sample.items() if not name.startswith("__")}
+    return Parts(**basic_sample_keys(sample), parts=parts)
+
+
+COOKERS = (Cooker(_take_parts),)
+
+
+class _RecordsAlone:
+    """Energon's decoder of ChatML folders: decodes records, because field maps may use their fields, but not media."""
+
+    def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: _json_or_bytes(value) if name.endswith(RECORD) else value for name, value in sample.items()}
+
+    def config(self) -> dict[str, Any]:
+        return {"decoder": type(self).__name__}
+
+
+def keep_bytes(dataset: Any) -> None:
+    """Make one of energon's dataset factories, before it builds, return media as bytes; only of supported kinds."""
+    kind, place = dataset.__sample_type__, ", ".join(map(str, dataset.paths))
+    crude = issubclass(kind, CrudeSample)
+    fields = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
+    if isinstance(dataset, DefaultDecoderWebdatasetFactory) and (crude or fields >= _CHATML):
+        # There is no public way to set it: ChatMLWebdataset ignores the decoder that it is given.
+        dataset._decoder = None if crude else _RecordsAlone()  # pyright: ignore[reportAttributeAccessIssue]
+    elif not (crude and isinstance(dataset, DefaultCrudeJsonlDatasetFactory)):
+        found = f"found a {type(dataset).__name__} of {kind.__name__}"
+        raise DataError(place, f"{found}, expected a CrudeWebdataset or Megatron-Bridge's ChatMLWebdataset")
+
+
+class _Named:
+    """One of energon's sample readers, with the path of the file in its errors."""
+
+    def __init__(self, reader: Any) -> None:
+        self._reader = reader
+
+    def __getitem__(self, index: int) -> Any:
+        try:
+            return self._reader[index]
+        except (OSError, ValueError, AssertionError, IndexError, tarfile.TarError) as error:
+            found = f"energon does not read a sample of it: {type(error).__name__}: {error}"
+            raise DataError(self._file(index), f"{found}; expected it as 'energon prepare' found it") from error
+
+    def _file(self, index: int) -> str:
+        if isinstance(self._reader, IJsonlReader):
+            return str(self._reader.jsonl_path)
+        return str(self._reader.shard_infos[bisect_right(self._reader.shard_count_cumsum, index) - 1].path)
+
+
+def name_files(dataset: Any) -> None:
+    """Make a built dataset's errors name the file that it cannot read, with its folder, including errors in workers."""
+    if isinstance(dataset, WebdatasetSampleLoaderDataset):
+        dataset.join_readers = [_Named(reader) for reader in dataset.join_readers]  # pyright: ignore[reportAttributeAccessIssue]
+    for inner in getattr(dataset, "datasets", ()):
+        name_files(inner)
+
+
+def place_of(sample: Sample) -> str:
+    """Tar and key, for messages."""
+    return ":".join([*(source.shard_name for source in (sample.__sources__ or ())[:1]), str(sample.__key__)])
+
+
+def _conversation_of_sample(sample: Sample, sample_fps: float | None, columns: Schema | None) -> Conversation:
+    """The conversation of `Parts` or a ChatML sample, with its media as bytes."""
+    place = place_of(sample)
+    if isinstance(sample, Parts):
+        if RECORD not in sample.parts:
+            found = ", ".join(sample.parts) or "none"
+            raise DataError(place, f"found the parts {found}, expected {RECORD!r} among them")
+        record = _decoded(sample.parts[RECORD], f"{place}: part {RECORD!r}")
+        # Files by the names that a record may use: extensions, and full names with or without the folder in the tar.
+        parts = {name: value for name, value in sample.parts.items() if name != RECORD}
+        keys = {sample.__key__, sample.__key__.rpartition("/")[2]}
+        files = {**{f"{key}.{name}": value for key in keys for name, value in parts.items()}, **parts}
+    else:
+        if columns is not None:
+            raise DataError(place, f"found a schema {columns.name}, expected none: ChatML's own names are read")
+        record, files = _chatml_record(sample, place), {}
+    record = _with_files(read_by(columns, record, place), files, sample_fps, place)
+    return conversation_of(record, place, MediaAccess())  # it contains no paths any more
+
+
+def _with_files(record: Any, files: Mapping[str, Any], sample_fps: float | None, place: str) -> Any:
+    """The record with names replaced by bytes. Invalid messages and parts are kept, and refused later."""
+    messages = record.get("messages") if isinstance(record, dict) else None
+    if not isinstance(messages, list):
+        return record
+    filled = []
+    for number, message in enumerate(messages, start=1):
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list):
+            places = (f"{place}: message {number}, part {i}" for i in range(1, len(content) + 1))
+            parts = [_filled(part, files, sample_fps, at) for part, at in zip(content, places, strict=True)]
+            message = {**message, "content": parts}
+        filled.append(message)
+    return {**record, "messages": filled}
+
+
+def _filled(part: Any, files: Mapping[str, Any], sample_fps: float | None, place: str) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in ("image", "video"):
+        return part
+    medium = part.get(kind)
+    if not isinstance(medium, list):
+        return {**part, kind: _contents(medium, files, place)}
+    part = {**part, kind: [_contents(frame, files, place) for frame in medium]}
+    if kind == "video" and part.get(RATE) is None and sample_fps is not None:
+        part[RATE] = sample_fps
+    return part
+
+
+def _contents(medium: Any, files: Mapping[str, Any], place: str) -> Any:
+    medium = stored(medium)
+    if not isinstance(medium, str) or medium.startswith("data:"):
+        return medium
+    if medium not in files:
+        there = ", ".join(sorted(files)) or "none"
+        raise DataError(place, f"found {medium!r}, expected a part of the same sample; there is {there}")
+    return files[medium]
+
+
+def _chatml_record(sample: Any, place: str) -> dict[str, Any]:
+    """A ChatML sample as a record in our format, with media as bytes in separate keys."""
+    if getattr(sample, "audio", None) is not None:
+        raise DataError(place, "found audio, expected only images and videos")
+    payload = _decoded(sample.conversation, f"{place}: 'conversation'")
+    payload = payload if isinstance(payload, dict) else {"conversation": payload}
+    names = ("conversations", "messages", "conversation")
+    turns = next((payload[name] for name in names if payload.get(name) is not None), None)
+    spelled = isinstance(turns, list) and turns and isinstance(turns[0], dict) and "from" in turns[0]
+    # Other keys about media contain file names from before they were added to the tar, so they are not read.
+    record = {key: payload[key] for key in _BESIDE_TURNS if key in payload}
+    record["conversations" if spelled else "messages"] = turns
+    tools = getattr(sample, "tools", None)
+    if tools is not None:
+        record["tools"] = _decoded(tools, f"{place}: 'tools'")
+    images, videos = (_media(getattr(sample, name), f"{place}: {name!r}") for name in ("imgs", "videos"))
+    if any(isinstance(video, list) for video in videos):
+        record[RATE] = payload.get(RATE)
+    # Set even if empty: a placeholder without an image is an error in this format.
+    return {**record, "images": images, "videos": videos}
+
+
+def _media(value: Any, place: str) -> list[Any]:
+    """The media of one file, or of the pickled list of files in ChatML folders."""
+    if isinstance(value, bytes) and value.startswith(_PICKLE):
+        try:
+            value = _Plain(io.BytesIO(value)).load()
+        except Exception as error:  # a damaged pickle raises anything
+            raise DataError(place, f"found a pickle that does not load ({error}), expected lists of bytes") from error
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+class _Plain(pickle.Unpickler):
+    """Loads only lists, numbers, strings and bytes; an unrestricted pickle can call any function."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")
+
+
+def _decoded(value: Any, place: str) -> Any:
+    """Decode JSON, unless it is already decoded."""
+    if not isinstance(value, (str, bytes)):
+        return value
+    try:
+        return parse_record(value)
+    except ValueError as error:
+        raise DataError(place, f"found what is not valid JSON ({error})") from error
+
+
+def _json_or_bytes(value: Any) -> Any:
+    try:
+        return parse_record(value)
+    except (ValueError, TypeError):
+        return value  # reported later, where the sample can be dropped
 
 
 @edataclass
 class MeasuredSample(Sample):
-    """A sample that waits to be packed.
-
-    Attributes:
-        measured: the conversation, with media as bytes, and its size.
-    """
+    """A sample that waits to be packed: the conversation, with media as bytes, and its size."""
 
     measured: MeasuredConversation
 
 
 @edataclass
 class ReadySample(Sample):
-    """A sample with its pixels.
-
-    Attributes:
-        encoded: the encoded sample.
-    """
+    """A sample with its pixels."""
 
     encoded: EncodedSample
 
 
 @edataclass
 class EnergonBatch(Batch):
-    """A microbatch with the keys from which energon restores batches.
-
-    Attributes:
-        packed: the input of a training step.
-    """
+    """A microbatch with the keys from which energon restores batches."""
 
     packed: PackedBatch
 
@@ -79,22 +285,14 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     def __init__(
         self, sample_filter: SampleFilter, *, sample_fps: float | None = None, columns: Schema | None = None
     ) -> None:
-        """Set the filter and how records are read.
-
-        Args:
-            sample_filter: decides which samples are used.
-            sample_fps: frames per second of videos given as frames without a rate; None to refuse them.
-            columns: mapping of the column names of crude folders, if they differ from ours.
+        """Set the filter and how records are read: the rate of lists of frames without one (frames per second; None to
+        refuse them), and the column names of crude folders, if they differ from ours.
         """
         self.sample_filter, self._sample_fps, self._columns = sample_filter, sample_fps, columns
         self._num_samples = self._left_out = 0
 
     def build_train_datasets(self, *, datasets: Any, worker_config: WorkerConfig, **settings: Any) -> Any:
-        """Energon's hook; see `_prepare`.
-
-        Raises:
-            DataError: also if a worker would have no samples, because energon would loop over its part forever.
-        """
+        """Energon's hook. A worker without samples is refused: energon would loop over its part forever."""
         self._prepare(datasets, worker_config)
         ranks, workers = worker_config.world_size, max(1, worker_config.num_workers)
         if self._num_samples < ranks * workers:
@@ -105,7 +303,7 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         return built
 
     def build_val_datasets(self, *, datasets: Any, worker_config: WorkerConfig, **settings: Any) -> Any:
-        """Energon's hook; see `_prepare`."""
+        """Energon's hook."""
         self._prepare(datasets, worker_config)
         built = super().build_val_datasets(datasets=datasets, worker_config=worker_config, **settings)
         name_files(built)
@@ -132,13 +330,8 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
 
     @stateless
     def preencode_sample(self, sample: Sample) -> MeasuredSample:
-        """A sample with its size.
-
-        Raises:
-            DataError: the sample is bad or too long, and the filter does not drop such samples.
-            SkipSample: the sample is dropped and counted.
-        """
-        read = partial(conversation_in, sample, self._sample_fps, self._columns)
+        """A sample with its size; `SkipSample` if it is dropped."""
+        read = partial(_conversation_of_sample, sample, self._sample_fps, self._columns)
         measured = self.sample_filter.measure(read, place_of(sample))
         if measured is None:
             self._skip(sample)
@@ -168,14 +361,7 @@ class Qwen3VLTaskEncoder(MeasuringTaskEncoder):
         sample_fps: float | None = None,
         columns: Schema | None = None,
     ) -> None:
-        """Set the filter, the collator and how records are read.
-
-        Args:
-            sample_filter: decides which samples are used.
-            collator: makes rows of samples.
-            sample_fps: as for `MeasuringTaskEncoder`.
-            columns: as for `MeasuringTaskEncoder`.
-        """
+        """Set the filter, the collator and how records are read (see `MeasuringTaskEncoder`)."""
         super().__init__(sample_filter, sample_fps=sample_fps, columns=columns)
         self.collator, self._counted = collator, 0
 
@@ -186,14 +372,14 @@ class Qwen3VLTaskEncoder(MeasuringTaskEncoder):
         rows = best_fit(lengths, self.collator.seq_length, patches, self.sample_filter.most_patches)
         return [[samples[number] for number in row] for row in rows]
 
+    def encode_or_blank(self, sample: MeasuredSample) -> EncodedSample:
+        """A sample with its pixels; one that is dropped only at this stage is replaced by one token."""
+        encoded = self.sample_filter.encode(lambda: sample.measured)
+        return encoded or self.sample_filter.blank(sample.measured.conversation.sample_id)
+
     @stateless
     def postencode_sample(self, sample: MeasuredSample) -> ReadySample:
-        """A sample with its pixels.
-
-        Raises:
-            DataError: the sample cannot be encoded, and the filter does not drop such samples.
-            SkipSample: the sample is dropped and counted.
-        """
+        """A sample with its pixels; `SkipSample` if it is dropped."""
         encoded = self.sample_filter.encode(lambda: sample.measured)
         if encoded is None:
             raise SkipSample
@@ -201,11 +387,7 @@ class Qwen3VLTaskEncoder(MeasuringTaskEncoder):
 
     @stateless
     def pack_selected_samples(self, samples: list[ReadySample]) -> EnergonBatch:
-        """One packed row.
-
-        Raises:
-            SkipSample: all samples of the row have been dropped.
-        """
+        """One packed row; `SkipSample` if all of its samples have been dropped."""
         if not samples:
             raise SkipSample
         return self._laid_out(samples, self.collator.packed([sample.encoded for sample in samples]))

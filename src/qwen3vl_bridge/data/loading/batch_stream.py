@@ -1,25 +1,29 @@
-"""Microbatches for a custom training loop: an endless stream that can be resumed, and a single pass.
+"""Microbatches for a training loop: a resumable stream, a single pass, and the processes that read ahead.
 
 All ranks count the same rows: of each group of dp_size * micro_batch_size rows, a rank takes micro_batch_size. So a
 position is one number for all ranks, and a run may resume with another number of ranks; for a stream, with any that
-reads it in as many parts (`streamed_rows.py`).
+reads it in as many parts (`StreamedRows`).
 """
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
+import signal
+import threading
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import count
+from multiprocessing.util import Finalize
 from typing import Any
 
 from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.loading.row_dataset import Row, RowDataset, without_loss
-from qwen3vl_bridge.data.loading.streamed_rows import StreamedRows
-from qwen3vl_bridge.data.loading.worker_processes import ignoring
+from qwen3vl_bridge.data.loading.rows import EncodedRow, RowDataset, StreamedRows, without_loss
 from qwen3vl_bridge.data.packing.row_plan import Window
-from qwen3vl_bridge.data.sources.fingerprints import check_assignment, check_position
 
 import torch
 from torch.utils.data import DataLoader
@@ -38,17 +42,11 @@ class BatchStream(Iterator[PackedBatch]):
         num_workers: int = 0,
         ignored_signal: int | None = None,
     ) -> None:
-        """Start at the first row.
+        """Start at the first row of a split's rows, planned from the beginning.
 
-        Args:
-            rows: the split's, planned from the beginning.
-            dp_rank: this data-parallel rank.
-            dp_size: number of data-parallel ranks.
-            micro_batch_size: rows of a microbatch.
-            num_workers: processes that read and encode ahead; 0 for none.
-            ignored_signal: number of a signal that these processes ignore.
+        `num_workers` processes read and encode ahead, and ignore the signal of the number `ignored_signal`.
         """
-        _check_share(dp_rank, dp_size, micro_batch_size)
+        check_share(dp_rank, dp_size, micro_batch_size)
         self._rows, self._num_workers, self._ignored_signal = rows, num_workers, ignored_signal
         self._first, self._micro_batch_size = dp_rank * micro_batch_size, micro_batch_size
         self._group = dp_size * micro_batch_size
@@ -56,15 +54,11 @@ class BatchStream(Iterator[PackedBatch]):
         # The loader, if there is one. Referenced from outside the stream, so that it is whole when the stream has gone:
         # Python's collector destroys the parts of a reference cycle in an order that leaves torch's workers waiting.
         self._loaders: list[Iterator[tuple[PackedBatch, Window]]] = []
-        # Not when the process exits, which `worker_processes` does not let wait for them.
+        # Not when the process exits, which `_end_workers` does not let wait for them.
         weakref.finalize(self, self._loaders.clear).atexit = False
 
     def __next__(self) -> PackedBatch:
-        """The next microbatch.
-
-        Raises:
-            DataError: a sample that cannot be trained on.
-        """
+        """The next microbatch; a `DataError` at a sample that cannot be trained on."""
         if not self._loaders:
             self._loaders.append(self._loader())
         try:
@@ -101,13 +95,10 @@ class BatchStream(Iterator[PackedBatch]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from another stream's position.
-
-        Args:
-            state: its `state_dict`.
+        """Continue from another stream's `state_dict`.
 
         Raises:
-            ValueError: it is of other data or other rows, or within rows that were assigned to another number of ranks.
+            ValueError: it is of other data or rows, or within rows that were assigned to another number of ranks.
         """
         check_position(self._rows.fingerprint(), state["data"])
         check_assignment(state["row"], tuple(state["dealt"]), self._rows.assignment())
@@ -127,7 +118,7 @@ class _Collate:
     def __init__(self, rows: RowDataset | StreamedRows) -> None:
         self._rows = rows
 
-    def __call__(self, rows: list[Row]) -> tuple[PackedBatch, Window]:
+    def __call__(self, rows: list[EncodedRow]) -> tuple[PackedBatch, Window]:
         return self._rows.collate_fn(rows), rows[0].window
 
 
@@ -137,17 +128,8 @@ def one_pass(
     """Every row of the first epoch once, the same number of microbatches on every rank.
 
     If the number of rows is not a multiple of what ranks read in turn, the last row is repeated without loss.
-
-    Args:
-        rows: the split's rows.
-        dp_rank: this data-parallel rank.
-        dp_size: number of data-parallel ranks.
-        micro_batch_size: rows of a microbatch.
-
-    Yields:
-        This rank's microbatches.
     """
-    _check_share(dp_rank, dp_size, micro_batch_size)
+    check_share(dp_rank, dp_size, micro_batch_size)
     total = rows.plan.end_of_epoch()
     for first in range(0, total, dp_size * micro_batch_size):
         start = first + dp_rank * micro_batch_size
@@ -156,9 +138,79 @@ def one_pass(
         yield replace(batch, loss_mask=without_loss(batch, [number >= total for number in numbers]))
 
 
-def _check_share(dp_rank: int, dp_size: int, micro_batch_size: int) -> None:
+def check_position(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Refuse a position in other data, by the fingerprints of the present data and of the position (ValueError)."""
+    now, then = found.get("parts"), expected.get("parts")
+    if then is not None and now is not None and now != then:
+        raise ValueError(
+            f"the position is in a stream that was read in {then} parts, found {now}, expected {then}: as many "
+            "data-parallel ranks x data-loading processes as before, or others of which it is a multiple and "
+            f"dataset.stream_parts={then}"
+        )
+    if names := [name for name in {**expected, **found} if found.get(name) != expected.get(name)]:
+        differ = "; ".join(f"{name} {found.get(name)}, expected {expected.get(name)}" for name in names)
+        raise ValueError(f"the checkpoint's position belongs to other data: found {differ}")
+
+
+def check_assignment(row: int, before: tuple[int, int], now: tuple[int, int]) -> None:
+    """Refuse a position (a row) within rows that were assigned to ranks differently (ValueError).
+
+    `before` and `now`: how many rows are assigned together, and to how many ranks.
+    """
+    if before != now and any(row % over for over, _ in (before, now)):
+        raise ValueError(
+            f"the position, row {row}, is among {before[0]} rows that were assigned to {before[1]} ranks, "
+            f"and now {now[0]} rows are to {now[1]}: expected the same, or a checkpoint between them"
+        )
+
+
+def check_share(dp_rank: int, dp_size: int, micro_batch_size: int = 1) -> None:
+    """Refuse a data-parallel rank outside its group, and empty microbatches."""
     if not 0 <= dp_rank < dp_size or micro_batch_size < 1:
         raise ValueError(
             f"found data-parallel rank {dp_rank} of {dp_size} and {micro_batch_size} rows a microbatch, "
             "expected a rank inside its group and at least one row"
         )
+
+
+# torchrun and Slurm send the signal that asks a run to save and exit to all processes of a rank. A data-loading worker
+# that is killed by it ends the run too, before it can save. So workers ignore it, and exit with the process that they
+# read for. A worker is a fork: it has the objects of its parent process, but none of its threads. An object that owns
+# threads, such as an uncollected video decoder, must not be collected in it, which would wait for them forever.
+
+
+def ignoring(number: int | None, begin: Callable[[int], None] | None = None) -> Callable[[int], None]:
+    """The `worker_init_fn` of a loader whose workers ignore a signal; `begin` is another one, called first."""
+    if number is not None:
+        end_workers_at_exit()
+    return partial(_begin, number, begin)
+
+
+def _begin(number: int | None, begin: Callable[[int], None] | None, worker: int) -> None:
+    gc.freeze()  # objects from before the fork must not be collected in this process
+    if begin is not None:
+        begin(worker)
+    if number is not None:
+        signal.signal(number, signal.SIG_IGN)  # replaces torch's handler, which ends the worker
+
+
+def end_workers_at_exit() -> None:
+    """Make sure that workers that ignore SIGTERM do not keep this process from exiting.
+
+    Python sends SIGTERM to workers that exist when a process exits, as after an error, and waits without a timeout.
+    """
+    Finalize(None, _end_workers, exitpriority=0)
+
+
+def _end_workers() -> None:
+    """Terminate this process's daemons as Python does, and kill those that ignore it."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report an error
+    daemons = [process for process in multiprocessing.active_children() if process.daemon]
+    for process in daemons:
+        process.terminate()
+    deadline = time.monotonic() + 1.0
+    for process in daemons:
+        process.join(max(deadline - time.monotonic(), 0))
+        if process.is_alive():
+            process.kill()

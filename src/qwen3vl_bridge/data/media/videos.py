@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.media.images import FrameList, Media, Video, check_pixels, describe, image_size, load_image
+from qwen3vl_bridge.data.media.images import check_pixels, image_size, load_image
+from qwen3vl_bridge.data.media.media_access import FrameList, Media, Video, describe
 
 import numpy as np
 import torch
@@ -56,14 +57,7 @@ class Sampled:
 
 
 def sample(video: Video, processor: Any, place: str) -> Sampled:
-    """The frames of a video that a processor samples, without decoding them.
-
-    All frames of a video given as sampled frames are kept; for other videos, the processor's rule selects some.
-
-    Args:
-        video: the video.
-        processor: a Qwen3VLVideoProcessor.
-        place: position of the video in the data, for messages.
+    """The frames of a video that a Qwen3VLVideoProcessor samples, without decoding them; all of a list of frames.
 
     Raises:
         DataError: a file that is not a video, has no frames, or has too small or too large ones.
@@ -96,11 +90,7 @@ def sample(video: Video, processor: Any, place: str) -> Sampled:
 
 
 def load(video: Video, sampled: Sampled, processor: Any, place: str) -> Tensor:
-    """The sampled frames, [frames, 3, height, width] uint8, resized.
-
-    Raises:
-        DataError: a frame that does not decode.
-    """
+    """The sampled frames, [frames, 3, height, width] uint8, resized; a `DataError` if one does not decode."""
     if isinstance(video, FrameList):
         frames: Iterator[np.ndarray] = (np.asarray(load_image(frame, place)) for frame in video.frames)
     else:

@@ -14,11 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.packing.row_plan import Window
-from qwen3vl_bridge.data.packing.sample_order import NumberedOrder
+from qwen3vl_bridge.data.packing.row_plan import NumberedOrder, SetCounts, Window
 from qwen3vl_bridge.data.packing.sample_sizes import OwnNotes, Size, Sizes
-from qwen3vl_bridge.data.packing.set_counts import SetCounts
-from qwen3vl_bridge.data.sources.fingerprints import differing
 from qwen3vl_bridge.io.parsing import read_json
 
 import numpy as np
@@ -83,7 +80,7 @@ class PackedRows:
                 f"{self.folder} does not fit this run, which pads samples to a multiple of {needed} (packed with "
                 f"{found}). Pack again with --pad-to-multiple-of {needed}{or_pad}"
             )
-        if names := differing(self.rules, rules):
+        if names := [name for name in {**rules, **self.rules} if rules.get(name) != self.rules.get(name)]:
             differ = ", ".join(f"{name} {rules.get(name)} (packed with {self.rules.get(name)})" for name in names)
             raise ValueError(f"{self.folder} does not fit this run, which has {differ}. {_remedy(rules, self.rules)}")
 

@@ -1,12 +1,28 @@
-"""Sizes of samples, as far as they are known."""
+"""Sizes of samples: of one process, or shared by the processes of a machine so that each sample is measured once."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import secrets
+import struct
+import tempfile
+import time
+import zlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, NamedTuple, Protocol
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol, get_args
+
+import torch
 
 _UNKNOWN = -1
 
@@ -124,3 +140,158 @@ class LatestSizes(OwnNotes, Sizes):
         self._kept[sample] = size
         if len(self._kept) > self._most:
             self._kept.popitem(last=False)
+
+
+logger = logging.getLogger(__name__)
+
+# The fields of a size, and a checksum: records are read while others write them. A record that was not written is all
+# zeros, whose checksum differs.
+_RECORD, _FIELDS = struct.Struct("<4q"), struct.Struct("<3q")
+_PREFIX = "qwen3vl_sizes_"
+# A byte after all samples, locked by every process that has opened the file; and the age of files that are left over.
+_IN_USE, _OLD = 1 << 62, 3600
+_NOTES = _IN_USE + 1  # locked while the first record, of the counts, is changed
+_files: dict[Path, int] = {}  # opened by this process, and never closed: that would release all its locks on a file
+
+
+def sizes_of_job(total: int, rules: Mapping[str, Any]) -> Sizes:
+    """Sizes for all processes of this job on this machine; only for this process if no file can be shared.
+
+    Args:
+        total: number of samples.
+        rules: whatever must be equal for a number to have the same size.
+    """
+    digest = hashlib.sha256(repr(sorted(rules.items())).encode()).hexdigest()[:16]
+    path = Path(tempfile.gettempdir(), f"{_PREFIX}{os.getuid()}_{_job()}_{digest}")
+    try:
+        _opened(path)
+    except OSError as error:
+        logger.warning("%s: %s; each process measures every sample by itself", path, error)
+        return AllSizes(total)
+    return SharedSizes(path)
+
+
+def notes_of_job(rules: Mapping[str, Any], groups: Any = None) -> Callable[[Left], int]:
+    """Counts the samples that are left out for all processes of this job on this machine, as `Sizes.note` does.
+
+    For data that each data-parallel rank reads a part of. Tensor-, context- and pipeline-parallel ranks read the part
+    of their data-parallel rank: the first of them counts, for the others the answer is 0.
+
+    Args:
+        rules: what is the same in processes that count together.
+        groups: process groups, or None for a process that belongs to none.
+    """
+    first = groups is None or groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0
+    return sizes_of_job(0, rules).note if first else _uncounted
+
+
+def _uncounted(kind: Left) -> int:
+    return 0
+
+
+class SharedSizes(Sizes):
+    """Sizes of samples 0 to n - 1, in a file. Picklable, for workers."""
+
+    def __init__(self, path: Path) -> None:
+        """Share a file with all processes that open the same one."""
+        self._path = path
+        self._own: dict[int, Size] = {}  # sizes that could not be written
+        self._notes = OwnNotes()  # counts that could not be written
+
+    def get(self, sample: int) -> Size | None:
+        """See `Sizes`."""
+        if sample in self._own:
+            return self._own[sample]
+        fields = self._read(1 + sample)
+        return None if fields is None else Size(*fields)
+
+    def _read(self, place: int) -> tuple[int, ...] | None:
+        """The fields of a record; None for one that was not written."""
+        record = os.pread(_opened(self._path), _RECORD.size, place * _RECORD.size)
+        if len(record) < _RECORD.size:
+            return None
+        *fields, checksum = _RECORD.unpack(record)
+        return tuple(fields) if checksum == zlib.crc32(record[: _FIELDS.size]) else None
+
+    def _write(self, place: int, fields: Sequence[int]) -> None:
+        record = _RECORD.pack(*fields, zlib.crc32(_FIELDS.pack(*fields)))
+        os.pwrite(_opened(self._path), record, place * _RECORD.size)
+
+    def keep(self, sample: int, size: Size) -> None:
+        """See `Sizes`."""
+        try:
+            self._write(1 + sample, size)
+        except OSError as error:  # such as a full disk
+            if not self._own:
+                logger.warning("%s: %s; this process keeps what it measures to itself", self._path, error)
+            self._own[sample] = size
+
+    @contextlib.contextmanager
+    def claim(self, sample: int, *, wait: bool) -> Iterator[bool]:
+        """See `Sizes`. A lock belongs to a process: threads of one would share it."""
+        file = _opened(self._path)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, sample)
+        except OSError as error:
+            # Another process has the lock; or the file system has no locks, and every process measures.
+            yield error.errno not in (errno.EACCES, errno.EAGAIN)
+            return
+        try:
+            yield True
+        finally:
+            fcntl.lockf(file, fcntl.LOCK_UN, 1, sample)
+
+    def note(self, kind: Left) -> int:
+        """See `Sizes`: counts of this machine."""
+        file = _opened(self._path)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX, 1, _NOTES)
+            try:
+                noted = list(self._read(0) or (0,) * len(get_args(Left)))
+                noted[get_args(Left).index(kind)] += 1
+                self._write(0, noted)
+                return noted[get_args(Left).index(kind)]
+            finally:
+                fcntl.lockf(file, fcntl.LOCK_UN, 1, _NOTES)
+        except OSError:  # such as a full disk
+            return self._notes.note(kind)
+
+
+@functools.cache
+def _job() -> str:
+    """A name that is unique to the job, and equal in all processes joined by torch.distributed and in their workers."""
+    name = secrets.token_hex(8)
+    if torch.distributed.is_initialized():
+        store = torch.distributed.distributed_c10d._get_default_store()
+        if store.add("qwen3vl_bridge/asked for the job's name", 1) == 1:
+            store.set("qwen3vl_bridge/job", name)
+        name = store.get("qwen3vl_bridge/job").decode()
+    return name
+
+
+def _opened(path: Path) -> int:
+    if path not in _files:
+        _remove_left_over(path.parent)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            _files[path] = os.open(path, flags | os.O_EXCL, 0o600)
+            # Only at the end of this process, also if it is not a main process.
+            Finalize(None, path.unlink, kwargs={"missing_ok": True}, exitpriority=0)
+        except FileExistsError:
+            _files[path] = os.open(path, flags, 0o600)
+        fcntl.lockf(_files[path], fcntl.LOCK_SH, 1, _IN_USE)
+    return _files[path]
+
+
+def _remove_left_over(folder: Path) -> None:
+    """Remove files of this user's jobs that were killed."""
+    for path in folder.glob(f"{_PREFIX}{os.getuid()}_*"):
+        with contextlib.suppress(OSError):  # another process was faster, or is using it
+            if path in _files or time.time() - path.stat().st_mtime < _OLD:
+                continue
+            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _IN_USE)
+                path.unlink()
+            finally:
+                os.close(file)

@@ -27,31 +27,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.media.images import MOST_PIXELS, FrameList, Media, MediaAccess, Video, find
-from qwen3vl_bridge.data.schemas.media_keys import RATE, shown, stored
-from qwen3vl_bridge.data.schemas.placeholders import LIMITS
+from qwen3vl_bridge.data.media.images import MOST_PIXELS
+from qwen3vl_bridge.data.media.media_access import FrameList, Media, MediaAccess, Video, find
+from qwen3vl_bridge.data.schemas.placeholders import LIMITS, RATE, shown, stored
 from qwen3vl_bridge.data.schemas.spellings import LOSS
 
 ROLES = ("system", "user", "assistant", "tool")
 PARTS = ("text", "image", "video")
-_BESIDE = {"reasoning_content", "tool_calls", "tool_call_id", "name"}
-# Further keys of Qwen's message format, and the setting to use here instead.
-_ELSEWHERE = {
-    "image": dict.fromkeys(
-        ("resized_height", "resized_width"), "'min_pixels' and 'max_pixels', which keep proportions"
-    ),
-    "video": {
-        "min_pixels": "dataset.vision.video_min_pixels, which holds for every video, all of its frames together",
-        "max_pixels": "dataset.vision.video_max_pixels, which holds for every video, all of its frames together",
-        "total_pixels": "dataset.vision.video_max_pixels, which holds for every video",
-        "fps": "dataset.vision.video_fps, which holds for every video",
-        "nframes": "dataset.vision.video_min_frames and video_max_frames, which hold for every video",
-        "min_frames": "dataset.vision.video_min_frames, which holds for every video",
-        "max_frames": "dataset.vision.video_max_frames, which holds for every video",
-        **dict.fromkeys(("resized_height", "resized_width"), "dataset.vision.video_max_pixels, for every video"),
-        **dict.fromkeys(("video_start", "video_end"), "a video that is cut already"),
-    },
-}
+_OPTIONAL = {"reasoning_content", "tool_calls", "tool_call_id", "name"}
 
 
 class PixelLimits(NamedTuple):
@@ -68,9 +51,7 @@ class Conversation:
     Attributes:
         sample_id: file and line, "train.jsonl:12".
         messages: with role and content, as a chat template takes them.
-        images: the images, in the order of their parts.
-        videos: the videos, in the order of their parts.
-        tools: tools that the model may call, as a chat template takes them, or None.
+        images: in the order of their parts, as the videos.
         limits: pixel limits by the image's index, for images that have their own.
         losses: whether an assistant's message is trained on, by its index, for messages that say so themselves.
     """
@@ -99,41 +80,42 @@ def conversation_of(record: Any, place: str, root: Path | MediaAccess) -> Conver
     if not isinstance(messages, list) or not messages:
         found = _kind(record) if not isinstance(record, dict) else f"{_kind(messages)} under 'messages'"
         raise DataError(place, f"found {found}, expected an object with a list of messages")
-    media, losses = _Media(root), _losses(messages, place)
-    checked = tuple(media.message(m, f"{place}: message {i}") for i, m in enumerate(messages, start=1))
+    reader = _Messages(root)
+    checked = tuple(reader.message(m, f"{place}: message {i}") for i, m in enumerate(messages, start=1))
     roles = [message["role"] for message in checked]
     if "assistant" not in roles or roles[0] == "assistant":
         raise DataError(place, f"found the roles {', '.join(roles)}, expected an assistant's message after another one")
     tools = record.get("tools")
     if not (tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))):
         raise DataError(place, f"found {_kind(tools)} under 'tools', expected a list of objects")
+    losses = {
+        number: loss
+        for number, message in enumerate(messages)
+        if (loss := _loss(message, f"{place}: message {number + 1}")) is not None
+    }
     called = tuple(tools) if tools else None
-    return Conversation(place, checked, tuple(media.images), tuple(media.videos), called, media.limits, losses)
+    return Conversation(place, checked, tuple(reader.images), tuple(reader.videos), called, reader.limits, losses)
 
 
-def _losses(messages: list[Any], place: str) -> dict[int, bool]:
-    """Whether messages are trained on, by their index; only messages of the assistant with their own setting."""
-    losses = {}
-    for number, message in enumerate(messages):
-        given = {key: message[key] for key in LOSS if message.get(key) is not None} if isinstance(message, dict) else {}
-        where = f"{place}: message {number + 1}"
-        if len(given) > 1:
-            raise DataError(where, "found both 'loss' and 'weight', expected one of them")
-        for key, value in given.items():
-            # Tables of numbers may have 1.0 for 1; in Python true is 1, too.
-            fits = isinstance(value, bool) if key == "loss" else not isinstance(value, bool) and value in (0, 1)
-            if not fits:
-                expected = "true or false" if key == "loss" else "0 or 1"
-                raise DataError(where, f"found {json.dumps(value, default=str)} under {key!r}, expected {expected}")
-            if message.get("role") == "assistant":
-                losses[number] = bool(value)
-            elif value:
-                problem = f"found {key!r} on a message of the role {message.get('role')!r}"
-                raise DataError(where, f"{problem}, expected it on the assistant's: only answers are trained on")
-    return losses
+def _loss(message: dict[str, Any], place: str) -> bool | None:
+    """Whether a message of the assistant is trained on; None if it does not say so itself."""
+    given = {key: message[key] for key in LOSS if message.get(key) is not None}
+    if len(given) > 1:
+        raise DataError(place, "found both 'loss' and 'weight', expected one of them")
+    for key, value in given.items():
+        # Tables of numbers may have 1.0 for 1; in Python true is 1, too.
+        if not (isinstance(value, bool) if key == "loss" else not isinstance(value, bool) and value in (0, 1)):
+            expected = "true or false" if key == "loss" else "0 or 1"
+            raise DataError(place, f"found {json.dumps(value, default=str)} under {key!r}, expected {expected}")
+        if message["role"] == "assistant":
+            return bool(value)
+        if value:
+            problem = f"found {key!r} on a message of the role {message['role']!r}"
+            raise DataError(place, f"{problem}, expected it on the assistant's: only answers are trained on")
+    return None
 
 
-class _Media:
+class _Messages:
     """Checks messages, and collects their images and videos."""
 
     def __init__(self, root: Path | MediaAccess) -> None:
@@ -150,13 +132,13 @@ class _Media:
         message = {key: value for key, value in given.items() if key not in LOSS}
         if message.get("content") is None and message.get("tool_calls"):
             message["content"] = ""
-        if not {"role", "content"} <= set(message) <= {"role", "content", *_BESIDE}:
-            allowed = f"role and content, and {', '.join(sorted({*_BESIDE, *LOSS}))} where needed"
+        if not {"role", "content"} <= set(message) <= {"role", "content", *_OPTIONAL}:
+            allowed = f"role and content, and {', '.join(sorted({*_OPTIONAL, *LOSS}))} where needed"
             raise DataError(place, f"found the keys {', '.join(map(str, given))}, expected {allowed}")
         role, content = message["role"], message["content"]
         if role not in ROLES:
             raise DataError(place, f"found the role {role!r}, expected one of {', '.join(ROLES)}")
-        _check_beside(message, place)
+        _check_optional(message, place)
         if isinstance(content, str):
             return message
         if not isinstance(content, list) or not content:
@@ -172,21 +154,21 @@ class _Media:
         part = {key: value for key, value in part.items() if value is not None}
         value, keys = part.get(kind), set(part) - {"type", kind}
         frames = kind == "video" and isinstance(value, list)
-        for key, instead in _ELSEWHERE.get(kind, {}).items():
-            if key in keys and not frames:
-                raise DataError(place, f"found {key!r} of one {kind}, expected {instead}")
-        beside = [RATE] if frames else list(LIMITS) if kind == "image" else []
-        if keys - set(beside):
-            needed = f", and {' and '.join(map(repr, beside))} where needed" if beside else " only"
-            raise DataError(place, f"found the keys {', '.join(map(str, part))}, expected 'type' and {kind!r}{needed}")
-        if kind == "image" and keys:
-            self.limits[len(self.images)] = _limits(part, place)
+        optional = [RATE] if frames else list(LIMITS) if kind == "image" else []
+        if keys - set(optional):
+            needed = f", and {' and '.join(map(repr, optional))} where needed" if optional else " only"
+            settings = "" if kind == "text" else f"; other limits are those of all {kind}s, in dataset.vision"
+            raise DataError(
+                place, f"found the keys {', '.join(map(str, part))}, expected 'type' and {kind!r}{needed}{settings}"
+            )
         if kind == "text":
             if not isinstance(value, str):
                 raise DataError(place, f"found {_kind(value)} under 'text', expected a string")
-        elif frames:
+        elif isinstance(value, list) and frames:
             self.videos.append(self._frames(value, part.get(RATE), place))
         else:
+            if kind == "image" and keys:
+                self.limits[len(self.images)] = _limits(part, place)
             (self.images if kind == "image" else self.videos).append(self._media(value, kind, place))
         # A template reads only a part's type. Contents would only make the messages larger.
         return {"type": kind, kind: value if isinstance(value, str) and not value.startswith("data:") else ""}
@@ -218,7 +200,7 @@ class _Media:
         )
 
 
-def _check_beside(message: dict[str, Any], place: str) -> None:
+def _check_optional(message: dict[str, Any], place: str) -> None:
     """Refuse keys that templates would ignore: reasoning and calls of another type, or on other roles' messages."""
     reasoning, calls = message.get("reasoning_content"), message.get("tool_calls")
     if not isinstance(reasoning, (str, type(None))):

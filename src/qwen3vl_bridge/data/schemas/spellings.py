@@ -12,8 +12,8 @@ are
 * parts {"type": "image_url", "image_url": {"url": "..."}} or with the URL itself, the same for "video_url", {"type":
   "input_image", "image_url": "..."}, {"type": "image", "url": "..."} or "path";
 * arguments of a tool call as a string of JSON, as OpenAI has them;
-* media next to all that (`media_keys.py`). With questions and `texts` that have no placeholder they are inserted before
-  the first question, as in ms-swift;
+* media next to all that (`placeholders.py`). With questions and `texts` that have no placeholder they are inserted
+  before the first question, as in ms-swift;
 * "file:///..." for a path.
 
 Tables, and JSON written from them, have null for keys that an object lacks. Such keys count as missing everywhere, and
@@ -27,17 +27,17 @@ from contextlib import suppress
 from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.schemas.media_keys import (
+from qwen3vl_bridge.data.schemas.placeholders import (
     MEDIA_KEYS,
     RATE,
+    Placeholders,
     check_unread,
     local_path,
-    media_beside,
+    pop_media,
     shown,
+    with_media,
     without_nulls,
 )
-from qwen3vl_bridge.data.schemas.misplaced_keys import check_misplaced
-from qwen3vl_bridge.data.schemas.placeholders import Placeholders, with_media
 from qwen3vl_bridge.io.parsing import parse_record
 
 LOSS = ("loss", "weight")  # next to an assistant's message: whether it is trained on
@@ -84,30 +84,46 @@ def messages_of(record: Any, place: str, *, placeholders: Placeholders = "media"
         if keys:
             raise DataError(place, f"found the keys {', '.join(map(str, record))}, expected {EXPECTED}")
         return own
-    _check_read(record, spelling, place)
-    own["messages"] = _messages(own, spelling, place)
-    if isinstance(own["messages"], list):
-        own["messages"] = _with_system(own["messages"], own.pop("system", None), place)
+    for key, with_keys in (("history", tuple(QUESTIONS)), ("input", ("instruction",))):
+        if spelling not in with_keys and record.get(key) not in (None, "", []):
+            join = f"write both into the question (columns.question='{{{key}}}\\n{{{spelling}}}'), or "
+            raise DataError(
+                place,
+                f"found {key!r} next to {spelling!r}, with which it is not read, expected it next to "
+                f"{' or '.join(map(repr, with_keys))}; {join if key == 'input' and spelling in QUESTIONS else ''}"
+                f"leave it out (columns.ignore=[{key}])",
+            )
+    messages = own["messages"] = _pop_messages(own, spelling, place)
     if isinstance(own.get("tools"), str):
-        own["tools"] = _decoded(own["tools"], f"{place}: 'tools'")
+        try:
+            own["tools"] = parse_record(own["tools"]) if own["tools"].strip() else None
+        except ValueError as error:
+            raise DataError(
+                f"{place}: 'tools'", f"found a string that is not valid JSON ({error}), expected a list"
+            ) from error
         if own["tools"] is None:
             del own["tools"]
     elif "tools" in own:
         own["tools"] = without_nulls(own["tools"])
-    media = media_beside(own, spelling, place)
-    if isinstance(own["messages"], list):
-        messages = [_with_parts(message, f"{place}: message {n}") for n, message in enumerate(own["messages"], start=1)]
-        own["messages"] = with_media(
-            messages,
-            media,
-            place,
-            record={key: record[key] for key in keys},
-            known=_KNOWN,
-            placeholders=placeholders,
-            in_front=spelling not in ("messages", "conversations"),
-        )
-        check_unread(record, _KNOWN, own["messages"], place)
-        check_misplaced(record, _KNOWN, spelling, own["messages"], place)
+    if not isinstance(messages, list):
+        return own
+    system = own.pop("system", None)
+    if not isinstance(system, str | None):
+        raise DataError(place, f"found {shown(system)} under 'system', expected a string")
+    if system:
+        if any(isinstance(message, dict) and message.get("role") == "system" for message in messages):
+            raise DataError(place, "found both 'system' and a turn of it, expected one of them")
+        messages = [{"role": "system", "content": system}, *messages]
+    media = pop_media(own, place)
+    own["messages"] = with_media(
+        [_own_message(message, f"{place}: message {number}") for number, message in enumerate(messages, start=1)],
+        media,
+        place,
+        keys=keys,
+        placeholders=placeholders,
+        in_front=spelling not in ("messages", "conversations"),
+    )
+    check_unread(record, _KNOWN, own["messages"], place)
     return own
 
 
@@ -134,128 +150,33 @@ def spelling_of(keys: Collection[str], place: str) -> str | None:
     return found[0] if found else None
 
 
-def _check_read(record: dict[str, Any], spelling: str, place: str) -> None:
-    """Refuse texts next to turns that are read without them."""
-    for key, by in (("history", tuple(QUESTIONS)), ("input", ("instruction",))):
-        if spelling not in by and record.get(key) not in (None, "", []):
-            joined = f"write both into the question (columns.question='{{{key}}}\\n{{{spelling}}}'), or "
-            raise DataError(
-                place,
-                f"found {key!r} next to {spelling!r}, with which it is not read, expected it next to "
-                f"{' or '.join(map(repr, by))}; {joined if key == 'input' and spelling in QUESTIONS else ''}"
-                f"leave it out (columns.ignore=[{key}])",
-            )
-
-
-def _messages(own: dict[str, Any], spelling: str, place: str) -> Any:
+def _pop_messages(own: dict[str, Any], spelling: str, place: str) -> Any:
     """The turns as messages; their keys are removed from the record."""
-    said = own.pop(spelling)
-    sharegpt = isinstance(said, list) and said and isinstance(said[0], dict) and "from" in said[0]
-    if spelling == "messages" and not sharegpt:
-        return said
+    turns = own.pop(spelling)
     if spelling in ("messages", "conversations"):
-        return _from_turns(said, place)
+        sharegpt = isinstance(turns, list) and turns and isinstance(turns[0], dict) and "from" in turns[0]
+        if spelling == "messages" and not sharegpt:
+            return turns
+        if not isinstance(turns, list) or not turns:
+            raise DataError(place, f"found {shown(turns)} under 'conversations', expected a list of turns")
+        return [_from_turn(turn, f"{place}: turn {number}") for number, turn in enumerate(turns, start=1)]
     if spelling == "texts":
-        return _from_texts(said, place)
-    if spelling == "prompt" and isinstance(said, list):
-        return _from_prompt(said, own.pop("completion"), place)
-    question = _text(said, f"{place}: {spelling!r}")
+        return _from_texts(turns, place)
+    if spelling == "prompt" and isinstance(turns, list):
+        return _from_prompt(turns, own.pop("completion"), place)
+    question = _column_text(turns, spelling, place)
     if spelling == "instruction" and (given := own.pop("input", None)) not in (None, ""):
-        question = f"{question}\n{_text(given, place + ": 'input'")}"
-    answer = _text(own.pop(QUESTIONS[spelling]), f"{place}: {QUESTIONS[spelling]!r}")
-    return [*_from_history(own.pop("history", None), place), *_pair(question, answer)]
-
-
-def _from_prompt(prompt: list[Any], completion: Any, place: str) -> list[dict[str, Any]]:
-    """TRL's two lists of messages as one; what the prompt has of answers is not trained on."""
-    said = [*prompt, *(completion if isinstance(completion, list) else [None])]
-    if not all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in said) or not any(
-        one["role"] == "user" for one in prompt
-    ):
-        raise DataError(
-            place,
-            f"found {shown(prompt)} under 'prompt' and {shown(completion)} under 'completion', expected two texts, or "
-            "two lists of messages with role and content, the first with a question",
-        )
-    asked = [{"loss": False, **one} if one["role"] == "assistant" else one for one in prompt]
-    return [*asked, *completion]
-
-
-def _pair(question: str, answer: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-
-
-def _text(value: Any, place: str) -> str:
-    if not isinstance(value, str):
-        name = place.rpartition(": ")[2].strip("'")
-        raise DataError(
-            place,
-            f"found {shown(value)}, expected a string; what is none can be written into one, such as "
-            f"columns.answer='{{{name}[0]}}' for the first of a list, or '{{{name}}}' for a number",
-        )
-    return value
-
-
-def _from_history(history: Any, place: str) -> list[dict[str, Any]]:
-    """ms-swift's and LLaMA-Factory's list of earlier questions and answers."""
-    history = [] if history is None else history
+        question = f"{question}\n{_column_text(given, 'input', place)}"
+    answer = _column_text(own.pop(QUESTIONS[spelling]), QUESTIONS[spelling], place)
+    history = own.pop("history", None) or []  # ms-swift's and LLaMA-Factory's
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise DataError(place, f"found {shown(history)} under 'history', expected a list of [question, answer]")
-    where = (f"{place}: 'history' {number}" for number in range(1, len(history) + 1))
-    return [
-        message
-        for at, (question, answer) in zip(where, history, strict=True)
-        for message in _pair(_said(question, at), _said(answer, at))
-    ]
-
-
-def _from_texts(texts: Any, place: str) -> list[dict[str, Any]]:
-    """the_cauldron's pairs as messages."""
-    if not isinstance(texts, list) or not texts:
-        raise DataError(
-            place, f"found {shown(texts)} under 'texts', expected a list of objects with user and assistant"
-        )
-    messages = []
-    for number, pair in enumerate(texts, start=1):
-        given = {key for key, value in pair.items() if value is not None} if isinstance(pair, dict) else set()
-        if (
-            not isinstance(pair, dict)
-            or not {"user", "assistant"} <= {*pair}
-            or given - {"user", "assistant", "source"}
-        ):
-            found = f"the keys {', '.join(map(str, pair))}" if isinstance(pair, dict) else shown(pair)
-            expected = "an object with user and assistant, and source where need be"
-            raise DataError(f"{place}: text {number}", f"found {found}, expected {expected}")
-        at = f"{place}: text {number}"
-        messages += _pair(_said(pair["user"], at), _said(pair["assistant"], at))
-    return messages
-
-
-def _said(value: Any, place: str) -> str:
-    if not isinstance(value, str):
-        raise DataError(place, f"found {shown(value)}, expected a string")
-    return value
-
-
-def _from_turns(turns: Any, place: str) -> list[dict[str, Any]]:
-    """ShareGPT's turns as messages."""
-    if not isinstance(turns, list) or not turns:
-        raise DataError(place, f"found {shown(turns)} under 'conversations', expected a list of turns")
-    return [_from_turn(turn, f"{place}: turn {number}") for number, turn in enumerate(turns, start=1)]
-
-
-def _with_system(messages: list[Any], system: Any, place: str) -> list[Any]:
-    """The messages, with the system prompt that is next to them in front."""
-    if system is None or system == "":
-        return messages
-    if not isinstance(system, str):
-        raise DataError(place, f"found {shown(system)} under 'system', expected a string")
-    if any(isinstance(message, dict) and message.get("role") == "system" for message in messages):
-        raise DataError(place, "found both 'system' and a turn of it, expected one of them")
-    return [{"role": "system", "content": system}, *messages]
+    earlier = [_pair(*pair, f"{place}: 'history' {number}") for number, pair in enumerate(history, start=1)]
+    return [*(message for pair in earlier for message in pair), *_pair(question, answer, place)]
 
 
 def _from_turn(turn: Any, place: str) -> dict[str, Any]:
+    """One of ShareGPT's turns as a message."""
     given = {key for key, value in turn.items() if value is not None} if isinstance(turn, dict) else set()
     if {"role", "content"} <= given and not {"from", "value"} & given:
         role = turn["role"]
@@ -271,7 +192,55 @@ def _from_turn(turn: Any, place: str) -> dict[str, Any]:
     return {"role": SPEAKERS[speaker], "content": value, **{key: turn[key] for key in LOSS if key in turn}}
 
 
-def _with_parts(message: Any, place: str) -> Any:
+def _from_texts(texts: Any, place: str) -> list[dict[str, Any]]:
+    """the_cauldron's pairs as messages."""
+    if not isinstance(texts, list) or not texts:
+        raise DataError(
+            place, f"found {shown(texts)} under 'texts', expected a list of objects with user and assistant"
+        )
+    messages = []
+    for number, pair in enumerate(texts, start=1):
+        where = f"{place}: text {number}"
+        given = {key for key, value in pair.items() if value is not None} if isinstance(pair, dict) else set()
+        if not isinstance(pair, dict) or {"user", "assistant"} - {*pair} or given - {"user", "assistant", "source"}:
+            found = f"the keys {', '.join(map(str, pair))}" if isinstance(pair, dict) else shown(pair)
+            raise DataError(where, f"found {found}, expected an object with user and assistant, and optionally source")
+        messages += _pair(pair["user"], pair["assistant"], where)
+    return messages
+
+
+def _from_prompt(prompt: list[Any], completion: Any, place: str) -> list[dict[str, Any]]:
+    """TRL's two lists of messages as one; answers in the prompt are not trained on."""
+    messages = [*prompt, *(completion if isinstance(completion, list) else [None])]
+    if not all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in messages) or not any(
+        one["role"] == "user" for one in prompt
+    ):
+        raise DataError(
+            place,
+            f"found {shown(prompt)} under 'prompt' and {shown(completion)} under 'completion', expected two texts, or "
+            "two lists of messages with role and content, the first with a question",
+        )
+    return [*({"loss": False, **one} if one["role"] == "assistant" else one for one in prompt), *completion]
+
+
+def _pair(question: Any, answer: Any, place: str) -> list[dict[str, Any]]:
+    for value in (question, answer):
+        if not isinstance(value, str):
+            raise DataError(place, f"found {shown(value)}, expected a string")
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def _column_text(value: Any, name: str, place: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(
+            f"{place}: {name!r}",
+            f"found {shown(value)}, expected a string; what is none can be written into one, such as "
+            f"columns.answer='{{{name}[0]}}' for the first of a list, or '{{{name}}}' for a number",
+        )
+    return value
+
+
+def _own_message(message: Any, place: str) -> Any:
     """A message with parts and tool calls in our spelling; invalid ones are left for later checks."""
     if isinstance(message, dict) and isinstance(message.get("tool_calls"), list):
         message = {**message, "tool_calls": [_own_call(call) for call in message["tool_calls"]]}
@@ -304,26 +273,26 @@ def _own_part(part: Any, place: str) -> Any:
     if kind in ("input_text", "output_text") and set(given) == {"type", "text"}:
         return {"type": "text", "text": given["text"]}
     if kind in _ADDRESSES:
-        name = "image_url" if kind == "input_image" else kind
-        return {"type": _ADDRESSES[kind], _ADDRESSES[kind]: local_path(_address(given, name, place), place)}
+        url = _url_of(given, "image_url" if kind == "input_image" else kind, place)
+        return {"type": _ADDRESSES[kind], _ADDRESSES[kind]: local_path(url, place)}
     if kind not in ("image", "video"):
         return part
     for name in ("url", "path"):  # as in transformers' templates
         if set(given) == {"type", name}:
             return {"type": kind, kind: local_path(given[name], place)}
+
+    def located(medium: Any) -> Any:
+        if isinstance(medium, dict) and isinstance(medium.get("path"), str):
+            return {**medium, "path": local_path(medium["path"], place)}
+        return local_path(medium, place)
+
     medium = given.get(kind)
-    if isinstance(medium, list):
-        return {**part, kind: [_located(frame, place) for frame in medium]}
-    return part if medium is None else {**part, kind: _located(medium, place)}
+    if medium is None:
+        return part
+    return {**part, kind: list(map(located, medium)) if isinstance(medium, list) else located(medium)}
 
 
-def _located(medium: Any, place: str) -> Any:
-    if isinstance(medium, dict) and isinstance(medium.get("path"), str):
-        return {**medium, "path": local_path(medium["path"], place)}
-    return local_path(medium, place)
-
-
-def _address(part: dict[str, Any], name: str, place: str) -> str:
+def _url_of(part: dict[str, Any], name: str, place: str) -> str:
     """The URL in a part of OpenAI's."""
     given = part.get(name)
     inner = {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
@@ -336,11 +305,3 @@ def _address(part: dict[str, Any], name: str, place: str) -> str:
             place, f"found the detail {shown(detail)}, expected 'auto' or 'high': image sizes are set by dataset.vision"
         )
     return url
-
-
-def _decoded(text: str, place: str) -> Any:
-    """The value of a text that contains JSON; None for an empty one."""
-    try:
-        return parse_record(text) if text.strip() else None
-    except ValueError as error:
-        raise DataError(place, f"found a string that is not valid JSON ({error}), expected a list") from error

@@ -1,22 +1,32 @@
-"""Conversations in data sets of Hugging Face's `datasets`: on disk, or on the hub."""
+"""Conversations in data sets of Hugging Face's `datasets`: on disk, on the hub, or read while they are downloaded.
+
+`datasets` is imported where it is used, because that is slow.
+"""
 
 from __future__ import annotations
 
+import copy
+import logging
+import os
 import re
+import weakref
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import unquote
 
-from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.media.images import MediaRoot, media_access
-from qwen3vl_bridge.data.schemas.columns import Schema, marked
+from qwen3vl_bridge.data.errors import DataError, Unreachable
+from qwen3vl_bridge.data.media.media_access import MediaRoot, media_access
 from qwen3vl_bridge.data.schemas.conversations import Conversation
-from qwen3vl_bridge.data.sources.recorded_media import recorded, with_downloads
-from qwen3vl_bridge.data.sources.tables import columns_of, conversation_in, library
+from qwen3vl_bridge.data.schemas.record_schemas import Schema, marked
+from qwen3vl_bridge.data.sources.opening import HUB
+from qwen3vl_bridge.data.sources.tables import columns_of, conversation_in
 
-HUB = "hf://"
+import numpy as np
+import pyarrow as pa
+
 SPELLINGS = "hf://owner/name, hf://owner/name:configuration#split or hf://datasets/owner/name/files"
 _NAME = re.compile(
     r"(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[^@:/#]+))?(:(?P<configuration>[^#]+)|/(?P<files>[^#]+))?"
@@ -29,13 +39,8 @@ _FILES = re.compile(r"[*?\[]|\.(parquet|jsonl?|arrow)(\.\w+)?$")  # anything els
 class HubName:
     """Name of a data set of the hub.
 
-    Attributes:
-        repository: "owner/name".
-        configuration: the configuration, if the data set has several, such as The Cauldron's "ai2d".
-        split: the split; optional if there is only one.
-        revision: branch, tag or commit; the main branch if None.
-        files: a folder of the repository, a file or a pattern, instead of a configuration; `datasets` treats these as
-            one split, "train", unless a folder's files are named by splits.
+    `files` is a folder of the repository, a file or a pattern, instead of a configuration; `datasets` treats these as
+    one split, "train", unless a folder's files are named by splits.
     """
 
     repository: str
@@ -49,9 +54,6 @@ class HubName:
         """Read "hf://owner/name@revision:configuration#split"; all parts except owner and name are optional.
 
         Hugging Face's own "hf://datasets/owner/name@revision/files" means the same, and "/" in a revision is "%2F".
-
-        Raises:
-            DataError: a path of another form.
         """
         name = path.removeprefix(HUB)
         spelled = _NAME.fullmatch(name.removeprefix("datasets/"))
@@ -66,7 +68,7 @@ class HubName:
         name = "".join(f"{mark}{part}" for mark, part in parts if part is not None)
         return f"{'datasets/' if self.files else ''}{self.repository}{name}"
 
-    def arguments(self) -> tuple[tuple[str, ...], dict[str, str]]:
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments for functions of `datasets`, except the split."""
         named = (self.repository,) if self.configuration is None else (self.repository, self.configuration)
         of_files = "data_files" if self.files and _FILES.search(self.files) else "data_dir"
@@ -85,75 +87,43 @@ class HubDataset:
         schema: Schema | None = None,
         recorded_as: str | None = None,
     ) -> None:
-        """Read a data set's rows as conversations.
+        """Read the rows of a `datasets.Dataset` as conversations.
 
         Args:
-            dataset: a `datasets.Dataset`.
+            dataset: the data set, with at least one row (DataError).
             name: its name in messages.
             media_root: folder that paths are relative to and must not leave; None if paths are not allowed; or a
                 `MediaAccess`.
             schema: schema of the records, or None.
             recorded_as: name of the data in the download record; the library's fingerprint if None.
-
-        Raises:
-            DataError: a streaming data set, several splits, no column of messages, or no rows.
         """
-        datasets = library("datasets", name)
-        if isinstance(dataset, (datasets.IterableDataset, datasets.IterableDatasetDict)):
-            raise DataError(
-                name,
-                "found a streaming dataset, which has no length and no rows by number, expected another: give it to "
-                "StreamedDataset, or load it without streaming",
-            )
-        if isinstance(dataset, datasets.DatasetDict):
-            raise DataError(name, f"found the splits {', '.join(dataset)}, expected one of them")
         if not len(dataset):
             raise DataError(name, "found no rows, expected one conversation a row")
         self.name, self._schema = name, schema
         columns = columns_of(dataset.features.arrow_schema, name, schema)
         self._rows = dataset.select_columns(columns).with_format("arrow")
         self.recorded_as, self._fingerprint = marked(recorded_as or dataset._fingerprint, schema), dataset._fingerprint
-        self.media = recorded(media_access(media_root, None), self.recorded_as)
+        self.media = media_access(media_root, None).of_data(self.recorded_as)
 
     @classmethod
     def saved(cls, folder: str | Path, media_root: MediaRoot = None, schema: Schema | None = None) -> HubDataset:
-        """A folder written by `save_to_disk`. Paths are relative to that folder by default.
+        """A folder written by `save_to_disk`. Paths are relative to that folder by default."""
+        import datasets
 
-        Raises:
-            DataError: as for the class, or a folder that cannot be loaded; `datasets` is not installed.
-        """
         folder = Path(folder)
         if (folder / "dataset_dict.json").is_file():
             splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
             raise DataError(str(folder), f"found the splits {', '.join(splits)}, expected one, as {folder}/SPLIT")
         try:
-            dataset = library("datasets", str(folder)).load_from_disk(str(folder))
-        except DataError:
-            raise
+            dataset = datasets.load_from_disk(str(folder))
         except Exception as error:  # any of Arrow's, JSON's and its own
             raise DataError(str(folder), f"found a data set that does not load ({error})") from error
         return cls(dataset, folder.name, media_access(media_root, folder), schema)
 
     @classmethod
-    def named(
-        cls,
-        name: str,
-        split: str | None = None,
-        media_root: MediaRoot = None,
-        schema: Schema | None = None,
-    ) -> HubDataset:
-        """A data set of the hub, downloaded or from the cache.
-
-        Args:
-            name: "owner/name", or any form that `HubName.of` reads.
-            split: the split, if the name has none; optional if there is only one.
-            media_root: as for the class.
-            schema: as for the class.
-
-        Raises:
-            DataError: as for the class; an unknown data set, configuration or split, or several and none chosen.
-        """
-        dataset, called = load_named(name, split)
+    def named(cls, name: str, media_root: MediaRoot = None, schema: Schema | None = None) -> HubDataset:
+        """A data set of the hub, downloaded or cached; arguments and errors as for `load_named` and the class."""
+        dataset, called = load_named(name)
         source = cls(dataset, called, media_root, schema, recorded_as=called)
         # The library's own fingerprint contains times of cached files, which differ between machines.
         source._fingerprint = f"{called}, {len(source)} rows, {dataset.info.dataset_size} bytes"
@@ -169,57 +139,47 @@ class HubDataset:
     def fingerprint(self) -> str:
         """The library's own for a saved data set; name, rows and bytes for one of the hub; and the files that were not
         downloaded.
-
-        Raises:
-            Unreachable: the download is not complete.
         """
-        return with_downloads(marked(self._fingerprint, self._schema), self.media, self.name)
+        return self.media.mark(marked(self._fingerprint, self._schema), self.name)
 
     def __getitem__(self, index: int) -> Conversation:
-        """Read one conversation.
-
-        Raises:
-            DataError: a row that cannot be read, or is not a conversation.
-        """
+        """Read one conversation."""
         place = self.sample_id(index)
         try:
             table = self._rows[range(len(self))[index]]
-        except (OSError, library("pyarrow", place).ArrowException) as error:
+        except (OSError, pa.ArrowException) as error:
             raise DataError(place, f"found a row unreadable ({error})") from error
         return conversation_in(table, 0, place, self.media, self._schema)
 
 
-def load_named(name: str, split: str | None = None, **how: Any) -> tuple[Any, str]:
-    """A data set of the hub, and its name with the split.
+def load_named(name: str, **how: Any) -> tuple[Any, str]:
+    """A data set of the hub, by any form that `HubName.of` reads, and its name with the split.
 
-    Args:
-        name: any form that `HubName.of` reads.
-        split: the split, if the name has none; optional if there is only one.
-        how: further arguments of `datasets.load_dataset`.
+    `how` is for `datasets.load_dataset`.
 
     Raises:
-        DataError: an unknown data set, configuration or split, or several and none chosen; `datasets` is not installed.
+        DataError: an unknown data set, configuration or split, or several and none chosen.
     """
+    import datasets
+
     found = HubName.of(name)
-    if split and found.split not in (None, split):
-        raise DataError(name, f"found the split {split!r} in addition, expected one split")
-    found = replace(found, split=found.split or split)
     place = f"{HUB}{replace(found, split=None)}"
-    datasets = library("datasets", place)
     named, others = found.arguments()
     try:
         splits = [found.split] if found.split else datasets.get_dataset_split_names(*named, **others)
         dataset = datasets.load_dataset(*named, split=splits[0], **others, **how) if len(splits) == 1 else None
     except Exception as error:  # errors of the network, the hub, and file formats
-        _check_configuration(datasets, found, error)
+        _check_configuration(found, error)
         raise DataError(place, f"found a data set that does not load ({error})") from error
     if dataset is None:
         raise DataError(place, f"found the splits {', '.join(splits)}, expected one, as {place}#{splits[0]}")
     return dataset, str(replace(found, split=splits[0]))
 
 
-def _check_configuration(datasets: Any, name: HubName, error: Exception) -> None:
+def _check_configuration(name: HubName, error: Exception) -> None:
     """Add the available configurations to the library's error message."""
+    import datasets
+
     names: list[str] = []
     if isinstance(error, ValueError) and name.files is None:  # not an error of the network or the hub
         with suppress(Exception):
@@ -231,3 +191,213 @@ def _check_configuration(datasets: Any, name: HubName, error: Exception) -> None
             f"{HUB}{known}",
             f"found the configurations {', '.join(names)}, expected one of them, as {HUB}{example}",
         ) from error
+
+
+logger = logging.getLogger(__name__)
+
+EPOCH = 2**40  # a sample's number is its index in the epoch plus this for each previous epoch
+_BATCH = 64  # rows that are read from the library at once
+_MANY = 10  # files of a part, from which on an uneven division makes no difference
+_of_parents: list[_Reading] = []  # never freed: closing them would wait for threads that only the parent has
+
+
+@dataclass
+class _Reading:
+    """State of reading the stream in a process: the rows that come next begin at `place` of the epoch."""
+
+    epoch: int
+    tables: Generator[Any]
+    place: int
+    process: int
+
+
+class StreamedDataset:
+    """A streaming data set, read forward, epoch after epoch: images are not decoded here.
+
+    The latest rows are kept, with their images. Earlier rows, and the first row of a resumed run, are found by
+    rereading the epoch from the start, which is slow. For Parquet files Arrow keeps more in memory, decoded ahead, up
+    to one whole file for each that is being read.
+
+    A part of a stream is a subset of its files, or of the row groups of Parquet files (`IterableDataset.shard`), so
+    each process downloads only its own. Parts are read with `IterableDataset.iter`, which, unlike iteration, does not
+    split once more over the workers of a torch DataLoader: `StreamedRows` assigns parts to processes.
+
+    Each epoch is shuffled with a seed derived from the run's seed and the epoch. `set_epoch` is not used, because it
+    writes to memory shared by workers that read different epochs, and shuffles the shards of data sets that should not
+    be shuffled; nor `skip`, because it changes some orders (earlier rows are read and discarded instead); nor
+    `state_dict`, because it loses the samples in the shuffle buffer.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        name: str,
+        media_root: MediaRoot = None,
+        *,
+        seed: int | None = None,
+        buffer_size: int = 1000,
+        keep: int = 2048,
+        schema: Schema | None = None,
+    ) -> None:
+        """Read the rows of a `datasets.IterableDataset`, whose order is the same in every process, as conversations.
+
+        Args:
+            dataset: the data set; other arguments as for `HubDataset`.
+            seed: seed of the order, different in each epoch; None for the data set's own order, equal in each epoch.
+            buffer_size: size of the shuffle buffer in rows, with their files in memory in each process.
+            keep: number of latest rows that are kept.
+        """
+        if dataset.features is not None:
+            # Undo what the library does for data sets of the hub: decoding ahead, in threads.
+            dataset = dataset.decode(False).select_columns(columns_of(dataset.features.arrow_schema, name, schema))
+        # Of one of the hub as `HubDataset` has it: downloads go through it by number.
+        self.name, self.media = name, media_access(media_root, None).of_data(marked(name, schema))
+        self._dataset, self._seed, self._buffer_size, self._keep = dataset, seed, buffer_size, keep
+        self._schema = schema
+        self._part: tuple[int, int] | None = None
+        self._forget()
+
+    @classmethod
+    def named(cls, name: str, media_root: MediaRoot = None, **how: Any) -> StreamedDataset:
+        """A data set of the hub, read as it is downloaded; arguments and errors as for `load_named` and the class."""
+        dataset, called = load_named(name, streaming=True)
+        return cls(dataset, called, media_root, **how)
+
+    def divided(self, parts: int) -> Self:
+        """The same data set with at least as many files as parts (DataError), if possible equally many for each."""
+        dataset = self._dataset
+        if dataset.num_shards % parts and hasattr(dataset, "reshard"):  # not in early versions
+            dataset = dataset.reshard()
+        found = dataset.num_shards
+        if found < parts:
+            raise DataError(
+                self.name,
+                f"found {found} files or row groups of Parquet files, expected at least {parts}, one for each of the "
+                "parts that it is read in: data-parallel ranks x data-loading processes (dataset.num_workers, at least "
+                "1) x rows of a microbatch, or dataset.stream_parts. Read it in fewer, or without dataset.streaming",
+            )
+        if found % parts and found < _MANY * parts:
+            text = "%s: %d files or row groups in %d parts; samples of parts with %d come more often than those with %d"
+            logger.warning(text, self.name, found, parts, found // parts, found // parts + 1)
+        divided = copy.copy(self)
+        divided._dataset = dataset
+        divided._forget()
+        return divided
+
+    def part(self, part: int, parts: int) -> Self:
+        """One part of a `divided` data set, by its index, with its own numbers, epochs and order."""
+        if parts == 1:
+            return self
+        one = copy.copy(self)
+        one._dataset, one._part = self._dataset.shard(parts, part), (part, parts)
+        one._forget()
+        return one
+
+    def _forget(self) -> None:
+        self._reading: _Reading | None = None
+        self._kept: dict[int, tuple[Any, int]] = {}  # by number, a table and a row of it, the latest last
+        self._seen: dict[int, int] = {}  # by epoch, the number of rows seen
+        self._ended: set[int] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_reading": None, "_kept": {}}
+
+    def numbers(self, epoch: int, start: int, count: int) -> Sequence[int]:
+        """Numbers of the samples at positions `start` to `start + count - 1`; fewer, or none, if the epoch ends.
+
+        Reads the stream as far as necessary; `Unreachable` if it is interrupted.
+        """
+        end = start + count
+        if self._seen.get(epoch, 0) < end and epoch not in self._ended:
+            self._read_to(epoch, end - 1)
+        end = min(end, self._seen.get(epoch, 0))
+        return range(epoch * EPOCH + start, epoch * EPOCH + max(start, end))
+
+    def sample_id(self, number: int) -> str:
+        """The data set's name and the index; for a shuffled one the epoch, for a part its index."""
+        epoch, place = _epoch_and_place(number)
+        where = [] if self._seed is None else [f"epoch {epoch}"]
+        where += [] if self._part is None else ["part {} of {}".format(*self._part)]
+        return f"{self.name}[{place} of {', '.join(where)}]" if where else f"{self.name}[{place}]"
+
+    def fingerprint(self) -> str:
+        """What is known without reading, what the order depends on, and the files that were not downloaded."""
+        import datasets
+
+        found = self._dataset
+        parts = [self.name, f"{found.num_shards} shards", f"{found.info.dataset_size} bytes"]
+        if self._seed is not None:
+            order = f"seed {self._seed} in buffers of {self._buffer_size} by datasets {datasets.__version__}"
+            parts.append(order)
+        return self.media.mark(marked(", ".join(parts), self._schema), self.name)
+
+    def __getitem__(self, number: int) -> Conversation:
+        """Read one conversation; IndexError after the epoch's end, `Unreachable` if the stream is interrupted."""
+        if number not in self._kept:
+            self._read_to(*_epoch_and_place(number))
+            if number not in self._kept:
+                raise IndexError(f"{self.sample_id(number)} is after the end of the epoch")
+        table, row = self._kept[number]
+        place = self.sample_id(number)
+        columns = columns_of(table.schema, place, self._schema)
+        return conversation_in(table.select(columns), row, place, self.media, self._schema)
+
+    def _read_to(self, epoch: int, place: int) -> None:
+        """Read until a row is kept, or the epoch ends."""
+        reading = self._reading
+        if reading is None or (reading.epoch, reading.process) != (epoch, os.getpid()) or reading.place > place:
+            reading = self._open(epoch, place)
+        while reading.place <= place:
+            table = self._next(reading)
+            if table is None:
+                self._ended.add(epoch)
+                return
+            first, reading.place = reading.place, reading.place + len(table)
+            if reading.place > place - self._keep:  # earlier rows are discarded
+                for row in range(len(table)):
+                    self._kept.pop(epoch * EPOCH + first + row, None)
+                    self._kept[epoch * EPOCH + first + row] = (table, row)
+                while len(self._kept) > self._keep + len(table):
+                    del self._kept[next(iter(self._kept))]
+            self._seen[epoch] = max(self._seen.get(epoch, 0), reading.place)
+
+    def _open(self, epoch: int, place: int) -> _Reading:
+        if place > self._keep:
+            text = "%s: epoch %d is read from its beginning to reach sample %d; the latest %d are kept"
+            logger.warning(text, self.name, epoch, place, self._keep)
+        if self._reading is not None and self._reading.process != os.getpid():
+            _of_parents.append(self._reading)
+        dataset = self._dataset
+        if self._seed is not None:
+            order = np.random.default_rng([self._seed, epoch, *(self._part or ())])
+            dataset = dataset.shuffle(generator=order, buffer_size=self._buffer_size)
+        # Rows of an unknown type may differ in type, and do not fit into one table.
+        tables = dataset.with_format("arrow").iter(batch_size=_BATCH if dataset.features is not None else 1)
+        self._reading = _Reading(epoch, tables, 0, os.getpid())
+        # Also at the interpreter's exit, while the library's modules can still close their files.
+        weakref.finalize(self._reading, _close, tables, os.getpid())
+        return self._reading
+
+    def _next(self, reading: _Reading) -> Any | None:
+        """The next rows, or None at the epoch's end."""
+        try:
+            return next(reading.tables, None)
+        except Exception as error:  # errors of the network, the hub, file formats, and Arrow
+            self._reading = None  # it cannot continue
+            raise Unreachable(
+                self.sample_id(reading.epoch * EPOCH + reading.place),
+                f"found the stream broken off there or soon after ({type(error).__name__}: {error}), expected rows, "
+                "and all of one type (load_dataset takes features=...; what is of several types may be strings of "
+                "JSON)",
+            ) from error
+
+
+def _close(tables: Generator[Any], process: int) -> None:
+    if process == os.getpid():
+        tables.close()
+
+
+def _epoch_and_place(number: int) -> tuple[int, int]:
+    if number < 0:
+        raise IndexError(f"found the sample {number}, expected one from 0 on: a stream has no known end")
+    return divmod(number, EPOCH)

@@ -10,7 +10,7 @@ import logging
 import math
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from itertools import accumulate
@@ -18,19 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.media.images import MediaAccess
-from qwen3vl_bridge.data.packing.sample_order import MixedOrder
-from qwen3vl_bridge.data.schemas.columns import Columns, one_schema
+from qwen3vl_bridge.data.media.media_access import MediaAccess, UrlCache
+from qwen3vl_bridge.data.packing.row_plan import MixedOrder
 from qwen3vl_bridge.data.schemas.conversations import Conversation
-from qwen3vl_bridge.data.schemas.named_schemas import named_schema
-from qwen3vl_bridge.data.sources.hub import HUB
-from qwen3vl_bridge.data.sources.opening import ConversationSource, open_source
-from qwen3vl_bridge.data.sources.splits import splits_in
+from qwen3vl_bridge.data.schemas.record_schemas import Columns, named_schema, one_schema
+from qwen3vl_bridge.data.sources.opening import HUB, ConversationSource, open_source, splits_in
 from qwen3vl_bridge.io.parsing import read_yaml
 
 logger = logging.getLogger(__name__)
 
-# Names of a mixture's setting, in a configuration and in a separate YAML file.
 _SETTING = "dataset.mixture"
 # Names of files and folders that do not identify a data set.
 _UNNAMING = ("train", "data", "valid", "validation", "test")
@@ -41,7 +37,7 @@ class MixedSet:
     """One data set of a mixture.
 
     Attributes:
-        path: as in `dataset.path`: a folder with splits, a file, a folder of Parquet files, or a data set of the hub.
+        path: as `dataset.path`: a folder with splits, a file, a folder of Parquet files, or a data set of the hub.
         name: name used in sample ids, messages and metrics; derived from the path by default.
         weight: its fraction of the samples, relative to the other weights.
         epochs: how often each of its samples is seen per epoch of the mixture; with 0.3, each epoch uses a different
@@ -70,17 +66,13 @@ def mixed_sets(
     schema_adapter: str | None = None,
     columns: Columns | None = None,
 ) -> tuple[MixedSet, ...]:
-    """The data sets that a setting names, checked as far as possible without reading data.
+    """The data sets that a setting names, checked as far as possible without reading data (ValueError).
 
     Args:
         setting: a list with the fields of `MixedSet` for each data set; or the path of a YAML file with such a list.
         media_root: default for data sets without it.
         schema_adapter: default for data sets with neither this nor columns.
-        columns: the same.
-
-    Raises:
-        ValueError: not a list of data sets; unknown fields or invalid values; duplicate names; weights for only some
-            data sets or together with epochs.
+        columns: default for data sets with neither this nor a schema adapter.
     """
     where, found = _SETTING, setting
     if isinstance(setting, (str, os.PathLike)):
@@ -114,7 +106,9 @@ def _set_of(where: str, given: Any, default: Mapping[str, Any]) -> MixedSet:
         if not isinstance(given.get(name), (str, type(None))) or given.get(name) == "":
             raise ValueError(f"{where}.{name} is {given[name]!r}, expected text")
     for name in ("weight", "epochs"):
-        if not _is_amount(given.get(name)):
+        amount = given.get(name)
+        is_number = isinstance(amount, (int, float)) and not isinstance(amount, bool)
+        if amount is not None and not (is_number and 0 < amount < math.inf):
             raise ValueError(f"{where}.{name} is {given[name]!r}, expected a number above 0")
     if given.get("weight") is not None and given.get("epochs") is not None:
         raise ValueError(
@@ -131,12 +125,6 @@ def _set_of(where: str, given: Any, default: Mapping[str, Any]) -> MixedSet:
     return MixedSet(**{**settings, "name": given.get("name") or _name_of(given["path"])})
 
 
-def _is_amount(value: Any) -> bool:
-    if value is None:
-        return True
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-
-
 def _name_of(path: str) -> str:
     """The last part of a path that is not the name of a split."""
     if path.startswith(HUB):
@@ -146,36 +134,30 @@ def _name_of(path: str) -> str:
     return next((part for part in reversed(parts) if part.strip("/.") and part not in _UNNAMING), path)
 
 
-def open_mixture(sets: Sequence[MixedSet], split: str, addresses: Callable[[str, str], Path] | None = None) -> Mixture:
-    """The data sets' conversations of a split. Weights and epochs apply to training; other splits are read as they are.
-
-    Args:
-        sets: the data sets that have the split.
-        split: "train", "valid" or "test".
-        addresses: gives the downloaded files of URLs, as for `open_source`.
-
-    Raises:
-        DataError: a path is missing or unreadable, or has no conversations.
-        ValueError: shares so small that an epoch would have no sample.
-    """
-    places = [(one, path) for one in sets if (path := one.path_of(split)) is not None]
+def open_mixture(sets: Sequence[MixedSet], split: str, addresses: UrlCache | None = None) -> Mixture:
+    """The data sets' conversations of a split. Weights and epochs apply to training; others are read as they are."""
+    sets = [one for one in sets if one.path_of(split) is not None]
     sources = [
-        open_source(path, one.media_root, addresses=addresses, schema_adapter=one.schema_adapter, columns=one.columns)
-        for one, path in places
+        open_source(
+            str(one.path_of(split)),
+            one.media_root,
+            addresses=addresses,
+            schema_adapter=one.schema_adapter,
+            columns=one.columns,
+        )
+        for one in sets
     ]
-    chosen = [one for one, _ in places]
-    mixture = Mixture([one.name for one in chosen], sources, _taken(chosen, sources) if split == "train" else None)
+    taken = None
+    if split == "train":
+        weights = [Fraction(str(one.weight)) for one in sets if one.weight is not None]
+        if weights:  # an epoch is as long as all data sets together
+            taken = [weight / sum(weights) * sum(map(len, sources)) for weight in weights]
+        else:
+            epochs = [Fraction(str(1 if one.epochs is None else one.epochs)) for one in sets]
+            taken = [often * len(source) for often, source in zip(epochs, sources, strict=True)]
+    mixture = Mixture([one.name for one in sets], sources, taken)
     logger.info("%s: %s", split, mixture.words())
     return mixture
-
-
-def _taken(sets: Sequence[MixedSet], sources: Sequence[ConversationSource]) -> list[Fraction]:
-    """Number of samples of each data set per epoch. Under weights, an epoch is as long as all data sets together."""
-    weights = [Fraction(str(one.weight)) for one in sets if one.weight is not None]
-    if weights:
-        return [weight / sum(weights) * sum(map(len, sources)) for weight in weights]
-    epochs = [Fraction(str(1 if one.epochs is None else one.epochs)) for one in sets]
-    return [often * len(source) for often, source in zip(epochs, sources, strict=True)]
 
 
 class Mixture:
@@ -184,17 +166,7 @@ class Mixture:
     def __init__(
         self, names: Sequence[str], sources: Sequence[ConversationSource], taken: Sequence[Fraction] | None = None
     ) -> None:
-        """Mix sources.
-
-        Args:
-            names: names of the data sets.
-            sources: their conversations.
-            taken: number of samples of each per epoch; None for each sample once.
-
-        Raises:
-            DataError: a data set without conversations.
-            ValueError: as for `MixedOrder`.
-        """
+        """Mix sources by their names and the number of samples of each per epoch; None for each sample once."""
         self.names, self.sources = tuple(names), tuple(sources)
         lengths = tuple(map(len, sources))
         for name, length in zip(names, lengths, strict=True):
@@ -226,11 +198,7 @@ class Mixture:
         return " + ".join(f"{source.fingerprint()} ({taken} an epoch)" for source, taken in sets)
 
     def __getitem__(self, index: int) -> Conversation:
-        """Read one conversation.
-
-        Raises:
-            DataError: as for the data set's source; the message names the data set.
-        """
+        """Read one conversation; errors are those of the data set's source, and name the data set."""
         number = self.set_of(index)
         try:
             found = self.sources[number][range(len(self))[index] - self._firsts[number]]

@@ -1,4 +1,4 @@
-"""Sources of conversations: JSON files here, tables in their own modules, and the choice among them."""
+"""Sources of conversations: JSON files here, tables and the hub in their own modules, and the choice among them."""
 
 from __future__ import annotations
 
@@ -8,33 +8,27 @@ import mmap
 import re
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import ClassVar, Protocol
 
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.media.images import MediaAccess, MediaRoot, media_access
-from qwen3vl_bridge.data.schemas.columns import Columns, Schema, marked, one_schema, read_by
+from qwen3vl_bridge.data.media.media_access import MediaAccess, MediaRoot, UrlCache, media_access
 from qwen3vl_bridge.data.schemas.conversations import Conversation, conversation_of
-from qwen3vl_bridge.data.schemas.named_schemas import named_schema
-from qwen3vl_bridge.data.sources.hub import HUB, HubDataset
-from qwen3vl_bridge.data.sources.parquet import Parquet
-from qwen3vl_bridge.data.sources.recorded_media import recorded, with_downloads
+from qwen3vl_bridge.data.schemas.record_schemas import Columns, Schema, marked, named_schema, one_schema, read_by
 from qwen3vl_bridge.io.parsing import parse_record
 
+HUB = "hf://"
 # White space, words and whole strings up to the next bracket, an unclosed quotation mark, or the end.
 _TO_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\]++|\\.)*+")*+([\[\]{}"]|\Z)', re.DOTALL)
+_SPLITS = {"train": ("train",), "valid": ("valid", "validation", "val", "test"), "test": ("test",)}
 
 
 class Conversations(Protocol):
     """Random access to conversations. Picklable for data-loading workers; reads are independent of each other."""
 
     def __getitem__(self, index: int, /) -> Conversation:
-        """Read one conversation.
-
-        Raises:
-            DataError: a record that cannot be read, or is not a conversation.
-        """
+        """Read one conversation; a `DataError` if the record cannot be read, or is not a conversation."""
         ...
 
     def sample_id(self, index: int, /) -> str:
@@ -42,16 +36,12 @@ class Conversations(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Whatever must be equal for an index to mean the same conversation."""
+        """Whatever must be equal for an index to mean the same conversation; `Unreachable` if downloads are missing."""
         ...
 
 
 class ConversationSource(Conversations, Protocol):
-    """A source of known length, indexed from 0. Streams have no known length (`hub_streaming.py`).
-
-    Attributes:
-        recorded_as: name of the data in the download record (see `data/media/download_record.py`).
-    """
+    """A source of known length, unlike a stream; `recorded_as` is its data's name in the download record."""
 
     recorded_as: str
 
@@ -59,42 +49,45 @@ class ConversationSource(Conversations, Protocol):
 
 
 class _JsonFile(ABC):
-    """Records of a JSON file, read on access."""
+    """Records of a JSON file, read on access: only their offsets are stored."""
 
-    path: Path
-    media: MediaAccess
-    recorded_as: str
-    _schema: Schema | None
+    _missing: ClassVar[str]
+
+    def __init__(self, path: str | Path, media_root: MediaRoot = None, schema: Schema | None = None) -> None:
+        """Find the records; a `DataError` if the file or folder does not exist, or has none, or is truncated.
+
+        `media_root`: folder that paths are relative to and must not leave, the file's own by default; or a
+        `MediaAccess`.
+        """
+        self.path, self._schema = Path(path), schema
+        self._starts, self._ends = array("Q"), array("Q")
+        if not self.path.is_file():
+            raise DataError(str(self.path), self._missing)
+        media = media_access(media_root, self.path.parent)
+        self.recorded_as = marked(self._find()[:16], schema)
+        self.media = media.of_data(self.recorded_as)
+
+    @abstractmethod
+    def _find(self) -> str:
+        """Record the offsets; returns a digest of the file."""
 
     @abstractmethod
     def sample_id(self, index: int) -> str:
         """Origin of a conversation, for messages."""
 
-    @abstractmethod
-    def _read(self, file: BinaryIO, index: int) -> bytes:
-        """A record's text."""
-
     def fingerprint(self) -> str:
-        """A digest of the file, and the files that were not downloaded.
+        """A digest of the file, and the files that were not downloaded."""
+        return self.media.mark(self.recorded_as, str(self.path))
 
-        Raises:
-            Unreachable: the download is not complete.
-        """
-        return with_downloads(self.recorded_as, self.media, str(self.path))
-
-    def _digested(self, digest: str) -> None:
-        self.recorded_as = marked(digest[:16], self._schema)
-        self.media = recorded(self.media, self.recorded_as)
+    def __len__(self) -> int:
+        return len(self._starts)
 
     def __getitem__(self, index: int) -> Conversation:
-        """Read one conversation.
-
-        Raises:
-            DataError: a record that is not JSON in UTF-8, or not a conversation.
-        """
+        """Read one conversation."""
         place = self.sample_id(index)
         with self.path.open("rb") as file:
-            text = self._read(file, index)
+            file.seek(self._starts[index])
+            text = file.read(self._ends[index] - self._starts[index])
         try:
             record = parse_record(text.decode("utf-8-sig"))
         except UnicodeDecodeError as error:
@@ -105,80 +98,45 @@ class _JsonFile(ABC):
 
 
 class JsonLines(_JsonFile):
-    """A file with one conversation per line. Stores the offsets of lines, not the lines."""
+    """A file with one conversation per line. Blank lines are skipped, but count in line numbers."""
 
-    def __init__(self, path: str | Path, media_root: MediaRoot = None, schema: Schema | None = None) -> None:
-        """Find the lines. Blank lines are skipped, but count in line numbers.
+    _missing = "there is no such file, expected JSON lines of conversations"
 
-        Args:
-            path: the JSONL file.
-            media_root: folder that paths are relative to and must not leave, the file's own by default; or a
-                `MediaAccess`.
-            schema: schema of the records, or None.
-
-        Raises:
-            DataError: the file or folder does not exist, or the file has no lines.
-        """
-        self.path, self._schema = Path(path), schema
-        if not self.path.is_file():
-            raise DataError(str(self.path), "there is no such file, expected JSON lines of conversations")
-        self.media = media_access(media_root, self.path.parent)
-        self._offsets, self._lines = array("Q"), array("Q")
-        offset, digest = 0, hashlib.sha256()
+    def _find(self) -> str:
+        self._lines, offset, digest = array("Q"), 0, hashlib.sha256()
         with self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.isspace():
-                    self._offsets.append(offset)
+                    self._starts.append(offset)
+                    self._ends.append(offset + len(line))
                     self._lines.append(number)
                 offset += len(line)
                 digest.update(line)
-        if not self._offsets:
+        if not self._starts:
             raise DataError(str(self.path), "found no lines, expected one conversation a line")
-        self._digested(digest.hexdigest())
-
-    def __len__(self) -> int:
-        return len(self._offsets)
+        return digest.hexdigest()
 
     def sample_id(self, index: int) -> str:
         """File and line of a conversation."""
         return f"{self.path.name}:{self._lines[index]}"
 
-    def _read(self, file: BinaryIO, index: int) -> bytes:
-        file.seek(self._offsets[index])
-        return file.readline()
-
 
 class JsonList(_JsonFile):
-    """A JSON file with one list of records, as in LLaVA. Stores the offsets of records, not the records."""
+    """A JSON file with one list of records, as in LLaVA."""
 
-    def __init__(self, path: str | Path, media_root: MediaRoot = None, schema: Schema | None = None) -> None:
-        """Find the records.
+    _missing = "there is no such file, or nothing in it; expected a list of conversations"
 
-        Args:
-            path: the JSON file.
-            media_root: folder that paths are relative to and must not leave, the file's own by default; or a
-                `MediaAccess`.
-            schema: schema of the records, or None.
-
-        Raises:
-            DataError: the file or folder does not exist, or the file is not a list of objects, or is truncated.
-        """
-        self.path, self._schema = Path(path), schema
-        if not self.path.is_file() or not self.path.stat().st_size:
-            raise DataError(str(self.path), "there is no such file, or nothing in it; expected a list of conversations")
-        self.media = media_access(media_root, self.path.parent)
-        self._starts, self._ends = array("Q"), array("Q")
-        with (
-            self.path.open("rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text,
-        ):
+    def _find(self) -> str:
+        if not self.path.stat().st_size:
+            raise DataError(str(self.path), self._missing)
+        with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
             digest = hashlib.sha256(text).hexdigest()
-            self._find(text, len(codecs.BOM_UTF8) if text[:3] == codecs.BOM_UTF8 else 0)
+            self._find_objects(text, len(codecs.BOM_UTF8) if text[:3] == codecs.BOM_UTF8 else 0)
         if not self._starts:
             raise DataError(str(self.path), "found an empty list, expected conversations")
-        self._digested(digest)
+        return digest
 
-    def _find(self, text: mmap.mmap, begin: int) -> None:
+    def _find_objects(self, text: mmap.mmap, begin: int) -> None:
         """Record the offsets of the list's objects; their contents are checked when they are read."""
         depth, end = 0, 0  # depth of open brackets; end of the list's opening bracket or the last record
         for match in _TO_BRACKET.finditer(text, begin):
@@ -210,23 +168,16 @@ class JsonList(_JsonFile):
     def _refused(self, found: bytes, problem: str) -> DataError:
         return DataError(str(self.path), f"found {found.decode('utf-8', 'backslashreplace')!r} {problem}")
 
-    def __len__(self) -> int:
-        return len(self._starts)
-
     def sample_id(self, index: int) -> str:
         """File and index in the list."""
         return f"{self.path.name}[{range(len(self))[index]}]"
-
-    def _read(self, file: BinaryIO, index: int) -> bytes:
-        file.seek(self._starts[index])
-        return file.read(self._ends[index] - self._starts[index])
 
 
 def open_source(
     path: str | Path,
     media_root: str | Path | Sequence[str | Path] | None = None,
     *,
-    addresses: Callable[[str, str], Path] | None = None,
+    addresses: UrlCache | None = None,
     schema_adapter: str | None = None,
     columns: Columns | None = None,
 ) -> ConversationSource:
@@ -238,17 +189,16 @@ def open_source(
             "hf://owner/name:configuration#split" for a data set of the hub (see `HubName.of`).
         media_root: folder that paths of images and videos are relative to and must not leave, or several (see
             `MediaAccess`); by default that of the file, and none for the hub.
-        addresses: gives the downloaded files of URLs (see `MediaAccess`).
+        addresses: the folder of downloaded URLs; None for the user's.
         schema_adapter: name of the records' schema (`named_schemas.py`), or None.
         columns: column names of the data set (`columns.py`).
-
-    Raises:
-        DataError: an unsupported path, or one that the reader refuses.
-        ValueError: an unknown schema, or invalid columns.
     """
     schema = one_schema(named_schema(schema_adapter), columns)
     media = MediaAccess.of(media_root, addresses)
+    # Imported here, because pyarrow and its like are slow to import, and JSON does not need them.
     if str(path).startswith(HUB):
+        from qwen3vl_bridge.data.sources.hub import HubDataset
+
         return HubDataset.named(str(path), media_root=media, schema=schema)
     path = Path(path)
     if path.is_dir():
@@ -260,8 +210,13 @@ def open_source(
                 f"found {names} in the folder, expected train.jsonl, Parquet files or what save_to_disk wrote; to use "
                 "another .json or .jsonl file, give its own path",
             )
-        return HubDataset.saved(path, media, schema) if saved else Parquet(path, media, schema)
-    if path.suffix == ".parquet":
+        if saved:
+            from qwen3vl_bridge.data.sources.hub import HubDataset
+
+            return HubDataset.saved(path, media, schema)
+    if path.is_dir() or path.suffix == ".parquet":
+        from qwen3vl_bridge.data.sources.tables import Parquet
+
         return Parquet(path, media, schema)
     if path.suffix not in (".json", ".jsonl"):
         raise DataError(
@@ -277,3 +232,37 @@ def _begins_a_list(path: Path) -> bool:
             if chunk.strip():
                 return chunk.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
     return False
+
+
+def splits_in(path: str) -> dict[str, str]:
+    """The path of each split of `dataset.path`, by the split's name.
+
+    If there is `train.jsonl` (or `.json`, `.parquet`), files such as `train-00000-of-00004.parquet`, or splits written
+    by `save_to_disk` of Hugging Face's `datasets`, the other splits are in the same folder; if only `test.jsonl` is
+    there, it is also the validation split. Anything else is only training data: a file, a folder of files not named by
+    a split, a saved data set without splits, one of the hub.
+    """
+    folder = Path(path)
+    if path.startswith(HUB) or not folder.is_dir():
+        return {"train": path}
+
+    def named(name: str) -> Path | None:
+        for file in (folder / f"{name}.{kind}" for kind in ("jsonl", "json", "parquet")):
+            if file.is_file():
+                return file
+        if any(folder.glob(f"{name}-*.parquet")):
+            return folder / f"{name}-*.parquet"
+        return folder / name if (folder / name / "state.json").is_file() else None
+
+    found = {split: next(filter(None, map(named, names)), None) for split, names in _SPLITS.items()}
+    if found["train"] is None:
+        return {"train": path}
+    return {split: str(file) for split, file in found.items() if file is not None}
+
+
+def split_of(path: str, split: str) -> str:
+    """The path of one split of `dataset.path`; a `DataError` if it does not exist."""
+    found = splits_in(path)
+    if split not in found:
+        raise DataError(path, f"found {', '.join(found)} and no {split} split, expected a folder that has one")
+    return found[split]

@@ -1,4 +1,4 @@
-"""Rows of Arrow tables as conversations.
+"""Conversations in Arrow tables and Parquet files.
 
 Columns are named like the keys of a record (see `data/schemas/spellings.py`) or as in the setting `columns`. Of other
 columns those with texts are read, because they may contain file names, and so are objects if no column has media; those
@@ -12,35 +12,42 @@ be detected.
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+import hashlib
+import logging
+import re
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.media.images import MediaAccess
-from qwen3vl_bridge.data.schemas.columns import Columns, Schema, read_by
+from qwen3vl_bridge.data.media.media_access import MediaAccess, MediaRoot, media_access
 from qwen3vl_bridge.data.schemas.conversations import PARTS, Conversation, conversation_of
-from qwen3vl_bridge.data.schemas.media_keys import MEDIA_KEYS, unread_media
-from qwen3vl_bridge.data.schemas.named_schemas import NamedSchema
+from qwen3vl_bridge.data.schemas.placeholders import MEDIA_KEYS, unread_media
+from qwen3vl_bridge.data.schemas.record_schemas import Columns, NamedSchema, Schema, marked, read_by
 from qwen3vl_bridge.data.schemas.spellings import KEYS
 from qwen3vl_bridge.io.parsing import parse_record
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import types
+
+logger = logging.getLogger(__name__)
+
+# Row groups of a source that one process keeps. Each data-loading worker is a process.
+CACHE_BYTES, CACHE_GROUPS = 256 * 2**20, 16
+_SPLIT = re.compile(r"(train|valid|val|validation|dev|test|eval)(?=[-_.])")
 _TEXTS = ("content", "value")  # of a message, in our spelling and ShareGPT's
 _JSON_COLUMNS = ("messages", "conversations")  # and `tools`, in all schemas
+_BLOCK, _MOST_OF_TEXTS, _MOST_OF_BYTES = 2**16, 4096, 1024
+_TAIL = 8  # after a Parquet file's footer: its length and the format's name
 
 
 def conversation_in(table: Any, row: int, place: str, media: MediaAccess, schema: Schema | None = None) -> Conversation:
-    """One row of a table.
-
-    Args:
-        table: with the required columns.
-        row: index of the row.
-        place: the row, for messages.
-        media: where its images and videos may come from.
-        schema: schema of the rows, or None.
-
-    Raises:
-        DataError: a value that does not decode, or a row that is not a conversation.
-    """
+    """The row of a table that messages call `place`; the table has the columns of `columns_of`."""
     record = {}
     try:
         for field in table.schema:
@@ -65,7 +72,11 @@ def _plain(value: Any, field: Any) -> Any:
     kind = field.type
     if getattr(kind, "extension_name", "") == "arrow.json":
         decoded = parse_record(value)
-        return value if field.name in _TEXTS and not _is_content(decoded) else decoded
+        if field.name not in _TEXTS or isinstance(decoded, str):
+            return decoded
+        # Of a message's contents only a list of parts is meant as JSON; other text may look like it.
+        parts = decoded if isinstance(decoded, list) and decoded else [None]
+        return decoded if all(isinstance(part, dict) and part.get("type") in PARTS for part in parts) else value
     kind = getattr(kind, "storage_type", kind)
     if isinstance(value, dict):
         return {field.name: _plain(value[field.name], field) for field in kind}
@@ -74,19 +85,8 @@ def _plain(value: Any, field: Any) -> Any:
     return value
 
 
-def _is_content(value: Any) -> bool:
-    """Whether a value is a message's text or its parts."""
-    parts = value if isinstance(value, list) and value else [None]
-    return isinstance(value, str) or all(isinstance(part, dict) and part.get("type") in PARTS for part in parts)
-
-
 def columns_of(table: Any, place: str, schema: Schema | None = None) -> list[str]:
-    """The columns of a table that are read.
-
-    Args:
-        table: its Arrow schema.
-        place: the table, for messages.
-        schema: schema of the rows, or None.
+    """The columns of an Arrow schema that are read.
 
     Raises:
         DataError: no column has messages, a required one is missing, or one contains files and is not read.
@@ -102,46 +102,212 @@ def columns_of(table: Any, place: str, schema: Schema | None = None) -> list[str
     read = columns.columns_in(table.names, place)
     others = [field for field in table if field.name not in {*read, *columns.ignore, *KEYS}]
     for field in others:
-        if _holds_files(field.type, place):
+        if _holds_files(field.type):
             raise DataError(place, unread_media(field.name, table.names))
     # If no other column has media, objects are read too, because they may contain some.
     within = not any((columns.key_of(name) or name) in MEDIA_KEYS for name in read)
-    return [*read, *(field.name for field in others if _holds_text(field.type, place, within=within))]
+    return [*read, *(field.name for field in others if _holds_text(field.type, within=within))]
 
 
-def _holds_files(kind: Any, place: str) -> bool:
+def _holds_files(kind: Any) -> bool:
     """Whether values of an Arrow type are files' contents, as Hugging Face datasets store images."""
-    types = library("pyarrow.types", place)
-    kind = _item_type(kind, types)
+    kind = _item_type(kind)
     if types.is_struct(kind):
         return {field.name for field in kind} == {"bytes", "path"}
     return types.is_binary(kind) or types.is_large_binary(kind)
 
 
-def _holds_text(kind: Any, place: str, *, within: bool) -> bool:
+def _holds_text(kind: Any, *, within: bool) -> bool:
     """Whether values of an Arrow type are texts, or objects with texts or files within, if those count."""
-    types = library("pyarrow.types", place)
-    kind = _item_type(kind, types)
+    kind = _item_type(kind)
     if within and types.is_struct(kind):
-        return any(_holds_text(one.type, place, within=True) or _holds_files(one.type, place) for one in kind)
+        return any(_holds_text(field.type, within=True) or _holds_files(field.type) for field in kind)
     return types.is_string(kind) or types.is_large_string(kind)
 
 
-def _item_type(kind: Any, types: Any) -> Any:
+def _item_type(kind: Any) -> Any:
     """Element type of (nested) lists of an Arrow type; any other type itself."""
     while types.is_list(kind) or types.is_large_list(kind):
         kind = kind.value_type
     return kind
 
 
-def library(name: str, place: str) -> Any:
-    """A library that only these sources need, imported when one is opened.
+class Parquet:
+    """Rows of Parquet files.
 
-    Raises:
-        DataError: it is not installed.
+    Random access reads a whole row group, so files with small ones are faster to shuffle; folders written by
+    `save_to_disk` of Hugging Face's `datasets` have no row groups, and are faster still.
     """
+
+    def __init__(self, path: str | Path, media_root: MediaRoot = None, schema: Schema | None = None) -> None:
+        """Read the offsets of rows, and a digest of the files (see `_blocks`).
+
+        Args:
+            path: a file, a folder of them, or a pattern such as "data/train-*.parquet"; files are ordered by name.
+            media_root: folder that paths are relative to and must not leave, the files' own by default; or a
+                `MediaAccess`.
+            schema: schema of the records, or None.
+
+        Raises:
+            DataError: no complete Parquet file, or no messages or rows in it; files of several splits.
+        """
+        self.path, self._schema = Path(path), schema
+        self._files = _parquet_files(self.path)
+        media = media_access(media_root, self._files[0].parent)
+        self._columns: list[list[str]] = []
+        self._first_rows, self._groups, self._starts, self._len = array("Q"), [], array("Q"), 0
+        digest = hashlib.sha256()
+        texts, contents = (_Chunks(*(array("Q") for _ in _Chunks._fields)) for _ in range(2))
+        for number, file in enumerate(self._files):
+            try:
+                metadata = pq.read_metadata(file)
+            except (OSError, pa.ArrowException) as error:
+                raise DataError(str(file), f"found no complete Parquet file ({error})") from error
+            self._columns.append(columns_of(metadata.schema.to_arrow_schema(), str(file), schema))
+            self._first_rows.append(self._len)
+            for group in range(metadata.num_row_groups):
+                self._starts.append(self._len)
+                self._groups.append((number, group))
+                self._len += metadata.row_group(group).num_rows
+            with _readable(file):
+                digest.update(_footer(file, metadata.serialized_size))
+            for leaf in range(metadata.num_columns):
+                column = metadata.schema.column(leaf)
+                if column.path.partition(".")[0] in self._columns[number]:
+                    raw = column.physical_type == "BYTE_ARRAY" and column.logical_type.type == "NONE"
+                    (contents if raw else texts).add(number, metadata, leaf)
+            _warn_of_large_groups(file, metadata)
+        if not self._len:
+            raise DataError(str(self.path), "found no rows, expected one conversation a row")
+        with _readable(self.path):
+            for chunks, most in ((texts, _MOST_OF_TEXTS), (contents, _MOST_OF_BYTES)):
+                for block in _blocks(self._files, chunks, most):
+                    digest.update(block)
+        self.recorded_as = marked(f"{self._len} rows, {digest.hexdigest()[:16]}", schema)
+        self.media = media.of_data(self.recorded_as)
+        self._cache: dict[int, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_cache": {}}
+
+    def __len__(self) -> int:
+        return self._len
+
+    def sample_id(self, index: int) -> str:
+        """File and index of the row in it."""
+        row = range(len(self))[index]
+        file = bisect_right(self._first_rows, row) - 1
+        return f"{self._files[file].name}[{row - self._first_rows[file]}]"
+
+    def fingerprint(self) -> str:
+        """Number of rows, a digest of the files, in order, and the files that were not downloaded."""
+        return self.media.mark(self.recorded_as, str(self.path))
+
+    def __getitem__(self, index: int) -> Conversation:
+        """Read one conversation."""
+        place, row = self.sample_id(index), range(len(self))[index]
+        number = bisect_right(self._starts, row) - 1  # the last of those that start here: the others are empty
+        table = self._cache.pop(number, None)
+        if table is None:
+            file, group = self._groups[number]
+            try:
+                # Opened again for each read: forked workers would share an open file and its position.
+                with pq.ParquetFile(self._files[file]) as opened:
+                    table = opened.read_row_group(group, columns=self._columns[file], use_threads=False)
+            except (OSError, pa.ArrowException) as error:
+                raise DataError(place, f"found row group {group} unreadable ({error})") from error
+        self._cache[number] = table  # the most recently used is last
+        while len(self._cache) > 1 and (
+            len(self._cache) > CACHE_GROUPS or sum(kept.nbytes for kept in self._cache.values()) > CACHE_BYTES
+        ):
+            del self._cache[next(iter(self._cache))]
+        return conversation_in(table, row - self._starts[number], place, self.media, self._schema)
+
+
+def _parquet_files(path: Path) -> list[Path]:
+    if path.is_dir():
+        files = sorted(path.glob("*.parquet"))
+    else:
+        files = sorted(path.parent.glob(path.name)) if "*" in path.name else [path]
+    if not files or not all(file.is_file() for file in files):
+        raise DataError(str(path), "there is no such Parquet file, expected one, or a folder with some")
+    splits = {match[1] for file in files if (match := _SPLIT.match(file.name))}
+    if len(splits) > 1:
+        names = ", ".join(sorted(splits))
+        raise DataError(str(path), f"found files of the splits {names}, expected one, as '{path}/NAME-*.parquet'")
+    return files
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
     try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        package = name.partition(".")[0]
-        raise DataError(place, f"found no {package} ({error}), expected it installed: pip install {package}") from error
+        yield
+    except OSError as error:
+        raise DataError(str(path), f"found a file unreadable ({error})") from error
+
+
+def _warn_of_large_groups(file: Path, metadata: Any) -> None:
+    largest = max((metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)), default=0)
+    if largest > CACHE_BYTES:
+        logger.warning(
+            "%s: found a row group of %d bytes, and %d are kept: each sample in random order reads one whole. "
+            "Write the file with a smaller row_group_size",
+            file,
+            largest,
+            CACHE_BYTES,
+        )
+
+
+class _Chunks(NamedTuple):
+    """Columns of row groups, each a range of a file: 64-bit numbers, because there may be millions."""
+
+    files: array[int]
+    starts: array[int]
+    lengths: array[int]
+
+    def add(self, file: int, metadata: Any, leaf: int) -> None:
+        """Add a column of all row groups of a file."""
+        for group in range(metadata.num_row_groups):
+            column = metadata.row_group(group).column(leaf)
+            pages = [page for page in (column.dictionary_page_offset, column.data_page_offset) if page is not None]
+            self.files.append(file)
+            self.starts.append(min(pages))
+            self.lengths.append(column.total_compressed_size)
+
+
+def _footer(file: Path, size: int) -> bytes:
+    with file.open("rb") as opened:
+        opened.seek(-(size + _TAIL), 2)
+        return opened.read()
+
+
+def _blocks(files: Sequence[Path], chunks: _Chunks, most: int) -> Iterator[bytes]:
+    """Blocks of 64 KiB of some columns, each of one row group: all, or `most` of them, evenly spread.
+
+    Texts determine what a sample is, and are a small part of files with images. So a digest has every footer (offset,
+    size, minimum and maximum of each column of each row group), up to 4096 blocks of the texts that are read, and up to
+    1024 blocks of columns of bytes, which are images. If there are no more blocks, any change is detected. Of more
+    than 256 MiB of stored texts, or thousands of small row groups, a change is certainly detected if it alters a
+    footer; one that does not, such as one letter of one row in a file without compression, with probability
+    4096 / (number of text blocks). Nothing depends on names, folders or times of files, which differ between machines.
+    The cost is bounded: 5120 reads of 320 MiB in total, 0.3 s from memory, half a minute from a network disk with 5 ms
+    per read.
+    """
+    ends = array("Q", accumulate(-(-length // _BLOCK) for length in chunks.lengths))
+    total = ends[-1] if ends else 0
+    wanted, opened, number = min(total, most), None, None
+    try:
+        for place in range(wanted):
+            block = place * total // wanted
+            chunk = bisect_right(ends, block)
+            inside = (block - (ends[chunk - 1] if chunk else 0)) * _BLOCK
+            if opened is None or number != chunks.files[chunk]:
+                if opened is not None:
+                    opened.close()
+                number = chunks.files[chunk]
+                opened = files[number].open("rb", buffering=0)
+            opened.seek(chunks.starts[chunk] + inside)
+            yield opened.read(min(_BLOCK, chunks.lengths[chunk] - inside))
+    finally:
+        if opened is not None:
+            opened.close()

@@ -37,10 +37,7 @@ replace(stock.Qwen35VLMoEModelProvider, Qwen35VLMoEModelProvider, exclude=_EXCLU
 
 
 @MegatronModelBridge.register_bridge(
-    source=Qwen3_5ForConditionalGeneration,
-    target=Qwen35VLModel,
-    provider=Qwen35VLModelProvider,
-    model_type="qwen3_5",
+    source=Qwen3_5ForConditionalGeneration, target=Qwen35VLModel, provider=Qwen35VLModelProvider, model_type="qwen3_5"
 )
 class Qwen35VLBridge(FamilyBridge):
     """AutoBridge support for dense Qwen3.5-VL."""

@@ -21,7 +21,7 @@ from qwen3vl_bridge.models.hf_config import (
     renamed,
     shown,
 )
-from qwen3vl_bridge.weights.dimensions import Dimensions, indices_of, text_sizes, vision_sizes
+from qwen3vl_bridge.weights.rows import Dimensions, indices_of, text_sizes, vision_sizes
 
 FAMILY = "qwen3_5"
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -154,7 +154,7 @@ def dimensions_of(config: Mapping) -> Dimensions:
         head_dim=text.get("head_dim") or HEAD_DIM,
         untied=not config.get("tie_word_embeddings", False),
         experts=experts,
-        chosen_experts=text["num_experts_per_tok"] if experts else 0,
+        topk=text["num_experts_per_tok"] if experts else 0,
         moe_ffn=text["moe_intermediate_size"] if experts else 0,
     )
     sizes = {

@@ -8,17 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from qwen3vl_bridge.models.provider import ExpertsMixin, VisionLanguageProvider
-from qwen3vl_bridge.models.qwen3_5.config import (
-    FAMILY,
-    LINEAR_SIZES,
-    layers_by_attention,
-    linear_sizes,
-    mtp_sizes,
-)
-from qwen3vl_bridge.models.qwen3_5.linear_attention.kernels import are_missing
+from qwen3vl_bridge.models.qwen3_5.config import FAMILY, LINEAR_SIZES, layers_by_attention, linear_sizes, mtp_sizes
+from qwen3vl_bridge.models.qwen3_5.delta_rule import are_missing
 from qwen3vl_bridge.models.refusals import FIXED, FIXED_WITH_EXPERTS, NOTHING_ELSE
 from qwen3vl_bridge.models.rules import Row, Rule, When, any_of, only
-from qwen3vl_bridge.weights.dimensions import Dimensions
+from qwen3vl_bridge.weights.rows import Dimensions
 
 import torch
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern

@@ -8,10 +8,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
-from qwen3vl_bridge.weights.names import OUTPUT_LAYER
-from qwen3vl_bridge.weights.rows import Copy, GatedMLP, GatedQKV, Row, Sectioned, Shape, ZeroCentered
-from qwen3vl_bridge.weights.shared_rows import VISION_ROWS, dense_mlp_rows, moe_rows
+from qwen3vl_bridge.weights.rows import (
+    OUTPUT_LAYER,
+    VISION_ROWS,
+    Copy,
+    ExpertLayout,
+    GatedMLP,
+    GatedQKV,
+    Row,
+    Sectioned,
+    Shape,
+    ZeroCentered,
+    dense_mlp_rows,
+    moe_rows,
+)
 
 _TEXT = "language_model.decoder.layers.*."
 _HF_TEXT = "model.language_model.layers.*."
@@ -90,10 +100,7 @@ def _shared_expert_rows(megatron: str, hf: str, *indices: str) -> tuple[Row, ...
     half = ("shared_ffn", "hidden")
     return (
         GatedMLP(
-            f"{megatron}linear_fc1.weight",
-            (f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight"),
-            (half, half),
-            indices,
+            f"{megatron}linear_fc1.weight", (f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight"), (half, half), indices
         ),
         Copy(f"{megatron}linear_fc2.weight", (f"{hf}.down_proj.weight",), (("hidden", "shared_ffn"),), indices),
         Copy(f"{megatron}gate_weight", (f"{hf}_gate.weight",), ((1, "hidden"),), indices, replicated=True),

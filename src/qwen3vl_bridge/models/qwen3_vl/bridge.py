@@ -14,11 +14,7 @@ from qwen3vl_bridge.models.settings import DistTrainConfig
 
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.qwen_vl import qwen3_vl_provider as stock
-from transformers import (
-    PretrainedConfig,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLMoeForConditionalGeneration,
-)
+from transformers import PretrainedConfig, Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration
 
 
 def _scaled_rope(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,10 +41,7 @@ build_instead(stock.DistTrainConfig, _dist_train_of_theirs)
 
 
 @MegatronModelBridge.register_bridge(
-    source=Qwen3VLForConditionalGeneration,
-    target=Qwen3VLModel,
-    provider=Qwen3VLModelProvider,
-    model_type="qwen3_vl",
+    source=Qwen3VLForConditionalGeneration, target=Qwen3VLModel, provider=Qwen3VLModelProvider, model_type="qwen3_vl"
 )
 class Qwen3VLBridge(FamilyBridge):
     """AutoBridge support for dense Qwen3-VL."""

@@ -21,7 +21,7 @@ from qwen3vl_bridge.models.hf_config import (
     renamed,
     shown,
 )
-from qwen3vl_bridge.weights.dimensions import Dimensions, indices_of, text_sizes, vision_sizes
+from qwen3vl_bridge.weights.rows import Dimensions, indices_of, text_sizes, vision_sizes
 
 FAMILY = "qwen3_vl"
 
@@ -152,7 +152,7 @@ def dimensions_of(config: Mapping) -> Dimensions:
         head_dim=head_dim_of(text),
         untied=not config.get("tie_word_embeddings", False),
         experts=experts_of(text),
-        chosen_experts=text["num_experts_per_tok"] if moe_layers else 0,
+        topk=text["num_experts_per_tok"] if moe_layers else 0,
         moe_ffn=text["moe_intermediate_size"] if moe_layers else 0,
     )
     indices = indices_of(

@@ -1,9 +1,8 @@
 """The Megatron Qwen3-VL model: DeepStack, as an addition to the model that all families share.
 
 Features of the vision tower are added to the output of the first text layers. Pipeline stages exchange one tensor: the
-features that later stages need are appended to the hidden states, only for this rank's vision tokens, so the cost is
-their own size and their gradients return the same way. A vision tower on every stage that needs features would cost its
-parameters and its computation again.
+features that later stages need are appended to the hidden states, only for this rank's vision tokens, and their
+gradients return the same way. A tower on every stage would cost its parameters and its computation again.
 Legend: s, b local tokens and rows, h hidden size, t features, K vision tokens of a rank.
 """
 
@@ -14,9 +13,8 @@ from typing import Any, Self
 
 from qwen3vl_bridge.batch.packed_batch import ModelInputs, VisionRows
 from qwen3vl_bridge.models.layer_specs import decoder_block_spec
-from qwen3vl_bridge.models.model import VisionLanguageModel, check_received
+from qwen3vl_bridge.models.model import MRopeGPTModel, VisionLanguageModel, check_received
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
-from qwen3vl_bridge.models.text_model import MRopeGPTModel
 from qwen3vl_bridge.parallel.collectives import sum_gradients_over_sequence
 
 import torch
@@ -31,18 +29,16 @@ from torch import Tensor
 class DeepStackLayer(TransformerLayer):
     """A text layer that adds its DeepStack features to the output of the vision tokens.
 
-    Features come as `context`, which megatron-core passes to every layer, also with recomputation; a decoder without
-    cross attention has no other use for it.
+    Features come as `context`, which megatron-core passes to every layer, also with recomputation.
     """
 
     def forward(
         self, *args: Any, context: Tensor | None = None, context_mask: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Like TransformerLayer.forward.
+        """Like TransformerLayer.forward; adds this layer's features if it is one of the first layers.
 
         Args:
-            context: [t, K, h] features of this rank's vision tokens, one slice for each of the first text layers. On a
-                later pipeline stage, the last t of them.
+            context: [t, K, h] features of this rank's vision tokens. On a later pipeline stage, the last t of them.
             context_mask: [K] index of each vision token in the hidden states flattened from [s, b].
         """
         hidden, _ = super().forward(*args, context=None, context_mask=None, **kwargs)
@@ -72,15 +68,10 @@ class Qwen3VLGPTModel(MRopeGPTModel):
 
 @dataclass(frozen=True)
 class DeepStackStage:
-    """Number of DeepStack features that a part of the model receives and passes on, always the last ones.
+    """Number of DeepStack features that a part of the model receives and passes on, always the last ones."""
 
-    Attributes:
-        received: t features of this part's layers and those after it; all features on the first part.
-        sent: t features of the layers after it.
-    """
-
-    received: int
-    sent: int
+    received: int  # t features of this part's layers and those after it; all features on the first part
+    sent: int  # t features of the layers after it
 
     @classmethod
     def of(cls, num_features: int, first_layer: int, layers: int) -> Self:
@@ -91,8 +82,7 @@ class DeepStackStage:
         """Refuse features between stages with tensors of a fixed size, which would wait for the missing part.
 
         Rows may have any length that a caller's schedule knows (its `seq_length`): NeMo-RL pads rows to a length of its
-        own, and generation lets them grow. A schedule is not told the size of the features, which depends on the
-        images.
+        own, and generation lets them grow. It does not know the size of the features, which depends on the images.
 
         Raises:
             ValueError: there are features to send, and `variable_seq_lengths` is off.
@@ -116,10 +106,7 @@ class DeepStackStage:
         return torch.cat([part.reshape(-1, 1, part.size(-1)) for part in (hidden, sent)])
 
     def unpack(self, received: Tensor, length: int, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """The inverse of the previous stage's `pack`, for s `length`, b `rows` and K `tokens`.
-
-        Returns:
-            Hidden states [s, b, h] and features [t, K, h].
+        """Hidden states [s, b, h] and features [t, K, h] of the previous stage's `pack`, for these s, b and K.
 
         Raises:
             ValueError: a tensor of another size.
@@ -170,5 +157,4 @@ class Qwen3VLModel(VisionLanguageModel):
 
 
 def _vision_rows(inputs: ModelInputs) -> VisionRows:
-    """Indices of this rank's vision tokens, in the vision output and in its hidden states."""
     return inputs.deepstack or VisionRows.none(inputs.input_ids.device)

@@ -7,10 +7,18 @@ of its dense layers and those of its MoE layers.
 
 from __future__ import annotations
 
-from qwen3vl_bridge.weights.expert_layout import ExpertLayout
-from qwen3vl_bridge.weights.names import OUTPUT_LAYER
-from qwen3vl_bridge.weights.rows import QKV, Copy, Row, Shape
-from qwen3vl_bridge.weights.shared_rows import VISION_ROWS, dense_mlp_rows, merger_rows, moe_rows
+from qwen3vl_bridge.weights.rows import (
+    OUTPUT_LAYER,
+    QKV,
+    VISION_ROWS,
+    Copy,
+    ExpertLayout,
+    Row,
+    Shape,
+    dense_mlp_rows,
+    merger_rows,
+    moe_rows,
+)
 
 _TEXT = "language_model.decoder.layers.*."
 _HF_TEXT = "model.language_model.layers.*."
@@ -45,11 +53,7 @@ TEXT_ROWS: tuple[Row, ...] = (
     _text(Copy, "self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), ("head_dim",)),
     _text(Copy, "self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), ("head_dim",)),
     _text(Copy, "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), ("hidden", "q")),
-    Copy(
-        "language_model.decoder.final_layernorm.weight",
-        ("model.language_model.norm.weight",),
-        (("hidden",),),
-    ),
+    Copy("language_model.decoder.final_layernorm.weight", ("model.language_model.norm.weight",), (("hidden",),)),
     Copy(f"{OUTPUT_LAYER}.weight", ("lm_head.weight",), (("vocab", "hidden"),), condition="untied"),
 )
 

@@ -1,1 +1,0 @@
-"""Recipes of Qwen3-VL, a file for each size."""

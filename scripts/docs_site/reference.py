@@ -1,0 +1,253 @@
+"""The generated reference: settings from the source of their dataclasses, commands from their parsers, recipes.
+
+The site is built without Megatron: settings are read by `ast`, and command lines import what takes long only when an
+option asks for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import html
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[2]
+_OURS = "src/qwen3vl_bridge"
+
+
+@dataclass(frozen=True)
+class Group:
+    """A dataclass of settings.
+
+    Attributes:
+        prefix: what stands before a field on the command line.
+        file: where it is, below the package.
+        name: of the class.
+        meanings: further classes whose docstrings speak of its fields.
+    """
+
+    prefix: str
+    file: str
+    name: str
+    meanings: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def module(self) -> str:
+        """The module's dotted name."""
+        return "qwen3vl_bridge." + self.file.removesuffix(".py").replace("/", ".")
+
+
+_FIELDS = ("models/settings.py", "VisionLanguageFields")
+_EXPERTS = ("models/provider.py", "ExpertsMixin")
+_QWEN3_VL, _QWEN3_5 = "models/qwen3_vl/provider.py", "models/qwen3_5/provider.py"
+_ROWS = ("data/dataset_provider.py", "ConversationRows")
+
+# By the place that a page has for them.
+GROUPS: dict[str, tuple[Group, ...]] = {
+    "model": (
+        Group("model.", *_FIELDS),
+        Group("model.", *_EXPERTS),
+        Group("model.", _QWEN3_VL, "Qwen3VLModelProvider", (_FIELDS,)),
+        Group("model.", _QWEN3_VL, "Qwen3VLMoEModelProvider", (_EXPERTS, _FIELDS)),
+        Group("model.", _QWEN3_5, "Qwen35VLModelProvider", (_FIELDS,)),
+        Group("model.", _QWEN3_5, "Qwen35VLMoEModelProvider", (_EXPERTS, _FIELDS)),
+        Group("model.dist_train.", "models/settings.py", "DistTrainConfig"),
+    ),
+    "dataset": (
+        Group("dataset.", *_ROWS),
+        Group("dataset.", "data/dataset_provider.py", "Qwen3VLConversationProvider", (_ROWS,)),
+        Group("dataset.vision.", "data/processing/processor.py", "VisionLimits"),
+        Group("dataset.columns.", "data/schemas/columns.py", "Columns"),
+        Group("", "data/sources/mixture.py", "MixedSet"),
+        Group("dataset.", "data/energon/energon_provider.py", "Qwen3VLEnergonProvider", (_ROWS,)),
+    ),
+    "training": (
+        Group("", "training/config.py", "Qwen3VLConfigContainer"),
+        Group("guard.", "training/run_settings.py", "GuardConfig"),
+        Group("accuracy.", "training/run_settings.py", "AccuracyConfig"),
+        Group("optimizer_config_override_provider.", "training/run_settings.py", "Qwen3VLTowers"),
+        Group("peft.", "peft/lora.py", "Qwen3VLParts"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A field.
+
+    Attributes:
+        name: with the group's prefix.
+        type: as annotated; "" for a field of Megatron-Bridge's that a docstring speaks of.
+        default: as written, or "" where one has to be given.
+        meaning: what the docstring says; "" where it says nothing.
+    """
+
+    name: str
+    type: str
+    default: str
+    meaning: str
+
+
+def settings(group: Group) -> list[Setting]:
+    """The fields of a group, in the order of the source; then those of its bases that its docstring speaks of."""
+    found = _class(group.file, group.name)
+    own = _meanings(found)
+    known = {
+        name: text for file, cls in reversed(group.meanings) for name, text in _meanings(_class(file, cls)).items()
+    }
+    known |= own
+    defined = {name: (kind, default) for name, kind, default in _fields(found)}
+    listed = {name: defined.get(name, ("", "")) for name in (*defined, *own)}
+    return [
+        Setting(group.prefix + name, kind, default, known.get(name, "")) for name, (kind, default) in listed.items()
+    ]
+
+
+def table(group: Group) -> str:
+    """A group as Markdown: a heading, the docstring's first paragraph, and a row for each setting."""
+    found = _class(group.file, group.name)
+    words = inspect.cleandoc(ast.get_docstring(found) or "").partition("\n\n")[0].replace("\n", " ")
+    rows = [f"| {_code(one.name)} | {_code(one.type)} | {_code(one.default)} | {_cell(one.meaning)} |"
+            for one in settings(group)]  # fmt: skip
+    head = f"### {group.name}\n\n{_text(words)} (`{_OURS}/{group.file}`)\n"
+    return "\n".join([head, "| setting | type | default | |", "|---|---|---|---|", *rows, ""])
+
+
+def breakable(text: str) -> str:
+    """Code as HTML for a table's cell, with places where a line may end."""
+    return re.sub(r"(?<=\w)([._])(?=\w)", r"\1<wbr>", html.escape(text).replace("|", "&#124;"))
+
+
+def _code(text: str) -> str:
+    return f"<code>{breakable(text)}</code>" if text else ""
+
+
+def _cell(text: str) -> str:
+    return _text(text).replace("|", "\\|") or "Megatron-Bridge's field; its default here"
+
+
+def _text(words: str) -> str:
+    """A docstring as Markdown: `<image>` in it is not an HTML tag; code spans are escaped by Markdown itself."""
+    parts = words.split("`")
+    return "`".join(part if place % 2 else html.escape(part, quote=False) for place, part in enumerate(parts))
+
+
+def _class(file: str, name: str) -> ast.ClassDef:
+    tree = ast.parse((ROOT / _OURS / file).read_text())
+    (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    return found
+
+
+def _fields(found: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
+    for node in found.body:
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        kind = ast.unparse(node.annotation)
+        if not kind.startswith("ClassVar"):
+            yield node.target.id, kind, _default(node.value)
+
+
+def _default(value: ast.expr | None) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, ast.Call) and ast.unparse(value.func) == "field":
+        given = {word.arg: word.value for word in value.keywords}
+        if "default" in given:
+            return ast.unparse(given["default"])
+        factory = given["default_factory"]
+        made = ast.unparse(factory.body) if isinstance(factory, ast.Lambda) else f"{ast.unparse(factory)}()"
+        return {"list()": "[]", "dict()": "{}"}.get(made, made)
+    return ast.unparse(value)
+
+
+def _meanings(found: ast.ClassDef) -> dict[str, str]:
+    """What the docstring's "Attributes" say, by name."""
+    _, _, listed = (ast.get_docstring(found) or "").partition("Attributes:\n")
+    listed = re.split(r"\n(?=\S)", listed)[0]  # other sections begin at the margin
+    entries = re.findall(r"^    (\w[\w, ]*):\s(.*?)(?=^    \w|\Z)", listed, re.DOTALL | re.MULTILINE)
+    return {name: " ".join(text.split()) for names, text in entries for name in re.split(r",\s*", names)}
+
+
+class _Found(Exception):
+    """A command has made its parser, and is about to use it."""
+
+
+def parser_of(target: str, prog: str) -> argparse.ArgumentParser:
+    """The parser that a command's function makes.
+
+    Args:
+        target: "module:function", as `qwen3vl_bridge.cli.main.COMMANDS` has it.
+        prog: the command's name.
+    """
+    made: list[argparse.ArgumentParser] = []
+
+    def parse(parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        made.append(parser)
+        raise _Found
+
+    module, _, function = target.partition(":")
+    run = getattr(importlib.import_module(module), function)
+    names = ("parse_args", "parse_known_args", "parse_intermixed_args")
+    try:
+        with mock.patch.multiple(argparse.ArgumentParser, **dict.fromkeys(names, parse)):
+            run([], prog=prog)
+    except _Found:
+        return made[0]
+    raise ValueError(f"{target} has no parser, expected one to be asked for")
+
+
+def commands() -> str:
+    """Every command and its verbs as Markdown, with a row for each option."""
+    from qwen3vl_bridge.cli.main import COMMANDS
+
+    parts = []
+    for name, (target, words) in COMMANDS.items():
+        for prog, parser in _verbs(parser_of(target, f"qwen3vl {name}")):
+            rows = [f"| {_code(_usage(one))} | {_meaning(parser, one)} |" for one in _options(parser)]
+            if rows:
+                said = parser.description or words
+                parts += [f"### {prog}\n", " ".join(said.split()), "", "| option | |", "|---|---|", *rows, ""]
+    return "\n".join(parts)
+
+
+def recipes() -> str:
+    """Every recipe as Markdown: its name, the GPUs that it is meant for, and its first sentence."""
+    from qwen3vl_recipes.registry import recipes as registered
+
+    rows = [
+        f"| `{name}` | {f'{one.gpus} {one.gpu}' if one.gpus else 'none'} | {one.summary} |"
+        for name, one in registered().items()
+    ]
+    return "\n".join(["| recipe | GPUs | |", "|---|---|---|", *rows, ""])
+
+
+def _verbs(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not below:
+        yield parser.prog, parser
+    for action in below:
+        for inner in action.choices.values():
+            yield from _verbs(inner)
+
+
+def _options(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    for action in parser._actions:
+        if not isinstance(action, argparse._HelpAction) and action.help != argparse.SUPPRESS:
+            yield action
+
+
+def _usage(action: argparse.Action) -> str:
+    value = "" if action.nargs == 0 else str(action.metavar or "|".join(map(str, action.choices or ())) or action.dest)
+    return f"{', '.join(action.option_strings)} {value}".strip()
+
+
+def _meaning(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    said = parser._get_formatter()._expand_help(action) if action.help else ""
+    needed = " (needed)" if action.required and action.option_strings else ""
+    return html.escape(said + needed, quote=False).replace("|", "\\|")

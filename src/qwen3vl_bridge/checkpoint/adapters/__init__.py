@@ -1,1 +1,0 @@
-"""Trained adapters: their settings, export for the `peft` library, merging into weights."""

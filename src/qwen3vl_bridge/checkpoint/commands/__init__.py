@@ -1,1 +1,0 @@
-"""The commands: import, export, reformat, verify, inspect."""

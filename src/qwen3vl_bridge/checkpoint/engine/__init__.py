@@ -1,1 +1,0 @@
-"""Execution of a conversion: copying, journal, manifest, comparison, ranks, reports."""

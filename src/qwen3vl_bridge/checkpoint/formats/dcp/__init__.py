@@ -1,1 +1,0 @@
-"""torch.distributed.checkpoint folders: metadata, items, reader, writer."""

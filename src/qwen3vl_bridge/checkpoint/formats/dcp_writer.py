@@ -1,0 +1,171 @@
+"""Lays out torch.distributed.checkpoint folders: no process group, no tensor in memory."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+import uuid
+from collections.abc import Iterator
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import IO, Any, cast
+
+from qwen3vl_bridge.checkpoint.formats import planned_files
+from qwen3vl_bridge.checkpoint.formats.dcp_metadata import FILE
+from qwen3vl_bridge.checkpoint.formats.planned_files import Data, OutputFile
+from qwen3vl_bridge.checkpoint.formats.tensors import Segments, Shape, TensorSpec
+
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+
+class DcpLayout:
+    """A folder to be written.
+
+    A file has at most one unit of work, unless a single item has more, so no two processes share a file.
+    """
+
+    def __init__(self) -> None:
+        self.files: list[OutputFile] = []
+        self._entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        self._storage: dict[MetadataIndex, _StorageInfo] = {}
+
+    @property
+    def byte_items(self) -> list[str]:
+        """Keys of the items other than tensors."""
+        return [key for key, entry in self._entries.items() if isinstance(entry, BytesStorageMetadata)]
+
+    @property
+    def chunks(self) -> Iterator[tuple[str, Shape, Shape, str, int]]:
+        """For every box: its tensor's key, offsets and sizes, its file, and how many bytes a loader reads."""
+        for key, entry in self._entries.items():
+            for chunk in entry.chunks if isinstance(entry, TensorStorageMetadata) else ():
+                info = self._storage[MetadataIndex(key, chunk.offsets)]
+                yield key, tuple(chunk.offsets), tuple(chunk.sizes), info.relative_path, info.length
+
+    def add_chunk(self, spec: TensorSpec, offsets: Shape, sizes: Shape, segments: Segments, start: int) -> None:
+        """Add a box of a tensor: of the whole tensor's elements, those from number `start` on."""
+        head, tail = _archive(spec.dtype, sizes)
+        info = self._append(head, Data(segments, spec.dtype, start, math.prod(sizes)), tail)
+        entry = self._entries.get(spec.name)
+        if entry is None:
+            properties = _properties(getattr(torch, spec.dtype))
+            entry = self._entries[spec.name] = TensorStorageMetadata(properties, _size(spec.shape), [])
+        assert isinstance(entry, TensorStorageMetadata)
+        entry.chunks.append(ChunkStorageMetadata(_size(offsets), _size(sizes)))
+        self._storage[MetadataIndex(spec.name, offsets)] = info
+
+    def add_bytes(self, key: str, value: Any) -> None:
+        """Add an item other than a tensor."""
+        data = io.BytesIO()
+        torch.save(value, data)
+        self._entries[key] = BytesStorageMetadata()
+        self._storage[MetadataIndex(key)] = self._append(data.getvalue())
+
+    def _append(self, *contents: bytes | Data) -> _StorageInfo:
+        size = sum(map(len, contents))
+        if not self.files or self.files[-1].nbytes + size > planned_files.UNIT_BYTES:
+            self.files.append(OutputFile(f"__0_{len(self.files)}.distcp", divisible=False))
+        file = self.files[-1]
+        info = _StorageInfo(file.name, file.nbytes, size)
+        for content in contents:
+            if content:
+                file.append(content)
+        return info
+
+    def write_metadata(self, folder: Path, paths: dict[str, tuple[str, ...]], save_id: str) -> None:
+        """Write `.metadata`.
+
+        Args:
+            folder: folder of the data files.
+            paths: position of a key in a nested state dict; the key itself if it is not given.
+            save_id: any text; the same one gives the same bytes.
+        """
+        metadata = Metadata(
+            self._entries,
+            planner_data={key: paths.get(key, (key,)) for key in self._entries},
+            storage_data=self._storage,
+            storage_meta=StorageMeta(save_id=str(uuid.uuid5(uuid.NAMESPACE_OID, save_id))),
+            version=CURRENT_DCP_VERSION,
+        )
+        with (folder / FILE).open("wb") as file:
+            pickle.dump(metadata, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+# Ten thousand experts have few different shapes. One object per shape keeps `.metadata`, and the memory to read it,
+# small.
+@cache
+def _properties(dtype: torch.dtype) -> TensorProperties:
+    return TensorProperties(dtype=dtype)
+
+
+@lru_cache(maxsize=1 << 12)
+def _size(numbers: Shape) -> torch.Size:
+    return torch.Size(numbers)
+
+
+class _Recorder(io.RawIOBase):
+    """A file that records what is written and skips the tensor's bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[tuple[int, bytes]] = []
+        self.skipped: list[tuple[int, int]] = []
+        self._position = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def write(self, data) -> int:
+        self.written.append((self._position, bytes(data)))
+        self._position += len(self.written[-1][1])
+        return len(self.written[-1][1])
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        target = offset if whence == io.SEEK_SET else self._position + offset
+        self.skipped.append((self._position, target - self._position))
+        self._position = target
+        return target
+
+
+@lru_cache(maxsize=256)
+def _archive(dtype: str, shape: Shape) -> tuple[bytes, bytes]:
+    """What torch.save writes before and after the bytes of a contiguous tensor, which is not empty.
+
+    Raises:
+        RuntimeError: this version of torch has another archive format.
+    """
+    recorder = _Recorder()
+    nbytes = math.prod(shape) * getattr(torch, dtype).itemsize
+    with torch.serialization.skip_data():
+        # The memory is never accessed.
+        torch.save(torch.empty(shape, dtype=getattr(torch, dtype)), cast(IO[bytes], recorder))
+    holes = [hole for hole in recorder.skipped if hole[1] == nbytes]
+    if len(holes) != 1:
+        raise RuntimeError(f"torch {torch.__version__} left {recorder.skipped} open for a payload of {nbytes} bytes")
+    start = holes[0][0]
+    end = start + nbytes
+    head, tail = bytearray(start), bytearray(recorder.tell() - end)
+    for position, data in recorder.written:
+        part, base = (head, 0) if position < start else (tail, end)
+        part[position - base : position - base + len(data)] = data
+    return bytes(head), bytes(tail)

@@ -1,0 +1,246 @@
+"""The folder of a Megatron checkpoint: finding it, and its files other than tensors."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from qwen3vl_bridge.checkpoint.formats.dcp_metadata import FILE as METADATA
+from qwen3vl_bridge.checkpoint.formats.dcp_metadata import DcpMetadata
+from qwen3vl_bridge.checkpoint.formats.huggingface import contents_of
+from qwen3vl_bridge.io.files import CheckpointError, read_object, write_object
+from qwen3vl_bridge.io.parsing import check_plain, read_yaml
+
+TRACKER = "latest_checkpointed_iteration.txt"
+TRAIN_STATE = "train_state.pt"
+LATEST_TRAIN_STATE = f"latest_{TRAIN_STATE}"
+RUN_CONFIG = "run_config.yaml"
+HF_FILES = "hf"
+
+# megatron-core's names of the two formats.
+FSDP_DTENSOR, TORCH_DIST = "fsdp_dtensor", "torch_dist"
+FORMATS = (FSDP_DTENSOR, TORCH_DIST)
+# Contains the format's name; missing in an fsdp_dtensor folder.
+FORMAT_FILE = "metadata.json"
+
+# Megatron-LM reads all three and fails without any of them; `args` may be None.
+BYTE_ITEMS: Mapping[str, Any] = {"checkpoint_version": 3.0, "iteration": 0, "args": None}
+# megatron-core's own format has one such item instead. `content_metadata` says how tensors are sharded: as by default.
+COMMON_STATE = (
+    "common_state/shard_0_1",
+    [
+        {
+            "checkpoint_version": 3.0,
+            "iteration": 0,
+            "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
+        }
+    ],
+)
+
+# Prefix of megatron-core's state dict of a model wrapped in MegatronFSDP; its own format has parameters' plain names.
+_SECTION, _WRAPPER = "model", "module."
+_PREFIX = {FSDP_DTENSOR: f"{_SECTION}.{_WRAPPER}", TORCH_DIST: ""}
+# Prefixes of parameter names. torch_dist has optimizer state and the like in addition.
+_PARTS = ("language_model.", "vision_model.")
+
+
+def key_of(parameter: str, ckpt_format: str = FSDP_DTENSOR) -> str:
+    """Key of a parameter in a checkpoint."""
+    return _PREFIX[ckpt_format] + parameter
+
+
+def path_of(parameter: str, ckpt_format: str = FSDP_DTENSOR) -> tuple[str, ...]:
+    """Position of a parameter in the nested state dict."""
+    return (_SECTION, _WRAPPER + parameter) if ckpt_format == FSDP_DTENSOR else (parameter,)
+
+
+def model_keys(metadata: DcpMetadata, ckpt_format: str = FSDP_DTENSOR) -> dict[str, str]:
+    """The model's parameters in a checkpoint: name -> key. Optimizer state and the like are ignored.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    prefix = _PREFIX[ckpt_format]
+    names = {key.removeprefix(prefix): key for key in metadata.tensors if key.startswith(prefix)}
+    if ckpt_format == TORCH_DIST:
+        names = {name: key for name, key in names.items() if name.startswith(_PARTS)}
+    names = {name: key for name, key in names.items() if "_extra_state" not in name}
+    if not names:
+        found = ", ".join(sorted(metadata.tensors)[:3]) or "no tensors"
+        expected = prefix or " or ".join(_PARTS)
+        raise CheckpointError(f"{metadata.folder} holds no model: found {found}, expected keys like {expected}...")
+    return names
+
+
+def format_of(folder: Path) -> str:
+    """The format of an iteration's folder; a CheckpointError if it is neither of the two."""
+    if not (folder / FORMAT_FILE).is_file():
+        return FSDP_DTENSOR
+    found = read_object(folder / FORMAT_FILE).get("sharded_backend")
+    if found != TORCH_DIST:
+        raise CheckpointError(f"{folder / FORMAT_FILE}: sharded_backend is {found!r}, expected {TORCH_DIST!r}")
+    return TORCH_DIST
+
+
+def iteration_folder(root: Path, iteration: int) -> Path:
+    """Folder of an iteration's files."""
+    return root / f"iter_{iteration:07d}"
+
+
+def find_iteration(path: Path, iteration: int | None = None) -> Path:
+    """The folder of an iteration, or of the latest if it is None.
+
+    Args:
+        path: a checkpoint's root folder, or an iteration's folder itself.
+        iteration: its number.
+
+    Raises:
+        CheckpointError: it does not exist.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: {contents_of(path)}, expected the folder of a Megatron checkpoint")
+    if (path / METADATA).is_file():
+        if iteration is not None and path.name != iteration_folder(path, iteration).name:
+            raise CheckpointError(f"{path} is the folder of a single iteration, not of --iteration {iteration}")
+        return path
+    folder = _latest(path) if iteration is None else iteration_folder(path, iteration)
+    if not (folder / METADATA).is_file():
+        others = ", ".join(sorted(entry.name for entry in path.glob("iter_*"))) or "none"
+        raise CheckpointError(f"{folder} is not a checkpoint: it has no {METADATA}; iterations found: {others}")
+    return folder
+
+
+def _latest(path: Path) -> Path:
+    tracker = path / TRACKER
+    try:
+        text = tracker.read_text(errors="replace").strip()
+    except FileNotFoundError:
+        missing = f"it has neither {TRACKER} nor {METADATA}"
+        raise CheckpointError(f"{path} is not a Megatron checkpoint: {missing}; {contents_of(path)}") from None
+    except OSError as error:
+        raise CheckpointError(f"{tracker}: {error.strerror or error}") from error
+    if text == "release":
+        return path / "release"
+    if not (text.isascii() and text.isdigit() and len(text) < 13):
+        raise CheckpointError(f"{tracker} holds {text[:40]!r}, expected an iteration number")
+    return iteration_folder(path, int(text))
+
+
+def is_megatron_checkpoint(path: Path) -> bool:
+    """Whether a folder looks like a checkpoint's root, or like one iteration of it."""
+    return any((path / name).is_file() for name in (METADATA, TRACKER, LATEST_TRAIN_STATE))
+
+
+def run_config(
+    hf_config: Mapping[str, Any],
+    hf_model: str,
+    ckpt_format: str,
+    *,
+    provider: str,
+    vocabulary: int,
+    rows: int,
+    vocab_divisor: int | None = None,
+) -> dict[str, Any]:
+    """Plain contents of `run_config.yaml` for a checkpoint that was not written by a run.
+
+    Megatron-Bridge builds the model from `model`. Its loader needs the two parallel sizes if the file exists, and its
+    export looks for `hf_model_id`.
+
+    Args:
+        hf_config: the model's `config.json`.
+        hf_model: its source: a folder or a hub id.
+        ckpt_format: which of the two formats.
+        provider: dotted name of the function that creates a provider from `hf_config`. Megatron-Bridge calls it after
+            the package that contains it has allowed it (`register_allowed_target_prefix`).
+        vocabulary: number of tokens.
+        rows: of the vocabulary, including padding.
+        vocab_divisor: the padding's divisor per tensor-parallel rank; None if it is unknown, or there is no padding.
+
+    Raises:
+        CheckpointError: the configuration contains something that Megatron-Bridge would execute instead of reading it.
+    """
+    _check_passive(hf_config, "config.json")
+    _check_passive(hf_model, "the name of the model")
+    # The divisor for which Megatron-Bridge pads a vocabulary to this many rows on one rank. The smallest one is valid
+    # for the most tensor-parallel sizes.
+    if vocab_divisor is None or -(-vocabulary // vocab_divisor) * vocab_divisor != rows:
+        candidates = range(rows - vocabulary + 1, rows + 1) if rows != vocabulary else ()
+        vocab_divisor = next((number for number in candidates if rows % number == 0), None)
+    padded = {"should_pad_vocab": True, "make_vocab_size_divisible_by": vocab_divisor}
+    return {
+        "model": {
+            "_target_": provider,
+            "hf_config": dict(hf_config),
+            "tensor_model_parallel_size": 1,
+            "pipeline_model_parallel_size": 1,
+            "hf_model_id": hf_model,
+            **(padded if vocab_divisor is not None else {}),
+        },
+        "checkpoint": {"ckpt_format": ckpt_format, "save_optim": False, "save_rng": False, "fully_parallel_save": True},
+    }
+
+
+def _check_passive(value: Any, where: str) -> None:
+    """Check that nothing in a configuration is executable: Megatron-Bridge calls a `_target_` wherever it is."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if key.startswith("_") and key.endswith("_"):
+                raise CheckpointError(f"{where} has the key {key!r}, expected no key that Megatron-Bridge would act on")
+            _check_passive(inner, f"{where}, {key}")
+    elif isinstance(value, list):
+        for inner in value:
+            _check_passive(inner, where)
+    elif isinstance(value, str) and "${" in value:
+        raise CheckpointError(f"{where} is {value[:80]!r}, expected no text that Megatron-Bridge would replace")
+
+
+def read_run_config(folder: Path) -> dict[str, Any]:
+    """The configuration of a checkpoint's run, in an iteration's folder.
+
+    Raises:
+        CheckpointError: it is missing, or not YAML of plain values.
+    """
+    path = folder / RUN_CONFIG
+    try:
+        found = read_yaml(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds a {type(found).__name__}, expected sections of settings")
+    for name in ("model", "checkpoint", "peft"):  # those that are read
+        if not isinstance(found.get(name) or {}, dict):
+            raise CheckpointError(f"{path}: {name} is {str(found[name])[:80]}, expected a section of settings")
+    try:
+        check_plain(found.get("peft"), "peft")
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    return found
+
+
+def write_run_files(root: Path, folder: Path, run_config: Mapping[str, Any], ckpt_format: str) -> None:
+    """Write the files by which Megatron recognises a checkpoint without any training step.
+
+    Args:
+        root: the checkpoint's folder.
+        folder: the iteration's folder in it.
+        run_config: contents of `run_config.yaml`.
+        ckpt_format: which of the two formats.
+    """
+    import torch
+    import yaml
+
+    # megatron.bridge.training.state.TrainState.state_dict() of a run that has not begun.
+    counts = ("step", "consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
+    state: dict[str, torch.Tensor] = {name: torch.tensor(0, dtype=torch.int64) for name in counts}
+    state["floating_point_operations_so_far"] = torch.tensor(0, dtype=torch.float64)
+    state |= {name: torch.tensor(False) for name in ("do_train", "do_valid", "do_test")}
+    torch.save(state, folder / TRAIN_STATE)
+    shutil.copyfile(folder / TRAIN_STATE, root / LATEST_TRAIN_STATE)
+    (folder / RUN_CONFIG).write_text(yaml.safe_dump(dict(run_config), sort_keys=False), encoding="utf-8")
+    if ckpt_format == TORCH_DIST:
+        write_object(folder / FORMAT_FILE, {"sharded_backend": TORCH_DIST, "sharded_backend_version": 1})
+    (root / TRACKER).write_text("0")

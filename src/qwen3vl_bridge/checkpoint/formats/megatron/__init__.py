@@ -1,1 +1,0 @@
-"""The folder of a Megatron checkpoint and its files other than tensors."""

@@ -1,1 +1,0 @@
-"""Hugging Face safetensors: the folder, its reader, its writer."""

@@ -1,1 +1,0 @@
-"""Models on disk: folder, configuration and weights together, Hugging Face's and Megatron's."""

@@ -1,0 +1,505 @@
+"""Conversations as a Megatron-Bridge dataset: one configuration for Megatron-Bridge's loop and for loops of ours."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.batch.token_layout import segment_multiple
+from qwen3vl_bridge.data.answers import EmptyThinking
+from qwen3vl_bridge.data.collation import Collator, VisionSettings, pad_token_id
+from qwen3vl_bridge.data.encoding import Answers, Encoder, VisionLimits, load_processor
+from qwen3vl_bridge.data.errors import Changed, DataError, Unreachable, check_choice
+from qwen3vl_bridge.data.loading.batch_stream import (
+    BatchStream,
+    check_assignment,
+    check_position,
+    one_pass,
+)
+from qwen3vl_bridge.data.loading.rows import Balance, RowDataset, RowSettings, StreamedRows
+from qwen3vl_bridge.data.media.media_access import MediaAccess, UrlCache
+from qwen3vl_bridge.data.packing.packed_rows import PackedRows
+from qwen3vl_bridge.data.packing.sample_sizes import notes_of_job, sizes_of_job
+from qwen3vl_bridge.data.samples import OnBad, OnLong, SampleFilter, Samples
+from qwen3vl_bridge.data.schemas.record_schemas import Columns, named_schema, one_schema
+from qwen3vl_bridge.data.sources.hub import HubName, StreamedDataset
+from qwen3vl_bridge.data.sources.mixture import MixedSet, mixed_sets, open_mixture
+from qwen3vl_bridge.data.sources.opening import HUB, ConversationSource, open_source, splits_in
+from qwen3vl_bridge.models.flops import TowerCosts, tower_costs
+from qwen3vl_bridge.parallel.collectives import gather_objects
+
+import torch
+from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
+from transformers import AutoConfig
+
+SPLITS = ("train", "valid", "test")
+
+
+@dataclass(kw_only=True)
+class ConversationRows(DatasetProvider):
+    """Settings for encoding conversations and laying them out in rows.
+
+    Attributes:
+        hf_processor_path: the Hugging Face checkpoint, local or on the hub: its processor, chat template and config.
+        seq_length: tokens of a row.
+        max_patches: maximum number of patches in a row, which bounds the vision tower's memory; None for no limit. An
+            image has a quarter as many tokens as patches.
+        pack: pack several conversations per row by best fit (requires micro_batch_size 1); False: one conversation per
+            row, padded.
+        pad_to_multiple_of: each conversation of a packed row is padded to a multiple of this; None for the multiple
+            that the run's context parallelism requires (see `shared_by`).
+        on_long: what to do with a conversation longer than a row: "error", "drop" or "truncate" (never within an
+            image). Dropped and truncated conversations are counted and logged.
+        on_bad: what to do with a conversation that cannot be read or encoded: "error", or "drop", counted and logged.
+        answers: which of an assistant's answers to train on, "all" or the "last".
+        empty_thinking: for chat templates that render "reasoning_content": whether the empty thinking block before an
+            answer without reasoning is part of the "prompt" or is trained on ("train").
+        vision: resolution and frame limits for images and videos, where they differ from the checkpoint's processor.
+        pixel_dtype: dtype of the pixel values in a batch.
+        ignored_signal: number of a signal that data-loading processes ignore; set by `Qwen3VLConfigContainer` from
+            `train.exit_signal_handler_for_dataloader`.
+        rows_of_evaluation: number of rows per evaluation, always the first ones of the split; rows beyond its end have
+            no loss. Set by `Qwen3VLConfigContainer` from `validation`. None: each evaluation continues after the
+            previous one.
+    """
+
+    # Settings of Megatron-Bridge that have no effect here, with the value that means "not set".
+    unheard: ClassVar[dict[str, Any]] = {"data_sharding": True, "drop_last": True, "trust_remote_code": None}
+    # Not settings: a run's checkpoints store it, and a resumed run is checked against it.
+    position: ClassVar[Mapping[str, Any] | None] = None
+    _expected: ClassVar[tuple[Mapping[str, Any], int] | None] = None
+
+    hf_processor_path: str
+    seq_length: int
+    max_patches: int | None = None
+    pack: bool = True
+    pad_to_multiple_of: int | None = None
+    on_long: OnLong = "error"
+    on_bad: OnBad = "error"
+    answers: Answers = "all"
+    empty_thinking: EmptyThinking = "prompt"
+    vision: VisionLimits = field(default_factory=VisionLimits)
+    pixel_dtype: torch.dtype = torch.float32
+    ignored_signal: int | None = None
+    rows_of_evaluation: int | None = None
+
+    def finalize(self) -> None:
+        """Check what can be checked without reading data; a ValueError for an invalid value."""
+        super().finalize()
+        for name, kind in (
+            *(("on_long", OnLong), ("on_bad", OnBad)),
+            *(("answers", Answers), ("empty_thinking", EmptyThinking)),
+        ):
+            check_choice(name, getattr(self, name), kind)
+        self.check_least(seq_length=1, pad_to_multiple_of=1, max_patches=1, num_workers=0)
+        for name, silent in self.unheard.items():
+            if (found := getattr(self, name)) != silent:
+                raise ValueError(f"{name} is {found!r}, expected {silent!r}: this data set has no such setting")
+        if not self.pack and self.multiple != 1:
+            raise ValueError(f"pad_to_multiple_of is {self.pad_to_multiple_of}, but pack is off; it is for packed rows")
+        if self.seq_length % self.multiple:
+            raise ValueError(
+                f"seq_length is {self.seq_length}, expected a multiple of pad_to_multiple_of, {self.pad_to_multiple_of}"
+            )
+
+    def check_least(self, **least: int) -> None:
+        """Refuse values of settings below their minimum; None is skipped."""
+        for name, fewest in least.items():
+            found = getattr(self, name)
+            if found is not None and found < fewest:
+                raise ValueError(f"{name} is {found!r}, expected at least {fewest}")
+
+    @property
+    def multiple(self) -> int:
+        """The multiple to which each conversation is padded."""
+        return self.pad_to_multiple_of or 1
+
+    def shared_by(self, cp_size: int) -> Self:
+        """These settings for rows that context-parallel ranks share (ValueError if they cannot)."""
+        need = segment_multiple(cp_size)
+        if self.seq_length % need:
+            raise ValueError(
+                f"dataset.seq_length is {self.seq_length}, expected a multiple of {need} under "
+                f"context_parallel_size {cp_size}"
+            )
+        if not self.pack:
+            return self
+        if self.pad_to_multiple_of is not None and self.pad_to_multiple_of % need:
+            raise ValueError(
+                f"dataset.pad_to_multiple_of is {self.pad_to_multiple_of}, expected a multiple of {need} under "
+                f"context_parallel_size {cp_size}, or None to have that"
+            )
+        return replace(self, pad_to_multiple_of=self.pad_to_multiple_of or need)
+
+    def expect_position(self, position: Mapping[str, Any], row: int) -> None:
+        """When training rows are built, refuse rows other than those of a run, by the position that it stored and the
+        number of rows that it has consumed.
+        """
+        vars(self)["_expected"] = (position, row)
+
+    def note_position(self, data: Mapping[str, Any], assignment: tuple[int, int] = (1, 1)) -> None:
+        """Record the fingerprint of the rows that are built for training, and how they are assigned to ranks.
+
+        Raises:
+            ValueError: they differ from the expected rows, or were assigned otherwise and the run's position is within.
+        """
+        vars(self)["position"] = {"data": dict(data), "dealt": list(assignment)}
+        if self._expected is None:
+            return
+        expected, row = self._expected
+        vars(self)["_expected"] = None
+        check_position(data, expected["data"])
+        check_assignment(row, tuple(expected["dealt"]), assignment)
+
+    def checkpoint(self) -> CheckpointSettings:
+        """Processor and settings read from the checkpoint; a `DataError` if they are missing or unsuitable."""
+        return _of_checkpoint(self.hf_processor_path, self.answers, self.empty_thinking, self.vision)
+
+    def sample_filter(self) -> SampleFilter:
+        """Decides which conversations become samples; raises like `checkpoint`."""
+        return SampleFilter(
+            self.checkpoint().encoder,
+            limit=self.seq_length,
+            most_patches=self.max_patches,
+            on_long=self.on_long,
+            on_bad=self.on_bad,
+        )
+
+    def collator(self) -> Collator:
+        """Lays out samples in rows; raises like `checkpoint`."""
+        checkpoint = self.checkpoint()
+        return Collator(checkpoint.vision, checkpoint.pad_id, self.seq_length, self.multiple, self.pixel_dtype)
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """What a checkpoint determines about encoding, layout and assignment to ranks."""
+
+    encoder: Encoder
+    vision: VisionSettings
+    pad_id: int
+    costs: TowerCosts
+
+
+@cache
+def _of_checkpoint(
+    path: str, answers: Answers, empty_thinking: EmptyThinking, limits: VisionLimits
+) -> CheckpointSettings:
+    """Cached: read once per process."""
+    processor: Any = load_processor(path, limits)
+    return CheckpointSettings(
+        Encoder(processor, answers, empty_thinking),
+        VisionSettings.of_checkpoint(path, processor),
+        pad_token_id(processor.tokenizer),
+        tower_costs(AutoConfig.from_pretrained(path, trust_remote_code=False).to_dict()),
+    )
+
+
+@dataclass(kw_only=True)
+class Qwen3VLConversationProvider(ConversationRows):
+    """Dataset of packed or padded conversations with images and videos. `ConversationRows` has the other settings.
+
+    Only the training split is shuffled. A "sample" of Megatron-Bridge's counters is a row.
+
+    Attributes:
+        path: a folder with `train.jsonl` and optionally `valid.jsonl` or `test.jsonl`, or with splits in other file
+            formats (see `splits_in`), or with training data only. Replaces the three paths below.
+        train_path: training conversations: a JSON or Parquet file, a folder, or "hf://owner/name:configuration#split"
+            (see `data/sources/opening.py`).
+        mixture: several data sets in one run, instead of `path` and `train_path`: a list of {path, weight} or {path,
+            epochs}, optionally with name, media_root, schema_adapter and columns, or a YAML file with such a list (see
+            `MixedSet` in `data/sources/mixture.py`). Their validation and test splits are read one after the other.
+        valid_path: the same for validation, or None.
+        test_path: the same for testing, or None.
+        media_root: folder of images and videos, or a list of folders that are searched in order; symbolic links may
+            point from one into another. Default: the folder of each data file.
+        url_cache: folder with downloaded files; None for the user's cache folder.
+        schema_adapter: format of the records, by Megatron-Bridge's name for it, such as "cord_v2"; None for
+            conversations (see `data/schemas/named_schemas.py`).
+        columns: column names of the data set, such as `columns.image=img`, and questions and answers composed of
+            several columns (see `data/schemas/columns.py`).
+        streaming: read data sets of the hub while they are downloaded. Each data-loading process of each data-parallel
+            rank reads its own part (some of the files) and packs its own rows; a resumed run rereads the current epoch
+            of its parts from the start.
+        stream_parts: number of parts of a stream, a multiple of data-parallel ranks x data-loading processes (at least
+            1) x rows per microbatch; None for that product. Rows are the same for all numbers of ranks, processes and
+            rows whose product divides it.
+        train_packing: folder with training rows packed by `qwen3vl data pack` with the same settings. None: every
+            machine measures every conversation during training, which is too slow for millions of them.
+        balance_over: the global batch size, to assign its rows to data-parallel ranks by their cost in both towers;
+            None to assign them in order. A multiple of the number of data-parallel ranks.
+        seed: seed of the order of training samples.
+        window_size: number of conversations packed together when packing during training.
+        dataloader_type: "single"; rows are numbered consecutively without end, so a run resumes exactly.
+        rows_of_microbatch: set by `Qwen3VLConfigContainer` from `train`; do not set it yourself.
+    """
+
+    path: str | None = None
+    train_path: str | None = None
+    mixture: list[dict[str, Any]] | str | None = None
+    valid_path: str | None = None
+    test_path: str | None = None
+    media_root: str | list[str] | None = None
+    url_cache: str | None = None
+    schema_adapter: str | None = None
+    columns: Columns = field(default_factory=Columns)
+    streaming: bool = False
+    stream_parts: int | None = None
+    train_packing: str | None = None
+    balance_over: int | None = None
+    seed: int = 1234
+    window_size: int = 512
+    dataloader_type: Any = "single"
+    rows_of_microbatch: int | None = None
+
+    def finalize(self) -> None:
+        """Check what can be checked without reading data; a ValueError for an invalid value."""
+        super().finalize()
+        self._check_paths()
+        if self.dataloader_type != "single":
+            raise ValueError(
+                f"dataloader_type is {self.dataloader_type!r}, expected 'single': rows are in order already"
+            )
+        self.check_least(balance_over=1, window_size=1, stream_parts=1)
+        for name in ("train_packing", "balance_over"):
+            if getattr(self, name) is not None and (not self.pack or self.streaming):
+                refused = "streaming is on; it needs samples by number" if self.pack else "pack is off"
+                raise ValueError(f"{name} is {getattr(self, name)!r}, but {refused}")
+        paths = [path for split in SPLITS if (path := self.path_of(split))]
+        if self.streaming:
+            self.check_least(seed=0)
+        elif self.stream_parts is not None:
+            raise ValueError(f"stream_parts is {self.stream_parts}, but streaming is off; expected None")
+        if self.streaming and self.mixture is not None:
+            raise ValueError("streaming is on, but there is a dataset.mixture; it needs samples by number")
+        if self.streaming and (wrong := [path for path in paths if not path.startswith(HUB)]):
+            raise ValueError(f"streaming is on, but {wrong[0]} is not on the hub, expected {HUB}owner/name#split")
+        for path in paths:
+            if path.startswith(HUB):
+                HubName.of(path)
+        if self.train_packing is not None and self.window_size != type(self).window_size:
+            raise ValueError(f"window_size is {self.window_size}, but train_packing has its rows already")
+        MediaAccess.of(self.media_root)
+        one_schema(named_schema(self.schema_adapter), self.columns)
+
+    def downloaded(self) -> UrlCache:
+        """Access to the files that were downloaded before training."""
+        return UrlCache(None if self.url_cache is None else Path(self.url_cache))
+
+    def path_of(self, split: str) -> str | None:
+        """Path of a split's conversations, or None if it has none."""
+        own = getattr(self, f"{split}_path", None)
+        return own if self.path is None else splits_in(self.path).get(split, own)
+
+    def mixed(self, split: str) -> tuple[MixedSet, ...]:
+        """The data sets of the mixture that have the given split; a ValueError for an invalid mixture."""
+        if self.mixture is None:
+            return ()
+        sets = mixed_sets(self.mixture, self.media_root, self.schema_adapter, self.columns)
+        return tuple(one for one in sets if one.path_of(split) is not None)
+
+    def _check_paths(self) -> None:
+        if self.mixture is not None:
+            for name in ("path", "train_path"):
+                if (given := getattr(self, name)) is not None:
+                    raise ValueError(
+                        f"dataset.{name} is {given!r}, and dataset.mixture is set; expected one of the two"
+                    )
+            for split in SPLITS:
+                given, sets = getattr(self, f"{split}_path"), self.mixed(split)
+                if given is not None and sets:
+                    raise ValueError(
+                        f"dataset.{split}_path is {given!r}, and {sets[0].name} of dataset.mixture has data for "
+                        f"{split}; expected one of the two"
+                    )
+            return
+        if self.path is None and self.train_path is None:
+            raise ValueError(
+                "dataset.path is None, expected a folder with train.jsonl, or dataset.train_path with a file of "
+                "conversations, or dataset.mixture with several data sets"
+            )
+        for split in SPLITS:
+            given, found = getattr(self, f"{split}_path"), self.path_of(split)
+            if given != found and given is not None:
+                raise ValueError(
+                    f"dataset.path is {self.path!r}, which has {found} for {split}, and dataset.{split}_path is "
+                    f"{given!r}; expected one of the two settings"
+                )
+
+    def build_datasets(
+        self, context: DatasetBuildContext
+    ) -> tuple[RowDataset | StreamedRows | None, RowDataset | StreamedRows | None, RowDataset | StreamedRows | None]:
+        """Rows of each split for Megatron-Bridge's loop, of the requested lengths.
+
+        Raises:
+            DataError: files are missing or unreadable, or a stream has fewer files than parts.
+            ValueError: rows that cannot be divided over context-parallel ranks, that were packed with other settings,
+                or that differ from those that the run has trained on or that other processes have; stream parts that
+                cannot be divided over the processes.
+        """
+        groups = context.pg_collection
+        rows, ranks = (self, 1) if groups is None else (self.shared_by(groups.cp.size()), groups.dp.size())
+        wanted = (context.train_samples, context.valid_samples, context.test_samples)
+        train, valid, test = (
+            rows._in_parts(rows.rows(split, length=length, ranks=ranks), ranks, groups=groups)
+            if length and (self.path_of(split) or self.mixed(split))
+            else None
+            for split, length in zip(SPLITS, wanted, strict=True)
+        )
+        for split, one in zip(SPLITS, (train, valid, test), strict=True):
+            if groups is not None and isinstance(one, RowDataset) and torch.distributed.is_initialized():
+                found = gather_objects(one.samples.file.fingerprint())
+                other = next((rank for rank, fingerprint in enumerate(found) if fingerprint != found[0]), None)
+                if other is not None:
+                    raise ValueError(
+                        f"the data of the split {split!r} differ among the processes: found {found[other]} on rank "
+                        f"{other}, expected {found[0]} as on rank 0. Every machine needs the same files, and the same "
+                        "downloads: copy the folder url_cache, records and all"
+                    )
+        if train is not None:
+            self.note_position(train.fingerprint(), train.assignment())
+        return train, valid, test
+
+    def stream(self, split: str, *, dp_rank: int = 0, dp_size: int = 1, micro_batch_size: int = 1) -> BatchStream:
+        """Endless microbatches of a split, for a custom training loop. Its `state_dict` belongs in the checkpoint."""
+        return BatchStream(
+            self._in_parts(self.rows(split, ranks=dp_size), dp_size, micro_batch_size),
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            micro_batch_size=micro_batch_size,
+            num_workers=self.num_workers,
+            ignored_signal=self.ignored_signal,
+        )
+
+    def evaluation(
+        self, split: str, *, dp_rank: int = 0, dp_size: int = 1, micro_batch_size: int = 1
+    ) -> Iterator[PackedBatch]:
+        """Every row of a split once, in the file's order; arguments as for `stream`.
+
+        Every rank reads all parts of a stream: ranks need equally many microbatches, a number known only at the end.
+        """
+        rows = self.rows(split, shuffle=False)
+        return one_pass(rows, dp_rank=dp_rank, dp_size=dp_size, micro_batch_size=micro_batch_size)
+
+    def rows(
+        self,
+        split: str,
+        *,
+        length: int = 0,
+        shuffle: bool | None = None,
+        ranks: int = 1,
+    ) -> RowDataset:
+        """Rows of a split ("train", "valid" or "test").
+
+        Args:
+            split: the split's name.
+            length: the result of their `len`.
+            shuffle: whether in random order, by default only the training split. Others are not assigned by cost.
+            ranks: data-parallel ranks.
+
+        Raises:
+            ValueError: a split without a path, or rows that were packed with other settings.
+            DataError: a file is missing or unreadable.
+        """
+        path, sets = self.path_of(split), self.mixed(split)
+        if path is None and not sets:
+            raise ValueError(f"the split {split!r} has no {split}_path; splits are {', '.join(SPLITS)}")
+        shuffled = split == "train" if shuffle is None else shuffle
+        seed = self.seed if shuffled else None
+        packed = PackedRows(self.train_packing) if split == "train" and self.train_packing else None
+        over = shuffled and self.balance_over
+        settings = RowSettings(
+            self.collator(),
+            self.pack,
+            seed,
+            self.window_size,
+            packed,
+            Balance(over, self.checkpoint().costs) if over else None,
+        )
+        source = self._source(path, seed) if path is not None else open_mixture(sets, split, self.downloaded())
+        sample_filter, sizes = self.sample_filter(), None if packed is None else packed.sizes()
+        if sizes is None and not isinstance(source, StreamedDataset):
+            paths = [path] if path is not None else [one.path_of(split) for one in sets]
+            roots = [one.media_root for one in sets] or [self.media_root]
+            place = {"path": [os.path.abspath(path) for path in paths if path], "media_root": roots}
+            sizes = sizes_of_job(len(source), {**place, "data": source.fingerprint(), **sample_filter.fingerprint()})
+        repeat = None if split == "train" else self.rows_of_evaluation
+        return RowDataset(Samples(source, sample_filter, sizes), settings, length=length, ranks=ranks, repeat=repeat)
+
+    def check_samples(self, cp_size: int = 1) -> None:
+        """Refuse training data that cannot be trained on, before a model is built for them.
+
+        They must exist, and fit rows that were packed before training. Otherwise, where samples may be dropped, those
+        of the first window are measured until one is valid, usually the first. Data of the hub are not checked.
+
+        Raises:
+            ValueError: rows that were packed with other settings, or that `cp_size` ranks cannot share.
+            DataError: all samples of the window are bad or too long; a file or folder that cannot be read.
+            Unreachable: an image was not downloaded.
+        """
+        sets = self.mixed("train")
+        paths = [self.path_of("train")] if self.mixture is None else [one.path_of("train") for one in sets]
+        if any(path is None or path.startswith(HUB) for path in paths):
+            return
+        if self.train_packing is not None:
+            self.shared_by(cp_size).rows("train")
+            return
+        source = open_mixture(sets, "train", self.downloaded()) if sets else self._source(str(paths[0]), self.seed)
+        if "drop" not in (self.on_bad, self.on_long):
+            return
+        strict = replace(self, on_bad="error", on_long="truncate" if self.on_long == "truncate" else "error")
+        samples = Samples(source, strict.sample_filter())
+        numbers = RowDataset(samples, RowSettings(self.collator())).order(self.seed).numbers(0, 0, self.window_size)
+        problems = list[str]()
+        for number in numbers:
+            try:
+                samples.size(number)
+                return
+            except (Changed, Unreachable):
+                raise
+            except DataError as error:
+                problems.append(str(error))
+        raise DataError(
+            "the training data",
+            f"found {len(numbers)} samples, all of which would be dropped as bad or too long, expected at least one "
+            f"that can be trained on. The first: {'; '.join(problems[:3])}. `qwen3vl data inspect` shows the others",
+        )
+
+    def _in_parts(
+        self, rows: RowDataset, ranks: int, micro_batch_size: int = 1, groups: Any = None
+    ) -> RowDataset | StreamedRows:
+        """The source divided into stream parts, if it is a stream."""
+        if not self.streaming:
+            return rows
+        workers, micro = max(1, self.num_workers), self.rows_of_microbatch or micro_batch_size
+        readers = ranks * workers * micro
+        parts = self.stream_parts or readers
+        if parts % readers:
+            raise ValueError(
+                f"dataset.stream_parts is {parts}, expected a multiple of {readers}: {ranks} data-parallel ranks x "
+                f"{workers} data-loading processes x {micro} rows of a microbatch"
+            )
+        return StreamedRows(rows, parts, notes_of_job({"stream": rows.samples.file.fingerprint()}, groups))
+
+    def _source(self, path: str, seed: int | None) -> ConversationSource | StreamedDataset:
+        if not self.streaming:
+            return open_source(
+                path,
+                self.media_root,
+                addresses=self.downloaded(),
+                schema_adapter=self.schema_adapter,
+                columns=self.columns,
+            )
+        return StreamedDataset.named(
+            path,
+            media_root=MediaAccess.of(self.media_root, self.downloaded()),
+            seed=seed,
+            # A row's samples are nearly always in its window or the previous one, and the plan is one window ahead.
+            keep=4 * self.window_size,
+            schema=one_schema(named_schema(self.schema_adapter), self.columns),
+        )

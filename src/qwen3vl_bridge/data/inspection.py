@@ -1,0 +1,319 @@
+"""Inspection of a file of conversations: samples as tokens and images, lengths, how full rows are, errors."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from qwen3vl_bridge.data.encoding import EncodedSample
+from qwen3vl_bridge.data.errors import DataError, Unreachable
+from qwen3vl_bridge.data.packing.row_plan import NumberedOrder, RowPlan
+from qwen3vl_bridge.data.packing.sample_sizes import Size
+from qwen3vl_bridge.data.samples import Samples
+
+import torch
+from torch import Tensor
+
+
+def unpatched(patches: Tensor, grid: tuple[int, int, int], processor: Any) -> Tensor:
+    """The frames from which patches were cut, as resized by a processor.
+
+    Args:
+        patches: [N, channels * temporal_patch * patch * patch], in merge order.
+        grid: patches in time, height and width; N in all.
+        processor: the image or video processor that made them.
+
+    Returns:
+        [frames, height, width, channels] uint8. An image has as many equal frames as the temporal patch size.
+    """
+    time, height, width = grid
+    merge, patch, temporal = processor.merge_size, processor.patch_size, processor.temporal_patch_size
+    blocks = patches.reshape(time, height // merge, width // merge, merge, merge, -1, temporal, patch, patch)
+    frames = blocks.permute(0, 6, 1, 3, 7, 2, 4, 8, 5).reshape(time * temporal, height * patch, width * patch, -1)
+    values = frames.float()
+    if processor.do_normalize:
+        values = values * torch.tensor(processor.image_std) + torch.tensor(processor.image_mean)
+    if processor.do_rescale:
+        values = values / processor.rescale_factor
+    return values.round().clamp(0, 255).to(torch.uint8)
+
+
+# A run of more tokens without the end of a character is decoded as a whole: decoding it again with each token would
+# take quadratic time.
+_MOST_HELD = 64
+
+
+@dataclass(frozen=True)
+class InspectionSettings:
+    """What to inspect.
+
+    Attributes:
+        seq_length: tokens of a row.
+        samples: number of samples to show.
+        start: index of the first of them.
+        seed: show a random choice instead, with this seed.
+        lengths: number of samples to measure, spread over the whole file; 0 for only those shown.
+        pack: several samples per row; otherwise one.
+        pictures: keep images to show.
+    """
+
+    seq_length: int = 4096
+    samples: int = 8
+    start: int = 0
+    seed: int | None = None
+    lengths: int = 2000
+    pack: bool = True
+    pictures: bool = False
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens that form whole characters together, mostly one token; or a run of one vision token.
+
+    Attributes:
+        ids: the tokens.
+        text: their text; for a run, that of one token.
+        trained: whether they are trained on.
+        vision: whether they are vision tokens.
+    """
+
+    ids: tuple[int, ...]
+    text: str
+    trained: bool
+    vision: bool = False
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image or a video as the processor returned it.
+
+    Attributes:
+        kind: "image" or "video".
+        grid: patches in time, height and width.
+        height: pixels, after resizing.
+        width: pixels, after resizing.
+        num_tokens: number of its tokens.
+        frames: [frames, height, width, channels] uint8, if images were requested.
+    """
+
+    kind: str
+    grid: tuple[int, int, int]
+    height: int
+    width: int
+    num_tokens: int
+    frames: Tensor | None
+
+
+@dataclass(frozen=True)
+class SampleView:
+    """One sample to show."""
+
+    sample_id: str
+    pieces: tuple[Piece, ...]
+    pictures: tuple[Picture, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens."""
+        return sum(len(piece.ids) for piece in self.pieces)
+
+    @property
+    def num_trained(self) -> int:
+        """Number of trained tokens."""
+        return sum(len(piece.ids) for piece in self.pieces if piece.trained)
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Results of an inspection.
+
+    Attributes:
+        num_samples: samples in the file.
+        seq_length: tokens of a row.
+        pack: whether rows hold several samples.
+        samples: those shown.
+        lengths: tokens of each sample that was measured.
+        row_fills: fraction of real tokens in each row of the measured samples; too long ones are left out.
+        errors: sample and message, in the file's order.
+    """
+
+    num_samples: int
+    seq_length: int
+    pack: bool
+    samples: tuple[SampleView, ...]
+    lengths: tuple[int, ...]
+    row_fills: tuple[float, ...]
+    errors: tuple[tuple[str, str], ...]
+
+    @property
+    def too_long(self) -> int:
+        """Measured samples that are longer than a row."""
+        return sum(length > self.seq_length for length in self.lengths)
+
+    @property
+    def trained_share(self) -> float:
+        """Fraction of trained tokens in the samples shown."""
+        return sum(view.num_trained for view in self.samples) / max(sum(view.num_tokens for view in self.samples), 1)
+
+    @property
+    def fill(self) -> float:
+        """Fraction of real tokens in all rows."""
+        return sum(self.row_fills) / max(len(self.row_fills), 1)
+
+
+def inspect_samples(
+    samples: Samples,
+    processor: Any,
+    settings: InspectionSettings,
+    progress: Callable[[Sequence[int]], Iterable[int]] = iter,
+) -> Inspection:
+    """Inspect some samples closely, and the lengths of more.
+
+    Args:
+        samples: those of the file. Their limit must not be exceeded by any, because long ones are counted here.
+        processor: the processor that encodes them.
+        settings: what to inspect.
+        progress: wraps the numbers of the remaining samples, to show progress.
+
+    Raises:
+        DataError: a start after the last sample.
+    """
+    assert samples.total is not None  # streams are not inspected
+    total = samples.total
+    shown, errors = _shown(total, settings), dict[int, str]()
+
+    def view(index: int) -> SampleView:
+        return view_sample(samples.encode(index), processor, pictures=settings.pictures)
+
+    views = tuple(_sound(progress(shown), view, errors))
+    measured = _spread(total, settings.lengths) if settings.lengths else shown
+    lengths = tuple(_sound(progress(measured), lambda index: samples.size(index).tokens, errors))
+    return Inspection(
+        num_samples=total,
+        seq_length=settings.seq_length,
+        pack=settings.pack,
+        samples=views,
+        lengths=lengths,
+        row_fills=_row_fills(lengths, settings),
+        errors=tuple((samples.file.sample_id(index), errors[index]) for index in sorted(errors)),
+    )
+
+
+def _shown(total: int, settings: InspectionSettings) -> list[int]:
+    if settings.seed is not None:
+        return sorted(random.Random(settings.seed).sample(range(total), min(settings.samples, total)))
+    if settings.start >= total:
+        raise DataError(f"start is {settings.start}, expected less than {total}, the number of samples")
+    return list(range(settings.start, min(settings.start + settings.samples, total)))
+
+
+def _spread(total: int, wanted: int) -> list[int]:
+    """Samples spread over the whole file: many files are sorted by length or kind."""
+    count = min(wanted, total)
+    return [place * total // count for place in range(count)]
+
+
+def without_repeated_advice(messages: Iterable[str]) -> Iterator[str]:
+    """Messages of errors, with the advice after the first semicolon only where it appears for the first time."""
+    given = set()
+    for message in messages:
+        problem, _, advice = message.partition("; ")
+        yield problem if advice in given else message
+        given |= {advice} - {""}
+
+
+def _sound[T](indices: Iterable[int], work: Callable[[int], T], errors: dict[int, str]) -> Iterator[T]:
+    """The result of `work` for each sample; errors are collected."""
+    for index in indices:
+        try:
+            result = work(index)
+        except Unreachable:
+            raise  # the next sample would wait for the same time, in vain
+        except DataError as error:
+            errors.setdefault(index, str(error))
+        except Exception as error:  # a bug of ours, which could not be found without the sample
+            error.add_note(f"while looking at sample {index}, counted from 0")
+            raise
+        else:
+            yield result
+
+
+def _row_fills(lengths: Sequence[int], settings: InspectionSettings) -> tuple[float, ...]:
+    """How full each row of an epoch is, in a random order as in training."""
+    kept = [length for length in lengths if length <= settings.seq_length]
+    if not kept:
+        return ()
+    order = NumberedOrder(len(kept), seed=0)
+    plan = RowPlan(lambda sample: Size(kept[sample], 0, 0), order, capacity=settings.seq_length, pack=settings.pack)
+    rows = (plan.row(number) for number in range(plan.end_of_epoch()))
+    return tuple(sum(kept[sample] for sample in row) / settings.seq_length for row in rows)
+
+
+def view_sample(sample: EncodedSample, processor: Any, *, pictures: bool = False) -> SampleView:
+    """A sample to show.
+
+    Args:
+        sample: the encoded sample.
+        processor: the processor that encoded it.
+        pictures: whether to keep its images.
+    """
+    vision = (processor.image_token_id, processor.video_token_id)
+    # A position's mask is that of its label, the next token. The first token has no position before it.
+    trained = [False, *sample.loss_mask[:-1].bool().tolist()]
+    return SampleView(
+        sample_id=sample.sample_id,
+        pieces=tuple(_pieces(sample.input_ids.tolist(), trained, processor.tokenizer, vision)),
+        pictures=(
+            *_pictures("image", sample.image_grid_thw, sample.pixel_values, processor.image_processor, pictures),
+            *_pictures("video", sample.video_grid_thw, sample.pixel_values_videos, processor.video_processor, pictures),
+        ),
+    )
+
+
+def _pieces(ids: list[int], trained: list[bool], tokenizer: Any, vision: tuple[int, ...]) -> Iterator[Piece]:
+    def kind(token: tuple[int, bool]) -> tuple[bool, int | None]:
+        return token[1], token[0] if token[0] in vision else None
+
+    for (is_trained, pad), tokens in groupby(zip(ids, trained, strict=True), key=kind):
+        run = [number for number, _ in tokens]
+        if pad is not None:
+            yield Piece(tuple(run), _decoded([pad], tokenizer), is_trained, vision=True)
+        else:
+            yield from (Piece(tuple(part), text, is_trained) for part, text in _characters(run, tokenizer))
+
+
+def _characters(ids: list[int], tokenizer: Any) -> Iterator[tuple[list[int], str]]:
+    """The fewest consecutive tokens that form whole characters: a byte-level token may end inside of one."""
+    held: list[int] = []
+    for number in ids:
+        held.append(number)
+        if len(held) <= _MOST_HELD and not (text := _decoded(held, tokenizer)).endswith("\N{REPLACEMENT CHARACTER}"):
+            yield held, text
+            held = []
+    if held:
+        yield held, _decoded(held, tokenizer)
+
+
+def _decoded(ids: list[int], tokenizer: Any) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _pictures(kind: str, grids: Tensor | None, pixels: Tensor | None, processor: Any, keep: bool) -> Iterator[Picture]:
+    if grids is None or pixels is None:
+        return
+    parts = pixels.split(grids.prod(-1).tolist())
+    for (time, height, width), patches in zip(grids.tolist(), parts, strict=True):
+        grid = (time, height, width)
+        frames = unpatched(patches, grid, processor) if keep else None
+        yield Picture(
+            kind=kind,
+            grid=grid,
+            height=height * processor.patch_size,
+            width=width * processor.patch_size,
+            num_tokens=time * height * width // processor.merge_size**2,
+            # An image's other frames are the same.
+            frames=frames[:1] if frames is not None and kind == "image" else frames,
+        )

@@ -1,1 +1,0 @@
-"""Inspection of data as the model receives them: summary, text and HTML reports."""

@@ -1,1 +1,0 @@
-"""From a conversation to tensors: processor, tokens, encoding, filtering, collation."""

@@ -1,0 +1,247 @@
+"""The samples of a source: which conversations become samples, measured first, encoded when their row is due."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Sized
+from typing import Literal, NamedTuple
+
+from qwen3vl_bridge.data.collation import pad_token_id
+from qwen3vl_bridge.data.encoding import EncodedSample, Encoder
+from qwen3vl_bridge.data.errors import Changed, DataError, Unreachable, check_choice
+from qwen3vl_bridge.data.packing.sample_sizes import NOTHING, AllSizes, LatestSizes, Left, OwnNotes, Size, Sizes
+from qwen3vl_bridge.data.schemas.conversations import Conversation
+from qwen3vl_bridge.data.sources.opening import Conversations
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+OnLong = Literal["error", "drop", "truncate"]
+OnBad = Literal["error", "drop"]
+
+_NAMED = 4
+# Ranks that share a row each read it, so their count is not the number of samples.
+_SAID = {"dropped": "%s: dropped, %d so far", "cut": "%s: cut, %d so far", "unreadable": "%s: left blank (%d)"}
+
+
+class MeasuredConversation(NamedTuple):
+    """A conversation that becomes a sample, and the sample's size."""
+
+    conversation: Conversation
+    size: Size
+
+
+class SampleFilter:
+    """Measures and encodes conversations, and counts dropped and truncated ones. Picklable, for workers.
+
+    Its own counts are per process; logged counts are shared with other processes (`noting`).
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        *,
+        limit: int,
+        most_patches: int | None = None,
+        on_long: OnLong = "error",
+        on_bad: OnBad = "error",
+    ) -> None:
+        """Set which conversations become samples.
+
+        Args:
+            encoder: encodes conversations.
+            limit: maximum tokens of a sample.
+            most_patches: maximum patches of its images and videos; None without a limit.
+            on_long: "error", "drop", or "truncate" (never within an image) for a longer one. Dropped and truncated ones
+                are counted and logged. A sample with too many patches is an error or dropped.
+            on_bad: "error" for a conversation that cannot be read or encoded, or "drop", counted and logged.
+        """
+        check_choice("on_long", on_long, OnLong)
+        check_choice("on_bad", on_bad, OnBad)
+        self.encoder, self.limit, self.most_patches = encoder, limit, most_patches
+        self.on_long, self.on_bad = on_long, on_bad
+        self.num_dropped = self.num_truncated = 0
+        self._note = OwnNotes().note
+
+    def noting(self, note: Callable[[Left], int]) -> SampleFilter:
+        """The same, with counts shared with others.
+
+        Args:
+            note: as `Sizes.note`.
+        """
+        together = copy.copy(self)
+        together._note = note
+        return together
+
+    def fingerprint(self) -> dict[str, int | str | None]:
+        """Whatever must be equal for the same conversations to become the same samples."""
+        return {
+            "seq_length": self.limit,
+            "encoding": self.encoder.fingerprint,
+            "most_patches": self.most_patches,
+            "on_long": self.on_long,
+            "on_bad": self.on_bad,
+        }
+
+    def measure(self, read: Callable[[], Conversation], place: str) -> MeasuredConversation | None:
+        """A conversation with its size, reading only headers of its images; None if it is dropped.
+
+        Args:
+            read: gives the conversation.
+            place: the conversation, for messages.
+
+        Raises:
+            DataError: it cannot be read or is too long, if that is an error.
+        """
+        measured = self._unless_bad(lambda: self._sized(read(), None))
+        if measured is not None and measured.size.tokens > self.limit:
+            problem = f"{place}: found a sample of {measured.size.tokens} tokens, expected at most {self.limit}"
+            measured = self._cut(measured.conversation, problem)
+        if measured is None or self.most_patches is None or measured.size.patches <= self.most_patches:
+            return measured
+        problem = f"{place}: found images of {measured.size.patches} patches, expected at most {self.most_patches}"
+        if self.on_long == "error":
+            raise DataError(f"{problem} (the limit of a row; on_long='drop' drops the sample)")
+        self._drop(problem)
+        return None
+
+    def _cut(self, conversation: Conversation, problem: str) -> MeasuredConversation | None:
+        if self.on_long == "error":
+            raise DataError(f"{problem} (the length of a row; on_long='drop' drops the sample, 'truncate' cuts it)")
+        if self.on_long == "drop":
+            self._drop(problem)
+            return None
+        measured = self._unless_bad(lambda: self._sized(conversation, self.limit))
+        if measured is not None:
+            self.num_truncated += 1
+            self._say("cut", problem)
+        return measured
+
+    def encode(self, read: Callable[[], MeasuredConversation], kind: Left = "dropped") -> EncodedSample | None:
+        """Tokens and pixels; None for a sample that turns out to be bad only now, such as a truncated image, and is
+        dropped.
+
+        Args:
+            read: gives the conversation, and the size that it was measured with.
+            kind: "unreadable" if its place in a row is kept, with a blank token.
+
+        Raises:
+            DataError: it cannot be encoded, if that is an error, or has another size.
+        """
+        return self._unless_bad(lambda: self._encode(read()), kind)
+
+    def blank(self, place: str) -> EncodedSample:
+        """A single token without loss, to fill a place that must not be empty."""
+        token = torch.tensor([pad_token_id(self.encoder.processor.tokenizer)])
+        return EncodedSample(token, token, torch.zeros(1), None, None, place)
+
+    def _sized(self, conversation: Conversation, limit: int | None) -> MeasuredConversation:
+        return MeasuredConversation(conversation, self.encoder.size(conversation, limit))
+
+    def _encode(self, measured: MeasuredConversation) -> EncodedSample:
+        sample, size = self.encoder(measured.conversation, self.limit), measured.size
+        patches = sum(len(pixels) for pixels in (sample.pixel_values, sample.pixel_values_videos) if pixels is not None)
+        if (len(sample), patches) != (size.tokens, size.patches):
+            found = f"found {len(sample)} tokens and {patches} patches"
+            planned = f"but its row was planned for {size.tokens} and {size.patches}: the data have changed since then"
+            raise Changed(sample.sample_id, f"{found}, {planned}")
+        return sample
+
+    def _unless_bad[Result](self, work: Callable[[], Result], kind: Left = "dropped") -> Result | None:
+        """The result of `work`; None for a bad sample that is dropped."""
+        try:
+            return work()
+        except DataError as error:
+            self.refuse(error, kind)
+            return None
+
+    def refuse(self, error: DataError, kind: Left = "dropped") -> None:
+        """Raise a sample's error, or count the sample as dropped.
+
+        Args:
+            error: the error.
+            kind: "unreadable" if its place in a row is kept, with a blank token.
+
+        Raises:
+            DataError: the error, if bad samples are errors.
+        """
+        if self.on_bad == "error" or isinstance(error, (Changed, Unreachable)):
+            raise error
+        self._drop(str(error), kind)
+
+    def _drop(self, problem: str, kind: Left = "dropped") -> None:
+        self.num_dropped += 1
+        self._say(kind, problem)
+
+    def _say(self, kind: Left, problem: str) -> None:
+        """Log the first samples by name, then one whenever their number has doubled. At level DEBUG all are logged."""
+        so_far = self._note(kind)
+        is_named = 0 < so_far <= _NAMED or so_far.bit_count() == 1
+        logger.log(logging.WARNING if is_named else logging.DEBUG, _SAID[kind], problem, so_far)
+
+
+class Samples:
+    """Samples by number."""
+
+    def __init__(self, file: Conversations, sample_filter: SampleFilter, sizes: Sizes | None = None) -> None:
+        """Samples of a source's conversations.
+
+        Args:
+            file: the conversations.
+            sample_filter: which of them become samples.
+            sizes: sizes that were measured before, with the same settings; None if there are none.
+        """
+        self.file = file
+        self.total = len(file) if isinstance(file, Sized) else None  # None for a stream
+        self._sizes = sizes or (LatestSizes() if self.total is None else AllSizes(self.total))
+        self.sample_filter = sample_filter.noting(self._sizes.note)
+
+    def size(self, index: int) -> Size:
+        """Space that a sample takes in a row: none if it is dropped.
+
+        Raises:
+            DataError: a sample that is too long or cannot be read, if that is an error.
+        """
+        size = self._sizes.get(index)
+        if size is None:
+            size = self._measured(index, wait=True)
+        assert size is not None  # the process that was measuring it was waited for
+        return size
+
+    def measure(self, indices: Iterable[int]) -> None:
+        """Measure those of several samples that no process has measured or is measuring.
+
+        Raises:
+            DataError: as for `size`.
+        """
+        for index in indices:
+            if self._sizes.get(index) is None:
+                self._measured(index, wait=False)
+
+    def _measured(self, index: int, *, wait: bool) -> Size | None:
+        """A sample's size; None while another process measures it, unless `wait` is set."""
+        with self._sizes.claim(index, wait=wait) as is_mine:
+            if not is_mine:
+                return None
+            size = self._sizes.get(index)  # from the process that held the lock before
+            if size is None:
+                measured = self.sample_filter.measure(lambda: self.file[index], self.file.sample_id(index))
+                size = NOTHING if measured is None else measured.size
+                self._sizes.keep(index, size)
+            return size
+
+    def encode(self, index: int) -> EncodedSample:
+        """The sample's tokens and pixels.
+
+        A sample that turns out to be bad only now, such as a truncated image, and is dropped, is replaced in the row by
+        a single token without loss.
+
+        Raises:
+            DataError: it cannot be encoded, if that is an error, or has another length than its row was planned with.
+        """
+        sample = self.sample_filter.encode(
+            lambda: MeasuredConversation(self.file[index], self.size(index)), "unreadable"
+        )
+        return sample or self.sample_filter.blank(self.file.sample_id(index))

@@ -1,0 +1,450 @@
+r"""How a data set's records are read where they differ from our format: column names and templates, or a known schema.
+
+A value of `Columns` is a column of the data set. Media may be in several columns: "image_*" is image_1, image_2 and so
+on, in numerical order, as many as a record has. `system`, `question` and `answer` may also be templates: texts with a
+brace, or that begin with "text:". In a template
+
+    {question}           is a column's text, or its number
+    {answers[0]}         is the first of a list; {answers[0][answer]} a value of an object there
+    {choices:letters}    is a list, one item per line, as "A. ...", "B. ..."; also a list in a text, "['six', 'seven']"
+    {answer:letter}      is the letter of a number that counts from 0
+    {{ and }}            are braces
+    \n                   is the end of a line
+
+A line whose columns are all empty is left out: in "{hint}\n{question}" without a hint, and "{options:letters}" of an
+empty list.
+
+A `NamedSchema` is a published format by Megatron-Bridge's name; its adapter makes the texts (docs/data.md lists them).
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import string
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from qwen3vl_bridge.data.errors import DataError, check_choice
+from qwen3vl_bridge.data.schemas.placeholders import MEDIA_KEYS, RATE, Placeholders, is_none, shown
+from qwen3vl_bridge.data.schemas.spellings import EXPECTED, KEYS, QUESTIONS, TURNS, messages_of, spelling_of
+
+_CONSTANT = "text:"
+_LETTERS = string.ascii_uppercase
+_MOST_WRITTEN = 1 << 16  # letters of a list that is written as a text
+
+
+def is_template(value: Any) -> bool:
+    """Whether a value of a setting is a template, and not a column's name."""
+    return isinstance(value, str) and (value.startswith(_CONSTANT) or "{" in value or "}" in value)
+
+
+def columns_of(template: str) -> Iterator[str]:
+    """The columns that a template uses.
+
+    Raises:
+        ValueError: an invalid template.
+    """
+    for _, field, spec, conversion in string.Formatter().parse(template.removeprefix(_CONSTANT)):
+        if field is None:
+            continue
+        column = field.partition("[")[0]
+        if not column or "." in column or conversion or spec not in ("", "letter", "letters"):
+            raise ValueError(f"found {{{field}}}, a column stands as {{NAME}}, {{NAME[0]}} or {{NAME:letters}}")
+        yield column
+
+
+def filled(template: str, record: Mapping[str, Any], place: str) -> str:
+    """Fill a template with a record's values.
+
+    Raises:
+        DataError: a column that the record does not have, or whose value cannot be inserted.
+    """
+    if missing := [column for column in columns_of(template) if record.get(column) is None]:
+        found = ", ".join(map(str, record)) or "none"
+        raise DataError(place, f"found the keys {found}, expected {missing[0]!r}, and not null")
+    lines = template.removeprefix(_CONSTANT).replace("\\n", "\n").split("\n")
+    try:
+        return "\n".join(text for line in lines if (text := _line(line, record)) is not None)
+    except (ValueError, LookupError, TypeError) as error:
+        raise DataError(place, f"{template!r} cannot be filled: {error}") from error
+
+
+def _line(line: str, record: Mapping[str, Any]) -> str | None:
+    """One line of a template; None for one that consists only of empty columns."""
+    text = _Filling().vformat(line, (), record)
+    return None if line and not text else text
+
+
+class _Filling(string.Formatter):
+    """Columns of a record, without Python's attributes."""
+
+    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        column, *places = field_name.replace("]", "").split("[")
+        value = kwargs[column]
+        for at in places:
+            value = value[int(at)] if isinstance(value, list) else value[at]
+        return value, column
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        if format_spec == "letter" and isinstance(value, int) and not isinstance(value, bool):
+            if not 0 <= value < len(_LETTERS):
+                raise ValueError(f"found {value}, expected a number from 0 to {len(_LETTERS) - 1}")
+            return _LETTERS[value]
+        items = _as_list(value) if format_spec == "letters" else None
+        if items is not None and len(items) <= len(_LETTERS):
+            return "\n".join(f"{letter}. {_word(one)}" for letter, one in zip(_LETTERS, items, strict=False))
+        if format_spec:
+            kinds = {"letter": "a whole number", "letters": f"a list of up to {len(_LETTERS)}"}
+            raise ValueError(f"found {shown(value)}, expected {kinds[format_spec]}")
+        return _word(value)
+
+
+def _as_list(value: Any) -> list[Any] | None:
+    """A list, or one that is written as a text, by Python or as JSON; None for anything else."""
+    if isinstance(value, str) and value.strip().startswith("[") and len(value) <= _MOST_WRITTEN:
+        try:
+            with warnings.catch_warnings(action="ignore"):  # about a backslash that begins no escape
+                value = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            return None
+    return value if isinstance(value, list) else None
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise ValueError(
+            f"found {shown(value)}, expected a text or a number; {{NAME[0]}} is the first of a list, {{NAME:letters}} "
+            "all of it"
+        )
+    return str(value)
+
+
+# Names of Megatron-Bridge's schemas with audio, or with videos asked about by their sound.
+_SOUND = ("cv17", "default_audio", "valor32k_avqa")
+_KINDS = {str: "string", list: "list", dict: "object", object: "value"}
+
+
+@dataclass(frozen=True)
+class NamedSchema:
+    """A published record format. Picklable, for data-loading workers.
+
+    Attributes:
+        name: Megatron-Bridge's.
+        keys: required keys, with the type of their values; others are not read.
+    """
+
+    name: str
+    keys: Mapping[str, type]
+
+    def messages_of(self, record: Any, place: str) -> dict[str, Any]:
+        """Convert a record to our own spelling.
+
+        Raises:
+            DataError: a record that is not of this format, or of which the adapter would leave out a text.
+        """
+        from megatron.bridge.data.sources.hf_adapters import adapt_hf_dataset  # imported here because it is slow
+
+        given = record if isinstance(record, dict) else {}
+        if any(given.get(key) is None for key in self.keys):
+            found = f"the keys {_listed(given)}" if given is record else type(record).__name__
+            raise DataError(place, f"found {found}, expected {' and '.join(self.keys)} under schema {self.name}")
+        for key, kind in self.keys.items():
+            value = given[key]
+            if not isinstance(value, kind) or (kind is not object and not _has_content(value)):
+                found = f"an empty {_KINDS[kind]}" if isinstance(value, kind) else type(value).__name__
+                raise DataError(place, f"found {found} under {key!r}, expected a non-empty {_KINDS[kind]}")
+        turns = given.get("conversations") or ()
+        for number, turn in enumerate(turns, start=1):  # the adapter would skip others
+            if not isinstance(turn, dict) or turn.get("from") not in ("human", "gpt"):
+                raise DataError(
+                    f"{place}: turn {number}", f"found {shown(turn)}, expected an object with 'from', human or gpt"
+                )
+            if not isinstance(turn.get("value"), str) or not turn["value"].strip():
+                raise DataError(
+                    f"{place}: turn {number}",
+                    f"found {shown(turn.get('value'))} as 'value', expected a non-empty string",
+                )
+        # A video may be contents, and a path follows our own rules: both are inserted in place of a stand-in.
+        read = {key: "video" if key == "video" else given[key] for key in self.keys}
+        settings = {"video_root_path": "."} if "video" in read else {}
+        try:
+            (adapted,) = adapt_hf_dataset([read], adapter_name=self.name, adapter_kwargs=settings)
+        except Exception as error:  # the adapter does not check its records
+            texts = {key: given[key] for key, kind in self.keys.items() if kind is not object}
+            raise DataError(
+                place, f"found {shown(texts)}, which schema {self.name} cannot read ({type(error).__name__}: {error})"
+            ) from error
+        if "completion" in adapted:
+            pair = (("user", adapted["prompt"]), ("assistant", adapted["completion"]))
+            messages = [{"role": role, "content": text} for role, text in pair]
+        else:
+            messages = [
+                {"reasoning_content" if key == "thinking" else key: value for key, value in message.items()}
+                for message in adapted.get("conversation") or adapted["messages"]
+            ]
+        for message in messages:
+            content, texts = message["content"], [message["content"]]
+            if isinstance(content, list):
+                video = {"type": "video", "video": given.get("video")}
+                message["content"] = [video if part["type"] == "video" else part for part in content]
+                texts = [part["text"] for part in content if part["type"] == "text"]
+            # A turn of LLaVA-Video's may be nothing but the placeholder.
+            if message["role"] == "assistant" and not all(isinstance(text, str) and text.strip() for text in texts):
+                raise DataError(place, f"found {shown(texts)} as the answer, expected a non-empty string")
+        return {"messages": messages}
+
+
+def _has_content(value: Any) -> bool:
+    return bool(value.strip() if isinstance(value, str) else value)
+
+
+_MATH = {"problem": str, "generated_solution": str, "expected_answer": str}
+SCHEMAS = {
+    name: NamedSchema(name, keys)
+    for name, keys in {
+        "cord_v2": {"image": object, "ground_truth": str},
+        "rdr": {"image": object, "text": str},
+        "medpix": {"image_id": object, "question": str, "answer": str},
+        "raven": {"images": list, "texts": list},
+        "llava_video_178k": {"video": object, "conversations": list},
+        "squad": {"context": str, "question": str, "answers": dict},
+        "gsm8k": {"question": str, "answer": str},
+        "openmathinstruct2": _MATH,
+        "openmathinstruct2_thinking": _MATH,
+    }.items()
+}
+
+
+def named_schema(name: str | None) -> NamedSchema | None:
+    """The schema of a name; None for records that need none.
+
+    Raises:
+        ValueError: an unknown schema, or one whose records the model does not support.
+    """
+    if name is None or name in SCHEMAS:
+        return None if name is None else SCHEMAS[name]
+    audio = ", whose records contain audio, which the model does not support;" if name in _SOUND else ","
+    raise ValueError(f"schema_adapter is {name!r}{audio} expected one of {', '.join(SCHEMAS)}, or none")
+
+
+_TEXTS = ("system", "question", "answer")
+_OPTIONAL = (*MEDIA_KEYS, RATE, "system", "tools")  # optional in a record
+_PAIRED = {*QUESTIONS, *QUESTIONS.values(), "input"}
+_ANY = "*"  # in a column's name, any number
+
+
+@dataclass(kw_only=True)
+class Columns:
+    """Names of a data set's columns, where they differ from ours (docs/data.md).
+
+    Attributes:
+        messages: turns, with role and content.
+        conversations: turns, with from and value.
+        image: an image or a list of images; "image_*" for the columns image_1, image_2 and so on. `images` is the same.
+        video: a video or a list of videos; "video_*" for several columns. `videos` is the same.
+        sample_fps: frames per second of videos that are lists of frames.
+        system: the system prompt, or a template, as `question` and `answer`.
+        tools: tools that the model may call.
+        ignore: columns to ignore although they look like media.
+        placeholders: "media": each "<image>" or "<video>" in a text is a placeholder; "text": they are literal text.
+    """
+
+    messages: str | None = None
+    conversations: str | None = None
+    image: str | None = None
+    images: str | None = None
+    video: str | None = None
+    videos: str | None = None
+    sample_fps: str | None = None
+    system: str | None = None
+    tools: str | None = None
+    question: str | None = None
+    answer: str | None = None
+    ignore: tuple[str, ...] = ()
+    placeholders: Placeholders = "media"
+
+    @classmethod
+    def of(cls, words: Sequence[str]) -> Columns:
+        """Parse a command-line value, "image=img", "ignore=thumbnail,preview"; `ValueError` if it cannot be."""
+        given: dict[str, Any] = {}
+        names = [field.name for field in fields(cls)]
+        for word in words:
+            name, equals, value = word.partition("=")
+            if not equals or name not in names or name in given:
+                expected = f"KEY=COLUMN, each key once, with KEY one of {_listed(names)}"
+                raise ValueError(f"columns has {word!r}, expected {expected}")
+            given[name] = tuple(value.split(",")) if name == "ignore" else value
+        return cls.set_to(given, "columns")
+
+    @classmethod
+    def set_to(cls, given: Any, where: str) -> Columns:
+        """Create from a mapping of these fields, as in YAML; `ValueError` with `where` for another one."""
+        names = [field.name for field in fields(cls)]
+        if not isinstance(given, Mapping) or not set(given) <= set(names):
+            raise ValueError(f"{where} is {given!r}, expected {{KEY: COLUMN}} with keys of {_listed(names)}")
+        columns = cls(**given)
+        columns.check()
+        return columns
+
+    def check(self) -> None:
+        """Refuse values that cannot be column names with a `ValueError`."""
+        check_choice("columns.placeholders", self.placeholders, Placeholders)
+        if isinstance(self.ignore, str) or not all(isinstance(name, str) and name for name in self.ignore):
+            raise ValueError(f"columns.ignore is {self.ignore!r}, expected a list of columns, such as [thumbnail]")
+        for key, value in self._given().items():
+            if not isinstance(value, str) or not value:
+                raise ValueError(f"columns.{key} is {value!r}, expected the name of a column")
+            if key in _TEXTS and is_template(value):
+                try:
+                    list(columns_of(value))
+                except ValueError as error:
+                    raise ValueError(f"columns.{key} is {value!r}, expected a template: {error}") from error
+            elif _ANY in value and (key not in MEDIA_KEYS or value.count(_ANY) > 1 or value == _ANY):
+                raise ValueError(
+                    f"columns.{key} is {value!r}, expected the name of a column; of {', '.join(MEDIA_KEYS)} one '*' in "
+                    "it may stand for numbers, such as 'image_*'"
+                )
+        read = self._columns(self.ignore)
+        if left := [name for name in self.ignore if name in read]:
+            raise ValueError(f"columns.ignore has {left[0]!r}, which columns.{read[left[0]]} reads")
+
+    @property
+    def name(self) -> str:
+        """The fields that are set, as text for fingerprints and messages."""
+        return f"of columns {', '.join(f'{key}={value!r}' for key, value in self.settings().items())}"
+
+    def settings(self) -> dict[str, Any]:
+        """The fields that are set."""
+        ignored = {"ignore": list(self.ignore)} if self.ignore else {}
+        return {**self._given(), **ignored, **({} if self.placeholders == "media" else {"placeholders": "text"})}
+
+    def key_of(self, column: str) -> str:
+        """Our key for a column."""
+        return next((key for key, value in self._given().items() if value == column), column)
+
+    def messages_of(self, record: Any, place: str) -> Any:
+        """Convert a record to our own spelling; `DataError` if it lacks a column, or as for `spellings.messages_of`."""
+        if not isinstance(record, dict):
+            return record
+        self._check_one([key for key, value in record.items() if value is not None], place)
+        replaced = self._replaced(record)
+        own = {key: value for key, value in record.items() if key not in replaced}
+        for key, value in self._given().items():
+            if key in _TEXTS and is_template(value):
+                own[key] = filled(value, record, f"{place}: columns.{key}")
+                continue
+            if several := _numbered(value, record):
+                own[key] = _up_to_the_last([record[column] for column in several])
+                continue
+            # If turns have placeholders, a missing image is detected by their number; a missing rate by the frames.
+            may_lack = key == RATE or (key in MEDIA_KEYS and self._has_turns(record))
+            if (value not in record and not may_lack) or (record.get(value) is None and key not in _OPTIONAL):
+                raise DataError(place, f"found the keys {_listed(record)}, expected {value!r} (columns.{key})")
+            own[key] = record.get(value)
+        return messages_of(own, place, placeholders=self.placeholders)
+
+    def columns_in(self, names: Sequence[str], place: str) -> list[str]:
+        """The columns of a table that are read; `DataError` if none is, or a named one does not exist."""
+        columns = self._columns(names)
+        asked = {**columns, **dict.fromkeys(self.ignore, "ignore")}
+        for column, key in asked.items():
+            if column not in names:
+                raise DataError(place, f"found the columns {_listed(names)}, expected {column!r} (columns.{key})")
+        self._check_one(names, place)
+        replaced, given = self._replaced(names), self._given()
+        known = [name for name in names if name in KEYS and name not in replaced]
+        spelling = spelling_of({*known, *given}, place)
+        if spelling is None:
+            raise DataError(place, f"found the columns {_listed(names)}, expected {EXPECTED}")
+        if spelling in TURNS:  # a question next to turns is not read
+            known = [name for name in known if name not in _PAIRED or name == "input"]  # may be empty
+        return [name for name in names if name in known or name in columns]
+
+    def _check_one(self, keys: Iterable[str], place: str) -> None:
+        """Refuse turns in addition to a named question."""
+        asked = next((key for key in ("question", "answer") if getattr(self, key) is not None), None)
+        turns = [key for key in keys if key in TURNS and key not in self.ignore]
+        if asked and turns:
+            raise DataError(
+                place,
+                f"found {turns[0]!r} in addition to columns.{asked}, expected one of them: leave the other out "
+                f"(columns.ignore=[{turns[0]}])",
+            )
+
+    def _replaced(self, names: Collection[str]) -> set[str]:
+        """Keys of a record that are not read under their own names."""
+        given, columns = self._given(), self._columns(names)
+        templates = {key for key, value in given.items() if key in _TEXTS and is_template(value)}
+        moved = {column for column, key in columns.items() if key not in templates}
+        filled_in = {column for column, key in columns.items() if key in templates and column not in KEYS}
+        other = _PAIRED - {"question", "answer"} if {"question", "answer"} & given.keys() else set()
+        return {*given, *moved, *filled_in, *other, *self.ignore}
+
+    def _given(self) -> dict[str, Any]:
+        """Our keys that are set, with their columns."""
+        keys = (field.name for field in fields(self) if field.name not in ("ignore", "placeholders"))
+        return {key: value for key in keys if (value := getattr(self, key)) is not None}
+
+    def _columns(self, names: Collection[str]) -> dict[str, str]:
+        """Every named column, with our key for it."""
+        found: dict[str, str] = {}
+        for key, value in self._given().items():
+            template = key in _TEXTS and is_template(value)
+            found |= dict.fromkeys(columns_of(value) if template else _numbered(value, names) or [value], key)
+        return found
+
+    def _has_turns(self, record: Mapping[str, Any]) -> bool:
+        named = {key for key in ("messages", "conversations") if getattr(self, key) is not None}
+        return bool(named) or any(record.get(key) is not None for key in ("messages", "conversations"))
+
+
+Schema = NamedSchema | Columns
+
+
+def read_by(schema: Schema | None, record: Any, place: str) -> Any:
+    """Convert a record to our own spelling, by a schema or by its keys; raises `DataError` as either does."""
+    return messages_of(record, place) if schema is None else schema.messages_of(record, place)
+
+
+def marked(fingerprint: str, schema: Schema | None) -> str:
+    """A source's fingerprint with the schema, because the schema determines a record's tokens."""
+    return fingerprint if schema is None else f"{fingerprint}, schema {schema.name}"
+
+
+def one_schema(named: NamedSchema | None, columns: Columns | None) -> Schema | None:
+    """The schema that two settings specify; None if neither is set.
+
+    Raises:
+        ValueError: both are set, or `columns` has an invalid value.
+    """
+    if columns is None or not columns.settings():
+        return named
+    columns.check()
+    if named is not None:
+        raise ValueError(
+            f"schema_adapter is {named.name!r}, whose columns have fixed names, and there is a schema "
+            f"{columns.name}; expected one of the two settings"
+        )
+    return columns
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(map(str, names)) or "none"
+
+
+def _numbered(pattern: str, names: Collection[str]) -> list[str]:
+    """The columns that a name with a "*" matches, in numerical order; none for another name."""
+    before, star, behind = pattern.partition(_ANY)
+    if not star:
+        return []
+    matches = [re.fullmatch(rf"{re.escape(before)}(\d+){re.escape(behind)}", str(name)) for name in names]
+    return [match[0] for match in sorted(filter(None, matches), key=lambda match: int(match[1]))]
+
+
+def _up_to_the_last(media: list[Any]) -> list[Any]:
+    """Media without the trailing empty ones. Empty ones before others are kept, and refused elsewhere."""
+    last = max((place for place, medium in enumerate(media) if not is_none(medium)), default=-1)
+    return media[: last + 1]

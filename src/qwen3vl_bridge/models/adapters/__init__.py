@@ -1,1 +1,0 @@
-"""Low-rank adapters: inserted into a model, and exported to Hugging Face."""

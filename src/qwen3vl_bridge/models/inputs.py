@@ -1,0 +1,809 @@
+"""The callers' interface: a batch in the convention of transformers, Megatron or an RL framework, as `ModelInputs`.
+
+Batches of our own data path do not pass through this module. In a layout, the real tokens of a segment come first and
+its padding follows, so that causal attention needs no mask; rows with padding on the left are therefore rolled, and
+their outputs are rolled back.
+Legend: B rows, S tokens per row, T tokens of the layout, n segments, b and s a rank's local sizes.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Self
+
+from qwen3vl_bridge.batch import (
+    ModelInputs,
+    PackedBatch,
+    SequenceLayout,
+    make_vision_inputs,
+    mrope_positions,
+    vision_slots,
+)
+from qwen3vl_bridge.batch.device_transfer import Movable, on_host
+from qwen3vl_bridge.models.cp_sharded_inputs import check_agreement, gather_labels, whole_row
+from qwen3vl_bridge.models.provider import VisionLanguageProvider
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+logger = logging.getLogger(__name__)
+
+
+def as_model_inputs(
+    config: VisionLanguageProvider,
+    groups: ProcessGroupCollection,
+    input_ids: Tensor | None,
+    *,
+    labels: Tensor | None = None,
+    loss_mask: Tensor | None = None,
+    encodes: bool = True,
+    **arguments: Any,
+) -> tuple[ModelInputs, OutputConversion | None]:
+    """This rank's part of a batch given in the convention of transformers or Megatron: whole, or a slice of a flat row.
+
+    Lengths, positions and indices are computed on the host, which synchronizes with the device once, to read all
+    arguments except pixels; use `PackedBatch` to avoid this. Slices are first gathered from all context-parallel ranks,
+    see `whole_row`, and outputs then cover the slice.
+
+    Args:
+        config, groups: the provider and its process groups.
+        input_ids: as for `as_packed_batch`, or a slice [1, T / cp] of a flat row.
+        labels: [B, S], already shifted, token ids where they are trained on: the model returns a loss for each, and
+            the caller masks them. With `packed_seq_params` also [1, T], in the order of the packed row. Or only this
+            context-parallel rank's tokens, [B, S / cp] or [1, T / cp], as Megatron-Bridge's `qwen3_vl_step` and verl's
+            fused kernels pass them beside whole rows of tokens. Or None for logits.
+        loss_mask: same shape as labels, 0 where a label is arbitrary; the caller multiplies losses by it. Under context
+            parallelism, this rank's slice of a whole mask is returned with the outputs. No effect without labels.
+        encodes: whether this pipeline stage encodes images and videos; other stages need only their grids.
+        arguments: all others as for `as_packed_batch`.
+
+    Returns:
+        The inputs, and the conversion of outputs; None if outputs already have the form that the caller expects.
+
+    Raises:
+        ValueError: inconsistent shapes, masks with holes, images or videos that do not match the tokens.
+        TypeError: an unknown argument.
+    """
+    given = read_arguments(dict(arguments, input_ids=input_ids, labels=labels, loss_mask=loss_mask), groups.cp)
+    labels, mask = given.pop("labels"), given.pop("loss_mask")
+    batch, arranged = _unlabelled(config, encodes=encodes, **given)
+    assert input_ids is not None
+    ranks, vocabulary, device = config.sequence_ranks(groups), config.vocab_size, input_ids.device
+    if not encodes:
+        ranks |= dict(vision_work=None, encoders=None)
+    ranks["predicts"] = predicts = _predicts(config, groups, labels, mask, device)
+
+    layout, cp_size = arranged.layout, ranks["cp_size"]
+    of_a_rank = (layout.num_rows, layout.total // cp_size // layout.num_rows)
+    shapes = [values.shape for values in (labels, mask) if values is not None]
+    sharded = cp_size > 1 and bool(shapes) and all(shape == of_a_rank for shape in shapes)
+    # Labels split from a packed row are in the layout's order. Those of rows that were rolled are not.
+    order = None if sharded and arranged.packed else arranged.caller_order(labels)
+    if order is not None and cp_size > 1:
+        raise ValueError(
+            f"context parallelism over {cp_size} ranks gives each its share of the outputs, which cannot come back in "
+            "the caller's order: expected rows padded on the right, or labels in the packed row's order, [1, tokens]"
+        )
+    own_mask = None
+    if sharded and not predicts:
+        inputs = batch.local(**ranks)
+        if labels is not None:
+            labels = _readable(labels, mask, [inputs.input_ids.shape], vocabulary)
+        inputs = replace(inputs, labels=labels, loss_mask=None if mask is None else mask.float())
+    else:
+        if sharded:
+            labels, mask = gather_labels(labels, mask, layout, groups.cp, device)
+            labels = _readable(labels, mask, [batch.input_ids.shape], vocabulary)
+            batch = replace(batch, labels=labels, loss_mask=batch.loss_mask if mask is None else mask.float())
+        else:
+            batch = with_labels(batch, arranged, labels, mask, vocabulary)
+        inputs = batch.local(**ranks)
+        if cp_size > 1 and loss_mask is not None and loss_mask.shape != inputs.input_ids.shape:
+            own_mask = inputs.loss_mask
+        if labels is None:
+            inputs = inputs.without_labels()
+    unlabelled = None
+    if inputs.labels is not None and (inputs.labels < 0).any():
+        unlabelled = inputs.labels < 0
+        inputs = replace(inputs, labels=inputs.labels.clamp(min=0))
+    if order is None and unlabelled is None and own_mask is None:
+        return inputs.sent_to(device), None
+    return inputs.sent_to(device), OutputConversion(order, unlabelled, own_mask).sent_to(device)
+
+
+def _predicts(
+    config: VisionLanguageProvider,
+    groups: ProcessGroupCollection,
+    labels: Tensor | None,
+    loss_mask: Tensor | None,
+    device: torch.device,
+) -> bool:
+    """Whether multi-token prediction is trained by this call, which needs the same kind of labels on all ranks."""
+    if not (config.trains_mtp and torch.is_grad_enabled()):
+        return False
+    check_agreement(dict(labels=labels, loss_mask=loss_mask), None, groups.cp, device)
+    return labels is not None
+
+
+def as_packed_batch(
+    config: VisionLanguageProvider,
+    input_ids: Tensor | None,
+    *,
+    labels: Tensor | None = None,
+    loss_mask: Tensor | None = None,
+    **arguments: Any,
+) -> tuple[PackedBatch, Arrangement]:
+    """Like `as_model_inputs`, a whole batch on the host (pixels stay on their device); and its arrangement.
+
+    Args:
+        config: the provider.
+        input_ids: [B, S] rows, or one flat row [1, T] with `packed_seq_params`.
+        labels, loss_mask: of the whole batch. Labels default to 0, the mask to every label except -100.
+        position_ids: [3, B, S] temporal, height and width position of each token; [4, B, S], where transformers puts
+            text positions first; [B, S] text positions, see `given_positions`; or None to derive them.
+        attention_mask: [B, S], 1 for real tokens, with padding on either side of each row, or both; or a square mask,
+            see `real_tokens`. None, and combinations with packing: see `arrange`.
+        padding_mask: [B, S], 1 for padding: the inverse, under megatron-core's name.
+        packed_seq_params: the segments of a packed row.
+        pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw: as returned by the processor.
+        mm_token_type_ids: the processor's token types; not used, so any shape is accepted.
+        others: arguments of other models, see `REFUSED`; only None is accepted.
+    """
+    given = read_arguments(dict(arguments, input_ids=input_ids, labels=labels, loss_mask=loss_mask))
+    labels, loss_mask = given.pop("labels"), given.pop("loss_mask")
+    batch, arranged = _unlabelled(config, encodes=True, **given)
+    batch = with_labels(batch, arranged, labels, loss_mask, config.vocab_size)
+    return replace(batch, labels=batch.labels.clamp(min=0)), arranged
+
+
+_NO_CACHE = "forward keeps no cache; `qwen3vl_bridge.generate` does"
+_FROM_IDS = "it is worked out from the token ids and grids"
+
+# Arguments that transformers, Megatron-Bridge or RL frameworks may pass, with the reason why this model accepts only
+# None.
+REFUSED = {
+    "inputs_embeds": "the model embeds input_ids itself, images and videos included",
+    "past_key_values": _NO_CACHE,
+    "inference_params": _NO_CACHE,
+    "cu_seqlens": "give packed_seq_params",
+    "extra_block_kwargs": "they carry DeepStack features, which the model makes itself",
+    "second_per_grid_ts": "Qwen3-VL has times in the text",
+    "image_input_mask": _FROM_IDS,
+    "video_input_mask": _FROM_IDS,
+    "cp_img_num": _FROM_IDS,
+    "images_padded": _FROM_IDS,
+    "return_logprobs_for_linear_ce_fusion": "logits are made and then a loss; NeMo-RL: use_fused_linear_logprobs=false",
+    "temperature": "give output_processor, which divides logits by itself as verl's fused kernels do",
+}
+
+# Returned by processors, and passed by NeMo-RL with another row length: redundant with the token ids.
+_NOT_NEEDED = {"mm_token_type_ids"}
+
+
+def check_inference(context: Any, runtime_gather_output: bool | None, labels: Tensor | None) -> None:
+    """Refuse arguments of Megatron's inference, except those for a forward pass over whole prompts."""
+    if context is not None and getattr(context, "sequence_len_offset", None) != 0:
+        raise ValueError(f"inference_context holds tokens already, expected it to hold none: {_NO_CACHE}")
+    if runtime_gather_output and labels is not None:
+        raise ValueError("runtime_gather_output is True with labels, expected None: the loss is of logits as they lie")
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
+
+
+def _unlabelled(
+    config: VisionLanguageProvider,
+    input_ids: Tensor | None,
+    *,
+    encodes: bool,
+    position_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+    packed_seq_params: PackedSeqParams | None = None,
+    pixel_values: Tensor | None = None,
+    image_grid_thw: Tensor | None = None,
+    pixel_values_videos: Tensor | None = None,
+    video_grid_thw: Tensor | None = None,
+    **others: Any,
+) -> tuple[PackedBatch, Arrangement]:
+    """Like `as_packed_batch`, of `read_arguments` and without labels; a stage that `encodes` needs pixels too."""
+    for name in others.keys() - _NOT_NEEDED:
+        if name not in REFUSED:
+            raise TypeError(f"unexpected argument {name!r}; expected those of as_model_inputs")
+        if others[name] is not None:
+            raise ValueError(f"{name} is given, expected None: {REFUSED[name]}")
+    if input_ids is None or input_ids.dim() != 2 or input_ids.is_floating_point() or not input_ids.numel():
+        given = None if input_ids is None else f"{list(input_ids.shape)} {input_ids.dtype}"
+        raise ValueError(f"input_ids has shape {given}, expected [rows, tokens] of integers")
+    tower = config.vision_config
+    width = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
+    for name, pixels in (("pixel_values", pixel_values), ("pixel_values_videos", pixel_values_videos)):
+        if pixels is not None and (pixels.dim() != 2 or pixels.shape[1] != width or not pixels.is_floating_point()):
+            raise ValueError(
+                f"{name} has shape {list(pixels.shape)} {pixels.dtype}, expected [patches, {width}] floating point, as "
+                "the processor gives it"
+            )
+    real = real_tokens(attention_mask, padding_mask, input_ids)
+    if config.moe_layers and real is None and packed_seq_params is None and (input_ids[:, -1] == 0).any():
+        _warn_once(
+            "rows end in token 0, as Megatron-Bridge's collators and steps lengthen them, and no attention_mask says "
+            "that this is padding: experts are balanced over it like over any token. Give a mask "
+            "(dataset.skip_getting_attention_mask_from_dataset=False), or use qwen3vl_bridge.forward_step, which reads "
+            "it"
+        )
+    arranged = arrange(input_ids, real, packed_seq_params, config.pad_token_id)
+    layout = arranged.layout
+    # Padding added by the layout is identified by its mask, so any token id is valid.
+    ids = arranged.take(input_ids, fill=config.pad_token_id or 0)
+    axes = None
+    if position_ids is not None:
+        has_masks = real is not None or packed_seq_params is not None
+        axes = given_positions(config, position_ids, ids, arranged, has_masks)
+    vision = None
+    if encodes:
+        vision = make_vision_inputs(
+            pixel_values,
+            image_grid_thw,
+            pixel_values_videos,
+            video_grid_thw,
+            num_position_embeddings=tower.num_position_embeddings,
+            spatial_merge_size=tower.spatial_merge_size,
+        )
+    positions = mrope_positions(  # always computed: it checks that tokens and grids match
+        ids,
+        layout,
+        image_grid_thw,
+        video_grid_thw,
+        image_token_id=config.image_token_id,
+        video_token_id=config.video_token_id,
+        spatial_merge_size=tower.spatial_merge_size,
+    )
+    if axes is not None:
+        positions = arranged.take(axes).long().masked_fill(layout.padding_mask().view(ids.shape), 0)
+    image_patches = 0 if image_grid_thw is None else int(image_grid_thw.prod(-1).sum())
+    image_tokens = image_patches // tower.spatial_merge_size**2
+    batch = PackedBatch(
+        input_ids=ids,
+        labels=torch.zeros_like(ids),
+        loss_mask=torch.ones(ids.shape),
+        position_ids=positions,
+        vision_slot=vision_slots(ids, config.image_token_id, config.video_token_id, image_tokens),
+        layout=layout,
+        vision=vision,
+    )
+    return batch, arranged
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """A caller's batch as a layout."""
+
+    layout: SequenceLayout  # the segments
+    shape: tuple[int, int]  # B and S of the caller
+    # [T] int64, the caller's token at each position of the layout, -1 for padding that the caller's rows do not have;
+    # or None if the order is the same.
+    sources: Tensor | None = None
+    packed: bool = False  # whether the caller describes a packed row
+
+    def take(self, values: Tensor, fill: int = 0) -> Tensor:
+        """[..., B, S] values of the caller's tokens -> [..., b, s] in the layout, with `fill` for added padding."""
+        flat = values.flatten(-2)
+        if self.sources is not None:
+            flat = F.pad(flat, (0, 1), value=fill)[..., self.sources]  # index -1 reads the appended fill value
+        return flat.unflatten(-1, (self.layout.num_rows, -1))
+
+    @property
+    def label_shapes(self) -> list[tuple[int, int]]:
+        """Allowed shapes of labels: [B, S] in the caller's order and, for a packed row, [1, T] in the layout's."""
+        in_layout = (1, self.layout.total)
+        return [self.shape, in_layout] if self.packed and self.shape != in_layout else [self.shape]
+
+    def take_labels(self, values: Tensor) -> Tensor:
+        """[b, s] values in the layout, from values with one of `label_shapes`; ValueError if the order is ambiguous."""
+        in_layout = self.packed and values.shape == (1, self.layout.total)
+        if in_layout and values.shape == self.shape and self.sources is not None:
+            raise ValueError(
+                f"labels or loss_mask has shape {list(values.shape)} for a row that begins with padding and is as long "
+                "as its segment in packed_seq_params, so its order could be either's: expected a row without padding "
+                "on the left"
+            )
+        return values if in_layout else self.take(values)
+
+    def caller_order(self, labels: Tensor | None) -> CallerOrder | None:
+        """How outputs are converted to the caller's order; None if they are already in it.
+
+        Outputs for rows without packed-sequence parameters are [B, S, ...]. With them, logits are a packed row [1, T,
+        ...] as described by the parameters, which is what Megatron-Bridge's own model returns and RL frameworks unpack;
+        losses have the shape of the labels.
+        """
+        wanted = labels is not None and labels.shape == self.shape if self.packed else True
+        if not wanted or (self.sources is None and self.shape[0] == self.layout.num_rows):
+            return None
+        sources = torch.arange(self.layout.total) if self.sources is None else self.sources
+        slots = torch.full((self.shape[0] * self.shape[1],), -1)
+        slots[sources[sources >= 0]] = (sources >= 0).nonzero().squeeze(-1)
+        return CallerOrder(slots.view(self.shape), complete=bool((slots >= 0).all()))
+
+
+def arrange(
+    ids: Tensor, attention_mask: Tensor | None, packed: PackedSeqParams | None, pad_token_id: int | None
+) -> Arrangement:
+    """Detect the convention of a batch of ids [B, S] on the host and return its layout.
+
+    Without `packed`, each row is a segment. With it, the offsets decide:
+
+    - As many segments as rows: segment i contains the real tokens of row i, padded or truncated to the segment's length
+      in the packed row. (One row that is as long as its segment is a flat row, see below, unless it begins with
+      padding.)
+    - Otherwise the concatenated rows are the packed row, and a segment begins at each row.
+
+    Real tokens are those of `attention_mask` [B, S] if it is given, else those counted by `packed`, else all but a
+    trailing run of `pad_token_id` in each row. The last rule is a heuristic used as the last resort: a document may end
+    with that token. It affects which tokens experts process and count, but not the results of tokens before the run.
+
+    Raises:
+        ValueError: masks and offsets that contradict each other or match none of these conventions.
+    """
+    keep = None if attention_mask is None else check_mask(attention_mask, ids)
+    rows, tokens = ids.shape
+    if packed is None:
+        keep = without_trailing(ids, pad_token_id) if keep is None else keep
+        first, lengths = _runs(keep)
+        rolled = (torch.arange(tokens) + first[:, None]) % tokens + torch.arange(rows)[:, None] * tokens
+        layout = SequenceLayout.rows(lengths.tolist(), tokens)
+        return Arrangement(layout, (rows, tokens), sources=rolled.flatten() if first.any() else None)
+    logical, physical = segment_lengths(packed)
+    flat = rows == 1 and physical[0] == tokens and (keep is None or bool(keep[0, 0]))
+    if len(physical) == rows and not flat:
+        return _packed_rows((rows, tokens), keep, logical, physical)
+    return _packed_row((rows, tokens), keep, logical, physical)
+
+
+# Such rows have already been gathered, see `whole_row`.
+_SHARE = (
+    "The model's forward also takes one flat row that is a context-parallel rank's share, of offsets that count its "
+    "tokens times the ranks"
+)
+
+
+def _packed_rows(shape: tuple[int, int], keep: Tensor | None, logical: Tensor, physical: Tensor) -> Arrangement:
+    """The real tokens of each row are a segment of a packed row."""
+    rows, tokens = shape
+    if keep is None:
+        keep = torch.arange(tokens) < logical[:, None]
+        if int(logical.max()) > tokens:
+            row = int(logical.argmax())
+            raise ValueError(
+                f"packed_seq_params has {int(logical[row])} tokens for row {row} of {tokens}; expected its real "
+                f"tokens, or an attention_mask that tells them. {_SHARE}"
+            )
+    first, lengths = _runs(keep)
+    _check_counts(lengths, logical, physical)
+    layout = _packed_layout(lengths, physical)
+    segment = torch.arange(rows).repeat_interleave(physical)
+    within = torch.arange(layout.total) - (physical.cumsum(0) - physical)[segment]
+    sources = torch.where(within < lengths[segment], segment * tokens + first[segment] + within, -1)
+    return Arrangement(layout, shape, sources, packed=True)
+
+
+def _packed_row(shape: tuple[int, int], keep: Tensor | None, logical: Tensor, physical: Tensor) -> Arrangement:
+    """The concatenated rows are the packed row."""
+    rows, tokens = shape
+    rest = rows * tokens - int(physical.sum())
+    if rest > 0 and rows == 1 and keep is not None and not keep[0, -rest:].any():
+        logical, physical = F.pad(logical, (0, 1)), F.pad(physical, (0, 1), value=rest)
+    elif rest:
+        raise ValueError(
+            f"packed_seq_params has {len(physical)} segments of {int(physical.sum())} tokens in all, input_ids has "
+            f"shape {list(shape)}: expected {rows * tokens} tokens, the whole batch"
+            + (", or an attention_mask that says the rest is padding" if rows == 1 and rest > 0 else "")
+            + (f", or one segment for each of {rows} rows" if rows > 1 else "")
+            + (f". {_SHARE}" if rest < 0 else "")
+        )
+    ends = physical.cumsum(0)
+    inside = [row for row in range(1, rows) if row * tokens not in ends]
+    if inside:
+        raise ValueError(
+            f"packed_seq_params has {len(physical)} segments; row {inside[0]} of {tokens} tokens begins inside one. "
+            f"Expected one segment for each of {rows} rows, or rows that begin segments"
+        )
+    lengths = logical
+    if keep is not None:
+        segment = torch.arange(len(physical)).repeat_interleave(physical)
+        lengths = torch.zeros_like(physical).index_add(0, segment, keep.flatten().long())
+        within = torch.arange(rows * tokens) - (ends - physical)[segment]
+        wrong = (keep.flatten() != (within < lengths[segment])).nonzero()
+        if len(wrong):
+            raise ValueError(
+                f"attention_mask has padding before real tokens in segment {int(segment[wrong[0]])} of the packed row; "
+                "expected a segment's real tokens first and its padding after them"
+            )
+        _check_counts(lengths, logical, physical)
+    return Arrangement(_packed_layout(lengths, physical), shape, packed=True)
+
+
+def _runs(keep: Tensor) -> tuple[Tensor, Tensor]:
+    """First real token [B] and number of real tokens [B], for rows whose real tokens are contiguous."""
+    first, lengths = keep.int().argmax(-1), keep.sum(-1)
+    token = torch.arange(keep.shape[1])
+    run = (token >= first[:, None]) & (token < (first + lengths)[:, None])
+    holes = (keep != run).any(-1).nonzero()
+    if len(holes):
+        raise ValueError(
+            f"attention_mask has padding between real tokens in row {int(holes[0])}; expected padding on the left or "
+            "right of a row. Several documents in a row need packed_seq_params"
+        )
+    return first, lengths
+
+
+def without_trailing(ids: Tensor, pad_token_id: int | None) -> Tensor:
+    """[B, S] bool, False for a trailing run of `pad_token_id` in a row."""
+    real = torch.ones_like(ids, dtype=torch.bool) if pad_token_id is None else ids != pad_token_id
+    return real.flip(-1).cummax(-1).values.flip(-1)
+
+
+def segment_lengths(packed: PackedSeqParams) -> tuple[Tensor, Tensor]:
+    """Logical and physical segment lengths [n], int64, from offsets on the host."""
+    given = {name: getattr(packed, f"cu_seqlens_{name}") for name in ("q", "kv", "q_padded", "kv_padded")}
+    offsets = {name: tensor.long() for name, tensor in given.items() if tensor is not None}
+    logical = offsets.get("q")
+    if packed.qkv_format != "thd" or logical is None:
+        raise ValueError(
+            f"packed_seq_params has qkv_format {packed.qkv_format!r} and cu_seqlens_q {given['q']}, expected 'thd' "
+            "and the offsets of the segments"
+        )
+    if packed.local_cp_size is not None:
+        raise ValueError(
+            f"packed_seq_params has local_cp_size {packed.local_cp_size}, expected None: this model's rows are shared "
+            "by all context-parallel ranks; turn dynamic context parallelism off"
+        )
+    physical = offsets.get("q_padded", logical)
+    for name, tensor in offsets.items():
+        if tensor.dim() != 1 or len(tensor) < 2 or tensor[0] != 0 or (tensor.diff() < 0).any():
+            raise ValueError(f"cu_seqlens_{name} is {tensor.tolist()}, expected offsets that ascend from 0")
+        ours = physical if "padded" in name else logical
+        if not torch.equal(tensor, ours):
+            raise ValueError(f"cu_seqlens_{name} is {tensor.tolist()}, expected {ours.tolist()} as for queries")
+    if logical.shape != physical.shape:
+        raise ValueError(f"cu_seqlens_q has {len(logical)} entries, cu_seqlens_q_padded {len(physical)}")
+    return logical.diff(), physical.diff()
+
+
+def _check_counts(lengths: Tensor, logical: Tensor, physical: Tensor) -> None:
+    """Refuse a mask whose number of real tokens differs from that of the offsets.
+
+    Offsets may include a segment's padding: RL frameworks round lengths up and keep only the rounded ones.
+    """
+    agree = (lengths == logical) | ((logical == physical) & (lengths <= logical))
+    wrong = (~agree).nonzero()
+    if len(wrong):
+        segment = int(wrong[0])
+        raise ValueError(
+            f"segment {segment}: attention_mask has {int(lengths[segment])} real tokens, packed_seq_params "
+            f"{int(logical[segment])} in a length of {int(physical[segment])}"
+        )
+
+
+def _packed_layout(lengths: Tensor, physical: Tensor) -> SequenceLayout:
+    """Layout of one packed row. Empty segments are dropped: offset tables of a fixed size repeat their last entry."""
+    if (lengths > physical).any() or not physical.any():
+        raise ValueError(
+            f"packed_seq_params has segments of {lengths.tolist()} tokens in lengths of {physical.tolist()}, expected "
+            "no more tokens than their lengths, and at least one token"
+        )
+    lengths, physical = lengths[physical > 0], physical[physical > 0]
+    offsets = (F.pad(values.cumsum(0), (1, 0)).int() for values in (lengths, physical))
+    return SequenceLayout(*offsets, 1, tuple(lengths.tolist()), tuple(physical.tolist()))
+
+
+def given_positions(
+    config: VisionLanguageProvider, position_ids: Tensor, ids: Tensor, arranged: Arrangement, has_masks: bool
+) -> Tensor | None:
+    """The given positions on three axes, [3, B, S], or None if they have to be derived; `ids` [b, s] are arranged.
+
+    transformers uses [B, S] for all three axes and [4, B, S] with text positions first, and detects the documents of a
+    packed row from text positions that do not increase by one, unless a mask is given. Positions [B, S] for a batch
+    with images or videos are text positions, which callers often pass by default: Megatron-Bridge ignores them, and so
+    does this function if they only express the order of tokens. Others are refused with a ValueError.
+    """
+    rows = list(arranged.shape)
+    if position_ids.is_floating_point() or list(position_ids.shape) not in (rows, [3, *rows], [4, *rows]):
+        raise ValueError(
+            f"position_ids has shape {list(position_ids.shape)} {position_ids.dtype}, expected {[3, *rows]} integers "
+            f"(temporal, height and width position of each token), {[4, *rows]} (text positions first), {rows} of "
+            "text, or None to derive them from the tokens and grids"
+        )
+    if position_ids.dim() == 3 and len(position_ids) == 3:
+        return position_ids
+    text = arranged.take(position_ids if position_ids.dim() == 2 else position_ids[0]).flatten()
+    layout = arranged.layout
+    segment, real = layout.per_token(torch.arange(len(layout.lengths))), ~layout.padding_mask()
+    together = real[1:] & (segment[1:] == segment[:-1])
+    in_order = not bool((together & (text.diff() != 1)).any())  # counts up by one, from any first value
+    if not has_masks and not in_order:
+        raise ValueError(
+            "position_ids has text positions that don't count up by one in a row: where it packs several documents, "
+            "give packed_seq_params; where it is padded, an attention_mask"
+        )
+    if position_ids.dim() == 3:
+        return position_ids[1:]
+    if not ((ids == config.image_token_id) | (ids == config.video_token_id)).any():
+        return position_ids.expand(3, *rows)
+    if not in_order:
+        raise ValueError(
+            f"position_ids has shape {rows} in a batch with images or videos, whose tokens have three positions, and "
+            f"does not count up by one over the tokens: expected {[3, *rows]}, or None to derive them"
+        )
+    _warn_once(
+        "position_ids [rows, tokens] are those of text, in a batch with images or videos: they are ignored, and "
+        "positions on three axes are worked out from the tokens and grids"
+    )
+    return None
+
+
+# The ignore_index of torch's cross_entropy, which collators set for tokens that are not trained on.
+IGNORED = -100
+
+
+def with_labels(
+    batch: PackedBatch, arranged: Arrangement, labels: Tensor | None, loss_mask: Tensor | None, vocab_size: int
+) -> PackedBatch:
+    """A batch with labels and mask for the whole of it, in one of `Arrangement.label_shapes`.
+
+    Labels are `IGNORED` where no loss is defined: where the mask is 0, anything is allowed.
+
+    Raises:
+        ValueError: other shapes, or unmasked labels that are not token ids below `vocab_size`.
+    """
+    shapes = arranged.label_shapes
+    if labels is not None and loss_mask is not None and loss_mask.shape != labels.shape:
+        raise ValueError(f"loss_mask has shape {list(loss_mask.shape)}, expected {list(labels.shape)} as labels")
+    if labels is not None:
+        batch = replace(batch, labels=arranged.take_labels(_readable(labels, loss_mask, shapes, vocab_size)))
+    if loss_mask is not None:
+        if loss_mask.shape not in shapes:
+            raise ValueError(f"loss_mask has shape {list(loss_mask.shape)}, expected {_words(shapes)}")
+        batch = replace(batch, loss_mask=arranged.take_labels(loss_mask).float())
+    return batch
+
+
+def _readable(labels: Tensor, loss_mask: Tensor | None, shapes: list, vocab_size: int) -> Tensor:
+    """Check that unmasked labels are token ids, and replace all entries that are not token ids by `IGNORED`."""
+    right = (labels >= 0) & (labels < vocab_size)
+    free = labels == IGNORED if loss_mask is None else loss_mask == 0
+    if labels.is_floating_point() or labels.shape not in shapes or not bool((right | free).all()):
+        entries = [labels.min().item(), labels.max().item()] if labels.numel() else []
+        raise ValueError(
+            f"labels has shape {list(labels.shape)} {labels.dtype} and entries in {entries}, expected "
+            f"{_words(shapes)} token ids below {vocab_size}, and anything else only where loss_mask is 0, or {IGNORED} "
+            "without one"
+        )
+    return torch.where(right, labels, IGNORED)
+
+
+def _words(shapes: list) -> str:
+    return " or ".join(str(list(shape)) for shape in shapes)
+
+
+@dataclass(frozen=True)
+class CallerOrder(Movable):
+    """Positions of the caller's tokens in the outputs."""
+
+    slots: Tensor  # [B, S] int64, each of the caller's tokens in the flat layout, -1 if dropped; on the outputs' device
+    complete: bool  # no token was dropped
+
+    def restore(self, output: Tensor) -> Tensor:
+        """[b, s, ...] outputs -> [B, S, ...], with zeros for dropped tokens, which were padding."""
+        flat = output.flatten(0, 1)
+        if not self.complete:
+            flat = torch.cat((flat, flat.new_zeros(1, *flat.shape[1:])))  # the row read by index -1
+        slots = self.slots % len(flat)
+        return flat.index_select(0, slots.flatten()).unflatten(0, slots.shape)
+
+
+@dataclass(frozen=True)
+class OutputConversion(Movable):
+    """The conversion of the outputs of one call."""
+
+    order: CallerOrder | None = None  # None if outputs are in the order of the caller's tokens
+    unlabelled: Tensor | None = None  # [b, s] bool, True where a label is ignored and the loss is 0
+    # [b, s] this rank's slice of a mask given for the whole batch, returned with the output as in Megatron-Bridge's own
+    # model; None if the caller already has the slice.
+    loss_mask: Tensor | None = None
+
+    def of(self, output: Any) -> Any:
+        """Convert [b, s, ...] outputs to the caller's form, with the slice of the loss mask if there is one."""
+        if self.unlabelled is not None:
+            output = output.masked_fill(self.unlabelled, 0)
+        if self.order is not None:
+            output = self.order.restore(output)
+        return output if self.loss_mask is None else (output, self.loss_mask)
+
+    def of_processor(self) -> Self:
+        """Like `of`, for what a caller's own `output_processor` computes from hidden states.
+
+        Raises:
+            ValueError: the processor would see tokens in an order that differs from the caller's.
+        """
+        if self.order is not None:
+            raise ValueError(
+                "output_processor is given for rows that reach the model in another order than the caller's, which "
+                "only the caller can undo in what it returns: expected rows padded on the right, or packed_seq_params "
+                "and labels in the packed row's order, [1, tokens]"
+            )
+        return replace(self, unlabelled=None)
+
+
+# Entries of an additive mask at or below this value mean "masked"; the constant is Megatron's.
+_NEVER = -10000.0
+
+
+def real_tokens(attention_mask: Tensor | None, padding_mask: Tensor | None, ids: Tensor) -> Tensor | None:
+    """The real (non-padding) tokens [B, S] by a caller's masks on the host; None if no mask gives any information.
+
+    A square mask, [B or 1, 1, S, S] or [B or 1, S, S], has to be causal, with padding that no real token attends to:
+    attention here is always causal, and padding is placed last. The value that means "masked" is determined from the
+    first token's entry for the last token, which it must not attend to; so Megatron's booleans, transformers' inverted
+    ones and additive masks are all supported. A token that does not attend to itself is padding. One causal mask shared
+    by all rows says nothing about padding.
+
+    Raises:
+        ValueError: masks with other shapes or values, masks that contradict each other, or masks with another meaning.
+    """
+    real = None
+    if attention_mask is not None:
+        square = attention_mask.dim() > 2
+        real = _real_of_square(attention_mask, *ids.shape) if square else check_mask(attention_mask, ids)
+    if padding_mask is None:
+        return real
+    without = ~check_mask(padding_mask, ids, "padding_mask", "1 for padding, 0 for real tokens")
+    if real is not None and not torch.equal(real, without):
+        row, token = (int(index) for index in (real != without).nonzero()[0])
+        raise ValueError(
+            f"padding_mask has {int(not without[row, token])} for token {token} of row {row}, expected "
+            f"{int(not real[row, token])} to agree with attention_mask"
+        )
+    return without
+
+
+def check_mask(
+    mask: Tensor, ids: Tensor, name: str = "attention_mask", meaning: str = "1 for real tokens, 0 for padding"
+) -> Tensor:
+    """Check a mask of 0 and 1 with any dtype and return it as [B, S] bool."""
+    if mask.shape != ids.shape:
+        raise ValueError(f"{name} has shape {list(mask.shape)}, expected {list(ids.shape)}: {meaning}")
+    _check_booleans(mask, name, meaning)
+    return mask.bool()
+
+
+def _check_booleans(mask: Tensor, name: str, meaning: str) -> None:
+    wrong = mask.bool().to(mask.dtype) != mask
+    if wrong.any():
+        raise ValueError(f"{name} has an entry {mask[wrong][0].item()}, expected {meaning}")
+
+
+def _squares(mask: Tensor, rows: int, tokens: int) -> Tensor | None:
+    """A square mask as [B or 1, S, S]; None for a mask of another shape."""
+    squares = mask.squeeze(1) if mask.dim() == 4 else mask
+    return (
+        squares if squares.dim() == 3 and len(squares) in (1, rows) and squares.shape[1:] == (tokens, tokens) else None
+    )
+
+
+def _real_of_square(mask: Tensor, rows: int, tokens: int) -> Tensor | None:
+    """[B, S] bool on the host, see `real_tokens`; evaluated on the mask's device."""
+    squares = _squares(mask, rows, tokens)
+    if squares is None:
+        raise ValueError(
+            f"attention_mask has shape {list(mask.shape)}, expected [{rows}, {tokens}], 1 for real tokens and 0 for "
+            f"padding, or what tokens see, [{rows} or 1, 1, {tokens}, {tokens}]"
+        )
+    if tokens == 1:
+        return None
+    real, plain = _square_in_brief(squares)
+    if not plain:
+        raise _why_not_causal(squares)
+    return None if len(real) == 1 and real.all() else real.expand(rows, tokens).cpu()
+
+
+def _square_in_brief(squares: Tensor) -> tuple[Tensor, Tensor]:
+    """On its device, without a wait: real tokens [B or 1, S], and [] bool, whether it is causal with padding and
+    nothing else.
+    """
+    last = squares[:, 0, -1]
+    plain, real = [(last == last[0]).all()], []
+    for square in squares:
+        of_row, known, wrong = _row_in_brief(square, last[0])
+        real.append(of_row)
+        plain += [known.all(), ~wrong.any()]
+    return torch.stack(real), torch.stack([*plain, torch.stack(real).any()]).all()
+
+
+def _row_in_brief(square: Tensor, hides: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """For one row: real tokens [S]; which entries are valid mask values [S, S]; which entries of real tokens differ
+    from a causal mask with padding [S, S].
+    """
+    hidden = square.bool() == hides.bool()
+    known = square.bool().to(square.dtype) == square
+    if square.is_floating_point():
+        added = hides < 0
+        hidden = torch.where(added, square <= _NEVER, hidden)
+        known = torch.where(added, hidden | (square == 0), known)
+    real = ~hidden.diagonal()
+    return real, known, (hidden == real.expand(square.shape).tril()) & real[:, None]
+
+
+def _why_not_causal(squares: Tensor) -> ValueError:
+    last, reason = squares[:, 0, -1], "no token sees itself, or all see the last one"
+    if (last != last[0]).any():
+        reason = "some rows hide the last token from the first one and others don't"
+    else:
+        for square in squares:
+            real, known, wrong = _row_in_brief(square, last[0])
+            if not known.all():
+                if not square.is_floating_point() or last[0] >= 0:
+                    _check_booleans(square, "attention_mask", "booleans, 0 and 1, or numbers to be added")
+                reason = "it has numbers between 0 and -10000, which is a bias and no mask"
+                break
+            if wrong.any():
+                token, other = (int(index) for index in wrong.nonzero()[0])
+                sees = other > token or not real[other]  # which it must not
+                reason = f"token {token} {'sees' if sees else 'does not see'} token {other}"
+                break
+    return ValueError(
+        f"attention_mask says what each token sees, and {reason}. Expected a causal mask that also hides padding, "
+        "or [rows, tokens] that only marks padding; several documents in a row need packed_seq_params"
+    )
+
+
+OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+_READ = (
+    *("input_ids", "position_ids", "attention_mask", "padding_mask", "labels", "loss_mask"),
+    *("image_grid_thw", "video_grid_thw"),
+)
+
+
+def read_arguments(arguments: dict[str, Any], cp_group: ProcessGroup | None = None) -> dict[str, Any]:
+    """The arguments of a call, as for `as_model_inputs`, with those that are read copied to the host, in one wait.
+
+    The size of a square attention mask is quadratic in the tokens, so the real tokens are computed from it on its
+    device, and replace it; except that a mask of another meaning is kept, for `real_tokens` to refuse.
+
+    Slices of a row, which its lengths tell (one row [1, n] with `packed_seq_params` whose physical lengths add up to
+    cp * n), are replaced by the whole row, see `whole_row`. The host then waits twice more, to compare and to read.
+    """
+    given = {name: value for name in _READ if isinstance(value := arguments.get(name), Tensor)}
+    square, ids = {}, given.get("input_ids")
+    if "attention_mask" in given and given["attention_mask"].dim() > 2:
+        mask = given.pop("attention_mask")
+        squares = _squares(mask, *ids.shape) if ids is not None and ids.dim() == 2 else None
+        if squares is not None and ids.shape[1] > 1:
+            square = dict(zip(("real", "plain"), _square_in_brief(squares), strict=True))
+    packed = copy.copy(arguments.get("packed_seq_params"))
+    offsets = {name: value for name in OFFSETS if isinstance(value := getattr(packed, name, None), Tensor)}
+    read = on_host(given | offsets | square)
+    for name in offsets:
+        setattr(packed, name, read.pop(name))
+    if square:
+        real, plain = read.pop("real"), read.pop("plain")
+        if plain:  # one causal mask for all rows gives no information about padding
+            read["attention_mask"] = None if len(real) == 1 and real.all() else real.expand(ids.shape)
+    read = arguments | read | (dict(packed_seq_params=packed) if offsets else {})
+
+    cp_size = 1 if cp_group is None else cp_group.size()
+    ids, packed = read["input_ids"], read.get("packed_seq_params")
+    if cp_size == 1 or packed is None or ids is None or ids.dim() != 2 or len(ids) != 1 or not ids.numel():
+        return read
+    logical, physical = segment_lengths(packed)
+    if int(physical.sum()) != cp_size * ids.shape[1]:
+        return read
+    return read | whole_row(arguments, _packed_layout(logical, physical), cp_group)

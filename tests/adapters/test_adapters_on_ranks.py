@@ -1,0 +1,147 @@
+"""Adapters of a model that is split over two ranks, saved from there: transformers and `peft` get its losses.
+
+As verl and Megatron-Bridge's training do: adapters are put in by a hook before wrapping, and every checkpoint has
+`AutoBridge.save_hf_adapter` called on all ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+from qwen3vl_bridge.peft.adapter_rows import LINEAR_LAYERS, OF_LINEAR_ATTENTION
+from qwen3vl_bridge.weights.rows import ExpertLayout
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from tests.forked import run_ranks
+from tests.noise import check, limit
+from tests.parity.batches import make_samples
+
+from .adapted_models import reference_logits, with_adapter
+from .adapters_on_ranks import PATTERN, Job
+
+EP = dict(expert_model_parallel_size=2)
+TP = dict(tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=1)
+PP = dict(pipeline_model_parallel_size=2, pipeline_dtype=None)
+DENSE = [
+    Job("tensors LoRA", "", "lora", TP),
+    Job("tensors CanonicalLoRA", "", "canonical_lora", TP),
+    Job("stages VLMLoRA", "", "vlm_lora", PP),
+    Job("stages pattern", "", "lora", PP, dict(target_modules=[PATTERN])),
+]
+MOE = [
+    Job("experts ours", "", "ours", EP, dict(adapt_experts=True)),
+    Job("experts LoRA", "", "lora", EP),
+    Job("experts normalized", "", "lora", EP, dict(normalize_moe_lora=True)),
+    Job("experts CanonicalLoRA", "", "canonical_lora", EP),
+]
+ALL = dict(target_modules=[*LINEAR_LAYERS, *OF_LINEAR_ATTENTION])
+QWEN3_5 = [
+    Job("tensors", "dense", "ours", TP, ALL),
+    Job("tensors LoRA", "dense", "lora", TP, ALL),
+    Job("tensors experts", "moe", "ours", TP, ALL | dict(adapt_experts=True)),
+    Job("experts", "moe", "ours", EP, ALL | dict(adapt_experts=True)),
+    Job("stages", "dense", "ours", PP, ALL),
+    Job("stages pattern", "dense", "ours", PP, dict(target_modules=["*.layers.2.*.in_proj"])),
+]
+
+
+@pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_5"])
+def jobs(request):
+    if request.param == "qwen3_5":
+        folders = request.getfixturevalue("qwen3_5_folders")
+        return [replace(job, folder=str(folders[job.folder])) for job in QWEN3_5]
+    untied, moe, layouts = (request.getfixturevalue(name) for name in ("untied_folder", "moe_folder", "moe_folders"))
+    jobs = [replace(job, folder=str(untied)) for job in DENSE] + [replace(job, folder=str(moe)) for job in MOE]
+    return jobs + [
+        Job(f"experts {layout.name}", str(layouts[layout]), "lora", EP)
+        for layout in (ExpertLayout.INPUT_MAJOR, ExpertLayout.PER_EXPERT)
+    ]
+
+
+@pytest.fixture(scope="module")
+def out(jobs, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters")
+    run_ranks("tests.adapters.adapters_on_ranks", 2, json.dumps([asdict(job) for job in jobs]), folder)
+    return folder
+
+
+def losses_of(model, config) -> torch.Tensor:
+    """Of the first sample, a loss for each token."""
+    sample = make_samples("mixed", config, seed=9)[0]
+    (logits,) = reference_logits(model, [sample])
+    return F.cross_entropy(logits, sample.labels, reduction="none")
+
+
+def packed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of one expert each as transformers has them: [experts, 2 * I, H] and [experts, H, I] of a layer."""
+    whole, experts = {}, {}
+    for name, tensor in tensors.items():
+        if found := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name):
+            experts.setdefault((found[1], found[3]), {})[int(found[2])] = tensor
+        else:
+            whole[name] = tensor
+    stacked = {key: torch.stack([each[n] for n in sorted(each)]) for key, each in experts.items()}
+    for module in {module for module, _ in stacked}:
+        whole[f"{module}.gate_up_proj"] = torch.cat([stacked[module, kind] for kind in ("gate_proj", "up_proj")], 1)
+        whole[f"{module}.down_proj"] = stacked[module, "down_proj"]
+    return whole
+
+
+def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest."""
+    return (one - other).abs().max().item()
+
+
+def check_what_is_saved(job: Job, out: Path, readable: Path | None = None) -> None:
+    """The losses of a job are those of the model and of the adapters that it has saved.
+
+    Args:
+        job: which has one pipeline stage, or nothing is checked.
+        out: what was saved.
+        readable: folder of its model in a layout that transformers reads, where its own is not.
+    """
+    found = json.loads((out / f"{job.name}.json").read_text())
+    if "losses" not in found:
+        return
+    base = AutoModelForImageTextToText.from_pretrained(readable or job.folder)
+    if readable:
+        merged = copy.deepcopy(base)
+        merged.load_state_dict(packed(load_file(out / job.name / "merged" / "model.safetensors")))
+    else:
+        merged = AutoModelForImageTextToText.from_pretrained(out / job.name / "merged")
+    before = losses_of(base, base.config)
+    adapted = with_adapter(readable or job.folder, out / job.name / "adapter")
+    expected = torch.tensor(found["losses"])
+    assert (expected - before).abs().max() > 0.1
+    for kind, model in (("merged", merged), ("adapter", adapted)):
+        compute = partial(losses_of, model, base.config)
+        check({kind: difference(expected, compute())}, {kind: limit(compute, difference, model)})
+
+
+def test_losses_are_those_of_what_is_saved(jobs, out, moe_folder):
+    for job in jobs:
+        check_what_is_saved(job, out, moe_folder if "PER_EXPERT" in job.name else None)
+
+
+def test_stages_have_the_adapters_of_the_whole_model(jobs, out):
+    """A pattern counts layers of the model, not of a stage; and VLMLoRA meets stages without a vision tower."""
+    names = {job.name: json.loads((out / f"{job.name}.json").read_text())["adapters"] for job in jobs}
+    if "stages" in names:  # Qwen3.5
+        assert names["stages"] == names["tensors"]
+        layer = "model.language_model.layers.2.linear_attn.in_proj"
+        parts = [f"{layer}_{part}.lora_{k}.weight" for part in ["qkv", "z", "b", "a"] for k in "AB"]
+        assert names["stages pattern"] == sorted(parts)
+        return
+    assert names["stages VLMLoRA"] == names["tensors LoRA"]
+    layers = {name.partition(".self_attn.")[0] for name in names["stages pattern"] if "language_model" in name}
+    assert layers == {"model.language_model.layers.3"}

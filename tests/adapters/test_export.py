@@ -1,0 +1,352 @@
+"""Trained adapters of every kind in other libraries: `peft` and transformers get the logits and gradients of the
+Megatron model, from a folder of adapters and from merged weights.
+
+Of Megatron-Bridge's own classes too, which its recipes, verl, NeMo-RL and miles make themselves; the calls of these are
+in `tests/frameworks/test_adapters.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import types
+from collections.abc import Callable
+from typing import NamedTuple
+
+from qwen3vl_bridge.peft.adapter_rows import LINEAR_LAYERS, OF_LINEAR_ATTENTION, hf_targets
+from qwen3vl_bridge.peft.lora import Qwen3VLDoRA, Qwen3VLLoRA
+from qwen3vl_bridge.peft.model_adapters import save_hf_adapter
+from qwen3vl_bridge.weights.bridge_mappings import InputMajorExpertMapping
+from qwen3vl_bridge.weights.rows import IN, OUT, ExpertLayout
+
+import pytest
+import torch
+from megatron.bridge.models.conversion.model_bridge import MegatronWeightTuple
+from megatron.bridge.models.conversion.peft_bridge import AdapterWeight
+from megatron.bridge.peft.canonical_lora import CanonicalLoRA
+from megatron.bridge.peft.dora import DoRA
+from megatron.bridge.peft.lora import LoRA, VLMLoRA
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from tests.noise import check, limit, relative
+
+from .adapted_models import (
+    ALL_PARTS,
+    Adapted,
+    adapt,
+    check_logits,
+    model_of,
+    reference_gradients,
+    reference_logits,
+    with_adapter,
+    worst_difference,
+)
+
+SIZE = dict(dim=4, alpha=8)
+TEXT = "*language_model*."
+ALL = dict(target_modules=[*LINEAR_LAYERS, *OF_LINEAR_ATTENTION])
+NO_BALANCING = dict(moe_aux_loss_coeff=0.0)  # transformers' loss here has none
+
+
+class Case(NamedTuple):
+    """Adapters of a tiny model: "untied" and "moe" are Qwen3-VL's, the others Qwen3.5's."""
+
+    model: str
+    peft: Callable[[], object]
+    gradients: bool = False  # whether they are compared with those of `peft`
+    own_weights: bool = False  # whether weights of the model are trained too, which a folder of adapters cannot have
+
+
+def lora(model: str, gradients: bool = False, **fields) -> Case:
+    return Case(model, lambda: Qwen3VLLoRA(**SIZE, **fields), gradients)
+
+
+def dora(model: str, gradients: bool = False, **fields) -> Case:
+    return Case(model, lambda: Qwen3VLDoRA(**SIZE, **fields), gradients)
+
+
+def stock(model: str, kind: type, own_weights: bool = False, **fields) -> Case:
+    return Case(model, lambda: kind(**SIZE, **fields), own_weights=own_weights)
+
+
+VISION = dict(adapt_language_model=False, adapt_vision_model=True)
+SOME = dict(adapt_vision_model=True, target_modules=["*.layers.1.*.linear_qkv", "*.layers.2.*.linear_fc1"])
+EXPERTS = dict(adapt_experts=True)
+OURS = {
+    "LoRA": lora("untied"),
+    "DoRA": dora("untied"),
+    "LoRA, all parts": lora("untied", True, **ALL_PARTS),
+    "DoRA, all parts": dora("untied", True, **ALL_PARTS),
+    "LoRA, vision": lora("untied", **VISION),
+    "DoRA, vision": dora("untied", **VISION),
+    "LoRA, some layers": lora("untied", **SOME),
+    "DoRA, some layers": dora("untied", **SOME),
+    "LoRA, no expert": lora("moe", **ALL_PARTS),
+    "DoRA, no expert": dora("moe", **ALL_PARTS),
+    "experts": lora("moe", True, **EXPERTS, **ALL_PARTS),
+    "experts alone": lora("moe", True, **EXPERTS, target_modules=["*.experts.linear_fc1", "*.experts.linear_fc2"]),
+    "experts of some layers": lora(
+        "moe", True, **EXPERTS, target_modules=["*.layers.2.*.linear_fc*", "*.layers.3.*.linear_qkv"]
+    ),
+    "all but some experts": lora(
+        "moe", True, **EXPERTS, target_modules=[], exclude_modules=["*.layers.0.*.linear_fc*", "linear_qkv"]
+    ),
+    "linear attention, LoRA": lora("dense 3.5", True, **ALL, **ALL_PARTS),
+    "linear attention, DoRA": dora("dense 3.5", True, **ALL, **ALL_PARTS),
+    "projection of one layer": lora("dense 3.5", True, target_modules=["*.layers.1.*.in_proj"]),
+    "gates": lora("tied 3.5", True, target_modules=["*.layers.3.*.linear_qkv"]),
+    "linear attention, experts": lora("moe 3.5", True, **ALL, **ALL_PARTS, **EXPERTS),
+    "shared experts": lora("moe 3.5", True, target_modules=["*.shared_experts.*"]),
+    "shared experts, DoRA": dora("moe 3.5", True, **ALL),
+}
+BOTH = {
+    "LoRA": dict(kind=LoRA),
+    "LoRA on all linear layers": dict(kind=LoRA, target_modules=[], exclude_modules=[]),
+    "LoRA on some": dict(kind=LoRA, target_modules=["linear_qkv", "*.layers.2.mlp.*linear_fc1"]),
+    "VLMLoRA": dict(kind=VLMLoRA),
+    "VLMLoRA beside a trained tower": dict(
+        kind=VLMLoRA,
+        own_weights=True,
+        target_modules=[f"{TEXT}linear_qkv"],
+        freeze_vision_model=False,
+        freeze_vision_projection=False,
+    ),
+    "DoRA on attention": dict(kind=DoRA, target_modules=["linear_qkv", "linear_proj"]),
+    "CanonicalLoRA": dict(kind=CanonicalLoRA),
+    "CanonicalLoRA on MLPs": dict(
+        kind=CanonicalLoRA, target_modules=["linear_fc1_up", "linear_fc1_gate", "linear_proj"]
+    ),
+}
+CASES = OURS | {
+    **{f"stock {name}, {model}": stock(model, **it) for name, it in BOTH.items() for model in ("untied", "moe")},
+    "stock DoRA, untied": stock("untied", DoRA),
+    "stock LoRA on routers, moe": stock("moe", LoRA, target_modules=["linear_proj", "router"]),
+    "stock LoRA, smaller on experts, moe": stock("moe", LoRA, normalize_moe_lora=True),
+    "stock LoRA, moe 3.5": stock("moe 3.5", LoRA, **ALL)._replace(gradients=True),
+    "stock LoRA on all linear layers, 3.5": stock("dense 3.5", LoRA, target_modules=[])._replace(gradients=True),
+}
+
+
+class Trained(NamedTuple):
+    """Trained adapters, the logits they make, and the folder of their model."""
+
+    case: Case
+    adapted: Adapted
+    logits: list[torch.Tensor]
+    folder: object
+
+    def save(self, path) -> None:
+        """By AutoBridge's own method, which Megatron-Bridge's training, verl and NeMo-RL call."""
+        self.adapted.pair.bridge.save_hf_adapter([self.adapted.model], path, self.adapted.peft, show_progress=False)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def trained(request) -> Trained:
+    case = CASES[request.param]
+    if case.model.endswith(" 3.5"):
+        folder = request.getfixturevalue("qwen3_5_folders")[case.model.removesuffix(" 3.5")]
+    else:
+        folder = request.getfixturevalue(f"{case.model}_folder")
+    adapted = adapt(folder, case.peft(), **(NO_BALANCING if "moe" in case.model else {}))
+    base = reference_logits(adapted.pair.reference, adapted.samples)
+    losses = adapted.train()
+    assert losses == sorted(losses, reverse=True)
+    logits = adapted.logits()
+    assert worst_difference(logits, base) > 0.5
+    if not case.own_weights:
+        with adapted.peft.disable_adapter([adapted.model]):
+            check_logits(adapted.logits(), adapted.pair.reference, adapted.samples)
+    return Trained(case, adapted, logits, folder)
+
+
+def test_adapter(trained, tmp_path):
+    if trained.case.own_weights:
+        return
+    trained.save(tmp_path)
+    check_logits(trained.logits, with_adapter(trained.folder, tmp_path), trained.adapted.samples)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(trained.folder)
+    # Where ranks differ, so do alphas: alpha / rank is one number, which is all that vLLM looks at.
+    ranks, alphas = config["rank_pattern"], config["alpha_pattern"]
+    assert ranks.keys() == alphas.keys() and config["r"] == 4
+    assert {alphas[name] / rank for name, rank in ranks.items()} <= {config["lora_alpha"] / config["r"]}
+
+
+def test_merged(trained, tmp_path):
+    trained.adapted.pair.bridge.save_hf_pretrained([trained.adapted.model], tmp_path, show_progress=False)
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path)
+    check_logits(trained.logits, merged, trained.adapted.samples)
+
+
+# One `linear_in` in Megatron is the `lora_A` of each of these in `peft`, and its gradient the sum of theirs.
+SHARED = re.compile(r"\.(?:(?:q|k|v)_proj|(?:gate|up)_proj|in_proj_(?:qkv|z|b|a))\.lora_A")
+
+
+def megatron_gradients(adapted: Adapted) -> dict[str, torch.Tensor]:
+    """By the names and in the layouts of `peft`: they are converted as adapters are, which is linear."""
+    adapted.model.zero_grad()
+    adapted.backward()
+    kept = {name: parameter.data for name, parameter in adapted.trainable().items()}
+    for parameter in adapted.trainable().values():
+        parameter.data = parameter.grad
+    converted = adapted.pair.bridge._model_bridge.adapter_weights([adapted.model])
+    for name, parameter in adapted.trainable().items():
+        parameter.data = kept[name]
+    return {SHARED.sub(".lora_A", name): gradient for name, gradient in converted.items()}
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_gradients_are_those_of_peft(trained, tmp_path, packed):
+    """Of rows with padding too, for which megatron-core computes experts as for real tokens."""
+    case, adapted, _, folder = trained
+    if not case.gradients:
+        return
+    trained.save(tmp_path)
+    reference = with_adapter(folder, tmp_path)
+
+    def expected() -> dict[str, torch.Tensor]:
+        summed: dict[str, torch.Tensor] = {}
+        for name, gradient in reference_gradients(reference, adapted.samples).items():
+            together = SHARED.sub(".lora_A", name)
+            summed[together] = summed.get(together, 0) + gradient
+        return summed
+
+    def error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+        assert found.keys() == expected.keys()
+        return max(relative(found, expected).values())
+
+    adapted.packed = packed
+    found = megatron_gradients(adapted)
+    adapted.packed = True
+    check({"gradients": error(found, expected())}, {"gradients": limit(expected, error, reference)})
+
+
+def test_names_of_experts_that_vllm_reads(moe_folder, tmp_path):
+    """It takes an adapter's `experts.base_layer` for gate and up, and its `experts` for down, and asks for both."""
+    adapted = adapt(moe_folder, Qwen3VLLoRA(**SIZE, adapt_experts=True))
+    save_hf_adapter(adapted.pair.bridge, [adapted.model], tmp_path, adapted.peft)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    experts = {name: list(tensor.shape) for name, tensor in tensors.items() if ".experts." in name}
+    # 6 experts of 80 x 48, rank 4.
+    expected = {
+        "experts.base_layer.lora_A.weight": [24, 80],
+        "experts.base_layer.lora_B.weight": [96, 24],
+        "experts.lora_A.weight": [24, 48],
+        "experts.lora_B.weight": [80, 24],
+    }
+    layers = {re.search(r"\.layers\.(\d+)\.", name)[1] for name in experts}
+    prefix = "base_model.model.model.language_model.layers"
+    assert layers and experts == {
+        f"{prefix}.{layer}.mlp.{name}": shape for layer in layers for name, shape in expected.items()
+    }
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert all(name.endswith(("gate_up_proj", "down_proj")) for name in config["target_parameters"])
+
+
+@pytest.mark.parametrize("layout", [ExpertLayout.INPUT_MAJOR, ExpertLayout.OUTPUT_MAJOR])
+def test_merged_into_experts(moe_folders, layout, tmp_path):
+    """Into the layout of the released checkpoints, and into that of transformers 5."""
+    adapted = adapt(moe_folders[layout], Qwen3VLLoRA(**SIZE, adapt_experts=True))
+    adapted.train()
+    adapted.pair.bridge.save_hf_pretrained([adapted.model], tmp_path, show_progress=False)
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path)
+    check_logits(adapted.logits(), merged, adapted.samples)
+
+
+@pytest.mark.parametrize("shapes", [((4, 48), (80, 4)), ((6, 4, 48), (6, 80, 4)), ((6, 4, 48), (80, 4))])
+def test_merged_into_grouped_experts(moe_folders, shapes):
+    """As Transformer Engine has them, one adapter for all or a stack of them: the tensors alone, without a GPU."""
+    prefix = "language_model.decoder.layers.2.mlp.experts.linear_fc2"
+    adapted = adapt(moe_folders[ExpertLayout.INPUT_MAJOR], LoRA(**SIZE, target_modules=["linear_proj"]))
+    rows, columns = (torch.randn(shape) for shape in shapes)
+    sides = [
+        MegatronWeightTuple(f"{prefix}.adapter.{kind}", side, 0)
+        for kind, side in zip((IN, OUT), (rows, columns), strict=True)
+    ]
+    adapter, weight = AdapterWeight(prefix, None, 8, 4, *sides), torch.randn(48, 80)
+    for expert in range(6):
+        task = types.SimpleNamespace(
+            global_param_name=f"{prefix}.to_wrap.weight{expert}",
+            mapping=InputMajorExpertMapping(f"{prefix}.weight{expert}", "experts.down_proj"),
+        )
+        conversion = adapted.pair.bridge._model_bridge
+        merged = conversion._merge_grouped_export_adapter_weights(task, {"down": weight}, [adapter], 6)
+        a, b = (side[expert] if side.ndim > 2 else side for side in (rows, columns))
+        torch.testing.assert_close(merged["down"], weight + 8 / 4 * (b @ a).t())
+
+
+def test_layers_left_out(untied_folder, tmp_path):
+    """By how their names begin, as Megatron-Bridge's method takes them."""
+    adapted = adapt(untied_folder, Qwen3VLDoRA(**SIZE, **ALL_PARTS))
+    left_out = ["vision_model", "language_model.decoder.layers.0.mlp"]
+    adapted.pair.bridge.save_hf_adapter([adapted.model], tmp_path, adapted.peft, exclude_adapter_base_prefixes=left_out)
+    names = {name for name in with_adapter(untied_folder, tmp_path).state_dict() if ".lora_" in name}
+    assert names and not any(".visual." in name or ".layers.0.mlp." in name for name in names)
+    assert any(".layers.0.self_attn." in name for name in names)
+
+
+@pytest.mark.parametrize("method", [Qwen3VLLoRA, Qwen3VLDoRA])
+@pytest.mark.parametrize("model", ["untied", "3.5"])
+def test_bfloat16_is_rounded_once(request, model, method):
+    folders = request.getfixturevalue("qwen3_5_folders") if model == "3.5" else {}
+    folder = folders.get("dense") or request.getfixturevalue("untied_folder")
+    adapted = adapt(folder, method(**SIZE, **ALL_PARTS, lora_B_init_method="normal"))
+    for parameter in adapted.model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    found = dict(adapted.pair.bridge.export_hf_weights([adapted.model], show_progress=False))
+    for parameter in adapted.model.parameters():
+        parameter.data = parameter.data.float()
+    exact = dict(adapted.pair.bridge.export_hf_weights([adapted.model], show_progress=False))
+    for name, weight in found.items():
+        if ".norm.weight" in name and "linear_attn" in name:
+            continue  # shifted by one in its own precision
+        assert weight.dtype is torch.bfloat16
+        torch.testing.assert_close(weight, exact[name].bfloat16(), rtol=0, atol=0, msg=name)
+
+
+def test_each_projection_is_a_part_of_the_layers_product(qwen3_5_folders):
+    """By the formula, without the `peft` library: rows of B, the one A, alpha / dim."""
+    adapted = adapt(qwen3_5_folders["dense"], Qwen3VLLoRA(**SIZE, **ALL, lora_B_init_method="normal"))
+    found = adapted.pair.bridge._model_bridge.adapter_weights([adapted.model])
+    layers = adapted.model.language_model.decoder.layers
+    prefix = "model.language_model.layers"
+
+    def delta(name: str) -> torch.Tensor:
+        return 8 / 4 * found[f"{prefix}.{name}.lora_B.weight"] @ found[f"{prefix}.{name}.lora_A.weight"]
+
+    adapter = layers[1].self_attention.in_proj.adapter
+    whole = 8 / 4 * adapter.linear_out.weight @ adapter.linear_in.weight
+    # q, k, v, then z, b, a: 2 * 4 * 8 + 8 * 12, 8 * 12, 8 and 8 rows.
+    for part, rows in zip(["qkv", "z", "b", "a"], whole.split([160, 96, 8, 8]), strict=True):
+        assert torch.equal(delta(f"1.linear_attn.in_proj_{part}"), rows)
+    adapter = layers[3].self_attention.linear_qkv.adapter
+    whole = (8 / 4 * adapter.linear_out.weight @ adapter.linear_in.weight).unflatten(0, (2, 6, 32))
+    queries, gates, key, value = whole.split([2, 2, 1, 1], 1)  # of each of two groups, heads of 32
+    assert torch.equal(delta("3.self_attn.q_proj"), torch.stack((queries, gates), 2).flatten(0, 3))
+    assert torch.equal(delta("3.self_attn.k_proj"), key.flatten(0, 2))
+    assert torch.equal(delta("3.self_attn.v_proj"), value.flatten(0, 2))
+
+
+def test_a_model_without_adapters(untied_folder, tmp_path):
+    adapted = adapt(untied_folder, Qwen3VLLoRA(dim=2))
+    plain = adapt(untied_folder, Qwen3VLLoRA(dim=2)).pair.bridge
+    with pytest.raises(ValueError, match="no adapters to save"):
+        save_hf_adapter(plain, [model_of(untied_folder)], tmp_path / "adapter", adapted.peft)
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_dora_for_callers_that_take_two_matrices(untied_folder):
+    """They hand them to vLLM and SGLang as LoRA: verl and miles."""
+    adapted = adapt(untied_folder, DoRA(**SIZE))
+    with pytest.raises(ValueError, match=r"40 DoRA adapters, .* save_hf_adapter, or export"):
+        adapted.pair.bridge.export_adapter_weights([adapted.model])
+
+
+def test_targets_name_exactly_the_adapted():
+    modules = [f"{name}.weight" for name in ("a.0.q", "a.1.q", "b.0.k", "b.1.k", "norm")]
+    adapted = [f"{name}.weight" for name in ("a.0.q", "a.1.q", "b.1.k")]
+    assert hf_targets(adapted, [*modules, "e.0.k", "e.1.k"]) == {"target_modules": ["b.1.k", "q"]}
+    parameters = ["e.0.k", "e.1.k", "e.0.n", "e.1.n"]
+    found = hf_targets([*adapted, "e.0.k", "e.1.k", "e.1.n"], [*modules, *parameters])
+    assert found == {"target_modules": ["b.1.k", "q"], "target_parameters": ["e.1.n", "k"]}

@@ -1,0 +1,367 @@
+"""Adapters in a model, by our classes and Megatron-Bridge's: what is trained, what is refused, and recomputation."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+from qwen3vl_bridge.peft.insertion import MagnitudeLinear
+from qwen3vl_bridge.peft.lora import Qwen3VLDoRA, Qwen3VLLoRA, Qwen3VLParts
+from qwen3vl_bridge.training.metrics import ExpertLoad
+from qwen3vl_bridge.training.process_groups import initialize
+
+import pytest
+import torch
+from megatron.bridge import AutoBridge
+from megatron.bridge.peft.canonical_lora import CanonicalLoRA
+from megatron.bridge.peft.dora import DoRA
+from megatron.bridge.peft.lora import LoRA, VLMLoRA
+from megatron.core.distributed import DistributedDataParallelConfig
+
+from .adapted_models import ALL_PARTS, adapt, model_of
+
+TOWERS = ("language_model", "vision_model")
+PARTS = ("language_model", "vision_model", "vision_projection")
+EIGHT = list(itertools.product((False, True), repeat=3))
+FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+FULL_VISION = {f"vision_{name}": value for name, value in FULL.items()}
+NO_BALANCING = dict(moe_aux_loss_coeff=0.0)
+TEXT = "*language_model*."
+
+
+def part_of(name: str) -> str:
+    if name.startswith("language_model."):
+        return "language_model"
+    return "vision_projection" if "merger" in name else "vision_model"
+
+
+def chosen(prefix: str, flags: tuple[bool, ...]) -> dict[str, bool]:
+    return {f"{prefix}_{part}": flag for part, flag in zip(PARTS, flags, strict=True)}
+
+
+class TestWhatIsTrained:
+    """Every combination of the provider's flags with PEFT's, adapters on all parts or on one."""
+
+    @pytest.mark.parametrize("rests", EIGHT)
+    @pytest.mark.parametrize("provider_rests", EIGHT)
+    def test_flags(self, untied_folder, provider_rests, rests):
+        # Each part meets adapters and none over the eight cases.
+        adapts = (rests[1], rests[2], rests[0]) if any(rests) else (True, True, True)
+        peft = Qwen3VLLoRA(dim=2, **chosen("freeze", rests), **chosen("adapt", adapts))
+        adapted = adapt(untied_folder, peft, content="one image", **chosen("freeze", provider_rests))
+        adapted.backward()
+        for name, p in adapted.model.named_parameters():
+            part = PARTS.index(part_of(name))
+            is_adapter = ".adapter." in name
+            expected = is_adapter or not (provider_rests[part] or rests[part])
+            assert (p.grad is not None) == p.requires_grad == expected, name
+            assert not is_adapter or adapts[part], name
+        found = {part_of(name) for name, _ in adapted.model.named_parameters() if ".adapter." in name}
+        assert found == {part for part, adapt_it in zip(PARTS, adapts, strict=True) if adapt_it}
+
+    @pytest.mark.parametrize("method", [Qwen3VLLoRA, Qwen3VLDoRA])
+    def test_every_adapter_gets_a_gradient(self, untied_folder, method):
+        adapted = adapt(untied_folder, method(dim=2, **ALL_PARTS))
+        adapted.train(steps=1)  # before, B is zero, and so is the gradient of A
+        adapted.model.zero_grad()
+        adapted.backward()
+        assert [name for name, p in adapted.trainable().items() if not p.grad.any()] == []
+
+    def test_for_inference_nothing_is_trained(self, untied_folder):
+        model = model_of(untied_folder)
+        Qwen3VLLoRA(dim=2, freeze_vision_model=False)(model, training=False)
+        assert not any(p.requires_grad for p in model.parameters()) and not model.training
+
+    def test_target_modules_choose_within_the_parts(self, untied_folder):
+        targets = ["linear_qkv", "*.layers.1.*.linear_fc2"]
+        model = Qwen3VLLoRA(dim=2, adapt_vision_model=True, target_modules=targets)(model_of(untied_folder))
+        adapted = {name for name, p in model.named_parameters() if p.requires_grad and "linear_in" in name}
+        attention = [f"{tower}.decoder.layers.{i}.self_attention.linear_qkv" for tower in TOWERS for i in range(4)]
+        mlp = [f"{tower}.decoder.layers.1.mlp.linear_fc2" for tower in TOWERS]
+        assert adapted == {f"{layer}.adapter.linear_in.weight" for layer in attention + mlp}
+
+    def test_exclude_modules(self, untied_folder):
+        peft = Qwen3VLLoRA(dim=2, target_modules=[], exclude_modules=["linear_qkv", "linear_proj"])
+        model = peft(model_of(untied_folder))
+        adapted = {name for name, p in model.named_parameters() if p.requires_grad and "linear_in" in name}
+        layers = [f"language_model.decoder.layers.{i}.mlp.linear_fc{n}" for i in range(4) for n in (1, 2)]
+        assert adapted == {f"{layer}.adapter.linear_in.weight" for layer in layers}
+
+    def test_checkpoints_keep_trained_weights_under_adapters(self, untied_folder):
+        """A layer's own weight has another name in a state dictionary than as a parameter once it has an adapter."""
+        peft = Qwen3VLLoRA(dim=2, freeze_language_model=False)
+        adapted = adapt(untied_folder, peft)
+        kept = {name for name in adapted.model.state_dict() if peft.adapter_key_filter(name)}
+        kept = {name for name in kept if not name.endswith("_extra_state")}  # as Megatron-Bridge drops them
+        assert kept == {name.replace(".to_wrap.", ".") for name in adapted.trainable()}
+
+    def test_all_experts_of_a_layer_have_adapters_of_their_own(self, moe_folder):
+        model = Qwen3VLLoRA(dim=2, adapt_experts=True)(model_of(moe_folder))
+        adapters = {name: p for name, p in model.named_parameters() if p.requires_grad and ".experts." in name}
+        assert len(adapters) == 6 * len({re.sub(r"local_experts\.\d+", "", name) for name in adapters})
+        inputs = [p for name, p in adapters.items() if "fc1.adapter.linear_in" in name]
+        assert len({tuple(p.flatten().tolist()) for p in inputs}) == len(inputs)
+
+    def test_layers_that_nobody_named(self, moe_folder, qwen3_5_folders):
+        """No routed experts, and none of linear attention: what Megatron-Bridge's own default names."""
+        for folder, mlp in ((moe_folder, "mlp"), (qwen3_5_folders["moe"], "mlp.shared_experts")):
+            model = Qwen3VLLoRA(dim=2)(model_of(folder))
+            adapted = {name.partition(".adapter.")[0] for name, p in model.named_parameters() if p.requires_grad}
+            attention = {f"self_attention.linear_{last}" for last in ("qkv", "proj")}
+            layers = attention | {f"{mlp}.linear_{last}" for last in ("fc1", "fc2")}
+            assert {re.sub(r".*layers\.\d+\.", "", name) for name in adapted} == layers
+
+    def test_what_vlm_lora_freezes(self, untied_folder):
+        """Parts as the provider's flags mean them: the mergers are the projection, though they hang under the tower."""
+        fields = dict(dim=4, target_modules=[f"{TEXT}linear_qkv"], freeze_vision_projection=False)
+        (model,) = VLMLoRA(**fields)([model_of(untied_folder)])
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        assert {"merger" if "merger" in name else name.partition(".adapter.")[1] for name in trained} == {
+            ".adapter.",
+            "merger",
+        }
+        assert all(p.requires_grad for name, p in model.named_parameters() if "merger" in name)
+        frozen = model_of(untied_folder)
+        frozen.config.freeze_vision_projection = True  # the provider's word holds
+        VLMLoRA(**fields)([frozen])
+        assert not any(p.requires_grad for name, p in frozen.named_parameters() if "merger" in name)
+
+    def test_megatron_bridges_dora_is_ours(self, untied_folder):
+        """Its own wants inputs of three dimensions, and scales the bias that a layer has added."""
+        model = DoRA(dim=4)(model_of(untied_folder))
+        assert all(isinstance(m, MagnitudeLinear) for m in model.modules() if type(m).__name__.endswith("DoRALinear"))
+        assert sum(isinstance(m, MagnitudeLinear) for m in model.modules()) == 40
+
+    def test_load_of_experts_is_counted_under_adapters_of_routers(self, moe_folder):
+        adapted = adapt(moe_folder, LoRA(dim=4, target_modules=["router"]))
+        load = ExpertLoad([adapted.model])
+        adapted.backward()
+        tokens = sum(len(sample.ids) for sample in adapted.samples)
+        counts = load.counts(adapted.pair.provider)
+        assert counts.sum(1).tolist() == [tokens * adapted.pair.provider.moe_router_topk] * len(counts)
+
+
+class TestRefusals:
+    """Before anything is trained or changed."""
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            (dict(target_modules=["linear_qkv", "linear_q"]), r"\['linear_q'\] match no linear layer"),
+            (dict(target_modules=["*vision_model*.linear_qkv"]), "match no linear layer of the adapted parts"),
+            (dict(target_modules=["linear_qkv"], adapt_vision_projection=True), "adapt_vision_projection is True"),
+            (dict(target_modules=["output_layer"]), "match no linear layer"),
+            (dict(adapt_language_model=False), "nothing would be adapted"),
+            (dict(adapt_language_model=False, target_modules=[]), "nothing would be adapted"),
+            (dict(canonical_mapping={"linear_qkv": {"linear_q"}}), "canonical_mapping"),
+            (dict(lora_dtype=torch.float32), "lora_dtype"),
+            (dict(normalize_moe_lora=True), "normalize_moe_lora is True, expected False"),
+            (dict(adapt_experts=True), r"adapted layers belongs to experts: .* a model with experts"),
+        ],
+    )
+    def test_settings(self, untied_folder, fields, message):
+        model = model_of(untied_folder)
+        with pytest.raises(ValueError, match=message):
+            Qwen3VLLoRA(**fields)(model)
+        assert all(p.requires_grad for p in model.parameters())
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            (dict(target_modules=["linear_qkv"]), "adapted layers belongs to experts: .* adapt_language_model=True"),
+            (dict(adapt_language_model=False, adapt_vision_model=True), "adapted layers belongs to experts: expected"),
+            (dict(target_modules=["*.layers.2.mlp.experts.linear_fc1"]), "fc1 would have adapters and .*fc2 none"),
+            (dict(target_modules=["*.local_experts.3.*"]), "adapted layers belongs to experts"),
+            (dict(normalize_moe_lora=True), "normalize_moe_lora is True, expected False"),
+            (dict(experts_shared_outer_loras=True), "experts_shared_outer_loras is True, expected False"),
+            (dict(adapt_experts=False, share_expert_adapters=False), "expected adapt_experts=True with it"),
+            (dict(adapt_experts=False, target_modules=["*.experts.*"]), r"experts' need adapt_experts=True"),
+        ],
+    )
+    def test_settings_for_experts(self, moe_folder, fields, message):
+        model = model_of(moe_folder)
+        with pytest.raises(ValueError, match=message):
+            Qwen3VLLoRA(**(dict(adapt_experts=True) | fields))(model)
+        assert all(p.requires_grad for p in model.parameters())
+
+    @pytest.mark.parametrize(
+        ("model", "peft", "message"),
+        [
+            ("untied", lambda: Qwen3VLDoRA(dropout=0.1), "dropout is 0.1, expected 0: DoRA does not support dropout"),
+            ("untied", lambda: DoRA(dropout=0.1), "dropout is 0.1, expected 0: DoRA does not support dropout here"),
+            ("untied", lambda: Qwen3VLDoRA(target_modules=["linear_q"]), "target_modules"),
+            (
+                "untied",
+                lambda: CanonicalLoRA(target_modules=["linear_q"]),
+                "expected target_modules with linear_k, linear_v too",
+            ),
+            (
+                "untied",
+                lambda: CanonicalLoRA(target_modules=[f"{TEXT}linear_fc1_up"]),
+                r"a part of language_model.*linear_fc1, whose forward .* with linear_fc1_gate too",
+            ),
+            (
+                "untied",
+                lambda: VLMLoRA(freeze_vision_model=False),
+                "freeze_vision_model is False, and vision_.*Qwen3VLLoRA",
+            ),
+            (
+                "untied",
+                lambda: VLMLoRA(freeze_language_model=False),
+                "freeze_language_model is False, and language_model.* not saved in Megatron-Bridge's checkpoints",
+            ),
+            # NeMo-RL's settings adapt it; merged weights, which its generation runs on, would lack that adapter.
+            (
+                "tied",
+                lambda: LoRA(target_modules=[], exclude_modules=[]),
+                r"adapts language_model\.output_layer, whose weight is tied to the embedding",
+            ),
+            ("moe", lambda: Qwen3VLDoRA(adapt_experts=True), "adapt_experts is True, expected False for DoRA"),
+            ("moe", DoRA, r"DoRA adapts .*experts.*, and .* peft does not support DoRA .* qwen3vl_bridge\.Qwen3VLDoRA"),
+            (
+                "moe",
+                lambda: LoRA(experts_shared_outer_loras=True),
+                "experts_shared_outer_loras is True, .* expected False",
+            ),
+        ],
+    )
+    def test_what_would_go_wrong(self, request, model, peft, message):
+        with pytest.raises(ValueError, match=message):
+            peft()([model_of(request.getfixturevalue(f"{model}_folder"))])
+
+    def test_queries_apart_from_their_gates(self, qwen3_5_folders):
+        """CanonicalLoRA has an adapter for as many rows as there are queries; the projection has twice as many."""
+        with pytest.raises(ValueError, match=r"queries, keys and values of language_model.*layers\.3.* rows of gates"):
+            CanonicalLoRA(dim=4)([model_of(qwen3_5_folders["dense"])])
+
+    def test_an_excluded_output_layer(self, tied_folder):
+        model = LoRA(target_modules=[], exclude_modules=["output_layer"])(model_of(tied_folder))
+        assert not any("output_layer.adapter" in name for name, _ in model.named_parameters())
+
+    @pytest.mark.parametrize("method", [Qwen3VLDoRA, DoRA])
+    @pytest.mark.parametrize("name", ["tensor_model_parallel_size", "pipeline_model_parallel_size"])
+    def test_dora_across_ranks(self, untied_folder, method, name):
+        model = model_of(untied_folder)
+        setattr(model.config, name, 2)
+        with pytest.raises(ValueError, match=f"{name} is 2, expected 1 for DoRA"):
+            method()([model])
+
+    def test_experts_that_are_one_product(self, moe_folder):
+        """As Transformer Engine's are."""
+        model = model_of(moe_folder)
+        model.config.moe_grouped_gemm = True
+        with pytest.raises(ValueError, match=r"moe_grouped_gemm is .*experts\.linear_fc1 holds all experts of a rank"):
+            Qwen3VLLoRA(adapt_experts=True)(model)
+
+    @pytest.mark.parametrize("peft", [lambda: Qwen3VLLoRA(adapt_experts=True), LoRA, CanonicalLoRA])
+    def test_experts_that_are_cut(self, moe_folder, peft):
+        model = model_of(moe_folder)
+        model.config.expert_tensor_parallel_size = 2
+        with pytest.raises(ValueError, match="expert_tensor_parallel_size is 2, expected 1 where experts have"):
+            peft()([model])
+
+    def test_adapters_twice(self, untied_folder):
+        model = Qwen3VLLoRA(dim=2)(model_of(untied_folder))
+        with pytest.raises(ValueError, match="already has 16 adapters"):
+            Qwen3VLLoRA(dim=2)(model)
+
+    def test_another_model(self):
+        with pytest.raises(TypeError, match="found a Linear, expected a Qwen3VLModel"):
+            Qwen3VLLoRA()([torch.nn.Linear(2, 2)])
+
+    def test_both_kinds_of_choice(self, untied_folder):
+        with pytest.raises(ValueError, match=r"set target_modules to \[\]"):
+            Qwen3VLLoRA(dim=2, exclude_modules=["*.layers.0.*"])(model_of(untied_folder))
+        model = model_of(untied_folder)
+        Qwen3VLLoRA(dim=2, target_modules=[], exclude_modules=["*.layers.0.*"])(model)
+        adapted = [name for name, p in model.named_parameters() if p.requires_grad]
+        assert adapted and not any(".layers.0." in name for name in adapted)
+
+    def test_a_pipeline_stage_may_lack_a_part(self, untied_folder):
+        model = model_of(untied_folder)
+        model.pre_process = False
+        del model.vision_model
+        Qwen3VLLoRA(dim=2, **ALL_PARTS)(model)
+
+
+# Relative to the largest entry of each gradient; measured 5.2e-7.
+RECOMPUTE_TOLERANCE = 5e-6
+
+
+class TestRecompute:
+    """Adapters get the same gradients from recomputed layers, whatever else is trained."""
+
+    @pytest.mark.parametrize(
+        ("peft_fields", "recompute"),
+        [
+            (dict(), FULL),
+            (ALL_PARTS, FULL | FULL_VISION),
+            (dict(adapt_vision_model=True), FULL_VISION),
+            (dict(adapt_language_model=False, adapt_vision_model=True), FULL_VISION),
+            # The mergers are trained: Megatron-Bridge then leaves recomputing blocks as they are.
+            (dict(adapt_vision_model=True, freeze_vision_projection=False), FULL | FULL_VISION),
+            (dict(target_modules=["linear_fc1"]), dict(recompute_granularity="selective", recompute_modules=["mlp"])),
+        ],
+    )
+    @pytest.mark.parametrize("method", [Qwen3VLLoRA, Qwen3VLDoRA])
+    def test_gradients_are_equal(self, untied_folder, method, peft_fields, recompute):
+        # B starts at zero no longer, else A would have no gradient.
+        fields = dict(dim=2, alpha=1, lora_B_init_method="normal") | peft_fields
+        plain = self.gradients(untied_folder, method(**fields))
+        recomputed = self.gradients(untied_folder, method(**fields), **recompute)
+        assert plain.keys() == recomputed.keys()
+        errors = {n: ((g - recomputed[n]).abs().max() / g.abs().max()).item() for n, g in plain.items()}
+        assert max(errors.values()) <= RECOMPUTE_TOLERANCE, errors
+
+    @pytest.mark.parametrize("recompute", [FULL, dict(recompute_granularity="selective", recompute_modules=["moe"])])
+    def test_experts(self, moe_folder, recompute):
+        found = []
+        for fields in ({}, recompute):
+            peft = Qwen3VLLoRA(dim=2, alpha=1, adapt_experts=True, lora_B_init_method="normal")
+            adapted = adapt(moe_folder, peft, **NO_BALANCING, **fields)
+            adapted.backward()
+            found.append({name: p.grad for name, p in adapted.trainable().items()})
+        plain, recomputed = found
+        errors = {n: ((g - recomputed[n]).abs().max() / g.abs().max()).item() for n, g in plain.items() if g.any()}
+        assert any(".experts." in name for name in errors) and max(errors.values()) <= 2e-5  # measured 2.2e-6
+
+    @pytest.mark.parametrize("method", [LoRA, CanonicalLoRA])
+    def test_megatron_bridges_adapters_of_a_tower_get_gradients(self, untied_folder, method):
+        """It looks at the text model's settings alone; adapters of the tower would not be trained."""
+        adapted = adapt(untied_folder, method(dim=4, lora_B_init_method="normal"), **FULL_VISION)
+        adapted.backward()
+        assert [name for name, p in adapted.trainable().items() if p.grad is None or not p.grad.any()] == []
+
+    def gradients(self, folder, peft: Qwen3VLParts, **provider_fields) -> dict[str, torch.Tensor]:
+        adapted = adapt(folder, peft, **provider_fields)
+        adapted.backward()
+        gradients = {name: p.grad for name, p in adapted.trainable().items()}
+        assert all(gradient is not None and gradient.any() for gradient in gradients.values())
+        return gradients
+
+    def test_a_tower_without_trained_weights_is_not_differentiated(self, untied_folder):
+        adapted = adapt(untied_folder, Qwen3VLLoRA(dim=2), **FULL, **FULL_VISION)
+        tower = []
+        adapted.model.vision_model.register_forward_hook(lambda module, inputs, output: tower.append(output))
+        adapted.backward()
+        assert not any(tensor.requires_grad for tensor in tower[0])
+
+
+def test_as_megatron_bridge_applies_it(untied_folder):
+    """Before wrapping, by a hook of the provider, on a list; here under DistributedDataParallel."""
+    peft = Qwen3VLLoRA(dim=2, **ALL_PARTS)
+    assert isinstance(peft, LoRA)  # Megatron-Bridge counts operations by it
+    provider = AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=True)
+    provider.register_pre_wrap_hook(lambda chunks: peft(chunks, training=True))
+    provider.finalize()
+    groups = initialize(provider, seed=0)
+    (wrapped,) = provider.provide_distributed_model(
+        ddp_config=DistributedDataParallelConfig(use_distributed_optimizer=False, grad_reduce_in_fp32=True),
+        use_cpu_initialization=True,
+        mixed_precision_wrapper=None,
+        pg_collection=groups,
+    )
+    reduced = {name for name, p in wrapped.named_parameters() if hasattr(p, "main_grad")}
+    assert reduced == {name for name, _ in wrapped.named_parameters() if ".adapter." in name}
+    with pytest.raises(ValueError, match="already has 40 adapters"):  # they are found through the wrapper
+        peft([wrapped])

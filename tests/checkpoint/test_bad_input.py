@@ -1,0 +1,258 @@
+"""Bad models, checkpoints, targets and options get one clear error each and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from qwen3vl_bridge.checkpoint import CheckpointError, import_checkpoint, verify_checkpoint
+from qwen3vl_bridge.cli.convert import main
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from .support import (
+    EMBEDDING,
+    NORM,
+    Q_PROJ,
+    change_all,
+    change_extra,
+    change_misshapen,
+    change_missing,
+    expect_error,
+    exporting,
+    importing,
+    model_with,
+    model_with_config,
+    stock_load,
+)
+
+
+def test_a_path_that_is_not_there(capsys, tmp_path):
+    missing = tmp_path / "no such"
+    expect_error(capsys, importing(missing, tmp_path), str(missing), "does not exist", "config.json")
+    expect_error(
+        capsys, exporting(missing, tmp_path), str(missing), "there is no such folder, expected the folder of a Megatron"
+    )
+
+
+def test_a_hub_id_that_cannot_be_reached(capsys, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    def refuse(*_, **__):
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    expect_error(capsys, importing("Qwen/No-Such", tmp_path), "Qwen/No-Such is neither a folder", "no connection")
+
+
+def test_a_file_in_place_of_a_folder(capsys, tmp_path):
+    (tmp_path / "file").write_text("x")
+    expect_error(capsys, importing(tmp_path / "file", tmp_path), "is a file, expected a folder")
+    expect_error(capsys, exporting(tmp_path / "file", tmp_path), "it is a file, not a folder, expected the folder")
+
+
+def test_folders_that_hold_something_else(capsys, tmp_path, untied_folder, imported):
+    (tmp_path / "empty").mkdir()
+    expect_error(capsys, importing(tmp_path / "empty", tmp_path), "no config.json")
+    expect_error(capsys, exporting(tmp_path / "empty", tmp_path), "not a Megatron checkpoint")
+    expect_error(capsys, exporting(untied_folder, tmp_path), str(untied_folder), "not a Megatron checkpoint")
+    expect_error(capsys, importing(imported, tmp_path), str(imported), "no config.json")
+    expect_error(capsys, importing(imported / "iter_0000000" / "hf", tmp_path), "no weights", "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"model_type": "qwen2_vl", "architectures": ["Qwen2VL"]}, ("['Qwen2VL']", "qwen2_vl", "expected Qwen3VLFor")),
+        ({"model_type": "qwen3_vl_moe"}, ("qwen3_vl_moe", "expected Qwen3VLForConditionalGeneration")),
+        (
+            {"model_type": "qwen3_vl_moe", "architectures": ["Qwen3VLMoeForConditionalGeneration"]},
+            ("0 layers have experts", "qwen3_vl_moe does not allow"),
+        ),
+        ({"text_config": {}}, ("lacks the field text_config.vocab_size",)),
+        ({"vision_config": 3}, ("vision_config is 3, expected an object",)),
+    ],
+)
+def test_another_models_configuration(capsys, tmp_path, untied_folder, change, parts):
+    folder = model_with_config(tmp_path / "other", untied_folder, change)
+    expect_error(capsys, importing(folder, tmp_path), str(folder), *parts)
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (change_missing, ("1 missing", f"{NORM}: found nothing, expected [80]")),
+        (change_extra, ("1 unexpected", "layers.9.x: found [3] float32, expected no such tensor")),
+        (change_misshapen, ("1 misshapen", f"{Q_PROJ}: found [5, 80], expected [128, 80]")),
+        (change_all, ("1 missing, 1 unexpected, 1 misshapen", NORM, "layers.9.x", Q_PROJ)),
+        (lambda t: t.update({NORM: t[NORM].to(torch.int32)}), (NORM, "found dtype int32, expected float32")),
+        (lambda t: t.update({Q_PROJ: t[Q_PROJ].half()}), (f"{Q_PROJ} float16", "--torch-dtype")),
+    ],
+)
+def test_tensors_that_are_not_as_the_configuration_says(capsys, tmp_path, untied_folder, change, parts):
+    folder = model_with(tmp_path / "model", untied_folder, change)
+    expect_error(capsys, importing(folder, tmp_path), str(folder), *parts)
+
+
+def test_a_tied_model_with_an_output_layer_of_its_own(capsys, tmp_path, tied_folder):
+    def change(tensors):
+        tensors["lm_head.weight"] = tensors[EMBEDDING].clone()
+        tensors["lm_head.weight"][3, 4] += 1
+
+    folder = model_with(tmp_path / "model", tied_folder, change)
+    error = expect_error(capsys, importing(folder, tmp_path), "tie_word_embeddings", "lm_head.weight")
+    assert "1 of 40960 elements differ, the first is number 244" in error
+
+
+@pytest.mark.parametrize("which", ["untied_folder", "sharded_folder"])
+def test_a_truncated_file_of_weights(capsys, tmp_path, request, which):
+    shutil.copytree(request.getfixturevalue(which), tmp_path / "model")
+    path = sorted((tmp_path / "model").glob("*.safetensors"))[-1]
+    size = path.stat().st_size
+    os.truncate(path, size - 100)
+    expect_error(capsys, importing(tmp_path / "model", tmp_path), str(path), f"{size - 100} bytes, expected {size}")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (change_missing, ("final_layernorm.weight: found nothing, expected [80]",)),
+        (change_extra, ("1 unexpected", "found [3] float32, expected no such tensor")),
+        (change_misshapen, ("1 misshapen", "linear_proj.weight: found [5, 128], expected [80, 128]")),
+    ],
+)
+def test_a_checkpoint_whose_tensors_are_not_as_they_should(capsys, tmp_path, imported, untied_folder, change, parts):
+    names = {NORM: "language_model.decoder.final_layernorm.weight", "model.language_model.layers.9.x": "extra",
+             Q_PROJ: "language_model.decoder.layers.1.self_attention.linear_proj.weight"}  # fmt: skip
+    stored = {k: v for k, v in stock_load(imported / "iter_0000000").items() if isinstance(v, torch.Tensor)}
+    view = {name: stored.get(f"model.module.{key}", torch.zeros(1)) for name, key in names.items()}
+    known = set(view) - {"model.language_model.layers.9.x"}
+    view = {name: view[name] for name in known}
+    change(view)
+    stored = {k: v for k, v in stored.items() if k.removeprefix("model.module.") not in names.values()}
+    stored |= {f"model.module.{names[name]}": tensor for name, tensor in view.items()}
+    dcp.save(stored, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    named = ["--hf-model", str(untied_folder)]
+    expect_error(capsys, exporting(tmp_path / "checkpoint", tmp_path), *parts, options=named)
+
+
+def test_a_truncated_checkpoint(capsys, tmp_path, imported):
+    shutil.copytree(imported, tmp_path / "checkpoint")
+    path = tmp_path / "checkpoint" / "iter_0000000" / "__0_0.distcp"
+    os.truncate(path, path.stat().st_size // 2)
+    expect_error(capsys, exporting(tmp_path / "checkpoint", tmp_path), str(path), "expected")
+    path.unlink()
+    expect_error(capsys, exporting(tmp_path / "checkpoint", tmp_path), str(path), "found nothing, expected a file")
+
+
+def test_an_item_overwritten_with_something_else(capsys, tmp_path, imported):
+    shutil.copytree(imported, tmp_path / "checkpoint")
+    path = tmp_path / "checkpoint" / "iter_0000000" / "__0_0.distcp"
+    path.write_bytes(bytes(path.stat().st_size))
+    expect_error(capsys, exporting(tmp_path / "checkpoint", tmp_path), str(path), "cannot be read")
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "9" * 5000, "3"])
+def test_a_tracker_that_names_no_iteration(capsys, tmp_path, imported, text):
+    shutil.copytree(imported, tmp_path / "checkpoint")
+    (tmp_path / "checkpoint" / "latest_checkpointed_iteration.txt").write_text(text)
+    expect_error(
+        capsys, exporting(tmp_path / "checkpoint", tmp_path), "expected an iteration number" if text != "3" else "iter_"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [("{}", "sharded_backend is None"), ('{"sharded_backend": "zarr"}', "is 'zarr'"), ("x", "as JSON")],
+)
+def test_a_checkpoint_of_another_format(capsys, tmp_path, imported, text, part):
+    shutil.copytree(imported, tmp_path / "checkpoint")
+    (tmp_path / "checkpoint" / "iter_0000000" / "metadata.json").write_text(text)
+    expect_error(capsys, exporting(tmp_path / "checkpoint", tmp_path), "metadata.json", part)
+
+
+def test_a_checkpoint_that_says_it_is_of_the_other_format(capsys, tmp_path, imported):
+    shutil.copytree(imported, tmp_path / "checkpoint")
+    (tmp_path / "checkpoint" / "iter_0000000" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    expect_error(capsys, exporting(tmp_path / "checkpoint", tmp_path), "holds no model", "model.module.")
+
+
+def test_an_existing_target(capsys, tmp_path, untied_folder, imported):
+    for arguments in (importing(untied_folder, tmp_path), exporting(imported, tmp_path)):
+        target = Path(arguments[-1])
+        target.mkdir(parents=True)
+        (target / "precious").write_text("x")
+        expect_error(capsys, arguments, str(target), "exists already", "--overwrite")
+        parts = ("was not written by a conversion", "remove it yourself")
+        expect_error(capsys, arguments, *parts, options=["--overwrite"])
+        assert (target / "precious").read_text() == "x"
+
+
+def test_a_target_inside_the_source(capsys, tmp_path, untied_folder):
+    shutil.copytree(untied_folder, tmp_path / "model")
+    target = str(tmp_path / "model" / "megatron")
+    expect_error(capsys, ["import", "--hf-model", str(tmp_path / "model"), "--megatron-path", target], "overlap")
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--ep", "2"], ("--ep is 2", "no experts")),
+        (["--etp", "2"], ("--etp is 2", "no experts")),
+        (["--pp", "2"], ("--pp is 2", "no pipeline stages")),
+        (["--tp", "3"], ("--tp is 3", "divisor of num_attention_heads, which is 4")),
+        (["--tp", "0"], ("--tp is 0", "expected 1 or more")),
+    ],
+)
+def test_parallel_sizes_that_cannot_be(capsys, tmp_path, untied_folder, options, parts):
+    expect_error(capsys, importing(untied_folder, tmp_path), *parts, options=options)
+
+
+def test_a_disk_without_room(capsys, tmp_path, untied_folder, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6 - 5, 5))
+    expect_error(capsys, importing(untied_folder, tmp_path), "has 5 bytes free, expected")
+
+
+def test_a_disk_that_fills_up_meanwhile(capsys, tmp_path, untied_folder):
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))  # Python turns the signal into an OSError
+    try:
+        expect_error(capsys, importing(untied_folder, tmp_path), "File too large", "nothing was left")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_verify_names_what_differs(capsys, tmp_path, untied_folder, imported):
+    def change(tensors):
+        tensors[Q_PROJ][7, 5] += 1
+        tensors[NORM].neg_()
+
+    folder = model_with(tmp_path / "model", untied_folder, change)
+    report = verify_checkpoint(folder, imported)
+    assert {(d.name, d.elements, d.first) for d in report.differences} == {(Q_PROJ, 1, 7 * 80 + 5), (NORM, 80, 0)}
+    assert main(["verify", "--no-progress", "--hf-model", str(folder), "--megatron-path", str(imported)]) == 1
+    assert f"{Q_PROJ}: 1 of 10240 elements differ" in capsys.readouterr().err
+
+
+def test_verify_during_import_catches_a_wrong_byte(tmp_path, untied_folder, monkeypatch):
+    from qwen3vl_bridge.checkpoint.formats import tensors
+
+    original = tensors.SegmentReader._read
+
+    def damage(self, file, into, offset, path, name):
+        original(self, file, into, offset, path, name)
+        if name == NORM and path.suffix == ".safetensors" and not damaged:
+            into[0] ^= 1
+            damaged.append(True)
+
+    damaged: list[bool] = []
+    monkeypatch.setattr(tensors.SegmentReader, "_read", damage)
+    with pytest.raises(CheckpointError, match="not written correctly"):
+        import_checkpoint(untied_folder, tmp_path / "megatron", verify=True)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,354 @@
+"""One download: stored, or refused for a reason that is said; servers that are down are not asked for each address."""
+
+import os
+import socket
+import threading
+import time
+from types import SimpleNamespace
+
+from qwen3vl_bridge.data import DataError
+from qwen3vl_bridge.data import downloading as module
+from qwen3vl_bridge.data.downloading import MOST_DOWN, Downloader
+from qwen3vl_bridge.data.errors import Unreachable
+from qwen3vl_bridge.data.media import videos
+from qwen3vl_bridge.data.media.images import image_size, load_image
+from qwen3vl_bridge.data.media.media_access import UrlCache
+
+import pytest
+from PIL import Image
+
+from .media.test_video import clip
+from .servers import files, png, raw, redirect, send
+
+
+def test_redirects_are_followed_where_they_are_allowed(server, get):
+    to = {
+        "1": "/a/2.png?x=1",
+        "out": "/b/1.png",
+        "up": "%2e%2e/b/1.png",
+        "far": "http://evil.com/",
+        "file": "file:///etc/passwd",
+        "user": server.url.replace("//", "//me@") + "/a/2.png",
+        "loop": "loop.png",
+    }
+    server.answers = {f"/a/{name}.png": redirect(address) for name, address in to.items()}
+    server.answers |= {"/a/2.png": png(), "/b/1.png": png(), "/a/none.png": 302}
+    allowed = f"{server.url}/a/"
+    assert get("/a/1.png", allowed).read_bytes() == png()
+    for name in ("out", "up", "far", "file", "user"):
+        with pytest.raises(DataError, match=rf"^here: {allowed}{name}.png leads elsewhere: found the URL '"):
+            get(f"/a/{name}.png", allowed)
+    assert server.asked["/b/1.png"] == 0
+    assert get("/a/out.png", allowed, f"{server.url}/b/").read_bytes() == png()
+    with pytest.raises(DataError, match="redirected over 5 times"):
+        get("/a/loop.png")
+    assert server.asked["/a/loop.png"] == 6
+    with pytest.raises(DataError, match="found the status 302"):
+        get("/a/none.png")
+
+
+@pytest.mark.parametrize("status", [204, 400, 401, 403, 404, 410, 451])
+def test_an_address_that_is_gone_is_a_bad_sample(server, get, tmp_path, status):
+    server.answers["/a.png"] = status
+    with pytest.raises(DataError, match=f"^here: {server.url}/a.png: found the status {status}") as caught:
+        get("/a.png")
+    assert not isinstance(caught.value, Unreachable)
+    assert server.asked["/a.png"] == 1 and not files(tmp_path / "cache")
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 503])
+def test_a_server_that_is_busy_is_asked_again(server, get, tmp_path, status):
+    server.answers["/a.png"], server.first["/a.png"] = png(), [status, status]
+    assert get("/a.png").read_bytes() == png() and server.asked["/a.png"] == 3
+    server.answers["/b.png"] = status
+    with pytest.raises(Unreachable, match=rf"^here: found '{server.url}/b.png' out of reach after 3 .*status {status}"):
+        get("/b.png")
+    assert server.asked["/b.png"] == 3 and len(files(tmp_path / "cache")) == 1
+
+
+def test_a_network_that_is_down_is_said_and_no_bad_sample(server, get, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        closed = f"http://127.0.0.1:{free.getsockname()[1]}"
+    for address in (f"{closed}/a.png", "http://no.such.host.invalid/a.png"):
+        with pytest.raises(Unreachable, match=rf"^here: found '{address}' out of reach after 3 attempts \(ConnectErr"):
+            Downloader(UrlCache(tmp_path / "cache"), ("http://",))(address, "here")
+
+
+def test_what_a_killed_download_left_is_removed_and_what_goes_on_is_not(server, get, tmp_path):
+    left, going_on = (tmp_path / "cache/unfinished" / name for name in ("left", "going_on"))
+    left.parent.mkdir(parents=True)
+    for path in (left, going_on):
+        path.write_bytes(png()[:50])
+    os.utime(left, (0, 0))
+    server.answers["/a.png"] = png()
+    assert get("/a.png").read_bytes() == png()
+    assert list(left.parent.iterdir()) == [going_on]
+
+
+def test_a_body_that_breaks_off_is_fetched_again(server, get, tmp_path):
+    def half(handler):
+        send(handler, 200, png()[:50], Content_Length=len(png()))
+        handler.close_connection = True
+
+    server.answers["/a.png"], server.first["/a.png"] = png(), [half]
+    assert get("/a.png").read_bytes() == png() and server.asked["/a.png"] == 2
+    server.answers["/b.png"] = half
+    with pytest.raises(Unreachable, match="RemoteProtocolError"):
+        get("/b.png")
+    assert len(files(tmp_path / "cache")) == 1
+
+
+@pytest.mark.parametrize(
+    ("wait", "longest", "message"), [(0.4, 5, "ReadTimeout"), (0.05, 0.4, r"\(ReadTimeout: [1-9]\d* bytes so far")]
+)
+def test_a_slow_server_holds_nobody(server, get, tmp_path, monkeypatch, wait, longest, message):
+    """Neither without a byte, nor with one now and then."""
+    whole = []
+
+    def drip(handler):
+        send(handler, 200, b"", Content_Length=1000)
+        for _ in range(1000):
+            handler.wfile.write(b"x")
+            time.sleep(wait)
+        whole.append(handler.path)
+
+    server.answers["/a.png"] = drip
+    monkeypatch.setattr(module, "TIMEOUT", 0.2)
+    monkeypatch.setattr(module, "LONGEST", longest)
+    with pytest.raises(Unreachable, match=message):
+        get("/a.png")
+    assert not whole and not files(tmp_path / "cache")
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_too_much_is_refused(server, get, tmp_path, monkeypatch, told):
+    def long(handler):
+        if told:  # and not a byte of it sent
+            send(handler, 200, Content_Length=5000)
+        else:
+            send(handler, 200, b"x" * 5000, Content_Length=None)
+        handler.close_connection = True
+
+    server.answers = {"/a.png": long, "/b.png": png() + b"x" * (1000 - len(png()))}
+    monkeypatch.setattr(module, "MOST_BYTES", 1000)
+    with pytest.raises(
+        DataError, match=rf"here: {server.url}/a.png: found at least [\d,]+ bytes, expected at most 1,000"
+    ):
+        get("/a.png")
+    assert not files(tmp_path / "cache")
+    assert len(get("/b.png").read_bytes()) == 1000
+
+
+def test_what_claims_to_be_packed_and_is_not_is_refused(server, get):
+    server.answers["/a.png"] = lambda handler: send(handler, 200, b"none", Content_Encoding="gzip")
+    with pytest.raises(DataError, match=r"a.png' damaged"):
+        get("/a.png")
+
+
+@pytest.mark.parametrize("to", ["http://[::1", "http:a.png", "data:,x", "http://xn--/", "/a\x01.png", "//[x]"])
+def test_redirects_to_no_address_are_refused(server, get, to):
+    server.answers["/a.png"] = redirect(to)
+    with pytest.raises(DataError, match=rf"^here: found '{server.url}/a.png' (out of reach after 3|redirected to no)"):
+        get("/a.png")
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"HTTP/1.1 2",
+        b"SSH-2.0-OpenSSH_9.6\r\n\r\n",
+        OK + b"no header\r\n\r\n",
+        OK + b"X: " + b"x" * 200_000,
+        OK + b"Content-Le",
+        OK + b"Content-Length: -5\r\n\r\n",
+        OK + b"Content-Length: 9\r\n\r\nabc",
+        OK + b"Transfer-Encoding: none\r\n\r\n",
+        OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\nabc\r\n",
+        OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nab",
+        OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n",
+    ],
+)
+def test_what_breaks_the_rules_of_http_or_off_is_asked_for_again(server, get, tmp_path, answer):
+    server.answers["/a.png"] = raw(answer)
+    with pytest.raises(Unreachable, match=rf"^here: found '{server.url}/a.png' out of reach after 3 .*Error: "):
+        get("/a.png")
+    assert server.asked["/a.png"] == 3 and not files(tmp_path / "cache")
+    server.answers["/b.png"], server.first["/b.png"] = png(), [raw(answer)]
+    assert get("/b.png").read_bytes() == png()
+
+
+@pytest.mark.parametrize("kind", ["text/html; charset=utf-8", "TEXT/HTML", "text/plain", "Application/JSON"])
+def test_a_page_is_no_picture(server, get, tmp_path, kind):
+    server.answers["/a.png"] = lambda handler: send(handler, 200, png(), Content_Type=kind)
+    with pytest.raises(DataError, match=rf"a.png: found a page \({kind.lower()}\), expected an image"):
+        get("/a.png")
+    assert not files(tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "message"),
+    [
+        ("image/png", b"", "found 0 bytes, expected"),
+        ("video/mp4", b"", "found 0 bytes, expected"),
+        ("image/png", b"<html>", r"found contents that begin b'<html>' \(image/png\), expected an image or a video"),
+        ("IMAGE/PNG", b"\x1aE\xdf\xa3", r"found contents that begin .*\(image/png\)"),
+        ("application/octet-stream", b"not found", r"found contents that begin b'not found' \(application/octet-"),
+        (None, b"not found", r"found contents that begin b'not found' \(no type\)"),
+    ],
+)
+def test_what_is_neither_picture_nor_video_stays_out_of_the_cache(server, get, tmp_path, kind, body, message):
+    server.answers["/a.png"] = png()
+    server.first["/a.png"] = [lambda handler: send(handler, 200, body, Content_Type=kind)]
+    with pytest.raises(DataError, match=f"^here: {server.url}/a.png: {message}") as caught:
+        get("/a.png")
+    assert not isinstance(caught.value, Unreachable) and not list((tmp_path / "cache").rglob("*a.png*"))
+    assert get("/a.png").read_bytes() == png()
+
+
+@pytest.mark.parametrize("kind", [None, "binary/octet-stream", "video/x-any"])
+@pytest.mark.parametrize("ending", ["mkv", "mp4", "avi", "ts", "m2ts", "mpg", "flv", "mov", "ogv", "wmv"])
+def test_videos_are_videos_whatever_a_server_calls_them(server, get, tmp_path, kind, ending):
+    body = {"ogv": b"OggS" + bytes(60), "flv": b"FLV\1" + bytes(60)}.get(ending)
+    body = body or clip(tmp_path / f"a.{ending}", 3, rate=25).read_bytes()
+    server.answers["/a"] = lambda handler: send(handler, 200, body, Content_Type=kind)
+    assert get("/a").read_bytes() == body
+
+
+def test_a_picture_too_large_to_be_opened_is_fetched(server, get, monkeypatch):
+    """It is refused for what it is, with others' limits perhaps not."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    server.answers["/a.png"] = png()
+    with pytest.raises(DataError, match=rf"-a.png \(downloaded from {server.url}/a.png\) is too large"):
+        image_size(get("/a.png"), "here")
+
+
+def test_what_does_not_decode_says_where_it_is_from(server, get):
+    """Such as what broke off, of a server that does not say how long it is; who removes it gets it anew."""
+    server.answers = {"/a.png": png(), "/b": b"OggS" + bytes(60)}
+    server.first["/a.png"] = [raw(OK + b"\r\n" + png()[:-30])]
+    path = get("/a.png?x=1")
+    with pytest.raises(DataError, match=rf"{path} \(downloaded from {server.url}/a.png\?x=1\) does not decode"):
+        load_image(path, "here")
+    processor = SimpleNamespace(fps=2)
+    with pytest.raises(DataError, match=rf"-b \(downloaded from {server.url}/b\) does not decode as a video"):
+        videos.sample(get("/b"), processor, "here")
+    path.unlink()
+    assert load_image(get("/a.png?x=1"), "here").size == (64, 32)
+
+
+ATTEMPTS = 3  # of an address, in these tests
+
+
+@pytest.fixture
+def fetch(server, tmp_path):
+    return Downloader(UrlCache(tmp_path / "cache"), ("http://",))
+
+
+def out_of_reach(fetch: Downloader, address: str) -> str:
+    with pytest.raises(Unreachable) as caught:
+        fetch(address, "here")
+    return str(caught.value)
+
+
+@pytest.fixture
+def closed():
+    """An address at which nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{free.getsockname()[1]}"
+
+
+@pytest.fixture
+def hanging(monkeypatch):
+    """One that takes connections, and says nothing; how many it has taken."""
+    monkeypatch.setattr(module, "TIMEOUT", 0.1)
+    taken = []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def take() -> None:
+            while True:
+                try:
+                    taken.append(listening.accept())
+                except OSError:
+                    return
+
+        threading.Thread(target=take, daemon=True).start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}", taken
+        listening.shutdown(socket.SHUT_RDWR)
+    for connection, _ in taken:
+        connection.close()
+
+
+def test_of_a_server_that_is_down_no_more_than_a_few_addresses_are_asked_for(server, fetch, closed):
+    for number in range(MOST_DOWN):
+        assert "out of reach after 3 attempts (ConnectError" in out_of_reach(fetch, f"{closed}/{number}.png")
+    where = closed.removeprefix("http://")
+    assert out_of_reach(fetch, f"{closed}/9.png") == (
+        f"here: found '{closed}/9.png' not requested, because 3 URLs of {where} in a row failed, "
+        "expected a server that responds"
+    )
+    server.answers["/a.png"] = png()  # another server, of the same name and at another port
+    fetch(f"{server.url}/a.png", "here")
+
+
+def test_a_server_that_hangs_is_asked_no_more(fetch, server, monkeypatch, tmp_path, hanging):
+    url, taken = hanging
+    fetch = Downloader(UrlCache(tmp_path / "cache"), ("http://",))  # with the short patience
+    for number in range(MOST_DOWN + 5):
+        said = out_of_reach(fetch, f"{url}/{number}.png")
+        assert ("ReadTimeout" if number < MOST_DOWN else "not requested") in said
+    assert len(taken) == MOST_DOWN * ATTEMPTS
+
+
+@pytest.mark.parametrize("status", [500, 503, 521])
+def test_a_server_that_is_broken_is_asked_no_more(server, fetch, status):
+    server.answers = {f"/{number}.png": status for number in range(9)}
+    said = [out_of_reach(fetch, f"{server.url}/{number}.png") for number in range(9)]
+    assert [f"status {status}" in one for one in said] == [True] * MOST_DOWN + [False] * (9 - MOST_DOWN)
+    assert server.asked.total() == MOST_DOWN * ATTEMPTS
+
+
+@pytest.mark.parametrize("answer", [404, 429, "half", "picture"])
+def test_a_server_that_answers_anything_is_up(server, fetch, answer):
+    """Also one that has enough of us, or whose body breaks off."""
+
+    def half(handler):
+        send(handler, 200, png()[:50], Content_Length=len(png()))
+        handler.close_connection = True
+
+    server.answers = {f"/{number}.png": 503 for number in range(12)}
+    server.answers |= {"/2.png": {"half": half, "picture": png()}.get(answer, answer)}
+    for number in range(MOST_DOWN + 2):  # the third is the other one
+        if number == 2:
+            try:
+                fetch(f"{server.url}/{number}.png", "here")
+            except DataError:
+                continue
+        else:
+            assert "status 503" in out_of_reach(fetch, f"{server.url}/{number}.png")
+    assert server.asked["/4.png"] == ATTEMPTS
+    assert "status 503" in out_of_reach(fetch, f"{server.url}/5.png")
+    assert "not requested" in out_of_reach(fetch, f"{server.url}/6.png")
+
+
+def test_attempts_that_are_under_way_end_as_well(server, fetch, closed, monkeypatch):
+    """Those of other threads, when they would ask the next time."""
+    fetch._failed[closed.removeprefix("http://")] = MOST_DOWN - 1
+    others = threading.Timer(0.2, lambda: fetch._failed.update([closed.removeprefix("http://")]))
+    others.start()
+    monkeypatch.setattr(module, "WAITS", (0.01, 0.5, 30.0))
+    assert "not requested" in out_of_reach(fetch, f"{closed}/1.png")
+    others.join()
+
+
+def test_who_redirects_is_not_the_one_that_is_down(server, fetch, closed):
+    server.answers = {f"/{number}.png": redirect(f"{closed}/{number}.png") for number in range(9)}
+    said = [out_of_reach(fetch, f"{server.url}/{number}.png") for number in range(5)]
+    assert [closed.removeprefix("http://") in one for one in said[MOST_DOWN:]] == [True, True]
+    server.answers["/a.png"] = png()
+    fetch(f"{server.url}/a.png", "here")
