@@ -111,10 +111,7 @@ def run(start: Start) -> dict[str, Any]:
     """One of the runs; or with which error it ended."""
     cfg, follower = start.config(), Follower(start)
     try:
-        with (
-            _warnings() as warnings,
-            mock.patch.object(callbacks, "publish", wraps=callbacks.publish) as published,
-        ):
+        with _warnings() as warnings, mock.patch.object(callbacks, "publish", wraps=callbacks.publish) as published:
             run_bridges_loop(cfg, follower, keep_saving_process=False)
     except (CheckpointError, ValueError, AssertionError) as error:
         return {"error": f"{type(error).__name__}: {error}"}

@@ -19,10 +19,7 @@ import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.state import GlobalState
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.num_microbatches_calculator import (
-    get_current_running_global_batch_size,
-    get_num_microbatches,
-)
+from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size, get_num_microbatches
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -91,11 +88,7 @@ def is_split_unjoined(provider: Any) -> bool:
 
 
 def finalize_gradients(
-    model: list[torch.nn.Module],
-    num_tokens: Tensor | None = None,
-    *,
-    force_all_reduce: bool | None = False,
-    **_: Any,
+    model: list[torch.nn.Module], num_tokens: Tensor | None = None, *, force_all_reduce: bool | None = False, **_: Any
 ) -> None:
     """Like megatron-core's `finalize_model_grads`; vision ranks divide by the tokens that language ranks count.
 

@@ -130,10 +130,7 @@ def adapter_sizes(dims: Dimensions, layer: int) -> dict[str, tuple[int, int]]:
         sizes = {"in_proj": (dims["hidden"], projected), "out_proj": (dims["l_value"], dims["hidden"])}
     else:
         queries = dims.sizes.get("gated_q", dims["q"])
-        sizes = {
-            "linear_qkv": (dims["hidden"], queries + 2 * dims["kv"]),
-            "linear_proj": (dims["q"], dims["hidden"]),
-        }
+        sizes = {"linear_qkv": (dims["hidden"], queries + 2 * dims["kv"]), "linear_proj": (dims["q"], dims["hidden"])}
     ffn = dims["ffn"] if layer in dims.indices["dense_layers"] else dims.sizes.get("shared_ffn", 0)
     if ffn:
         sizes |= {"linear_fc1": (dims["hidden"], 2 * ffn), "linear_fc2": (ffn, dims["hidden"])}

@@ -93,10 +93,7 @@ class Accuracy(Callback):
         asked = self._questions or []
         right, tokenizer = 0, self.rows.checkpoint().encoder.processor.tokenizer
         device = next(model[0].parameters()).device
-        settings = dict(
-            max_new_tokens=self.settings.max_new_tokens,
-            eos_token_id=end_token_ids(list(model), tokenizer),
-        )
+        settings = dict(max_new_tokens=self.settings.max_new_tokens, eos_token_id=end_token_ids(list(model), tokenizer))
         for first in range(0, len(asked), _BATCH_SIZE):
             batch = asked[first : first + _BATCH_SIZE]
             prompts = _collate(batch, device)

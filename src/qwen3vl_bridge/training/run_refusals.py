@@ -414,10 +414,7 @@ PARTS: dict[str, tuple[type, str]] = {
     "checkpoint.also_save_hf_checkpoint": (CheckpointConfig, "hf_distributed_save hf_save_every_n_ranks"),
     "checkpoint.replication": (CheckpointConfig, "replication_jump replication_factor"),
     "logger.wandb_project": (LoggerConfig, "wandb_exp_name wandb_save_dir wandb_entity"),
-    "logger.mlflow_experiment": (
-        LoggerConfig,
-        "mlflow_run_name mlflow_tracking_uri mlflow_tags mlflow_description",
-    ),
+    "logger.mlflow_experiment": (LoggerConfig, "mlflow_run_name mlflow_tracking_uri mlflow_tags mlflow_description"),
     "logger.comet_project": (LoggerConfig, "comet_experiment_name comet_workspace comet_api_key comet_tags"),
 }
 
@@ -436,22 +433,14 @@ IGNORED: tuple[Row, ...] = (
         row
         for section, (kind, names) in UNREAD.items()
         for row in at_default(
-            kind,
-            names,
-            "the training loop does not read it",
-            section=f"{section}.",
-            when=_of_kind(section, kind),
+            kind, names, "the training loop does not read it", section=f"{section}.", when=_of_kind(section, kind)
         ).values()
     ),
     *(
         row
         for switch, (kind, names) in PARTS.items()
         for row in at_default(
-            kind,
-            names,
-            "it would be ignored",
-            section=switch.partition(".")[0] + ".",
-            when=_off(switch),
+            kind, names, "it would be ignored", section=switch.partition(".")[0] + ".", when=_off(switch)
         ).values()
     ),
 )
@@ -645,10 +634,7 @@ ON_FINALIZE: tuple[Rule, ...] = (
     _check_saved_shards,
     _check_host_memory,
     lambda cfg: expect_checkpoint(cfg.checkpoint),
-    Row(
-        "checkpoint.most_recent_k",
-        Range(lambda number, _: number != 0, lambda _: "at least 1, or -1 to keep all"),
-    ),
+    Row("checkpoint.most_recent_k", Range(lambda number, _: number != 0, lambda _: "at least 1, or -1 to keep all")),
     _check_meta_device,
     *ON_TRAIN,
 )

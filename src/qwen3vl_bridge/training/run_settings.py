@@ -8,10 +8,7 @@ from typing import Literal
 
 from qwen3vl_bridge.weights.rows import Part, part_of_wrapped
 
-from megatron.bridge.training.config import (
-    OptimizerConfigOverrideProvider,
-    OptimizerConfigOverrideProviderContext,
-)
+from megatron.bridge.training.config import OptimizerConfigOverrideProvider, OptimizerConfigOverrideProviderContext
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from torch import Tensor

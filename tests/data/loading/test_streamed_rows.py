@@ -223,10 +223,7 @@ def test_processes_name_the_first_that_are_dropped_together(provider, tmp_path):
             file.write(
                 json.dumps({"messages": [{"role": "assistant", "content": [{"type": "text", "text": "9"}]}]}) + "\n"
             )
-    handler, logger = (
-        logging.FileHandler(tmp_path / "said"),
-        logging.getLogger("qwen3vl_bridge.data.samples"),
-    )
+    handler, logger = (logging.FileHandler(tmp_path / "said"), logging.getLogger("qwen3vl_bridge.data.samples"))
     logger.addHandler(handler)
     sample_sizes._job.cache_clear()
     try:

@@ -61,30 +61,12 @@ def user(*parts) -> dict:
         ({"messages": [ASK, "hi"]}, "2: message 2: found a string, expected an object with role and content"),
         ({"messages": [{"role": "user"}]}, "message 1: found the keys role, expected role and content"),
         ({"messages": [{**ASK, "calls": []}]}, "message 1: found the keys role, content, calls, expected"),
-        (
-            {"messages": [ASK, {**ANSWER, "reasoning_content": ["a"]}]},
-            "found a list under 'reasoning_content', ex",
-        ),
-        (
-            {"messages": [ASK, {**ANSWER, "tool_calls": "[]"}]},
-            "found a string under 'tool_calls', expected a list",
-        ),
-        (
-            {"messages": [ASK, {**ANSWER, "tool_calls": ["look"]}]},
-            "found a list under 'tool_calls', expected a list",
-        ),
-        (
-            {"messages": [{**ASK, "reasoning_content": "a"}]},
-            "'reasoning_content' on a message of the role 'user'",
-        ),
-        (
-            {"messages": [{**ASK, "tool_calls": [{}]}]},
-            "found 'tool_calls' on a message of the role 'user'",
-        ),
-        (
-            user({"type": "text", "text": "a", "image": "a.png"}),
-            "found the keys type, text, image, expected 'type'",
-        ),
+        ({"messages": [ASK, {**ANSWER, "reasoning_content": ["a"]}]}, "found a list under 'reasoning_content', ex"),
+        ({"messages": [ASK, {**ANSWER, "tool_calls": "[]"}]}, "found a string under 'tool_calls', expected a list"),
+        ({"messages": [ASK, {**ANSWER, "tool_calls": ["look"]}]}, "found a list under 'tool_calls', expected a list"),
+        ({"messages": [{**ASK, "reasoning_content": "a"}]}, "'reasoning_content' on a message of the role 'user'"),
+        ({"messages": [{**ASK, "tool_calls": [{}]}]}, "found 'tool_calls' on a message of the role 'user'"),
+        (user({"type": "text", "text": "a", "image": "a.png"}), "found the keys type, text, image, expected 'type'"),
         (user({"type": "image", "image": ["a.png"]}), "found a list under 'image', expected a path"),
         ({"messages": [{"role": "robot", "content": ""}]}, "message 1: found the role 'robot', expected one of system"),
         ({"messages": [{"role": ["user"], "content": ""}]}, r"found the role \['user'\], expected one of system"),
