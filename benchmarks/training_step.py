@@ -8,7 +8,7 @@ A model of 83 million parameters in float32 and twelve samples with up to three 
 packed samples or in twelve padded to the longest. The packed row of transformers has a block-diagonal mask. All four
 compute the same loss, which is checked first; then they take steps in turn. Of each are printed the median, its ratio
 to ours, and the least and the largest ratio of two steps of one round. AdamW is torch's function in all four, by
-`compat/adam.py` for ours.
+`compat/optimizers.py` for ours.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 import qwen3vl_bridge  # noqa: F401  (registers our model)
-from qwen3vl_bridge.compat.adam import Adam
+from qwen3vl_bridge.compat.optimizers import Adam
 from qwen3vl_bridge.data.collation import Collator, VisionSettings
 from qwen3vl_bridge.data.encoding import EncodedSample
 from qwen3vl_bridge.models.qwen3_vl.presets import hf_config

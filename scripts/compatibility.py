@@ -57,17 +57,25 @@ def allowed() -> dict[str, Requirement]:
 
 
 def chosen_versions(which: list[str]) -> dict[str, str]:
-    """The version of each of the three.
-
-    Args:
-        which: "oldest" or "newest"; or some of "NAME==VERSION", the others as they are in this environment.
-
-    Raises:
-        SystemExit: a package is none of the three, or the version is outside the range.
-    """
+    """The version of each of the three, by "oldest", "newest", or NAME==VERSION of some and what is installed."""
     ranges = allowed()
     if which in (["oldest"], ["newest"]):
-        return _resolved(ranges, "lowest" if which == ["oldest"] else "highest")
+        command = [
+            sys.executable,
+            "-m",
+            "uv",
+            "pip",
+            "compile",
+            "--quiet",
+            "--system-certs",
+            "--no-deps",
+            "--no-header",
+        ]
+        command += ["--no-annotate", "--resolution", "lowest" if which == ["oldest"] else "highest"]
+        command += ["--python", sys.executable, "-"]
+        asked = "\n".join(map(str, ranges.values()))
+        done = subprocess.run(command, input=asked, stdout=subprocess.PIPE, text=True, check=True)
+        return dict(line.split("==") for line in done.stdout.split())
     versions = {name: version(name) for name in PACKAGES}
     for one in which:
         name, _, number = one.partition("==")
@@ -79,20 +87,8 @@ def chosen_versions(which: list[str]) -> dict[str, str]:
     return versions
 
 
-def _resolved(ranges: dict[str, Requirement], resolution: str) -> dict[str, str]:
-    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--system-certs", "--no-deps", "--no-header"]
-    command += ["--no-annotate", "--resolution", resolution, "--python", sys.executable, "-"]
-    wanted = "\n".join(map(str, ranges.values()))
-    done = subprocess.run(command, input=wanted, stdout=subprocess.PIPE, text=True, check=True)
-    return dict(line.split("==") for line in done.stdout.split())
-
-
 def make_environment(folder: Path, versions: dict[str, str]) -> Path:
-    """An environment that has these versions before those of this one; returns its Python.
-
-    Raises:
-        subprocess.CalledProcessError: a version cannot be had.
-    """
+    """An environment that has these versions before those of this one; returns its Python."""
     venv.create(folder)
     (site,) = folder.glob("lib/python3.*/site-packages")
     beside = [path for path in map(Path, sys.path) if path.name == "site-packages"]
@@ -106,11 +102,7 @@ def make_environment(folder: Path, versions: dict[str, str]) -> Path:
 
 
 def install(python: Path, wanted: list[str]) -> None:
-    """Install packages into an environment, without what they ask for.
-
-    Raises:
-        subprocess.CalledProcessError: one cannot be had.
-    """
+    """Install packages into an environment, without what they ask for."""
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--python", str(python)]
     subprocess.run([*pip, "install", "--ignore-installed", "--no-deps", *wanted], check=True)
 
@@ -135,11 +127,7 @@ def conflicts(python: Path) -> list[Requirement]:
 
 
 def settle(python: Path) -> list[str]:
-    """Install what `conflicts` finds in a version that is allowed; what that was.
-
-    Raises:
-        SystemExit: the three do not agree on one.
-    """
+    """Install what `conflicts` finds in a version that is allowed; what that was."""
     wanted = [str(one) for one in conflicts(python)]
     if wanted:
         install(python, wanted)

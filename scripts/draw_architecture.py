@@ -56,8 +56,8 @@ class Step(NamedTuple):
 # Four to a line, in the order in which they follow each other.
 DATA_FLOW = (
     Step("record", "found by a source", "data/sources/opening.py", BLUE),
-    Step("conversation", "other spellings made ours", "data/schemas/spellings.py", BLUE),
-    Step("tokens", "one for each image yet", "data/encoding.py", BLUE),
+    Step("conversation", "other spellings made ours", "data/schemas/conversations.py", BLUE),
+    Step("tokens", "one for each image yet", "data/chat_template.py", BLUE),
     Step("row plan", "which samples share a row", "data/packing/row_plan.py", BLUE),
     Step("encoded sample", "pixels, tokens, loss mask", "data/encoding.py", BLUE),
     Step("PackedBatch", "positions, indices, layout", "data/collation.py", BLUE),

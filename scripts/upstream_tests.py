@@ -130,8 +130,8 @@ def compare(outcomes: dict[str, dict[str, str]], entries: list[dict], *, stock: 
 
     Args:
         outcomes: of each test.
-        entries: of the list.
-        stock: whether nothing was replaced. Then entries of kind `machine` alone count.
+        entries: of the list; those of kind `machine` alone count with `stock`.
+        stock: whether nothing was replaced.
         whole: whether all tests were run, so that each entry has to be found.
     """
     wrong, listed = [], set()

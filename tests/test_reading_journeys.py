@@ -141,12 +141,12 @@ def test_a_model(model, tmp_path):
 
 def test_an_import(model, tmp_path):
     files = files_entered(IMPORT, model, tmp_path / "megatron")
-    assert len(files) <= 28, files
+    assert len(files) <= 26, files
 
 
 def test_an_image(model, train_file):
     files = files_entered(DATA, model, train_file)
-    assert len(files) <= 42, files
+    assert len(files) <= 24, files
 
 
 def test_a_save(model, tmp_path):

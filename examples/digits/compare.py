@@ -31,10 +31,7 @@ def logits_difference(megatron_run: Path, hf_folder: Path, data: Path, *, sample
     worst = scale = 0.0
     for line in data.read_text().splitlines()[:samples]:
         inputs = processor.apply_chat_template(
-            _with_paths(json.loads(line)["messages"], data.parent),
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
+            _with_paths(json.loads(line)["messages"], data.parent), tokenize=True, return_dict=True, return_tensors="pt"
         )
         expected = reference(**inputs).logits
         ours = megatron(

@@ -20,7 +20,7 @@ pytestmark = [
 def test_it_is_installed_with_megatron():
     import megatron.core  # noqa: F401
 
-    assert distributed_c10d.ProcessGroupGloo.__module__ == "qwen3vl_bridge.compat.gloo_device"
+    assert distributed_c10d.ProcessGroupGloo.__module__ == "qwen3vl_bridge.compat.cpu"
 
 
 def _loops() -> int:
@@ -30,7 +30,7 @@ def _loops() -> int:
 
 
 def _on_two_ranks(rank: int, folder: str) -> None:
-    from qwen3vl_bridge.compat.gloo_device import share
+    from qwen3vl_bridge.compat.cpu import _share_gloo_device as share
 
     share(distributed_c10d)
     store = dist.FileStore(f"{folder}/store", 2)

@@ -93,13 +93,10 @@ def test_a_qwen3_5_has_every_part_of_its_architecture(tmp_path):
 def test_token_ids_of_config_and_tokenizer_agree(untied_folder, processor):
     tokenizer, config = processor.tokenizer, AutoConfig.from_pretrained(untied_folder)
     expected = {
-        "<|endoftext|>": config.text_config.bos_token_id,
-        "<|im_end|>": config.text_config.eos_token_id,
-        "<|image_pad|>": config.image_token_id,
-        "<|video_pad|>": config.video_token_id,
-        "<|vision_start|>": config.vision_start_token_id,
-        "<|vision_end|>": config.vision_end_token_id,
-    }
+        "<|endoftext|>": config.text_config.bos_token_id, "<|im_end|>": config.text_config.eos_token_id,
+        "<|image_pad|>": config.image_token_id, "<|video_pad|>": config.video_token_id,
+        "<|vision_start|>": config.vision_start_token_id, "<|vision_end|>": config.vision_end_token_id,
+    }  # fmt: skip
     assert {token: tokenizer.convert_tokens_to_ids(token) for token in expected} == expected
     assert (processor.image_token_id, processor.video_token_id) == (config.image_token_id, config.video_token_id)
     assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token) == ("<|im_end|>", "<|endoftext|>", None)

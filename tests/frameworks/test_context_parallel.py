@@ -136,12 +136,9 @@ def main(output: str, dense: str, moe: str) -> None:
 
 
 CALLS = [
-    ("verl", "without padding"),
-    ("verl", "without padding, pad_to_length"),
-    ("verl", "one sample"),
-    ("miles", "a share with a loss mask"),
-    ("ms_swift", "labels are cut"),
-]
+    ("verl", "without padding"), ("verl", "without padding, pad_to_length"), ("verl", "one sample"),
+    ("miles", "a share with a loss mask"), ("ms_swift", "labels are cut"),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -93,13 +93,10 @@ def prepare_batch(truth: Truth, multiple: int = 8) -> dict[str, Any]:
     grids = [truth.pictures.get(name) for name in ("image_grid_thw", "video_grid_thw")]
     layout = SequenceLayout.packed_row(lengths, multiple=1)
     return dict(
-        input_ids=ids,
-        labels=F.pad(torch.cat(labels), (0, pad), value=-100)[None],
-        position_ids=mrope_positions(ids, layout, *grids, spatial_merge_size=2, **tokens),
-        packed_seq_params=packed,
-        attention_mask=None,
-        **truth.pictures,
-    )
+        input_ids=ids, labels=F.pad(torch.cat(labels), (0, pad), value=-100)[None],
+        position_ids=mrope_positions(ids, layout, *grids, spatial_merge_size=2, **tokens), packed_seq_params=packed,
+        attention_mask=None, **truth.pictures,
+    )  # fmt: skip
 
 
 def test_a_packed_row(trainer, truth):

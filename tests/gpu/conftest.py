@@ -13,8 +13,7 @@ KINDS = ("dense", "moe", "qwen3_5")
 
 
 @pytest.fixture(
-    scope="session",
-    params=[pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.slow)],
+    scope="session", params=[pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.slow)]
 )
 def device(request) -> str:
     if request.param == "cpu" and torch.cuda.is_available():

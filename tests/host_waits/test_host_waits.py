@@ -17,7 +17,7 @@ import qwen3vl_bridge
 from qwen3vl_bridge.batch.device_transfer import on_host
 from qwen3vl_bridge.training.before_step import optimizers_of
 from qwen3vl_bridge.training.callbacks import training_callbacks
-from qwen3vl_bridge.training.config import GuardConfig
+from qwen3vl_bridge.training.run_settings import GuardConfig
 from qwen3vl_bridge.training.step import to_device
 from qwen3vl_bridge.weights.rows import ExpertLayout
 
@@ -193,13 +193,10 @@ def check(found: dict[str, Seen], allowed: frozenset[str] = frozenset(), mixed: 
 # Without Transformer Engine megatron-core clips by a number, which both modules' norms make together.
 JOINT_NORM = frozenset({"dist_train/joint_step.py:_joint_norm"})
 CASES = [
-    *(["dense", split, "packed"] for split in ("CP2", "PP2", "TP2+SP", "1 + 1")),
-    ["dense", "CP2", "padded"],
-    ["MoE", "EP2", "packed"],
-    *(["Qwen3.5 with MTP", split, "packed"] for split in ("CP2", "PP2", "TP2+SP")),
-    ["Qwen3.5 with MTP", "CP2", "padded"],
-    ["Qwen3.5 MoE with MTP", "EP2", "packed"],
-]
+    *(["dense", split, "packed"] for split in ("CP2", "PP2", "TP2+SP", "1 + 1")), ["dense", "CP2", "padded"],
+    ["MoE", "EP2", "packed"], *(["Qwen3.5 with MTP", split, "packed"] for split in ("CP2", "PP2", "TP2+SP")),
+    ["Qwen3.5 with MTP", "CP2", "padded"], ["Qwen3.5 MoE with MTP", "EP2", "packed"],
+]  # fmt: skip
 SHARE = ["dense", "CP2", "presharded"]
 
 

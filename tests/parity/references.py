@@ -26,12 +26,9 @@ from .batches import Sample, make_samples, run_reference
 
 MODULES = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("qwen3_5", "qwen3_5_moe"))
 KERNELS = (
-    "causal_conv1d_fn",
-    "causal_conv1d_update",
-    "chunk_gated_delta_rule",
-    "fused_recurrent_gated_delta_rule",
+    "causal_conv1d_fn", "causal_conv1d_update", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule",
     "FusedRMSNormGated",
-)
+)  # fmt: skip
 
 
 @contextmanager

@@ -168,12 +168,9 @@ def plans(found, folders):
         split.check(dims)
         sharding = Sharding.OPTIMIZER if TOPOLOGIES[name].distributed_optimizer else Sharding.NONE
         training = TrainingSettings(
-            transformer_engine=False,
-            precision=FP32,
-            balancing_loss=False,
-            sharding=sharding,
+            transformer_engine=False, precision=FP32, balancing_loss=False, sharding=sharding,
             trains_mtp=family.endswith(WITH_MTP),
-        )
+        )  # fmt: skip
         stages = split.chunks(len(dims.indices["text_layers"]))
         for one in everyone:
             yield f"{family} {name}", dims, split, training, stages[one["stage"]], one

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from qwen3vl_bridge import Qwen3VLLoRA
-from qwen3vl_bridge.compat import adam
+from qwen3vl_bridge.compat import optimizers
 from qwen3vl_bridge.models.qwen3_5 import presets as qwen3_5
 from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.planning.estimate import FIXED_RESERVE, estimate
@@ -45,17 +45,13 @@ SIZES |= {
     for size in qwen3_5.PRESETS
 }
 STAGES = {
-    "2B": ModelSplit(7, pp=7),
-    "4B": ModelSplit(6, pp=6, vpp=2),
-    "8B": ModelSplit(4, pp=4, first_layers=6, last_layers=10),
-    "32B": ModelSplit(8, pp=8, vpp=2),
+    "2B": ModelSplit(7, pp=7), "4B": ModelSplit(6, pp=6, vpp=2),
+    "8B": ModelSplit(4, pp=4, first_layers=6, last_layers=10), "32B": ModelSplit(8, pp=8, vpp=2),
     "30B-A3B": ModelSplit(2, pp=2, layout=((20,), (28,))),
     "235B-A22B": ModelSplit(8, pp=8, vpp=4, embedding_as_layer=True, loss_as_layer=True),
-    "Qwen3.5 9B": ModelSplit(4, pp=4),
-    "Qwen3.5 35B-A3B": ModelSplit(4, pp=4),
-    "Qwen3.5 27B": ModelSplit(8, pp=8, vpp=2),
-    "Qwen3.5 4B": ModelSplit(3, pp=3, layout=((9,), (11,), (12,))),
-}
+    "Qwen3.5 9B": ModelSplit(4, pp=4), "Qwen3.5 35B-A3B": ModelSplit(4, pp=4),
+    "Qwen3.5 27B": ModelSplit(8, pp=8, vpp=2), "Qwen3.5 4B": ModelSplit(3, pp=3, layout=((9,), (11,), (12,))),
+}  # fmt: skip
 SPLITS = [*((size, ModelSplit(1)) for size in SIZES), *STAGES.items()]
 
 
@@ -101,9 +97,9 @@ def test_torchs_adam_holds_roots_of_second_moments(kind, request, monkeypatch):
     run = set_up(configuration(str(folder), Topology(1)), data=False)
     hf, peaks = AutoConfig.from_pretrained(folder), []
     run.stream = iter([make_batch(make_samples("mixed", hf, seed=seed), hf, packed=True) for seed in range(4)])
-    monkeypatch.setattr(adam, "adam", partial(adam.adam, foreach=True))
+    monkeypatch.setattr(optimizers, "adam", partial(optimizers.adam, foreach=True))
     for one in optimizers_of(run.optimizer):
-        assert type(one.optimizer) is adam.Adam
+        assert type(one.optimizer) is optimizers.Adam
         monkeypatch.setattr(one.optimizer, "step", recorded(one.optimizer.step, peaks))
     train_step(run)
     dims = dimensions_of(json.loads((folder / "config.json").read_text()))

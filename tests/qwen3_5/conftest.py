@@ -11,12 +11,9 @@ from tests.qwen3_5.tiny import in_released_dtypes, make_checkpoint, with_mtp
 
 RELEASED = ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT
 KINDS = {
-    "dense": {"mtp": RELEASED},
-    "tied": {"tied": True},
-    "moe": {"moe": True, "mtp": RELEASED},
-    "per expert": {"moe": True, "packed": False},
-    "3.6": {"moe": True, "mtp": ExpertLayout.OUTPUT_MAJOR},
-}
+    "dense": {"mtp": RELEASED}, "tied": {"tied": True}, "moe": {"moe": True, "mtp": RELEASED},
+    "per expert": {"moe": True, "packed": False}, "3.6": {"moe": True, "mtp": ExpertLayout.OUTPUT_MAJOR},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")

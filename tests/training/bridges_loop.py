@@ -19,7 +19,7 @@ from unittest import mock
 
 import qwen3vl_bridge
 from qwen3vl_bridge.checkpoint import CheckpointError
-from qwen3vl_bridge.training import accuracy
+from qwen3vl_bridge.training import callbacks
 
 import torch.distributed as dist
 from megatron.bridge import AutoBridge
@@ -111,10 +111,7 @@ def run(start: Start) -> dict[str, Any]:
     """One of the runs; or with which error it ended."""
     cfg, follower = start.config(), Follower(start)
     try:
-        with (
-            _warnings() as warnings,
-            mock.patch.object(accuracy, "publish", wraps=accuracy.publish) as published,
-        ):
+        with _warnings() as warnings, mock.patch.object(callbacks, "publish", wraps=callbacks.publish) as published:
             run_bridges_loop(cfg, follower, keep_saving_process=False)
     except (CheckpointError, ValueError, AssertionError) as error:
         return {"error": f"{type(error).__name__}: {error}"}

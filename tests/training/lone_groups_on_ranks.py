@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 from qwen3vl_bridge.training.callbacks import training_callbacks
-from qwen3vl_bridge.training.config import GuardConfig
+from qwen3vl_bridge.training.run_settings import GuardConfig
 
 import torch.distributed as dist
 

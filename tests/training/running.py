@@ -1,7 +1,6 @@
 """Runs in Megatron-Bridge's loop, in this process or on these ranks: as a user's script would call it.
 
-What lives here: two kinds of runs (`replicated`, `sharded`), `train`, what a run leaves (`stored`). What may not: one
-step at a time (`tests/steps.py`).
+Two kinds of runs (`replicated`, `sharded`), `train`, and what a run leaves (`stored`).
 """
 
 from __future__ import annotations

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import CheckpointError, export_checkpoint
 from qwen3vl_bridge.training.checkpoint_manager import Qwen3VLCheckpointManager
@@ -15,6 +17,7 @@ from megatron.bridge import AutoBridge
 from safetensors.torch import load_file
 
 from tests.noise import SEEDS, allowed, check, rounded_folder
+from tests.receipts import write_receipts
 
 from .adamw import documents, matrices_decay, reference_steps, sum_of_losses
 from .conftest import losses, read_log
@@ -180,3 +183,28 @@ def test_older_checkpoints_go(inputs, tmp_path):
     for name, value, expected in (("most_recent_k", 0, "at least 1"), ("save_retain_interval", 4, "None")):
         with pytest.raises(ValueError, match=rf"checkpoint\.{name} is {value}, expected {expected}"):
             train(replicated(inputs, tmp_path, **{f"checkpoint__{name}": value}))
+
+
+THINKING = Path(__file__).parents[1] / "data" / "processing" / "thinking_template.jinja"
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+def test_a_run_trains_on_records_of_cord_v2(inputs, folders, family, tmp_path):
+    """Each step's loss is a number, and the last is below the first; Qwen3.5's with a template that thinks."""
+    data = write_receipts(tmp_path / "cord", train=8, valid=2)
+    if family == "qwen3_5":
+        inputs = replace(inputs, hf=shutil.copytree(folders[family, "dense"], tmp_path / "hf"))
+        shutil.copyfile(THINKING, inputs.hf / "chat_template.jinja")
+    cfg = replicated(
+        inputs,
+        None,
+        train__train_iters=3,
+        dataset__path=str(data),
+        dataset__schema_adapter="cord_v2",
+        dataset__seq_length=512,
+        model__seq_length=512,
+    )
+    steps = [entry for entry in train(cfg) if "loss" in entry]
+    assert [entry["step"] for entry in steps] == [1, 2, 3]
+    assert all(math.isfinite(entry["loss"]) and entry["trained_tokens"] > 0 for entry in steps)
+    assert steps[-1]["loss"] < steps[0]["loss"]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from qwen3vl_bridge.models.qwen3_vl.bridge import provider_from_hf_config
 from qwen3vl_bridge.training import run_refusals
+from qwen3vl_bridge.training.step import check_rows
 
 import pytest
 import qwen3vl_recipes
 import torch
 from megatron.bridge.training.config import runtime_config_update
+from transformers import AutoConfig
+
+from tests.parity.batches import make_batch, make_samples
 
 
 @pytest.mark.parametrize(
@@ -15,11 +20,11 @@ from megatron.bridge.training.config import runtime_config_update
 )
 def test_an_end_that_is_none_is_named(name):
     cfg = qwen3vl_recipes.qwen3_vl_2b_sft_config()
-    run_refusals.check_schedule(cfg)
+    run_refusals._check_schedule(cfg)
     section, field = name.split(".")
     setattr(getattr(cfg, section), field, None)
     with pytest.raises(ValueError, match=f"^{name}: found None, expected numbers"):
-        run_refusals.check_schedule(cfg)
+        run_refusals._check_schedule(cfg)
 
 
 def test_a_first_save_that_would_end_the_run_is_refused_before_it(inputs, monkeypatch, tmp_path):
@@ -42,3 +47,23 @@ def test_a_first_save_that_would_end_the_run_is_refused_before_it(inputs, monkey
 
 def test_this_machine_has_some_memory():
     assert 2**28 < run_refusals.host_bytes() < 2**50
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_rows_that_pipeline_stages_do_not_expect_are_refused(untied_folder, packed):
+    config = AutoConfig.from_pretrained(untied_folder)
+    batch = make_batch(make_samples("video", config, seed=0), config, packed=packed)
+    rows, tokens = batch.input_ids.shape
+    provider = provider_from_hf_config(config.to_dict(), seq_length=tokens)
+    check_rows(batch, provider, rows=rows + 1)  # one stage: nobody waits for anything
+    provider.pipeline_model_parallel_size = 2
+    check_rows(batch, provider, rows=rows)
+    with pytest.raises(ValueError, match=rf"has {rows} rows, expected train.micro_batch_size, {rows + 1}"):
+        check_rows(batch, provider, rows=rows + 1)
+    provider.seq_length += 4
+    with pytest.raises(
+        ValueError, match=rf"have {tokens} tokens, expected model.seq_length, {tokens + 4}, .* set model.var"
+    ):
+        check_rows(batch, provider, rows=rows)
+    provider.variable_seq_lengths = True
+    check_rows(batch, provider, rows=rows + 1)

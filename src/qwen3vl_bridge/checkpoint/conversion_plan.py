@@ -273,17 +273,8 @@ def prove(
 ) -> None:
     """Check that a plan reads every source element once and produces every target element once.
 
-    This guards against bugs in the weight table or the planner, not against invalid input.
-
-    Args:
-        tasks: target and segments of each work item.
-        sources: the source tensors.
-        targets: shapes of the target tensors.
-        padded: names of source tensors that may have elements after the last one read, and of targets that may have
-            zeros.
-
-    Raises:
-        AssertionError: the plan is wrong.
+    Sources in `padded` may have elements after the last one read, and targets in it may have zeros. It guards against
+    bugs in the weight table or the planner, not against invalid input: it raises an AssertionError.
     """
     read: dict[str, list[tuple[int, int]]] = {name: [] for name in sources}
     matrices: dict[TransposedSlice, list[tuple[int, int]]] = {}
@@ -342,13 +333,10 @@ def check_vocab_padding(
         layout: the tensors' format.
         vocabulary: number of rows that are kept.
         where: the tensors' folder, for the error.
-        drop: whether rows that are not zero may be left out too.
+        drop: whether rows that are not zero may be left out too; otherwise they are a CheckpointError.
 
     Returns:
         A line of text for each tensor that has such rows.
-
-    Raises:
-        CheckpointError: a row that is not zero would be lost.
     """
     notes = []
     names = [name for row in rows if row.of_vocabulary for name in layout.tensors(row)]

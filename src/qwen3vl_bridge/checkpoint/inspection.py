@@ -56,11 +56,7 @@ def inspect_checkpoint(path: str | Path, *, iteration: int | None = None) -> dic
 
 
 def inspect_model(folder: Path) -> dict[str, Any]:
-    """Contents of a Hugging Face model's folder.
-
-    Raises:
-        CheckpointError: it has none, or is damaged.
-    """
+    """Contents of a Hugging Face model's folder; a CheckpointError if it has none, or is damaged."""
     config, weights, experts = ModelConfig(folder), HFWeights(folder), None
     if config.dimensions.indices["moe_layers"]:
         experts = config.expert_layout({name: spec.shape for name, spec in weights.specs.items()}).name.lower()

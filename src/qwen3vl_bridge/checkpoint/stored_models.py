@@ -55,11 +55,7 @@ class ModelConfig:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        """Read `folder/config.json`.
-
-        Raises:
-            CheckpointError: it is missing, another model's, or lacks a field.
-        """
+        """Read `folder/config.json`; a CheckpointError if it is missing, another model's, or lacks a field."""
         self.folder = folder = Path(folder)
         path = folder / "config.json"
         if not path.is_file():

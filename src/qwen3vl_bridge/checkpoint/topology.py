@@ -101,11 +101,7 @@ class Topology:
         self._check_world()
 
     def check_numbers(self) -> None:
-        """Check only the sizes.
-
-        Raises:
-            CheckpointError: one is not a positive number.
-        """
+        """Check only the sizes; a CheckpointError if one is not a positive number."""
         for name in ("tp", "pp", "cp", "ep", "etp", "world_size", "chunk_bytes"):
             size = getattr(self, name)
             if size is not None and size < 1:

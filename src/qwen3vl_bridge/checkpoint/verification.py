@@ -114,9 +114,6 @@ def verify_reformatted(
         iteration: iteration of the first one; None for the latest.
         drop_vocab_padding: whether rows of the first one's vocabulary that the other lacks may be other than zero;
             otherwise they are an error.
-
-    Raises:
-        CheckpointError: one of them is damaged, or they have different tensors.
     """
     # No files are copied, so there is nothing to trust.
     source = open_stored(megatron_path, iteration, hf_model, trust_remote_code=True).with_padding()

@@ -37,6 +37,20 @@ _SIZES = {
     "world-size": "number of training processes, over which fsdp_dtensor shards weights; no effect on torch_dist "
     "(default: the smallest that the other sizes allow)",
 }
+_FLAGS = {
+    "trust-remote-code": "copy Python files that belong to the model; they are never run here",
+    "not-strict": "ignore tensors that the model does not use, instead of failing",
+    "drop-vocab-padding": "drop rows beyond the vocabulary even if they are not zero, as after training with a padded "
+    "vocabulary, instead of failing",
+    "verify": "compare the result with the source before it is moved into place",
+    "checksums": "write a SHA-256 of every tensor to the manifest",
+    "overwrite": "replace an earlier result of a conversion, if its folder holds nothing else",
+    "resume": "continue an interrupted run with the same options; if this run fails, keep its partial result for the "
+    "next. Without --resume a conversion starts over and removes partial results",
+    "dry-run": "check everything, measure the speed of reading and writing, print the plan; leave nothing on disk",
+    "json": "print the plan or the report as JSON",
+    "no-progress": "show no progress",
+}
 # Of the signals that tell a process to end: the first one is obeyed, the next one gets this message. Signals within
 # this many seconds count as one.
 _ENDS_AT_ONCE, _ONE = 2, 1.0
@@ -130,8 +144,7 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
     verb.add_argument("--hf-model", required=True, metavar="MODEL", help="folder of the model, or hub id")
     verb.add_argument("--megatron-path", required=True, metavar="FOLDER", help="checkpoint to write")
     _megatron_options(verb)
-    _remote_code(verb)
-    _not_strict(verb)
+    _flags(verb, "trust-remote-code", "not-strict")
     _writing_options(verb)
     verb.set_defaults(run=_run_import)
 
@@ -142,9 +155,7 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
     layouts = [layout.name.lower() for layout in ExpertLayout]
     verb.add_argument("--expert-layout", choices=layouts,
                       help="layout of the experts' weights (default: that of the imported model)")  # fmt: skip
-    _vocab_padding(verb)
-    _remote_code(verb)
-    _not_strict(verb)
+    _flags(verb, "drop-vocab-padding", "trust-remote-code", "not-strict")
     _writing_options(verb)
     verb.set_defaults(run=_run_export)
 
@@ -153,7 +164,7 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
     verb.add_argument("--new-path", required=True, metavar="FOLDER", help="checkpoint to write")
     _other_model(verb)
     _megatron_options(verb, required=True)
-    _remote_code(verb)
+    _flags(verb, "trust-remote-code")
     _writing_options(verb)
     verb.set_defaults(run=_run_reformat)
 
@@ -164,9 +175,9 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
     verb.add_argument(
         "--new-path", metavar="FOLDER", help="compare with this checkpoint, which `reformat` made from the first"
     )
-    _vocab_padding(verb)
+    _flags(verb, "drop-vocab-padding")
     verb.add_argument("--json", action="store_true", help="print JSON")
-    verb.add_argument("--no-progress", action="store_true", help="show no progress")
+    _flags(verb, "no-progress")
     verb.epilog = "Without --hf-model and --new-path the checkpoint is compared with the checksums in its manifest."
     verb.set_defaults(run=_run_verify)
 
@@ -199,9 +210,9 @@ def _adapters(parser: argparse.ArgumentParser) -> None:
         _megatron_path(verb)
         verb.add_argument("--hf-path", required=True, metavar="FOLDER", help=target)
         verb.add_argument("--base-model", metavar="MODEL", help=base)
-        _remote_code(verb)
+        _flags(verb, "trust-remote-code")
         _writing_options(verb)
-    _vocab_padding(merge)
+    _flags(merge, "drop-vocab-padding")
     export.set_defaults(run=_run_export_adapters)
     merge.set_defaults(run=_run_merge_adapters)
 
@@ -221,20 +232,9 @@ def _other_model(parser: argparse.ArgumentParser) -> None:
                         "the checkpoint")  # fmt: skip
 
 
-def _remote_code(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--trust-remote-code", action="store_true",
-                        help="copy Python files that belong to the model; they are never run here")  # fmt: skip
-
-
-def _not_strict(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--not-strict", action="store_true",
-                        help="ignore tensors that the model does not use, instead of failing")  # fmt: skip
-
-
-def _vocab_padding(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--drop-vocab-padding", action="store_true",
-                        help="drop rows beyond the vocabulary even if they are not zero, as after training with a "
-                        "padded vocabulary, instead of failing")  # fmt: skip
+def _flags(parser: argparse.ArgumentParser, *names: str) -> None:
+    for name in names:
+        parser.add_argument(f"--{name}", action="store_true", help=_FLAGS[name])
 
 
 def _megatron_options(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
@@ -263,19 +263,7 @@ def _writing_options(parser: argparse.ArgumentParser) -> None:
         choices=WEIGHT_DTYPES,
         help="cast the weights, except to 16 bits those that the model keeps in float32 (default: keep their dtypes)",
     )
-    parser.add_argument(
-        "--verify", action="store_true", help="compare the result with the source before it is moved into place"
-    )
-    parser.add_argument("--checksums", action="store_true", help="write a SHA-256 of every tensor to the manifest")
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier result of a conversion, if its "
-    "folder holds nothing else")  # fmt: skip
-    parser.add_argument("--resume", action="store_true", help="continue an interrupted run with the same options; if "
-    "this run fails, keep its partial result for the next. Without --resume a conversion starts over and removes "
-    "partial results")  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="check everything, measure the speed of "
-    "reading and writing, print the plan; leave nothing on disk")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print the plan or the report as JSON")
-    parser.add_argument("--no-progress", action="store_true", help="show no progress")
+    _flags(parser, "verify", "checksums", "overwrite", "resume", "dry-run", "json", "no-progress")
 
 
 def _given(options: argparse.Namespace, *names: str) -> dict[str, Any]:

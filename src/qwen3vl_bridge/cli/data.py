@@ -231,7 +231,7 @@ def _run_pack(options: argparse.Namespace) -> int:
 
     from qwen3vl_bridge.data.collation import Collator, VisionSettings, pad_token_id
     from qwen3vl_bridge.data.encoding import Encoder
-    from qwen3vl_bridge.data.inspection_report import packing_as_json, packing_as_text
+    from qwen3vl_bridge.data.inspection_report import packing_as_text, report_as_json
     from qwen3vl_bridge.data.loading.rows import RowDataset, RowSettings
     from qwen3vl_bridge.data.offline_packing import pack
     from qwen3vl_bridge.data.samples import SampleFilter, Samples
@@ -255,13 +255,13 @@ def _run_pack(options: argparse.Namespace) -> int:
         progress=functools.partial(_summed, total=len(source), shown=not options.no_progress),
         say=functools.partial(show, error=True),
     )
-    show_report(packing_as_json(report) if options.json else packing_as_text(report), options.output)
+    show_report(report_as_json(report) if options.json else packing_as_text(report), options.output)
     return 0
 
 
 def _run_download(options: argparse.Namespace) -> int:
     from qwen3vl_bridge.data.downloading import AddressBook, Downloader, download
-    from qwen3vl_bridge.data.inspection_report import downloads_as_json, downloads_as_text
+    from qwen3vl_bridge.data.inspection_report import downloads_as_text, report_as_json
 
     cache, book = _url_cache(options), AddressBook()
     with _wrong("--allowed-urls"):
@@ -278,7 +278,7 @@ def _run_download(options: argparse.Namespace) -> int:
         give_up=options.give_up,
         progress=functools.partial(_counted, shown=not options.no_progress),
     )
-    print(downloads_as_json(report) if options.json else downloads_as_text(report, manifest))
+    print(report_as_json(report) if options.json else downloads_as_text(report, manifest))
     return _FAILURES if report.failures or report.unread else 0
 
 

@@ -70,12 +70,7 @@ def _read_every_weight(module: Any) -> None:
 
 
 def _evaluate_both_modules(module: Any) -> None:
-    """Evaluate a vision tower and a language model on separate ranks (dist-train) together.
-
-    Training uses the provider's communicator between the modules (`dist_train`). Megatron-Bridge's `evaluate` uses one
-    only if it is passed as an argument, which neither of its two callers does, so each rank would run its own module
-    without the other.
-    """
+    """Evaluate a vision tower and a language model on separate ranks (`dist_train`) together."""
     theirs = module.evaluate
 
     @functools.wraps(theirs)
@@ -131,66 +126,23 @@ def _save_models_of_ours(module: Any) -> None:
     auto_bridge.save_hf_pretrained = save_hf_pretrained
 
 
-def _build_adam_of_ours(module: Any) -> None:
-    from qwen3vl_bridge.compat import adam
+def _optimizers(name: str) -> Callable[[ModuleType], None]:
+    def patch(module: ModuleType) -> None:
+        from qwen3vl_bridge.compat import optimizers
 
-    adam.replace_in_optimizers(module)
+        getattr(optimizers, name)(module)
 
-
-def _save_adam_of_ours(module: Any) -> None:
-    from qwen3vl_bridge.compat import adam, mixed_dtypes
-
-    adam.replace_in_distributed_optimizer(module)
-    mixed_dtypes.replace_in_distributed_optimizer(module)
+    return patch
 
 
-def _save_float32_parameters(module: Any) -> None:
-    from qwen3vl_bridge.compat import mixed_dtypes
-
-    mixed_dtypes.replace_in_replicated_optimizer(module)
-
-
-def _keep_norms_on_the_device(module: Any) -> None:
-    from qwen3vl_bridge.compat import gradient_norm
-
-    gradient_norm.replace_in_clipping(module)
-
-
-def _split_fused_projections(module: Any) -> None:
-    """Let Muon split our fused projections as their layers do, and leave learned positions to Adam.
-
-    megatron-core tags parameters by name and with the sizes of the text model, right before it builds the optimizer
-    with these arguments. Its registry has no entry for a model; positions of a vision tower are an embedding that it
-    does not know.
-    """
-    for entry in module._EMERGING_OPTIMIZERS.values():
-        entry.default_param_overrides[module.ParamKey(name="*vision_model.pos_embed.weight")] = {"optimizer": "adam"}
-        if entry.config_to_kwargs is not None:
-            entry.config_to_kwargs = _after_tags(entry.config_to_kwargs)
-
-
-def _after_tags(arguments: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(arguments)
-    def tag_first(config: Any, model_chunks: Any, pg_collection: Any) -> Any:
-        from qwen3vl_bridge.training.muon import tag_projections
-
-        tag_projections(config, model_chunks)
-        return arguments(config, model_chunks, pg_collection)
-
-    return tag_first
-
-
-# By module: resolving the classes of saved configurations, loading the checkpoint format whose names depend on the
-# model's modules (Megatron-FSDP), evaluation, writing adapters, Adam and the gradient norm without fused kernels, and
-# Muon.
 _PATCHES: Mapping[str, Callable[[Any], None]] = {
     "megatron.bridge.utils.instantiate_utils": _give_ours,
     "megatron.bridge.training.checkpointing": _read_every_weight,
     "megatron.bridge.training.eval": _evaluate_both_modules,
     "megatron.bridge.models.conversion.auto_bridge": _save_models_of_ours,
-    "megatron.core.optimizer": _build_adam_of_ours,
-    "megatron.core.optimizer.distrib_optimizer": _save_adam_of_ours,
-    "megatron.core.optimizer.optimizer": _save_float32_parameters,
-    "megatron.core.optimizer.emerging_optimizers": _split_fused_projections,
-    "megatron.core.optimizer.clip_grads": _keep_norms_on_the_device,
+    "megatron.core.optimizer": _optimizers("patch_optimizers"),
+    "megatron.core.optimizer.distrib_optimizer": _optimizers("patch_distributed_optimizer"),
+    "megatron.core.optimizer.optimizer": _optimizers("patch_replicated_optimizer"),
+    "megatron.core.optimizer.emerging_optimizers": _optimizers("patch_emerging_optimizers"),
+    "megatron.core.optimizer.clip_grads": _optimizers("patch_clipping"),
 }

@@ -20,14 +20,7 @@ from transformers import AutoConfig
 
 @dataclass(frozen=True)
 class VisionSettings:
-    """Settings of the model's config for images and videos in a row.
-
-    Attributes:
-        image_token_id: id of the placeholder token of images.
-        video_token_id: id of the placeholder token of videos.
-        spatial_merge_size: patches that become one token, along each side.
-        num_position_embeddings: size of the vision tower's embedding table.
-    """
+    """Settings of the model's config for images and videos in a row."""
 
     image_token_id: int
     video_token_id: int
@@ -36,11 +29,7 @@ class VisionSettings:
 
     @classmethod
     def of_checkpoint(cls, path: str | Path, processor: Any) -> Self:
-        """Read them from a checkpoint's config, and check that its processor agrees.
-
-        Raises:
-            DataError: no config, one without vision, or one that differs from the processor.
-        """
+        """Read them from a checkpoint's config; `DataError` if there is none with vision, or the processor differs."""
         try:
             config: Any = AutoConfig.from_pretrained(path, trust_remote_code=False)
         except (OSError, ValueError) as error:
@@ -63,11 +52,7 @@ class VisionSettings:
 
 
 def pad_token_id(tokenizer: Any) -> int:
-    """The token for padding: the tokenizer's own, else its end-of-sequence token.
-
-    Raises:
-        DataError: it has neither. Zero would be a real token.
-    """
+    """The token for padding: the tokenizer's own, else its end-of-sequence token, else a `DataError`."""
     for number in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if number is not None:
             return number
@@ -79,7 +64,6 @@ class Collator:
     """Lays samples out in rows.
 
     Attributes:
-        vision: settings of the model's config for images and videos.
         pad_id: token for padding.
         seq_length: length of a row.
         multiple: each sample of a packed row is padded to a multiple of this, as required by context and sequence
@@ -101,21 +85,13 @@ class Collator:
             )
 
     def packed(self, samples: Sequence[EncodedSample]) -> PackedBatch:
-        """One row of `seq_length` tokens with consecutive samples.
-
-        Raises:
-            ValueError: they are too long.
-        """
+        """One row of `seq_length` tokens with consecutive samples; `ValueError` if they are too long."""
         lengths = [len(sample) for sample in samples]
         layout = SequenceLayout.packed_row(lengths, multiple=self.multiple, total=self.seq_length)
         return self._batch(samples, layout)
 
     def padded(self, samples: Sequence[EncodedSample]) -> PackedBatch:
-        """One row of `seq_length` tokens for each sample.
-
-        Raises:
-            ValueError: a sample is too long.
-        """
+        """One row of `seq_length` tokens for each sample; `ValueError` if one is too long."""
         return self._batch(samples, SequenceLayout.rows([len(sample) for sample in samples], self.seq_length))
 
     def _batch(self, samples: Sequence[EncodedSample], layout: SequenceLayout) -> PackedBatch:

@@ -11,16 +11,11 @@ from typing import Any, ClassVar, Self
 
 from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.batch.token_layout import segment_multiple
-from qwen3vl_bridge.data.answers import EmptyThinking
+from qwen3vl_bridge.data.chat_template import EmptyThinking
 from qwen3vl_bridge.data.collation import Collator, VisionSettings, pad_token_id
 from qwen3vl_bridge.data.encoding import Answers, Encoder, VisionLimits, load_processor
 from qwen3vl_bridge.data.errors import Changed, DataError, Unreachable, check_choice
-from qwen3vl_bridge.data.loading.batch_stream import (
-    BatchStream,
-    check_assignment,
-    check_position,
-    one_pass,
-)
+from qwen3vl_bridge.data.loading.batch_stream import BatchStream, check_assignment, check_position, one_pass
 from qwen3vl_bridge.data.loading.rows import Balance, RowDataset, RowSettings, StreamedRows
 from qwen3vl_bridge.data.media.media_access import MediaAccess, UrlCache
 from qwen3vl_bridge.data.packing.packed_rows import PackedRows
@@ -387,14 +382,7 @@ class Qwen3VLConversationProvider(ConversationRows):
         rows = self.rows(split, shuffle=False)
         return one_pass(rows, dp_rank=dp_rank, dp_size=dp_size, micro_batch_size=micro_batch_size)
 
-    def rows(
-        self,
-        split: str,
-        *,
-        length: int = 0,
-        shuffle: bool | None = None,
-        ranks: int = 1,
-    ) -> RowDataset:
+    def rows(self, split: str, *, length: int = 0, shuffle: bool | None = None, ranks: int = 1) -> RowDataset:
         """Rows of a split ("train", "valid" or "test").
 
         Args:

@@ -1,8 +1,15 @@
-"""Encodes a conversation as tokens, labels and pixels, with the checkpoint's own processor and chat template."""
+"""Encodes a conversation as tokens, labels and pixels, with the checkpoint's own processor and chat template.
+
+At generation a prompt is tokenized without its answer, so an answer is tokenized apart from what precedes it: otherwise
+white space at its beginning is joined with the newline that ends the prompt, and is not trained on. An image has one
+token until the end, so that samples can be measured from the headers of their images alone.
+
+A message's own setting decides whether it is trained on (`Conversation.losses`), and `answers` for messages without
+one.
+"""
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import itertools
 import json
@@ -10,14 +17,13 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property, partial
+from functools import cached_property
 from math import prod
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from qwen3vl_bridge.checkpoint.formats.huggingface import contents_of
-from qwen3vl_bridge.data.answers import EmptyThinking, Span, Turns, Unwritten, check_answer, texts_of
+from qwen3vl_bridge.data.chat_template import ChatTemplate, EmptyThinking, Span, texts_of
 from qwen3vl_bridge.data.errors import DataError, check_choice
 from qwen3vl_bridge.data.media import videos as video
 from qwen3vl_bridge.data.media.images import image_size, load_image
@@ -28,6 +34,14 @@ from qwen3vl_bridge.data.schemas.conversations import Conversation, PixelLimits
 import torch
 from torch import Tensor
 from transformers import AutoProcessor, PreTrainedTokenizerFast
+
+Answers = Literal["all", "last"]
+
+# The backend functions that a fast tokenizer's call runs.
+_OF_FAST = {
+    name: getattr(PreTrainedTokenizerFast, name, None)
+    for name in ("__call__", "_encode_plus", "_switch_to_input_mode", "set_truncation_and_padding")
+}
 
 
 @dataclass(unsafe_hash=True)  # not frozen, because Megatron-Bridge's launcher sets overridden fields
@@ -53,26 +67,22 @@ class VisionLimits:
     video_max_frames: int | None = None
 
     def put_on(self, processor: Any) -> None:
-        """Apply these limits to a processor.
-
-        Raises:
-            ValueError: an invalid limit, or a minimum above its maximum.
-        """
+        """Apply these limits to a processor; `ValueError` for an invalid one, or a minimum above its maximum."""
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{field.name} is {value!r}, expected a positive number")
         for kind in ("image", "video"):
             reader = getattr(processor, f"{kind}_processor")
-            edges = {"shortest_edge": reader.size["shortest_edge"], "longest_edge": reader.size["longest_edge"]}
-            wanted = {"shortest_edge": f"{kind}_min_pixels", "longest_edge": f"{kind}_max_pixels"}
-            edges |= {edge: value for edge, name in wanted.items() if (value := getattr(self, name)) is not None}
-            if edges["shortest_edge"] > edges["longest_edge"]:
+            least, most = (getattr(self, f"{kind}_{name}_pixels") for name in ("min", "max"))
+            least = reader.size["shortest_edge"] if least is None else least
+            most = reader.size["longest_edge"] if most is None else most
+            if least > most:
                 raise ValueError(
-                    f"{kind}s of {edges['shortest_edge']} pixels at least and {edges['longest_edge']} at most, "
-                    f"expected {kind}_min_pixels up to {kind}_max_pixels"
+                    f"{kind}s of {least} pixels at least and {most} at most, expected {kind}_min_pixels up to "
+                    f"{kind}_max_pixels"
                 )
-            reader.size = type(reader.size)(**edges)
+            reader.size = type(reader.size)(shortest_edge=least, longest_edge=most)
         reader = processor.video_processor
         for name in ("fps", "min_frames", "max_frames"):
             if (value := getattr(self, f"video_{name}")) is not None:
@@ -82,19 +92,16 @@ class VisionLimits:
 
 
 def load_processor(path: str | Path, limits: VisionLimits | None = None) -> Any:
-    """The processor of a checkpoint, a local folder or a hub name.
-
-    Args:
-        path: the checkpoint.
-        limits: resolution and frame limits, where they differ from the checkpoint's.
+    """The processor of a checkpoint, a local folder or a hub name, with `limits` where they differ from its own.
 
     Raises:
         DataError: there is no processor, or it is not one of the supported families.
-        ValueError: limits that contradict each other.
     """
     try:
         processor = AutoProcessor.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
+        from qwen3vl_bridge.checkpoint.formats.huggingface import contents_of  # for this message alone
+
         what = f"; {contents_of(Path(path))}" if Path(path).exists() else ""
         raise DataError(str(path), f"found no processor{what} ({error})") from error
     check_processor(processor, str(path))
@@ -118,225 +125,6 @@ def check_processor(processor: Any, place: str) -> None:
             raise DataError(place, f"{name} {token!r} has the id {number}, expected one that the tokenizer gives it")
     if not getattr(processor, "chat_template", None):
         raise DataError(place, "found no chat template, expected the one that the model was trained with")
-
-
-# The backend functions that a fast tokenizer's call runs.
-_OF_FAST = {
-    name: getattr(PreTrainedTokenizerFast, name, None)
-    for name in ("__call__", "_encode_plus", "_switch_to_input_mode", "set_truncation_and_padding")
-}
-
-
-class Seen(NamedTuple):
-    """Sizes of a conversation's images and videos, from their headers.
-
-    Attributes:
-        image_tokens: number of tokens of each image.
-        videos: sampled frames of each video.
-    """
-
-    image_tokens: tuple[int, ...]
-    videos: tuple[Sampled, ...]
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Tokens of a sample; an image or a frame has one token, which stands for `counts` tokens.
-
-    Attributes:
-        ids: [n] int64.
-        trained: [n] bool, whether each is trained on.
-        counts: [n] int64.
-        images: first and last index of each image, including its vision start and end tokens.
-        videos: the same for each video, from the first frame's timestamp on.
-    """
-
-    ids: Tensor
-    trained: Tensor
-    counts: Tensor
-    images: tuple[Span, ...]
-    videos: tuple[Span, ...]
-
-    def __len__(self) -> int:
-        return int(self.counts.sum())
-
-    def cut(self, limit: int) -> Tokens:
-        """At most `limit` tokens from the beginning, without images and videos that are not complete."""
-        keep = int((self.counts.cumsum(0) <= limit).sum())
-        keep = min([keep, *(first for first, last in (*self.images, *self.videos) if first < keep <= last)])
-        return Tokens(
-            self.ids[:keep],
-            self.trained[:keep],
-            self.counts[:keep],
-            tuple(span for span in self.images if span[1] < keep),
-            tuple(span for span in self.videos if span[1] < keep),
-        )
-
-    def whole(self) -> tuple[Tensor, Tensor]:
-        """`ids` and `trained` with every token of every image: [L] int64, [L] bool."""
-        return self.ids.repeat_interleave(self.counts), self.trained.repeat_interleave(self.counts)
-
-
-def tokenise(processor: Any, text: str, answers: Sequence[Span], seen: Seen, place: str) -> Tokens:
-    """The tokens of a text, in which each image and each video has one placeholder token.
-
-    Args:
-        processor: of the checkpoint.
-        text: the rendered conversation.
-        answers: spans of characters that are trained on.
-        seen: sizes of the images and videos.
-        place: the conversation, for messages.
-
-    Raises:
-        DataError: the number of placeholders differs from that of images or videos, the text is not valid Unicode, or
-            an answer has other tokens in the prompts of later ones.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # half a surrogate pair, which JSON can contain
-        raise DataError(place, f"found text that is not valid Unicode ({error})") from error
-    for kind, token, expected in (
-        ("images", processor.image_token, len(seen.image_tokens)),
-        ("videos", processor.video_token, len(seen.videos)),
-    ):
-        if (found := text.count(token)) != expected:
-            raise DataError(place, f"the chat template made {found} placeholders for {kind}, expected {expected}")
-    text, answers, videos = _with_frames(processor, text, answers, seen.videos)
-    pieces, starts = [], torch.empty(0, dtype=torch.int64)  # every second piece is an answer
-    for first, end in itertools.pairwise([0, *itertools.chain.from_iterable(answers), len(text)]):
-        if videos:  # whose places are needed
-            piece, places = ids_and_starts(processor.tokenizer, text[first:end], begins=first == 0)
-            starts = torch.cat((starts, places + first))
-        else:
-            piece = ids_of(processor.tokenizer, text[first:end], begins=first == 0)
-        pieces.append(piece)
-    _check_prompts(processor.tokenizer, text, answers, pieces, place)
-    ids, is_answer = torch.cat(pieces), torch.arange(len(pieces)) % 2 == 1
-    trained = is_answer.repeat_interleave(torch.tensor([len(piece) for piece in pieces]))
-    merge = processor.video_processor.merge_size**2
-    frames = [prod(sampled.grid[1:]) // merge for sampled in seen.videos for _ in range(sampled.grid[0])]
-    counts, image = torch.ones_like(ids), ids == processor.image_token_id
-    counts[image] = torch.tensor(seen.image_tokens, dtype=counts.dtype)
-    counts[ids == processor.video_token_id] = torch.tensor(frames, dtype=counts.dtype)
-    # Images are not trained on, even if a template allows them in an assistant's turn.
-    vision = [processor.image_token_id, processor.video_token_id]
-    around = [processor.vision_start_token_id, processor.vision_end_token_id]
-    never = torch.isin(ids, torch.tensor([number for number in vision + around if number is not None]))
-
-    def spread(first: int, last: int) -> Span:
-        """A range of tokens, including the vision start and end tokens around it."""
-        before = first > 0 and ids[first - 1] == around[0]
-        after = last + 1 < len(ids) and ids[last + 1] == around[1]
-        return first - int(before), last + int(after)
-
-    clips = tuple(
-        (int(torch.searchsorted(starts, first, right=True)) - 1, int(torch.searchsorted(starts, end)) - 1)
-        for first, end in videos
-    )
-    for first, last in clips:
-        trained[first : last + 1] = False  # also the timestamps of its frames
-    pictures = tuple(spread(at, at) for at in image.nonzero().squeeze(-1).tolist())
-    return Tokens(ids, trained & ~never, counts, pictures, clips)
-
-
-def _check_prompts(tokenizer: Any, text: str, answers: Sequence[Span], pieces: Sequence[Tensor], place: str) -> None:
-    """Refuse an answer that has other tokens in the prompt of a later answer, which is tokenized in one piece."""
-    if len(answers) < 2:
-        return
-    prompt = ids_of(tokenizer, text[: answers[-1][0]])
-    apart = torch.cat(list(pieces[:-2]))
-    if torch.equal(prompt, apart):
-        return
-    common = int((prompt[: len(apart)] == apart[: len(prompt)]).cumprod(0).sum())
-    ends = list(itertools.accumulate(map(len, pieces)))[1::2]
-    start = next(start for (start, _), end in zip(answers, ends, strict=True) if common < end)
-    raise DataError(
-        place,
-        f"the tokenizer joins the beginning of the answer {text[start : start + 20]!r}... with what precedes it where "
-        "it is part of a later answer's prompt, so its tokens differ there; take out white space at its beginning, "
-        "train on only the last answer with answers='last', leave this one out with \"loss\": false, or, for an empty "
-        "thinking block, set empty_thinking='prompt'",
-    )
-
-
-def ids_of(tokenizer: Any, text: str, begins: bool = True) -> Tensor:
-    """[n] int64 ids of a text's tokens. Without their offsets, a fast tokenizer takes a third of the time."""
-    backend = _backend_of(tokenizer)
-    if backend is None:
-        return ids_and_starts(tokenizer, text, begins)[0]
-    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=begins)
-    return torch.tensor(encoding.ids, dtype=torch.int64)
-
-
-def ids_and_starts(tokenizer: Any, text: str, begins: bool = True) -> tuple[Tensor, Tensor]:
-    """The tokens of a text.
-
-    Args:
-        tokenizer: a fast tokenizer.
-        text: the text.
-        begins: whether a conversation begins with it, for tokenizers that mark the beginning.
-
-    Returns:
-        [n] int64 ids, and [n] int64 the index of each one's first character.
-    """
-    backend = _backend_of(tokenizer)
-    if backend is None:
-        encoded = tokenizer(text, add_special_tokens=begins, return_offsets_mapping=True, return_tensors="pt")
-        return encoded["input_ids"][0].long(), encoded["offset_mapping"].long().reshape(-1, 2)[:, 0].contiguous()
-    encoding = backend.encode(text, add_special_tokens=begins)
-    starts = [start for start, _ in encoding.offsets]
-    return torch.tensor(encoding.ids, dtype=torch.int64), torch.tensor(starts, dtype=torch.int64)
-
-
-def _backend_of(tokenizer: Any) -> Any:
-    """The backend of a fast tokenizer, set as transformers sets it for one text; the wrapper around the backend takes
-    longer than encoding. None for a tokenizer with its own code for encoding.
-    """
-    if any(getattr(type(tokenizer), name, None) is not found for name, found in _OF_FAST.items()):
-        return None
-    backend = tokenizer.backend_tokenizer
-    if backend.truncation is not None:
-        backend.no_truncation()
-    if backend.padding is not None:
-        backend.no_padding()
-    if backend.encode_special_tokens != tokenizer.split_special_tokens:
-        backend.encode_special_tokens = tokenizer.split_special_tokens
-    return backend
-
-
-def _with_frames(
-    processor: Any, text: str, spans: Sequence[Span], videos: Sequence[Sampled]
-) -> tuple[str, list[Span], list[Span]]:
-    """A text in which each frame of a video has its own placeholder; the answers' spans there, and those of the videos.
-
-    As Qwen3-VL was trained, the frames replace the template's vision start, video and vision end tokens. transformers
-    5.12 leaves the start and end tokens around them; 4.57 did not.
-    """
-    bare = processor.video_token
-    one = f"{processor.vision_start_token}{bare}{processor.vision_end_token}"
-    parts, shifts, found = [], [], []
-    last = shift = 0
-    for sampled, match in zip(videos, re.finditer(f"{re.escape(one)}|{re.escape(bare)}", text), strict=True):
-        frames = "".join(f"<{time:.1f} seconds>{one}" for time in sampled.frame_times())
-        parts += [text[last : match.start()], frames]
-        found.append((match.start() + shift, match.start() + shift + len(frames)))
-        last, shift = match.end(), shift + len(frames) - len(match.group())
-        shifts.append((match.start(), shift))
-
-    def there(offset: int) -> int:
-        return offset + next((shift for place, shift in reversed(shifts) if place < offset), 0)
-
-    return "".join([*parts, text[last:]]), [(there(start), there(end)) for start, end in spans], found
-
-
-Answers = Literal["all", "last"]
-
-# What to do about a template in which answers cannot be located, by the text that fails: the whole conversation, the
-# prompt of an answer, or an answer that is followed by others.
-_ANOTHER = "give the checkpoint another chat template, which reads 'reasoning_content' if it writes thinking"
-_WHOLE = f"mend the sample, leave it out with on_bad='drop', or {_ANOTHER}"
-_ITS_PROMPT = f"{_ANOTHER}, as released ones do"
-_EARLIER = f"train on only the last answer with answers='last', leave this one out with \"loss\": false, or {_ANOTHER}"
 
 
 @dataclass(frozen=True)
@@ -372,6 +160,42 @@ class EncodedSample:
         return len(self) == 1  # no template renders a conversation as one token
 
 
+class _Headers(NamedTuple):
+    """Number of tokens of each image, and sampled frames of each video, from their headers."""
+
+    image_tokens: tuple[int, ...]
+    videos: tuple[Sampled, ...]
+
+
+class _Tokens(NamedTuple):
+    """Tokens of a sample; an image or a frame has one token, which stands for `counts` tokens.
+
+    Attributes:
+        ids: [n] int64.
+        trained: [n] bool, whether each is trained on.
+        counts: [n] int64.
+        images: first and last index of each image, including its vision start and end tokens.
+        videos: the same for each video, from the first frame's timestamp on.
+    """
+
+    ids: Tensor
+    trained: Tensor
+    counts: Tensor
+    images: tuple[Span, ...]
+    videos: tuple[Span, ...]
+
+    @property
+    def total(self) -> int:
+        return int(self.counts.sum())
+
+    def cut(self, limit: int) -> _Tokens:
+        """At most `limit` tokens from the beginning, without images and videos that are not complete."""
+        keep = int((self.counts.cumsum(0) <= limit).sum())
+        keep = min([keep, *(first for first, last in (*self.images, *self.videos) if first < keep <= last)])
+        images, videos = (tuple(one for one in spans if one[1] < keep) for spans in (self.images, self.videos))
+        return _Tokens(self.ids[:keep], self.trained[:keep], self.counts[:keep], images, videos)
+
+
 class Encoder:
     """Encodes conversations as `EncodedSample`s. Picklable, so that data-loading workers can have one each."""
 
@@ -380,8 +204,7 @@ class Encoder:
 
         Args:
             processor: the processor.
-            answers: train on "all" answers of an assistant, or only on the "last", unless messages have their own
-                setting.
+            answers: train on "all" answers of an assistant, or only on the "last", unless messages say otherwise.
             empty_thinking: whether the empty thinking block that the template renders before an answer without
                 reasoning is part of the "prompt", or is trained on ("train").
 
@@ -390,21 +213,13 @@ class Encoder:
         """
         check_choice("answers", answers, Answers)
         check_choice("empty_thinking", empty_thinking, EmptyThinking)
-        self.processor, self._only = processor, answers
-        self._empty: EmptyThinking = empty_thinking
-        self._unwritten = Unwritten(processor)
-        self._thinks = "reasoning_content" in str(processor.chat_template)
-        if empty_thinking != "prompt" and not self._thinks:
-            raise ValueError(
-                f"empty_thinking is {empty_thinking!r}, but the chat template reads no 'reasoning_content' and writes "
-                "no thinking; expected 'prompt'"
-            )
+        self.processor, self._only, self._empty = processor, answers, empty_thinking
+        self.template = ChatTemplate(processor, empty_thinking)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Whatever must be equal for a sample to have the same tokens.
-
-        The template, the tokenizer, resolution limits, and what is trained on.
+        """Whatever must be equal for a sample to have the same tokens: the template, the tokenizer, resolution limits,
+        and what is trained on.
         """
         images, clips = self.processor.image_processor, self.processor.video_processor
         sizes = [reader.size[edge] for reader in (images, clips) for edge in ("shortest_edge", "longest_edge")]
@@ -418,30 +233,28 @@ class Encoder:
         return repr((*sizes, clips.fps, clips.min_frames, clips.max_frames, self._only, *asked, digest))
 
     def size(self, conversation: Conversation, limit: int | None = None) -> Size:
-        """Space that the sample takes in a row; only headers of images are read.
+        """Space that the sample takes in a row, truncated to `limit` tokens, but never within an image.
 
-        Args:
-            conversation: the conversation.
-            limit: maximum number of tokens, to which it is truncated; never within an image.
+        Only headers of images are read.
 
         Raises:
             DataError: an image or a conversation that cannot be encoded, or that has no answer to train on, or none
                 before the limit.
         """
-        seen = self._see(conversation)
+        headers = self._headers(conversation)
         self._check_text(conversation)
         trained = self._trained(conversation)
-        if self._is_plain(conversation, trained):  # then the positions of answers matter only to truncation
-            text = self._render(conversation, conversation.messages)
-            tokens = tokenise(self.processor, text, (), seen, conversation.sample_id)
-        else:
-            tokens = self._tokens(conversation, seen, None)
-        if limit is not None and len(tokens) > limit:
-            tokens = self._tokens(conversation, seen, limit)
+        tokens = None
+        if self.template.is_plain([conversation.messages[number] for number in trained]):
+            # The positions of answers matter only to truncation.
+            text = self.template.render(conversation, conversation.messages)
+            tokens = self._tokenize(conversation, text, (), headers)
+        if tokens is None or (limit is not None and tokens.total > limit):
+            tokens = self._tokens(conversation, trained, headers, limit)
         merge = self.processor.image_processor.merge_size**2
-        frames = [(1, number * merge) for number in seen.image_tokens[: len(tokens.images)]]
-        frames += [(clip.grid[0], prod(clip.grid[1:])) for clip in seen.videos[: len(tokens.videos)]]
-        return Size(len(tokens), sum(t * n for t, n in frames), sum(t * n**2 for t, n in frames))
+        frames = [(1, number * merge) for number in headers.image_tokens[: len(tokens.images)]]
+        frames += [(clip.grid[0], prod(clip.grid[1:])) for clip in headers.videos[: len(tokens.videos)]]
+        return Size(tokens.total, sum(t * n for t, n in frames), sum(t * n**2 for t, n in frames))
 
     def __call__(self, conversation: Conversation, limit: int | None = None) -> EncodedSample:
         """Encode one conversation; arguments as for `size`.
@@ -450,11 +263,12 @@ class Encoder:
             DataError: images that do not decode or do not match their placeholders in the text, or a template in which
                 an answer cannot be located.
         """
-        seen = self._see(conversation)
-        tokens = self._tokens(conversation, seen, limit)
-        seen = Seen(seen.image_tokens[: len(tokens.images)], seen.videos[: len(tokens.videos)])
-        images, videos = self._pixels(conversation, seen)
-        ids, trained = tokens.whole()
+        headers = self._headers(conversation)
+        self._check_text(conversation)
+        tokens = self._tokens(conversation, self._trained(conversation), headers, limit)
+        headers = _Headers(headers.image_tokens[: len(tokens.images)], headers.videos[: len(tokens.videos)])
+        images, videos = self._pixels(conversation, headers)
+        ids, trained = (part.repeat_interleave(tokens.counts) for part in (tokens.ids, tokens.trained))
         return EncodedSample(
             input_ids=ids,
             labels=torch.cat((ids[1:], ids[-1:])),
@@ -466,19 +280,30 @@ class Encoder:
             sample_id=conversation.sample_id,
         )
 
-    def _tokens(self, conversation: Conversation, seen: Seen, limit: int | None) -> Tokens:
-        self._check_text(conversation)
-        text, answers = self._answers(conversation)
-        tokens = tokenise(self.processor, text, answers, seen, conversation.sample_id)
-        if limit is None or len(tokens) <= limit:
-            return tokens
-        cut = tokens.cut(limit)
-        if not cut.trained[1:].any():
-            problem = f"found {len(tokens)} tokens, and no answer among the first {len(cut)} that remain of it"
-            raise DataError(conversation.sample_id, f"{problem}, expected one within {limit}")
-        return cut
+    def _check_text(self, conversation: Conversation) -> None:
+        """Refuse text that would be read as a placeholder, and fields that the template would ignore."""
+        self.template.check_fields(conversation)
+        for number, message in enumerate(conversation.messages, start=1):
+            texts = texts_of(message["content"])
+            vision = ("image_token", "video_token", "vision_start_token", "vision_end_token")
+            for token in (getattr(self.processor, name) for name in vision):
+                if any(token in words for words in texts):
+                    place = f"{conversation.sample_id}: message {number}"
+                    raise DataError(place, f"found {token!r} in the text, which is reserved for images and videos")
 
-    def _see(self, conversation: Conversation) -> Seen:
+    def _trained(self, conversation: Conversation) -> list[int]:
+        """Indices of the messages that are trained on, at least one."""
+        answers = [number for number, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        chosen = answers if self._only == "all" else answers[-1:]
+        trained = [number for number in answers if conversation.losses.get(number, number in chosen)]
+        if not trained:
+            problem = f"found no answer to train on with answers={self._only!r}"
+            raise DataError(
+                conversation.sample_id, f"{problem}: the messages' own 'loss' or 'weight' exclude every answer"
+            )
+        return trained
+
+    def _headers(self, conversation: Conversation) -> _Headers:
         """Sizes of a conversation's images and videos, from their headers."""
         place, images = conversation.sample_id, self.processor.image_processor
         sizes = [image_size(image, place) for image in conversation.images]
@@ -488,52 +313,18 @@ class Encoder:
                 images.get_number_of_image_patches(*size, limit) for size, limit in zip(sizes, limits, strict=True)
             ]
         except ValueError as error:
-            raise _refused(conversation, error) from error
+            raise DataError(place, f"the processor refuses it: {error}") from error
         videos = (video.sample(clip, self.processor.video_processor, place) for clip in conversation.videos)
-        return Seen(tuple(number // images.merge_size**2 for number in patches), tuple(videos))
-
-    def _pixels(self, conversation: Conversation, seen: Seen) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Results of the image and the video processor for a conversation's images and videos."""
-        place, reader = conversation.sample_id, self.processor.video_processor
-        pictures = [load_image(image, place) for image in conversation.images[: len(seen.image_tokens)]]
-        pairs = zip(conversation.videos, seen.videos, strict=False)  # a truncated sample has fewer
-        clips = [video.load(clip, sampled, reader, place) for clip, sampled in pairs]
-        try:
-            images = self._images(pictures, self._limits(conversation))
-            # They are already sampled and resized.
-            as_they_are = {"do_sample_frames": False, "do_resize": False, "return_tensors": "pt"}
-            made = [reader(videos=[clip], **as_they_are) for clip in clips]
-        except (ValueError, RuntimeError) as error:
-            raise _refused(conversation, error) from error
-        merge = self.processor.image_processor.merge_size**2
-        found = [prod(grid) // merge for grid in images["image_grid_thw"].tolist()] if pictures else []
-        found += [tuple(one["video_grid_thw"][0].tolist()) for one in made]
-        expected = [*seen.image_tokens, *(sampled.grid for sampled in seen.videos)]
-        if found != expected:
-            raise DataError(place, f"images and videos became {found}, expected {expected} according to their headers")
-        names = ("pixel_values_videos", "video_grid_thw") if made else ()
-        return images, {name: torch.cat([one[name] for one in made]) for name in names}
-
-    def _images(self, pictures: Sequence[Any], limits: Sequence[PixelLimits]) -> Mapping[str, Any]:
-        """Results of the image processor, with one call for all images of the same limits; {} without any."""
-        made = []
-        pairs = zip(limits, pictures, strict=False)  # a truncated sample has fewer
-        for limit, run in itertools.groupby(pairs, key=itemgetter(0)):
-            images = [picture for _, picture in run]
-            made.append(self.processor.image_processor(images=images, **limit._asdict(), return_tensors="pt"))
-        if len(made) < 2:
-            return made[0] if made else {}
-        return {name: torch.cat([one[name] for one in made]) for name in made[0]}
+        return _Headers(tuple(number // images.merge_size**2 for number in patches), tuple(videos))
 
     def _limits(self, conversation: Conversation) -> list[PixelLimits]:
         """Minimum and maximum pixels of each image: its own limits, or the processor's."""
         reader = self.processor.image_processor
-        usual: tuple[int, int] = (reader.size["shortest_edge"], reader.size["longest_edge"])
         found, token = [], (reader.patch_size * reader.merge_size) ** 2
         for number in range(len(conversation.images)):
             own = conversation.limits.get(number, PixelLimits())
-            least = usual[0] if own.min_pixels is None else own.min_pixels
-            most = usual[1] if own.max_pixels is None else own.max_pixels
+            least = reader.size["shortest_edge"] if own.min_pixels is None else own.min_pixels
+            most = reader.size["longest_edge"] if own.max_pixels is None else own.max_pixels
             where = f"{conversation.sample_id}: image {number + 1}"
             if own.max_pixels is not None and most < token:
                 raise DataError(where, f"found 'max_pixels' {most}, expected at least {token}, the pixels of one token")
@@ -548,100 +339,189 @@ class Encoder:
             found.append(PixelLimits(least, most))
         return found
 
-    def _answers(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
-        """The whole text, and the spans of its answers, each with its end token."""
-        messages, place = conversation.messages, conversation.sample_id
-        text = self._render(conversation, messages)
-        spans = []
-        answers = self._trained(conversation)
-        closing = tuple(self.processor.tokenizer.all_special_tokens)
-        if self._thinks:
-            turns = Turns(place, messages, text, partial(self._render, conversation), closing, self._empty)
-            return text, [turns.span(number) for number in answers]
-        for number in answers:
-            where = f"{place}: message {number + 1}"
-            prompt = self._render(conversation, messages[:number], prompt=True)
-            turn = self._render(conversation, messages[: number + 1])
-            if not turn.startswith(prompt):
-                raise DataError(where, _parting("the prompt to generate it", prompt, "it", turn, _ITS_PROMPT))
-            if not text.startswith(turn):
-                raise DataError(where, _parting("it by itself", turn, "it with what follows", text, _EARLIER))
-            # Templates render white space between turns, which the model does not have to generate.
-            end = len(turn.rstrip())
-            if not turn[len(prompt) : end].endswith(closing):
-                raise DataError(where, f"the answer ends in {turn[-20:]!r}, expected a token that closes the turn")
-            check_answer(messages[number], prompt, text[len(prompt) : end], where, _ANOTHER)
-            spans.append((len(prompt), end))
-        return text, spans
-
-    def _is_plain(self, conversation: Conversation, trained: Sequence[int]) -> bool:
-        """Whether answers have the same tokens without regard to their positions, and no think tags that split them."""
-        if self._empty == "train" or not self._prompts_end_in_newline:
-            return False
-        for message in (conversation.messages[number] for number in trained):
-            text, reasoning = "".join(texts_of(message["content"])), message.get("reasoning_content") or "."
-            if not text[:1].strip() or not reasoning[:1].strip() or "</think>" in text:
-                return False
-        return True
-
-    @cached_property
-    def _prompts_end_in_newline(self) -> bool:
-        """Whether generation prompts end in a newline, which a tokenizer joins only with white space after it."""
-        asked = [{"role": "user", "content": "a"}]
+    def _pixels(self, conversation: Conversation, headers: _Headers) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Results of the image and the video processor for a conversation's images and videos, as many as `headers`."""
+        place, reader = conversation.sample_id, self.processor.video_processor
+        pictures = [load_image(image, place) for image in conversation.images[: len(headers.image_tokens)]]
+        pairs = zip(conversation.videos, headers.videos, strict=False)  # a truncated sample has fewer
+        clips = [video.load(clip, sampled, reader, place) for clip, sampled in pairs]
+        made_images, made_videos = [], []
         try:
-            return self.processor.apply_chat_template(asked, tokenize=False, add_generation_prompt=True).endswith("\n")
-        except Exception:  # a template is a program; what it refuses, it also refuses in the sample
-            return False
-
-    def _trained(self, conversation: Conversation) -> list[int]:
-        """Indices of the messages that are trained on, at least one."""
-        answers = [number for number, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-        chosen = answers if self._only == "all" else answers[-1:]
-        trained = [number for number in answers if conversation.losses.get(number, number in chosen)]
-        if not trained:
-            problem = f"found no answer to train on with answers={self._only!r}"
-            raise DataError(
-                conversation.sample_id, f"{problem}: the messages' own 'loss' or 'weight' exclude every answer"
+            # One call for all images of the same limits.
+            pairs = zip(self._limits(conversation), pictures, strict=False)
+            for limit, run in itertools.groupby(pairs, key=itemgetter(0)):
+                images = [picture for _, picture in run]
+                made_images.append(
+                    self.processor.image_processor(images=images, **limit._asdict(), return_tensors="pt")
+                )
+            # They are already sampled and resized.
+            settings = {"do_sample_frames": False, "do_resize": False, "return_tensors": "pt"}
+            made_videos += [reader(videos=[clip], **settings) for clip in clips]
+        except (ValueError, RuntimeError) as error:
+            raise DataError(place, f"the processor refuses it: {error}") from error
+        merge = self.processor.image_processor.merge_size**2
+        found = [prod(grid) // merge for made in made_images for grid in made["image_grid_thw"].tolist()]
+        found += [tuple(made["video_grid_thw"][0].tolist()) for made in made_videos]
+        expected = [*headers.image_tokens, *(sampled.grid for sampled in headers.videos)]
+        if found != expected:
+            raise DataError(place, f"images and videos became {found}, expected {expected} according to their headers")
+        images, videos = (
+            {name: torch.cat([one[name] for one in made]) for name in names} if made else {}
+            for made, names in (
+                (made_images, ("pixel_values", "image_grid_thw")),
+                (made_videos, ("pixel_values_videos", "video_grid_thw")),
             )
-        return trained
+        )
+        return images, videos
 
-    def _render(
-        self, conversation: Conversation, messages: Sequence[dict[str, Any]], prompt: bool = False, **reads: Any
-    ) -> str:
-        """Render messages with the template; `reads` are its further variables, such as `enable_thinking`."""
+    def _tokens(
+        self, conversation: Conversation, trained: Sequence[int], headers: _Headers, limit: int | None
+    ) -> _Tokens:
+        text, answers = self.template.answers(conversation, trained)
+        tokens = self._tokenize(conversation, text, answers, headers)
+        if limit is None or tokens.total <= limit:
+            return tokens
+        cut = tokens.cut(limit)
+        if not cut.trained[1:].any():
+            problem = f"found {tokens.total} tokens, and no answer among the first {cut.total} that remain of it"
+            raise DataError(conversation.sample_id, f"{problem}, expected one within {limit}")
+        return cut
+
+    def _tokenize(self, conversation: Conversation, text: str, answers: Sequence[Span], headers: _Headers) -> _Tokens:
+        """The tokens of a text, in which each image and each video has one placeholder token.
+
+        Raises:
+            DataError: the number of placeholders differs from that of images or videos, the text is not valid Unicode,
+                or an answer has other tokens in the prompts of later ones.
+        """
+        place, processor, tokenizer = conversation.sample_id, self.processor, self.processor.tokenizer
         try:
-            # transformers changes messages in place.
-            copies, tools = copy.deepcopy((list(messages), conversation.tools))
-            # transformers warns each time about variables that a template does not read; Qwen3-VL's always has thinking
-            # on.
-            known = {name: value for name, value in reads.items() if name in str(self.processor.chat_template)}
-            asked = {"tokenize": False, "add_generation_prompt": prompt, **known}
-            return self.processor.apply_chat_template(copies, tools=tools, **asked)
-        except Exception as error:  # a template is a program, and runs on arbitrary records
-            whole = len(messages) == len(conversation.messages)
-            part, remedy = ("it", _WHOLE) if whole else (f"its first {len(messages)} messages by themselves", _EARLIER)
-            raise DataError(conversation.sample_id, f"the chat template refuses {part}: {error}; {remedy}") from error
+            text.encode()
+        except UnicodeEncodeError as error:  # half a surrogate pair, which JSON can contain
+            raise DataError(place, f"found text that is not valid Unicode ({error})") from error
+        for kind, token, expected in (
+            ("images", processor.image_token, len(headers.image_tokens)),
+            ("videos", processor.video_token, len(headers.videos)),
+        ):
+            if (found := text.count(token)) != expected:
+                raise DataError(place, f"the chat template made {found} placeholders for {kind}, expected {expected}")
+        text, answers, videos = _with_frames(processor, text, answers, headers.videos)
+        pieces, starts = [], torch.empty(0, dtype=torch.int64)  # every second piece is an answer
+        for first, end in itertools.pairwise([0, *itertools.chain.from_iterable(answers), len(text)]):
+            if videos:  # whose places are needed
+                piece, piece_starts = ids_and_starts(tokenizer, text[first:end], begins=first == 0)
+                starts = torch.cat((starts, piece_starts + first))
+            else:
+                piece = ids_of(tokenizer, text[first:end], begins=first == 0)
+            pieces.append(piece)
+        _check_prompts(tokenizer, text, answers, pieces, place)
+        ids, is_answer = torch.cat(pieces), torch.arange(len(pieces)) % 2 == 1
+        trained = is_answer.repeat_interleave(torch.tensor([len(piece) for piece in pieces]))
+        merge = processor.video_processor.merge_size**2
+        frames = [prod(sampled.grid[1:]) // merge for sampled in headers.videos for _ in range(sampled.grid[0])]
+        counts, image = torch.ones_like(ids), ids == processor.image_token_id
+        counts[image] = torch.tensor(headers.image_tokens, dtype=counts.dtype)
+        counts[ids == processor.video_token_id] = torch.tensor(frames, dtype=counts.dtype)
+        # Images are not trained on, even if a template allows them in an assistant's turn.
+        start, end = processor.vision_start_token_id, processor.vision_end_token_id
+        vision = [processor.image_token_id, processor.video_token_id, start, end]
+        never = torch.isin(ids, torch.tensor([number for number in vision if number is not None]))
 
-    def _check_text(self, conversation: Conversation) -> None:
-        """Refuse text that would be read as a placeholder, and fields that the template would ignore."""
-        self._unwritten.check(conversation)
-        for number, message in enumerate(conversation.messages, start=1):
-            texts = texts_of(message["content"])
-            vision = ("image_token", "video_token", "vision_start_token", "vision_end_token")
-            for token in (getattr(self.processor, name) for name in vision):
-                if any(token in words for words in texts):
-                    place = f"{conversation.sample_id}: message {number}"
-                    raise DataError(place, f"found {token!r} in the text, which is reserved for images and videos")
+        def with_ends(first: int, last: int) -> Span:
+            """A range of tokens, including the vision start and end tokens around it."""
+            before = first > 0 and ids[first - 1] == start
+            after = last + 1 < len(ids) and ids[last + 1] == end
+            return first - int(before), last + int(after)
+
+        clips = tuple(
+            (int(torch.searchsorted(starts, first, right=True)) - 1, int(torch.searchsorted(starts, end)) - 1)
+            for first, end in videos
+        )
+        for first, last in clips:
+            trained[first : last + 1] = False  # also the timestamps of its frames
+        pictures = tuple(with_ends(at, at) for at in image.nonzero().squeeze(-1).tolist())
+        return _Tokens(ids, trained & ~never, counts, pictures, clips)
 
 
-def _refused(conversation: Conversation, error: Exception) -> DataError:
-    return DataError(conversation.sample_id, f"the processor refuses it: {error}")
+def _with_frames(
+    processor: Any, text: str, spans: Sequence[Span], videos: Sequence[Sampled]
+) -> tuple[str, list[Span], list[Span]]:
+    """A text in which each frame of a video has its own placeholder; the answers' spans there, and those of the videos.
+
+    As Qwen3-VL was trained, the frames replace the template's vision start, video and vision end tokens. transformers
+    5.12 leaves the start and end tokens around them; 4.57 did not.
+    """
+    bare = processor.video_token
+    frame = f"{processor.vision_start_token}{bare}{processor.vision_end_token}"
+    parts, shifts, found = [], [], []
+    last = shift = 0
+    for sampled, match in zip(videos, re.finditer(f"{re.escape(frame)}|{re.escape(bare)}", text), strict=True):
+        frames = "".join(f"<{time:.1f} seconds>{frame}" for time in sampled.frame_times())
+        parts += [text[last : match.start()], frames]
+        found.append((match.start() + shift, match.start() + shift + len(frames)))
+        last, shift = match.end(), shift + len(frames) - len(match.group())
+        shifts.append((match.start(), shift))
+
+    def shifted(offset: int) -> int:
+        return offset + next((shift for place, shift in reversed(shifts) if place < offset), 0)
+
+    return "".join([*parts, text[last:]]), [(shifted(start), shifted(end)) for start, end in spans], found
 
 
-def _parting(first_name: str, first: str, second_name: str, second: str, remedy: str) -> str:
-    """Error message for two renderings that should have a common prefix but differ."""
-    at = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
-    return (
-        f"the chat template renders {first_name} as '...{first[max(at - 20, 0) : at + 20]}', but {second_name} as "
-        f"'...{second[max(at - 20, 0) : at + 20]}': expected the second to begin with the first; {remedy}"
+def _check_prompts(tokenizer: Any, text: str, answers: Sequence[Span], pieces: Sequence[Tensor], place: str) -> None:
+    """Refuse an answer that has other tokens in the prompt of a later answer, which is tokenized in one piece."""
+    if len(answers) < 2:
+        return
+    prompt = ids_of(tokenizer, text[: answers[-1][0]])
+    separate = torch.cat(list(pieces[:-2]))
+    if torch.equal(prompt, separate):
+        return
+    common = int((prompt[: len(separate)] == separate[: len(prompt)]).cumprod(0).sum())
+    ends = list(itertools.accumulate(map(len, pieces)))[1::2]
+    start = next(start for (start, _), end in zip(answers, ends, strict=True) if common < end)
+    raise DataError(
+        place,
+        f"the tokenizer joins the beginning of the answer {text[start : start + 20]!r}... with what precedes it where "
+        "it is part of a later answer's prompt, so its tokens differ there; take out white space at its beginning, "
+        "train on only the last answer with answers='last', leave this one out with \"loss\": false, or, for an empty "
+        "thinking block, set empty_thinking='prompt'",
     )
+
+
+def ids_of(tokenizer: Any, text: str, begins: bool = True) -> Tensor:
+    """[n] int64 ids of a text's tokens. Without their offsets, a fast tokenizer takes a third of the time."""
+    backend = _backend_of(tokenizer)
+    if backend is None:
+        return ids_and_starts(tokenizer, text, begins)[0]
+    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=begins)
+    return torch.tensor(encoding.ids, dtype=torch.int64)
+
+
+def ids_and_starts(tokenizer: Any, text: str, begins: bool = True) -> tuple[Tensor, Tensor]:
+    """[n] int64 ids of a text's tokens, and [n] int64 the index of each one's first character.
+
+    `begins` says whether a conversation begins with the text, for tokenizers that mark the beginning.
+    """
+    backend = _backend_of(tokenizer)
+    if backend is None:
+        encoded = tokenizer(text, add_special_tokens=begins, return_offsets_mapping=True, return_tensors="pt")
+        return encoded["input_ids"][0].long(), encoded["offset_mapping"].long().reshape(-1, 2)[:, 0].contiguous()
+    encoding = backend.encode(text, add_special_tokens=begins)
+    starts = [start for start, _ in encoding.offsets]
+    return torch.tensor(encoding.ids, dtype=torch.int64), torch.tensor(starts, dtype=torch.int64)
+
+
+def _backend_of(tokenizer: Any) -> Any:
+    """The backend of a fast tokenizer, set as transformers sets it for one text; the wrapper around the backend takes
+    longer than encoding. None for a tokenizer with its own code for encoding.
+    """
+    if any(getattr(type(tokenizer), name, None) is not found for name, found in _OF_FAST.items()):
+        return None
+    backend = tokenizer.backend_tokenizer
+    if backend.truncation is not None:
+        backend.no_truncation()
+    if backend.padding is not None:
+        backend.no_padding()
+    if backend.encode_special_tokens != tokenizer.split_special_tokens:
+        backend.encode_special_tokens = tokenizer.split_special_tokens
+    return backend

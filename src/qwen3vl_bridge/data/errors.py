@@ -1,4 +1,4 @@
-"""Exceptions for invalid data, with the place of the error, and the check of settings with a fixed set of values."""
+"""Exceptions for invalid data, with the place of the error."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ class DataError(ValueError):
     """Data that cannot be trained on. The message names file, line and part, what was found and what was expected."""
 
     def __init__(self, place: str, problem: str | None = None) -> None:
-        """Create the message from a place, such as "train.jsonl:12: message 3", and a problem.
+        """Join a place, such as "train.jsonl:12: message 3", and what was found and what was expected there.
 
-        Without a problem, `place` is the complete message: torch recreates exceptions of data-loading workers this way.
+        Without `problem`, `place` is the complete message: torch recreates exceptions of data-loading workers this way.
         """
         super().__init__(place if problem is None else f"{place}: {problem}")
 
@@ -21,18 +21,15 @@ class DataError(ValueError):
 
 
 class Changed(DataError):
-    """A sample whose size differs from the plan, which is therefore wrong for the other samples too: never dropped."""
+    """A sample whose size is not that of the plan, which is of other data, or the data change. It is not dropped."""
 
 
 class Unreachable(DataError):
-    """Data that are temporarily unavailable: not downloaded, network down, stream interrupted.
-
-    Never dropped: the next sample would fail as well, and a later run could read it.
-    """
+    """Data that are temporarily unavailable: not downloaded, network down, stream interrupted. They are not dropped."""
 
 
 def check_choice(name: str, found: object, kind: Any) -> None:
-    """Refuse a setting's value that is not one of the `Literal` of allowed values (ValueError)."""
+    """Refuse the value of a setting that is not in `kind`, a `Literal`, with a `ValueError`."""
     allowed = get_args(kind)
     if found not in allowed:
         raise ValueError(f"{name} is {found!r}, expected {' or '.join(map(repr, allowed))}")

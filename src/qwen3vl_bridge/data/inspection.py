@@ -52,9 +52,7 @@ class InspectionSettings:
 
     Attributes:
         seq_length: tokens of a row.
-        samples: number of samples to show.
-        start: index of the first of them.
-        seed: show a random choice instead, with this seed.
+        samples: number of samples to show, from number `start` on, or a random choice with `seed`.
         lengths: number of samples to measure, spread over the whole file; 0 for only those shown.
         pack: several samples per row; otherwise one.
         pictures: keep images to show.
@@ -71,14 +69,7 @@ class InspectionSettings:
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens that form whole characters together, mostly one token; or a run of one vision token.
-
-    Attributes:
-        ids: the tokens.
-        text: their text; for a run, that of one token.
-        trained: whether they are trained on.
-        vision: whether they are vision tokens.
-    """
+    """Tokens that form whole characters together, mostly one token; or a run of one vision token, with its text."""
 
     ids: tuple[int, ...]
     text: str
@@ -93,9 +84,7 @@ class Picture:
     Attributes:
         kind: "image" or "video".
         grid: patches in time, height and width.
-        height: pixels, after resizing.
-        width: pixels, after resizing.
-        num_tokens: number of its tokens.
+        height: pixels, after resizing, as `width`.
         frames: [frames, height, width, channels] uint8, if images were requested.
     """
 
@@ -132,9 +121,6 @@ class Inspection:
 
     Attributes:
         num_samples: samples in the file.
-        seq_length: tokens of a row.
-        pack: whether rows hold several samples.
-        samples: those shown.
         lengths: tokens of each sample that was measured.
         row_fills: fraction of real tokens in each row of the measured samples; too long ones are left out.
         errors: sample and message, in the file's order.
@@ -176,7 +162,7 @@ def inspect_samples(
         samples: those of the file. Their limit must not be exceeded by any, because long ones are counted here.
         processor: the processor that encodes them.
         settings: what to inspect.
-        progress: wraps the numbers of the remaining samples, to show progress.
+        progress: wraps numbers of samples, to show progress.
 
     Raises:
         DataError: a start after the last sample.
@@ -253,13 +239,7 @@ def _row_fills(lengths: Sequence[int], settings: InspectionSettings) -> tuple[fl
 
 
 def view_sample(sample: EncodedSample, processor: Any, *, pictures: bool = False) -> SampleView:
-    """A sample to show.
-
-    Args:
-        sample: the encoded sample.
-        processor: the processor that encoded it.
-        pictures: whether to keep its images.
-    """
+    """A sample to show, with its images if `pictures` is set; `processor` is the one that encoded it."""
     vision = (processor.image_token_id, processor.video_token_id)
     # A position's mask is that of its label, the next token. The first token has no position before it.
     trained = [False, *sample.loss_mask[:-1].bool().tolist()]

@@ -43,13 +43,8 @@ def print_text(inspection: Inspection) -> None:
         sys.stdout.write(as_text(inspection, brackets=True).plain)
 
 
-def packing_as_json(report: PackingReport) -> str:
-    """All numbers of a packing."""
-    return json.dumps(asdict(report), indent=2)
-
-
-def downloads_as_json(report: DownloadReport) -> str:
-    """All fields of a download's report."""
+def report_as_json(report: PackingReport | DownloadReport) -> str:
+    """All fields of a report."""
     return json.dumps(asdict(report), indent=2)
 
 
@@ -88,7 +83,10 @@ def as_text(inspection: Inspection, *, brackets: bool = False) -> Text:
         text.append(f"{visible(view.sample_id)}\n", _TITLE)
         for line in headlines(view):
             text.append(f"  {line}\n")
-        _append_tokens(text, view, brackets)
+        for (trained, vision), pieces in groupby(view.pieces, key=lambda piece: (piece.trained, piece.vision)):
+            words = "".join(map(shortened, pieces))
+            style = _TRAINED if trained else _VISION if vision else ""
+            text.append(f"[[{words}]]" if brackets and trained else words, style)
         text.append("\n\n")
     for name, value in summary(inspection).items():
         text.append(f"{name:15}", _TITLE).append(f"{value}\n")
@@ -97,13 +95,6 @@ def as_text(inspection: Inspection, *, brackets: bool = False) -> Text:
     if len(inspection.errors) > MOST_ERRORS:
         text.append(f"  and {len(inspection.errors) - MOST_ERRORS} more\n", _ERROR)
     return text
-
-
-def _append_tokens(text: Text, view: SampleView, brackets: bool) -> None:
-    for (trained, vision), pieces in groupby(view.pieces, key=lambda piece: (piece.trained, piece.vision)):
-        words = "".join(map(shortened, pieces))
-        style = _TRAINED if trained else _VISION if vision else ""
-        text.append(f"[[{words}]]" if brackets and trained else words, style)
 
 
 def shortened(piece: Piece) -> str:
@@ -153,47 +144,37 @@ def _spread(lengths: Sequence[int]) -> dict[str, float] | None:
 
 def as_json(inspection: Inspection) -> str:
     """Everything except pixels, as one object."""
-    lengths = inspection.lengths
+
+    def piece_of(piece: Piece) -> dict[str, Any]:
+        common = {"text": piece.text, "trained": piece.trained}
+        return common | ({"id": piece.ids[0], "count": len(piece.ids)} if piece.vision else {"ids": list(piece.ids)})
+
+    names = ("kind", "grid", "height", "width", "num_tokens")
     found = {
         "num_samples": inspection.num_samples,
         "seq_length": inspection.seq_length,
         "pack": inspection.pack,
         "trained_share": inspection.trained_share,
-        "length": _spread(lengths),
+        "length": _spread(inspection.lengths),
         "too_long": inspection.too_long,
         "num_rows": len(inspection.row_fills),
         "fill": inspection.fill,
         "num_errors": len(inspection.errors),
         "errors": [{"sample_id": sample_id, "message": message} for sample_id, message in inspection.errors],
-        "samples": [_sample_json(view) for view in inspection.samples],
-        "lengths": list(lengths),
-        "row_fills": list(inspection.row_fills),
+        "samples": [
+            {
+                "sample_id": view.sample_id,
+                "num_tokens": view.num_tokens,
+                "num_trained": view.num_trained,
+                "pictures": [{name: getattr(picture, name) for name in names} for picture in view.pictures],
+                "pieces": [piece_of(piece) for piece in view.pieces],
+            }
+            for view in inspection.samples
+        ],
+        "lengths": inspection.lengths,
+        "row_fills": inspection.row_fills,
     }
     return json.dumps(found, indent=2)
-
-
-def _sample_json(view: SampleView) -> dict[str, Any]:
-    return {
-        "sample_id": view.sample_id,
-        "num_tokens": view.num_tokens,
-        "num_trained": view.num_trained,
-        "pictures": [
-            {
-                "kind": picture.kind,
-                "grid": list(picture.grid),
-                "height": picture.height,
-                "width": picture.width,
-                "num_tokens": picture.num_tokens,
-            }
-            for picture in view.pictures
-        ],
-        "pieces": [_piece_json(piece) for piece in view.pieces],
-    }
-
-
-def _piece_json(piece: Piece) -> dict[str, Any]:
-    common = {"text": piece.text, "trained": piece.trained}
-    return common | ({"id": piece.ids[0], "count": len(piece.ids)} if piece.vision else {"ids": list(piece.ids)})
 
 
 _MOST_PAGE_ERRORS = 100
@@ -252,16 +233,8 @@ turn has the colour of its role: {legend}.</p>
 
 
 def write_html(inspection: Inspection, path: Path, title: str, model: str | None = None) -> None:
-    """Write the report to a temporary file and rename it, so that the file is always complete.
-
-    Args:
-        inspection: the results, with images.
-        path: the file.
-        title: of the page: name of the data.
-        model: the checkpoint whose processor and template were used.
-
-    Raises:
-        OSError: it cannot be written.
+    """Write the report to a temporary file and rename it, so that the file is always complete; arguments as for
+    `html_parts`.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -273,7 +246,7 @@ def write_html(inspection: Inspection, path: Path, title: str, model: str | None
 
 
 def html_parts(inspection: Inspection, title: str, model: str | None = None) -> Iterator[str]:
-    """The page's HTML in parts; arguments as for `write_html`."""
+    """The page's HTML in parts, for the data called `title` and the processor and template of `model`."""
     of_model = f" for {model}" if model else ""
     yield _PAGE_HEAD.format(
         title=_escaped(f"{title}{of_model}, rows of {inspection.seq_length:,} tokens"),

@@ -27,7 +27,6 @@ class Question:
     Attributes:
         prompt: images, videos and the [n] tokens up to the answer.
         answer: text, without reasoning.
-        sample_id: id of the conversation.
         thinks: whether the prompt opens a thinking block that the model must close before its answer.
     """
 
@@ -49,12 +48,7 @@ class Question:
 
 
 def questions(source: ConversationSource, rows: ConversationRows, first: int) -> list[Question]:
-    """The first prompts of a source.
-
-    Args:
-        source: conversations.
-        rows: settings of their encoding.
-        first: number of conversations.
+    """The prompts of the `first` conversations of a source, encoded as for training.
 
     Raises:
         DataError: a conversation that cannot be encoded, or does not end with an assistant's text.

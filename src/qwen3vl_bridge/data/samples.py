@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from qwen3vl_bridge.data.collation import pad_token_id
 from qwen3vl_bridge.data.encoding import EncodedSample, Encoder
 from qwen3vl_bridge.data.errors import Changed, DataError, Unreachable, check_choice
-from qwen3vl_bridge.data.packing.sample_sizes import NOTHING, AllSizes, LatestSizes, Left, OwnNotes, Size, Sizes
+from qwen3vl_bridge.data.packing.sample_sizes import NOTHING, AllSizes, LatestSizes, Left, Size, Sizes
 from qwen3vl_bridge.data.schemas.conversations import Conversation
 from qwen3vl_bridge.data.sources.opening import Conversations
 
@@ -23,7 +23,7 @@ OnBad = Literal["error", "drop"]
 
 _NAMED = 4
 # Ranks that share a row each read it, so their count is not the number of samples.
-_SAID = {"dropped": "%s: dropped, %d so far", "cut": "%s: cut, %d so far", "unreadable": "%s: left blank (%d)"}
+_LOG_TEXTS = {"dropped": "%s: dropped, %d so far", "cut": "%s: cut, %d so far", "unreadable": "%s: left blank (%d)"}
 
 
 class MeasuredConversation(NamedTuple):
@@ -51,7 +51,7 @@ class SampleFilter:
         """Set which conversations become samples.
 
         Args:
-            encoder: encodes conversations.
+            encoder: the encoder.
             limit: maximum tokens of a sample.
             most_patches: maximum patches of its images and videos; None without a limit.
             on_long: "error", "drop", or "truncate" (never within an image) for a longer one. Dropped and truncated ones
@@ -63,17 +63,13 @@ class SampleFilter:
         self.encoder, self.limit, self.most_patches = encoder, limit, most_patches
         self.on_long, self.on_bad = on_long, on_bad
         self.num_dropped = self.num_truncated = 0
-        self._note = OwnNotes().note
+        self._note = Sizes().note
 
     def noting(self, note: Callable[[Left], int]) -> SampleFilter:
-        """The same, with counts shared with others.
-
-        Args:
-            note: as `Sizes.note`.
-        """
-        together = copy.copy(self)
-        together._note = note
-        return together
+        """The same, with counts shared with others by `note`, as `Sizes.note`."""
+        shared = copy.copy(self)
+        shared._note = note
+        return shared
 
     def fingerprint(self) -> dict[str, int | str | None]:
         """Whatever must be equal for the same conversations to become the same samples."""
@@ -88,60 +84,46 @@ class SampleFilter:
     def measure(self, read: Callable[[], Conversation], place: str) -> MeasuredConversation | None:
         """A conversation with its size, reading only headers of its images; None if it is dropped.
 
-        Args:
-            read: gives the conversation.
-            place: the conversation, for messages.
-
         Raises:
-            DataError: it cannot be read or is too long, if that is an error.
+            DataError: it cannot be read or is too long, if that is an error; the message names `place`.
         """
-        measured = self._unless_bad(lambda: self._sized(read(), None))
-        if measured is not None and measured.size.tokens > self.limit:
-            problem = f"{place}: found a sample of {measured.size.tokens} tokens, expected at most {self.limit}"
-            measured = self._cut(measured.conversation, problem)
-        if measured is None or self.most_patches is None or measured.size.patches <= self.most_patches:
-            return measured
-        problem = f"{place}: found images of {measured.size.patches} patches, expected at most {self.most_patches}"
-        if self.on_long == "error":
-            raise DataError(f"{problem} (the limit of a row; on_long='drop' drops the sample)")
-        self._drop(problem)
-        return None
-
-    def _cut(self, conversation: Conversation, problem: str) -> MeasuredConversation | None:
-        if self.on_long == "error":
-            raise DataError(f"{problem} (the length of a row; on_long='drop' drops the sample, 'truncate' cuts it)")
-        if self.on_long == "drop":
-            self._drop(problem)
-            return None
-        measured = self._unless_bad(lambda: self._sized(conversation, self.limit))
-        if measured is not None:
+        try:
+            conversation = read()
+            size = self.encoder.size(conversation)
+        except DataError as error:
+            return self.refuse(error)
+        if size.tokens > self.limit:
+            problem = f"{place}: found a sample of {size.tokens} tokens, expected at most {self.limit}"
+            if self.on_long == "error":
+                raise DataError(f"{problem} (the length of a row; on_long='drop' drops the sample, 'truncate' cuts it)")
+            if self.on_long == "drop":
+                return self._drop(problem)
+            try:
+                size = self.encoder.size(conversation, self.limit)
+            except DataError as error:
+                return self.refuse(error)
             self.num_truncated += 1
-            self._say("cut", problem)
-        return measured
+            self._log("cut", problem)
+        if self.most_patches is not None and size.patches > self.most_patches:
+            problem = f"{place}: found images of {size.patches} patches, expected at most {self.most_patches}"
+            if self.on_long == "error":
+                raise DataError(f"{problem} (the limit of a row; on_long='drop' drops the sample)")
+            return self._drop(problem)
+        return MeasuredConversation(conversation, size)
 
     def encode(self, read: Callable[[], MeasuredConversation], kind: Left = "dropped") -> EncodedSample | None:
-        """Tokens and pixels; None for a sample that turns out to be bad only now, such as a truncated image, and is
-        dropped.
+        """Tokens and pixels; None for a sample that turns out to be bad only now, such as a truncated image.
 
-        Args:
-            read: gives the conversation, and the size that it was measured with.
-            kind: "unreadable" if its place in a row is kept, with a blank token.
+        `kind` is "unreadable" if its place in a row is kept, with a blank token.
 
         Raises:
-            DataError: it cannot be encoded, if that is an error, or has another size.
+            DataError: it cannot be encoded, if that is an error, or has another size than it was measured with.
         """
-        return self._unless_bad(lambda: self._encode(read()), kind)
-
-    def blank(self, place: str) -> EncodedSample:
-        """A single token without loss, to fill a place that must not be empty."""
-        token = torch.tensor([pad_token_id(self.encoder.processor.tokenizer)])
-        return EncodedSample(token, token, torch.zeros(1), None, None, place)
-
-    def _sized(self, conversation: Conversation, limit: int | None) -> MeasuredConversation:
-        return MeasuredConversation(conversation, self.encoder.size(conversation, limit))
-
-    def _encode(self, measured: MeasuredConversation) -> EncodedSample:
-        sample, size = self.encoder(measured.conversation, self.limit), measured.size
+        try:
+            conversation, size = read()
+            sample = self.encoder(conversation, self.limit)
+        except DataError as error:
+            return self.refuse(error, kind)
         patches = sum(len(pixels) for pixels in (sample.pixel_values, sample.pixel_values_videos) if pixels is not None)
         if (len(sample), patches) != (size.tokens, size.patches):
             found = f"found {len(sample)} tokens and {patches} patches"
@@ -149,61 +131,40 @@ class SampleFilter:
             raise Changed(sample.sample_id, f"{found}, {planned}")
         return sample
 
-    def _unless_bad[Result](self, work: Callable[[], Result], kind: Left = "dropped") -> Result | None:
-        """The result of `work`; None for a bad sample that is dropped."""
-        try:
-            return work()
-        except DataError as error:
-            self.refuse(error, kind)
-            return None
+    def blank(self, place: str) -> EncodedSample:
+        """A single token without loss, to fill a place that must not be empty."""
+        token = torch.tensor([pad_token_id(self.encoder.processor.tokenizer)])
+        return EncodedSample(token, token, torch.zeros(1), None, None, place)
 
     def refuse(self, error: DataError, kind: Left = "dropped") -> None:
-        """Raise a sample's error, or count the sample as dropped.
-
-        Args:
-            error: the error.
-            kind: "unreadable" if its place in a row is kept, with a blank token.
-
-        Raises:
-            DataError: the error, if bad samples are errors.
-        """
+        """Raise a sample's error, or count the sample as dropped (`kind` as for `encode`)."""
         if self.on_bad == "error" or isinstance(error, (Changed, Unreachable)):
             raise error
         self._drop(str(error), kind)
 
     def _drop(self, problem: str, kind: Left = "dropped") -> None:
         self.num_dropped += 1
-        self._say(kind, problem)
+        self._log(kind, problem)
 
-    def _say(self, kind: Left, problem: str) -> None:
+    def _log(self, kind: Left, problem: str) -> None:
         """Log the first samples by name, then one whenever their number has doubled. At level DEBUG all are logged."""
         so_far = self._note(kind)
         is_named = 0 < so_far <= _NAMED or so_far.bit_count() == 1
-        logger.log(logging.WARNING if is_named else logging.DEBUG, _SAID[kind], problem, so_far)
+        logger.log(logging.WARNING if is_named else logging.DEBUG, _LOG_TEXTS[kind], problem, so_far)
 
 
 class Samples:
     """Samples by number."""
 
     def __init__(self, file: Conversations, sample_filter: SampleFilter, sizes: Sizes | None = None) -> None:
-        """Samples of a source's conversations.
-
-        Args:
-            file: the conversations.
-            sample_filter: which of them become samples.
-            sizes: sizes that were measured before, with the same settings; None if there are none.
-        """
+        """Samples of a source's conversations, with sizes that were measured before, if there are any."""
         self.file = file
         self.total = len(file) if isinstance(file, Sized) else None  # None for a stream
         self._sizes = sizes or (LatestSizes() if self.total is None else AllSizes(self.total))
         self.sample_filter = sample_filter.noting(self._sizes.note)
 
     def size(self, index: int) -> Size:
-        """Space that a sample takes in a row: none if it is dropped.
-
-        Raises:
-            DataError: a sample that is too long or cannot be read, if that is an error.
-        """
+        """Space that a sample takes in a row: none if it is dropped; raises like `SampleFilter.measure`."""
         size = self._sizes.get(index)
         if size is None:
             size = self._measured(index, wait=True)
@@ -211,11 +172,7 @@ class Samples:
         return size
 
     def measure(self, indices: Iterable[int]) -> None:
-        """Measure those of several samples that no process has measured or is measuring.
-
-        Raises:
-            DataError: as for `size`.
-        """
+        """Measure those of several samples that no process has measured or is measuring; raises like `size`."""
         for index in indices:
             if self._sizes.get(index) is None:
                 self._measured(index, wait=False)
@@ -233,13 +190,9 @@ class Samples:
             return size
 
     def encode(self, index: int) -> EncodedSample:
-        """The sample's tokens and pixels.
+        """The sample's tokens and pixels; raises like `SampleFilter.encode`.
 
-        A sample that turns out to be bad only now, such as a truncated image, and is dropped, is replaced in the row by
-        a single token without loss.
-
-        Raises:
-            DataError: it cannot be encoded, if that is an error, or has another length than its row was planned with.
+        A sample that turns out to be bad only now and is dropped is replaced by a single token without loss.
         """
         sample = self.sample_filter.encode(
             lambda: MeasuredConversation(self.file[index], self.size(index)), "unreadable"

@@ -50,10 +50,8 @@ def as_one_model[Context: (CheckpointSaveContext, CheckpointLoadContext)](ctx: C
 
 
 class _JointOptimizer:
-    """The optimizer of one module's ranks: state dicts of the optimizers in its chain that have parameters.
-
-    State other than tensors, such as steps, is merged from both modules, so that it is equal on every rank and as
-    complete as a whole model's. Every rank creates this at the same time.
+    """The optimizer of one module's ranks: state dicts of the optimizers in its chain that have parameters. State other
+    than tensors, such as steps, is merged from both modules. Every rank creates this at the same time.
     """
 
     def __init__(self, optimizer: MegatronOptimizer, provider: VisionLanguageProvider) -> None:

@@ -11,9 +11,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from qwen3vl_bridge.data.dataset_provider import Qwen3VLConversationProvider
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
-from qwen3vl_bridge.models.rules import Row, Rule, When, check, under
 from qwen3vl_bridge.models.settings import replicas_of, trains_vision
 from qwen3vl_bridge.parallel.collectives import broadcast_number, sum_numbers
 
@@ -21,10 +19,7 @@ import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.state import GlobalState
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.num_microbatches_calculator import (
-    get_current_running_global_batch_size,
-    get_num_microbatches,
-)
+from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size, get_num_microbatches
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -34,45 +29,18 @@ from torch import Tensor
 
 _STREAMS, _SPLIT = "qwen3vl_encoder_batches", "qwen3vl_split"
 
-_SHARDS_ARE_SAVED = When(
-    "model.dist_train.use_dist_train",
-    lambda cfg: cfg.checkpoint.save and cfg.checkpoint.save_optim and cfg.optimizer.use_distributed_optimizer,
-)
-_TOWER_READS_BY_ITSELF = When(
-    "model.dist_train.vision_world_size model.dist_train.language_world_size",
-    lambda cfg: replicas_of(cfg.model).vision != replicas_of(cfg.model).language,
-)
-_BY_NUMBERS = "other forms name what they save by group number, and both modules have the same numbers"
-
-# What Megatron-Bridge's loop does not support for modules on separate ranks.
-_RULES: tuple[Rule, ...] = (
-    Row("checkpoint.dist_ckpt_optim_fully_reshardable", True, _BY_NUMBERS, _SHARDS_ARE_SAVED),
-    *under(
-        _TOWER_READS_BY_ITSELF,
-        Row("train.iterations_to_skip", [], "the tower's ranks cannot skip iterations", also=(None, ())),
-        Row("dataset.__class__", Qwen3VLConversationProvider, "the tower's ranks read its rows by index"),
-    ),
-)
-
 
 class Modules(Callback):
     """Joins the two modules in Megatron-Bridge's loop."""
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Before the first step, after the loop has set its own functions.
-
-        Raises:
-            ValueError: a setting that Megatron-Bridge's loop does not support for modules.
-        """
-        check(_RULES, context.state.cfg)
+        """Before the first step, after the loop has set its own functions."""
         sharded = context.state.cfg.optimizer.use_distributed_optimizer
         join_modules(get_model_config(context.model[0]), context.optimizer, sharded=sharded)
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Count the batch's samples; right after this Megatron-Bridge adds those of its module's replicas.
-
-        Raises:
-            ValueError: in this step the vision ranks sent other images or videos than expected.
+        """Count the batch's samples; right after this Megatron-Bridge adds those of its module's replicas. Raises
+        ValueError if the vision ranks sent other images or videos than expected in this step.
         """
         for chunk in context.model:
             module = get_attr_wrapped_model(chunk, "pg_collection", return_model_obj=True)
@@ -83,7 +51,7 @@ class Modules(Callback):
         context.state.train_state.consumed_train_samples += get_current_running_global_batch_size() - added
 
     def on_eval_start(self, context: CallbackContext) -> None:
-        """Vision ranks read rows of the validation data from now on."""
+        """Vision ranks read validation data from now on."""
         setattr(context.state, _SPLIT, "valid")
 
     def on_test_start(self, context: CallbackContext) -> None:
@@ -120,11 +88,7 @@ def is_split_unjoined(provider: Any) -> bool:
 
 
 def finalize_gradients(
-    model: list[torch.nn.Module],
-    num_tokens: Tensor | None = None,
-    *,
-    force_all_reduce: bool | None = False,
-    **_: Any,
+    model: list[torch.nn.Module], num_tokens: Tensor | None = None, *, force_all_reduce: bool | None = False, **_: Any
 ) -> None:
     """Like megatron-core's `finalize_model_grads`; vision ranks divide by the tokens that language ranks count.
 
@@ -143,10 +107,9 @@ def finalize_gradients(
 
 
 def _joint_norm(own: Any, *, contributes: bool) -> Tensor | float:
-    """The norm of both modules' gradients; each module's ranks have its norm already, and one of them contributes it.
+    """The norm of both modules' gradients, of which one rank of each contributes its module's.
 
-    As in megatron-core, it is a tensor on the device if Transformer Engine clips by it, and otherwise a number that the
-    host waits for.
+    As in megatron-core, a tensor on the device if Transformer Engine clips by it, else a number.
     """
     norm = own()
     joint = sum_numbers(0.0 if norm is None or not contributes else norm**2).sqrt()
@@ -162,22 +125,22 @@ class OneWayBridge:
         self.send_forward, self.recv_forward = bridge.send_forward, bridge.recv_forward
 
     def send_backward(self, _: Tensor | None) -> None:
-        """Send no gradient."""
+        """Nothing."""
 
     def recv_backward(self) -> None:
-        """Receive no gradient."""
+        """Nothing."""
 
     def send_forward_recv_backward(self, tensor: Tensor) -> None:
-        """Send the encoded vision tokens, and receive nothing."""
+        """Only send."""
         self._bridge.send_forward(tensor)
 
     def send_backward_recv_forward(self, _: Tensor | None) -> Tensor:
-        """Send nothing, and receive the encoded vision tokens."""
+        """Only receive."""
         return self._bridge.recv_forward()
 
 
 def replicas_read(provider: VisionLanguageProvider, groups: ProcessGroupCollection) -> tuple[Sequence[int], int]:
-    """The data-parallel replicas whose batches this rank reads, and the number of replicas; groups of its module."""
+    """The data-parallel replicas whose batches this rank reads, and the number of replicas."""
     if provider.add_encoder and provider.add_decoder:
         return (groups.dp.rank(),), groups.dp.size()
     replicas, own = replicas_of(provider), groups.dp.rank()
@@ -218,10 +181,8 @@ def _resumed_streams(state: GlobalState, split: str, groups: ProcessGroupCollect
 
 
 def evaluate_both_modules(evaluate: Callable[..., Any], state: GlobalState, *args: Any, **kwargs: Any) -> Any:
-    """Call Megatron-Bridge's `evaluate` such that it evaluates the two modules as one model; unchanged for other runs.
-
-    `evaluate` takes a communicator between modules. Megatron-Bridge's loop passes none, and would evaluate the module
-    of each rank by itself.
+    """Call Megatron-Bridge's `evaluate` with a communicator between modules, which its loop does not pass: each rank
+    would evaluate its module by itself. Unchanged for other runs.
     """
     provider = state.cfg.model
     if isinstance(provider, VisionLanguageProvider) and provider.dist_train.use_dist_train:

@@ -77,8 +77,7 @@ class Qwen3VLDecoder(Qwen3VLModel):
     def encode(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
         """Vision tokens [M, h] and DeepStack features [t, M, h], as received from the vision ranks.
 
-        Raises:
-            ValueError: nothing was received, or the payload is not that of this microbatch, or of an earlier one.
+        Raises ValueError if nothing was received, or not the payload of this microbatch, or of an earlier one.
         """
         if self.payload is None or inputs.encoder_shards is None:
             raise ValueError(
@@ -108,13 +107,9 @@ class Qwen3VLDecoder(Qwen3VLModel):
 
 
 def pack(tokens: Tensor, features: Tensor, shards: Sequence[EncoderShard], rows: int) -> Tensor:
-    """Pack encoded vision tokens into a payload.
+    """Pack vision tokens [M, h], ordered by shard, and their DeepStack features [t, M, h] into a payload.
 
-    Args:
-        tokens: [M, h] ordered by shard; more may follow, as of a blank image.
-        features: [t, M, h] DeepStack features of the same tokens.
-        shards: of each receiver.
-        rows: R, no less than any shard's tokens.
+    More tokens may follow, as of a blank image. `rows`, R, is no less than any shard's tokens.
 
     Returns:
         [P, 1 + R, (t + 1) * h]; not a view, because the schedules could not free a view after sending it.

@@ -196,7 +196,7 @@ def _by_length(model: VisionLanguageModel, inputs: ModelInputs, lengths: list[in
 def _decode(
     model: VisionLanguageModel, rows: _Rows, new: int, ends: list[int], pad: int, group: ProcessGroup | None
 ) -> Tensor:
-    """[b, at most new] answers. Ranks use the first rank's tokens, so that a last bit does not end them apart."""
+    """[b, at most new] answers. Ranks use the first one's tokens, since a last bit may differ."""
     single, has_state = _round_up(1, model) == 1, model.config.experimental_attention_variant is not None
     cache = StaticInferenceContext(*rows.ids.shape) if single and not has_state else None
     running = torch.ones(len(rows.ids), dtype=torch.bool, device=rows.ids.device)

@@ -319,16 +319,10 @@ def leaves(folder: Path) -> Iterator[Path]:
 def check_target(
     target: Path, *, overwrite: bool, replaceable: Callable[[Path], None], sources: tuple[Path, ...] = ()
 ) -> None:
-    """Check that a result may be written to a path.
+    """Raise a CheckpointError if a result may not be written to a path.
 
-    Args:
-        target: the path.
-        overwrite: whether an earlier result may be replaced.
-        replaceable: raises a CheckpointError for a folder that is not exactly an earlier result.
-        sources: folders that are read meanwhile.
-
-    Raises:
-        CheckpointError: it may not.
+    With `overwrite` an earlier result may be replaced; `replaceable` raises a CheckpointError for a folder that is not
+    exactly one. `sources` are folders that are read meanwhile.
     """
     for source in sources:
         ours, theirs = target.resolve(), source.resolve()

@@ -136,10 +136,7 @@ def check_plain(
         name: its name in messages.
         finite: whether numbers have to be finite.
         bounded: whether integers are limited to 64 bits.
-        max_depth: maximum nesting of objects and lists.
-
-    Raises:
-        ValueError: a limit is exceeded.
+        max_depth: maximum nesting; a ValueError if this or another limit is exceeded.
     """
     level, depth = [(name, value)], 0
     while level:

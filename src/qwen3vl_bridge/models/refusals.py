@@ -164,10 +164,7 @@ FIXED_WITH_EXPERTS: Mapping[str, Row] = {
         moe_router_force_biased=None,
     ),
     **only(
-        NOTHING_ELSE,
-        moe_mlp_glu_interleave_size=None,
-        moe_shared_expert_glu_interleave_size=None,
-        moe_latent_size=None,
+        NOTHING_ELSE, moe_mlp_glu_interleave_size=None, moe_shared_expert_glu_interleave_size=None, moe_latent_size=None
     ),
     **only(
         "a full expert would drop tokens, and padding could displace real ones",

@@ -5,10 +5,7 @@ Saved configurations name the classes by this package (`_target_: qwen3vl_bridge
 
 from qwen3vl_bridge import lazy
 
-_PUBLIC = {
-    "Qwen3VLDoRA": "qwen3vl_bridge.peft.lora",
-    "Qwen3VLLoRA": "qwen3vl_bridge.peft.lora",
-}
+_PUBLIC = {"Qwen3VLDoRA": "qwen3vl_bridge.peft.lora", "Qwen3VLLoRA": "qwen3vl_bridge.peft.lora"}
 __all__ = sorted(_PUBLIC)
 
 

@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING, Any
 from qwen3vl_bridge.models.model import VisionLanguageModel
 from qwen3vl_bridge.models.provider import log_trained_parameters
 from qwen3vl_bridge.peft.adapter_rows import LINEAR_LAYERS, AdapterSettings, layer_of, linear_rows
-from qwen3vl_bridge.peft.insertion import (
-    let_recompute_see_gradients,
-    refuse_cut_experts,
-    refuse_dora,
-    transform_in,
-)
+from qwen3vl_bridge.peft.insertion import let_recompute_see_gradients, refuse_cut_experts, refuse_dora, transform_in
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.rows import Part, expand, is_of_experts, part_of, shared_name
 

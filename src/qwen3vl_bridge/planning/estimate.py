@@ -90,11 +90,7 @@ class MemoryEstimate:
 
 
 def estimate(
-    config: Mapping,
-    split: ModelSplit,
-    training: TrainingSettings,
-    *,
-    vision_split: ModelSplit | None = None,
+    config: Mapping, split: ModelSplit, training: TrainingSettings, *, vision_split: ModelSplit | None = None
 ) -> MemoryEstimate:
     """The memory of each rank.
 

@@ -130,10 +130,7 @@ def adapter_sizes(dims: Dimensions, layer: int) -> dict[str, tuple[int, int]]:
         sizes = {"in_proj": (dims["hidden"], projected), "out_proj": (dims["l_value"], dims["hidden"])}
     else:
         queries = dims.sizes.get("gated_q", dims["q"])
-        sizes = {
-            "linear_qkv": (dims["hidden"], queries + 2 * dims["kv"]),
-            "linear_proj": (dims["q"], dims["hidden"]),
-        }
+        sizes = {"linear_qkv": (dims["hidden"], queries + 2 * dims["kv"]), "linear_proj": (dims["q"], dims["hidden"])}
     ffn = dims["ffn"] if layer in dims.indices["dense_layers"] else dims.sizes.get("shared_ffn", 0)
     if ffn:
         sizes |= {"linear_fc1": (dims["hidden"], 2 * ffn), "linear_fc2": (ffn, dims["hidden"])}
@@ -151,7 +148,7 @@ class ModelStates:
         gathered: under ZeRO-3, weights and gradients that are temporarily unsharded.
         unsharded: under Megatron-FSDP, before sharding: weights, which are created unsharded on each rank.
         updating: while the optimizer steps and activations are freed: without Transformer Engine Adam is torch's
-            (`compat/adam.py`), which on a GPU holds the square roots of all second moments of a group of parameters at
+            (`compat/optimizers.py`), which on a GPU holds the square roots of all second moments of a group of parameters at
             once; with expert parallelism experts are a group, and all others one after it. Not with Megatron-FSDP,
             whose parameters (DTensors) torch updates one by one. Source: torch 2.13, `optim/adam.py`,
             `_default_to_fused_or_foreach`, `_multi_tensor_adam`.

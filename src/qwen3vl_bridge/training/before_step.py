@@ -14,17 +14,18 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from qwen3vl_bridge.batch import PackedBatch, SequenceLayout, token_index
 from qwen3vl_bridge.batch.device_transfer import HostCopy
 from qwen3vl_bridge.dist_train.joint_step import is_split_unjoined
+from qwen3vl_bridge.models.rules import check
 from qwen3vl_bridge.parallel.collectives import broadcast_object, gather_objects, sum_over_ranks
-from qwen3vl_bridge.training.config import Action, GuardConfig
+from qwen3vl_bridge.training import run_refusals
 from qwen3vl_bridge.training.run_log import MEASURED, STEP_LOSS, TOWER_NORMS, read_metrics
-from qwen3vl_bridge.training.tower_settings import check_towers
+from qwen3vl_bridge.training.run_settings import Action, GuardConfig
 from qwen3vl_bridge.weights.rows import Part, part_of_wrapped
 
 import torch
@@ -38,7 +39,7 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-_RECORDER = "qwen3vl_losses"
+_RECORDED = "qwen3vl_losses"
 _NAMED = 10  # samples in a message
 
 
@@ -52,16 +53,15 @@ class BeforeStep(Callback):
     def on_train_start(self, context: CallbackContext) -> None:
         """Wrap the optimizer's methods; raises ValueError for settings that contradict each other."""
         cfg, optimizer = context.state.cfg, context.optimizer
-        check_towers(cfg)
-        if cfg.optimizer.optimizer_cuda_graph:
-            raise ValueError("optimizer.optimizer_cuda_graph is True: expected False, or no step could be skipped")
-        if hasattr(context.state, _RECORDER):
+        check(run_refusals.ON_TRAIN, cfg)
+        if hasattr(context.state, _RECORDED):
             raise ValueError("the callbacks of training_callbacks(cfg) were given twice, expected once")
         self._groups = get_attr_wrapped_model(context.model[0], "pg_collection")
         self._squares = PartSquares(context.model, optimizer, self._groups)
         self._guard = _guard_of(cfg, context.state.train_state.step)
-        self._state, self._recorder = context.state, LossRecorder()
-        setattr(context.state, _RECORDER, self._recorder)
+        self._state = context.state
+        self._microbatches: list[Microbatch] = []  # of the current step, on ranks that compute losses
+        setattr(context.state, _RECORDED, self._microbatches)
         self._norms: dict[str, float] = {}
         self._loss = (0.0, 0.0)
         self._figures: HostCopy | None = None
@@ -72,11 +72,11 @@ class BeforeStep(Callback):
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Clear the previous step's microbatches."""
-        self._recorder.microbatches.clear()
+        self._microbatches.clear()
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Store the norms for other callbacks."""
-        self._recorder.microbatches.clear()
+        self._microbatches.clear()
         self._read()
         context.user_state[TOWER_NORMS], context.user_state[STEP_LOSS] = dict(self._norms), self._loss
         measured = context.user_state.setdefault(MEASURED, {})
@@ -85,15 +85,15 @@ class BeforeStep(Callback):
     def on_train_end(self, context: CallbackContext) -> None:
         """Restore the optimizer's own methods."""
         del context.optimizer.prepare_grads, context.optimizer.step_with_ready_grads, context.optimizer.step
-        delattr(context.state, _RECORDER)
+        delattr(context.state, _RECORDED)
 
     def _prepare_and_sum(self) -> bool:
         """Like the optimizer's `prepare_grads`; also starts one sum of losses and norms over all ranks."""
         overflow = self._prepare()  # of a scaled loss; megatron-core skips the step by itself
-        squares, sums = self._squares.of_this_rank(), self._recorder.sums(self._device)
-        if self._groups.tp.rank():  # tensor-parallel ranks have the same losses
-            sums = torch.zeros_like(sums)
-        seen = torch.full((1,), len(self._recorder.microbatches), dtype=torch.float64, device=self._device)
+        squares, sums = self._squares.of_this_rank(), torch.zeros(2, dtype=torch.float64, device=self._device)
+        if self._microbatches and not self._groups.tp.rank():  # tensor-parallel ranks have the same losses
+            sums = torch.stack([microbatch.sums for microbatch in self._microbatches]).double().sum(0)
+        seen = torch.full((1,), len(self._microbatches), dtype=torch.float64, device=self._device)
         self._figures = HostCopy(sum_over_ranks(torch.cat([squares.to(self._device), sums, seen])))
         if overflow:
             self._judge(overflow=True)
@@ -121,7 +121,10 @@ class BeforeStep(Callback):
         finding = self._guard.judge(loss / tokens if tokens else None, 0.0 if overflow else self._norm())
         if finding is None:
             return True
-        samples = self._recorder.samples(self._groups) if self._groups.tp.rank() == 0 else []
+        samples = []
+        if self._groups.tp.rank() == 0:
+            for i, microbatch in enumerate(self._microbatches):
+                samples += microbatch.samples(i, self._groups)
         message = finding.message(self._state.train_state.step + 1, itertools.chain(*gather_objects(samples)))
         if finding.action == "stop":
             raise SpoiltStepError(message)
@@ -270,23 +273,6 @@ class Microbatch:
         ]
 
 
-@dataclass
-class LossRecorder:
-    """The microbatches of the current step in order, on ranks that compute losses."""
-
-    microbatches: list[Microbatch] = field(default_factory=list)
-
-    def sums(self, device: torch.device) -> Tensor:
-        """[2] float64, sum of all losses that count and their number, on the model's device."""
-        if not self.microbatches:
-            return torch.zeros(2, dtype=torch.float64, device=device)
-        return torch.stack([microbatch.sums for microbatch in self.microbatches]).double().sum(0)
-
-    def samples(self, groups: ProcessGroupCollection) -> list[SampleLoss]:
-        """Samples of all microbatches."""
-        return [sample for i, one in enumerate(self.microbatches) for sample in one.samples(i, groups)]
-
-
 def recorded(count: Callable, state: GlobalState, batch: PackedBatch, mask: Tensor) -> Callable:
     """The loss function `count` of a training microbatch, which records losses if `BeforeStep` has been started.
 
@@ -299,8 +285,8 @@ def recorded(count: Callable, state: GlobalState, batch: PackedBatch, mask: Tens
     Raises:
         ValueError: the configuration has settings that callbacks implement, and none was started.
     """
-    recorder: LossRecorder | None = getattr(state, _RECORDER, None)
-    if recorder is None:
+    microbatches: list[Microbatch] | None = getattr(state, _RECORDED, None)
+    if microbatches is None:
         settings = {
             "model.dist_train.use_dist_train": is_split_unjoined(state.cfg.model),
             "guard": getattr(state.cfg, "guard", None) is not None,
@@ -315,7 +301,7 @@ def recorded(count: Callable, state: GlobalState, batch: PackedBatch, mask: Tens
     def count_and_record(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         counted = count(losses)
         sums = counted[2]["lm loss"]
-        recorder.microbatches.append(Microbatch(losses.detach(), mask, sums, batch.layout, batch.sample_ids))
+        microbatches.append(Microbatch(losses.detach(), mask, sums, batch.layout, batch.sample_ids))
         return counted
 
     return count_and_record

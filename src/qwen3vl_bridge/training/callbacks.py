@@ -1,18 +1,33 @@
-"""The callbacks of a run, in the order in which Megatron-Bridge's loop calls them."""
+"""The callbacks of a run, in the order in which the loop calls them; and accuracy on held-out conversations."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from qwen3vl_bridge.data.dataset_provider import ConversationRows
+from qwen3vl_bridge.data.questions import Question, questions
+from qwen3vl_bridge.data.sources.opening import open_source
 from qwen3vl_bridge.dist_train.joint_step import Modules
-from qwen3vl_bridge.training.accuracy import Accuracy
+from qwen3vl_bridge.inference.generation import end_token_ids, generate, ranks_in_step
+from qwen3vl_bridge.parallel.collectives import sum_counts
 from qwen3vl_bridge.training.before_step import BeforeStep
 from qwen3vl_bridge.training.checkpoint_manager import check_script
 from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
 from qwen3vl_bridge.training.metrics import Metrics
-from qwen3vl_bridge.training.run_log import RunLog
+from qwen3vl_bridge.training.run_log import RunLog, publish
+from qwen3vl_bridge.training.run_settings import AccuracyConfig
 
 import torch
+import torch.nn.functional as F
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.config import ConfigContainer
+from megatron.core.utils import get_attr_wrapped_model
+
+logger = logging.getLogger(__name__)
+
+_BATCH_SIZE = 16  # prompts
 
 
 def training_callbacks(cfg: ConfigContainer) -> list[Callback]:
@@ -48,3 +63,69 @@ class UndisturbedGenerator(Callback):
         """Restore it."""
         if self._state is not None:  # a script with its own set-up does not call `on_data_init_start`
             torch.set_rng_state(self._state)
+
+
+class Accuracy(Callback):
+    """Generates answers at each evaluation; the fraction of correct ones is `accuracy`.
+
+    Data-parallel ranks have different prompts. If they share experts, or parameters under Megatron-FSDP, they must
+    decode together, so every rank generates all answers.
+    """
+
+    def __init__(self, cfg: ConfigContainer) -> None:
+        self.settings: AccuracyConfig = cfg.accuracy
+        self.rows: ConversationRows = cfg.dataset
+        self._questions: list[Question] | None = None
+
+    def on_eval_end(self, context: CallbackContext) -> None:
+        """Generate and log."""
+        groups = get_attr_wrapped_model(context.model[0], "pg_collection")
+        shared = ranks_in_step(context.model) is not None
+        rank, ranks = (0, 1) if shared else (groups.dp.rank(), groups.dp.size())
+        if self._questions is None:
+            self._questions = self._read()[rank::ranks]
+        counts = torch.tensor(self.ask(context.model), device=next(context.model[0].parameters()).device)
+        right, asked = (counts if shared else sum_counts(counts, groups.dp)).tolist()
+        publish(context, {"accuracy": right / max(asked, 1)})
+
+    def ask(self, model: Sequence[torch.nn.Module]) -> list[int]:
+        """Generate the answers to this rank's prompts; returns the number of correct answers, and of prompts."""
+        asked = self._questions or []
+        right, tokenizer = 0, self.rows.checkpoint().encoder.processor.tokenizer
+        device = next(model[0].parameters()).device
+        settings = dict(max_new_tokens=self.settings.max_new_tokens, eos_token_id=end_token_ids(list(model), tokenizer))
+        for first in range(0, len(asked), _BATCH_SIZE):
+            batch = asked[first : first + _BATCH_SIZE]
+            prompts = _collate(batch, device)
+            sequences = generate(list(model), **prompts, **settings)
+            texts = tokenizer.batch_decode(sequences[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
+            for question, text in zip(batch, texts, strict=True):
+                expected, answer = question.answer.strip(), question.answer_in(text).strip()
+                is_right = answer == expected if self.settings.metric == "exact" else expected in answer
+                right += is_right
+                if not is_right:
+                    logger.info("%s: expected %r, the model answered %r", question.sample_id, question.answer, text)
+        return [right, len(asked)]
+
+    def _read(self) -> list[Question]:
+        source = open_source(
+            self.settings.path,
+            getattr(self.rows, "media_root", None),
+            addresses=self.rows.downloaded() if hasattr(self.rows, "downloaded") else None,
+            schema_adapter=getattr(self.rows, "schema_adapter", None),
+            columns=getattr(self.rows, "columns", None),
+        )
+        return questions(source, self.rows, self.settings.samples)
+
+
+def _collate(batch: Sequence[Question], device: torch.device) -> dict[str, Any]:
+    """Prompts as rows with padding at the end, and the images of all of them in order."""
+    prompts = [question.prompt.input_ids for question in batch]
+    longest = max(map(len, prompts))
+    rows: dict[str, Any] = {
+        "input_ids": torch.stack([F.pad(prompt, (0, longest - len(prompt))) for prompt in prompts]),
+        "attention_mask": torch.stack([F.pad(torch.ones_like(p), (0, longest - len(p))) for p in prompts]),
+    }
+    for name in sorted({name for question in batch for name in question.pictures}):
+        rows[name] = torch.cat([question.pictures[name] for question in batch if name in question.pictures])
+    return {name: value.to(device) for name, value in rows.items()}

@@ -77,7 +77,7 @@ class Metrics(Callback):
         on_gpu = torch.cuda.is_available()
         self._peak = peak_operations(torch.cuda.get_device_name()) if on_gpu else None
         self._rates = PartRates(context)
-        self._left_out = LeftOut(self.cfg.dataset)
+        self._excluded = ExcludedSamples(self.cfg.dataset)
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Start the clock; if this step's metrics are logged, read its learning rates and count experts' tokens."""
@@ -113,16 +113,16 @@ class Metrics(Callback):
 
     def _figures(self, context: CallbackContext, step: Amounts) -> dict[str, float]:
         meter, count = meter_of(context.state), Amounts.count()
-        left_out = [*self._left_out.numbers(meter.newly_dropped), *self._left_out.numbers(meter.unreadable)]
-        own = (*self._interval.values(), *step.values(), *left_out)
+        excluded = [*self._excluded.numbers(meter.newly_dropped), *self._excluded.numbers(meter.unreadable)]
+        own = (*self._interval.values(), *step.values(), *excluded)
         sums = sum_amounts(own, self._groups)  # which also waits for the device
         self._tick()
         interval, step, lost = Amounts(*sums[:count]), Amounts(*sums[count : 2 * count]), sums[2 * count :]
-        memory, *dropped = max_of_each([_memory(), *self._left_out.numbers(meter.dropped)])
+        memory, *dropped = max_of_each([_memory(), *self._excluded.numbers(meter.dropped)])
         newly_dropped, unreadable = lost[: len(dropped)], lost[len(dropped) :]
-        totals = self._left_out.figures([*map(sum, zip(dropped, newly_dropped, strict=True))], unreadable)
+        totals = self._excluded.figures([*map(sum, zip(dropped, newly_dropped, strict=True))], unreadable)
         if torch.distributed.get_rank() == 0:
-            self._left_out.say(totals, step_of(context))
+            self._excluded.say(totals, step_of(context))
         norms = context.user_state.get(TOWER_NORMS) or {}
         figures = {
             "tokens": step.tokens,
@@ -223,12 +223,9 @@ class Meter:
         self.newly_dropped: SetCounts = ()  # of all rows
         self.unreadable: SetCounts = ()
 
-    def add(self, amounts: Amounts) -> None:
-        """Count one more microbatch."""
+    def add(self, amounts: Amounts, batch: PackedBatch) -> None:
+        """Count one more microbatch, and the samples dropped in its rows and in those before."""
         self._amounts += amounts
-
-    def add_left_out(self, batch: PackedBatch) -> None:
-        """Note the samples dropped in a microbatch's rows, and in those before."""
         self.dropped = most_of(self.dropped, batch.dropped)
         self.newly_dropped = add_counts(self.newly_dropped, batch.newly_dropped)
         self.unreadable = add_counts(self.unreadable, batch.unreadable)
@@ -249,8 +246,7 @@ def meter_of(state: GlobalState) -> Meter:
 def count_microbatch(state: GlobalState, batch: PackedBatch, config: VisionLanguageProvider) -> None:
     """Count a training microbatch (on the host), for our metrics and for those that Megatron-Bridge logs itself."""
     amounts = Amounts.of(batch, config)
-    meter_of(state).add(amounts)
-    meter_of(state).add_left_out(batch)
+    meter_of(state).add(amounts, batch)
     count_operations(state, amounts)
 
 
@@ -347,7 +343,7 @@ def _span(group: dict) -> _Span:
     return group["max_lr"], group["min_lr"]
 
 
-class LeftOut:
+class ExcludedSamples:
     """Converts numbers of samples dropped in training, per data set, to metrics.
 
     Samples dropped when they are measured follow from the plan of rows, which is equal in every process: their total

@@ -53,11 +53,7 @@ def seed_generators(seed: int, groups: ProcessGroupCollection) -> None:
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(
-        seed,
-        force_reset_rng=True,
-        tp_rank=groups.tp.rank(),
-        ep_rank=groups.ep.rank(),
-        etp_rank=groups.expt_tp.rank(),
+        seed, force_reset_rng=True, tp_rank=groups.tp.rank(), ep_rank=groups.ep.rank(), etp_rank=groups.expt_tp.rank()
     )
 
 

@@ -30,14 +30,7 @@ def forward_step(
     model: torch.nn.Module,
     return_schedule_plan: bool = False,
 ) -> tuple[Tensor, Callable]:
-    """Run one microbatch.
-
-    Args:
-        state: the global state of the run; its configuration determines which loss checks are enabled.
-        data_iterator: yields `PackedBatch`es on the host, or dicts as produced by Megatron-Bridge's collators.
-        model: Qwen3VLModel, wrapped or unwrapped.
-        return_schedule_plan: set by Megatron to request a schedule plan for a kind of overlap that this model does not
-            support.
+    """Run one microbatch: a `PackedBatch` on the host, or a dict as produced by Megatron-Bridge's collators.
 
     Returns:
         The per-token losses [b, s], and a function that maps them to (sum of the unmasked losses, their number, values
@@ -87,16 +80,12 @@ def _loss_function(state: GlobalState, model: torch.nn.Module, batch: PackedBatc
 
 
 def mean_of_microbatch(count: Callable, tokens: float, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """This rank's contribution to the mean loss over a microbatch's trained tokens, and the values to report.
+    """This rank's contribution to the mean loss over a microbatch's trained tokens (`tokens` on all context-parallel
+    ranks), and the values to report; `losses` [b, s] are this rank's.
 
     Returns two results, because megatron-core then multiplies the loss by the context-parallel size before it averages
     over all ranks. With three results it divides by the rank's own number of tokens, which gives a mean of per-rank
     means that depends on how tokens are distributed.
-
-    Args:
-        count: maps losses to (sum, number of tokens on this rank, values to report).
-        tokens: number of trained tokens on all context-parallel ranks.
-        losses: [b, s] of this rank.
     """
     loss, _, report = count(losses)
     return loss / tokens, report
@@ -108,10 +97,8 @@ def encode(
     model: torch.nn.Module,
     groups: ProcessGroupCollection,
 ) -> dict[str, Tensor]:
-    """Encode one microbatch (on the host) of each language replica that this rank of the vision tower serves.
-
-    Returns:
-        The tensors that the schedule sends to the language ranks.
+    """Encode one microbatch of each language replica that this rank of the vision tower serves, for the schedule to
+    send.
     """
     config = get_model_config(model)
     replicas, work = replicas_of(config), config.vision_work

@@ -14,18 +14,7 @@ from PIL import Image
 
 from ..conftest import picture, same
 from ..media.test_video import clip
-from .webdatasets import (
-    ASKED,
-    CHATML,
-    CRUDE,
-    FIRST_SAMPLE,
-    chatml,
-    keys,
-    pickled,
-    write_folder,
-    write_mixed,
-    write_tar,
-)
+from .webdatasets import ASKED, CHATML, CRUDE, FIRST_SAMPLE, chatml, keys, pickled, write_folder, write_mixed, write_tar
 
 
 def asked(*parts) -> list:
@@ -123,10 +112,7 @@ BAD = [
         "found 'png', expected a part of .*bad.jpg",
     ),
     ({"json": {"messages": asked({"type": "image", "image": "/etc/passwd"})}}, "there is none"),
-    (
-        {"json": {"messages": asked({"type": "image", "image": "jpg"})}, "jpg": b"broken"},
-        "does not decode as an image",
-    ),
+    ({"json": {"messages": asked({"type": "image", "image": "jpg"})}, "jpg": b"broken"}, "does not decode as an image"),
     ({"txt": "x"}, "found the parts txt, expected 'json' among them"),
     ({"json": {"messages": []}}, "expected an object with a list of messages"),
     ({"json": {"conversations": [{"from": "human", "value": "<image>"}], "images": []}}, "expected 0"),

@@ -9,7 +9,7 @@ from qwen3vl_bridge.data import DataError
 from qwen3vl_bridge.data.encoding import VisionLimits
 from qwen3vl_bridge.data.packing import sample_sizes
 from qwen3vl_bridge.parallel.collectives import sum_amounts
-from qwen3vl_bridge.training.metrics import LeftOut, Meter
+from qwen3vl_bridge.training.metrics import Amounts, ExcludedSamples, Meter
 from qwen3vl_bridge.training.process_groups import shutdown
 
 import pytest
@@ -217,9 +217,9 @@ def test_what_is_dropped_adds_up_over_ranks(make, tmp_path, workers):
         stream = make(folder, pack=False, num_workers=workers, on_bad="drop").stream("train", dp_rank=rank, dp_size=2)
         meter, batches = Meter(), take(stream, 6)
         for batch in batches:
-            meter.add_left_out(batch)
-        left_out = LeftOut(None)
-        total = left_out.figures(sum_amounts(left_out.numbers(meter.newly_dropped), groups()), [0])
+            meter.add(Amounts(), batch)
+        excluded = ExcludedSamples(None)
+        total = excluded.figures(sum_amounts(excluded.numbers(meter.newly_dropped), groups()), [0])
         dist.barrier()
         return total, sum(meter.newly_dropped), keys(batches)
 

@@ -4,12 +4,7 @@ import io
 import json
 
 from qwen3vl_bridge.batch import PackedBatch
-from qwen3vl_bridge.data import (
-    BatchStream,
-    DataError,
-    Window,
-    one_pass,
-)
+from qwen3vl_bridge.data import BatchStream, DataError, Window, one_pass
 
 import pytest
 import torch
@@ -157,10 +152,7 @@ def test_a_bad_sample_is_named_also_from_a_worker(make_rows, tmp_path, num_worke
 )
 def test_shares_that_cannot_be_are_refused(make_rows, share, found):
     rank, size, rows = share
-    for use in (
-        lambda **kw: BatchStream(make_rows()(), **kw),
-        lambda **kw: next(one_pass(make_rows()(), **kw)),
-    ):
+    for use in (lambda **kw: BatchStream(make_rows()(), **kw), lambda **kw: next(one_pass(make_rows()(), **kw))):
         with pytest.raises(ValueError, match=found):
             use(dp_rank=rank, dp_size=size, micro_batch_size=rows)
 

@@ -23,7 +23,7 @@ from qwen3vl_bridge.data.errors import Unreachable
 from qwen3vl_bridge.data.loading.rows import StreamedRows
 from qwen3vl_bridge.data.offline_packing import pack
 from qwen3vl_bridge.data.packing import sample_sizes
-from qwen3vl_bridge.data.packing.sample_sizes import OwnNotes
+from qwen3vl_bridge.data.packing.sample_sizes import Sizes
 from qwen3vl_bridge.data.sources.hub import StreamedDataset
 
 import datasets
@@ -203,7 +203,7 @@ def test_what_is_dropped_adds_up_over_parts(make, divided, tmp_path, caplog):
             answer = [{"type": "text", "text": "99"}]
             file.write(json.dumps({"messages": [{"role": "assistant", "content": answer}]}) + "\n")
     caplog.set_level("WARNING", "qwen3vl_bridge.data.samples")
-    rows = StreamedRows(make(dataset=divided[0], on_bad="drop")(), 4, OwnNotes().note)
+    rows = StreamedRows(make(dataset=divided[0], on_bad="drop")(), 4, Sizes().note)
     dropped = Counter()
     for number in count():
         row = rows[number]
@@ -223,10 +223,7 @@ def test_processes_name_the_first_that_are_dropped_together(provider, tmp_path):
             file.write(
                 json.dumps({"messages": [{"role": "assistant", "content": [{"type": "text", "text": "9"}]}]}) + "\n"
             )
-    handler, logger = (
-        logging.FileHandler(tmp_path / "said"),
-        logging.getLogger("qwen3vl_bridge.data.samples"),
-    )
+    handler, logger = (logging.FileHandler(tmp_path / "said"), logging.getLogger("qwen3vl_bridge.data.samples"))
     logger.addHandler(handler)
     sample_sizes._job.cache_clear()
     try:

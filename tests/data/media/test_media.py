@@ -322,10 +322,7 @@ def test_a_png_of_odd_chunks_has_the_size_that_pillow_gives_it(tmp_path, chunks)
 @pytest.mark.parametrize("read_picture", ["length", "call"])
 @pytest.mark.parametrize(
     ("content", "message"),
-    [
-        (b"", "does not decode as an image"),
-        (b"no picture at all", "does not decode as an image"),
-    ],
+    [(b"", "does not decode as an image"), (b"no picture at all", "does not decode as an image")],
 )
 def test_pictures_that_do_not_decode_are_refused(tmp_path, encoder, content, message, read_picture):
     (tmp_path / "x.png").write_bytes(content)

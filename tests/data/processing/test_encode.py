@@ -330,8 +330,6 @@ PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif 
             "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '\n' }}{% endfor %}" + PROMPT,
             "message 2: the answer ends in .*Seven.*, expected a token that closes the turn",
         ),
-        ("{{ raise_exception('only in French') }}", "train.jsonl:1: the chat template refuses it: only in French"),
-        ("{% for m in messages %}{{ m.nothing.at_all }}{% endfor %}", "the chat template refuses it: .*nothing"),
     ],
 )
 def test_templates_with_no_place_to_hold_on_to_are_refused(processor, read, template, message):

@@ -10,8 +10,8 @@ import qwen3vl_bridge
 from qwen3vl_bridge.cli import data as command
 from qwen3vl_bridge.data import Columns, DataError, StreamedDataset, open_source
 from qwen3vl_bridge.data.schemas.record_schemas import read_by
-from qwen3vl_bridge.training.accuracy import Accuracy
-from qwen3vl_bridge.training.config import AccuracyConfig
+from qwen3vl_bridge.training.callbacks import Accuracy
+from qwen3vl_bridge.training.run_settings import AccuracyConfig
 
 import datasets
 import pyarrow as pa

@@ -9,8 +9,7 @@ import re
 from pathlib import Path
 
 from qwen3vl_bridge.data import DataError
-from qwen3vl_bridge.data.schemas.conversations import conversation_of
-from qwen3vl_bridge.data.schemas.spellings import messages_of
+from qwen3vl_bridge.data.schemas.conversations import conversation_of, messages_of
 
 import pytest
 from hypothesis import HealthCheck, event, given, settings

@@ -5,7 +5,7 @@ import re
 from io import BytesIO
 
 from qwen3vl_bridge.data import Columns, DataError, open_source
-from qwen3vl_bridge.data.schemas.spellings import messages_of
+from qwen3vl_bridge.data.schemas.conversations import messages_of
 
 import pyarrow as pa
 import pyarrow.parquet as pq

@@ -5,9 +5,8 @@ import json
 from pathlib import Path
 
 from qwen3vl_bridge.data import DataError
-from qwen3vl_bridge.data.schemas.conversations import conversation_of
+from qwen3vl_bridge.data.schemas.conversations import SPEAKERS, conversation_of, messages_of
 from qwen3vl_bridge.data.schemas.placeholders import without_nulls
-from qwen3vl_bridge.data.schemas.spellings import SPEAKERS, messages_of
 
 import pytest
 from hypothesis import given

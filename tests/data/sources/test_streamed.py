@@ -184,9 +184,7 @@ def test_a_run_goes_on_far_ahead(stream, caplog):
     source = StreamedDataset(stream, "x", seed=5, buffer_size=16, keep=20)
     with caplog.at_level(logging.WARNING, "qwen3vl_bridge.data.sources.hub"):
         numbers = source.numbers(4, 66, 10)
-        assert caplog.messages == [
-            "x: epoch 4 is read from its beginning to reach sample 75; the latest 20 are kept",
-        ]
+        assert caplog.messages == ["x: epoch 4 is read from its beginning to reach sample 75; the latest 20 are kept"]
         assert [asked(source, number) for number in range(numbers[0] - 10, numbers[-1] + 1)] == expected[56:76]
         assert len(caplog.messages) == 1
         assert asked(source, 4 * EPOCH + 30) == expected[30] and len(caplog.messages) == 2

@@ -54,15 +54,12 @@ def fused_step(_: Any, data_iterator: Iterator[list[Sample]], model: torch.nn.Mo
 
     loss_mask = own([sample.loss_mask for sample in samples])
     output = model(
-        input_ids=rows["input_ids"],
-        attention_mask=rows["attention_mask"].bool(),
-        position_ids=None,
+        input_ids=rows["input_ids"], attention_mask=rows["attention_mask"].bool(), position_ids=None,
         packed_seq_params=packed_params(offsets(padded), offsets(padded)),
-        labels=own([sample.labels for sample in samples]),
-        output_processor=log_probabilities,
+        labels=own([sample.labels for sample in samples]), output_processor=log_probabilities,
         output_processor_context=samples,
         **({} if rows["visual_inputs"] is None else rows["visual_inputs"].normalized_for_model()),
-    )
+    )  # fmt: skip
 
     def count(output: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         total, tokens = -(output["log_probs"] * loss_mask).sum(), loss_mask.sum().int()
@@ -96,13 +93,10 @@ def join(samples: list[Sample], multiple: int, *, packed: bool) -> dict[str, Any
     labels = [sample.labels.masked_fill(sample.loss_mask == 0, -100) for sample in samples]
     ids = place([sample.ids for sample in samples], 0)
     batch = dict(
-        input_ids=ids,
-        labels=place(labels, -100),
-        loss_mask=place([sample.loss_mask for sample in samples], 0),
+        input_ids=ids, labels=place(labels, -100), loss_mask=place([sample.loss_mask for sample in samples], 0),
         position_ids=torch.arange(ids.shape[1]).expand(ids.shape),
-        attention_mask=place([torch.ones_like(sample.ids) for sample in samples], 0),
-        visual_inputs=pictures(samples),
-    )
+        attention_mask=place([torch.ones_like(sample.ids) for sample in samples], 0), visual_inputs=pictures(samples),
+    )  # fmt: skip
     if packed:
         logical, physical = (F.pad(torch.tensor(n).cumsum(0), (1, 0)).int() for n in (lengths, padded))
         batch |= dict(cu_seqlens_q=logical, cu_seqlens_kv=logical)

@@ -97,11 +97,7 @@ def test_activations_that_no_configuration_can_name():
 @pytest.mark.parametrize(
     ("size", "fields", "message"),
     [
-        (
-            DENSE,
-            dict(cpu_offloading=True, cpu_offloading_num_layers=1),
-            "cpu_offloading is True with .* 'local', exp",
-        ),
+        (DENSE, dict(cpu_offloading=True, cpu_offloading_num_layers=1), "cpu_offloading is True with .* 'local', exp"),
         (
             DENSE,
             dict(fp32_residual_connection=True, params_dtype=torch.bfloat16),

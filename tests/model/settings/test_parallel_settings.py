@@ -63,11 +63,7 @@ OURS = [
         dict(CP2, cp_comm_type=["all_gather"] * 35 + ["a2a"]),
         "cp_comm_type is .*, 'a2a'. with .*, expected None or",
     ),
-    (
-        DENSE,
-        dict(hierarchical_context_parallel_sizes=[2, 1]),
-        "hierarchical_context_parallel_sizes is .*, expected",
-    ),
+    (DENSE, dict(hierarchical_context_parallel_sizes=[2, 1]), "hierarchical_context_parallel_sizes is .*, expected"),
     (DENSE, dict(hybrid_context_parallel=True), "hybrid_context_parallel is True, expected False"),
     (DENSE, dict(tensor_parallel_num_weight_shards=2), "tensor_parallel_num_weight_shards is 2, expected None"),
     (DENSE, dict(gtp_weight_remat_size=2), "gtp_weight_remat_size is 2, expected 1"),
@@ -93,10 +89,7 @@ def test_what_could_not_train_is_refused(size, fields, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            dict(cp_comm_type="a2a+p2p"),
-            r"is 'a2a\+p2p' with .*, expected None, 'p2p', 'all_gather' or 'a2a': packed",
-        ),
+        (dict(cp_comm_type="a2a+p2p"), r"is 'a2a\+p2p' with .*, expected None, 'p2p', 'all_gather' or 'a2a': packed"),
         (dict(context_parallel_size=16, cp_comm_type="a2a"), "expected a divisor of 8, the query groups of each"),
         (dict(SP2, context_parallel_size=8, cp_comm_type="a2a"), "expected a divisor of 4, the query groups of each"),
         (dict(cp_comm_type="a2a"), None),

@@ -57,11 +57,7 @@ def build(monkeypatch):
             dict(PP2, **OVERLAP),
             "overlap_p2p_comm is True with .* virtual_pipeline_model_parallel_size None, expected False",
         ),
-        (
-            DENSE,
-            dict(VPP2, **OVERLAP, microbatch_group_size_per_vp_stage=1),
-            "stage is 1, expected at least .*, 2",
-        ),
+        (DENSE, dict(VPP2, **OVERLAP, microbatch_group_size_per_vp_stage=1), "stage is 1, expected at least .*, 2"),
         (DENSE, dict(PP2, pipeline_model_parallel_layout="Ett|t*10|t*14|t*10L", **OVERLAP), "stage has 2 layers"),
         (DENSE, dict(SP2, parallel_output=False), "parallel_output is False with .* 2, expected True: a loss on"),
         (DENSE, dict(VPP2, batch_p2p_comm=False), "overlap_p2p_comm is False with .* expected True: two interleaved"),

@@ -49,13 +49,10 @@ def reference_inputs(processor, conversation) -> dict[str, torch.Tensor]:
         for path in conversation.videos
     ]
     return processor(
-        text=[text],
-        images=[Image.open(path) for path in conversation.images] or None,
-        videos=[frames for frames, _ in films] or None,
-        video_metadata=[metadata for _, metadata in films] or None,
-        do_sample_frames=False,
-        return_tensors="pt",
-    )
+        text=[text], images=[Image.open(path) for path in conversation.images] or None,
+        videos=[frames for frames, _ in films] or None, video_metadata=[metadata for _, metadata in films] or None,
+        do_sample_frames=False, return_tensors="pt",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])

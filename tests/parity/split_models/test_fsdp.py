@@ -58,12 +58,9 @@ def build(folder: str, *, chunk: int = 0, per_token: bool = True) -> torch.nn.Mo
         overlap_param_gather=True, bucket_size=20_000,
     )  # fmt: skip
     (model,) = provider.provide_distributed_model(
-        ddp_config=ddp,
-        use_megatron_fsdp=True,
-        use_cpu_initialization=True,
-        mixed_precision_wrapper=None,
+        ddp_config=ddp, use_megatron_fsdp=True, use_cpu_initialization=True, mixed_precision_wrapper=None,
         pg_collection=groups,
-    )
+    )  # fmt: skip
     return model
 
 

@@ -73,13 +73,10 @@ def layout_of(samples: list[Sample], rows: str) -> SequenceLayout:
 def forward(model: Qwen3VLGPTModel, batch: PackedBatch) -> Tensor:
     """Losses [B, S] of whole rows, with megatron-core's own arguments."""
     return model(
-        batch.input_ids,
-        batch.position_ids,
-        attention_mask=None,
-        labels=batch.labels,
+        batch.input_ids, batch.position_ids, attention_mask=None, labels=batch.labels,
         packed_seq_params=layout_packed_seq_params(batch.layout),
         padding_mask=batch.layout.padding_mask().view(batch.input_ids.shape),
-    )
+    )  # fmt: skip
 
 
 def sum_gradients(pair: Pair) -> None:

@@ -186,12 +186,9 @@ def test_a_family_that_is_registered_late_replaces_what_is_imported_already(monk
     given = []
     monkeypatch.setattr(registry, "note_module", given.append, raising=False)
     late = registry.Family(
-        "late",
-        {"late_vl": "Late"},
-        *["os.path.join"] * 6,
-        bridge="os",
+        "late", {"late_vl": "Late"}, *["os.path.join"] * 6, bridge="os",
         replacements={"megatron.core": "qwen3vl_bridge.registry.note_module", "not.there": "not.there.either"},
-    )
+    )  # fmt: skip
     registry.register_family(late)
     registry.register_family(late)
     assert given == [sys.modules["megatron.core"]]

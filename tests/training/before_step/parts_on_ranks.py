@@ -18,9 +18,8 @@ from typing import Any
 from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.training.before_step import TOWER_NORMS, optimizers_of
 from qwen3vl_bridge.training.callbacks import training_callbacks
-from qwen3vl_bridge.training.config import GuardConfig
 from qwen3vl_bridge.training.run_log import ENTRY
-from qwen3vl_bridge.training.tower_settings import Qwen3VLTowers
+from qwen3vl_bridge.training.run_settings import GuardConfig, Qwen3VLTowers
 
 import torch
 import torch.distributed as dist

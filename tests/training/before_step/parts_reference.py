@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.training.tower_settings import Qwen3VLTowers
+from qwen3vl_bridge.training.run_settings import Qwen3VLTowers
 
 import torch
 

@@ -8,8 +8,9 @@ import math
 import re
 
 from qwen3vl_bridge.training.before_step import Guard, SampleLoss, SpoiltStepError, latest_losses
-from qwen3vl_bridge.training.config import GuardConfig, Qwen3VLConfigContainer
+from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
 from qwen3vl_bridge.training.run_log import metrics_line, read_metrics
+from qwen3vl_bridge.training.run_settings import GuardConfig
 
 import hypothesis.strategies as st
 import pytest

@@ -6,7 +6,7 @@ import functools
 import json
 import re
 
-from qwen3vl_bridge.training import muon
+from qwen3vl_bridge.training import run_refusals
 
 import pytest
 import torch
@@ -123,7 +123,7 @@ def test_what_would_step_wrong_gradients_or_fail_later_is_refused(inputs, settin
 
 
 def test_a_missing_package_is_named_before_the_model_is_built(inputs, monkeypatch):
-    monkeypatch.setattr(muon, "HAVE_EMERGING_OPTIMIZERS", False)
+    monkeypatch.setattr(run_refusals, "HAVE_EMERGING_OPTIMIZERS", False)
     cfg = replicated(inputs, None, distributed=False, optimizer__optimizer="muon")
     with pytest.raises(ModuleNotFoundError, match=r"optimizer is 'muon', .*: pip install emerging-optimizers"):
         cfg.validate()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from qwen3vl_bridge.training.tower_settings import Qwen3VLTowers
+from qwen3vl_bridge.training.run_settings import Qwen3VLTowers
 from qwen3vl_bridge.weights.rows import Part
 
 import pytest

@@ -32,11 +32,7 @@ STOPS = {
         3: ("1 + PP2",),
         4: ("PP2+TP2+SP", "DP2+CP2"),
     },
-    "MoE": {
-        2: ("TP2+SP+EP2", "EP2", "TP2+SP+ETP2", "CP2+EP2", "PP2+VPP2"),
-        3: ("TP2 + 1",),
-        4: ("PP2+DP2+EP2",),
-    },
+    "MoE": {2: ("TP2+SP+EP2", "EP2", "TP2+SP+ETP2", "CP2+EP2", "PP2+VPP2"), 3: ("TP2 + 1",), 4: ("PP2+DP2+EP2",)},
     "sharded": {2: ("DP2",)},
 }
 

@@ -3,26 +3,27 @@
 from types import SimpleNamespace
 
 import qwen3vl_bridge
-from qwen3vl_bridge.dist_train.joint_step import Modules
+from qwen3vl_bridge.models.rules import check
 from qwen3vl_bridge.models.settings import DistTrainConfig
+from qwen3vl_bridge.training.run_refusals import ON_TRAIN
 
 import pytest
 
 from tests.model.settings.split_providers import DENSE, finalized
 
 
-def context(vision, language, *, sharded=True, skip=(), dataset=None, **checkpoint):
+def run(vision, language, *, sharded=True, skip=(), dataset=None, **checkpoint):
     """Of a run that Megatron-Bridge's loop is about to start."""
     split = DistTrainConfig(use_dist_train=True, vision_world_size=vision, language_world_size=language)
     saved = dict(save=None, save_optim=True, dist_ckpt_optim_fully_reshardable=True) | checkpoint
-    cfg = SimpleNamespace(
+    return SimpleNamespace(
         model=finalized(DENSE, dict(dist_train=split, variable_seq_lengths=True)),
         checkpoint=SimpleNamespace(**saved),
-        optimizer=SimpleNamespace(use_distributed_optimizer=sharded),
+        optimizer=SimpleNamespace(use_distributed_optimizer=sharded, optimizer_cuda_graph=False),
+        optimizer_config_override_provider=None,
         train=SimpleNamespace(iterations_to_skip=list(skip)),
         dataset=dataset or qwen3vl_bridge.Qwen3VLConversationProvider(hf_processor_path="x", seq_length=8),
     )
-    return SimpleNamespace(state=SimpleNamespace(cfg=cfg), model=[])
 
 
 NUMBERED = dict(save="run", dist_ckpt_optim_fully_reshardable=False)
@@ -42,7 +43,7 @@ NUMBERED = dict(save="run", dist_ckpt_optim_fully_reshardable=False)
 )
 def test_what_their_loop_cannot_is_refused(ranks, changed, message):
     with pytest.raises(ValueError, match=message):
-        Modules().on_train_start(context(*ranks, **changed))
+        check(ON_TRAIN, run(*ranks, **changed))
 
 
 @pytest.mark.parametrize(
@@ -56,5 +57,4 @@ def test_what_their_loop_cannot_is_refused(ranks, changed, message):
     ],
 )
 def test_what_it_can_is_not(changed):
-    with pytest.raises(IndexError):  # it goes on to the model, of which there is none here
-        Modules().on_train_start(context(2, 2, **changed))
+    check(ON_TRAIN, run(2, 2, **changed))

@@ -67,13 +67,7 @@ def found(inputs, moe_folder, scratch) -> list[dict[str, Any]]:
         output = scratch / "found.pt"
         listed = json.dumps([asdict(job) for job in jobs])
         run_ranks(
-            "tests.training.dist_train.modules_on_ranks",
-            ranks,
-            output,
-            folders,
-            inputs.data,
-            listed,
-            timeout=SECONDS,
+            "tests.training.dist_train.modules_on_ranks", ranks, output, folders, inputs.data, listed, timeout=SECONDS
         )
         for everything, rank in zip(seen, torch.load(output), strict=False):
             everything |= rank
@@ -174,8 +168,7 @@ def test_samples_are_counted_by_replicas_of_the_language_model(found, scratch):
 
 
 @pytest.mark.parametrize(
-    ("run", "one"),
-    [("two", "whole"), ("sharded", "whole"), ("MoE", "whole, MoE"), ("sharded, MoE", "whole, MoE")],
+    ("run", "one"), [("two", "whole"), ("sharded", "whole"), ("MoE", "whole, MoE"), ("sharded, MoE", "whole, MoE")]
 )
 def test_its_checkpoint_is_that_of_one_model(found, inputs, moe_folder, scratch, run, one):
     hf = moe_folder if "MoE" in run else inputs.hf

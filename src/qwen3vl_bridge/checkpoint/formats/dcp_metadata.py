@@ -165,16 +165,13 @@ def restricted_loads(
     allowed: Mapping[tuple[str, str], Any] = METADATA_GLOBALS,
     persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Unpickle with a list of allowed globals.
+    """Unpickle with a list of allowed globals; a CheckpointError if it is damaged or requires others.
 
     Args:
         data: the pickle.
         what: its name, for the error.
         allowed: (module, name) -> replacement for that global.
         persistent: converts references to things outside the pickle; None refuses them.
-
-    Raises:
-        CheckpointError: it is damaged or requires other globals.
     """
     try:
         return _Unpickler(data, allowed, persistent).load()

@@ -267,11 +267,7 @@ def _open_item(item: Extent) -> Iterator[io.BufferedReader]:
 def find_payload(item: Extent, dtype: str, sizes: Shape, key: str) -> Extent:
     """Where the bytes of an item's tensor are: an item of a `.distcp` file is a torch zip archive.
 
-    Args:
-        item: the item.
-        dtype: the tensor's dtype in the metadata.
-        sizes: its shape in the metadata.
-        key: its name, for errors.
+    By the metadata the tensor has this dtype and shape; `key` is its name, for errors.
 
     Raises:
         NotPlain: the item is readable, but its bytes are not simply the tensor's.
@@ -384,13 +380,7 @@ _GLOBALS = {
 
 
 def load_item(item: Extent, dtype: str, sizes: Shape, name: str) -> memoryview:
-    """The bytes of an item's tensor that cannot be read in place, by torch's own restricted loader.
-
-    Args:
-        item: the item.
-        dtype: the tensor's dtype in the metadata.
-        sizes: its shape in the metadata.
-        name: its name, for errors.
+    """The bytes of an item's tensor that cannot be read in place, by torch's own restricted loader; as `find_payload`.
 
     Raises:
         CheckpointError: it cannot be loaded, or is another tensor than the metadata says.

@@ -90,14 +90,9 @@ def iteration_folder(root: Path, iteration: int) -> Path:
 
 
 def find_iteration(path: Path, iteration: int | None = None) -> Path:
-    """The folder of an iteration, or of the latest if it is None.
+    """The folder of an iteration, or of the latest if it is None; a CheckpointError if it does not exist.
 
-    Args:
-        path: a checkpoint's root folder, or an iteration's folder itself.
-        iteration: its number.
-
-    Raises:
-        CheckpointError: it does not exist.
+    `path` is a checkpoint's root folder, or an iteration's folder itself.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path}: {contents_of(path)}, expected the folder of a Megatron checkpoint")
@@ -224,11 +219,7 @@ def read_run_config(folder: Path) -> dict[str, Any]:
 def write_run_files(root: Path, folder: Path, run_config: Mapping[str, Any], ckpt_format: str) -> None:
     """Write the files by which Megatron recognises a checkpoint without any training step.
 
-    Args:
-        root: the checkpoint's folder.
-        folder: the iteration's folder in it.
-        run_config: contents of `run_config.yaml`.
-        ckpt_format: which of the two formats.
+    They are in the checkpoint's folder, `root`, and the iteration's, `folder`.
     """
     import torch
     import yaml

@@ -15,7 +15,7 @@ from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.packing.row_plan import NumberedOrder, SetCounts, Window
-from qwen3vl_bridge.data.packing.sample_sizes import OwnNotes, Size, Sizes
+from qwen3vl_bridge.data.packing.sample_sizes import Size, Sizes
 from qwen3vl_bridge.io.parsing import read_json
 
 import numpy as np
@@ -33,14 +33,7 @@ class PackedRows:
     """A folder of packed rows."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Open a folder.
-
-        Args:
-            folder: a folder written by `write`.
-
-        Raises:
-            DataError: the folder has no packed rows, or they are damaged or of another version.
-        """
+        """Open a folder written by `write`; `DataError` if it has no rows, or damaged or other versions of them."""
         self.folder = Path(folder)
         try:
             manifest = read_json(self.folder / MANIFEST)
@@ -68,11 +61,7 @@ class PackedRows:
         return tuple(self._rows[self._starts[row] : self._starts[row + 1]].tolist())
 
     def check(self, rules: Mapping[str, Any]) -> None:
-        """Check that a run's rules are those by which these rows were packed.
-
-        Raises:
-            ValueError: the rules differ.
-        """
+        """Refuse a run whose rules are not those by which these rows were packed with a `ValueError`."""
         found, needed = self.rules.get("multiple"), rules.get("multiple")
         if found != needed:
             or_pad = f", or set dataset.pad_to_multiple_of={found}" if found and not found % needed else ""
@@ -97,7 +86,7 @@ class PackedRows:
         return PackedPlan(self, seed)
 
 
-class _StoredSizes(OwnNotes, Sizes):
+class _StoredSizes(Sizes):
     def __init__(self, packed: PackedRows) -> None:
         super().__init__()
         self._packed = packed
@@ -113,12 +102,7 @@ class PackedPlan:
     """Rows by their number, with the interface of `RowPlan`; random access to any row has the same cost."""
 
     def __init__(self, packed: PackedRows, seed: int | None) -> None:
-        """Plan packed rows.
-
-        Args:
-            packed: the rows.
-            seed: seed of their order, which differs in each epoch; None for the order on disk.
-        """
+        """Plan packed rows in an order by a seed, different in each epoch, or as on disk without one."""
         self._packed, self._order = packed, NumberedOrder(len(packed), seed)
 
     def row(self, number: int) -> tuple[int, ...]:
@@ -178,7 +162,7 @@ def write(
         rows: [samples in rows] int64, concatenated sample indices of all rows.
         starts: [rows + 1] int64, offset of each row in `rows`.
         rules: as in `RowDataset.rules`.
-        about: further information for readers of the file.
+        about: further information for readers of `packing.json`.
     """
     for name, array in zip(_ARRAYS, (sizes, rows, starts), strict=True):
         np.save(folder / f"{name}.npy", array, allow_pickle=False)

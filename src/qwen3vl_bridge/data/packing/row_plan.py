@@ -57,13 +57,7 @@ class Order(Protocol):
     """Samples by their position in an epoch; equal in every process."""
 
     def numbers(self, epoch: int, start: int, count: int) -> Sequence[int]:
-        """Numbers of the samples at positions `start` to `start + count - 1`; fewer, or none, if the epoch ends.
-
-        Args:
-            epoch: the pass over the samples.
-            start: the first position.
-            count: number of positions.
-        """
+        """Numbers of the samples at positions `start` to `start + count - 1`; fewer, or none, if the epoch ends."""
         ...
 
 
@@ -71,15 +65,7 @@ class NumberedOrder(Order):
     """Samples 0 to n - 1, in numerical or in random order, different in each epoch."""
 
     def __init__(self, num_samples: int, seed: int | None = None) -> None:
-        """Order samples.
-
-        Args:
-            num_samples: n.
-            seed: of the order; None for numerical order.
-
-        Raises:
-            ValueError: no samples.
-        """
+        """Order n samples by a seed, or in numerical order without one; `ValueError` without samples."""
         if num_samples < 1:
             raise ValueError(f"found {num_samples} samples, expected at least 1")
         self._num_samples, self._seed = num_samples, seed
@@ -119,8 +105,7 @@ class MixedOrder(Order):
             seed: of the order; None for numerical order within each data set.
 
         Raises:
-            ValueError: a data set without samples or with a share of none, or so small shares that an epoch may be
-                empty.
+            ValueError: a data set with a share of none, or so small shares that an epoch may be empty.
         """
         if any(number <= 0 for number in taken) or sum(map(floor, taken)) < 1:
             found = ", ".join(f"{float(number):g} of {length}" for number, length in zip(taken, lengths, strict=True))
@@ -181,7 +166,7 @@ def best_fit(
     Args:
         lengths: tokens of each sample.
         capacity: maximum tokens per row.
-        patches: of the images of each sample; None without a limit.
+        patches: of the images of each sample.
         most_patches: maximum patches per row; None without a limit.
 
     Returns:
@@ -221,9 +206,7 @@ class _Room:
             insort(self._shelves[patches * len(self._shelves) // self._most], (tokens, row, patches))
 
     def take(self, tokens: int, patches: int) -> tuple[int, int, int] | None:
-        """Free tokens, number and free patches of the row with the least space that is sufficient; None if there is
-        none.
-        """
+        """Free tokens, number and free patches of the row with the least space that is sufficient, if there is one."""
         lowest, found = patches * len(self._shelves) // self._most, []
         for number in range(lowest, len(self._shelves)):
             shelf = self._shelves[number]
@@ -250,7 +233,6 @@ class Window:
     """The start of a window.
 
     Attributes:
-        epoch: the pass over the samples.
         start: position in the epoch's order of its first new sample.
         carried: samples from the previous window.
         first_row: number of rows before it, over all epochs.
@@ -265,9 +247,7 @@ class Window:
 
 
 class _PackedWindow(NamedTuple):
-    """A window's rows, the samples carried over to the next one, whether the epoch ends with it, and its dropped
-    samples.
-    """
+    """A window's rows, the samples carried over to the next one, and whether the epoch ends with it."""
 
     window: Window
     rows: list[Row]
@@ -302,7 +282,7 @@ class RowPlan:
             pack: pack samples into rows; otherwise each is a row.
             window_size: number of samples packed together.
             begin: the window to resume from; the first one if None.
-            most_patches: maximum patches per row; None without a limit.
+            most_patches: maximum patches per row.
             report: log how full the first epoch's rows were.
             measure: called with the samples whose sizes are needed next.
             set_of: index of a sample's data set, for counts of dropped samples; None if there is only one.
@@ -317,12 +297,7 @@ class RowPlan:
         self._packed: _PackedWindow | None = None
 
     def row(self, number: int) -> Row:
-        """Samples of one row.
-
-        Raises:
-            IndexError: a row before the window from which the plan was resumed.
-            DataError: an epoch without a row.
-        """
+        """Samples of one row; `IndexError` for one before the window `begin`, `DataError` if an epoch has no rows."""
         window = self.window(number)
         return self._pack_window(window).rows[number - window.first_row]
 

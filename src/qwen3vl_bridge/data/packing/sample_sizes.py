@@ -1,4 +1,12 @@
-"""Sizes of samples: of one process, or shared by the processes of a machine so that each sample is measured once."""
+"""Sizes of samples: of one process, or shared by the processes of a machine, so that each sample is measured once.
+
+When packing during training, every process that plans rows needs the size of every sample: each rank, including those
+that share rows, and the data-loading processes of each. So they write their measurements to a file of their job in the
+folder for temporary files, with a record for each sample, after a record of the numbers of dropped and truncated ones.
+A process that measures a sample holds a lock, which the kernel releases if the process dies; the others measure other
+samples of the window that they need, and finally wait for those that are being measured. Nothing is kept after the job,
+so each job logs what it drops.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +28,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-_UNKNOWN = -1
+logger = logging.getLogger(__name__)
 
 # What may happen to a sample: dropped, truncated, or found to be unreadable when its row was due.
 Left = Literal["dropped", "cut", "unreadable"]
+
+_UNKNOWN = -1
+# The fields of a size, and a checksum: records are read while others write them. A record that was not written is all
+# zeros, whose checksum differs.
+_RECORD, _FIELDS = struct.Struct("<4q"), struct.Struct("<3q")
+_PREFIX = "qwen3vl_sizes_"
+# A byte after all samples, locked by every process that has opened the file; and the age of files that are left over.
+_IN_USE, _OLD = 1 << 62, 3600
+_NOTES = _IN_USE + 1  # locked while the first record, of the counts, is changed
+_files: dict[Path, int] = {}  # opened by this process, and never closed: that would release all its locks on a file
 
 
 class Size(NamedTuple):
@@ -51,55 +69,37 @@ class Size(NamedTuple):
 NOTHING = Size(0, 0, 0)
 
 
-class Sizes(Protocol):
-    """Sizes of samples by their numbers."""
-
-    def get(self, sample: int) -> Size | None:
-        """A sample's size, None if it has not been measured."""
-        ...
-
-    def keep(self, sample: int, size: Size) -> None:
-        """Store a measured size."""
-        ...
-
-    def claim(self, sample: int, *, wait: bool) -> AbstractContextManager[bool]:
-        """Lock a sample while it is measured, so that no other process measures it too.
-
-        Args:
-            sample: its number.
-            wait: for another process that holds the lock, which then has measured it, or has died.
-
-        Returns:
-            A context: whether this process holds the lock.
-        """
-        return nullcontext(True)
-
-    def note(self, kind: Left) -> int:
-        """Count a sample that is dropped or truncated.
-
-        Returns:
-            The number of such samples including it, over the processes that share sizes.
-        """
-        ...
-
-
-class OwnNotes:
-    """Counts of only one process."""
+class Sizes:
+    """Sizes of samples by their numbers, as far as they were measured; this base class keeps none."""
 
     def __init__(self) -> None:
         self._noted = dict[Left, int]()
 
+    def get(self, sample: int) -> Size | None:
+        """A sample's size, None if it has not been measured."""
+        return None
+
+    def keep(self, sample: int, size: Size) -> None:
+        """Store a measured size."""
+
+    def claim(self, sample: int, *, wait: bool) -> AbstractContextManager[bool]:
+        """Lock a sample while it is measured, so that no other process measures it too.
+
+        The context's value is whether this process holds the lock. With `wait` it waits for another process that does,
+        which then has measured the sample, or has died.
+        """
+        return nullcontext(True)
+
     def note(self, kind: Left) -> int:
-        """See `Sizes`."""
+        """Count a sample that is dropped or truncated: their number so far, over the processes that share sizes."""
         self._noted[kind] = self._noted.get(kind, 0) + 1
         return self._noted[kind]
 
 
-class AllSizes(OwnNotes, Sizes):
-    """Sizes of samples 0 to n - 1."""
+class AllSizes(Sizes):
+    """Sizes of samples 0 to n - 1, in this process."""
 
     def __init__(self, num_samples: int) -> None:
-        """Start without any size."""
         super().__init__()
         self._columns = tuple(array("q", [_UNKNOWN]) * num_samples for _ in Size._fields)
 
@@ -113,23 +113,19 @@ class AllSizes(OwnNotes, Sizes):
             column[sample] = value
 
 
-class LatestSizes(OwnNotes, Sizes):
-    """Sizes of the most recently measured samples, whatever their numbers: those of a stream, which has no end."""
+class LatestSizes(Sizes):
+    """Sizes of the `most` recently measured samples, whatever their numbers: those of a stream, which has no end.
+
+    `note` counts dropped and truncated samples of several processes; None counts only those of this process.
+    """
 
     def __init__(self, most: int = 2**16, note: Callable[[Left], int] | None = None) -> None:
-        """Start without any size.
-
-        Args:
-            most: maximum number of sizes that are kept.
-            note: counts dropped and truncated samples of several processes (see `Sizes.note`); None to count only
-                those of this process.
-        """
         super().__init__()
-        self._most, self._kept, self._others = most, OrderedDict[int, Size](), note
+        self._most, self._kept, self._shared_note = most, OrderedDict[int, Size](), note
 
     def note(self, kind: Left) -> int:
         """See `Sizes`."""
-        return super().note(kind) if self._others is None else self._others(kind)
+        return super().note(kind) if self._shared_note is None else self._shared_note(kind)
 
     def get(self, sample: int) -> Size | None:
         """See `Sizes`."""
@@ -142,24 +138,10 @@ class LatestSizes(OwnNotes, Sizes):
             self._kept.popitem(last=False)
 
 
-logger = logging.getLogger(__name__)
-
-# The fields of a size, and a checksum: records are read while others write them. A record that was not written is all
-# zeros, whose checksum differs.
-_RECORD, _FIELDS = struct.Struct("<4q"), struct.Struct("<3q")
-_PREFIX = "qwen3vl_sizes_"
-# A byte after all samples, locked by every process that has opened the file; and the age of files that are left over.
-_IN_USE, _OLD = 1 << 62, 3600
-_NOTES = _IN_USE + 1  # locked while the first record, of the counts, is changed
-_files: dict[Path, int] = {}  # opened by this process, and never closed: that would release all its locks on a file
-
-
 def sizes_of_job(total: int, rules: Mapping[str, Any]) -> Sizes:
     """Sizes for all processes of this job on this machine; only for this process if no file can be shared.
 
-    Args:
-        total: number of samples.
-        rules: whatever must be equal for a number to have the same size.
+    `rules` are whatever must be equal for a sample's number to have the same size.
     """
     digest = hashlib.sha256(repr(sorted(rules.items())).encode()).hexdigest()[:16]
     path = Path(tempfile.gettempdir(), f"{_PREFIX}{os.getuid()}_{_job()}_{digest}")
@@ -175,11 +157,8 @@ def notes_of_job(rules: Mapping[str, Any], groups: Any = None) -> Callable[[Left
     """Counts the samples that are left out for all processes of this job on this machine, as `Sizes.note` does.
 
     For data that each data-parallel rank reads a part of. Tensor-, context- and pipeline-parallel ranks read the part
-    of their data-parallel rank: the first of them counts, for the others the answer is 0.
-
-    Args:
-        rules: what is the same in processes that count together.
-        groups: process groups, or None for a process that belongs to none.
+    of their data-parallel rank: the first of them counts, for the others the count is 0. `rules` are what is the same
+    in processes that count together; `groups` are None for a process that belongs to none.
     """
     first = groups is None or groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0
     return sizes_of_job(0, rules).note if first else _uncounted
@@ -190,13 +169,12 @@ def _uncounted(kind: Left) -> int:
 
 
 class SharedSizes(Sizes):
-    """Sizes of samples 0 to n - 1, in a file. Picklable, for workers."""
+    """Sizes of samples 0 to n - 1, in a file of all processes that open the same one. Picklable, for workers."""
 
     def __init__(self, path: Path) -> None:
-        """Share a file with all processes that open the same one."""
+        super().__init__()
         self._path = path
         self._own: dict[int, Size] = {}  # sizes that could not be written
-        self._notes = OwnNotes()  # counts that could not be written
 
     def get(self, sample: int) -> Size | None:
         """See `Sizes`."""
@@ -205,17 +183,17 @@ class SharedSizes(Sizes):
         fields = self._read(1 + sample)
         return None if fields is None else Size(*fields)
 
-    def _read(self, place: int) -> tuple[int, ...] | None:
+    def _read(self, index: int) -> tuple[int, ...] | None:
         """The fields of a record; None for one that was not written."""
-        record = os.pread(_opened(self._path), _RECORD.size, place * _RECORD.size)
+        record = os.pread(_opened(self._path), _RECORD.size, index * _RECORD.size)
         if len(record) < _RECORD.size:
             return None
         *fields, checksum = _RECORD.unpack(record)
         return tuple(fields) if checksum == zlib.crc32(record[: _FIELDS.size]) else None
 
-    def _write(self, place: int, fields: Sequence[int]) -> None:
+    def _write(self, index: int, fields: Sequence[int]) -> None:
         record = _RECORD.pack(*fields, zlib.crc32(_FIELDS.pack(*fields)))
-        os.pwrite(_opened(self._path), record, place * _RECORD.size)
+        os.pwrite(_opened(self._path), record, index * _RECORD.size)
 
     def keep(self, sample: int, size: Size) -> None:
         """See `Sizes`."""
@@ -247,14 +225,15 @@ class SharedSizes(Sizes):
         try:
             fcntl.lockf(file, fcntl.LOCK_EX, 1, _NOTES)
             try:
-                noted = list(self._read(0) or (0,) * len(get_args(Left)))
-                noted[get_args(Left).index(kind)] += 1
+                kinds = get_args(Left)
+                noted = list(self._read(0) or (0,) * len(kinds))
+                noted[kinds.index(kind)] += 1
                 self._write(0, noted)
-                return noted[get_args(Left).index(kind)]
+                return noted[kinds.index(kind)]
             finally:
                 fcntl.lockf(file, fcntl.LOCK_UN, 1, _NOTES)
         except OSError:  # such as a full disk
-            return self._notes.note(kind)
+            return super().note(kind)
 
 
 @functools.cache

@@ -1,27 +1,42 @@
-"""Validation of conversations.
+"""Conversations: every spelling of a record converted to our own, and validated.
 
-A record is {"messages": [{"role": "user", "content": "..."}, ...]}. Roles are system, user, assistant and tool. Content
-is a string, or a list of {"type": "text", "text": "..."}, {"type": "image", "image": "path"} and {"type": "video",
-"video": "path"}. A message may also have keys that a chat template reads: "reasoning_content", "tool_calls", "name"; a
-record may also have "tools". A tool call is {"name": ..., "arguments": {...}}, or that under "function".
-
-An image may have its own pixel limits, as in Qwen's message format: "min_pixels" and "max_pixels". They replace those
-of the checkpoint and of `dataset.vision`; a limit that is not given is kept. A video has no limits of its own.
-
-An assistant's message may say whether it is trained on: "loss": true or false, or "weight": 1 or 0. This has precedence
-over `answers`, which decides for messages without it: with `answers="last"`, an earlier one with "loss": true is
-trained on too, and a last one with "loss": false is not. Messages of other roles are never trained on, and other values
-on them are refused.
+Our own spelling is {"messages": [{"role": "user", "content": "..."}, ...]}. Roles are system, user, assistant and tool.
+Content is a string, or a list of {"type": "text", "text": "..."}, {"type": "image", "image": "path"} and {"type":
+"video", "video": "path"}. A message may also have keys that a chat template reads: "reasoning_content", "tool_calls",
+"name"; a record may also have "tools". A tool call is {"name": ..., "arguments": {...}}, or that under "function".
 
 An image or a video is a path, a URL ("https://...", if that is allowed), "data:...;base64,...", bytes, or {"bytes":
 ..., "path": ...} as in Hugging Face datasets. A video may also be a list of images, with their frames per second,
-"sample_fps", a number or its text.
+"sample_fps", a number or its text. An image may have its own pixel limits, "min_pixels" and "max_pixels", which replace
+those of the checkpoint and of `dataset.vision`.
+
+An assistant's message may say whether it is trained on: "loss": true or false, or "weight": 1 or 0. This has precedence
+over `answers`, which decides for messages without it.
+
+Other spellings are
+
+* {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}, with the system prompt as a
+  turn or next to it, as "system"; or the turns of one under the name of the other;
+* {"texts": [{"user": "...", "assistant": "..."}]}, as in the_cauldron;
+* a question and its answer: "question" and "answer"; "query" and "response", as in ms-swift; "prompt" and "completion",
+  as in TRL, both texts or both lists of messages; "instruction", "input" on a separate line, and "output", as in
+  Alpaca. Earlier turns may be under "history", a list of [question, answer];
+* parts {"type": "image_url", "image_url": {"url": "..."}} or with the URL itself, the same for "video_url", {"type":
+  "input_image", "image_url": "..."}, {"type": "image", "url": "..."} or "path";
+* arguments of a tool call as a string of JSON, as OpenAI has them;
+* media next to all that (`placeholders.py`). With questions and `texts` that have no placeholder they are inserted
+  before the first question, as in ms-swift;
+* "file:///..." for a path.
+
+Tables, and JSON written from them, have null for keys that an object lacks. Such keys count as missing everywhere, and
+are removed from tools and their calls, which chat templates render whole; strings of JSON are taken as they are.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,8 +44,287 @@ from typing import Any, NamedTuple
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.images import MOST_PIXELS
 from qwen3vl_bridge.data.media.media_access import FrameList, Media, MediaAccess, Video, find
-from qwen3vl_bridge.data.schemas.placeholders import LIMITS, RATE, shown, stored
-from qwen3vl_bridge.data.schemas.spellings import LOSS
+from qwen3vl_bridge.data.schemas.placeholders import (
+    LIMITS,
+    MEDIA_KEYS,
+    RATE,
+    Placeholders,
+    check_unread,
+    local_path,
+    pop_media,
+    shown,
+    stored,
+    with_media,
+    without_nulls,
+)
+from qwen3vl_bridge.io.parsing import parse_record
+
+LOSS = ("loss", "weight")  # next to an assistant's message: whether it is trained on
+SPEAKERS = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+}
+TURNS = ("messages", "conversations", "texts")
+QUESTIONS = {"question": "answer", "query": "response", "prompt": "completion", "instruction": "output"}
+KEYS = (*TURNS, "system", "tools", *MEDIA_KEYS, RATE, *QUESTIONS, *QUESTIONS.values(), "input", "history")
+_KNOWN = frozenset(KEYS)
+EXPECTED = (
+    "'messages' or 'conversations', 'texts', a question with its answer ("
+    + ", ".join(f"{question!r} and {answer!r}" for question, answer in QUESTIONS.items())
+    + "), or the setting columns with the names that they have here"
+)
+_ADDRESSES = {"image_url": "image", "input_image": "image", "video_url": "video"}
+_DETAILS = (None, "auto", "high")  # OpenAI's "low" would be another image
+
+
+def messages_of(record: Any, place: str, *, placeholders: Placeholders = "media") -> Any:
+    """Convert a record to our own spelling. A value that is not an object, or has no messages, is returned for later
+    checks.
+
+    Args:
+        record: as it was read; it is never changed.
+        place: its position in the data, for messages.
+        placeholders: whether "<image>" and "<video>" in texts are placeholders, or literal text.
+
+    Raises:
+        DataError: invalid turns, keys of several spellings or of none, placeholders that do not match the media next to
+            them, or an unknown key that seems to hold media.
+    """
+    if not isinstance(record, dict):
+        return record
+    # Tables and their exports give every row all keys, with null for missing ones.
+    keys = [key for key, value in record.items() if value is not None]
+    own, spelling = dict(record), spelling_of(keys, place)
+    if spelling is None:
+        if keys:
+            raise DataError(place, f"found the keys {', '.join(map(str, record))}, expected {EXPECTED}")
+        return own
+    for key, with_keys in (("history", tuple(QUESTIONS)), ("input", ("instruction",))):
+        if spelling not in with_keys and record.get(key) not in (None, "", []):
+            join = f"write both into the question (columns.question='{{{key}}}\\n{{{spelling}}}'), or "
+            raise DataError(
+                place,
+                f"found {key!r} next to {spelling!r}, with which it is not read, expected it next to "
+                f"{' or '.join(map(repr, with_keys))}; {join if key == 'input' and spelling in QUESTIONS else ''}"
+                f"leave it out (columns.ignore=[{key}])",
+            )
+    messages = own["messages"] = _pop_messages(own, spelling, place)
+    if isinstance(own.get("tools"), str):
+        try:
+            own["tools"] = parse_record(own["tools"]) if own["tools"].strip() else None
+        except ValueError as error:
+            raise DataError(
+                f"{place}: 'tools'", f"found a string that is not valid JSON ({error}), expected a list"
+            ) from error
+        if own["tools"] is None:
+            del own["tools"]
+    elif "tools" in own:
+        own["tools"] = without_nulls(own["tools"])
+    if not isinstance(messages, list):
+        return own
+    system = own.pop("system", None)
+    if not isinstance(system, str | None):
+        raise DataError(place, f"found {shown(system)} under 'system', expected a string")
+    if system:
+        if any(isinstance(message, dict) and message.get("role") == "system" for message in messages):
+            raise DataError(place, "found both 'system' and a turn of it, expected one of them")
+        messages = [{"role": "system", "content": system}, *messages]
+    media = pop_media(own, place)
+    own["messages"] = with_media(
+        [_own_message(message, f"{place}: message {number}") for number, message in enumerate(messages, start=1)],
+        media,
+        place,
+        keys=keys,
+        placeholders=placeholders,
+        in_front=spelling not in ("messages", "conversations"),
+    )
+    check_unread(record, _KNOWN, own["messages"], place)
+    return own
+
+
+def spelling_of(keys: Collection[str], place: str) -> str | None:
+    """The key of a record's turns, or of its questions; None if it has neither.
+
+    Args:
+        keys: of the record, or the columns of a table.
+        place: its position in the data, for messages.
+
+    Raises:
+        DataError: several of them.
+    """
+    # Half a pair gives no turns: HuggingFaceH4/ultrachat_200k has `messages`, and the first of them again as `prompt`.
+    asked = [question for question, answer in QUESTIONS.items() if question in keys and answer in keys]
+    found = [*(key for key in TURNS if key in keys), *asked]
+    if len(found) > 1:
+        words = [f"{key!r} with {QUESTIONS[key]!r}" if key in QUESTIONS else repr(key) for key in found]
+        raise DataError(
+            place,
+            f"found both {words[0]} and {words[1]}, which each give the turns, expected one of them: leave the others "
+            f"out, such as columns.ignore=[{','.join(found[1:])}]",
+        )
+    return found[0] if found else None
+
+
+def _pop_messages(own: dict[str, Any], spelling: str, place: str) -> Any:
+    """The turns as messages; their keys are removed from the record."""
+    turns = own.pop(spelling)
+    if spelling in ("messages", "conversations"):
+        sharegpt = isinstance(turns, list) and turns and isinstance(turns[0], dict) and "from" in turns[0]
+        if spelling == "messages" and not sharegpt:
+            return turns
+        if not isinstance(turns, list) or not turns:
+            raise DataError(place, f"found {shown(turns)} under 'conversations', expected a list of turns")
+        return [_from_turn(turn, f"{place}: turn {number}") for number, turn in enumerate(turns, start=1)]
+    if spelling == "texts":
+        return _from_texts(turns, place)
+    if spelling == "prompt" and isinstance(turns, list):
+        return _from_prompt(turns, own.pop("completion"), place)
+    question = _column_text(turns, spelling, place)
+    if spelling == "instruction" and (given := own.pop("input", None)) not in (None, ""):
+        question = f"{question}\n{_column_text(given, 'input', place)}"
+    answer = _column_text(own.pop(QUESTIONS[spelling]), QUESTIONS[spelling], place)
+    history = own.pop("history", None) or []  # ms-swift's and LLaMA-Factory's
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise DataError(place, f"found {shown(history)} under 'history', expected a list of [question, answer]")
+    earlier = [_pair(pair[0], pair[1], f"{place}: 'history' {number}") for number, pair in enumerate(history, start=1)]
+    return [*(message for pair in earlier for message in pair), *_pair(question, answer, place)]
+
+
+def _from_turn(turn: Any, place: str) -> dict[str, Any]:
+    """One of ShareGPT's turns as a message."""
+    given = {key for key, value in turn.items() if value is not None} if isinstance(turn, dict) else set()
+    if {"role", "content"} <= given and not {"from", "value"} & given:
+        role = turn["role"]
+        return {**turn, "role": SPEAKERS.get(role, role) if isinstance(role, str) else role}
+    if not isinstance(turn, dict) or not {"from", "value"} <= set(turn) or given - {"from", "value", *LOSS}:
+        found = f"the keys {', '.join(map(str, turn))}" if isinstance(turn, dict) else shown(turn)
+        raise DataError(place, f"found {found}, expected an object with only from and value, or role and content")
+    speaker, value = turn["from"], turn["value"]
+    if not isinstance(speaker, str) or speaker not in SPEAKERS:
+        raise DataError(place, f"found the speaker {shown(speaker)}, expected one of {', '.join(SPEAKERS)}")
+    if not isinstance(value, str):
+        raise DataError(place, f"found {shown(value)} as value, expected a string")
+    return {"role": SPEAKERS[speaker], "content": value, **{key: turn[key] for key in LOSS if key in turn}}
+
+
+def _from_texts(texts: Any, place: str) -> list[dict[str, Any]]:
+    """the_cauldron's pairs as messages."""
+    if not isinstance(texts, list) or not texts:
+        raise DataError(
+            place, f"found {shown(texts)} under 'texts', expected a list of objects with user and assistant"
+        )
+    messages = []
+    for number, pair in enumerate(texts, start=1):
+        where = f"{place}: text {number}"
+        given = {key for key, value in pair.items() if value is not None} if isinstance(pair, dict) else set()
+        if not isinstance(pair, dict) or {"user", "assistant"} - {*pair} or given - {"user", "assistant", "source"}:
+            found = f"the keys {', '.join(map(str, pair))}" if isinstance(pair, dict) else shown(pair)
+            raise DataError(where, f"found {found}, expected an object with user and assistant, and optionally source")
+        messages += _pair(pair["user"], pair["assistant"], where)
+    return messages
+
+
+def _from_prompt(prompt: list[Any], completion: Any, place: str) -> list[dict[str, Any]]:
+    """TRL's two lists of messages as one; answers in the prompt are not trained on."""
+    messages = [*prompt, *(completion if isinstance(completion, list) else [None])]
+    if not all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in messages) or not any(
+        one["role"] == "user" for one in prompt
+    ):
+        raise DataError(
+            place,
+            f"found {shown(prompt)} under 'prompt' and {shown(completion)} under 'completion', expected two texts, or "
+            "two lists of messages with role and content, the first with a question",
+        )
+    return [*({"loss": False, **one} if one["role"] == "assistant" else one for one in prompt), *completion]
+
+
+def _pair(question: Any, answer: Any, place: str) -> list[dict[str, Any]]:
+    for value in (question, answer):
+        if not isinstance(value, str):
+            raise DataError(place, f"found {shown(value)}, expected a string")
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def _column_text(value: Any, name: str, place: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(
+            f"{place}: {name!r}",
+            f"found {shown(value)}, expected a string; what is none can be written into one, such as "
+            f"columns.answer='{{{name}[0]}}' for the first of a list, or '{{{name}}}' for a number",
+        )
+    return value
+
+
+def _own_message(message: Any, place: str) -> Any:
+    """A message with parts and tool calls in our spelling; invalid ones are left for later checks."""
+    if isinstance(message, dict) and isinstance(message.get("tool_calls"), list):
+        message = {**message, "tool_calls": [_own_call(call) for call in message["tool_calls"]]}
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return message
+    parts = [_own_part(part, f"{place}, part {number}") for number, part in enumerate(content, start=1)]
+    return {**message, "content": parts}
+
+
+def _own_call(call: Any) -> Any:
+    """A tool call with its arguments as an object. Inference servers render OpenAI's text of JSON that way too."""
+    call = without_nulls(call)
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments", "")
+    if isinstance(arguments, str):
+        with suppress(ValueError):
+            arguments = parse_record(arguments) if arguments.strip() else {}
+    own = {**function, "arguments": arguments}
+    return {**call, "function": own} if "function" in call else own
+
+
+def _own_part(part: Any, place: str) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str):
+        return part
+    given = {key: value for key, value in part.items() if value is not None}
+    if kind in ("input_text", "output_text") and set(given) == {"type", "text"}:
+        return {"type": "text", "text": given["text"]}
+    if kind in _ADDRESSES:
+        url = _url_of(given, "image_url" if kind == "input_image" else kind, place)
+        return {"type": _ADDRESSES[kind], _ADDRESSES[kind]: local_path(url, place)}
+    if kind not in ("image", "video"):
+        return part
+    for name in ("url", "path"):  # as in transformers' templates
+        if set(given) == {"type", name}:
+            return {"type": kind, kind: local_path(given[name], place)}
+
+    def located(medium: Any) -> Any:
+        if isinstance(medium, dict) and isinstance(medium.get("path"), str):
+            return {**medium, "path": local_path(medium["path"], place)}
+        return local_path(medium, place)
+
+    medium = given.get(kind)
+    if medium is None:
+        return part
+    return {**part, kind: list(map(located, medium)) if isinstance(medium, list) else located(medium)}
+
+
+def _url_of(part: dict[str, Any], name: str, place: str) -> str:
+    """The URL in a part of OpenAI's."""
+    given = part.get(name)
+    inner = {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
+    url = inner.get("url") if isinstance(given, dict) else given
+    detail = inner.get("detail", part.get("detail"))
+    if not isinstance(url, str) or not set(part) <= {"type", name, "detail"} or not set(inner) <= {"url", "detail"}:
+        raise DataError(place, f"found {shown(part)}, expected a URL as {name!r}, or as 'url' in it")
+    if detail not in _DETAILS:
+        raise DataError(
+            place, f"found the detail {shown(detail)}, expected 'auto' or 'high': image sizes are set by dataset.vision"
+        )
+    return url
+
 
 ROLES = ("system", "user", "assistant", "tool")
 PARTS = ("text", "image", "video")
@@ -69,7 +363,7 @@ def conversation_of(record: Any, place: str, root: Path | MediaAccess) -> Conver
     """Validate a record and convert it to a conversation.
 
     Args:
-        record: as described in the module's docstring.
+        record: in our own spelling.
         place: its position in the data, for messages.
         root: folder that paths are relative to and must not leave, or a `MediaAccess`.
 

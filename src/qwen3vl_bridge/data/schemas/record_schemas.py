@@ -28,8 +28,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError, check_choice
+from qwen3vl_bridge.data.schemas.conversations import EXPECTED, KEYS, QUESTIONS, TURNS, messages_of, spelling_of
 from qwen3vl_bridge.data.schemas.placeholders import MEDIA_KEYS, RATE, Placeholders, is_none, shown
-from qwen3vl_bridge.data.schemas.spellings import EXPECTED, KEYS, QUESTIONS, TURNS, messages_of, spelling_of
 
 _CONSTANT = "text:"
 _LETTERS = string.ascii_uppercase
@@ -243,11 +243,15 @@ class Columns:
     Attributes:
         messages: turns, with role and content.
         conversations: turns, with from and value.
-        image: an image or a list of images; "image_*" for the columns image_1, image_2 and so on. `images` is the same.
-        video: a video or a list of videos; "video_*" for several columns. `videos` is the same.
+        image: an image or a list of images; "image_*" for the columns image_1, image_2 and so on.
+        images: the same.
+        video: a video or a list of videos; "video_*" for several columns.
+        videos: the same.
         sample_fps: frames per second of videos that are lists of frames.
-        system: the system prompt, or a template, as `question` and `answer`.
+        system: the system prompt, or a template.
         tools: tools that the model may call.
+        question: the question, or a template.
+        answer: the answer, or a template.
         ignore: columns to ignore although they look like media.
         placeholders: "media": each "<image>" or "<video>" in a text is a placeholder; "text": they are literal text.
     """
@@ -326,7 +330,7 @@ class Columns:
         return next((key for key, value in self._given().items() if value == column), column)
 
     def messages_of(self, record: Any, place: str) -> Any:
-        """Convert a record to our own spelling; `DataError` if it lacks a column, or as for `spellings.messages_of`."""
+        """Convert a record to our own spelling; `DataError` if it lacks a column, or as for `messages_of`."""
         if not isinstance(record, dict):
             return record
         self._check_one([key for key, value in record.items() if value is not None], place)

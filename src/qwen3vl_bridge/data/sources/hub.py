@@ -188,8 +188,7 @@ def _check_configuration(name: HubName, error: Exception) -> None:
         known = replace(name, configuration=None, split=None)
         example = replace(name, configuration=names[0])
         raise DataError(
-            f"{HUB}{known}",
-            f"found the configurations {', '.join(names)}, expected one of them, as {HUB}{example}",
+            f"{HUB}{known}", f"found the configurations {', '.join(names)}, expected one of them, as {HUB}{example}"
         ) from error
 
 

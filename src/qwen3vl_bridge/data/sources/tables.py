@@ -1,8 +1,8 @@
 """Conversations in Arrow tables and Parquet files.
 
-Columns are named like the keys of a record (see `data/schemas/spellings.py`) or as in the setting `columns`. Of other
-columns those with texts are read, because they may contain file names, and so are objects if no column has media; those
-that contain files are refused. A table has each key in every row. Null values mean missing keys, which `data/schemas`
+Columns are named like the keys of a record (see `data/schemas/conversations.py`) or as in the setting `columns`. Of
+other columns those with texts are read, because they may contain file names; those that contain files are refused.
+A table has each key in every row. Null values mean missing keys, which `data/schemas`
 handles, because JSON that was written from a table has them too. `messages`, `conversations` and `tools` may be strings
 of JSON, or contain them if the column's type says so: contents that are either a string or a list fit no other column.
 `datasets` (5.2) writes a string there as JSON, unless it is JSON by itself: the answer "7" is stored as a number, and
@@ -25,10 +25,9 @@ from typing import Any, NamedTuple
 
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.media_access import MediaAccess, MediaRoot, media_access
-from qwen3vl_bridge.data.schemas.conversations import PARTS, Conversation, conversation_of
-from qwen3vl_bridge.data.schemas.placeholders import MEDIA_KEYS, unread_media
+from qwen3vl_bridge.data.schemas.conversations import KEYS, PARTS, Conversation, conversation_of
+from qwen3vl_bridge.data.schemas.placeholders import unread_media
 from qwen3vl_bridge.data.schemas.record_schemas import Columns, NamedSchema, Schema, marked, read_by
-from qwen3vl_bridge.data.schemas.spellings import KEYS
 from qwen3vl_bridge.io.parsing import parse_record
 
 import pyarrow as pa
@@ -104,9 +103,7 @@ def columns_of(table: Any, place: str, schema: Schema | None = None) -> list[str
     for field in others:
         if _holds_files(field.type):
             raise DataError(place, unread_media(field.name, table.names))
-    # If no other column has media, objects are read too, because they may contain some.
-    within = not any((columns.key_of(name) or name) in MEDIA_KEYS for name in read)
-    return [*read, *(field.name for field in others if _holds_text(field.type, within=within))]
+    return [*read, *(field.name for field in others if _holds_text(field.type))]
 
 
 def _holds_files(kind: Any) -> bool:
@@ -117,11 +114,9 @@ def _holds_files(kind: Any) -> bool:
     return types.is_binary(kind) or types.is_large_binary(kind)
 
 
-def _holds_text(kind: Any, *, within: bool) -> bool:
-    """Whether values of an Arrow type are texts, or objects with texts or files within, if those count."""
+def _holds_text(kind: Any) -> bool:
+    """Whether values of an Arrow type are texts, which may be names of media."""
     kind = _item_type(kind)
-    if within and types.is_struct(kind):
-        return any(_holds_text(field.type, within=True) or _holds_files(field.type) for field in kind)
     return types.is_string(kind) or types.is_large_string(kind)
 
 

@@ -1,22 +1,57 @@
-"""x"""
+"""Sections that this package adds to a run's configuration; `training/run_refusals.py` checks them."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Literal
 
 from qwen3vl_bridge.weights.rows import Part, part_of_wrapped
 
-from megatron.bridge.training.config import (
-    ConfigContainer,
-    OptimizerConfigOverrideProvider,
-    OptimizerConfigOverrideProviderContext,
-)
+from megatron.bridge.training.config import OptimizerConfigOverrideProvider, OptimizerConfigOverrideProviderContext
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from torch import Tensor
 
-_FIELD = "optimizer_config_override_provider"
+Action = Literal["stop", "skip"]
+
+
+@dataclass(kw_only=True)
+class GuardConfig:
+    """What to do about steps that would ruin the weights. The responsible samples are always named.
+
+    Attributes:
+        on_nan: a loss or gradient that is not finite: "stop" the run before the step, or "skip" the step.
+        on_spike: a loss far above the recent ones: "stop", "skip", or None to ignore it.
+        spike_factor: a spike is a loss above this many times their median.
+        spike_window: number of recent steps; spikes are detected once half as many losses are known.
+    """
+
+    on_nan: Action = "stop"
+    on_spike: Action | None = None
+    spike_factor: float = 4.0
+    spike_window: int = 64
+
+
+@dataclass(kw_only=True)
+class AccuracyConfig:
+    """Accuracy on held-out conversations at each evaluation: greedy answers are compared with each conversation's last
+    answer.
+
+    Reasoning, everything before the last "</think>", is ignored in the conversation and in the model's answer.
+
+    Attributes:
+        path: conversations, as in `dataset.valid_path`; None for no accuracy.
+        samples: number of conversations, from the beginning.
+        max_new_tokens: maximum length of an answer, with the reasoning that a chat template asks for.
+        metric: "exact" counts answers that are equal apart from surrounding white space; "contains" those that contain
+            the expected one.
+    """
+
+    path: str | None = None
+    samples: int = 64
+    max_new_tokens: int = 32
+    metric: Literal["exact", "contains"] = "exact"
 
 
 @dataclass(kw_only=True)
@@ -57,37 +92,3 @@ class Qwen3VLTowers(OptimizerConfigOverrideProvider):
 
 def _is_of(part: Part, _: Tensor, name: str) -> bool:
     return part_of_wrapped(name) is part
-
-
-def check_towers(cfg: ConfigContainer) -> None:
-    """Refuse rates that contradict the rest of a configuration, or would have no effect.
-
-    Raises:
-        ValueError: an invalid setting; the message names it.
-    """
-    towers, optimizer = cfg.optimizer_config_override_provider, cfg.optimizer
-    if not isinstance(towers, Qwen3VLTowers) or not (rates := towers.rates()):
-        return
-    if cfg.peft is not None:
-        raise ValueError(f"{_FIELD} sets learning rates of parts: expected none with peft, which trains only adapters")
-    if not optimizer.lr or (optimizer.min_lr or 0.0) > optimizer.lr:
-        raise ValueError(
-            f"optimizer.lr is {optimizer.lr} and optimizer.min_lr {optimizer.min_lr}: expected a positive rate that "
-            "is at least min_lr; the parts' learning rates keep this ratio"
-        )
-    frozen = {part for part in Part if getattr(cfg.model, f"freeze_{part.value}", False)}
-    for part, rate in rates.items():
-        name = f"{_FIELD}.{part.value}_lr"
-        if rate <= 0:
-            raise ValueError(f"{name} is {rate}, expected more than 0; model.freeze_{part.value} freezes a part")
-        if rate < (start := cfg.scheduler.lr_warmup_init):
-            raise ValueError(f"{name} is {rate}, expected no less than scheduler.lr_warmup_init, {start}")
-        if part in frozen:
-            raise ValueError(f"{name} is {rate}, expected None with model.freeze_{part.value}")
-        if part is Part.LANGUAGE_MODEL and optimizer.decoupled_lr is not None:
-            raise ValueError(f"{name} is {rate}, expected None, or optimizer.decoupled_lr None")
-    if all(rates.get(part, optimizer.lr) != optimizer.lr for part in Part if part not in frozen):
-        raise ValueError(
-            f"{_FIELD}: every trained part has its own learning rate, so optimizer.lr, {optimizer.lr}, would be "
-            f"ignored; set it to one of {sorted(set(rates.values()))}"
-        )

@@ -1,0 +1,356 @@
+"""Renders conversations with a checkpoint's chat template, locates their answers, and refuses what it would leave out.
+
+Trained text is located by rendering, not by searching: the messages before an answer are rendered with the generation
+prompt, which is the model's input; the rest of the turn up to its end token is the answer. User text is never trained
+on, even if it contains control tokens.
+
+Templates with thinking render reasoning only after the last question, so a prefix of a conversation renders differently
+by itself. There a turn is located by rendering the whole conversation with a marker in place of the answer, and another
+in place of its reasoning. Whether the prompt asks for thinking follows from the sample: it does if it has reasoning.
+
+A template does not report what it does not read: reasoning, tools, a system prompt after the first message. Nor does it
+report text that it drops: templates with thinking split an answer at its think tags, keep one piece as reasoning and
+the last as the answer, and drop the others. White space at the ends of a text is not counted: such templates trim it.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+from qwen3vl_bridge.data.errors import DataError
+from qwen3vl_bridge.data.schemas.conversations import Conversation
+
+EmptyThinking = Literal["prompt", "train"]
+Span = tuple[int, int]
+
+# What to do about a template in which answers cannot be located, by the text that fails: the whole conversation, the
+# prompt of an answer, or an answer that is followed by others; and about thinking within an answer.
+_ANOTHER = "give the checkpoint another chat template, which reads 'reasoning_content' if it writes thinking"
+_WHOLE = f"mend the sample, leave it out with on_bad='drop', or {_ANOTHER}"
+_ITS_PROMPT = f"{_ANOTHER}, as released ones do"
+_EARLIER = f"train on only the last answer with answers='last', leave this one out with \"loss\": false, or {_ANOTHER}"
+_REASONING = (
+    "put reasoning under 'reasoning_content' and only the answer into the text; with an empty 'reasoning_content' the "
+    "text is trained on as it is, with its think tags"
+)
+_BLOCK = re.compile(r"<think>\s*(</think>\s*)?\Z")  # at the end of a prompt, open or empty
+_EMPTY_BLOCK = re.compile(r"\A\s*<think>\s*</think>")
+_MEDIUM = "\0"  # for an image or a video, or no text
+
+_MARKER = "unwritten0marker"  # letters that no template filter changes
+_ASK, _ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+
+
+def _tool(name: str) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {"c": {"type": "string", "description": "d"}}, "required": ["c"]}
+    return {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
+
+
+def _call(name: str) -> dict[str, Any]:
+    called = {"type": "function", "id": "0", "function": {"name": name, "arguments": {"c": "d"}}}
+    return {"role": "assistant", "content": "", "tool_calls": [called]}
+
+
+_SYSTEM = {"role": "system", "content": _MARKER}
+_OTHER = "give the checkpoint a chat template that writes it"
+_TAKEN_OUT = f"take it out of the record, or {_OTHER}"
+# Fields that a template may ignore, by their names in messages: a conversation with the field, its tools, and what to
+# do if it is ignored.
+_FIELDS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None, str]] = {
+    "tools": ([_ASK, _ANSWER], [_tool(_MARKER)], f"leave them out (columns.ignore=[tools]), or {_OTHER}"),
+    "a system prompt": ([_SYSTEM, _ASK, _ANSWER], None, _TAKEN_OUT),
+    "a system prompt after the first message": (
+        [_ASK, _ANSWER, _SYSTEM, _ASK, _ANSWER],
+        None,
+        f"join it to the first message's or to the question after it, or {_OTHER}",
+    ),
+    "reasoning_content": ([_ASK, {**_ANSWER, "reasoning_content": _MARKER}], None, _TAKEN_OUT),
+    "tool_calls": ([_ASK, _call(_MARKER)], [_tool("e")], _TAKEN_OUT),
+    "a tool's answer": (
+        [_ASK, _call("e"), {"role": "tool", "content": _MARKER, "name": "e", "tool_call_id": "0"}, _ANSWER],
+        [_tool("e")],
+        _TAKEN_OUT,
+    ),
+}
+
+
+def texts_of(content: str | list[dict[str, Any]]) -> list[str]:
+    """The texts of a content, one of each part; empty for images and videos."""
+    return [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+
+
+class ChatTemplate:
+    """One processor's chat template. Picklable, for data-loading workers."""
+
+    def __init__(self, processor: Any, empty_thinking: EmptyThinking = "prompt") -> None:
+        """Keep a processor; nothing is rendered yet.
+
+        Args:
+            processor: the processor.
+            empty_thinking: whether an empty thinking block is part of the "prompt", or is trained on ("train").
+
+        Raises:
+            ValueError: `empty_thinking` for a template without thinking.
+        """
+        self._processor = processor
+        self._empty: EmptyThinking = empty_thinking
+        self._thinks = "reasoning_content" in str(processor.chat_template)
+        self._closing = tuple(processor.tokenizer.all_special_tokens)  # possible ends of a turn
+        self._ignored: dict[str, bool] = {}  # by field
+        if empty_thinking != "prompt" and not self._thinks:
+            raise ValueError(
+                f"empty_thinking is {empty_thinking!r}, but the chat template reads no 'reasoning_content' and writes "
+                "no thinking; expected 'prompt'"
+            )
+
+    def render(
+        self, conversation: Conversation, messages: Sequence[dict[str, Any]], prompt: bool = False, **reads: Any
+    ) -> str:
+        """Messages of a conversation as text; `reads` are further variables, such as `enable_thinking`."""
+        try:
+            # transformers changes messages in place.
+            copies, tools = copy.deepcopy((list(messages), conversation.tools))
+            # transformers warns each time about variables that a template does not read; Qwen3-VL's always has thinking
+            # on.
+            known = {name: value for name, value in reads.items() if name in str(self._processor.chat_template)}
+            settings = {"tokenize": False, "add_generation_prompt": prompt, **known}
+            return self._processor.apply_chat_template(copies, tools=tools, **settings)
+        except Exception as error:  # a template is a program, and runs on arbitrary records
+            whole = len(messages) == len(conversation.messages)
+            part, remedy = ("it", _WHOLE) if whole else (f"its first {len(messages)} messages by themselves", _EARLIER)
+            raise DataError(conversation.sample_id, f"the chat template refuses {part}: {error}; {remedy}") from error
+
+    def check_fields(self, conversation: Conversation) -> None:
+        """Refuse a conversation with fields that the template ignores."""
+        for field, where in _fields_of(conversation):
+            messages, tools, remedy = _FIELDS[field]
+            if field not in self._ignored:
+                copies, tools = copy.deepcopy((messages, tools))
+                try:
+                    text = self._processor.apply_chat_template(copies, tools=tools, tokenize=False)
+                    self._ignored[field] = _MARKER not in text
+                except Exception:  # what a template refuses, it also refuses in the sample
+                    self._ignored[field] = False
+            if self._ignored[field]:
+                raise DataError(
+                    where,
+                    f"found {field}, which the chat template does not write: the sample would be trained on without; "
+                    f"{remedy}",
+                )
+
+    def is_plain(self, messages: Sequence[dict[str, Any]]) -> bool:
+        """Whether answers have the same tokens without regard to their positions, and no think tags that split them."""
+        if self._empty == "train" or not self._prompts_end_in_newline:
+            return False
+        for message in messages:
+            text, reasoning = "".join(texts_of(message["content"])), message.get("reasoning_content") or "."
+            if not text[:1].strip() or not reasoning[:1].strip() or "</think>" in text:
+                return False
+        return True
+
+    @cached_property
+    def _prompts_end_in_newline(self) -> bool:
+        """Whether generation prompts end in a newline, which a tokenizer joins only with white space after it."""
+        asked = [{"role": "user", "content": "a"}]
+        try:
+            return self._processor.apply_chat_template(asked, tokenize=False, add_generation_prompt=True).endswith("\n")
+        except Exception:  # what a template refuses, it also refuses in the sample
+            return False
+
+    def answers(self, conversation: Conversation, numbers: Sequence[int]) -> tuple[str, list[Span]]:
+        """The whole text, and the spans of the answers in it, each with its end token.
+
+        Args:
+            conversation: the conversation.
+            numbers: indices of the messages that are trained on.
+
+        Raises:
+            DataError: an answer cannot be located, or the template drops text of it.
+        """
+        text = self.render(conversation, conversation.messages)
+        if self._thinks:
+            turns = _ThinkingTurns(conversation, text, self.render, self._closing, self._empty)
+            return text, [turns.span(number) for number in numbers]
+        return text, [self._span(conversation, text, number) for number in numbers]
+
+    def _span(self, conversation: Conversation, text: str, number: int) -> Span:
+        """The characters of an answer under a template without thinking."""
+        messages, where = conversation.messages, f"{conversation.sample_id}: message {number + 1}"
+        prompt = self.render(conversation, messages[:number], prompt=True)
+        turn = self.render(conversation, messages[: number + 1])
+        for first_name, first, second_name, second, remedy in (
+            ("the prompt to generate it", prompt, "it", turn, _ITS_PROMPT),
+            ("it by itself", turn, "it with what follows", text, _EARLIER),
+        ):
+            if second.startswith(first):
+                continue
+            pairs = enumerate(zip(first, second, strict=False))
+            at = next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+            raise DataError(
+                where,
+                f"the chat template renders {first_name} as '...{first[max(at - 20, 0) : at + 20]}', but {second_name} "
+                f"as '...{second[max(at - 20, 0) : at + 20]}': expected the second to begin with the first; {remedy}",
+            )
+        # Templates render white space between turns, which the model does not have to generate.
+        end = len(turn.rstrip())
+        if not turn[len(prompt) : end].endswith(self._closing):
+            raise DataError(where, f"the answer ends in {turn[-20:]!r}, expected a token that closes the turn")
+        _check_answer(messages[number], prompt, text[len(prompt) : end], where, _ANOTHER)
+        return len(prompt), end
+
+
+class _ThinkingTurns:
+    """The assistant's turns of one conversation, rendered by a template with thinking."""
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        text: str,
+        render: Callable[..., str],
+        closing: tuple[str, ...],
+        empty: EmptyThinking,
+    ) -> None:
+        self._conversation, self._messages, self._text = conversation, conversation.messages, text
+        self._render, self._closing, self._empty = render, closing, empty
+        self._answer, self._reasoning = (_absent(text, name) for name in ("answer", "reasoning"))
+
+    def span(self, number: int) -> Span:
+        """The characters of a turn that are trained on, with its end token."""
+        where = f"{self._conversation.sample_id}: message {number + 1}"
+        around = self._with(number, content=self._answer).split(self._answer)
+        if len(around) != 2:
+            problem = f"the chat template writes the answer {len(around) - 1} times, expected once"
+            remedy = "leave it out with answers='last' or \"loss\": false, or give another template"
+            raise DataError(where, f"{problem}; {remedy}")
+        head, tail = around
+        if not self._text.endswith(tail):
+            raise self._refused(where, "what follows the answer", tail[:40])
+        closed = next((token for token in self._closing if tail.lstrip().startswith(token)), None)
+        if closed is None:
+            raise DataError(where, f"the answer is followed by {tail[:20]!r}, expected a token that closes the turn")
+        end = len(self._text) - len(tail) + tail.index(closed) + len(closed)
+        # The text before the reasoning; None if the template omits reasoning here.
+        marked = self._with(number, content=self._answer, reasoning_content=self._reasoning)
+        opened = marked.partition(self._reasoning)[0] if self._reasoning in marked else None
+        empty = opened is not None and head.startswith(opened) and self._text.startswith(head)
+        if opened is not None and self._text.startswith(opened) and (not empty or self._empty == "train"):
+            start = self._start(opened, thinking=True, where=where)
+        elif self._text.startswith(head):
+            self._start(head, thinking=False, where=where)
+            start = len(head)
+        else:
+            raise self._refused(where, "what precedes the answer", head[-40:])
+        if start > len(self._text) - len(tail):
+            raise self._refused(where, "what precedes the answer", head[-40:])
+        before, answer = self._text[:start], self._text[start:end]
+        _check_answer(self._messages[number], before, answer, where, _REASONING, drops_reasoning=opened is None)
+        return start, end
+
+    def _with(self, number: int, content: str, **fields: str) -> str:
+        """The whole conversation, with another answer."""
+        message = self._messages[number]
+        marked = content if isinstance(message["content"], str) else [{"type": "text", "text": content}]
+        other = {"role": message["role"], "content": marked, **fields}
+        return self._render(self._conversation, [*self._messages[:number], other, *self._messages[number + 1 :]])
+
+    def _start(self, before: str, thinking: bool, where: str) -> int:
+        """End of the generation prompt, in a text that ends where the turn begins to differ."""
+        prompt = self._prompts[thinking]
+        header = _BLOCK.sub("", before)
+        if not header.endswith(_BLOCK.sub("", prompt)):
+            raise self._refused(where, f"the prompt to generate it, with enable_thinking {thinking},", prompt)
+        return len(before) if before.endswith(prompt) else len(header)
+
+    @cached_property
+    def _prompts(self) -> dict[bool, str]:
+        """The generation prompts, with and without thinking."""
+        last = max(number for number, message in enumerate(self._messages) if message["role"] == "assistant")
+        asked = self._messages[:last]
+        written, prompts = self._render(self._conversation, asked), {}
+        for thinking in (True, False):
+            prompt = self._render(self._conversation, asked, prompt=True, enable_thinking=thinking)
+            if not prompt.startswith(written) or prompt == written:
+                raise DataError(
+                    f"{self._conversation.sample_id}: message {last + 1}",
+                    f"the chat template ends the prompt to generate it with {prompt[-40:]!r}, expected the messages as "
+                    f"without it, {written[-40:]!r}, and then the beginning of an answer: give the checkpoint another "
+                    "template, which heeds add_generation_prompt",
+                )
+            prompts[thinking] = prompt.removeprefix(written)
+        return prompts
+
+    def _refused(self, where: str, part: str, expected: str) -> DataError:
+        return DataError(
+            where,
+            f"the chat template renders {part} as {expected!r}, and not so in the whole conversation; expected a "
+            "template whose text around an answer does not depend on it: give the checkpoint's own, or train on only "
+            "the last answer with answers='last'",
+        )
+
+
+def _absent(text: str, name: str) -> str:
+    """A word that a text does not contain."""
+    number = 0
+    while (word := f"{name}-{number}-marked") in text:
+        number += 1
+    return word
+
+
+def _check_answer(
+    message: dict[str, Any], prompt: str, answer: str, where: str, remedy: str, drops_reasoning: bool = False
+) -> None:
+    """Refuse an answer of which the template writes only a part.
+
+    Args:
+        message: the assistant's message.
+        prompt: the rendered text up to what is trained on.
+        answer: the rendered text that is trained on.
+        where: the message's position, for messages.
+        remedy: what to do about the template.
+        drops_reasoning: whether the template omits reasoning from this turn, as from those before the last question.
+    """
+    texts, reasoning = texts_of(message["content"]), message.get("reasoning_content")
+    before, _, rest = "".join(text or _MEDIUM for text in texts).partition("<think>")
+    inside, closed, behind = rest.partition("</think>")
+    # If reasoning is given separately, tags in the text are text.
+    is_inline = closed and not before.strip() and not isinstance(reasoning, str)
+    if is_inline:
+        block = _BLOCK.search(prompt)
+        answer = (block[0] if block else "") + answer
+        if inside.strip() and not drops_reasoning:
+            texts = ["<think>", *inside.split(_MEDIUM), "</think>", *behind.split(_MEDIUM)]
+        else:
+            texts, answer = behind.split(_MEDIUM), _EMPTY_BLOCK.sub("", answer)
+    elif reasoning and not drops_reasoning:
+        texts = [reasoning, *texts]
+    at = 0
+    for text in map(str.strip, texts):
+        found = answer.find(text, at)
+        if found < 0 or (is_inline and _MEDIUM not in rest and answer[at:found].strip()):
+            raise DataError(
+                where,
+                f"found {text[:60]!r} in the answer, of which the chat template writes {answer[:60]!r}, expected it "
+                f"whole; {remedy}",
+            )
+        at = found + len(text)
+
+
+def _fields_of(conversation: Conversation) -> Iterator[tuple[str, str]]:
+    """Fields of a conversation that a template may ignore, with their position."""
+    if conversation.tools:
+        yield "tools", conversation.sample_id
+    for number, message in enumerate(conversation.messages):
+        where = f"{conversation.sample_id}: message {number + 1}"
+        has_text = any(map(str.strip, texts_of(message["content"])))  # its images are counted elsewhere
+        if message["role"] == "system" and has_text:
+            yield "a system prompt after the first message" if number else "a system prompt", where
+        if message["role"] == "tool" and has_text:
+            yield "a tool's answer", where
+        if (message.get("reasoning_content") or "").strip():
+            yield "reasoning_content", where
+        if message.get("tool_calls"):
+            yield "tool_calls", where
