@@ -1,4 +1,4 @@
-"""Training steps of tiny models on the fake GPU, in Megatron-Bridge's loop: `steps.py FOLDER CASE...` in a process of it.
+"""Training steps of tiny models on the fake GPU, in Megatron-Bridge's loop: `steps.py FOLDER CASE...`.
 
 The third step of each case is marked in the log; the first two compile kernels and allocate.
 """
@@ -41,7 +41,8 @@ def waits_of_a_step(case: str, folder: Path) -> list[list]:
     with followed(run, training_callbacks(run.cfg)):
         for number in range(STEPS):
             mark(f"{case}: step {number}")
-            with fake_gpu.on_wait(lambda: waits.update([place_in_code()[:2]] if number == STEPS - 1 else [])):
+            waits.clear()
+            with fake_gpu.on_wait(lambda: waits.update([place_in_code()[:2]])):
                 step_with_callbacks(run)
         mark(f"{case}: end")
     forget_models()
