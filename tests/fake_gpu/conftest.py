@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ _gpu = ctypes.CDLL(None)
 def mark(text):
     _gpu.fake_gpu_mark(text.encode())
 """
+EPILOGUE = "print('RESULT', json.dumps(result))"
 
 
 @dataclass
@@ -45,13 +45,13 @@ def built(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def on_fake_gpu(built, tmp_path_factory) -> Callable[..., Run]:
-    """Runs a program: its text after `PRELUDE`, its arguments, the GPU's size and environment variables."""
+    """Runs a program, its text after `PRELUDE` or a module of tests, with its arguments."""
 
     def run(program: str, *arguments: str, gib: float = 80.0, **variables: str) -> Run:
-        text = f"{PRELUDE}\n{textwrap.dedent(program)}\nprint('RESULT', json.dumps(result))"
+        whole = ["-m", program] if program.startswith("tests.") else ["-c", f"{PRELUDE}\n{program}\n{EPILOGUE}"]
         log = tmp_path_factory.mktemp("run") / "log"
         environment = fake_gpu.environment(built, log, gib) | variables
-        command = [sys.executable, "-c", text, *arguments]
+        command = [sys.executable, *whole, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
         assert done.returncode == 0, done.stderr[-4000:]
         (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]

@@ -10,10 +10,13 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import qwen3vl_bridge  # noqa: F401  before Megatron
 from qwen3vl_bridge.rehearsal import fake_gpu
 from qwen3vl_bridge.training.callbacks import training_callbacks
+
+from torch._dynamo.utils import counters
 
 from examples.digits.checkpoint import make_checkpoint
 from tests.host_waits.counter import place_in_code
@@ -26,8 +29,8 @@ OPTIONS = {"dense": {}, "moe": {"moe": True}, "qwen3_5": {"family": "qwen3_5"}}
 STEPS = 3
 
 
-def waits_of_a_step(case: str, folder: Path) -> list[list]:
-    """Which lines wait in the last step of a case, "kind rows", and how often: [package, line, times]."""
+def last_step(case: str, folder: Path) -> dict[str, Any]:
+    """Of the last step of a case, "kind rows": which functions wait, and how many graphs are compiled."""
     kind, rows = case.split()
     make_checkpoint(folder, **OPTIONS[kind])
     topology = Topology(1, distributed_optimizer=True)
@@ -37,16 +40,22 @@ def waits_of_a_step(case: str, folder: Path) -> list[list]:
     run.cfg.guard, run.cfg.logger.log_interval = None, STEPS + 1
     vars(run.optimizer).pop("get_grad_norm", None)  # joined by `set_up` already, and by the callbacks again
     run.stream = split.batches("mixed", rows, steps=STEPS)
-    waits: Counter[tuple[str, str]] = Counter()
+    waits: Counter[tuple[str, str, str]] = Counter()
     with followed(run, training_callbacks(run.cfg)):
         for number in range(STEPS):
             mark(f"{case}: step {number}")
             waits.clear()
-            with fake_gpu.on_wait(lambda: waits.update([place_in_code()[:2]])):
+            graphs = counters["stats"]["unique_graphs"]
+            with fake_gpu.on_wait(lambda _: waits.update([place_in_code()])):
                 step_with_callbacks(run)
         mark(f"{case}: end")
     forget_models()
-    return [[*place, times] for place, times in waits.items()]
+    ours = [
+        [line.partition(":")[0], function, times]
+        for (package, line, function), times in waits.items()
+        if package == "ours"
+    ]
+    return {"waits": ours, "compiled": counters["stats"]["unique_graphs"] - graphs}
 
 
 def mark(text: str) -> None:
@@ -55,5 +64,5 @@ def mark(text: str) -> None:
 
 if __name__ == "__main__":
     folder, *cases = sys.argv[1:]
-    found = {case: waits_of_a_step(case, Path(folder) / case) for case in cases}
+    found = {case: last_step(case, Path(folder) / case) for case in cases}
     print("RESULT", json.dumps(found))

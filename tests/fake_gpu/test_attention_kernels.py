@@ -17,7 +17,8 @@ for case in json.loads(sys.argv[1]):
     module, kind = attention(int(groups), dim=int(dim)), dict(device="cuda", dtype=getattr(torch, dtype))
     parts = tensors(sum(LENGTHS), int(groups), int(dim), **kind)
     if rows == "padded":
-        call = lambda *heads: module(*(x.view(-1, 8, *x.shape[1:]) for x in heads), None, attn_mask_type=CAUSAL).contiguous()
+        def call(*heads):
+            return module(*(x.view(-1, 8, *x.shape[1:]) for x in heads), None, attn_mask_type=CAUSAL).contiguous()
     else:
         call = packed(module, LENGTHS, FULL if rows == "frames" else CAUSAL, "cuda")
     mark(case)

@@ -63,7 +63,7 @@ def read(x):
     return x.item()
 
 waiting = result["waiting"] = []
-with fake_gpu.on_wait(lambda: waiting.append(sys._getframe(1).f_code.co_name)):
+with fake_gpu.on_wait(lambda _: waiting.append(sys._getframe(1).f_code.co_name)):
     x + 1
     read(x[0, 0])
 read(x[0, 0])

@@ -147,9 +147,13 @@ def _events(path: Path) -> Iterator[Event]:
 
 
 @contextmanager
-def on_wait(function: Callable[[], object]) -> Iterator[None]:
-    """In a process with the fake GPU: call a function where the host waits in the block, below the line that waits."""
-    callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(lambda _: function() and None)
+def on_wait(function: Callable[[bytes], None]) -> Iterator[None]:
+    """In a process with the fake GPU: call a function where the host waits in the block, below the line that waits.
+
+    Args:
+        function: takes the name of the CUDA function that waits.
+    """
+    callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(function)  # no frame of this module comes between
     library = ctypes.CDLL(None)
     library.fake_gpu_on_wait(callback)
     try:
