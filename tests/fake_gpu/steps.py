@@ -50,11 +50,7 @@ def last_step(case: str, folder: Path) -> dict[str, Any]:
                 step_with_callbacks(run)
         mark(f"{case}: end")
     forget_models()
-    ours = [
-        [line.partition(":")[0], function, times]
-        for (package, line, function), times in waits.items()
-        if package == "ours"
-    ]
+    ours = {function: times for (package, _, function), times in waits.items() if package == "ours"}
     return {"waits": ours, "compiled": counters["stats"]["unique_graphs"] - graphs}
 
 
