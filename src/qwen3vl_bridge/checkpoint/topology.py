@@ -18,7 +18,7 @@ from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, TorchDist
 from qwen3vl_bridge.checkpoint.formats.tensors import Shape, TensorSpec
 from qwen3vl_bridge.io.files import CheckpointError
 from qwen3vl_bridge.models.divisibility import indivisible
-from qwen3vl_bridge.weights.rows import Dimensions, Row
+from qwen3vl_bridge.weights.rows import Dimensions, WeightRow
 
 # Minimum size of chunks. In a small model each of many ranks has less of a layer, and a separate item for each would
 # take longer to find than to read.
@@ -168,7 +168,7 @@ _LAST_STAGE = ("language_model.decoder.final_layernorm.", "language_model.output
 Holders = Mapping[str, Mapping[Shape, Sequence[Part]]]
 
 
-def holders(rows: Collection[Row], layout: FsdpDtensor | TorchDist, topology: Topology) -> Holders:
+def holders(rows: Collection[WeightRow], layout: FsdpDtensor | TorchDist, topology: Topology) -> Holders:
     """The rows that ranks hold, of every tensor; nothing if one rank reads each as a whole.
 
     torch_dist's ranks read gate and up projection separately, even a single rank.
@@ -201,7 +201,9 @@ class _Parameter(NamedTuple):
         return sum(rows for _, rows in self.tensors) * self.columns
 
 
-def _in_units(rows: Collection[Row], layout: FsdpDtensor, topology: Topology) -> Iterator[tuple[str, Shape, Part]]:
+def _in_units(
+    rows: Collection[WeightRow], layout: FsdpDtensor, topology: Topology
+) -> Iterator[tuple[str, Shape, Part]]:
     """A unit of Megatron-FSDP is a layer without its experts; all parameters outside of layers are one too.
 
     Source: megatron-core 0.19, `_get_parameter_groups` of Megatron-FSDP's `param_and_grad_buffer.py`.
@@ -251,7 +253,7 @@ def _shards(parameters: Sequence[_Parameter], ranks: int, owner: Owner) -> Itera
             start = end
 
 
-def _in_stages(rows: Collection[Row], layout: TorchDist, topology: Topology) -> Iterator[tuple[str, Shape, Part]]:
+def _in_stages(rows: Collection[WeightRow], layout: TorchDist, topology: Topology) -> Iterator[tuple[str, Shape, Part]]:
     """A pipeline stage has consecutive layers; the vision tower is on the first."""
     layers = len(layout.dimensions.indices["text_layers"]) // topology.pp
     for row in rows:
@@ -269,6 +271,6 @@ def _in_stages(rows: Collection[Row], layout: TorchDist, topology: Topology) -> 
                 yield name, tuple(number for number, _ in stacked), Part(part * share, owner)
 
 
-def _expert_group(row: Row, dimensions: Dimensions, topology: Topology) -> int:
+def _expert_group(row: WeightRow, dimensions: Dimensions, topology: Topology) -> int:
     """Index of the expert-parallel rank that has an expert."""
     return row.expert * topology.ep // dimensions["experts"] if "experts" in row.indices else 0

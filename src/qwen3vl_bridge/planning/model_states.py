@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from qwen3vl_bridge.planning.split import ModelSplit, PipelineChunk
 from qwen3vl_bridge.planning.training_settings import Sharding, TrainingSettings
 from qwen3vl_bridge.registry import family
-from qwen3vl_bridge.weights.rows import Dimensions, Part, Row, is_of_experts, is_of_mtp, part_of
+from qwen3vl_bridge.weights.rows import Dimensions, Part, WeightRow, is_of_experts, is_of_mtp, part_of
 
 _EMBEDDING = "language_model.embedding.word_embeddings.weight"
 _MTP_LAYER = ".mtp_model_layer."
@@ -63,7 +63,7 @@ class ParameterCount:
 
 
 @functools.cache
-def _rows(family_name: str) -> tuple[tuple[Row, str, bool], ...]:
+def _rows(family_name: str) -> tuple[tuple[WeightRow, str, bool], ...]:
     """A family's weight table: each row with its kind of parameters, and whether tensor parallelism replicates it."""
     return tuple(
         (

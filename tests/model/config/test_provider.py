@@ -11,7 +11,7 @@ from qwen3vl_bridge.models.qwen3_5.provider import Qwen35VLModelProvider, Qwen35
 from qwen3vl_bridge.models.qwen3_vl.bridge import Qwen3VLBridge
 from qwen3vl_bridge.models.qwen3_vl.config import check_settings
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
-from qwen3vl_bridge.models.rules import Range, Row
+from qwen3vl_bridge.models.rules import Allowed, Range
 from qwen3vl_bridge.models.vision_tower import vision_transformer_config
 
 import pytest
@@ -45,7 +45,7 @@ def test_every_row_names_settings_that_there_are(kind):
         *refusals.ON_FINALIZE,
         *refusals.ON_TRAIN,
     )
-    rows = [rule for rule in listed if isinstance(rule, Row)]
+    rows = [rule for rule in listed if isinstance(rule, Allowed)]
     assert len(rows) > 100
     for row in rows:
         for name in row.name.split(" * "):
