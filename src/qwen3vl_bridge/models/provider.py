@@ -57,12 +57,12 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
         Raises:
             ValueError: fields that contradict each other, or that this model would ignore.
         """
-        settings.complete_on_construct(self)
-        experts = refusals.EXPERTS_ON_CONSTRUCT if isinstance(self, ExpertsMixin) else ()
-        check((*refusals.SIZES, *experts, *self.rules, *self.fixed.values(), *refusals.ON_CONSTRUCT), self)
+        settings.complete_before_finalize(self)
+        experts = refusals.EXPERTS_BEFORE_FINALIZE if isinstance(self, ExpertsMixin) else ()
+        check((*refusals.SIZES, *experts, *self.rules, *self.fixed.values(), *refusals.BEFORE_FINALIZE), self)
         super().finalize()
         settings.complete_on_finalize(self)
-        check(refusals.ON_FINALIZE, self)
+        check(refusals.AFTER_FINALIZE, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy, as made by layers with experts; the P2P communicator is shared with the original."""

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 
 from qwen3vl_bridge.models.divisibility import indivisible, row_multiple
-from qwen3vl_bridge.models.hf_config import check_tower_size
+from qwen3vl_bridge.models.hf_config import check_mrope_section, check_tower_size
 from qwen3vl_bridge.models.rules import (
     Allowed,
     Rule,
@@ -317,7 +317,7 @@ GRAPHS: tuple[Allowed, ...] = tuple(
     if name in VisionLanguageFields.__dataclass_fields__
 )
 
-ON_CONSTRUCT: tuple[Rule, ...] = (
+BEFORE_FINALIZE: tuple[Rule, ...] = (
     Allowed(
         "dist_train.use_dist_train",
         False,
@@ -384,7 +384,7 @@ def _check_experts(provider: VisionLanguageFields) -> None:
 
 
 # Only for a provider with experts.
-EXPERTS_ON_CONSTRUCT: tuple[Rule, ...] = (
+EXPERTS_BEFORE_FINALIZE: tuple[Rule, ...] = (
     _check_experts,
     Allowed(
         "moe_router_load_balancing_type",
@@ -497,12 +497,7 @@ def _check_context_kernels(provider: VisionLanguageFields) -> None:
 
 
 def _check_rotary(provider: VisionLanguageFields) -> None:
-    section, rotated = provider.mrope_section, int(provider.kv_channels * provider.rotary_percent)
-    if 2 * sum(section) != rotated:
-        raise ValueError(
-            f"mrope_section {section} has sum {sum(section)}, expected half the head dimension that rotary_percent "
-            f"turns, {rotated // 2}"
-        )
+    check_mrope_section(provider.mrope_section, int(provider.kv_channels * provider.rotary_percent))
 
 
 _STAGES_ARE_ALIKE = When(
@@ -535,7 +530,7 @@ _DIST_TRAIN_SIZES: tuple[Rule, ...] = (
     ),
 )
 
-ON_FINALIZE: tuple[Rule, ...] = (
+AFTER_FINALIZE: tuple[Rule, ...] = (
     *under(
         _ONE_MODULE,
         *(
@@ -602,11 +597,11 @@ ON_FINALIZE: tuple[Rule, ...] = (
     _check_rotary,
 )
 
-# --- On the first forward pass, and in addition for a model that is built to be trained ---
+# --- In each forward pass, and in addition for a model that is built to be trained ---
 
 
 def _check_float32(provider: VisionLanguageFields) -> None:
-    """Refuse a first forward pass that would fail in Transformer Engine: its fused kernels support only 16 and 8 bits.
+    """Refuse a forward pass that would fail in Transformer Engine: its fused kernels support only 16 and 8 bits.
 
     For float32 it uses its unfused implementation, which stores all attention scores, supports packed rows only from
     `PACKED_UNFUSED` on, and does not support context parallelism. Models that are only loaded, exported or saved need

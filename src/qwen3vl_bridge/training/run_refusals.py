@@ -317,7 +317,7 @@ def _check_guard(cfg: Any) -> None:
         logger.warning("%s ends the run before the guard can name samples; set it to False", names)
 
 
-ON_CONSTRUCT: tuple[Rule, ...] = (
+BEFORE_VALIDATE: tuple[Rule, ...] = (
     _check_lengths,
     *_MODULES,
     *_FLOAT32,
@@ -564,7 +564,7 @@ def _check_meta_device(cfg: Any) -> None:
         raise ValueError(f"model.init_model_with_meta_device is True, expected False, or: {'; '.join(wrong)}")
 
 
-ON_FINALIZE: tuple[Rule, ...] = (
+AFTER_VALIDATE: tuple[Rule, ...] = (
     lambda cfg: check(model_refusals.ON_TRAIN, cfg.model),
     *IGNORED,
     _needs("nvdlfw_inspect", "tensor_inspect.enabled", False),

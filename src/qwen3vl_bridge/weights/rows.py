@@ -270,7 +270,7 @@ def parameter_count(rows: tuple[WeightRow, ...], dimensions: Dimensions) -> int:
 class ExpertLayout(Enum):
     """Format of the experts of a layer in a Hugging Face checkpoint."""
 
-    INPUT_MAJOR = "packed [experts, in, out]"  # the released checkpoints
+    INPUT_MAJOR = "packed [experts, in, out]"  # released Qwen3-VL
     OUTPUT_MAJOR = "packed [experts, out, in]"  # a model saved by transformers 5
     PER_EXPERT = "one tensor per expert"
     OUTPUT_MAJOR_MTP_PER_EXPERT = "packed [experts, out, in], one tensor per expert of multi-token prediction"

@@ -38,11 +38,11 @@ def test_every_row_names_settings_that_there_are(kind):
     """One that is misspelt would say so only under its own circumstances."""
     provider = kind(vocab_size=8)
     listed = (
-        *(refusals.EXPERTS_ON_CONSTRUCT if issubclass(kind, ExpertsMixin) else ()),
+        *(refusals.EXPERTS_BEFORE_FINALIZE if issubclass(kind, ExpertsMixin) else ()),
         *kind.rules,
         *kind.fixed.values(),
-        *refusals.ON_CONSTRUCT,
-        *refusals.ON_FINALIZE,
+        *refusals.BEFORE_FINALIZE,
+        *refusals.AFTER_FINALIZE,
         *refusals.ON_TRAIN,
     )
     rows = [rule for rule in listed if isinstance(rule, Allowed)]
@@ -68,7 +68,7 @@ def test_nothing_is_frozen_unless_asked(provider):
     ("fields", "message"),
     [
         (dict(hidden_size=1000), "out_hidden_size is .*, expected hidden_size 1000"),
-        (dict(mrope_section=[2, 1, 2]), "has sum 5, expected half the head dimension"),
+        (dict(mrope_section=[2, 1, 2]), "with the sum 5, expected half of the 32 dimensions"),
         (dict(rotary_percent=0.5), "rotary_percent is 0.5, expected 1.0"),
         (dict(num_moe_experts=4), "num_moe_experts is 4, expected None"),
         (dict(position_embedding_type="rope"), "position_embedding_type is 'rope'"),
