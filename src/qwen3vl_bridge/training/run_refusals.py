@@ -195,7 +195,7 @@ def _check_package(cfg: Any) -> None:
         )
 
 
-def check_share(cfg: Any, ranks: int) -> int:
+def microbatches_of_a_rank(cfg: Any, ranks: int) -> int:
     """The microbatches of each of the data-parallel ranks.
 
     Raises:
@@ -329,7 +329,7 @@ BEFORE_VALIDATE: tuple[Rule, ...] = (
     _check_package,
     _check_schedule,
     _check_towers,
-    lambda cfg: check_share(cfg, cfg.get_data_parallel_size(get_world_size_safe())),
+    lambda cfg: microbatches_of_a_rank(cfg, cfg.get_data_parallel_size(get_world_size_safe())),
     check_balance,
     _check_guard,
 )
@@ -629,7 +629,7 @@ AFTER_VALIDATE: tuple[Rule, ...] = (
     _check_choices,
     _check_adapters,
     lambda cfg: model_refusals.check_microbatches(
-        cfg.model, check_share(cfg, cfg.data_parallel_size), "train.global_batch_size"
+        cfg.model, microbatches_of_a_rank(cfg, cfg.data_parallel_size), "train.global_batch_size"
     ),
     _check_saved_shards,
     _check_host_memory,

@@ -101,7 +101,11 @@ Shape = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class WeightRow:
-    """One Megatron parameter and its Hugging Face tensors."""
+    """One Megatron parameter and its Hugging Face tensors.
+
+    The class of a row is its transformation: `weights/bridge_mappings.py` applies it to tensors in memory,
+    `checkpoint/formats/layouts.py` to slices of files.
+    """
 
     megatron: str  # Megatron parameter name, with Transformer Engine's layer spec
     hf: tuple[str, ...]  # names of its Hugging Face tensors, in the order of Megatron's parameter
