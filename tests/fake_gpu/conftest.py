@@ -30,6 +30,7 @@ EPILOGUE = "print('RESULT', json.dumps(result))"
 class Run:
     events: list[fake_gpu.Event]
     result: dict
+    stderr: str
 
     def between(self, start: str, end: str) -> list[fake_gpu.Event]:
         return fake_gpu.between(self.events, start, end)
@@ -51,10 +52,12 @@ def on_fake_gpu(built, tmp_path_factory) -> Callable[..., Run]:
         whole = ["-m", program] if program.startswith("tests.") else ["-c", f"{PRELUDE}\n{program}\n{EPILOGUE}"]
         log = tmp_path_factory.mktemp("run") / "log"
         environment = fake_gpu.environment(built, log, gib) | variables
+        if "PYTORCH_CUDA_ALLOC_CONF" not in variables:
+            environment.pop("PYTORCH_CUDA_ALLOC_CONF", None)  # which recipes set in the tests' process
         command = [sys.executable, *whole, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
         assert done.returncode == 0, done.stderr[-4000:]
         (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        return Run(fake_gpu.read_log(log), json.loads(line.removeprefix("RESULT ")))
+        return Run(fake_gpu.read_log(log), json.loads(line.removeprefix("RESULT ")), done.stderr)
 
     return run
