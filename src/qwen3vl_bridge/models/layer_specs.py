@@ -233,8 +233,24 @@ def _use_local_modules(spec: ModuleSpec, config: TransformerConfig) -> None:
         layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
 
 
+class ReleasingMoELayer(MoELayer):
+    """megatron-core's, whose dispatcher keeps what it has routed until its next forward pass.
+
+    Under full recomputation that is the finished graph of each layer, with the layer's input and its gradient.
+    """
+
+    def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+        """See MoELayer."""
+        output = super().postprocess(output, shared_expert_output)
+        dispatcher = self.token_dispatcher
+        for name, value in vars(dispatcher).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                setattr(dispatcher, name, None)  # autograd has saved what the backward pass needs
+        return output
+
+
 def _has_experts(mlp: Any) -> bool:
-    return isinstance(mlp, functools.partial) and mlp.func is MoELayer
+    return isinstance(mlp, functools.partial) and mlp.func in (MoELayer, ReleasingMoELayer)
 
 
 def _adapt(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
@@ -242,7 +258,7 @@ def _adapt(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
     mlp = spec.submodules.mlp
     if _has_experts(mlp):
         modules = dataclasses.replace(mlp.keywords["submodules"], router=BalancedRouter)
-        spec.submodules.mlp = functools.partial(mlp.func, *mlp.args, **mlp.keywords | dict(submodules=modules))
+        spec.submodules.mlp = functools.partial(ReleasingMoELayer, *mlp.args, **mlp.keywords | dict(submodules=modules))
     if isinstance(backend(config), LocalBackend):
         _use_local_modules(spec, config)
     return spec

@@ -6,12 +6,16 @@ import json
 import shutil
 import types
 
+from qwen3vl_bridge.models import layer_specs
+
 import pytest
 import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from transformers import AutoConfig
 
 from examples.digits.checkpoint import make_model
 from tests.noise import relative
+from tests.qwen3_5 import tiny
 
 from ..batches import make_batch, make_samples
 from ..conftest import make_pair
@@ -164,3 +168,27 @@ def test_a_loss_of_gathered_logits_is_refused(untied_folder, monkeypatch):
     monkeypatch.setattr(text.pg_collection, "tp", types.SimpleNamespace(size=lambda: 2, rank=lambda: 1))
     with pytest.raises(ValueError, match="parallel_output is False, expected True"):
         text.compute_language_model_loss(torch.zeros(1, 1), torch.zeros(1, 1, 512))
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+def test_recomputed_experts_keep_no_graph(family, moe_folder, tmp_path, monkeypatch):
+    """After the backward pass; megatron-core's own layer keeps those of its last forward pass, and its gradients are
+    the same to the last bit.
+    """
+    if family == "qwen3_5":
+        moe_folder = tiny.make_checkpoint(tmp_path / "qwen3_5", moe=True)
+    recompute = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+
+    def gradients(kept: bool) -> list[torch.Tensor]:
+        pair = make_pair(moe_folder, **recompute)
+        batch = make_batch(make_samples("mixed", pair.config, seed=8), pair.config, packed=True)
+        pair.megatron(inputs=batch.local()).sum().backward()
+        layers = [module for module in pair.megatron.modules() if isinstance(module, MoELayer)]
+        held = [value for layer in layers for value in vars(layer.token_dispatcher).values() if torch.is_tensor(value)]
+        assert layers and any(value.grad_fn is not None for value in held) == kept
+        return [parameter.grad for parameter in pair.megatron.parameters() if parameter.grad is not None]
+
+    found = gradients(kept=False)
+    monkeypatch.setattr(layer_specs.ReleasingMoELayer, "postprocess", MoELayer.postprocess)
+    expected = gradients(kept=True)
+    assert len(found) == len(expected) > 10 and all(map(torch.equal, found, expected))
