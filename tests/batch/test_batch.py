@@ -22,13 +22,9 @@ def random_batch(random: np.random.Generator, multiple: int, packed: bool, pictu
     ids[torch.tensor(random.permutation(layout.total)[:images])] = IMAGE
     images = int((ids == IMAGE).sum())
     vision = make_vision_inputs(
-        torch.randn(4 * images, 3),
-        torch.tensor([[1, 2, 2]]).expand(images, 3),
-        None,
-        None,
-        num_position_embeddings=16,
-        spatial_merge_size=2,
-    )
+        torch.randn(4 * images, 3), torch.tensor([[1, 2, 2]]).expand(images, 3), None, None,
+        num_position_embeddings=16, spatial_merge_size=2,
+    )  # fmt: skip
     return PackedBatch(
         input_ids=ids.view(shape),
         labels=torch.tensor(random.integers(0, 90, shape)),

@@ -55,14 +55,9 @@ def random_sample(random: np.random.Generator) -> Sample:
 def positions(rows: torch.Tensor, layout: SequenceLayout, samples: list[Sample]) -> torch.Tensor:
     images, videos = ([grid for sample in samples for grid in sample[i]] for i in (1, 2))
     return mrope_positions(
-        rows,
-        layout,
-        torch.tensor(images) if images else None,
-        torch.tensor(videos) if videos else None,
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        spatial_merge_size=MERGE,
-    )
+        rows, layout, torch.tensor(images) if images else None, torch.tensor(videos) if videos else None,
+        image_token_id=IMAGE, video_token_id=VIDEO, spatial_merge_size=MERGE,
+    )  # fmt: skip
 
 
 def flat(layout: SequenceLayout, samples: list[Sample]) -> torch.Tensor:
@@ -146,11 +141,6 @@ def test_shapes_that_disagree_are_refused(call, message):
     rows = call.get("rows", torch.ones(1, 8, dtype=torch.int64))
     with pytest.raises(ValueError, match=message):
         mrope_positions(
-            rows,
-            SequenceLayout.packed_row([8]),
-            call.get("grid"),
-            None,
-            image_token_id=IMAGE,
-            video_token_id=VIDEO,
+            rows, SequenceLayout.packed_row([8]), call.get("grid"), None, image_token_id=IMAGE, video_token_id=VIDEO,
             spatial_merge_size=MERGE,
-        )
+        )  # fmt: skip

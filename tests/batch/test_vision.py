@@ -146,12 +146,8 @@ def test_vision_inputs_of_one_kind_or_none(kind):
 )
 def test_pixels_and_grids_that_disagree_are_refused(changed, message):
     good = {
-        "pixel_values": torch.zeros(8, 3),
-        "image_grid_thw": torch.tensor([[1, 2, 4]]),
-        "pixel_values_videos": None,
-        "video_grid_thw": None,
-        "num_position_embeddings": 16,
-        "spatial_merge_size": 2,
-    }
+        "pixel_values": torch.zeros(8, 3), "image_grid_thw": torch.tensor([[1, 2, 4]]), "pixel_values_videos": None,
+        "video_grid_thw": None, "num_position_embeddings": 16, "spatial_merge_size": 2,
+    }  # fmt: skip
     with pytest.raises(ValueError, match=message):
         make_vision_inputs(**{**good, **changed})

@@ -180,14 +180,10 @@ def batches(draw: st.DrawFn) -> tuple[PackedBatch, int, int]:
     ids[places[:images]], ids[places[images : images + videos]] = IMAGE, VIDEO
     shape = (layout.num_rows, -1)
     batch = PackedBatch(
-        input_ids=ids.view(shape),
-        labels=ids.view(shape),
-        loss_mask=torch.ones(layout.total).view(shape),
+        input_ids=ids.view(shape), labels=ids.view(shape), loss_mask=torch.ones(layout.total).view(shape),
         position_ids=torch.zeros(3, layout.total, dtype=torch.int64).view(3, *shape),
-        vision_slot=vision_slots(ids, IMAGE, VIDEO, images),
-        layout=layout,
-        vision=make_vision(*grids),
-    )
+        vision_slot=vision_slots(ids, IMAGE, VIDEO, images), layout=layout, vision=make_vision(*grids),
+    )  # fmt: skip
     return batch, cp, sp
 
 

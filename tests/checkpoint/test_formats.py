@@ -114,15 +114,9 @@ def test_layers_are_stacked_where_all_are_alike(all_moe_folder, untied_folder, t
 def test_a_padded_vocabulary(ckpt_format, untied_folder, tmp_path):
     names = ["language_model.embedding.word_embeddings.weight", "language_model.output_layer.weight"]
     import_checkpoint(
-        untied_folder,
-        tmp_path / "m",
-        ckpt_format=ckpt_format,
-        vocab_divisor=100,
-        topology=Topology(tp=2, chunk_bytes=9_000),
-        torch_dtype="bfloat16",
-        verify=True,
-        checksums=True,
-    )
+        untied_folder, tmp_path / "m", ckpt_format=ckpt_format, vocab_divisor=100,
+        topology=Topology(tp=2, chunk_bytes=9_000), torch_dtype="bfloat16", verify=True, checksums=True,
+    )  # fmt: skip
     prefix = "model.module." if ckpt_format == "fsdp_dtensor" else ""
     stored, hf = stock_load(tmp_path / "m" / "iter_0000000"), hf_tensors(untied_folder)
     for name, source in zip(names, ("model.language_model.embed_tokens.weight", "lm_head.weight"), strict=True):

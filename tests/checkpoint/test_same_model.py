@@ -40,21 +40,13 @@ def changed(config: dict, **fields) -> dict:
 
 
 DENSE = [
-    {"text_config__num_attention_heads": 8},
-    {"text_config__num_key_value_heads": 4},
-    {"text_config__rms_norm_eps": 1e-5},
-    {"text_config__hidden_act": "gelu"},
-    {"text_config__vocab_size": 151_935},
-    {"text_config__intermediate_size": 6_000},
-    {"text_config__rope_parameters__rope_theta": 10_000},
-    {"text_config__rope_parameters__mrope_section": [22, 21, 21]},
-    {"vision_config__num_heads": 8},
-    {"vision_config__deepstack_visual_indexes": [5, 11, 18]},
-    {"vision_config__spatial_merge_size": 4},
-    {"vision_config__hidden_act": "gelu"},
-    {"tie_word_embeddings": False},
-    {"image_token_id": 151_654},
-]
+    {"text_config__num_attention_heads": 8}, {"text_config__num_key_value_heads": 4},
+    {"text_config__rms_norm_eps": 1e-5}, {"text_config__hidden_act": "gelu"}, {"text_config__vocab_size": 151_935},
+    {"text_config__intermediate_size": 6_000}, {"text_config__rope_parameters__rope_theta": 10_000},
+    {"text_config__rope_parameters__mrope_section": [22, 21, 21]}, {"vision_config__num_heads": 8},
+    {"vision_config__deepstack_visual_indexes": [5, 11, 18]}, {"vision_config__spatial_merge_size": 4},
+    {"vision_config__hidden_act": "gelu"}, {"tie_word_embeddings": False}, {"image_token_id": 151_654},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("fields", DENSE)

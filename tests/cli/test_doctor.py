@@ -15,20 +15,11 @@ from packaging.requirements import Requirement
 
 GIB = 2**30
 HERE = doctor.Machine(
-    python="3.12.1",
-    glibc="2.39",
+    python="3.12.1", glibc="2.39",
     packages={"torch": "2.13.0+cpu", "av": None, "matplotlib": None, **dict.fromkeys(doctor._OPTIONAL, "9.9")},
-    cuda=None,
-    nccl=None,
-    driver=False,
-    gpus=(),
-    cores=2,
-    memory=16 * GIB,
-    memory_free=8 * GIB,
-    shared_memory=8 * GIB,
-    disk_free=100 * GIB,
-    open_files=(65536, 65536),
-)
+    cuda=None, nccl=None, driver=False, gpus=(), cores=2, memory=16 * GIB, memory_free=8 * GIB, shared_memory=8 * GIB,
+    disk_free=100 * GIB, open_files=(65536, 65536),
+)  # fmt: skip
 WANTED = [Requirement(text) for text in ("torch>=2.6", "av>=12; extra == 'video'", "matplotlib>=3; extra == 'demo'")]
 
 

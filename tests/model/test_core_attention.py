@@ -36,13 +36,9 @@ LENGTHS = [[24], [8, 40, 16, 16, 8, 72], [16] * 5]  # multiples of 8: for four c
 def attention(groups: int, ranks: int = 1, rank: int = 0, dim: int = DIM, dropout: float = 0.0) -> SegmentAttention:
     """The module of a layer; of a context-parallel rank, whose group is its number alone."""
     config = TransformerConfig(
-        num_layers=1,
-        hidden_size=HEADS * dim,
-        num_attention_heads=HEADS,
-        num_query_groups=groups,
-        kv_channels=dim,
+        num_layers=1, hidden_size=HEADS * dim, num_attention_heads=HEADS, num_query_groups=groups, kv_channels=dim,
         attention_dropout=dropout,
-    )
+    )  # fmt: skip
     config.context_parallel_size = ranks
     kind = SegmentAttention if ranks == 1 else ContextParallelAttention
     process_groups = SimpleNamespace(tp=None, cp=SimpleNamespace(rank=lambda: rank, size=lambda: ranks))

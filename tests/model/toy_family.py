@@ -28,16 +28,11 @@ from qwen3vl_bridge.weights.rows import (
 NAME = "toy_vl"
 # Fields of the provider and of `text_config` that say the same.
 SAME = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "intermediate_size",
-    "num_layers": "num_hidden_layers",
-    "num_attention_heads": "num_attention_heads",
-    "num_query_groups": "num_key_value_heads",
-    "kv_channels": "head_dim",
-    "rotary_base": "rope_theta",
+    "vocab_size": "vocab_size", "hidden_size": "hidden_size", "ffn_hidden_size": "intermediate_size",
+    "num_layers": "num_hidden_layers", "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads", "kv_channels": "head_dim", "rotary_base": "rope_theta",
     "mrope_section": "mrope_section",
-}
+}  # fmt: skip
 
 
 def _layer(kind: type[Row], megatron: str, hf: Mapping[str, Shape]) -> Row:
@@ -86,14 +81,10 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions:
     """What the table's symbols stand for."""
     text, vision = config["text_config"], config["vision_config"]
     sizes = text_sizes(
-        vocab=text["vocab_size"],
-        hidden=text["hidden_size"],
-        ffn=text["intermediate_size"],
-        heads=text["num_attention_heads"],
-        kv_heads=text["num_key_value_heads"],
-        head_dim=text["head_dim"],
+        vocab=text["vocab_size"], hidden=text["hidden_size"], ffn=text["intermediate_size"],
+        heads=text["num_attention_heads"], kv_heads=text["num_key_value_heads"], head_dim=text["head_dim"],
         untied=True,
-    )
+    )  # fmt: skip
     indices = indices_of(layers=text["num_hidden_layers"], vision_layers=vision["depth"])
     return Dimensions(sizes | vision_sizes(vision), indices, NAME)
 
@@ -114,16 +105,11 @@ def fields_of_run(model: Mapping[str, Any], found: Mapping[str, Any]) -> dict[st
 
 
 FAMILY = Family(
-    name=NAME,
-    architectures={"toy_vl": "ToyVLForConditionalGeneration"},
-    table=f"{__name__}.table",
-    dimensions=f"{__name__}.dimensions",
-    check=f"{__name__}.check",
-    fields=f"{__name__}.fields",
-    fields_of_run=f"{__name__}.fields_of_run",
-    provider="tests.model.toy_model.provider_of",
+    name=NAME, architectures={"toy_vl": "ToyVLForConditionalGeneration"}, table=f"{__name__}.table",
+    dimensions=f"{__name__}.dimensions", check=f"{__name__}.check", fields=f"{__name__}.fields",
+    fields_of_run=f"{__name__}.fields_of_run", provider="tests.model.toy_model.provider_of",
     bridge="tests.model.toy_model",
-)
+)  # fmt: skip
 
 
 def register() -> None:

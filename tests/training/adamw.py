@@ -42,17 +42,7 @@ def reference_steps(
     clip: float = float("inf"),
     eps: float = 1e-8,
 ) -> Iterator[tuple[float, float]]:
-    """Loss and gradient norm of each step, the norm before clipping; the model is trained in place.
-
-    Args:
-        model: of transformers.
-        groups: of its parameters that are trained.
-        batches: packed rows, of all steps.
-        rows: of a step.
-        learning_rate: of a step, by its number.
-        clip: the largest norm.
-        eps: Adam's.
-    """
+    """Loss and gradient norm of each step, the norm before clipping; the model is trained in place."""
     optimizer = torch.optim.AdamW(groups, lr=learning_rate(0), betas=(0.9, 0.95), eps=eps)
     trained = [p for group in groups for p in group["params"]]
     for step in range(len(batches) // rows):

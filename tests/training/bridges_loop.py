@@ -32,15 +32,10 @@ from .running import replicate, run_bridges_loop
 
 # The same rows however the model is split, and a rate that does not depend on where the run is to end.
 COMMON = dict(
-    dataset__pad_to_multiple_of=8,
-    train__global_batch_size=4,
-    validation__eval_iters=0,
-    optimizer__lr=1e-3,
-    optimizer__min_lr=1e-3,
-    scheduler__lr_decay_style="constant",
-    scheduler__lr_warmup_iters=0,
+    dataset__pad_to_multiple_of=8, train__global_batch_size=4, validation__eval_iters=0, optimizer__lr=1e-3,
+    optimizer__min_lr=1e-3, scheduler__lr_decay_style="constant", scheduler__lr_warmup_iters=0,
     scheduler__override_opt_param_scheduler=True,
-)
+)  # fmt: skip
 
 
 @dataclass

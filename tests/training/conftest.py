@@ -41,15 +41,9 @@ class Inputs:
 
 
 SHORT = dict(
-    train__train_iters=6,
-    scheduler__lr_warmup_iters=1,
-    validation__eval_interval=4,
-    checkpoint__save_interval=3,
-    model__seq_length=128,
-    dataset__seq_length=128,
-    dataset__num_workers=0,
-    logger__log_interval=2,
-)
+    train__train_iters=6, scheduler__lr_warmup_iters=1, validation__eval_interval=4, checkpoint__save_interval=3,
+    model__seq_length=128, dataset__seq_length=128, dataset__num_workers=0, logger__log_interval=2,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session")

@@ -49,17 +49,11 @@ class Mixed:
     def config(self) -> Any:
         """Its configuration. Rows of the same documents at any number of ranks."""
         cfg = replicated(
-            Inputs(Path(self.hf), Path("none"), Path("unused")),
-            None if self.save is None else Path(self.save),
-            dataset__path=None,
-            dataset__mixture=self.sets,
-            dataset__window_size=16,
-            dataset__pad_to_multiple_of=8,
-            train__global_batch_size=ROWS,
-            train__train_iters=STEPS,
-            validation__eval_iters=0,
+            Inputs(Path(self.hf), Path("none"), Path("unused")), None if self.save is None else Path(self.save),
+            dataset__path=None, dataset__mixture=self.sets, dataset__window_size=16, dataset__pad_to_multiple_of=8,
+            train__global_batch_size=ROWS, train__train_iters=STEPS, validation__eval_iters=0,
             checkpoint__save_interval=STEPS,
-        )
+        )  # fmt: skip
         cfg.logger.tensorboard_dir = None
         return cfg
 

@@ -31,12 +31,7 @@ from .conftest import Inputs
 
 
 def replicate(cfg: Any, *, distributed: bool = False) -> Any:
-    """The same run with parameters whole on each data-parallel rank, and checkpoints of megatron-core's own format.
-
-    Args:
-        cfg: changed in place.
-        distributed: whether the optimizer is distributed, with both overlaps.
-    """
+    """The same run with parameters whole on each data-parallel rank, and checkpoints of megatron-core's own format."""
     cfg.checkpoint.ckpt_format, cfg.ddp.data_parallel_sharding_strategy = "torch_dist", "no_shard"
     cfg.ddp.use_megatron_fsdp = False
     cfg.ddp.use_distributed_optimizer = cfg.optimizer.use_distributed_optimizer = distributed
@@ -45,14 +40,7 @@ def replicate(cfg: Any, *, distributed: bool = False) -> Any:
 
 
 def replicated(inputs: Inputs, save: Path | None, *, distributed: bool = True, **settings: Any) -> Any:
-    """A run in float32 from Hugging Face weights, with checkpoints of megatron-core's own format.
-
-    Args:
-        inputs: of the run.
-        save: its folder; None to save nothing.
-        distributed: as for `replicate`.
-        settings: its own, written `train__train_iters=4`.
-    """
+    """A run in float32 from Hugging Face weights, with checkpoints of megatron-core's own format."""
     return replicate(_from_hf(inputs, save, settings), distributed=distributed)
 
 
@@ -71,13 +59,7 @@ _latest: list[torch.nn.Module] = []
 
 
 def run_bridges_loop(cfg: Any, *callbacks: Callback, keep_saving_process: bool = True) -> None:
-    """Megatron-Bridge's loop to its end.
-
-    Args:
-        cfg: the run's configuration.
-        callbacks: besides ours.
-        keep_saving_process: False for a run that is sent signals: it starts the process once it handles them.
-    """
+    """Megatron-Bridge's loop to its end."""
     _join()
     release(_latest)
     _latest.clear()
@@ -118,11 +100,7 @@ class _Models(Callback):
 
 
 class Entries(Callback):
-    """What the log of a run has, and when it is to leave.
-
-    Args:
-        stop_after: steps of this call; None to go to the end.
-    """
+    """What the log of a run has, and when it is to leave."""
 
     def __init__(self, stop_after: int | None = None) -> None:
         self.entries: list[dict[str, float]] = []
@@ -143,13 +121,7 @@ class Entries(Callback):
 
 
 def train(cfg: Any, *, stop_after: int | None = None, callbacks: Sequence[Callback] = ()) -> list[dict[str, float]]:
-    """Train to the end, or for some steps; returns the log of this call.
-
-    Args:
-        cfg: a recipe's configuration.
-        stop_after: leave, with a checkpoint, after this many steps.
-        callbacks: beside those that follow the configuration.
-    """
+    """Train to the end, or for some steps; returns the log of this call."""
     entries = Entries(stop_after)
     with contextlib.suppress(SystemExit):
         run_bridges_loop(cfg, *callbacks, entries)

@@ -35,15 +35,10 @@ def test_steps_equal_transformers_with_adamw(inputs, steps, record_property):
     clip = math.inf if two else 1.0
     schedule = dict(scheduler__lr_decay_style="constant") if two else dict(train__train_iters=steps)
     cfg = inputs.config(
-        None,
-        optimizer__lr=LR,
-        optimizer__min_lr=LR if two else MIN_LR,
-        optimizer__weight_decay=DECAY,
-        optimizer__clip_grad=0.0 if two else clip,
-        scheduler__lr_warmup_iters=0 if two else WARMUP,
-        train__global_batch_size=ROWS,
-        **schedule,
-    )
+        None, optimizer__lr=LR, optimizer__min_lr=LR if two else MIN_LR, optimizer__weight_decay=DECAY,
+        optimizer__clip_grad=0.0 if two else clip, scheduler__lr_warmup_iters=0 if two else WARMUP,
+        train__global_batch_size=ROWS, **schedule,
+    )  # fmt: skip
     stream = inputs.config(None).dataset.stream("train")
     batches = [next(stream) for _ in range(steps * ROWS)]
     reference = Qwen3VLForConditionalGeneration.from_pretrained(inputs.hf, attn_implementation="eager").train()

@@ -196,14 +196,9 @@ def test_a_run_trains_on_records_of_cord_v2(inputs, folders, family, tmp_path):
         inputs = replace(inputs, hf=shutil.copytree(folders[family, "dense"], tmp_path / "hf"))
         shutil.copyfile(THINKING, inputs.hf / "chat_template.jinja")
     cfg = replicated(
-        inputs,
-        None,
-        train__train_iters=3,
-        dataset__path=str(data),
-        dataset__schema_adapter="cord_v2",
-        dataset__seq_length=512,
-        model__seq_length=512,
-    )
+        inputs, None, train__train_iters=3, dataset__path=str(data), dataset__schema_adapter="cord_v2",
+        dataset__seq_length=512, model__seq_length=512,
+    )  # fmt: skip
     steps = [entry for entry in train(cfg) if "loss" in entry]
     assert [entry["step"] for entry in steps] == [1, 2, 3]
     assert all(math.isfinite(entry["loss"]) and entry["trained_tokens"] > 0 for entry in steps)

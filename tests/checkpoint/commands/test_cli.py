@@ -93,15 +93,8 @@ def full():
 def test_a_report_that_cannot_be_printed_is_no_failure_of_what_is_in_place(full, untied_folder, tmp_path):
     place = tmp_path / "m"
     command = [
-        sys.executable,
-        CONVERT,
-        "import",
-        "--no-progress",
-        "--hf-model",
-        untied_folder,
-        "--megatron-path",
-        place,
-    ]
+        sys.executable, CONVERT, "import", "--no-progress", "--hf-model", untied_folder, "--megatron-path", place,
+    ]  # fmt: skip
     for more in ([], ["--json", "--overwrite"]):
         found = subprocess.run([*command, *more], stdout=full, stderr=subprocess.PIPE, text=True)
         why = "standard output cannot be written: No space left on device"

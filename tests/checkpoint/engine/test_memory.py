@@ -28,12 +28,7 @@ BOUND = 24 * MB  # measured 8 where experts are turned, else 3
 
 
 def write_large(folder: Path, source: Path) -> list[int]:
-    """A model whose weights are all zero, in a file that takes no room; returns the bytes of each tensor.
-
-    Args:
-        folder: where to.
-        source: a tiny model of the same kind.
-    """
+    """A model whose weights are all zero, in a file that takes no room; returns the bytes of each tensor."""
     copy_side_files(source, folder)
     config = read_object(folder / "config.json")
     text = config["text_config"]

@@ -28,13 +28,9 @@ def test_a_project_that_holds_a_configuration_is_no_result(capsys, tmp_path, imp
     shutil.copyfile(untied_folder / "config.json", project / "config.json")
     (project / "src" / "train.py").write_text("precious")
     expect_error(
-        capsys,
-        exporting(imported, tmp_path),
-        "was not written by a conversion",
-        MANIFEST,
-        "remove it yourself",
+        capsys, exporting(imported, tmp_path), "was not written by a conversion", MANIFEST, "remove it yourself",
         options=OVER,
-    )
+    )  # fmt: skip
     # A model that something else wrote is not ours to replace either.
     shutil.rmtree(project)
     shutil.copytree(untied_folder, project)

@@ -1,8 +1,5 @@
 """Megatron-Bridge's own Qwen3-VL on a machine without Transformer Engine, and checkpoints as it saves them.
 
-What lives here: its classes, its weight mapping and its saving, with megatron-core's local layers in the place of
-Transformer Engine's. What may not: anything of ours but the preparation of Megatron's import.
-
 The parameters that go into a checkpoint, their names and their values don't depend on the layers; nothing is computed
 with such a model.
 """
@@ -48,13 +45,7 @@ def as_saved(provider: Any) -> dict[str, Any]:
 
 
 def save_stock(folder: Path, checkpoint: Path, **fields: Any) -> None:
-    """Build Megatron-Bridge's model, fill it with a Hugging Face folder's weights, and save it, all by its own code.
-
-    Args:
-        folder: of Hugging Face; experts in every layer, or in none.
-        checkpoint: where to.
-        fields: of the provider.
-    """
+    """Build Megatron-Bridge's model, fill it with a Hugging Face folder's weights, and save it, all by its own code."""
     model, provider = _built(folder, fields)
     for name, value in (SAVED_WITH_TE | (SAVED_WITH_EXPERTS if provider.num_moe_experts else {})).items():
         setattr(provider, name, value)
@@ -93,11 +84,7 @@ def _bridge(hf: PreTrainedCausalLM, fields: dict[str, Any]) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def local_layers(provider: Any) -> Iterator[None]:
-    """Have a provider of its build a model of megatron-core's local layers; the provider says so afterwards.
-
-    Args:
-        provider: not finalized.
-    """
+    """Have a provider of its build a model of megatron-core's local layers; the provider says so afterwards."""
     for name in (*SAVED_WITH_TE, *SAVED_WITH_EXPERTS):
         setattr(provider, name, False)
     provider.transformer_impl = "local"

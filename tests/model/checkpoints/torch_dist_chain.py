@@ -46,17 +46,7 @@ def stops(*, all_kinds: bool) -> list[Stop]:
 
 
 def travel(chosen: list[Stop], folders: dict[str, Path], saved: dict[str, Path], scratch: Path) -> dict[str, Path]:
-    """Load at each stop what was saved at the kind's last one, compare all weights with the folder's, save.
-
-    Args:
-        chosen: the stops.
-        folders: Hugging Face folder of each kind.
-        saved: checkpoint of each kind, for its first stop.
-        scratch: where checkpoints go.
-
-    Returns:
-        The checkpoint of each kind's last stop.
-    """
+    """Load at each stop what was saved at the kind's last one, compare all weights with the folder's, save."""
     cases, last = [], dict(saved)
     for number, (kind, _, fields) in enumerate(chosen):
         save = scratch / f"{number}_{kind}"

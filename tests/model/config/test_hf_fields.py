@@ -11,21 +11,15 @@ import pytest
 
 INF, NAN = float("inf"), float("nan")
 WRONG = [
-    ("text_config.rms_norm_eps", NAN, "a number above 0"),
-    ("text_config.rms_norm_eps", INF, "a number above 0"),
+    ("text_config.rms_norm_eps", NAN, "a number above 0"), ("text_config.rms_norm_eps", INF, "a number above 0"),
     ("text_config.rms_norm_eps", "1e-6", "a number above 0"),
-    ("text_config.rms_norm_eps", 10**400, "a number above 0"),
-    ("text_config.rms_norm_eps", 0, "a number above 0"),
-    ("text_config.hidden_size", 2048.0, "a whole number"),
-    ("text_config.hidden_size", True, "a whole number"),
-    ("text_config.hidden_size", None, "a whole number"),
-    ("text_config.vocab_size", -1, "a whole number"),
+    ("text_config.rms_norm_eps", 10**400, "a number above 0"), ("text_config.rms_norm_eps", 0, "a number above 0"),
+    ("text_config.hidden_size", 2048.0, "a whole number"), ("text_config.hidden_size", True, "a whole number"),
+    ("text_config.hidden_size", None, "a whole number"), ("text_config.vocab_size", -1, "a whole number"),
     ("text_config.num_hidden_layers", 10**9, "a whole number from 1 to 10000"),
     ("text_config.num_attention_heads", 15, "a multiple of num_key_value_heads, which is 8"),
-    ("text_config.num_key_value_heads", 0, "a whole number"),
-    ("text_config.head_dim", "128", "a whole number"),
-    ("text_config.hidden_act", 3, "a name"),
-    ("text_config.rope_parameters", [1], "an object"),
+    ("text_config.num_key_value_heads", 0, "a whole number"), ("text_config.head_dim", "128", "a whole number"),
+    ("text_config.hidden_act", 3, "a name"), ("text_config.rope_parameters", [1], "an object"),
     ("text_config.rope_parameters.mrope_section", "abc", "three whole numbers"),
     ("text_config.rope_parameters.mrope_section", [24, 20], "three whole numbers"),
     ("text_config.rope_parameters.mrope_section", [24, 20, 20.0], "three whole numbers"),
@@ -41,13 +35,10 @@ WRONG = [
     ("vision_config.num_position_embeddings", 2305, "the square of a whole number"),
     ("vision_config.deepstack_visual_indexes", 3, "a list of layers"),
     ("vision_config.deepstack_visual_indexes", ["5"], "a list of layers"),
-    ("tie_word_embeddings", "no", "true or false"),
-    ("tie_word_embeddings", 0, "true or false"),
-    ("tie_word_embeddings", None, "true or false"),
-    ("image_token_id", -1, "the number of a token"),
-    ("text_config", None, "an object"),
-    ("vision_config", [], "an object"),
-]
+    ("tie_word_embeddings", "no", "true or false"), ("tie_word_embeddings", 0, "true or false"),
+    ("tie_word_embeddings", None, "true or false"), ("image_token_id", -1, "the number of a token"),
+    ("text_config", None, "an object"), ("vision_config", [], "an object"),
+]  # fmt: skip
 
 
 def changed(size: str, name: str, value: object) -> dict:

@@ -38,13 +38,9 @@ def test_every_row_names_settings_that_there_are(kind):
     """One that is misspelt would say so only under its own circumstances."""
     provider = kind(vocab_size=8)
     listed = (
-        *(refusals.EXPERTS_ON_CONSTRUCT if issubclass(kind, ExpertsMixin) else ()),
-        *kind.rules,
-        *kind.fixed.values(),
-        *refusals.ON_CONSTRUCT,
-        *refusals.ON_FINALIZE,
-        *refusals.ON_TRAIN,
-    )
+        *(refusals.EXPERTS_ON_CONSTRUCT if issubclass(kind, ExpertsMixin) else ()), *kind.rules, *kind.fixed.values(),
+        *refusals.ON_CONSTRUCT, *refusals.ON_FINALIZE, *refusals.ON_TRAIN,
+    )  # fmt: skip
     rows = [rule for rule in listed if isinstance(rule, Row)]
     assert len(rows) > 100
     for row in rows:

@@ -60,13 +60,9 @@ def test_flat_row_with_packed_seq_params(provider, config):
     batch = make_batch(samples, config, packed=True)
     for mask in (None, mask_of(batch)):
         ours, order = as_model_inputs(
-            provider,
-            GROUPS,
-            batch.input_ids,
-            attention_mask=mask,
-            packed_seq_params=params_of(batch.layout),
+            provider, GROUPS, batch.input_ids, attention_mask=mask, packed_seq_params=params_of(batch.layout),
             **pictures(samples),
-        )
+        )  # fmt: skip
         assert_same(ours, batch.local())
         assert order is None
 
@@ -100,13 +96,9 @@ def test_rows_with_packed_seq_params(provider, config):
         second = dict(cp_size=2, cp_rank=1, vision_work=provider.vision_work)
         for groups, ranks in ((GROUPS, {}), (SECOND_OF_TWO, second)):
             ours, order = as_model_inputs(
-                provider,
-                groups,
-                rows.input_ids.roll(shift, 1),
-                attention_mask=mask_of(rows).roll(shift, 1),
-                packed_seq_params=params_of(packed.layout),
-                **pictures(samples),
-            )
+                provider, groups, rows.input_ids.roll(shift, 1), attention_mask=mask_of(rows).roll(shift, 1),
+                packed_seq_params=params_of(packed.layout), **pictures(samples),
+            )  # fmt: skip
             assert_same(ours, packed.local(**ranks))
             assert order is None
 

@@ -41,27 +41,13 @@ def model_of(case: str) -> tuple[str, str]:
 
 
 def inputs_of(case: str, inputs: Inputs, folders: dict[tuple[str, str], Path]) -> Inputs:
-    """A run's, with weights of its model.
-
-    Args:
-        case: of the adapters.
-        inputs: of a run of the dense Qwen3-VL model.
-        folders: Hugging Face folders of the other models.
-    """
+    """A run's, with weights of its model."""
     folder = folders.get(model_of(case))
     return inputs if folder is None else replace(inputs, hf=folder, megatron=folder)
 
 
 def peft_config(inputs: Inputs, save: Path | None, peft: object, ckpt_format: str = DIST, **settings):
-    """The shortened digits recipe with adapters, whose rate is high from the first step on.
-
-    Args:
-        inputs: of the run.
-        save: its folder.
-        peft: its adapters.
-        ckpt_format: "fsdp_dtensor" for a run under Megatron-FSDP in bfloat16, "torch_dist" for one in float32.
-        settings: as of `Inputs.config`.
-    """
+    """The shortened digits recipe with adapters, whose rate is high from the first step on."""
     fast = dict(optimizer__lr=2e-2, optimizer__min_lr=2e-2, validation__eval_interval=0, scheduler__lr_warmup_iters=0)
     cfg = inputs.config(save, **(fast | settings))
     cfg.peft = peft

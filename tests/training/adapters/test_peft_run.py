@@ -45,17 +45,10 @@ def test_two_steps_equal_peft_with_adamw(inputs, moe_folder, tmp_path, experts):
     from megatron.bridge import AutoBridge
 
     settings = dict(
-        optimizer__lr=LR,
-        optimizer__min_lr=LR,
-        optimizer__adam_eps=EPS,
-        optimizer__weight_decay=DECAY,
-        scheduler__start_weight_decay=DECAY,
-        scheduler__end_weight_decay=DECAY,
-        optimizer__clip_grad=0.0,
-        scheduler__lr_decay_style="constant",
-        scheduler__lr_warmup_iters=0,
-        train__global_batch_size=ROWS,
-    )
+        optimizer__lr=LR, optimizer__min_lr=LR, optimizer__adam_eps=EPS, optimizer__weight_decay=DECAY,
+        scheduler__start_weight_decay=DECAY, scheduler__end_weight_decay=DECAY, optimizer__clip_grad=0.0,
+        scheduler__lr_decay_style="constant", scheduler__lr_warmup_iters=0, train__global_batch_size=ROWS,
+    )  # fmt: skip
     if experts:
         inputs = replace(inputs, hf=moe_folder, megatron=moe_folder)
         settings["model__moe_aux_loss_coeff"] = 0.0  # the reference balances nothing

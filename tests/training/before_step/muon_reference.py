@@ -69,12 +69,7 @@ def is_for_adam(name: str, p: Tensor) -> bool:
 
 
 def train_with_muon(folder: Path, *, last_first: bool = False) -> dict[str, dict[str, Tensor]]:
-    """Two steps; `before` and `after` are the weights by name.
-
-    Args:
-        folder: of a model.
-        last_first: add up the gradients of a step in the opposite order.
-    """
+    """Two steps; `before` and `after` are the weights by name."""
     from transformers import AutoModelForImageTextToText
 
     with torch_linear_attention():

@@ -25,11 +25,7 @@ def part_of(name: str) -> str:
 
 
 def train_parts(folder: Path) -> dict[str, Any]:
-    """Some steps of AdamW on one model.
-
-    Returns:
-        `norms`: for each step those of the parts, before clipping; `weights` after the last step, by name.
-    """
+    """Some steps of AdamW on one model."""
     from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").train()

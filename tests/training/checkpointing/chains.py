@@ -95,17 +95,7 @@ def errors(found: list[list[float]], expected: list[list[float]]) -> dict[str, f
 def travel(
     chains: list[Chain], scratch: Path, more: Sequence[Case] = ()
 ) -> tuple[list[list[list[float]]], list[tuple[dict[str, float], dict[str, float]]], list[Any]]:
-    """The whole way of each.
-
-    Args:
-        chains: several, which share the processes that are started.
-        scratch: a folder.
-        more: other cases, for the processes of two ranks.
-
-    Returns:
-        Of each chain what was logged; its errors beside a run that made the way in one piece and one process, and
-        their limits; and what is found of `more`.
-    """
+    """The whole way of each."""
     expected, found, answers = [], [], []
     for chain in chains:
         whole = chain.journey(None, str(chain.save) + "_whole")

@@ -66,20 +66,16 @@ def found(weights, inputs, tied_folder, tmp_path_factory):
         *(start(f"experts, {n} steps", hf, n, model="MoE", settings=sizes, save="EP") for n, sizes in chain),
         start("experts, unsplit", hf, 3, model="MoE", settings={}),
         start("sharded, exact", hf, 4, fsdp=True, settings={}),
-        start("sharded, made on the host", hf, 2, fsdp=True, settings=ON_HOST),
-        start("sharded", dist, 2, **sharded),
+        start("sharded, made on the host", hf, 2, fsdp=True, settings=ON_HOST), start("sharded", dist, 2, **sharded),
         start("sharded, goes on", None, 4, first=tied_folder, **sharded | dict(settings=ON_HOST)),
-        start("sharded, whole", dist, 4, **sharded | dict(save=None)),
-        start("distributed, whole", hf, 4, **shared),
+        start("sharded, whole", dist, 4, **sharded | dict(save=None)), start("distributed, whole", hf, 4, **shared),
         start("distributed", hf, 2, save="distributed", **shared),
         start("distributed, goes on", None, 4, first=tied_folder, save="distributed", **shared),
-        start("adapters, whole", hf, 4, peft=LORA),
-        start("adapters", fsdp, 2, peft=LORA, save="adapters"),
+        start("adapters, whole", hf, 4, peft=LORA), start("adapters", fsdp, 2, peft=LORA, save="adapters"),
         start("adapters, go on", dist, 4, peft=LORA, save="adapters"),
         start("of another model", None, 1, first=tied_folder),
-        start("adapters alone", None, 1, first=saved / "adapters"),
-        start("per microbatch", hf, 2, settings=MEANS),
-    ]
+        start("adapters alone", None, 1, first=saved / "adapters"), start("per microbatch", hf, 2, settings=MEANS),
+    ]  # fmt: skip
     output = saved / "found.pt"
     cases = json.dumps([asdict(start) for start in starts])
     run_ranks("tests.training.bridges_loop", 2, output, cases, timeout=_SECONDS)

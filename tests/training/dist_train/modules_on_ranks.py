@@ -30,17 +30,10 @@ from ..running import Entries, replicate, run_bridges_loop
 STEPS = 4
 HALF = STEPS // 2
 SETTINGS = dict(
-    dataset__pad_to_multiple_of=8,
-    train__global_batch_size=4,
-    train__train_iters=STEPS,
-    validation__eval_interval=2,
-    validation__eval_iters=1,
-    optimizer__lr=1e-3,
-    scheduler__lr_warmup_iters=2,
-    checkpoint__save_interval=HALF,
-    checkpoint__dist_ckpt_optim_fully_reshardable=True,
-    logger__log_interval=1,
-)
+    dataset__pad_to_multiple_of=8, train__global_batch_size=4, train__train_iters=STEPS, validation__eval_interval=2,
+    validation__eval_iters=1, optimizer__lr=1e-3, scheduler__lr_warmup_iters=2, checkpoint__save_interval=HALF,
+    checkpoint__dist_ckpt_optim_fully_reshardable=True, logger__log_interval=1,
+)  # fmt: skip
 FROZEN = dict(model__freeze_vision_model=True, model__freeze_vision_projection=True)
 LANGUAGE_FROZEN = dict(model__freeze_language_model=True)
 
@@ -117,12 +110,7 @@ class Follower(Callback):
 
 
 def run(job: Job, hf: str, data: str) -> dict[str, Any]:
-    """As a user's script does.
-
-    Returns:
-        `told`: what Megatron-Bridge's loop told this rank. `log`: of the run, which every rank has. `come_back`: of
-        this rank's bridges between modules, whether gradients come back on each.
-    """
+    """As a user's script does."""
     follower, entries = Follower(), Entries()
     run_bridges_loop(job.config(hf, data), follower, entries)
     return dict(told=follower.log, log=entries.entries, come_back=follower.come_back)

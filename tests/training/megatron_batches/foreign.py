@@ -90,11 +90,7 @@ def energon(hf: Path, path: Path, **settings):
     from megatron.bridge.data.builders.energon import EnergonDatasetConfig, QwenVLEnergonTaskEncoderConfig
 
     return EnergonDatasetConfig(
-        path=str(path),
-        seq_length=SEQ_LENGTH,
-        micro_batch_size=2,
-        task_encoder=QwenVLEnergonTaskEncoderConfig(hf_processor_path=str(hf)),
-        shuffle_buffer_size=1,
-        num_workers=0,
+        path=str(path), seq_length=SEQ_LENGTH, micro_batch_size=2,
+        task_encoder=QwenVLEnergonTaskEncoderConfig(hf_processor_path=str(hf)), shuffle_buffer_size=1, num_workers=0,
         **settings,
-    )
+    )  # fmt: skip

@@ -223,15 +223,11 @@ def packed(**changes):
     """Two documents of three and two tokens, each padded to four."""
     ids = torch.tensor([[1, 2, 3, 0, 4, 5, 0, 0]])
     batch = dict(
-        input_ids=ids,
-        labels=torch.tensor([[2, 3, -100, -100, 5, -100, -100, -100]]),
-        loss_mask=torch.tensor([[1.0, 1, 0, 0, 1, 0, 0, 0]]),
-        position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]),
+        input_ids=ids, labels=torch.tensor([[2, 3, -100, -100, 5, -100, -100, -100]]),
+        loss_mask=torch.tensor([[1.0, 1, 0, 0, 1, 0, 0, 0]]), position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]),
         cu_seqlens_q=torch.tensor([0, 3, 5], dtype=torch.int32),
-        cu_seqlens_q_padded=torch.tensor([0, 4, 8], dtype=torch.int32),
-        max_seqlen_q=torch.tensor(4),
-        total_tokens=8,
-    )
+        cu_seqlens_q_padded=torch.tensor([0, 4, 8], dtype=torch.int32), max_seqlen_q=torch.tensor(4), total_tokens=8,
+    )  # fmt: skip
     return {name: value for name, value in (batch | changes).items() if value is not ...}
 
 

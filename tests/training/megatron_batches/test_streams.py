@@ -17,14 +17,9 @@ ORDERS = {
     "batch": dict(defer_in_batch_packing_to_step=True, **PACKED),
 }
 SHORT = dict(
-    model__seq_length=SEQ_LENGTH,
-    train__train_iters=3,
-    train__micro_batch_size=2,
-    train__global_batch_size=4,
-    validation__eval_interval=2,
-    validation__eval_iters=1,
-    checkpoint__save_interval=3,
-)
+    model__seq_length=SEQ_LENGTH, train__train_iters=3, train__micro_batch_size=2, train__global_batch_size=4,
+    validation__eval_interval=2, validation__eval_iters=1, checkpoint__save_interval=3,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session")

@@ -16,14 +16,8 @@ from ..running import train
 from .asking import NEW_TOKENS, asking, write_questions
 
 TEXTS = [
-    "Which digit?",
-    "Say it.",
-    "And this one, in a word or two?",
-    "Five?",
-    "What is there?",
-    "No picture here.",
-    "?",
-]
+    "Which digit?", "Say it.", "And this one, in a word or two?", "Five?", "What is there?", "No picture here.", "?",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=["untied", "moe"])

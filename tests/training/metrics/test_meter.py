@@ -48,14 +48,10 @@ def test_amounts_are_those_of_the_samples(alone, samples):
     frames = [h * w for t, h, w in images + videos for _ in range(t)]
     lengths = [len(s.ids) for s in samples]
     expected = dict(
-        tokens=sum(lengths),
-        trained_tokens=int(sum(s.loss_mask.sum() for s in samples)),
-        token_pairs=sum(n**2 for n in lengths),
-        patches=sum(frames),
-        patch_pairs=sum(n**2 for n in frames),
-        images=len(images),
-        video_frames=sum(t for t, _, _ in videos),
-    )
+        tokens=sum(lengths), trained_tokens=int(sum(s.loss_mask.sum() for s in samples)),
+        token_pairs=sum(n**2 for n in lengths), patches=sum(frames), patch_pairs=sum(n**2 for n in frames),
+        images=len(images), video_frames=sum(t for t, _, _ in videos),
+    )  # fmt: skip
     assert expected["images"] and expected["video_frames"]
     for rows, found in alone.items():
         amounts = dataclasses.asdict(found["amounts"])
