@@ -32,7 +32,6 @@ class Adapted:
 
     @property
     def model(self) -> torch.nn.Module:
-        """The Megatron model."""
         return self.pair.megatron
 
     @property
@@ -41,18 +40,15 @@ class Adapted:
         return make_batch(self.samples, self.pair.config, packed=self.packed).local()
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """Parameters that require a gradient."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def backward(self) -> torch.Tensor:
-        """The summed loss of the samples, differentiated."""
         inputs = self.inputs
         loss = (self.model(inputs=inputs) * inputs.loss_mask).sum()
         loss.backward()
         return loss.detach()
 
     def train(self, steps: int = 4) -> list[float]:
-        """A few steps of all that is trainable; the losses."""
         optimizer, losses = torch.optim.AdamW(self.trainable().values(), lr=2e-2), []
         for _ in range(steps):
             optimizer.zero_grad()
@@ -125,7 +121,6 @@ def reference_gradients(model: PeftModel, samples: list[Sample]) -> dict[str, to
 
 
 def worst_difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
-    """The largest absolute difference of any logit."""
     return max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
 
 

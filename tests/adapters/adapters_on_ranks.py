@@ -27,16 +27,6 @@ PATTERN = "*.layers.3.*.linear_qkv"  # of the whole model
 
 @dataclass(frozen=True)
 class Job:
-    """One split.
-
-    Attributes:
-        name: of it.
-        folder: a Hugging Face model.
-        kind: of the adapters: a `type` of Megatron-Bridge's `create_peft`, or "ours".
-        fields: of the provider.
-        peft: more settings of the adapters.
-    """
-
     name: str
     folder: str
     kind: str
@@ -44,7 +34,6 @@ class Job:
     peft: dict[str, object] = field(default_factory=dict)
 
     def adapters(self) -> object:
-        """Their configuration."""
         settings = SETTINGS | self.peft
         return Qwen3VLLoRA(**settings) if self.kind == "ours" else create_peft({"type": self.kind, **settings})
 

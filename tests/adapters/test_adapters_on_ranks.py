@@ -33,11 +33,9 @@ EP = dict(expert_model_parallel_size=2)
 TP = dict(tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=1)
 PP = dict(pipeline_model_parallel_size=2, pipeline_dtype=None)
 DENSE = [
-    Job("tensors LoRA", "", "lora", TP),
-    Job("tensors CanonicalLoRA", "", "canonical_lora", TP),
-    Job("stages VLMLoRA", "", "vlm_lora", PP),
-    Job("stages pattern", "", "lora", PP, dict(target_modules=[PATTERN])),
-]
+    Job("tensors LoRA", "", "lora", TP), Job("tensors CanonicalLoRA", "", "canonical_lora", TP),
+    Job("stages VLMLoRA", "", "vlm_lora", PP), Job("stages pattern", "", "lora", PP, dict(target_modules=[PATTERN])),
+]  # fmt: skip
 MOE = [
     Job("experts ours", "", "ours", EP, dict(adapt_experts=True)),
     Job("experts LoRA", "", "lora", EP),
@@ -46,13 +44,11 @@ MOE = [
 ]
 ALL = dict(target_modules=[*LINEAR_LAYERS, *OF_LINEAR_ATTENTION])
 QWEN3_5 = [
-    Job("tensors", "dense", "ours", TP, ALL),
-    Job("tensors LoRA", "dense", "lora", TP, ALL),
+    Job("tensors", "dense", "ours", TP, ALL), Job("tensors LoRA", "dense", "lora", TP, ALL),
     Job("tensors experts", "moe", "ours", TP, ALL | dict(adapt_experts=True)),
-    Job("experts", "moe", "ours", EP, ALL | dict(adapt_experts=True)),
-    Job("stages", "dense", "ours", PP, ALL),
+    Job("experts", "moe", "ours", EP, ALL | dict(adapt_experts=True)), Job("stages", "dense", "ours", PP, ALL),
     Job("stages pattern", "dense", "ours", PP, dict(target_modules=["*.layers.2.*.in_proj"])),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_5"])
@@ -76,7 +72,6 @@ def out(jobs, tmp_path_factory):
 
 
 def losses_of(model, config) -> torch.Tensor:
-    """Of the first sample, a loss for each token."""
     sample = make_samples("mixed", config, seed=9)[0]
     (logits,) = reference_logits(model, [sample])
     return F.cross_entropy(logits, sample.labels, reduction="none")
@@ -98,7 +93,6 @@ def packed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest."""
     return (one - other).abs().max().item()
 
 

@@ -230,11 +230,9 @@ def test_names_of_experts_that_vllm_reads(moe_folder, tmp_path):
     experts = {name: list(tensor.shape) for name, tensor in tensors.items() if ".experts." in name}
     # 6 experts of 80 x 48, rank 4.
     expected = {
-        "experts.base_layer.lora_A.weight": [24, 80],
-        "experts.base_layer.lora_B.weight": [96, 24],
-        "experts.lora_A.weight": [24, 48],
-        "experts.lora_B.weight": [80, 24],
-    }
+        "experts.base_layer.lora_A.weight": [24, 80], "experts.base_layer.lora_B.weight": [96, 24],
+        "experts.lora_A.weight": [24, 48], "experts.lora_B.weight": [80, 24],
+    }  # fmt: skip
     layers = {re.search(r"\.layers\.(\d+)\.", name)[1] for name in experts}
     prefix = "base_model.model.model.language_model.layers"
     assert layers and experts == {

@@ -26,14 +26,11 @@ def random_batch(random: np.random.Generator, multiple: int, packed: bool, pictu
         num_position_embeddings=16, spatial_merge_size=2,
     )  # fmt: skip
     return PackedBatch(
-        input_ids=ids.view(shape),
-        labels=torch.tensor(random.integers(0, 90, shape)),
+        input_ids=ids.view(shape), labels=torch.tensor(random.integers(0, 90, shape)),
         loss_mask=torch.tensor(random.random(shape), dtype=torch.float32),
         position_ids=torch.tensor(random.integers(0, 90, (3, *shape))),
-        vision_slot=vision_slots(ids, IMAGE, VIDEO, images),
-        layout=layout,
-        vision=vision,
-    )
+        vision_slot=vision_slots(ids, IMAGE, VIDEO, images), layout=layout, vision=vision,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -18,7 +18,6 @@ def ring_attention_share(tokens: np.ndarray, size: int, rank: int) -> np.ndarray
 
 
 def expected_index(layout: SequenceLayout, cp: int, cp_rank: int, sp: int = 1, sp_rank: int = 0) -> np.ndarray:
-    """The index, segment by segment."""
     segments = np.split(np.arange(layout.total), np.cumsum(layout.padded_lengths)[:-1])
     held = [ring_attention_share(tokens, cp, cp_rank) for tokens in segments]
     rows = held if layout.num_rows > 1 else [np.concatenate(held)]
@@ -128,22 +127,13 @@ def offsets(*values: int) -> torch.Tensor:
         (lambda: SequenceLayout.rows([3, -1], 4), "segment 1: -1 tokens"),
         (lambda: SequenceLayout.packed_row([3, 0]), "segment 1: 0 tokens do not fit a padded length of 0"),
         (lambda: SequenceLayout.packed_row([3], multiple=0), "at least 1: found 0"),
-        (
-            lambda: SequenceLayout.packed_row([3, 4], multiple=4, total=7),
-            "2 segments take 8 tokens, padded to multiples of 4: expected at most 7",
-        ),
+        (lambda: SequenceLayout.packed_row([3, 4], multiple=4, total=7), "2 segments take 8 tokens, padded to"),
         (lambda: SequenceLayout.packed_row([3], multiple=4, total=10), "has 6 unused tokens after the last segment"),
-        (
-            lambda: SequenceLayout(offsets(0, 3), offsets(0, 4), 2, (3,), (4,)),
-            r"2 padded rows need 2 segments of one padded length: found 1 segments of \[4\]",
-        ),
+        (lambda: SequenceLayout(offsets(0, 3), offsets(0, 4), 2, (3,), (4,)), r"2 padded rows need 2 segments of one"),
         (lambda: SequenceLayout(offsets(0, 3, 6), offsets(0, 4, 9), 2, (3, 3), (4, 5)), r"segments of \[4, 5\]"),
         (lambda: SequenceLayout(offsets(0, 2), offsets(0, 4), 1, (3,), (4,)), r"cu_seqlens: found \[0, 2\]"),
         (lambda: SequenceLayout(offsets(0, 3), offsets(0, 5), 1, (3,), (4,)), r"cu_seqlens_padded: found \[0, 5\]"),
-        (
-            lambda: SequenceLayout(offsets(0, 3).long(), offsets(0, 4), 1, (3,), (4,)),
-            r"cu_seqlens: found \[2\] torch.int64, expected \[2\] torch.int32",
-        ),
+        (lambda: SequenceLayout(offsets(0, 3).long(), offsets(0, 4), 1, (3,), (4,)), r"cu_seqlens: found \[2\] torch"),
         (lambda: token_index(SequenceLayout.rows([8, 8], 10), 2, 0), "segment 0: a padded length of 10 .* 4 chunks"),
         (lambda: token_index(SequenceLayout.rows([3, 3], 3), 1, 0, 2, 0), "3 tokens a row .* over 2 sequence"),
         (lambda: token_index(SequenceLayout.rows([8, 8], 8), 2, 2), "context-parallel rank 2 .* group of 2"),

@@ -188,7 +188,6 @@ def batches(draw: st.DrawFn) -> tuple[PackedBatch, int, int]:
 
 
 def exchange(encoded: list[torch.Tensor], exchanges: list[VisionExchange]) -> list[torch.Tensor]:
-    """What each rank is sent by all of them."""
     sent = [rows[one.rows].split(one.sent) for rows, one in zip(encoded, exchanges, strict=True)]
     assert [one.received for one in exchanges] == [tuple(map(len, parts)) for parts in zip(*sent, strict=True)]
     return [torch.cat(parts) for parts in zip(*sent, strict=True)]
@@ -248,7 +247,6 @@ def test_sequence_parallel_ranks_encode_the_same_frames(case, work):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_one_rank_alone_shares_nothing(ranks):
-    """Nothing is copied for it."""
     vision = make_vision([(1, 2, 2), (1, 2, 4)], [])
     ids = torch.tensor([[IMAGE, IMAGE, IMAGE, 1]])
     more = torch.zeros(1, 4)

@@ -42,7 +42,6 @@ def bf16_folder(untied_folder, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def all_moe_folder(moe_folder, tmp_path_factory):
-    """Every layer has experts, as in the released models."""
     folder = tmp_path_factory.mktemp("all_moe")
     copy_side_files(moe_folder, folder)
     config = Qwen3VLMoeConfig.from_pretrained(moe_folder)
@@ -60,7 +59,6 @@ def qwen3_5_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def imported(untied_folder, tmp_path_factory):
-    """The untied model as a checkpoint; not to be changed."""
     folder = tmp_path_factory.mktemp("imported") / "megatron"
     import_checkpoint(untied_folder, folder)
     return folder
@@ -68,7 +66,6 @@ def imported(untied_folder, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory):
-    """A small folder by torch's own writer; not to be changed."""
     folder = tmp_path_factory.mktemp("saved")
     dcp.save({**TENSORS, "x": 3.0, "n": None}, checkpoint_id=folder, no_dist=True)
     return folder
@@ -76,5 +73,4 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def folder(saved, tmp_path):
-    """A copy of it."""
     return shutil.copytree(saved, tmp_path / "copy")

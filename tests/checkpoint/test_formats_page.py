@@ -21,7 +21,6 @@ FORMATS = ("fsdp_dtensor", "torch_dist")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> Path:
-    """MODEL, MODEL.FORMAT for each of both, and dense.huggingface."""
     root = tmp_path_factory.mktemp("formats")
     for name, kind in MODELS.items():
         make_checkpoint(root / name, **kind)
@@ -36,7 +35,6 @@ def entries(folder: Path) -> dict:
 
 
 def after(mark: str) -> str:
-    """What follows a mark on the page, up to an empty line."""
     return PAGE.split(f"<!-- {mark} -->\n")[1].split("\n\n")[0]
 
 

@@ -199,7 +199,6 @@ def test_two_chunks_that_are_one_item(untied_folder, imported, tmp_path):
 
 
 def bomb(levels: int) -> bytes:
-    """Tuples of a tuple twice, in each other."""
     return b"\x80\x04)" + b"2\x86" * levels
 
 

@@ -150,8 +150,6 @@ def test_a_value_too_large_is_refused(untied_folder, tmp_path):
     tensors["model.visual.pos_embed.weight"][0, 0] = torch.inf  # is itself in any dtype
     save_file(tensors, tmp_path / "model" / "model.safetensors")
     import_checkpoint(tmp_path / "model", tmp_path / "bf16", torch_dtype="bfloat16")
-    with pytest.raises(
-        CheckpointError, match=r"model.language_model.norm.weight: value 1e\+06 is too large for float16"
-    ):
+    with pytest.raises(CheckpointError, match=r"model.language_model.norm.weight: value 1e\+06 is too large for"):
         import_checkpoint(tmp_path / "model", tmp_path / "fp16", torch_dtype="float16")
     assert not (tmp_path / "fp16").exists()

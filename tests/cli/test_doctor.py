@@ -73,7 +73,6 @@ def test_a_package_that_would_break_others_is_not_advised(glibc, get):
 
 
 def test_this_machine(capsys, tmp_path):
-    """Training and conversion are what the other tests do."""
     from qwen3vl_bridge.models.settings import default_transformer_impl
 
     import torch

@@ -19,12 +19,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 COMMANDS = [
-    [],
-    *([name] for name in program.COMMANDS),
+    [], *([name] for name in program.COMMANDS),
     *(["convert", verb] for verb in ("import", "export", "reformat", "verify", "inspect")),
-    *(["adapters", verb] for verb in ("export", "merge")),
-    *(["data", verb] for verb in ("inspect", "pack")),
-]
+    *(["adapters", verb] for verb in ("export", "merge")), *(["data", verb] for verb in ("inspect", "pack")),
+]  # fmt: skip
 HEAVY = ("torch", "megatron", "transformers", "numpy", "datasets", "rich", "packaging")
 
 
@@ -81,21 +79,15 @@ MISTAKEN = {
 }
 MEGATRON = (["latest_checkpointed_iteration.txt"], "a Megatron checkpoint, of which `qwen3vl convert export`")
 WANT_MODEL = (
-    "generate ? --hf-model",
-    "train --recipe qwen3_vl_digits_sft_config --data-path x --save y --dry-run --hf-model",
-    "convert import --megatron-path y --hf-model",
-    "convert inspect --hf-model",
-    "plan --gpus 1 --model",
-)
+    "generate ? --hf-model", "train --recipe qwen3_vl_digits_sft_config --data-path x --save y --dry-run --hf-model",
+    "convert import --megatron-path y --hf-model", "convert inspect --hf-model", "plan --gpus 1 --model",
+)  # fmt: skip
 HUGGING_FACE = (["config.json", "model.safetensors"], "a Hugging Face model, of which `qwen3vl convert import`")
 WANT_MEGATRON = (
-    "generate ? --hf-model x --megatron-path",
-    "convert export --hf-path y --megatron-path",
-    "convert reformat --new-path y --ckpt-format torch_dist --megatron-path",
-    "convert verify --megatron-path",
-    "adapters export --hf-path y --megatron-path",
-    "adapters merge --hf-path y --megatron-path",
-)
+    "generate ? --hf-model x --megatron-path", "convert export --hf-path y --megatron-path",
+    "convert reformat --new-path y --ckpt-format torch_dist --megatron-path", "convert verify --megatron-path",
+    "adapters export --hf-path y --megatron-path", "adapters merge --hf-path y --megatron-path",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,6 @@ class Varlen:
 
 @pytest.fixture
 def varlen(monkeypatch):
-    """As on CUDA in 16 bits: FlashAttention takes everything."""
     stand_in = Varlen()
     monkeypatch.setattr(core_attention, "varlen_attn", stand_in)
     monkeypatch.setattr(core_attention, "flash_takes", lambda *tensors: True)
@@ -183,8 +182,6 @@ def test_the_end_of_a_segment_on_the_cpu(groups, queries):
 
 
 class Calls(TorchFunctionMode):
-    """What scaled_dot_product_attention is given."""
-
     def __init__(self):
         super().__init__()
         self.found = []
@@ -196,8 +193,6 @@ class Calls(TorchFunctionMode):
 
 
 class Operations(TorchDispatchMode):
-    """Names of operations, and the largest tensor that one made."""
-
     def __init__(self):
         super().__init__()
         self.names, self.largest = [], 0

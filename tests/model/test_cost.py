@@ -39,7 +39,6 @@ def tiny(name: str, **experts):
 
 
 def inputs_of(config, tokens: int, grid: tuple[int, int, int] | None) -> dict[str, torch.Tensor]:
-    """So many tokens, some of which stand for a picture or a video."""
     ids, pictures = torch.full((1, tokens), 7), {}
     if grid is not None:
         patches = grid[0] * grid[1] * grid[2]
@@ -64,7 +63,6 @@ def operations(model, tokens: int, grid: tuple[int, int, int] | None, *, backwar
 
 
 def build(family: str):
-    """A tiny model whose products torch counts as they are."""
     name, experts = SIZES[family]
     return AutoModelForImageTextToText.from_config(
         tiny(name, **experts), attn_implementation="eager", experts_implementation="eager"
@@ -89,14 +87,12 @@ def test_costs_are_what_transformers_does(family):
 
 
 def part_of(name: str) -> str:
-    """Of transformers' names."""
     if ".visual." not in f".{name}":
         return "language_model"
     return "vision_projection" if "merger" in name else "vision_model"
 
 
 def of_vision(trained: Trained) -> bool:
-    """Whether the language model has to give its inputs a gradient."""
     adapted = any(trained.rank(layer) for layer in ADAPTED.values() if layer.startswith("vision_model"))
     return trained.vision_model or trained.vision_projection or adapted
 
@@ -173,7 +169,6 @@ def test_samples_add_up():
 
 
 def test_a_step_that_trains_all_is_three_forward_passes_but_for_the_pixels():
-    """Whose gradient nobody needs."""
     config = hf_config("30B-A3B").to_dict()
     forward, step = tower_costs(config), tower_costs(config, Trained())
     assert (step.token, step.token_pair) == (3 * forward.token, 3 * forward.token_pair)

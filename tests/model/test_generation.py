@@ -53,7 +53,6 @@ def pair(request) -> Pair:
 
 
 def prompts(content: str, config, *, seed: int = 6, side: str = "left") -> dict[str, torch.Tensor]:
-    """Random prompts as a processor gives them, padded on one side."""
     samples = make_samples(content, config, seed)
     longest = max(len(s.ids) for s in samples)
     ids, mask = torch.full((len(samples), longest), PAD), torch.zeros(len(samples), longest, dtype=torch.long)
@@ -68,7 +67,6 @@ def prompts(content: str, config, *, seed: int = 6, side: str = "left") -> dict[
 
 
 def answers(pair: Pair, batch: dict[str, torch.Tensor], **settings) -> torch.Tensor:
-    """Ours, without the prompts."""
     settings = {"max_new_tokens": NEW, "eos_token_id": NEVER, **settings}
     return generate(pair.megatron, **batch, **settings)[:, batch["input_ids"].shape[1] :]
 
@@ -183,7 +181,6 @@ def test_processor_output_with_an_image_and_a_video(pair):
 
 @pytest.fixture(scope="module")
 def one(untied_folder) -> Pair:
-    """A model of its own, with rows for tokens that do not exist."""
     return load(untied_folder, should_pad_vocab=True, make_vocab_size_divisible_by=384)
 
 

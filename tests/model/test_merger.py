@@ -63,7 +63,6 @@ def test_equals_the_reference(mergers):
 
 
 def test_the_blocks_gelu_would_be_seen(mergers):
-    """It is 1e-3 off."""
     ours, reference, patches = mergers
     most = limit(lambda: reference(patches), error, reference)
     reference.act_fn = torch.nn.GELU(approximate="tanh")

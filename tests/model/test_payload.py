@@ -25,13 +25,11 @@ GRIDS = st.lists(st.tuples(st.integers(1, 3), *[st.integers(1, 3).map(lambda sid
 
 
 def encoded(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Vision tokens and features, no two numbers alike."""
     numbers = torch.arange((TAPS + 1) * tokens * HIDDEN, dtype=torch.float32).view(TAPS + 1, tokens, HIDDEN) + 1
     return numbers[0].requires_grad_(), numbers[1:].requires_grad_()
 
 
 def read(*arguments) -> list[torch.Tensor]:
-    """Tokens and features that are the expected ones."""
     *found, header = unpack(*arguments)
     header.check()
     return found
@@ -42,7 +40,6 @@ def shards(counts: list[int]) -> tuple[EncoderShard, ...]:
 
 
 def batch_of(grids: list[tuple[int, int, int]], name: str = "a") -> PackedBatch:
-    """A batch whose pictures matter, and nothing else."""
     layout, vision = SequenceLayout.packed_row([16]), None
     if grids:
         sizes = torch.tensor(grids)

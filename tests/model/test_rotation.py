@@ -57,7 +57,6 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch) -> Kernel:
-    """A machine that has the kernel."""
     kernel = Kernel()
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", kernel)
     monkeypatch.setattr(settings, "_has_rotation_kernel", lambda provider: True)
@@ -65,7 +64,6 @@ def kernel(monkeypatch) -> Kernel:
 
 
 def results(pair, *, packed):
-    """Logits of each sample, and every gradient."""
     pair.megatron.zero_grad()
     batch = make_batch(make_samples("mixed", pair.config, seed=8), pair.config, packed=packed)
     inputs = batch.local()
@@ -76,7 +74,6 @@ def results(pair, *, packed):
 
 
 def errors(found, expected) -> dict[str, float]:
-    """Relative to the largest entry of each."""
     logits = (float((a - b).abs().max() / b.abs().max()) for a, b in zip(found[0], expected[0], strict=True))
     return {"logits": max(logits), "gradients": max(relative(found[1], expected[1]).values())}
 

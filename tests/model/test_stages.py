@@ -18,7 +18,6 @@ SIZES = dict(
 
 
 def make(*shape: int) -> torch.Tensor:
-    """Whole numbers, so that sums are exact; trained."""
     return torch.randint(1, 9, shape).double().requires_grad_()
 
 
@@ -41,7 +40,6 @@ def run_layers(hidden: torch.Tensor, features: torch.Tensor, where: torch.Tensor
 
 
 def chain(num_features: int, layers: list[int]) -> list[DeepStackStage]:
-    """The stages that have so many layers each."""
     firsts = [sum(layers[:n]) for n in range(len(layers))]
     return [DeepStackStage.of(num_features, first, here) for first, here in zip(firsts, layers, strict=True)]
 

@@ -67,7 +67,6 @@ def _registered(monkeypatch):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A model as somebody's own training would leave it."""
     made, numbers = tmp_path_factory.mktemp("toy"), torch.Generator().manual_seed(0)
     dimensions = toy_family.dimensions(CONFIG)
     tensors = {
@@ -110,11 +109,9 @@ def test_it_trains_a_step_and_is_exported(folder, tmp_path):
 
     batch = make_batch(make_samples("mixed", model.config, seed=0), model.config)
     cfg = SimpleNamespace(
-        model=model.config,
-        dataset=None,
-        train=SimpleNamespace(micro_batch_size=len(batch.input_ids)),
+        model=model.config, dataset=None, train=SimpleNamespace(micro_batch_size=len(batch.input_ids)),
         rerun_state_machine=SimpleNamespace(check_for_nan_in_loss=True, check_for_spiky_loss=False),
-    )
+    )  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def losses() -> torch.Tensor:

@@ -78,7 +78,6 @@ def check(config: Mapping[str, Any]) -> None:
 
 
 def dimensions(config: Mapping[str, Any]) -> Dimensions:
-    """What the table's symbols stand for."""
     text, vision = config["text_config"], config["vision_config"]
     sizes = text_sizes(
         vocab=text["vocab_size"], hidden=text["hidden_size"], ffn=text["intermediate_size"],
@@ -90,7 +89,6 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions:
 
 
 def fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides which model a configuration describes."""
     return {
         "model_type": config["model_type"],
         **{f"text_config.{name}": config["text_config"][name] for name in SAME.values()},
@@ -99,7 +97,6 @@ def fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fields_of_run(model: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """What of these fields a run's provider says."""
     del found
     return {f"text_config.{hf}": model[megatron] for megatron, hf in SAME.items() if megatron in model}
 

@@ -96,7 +96,6 @@ def gradient_bytes(model: Sequence[Any]) -> int:
 
 
 def optimizer_bytes(optimizer: Any) -> int:
-    """Of the optimizer's own copies of weights, and of its moments."""
     total = 0
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         for name in ("fp32_from_float16_groups", "shard_fp32_from_float16_groups"):

@@ -86,15 +86,12 @@ def wide_qwen3_5(moe: bool):
 
 
 FAMILIES = {
-    "dense": partial(wide, moe=False),
-    "MoE": partial(wide, moe=True),
-    "Qwen3.5": partial(wide_qwen3_5, moe=False),
+    "dense": partial(wide, moe=False), "MoE": partial(wide, moe=True), "Qwen3.5": partial(wide_qwen3_5, moe=False),
     "Qwen3.5 MoE": partial(wide_qwen3_5, moe=True),
-}
+}  # fmt: skip
 
 
 def build(config, training: TrainingSettings):
-    """A model of that configuration, trained so."""
     provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
     if training.precision == BF16:
         provider.bf16, provider.params_dtype = True, torch.bfloat16
@@ -146,7 +143,6 @@ def padded(samples: list[Sample], config, *, packed: bool) -> PackedBatch:
 
 
 def total(size: str, split: ModelSplit, training: TrainingSettings) -> float:
-    """Kept by the stage that holds most."""
     found = estimate(presets.config_dict(size), split, training)
     assert all(value >= 0 for stage in found.stages for value in stage.activations.values())
     return max(sum(stage.activations.values()) for stage in found.stages)

@@ -64,16 +64,13 @@ def activations(split: Split) -> dict[str, float]:
         forward_backward(run, run.stream, MICROBATCHES)
     local = batch.local(**run.cfg.model.sequence_ranks(run.groups))
     return {
-        "kept": sum(storage.nbytes() for storage in storages.values()),
-        "tokens": local.input_ids.numel(),
+        "kept": sum(storage.nbytes() for storage in storages.values()), "tokens": local.input_ids.numel(),
         "patches": 4 if local.vision is None else len(local.vision.pixel_values),
-        "vision_tokens": 0 if local.fuse is None else len(local.fuse.positions),
-        "slots": slots_of(batch),
-    }
+        "vision_tokens": 0 if local.fuse is None else len(local.fuse.positions), "slots": slots_of(batch),
+    }  # fmt: skip
 
 
 def states(split: Split) -> dict[str, int]:
-    """Bytes of gradients and of the optimizer after a step of it."""
     mine = split.run.cfg.train.global_batch_size // split.run.groups.dp.size()
     split.begin(iter([one_batch(split)] * mine), "packed")
     train_step(split.run)

@@ -191,7 +191,6 @@ def test_what_needs_least_is_the_first_to_fit(size, world, fixed, sharding):
 
 
 def test_help_answers_at_once():
-    """Without torch, Megatron or rich; 0.1 s of one core."""
     code = (
         "import sys, time; from qwen3vl_bridge.cli import plan as cli\n"
         "try: cli.main(['--help'])\n"

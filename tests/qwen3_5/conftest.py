@@ -26,7 +26,6 @@ def qwen3_5_folders(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def released(qwen3_5_folders, tmp_path_factory):
-    """The dense model in the dtypes of released Qwen3.5 files."""
     return in_released_dtypes(qwen3_5_folders["dense"], tmp_path_factory.mktemp("released") / "hf")
 
 

@@ -121,7 +121,6 @@ def test_multi_token_prediction_costs_what_its_parts_do(kind, case):
 
 
 def test_it_gets_no_adapters():
-    """Whatever an adapter's pattern says."""
     config = hf_config("9B").to_dict()
     everywhere, in_decoder = (
         Trained(False, False, False, mtp=True, rank=lambda name, inside=inside: 8 * (inside in name))

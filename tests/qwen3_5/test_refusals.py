@@ -52,7 +52,6 @@ def test_settings_that_are_refused(settings, message):
 
 
 def test_ranks_that_share_a_query_group_have_megatron_cores_groups():
-    """By others' rank it would take other heads' gates."""
     from qwen3vl_bridge.models.qwen3_5.model import check_gates
     from qwen3vl_bridge.models.qwen3_vl.bridge import provider_from_hf_config
 

@@ -195,7 +195,6 @@ def test_it_loads_what_we_import(stock, tmp_path):
 
 @pytest.fixture(scope="module")
 def saved(stock, tmp_path_factory) -> Path:
-    """What Megatron-Bridge's own saver makes of its own model."""
     _, model, values = stock
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -238,7 +237,6 @@ def test_load_megatron_model_gives_ours(stock, saved):
 
 
 def test_ours_saved_with_transformer_engine_loads_without(stock, tmp_path):
-    """A run on GPUs, exported on a machine that has none."""
     folder, _, values = stock
     (model,) = load_model(folder)
     for name, value in (SAVED_WITH_TE | (SAVED_WITH_EXPERTS if model.config.num_moe_experts else {})).items():

@@ -108,7 +108,6 @@ def hf_text_config(**changes: Any) -> Qwen3_5TextConfig | Qwen3_5MoeTextConfig:
 
 
 def megatron_config(**changes: Any) -> TransformerConfig:
-    """megatron-core's of the same model."""
     fields = dict(
         num_layers=LAYERS, hidden_size=HIDDEN, ffn_hidden_size=FFN, num_attention_heads=HEADS, num_query_groups=GROUPS,
         kv_channels=HEAD_DIM, normalization="RMSNorm", layernorm_epsilon=1e-6, layernorm_zero_centered_gamma=True,
@@ -176,7 +175,6 @@ def make_checkpoint(
     mtp: ExpertLayout | None = None,
     **changes: Any,
 ) -> Path:
-    """A random model and its processor as a Hugging Face folder."""
     config = make_config(moe=moe, tied=tied, **changes)
     model = (Qwen3_5MoeForConditionalGeneration if moe else Qwen3_5ForConditionalGeneration)(config)
     perturb(model, seed).save_pretrained(folder)
@@ -199,7 +197,6 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def rewritten(folder: Path, tensors: dict[str, torch.Tensor], target: Path) -> Path:
-    """The same folder with other weights."""
     target.mkdir()
     for file in folder.iterdir():
         if file.is_file() and file.suffix != ".safetensors":  # references of other tests are folders

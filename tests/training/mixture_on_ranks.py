@@ -30,16 +30,6 @@ LOGGED = ("step", "loss", "grad_norm", "trained_tokens")
 
 @dataclass
 class Mixed:
-    """A run of a mixture.
-
-    Attributes:
-        name: of the case.
-        hf: Hugging Face folder of its model.
-        sets: of the mixture.
-        save: its folder; None to save nothing.
-        stop_after: steps of this call; None to go to the end.
-    """
-
     name: str
     hf: str
     sets: list[dict[str, Any]]
@@ -72,7 +62,6 @@ def run(case: Mixed) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _reading() -> Iterator[dict[int, list[str]]]:
-    """Notes which rows this process reads, and their samples."""
     rows, read = {}, RowDataset.__getitem__
 
     def noted(self: RowDataset, number: int) -> Any:
@@ -88,7 +77,6 @@ def _reading() -> Iterator[dict[int, list[str]]]:
 
 
 def main(output: str, cases: list[dict[str, Any]]) -> None:
-    """One run after the other."""
     dist.init_process_group("gloo")
     leave({case["name"]: run(Mixed(**case)) for case in cases}, output)
 

@@ -59,7 +59,6 @@ _latest: list[torch.nn.Module] = []
 
 
 def run_bridges_loop(cfg: Any, *callbacks: Callback, keep_saving_process: bool = True) -> None:
-    """Megatron-Bridge's loop to its end."""
     _join()
     release(_latest)
     _latest.clear()
@@ -92,22 +91,16 @@ _saving: list[Any] = []
 
 
 class _Models(Callback):
-    """Notes a run's models, for the next run to let go of."""
-
     def on_train_start(self, context: CallbackContext) -> None:
-        """Note them."""
         _latest.extend(context.model)
 
 
 class Entries(Callback):
-    """What the log of a run has, and when it is to leave."""
-
     def __init__(self, stop_after: int | None = None) -> None:
         self.entries: list[dict[str, float]] = []
         self._stop_after, self._latest = stop_after, None
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Choose the step to leave after."""
         if self._stop_after is not None:
             context.state.cfg.train.exit_interval = context.state.train_state.step + self._stop_after
 
@@ -129,7 +122,6 @@ def train(cfg: Any, *, stop_after: int | None = None, callbacks: Sequence[Callba
 
 
 def stored(run: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a run's newest checkpoint, as torch reads them."""
     folder = find_iteration(run)
     entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     tensors = {

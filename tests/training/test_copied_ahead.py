@@ -25,7 +25,6 @@ STEPS = 2  # before the run is saved, and after
 
 @pytest.fixture
 def copied(monkeypatch) -> list[torch.Tensor]:
-    """Token ids of each batch that was copied, in order."""
     found: list[torch.Tensor] = []
     copy = step.copy_to_gpu
 
@@ -39,7 +38,6 @@ def copied(monkeypatch) -> list[torch.Tensor]:
 
 
 def take_steps(run: Run) -> None:
-    """Steps of a model that is on a GPU, by what its tensors say."""
     states = [list(vars(one).values()) for one in optimizers_of(run.optimizer)]
     with HostWaits(*run.model, states):
         for _ in range(STEPS):

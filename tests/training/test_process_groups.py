@@ -28,7 +28,6 @@ from .running import replicate
 
 @pytest.fixture
 def joined(monkeypatch):
-    """What a process has done, in order, that finds CUDA."""
     found = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: found.append(device))
@@ -105,13 +104,11 @@ def test_every_collective_that_this_package_calls_is_watched():
 
 @pytest.fixture
 def sent():
-    """How often each package has called a collective."""
     with collectives_sent() as found:
         yield found
 
 
 def by_package(sent) -> Counter[str]:
-    """The same by package alone."""
     found = Counter()
     for (owner, *_), times in sent.items():
         found[owner] += times
@@ -135,7 +132,6 @@ def test_a_step_with_all_that_follows_it(inputs, sent):
 
 @pytest.mark.parametrize("kind", ["moe_folder", "qwen3_5"])
 def test_a_model_with_experts_forward_and_backward(kind, request, sent, tmp_path):
-    """Their balance and their load are of all ranks."""
     from tests.parity.batches import make_batch, make_samples
     from tests.parity.conftest import make_pair
     from tests.qwen3_5.tiny import make_checkpoint

@@ -28,7 +28,6 @@ DTYPES = {replicated: torch.float32, sharded: torch.bfloat16}
 
 
 def mean_loss(model, rows):
-    """Of the tokens of all rows that count, by transformers."""
     with torch.no_grad():
         found = [sum_of_losses(model, *document) for row in rows for document in documents(row)]
     return sum(loss.item() for loss, _ in found) / sum(count for _, count in found)
@@ -93,7 +92,6 @@ def test_the_saved_configuration_is_the_runs(unbroken):
 
 
 def by_step(log: list[dict[str, float]]) -> dict[int, dict[str, float]]:
-    """Its entries, those of a step as one."""
     found: dict[int, dict[str, float]] = {}
     for entry in log:
         found.setdefault(entry["step"], {}).update(entry)
@@ -101,7 +99,6 @@ def by_step(log: list[dict[str, float]]) -> dict[int, dict[str, float]]:
 
 
 def errors(found: dict[int, dict[str, float]], expected: dict[int, dict[str, float]]) -> dict[str, float]:
-    """Relative, the largest of all steps."""
     return {
         name: max(abs(entry[name] / expected[step][name] - 1) for step, entry in found.items() if name in entry)
         for name in COMPARED
@@ -132,7 +129,6 @@ def test_steps_and_validations_are_those_of_transformers_with_adamw(unbroken, in
 
 
 def test_every_validation_reads_the_same_rows(inputs):
-    """More of them than there are: each counts once."""
     still = dict(optimizer__lr=0.0, optimizer__min_lr=0.0, validation__eval_interval=1, train__train_iters=3)
     valid = [e["valid_loss"] for e in train(replicated(inputs, None, **still)) if "valid_loss" in e]
     assert len(valid) == 3 and valid[0] == valid[1] == valid[2]

@@ -58,7 +58,6 @@ def test_a_dry_run_writes_nothing(untied_folder, tmp_path, capsys):
 
 
 def test_an_estimate_does_not_count_what_is_done_once(untied_folder, tmp_path, monkeypatch):
-    """The first cast imports torch, which takes seconds."""
     original, casts = tensors.cast, []
 
     def slow_at_first(*arguments):
@@ -85,7 +84,6 @@ def test_inspect(option, imported, untied_folder, capsys):
 
 @pytest.fixture(scope="module")
 def full():
-    """A disk without room, as standard output."""
     with open("/dev/full", "w") as file:
         yield file
 

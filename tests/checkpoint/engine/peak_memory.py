@@ -41,7 +41,6 @@ def conversions(source: Path, folder: Path) -> Iterator[str]:
 
 
 def main(small: Path, large: Path, folder: Path) -> None:
-    """Both models."""
     list(conversions(small, folder / "small"))
     before = peak()
     print(json.dumps({name: peak() - before for name in conversions(large, folder / "large")}))

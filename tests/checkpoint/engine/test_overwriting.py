@@ -131,7 +131,6 @@ def test_what_was_put_over_a_result_is_kept(put, capsys, tmp_path, untied_folder
 
 
 def test_what_is_written_while_a_result_is_replaced_is_kept(tmp_path, tied_folder, untied_folder, monkeypatch):
-    """After the last look, before the swap."""
     import_checkpoint(tied_folder, tmp_path / "m")
     original = atomic._move_into_place
 
@@ -185,7 +184,6 @@ def test_the_mode_of_the_target_stays(earlier, tmp_path, untied_folder):
 
 
 def refuse(monkeypatch, name: str, refused: Path):
-    """Have the disk refuse one thing in one place."""
     original = getattr(atomic, name) if hasattr(atomic, name) else getattr(shutil, name)
 
     def instead(path, *arguments, **named):

@@ -26,7 +26,6 @@ def begun(untied_folder, tmp_path, monkeypatch) -> Path:
 
 
 def damage(folder: Path) -> str:
-    """Turn a bit of the first file that an earlier run has written."""
     line = (folder / planned_files.PRIVATE / "rank-0").read_text().splitlines()[0]
     name, start, end, _ = line.split(" ")
     path = folder / "iter_0000000" / name

@@ -36,7 +36,6 @@ sys.exit(cli.main())
 
 @pytest.fixture
 def started(untied_folder, tmp_path) -> Iterator[subprocess.Popen]:
-    """An import that is writing."""
     arguments = ["import", "--no-progress", "--hf-model", untied_folder, "--megatron-path", tmp_path / "out" / "m"]
     process = subprocess.Popen(
         [sys.executable, "-c", SLOW, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

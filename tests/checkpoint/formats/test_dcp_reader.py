@@ -141,10 +141,7 @@ def _no_place(metadata):
         (lambda m: setattr(_info(m), "offset", _info(m).offset + 1), "a"),
         (lambda m: setattr(_info(m), "transform_descriptors", ["zstd"]), "one that is transformed"),
         (lambda m: setattr(m, "storage_data", None), "found NoneType, expected dict"),
-        (
-            lambda m: setattr(m.state_dict_metadata["a"], "size", torch.Size([4, 4])),
-            "12 elements in chunks, expected 16",
-        ),
+        (lambda m: setattr(m.state_dict_metadata["a"], "size", torch.Size([4, 4])), "12 elements in chunks, expected"),
         (lambda m: setattr(m.state_dict_metadata["a"], "size", torch.Size([12])), "expected one inside"),
         (lambda m: setattr(m.state_dict_metadata["a"], "chunks", []), "0 elements in chunks, expected 12"),
         (_second_chunk, "element 0 is in two chunks"),

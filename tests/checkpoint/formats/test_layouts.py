@@ -14,7 +14,6 @@ from ..support import hf_tensors, stock_load
 
 
 def restated(name: str, hf: dict[str, torch.Tensor], config: dict) -> torch.Tensor:
-    """A text or vision attention parameter, row by row."""
     text, vision = config["text_config"], config["vision_config"]
     layer = name.split(".")[3]
     rows = []

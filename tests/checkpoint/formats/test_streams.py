@@ -96,7 +96,6 @@ def few_files() -> Iterator[None]:
 
 
 def open_below(folder) -> int:
-    """How many files of a folder this process has open."""
     found = 0
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

@@ -67,11 +67,9 @@ def without_cuda() -> None:
 def wrapped_model(hf_folder: str, tp: int, ep: int) -> tuple[torch.nn.Module, torch.nn.Module]:
     """The wrapper, and MegatronFSDP with the model in it; all weights are 7."""
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=1,
+        tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=1,
         create_gloo_process_groups=False,
-    )
+    )  # fmt: skip
     model_parallel_cuda_manual_seed(0)
     provider = AutoBridge.from_hf_pretrained(hf_folder).to_megatron_provider(load_weights=False)
     provider.tensor_model_parallel_size, provider.bf16, provider.params_dtype = tp, True, torch.bfloat16
@@ -93,7 +91,6 @@ def wrapped_model(hf_folder: str, tp: int, ep: int) -> tuple[torch.nn.Module, to
 
 
 def load(model: torch.nn.Module, folder: str, strict: bool) -> None:
-    """Fill the model, as Megatron-Bridge's loop and verl do."""
     state = {"checkpoint_version": 3.0, "iteration": 1, "model": model.state_dict_for_save_checkpoint()}
     settings = types.SimpleNamespace(strict_fsdp_dtensor_load=strict)
     state, *_ = checkpointing.load_fsdp_dtensor_checkpoint(
@@ -103,8 +100,6 @@ def load(model: torch.nn.Module, folder: str, strict: bool) -> None:
 
 
 class CountingReader(FileSystemReader):
-    """Torch's own, which keeps the count of what it reads."""
-
     def read_data(self, plan, planner):
         places = [self.storage_data[item.storage_index] for item in plan.items]
         type(self).counted = [sum(place.length for place in places), len({place.relative_path for place in places})]
@@ -112,7 +107,6 @@ class CountingReader(FileSystemReader):
 
 
 def counted(model: torch.nn.Module, folder: str) -> list[int]:
-    """Load; bytes read, files opened, elements held."""
     checkpointing._get_filesystem_reader = CountingReader
     load(model, folder, strict=True)
     held = sum(tensor.to_local().numel() for tensor in model.state_dict().values() if hasattr(tensor, "to_local"))

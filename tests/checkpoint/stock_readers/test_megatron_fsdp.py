@@ -79,11 +79,9 @@ def test_megatron_fsdp_loads_every_shard_and_what_it_saves_exports(
         loads.append((str(sources["moe"]), folder, 2, 1, 2, None, "counted"))
         expected += f"same: {report.tensors} at world 2, tp 1, ep 2, counted\n"
     found = subprocess.run(
-        [sys.executable, SCRIPT, json.dumps(loads)],
-        capture_output=True,
-        text=True,
+        [sys.executable, SCRIPT, json.dumps(loads)], capture_output=True, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    )  # fmt: skip
     assert found.returncode == 0, found.stderr[-4000:]
     assert "".join(line for line in found.stdout.splitlines(keepends=True) if line.startswith(SAID)) == expected
     check_reads([line for line in found.stdout.splitlines() if line.startswith("read: ")])

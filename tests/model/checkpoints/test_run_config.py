@@ -18,12 +18,9 @@ from qwen3vl_recipes.paths import set_paths
 def test_comes_back_the_same(kind, made, request, tmp_path):
     folder = request.getfixturevalue(f"{kind}_folder")
     cfg = set_paths(
-        qwen3_vl_digits_sft_config(),
-        hf_path=folder,
-        data_path=tmp_path,
-        pretrained_checkpoint=tmp_path / "megatron",
+        qwen3_vl_digits_sft_config(), hf_path=folder, data_path=tmp_path, pretrained_checkpoint=tmp_path / "megatron",
         save=tmp_path / "run",
-    )
+    )  # fmt: skip
     cfg.model.freeze_vision_model, cfg.model.vision_recompute_granularity = True, "selective"
     cfg.model.activation_func = gelu_tanh
     path = tmp_path / "run_config.yaml"

@@ -77,7 +77,6 @@ def described(who: str, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=KINDS, ids=" ".join)
 def run(request, folders) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A run's file, and the configuration it is of."""
     who, kind = request.param
     return {"model": described(who, folders[kind])}, json.loads((folders[kind] / "config.json").read_text())
 

@@ -60,7 +60,6 @@ def sources(folders, tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def checkpoints(sources, tmp_path_factory) -> dict[str, Path]:
-    """What Megatron-Bridge saved of each."""
     saved = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
     for kind, folder in saved.items():
         save_stock(sources[kind], folder)
@@ -72,7 +71,6 @@ def checkpoints(sources, tmp_path_factory) -> dict[str, Path]:
 
 
 def logits_gap(model: torch.nn.Module, folder: Path) -> float:
-    """Against transformers, of pictures, a video and text."""
     reference = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
 
     class Both:
@@ -177,7 +175,6 @@ def test_a_vocabulary_padded_for_more_ranks_is_built_with_its_rows(sources, tmp_
 
 
 def vocabulary_rows(folder: Path) -> set[int]:
-    """Rows of the embedding and the output layer in a checkpoint."""
     specs = [spec for spec, _ in read_metadata(folder).tensors.values()]
     return {spec.shape[0] for spec in specs if spec.name.endswith(OF_VOCABULARY)}
 
@@ -261,7 +258,6 @@ def test_unknown_fields_are_named(sources, caplog):
 
 
 def test_ours_saved_with_transformer_engine_loads_without(sources):
-    """A run on GPUs, exported on a machine that has none."""
     provider = AutoBridge.from_hf_pretrained(str(sources["experts"])).to_megatron_provider(load_weights=False)
     for name, value in (SAVED_WITH_TE | SAVED_WITH_EXPERTS).items():
         setattr(provider, name, value)
@@ -274,7 +270,6 @@ def test_ours_saved_with_transformer_engine_loads_without(sources):
 
 
 def test_a_class_that_is_only_named_stays_itself():
-    """As a configuration refers to a function or a dtype."""
     name = "megatron.bridge.models.qwen_vl.qwen3_vl_provider.Qwen3VLModelProvider"
     assert instantiate({"it": {"_target_": name, "_call_": False}})["it"] is stock.Qwen3VLModelProvider
 

@@ -22,7 +22,6 @@ LAYERS, TAPS, EXPERTS = 4, 3, 6
 
 @pytest.fixture(scope="module")
 def saved(folders, tmp_path_factory):
-    """What megatron-core saves of each on one rank."""
     checkpoints = {}
     for kind, folder in folders.items():
         checkpoints[kind] = tmp_path_factory.mktemp(f"saved_{kind}")
@@ -41,7 +40,6 @@ def shapes(state: ShardedStateDict) -> dict[str, set[tuple]]:
 
 
 def shape(names: dict[str, set[tuple]], name: str) -> tuple[int, ...]:
-    """The one shape that all parts of a tensor tell."""
     (whole,) = {whole for whole, _ in names[name]}
     return whole
 

@@ -58,7 +58,6 @@ def travel(chosen: list[Stop], folders: dict[str, Path], saved: dict[str, Path],
 
 
 def main() -> None:
-    """Every kind at every stop, there and back to one rank."""
     from examples.digits.checkpoint import make_checkpoint
     from tests.model.checkpoints.torch_dist_models import (
         build_chunks,

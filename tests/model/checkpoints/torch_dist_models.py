@@ -28,7 +28,6 @@ def make_experts_everywhere(moe_folder: str | Path, folder: Path) -> Path:
 
 
 def build_chunks(folder: str | Path, **fields) -> tuple[Chunks, ProcessGroupCollection]:
-    """This rank's parts of the model, with the folder's weights."""
     provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=True)
     for name, value in fields.items():
         setattr(provider, name, value)
@@ -47,7 +46,6 @@ def build(folder: str | Path, **fields) -> tuple[torch.nn.Module, ProcessGroupCo
 
 
 def sharded(model: torch.nn.Module, groups: ProcessGroupCollection, **metadata) -> ShardedStateDict:
-    """As Megatron-Bridge asks for it."""
     return model.sharded_state_dict(metadata=_metadata(groups) | metadata)
 
 
@@ -62,7 +60,6 @@ def tensors(*chunks: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def save(chunks: Chunks, groups: ProcessGroupCollection, folder: str | Path) -> None:
-    """What Megatron-Bridge gives megatron-core to save of a model."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     dist_checkpointing.save(_state(chunks, groups), str(folder))
 
@@ -75,7 +72,6 @@ def load(chunks: Chunks, groups: ProcessGroupCollection, folder: str | Path) -> 
 
 
 def wrong(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
-    """Names of the tensors that are not the same, bit for bit."""
     differ = {name for name in found.keys() & expected.keys() if not torch.equal(found[name], expected[name])}
     return sorted(differ | (found.keys() ^ expected.keys()))
 

@@ -68,10 +68,8 @@ class Case:
         given = dict(
             input_ids=batch.input_ids,
             labels=batch.labels.masked_fill(batch.loss_mask == 0, -100) if "loss_mask" in names else batch.labels,
-            loss_mask=batch.loss_mask,
-            position_ids=batch.position_ids,
-            attention_mask=mask,
-        )
+            loss_mask=batch.loss_mask, position_ids=batch.position_ids, attention_mask=mask,
+        )  # fmt: skip
         offsets = (layout.cu_seqlens_padded.tolist(),)
         if "attention_mask" not in names:
             offsets = (layout.cu_seqlens.tolist(), *offsets)
@@ -89,7 +87,6 @@ class Case:
 
 
 def pictures(samples: list[Sample]) -> dict[str, Tensor]:
-    """All samples' pictures, as arguments."""
     names = {name for s in samples for name in s.pixels}
     return {name: torch.cat([s.pixels[name] for s in samples if name in s.pixels]) for name in sorted(names)}
 
@@ -122,7 +119,6 @@ def compare(case: Case) -> Iterator[tuple[str, dict[str, float]]]:
 
 
 def gap(found: Tensor, expected: Tensor) -> float:
-    """The largest difference of two tensors of one shape."""
     assert found.shape == expected.shape
     return (found - expected).abs().max().item()
 

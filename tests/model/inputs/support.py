@@ -27,7 +27,6 @@ def packed_params(logical: Sequence[int], padded: Sequence[int] | None = None) -
 
 
 def offsets(lengths: Sequence[int]) -> list[int]:
-    """Where segments begin, and the last ends."""
     return [0, *accumulate(lengths)]
 
 
@@ -51,8 +50,6 @@ def share_of(whole: torch.Tensor, padded: Sequence[int], cp: int, rank: int) -> 
 
 @dataclass
 class Rows:
-    """Samples as a caller's padded rows."""
-
     samples: list[Sample]
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
@@ -61,16 +58,13 @@ class Rows:
 
     @property
     def pixels(self) -> dict[str, torch.Tensor]:
-        """All samples' pictures, as arguments."""
         names = {name for s in self.samples for name in s.pixels}
         return {name: torch.cat([s.pixels[name] for s in self.samples if name in s.pixels]) for name in names}
 
     def real(self, values: torch.Tensor) -> torch.Tensor:
-        """What stands at real tokens, row after row."""
         return values[self.attention_mask.bool()]
 
     def types(self, config) -> torch.Tensor:
-        """As the processor gives them."""
         return (self.input_ids == config.image_token_id).int() + 2 * (self.input_ids == config.video_token_id).int()
 
 
@@ -88,7 +82,6 @@ def make_rows(samples: list[Sample], left: list[int], extra: int = 5, pad: int =
 
 
 def reference_logits(pair: Pair, rows: Rows, **more) -> torch.Tensor:
-    """What transformers makes of the same rows and mask."""
     with torch.no_grad():
         return pair.reference(
             input_ids=rows.input_ids,
@@ -100,23 +93,18 @@ def reference_logits(pair: Pair, rows: Rows, **more) -> torch.Tensor:
 
 
 def no_grad(model: torch.nn.Module, *arguments, **named):
-    """A forward pass alone."""
     with torch.no_grad():
         return model(*arguments, **named)
 
 
 def gaps(samples: list[Sample], extra: int = 5) -> list[int]:
-    """All padding on the left."""
     longest = max(len(s.ids) for s in samples) + extra
     return [longest - len(s.ids) for s in samples]
 
 
 def sides(samples: list[Sample]) -> dict[str, list[int]]:
-    """Left padding of each row, by name."""
     room = gaps(samples)
     return {
-        "right": [0] * len(room),
-        "left": room,
-        "mixed": [n * (i % 2) for i, n in enumerate(room)],
+        "right": [0] * len(room), "left": room, "mixed": [n * (i % 2) for i, n in enumerate(room)],
         "both": [n // 2 for n in room],
-    }
+    }  # fmt: skip

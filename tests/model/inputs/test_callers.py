@@ -73,11 +73,9 @@ def test_a_row_that_is_all_padding(pair):
     expected = no_grad(pair.megatron, rows.input_ids, attention_mask=rows.attention_mask, **rows.pixels)
     blank = torch.full((1, rows.input_ids.shape[1]), 7)
     logits = no_grad(
-        pair.megatron,
-        torch.cat((rows.input_ids[:2], blank, rows.input_ids[2:])),
-        attention_mask=torch.cat((rows.attention_mask[:2], 0 * blank, rows.attention_mask[2:])),
-        **rows.pixels,
-    )
+        pair.megatron, torch.cat((rows.input_ids[:2], blank, rows.input_ids[2:])),
+        attention_mask=torch.cat((rows.attention_mask[:2], 0 * blank, rows.attention_mask[2:])), **rows.pixels,
+    )  # fmt: skip
     assert torch.isfinite(logits).all()
     assert (rows.real(logits[[0, 1, 3, 4]]) - rows.real(expected)).abs().max() <= LOGITS
 
@@ -117,10 +115,8 @@ def test_what_the_processor_gives(pair):
     image = random.integers(0, 256, (64, 96, 3), dtype=np.uint8)
     inputs = processor(
         text=[f"see <|vision_start|>{processor.image_token}<|vision_end|> it", "no picture in here at all, is there?"],
-        images=[image],
-        padding=True,
-        return_tensors="pt",
-    )
+        images=[image], padding=True, return_tensors="pt",
+    )  # fmt: skip
     assert {"mm_token_type_ids", "attention_mask"} < inputs.keys() and not inputs["attention_mask"].all()
     real = inputs["attention_mask"].bool()
     expected = no_grad(pair.reference, **inputs).logits
@@ -177,7 +173,6 @@ def test_any_mix_of_padding_gives_each_rows_own_logits(pair, data):
 
 
 def test_labels_may_be_anything_where_the_loss_mask_is_zero(pair):
-    """As Megatron-Bridge's own steps give them."""
     samples = make_samples("mixed", pair.config, seed=2)
     rows = make_rows(samples, sides(samples)["left"])
     masked = rows.labels.masked_fill(rows.loss_mask == 0, -100)

@@ -42,15 +42,13 @@ def additive(real, never):
 
 
 MASKS = {
-    "ms-swift": swift_mask,
-    "transformers, sdpa": lambda real: transformers_masks(real, "sdpa"),
+    "ms-swift": swift_mask, "transformers, sdpa": lambda real: transformers_masks(real, "sdpa"),
     "transformers, eager": lambda real: transformers_masks(real, "eager"),
     "Megatron, to be added": lambda real: additive(real, -10000.0),
-    "infinite": lambda real: additive(real, float("-inf")),
-    "without heads": lambda real: swift_mask(real)[:, 0],
+    "infinite": lambda real: additive(real, float("-inf")), "without heads": lambda real: swift_mask(real)[:, 0],
     "integers": lambda real: swift_mask(real).long(),
     "padding sees nothing": lambda real: ~(seen_by(real) & real[:, None, :, None]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("real", [REAL, LEFT], ids=["right", "left"])
@@ -127,9 +125,7 @@ def test_padding_masks_are_the_other_way_round(provider):
     for beside in (None, REAL, swift_mask(REAL)):
         ours, _ = as_model_inputs(provider, GROUPS, IDS, padding_mask=~REAL, attention_mask=beside)
         assert ours.layout == expected.layout and torch.equal(ours.padding_mask, expected.padding_mask)
-    with pytest.raises(
-        ValueError, match="padding_mask has 0 for token 4 of row 0, expected 1 to agree with attention_mask"
-    ):
+    with pytest.raises(ValueError, match="padding_mask has 0 for token 4 of row 0, expected 1 to agree with attention"):
         as_model_inputs(provider, GROUPS, IDS, padding_mask=torch.zeros(2, ROOM), attention_mask=REAL)
     with pytest.raises(ValueError, match=r"padding_mask has shape \[2, 5\], expected \[2, 6\]: 1 for padding"):
         as_model_inputs(provider, GROUPS, IDS, padding_mask=torch.zeros(2, 5))

@@ -43,7 +43,6 @@ def test_without_a_mask_the_whole_row_counts(provider, config):
 
 @pytest.mark.parametrize("restart", [True, False], ids=["in each document", "over the row"])
 def test_a_packed_row_counts_in_its_documents(provider, config, restart):
-    """As Megatron-Bridge's collators number packed rows."""
     samples = make_samples("mixed", config, seed=0)
     lengths = [len(s.ids) for s in samples]
     positions = torch.cat([torch.arange(n) for n in lengths]) if restart else torch.arange(sum(lengths))

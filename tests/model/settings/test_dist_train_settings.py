@@ -15,7 +15,6 @@ from .split_providers import CP2, DENSE, EXPERTS, OVERLAP, PP2, SP2, finalized, 
 
 
 def fields(vision=2, language=2, *, usual=True, model=None, **split):
-    """Of a provider whose modules are split so."""
     sizes = dict(vision_world_size=vision, language_world_size=language)
     more = dict(variable_seq_lengths=True) if usual else {}
     return more | (model or {}) | dict(dist_train=DistTrainConfig(use_dist_train=True, **sizes, **split))
@@ -32,47 +31,15 @@ def test_the_fields_are_megatron_bridges():
     [
         (DENSE, fields(None), "dist_train.vision_world_size is None with .*, expected 1 or more"),
         (DENSE, fields(2, 0), "dist_train.language_world_size is 0 with .*, expected 1 or more"),
-        (
-            DENSE,
-            fields(vision_tensor_model_parallel_size=0),
-            "vision_tensor_model_parallel_size is 0 with .*, expected 1 or",
-        ),
-        (
-            DENSE,
-            fields(3, vision_tensor_model_parallel_size=2),
-            "vision_world_size is 3 with .*, expected a multiple of .*, 2",
-        ),
-        (
-            DENSE,
-            fields(3, vision_tensor_model_parallel_size=3),
-            "num_heads is 16 with .*, expected a multiple of .*, 3",
-        ),
-        (
-            DENSE,
-            fields(vision_pipeline_model_parallel_size=2),
-            "vision_pipeline_.* is 2 with .*, expected 1: the tower is one",
-        ),
-        (
-            DENSE,
-            fields(vision_context_parallel_size=2),
-            "vision_context_.* is 2 with .*, expected 1: data-parallel ranks of the tower divide the images",
-        ),
-        (
-            DENSE,
-            fields(vision_expert_model_parallel_size=2),
-            "vision_expert_model_.* is 2 with .*, expected 1: the tower has",
-        ),
-        (
-            DENSE,
-            fields(2, 3, model=SP2),
-            "language_world_size is 3 with .*, expected a multiple of tensor_model_parallel.*, 2",
-        ),
+        (DENSE, fields(vision_tensor_model_parallel_size=0), "vision_tensor_model_parallel_size is 0 with"),
+        (DENSE, fields(3, vision_tensor_model_parallel_size=2), "vision_world_size is 3 with .*, expected a multiple"),
+        (DENSE, fields(3, vision_tensor_model_parallel_size=3), "num_heads is 16 with .*, expected a multiple of"),
+        (DENSE, fields(vision_pipeline_model_parallel_size=2), "vision_pipeline_.* is 2 with .*, expected 1: the"),
+        (DENSE, fields(vision_context_parallel_size=2), "vision_context_.* is 2 with .*, expected 1: data-parallel"),
+        (DENSE, fields(vision_expert_model_parallel_size=2), "vision_expert_model_.* is 2 with .*, expected 1: the"),
+        (DENSE, fields(2, 3, model=SP2), "language_world_size is 3 with .*, expected a multiple of tensor_model_"),
         (DENSE, fields(2, 3, model=PP2), "language_world_size is 3 with .*, expected a multiple of .*, 2"),
-        (
-            EXPERTS,
-            fields(2, 6, model=dict(expert_model_parallel_size=4)),
-            "language_world_size is 6, expected a multiple of expert_tensor.*, 4",
-        ),
+        (EXPERTS, fields(2, 6, model=dict(expert_model_parallel_size=4)), "language_world_size is 6, expected a"),
         (DENSE, fields(2, 3), "tower has 2 data-parallel replicas and the language model 3, expected one number to be"),
         (DENSE, fields(4, 2, vision_to_llm_dp_ratio=3), "vision_to_llm_dp_ratio is 3, expected None or 2: there are 4"),
         (DENSE, fields(2, 4, vision_to_llm_dp_ratio=1), "vision_to_llm_dp_ratio is 1, expected None: there are 2"),
@@ -83,16 +50,8 @@ def test_the_fields_are_megatron_bridges():
         (DENSE, fields(model=dict(calculate_per_token_loss=False)), "calculate_per_token_loss is False with .* True"),
         (DENSE, fields(model=OVERLAP), "overlap_p2p_comm is True with dist_train.use_dist_train, expected False"),
         (DENSE, fields(model=dict(pipeline_dtype=torch.float16)), "pipeline_dtype is torch.float16, expected params"),
-        (
-            DENSE,
-            dict(dist_train=DistTrainConfig(vision_world_size=2)),
-            "vision_world_size is 2 with dist_train.use_dist_train False, expected None: it",
-        ),
-        (
-            DENSE,
-            dict(add_encoder=False),
-            "add_encoder is False with dist_train.use_dist_train False, expected True: every rank",
-        ),
+        (DENSE, dict(dist_train=DistTrainConfig(vision_world_size=2)), "vision_world_size is 2 with dist_train.use_"),
+        (DENSE, dict(add_encoder=False), "add_encoder is False with dist_train.use_dist_train False, expected True"),
     ],
 )
 def test_what_does_not_fit_is_refused(size, settings, message):

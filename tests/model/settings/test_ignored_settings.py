@@ -25,7 +25,6 @@ OTHERS = re.compile(r"(recipes|perf_recipes|diffusion|models/(?!conversion)[^/]+
 
 
 def changed(value):
-    """Another value of the same kind."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
@@ -89,7 +88,6 @@ def test_what_a_run_does_not_read_keeps_its_default(run, row):
 
 @pytest.mark.parametrize("switch", run_refusals.PARTS)
 def test_what_is_on_has_its_settings(run, switch):
-    """Not refused by the rows of that switch."""
     cfg = copy.deepcopy(run)
     section, name = switch.split(".")
     setattr(getattr(cfg, section), name, True)

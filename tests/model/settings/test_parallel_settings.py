@@ -39,30 +39,14 @@ OURS = [
     (DENSE, dict(tensor_model_parallel_size=0), "tensor_model_parallel_size is 0, expected 1 or more"),
     (DENSE, dict(context_parallel_size=0), "context_parallel_size is 0, expected 1 or more"),
     (EXPERTS, dict(expert_tensor_parallel_size=0), "expert_tensor_parallel_size is 0, expected 1 or more"),
-    (
-        DENSE,
-        dict(pipeline_model_parallel_size=5),
-        "num_layers is 36, expected a multiple of .*size, 5: or uneven stages",
-    ),
-    (
-        DENSE,
-        dict(VPP2, virtual_pipeline_model_parallel_size=5),
-        r"parallel_size \* virtual_pipeline.*_size, 10: or uneven stages",
-    ),
+    (DENSE, dict(pipeline_model_parallel_size=5), "num_layers is 36, expected a multiple of .*size, 5: or uneven"),
+    (DENSE, dict(VPP2, virtual_pipeline_model_parallel_size=5), r"parallel_size \* virtual_pipeline.*_size, 10: or"),
     (DENSE, dict(virtual_pipeline_model_parallel_size=2), "with pipeline_model_parallel_size 1, expected None"),
     (DENSE, dict(pipeline_model_parallel_layout="Et*18|t*18L"), "virtual_pipeline_model_parallel_size is 2 with pipe"),
     (DENSE, dict(CP2, seq_length=1022), "seq_length is 1022, expected a multiple of 4: rows are split over 2"),
     (DENSE, dict(SP2, seq_length=1023), "seq_length is 1023, expected a multiple of 2: .* 2 sequence-parallel"),
-    (
-        DENSE,
-        dict(CP2, cp_comm_type="p2p"),
-        "cp_comm_type is 'p2p' with .* transformer_impl 'local', expected None or 'all_gather'",
-    ),
-    (
-        DENSE,
-        dict(CP2, cp_comm_type=["all_gather"] * 35 + ["a2a"]),
-        "cp_comm_type is .*, 'a2a'. with .*, expected None or",
-    ),
+    (DENSE, dict(CP2, cp_comm_type="p2p"), "cp_comm_type is 'p2p' with .* transformer_impl 'local', expected None or"),
+    (DENSE, dict(CP2, cp_comm_type=["all_gather"] * 35 + ["a2a"]), "cp_comm_type is .*, 'a2a'. with .*, expected None"),
     (DENSE, dict(hierarchical_context_parallel_sizes=[2, 1]), "hierarchical_context_parallel_sizes is .*, expected"),
     (DENSE, dict(hybrid_context_parallel=True), "hybrid_context_parallel is True, expected False"),
     (DENSE, dict(tensor_parallel_num_weight_shards=2), "tensor_parallel_num_weight_shards is 2, expected None"),
@@ -158,7 +142,6 @@ def test_released_sizes_as_they_are_trained(size, fields):
 
 
 def layers_of_stages(provider):
-    """How many megatron-core would build on each, chunk after chunk."""
     chunks = provider.virtual_pipeline_model_parallel_size
     return [
         get_num_layers_to_build(provider, vp_stage, rank)

@@ -19,7 +19,6 @@ from .split_providers import DENSE, EXPERTS, OVERLAP, PP2, SP2, VPP2, finalized,
 
 @pytest.fixture
 def build(monkeypatch):
-    """Builds a model, as far as our own part of that goes."""
     mixin = "megatron.bridge.models.gpt_provider.GPTModelProvider.provide_distributed_model"
 
     def provide_distributed_model(self, ddp_config=None, wrap_with_ddp=True, use_megatron_fsdp=False):
@@ -42,21 +41,9 @@ def build(monkeypatch):
         (DENSE, dict(PP2, num_layers_in_first_pipeline_stage=1), "first pipeline stage has 1 layers"),
         (DENSE, dict(PP2, pipeline_model_parallel_layout="E|t*36L"), "first pipeline stage has 0 layers"),
         (DENSE, VPP2, "overlap_p2p_comm is False with .* expected True: two interleaved stages would confuse"),
-        (
-            DENSE,
-            dict(PP2, pipeline_model_parallel_layout="Et*9|t*9|t*9|t*9L"),
-            "overlap_p2p_comm is False with .* expected True: two .* batch_p2p_comm must be False",
-        ),
-        (
-            DENSE,
-            dict(VPP2, overlap_p2p_comm=True),
-            "batch_p2p_comm is True with overlap_p2p_comm and .*, expected False: .* one of the two",
-        ),
-        (
-            DENSE,
-            dict(PP2, **OVERLAP),
-            "overlap_p2p_comm is True with .* virtual_pipeline_model_parallel_size None, expected False",
-        ),
+        (DENSE, dict(PP2, pipeline_model_parallel_layout="Et*9|t*9|t*9|t*9L"), "overlap_p2p_comm is False with"),
+        (DENSE, dict(VPP2, overlap_p2p_comm=True), "batch_p2p_comm is True with overlap_p2p_comm and .*, expected"),
+        (DENSE, dict(PP2, **OVERLAP), "overlap_p2p_comm is True with .* virtual_pipeline_model_parallel_size None"),
         (DENSE, dict(VPP2, **OVERLAP, microbatch_group_size_per_vp_stage=1), "stage is 1, expected at least .*, 2"),
         (DENSE, dict(PP2, pipeline_model_parallel_layout="Ett|t*10|t*14|t*10L", **OVERLAP), "stage has 2 layers"),
         (DENSE, dict(SP2, parallel_output=False), "parallel_output is False with .* 2, expected True: a loss on"),
@@ -88,11 +75,7 @@ def test_what_can_be_trained_is_built(build, size, fields):
     ("size", "fields", "why"),
     [
         (DENSE, dict(loss_chunk_tokens=8192), "with loss_chunk_tokens the"),
-        (
-            DENSE,
-            dict(loss_chunk_tokens=0, share_embeddings_and_output_weights=True),
-            "with share_embeddings_and_output",
-        ),
+        (DENSE, dict(loss_chunk_tokens=0, share_embeddings_and_output_weights=True), "with share_embeddings_and_"),
         (DENSE, dict(loss_chunk_tokens=0), None),
     ],
 )
@@ -154,9 +137,7 @@ def first_of_two(untied_folder):
 def test_a_model_that_provide_has_built_meets_them_in_its_first_step(first_of_two):
     """With megatron-core's defaults two stages mix up what they send each other: and only gradients are wrong."""
     ids = torch.arange(8)[None]
-    with pytest.raises(
-        ValueError, match=r"overlap_p2p_comm is False .* expected True: two interleaved stages would confuse"
-    ):
+    with pytest.raises(ValueError, match=r"overlap_p2p_comm is False .* expected True: two interleaved stages would"):
         first_of_two(ids)
     with torch.no_grad():
         assert first_of_two(ids).isfinite().all()

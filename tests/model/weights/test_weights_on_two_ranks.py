@@ -31,7 +31,6 @@ def test_every_tensor_comes_back(untied_folder, tied_folder, moe_folders, tmp_pa
 
 
 def check(folder: str, settings: dict) -> None:
-    """Load, export, compare bit for bit."""
     bridge = AutoBridge.from_hf_pretrained(folder)
     provider = bridge.to_megatron_provider(load_weights=True)
     for name, value in settings.items():

@@ -98,12 +98,10 @@ def test_packed_row(reference, groups):
     """Each segment as if it were alone. transformers does not start anew within a row, so it gets one at a time."""
     cu_seqlens = torch.tensor([0, 61, 125, 128, 258], dtype=torch.int32)
     compare(
-        ours(reference, groups),
-        reference,
-        hidden(1, sum(LENGTHS)),
+        ours(reference, groups), reference, hidden(1, sum(LENGTHS)),
         lambda x: torch.cat([reference(segment) for segment in x.split(LENGTHS, 1)], 1),
         packed_seq_params=packed_seq_params(cu_seqlens, tuple(LENGTHS)),
-    )
+    )  # fmt: skip
 
 
 def test_packed_is_as_apart(reference, groups):

@@ -199,15 +199,10 @@ def test_nothing_is_sent_where_nothing_is_trained(provider, monkeypatch):
             dict(labels=IDS[:, :4], loss_mask=torch.ones(2, 4)),
             r"loss_mask is \[2, 4\] floating point on .* rank 1 and None",
         ),
-        (
-            dict(labels=IDS[:, :4]),
-            dict(labels=IDS[:, :4] - 9),
-            r"labels has shape \[2, 8\] .* entries in \[-8, 12\], expected \[2, 8\] token ids below 512",
-        ),
+        (dict(labels=IDS[:, :4]), dict(labels=IDS[:, :4] - 9), r"labels has shape \[2, 8\] .* entries in"),
     ],
 )
 def test_ranks_that_differ_all_say_so(provider, monkeypatch, first, second, message):
-    """None is left waiting for another's labels."""
     calls = [dict(input_ids=IDS, **first), dict(input_ids=IDS, **second)]
     for error in Ranks(2, monkeypatch).inputs(provider, calls.__getitem__):
         with pytest.raises(ValueError, match=message):

@@ -25,16 +25,6 @@ SETTINGS = dict(dataset__pad_to_multiple_of=8)
 
 @dataclass(frozen=True)
 class Job:
-    """One split.
-
-    Attributes:
-        name: of it.
-        case: of the adapters.
-        hf: Hugging Face folder of the model.
-        split: settings of the model.
-        ckpt_format: of the checkpoints that it goes on from, and leaves.
-    """
-
     name: str
     case: str
     hf: str = ""
@@ -62,7 +52,6 @@ def go_on(job: Job, inputs: Inputs, start: Path, out: Path) -> list[dict[str, fl
 
 
 def main(output: str, jobs: list[dict], data: str, start: str, out: str) -> None:
-    """One job after the other."""
     found = {}
     for job in (Job(**one) for one in jobs):
         hf = Path(job.hf)

@@ -41,7 +41,6 @@ def model_of(case: str) -> tuple[str, str]:
 
 
 def inputs_of(case: str, inputs: Inputs, folders: dict[tuple[str, str], Path]) -> Inputs:
-    """A run's, with weights of its model."""
     folder = folders.get(model_of(case))
     return inputs if folder is None else replace(inputs, hf=folder, megatron=folder)
 
@@ -70,6 +69,5 @@ class Trained(Callback):
         self._stepped = {name: p for name, p in named if p.requires_grad}
 
     def on_train_end(self, context: CallbackContext) -> None:
-        """Copy it."""
         for name, p in self._stepped.items():
             self.weights[name] = (p.to_local() if isinstance(p, DTensor) else p).detach().float().clone()

@@ -227,12 +227,10 @@ def test_megatron_bridge_loads_it(run):
     fresh = adapt(inputs.hf, adapted.peft)
     assert worst_difference(logits[DIST], fresh.logits()) > 0.1
     load_peft_adapter_checkpoint(
-        [fresh.model],
-        find_iteration(folder / DIST),
-        adapted.peft,
+        [fresh.model], find_iteration(folder / DIST), adapted.peft,
         model_sd_kwargs=dict(metadata={"non_homogeneous_layers": adapted.peft.layers_differ}),
         fully_parallel_load=False,
-    )
+    )  # fmt: skip
     check_logits(logits[DIST], fresh, fresh.samples)
 
 
@@ -264,9 +262,7 @@ def test_megatron_bridge_exports_it(run, tmp_path):
     bridge = AutoBridge.from_hf_pretrained(str(inputs.hf))
     checkpoint, out = find_iteration(folder / DIST), tmp_path / "adapter"
     if isinstance(peft, DoRA):
-        with pytest.raises(
-            ValueError, match=r"magnitudes export_adapter_ckpt would drop; use .*qwen3vl adapters export"
-        ):
+        with pytest.raises(ValueError, match=r"magnitudes export_adapter_ckpt would drop; use .*qwen3vl adapters"):
             bridge.export_adapter_ckpt(checkpoint, out)
         return
     bridge.export_adapter_ckpt(checkpoint, out, show_progress=False)

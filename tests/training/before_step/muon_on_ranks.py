@@ -33,7 +33,6 @@ HALF = dict(mixed_precision="bf16_mixed", optimizer__lr=3e-2, optimizer__min_lr=
 
 
 def trained(folder: str, topology: Topology, **settings: Any) -> dict[str, torch.Tensor]:
-    """Weights after the reference's steps."""
     split = Split(folder, topology, **SETTINGS | settings)
     split.run.stream = split.batches(CONTENT, "packed", steps=STEPS)
     for _ in range(STEPS):
@@ -42,7 +41,6 @@ def trained(folder: str, topology: Topology, **settings: Any) -> dict[str, torch
 
 
 def gather_uneven(outputs: list[torch.Tensor], mine: torch.Tensor, group: Any = None) -> None:
-    """As NCCL gathers tensors of several sizes, which gloo does not."""
     if len({output.shape for output in outputs}) == 1:
         return _gather(outputs, mine, group=group)
     longest = max(len(output) for output in outputs)
@@ -57,7 +55,6 @@ _gather = dist.all_gather
 
 
 def main(output: str, folders: dict[str, str]) -> None:
-    """Every case; rank 0 writes the weights."""
     ranks = int(os.environ["WORLD_SIZE"])
     found: dict[Any, dict[str, torch.Tensor]] = {}
     for model, name in CASES[ranks]:

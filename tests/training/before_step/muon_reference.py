@@ -16,13 +16,10 @@ MOMENTUM, ITERATIONS = 0.9, 5
 # Of the quintic polynomial, https://kellerjordan.github.io/posts/muon/: megatron-core's coefficient type "simple".
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 SETTINGS = dict(
-    optimizer__optimizer="muon",
-    optimizer__muon_momentum=MOMENTUM,
-    optimizer__muon_num_ns_steps=ITERATIONS,
-    optimizer__muon_coefficient_type="simple",
-    optimizer__muon_fp32_matmul_prec="highest",
+    optimizer__optimizer="muon", optimizer__muon_momentum=MOMENTUM, optimizer__muon_num_ns_steps=ITERATIONS,
+    optimizer__muon_coefficient_type="simple", optimizer__muon_fp32_matmul_prec="highest",
     optimizer__muon_tp_mode="duplicated",
-)
+)  # fmt: skip
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:
@@ -63,7 +60,6 @@ def matrices_of(tensors: dict[str, Tensor], text: Any) -> list[list[Tensor]]:
 
 
 def is_for_adam(name: str, p: Tensor) -> bool:
-    """Whether megatron-core leaves a parameter to Adam."""
     embedding = any(part in name for part in ("embed_tokens", "lm_head", "pos_embed"))
     return embedding or not (p.ndim == 2 or ".experts." in name)
 

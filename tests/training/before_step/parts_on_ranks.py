@@ -43,8 +43,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 class Messages(logging.Handler):
-    """What the guard says."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[str] = []
@@ -54,37 +52,31 @@ class Messages(logging.Handler):
 
 
 def named(batch: PackedBatch, number: int) -> PackedBatch:
-    """With names that say where its samples are."""
     return replace(batch, sample_ids=tuple(f"{number}.{i}" for i, n in enumerate(batch.layout.lengths) if n))
 
 
 def spoilt(batch: PackedBatch) -> PackedBatch:
-    """With a last picture that is no picture."""
     pixels = batch.vision.pixel_values.clone()
     pixels[-1] = torch.nan
     return replace(batch, vision=replace(batch.vision, pixel_values=pixels))
 
 
 def weights_of(run: Run) -> dict[str, torch.Tensor]:
-    """Copies of this rank's."""
     return {
         f"{name} {i}": p.detach().clone() for i, chunk in enumerate(run.model) for name, p in chunk.named_parameters()
     }
 
 
 def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
-    """The weights that are other ones."""
     return {name for name in before if not torch.equal(before[name], after[name])}
 
 
 def adam_states(run: Run) -> list[torch.Tensor]:
-    """Copies of all that Adam keeps."""
     adams = [one.optimizer for one in optimizers_of(run.optimizer)]
     return [value.clone() for adam in adams for state in adam.state.values() for value in state.values()]
 
 
 def one_case(case: str, folders: dict[str, str]) -> dict[str, Any]:
-    """Train as the reference did, then see a spoilt sample."""
     family, name, settings = CASES[case]
     settings = dict(settings, optimizer_config_override_provider=Qwen3VLTowers(**TOWERS), train__train_iters=STEPS + 1)
     split = Split(folders[family], TOPOLOGIES[name], **settings)
@@ -126,7 +118,6 @@ def spoilt_step(run: Run, rows: Iterator[PackedBatch]) -> dict[str, Any]:
 
 
 def main(output: str, folders: dict[str, str]) -> None:
-    """Every case; rank 0 writes what was found."""
     found = {}
     for case, (family, _, settings) in CASES.items():
         found[case] = one_case(case, folders)

@@ -18,14 +18,12 @@ PARTS = ("language_model", "vision_model", "vision_projection")
 
 
 def part_of(name: str) -> str:
-    """By the name of transformers' parameter."""
     if ".visual." not in name:
         return "language_model"
     return "vision_projection" if "merger" in name else "vision_model"
 
 
 def train_parts(folder: Path) -> dict[str, Any]:
-    """Some steps of AdamW on one model."""
     from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").train()

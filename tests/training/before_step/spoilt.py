@@ -17,13 +17,7 @@ from megatron.bridge.training.callbacks import Callback, CallbackContext
 
 @dataclass(frozen=True)
 class Spoil:
-    """What happens to a sample of a row: which is known by the samples in it.
-
-    Attributes:
-        row: ids of the row's samples.
-        sample: which of them.
-        kind: "nan" for pixels that are no numbers, "wrong" for a loss on all of its tokens, by labels that are wrong.
-    """
+    """What happens to a sample of a row: which is known by the samples in it."""
 
     row: tuple[str, ...]
     sample: int
@@ -46,8 +40,6 @@ class Spoil:
 
 @dataclass(frozen=True)
 class SpoiltCollator(Collator):
-    """Lays samples out, with all that happens to them."""
-
     spoils: tuple[Spoil, ...] = ()
 
     def packed(self, samples: Sequence[EncodedSample]) -> PackedBatch:
@@ -59,8 +51,6 @@ class SpoiltCollator(Collator):
 
 @dataclass(kw_only=True)
 class SpoiltProvider(Qwen3VLConversationProvider):
-    """Conversations some of which are spoilt."""
-
     spoils: tuple[Spoil, ...] = ()
 
     def collator(self) -> SpoiltCollator:
@@ -97,14 +87,11 @@ class Before(Callback):
             self.skipped_changed.append(self.changed())
 
     def changed(self) -> bool:
-        """Whether the run is another one than before the step."""
         after = states(self.context)
         return len(after) != len(self.states) or not all(map(torch.equal, after, self.states))
 
 
 class BadGradient(Callback):
-    """A gradient that is no number, in one step's backward pass."""
-
     def __init__(self, step: int, name: Callable[[str], bool]) -> None:
         self.step, self.name, self.handles = step, name, []
 

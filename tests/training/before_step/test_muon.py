@@ -32,13 +32,10 @@ HALF_WEIGHT = 0.1
 
 @pytest.fixture(scope="module")
 def models(folders, untied_folder):
-    """Hugging Face folders."""
     return {
-        "dense": untied_folder,
-        "MoE": folders["qwen3_vl", "moe"],
-        "Qwen3.5": folders["qwen3_5", "dense"],
+        "dense": untied_folder, "MoE": folders["qwen3_vl", "moe"], "Qwen3.5": folders["qwen3_5", "dense"],
         "Qwen3.5 MoE": folders["qwen3_5", "moe"],
-    }
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +47,6 @@ def references(models):
 
 
 def worst_movement(found, *, before, after):
-    """The largest error of a weight, against how far it moved."""
     assert found.keys() == after.keys(), found.keys() ^ after.keys()
     return max(((found[name] - after[name]).norm() / (after[name] - before[name]).norm()).item() for name in after)
 

@@ -35,11 +35,9 @@ def found(references, tmp_path_factory):
     folders, _ = references
     output = tmp_path_factory.mktemp("parts") / "found.pt"
     run_ranks(
-        "tests.training.before_step.parts_on_ranks",
-        2,
-        output,
+        "tests.training.before_step.parts_on_ranks", 2, output,
         json.dumps({name: str(f) for name, f in folders.items()}),
-    )
+    )  # fmt: skip
     found = torch.load(output)
     assert found.keys() == CASES.keys()
     return found

@@ -39,8 +39,6 @@ STOPS = {
 
 @dataclass
 class Chain:
-    """A kind of model, and where it goes: one of STOPS."""
-
     family: str
     hf: Path
     data: Path
@@ -49,7 +47,6 @@ class Chain:
 
     @property
     def last_step(self) -> int:
-        """Of the whole way: a whole model at both ends."""
         return 2 + sum(map(len, STOPS[self.family].values()))
 
     def limits(self, expected: list[list[float]], scratch: Path) -> dict[str, float]:
@@ -64,7 +61,6 @@ class Chain:
         return allowed(noises, dtype)
 
     def journey(self, split: str | None, save: str | None = None) -> Journey:
-        """A stop."""
         place = dict(hf=str(self.hf), data=str(self.data), save=save or str(self.save))
         kind = dict(fsdp=self.family == "sharded", distributed=self.distributed)
         return Journey(**place, split=split, **kind, settings=dict(train__train_iters=self.last_step))
@@ -84,7 +80,6 @@ def on_ranks(ranks: int, cases: list[Case], scratch: Path) -> list[Any]:
 
 
 def errors(found: list[list[float]], expected: list[list[float]]) -> dict[str, float]:
-    """The largest of losses and gradient norms."""
     assert [entry[0] for entry in found] == [entry[0] for entry in expected]
     return {
         name: max(abs(one[i] / other[i] - 1) for one, other in zip(found, expected, strict=True))
@@ -95,7 +90,6 @@ def errors(found: list[list[float]], expected: list[list[float]]) -> dict[str, f
 def travel(
     chains: list[Chain], scratch: Path, more: Sequence[Case] = ()
 ) -> tuple[list[list[list[float]]], list[tuple[dict[str, float], dict[str, float]]], list[Any]]:
-    """The whole way of each."""
     expected, found, answers = [], [], []
     for chain in chains:
         whole = chain.journey(None, str(chain.save) + "_whole")

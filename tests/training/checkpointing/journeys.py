@@ -32,30 +32,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 LOGGED = ("step", "loss", "grad_norm")
 # Rows of the same documents at every split; four microbatches, for data-parallel ranks and interleaved stages.
 COMMON = dict(
-    dataset__pad_to_multiple_of=8,
-    train__global_batch_size=4,
-    validation__eval_iters=0,
-    optimizer__lr=1e-3,
+    dataset__pad_to_multiple_of=8, train__global_batch_size=4, validation__eval_iters=0, optimizer__lr=1e-3,
     scheduler__lr_warmup_iters=2,
-)
+)  # fmt: skip
 
 
 @dataclass
 class Journey:
-    """Where a run is, and where it goes.
-
-    Attributes:
-        hf: Hugging Face folder of its model.
-        data: its data.
-        save: its folder.
-        split: one of SPLITS; None for the whole model.
-        fsdp: whether Megatron-FSDP shards it, in bfloat16; or parameters are whole on each rank.
-        bf16: whether these are bfloat16; else float32.
-        distributed: whether the optimizer is distributed, where it is not Megatron-FSDP's.
-        pretrained: first weights; None for those of `hf`.
-        settings: others, written `train__train_iters`.
-    """
-
     hf: str
     data: str
     save: str
@@ -67,7 +50,6 @@ class Journey:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def config(self) -> Any:
-        """Its configuration."""
         cfg = Inputs(Path(self.hf), Path(self.data), Path("unused")).config(Path(self.save), **COMMON | self.settings)
         cfg.checkpoint.pretrained_checkpoint = self.pretrained or self.hf
         cfg.logger.tensorboard_dir = None
@@ -86,7 +68,6 @@ def steps(journey: Journey, count: int, *callbacks: Callback) -> list[list[float
 
 
 def do_go_on(journey: dict[str, Any], count: int) -> list[list[float]]:
-    """So many steps from what is there."""
     return steps(Journey(**journey), count)
 
 
@@ -98,7 +79,6 @@ class Weights(Callback):
         self.found: dict[str, torch.Tensor] = {}
 
     def on_train_end(self, context: CallbackContext) -> None:
-        """Copy them."""
         exported = self._bridge.export_hf_weights(context.model, cpu=True, show_progress=False)
         self.found = {name: tensor.clone() for name, tensor in exported}
 
@@ -125,7 +105,6 @@ class Everything(Callback):
         self.draws += [torch.rand(3), tracked]
 
     def on_checkpoint_save(self, context: CallbackContext) -> None:
-        """Copies of this rank's."""
         found = [p for chunk in context.model for p in chunk.parameters()]
         found += [state[moment] for state in optimizer_states(context.optimizer) for moment in MOMENTS]
         self.tensors = [tensor.detach().clone() for tensor in found]
@@ -148,7 +127,6 @@ def do_interrupt(journey: dict[str, Any], count: int) -> bool:
 
 
 def main(output: str, cases: list[tuple[str, dict[str, Any]]]) -> None:
-    """One case after the other."""
     torch.distributed.init_process_group("gloo")  # or Megatron-Bridge's loop would, and take it down at its end
     found = []
     for what, settings in cases:

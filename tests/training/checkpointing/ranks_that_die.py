@@ -63,7 +63,6 @@ def arm(event: str, ending: str, *, dies: bool) -> None:
 
 
 def dying(stream: Iterator[Any]) -> Iterator[Any]:
-    """A microbatch, and the end of this process."""
     yield next(stream)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -129,7 +128,6 @@ def ends(children: list[int]) -> tuple[list[int | None], float]:
 
 
 def main(journey: Journey, moments: list[str]) -> dict:
-    """Save once, die or fail at some moments, go on."""
     found = {}
     tracker = Path(journey.save) / "latest_checkpointed_iteration.txt"
     for moment in (None, *moments, "nothing"):

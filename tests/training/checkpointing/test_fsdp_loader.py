@@ -26,7 +26,6 @@ WRAPPER = "module."
 
 @pytest.fixture(scope="module")
 def model(moe_folder) -> Qwen3VLMoEModelProvider:
-    """One dense layer among those with experts."""
     provider = AutoBridge.from_hf_pretrained(str(moe_folder)).to_megatron_provider(load_weights=False)
     provider.finalize()
     initialize(provider, seed=0)
@@ -81,8 +80,6 @@ def asked(model, monkeypatch):
 
 
 def load(state, **more):
-    """By the name that callers import, with nothing real behind it."""
-
     def theirs(load_dir, ckpt_cfg, rank0, sharded_state_dict, iteration, release=False, checkpoint_path_override=None,
                checkpointing_context=None, cfg=None):  # fmt: skip
         return "theirs"

@@ -30,7 +30,6 @@ MEANS = dict(model__calculate_per_token_loss=False)
 
 @pytest.fixture(scope="module")
 def weights(inputs, moe_folder, tmp_path_factory):
-    """Folders of each kind, by the model's kind."""
     folder, found = tmp_path_factory.mktemp("weights"), {}
     for name, hf in (("dense", inputs.hf), ("MoE", moe_folder)):
         for ckpt_format in KINDS[1:]:
@@ -45,7 +44,6 @@ def steps(count: int, **settings) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def found(weights, inputs, tied_folder, tmp_path_factory):
-    """What runs on two ranks have found, by their names."""
     saved = tmp_path_factory.mktemp("saved")
 
     def start(name, kind, count, model="dense", save=None, first=None, settings=TP2, **others):
@@ -83,14 +81,12 @@ def found(weights, inputs, tied_folder, tmp_path_factory):
 
 
 def alone(inputs, count: int, hf=None, bf16: bool = False, **settings) -> list[tuple[float, float]]:
-    """Losses and gradients' norms in one process."""
     hf = str(hf or inputs.hf)
     return run(Start("whole", hf, str(inputs.data), hf, None, steps(count, **settings), bf16=bf16))["log"]
 
 
 @pytest.fixture(scope="module")
 def expected(inputs) -> list[tuple[float, float]]:
-    """Of four steps."""
     return alone(inputs, 4)
 
 
@@ -177,7 +173,6 @@ def test_megatron_fsdp_starts_from_the_other_format_and_goes_on(found, expected,
 
 
 def test_a_distributed_optimizer_goes_on(found, expected, most):
-    """With both overlaps."""
     first, second = found["distributed"], found["distributed, goes on"]
     assert (first["first_step"], second["first_step"]) == (0, 2)
     assert first["log"] + second["log"] == found["distributed, whole"]["log"]
@@ -204,8 +199,6 @@ def test_what_cannot_be_read_is_refused(found, name, message):
 
 
 class TestTheConfiguration:
-    """What its check arranges, in one process."""
-
     @pytest.fixture
     def cfg(self, inputs):
         from qwen3vl_bridge.training.process_groups import initialize

@@ -40,19 +40,6 @@ LANGUAGE_FROZEN = dict(model__freeze_language_model=True)
 
 @dataclass
 class Job:
-    """A run.
-
-    Attributes:
-        name: what it is known by.
-        split: a key of MODULES, or None for the whole model.
-        opens: whether it only looks into a checkpoint, with Megatron-Bridge's own tools.
-        family: of its model.
-        save: its folder; None to save nothing.
-        load: the folder of a run that it goes on from, at half of the steps.
-        sharded: whether the optimizer's state is shared out to data-parallel ranks, and travels while others compute.
-        settings: of its configuration that are its own, written `train__train_iters`.
-    """
-
     name: str
     split: str | None = None
     opens: bool = False
@@ -63,7 +50,6 @@ class Job:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def config(self, hf: str, data: str) -> Any:
-        """Its configuration."""
         cfg = Inputs(Path(hf), Path(data), Path("unused")).config(
             None if self.save is None else Path(self.save), **SETTINGS | self.settings
         )
@@ -92,16 +78,13 @@ class Follower(Callback):
         ]
 
     def on_train_step_end(self, context: Any) -> None:
-        """Loss and gradients' norm."""
         if "lm loss" in context.loss_dict:
             self.log.append(("step", float(context.loss_dict["lm loss"]), float(context.grad_norm)))
 
     def on_eval_end(self, context: Any) -> None:
-        """The validation data's loss."""
         self._add("valid", context)
 
     def on_test_end(self, context: Any) -> None:
-        """The test data's loss."""
         self._add("test", context)
 
     def _add(self, kind: str, context: Any) -> None:
@@ -110,7 +93,6 @@ class Follower(Callback):
 
 
 def run(job: Job, hf: str, data: str) -> dict[str, Any]:
-    """As a user's script does."""
     follower, entries = Follower(), Entries()
     run_bridges_loop(job.config(hf, data), follower, entries)
     return dict(told=follower.log, log=entries.entries, come_back=follower.come_back)
@@ -124,7 +106,6 @@ def opened(job: Job, *_: str) -> dict[str, float]:
 
 
 def main(output: str, hf: dict[str, str], data: str, jobs: list[Job]) -> None:
-    """One run after the other."""
     dist.init_process_group("gloo")  # or Megatron-Bridge's loop would, and take it down at its end
     found = {job.name: (opened if job.opens else run)(job, hf[job.family], data) for job in jobs}
     every = [None] * dist.get_world_size()

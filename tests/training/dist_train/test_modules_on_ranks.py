@@ -90,7 +90,6 @@ def worst(log: list[dict[str, float]], other: list[dict[str, float]]) -> dict[st
 
 
 def weights(run: Path, to: Path, hf: Path) -> dict[str, torch.Tensor]:
-    """Of the newest checkpoint, by the converter."""
     export_checkpoint(run, to, hf_model=hf, progress=False)
     return {name: tensor for path in to.glob("*.safetensors") for name, tensor in load_file(path).items()}
 

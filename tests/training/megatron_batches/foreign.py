@@ -24,7 +24,6 @@ def mock(hf: Path, **settings):
 
 
 def write_conversations(folder: Path, *, pictures: tuple[int, ...] = (1, 0, 2)) -> Path:
-    """Six conversations about so many pictures, in turn."""
     rng, path = np.random.default_rng(0), folder / "conversations.jsonl"
     with path.open("w") as file:
         for number, answer in enumerate(ANSWERS):
@@ -51,7 +50,6 @@ def direct(hf: Path, path: Path, **settings):
 
 
 def batch_of(dataset, numbers=(0, 1)) -> dict:
-    """What the configuration's collator makes of samples."""
     from megatron.bridge.data.utils import get_dataset_provider
 
     train, _, _ = get_dataset_provider(dataset)([8, 0, 0], dataset)
@@ -86,7 +84,6 @@ def write_webdataset(folder: Path) -> Path:
 
 
 def energon(hf: Path, path: Path, **settings):
-    """A WebDataset through Megatron-Bridge's own task encoder."""
     from megatron.bridge.data.builders.energon import EnergonDatasetConfig, QwenVLEnergonTaskEncoderConfig
 
     return EnergonDatasetConfig(

@@ -40,7 +40,6 @@ def conversations(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def provider(untied_folder):
-    """One that no process groups were made for."""
     import qwen3vl_bridge  # noqa: F401
 
     from megatron.bridge import AutoBridge
@@ -50,7 +49,6 @@ def provider(untied_folder):
 
 @pytest.fixture(scope="module")
 def rows(untied_folder, conversations):
-    """A batch of three conversations with one, no and two pictures."""
     batch = batch_of(direct(untied_folder, conversations), (0, 1, 2))
     return lambda: dict(batch)
 
@@ -58,11 +56,9 @@ def rows(untied_folder, conversations):
 def step(pair, dataset, batch):
     """Sum of the losses that count, how many; gradients are in the parameters."""
     cfg = SimpleNamespace(
-        model=pair.megatron.config,
-        dataset=dataset,
-        train=SimpleNamespace(micro_batch_size=1),
+        model=pair.megatron.config, dataset=dataset, train=SimpleNamespace(micro_batch_size=1),
         rerun_state_machine=SimpleNamespace(check_for_nan_in_loss=True, check_for_spiky_loss=False),
-    )
+    )  # fmt: skip
     losses, count = forward_step(SimpleNamespace(cfg=cfg), iter([batch]), pair.megatron)
     total, tokens, _ = count(losses)
     total.backward()
@@ -76,12 +72,9 @@ def reference(pair, batch):
     visual = vars(batch["visual_inputs"]) if "visual_inputs" in batch else {}
     pictures = {name: value for name, value in visual.items() if value is not None}
     out = pair.reference(
-        input_ids=ids,
-        attention_mask=real,
-        mm_token_type_ids=(ids == pair.config.image_token_id).int(),
-        labels=ids.masked_fill(~trained, -100),
-        **pictures,
-    )
+        input_ids=ids, attention_mask=real, mm_token_type_ids=(ids == pair.config.image_token_id).int(),
+        labels=ids.masked_fill(~trained, -100), **pictures,
+    )  # fmt: skip
     total = out.loss * trained.sum()
     total.backward()
     return total.item(), int(trained.sum())
@@ -182,7 +175,6 @@ def test_batches_of_their_energon_encoder(provider, untied_folder, conversations
 
 
 def video():
-    """Two frames of four tokens."""
     from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
 
     grid = torch.tensor([[[2, 4, 4]]])  # [B, N, 3] as some processors have it
@@ -220,7 +212,6 @@ def test_a_picture_that_was_cut_is_refused(provider, rows):
 
 
 def packed(**changes):
-    """Two documents of three and two tokens, each padded to four."""
     ids = torch.tensor([[1, 2, 3, 0, 4, 5, 0, 0]])
     batch = dict(
         input_ids=ids, labels=torch.tensor([[2, 3, -100, -100, 5, -100, -100, -100]]),

@@ -34,8 +34,6 @@ def texts(tmp_path_factory):
 
 @pytest.fixture
 def config(inputs):
-    """A short run on a data set of theirs."""
-
     def make(save, dataset, **settings):
         cfg = replicated(inputs, save, **SHORT | settings)
         cfg.dataset = dataset

@@ -44,7 +44,6 @@ def write_questions(folder: Path, hf: Path, picture: Path, texts: list[str]) -> 
 
 
 def asking(hf: Path, data: Path, fields: dict[str, Any]) -> Any:
-    """A run of one step that changes nothing, and an evaluation."""
     from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config
     from qwen3vl_recipes.paths import set_paths
 
@@ -62,7 +61,6 @@ def asking(hf: Path, data: Path, fields: dict[str, Any]) -> Any:
 
 
 def main(output: str, hf: str, data: str, splits: list[dict[str, Any]]) -> None:
-    """Rank 0 writes the accuracy of each split."""
     found = [train(asking(Path(hf), Path(data), fields))[-1]["accuracy"] for fields in splits]
     leave(found, output)
 

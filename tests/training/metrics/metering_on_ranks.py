@@ -48,7 +48,6 @@ def measure(folder: str, topology: Topology, rows: str, **fields) -> dict:
 
 
 def main(output: str, folder: str, depths: str = "") -> None:
-    """Every way to split, or the models."""
     if depths:
         found = [measure(one, TOPOLOGIES["PP2"], "packed", **fields)["figures"] for one, fields in json.loads(depths)]
     else:

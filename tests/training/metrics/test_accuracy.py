@@ -42,7 +42,6 @@ def test_the_share_of_right_answers(places):
 
 
 def test_ranks_share_the_questions(places, tmp_path):
-    """Or ask all in step, where they share experts."""
     kind, hf, data, right = places
     splits = [{}, dict(tensor_model_parallel_size=2, sequence_parallel=True)]
     if kind == "moe":

@@ -62,7 +62,6 @@ def test_amounts_are_those_of_the_samples(alone, samples):
 
 
 def test_experts_are_chosen_as_transformers_chooses_them(alone, samples, moe_folder):
-    """For each sample alone, which has no padding."""
     from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(moe_folder, attn_implementation="eager")
@@ -120,7 +119,6 @@ def depths(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def figures(depths):
-    """Of each as the first model of its process."""
     found = []
     for folder, fields in depths:
         forget_models()
@@ -195,11 +193,9 @@ def test_adapters_are_counted_by_the_layers_that_they_are_on(inputs, moe_folder)
     cfg = inputs.config(None)
     cfg.peft = Qwen3VLLoRA(dim=4, target_modules=["*.layers.1.*.linear_proj"], adapt_vision_model=True)
     expected = Trained(
-        language_model=False,
-        vision_model=False,
-        vision_projection=False,
+        language_model=False, vision_model=False, vision_projection=False,
         rank=lambda name: 4 if name.endswith("layers.1.self_attention.linear_proj") else 0,
-    )
+    )  # fmt: skip
     assert step_costs(cfg) == provider_costs(cfg.model, expected)
     cfg.peft.freeze_vision_projection = False
     assert step_costs(cfg) == provider_costs(cfg.model, replace(expected, vision_projection=True))

@@ -72,7 +72,6 @@ def slower_tower():
 
 
 def board(folder) -> dict[str, dict[int, float]]:
-    """All figures of a TensorBoard folder, by name and step."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder)).Reload()
@@ -114,11 +113,9 @@ def test_rates_are_means_over_the_interval(run):
         assert taken == pytest.approx(INTERVAL)  # without the pause
         assert entry["images_per_second"] == pytest.approx(amounts.images / taken)
         done = step_costs(cfg).of_many(
-            tokens=amounts.tokens,
-            token_pairs=amounts.token_pairs,
-            patches=amounts.patches,
+            tokens=amounts.tokens, token_pairs=amounts.token_pairs, patches=amounts.patches,
             patch_pairs=amounts.patch_pairs,
-        )
+        )  # fmt: skip
         assert entry["tflops_per_gpu"] == pytest.approx(done / taken / 1e12)
         assert "mfu" not in entry  # nobody knows a CPU's peak
         assert 0.1 < entry["memory_gb"] < 100
@@ -203,7 +200,6 @@ def test_weights_and_biases_has_to_be_installed(inputs, monkeypatch):
 
 
 def test_weights_and_biases_gets_the_log(inputs, tmp_path, monkeypatch):
-    """A real run, kept on disk."""
     wandb = pytest.importorskip("wandb")
 
     from megatron.bridge.training.callbacks import Callback
