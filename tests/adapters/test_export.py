@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable
 from typing import NamedTuple
 
-from qwen3vl_bridge.peft.adapter_rows import LINEAR_LAYERS, OF_LINEAR_ATTENTION, hf_targets
+from qwen3vl_bridge.peft.adapter_rows import LINEAR_LAYERS, OF_LINEAR_ATTENTION
 from qwen3vl_bridge.peft.lora import Qwen3VLDoRA, Qwen3VLLoRA
 from qwen3vl_bridge.peft.model_adapters import save_hf_adapter
 from qwen3vl_bridge.weights.bridge_mappings import InputMajorExpertMapping
@@ -303,29 +303,6 @@ def test_bfloat16_is_rounded_once(request, model, method):
         torch.testing.assert_close(weight, exact[name].bfloat16(), rtol=0, atol=0, msg=name)
 
 
-def test_each_projection_is_a_part_of_the_layers_product(qwen3_5_folders):
-    """By the formula, without the `peft` library: rows of B, the one A, alpha / dim."""
-    adapted = adapt(qwen3_5_folders["dense"], Qwen3VLLoRA(**SIZE, **ALL, lora_B_init_method="normal"))
-    found = adapted.pair.bridge._model_bridge.adapter_weights([adapted.model])
-    layers = adapted.model.language_model.decoder.layers
-    prefix = "model.language_model.layers"
-
-    def delta(name: str) -> torch.Tensor:
-        return 8 / 4 * found[f"{prefix}.{name}.lora_B.weight"] @ found[f"{prefix}.{name}.lora_A.weight"]
-
-    adapter = layers[1].self_attention.in_proj.adapter
-    whole = 8 / 4 * adapter.linear_out.weight @ adapter.linear_in.weight
-    # q, k, v, then z, b, a: 2 * 4 * 8 + 8 * 12, 8 * 12, 8 and 8 rows.
-    for part, rows in zip(["qkv", "z", "b", "a"], whole.split([160, 96, 8, 8]), strict=True):
-        assert torch.equal(delta(f"1.linear_attn.in_proj_{part}"), rows)
-    adapter = layers[3].self_attention.linear_qkv.adapter
-    whole = (8 / 4 * adapter.linear_out.weight @ adapter.linear_in.weight).unflatten(0, (2, 6, 32))
-    queries, gates, key, value = whole.split([2, 2, 1, 1], 1)  # of each of two groups, heads of 32
-    assert torch.equal(delta("3.self_attn.q_proj"), torch.stack((queries, gates), 2).flatten(0, 3))
-    assert torch.equal(delta("3.self_attn.k_proj"), key.flatten(0, 2))
-    assert torch.equal(delta("3.self_attn.v_proj"), value.flatten(0, 2))
-
-
 def test_a_model_without_adapters(untied_folder, tmp_path):
     adapted = adapt(untied_folder, Qwen3VLLoRA(dim=2))
     plain = adapt(untied_folder, Qwen3VLLoRA(dim=2)).pair.bridge
@@ -339,12 +316,3 @@ def test_dora_for_callers_that_take_two_matrices(untied_folder):
     adapted = adapt(untied_folder, DoRA(**SIZE))
     with pytest.raises(ValueError, match=r"40 DoRA adapters, .* save_hf_adapter, or export"):
         adapted.pair.bridge.export_adapter_weights([adapted.model])
-
-
-def test_targets_name_exactly_the_adapted():
-    modules = [f"{name}.weight" for name in ("a.0.q", "a.1.q", "b.0.k", "b.1.k", "norm")]
-    adapted = [f"{name}.weight" for name in ("a.0.q", "a.1.q", "b.1.k")]
-    assert hf_targets(adapted, [*modules, "e.0.k", "e.1.k"]) == {"target_modules": ["b.1.k", "q"]}
-    parameters = ["e.0.k", "e.1.k", "e.0.n", "e.1.n"]
-    found = hf_targets([*adapted, "e.0.k", "e.1.k", "e.1.n"], [*modules, *parameters])
-    assert found == {"target_modules": ["b.1.k", "q"], "target_parameters": ["e.1.n", "k"]}

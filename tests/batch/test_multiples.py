@@ -31,8 +31,3 @@ def test_rows_of_other_lengths_cannot(length, cp, sp):
     else:
         with pytest.raises(ValueError, match=r"divide"):
             token_index(layout, cp, cp - 1, sp, sp - 1)
-
-
-def test_one_length_serves_both():
-    assert (segment_multiple(1), segment_multiple(2), segment_multiple(3)) == (1, 4, 6)
-    assert (row_multiple(2, 2), row_multiple(2, 3), row_multiple(1, 8), row_multiple(1, 1)) == (4, 12, 8, 1)

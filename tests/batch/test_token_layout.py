@@ -88,13 +88,6 @@ def test_offsets_and_padding_mask_follow_the_lengths(case):
     assert layout.total == int(layout.cu_seqlens_padded[-1])
 
 
-def test_rows():
-    layout = SequenceLayout.rows([3, 4], 4)
-    assert (layout.num_rows, layout.packed, layout.total) == (2, False, 8)
-    assert layout.cu_seqlens.tolist() == [0, 3, 7] and layout.cu_seqlens_padded.tolist() == [0, 4, 8]
-    assert token_index(layout, 2, 1).tolist() == [[1, 5], [2, 6]]
-
-
 def test_packed_row_pads_each_segment_and_the_row():
     layout = SequenceLayout.packed_row([3, 4, 5], multiple=4, total=24)
     assert layout.packed and layout.padded_lengths == (4, 4, 8, 8) and layout.lengths == (3, 4, 5, 0)
@@ -107,12 +100,6 @@ def test_equality_is_of_lengths_and_rows():
     assert SequenceLayout.rows([3, 4], 4) == SequenceLayout.rows([3, 4], 4)
     assert SequenceLayout.packed_row([3, 4], multiple=4) != SequenceLayout.rows([3, 4], 4)
     assert SequenceLayout.rows([3, 4], 4) != SequenceLayout.rows([3, 3], 4)
-
-
-def test_to_moves_the_offsets():
-    moved = SequenceLayout.rows([3, 4], 4).to("meta")
-    assert moved.cu_seqlens.device.type == moved.cu_seqlens_padded.device.type == "meta"
-    assert moved.lengths == (3, 4)
 
 
 def offsets(*values: int) -> torch.Tensor:

@@ -148,14 +148,6 @@ def test_cost_decides_and_not_the_number_of_frames_or_patches():
         assert [assignment.part(vision, rank).lengths for rank in range(2)] == expected
 
 
-def test_the_only_frame_is_one_ranks():
-    vision = make_vision([(1, 2, 4)], [])
-    assignment = assign_vision(vision, VisionWork(1, 1, 4), 3)
-    assert [assignment.part(vision, rank) is None for rank in range(3)] == [False, True, True]
-    assert assignment.counts == (2, 0, 0)
-    assert assignment.encoded_index.tolist() == [0, 1]
-
-
 def test_frames_that_are_no_whole_tokens_are_refused():
     vision = make_vision([(1, 2, 2), (1, 2, 6)], [])
     with pytest.raises(ValueError, match=r"frames have \(4, 12\) patches, expected multiples of 8"):

@@ -206,6 +206,7 @@ def test_a_target_inside_the_source(capsys, tmp_path, untied_folder):
         (["--pp", "2"], ("--pp is 2", "no pipeline stages")),
         (["--tp", "3"], ("--tp is 3", "divisor of num_attention_heads, which is 4")),
         (["--tp", "0"], ("--tp is 0", "expected 1 or more")),
+        (["--make-vocab-size-divisible-by", "0"], ("--make-vocab-size-divisible-by is 0, expected",)),
     ],
 )
 def test_parallel_sizes_that_cannot_be(capsys, tmp_path, untied_folder, options, parts):

@@ -117,12 +117,6 @@ def test_nothing_is_converted_by_another_models_configuration(
         assert all(part in str(error.value) for part in parts)
 
 
-def test_a_configuration_that_is_the_same_is_taken(tmp_path, untied_folder, imported):
-    export_checkpoint(imported, tmp_path / "hf", hf_model=untied_folder)
-    reformat_checkpoint(imported, tmp_path / "m", hf_model=untied_folder, ckpt_format="torch_dist")
-    assert verify_checkpoint(tmp_path / "hf", tmp_path / "m").same
-
-
 @pytest.mark.parametrize("text", [None, "checkpoint: {}", "model: [", "a: 1" + ":1" * 500_000])
 def test_what_nothing_was_compared_with_is_said(text, tmp_path, untied_folder, imported):
     run = shutil.copytree(imported / "iter_0000000", tmp_path / "run")

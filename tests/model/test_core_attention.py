@@ -163,11 +163,6 @@ def test_context_parallel_ranks_together_are_one(request, monkeypatch, lengths, 
     assert varlen is None or varlen.calls == ranks
 
 
-def test_chunks_of_a_row_are_worked_out_once_for_all_layers(monkeypatch, varlen):
-    params = layout_packed_seq_params(SequenceLayout.packed_row([16, 32]))
-    assert params.chunks(2, 1) is params.chunks(2, 1) is not params.chunks(2, 0)
-
-
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("queries", [1, 24, 40])
 def test_the_end_of_a_segment_on_the_cpu(groups, queries):

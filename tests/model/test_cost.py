@@ -166,11 +166,3 @@ def test_samples_add_up():
     tokens, patches, pairs = (sum(part) for part in zip(*samples, strict=True))
     squares = sum(t**2 for t, _, _ in samples)
     assert sum(alone) == costs.of_many(tokens=tokens, token_pairs=squares, patches=patches, patch_pairs=pairs)
-
-
-def test_a_step_that_trains_all_is_three_forward_passes_but_for_the_pixels():
-    config = hf_config("30B-A3B").to_dict()
-    forward, step = tower_costs(config), tower_costs(config, Trained())
-    assert (step.token, step.token_pair) == (3 * forward.token, 3 * forward.token_pair)
-    pixels = 2 * 1152 * 3 * 2 * 16 * 16
-    assert (step.patch, step.patch_pair) == (3 * forward.patch - pixels, 3 * forward.patch_pair)

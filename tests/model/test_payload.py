@@ -80,12 +80,6 @@ def test_gradients_come_back_to_where_they_belong(counts):
         assert torch.equal(one.grad, weight)
 
 
-def test_the_order_is_features_first_and_the_embedding_last():
-    tokens, features = encoded(2)
-    row = pack(tokens, features, (EncoderShard(2, 0),), 2)[0, 1]
-    assert torch.equal(row, torch.cat((features[0, 0], features[1, 0], features[2, 0], tokens[0])))
-
-
 @pytest.mark.parametrize(
     ("expected", "taps", "hidden", "words"),
     [

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.models import rope, settings
-from qwen3vl_bridge.models.rope import InterleavedMRoPE, rotate, rotation
+from qwen3vl_bridge.models.rope import rotate, rotation
 
 import pytest
 import torch
@@ -219,13 +219,3 @@ def test_compiling_is_turned_off_like_megatron_cores(monkeypatch, device, off, w
     (jit.disable_jit_fuser if off else jit.enable_jit_fuser)()
     assert rotate(query, query, torch.zeros(2, 1, 1, 1, 4)) == way
     assert "cfg.dist.disable_jit_fuser:" in inspect.getsource(setup.setup)
-
-
-def test_constants_are_computed_once(monkeypatch):
-    made = []
-    computed = rope.scaled_frequencies
-    monkeypatch.setattr(rope, "scaled_frequencies", lambda *given: made.append(1) or computed(*given))
-    scaled = dict(rope_type="yarn", rope_theta=5e6, factor=4.0, original_max_position_embeddings=64)
-    angles = InterleavedMRoPE(32, 5e6, [6, 5, 5], torch.float32, scaled)
-    first, second = angles(torch.arange(5)[None]), angles(torch.arange(5)[None])
-    assert torch.equal(first, second) and made == [1]

@@ -45,19 +45,6 @@ def chain(num_features: int, layers: list[int]) -> list[DeepStackStage]:
 
 
 @given(**SIZES)
-def test_stages_of_a_chain_fit(length, rows, tokens, width, num_features, stages):
-    parts = chain(num_features, stages)
-    assert parts[0].received == num_features
-    for number, (part, here) in enumerate(zip(parts, stages, strict=True)):
-        assert 0 <= part.sent <= part.received
-        assert part.received - part.sent == min(
-            here, part.received
-        )  # each of its layers takes one, while there are any
-        if number + 1 < len(parts):
-            assert part.sent == parts[number + 1].received
-
-
-@given(**SIZES)
 def test_unpacking_inverts_packing(length, rows, tokens, width, num_features, stages):
     hidden, features = make(length, rows, width), make(num_features, tokens, width)
     received, own = hidden, features

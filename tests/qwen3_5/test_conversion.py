@@ -117,17 +117,6 @@ def test_bfloat16_alone_stays_so(released_3_6, ckpt_format, torch_dtype, tmp_pat
         check_same(weights(tmp_path / f"{source}_hf"), tensors)
 
 
-@pytest.mark.parametrize("ckpt_format", FORMATS)
-def test_sections_of_a_projection(qwen3_5_folders, ckpt_format, tmp_path):
-    """A checkpoint keeps them apart, as megatron-core does."""
-    import_checkpoint(qwen3_5_folders["dense"], tmp_path / "megatron", ckpt_format=ckpt_format)
-    names = read_metadata(tmp_path / "megatron" / "iter_0000000").tensors
-    found = {name.rpartition(".")[2] for name in names if ".in_proj.weight." in name}
-    assert found == {"query", "key", "value", "z", "beta", "alpha"}
-    assert {name.rpartition(".")[2] for name in names if ".conv1d.weight." in name} == {"query", "key", "value"}
-    assert not any(name.endswith((".in_proj.weight", ".conv1d.weight")) for name in names)
-
-
 def parameters(model: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
     return {name: one.detach().clone() for name, one in model[0].named_parameters()}
 

@@ -127,24 +127,3 @@ def test_it_gets_no_adapters():
         for inside in ("language_model.", "language_model.decoder.")
     )
     assert tower_costs(config, everywhere) == tower_costs(config, in_decoder)
-
-
-def test_linear_attention_has_no_pairs():
-    config = hf_config("9B").to_dict()
-    one, four = (tower_costs(config | {"text_config": config["text_config"] | {"layer_types": types}}) for types in (
-        ["linear_attention"] * 31 + ["full_attention"], ["linear_attention", "linear_attention", "linear_attention",
-                                                        "full_attention"] * 8))  # fmt: skip
-    assert four.token_pair == 8 * one.token_pair
-
-
-@pytest.mark.parametrize("size", ["0.8B", "27B", "35B-A3B"])
-def test_the_rule_is_a_small_part(size):
-    """Megatron-Bridge counts four products with the state and nothing within chunks: 3 % apart at the most."""
-    config = hf_config(size).to_dict()
-    n, costs = dimensions_of(config), tower_costs(config)
-    heads, key, value = n["l_value_heads"], n["l_key_dim"], n["l_value_dim"]
-    ours = 2 * heads * (3 * key * value + CHUNK * (3 * key + 2 * value))
-    theirs = 2 * heads * 4 * value**2
-    layers = len(n.indices["linear_layers"])
-    print(f"{size}: {ours * layers / costs.token:.3f} of a token, {(ours - theirs) * layers / costs.token:.3f} more")
-    assert 0 < (ours - theirs) * layers / costs.token < 0.03

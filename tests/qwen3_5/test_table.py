@@ -20,7 +20,7 @@ from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
 from qwen3vl_bridge.models.qwen3_5.presets import PRESETS, config_dict, hf_config
 from qwen3vl_bridge.models.qwen3_5.table import table
 from qwen3vl_bridge.registry import dimensions_of
-from qwen3vl_bridge.weights.rows import ExpertLayout, expand, parameter_count
+from qwen3vl_bridge.weights.rows import expand, parameter_count
 
 import pytest
 import torch
@@ -88,13 +88,6 @@ def test_layers_without_a_list():
     assert dimensions_of(config) == listed
     config["text_config"]["full_attention_interval"] = 3
     assert dimensions_of(config).indices["full_layers"] == tuple(range(2, 24, 3))
-
-
-@pytest.mark.parametrize("experts", ExpertLayout)
-def test_a_row_for_every_tensor_once(experts):
-    dimensions = dimensions_of(config_dict("35B-A3B"))
-    rows = list(expand(table(experts), dimensions))
-    assert len({row.megatron for row in rows}) == len(rows)
 
 
 SIZE = "397B-A17B"

@@ -99,12 +99,6 @@ def test_a_configuration_that_megatron_bridge_would_act_on(capsys, tmp_path, unt
     expect_error(capsys, importing(folder, tmp_path), "config.json", part)
 
 
-@pytest.mark.parametrize("option", [["--make-vocab-size-divisible-by", "0"], ["--world-size", "0"], ["--ep", "5"]])
-def test_options_that_cannot_be(capsys, tmp_path, moe_folder, option):
-    parts = (option[0], f"is {option[1]}, expected")
-    expect_error(capsys, importing(moe_folder, tmp_path), *parts, options=option)
-
-
 def test_a_manifest_that_lies(capsys, tmp_path, moe_folder):
     import_checkpoint(moe_folder, tmp_path / "megatron")
     path = tmp_path / "megatron" / "iter_0000000" / "qwen3vl_bridge.json"

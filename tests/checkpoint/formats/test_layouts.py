@@ -66,17 +66,6 @@ def test_gate_and_up_are_stored_apart(stored, untied_folder):
     assert not any(key.endswith("language_model.decoder.layers.0.mlp.linear_fc1.weight") for key in stored)
 
 
-def test_the_three_byte_items_are_there(stored):
-    assert (stored["checkpoint_version"], stored["iteration"], stored["args"]) == (3.0, 0, None)
-
-
-def test_stock_loader_fills_a_given_state_dict(imported):
-    key = "model.module.language_model.embedding.word_embeddings.weight"
-    wanted = {key: torch.zeros(512, 80)}
-    dcp.load(wanted, checkpoint_id=imported / "iter_0000000", no_dist=True)
-    assert torch.equal(wanted[key], stock_load(imported / "iter_0000000")[key])
-
-
 def resave(stored: dict, folder, change=lambda key, tensor: tensor) -> None:
     """Save a checkpoint again as a trainer does, by torch's own writer, with optimizer state beside the model."""
     iteration = folder / "iter_0000007"

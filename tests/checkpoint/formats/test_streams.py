@@ -71,19 +71,6 @@ def test_a_turned_matrix_is_the_transpose(stored, rows, more_rows, columns, dtyp
     assert torch.equal(torch.frombuffer(bytearray(found), dtype=expected.dtype), expected)
 
 
-def test_a_matrix_gives_its_memory_to_the_next(stored):
-    """Experts come by the thousand; each must not take memory of its own."""
-    folder, _ = stored
-    with tensors.SegmentReader(HFWeights(folder)) as reader:
-        memory = set()
-        for start in range(3):
-            list(reader.blocks([TransposedSlice((Slice("gate float32", start, 12),), 3, 0, 12)], "float32"))
-            memory.add(id(reader._matrix[1]))
-        assert len(memory) == 1
-        list(reader.blocks([TransposedSlice((Slice("gate float32", 0, 20),), 5, 0, 20)], "float32"))
-        assert len(reader._matrix[1]) == 80
-
-
 @contextlib.contextmanager
 def few_files() -> Iterator[None]:
     """Room for 64 open files; for some 50 beside those of the tests, where these have many."""

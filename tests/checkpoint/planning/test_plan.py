@@ -9,7 +9,7 @@ import math
 from qwen3vl_bridge.checkpoint import CheckpointError, Topology, import_checkpoint, verify_checkpoint
 from qwen3vl_bridge.checkpoint.conversion_plan import make_plan, prove, tensors_of
 from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, HuggingFace, TorchDist
-from qwen3vl_bridge.checkpoint.formats.tensors import Segments, Slice, TensorSpec, TransposedSlice, Zeros
+from qwen3vl_bridge.checkpoint.formats.tensors import Slice, TensorSpec, TransposedSlice, Zeros
 from qwen3vl_bridge.checkpoint.topology import Part, holders
 from qwen3vl_bridge.models.qwen3_vl.presets import PRESETS, config_dict, hf_config, parameter_count
 from qwen3vl_bridge.models.qwen3_vl.table import table
@@ -18,8 +18,6 @@ from qwen3vl_bridge.weights.rows import ExpertLayout, expand
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.expert_layouts import LAYOUTS
 
@@ -109,38 +107,6 @@ def test_elements_that_nobody_reads_are_found_out():
         prove(tasks(("a", 0, 4)), specs({"a": (6,)}), {"out": (4,)})
 
 
-def test_long_lists_are_cut():
-    dimensions = dimensions_of(config_dict("32B"))
-    rows = list(expand(table(), dimensions))
-    hf, fsdp, _ = sides(dimensions)
-    with pytest.raises(CheckpointError) as error:
-        make_plan(rows, hf, fsdp, {}, where="here")
-    count = len(tensors_of(rows, hf))
-    assert f"{count} missing" in str(error.value) and f"and {count - 20} more" in str(error.value)
-
-
-PIECES = (Slice("a", 10, 5), Zeros(2), TransposedSlice((Slice("b", 0, 6),), 2, 0, 6), Slice("a", 0, 4))
-
-
-@given(st.integers(0, 17), st.integers(0, 17))
-def test_pieces_are_cut_by_element(one, other):
-    def elements(segments):
-        for segment in segments:
-            if isinstance(segment, Slice):
-                yield from ((segment.source, segment.start + i) for i in range(segment.length))
-            elif isinstance(segment, Zeros):
-                yield from [None] * segment.length
-            else:
-                yield from (("turned", segment.start + i) for i in range(segment.length))
-
-    start, end = sorted((one, other))
-    segments = Segments(PIECES)
-    assert list(elements(segments.cut(start, end - start))) == list(elements(PIECES))[start:end]
-    assert all(segment.length for segment in segments.cut(start, end - start))
-    with pytest.raises(AssertionError, match="elements up to 18 of 17"):
-        list(segments.cut(start, 18 - start))
-
-
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
 @pytest.mark.parametrize("shape", [(), (7,), (1, 9), (24, 10), (25, 3, 2), (8, 1000)])
 def test_chunks_cover_a_tensor_and_end_where_parts_do(shape, parts):
@@ -158,17 +124,6 @@ def test_chunks_cover_a_tensor_and_end_where_parts_do(shape, parts):
         position += sizes[0] if sizes else 0
     if shape and spec.nbytes >= 100 * len(held):
         assert {part.first for part in held} <= {offsets[0] for _, offsets, _ in chunks}
-
-
-def test_parts_of_few_bytes_are_not_cut_apart():
-    spec = TensorSpec("x", "bfloat16", (100, 10))
-    parts = [Part(row, (row,)) for row in range(0, 100, 7)]
-    (one,) = Topology().chunks(spec, parts={(): parts})
-    assert one == ((0,), (0, 0), (100, 10))
-    chunks = list(Topology(chunk_bytes=400).chunks(spec, parts={(): parts}))  # 20 rows at most, and at least
-    assert [(owner[0], offsets[0], sizes[0]) for owner, offsets, sizes in chunks] == [
-        (0, 0, 11), (0, 11, 10), (21, 21, 11), (21, 32, 10), (42, 42, 11), (42, 53, 10), (63, 63, 19), (63, 82, 18),
-    ]  # fmt: skip
 
 
 def test_layers_and_experts_have_chunks_of_their_own():

@@ -44,24 +44,6 @@ def shape(names: dict[str, set[tuple]], name: str) -> tuple[int, ...]:
     return whole
 
 
-def test_mergers_are_stacked_like_layers(folders):
-    names = shapes(sharded(*build(folders["untied"])))
-    merger = "vision_model.decoder.deepstack_merger_list."
-    assert shape(names, f"{merger}linear_fc1.weight") == (TAPS, 256, 256)
-    assert {offset[0] for _, offset in names[f"{merger}linear_fc2.weight"]} == set(range(TAPS))
-    for linear in ("linear_fc1", "linear_fc2"):
-        assert all(f"{merger}{linear}._extra_state/shard_{i}_{TAPS}" in names for i in range(TAPS))
-    assert not any(name.startswith(f"{merger}0.") for name in names)
-
-
-def test_mergers_are_named_where_layers_are(folders):
-    model, groups = build(folders["untied"])
-    names = shapes(sharded(model, groups, non_homogeneous_layers=True))
-    assert shape(names, "vision_model.decoder.deepstack_merger_list.2.linear_fc1.weight") == (256, 256)
-    assert "vision_model.decoder.deepstack_merger_list.2.linear_fc1._extra_state/shard_0_1" in names
-    assert "vision_model.decoder.layers.3.mlp.linear_fc1.weight" in names
-
-
 @pytest.mark.parametrize("metadata", [{}, {"non_homogeneous_layers": True}])
 def test_the_tower_has_the_names_of_megatron_bridges_own(folders, metadata):
     model, groups = build(folders["untied"])

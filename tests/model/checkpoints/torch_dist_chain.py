@@ -1,16 +1,9 @@
-"""Checkpoints that wander from one way to split a model to the next: the stops, and the journey.
-
-    python -m tests.model.checkpoints.torch_dist_chain
-
-takes every kind of model to every stop; the test suite takes each to some of them, and no stop is left out.
-"""
+"""Checkpoints that wander from one way to split a model to the next: the stops, and the journey."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -55,34 +48,3 @@ def travel(chosen: list[Stop], folders: dict[str, Path], saved: dict[str, Path],
         last[kind] = save
     run_ranks("tests.model.checkpoints.torch_dist_on_ranks", RANKS, json.dumps(cases, default=str))
     return last
-
-
-def main() -> None:
-    from examples.digits.checkpoint import make_checkpoint
-    from tests.model.checkpoints.torch_dist_models import (
-        build_chunks,
-        make_experts_everywhere,
-        save,
-        wrong_after_loading,
-    )
-
-    with tempfile.TemporaryDirectory() as name:
-        root = Path(name)
-        folders = {
-            "untied": make_checkpoint(root / "untied", seed=1),
-            "tied": make_checkpoint(root / "tied", seed=2, tied=True),
-            "mixed": make_checkpoint(root / "mixed", seed=3, moe=True),
-        }
-        folders["experts"] = make_experts_everywhere(folders["mixed"], root / "experts")
-        saved = {kind: root / f"saved_{kind}" for kind in folders}
-        for kind, folder in folders.items():
-            save(*build_chunks(folder), saved[kind])
-        chosen = stops(all_kinds=True)
-        for kind, checkpoint in travel(chosen, folders, saved, root).items():
-            if found := wrong_after_loading(*build_chunks(folders[kind]), checkpoint):
-                sys.exit(f"{kind}: {found} differ on one rank")
-    print(f"{len(chosen)} stops, every tensor bit for bit")
-
-
-if __name__ == "__main__":
-    main()

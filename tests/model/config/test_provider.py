@@ -52,10 +52,6 @@ def test_every_row_names_settings_that_there_are(kind):
             row.expected.describe(provider)
 
 
-def test_our_classes_are_registered(provider):
-    assert type(provider) is Qwen3VLModelProvider
-
-
 def test_nothing_is_frozen_unless_asked(provider):
     assert not (provider.freeze_language_model or provider.freeze_vision_model or provider.freeze_vision_projection)
 
@@ -156,12 +152,6 @@ def test_nothing_is_frozen_in_a_model_with_experts_either(moe_provider):
     assert type(moe_provider) is Qwen3VLMoEModelProvider
     names = ("freeze_language_model", "freeze_vision_model", "freeze_vision_projection")
     assert not any(getattr(moe_provider, name) for name in names)
-
-
-def test_a_provider_can_be_finalized_again(provider, moe_provider):
-    for one in (provider, moe_provider):
-        one.finalize()
-        one.finalize()
 
 
 @pytest.mark.parametrize(

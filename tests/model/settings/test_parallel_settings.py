@@ -213,10 +213,6 @@ def test_experts_under_tensor_parallelism_are_sequence_parallel(size, tensor, tu
     assert ("sequence_parallel is set to True" in caplog.text) is turned_on
 
 
-def test_sequence_parallelism_on_one_rank_is_turned_off_by_megatron_bridge():
-    assert not finalized(DENSE, dict(sequence_parallel=True)).sequence_parallel
-
-
 def test_a_number_of_processes_that_the_parallel_sizes_do_not_divide():
     provider = provider_of(DENSE, SP2 | PP2)
     check_world(provider, 8)

@@ -23,7 +23,6 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from tests.model.inputs.support import packed_params
 from tests.model.inputs.test_cp_sharded_inputs import Ranks, assert_equal, layout_of
 from tests.model.inputs.test_inputs import params_of, pictures
 from tests.noise import check, limits
@@ -207,15 +206,3 @@ def test_ranks_that_differ_all_say_so(provider, monkeypatch, first, second, mess
     for error in Ranks(2, monkeypatch).inputs(provider, calls.__getitem__):
         with pytest.raises(ValueError, match=message):
             raise error
-
-
-def test_cut_labels_of_a_packed_row(provider, monkeypatch):
-    """By hand: two segments of four tokens, whose chunks are one token each; rank 0 has the outer ones."""
-    call = dict(input_ids=IDS[:1], packed_seq_params=packed_params([0, 4, 8]))
-    labels = torch.tensor([[2, 3, 4, 99, 6, 7, 8, 99]])
-    own = [[0, 3, 4, 7], [1, 2, 5, 6]]
-    found = Ranks(2, monkeypatch).inputs(provider, lambda rank: call | dict(labels=labels[:, own[rank]]))
-    assert found[0].following.labels.tolist() == [[3, 99, 7, 99]]
-    assert found[0].following.loss_mask.tolist() == [[1, 0, 1, 0]]
-    assert found[1].following.labels.tolist() == [[4, 99, 8, 99]]
-    assert found[1].following.input_ids.tolist() == [[3, 4, 7, 8]]

@@ -8,15 +8,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from transformers.models.qwen3_5 import modeling_qwen3_5
-from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
 from tests.noise import check, relative
 from tests.parity.batches import CONTENTS, make_batch, make_samples
 from tests.parity.conftest import make_pair
 from tests.parity.one_process.test_parity import check_parity, run_megatron
 from tests.parity.one_process.test_recompute import FULL, of_vision
-from tests.parity.references import KERNELS
 
 from ..conftest import pair_with_mtp
 
@@ -31,18 +28,6 @@ def test_equals_transformers(pair, content):
     """Each sample alone in the reference, which does not start linear attention anew in a packed row."""
     samples = make_samples(content, pair.config, seed=3)
     check_parity(pair, samples, *(make_batch(samples, pair.config, packed=packed) for packed in (False, True)))
-
-
-def test_the_reference_has_no_kernels_where_they_are_installed(qwen3_5_folders, monkeypatch):
-    """They may round to TF32 on a GPU; the module has them, as it does where flash-linear-attention is installed."""
-    for name in KERNELS:
-        monkeypatch.setattr(modeling_qwen3_5, name, object())
-    layer = make_pair(qwen3_5_folders["dense"]).reference.model.language_model.layers[0].linear_attn
-    assert layer.chunk_gated_delta_rule is modeling_qwen3_5.torch_chunk_gated_delta_rule
-    assert layer.recurrent_gated_delta_rule is torch_recurrent_gated_delta_rule
-    assert layer.causal_conv1d_fn is None
-    assert isinstance(layer.norm, modeling_qwen3_5.Qwen3_5RMSNormGated)
-    assert all(getattr(modeling_qwen3_5, name) is not None for name in KERNELS)
 
 
 def test_kinds_of_layers(pair):

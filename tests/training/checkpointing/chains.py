@@ -1,16 +1,8 @@
-"""Journeys of runs from split to split: the stops, and the way.
-
-    python -m tests.training.checkpointing.chains
-
-takes every kind of model to every stop, with either kind of optimizer; the test suite takes two kinds, with one each.
-"""
+"""Journeys of runs from split to split: the stops, and the way."""
 
 from __future__ import annotations
 
 import json
-import shutil
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -111,40 +103,3 @@ def travel(
         for chain, one, other in zip(chains, found, expected, strict=True)
     ]
     return found, worst, answers
-
-
-def main() -> None:
-    """Every kind of model to every stop, with either kind of optimizer."""
-    from qwen3vl_bridge.checkpoint import copy_side_files
-
-    from examples.digits.checkpoint import make_checkpoint
-    from examples.digits.dataset import make_dataset
-    from tests.model.checkpoints.torch_dist_models import make_experts_everywhere
-
-    with tempfile.TemporaryDirectory() as name:
-        root = Path(name)
-        make_dataset(root / "data")
-        folders = {
-            ("dense", "untied"): make_checkpoint(root / "untied", seed=1),
-            ("dense", "tied"): make_checkpoint(root / "tied", seed=2, tied=True),
-            ("MoE", "mixed"): make_checkpoint(root / "mixed", seed=3, moe=True),
-            ("MoE", "experts"): root / "experts",
-        }
-        copy_side_files(root / "mixed", root / "experts")
-        make_experts_everywhere(root / "mixed", root / "experts")
-        bad = 0
-        ways = [
-            (family, kind, hf, distributed) for (family, kind), hf in folders.items() for distributed in (False, True)
-        ]
-        for family, kind, hf, distributed in [*ways, ("sharded", "untied", folders["dense", "untied"], True)]:
-            chain = Chain(family, hf, root / "data", root / "run", distributed)
-            _, ((found, limits),), _ = travel([chain], root)
-            print(kind, family, "distributed" if distributed else "replicated", found, limits, flush=True)
-            bad += any(not found[name] <= limit for name, limit in limits.items())
-            for folder in root.glob("run*"):
-                shutil.rmtree(folder)
-    sys.exit(bool(bad))
-
-
-if __name__ == "__main__":
-    main()

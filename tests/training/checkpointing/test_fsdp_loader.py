@@ -88,10 +88,6 @@ def load(state, **more):
     return weight_loading.load_every_weight(theirs, **arguments | more)
 
 
-def test_the_function_that_callers_import_is_the_one_that_reads_all():
-    assert checkpointing.load_fsdp_dtensor_checkpoint.__wrapped__.__module__ == checkpointing.__name__
-
-
 def test_weights_under_other_names_are_read_after_the_rest(asked):
     assert load(asked.state) == "theirs"
     (read,) = asked.read
