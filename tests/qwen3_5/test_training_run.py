@@ -15,8 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.training.checkpointing.chains import on_ranks
-from tests.training.checkpointing.journeys import Journey
+from tests.training.checkpointing.journeys import Journey, on_ranks
 
 pytestmark = pytest.mark.slow
 

@@ -1,13 +1,21 @@
-"""How a process joins the others; and this package sends nothing to a group of one rank. What NCCL does takes GPUs."""
+"""How a process joins the others; and this package sends nothing to a group of one rank. What NCCL does takes GPUs.
+
+Run on two ranks: -m tests.training.test_process_groups OUTPUT FOLDER, a Hugging Face model with experts.
+"""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import shutil
+import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FunctionType
+from typing import Any
+from unittest import mock
 
 import qwen3vl_bridge
 from qwen3vl_bridge.training import process_groups
@@ -17,13 +25,62 @@ from qwen3vl_bridge.training.weight_loading import load_model
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.forked import run_ranks
-from tests.steps import followed, set_up, train_step
+from tests.host_waits.counter import PACKAGES
+from tests.parity.on_ranks import Split
+from tests.parity.topologies import Topology
+from tests.ranks import begin, leave
+from tests.steps import followed, set_up, step_with_callbacks, train_step
 
-from . import lone_groups_on_ranks
-from .lone_groups_on_ranks import collectives_sent
 from .running import replicate
+
+COLLECTIVES = (
+    *("all_reduce", "broadcast", "reduce", "barrier", "all_to_all", "all_to_all_single", "reduce_scatter_tensor"),
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast_object_list", "gather_object"),
+)
+Sent = Counter[tuple[str, str, str, int]]
+
+
+@contextmanager
+def collectives_sent() -> Iterator[Sent]:
+    """How often each package has called a collective in the body, by package, file, collective and ranks."""
+    found: Sent = Counter()
+    with ExitStack() as stack:
+        for name in COLLECTIVES:
+            stack.enter_context(mock.patch.object(dist, name, _watched(name, getattr(dist, name), found)))
+        yield found
+
+
+def _watched(name: str, collective: Callable, found: Sent) -> Callable:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        frame = sys._getframe(1)
+        while (path := frame.f_code.co_filename).endswith("/compat/cpu.py") or "/torch/" in path:
+            frame = frame.f_back
+        owner = next((owner for owner, folder in PACKAGES.items() if folder in path), "others")
+        group = inspect.signature(collective).bind(*args, **kwargs).arguments.get("group")
+        found[owner, path.rpartition("/")[2], name, dist.get_world_size(group)] += 1
+        return collective(*args, **kwargs)
+
+    return call
+
+
+def main(output: str, folder: str) -> None:
+    """Two steps; rank 0 writes what all ranks have sent in the second."""
+    split = Split(folder, Topology(2), balance=0.01, logger__log_interval=1)
+    run = split.run
+    run.stream = split.batches("mixed", "packed")
+    run.cfg.guard = GuardConfig(on_nan="skip", on_spike="skip")
+    vars(run.optimizer).pop("get_grad_norm", None)  # joined by `set_up` already, and by the callbacks again
+    with collectives_sent() as found, followed(run, training_callbacks(run.cfg)):
+        step_with_callbacks(run)
+        found.clear()
+        step_with_callbacks(run)
+        counted = dict(found)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, counted)
+    leave(everyone, output)
 
 
 @pytest.fixture
@@ -80,7 +137,7 @@ def test_every_collective_that_this_package_calls_is_watched():
                 called.add(node.attr)
             elif isinstance(node, ast.ImportFrom) and node.module == "torch.distributed":
                 imported |= {one.name for one in node.names}
-    assert {"all_reduce", "all_gather_into_tensor"} <= called & with_group <= set(lone_groups_on_ranks.COLLECTIVES)
+    assert {"all_reduce", "all_gather_into_tensor"} <= called & with_group <= set(COLLECTIVES)
     assert not imported & with_group
 
 
@@ -130,9 +187,14 @@ def test_a_model_with_experts_forward_and_backward(kind, request, sent, tmp_path
 def test_groups_of_one_rank_among_two(moe_folder, tmp_path):
     """Two data-parallel replicas: only what concerns both is sent."""
     folder = str(shutil.copytree(moe_folder, tmp_path / "model"))
-    run_ranks("tests.training.lone_groups_on_ranks", 2, tmp_path / "sent.pt", folder, timeout=200)
+    run_ranks("tests.training.test_process_groups", 2, tmp_path / "sent.pt", folder, timeout=200)
     for found in torch.load(tmp_path / "sent.pt", weights_only=False):
         print(found)
         ours = {ranks for (owner, *_, ranks), times in found.items() if owner == "ours"}
         theirs = {ranks for (owner, *_, ranks), times in found.items() if owner != "ours"}
         assert ours == {2} and 1 in theirs  # the count sees both
+
+
+if __name__ == "__main__":
+    begin()
+    main(*sys.argv[1:])

@@ -17,9 +17,9 @@ from transformers import AutoModelForImageTextToText
 
 from tests.steps import set_up, train_step
 
-from ..adamw import reference_steps
 from ..conftest import losses
 from ..running import stored, train
+from ..test_run import reference_steps
 from .peft_runs import ALL_PARTS, DIST, FSDP, Trained, peft_config
 
 STEPS, ROWS, LR, DECAY = 2, 2, 1e-2, 0.1

@@ -16,7 +16,7 @@ import torch
 
 from ..conftest import losses
 from ..running import replicate, stored, train
-from .spoilt import Before
+from .test_guard import Before
 
 
 def config(inputs, save, **towers):

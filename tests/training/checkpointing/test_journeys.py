@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 
 from tests.noise import check
 
-from .chains import Chain, errors, travel
-from .journeys import Journey
+from .journeys import Chain, Journey, errors, travel
 from .ranks_that_die import DEATHS, MOMENTS, STEP, TRACKER
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ import torch
 
 from ..conftest import losses
 from ..running import replicated, stored, train
-from .foreign import SEQ_LENGTH, direct, energon, mock, write_conversations, write_webdataset
+from .test_megatron_batches import SEQ_LENGTH, direct, energon, mock, write_conversations, write_webdataset
 
 PACKED = dict(enable_in_batch_packing=True)
 # How samples are ordered, and what else is set of the data.

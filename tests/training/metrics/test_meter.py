@@ -1,24 +1,68 @@
-"""What a step has, costs and which experts its tokens chose: counted here otherwise, and however a model is split."""
+"""What a step has, costs and which experts its tokens chose: counted here otherwise, and however a model is split.
+
+Run on ranks: -m tests.training.metrics.test_meter OUTPUT HF_FOLDER [DEPTHS], a JSON list of [folder, fields] of models
+that are measured one after the other in two stages.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import re
+import sys
 from dataclasses import replace
 
+from qwen3vl_bridge.parallel.collectives import sum_amounts
+from qwen3vl_bridge.training.callbacks import training_callbacks
+from qwen3vl_bridge.training.metrics import Amounts, ExpertLoad, meter_of
+from qwen3vl_bridge.training.run_log import ENTRY
 from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest
 import torch
 
 from tests.forked import run_ranks
+from tests.parity.on_ranks import Split
 from tests.parity.references import MICROBATCHES, step_samples
-from tests.parity.topologies import Topology
+from tests.parity.topologies import TOPOLOGIES, Topology
 from tests.qwen3_5.tiny import make_checkpoint
-from tests.ranks import forget_models
+from tests.ranks import begin, forget_models, leave
+from tests.steps import followed, forward_backward, train_step
 
-from .metering_on_ranks import NAMES, measure
+NAMES = ("DP2", "CP2", "TP2+SP+EP2", "PP2", "PP2+VPP2", "EP2")
+BALANCE = 0.01
+
+
+def measure(folder: str, topology: Topology, rows: str, **fields) -> dict:
+    """Of a step's forward and backward pass: amounts, and how often each expert was chosen; figures of the next step.
+
+    Args:
+        folder: of a model with experts.
+        topology: how it is split.
+        rows: "padded" or "packed".
+        fields: of the provider, beside those of the topology.
+    """
+    split = Split(folder, Topology(topology.ranks, topology.fields | fields), BALANCE)
+    run = split.run
+    run.cfg.logger.log_interval = 1
+    split.begin(split.batches("mixed", rows), rows)
+    load = ExpertLoad(run.model)
+    forward_backward(run, run.stream, MICROBATCHES // run.groups.dp.size())
+    counts = load.counts(run.cfg.model)
+    amounts = sum_amounts(meter_of(run.state).take().values(), run.groups)
+    with followed(run, training_callbacks(run.cfg)) as shared:
+        train_step(run)
+    return dict(amounts=Amounts(*amounts), counts=counts, figures=shared[ENTRY])
+
+
+def main(output: str, folder: str, depths: str = "") -> None:
+    if depths:
+        found = [measure(one, TOPOLOGIES["PP2"], "packed", **fields)["figures"] for one, fields in json.loads(depths)]
+    else:
+        found = {name: measure(folder, TOPOLOGIES[name], "packed") for name in NAMES}
+    # The last rank: it has neither the first stage nor the first tokens.
+    leave(found, output, writer=torch.distributed.get_world_size() - 1)
+
 
 ALONE = Topology(1)
 TRAINED = dict(mtp_loss_scaling_factor=0.1)
@@ -82,7 +126,7 @@ def test_experts_are_chosen_as_transformers_chooses_them(alone, samples, moe_fol
 
 def test_however_it_is_split(alone, moe_folder, tmp_path):
     """Ranks that see the same tokens count them once, those that see others add up."""
-    run_ranks("tests.training.metrics.metering_on_ranks", 2, tmp_path / "found", moe_folder)
+    run_ranks("tests.training.metrics.test_meter", 2, tmp_path / "found", moe_folder)
     split, expected = torch.load(tmp_path / "found", weights_only=False), alone["packed"]
     assert split.keys() == set(NAMES)
     for name, found in split.items():
@@ -137,7 +181,7 @@ def test_a_model_of_another_depth_is_measured_as_the_first_of_a_process(depths, 
 
 
 def test_stages_of_models_of_other_depths(depths, figures, moe_folder, tmp_path):
-    run_ranks("tests.training.metrics.metering_on_ranks", 2, tmp_path / "found", moe_folder, json.dumps(depths))
+    run_ranks("tests.training.metrics.test_meter", 2, tmp_path / "found", moe_folder, json.dumps(depths))
     found = torch.load(tmp_path / "found", weights_only=False)
     for case, ours, alone in zip(depths, found, figures, strict=True):
         assert balance(ours) == pytest.approx(balance(alone), rel=1e-5), case
@@ -214,3 +258,8 @@ def test_adapters_are_counted_by_the_layers_that_they_are_on(inputs, moe_folder)
         chosen = re.compile(r"language_model\." if experts else r"language_model\.(?!.*experts)")
         ranks = replace(expected, rank=lambda name, chosen=chosen: 4 * bool(chosen.match(name)))
         assert step_costs(cfg) == provider_costs(cfg.model, ranks)
+
+
+if __name__ == "__main__":
+    begin()
+    main(*sys.argv[1:])
