@@ -45,7 +45,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig
 
-from tests.model.checkpoints.stock_models import SAVED_WITH_EXPERTS, SAVED_WITH_TE, _local_layers, as_saved
+from tests.model.checkpoints.test_stock_checkpoints import SAVED_WITH_EXPERTS, SAVED_WITH_TE, _local_layers, as_saved
 
 from .test_conversion import check_same, weights
 from .tiny import one_rank

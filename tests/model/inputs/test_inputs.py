@@ -1,18 +1,27 @@
 """The model's door: each calling convention gives the same inputs as our batch, anything else a clear error."""
 
+from __future__ import annotations
+
+import logging
+
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.batch import SequenceLayout
+from qwen3vl_bridge.models import inputs
+from qwen3vl_bridge.models.core_attention import layout_packed_seq_params
 from qwen3vl_bridge.models.inputs import arrange, as_model_inputs
+from qwen3vl_bridge.models.rope import InterleavedMRoPE
+from qwen3vl_bridge.models.vision_tower import packed_seq_params
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from tests.parity.batches import make_batch, make_samples
 
-from .support import GROUPS, SECOND_OF_TWO, packed_params
+from .support import GROUPS, SECOND_OF_TWO, make_rows, no_grad, offsets, packed_params, sides
 
 
 def pictures(samples):
@@ -165,3 +174,107 @@ def test_outputs_return_to_the_callers_places(data):
     outputs = arranged if order is None else order.restore(arranged)
     assert torch.equal(outputs[mask], ids[mask]) and outputs.shape == ids.shape
     assert flat_row or not outputs[~mask].any()
+
+
+LENGTHS = [5, 0, 3]
+
+
+@pytest.fixture
+def layout():
+    """Padding behind each segment, a segment of padding alone, and padding behind all."""
+    return SequenceLayout._build(1, [*LENGTHS, 0], [8, 4, 4, 8])
+
+
+def test_transformer_engine_sees_segments_without_gaps(layout):
+    """With real lengths beside physical ones it would drop FlashAttention, and have nothing in float32."""
+    found = layout_packed_seq_params(layout)
+    assert found.cu_seqlens_q.tolist() == [0, 8, 12, 16, 24] and found.cu_seqlens_q.dtype == torch.int32
+    assert found.pad_between_seqs is False
+    # One tensor: releases that compare the offsets compare it with itself, and the latest ask for no more than that.
+    assert found.cu_seqlens_q is found.cu_seqlens_kv is found.cu_seqlens_q_padded is found.cu_seqlens_kv_padded
+    assert found.max_seqlen_q == found.max_seqlen_kv == 8 and found.lengths == (8, 4, 4, 8)
+    assert layout_packed_seq_params(SequenceLayout.rows([5, 3], 8)) is None
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_segments_divide_as_context_parallelism_needs_them(cp):
+    """Transformer Engine halves each rank's part of every offset."""
+    layout = SequenceLayout.packed_row([5, 9, 1], multiple=2 * cp, total=64)
+    assert (layout_packed_seq_params(layout).cu_seqlens_q % (2 * cp) == 0).all()
+
+
+def test_frames_are_segments(config):
+    frames = make_batch(make_samples("video", config, seed=0), config).vision
+    found = packed_seq_params(frames.cu_seqlens, frames.lengths)
+    assert found.cu_seqlens_q is found.cu_seqlens_kv_padded is frames.cu_seqlens
+    assert found.pad_between_seqs is False and found.max_seqlen_q == max(frames.lengths)
+
+
+LOGITS = 1e-5  # absolute, measured 1.4e-6, of logits up to about 2
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_counting_positions_beside_pictures_are_ignored(pair, side):
+    """As Megatron-Bridge's generate scripts and `vlm_step` (arange) and Hugging Face's (of real tokens) give them."""
+    samples = make_samples("mixed", pair.config, seed=2)
+    rows = make_rows(samples, sides(samples)[side])
+    call = dict(attention_mask=rows.attention_mask, **rows.pixels)
+    expected = no_grad(pair.megatron, rows.input_ids, **call)
+    of_row = torch.arange(rows.input_ids.shape[1]).expand_as(rows.input_ids)
+    of_tokens = (rows.attention_mask.cumsum(-1) - 1).masked_fill(rows.attention_mask == 0, 1)
+    for positions in (of_row, of_tokens):
+        assert torch.equal(no_grad(pair.megatron, rows.input_ids, positions, **call), expected)
+
+
+def test_without_a_mask_the_whole_row_counts(provider, config):
+    samples = make_samples("one image", config, seed=0)
+    ids = samples[0].ids[None]
+    ours, _ = as_model_inputs(provider, GROUPS, ids, position_ids=torch.arange(ids.shape[1])[None], **pictures(samples))
+    assert torch.equal(ours.position_ids, make_batch(samples, config, packed=True).position_ids[:, :, : ids.shape[1]])
+
+
+@pytest.mark.parametrize("restart", [True, False], ids=["in each document", "over the row"])
+def test_a_packed_row_counts_in_its_documents(provider, config, restart):
+    samples = make_samples("mixed", config, seed=0)
+    lengths = [len(s.ids) for s in samples]
+    positions = torch.cat([torch.arange(n) for n in lengths]) if restart else torch.arange(sum(lengths))
+    call = dict(packed_seq_params=packed_params(offsets(lengths)), **pictures(samples))
+    ids = torch.cat([s.ids for s in samples])[None]
+    ours, _ = as_model_inputs(provider, GROUPS, ids, position_ids=positions[None], **call)
+    expected, _ = as_model_inputs(provider, GROUPS, ids, **call)
+    assert torch.equal(ours.position_ids, expected.position_ids)
+
+
+def test_it_is_said_once(provider, config, caplog):
+    inputs._warn_once.cache_clear()
+    samples = make_samples("one image", config, seed=0)
+    ids = samples[0].ids[None]
+    given = dict(position_ids=torch.arange(ids.shape[1])[None], **pictures(samples))
+    with caplog.at_level(logging.WARNING, logger=inputs.__name__):
+        for _ in range(2):
+            as_model_inputs(provider, GROUPS, ids, **given)
+            as_model_inputs(provider, GROUPS, ids % 7, position_ids=given["position_ids"])  # text: nothing to say
+    assert [record.message.split(" are ")[0] for record in caplog.records] == ["position_ids [rows, tokens]"]
+
+
+def test_the_text_model_alone_takes_them(pair):
+    """Text positions stand for all three axes, as in Megatron-Bridge's own text model."""
+    samples = make_samples("text only", pair.config, seed=2)
+    rows = make_rows(samples, [0] * len(samples))
+    positions = torch.arange(rows.input_ids.shape[1]).expand_as(rows.input_ids)
+    found = no_grad(pair.megatron.language_model, rows.input_ids, positions, None)
+    expected = no_grad(pair.megatron, rows.input_ids, attention_mask=rows.attention_mask)
+    assert (rows.real(found) - rows.real(expected)).abs().max() <= LOGITS
+    losses = no_grad(pair.megatron.language_model, rows.input_ids, positions, None, labels=rows.labels)
+    wanted = F.cross_entropy(rows.real(found), rows.real(rows.labels), reduction="none")
+    assert (rows.real(losses) - wanted).abs().max() <= LOGITS
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 4, 5), (1, 4, 5), (3, 1, 4, 5)])
+def test_positions_of_other_shapes_are_refused(shape):
+    rope = InterleavedMRoPE(8, 1e4, [2, 1, 1], torch.float32)
+    assert rope(torch.zeros(4, 5).long()).shape == rope(torch.zeros(3, 4, 5).long()).shape == (2, 5, 4, 1, 8)
+    with pytest.raises(ValueError, match=r"expected \[3, rows, tokens\], or \[rows, tokens\] for text"):
+        rope(torch.zeros(shape).long())
+    with pytest.raises(ValueError, match="position_ids has shape None"):
+        rope(None)

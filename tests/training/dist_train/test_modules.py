@@ -9,7 +9,7 @@ from qwen3vl_bridge.training.run_refusals import ON_TRAIN
 
 import pytest
 
-from tests.model.settings.split_providers import DENSE, finalized
+from tests.model.settings.test_parallel_settings import DENSE, finalized
 
 
 def run(vision, language, *, sharded=True, skip=(), dataset=None, **checkpoint):
