@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .test_batch import random_batch
+from .test_token_layout import random_batch
 
 GPU = torch.device("cuda", 0)
 
