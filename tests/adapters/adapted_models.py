@@ -1,7 +1,5 @@
 """Models with trained adapters, and what other libraries make of them once exported."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass
 from functools import partial

@@ -4,8 +4,6 @@ As verl and Megatron-Bridge's training do: adapters are put in by a hook before 
 `AutoBridge.save_hf_adapter` called on all ranks. Run on ranks: -m tests.adapters.test_adapters_on_ranks JOBS OUT.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import re

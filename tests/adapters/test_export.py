@@ -5,8 +5,6 @@ Of Megatron-Bridge's own classes too, which its recipes, verl, NeMo-RL and miles
 in `tests/frameworks/test_adapters.py`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import types

@@ -1,7 +1,5 @@
 """Adapters in a model, by our classes and Megatron-Bridge's: what is trained, what is refused, and recomputation."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

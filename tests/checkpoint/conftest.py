@@ -1,7 +1,5 @@
 """Models and checkpoints of several kinds on disk."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

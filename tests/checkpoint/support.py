@@ -1,7 +1,5 @@
 """What several test files use: ways to look at checkpoints, and to expect errors. No fixtures, no tests."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

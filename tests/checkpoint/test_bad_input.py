@@ -1,7 +1,5 @@
 """Bad models, checkpoints, targets and options get one clear error each and leave nothing behind."""
 
-from __future__ import annotations
-
 import copy
 import os
 import shutil

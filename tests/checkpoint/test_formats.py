@@ -1,7 +1,5 @@
 """Both formats, every expert layout, there and back and across, bit for bit."""
 
-from __future__ import annotations
-
 import json
 
 from qwen3vl_bridge.checkpoint import (

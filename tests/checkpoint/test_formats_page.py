@@ -1,7 +1,5 @@
 """docs/checkpoint_formats.md says what is in a folder: files, names, shapes and manifest of converted tiny models."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What could have gone wrong unnoticed: mixed dtypes, a source or a target that changes meanwhile, bombs."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Import followed by export gives every tensor back, or rounds as torch does; stock software reads what is between."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

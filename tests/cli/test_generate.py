@@ -1,7 +1,5 @@
 """`qwen3vl generate`: the answer is transformers'."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

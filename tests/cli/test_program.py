@@ -1,7 +1,5 @@
 """`qwen3vl`: every command answers at once, in the same words, and under torchrun; what `doctor` finds."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import json

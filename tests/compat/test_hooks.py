@@ -1,7 +1,5 @@
 """Registration in any order of imports, light imports, other libraries' logs, and Adam without fused kernels."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import importlib

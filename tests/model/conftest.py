@@ -1,7 +1,5 @@
 """The tiny checkpoint as provider and configuration, and as both models; and tiny checkpoints of each kind."""
 
-from __future__ import annotations
-
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 
 import pytest

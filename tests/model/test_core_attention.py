@@ -4,8 +4,6 @@ There is no CUDA on most machines that run this. torch's varlen attention is res
 promises, for what it is handed; fake tensors, which have a device and no memory, show what would be called on CUDA.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from types import SimpleNamespace
 

@@ -4,8 +4,6 @@ On the meta device there are no numbers to ask for, and an operation refuses ten
 forward and backward there finds what a test on the CPU cannot see and a GPU would stop at.
 """
 
-from __future__ import annotations
-
 from qwen3vl_bridge.batch import ModelInputs
 
 import pytest

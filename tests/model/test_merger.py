@@ -1,7 +1,5 @@
 """Patch mergers, main and DeepStack, equal the reference's; with the blocks' tanh-GELU they would not."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from qwen3vl_bridge.models.vision_tower import PatchMerger, vision_transformer_config

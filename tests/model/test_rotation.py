@@ -4,8 +4,6 @@ There is no Transformer Engine here. `Kernel` takes its place: it accepts what t
 documented and as its source says.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """A family that is registered from outside the package converts, trains a step and exports, by our code alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What callers of Megatron-Bridge's own model read of it and call on it, by name and place."""
 
-from __future__ import annotations
-
 import inspect
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)

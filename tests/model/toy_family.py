@@ -5,8 +5,6 @@ files with names of their own. `toy_model.py` is what training needs. `docs/add_
 test follows the page: with them in a folder of their own, where they are `toy_family` and `toy_model`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

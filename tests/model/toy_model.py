@@ -1,7 +1,5 @@
 """Toy-VL on Megatron: the provider, the model and the bridge. Loaded when one of them is first asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """What really is kept and held: by autograd, in gradient buffers, by an optimizer."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

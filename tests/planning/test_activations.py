@@ -1,7 +1,5 @@
 """What autograd keeps of a forward pass, against the formulas; and how they grow."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from functools import partial

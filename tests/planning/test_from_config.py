@@ -1,7 +1,5 @@
 """A run's configuration is read as it stands; what is not counted or cannot be split is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Run on ranks it is the script: -m tests.planning.test_memory_on_ranks OUTPUT CASES FOLDERS, both JSON.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter

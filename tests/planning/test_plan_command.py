@@ -1,7 +1,5 @@
 """`qwen3vl plan`: estimates, proposals, vision on ranks of its own, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """What others have published: formulas as a special case, an estimator, and memory that people have seen."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 from qwen3vl_bridge.models.qwen3_vl import presets

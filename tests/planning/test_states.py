@@ -1,7 +1,5 @@
 """Counts and states in one process: released sizes, real optimizers, adapters."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Tiny checkpoints of each kind."""
 
-from __future__ import annotations
-
 from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest

@@ -3,8 +3,6 @@
 A converted checkpoint loads into the model, every weight of it, in either format; by megatron-core too.
 """
 
-from __future__ import annotations
-
 import json
 
 from qwen3vl_bridge.checkpoint import (

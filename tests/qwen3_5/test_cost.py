@@ -4,8 +4,6 @@ torch counts matrix products and convolutions. The delta rule by chunks is made 
 each chunk's triangular system, which transformers does row by row; so rows are of whole chunks here.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """Runs that go on with more or less to train than before; float32 parameters beside bfloat16, exact throughout."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

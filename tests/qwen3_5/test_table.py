@@ -3,8 +3,6 @@
 Conversion of the largest one is planned from headers alone, in few pieces and a few seconds.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

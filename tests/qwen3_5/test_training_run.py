@@ -4,8 +4,6 @@ Each saves its checkpoint, and the converter exports it, with nothing else at ha
 memory. Weights of Megatron-FSDP are not looked at there: gloo gathers no parts of several sizes.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 

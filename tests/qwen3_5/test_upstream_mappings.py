@@ -4,8 +4,6 @@ Its own model, here without Transformer Engine, loads what we convert, strictly,
 exported by us. A checkpoint's `run_config.yaml` that names its provider gives ours.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from pathlib import Path

@@ -2,8 +2,6 @@
 multi-token prediction built of transformers' parts, which transformers itself leaves out of its models.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

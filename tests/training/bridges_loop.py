@@ -5,8 +5,6 @@
 CASES is a JSON list of `Start`s. Rank 0 writes what each has found to OUTPUT.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

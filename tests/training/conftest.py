@@ -1,7 +1,5 @@
 """A small run: few conversations about digits, a tiny checkpoint imported for Megatron."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 Two kinds of runs (`replicated`, `sharded`), `train`, and what a run leaves (`stored`).
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path

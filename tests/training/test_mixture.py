@@ -3,8 +3,6 @@
 Run on ranks: -m tests.training.test_mixture OUTPUT CASES, a JSON list of `Mixed`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

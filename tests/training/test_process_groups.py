@@ -3,8 +3,6 @@
 Run on two ranks: -m tests.training.test_process_groups OUTPUT FOLDER, a Hugging Face model with experts.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import shutil

@@ -1,7 +1,5 @@
 """A run in Megatron-Bridge's loop on one process: its log, its checkpoints, its resume, and what it refuses."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence

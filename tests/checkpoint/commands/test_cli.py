@@ -1,7 +1,5 @@
 """The command line: quick help, dry runs, options, readable output, errors that say what is wrong and what to do."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

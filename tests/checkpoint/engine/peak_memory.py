@@ -6,8 +6,6 @@ Prints a JSON object of bytes: what it grew by until the end of each conversion 
 and threads are started for the small one. Results are written to FOLDER and removed.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Kill a conversion at any moment, one process of it or all: the target is whole or not there, and --resume goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

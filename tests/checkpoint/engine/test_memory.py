@@ -1,7 +1,5 @@
 """A conversion's memory does not grow with the model: it stays below a single one of its large tensors."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

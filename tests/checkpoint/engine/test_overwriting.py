@@ -1,7 +1,5 @@
 """A result is there wholly or not at all; --overwrite replaces an earlier one and nothing else."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """--resume goes on from what is proven to be there; the first signal ends a conversion, the next leave its tidying."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Files that are damaged, hostile or random bytes: readers raise CheckpointError, run no code, and do nothing else."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools

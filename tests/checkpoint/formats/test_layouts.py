@@ -1,7 +1,5 @@
 """What is stored, against restated layouts, stock readers and writers; pieces of tensors as bytes, few open files."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

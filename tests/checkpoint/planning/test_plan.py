@@ -1,7 +1,5 @@
 """Planning: proofs catch wrong plans, released sizes are planned from headers, rows are cut as ranks hold them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Rows beyond the vocabulary: only a Megatron checkpoint has them, and what they hold is not lost unasked."""
 
-from __future__ import annotations
-
 from qwen3vl_bridge.checkpoint import (
     CheckpointError,
     export_checkpoint,

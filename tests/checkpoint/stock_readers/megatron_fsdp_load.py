@@ -10,8 +10,6 @@ is a folder to save to, all weights are doubled and saved by Megatron-Bridge's o
 megatron-core's optimizer.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

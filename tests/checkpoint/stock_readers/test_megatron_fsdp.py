@@ -3,8 +3,6 @@
 Under the names of either layer spec all weights arrive, or all ranks refuse. What it saves, we export.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Stock megatron-core and Megatron-Bridge load our torch_dist checkpoints; what megatron-core saves, we export."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """On several ranks, stock megatron-core loads a torch_dist checkpoint of ours, strictly; see `torch_dist_main.py`."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

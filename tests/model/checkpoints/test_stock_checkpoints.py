@@ -4,8 +4,6 @@ Their `run_config.yaml` names Megatron-Bridge's classes, and is what a configura
 Its own model is built here without Transformer Engine: names and values don't depend on that, and nothing is computed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
 """Checkpoints in megatron-core's own format: weights saved at one split of a model load at another, bit for bit."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """The provider refuses what it cannot honour, as `config.json` names it; the bridge reads what Hugging Face says."""
 
-from __future__ import annotations
-
 import copy
 import operator
 import pickle

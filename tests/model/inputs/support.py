@@ -1,7 +1,5 @@
 """Batches as callers make them: padded rows, masks, packed-sequence parameters; and what transformers makes of them."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Whole calls in callers' conventions: logits, losses and gradients come back where the caller expects them."""
 
-from __future__ import annotations
-
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 
 import numpy as np

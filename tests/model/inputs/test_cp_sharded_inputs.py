@@ -3,8 +3,6 @@
 Ranks are threads here, which meet where processes would. Whole models on real ranks: `test_cp_sharded_on_ranks.py`.
 """
 
-from __future__ import annotations
-
 import types
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, is_dataclass

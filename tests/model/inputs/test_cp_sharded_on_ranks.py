@@ -3,8 +3,6 @@
 Run on ranks: -m tests.model.inputs.test_cp_sharded_on_ranks OUTPUT DENSE_FOLDER MOE_FOLDER.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The model's door: each calling convention gives the same inputs as our batch, anything else a clear error."""
 
-from __future__ import annotations
-
 import logging
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)

@@ -1,7 +1,5 @@
 """Labels and loss masks in callers' conventions."""
 
-from __future__ import annotations
-
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.models.inputs import as_model_inputs
 

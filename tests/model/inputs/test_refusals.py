@@ -1,7 +1,5 @@
 """The model's door refuses calls that mean nothing or two things, and says what it found and what it expected."""
 
-from __future__ import annotations
-
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.models.inputs import REFUSED, as_model_inputs, real_tokens
 

@@ -3,8 +3,6 @@
 On a GPU without flash-linear-attention it takes torch functions; with it, the package's kernels.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import itertools

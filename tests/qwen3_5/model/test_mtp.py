@@ -5,8 +5,6 @@ Callers may cut labels over context-parallel ranks, and it reads those of other 
 that cut labels so: `tests/frameworks/megatron_bridge/test_upstream_steps.py`.
 """
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The Megatron model equals transformers, split over ranks too: logits, loss and every gradient, float32 on the CPU."""
 
-from __future__ import annotations
-
 import itertools
 import shutil
 

@@ -1,7 +1,5 @@
 """Short runs that train adapters, in either format of checkpoints, and what they have trained."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run has saved of its adapters, in other libraries: they get the logits of the Megatron model."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

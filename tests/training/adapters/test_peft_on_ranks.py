@@ -3,8 +3,6 @@
 Run on ranks: -m tests.training.adapters.test_peft_on_ranks OUTPUT JOBS DATA START OUT, a JSON list of `Job`s.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import asdict, dataclass, field, replace

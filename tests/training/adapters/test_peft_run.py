@@ -1,7 +1,5 @@
 """Runs that train adapters: the steps of the `peft` library, small checkpoints, and going on from them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from qwen3vl_bridge.checkpoint import CheckpointError

@@ -3,8 +3,6 @@
 Run on ranks: -m tests.training.before_step.test_muon OUTPUT FOLDERS, a JSON object with the folder of each model.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -4,8 +4,6 @@ Run on two ranks: -m tests.training.before_step.test_parts_on_ranks OUTPUT FOLDE
 in which `parts.pt` lies beside the model.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -3,8 +3,6 @@
 `test_parts_on_ranks.py` compares them with transformers and torch's AdamW.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 

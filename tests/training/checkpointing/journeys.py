@@ -4,8 +4,6 @@ Run on ranks: -m tests.training.checkpointing.journeys OUTPUT CASES, a JSON list
 function of this module that begins with `do_`. Rank 0 writes what each returns to OUTPUT.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

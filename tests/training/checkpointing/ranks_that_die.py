@@ -7,8 +7,6 @@ which has imported everything and joined nothing, so that many starts cost one i
 list: of each case and moment, how the ranks ended, after how many seconds, and what the tracker names then.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools

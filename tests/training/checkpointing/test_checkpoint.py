@@ -1,7 +1,5 @@
 """What a run goes on with from a checkpoint, as its settings say; and checkpoints and weights that do not fit it."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

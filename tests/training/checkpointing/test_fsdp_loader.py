@@ -4,8 +4,6 @@ Real ones are loaded on ranks in `tests/checkpoint/stock_readers/test_megatron_f
 call it so.
 """
 
-from __future__ import annotations
-
 import types
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)

@@ -1,7 +1,5 @@
 """Megatron-Bridge's own loop begins with first weights of any kind, read before its model is wrapped, and goes on."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Runs that are told to leave, or killed at any moment: the same command goes on, and nothing shows."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

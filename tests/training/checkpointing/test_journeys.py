@@ -1,7 +1,5 @@
 """Runs that go on at other splits of the model, in Megatron-Bridge's loop, as if nothing had happened."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -4,8 +4,6 @@ Run on ranks: -m tests.training.dist_train.test_modules_on_ranks OUTPUT HF DATA 
 family, JOBS a list of `Job`s. The first rank writes what each rank has seen of each.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import asdict, dataclass, field

@@ -1,7 +1,5 @@
 """Megatron-Bridge's own batches: the same loss and gradients as transformers, or a clear error."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

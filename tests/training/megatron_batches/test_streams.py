@@ -1,7 +1,5 @@
 """Megatron-Bridge's own data sets in its loop: trained on, left and taken up without a difference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 Run on ranks: -m tests.training.metrics.test_accuracy OUTPUT HF DATA SPLITS, a JSON list of fields of the provider.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

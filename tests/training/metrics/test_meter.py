@@ -4,8 +4,6 @@ Run on ranks: -m tests.training.metrics.test_meter OUTPUT HF_FOLDER [DEPTHS], a 
 that are measured one after the other in two stages.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

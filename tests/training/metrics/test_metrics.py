@@ -1,7 +1,5 @@
 """Figures of a run in Megatron-Bridge's loop: in metrics.jsonl, in TensorBoard, on the console."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import re
