@@ -21,8 +21,6 @@ ALL_PARTS = dict(adapt_vision_model=True, adapt_vision_projection=True)
 
 @dataclass
 class Adapted:
-    """A pair whose Megatron model has adapters, and samples to run both on."""
-
     pair: Pair
     peft: object
     samples: list[Sample]
@@ -34,7 +32,6 @@ class Adapted:
 
     @property
     def inputs(self):
-        """The samples as one packed row, or as rows with padding on the right."""
         return make_batch(self.samples, self.pair.config, packed=self.packed).local()
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
@@ -64,7 +61,6 @@ class Adapted:
 
 
 def model_of(folder: Path) -> torch.nn.Module:
-    """The Megatron model of a folder, on its own and without weights."""
     provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=False)
     provider.finalize()
     initialize(provider, seed=0)
@@ -123,7 +119,6 @@ def worst_difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> fl
 
 
 def check_logits(logits: list[torch.Tensor], other: torch.nn.Module | Adapted, samples: list[Sample]) -> None:
-    """They are those of another model, of transformers or of Megatron."""
     if isinstance(other, Adapted):
         compute, model = other.logits, other.model
     else:

@@ -145,7 +145,6 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def check_what_is_saved(job: Job, out: Path, readable: Path | None = None) -> None:
-    """The losses of a job are those of the model and of the adapters that it has saved."""
     found = json.loads((out / f"{job.name}.json").read_text())
     if "losses" not in found:
         return

@@ -48,8 +48,6 @@ NO_BALANCING = dict(moe_aux_loss_coeff=0.0)  # transformers' loss here has none
 
 
 class Case(NamedTuple):
-    """Adapters of a tiny model: "untied" and "moe" are Qwen3-VL's, the others Qwen3.5's."""
-
     model: str
     peft: Callable[[], object]
     gradients: bool = False  # whether they are compared with those of `peft`
@@ -127,15 +125,12 @@ CASES = OURS | {
 
 
 class Trained(NamedTuple):
-    """Trained adapters, the logits they make, and the folder of their model."""
-
     case: Case
     adapted: Adapted
     logits: list[torch.Tensor]
     folder: object
 
     def save(self, path) -> None:
-        """By AutoBridge's own method, which Megatron-Bridge's training, verl and NeMo-RL call."""
         self.adapted.pair.bridge.save_hf_adapter([self.adapted.model], path, self.adapted.peft, show_progress=False)
 
 
@@ -310,7 +305,6 @@ def test_a_model_without_adapters(untied_folder, tmp_path):
 
 
 def test_dora_for_callers_that_take_two_matrices(untied_folder):
-    """They hand them to vLLM and SGLang as LoRA: verl and miles."""
     adapted = adapt(untied_folder, DoRA(**SIZE))
     with pytest.raises(ValueError, match=r"40 DoRA adapters, .* save_hf_adapter, or export"):
         adapted.pair.bridge.export_adapter_weights([adapted.model])

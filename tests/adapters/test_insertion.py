@@ -38,8 +38,6 @@ def chosen(prefix: str, flags: tuple[bool, ...]) -> dict[str, bool]:
 
 
 class TestWhatIsTrained:
-    """Every combination of the provider's flags with PEFT's, adapters on all parts or on one."""
-
     @pytest.mark.parametrize("rests", EIGHT)
     @pytest.mark.parametrize("provider_rests", EIGHT)
     def test_flags(self, untied_folder, provider_rests, rests):
@@ -260,8 +258,6 @@ RECOMPUTE_TOLERANCE = 5e-6
 
 
 class TestRecompute:
-    """Adapters get the same gradients from recomputed layers, whatever else is trained."""
-
     @pytest.mark.parametrize(
         ("peft_fields", "recompute"),
         [

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 
 def ring_attention_share(tokens: np.ndarray, size: int, rank: int) -> np.ndarray:
-    """A segment's tokens on one context-parallel rank, as the field's ring attention cuts them."""
     if size == 1:
         return tokens
     chunks = np.split(tokens, 2 * size)
@@ -37,7 +36,6 @@ def expected_index(layout: SequenceLayout, cp: int, cp_rank: int, sp: int = 1, s
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[SequenceLayout, int, int]:
-    """A layout with context- and sequence-parallel sizes that fit it."""
     cp, sp = draw(st.sampled_from([1, 2, 3, 4])), draw(st.sampled_from([1, 2, 4]))
     multiple = (1 if cp == 1 else 2 * cp) * sp
     lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
@@ -225,7 +223,6 @@ ranks = st.integers(1, 6)
 
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=5), cp=ranks, sp=ranks, more=st.integers(0, 3))
 def test_rows_of_such_multiples_can_be_shared(lengths, cp, sp, more):
-    """However segments end, each token has one place on one rank."""
     segment, row = segment_multiple(cp), row_multiple(cp, sp)
     padded = sum(-(-length // segment) * segment for length in lengths)
     total = -(-(padded + 1) // row) * row + more * row

@@ -60,7 +60,6 @@ def test_the_best_way_is_not_much_better(costs, ranks):
 
 @given(kinds=st.lists(st.integers(1, 50), min_size=1, max_size=8), ranks=RANKS, more=st.integers(0, 9))
 def test_many_frames_are_balanced_within_five_percent(kinds, ranks, more):
-    """Wherever none costs more than a twentieth of the mean."""
     times = -(-20 * max(kinds) * ranks // sum(kinds)) + more
     costs = kinds * times
     assert 20 * max(costs) * ranks <= sum(costs)
@@ -85,7 +84,6 @@ def test_frames_are_exchanged_where_that_is_better():
 
 
 def make_vision(images: list[tuple[int, int, int]], videos: list[tuple[int, int, int]]) -> VisionInputs | None:
-    """Pictures whose pixels are whole numbers, no two alike, so that sums of them are exact."""
     grids = [torch.tensor(some, dtype=torch.int64).view(-1, 3) for some in (images, videos)]
     pixels = torch.randperm(3 * int(sum(grid.prod(-1).sum() for grid in grids))).double().view(-1, 3)
     first = int(grids[0].prod(-1).sum())
@@ -186,7 +184,6 @@ def exchange(encoded: list[torch.Tensor], exchanges: list[VisionExchange]) -> li
 
 
 def next_tokens(layout: SequenceLayout) -> list[int]:
-    """The place of each token's next one, or its own where there is none."""
     starts = [0, *itertools.accumulate(layout.padded_lengths)]
     edges = zip(starts, layout.lengths, layout.padded_lengths, strict=False)
     return [start + i + (i + 1 < real) for start, real, padded in edges for i in range(padded)]
@@ -230,7 +227,6 @@ def test_every_rank_is_sent_the_rows_of_its_own_tokens_and_no_others(shared, pre
 
 @given(case=batches(), work=WORKS)
 def test_sequence_parallel_ranks_encode_the_same_frames(case, work):
-    """They run the tower together: its layers are split over them."""
     batch, cp, sp = case
     for c in range(cp):
         first, *others = (encode(batch.local(cp, c, sp, s, work).vision) for s in range(sp))

@@ -50,7 +50,6 @@ def all_moe_folder(moe_folder, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def qwen3_5_folder(tmp_path_factory):
-    """Linear attention, eight experts and multi-token prediction, as released."""
     released = ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT
     return make_qwen3_5(tmp_path_factory.mktemp("qwen3_5"), seed=6, moe=True, mtp=released, num_experts=8)
 

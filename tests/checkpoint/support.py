@@ -75,7 +75,6 @@ def model_with(folder: Path, source: Path, change) -> Path:
 
 
 def model_with_config(folder: Path, source: Path, change: dict) -> Path:
-    """A copy of a model with fields of its configuration changed, or some of a section's."""
     shutil.copytree(source, folder)
     config = read_object(folder / "config.json")
     for name, value in change.items():

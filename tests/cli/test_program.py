@@ -347,7 +347,6 @@ def test_a_broken_package_is_told_from_a_whole_one(tmp_path, monkeypatch):
 
 
 def test_a_package_that_is_only_on_the_path_is_status_2(capsys, monkeypatch):
-    """What it needs is in the metadata of its installation."""
     monkeypatch.setattr(doctor, "_PACKAGE", "no-such-package")
     assert doctor.main([]) == 2
     assert "error: No package metadata was found for no-such-package" in capsys.readouterr().err

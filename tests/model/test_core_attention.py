@@ -32,7 +32,6 @@ LENGTHS = [[24], [8, 40, 16, 16, 8, 72], [16] * 5]  # multiples of 8: for four c
 
 
 def attention(groups: int, ranks: int = 1, rank: int = 0, dim: int = DIM, dropout: float = 0.0) -> SegmentAttention:
-    """The module of a layer; of a context-parallel rank, whose group is its number alone."""
     config = TransformerConfig(
         num_layers=1, hidden_size=HEADS * dim, num_attention_heads=HEADS, num_query_groups=groups, kv_channels=dim,
         attention_dropout=dropout,
@@ -61,8 +60,6 @@ def reference(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: fl
 
 
 class Varlen:
-    """torch.nn.attention.varlen.varlen_attn, as its documentation has it; counts its calls."""
-
     calls = 0
 
     def __call__(self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):

@@ -20,7 +20,6 @@ SIZES = {
 
 
 def tiny(name: str, **experts):
-    """A configuration of that family, small, no two of its sizes alike."""
     config = copy.deepcopy(hf_config(name))
     text, vision = config.text_config, config.vision_config
     text.update(
@@ -98,7 +97,6 @@ def of_vision(trained: Trained) -> bool:
 
 
 def count(model, trained: Trained) -> None:
-    """Compare a step on text alone, and on text and a picture, with the formula."""
     costs = tower_costs(model.config.to_dict(), trained)
     for tokens, grid in ((40, None), (60, (1, 8, 12))):
         patches = grid[1] * grid[2] if grid else 0
@@ -110,7 +108,6 @@ def count(model, trained: Trained) -> None:
 
 @pytest.mark.parametrize("family", SIZES)
 def test_costs_of_a_step_follow_what_is_trained(family):
-    """Every way to freeze parts that leaves something to train."""
     model = build(family)
     for number in range(1, 8):
         parts = [name for bit, name in enumerate(PARTS) if number >> bit & 1]

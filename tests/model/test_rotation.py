@@ -155,7 +155,6 @@ TOWER = dict(of=(16, 16), dim=72, turning=72, dtype=torch.float32, joint=True)
 
 @pytest.fixture
 def compiled(monkeypatch) -> Iterator[list[int]]:
-    """One entry for each variant that torch compiles, by a backend that only counts."""
     variants, compile_ = [], torch.compile
 
     def count(graph, _):
@@ -172,7 +171,6 @@ def compiled(monkeypatch) -> Iterator[list[int]]:
 
 @contextmanager
 def limit_reached() -> Iterator[list[str]]:
-    """Warnings of torch that it has given up compiling a function, and calls it as it is."""
     warnings, logger = [], logging.getLogger("torch._dynamo.convert_frame")
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())

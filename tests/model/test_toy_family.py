@@ -30,31 +30,15 @@ CONFIG = {
     "vision_start_token_id": 62,
     "vision_end_token_id": 63,
     "text_config": {
-        "vocab_size": 64,
-        "hidden_size": 40,
-        "intermediate_size": 56,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "rope_theta": 10_000.0,
-        "mrope_section": [2, 1, 1],
+        "vocab_size": 64, "hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "rope_theta": 10_000.0, "mrope_section": [2, 1, 1],
     },
     "vision_config": {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 2,
-        "in_channels": 3,
-        "patch_size": 16,
-        "temporal_patch_size": 2,
-        "spatial_merge_size": 2,
-        "num_position_embeddings": 16,
-        "out_hidden_size": 40,
-        "hidden_act": "gelu_pytorch_tanh",
-        "initializer_range": 0.02,
+        "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "in_channels": 3, "patch_size": 16,
+        "temporal_patch_size": 2, "spatial_merge_size": 2, "num_position_embeddings": 16, "out_hidden_size": 40,
+        "hidden_act": "gelu_pytorch_tanh", "initializer_range": 0.02,
     },
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +129,6 @@ def package(tmp_path) -> tuple[Path, list[str]]:
 
 
 def run_in(folder: Path, *words: str | Path) -> None:
-    """A program that finds the folder's modules and this package's, and no test's."""
     paths = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "src")])}
     subprocess.run([sys.executable, *words], check=True, cwd=folder, env=paths)
 

@@ -59,7 +59,6 @@ TABLE = (
 
 
 def table(experts: ExpertLayout) -> tuple[Row, ...]:
-    """The weight table. There are no experts, however a checkpoint would hold them."""
     del experts
     return TABLE
 
@@ -108,5 +107,4 @@ FAMILY = Family(
 
 
 def register() -> None:
-    """Make the family known, which a package of its own does when it is imported."""
     register_family(FAMILY)

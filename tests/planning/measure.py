@@ -38,7 +38,6 @@ def keeping(model: Sequence[nn.Module]) -> Iterator[dict[int, torch.UntypedStora
 
 @contextmanager
 def allocated() -> Iterator[list[int]]:
-    """Bytes of live tensors that operations have made meanwhile, after each operation."""
     held: list[int] = []
     alive: dict[int, int] = {}
 
@@ -63,14 +62,12 @@ def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
 
 
 def saved_bytes(model: nn.Module, batch: PackedBatch, *, predicts: bool = False) -> int:
-    """Of a forward pass with a loss, and of multi-token prediction's where it predicts."""
     with keeping([model]) as storages:
         model(inputs=batch.local(predicts=predicts))
     return sum(storage.nbytes() for storage in storages.values())
 
 
 def work_of(batch: PackedBatch) -> MicrobatchWork:
-    """Tokens and patches of a batch; one without pictures has a blank one of four patches."""
     patches = 4 if batch.vision is None else len(batch.vision.pixel_values)
     return MicrobatchWork(batch.layout.total, patches, 0 if batch.vision is None else patches / 4, slots_of(batch))
 
@@ -88,7 +85,6 @@ def slots_of(batch: PackedBatch) -> float:
 
 
 def gradient_bytes(model: Sequence[Any]) -> int:
-    """Of the buffers of DistributedDataParallel, their padding left out."""
     buffers = [buffer for chunk in model for buffer in chunk.buffers + chunk.expert_parallel_buffers]
     return sum(buffer.numel_unpadded * buffer.grad_data.element_size() for buffer in buffers)
 

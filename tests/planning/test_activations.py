@@ -51,7 +51,6 @@ EXPERTS = dict(num_experts=10, num_experts_per_tok=3, moe_intermediate_size=112)
 
 
 def widened(config, text: dict, vision: dict, **rope):
-    """Some times as wide as the tests' usual models, no two of the widths alike."""
     config.text_config.update(
         dict(hidden_size=192, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=3, head_dim=40)
         | dict(vocab_size=1536)
@@ -74,7 +73,6 @@ def wide(moe: bool):
 
 
 def wide_qwen3_5(moe: bool):
-    """With both kinds of attention; heads turn as a whole, as the formulas have it."""
     text = (
         dict(layer_types=["linear_attention", "full_attention", "linear_attention"], mtp_num_hidden_layers=1)
         | dict(linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=24, linear_value_head_dim=28)

@@ -70,7 +70,6 @@ def test_what_saving_takes_of_the_host(capsys):
 
 
 def test_many_stages_are_shown_in_part(capsys):
-    """What decides, as wide as a terminal; programs get all."""
     words = ["--model", "30B-A3B", "--gpus", "16", "--pp", "16"]
     main([*words])
     said = capsys.readouterr().out

@@ -108,8 +108,6 @@ def test_torchs_adam_holds_roots_of_second_moments(kind, request, monkeypatch):
 
 
 def recorded(step, peaks: list[int]):
-    """A step of an optimizer that has its moments, and notes what it allocates at most."""
-
     def call(*args, **kwargs):
         step(*args, **kwargs)
         with allocated() as most:

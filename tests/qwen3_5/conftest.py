@@ -29,7 +29,6 @@ def released(qwen3_5_folders, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def released_3_6(qwen3_5_folders, tmp_path_factory):
-    """The dense model in those of released Qwen3.6 files: bfloat16 alone."""
     return in_released_dtypes(qwen3_5_folders["dense"], tmp_path_factory.mktemp("released_3_6") / "hf", ())
 
 

@@ -53,7 +53,6 @@ def test_there_and_back(qwen3_5_folders, kind, ckpt_format, tmp_path):
 
 @pytest.mark.parametrize(("kind", "ep"), [("dense", 1), ("moe", 2), ("3.6", 3)])
 def test_for_ranks_and_from_format_to_format(qwen3_5_folders, kind, ep, tmp_path):
-    """Cut where ranks are; unequal sections of a projection too."""
     topology = Topology(tp=2, ep=ep, etp=1, chunk_bytes=2_000)
     import_checkpoint(qwen3_5_folders[kind], tmp_path / "fsdp", topology=topology, verify=True)
     reformat_checkpoint(tmp_path / "fsdp", tmp_path / "dist", ckpt_format="torch_dist", topology=topology, verify=True)

@@ -40,7 +40,6 @@ SIZES = {"dense": ("2B", {}), "moe": ("35B-A3B", dict(num_experts=4, num_experts
 
 
 def build(kind: str):
-    """A tiny model, no two of its sizes alike, whose products torch counts as they are."""
     size, experts = SIZES[kind]
     config = copy.deepcopy(hf_config(size))
     text, vision = config.text_config, config.vision_config
@@ -73,7 +72,6 @@ def operations(model, tokens: int, grid=None, *, backward: bool = False) -> int:
 
 
 def padding_of_convolutions(model) -> int:
-    """Torch convolves the padding behind the row too: as many tokens as there are taps but one."""
     n = dimensions_of(model.config.to_dict())
     return 2 * len(n.indices["linear_layers"]) * (n["l_conv"] - 1) * n["l_conv"] * n["l_qkv"]
 

@@ -73,7 +73,6 @@ def module_of(model: nn.Module, name: str) -> nn.Module:
 
 
 def stock_values(folder: Path, model: nn.Module, names: list[str]) -> dict[str, torch.Tensor]:
-    """What its mappings make of a folder's tensors, by the names of the local layer spec."""
     stored, registry = load_file(folder / "model.safetensors"), stock_bridge(folder).mapping_registry()
     values = {}
     for name in names:
@@ -89,7 +88,6 @@ def stock_values(folder: Path, model: nn.Module, names: list[str]) -> dict[str, 
 
 
 def stock_provider(folder: Path, **fields: Any) -> Any:
-    """Its provider of a folder, by its own bridge, with these of its fields set."""
     provider = stock_bridge(folder).provider_bridge(PreTrainedCausalLM.from_pretrained(folder))
     for name, value in fields.items():
         assert hasattr(provider, name), name
@@ -98,7 +96,6 @@ def stock_provider(folder: Path, **fields: Any) -> Any:
 
 
 def build_stock(folder: Path) -> nn.Module:
-    """Its model, without values; its configuration in the end is as where Transformer Engine is."""
     provider = stock_provider(folder)
     given = {name: getattr(provider, name) for name in ("transformer_layer_spec", "layernorm_zero_centered_gamma")}
     kernels = SAVED_WITH_TE | (SAVED_WITH_EXPERTS if provider.num_moe_experts else {})
@@ -151,7 +148,6 @@ OTHERWISE = {"attention_softmax_in_fp32", "bos_token_id", "eos_token_id", "hf_mo
 
 
 def names_of(folder: Path) -> list[str]:
-    """Megatron's names of a folder's model, in Transformer Engine's spelling."""
     config = ModelConfig(folder)
     shapes = {name: tuple(one.shape) for name, one in load_file(folder / "model.safetensors").items()}
     return [row.megatron for row in expand(config.rows(config.expert_layout(shapes)), config.dimensions)]
@@ -169,7 +165,6 @@ def test_every_parameter_is_megatron_bridges(qwen3_5_folders, kind):
 
 @pytest.fixture(scope="module", params=KINDS)
 def stock(request, qwen3_5_folders) -> tuple[Path, nn.Module, dict[str, torch.Tensor]]:
-    """A folder, Megatron-Bridge's own model of it, and the values that its mappings give."""
     folder = qwen3_5_folders[request.param]
     model = build_stock(folder)
     values = stock_values(folder, model, names_of(folder))
@@ -285,7 +280,6 @@ def test_another_model_is_refused(qwen3_5_folders):
 
 
 def test_ours_count_as_megatron_bridges_providers():
-    """In name alone: none of its fields or defaults come along."""
     for ours, theirs in (
         (Qwen35VLModelProvider, qwen35_vl_provider.Qwen35VLModelProvider),
         (Qwen35VLMoEModelProvider, qwen35_vl_provider.Qwen35VLMoEModelProvider),

@@ -34,8 +34,6 @@ from tests.parity.batches import Sample
 
 
 class MTPReference(nn.Module):
-    """Its parameters' names are those of released files, after "mtp."."""
-
     def __init__(self, config: Qwen3_5Config | Qwen3_5MoeConfig) -> None:
         super().__init__()
         text = copy.deepcopy(config.text_config)
@@ -119,7 +117,6 @@ def megatron_config(**changes: Any) -> TransformerConfig:
 
 
 def one_rank() -> ProcessGroupCollection:
-    """Process groups of this process alone, which other tests may have made."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
@@ -216,7 +213,6 @@ def in_released_dtypes(folder: Path, target: Path, float32: tuple[str, ...] = FL
 
 
 def with_mtp(model: nn.Module, folder: Path) -> nn.Module:
-    """Transformers' model of a folder, which has left MTP out, with it."""
     found = {name: one for name, one in load_file(folder / "model.safetensors").items() if name.startswith("mtp.")}
     if found:
         model.mtp = MTPReference(model.config)

@@ -38,7 +38,6 @@ def replicate(cfg: Any, *, distributed: bool = False) -> Any:
 
 
 def replicated(inputs: Inputs, save: Path | None, *, distributed: bool = True, **settings: Any) -> Any:
-    """A run in float32 from Hugging Face weights, with checkpoints of megatron-core's own format."""
     return replicate(_from_hf(inputs, save, settings), distributed=distributed)
 
 
@@ -112,7 +111,6 @@ class Entries(Callback):
 
 
 def train(cfg: Any, *, stop_after: int | None = None, callbacks: Sequence[Callback] = ()) -> list[dict[str, float]]:
-    """Train to the end, or for some steps; returns the log of this call."""
     entries = Entries(stop_after)
     with contextlib.suppress(SystemExit):
         run_bridges_loop(cfg, *callbacks, entries)
@@ -132,6 +130,5 @@ def stored(run: Path) -> dict[str, torch.Tensor]:
 
 
 def optimizer_states(optimizer: Any) -> list[dict[str, torch.Tensor]]:
-    """What this rank's optimizers keep of each parameter; nothing before their first step."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [state for part in parts if part.optimizer for state in part.optimizer.state.values()]

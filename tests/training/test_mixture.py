@@ -37,7 +37,6 @@ class Mixed:
     stop_after: int | None = None
 
     def config(self) -> Any:
-        """Its configuration. Rows of the same documents at any number of ranks."""
         cfg = replicated(
             Inputs(Path(self.hf), Path("none"), Path("unused")), None if self.save is None else Path(self.save),
             dataset__path=None, dataset__mixture=self.sets, dataset__window_size=16, dataset__pad_to_multiple_of=8,
@@ -90,7 +89,6 @@ SHARES = {"weights": ({"weight": 1}, {"weight": 3}), "epochs": ({"epochs": 0.5},
 
 @pytest.fixture(scope="module")
 def sets(inputs, tmp_path_factory):
-    """By the kind of share: forty digits and eight conversations without pictures."""
     folder = tmp_path_factory.mktemp("talk")
     said = [[f"What is {n} and {n}?", f"It is {2 * n}."] for n in range(8)]
     talk = [
@@ -107,7 +105,6 @@ def sets(inputs, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(inputs, sets, tmp_path_factory):
-    """What runs on two ranks have found: each mixture in two halves, and one at once."""
     root, hf = tmp_path_factory.mktemp("mixed"), str(inputs.hf)
     cases = [Mixed("weights", hf, sets["weights"])]
     for kind, of_kind in sets.items():

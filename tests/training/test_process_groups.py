@@ -65,7 +65,6 @@ def _watched(name: str, collective: Callable, found: Sent) -> Callable:
 
 
 def main(output: str, folder: str) -> None:
-    """Two steps; rank 0 writes what all ranks have sent in the second."""
     split = Split(folder, Topology(2), balance=0.01, logger__log_interval=1)
     run = split.run
     run.stream = split.batches("mixed", "packed")
@@ -183,7 +182,6 @@ def test_a_model_with_experts_forward_and_backward(kind, request, sent, tmp_path
 
 @pytest.mark.slow
 def test_groups_of_one_rank_among_two(moe_folder, tmp_path):
-    """Two data-parallel replicas: only what concerns both is sent."""
     folder = str(shutil.copytree(moe_folder, tmp_path / "model"))
     run_ranks("tests.training.test_process_groups", 2, tmp_path / "sent.pt", folder, timeout=200)
     for found in torch.load(tmp_path / "sent.pt", weights_only=False):

@@ -45,7 +45,6 @@ def documents(batch):
 
 
 def sum_of_losses(model, ids, labels, mask, pixels):
-    """Of the tokens of a conversation that count, and how many these are."""
     kinds = (ids == model.config.image_token_id).int()[None]
     grid = torch.tensor([[1, 4, 4]])
     out = model(input_ids=ids[None], mm_token_type_ids=kinds, pixel_values=pixels, image_grid_thw=grid)
@@ -53,7 +52,6 @@ def sum_of_losses(model, ids, labels, mask, pixels):
 
 
 def matrices_decay(model: torch.nn.Module, decay: float) -> list[dict[str, Any]]:
-    """Parameter groups as Megatron has them: norms and biases do not decay."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
     return [dict(params=matrices, weight_decay=decay), dict(params=others, weight_decay=0.0)]
@@ -98,7 +96,6 @@ def mean_loss(model, rows):
 
 @pytest.fixture(scope="module", params=[replicated, sharded], ids=["distributed optimizer", "Megatron-FSDP"])
 def unbroken(request, inputs, tmp_path_factory):
-    """Six steps at once: what makes such runs, the log, and the folder of the run."""
     save = tmp_path_factory.mktemp("unbroken")
     return request.param, train(request.param(inputs, save)), save
 

@@ -177,7 +177,6 @@ def test_an_address_that_the_hubs_own_library_does_not_survive(tmp_path):
 
 
 def piped(arguments: list[str], closed: str) -> subprocess.CompletedProcess:
-    """Run the command line with a reader of its output that has gone."""
     reader, writer = os.pipe()
     os.close(reader)
     others = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | {closed: writer}

@@ -23,7 +23,6 @@ def peak() -> int:
 
 
 def conversions(source: Path, folder: Path) -> Iterator[str]:
-    """Each conversion of a model, verified where it can be; yields its name when it is done."""
     fsdp, dist, hf = (folder / name for name in ("fsdp", "dist", "hf"))
     import_checkpoint(source, fsdp, verify=True)
     yield "import to fsdp_dtensor"

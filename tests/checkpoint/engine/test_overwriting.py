@@ -233,7 +233,6 @@ def test_a_result_of_an_earlier_version_stays(tmp_path, imported):
 
 
 def put_weights(target: Path) -> str:
-    """A user's own fine-tune of the model, of the same size to the byte."""
     path = target / "model.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1

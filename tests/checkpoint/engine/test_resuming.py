@@ -130,8 +130,6 @@ def test_what_never_got_as_far_as_a_plan_is_in_nobodys_way(begun, untied_folder,
 
 
 def test_all_that_is_left_to_do_takes_no_time(begun, untied_folder, tmp_path, capsys):
-    """A result that is whole, but could not be put into place."""
-
     def intrude(*_):
         (tmp_path / "m").mkdir(exist_ok=True)
         (tmp_path / "m" / "precious").write_text("x")

@@ -31,13 +31,10 @@ from ..support import TENSORS, entry, file_of, read_everything
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "header of 0 bytes in a file of 0"),
-        (b"\xff" * 8, "expected a whole safetensors file"),
+        (b"", "header of 0 bytes in a file of 0"), (b"\xff" * 8, "expected a whole safetensors file"),
         (struct.pack("<Q", 100) + b"{}", "header of 100 bytes in a file of 10"),
-        (file_of("{"), "cannot be read as JSON"),
-        (file_of("[" * 100_000), "cannot be read as JSON"),
-        (file_of([]), "is a JSON list, expected an object"),
-        (file_of('{"a":1,"a":2}'), "'a' occurs twice"),
+        (file_of("{"), "cannot be read as JSON"), (file_of("[" * 100_000), "cannot be read as JSON"),
+        (file_of([]), "is a JSON list, expected an object"), (file_of('{"a":1,"a":2}'), "'a' occurs twice"),
         (file_of({"a": 1}), "tensor a: header entry 1"),
         (file_of({"a": entry(dtype="F3")}), "tensor a: dtype F3, expected one of"),
         (file_of({"a": entry(shape=(2, -3))}), "tensor a: shape [2, -3]"),
@@ -46,10 +43,9 @@ from ..support import TENSORS, entry, file_of, read_everything
         (file_of({"a": entry(offsets=(0, 20))}), "hold 20 bytes, expected 24 for F32 [2, 3]"),
         (file_of({"a": entry(offsets=(8, 32))}, 32), "tensor a: starts at byte"),
         (file_of({"a": entry(), "b": entry(offsets=(12, 36))}, 36), "tensor b: starts at byte"),
-        (file_of({"a": entry()}, 23), "expected"),
-        (file_of({"a": entry()}, 25), "expected"),
+        (file_of({"a": entry()}, 23), "expected"), (file_of({"a": entry()}, 25), "expected"),
     ],
-)
+)  # fmt: skip
 def test_a_header_that_lies(content, message, tmp_path):
     (tmp_path / SINGLE).write_bytes(content)
     with pytest.raises(CheckpointError) as error:
@@ -110,7 +106,6 @@ WHOLE = json.dumps({"a": entry()})[1:-1]
 
 
 def both_take(content: bytes, folder) -> tuple[bool, str | None]:
-    """Whether safetensors takes a file, and why this reader does not."""
     (folder / SINGLE).write_bytes(content)
     try:
         safetensors.deserialize(content)
@@ -127,18 +122,12 @@ def both_take(content: bytes, folder) -> tuple[bool, str | None]:
 @pytest.mark.parametrize(
     ("header", "taken"),
     [
-        (f"{{{WHOLE}}}".encode("utf-16-le"), False),
-        (f"{{{WHOLE}}}".encode("utf-16"), False),
-        (f"{{{WHOLE}}}".encode("utf-32"), False),
-        (f"\ufeff{{{WHOLE}}}", False),
-        (f'{{"__metadata__": [], {WHOLE}}}', False),
-        (f'{{"__metadata__": [["a", "b"]], {WHOLE}}}', False),
-        (f'{{"__metadata__": "x", {WHOLE}}}', False),
-        (f'{{"__metadata__": {{"a": 1}}, {WHOLE}}}', False),
-        (f'{{"__metadata__": {{"a": null}}, {WHOLE}}}', False),
-        (f'{{"__metadata__": {{"a": "b"}}, {WHOLE}}}', True),
-        (f'{{"__metadata__": null, {WHOLE}}}', True),
-        (f'{{"__metadata__": {{"a": "\\udc00"}}, {WHOLE}}}', False),
+        (f"{{{WHOLE}}}".encode("utf-16-le"), False), (f"{{{WHOLE}}}".encode("utf-16"), False),
+        (f"{{{WHOLE}}}".encode("utf-32"), False), (f"\ufeff{{{WHOLE}}}", False),
+        (f'{{"__metadata__": [], {WHOLE}}}', False), (f'{{"__metadata__": [["a", "b"]], {WHOLE}}}', False),
+        (f'{{"__metadata__": "x", {WHOLE}}}', False), (f'{{"__metadata__": {{"a": 1}}, {WHOLE}}}', False),
+        (f'{{"__metadata__": {{"a": null}}, {WHOLE}}}', False), (f'{{"__metadata__": {{"a": "b"}}, {WHOLE}}}', True),
+        (f'{{"__metadata__": null, {WHOLE}}}', True), (f'{{"__metadata__": {{"a": "\\udc00"}}, {WHOLE}}}', False),
         (WHOLE.join("{}").replace('"a"', '"\\ud800"'), False),
         (WHOLE.join("{}").replace('"a"', '"\\ud83d\\ude00"'), True),
         (WHOLE.join("{}").replace("[0, 24]", "[-0, 24]"), False),
@@ -155,7 +144,7 @@ def both_take(content: bytes, folder) -> tuple[bool, str | None]:
         (json.dumps({"a": entry(), "b": entry(shape=[0, 2**64 - 1], offsets=(24, 24))}), True),
         (json.dumps({"a": entry(), "b": entry(shape=[0, 2**64], offsets=(24, 24))}), False),
     ],
-)
+)  # fmt: skip
 def test_a_header_is_taken_where_safetensors_takes_it(header, taken, tmp_path):
     theirs, refused = both_take(file_of(header), tmp_path)
     assert (theirs, refused is None) == (taken, taken), refused
@@ -167,7 +156,6 @@ VALUES = st.recursive(PLAIN, lambda v: st.lists(v, max_size=3) | st.dictionaries
 
 @st.composite
 def headers(draw) -> tuple[str, int]:
-    """The text of a header that is right, or nearly, and the bytes behind it."""
     header, position = {}, 0
     for name in draw(st.lists(st.text(max_size=3), max_size=4, unique=True)):
         shape = draw(st.lists(st.integers(0, 3), max_size=3))
@@ -225,17 +213,10 @@ class Hostile:
 @pytest.mark.parametrize(
     "value",
     [
-        Hostile(),
-        {"x": Hostile()},
-        print,
-        os.system,
-        eval,
-        [1, {2: (3, 4)}],
-        None,
-        torch.nn.Linear(1, 1),
+        Hostile(), {"x": Hostile()}, print, os.system, eval, [1, {2: (3, 4)}], None, torch.nn.Linear(1, 1),
         ValueError("x"),
     ],
-)
+)  # fmt: skip
 def test_other_pickles_are_refused_without_running_anything(value, folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (folder / ".metadata").write_bytes(pickle.dumps(value))

@@ -54,7 +54,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:T
 
 @pytest.fixture(scope="module")
 def stored_layouts(untied_folder, tmp_path_factory):
-    """The untied model's checkpoint in many chunks, as torch reads it."""
     folder = tmp_path_factory.mktemp("stored") / "megatron"
     import_checkpoint(untied_folder, folder, topology=Topology(tp=4, chunk_bytes=5_000))
     return stock_load(folder / "iter_0000000")
@@ -175,7 +174,6 @@ def test_a_turned_matrix_is_the_transpose(stored_values, rows, more_rows, column
 
 @contextlib.contextmanager
 def few_files() -> Iterator[None]:
-    """Room for 64 open files; for some 50 beside those of the tests, where these have many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(64, 50 + max(map(int, os.listdir("/proc/self/fd")))), hard))
     try:
@@ -229,8 +227,6 @@ def test_threads_that_unpack_at_once_get_each_its_own_bytes(moe_folder, tmp_path
         raise NotPlain
 
     class Slow:
-        """A file that leaves the other thread time between looking for its end and writing there."""
-
         def __init__(self, original=tempfile.TemporaryFile) -> None:
             self.file = original()
 

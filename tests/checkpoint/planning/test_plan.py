@@ -77,20 +77,16 @@ TURNED = TransposedSlice((Slice("a", 0, 4),), 2, 0, 4)
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (tasks(("a", 0, 3)), "3 elements planned of 4"),
-        (tasks(("a", 0, 2), ("a", 1, 2)), "read not exactly once"),
-        (tasks(("a", 0, 2), ("a", 3, 2)), "read not exactly once"),
-        (tasks(("a", 1, 4)), "read not exactly once"),
+        (tasks(("a", 0, 3)), "3 elements planned of 4"), (tasks(("a", 0, 2), ("a", 1, 2)), "read not exactly once"),
+        (tasks(("a", 0, 2), ("a", 3, 2)), "read not exactly once"), (tasks(("a", 1, 4)), "read not exactly once"),
         (tasks(("a", 0, 4)) * 2, "planned twice"),
-        (tasks(("a", 0, 4), name="other"), "planned twice or in another shape|other"),
-        ([], "nothing planned"),
+        (tasks(("a", 0, 4), name="other"), "planned twice or in another shape|other"), ([], "nothing planned"),
         (tasks(("a", 0, 3), Zeros(1)), "zeros are planned"),
         (tasks(TURNED.part(0, 2), TURNED.part(0, 2)), "read not exactly once"),
-        (tasks(TURNED.part(0, 3), Zeros(1)), "zeros"),
-        (tasks(TURNED.part(0, 2), ("a", 2, 2)), "not read as a whole"),
+        (tasks(TURNED.part(0, 3), Zeros(1)), "zeros"), (tasks(TURNED.part(0, 2), ("a", 2, 2)), "not read as a whole"),
         (tasks(TURNED._replace(columns=3)), "not read as a whole"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_plan_is_found_out(plan, message):
     with pytest.raises((AssertionError, KeyError), match=message):
         prove(plan, specs({"a": (4,)}), {"out": (4,)})
@@ -177,7 +173,6 @@ def test_one_rank_holds_all():
 @pytest.mark.parametrize("sizes", [{"world_size": 64}, {"world_size": 256, "tp": 4}, {"tp": 2, "cp": 4}])
 @pytest.mark.parametrize("size", ["8B", "9B"])
 def test_every_row_of_an_fsdp_checkpoint_has_a_holder(size, sizes):
-    """Qwen3.5's parameters are stored in parts of several sizes."""
     parts, shapes = held(size, FsdpDtensor, **sizes)
     assert parts.keys() == shapes.keys()
     owners = set()
@@ -239,15 +234,11 @@ def test_stages_groups_and_tensor_parallel_ranks_of_torch_dist():
 @pytest.mark.parametrize(
     ("ckpt_format", "sizes"),
     [
-        ("fsdp_dtensor", {"ep": 2}),
-        ("fsdp_dtensor", {"world_size": 4}),
-        ("fsdp_dtensor", {"cp": 2}),
-        ("fsdp_dtensor", {"tp": 2, "etp": 1}),
-        ("torch_dist", {"pp": 2}),
-        ("torch_dist", {"ep": 2}),
+        ("fsdp_dtensor", {"ep": 2}), ("fsdp_dtensor", {"world_size": 4}), ("fsdp_dtensor", {"cp": 2}),
+        ("fsdp_dtensor", {"tp": 2, "etp": 1}), ("torch_dist", {"pp": 2}), ("torch_dist", {"ep": 2}),
         ("torch_dist", {"etp": 2}),
     ],
-)
+)  # fmt: skip
 def test_a_size_that_is_stated_changes_the_files(ckpt_format, sizes, moe_folders, tmp_path):
     source, contents = moe_folders[ExpertLayout.INPUT_MAJOR], []
     for name, topology in (("plain", Topology(chunk_bytes=4_000)), ("cut", Topology(chunk_bytes=4_000, **sizes))):

@@ -63,7 +63,6 @@ def without_cuda() -> None:
 
 
 def wrapped_model(hf_folder: str, tp: int, ep: int) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """The wrapper, and MegatronFSDP with the model in it; all weights are 7."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=1,
         create_gloo_process_groups=False,
@@ -112,7 +111,6 @@ def counted(model: torch.nn.Module, folder: str) -> list[int]:
 
 
 def refusal(model: torch.nn.Module, folder: str) -> str:
-    """What is said of a checkpoint of another model; nothing of it has been read then."""
     try:
         load(model, folder, strict=False)
     except CheckpointError as error:
@@ -144,7 +142,6 @@ def save_doubled(wrapper: torch.nn.Module, model: torch.nn.Module, folder: str) 
 
 
 def compare(model: torch.nn.Module, stored: dict[str, torch.Tensor], tp: int) -> set[str]:
-    """Compare every shard with its part of what is stored; returns the names of what was compared."""
     compared = set()
     groups, experts = parallel_state, getattr(unwrap_model([model])[0].config, "num_moe_experts", None) or 0
     first = groups.get_expert_model_parallel_rank() * (experts // groups.get_expert_model_parallel_world_size())
@@ -171,7 +168,6 @@ def compare(model: torch.nn.Module, stored: dict[str, torch.Tensor], tp: int) ->
 def rank_main(
     rank: int, store: str, hf_folder: str, folder: str, world: int, tp: int, ep: int, save_to: str | None, kind: str
 ) -> None:
-    """Load at one topology, and say what was compared on all ranks together."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     without_cuda()
     stored = _load_state_dict_from_keys(None, checkpoint_id=f"{folder}/iter_0000000")["model"]

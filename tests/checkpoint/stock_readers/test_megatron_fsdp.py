@@ -35,7 +35,6 @@ REFUSED = "refused: missing: model.module.language_model.output_layer.weight [51
 
 
 def import_twice(source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A checkpoint of many files without and with its parallel sizes stated; the folders."""
     monkeypatch.setattr(planned_files, "UNIT_BYTES", 100_000)
     monkeypatch.setattr(topology, "_LEAST_BYTES", 500)
     topologies = {"any": Topology(), "ep2": Topology(ep=2)}
@@ -45,7 +44,6 @@ def import_twice(source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def check_reads(said: list[str]) -> None:
-    """What two ranks read, by torch's own reader: less of fewer files where the sizes are stated."""
     anyhow, stated = (json.loads(line.removeprefix("read: ")) for line in said)
     for (before, opened_before, held), (after, opened, held_after) in zip(anyhow, stated, strict=True):
         assert held == held_after

@@ -69,7 +69,6 @@ SAVED_WITH_EXPERTS = dict(moe_grouped_gemm=True, moe_permute_fusion=True)
 
 
 def stock_provider(folder: Path, **fields: Any) -> Any:
-    """Megatron-Bridge's provider of a Hugging Face folder, by its own bridge."""
     return _bridge(PreTrainedCausalLM.from_pretrained(folder), fields)[1]
 
 
@@ -159,7 +158,6 @@ LOGITS = 1e-5  # measured 2.4e-6
 
 @pytest.fixture(scope="module")
 def sources(folders, tmp_path_factory) -> dict[str, Path]:
-    """Hugging Face folders that Megatron-Bridge reads: experts as in the released checkpoints."""
     experts = rewrite(folders["experts"], tmp_path_factory.mktemp("released"), ExpertLayout.INPUT_MAJOR)
     return {"untied": folders["untied"], "tied": folders["tied"], "experts": experts}
 

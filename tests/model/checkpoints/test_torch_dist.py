@@ -28,7 +28,6 @@ Chunks = Sequence[torch.nn.Module]  # one, or one for each virtual pipeline stag
 
 
 def make_experts_everywhere(moe_folder: str | Path, folder: Path) -> Path:
-    """A Hugging Face folder as the one given, but with experts in every layer."""
     config = AutoConfig.from_pretrained(moe_folder)
     config.text_config.mlp_only_layers = []
     make_model(config, seed=4).save_pretrained(folder)
@@ -58,7 +57,6 @@ def sharded(model: torch.nn.Module, groups: ProcessGroupCollection, **metadata) 
 
 
 def tensors(*chunks: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of all tensors of a model; names of several parts begin with the number of the part."""
     return {
         f"{i}." * (len(chunks) > 1) + name: t.clone()
         for i, chunk in enumerate(chunks)
@@ -73,7 +71,6 @@ def save(chunks: Chunks, groups: ProcessGroupCollection, folder: str | Path) -> 
 
 
 def load(chunks: Chunks, groups: ProcessGroupCollection, folder: str | Path) -> None:
-    """By megatron-core alone; a name that only one side has is an error."""
     state = dist_checkpointing.load(_state(chunks, groups), str(folder), strict="raise_all")
     for i, chunk in enumerate(chunks):
         chunk.load_state_dict(state[f"model{i}" if len(chunks) > 1 else "model"])
@@ -137,7 +134,6 @@ def saved(folders, tmp_path_factory):
 
 
 def shapes(state: ShardedStateDict) -> dict[str, set[tuple]]:
-    """Names in a checkpoint, with the whole shape and the offsets of each of their parts."""
     found = {}
     for entry in state.values():
         for part in nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]:
@@ -198,7 +194,6 @@ def test_only_layers_that_differ_are_listed(kind, frequency, folders):
 
 
 def run_config(folder: Path, checkpoint: Path, **settings) -> dict:
-    """Write the smallest file from which Megatron-Bridge builds the model."""
     hf_config = json.loads((folder / "config.json").read_text())
     sizes = dict(tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
     target = "qwen3vl_bridge.models.qwen3_vl.bridge.provider_from_hf_config"

@@ -19,7 +19,6 @@ SECOND_OF_TWO = types.SimpleNamespace(tp=ALONE, cp=types.SimpleNamespace(size=la
 
 
 def packed_params(logical: Sequence[int], padded: Sequence[int] | None = None) -> PackedSeqParams:
-    """From offsets, those in the row left out where they are the logical ones."""
     offsets = [None if x is None else torch.tensor(x, dtype=torch.int32) for x in (logical, padded)]
     return PackedSeqParams("thd", offsets[0], offsets[0], offsets[1], offsets[1])
 

@@ -66,7 +66,6 @@ class Ranks:
 
 
 def layout_of(samples, cp):
-    """A row whose documents are padded, and that has padding after them."""
     lengths, multiple = [len(s.ids) for s in samples], 2 * cp
     return SequenceLayout.packed_row(
         lengths, multiple=multiple, total=sum(-(-n // multiple) * multiple for n in lengths) + multiple

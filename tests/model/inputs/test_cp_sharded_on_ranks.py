@@ -37,8 +37,6 @@ CALLS = {
 
 
 class Case:
-    """One batch, whole, as this rank's share, and as transformers has it."""
-
     def __init__(self, pair: Pair, content: str) -> None:
         self.pair, self.groups = pair, pair.provider._pg_collection
         self.samples = make_samples(content, pair.config, SEEDS[content])
@@ -62,7 +60,6 @@ class Case:
         return share_of(whole, self.batch.layout.padded_lengths, self.groups.cp.size(), self.groups.cp.rank())
 
     def arguments(self, names: list[str], *, whole: bool = False) -> dict[str, Any]:
-        """Of the model: those named beside the token ids, of this rank's share or of the whole row."""
         batch, layout = self.batch, self.batch.layout
         mask = (~layout.padding_mask())[None]
         given = dict(
@@ -138,7 +135,6 @@ def gradient_error(pair: Pair) -> float:
 
 
 def refusals(case: Case) -> Iterator[str]:
-    """What every rank says where one of them gives something else; and no rank waits for another."""
     second = case.groups.cp.rank() == 1
     good = case.arguments(["labels"])
     for wrong in (

@@ -179,7 +179,6 @@ LENGTHS = [5, 0, 3]
 
 @pytest.fixture
 def layout():
-    """Padding behind each segment, a segment of padding alone, and padding behind all."""
     return SequenceLayout._build(1, [*LENGTHS, 0], [8, 4, 4, 8])
 
 
@@ -196,7 +195,6 @@ def test_transformer_engine_sees_segments_without_gaps(layout):
 
 @pytest.mark.parametrize("cp", [2, 4])
 def test_segments_divide_as_context_parallelism_needs_them(cp):
-    """Transformer Engine halves each rank's part of every offset."""
     layout = SequenceLayout.packed_row([5, 9, 1], multiple=2 * cp, total=64)
     assert (layout_packed_seq_params(layout).cu_seqlens_q % (2 * cp) == 0).all()
 

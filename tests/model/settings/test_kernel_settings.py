@@ -52,7 +52,6 @@ TE = "transformer_engine"
 
 
 def with_transformer_engine(size, fields):
-    """A finalised provider that names it, as it is not needed for looking at settings."""
     provider = finalized(size, {})
     for name, value in {"transformer_impl": TE, **fields}.items():
         setattr(provider, name, value)
@@ -80,7 +79,6 @@ def test_weight_gradients_are_fused_where_megatrons_output_layer_can(monkeypatch
 
 
 def test_what_cannot_be_fused_is_turned_off_and_said(caplog):
-    """A run's settings may come from a machine that has more."""
     assert finalized(DENSE, dict(gradient_accumulation_fusion=True)).gradient_accumulation_fusion is False
     assert "gradient_accumulation_fusion is True and is set to False" in caplog.text
 
@@ -171,13 +169,10 @@ def test_local_attention_in_transformer_engines_layers():
 @pytest.mark.parametrize(
     ("release", "fields", "refused"),
     [
-        ("2.10", {}, True),
-        ("2.11", {}, False),
-        ("2.18", CP2, True),
-        ("2.10", dict(params_dtype=torch.bfloat16), False),
-        ("2.10", dict(transformer_impl="local"), False),
+        ("2.10", {}, True), ("2.11", {}, False), ("2.18", CP2, True),
+        ("2.10", dict(params_dtype=torch.bfloat16), False), ("2.10", dict(transformer_impl="local"), False),
     ],
-)
+)  # fmt: skip
 def test_float32_in_transformer_engine(release, fields, refused, installed):
     """Of its attention the part without a kernel is left, which takes packed rows from 2.11 on."""
     installed(release)
@@ -437,7 +432,6 @@ def test_what_belongs_to_something_that_is_off_keeps_its_default(name):
 
 @pytest.fixture(scope="module")
 def run():
-    """A run's configuration, completed, with sections that recipes leave out."""
     shutdown()
     cfg = qwen3_vl_2b_sft_config()
     cfg.straggler, cfg.inprocess_restart = StragglerDetectionConfig(), InProcessRestartConfig()

@@ -176,7 +176,6 @@ HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not N
 
 
 def megatron_shape(row: Row, dimensions: Dimensions) -> tuple[int, ...]:
-    """Every row stacks its tensors along the first dimension; an input-major expert is transposed."""
     shapes = row.numbers(dimensions)
     if isinstance(row, PackedExpert) and row.transposed:
         return shapes[0][::-1]

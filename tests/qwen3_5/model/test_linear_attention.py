@@ -69,7 +69,6 @@ def run(call, x: Tensor, weight: Tensor) -> dict[str, Tensor]:
 
 
 def errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """Relative to the largest entry of the same tensor; the largest of parameters' gradients."""
     assert found.keys() == expected.keys()
     every = relative(found, expected)
     return {name: every.pop(name) for name in ("output", "input")} | {"gradients": max(every.values())}

@@ -49,7 +49,6 @@ def test_gradients_of_both_losses(pair, content, packed):
     inputs = make_batch(samples, pair.config, packed=packed).local(predicts=True)
 
     def reference() -> tuple[float, float, dict[str, torch.Tensor]]:
-        """The loss, the mean of multi-token prediction's, and gradients of both."""
         pair.reference.zero_grad()
         main, both = run_with_mtp(pair.reference, samples, FACTOR)
         both.backward()
@@ -144,7 +143,6 @@ def provider(qwen3_5_folders):
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("cp", [2, 4])
 def test_cut_labels_give_the_inputs_of_whole_ones(provider, qwen3_5_folders, monkeypatch, cp, packed, masked):
-    """Next tokens, their labels and their masks among them."""
     config = AutoConfig.from_pretrained(qwen3_5_folders["dense"])
     samples = make_samples("mixed", config, seed=3)
     longest = max(len(sample.ids) for sample in samples)

@@ -34,7 +34,6 @@ CASES = {
 
 
 def model_of(case: str) -> tuple[str, str]:
-    """Which of the tiny models it is of: the family, and "dense" or "moe"."""
     return "qwen3_5" if "linear attention" in case else "qwen3_vl", "moe" if "experts" in case else "dense"
 
 
@@ -44,7 +43,6 @@ def inputs_of(case: str, inputs: Inputs, folders: dict[tuple[str, str], Path]) -
 
 
 def peft_config(inputs: Inputs, save: Path | None, peft: object, ckpt_format: str = DIST, **settings):
-    """The shortened digits recipe with adapters, whose rate is high from the first step on."""
     fast = dict(optimizer__lr=2e-2, optimizer__min_lr=2e-2, validation__eval_interval=0, scheduler__lr_warmup_iters=0)
     cfg = inputs.config(save, **(fast | settings))
     cfg.peft = peft
@@ -55,13 +53,10 @@ def peft_config(inputs: Inputs, save: Path | None, peft: object, ckpt_format: st
 
 
 class Trained(Callback):
-    """What a run's optimizer steps, as it is after the last step: by name, in float32."""
-
     def __init__(self) -> None:
         self.weights: dict[str, torch.Tensor] = {}
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Find it: between steps Megatron-FSDP has the model's own bfloat16 weights in these places."""
         (chunk,) = context.model
         named = ((re.sub(r"^(module\.)+", "", name), p) for name, p in chunk.named_parameters())
         self._stepped = {name: p for name, p in named if p.requires_grad}

@@ -36,7 +36,6 @@ class Job:
 
     @property
     def began(self) -> Path:
-        """Where the run of one process is, below the folder of all of them."""
         return Path(self.case) / self.ckpt_format
 
 
@@ -90,7 +89,6 @@ LIMITS = {"qwen3_vl": (1e-6, 2e-6, 1e-4), "qwen3_5": (1e-5, 2e-4, 4e-3)}
 
 @pytest.fixture(scope="module")
 def began(inputs, folders, tmp_path_factory):
-    """Runs of one process: what they saved after two steps and after two more, and how these went."""
     start, went = tmp_path_factory.mktemp("start"), {}
     for job in JOBS:
         if job.began in went:

@@ -32,14 +32,11 @@ from ..running import replicate, stored, train
 
 @dataclass(frozen=True)
 class Spoil:
-    """What happens to a sample of a row: which is known by the samples in it."""
-
     row: tuple[str, ...]
     sample: int
     kind: str
 
     def apply(self, batch: PackedBatch) -> PackedBatch:
-        """The batch as it is seen; each sample has one picture of 16 patches."""
         if batch.sample_ids != self.row:
             return batch
         if self.kind == "nan":
@@ -78,7 +75,6 @@ class SpoiltProvider(Qwen3VLConversationProvider):
 
 
 def states(context: CallbackContext) -> list[torch.Tensor]:
-    """Copies of all that a step may change: weights, Adam's moments and counts, the schedule."""
     adams = [one.optimizer for one in optimizers_of(context.optimizer)]
     kept = [torch.as_tensor(v).clone() for a in adams for s in a.state.values() for v in s.values()]
     return [
@@ -89,8 +85,6 @@ def states(context: CallbackContext) -> list[torch.Tensor]:
 
 
 class Before(Callback):
-    """Remembers what a run was before its latest step, and whether skipped steps changed anything."""
-
     def __init__(self) -> None:
         self.states, self.context, self.skipped_changed = [], None, []
 

@@ -44,7 +44,6 @@ SETTINGS = dict(
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:
-    """An approximation of the nearest matrix with orthonormal rows or columns."""
     a, b, c = COEFFICIENTS
     x = matrix.T if len(matrix) > matrix.size(1) else matrix
     x = x / x.norm().clamp(min=1e-7)
@@ -120,7 +119,6 @@ def train_with_muon(folder: Path, *, last_first: bool = False) -> dict[str, dict
 
 
 def step_matrix(moments: list[Tensor], weights: list[Tensor]) -> None:
-    """Subtract the orthogonalised moments of one matrix, scaled by the root of its longer side."""
     matrix = torch.cat([part.flatten(0, -2) for part in moments])
     update = newton_schulz(matrix) * ADAM["lr"] * max(matrix.shape) ** 0.5
     for part, rows in zip(weights, update.split([part.flatten(0, -2).size(0) for part in weights]), strict=True):
@@ -191,7 +189,6 @@ def models(folders, untied_folder):
 
 @pytest.fixture(scope="module")
 def references(models):
-    """Steps of transformers, and the error that another order of summation makes."""
     references = {name: train_with_muon(folder) for name, folder in models.items()}
     again = {name: train_with_muon(folder, last_first=True)["after"] for name, folder in models.items()}
     return {name: (steps, worst_movement(again[name], **steps)) for name, steps in references.items()}
@@ -204,7 +201,6 @@ def worst_movement(found, *, before, after):
 
 @pytest.fixture(scope="module")
 def trained_on(models, tmp_path_factory):
-    """Weights of split models after their steps, by case, on a number of ranks."""
     folders = json.dumps({name: str(folder) for name, folder in models.items()})
 
     @functools.cache

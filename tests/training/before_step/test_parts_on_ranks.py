@@ -130,7 +130,6 @@ def one_case(case: str, folders: dict[str, str]) -> dict[str, Any]:
 
 
 def good_steps(run: Run, rows: Iterator[PackedBatch], shared: dict[str, Any]) -> dict[str, Any]:
-    """Steps as the reference has them: norms of the parts and of all."""
     run.stream = rows
     norms, totals = [], []
     for _ in range(STEPS):

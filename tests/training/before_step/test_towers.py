@@ -24,8 +24,6 @@ def config(inputs, save, **towers):
 
 
 class Rates(Before):
-    """The learning rate and weight decay of each parameter in each step."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen = []

@@ -59,7 +59,6 @@ class Journey:
 
 
 def steps(journey: Journey, count: int, *callbacks: Callback) -> list[list[float]]:
-    """Load what is there, make so many steps, save; what is logged of them."""
     log = train(journey.config(), stop_after=count, callbacks=callbacks)
     return [[entry[name] for name in LOGGED] for entry in log]
 
@@ -69,8 +68,6 @@ def do_go_on(journey: dict[str, Any], count: int) -> list[list[float]]:
 
 
 class Weights(Callback):
-    """Those of the model in memory at the end of a run, under Hugging Face names."""
-
     def __init__(self, hf: str) -> None:
         self._bridge = AutoBridge.from_hf_pretrained(hf)
         self.found: dict[str, torch.Tensor] = {}
@@ -81,7 +78,6 @@ class Weights(Callback):
 
 
 def do_export(journey: dict[str, Any], count: int) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
-    """All of a run of so many steps, and the weights in memory after it."""
     run, weights = Journey(**journey), Weights(journey["hf"])
     run.settings |= dict(train__train_iters=count, scheduler__lr_warmup_iters=0)
     log = train(run.config(), callbacks=[weights])
@@ -108,7 +104,6 @@ class Everything(Callback):
 
 
 def do_interrupt(journey: dict[str, Any], count: int) -> bool:
-    """Whether a run that is interrupted goes on as one that is not, to the last bit on every rank."""
     halves = Journey(**journey)
     expected, first, second = Everything(), Everything(), Everything()
     whole = steps(replace(halves, save=f"{halves.save}_whole"), 2 * count, expected)
@@ -158,7 +153,6 @@ class Chain:
         return 2 + sum(map(len, STOPS[self.family].values()))
 
     def limits(self, expected: list[list[float]], scratch: Path) -> dict[str, float]:
-        """Of what is logged, beside a run of the whole way in one process."""
         dtype = torch.bfloat16 if self.family == "sharded" else torch.float32
         noises = []
         for seed in SEEDS[:2]:

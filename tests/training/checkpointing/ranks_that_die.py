@@ -66,7 +66,6 @@ def dying(stream: Iterator[Any]) -> Iterator[Any]:
 
 
 def one_more_step(journey: Journey, rank: int, moment: str | None, *, done: bool) -> None:
-    """Go on from what is there, make a step, save; the one of a moment dies in that."""
     run = set_up(journey.config())
     if moment is not None:
         assert run.progress.step == 1 or done, run.progress.step

@@ -137,8 +137,6 @@ def test_experts_are_other_models_than_dense_ones(inputs, moe_folder):
 
 
 class Draws(Callback):
-    """Draws from the global generator after each step, as dropout would."""
-
     def __init__(self) -> None:
         self.found: list[float] = []
 
@@ -231,7 +229,6 @@ TWO = [ONE[0], optimizer(group(1.0, experts=True))]
 
 
 def saved_optimizer_groups(chain: list, step: int = 7) -> list[dict]:
-    """What is saved of a chain of distributed optimizers, beside tensors; groups in another order."""
     return [
         {
             "optimizer": {"param_groups": [one | {"step": step} for one in reversed(part.param_groups)]},

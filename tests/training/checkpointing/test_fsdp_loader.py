@@ -31,7 +31,6 @@ def model(moe_folder) -> Qwen3VLMoEModelProvider:
 
 
 def stored_names(model: Qwen3VLMoEModelProvider, spec: str) -> list[str]:
-    """What Megatron-FSDP calls all that it stores of a model made of one spec's layers."""
     rows = {row.megatron: row for row in rows_by_name(model).values()}.values()
     names = [name for row in rows for name in row.stored]
     return [WRAPPER + (local_name(name) if spec == "local" else name) for name in names]

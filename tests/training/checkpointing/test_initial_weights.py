@@ -89,14 +89,12 @@ def expected(inputs) -> list[tuple[float, float]]:
 
 
 def errors(log, expected) -> dict[str, float]:
-    """Relative; with random weights those of a first step are 1.1e-2 and 3.9e-1."""
     pairs = list(zip(log, expected, strict=True))
     return {name: max(abs(one[i] / other[i] - 1) for one, other in pairs) for i, name in enumerate(("loss", "norm"))}
 
 
 @pytest.fixture(scope="module")
 def most(inputs, tmp_path_factory) -> dict[torch.dtype, dict[str, float]]:
-    """Limits beside one process in float32, by the precision of a run."""
     root, limits = tmp_path_factory.mktemp("neighbours"), {}
     for dtype in (torch.float32, torch.bfloat16):
         folders = [rounded_folder(inputs.hf, root / f"{dtype}{seed}", seed, dtype) for seed in SEEDS[:2]]
@@ -106,7 +104,6 @@ def most(inputs, tmp_path_factory) -> dict[torch.dtype, dict[str, float]]:
 
 
 def same_as(folder, exported) -> bool:
-    """Whether weights of a model are those of a Hugging Face folder, to the last bit."""
     stored = {name: t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()}
     return exported.keys() == stored.keys() and all(torch.equal(exported[name], t) for name, t in stored.items())
 

@@ -34,7 +34,6 @@ class Runs:
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def until(self, step: int, number: int) -> int:
-        """Start it, and send it a signal when its log has this step; returns the status it ends with."""
         process = subprocess.Popen(
             self.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=self.environment
         )

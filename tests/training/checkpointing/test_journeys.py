@@ -46,7 +46,6 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(data, tied_folder, untied_folder, moe_folder, tmp_path_factory) -> Found:
-    """Everything at once: starting processes takes longer than what they do."""
     root = tmp_path_factory.mktemp("journeys")
 
     def case(what: str, name: str, hf: Path, split: str, **changed) -> tuple[str, dict]:

@@ -44,12 +44,9 @@ def test_what_their_loop_cannot_is_refused(ranks, changed, message):
 @pytest.mark.parametrize(
     "changed",
     [
-        {},
-        dict(save="run"),
-        dict(skip=[2], dataset=object()),
-        NUMBERED | dict(sharded=False),
+        {}, dict(save="run"), dict(skip=[2], dataset=object()), NUMBERED | dict(sharded=False),
         NUMBERED | dict(save_optim=False),
     ],
-)
+)  # fmt: skip
 def test_what_it_can_is_not(changed):
     check(ON_TRAIN, run(2, 2, **changed))

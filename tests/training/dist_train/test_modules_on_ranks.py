@@ -64,14 +64,11 @@ class Job:
 
 
 class Follower(Callback):
-    """What Megatron-Bridge's loop tells of its steps and evaluations, on a rank that has losses."""
-
     def __init__(self) -> None:
         self.log: list[tuple[str, float, float]] = []
         self.come_back: list[bool] = []
 
     def on_train_start(self, context: Any) -> None:
-        """Of this rank's bridges between modules, whether gradients come back on each."""
         communicator = getattr(context.state.cfg.model, "_p2p_communicator", None)
         self.come_back = [
             not isinstance(bridge, OneWayBridge)
@@ -175,7 +172,6 @@ def found(inputs, moe_folder, scratch) -> list[dict[str, Any]]:
 
 
 def worst(log: list[dict[str, float]], other: list[dict[str, float]]) -> dict[str, float]:
-    """The largest relative error of each kind of figure; what is counted is the same."""
     errors = dict.fromkeys(LIMITS, 0.0)
     for one, two in zip(log, other, strict=True):
         assert one.keys() - set(TIMED) == two.keys() - set(TIMED)
@@ -215,12 +211,9 @@ def test_the_log_is_that_of_one_process(found, name, other, gradients):
 @pytest.mark.parametrize(
     ("name", "other", "last"),
     [
-        ("2 + 1", "whole", len(KINDS)),
-        ("1 + EP2", "whole, MoE", len(KINDS)),
-        ("1 + DP2, sharded", "whole", len(KINDS)),
-        ("1 + EP2, sharded", "whole, MoE", len(KINDS)),
-        ("frozen, sharded", "whole, frozen", len(KINDS)),
-        ("frozen", "whole, frozen", len(KINDS)),
+        ("2 + 1", "whole", len(KINDS)), ("1 + EP2", "whole, MoE", len(KINDS)),
+        ("1 + DP2, sharded", "whole", len(KINDS)), ("1 + EP2, sharded", "whole, MoE", len(KINDS)),
+        ("frozen, sharded", "whole, frozen", len(KINDS)), ("frozen", "whole, frozen", len(KINDS)),
         ("language frozen", "whole, language frozen", len(KINDS)),
         ("language frozen goes on", "whole, language frozen", len(KINDS) - HALF - 1),
         ("1 + DP2 goes on from whole", "whole", len(KINDS) - HALF - 1),
@@ -231,7 +224,7 @@ def test_the_log_is_that_of_one_process(found, name, other, gradients):
         ("whole goes on from 1 + EP2", "whole, MoE", len(KINDS) - HALF - 1),
         ("frozen goes on", "whole, frozen", len(KINDS) - HALF - 1),
     ],
-)
+)  # fmt: skip
 def test_steps_and_evaluations_are_those_of_one_process(found, name, other, last):
     """Losses of training, validation and test data, and norms; a run that goes on makes the second half of them."""
     (whole,) = {tuple(rank[other]["told"]) for rank in found if other in rank and rank[other]["told"]}

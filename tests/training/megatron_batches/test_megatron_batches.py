@@ -51,7 +51,6 @@ def write_conversations(folder: Path, *, pictures: tuple[int, ...] = (1, 0, 2)) 
 
 
 def direct(hf: Path, path: Path, **settings):
-    """A JSON file through Hugging Face's own reader, whose cache is beside it."""
     from megatron.bridge.data.builders.direct_hf_sft import DirectHFSFTDatasetConfig
     from megatron.bridge.data.sources.hf import HFDatasetSourceConfig
 
@@ -69,7 +68,6 @@ def batch_of(dataset, numbers=(0, 1)) -> dict:
 
 
 def write_webdataset(folder: Path) -> Path:
-    """Conversations about a picture each, prepared by energon itself."""
     from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
 
     rng = np.random.default_rng(0)
@@ -139,7 +137,6 @@ def rows(untied_folder, conversations):
 
 
 def step(pair, dataset, batch):
-    """Sum of the losses that count, how many; gradients are in the parameters."""
     cfg = SimpleNamespace(
         model=pair.megatron.config, dataset=dataset, train=SimpleNamespace(micro_batch_size=1),
         rerun_state_machine=SimpleNamespace(check_for_nan_in_loss=True, check_for_spiky_loss=False),

@@ -69,7 +69,6 @@ RECOMPUTED = dict(recompute_granularity="full", recompute_method="uniform", reco
 
 @pytest.fixture(scope="module")
 def alone(moe_folder):
-    """One process: packed rows, padded ones, and packed ones with every layer computed twice."""
     return {
         "packed": measure(moe_folder, ALONE, "packed"),
         "padded": measure(moe_folder, ALONE, "padded"),
@@ -188,20 +187,12 @@ def test_stages_of_models_of_other_depths(depths, figures, moe_folder, tmp_path)
 @pytest.mark.parametrize(
     ("device", "peak"),
     [
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA A100-SXM4-40GB", 312e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA B200", 2250e12),
-        ("NVIDIA GB200", 2500e12),
-        ("NVIDIA H100 PCIe", None),
-        ("NVIDIA H100 NVL", None),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-        ("NVIDIA H800", None),
-        ("NVIDIA GH200 480GB", None),
-        ("NVIDIA GeForce RTX 4090", None),
+        ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H200", 989e12), ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA B200", 2250e12), ("NVIDIA GB200", 2500e12),
+        ("NVIDIA H100 PCIe", None), ("NVIDIA H100 NVL", None), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA H800", None), ("NVIDIA GH200 480GB", None), ("NVIDIA GeForce RTX 4090", None),
     ],
-)
+)  # fmt: skip
 def test_peaks_by_the_drivers_names(device, peak):
     from qwen3vl_bridge.training.metrics import peak_operations
 

@@ -22,7 +22,6 @@ NAMES = {"loss": "lm loss", "grad_norm": "grad-norm", "valid_loss": "lm loss val
 
 @pytest.fixture(scope="module")
 def run(inputs, tmp_path_factory):
-    """A run with TensorBoard and two learning rates: its configuration, and what it said."""
     save = tmp_path_factory.mktemp("run")
     cfg = inputs.config(save, train__train_iters=STEPS, logger__tensorboard_dir=str(save / "tensorboard"))
     replicate(cfg).optimizer_config_override_provider = slower_tower()
@@ -77,7 +76,6 @@ def board(folder) -> dict[str, dict[int, float]]:
 
 
 def test_figures_of_a_step_are_those_of_its_batches(run):
-    """Read again from the data, and counted by their tokens."""
     cfg, save, _ = run
     stream = cfg.dataset.stream("train", dp_rank=0, dp_size=1, micro_batch_size=cfg.train.micro_batch_size)
     steps = list(itertools.batched(itertools.islice(stream, STEPS * cfg.train.global_batch_size), 2))
