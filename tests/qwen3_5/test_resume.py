@@ -18,7 +18,7 @@ from transformers import Qwen3_5ForConditionalGeneration
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from tests.steps import Run, save, set_up, train_step
-from tests.training.adapters.peft_runs import CASES
+from tests.training.adapters.test_peft_run import CASES
 from tests.training.conftest import Inputs
 from tests.training.running import replicate, replicated, sharded, stored, train
 

@@ -32,7 +32,7 @@ from tests.expert_layouts import LAYOUTS, relayout
 
 from ..conftest import Inputs
 from ..running import stored, train
-from .peft_runs import CASES, DIST, FORMATS, FSDP, Trained, inputs_of, peft_config
+from .test_peft_run import CASES, DIST, FORMATS, FSDP, Trained, inputs_of, peft_config
 
 WEIGHT = 1e-6  # of weights up to about 0.3, whose products are summed up in another order; measured 0
 

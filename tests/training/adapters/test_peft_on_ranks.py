@@ -19,7 +19,7 @@ from tests.steps import save, set_up, train_step
 
 from ..conftest import Inputs
 from ..running import stored
-from .peft_runs import CASES, DIST, FSDP, inputs_of, model_of, peft_config
+from .test_peft_run import CASES, DIST, FSDP, inputs_of, model_of, peft_config
 
 STEPS = 2
 # The same rows, however they are split.
