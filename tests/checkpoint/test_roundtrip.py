@@ -1,4 +1,4 @@
-"""Import and export give every tensor back, or round as torch does; stock software reads it, and the docs describe it."""
+"""Import and export give every tensor back, or round as torch does; stock software reads it, the docs describe it."""
 
 import json
 import re
