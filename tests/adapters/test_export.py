@@ -1,8 +1,5 @@
 """Trained adapters of every kind in other libraries: `peft` and transformers get the logits and gradients of the
 Megatron model, from a folder of adapters and from merged weights.
-
-Of Megatron-Bridge's own classes too, which its recipes, verl, NeMo-RL and miles make themselves; the calls of these are
-in `tests/frameworks/test_adapters.py`.
 """
 
 import json

@@ -1,8 +1,4 @@
-"""Core attention without Transformer Engine: which kernel is given what, beside plain softmax segment by segment.
-
-There is no CUDA on most machines that run this. torch's varlen attention is restated here by what its documentation
-promises, for what it is handed; fake tensors, which have a device and no memory, show what would be called on CUDA.
-"""
+"""Core attention without Transformer Engine: which kernel is given what, beside plain softmax segment by segment."""
 
 from itertools import pairwise
 from types import SimpleNamespace

@@ -1,8 +1,4 @@
-"""Rotation of queries and keys: by Transformer Engine's kernel, by what torch compiles, and by the formula.
-
-There is no Transformer Engine here. `Kernel` takes its place: it accepts what the kernel accepts, and computes as it is
-documented and as its source says.
-"""
+"""Rotation of queries and keys: by Transformer Engine's kernel, by what torch compiles, and by the formula."""
 
 import inspect
 import itertools

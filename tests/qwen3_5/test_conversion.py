@@ -1,7 +1,4 @@
-"""Conversion to both formats and back, in both precisions: the same bytes, but for the one norm that is shifted.
-
-A converted checkpoint loads into the model, every weight of it, in either format; by megatron-core too.
-"""
+"""Conversion to both formats and back, in both precisions: the same bytes, but for the one norm that is shifted."""
 
 import json
 

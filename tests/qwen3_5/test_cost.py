@@ -1,8 +1,4 @@
-"""The planner on Qwen3.5, and the cost formula against torch's own count of what transformers' model does.
-
-torch counts matrix products and convolutions. The delta rule by chunks is made of products, but for the inversion of
-each chunk's triangular system, which transformers does row by row; so rows are of whole chunks here.
-"""
+"""The planner on Qwen3.5, and the cost formula against torch's own count of what transformers' model does."""
 
 import copy
 import json

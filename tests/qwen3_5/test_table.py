@@ -1,7 +1,4 @@
-"""The weight table against transformers, the released sizes' parameters, and configurations that are refused.
-
-Conversion of the largest one is planned from headers alone, in few pieces and a few seconds.
-"""
+"""The weight table against transformers, the released sizes' parameters, and configurations that are refused."""
 
 import itertools
 import json

@@ -1,8 +1,4 @@
-"""A loaded model has the names and values that Megatron-Bridge's own bridge of the family gives, tensor by tensor.
-
-Its own model, here without Transformer Engine, loads what we convert, strictly, and what it saves is loaded and
-exported by us. Whole runs in its loop, split and saved in either format, are exported as they were in memory.
-"""
+"""A loaded model has the names and values that Megatron-Bridge's own bridge of the family gives, tensor by tensor."""
 
 import copy
 from collections.abc import Mapping

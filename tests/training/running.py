@@ -1,7 +1,4 @@
-"""Runs in Megatron-Bridge's loop, in this process or on these ranks: as a user's script would call it.
-
-Two kinds of runs (`replicated`, `sharded`), `train`, and what a run leaves (`stored`).
-"""
+"""Runs in Megatron-Bridge's loop, in this process or on these ranks: as a user's script would call it."""
 
 import contextlib
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,4 @@
-"""megatron-core's own MegatronFSDP loads what we wrote at several worlds, by Megatron-Bridge's own function.
-
-Under the names of either layer spec all weights arrive, or all ranks refuse. What it saves, we export.
-"""
+"""megatron-core's own MegatronFSDP loads what we wrote at several worlds, by Megatron-Bridge's own function."""
 
 import json
 import os

@@ -1,8 +1,4 @@
-"""Checkpoints that Megatron-Bridge's own Qwen3-VL has saved, loaded with the plugin imported, are our models.
-
-Their `run_config.yaml` names Megatron-Bridge's classes, and is what a configuration named beside them is compared with.
-Its own model is built here without Transformer Engine: names and values don't depend on that, and nothing is computed.
-"""
+"""Checkpoints that Megatron-Bridge's own Qwen3-VL has saved, loaded with the plugin imported, are our models."""
 
 import contextlib
 import copy

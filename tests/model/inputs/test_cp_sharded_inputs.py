@@ -1,7 +1,4 @@
-"""Rows that arrive as context-parallel ranks' shares: the door puts the whole row together, once, on all ranks alike.
-
-Ranks are threads here, which meet where processes would. Whole models on real ranks: `test_cp_sharded_on_ranks.py`.
-"""
+"""Rows that arrive as context-parallel ranks' shares: the door puts the whole row together, once, on all ranks alike."""
 
 import types
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,4 @@
-"""Linear attention against transformers', rows and packed rows, outputs and gradients; its delta rule by definition.
-
-On a GPU without flash-linear-attention it takes torch functions; with it, the package's kernels.
-"""
+"""Linear attention against transformers', rows and packed rows, outputs and gradients; its delta rule by definition."""
 
 import importlib
 import importlib.util

@@ -1,9 +1,4 @@
-"""Multi-token prediction equals its parts in transformers, pictures and packed rows included: loss and gradients.
-
-Callers may cut labels over context-parallel ranks, and it reads those of other ranks. Ranks are threads here, as in
-`tests/model/inputs/test_cp_sharded_inputs.py`. Whole models on real ranks, with the steps of Megatron-Bridge and verl
-that cut labels so: `tests/frameworks/megatron_bridge/test_upstream_steps.py`.
-"""
+"""Multi-token prediction equals its parts in transformers, pictures and packed rows included: loss and gradients."""
 
 import shutil
 from dataclasses import replace

@@ -1,8 +1,4 @@
-"""Which names Megatron-Bridge's own fsdp_dtensor loader finds weights under, whatever layers a model is made of.
-
-Real ones are loaded on ranks in `tests/checkpoint/stock_readers/test_megatron_fsdp.py`. verl and Megatron-Bridge's loop
-call it so.
-"""
+"""Which names Megatron-Bridge's own fsdp_dtensor loader finds weights under, whatever layers a model is made of."""
 
 import types
 
