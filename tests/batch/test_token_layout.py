@@ -103,12 +103,6 @@ def test_packed_row_pads_each_segment_and_the_row():
     assert SequenceLayout.packed_row([4, 4], multiple=4, total=8).lengths == (4, 4)
 
 
-def test_equality_is_of_lengths_and_rows():
-    assert SequenceLayout.rows([3, 4], 4) == SequenceLayout.rows([3, 4], 4)
-    assert SequenceLayout.packed_row([3, 4], multiple=4) != SequenceLayout.rows([3, 4], 4)
-    assert SequenceLayout.rows([3, 4], 4) != SequenceLayout.rows([3, 3], 4)
-
-
 def offsets(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 

@@ -244,12 +244,6 @@ def test_equal_to_transformers_on_random_batches(seed):
                 torch.testing.assert_close(result[:, start : start + len(sample[0])], reference(sample), rtol=0, atol=0)
 
 
-def test_text_counts_up_in_each_segment():
-    layout = SequenceLayout.packed_row([3, 2], multiple=4)
-    result = positions(torch.ones(1, 8, dtype=torch.int64), layout, [])
-    assert result[:, 0].tolist() == [[0, 1, 2, 0, 0, 1, 0, 0]] * 3
-
-
 def test_neighbouring_pictures_need_no_token_between_them():
     """Transformers reads two pictures without a token between them as one; the grids say where one ends."""
     ids = [1] + [IMAGE] * 6

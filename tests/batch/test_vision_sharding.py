@@ -82,12 +82,6 @@ def test_equal_frames_are_equally_many(frames, ranks):
     assert {len(share) for share in assign_frames([3.5] * frames, ranks)} <= {frames // ranks, -(-frames // ranks)}
 
 
-def test_few_frames():
-    assert assign_frames([], 2) == [[], []]
-    assert assign_frames([7], 3) == [[0], [], []]
-    assert assign_frames([1, 3, 2], 4) == [[1], [2], [0], []]
-
-
 def test_frames_are_exchanged_where_that_is_better():
     for costs in ([3, 3, 2, 2, 2], [5, 5, 4, 4, 3, 3, 3, 3], [7, 6, 5, 4, 3, 3]):  # 7 to 5, 16 to 14, 15 to 13 before
         even = sum(costs) / 2

@@ -56,20 +56,6 @@ def chain(num_features: int, layers: list[int]) -> list[DeepStackStage]:
 
 
 @given(**SIZES)
-def test_unpacking_inverts_packing(length, rows, tokens, width, num_features, stages):
-    hidden, features = make(length, rows, width), make(num_features, tokens, width)
-    received, own = hidden, features
-    for here, following in zip(parts := chain(num_features, stages), parts[1:], strict=False):
-        sent = here.pack(received, own)
-        assert sent._base is None and sent.dim() == 3 and sent.size(-1) == width
-        assert sent.numel() == width * (length * rows + here.sent * tokens)
-        received, own = following.unpack(sent, length, rows, tokens)
-        assert torch.equal(received, hidden)
-        assert own.shape == (following.received, tokens, width)
-        assert torch.equal(own, features[num_features - following.received :])
-
-
-@given(**SIZES)
 def test_a_chain_is_the_layers_in_one_piece(length, rows, tokens, width, num_features, stages):
     """Stages are processes of their own: gradients come back one tensor at a time, after what was sent was freed."""
     hidden, features, where = make(length, rows, width), make(num_features, tokens, width), places(length, rows, tokens)

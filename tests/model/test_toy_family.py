@@ -22,13 +22,8 @@ from tests.forked import ROOT
 from tests.model import toy_family
 
 CONFIG = {
-    "model_type": "toy_vl",
-    "architectures": ["ToyVLForConditionalGeneration"],
-    "eos_token_id": 59,
-    "image_token_id": 60,
-    "video_token_id": 61,
-    "vision_start_token_id": 62,
-    "vision_end_token_id": 63,
+    "model_type": "toy_vl", "architectures": ["ToyVLForConditionalGeneration"], "eos_token_id": 59,
+    "image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63,
     "text_config": {
         "vocab_size": 64, "hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 8, "rope_theta": 10_000.0, "mrope_section": [2, 1, 1],

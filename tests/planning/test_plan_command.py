@@ -343,14 +343,6 @@ def test_the_settings_are_megatron_bridges(capsys):
     assert few["dist_train"]["vision_to_llm_dp_ratio"] is None  # six language replicas for each
 
 
-def test_both_kinds_of_ranks_are_printed(capsys):
-    assert main([*VISION_RUN, "--vision-gpus", "4"]) == 0
-    assert "4 vision + " in capsys.readouterr().out
-    assert main([*VISION_RUN, "--vision-gpus", "8", "--vision-tp", "2", "--tp", "2", "--recompute", "full"]) == 0
-    printed = capsys.readouterr().out
-    assert "8 vision (TP 2) + TP 2, SP, DP 4" in printed and "vision ranks" in printed and "language ranks" in printed
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -27,26 +27,15 @@ from transformers import PretrainedConfig, Qwen3_5ForConditionalGeneration, Qwen
 
 from tests.checkpoint.support import entry, file_of
 
-MTP_PARAMETERS = {  # of released files' multi-token prediction, which transformers' models lack
-    "0.8B": 20_452_864,
-    "2B": 60_828_160,
-    "4B": 120_599_552,
-    "9B": 243_290_624,
-    "27B": 424_699_392,
-    "35B-A3B": 844_640_768,
-    "122B-A10B": 2_523_679_232,
-    "397B-A17B": 6_595_568_128,
-}
-PARAMETERS = {  # of transformers' models on the meta device
-    "0.8B": 852_985_920,
-    "2B": 2_213_241_664,
-    "4B": 4_539_265_536,
-    "9B": 9_409_813_744,
-    "27B": 27_356_728_560,
-    "35B-A3B": 35_107_181_936,
-    "122B-A10B": 122_562_817_776,
-    "397B-A17B": 396_802_360_816,
-}
+# Of released files' multi-token prediction, which transformers' models lack, and of these models on the meta device.
+MTP_PARAMETERS = {
+    "0.8B": 20_452_864, "2B": 60_828_160, "4B": 120_599_552, "9B": 243_290_624, "27B": 424_699_392,
+    "35B-A3B": 844_640_768, "122B-A10B": 2_523_679_232, "397B-A17B": 6_595_568_128,
+}  # fmt: skip
+PARAMETERS = {
+    "0.8B": 852_985_920, "2B": 2_213_241_664, "4B": 4_539_265_536, "9B": 9_409_813_744, "27B": 27_356_728_560,
+    "35B-A3B": 35_107_181_936, "122B-A10B": 122_562_817_776, "397B-A17B": 396_802_360_816,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("size", PRESETS)

@@ -120,17 +120,6 @@ def test_chunks_cover_a_tensor_and_end_where_parts_do(shape, parts):
         assert {part.first for part in held} <= {offsets[0] for _, offsets, _ in chunks}
 
 
-def test_layers_and_experts_have_chunks_of_their_own():
-    spec = TensorSpec("x", "bfloat16", (2, 3, 10, 4))
-    halves = {(i, j): (Part(0, (i,)), Part(5, (j,))) for i in range(2) for j in range(3)}
-    chunks = list(Topology(chunk_bytes=32).chunks(spec, 2, halves))
-    assert {sizes[:2] for _, _, sizes in chunks} == {(1, 1)}
-    assert [offsets for _, offsets, _ in chunks[:4]] == [(0, 0, row, 0) for row in (0, 3, 5, 8)]
-    assert [sizes for _, _, sizes in chunks[:4]] == [(1, 1, count, 4) for count in (3, 2, 3, 2)]
-    assert [offsets[:2] for _, offsets, _ in chunks[::4]] == [(i, j) for i in range(2) for j in range(3)]
-    assert [owner for owner, _, _ in chunks[20:]] == [(1,), (1,), (2,), (2,)]
-
-
 def test_a_topology_is_checked_against_the_model():
     dense, moe = (dimensions_of(config_dict(size)) for size in ("32B", "30B-A3B"))
     for tp in (1, 2, 4, 8, 16):
@@ -212,12 +201,6 @@ def test_experts_are_shared_by_the_ranks_of_their_group(size, experts, layer):
     for expert in range(experts):
         for name in (first.format(1, expert) + "_w", first.format(1, expert) + "_v", first.format(2, expert)):
             assert {part.owner[:2] for part in parts[name][()]} == {(1, expert // (experts // 8))}
-
-
-def test_a_group_shares_its_experts_out():
-    parts, _ = held("30B-A3B", FsdpDtensor, ep=8, world_size=64)
-    first = "language_model.decoder.layers.3.mlp.experts.linear_fc{}.weight{}"
-    assert {parts[first.format(2, expert)][()][0].owner[2] for expert in range(16)} == {5, 6, 7}
 
 
 def test_stages_groups_and_tensor_parallel_ranks_of_torch_dist():

@@ -1,4 +1,4 @@
-"""Rows that arrive as context-parallel ranks' shares: the door puts the whole row together, once, on all ranks alike."""
+"""Rows that arrive as context-parallel shares: the door puts the whole row together, once, on all ranks alike."""
 
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -107,22 +107,6 @@ def test_shares_give_the_inputs_of_the_whole_row(provider, config, monkeypatch, 
         for rank, (ours, right) in enumerate(zip(found, expected, strict=True)):
             assert torch.equal(ours.input_ids, share("input_ids", rank))
             assert_equal(ours, right)
-
-
-def test_a_mask_tells_padding_that_the_offsets_count_as_tokens(provider, monkeypatch):
-    ranks, mask = Ranks(2, monkeypatch), torch.tensor([[1] * 5 + [0] * 3 + [1] * 4])
-    found = ranks.inputs(
-        provider,
-        lambda rank: dict(
-            input_ids=share_of(torch.arange(12)[None], (8, 4), 2, rank),
-            attention_mask=share_of(mask, (8, 4), 2, rank),
-            packed_seq_params=packed_params([0, 8, 8, 12]),
-        ),
-    )
-    assert found[0].layout == SequenceLayout.packed_row([5, 4], multiple=4)
-    assert found[0].padding_mask.tolist() == [[False, False, True, True, False, False]]
-    assert found[1].padding_mask.tolist() == [[False, False, False, True, False, False]]
-    assert found[0].position_ids[0].tolist() == [[0, 1, 0, 0, 0, 3]]
 
 
 def test_whole_rows_are_not_put_together(provider, monkeypatch):

@@ -193,12 +193,6 @@ def test_transformer_engine_sees_segments_without_gaps(layout):
     assert layout_packed_seq_params(SequenceLayout.rows([5, 3], 8)) is None
 
 
-@pytest.mark.parametrize("cp", [2, 4])
-def test_segments_divide_as_context_parallelism_needs_them(cp):
-    layout = SequenceLayout.packed_row([5, 9, 1], multiple=2 * cp, total=64)
-    assert (layout_packed_seq_params(layout).cu_seqlens_q % (2 * cp) == 0).all()
-
-
 def test_frames_are_segments(config):
     frames = make_batch(make_samples("video", config, seed=0), config).vision
     found = packed_seq_params(frames.cu_seqlens, frames.lengths)
