@@ -30,7 +30,7 @@ from tests.noise import check, limit
 from tests.parity.batches import make_samples
 from tests.ranks import begin, leave
 
-from .adapted_models import reference_logits, with_adapter
+from .test_export import reference_logits, with_adapter
 
 SETTINGS = dict(dim=4, alpha=8, lora_B_init_method="normal")  # B is not zero, so that there is something to see
 PATTERN = "*.layers.3.*.linear_qkv"  # of the whole model

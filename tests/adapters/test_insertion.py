@@ -16,7 +16,7 @@ from megatron.bridge.peft.dora import DoRA
 from megatron.bridge.peft.lora import LoRA, VLMLoRA
 from megatron.core.distributed import DistributedDataParallelConfig
 
-from .adapted_models import ALL_PARTS, adapt, model_of
+from .test_export import ALL_PARTS, adapt, model_of
 
 TOWERS = ("language_model", "vision_model")
 PARTS = ("language_model", "vision_model", "vision_projection")

@@ -104,18 +104,6 @@ def test_slots_are_rows_of_images_then_videos():
         vision_slots(ids, IMAGE, VIDEO, 4)
 
 
-def test_slots_use_every_row_once():
-    random = np.random.default_rng(0)
-    for _ in range(100):
-        ids = torch.tensor(random.choice([0, 1, IMAGE, VIDEO], size=(2, 30)))
-        images, videos = int((ids == IMAGE).sum()), int((ids == VIDEO).sum())
-        slots = vision_slots(ids, IMAGE, VIDEO, images)
-        used = slots[slots >= 0]
-        assert used.sort().values.tolist() == list(range(images + videos))
-        assert torch.equal(slots[ids.flatten() == IMAGE], torch.arange(images))
-        assert torch.equal(slots[ids.flatten() == VIDEO], torch.arange(images, images + videos))
-
-
 def test_vision_inputs_are_images_then_videos():
     random = np.random.default_rng(1)
     for _ in range(30):

@@ -68,11 +68,6 @@ def test_files_beside_the_weights_come_back_unchanged(untied_folder, imported, t
             assert (tmp_path / "hf" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-def test_export_can_take_the_files_of_another_folder(untied_folder, imported, tmp_path):
-    export_checkpoint(imported / "iter_0000000", tmp_path / "hf", hf_model=untied_folder)
-    assert (tmp_path / "hf" / "config.json").read_bytes() == (untied_folder / "config.json").read_bytes()
-
-
 def test_the_checkpoint_is_laid_out_as_megatron_writes_it(imported, untied_folder):
     folder = imported / "iter_0000000"
     assert (imported / "latest_checkpointed_iteration.txt").read_text() == "0"

@@ -24,7 +24,7 @@ from megatron.bridge import AutoBridge
 from tests.parity.batches import Sample, make_batch, make_samples
 from tests.parity.conftest import build as build_model
 
-from .measure import saved_bytes, work_of
+from .test_memory_on_ranks import saved_bytes, work_of
 
 # Measured at most 2e-4, and 5e-4 with linear attention in torch: scalars of the balancing loss and of recomputation,
 # padding of the convolution, which do not grow with the rows.

@@ -35,7 +35,7 @@ from tests.parity.topologies import Topology
 from tests.qwen3_5.test_table import MTP_PARAMETERS, PARAMETERS
 from tests.steps import set_up, train_step
 
-from .measure import allocated, gradient_bytes, optimizer_bytes
+from .test_memory_on_ranks import allocated, gradient_bytes, optimizer_bytes
 
 SIZES = {size: (presets.config_dict(size), presets.parameter_count(size), 0) for size in presets.PRESETS}
 SIZES |= {

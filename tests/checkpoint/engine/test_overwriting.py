@@ -166,7 +166,7 @@ def test_an_earlier_result_is_replaced(tmp_path, monkeypatch, swap):
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["new", "target"]
 
 
-OVER, OTHERS = ["--overwrite"], "files that are not part of our checkpoint"
+OVER = ["--overwrite"]
 
 
 def test_a_project_that_holds_a_configuration_is_no_result(capsys, tmp_path, imported, untied_folder):

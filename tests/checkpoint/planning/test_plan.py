@@ -151,14 +151,6 @@ def held(size: str, side_of, **sizes):
     return holders(rows, side, Topology(**sizes)), tensors_of(rows, side)
 
 
-def test_one_rank_holds_all():
-    assert held("8B", FsdpDtensor)[0] == {}
-    parts, shapes = held("8B", TorchDist.of)
-    assert {len(of_index) for of_tensor in parts.values() for of_index in of_tensor.values()} == {1, 2}
-    fc1 = "language_model.decoder.layers.mlp.linear_fc1.weight"  # read in two, by one rank too
-    assert parts[fc1][35,] == [Part(0, (0, 0, 0, 0)), Part(shapes[fc1][1] // 2, (0, 0, 0, 0))]
-
-
 @pytest.mark.parametrize("sizes", [{"world_size": 64}, {"world_size": 256, "tp": 4}, {"tp": 2, "cp": 4}])
 @pytest.mark.parametrize("size", ["8B", "9B"])
 def test_every_row_of_an_fsdp_checkpoint_has_a_holder(size, sizes):

@@ -126,7 +126,7 @@ def _metadata(groups: ProcessGroupCollection) -> dict:
 
 
 KINDS = ("untied", "tied", "mixed", "experts")
-LAYERS, TAPS, EXPERTS = 4, 3, 6
+LAYERS = 4
 
 
 @pytest.fixture(scope="module")
@@ -147,11 +147,6 @@ def shapes(state: ShardedStateDict) -> dict[str, set[tuple]]:
     return found
 
 
-def shape(names: dict[str, set[tuple]], name: str) -> tuple[int, ...]:
-    (whole,) = {whole for whole, _ in names[name]}
-    return whole
-
-
 @pytest.mark.parametrize("metadata", [{}, {"non_homogeneous_layers": True}])
 def test_the_tower_has_the_names_of_megatron_bridges_own(folders, metadata):
     model, groups = build(folders["untied"])
@@ -160,23 +155,6 @@ def test_the_tower_has_the_names_of_megatron_bridges_own(folders, metadata):
     metadata |= dict(singleton_local_shards=False, dp_cp_group=groups.dp_cp)
     theirs = shapes(Qwen3VLVisionTransformerBlock.sharded_state_dict(tower, "decoder.", (), dict(metadata)))
     assert shapes(tower.sharded_state_dict("decoder.", (), dict(metadata))) == theirs
-
-
-def test_layers_that_all_have_experts_are_stacked(folders):
-    names = shapes(sharded(*build(folders["experts"])))
-    layers = "language_model.decoder.layers."
-    assert shape(names, f"{layers}mlp.experts.experts.linear_fc1.weight") == (LAYERS, EXPERTS, 96, 80)
-    assert shape(names, f"{layers}mlp.experts.experts.linear_fc2.weight") == (LAYERS, EXPERTS, 80, 48)
-    assert shape(names, f"{layers}mlp.router.weight") == (LAYERS, EXPERTS, 80)
-    assert f"{layers}mlp.experts.experts.linear_fc2._extra_state/shard_3.5_{LAYERS}.{EXPERTS}" in names
-
-
-def test_layers_that_differ_are_named(folders):
-    names = shapes(sharded(*build(folders["mixed"])))
-    assert shape(names, "language_model.decoder.layers.1.mlp.linear_fc1.weight") == (448, 80)
-    assert shape(names, "language_model.decoder.layers.3.mlp.experts.experts.linear_fc1.weight") == (EXPERTS, 96, 80)
-    # The tower's layers are alike all the same.
-    assert shape(names, "vision_model.decoder.deepstack_merger_list.linear_fc2.weight") == (TAPS, 80, 256)
 
 
 def test_norms_have_the_names_of_the_transformer_engine_spec(folders):

@@ -26,7 +26,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from tests.adapters.adapted_models import Adapted, adapt, check_logits, reference_logits, worst_difference
+from tests.adapters.test_export import Adapted, adapt, check_logits, reference_logits, worst_difference
 from tests.checkpoint.support import stock_load
 from tests.expert_layouts import LAYOUTS, relayout
 
