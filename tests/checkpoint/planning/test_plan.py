@@ -8,7 +8,7 @@ from qwen3vl_bridge.checkpoint import CheckpointError, Topology, import_checkpoi
 from qwen3vl_bridge.checkpoint.conversion_plan import make_plan, prove, tensors_of
 from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, HuggingFace, TorchDist
 from qwen3vl_bridge.checkpoint.formats.tensors import Slice, TensorSpec, TransposedSlice, Zeros
-from qwen3vl_bridge.checkpoint.topology import Part, holders
+from qwen3vl_bridge.checkpoint.topology import OwnedRows, holders
 from qwen3vl_bridge.models.qwen3_vl.presets import PRESETS, config_dict, hf_config, parameter_count
 from qwen3vl_bridge.models.qwen3_vl.table import table
 from qwen3vl_bridge.registry import dimensions_of, family, preset
@@ -106,7 +106,7 @@ def test_elements_that_nobody_reads_are_found_out():
 def test_chunks_cover_a_tensor_and_end_where_parts_do(shape, parts):
     spec = TensorSpec("x", "bfloat16", shape)
     rows = shape[0] if shape else 1
-    held = [Part(i * rows // parts, (i,)) for i in range(parts)] if rows >= parts else [Part(0, (0,))]
+    held = [OwnedRows(i * rows // parts, (i,)) for i in range(parts)] if rows >= parts else [OwnedRows(0, (0,))]
     chunks = list(Topology(chunk_bytes=100).chunks(spec, parts={(): held}))
     assert sum(math.prod(sizes) for _, _, sizes in chunks) == spec.numel
     position = 0
@@ -174,8 +174,8 @@ def test_a_layers_weights_lie_one_behind_the_other():
         name.removeprefix(layer): list(of_tensor[()]) for name, of_tensor in parts.items() if name.startswith(layer)
     }
     share = -(-(4096 * 12288 + (4096 + 6144 + 24576) * 4096 + 2 * 4096 + 256) // (8 * 12288))  # rows of 12,288
-    assert found["mlp.linear_fc2.weight"] == [Part(share * i, (0, 0, i, 0)) for i in range(3)]
-    assert found["self_attention.linear_proj.weight"][0] == Part(0, (0, 0, 2, 0))
+    assert found["mlp.linear_fc2.weight"] == [OwnedRows(share * i, (0, 0, i, 0)) for i in range(3)]
+    assert found["self_attention.linear_proj.weight"][0] == OwnedRows(0, (0, 0, 2, 0))
     assert found["mlp.linear_fc1.weight_v"][-1].owner == (0, 0, 7, 0)
 
 
@@ -198,10 +198,10 @@ def test_experts_are_shared_by_the_ranks_of_their_group(size, experts, layer):
 def test_stages_groups_and_tensor_parallel_ranks_of_torch_dist():
     parts, _ = held("30B-A3B", TorchDist.of, pp=2, ep=4, tp=2, etp=1)
     fc1 = parts["language_model.decoder.layers.mlp.experts.experts.linear_fc1.weight"]
-    assert fc1[23, 31] == [Part(0, (0, 1, 0, 0)), Part(768, (0, 1, 0, 0))]
+    assert fc1[23, 31] == [OwnedRows(0, (0, 1, 0, 0)), OwnedRows(768, (0, 1, 0, 0))]
     assert fc1[24, 96][0].owner == (1, 1, 3, 0)
     (embedding,) = parts["language_model.embedding.word_embeddings.weight"].values()
-    assert embedding == [Part(0, (0, 0, 0, 0)), Part(151936 // 2, (0, 0, 0, 1))]
+    assert embedding == [OwnedRows(0, (0, 0, 0, 0)), OwnedRows(151936 // 2, (0, 0, 0, 1))]
     (output,) = parts["language_model.output_layer.weight"].values()
     assert output[0].owner == (1, 0, 0, 0)
 
