@@ -45,7 +45,7 @@ SELECTION = [
     "tests/data/processing",
     "tests/recipes/test_recipes.py",
     "tests/training/test_run.py",
-    "tests/qwen3_5/test_training_run.py",
+    "tests/qwen3_5/test_upstream_mappings.py::test_runs_train_save_and_are_exported",
 ]
 
 

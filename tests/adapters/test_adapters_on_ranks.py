@@ -1,43 +1,89 @@
 """Adapters of a model that is split over two ranks, saved from there: transformers and `peft` get its losses.
 
 As verl and Megatron-Bridge's training do: adapters are put in by a hook before wrapping, and every checkpoint has
-`AutoBridge.save_hf_adapter` called on all ranks.
+`AutoBridge.save_hf_adapter` called on all ranks. Run on ranks: -m tests.adapters.test_adapters_on_ranks JOBS OUT.
 """
-
-from __future__ import annotations
 
 import copy
 import json
 import re
-from dataclasses import asdict, replace
+import sys
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from qwen3vl_bridge.peft.adapter_rows import LINEAR_LAYERS, OF_LINEAR_ATTENTION
+from qwen3vl_bridge.peft.lora import Qwen3VLLoRA
+from qwen3vl_bridge.training.process_groups import initialize
 from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.bridge import AutoBridge
+from megatron.bridge.peft.utils import create_peft, create_peft_hook
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from tests.forked import run_ranks
 from tests.noise import check, limit
 from tests.parity.batches import make_samples
+from tests.ranks import begin, leave
 
-from .adapted_models import reference_logits, with_adapter
-from .adapters_on_ranks import PATTERN, Job
+from .test_export import reference_logits, with_adapter
+
+SETTINGS = dict(dim=4, alpha=8, lora_B_init_method="normal")  # B is not zero, so that there is something to see
+PATTERN = "*.layers.3.*.linear_qkv"  # of the whole model
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    folder: str
+    kind: str
+    fields: dict[str, int | bool] = field(default_factory=dict)
+    peft: dict[str, object] = field(default_factory=dict)
+
+    def adapters(self) -> object:
+        settings = SETTINGS | self.peft
+        return Qwen3VLLoRA(**settings) if self.kind == "ours" else create_peft({"type": self.kind, **settings})
+
+
+def main(jobs: list[dict], out: Path) -> None:
+    """Each job; rank 0 writes the names that have adapters, and losses where a rank has all stages."""
+    for job in (Job(**one) for one in jobs):
+        bridge, peft = AutoBridge.from_hf_pretrained(job.folder), job.adapters()
+        provider = bridge.to_megatron_provider(load_weights=True)
+        for name, value in job.fields.items():
+            setattr(provider, name, value)
+        provider.register_pre_wrap_hook(create_peft_hook(peft))
+        provider.finalize()
+        groups = initialize(provider, seed=0)
+        model = provider.provide_distributed_model(
+            wrap_with_ddp=False, use_cpu_initialization=True, mixed_precision_wrapper=None, pg_collection=groups
+        )
+        found = {"adapters": sorted(name for name, _ in bridge.export_adapter_weights(model, show_progress=False))}
+        if groups.pp.size() == 1:
+            sample = make_samples("mixed", bridge.hf_pretrained.config, seed=9)[0]
+            # A token more behind an odd number, which sequence parallelism cannot divide; nothing sees it.
+            ids, labels = (F.pad(row, (0, len(row) % 2))[None] for row in (sample.ids, sample.labels))
+            with torch.no_grad():
+                losses = model[0](ids, labels=labels, **sample.pixels)
+            found["losses"] = losses[0, : len(sample.ids)].tolist()
+        bridge.save_hf_pretrained(model, out / job.name / "merged", show_progress=False)
+        bridge.save_hf_adapter(model, out / job.name / "adapter", peft)
+        if torch.distributed.get_rank() == 0:
+            (out / f"{job.name}.json").write_text(json.dumps(found))
+    leave()
+
 
 EP = dict(expert_model_parallel_size=2)
 TP = dict(tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=1)
 PP = dict(pipeline_model_parallel_size=2, pipeline_dtype=None)
 DENSE = [
-    Job("tensors LoRA", "", "lora", TP),
-    Job("tensors CanonicalLoRA", "", "canonical_lora", TP),
-    Job("stages VLMLoRA", "", "vlm_lora", PP),
-    Job("stages pattern", "", "lora", PP, dict(target_modules=[PATTERN])),
-]
+    Job("tensors LoRA", "", "lora", TP), Job("tensors CanonicalLoRA", "", "canonical_lora", TP),
+    Job("stages VLMLoRA", "", "vlm_lora", PP), Job("stages pattern", "", "lora", PP, dict(target_modules=[PATTERN])),
+]  # fmt: skip
 MOE = [
     Job("experts ours", "", "ours", EP, dict(adapt_experts=True)),
     Job("experts LoRA", "", "lora", EP),
@@ -46,13 +92,11 @@ MOE = [
 ]
 ALL = dict(target_modules=[*LINEAR_LAYERS, *OF_LINEAR_ATTENTION])
 QWEN3_5 = [
-    Job("tensors", "dense", "ours", TP, ALL),
-    Job("tensors LoRA", "dense", "lora", TP, ALL),
+    Job("tensors", "dense", "ours", TP, ALL), Job("tensors LoRA", "dense", "lora", TP, ALL),
     Job("tensors experts", "moe", "ours", TP, ALL | dict(adapt_experts=True)),
-    Job("experts", "moe", "ours", EP, ALL | dict(adapt_experts=True)),
-    Job("stages", "dense", "ours", PP, ALL),
+    Job("experts", "moe", "ours", EP, ALL | dict(adapt_experts=True)), Job("stages", "dense", "ours", PP, ALL),
     Job("stages pattern", "dense", "ours", PP, dict(target_modules=["*.layers.2.*.in_proj"])),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_5"])
@@ -71,12 +115,11 @@ def jobs(request):
 @pytest.fixture(scope="module")
 def out(jobs, tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
-    run_ranks("tests.adapters.adapters_on_ranks", 2, json.dumps([asdict(job) for job in jobs]), folder)
+    run_ranks("tests.adapters.test_adapters_on_ranks", 2, json.dumps([asdict(job) for job in jobs]), folder)
     return folder
 
 
 def losses_of(model, config) -> torch.Tensor:
-    """Of the first sample, a loss for each token."""
     sample = make_samples("mixed", config, seed=9)[0]
     (logits,) = reference_logits(model, [sample])
     return F.cross_entropy(logits, sample.labels, reduction="none")
@@ -98,18 +141,10 @@ def packed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest."""
     return (one - other).abs().max().item()
 
 
 def check_what_is_saved(job: Job, out: Path, readable: Path | None = None) -> None:
-    """The losses of a job are those of the model and of the adapters that it has saved.
-
-    Args:
-        job: which has one pipeline stage, or nothing is checked.
-        out: what was saved.
-        readable: folder of its model in a layout that transformers reads, where its own is not.
-    """
     found = json.loads((out / f"{job.name}.json").read_text())
     if "losses" not in found:
         return
@@ -145,3 +180,8 @@ def test_stages_have_the_adapters_of_the_whole_model(jobs, out):
     assert names["stages VLMLoRA"] == names["tensors LoRA"]
     layers = {name.partition(".self_attn.")[0] for name in names["stages pattern"] if "language_model" in name}
     assert layers == {"model.language_model.layers.3"}
+
+
+if __name__ == "__main__":
+    begin()
+    main(json.loads(sys.argv[1]), Path(sys.argv[2]))

@@ -1,47 +1,147 @@
-"""Trained adapters of every kind in other libraries: `peft` and transformers get the logits and gradients of the
-Megatron model, from a folder of adapters and from merged weights.
-
-Of Megatron-Bridge's own classes too, which its recipes, verl, NeMo-RL and miles make themselves; the calls of these are
-in `tests/frameworks/test_adapters.py`.
-"""
-
-from __future__ import annotations
+"""Trained adapters of every kind: `peft` and transformers get the Megatron model's logits and gradients from files."""
 
 import json
 import re
 import types
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
-from qwen3vl_bridge.peft.adapter_rows import LINEAR_LAYERS, OF_LINEAR_ATTENTION, hf_targets
+from qwen3vl_bridge.peft.adapter_rows import LINEAR_LAYERS, OF_LINEAR_ATTENTION
 from qwen3vl_bridge.peft.lora import Qwen3VLDoRA, Qwen3VLLoRA
 from qwen3vl_bridge.peft.model_adapters import save_hf_adapter
+from qwen3vl_bridge.training.process_groups import initialize
 from qwen3vl_bridge.weights.bridge_mappings import InputMajorExpertMapping
 from qwen3vl_bridge.weights.rows import IN, OUT, ExpertLayout
 
 import pytest
 import torch
+from megatron.bridge import AutoBridge
 from megatron.bridge.models.conversion.model_bridge import MegatronWeightTuple
 from megatron.bridge.models.conversion.peft_bridge import AdapterWeight
 from megatron.bridge.peft.canonical_lora import CanonicalLoRA
 from megatron.bridge.peft.dora import DoRA
 from megatron.bridge.peft.lora import LoRA, VLMLoRA
+from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, Qwen3VLForConditionalGeneration
 
 from tests.noise import check, limit, relative
+from tests.parity.batches import Sample, make_batch, make_samples, run_reference
+from tests.parity.conftest import Pair, make_pair
 
-from .adapted_models import (
-    ALL_PARTS,
-    Adapted,
-    adapt,
-    check_logits,
-    model_of,
-    reference_gradients,
-    reference_logits,
-    with_adapter,
-    worst_difference,
-)
+ALL_PARTS = dict(adapt_vision_model=True, adapt_vision_projection=True)
+
+
+@dataclass
+class Adapted:
+    pair: Pair
+    peft: object
+    samples: list[Sample]
+    packed: bool = True
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self.pair.megatron
+
+    @property
+    def inputs(self):
+        return make_batch(self.samples, self.pair.config, packed=self.packed).local()
+
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def backward(self) -> torch.Tensor:
+        inputs = self.inputs
+        loss = (self.model(inputs=inputs) * inputs.loss_mask).sum()
+        loss.backward()
+        return loss.detach()
+
+    def train(self, steps: int = 4) -> list[float]:
+        optimizer, losses = torch.optim.AdamW(self.trainable().values(), lr=2e-2), []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            losses.append(self.backward().item())
+            optimizer.step()
+        return losses
+
+    def logits(self) -> list[torch.Tensor]:
+        """[tokens, vocabulary] of the Megatron model for each sample."""
+        layout = make_batch(self.samples, self.pair.config, packed=True).layout
+        with torch.no_grad():
+            flat = self.model(inputs=self.inputs.without_labels()).flatten(0, 1)
+        starts = layout.cu_seqlens_padded[:-1].tolist()
+        return [flat[a : a + n] for a, n in zip(starts, layout.lengths, strict=True) if n]
+
+
+def model_of(folder: Path) -> torch.nn.Module:
+    provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=False)
+    provider.finalize()
+    initialize(provider, seed=0)
+    (model,) = provider.provide_distributed_model(
+        wrap_with_ddp=False, use_cpu_initialization=True, mixed_precision_wrapper=None
+    )
+    return model
+
+
+def adapt(folder: Path, peft: object, *, content: str = "mixed", **provider_fields) -> Adapted:
+    """A pair from a folder, with `peft` applied to its Megatron model as Megatron-Bridge applies it."""
+    torch.manual_seed(0)
+    pair = make_pair(folder, **provider_fields)
+    peft([pair.megatron], training=True)
+    peft.set_params_to_save([pair.megatron])
+    return Adapted(pair, peft, make_samples(content, pair.config, seed=9))
+
+
+def reference_logits(model: Qwen3VLForConditionalGeneration, samples: list[Sample]) -> list[torch.Tensor]:
+    """[tokens, vocabulary] of a model of transformers for each sample, run alone."""
+    model.eval()
+    logits = []
+    for sample in samples:
+        ids = sample.ids[None]
+        kinds = (ids == model.config.image_token_id).int() + 2 * (ids == model.config.video_token_id).int()
+        with torch.no_grad():
+            logits.append(model(input_ids=ids, mm_token_type_ids=kinds, **sample.pixels).logits[0])
+    return logits
+
+
+def with_adapter(base_folder: Path, adapter_folder: Path) -> PeftModel:
+    """Loaded without a warning of keys that `peft` misses or cannot place."""
+    base = AutoModelForImageTextToText.from_pretrained(base_folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # `peft` 0.21 honours patterns of parameters, and says that it does not.
+        warnings.filterwarnings("default", message="The following (rank|alpha)_pattern keys")
+        return PeftModel.from_pretrained(base, adapter_folder)
+
+
+def reference_gradients(model: PeftModel, samples: list[Sample]) -> dict[str, torch.Tensor]:
+    """Of the summed loss of samples run alone, of all adapters, by their names in a file without its prefix."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".lora_" in name)
+    model.zero_grad()
+    run_reference(model.base_model.model, samples)[1].backward()
+    return {
+        name.removeprefix("base_model.model.").replace(".default", "").replace("_vector.weight", "_vector"): p.grad
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+
+
+def worst_difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    return max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
+
+
+def check_logits(logits: list[torch.Tensor], other: torch.nn.Module | Adapted, samples: list[Sample]) -> None:
+    if isinstance(other, Adapted):
+        compute, model = other.logits, other.model
+    else:
+        compute, model = partial(reference_logits, other, samples), other
+    check({"logits": worst_difference(logits, compute())}, {"logits": limit(compute, worst_difference, model)})
+
 
 SIZE = dict(dim=4, alpha=8)
 TEXT = "*language_model*."
@@ -50,8 +150,6 @@ NO_BALANCING = dict(moe_aux_loss_coeff=0.0)  # transformers' loss here has none
 
 
 class Case(NamedTuple):
-    """Adapters of a tiny model: "untied" and "moe" are Qwen3-VL's, the others Qwen3.5's."""
-
     model: str
     peft: Callable[[], object]
     gradients: bool = False  # whether they are compared with those of `peft`
@@ -129,15 +227,12 @@ CASES = OURS | {
 
 
 class Trained(NamedTuple):
-    """Trained adapters, the logits they make, and the folder of their model."""
-
     case: Case
     adapted: Adapted
     logits: list[torch.Tensor]
     folder: object
 
     def save(self, path) -> None:
-        """By AutoBridge's own method, which Megatron-Bridge's training, verl and NeMo-RL call."""
         self.adapted.pair.bridge.save_hf_adapter([self.adapted.model], path, self.adapted.peft, show_progress=False)
 
 
@@ -230,11 +325,9 @@ def test_names_of_experts_that_vllm_reads(moe_folder, tmp_path):
     experts = {name: list(tensor.shape) for name, tensor in tensors.items() if ".experts." in name}
     # 6 experts of 80 x 48, rank 4.
     expected = {
-        "experts.base_layer.lora_A.weight": [24, 80],
-        "experts.base_layer.lora_B.weight": [96, 24],
-        "experts.lora_A.weight": [24, 48],
-        "experts.lora_B.weight": [80, 24],
-    }
+        "experts.base_layer.lora_A.weight": [24, 80], "experts.base_layer.lora_B.weight": [96, 24],
+        "experts.lora_A.weight": [24, 48], "experts.lora_B.weight": [80, 24],
+    }  # fmt: skip
     layers = {re.search(r"\.layers\.(\d+)\.", name)[1] for name in experts}
     prefix = "base_model.model.model.language_model.layers"
     assert layers and experts == {
@@ -305,29 +398,6 @@ def test_bfloat16_is_rounded_once(request, model, method):
         torch.testing.assert_close(weight, exact[name].bfloat16(), rtol=0, atol=0, msg=name)
 
 
-def test_each_projection_is_a_part_of_the_layers_product(qwen3_5_folders):
-    """By the formula, without the `peft` library: rows of B, the one A, alpha / dim."""
-    adapted = adapt(qwen3_5_folders["dense"], Qwen3VLLoRA(**SIZE, **ALL, lora_B_init_method="normal"))
-    found = adapted.pair.bridge._model_bridge.adapter_weights([adapted.model])
-    layers = adapted.model.language_model.decoder.layers
-    prefix = "model.language_model.layers"
-
-    def delta(name: str) -> torch.Tensor:
-        return 8 / 4 * found[f"{prefix}.{name}.lora_B.weight"] @ found[f"{prefix}.{name}.lora_A.weight"]
-
-    adapter = layers[1].self_attention.in_proj.adapter
-    whole = 8 / 4 * adapter.linear_out.weight @ adapter.linear_in.weight
-    # q, k, v, then z, b, a: 2 * 4 * 8 + 8 * 12, 8 * 12, 8 and 8 rows.
-    for part, rows in zip(["qkv", "z", "b", "a"], whole.split([160, 96, 8, 8]), strict=True):
-        assert torch.equal(delta(f"1.linear_attn.in_proj_{part}"), rows)
-    adapter = layers[3].self_attention.linear_qkv.adapter
-    whole = (8 / 4 * adapter.linear_out.weight @ adapter.linear_in.weight).unflatten(0, (2, 6, 32))
-    queries, gates, key, value = whole.split([2, 2, 1, 1], 1)  # of each of two groups, heads of 32
-    assert torch.equal(delta("3.self_attn.q_proj"), torch.stack((queries, gates), 2).flatten(0, 3))
-    assert torch.equal(delta("3.self_attn.k_proj"), key.flatten(0, 2))
-    assert torch.equal(delta("3.self_attn.v_proj"), value.flatten(0, 2))
-
-
 def test_a_model_without_adapters(untied_folder, tmp_path):
     adapted = adapt(untied_folder, Qwen3VLLoRA(dim=2))
     plain = adapt(untied_folder, Qwen3VLLoRA(dim=2)).pair.bridge
@@ -337,16 +407,6 @@ def test_a_model_without_adapters(untied_folder, tmp_path):
 
 
 def test_dora_for_callers_that_take_two_matrices(untied_folder):
-    """They hand them to vLLM and SGLang as LoRA: verl and miles."""
     adapted = adapt(untied_folder, DoRA(**SIZE))
     with pytest.raises(ValueError, match=r"40 DoRA adapters, .* save_hf_adapter, or export"):
         adapted.pair.bridge.export_adapter_weights([adapted.model])
-
-
-def test_targets_name_exactly_the_adapted():
-    modules = [f"{name}.weight" for name in ("a.0.q", "a.1.q", "b.0.k", "b.1.k", "norm")]
-    adapted = [f"{name}.weight" for name in ("a.0.q", "a.1.q", "b.1.k")]
-    assert hf_targets(adapted, [*modules, "e.0.k", "e.1.k"]) == {"target_modules": ["b.1.k", "q"]}
-    parameters = ["e.0.k", "e.1.k", "e.0.n", "e.1.n"]
-    found = hf_targets([*adapted, "e.0.k", "e.1.k", "e.1.n"], [*modules, *parameters])
-    assert found == {"target_modules": ["b.1.k", "q"], "target_parameters": ["e.1.n", "k"]}

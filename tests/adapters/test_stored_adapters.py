@@ -1,7 +1,5 @@
 """The command line for adapters: quick help, refusals that name what was found."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

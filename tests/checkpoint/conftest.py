@@ -1,7 +1,5 @@
 """Models and checkpoints of several kinds on disk."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -42,7 +40,6 @@ def bf16_folder(untied_folder, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def all_moe_folder(moe_folder, tmp_path_factory):
-    """Every layer has experts, as in the released models."""
     folder = tmp_path_factory.mktemp("all_moe")
     copy_side_files(moe_folder, folder)
     config = Qwen3VLMoeConfig.from_pretrained(moe_folder)
@@ -53,14 +50,12 @@ def all_moe_folder(moe_folder, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def qwen3_5_folder(tmp_path_factory):
-    """Linear attention, eight experts and multi-token prediction, as released."""
     released = ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT
     return make_qwen3_5(tmp_path_factory.mktemp("qwen3_5"), seed=6, moe=True, mtp=released, num_experts=8)
 
 
 @pytest.fixture(scope="session")
 def imported(untied_folder, tmp_path_factory):
-    """The untied model as a checkpoint; not to be changed."""
     folder = tmp_path_factory.mktemp("imported") / "megatron"
     import_checkpoint(untied_folder, folder)
     return folder
@@ -68,7 +63,6 @@ def imported(untied_folder, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory):
-    """A small folder by torch's own writer; not to be changed."""
     folder = tmp_path_factory.mktemp("saved")
     dcp.save({**TENSORS, "x": 3.0, "n": None}, checkpoint_id=folder, no_dist=True)
     return folder
@@ -76,5 +70,4 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def folder(saved, tmp_path):
-    """A copy of it."""
     return shutil.copytree(saved, tmp_path / "copy")

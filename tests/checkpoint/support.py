@@ -1,7 +1,5 @@
 """What several test files use: ways to look at checkpoints, and to expect errors. No fixtures, no tests."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil
@@ -27,15 +25,12 @@ NORM = "model.language_model.norm.weight"
 Q_PROJ = "model.language_model.layers.1.self_attn.q_proj.weight"
 
 TENSORS = {
-    "a": torch.arange(12.0).reshape(3, 4),
-    "b": torch.arange(6).bfloat16(),
-    "t": torch.arange(6.0).reshape(2, 3).T,
+    "a": torch.arange(12.0).reshape(3, 4), "b": torch.arange(6).bfloat16(), "t": torch.arange(6.0).reshape(2, 3).T,
     "s": torch.tensor(3.0),
-}
+}  # fmt: skip
 
 
 def hf_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a Hugging Face folder, read by safetensors."""
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
@@ -44,7 +39,6 @@ def hf_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def stock_load(folder) -> dict:
-    """Everything in a folder, by torch's own loader."""
     state = _load_state_dict_from_keys(None, checkpoint_id=folder)
     return {f"{section}.{key}": value for section, inner in state.items() if isinstance(inner, dict)
             for key, value in inner.items()} | {k: v for k, v in state.items() if not isinstance(v, dict)}  # fmt: skip
@@ -81,7 +75,6 @@ def model_with(folder: Path, source: Path, change) -> Path:
 
 
 def model_with_config(folder: Path, source: Path, change: dict) -> Path:
-    """A copy of a model with fields of its configuration changed, or some of a section's."""
     shutil.copytree(source, folder)
     config = read_object(folder / "config.json")
     for name, value in change.items():
@@ -93,7 +86,6 @@ def model_with_config(folder: Path, source: Path, change: dict) -> Path:
 
 @contextlib.contextmanager
 def before_each_unit(do: Callable[..., object], unit_bytes: int | None = None) -> Iterator[None]:
-    """Call something before a unit that was written is noted."""
     original = planned_files._commit
 
     def commit(*arguments):
@@ -109,7 +101,6 @@ def before_each_unit(do: Callable[..., object], unit_bytes: int | None = None) -
 
 @contextlib.contextmanager
 def broken_disk(count: int, unit_bytes: int | None = None, why: tuple = (5, "Input/output error")) -> Iterator[None]:
-    """A disk that refuses after a number of units."""
     done = []
 
     def fail_later(*_):

@@ -1,7 +1,5 @@
 """What could have gone wrong unnoticed: mixed dtypes, a source or a target that changes meanwhile, bombs."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -199,7 +197,6 @@ def test_two_chunks_that_are_one_item(untied_folder, imported, tmp_path):
 
 
 def bomb(levels: int) -> bytes:
-    """Tuples of a tuple twice, in each other."""
     return b"\x80\x04)" + b"2\x86" * levels
 
 

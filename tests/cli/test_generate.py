@@ -1,7 +1,5 @@
 """`qwen3vl generate`: the answer is transformers'."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -27,14 +25,12 @@ def picture(tmp_path):
 
 @pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_5", "qwen3_5 moe"])
 def folder(request, untied_folder, tmp_path_factory):
-    """Of a model of each family."""
     if request.param == "qwen3_vl":
         return untied_folder
     return make_checkpoint(tmp_path_factory.mktemp("qwen3_5"), moe=request.param.endswith("moe"))
 
 
 def reference(folder: Path, picture: Path, tokens: int) -> list[int]:
-    """The new tokens of transformers."""
     processor = AutoProcessor.from_pretrained(folder)
     content = [{"type": "image", "image": Image.open(picture)}, {"type": "text", "text": QUESTION}]
     inputs = processor.apply_chat_template(
@@ -47,7 +43,6 @@ def reference(folder: Path, picture: Path, tokens: int) -> list[int]:
 
 
 def answer(folder: Path, picture: Path, tokens: int, capsys) -> dict:
-    """What the command prints."""
     words = ["generate", QUESTION, "--hf-model", str(folder), "--image", str(picture)]
     assert main([*words, "--max-new-tokens", str(tokens), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
@@ -87,7 +82,6 @@ def test_a_file_that_is_no_picture_is_status_2(untied_folder, tmp_path, capsys, 
 
 @pytest.mark.parametrize("said", ["config", "tokenizer_config", "generation_config"])
 def test_an_answer_ends_with_its_turn(folder, picture, capsys, tmp_path, said):
-    """Whichever file names what ends it."""
     new, tokenizer = reference(folder, picture, 12), AutoProcessor.from_pretrained(folder).tokenizer
     end = next(token for number, token in enumerate(new) if number > 3 and token not in new[:number])
     changed = shutil.copytree(folder, tmp_path / "changed")

@@ -1,15 +1,30 @@
-"""Registration does not depend on the order of imports, and the import of the package is light."""
+"""Registration in any order of imports, light imports, and what takes the place of CUDA, fused kernels and logs."""
 
+import copy
 import gc
 import importlib
 import importlib.util
+import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
 
 import qwen3vl_bridge
-from qwen3vl_bridge.compat import patches
+from qwen3vl_bridge.compat import optimizers, patches
+from qwen3vl_bridge.compat.optimizers import Adam
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.optimizer import clip_grads
+from megatron.core.utils import local_multi_tensor_l2_norm
+from torch.distributed import distributed_c10d
 
 CHECK = """
 import megatron.bridge.models.conversion.model_bridge as m, transformers
@@ -132,3 +147,296 @@ def test_unknown_names_are_attribute_errors():
 
     with pytest.raises(AttributeError, match="no attribute 'Qwen4VL'"):
         _ = qwen3vl_bridge.Qwen4VL
+
+
+NAME = "megatron.bridge.training.pretrain"
+FAILS = f"""
+import logging
+from qwen3vl_bridge.compat.library_logs import quiet
+quiet()
+for error in (ValueError("set this"), RuntimeError("nobody knows")):
+    try:
+        raise error
+    except BaseException:
+        logging.getLogger("{NAME}").exception("it failed with %s", error)
+"""
+
+
+def test_a_failed_run_logs_unexpected_errors_only():
+    done = subprocess.run([sys.executable, "-c", FAILS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "set this" not in done.stderr
+    before, after = done.stderr.split("it failed with nobody knows")
+    assert not before and "Traceback" in after and "RuntimeError: nobody knows" in after
+
+
+SETTINGS = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_steps_are_torchs(decoupled):
+    """To the last bit, also of a parameter that gets no gradient in a step."""
+    weights = [torch.randn(5, 3, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    ours, theirs = ([torch.nn.Parameter(w.clone()) for w in weights] for _ in range(2))
+    mine = Adam([dict(params=ours[:2]), dict(params=ours[2:], weight_decay=0.0)], adam_w_mode=decoupled, **SETTINGS)
+    reference = kind([dict(params=theirs[:2]), dict(params=theirs[2:], weight_decay=0.0)], **SETTINGS)
+    for step in range(20):
+        for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            one.grad = torch.randn(5, 3, generator=torch.Generator().manual_seed(100 * step + i))
+            other.grad = one.grad.clone()
+        mine.step()
+        reference.step()
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def test_the_contract_of_the_fused_kinds():
+    """A count by group, moments of every parameter, and states that go on in another one."""
+    parameters = [torch.nn.Parameter(torch.randn(4)) for _ in range(3)]
+    adam = Adam([dict(params=parameters[:2]), dict(params=[]), dict(params=parameters[2:])], **SETTINGS)
+    parameters[0].grad = torch.ones(4)
+    before = parameters[1].detach().clone()
+    adam.step()
+    assert [group.get("step") for group in adam.param_groups] == [1, None, 1]
+    assert all(adam.state[p].keys() == {"exp_avg", "exp_avg_sq"} for p in parameters)
+    assert torch.equal(parameters[1], before) and not adam.state[parameters[1]]["exp_avg"].any()
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+    again = Adam([dict(params=copies[:2]), dict(params=[]), dict(params=copies[2:])], **SETTINGS)
+    again.load_state_dict(copy.deepcopy(adam.state_dict()))
+    copies[0].grad = parameters[0].grad = torch.full((4,), 0.5)
+    adam.step()
+    again.step()
+    assert torch.equal(copies[0], parameters[0]) and again.param_groups[0]["step"] == 2
+
+
+def test_what_it_has_not_is_refused():
+    with pytest.raises(ValueError, match="capturable is True"):
+        Adam([torch.nn.Parameter(torch.zeros(1))], capturable=True)
+    with pytest.raises(TypeError, match="exp_avg_dtype"):
+        Adam([torch.nn.Parameter(torch.zeros(1))], exp_avg_dtype=torch.bfloat16)
+
+
+def test_megatron_core_builds_it_where_there_is_no_fused_one():
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    if optimizer.Adam.__module__.startswith(("transformer_engine", "apex")):
+        pytest.skip("a fused Adam is installed")
+    assert optimizer.Adam is distrib_optimizer.Adam is Adam
+    assert not optimizer.USING_PYTORCH_OPTIMIZER and distrib_optimizer.HAVE_APEX_OR_TE
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(1, 5), max_size=3), min_size=1, max_size=6),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.floats(-6, 6),
+    st.integers(0, 9),
+)
+def test_the_value_is_that_of_megatron_core(shapes, dtype, exponent, seed):
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [(torch.randn(shape, generator=generator) * 10**exponent).to(dtype) for shape in shapes]
+    found, per_tensor = optimizers.l2_norm(2048, torch.zeros(1), [tensors], False)
+    expected, _ = local_multi_tensor_l2_norm(2048, torch.zeros(1), [tensors], False)
+    assert per_tensor is None and found.shape == expected.shape == (1,) and found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=1e-6 if dtype is torch.float32 else 1e-2, atol=0)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_is_not_finite_is_seen(value):
+    found, _ = optimizers.l2_norm(2048, torch.zeros(1), [[torch.ones(3), torch.tensor([1.0, value])]], False)
+    assert not found.isfinite()
+
+
+def test_it_replaces_megatron_cores_but_no_fused_one():
+    assert clip_grads.l2_norm_impl is optimizers.l2_norm
+    fused = SimpleNamespace(l2_norm_impl=torch.norm)
+    optimizers.patch_clipping(fused)
+    assert fused.l2_norm_impl is torch.norm
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+
+
+@pytest.fixture(scope="module")
+def clip_grads_cpu():
+    from megatron.core.optimizer import clip_grads
+
+    return clip_grads
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA nothing is redirected")
+def test_megatron_sees_the_cpu(clip_grads_cpu):
+    theirs = clip_grads_cpu.torch
+    assert theirs is not torch
+    assert theirs.cuda.current_device() == torch.device("cpu")
+    assert theirs.zeros(2, device="cuda").device.type == "cpu"
+    assert theirs.tensor([1.0], device="cuda:3").device.type == "cpu"
+    assert theirs.device("cuda", 1) == torch.device("cpu")
+    assert isinstance(torch.device("cpu"), theirs.device)
+    assert theirs.Tensor is torch.Tensor and theirs.nn is torch.nn
+    assert not theirs.cuda.is_available()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA nothing is redirected")
+def test_torch_is_untouched(clip_grads_cpu):
+    assert torch.zeros(1).type() == "torch.FloatTensor"
+    for attempt in (lambda: torch.zeros(1, device="cuda"), lambda: torch.zeros(1).cuda(), torch.cuda.current_device):
+        with pytest.raises((RuntimeError, AssertionError)):
+            attempt()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA nothing is redirected")
+def test_methods_are_redirected_for_megatrons_code_only():
+    module = type(sys)("megatron.pretended")
+    exec("def kind(x): return x.type()\ndef move(x): return x.cuda()", vars(module))
+    x = torch.zeros(1, dtype=torch.bfloat16)
+    assert module.kind(x) == "torch.cuda.BFloat16Tensor"
+    assert module.move(x) is x
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA nothing is redirected")
+@pytest.mark.parametrize("name", ["param_and_grad_buffer", "fsdp.src.megatron_fsdp.param_and_grad_buffer"])
+def test_nothing_is_under_way_when_a_block_of_collectives_is_left(name):
+    from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+    from qwen3vl_bridge.training.process_groups import initialize
+
+    initialize(Qwen3VLModelProvider(num_layers=3), seed=7)
+    theirs = importlib.import_module(f"megatron.core.distributed.{name}")
+    group, whole, part = torch.distributed.group.WORLD, torch.zeros(3), torch.arange(3.0)
+    with theirs._coalescing_manager(group, async_ops=True) as found:
+        torch.distributed.all_gather_into_tensor(whole, part, group=group, async_op=True)
+    assert found.works == []
+    assert torch.equal(whole, part)
+    with torch.distributed._coalescing_manager(group, async_ops=True) as found:  # everybody else's
+        torch.distributed.all_gather_into_tensor(whole, part, group=group, async_op=True)
+    assert len(found.works) == 1
+    found.wait()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA nothing is redirected")
+@pytest.mark.parametrize("name", ["param_and_grad_buffer", "fsdp.src.megatron_fsdp.param_and_grad_buffer"])
+def test_collectives_of_several_dtypes_in_one_block(name):
+    """Gloo gathers the bytes of all as the first one's dtype, which gives other numbers; it refuses to reduce them."""
+    from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+    from qwen3vl_bridge.training.process_groups import initialize
+
+    initialize(Qwen3VLModelProvider(num_layers=3), seed=7)
+    theirs = importlib.import_module(f"megatron.core.distributed.{name}")
+    group, parts = (
+        torch.distributed.group.WORLD,
+        [torch.arange(3.0).bfloat16(), torch.arange(4.0), torch.ones(2).bfloat16()],
+    )
+
+    def gather(manager: Callable) -> list[torch.Tensor]:
+        wholes = [torch.zeros_like(part) for part in parts]
+        with manager(group):
+            for whole, part in zip(wholes, parts, strict=True):
+                torch.distributed.all_gather_into_tensor(whole, part, group=group)
+        return wholes
+
+    assert all(map(torch.equal, gather(theirs._coalescing_manager), parts))
+    assert not all(map(torch.equal, gather(torch.distributed._coalescing_manager), parts))  # else ours is not needed
+    reduced = [part.clone() for part in parts]
+    with theirs._coalescing_manager(group):
+        for one in reduced:
+            torch.distributed.all_reduce(one, group=group)
+    assert all(map(torch.equal, reduced, parts))
+    with theirs._coalescing_manager(group):  # no collective at all
+        pass
+
+
+SAVE = """
+import sys, torch, qwen3vl_bridge
+from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
+from qwen3vl_bridge.training.process_groups import initialize
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+initialize(Qwen3VLModelProvider(num_layers=3), seed=7)
+folder = sys.argv[1]
+state = {"x": ShardedTensor.from_rank_offsets("x", torch.arange(6.0))}
+request = dist_checkpointing.save(state, folder, async_sharded_save=True, async_strategy="mcore")
+queue = AsyncCallsQueue(persistent=True)
+queue.schedule_async_request(request)
+queue.maybe_finalize_async_calls(blocking=True)
+queue.close()
+state = {"x": ShardedTensor.from_rank_offsets("x", torch.zeros(6))}
+assert torch.equal(dist_checkpointing.load(state, folder)["x"], torch.arange(6.0))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA nothing is redirected")
+@pytest.mark.slow
+def test_a_process_that_saves_in_the_background_uses_the_cpu(tmp_path):
+    """Megatron-Bridge's `checkpoint.async_save` begins one. It is spawned, and had asked for a GPU; saving hung."""
+    command = [sys.executable, "-W", "ignore", "-c", SAVE, str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stderr[-3000:]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA nothing is redirected")
+@linux
+def test_it_is_installed_with_megatron():
+    import megatron.core  # noqa: F401
+
+    assert distributed_c10d.ProcessGroupGloo.__module__ == "qwen3vl_bridge.compat.cpu"
+
+
+def _loops() -> int:
+    time.sleep(0.5)  # a thread names itself when it begins
+    tasks = os.listdir("/proc/self/task")
+    return sum(open(f"/proc/self/task/{task}/comm").read().startswith("gloo_tcp_loop") for task in tasks)
+
+
+def _on_two_ranks(rank: int, folder: str) -> None:
+    from qwen3vl_bridge.compat.cpu import _share_gloo_device as share
+
+    share(distributed_c10d)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    groups = [dist.new_group(ranks) for _ in range(10) for ranks in ([0, 1], [0], [1])]
+    assert _loops() == 1
+    # All at once, and in an order of its own for each rank: messages of one group are never another's.
+    mine = [n for n, group in enumerate(groups) if group is not dist.GroupMember.NON_GROUP_MEMBER]
+    values = {n: torch.full((1000,), float(n + rank)) for n in mine}
+    works = [dist.all_reduce(values[n], group=groups[n], async_op=True) for n in (mine if rank else mine[::-1])]
+    for work in works:
+        work.wait()
+    for n, value in values.items():
+        assert (value == (2 * n + 1 if n % 3 == 0 else n + rank)).all()
+    dist.destroy_process_group()
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # a choice of the user's: torch makes the devices
+    before = _loops()
+    groups = [
+        distributed_c10d.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=timedelta(seconds=60)) for _ in range(2)
+    ]
+    assert _loops() == before + 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA nothing is redirected")
+@linux
+def test_many_groups_of_two_ranks_have_one_thread_each(tmp_path):
+    processes.spawn(_on_two_ranks, (str(tmp_path),), nprocs=2)
+
+
+def _forked(answers) -> None:
+    group = distributed_c10d.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=timedelta(seconds=60))
+    group.allreduce([torch.ones(1)]).wait()
+    answers.put(_loops())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA nothing is redirected")
+@linux
+def test_a_forked_process_has_a_device_of_its_own():
+    import megatron.core  # noqa: F401
+
+    group = distributed_c10d.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=timedelta(seconds=60))
+    context = processes.get_context("fork")
+    answers = context.SimpleQueue()
+    child = context.Process(target=_forked, args=(answers,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0 and answers.get() == 1
+    del group

@@ -28,7 +28,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from tests.adapters.adapted_models import check_logits, reference_logits, worst_difference
+from tests.adapters.test_export import check_logits, reference_logits, worst_difference
 from tests.parity.batches import make_batch, make_samples
 from tests.parity.conftest import build
 

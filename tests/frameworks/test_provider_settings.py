@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnBackend
 
-from tests.model.settings.split_providers import DENSE, EXPERTS, provider_of
+from tests.model.settings.test_parallel_settings import DENSE, EXPERTS, provider_of
 
 from .support import MILES, NEMO_RL, VERL
 

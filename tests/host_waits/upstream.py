@@ -22,7 +22,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from tests.frameworks.megatron_bridge.test_upstream_steps import join
-from tests.model.checkpoints import stock_models
+from tests.model.checkpoints import test_stock_checkpoints as stock_models
 from tests.parity.batches import Sample
 
 from .counter import HostWaits, Seen

@@ -1,7 +1,5 @@
 """The tiny checkpoint as provider and configuration, and as both models; and tiny checkpoints of each kind."""
 
-from __future__ import annotations
-
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 
 import pytest
@@ -30,7 +28,7 @@ def pair(untied_folder) -> Pair:
 @pytest.fixture(scope="session")
 def folders(untied_folder, tied_folder, moe_folder, tmp_path_factory):
     """Hugging Face folders: dense ones, with one dense layer among those with experts, with experts in every layer."""
-    from tests.model.checkpoints.torch_dist_models import make_experts_everywhere
+    from tests.model.checkpoints.test_torch_dist import make_experts_everywhere
 
     experts = make_experts_everywhere(moe_folder, tmp_path_factory.mktemp("experts"))
     return {"untied": untied_folder, "tied": tied_folder, "mixed": moe_folder, "experts": experts}

@@ -1,10 +1,4 @@
-"""Core attention without Transformer Engine: which kernel is given what, beside plain softmax segment by segment.
-
-There is no CUDA on most machines that run this. torch's varlen attention is restated here by what its documentation
-promises, for what it is handed; fake tensors, which have a device and no memory, show what would be called on CUDA.
-"""
-
-from __future__ import annotations
+"""Core attention without Transformer Engine: which kernel is given what, beside plain softmax segment by segment."""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -34,15 +28,10 @@ LENGTHS = [[24], [8, 40, 16, 16, 8, 72], [16] * 5]  # multiples of 8: for four c
 
 
 def attention(groups: int, ranks: int = 1, rank: int = 0, dim: int = DIM, dropout: float = 0.0) -> SegmentAttention:
-    """The module of a layer; of a context-parallel rank, whose group is its number alone."""
     config = TransformerConfig(
-        num_layers=1,
-        hidden_size=HEADS * dim,
-        num_attention_heads=HEADS,
-        num_query_groups=groups,
-        kv_channels=dim,
+        num_layers=1, hidden_size=HEADS * dim, num_attention_heads=HEADS, num_query_groups=groups, kv_channels=dim,
         attention_dropout=dropout,
-    )
+    )  # fmt: skip
     config.context_parallel_size = ranks
     kind = SegmentAttention if ranks == 1 else ContextParallelAttention
     process_groups = SimpleNamespace(tp=None, cp=SimpleNamespace(rank=lambda: rank, size=lambda: ranks))
@@ -67,8 +56,6 @@ def reference(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: fl
 
 
 class Varlen:
-    """torch.nn.attention.varlen.varlen_attn, as its documentation has it; counts its calls."""
-
     calls = 0
 
     def __call__(self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
@@ -85,7 +72,6 @@ class Varlen:
 
 @pytest.fixture
 def varlen(monkeypatch):
-    """As on CUDA in 16 bits: FlashAttention takes everything."""
     stand_in = Varlen()
     monkeypatch.setattr(core_attention, "varlen_attn", stand_in)
     monkeypatch.setattr(core_attention, "flash_takes", lambda *tensors: True)
@@ -168,11 +154,6 @@ def test_context_parallel_ranks_together_are_one(request, monkeypatch, lengths, 
     assert varlen is None or varlen.calls == ranks
 
 
-def test_chunks_of_a_row_are_worked_out_once_for_all_layers(monkeypatch, varlen):
-    params = layout_packed_seq_params(SequenceLayout.packed_row([16, 32]))
-    assert params.chunks(2, 1) is params.chunks(2, 1) is not params.chunks(2, 0)
-
-
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("queries", [1, 24, 40])
 def test_the_end_of_a_segment_on_the_cpu(groups, queries):
@@ -187,8 +168,6 @@ def test_the_end_of_a_segment_on_the_cpu(groups, queries):
 
 
 class Calls(TorchFunctionMode):
-    """What scaled_dot_product_attention is given."""
-
     def __init__(self):
         super().__init__()
         self.found = []
@@ -200,8 +179,6 @@ class Calls(TorchFunctionMode):
 
 
 class Operations(TorchDispatchMode):
-    """Names of operations, and the largest tensor that one made."""
-
     def __init__(self):
         super().__init__()
         self.names, self.largest = [], 0

@@ -20,7 +20,6 @@ SIZES = {
 
 
 def tiny(name: str, **experts):
-    """A configuration of that family, small, no two of its sizes alike."""
     config = copy.deepcopy(hf_config(name))
     text, vision = config.text_config, config.vision_config
     text.update(
@@ -39,7 +38,6 @@ def tiny(name: str, **experts):
 
 
 def inputs_of(config, tokens: int, grid: tuple[int, int, int] | None) -> dict[str, torch.Tensor]:
-    """So many tokens, some of which stand for a picture or a video."""
     ids, pictures = torch.full((1, tokens), 7), {}
     if grid is not None:
         patches = grid[0] * grid[1] * grid[2]
@@ -64,7 +62,6 @@ def operations(model, tokens: int, grid: tuple[int, int, int] | None, *, backwar
 
 
 def build(family: str):
-    """A tiny model whose products torch counts as they are."""
     name, experts = SIZES[family]
     return AutoModelForImageTextToText.from_config(
         tiny(name, **experts), attn_implementation="eager", experts_implementation="eager"
@@ -89,20 +86,17 @@ def test_costs_are_what_transformers_does(family):
 
 
 def part_of(name: str) -> str:
-    """Of transformers' names."""
     if ".visual." not in f".{name}":
         return "language_model"
     return "vision_projection" if "merger" in name else "vision_model"
 
 
 def of_vision(trained: Trained) -> bool:
-    """Whether the language model has to give its inputs a gradient."""
     adapted = any(trained.rank(layer) for layer in ADAPTED.values() if layer.startswith("vision_model"))
     return trained.vision_model or trained.vision_projection or adapted
 
 
 def count(model, trained: Trained) -> None:
-    """Compare a step on text alone, and on text and a picture, with the formula."""
     costs = tower_costs(model.config.to_dict(), trained)
     for tokens, grid in ((40, None), (60, (1, 8, 12))):
         patches = grid[1] * grid[2] if grid else 0
@@ -114,7 +108,6 @@ def count(model, trained: Trained) -> None:
 
 @pytest.mark.parametrize("family", SIZES)
 def test_costs_of_a_step_follow_what_is_trained(family):
-    """Every way to freeze parts that leaves something to train."""
     model = build(family)
     for number in range(1, 8):
         parts = [name for bit, name in enumerate(PARTS) if number >> bit & 1]
@@ -170,12 +163,3 @@ def test_samples_add_up():
     tokens, patches, pairs = (sum(part) for part in zip(*samples, strict=True))
     squares = sum(t**2 for t, _, _ in samples)
     assert sum(alone) == costs.of_many(tokens=tokens, token_pairs=squares, patches=patches, patch_pairs=pairs)
-
-
-def test_a_step_that_trains_all_is_three_forward_passes_but_for_the_pixels():
-    """Whose gradient nobody needs."""
-    config = hf_config("30B-A3B").to_dict()
-    forward, step = tower_costs(config), tower_costs(config, Trained())
-    assert (step.token, step.token_pair) == (3 * forward.token, 3 * forward.token_pair)
-    pixels = 2 * 1152 * 3 * 2 * 16 * 16
-    assert (step.patch, step.patch_pair) == (3 * forward.patch - pixels, 3 * forward.patch_pair)

@@ -1,7 +1,5 @@
 """Patch mergers, main and DeepStack, equal the reference's; with the blocks' tanh-GELU they would not."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from qwen3vl_bridge.models.vision_tower import PatchMerger, vision_transformer_config
@@ -63,7 +61,6 @@ def test_equals_the_reference(mergers):
 
 
 def test_the_blocks_gelu_would_be_seen(mergers):
-    """It is 1e-3 off."""
     ours, reference, patches = mergers
     most = limit(lambda: reference(patches), error, reference)
     reference.act_fn = torch.nn.GELU(approximate="tanh")

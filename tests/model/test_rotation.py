@@ -1,10 +1,4 @@
-"""Rotation of queries and keys: by Transformer Engine's kernel, by what torch compiles, and by the formula.
-
-There is no Transformer Engine here. `Kernel` takes its place: it accepts what the kernel accepts, and computes as it is
-documented and as its source says.
-"""
-
-from __future__ import annotations
+"""Rotation of queries and keys: by Transformer Engine's kernel, by what torch compiles, and by the formula."""
 
 import inspect
 import itertools
@@ -15,7 +9,7 @@ from types import SimpleNamespace
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.models import rope, settings
-from qwen3vl_bridge.models.rope import InterleavedMRoPE, rotate, rotation
+from qwen3vl_bridge.models.rope import rotate, rotation
 
 import pytest
 import torch
@@ -57,7 +51,6 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch) -> Kernel:
-    """A machine that has the kernel."""
     kernel = Kernel()
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", kernel)
     monkeypatch.setattr(settings, "_has_rotation_kernel", lambda provider: True)
@@ -65,7 +58,6 @@ def kernel(monkeypatch) -> Kernel:
 
 
 def results(pair, *, packed):
-    """Logits of each sample, and every gradient."""
     pair.megatron.zero_grad()
     batch = make_batch(make_samples("mixed", pair.config, seed=8), pair.config, packed=packed)
     inputs = batch.local()
@@ -76,7 +68,6 @@ def results(pair, *, packed):
 
 
 def errors(found, expected) -> dict[str, float]:
-    """Relative to the largest entry of each."""
     logits = (float((a - b).abs().max() / b.abs().max()) for a, b in zip(found[0], expected[0], strict=True))
     return {"logits": max(logits), "gradients": max(relative(found[1], expected[1]).values())}
 
@@ -160,7 +151,6 @@ TOWER = dict(of=(16, 16), dim=72, turning=72, dtype=torch.float32, joint=True)
 
 @pytest.fixture
 def compiled(monkeypatch) -> Iterator[list[int]]:
-    """One entry for each variant that torch compiles, by a backend that only counts."""
     variants, compile_ = [], torch.compile
 
     def count(graph, _):
@@ -177,7 +167,6 @@ def compiled(monkeypatch) -> Iterator[list[int]]:
 
 @contextmanager
 def limit_reached() -> Iterator[list[str]]:
-    """Warnings of torch that it has given up compiling a function, and calls it as it is."""
     warnings, logger = [], logging.getLogger("torch._dynamo.convert_frame")
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())
@@ -222,13 +211,3 @@ def test_compiling_is_turned_off_like_megatron_cores(monkeypatch, device, off, w
     (jit.disable_jit_fuser if off else jit.enable_jit_fuser)()
     assert rotate(query, query, torch.zeros(2, 1, 1, 1, 4)) == way
     assert "cfg.dist.disable_jit_fuser:" in inspect.getsource(setup.setup)
-
-
-def test_constants_are_computed_once(monkeypatch):
-    made = []
-    computed = rope.scaled_frequencies
-    monkeypatch.setattr(rope, "scaled_frequencies", lambda *given: made.append(1) or computed(*given))
-    scaled = dict(rope_type="yarn", rope_theta=5e6, factor=4.0, original_max_position_embeddings=64)
-    angles = InterleavedMRoPE(32, 5e6, [6, 5, 5], torch.float32, scaled)
-    first, second = angles(torch.arange(5)[None]), angles(torch.arange(5)[None])
-    assert torch.equal(first, second) and made == [1]

@@ -1,8 +1,19 @@
-"""What pipeline stages hand to each other: a chain of them gives what the layers give in one piece, gradients too."""
+"""What ranks hand to each other: pipeline stages their states, vision ranks what they have encoded."""
 
 import types
+from dataclasses import replace
 
+from qwen3vl_bridge.batch import (
+    EncoderInputs,
+    EncoderShard,
+    PackedBatch,
+    SequenceLayout,
+    VisionWork,
+    make_vision_inputs,
+)
 from qwen3vl_bridge.batch.packed_batch import VisionRows
+from qwen3vl_bridge.batch.vision_sharding import assign_vision
+from qwen3vl_bridge.dist_train.modules import Headers, pack, unpack
 from qwen3vl_bridge.models.qwen3_vl.model import DeepStackStage
 
 import pytest
@@ -18,7 +29,6 @@ SIZES = dict(
 
 
 def make(*shape: int) -> torch.Tensor:
-    """Whole numbers, so that sums are exact; trained."""
     return torch.randint(1, 9, shape).double().requires_grad_()
 
 
@@ -41,36 +51,8 @@ def run_layers(hidden: torch.Tensor, features: torch.Tensor, where: torch.Tensor
 
 
 def chain(num_features: int, layers: list[int]) -> list[DeepStackStage]:
-    """The stages that have so many layers each."""
     firsts = [sum(layers[:n]) for n in range(len(layers))]
     return [DeepStackStage.of(num_features, first, here) for first, here in zip(firsts, layers, strict=True)]
-
-
-@given(**SIZES)
-def test_stages_of_a_chain_fit(length, rows, tokens, width, num_features, stages):
-    parts = chain(num_features, stages)
-    assert parts[0].received == num_features
-    for number, (part, here) in enumerate(zip(parts, stages, strict=True)):
-        assert 0 <= part.sent <= part.received
-        assert part.received - part.sent == min(
-            here, part.received
-        )  # each of its layers takes one, while there are any
-        if number + 1 < len(parts):
-            assert part.sent == parts[number + 1].received
-
-
-@given(**SIZES)
-def test_unpacking_inverts_packing(length, rows, tokens, width, num_features, stages):
-    hidden, features = make(length, rows, width), make(num_features, tokens, width)
-    received, own = hidden, features
-    for here, following in zip(parts := chain(num_features, stages), parts[1:], strict=False):
-        sent = here.pack(received, own)
-        assert sent._base is None and sent.dim() == 3 and sent.size(-1) == width
-        assert sent.numel() == width * (length * rows + here.sent * tokens)
-        received, own = following.unpack(sent, length, rows, tokens)
-        assert torch.equal(received, hidden)
-        assert own.shape == (following.received, tokens, width)
-        assert torch.equal(own, features[num_features - following.received :])
 
 
 @given(**SIZES)
@@ -140,3 +122,140 @@ def test_a_view_is_sent_as_none(frozen):
     for sent in (0, 1):
         loaded = DeepStackStage(received=1, sent=sent).pack(base.view(3, 2, 4), base.view(1, 6, 4))
         assert loaded._base is None and loaded.requires_grad is not frozen
+
+
+TAPS, HIDDEN = 3, 8
+WORK = VisionWork(1.0, 0.1, 4)
+COUNTS = st.lists(st.integers(0, 6), min_size=1, max_size=4)
+GRIDS = st.lists(st.tuples(st.integers(1, 3), *[st.integers(1, 3).map(lambda side: 2 * side)] * 2), max_size=4)
+
+
+def encoded(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    numbers = torch.arange((TAPS + 1) * tokens * HIDDEN, dtype=torch.float32).view(TAPS + 1, tokens, HIDDEN) + 1
+    return numbers[0].requires_grad_(), numbers[1:].requires_grad_()
+
+
+def read(*arguments) -> list[torch.Tensor]:
+    *found, header = unpack(*arguments)
+    header.check()
+    return found
+
+
+def shards(counts: list[int]) -> tuple[EncoderShard, ...]:
+    return tuple(EncoderShard(count, 2**31 + 7 * i) for i, count in enumerate(counts))
+
+
+def batch_of(grids: list[tuple[int, int, int]], name: str = "a") -> PackedBatch:
+    layout, vision = SequenceLayout.packed_row([16]), None
+    if grids:
+        sizes = torch.tensor(grids)
+        pixels = torch.randn(int(sizes.prod(-1).sum()), 3)
+        vision = make_vision_inputs(pixels, sizes, None, None, num_position_embeddings=16, spatial_merge_size=2)
+    zeros = torch.zeros(1, 16, dtype=torch.long)
+    return PackedBatch(
+        zeros, zeros, zeros.float(), zeros.expand(3, 1, 16), torch.full((16,), -1), layout, vision, (name,)
+    )
+
+
+@given(counts=COUNTS, more=st.integers(0, 3), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_one_side_packs_and_the_other_unpacks_the_same(counts, more, dtype):
+    """One sender to several receivers, each of which gets its own tokens; then several senders to one receiver."""
+    tokens, features = (one.to(dtype) for one in encoded(sum(counts) + more))
+    rows = max(counts) + more
+    payload = pack(tokens, features, shards(counts), rows)
+    assert payload.shape == (len(counts), 1 + rows, (TAPS + 1) * HIDDEN)
+    assert payload.dtype == dtype and payload._base is None
+    starts = [sum(counts[:i]) for i in range(len(counts))]
+    for shard, part, start in zip(shards(counts), payload.split(1), starts, strict=True):
+        own = slice(start, start + shard.tokens)
+        for found, expected in zip(read(part, (shard,), TAPS, HIDDEN), (tokens[own], features[:, own]), strict=True):
+            assert torch.equal(found, expected)
+    found = read(payload, shards(counts), TAPS, HIDDEN)
+    for one, expected in zip(found, (tokens, features), strict=True):
+        assert torch.equal(one, expected.narrow(-2, 0, sum(counts)))
+
+
+@given(counts=COUNTS)
+def test_gradients_come_back_to_where_they_belong(counts):
+    tokens, features = encoded(sum(counts))
+    payload = pack(tokens, features, shards(counts), max(counts) + 1)
+    weights = [torch.randn_like(one) for one in (tokens, features)]
+    back = read(payload, shards(counts), TAPS, HIDDEN)
+    sum((one * weight).sum() for one, weight in zip(back, weights, strict=True)).backward()
+    for one, weight in zip((tokens, features), weights, strict=True):
+        assert torch.equal(one.grad, weight)
+
+
+@pytest.mark.parametrize(
+    ("expected", "taps", "hidden", "words"),
+    [
+        (EncoderShard(3, 5), TAPS, HIDDEN, r"sent shards of .*\[\(2, 5, 3, 8\)\], expected \[\(3, 5, 3, 8\)\]"),
+        (EncoderShard(2, 6), TAPS, HIDDEN, "read the same batches in the same order"),
+        (EncoderShard(2, 5), 1, 2 * HIDDEN, r"expected \[\(2, 5, 1, 16\)\]"),  # a swap that has the same shape
+        (EncoderShard(2, 5), TAPS, HIDDEN + 1, r"sent \[1, 5, 32\], expected \[1, '3 or more', 36\]"),
+        (EncoderShard(9, 5), TAPS, HIDDEN, r"expected \[1, '10 or more', 32\]"),
+    ],
+)
+def test_another_payload_than_is_expected_is_refused(expected, taps, hidden, words):
+    payload = pack(*encoded(2), (EncoderShard(2, 5),), 4)
+    with pytest.raises(ValueError, match=words):
+        read(payload, (expected,), taps, hidden)
+
+
+def test_headers_are_compared_as_they_arrive_and_all_in_the_end():
+    right, wrong = (
+        unpack(pack(*encoded(2), (EncoderShard(2, 5),), 4), (EncoderShard(2, mark),), TAPS, HIDDEN)[-1]
+        for mark in (5, 6)
+    )
+    headers = Headers()
+    headers.add(right)
+    headers.add(wrong)  # nobody has looked at it yet
+    with pytest.raises(ValueError, match="read the same batches in the same order"):
+        headers.add(right)
+    headers.add(wrong)
+    with pytest.raises(ValueError, match="read the same batches in the same order"):
+        headers.check_all()
+    headers.check_all()
+
+
+@given(grids=GRIDS, encoders=st.integers(1, 4))
+def test_both_sides_work_out_the_same_shards(grids, encoders):
+    batch = batch_of(grids)
+    expected = batch.local(vision_work=WORK, encoders=encoders)
+    sent = [EncoderInputs.of((batch,), WORK, encoders, share) for share in range(encoders)]
+    assert expected.vision is None and expected.vision_exchange is None
+    assert (
+        expected.encoder_shards
+        == batch.encoder_shards_of(assign_vision(batch.vision, WORK, encoders))
+        == tuple(one.shards[0] for one in sent)
+    )
+    assert {one.rows for one in sent} == {max(shard.tokens for shard in expected.encoder_shards)}
+    for one in sent:
+        assert one.shards[0].tokens == sum(one.vision.lengths if one.vision else ()) // 4
+    assert sorted(n for one in sent if one.vision for n in one.vision.lengths) == sorted(
+        batch.vision.lengths if batch.vision else ()
+    )
+
+
+@given(grids=st.lists(GRIDS, min_size=2, max_size=3))
+def test_one_rank_encodes_for_several(grids):
+    batches = [batch_of(some, str(i)) for i, some in enumerate(grids)]
+    one = EncoderInputs.of(batches, WORK, 1, 0)
+    assert one.shards == tuple(batch.local(vision_work=WORK, encoders=1).encoder_shards[0] for batch in batches)
+    pictures = [batch.vision for batch in batches if batch.vision]
+    assert (one.vision is None) == (not pictures)
+    if pictures:
+        assert torch.equal(one.vision.pixel_values, torch.cat([each.pixel_values for each in pictures]))
+        assert one.vision.lengths == tuple(n for each in pictures for n in each.lengths)
+        assert one.vision.cu_seqlens.diff().tolist() == list(one.vision.lengths)
+
+
+def test_other_samples_or_pictures_have_another_mark():
+    batch = batch_of([(1, 4, 4), (1, 2, 4)])
+    others = [
+        replace(batch, sample_ids=("b",)),
+        replace(batch, layout=SequenceLayout.packed_row([8, 8])),
+        batch_of([(1, 2, 4), (1, 4, 4)]),
+    ]
+    marks = {one.encoder_shards_of(assign_vision(one.vision, WORK, 1))[0].mark for one in (batch, *others)}
+    assert len(marks) == 4

@@ -1,7 +1,5 @@
 """A family that is registered from outside the package converts, trains a step and exports, by our code alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -24,39 +22,18 @@ from tests.forked import ROOT
 from tests.model import toy_family
 
 CONFIG = {
-    "model_type": "toy_vl",
-    "architectures": ["ToyVLForConditionalGeneration"],
-    "eos_token_id": 59,
-    "image_token_id": 60,
-    "video_token_id": 61,
-    "vision_start_token_id": 62,
-    "vision_end_token_id": 63,
+    "model_type": "toy_vl", "architectures": ["ToyVLForConditionalGeneration"], "eos_token_id": 59,
+    "image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63,
     "text_config": {
-        "vocab_size": 64,
-        "hidden_size": 40,
-        "intermediate_size": 56,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "rope_theta": 10_000.0,
-        "mrope_section": [2, 1, 1],
+        "vocab_size": 64, "hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "rope_theta": 10_000.0, "mrope_section": [2, 1, 1],
     },
     "vision_config": {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 2,
-        "in_channels": 3,
-        "patch_size": 16,
-        "temporal_patch_size": 2,
-        "spatial_merge_size": 2,
-        "num_position_embeddings": 16,
-        "out_hidden_size": 40,
-        "hidden_act": "gelu_pytorch_tanh",
-        "initializer_range": 0.02,
+        "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "in_channels": 3, "patch_size": 16,
+        "temporal_patch_size": 2, "spatial_merge_size": 2, "num_position_embeddings": 16, "out_hidden_size": 40,
+        "hidden_act": "gelu_pytorch_tanh", "initializer_range": 0.02,
     },
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +44,6 @@ def _registered(monkeypatch):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A model as somebody's own training would leave it."""
     made, numbers = tmp_path_factory.mktemp("toy"), torch.Generator().manual_seed(0)
     dimensions = toy_family.dimensions(CONFIG)
     tensors = {
@@ -110,11 +86,9 @@ def test_it_trains_a_step_and_is_exported(folder, tmp_path):
 
     batch = make_batch(make_samples("mixed", model.config, seed=0), model.config)
     cfg = SimpleNamespace(
-        model=model.config,
-        dataset=None,
-        train=SimpleNamespace(micro_batch_size=len(batch.input_ids)),
+        model=model.config, dataset=None, train=SimpleNamespace(micro_batch_size=len(batch.input_ids)),
         rerun_state_machine=SimpleNamespace(check_for_nan_in_loss=True, check_for_spiky_loss=False),
-    )
+    )  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def losses() -> torch.Tensor:
@@ -150,7 +124,6 @@ def package(tmp_path) -> tuple[Path, list[str]]:
 
 
 def run_in(folder: Path, *words: str | Path) -> None:
-    """A program that finds the folder's modules and this package's, and no test's."""
     paths = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "src")])}
     subprocess.run([sys.executable, *words], check=True, cwd=folder, env=paths)
 

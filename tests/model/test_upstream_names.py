@@ -1,18 +1,20 @@
-"""What callers of Megatron-Bridge's own model read of it and call on it, by name and place."""
-
-from __future__ import annotations
+"""What callers of Megatron-Bridge's own model read of it by name and place; and a step touches the device alone."""
 
 import inspect
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+from qwen3vl_bridge.batch import ModelInputs
 from qwen3vl_bridge.dist_train.modules import Qwen3VLEncoder
 
 import pytest
 import torch
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
+from torch import nn
 
+from tests.parity.batches import make_batch, make_samples
 from tests.parity.conftest import make_pair
+from tests.qwen3_5.tiny import make_checkpoint
 
 from .inputs.support import no_grad
 
@@ -87,3 +89,40 @@ def test_a_value_models_head(folder, request):
     assert torch.equal(values, head(hidden["last"])[0].transpose(0, 1))
     assert "language_model.output_layer.weight" in dict(model.named_parameters())
     assert {name for name, _ in model.named_children()} == {"vision_model", "language_model"}
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """The model without its numbers; parameters keep what Megatron notes on them, and tied ones stay one."""
+    moved: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in moved:
+                moved[id(parameter)] = new = nn.Parameter(parameter.detach().to("meta"))
+                vars(new).update(vars(parameter))
+            if parameter is not None:
+                module._parameters[name] = moved[id(parameter)]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to("meta")
+    return model
+
+
+@pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_5"])
+def meta_pair(request, untied_folder, tmp_path_factory):
+    is_old = request.param == "qwen3_vl"
+    pair = make_pair(untied_folder if is_old else make_checkpoint(tmp_path_factory.mktemp("qwen3_5")))
+    on_meta(pair.megatron)
+    return pair
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("content", ["mixed", "image and video", "text only"])
+def test_nothing_is_made_elsewhere_and_nothing_is_asked(meta_pair, content, packed, monkeypatch):
+    equal = torch.equal  # megatron-core compares offsets, ours are one tensor: CUDA answers that without looking
+    monkeypatch.setattr(torch, "equal", lambda a, b: a is b or equal(a, b))
+    batch = make_batch(make_samples(content, meta_pair.config, seed=3), meta_pair.config, packed=packed)
+    inputs: ModelInputs = batch.local().to("meta")
+    meta_pair.megatron.zero_grad(set_to_none=True)
+    losses = meta_pair.megatron(inputs=inputs)
+    (losses * inputs.loss_mask).sum().backward()
+    assert losses.device.type == "meta" and losses.shape == inputs.labels.shape
+    assert {p.grad.device.type for p in meta_pair.megatron.parameters() if p.grad is not None} == {"meta"}

@@ -5,8 +5,6 @@ files with names of their own. `toy_model.py` is what training needs. `docs/add_
 test follows the page: with them in a folder of their own, where they are `toy_family` and `toy_model`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,16 +26,11 @@ from qwen3vl_bridge.weights.rows import (
 NAME = "toy_vl"
 # Fields of the provider and of `text_config` that say the same.
 SAME = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "intermediate_size",
-    "num_layers": "num_hidden_layers",
-    "num_attention_heads": "num_attention_heads",
-    "num_query_groups": "num_key_value_heads",
-    "kv_channels": "head_dim",
-    "rotary_base": "rope_theta",
+    "vocab_size": "vocab_size", "hidden_size": "hidden_size", "ffn_hidden_size": "intermediate_size",
+    "num_layers": "num_hidden_layers", "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads", "kv_channels": "head_dim", "rotary_base": "rope_theta",
     "mrope_section": "mrope_section",
-}
+}  # fmt: skip
 
 
 def _layer(kind: type[WeightRow], megatron: str, hf: Mapping[str, Shape]) -> WeightRow:
@@ -83,23 +76,17 @@ def check(config: Mapping[str, Any]) -> None:
 
 
 def dimensions(config: Mapping[str, Any]) -> Dimensions:
-    """What the table's symbols stand for."""
     text, vision = config["text_config"], config["vision_config"]
     sizes = text_sizes(
-        vocab=text["vocab_size"],
-        hidden=text["hidden_size"],
-        ffn=text["intermediate_size"],
-        heads=text["num_attention_heads"],
-        kv_heads=text["num_key_value_heads"],
-        head_dim=text["head_dim"],
+        vocab=text["vocab_size"], hidden=text["hidden_size"], ffn=text["intermediate_size"],
+        heads=text["num_attention_heads"], kv_heads=text["num_key_value_heads"], head_dim=text["head_dim"],
         untied=True,
-    )
+    )  # fmt: skip
     indices = indices_of(layers=text["num_hidden_layers"], vision_layers=vision["depth"])
     return Dimensions(sizes | vision_sizes(vision), indices, NAME)
 
 
 def fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides which model a configuration describes."""
     return {
         "model_type": config["model_type"],
         **{f"text_config.{name}": config["text_config"][name] for name in SAME.values()},
@@ -108,24 +95,17 @@ def fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fields_of_run(model: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """What of these fields a run's provider says."""
     del found
     return {f"text_config.{hf}": model[megatron] for megatron, hf in SAME.items() if megatron in model}
 
 
 FAMILY = Family(
-    name=NAME,
-    architectures={"toy_vl": "ToyVLForConditionalGeneration"},
-    table=f"{__name__}.table",
-    dimensions=f"{__name__}.dimensions",
-    check=f"{__name__}.check",
-    fields=f"{__name__}.fields",
-    fields_of_run=f"{__name__}.fields_of_run",
-    provider="tests.model.toy_model.provider_of",
+    name=NAME, architectures={"toy_vl": "ToyVLForConditionalGeneration"}, table=f"{__name__}.table",
+    dimensions=f"{__name__}.dimensions", check=f"{__name__}.check", fields=f"{__name__}.fields",
+    fields_of_run=f"{__name__}.fields_of_run", provider="tests.model.toy_model.provider_of",
     bridge="tests.model.toy_model",
-)
+)  # fmt: skip
 
 
 def register() -> None:
-    """Make the family known, which a package of its own does when it is imported."""
     register_family(FAMILY)

@@ -1,7 +1,5 @@
 """Toy-VL on Megatron: the provider, the model and the bridge. Loaded when one of them is first asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -26,8 +24,6 @@ _TOKENS = ("eos_token_id", "image_token_id", "video_token_id", "vision_start_tok
 
 @dataclass
 class ToyProvider(VisionLanguageProvider):
-    """Everything that defines a Toy-VL and how it is trained."""
-
     family: ClassVar[str] = NAME
     model_class: ClassVar[str] = "tests.model.toy_model.ToyModel"
     language_model_class: ClassVar[str] = "qwen3vl_bridge.models.model.MRopeGPTModel"
@@ -64,10 +60,7 @@ def provider_of(hf_config: Mapping[str, Any], **settings: Any) -> ToyProvider:
     source="ToyVLForConditionalGeneration", target=ToyModel, provider=ToyProvider, model_type="toy_vl"
 )
 class ToyBridge(FamilyBridge):
-    """Toy-VL for AutoBridge; the mappings are the table's."""
-
     family = NAME
 
     def provider_bridge(self, hf_pretrained: Any) -> ToyProvider:
-        """The provider of a Hugging Face model."""
         return provider_of(hf_pretrained.config.to_dict())

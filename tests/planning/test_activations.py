@@ -1,7 +1,5 @@
 """What autograd keeps of a forward pass, against the formulas; and how they grow."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from functools import partial
@@ -26,7 +24,7 @@ from megatron.bridge import AutoBridge
 from tests.parity.batches import Sample, make_batch, make_samples
 from tests.parity.conftest import build as build_model
 
-from .measure import saved_bytes, work_of
+from .test_memory_on_ranks import saved_bytes, work_of
 
 # Measured at most 2e-4, and 5e-4 with linear attention in torch: scalars of the balancing loss and of recomputation,
 # padding of the convolution, which do not grow with the rows.
@@ -53,7 +51,6 @@ EXPERTS = dict(num_experts=10, num_experts_per_tok=3, moe_intermediate_size=112)
 
 
 def widened(config, text: dict, vision: dict, **rope):
-    """Some times as wide as the tests' usual models, no two of the widths alike."""
     config.text_config.update(
         dict(hidden_size=192, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=3, head_dim=40)
         | dict(vocab_size=1536)
@@ -76,7 +73,6 @@ def wide(moe: bool):
 
 
 def wide_qwen3_5(moe: bool):
-    """With both kinds of attention; heads turn as a whole, as the formulas have it."""
     text = (
         dict(layer_types=["linear_attention", "full_attention", "linear_attention"], mtp_num_hidden_layers=1)
         | dict(linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=24, linear_value_head_dim=28)
@@ -86,15 +82,12 @@ def wide_qwen3_5(moe: bool):
 
 
 FAMILIES = {
-    "dense": partial(wide, moe=False),
-    "MoE": partial(wide, moe=True),
-    "Qwen3.5": partial(wide_qwen3_5, moe=False),
+    "dense": partial(wide, moe=False), "MoE": partial(wide, moe=True), "Qwen3.5": partial(wide_qwen3_5, moe=False),
     "Qwen3.5 MoE": partial(wide_qwen3_5, moe=True),
-}
+}  # fmt: skip
 
 
 def build(config, training: TrainingSettings):
-    """A model of that configuration, trained so."""
     provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
     if training.precision == BF16:
         provider.bf16, provider.params_dtype = True, torch.bfloat16
@@ -146,7 +139,6 @@ def padded(samples: list[Sample], config, *, packed: bool) -> PackedBatch:
 
 
 def total(size: str, split: ModelSplit, training: TrainingSettings) -> float:
-    """Kept by the stage that holds most."""
     found = estimate(presets.config_dict(size), split, training)
     assert all(value >= 0 for stage in found.stages for value in stage.activations.values())
     return max(sum(stage.activations.values()) for stage in found.stages)

@@ -1,7 +1,5 @@
 """What others have published: formulas as a special case, an estimator, and memory that people have seen."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 from qwen3vl_bridge.models.qwen3_vl import presets
@@ -85,7 +83,6 @@ def test_megatron_bridges_estimator(tp, world, untied_folder):
 
 
 def text_alone(**sizes: int) -> dict:
-    """A model of other sizes that is trained on text alone; its tower is frozen."""
     config = presets.config_dict("8B")
     config["text_config"].update(sizes)
     return config

@@ -1,7 +1,5 @@
 """Counts and states in one process: released sizes, real optimizers, adapters."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import partial
@@ -37,7 +35,7 @@ from tests.parity.topologies import Topology
 from tests.qwen3_5.test_table import MTP_PARAMETERS, PARAMETERS
 from tests.steps import set_up, train_step
 
-from .measure import allocated, gradient_bytes, optimizer_bytes
+from .test_memory_on_ranks import allocated, gradient_bytes, optimizer_bytes
 
 SIZES = {size: (presets.config_dict(size), presets.parameter_count(size), 0) for size in presets.PRESETS}
 SIZES |= {
@@ -110,8 +108,6 @@ def test_torchs_adam_holds_roots_of_second_moments(kind, request, monkeypatch):
 
 
 def recorded(step, peaks: list[int]):
-    """A step of an optimizer that has its moments, and notes what it allocates at most."""
-
     def call(*args, **kwargs):
         step(*args, **kwargs)
         with allocated() as most:

@@ -1,7 +1,5 @@
 """Tiny checkpoints of each kind."""
 
-from __future__ import annotations
-
 from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest
@@ -26,13 +24,11 @@ def qwen3_5_folders(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def released(qwen3_5_folders, tmp_path_factory):
-    """The dense model in the dtypes of released Qwen3.5 files."""
     return in_released_dtypes(qwen3_5_folders["dense"], tmp_path_factory.mktemp("released") / "hf")
 
 
 @pytest.fixture(scope="session")
 def released_3_6(qwen3_5_folders, tmp_path_factory):
-    """The dense model in those of released Qwen3.6 files: bfloat16 alone."""
     return in_released_dtypes(qwen3_5_folders["dense"], tmp_path_factory.mktemp("released_3_6") / "hf", ())
 
 

@@ -1,9 +1,4 @@
-"""Conversion to both formats and back, in both precisions: the same bytes, but for the one norm that is shifted.
-
-A converted checkpoint loads into the model, every weight of it, in either format; by megatron-core too.
-"""
-
-from __future__ import annotations
+"""Conversion to both formats and back, in both precisions: the same bytes, but for the one norm that is shifted."""
 
 import json
 
@@ -55,7 +50,6 @@ def test_there_and_back(qwen3_5_folders, kind, ckpt_format, tmp_path):
 
 @pytest.mark.parametrize(("kind", "ep"), [("dense", 1), ("moe", 2), ("3.6", 3)])
 def test_for_ranks_and_from_format_to_format(qwen3_5_folders, kind, ep, tmp_path):
-    """Cut where ranks are; unequal sections of a projection too."""
     topology = Topology(tp=2, ep=ep, etp=1, chunk_bytes=2_000)
     import_checkpoint(qwen3_5_folders[kind], tmp_path / "fsdp", topology=topology, verify=True)
     reformat_checkpoint(tmp_path / "fsdp", tmp_path / "dist", ckpt_format="torch_dist", topology=topology, verify=True)
@@ -115,17 +109,6 @@ def test_bfloat16_alone_stays_so(released_3_6, ckpt_format, torch_dtype, tmp_pat
     for source in ("megatron", "other"):
         export_checkpoint(tmp_path / source, tmp_path / f"{source}_hf", torch_dtype=torch_dtype, verify=True)
         check_same(weights(tmp_path / f"{source}_hf"), tensors)
-
-
-@pytest.mark.parametrize("ckpt_format", FORMATS)
-def test_sections_of_a_projection(qwen3_5_folders, ckpt_format, tmp_path):
-    """A checkpoint keeps them apart, as megatron-core does."""
-    import_checkpoint(qwen3_5_folders["dense"], tmp_path / "megatron", ckpt_format=ckpt_format)
-    names = read_metadata(tmp_path / "megatron" / "iter_0000000").tensors
-    found = {name.rpartition(".")[2] for name in names if ".in_proj.weight." in name}
-    assert found == {"query", "key", "value", "z", "beta", "alpha"}
-    assert {name.rpartition(".")[2] for name in names if ".conv1d.weight." in name} == {"query", "key", "value"}
-    assert not any(name.endswith((".in_proj.weight", ".conv1d.weight")) for name in names)
 
 
 def parameters(model: list[torch.nn.Module]) -> dict[str, torch.Tensor]:

@@ -1,25 +1,34 @@
-"""The cost formula on Qwen3.5 against torch's own count of what transformers' model does.
-
-torch counts matrix products and convolutions. The delta rule by chunks is made of products, but for the inversion of
-each chunk's triangular system, which transformers does row by row; so rows are of whole chunks here.
-"""
-
-from __future__ import annotations
+"""The planner on Qwen3.5, and the cost formula against torch's own count of what transformers' model does."""
 
 import copy
+import json
+from collections import Counter
 from dataclasses import replace
 
+import qwen3vl_bridge.models.qwen3_5.bridge  # noqa: F401  which is not registered by itself
+from qwen3vl_bridge import Qwen3VLLoRA
+from qwen3vl_bridge.cli.plan import main
 from qwen3vl_bridge.models.flops import CHUNK, Trained, tower_costs
-from qwen3vl_bridge.models.qwen3_5.presets import hf_config
+from qwen3vl_bridge.models.qwen3_5.presets import PRESETS, config_dict, hf_config, hub_ids
+from qwen3vl_bridge.planning.estimate import estimate
+from qwen3vl_bridge.planning.model_states import ParameterCount, chunk_count, mtp_count, stage_states
+from qwen3vl_bridge.planning.split import ModelSplit
+from qwen3vl_bridge.planning.training_settings import FP32, LINEAR_LAYERS, LoraSettings, Sharding, TrainingSettings
 from qwen3vl_bridge.registry import dimensions_of
+from qwen3vl_bridge.training.process_groups import initialize, shutdown
+from qwen3vl_bridge.weights.rows import part_of
 
 import pytest
 import torch
+from megatron.bridge import AutoBridge
+from qwen3vl_recipes.cli import train
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
 from tests.model.test_cost import inputs_of
+from tests.parity.conftest import make_pair
 
+from .test_table import MTP_PARAMETERS
 from .tiny import MTPReference
 
 SIZES = {"dense": ("2B", {}), "moe": ("35B-A3B", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48,
@@ -27,7 +36,6 @@ SIZES = {"dense": ("2B", {}), "moe": ("35B-A3B", dict(num_experts=4, num_experts
 
 
 def build(kind: str):
-    """A tiny model, no two of its sizes alike, whose products torch counts as they are."""
     size, experts = SIZES[kind]
     config = copy.deepcopy(hf_config(size))
     text, vision = config.text_config, config.vision_config
@@ -60,7 +68,6 @@ def operations(model, tokens: int, grid=None, *, backward: bool = False) -> int:
 
 
 def padding_of_convolutions(model) -> int:
-    """Torch convolves the padding behind the row too: as many tokens as there are taps but one."""
     n = dimensions_of(model.config.to_dict())
     return 2 * len(n.indices["linear_layers"]) * (n["l_conv"] - 1) * n["l_conv"] * n["l_qkv"]
 
@@ -121,7 +128,6 @@ def test_multi_token_prediction_costs_what_its_parts_do(kind, case):
 
 
 def test_it_gets_no_adapters():
-    """Whatever an adapter's pattern says."""
     config = hf_config("9B").to_dict()
     everywhere, in_decoder = (
         Trained(False, False, False, mtp=True, rank=lambda name, inside=inside: 8 * (inside in name))
@@ -130,22 +136,115 @@ def test_it_gets_no_adapters():
     assert tower_costs(config, everywhere) == tower_costs(config, in_decoder)
 
 
-def test_linear_attention_has_no_pairs():
-    config = hf_config("9B").to_dict()
-    one, four = (tower_costs(config | {"text_config": config["text_config"] | {"layer_types": types}}) for types in (
-        ["linear_attention"] * 31 + ["full_attention"], ["linear_attention", "linear_attention", "linear_attention",
-                                                        "full_attention"] * 8))  # fmt: skip
-    assert four.token_pair == 8 * one.token_pair
+def test_a_released_size_as_it_is_built():
+    provider = AutoBridge.from_hf_config(hf_config("0.8B")).to_megatron_provider(load_weights=False)
+    provider.bf16, provider.params_dtype, provider.perform_initialization = True, torch.bfloat16, False
+    provider.finalize()
+    initialize(provider, seed=0)
+    with torch.device("meta"):
+        model = provider.provide(pre_process=True, post_process=True)
+    found: Counter[str] = Counter()
+    for name, p in model.named_parameters():
+        found[part_of(name).value] += p.numel()
+    dims = dimensions_of(config_dict("0.8B")).with_vocab(provider.padded_vocab_size or provider.vocab_size)
+    assert chunk_count(dims, ModelSplit(1), ModelSplit(1).chunks(24)[0][0]) == ParameterCount(**found)
 
 
-@pytest.mark.parametrize("size", ["0.8B", "27B", "35B-A3B"])
-def test_the_rule_is_a_small_part(size):
-    """Megatron-Bridge counts four products with the state and nothing within chunks: 3 % apart at the most."""
-    config = hf_config(size).to_dict()
-    n, costs = dimensions_of(config), tower_costs(config)
-    heads, key, value = n["l_value_heads"], n["l_key_dim"], n["l_value_dim"]
-    ours = 2 * heads * (3 * key * value + CHUNK * (3 * key + 2 * value))
-    theirs = 2 * heads * 4 * value**2
-    layers = len(n.indices["linear_layers"])
-    print(f"{size}: {ours * layers / costs.token:.3f} of a token, {(ours - theirs) * layers / costs.token:.3f} more")
-    assert 0 < (ours - theirs) * layers / costs.token < 0.03
+@pytest.mark.parametrize("size", PRESETS)
+def test_released_sizes_are_planned_without_a_network(size, capsys):
+    gpus = {"122B-A10B": 64, "397B-A17B": 256}.get(size, 16)
+    words = [
+        "--model", hub_ids(size)[0], "--gpus", str(gpus), "--seq-length", "8192", "--max-patches", "8192", "--json",
+    ]  # fmt: skip
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found and all(one["fits"] for one in found)
+
+
+STAGED = ModelSplit(16, pp=4, tp=2, sequence_parallel=True)
+
+
+def test_multi_token_prediction_is_trained_on_the_last_stage():
+    """Whose gradients and optimizer it adds to; on the way, stages keep next tokens beside hidden states."""
+    config, rows = config_dict("9B"), TrainingSettings(seq_length=8192, max_patches=0, sharding=Sharding.NONE)
+    dims, kept = dimensions_of(config), estimate(config, STAGED, rows)
+    trained = estimate(config, STAGED, replace(rows, trains_mtp=True))
+    *others, last = zip(kept.stages, trained.stages, strict=True)
+    (chunk,) = STAGED.chunks(32)[-1]
+    numbers = mtp_count(dims, STAGED, chunk).total
+    assert abs(numbers * 2 / MTP_PARAMETERS["9B"] - 1) < 1e-3  # norms are whole on both tensor-parallel ranks
+    for without, with_it in others:
+        assert without.states == with_it.states
+    without, with_it = last
+    assert with_it.states.parameters == without.states.parameters
+    assert with_it.states.gradients - without.states.gradients == 4 * numbers
+    assert with_it.states.optimizer - without.states.optimizer == 12 * numbers
+    one = 8192 * 4096 * 2 / 2  # hidden states of a microbatch on a sequence-parallel rank
+    between = [stage.activations.get("multi-token prediction", 0) / one for stage in trained.stages]
+    assert between[:3] == [0, 3, 2]  # as many microbatches are in flight
+    assert "multi-token prediction" not in kept.peak.activations
+
+
+def test_what_cannot_be_trained_so(capsys):
+    run = ["--gpus", "8", "--tp", "2", "--mtp"]
+    assert main(["--model", "8B", *run]) == 2
+    assert "this model has no multi-token prediction to train" in capsys.readouterr().err
+    assert main(["--model", "Qwen/Qwen3.5-9B", *run, "--recompute", "full", "--recompute-num-layers", "2"]) == 2
+    assert "recompute_num_layers 2, expected 'uniform' and 1" in capsys.readouterr().err
+
+
+def test_the_command_and_a_recipes_dry_run(capsys):
+    words = ["--model", "Qwen/Qwen3.5-9B", "--gpus", "8", "--tp", "4", "--seq-length", "4096", "--json"]
+    shutdown()
+    recipe = ["--recipe", "qwen35_vl_9b_sft_config", "--dry-run", "--json"]
+
+    def found(program, *words) -> dict:
+        program([*words])
+        return json.loads(capsys.readouterr().out)
+
+    for without, trained in (
+        (found(main, *words), found(main, *words, "--mtp")),
+        (found(train, *recipe)["plan"], found(train, *recipe, "model.mtp_loss_scaling_factor=0.1")["plan"]),
+    ):
+        assert trained["training"] == without["training"] | {"trains_mtp": True}
+        (one,), (other,) = without["stages"], trained["stages"]
+        assert other["activations"].keys() - one["activations"].keys() == {"multi-token prediction"}
+        numbers = MTP_PARAMETERS["9B"] / trained["split"]["tp"]
+        assert other["gradients"] - one["gradients"] == pytest.approx(4 * numbers, rel=1e-3)
+        assert other["parameters"] == one["parameters"] and trained["fits"]
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_adapters_as_they_are_put_in(kind, qwen3_5_folders):
+    """On all linear layers but experts': parameters that are trained, to the last one."""
+    folder = qwen3_5_folders[kind]
+    pair = make_pair(folder)
+    Qwen3VLLoRA(dim=8, target_modules=list(LINEAR_LAYERS))([pair.megatron])
+    real = sum(p.numel() for p in pair.megatron.parameters() if p.requires_grad)
+    dims = dimensions_of(json.loads((folder / "config.json").read_text()))
+    training = TrainingSettings(precision=FP32, lora=LoraSettings(8), sharding=Sharding.NONE)
+    states = stage_states(dims, ModelSplit(1), ModelSplit(1).chunks(4)[0], training)
+    assert (states.gradients, states.optimizer) == (4 * real, 8 * real)
+    assert states.parameters == 4 * sum(p.numel() for p in pair.megatron.parameters())
+
+
+def test_vision_on_ranks_of_its_own_is_refused(capsys):
+    for words in ([], ["--tp", "2"]):
+        assert main(["--model", "Qwen/Qwen3.5-9B", "--gpus", "16", "--vision-gpus", "4", *words]) == 2
+        assert "the family qwen3_5 does not support separate vision ranks" in capsys.readouterr().err
+
+
+def test_heads_are_shared_out_over_tensor_and_context_parallel_ranks():
+    config, rows = config_dict("9B"), TrainingSettings(seq_length=32768, max_patches=0, loss_chunk_tokens=0)
+    kept = {
+        name: sum(estimate(config, split, rows).peak.activations.values())
+        for name, split in {
+            "whole": ModelSplit(16),
+            "TP": ModelSplit(16, tp=4, sequence_parallel=True),
+            "CP": ModelSplit(16, cp=4),
+            "both": ModelSplit(16, tp=4, cp=4, sequence_parallel=True),
+        }.items()
+    }
+    assert kept["CP"] == pytest.approx(kept["whole"] / 4, rel=1e-3)
+    assert kept["TP"] == pytest.approx(kept["whole"] / 4, rel=0.02)  # angles and indices are whole on each
+    assert kept["both"] == pytest.approx(kept["TP"] / 4, rel=1e-3)

@@ -1,9 +1,4 @@
-"""The weight table against transformers: the same tensors in the same shapes; and the released sizes' parameters.
-
-Conversion of the largest one is planned from headers alone, in few pieces and a few seconds.
-"""
-
-from __future__ import annotations
+"""The weight table against transformers, the released sizes' parameters, and configurations that are refused."""
 
 import itertools
 import json
@@ -11,44 +6,36 @@ import math
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from qwen3vl_bridge.checkpoint import Topology, import_checkpoint
+from qwen3vl_bridge.checkpoint import CheckpointError, Topology, import_checkpoint
 from qwen3vl_bridge.checkpoint.conversion_plan import make_plan, tensors_of
 from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, HuggingFace, TorchDist
 from qwen3vl_bridge.checkpoint.formats.tensors import TensorSpec
 from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
 from qwen3vl_bridge.models.qwen3_5.presets import PRESETS, config_dict, hf_config
 from qwen3vl_bridge.models.qwen3_5.table import table
-from qwen3vl_bridge.registry import dimensions_of
-from qwen3vl_bridge.weights.rows import ExpertLayout, expand, parameter_count
+from qwen3vl_bridge.registry import dimensions_of, family_of, preset, preset_sizes
+from qwen3vl_bridge.weights.rows import expand, parameter_count
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file
-from transformers import Qwen3_5ForConditionalGeneration, Qwen3_5MoeForConditionalGeneration
+from transformers import PretrainedConfig, Qwen3_5ForConditionalGeneration, Qwen3_5MoeForConditionalGeneration
 
 from tests.checkpoint.support import entry, file_of
 
-MTP_PARAMETERS = {  # of released files' multi-token prediction, which transformers' models lack
-    "0.8B": 20_452_864,
-    "2B": 60_828_160,
-    "4B": 120_599_552,
-    "9B": 243_290_624,
-    "27B": 424_699_392,
-    "35B-A3B": 844_640_768,
-    "122B-A10B": 2_523_679_232,
-    "397B-A17B": 6_595_568_128,
-}
-PARAMETERS = {  # of transformers' models on the meta device
-    "0.8B": 852_985_920,
-    "2B": 2_213_241_664,
-    "4B": 4_539_265_536,
-    "9B": 9_409_813_744,
-    "27B": 27_356_728_560,
-    "35B-A3B": 35_107_181_936,
-    "122B-A10B": 122_562_817_776,
-    "397B-A17B": 396_802_360_816,
-}
+# Of released files' multi-token prediction, which transformers' models lack, and of these models on the meta device.
+MTP_PARAMETERS = {
+    "0.8B": 20_452_864, "2B": 60_828_160, "4B": 120_599_552, "9B": 243_290_624, "27B": 424_699_392,
+    "35B-A3B": 844_640_768, "122B-A10B": 2_523_679_232, "397B-A17B": 6_595_568_128,
+}  # fmt: skip
+PARAMETERS = {
+    "0.8B": 852_985_920, "2B": 2_213_241_664, "4B": 4_539_265_536, "9B": 9_409_813_744, "27B": 27_356_728_560,
+    "35B-A3B": 35_107_181_936, "122B-A10B": 122_562_817_776, "397B-A17B": 396_802_360_816,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("size", PRESETS)
@@ -88,13 +75,6 @@ def test_layers_without_a_list():
     assert dimensions_of(config) == listed
     config["text_config"]["full_attention_interval"] = 3
     assert dimensions_of(config).indices["full_layers"] == tuple(range(2, 24, 3))
-
-
-@pytest.mark.parametrize("experts", ExpertLayout)
-def test_a_row_for_every_tensor_once(experts):
-    dimensions = dimensions_of(config_dict("35B-A3B"))
-    rows = list(expand(table(experts), dimensions))
-    assert len({row.megatron for row in rows}) == len(rows)
 
 
 SIZE = "397B-A17B"
@@ -152,3 +132,153 @@ def test_its_import_is_planned_from_files(released, ckpt_format, tmp_path):
     print(f"{ckpt_format}: {seconds:.1f} s")
     assert report.parameters == PARAMETERS[SIZE] + MTP_PARAMETERS[SIZE]
     assert seconds < SECONDS and not list(tmp_path.iterdir())
+
+
+def test_a_size_of_several_families_is_the_first_ones():
+    assert {"8B", "9B"} <= set(preset_sizes())
+    found = {name: preset(name)["model_type"] for name in ("4B", "Qwen/Qwen3.5-4B", "9B", "397B-A17B")}
+    assert found == {"4B": "qwen3_vl", "Qwen/Qwen3.5-4B": "qwen3_5", "9B": "qwen3_5", "397B-A17B": "qwen3_5_moe"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"deterministic_mode": True}, "deterministic_mode is True, expected False"),
+        ({"tensor_model_parallel_size": 2}, "sequence_parallel is False with .*_size 2, expected True"),
+        ({"tensor_model_parallel_size": 0}, "tensor_model_parallel_size is 0, expected 1 or more"),
+        ({"context_parallel_size": 3}, "linear_num_key_heads=16 must be a multiple"),  # megatron-core says it
+        ({"mtp_num_layers": 2}, "mtp_num_layers is 2, expected None or 1: "),
+        ({"mtp_loss_scaling_factor": 0.1, "pipeline_model_parallel_size": 2}, "variable_seq_lengths is False"),
+        (
+            {"mtp_loss_scaling_factor": 0.1, "recompute_granularity": "full", "recompute_method": "block"},
+            "recompute_method is 'block'",
+        ),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["gdn_norm_out"], "transformer_impl": "local"},
+            r"is 'local' with recompute_modules \['gdn_norm_out'\], expected .*: recomputing 'gdn_norm_out' needs",
+        ),
+        ({"rotary_percent": 0.5}, r"mrope_section is \[11, 11, 10\] with the sum 32, expected half of the 128"),
+    ],
+)
+def test_settings_that_are_refused(settings, message):
+    from qwen3vl_bridge.models.qwen3_5.bridge import provider_from_hf_config
+
+    provider = provider_from_hf_config(config_dict("2B"))
+    for name, value in settings.items():
+        setattr(provider, name, value)
+    with pytest.raises((ValueError, AssertionError), match=message):
+        provider.finalize()
+
+
+def test_ranks_that_share_a_query_group_have_megatron_cores_groups():
+    from qwen3vl_bridge.models.qwen3_5.bridge import provider_from_hf_config
+    from qwen3vl_bridge.models.qwen3_5.model import check_gates
+
+    provider = provider_from_hf_config(config_dict("2B"))
+    two, four = (SimpleNamespace(tp=SimpleNamespace(size=lambda size=size: size)) for size in (2, 4))
+    check_gates(provider, two)
+    with pytest.raises(ValueError, match="tensor_model_parallel_size is 4 with 2 query groups and process groups of"):
+        check_gates(provider, four)
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value", "message"),
+    [
+        ("text_config", "attn_output_gate", False, "attn_output_gate is False, expected True"),
+        ("text_config", "mtp_use_dedicated_embeddings", True, "mtp_use_dedicated_embeddings is True, expected False"),
+        ("text_config", "mtp_num_hidden_layers", 2, "mtp_num_hidden_layers is 2, expected 0 or 1"),
+        ("text_config", "mlp_only_layers", [1], r"mlp_only_layers is \[1\], expected \[\]"),
+        ("text_config", "layer_types", [["full_attention"]], "expected a list of names"),
+        ("text_config", "layer_types", ["full_attention"], "expected 24 times 'linear_attention' or 'full_attention'"),
+        ("text_config", "linear_num_value_heads", 17, "expected a multiple of linear_num_key_heads"),
+        ("text_config", "attention_bias", True, "attention_bias is True, expected False"),
+        ("vision_config", "deepstack_visual_indexes", [3], r"deepstack_visual_indexes is \[3\], expected \[\]"),
+        ("vision_config", "out_hidden_size", 1024, "out_hidden_size is 1024, expected hidden_size 2048"),
+    ],
+)
+def test_configurations_that_are_refused(section, field, value, message):
+    config = config_dict("2B")
+    config[section][field] = value
+    with pytest.raises(ValueError, match=message):
+        family_of(config).check_settings(config)
+
+
+@pytest.mark.parametrize(("size", "kind"), [("2B", "qwen3_5"), ("35B-A3B", "qwen3_5_moe")])
+def test_a_text_model_alone_is_told_what_to_do(size, kind, tmp_path):
+    name = "Qwen3_5ForCausalLM" if kind == "qwen3_5" else "Qwen3_5MoeForCausalLM"
+    config = config_dict(size)["text_config"] | {"architectures": [name]}
+    assert config["model_type"] == f"{kind}_text"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        CheckpointError, match=rf"{name}.*\(model_type {kind}_text\), expected .*complete model \(model_type {kind}\)"
+    ):
+        import_checkpoint(tmp_path, tmp_path / "megatron")
+    assert not (tmp_path / "megatron").exists()
+
+
+# What released files of Qwen3.5 and Qwen3.6 have beside what transformers writes, and spell in another way.
+RELEASED_FIELDS = {
+    "attn_output_gate": True, "full_attention_interval": 4, "mamba_ssm_dtype": "float32", "mlp_only_layers": [],
+    "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", ["27B", "35B-A3B"])
+def test_files_as_released_load(size):
+    """Qwen3.6's name the same classes; where DeepStack's taps are listed, there are none."""
+    from megatron.bridge import AutoBridge
+    from transformers import AutoConfig
+
+    expected, config = hf_config(size), config_dict(size)
+    config["text_config"] = {k: v for k, v in config["text_config"].items() if k != "layer_types"} | RELEASED_FIELDS
+    config["vision_config"] |= {"deepstack_visual_indexes": []}
+    family_of(config).check_settings(config)
+    providers = [
+        AutoBridge.from_hf_config(one).to_megatron_provider(load_weights=False)
+        for one in (expected, AutoConfig.for_model(**config))
+    ]
+    first, second = (provider.dimensions() for provider in providers)
+    assert first == second and first["mtp"] == 1 and len(first.indices["full_layers"]) * 4 == providers[0].num_layers
+
+
+# What no weight and no step depends on: names, caches, outputs that forward has not; and what another field decides:
+# the whole model's `tie_word_embeddings`, `rope_parameters`.
+INERT = {"model_type", "use_cache", "output_router_logits", "tie_word_embeddings", "partial_rotary_factor"}
+
+
+def others(value: Any) -> list[Any]:
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int | float):
+        return [2 * value + 2]
+    if isinstance(value, list):
+        return [value[::-1]]
+    return ["relu"] if isinstance(value, str) else []
+
+
+@pytest.mark.parametrize("size", ["2B", "35B-A3B"])
+def test_every_field_of_the_text_model_is_honoured_or_refused(size):
+    """Each field of transformers' class beside those of all models, changed: another provider, or none."""
+    whole = hf_config(size).to_dict()
+    own, text = family_of(whole), whole["text_config"]
+
+    def provider_of(**changes: Any) -> dict[str, Any]:
+        provider = own.provider_of(whole | {"text_config": text | changes})
+        return {name: value for name, value in vars(provider).items() if name != "vision_config"}
+
+    as_it_is, ignored = provider_of(), set()
+    names = text.keys() - (PretrainedConfig().to_dict().keys() - {"model_type"})
+    assert {"rms_norm_eps", "attention_dropout", "linear_conv_kernel_dim", "layer_types", "hidden_act"} <= names
+    for name, value in [(one, other) for one in names for other in others(text[one])]:
+        try:
+            if provider_of(**{name: value}) == as_it_is:
+                ignored.add(name)
+        except (ValueError, StrictDataclassError):
+            continue
+    assert ignored <= INERT
+
+
+def test_a_null_is_a_default():
+    config = config_dict("2B")
+    config["text_config"] |= {"rope_parameters": None, "rope_theta": None, "partial_rotary_factor": None}
+    assert family_of(config).fields_of(config)["text_config.rope_parameters.rope_theta"] == 10_000

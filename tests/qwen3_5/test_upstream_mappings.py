@@ -1,13 +1,8 @@
-"""A loaded model has the names and values that Megatron-Bridge's own bridge of the family gives, tensor by tensor.
-
-Its own model, here without Transformer Engine, loads what we convert, strictly, and what it saves is loaded and
-exported by us. A checkpoint's `run_config.yaml` that names its provider gives ours.
-"""
-
-from __future__ import annotations
+"""A loaded model has the names and values that Megatron-Bridge's own bridge of the family gives, tensor by tensor."""
 
 import copy
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,7 +40,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig
 
-from tests.model.checkpoints.stock_models import SAVED_WITH_EXPERTS, SAVED_WITH_TE, _local_layers, as_saved
+from tests.model.checkpoints.test_stock_checkpoints import SAVED_WITH_EXPERTS, SAVED_WITH_TE, _local_layers, as_saved
+from tests.training.checkpointing.journeys import Journey, on_ranks
 
 from .test_conversion import check_same, weights
 from .tiny import one_rank
@@ -75,7 +71,6 @@ def module_of(model: nn.Module, name: str) -> nn.Module:
 
 
 def stock_values(folder: Path, model: nn.Module, names: list[str]) -> dict[str, torch.Tensor]:
-    """What its mappings make of a folder's tensors, by the names of the local layer spec."""
     stored, registry = load_file(folder / "model.safetensors"), stock_bridge(folder).mapping_registry()
     values = {}
     for name in names:
@@ -91,7 +86,6 @@ def stock_values(folder: Path, model: nn.Module, names: list[str]) -> dict[str, 
 
 
 def stock_provider(folder: Path, **fields: Any) -> Any:
-    """Its provider of a folder, by its own bridge, with these of its fields set."""
     provider = stock_bridge(folder).provider_bridge(PreTrainedCausalLM.from_pretrained(folder))
     for name, value in fields.items():
         assert hasattr(provider, name), name
@@ -100,7 +94,6 @@ def stock_provider(folder: Path, **fields: Any) -> Any:
 
 
 def build_stock(folder: Path) -> nn.Module:
-    """Its model, without values; its configuration in the end is as where Transformer Engine is."""
     provider = stock_provider(folder)
     given = {name: getattr(provider, name) for name in ("transformer_layer_spec", "layernorm_zero_centered_gamma")}
     kernels = SAVED_WITH_TE | (SAVED_WITH_EXPERTS if provider.num_moe_experts else {})
@@ -153,7 +146,6 @@ OTHERWISE = {"attention_softmax_in_fp32", "bos_token_id", "eos_token_id", "hf_mo
 
 
 def names_of(folder: Path) -> list[str]:
-    """Megatron's names of a folder's model, in Transformer Engine's spelling."""
     config = ModelConfig(folder)
     shapes = {name: tuple(one.shape) for name, one in load_file(folder / "model.safetensors").items()}
     return [row.megatron for row in expand(config.rows(config.expert_layout(shapes)), config.dimensions)]
@@ -171,7 +163,6 @@ def test_every_parameter_is_megatron_bridges(qwen3_5_folders, kind):
 
 @pytest.fixture(scope="module", params=KINDS)
 def stock(request, qwen3_5_folders) -> tuple[Path, nn.Module, dict[str, torch.Tensor]]:
-    """A folder, Megatron-Bridge's own model of it, and the values that its mappings give."""
     folder = qwen3_5_folders[request.param]
     model = build_stock(folder)
     values = stock_values(folder, model, names_of(folder))
@@ -195,7 +186,6 @@ def test_it_loads_what_we_import(stock, tmp_path):
 
 @pytest.fixture(scope="module")
 def saved(stock, tmp_path_factory) -> Path:
-    """What Megatron-Bridge's own saver makes of its own model."""
     _, model, values = stock
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -238,7 +228,6 @@ def test_load_megatron_model_gives_ours(stock, saved):
 
 
 def test_ours_saved_with_transformer_engine_loads_without(stock, tmp_path):
-    """A run on GPUs, exported on a machine that has none."""
     folder, _, values = stock
     (model,) = load_model(folder)
     for name, value in (SAVED_WITH_TE | (SAVED_WITH_EXPERTS if model.config.num_moe_experts else {})).items():
@@ -289,10 +278,67 @@ def test_another_model_is_refused(qwen3_5_folders):
 
 
 def test_ours_count_as_megatron_bridges_providers():
-    """In name alone: none of its fields or defaults come along."""
     for ours, theirs in (
         (Qwen35VLModelProvider, qwen35_vl_provider.Qwen35VLModelProvider),
         (Qwen35VLMoEModelProvider, qwen35_vl_provider.Qwen35VLMoEModelProvider),
     ):
         assert issubclass(ours, theirs) and theirs not in ours.__mro__
     assert not issubclass(Qwen35VLModelProvider, qwen35_vl_provider.Qwen35VLMoEModelProvider)
+
+
+# Kind of model, split, what a token's MTP loss weighs (0: it is kept), and how the run is sharded and saved.
+RUNS = {
+    2: (
+        ("dense", "TP2+SP", 0.1, dict(distributed=True)),
+        ("moe", "TP2+SP+EP2", 0.1, {}),
+        ("3.6", "PP2", 0.1, {}),
+        ("dense", "DP2", 0.1, dict(fsdp=True)),
+        ("moe", "DP2", 0.1, dict(fsdp=True)),
+        ("moe", "PP2", 0.0, {}),
+        ("dense", "DP2", 0.0, dict(distributed=True)),
+        ("dense", "TP2+SP", 0.1, dict(bf16=True, distributed=True)),
+        ("moe", "DP2", 0.1, dict(bf16=True)),
+        ("dense", "PP2+VPP2", 0.0, dict(bf16=True, distributed=True)),
+        ("moe", "DP2", 0.0, dict(fsdp=True)),
+    ),
+    4: (("dense", "TP4+SP", 0.1, dict(distributed=True)),),  # two ranks to a query group
+}
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", RUNS)
+def test_runs_train_save_and_are_exported(qwen3_5_folders, digits, tmp_path, ranks):
+    journeys = [
+        Journey(
+            str(qwen3_5_folders[kind]),
+            str(digits),
+            str(tmp_path / f"run_{number}"),
+            split,
+            settings=dict(train__train_iters=4, model__mtp_loss_scaling_factor=factor),
+            **sharding,
+        )
+        for number, (kind, split, factor, sharding) in enumerate(RUNS[ranks])
+    ]
+    cases = [("go_on" if one.fsdp else "export", dict(journey=asdict(one), count=2)) for one in journeys]
+    for journey, result in zip(journeys, on_ranks(ranks, cases, tmp_path), strict=True):
+        log, in_memory = (result, {}) if journey.fsdp else result
+        assert len(log) == 2
+        export_checkpoint(journey.save, exported := tmp_path / "exported" / Path(journey.save).name, progress=False)
+        stored, before = weights_of(exported), weights_of(Path(journey.hf))
+        assert stored.keys() == before.keys() and (journey.fsdp or stored.keys() == in_memory.keys())
+        for name, tensor in in_memory.items():
+            assert torch.equal(stored[name], tensor), name
+        moved = {name for name, tensor in stored.items() if not torch.equal(tensor.float(), before[name].float())}
+        mtp = {"mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.self_attn.q_proj.weight"}
+        if journey.settings["model__mtp_loss_scaling_factor"]:
+            assert mtp <= moved
+        else:
+            assert "model.language_model.norm.weight" in moved
+            in_16_bits = journey.fsdp or journey.bf16
+            rounded = {name for name in before if name.startswith("mtp.") and in_16_bits}  # to bfloat16, and no more
+            assert not {name for name in moved - rounded if name.startswith("mtp.")}
+            assert all(torch.equal(stored[name].bfloat16(), before[name].bfloat16()) for name in rounded)

@@ -2,8 +2,6 @@
 multi-token prediction built of transformers' parts, which transformers itself leaves out of its models.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -36,8 +34,6 @@ from tests.parity.batches import Sample
 
 
 class MTPReference(nn.Module):
-    """Its parameters' names are those of released files, after "mtp."."""
-
     def __init__(self, config: Qwen3_5Config | Qwen3_5MoeConfig) -> None:
         super().__init__()
         text = copy.deepcopy(config.text_config)
@@ -108,7 +104,6 @@ def hf_text_config(**changes: Any) -> Qwen3_5TextConfig | Qwen3_5MoeTextConfig:
 
 
 def megatron_config(**changes: Any) -> TransformerConfig:
-    """megatron-core's of the same model."""
     fields = dict(
         num_layers=LAYERS, hidden_size=HIDDEN, ffn_hidden_size=FFN, num_attention_heads=HEADS, num_query_groups=GROUPS,
         kv_channels=HEAD_DIM, normalization="RMSNorm", layernorm_epsilon=1e-6, layernorm_zero_centered_gamma=True,
@@ -122,7 +117,6 @@ def megatron_config(**changes: Any) -> TransformerConfig:
 
 
 def one_rank() -> ProcessGroupCollection:
-    """Process groups of this process alone, which other tests may have made."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
@@ -176,7 +170,6 @@ def make_checkpoint(
     mtp: ExpertLayout | None = None,
     **changes: Any,
 ) -> Path:
-    """A random model and its processor as a Hugging Face folder."""
     config = make_config(moe=moe, tied=tied, **changes)
     model = (Qwen3_5MoeForConditionalGeneration if moe else Qwen3_5ForConditionalGeneration)(config)
     perturb(model, seed).save_pretrained(folder)
@@ -199,7 +192,6 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def rewritten(folder: Path, tensors: dict[str, torch.Tensor], target: Path) -> Path:
-    """The same folder with other weights."""
     target.mkdir()
     for file in folder.iterdir():
         if file.is_file() and file.suffix != ".safetensors":  # references of other tests are folders
@@ -221,7 +213,6 @@ def in_released_dtypes(folder: Path, target: Path, float32: tuple[str, ...] = FL
 
 
 def with_mtp(model: nn.Module, folder: Path) -> nn.Module:
-    """Transformers' model of a folder, which has left MTP out, with it."""
     found = {name: one for name, one in load_file(folder / "model.safetensors").items() if name.startswith("mtp.")}
     if found:
         model.mtp = MTPReference(model.config)

@@ -5,8 +5,6 @@
 CASES is a JSON list of `Start`s. Rank 0 writes what each has found to OUTPUT.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -32,34 +30,14 @@ from .running import replicate, run_bridges_loop
 
 # The same rows however the model is split, and a rate that does not depend on where the run is to end.
 COMMON = dict(
-    dataset__pad_to_multiple_of=8,
-    train__global_batch_size=4,
-    validation__eval_iters=0,
-    optimizer__lr=1e-3,
-    optimizer__min_lr=1e-3,
-    scheduler__lr_decay_style="constant",
-    scheduler__lr_warmup_iters=0,
+    dataset__pad_to_multiple_of=8, train__global_batch_size=4, validation__eval_iters=0, optimizer__lr=1e-3,
+    optimizer__min_lr=1e-3, scheduler__lr_decay_style="constant", scheduler__lr_warmup_iters=0,
     scheduler__override_opt_param_scheduler=True,
-)
+)  # fmt: skip
 
 
 @dataclass
 class Start:
-    """A run.
-
-    Attributes:
-        name: of the case.
-        hf: Hugging Face folder of its model.
-        data: its data.
-        weights: the first ones.
-        save: its folder; None to save nothing.
-        settings: of its configuration that are its own, written `train__train_iters`.
-        fsdp: whether Megatron-FSDP shards it.
-        peft: settings of its adapters; None for none.
-        bf16: whether its precision is that of the recipes, or float32.
-        distributed: whether its optimizer is distributed, with both overlaps.
-    """
-
     name: str
     hf: str
     data: str
@@ -72,7 +50,6 @@ class Start:
     distributed: bool = False
 
     def config(self) -> Any:
-        """Its configuration."""
         cfg = Inputs(Path(self.hf), Path(self.data), Path("unused")).config(
             None if self.save is None else Path(self.save), **COMMON | self.settings
         )
@@ -88,14 +65,11 @@ class Start:
 
 
 class Follower(Callback):
-    """What there was to see of a run."""
-
     def __init__(self, start: Start) -> None:
         self.start, self.first_step, self.weights = start, None, None
         self.log: list[tuple[float, float]] = []
 
     def on_train_start(self, context: Any) -> None:
-        """Which step it goes on from, and with which weights."""
         self.first_step = context.state.train_state.step
         if not self.start.fsdp:
             bridge = AutoBridge.from_hf_pretrained(self.start.hf)
@@ -103,12 +77,10 @@ class Follower(Callback):
             self.weights = {name: t.clone() for name, t in exported}
 
     def on_train_step_end(self, context: Any) -> None:
-        """Loss and gradients' norm of a step."""
         self.log.append((float(context.loss_dict["lm loss"]), float(context.grad_norm)))
 
 
 def run(start: Start) -> dict[str, Any]:
-    """One of the runs; or with which error it ended."""
     cfg, follower = start.config(), Follower(start)
     try:
         with _warnings() as warnings, mock.patch.object(callbacks, "publish", wraps=callbacks.publish) as published:
@@ -117,17 +89,13 @@ def run(start: Start) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"}
     right = [figures["accuracy"] for (_, figures), _ in published.call_args_list]
     return {
-        "first_step": follower.first_step,
-        "weights": follower.weights,
-        "log": follower.log,
-        "accuracy": right,
+        "first_step": follower.first_step, "weights": follower.weights, "log": follower.log, "accuracy": right,
         "warnings": warnings,
-    }
+    }  # fmt: skip
 
 
 @contextlib.contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """What the package warns of, on this rank."""
     found, handler = [], logging.Handler(logging.WARNING)
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("qwen3vl_bridge")
@@ -139,7 +107,6 @@ def _warnings() -> Iterator[list[str]]:
 
 
 def main(output: str, starts: list[dict[str, Any]]) -> None:
-    """One run after the other."""
     dist.init_process_group("gloo")
     found = {start["name"]: run(Start(**start)) for start in starts}
     leave(found, output)

@@ -1,7 +1,5 @@
 """A small run: few conversations about digits, a tiny checkpoint imported for Megatron."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +11,6 @@ from tests.qwen3_5.tiny import make_checkpoint
 
 @dataclass(frozen=True)
 class Inputs:
-    """Where a run's inputs are."""
-
     hf: Path
     data: Path
     megatron: Path
@@ -25,12 +21,9 @@ class Inputs:
         from qwen3vl_recipes.paths import set_paths
 
         cfg = set_paths(
-            qwen3_vl_digits_sft_config(),
-            hf_path=self.hf,
-            data_path=self.data,
-            pretrained_checkpoint=self.megatron,
+            qwen3_vl_digits_sft_config(), hf_path=self.hf, data_path=self.data, pretrained_checkpoint=self.megatron,
             save=save or "unused",
-        )
+        )  # fmt: skip
         cfg.mixed_precision = None
         if save is None:
             cfg.checkpoint.save = cfg.checkpoint.load = cfg.logger.tensorboard_dir = None
@@ -41,15 +34,9 @@ class Inputs:
 
 
 SHORT = dict(
-    train__train_iters=6,
-    scheduler__lr_warmup_iters=1,
-    validation__eval_interval=4,
-    checkpoint__save_interval=3,
-    model__seq_length=128,
-    dataset__seq_length=128,
-    dataset__num_workers=0,
-    logger__log_interval=2,
-)
+    train__train_iters=6, scheduler__lr_warmup_iters=1, validation__eval_interval=4, checkpoint__save_interval=3,
+    model__seq_length=128, dataset__seq_length=128, dataset__num_workers=0, logger__log_interval=2,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -83,10 +70,8 @@ def folders(moe_folder, tmp_path_factory) -> dict[tuple[str, str], Path]:
 
 
 def losses(log: list[dict]) -> list[tuple]:
-    """What a log says apart from what differs from run to run."""
     return [tuple((name, value) for name, value in entry.items() if name not in TIMED) for entry in log]
 
 
 def read_log(run: Path) -> list[dict]:
-    """A run's metrics.jsonl."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -1,9 +1,4 @@
-"""Runs in Megatron-Bridge's loop, in this process or on these ranks: as a user's script would call it.
-
-Two kinds of runs (`replicated`, `sharded`), `train`, and what a run leaves (`stored`).
-"""
-
-from __future__ import annotations
+"""Runs in Megatron-Bridge's loop, in this process or on these ranks: as a user's script would call it."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -31,12 +26,7 @@ from .conftest import Inputs
 
 
 def replicate(cfg: Any, *, distributed: bool = False) -> Any:
-    """The same run with parameters whole on each data-parallel rank, and checkpoints of megatron-core's own format.
-
-    Args:
-        cfg: changed in place.
-        distributed: whether the optimizer is distributed, with both overlaps.
-    """
+    """The same run with parameters whole on each data-parallel rank, and checkpoints of megatron-core's own format."""
     cfg.checkpoint.ckpt_format, cfg.ddp.data_parallel_sharding_strategy = "torch_dist", "no_shard"
     cfg.ddp.use_megatron_fsdp = False
     cfg.ddp.use_distributed_optimizer = cfg.optimizer.use_distributed_optimizer = distributed
@@ -45,14 +35,6 @@ def replicate(cfg: Any, *, distributed: bool = False) -> Any:
 
 
 def replicated(inputs: Inputs, save: Path | None, *, distributed: bool = True, **settings: Any) -> Any:
-    """A run in float32 from Hugging Face weights, with checkpoints of megatron-core's own format.
-
-    Args:
-        inputs: of the run.
-        save: its folder; None to save nothing.
-        distributed: as for `replicate`.
-        settings: its own, written `train__train_iters=4`.
-    """
     return replicate(_from_hf(inputs, save, settings), distributed=distributed)
 
 
@@ -71,13 +53,6 @@ _latest: list[torch.nn.Module] = []
 
 
 def run_bridges_loop(cfg: Any, *callbacks: Callback, keep_saving_process: bool = True) -> None:
-    """Megatron-Bridge's loop to its end.
-
-    Args:
-        cfg: the run's configuration.
-        callbacks: besides ours.
-        keep_saving_process: False for a run that is sent signals: it starts the process once it handles them.
-    """
     _join()
     release(_latest)
     _latest.clear()
@@ -110,26 +85,16 @@ _saving: list[Any] = []
 
 
 class _Models(Callback):
-    """Notes a run's models, for the next run to let go of."""
-
     def on_train_start(self, context: CallbackContext) -> None:
-        """Note them."""
         _latest.extend(context.model)
 
 
 class Entries(Callback):
-    """What the log of a run has, and when it is to leave.
-
-    Args:
-        stop_after: steps of this call; None to go to the end.
-    """
-
     def __init__(self, stop_after: int | None = None) -> None:
         self.entries: list[dict[str, float]] = []
         self._stop_after, self._latest = stop_after, None
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Choose the step to leave after."""
         if self._stop_after is not None:
             context.state.cfg.train.exit_interval = context.state.train_state.step + self._stop_after
 
@@ -143,13 +108,6 @@ class Entries(Callback):
 
 
 def train(cfg: Any, *, stop_after: int | None = None, callbacks: Sequence[Callback] = ()) -> list[dict[str, float]]:
-    """Train to the end, or for some steps; returns the log of this call.
-
-    Args:
-        cfg: a recipe's configuration.
-        stop_after: leave, with a checkpoint, after this many steps.
-        callbacks: beside those that follow the configuration.
-    """
     entries = Entries(stop_after)
     with contextlib.suppress(SystemExit):
         run_bridges_loop(cfg, *callbacks, entries)
@@ -157,7 +115,6 @@ def train(cfg: Any, *, stop_after: int | None = None, callbacks: Sequence[Callba
 
 
 def stored(run: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a run's newest checkpoint, as torch reads them."""
     folder = find_iteration(run)
     entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     tensors = {
@@ -170,6 +127,5 @@ def stored(run: Path) -> dict[str, torch.Tensor]:
 
 
 def optimizer_states(optimizer: Any) -> list[dict[str, torch.Tensor]]:
-    """What this rank's optimizers keep of each parameter; nothing before their first step."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [state for part in parts if part.optimizer for state in part.optimizer.state.values()]

@@ -1,17 +1,84 @@
-"""A mixture trained on two data-parallel ranks in Megatron-Bridge's loop: the rows of one rank, and an exact resume."""
+"""A mixture trained on two data-parallel ranks in Megatron-Bridge's loop: the rows of one rank, and an exact resume.
 
-from __future__ import annotations
+Run on ranks: -m tests.training.test_mixture OUTPUT CASES, a JSON list of `Mixed`.
+"""
 
+import contextlib
 import json
+import sys
 from collections import Counter
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from qwen3vl_bridge.data import RowDataset
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.forked import run_ranks
+from tests.ranks import begin, leave
 
-from .mixture_on_ranks import ROWS, STEPS, Mixed, run
+from .conftest import Inputs
+from .running import replicated, train
+
+STEPS, ROWS = 4, 4  # and rows of a step
+LOGGED = ("step", "loss", "grad_norm", "trained_tokens")
+
+
+@dataclass
+class Mixed:
+    name: str
+    hf: str
+    sets: list[dict[str, Any]]
+    save: str | None = None
+    stop_after: int | None = None
+
+    def config(self) -> Any:
+        cfg = replicated(
+            Inputs(Path(self.hf), Path("none"), Path("unused")), None if self.save is None else Path(self.save),
+            dataset__path=None, dataset__mixture=self.sets, dataset__window_size=16, dataset__pad_to_multiple_of=8,
+            train__global_batch_size=ROWS, train__train_iters=STEPS, validation__eval_iters=0,
+            checkpoint__save_interval=STEPS,
+        )  # fmt: skip
+        cfg.logger.tensorboard_dir = None
+        return cfg
+
+
+def run(case: Mixed) -> dict[str, Any]:
+    """What was logged of each step, and by the number of each row that any rank has read, the samples in it."""
+    with _reading() as rows:
+        log = train(case.config(), stop_after=case.stop_after)
+    ranks = [rows]
+    if dist.is_initialized():
+        ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, rows)
+    found = {number: samples for each in ranks for number, samples in each.items()}
+    return {"log": [[entry[name] for name in LOGGED] for entry in log], "rows": found, "by rank": ranks}
+
+
+@contextlib.contextmanager
+def _reading() -> Iterator[dict[int, list[str]]]:
+    rows, read = {}, RowDataset.__getitem__
+
+    def noted(self: RowDataset, number: int) -> Any:
+        row = read(self, number)
+        rows[number] = [sample.sample_id for sample in row.samples]
+        return row
+
+    RowDataset.__getitem__ = noted
+    try:
+        yield rows
+    finally:
+        RowDataset.__getitem__ = read
+
+
+def main(output: str, cases: list[dict[str, Any]]) -> None:
+    dist.init_process_group("gloo")
+    leave({case["name"]: run(Mixed(**case)) for case in cases}, output)
+
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +89,6 @@ SHARES = {"weights": ({"weight": 1}, {"weight": 3}), "epochs": ({"epochs": 0.5},
 
 @pytest.fixture(scope="module")
 def sets(inputs, tmp_path_factory):
-    """By the kind of share: forty digits and eight conversations without pictures."""
     folder = tmp_path_factory.mktemp("talk")
     said = [[f"What is {n} and {n}?", f"It is {2 * n}."] for n in range(8)]
     talk = [
@@ -39,7 +105,6 @@ def sets(inputs, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(inputs, sets, tmp_path_factory):
-    """What runs on two ranks have found: each mixture in two halves, and one at once."""
     root, hf = tmp_path_factory.mktemp("mixed"), str(inputs.hf)
     cases = [Mixed("weights", hf, sets["weights"])]
     for kind, of_kind in sets.items():
@@ -48,7 +113,7 @@ def found(inputs, sets, tmp_path_factory):
             for half, stop in (("first", STEPS // 2), ("second", None))
         ]
     output = root / "found.pt"
-    run_ranks("tests.training.mixture_on_ranks", 2, output, json.dumps([asdict(case) for case in cases]), timeout=400)
+    run_ranks("tests.training.test_mixture", 2, output, json.dumps([asdict(case) for case in cases]), timeout=400)
     return torch.load(output)
 
 
@@ -87,3 +152,8 @@ def test_the_rows_have_the_shares_that_are_set(found, kind, share):
     total = sum(seen.values())
     print(kind, seen)
     assert total > 48 and abs(seen["talk"] / total - share) < 0.1
+
+
+if __name__ == "__main__":
+    begin()
+    main(sys.argv[1], json.loads(sys.argv[2]))

@@ -1,15 +1,17 @@
-"""How a process joins the others; and this package sends nothing to a group of one rank. What NCCL does takes GPUs."""
+"""How a process joins the others; and this package sends nothing to a group of one rank. What NCCL does takes GPUs.
 
-from __future__ import annotations
+Run on two ranks: -m tests.training.test_process_groups OUTPUT FOLDER, a Hugging Face model with experts.
+"""
 
-import ast
 import inspect
 import shutil
+import sys
 from collections import Counter
-from pathlib import Path
-from types import FunctionType
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
 
-import qwen3vl_bridge
 from qwen3vl_bridge.training import process_groups
 from qwen3vl_bridge.training.callbacks import training_callbacks
 from qwen3vl_bridge.training.run_settings import GuardConfig
@@ -17,18 +19,65 @@ from qwen3vl_bridge.training.weight_loading import load_model
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.forked import run_ranks
-from tests.steps import followed, set_up, train_step
+from tests.host_waits.counter import PACKAGES
+from tests.parity.on_ranks import Split
+from tests.parity.topologies import Topology
+from tests.ranks import begin, leave
+from tests.steps import followed, set_up, step_with_callbacks, train_step
 
-from . import lone_groups_on_ranks
-from .lone_groups_on_ranks import collectives_sent
 from .running import replicate
+
+COLLECTIVES = (
+    *("all_reduce", "broadcast", "reduce", "barrier", "all_to_all", "all_to_all_single", "reduce_scatter_tensor"),
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast_object_list", "gather_object"),
+)
+Sent = Counter[tuple[str, str, str, int]]
+
+
+@contextmanager
+def collectives_sent() -> Iterator[Sent]:
+    """How often each package has called a collective in the body, by package, file, collective and ranks."""
+    found: Sent = Counter()
+    with ExitStack() as stack:
+        for name in COLLECTIVES:
+            stack.enter_context(mock.patch.object(dist, name, _watched(name, getattr(dist, name), found)))
+        yield found
+
+
+def _watched(name: str, collective: Callable, found: Sent) -> Callable:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        frame = sys._getframe(1)
+        while (path := frame.f_code.co_filename).endswith("/compat/cpu.py") or "/torch/" in path:
+            frame = frame.f_back
+        owner = next((owner for owner, folder in PACKAGES.items() if folder in path), "others")
+        group = inspect.signature(collective).bind(*args, **kwargs).arguments.get("group")
+        found[owner, path.rpartition("/")[2], name, dist.get_world_size(group)] += 1
+        return collective(*args, **kwargs)
+
+    return call
+
+
+def main(output: str, folder: str) -> None:
+    split = Split(folder, Topology(2), balance=0.01, logger__log_interval=1)
+    run = split.run
+    run.stream = split.batches("mixed", "packed")
+    run.cfg.guard = GuardConfig(on_nan="skip", on_spike="skip")
+    vars(run.optimizer).pop("get_grad_norm", None)  # joined by `set_up` already, and by the callbacks again
+    with collectives_sent() as found, followed(run, training_callbacks(run.cfg)):
+        step_with_callbacks(run)
+        found.clear()
+        step_with_callbacks(run)
+        counted = dict(found)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, counted)
+    leave(everyone, output)
 
 
 @pytest.fixture
 def joined(monkeypatch):
-    """What a process has done, in order, that finds CUDA."""
     found = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: found.append(device))
@@ -67,51 +116,13 @@ def test_one_by_itself_stays_where_it_is(joined):
     assert joined == ["nccl"]
 
 
-def test_a_call_belongs_to_the_innermost_package(monkeypatch):
-    """A clone, in whose folder megatron-core is installed too, has the name of our package."""
-    monkeypatch.setattr(lone_groups_on_ranks.dist, "barrier", lambda group=None: None)
-    monkeypatch.setattr(lone_groups_on_ranks.dist, "get_world_size", lambda group=None: 1)
-    installed = "/clones/qwen3vl_bridge/.venv/lib/site-packages"
-    files = {
-        f"{Path(qwen3vl_bridge.__file__).parent}/parallel/collectives.py": "ours",
-        f"{installed}/megatron/core/training/model.py": "megatron-core",
-        f"{installed}/megatron/bridge/training/train.py": "Megatron-Bridge",
-        "/clones/qwen3vl_bridge/tests/steps.py": "others",
-    }
-    for file, owner in files.items():
-        exec(compile("def call(): dist.barrier()", file, "exec"), names := {"dist": lone_groups_on_ranks.dist})
-        with collectives_sent() as found:
-            names["call"]()
-        assert found == {(owner, file.rpartition("/")[2], "barrier", 1): 1}
-
-
-def test_every_collective_that_this_package_calls_is_watched():
-    """By the name of torch.distributed that is replaced: none is imported by itself."""
-    with_group = {
-        name
-        for name, function in vars(torch.distributed).items()
-        if type(function) is FunctionType and "group" in inspect.signature(function).parameters
-    } - {"get_backend", "get_rank", "get_world_size", "get_global_rank", "get_group_rank", "destroy_process_group"}
-    called, imported, modules = set(), set(), ("dist", "distributed")
-    for file in Path(qwen3vl_bridge.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
-            if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] in modules:
-                called.add(node.attr)
-            elif isinstance(node, ast.ImportFrom) and node.module == "torch.distributed":
-                imported |= {one.name for one in node.names}
-    assert {"all_reduce", "all_gather_into_tensor"} <= called & with_group <= set(lone_groups_on_ranks.COLLECTIVES)
-    assert not imported & with_group
-
-
 @pytest.fixture
 def sent():
-    """How often each package has called a collective."""
     with collectives_sent() as found:
         yield found
 
 
 def by_package(sent) -> Counter[str]:
-    """The same by package alone."""
     found = Counter()
     for (owner, *_), times in sent.items():
         found[owner] += times
@@ -135,7 +146,6 @@ def test_a_step_with_all_that_follows_it(inputs, sent):
 
 @pytest.mark.parametrize("kind", ["moe_folder", "qwen3_5"])
 def test_a_model_with_experts_forward_and_backward(kind, request, sent, tmp_path):
-    """Their balance and their load are of all ranks."""
     from tests.parity.batches import make_batch, make_samples
     from tests.parity.conftest import make_pair
     from tests.qwen3_5.tiny import make_checkpoint
@@ -150,11 +160,15 @@ def test_a_model_with_experts_forward_and_backward(kind, request, sent, tmp_path
 
 @pytest.mark.slow
 def test_groups_of_one_rank_among_two(moe_folder, tmp_path):
-    """Two data-parallel replicas: only what concerns both is sent."""
     folder = str(shutil.copytree(moe_folder, tmp_path / "model"))
-    run_ranks("tests.training.lone_groups_on_ranks", 2, tmp_path / "sent.pt", folder, timeout=200)
+    run_ranks("tests.training.test_process_groups", 2, tmp_path / "sent.pt", folder, timeout=200)
     for found in torch.load(tmp_path / "sent.pt", weights_only=False):
         print(found)
         ours = {ranks for (owner, *_, ranks), times in found.items() if owner == "ours"}
         theirs = {ranks for (owner, *_, ranks), times in found.items() if owner != "ours"}
         assert ours == {2} and 1 in theirs  # the count sees both
+
+
+if __name__ == "__main__":
+    begin()
+    main(*sys.argv[1:])

@@ -1,34 +1,94 @@
-"""A run in Megatron-Bridge's loop on one process: its log, its checkpoints, and that it goes on as if never left."""
-
-from __future__ import annotations
+"""A run in Megatron-Bridge's loop on one process: its log, its checkpoints, its resume, and what it refuses."""
 
 import math
 import shutil
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from qwen3vl_bridge.checkpoint import CheckpointError, export_checkpoint
+from qwen3vl_bridge.models.qwen3_vl.bridge import provider_from_hf_config
+from qwen3vl_bridge.training import run_refusals
+from qwen3vl_bridge.training import step as training_step
+from qwen3vl_bridge.training.before_step import optimizers_of
 from qwen3vl_bridge.training.checkpoint_manager import Qwen3VLCheckpointManager
+from qwen3vl_bridge.training.step import check_rows
 from qwen3vl_bridge.training.weight_loading import load_model
 
 import pytest
+import qwen3vl_recipes
 import torch
+import torch.nn.functional as F
 from megatron.bridge import AutoBridge
+from megatron.bridge.training.config import runtime_config_update
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
+from tests.host_waits.counter import HostWaits
 from tests.noise import SEEDS, allowed, check, rounded_folder
+from tests.parity.batches import make_batch, make_samples
 from tests.receipts import write_receipts
+from tests.steps import Run, save, set_up, train_step
 
-from .adamw import documents, matrices_decay, reference_steps, sum_of_losses
 from .conftest import losses, read_log
-from .running import replicated, sharded, stored, train
+from .running import replicate, replicated, sharded, stored, train
+
+
+def documents(batch):
+    """The conversations of a packed row: ids, labels, mask, pixels (each has one picture of 4 x 4 patches)."""
+    starts = batch.layout.cu_seqlens_padded.tolist()
+    for i, n in enumerate(length for length in batch.layout.lengths if length):
+        place = slice(starts[i], starts[i] + n)
+        pixels = batch.vision.pixel_values[16 * i : 16 * (i + 1)]
+        yield batch.input_ids[0, place], batch.labels[0, place], batch.loss_mask[0, place], pixels
+
+
+def sum_of_losses(model, ids, labels, mask, pixels):
+    kinds = (ids == model.config.image_token_id).int()[None]
+    grid = torch.tensor([[1, 4, 4]])
+    out = model(input_ids=ids[None], mm_token_type_ids=kinds, pixel_values=pixels, image_grid_thw=grid)
+    return (F.cross_entropy(out.logits[0], labels, reduction="none") * mask).sum(), mask.sum().item()
+
+
+def matrices_decay(model: torch.nn.Module, decay: float) -> list[dict[str, Any]]:
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    return [dict(params=matrices, weight_decay=decay), dict(params=others, weight_decay=0.0)]
+
+
+def reference_steps(
+    model: torch.nn.Module,
+    groups: list[dict[str, Any]],
+    batches: Sequence,
+    rows: int,
+    learning_rate: Callable[[int], float],
+    clip: float = float("inf"),
+    eps: float = 1e-8,
+) -> Iterator[tuple[float, float]]:
+    """Loss and gradient norm of each step, the norm before clipping; the model is trained in place."""
+    optimizer = torch.optim.AdamW(groups, lr=learning_rate(0), betas=(0.9, 0.95), eps=eps)
+    trained = [p for group in groups for p in group["params"]]
+    for step in range(len(batches) // rows):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step)
+        optimizer.zero_grad()
+        total = tokens = 0.0
+        for batch in batches[step * rows : (step + 1) * rows]:
+            for document in documents(batch):
+                loss, count = sum_of_losses(model, *document)
+                total, tokens = total + loss, tokens + count
+        (total / tokens).backward()
+        norm = torch.nn.utils.clip_grad_norm_(trained, clip)
+        optimizer.step()
+        yield total.item() / tokens, norm.item()
+
 
 COMPARED = ("loss", "grad_norm", "valid_loss")
 DTYPES = {replicated: torch.float32, sharded: torch.bfloat16}
 
 
 def mean_loss(model, rows):
-    """Of the tokens of all rows that count, by transformers."""
     with torch.no_grad():
         found = [sum_of_losses(model, *document) for row in rows for document in documents(row)]
     return sum(loss.item() for loss, _ in found) / sum(count for _, count in found)
@@ -36,7 +96,6 @@ def mean_loss(model, rows):
 
 @pytest.fixture(scope="module", params=[replicated, sharded], ids=["distributed optimizer", "Megatron-FSDP"])
 def unbroken(request, inputs, tmp_path_factory):
-    """Six steps at once: what makes such runs, the log, and the folder of the run."""
     save = tmp_path_factory.mktemp("unbroken")
     return request.param, train(request.param(inputs, save)), save
 
@@ -93,7 +152,6 @@ def test_the_saved_configuration_is_the_runs(unbroken):
 
 
 def by_step(log: list[dict[str, float]]) -> dict[int, dict[str, float]]:
-    """Its entries, those of a step as one."""
     found: dict[int, dict[str, float]] = {}
     for entry in log:
         found.setdefault(entry["step"], {}).update(entry)
@@ -101,7 +159,6 @@ def by_step(log: list[dict[str, float]]) -> dict[int, dict[str, float]]:
 
 
 def errors(found: dict[int, dict[str, float]], expected: dict[int, dict[str, float]]) -> dict[str, float]:
-    """Relative, the largest of all steps."""
     return {
         name: max(abs(entry[name] / expected[step][name] - 1) for step, entry in found.items() if name in entry)
         for name in COMPARED
@@ -132,7 +189,6 @@ def test_steps_and_validations_are_those_of_transformers_with_adamw(unbroken, in
 
 
 def test_every_validation_reads_the_same_rows(inputs):
-    """More of them than there are: each counts once."""
     still = dict(optimizer__lr=0.0, optimizer__min_lr=0.0, validation__eval_interval=1, train__train_iters=3)
     valid = [e["valid_loss"] for e in train(replicated(inputs, None, **still)) if "valid_loss" in e]
     assert len(valid) == 3 and valid[0] == valid[1] == valid[2]
@@ -196,15 +252,167 @@ def test_a_run_trains_on_records_of_cord_v2(inputs, folders, family, tmp_path):
         inputs = replace(inputs, hf=shutil.copytree(folders[family, "dense"], tmp_path / "hf"))
         shutil.copyfile(THINKING, inputs.hf / "chat_template.jinja")
     cfg = replicated(
-        inputs,
-        None,
-        train__train_iters=3,
-        dataset__path=str(data),
-        dataset__schema_adapter="cord_v2",
-        dataset__seq_length=512,
-        model__seq_length=512,
-    )
+        inputs, None, train__train_iters=3, dataset__path=str(data), dataset__schema_adapter="cord_v2",
+        dataset__seq_length=512, model__seq_length=512,
+    )  # fmt: skip
     steps = [entry for entry in train(cfg) if "loss" in entry]
     assert [entry["step"] for entry in steps] == [1, 2, 3]
     assert all(math.isfinite(entry["loss"]) and entry["trained_tokens"] > 0 for entry in steps)
     assert steps[-1]["loss"] < steps[0]["loss"]
+
+
+# Relative errors in float32: of losses and gradient norms, the largest of all steps, and of each weight against how far
+# it moved. Measured after two steps 1.5e-7, 3.1e-5 and 5.1e-4, and of fifty 2.6e-7 and 2.3e-6.
+LOSS, NORM, WEIGHT = 1e-5, 1e-4, 1e-2
+ROWS, LR, MIN_LR, WARMUP, DECAY = 2, 1e-3, 1e-4, 5, 0.1
+
+
+def cosine(step: int, steps: int) -> float:
+    """Linear warm-up, then a cosine from LR to MIN_LR; as megatron-core's scheduler has it at the end of a step."""
+    if step <= WARMUP:
+        return LR * step / WARMUP
+    done = (step - WARMUP) / (steps - WARMUP)
+    return MIN_LR + (LR - MIN_LR) * (1 + math.cos(math.pi * done)) / 2
+
+
+@pytest.mark.parametrize("steps", [2, pytest.param(50, marks=pytest.mark.slow)])
+def test_steps_equal_transformers_with_adamw(inputs, steps, record_property):
+    """Two at a constant rate, also their weights; fifty of a schedule, with clipping."""
+    from megatron.bridge import AutoBridge
+    from transformers import Qwen3VLForConditionalGeneration
+
+    two = steps == 2
+    clip = math.inf if two else 1.0
+    schedule = dict(scheduler__lr_decay_style="constant") if two else dict(train__train_iters=steps)
+    cfg = inputs.config(
+        None, optimizer__lr=LR, optimizer__min_lr=LR if two else MIN_LR, optimizer__weight_decay=DECAY,
+        optimizer__clip_grad=0.0 if two else clip, scheduler__lr_warmup_iters=0 if two else WARMUP,
+        train__global_batch_size=ROWS, **schedule,
+    )  # fmt: skip
+    stream = inputs.config(None).dataset.stream("train")
+    batches = [next(stream) for _ in range(steps * ROWS)]
+    reference = Qwen3VLForConditionalGeneration.from_pretrained(inputs.hf, attn_implementation="eager").train()
+    before = {name: p.detach().clone() for name, p in reference.named_parameters()}
+    run = set_up(replicate(cfg))
+    rate = (lambda _: LR) if two else (lambda step: cosine(step, steps))
+    errors, curve = {"loss": 0.0, "norm": 0.0}, []
+    expected = reference_steps(
+        reference, matrices_decay(reference, DECAY), batches, ROWS, rate, *([] if two else [clip])
+    )
+    for step, (loss, norm) in enumerate(expected):
+        ours = train_step(run)
+        assert math.isclose(ours["lr"], rate(step), rel_tol=1e-9)
+        errors["loss"] = max(errors["loss"], abs(ours["loss"] / loss - 1))
+        errors["norm"] = max(errors["norm"], abs(ours["grad_norm"] / norm - 1))
+        curve.append(loss)
+    record_property("errors", errors)
+    assert errors["loss"] <= LOSS, errors
+    assert errors["norm"] <= NORM, errors
+    if not two:
+        assert curve[-1] < curve[0] / 2, "nothing was learnt"
+        return
+    bridge = AutoBridge.from_hf_pretrained(str(inputs.hf))
+    trained = dict(bridge.export_hf_weights(run.model, cpu=True, show_progress=False))
+    for name, p in reference.named_parameters():
+        assert (trained[name] - p).norm() / (p - before[name]).norm() <= WEIGHT, name
+
+
+STEPS = 2  # before the run is saved, and after
+
+
+@pytest.fixture
+def copied(monkeypatch) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    copy = training_step.copy_to_gpu
+
+    def noted(inputs, device):
+        assert device.type == "cuda"
+        found.append(inputs.input_ids.clone())
+        return copy(inputs, device)
+
+    monkeypatch.setattr(training_step, "copy_to_gpu", noted)
+    return found
+
+
+def take_steps(run: Run) -> None:
+    states = [list(vars(one).values()) for one in optimizers_of(run.optimizer)]
+    with HostWaits(*run.model, states):
+        for _ in range(STEPS):
+            train_step(run)
+
+
+def test_a_resumed_run_copies_what_was_not_trained_on(inputs, tmp_path: Path, copied):
+    """By Megatron-Bridge's checkpoint of the run, and by the stream's own state, at every step."""
+    rows = replicated(inputs, None).train.global_batch_size
+    whole = replicated(inputs, None).dataset.stream("train")
+    expected = [next(whole).input_ids for _ in range(2 * STEPS * rows)]
+    for half in (1, 2):
+        run = set_up(replicated(inputs, tmp_path))
+        assert run.progress.step == (half - 1) * STEPS
+        take_steps(run)
+        done = half * STEPS * rows
+        assert len(copied) == run.progress.consumed_train_samples == done
+        save(run)
+    assert all(torch.equal(one, other) for one, other in zip(copied, expected, strict=True))
+
+
+def test_the_streams_own_position_is_that_of_the_step(inputs, copied):
+    run = set_up(replicated(inputs, None), data=False)
+    run.stream, rows = run.cfg.dataset.stream("train"), run.cfg.train.global_batch_size
+    take_steps(run)
+    resumed = run.cfg.dataset.stream("train")
+    resumed.load_state_dict(run.stream.state_dict())
+    following = next(resumed).input_ids
+    assert len(copied) == STEPS * rows and not any(torch.equal(following, one) for one in copied)
+    take_steps(run)
+    assert torch.equal(copied[STEPS * rows], following)
+
+
+@pytest.mark.parametrize(
+    "name", ["optimizer.lr", "optimizer.min_lr", "scheduler.start_weight_decay", "scheduler.end_weight_decay"]
+)
+def test_an_end_that_is_none_is_named(name):
+    cfg = qwen3vl_recipes.qwen3_vl_2b_sft_config()
+    run_refusals._check_schedule(cfg)
+    section, field = name.split(".")
+    setattr(getattr(cfg, section), field, None)
+    with pytest.raises(ValueError, match=f"^{name}: found None, expected numbers"):
+        run_refusals._check_schedule(cfg)
+
+
+def test_a_first_save_that_would_end_the_run_is_refused_before_it(inputs, monkeypatch, tmp_path):
+    """Recipes, as people start them under torchrun: one process of two asks for both GPUs of a small machine."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+    def start(*, room: int, **settings):
+        monkeypatch.setattr(run_refusals, "host_bytes", lambda: room)
+        cfg = inputs.config(tmp_path, checkpoint__ckpt_format="torch_dist", ddp__use_megatron_fsdp=False, **settings)
+        runtime_config_update(cfg)
+
+    by_numbers = dict(checkpoint__dist_ckpt_optim_fully_reshardable=False)
+    message = r"takes .* on each of 1 ranks, .*optim_fully_reshardable False, .* GiB a rank"
+    with pytest.raises(ValueError, match=message):
+        start(room=2**20)
+    for settings in (dict(room=2**40), dict(room=2**20, **by_numbers), dict(room=2**20, checkpoint__save=None)):
+        start(**settings)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_rows_that_pipeline_stages_do_not_expect_are_refused(untied_folder, packed):
+    config = AutoConfig.from_pretrained(untied_folder)
+    batch = make_batch(make_samples("video", config, seed=0), config, packed=packed)
+    rows, tokens = batch.input_ids.shape
+    provider = provider_from_hf_config(config.to_dict(), seq_length=tokens)
+    check_rows(batch, provider, rows=rows + 1)  # one stage: nobody waits for anything
+    provider.pipeline_model_parallel_size = 2
+    check_rows(batch, provider, rows=rows)
+    with pytest.raises(ValueError, match=rf"has {rows} rows, expected train.micro_batch_size, {rows + 1}"):
+        check_rows(batch, provider, rows=rows + 1)
+    provider.seq_length += 4
+    with pytest.raises(
+        ValueError, match=rf"have {tokens} tokens, expected model.seq_length, {tokens + 4}, .* set model.var"
+    ):
+        check_rows(batch, provider, rows=rows)
+    provider.variable_seq_lengths = True
+    check_rows(batch, provider, rows=rows + 1)

@@ -1,6 +1,4 @@
-"""The command line: quick help, dry runs, readable output, errors that say what is wrong and what to do."""
-
-from __future__ import annotations
+"""The command line: quick help, dry runs, options, readable output, errors that say what is wrong and what to do."""
 
 import io
 import json
@@ -8,19 +6,34 @@ import os
 import pickle
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint import CheckpointError, conversion, import_checkpoint
-from qwen3vl_bridge.checkpoint.formats import tensors
+from qwen3vl_bridge.checkpoint import (
+    CheckpointError,
+    export_checkpoint,
+    import_checkpoint,
+    inspect_checkpoint,
+    verify_checkpoint,
+)
 from qwen3vl_bridge.checkpoint.formats.dcp_reader import load_item
 from qwen3vl_bridge.checkpoint.formats.tensors import Extent
 from qwen3vl_bridge.cli.convert import main
+from qwen3vl_bridge.io.files import write_object
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
-from ..support import expect_error, exporting, importing
+from ..support import (
+    change_extra,
+    change_missing,
+    expect_error,
+    exporting,
+    importing,
+    model_with,
+    model_with_config,
+    stock_load,
+)
 
 CONVERT = Path(__file__).parents[3] / "conversion" / "convert.py"
 
@@ -57,22 +70,6 @@ def test_a_dry_run_writes_nothing(untied_folder, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_estimate_does_not_count_what_is_done_once(untied_folder, tmp_path, monkeypatch):
-    """The first cast imports torch, which takes seconds."""
-    original, casts = tensors.cast, []
-
-    def slow_at_first(*arguments):
-        casts.append(1)
-        if len(casts) == 1:
-            time.sleep(1)
-        return original(*arguments)
-
-    monkeypatch.setattr(tensors, "cast", slow_at_first)
-    monkeypatch.setattr(conversion, "cast", slow_at_first, raising=False)
-    report = import_checkpoint(untied_folder, tmp_path / "m", torch_dtype="bfloat16", dry_run=True)
-    assert 0 < report.estimate < 1 and not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("option", ["--megatron-path", "--hf-model"])
 def test_inspect(option, imported, untied_folder, capsys):
     folder = str(imported if option == "--megatron-path" else untied_folder)
@@ -85,7 +82,6 @@ def test_inspect(option, imported, untied_folder, capsys):
 
 @pytest.fixture(scope="module")
 def full():
-    """A disk without room, as standard output."""
     with open("/dev/full", "w") as file:
         yield file
 
@@ -93,15 +89,8 @@ def full():
 def test_a_report_that_cannot_be_printed_is_no_failure_of_what_is_in_place(full, untied_folder, tmp_path):
     place = tmp_path / "m"
     command = [
-        sys.executable,
-        CONVERT,
-        "import",
-        "--no-progress",
-        "--hf-model",
-        untied_folder,
-        "--megatron-path",
-        place,
-    ]
+        sys.executable, CONVERT, "import", "--no-progress", "--hf-model", untied_folder, "--megatron-path", place,
+    ]  # fmt: skip
     for more in ([], ["--json", "--overwrite"]):
         found = subprocess.run([*command, *more], stdout=full, stderr=subprocess.PIPE, text=True)
         why = "standard output cannot be written: No space left on device"
@@ -123,13 +112,6 @@ def test_what_has_no_result_but_its_text_fails_without_it(command, full, importe
     assert (found.returncode, found.stderr) == (2, expected)
     if "verify" not in command:  # nor is it a traceback where standard error is full too
         assert subprocess.run(command, stdout=full, stderr=full).returncode == 2
-
-
-def test_a_reader_that_has_gone_is_no_error(imported):
-    command = [sys.executable, CONVERT, "inspect", "--megatron-path", imported]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        process.stdout.close()
-        assert process.stderr.read() == "" and process.wait() == 0
 
 
 class Hostile:
@@ -195,7 +177,6 @@ def test_an_address_that_the_hubs_own_library_does_not_survive(tmp_path):
 
 
 def piped(arguments: list[str], closed: str) -> subprocess.CompletedProcess:
-    """Run the command line with a reader of its output that has gone."""
     reader, writer = os.pipe()
     os.close(reader)
     others = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | {closed: writer}
@@ -237,3 +218,92 @@ def test_processes_that_cannot_find_each_other_do_not_wait(
     for name, value in {"WORLD_SIZE": "2", **variables}.items():
         monkeypatch.setenv(name, value)
     expect_error(capsys, importing(untied_folder, tmp_path), part)
+
+
+@pytest.mark.slow
+def test_several_processes_write_what_one_writes(moe_folder, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(CONVERT)]
+    arguments = ["import", "--hf-model", str(moe_folder), "--megatron-path", str(tmp_path / "two"), "--ep", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    found = subprocess.run([*command, *arguments, "--verify"], capture_output=True, text=True, env=environment)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.count("parameters in float32") == 1
+    assert "import, process 0 of 2: 100 %" in found.stderr and "verify, process 0 of 2: 100 %" in found.stderr
+    assert main([*arguments[:3], "--megatron-path", str(tmp_path / "one"), "--ep", "2", "--no-progress"]) == 0
+    for path in (tmp_path / "one").rglob("*"):
+        if path.is_file():
+            assert (tmp_path / "two" / path.relative_to(tmp_path / "one")).read_bytes() == path.read_bytes(), path
+    found = subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment)
+    assert found.returncode and found.stderr.count("error: ") == 1 and "exists already" in found.stderr
+
+
+def test_tensors_that_the_model_does_not_call_for(tmp_path, untied_folder, imported):
+    folder = model_with(tmp_path / "model", untied_folder, change_extra)
+    with pytest.raises(CheckpointError, match="1 unexpected"):
+        import_checkpoint(folder, tmp_path / "megatron")
+    report = import_checkpoint(folder, tmp_path / "megatron", strict=False, verify=True)
+    assert report.notes == (
+        "model.language_model.layers.9.x [3] float32 is not a tensor of this model; it was ignored",
+    )
+    assert verify_checkpoint(untied_folder, tmp_path / "megatron").same
+    folder = model_with(tmp_path / "lacking", untied_folder, change_missing)
+    with pytest.raises(CheckpointError, match="1 missing"):
+        import_checkpoint(folder, tmp_path / "lacking-megatron", strict=False)
+    stored = {k: v for k, v in stock_load(imported / "iter_0000000").items() if isinstance(v, torch.Tensor)}
+    stored["model.module.language_model.extra"] = torch.zeros(3)
+    dcp.save(stored, checkpoint_id=tmp_path / "trained", no_dist=True)
+    with pytest.raises(CheckpointError, match="1 unexpected"):
+        export_checkpoint(tmp_path / "trained", tmp_path / "hf", hf_model=untied_folder)
+    report = export_checkpoint(tmp_path / "trained", tmp_path / "hf", hf_model=untied_folder, strict=False)
+    assert "language_model.extra [3] float32 is not a tensor" in report.notes[0]
+
+
+def test_code_that_a_model_brings_comes_along_only_when_trusted(capsys, tmp_path, untied_folder):
+    code = {"auto_map": {"AutoModel": "modeling.Model"}}
+    folder = model_with_config(tmp_path / "model", untied_folder, code)
+    (folder / "modeling.py").write_text("raise SystemExit('never run here')\n")
+    expect_error(capsys, importing(folder, tmp_path), "config.json", "auto_map", "--trust-remote-code")
+    import_checkpoint(folder, tmp_path / "megatron", trust_remote_code=True)
+    export_checkpoint(tmp_path / "megatron", tmp_path / "hf", trust_remote_code=True)
+    assert (tmp_path / "hf" / "modeling.py").read_text() == (folder / "modeling.py").read_text()
+    import_checkpoint(untied_folder, tmp_path / "plain")
+    named = ["--hf-model", str(folder)]
+    expect_error(capsys, exporting(tmp_path / "plain", tmp_path), "--trust-remote-code", options=named)
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"text_config": {"_target_": "os.system", "_args_": ["true"]}}, "the key '_target_'"),
+        ({"note": [{"deep": "${oc.env:HOME}"}]}, "would replace"),
+    ],
+)
+def test_a_configuration_that_megatron_bridge_would_act_on(capsys, tmp_path, untied_folder, change, part):
+    folder = model_with_config(tmp_path / "model", untied_folder, change)
+    expect_error(capsys, importing(folder, tmp_path), "config.json", part)
+
+
+def test_a_manifest_that_lies(capsys, tmp_path, moe_folder):
+    import_checkpoint(moe_folder, tmp_path / "megatron")
+    path = tmp_path / "megatron" / "iter_0000000" / "qwen3vl_bridge.json"
+    for name, value in (("expert_layout", "SIDEWAYS"), ("expert_layout", ["x"]), ("sha256", {"a": "b"})):
+        original = path.read_text()
+        write_object(path, json.loads(original) | {name: value})
+        if name == "sha256":
+            assert main(["verify", "--no-progress", "--megatron-path", str(tmp_path / "megatron")]) == 2
+            assert "checksums of other tensors" in capsys.readouterr().err
+        else:
+            expect_error(capsys, exporting(tmp_path / "megatron", tmp_path), str(path), "expert_layout")
+        path.write_text(original)
+
+
+@pytest.mark.parametrize("ckpt_format", ["fsdp_dtensor", "torch_dist"])
+def test_inspect_says_what_the_manifest_says(ckpt_format, moe_folder, tmp_path, capsys):
+    import_checkpoint(moe_folder, tmp_path / "megatron", ckpt_format=ckpt_format, checksums=True)
+    found = inspect_checkpoint(tmp_path / "megatron")
+    assert (found["format"], found["model"], found["checksums"]) == (ckpt_format, "qwen3_vl_moe", True)
+    assert found["topology"]["ep"] == 1 and found["layer_spec"] == "transformer_engine"
+    assert main(["inspect", "--megatron-path", str(tmp_path / "megatron")]) == 0
+    table = capsys.readouterr().out
+    assert "tp 1, pp 1, cp 1, ep 1, chunk_bytes 33554432" in table and "checksums      yes" in table
+    assert inspect_checkpoint(moe_folder)["experts"] == "output_major"

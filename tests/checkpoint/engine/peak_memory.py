@@ -6,8 +6,6 @@ Prints a JSON object of bytes: what it grew by until the end of each conversion 
 and threads are started for the small one. Results are written to FOLDER and removed.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -25,7 +23,6 @@ def peak() -> int:
 
 
 def conversions(source: Path, folder: Path) -> Iterator[str]:
-    """Each conversion of a model, verified where it can be; yields its name when it is done."""
     fsdp, dist, hf = (folder / name for name in ("fsdp", "dist", "hf"))
     import_checkpoint(source, fsdp, verify=True)
     yield "import to fsdp_dtensor"
@@ -41,7 +38,6 @@ def conversions(source: Path, folder: Path) -> Iterator[str]:
 
 
 def main(small: Path, large: Path, folder: Path) -> None:
-    """Both models."""
     list(conversions(small, folder / "small"))
     before = peak()
     print(json.dumps({name: peak() - before for name in conversions(large, folder / "large")}))

@@ -1,7 +1,5 @@
 """Kill a conversion at any moment, one process of it or all: the target is whole or not there, and --resume goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random
@@ -48,7 +46,6 @@ DENSE, MOE, QWEN3_5 = "untied_folder", "moe_folder", "qwen3_5_folder"
 
 @pytest.fixture(scope="module", params=[DENSE, MOE, QWEN3_5])
 def larger(request, tmp_path_factory):
-    """A random model of some 20 MB, dense, with transposed experts, or with all that Qwen3.5 has."""
     folder = tmp_path_factory.mktemp("larger") / "hf"
     copy_side_files(request.getfixturevalue(request.param), folder)
     config = read_object(folder / "config.json")
@@ -69,7 +66,6 @@ def small_units(monkeypatch):
 
 
 def run(work: Callable[[Ranks], object], processes: int, kill: Callable[[list[int]], None] | None = None) -> list[int]:
-    """Run something in forked processes; returns their exit statuses."""
     # They find each other by a file: a port that is free now may be taken by the time they want it.
     file = os.path.join(tempfile.mkdtemp(), "store")
     children = []

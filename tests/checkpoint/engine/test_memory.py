@@ -1,7 +1,5 @@
 """A conversion's memory does not grow with the model: it stays below a single one of its large tensors."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -28,12 +26,7 @@ BOUND = 24 * MB  # measured 8 where experts are turned, else 3
 
 
 def write_large(folder: Path, source: Path) -> list[int]:
-    """A model whose weights are all zero, in a file that takes no room; returns the bytes of each tensor.
-
-    Args:
-        folder: where to.
-        source: a tiny model of the same kind.
-    """
+    """A model whose weights are all zero, in a file that takes no room; returns the bytes of each tensor."""
     copy_side_files(source, folder)
     config = read_object(folder / "config.json")
     text = config["text_config"]

@@ -1,25 +1,172 @@
-"""--overwrite replaces an earlier result and nothing else, and leaves the folder to whoever might use it before."""
-
-from __future__ import annotations
+"""A result is there wholly or not at all; --overwrite replaces an earlier one, --resume goes on from what is proven."""
 
 import errno
+import fcntl
 import os
 import shutil
+import signal
 import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint import CheckpointError, export_checkpoint, import_checkpoint, verify_checkpoint
+from qwen3vl_bridge.checkpoint import (
+    CheckpointError,
+    conversion,
+    export_checkpoint,
+    import_checkpoint,
+    verify_checkpoint,
+)
 from qwen3vl_bridge.checkpoint.conversion import Replaceable
 from qwen3vl_bridge.checkpoint.formats import planned_files
 from qwen3vl_bridge.checkpoint.stored_models import MANIFEST, tool
+from qwen3vl_bridge.cli.convert import main
 from qwen3vl_bridge.io import atomic
 from qwen3vl_bridge.io.files import read_object, write_object
 
 import pytest
 
-from ..support import before_each_unit, expect_error, exporting, importing
+from ..support import before_each_unit, broken_disk, contents, expect_error, exporting, importing
 
-OVER, OTHERS = ["--overwrite"], "files that are not part of our checkpoint"
+
+def quiet(_: str) -> None:
+    pass
+
+
+def test_the_target_appears_at_the_end_only(tmp_path):
+    target = tmp_path / "a" / "b" / "target"
+    with atomic.atomic_directory(target, quiet) as work:
+        (work / "file").write_text("x")
+        assert work.parent == target.parent and work.name.startswith(".target.partial-") and not target.exists()
+    assert [path.name for path in target.parent.iterdir()] == ["target"]
+    assert (target / "file").read_text() == "x"
+
+
+def test_an_empty_folder_is_a_fine_target(tmp_path):
+    (tmp_path / "target").mkdir()
+    with atomic.atomic_directory(tmp_path / "target", quiet) as work:
+        (work / "file").write_text("x")
+    assert [path.name for path in tmp_path.rglob("*")] == ["target", "file"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, CheckpointError, OSError])
+def test_a_failure_leaves_nothing_not_even_parents(error, tmp_path):
+    with (
+        pytest.raises(CheckpointError if error is OSError else error),
+        atomic.atomic_directory(tmp_path / "a" / "b" / "target", quiet) as work,
+    ):
+        (work / "file").write_text("x")
+        raise error
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_dead_process_left_is_removed_and_reported(tmp_path):
+    stale = tmp_path / ".target.partial-0123456789ab"
+    (stale / "iter_0000000").mkdir(parents=True)
+    said: list[str] = []
+    with atomic.atomic_directory(tmp_path / "target", said.append):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+    assert len(said) == 1 and str(stale) in said[0]
+
+
+@pytest.mark.parametrize("name", [".target.partial-backup", ".target.replaced-yesterday"])
+def test_folders_of_somebodys_own_stay(name, tmp_path):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "precious").touch()
+    with atomic.atomic_directory(tmp_path / "target", quiet):
+        pass
+    assert (tmp_path / name / "precious").exists()
+
+
+def test_a_second_process_is_refused_while_the_first_works(tmp_path):
+    with atomic.atomic_directory(tmp_path / "target", quiet) as work:
+        refused = pytest.raises(CheckpointError, match="is being written by another process")
+        with refused, atomic.atomic_directory(tmp_path / "target", quiet):
+            pass
+        assert work.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_second_process_is_refused_up_to_the_very_end(tmp_path, monkeypatch, keep):
+    """The journal, which has no place in the result, is gone when the result is moved."""
+    target, original, refused = tmp_path / "target", atomic._move_into_place, []
+
+    def meet(*arguments, **named):
+        for moment in (lambda: None, lambda: original(*arguments, **named)):
+            moment()
+            with pytest.raises(CheckpointError, match="is being written by another process") as found:
+                atomic.atomic_directory(target, quiet).__enter__()
+            refused.append(found)
+
+    monkeypatch.setattr(atomic, "_move_into_place", meet)
+    with atomic.atomic_directory(target, quiet, keep=keep) as work:
+        (work / planned_files.PRIVATE).mkdir()
+    assert len(refused) == 2 and [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_signal_after_the_move_takes_nothing(tmp_path, monkeypatch, keep, earlier):
+    target, original = tmp_path / "target", atomic._move_into_place
+    if earlier:
+        target.mkdir()
+        (target / "old").touch()
+
+    def interrupted(*arguments, **named):
+        original(*arguments, **named)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(atomic, "_move_into_place", interrupted)
+    with atomic.atomic_directory(target, quiet, keep=keep, replace=lambda _: None) as work:
+        (work / planned_files.PRIVATE).mkdir()
+        (work / planned_files.PRIVATE / "plan").touch()
+        (work / "new").touch()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["new", "target"]
+
+
+def test_a_lock_that_was_let_go_meanwhile_is_none(tmp_path, monkeypatch):
+    """A process opens the file, another that held it ends and removes it, a third makes a new one."""
+    path, flock, once = tmp_path / ".target.partial-lock", fcntl.flock, []
+
+    def late(*arguments):
+        if not once:
+            once.append(path.unlink())
+        flock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with atomic.atomic_directory(tmp_path / "target", quiet):
+        assert path.exists()
+        with pytest.raises(CheckpointError, match="another process"):
+            atomic.atomic_directory(tmp_path / "target", quiet).__enter__()
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
+def test_a_target_that_came_into_being_meanwhile_is_kept(tmp_path):
+    target = tmp_path / "target"
+    with pytest.raises(CheckpointError, match="not empty"), atomic.atomic_directory(target, quiet):
+        target.mkdir()
+        (target / "other").write_text("x")
+    assert [path.name for path in tmp_path.rglob("*")] == ["target", "other"]
+
+
+@pytest.mark.parametrize("swap", [True, False])
+def test_an_earlier_result_is_replaced(tmp_path, monkeypatch, swap):
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "old").write_text("x")
+    if not swap:  # as on a file system that has no such operation
+        monkeypatch.setattr(atomic, "_RENAME_EXCHANGE", 1 << 20)
+    with atomic.atomic_directory(target, quiet, replace=lambda _: True) as work:
+        (work / "new").write_text("x")
+        assert (target / "old").exists()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["new", "target"]
+
+
+OVER = ["--overwrite"]
 
 
 def test_a_project_that_holds_a_configuration_is_no_result(capsys, tmp_path, imported, untied_folder):
@@ -28,13 +175,9 @@ def test_a_project_that_holds_a_configuration_is_no_result(capsys, tmp_path, imp
     shutil.copyfile(untied_folder / "config.json", project / "config.json")
     (project / "src" / "train.py").write_text("precious")
     expect_error(
-        capsys,
-        exporting(imported, tmp_path),
-        "was not written by a conversion",
-        MANIFEST,
-        "remove it yourself",
+        capsys, exporting(imported, tmp_path), "was not written by a conversion", MANIFEST, "remove it yourself",
         options=OVER,
-    )
+    )  # fmt: skip
     # A model that something else wrote is not ours to replace either.
     shutil.rmtree(project)
     shutil.copytree(untied_folder, project)
@@ -102,7 +245,6 @@ def test_a_result_of_an_earlier_version_stays(tmp_path, imported):
 
 
 def put_weights(target: Path) -> str:
-    """A user's own fine-tune of the model, of the same size to the byte."""
     path = target / "model.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -135,7 +277,6 @@ def test_what_was_put_over_a_result_is_kept(put, capsys, tmp_path, untied_folder
 
 
 def test_what_is_written_while_a_result_is_replaced_is_kept(tmp_path, tied_folder, untied_folder, monkeypatch):
-    """After the last look, before the swap."""
     import_checkpoint(tied_folder, tmp_path / "m")
     original = atomic._move_into_place
 
@@ -189,7 +330,6 @@ def test_the_mode_of_the_target_stays(earlier, tmp_path, untied_folder):
 
 
 def refuse(monkeypatch, name: str, refused: Path):
-    """Have the disk refuse one thing in one place."""
     original = getattr(atomic, name) if hasattr(atomic, name) else getattr(shutil, name)
 
     def instead(path, *arguments, **named):
@@ -214,3 +354,204 @@ def test_a_result_is_in_place_when_the_earlier_one_cannot_be_removed(tmp_path, t
     (left,) = tmp_path.glob(".m.partial-*")
     assert any("is complete and in place" in note and str(left) in note for note in report.notes)
     assert verify_checkpoint(untied_folder, tmp_path / "m").same and verify_checkpoint(tied_folder, left).same
+
+
+@pytest.fixture
+def begun(untied_folder, tmp_path, monkeypatch) -> Path:
+    """An import to `tmp_path / "m"` that was to be continued and got as far as five units."""
+    monkeypatch.setattr(planned_files, "UNIT_BYTES", 1 << 14)
+    with broken_disk(5), pytest.raises(CheckpointError, match="stays in"):
+        import_checkpoint(untied_folder, tmp_path / "m", resume=True)
+    (folder,) = tmp_path.glob(".m.partial-*")
+    return folder
+
+
+def damage(folder: Path) -> str:
+    line = (folder / planned_files.PRIVATE / "rank-0").read_text().splitlines()[0]
+    name, start, end, _ = line.split(" ")
+    path = folder / "iter_0000000" / name
+    data = bytearray(path.read_bytes())
+    data[(int(start) + int(end)) // 2] ^= 4
+    path.write_bytes(data)
+    return name
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_damaged_part_is_written_once_more(begun, untied_folder, tmp_path, verify):
+    damage(begun)
+    report = import_checkpoint(untied_folder, tmp_path / "m", resume=True, verify=verify)
+    assert any(note.startswith("1 of 5 parts") for note in report.notes) and report.resumed
+    import_checkpoint(untied_folder, tmp_path / "whole")
+    assert contents(tmp_path / "m") == contents(tmp_path / "whole")
+
+
+def test_a_result_that_fails_to_verify_again_and_again_says_how_to_go_on(begun, untied_folder, tmp_path, monkeypatch):
+    damage(begun)  # and in such a way that it is not noticed
+    monkeypatch.setattr(planned_files, "intact", lambda _, __, units, ___: [unit for unit, _ in units])
+    with pytest.raises(CheckpointError, match=r"not written correctly.* is unusable: run without --resume"):
+        import_checkpoint(untied_folder, tmp_path / "m", resume=True, verify=True)
+    assert import_checkpoint(untied_folder, tmp_path / "m", verify=True).resumed == 0
+
+
+def test_a_file_that_grew_says_how_to_go_on(begun, untied_folder, tmp_path):
+    with (begun / "iter_0000000" / damage(begun)).open("ab") as file:
+        file.write(b"x" * (1 << 20))
+    with pytest.raises(CheckpointError, match=r"bytes, expected .* is unusable: run without --resume"):
+        import_checkpoint(untied_folder, tmp_path / "m", resume=True)
+
+
+def test_other_options_do_not_cost_what_was_to_be_continued(begun, untied_folder, tmp_path, capsys):
+    arguments = ["import", "--no-progress", "--hf-model", str(untied_folder), "--megatron-path", str(tmp_path / "m")]
+    before = contents(begun)
+    assert main([*arguments, "--resume", "--torch-dtype", "bfloat16"]) == 2
+    error = capsys.readouterr().err
+    assert str(begun) in error and "options or version" in error and "omit --resume" in error
+    assert contents(begun) == before and not (tmp_path / "m").exists()
+    assert main([*arguments, "--resume"]) == 0
+    assert "GB of its files existed already" in capsys.readouterr().out
+
+
+@pytest.fixture
+def whole(untied_folder, tmp_path, monkeypatch) -> Path:
+    """An import to `tmp_path / "m"`, whole but not in place, in a model folder of its own: `tmp_path / "model"`."""
+    model = shutil.copytree(untied_folder, tmp_path / "model")
+
+    def refuse(*_):
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="the whole result stays in"):
+        patch.setattr(os, "rename", refuse)
+        import_checkpoint(model, tmp_path / "m", resume=True)
+    return model
+
+
+def test_a_process_that_dies_while_it_moves_the_result_loses_nothing(whole, tmp_path):
+    (folder,) = tmp_path.glob(".m.partial-*")
+    os.rename(folder / planned_files.PRIVATE, folder.with_name(folder.name + planned_files.PRIVATE))
+    report = import_checkpoint(whole, tmp_path / "m", resume=True)
+    assert report.resumed and not report.written
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "model"]
+
+
+def test_an_error_that_is_none_of_the_files_gives_no_advice(begun, untied_folder, tmp_path, monkeypatch):
+    def fail(*_):
+        raise CheckpointError("the disk is gone")
+
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError) as error:
+        patch.setattr(conversion, "differences", fail)
+        import_checkpoint(untied_folder, tmp_path / "m", resume=True, verify=True)
+    assert "is unusable" not in str(error.value)
+    assert import_checkpoint(untied_folder, tmp_path / "m", resume=True, verify=True).resumed
+
+
+def test_what_lies_beside_the_tensors_is_written_anew(whole, tmp_path):
+    """The model's own files may have changed, and an earlier run may have left others."""
+    (folder,) = tmp_path.glob(".m.partial-*")
+    (folder / "iter_0000000" / "hf" / "stray.json").write_text("{}")
+    (whole / "generation_config.json").write_text('{"temperature": 0.5}')
+    assert import_checkpoint(whole, tmp_path / "m", resume=True).resumed
+    import_checkpoint(whole, tmp_path / "other")
+    assert contents(tmp_path / "m") == contents(tmp_path / "other")
+    assert (tmp_path / "m" / "iter_0000000" / "hf" / "generation_config.json").exists()
+
+
+def test_without_resume_a_conversion_starts_anew(begun, untied_folder, tmp_path):
+    report = import_checkpoint(untied_folder, tmp_path / "m", torch_dtype="bfloat16")
+    assert not report.resumed and str(begun) in report.notes[0] and "removed" in report.notes[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_what_never_got_as_far_as_a_plan_is_in_nobodys_way(begun, untied_folder, tmp_path):
+    (begun / planned_files.PRIVATE / "plan").write_text("")
+    report = import_checkpoint(untied_folder, tmp_path / "m", resume=True)
+    assert not report.resumed and verify_checkpoint(untied_folder, tmp_path / "m").same
+
+
+def test_all_that_is_left_to_do_takes_no_time(begun, untied_folder, tmp_path, capsys):
+    def intrude(*_):
+        (tmp_path / "m").mkdir(exist_ok=True)
+        (tmp_path / "m" / "precious").write_text("x")
+
+    arguments = ["import", "--no-progress", "--hf-model", str(untied_folder), "--megatron-path", str(tmp_path / "m")]
+    with before_each_unit(intrude):
+        assert main([*arguments, "--resume"]) == 2
+    assert "the whole result stays in" in capsys.readouterr().err
+    (tmp_path / "m" / "precious").unlink()
+    assert main([*arguments, "--resume"]) == 0
+    out = capsys.readouterr().out
+    assert "0.00 GB written" in out and "(0.00 GB/s)" in out and "-" not in out.partition("written")[2]
+
+
+# Writing a unit takes a second and removing what was written another one; both say so when they begin.
+SLOW = """
+import shutil, sys, time
+from qwen3vl_bridge.cli import convert as cli; from qwen3vl_bridge.checkpoint.formats import planned_files
+
+write, remove = planned_files._write_unit, shutil.rmtree
+
+def slowly(*arguments):
+    print("writing", flush=True)
+    time.sleep(1.5)
+    write(*arguments)
+
+def removed(*arguments, **options):
+    print("removing", flush=True)
+    time.sleep(1.5)
+    remove(*arguments, **options)
+
+planned_files._write_unit, shutil.rmtree = slowly, removed
+sys.exit(cli.main())
+"""
+
+
+@pytest.fixture
+def started(untied_folder, tmp_path) -> Iterator[subprocess.Popen]:
+    arguments = ["import", "--no-progress", "--hf-model", untied_folder, "--megatron-path", tmp_path / "out" / "m"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "writing\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def left(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_does_not_break_off_the_tidying(number, started, tmp_path):
+    started.send_signal(number)
+    time.sleep(0.1)
+    started.send_signal(signal.SIGTERM)  # of the same Ctrl-C
+    time.sleep(1.1)
+    started.send_signal(number)  # while the threads end, or what they wrote is removed
+    out, error = started.communicate(timeout=30)
+    assert error == (
+        "interrupted, cleaning up; interrupt again to stop at once and leave the cleanup to the next run\ninterrupted\n"
+    )
+    assert started.returncode == 130 and out.endswith("removing\n")
+    assert left(tmp_path) == []
+
+
+def test_a_third_signal_ends_at_once(started, untied_folder, tmp_path):
+    for _ in range(3):
+        started.send_signal(signal.SIGINT)
+        time.sleep(1.05)
+    _, error = started.communicate(timeout=30)
+    assert started.returncode == 130 and error.count("\n") == 1 and "interrupt again to stop at once" in error
+    assert all(path.name.startswith(".m.partial-") for path in (tmp_path / "out").iterdir())
+    assert not (tmp_path / "out" / "m").exists()
+
+
+def test_what_nohup_ignores_stays_ignored(untied_folder, tmp_path):
+    arguments = ["import", "--no-progress", "--hf-model", untied_folder, "--megatron-path", tmp_path / "m"]
+    process = subprocess.Popen(
+        ["nohup", sys.executable, "-c", SLOW, *arguments],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout.readline() == "writing\n"
+    os.kill(process.pid, signal.SIGHUP)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 0 and str(tmp_path / "m") in out, error

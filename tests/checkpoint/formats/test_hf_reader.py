@@ -1,15 +1,21 @@
-"""Headers that lie are found out, and nothing but CheckpointError ever escapes the reader."""
+"""Files that are damaged, hostile or random bytes: readers raise CheckpointError, run no code, and do nothing else."""
 
-from __future__ import annotations
-
+import contextlib
+import io
+import itertools
 import json
 import math
+import os
+import pickle
 import struct
+import zipfile
 
 from qwen3vl_bridge.checkpoint import CheckpointError
 from qwen3vl_bridge.checkpoint.conversion_plan import Task
+from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
+from qwen3vl_bridge.checkpoint.formats.dcp_reader import NotPlain, Tiling, find_payload, load_item
 from qwen3vl_bridge.checkpoint.formats.huggingface import INDEX, SINGLE, HFWeights, shard_files, write_index
-from qwen3vl_bridge.checkpoint.formats.tensors import Segments, TensorSpec, Zeros
+from qwen3vl_bridge.checkpoint.formats.tensors import Extent, Segments, TensorSpec, Zeros
 
 import pytest
 import safetensors
@@ -17,20 +23,18 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from ..support import entry, file_of
+from ..support import TENSORS, entry, file_of, read_everything
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "header of 0 bytes in a file of 0"),
-        (b"\xff" * 8, "expected a whole safetensors file"),
+        (b"", "header of 0 bytes in a file of 0"), (b"\xff" * 8, "expected a whole safetensors file"),
         (struct.pack("<Q", 100) + b"{}", "header of 100 bytes in a file of 10"),
-        (file_of("{"), "cannot be read as JSON"),
-        (file_of("[" * 100_000), "cannot be read as JSON"),
-        (file_of([]), "is a JSON list, expected an object"),
-        (file_of('{"a":1,"a":2}'), "'a' occurs twice"),
+        (file_of("{"), "cannot be read as JSON"), (file_of("[" * 100_000), "cannot be read as JSON"),
+        (file_of([]), "is a JSON list, expected an object"), (file_of('{"a":1,"a":2}'), "'a' occurs twice"),
         (file_of({"a": 1}), "tensor a: header entry 1"),
         (file_of({"a": entry(dtype="F3")}), "tensor a: dtype F3, expected one of"),
         (file_of({"a": entry(shape=(2, -3))}), "tensor a: shape [2, -3]"),
@@ -39,10 +43,9 @@ from ..support import entry, file_of
         (file_of({"a": entry(offsets=(0, 20))}), "hold 20 bytes, expected 24 for F32 [2, 3]"),
         (file_of({"a": entry(offsets=(8, 32))}, 32), "tensor a: starts at byte"),
         (file_of({"a": entry(), "b": entry(offsets=(12, 36))}, 36), "tensor b: starts at byte"),
-        (file_of({"a": entry()}, 23), "expected"),
-        (file_of({"a": entry()}, 25), "expected"),
+        (file_of({"a": entry()}, 23), "expected"), (file_of({"a": entry()}, 25), "expected"),
     ],
-)
+)  # fmt: skip
 def test_a_header_that_lies(content, message, tmp_path):
     (tmp_path / SINGLE).write_bytes(content)
     with pytest.raises(CheckpointError) as error:
@@ -103,7 +106,6 @@ WHOLE = json.dumps({"a": entry()})[1:-1]
 
 
 def both_take(content: bytes, folder) -> tuple[bool, str | None]:
-    """Whether safetensors takes a file, and why this reader does not."""
     (folder / SINGLE).write_bytes(content)
     try:
         safetensors.deserialize(content)
@@ -120,18 +122,12 @@ def both_take(content: bytes, folder) -> tuple[bool, str | None]:
 @pytest.mark.parametrize(
     ("header", "taken"),
     [
-        (f"{{{WHOLE}}}".encode("utf-16-le"), False),
-        (f"{{{WHOLE}}}".encode("utf-16"), False),
-        (f"{{{WHOLE}}}".encode("utf-32"), False),
-        (f"\ufeff{{{WHOLE}}}", False),
-        (f'{{"__metadata__": [], {WHOLE}}}', False),
-        (f'{{"__metadata__": [["a", "b"]], {WHOLE}}}', False),
-        (f'{{"__metadata__": "x", {WHOLE}}}', False),
-        (f'{{"__metadata__": {{"a": 1}}, {WHOLE}}}', False),
-        (f'{{"__metadata__": {{"a": null}}, {WHOLE}}}', False),
-        (f'{{"__metadata__": {{"a": "b"}}, {WHOLE}}}', True),
-        (f'{{"__metadata__": null, {WHOLE}}}', True),
-        (f'{{"__metadata__": {{"a": "\\udc00"}}, {WHOLE}}}', False),
+        (f"{{{WHOLE}}}".encode("utf-16-le"), False), (f"{{{WHOLE}}}".encode("utf-16"), False),
+        (f"{{{WHOLE}}}".encode("utf-32"), False), (f"\ufeff{{{WHOLE}}}", False),
+        (f'{{"__metadata__": [], {WHOLE}}}', False), (f'{{"__metadata__": [["a", "b"]], {WHOLE}}}', False),
+        (f'{{"__metadata__": "x", {WHOLE}}}', False), (f'{{"__metadata__": {{"a": 1}}, {WHOLE}}}', False),
+        (f'{{"__metadata__": {{"a": null}}, {WHOLE}}}', False), (f'{{"__metadata__": {{"a": "b"}}, {WHOLE}}}', True),
+        (f'{{"__metadata__": null, {WHOLE}}}', True), (f'{{"__metadata__": {{"a": "\\udc00"}}, {WHOLE}}}', False),
         (WHOLE.join("{}").replace('"a"', '"\\ud800"'), False),
         (WHOLE.join("{}").replace('"a"', '"\\ud83d\\ude00"'), True),
         (WHOLE.join("{}").replace("[0, 24]", "[-0, 24]"), False),
@@ -148,7 +144,7 @@ def both_take(content: bytes, folder) -> tuple[bool, str | None]:
         (json.dumps({"a": entry(), "b": entry(shape=[0, 2**64 - 1], offsets=(24, 24))}), True),
         (json.dumps({"a": entry(), "b": entry(shape=[0, 2**64], offsets=(24, 24))}), False),
     ],
-)
+)  # fmt: skip
 def test_a_header_is_taken_where_safetensors_takes_it(header, taken, tmp_path):
     theirs, refused = both_take(file_of(header), tmp_path)
     assert (theirs, refused is None) == (taken, taken), refused
@@ -160,7 +156,6 @@ VALUES = st.recursive(PLAIN, lambda v: st.lists(v, max_size=3) | st.dictionaries
 
 @st.composite
 def headers(draw) -> tuple[str, int]:
-    """The text of a header that is right, or nearly, and the bytes behind it."""
     header, position = {}, 0
     for name in draw(st.lists(st.text(max_size=3), max_size=4, unique=True)):
         shape = draw(st.lists(st.integers(0, 3), max_size=3))
@@ -190,3 +185,224 @@ def test_any_header_is_taken_where_safetensors_takes_it(tmp_path, made):
     theirs, refused = both_take(file_of(data, payload), tmp_path)
     assert theirs or refused is not None
     assert not theirs or refused is None or any(reason in refused for reason in _ONLY_THEIRS), refused
+
+
+def test_all_that_torch_writes_is_read(saved):
+    found = read_everything(saved)
+    assert found.keys() == TENSORS.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
+    assert set(read_metadata(saved).byte_items) == {"x", "n"}
+
+
+def test_bytes_are_found_without_loading_unless_transposed(saved):
+    tensors = read_metadata(saved).tensors
+    for name in TENSORS:
+        spec, (chunk,) = tensors[name]
+        if name == "t":
+            with pytest.raises(NotPlain):
+                find_payload(chunk.item, spec.dtype, spec.shape, name)
+        else:
+            assert find_payload(chunk.item, spec.dtype, spec.shape, name).length == spec.nbytes
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.mkdir, ("pwned",)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Hostile(), {"x": Hostile()}, print, os.system, eval, [1, {2: (3, 4)}], None, torch.nn.Linear(1, 1),
+        ValueError("x"),
+    ],
+)  # fmt: skip
+def test_other_pickles_are_refused_without_running_anything(value, folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (folder / ".metadata").write_bytes(pickle.dumps(value))
+    with pytest.raises(CheckpointError):
+        read_metadata(folder)
+    assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize(
+    ("data", "part"),
+    [
+        (b"", "is empty"),
+        (b"\x80\x04]", "is truncated"),
+        (b"\x80\x04r\xff\xff\xff\x7f.", ""),  # a memo index that asks for 16 GB of C memory
+        (b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7fx.", ""),  # a string longer than memory
+        (b"ctorch\nSize\n}X\x01\x00\x00\x00aK\x01sb.", ""),  # sets an attribute of one of our functions
+        (b"cposix\nsystem\n(S'true'\ntR.", ""),
+        (b"(S'true'\niposix\nsystem\n.", ""),
+        (b"\x82\x01.", ""),
+        (b"P0\n.", ""),
+    ],
+)
+def test_hostile_instructions_are_refused(data, part, folder):
+    (folder / ".metadata").write_bytes(data)
+    with pytest.raises(CheckpointError, match=part):
+        read_metadata(folder)
+
+
+def test_a_small_item_does_not_unpack_to_a_large_one(tmp_path):
+    """The whole of a part is unpacked by torch before its length is looked at: 18 MB took 4.5 GiB."""
+    plain, packed = io.BytesIO(), tmp_path / "__0_0.distcp"
+    torch.save(torch.zeros(4, 4).T, plain)
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
+        for name in source.namelist():
+            target.writestr(name, bytes(1 << 24) if name.endswith("/data/0") else source.read(name))
+    item = Extent(packed, 0, packed.stat().st_size)
+    assert item.length < 1 << 16
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp, x: the item at byte 0 cannot be read: it is compressed"):
+        load_item(item, "float32", (4, 4), "x")
+    packed.write_bytes(plain.getvalue())
+    assert len(load_item(Extent(packed, 0, len(plain.getvalue())), "float32", (4, 4), "x")) == 64
+
+
+def changed(folder, change) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _info(metadata, key="a"):
+    return next(info for index, info in metadata.storage_data.items() if index.fqn == key)
+
+
+def _second_chunk(metadata):
+    metadata.state_dict_metadata["a"].chunks.append(ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([1, 4])))
+
+
+def _fewer_rows(metadata):
+    metadata.state_dict_metadata["a"].chunks[0].sizes = torch.Size([2, 4])
+
+
+def _other_dtype(metadata):
+    metadata.state_dict_metadata["a"].properties.dtype = torch.int32
+
+
+def _no_place(metadata):
+    metadata.storage_data = {i: info for i, info in metadata.storage_data.items() if i.fqn != "a"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: setattr(_info(m), "relative_path", "../x.distcp"), "outside"),
+        (lambda m: setattr(_info(m), "relative_path", "/etc/passwd"), "outside"),
+        (lambda m: setattr(_info(m), "relative_path", "y.distcp"), "found nothing, expected a file"),
+        (lambda m: setattr(_info(m), "relative_path", 7), "found int, expected str"),
+        (lambda m: setattr(_info(m), "length", 10**9), "bytes, expected"),
+        (lambda m: setattr(_info(m), "length", 20), "expected room for float32"),
+        (lambda m: setattr(_info(m), "offset", -1), "whole numbers"),
+        (lambda m: setattr(_info(m), "offset", _info(m).offset + 1), "a"),
+        (lambda m: setattr(_info(m), "transform_descriptors", ["zstd"]), "one that is transformed"),
+        (lambda m: setattr(m, "storage_data", None), "found NoneType, expected dict"),
+        (lambda m: setattr(m.state_dict_metadata["a"], "size", torch.Size([4, 4])), "12 elements in chunks, expected"),
+        (lambda m: setattr(m.state_dict_metadata["a"], "size", torch.Size([12])), "expected one inside"),
+        (lambda m: setattr(m.state_dict_metadata["a"], "chunks", []), "0 elements in chunks, expected 12"),
+        (_second_chunk, "element 0 is in two chunks"),
+        (_fewer_rows, "8 elements in chunks, expected 12"),
+        (_other_dtype, "expected [3, 4] int32 by the metadata"),
+        (_no_place, "expected _StorageInfo"),
+        (lambda m: m.storage_data.update({MetadataIndex("zz"): 3}), ""),
+    ],
+)
+def test_metadata_that_lies(change, message, folder):
+    changed(folder, change)
+    if not message:  # nobody needs the entry
+        read_everything(folder)
+        return
+    with pytest.raises(CheckpointError) as error:
+        read_everything(folder)
+    assert message in str(error.value) and str(folder) in str(error.value)
+
+
+@settings(deadline=None)
+@given(
+    cuts=st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=3, max_size=3),
+    span=st.tuples(st.integers(0, 60), st.integers(0, 60)),
+)
+def test_boxes_of_any_grid_are_every_element_once(cuts, span):
+    shape = (5, 4, 3)
+    tensor = torch.arange(60).reshape(shape)
+    edges = [[0, *sorted({c for c in cut if c < n}), n] for cut, n in zip(cuts, shape, strict=True)]
+    grid = [[(a, b - a) for a, b in itertools.pairwise(e) if b > a] for e in edges]
+    boxes = [tuple(zip(x, y, z, strict=True)) for x in grid[0] for y in grid[1] for z in grid[2]]
+    tiling = Tiling(shape, boxes)
+    low, high = sorted(span)
+    found = []
+    for block in tiling.blocks(low, high - low):
+        offsets, sizes = boxes[block.box]
+        box = tensor[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))].flatten()
+        assert block.start == low + len(found)
+        found += box[block.first : block.first + block.length].tolist()
+    assert found == list(range(low, high))
+    whole = sum(block.length for block in tiling.blocks(0, 60))
+    assert whole == 60
+    for broken, message in ((boxes[1:], "elements in chunks"), ([*boxes, boxes[0]], "in two chunks")):
+        with pytest.raises(ValueError, match=message):
+            Tiling(shape, broken)
+
+
+FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@FUZZ
+@given(content=st.binary(max_size=200))
+def test_any_file(content, tmp_path):
+    (tmp_path / SINGLE).write_bytes(content)
+    with contextlib.suppress(CheckpointError):
+        HFWeights(tmp_path)
+
+
+@FUZZ
+@given(index=st.dictionaries(st.sampled_from(["weight_map", "metadata"]), JSON))
+def test_any_index(index, tmp_path):
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with contextlib.suppress(CheckpointError):
+        HFWeights(tmp_path)
+
+
+def damaged(data: bytes, where: list[tuple[float, int]], keep: float) -> bytes:
+    changed = bytearray(data[: max(1, round(len(data) * keep))])
+    for place, value in where:
+        changed[min(int(place * len(changed)), len(changed) - 1)] = value
+    return bytes(changed)
+
+
+DAMAGE = {
+    "where": st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), max_size=6),
+    "keep": st.just(1.0) | st.floats(0, 1),
+}
+
+
+@FUZZ
+@given(**DAMAGE)
+def test_any_damage_to_the_metadata(where, keep, folder, saved):
+    (folder / ".metadata").write_bytes(damaged((saved / ".metadata").read_bytes(), where, keep))
+    with contextlib.suppress(CheckpointError):
+        read_everything(folder)
+
+
+@FUZZ
+@given(**DAMAGE)
+def test_any_damage_to_the_data(where, keep, folder, saved):
+    (folder / "__0_0.distcp").write_bytes(damaged((saved / "__0_0.distcp").read_bytes(), where, keep))
+    with contextlib.suppress(CheckpointError):
+        read_everything(folder)
+
+
+@FUZZ
+@given(data=st.binary(max_size=60))
+def test_any_metadata(data, folder):
+    (folder / ".metadata").write_bytes(b"\x80\x04" + data)
+    with contextlib.suppress(CheckpointError):
+        read_everything(folder)

@@ -1,20 +1,31 @@
-"""What is stored, against a restatement of the layouts element by element and against stock readers and writers."""
+"""What is stored, against restated layouts, stock readers and writers; pieces of tensors as bytes, few open files."""
 
-from __future__ import annotations
-
+import contextlib
+import itertools
 import json
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Iterator
 
 from qwen3vl_bridge.checkpoint import Topology, export_checkpoint, import_checkpoint, verify_checkpoint
+from qwen3vl_bridge.checkpoint.formats import dcp_reader, tensors
+from qwen3vl_bridge.checkpoint.formats.dcp_reader import NotPlain
+from qwen3vl_bridge.checkpoint.formats.huggingface import SINGLE, HFWeights
+from qwen3vl_bridge.checkpoint.formats.tensors import ITEMSIZE, Slice, TransposedSlice
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
 
-from ..support import hf_tensors, stock_load
+from ..support import before_each_unit, hf_tensors, read_everything, stock_load
 
 
 def restated(name: str, hf: dict[str, torch.Tensor], config: dict) -> torch.Tensor:
-    """A text or vision attention parameter, row by row."""
     text, vision = config["text_config"], config["vision_config"]
     layer = name.split(".")[3]
     rows = []
@@ -42,40 +53,30 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:T
 
 
 @pytest.fixture(scope="module")
-def stored(untied_folder, tmp_path_factory):
-    """The untied model's checkpoint in many chunks, as torch reads it."""
+def stored_layouts(untied_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("stored") / "megatron"
     import_checkpoint(untied_folder, folder, topology=Topology(tp=4, chunk_bytes=5_000))
     return stock_load(folder / "iter_0000000")
 
 
-def test_attention_is_interleaved_by_query_group(stored, untied_folder):
+def test_attention_is_interleaved_by_query_group(stored_layouts, untied_folder):
     hf = hf_tensors(untied_folder)
     config = json.loads((untied_folder / "config.json").read_text())
-    names = [key.removeprefix("model.module.") for key in stored if "linear_qkv." in key and "layer_norm" not in key]
+    names = [
+        key.removeprefix("model.module.") for key in stored_layouts if "linear_qkv." in key and "layer_norm" not in key
+    ]
     assert len(names) == 4 + 2 * 4
     for name in names:
-        assert torch.equal(stored[f"model.module.{name}"], restated(name, hf, config)), name
+        assert torch.equal(stored_layouts[f"model.module.{name}"], restated(name, hf, config)), name
 
 
-def test_gate_and_up_are_stored_apart(stored, untied_folder):
+def test_gate_and_up_are_stored_apart(stored_layouts, untied_folder):
     hf = hf_tensors(untied_folder)
     for layer in range(4):
         for suffix, part in (("_w", "gate"), ("_v", "up")):
-            found = stored[f"model.module.language_model.decoder.layers.{layer}.mlp.linear_fc1.weight{suffix}"]
+            found = stored_layouts[f"model.module.language_model.decoder.layers.{layer}.mlp.linear_fc1.weight{suffix}"]
             assert torch.equal(found, hf[f"model.language_model.layers.{layer}.mlp.{part}_proj.weight"])
-    assert not any(key.endswith("language_model.decoder.layers.0.mlp.linear_fc1.weight") for key in stored)
-
-
-def test_the_three_byte_items_are_there(stored):
-    assert (stored["checkpoint_version"], stored["iteration"], stored["args"]) == (3.0, 0, None)
-
-
-def test_stock_loader_fills_a_given_state_dict(imported):
-    key = "model.module.language_model.embedding.word_embeddings.weight"
-    wanted = {key: torch.zeros(512, 80)}
-    dcp.load(wanted, checkpoint_id=imported / "iter_0000000", no_dist=True)
-    assert torch.equal(wanted[key], stock_load(imported / "iter_0000000")[key])
+    assert not any(key.endswith("language_model.decoder.layers.0.mlp.linear_fc1.weight") for key in stored_layouts)
 
 
 def resave(stored: dict, folder, change=lambda key, tensor: tensor) -> None:
@@ -88,15 +89,15 @@ def resave(stored: dict, folder, change=lambda key, tensor: tensor) -> None:
     (folder / "latest_checkpointed_iteration.txt").write_text("7")
 
 
-def test_a_trainers_checkpoint_exports(stored, untied_folder, tmp_path):
-    resave(stored, tmp_path / "run", lambda _, tensor: tensor * 2)
+def test_a_trainers_checkpoint_exports(stored_layouts, untied_folder, tmp_path):
+    resave(stored_layouts, tmp_path / "run", lambda _, tensor: tensor * 2)
     export_checkpoint(tmp_path / "run", tmp_path / "hf", hf_model=untied_folder)
     before, after = hf_tensors(untied_folder), hf_tensors(tmp_path / "hf")
     assert all(torch.equal(after[name], tensor * 2) for name, tensor in before.items())
 
 
-def test_tensors_that_lie_transposed_in_their_archive_are_read_too(stored, untied_folder, tmp_path):
-    resave(stored, tmp_path / "run", lambda _, tensor: tensor.T.contiguous().T if tensor.ndim == 2 else tensor)
+def test_tensors_that_lie_transposed_in_their_archive_are_read_too(stored_layouts, untied_folder, tmp_path):
+    resave(stored_layouts, tmp_path / "run", lambda _, tensor: tensor.T.contiguous().T if tensor.ndim == 2 else tensor)
     assert verify_checkpoint(untied_folder, tmp_path / "run", iteration=7).same
 
 
@@ -113,8 +114,8 @@ def _save_sharded(rank: int, store: str, folder: str, tensors: dict[str, torch.T
     dist.destroy_process_group()
 
 
-def test_what_several_ranks_saved_exports(stored, untied_folder, tmp_path):
-    tensors = {key: value for key, value in stored.items() if isinstance(value, torch.Tensor)}
+def test_what_several_ranks_saved_exports(stored_layouts, untied_folder, tmp_path):
+    tensors = {key: value for key, value in stored_layouts.items() if isinstance(value, torch.Tensor)}
     run = tmp_path / "run" / "iter_0000001"
     arguments = (str(tmp_path / "store"), str(run), tensors)
     # From a fresh process: forks of one that has joined others cannot join each other.
@@ -123,3 +124,123 @@ def test_what_several_ranks_saved_exports(stored, untied_folder, tmp_path):
     export_checkpoint(run, tmp_path / "hf", hf_model=untied_folder)
     before, after = hf_tensors(untied_folder), hf_tensors(tmp_path / "hf")
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@pytest.fixture(scope="module")
+def stored_values(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stored")
+    generator = torch.Generator().manual_seed(0)
+    values = {
+        f"{part} {dtype}": torch.randn(3000, generator=generator).to(getattr(torch, dtype))
+        for dtype in DTYPES
+        for part in ("gate", "up")
+    }
+    save_file(values, folder / SINGLE)
+    return folder, values
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    rows=st.integers(1, 50),
+    more_rows=st.integers(0, 10),
+    columns=st.integers(1, 50),
+    dtypes=st.tuples(*[st.sampled_from(DTYPES)] * 3),
+    strip=st.sampled_from([1, 64, 1000, 1 << 18]),
+    cuts=st.lists(st.integers(0, 3000), max_size=3),
+)
+def test_a_turned_matrix_is_the_transpose(stored_values, rows, more_rows, columns, dtypes, strip, cuts):
+    """Of one run or of two, read strip by strip, asked for in parts, in the dtype that is stored or another."""
+    folder, values = stored_values
+    lengths, (first, second, target) = [rows * columns, more_rows * columns], dtypes
+    names = [f"gate {first}", f"up {second}"]
+    runs = tuple(Slice(name, 7, length) for name, length in zip(names, lengths, strict=True) if length)
+    parts = [values[run.source][7 : 7 + run.length].to(getattr(torch, target)) for run in runs]
+    expected = torch.cat(parts).view(-1, columns).t().contiguous().view(-1)
+    places = sorted({0, len(expected), *(cut for cut in cuts if cut < len(expected))})
+    matrix = TransposedSlice(runs, columns, 0, len(expected))
+    with pytest.MonkeyPatch.context() as patch, tensors.SegmentReader(HFWeights(folder), block=64) as reader:
+        patch.setattr(tensors, "_STRIP", strip)
+        found = b"".join(
+            bytes(block)
+            for start, end in itertools.pairwise(places)
+            for block in reader.blocks([matrix.part(start, end - start)], target)
+        )
+    assert len(found) == len(expected) * ITEMSIZE[target]
+    assert torch.equal(torch.frombuffer(bytearray(found), dtype=expected.dtype), expected)
+
+
+@contextlib.contextmanager
+def few_files() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(64, 50 + max(map(int, os.listdir("/proc/self/fd")))), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def open_below(folder) -> int:
+    found = 0
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found += os.readlink(f"/proc/self/fd/{number}").startswith(str(folder))
+    return found
+
+
+@pytest.mark.parametrize("direction", ["import", "export"])
+def test_a_slow_disk_does_not_collect_open_files(direction, moe_folder, tmp_path):
+    source, target, most = tmp_path / "source", tmp_path / "target", []
+    if direction == "export":
+        import_checkpoint(moe_folder, source)
+
+    def slow(*_):
+        time.sleep(0.002)
+        most.append(sum(open_below(path) for path in tmp_path.glob(".target.partial-*/[!.]*")))
+
+    with few_files(), before_each_unit(slow, 1 << 12):
+        if direction == "import":
+            import_checkpoint(moe_folder, target)
+        else:
+            export_checkpoint(source, target)
+    assert len(most) > 100, "the model has too few units to show it"
+    assert max(most) <= 2 + 1  # two are written, and one may be let go
+    assert verify_checkpoint(*((moe_folder, target) if direction == "import" else (target, source))).same
+
+
+def test_more_old_archives_than_files_may_be_open(tmp_path):
+    """Items that are not contiguous in their archives have to be loaded, and are kept for as long as they are read."""
+    tensors = {f"t{number:03d}": torch.full((3, 2), float(number)).T + torch.arange(3) for number in range(200)}
+    tensors = {name: tensor.T.contiguous().T for name, tensor in tensors.items()}
+    dcp.save(tensors, checkpoint_id=tmp_path / "saved", no_dist=True)
+    with few_files():
+        found = read_everything(tmp_path / "saved")
+    assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+def test_threads_that_unpack_at_once_get_each_its_own_bytes(moe_folder, tmp_path, monkeypatch):
+    """Two units are written at a time, and both may come upon an item that cannot be read in place."""
+
+    def not_plain(*_):
+        raise NotPlain
+
+    class Slow:
+        def __init__(self, original=tempfile.TemporaryFile) -> None:
+            self.file = original()
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.file, name)
+
+        def seek(self, *where: int) -> int:
+            end = self.file.seek(*where)
+            time.sleep(0.005)
+            return end
+
+    import_checkpoint(moe_folder, tmp_path / "source")
+    with monkeypatch.context() as patch:
+        patch.setattr(dcp_reader, "find_payload", not_plain)
+        patch.setattr(dcp_reader.tempfile, "TemporaryFile", Slow)
+        export_checkpoint(tmp_path / "source", tmp_path / "target", max_shard_bytes=200_000)
+    assert verify_checkpoint(tmp_path / "target", tmp_path / "source").same

@@ -1,7 +1,5 @@
 """Rows beyond the vocabulary: only a Megatron checkpoint has them, and what they hold is not lost unasked."""
 
-from __future__ import annotations
-
 from qwen3vl_bridge.checkpoint import (
     CheckpointError,
     export_checkpoint,
@@ -26,7 +24,6 @@ VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
 
 
 def padded(folder, imported, padding: torch.Tensor, of: tuple[str, ...] = VOCABULARY):
-    """A checkpoint as a trainer saves it, with more rows in its vocabulary."""
     stored = {k: v for k, v in stock_load(imported / "iter_0000000").items() if isinstance(v, torch.Tensor)}
     stored = {k: torch.cat([v, padding]) if k.endswith(of) else v for k, v in stored.items()}
     dcp.save(stored, checkpoint_id=folder, no_dist=True)

@@ -10,8 +10,6 @@ is a folder to save to, all weights are doubled and saved by Megatron-Bridge's o
 megatron-core's optimizer.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -65,13 +63,10 @@ def without_cuda() -> None:
 
 
 def wrapped_model(hf_folder: str, tp: int, ep: int) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """The wrapper, and MegatronFSDP with the model in it; all weights are 7."""
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=1,
+        tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=1,
         create_gloo_process_groups=False,
-    )
+    )  # fmt: skip
     model_parallel_cuda_manual_seed(0)
     provider = AutoBridge.from_hf_pretrained(hf_folder).to_megatron_provider(load_weights=False)
     provider.tensor_model_parallel_size, provider.bf16, provider.params_dtype = tp, True, torch.bfloat16
@@ -93,7 +88,6 @@ def wrapped_model(hf_folder: str, tp: int, ep: int) -> tuple[torch.nn.Module, to
 
 
 def load(model: torch.nn.Module, folder: str, strict: bool) -> None:
-    """Fill the model, as Megatron-Bridge's loop and verl do."""
     state = {"checkpoint_version": 3.0, "iteration": 1, "model": model.state_dict_for_save_checkpoint()}
     settings = types.SimpleNamespace(strict_fsdp_dtensor_load=strict)
     state, *_ = checkpointing.load_fsdp_dtensor_checkpoint(
@@ -103,8 +97,6 @@ def load(model: torch.nn.Module, folder: str, strict: bool) -> None:
 
 
 class CountingReader(FileSystemReader):
-    """Torch's own, which keeps the count of what it reads."""
-
     def read_data(self, plan, planner):
         places = [self.storage_data[item.storage_index] for item in plan.items]
         type(self).counted = [sum(place.length for place in places), len({place.relative_path for place in places})]
@@ -112,7 +104,6 @@ class CountingReader(FileSystemReader):
 
 
 def counted(model: torch.nn.Module, folder: str) -> list[int]:
-    """Load; bytes read, files opened, elements held."""
     checkpointing._get_filesystem_reader = CountingReader
     load(model, folder, strict=True)
     held = sum(tensor.to_local().numel() for tensor in model.state_dict().values() if hasattr(tensor, "to_local"))
@@ -120,7 +111,6 @@ def counted(model: torch.nn.Module, folder: str) -> list[int]:
 
 
 def refusal(model: torch.nn.Module, folder: str) -> str:
-    """What is said of a checkpoint of another model; nothing of it has been read then."""
     try:
         load(model, folder, strict=False)
     except CheckpointError as error:
@@ -152,7 +142,6 @@ def save_doubled(wrapper: torch.nn.Module, model: torch.nn.Module, folder: str) 
 
 
 def compare(model: torch.nn.Module, stored: dict[str, torch.Tensor], tp: int) -> set[str]:
-    """Compare every shard with its part of what is stored; returns the names of what was compared."""
     compared = set()
     groups, experts = parallel_state, getattr(unwrap_model([model])[0].config, "num_moe_experts", None) or 0
     first = groups.get_expert_model_parallel_rank() * (experts // groups.get_expert_model_parallel_world_size())
@@ -179,7 +168,6 @@ def compare(model: torch.nn.Module, stored: dict[str, torch.Tensor], tp: int) ->
 def rank_main(
     rank: int, store: str, hf_folder: str, folder: str, world: int, tp: int, ep: int, save_to: str | None, kind: str
 ) -> None:
-    """Load at one topology, and say what was compared on all ranks together."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     without_cuda()
     stored = _load_state_dict_from_keys(None, checkpoint_id=f"{folder}/iter_0000000")["model"]

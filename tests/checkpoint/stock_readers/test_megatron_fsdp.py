@@ -1,9 +1,4 @@
-"""megatron-core's own MegatronFSDP loads what we wrote at several worlds, by Megatron-Bridge's own function.
-
-Under the names of either layer spec all weights arrive, or all ranks refuse. What it saves, we export.
-"""
-
-from __future__ import annotations
+"""megatron-core's own MegatronFSDP loads what we wrote at several worlds, by Megatron-Bridge's own function."""
 
 import json
 import os
@@ -37,7 +32,6 @@ REFUSED = "refused: missing: model.module.language_model.output_layer.weight [51
 
 
 def import_twice(source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A checkpoint of many files without and with its parallel sizes stated; the folders."""
     monkeypatch.setattr(planned_files, "UNIT_BYTES", 100_000)
     monkeypatch.setattr(topology, "_LEAST_BYTES", 500)
     topologies = {"any": Topology(), "ep2": Topology(ep=2)}
@@ -47,7 +41,6 @@ def import_twice(source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def check_reads(said: list[str]) -> None:
-    """What two ranks read, by torch's own reader: less of fewer files where the sizes are stated."""
     anyhow, stated = (json.loads(line.removeprefix("read: ")) for line in said)
     for (before, opened_before, held), (after, opened, held_after) in zip(anyhow, stated, strict=True):
         assert held == held_after
@@ -79,11 +72,9 @@ def test_megatron_fsdp_loads_every_shard_and_what_it_saves_exports(
         loads.append((str(sources["moe"]), folder, 2, 1, 2, None, "counted"))
         expected += f"same: {report.tensors} at world 2, tp 1, ep 2, counted\n"
     found = subprocess.run(
-        [sys.executable, SCRIPT, json.dumps(loads)],
-        capture_output=True,
-        text=True,
+        [sys.executable, SCRIPT, json.dumps(loads)], capture_output=True, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    )  # fmt: skip
     assert found.returncode == 0, found.stderr[-4000:]
     assert "".join(line for line in found.stdout.splitlines(keepends=True) if line.startswith(SAID)) == expected
     check_reads([line for line in found.stdout.splitlines() if line.startswith("read: ")])

@@ -1,7 +1,5 @@
 """Stock megatron-core and Megatron-Bridge load our torch_dist checkpoints; what megatron-core saves, we export."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -41,22 +39,17 @@ def test_stock_megatron_core_loads_it_and_what_it_saves_exports(
     import_checkpoint(released, tmp_path / "fsdp")
     reformat_checkpoint(tmp_path / "fsdp", tmp_path / "again", ckpt_format="torch_dist", naming="local")
     loads = [
-        (*folders["untied"], {}, "untied"),
-        (*folders["untied"], {TP: 2, "sequence_parallel": True}, "untied-tp2"),
+        (*folders["untied"], {}, "untied"), (*folders["untied"], {TP: 2, "sequence_parallel": True}, "untied-tp2"),
         (*folders["untied"], {PP: 2, "num_layers_in_first_pipeline_stage": 3}, None),
-        (*folders["tied"], {TP: 2}, None),
-        (*folders["moe"], {EP: 2}, "moe-ep2"),
-        (*folders["all_moe"], {}, "all_moe"),
-        (*folders["all_moe"], {EP: 2}, None),
+        (*folders["tied"], {TP: 2}, None), (*folders["moe"], {EP: 2}, "moe-ep2"),
+        (*folders["all_moe"], {}, "all_moe"), (*folders["all_moe"], {EP: 2}, None),
         (str(released), str(tmp_path / "again"), {TP: 2, "sequence_parallel": True}, None),
-    ]
+    ]  # fmt: skip
     loads = [(*load, save and str(tmp_path / "saved" / save)) for *load, save in loads]
     found = subprocess.run(
-        [sys.executable, Path(__file__).parent / "torch_dist_main.py", json.dumps(loads)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+        [sys.executable, Path(__file__).parent / "torch_dist_main.py", json.dumps(loads)], capture_output=True,
+        text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
     assert found.returncode == 0, found.stderr[-4000:]
     assert found.stdout.count("same: ") == len(loads)
     # The two that one process loaded were loaded by Megatron-Bridge too, with nothing but the checkpoint.

@@ -1,7 +1,5 @@
 """On several ranks, stock megatron-core loads a torch_dist checkpoint of ours, strictly; see `torch_dist_main.py`."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -26,13 +24,11 @@ METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 
 def same(model: torch.nn.Module, expected: dict[str, torch.Tensor]) -> bool:
-    """Whether a model has certain tensors."""
     found = model.state_dict()
     return all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def save_doubled(model: torch.nn.Module, provider: Any, groups: Any, folder: str) -> None:
-    """Save twice the weights and the optimizer's state."""
     ddp = DistributedDataParallel(provider, DistributedDataParallelConfig(), model, pg_collection=groups)
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=0.0), [ddp], use_gloo_process_groups=False)
     for parameter in model.parameters():
@@ -52,7 +48,6 @@ def save_doubled(model: torch.nn.Module, provider: Any, groups: Any, folder: str
 def rank_main(
     rank: int, world: int, store: str, hf_folder: str, folder: str, settings: dict[str, Any], save_to: str | None
 ) -> None:
-    """Load and compare."""
     os.environ["WORLD_SIZE"] = str(world)  # as of a process that torchrun started
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     provider = AutoBridge.from_hf_pretrained(hf_folder).to_megatron_provider(load_weights=True)

@@ -5,9 +5,6 @@
 Every parameter and buffer is then compared, bit for bit, with a model that Megatron-Bridge has filled from the Hugging
 Face folder itself. Where there is a folder to save to, all weights are doubled and saved by megatron-core, together
 with the state of its optimizer; and a single process has Megatron-Bridge build and fill a model from the checkpoint.
-
-What lives here: nothing but the start. megatron-core's saving imports this file again in a process of its own, so it
-may not import Megatron at its top.
 """
 
 import json

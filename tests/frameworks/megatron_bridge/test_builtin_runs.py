@@ -24,7 +24,7 @@ from transformers import AutoProcessor
 
 from tests.expert_layouts import rewrite
 from tests.host_waits.upstream import stock_with_torch_attention
-from tests.model.checkpoints.torch_dist_models import make_experts_everywhere
+from tests.model.checkpoints.test_torch_dist import make_experts_everywhere
 from tests.parity.batches import make_batch, make_samples
 from tests.parity.conftest import make_pair
 from tests.parity.one_process.test_padding import masks_that_arrive

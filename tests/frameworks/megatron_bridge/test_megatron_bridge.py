@@ -21,7 +21,7 @@ from transformers import AutoProcessor
 
 from tests.model.inputs.support import no_grad
 from tests.parity.conftest import make_pair
-from tests.training.megatron_batches.foreign import batch_of, direct, write_conversations
+from tests.training.megatron_batches.test_megatron_batches import batch_of, direct, write_conversations
 
 from ..support import check_exported, pass_of
 

@@ -1,16 +1,14 @@
-"""Checkpoints that Megatron-Bridge's own Qwen3-VL has saved, loaded with the plugin imported, are our models.
+"""Checkpoints that Megatron-Bridge's own Qwen3-VL has saved, loaded with the plugin imported, are our models."""
 
-Their `run_config.yaml` names Megatron-Bridge's classes. Everything that rebuilds a model from one goes through here:
-`load_megatron_model` (Megatron-Bridge's conversion and inference scripts, NeMo-RL's export), `load_model_config`
-(NeMo-RL's policy and value workers), `ConfigContainer.from_yaml`.
-"""
-
-from __future__ import annotations
-
+import contextlib
+import copy
 import dataclasses
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.checkpoint import (
@@ -22,8 +20,12 @@ from qwen3vl_bridge.checkpoint import (
     verify_checkpoint,
 )
 from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
+from qwen3vl_bridge.checkpoint.formats.megatron import run_config
+from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, check_model_of_run
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
-from qwen3vl_bridge.models.settings import DistTrainConfig, default_transformer_impl
+from qwen3vl_bridge.models.settings import DistTrainConfig, default_transformer_impl, gelu_tanh
+from qwen3vl_bridge.registry import family
+from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
 from qwen3vl_bridge.training.process_groups import initialize
 from qwen3vl_bridge.training.weight_loading import load_model, load_weights
 from qwen3vl_bridge.weights.rows import ExpertLayout
@@ -33,18 +35,117 @@ import torch
 import torch.distributed.checkpoint as dcp
 import yaml
 from megatron.bridge import AutoBridge
+from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
+from megatron.bridge.models.qwen_vl import qwen3_vl_bridge, qwen3_vl_provider
 from megatron.bridge.models.qwen_vl import qwen3_vl_provider as stock
-from megatron.bridge.training.model_load_save import load_megatron_model, load_model_config
+from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import model as qwen3_vl_model
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.model_load_save import load_megatron_model, load_model_config, save_megatron_model
+from megatron.bridge.training.utils.checkpoint_utils import read_run_config
 from megatron.bridge.utils.instantiate_utils import instantiate
+from megatron.bridge.utils.yaml_utils import safe_yaml_representers
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.utils import unwrap_model
+from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config
+from qwen3vl_recipes.paths import set_paths
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from tests.checkpoint.support import stock_load
 from tests.expert_layouts import rewrite
-from tests.model.checkpoints.stock_models import SAVED_WITH_EXPERTS, SAVED_WITH_TE, as_saved, save_stock, stock_provider
 from tests.model.inputs.support import make_rows, no_grad, reference_logits
 from tests.parity.batches import make_samples
+
+# As they are by default where Transformer Engine is installed.
+SAVED_WITH_TE = dict(transformer_impl="transformer_engine", gradient_accumulation_fusion=True, persist_layer_norm=True)
+SAVED_WITH_EXPERTS = dict(moe_grouped_gemm=True, moe_permute_fusion=True)
+
+
+def stock_provider(folder: Path, **fields: Any) -> Any:
+    return _bridge(PreTrainedCausalLM.from_pretrained(folder), fields)[1]
+
+
+def as_saved(provider: Any) -> dict[str, Any]:
+    """A provider as a `run_config.yaml` has it."""
+    with safe_yaml_representers():
+        return yaml.safe_load(yaml.safe_dump(ConfigContainer._convert_value_to_dict(provider)))
+
+
+def save_stock(folder: Path, checkpoint: Path, **fields: Any) -> None:
+    """Build Megatron-Bridge's model, fill it with a Hugging Face folder's weights, and save it, all by its own code."""
+    model, provider = _built(folder, fields)
+    for name, value in (SAVED_WITH_TE | (SAVED_WITH_EXPERTS if provider.num_moe_experts else {})).items():
+        setattr(provider, name, value)
+    save_megatron_model([model], checkpoint)
+
+
+def build_stock(folder: Path, **fields: Any) -> torch.nn.Module:
+    """Its model by itself; arguments as for `save_stock`."""
+    return _built(folder, fields)[0]
+
+
+def _built(folder: Path, fields: dict[str, Any]) -> tuple[torch.nn.Module, Any]:
+    hf = PreTrainedCausalLM.from_pretrained(folder)
+    bridge, provider = _bridge(hf, fields)
+    with local_layers(provider):
+        provider.finalize()
+        groups = initialize(provider, seed=0)
+        (model,) = provider.provide_distributed_model(
+            wrap_with_ddp=False, use_cpu_initialization=True, mixed_precision_wrapper=None, pg_collection=groups
+        )
+    assert type(model).__module__.startswith("megatron.bridge."), type(model)
+    bridge.load_weights_hf_to_megatron(hf, [model])
+    return model, provider
+
+
+def _bridge(hf: PreTrainedCausalLM, fields: dict[str, Any]) -> tuple[Any, Any]:
+    moe = hf.config.model_type == "qwen3_vl_moe"
+    bridge = qwen3_vl_bridge.Qwen3VLMoEBridge() if moe else qwen3_vl_bridge.Qwen3VLBridge()
+    bridge.hf_pretrained, bridge.hf_config = hf, hf.config
+    provider = bridge.provider_bridge(hf)
+    for name, value in fields.items():
+        assert hasattr(provider, name), name
+        setattr(provider, name, value)
+    return bridge, provider
+
+
+@contextlib.contextmanager
+def local_layers(provider: Any) -> Iterator[None]:
+    """Have a provider of its build a model of megatron-core's local layers; the provider says so afterwards."""
+    for name in (*SAVED_WITH_TE, *SAVED_WITH_EXPERTS):
+        setattr(provider, name, False)
+    provider.transformer_impl = "local"
+    with _local_layers():
+        yield
+
+
+@contextlib.contextmanager
+def _local_layers() -> Iterator[None]:
+    with (
+        mock.patch.object(qwen3_vl_provider, "get_gpt_layer_with_transformer_engine_spec", _text_layer),
+        mock.patch.object(qwen3_vl_model, "get_vit_layer_with_transformer_engine_spec", _vision_layer),
+        mock.patch.object(qwen3_vl_model, "TEColumnParallelLinear", ColumnParallelLinear),
+        mock.patch.object(qwen3_vl_model, "TERowParallelLinear", RowParallelLinear),
+        mock.patch.object(qwen3_vl_model, "TENorm", WrappedTorchNorm),
+    ):
+        yield
+
+
+def _text_layer(num_experts: int | None, **_: Any) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(
+        num_experts=num_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
+    )
+    if num_experts:  # Transformer Engine's spec has the norm before experts as a module too
+        spec.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
+    return spec
+
+
+def _vision_layer() -> ModuleSpec:
+    return get_gpt_layer_local_spec(qk_layernorm=False, normalization="LayerNorm")
+
 
 KINDS = {"untied": Qwen3VLModelProvider, "tied": Qwen3VLModelProvider, "experts": Qwen3VLMoEModelProvider}
 OF_VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
@@ -53,14 +154,12 @@ LOGITS = 1e-5  # measured 2.4e-6
 
 @pytest.fixture(scope="module")
 def sources(folders, tmp_path_factory) -> dict[str, Path]:
-    """Hugging Face folders that Megatron-Bridge reads: experts as in the released checkpoints."""
     experts = rewrite(folders["experts"], tmp_path_factory.mktemp("released"), ExpertLayout.INPUT_MAJOR)
     return {"untied": folders["untied"], "tied": folders["tied"], "experts": experts}
 
 
 @pytest.fixture(scope="module")
 def checkpoints(sources, tmp_path_factory) -> dict[str, Path]:
-    """What Megatron-Bridge saved of each."""
     saved = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
     for kind, folder in saved.items():
         save_stock(sources[kind], folder)
@@ -72,7 +171,6 @@ def checkpoints(sources, tmp_path_factory) -> dict[str, Path]:
 
 
 def logits_gap(model: torch.nn.Module, folder: Path) -> float:
-    """Against transformers, of pictures, a video and text."""
     reference = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
 
     class Both:
@@ -177,7 +275,6 @@ def test_a_vocabulary_padded_for_more_ranks_is_built_with_its_rows(sources, tmp_
 
 
 def vocabulary_rows(folder: Path) -> set[int]:
-    """Rows of the embedding and the output layer in a checkpoint."""
     specs = [spec for spec, _ in read_metadata(folder).tensors.values()]
     return {spec.shape[0] for spec in specs if spec.name.endswith(OF_VOCABULARY)}
 
@@ -261,7 +358,6 @@ def test_unknown_fields_are_named(sources, caplog):
 
 
 def test_ours_saved_with_transformer_engine_loads_without(sources):
-    """A run on GPUs, exported on a machine that has none."""
     provider = AutoBridge.from_hf_pretrained(str(sources["experts"])).to_megatron_provider(load_weights=False)
     for name, value in (SAVED_WITH_TE | SAVED_WITH_EXPERTS).items():
         setattr(provider, name, value)
@@ -274,7 +370,6 @@ def test_ours_saved_with_transformer_engine_loads_without(sources):
 
 
 def test_a_class_that_is_only_named_stays_itself():
-    """As a configuration refers to a function or a dtype."""
     name = "megatron.bridge.models.qwen_vl.qwen3_vl_provider.Qwen3VLModelProvider"
     assert instantiate({"it": {"_target_": name, "_call_": False}})["it"] is stock.Qwen3VLModelProvider
 
@@ -287,3 +382,149 @@ def test_ours_count_as_megatron_bridges_providers():
     assert isinstance(Qwen3VLMoEModelProvider(num_layers=3), stock.Qwen3VLModelProvider)  # which theirs is not
     assert not issubclass(Qwen3VLModelProvider, stock.Qwen3VLMoEModelProvider)
     assert stock.Qwen3VLModelProvider not in Qwen3VLModelProvider.__mro__
+
+
+PATH = Path("run_config.yaml")
+KINDS_SAVED_MODELS = [("ours", "untied"), ("ours", "tied"), ("ours", "mixed"), ("ours", "experts"), ("stock", "untied"),
+         ("stock", "tied"), ("stock", "experts"), ("converted", "mixed")]  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "rope_theta": 5_000_000,
+        "mrope_section": [6, 5, 5], "mrope_interleaved": True}  # fmt: skip
+EVERY = {
+    "tie_word_embeddings": None,  # the other one
+    "image_token_id": 7,
+    "video_token_id": 7,
+    "vision_start_token_id": 7,
+    "vision_end_token_id": 7,
+    "text_config.vocab_size": 1024,
+    "text_config.rms_norm_eps": 1e-5,
+    "text_config.hidden_act": "gelu",
+    "text_config.num_key_value_heads": 4,
+    "text_config.rope_parameters.rope_theta": 10_000,
+    "text_config.rope_parameters.mrope_section": [4, 6, 6],
+    "text_config.rope_parameters": YARN,
+    "vision_config.num_heads": 2,
+    "vision_config.hidden_act": "gelu",
+    "vision_config.deepstack_visual_indexes": [0, 2, 3],
+    "vision_config.num_position_embeddings": 144,
+    "vision_config.patch_size": 8,
+    "vision_config.temporal_patch_size": 1,
+    "vision_config.intermediate_size": 88,
+}
+WITH_EXPERTS = {
+    "text_config.num_experts_per_tok": 3,
+    "text_config.moe_intermediate_size": 24,
+    "text_config.mlp_only_layers": [2],
+}
+
+
+def described(who: str, folder: Path) -> dict[str, Any]:
+    """The `model` section of a run's file."""
+    if who == "converted":
+        config = json.loads((folder / "config.json").read_text())
+        return run_config(
+            config,
+            str(folder),
+            "torch_dist",
+            provider=family("qwen3_vl").provider,
+            vocabulary=(rows := config["text_config"]["vocab_size"]),
+            rows=rows,
+        )["model"]
+    if who == "ours":
+        provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=False)
+        provider.finalize()
+    else:
+        provider = stock_provider(folder)
+    return as_saved(provider)
+
+
+@pytest.fixture(scope="module", params=KINDS_SAVED_MODELS, ids=" ".join)
+def run_saved_models(request, folders) -> tuple[dict[str, Any], dict[str, Any]]:
+    who, kind = request.param
+    return {"model": described(who, folders[kind])}, json.loads((folders[kind] / "config.json").read_text())
+
+
+def written(folder: Path, config: dict[str, Any]) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(config))
+    return ModelConfig(folder)
+
+
+def changed(config: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
+    config = copy.deepcopy(config)
+    holder, *names = config, *name.split(".")
+    for section in names[:-1]:
+        holder = holder[section]
+    holder[names[-1]] = not holder[names[-1]] if value is None else value
+    return config
+
+
+def test_the_model_it_is_of_is_taken(run_saved_models, tmp_path):
+    saved, config = run_saved_models
+    assert check_model_of_run(written(tmp_path, config), saved, PATH)
+
+
+def test_every_field_that_differs_is_named(run_saved_models, tmp_path):
+    saved, config = run_saved_models
+    with_experts = config["model_type"] == "qwen3_vl_moe"
+    for name, value in (EVERY | (WITH_EXPERTS if with_experts else {})).items():
+        with pytest.raises(CheckpointError, match=r"describes another model than run_config\.yaml") as error:
+            check_model_of_run(written(tmp_path, changed(config, name, value)), saved, PATH)
+        _, *lines = str(error.value).splitlines()
+        assert lines and all(name.rpartition(".")[2] in line for line in lines), (name, lines)
+
+
+def test_a_model_of_the_other_kind_is_refused(folders, tmp_path):
+    for one, other in (("untied", "experts"), ("experts", "untied")):
+        config = json.loads((folders[one] / "config.json").read_text())
+        with pytest.raises(CheckpointError, match="model_type is"):
+            check_model_of_run(written(tmp_path, config), {"model": described("stock", folders[other])}, PATH)
+
+
+def test_a_scaled_rotary_embedding(folders, tmp_path):
+    config = json.loads((folders["untied"] / "config.json").read_text())
+    scaled = changed(config, "text_config.rope_parameters", YARN)
+    ours, stock = described("ours", folders["untied"]), described("stock", folders["untied"])
+    ours["rope_parameters"] = stock["hf_text_config"]["rope_parameters"] = YARN
+    for saved in (ours, stock):
+        assert check_model_of_run(written(tmp_path, scaled), {"model": saved}, PATH)
+        other = changed(scaled, "text_config.rope_parameters.factor", 8.0)
+        with pytest.raises(CheckpointError, match=r"rope_parameters\.factor is 8\.0, expected 4\.0"):
+            check_model_of_run(written(tmp_path, other), {"model": saved}, PATH)
+        with pytest.raises(CheckpointError, match=r"rope_parameters\.rope_type is 'default', expected 'yarn'"):
+            check_model_of_run(written(tmp_path, config), {"model": saved}, PATH)
+
+
+def test_what_a_file_does_not_say_is_not_asked(folders, tmp_path):
+    config = written(tmp_path, json.loads((folders["mixed"] / "config.json").read_text()))
+    for saved in ({}, {"model": None}, {"model": {}}, {"model": {"seq_length": 3}}):
+        assert not check_model_of_run(config, saved, PATH)
+    assert check_model_of_run(config, {"model": {"num_layers": 4, "vocab_size": 640}}, PATH)
+    for model in ({"num_layers": 5}, {"vision_config": {"depth": 7}}, {"moe_layer_freq": 1, "num_moe_experts": 6}):
+        with pytest.raises(CheckpointError):
+            check_model_of_run(config, {"model": {"num_layers": 4} | model}, PATH)
+
+
+@pytest.mark.parametrize(("kind", "made"), [("tied", Qwen3VLModelProvider), ("moe", Qwen3VLMoEModelProvider)])
+def test_comes_back_the_same(kind, made, request, tmp_path):
+    folder = request.getfixturevalue(f"{kind}_folder")
+    cfg = set_paths(
+        qwen3_vl_digits_sft_config(), hf_path=folder, data_path=tmp_path, pretrained_checkpoint=tmp_path / "megatron",
+        save=tmp_path / "run",
+    )  # fmt: skip
+    cfg.model.freeze_vision_model, cfg.model.vision_recompute_granularity = True, "selective"
+    cfg.model.activation_func = gelu_tanh
+    path = tmp_path / "run_config.yaml"
+    cfg.to_yaml(str(path))
+
+    again = Qwen3VLConfigContainer.from_yaml(str(path))
+    assert type(again.model) is made and type(again.dataset) is type(cfg.dataset)
+    found, expected = again.to_dict(), cfg.to_dict()
+    del expected["model"]["vision_config"]["model_type"]  # a class attribute; Megatron-Bridge leaves it out
+    assert found == expected
+    assert again.model.vision_config.to_dict() == cfg.model.vision_config.to_dict()
+
+    provider = instantiate(read_run_config(str(path))["model"])
+    fresh = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=False)
+    assert type(provider) is made and provider.mrope_section == fresh.mrope_section
+    assert provider.moe_layers == fresh.moe_layers
+    provider.finalize()
+    assert provider.activation_func is gelu_tanh

@@ -15,10 +15,9 @@ from tests.ranks import begin, leave
 
 
 def main(cases: list[dict]) -> None:
-    """Build, load, compare and save, one case after the other."""
     # Here, because megatron-core saves by way of a process that imports this module anew and has no use for Megatron.
 
-    from tests.model.checkpoints import torch_dist_models as models
+    from tests.model.checkpoints import test_torch_dist as models
 
     begin()
     for case in cases:

@@ -17,13 +17,9 @@ from megatron.bridge import AutoBridge
 
 # Parameters of the released models.
 RELEASED = {
-    "2B": 2_127_532_032,
-    "4B": 4_437_815_808,
-    "8B": 8_767_123_696,
-    "32B": 33_357_390_064,
-    "30B-A3B": 31_070_754_032,
+    "2B": 2_127_532_032, "4B": 4_437_815_808, "8B": 8_767_123_696, "32B": 33_357_390_064, "30B-A3B": 31_070_754_032,
     "235B-A22B": 235_670_022_896,
-}
+}  # fmt: skip
 MOE = {"30B-A3B", "235B-A22B"}
 
 
@@ -34,10 +30,6 @@ def _no_network(monkeypatch):
 
     monkeypatch.setattr("socket.socket.connect", refuse)
     monkeypatch.setattr("socket.getaddrinfo", refuse)
-
-
-def test_presets_are_the_released_sizes():
-    assert list(presets.PRESETS) == list(RELEASED)
 
 
 @pytest.mark.parametrize("size", RELEASED)
@@ -83,28 +75,14 @@ def test_provider_is_built_offline(size):
     provider.finalize()
     text, vision = (presets.config_dict(size)[part] for part in ("text_config", "vision_config"))
     expected = dict(
-        num_layers=text["num_hidden_layers"],
-        hidden_size=text["hidden_size"],
-        ffn_hidden_size=text["intermediate_size"],
-        num_attention_heads=text["num_attention_heads"],
-        num_query_groups=text["num_key_value_heads"],
-        kv_channels=128,
-        padded_vocab_size=151_936,
-        seq_length=262_144,
-        layernorm_epsilon=1e-6,
-        rotary_base=5e6,
-        mrope_section=[24, 20, 20],
-        rope_parameters=None,
-        share_embeddings_and_output_weights=size in {"2B", "4B"},
-        params_dtype=torch.bfloat16,
-        image_token_id=151_655,
-        video_token_id=151_656,
-        vision_start_token_id=151_652,
-        vision_end_token_id=151_653,
-        bos_token_id=151_643,
-        eos_token_id=151_645,
-        num_moe_experts=None,
-    )
+        num_layers=text["num_hidden_layers"], hidden_size=text["hidden_size"],
+        ffn_hidden_size=text["intermediate_size"], num_attention_heads=text["num_attention_heads"],
+        num_query_groups=text["num_key_value_heads"], kv_channels=128, padded_vocab_size=151_936, seq_length=262_144,
+        layernorm_epsilon=1e-6, rotary_base=5e6, mrope_section=[24, 20, 20], rope_parameters=None,
+        share_embeddings_and_output_weights=size in {"2B", "4B"}, params_dtype=torch.bfloat16, image_token_id=151_655,
+        video_token_id=151_656, vision_start_token_id=151_652, vision_end_token_id=151_653, bos_token_id=151_643,
+        eos_token_id=151_645, num_moe_experts=None,
+    )  # fmt: skip
     if size in MOE:
         expected |= dict(
             num_moe_experts=128,

@@ -1,7 +1,5 @@
 """Batches as callers make them: padded rows, masks, packed-sequence parameters; and what transformers makes of them."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,13 +19,11 @@ SECOND_OF_TWO = types.SimpleNamespace(tp=ALONE, cp=types.SimpleNamespace(size=la
 
 
 def packed_params(logical: Sequence[int], padded: Sequence[int] | None = None) -> PackedSeqParams:
-    """From offsets, those in the row left out where they are the logical ones."""
     offsets = [None if x is None else torch.tensor(x, dtype=torch.int32) for x in (logical, padded)]
     return PackedSeqParams("thd", offsets[0], offsets[0], offsets[1], offsets[1])
 
 
 def offsets(lengths: Sequence[int]) -> list[int]:
-    """Where segments begin, and the last ends."""
     return [0, *accumulate(lengths)]
 
 
@@ -51,8 +47,6 @@ def share_of(whole: torch.Tensor, padded: Sequence[int], cp: int, rank: int) -> 
 
 @dataclass
 class Rows:
-    """Samples as a caller's padded rows."""
-
     samples: list[Sample]
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
@@ -61,16 +55,13 @@ class Rows:
 
     @property
     def pixels(self) -> dict[str, torch.Tensor]:
-        """All samples' pictures, as arguments."""
         names = {name for s in self.samples for name in s.pixels}
         return {name: torch.cat([s.pixels[name] for s in self.samples if name in s.pixels]) for name in names}
 
     def real(self, values: torch.Tensor) -> torch.Tensor:
-        """What stands at real tokens, row after row."""
         return values[self.attention_mask.bool()]
 
     def types(self, config) -> torch.Tensor:
-        """As the processor gives them."""
         return (self.input_ids == config.image_token_id).int() + 2 * (self.input_ids == config.video_token_id).int()
 
 
@@ -88,7 +79,6 @@ def make_rows(samples: list[Sample], left: list[int], extra: int = 5, pad: int =
 
 
 def reference_logits(pair: Pair, rows: Rows, **more) -> torch.Tensor:
-    """What transformers makes of the same rows and mask."""
     with torch.no_grad():
         return pair.reference(
             input_ids=rows.input_ids,
@@ -100,23 +90,18 @@ def reference_logits(pair: Pair, rows: Rows, **more) -> torch.Tensor:
 
 
 def no_grad(model: torch.nn.Module, *arguments, **named):
-    """A forward pass alone."""
     with torch.no_grad():
         return model(*arguments, **named)
 
 
 def gaps(samples: list[Sample], extra: int = 5) -> list[int]:
-    """All padding on the left."""
     longest = max(len(s.ids) for s in samples) + extra
     return [longest - len(s.ids) for s in samples]
 
 
 def sides(samples: list[Sample]) -> dict[str, list[int]]:
-    """Left padding of each row, by name."""
     room = gaps(samples)
     return {
-        "right": [0] * len(room),
-        "left": room,
-        "mixed": [n * (i % 2) for i, n in enumerate(room)],
+        "right": [0] * len(room), "left": room, "mixed": [n * (i % 2) for i, n in enumerate(room)],
         "both": [n // 2 for n in room],
-    }
+    }  # fmt: skip

@@ -1,7 +1,5 @@
 """Whole calls in callers' conventions: logits, losses and gradients come back where the caller expects them."""
 
-from __future__ import annotations
-
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 
 import numpy as np
@@ -14,7 +12,7 @@ from megatron.core.inference.contexts import StaticInferenceContext
 
 from tests.parity.batches import make_batch, make_samples
 
-from .support import gaps, make_rows, no_grad, packed_params, reference_logits, sides
+from .support import gaps, make_rows, no_grad, offsets, packed_params, reference_logits, sides, unpack
 
 # Absolute errors, measured over all cases of this file.
 LOGITS = 1e-5  # measured 2.1e-6, of logits up to about 2
@@ -73,11 +71,9 @@ def test_a_row_that_is_all_padding(pair):
     expected = no_grad(pair.megatron, rows.input_ids, attention_mask=rows.attention_mask, **rows.pixels)
     blank = torch.full((1, rows.input_ids.shape[1]), 7)
     logits = no_grad(
-        pair.megatron,
-        torch.cat((rows.input_ids[:2], blank, rows.input_ids[2:])),
-        attention_mask=torch.cat((rows.attention_mask[:2], 0 * blank, rows.attention_mask[2:])),
-        **rows.pixels,
-    )
+        pair.megatron, torch.cat((rows.input_ids[:2], blank, rows.input_ids[2:])),
+        attention_mask=torch.cat((rows.attention_mask[:2], 0 * blank, rows.attention_mask[2:])), **rows.pixels,
+    )  # fmt: skip
     assert torch.isfinite(logits).all()
     assert (rows.real(logits[[0, 1, 3, 4]]) - rows.real(expected)).abs().max() <= LOGITS
 
@@ -117,10 +113,8 @@ def test_what_the_processor_gives(pair):
     image = random.integers(0, 256, (64, 96, 3), dtype=np.uint8)
     inputs = processor(
         text=[f"see <|vision_start|>{processor.image_token}<|vision_end|> it", "no picture in here at all, is there?"],
-        images=[image],
-        padding=True,
-        return_tensors="pt",
-    )
+        images=[image], padding=True, return_tensors="pt",
+    )  # fmt: skip
     assert {"mm_token_type_ids", "attention_mask"} < inputs.keys() and not inputs["attention_mask"].all()
     real = inputs["attention_mask"].bool()
     expected = no_grad(pair.reference, **inputs).logits
@@ -177,7 +171,6 @@ def test_any_mix_of_padding_gives_each_rows_own_logits(pair, data):
 
 
 def test_labels_may_be_anything_where_the_loss_mask_is_zero(pair):
-    """As Megatron-Bridge's own steps give them."""
     samples = make_samples("mixed", pair.config, seed=2)
     rows = make_rows(samples, sides(samples)["left"])
     masked = rows.labels.masked_fill(rows.loss_mask == 0, -100)
@@ -233,3 +226,75 @@ def test_inference_of_whole_prompts(pair):
     context.sequence_len_offset = 6
     with pytest.raises(ValueError, match="inference_context holds tokens already"):
         pair.megatron(TEXT[:, :1], inference_context=context)
+
+
+# Absolute errors, measured over all cases of this file.
+
+
+@pytest.mark.parametrize("rounded", [False, True], ids=["true lengths", "lengths rounded up"])
+@pytest.mark.parametrize("side", ["right", "left", "both"])
+def test_rows_with_packed_seq_params(pair, side, rounded):
+    """As RL frameworks call: rows and mask go in, a packed row as the parameters describe it comes out."""
+    samples = make_samples("mixed", pair.config, seed=2)
+    rows = make_rows(samples, sides(samples)[side])
+    lengths = [len(s.ids) for s in samples]
+    padded = [-(-n // 8) * 8 for n in lengths]
+    params = packed_params(offsets(padded if rounded else lengths), offsets(padded))
+    call = dict(attention_mask=rows.attention_mask.bool(), packed_seq_params=params, **rows.pixels)
+    expected = reference_logits(pair, rows)
+
+    logits = no_grad(pair.megatron, rows.input_ids, **call)
+    assert logits.shape[:2] == (1, sum(padded))
+    assert (unpack(logits, lengths, padded) - rows.real(expected)).abs().max() <= LOGITS
+
+    wanted = F.cross_entropy(rows.real(expected), rows.real(rows.labels), reduction="none")
+    losses = no_grad(pair.megatron, rows.input_ids, labels=rows.labels, **call)
+    assert losses.shape == rows.labels.shape
+    assert (rows.real(losses) - wanted).abs().max() <= LOGITS
+    assert not losses[rows.attention_mask == 0].any()
+
+    labels = torch.cat([F.pad(s.labels, (0, p - len(s.ids))) for s, p in zip(samples, padded, strict=True)])[None]
+    losses = no_grad(pair.megatron, rows.input_ids, labels=labels, **call)
+    assert losses.shape == labels.shape
+    assert (unpack(losses, lengths, padded) - wanted).abs().max() <= LOGITS
+
+
+def test_rows_with_packed_seq_params_and_no_mask(pair):
+    """The offsets tell which tokens of rows padded on the right are real."""
+    samples = make_samples("mixed", pair.config, seed=2)
+    rows, lengths = make_rows(samples, [0] * 4), [len(s.ids) for s in samples]
+    logits = no_grad(pair.megatron, rows.input_ids, packed_seq_params=packed_params(offsets(lengths)), **rows.pixels)
+    assert (logits[0] - rows.real(reference_logits(pair, rows))).abs().max() <= LOGITS
+
+
+def test_one_row_with_packed_seq_params(pair):
+    samples = make_samples("one image", pair.config, seed=2)
+    rows, lengths = make_rows(samples, gaps(samples)), [len(s.ids) for s in samples]
+    call = dict(attention_mask=rows.attention_mask, packed_seq_params=packed_params(offsets(lengths)), **rows.pixels)
+    expected = rows.real(reference_logits(pair, rows))
+    assert (no_grad(pair.megatron, rows.input_ids, **call)[0] - expected).abs().max() <= LOGITS
+    losses = no_grad(pair.megatron, rows.input_ids, labels=rows.labels, **call)
+    wanted = F.cross_entropy(expected, rows.real(rows.labels), reduction="none")
+    assert (rows.real(losses) - wanted).abs().max() <= LOGITS
+
+
+def test_several_documents_in_each_row(pair):
+    """Rows one after the other are the packed row; this is also Megatron-Bridge's step with full rows."""
+    samples = make_samples("mixed", pair.config, seed=2)
+    length = max(len(a.ids) + len(b.ids) for a, b in (samples[:2], samples[2:])) + 3
+    lengths = [len(s.ids) for s in samples]
+    padded = [lengths[0], length - lengths[0], lengths[2], length - lengths[2]]
+    flat = torch.cat([F.pad(s.ids, (0, p - len(s.ids)), value=7) for s, p in zip(samples, padded, strict=True)])
+    labels = torch.cat([F.pad(s.labels, (0, p - len(s.ids))) for s, p in zip(samples, padded, strict=True)])
+    alone = make_rows(samples, [0] * 4)
+    expected = alone.real(reference_logits(pair, alone))
+    wanted = F.cross_entropy(expected, alone.real(alone.labels), reduction="none")
+
+    call = dict(packed_seq_params=packed_params(offsets(lengths), offsets(padded)), **alone.pixels)
+    logits = no_grad(pair.megatron, flat.view(2, length), **call)
+    assert logits.shape[:2] == (1, 2 * length)
+    assert (unpack(logits, lengths, padded) - expected).abs().max() <= LOGITS
+    for shape in ((2, length), (1, 2 * length)):
+        losses = no_grad(pair.megatron, flat.view(2, length), labels=labels.view(shape), **call)
+        assert losses.shape == shape
+        assert (unpack(losses.view(1, -1), lengths, padded) - wanted).abs().max() <= LOGITS

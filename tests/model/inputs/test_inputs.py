@@ -1,18 +1,27 @@
-"""The model's door: each calling convention gives the same inputs as our batch, anything else a clear error."""
+"""The model's door: each calling convention, labels and masks included, gives our batch's inputs, or a clear error."""
+
+import logging
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.batch import SequenceLayout
-from qwen3vl_bridge.models.inputs import arrange, as_model_inputs
+from qwen3vl_bridge.models import inputs
+from qwen3vl_bridge.models.core_attention import layout_packed_seq_params
+from qwen3vl_bridge.models.inputs import REFUSED, arrange, as_model_inputs, real_tokens
+from qwen3vl_bridge.models.rope import InterleavedMRoPE
+from qwen3vl_bridge.models.vision_tower import packed_seq_params
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.packed_seq_params import PackedSeqParams
+from transformers import Qwen3VLTextConfig
+from transformers.masking_utils import create_causal_mask
 
 from tests.parity.batches import make_batch, make_samples
 
-from .support import GROUPS, SECOND_OF_TWO, packed_params
+from .support import GROUPS, SECOND_OF_TWO, gaps, make_rows, no_grad, offsets, packed_params, sides
 
 
 def pictures(samples):
@@ -60,13 +69,9 @@ def test_flat_row_with_packed_seq_params(provider, config):
     batch = make_batch(samples, config, packed=True)
     for mask in (None, mask_of(batch)):
         ours, order = as_model_inputs(
-            provider,
-            GROUPS,
-            batch.input_ids,
-            attention_mask=mask,
-            packed_seq_params=params_of(batch.layout),
+            provider, GROUPS, batch.input_ids, attention_mask=mask, packed_seq_params=params_of(batch.layout),
             **pictures(samples),
-        )
+        )  # fmt: skip
         assert_same(ours, batch.local())
         assert order is None
 
@@ -100,13 +105,9 @@ def test_rows_with_packed_seq_params(provider, config):
         second = dict(cp_size=2, cp_rank=1, vision_work=provider.vision_work)
         for groups, ranks in ((GROUPS, {}), (SECOND_OF_TWO, second)):
             ours, order = as_model_inputs(
-                provider,
-                groups,
-                rows.input_ids.roll(shift, 1),
-                attention_mask=mask_of(rows).roll(shift, 1),
-                packed_seq_params=params_of(packed.layout),
-                **pictures(samples),
-            )
+                provider, groups, rows.input_ids.roll(shift, 1), attention_mask=mask_of(rows).roll(shift, 1),
+                packed_seq_params=params_of(packed.layout), **pictures(samples),
+            )  # fmt: skip
             assert_same(ours, packed.local(**ranks))
             assert order is None
 
@@ -173,3 +174,471 @@ def test_outputs_return_to_the_callers_places(data):
     outputs = arranged if order is None else order.restore(arranged)
     assert torch.equal(outputs[mask], ids[mask]) and outputs.shape == ids.shape
     assert flat_row or not outputs[~mask].any()
+
+
+LENGTHS = [5, 0, 3]
+
+
+@pytest.fixture
+def layout():
+    return SequenceLayout._build(1, [*LENGTHS, 0], [8, 4, 4, 8])
+
+
+def test_transformer_engine_sees_segments_without_gaps(layout):
+    """With real lengths beside physical ones it would drop FlashAttention, and have nothing in float32."""
+    found = layout_packed_seq_params(layout)
+    assert found.cu_seqlens_q.tolist() == [0, 8, 12, 16, 24] and found.cu_seqlens_q.dtype == torch.int32
+    assert found.pad_between_seqs is False
+    # One tensor: releases that compare the offsets compare it with itself, and the latest ask for no more than that.
+    assert found.cu_seqlens_q is found.cu_seqlens_kv is found.cu_seqlens_q_padded is found.cu_seqlens_kv_padded
+    assert found.max_seqlen_q == found.max_seqlen_kv == 8 and found.lengths == (8, 4, 4, 8)
+    assert layout_packed_seq_params(SequenceLayout.rows([5, 3], 8)) is None
+
+
+def test_frames_are_segments(config):
+    frames = make_batch(make_samples("video", config, seed=0), config).vision
+    found = packed_seq_params(frames.cu_seqlens, frames.lengths)
+    assert found.cu_seqlens_q is found.cu_seqlens_kv_padded is frames.cu_seqlens
+    assert found.pad_between_seqs is False and found.max_seqlen_q == max(frames.lengths)
+
+
+LOGITS = 1e-5  # absolute, measured 1.4e-6, of logits up to about 2
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_counting_positions_beside_pictures_are_ignored(pair, side):
+    """As Megatron-Bridge's generate scripts and `vlm_step` (arange) and Hugging Face's (of real tokens) give them."""
+    samples = make_samples("mixed", pair.config, seed=2)
+    rows = make_rows(samples, sides(samples)[side])
+    call = dict(attention_mask=rows.attention_mask, **rows.pixels)
+    expected = no_grad(pair.megatron, rows.input_ids, **call)
+    of_row = torch.arange(rows.input_ids.shape[1]).expand_as(rows.input_ids)
+    of_tokens = (rows.attention_mask.cumsum(-1) - 1).masked_fill(rows.attention_mask == 0, 1)
+    for positions in (of_row, of_tokens):
+        assert torch.equal(no_grad(pair.megatron, rows.input_ids, positions, **call), expected)
+
+
+def test_without_a_mask_the_whole_row_counts(provider, config):
+    samples = make_samples("one image", config, seed=0)
+    ids = samples[0].ids[None]
+    ours, _ = as_model_inputs(provider, GROUPS, ids, position_ids=torch.arange(ids.shape[1])[None], **pictures(samples))
+    assert torch.equal(ours.position_ids, make_batch(samples, config, packed=True).position_ids[:, :, : ids.shape[1]])
+
+
+@pytest.mark.parametrize("restart", [True, False], ids=["in each document", "over the row"])
+def test_a_packed_row_counts_in_its_documents(provider, config, restart):
+    samples = make_samples("mixed", config, seed=0)
+    lengths = [len(s.ids) for s in samples]
+    positions = torch.cat([torch.arange(n) for n in lengths]) if restart else torch.arange(sum(lengths))
+    call = dict(packed_seq_params=packed_params(offsets(lengths)), **pictures(samples))
+    ids = torch.cat([s.ids for s in samples])[None]
+    ours, _ = as_model_inputs(provider, GROUPS, ids, position_ids=positions[None], **call)
+    expected, _ = as_model_inputs(provider, GROUPS, ids, **call)
+    assert torch.equal(ours.position_ids, expected.position_ids)
+
+
+def test_it_is_said_once(provider, config, caplog):
+    inputs._warn_once.cache_clear()
+    samples = make_samples("one image", config, seed=0)
+    ids = samples[0].ids[None]
+    given = dict(position_ids=torch.arange(ids.shape[1])[None], **pictures(samples))
+    with caplog.at_level(logging.WARNING, logger=inputs.__name__):
+        for _ in range(2):
+            as_model_inputs(provider, GROUPS, ids, **given)
+            as_model_inputs(provider, GROUPS, ids % 7, position_ids=given["position_ids"])  # text: nothing to say
+    assert [record.message.split(" are ")[0] for record in caplog.records] == ["position_ids [rows, tokens]"]
+
+
+def test_the_text_model_alone_takes_them(pair):
+    """Text positions stand for all three axes, as in Megatron-Bridge's own text model."""
+    samples = make_samples("text only", pair.config, seed=2)
+    rows = make_rows(samples, [0] * len(samples))
+    positions = torch.arange(rows.input_ids.shape[1]).expand_as(rows.input_ids)
+    found = no_grad(pair.megatron.language_model, rows.input_ids, positions, None)
+    expected = no_grad(pair.megatron, rows.input_ids, attention_mask=rows.attention_mask)
+    assert (rows.real(found) - rows.real(expected)).abs().max() <= LOGITS
+    losses = no_grad(pair.megatron.language_model, rows.input_ids, positions, None, labels=rows.labels)
+    wanted = F.cross_entropy(rows.real(found), rows.real(rows.labels), reduction="none")
+    assert (rows.real(losses) - wanted).abs().max() <= LOGITS
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 4, 5), (1, 4, 5), (3, 1, 4, 5)])
+def test_positions_of_other_shapes_are_refused(shape):
+    rope = InterleavedMRoPE(8, 1e4, [2, 1, 1], torch.float32)
+    assert rope(torch.zeros(4, 5).long()).shape == rope(torch.zeros(3, 4, 5).long()).shape == (2, 5, 4, 1, 8)
+    with pytest.raises(ValueError, match=r"expected \[3, rows, tokens\], or \[rows, tokens\] for text"):
+        rope(torch.zeros(shape).long())
+    with pytest.raises(ValueError, match="position_ids has shape None"):
+        rope(None)
+
+
+IDS = torch.arange(1, 17).view(2, 8)
+LABELS = IDS + 1
+FLAT = dict(input_ids=IDS.view(1, 16), packed_seq_params=packed_params([0, 8, 16]))
+ROWS = dict(input_ids=IDS, packed_seq_params=packed_params([0, 8, 16]))
+
+
+def test_a_loss_mask_without_labels_changes_nothing(pair):
+    """In miles every forward gets one, to train and for log-probabilities."""
+    samples = make_samples("mixed", pair.config, seed=2)
+    rows = make_rows(samples, gaps(samples))
+    call = dict(attention_mask=rows.attention_mask, **rows.pixels)
+    expected = no_grad(pair.megatron, rows.input_ids, **call)
+    assert torch.equal(no_grad(pair.megatron, rows.input_ids, loss_mask=rows.loss_mask, **call), expected)
+    by_place = (rows.input_ids, None, rows.attention_mask, None, rows.loss_mask)
+    assert torch.equal(no_grad(pair.megatron, *by_place, **rows.pixels), expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "shapes"),
+    [(dict(input_ids=IDS), r"\[2, 8\]"), (ROWS, r"\[2, 8\] or \[1, 16\]"), (FLAT, r"\[1, 16\]")],
+    ids=["rows", "rows packed", "flat"],
+)
+def test_a_loss_mask_without_labels_has_their_shape(provider, given, shapes):
+    with pytest.raises(ValueError, match=rf"loss_mask has shape \[2, 7\], expected {shapes}$"):
+        as_model_inputs(provider, GROUPS, **given, loss_mask=torch.ones(2, 7))
+    for mask in (torch.ones(2, 8), torch.ones(1, 16)):
+        if str(list(mask.shape)) in shapes.replace("\\", ""):
+            inputs, answer = as_model_inputs(provider, GROUPS, **given, loss_mask=mask)
+            assert answer is None and inputs.labels is None
+
+
+def test_ignored_labels_have_no_loss(pair):
+    """As ms-swift and Hugging Face collators give them, with and without packing."""
+    samples = make_samples("mixed", pair.config, seed=2)
+    rows, lengths = make_rows(samples, gaps(samples)), [len(s.ids) for s in samples]
+    labels = rows.labels.masked_fill(rows.loss_mask == 0, -100)
+    for more in (dict(), dict(packed_seq_params=packed_params(offsets(lengths)))):
+        call = dict(attention_mask=rows.attention_mask, **rows.pixels, **more)
+        found = no_grad(pair.megatron, rows.input_ids, labels=labels, **call)
+        expected = no_grad(pair.megatron, rows.input_ids, labels=rows.labels, **call)
+        assert torch.equal(found, expected * rows.loss_mask)
+
+
+def test_losses_of_labels_that_a_mask_leaves_out_are_still_losses(pair):
+    """The mask is the caller's to multiply by; who asks for log-probabilities may want the others too."""
+    samples = make_samples("mixed", pair.config, seed=2)
+    rows = make_rows(samples, [0] * 4)
+    call = dict(attention_mask=rows.attention_mask, labels=rows.labels, **rows.pixels)
+    expected = no_grad(pair.megatron, rows.input_ids, **call)
+    assert torch.equal(no_grad(pair.megatron, rows.input_ids, loss_mask=rows.loss_mask, **call), expected)
+
+
+@pytest.mark.parametrize("given", [dict(input_ids=IDS), ROWS, FLAT], ids=["rows", "rows packed", "flat"])
+def test_labels_may_be_cut_over_ranks_beside_whole_tokens(provider, given):
+    """As Megatron-Bridge's `qwen3_vl_step` and verl's fused kernels give them."""
+    rows = 2 if given.keys() == {"input_ids"} else 1
+    own = LABELS.view(2, 4, 2)[:, 1:3].reshape(rows, -1)  # the second of two ranks has the middle
+    mask = (own % 3 > 0).float()
+    inputs, answer = as_model_inputs(provider, SECOND_OF_TWO, **given, labels=own, loss_mask=mask)
+    assert answer is None  # the caller has the mask that belongs to what it is given
+    assert torch.equal(inputs.labels, own) and torch.equal(inputs.loss_mask, mask)
+    whole, _ = as_model_inputs(provider, SECOND_OF_TWO, **given, labels=LABELS.view(rows, -1))
+    assert torch.equal(whole.labels, own)
+    assert torch.equal(whole.input_ids, inputs.input_ids)
+
+
+@pytest.mark.parametrize("given", ["labels", "loss_mask"])
+def test_labels_cut_beside_rows_with_padding_on_the_left_are_refused(provider, given):
+    """Tokens are rolled to the front of their rows on the way in; what was cut from the rows was not."""
+    mask = torch.ones_like(IDS)
+    mask[0, :2] = 0
+    own = LABELS.view(2, 4, 2)[:, 1:3].reshape(2, -1)
+    with pytest.raises(ValueError, match=r"context parallelism over 2 ranks .* expected rows padded on the right"):
+        as_model_inputs(provider, SECOND_OF_TWO, IDS, attention_mask=mask, **{given: own})
+    right = mask.flip(1)
+    inputs, _ = as_model_inputs(provider, SECOND_OF_TWO, IDS, attention_mask=right, **{given: own})
+    assert torch.equal(getattr(inputs, given).long(), own)
+
+
+def test_ignored_labels_of_a_ranks_own(provider):
+    own = torch.tensor([[3, -100, 5, 6], [11, 12, -100, 14]])
+    inputs, answer = as_model_inputs(provider, SECOND_OF_TWO, IDS, labels=own)
+    assert torch.equal(inputs.labels, own.clamp(min=0)) and torch.equal(answer.unlabelled, own < 0)
+    losses = torch.ones(2, 4)
+    assert torch.equal(answer.of(losses), (own > 0).float())
+
+
+@pytest.mark.parametrize("given", [dict(input_ids=IDS), FLAT], ids=["rows", "flat"])
+@pytest.mark.parametrize("labels", [True, False])
+def test_a_whole_loss_mask_comes_back_cut(provider, given, labels):
+    """Megatron-Bridge's `vlm_step` takes the tuple that its own model returns then."""
+    shape = given["input_ids"].shape
+    mask = (IDS % 3 > 0).view(shape).float()
+    more = dict(labels=LABELS.view(shape)) if labels else {}
+    inputs, answer = as_model_inputs(provider, SECOND_OF_TWO, **given, loss_mask=mask, **more)
+    output = torch.rand(shape[0], shape[1] // 2)
+    found, own = answer.of(output)
+    assert found is output and torch.equal(own, mask.view(2, 4, 2)[:, 1:3].reshape(own.shape))
+    assert own.shape == inputs.input_ids.shape == output.shape
+    assert as_model_inputs(provider, GROUPS, **given, loss_mask=mask, **more)[1] is None
+
+
+def test_labels_and_masks_of_one_kind_each_are_refused(provider):
+    with pytest.raises(ValueError, match=r"loss_mask has shape \[2, 8\], expected \[2, 4\] as labels"):
+        as_model_inputs(provider, SECOND_OF_TWO, IDS, labels=LABELS[:, :4], loss_mask=torch.ones(2, 8))
+    with pytest.raises(ValueError, match=r"labels has shape \[2, 4\] .* expected \[2, 8\] token ids below 512"):
+        as_model_inputs(provider, GROUPS, IDS, labels=LABELS[:, :4])
+
+
+def test_an_ignored_label_that_the_mask_counts_is_refused(provider):
+    labels = LABELS.masked_fill(LABELS == 5, -100)
+    with pytest.raises(ValueError, match=r"entries in \[-100, 17\], expected .* only where loss_mask is 0"):
+        as_model_inputs(provider, GROUPS, IDS, labels=labels, loss_mask=torch.ones(2, 8))
+
+
+def test_one_shape_that_could_be_two_orders_is_refused(provider):
+    """A row that begins with padding and is as long as its segment; verl's rows can be so by chance."""
+    call = dict(attention_mask=torch.tensor([[0] + [1] * 7]), packed_seq_params=packed_params([0, 8]))
+    inputs, answer = as_model_inputs(provider, GROUPS, IDS[:1], **call)
+    assert answer is None and inputs.input_ids[0, :7].tolist() == IDS[0, 1:].tolist()
+    with pytest.raises(ValueError, match="its order could be either's"):
+        as_model_inputs(provider, GROUPS, IDS[:1], labels=LABELS[:1], **call)
+
+
+def ids(rows, tokens):
+    return torch.ones(rows, tokens, dtype=torch.long)
+
+
+ONE_PICTURE = dict(pixel_values=torch.zeros(4, 1536), image_grid_thw=torch.tensor([[1, 2, 2]]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(input_ids=None), r"input_ids has shape None, expected \[rows, tokens\]"),
+        (dict(input_ids=torch.ones(4, dtype=torch.long)), r"input_ids has shape \[4\]"),
+        (dict(input_ids=ids(2, 0)), r"input_ids has shape \[2, 0\]"),
+        (dict(input_ids=torch.ones(2, 6)), r"\[2, 6\] torch.float32, expected \[rows, tokens\] of integers"),
+        (dict(position_ids=ids(6, 2)), r"position_ids has shape \[6, 2\] torch.int64, expected \[3, 2, 6\]"),
+        (dict(position_ids=torch.zeros(3, 2, 6)), r"torch.float32, expected \[3, 2, 6\] integers"),
+        (dict(position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)), "several documents, give packed_seq_params"),
+        (dict(position_ids=ids(8, 6).view(4, 2, 6)), "several documents, give packed_seq_params"),
+        (dict(attention_mask=torch.ones(2, 5)), r"attention_mask has shape \[2, 5\], expected \[2, 6\]"),
+        (dict(attention_mask=torch.ones(2, 1, 6, 7)), r"\[2, 1, 6, 7\], expected \[2, 6\].*\[2 or 1, 1, 6, 6\]"),
+        (dict(attention_mask=torch.tensor([[1] * 6, [0, 1, 0, 1, 1, 1]])), "padding between real tokens in row 1"),
+        (dict(attention_mask=torch.tensor([[0.0, 0, 0, 0, 0, -1e9]] * 2)), "an entry -1000000000.0, expected 1"),
+        (dict(packed_seq_params=PackedSeqParams(qkv_format="thd")), "cu_seqlens_q None, expected 'thd'"),
+        (dict(packed_seq_params=PackedSeqParams("sbhd", torch.tensor([0, 6, 12]))), "qkv_format 'sbhd'"),
+        (dict(packed_seq_params=packed_params([0, 6, 4])), r"cu_seqlens_q is \[0, 6, 4\], expected offsets"),
+        (dict(packed_seq_params=packed_params([1, 6, 12])), "expected offsets that ascend from 0"),
+        (dict(packed_seq_params=packed_params([0, 6, 12], [0, 12])), "has 3 entries, cu_seqlens_q_padded 2"),
+        (dict(packed_seq_params=packed_params([0, 6, 12], [0, 4, 12])), r"tokens in lengths of \[4, 8\]"),
+        (dict(packed_seq_params=packed_params([0, 8, 12])), "8 tokens for row 0 of 6; expected its real tokens"),
+        (dict(packed_seq_params=packed_params([0, 4, 8, 12])), "row 1 of 6 tokens begins inside one"),
+        (dict(packed_seq_params=packed_params([0, 4, 8, 9])), r"9 tokens in all.*expected 12 tokens.*each of 2 rows"),
+        (dict(packed_seq_params=packed_params([0, 5, 10]), attention_mask=ids(2, 6)), "segment 0: attention_mask has"),
+        (
+            dict(packed_seq_params=packed_params([0, 5, 10], [0, 6, 12]), attention_mask=torch.eye(2, 6).cummax(1)[0]),
+            "segment 0: attention_mask has 6 real tokens, packed_seq_params 5 in a length of 6",
+        ),
+        (dict(ONE_PICTURE), "the batch: image 0 of 1 x 1 x 1 tokens found 0 image tokens"),
+        (dict(pixel_values=torch.zeros(4, 1536)), "image pixels: found 4 patches, expected 0"),
+        (dict(pixel_values=torch.zeros(1, 4, 1536)), r"pixel_values has shape \[1, 4, 1536\]"),
+        (dict(pixel_values_videos=torch.zeros(4, 99)), r"pixel_values_videos has shape \[4, 99\].*\[patches, 1536\]"),
+        (dict(pixel_values=torch.zeros(4, 1536).byte()), "torch.uint8, expected .* floating point"),
+        (dict(ONE_PICTURE, image_grid_thw=torch.tensor([1, 2, 2])), r"image grids: found \[3\]"),
+        (dict(ONE_PICTURE, image_grid_thw=torch.tensor([[1, 2, 3]])), "divisible by 2"),
+        *[(dict.fromkeys([name], object()), f"{name} is given, expected None: ") for name in REFUSED],
+    ],
+)
+def test_wrong_calls_say_what_is_wrong(provider, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        as_model_inputs(provider, GROUPS, **{"input_ids": ids(2, 6), **arguments})
+
+
+def test_arguments_that_mean_nothing_pass_and_unknown_ones_do_not(provider):
+    as_model_inputs(provider, GROUPS, ids(2, 6), loss_mask=None, extra_block_kwargs=None, inference_params=None)
+    with pytest.raises(TypeError, match="unexpected argument 'image_grid_hwt'"):
+        as_model_inputs(provider, GROUPS, ids(2, 6), image_grid_hwt=None)
+
+
+@pytest.mark.parametrize(
+    ("logical", "mask", "message"),
+    [
+        ([0, 4, 6], None, "6 tokens in all.* expected 8 tokens.*an attention_mask that says the rest is padding"),
+        ([0, 4, 6], [[1] * 8], "an attention_mask that says the rest is padding"),
+        ([0, 4, 16], None, "16 tokens in all.* expected 8 tokens, the whole batch. .* also takes one flat row"),
+        ([0, 16], None, "16 tokens for row 0 of 8; expected .*its tokens times the ranks"),
+        ([0, 4, 8], [[0, 1, 1, 1, 1, 1, 1, 1]], "padding before real tokens in segment 0"),
+        ([0, 4, 8], [[1, 1, 1, 1, 1, 0, 1, 1]], "padding before real tokens in segment 1"),
+        ([0, 8], [[1, 1, 0, 1, 1, 1, 1, 1]], "padding before real tokens in segment 0"),
+    ],
+)
+def test_wrong_flat_rows_say_what_is_wrong(provider, logical, mask, message):
+    mask = None if mask is None else torch.tensor(mask)
+    with pytest.raises(ValueError, match=message):
+        as_model_inputs(provider, GROUPS, ids(1, 8), packed_seq_params=packed_params(logical), attention_mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (torch.full((2, 6), 512), r"entries in \[512, 512\]"),
+        (torch.ones(2, 6), "torch.float32"),
+        (torch.full((2, 6), -1), r"entries in \[-1, -1\], expected \[2, 6\] token ids below 512, and anything else"),
+        (torch.ones(2, 5, dtype=torch.long), r"labels has shape \[2, 5\]"),
+        (torch.ones(1, 12, dtype=torch.long), r"labels has shape \[1, 12\]"),
+    ],
+)
+def test_labels_that_no_loss_can_be_of_are_refused(provider, labels, message):
+    with pytest.raises(ValueError, match=message):
+        as_model_inputs(provider, GROUPS, ids(2, 6), labels=labels)
+
+
+def test_outputs_that_would_not_return_under_context_parallelism_are_refused(provider):
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
+    with pytest.raises(ValueError, match=r"context parallelism over 2 ranks.*padded on the right"):
+        as_model_inputs(provider, SECOND_OF_TWO, ids(1, 8), attention_mask=mask)
+    as_model_inputs(provider, SECOND_OF_TWO, ids(1, 8), attention_mask=mask.flip(1))
+    packed = dict(packed_seq_params=packed_params([0, 8, 16]))
+    with pytest.raises(ValueError, match=r"labels in the packed row's order, \[1, tokens\]"):
+        as_model_inputs(provider, SECOND_OF_TWO, ids(2, 8), labels=ids(2, 8), **packed)
+    inputs, _ = as_model_inputs(provider, SECOND_OF_TWO, ids(2, 8), labels=torch.arange(16)[None], **packed)
+    assert inputs.labels.tolist() == [[2, 3, 4, 5, 10, 11, 12, 13]]
+
+
+def test_text_positions_that_are_no_order_are_refused_beside_pictures(provider, config):
+    """Ignoring them, as Megatron-Bridge does, would be a wrong result: they say something else."""
+    found = torch.tensor([[5, config.vision_start_token_id, config.image_token_id, config.vision_end_token_id]])
+    given = dict(position_ids=torch.tensor([[0, 1, 1, 2]]), attention_mask=torch.ones(1, 4))
+    with pytest.raises(ValueError, match=r"position_ids has shape \[1, 4\] in a batch with images or videos"):
+        as_model_inputs(provider, GROUPS, found, **given, **ONE_PICTURE)
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+@pytest.mark.parametrize("left_out", ["pixels", "grid", "both"])
+def test_tokens_without_a_picture_are_refused_whatever_the_positions(provider, config, kind, left_out):
+    token = getattr(config, f"{kind}_token_id")
+    found = torch.tensor([[5, config.vision_start_token_id, token, config.vision_end_token_id]])
+    names = dict(pixels="pixel_values", grid="image_grid_thw")
+    if kind == "video":
+        names = dict(pixels="pixel_values_videos", grid="video_grid_thw")
+    pictures = dict(zip(names.values(), ONE_PICTURE.values(), strict=True))
+    for name in names.values() if left_out == "both" else [names[left_out]]:
+        del pictures[name]
+    with pytest.raises(ValueError, match=kind):
+        as_model_inputs(provider, GROUPS, found, position_ids=torch.zeros(3, 1, 4, dtype=torch.long), **pictures)
+
+
+def test_pictures_in_padding_are_refused(provider, config):
+    found = torch.tensor([[5, 5, config.image_token_id, 5]])
+    with pytest.raises(ValueError, match="image token at 2 is in padding"):
+        as_model_inputs(provider, GROUPS, found, attention_mask=torch.tensor([[1, 1, 0, 0]]), **ONE_PICTURE)
+
+
+ROOM = 6
+IDS_REFUSALS = torch.arange(1, 1 + 2 * ROOM).view(2, ROOM)
+REAL = torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6]).bool()
+LEFT = REAL.flip(1)
+
+
+def seen_by(real):
+    """[B, 1, S, S] bool: causal, and padding is seen by nobody."""
+    return (real[:, None, :] & torch.ones(ROOM, ROOM).bool().tril())[:, None]
+
+
+def swift_mask(real):
+    """As ms-swift's collator makes it for Megatron: [B, 1, S, S], True hides; padding sees what comes before it."""
+    return ~seen_by(real)
+
+
+def transformers_masks(real, implementation):
+    """As transformers makes it for its own layers: numbers to be added (eager), or True where a token is seen."""
+    config = Qwen3VLTextConfig(attn_implementation=implementation)
+    rows = torch.zeros(*real.shape, 8)
+    return create_causal_mask(config, rows, real, None, position_ids=None)
+
+
+def additive(real, never):
+    return torch.zeros(len(real), 1, ROOM, ROOM).masked_fill(~seen_by(real), never)
+
+
+MASKS = {
+    "ms-swift": swift_mask, "transformers, sdpa": lambda real: transformers_masks(real, "sdpa"),
+    "transformers, eager": lambda real: transformers_masks(real, "eager"),
+    "Megatron, to be added": lambda real: additive(real, -10000.0),
+    "infinite": lambda real: additive(real, float("-inf")), "without heads": lambda real: swift_mask(real)[:, 0],
+    "integers": lambda real: swift_mask(real).long(),
+    "padding sees nothing": lambda real: ~(seen_by(real) & real[:, None, :, None]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("real", [REAL, LEFT], ids=["right", "left"])
+@pytest.mark.parametrize("kind", MASKS)
+def test_padding_is_read(provider, kind, real):
+    mask = MASKS[kind](real)
+    assert mask.dim() > 2
+    assert torch.equal(real_tokens(mask, None, IDS_REFUSALS), real)
+    ours, answer = as_model_inputs(provider, GROUPS, IDS_REFUSALS, attention_mask=mask)
+    expected, _ = as_model_inputs(provider, GROUPS, IDS_REFUSALS, attention_mask=real)
+    assert ours.layout == expected.layout and torch.equal(ours.input_ids, expected.input_ids)
+    assert (answer is None) == (real is REAL)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_one_causal_mask_for_all_rows_says_nothing_of_padding(provider, monkeypatch, rows):
+    """NeMo-RL without sequence packing gives every batch [1, 1, S, S], which hides later tokens and no others."""
+    monkeypatch.setattr(provider, "pad_token_id", 9)
+    ids = torch.tensor([[1, 2, 3, 4, 9, 9], [1, 2, 3, 4, 5, 6]])[:rows]
+    mask = torch.ones(1, 1, ROOM, ROOM).tril() < 0.5
+    call = dict(position_ids=torch.arange(ROOM).expand_as(ids), attention_mask=mask)
+    ours, answer = as_model_inputs(provider, GROUPS, ids, **call)
+    assert answer is None and ours.layout.lengths == (4, 6)[:rows]  # as without a mask
+    ones = torch.ones(rows, ROOM)
+    assert as_model_inputs(provider, GROUPS, ids, attention_mask=ones)[0].layout.lengths == (6, 6)[:rows]
+
+
+def test_each_row_may_say_that_all_is_real(provider):
+    mask = swift_mask(torch.ones_like(REAL))
+    assert real_tokens(mask, None, IDS_REFUSALS).all()
+
+
+@given(st.data())
+def test_any_padding_on_either_side(data):
+    lengths = [data.draw(st.integers(0, ROOM)) for _ in IDS_REFUSALS]
+    first = [data.draw(st.integers(0, ROOM - n)) for n in lengths]
+    place = torch.arange(ROOM)
+    real = torch.stack([(place >= a) & (place < a + n) for a, n in zip(first, lengths, strict=True)])
+    if real.any():
+        mask = data.draw(st.sampled_from([swift_mask(real), seen_by(real), additive(real, -1e9)]))
+        assert torch.equal(real_tokens(mask, None, IDS_REFUSALS), real)
+
+
+def changed(row, token, other, value):
+    mask = swift_mask(REAL)
+    mask[row, 0, token, other] = value
+    return mask
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.zeros(2, 1, ROOM, ROOM).bool(), "no token sees itself, or all see the last one"),
+        (torch.ones(1, 1, ROOM, ROOM), "no token sees itself, or all see the last one"),
+        (torch.stack([torch.zeros(1, ROOM, ROOM).bool(), swift_mask(REAL)[1]]), "some rows hide the last token"),
+        (changed(1, 2, 1, True), "token 2 does not see token 1"),
+        (changed(1, 2, 3, False), "token 2 sees token 3"),
+        (~torch.block_diag(*[torch.ones(3, 3).tril()] * 2).bool()[None, None], "token 3 does not see token 0"),
+        (torch.zeros(1, 1, ROOM, ROOM) - torch.arange(ROOM), "numbers between 0 and -10000, which is a bias"),
+        (torch.full((1, 1, ROOM, ROOM), 2), "attention_mask has an entry 2, expected booleans"),
+        (swift_mask(REAL)[:, :, :5], r"\[2, 1, 5, 6\], expected \[2, 6\], .* or what tokens see, \[2 or 1, 1, 6, 6\]"),
+        (swift_mask(REAL).expand(2, 3, ROOM, ROOM), r"has shape \[2, 3, 6, 6\]"),
+        (REAL[:, None, None], r"has shape \[2, 1, 1, 6\]"),
+    ],
+)  # fmt: skip
+def test_masks_that_say_more_are_refused(provider, mask, message):
+    with pytest.raises(ValueError, match=message):
+        as_model_inputs(provider, GROUPS, IDS_REFUSALS, attention_mask=mask)
+
+
+def test_padding_masks_are_the_other_way_round(provider):
+    """As megatron-core, and verl, name what experts are to leave out."""
+    expected, _ = as_model_inputs(provider, GROUPS, IDS_REFUSALS, attention_mask=REAL)
+    for beside in (None, REAL, swift_mask(REAL)):
+        ours, _ = as_model_inputs(provider, GROUPS, IDS_REFUSALS, padding_mask=~REAL, attention_mask=beside)
+        assert ours.layout == expected.layout and torch.equal(ours.padding_mask, expected.padding_mask)
+    with pytest.raises(ValueError, match="padding_mask has 0 for token 4 of row 0, expected 1 to agree with attention"):
+        as_model_inputs(provider, GROUPS, IDS_REFUSALS, padding_mask=torch.zeros(2, ROOM), attention_mask=REAL)
+    with pytest.raises(ValueError, match=r"padding_mask has shape \[2, 5\], expected \[2, 6\]: 1 for padding"):
+        as_model_inputs(provider, GROUPS, IDS_REFUSALS, padding_mask=torch.zeros(2, 5))

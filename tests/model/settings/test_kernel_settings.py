@@ -1,11 +1,25 @@
-"""Which kernels compute a model: defaults by what is installed, and what would be ignored or wrong."""
+"""Which kernels compute a model, what only a trained one may not have, and settings that would be ignored."""
 
+import copy
 import logging
+import re
+from functools import reduce
+from pathlib import Path
+from types import SimpleNamespace
 
-import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+import qwen3vl_bridge
+from qwen3vl_bridge import registry
 from qwen3vl_bridge.models import settings
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
-from qwen3vl_bridge.models.refusals import AFTER_FINALIZE, BEFORE_FINALIZE, ON_FORWARD, ON_TRAIN
+from qwen3vl_bridge.models.refusals import (
+    AFTER_FINALIZE,
+    BEFORE_FINALIZE,
+    ON_FORWARD,
+    ON_TRAIN,
+    PARTS,
+    UNREAD,
+    check_microbatches,
+)
 from qwen3vl_bridge.models.rules import check
 from qwen3vl_bridge.models.settings import (
     can_fuse_weight_gradients,
@@ -14,22 +28,30 @@ from qwen3vl_bridge.models.settings import (
     has_transformer_engine,
 )
 from qwen3vl_bridge.models.vision_tower import vision_transformer_config
+from qwen3vl_bridge.training import run_refusals
+from qwen3vl_bridge.training.process_groups import initialize, shutdown
 
+import megatron.bridge
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.bridge import AutoBridge
+from megatron.bridge.training.comm_overlap import CommOverlapConfig
+from megatron.bridge.training.config import InProcessRestartConfig, StragglerDetectionConfig
 from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.enums import AttnBackend
 from packaging.version import Version
+from qwen3vl_recipes import qwen3_vl_2b_sft_config
+from qwen3vl_recipes.dry_run import finalised
 
-from .split_providers import CP2, DENSE, EXPERTS, finalized, provider_of
+from .test_parallel_settings import CP2, DENSE, EXPERTS, OVERLAP, PP2, SP2, VPP2, finalized, provider_of
 
 TE = "transformer_engine"
 
 
 def with_transformer_engine(size, fields):
-    """A finalised provider that names it, as it is not needed for looking at settings."""
     provider = finalized(size, {})
     for name, value in {"transformer_impl": TE, **fields}.items():
         setattr(provider, name, value)
@@ -38,8 +60,6 @@ def with_transformer_engine(size, fields):
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Says which release of Transformer Engine is there."""
-
     def install(release):
         monkeypatch.setattr("megatron.core.utils._te_version", Version(release))
 
@@ -59,7 +79,6 @@ def test_weight_gradients_are_fused_where_megatrons_output_layer_can(monkeypatch
 
 
 def test_what_cannot_be_fused_is_turned_off_and_said(caplog):
-    """A run's settings may come from a machine that has more."""
     assert finalized(DENSE, dict(gradient_accumulation_fusion=True)).gradient_accumulation_fusion is False
     assert "gradient_accumulation_fusion is True and is set to False" in caplog.text
 
@@ -98,11 +117,7 @@ def test_activations_that_no_configuration_can_name():
     ("size", "fields", "message"),
     [
         (DENSE, dict(cpu_offloading=True, cpu_offloading_num_layers=1), "cpu_offloading is True with .* 'local', exp"),
-        (
-            DENSE,
-            dict(fp32_residual_connection=True, params_dtype=torch.bfloat16),
-            "fp32_residual_connection is True with transformer_impl 'local' and params_dtype torch.bfloat16, exp",
-        ),
+        (DENSE, dict(fp32_residual_connection=True, params_dtype=torch.bfloat16), "fp32_residual_connection is True"),
         (DENSE, dict(apply_query_key_layer_scaling=True), "scaling is True with .* 'local', expected False: only Tr"),
         (DENSE, dict(log_max_attention_logit=True), "attention_logit is True with .* 'local', expected False: only"),
         (DENSE, dict(batch_invariant_mode=True), "batch_invariant_mode is True with .* 'local', expected False: only"),
@@ -125,7 +140,6 @@ def test_what_the_layers_would_ignore_or_fail_at(size, fields, message):
 
 
 def test_the_other_fused_loss_is_transformer_engines():
-    """It may be loaded with it, but not trained."""
     provider = finalized(DENSE, dict(cross_entropy_fusion_impl="te"))
     with pytest.raises(ValueError, match=r"cross_entropy_fusion_impl is 'te' with .* 'local', expected 'nativ"):
         check(ON_TRAIN, provider)
@@ -155,13 +169,10 @@ def test_local_attention_in_transformer_engines_layers():
 @pytest.mark.parametrize(
     ("release", "fields", "refused"),
     [
-        ("2.10", {}, True),
-        ("2.11", {}, False),
-        ("2.18", CP2, True),
-        ("2.10", dict(params_dtype=torch.bfloat16), False),
-        ("2.10", dict(transformer_impl="local"), False),
+        ("2.10", {}, True), ("2.11", {}, False), ("2.18", CP2, True),
+        ("2.10", dict(params_dtype=torch.bfloat16), False), ("2.10", dict(transformer_impl="local"), False),
     ],
-)
+)  # fmt: skip
 def test_float32_in_transformer_engine(release, fields, refused, installed):
     """Of its attention the part without a kernel is left, which takes packed rows from 2.11 on."""
     installed(release)
@@ -201,17 +212,12 @@ def test_a_loss_in_chunks():
 
 def test_fused_permutation():
     """As NeMo-RL's base configuration and Megatron-Bridge's recipes ask for it."""
-    with pytest.raises(
-        ValueError, match=r"moe_permute_fusion is True with .* 'local', expected False: Transformer Engine provides it"
-    ):
+    with pytest.raises(ValueError, match=r"moe_permute_fusion is True with .* 'local', expected False: Transformer"):
         finalized(EXPERTS, dict(moe_permute_fusion=True))
 
 
 def test_the_fused_router(installed):
-    """It is Transformer Engine's, in 32 bits."""
-    with pytest.raises(
-        ValueError, match=r"moe_router_fusion is True with .* 'local', expected False: Transformer Engine provides it"
-    ):
+    with pytest.raises(ValueError, match=r"moe_router_fusion is True with .* 'local', expected False: Transformer"):
         finalized(EXPERTS, dict(moe_router_fusion=True))
     provider = provider_of(EXPERTS, dict(moe_router_fusion=True, moe_router_dtype="fp64", transformer_impl=TE))
     with pytest.raises(ValueError, match=r"moe_router_fusion is True with moe_router_dtype 'fp64', .* in 'fp32'"):
@@ -241,3 +247,235 @@ def test_the_tower_is_made_where_the_text_model_is():
     """On the meta device Transformer Engine's modules ask their configuration."""
     provider = finalized(DENSE, dict(init_model_with_meta_device=True))
     assert vision_transformer_config(provider).init_model_with_meta_device
+
+
+@pytest.fixture
+def build(monkeypatch):
+    mixin = "megatron.bridge.models.gpt_provider.GPTModelProvider.provide_distributed_model"
+
+    def provide_distributed_model(self, ddp_config=None, wrap_with_ddp=True, use_megatron_fsdp=False):
+        return ["model"]
+
+    monkeypatch.setattr(mixin, provide_distributed_model)
+    monkeypatch.setattr("qwen3vl_bridge.models.provider.log_trained_parameters", lambda model: None)
+
+    def build(size, fields, **how):
+        return finalized(size, fields).provide_distributed_model(**how) == ["model"]
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("size", "fields", "message"),
+    [
+        (DENSE, dict(pipeline_model_parallel_size=18), r"first pipeline stage has 2 layers, expected True, or at leas"),
+        (DENSE, dict(PP2, **OVERLAP, virtual_pipeline_model_parallel_size=9), "first pipeline stage has 2 layers"),
+        (DENSE, dict(PP2, num_layers_in_first_pipeline_stage=1), "first pipeline stage has 1 layers"),
+        (DENSE, dict(PP2, pipeline_model_parallel_layout="E|t*36L"), "first pipeline stage has 0 layers"),
+        (DENSE, VPP2, "overlap_p2p_comm is False with .* expected True: two interleaved stages would confuse"),
+        (DENSE, dict(PP2, pipeline_model_parallel_layout="Et*9|t*9|t*9|t*9L"), "overlap_p2p_comm is False with"),
+        (DENSE, dict(VPP2, overlap_p2p_comm=True), "batch_p2p_comm is True with overlap_p2p_comm and .*, expected"),
+        (DENSE, dict(PP2, **OVERLAP), "overlap_p2p_comm is True with .* virtual_pipeline_model_parallel_size None"),
+        (DENSE, dict(VPP2, **OVERLAP, microbatch_group_size_per_vp_stage=1), "stage is 1, expected at least .*, 2"),
+        (DENSE, dict(PP2, pipeline_model_parallel_layout="Ett|t*10|t*14|t*10L", **OVERLAP), "stage has 2 layers"),
+        (DENSE, dict(SP2, parallel_output=False), "parallel_output is False with .* 2, expected True: a loss on"),
+        (DENSE, dict(VPP2, batch_p2p_comm=False), "overlap_p2p_comm is False with .* expected True: two interleaved"),
+        (DENSE, dict(PP2, pipeline_dtype=torch.float16), "pipeline_dtype is torch.float16, expected torch.bfloat16"),
+    ],
+)
+def test_what_could_not_be_trained_can_be_built_for_other_uses(build, size, fields, message):
+    with pytest.raises(ValueError, match=message):
+        build(size, fields, ddp_config=SimpleNamespace(average_in_collective=False))
+    assert build(size, fields, wrap_with_ddp=False)
+
+
+@pytest.mark.parametrize(
+    ("size", "fields"),
+    [
+        (EXPERTS, SP2),
+        (DENSE, dict(SP2, sequence_parallel=False)),
+        (DENSE, dict(PP2, num_layers_in_first_pipeline_stage=3)),
+        (DENSE, dict(PP2, num_layers_in_first_pipeline_stage=1, variable_seq_lengths=True)),
+        (DENSE, dict(PP2, pipeline_model_parallel_layout="Ettt|t*33L")),
+    ],
+)
+def test_what_can_be_trained_is_built(build, size, fields):
+    assert build(size, fields, ddp_config=SimpleNamespace(average_in_collective=False))
+
+
+@pytest.mark.parametrize(
+    ("size", "fields", "why"),
+    [
+        (DENSE, dict(loss_chunk_tokens=8192), "with loss_chunk_tokens the"),
+        (DENSE, dict(loss_chunk_tokens=0, share_embeddings_and_output_weights=True), "with share_embeddings_and_"),
+        (DENSE, dict(loss_chunk_tokens=0), None),
+    ],
+)
+def test_shards_have_no_fused_gradients_of_weights_with_several_uses(build, size, fields, why, caplog):
+    ddp = SimpleNamespace(average_in_collective=False)
+    for sharded in (True, False):
+        provider = finalized(size, fields)
+        provider.gradient_accumulation_fusion = True  # as `finalize` leaves it with APEX and a GPU
+        with caplog.at_level("WARNING"):
+            provider.provide_distributed_model(ddp, use_megatron_fsdp=sharded)
+        assert provider.gradient_accumulation_fusion is (not sharded or why is None)
+        assert (f"set to False: {why}" in caplog.text) is (sharded and why is not None)
+        caplog.clear()
+
+
+def test_ddp_may_be_turned_off_by_position(build):
+    provider = finalized(DENSE, VPP2)
+    assert provider.provide_distributed_model(None, False) == ["model"]
+    with pytest.raises(ValueError, match="stages would confuse"):
+        provider.provide_distributed_model(None, True)
+
+
+@pytest.mark.parametrize(("group", "taken"), [(None, {2, 4, 6, 8}), (3, {3, 5, 6, 8}), (4, {4, 6, 7, 8})])
+def test_interleaved_stages_take_microbatches_in_groups(group, taken):
+    provider = finalized(DENSE, dict(VPP2, **OVERLAP, microbatch_group_size_per_vp_stage=group))
+    for microbatches in range(1, 9):
+        if microbatches in taken:
+            check_microbatches(provider, microbatches, "a step")
+        else:
+            with pytest.raises(ValueError, match=f"a step has {microbatches} microbatches .* expected a multiple"):
+                check_microbatches(provider, microbatches, "a step")
+    check_microbatches(finalized(DENSE, PP2), 1, "a step")
+
+
+def test_overlap_settings_of_megatron_bridge_are_in_place_before_the_check():
+    """In its loop they are applied first, and the whole configuration is validated after."""
+    provider = provider_of(DENSE, VPP2)
+    overlap = CommOverlapConfig(tp_comm_overlap=False)
+    overlap.data_parallel_size = 1
+    overlap.finalize()
+    overlap.setup(provider, OptimizerConfig(), None)
+    provider.finalize()
+    check(ON_TRAIN, provider)
+    assert (provider.overlap_p2p_comm, provider.batch_p2p_comm) == (True, False)
+
+
+@pytest.fixture
+def first_of_two(untied_folder):
+    """The first chunk of two on the first stage of two, built as miles and NeMo-RL build theirs: by `provide`."""
+    provider = AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=False)
+    initialize(provider, seed=0)
+    fields = dict(VPP2, pipeline_dtype=provider.params_dtype, variable_seq_lengths=True)
+    for name, value in fields.items():
+        setattr(provider, name, value)
+    provider.finalize()
+    return provider.provide(pre_process=True, post_process=False, vp_stage=0)
+
+
+def test_a_model_that_provide_has_built_meets_them_in_its_first_step(first_of_two):
+    """With megatron-core's defaults two stages mix up what they send each other: and only gradients are wrong."""
+    ids = torch.arange(8)[None]
+    with pytest.raises(ValueError, match=r"overlap_p2p_comm is False .* expected True: two interleaved stages would"):
+        first_of_two(ids)
+    with torch.no_grad():
+        assert first_of_two(ids).isfinite().all()
+    assert first_of_two.eval()(ids).isfinite().all()
+    for name, value in OVERLAP.items():
+        setattr(first_of_two.config, name, value)
+    assert first_of_two.train()(ids).requires_grad
+
+
+def test_transformer_engine_in_float32_is_refused_in_the_first_forward(pair, monkeypatch):
+    """Whoever built it: of log probabilities too, as no release before 2.11 has an attention for its rows."""
+    monkeypatch.setattr("megatron.core.utils._te_version", Version("2.10"))
+    monkeypatch.setattr(pair.megatron.config, "transformer_impl", "transformer_engine")
+    message = "params_dtype is torch.float32 with transformer_impl 'transformer_engine', expected transformer_impl="
+    with torch.no_grad(), pytest.raises(ValueError, match=message):
+        pair.megatron(torch.arange(8)[None])
+
+
+MODELS = [("qwen3_vl", "8B"), ("qwen3_vl", "30B-A3B"), ("qwen3_5", "9B"), ("qwen3_5", "35B-A3B")]
+# Other models' recipes and layers, and code of Megatron-LM's loop.
+OTHERS = re.compile(r"(recipes|perf_recipes|diffusion|models/(?!conversion)[^/]+|training/mlm_compat)/")
+
+
+def changed(value):
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    return {str: "other", list: ["other"]}.get(type(value), 1)
+
+
+@pytest.mark.parametrize(("family", "size"), MODELS)
+def test_what_nothing_reads_keeps_its_default(family, size):
+    config = registry.presets_of(family).hf_config(size)
+    plain = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
+    of_family = [name for name, row in plain.fixed.items() if row.why == UNREAD["flash_decode"].why]
+    assert set(UNREAD) <= set(of_family)
+    for name in of_family:
+        provider = copy.copy(plain)
+        setattr(provider, name, changed(getattr(plain, name)))
+        with pytest.raises(ValueError, match=f"^{name} is .*, expected .*: nothing reads it for this model"):
+            provider.finalize()
+        setattr(provider, name, None)
+        check([plain.fixed[name]], provider)
+    plain.finalize()
+    plain.finalize()  # as completed by the first
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_what_belongs_to_something_that_is_off_keeps_its_default(name):
+    config = registry.presets_of("qwen3_vl").hf_config("2B")
+    provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
+    setattr(provider, name, changed(getattr(provider, name)))
+    switch = PARTS[name].when.names
+    with pytest.raises(ValueError, match=f"^{name} is .* with {switch} .*, expected .*: it would be ignored"):
+        provider.finalize()
+    setattr(provider, switch, "transformer_engine" if switch == "cuda_graph_impl" else True)
+    check([PARTS[name]], provider)
+
+
+@pytest.fixture(scope="module")
+def run():
+    shutdown()
+    cfg = qwen3_vl_2b_sft_config()
+    cfg.straggler, cfg.inprocess_restart = StragglerDetectionConfig(), InProcessRestartConfig()
+    return finalised(cfg, 8)
+
+
+@pytest.mark.parametrize("row", run_refusals.IGNORED, ids=lambda row: row.name)
+def test_what_a_run_does_not_read_keeps_its_default(run, row):
+    section, name = row.name.split(".")
+    owner = getattr(run, section)
+    before = getattr(owner, name)
+    setattr(owner, name, changed(before))
+    try:
+        with pytest.raises(
+            ValueError, match=rf"^{section}\.{name} is .*, expected .*: (the training loop does|it would)"
+        ):
+            check(run_refusals.AFTER_VALIDATE, run)
+    finally:
+        setattr(owner, name, before)
+    check(run_refusals.AFTER_VALIDATE, run)
+
+
+@pytest.mark.parametrize("switch", run_refusals.PARTS)
+def test_what_is_on_has_its_settings(run, switch):
+    cfg = copy.deepcopy(run)
+    section, name = switch.split(".")
+    setattr(getattr(cfg, section), name, True)
+    rows = [row for row in run_refusals.IGNORED if row.when.names == switch]
+    assert rows
+    for row in rows:
+        owner, field = getattr(cfg, section), row.name.split(".")[1]
+        setattr(owner, field, changed(reduce(getattr, row.name.split("."), cfg)))
+    check(rows, cfg)
+
+
+def test_the_training_loop_does_not_read_them():
+    """In the installed releases: a field that a newer one reads is to be taken off the table."""
+    names = "|".join(name for _, names in run_refusals.UNREAD.values() for name in names.split())
+    read = re.compile(rf"(?<!optim_config)(?<!self)(?<!model)\.({names})\b")  # other sections have some of them too
+    found = {}
+    for package in (megatron.bridge.__path__[0], Path(qwen3vl_bridge.__file__).parent):
+        for file in Path(package).rglob("*.py"):
+            place = file.relative_to(package).as_posix()
+            code = re.sub(r"#.*", "", file.read_text())
+            if not OTHERS.match(place) and (fields := set(read.findall(code))):
+                found[place] = fields
+    assert found == {}

@@ -1,21 +1,50 @@
 """Ways to split a model that could not train are refused before anything is built, and all others are not."""
 
 import contextlib
+import copy
 import logging
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+from qwen3vl_bridge.models.divisibility import Replicas
 from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.models.refusals import AFTER_FINALIZE, check_world
 from qwen3vl_bridge.models.rules import check
+from qwen3vl_bridge.models.settings import DistTrainConfig, vision_tensor_ranks
 from qwen3vl_bridge.models.vision_tower import vision_transformer_config
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.bridge import AutoBridge
+from megatron.bridge.models.qwen_vl.qwen3_vl_provider import DistTrainConfig as Theirs
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from packaging.version import Version
 
-from .split_providers import CP2, DENSE, EXPERTS, OVERLAP, PP2, PROVIDERS, SP2, VPP2, finalized, provider_of
+PROVIDERS = {
+    size: AutoBridge.from_hf_config(presets.hf_config(size)).to_megatron_provider(load_weights=False)
+    for size in presets.PRESETS
+}
+DENSE, EXPERTS = "8B", "30B-A3B"
+SP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
+PP2, CP2 = dict(pipeline_model_parallel_size=2), dict(context_parallel_size=2)
+VPP2 = dict(PP2, virtual_pipeline_model_parallel_size=2)
+OVERLAP = dict(overlap_p2p_comm=True, batch_p2p_comm=False)
+
+
+def provider_of(size, fields):
+    provider = copy.copy(PROVIDERS[size])
+    for name, value in fields.items():
+        assert hasattr(provider, name), name
+        setattr(provider, name, value)
+    return provider
+
+
+def finalized(size, fields):
+    provider = provider_of(size, fields)
+    provider.finalize()
+    return provider
+
 
 # megatron-core and Megatron-Bridge refuse these by themselves.
 THEIRS = [
@@ -39,30 +68,14 @@ OURS = [
     (DENSE, dict(tensor_model_parallel_size=0), "tensor_model_parallel_size is 0, expected 1 or more"),
     (DENSE, dict(context_parallel_size=0), "context_parallel_size is 0, expected 1 or more"),
     (EXPERTS, dict(expert_tensor_parallel_size=0), "expert_tensor_parallel_size is 0, expected 1 or more"),
-    (
-        DENSE,
-        dict(pipeline_model_parallel_size=5),
-        "num_layers is 36, expected a multiple of .*size, 5: or uneven stages",
-    ),
-    (
-        DENSE,
-        dict(VPP2, virtual_pipeline_model_parallel_size=5),
-        r"parallel_size \* virtual_pipeline.*_size, 10: or uneven stages",
-    ),
+    (DENSE, dict(pipeline_model_parallel_size=5), "num_layers is 36, expected a multiple of .*size, 5: or uneven"),
+    (DENSE, dict(VPP2, virtual_pipeline_model_parallel_size=5), r"parallel_size \* virtual_pipeline.*_size, 10: or"),
     (DENSE, dict(virtual_pipeline_model_parallel_size=2), "with pipeline_model_parallel_size 1, expected None"),
     (DENSE, dict(pipeline_model_parallel_layout="Et*18|t*18L"), "virtual_pipeline_model_parallel_size is 2 with pipe"),
     (DENSE, dict(CP2, seq_length=1022), "seq_length is 1022, expected a multiple of 4: rows are split over 2"),
     (DENSE, dict(SP2, seq_length=1023), "seq_length is 1023, expected a multiple of 2: .* 2 sequence-parallel"),
-    (
-        DENSE,
-        dict(CP2, cp_comm_type="p2p"),
-        "cp_comm_type is 'p2p' with .* transformer_impl 'local', expected None or 'all_gather'",
-    ),
-    (
-        DENSE,
-        dict(CP2, cp_comm_type=["all_gather"] * 35 + ["a2a"]),
-        "cp_comm_type is .*, 'a2a'. with .*, expected None or",
-    ),
+    (DENSE, dict(CP2, cp_comm_type="p2p"), "cp_comm_type is 'p2p' with .* transformer_impl 'local', expected None or"),
+    (DENSE, dict(CP2, cp_comm_type=["all_gather"] * 35 + ["a2a"]), "cp_comm_type is .*, 'a2a'. with .*, expected None"),
     (DENSE, dict(hierarchical_context_parallel_sizes=[2, 1]), "hierarchical_context_parallel_sizes is .*, expected"),
     (DENSE, dict(hybrid_context_parallel=True), "hybrid_context_parallel is True, expected False"),
     (DENSE, dict(tensor_parallel_num_weight_shards=2), "tensor_parallel_num_weight_shards is 2, expected None"),
@@ -158,7 +171,6 @@ def test_released_sizes_as_they_are_trained(size, fields):
 
 
 def layers_of_stages(provider):
-    """How many megatron-core would build on each, chunk after chunk."""
     chunks = provider.virtual_pipeline_model_parallel_size
     return [
         get_num_layers_to_build(provider, vp_stage, rank)
@@ -230,10 +242,6 @@ def test_experts_under_tensor_parallelism_are_sequence_parallel(size, tensor, tu
     assert ("sequence_parallel is set to True" in caplog.text) is turned_on
 
 
-def test_sequence_parallelism_on_one_rank_is_turned_off_by_megatron_bridge():
-    assert not finalized(DENSE, dict(sequence_parallel=True)).sequence_parallel
-
-
 def test_a_number_of_processes_that_the_parallel_sizes_do_not_divide():
     provider = provider_of(DENSE, SP2 | PP2)
     check_world(provider, 8)
@@ -243,3 +251,82 @@ def test_a_number_of_processes_that_the_parallel_sizes_do_not_divide():
     provider.tensor_model_parallel_size = 0
     with pytest.raises(ValueError, match="tensor_model_parallel_size is 0, expected 1 or more"):
         check_world(provider, 8)
+
+
+def fields(vision=2, language=2, *, usual=True, model=None, **split):
+    sizes = dict(vision_world_size=vision, language_world_size=language)
+    more = dict(variable_seq_lengths=True) if usual else {}
+    return more | (model or {}) | dict(dist_train=DistTrainConfig(use_dist_train=True, **sizes, **split))
+
+
+def test_the_fields_are_megatron_bridges():
+    assert set(vars(DistTrainConfig())) == set(vars(Theirs()))
+    for name in ("dist_train", "add_encoder", "add_decoder"):
+        assert hasattr(provider_of(DENSE, {}), name)
+
+
+@pytest.mark.parametrize(
+    ("size", "settings", "message"),
+    [
+        (DENSE, fields(None), "dist_train.vision_world_size is None with .*, expected 1 or more"),
+        (DENSE, fields(2, 0), "dist_train.language_world_size is 0 with .*, expected 1 or more"),
+        (DENSE, fields(vision_tensor_model_parallel_size=0), "vision_tensor_model_parallel_size is 0 with"),
+        (DENSE, fields(3, vision_tensor_model_parallel_size=2), "vision_world_size is 3 with .*, expected a multiple"),
+        (DENSE, fields(3, vision_tensor_model_parallel_size=3), "num_heads is 16 with .*, expected a multiple of"),
+        (DENSE, fields(vision_pipeline_model_parallel_size=2), "vision_pipeline_.* is 2 with .*, expected 1: the"),
+        (DENSE, fields(vision_context_parallel_size=2), "vision_context_.* is 2 with .*, expected 1: data-parallel"),
+        (DENSE, fields(vision_expert_model_parallel_size=2), "vision_expert_model_.* is 2 with .*, expected 1: the"),
+        (DENSE, fields(2, 3, model=SP2), "language_world_size is 3 with .*, expected a multiple of tensor_model_"),
+        (DENSE, fields(2, 3, model=PP2), "language_world_size is 3 with .*, expected a multiple of .*, 2"),
+        (EXPERTS, fields(2, 6, model=dict(expert_model_parallel_size=4)), "language_world_size is 6, expected a"),
+        (DENSE, fields(2, 3), "tower has 2 data-parallel replicas and the language model 3, expected one number to be"),
+        (DENSE, fields(4, 2, vision_to_llm_dp_ratio=3), "vision_to_llm_dp_ratio is 3, expected None or 2: there are 4"),
+        (DENSE, fields(2, 4, vision_to_llm_dp_ratio=1), "vision_to_llm_dp_ratio is 1, expected None: there are 2"),
+        (DENSE, fields(model=CP2), "context_parallel_size is 2 with dist_train.use_dist_train, expected 1: megatron"),
+        (DENSE, fields(usual=False), "variable_seq_lengths is False with .*, expected True: the size of what"),
+        (DENSE, fields(model=dict(PP2, virtual_pipeline_model_parallel_size=2)), "virtual_pipeline_.* is 2 with"),
+        (DENSE, fields(model=dict(fp16=True, bf16=False)), "fp16 is True with dist_train.use_dist_train, expected Fal"),
+        (DENSE, fields(model=dict(calculate_per_token_loss=False)), "calculate_per_token_loss is False with .* True"),
+        (DENSE, fields(model=OVERLAP), "overlap_p2p_comm is True with dist_train.use_dist_train, expected False"),
+        (DENSE, fields(model=dict(pipeline_dtype=torch.float16)), "pipeline_dtype is torch.float16, expected params"),
+        (DENSE, dict(dist_train=DistTrainConfig(vision_world_size=2)), "vision_world_size is 2 with dist_train.use_"),
+        (DENSE, dict(add_encoder=False), "add_encoder is False with dist_train.use_dist_train False, expected True"),
+    ],
+)
+def test_what_does_not_fit_is_refused(size, settings, message):
+    with pytest.raises(ValueError, match=message):
+        finalized(size, settings)
+
+
+def test_every_process_is_a_rank_of_one_module():
+    provider = finalized(DENSE, fields(2, 4))
+    check_world(provider, 6)
+    for world in (5, 7):
+        with pytest.raises(
+            ValueError, match=f"language_world_size 4 add up to 6, expected {world}, the number of processes"
+        ):
+            check_world(provider, world)
+
+
+def test_what_the_modules_send_has_a_type():
+    assert finalized(DENSE, fields()).pipeline_dtype == torch.bfloat16
+    assert finalized(DENSE, {}).pipeline_dtype is None
+
+
+def test_the_towers_ranks_are_its_own():
+    provider = finalized(DENSE, fields(2, 8, vision_tensor_model_parallel_size=2, model=dict(SP2)))
+    assert vision_tensor_ranks(provider) == 2
+    assert vision_tensor_ranks(finalized(DENSE, fields(2, 8, model=dict(tensor_model_parallel_size=8)))) == 1
+    assert vision_tensor_ranks(finalized(DENSE, SP2)) == 2
+
+
+@given(few=st.integers(1, 8), times=st.integers(1, 8), more_vision=st.booleans())
+def test_every_picture_is_encoded_once_for_every_language_replica(few, times, more_vision):
+    """As megatron-core's bridge pairs leaders: neighbours together, in their order."""
+    vision, language = (few * times, few) if more_vision else (few, few * times)
+    replicas = Replicas(vision, language)
+    seen = [
+        (served, replicas.share_of(rank)) for rank in range(vision) for served in replicas.language_replicas_of(rank)
+    ]
+    assert sorted(seen) == [(one, share) for one in range(language) for share in range(replicas.encoders)]
+    assert seen == sorted(seen)

@@ -1,10 +1,28 @@
-"""AutoBridge with our classes: every weight there and back, through Megatron-Bridge's own machinery."""
+"""AutoBridge with our classes: every weight there and back, under every split; and the names of the weight table.
 
+Run on two ranks: -m tests.model.weights.test_autobridge SETTINGS HF_FOLDER...
+"""
+
+import importlib.util
+import json
 import shutil
+import sys
+from pathlib import Path
 
+from qwen3vl_bridge.models.qwen3_vl import table as mappings
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
+from qwen3vl_bridge.registry import dimensions_of
 from qwen3vl_bridge.training.process_groups import initialize
-from qwen3vl_bridge.weights.rows import ExpertLayout
+from qwen3vl_bridge.weights.rows import (
+    Dimensions,
+    ExpertLayout,
+    PackedExpert,
+    WeightRow,
+    expand,
+    expert_layout_of,
+    hf_shapes,
+    local_name,
+)
 
 import pytest
 import torch
@@ -13,6 +31,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, Qwen3VLForConditionalGeneration
 
 from tests.expert_layouts import LAYOUTS, relayout
+from tests.forked import run_ranks
+from tests.ranks import begin, leave
 
 
 def build(provider) -> list[torch.nn.Module]:
@@ -150,3 +170,117 @@ def test_another_vocabulary_is_not_cut_to_fit(untied_folder):
     provider.vocab_size = 400
     with pytest.raises(ValueError, match=r"embed_tokens\.weight has 512 rows, expected vocab_size, 400"):
         build(provider)
+
+
+HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
+
+
+def megatron_shape(row: WeightRow, dimensions: Dimensions) -> tuple[int, ...]:
+    shapes = row.numbers(dimensions)
+    if isinstance(row, PackedExpert) and row.transposed:
+        return shapes[0][::-1]
+    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
+def build_names(folder, transformer_impl: str) -> dict[str, tuple[int, ...]]:
+    import qwen3vl_bridge  # noqa: F401
+    from qwen3vl_bridge.training.process_groups import initialize
+
+    from megatron.bridge import AutoBridge
+
+    provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=False)
+    provider.transformer_impl, provider.use_cpu_initialization = transformer_impl, True
+    provider.init_model_with_meta_device = True
+    provider.finalize()
+    initialize(provider, seed=0)
+    return {name: tuple(p.shape) for name, p in provider.provide(True, True).named_parameters()}
+
+
+def table(folder, layout=ExpertLayout.INPUT_MAJOR) -> tuple[list[WeightRow], Dimensions]:
+    from transformers import AutoConfig
+
+    dimensions = dimensions_of(AutoConfig.from_pretrained(folder).to_dict())
+    return list(expand(mappings.table(layout), dimensions)), dimensions
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied", "moe"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_local_spec_has_the_tables_names(kind, layout, request):
+    folder = request.getfixturevalue(f"{kind}_folder")
+    rows, dimensions = table(folder, layout)
+    expected = {local_name(row.megatron): megatron_shape(row, dimensions) for row in rows}
+    assert build_names(folder, "local") == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_TRANSFORMER_ENGINE, reason="Transformer Engine is not installed")
+@pytest.mark.parametrize("kind", ["untied", "moe"])
+def test_transformer_engine_spec_has_the_tables_names(kind, request):
+    folder = request.getfixturevalue(f"{kind}_folder")
+    rows, dimensions = table(folder)
+    expected = {row.megatron: megatron_shape(row, dimensions) for row in rows}
+    assert build_names(folder, "transformer_engine") == expected
+
+
+def test_the_provider_names_what_the_configuration_does(moe_folder):
+    from megatron.bridge import AutoBridge
+
+    _, dimensions = table(moe_folder)
+    provider = AutoBridge.from_hf_pretrained(str(moe_folder)).to_megatron_provider(load_weights=False)
+    ours = provider.dimensions()
+    assert {name: list(found) for name, found in ours.indices.items()} == {
+        name: list(found) for name, found in dimensions.indices.items()
+    }
+    assert ours["untied"] == dimensions["untied"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("hidden", "moe_ffn"), [(64, 24), (64, 32), (64, 64)])
+def test_the_layout_of_experts_is_told_by_shapes_even_where_one_is_square(layout, hidden, moe_ffn):
+    sizes = dict(hidden=hidden, moe_ffn=moe_ffn, moe_gate_up=2 * moe_ffn, experts=4)
+    dimensions = Dimensions(sizes, dict(moe_layers=(1, 2), experts=range(4)), "qwen3_vl")
+    shapes = {
+        name: shape
+        for row in expand([row for row in mappings.table(layout) if "experts" in row.indices], dimensions)
+        for name, shape in zip(row.hf, hf_shapes(row, dimensions), strict=True)
+    }
+    assert expert_layout_of(mappings.table, shapes, dimensions) is layout
+    name = next(iter(shapes))
+    with pytest.raises(ValueError, match=r"experts of layer 1: found .*expected 4 experts of 64"):
+        expert_layout_of(mappings.table, shapes | {name: (4, 63, 1)}, dimensions)
+
+
+def test_every_tensor_comes_back(untied_folder, tied_folder, moe_folders, tmp_path):
+    tp, ep = dict(tensor_model_parallel_size=2, sequence_parallel=True), dict(expert_model_parallel_size=2)
+    pp = dict(pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=3, pipeline_dtype=None)
+    padded = dict(should_pad_vocab=True, make_vocab_size_divisible_by=100)
+    cases = [(untied_folder, tp | padded), (tied_folder, tp | padded), (tied_folder, pp | padded)]
+    cases += [(moe_folders[layout], ep) for layout in LAYOUTS]
+    cases += [(moe_folders[layout], tp) for layout in LAYOUTS]
+    cases += [(moe_folders[layout], tp | ep | dict(expert_tensor_parallel_size=1)) for layout in LAYOUTS]
+    settings = json.dumps([fields for _, fields in cases])
+    run_ranks("tests.model.weights.test_autobridge", 2, settings, *(folder for folder, _ in cases))
+
+
+def check(folder: str, settings: dict) -> None:
+    bridge = AutoBridge.from_hf_pretrained(folder)
+    provider = bridge.to_megatron_provider(load_weights=True)
+    for name, value in settings.items():
+        setattr(provider, name, value)
+    provider.finalize()
+    groups = initialize(provider, seed=0)
+    model = provider.provide_distributed_model(
+        wrap_with_ddp=False, use_cpu_initialization=True, mixed_precision_wrapper=None, pg_collection=groups
+    )
+    exported = dict(bridge.export_hf_weights(model, cpu=True, show_progress=False))
+    source = {name: t for file in Path(folder).glob("*.safetensors") for name, t in load_file(file).items()}
+    wrong = [name for name in source if name not in exported or not torch.equal(exported[name], source[name])]
+    if wrong or exported.keys() - source.keys() - {"lm_head.weight"}:
+        raise AssertionError(f"{folder} {settings}: {wrong[:5]} {sorted(exported.keys() - source.keys())[:5]}")
+
+
+if __name__ == "__main__":
+    begin()
+    for folder, settings in zip(sys.argv[2:], json.loads(sys.argv[1]), strict=True):
+        check(folder, settings)
+    leave()

@@ -25,7 +25,7 @@ from ..matrix import (
 )
 from ..topologies import MODULES
 
-# One case of each topology, of one family by turns; Qwen3.5's are as many (`tests/qwen3_5/model/test_on_ranks.py`).
+# One case of each topology, of one family by turns; Qwen3.5's are as many (`tests/qwen3_5/model/test_parity.py`).
 FEW = dict(each=1, both=False)
 CHOSEN = {2: dict(each=2, both=True), 4: FEW}
 # Of modules on ranks of their own, every content and kind of rows: as many of both, and more of either.

@@ -3,8 +3,6 @@
 Run on ranks it is the script of the test of parallel ranks: -m tests.qwen3_5.model.test_generation OUTPUT FOLDER...
 """
 
-from __future__ import annotations
-
 import sys
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)

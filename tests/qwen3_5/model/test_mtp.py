@@ -1,11 +1,4 @@
-"""Multi-token prediction equals its parts in transformers, pictures and packed rows included: loss and gradients.
-
-Callers may cut labels over context-parallel ranks, and it reads those of other ranks. Ranks are threads here, as in
-`tests/model/inputs/test_cp_sharded_inputs.py`. Whole models on real ranks, with the steps of Megatron-Bridge and verl
-that cut labels so: `tests/frameworks/megatron_bridge/test_upstream_steps.py`.
-"""
-
-from __future__ import annotations
+"""Multi-token prediction equals its parts in transformers, pictures and packed rows included: loss and gradients."""
 
 import shutil
 from dataclasses import replace
@@ -23,7 +16,6 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from tests.model.inputs.support import packed_params
 from tests.model.inputs.test_cp_sharded_inputs import Ranks, assert_equal, layout_of
 from tests.model.inputs.test_inputs import params_of, pictures
 from tests.noise import check, limits
@@ -52,7 +44,6 @@ def test_gradients_of_both_losses(pair, content, packed):
     inputs = make_batch(samples, pair.config, packed=packed).local(predicts=True)
 
     def reference() -> tuple[float, float, dict[str, torch.Tensor]]:
-        """The loss, the mean of multi-token prediction's, and gradients of both."""
         pair.reference.zero_grad()
         main, both = run_with_mtp(pair.reference, samples, FACTOR)
         both.backward()
@@ -147,7 +138,6 @@ def provider(qwen3_5_folders):
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("cp", [2, 4])
 def test_cut_labels_give_the_inputs_of_whole_ones(provider, qwen3_5_folders, monkeypatch, cp, packed, masked):
-    """Next tokens, their labels and their masks among them."""
     config = AutoConfig.from_pretrained(qwen3_5_folders["dense"])
     samples = make_samples("mixed", config, seed=3)
     longest = max(len(sample.ids) for sample in samples)
@@ -199,28 +189,11 @@ def test_nothing_is_sent_where_nothing_is_trained(provider, monkeypatch):
             dict(labels=IDS[:, :4], loss_mask=torch.ones(2, 4)),
             r"loss_mask is \[2, 4\] floating point on .* rank 1 and None",
         ),
-        (
-            dict(labels=IDS[:, :4]),
-            dict(labels=IDS[:, :4] - 9),
-            r"labels has shape \[2, 8\] .* entries in \[-8, 12\], expected \[2, 8\] token ids below 512",
-        ),
+        (dict(labels=IDS[:, :4]), dict(labels=IDS[:, :4] - 9), r"labels has shape \[2, 8\] .* entries in"),
     ],
 )
 def test_ranks_that_differ_all_say_so(provider, monkeypatch, first, second, message):
-    """None is left waiting for another's labels."""
     calls = [dict(input_ids=IDS, **first), dict(input_ids=IDS, **second)]
     for error in Ranks(2, monkeypatch).inputs(provider, calls.__getitem__):
         with pytest.raises(ValueError, match=message):
             raise error
-
-
-def test_cut_labels_of_a_packed_row(provider, monkeypatch):
-    """By hand: two segments of four tokens, whose chunks are one token each; rank 0 has the outer ones."""
-    call = dict(input_ids=IDS[:1], packed_seq_params=packed_params([0, 4, 8]))
-    labels = torch.tensor([[2, 3, 4, 99, 6, 7, 8, 99]])
-    own = [[0, 3, 4, 7], [1, 2, 5, 6]]
-    found = Ranks(2, monkeypatch).inputs(provider, lambda rank: call | dict(labels=labels[:, own[rank]]))
-    assert found[0].following.labels.tolist() == [[3, 99, 7, 99]]
-    assert found[0].following.loss_mask.tolist() == [[1, 0, 1, 0]]
-    assert found[1].following.labels.tolist() == [[4, 99, 8, 99]]
-    assert found[1].following.input_ids.tolist() == [[3, 4, 7, 8]]

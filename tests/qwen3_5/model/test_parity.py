@@ -1,24 +1,23 @@
-"""The Megatron model equals transformers: logits, loss and every gradient, float32 on the CPU.
-
-Parts that rest get no gradient, and the others the one they would have anyway.
-"""
-
-from __future__ import annotations
+"""The Megatron model equals transformers, split over ranks too: logits, loss and every gradient, float32 on the CPU."""
 
 import itertools
+import shutil
 
 import pytest
-from transformers.models.qwen3_5 import modeling_qwen3_5
-from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
+from tests.forked import results_of_ranks
 from tests.noise import check, relative
 from tests.parity.batches import CONTENTS, make_batch, make_samples
 from tests.parity.conftest import make_pair
+from tests.parity.matrix import MODELS, some_cases, write_references
+from tests.parity.matrix import check as check_matrix
 from tests.parity.one_process.test_parity import check_parity, run_megatron
 from tests.parity.one_process.test_recompute import FULL, of_vision
-from tests.parity.references import KERNELS
+from tests.parity.split_models.test_cp_check import RANKS, check_sizes
+from tests.parity.split_models.test_fsdp import check_models, run_models
 
 from ..conftest import pair_with_mtp
+from ..tiny import with_mtp
 
 
 @pytest.fixture(scope="module", params=["dense", "tied", "moe"])
@@ -31,18 +30,6 @@ def test_equals_transformers(pair, content):
     """Each sample alone in the reference, which does not start linear attention anew in a packed row."""
     samples = make_samples(content, pair.config, seed=3)
     check_parity(pair, samples, *(make_batch(samples, pair.config, packed=packed) for packed in (False, True)))
-
-
-def test_the_reference_has_no_kernels_where_they_are_installed(qwen3_5_folders, monkeypatch):
-    """They may round to TF32 on a GPU; the module has them, as it does where flash-linear-attention is installed."""
-    for name in KERNELS:
-        monkeypatch.setattr(modeling_qwen3_5, name, object())
-    layer = make_pair(qwen3_5_folders["dense"]).reference.model.language_model.layers[0].linear_attn
-    assert layer.chunk_gated_delta_rule is modeling_qwen3_5.torch_chunk_gated_delta_rule
-    assert layer.recurrent_gated_delta_rule is torch_recurrent_gated_delta_rule
-    assert layer.causal_conv1d_fn is None
-    assert isinstance(layer.norm, modeling_qwen3_5.Qwen3_5RMSNormGated)
-    assert all(getattr(modeling_qwen3_5, name) is not None for name in KERNELS)
 
 
 def test_kinds_of_layers(pair):
@@ -81,3 +68,51 @@ def test_what_is_trained(qwen3_5_folders, kind, rests, recompute):
     assert not any(found.pop(name).any() for name in rest)
     error = max(relative(found, expected.gradients).values())
     check({"gradients": error}, pair.limits(samples, expected))
+
+
+MATRIX = MODELS["qwen3_5"]
+
+
+@pytest.fixture(scope="module")
+def both(qwen3_5_folders):
+    return {"dense": qwen3_5_folders["dense"], "MoE": qwen3_5_folders["3.6"]}
+
+
+@pytest.fixture(scope="module")
+def folders(both, tmp_path_factory):
+    copies = tmp_path_factory.mktemp("references")  # which are written next to the models
+    folders = {name: shutil.copytree(folder, copies / name) for name, folder in both.items()}
+    return folders, write_references(folders, **MATRIX.settings)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_split_models_train_as_one_process_does(folders, ranks):
+    chosen = [case for case in some_cases(ranks, each=1, both=False) if case[1] not in MATRIX.refused]
+    check_matrix(chosen, *folders, ranks)
+
+
+@pytest.fixture(scope="module")
+def of_fsdp(both, tmp_path_factory):
+    return run_models(tmp_path_factory.mktemp("fsdp") / "found", *both.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dense", "MoE"])
+def test_megatron_fsdp(of_fsdp, kind, both):
+    *losses, gradients, _ = of_fsdp
+    pair = make_pair(both[kind], **(dict(moe_aux_loss_coeff=0.0) if kind == "MoE" else {}))
+    with_mtp(pair.reference, both[kind])
+    check_models(pair, both[kind], losses, gradients)
+
+
+@pytest.fixture(scope="module")
+def of_sizes(both):
+    return results_of_ranks("tests.parity.split_models.test_cp_check", RANKS, *both.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dense", "MoE"])
+@pytest.mark.parametrize("equal", [True, False], ids=["equal lengths", "other lengths"])
+def test_context_parallelism_of_one_and_of_four(of_sizes, kind, equal):
+    """Rows and packed rows; linear attention's heads are shared out over ranks."""
+    check_sizes(of_sizes, kind, equal)

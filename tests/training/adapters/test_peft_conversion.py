@@ -1,7 +1,5 @@
 """What a run has saved of its adapters, in other libraries: they get the logits of the Megatron model."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil
@@ -28,13 +26,13 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from tests.adapters.adapted_models import Adapted, adapt, check_logits, reference_logits, worst_difference
+from tests.adapters.test_export import Adapted, adapt, check_logits, reference_logits, worst_difference
 from tests.checkpoint.support import stock_load
 from tests.expert_layouts import LAYOUTS, relayout
 
 from ..conftest import Inputs
 from ..running import stored, train
-from .peft_runs import CASES, DIST, FORMATS, FSDP, Trained, inputs_of, peft_config
+from .test_peft_run import CASES, DIST, FORMATS, FSDP, Trained, inputs_of, peft_config
 
 WEIGHT = 1e-6  # of weights up to about 0.3, whose products are summed up in another order; measured 0
 
@@ -227,12 +225,10 @@ def test_megatron_bridge_loads_it(run):
     fresh = adapt(inputs.hf, adapted.peft)
     assert worst_difference(logits[DIST], fresh.logits()) > 0.1
     load_peft_adapter_checkpoint(
-        [fresh.model],
-        find_iteration(folder / DIST),
-        adapted.peft,
+        [fresh.model], find_iteration(folder / DIST), adapted.peft,
         model_sd_kwargs=dict(metadata={"non_homogeneous_layers": adapted.peft.layers_differ}),
         fully_parallel_load=False,
-    )
+    )  # fmt: skip
     check_logits(logits[DIST], fresh, fresh.samples)
 
 
@@ -264,9 +260,7 @@ def test_megatron_bridge_exports_it(run, tmp_path):
     bridge = AutoBridge.from_hf_pretrained(str(inputs.hf))
     checkpoint, out = find_iteration(folder / DIST), tmp_path / "adapter"
     if isinstance(peft, DoRA):
-        with pytest.raises(
-            ValueError, match=r"magnitudes export_adapter_ckpt would drop; use .*qwen3vl adapters export"
-        ):
+        with pytest.raises(ValueError, match=r"magnitudes export_adapter_ckpt would drop; use .*qwen3vl adapters"):
             bridge.export_adapter_ckpt(checkpoint, out)
         return
     bridge.export_adapter_ckpt(checkpoint, out, show_progress=False)

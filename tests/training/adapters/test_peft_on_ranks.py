@@ -1,9 +1,12 @@
-"""Adapters trained by one process go on over ranks, split in every way, as they would have gone on in one."""
+"""Adapters trained by one process go on over ranks, split in every way, as they would have gone on in one.
 
-from __future__ import annotations
+Run on ranks: -m tests.training.adapters.test_peft_on_ranks OUTPUT JOBS DATA START OUT, a JSON list of `Job`s.
+"""
 
 import json
-from dataclasses import asdict, replace
+import sys
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 from qwen3vl_bridge.checkpoint.formats.megatron import find_iteration
 
@@ -11,11 +14,52 @@ import pytest
 import torch
 
 from tests.forked import run_ranks
+from tests.ranks import begin, leave
 from tests.steps import save, set_up, train_step
 
+from ..conftest import Inputs
 from ..running import stored
-from .peft_on_ranks import SETTINGS, STEPS, Job
-from .peft_runs import CASES, FSDP, inputs_of, model_of, peft_config
+from .test_peft_run import CASES, DIST, FSDP, inputs_of, model_of, peft_config
+
+STEPS = 2
+# The same rows, however they are split.
+SETTINGS = dict(dataset__pad_to_multiple_of=8)
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    case: str
+    hf: str = ""
+    split: dict[str, int] = field(default_factory=dict)
+    ckpt_format: str = DIST
+
+    @property
+    def began(self) -> Path:
+        return Path(self.case) / self.ckpt_format
+
+
+def go_on(job: Job, inputs: Inputs, start: Path, out: Path) -> list[dict[str, float]]:
+    """Load what one process had after some steps, take as many more, save; what is logged of these."""
+    settings = SETTINGS | {f"model__{name}": size for name, size in job.split.items()}
+    cfg = peft_config(inputs, out / job.name, CASES[job.case](), job.ckpt_format, **settings)
+    cfg.model.sequence_parallel = cfg.model.tensor_model_parallel_size > 1
+    cfg.model.variable_seq_lengths = cfg.model.pipeline_model_parallel_size > 1
+    cfg.checkpoint.load, cfg.checkpoint.ckpt_step = str(start / job.began), STEPS
+    run = set_up(cfg)
+    assert run.progress.step == STEPS
+    entries = [train_step(run) for _ in range(STEPS)]
+    save(run)
+    return entries
+
+
+def main(output: str, jobs: list[dict], data: str, start: str, out: str) -> None:
+    found = {}
+    for job in (Job(**one) for one in jobs):
+        hf = Path(job.hf)
+        found[job.name] = go_on(job, Inputs(hf, Path(data), hf), Path(start), Path(out))
+    leave(found, output)
+
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +89,6 @@ LIMITS = {"qwen3_vl": (1e-6, 2e-6, 1e-4), "qwen3_5": (1e-5, 2e-4, 4e-3)}
 
 @pytest.fixture(scope="module")
 def began(inputs, folders, tmp_path_factory):
-    """Runs of one process: what they saved after two steps and after two more, and how these went."""
     start, went = tmp_path_factory.mktemp("start"), {}
     for job in JOBS:
         if job.began in went:
@@ -65,7 +108,7 @@ def test_two_ranks_go_on_as_one_would(began, inputs, folders, tmp_path):
     start, went = began
     jobs = [replace(job, hf=str(inputs_of(job.case, inputs, folders).hf)) for job in JOBS]
     given = (json.dumps([asdict(job) for job in jobs]), inputs.data, start, tmp_path)
-    run_ranks("tests.training.adapters.peft_on_ranks", 2, tmp_path / "found.pt", *given)
+    run_ranks("tests.training.adapters.test_peft_on_ranks", 2, tmp_path / "found.pt", *given)
     logs, worst = torch.load(tmp_path / "found.pt"), {}
     for job in JOBS:
         pairs = list(zip(logs[job.name], went[job.began], strict=True))
@@ -82,3 +125,8 @@ def test_two_ranks_go_on_as_one_would(began, inputs, folders, tmp_path):
     for job in JOBS:
         limits = LIMITS[model_of(job.case)[0]]
         assert all(found <= limit for found, limit in zip(worst[job.name], limits, strict=True)), (job, worst[job.name])
+
+
+if __name__ == "__main__":
+    begin()
+    main(sys.argv[1], json.loads(sys.argv[2]), *sys.argv[3:])

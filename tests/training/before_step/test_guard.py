@@ -1,27 +1,120 @@
-"""A step that would spoil the weights is skipped or ends the run, and the samples to blame are named."""
+"""A step that would spoil the weights is skipped or ends the run, the samples to blame are named; rates of parts."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
 import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 
-from qwen3vl_bridge.training.before_step import Guard, SampleLoss, SpoiltStepError, latest_losses
+from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.data.collation import Collator
+from qwen3vl_bridge.data.dataset_provider import Qwen3VLConversationProvider
+from qwen3vl_bridge.data.encoding import EncodedSample
+from qwen3vl_bridge.training.before_step import Guard, SampleLoss, SpoiltStepError, latest_losses, optimizers_of
 from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
 from qwen3vl_bridge.training.run_log import metrics_line, read_metrics
-from qwen3vl_bridge.training.run_settings import GuardConfig
+from qwen3vl_bridge.training.run_settings import GuardConfig, Qwen3VLTowers
+from qwen3vl_bridge.weights.rows import Part
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
+from megatron.bridge.training.callbacks import Callback, CallbackContext
 
 from tests.steps import set_up, train_step
 
 from ..conftest import losses
 from ..running import replicate, stored, train
-from .spoilt import BadGradient, Before, Spoil, SpoiltProvider
+
+
+@dataclass(frozen=True)
+class Spoil:
+    row: tuple[str, ...]
+    sample: int
+    kind: str
+
+    def apply(self, batch: PackedBatch) -> PackedBatch:
+        if batch.sample_ids != self.row:
+            return batch
+        if self.kind == "nan":
+            pixels = batch.vision.pixel_values.clone()
+            pixels[16 * self.sample] = torch.nan
+            return replace(batch, vision=replace(batch.vision, pixel_values=pixels))
+        starts = batch.layout.cu_seqlens_padded.tolist()
+        place = slice(starts[self.sample], starts[self.sample + 1])
+        labels, mask = batch.labels.clone(), batch.loss_mask.clone()
+        labels[0, place], mask[0, place] = 7, 1.0
+        return replace(batch, labels=labels, loss_mask=mask)
+
+
+@dataclass(frozen=True)
+class SpoiltCollator(Collator):
+    spoils: tuple[Spoil, ...] = ()
+
+    def packed(self, samples: Sequence[EncodedSample]) -> PackedBatch:
+        batch = super().packed(samples)
+        for spoil in self.spoils:
+            batch = spoil.apply(batch)
+        return batch
+
+
+@dataclass(kw_only=True)
+class SpoiltProvider(Qwen3VLConversationProvider):
+    spoils: tuple[Spoil, ...] = ()
+
+    def collator(self) -> SpoiltCollator:
+        good = super().collator()
+        return SpoiltCollator(**{f.name: getattr(good, f.name) for f in fields(good)}, spoils=self.spoils)
+
+    @classmethod
+    def of(cls, good: Qwen3VLConversationProvider, spoils: tuple[Spoil, ...]) -> SpoiltProvider:
+        return cls(**{f.name: getattr(good, f.name) for f in fields(good) if f.init}, spoils=spoils)
+
+
+def states(context: CallbackContext) -> list[torch.Tensor]:
+    adams = [one.optimizer for one in optimizers_of(context.optimizer)]
+    kept = [torch.as_tensor(v).clone() for a in adams for s in a.state.values() for v in s.values()]
+    return [
+        *(p.detach().clone() for chunk in context.model for p in chunk.parameters()),
+        *kept,
+        torch.tensor(context.scheduler.num_steps),
+    ]
+
+
+class Before(Callback):
+    def __init__(self) -> None:
+        self.states, self.context, self.skipped_changed = [], None, []
+
+    def on_train_step_start(self, context: CallbackContext) -> None:
+        self.states, self.context = states(context), context
+
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        if context.skipped_iter:
+            self.skipped_changed.append(self.changed())
+
+    def changed(self) -> bool:
+        after = states(self.context)
+        return len(after) != len(self.states) or not all(map(torch.equal, after, self.states))
+
+
+class BadGradient(Callback):
+    def __init__(self, step: int, name: Callable[[str], bool]) -> None:
+        self.step, self.name, self.handles = step, name, []
+
+    def on_train_step_start(self, context: CallbackContext) -> None:
+        if context.state.train_state.step + 1 == self.step:
+            named = [p for n, p in context.model[0].named_parameters() if self.name(n)]
+            self.handles = [p.register_hook(lambda gradient: gradient * torch.nan) for p in named]
+
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        for handle in self.handles:
+            handle.remove()
+
 
 ROWS = 2  # a step
 NAN, GRADIENT, WRONG = 3, 5, 10  # steps
@@ -29,7 +122,6 @@ STEPS = 12
 
 
 def row(inputs, step: int, number: int = 1) -> tuple[str, ...]:
-    """The samples of a row of a step; steps count from one."""
     stream = inputs.config(None).dataset.stream("train")
     rows = [next(stream).sample_ids for _ in range(ROWS * step)]
     return rows[ROWS * (step - 1) + number]
@@ -159,10 +251,7 @@ def test_the_log_has_what_the_guard_knew(values, window, step):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            dict(rerun_state_machine__check_for_nan_in_loss=True),
-            "rerun_state_machine.check_for_nan_in_loss=True, which",
-        ),
+        (dict(rerun_state_machine__check_for_nan_in_loss=True), "rerun_state_machine.check_for_nan_in_loss=True"),
         (dict(ddp__check_for_nan_in_grad=True), "ddp.check_for_nan_in_grad=True, which ends the run before"),
         (dict(guard__on_nan="ignore"), "guard.on_nan is 'ignore', expected one of"),
     ],
@@ -177,9 +266,7 @@ def test_what_would_end_the_run_first_is_refused(inputs, settings, message):
 def test_a_guard_that_nothing_follows_is_refused(inputs):
     run = set_up(replicate(inputs.config(None)))  # which has no callbacks
     run.cfg.guard = GuardConfig()
-    with pytest.raises(
-        ValueError, match=r"guard would be ignored: .* callbacks=qwen3vl_bridge.training_callbacks\(cfg\)"
-    ):
+    with pytest.raises(ValueError, match=r"guard would be ignored: .* callbacks=qwen3vl_bridge.training_callbacks"):
         train_step(run)
 
 
@@ -189,3 +276,85 @@ def test_callbacks_that_come_twice_are_refused(inputs):
     cfg = replicate(inputs.config(None))
     with pytest.raises(ValueError, match=r"training_callbacks\(cfg\) were given twice"):
         train(cfg, callbacks=training_callbacks(cfg))
+
+
+def config_of_parts(inputs, save, **towers):
+    cfg = inputs.config(save, validation__eval_interval=0, checkpoint__save_interval=2)
+    cfg.mixed_precision, cfg.optimizer_config_override_provider = "bf16_mixed", Qwen3VLTowers(**towers)
+    return replicate(cfg)
+
+
+class Rates(Before):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = []
+
+    def on_train_step_start(self, context):
+        groups = [(g["lr"], g["weight_decay"], p) for g in context.optimizer.param_groups for p in g["params"]]
+        mains = {p: (lr, decay) for lr, decay, p in groups}
+        named = context.model[0].named_parameters()
+        self.seen.append({name: mains[getattr(p, "main_param", p)] for name, p in named})
+
+
+def test_rates_and_decay_of_every_parameter_follow_the_schedule(inputs):
+    rates = Rates()
+    cfg = config_of_parts(inputs, None, vision_model_lr=1e-3, vision_projection_lr=6e-3)
+    cfg.optimizer.min_lr = 3e-4
+    log = train(cfg, stop_after=4, callbacks=[rates])
+    for step, seen in enumerate(rates.seen):
+        lr = log[step]["lr"]
+        own = {"vision_model": lr / 3, "merger": lr * 2, "language_model": lr}
+        for name, (found, decay) in seen.items():
+            kind = "merger" if "merger" in name else name.removeprefix("module.module.").split(".")[0]
+            assert math.isclose(found, own[kind], rel_tol=1e-12), name
+            is_matrix = name.endswith("weight") and "norm" not in name
+            assert decay == (0.1 if is_matrix else 0.0), name
+
+
+def test_a_run_with_a_frozen_part_is_resumed_bit_exactly(inputs, tmp_path):
+    def frozen(save):
+        cfg = config_of_parts(inputs, save, vision_projection_lr=1e-3)
+        cfg.model.freeze_vision_model = True
+        return cfg
+
+    whole = train(frozen(tmp_path / "whole"))
+    pieces = [train(frozen(tmp_path / "pieces"), stop_after=2) for _ in range(3)]
+    assert losses(list(itertools.chain.from_iterable(pieces))) == losses(whole)
+    found, expected = stored(tmp_path / "pieces"), stored(tmp_path / "whole")
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+    for entry in (entry for entry in whole if "lr" in entry):
+        assert entry["grad_norm_vision_model"] == 0.0 < entry["grad_norm_vision_projection"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(vision_model_lr=-1.0), r"vision_model_lr is -1.0, expected more than 0; model.freeze_vision_model"),
+        (dict(vision_model_lr=1e-4, model__freeze_vision_model=True), r"expected None with model.freeze_vision_model"),
+        (dict(vision_model_lr=1e-4, cfg__peft="any"), r"expected none with peft"),
+        (dict(vision_model_lr=1e-4, optimizer__min_lr=1.0), r"that is at least min_lr"),
+        (dict(vision_model_lr=1e-4, scheduler__lr_warmup_init=1e-3), r"no less than scheduler.lr_warmup_init, 0.001"),
+        (dict(language_model_lr=1e-4, optimizer__decoupled_lr=1e-4), r"expected None, or optimizer.decoupled_lr None"),
+        (dict.fromkeys([f"{part.value}_lr" for part in Part], 1e-4), r"optimizer.lr, 0.003, would be ignored"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(inputs, settings, message):
+    towers = {name: value for name, value in settings.items() if "__" not in name}
+    cfg = config_of_parts(inputs, None, **towers)
+    for name, value in settings.items():
+        section, sep, field = name.partition("__")
+        if sep:
+            setattr(cfg if section == "cfg" else getattr(cfg, section), field, value)
+    with pytest.raises(ValueError, match=message):
+        cfg.validate()
+
+
+def test_settings_are_changed_on_the_command_line(inputs):
+    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+
+    provider = "optimizer_config_override_provider"
+    overrides = [f"{provider}.vision_model_lr=1e-6", "guard.on_nan=skip"]
+    cfg = process_config_with_overrides(inputs.config(None), cli_overrides=overrides)
+    towers = cfg.optimizer_config_override_provider
+    assert towers == Qwen3VLTowers(vision_model_lr=1e-6) and cfg.guard.on_nan == "skip"
+    cfg.validate()

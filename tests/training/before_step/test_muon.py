@@ -1,25 +1,174 @@
-"""Muon orthogonalises the matrices that layers have, not those of other head sizes; what it cannot do is refused."""
+"""Muon orthogonalises the matrices that layers have, not those of other head sizes; what it cannot do is refused.
 
-from __future__ import annotations
+Run on ranks: -m tests.training.before_step.test_muon OUTPUT FOLDERS, a JSON object with the folder of each model.
+"""
 
 import functools
 import json
+import os
 import re
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 from qwen3vl_bridge.training import run_refusals
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
 
 from tests.forked import run_ranks
-from tests.steps import set_up
+from tests.parity.batches import run_reference
+from tests.parity.on_ranks import Split
+from tests.parity.references import ADAM, CLIP, DECAY, step_samples, torch_linear_attention
+from tests.parity.topologies import TOPOLOGIES, Topology
+from tests.ranks import begin, leave
+from tests.steps import set_up, train_step
 
 from ..conftest import losses
 from ..running import replicated, stored, train
-from .muon_on_ranks import CASES, LAYER_WISE
-from .muon_reference import train_with_muon
+
+STEPS, CONTENT = 2, "mixed"
+MOMENTUM, ITERATIONS = 0.9, 5
+# Of the quintic polynomial, https://kellerjordan.github.io/posts/muon/: megatron-core's coefficient type "simple".
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+SETTINGS = dict(
+    optimizer__optimizer="muon", optimizer__muon_momentum=MOMENTUM, optimizer__muon_num_ns_steps=ITERATIONS,
+    optimizer__muon_coefficient_type="simple", optimizer__muon_fp32_matmul_prec="highest",
+    optimizer__muon_tp_mode="duplicated",
+)  # fmt: skip
+
+
+def newton_schulz(matrix: Tensor) -> Tensor:
+    a, b, c = COEFFICIENTS
+    x = matrix.T if len(matrix) > matrix.size(1) else matrix
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(ITERATIONS):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if len(matrix) > matrix.size(1) else x
+
+
+def parts_of(name: str, tensor: Tensor, text: Any) -> list[Tensor]:
+    """Views of a parameter's parts [..., rows, columns] that a layer uses as matrices of their own."""
+    if name.endswith("attn.qkv.weight"):
+        return list(tensor.chunk(3))
+    if name.endswith("in_proj_qkv.weight"):
+        keys = text.linear_num_key_heads * text.linear_key_head_dim
+        return list(tensor.split([keys, keys, len(tensor) - 2 * keys]))
+    if name.endswith("q_proj.weight") and len(tensor) == 2 * text.num_attention_heads * text.head_dim:
+        return list(tensor.view(text.num_attention_heads, 2, text.head_dim, -1).unbind(1))  # queries and gates
+    return list(tensor) if tensor.ndim == 3 else [tensor]  # experts
+
+
+def matrices_of(tensors: dict[str, Tensor], text: Any) -> list[list[Tensor]]:
+    """The matrices that Muon orthogonalises, each as views whose rows are its own.
+
+    As in all models of megatron-core, gate and up projection of an MLP are one matrix.
+    """
+    found = []
+    for name, tensor in tensors.items():
+        if name.endswith("up_proj.weight"):
+            continue
+        up = name.replace("gate_proj", "up_proj")
+        found += [[tensor, tensors[up]]] if up != name else [[part] for part in parts_of(name, tensor, text)]
+    return found
+
+
+def is_for_adam(name: str, p: Tensor) -> bool:
+    embedding = any(part in name for part in ("embed_tokens", "lm_head", "pos_embed"))
+    return embedding or not (p.ndim == 2 or ".experts." in name)
+
+
+def train_with_muon(folder: Path, *, last_first: bool = False) -> dict[str, dict[str, Tensor]]:
+    """Two steps; `before` and `after` are the weights by name."""
+    from transformers import AutoModelForImageTextToText
+
+    with torch_linear_attention():
+        model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").train()
+    named = dict(model.named_parameters())
+    before = {name: p.detach().clone() for name, p in named.items()}
+    adam = {name: p for name, p in named.items() if is_for_adam(name, p)}
+    muon = {name: p for name, p in named.items() if name not in adam}
+    groups = [
+        dict(params=[p for p in adam.values() if (p.ndim > 1) == decays], weight_decay=DECAY if decays else 0.0)
+        for decays in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups, **ADAM)
+    momentum = {name: torch.zeros_like(p) for name, p in muon.items()}
+    for step in range(STEPS):
+        model.zero_grad()
+        microbatches = step_samples(CONTENT, model.config, step)
+        tokens = sum(sample.loss_mask.sum() for samples in microbatches for sample in samples)
+        for samples in reversed(microbatches) if last_first else microbatches:
+            (run_reference(model, samples)[1] / tokens).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        with torch.no_grad():
+            for name, p in muon.items():
+                momentum[name].lerp_(p.grad, 1 - MOMENTUM)
+                p.mul_(1 - ADAM["lr"] * DECAY)
+            text = model.config.text_config
+            for moments, weights in zip(matrices_of(momentum, text), matrices_of(muon, text), strict=True):
+                step_matrix(moments, weights)
+    return dict(before=before, after={name: p.detach().clone() for name, p in named.items()})
+
+
+def step_matrix(moments: list[Tensor], weights: list[Tensor]) -> None:
+    matrix = torch.cat([part.flatten(0, -2) for part in moments])
+    update = newton_schulz(matrix) * ADAM["lr"] * max(matrix.shape) ** 0.5
+    for part, rows in zip(weights, update.split([part.flatten(0, -2).size(0) for part in weights]), strict=True):
+        part -= rows.view_as(part)
+
+
+CASES = {
+    1: [("dense", ""), ("MoE", ""), ("Qwen3.5", ""), ("Qwen3.5 MoE", "")],
+    2: [("dense", "TP2+SP"), ("Qwen3.5", "TP2+SP"), ("MoE", "EP2"), ("dense", "PP2"), ("Qwen3.5", "DP2")],
+}
+LAYER_WISE = [("dense", "DP2"), ("MoE", "EP2")]
+# With steps that are large against the rounding of weights.
+HALF = dict(mixed_precision="bf16_mixed", optimizer__lr=3e-2, optimizer__min_lr=3e-2)
+
+
+def trained(folder: str, topology: Topology, **settings: Any) -> dict[str, torch.Tensor]:
+    split = Split(folder, topology, **SETTINGS | settings)
+    split.run.stream = split.batches(CONTENT, "packed", steps=STEPS)
+    for _ in range(STEPS):
+        train_step(split.run)
+    return split.exported()
+
+
+def gather_uneven(outputs: list[torch.Tensor], mine: torch.Tensor, group: Any = None) -> None:
+    if len({output.shape for output in outputs}) == 1:
+        return _gather(outputs, mine, group=group)
+    longest = max(len(output) for output in outputs)
+    padded = [output.new_empty(longest) for output in outputs]
+    _gather(padded, torch.cat([mine, mine.new_empty(longest - len(mine))]), group=group)
+    for output, longer in zip(outputs, padded, strict=True):
+        output.copy_(longer[: len(output)])
+    return None
+
+
+_gather = dist.all_gather
+
+
+def main(output: str, folders: dict[str, str]) -> None:
+    ranks = int(os.environ["WORLD_SIZE"])
+    found: dict[Any, dict[str, torch.Tensor]] = {}
+    for model, name in CASES[ranks]:
+        found[model, name] = trained(folders[model], TOPOLOGIES[name] if name else Topology(1))
+    for model, name in LAYER_WISE if ranks > 1 else ():
+        found[model, name, "muon"] = trained(folders[model], TOPOLOGIES[name], **HALF)
+        with mock.patch.object(dist, "all_gather", gather_uneven):
+            found[model, name, "dist_muon"] = trained(
+                folders[model], TOPOLOGIES[name], **HALF, optimizer__optimizer="dist_muon"
+            )
+    leave(found, output)
+
 
 pytest.importorskip("emerging_optimizers")
 
@@ -32,38 +181,32 @@ HALF_WEIGHT = 0.1
 
 @pytest.fixture(scope="module")
 def models(folders, untied_folder):
-    """Hugging Face folders."""
     return {
-        "dense": untied_folder,
-        "MoE": folders["qwen3_vl", "moe"],
-        "Qwen3.5": folders["qwen3_5", "dense"],
+        "dense": untied_folder, "MoE": folders["qwen3_vl", "moe"], "Qwen3.5": folders["qwen3_5", "dense"],
         "Qwen3.5 MoE": folders["qwen3_5", "moe"],
-    }
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def references(models):
-    """Steps of transformers, and the error that another order of summation makes."""
     references = {name: train_with_muon(folder) for name, folder in models.items()}
     again = {name: train_with_muon(folder, last_first=True)["after"] for name, folder in models.items()}
     return {name: (steps, worst_movement(again[name], **steps)) for name, steps in references.items()}
 
 
 def worst_movement(found, *, before, after):
-    """The largest error of a weight, against how far it moved."""
     assert found.keys() == after.keys(), found.keys() ^ after.keys()
     return max(((found[name] - after[name]).norm() / (after[name] - before[name]).norm()).item() for name in after)
 
 
 @pytest.fixture(scope="module")
 def trained_on(models, tmp_path_factory):
-    """Weights of split models after their steps, by case, on a number of ranks."""
     folders = json.dumps({name: str(folder) for name, folder in models.items()})
 
     @functools.cache
     def trained(ranks):
         output = tmp_path_factory.mktemp("muon") / "weights.pt"
-        run_ranks("tests.training.before_step.muon_on_ranks", ranks, output, folders)
+        run_ranks("tests.training.before_step.test_muon", ranks, output, folders)
         return torch.load(output)
 
     return trained
@@ -143,3 +286,8 @@ def test_a_part_of_a_query_group_is_refused(inputs):
     projection.weight = torch.nn.Parameter(projection.weight[: len(projection.weight) // 4])  # as on four ranks
     with pytest.raises(ValueError, match=r"layers\.1\.self_attention has 64 rows on this rank, expected a multiple of"):
         get_megatron_optimizer(config, run.model, pg_collection=run.groups)
+
+
+if __name__ == "__main__":
+    begin()
+    main(sys.argv[1], json.loads(sys.argv[2]))

@@ -1,18 +1,174 @@
-"""However a model is split: parts have their rates and are measured as in one process; a bad sample is named."""
+"""However a model is split: parts have their rates and are measured as in one process; a bad sample is named.
 
-from __future__ import annotations
+Run on two ranks: -m tests.training.before_step.test_parts_on_ranks OUTPUT FOLDERS, a JSON object of folders by family,
+in which `parts.pt` lies beside the model.
+"""
 
 import json
+import logging
 import math
 import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.training.before_step import TOWER_NORMS, optimizers_of
+from qwen3vl_bridge.training.callbacks import training_callbacks
+from qwen3vl_bridge.training.run_log import ENTRY
+from qwen3vl_bridge.training.run_settings import GuardConfig, Qwen3VLTowers
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.forked import run_ranks
+from tests.parity.batches import run_reference
+from tests.parity.on_ranks import Split
+from tests.parity.references import ADAM, CLIP, DECAY, MICROBATCHES, step_samples, worst
+from tests.parity.topologies import TOPOLOGIES
+from tests.ranks import begin, leave
+from tests.steps import Run, followed, train_step
 
-from .parts_on_ranks import BAD, BEFORE, CASES, HALF
-from .parts_reference import PARTS, STEPS, train_parts
+STEPS, CONTENT = 4, "mixed"
+TOWERS = dict(vision_model_lr=5e-4, vision_projection_lr=2e-3)
+PARTS = ("language_model", "vision_model", "vision_projection")
+
+
+def part_of(name: str) -> str:
+    if ".visual." not in name:
+        return "language_model"
+    return "vision_projection" if "merger" in name else "vision_model"
+
+
+def train_parts(folder: Path) -> dict[str, Any]:
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").train()
+    named = dict(model.named_parameters())
+    towers = Qwen3VLTowers(**TOWERS)
+    groups = [
+        dict(
+            params=[p for name, p in named.items() if part_of(name) == part and (p.ndim > 1) == decays],
+            lr=getattr(towers, f"{part}_lr") or ADAM["lr"],
+            weight_decay=DECAY if decays else 0.0,
+        )
+        for part in PARTS
+        for decays in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups, **ADAM)
+    norms = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        microbatches = step_samples(CONTENT, model.config, step)
+        tokens = sum(sample.loss_mask.sum() for samples in microbatches for sample in samples)
+        for samples in microbatches:
+            (run_reference(model, samples)[1] / tokens).backward()
+        gradients = {part: [p.grad for name, p in named.items() if part_of(name) == part] for part in PARTS}
+        norms.append({part: torch.nn.utils.get_total_norm(some).item() for part, some in gradients.items()})
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+    return dict(norms=norms, weights={name: p.detach().clone() for name, p in named.items()})
+
+
+HALF = dict(mixed_precision="bf16_mixed")
+# Of the microbatches of the last step, one with two samples; the last picture is a video of the second.
+SPOILT, BEFORE, BAD = 2, "2.0", "2.1"
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    **{name: ("dense", name, {}) for name in ("DP2", "CP2", "PP2", "TP2+SP", "DP2, distributed optimizer")},
+    "EP2": ("MoE", "EP2", {}),
+    "bfloat16, distributed optimizer": ("dense", "DP2, distributed optimizer", HALF),
+}
+
+
+class Messages(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen.append(record.getMessage())
+
+
+def named(batch: PackedBatch, number: int) -> PackedBatch:
+    return replace(batch, sample_ids=tuple(f"{number}.{i}" for i, n in enumerate(batch.layout.lengths) if n))
+
+
+def spoilt(batch: PackedBatch) -> PackedBatch:
+    pixels = batch.vision.pixel_values.clone()
+    pixels[-1] = torch.nan
+    return replace(batch, vision=replace(batch.vision, pixel_values=pixels))
+
+
+def weights_of(run: Run) -> dict[str, torch.Tensor]:
+    return {
+        f"{name} {i}": p.detach().clone() for i, chunk in enumerate(run.model) for name, p in chunk.named_parameters()
+    }
+
+
+def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+def adam_states(run: Run) -> list[torch.Tensor]:
+    adams = [one.optimizer for one in optimizers_of(run.optimizer)]
+    return [value.clone() for adam in adams for state in adam.state.values() for value in state.values()]
+
+
+def one_case(case: str, folders: dict[str, str]) -> dict[str, Any]:
+    family, name, settings = CASES[case]
+    settings = dict(settings, optimizer_config_override_provider=Qwen3VLTowers(**TOWERS), train__train_iters=STEPS + 1)
+    split = Split(folders[family], TOPOLOGIES[name], **settings)
+    run, rows = split.run, split.batches(CONTENT, "packed", steps=STEPS + 1)
+    run.cfg.guard = GuardConfig(on_nan="skip")
+    with followed(run, training_callbacks(run.cfg)) as shared:
+        found = good_steps(run, rows, shared)
+        found["weights"] = split.exported()
+        return found | spoilt_step(run, rows)
+
+
+def good_steps(run: Run, rows: Iterator[PackedBatch], shared: dict[str, Any]) -> dict[str, Any]:
+    run.stream = rows
+    norms, totals = [], []
+    for _ in range(STEPS):
+        train_step(run)
+        norms.append(dict(shared[TOWER_NORMS]))
+        totals.append(shared[ENTRY]["grad_norm"])
+    return dict(norms=norms, totals=totals)
+
+
+def spoilt_step(run: Run, rows: Iterator[PackedBatch]) -> dict[str, Any]:
+    """A step with a sample that is none: whether it was skipped and changed nothing, and what was said."""
+    messages, log = Messages(), logging.getLogger("qwen3vl_bridge.training.before_step")
+    log.addHandler(messages)
+    weights, moments = weights_of(run), adam_states(run)
+    rank, size = run.groups.dp.rank(), run.groups.dp.size()
+    numbers = range(rank, MICROBATCHES, size)
+    batches = [named(batch, number) for number, batch in zip(numbers, rows, strict=True)]
+    batches = [spoilt(batch) if number == SPOILT else batch for number, batch in zip(numbers, batches, strict=True)]
+    run.stream = iter(batches)
+    entry = train_step(run)
+    after_moments = adam_states(run)
+    same = not changed(weights, weights_of(run))
+    same &= len(moments) == len(after_moments) and all(map(torch.equal, moments, after_moments))
+    log.removeHandler(messages)
+    return dict(skipped="skipped" in entry, same=same, messages=messages.seen)
+
+
+def main(output: str, folders: dict[str, str]) -> None:
+    found = {}
+    for case, (family, _, settings) in CASES.items():
+        found[case] = one_case(case, folders)
+        expected = torch.load(Path(folders[family]) / "parts.pt")
+        weights = found[case].pop("weights")
+        found[case]["weight"] = None if settings else worst(weights, expected["weights"], scale=ADAM["lr"])
+        ranks = [None, None]
+        dist.all_gather_object(ranks, found[case])
+        found[case]["alike"] = all(ranks[0][key] == ranks[1][key] for key in ("norms", "totals", "skipped", "same"))
+    leave(found, output)
+
 
 pytestmark = pytest.mark.slow
 
@@ -35,11 +191,9 @@ def found(references, tmp_path_factory):
     folders, _ = references
     output = tmp_path_factory.mktemp("parts") / "found.pt"
     run_ranks(
-        "tests.training.before_step.parts_on_ranks",
-        2,
-        output,
+        "tests.training.before_step.test_parts_on_ranks", 2, output,
         json.dumps({name: str(f) for name, f in folders.items()}),
-    )
+    )  # fmt: skip
     found = torch.load(output)
     assert found.keys() == CASES.keys()
     return found
@@ -71,3 +225,8 @@ def test_a_bad_sample_is_named_and_its_step_skipped(found, case):
     before = [[], [BEFORE]] if CASES[case][2] is HALF else [[]]
     names = re.findall(r"(\S+) \(nan\)", message)
     assert names in [[*some, BAD] for some in before] and message.endswith(f" {BAD} (nan)")
+
+
+if __name__ == "__main__":
+    begin()
+    main(sys.argv[1], json.loads(sys.argv[2]))

@@ -1,16 +1,13 @@
-"""Run on ranks: a run goes from one way to split the model to the next, by its checkpoints, in Megatron-Bridge's loop.
+"""Runs go from one way to split the model to the next, by their checkpoints, in Megatron-Bridge's loop.
 
-    torchrun --nproc_per_node N -m tests.training.checkpointing.journeys OUTPUT CASES
-
-CASES is a JSON list of [what, settings]; `what` is a function of this module that begins with `do_`. Rank 0 writes what
-each returns to OUTPUT.
+Run on ranks: -m tests.training.checkpointing.journeys OUTPUT CASES, a JSON list of [what, settings]; `what` names a
+function of this module that begins with `do_`. Rank 0 writes what each returns to OUTPUT.
 """
-
-from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,8 @@ from megatron.bridge import AutoBridge
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from tests.model.checkpoints.torch_dist_chain import PADDED
+from tests.forked import run_ranks
+from tests.noise import SEEDS, allowed, rounded_folder
 from tests.parity.topologies import MODULES, TOPOLOGIES, split_by
 from tests.ranks import begin, leave
 
@@ -27,35 +25,17 @@ from ..conftest import Inputs
 from ..running import optimizer_states, replicate, train
 
 SPLITS = {name: topology.fields for name, topology in (TOPOLOGIES | MODULES).items()}
-SPLITS |= {"TP2+SP, padded vocabulary": PADDED}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LOGGED = ("step", "loss", "grad_norm")
 # Rows of the same documents at every split; four microbatches, for data-parallel ranks and interleaved stages.
 COMMON = dict(
-    dataset__pad_to_multiple_of=8,
-    train__global_batch_size=4,
-    validation__eval_iters=0,
-    optimizer__lr=1e-3,
+    dataset__pad_to_multiple_of=8, train__global_batch_size=4, validation__eval_iters=0, optimizer__lr=1e-3,
     scheduler__lr_warmup_iters=2,
-)
+)  # fmt: skip
 
 
 @dataclass
 class Journey:
-    """Where a run is, and where it goes.
-
-    Attributes:
-        hf: Hugging Face folder of its model.
-        data: its data.
-        save: its folder.
-        split: one of SPLITS; None for the whole model.
-        fsdp: whether Megatron-FSDP shards it, in bfloat16; or parameters are whole on each rank.
-        bf16: whether these are bfloat16; else float32.
-        distributed: whether the optimizer is distributed, where it is not Megatron-FSDP's.
-        pretrained: first weights; None for those of `hf`.
-        settings: others, written `train__train_iters`.
-    """
-
     hf: str
     data: str
     save: str
@@ -67,7 +47,6 @@ class Journey:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def config(self) -> Any:
-        """Its configuration."""
         cfg = Inputs(Path(self.hf), Path(self.data), Path("unused")).config(Path(self.save), **COMMON | self.settings)
         cfg.checkpoint.pretrained_checkpoint = self.pretrained or self.hf
         cfg.logger.tensorboard_dir = None
@@ -80,31 +59,25 @@ class Journey:
 
 
 def steps(journey: Journey, count: int, *callbacks: Callback) -> list[list[float]]:
-    """Load what is there, make so many steps, save; what is logged of them."""
     log = train(journey.config(), stop_after=count, callbacks=callbacks)
     return [[entry[name] for name in LOGGED] for entry in log]
 
 
 def do_go_on(journey: dict[str, Any], count: int) -> list[list[float]]:
-    """So many steps from what is there."""
     return steps(Journey(**journey), count)
 
 
 class Weights(Callback):
-    """Those of the model in memory at the end of a run, under Hugging Face names."""
-
     def __init__(self, hf: str) -> None:
         self._bridge = AutoBridge.from_hf_pretrained(hf)
         self.found: dict[str, torch.Tensor] = {}
 
     def on_train_end(self, context: CallbackContext) -> None:
-        """Copy them."""
         exported = self._bridge.export_hf_weights(context.model, cpu=True, show_progress=False)
         self.found = {name: tensor.clone() for name, tensor in exported}
 
 
 def do_export(journey: dict[str, Any], count: int) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
-    """All of a run of so many steps, and the weights in memory after it."""
     run, weights = Journey(**journey), Weights(journey["hf"])
     run.settings |= dict(train__train_iters=count, scheduler__lr_warmup_iters=0)
     log = train(run.config(), callbacks=[weights])
@@ -125,14 +98,12 @@ class Everything(Callback):
         self.draws += [torch.rand(3), tracked]
 
     def on_checkpoint_save(self, context: CallbackContext) -> None:
-        """Copies of this rank's."""
         found = [p for chunk in context.model for p in chunk.parameters()]
         found += [state[moment] for state in optimizer_states(context.optimizer) for moment in MOMENTS]
         self.tensors = [tensor.detach().clone() for tensor in found]
 
 
 def do_interrupt(journey: dict[str, Any], count: int) -> bool:
-    """Whether a run that is interrupted goes on as one that is not, to the last bit on every rank."""
     halves = Journey(**journey)
     expected, first, second = Everything(), Everything(), Everything()
     whole = steps(replace(halves, save=f"{halves.save}_whole"), 2 * count, expected)
@@ -148,12 +119,100 @@ def do_interrupt(journey: dict[str, Any], count: int) -> bool:
 
 
 def main(output: str, cases: list[tuple[str, dict[str, Any]]]) -> None:
-    """One case after the other."""
     torch.distributed.init_process_group("gloo")  # or Megatron-Bridge's loop would, and take it down at its end
     found = []
     for what, settings in cases:
         found.append(globals()[f"do_{what}"](**settings))
     leave(found, output)
+
+
+Case = tuple[str, dict[str, Any]]
+
+# By number of ranks; a step is made at each. Megatron-FSDP's formats go on at other numbers of data-parallel ranks.
+STOPS = {
+    "dense": {
+        2: ("TP2+SP, padded vocabulary", "PP2", "DP2", "1 + 1", "CP2"),
+        3: ("1 + PP2",),
+        4: ("PP2+TP2+SP", "DP2+CP2"),
+    },
+    "MoE": {2: ("TP2+SP+EP2", "EP2", "TP2+SP+ETP2", "CP2+EP2", "PP2+VPP2"), 3: ("TP2 + 1",), 4: ("PP2+DP2+EP2",)},
+    "sharded": {2: ("DP2",)},
+}
+
+
+@dataclass
+class Chain:
+    family: str
+    hf: Path
+    data: Path
+    save: Path
+    distributed: bool = False
+
+    @property
+    def last_step(self) -> int:
+        return 2 + sum(map(len, STOPS[self.family].values()))
+
+    def limits(self, expected: list[list[float]], scratch: Path) -> dict[str, float]:
+        dtype = torch.bfloat16 if self.family == "sharded" else torch.float32
+        noises = []
+        for seed in SEEDS[:2]:
+            name = f"{self.save.name}_neighbours_{seed}"
+            near = replace(self, hf=rounded_folder(self.hf, scratch / f"{name}_hf", seed, dtype))
+            log = do_go_on(asdict(near.journey(None, str(scratch / name))), self.last_step)
+            noises.append(errors(log, expected))
+        return allowed(noises, dtype)
+
+    def journey(self, split: str | None, save: str | None = None) -> Journey:
+        place = dict(hf=str(self.hf), data=str(self.data), save=save or str(self.save))
+        kind = dict(fsdp=self.family == "sharded", distributed=self.distributed)
+        return Journey(**place, split=split, **kind, settings=dict(train__train_iters=self.last_step))
+
+    def cases(self, ranks: int) -> list[Case]:
+        """What `journeys` does on so many ranks."""
+        return [
+            ("go_on", dict(journey=asdict(self.journey(split)), count=1)) for split in STOPS[self.family].get(ranks, ())
+        ]
+
+
+def on_ranks(ranks: int, cases: list[Case], scratch: Path) -> list[Any]:
+    """What `journeys` returns for each."""
+    output = scratch / f"found_{ranks}.pt"
+    run_ranks("tests.training.checkpointing.journeys", ranks, output, json.dumps(cases), timeout=1800)
+    return torch.load(output)
+
+
+def errors(found: list[list[float]], expected: list[list[float]]) -> dict[str, float]:
+    assert [entry[0] for entry in found] == [entry[0] for entry in expected]
+    return {
+        name: max(abs(one[i] / other[i] - 1) for one, other in zip(found, expected, strict=True))
+        for i, name in ((1, "loss"), (2, "grad_norm"))
+    }
+
+
+def travel(
+    chains: list[Chain], scratch: Path, more: Sequence[Case] = ()
+) -> tuple[list[list[list[float]]], list[tuple[dict[str, float], dict[str, float]]], list[Any]]:
+    expected, found, answers = [], [], []
+    for chain in chains:
+        whole = chain.journey(None, str(chain.save) + "_whole")
+        expected.append(do_go_on(asdict(whole), chain.last_step))
+        found.append(do_go_on(asdict(chain.journey(None)), 1))
+    for ranks in (2, 3, 4):
+        cases = [(n, case) for n, chain in enumerate(chains) for case in chain.cases(ranks)]
+        others = list(more) if ranks == 2 else []
+        if not cases and not others:
+            continue
+        logs = on_ranks(ranks, [case for _, case in cases] + others, scratch)
+        for (n, _), log in zip(cases, logs, strict=False):
+            found[n] += log
+        answers += logs[len(cases) :]
+    for chain, log in zip(chains, found, strict=True):
+        log += do_go_on(asdict(chain.journey(None)), 1)
+    worst = [
+        (errors(one, other), chain.limits(other, scratch))
+        for chain, one, other in zip(chains, found, expected, strict=True)
+    ]
+    return found, worst, answers
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ which has imported everything and joined nothing, so that many starts cost one i
 list: of each case and moment, how the ranks ended, after how many seconds, and what the tracker names then.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools
@@ -63,20 +61,11 @@ def arm(event: str, ending: str, *, dies: bool) -> None:
 
 
 def dying(stream: Iterator[Any]) -> Iterator[Any]:
-    """A microbatch, and the end of this process."""
     yield next(stream)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def one_more_step(journey: Journey, rank: int, moment: str | None, *, done: bool) -> None:
-    """Go on from what is there, make a step, save; the one of a moment dies in that.
-
-    Args:
-        journey: the run.
-        rank: this one.
-        moment: when; None for a run that begins.
-        done: whether a step's checkpoint has come into its place although a rank died then.
-    """
     run = set_up(journey.config())
     if moment is not None:
         assert run.progress.step == 1 or done, run.progress.step
@@ -136,7 +125,6 @@ def ends(children: list[int]) -> tuple[list[int | None], float]:
 
 
 def main(journey: Journey, moments: list[str]) -> dict:
-    """Save once, die or fail at some moments, go on."""
     found = {}
     tracker = Path(journey.save) / "latest_checkpointed_iteration.txt"
     for moment in (None, *moments, "nothing"):

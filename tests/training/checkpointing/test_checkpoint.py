@@ -1,19 +1,28 @@
-"""What a run goes on with from a checkpoint, as its settings say; and checkpoints and weights that do not fit it."""
-
-from __future__ import annotations
+"""What a run goes on with from a checkpoint; checkpoints and weights that do not fit it, or have other names."""
 
 import signal
 import subprocess
 import sys
 import textwrap
+import types
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.checkpoint import CheckpointError, export_checkpoint
+from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLMoEModelProvider
+from qwen3vl_bridge.training import weight_loading
 from qwen3vl_bridge.training.checkpoint_manager import signals_blocked
+from qwen3vl_bridge.training.process_groups import initialize
+from qwen3vl_bridge.training.resuming import in_own_form
+from qwen3vl_bridge.training.weight_loading import rows_by_name
+from qwen3vl_bridge.weights.rows import local_name
 
 import pytest
 import torch
+from megatron.bridge import AutoBridge
+from megatron.bridge.training import checkpointing
 from megatron.bridge.training.callbacks import Callback
 from safetensors.torch import load_file
 
@@ -37,12 +46,10 @@ def saved(request, inputs, tmp_path_factory):
 
 
 def goes_on(make, inputs, load: Path, into: Path | None = None, **settings):
-    """A run as it begins from another's folder."""
     return set_up(make(inputs, into, **STEPS | dict(checkpoint__load=str(load)) | settings))
 
 
 def parts(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Of a checkpoint: weights, and moments."""
     moments = {key: tensor for key, tensor in tensors.items() if "exp_avg" in key}
     return {key: t for key, t in tensors.items() if not key.startswith(("optimizer", "rng_state"))}, moments
 
@@ -119,11 +126,7 @@ def test_a_tracker_that_lies_is_an_error(saved, inputs, tmp_path):
             "share_embeddings_and_output_weights is False, expected True",
             "unexpected: .*output_layer.weight",
         ),
-        (
-            dict(model__ffn_hidden_size=64),
-            r"ffn_hidden_size is \d+, expected 64",
-            r"misshapen: .*linear_fc1.weight_v is \[.*\], expected \[64, .*\]",
-        ),
+        (dict(model__ffn_hidden_size=64), r"ffn_hidden_size is \d+, expected 64", r"misshapen: .*linear_fc1.weight_v"),
         (
             dict(model__num_layers=5),
             r"a different model(.|\n)*num_layers is 4, expected 5",
@@ -143,13 +146,10 @@ def test_experts_are_other_models_than_dense_ones(inputs, moe_folder):
 
 
 class Draws(Callback):
-    """Draws from the global generator after each step, as dropout would."""
-
     def __init__(self) -> None:
         self.found: list[float] = []
 
     def on_train_step_end(self, context) -> None:
-        """Draw one number."""
         self.found.append(torch.rand(1).item())
 
 
@@ -220,3 +220,128 @@ def test_what_is_started_has_none_of_the_signals_that_are_handled():
         assert child.wait() == -signal.SIGKILL
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+KIND = "fully_reshardable"
+
+
+def group(decay: float, *, experts: bool, **more) -> dict:
+    return {"wd_mult": decay, "lr_mult": 1.0, "is_expert_parallel": experts, "is_decoupled_lr": False, **more}
+
+
+def optimizer(*groups: dict) -> SimpleNamespace:
+    return SimpleNamespace(param_groups=list(groups))
+
+
+ONE = [optimizer(group(0.0, experts=False), group(1.0, experts=False))]
+TWO = [ONE[0], optimizer(group(1.0, experts=True))]
+
+
+def saved_optimizer_groups(chain: list, step: int = 7) -> list[dict]:
+    return [
+        {
+            "optimizer": {"param_groups": [one | {"step": step} for one in reversed(part.param_groups)]},
+            "param_state_sharding_type": KIND,
+        }
+        for part in chain
+    ]
+
+
+@pytest.mark.parametrize(("before", "after"), [(TWO, ONE), (ONE, TWO)], ids=["EP to none", "none to EP"])
+def test_a_distributed_optimizers_settings_at_another_expert_parallel_size(before, after):
+    settings, tensors = saved_optimizer_groups(before), [{"param_state": {"tensor": i}} for i in range(len(after))]
+    state = dict(enumerate(settings)) if len(before) > 1 else settings[0]
+    state |= dict(enumerate(tensors)) if len(after) > 1 else tensors[0]
+    found = in_own_form(state, after)
+    for i, (own, tensor) in enumerate(zip(after, tensors, strict=True)):
+        part = found[i] if len(after) > 1 else found
+        assert part["optimizer"]["param_groups"] == [one | {"step": 7} for one in own.param_groups]
+        assert part["param_state"] == tensor["param_state"] and part["param_state_sharding_type"] == KIND
+    assert found.keys() == (set(range(len(after))) if len(after) > 1 else tensors[0].keys() | settings[0].keys())
+
+
+WRAPPER = "module."
+
+
+@pytest.fixture(scope="module")
+def model(moe_folder) -> Qwen3VLMoEModelProvider:
+    provider = AutoBridge.from_hf_pretrained(str(moe_folder)).to_megatron_provider(load_weights=False)
+    provider.finalize()
+    initialize(provider, seed=0)
+    return provider
+
+
+def names_of_megatron_fsdp(model: Qwen3VLMoEModelProvider, spec: str) -> list[str]:
+    rows = {row.megatron: row for row in rows_by_name(model).values()}.values()
+    names = [name for row in rows for name in row.stored]
+    return [WRAPPER + (local_name(name) if spec == "local" else name) for name in names]
+
+
+@pytest.mark.parametrize(("wanted", "on_disk"), [("local", "te"), ("te", "local"), ("te", "te"), ("local", "local")])
+def test_every_weight_is_found_under_either_name(model, wanted, on_disk):
+    weights = {name: torch.full((1,), float(i)) for i, name in enumerate(names_of_megatron_fsdp(model, wanted))}
+    found = {f"model.{name}": None for name in names_of_megatron_fsdp(model, on_disk)}
+    renamed, problems = weight_loading.other_names(weights, found, model)
+    assert problems == []
+    own = weights.keys() & {name.removeprefix("model.") for name in found}
+    assert len(own) + len(renamed) == len(weights)
+    # Norms of the vision tower, with a bias, and of the text model; experts, whose gate is apart. The norm before
+    # experts is a module in either spec.
+    norms, experts = 2 * 2 * model.vision_config.depth + model.num_layers + 1, 3 * 3 * model.num_moe_experts
+    assert len(renamed) == (0 if wanted == on_disk else norms + experts)
+    expected = dict(zip(names_of_megatron_fsdp(model, on_disk), weights.values(), strict=True))
+    assert all(renamed[name] is expected[name] for name in renamed)
+
+
+def test_what_is_there_under_no_name_is_listed(model):
+    names = names_of_megatron_fsdp(model, "local")
+    weights = {name: torch.zeros(2) for name in names} | {"module.language_model.output_layer._extra_state": None}
+    found = {f"model.{name}": None for name in names_of_megatron_fsdp(model, "te")}
+    found = {name: None for name in found if "layers.2.mlp.experts.linear_fc2.weight3" not in name}
+    _, problems = weight_loading.other_names(weights, found, model)
+    expert = "model.module.language_model.decoder.layers.2.mlp.experts.local_experts.3.linear_fc2.weight"
+    assert problems == [f"missing: {expert} [2]"]
+
+
+@pytest.fixture
+def asked(model, monkeypatch):
+    """A model and a checkpoint of which only names are real, and what Megatron-Bridge's function was given."""
+    found = {f"model.{name}": None for name in names_of_megatron_fsdp(model, "te")}
+    reader = types.SimpleNamespace(read_metadata=lambda: types.SimpleNamespace(state_dict_metadata=found))
+    monkeypatch.setattr(checkpointing, "_get_filesystem_reader", lambda folder: reader)
+    monkeypatch.setattr(checkpointing, "preprocess_fsdp_dtensor_state_dict", lambda cfg, state, chunk: state)
+    monkeypatch.setattr(weight_loading.dcp, "load", lambda state, storage_reader: read.append(state))
+    chunk, read = torch.nn.Module(), []
+    chunk.config = model
+    state = {"model": {name: torch.zeros(2) for name in names_of_megatron_fsdp(model, "local")}, "_model": [chunk]}
+    return types.SimpleNamespace(found=found, state=state, read=read, chunk=chunk)
+
+
+def load(state, **more):
+    def theirs(load_dir, ckpt_cfg, rank0, sharded_state_dict, iteration, release=False, checkpoint_path_override=None,
+               checkpointing_context=None, cfg=None):  # fmt: skip
+        return "theirs"
+
+    arguments = dict(load_dir="RUN", ckpt_cfg=None, rank0=False, sharded_state_dict=state, iteration=3)
+    return weight_loading.load_every_weight(theirs, **arguments | more)
+
+
+def test_weights_under_other_names_are_read_after_the_rest(asked):
+    assert load(asked.state) == "theirs"
+    (read,) = asked.read
+    assert read["model"].keys() < {name.removeprefix("model.") for name in asked.found}
+    assert all(any(tensor is own for own in asked.state["model"].values()) for tensor in read["model"].values())
+
+
+def test_optimizer_state_under_other_names_is_refused(asked):
+    asked.state["optimizer"] = {"state": {}}
+    load(asked.state)  # there is none in the checkpoint
+    asked.found["optimizer.state.module.x.exp_avg"] = None
+    with pytest.raises(CheckpointError, match=r"RUN.* its optimizer state uses that spec's names: .*load_optim=False"):
+        load(asked.state)
+
+
+def test_other_models_are_left_to_megatron_bridge(asked):
+    asked.chunk.config = types.SimpleNamespace()
+    assert load(asked.state) == load(None, rank0=True) == "theirs"
+    assert asked.read == []

@@ -1,7 +1,5 @@
 """Megatron-Bridge's own loop begins with first weights of any kind, read before its model is wrapped, and goes on."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import asdict
@@ -30,7 +28,6 @@ MEANS = dict(model__calculate_per_token_loss=False)
 
 @pytest.fixture(scope="module")
 def weights(inputs, moe_folder, tmp_path_factory):
-    """Folders of each kind, by the model's kind."""
     folder, found = tmp_path_factory.mktemp("weights"), {}
     for name, hf in (("dense", inputs.hf), ("MoE", moe_folder)):
         for ckpt_format in KINDS[1:]:
@@ -45,7 +42,6 @@ def steps(count: int, **settings) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def found(weights, inputs, tied_folder, tmp_path_factory):
-    """What runs on two ranks have found, by their names."""
     saved = tmp_path_factory.mktemp("saved")
 
     def start(name, kind, count, model="dense", save=None, first=None, settings=TP2, **others):
@@ -66,20 +62,16 @@ def found(weights, inputs, tied_folder, tmp_path_factory):
         *(start(f"experts, {n} steps", hf, n, model="MoE", settings=sizes, save="EP") for n, sizes in chain),
         start("experts, unsplit", hf, 3, model="MoE", settings={}),
         start("sharded, exact", hf, 4, fsdp=True, settings={}),
-        start("sharded, made on the host", hf, 2, fsdp=True, settings=ON_HOST),
-        start("sharded", dist, 2, **sharded),
+        start("sharded, made on the host", hf, 2, fsdp=True, settings=ON_HOST), start("sharded", dist, 2, **sharded),
         start("sharded, goes on", None, 4, first=tied_folder, **sharded | dict(settings=ON_HOST)),
-        start("sharded, whole", dist, 4, **sharded | dict(save=None)),
-        start("distributed, whole", hf, 4, **shared),
+        start("sharded, whole", dist, 4, **sharded | dict(save=None)), start("distributed, whole", hf, 4, **shared),
         start("distributed", hf, 2, save="distributed", **shared),
         start("distributed, goes on", None, 4, first=tied_folder, save="distributed", **shared),
-        start("adapters, whole", hf, 4, peft=LORA),
-        start("adapters", fsdp, 2, peft=LORA, save="adapters"),
+        start("adapters, whole", hf, 4, peft=LORA), start("adapters", fsdp, 2, peft=LORA, save="adapters"),
         start("adapters, go on", dist, 4, peft=LORA, save="adapters"),
         start("of another model", None, 1, first=tied_folder),
-        start("adapters alone", None, 1, first=saved / "adapters"),
-        start("per microbatch", hf, 2, settings=MEANS),
-    ]
+        start("adapters alone", None, 1, first=saved / "adapters"), start("per microbatch", hf, 2, settings=MEANS),
+    ]  # fmt: skip
     output = saved / "found.pt"
     cases = json.dumps([asdict(start) for start in starts])
     run_ranks("tests.training.bridges_loop", 2, output, cases, timeout=_SECONDS)
@@ -87,26 +79,22 @@ def found(weights, inputs, tied_folder, tmp_path_factory):
 
 
 def alone(inputs, count: int, hf=None, bf16: bool = False, **settings) -> list[tuple[float, float]]:
-    """Losses and gradients' norms in one process."""
     hf = str(hf or inputs.hf)
     return run(Start("whole", hf, str(inputs.data), hf, None, steps(count, **settings), bf16=bf16))["log"]
 
 
 @pytest.fixture(scope="module")
 def expected(inputs) -> list[tuple[float, float]]:
-    """Of four steps."""
     return alone(inputs, 4)
 
 
 def errors(log, expected) -> dict[str, float]:
-    """Relative; with random weights those of a first step are 1.1e-2 and 3.9e-1."""
     pairs = list(zip(log, expected, strict=True))
     return {name: max(abs(one[i] / other[i] - 1) for one, other in pairs) for i, name in enumerate(("loss", "norm"))}
 
 
 @pytest.fixture(scope="module")
 def most(inputs, tmp_path_factory) -> dict[torch.dtype, dict[str, float]]:
-    """Limits beside one process in float32, by the precision of a run."""
     root, limits = tmp_path_factory.mktemp("neighbours"), {}
     for dtype in (torch.float32, torch.bfloat16):
         folders = [rounded_folder(inputs.hf, root / f"{dtype}{seed}", seed, dtype) for seed in SEEDS[:2]]
@@ -116,7 +104,6 @@ def most(inputs, tmp_path_factory) -> dict[torch.dtype, dict[str, float]]:
 
 
 def same_as(folder, exported) -> bool:
-    """Whether weights of a model are those of a Hugging Face folder, to the last bit."""
     stored = {name: t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()}
     return exported.keys() == stored.keys() and all(torch.equal(exported[name], t) for name, t in stored.items())
 
@@ -181,7 +168,6 @@ def test_megatron_fsdp_starts_from_the_other_format_and_goes_on(found, expected,
 
 
 def test_a_distributed_optimizer_goes_on(found, expected, most):
-    """With both overlaps."""
     first, second = found["distributed"], found["distributed, goes on"]
     assert (first["first_step"], second["first_step"]) == (0, 2)
     assert first["log"] + second["log"] == found["distributed, whole"]["log"]
@@ -208,8 +194,6 @@ def test_what_cannot_be_read_is_refused(found, name, message):
 
 
 class TestTheConfiguration:
-    """What its check arranges, in one process."""
-
     @pytest.fixture
     def cfg(self, inputs):
         from qwen3vl_bridge.training.process_groups import initialize

@@ -1,7 +1,5 @@
 """Runs that are told to leave, or killed at any moment: the same command goes on, and nothing shows."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -26,8 +24,6 @@ SETTINGS = SHORT | dict(train__train_iters=STEPS, checkpoint__save_interval=2, c
 
 
 class Runs:
-    """One command, started again and again."""
-
     def __init__(self, inputs, folder: Path, *launcher: str, **settings) -> None:
         overrides = [f"{name.replace('__', '.')}={value}" for name, value in (SETTINGS | settings).items()]
         # From Hugging Face weights, with no conversion.
@@ -38,7 +34,6 @@ class Runs:
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def until(self, step: int, number: int) -> int:
-        """Start it, and send it a signal when its log has this step; returns the status it ends with."""
         process = subprocess.Popen(
             self.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=self.environment
         )
@@ -50,13 +45,11 @@ class Runs:
         return process.wait(timeout=120)
 
     def to_the_end(self) -> str:
-        """Start it and wait; returns what it says."""
         done = subprocess.run(self.command, capture_output=True, text=True, env=self.environment)
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stderr
 
     def steps(self) -> int:
-        """The last step in the log."""
         try:
             lines = (self.folder / "metrics.jsonl").read_text().splitlines()
         except FileNotFoundError:
@@ -66,7 +59,6 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def unbroken(inputs, tmp_path_factory):
-    """The log of a run that nobody disturbs."""
     cfg = replace(inputs, megatron=inputs.hf).config(tmp_path_factory.mktemp("unbroken"), **SETTINGS)
     cfg.mixed_precision = "bf16_mixed"
     return losses(train(cfg))

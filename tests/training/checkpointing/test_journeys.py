@@ -1,7 +1,5 @@
 """Runs that go on at other splits of the model, in Megatron-Bridge's loop, as if nothing had happened."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
@@ -17,8 +15,7 @@ from safetensors.torch import load_file
 
 from tests.noise import check
 
-from .chains import Chain, errors, travel
-from .journeys import Journey
+from .journeys import Chain, Journey, errors, travel
 from .ranks_that_die import DEATHS, MOMENTS, STEP, TRACKER
 
 pytestmark = pytest.mark.slow
@@ -33,15 +30,6 @@ BEGUN = {"torch_dist": "TP2+SP+EP2", "fsdp_dtensor": "PP2"}
 
 @dataclass
 class Found:
-    """What real processes have made.
-
-    Attributes:
-        chains: ways from split to split, with their errors and the limits of these.
-        interrupted: for several splits, whether a run that was interrupted went on to the last bit.
-        begun: by the run's folder: the log of its first step, and weights in memory after it.
-        first_step: of the same model, in one process and from Hugging Face weights.
-    """
-
     chains: list[tuple[Chain, tuple[dict[str, float], dict[str, float]]]]
     interrupted: list[bool]
     begun: dict[Path, tuple[list[list[float]], dict[str, torch.Tensor]]]
@@ -58,7 +46,6 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(data, tied_folder, untied_folder, moe_folder, tmp_path_factory) -> Found:
-    """Everything at once: starting processes takes longer than what they do."""
     root = tmp_path_factory.mktemp("journeys")
 
     def case(what: str, name: str, hf: Path, split: str, **changed) -> tuple[str, dict]:
@@ -69,12 +56,10 @@ def found(data, tied_folder, untied_folder, moe_folder, tmp_path_factory) -> Fou
     # Where the language model is frozen, the last stage has nothing to train.
     frozen = dict(model__freeze_language_model=True)
     kinds = (
-        (untied_folder, "TP2+SP", dict(distributed=True)),
-        (moe_folder, "TP2+SP+EP2", {}),
-        (moe_folder, "PP2+VPP2", {}),
-        (untied_folder, "PP2", dict(settings=frozen)),
+        (untied_folder, "TP2+SP", dict(distributed=True)), (moe_folder, "TP2+SP+EP2", {}),
+        (moe_folder, "PP2+VPP2", {}), (untied_folder, "PP2", dict(settings=frozen)),
         (untied_folder, "DP2", dict(fsdp=True)),
-    )
+    )  # fmt: skip
     interrupted = [case("interrupt", f"interrupted_{n}", *kind[:2], **kind[2]) for n, kind in enumerate(kinds)]
     begun = []
     for ckpt_format, split in BEGUN.items():
@@ -89,15 +74,12 @@ def found(data, tied_folder, untied_folder, moe_folder, tmp_path_factory) -> Fou
     logs, worst, others = travel(chains, root, interrupted + begun)
     answers = iter(others)
     return Found(
-        list(zip(chains, worst, strict=True)),
-        [next(answers) for _ in interrupted],
-        {Path(settings["journey"]["save"]): next(answers) for _, settings in begun},
-        logs[1][:1],
-    )
+        list(zip(chains, worst, strict=True)), [next(answers) for _ in interrupted],
+        {Path(settings["journey"]["save"]): next(answers) for _, settings in begun}, logs[1][:1],
+    )  # fmt: skip
 
 
 def by_converter(run: Path, to: Path) -> dict[str, torch.Tensor]:
-    """Weights of its newest checkpoint, with nothing else at hand."""
     export_checkpoint(run, to, progress=False)
     return {name: tensor for file in to.glob("*.safetensors") for name, tensor in load_file(file).items()}
 

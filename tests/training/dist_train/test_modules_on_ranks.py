@@ -1,25 +1,116 @@
 """Vision and language on ranks of their own make the runs of one model, in Megatron-Bridge's loop.
 
-Its set-up, schedule, loaders, evaluation and checkpoints; rows of language ranks are read by the tower's.
+Run on ranks: -m tests.training.dist_train.test_modules_on_ranks OUTPUT HF DATA JOBS, HF a JSON object of folders by
+family, JOBS a list of `Job`s. The first rank writes what each rank has seen of each.
 """
 
-from __future__ import annotations
-
 import json
-from dataclasses import asdict
+import sys
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.checkpoint import export_checkpoint
+from qwen3vl_bridge.dist_train.joint_step import OneWayBridge
+from qwen3vl_bridge.training.process_groups import leave_groups
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.bridge.training.callbacks import Callback
+from megatron.bridge.training.model_load_save import load_megatron_model
 from safetensors.torch import load_file
 
 from tests.forked import run_ranks
+from tests.parity.topologies import MODULES, split_by
+from tests.ranks import begin, leave
 from tests.training.conftest import TIMED
 
-from .modules_on_ranks import FROZEN, HALF, LANGUAGE_FROZEN, STEPS, Job
+from ..conftest import Inputs
+from ..running import Entries, replicate, run_bridges_loop
+
+STEPS = 4
+HALF = STEPS // 2
+SETTINGS = dict(
+    dataset__pad_to_multiple_of=8, train__global_batch_size=4, train__train_iters=STEPS, validation__eval_interval=2,
+    validation__eval_iters=1, optimizer__lr=1e-3, scheduler__lr_warmup_iters=2, checkpoint__save_interval=HALF,
+    checkpoint__dist_ckpt_optim_fully_reshardable=True, logger__log_interval=1,
+)  # fmt: skip
+FROZEN = dict(model__freeze_vision_model=True, model__freeze_vision_projection=True)
+LANGUAGE_FROZEN = dict(model__freeze_language_model=True)
+
+
+@dataclass
+class Job:
+    name: str
+    split: str | None = None
+    opens: bool = False
+    family: str = "dense"
+    save: str | None = None
+    load: str | None = None
+    sharded: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def config(self, hf: str, data: str) -> Any:
+        cfg = Inputs(Path(hf), Path(data), Path("unused")).config(
+            None if self.save is None else Path(self.save), **SETTINGS | self.settings
+        )
+        cfg.checkpoint.pretrained_checkpoint, cfg.checkpoint.load = hf, self.load
+        cfg.checkpoint.ckpt_step = None if self.load is None else HALF
+        replicate(cfg, distributed=self.sharded)
+        cfg.logger.tensorboard_dir = None
+        split_by(cfg, MODULES[self.split].fields if self.split else {})
+        return cfg
+
+
+class Follower(Callback):
+    def __init__(self) -> None:
+        self.log: list[tuple[str, float, float]] = []
+        self.come_back: list[bool] = []
+
+    def on_train_start(self, context: Any) -> None:
+        communicator = getattr(context.state.cfg.model, "_p2p_communicator", None)
+        self.come_back = [
+            not isinstance(bridge, OneWayBridge)
+            for info in getattr(communicator, "rank_module_map", {}).values()
+            for bridge in (*info.bridge_comms_as_src_module, *info.bridge_comms_as_dest_module)
+        ]
+
+    def on_train_step_end(self, context: Any) -> None:
+        if "lm loss" in context.loss_dict:
+            self.log.append(("step", float(context.loss_dict["lm loss"]), float(context.grad_norm)))
+
+    def on_eval_end(self, context: Any) -> None:
+        self._add("valid", context)
+
+    def on_test_end(self, context: Any) -> None:
+        self._add("test", context)
+
+    def _add(self, kind: str, context: Any) -> None:
+        if "lm loss" in context.total_loss_dict:
+            self.log.append((kind, float(context.total_loss_dict["lm loss"]), 0.0))
+
+
+def run(job: Job, hf: str, data: str) -> dict[str, Any]:
+    follower, entries = Follower(), Entries()
+    run_bridges_loop(job.config(hf, data), follower, entries)
+    return dict(told=follower.log, log=entries.entries, come_back=follower.come_back)
+
+
+def opened(job: Job, *_: str) -> dict[str, float]:
+    """A checkpoint in Megatron-Bridge's own tools, by its configuration alone; the norms of its parameters."""
+    leave_groups()
+    model = load_megatron_model(f"{job.load}/iter_{STEPS:07d}", use_cpu_init=True)
+    return {name: p.float().norm().item() for chunk in model for name, p in chunk.named_parameters()}
+
+
+def main(output: str, hf: dict[str, str], data: str, jobs: list[Job]) -> None:
+    dist.init_process_group("gloo")  # or Megatron-Bridge's loop would, and take it down at its end
+    found = {job.name: (opened if job.opens else run)(job, hf[job.family], data) for job in jobs}
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, found)
+    leave(every, output)
+
 
 pytestmark = pytest.mark.slow
 
@@ -67,7 +158,13 @@ def found(inputs, moe_folder, scratch) -> list[dict[str, Any]]:
         output = scratch / "found.pt"
         listed = json.dumps([asdict(job) for job in jobs])
         run_ranks(
-            "tests.training.dist_train.modules_on_ranks", ranks, output, folders, inputs.data, listed, timeout=SECONDS
+            "tests.training.dist_train.test_modules_on_ranks",
+            ranks,
+            output,
+            folders,
+            inputs.data,
+            listed,
+            timeout=SECONDS,
         )
         for everything, rank in zip(seen, torch.load(output), strict=False):
             everything |= rank
@@ -75,7 +172,6 @@ def found(inputs, moe_folder, scratch) -> list[dict[str, Any]]:
 
 
 def worst(log: list[dict[str, float]], other: list[dict[str, float]]) -> dict[str, float]:
-    """The largest relative error of each kind of figure; what is counted is the same."""
     errors = dict.fromkeys(LIMITS, 0.0)
     for one, two in zip(log, other, strict=True):
         assert one.keys() - set(TIMED) == two.keys() - set(TIMED)
@@ -90,7 +186,6 @@ def worst(log: list[dict[str, float]], other: list[dict[str, float]]) -> dict[st
 
 
 def weights(run: Path, to: Path, hf: Path) -> dict[str, torch.Tensor]:
-    """Of the newest checkpoint, by the converter."""
     export_checkpoint(run, to, hf_model=hf, progress=False)
     return {name: tensor for path in to.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
@@ -116,12 +211,9 @@ def test_the_log_is_that_of_one_process(found, name, other, gradients):
 @pytest.mark.parametrize(
     ("name", "other", "last"),
     [
-        ("2 + 1", "whole", len(KINDS)),
-        ("1 + EP2", "whole, MoE", len(KINDS)),
-        ("1 + DP2, sharded", "whole", len(KINDS)),
-        ("1 + EP2, sharded", "whole, MoE", len(KINDS)),
-        ("frozen, sharded", "whole, frozen", len(KINDS)),
-        ("frozen", "whole, frozen", len(KINDS)),
+        ("2 + 1", "whole", len(KINDS)), ("1 + EP2", "whole, MoE", len(KINDS)),
+        ("1 + DP2, sharded", "whole", len(KINDS)), ("1 + EP2, sharded", "whole, MoE", len(KINDS)),
+        ("frozen, sharded", "whole, frozen", len(KINDS)), ("frozen", "whole, frozen", len(KINDS)),
         ("language frozen", "whole, language frozen", len(KINDS)),
         ("language frozen goes on", "whole, language frozen", len(KINDS) - HALF - 1),
         ("1 + DP2 goes on from whole", "whole", len(KINDS) - HALF - 1),
@@ -132,7 +224,7 @@ def test_the_log_is_that_of_one_process(found, name, other, gradients):
         ("whole goes on from 1 + EP2", "whole, MoE", len(KINDS) - HALF - 1),
         ("frozen goes on", "whole, frozen", len(KINDS) - HALF - 1),
     ],
-)
+)  # fmt: skip
 def test_steps_and_evaluations_are_those_of_one_process(found, name, other, last):
     """Losses of training, validation and test data, and norms; a run that goes on makes the second half of them."""
     (whole,) = {tuple(rank[other]["told"]) for rank in found if other in rank and rank[other]["told"]}
@@ -177,3 +269,8 @@ def test_its_checkpoint_is_that_of_one_model(found, inputs, moe_folder, scratch,
     error = max((mine[name] - whole[name]).abs().max().item() for name in whole) / 1e-3
     print("weights, in learning rates", error)
     assert error <= 1e-2
+
+
+if __name__ == "__main__":
+    begin()
+    main(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3], [Job(**job) for job in json.loads(sys.argv[4])])

@@ -1,24 +1,107 @@
 """Megatron-Bridge's own batches: the same loss and gradients as transformers, or a clear error."""
 
-from __future__ import annotations
-
+import io
+import json
 import logging
+import pickle
 import re
+import tarfile
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 from qwen3vl_bridge.training import megatron_batches
 from qwen3vl_bridge.training.megatron_batches import from_collator
 from qwen3vl_bridge.training.step import forward_step
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.noise import check, limits
 from tests.parity.conftest import make_pair
 from tests.parity.one_process.test_padding import masks_that_arrive
 
-from .foreign import batch_of, direct, mock, write_conversations
+SEQ_LENGTH = 512
+ANSWERS = ("one", "This is the digit two, two.", "3", "I cannot tell; the writing is too faint.", "five", "6")
+
+
+def mock(hf: Path, **settings):
+    """Made-up conversations about noise. A picture has 196 tokens: their collator enlarges small ones."""
+    from megatron.bridge.data.builders.mock_vlm_sft import MockVLMSFTDatasetConfig
+
+    given = dict(image_size=(32, 64), num_base_examples=6, num_workers=0) | settings
+    return MockVLMSFTDatasetConfig(seq_length=SEQ_LENGTH, hf_processor_path=str(hf), **given)
+
+
+def write_conversations(folder: Path, *, pictures: tuple[int, ...] = (1, 0, 2)) -> Path:
+    rng, path = np.random.default_rng(0), folder / "conversations.jsonl"
+    with path.open("w") as file:
+        for number, answer in enumerate(ANSWERS):
+            content = []
+            for picture in range(pictures[number % len(pictures)]):
+                name = folder / f"{number}-{picture}.png"
+                Image.fromarray(rng.integers(0, 256, (48, 64, 3), dtype=np.uint8)).save(name)
+                content.append({"type": "image", "image": str(name)})
+            content.append({"type": "text", "text": "Which digit is this?"})
+            answered = {"role": "assistant", "content": [{"type": "text", "text": answer}]}
+            file.write(json.dumps({"messages": [{"role": "user", "content": content}, answered]}) + "\n")
+    return path
+
+
+def direct(hf: Path, path: Path, **settings):
+    from megatron.bridge.data.builders.direct_hf_sft import DirectHFSFTDatasetConfig
+    from megatron.bridge.data.sources.hf import HFDatasetSourceConfig
+
+    load = {"data_files": str(path), "cache_dir": str(path.parent / "cache")}
+    source = HFDatasetSourceConfig(path_or_dataset="json", load_kwargs=load)
+    given = dict(validation_source=source, do_test=False, num_workers=0) | settings
+    return DirectHFSFTDatasetConfig(seq_length=SEQ_LENGTH, source=source, hf_processor_path=str(hf), **given)
+
+
+def batch_of(dataset, numbers=(0, 1)) -> dict:
+    from megatron.bridge.data.utils import get_dataset_provider
+
+    train, _, _ = get_dataset_provider(dataset)([8, 0, 0], dataset)
+    return train.collate_fn([train[number] for number in numbers])
+
+
+def write_webdataset(folder: Path) -> Path:
+    from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
+
+    rng = np.random.default_rng(0)
+    for split in ("train", "val"):
+        with tarfile.open(folder / f"{split}.tar", "w") as tar:
+            for number, answer in enumerate(ANSWERS):
+                picture = io.BytesIO()
+                Image.fromarray(rng.integers(0, 256, (48, 64, 3), dtype=np.uint8)).save(picture, "JPEG")
+                asked = {"role": "user", "content": "<image>Which digit is this?"}
+                turns = [asked, {"role": "assistant", "content": answer}]
+                parts = {"json": json.dumps(turns).encode(), "jpgs": pickle.dumps([picture.getvalue()])}
+                for extension, contents in parts.items():
+                    entry = tarfile.TarInfo(f"{split}{number}.{extension}")
+                    entry.size = len(contents)
+                    tar.addfile(entry, io.BytesIO(contents))
+    splits = [(split, f"{split}.tar") for split in ("train", "val")]
+    names = [name for _, name in splits]
+    WebdatasetPreparator.prepare_dataset(folder, names, split_parts_patterns=splits, shuffle_seed=None, workers=1)
+    (folder / ".nv-meta" / "dataset.yaml").write_text(
+        "__module__: megatron.bridge.data.energon.task_encoder_utils\n__class__: ChatMLWebdataset\n"
+        "field_map:\n  conversation: json\n  imgs: jpgs\n"
+    )
+    return folder
+
+
+def energon(hf: Path, path: Path, **settings):
+    from megatron.bridge.data.builders.energon import EnergonDatasetConfig, QwenVLEnergonTaskEncoderConfig
+
+    return EnergonDatasetConfig(
+        path=str(path), seq_length=SEQ_LENGTH, micro_batch_size=2,
+        task_encoder=QwenVLEnergonTaskEncoderConfig(hf_processor_path=str(hf)), shuffle_buffer_size=1, num_workers=0,
+        **settings,
+    )  # fmt: skip
+
 
 DEFERRED = dict(enable_in_batch_packing=True, defer_in_batch_packing_to_step=True)
 PACKED = dict(enable_in_batch_packing=True, in_batch_packing_pad_to_multiple_of=8)
@@ -40,7 +123,6 @@ def conversations(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def provider(untied_folder):
-    """One that no process groups were made for."""
     import qwen3vl_bridge  # noqa: F401
 
     from megatron.bridge import AutoBridge
@@ -50,19 +132,15 @@ def provider(untied_folder):
 
 @pytest.fixture(scope="module")
 def rows(untied_folder, conversations):
-    """A batch of three conversations with one, no and two pictures."""
     batch = batch_of(direct(untied_folder, conversations), (0, 1, 2))
     return lambda: dict(batch)
 
 
 def step(pair, dataset, batch):
-    """Sum of the losses that count, how many; gradients are in the parameters."""
     cfg = SimpleNamespace(
-        model=pair.megatron.config,
-        dataset=dataset,
-        train=SimpleNamespace(micro_batch_size=1),
+        model=pair.megatron.config, dataset=dataset, train=SimpleNamespace(micro_batch_size=1),
         rerun_state_machine=SimpleNamespace(check_for_nan_in_loss=True, check_for_spiky_loss=False),
-    )
+    )  # fmt: skip
     losses, count = forward_step(SimpleNamespace(cfg=cfg), iter([batch]), pair.megatron)
     total, tokens, _ = count(losses)
     total.backward()
@@ -76,12 +154,9 @@ def reference(pair, batch):
     visual = vars(batch["visual_inputs"]) if "visual_inputs" in batch else {}
     pictures = {name: value for name, value in visual.items() if value is not None}
     out = pair.reference(
-        input_ids=ids,
-        attention_mask=real,
-        mm_token_type_ids=(ids == pair.config.image_token_id).int(),
-        labels=ids.masked_fill(~trained, -100),
-        **pictures,
-    )
+        input_ids=ids, attention_mask=real, mm_token_type_ids=(ids == pair.config.image_token_id).int(),
+        labels=ids.masked_fill(~trained, -100), **pictures,
+    )  # fmt: skip
     total = out.loss * trained.sum()
     total.backward()
     return total.item(), int(trained.sum())
@@ -182,7 +257,6 @@ def test_batches_of_their_energon_encoder(provider, untied_folder, conversations
 
 
 def video():
-    """Two frames of four tokens."""
     from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
 
     grid = torch.tensor([[[2, 4, 4]]])  # [B, N, 3] as some processors have it
@@ -220,18 +294,13 @@ def test_a_picture_that_was_cut_is_refused(provider, rows):
 
 
 def packed(**changes):
-    """Two documents of three and two tokens, each padded to four."""
     ids = torch.tensor([[1, 2, 3, 0, 4, 5, 0, 0]])
     batch = dict(
-        input_ids=ids,
-        labels=torch.tensor([[2, 3, -100, -100, 5, -100, -100, -100]]),
-        loss_mask=torch.tensor([[1.0, 1, 0, 0, 1, 0, 0, 0]]),
-        position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]),
+        input_ids=ids, labels=torch.tensor([[2, 3, -100, -100, 5, -100, -100, -100]]),
+        loss_mask=torch.tensor([[1.0, 1, 0, 0, 1, 0, 0, 0]]), position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]),
         cu_seqlens_q=torch.tensor([0, 3, 5], dtype=torch.int32),
-        cu_seqlens_q_padded=torch.tensor([0, 4, 8], dtype=torch.int32),
-        max_seqlen_q=torch.tensor(4),
-        total_tokens=8,
-    )
+        cu_seqlens_q_padded=torch.tensor([0, 4, 8], dtype=torch.int32), max_seqlen_q=torch.tensor(4), total_tokens=8,
+    )  # fmt: skip
     return {name: value for name, value in (batch | changes).items() if value is not ...}
 
 

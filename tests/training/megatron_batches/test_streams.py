@@ -1,13 +1,11 @@
 """Megatron-Bridge's own data sets in its loop: trained on, left and taken up without a difference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from ..conftest import losses
 from ..running import replicated, stored, train
-from .foreign import SEQ_LENGTH, direct, energon, mock, write_conversations, write_webdataset
+from .test_megatron_batches import SEQ_LENGTH, direct, energon, mock, write_conversations, write_webdataset
 
 PACKED = dict(enable_in_batch_packing=True)
 # How samples are ordered, and what else is set of the data.
@@ -17,14 +15,9 @@ ORDERS = {
     "batch": dict(defer_in_batch_packing_to_step=True, **PACKED),
 }
 SHORT = dict(
-    model__seq_length=SEQ_LENGTH,
-    train__train_iters=3,
-    train__micro_batch_size=2,
-    train__global_batch_size=4,
-    validation__eval_interval=2,
-    validation__eval_iters=1,
-    checkpoint__save_interval=3,
-)
+    model__seq_length=SEQ_LENGTH, train__train_iters=3, train__micro_batch_size=2, train__global_batch_size=4,
+    validation__eval_interval=2, validation__eval_iters=1, checkpoint__save_interval=3,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -39,8 +32,6 @@ def texts(tmp_path_factory):
 
 @pytest.fixture
 def config(inputs):
-    """A short run on a data set of theirs."""
-
     def make(save, dataset, **settings):
         cfg = replicated(inputs, save, **SHORT | settings)
         cfg.dataset = dataset

@@ -1,29 +1,76 @@
-"""Right answers while training are those that transformers generates from the same weights."""
+"""Right answers while training are those that transformers generates from the same weights.
 
-from __future__ import annotations
+Run on ranks: -m tests.training.metrics.test_accuracy OUTPUT HF DATA SPLITS, a JSON list of fields of the provider.
+"""
 
 import json
 import shutil
+import sys
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.forked import run_ranks
+from tests.ranks import begin, leave
 
 from ..bridges_loop import Start
-from ..running import train
-from .asking import NEW_TOKENS, asking, write_questions
+from ..running import replicate, train
+
+NEW_TOKENS = 4
+
+
+def write_questions(folder: Path, hf: Path, picture: Path, texts: list[str]) -> list[bool]:
+    """Write `questions.jsonl`: every other expected answer is what transformers generates; returns which are."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(hf)
+    model = AutoModelForImageTextToText.from_pretrained(hf, attn_implementation="eager")
+    right, lines = [], []
+    for number, text in enumerate(texts):
+        content: list[dict[str, str]] = [{"type": "text", "text": text}]
+        if number % 3:
+            content.insert(0, {"type": "image", "image": str(picture)})
+        user = {"role": "user", "content": content}
+        prompt = processor.apply_chat_template(
+            [user], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+        )
+        ids = model.generate(**prompt, max_new_tokens=NEW_TOKENS, do_sample=False)[:, prompt["input_ids"].shape[1] :]
+        answer = processor.tokenizer.decode(ids[0], skip_special_tokens=True)
+        right.append(number % 2 == 0 and bool(answer.strip()))
+        expected = answer if right[-1] else "none of its words"
+        lines.append(json.dumps({"messages": [user, {"role": "assistant", "content": expected}]}) + "\n")
+    (folder / "questions.jsonl").write_text("".join(lines))
+    return right
+
+
+def asking(hf: Path, data: Path, fields: dict[str, Any]) -> Any:
+    from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config
+    from qwen3vl_recipes.paths import set_paths
+
+    cfg = set_paths(qwen3_vl_digits_sft_config(), hf_path=hf, data_path=data, pretrained_checkpoint=hf)
+    cfg.mixed_precision = cfg.checkpoint.save = cfg.checkpoint.load = cfg.logger.tensorboard_dir = None
+    cfg.model.seq_length = cfg.dataset.seq_length = 128
+    cfg.dataset.num_workers, cfg.train.train_iters, cfg.scheduler.lr_warmup_iters = 0, 1, 0
+    cfg.optimizer.lr = cfg.optimizer.min_lr = 0.0
+    cfg.validation.eval_interval = cfg.validation.eval_iters = 1
+    cfg.accuracy.path, cfg.accuracy.max_new_tokens = str(data / "questions.jsonl"), NEW_TOKENS
+    for name, value in fields.items():
+        assert hasattr(cfg.model, name)
+        setattr(cfg.model, name, value)
+    return replicate(cfg)
+
+
+def main(output: str, hf: str, data: str, splits: list[dict[str, Any]]) -> None:
+    found = [train(asking(Path(hf), Path(data), fields))[-1]["accuracy"] for fields in splits]
+    leave(found, output)
+
 
 TEXTS = [
-    "Which digit?",
-    "Say it.",
-    "And this one, in a word or two?",
-    "Five?",
-    "What is there?",
-    "No picture here.",
-    "?",
-]
+    "Which digit?", "Say it.", "And this one, in a word or two?", "Five?", "What is there?", "No picture here.", "?",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=["untied", "moe"])
@@ -48,12 +95,13 @@ def test_the_share_of_right_answers(places):
 
 
 def test_ranks_share_the_questions(places, tmp_path):
-    """Or ask all in step, where they share experts."""
     kind, hf, data, right = places
     splits = [{}, dict(tensor_model_parallel_size=2, sequence_parallel=True)]
     if kind == "moe":
         splits = [dict(expert_model_parallel_size=2, expert_tensor_parallel_size=1)]
-    run_ranks("tests.training.metrics.asking", 2, tmp_path / "found.pt", hf, data, json.dumps(splits), timeout=400)
+    run_ranks(
+        "tests.training.metrics.test_accuracy", 2, tmp_path / "found.pt", hf, data, json.dumps(splits), timeout=400
+    )
     assert torch.load(tmp_path / "found.pt") == [sum(right) / len(right)] * len(splits)
 
 
@@ -105,3 +153,8 @@ def test_models_that_cannot_generate_are_not_asked(places, fields, message):
     _, hf, data, _ = places
     with pytest.raises(ValueError, match=message):
         asking(hf, data, fields).validate()
+
+
+if __name__ == "__main__":
+    begin()
+    main(*sys.argv[1:4], json.loads(sys.argv[4]))

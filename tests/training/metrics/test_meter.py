@@ -1,24 +1,73 @@
-"""What a step has, costs and which experts its tokens chose: counted here otherwise, and however a model is split."""
+"""What a step has, costs and which experts its tokens chose, however a model is split; and the figures of a run's log.
 
-from __future__ import annotations
+Run on ranks: -m tests.training.metrics.test_meter OUTPUT HF_FOLDER [DEPTHS], a JSON list of [folder, fields] of models
+that are measured one after the other in two stages.
+"""
 
 import dataclasses
+import importlib.util
+import itertools
 import json
 import re
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
+import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
+from qwen3vl_bridge.parallel.collectives import sum_amounts
+from qwen3vl_bridge.training.callbacks import training_callbacks
+from qwen3vl_bridge.training.metrics import Amounts, ExpertLoad, meter_of
+from qwen3vl_bridge.training.run_log import ENTRY
 from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest
 import torch
 
 from tests.forked import run_ranks
+from tests.parity.on_ranks import Split
 from tests.parity.references import MICROBATCHES, step_samples
-from tests.parity.topologies import Topology
+from tests.parity.topologies import TOPOLOGIES, Topology
 from tests.qwen3_5.tiny import make_checkpoint
-from tests.ranks import forget_models
+from tests.ranks import begin, forget_models, leave
+from tests.steps import followed, forward_backward, set_up, train_step
 
-from .metering_on_ranks import NAMES, measure
+from ..conftest import read_log
+from ..running import replicate, train
+
+NAMES = ("DP2", "CP2", "TP2+SP+EP2", "PP2", "PP2+VPP2", "EP2")
+BALANCE = 0.01
+
+
+def measure(folder: str, topology: Topology, rows: str, **fields) -> dict:
+    """Of a step's forward and backward pass: amounts, and how often each expert was chosen; figures of the next step.
+
+    Args:
+        folder: of a model with experts.
+        topology: how it is split.
+        rows: "padded" or "packed".
+        fields: of the provider, beside those of the topology.
+    """
+    split = Split(folder, Topology(topology.ranks, topology.fields | fields), BALANCE)
+    run = split.run
+    run.cfg.logger.log_interval = 1
+    split.begin(split.batches("mixed", rows), rows)
+    load = ExpertLoad(run.model)
+    forward_backward(run, run.stream, MICROBATCHES // run.groups.dp.size())
+    counts = load.counts(run.cfg.model)
+    amounts = sum_amounts(meter_of(run.state).take().values(), run.groups)
+    with followed(run, training_callbacks(run.cfg)) as shared:
+        train_step(run)
+    return dict(amounts=Amounts(*amounts), counts=counts, figures=shared[ENTRY])
+
+
+def main(output: str, folder: str, depths: str = "") -> None:
+    if depths:
+        found = [measure(one, TOPOLOGIES["PP2"], "packed", **fields)["figures"] for one, fields in json.loads(depths)]
+    else:
+        found = {name: measure(folder, TOPOLOGIES[name], "packed") for name in NAMES}
+    # The last rank: it has neither the first stage nor the first tokens.
+    leave(found, output, writer=torch.distributed.get_world_size() - 1)
+
 
 ALONE = Topology(1)
 TRAINED = dict(mtp_loss_scaling_factor=0.1)
@@ -27,7 +76,6 @@ RECOMPUTED = dict(recompute_granularity="full", recompute_method="uniform", reco
 
 @pytest.fixture(scope="module")
 def alone(moe_folder):
-    """One process: packed rows, padded ones, and packed ones with every layer computed twice."""
     return {
         "packed": measure(moe_folder, ALONE, "packed"),
         "padded": measure(moe_folder, ALONE, "padded"),
@@ -48,14 +96,10 @@ def test_amounts_are_those_of_the_samples(alone, samples):
     frames = [h * w for t, h, w in images + videos for _ in range(t)]
     lengths = [len(s.ids) for s in samples]
     expected = dict(
-        tokens=sum(lengths),
-        trained_tokens=int(sum(s.loss_mask.sum() for s in samples)),
-        token_pairs=sum(n**2 for n in lengths),
-        patches=sum(frames),
-        patch_pairs=sum(n**2 for n in frames),
-        images=len(images),
-        video_frames=sum(t for t, _, _ in videos),
-    )
+        tokens=sum(lengths), trained_tokens=int(sum(s.loss_mask.sum() for s in samples)),
+        token_pairs=sum(n**2 for n in lengths), patches=sum(frames), patch_pairs=sum(n**2 for n in frames),
+        images=len(images), video_frames=sum(t for t, _, _ in videos),
+    )  # fmt: skip
     assert expected["images"] and expected["video_frames"]
     for rows, found in alone.items():
         amounts = dataclasses.asdict(found["amounts"])
@@ -66,7 +110,6 @@ def test_amounts_are_those_of_the_samples(alone, samples):
 
 
 def test_experts_are_chosen_as_transformers_chooses_them(alone, samples, moe_folder):
-    """For each sample alone, which has no padding."""
     from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(moe_folder, attn_implementation="eager")
@@ -87,7 +130,7 @@ def test_experts_are_chosen_as_transformers_chooses_them(alone, samples, moe_fol
 
 def test_however_it_is_split(alone, moe_folder, tmp_path):
     """Ranks that see the same tokens count them once, those that see others add up."""
-    run_ranks("tests.training.metrics.metering_on_ranks", 2, tmp_path / "found", moe_folder)
+    run_ranks("tests.training.metrics.test_meter", 2, tmp_path / "found", moe_folder)
     split, expected = torch.load(tmp_path / "found", weights_only=False), alone["packed"]
     assert split.keys() == set(NAMES)
     for name, found in split.items():
@@ -124,7 +167,6 @@ def depths(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def figures(depths):
-    """Of each as the first model of its process."""
     found = []
     for folder, fields in depths:
         forget_models()
@@ -143,7 +185,7 @@ def test_a_model_of_another_depth_is_measured_as_the_first_of_a_process(depths, 
 
 
 def test_stages_of_models_of_other_depths(depths, figures, moe_folder, tmp_path):
-    run_ranks("tests.training.metrics.metering_on_ranks", 2, tmp_path / "found", moe_folder, json.dumps(depths))
+    run_ranks("tests.training.metrics.test_meter", 2, tmp_path / "found", moe_folder, json.dumps(depths))
     found = torch.load(tmp_path / "found", weights_only=False)
     for case, ours, alone in zip(depths, found, figures, strict=True):
         assert balance(ours) == pytest.approx(balance(alone), rel=1e-5), case
@@ -152,20 +194,12 @@ def test_stages_of_models_of_other_depths(depths, figures, moe_folder, tmp_path)
 @pytest.mark.parametrize(
     ("device", "peak"),
     [
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA A100-SXM4-40GB", 312e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA B200", 2250e12),
-        ("NVIDIA GB200", 2500e12),
-        ("NVIDIA H100 PCIe", None),
-        ("NVIDIA H100 NVL", None),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-        ("NVIDIA H800", None),
-        ("NVIDIA GH200 480GB", None),
-        ("NVIDIA GeForce RTX 4090", None),
+        ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H200", 989e12), ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA B200", 2250e12), ("NVIDIA GB200", 2500e12),
+        ("NVIDIA H100 PCIe", None), ("NVIDIA H100 NVL", None), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA H800", None), ("NVIDIA GH200 480GB", None), ("NVIDIA GeForce RTX 4090", None),
     ],
-)
+)  # fmt: skip
 def test_peaks_by_the_drivers_names(device, peak):
     from qwen3vl_bridge.training.metrics import peak_operations
 
@@ -199,11 +233,9 @@ def test_adapters_are_counted_by_the_layers_that_they_are_on(inputs, moe_folder)
     cfg = inputs.config(None)
     cfg.peft = Qwen3VLLoRA(dim=4, target_modules=["*.layers.1.*.linear_proj"], adapt_vision_model=True)
     expected = Trained(
-        language_model=False,
-        vision_model=False,
-        vision_projection=False,
+        language_model=False, vision_model=False, vision_projection=False,
         rank=lambda name: 4 if name.endswith("layers.1.self_attention.linear_proj") else 0,
-    )
+    )  # fmt: skip
     assert step_costs(cfg) == provider_costs(cfg.model, expected)
     cfg.peft.freeze_vision_projection = False
     assert step_costs(cfg) == provider_costs(cfg.model, replace(expected, vision_projection=True))
@@ -222,3 +254,239 @@ def test_adapters_are_counted_by_the_layers_that_they_are_on(inputs, moe_folder)
         chosen = re.compile(r"language_model\." if experts else r"language_model\.(?!.*experts)")
         ranks = replace(expected, rank=lambda name, chosen=chosen: 4 * bool(chosen.match(name)))
         assert step_costs(cfg) == provider_costs(cfg.model, ranks)
+
+
+STEPS, INTERVAL = 4, 2
+PAUSE = 100.0  # seconds between steps that are no part of them
+# What Megatron-Bridge's loop writes to trackers itself, by our log's names. Its learning rate is the next step's.
+NAMES_METRICS = {"loss": "lm loss", "grad_norm": "grad-norm", "valid_loss": "lm loss validation"}
+
+
+@pytest.fixture(scope="module")
+def run(inputs, tmp_path_factory):
+    save = tmp_path_factory.mktemp("run")
+    cfg = inputs.config(save, train__train_iters=STEPS, logger__tensorboard_dir=str(save / "tensorboard"))
+    replicate(cfg).optimizer_config_override_provider = slower_tower()
+    with pytest.MonkeyPatch.context() as patch:
+        said = []
+        patch.setattr("qwen3vl_bridge.training.run_log.StepProgress._write", lambda self, line: said.append(line))
+        clock = Clock()
+        patch.setattr("qwen3vl_bridge.training.metrics.time", SimpleNamespace(perf_counter=clock.read))
+        train(cfg, callbacks=[slow_checkpoint(3, clock)])
+    return cfg, save, said
+
+
+class Clock:
+    """From one reading to the next a second goes by: a step takes one, if it is read as often as is needed."""
+
+    now = 0.0
+
+    def read(self) -> float:
+        self.now += 1
+        return self.now
+
+
+def slow_checkpoint(step: int, clock: Clock):
+    from megatron.bridge.training.callbacks import Callback
+
+    class SlowCheckpoint(Callback):
+        def on_checkpoint_save(self, context):
+            if context.state.train_state.step == step:
+                clock.now += PAUSE
+
+    return SlowCheckpoint()
+
+
+def slower_tower():
+    from megatron.bridge.training.config import OptimizerConfigOverrideProvider
+    from megatron.core.optimizer import ParamKey
+
+    class SlowerTower(OptimizerConfigOverrideProvider):
+        def build_config_overrides(self, context):
+            lr, low = context.optimizer_config.lr / 10, context.optimizer_config.min_lr
+            rates = {ParamKey(name="*vision_model*"): dict(max_lr=lr, min_lr=low)}
+            return (super().build_config_overrides(context) or {}) | rates
+
+    return SlowerTower()
+
+
+def board(folder) -> dict[str, dict[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder)).Reload()
+    return {name: {e.step: e.value for e in events.Scalars(name)} for name in events.Tags()["scalars"]}
+
+
+def test_figures_of_a_step_are_those_of_its_batches(run):
+    cfg, save, _ = run
+    stream = cfg.dataset.stream("train", dp_rank=0, dp_size=1, micro_batch_size=cfg.train.micro_batch_size)
+    steps = list(itertools.batched(itertools.islice(stream, STEPS * cfg.train.global_batch_size), 2))
+    for entry in read_log(save):
+        if "loss" not in entry:
+            continue
+        batches = steps[entry["step"] - 1]
+        real = [batch.input_ids.flatten()[~batch.layout.padding_mask()] for batch in batches]
+        assert entry["trained_tokens"] == sum(batch.loss_mask.sum() for batch in batches)
+        if entry["step"] % INTERVAL:
+            assert "tokens" not in entry
+            continue
+        assert entry["tokens"] == sum(map(len, real))
+        assert entry["images"] == sum((ids == cfg.model.vision_start_token_id).sum() for ids in real) > 0
+        assert entry["video_frames"] == 0
+        assert entry["filled"] == entry["tokens"] / sum(batch.input_ids.numel() for batch in batches) < 1
+
+
+def test_rates_are_means_over_the_interval(run):
+    from qwen3vl_bridge.training.metrics import Amounts, step_costs
+
+    cfg, save, _ = run
+    stream = cfg.dataset.stream("train", dp_rank=0, dp_size=1, micro_batch_size=cfg.train.micro_batch_size)
+    steps = [e for e in read_log(save) if "loss" in e]
+    for last in range(INTERVAL, STEPS + 1, INTERVAL):
+        amounts = Amounts()
+        for batch in itertools.islice(stream, INTERVAL * cfg.train.global_batch_size):
+            amounts += Amounts.of(batch, cfg.model)
+        entry = steps[last - 1]
+        taken = amounts.tokens / entry["tokens_per_second"]
+        assert taken == pytest.approx(INTERVAL)  # without the pause
+        assert entry["images_per_second"] == pytest.approx(amounts.images / taken)
+        done = step_costs(cfg).of_many(
+            tokens=amounts.tokens, token_pairs=amounts.token_pairs, patches=amounts.patches,
+            patch_pairs=amounts.patch_pairs,
+        )  # fmt: skip
+        assert entry["tflops_per_gpu"] == pytest.approx(done / taken / 1e12)
+        assert "mfu" not in entry  # nobody knows a CPU's peak
+        assert 0.1 < entry["memory_gb"] < 100
+
+
+def test_each_part_has_its_learning_rate(run):
+    _, save, _ = run
+    found = [entry for entry in read_log(save) if "tokens" in entry]
+    assert len(found) == STEPS / INTERVAL
+    for entry in found:
+        assert entry["lr_language_model"] == entry["lr"] > 0
+        assert entry["lr_vision_model"] == entry["lr_vision_projection"] == pytest.approx(entry["lr"] / 10)
+
+
+def test_tensorboard_has_the_log(run):
+    """What Megatron-Bridge writes by itself says the same as the log; the rest has names of ours."""
+    _, save, _ = run
+    found = board(save / "tensorboard")
+    expected: dict[str, dict[int, float]] = {}
+    for entry in read_log(save):
+        measured = (
+            entry.keys() - {"step", "lr", "seconds", "trained_tokens", *NAMES_METRICS} if "tokens" in entry else set()
+        )
+        for name, tracked in NAMES_METRICS.items() | {(name, f"qwen3vl/{name}") for name in measured}:
+            if name in entry:
+                expected.setdefault(tracked, {})[entry["step"]] = entry[name]
+    assert {"qwen3vl/tokens_per_second", "qwen3vl/grad_norm_vision_model", *NAMES_METRICS.values()} < expected.keys()
+    assert {name for name in found if name.startswith("qwen3vl/")} == expected.keys() - set(NAMES_METRICS.values())
+    for name, values in expected.items():
+        assert found[name] == pytest.approx(values, rel=1e-6), name  # which it keeps in float32
+
+
+def test_the_console_says_what_there_is_to_say(run):
+    _, _, said = run
+    lines = [line for line in said if line.startswith("step ")]
+    assert [line.split()[1] for line in lines if "valid" not in line][-1] == f"{STEPS}/{STEPS}"
+    pattern = r"step 2/4  loss \d+\.\d{4}  lr \S+  \|g\| \S+  [\d,]+ tokens/s  \S+ TFLOP/s  \d\.\d GB  ETA \d:\d\d:\d\d"
+    assert any(re.fullmatch(pattern, line) for line in lines), said
+    assert lines[-1].startswith("step 4  valid_loss") or lines[-1].endswith("ETA 0:00:00")
+
+
+def test_a_skipped_step_is_shown(run, capsys):
+    from qwen3vl_bridge.training.run_log import StepProgress
+
+    progress = StepProgress(10, 2, interval=100)
+    progress.advance(dict(step=3, loss=float("nan"), lr=1e-3, grad_norm=float("inf"), skipped=1))
+    progress.advance(dict(step=10, loss=1.0, lr=1e-3, grad_norm=1.0))
+    first, last = capsys.readouterr().err.strip().splitlines()
+    assert first.startswith("step 3/10  loss nan") and "(this step skipped, 1 in all)" in first
+    assert last.startswith("step 10/10  loss 1.0000") and "(1 skipped)" in last
+
+
+def test_megatron_bridge_counts_the_same_operations(inputs):
+    """Of a step, from what the forward step has noted for it; the tower is frozen, and costs no backward pass."""
+    from qwen3vl_bridge.training.metrics import meter_of, step_costs
+
+    from megatron.bridge.training.utils.flop_utils import (
+        num_floating_point_operations,
+        resolve_global_flops_runtime_stats,
+    )
+
+    cfg = replicate(inputs.config(None))
+    cfg.model.freeze_vision_model = True
+    run = set_up(cfg)
+    train_step(run)
+    amounts = meter_of(run.state).take()
+    stats = resolve_global_flops_runtime_stats(run.state, data_parallel_size=1, include_cross_attention_stats=True)
+    names = ("seqlen_sum", "seqlen_squared_sum", "num_vision_patches", "cross_seqlen_sum", "cross_seqlen_product_sum")
+    given = dict(zip(names, stats, strict=True))
+    assert given["num_vision_patches"] == amounts.patches > 0
+    of = {name: getattr(amounts, name) for name in ("tokens", "token_pairs", "patches", "patch_pairs")}
+    expected = step_costs(cfg).of_many(**of)
+    assert num_floating_point_operations(cfg, batch_size=2, **given) == expected > 0
+
+
+def test_weights_and_biases_has_to_be_installed(inputs, monkeypatch):
+    from qwen3vl_bridge.training.callbacks import training_callbacks
+
+    cfg = inputs.config(None, logger__wandb_project="digits", logger__wandb_exp_name="first")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "wandb" else find(name, *more))
+    with pytest.raises(ValueError, match=r"wandb_project is 'digits', and wandb is not installed: .*pip install wandb"):
+        training_callbacks(cfg)
+
+
+def test_weights_and_biases_gets_the_log(inputs, tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+
+    from megatron.bridge.training.callbacks import Callback
+
+    found = {}
+
+    class Ask(Callback):
+        def on_train_end(self, context):
+            found.update({name: wandb.run.summary[name] for name in ("lm loss", "grad-norm", "qwen3vl/tokens")})
+            found["step"] = wandb.run.step  # whose figures are taken in when the next step comes, or the end
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    settings = dict(wandb_project="digits", wandb_exp_name="first", wandb_save_dir=str(tmp_path))
+    named = {f"logger__{name}": value for name, value in dict(settings, log_interval=1).items()}
+    cfg = replicate(inputs.config(None, train__train_iters=2, validation__eval_interval=0, **named))
+    log = train(cfg, callbacks=[Ask()])
+    assert found == {
+        "lm loss": pytest.approx(log[0]["loss"]),
+        "grad-norm": pytest.approx(log[0]["grad_norm"]),
+        "qwen3vl/tokens": log[0]["tokens"],
+        "step": 2,
+    }
+    assert wandb.run is None  # it is finished
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_samples_that_are_left_out_are_figures_of_the_log_by_set(inputs, tmp_path, caplog):
+    """The numbers that came with the step's rows; those of a set that lost none are not shown."""
+    from qwen3vl_bridge.training.callbacks import training_callbacks
+    from qwen3vl_bridge.training.run_log import ENTRY
+
+    cfg = replicate(inputs.config(None, logger__log_interval=1))
+    (tmp_path / "bad.jsonl").write_text('{"messages": []}\n' * 40)
+    data = cfg.dataset
+    data.mixture = [{"path": data.path, "name": "digits"}, {"path": str(tmp_path / "bad.jsonl")}]
+    data.path, data.on_bad, data.window_size = None, "drop", 32
+    run = set_up(cfg)
+    with followed(run, training_callbacks(cfg)) as shared:
+        train_step(run)
+        stream = cfg.dataset.stream("train", micro_batch_size=cfg.train.micro_batch_size)
+        expected = [next(stream).dropped for _ in range(cfg.train.global_batch_size)][-1]
+        entry = shared[ENTRY]
+    assert entry["dropped"] == entry["dropped_bad"] == sum(expected) > 0 and expected[0] == 0
+    assert not {"dropped_digits", "unreadable"} & entry.keys()
+    assert caplog.text.count("samples left out of training up to step 1: dropped ") == 1
+
+
+if __name__ == "__main__":
+    begin()
+    main(*sys.argv[1:])
