@@ -87,15 +87,7 @@ class ChatTemplate:
     """One processor's chat template. Picklable, for data-loading workers."""
 
     def __init__(self, processor: Any, empty_thinking: EmptyThinking = "prompt") -> None:
-        """Keep a processor; nothing is rendered yet.
-
-        Args:
-            processor: the processor.
-            empty_thinking: whether an empty thinking block is part of the "prompt", or is trained on ("train").
-
-        Raises:
-            ValueError: `empty_thinking` for a template without thinking.
-        """
+        """Keep a processor; arguments and errors as for `Encoder`. Nothing is rendered yet."""
         self._processor = processor
         self._empty: EmptyThinking = empty_thinking
         self._thinks = "reasoning_content" in str(processor.chat_template)
@@ -162,14 +154,8 @@ class ChatTemplate:
             return False
 
     def answers(self, conversation: Conversation, numbers: Sequence[int]) -> tuple[str, list[Span]]:
-        """The whole text, and the spans of the answers in it, each with its end token.
-
-        Args:
-            conversation: the conversation.
-            numbers: indices of the messages that are trained on.
-
-        Raises:
-            DataError: an answer cannot be located, or the template drops text of it.
+        """The whole text, and the spans in it of the messages of these numbers, each with its end token; a `DataError`
+        if one cannot be located, or the template drops text of it.
         """
         text = self.render(conversation, conversation.messages)
         if self._thinks:
@@ -303,15 +289,9 @@ def _absent(text: str, name: str) -> str:
 def _check_answer(
     message: dict[str, Any], prompt: str, answer: str, where: str, remedy: str, drops_reasoning: bool = False
 ) -> None:
-    """Refuse an answer of which the template writes only a part.
+    """Refuse an assistant's message of which the template writes only a part: `answer` after `prompt`.
 
-    Args:
-        message: the assistant's message.
-        prompt: the rendered text up to what is trained on.
-        answer: the rendered text that is trained on.
-        where: the message's position, for messages.
-        remedy: what to do about the template.
-        drops_reasoning: whether the template omits reasoning from this turn, as from those before the last question.
+    `drops_reasoning`: the template omits reasoning from this turn, as from those before the last question.
     """
     texts, reasoning = texts_of(message["content"]), message.get("reasoning_content")
     before, _, rest = "".join(text or _MEDIUM for text in texts).partition("<think>")

@@ -42,11 +42,7 @@ def is_template(value: Any) -> bool:
 
 
 def columns_of(template: str) -> Iterator[str]:
-    """The columns that a template uses.
-
-    Raises:
-        ValueError: an invalid template.
-    """
+    """The columns that a template uses; a `ValueError` for an invalid one."""
     for _, field, spec, conversion in string.Formatter().parse(template.removeprefix(_CONSTANT)):
         if field is None:
             continue
@@ -57,25 +53,16 @@ def columns_of(template: str) -> Iterator[str]:
 
 
 def filled(template: str, record: Mapping[str, Any], place: str) -> str:
-    """Fill a template with a record's values.
-
-    Raises:
-        DataError: a column that the record does not have, or whose value cannot be inserted.
-    """
+    """Fill a template with a record's values; a `DataError` for a column that is missing or cannot be inserted."""
     if missing := [column for column in columns_of(template) if record.get(column) is None]:
         found = ", ".join(map(str, record)) or "none"
         raise DataError(place, f"found the keys {found}, expected {missing[0]!r}, and not null")
     lines = template.removeprefix(_CONSTANT).replace("\\n", "\n").split("\n")
     try:
-        return "\n".join(text for line in lines if (text := _line(line, record)) is not None)
+        texts = [(line, _Filling().vformat(line, (), record)) for line in lines]
     except (ValueError, LookupError, TypeError) as error:
         raise DataError(place, f"{template!r} cannot be filled: {error}") from error
-
-
-def _line(line: str, record: Mapping[str, Any]) -> str | None:
-    """One line of a template; None for one that consists only of empty columns."""
-    text = _Filling().vformat(line, (), record)
-    return None if line and not text else text
+    return "\n".join(text for line, text in texts if text or not line)  # without lines of empty columns alone
 
 
 class _Filling(string.Formatter):
@@ -129,22 +116,13 @@ _KINDS = {str: "string", list: "list", dict: "object", object: "value"}
 
 @dataclass(frozen=True)
 class NamedSchema:
-    """A published record format. Picklable, for data-loading workers.
+    """A published record format. Picklable, for data-loading workers."""
 
-    Attributes:
-        name: Megatron-Bridge's.
-        keys: required keys, with the type of their values; others are not read.
-    """
-
-    name: str
-    keys: Mapping[str, type]
+    name: str  # Megatron-Bridge's
+    keys: Mapping[str, type]  # required ones, with the type of their values; others are not read
 
     def messages_of(self, record: Any, place: str) -> dict[str, Any]:
-        """Convert a record to our own spelling.
-
-        Raises:
-            DataError: a record that is not of this format, or of which the adapter would leave out a text.
-        """
+        """Convert a record to our own spelling; a `DataError` if it is of another format, or a text is left out."""
         from megatron.bridge.data.sources.hf_adapters import adapt_hf_dataset  # imported here because it is slow
 
         given = record if isinstance(record, dict) else {}
@@ -153,7 +131,8 @@ class NamedSchema:
             raise DataError(place, f"found {found}, expected {' and '.join(self.keys)} under schema {self.name}")
         for key, kind in self.keys.items():
             value = given[key]
-            if not isinstance(value, kind) or (kind is not object and not _has_content(value)):
+            is_empty = not (value.strip() if isinstance(value, str) else value) and kind is not object
+            if not isinstance(value, kind) or is_empty:
                 found = f"an empty {_KINDS[kind]}" if isinstance(value, kind) else type(value).__name__
                 raise DataError(place, f"found {found} under {key!r}, expected a non-empty {_KINDS[kind]}")
         turns = given.get("conversations") or ()
@@ -197,10 +176,6 @@ class NamedSchema:
         return {"messages": messages}
 
 
-def _has_content(value: Any) -> bool:
-    return bool(value.strip() if isinstance(value, str) else value)
-
-
 _MATH = {"problem": str, "generated_solution": str, "expected_answer": str}
 SCHEMAS = {
     name: NamedSchema(name, keys)
@@ -219,11 +194,7 @@ SCHEMAS = {
 
 
 def named_schema(name: str | None) -> NamedSchema | None:
-    """The schema of a name; None for records that need none.
-
-    Raises:
-        ValueError: an unknown schema, or one whose records the model does not support.
-    """
+    """The schema of a name, None for none; a `ValueError` for an unknown or unsupported one."""
     if name is None or name in SCHEMAS:
         return None if name is None else SCHEMAS[name]
     audio = ", whose records contain audio, which the model does not support;" if name in _SOUND else ","
@@ -419,11 +390,7 @@ def marked(fingerprint: str, schema: Schema | None) -> str:
 
 
 def one_schema(named: NamedSchema | None, columns: Columns | None) -> Schema | None:
-    """The schema that two settings specify; None if neither is set.
-
-    Raises:
-        ValueError: both are set, or `columns` has an invalid value.
-    """
+    """The schema that two settings specify, None if neither is set; a `ValueError` if both are, or one is invalid."""
     if columns is None or not columns.settings():
         return named
     columns.check()
