@@ -411,7 +411,7 @@ class Qwen3VLConversationProvider(ConversationRows):
             Balance(over, self.checkpoint().costs) if over else None,
         )
         source = self._source(path, seed) if path is not None else open_mixture(sets, split, self.downloaded())
-        sample_filter, sizes = self.sample_filter(), None if packed is None else packed.sizes()
+        sample_filter, sizes = self.sample_filter(), packed
         if sizes is None and not isinstance(source, StreamedDataset):
             paths = [path] if path is not None else [one.path_of(split) for one in sets]
             roots = [one.media_root for one in sets] or [self.media_root]

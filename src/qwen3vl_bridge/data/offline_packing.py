@@ -33,20 +33,14 @@ _WINDOW = 2**16
 
 @dataclass(frozen=True)
 class PackingReport:
-    """Numbers of a packing.
+    """Numbers of a packing."""
 
-    Attributes:
-        samples: samples in the source, of which `dropped` (bad or too long) and `truncated`.
-        fill: fraction of real tokens in the rows.
-        patch_fill: patches divided by `max_patches` of all rows; None without a limit.
-    """
-
-    samples: int
+    samples: int  # in the source, with dropped (bad or too long) and truncated ones
     dropped: int
     truncated: int
     rows: int
-    fill: float
-    patch_fill: float | None
+    fill: float  # fraction of real tokens in the rows
+    patch_fill: float | None  # patches divided by `max_patches` of all rows; None without a limit
     tokens: int
     patches: int
 
@@ -67,7 +61,7 @@ def pack(
         folder: destination.
         workers: processes that measure; 0 for this process.
         overwrite: whether to replace an earlier packing.
-        progress: wraps the numbers of samples measured in each step, to show progress.
+        progress: wraps the numbers of samples measured in each step.
         say: called with a line of text when the leftovers of a killed process were removed.
 
     Raises:
@@ -175,22 +169,16 @@ def _packed(rows: RowDataset, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray
     # In random order, because neighbouring samples are often similar, and similar samples do not fill each other's
     # gaps.
     order = rows.order(settings.seed or 0)
-    try:
-        plan = RowPlan(
-            lambda sample: Size(*sizes[sample].tolist()).padded(multiple),
-            order,
-            capacity=settings.collator.seq_length,
-            pack=settings.pack,
-            window_size=_WINDOW,
-            most_patches=rows.samples.sample_filter.most_patches,
-            report=False,
-        )
-        # In order, so that each window is packed once.
-        packed = [plan.row(number) for number in takewhile(lambda row: plan.window(row).epoch == 0, count())]
-    except DataError:
-        raise
-    except ValueError as error:
-        raise DataError(str(error)) from error
+    plan = RowPlan(
+        lambda sample: Size(*sizes[sample].tolist()).padded(multiple),
+        order,
+        capacity=settings.collator.seq_length,
+        window_size=_WINDOW,
+        most_patches=rows.samples.sample_filter.most_patches,
+        report=False,
+    )
+    # In order, so that each window is packed once.
+    packed = [plan.row(number) for number in takewhile(lambda row: plan.window(row).epoch == 0, count())]
     starts = np.cumsum([0, *map(len, packed)], dtype=np.int64)
     return np.concatenate([np.array(row, dtype=np.int64) for row in packed]), starts
 

@@ -160,7 +160,9 @@ class Samples:
         """Samples of a source's conversations, with sizes that were measured before, if there are any."""
         self.file = file
         self.total = len(file) if isinstance(file, Sized) else None  # None for a stream
-        self._sizes = sizes or (LatestSizes() if self.total is None else AllSizes(self.total))
+        if sizes is None:
+            sizes = LatestSizes() if self.total is None else AllSizes(self.total)
+        self._sizes = sizes
         self.sample_filter = sample_filter.noting(self._sizes.note)
 
     def size(self, index: int) -> Size:

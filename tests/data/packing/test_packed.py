@@ -136,7 +136,7 @@ def test_other_words_of_the_template_are_refused(packed, make_rows, processor, c
     """Lengths and answers are others then, though nothing else is."""
     other = copy.deepcopy(processor)
     other.chat_template = other.chat_template.replace("<|im_start|>", "<|im_start|>Look! ")
-    samples = Samples(JsonLines(train_file), SampleFilter(Encoder(other), limit=256), packed.sizes())
+    samples = Samples(JsonLines(train_file), SampleFilter(Encoder(other), limit=256), packed)
     with pytest.raises(ValueError, match="does not fit this run, which has encoding"):
         RowDataset(samples, RowSettings(collator, seed=0, packed=packed))
     stream = BatchStream(RowDataset(samples, RowSettings(collator, seed=0, window_size=8)))
@@ -260,7 +260,7 @@ def test_rows_hold_no_more_than_they_may(make_rows, tmp_path):
     report = pack(make(), tmp_path / "rows")
     packed = PackedRows(tmp_path / "rows")
     for row in range(len(packed)):
-        sizes = [packed.size(sample) for sample in packed[row]]
+        sizes = [packed.get(sample) for sample in packed[row]]
         assert sum(-(-size.tokens // 16) * 16 for size in sizes) <= 256
         assert sum(size.patches for size in sizes) <= most
     assert report.patch_fill == report.patches / (most * len(packed))

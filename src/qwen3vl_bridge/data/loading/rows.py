@@ -33,19 +33,13 @@ from torch.utils.data import Dataset
 
 
 class EncodedRow(NamedTuple):
-    """One row's samples, the plan's window from which it is reached, and per data set the numbers of dropped samples.
-
-    Attributes:
-        dropped: samples dropped in this row's window or earlier, over all epochs.
-        newly_dropped: used instead if other processes read other parts of the data: since the previous row.
-        unreadable: samples of this row that were replaced by a blank token.
-    """
+    """One row's samples, the plan's window from which it is reached, and numbers of dropped samples by data set."""
 
     samples: tuple[EncodedSample, ...]
     window: Window
-    dropped: SetCounts = ()
-    unreadable: SetCounts = ()
-    newly_dropped: SetCounts = ()
+    dropped: SetCounts = ()  # in this row's window or earlier, over all epochs
+    unreadable: SetCounts = ()  # in this row, replaced by a blank token
+    newly_dropped: SetCounts = ()  # instead of `dropped`, if other processes read other parts: since the previous row
 
 
 @dataclass(frozen=True)
@@ -58,22 +52,15 @@ class Balance:
 
 @dataclass(frozen=True)
 class RowSettings:
-    """Settings of rows.
-
-    Attributes:
-        pack: several samples per row; otherwise one, padded.
-        seed: of the samples' order, or of the rows' if they were packed before training; None for the file's own order.
-        window_size: number of samples packed together.
-        packed: rows that were packed before training; None to pack during training.
-        balance: how rows are assigned; None for in order.
-    """
+    """Settings of rows."""
 
     collator: Collator
-    pack: bool = True
+    pack: bool = True  # several samples per row; otherwise one, padded
+    # Of the samples' order, or of the rows' if they were packed before training; None for the file's own order.
     seed: int | None = None
-    window_size: int = 512
-    packed: PackedRows | None = None
-    balance: Balance | None = None
+    window_size: int = 512  # samples packed together
+    packed: PackedRows | None = None  # rows that were packed before training
+    balance: Balance | None = None  # how rows are assigned to ranks; None for in order
 
 
 def assign_rows(costs: Sequence[float], ranks: int) -> list[int]:
@@ -122,14 +109,14 @@ class RowDataset(Dataset[EncodedRow]):
             settings: settings of rows.
             length: the result of `len`.
             begin: window of the plan to continue from.
-            ranks: data-parallel ranks, which read in turn; used if rows are assigned to them.
+            ranks: data-parallel ranks, which read in turn.
             repeat: number of rows that are repeated without end, always the first of the plan; those after its epoch
                 have no loss. None to continue without repetition.
         """
         self.samples, self.settings, self._len, self.ranks, self.repeat = samples, settings, length, ranks, repeat
         if settings.packed is not None:
             settings.packed.check(self.rules())
-            self.plan: PackedPlan | RowPlan = settings.packed.plan(settings.seed)
+            self.plan: PackedPlan | RowPlan = PackedPlan(settings.packed, settings.seed)
         else:
             multiple = settings.collator.multiple if settings.pack else 1
             self.plan = RowPlan(
@@ -199,9 +186,8 @@ class RowDataset(Dataset[EncodedRow]):
         """A microbatch of rows, only one if packed (ValueError). Megatron-Bridge's loop requires the name."""
         if self.settings.pack and len(rows) != 1:
             raise ValueError(f"found a microbatch of {len(rows)} packed rows, expected 1: make the row longer instead")
-        collator = self.settings.collator
-        packed = self.settings.pack
-        batch = collator.packed(rows[0].samples) if packed else collator.padded([row.samples[0] for row in rows])
+        collator, pack = self.settings.collator, self.settings.pack
+        batch = collator.packed(rows[0].samples) if pack else collator.padded([row.samples[0] for row in rows])
         batch = replace(
             batch,
             dropped=reduce(most_of, [row.dropped for row in rows]),

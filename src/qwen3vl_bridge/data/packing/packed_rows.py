@@ -29,11 +29,12 @@ _OPTIONS = {"seq_length": "seq_length", "most_patches": "max_patches", "on_long"
 FILES = (MANIFEST, *(f"{name}.npy" for name in _ARRAYS))
 
 
-class PackedRows:
-    """A folder of packed rows."""
+class PackedRows(Sizes):
+    """A folder of packed rows, and the sizes of all samples, including those that are in no row."""
 
     def __init__(self, folder: str | Path) -> None:
         """Open a folder written by `write`; `DataError` if it has no rows, or damaged or other versions of them."""
+        super().__init__()
         self.folder = Path(folder)
         try:
             manifest = read_json(self.folder / MANIFEST)
@@ -73,29 +74,9 @@ class PackedRows:
             differ = ", ".join(f"{name} {rules.get(name)} (packed with {self.rules.get(name)})" for name in names)
             raise ValueError(f"{self.folder} does not fit this run, which has {differ}. {_remedy(rules, self.rules)}")
 
-    def sizes(self) -> Sizes:
-        """Sizes of all samples, including those that are in no row."""
-        return _StoredSizes(self)
-
-    def size(self, sample: int) -> Size:
+    def get(self, sample: int) -> Size:
         """Size of one sample."""
         return Size(*self._sizes[sample].tolist())
-
-    def plan(self, seed: int | None) -> PackedPlan:
-        """A plan of the rows over all epochs, shuffled with a seed."""
-        return PackedPlan(self, seed)
-
-
-class _StoredSizes(Sizes):
-    def __init__(self, packed: PackedRows) -> None:
-        super().__init__()
-        self._packed = packed
-
-    def get(self, sample: int) -> Size:
-        return self._packed.size(sample)
-
-    def keep(self, sample: int, size: Size) -> None:
-        raise AssertionError(f"sample {sample} has its size {self.get(sample)} already, found {size}")
 
 
 class PackedPlan:
@@ -154,15 +135,8 @@ def write(
     rules: Mapping[str, Any],
     about: Mapping[str, Any],
 ) -> None:
-    """Write packed rows into an empty folder.
-
-    Args:
-        folder: the folder.
-        sizes: [samples, 3] int64, as in `Size`.
-        rows: [samples in rows] int64, concatenated sample indices of all rows.
-        starts: [rows + 1] int64, offset of each row in `rows`.
-        rules: as in `RowDataset.rules`.
-        about: further information for readers of `packing.json`.
+    """Write packed rows into an empty folder: int64 arrays as in the module's description, `RowDataset.rules`, and
+    further information for readers of `packing.json`.
     """
     for name, array in zip(_ARRAYS, (sizes, rows, starts), strict=True):
         np.save(folder / f"{name}.npy", array, allow_pickle=False)

@@ -97,15 +97,12 @@ class MixedOrder(Order):
     """
 
     def __init__(self, lengths: Sequence[int], taken: Sequence[Fraction], seed: int | None = None) -> None:
-        """Order samples.
+        """Order samples; a `ValueError` for a data set without a share, or epochs that may be empty.
 
         Args:
             lengths: number of samples of each data set.
             taken: number of samples of each data set per epoch, on average if it is not an integer.
             seed: of the order; None for numerical order within each data set.
-
-        Raises:
-            ValueError: a data set with a share of none, or so small shares that an epoch may be empty.
         """
         if any(number <= 0 for number in taken) or sum(map(floor, taken)) < 1:
             found = ", ".join(f"{float(number):g} of {length}" for number, length in zip(taken, lengths, strict=True))
@@ -162,12 +159,6 @@ def best_fit(
 ) -> list[list[int]]:
     """Best-fit decreasing: samples in descending order of size, each into the row with the least space that is
     sufficient.
-
-    Args:
-        lengths: tokens of each sample.
-        capacity: maximum tokens per row.
-        patches: of the images of each sample.
-        most_patches: maximum patches per row; None without a limit.
 
     Returns:
         Rows of sample numbers. Rows, and the samples in one, are in ascending order of their first sample.
@@ -230,20 +221,13 @@ Row = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Window:
-    """The start of a window.
-
-    Attributes:
-        start: position in the epoch's order of its first new sample.
-        carried: samples from the previous window.
-        first_row: number of rows before it, over all epochs.
-        dropped: per data set, the number of samples before it that were dropped (bad or too long), over all epochs.
-    """
+    """The start of a window."""
 
     epoch: int = 0
-    start: int = 0
-    carried: Row = ()
-    first_row: int = 0
-    dropped: SetCounts = ()
+    start: int = 0  # position in the epoch's order of its first new sample
+    carried: Row = ()  # samples from the previous window
+    first_row: int = 0  # number of rows before it, over all epochs
+    dropped: SetCounts = ()  # samples before it that were dropped (bad or too long), over all epochs
 
 
 class _PackedWindow(NamedTuple):
@@ -281,7 +265,7 @@ class RowPlan:
             capacity: maximum tokens per row.
             pack: pack samples into rows; otherwise each is a row.
             window_size: number of samples packed together.
-            begin: the window to resume from; the first one if None.
+            begin: the window to resume from.
             most_patches: maximum patches per row.
             report: log how full the first epoch's rows were.
             measure: called with the samples whose sizes are needed next.
@@ -338,16 +322,13 @@ class RowPlan:
                 "of them; `qwen3vl data inspect` shows why, `on_bad=error` stops at the first",
             )
         self._windows.append(Window(window.epoch + 1, 0, (), first_row, packed.dropped))
-        self._report(window.epoch, first_row - epochs[0] if epochs else 0)
-
-    def _report(self, epoch: int, rows: int) -> None:
-        """Log how full an epoch's rows are, if the plan has seen all of it. Only one of several workers logs it."""
         worker = get_worker_info()
-        if rows and (worker is None or worker.id == 0):
+        if epochs and (worker is None or worker.id == 0):  # one worker logs how full an epoch is that was planned whole
+            rows = first_row - epochs[0]
             share = self._tokens / (rows * self._capacity)
-            level = logging.INFO if epoch == 0 and self._reports else logging.DEBUG
+            level = logging.INFO if window.epoch == 0 and self._reports else logging.DEBUG
             text = "epoch %d: %d samples in %d rows of %d tokens, %.1f %% full"
-            logger.log(level, text, epoch, self._count, rows, self._capacity, 100 * share)
+            logger.log(level, text, window.epoch, self._count, rows, self._capacity, 100 * share)
         self._tokens = self._count = 0
 
     def _pack_window(self, window: Window) -> _PackedWindow:
