@@ -22,18 +22,12 @@ _TAIL = 8  # tokens; a prompt that opens a thinking block has it in its last two
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt and its expected answer.
+    """A prompt and its expected answer."""
 
-    Attributes:
-        prompt: images, videos and the [n] tokens up to the answer.
-        answer: text, without reasoning.
-        thinks: whether the prompt opens a thinking block that the model must close before its answer.
-    """
-
-    prompt: EncodedSample
-    answer: str
+    prompt: EncodedSample  # images, videos and the [n] tokens up to the answer
+    answer: str  # without reasoning
     sample_id: str
-    thinks: bool = False
+    thinks: bool = False  # whether the prompt opens a thinking block that the model must close before its answer
 
     def answer_in(self, said: str) -> str:
         """The answer in a model's output, without its reasoning; empty if the reasoning is not finished."""
@@ -48,10 +42,8 @@ class Question:
 
 
 def questions(source: ConversationSource, rows: ConversationRows, first: int) -> list[Question]:
-    """The prompts of the `first` conversations of a source, encoded as for training.
-
-    Raises:
-        DataError: a conversation that cannot be encoded, or does not end with an assistant's text.
+    """The prompts of the `first` conversations of a source, encoded as for training; a `DataError` for one that cannot
+    be, or does not end with an assistant's text.
     """
     encoder = replace(rows, answers="last").checkpoint().encoder
     decode = encoder.processor.tokenizer.decode

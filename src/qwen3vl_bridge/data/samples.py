@@ -54,9 +54,8 @@ class SampleFilter:
             encoder: the encoder.
             limit: maximum tokens of a sample.
             most_patches: maximum patches of its images and videos; None without a limit.
-            on_long: "error", "drop", or "truncate" (never within an image) for a longer one. Dropped and truncated ones
-                are counted and logged. A sample with too many patches is an error or dropped.
-            on_bad: "error" for a conversation that cannot be read or encoded, or "drop", counted and logged.
+            on_long: for a longer one, and for one with too many patches, which is never truncated.
+            on_bad: for a conversation that cannot be read or encoded. Those left out or cut are logged.
         """
         check_choice("on_long", on_long, OnLong)
         check_choice("on_bad", on_bad, OnBad)
@@ -82,10 +81,8 @@ class SampleFilter:
         }
 
     def measure(self, read: Callable[[], Conversation], place: str) -> MeasuredConversation | None:
-        """A conversation with its size, reading only headers of its images; None if it is dropped.
-
-        Raises:
-            DataError: it cannot be read or is too long, if that is an error; the message names `place`.
+        """A conversation with its size, reading only headers of its images, None if it is dropped; a `DataError` with
+        `place` if it cannot be read or is too long, and that is an error.
         """
         try:
             conversation = read()

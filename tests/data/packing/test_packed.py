@@ -67,7 +67,7 @@ def test_sizes_are_those_of_the_samples(tmp_path, make_rows, packed, workers):
     report = pack(rows, tmp_path / "rows", workers=workers)
     again = PackedRows(tmp_path / "rows")
     fresh = make_rows()().samples
-    assert [again.size(sample) for sample in range(40)] == [fresh.size(sample) for sample in range(40)]
+    assert [again.get(sample) for sample in range(40)] == [fresh.size(sample) for sample in range(40)]
     assert (report.samples, report.dropped, report.truncated, report.rows) == (40, 0, 0, len(again))
     assert report.tokens == sum(again.size(sample).tokens for sample in range(40))
     assert report.patches == sum(again.size(sample).patches for sample in range(40))

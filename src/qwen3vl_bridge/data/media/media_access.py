@@ -43,16 +43,12 @@ Video = Media | FrameList
 
 @dataclass(frozen=True)
 class MediaAccess:
-    """Folders and downloads that records may refer to.
+    """Folders and downloads that records may refer to."""
 
-    Attributes:
-        roots: folders that paths are relative to and must not leave: a path is looked up in each, in order, and
-            symbolic links may point from one into another. None if paths are not allowed.
-        addresses: the folder of downloaded URLs; None for the user's cache folder.
-    """
-
+    # Folders that paths are relative to and must not leave: a path is looked up in each, in order, and symbolic links
+    # may point from one into another. Empty if paths are not allowed.
     roots: tuple[Path, ...] = ()
-    addresses: UrlCache | None = None
+    addresses: UrlCache | None = None  # the folder of downloaded URLs; None for the user's cache folder
 
     @classmethod
     def of(cls, root: str | Path | Sequence[str | Path] | None, addresses: UrlCache | None = None) -> MediaAccess:
@@ -93,17 +89,12 @@ def media_access(given: MediaRoot, default: Path | None) -> MediaAccess:
 
 
 def find(name: str, root: Path | MediaAccess, place: str) -> Media:
-    """The file or bytes that a conversation at a place calls `name`. Nothing is downloaded here.
-
-    Args:
-        name: path relative to a root, or absolute and inside one; a URL; or the contents themselves,
-            "data:...;base64,...".
-        root: folder that no path may leave, by `..` or by a symbolic link; or an access, which may have several.
-        place: position of the name in the data, for messages.
+    """The file or bytes that a conversation at a place calls `name`: a path relative to a root, or absolute and inside
+    one, which leaves it neither by `..` nor by a symbolic link; a URL; or "data:...;base64,...".
 
     Raises:
         DataError: a URL that was given up, a path that leaves the roots or does not exist, or damaged contents.
-        Unreachable: a URL that was not downloaded.
+        Unreachable: a URL that was not downloaded. Nothing is downloaded here.
     """
     access = root if isinstance(root, MediaAccess) else MediaAccess((root,))
     if name.startswith("data:"):
@@ -226,10 +217,8 @@ class DownloadRecord:
         return digest[:_DIGEST] in self.given_up
 
     def mark(self, fingerprint: str, place: str) -> str:
-        """Add the URLs that were given up to the fingerprint of data, which messages call `place`.
-
-        Raises:
-            Unreachable: the download is not complete, so the data are not determined yet.
+        """Add the URLs that were given up to the fingerprint of data, which messages call `place`; `Unreachable` if the
+        download is not complete, so that the data are not determined yet.
         """
         if self.missing:
             raise Unreachable(
@@ -264,11 +253,8 @@ class UrlCache:
         return replace(self, record=DownloadRecord.read(self.root, data))
 
     def __call__(self, address: str, place: str) -> Path:
-        """The file that was downloaded from an http or https URL, which stands at `place`.
-
-        Raises:
-            DataError: the URL was given up.
-            Unreachable: the URL was not downloaded, or its state differs from the record.
+        """The file that was downloaded from an http or https URL, which stands at `place`; a `DataError` if it was
+        given up, `Unreachable` if it was not downloaded, or its state differs from the record.
         """
         path, found = self.path_of(address), f"found the URL {shown(address)}"
         is_there, is_recorded = path.is_file(), self.record is not None and digest_of(address) in self.record
