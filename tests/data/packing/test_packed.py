@@ -69,8 +69,8 @@ def test_sizes_are_those_of_the_samples(tmp_path, make_rows, packed, workers):
     fresh = make_rows()().samples
     assert [again.get(sample) for sample in range(40)] == [fresh.size(sample) for sample in range(40)]
     assert (report.samples, report.dropped, report.truncated, report.rows) == (40, 0, 0, len(again))
-    assert report.tokens == sum(again.size(sample).tokens for sample in range(40))
-    assert report.patches == sum(again.size(sample).patches for sample in range(40))
+    assert report.tokens == sum(again.get(sample).tokens for sample in range(40))
+    assert report.patches == sum(again.get(sample).patches for sample in range(40))
     assert report.fill == report.tokens / (256 * len(again)) and report.patch_fill is None
     assert again.digest == packed.digest
     pack(make_rows(seed=1)(), tmp_path / "other")
