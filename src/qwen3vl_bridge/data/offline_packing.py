@@ -18,7 +18,7 @@ from qwen3vl_bridge.data.loading.batch_stream import ignoring
 from qwen3vl_bridge.data.loading.rows import RowDataset
 from qwen3vl_bridge.data.packing.packed_rows import FILES, MANIFEST, PackedRows, write
 from qwen3vl_bridge.data.packing.row_plan import RowPlan
-from qwen3vl_bridge.data.packing.sample_sizes import AllSizes, Left, Size, sizes_of_job
+from qwen3vl_bridge.data.packing.sample_sizes import LatestSizes, Size, sizes_of_job
 from qwen3vl_bridge.data.samples import Samples
 from qwen3vl_bridge.io.atomic import atomic_directory, check_target, refuse_others
 from qwen3vl_bridge.io.files import CheckpointError
@@ -75,10 +75,11 @@ def pack(
     rules = rows.rules()  # first: fails if the data are incomplete
     if rows.samples.total is None:
         raise ValueError("found a stream, expected samples by number: a stream is packed as it is read")
-    samples = rows.samples
-    if workers:
-        samples = Samples(samples.file, samples.sample_filter, _OwnSizes(rows.samples.total))
-    sizes, dropped, truncated = _measured(samples, rows.samples.total, workers, progress)
+    samples, total = rows.samples, rows.samples.total
+    if workers:  # each sample is measured once, by one of them; their counts are logged together
+        counts = sizes_of_job(0, {"packing": secrets.token_hex(8)})
+        samples = Samples(samples.file, samples.sample_filter, LatestSizes(note=counts.note))
+    sizes, dropped, truncated = _measured(samples, total, workers, progress)
     packed, starts = _packed(rows, sizes)
     _prove(rows, sizes, packed, starts)
     num_rows, capacity = len(starts) - 1, rows.settings.collator.seq_length
@@ -98,17 +99,6 @@ def pack(
         write(place, sizes, packed, starts, rules, asdict(report))
         PackedRows(place).check(rules)
     return report
-
-
-class _OwnSizes(AllSizes):
-    """Sizes of the samples that one of several processes measures, with the log counts of all of them."""
-
-    def __init__(self, num_samples: int) -> None:
-        super().__init__(num_samples)
-        self._together = sizes_of_job(0, {"packing": secrets.token_hex(8)})
-
-    def note(self, kind: Left) -> int:
-        return self._together.note(kind)
 
 
 def _check_packing(folder: Path) -> None:

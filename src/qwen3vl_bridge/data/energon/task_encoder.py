@@ -328,13 +328,9 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         """A sample with its size; `SkipSample` if it is dropped."""
         read = partial(_conversation_of_sample, sample, self._sample_fps, self._columns)
         measured = self.sample_filter.measure(read, place_of(sample))
-        if measured is None:
-            self._skip(sample)
-        self._left_out = 0
-        return MeasuredSample.derive_from(sample, measured=measured)
-
-    def _skip(self, sample: Sample) -> None:
-        self._left_out += 1
+        self._left_out = 0 if measured else self._left_out + 1
+        if measured is not None:
+            return MeasuredSample.derive_from(sample, measured=measured)
         if self._left_out > self._num_samples:  # training would loop over the data forever
             raise DataError(
                 place_of(sample), f"found {self._left_out} samples in a row that were dropped, expected a usable one"

@@ -146,7 +146,7 @@ class RowDataset(Dataset[EncodedRow]):
     def order(self, seed: int | None) -> Order:
         """Order of the samples over epochs. A stream has its own order, a mixture one that mixes its data sets."""
         file, total = self.samples.file, self.samples.total
-        if isinstance(file, Order):
+        if isinstance(file, StreamedDataset):
             return file
         if isinstance(file, Mixture):
             return file.order(seed)
@@ -160,21 +160,18 @@ class RowDataset(Dataset[EncodedRow]):
         """Read and encode one row."""
         over, _ = self.assignment()
         number %= self.repeat or number + 1
-        assigned = number if over == 1 else self._assigned_row(number, over)
+        first, assigned = number - number % over, number  # `over` rows from the first are assigned together
+        if over > 1:
+            if self._assigned is None or self._assigned[0] != first:
+                costs = [self.cost(row) for row in range(first, first + over)]
+                self._assigned = (first, assign_rows(costs, self.ranks))
+            assigned = first + self._assigned[1][number - first]
         samples = self.plan.row(assigned)
         encoded = tuple(map(self.samples.encode, samples))
         file = self.samples.file
         empty = [sample for sample, one in zip(samples, encoded, strict=True) if one.is_blank]
         unreadable = count_sets(file.set_of(sample) if isinstance(file, Mixture) else 0 for sample in empty)
-        return EncodedRow(encoded, self.plan.window(number - number % over), self.plan.dropped(assigned), unreadable)
-
-    def _assigned_row(self, number: int, over: int) -> int:
-        """The plan's number for a row of those that are assigned together."""
-        first, place = number - number % over, number % over
-        if self._assigned is None or self._assigned[0] != first:
-            costs = [self.cost(row) for row in range(first, first + over)]
-            self._assigned = (first, assign_rows(costs, self.ranks))
-        return first + self._assigned[1][place]
+        return EncodedRow(encoded, self.plan.window(first), self.plan.dropped(assigned), unreadable)
 
     def cost(self, number: int) -> float:
         """Cost of one of the plan's rows in both towers, if the settings have a balance."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise, zip_longest
 from math import floor
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.packing.sample_sizes import Size
@@ -52,7 +52,6 @@ _KEPT = 2  # epochs: a window may extend over an epoch's end
 _SEEDS = 1_000_003  # distance of seeds, so that epochs of one seed are not those of the next
 
 
-@runtime_checkable
 class Order(Protocol):
     """Samples by their position in an epoch; equal in every process."""
 

@@ -155,10 +155,10 @@ def check_unread(record: Mapping[str, Any], known: Collection[str], messages: li
     media = [part for message in messages for part in _parts_of(message) if _kind_of(part)]
     read = [PurePosixPath(name).parts for name in _file_names(record, media)]
     for key, value in unread.items():
-        if isinstance(value, str):
-            parts = PurePosixPath(value).parts
-            if any(_is_same_file(parts, other) for other in read):
-                continue
+        # One path that is the end of another may be the same file; A/1.png and B/1.png are not.
+        parts = PurePosixPath(value).parts if isinstance(value, str) else ()
+        if parts and any(other and parts[-len(other) :] == other[-len(parts) :] for other in read):
+            continue
         seems_media = _looks_like_media(value, addresses=not media)
         if isinstance(value, str) and _NAMED_AS_ID.fullmatch(str(key)) and (media or not seems_media):
             continue
@@ -190,12 +190,6 @@ def _file_names(record: Mapping[str, Any], media: list[Any]) -> Iterator[str]:
             name = item.get("path") if isinstance(item, dict) else item
             if isinstance(name, str) and not name.startswith("data:"):
                 yield name
-
-
-def _is_same_file(first: tuple[str, ...], second: tuple[str, ...]) -> bool:
-    """Whether one path is the end of the other, so that both may refer to one file; A/1.png and B/1.png do not."""
-    shared = min(len(first), len(second))
-    return shared > 0 and first[-shared:] == second[-shared:]
 
 
 def _looks_like_media(value: Any, *, addresses: bool) -> bool:

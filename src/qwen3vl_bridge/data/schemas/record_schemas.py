@@ -312,10 +312,15 @@ class Columns:
                 own[key] = filled(value, record, f"{place}: columns.{key}")
                 continue
             if several := _numbered(value, record):
-                own[key] = _up_to_the_last([record[column] for column in several])
+                media = [record[column] for column in several]
+                while media and is_none(media[-1]):  # empty ones before others are refused elsewhere
+                    media.pop()
+                own[key] = media
                 continue
             # If turns have placeholders, a missing image is detected by their number; a missing rate by the frames.
-            may_lack = key == RATE or (key in MEDIA_KEYS and self._has_turns(record))
+            turns = (self.messages, self.conversations, record.get("messages"), record.get("conversations"))
+            has_turns = any(given is not None for given in turns)
+            may_lack = key == RATE or (key in MEDIA_KEYS and has_turns)
             if (value not in record and not may_lack) or (record.get(value) is None and key not in _OPTIONAL):
                 raise DataError(place, f"found the keys {_listed(record)}, expected {value!r} (columns.{key})")
             own[key] = record.get(value)
@@ -371,10 +376,6 @@ class Columns:
             found |= dict.fromkeys(columns_of(value) if template else _numbered(value, names) or [value], key)
         return found
 
-    def _has_turns(self, record: Mapping[str, Any]) -> bool:
-        named = {key for key in ("messages", "conversations") if getattr(self, key) is not None}
-        return bool(named) or any(record.get(key) is not None for key in ("messages", "conversations"))
-
 
 Schema = NamedSchema | Columns
 
@@ -413,9 +414,3 @@ def _numbered(pattern: str, names: Collection[str]) -> list[str]:
         return []
     matches = [re.fullmatch(rf"{re.escape(before)}(\d+){re.escape(behind)}", str(name)) for name in names]
     return [match[0] for match in sorted(filter(None, matches), key=lambda match: int(match[1]))]
-
-
-def _up_to_the_last(media: list[Any]) -> list[Any]:
-    """Media without the trailing empty ones. Empty ones before others are kept, and refused elsewhere."""
-    last = max((place for place, medium in enumerate(media) if not is_none(medium)), default=-1)
-    return media[: last + 1]

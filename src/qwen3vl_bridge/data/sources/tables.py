@@ -96,30 +96,16 @@ def columns_of(table: Any, place: str, schema: Schema | None = None) -> list[str
     read = columns.columns_in(table.names, place)
     others = [field for field in table if field.name not in {*read, *columns.ignore, *KEYS}]
     for field in others:
-        if _holds_files(field.type):
+        kind = field.type
+        while types.is_list(kind) or types.is_large_list(kind):
+            kind = kind.value_type
+        # As Hugging Face datasets store images.
+        is_file = types.is_struct(kind) and {inner.name for inner in kind} == {"bytes", "path"}
+        if is_file or types.is_binary(kind) or types.is_large_binary(kind):
             raise DataError(place, unread_media(field.name, table.names))
-    return [*read, *(field.name for field in others if _holds_text(field.type))]
-
-
-def _holds_files(kind: Any) -> bool:
-    """Whether values of an Arrow type are files' contents, as Hugging Face datasets store images."""
-    kind = _item_type(kind)
-    if types.is_struct(kind):
-        return {field.name for field in kind} == {"bytes", "path"}
-    return types.is_binary(kind) or types.is_large_binary(kind)
-
-
-def _holds_text(kind: Any) -> bool:
-    """Whether values of an Arrow type are texts, which may be names of media."""
-    kind = _item_type(kind)
-    return types.is_string(kind) or types.is_large_string(kind)
-
-
-def _item_type(kind: Any) -> Any:
-    """Element type of (nested) lists of an Arrow type; any other type itself."""
-    while types.is_list(kind) or types.is_large_list(kind):
-        kind = kind.value_type
-    return kind
+        if types.is_string(kind) or types.is_large_string(kind):
+            read.append(field.name)
+    return read
 
 
 class Parquet:
@@ -233,13 +219,11 @@ def _readable(path: Path) -> Iterator[None]:
 def _warn_of_large_groups(file: Path, metadata: Any) -> None:
     largest = max((metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)), default=0)
     if largest > CACHE_BYTES:
-        logger.warning(
+        text = (
             "%s: found a row group of %d bytes, and %d are kept: each sample in random order reads one whole. "
-            "Write the file with a smaller row_group_size",
-            file,
-            largest,
-            CACHE_BYTES,
+            "Write the file with a smaller row_group_size"
         )
+        logger.warning(text, file, largest, CACHE_BYTES)
 
 
 class _Chunks(NamedTuple):
