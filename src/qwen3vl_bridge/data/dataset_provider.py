@@ -386,7 +386,7 @@ class Qwen3VLConversationProvider(ConversationRows):
         over = shuffled and self.balance_over
         balance = Balance(over, self.checkpoint().costs) if over else None
         settings = RowSettings(self.collator(), self.pack, seed, self.window_size, packed, balance)
-        source = self._source(path, seed) if path is not None else open_mixture(sets, split, self.downloaded())
+        source = self._source(split, seed)
         sample_filter, sizes = self.sample_filter(), packed
         if sizes is None and not isinstance(source, StreamedDataset):
             paths = [path] if path is not None else [one.path_of(split) for one in sets]
@@ -409,7 +409,7 @@ class Qwen3VLConversationProvider(ConversationRows):
         if self.train_packing is not None:
             self.shared_by(cp_size).rows("train")
             return
-        source = open_mixture(sets, "train", self.downloaded()) if sets else self._source(str(paths[0]), self.seed)
+        source = self._source("train", self.seed)
         if "drop" not in (self.on_bad, self.on_long):
             return
         strict = replace(self, on_bad="error", on_long="truncate" if self.on_long == "truncate" else "error")
@@ -446,20 +446,19 @@ class Qwen3VLConversationProvider(ConversationRows):
             )
         return StreamedRows(rows, parts, notes_of_job({"stream": rows.samples.file.fingerprint()}, groups))
 
-    def _source(self, path: str, seed: int | None) -> ConversationSource | StreamedDataset:
+    def _source(self, split: str, seed: int | None) -> ConversationSource | StreamedDataset:
+        path, addresses, schema_adapter = self.path_of(split), self.downloaded(), self.schema_adapter
+        if path is None:
+            return open_mixture(self.mixed(split), split, addresses)
         if not self.streaming:
             return open_source(
-                path,
-                self.media_root,
-                addresses=self.downloaded(),
-                schema_adapter=self.schema_adapter,
-                columns=self.columns,
+                path, self.media_root, addresses=addresses, schema_adapter=schema_adapter, columns=self.columns
             )
         return StreamedDataset.named(
             path,
-            media_root=MediaAccess.of(self.media_root, self.downloaded()),
+            media_root=MediaAccess.of(self.media_root, addresses),
             seed=seed,
             # A row's samples are nearly always in its window or the previous one, and the plan is one window ahead.
             keep=4 * self.window_size,
-            schema=one_schema(named_schema(self.schema_adapter), self.columns),
+            schema=one_schema(named_schema(schema_adapter), self.columns),
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from qwen3vl_bridge.data.chat_template import texts_of
 from qwen3vl_bridge.data.dataset_provider import ConversationRows
 from qwen3vl_bridge.data.encoding import EncodedSample
 from qwen3vl_bridge.data.errors import DataError
@@ -31,7 +32,7 @@ class Question:
 
     def answer_in(self, said: str) -> str:
         """The answer in a model's output, without its reasoning; empty if the reasoning is not finished."""
-        return "" if self.thinks and _CLOSE not in said else _behind_thinking(said)
+        return "" if self.thinks and _CLOSE not in said else said.rpartition(_CLOSE)[2]
 
     @property
     def pictures(self) -> dict[str, Tensor]:
@@ -58,16 +59,6 @@ def questions(source: ConversationSource, rows: ConversationRows, first: int) ->
         length = int(sample.loss_mask.argmax()) + 1
         prompt = replace(sample, input_ids=sample.input_ids[:length])
         thinks = _OPEN.search(decode(prompt.input_ids[-_TAIL:])) is not None
-        answer = _behind_thinking(_text(last["content"]))
+        answer = "".join(texts_of(last["content"])).rpartition(_CLOSE)[2]
         found.append(Question(prompt, answer, conversation.sample_id, thinks))
     return found
-
-
-def _behind_thinking(text: str) -> str:
-    return text.rpartition(_CLOSE)[2]
-
-
-def _text(content: str | list[dict]) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(part["text"] for part in content if part["type"] == "text")

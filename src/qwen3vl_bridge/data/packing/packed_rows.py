@@ -23,8 +23,6 @@ import numpy as np
 VERSION = 1
 MANIFEST = "packing.json"
 _ARRAYS = ("sizes", "rows", "starts")
-# Rules, and their names as options of the command `pack` and as settings of a run's data.
-_OPTIONS = {"seq_length": "seq_length", "most_patches": "max_patches", "on_long": "on_long", "on_bad": "on_bad"}
 # All files of a folder of packed rows.
 FILES = (MANIFEST, *(f"{name}.npy" for name in _ARRAYS))
 
@@ -72,7 +70,7 @@ class PackedRows(Sizes):
             )
         if names := [name for name in {**rules, **self.rules} if rules.get(name) != self.rules.get(name)]:
             differ = ", ".join(f"{name} {rules.get(name)} (packed with {self.rules.get(name)})" for name in names)
-            raise ValueError(f"{self.folder} does not fit this run, which has {differ}. {_remedy(rules, self.rules)}")
+            raise ValueError(f"{self.folder} does not fit this run, which has {differ}. Pack again")
 
     def get(self, sample: int) -> Size:
         """Size of one sample."""
@@ -103,21 +101,6 @@ class PackedPlan:
     def end_of_epoch(self) -> int:
         """Number of rows of the first epoch."""
         return len(self._packed)
-
-
-def _remedy(run: Mapping[str, Any], packing: Mapping[str, Any]) -> str:
-    """How to resolve different rules: the options to pack with, or the settings with which these rows were packed."""
-    other = [(rule, name) for rule, name in _OPTIONS.items() if run.get(rule) != packing.get(rule)]
-    options = [
-        f"without {option}" if (value := run.get(rule)) is None else f"with {option} {value}"
-        for rule, option in ((rule, f"--{name.replace('_', '-')}") for rule, name in other)
-    ]
-    settings = " ".join(
-        f"{section}.{name}={'null' if (value := packing.get(rule)) is None else value}"
-        for rule, name in other
-        for section in (("dataset", "model") if rule == "seq_length" else ("dataset",))
-    )
-    return f"Pack again {' and '.join(options)}, or set {settings}" if other else "Pack again"
 
 
 def _digest(*arrays: np.ndarray) -> str:

@@ -11,7 +11,6 @@ import os
 import re
 import weakref
 from collections.abc import Generator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -164,27 +163,10 @@ def load_named(name: str, **how: Any) -> tuple[Any, str]:
         splits = [found.split] if found.split else datasets.get_dataset_split_names(*named, **others)
         dataset = datasets.load_dataset(*named, split=splits[0], **others, **how) if len(splits) == 1 else None
     except Exception as error:  # errors of the network, the hub, and file formats
-        _check_configuration(found, error)
         raise DataError(place, f"found a data set that does not load ({error})") from error
     if dataset is None:
         raise DataError(place, f"found the splits {', '.join(splits)}, expected one, as {place}#{splits[0]}")
     return dataset, str(replace(found, split=splits[0]))
-
-
-def _check_configuration(name: HubName, error: Exception) -> None:
-    """Add the available configurations to the library's error message."""
-    import datasets
-
-    names: list[str] = []
-    if isinstance(error, ValueError) and name.files is None:  # not an error of the network or the hub
-        with suppress(Exception):
-            names = datasets.get_dataset_config_names(name.repository, revision=name.revision)
-    if names and name.configuration not in (names if len(names) > 1 else (None, *names)):
-        known = replace(name, configuration=None, split=None)
-        example = replace(name, configuration=names[0])
-        raise DataError(
-            f"{HUB}{known}", f"found the configurations {', '.join(names)}, expected one of them, as {HUB}{example}"
-        ) from error
 
 
 logger = logging.getLogger(__name__)
