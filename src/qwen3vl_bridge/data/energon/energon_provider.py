@@ -189,9 +189,8 @@ class Qwen3VLEnergonProvider(ConversationRows):
             )
 
     def _task_encoder(self, note: Callable[[Left], int] | None = None) -> Qwen3VLTaskEncoder:
-        sample_filter, columns = self.sample_filter(), one_schema(None, self.columns)
-        if note is not None:
-            sample_filter = sample_filter.noting(note)
+        sample_filter = self.sample_filter().noting(note) if note else self.sample_filter()
+        columns = one_schema(None, self.columns)
         return Qwen3VLTaskEncoder(sample_filter, self.collator(), sample_fps=self.sample_fps, columns=columns)
 
     def _stream(self, split: str, dp_rank: int = 0, dp_size: int = 1, groups: Any = None) -> EnergonStream:

@@ -129,7 +129,7 @@ class RowDataset(Dataset[EncodedRow]):
                 most_patches=samples.sample_filter.most_patches,
                 report=settings.seed is not None,
                 measure=samples.measure,
-                set_of=samples.file.set_of if isinstance(samples.file, Mixture) else None,
+                set_of=samples.set_of,
             )
         self._assigned: tuple[int, list[int]] | None = None
         if settings.balance and settings.balance.over % ranks:
@@ -168,9 +168,8 @@ class RowDataset(Dataset[EncodedRow]):
             assigned = first + self._assigned[1][number - first]
         samples = self.plan.row(assigned)
         encoded = tuple(map(self.samples.encode, samples))
-        file = self.samples.file
-        empty = [sample for sample, one in zip(samples, encoded, strict=True) if one.is_blank]
-        unreadable = count_sets(file.set_of(sample) if isinstance(file, Mixture) else 0 for sample in empty)
+        blank = (index for index, sample in zip(samples, encoded, strict=True) if sample.is_blank)
+        unreadable = count_sets(map(self.samples.set_of, blank))
         return EncodedRow(encoded, self.plan.window(first), self.plan.dropped(assigned), unreadable)
 
     def cost(self, number: int) -> float:

@@ -14,7 +14,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
@@ -48,22 +48,20 @@ class MediaAccess:
     # Folders that paths are relative to and must not leave: a path is looked up in each, in order, and symbolic links
     # may point from one into another. Empty if paths are not allowed.
     roots: tuple[Path, ...] = ()
-    addresses: UrlCache | None = None  # the folder of downloaded URLs; None for the user's cache folder
+    addresses: UrlCache = field(default_factory=lambda: UrlCache())  # downloaded URLs
 
     @classmethod
     def of(cls, root: str | Path | Sequence[str | Path] | None, addresses: UrlCache | None = None) -> MediaAccess:
         """Create from settings; a single root need not be in a list."""
-        return cls(_roots(root), addresses)
+        return cls(_roots(root), addresses or UrlCache())
 
     def of_data(self, data: str) -> MediaAccess:
         """The same access, limited to what the download record of the named data says."""
-        return replace(self, addresses=(self.addresses or UrlCache()).of_data(data))
+        return replace(self, addresses=self.addresses.of_data(data))
 
     def mark(self, fingerprint: str, place: str) -> str:
-        """The fingerprint of data of a known record, with the URLs that could not be downloaded; see
-        `DownloadRecord`.
-        """
-        record = self.addresses and self.addresses.record
+        """The fingerprint of data of a known record, with the URLs that could not be downloaded (`DownloadRecord`)."""
+        record = self.addresses.record
         return record.mark(fingerprint, place) if record else fingerprint
 
 
@@ -106,7 +104,7 @@ def find(name: str, root: Path | MediaAccess, place: str) -> Media:
         except ValueError as error:
             raise DataError(place, f"found contents that are not valid base64 ({error})") from error
     if name.lower().startswith(("http://", "https://")):
-        return (access.addresses or UrlCache())(name, place)
+        return access.addresses(name, place)
     if "://" in name:
         raise DataError(place, f"found the URL {name[:80]!r}, expected the path of a file")
     if not access.roots:

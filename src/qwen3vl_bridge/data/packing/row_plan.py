@@ -254,7 +254,7 @@ class RowPlan:
         most_patches: int | None = None,
         report: bool = True,
         measure: Callable[[Sequence[int]], None] | None = None,
-        set_of: Callable[[int], int] | None = None,
+        set_of: Callable[[int], int] = lambda sample: 0,
     ) -> None:
         """Plan rows of samples.
 
@@ -268,7 +268,7 @@ class RowPlan:
             most_patches: maximum patches per row.
             report: log how full the first epoch's rows were.
             measure: called with the samples whose sizes are needed next.
-            set_of: index of a sample's data set, for counts of dropped samples; None if there is only one.
+            set_of: index of a sample's data set, for counts of dropped samples.
         """
         if window_size < 1:
             raise ValueError(f"found windows of {window_size} samples, expected at least 1")
@@ -349,6 +349,6 @@ class RowPlan:
             if not is_last and len(rows) > 1:
                 emptiest = min(range(len(rows)), key=lambda row: (sum(sizes[s].tokens for s in rows[row]), -row))
                 carried = rows.pop(emptiest)
-        out = count_sets(self._set_of(sample) if self._set_of else 0 for sample in new if not sizes[sample].tokens)
+        out = count_sets(self._set_of(sample) for sample in new if not sizes[sample].tokens)
         self._packed = _PackedWindow(window, rows, carried, is_last, add_counts(window.dropped, out))
         return self._packed
