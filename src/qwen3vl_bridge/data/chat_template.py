@@ -1,16 +1,13 @@
 """Renders conversations with a checkpoint's chat template, locates their answers, and refuses what it would leave out.
 
 Trained text is located by rendering, not by searching: the messages before an answer are rendered with the generation
-prompt, which is the model's input; the rest of the turn up to its end token is the answer. User text is never trained
-on, even if it contains control tokens.
-
-Templates with thinking render reasoning only after the last question, so a prefix of a conversation renders differently
-by itself. There a turn is located by rendering the whole conversation with a marker in place of the answer, and another
-in place of its reasoning. Whether the prompt asks for thinking follows from the sample: it does if it has reasoning.
+prompt, which is the model's input; the rest of the turn up to its end token is the answer. Templates with thinking
+render reasoning only after the last question, so a prefix of a conversation renders differently by itself. There a turn
+is located by rendering the whole conversation with a marker in place of the answer, and another in place of its
+reasoning. Whether the prompt asks for thinking follows from the sample: it does if it has reasoning.
 
 A template does not report what it does not read: reasoning, tools, a system prompt after the first message. Nor does it
-report text that it drops: templates with thinking split an answer at its think tags, keep one piece as reasoning and
-the last as the answer, and drop the others. White space at the ends of a text is not counted: such templates trim it.
+report text that it drops, as templates with thinking do where they split an answer at its think tags.
 """
 
 from __future__ import annotations

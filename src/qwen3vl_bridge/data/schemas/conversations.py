@@ -304,22 +304,15 @@ class PixelLimits(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversation:
-    """One sample as it was read.
+    """One sample as it was read."""
 
-    Attributes:
-        sample_id: file and line, "train.jsonl:12".
-        messages: with role and content, as a chat template takes them.
-        images: in the order of their parts, as the videos.
-        limits: pixel limits by the image's index, for images that have their own.
-        losses: whether an assistant's message is trained on, by its index, for messages that say so themselves.
-    """
-
-    sample_id: str
-    messages: tuple[dict[str, Any], ...]
-    images: tuple[Media, ...] = ()
+    sample_id: str  # file and line, "train.jsonl:12"
+    messages: tuple[dict[str, Any], ...]  # with role and content, as a chat template takes them
+    images: tuple[Media, ...] = ()  # in the order of their parts, as the videos
     videos: tuple[Video, ...] = ()
     tools: tuple[dict[str, Any], ...] | None = None
-    limits: Mapping[int, PixelLimits] = field(default_factory=dict)
+    limits: Mapping[int, PixelLimits] = field(default_factory=dict)  # by the image's index, for those with their own
+    # Whether an assistant's message is trained on, by its index, for messages that say so themselves.
     losses: Mapping[int, bool] = field(default_factory=dict)
 
 

@@ -209,37 +209,21 @@ _ANY = "*"  # in a column's name, any number
 
 @dataclass(kw_only=True)
 class Columns:
-    """Names of a data set's columns, where they differ from ours (docs/data.md).
+    """Names of a data set's columns, where they differ from ours (docs/data.md)."""
 
-    Attributes:
-        messages: turns, with role and content.
-        conversations: turns, with from and value.
-        image: an image or a list of images; "image_*" for the columns image_1, image_2 and so on.
-        images: the same.
-        video: a video or a list of videos; "video_*" for several columns.
-        videos: the same.
-        sample_fps: frames per second of videos that are lists of frames.
-        system: the system prompt, or a template.
-        tools: tools that the model may call.
-        question: the question, or a template.
-        answer: the answer, or a template.
-        ignore: columns to ignore although they look like media.
-        placeholders: "media": each "<image>" or "<video>" in a text is a placeholder; "text": they are literal text.
-    """
-
-    messages: str | None = None
-    conversations: str | None = None
-    image: str | None = None
+    messages: str | None = None  # turns, with role and content
+    conversations: str | None = None  # turns, with from and value
+    image: str | None = None  # an image or a list of images; "image_*" for the columns image_1, image_2 and so on
     images: str | None = None
-    video: str | None = None
+    video: str | None = None  # a video or a list of videos; "video_*" for several columns
     videos: str | None = None
-    sample_fps: str | None = None
-    system: str | None = None
-    tools: str | None = None
-    question: str | None = None
-    answer: str | None = None
-    ignore: tuple[str, ...] = ()
-    placeholders: Placeholders = "media"
+    sample_fps: str | None = None  # frames per second of videos that are lists of frames
+    system: str | None = None  # the system prompt, or a template
+    tools: str | None = None  # tools that the model may call
+    question: str | None = None  # the question, or a template
+    answer: str | None = None  # the answer, or a template
+    ignore: tuple[str, ...] = ()  # columns to ignore although they look like media
+    placeholders: Placeholders = "media"  # whether "<image>" and "<video>" in a text are placeholders, or literal text
 
     @classmethod
     def of(cls, words: Sequence[str]) -> Columns:
