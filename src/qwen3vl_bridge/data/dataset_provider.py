@@ -24,7 +24,7 @@ from qwen3vl_bridge.data.samples import OnBad, OnLong, SampleFilter, Samples
 from qwen3vl_bridge.data.schemas.record_schemas import Columns, named_schema, one_schema
 from qwen3vl_bridge.data.sources import HUB
 from qwen3vl_bridge.data.sources.hub import HubName, StreamedDataset
-from qwen3vl_bridge.data.sources.mixture import MixedSet, mixed_sets, open_mixture
+from qwen3vl_bridge.data.sources.mixture import MixedSet, Mixture, mixed_sets, open_mixture
 from qwen3vl_bridge.data.sources.opening import ConversationSource, open_source, splits_in
 from qwen3vl_bridge.models.flops import TowerCosts, tower_costs
 from qwen3vl_bridge.parallel.collectives import gather_objects
@@ -316,7 +316,7 @@ class Qwen3VLConversationProvider(ConversationRows):
 
     def build_datasets(
         self, context: DatasetBuildContext
-    ) -> tuple[RowDataset | StreamedRows | None, RowDataset | StreamedRows | None, RowDataset | StreamedRows | None]:
+    ) -> tuple[RowDataset | None, RowDataset | None, RowDataset | None]:
         """Rows of each split for Megatron-Bridge's loop, of the requested lengths.
 
         Raises:
@@ -334,7 +334,7 @@ class Qwen3VLConversationProvider(ConversationRows):
             for split, length in zip(SPLITS, wanted, strict=True)
         )
         for split, one in zip(SPLITS, (train, valid, test), strict=True):
-            if groups is not None and isinstance(one, RowDataset) and torch.distributed.is_initialized():
+            if groups is not None and one is not None and not self.streaming and torch.distributed.is_initialized():
                 found = gather_objects(one.samples.file.fingerprint())
                 other = next((rank for rank, fingerprint in enumerate(found) if fingerprint != found[0]), None)
                 if other is not None:
@@ -430,9 +430,7 @@ class Qwen3VLConversationProvider(ConversationRows):
             f"that can be trained on. The first: {'; '.join(problems[:3])}. `qwen3vl data inspect` shows the others",
         )
 
-    def _in_parts(
-        self, rows: RowDataset, ranks: int, micro_batch_size: int = 1, groups: Any = None
-    ) -> RowDataset | StreamedRows:
+    def _in_parts(self, rows: RowDataset, ranks: int, micro_batch_size: int = 1, groups: Any = None) -> RowDataset:
         """The source divided into stream parts, if it is a stream."""
         if not self.streaming:
             return rows
@@ -446,7 +444,7 @@ class Qwen3VLConversationProvider(ConversationRows):
             )
         return StreamedRows(rows, parts, notes_of_job({"stream": rows.samples.file.fingerprint()}, groups))
 
-    def _source(self, split: str, seed: int | None) -> ConversationSource | StreamedDataset:
+    def _source(self, split: str, seed: int | None) -> ConversationSource | Mixture | StreamedDataset:
         path, addresses, schema_adapter = self.path_of(split), self.downloaded(), self.schema_adapter
         if path is None:
             return open_mixture(self.mixed(split), split, addresses)

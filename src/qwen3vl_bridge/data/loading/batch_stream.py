@@ -22,7 +22,7 @@ from typing import Any
 
 from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.loading.rows import EncodedRow, RowDataset, StreamedRows, without_loss
+from qwen3vl_bridge.data.loading.rows import EncodedRow, RowDataset, without_loss
 from qwen3vl_bridge.data.packing.row_plan import Window
 
 import torch
@@ -34,7 +34,7 @@ class BatchStream(Iterator[PackedBatch]):
 
     def __init__(
         self,
-        rows: RowDataset | StreamedRows,
+        rows: RowDataset,
         *,
         dp_rank: int = 0,
         dp_size: int = 1,
@@ -110,7 +110,7 @@ class BatchStream(Iterator[PackedBatch]):
         self._loaders.clear()
 
 
-def _collate(dataset: RowDataset | StreamedRows, rows: list[EncodedRow]) -> tuple[PackedBatch, Window]:
+def _collate(dataset: RowDataset, rows: list[EncodedRow]) -> tuple[PackedBatch, Window]:
     """A batch, and the window for the stream's position."""
     return dataset.collate_fn(rows), rows[0].window
 

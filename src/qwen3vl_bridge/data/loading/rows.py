@@ -225,7 +225,7 @@ def without_loss(batch: PackedBatch, rows: Sequence[bool]) -> torch.Tensor:
     return batch.loss_mask.masked_fill(torch.tensor(list(rows)).unsqueeze(-1), 0)
 
 
-class StreamedRows(Dataset[EncodedRow]):
+class StreamedRows(RowDataset):
     """Endless rows of a stream that is read in parts, each sample in only one data-loading process.
 
     Row n is row n // parts of part n % parts. A data-parallel rank takes every dp_size-th microbatch and assigns its
@@ -239,42 +239,28 @@ class StreamedRows(Dataset[EncodedRow]):
 
         `note` counts the dropped samples of all parts, for the log; None to count each part separately.
         """
-        file = whole.samples.file
-        assert isinstance(file, StreamedDataset)
-        self._whole, self._parts, self._file, self._note = whole, parts, file.divided(parts), note
+        super().__init__(whole.samples, whole.settings, length=len(whole), ranks=whole.ranks, repeat=whole.repeat)
+        assert isinstance(whole.samples.file, StreamedDataset)
+        self._parts, self._file, self._note = parts, whole.samples.file.divided(parts), note
         self._rows: dict[int, RowDataset] = {}
-
-    def __len__(self) -> int:
-        return len(self._whole)
 
     def __getitem__(self, number: int) -> EncodedRow:
         """Read and encode one row."""
-        number %= self._whole.repeat or number + 1
+        number %= self.repeat or number + 1
         place, part = divmod(number, self._parts)
-        rows = self._rows_of(part)
+        if part not in self._rows:
+            stream, sizes = self._file.part(part, self._parts), LatestSizes(note=self._note)
+            samples = Samples(stream, self.samples.sample_filter, sizes)
+            self._rows[part] = RowDataset(samples, self.settings, repeat=self.repeat)
+        rows = self._rows[part]
         row = rows[place]
         before = rows.plan.dropped(place - 1) if place else ()
         return row._replace(dropped=(), newly_dropped=counts_since(before, row.dropped))
 
-    def _rows_of(self, part: int) -> RowDataset:
-        if part not in self._rows:
-            sizes = LatestSizes(note=self._note)
-            samples = Samples(self._file.part(part, self._parts), self._whole.samples.sample_filter, sizes)
-            self._rows[part] = RowDataset(samples, self._whole.settings, repeat=self._whole.repeat)
-        return self._rows[part]
-
     def begun_at(self, begin: Window) -> StreamedRows:
         """The same rows. A position has the window of only one part, so all are read again from the start."""
-        return StreamedRows(self._whole, self._parts, self._note)
-
-    def collate_fn(self, rows: Sequence[EncodedRow]) -> PackedBatch:
-        """A microbatch of rows; see `RowDataset`."""
-        return self._whole.collate_fn(rows)
-
-    def assignment(self) -> tuple[int, int]:
-        """See `RowDataset`; rows of a stream are not assigned by cost."""
-        return self._whole.assignment()
+        return StreamedRows(self, self._parts, self._note)
 
     def fingerprint(self) -> dict[str, int | str | None]:
         """Whatever must be equal for a row's number to mean the same row."""
-        return {**self._whole.fingerprint(), "data": self._file.fingerprint(), "parts": self._parts}
+        return {**super().fingerprint(), "data": self._file.fingerprint(), "parts": self._parts}
