@@ -135,38 +135,37 @@ def inspect_samples(
     samples.
     """
     assert samples.total is not None  # streams are not inspected
-    total = samples.total
-    shown, errors = _shown(total, settings), dict[int, str]()
+    total, errors = samples.total, dict[int, str]()
+    if settings.seed is not None:
+        shown = sorted(random.Random(settings.seed).sample(range(total), min(settings.samples, total)))
+    elif settings.start < total:
+        shown = list(range(settings.start, min(settings.start + settings.samples, total)))
+    else:
+        raise DataError(f"start is {settings.start}, expected less than {total}, the number of samples")
+    count = min(settings.lengths, total)  # spread over the whole file: many files are sorted by length or kind
+    measured = [place * total // count for place in range(count)] or shown
 
     def view(index: int) -> SampleView:
         return view_sample(samples.encode(index), processor, pictures=settings.pictures)
 
     views = tuple(_sound(progress(shown), view, errors))
-    measured = _spread(total, settings.lengths) if settings.lengths else shown
     lengths = tuple(_sound(progress(measured), lambda index: samples.size(index).tokens, errors))
+    row_fills: list[float] = []
+    if kept := [length for length in lengths if length <= settings.seq_length]:
+        # How full each row of an epoch is, in a random order as in training.
+        order, capacity = NumberedOrder(len(kept), seed=0), settings.seq_length
+        plan = RowPlan(lambda sample: Size(kept[sample], 0, 0), order, capacity=capacity, pack=settings.pack)
+        rows = map(plan.row, range(plan.end_of_epoch()))
+        row_fills = [sum(kept[sample] for sample in row) / capacity for row in rows]
     return Inspection(
         num_samples=total,
         seq_length=settings.seq_length,
         pack=settings.pack,
         samples=views,
         lengths=lengths,
-        row_fills=_row_fills(lengths, settings),
+        row_fills=tuple(row_fills),
         errors=tuple((samples.file.sample_id(index), errors[index]) for index in sorted(errors)),
     )
-
-
-def _shown(total: int, settings: InspectionSettings) -> list[int]:
-    if settings.seed is not None:
-        return sorted(random.Random(settings.seed).sample(range(total), min(settings.samples, total)))
-    if settings.start >= total:
-        raise DataError(f"start is {settings.start}, expected less than {total}, the number of samples")
-    return list(range(settings.start, min(settings.start + settings.samples, total)))
-
-
-def _spread(total: int, wanted: int) -> list[int]:
-    """Samples spread over the whole file: many files are sorted by length or kind."""
-    count = min(wanted, total)
-    return [place * total // count for place in range(count)]
 
 
 def without_repeated_advice(messages: Iterable[str]) -> Iterator[str]:
@@ -192,17 +191,6 @@ def _sound[T](indices: Iterable[int], work: Callable[[int], T], errors: dict[int
             raise
         else:
             yield result
-
-
-def _row_fills(lengths: Sequence[int], settings: InspectionSettings) -> tuple[float, ...]:
-    """How full each row of an epoch is, in a random order as in training."""
-    kept = [length for length in lengths if length <= settings.seq_length]
-    if not kept:
-        return ()
-    order = NumberedOrder(len(kept), seed=0)
-    plan = RowPlan(lambda sample: Size(kept[sample], 0, 0), order, capacity=settings.seq_length, pack=settings.pack)
-    rows = (plan.row(number) for number in range(plan.end_of_epoch()))
-    return tuple(sum(kept[sample] for sample in row) / settings.seq_length for row in rows)
 
 
 def view_sample(sample: EncodedSample, processor: Any, *, pictures: bool = False) -> SampleView:
