@@ -139,9 +139,8 @@ class Parquet:
                 self._starts.append(self._len)
                 self._groups.append((number, group))
                 self._len += metadata.row_group(group).num_rows
-            with _readable(file), file.open("rb") as opened:
-                opened.seek(-(metadata.serialized_size + _TAIL), 2)
-                digest.update(opened.read())
+            with _readable(file):
+                digest.update(_footer(file, metadata.serialized_size))
             for leaf in range(metadata.num_columns):
                 column = metadata.schema.column(leaf)
                 if column.path.partition(".")[0] in self._columns[number]:
@@ -242,6 +241,12 @@ class _Chunks(NamedTuple):
             self.files.append(file)
             self.starts.append(min(pages))
             self.lengths.append(column.total_compressed_size)
+
+
+def _footer(file: Path, size: int) -> bytes:
+    with file.open("rb") as opened:
+        opened.seek(-(size + _TAIL), 2)
+        return opened.read()
 
 
 def _blocks(files: Sequence[Path], chunks: _Chunks, most: int) -> Iterator[bytes]:
