@@ -28,7 +28,7 @@ from qwen3vl_bridge.checkpoint.formats.tensors import Shape, TensorSpec
 from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
 from qwen3vl_bridge.checkpoint.targets import MegatronTarget
 from qwen3vl_bridge.models.qwen3_vl import presets
-from qwen3vl_bridge.weights.rows import ExpertLayout, Row
+from qwen3vl_bridge.weights.rows import ExpertLayout, WeightRow
 
 import torch
 from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as megatron_fsdp
@@ -64,7 +64,7 @@ def plan_of(target: MegatronTarget) -> Plan:
     return make_plan(rows, source, target.layout, found, where=target.hf_model)
 
 
-def _tensor_parallel(row: Row, tp: int) -> tuple[int, int]:
+def _tensor_parallel(row: WeightRow, tp: int) -> tuple[int, int]:
     """How many parts the rows and the columns of a parameter are cut into."""
     if any(
         part in row.megatron for part in (".linear_qkv.weight", ".linear_fc1.weight", "embeddings.", "output_layer")
@@ -73,7 +73,7 @@ def _tensor_parallel(row: Row, tp: int) -> tuple[int, int]:
     return (1, tp) if ".linear_proj.weight" in row.megatron or ".linear_fc2.weight" in row.megatron else (1, 1)
 
 
-def _modules(rows: list[Row], target: MegatronTarget) -> tuple[torch.nn.Module, dict[str, Row]]:
+def _modules(rows: list[WeightRow], target: MegatronTarget) -> tuple[torch.nn.Module, dict[str, WeightRow]]:
     """The parameters of the first expert-parallel rank, where they are in the model, in the order they are made in."""
     root, found, topology = torch.nn.Module(), {}, target.topology
     experts = target.dimensions["experts"] // topology.ep if target.dimensions["experts"] else 0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from qwen3vl_bridge.weights.rows import ExpertLayout
 
 if TYPE_CHECKING:
-    from qwen3vl_bridge.weights.rows import Dimensions, Row
+    from qwen3vl_bridge.weights.rows import Dimensions, WeightRow
 
 _MEGATRON_BRIDGE = "megatron.bridge.models"
 _KERNELS = "qwen3vl_bridge.models.qwen3_5.delta_rule"
@@ -71,7 +71,7 @@ class Family:
     dist_train: bool = False
     complete: bool = True
 
-    def rows(self, experts: ExpertLayout | None = None) -> tuple[Row, ...]:
+    def rows(self, experts: ExpertLayout | None = None) -> tuple[WeightRow, ...]:
         """The weight table, with `*` for indices; None: with experts as in released checkpoints."""
         return load(self.table)(experts or self.released_experts)
 

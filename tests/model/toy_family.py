@@ -18,8 +18,8 @@ from qwen3vl_bridge.weights.rows import (
     Dimensions,
     ExpertLayout,
     GatedMLP,
-    Row,
     Shape,
+    WeightRow,
     indices_of,
     text_sizes,
     vision_sizes,
@@ -40,12 +40,12 @@ SAME = {
 }
 
 
-def _layer(kind: type[Row], megatron: str, hf: Mapping[str, Shape]) -> Row:
+def _layer(kind: type[WeightRow], megatron: str, hf: Mapping[str, Shape]) -> WeightRow:
     names = tuple(f"toy.layers.*.{name}.weight" for name in hf)
     return kind(f"language_model.decoder.layers.*.{megatron}", names, tuple(hf.values()), ("text_layers",))
 
 
-def _whole(megatron: str, hf: str, *shape: str) -> Row:
+def _whole(megatron: str, hf: str, *shape: str) -> WeightRow:
     return Copy(f"language_model.{megatron}.weight", (f"{hf}.weight",), (shape,))
 
 
@@ -65,7 +65,7 @@ TABLE = (
 )
 
 
-def table(experts: ExpertLayout) -> tuple[Row, ...]:
+def table(experts: ExpertLayout) -> tuple[WeightRow, ...]:
     """The weight table. There are no experts, however a checkpoint would hold them."""
     del experts
     return TABLE

@@ -10,7 +10,7 @@ from qwen3vl_bridge.models.bridge import FamilyBridge
 from qwen3vl_bridge.models.model import VisionLanguageModel
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.refusals import FIXED, NOTHING_ELSE
-from qwen3vl_bridge.models.rules import Row, only
+from qwen3vl_bridge.models.rules import Allowed, only
 
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
@@ -31,7 +31,7 @@ class ToyProvider(VisionLanguageProvider):
     family: ClassVar[str] = NAME
     model_class: ClassVar[str] = "tests.model.toy_model.ToyModel"
     language_model_class: ClassVar[str] = "qwen3vl_bridge.models.model.MRopeGPTModel"
-    fixed: ClassVar[Mapping[str, Row]] = {
+    fixed: ClassVar[Mapping[str, Allowed]] = {
         **FIXED,
         **only("its heads have no norm", qk_layernorm=False),
         **only(

@@ -120,7 +120,7 @@ def test_vision_and_language_have_their_gpus(name):
     [
         (dict(vision=4, language=10), r"language_world_size is 10 with .*, expected a multiple of tensor_.*, 6"),
         (dict(vision=5, language=12), r"5 data-parallel replicas and the language model 2"),
-        (dict(vision=4, language=12, vision_tp=3), r"num_heads is 16 with .*, expected a multiple of .*, 3"),
+        (dict(vision=6, language=12, vision_tp=3), r"num_heads is 16 with .*, expected a multiple of .*, 3"),
         (dict(vision=4, language=None), r"dist_train.language_world_size is None with .*, expected 1 or more"),
     ],
 )

@@ -2,7 +2,7 @@
 
 Context-parallel ranks have the same images and videos. Each encodes some of the frames (attention does not cross
 frames) and sends the other ranks the vision tokens that they need. Separate vision ranks (dist-train) divide frames by
-the same rule; both sides compute the same shards, so no negotiation is needed.
+the same rule; both sides compute the same shards, so no negotiation is needed. An image is one frame.
 Legend: F frames, N patches, M = N / merge^2 vision tokens.
 """
 

@@ -23,7 +23,7 @@ from qwen3vl_bridge.checkpoint.formats.tensors import (
     joined,
 )
 from qwen3vl_bridge.io.files import CheckpointError
-from qwen3vl_bridge.weights.rows import Row, local_name
+from qwen3vl_bridge.weights.rows import WeightRow, local_name
 
 # Number of tensors of each kind that a message lists.
 _LISTED = 20
@@ -64,7 +64,7 @@ class Plan:
         return {task.target.name: task.target for task in self.tasks}
 
 
-def naming_of(rows: Iterable[Row], names: Collection[str]) -> str:
+def naming_of(rows: Iterable[WeightRow], names: Collection[str]) -> str:
     """Layer spec of a checkpoint's parameter names; Transformer Engine's if both specs have the same names."""
     for row in rows:
         if row.stored[0] not in names and local_name(row.stored[0]) in names:
@@ -72,12 +72,12 @@ def naming_of(rows: Iterable[Row], names: Collection[str]) -> str:
     return TRANSFORMER_ENGINE
 
 
-def tensors_of(rows: Iterable[Row], layout: TensorLayout) -> dict[str, Shape]:
+def tensors_of(rows: Iterable[WeightRow], layout: TensorLayout) -> dict[str, Shape]:
     """Every tensor that a layout has for a model of expanded rows: name -> shape."""
     return {name: shape for row in rows for name, shape in layout.tensors(row).items()}
 
 
-def drop_unexpected(source: TensorSource, rows: Iterable[Row], layout: TensorLayout) -> list[str]:
+def drop_unexpected(source: TensorSource, rows: Iterable[WeightRow], layout: TensorLayout) -> list[str]:
     """Remove the tensors that a model does not have from a source; returns a line of text for each."""
     expected = tensors_of(rows, layout)
     unexpected = [spec for name, spec in source.specs.items() if name not in expected]
@@ -87,7 +87,7 @@ def drop_unexpected(source: TensorSource, rows: Iterable[Row], layout: TensorLay
 
 
 def make_plan(
-    rows: Collection[Row],
+    rows: Collection[WeightRow],
     source: TensorLayout,
     target: TensorLayout,
     found: Mapping[str, TensorSpec],
@@ -145,7 +145,9 @@ def _slices(segments: Iterable[Segment]) -> Iterator[Slice]:
             yield from segment.slices
 
 
-def _segments(rows: Iterable[Row], source: TensorLayout, target: TensorLayout) -> Iterator[tuple[str, int, Segment]]:
+def _segments(
+    rows: Iterable[WeightRow], source: TensorLayout, target: TensorLayout
+) -> Iterator[tuple[str, int, Segment]]:
     """All elements: target tensor, offset in it, and source."""
     woven: dict[str, dict[int, tuple[Segment, ...]]] = {}
     for row in rows:
@@ -319,7 +321,7 @@ def _read_once(ranges: list[tuple[int, int]], name: str) -> int:
 
 
 def check_vocab_padding(
-    source: TensorSource, rows: Iterable[Row], layout: TensorLayout, vocabulary: int, *, where: Path, drop: bool
+    source: TensorSource, rows: Iterable[WeightRow], layout: TensorLayout, vocabulary: int, *, where: Path, drop: bool
 ) -> list[str]:
     """Check that rows of a Megatron checkpoint beyond the model's vocabulary are zero, by reading them.
 

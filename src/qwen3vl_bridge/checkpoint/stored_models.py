@@ -19,7 +19,7 @@ from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, HuggingFace, 
 from qwen3vl_bridge.checkpoint.formats.tensors import SegmentReader, Shape, TensorSource, main_dtype
 from qwen3vl_bridge.io.files import CheckpointError, expanded, read_object, write_object
 from qwen3vl_bridge.registry import family_of, family_of_provider
-from qwen3vl_bridge.weights.rows import MARK, ExpertLayout, Row, expand, expert_layout_of
+from qwen3vl_bridge.weights.rows import MARK, ExpertLayout, WeightRow, expand, expert_layout_of
 
 MANIFEST = "qwen3vl_bridge.json"
 TOOL = "qwen3vl_bridge"
@@ -106,11 +106,11 @@ class ModelConfig:
             write_object(path, raw)
 
     @property
-    def table(self) -> tuple[Row, ...]:
+    def table(self) -> tuple[WeightRow, ...]:
         """The weight table of the model's family."""
         return self.family.rows()
 
-    def rows(self, experts: ExpertLayout | None = None) -> list[Row]:
+    def rows(self, experts: ExpertLayout | None = None) -> list[WeightRow]:
         """The weight table, expanded for this model."""
         return list(expand(self.family.rows(experts), self.dimensions))
 
@@ -204,7 +204,7 @@ class StoredModel:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[WeightRow]:
         """The weight table, expanded for this model."""
         return self.config.rows(self.experts)
 

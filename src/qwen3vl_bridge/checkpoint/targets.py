@@ -27,7 +27,7 @@ from qwen3vl_bridge.checkpoint.formats.tensors import TensorSpec, main_dtype
 from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
 from qwen3vl_bridge.checkpoint.topology import Topology, holders
 from qwen3vl_bridge.io.files import CheckpointError
-from qwen3vl_bridge.weights.rows import Dimensions, ExpertLayout, Row
+from qwen3vl_bridge.weights.rows import Dimensions, ExpertLayout, WeightRow
 
 # Modules for which megatron-core stores a state in addition to their weights, here always None, and asks for it on
 # loading. The first do so in either layer spec, the others are Transformer Engine's.
@@ -185,7 +185,7 @@ class MegatronOutput:
         return DcpTensors(metadata, megatron.model_keys(metadata, self._target.ckpt_format))
 
 
-def _extra_states(rows: Collection[Row], layout: TorchDist, *, with_norms: bool) -> Iterator[str]:
+def _extra_states(rows: Collection[WeightRow], layout: TorchDist, *, with_norms: bool) -> Iterator[str]:
     """Keys of the states that megatron-core stores in addition to weights.
 
     Source: megatron-core 0.19, `make_sharded_tensors_for_checkpoint` and the modules' own `_extra_state`.

@@ -18,7 +18,7 @@ from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, TorchDist
 from qwen3vl_bridge.checkpoint.formats.tensors import Shape, TensorSpec
 from qwen3vl_bridge.io.files import CheckpointError
 from qwen3vl_bridge.models.divisibility import indivisible
-from qwen3vl_bridge.weights.rows import Dimensions, Row
+from qwen3vl_bridge.weights.rows import Dimensions, WeightRow
 
 # Minimum size of chunks. In a small model each of many ranks has less of a layer, and a separate item for each would
 # take longer to find than to read.
@@ -28,7 +28,7 @@ _LEAST_BYTES = 1 << 20
 Owner = tuple[int, ...]
 
 
-class Part(NamedTuple):
+class OwnedRows(NamedTuple):
     """Rows of a tensor from `first` on, up to the next part."""
 
     first: int
@@ -115,7 +115,7 @@ class Topology:
                 )
 
     def chunks(
-        self, spec: TensorSpec, leading: int = 0, parts: Mapping[Shape, Sequence[Part]] | None = None
+        self, spec: TensorSpec, leading: int = 0, parts: Mapping[Shape, Sequence[OwnedRows]] | None = None
     ) -> Iterator[tuple[Owner, Shape, Shape]]:
         """Cut a tensor into boxes that are consecutive in memory.
 
@@ -132,18 +132,18 @@ class Topology:
         counts, shape = spec.shape[:leading], spec.shape[leading:]
         rows, nbytes = shape[0] if shape else 1, spec.nbytes // max(math.prod(counts), 1)
         for index in itertools.product(*map(range, counts)):
-            held = (parts or {}).get(index, (Part(0, ()),))
+            held = (parts or {}).get(index, (OwnedRows(0, ()),))
             for start, count, owner in self._rows(rows, nbytes, held):
                 offsets = (start, *(0 for _ in shape[1:])) if shape else ()
                 sizes = (count, *shape[1:]) if shape else ()
                 yield owner, (*index, *offsets), (*(1 for _ in counts), *sizes)
 
-    def _rows(self, rows: int, nbytes: int, held: Sequence[Part]) -> Iterator[tuple[int, int, Owner]]:
+    def _rows(self, rows: int, nbytes: int, held: Sequence[OwnedRows]) -> Iterator[tuple[int, int, Owner]]:
         """First row, number of rows and owner of each box."""
         least = min(_LEAST_BYTES, self.chunk_bytes) * rows / max(nbytes, 1)
         most = max(self.chunk_bytes * rows // max(nbytes, 1), 1)
         first, owner = 0, held[0].owner
-        for part in (*held[1:], Part(rows, ())):
+        for part in (*held[1:], OwnedRows(rows, ())):
             if part.first < rows and (part.first - first < least or rows - part.first < least):
                 continue
             segments = math.ceil((part.first - first) / most)
@@ -165,17 +165,17 @@ _TEXT_LAYERS = ("text_layers", "dense_layers", "moe_layers", "linear_layers", "f
 _LAST_STAGE = ("language_model.decoder.final_layernorm.", "language_model.output_layer.", "language_model.mtp.")
 
 # By a tensor's name, then by the indices in its leading dimensions: its parts, in order.
-Holders = Mapping[str, Mapping[Shape, Sequence[Part]]]
+Holders = Mapping[str, Mapping[Shape, Sequence[OwnedRows]]]
 
 
-def holders(rows: Collection[Row], layout: FsdpDtensor | TorchDist, topology: Topology) -> Holders:
+def holders(rows: Collection[WeightRow], layout: FsdpDtensor | TorchDist, topology: Topology) -> Holders:
     """The rows that ranks hold, of every tensor; nothing if one rank reads each as a whole.
 
     torch_dist's ranks read gate and up projection separately, even a single rank.
     """
     if topology.ranks == 1 and isinstance(layout, FsdpDtensor):
         return {}
-    found: dict[str, dict[Shape, list[Part]]] = {}
+    found: dict[str, dict[Shape, list[OwnedRows]]] = {}
     parts = _in_units(rows, layout, topology) if isinstance(layout, FsdpDtensor) else _in_stages(rows, layout, topology)
     for name, index, part in parts:
         found.setdefault(name, {}).setdefault(index, []).append(part)
@@ -201,7 +201,9 @@ class _Parameter(NamedTuple):
         return sum(rows for _, rows in self.tensors) * self.columns
 
 
-def _in_units(rows: Collection[Row], layout: FsdpDtensor, topology: Topology) -> Iterator[tuple[str, Shape, Part]]:
+def _in_units(
+    rows: Collection[WeightRow], layout: FsdpDtensor, topology: Topology
+) -> Iterator[tuple[str, Shape, OwnedRows]]:
     """A unit of Megatron-FSDP is a layer without its experts; all parameters outside of layers are one too.
 
     Source: megatron-core 0.19, `_get_parameter_groups` of Megatron-FSDP's `param_and_grad_buffer.py`.
@@ -222,7 +224,7 @@ def _in_units(rows: Collection[Row], layout: FsdpDtensor, topology: Topology) ->
         yield from _shards(parameters, ranks, (int(of_experts), group))
 
 
-def _shards(parameters: Sequence[_Parameter], ranks: int, owner: Owner) -> Iterator[tuple[str, Shape, Part]]:
+def _shards(parameters: Sequence[_Parameter], ranks: int, owner: Owner) -> Iterator[tuple[str, Shape, OwnedRows]]:
     """Parameters of a unit are concatenated, the widest first, and cut into equal parts.
 
     Source: megatron-core 0.19, `build_data_parallel_buffer_index`. The parts consist of whole rows of all of them.
@@ -247,11 +249,13 @@ def _shards(parameters: Sequence[_Parameter], ranks: int, owner: Owner) -> Itera
             for shard in range(start // share, (end - 1) // share + 1):
                 row = max(shard * share - start, 0) // one.columns
                 for copy in range(one.copies):
-                    yield name, (), Part(copy * rows + row, (*owner, shard, copy))
+                    yield name, (), OwnedRows(copy * rows + row, (*owner, shard, copy))
             start = end
 
 
-def _in_stages(rows: Collection[Row], layout: TorchDist, topology: Topology) -> Iterator[tuple[str, Shape, Part]]:
+def _in_stages(
+    rows: Collection[WeightRow], layout: TorchDist, topology: Topology
+) -> Iterator[tuple[str, Shape, OwnedRows]]:
     """A pipeline stage has consecutive layers; the vision tower is on the first."""
     layers = len(layout.dimensions.indices["text_layers"]) // topology.pp
     for row in rows:
@@ -266,9 +270,9 @@ def _in_stages(rows: Collection[Row], layout: TorchDist, topology: Topology) -> 
             share = shape[len(stacked)] // (halves * copies)
             for part in range(halves * copies):
                 owner = (stage, int(of_experts), group, part % copies)
-                yield name, tuple(number for number, _ in stacked), Part(part * share, owner)
+                yield name, tuple(number for number, _ in stacked), OwnedRows(part * share, owner)
 
 
-def _expert_group(row: Row, dimensions: Dimensions, topology: Topology) -> int:
+def _expert_group(row: WeightRow, dimensions: Dimensions, topology: Topology) -> int:
     """Index of the expert-parallel rank that has an expert."""
     return row.expert * topology.ep // dimensions["experts"] if "experts" in row.indices else 0

@@ -27,6 +27,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 
@@ -85,8 +86,8 @@ try:
 except ImportError:  # before torch 2.10
     varlen_attn = None
 
-_ASKED = {"scale", "window_size", "enable_gqa"}  # missing in its first releases
-if varlen_attn is not None and not inspect.signature(varlen_attn).parameters.keys() >= _ASKED:
+_VARLEN = frozenset(inspect.signature(varlen_attn).parameters if varlen_attn is not None else ())
+if not {"scale", "window_size"} <= _VARLEN:  # its first releases
     varlen_attn = None
 
 _ALIGNED = 8  # varlen attention needs head dimensions divisible by this; scaled_dot_product_attention pads
@@ -128,8 +129,9 @@ def attend_row(
         scale: softmax scale.
     """
     window = (-1, 0) if causal else (-1, -1)
-    grouped = query.size(1) != key.size(1)
-    return varlen_attn(query, key, value, *offsets, *longest, scale=scale, window_size=window, enable_gqa=grouped)
+    # torch 2.11 takes fewer key heads without being told.
+    heads = {"enable_gqa": query.size(1) != key.size(1)} if "enable_gqa" in _VARLEN else {}
+    return varlen_attn(query, key, value, *offsets, *longest, scale=scale, window_size=window, **heads)
 
 
 def attend_end(query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float) -> Tensor:
@@ -193,13 +195,19 @@ class _EndOnCpu(torch.autograd.Function):
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, *, dropout: float, **arguments: object) -> Tensor:
     """scaled_dot_product_attention of [n, heads, s, d] by a kernel that does not store all scores.
 
-    On CUDA, inputs that FlashAttention does not support (such as float32) use the memory-efficient kernel, which needs
-    as many key heads as query heads: with fewer, torch would fall back to the math kernel.
+    On CUDA that is FlashAttention, and the memory-efficient kernel for what it does not support (such as float32), with
+    as many key heads as query heads: with fewer, torch would take the math kernel. Never cuDNN, which torch prefers in
+    16 bits on an H100: it makes a plan for each shape, and the lengths of segments change with each batch.
     """
-    groups = query.size(1) // key.size(1)
-    if groups > 1 and query.is_cuda and not flash_takes(query, key, value, dropout):
-        key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
-    return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, enable_gqa=groups > 1, **arguments)
+    groups, backends = query.size(1) // key.size(1), contextlib.nullcontext()
+    if query.is_cuda and flash_takes(query, key, value, dropout):
+        backends = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+    elif query.is_cuda:
+        backends = sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+        if groups > 1:
+            key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
+    with backends:
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, enable_gqa=groups > 1, **arguments)
 
 
 class SegmentAttention(MegatronModule):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 _LONGEST = 10_000  # layers or experts: a hostile file must not make us build longer lists
@@ -156,6 +156,15 @@ def check_tower_size(vision: Mapping[str, Any], text_width: int) -> None:
     positions = vision["num_position_embeddings"]
     if math.isqrt(positions) ** 2 != positions:
         raise ValueError(f"vision_config.num_position_embeddings is {positions}, expected the square of a whole number")
+
+
+def check_mrope_section(section: Sequence[int], rotated: int) -> None:
+    """Check that the sections are half of a head's rotated dimensions; raises ValueError."""
+    if 2 * sum(section) != rotated:
+        raise ValueError(
+            f"mrope_section is {list(section)} with the sum {sum(section)}, expected half of the {rotated} dimensions "
+            "of a head that are rotated"
+        )
 
 
 def experts_of(text: Mapping[str, Any]) -> int:

@@ -14,7 +14,7 @@ from qwen3vl_bridge import registry
 from qwen3vl_bridge.batch.vision_sharding import VisionWork
 from qwen3vl_bridge.models import refusals, settings
 from qwen3vl_bridge.models.flops import operations_of_a_step, provider_sizes, vision_costs
-from qwen3vl_bridge.models.rules import Row, Rule, check
+from qwen3vl_bridge.models.rules import Allowed, Rule, check
 from qwen3vl_bridge.weights.rows import Dimensions, Part, indices_of, part_of_wrapped, vision_sizes
 
 import torch
@@ -44,7 +44,9 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
     # Of the two modules on separate ranks under `dist_train`; None for a family that does not support it.
     encoder_class: ClassVar[str | None] = None
     decoder_class: ClassVar[str | None] = None
-    fixed: ClassVar[Mapping[str, Row]]  # settings that the model does not support, each with the only value it may have
+    fixed: ClassVar[
+        Mapping[str, Allowed]
+    ]  # settings that the model does not support, each with the only value it may have
     rules: ClassVar[tuple[Rule, ...]] = ()  # further constraints of the family on its settings
     # Megatron-Bridge reads it when it logs TFLOP/s.
     _get_num_floating_point_operations_with_runtime_stats = operations_of_a_step
@@ -55,12 +57,12 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
         Raises:
             ValueError: fields that contradict each other, or that this model would ignore.
         """
-        settings.complete_on_construct(self)
-        experts = refusals.EXPERTS_ON_CONSTRUCT if isinstance(self, ExpertsMixin) else ()
-        check((*refusals.SIZES, *experts, *self.rules, *self.fixed.values(), *refusals.ON_CONSTRUCT), self)
+        settings.complete_before_finalize(self)
+        experts = refusals.EXPERTS_BEFORE_FINALIZE if isinstance(self, ExpertsMixin) else ()
+        check((*refusals.SIZES, *experts, *self.rules, *self.fixed.values(), *refusals.BEFORE_FINALIZE), self)
         super().finalize()
         settings.complete_on_finalize(self)
-        check(refusals.ON_FINALIZE, self)
+        check(refusals.AFTER_FINALIZE, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy, as made by layers with experts; the P2P communicator is shared with the original."""

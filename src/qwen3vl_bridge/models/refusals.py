@@ -12,8 +12,19 @@ import math
 from collections.abc import Mapping
 
 from qwen3vl_bridge.models.divisibility import indivisible, row_multiple
-from qwen3vl_bridge.models.hf_config import check_tower_size
-from qwen3vl_bridge.models.rules import Row, Rule, When, any_of, at_default, at_least, check, multiple_of, only, under
+from qwen3vl_bridge.models.hf_config import check_mrope_section, check_tower_size
+from qwen3vl_bridge.models.rules import (
+    Allowed,
+    Rule,
+    When,
+    any_of,
+    at_default,
+    at_least,
+    check,
+    multiple_of,
+    only,
+    under,
+)
 from qwen3vl_bridge.models.settings import (
     DistTrainConfig,
     VisionLanguageFields,
@@ -48,7 +59,7 @@ PACKED_UNFUSED, PACKED_CONTEXT = "2.11", {"a2a": "2.10", "all_gather": "2.18"}
 
 # Parallel sizes are divisors: they come before everything else.
 SIZES: tuple[Rule, ...] = tuple(
-    Row(name, at_least(1), also=(None,))
+    Allowed(name, at_least(1), also=(None,))
     for name in (_TENSOR, _STAGES, _CHUNKS, _CONTEXT, "expert_model_parallel_size", "expert_tensor_parallel_size")
 )
 
@@ -57,13 +68,13 @@ SIZES: tuple[Rule, ...] = tuple(
 NOTHING_ELSE = "this model implements nothing else"
 
 
-def unread(names: str) -> dict[str, Row]:
+def unread(names: str) -> dict[str, Allowed]:
     """Rows of settings that nothing reads for a model."""
     return at_default(VisionLanguageFields, names, "nothing reads it for this model")
 
 
 # By the part of megatron-core that reads them, which no family's model has.
-UNREAD: Mapping[str, Row] = unread(
+UNREAD: Mapping[str, Allowed] = unread(
     # other position embeddings
     "rope_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_mscale "
     "yarn_mscale_all_dim yarn_correction_range_round_to_int "
@@ -91,7 +102,7 @@ UNREAD: Mapping[str, Row] = unread(
     "use_arbitrary_attention_mask"
 )
 
-FIXED: Mapping[str, Row] = {
+FIXED: Mapping[str, Allowed] = {
     **UNREAD,
     **only(
         "transformer_impl selects the layers",
@@ -150,7 +161,7 @@ FIXED: Mapping[str, Row] = {
     **only("the vision tower is the one of this package", use_hf_vision_model=False),
 }
 
-FIXED_WITH_EXPERTS: Mapping[str, Row] = {
+FIXED_WITH_EXPERTS: Mapping[str, Allowed] = {
     **FIXED,
     # Source: transformers, Qwen3VLMoeTextTopKRouter, Qwen3_5MoeTopKRouter.
     **only(
@@ -201,7 +212,7 @@ def _off(switch: str) -> When:
     return When(switch, lambda provider: getattr(provider, switch) in (None, False, "none"))
 
 
-PARTS: Mapping[str, Row] = {
+PARTS: Mapping[str, Allowed] = {
     name: row
     for switch, names in _PARTS.items()
     for name, row in at_default(VisionLanguageFields, names, "it would be ignored", when=_off(switch)).items()
@@ -228,17 +239,17 @@ def _recompute_of(prefix: str) -> tuple[Rule, ...]:
         )
 
     return (
-        Row(granularity, any_of(*_UNUSED)),
-        Row(f"{prefix}recompute_method", any_of("uniform", "block"), when=at("full")),
-        Row(f"{prefix}recompute_num_layers", at_least(1), when=at("full")),
+        Allowed(granularity, any_of(*_UNUSED)),
+        Allowed(f"{prefix}recompute_method", any_of("uniform", "block"), when=at("full")),
+        Allowed(f"{prefix}recompute_num_layers", at_least(1), when=at("full")),
         *(
-            Row(f"{prefix}recompute_{name}", None, "it would be ignored", at(value), also=(0, [], core_default))
+            Allowed(f"{prefix}recompute_{name}", None, "it would be ignored", at(value), also=(0, [], core_default))
             for value, names in _UNUSED.items()
             for name in names
         ),
         # megatron-core's recomputation of a norm uses its default for 8-bit training, and calls Transformer Engine.
         *(
-            Row(
+            Allowed(
                 "transformer_impl",
                 "transformer_engine",
                 f"recomputing {name!r} needs Transformer Engine; remove it",
@@ -300,14 +311,14 @@ _WITHOUT_GRAPHS = {
 }
 # Megatron-Bridge's recipes set "full", its default, for graphs that are off. Checked for a run before Megatron-Bridge
 # validates its configuration, which clears what is to be captured.
-GRAPHS: tuple[Row, ...] = tuple(
-    Row(name, value, _CAPTURED, also=(None, "full", "") if value == [] else (None,))
+GRAPHS: tuple[Allowed, ...] = tuple(
+    Allowed(name, value, _CAPTURED, also=(None, "full", "") if value == [] else (None,))
     for name, value in _WITHOUT_GRAPHS.items()
     if name in VisionLanguageFields.__dataclass_fields__
 )
 
-ON_CONSTRUCT: tuple[Rule, ...] = (
-    Row(
+BEFORE_FINALIZE: tuple[Rule, ...] = (
+    Allowed(
         "dist_train.use_dist_train",
         False,
         "this family cannot be split into vision and language modules",
@@ -316,7 +327,7 @@ ON_CONSTRUCT: tuple[Rule, ...] = (
     _check_tower,
     *_recompute_of(""),
     *_recompute_of("vision_"),
-    Row(
+    Allowed(
         "distribute_saved_activations",
         False,
         "it would be ignored",
@@ -325,21 +336,21 @@ ON_CONSTRUCT: tuple[Rule, ...] = (
     ),
     # Not "mlp": megatron-core 0.19 returns a recomputed MLP's bias, which the tower's MLPs have, from its autograd
     # function, and the backward pass then recurses without end. The rest is for experts or another kind of attention.
-    Row("vision_recompute_modules", any_of(None, "core_attn", "layernorm")),
+    Allowed("vision_recompute_modules", any_of(None, "core_attn", "layernorm")),
     _check_recomputed_modules,
     _check_recomputed_deepstack,
     *GRAPHS,
-    Row("loss_chunk_tokens", at_least(0)),
-    Row(
+    Allowed("loss_chunk_tokens", at_least(0)),
+    Allowed(
         "defer_embedding_wgrad_compute",
         False,
         "the output layer would save its input again when the logits of chunks are recomputed; or set "
         "loss_chunk_tokens=0",
         When("loss_chunk_tokens", lambda provider: provider.loss_chunk_tokens),
     ),
-    *(Row(name, None, "it would be ignored", LOCAL, also=(False, "")) for name in ("fp8", "fp4")),
-    Row("cpu_offloading", False, "Transformer Engine provides it", LOCAL),
-    Row(
+    *(Allowed(name, None, "it would be ignored", LOCAL, also=(False, "")) for name in ("fp8", "fp4")),
+    Allowed("cpu_offloading", False, "Transformer Engine provides it", LOCAL),
+    Allowed(
         "fp32_residual_connection",
         False,
         "its norms leave the dtype as it is, and its linear layers accept only that of their weights",
@@ -349,10 +360,10 @@ ON_CONSTRUCT: tuple[Rule, ...] = (
         ),
     ),
     *(
-        Row(name, False, "only Transformer Engine's attention does it", LOCAL)
+        Allowed(name, False, "only Transformer Engine's attention does it", LOCAL)
         for name in ("apply_query_key_layer_scaling", "batch_invariant_mode", "log_max_attention_logit")
     ),
-    Row(
+    Allowed(
         "attention_backend",
         any_of(*(backend for backend in AttnBackend if backend is not AttnBackend.local)),
         "Transformer Engine's layers have no attention for it; or use transformer_impl='local'",
@@ -373,14 +384,14 @@ def _check_experts(provider: VisionLanguageFields) -> None:
 
 
 # Only for a provider with experts.
-EXPERTS_ON_CONSTRUCT: tuple[Rule, ...] = (
+EXPERTS_BEFORE_FINALIZE: tuple[Rule, ...] = (
     _check_experts,
-    Row(
+    Allowed(
         "moe_router_load_balancing_type",
         any_of("aux_loss", "global_aux_loss", "none"),
         "other types balance over the tokens of a row, so padding or packing would change the training of real tokens",
     ),
-    Row(
+    Allowed(
         "moe_router_force_load_balancing",
         False,
         "tokens would be routed at random, and training would ruin the weights. For speed measurements, set "
@@ -388,10 +399,10 @@ EXPERTS_ON_CONSTRUCT: tuple[Rule, ...] = (
         When("allow_random_routing", lambda provider: not provider.allow_random_routing),
     ),
     *(
-        Row(name, False, "Transformer Engine provides it", LOCAL)
+        Allowed(name, False, "Transformer Engine provides it", LOCAL)
         for name in ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
     ),
-    Row(
+    Allowed(
         "moe_router_fusion",
         False,
         "the fused router computes only in 'fp32'",
@@ -486,12 +497,7 @@ def _check_context_kernels(provider: VisionLanguageFields) -> None:
 
 
 def _check_rotary(provider: VisionLanguageFields) -> None:
-    section, rotated = provider.mrope_section, int(provider.kv_channels * provider.rotary_percent)
-    if 2 * sum(section) != rotated:
-        raise ValueError(
-            f"mrope_section {section} has sum {sum(section)}, expected half the head dimension that rotary_percent "
-            f"turns, {rotated // 2}"
-        )
+    check_mrope_section(provider.mrope_section, int(provider.kv_channels * provider.rotary_percent))
 
 
 _STAGES_ARE_ALIKE = When(
@@ -509,42 +515,42 @@ _STAGES_ARE_ALIKE = When(
 _DIST_TRAIN_SIZES: tuple[Rule, ...] = (
     *under(
         _DIST_TRAIN,
-        *(Row(name, at_least(1)) for name in ("dist_train.vision_world_size", _LANGUAGE, _VISION)),
-        Row("dist_train.vision_pipeline_model_parallel_size", 1, "the tower is one stage"),
-        Row("dist_train.vision_context_parallel_size", 1, "data-parallel ranks of the tower divide the images"),
-        Row("dist_train.vision_expert_tensor_parallel_size", 1, "the tower has no experts"),
-        Row("dist_train.vision_expert_model_parallel_size", 1, "the tower has no experts"),
-        Row("dist_train.vision_world_size", multiple_of(_VISION)),
-        Row(_LANGUAGE, multiple_of(f"{_TENSOR} * {_STAGES} * {_CONTEXT}")),
+        *(Allowed(name, at_least(1)) for name in ("dist_train.vision_world_size", _LANGUAGE, _VISION)),
+        Allowed("dist_train.vision_pipeline_model_parallel_size", 1, "the tower is one stage"),
+        Allowed("dist_train.vision_context_parallel_size", 1, "data-parallel ranks of the tower divide the images"),
+        Allowed("dist_train.vision_expert_tensor_parallel_size", 1, "the tower has no experts"),
+        Allowed("dist_train.vision_expert_model_parallel_size", 1, "the tower has no experts"),
+        Allowed("dist_train.vision_world_size", multiple_of(_VISION)),
+        Allowed(_LANGUAGE, multiple_of(f"{_TENSOR} * {_STAGES} * {_CONTEXT}")),
     ),
-    Row(
+    Allowed(
         _LANGUAGE,
         multiple_of(f"expert_tensor_parallel_size * expert_model_parallel_size * {_STAGES}"),
         when=When("", lambda provider: provider.dist_train.use_dist_train and provider.moe_layers),
     ),
 )
 
-ON_FINALIZE: tuple[Rule, ...] = (
+AFTER_FINALIZE: tuple[Rule, ...] = (
     *under(
         _ONE_MODULE,
         *(
-            Row(f"dist_train.{name}", default, "it would be ignored", also=(None,))  # Megatron-Bridge's default
+            Allowed(f"dist_train.{name}", default, "it would be ignored", also=(None,))  # Megatron-Bridge's default
             for name, default in vars(DistTrainConfig()).items()
             if name != "use_dist_train"
         ),
-        *(Row(name, True, "every rank has both modules") for name in ("add_encoder", "add_decoder")),
+        *(Allowed(name, True, "every rank has both modules") for name in ("add_encoder", "add_decoder")),
     ),
     *_DIST_TRAIN_SIZES,
     _check_divisible,
     _check_expert_ranks,
-    Row(
+    Allowed(
         _CHUNKS,
         None,
         "there are no stages to interleave",
         When(_STAGES, lambda provider: provider.pipeline_model_parallel_size == 1),
         also=(1,),
     ),
-    Row(
+    Allowed(
         "num_layers",
         multiple_of(f"{_STAGES} * {_CHUNKS}"),
         "or uneven stages: set pipeline_model_parallel_layout, num_layers_in_first_pipeline_stage and "
@@ -553,7 +559,7 @@ ON_FINALIZE: tuple[Rule, ...] = (
         _STAGES_ARE_ALIKE,
     ),
     _check_rows,
-    Row(
+    Allowed(
         "cp_comm_type",
         any_of(None, "all_gather"),
         "keys and values are gathered once a layer",
@@ -562,7 +568,7 @@ ON_FINALIZE: tuple[Rule, ...] = (
             lambda provider: provider.context_parallel_size > 1 and provider.transformer_impl == "local",
         ),
     ),
-    Row(
+    Allowed(
         "cp_comm_type",
         any_of(None, "p2p", "all_gather", "a2a"),  # "p2p" is the default; a single padded row is a packed row here
         "packed rows have no other",
@@ -575,27 +581,27 @@ ON_FINALIZE: tuple[Rule, ...] = (
     _check_replicas,
     *under(
         _DIST_TRAIN,
-        Row(_CONTEXT, 1, "megatron-core's communicator between modules does not support context parallelism"),
-        Row(_CHUNKS, None, "the schedule of two modules is not interleaved"),
-        Row("variable_seq_lengths", True, "the size of what the modules send each other depends on a row's images"),
-        Row("fp16", False, "each module would scale its loss and skip steps independently"),
-        Row(
+        Allowed(_CONTEXT, 1, "megatron-core's communicator between modules does not support context parallelism"),
+        Allowed(_CHUNKS, None, "the schedule of two modules is not interleaved"),
+        Allowed("variable_seq_lengths", True, "the size of what the modules send each other depends on a row's images"),
+        Allowed("fp16", False, "each module would scale its loss and skip steps independently"),
+        Allowed(
             "calculate_per_token_loss",
             True,
             "otherwise each module divides gradients by the number of its own data-parallel ranks",
         ),
-        Row("overlap_p2p_comm", False, "the schedule of two modules is not interleaved"),
-        Row("fp32_residual_connection", False, "stages would send another dtype than the modules"),
+        Allowed("overlap_p2p_comm", False, "the schedule of two modules is not interleaved"),
+        Allowed("fp32_residual_connection", False, "stages would send another dtype than the modules"),
     ),
     _check_sent_by_vision,
     _check_rotary,
 )
 
-# --- On the first forward pass, and in addition for a model that is built to be trained ---
+# --- In each forward pass, and in addition for a model that is built to be trained ---
 
 
 def _check_float32(provider: VisionLanguageFields) -> None:
-    """Refuse a first forward pass that would fail in Transformer Engine: its fused kernels support only 16 and 8 bits.
+    """Refuse a forward pass that would fail in Transformer Engine: its fused kernels support only 16 and 8 bits.
 
     For float32 it uses its unfused implementation, which stores all attention scores, supports packed rows only from
     `PACKED_UNFUSED` on, and does not support context parallelism. Models that are only loaded, exported or saved need
@@ -657,7 +663,7 @@ LOGITS = "a loss on gathered logits gives wrong gradients"
 # Megatron-Bridge's `comm_overlap` writes `overlap_p2p_comm` and `batch_p2p_comm` before it finalises the model.
 ON_TRAIN: tuple[Rule, ...] = (
     *ON_FORWARD,
-    Row(
+    Allowed(
         "cross_entropy_fusion_impl",
         "native",
         "the other is Transformer Engine's, which is not installed",
@@ -671,7 +677,7 @@ ON_TRAIN: tuple[Rule, ...] = (
         ),
     ),
     _check_sent_by_stages,
-    Row(
+    Allowed(
         "overlap_p2p_comm",
         False,
         "the schedule has nothing to overlap",
@@ -680,13 +686,13 @@ ON_TRAIN: tuple[Rule, ...] = (
     # Each of two stages is both the previous and the next of the other. In a batch, a stage would confuse what it
     # receives from the previous with what it receives from the next, and nothing fails: the gradients are wrong. One by
     # one, they would deadlock.
-    Row(
+    Allowed(
         "overlap_p2p_comm",
         True,
         "two interleaved stages would confuse the tensors they send each other; batch_p2p_comm must be False as well",
         When(f"{_STAGES} {_CHUNKS}", lambda provider: _stages(provider)[0] == 2 and _stages(provider)[1] > 1),
     ),
-    Row(
+    Allowed(
         "batch_p2p_comm",
         False,
         "the schedule supports only one of the two",
@@ -694,7 +700,7 @@ ON_TRAIN: tuple[Rule, ...] = (
     ),
     _check_schedule_group,
     _check_deepstack_stages,
-    Row("parallel_output", True, LOGITS, When(_TENSOR, lambda provider: provider.tensor_model_parallel_size > 1)),
+    Allowed("parallel_output", True, LOGITS, When(_TENSOR, lambda provider: provider.tensor_model_parallel_size > 1)),
 )
 
 # --- For a number of processes, and of microbatches ---

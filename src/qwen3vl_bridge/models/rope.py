@@ -130,8 +130,6 @@ class InterleavedMRoPE(nn.Module):
         fused: bool = False,
     ) -> None:
         super().__init__()
-        if sum(mrope_section) != dim // 2:
-            raise ValueError(f"mrope_section {mrope_section} has sum {sum(mrope_section)}, expected {dim // 2}")
         self.dim, self.theta, self.mrope_section, self.scaled = dim, theta, mrope_section, scaled
         self.dtype, self.fused = dtype, fused
         self._constants: dict[torch.device, tuple[Tensor, Tensor, float]] = {}

@@ -43,7 +43,7 @@ class When:
 
 
 @dataclass(frozen=True)
-class Row:
+class Allowed:
     """The allowed value of a setting.
 
     Attributes:
@@ -112,17 +112,17 @@ def multiple_of(divisor: str) -> Range:
     )
 
 
-def under(when: When, *rows: Row) -> tuple[Row, ...]:
+def under(when: When, *rows: Allowed) -> tuple[Allowed, ...]:
     """Rows that apply under the same conditions."""
     return tuple(replace(row, when=when) for row in rows)
 
 
-def only(why: str, **values: Any) -> dict[str, Row]:
+def only(why: str, **values: Any) -> dict[str, Allowed]:
     """Rows of settings that have one value each, for one reason; by name, so that a family can replace some."""
-    return {name: Row(name, value, why) for name, value in values.items()}
+    return {name: Allowed(name, value, why) for name, value in values.items()}
 
 
-def at_default(kind: type, names: str, why: str, *, section: str = "", when: When | None = None) -> dict[str, Row]:
+def at_default(kind: type, names: str, why: str, *, section: str = "", when: When | None = None) -> dict[str, Allowed]:
     """Rows of fields that must have their defaults, or None; by name.
 
     Args:
@@ -134,7 +134,7 @@ def at_default(kind: type, names: str, why: str, *, section: str = "", when: Whe
     """
     wanted = names.split()
     return {
-        field.name: Row(
+        field.name: Allowed(
             section + field.name,
             field.default if field.default_factory is MISSING else field.default_factory(),
             why,

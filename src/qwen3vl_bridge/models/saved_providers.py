@@ -35,7 +35,7 @@ _EXCLUDED = {
 _BUILDERS: dict[type, Callable[..., Any]] = {}
 
 
-def replace(
+def register_replacement(
     theirs: type,
     ours: type[VisionLanguageFields],
     *,

@@ -72,6 +72,11 @@ class DistTrainConfig:
     vision_to_llm_dp_ratio: int | None = None
 
 
+def deepstack_layers_of(vision_config: Any) -> list[int]:
+    """Layers of a tower that have a DeepStack merger; none if its family has no DeepStack."""
+    return list(getattr(vision_config, "deepstack_visual_indexes", None) or ())
+
+
 @dataclass
 class VisionLanguageFields(GPTModelProvider):
     """Fields of a vision tower and a language model. The inherited ones describe the language model.
@@ -161,8 +166,8 @@ class VisionLanguageFields(GPTModelProvider):
 
     @property
     def deepstack_layers(self) -> tuple[int, ...]:
-        """Layers of the tower that have a DeepStack merger."""
-        return tuple(getattr(self.vision_config, "deepstack_visual_indexes", None) or ())
+        """See `deepstack_layers_of`."""
+        return tuple(deepstack_layers_of(self.vision_config))
 
     @property
     def trains_mtp(self) -> bool:
@@ -236,7 +241,7 @@ def _has_rotation_kernel(provider: VisionLanguageFields) -> bool:
     return has_transformer_engine() and provider.transformer_impl != "local"
 
 
-def complete_on_construct(provider: VisionLanguageFields) -> None:
+def complete_before_finalize(provider: VisionLanguageFields) -> None:
     """Convert settings to megatron-core's values, turn off those without a kernel, and turn on what experts and split
     rows need; changes are logged. Called before megatron-core completes the fields.
 

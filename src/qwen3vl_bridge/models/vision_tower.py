@@ -6,7 +6,12 @@ from qwen3vl_bridge.batch.packed_batch import VisionInputs
 from qwen3vl_bridge.models.core_attention import packed_seq_params
 from qwen3vl_bridge.models.layer_specs import backend, vision_block_spec
 from qwen3vl_bridge.models.rope import vision_rotary
-from qwen3vl_bridge.models.settings import VisionLanguageFields, vision_activation, vision_tensor_ranks
+from qwen3vl_bridge.models.settings import (
+    VisionLanguageFields,
+    deepstack_layers_of,
+    vision_activation,
+    vision_tensor_ranks,
+)
 
 import torch
 import torch.nn.functional as F
@@ -130,11 +135,6 @@ class PatchMerger(MegatronModule):
         return self.linear_fc2(F.gelu(self.linear_fc1(tokens)[0]))[0]
 
 
-def deepstack_layers(vision: PretrainedConfig) -> list[int]:
-    """Layers of a tower that have a DeepStack merger; none if its family has no DeepStack."""
-    return list(getattr(vision, "deepstack_visual_indexes", None) or ())
-
-
 class VisionBlock(TransformerBlock):
     """A transformer block that owns the DeepStack mergers, where checkpoints have them."""
 
@@ -150,7 +150,7 @@ class VisionBlock(TransformerBlock):
             pg_collection=pg_collection,
         )
         self.deepstack_merger_list = nn.ModuleList(
-            PatchMerger(config, vision, pg_collection.tp, norm_after_shuffle=True) for _ in deepstack_layers(vision)
+            PatchMerger(config, vision, pg_collection.tp, norm_after_shuffle=True) for _ in deepstack_layers_of(vision)
         )
 
     def sharded_state_dict(
@@ -182,7 +182,7 @@ class QwenVLVisionModel(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.tp_group = pg_collection.tp
-        self.deepstack_layers = deepstack_layers(vision)
+        self.deepstack_layers = deepstack_layers_of(vision)
         self.patches_per_token = vision.spatial_merge_size**2
         self.values_per_patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         self.patch_embed = PatchEmbed(config, vision, pg_collection.tp)

@@ -26,8 +26,8 @@ from qwen3vl_bridge.weights.rows import (
     ExpertOutput,
     GatedMLP,
     PackedExpert,
-    Row,
     Sectioned,
+    WeightRow,
     is_of_experts,
     is_of_mtp,
     local_name,
@@ -91,17 +91,17 @@ def _is_named(layer: str, entries: Iterable[str]) -> bool:
     return any(entry == _last_part(layer) or re.fullmatch(entry.replace("*", ".*"), layer) for entry in entries)
 
 
-def layer_of(row: Row) -> str:
+def layer_of(row: WeightRow) -> str:
     """The layer of a row's weight; for an expert, the separate module that it has to be to have an adapter."""
     return local_name(row.megatron).removesuffix(".weight")
 
 
-def linear_rows(rows: Iterable[Row]) -> Iterator[Row]:
+def linear_rows(rows: Iterable[WeightRow]) -> Iterator[WeightRow]:
     """Among expanded rows, the weights of linear layers that can be adapted: models in `peft` have no MTP."""
     return (row for row in rows if _LINEAR.search(row.megatron) and not is_of_mtp(row.megatron))
 
 
-def adapter_row(weight: Row, kind: str, dim: int, *, whole: bool = False) -> Row:
+def adapter_row(weight: WeightRow, kind: str, dim: int, *, whole: bool = False) -> WeightRow:
     """The row of an adapter's parameter; for IN, with only the first Hugging Face tensor (`adapter_names` has all).
 
     Args:
@@ -127,11 +127,11 @@ def adapter_row(weight: Row, kind: str, dim: int, *, whole: bool = False) -> Row
     shapes = tuple((shape[0], dim) if kind == OUT else (shape[0],) for shape in weight.shapes)
     row = replace(weight, hf=hf, shapes=shapes, **where)
     if whole and isinstance(row, GatedMLP | Sectioned):
-        return WholeStack(**{field: getattr(row, field) for field in Row.__dataclass_fields__})
+        return WholeStack(**{field: getattr(row, field) for field in WeightRow.__dataclass_fields__})
     return row
 
 
-def adapter_names(weight: Row, kind: str) -> tuple[str, ...]:
+def adapter_names(weight: WeightRow, kind: str) -> tuple[str, ...]:
     """Names in `peft`'s file of the parts of an adapter's parameter; those for IN are equal tensors."""
     if isinstance(weight, PackedExpert):
         # `peft` wraps the module of the experts once for each parameter: down_proj's wrapper is around gate_up_proj's.

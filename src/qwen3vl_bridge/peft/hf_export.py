@@ -41,7 +41,7 @@ from qwen3vl_bridge.peft.adapter_rows import (
     linear_rows,
 )
 from qwen3vl_bridge.peft.stored_adapters import StoredAdapters, open_adapters
-from qwen3vl_bridge.weights.rows import IN, MAGNITUDE, OUT, ExpertLayout, PackedExpert, Row
+from qwen3vl_bridge.weights.rows import IN, MAGNITUDE, OUT, ExpertLayout, PackedExpert, WeightRow
 
 import torch
 from torch import Tensor
@@ -224,7 +224,7 @@ def _plan(run: StoredAdapters, base: StoredModel, dtype: str | None) -> tuple[Pl
     return replace(plan, tasks=tuple(tasks.values())), source
 
 
-def _merges(run: StoredAdapters, weights: Iterator[Row], tasks: dict[str, Task]) -> Iterator[tuple[str, Merge]]:
+def _merges(run: StoredAdapters, weights: Iterator[WeightRow], tasks: dict[str, Task]) -> Iterator[tuple[str, Merge]]:
     """Weights by name, and their adapters; every adapter is used."""
     each = ExpertLayout.PER_EXPERT  # in which each row of an adapter belongs to one expert
     adapters = {task.target.name: _prefixed(task, _RUN) for task in run.plan(experts=each).tasks}

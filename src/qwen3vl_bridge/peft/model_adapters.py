@@ -34,8 +34,8 @@ from qwen3vl_bridge.weights.rows import (
     OUT,
     ExpertLayout,
     GatedMLP,
-    Row,
     Sectioned,
+    WeightRow,
     expand,
     is_of_experts,
     shared_name,
@@ -138,11 +138,11 @@ class AdapterConversion(MegatronPeftBridge):
         """Names of all the model's Hugging Face tensors."""
         return {name for row in self._rows(megatron_model) for name in row.hf}
 
-    def _rows(self, megatron_model: list[MegatronModule]) -> Iterator[Row]:
+    def _rows(self, megatron_model: list[MegatronModule]) -> Iterator[WeightRow]:
         """The model's rows of the weight table, with the expert format of transformers' models."""
         return expand(family(self.family).rows(), unwrap_model(megatron_model)[0].config.dimensions())
 
-    def _row(self, layer: str, experts: ExpertLayout | None = None) -> Row:
+    def _row(self, layer: str, experts: ExpertLayout | None = None) -> WeightRow:
         """The expanded row of a layer's weight."""
         table = family(self.family).rows
         for row in table() if experts is None else table(experts):
@@ -196,7 +196,7 @@ class AdapterConversion(MegatronPeftBridge):
         return {name.removeprefix(HF_PREFIX): weight.detach() for name, weight in weights.items()}
 
     def _of_each_tensor(
-        self, megatron_model: list[MegatronModule], row: Row, layer: str, adapters: list[AdapterWeight]
+        self, megatron_model: list[MegatronModule], row: WeightRow, layer: str, adapters: list[AdapterWeight]
     ) -> dict[str, Factors]:
         """The adapters of a layer's Hugging Face weights, by name and in the row's order."""
         if len(adapters) > 1 and len(row.hf) > 1:
@@ -347,7 +347,7 @@ def _fused(adapters: list[AdapterWeight]) -> Factors:
     return Factors(torch.cat(a, dim=-2), torch.block_diag(*b), count * first.dim, count * first.alpha)
 
 
-def _split(row: Row, whole: Factors, layout: HuggingFace) -> dict[str, Factors]:
+def _split(row: WeightRow, whole: Factors, layout: HuggingFace) -> dict[str, Factors]:
     """A layer's adapter in those of its Hugging Face weights, by name: each has all of `a` and its rows of `b`."""
     b, size = whole.b, parallel_state.get_tensor_model_parallel_world_size()
     if size > 1 and isinstance(row, GatedMLP | Sectioned) and not is_of_experts(row.megatron):
@@ -363,7 +363,7 @@ def _split(row: Row, whole: Factors, layout: HuggingFace) -> dict[str, Factors]:
     return {name: whole._replace(b=parts[key]) for name, key in zip(row.hf, adapter_names(row, OUT), strict=True)}
 
 
-def _put(weights: Weights, row: Row, parameter: Tensor, layout: HuggingFace) -> None:
+def _put(weights: Weights, row: WeightRow, parameter: Tensor, layout: HuggingFace) -> None:
     """Write a whole Megatron parameter into its Hugging Face tensors. A padded vocabulary's last rows are left out."""
     for name, shape in layout.tensors(row).items():
         if name not in weights:

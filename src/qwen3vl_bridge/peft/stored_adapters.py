@@ -18,7 +18,7 @@ from qwen3vl_bridge.checkpoint.formats.tensors import TensorSpec
 from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, check_same_model, compared_with_run, own_config
 from qwen3vl_bridge.io.files import CheckpointError, expanded
 from qwen3vl_bridge.peft.adapter_rows import AdapterSettings, WholeStack, adapter_row, layer_of, linear_rows
-from qwen3vl_bridge.weights.rows import MARK, NAMED_IF_MIXED, Dimensions, ExpertLayout, Part, Row, local_name
+from qwen3vl_bridge.weights.rows import MARK, NAMED_IF_MIXED, Dimensions, ExpertLayout, Part, WeightRow, local_name
 
 # By class, whether it is DoRA. Megatron-Bridge's own adapt all parts, and experts unless they are DoRA.
 _OURS = {"qwen3vl_bridge.peft.Qwen3VLLoRA": False, "qwen3vl_bridge.peft.Qwen3VLDoRA": True}
@@ -105,7 +105,7 @@ class StoredAdapters:
     base: str
     hf_model: str
 
-    def layers(self, experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> list[Row]:
+    def layers(self, experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> list[WeightRow]:
         """Rows of the weights of all layers that the settings adapt, in the same order for all formats of experts."""
         return [row for row in linear_rows(self.config.rows(experts)) if self.settings.adapts(layer_of(row))]
 
@@ -120,14 +120,14 @@ class StoredAdapters:
         """The tensors that are not adapters."""
         return {name: spec for name, spec in self.tensors.specs.items() if MARK not in name}
 
-    def rows(self, experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> list[Row]:
+    def rows(self, experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> list[WeightRow]:
         """Rows of all adapters that the settings require."""
         # Gate and up of an adapter, or its sections, are one tensor in Megatron-FSDP's checkpoints.
         dim, names = self.settings.dim, self.tensors.specs
         return [adapter_row(layer, kind, dim, whole=f"{layer_of(layer)}{MARK}{kind}" in names)
                 for layer in self.layers(experts) for kind in self.settings.kinds]  # fmt: skip
 
-    def layout(self, rows: Collection[Row]) -> FsdpDtensor | TorchDist:
+    def layout(self, rows: Collection[WeightRow]) -> FsdpDtensor | TorchDist:
         """The checkpoint's layout of some of its rows."""
         dimensions, names = self.config.dimensions, self.tensors.specs
         if self.ckpt_format == megatron.TORCH_DIST:
@@ -147,7 +147,7 @@ class StoredAdapters:
         return make_plan(rows, self.layout(rows), target, adapters, where=str(self.folder), dtype=dtype)
 
 
-def _spellings(row: Row, dimensions: Dimensions) -> Iterator[str]:
+def _spellings(row: WeightRow, dimensions: Dimensions) -> Iterator[str]:
     """Possible names of an expanded row's tensors in the formats and layer specs."""
     for name in row.stored:
         yield from (name, local_name(name))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from qwen3vl_bridge.planning.split import ModelSplit, PipelineChunk
 from qwen3vl_bridge.planning.training_settings import Sharding, TrainingSettings
 from qwen3vl_bridge.registry import family
-from qwen3vl_bridge.weights.rows import Dimensions, Part, Row, is_of_experts, is_of_mtp, part_of
+from qwen3vl_bridge.weights.rows import Dimensions, Part, WeightRow, is_of_experts, is_of_mtp, part_of
 
 _EMBEDDING = "language_model.embedding.word_embeddings.weight"
 _MTP_LAYER = ".mtp_model_layer."
@@ -63,7 +63,7 @@ class ParameterCount:
 
 
 @functools.cache
-def _rows(family_name: str) -> tuple[tuple[Row, str, bool], ...]:
+def _rows(family_name: str) -> tuple[tuple[WeightRow, str, bool], ...]:
     """A family's weight table: each row with its kind of parameters, and whether tensor parallelism replicates it."""
     return tuple(
         (
@@ -148,9 +148,9 @@ class ModelStates:
         gathered: under ZeRO-3, weights and gradients that are temporarily unsharded.
         unsharded: under Megatron-FSDP, before sharding: weights, which are created unsharded on each rank.
         updating: while the optimizer steps and activations are freed: without Transformer Engine Adam is torch's
-            (`compat/optimizers.py`), which on a GPU holds the square roots of all second moments of a group of parameters at
-            once; with expert parallelism experts are a group, and all others one after it. Not with Megatron-FSDP,
-            whose parameters (DTensors) torch updates one by one. Source: torch 2.13, `optim/adam.py`,
+            (`compat/optimizers.py`), which on a GPU holds the square roots of all second moments of a group of
+            parameters at once; with expert parallelism experts are a group, and all others one after it. Not with
+            Megatron-FSDP, whose parameters (DTensors) torch updates one by one. Source: torch 2.13, `optim/adam.py`,
             `_default_to_fused_or_foreach`, `_multi_tensor_adam`.
         host_written: on the host, while a checkpoint is saved: the rank's part of it.
         host_gathered: on the host too, if the optimizer's state is saved by parameters (`saved_by_parameters`): that of

@@ -54,10 +54,10 @@ class Qwen3VLConfigContainer(ConfigContainer):
     def validate(self) -> None:
         """Like Megatron-Bridge's, with our checks; raises ValueError for settings that contradict each other."""
         check_script()
-        check(run_refusals.ON_CONSTRUCT, self)
+        check(run_refusals.BEFORE_VALIDATE, self)
         super().validate()
         manage_checkpoints(self)
-        check(run_refusals.ON_FINALIZE, self)
+        check(run_refusals.AFTER_VALIDATE, self)
         read_initial_weights(self, MANAGER)
         self._complete_dataset()
 

@@ -26,7 +26,7 @@ from qwen3vl_bridge.parallel.collectives import gather_objects, max_of_each, sum
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.planning.hardware import GPUS
 from qwen3vl_bridge.training.run_log import TOWER_NORMS, check_trackers, publish, step_of
-from qwen3vl_bridge.training.run_refusals import check_share
+from qwen3vl_bridge.training.run_refusals import microbatches_of_a_rank
 from qwen3vl_bridge.weights.rows import part_of_wrapped
 
 import torch
@@ -432,7 +432,7 @@ class ExpertLoad:
 def _balancing_losses(cfg: ConfigContainer) -> dict[str, float]:
     config, tracker, losses = cfg.model, get_moe_metrics_tracker(), {}
     replicas = cfg.data_parallel_size
-    microbatches = check_share(cfg, replicas)
+    microbatches = microbatches_of_a_rank(cfg, replicas)
     kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     if isinstance(kinds, str):
         kinds, coefficients = [kinds], [coefficients]

@@ -15,7 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from qwen3vl_bridge.data.dataset_provider import ConversationRows, Qwen3VLConversationProvider
 from qwen3vl_bridge.models import refusals as model_refusals
-from qwen3vl_bridge.models.rules import Range, Row, Rule, When, any_of, at_default, at_least, check, under
+from qwen3vl_bridge.models.rules import Allowed, Range, Rule, When, any_of, at_default, at_least, check, under
 from qwen3vl_bridge.models.settings import replicas_of
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.planning.from_config import plan_of
@@ -68,23 +68,23 @@ _SINGLE = "it shards the parameters of a single module"
 _MODULES: tuple[Rule, ...] = (
     *under(
         _DIST_TRAIN,
-        Row("dist.use_decentralized_pg", True, _GROUPS),
-        Row("dist.use_gloo_process_groups", False, _GROUPS),
-        Row("ddp.num_distributed_optimizer_instances", 1, _GROUPS),
-        Row("dist.use_torch_fsdp2", False, _SINGLE),
-        Row("ddp.use_megatron_fsdp", False, _SINGLE),
-        Row("dist.use_megatron_fsdp", False, _SINGLE),
-        Row("peft", None, "adapters are applied to complete models"),
-        Row("accuracy.path", None, "generation needs the complete model"),
-        Row(
+        Allowed("dist.use_decentralized_pg", True, _GROUPS),
+        Allowed("dist.use_gloo_process_groups", False, _GROUPS),
+        Allowed("ddp.num_distributed_optimizer_instances", 1, _GROUPS),
+        Allowed("dist.use_torch_fsdp2", False, _SINGLE),
+        Allowed("ddp.use_megatron_fsdp", False, _SINGLE),
+        Allowed("dist.use_megatron_fsdp", False, _SINGLE),
+        Allowed("peft", None, "adapters are applied to complete models"),
+        Allowed("accuracy.path", None, "generation needs the complete model"),
+        Allowed(
             "checkpoint.also_save_hf_checkpoint",
             False,
             "the first rank would write only the tower; convert the checkpoint instead",
         ),
-        Row("checkpoint.non_persistent_ckpt_type", None, "such runs resume only from persistent checkpoints"),
-        Row("rerun_state_machine.rerun_mode", "disabled", "the tower's ranks cannot read their rows a second time"),
+        Allowed("checkpoint.non_persistent_ckpt_type", None, "such runs resume only from persistent checkpoints"),
+        Allowed("rerun_state_machine.rerun_mode", "disabled", "the tower's ranks cannot read their rows a second time"),
     ),
-    Row(
+    Allowed(
         "checkpoint.custom_manager_class",
         None,
         "it would save the random states of both modules under the same names",
@@ -108,15 +108,15 @@ _GATHERED = "each rank's parameters are gathered in one call, which needs one dt
 _FLOAT32: tuple[Rule, ...] = (
     *under(
         _TWO_DTYPES,
-        Row("optimizer.optimizer", any_of("adam", "sgd", "lion", "muon"), _GATHERED),
-        Row("optimizer.use_layer_wise_distributed_optimizer", False, _GATHERED),
-        Row(
+        Allowed("optimizer.optimizer", any_of("adam", "sgd", "lion", "muon"), _GATHERED),
+        Allowed("optimizer.use_layer_wise_distributed_optimizer", False, _GATHERED),
+        Allowed(
             "dist.use_torch_fsdp2",
             False,
             "torch's FSDP needs parameters of one dtype, and linear attention has some in float32; use Megatron-FSDP",
         ),
     ),
-    Row(
+    Allowed(
         "ddp.grad_reduce_in_fp32",
         True,
         "gradients of a virtual stage are reduced in one call, which needs one dtype, and linear attention has float32",
@@ -168,22 +168,22 @@ _WHOLE = "it needs whole matrices"
 
 # Muon and its like.
 _OPTIMIZER: tuple[Rule, ...] = (
-    Row(
+    Allowed(
         "optimizer.optimizer",
         any_of("adam", "sgd", "lion", "muon", "dist_muon"),
         "megatron-core 0.19 cannot build, step or save others with emerging-optimizers 0.3",
     ),
     *under(
         _EMERGING,
-        Row("ddp.use_megatron_fsdp", False, _WHOLE),
-        Row("dist.use_megatron_fsdp", False, _WHOLE),
-        Row("dist.use_torch_fsdp2", False, _WHOLE),
-        Row("ddp.use_distributed_optimizer", False, _PARTIAL),
-        Row("optimizer.use_distributed_optimizer", False, _PARTIAL),
-        Row("optimizer.optimizer_cpu_offload", False, "it would be ignored"),
-        Row("optimizer.fp16", False, "megatron-core has no loss scaling for it"),
+        Allowed("ddp.use_megatron_fsdp", False, _WHOLE),
+        Allowed("dist.use_megatron_fsdp", False, _WHOLE),
+        Allowed("dist.use_torch_fsdp2", False, _WHOLE),
+        Allowed("ddp.use_distributed_optimizer", False, _PARTIAL),
+        Allowed("optimizer.use_distributed_optimizer", False, _PARTIAL),
+        Allowed("optimizer.optimizer_cpu_offload", False, "it would be ignored"),
+        Allowed("optimizer.fp16", False, "megatron-core has no loss scaling for it"),
     ),
-    *under(_LAYER_WISE, Row("optimizer.bf16", True, "megatron-core 0.19 wraps it only for bfloat16")),
+    *under(_LAYER_WISE, Allowed("optimizer.bf16", True, "megatron-core 0.19 wraps it only for bfloat16")),
 )
 
 
@@ -195,7 +195,7 @@ def _check_package(cfg: Any) -> None:
         )
 
 
-def check_share(cfg: Any, ranks: int) -> int:
+def microbatches_of_a_rank(cfg: Any, ranks: int) -> int:
     """The microbatches of each of the data-parallel ranks.
 
     Raises:
@@ -317,19 +317,19 @@ def _check_guard(cfg: Any) -> None:
         logger.warning("%s ends the run before the guard can name samples; set it to False", names)
 
 
-ON_CONSTRUCT: tuple[Rule, ...] = (
+BEFORE_VALIDATE: tuple[Rule, ...] = (
     _check_lengths,
     *_MODULES,
     *_FLOAT32,
     lambda cfg: check(model_refusals.GRAPHS, cfg.model),
-    Row("accuracy.samples", at_least(1)),
-    Row("accuracy.max_new_tokens", at_least(1)),
+    Allowed("accuracy.samples", at_least(1)),
+    Allowed("accuracy.max_new_tokens", at_least(1)),
     _check_accuracy,
     *_OPTIMIZER,
     _check_package,
     _check_schedule,
     _check_towers,
-    lambda cfg: check_share(cfg, cfg.get_data_parallel_size(get_world_size_safe())),
+    lambda cfg: microbatches_of_a_rank(cfg, cfg.get_data_parallel_size(get_world_size_safe())),
     check_balance,
     _check_guard,
 )
@@ -342,8 +342,8 @@ _TOWER_READS_BY_ITSELF = When(
 )
 ON_TRAIN: tuple[Rule, ...] = (
     _check_towers,
-    Row("optimizer.optimizer_cuda_graph", False, "no step could be skipped"),
-    Row(
+    Allowed("optimizer.optimizer_cuda_graph", False, "no step could be skipped"),
+    Allowed(
         "checkpoint.dist_ckpt_optim_fully_reshardable",
         True,
         "other forms name what they save by group number, and both modules have the same numbers",
@@ -359,8 +359,8 @@ ON_TRAIN: tuple[Rule, ...] = (
     ),
     *under(
         _TOWER_READS_BY_ITSELF,
-        Row("train.iterations_to_skip", [], "the tower's ranks cannot skip iterations", also=(None, ())),
-        Row("dataset.__class__", Qwen3VLConversationProvider, "the tower's ranks read its rows by index"),
+        Allowed("train.iterations_to_skip", [], "the tower's ranks cannot skip iterations", also=(None, ())),
+        Allowed("dataset.__class__", Qwen3VLConversationProvider, "the tower's ranks read its rows by index"),
     ),
 )
 
@@ -428,7 +428,7 @@ def _off(switch: str) -> When:
 
 
 # Rows of both.
-IGNORED: tuple[Row, ...] = (
+IGNORED: tuple[Allowed, ...] = (
     *(
         row
         for section, (kind, names) in UNREAD.items()
@@ -461,7 +461,7 @@ _OUR_DATA = When(
 )
 
 
-def _needs(package: str, name: str, expected: Any, when: When | None = None) -> Row:
+def _needs(package: str, name: str, expected: Any, when: When | None = None) -> Allowed:
     """A row of a setting that needs a package, which Megatron-Bridge imports around building the model, or later."""
     section = name.split(".")[0]
 
@@ -470,7 +470,7 @@ def _needs(package: str, name: str, expected: Any, when: When | None = None) -> 
         return not unused and importlib.util.find_spec(package) is None
 
     why = f"it needs the package {package.replace('_', '-')}, which is not installed"
-    return Row(name, expected, why, When(when.names if when else "", missing))
+    return Allowed(name, expected, why, When(when.names if when else "", missing))
 
 
 _NVRX = "nvidia_resiliency_ext"
@@ -564,7 +564,7 @@ def _check_meta_device(cfg: Any) -> None:
         raise ValueError(f"model.init_model_with_meta_device is True, expected False, or: {'; '.join(wrong)}")
 
 
-ON_FINALIZE: tuple[Rule, ...] = (
+AFTER_VALIDATE: tuple[Rule, ...] = (
     lambda cfg: check(model_refusals.ON_TRAIN, cfg.model),
     *IGNORED,
     _needs("nvdlfw_inspect", "tensor_inspect.enabled", False),
@@ -572,7 +572,7 @@ ON_FINALIZE: tuple[Rule, ...] = (
     _needs(_NVRX, "ft.enable_ft_package", False),
     _needs(_NVRX, "inprocess_restart.enabled", False),
     _needs(_NVRX, "checkpoint.async_save", False, _FSDP_DTENSOR),
-    Row("checkpoint.non_persistent_ckpt_type", any_of(None, "global", "local")),
+    Allowed("checkpoint.non_persistent_ckpt_type", any_of(None, "global", "local")),
     _needs(_NVRX, "checkpoint.non_persistent_ckpt_type", any_of(None, "global")),
     *at_default(
         CheckpointConfig,
@@ -587,21 +587,21 @@ ON_FINALIZE: tuple[Rule, ...] = (
         section="tokenizer.",
         when=_OUR_DATA,
     ).values(),
-    Row(
+    Allowed(
         "logger.log_l2_norm_grad_to_tensorboard",
         False,
         "it would write norms of the rank's parts of gradients, or fail; grad-norm and qwen3vl/grad_norm_* are "
         "written without it",
         When("", _norms_are_partial),
     ),
-    Row(
+    Allowed(
         "checkpoint.ckpt_format",
         any_of("torch_dist", "fsdp_dtensor"),
         "the run could not resume from others",
         When("", lambda cfg: cfg.checkpoint.save is not None or cfg.checkpoint.load is not None),
     ),
-    Row("model.pipeline_model_parallel_size", 1, "Megatron-FSDP's mesh of ranks has no pipeline stages", _SHARDED),
-    Row("model.log_max_attention_logit", False, "the training loop does not log it"),
+    Allowed("model.pipeline_model_parallel_size", 1, "Megatron-FSDP's mesh of ranks has no pipeline stages", _SHARDED),
+    Allowed("model.log_max_attention_logit", False, "the training loop does not log it"),
     *at_default(
         DistributedInitConfig,
         "eval_context_parallel_size",
@@ -610,17 +610,17 @@ ON_FINALIZE: tuple[Rule, ...] = (
     ).values(),
     *under(
         When("dataset.pack", lambda cfg: isinstance(cfg.dataset, ConversationRows) and cfg.dataset.pack),
-        Row("train.micro_batch_size", 1, "make the rows longer instead"),
-        Row("validation.eval_micro_batch_size", 1, "make the rows longer instead"),
+        Allowed("train.micro_batch_size", 1, "make the rows longer instead"),
+        Allowed("validation.eval_micro_batch_size", 1, "make the rows longer instead"),
     ),
-    Row("dist.lazy_mpu_init", False, "the training loop needs its process groups before it builds the model"),
-    Row(
+    Allowed("dist.lazy_mpu_init", False, "the training loop needs its process groups before it builds the model"),
+    Allowed(
         "optimizer.use_distributed_optimizer",
         False,
         "megatron-core's distributed optimizer has no state of SGD; Megatron-FSDP uses it too",
         When("optimizer.optimizer", lambda cfg: cfg.optimizer.optimizer == "sgd"),
     ),
-    Row(
+    Allowed(
         "optimizer.overlap_param_gather_with_optimizer_step",
         False,
         "it gathers between interleaved pipeline stages: set model.virtual_pipeline_model_parallel_size",
@@ -629,12 +629,14 @@ ON_FINALIZE: tuple[Rule, ...] = (
     _check_choices,
     _check_adapters,
     lambda cfg: model_refusals.check_microbatches(
-        cfg.model, check_share(cfg, cfg.data_parallel_size), "train.global_batch_size"
+        cfg.model, microbatches_of_a_rank(cfg, cfg.data_parallel_size), "train.global_batch_size"
     ),
     _check_saved_shards,
     _check_host_memory,
     lambda cfg: expect_checkpoint(cfg.checkpoint),
-    Row("checkpoint.most_recent_k", Range(lambda number, _: number != 0, lambda _: "at least 1, or -1 to keep all")),
+    Allowed(
+        "checkpoint.most_recent_k", Range(lambda number, _: number != 0, lambda _: "at least 1, or -1 to keep all")
+    ),
     _check_meta_device,
     *ON_TRAIN,
 )

@@ -27,7 +27,7 @@ from qwen3vl_bridge.peft.stored_adapters import refuse_adapters_alone
 from qwen3vl_bridge.registry import family, family_of
 from qwen3vl_bridge.training.process_groups import initialize
 from qwen3vl_bridge.training.resuming import has_checkpoint
-from qwen3vl_bridge.weights.rows import Row, expand, is_of_mtp, local_name, stored_rows, vision_sizes
+from qwen3vl_bridge.weights.rows import WeightRow, expand, is_of_mtp, local_name, stored_rows, vision_sizes
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -379,7 +379,7 @@ class StoredParameter:
     accordingly.
     """
 
-    row: Row  # of the weight table, expanded
+    row: WeightRow  # of the weight table, expanded
     parameter: torch.nn.Parameter  # this rank's part
     mesh: DeviceMesh | None = None  # the ranks that have the other parts; None if the part is the whole
     dimension: int = 0  # along which it is split
@@ -418,7 +418,7 @@ def stored_parameters(model: Sequence[torch.nn.Module], groups: ProcessGroupColl
             yield StoredParameter(row, parameter, meshes[group], parameter.partition_dim, ratio)
 
 
-def rows_by_name(provider: VisionLanguageProvider) -> dict[str, Row]:
+def rows_by_name(provider: VisionLanguageProvider) -> dict[str, WeightRow]:
     """The whole model's rows under the parameter names of both layer specs, which experts and other layers may use."""
     rows = list(expand(family(provider.family).rows(), provider.dimensions()))
     return {name: row for row in rows for name in (row.megatron, local_name(row.megatron))}

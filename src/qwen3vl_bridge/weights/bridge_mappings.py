@@ -11,8 +11,8 @@ from qwen3vl_bridge.weights.rows import (
     GatedMLP,
     GatedQKV,
     PackedExpert,
-    Row,
     Sectioned,
+    WeightRow,
     ZeroCentered,
     local_name,
 )
@@ -52,7 +52,7 @@ class ZeroCenteredMapping(RMSNorm2ZeroCenteredRMSNormMapping):
         return super().hf_to_megatron(hf_weights.float(), megatron_module)
 
 
-_MAPPING_OF: dict[type[Row], Callable[..., MegatronParamMapping]] = {
+_MAPPING_OF: dict[type[WeightRow], Callable[..., MegatronParamMapping]] = {
     Copy: AutoMapping,
     QKV: QKVMapping,
     ConcatenatedQKV: ConcatenatedQKVMapping,
@@ -118,7 +118,7 @@ _PACKED: dict[tuple[bool, bool], type[MegatronParamMapping]] = {  # (gated, tran
 }
 
 
-def param_mappings(rows: tuple[Row, ...]) -> Iterator[MegatronParamMapping]:
+def param_mappings(rows: tuple[WeightRow, ...]) -> Iterator[MegatronParamMapping]:
     """Megatron-Bridge's mapping of each row, for the names of both layer specs."""
     for row in rows:
         if isinstance(row, PackedExpert):

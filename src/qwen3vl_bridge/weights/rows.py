@@ -100,8 +100,12 @@ Shape = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
-class Row:
-    """One Megatron parameter and its Hugging Face tensors."""
+class WeightRow:
+    """One Megatron parameter and its Hugging Face tensors.
+
+    The class of a row is its transformation: `weights/bridge_mappings.py` applies it to tensors in memory,
+    `checkpoint/formats/layouts.py` to slices of files.
+    """
 
     megatron: str  # Megatron parameter name, with Transformer Engine's layer spec
     hf: tuple[str, ...]  # names of its Hugging Face tensors, in the order of Megatron's parameter
@@ -129,7 +133,7 @@ class Row:
         """Index of an expanded row's expert, for rows of experts."""
         return self.position[self.indices.index("experts")]
 
-    def at(self, *numbers: int) -> Row:
+    def at(self, *numbers: int) -> WeightRow:
         """This row with its `*` replaced by `numbers`, from left to right, on both sides."""
         hf = tuple(_fill(name, numbers) for name in self.hf)
         return replace(self, megatron=_fill(self.megatron, numbers), hf=hf, position=numbers, pattern=self.megatron)
@@ -139,26 +143,26 @@ class Row:
         return tuple(tuple(dimensions[d] if isinstance(d, str) else d for d in shape) for shape in self.shapes)
 
 
-class Copy(Row):
+class Copy(WeightRow):
     """One tensor, the same on both sides."""
 
 
-class QKV(Row):
+class QKV(WeightRow):
     """Three tensors q, k, v; Megatron interleaves them by query group: [q heads of the group, its k, its v] ..."""
 
 
-class ConcatenatedQKV(Row):
+class ConcatenatedQKV(WeightRow):
     """One tensor [q; k; v]; Megatron interleaves it by head: [q, k, v of head 0], [q, k, v of head 1] ..."""
 
 
-class GatedQKV(Row):
+class GatedQKV(WeightRow):
     """Three tensors q, k, v, where q has each head's queries and then its output gate.
 
     Megatron interleaves them by query group: [queries of its heads, their gates, its k, its v] ...
     """
 
 
-class ZeroCentered(Row):
+class ZeroCentered(WeightRow):
     """One tensor; Megatron's is less by one, because its norms multiply by 1 + weight.
 
     In float32 that is exact for weights of at least 0.5, and for those of bfloat16 from 2^-16 in magnitude; others are
@@ -167,7 +171,7 @@ class ZeroCentered(Row):
 
 
 @dataclass(frozen=True)
-class Sectioned(Row):
+class Sectioned(WeightRow):
     """Tensors that Megatron concatenates; a checkpoint of either format stores the sections separately."""
 
     # The name of each, and its size along dimension 0, an entry of `Dimensions`.
@@ -175,21 +179,21 @@ class Sectioned(Row):
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """See Row."""
+        """See WeightRow."""
         return tuple(f"{self.megatron}.{name}" for name, _ in self.sections)
 
 
-class GatedMLP(Row):
+class GatedMLP(WeightRow):
     """Two tensors gate, up; Megatron concatenates them [gate; up]. fsdp_dtensor checkpoints store them separately."""
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """See Row."""
+        """See WeightRow."""
         return gate_and_up(self.megatron)
 
 
 @dataclass(frozen=True)
-class PackedExpert(Row):
+class PackedExpert(WeightRow):
     """One expert of a tensor that has all experts of a layer, [experts, ...]."""
 
     transposed: bool = False  # the tensor is input-major, [experts, in, out], unlike Megatron's [out, in]
@@ -199,17 +203,17 @@ class PackedExpert(Row):
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """See Row."""
+        """See WeightRow."""
         return gate_and_up(self.megatron) if self.gated else (self.megatron,)
 
 
 @dataclass(frozen=True)
-class ExpertInput(Row):
+class ExpertInput(WeightRow):
     """One expert's rows of a matrix of all experts of a layer, [experts * rows, in]: expert by expert."""
 
 
 @dataclass(frozen=True)
-class ExpertOutput(Row):
+class ExpertOutput(WeightRow):
     """One expert's columns of a matrix of all experts of a layer, [out, columns * experts].
 
     The first column of every expert comes first, then the second of every expert, and so on.
@@ -220,11 +224,11 @@ class ExpertOutput(Row):
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """See Row."""
+        """See WeightRow."""
         return gate_and_up(self.megatron) if self.gated and not self.whole else (self.megatron,)
 
 
-def stored_rows(row: Row, rows: int, dimensions: Dimensions) -> tuple[int, ...]:
+def stored_rows(row: WeightRow, rows: int, dimensions: Dimensions) -> tuple[int, ...]:
     """Number of a parameter's rows in each of `Row.stored`: its section's, or equal parts."""
     if isinstance(row, Sectioned):
         return tuple(dimensions[size] for _, size in row.sections)
@@ -242,7 +246,7 @@ def _fill(name: str, numbers: Sequence[int]) -> str:
     return name
 
 
-def hf_shapes(row: Row, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
+def hf_shapes(row: WeightRow, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
     """Shapes of a row's whole Hugging Face tensors: some have all experts, where `Row.numbers` gives one's part."""
     shapes, experts = row.numbers(dimensions), dimensions["experts"]
     if isinstance(row, PackedExpert):
@@ -254,7 +258,7 @@ def hf_shapes(row: Row, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
     return shapes
 
 
-def expand(rows: tuple[Row, ...], dimensions: Dimensions) -> Iterator[Row]:
+def expand(rows: tuple[WeightRow, ...], dimensions: Dimensions) -> Iterator[WeightRow]:
     """The rows of a model of these dimensions, one per Megatron parameter, without any `*`."""
     for row in rows:
         if row.condition is None or dimensions[row.condition]:
@@ -262,7 +266,7 @@ def expand(rows: tuple[Row, ...], dimensions: Dimensions) -> Iterator[Row]:
                 yield row.at(*numbers)
 
 
-def parameter_count(rows: tuple[Row, ...], dimensions: Dimensions) -> int:
+def parameter_count(rows: tuple[WeightRow, ...], dimensions: Dimensions) -> int:
     """Number of parameters of a model of these dimensions, without building it."""
     return sum(math.prod(shape) for row in expand(rows, dimensions) for shape in row.numbers(dimensions))
 
@@ -270,14 +274,14 @@ def parameter_count(rows: tuple[Row, ...], dimensions: Dimensions) -> int:
 class ExpertLayout(Enum):
     """Format of the experts of a layer in a Hugging Face checkpoint."""
 
-    INPUT_MAJOR = "packed [experts, in, out]"  # the released checkpoints
+    INPUT_MAJOR = "packed [experts, in, out]"  # released Qwen3-VL
     OUTPUT_MAJOR = "packed [experts, out, in]"  # a model saved by transformers 5
     PER_EXPERT = "one tensor per expert"
     OUTPUT_MAJOR_MTP_PER_EXPERT = "packed [experts, out, in], one tensor per expert of multi-token prediction"
 
 
 def expert_layout_of(
-    table: Callable[[ExpertLayout], Sequence[Row]], shapes: Mapping[str, Sequence[int]], dimensions: Dimensions
+    table: Callable[[ExpertLayout], Sequence[WeightRow]], shapes: Mapping[str, Sequence[int]], dimensions: Dimensions
 ) -> ExpertLayout:
     """The format of a checkpoint's experts, from the shapes of the tensors of its first MoE layer and of multi-token
     prediction, by Hugging Face name; `table` gives the rows of a checkpoint in a format.
@@ -355,7 +359,7 @@ NAMED_IF_MIXED = ("text_layers", *_KINDS_OF_TEXT_LAYERS)
 
 
 def stacked_name(
-    row: Row, dimensions: Dimensions, named: Collection[str] = (), *, local: bool = False
+    row: WeightRow, dimensions: Dimensions, named: Collection[str] = (), *, local: bool = False
 ) -> tuple[str, tuple[tuple[int, int], ...]]:
     """Name in megatron-core's own format, `torch_dist`, of the tensor that an expanded row is a part of.
 
@@ -419,13 +423,13 @@ _VISION = "vision_model.decoder.layers.*."
 _HF_VISION = "model.visual.blocks.*."
 
 
-def _vision(kind: type[Row], megatron: str, hf: str, shape: Shape) -> Row:
+def _vision(kind: type[WeightRow], megatron: str, hf: str, shape: Shape) -> WeightRow:
     return kind(_VISION + megatron, (_HF_VISION + hf,), (shape,), ("vision_layers",))
 
 
 def affine(
     megatron: str, hf: str, weight: Shape, *, indices: tuple[str, ...] = (), replicated: bool = False
-) -> tuple[Row, ...]:
+) -> tuple[WeightRow, ...]:
     """Rows of a module with a weight and a bias as long as the weight's first dimension."""
     return tuple(
         Copy(f"{megatron}.{suffix}", (f"{hf}.{suffix}",), (shape,), indices, replicated=replicated)
@@ -433,7 +437,7 @@ def affine(
     )
 
 
-def merger_rows(megatron: str, hf: str, norm: str, indices: tuple[str, ...] = ()) -> tuple[Row, ...]:
+def merger_rows(megatron: str, hf: str, norm: str, indices: tuple[str, ...] = ()) -> tuple[WeightRow, ...]:
     """Rows of a patch merger: a norm, and two linear layers with a GELU between."""
     return (
         *affine(f"{megatron}.patch_norm", f"{hf}.norm", (norm,), indices=indices),
@@ -442,7 +446,7 @@ def merger_rows(megatron: str, hf: str, norm: str, indices: tuple[str, ...] = ()
     )
 
 
-VISION_ROWS: tuple[Row, ...] = (
+VISION_ROWS: tuple[WeightRow, ...] = (
     *affine(
         "vision_model.patch_embed.proj",
         "model.visual.patch_embed.proj",
@@ -471,7 +475,7 @@ VISION_ROWS: tuple[Row, ...] = (
 )
 
 
-def dense_mlp_rows(megatron: str, hf: str, *indices: str) -> tuple[Row, ...]:
+def dense_mlp_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRow, ...]:
     """Rows of an MLP and the norm before it, of layers with these names: a `*` for each index, a point at the end."""
     return (
         Copy(
@@ -490,7 +494,7 @@ def dense_mlp_rows(megatron: str, hf: str, *indices: str) -> tuple[Row, ...]:
     )
 
 
-def moe_rows(megatron: str, hf: str, *indices: str, experts: ExpertLayout) -> tuple[Row, ...]:
+def moe_rows(megatron: str, hf: str, *indices: str, experts: ExpertLayout) -> tuple[WeightRow, ...]:
     """Rows of a router, its experts in this format, and the norm before them; otherwise as `dense_mlp_rows`."""
     return (
         Copy(f"{megatron}pre_mlp_layernorm.weight", (f"{hf}post_attention_layernorm.weight",), (("hidden",),), indices),
@@ -499,7 +503,7 @@ def moe_rows(megatron: str, hf: str, *indices: str, experts: ExpertLayout) -> tu
     )
 
 
-def _expert_rows(megatron: str, hf: str, indices: tuple[str, ...], experts: ExpertLayout) -> tuple[Row, ...]:
+def _expert_rows(megatron: str, hf: str, indices: tuple[str, ...], experts: ExpertLayout) -> tuple[WeightRow, ...]:
     fc1, fc2 = (f"{megatron}mlp.experts.linear_{part}.weight*" for part in ("fc1", "fc2"))
     hf, each = f"{hf}mlp.experts.", (*indices, "experts")
     gate_up, down = ("moe_gate_up", "hidden"), ("hidden", "moe_ffn")

@@ -11,7 +11,7 @@ from qwen3vl_bridge.models.qwen3_5.provider import Qwen35VLModelProvider, Qwen35
 from qwen3vl_bridge.models.qwen3_vl.bridge import Qwen3VLBridge
 from qwen3vl_bridge.models.qwen3_vl.config import check_settings
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
-from qwen3vl_bridge.models.rules import Range, Row
+from qwen3vl_bridge.models.rules import Allowed, Range
 from qwen3vl_bridge.models.vision_tower import vision_transformer_config
 
 import pytest
@@ -38,14 +38,14 @@ def test_every_row_names_settings_that_there_are(kind):
     """One that is misspelt would say so only under its own circumstances."""
     provider = kind(vocab_size=8)
     listed = (
-        *(refusals.EXPERTS_ON_CONSTRUCT if issubclass(kind, ExpertsMixin) else ()),
+        *(refusals.EXPERTS_BEFORE_FINALIZE if issubclass(kind, ExpertsMixin) else ()),
         *kind.rules,
         *kind.fixed.values(),
-        *refusals.ON_CONSTRUCT,
-        *refusals.ON_FINALIZE,
+        *refusals.BEFORE_FINALIZE,
+        *refusals.AFTER_FINALIZE,
         *refusals.ON_TRAIN,
     )
-    rows = [rule for rule in listed if isinstance(rule, Row)]
+    rows = [rule for rule in listed if isinstance(rule, Allowed)]
     assert len(rows) > 100
     for row in rows:
         for name in row.name.split(" * "):
@@ -68,7 +68,7 @@ def test_nothing_is_frozen_unless_asked(provider):
     ("fields", "message"),
     [
         (dict(hidden_size=1000), "out_hidden_size is .*, expected hidden_size 1000"),
-        (dict(mrope_section=[2, 1, 2]), "has sum 5, expected half the head dimension"),
+        (dict(mrope_section=[2, 1, 2]), "with the sum 5, expected half of the 32 dimensions"),
         (dict(rotary_percent=0.5), "rotary_percent is 0.5, expected 1.0"),
         (dict(num_moe_experts=4), "num_moe_experts is 4, expected None"),
         (dict(position_embedding_type="rope"), "position_embedding_type is 'rope'"),

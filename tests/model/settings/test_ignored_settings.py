@@ -81,10 +81,10 @@ def test_what_a_run_does_not_read_keeps_its_default(run, row):
         with pytest.raises(
             ValueError, match=rf"^{section}\.{name} is .*, expected .*: (the training loop does|it would)"
         ):
-            check(run_refusals.ON_FINALIZE, run)
+            check(run_refusals.AFTER_VALIDATE, run)
     finally:
         setattr(owner, name, before)
-    check(run_refusals.ON_FINALIZE, run)
+    check(run_refusals.AFTER_VALIDATE, run)
 
 
 @pytest.mark.parametrize("switch", run_refusals.PARTS)

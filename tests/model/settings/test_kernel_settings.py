@@ -5,11 +5,11 @@ import logging
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.models import settings
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
-from qwen3vl_bridge.models.refusals import ON_CONSTRUCT, ON_FINALIZE, ON_FORWARD, ON_TRAIN
+from qwen3vl_bridge.models.refusals import AFTER_FINALIZE, BEFORE_FINALIZE, ON_FORWARD, ON_TRAIN
 from qwen3vl_bridge.models.rules import check
 from qwen3vl_bridge.models.settings import (
     can_fuse_weight_gradients,
-    complete_on_construct,
+    complete_before_finalize,
     complete_on_finalize,
     has_transformer_engine,
 )
@@ -141,14 +141,14 @@ def test_eight_and_four_bits_are_transformer_engines(precision, caplog):
         finalized(DENSE, precision)
     provider = with_transformer_engine(DENSE, precision)
     caplog.clear()  # of what was said of the one it is made from
-    check(ON_CONSTRUCT, provider)
+    check(BEFORE_FINALIZE, provider)
     complete_on_finalize(provider)
     assert f"{name} applies to the text model's layers" in caplog.text
 
 
 def test_local_attention_in_transformer_engines_layers():
     with pytest.raises(ValueError, match="attention_backend is local with transformer_impl 'transformer_engine'"):
-        check(ON_CONSTRUCT, with_transformer_engine(DENSE, dict(attention_backend=AttnBackend.local)))
+        check(BEFORE_FINALIZE, with_transformer_engine(DENSE, dict(attention_backend=AttnBackend.local)))
     finalized(DENSE, dict(attention_backend=AttnBackend.local))
 
 
@@ -183,9 +183,9 @@ def test_context_parallelism_by_release(kind, release, refused, installed):
     provider = with_transformer_engine(DENSE, dict(CP2, cp_comm_type=[kind] + ["p2p"] * 35))
     if refused:
         with pytest.raises(ValueError, match=f"{kind}' supports packed rows from .* on, and {release} is installed"):
-            check(ON_FINALIZE, provider)
+            check(AFTER_FINALIZE, provider)
     else:
-        check(ON_FINALIZE, provider)
+        check(AFTER_FINALIZE, provider)
 
 
 def test_a_loss_in_chunks():
@@ -194,9 +194,9 @@ def test_a_loss_in_chunks():
         finalized(DENSE, dict(loss_chunk_tokens=-1))
     deferred = with_transformer_engine(DENSE, dict(defer_embedding_wgrad_compute=True))
     with pytest.raises(ValueError, match="defer_embedding_wgrad_compute is True with loss_chunk_tokens 8192, expected"):
-        check(ON_CONSTRUCT, deferred)
+        check(BEFORE_FINALIZE, deferred)
     deferred.loss_chunk_tokens = 0
-    check(ON_CONSTRUCT, deferred)
+    check(BEFORE_FINALIZE, deferred)
 
 
 def test_fused_permutation():
@@ -229,7 +229,7 @@ def test_rotation_is_fused_by_transformer_engines_kernel(monkeypatch, caplog, in
     provider = Qwen3VLModelProvider()
     assert provider.__dataclass_fields__["apply_rope_fusion"].default_factory is has_transformer_engine
     provider.apply_rope_fusion, provider.transformer_impl = True, implementation
-    complete_on_construct(provider)
+    complete_before_finalize(provider)
     assert provider.apply_rope_fusion is fused
     assert ("apply_rope_fusion is set to False: the kernel is Transformer Engine's" in caplog.text) is not fused
     tower = finalized(DENSE, {})

@@ -5,7 +5,7 @@ import logging
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.models.qwen3_vl import presets
-from qwen3vl_bridge.models.refusals import ON_FINALIZE, check_world
+from qwen3vl_bridge.models.refusals import AFTER_FINALIZE, check_world
 from qwen3vl_bridge.models.rules import check
 from qwen3vl_bridge.models.vision_tower import vision_transformer_config
 
@@ -103,7 +103,7 @@ def test_context_parallelism_of_transformer_engine(fields, message, monkeypatch)
     for name, value in {**CP2, "transformer_impl": "transformer_engine", **fields}.items():
         setattr(provider, name, value)
     with contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message):
-        check(ON_FINALIZE, provider)
+        check(AFTER_FINALIZE, provider)
 
 
 @pytest.mark.parametrize(

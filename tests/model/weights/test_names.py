@@ -8,7 +8,7 @@ from qwen3vl_bridge.weights.rows import (
     Dimensions,
     ExpertLayout,
     PackedExpert,
-    Row,
+    WeightRow,
     expand,
     expert_layout_of,
     hf_shapes,
@@ -22,7 +22,7 @@ from tests.expert_layouts import LAYOUTS
 HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
 
 
-def megatron_shape(row: Row, dimensions: Dimensions) -> tuple[int, ...]:
+def megatron_shape(row: WeightRow, dimensions: Dimensions) -> tuple[int, ...]:
     """Every row stacks its tensors along the first dimension; an input-major expert is transposed."""
     shapes = row.numbers(dimensions)
     if isinstance(row, PackedExpert) and row.transposed:
@@ -44,7 +44,7 @@ def build(folder, transformer_impl: str) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in provider.provide(True, True).named_parameters()}
 
 
-def table(folder, layout=ExpertLayout.INPUT_MAJOR) -> tuple[list[Row], Dimensions]:
+def table(folder, layout=ExpertLayout.INPUT_MAJOR) -> tuple[list[WeightRow], Dimensions]:
     from transformers import AutoConfig
 
     dimensions = dimensions_of(AutoConfig.from_pretrained(folder).to_dict())

@@ -24,8 +24,8 @@ from qwen3vl_bridge.weights.rows import (
     GatedMLP,
     GatedQKV,
     PackedExpert,
-    Row,
     Sectioned,
+    WeightRow,
     ZeroCentered,
     hf_shapes,
     local_name,
@@ -59,20 +59,20 @@ class TensorLayout(Protocol):
     # Whether its tensors of the vocabulary may have more rows than the model.
     pads_vocabulary: ClassVar[bool]
 
-    def tensors(self, row: Row) -> dict[str, Shape]:
+    def tensors(self, row: WeightRow) -> dict[str, Shape]:
         """Names and shapes of the tensors that contain an expanded row; they may contain others too."""
         ...
 
-    def slices(self, row: Row) -> Iterator[ParamSlice]:
+    def slices(self, row: WeightRow) -> Iterator[ParamSlice]:
         """Positions of the elements of an expanded row's Megatron parameter, in order."""
         ...
 
-    def leading(self, row: Row) -> int:
+    def leading(self, row: WeightRow) -> int:
         """Number of leading dimensions of the tensors that count rows, such as layers and experts."""
         ...
 
 
-def megatron_shape(row: Row, dimensions: Dimensions) -> Shape:
+def megatron_shape(row: WeightRow, dimensions: Dimensions) -> Shape:
     """Shape of the Megatron parameter of an expanded row."""
     shapes = row.numbers(dimensions)
     if isinstance(row, PackedExpert) and row.transposed:
@@ -87,15 +87,15 @@ class HuggingFace:
     dimensions: Dimensions
     pads_vocabulary: ClassVar[bool] = False
 
-    def tensors(self, row: Row) -> dict[str, Shape]:
+    def tensors(self, row: WeightRow) -> dict[str, Shape]:
         """See `TensorLayout`."""
         return dict(zip(row.hf, hf_shapes(row, self.dimensions), strict=True))
 
-    def leading(self, row: Row) -> int:
+    def leading(self, row: WeightRow) -> int:
         """See `TensorLayout`."""
         return int(isinstance(row, PackedExpert))
 
-    def slices(self, row: Row) -> Iterator[ParamSlice]:
+    def slices(self, row: WeightRow) -> Iterator[ParamSlice]:
         """See `TensorLayout`."""
         dimensions, shapes = self.dimensions, row.numbers(self.dimensions)
         if isinstance(row, QKV):
@@ -155,18 +155,18 @@ class FsdpDtensor:
         if self.naming not in (TRANSFORMER_ENGINE, LOCAL):
             raise CheckpointError(f"naming is {self.naming!r}, expected {TRANSFORMER_ENGINE!r} or {LOCAL!r}")
 
-    def tensors(self, row: Row) -> dict[str, Shape]:
+    def tensors(self, row: WeightRow) -> dict[str, Shape]:
         """See `TensorLayout`."""
         rows, *width = megatron_shape(row, self.dimensions)
         names = (local_name(name) if self.naming == LOCAL else name for name in row.stored)
         return {name: (part, *width) for name, part in zip(names, stored_rows(row, rows, self.dimensions), strict=True)}
 
-    def leading(self, row: Row) -> int:
+    def leading(self, row: WeightRow) -> int:
         """See `TensorLayout`."""
         del row
         return 0
 
-    def slices(self, row: Row) -> Iterator[ParamSlice]:
+    def slices(self, row: WeightRow) -> Iterator[ParamSlice]:
         """See `TensorLayout`."""
         for name, shape in self.tensors(row).items():
             yield ParamSlice(name, 0, math.prod(shape))
@@ -195,7 +195,7 @@ class TorchDist:
         return cls(dimensions, frozenset(NAMED_IF_MIXED) if mixed else frozenset())
 
     @classmethod
-    def found(cls, rows: Collection[Row], dimensions: Dimensions, names: Collection[str]) -> TorchDist:
+    def found(cls, rows: Collection[WeightRow], dimensions: Dimensions, names: Collection[str]) -> TorchDist:
         """The layout of an existing checkpoint, by its names. Training may leave indices in them in any model."""
         stacks = (frozenset(NAMED_IF_MIXED), frozenset({"vision_layers"}), frozenset({"deepstack_mergers"}))
         named: frozenset[str] = frozenset()
@@ -207,28 +207,28 @@ class TorchDist:
         count = {local: sum(layout.name(row)[0] in names for row in rows) for local, layout in spelled.items()}
         return spelled[count[True] > count[False]]
 
-    def name(self, row: Row) -> tuple[str, tuple[tuple[int, int], ...]]:
+    def name(self, row: WeightRow) -> tuple[str, tuple[tuple[int, int], ...]]:
         """Name of an expanded row's tensor, and its index in each of the first dimensions with their sizes."""
         return stacked_name(row, self.dimensions, self.named, local=self.local)
 
-    def tensors(self, row: Row) -> dict[str, Shape]:
+    def tensors(self, row: WeightRow) -> dict[str, Shape]:
         """See `TensorLayout`."""
         name, stacked = self.name(row)
         rows, *width = megatron_shape(row, self.dimensions)
         counts = tuple(count for _, count in stacked)
         return {name + section: (*counts, part, *width) for section, part in self._sections(row, rows)}
 
-    def _sections(self, row: Row, rows: int) -> list[tuple[str, int]]:
+    def _sections(self, row: WeightRow, rows: int) -> list[tuple[str, int]]:
         """Suffixes of the name, and the number of the parameter's rows for each."""
         if not isinstance(row, Sectioned):
             return [("", rows)]
         return [(f".{name}", self.dimensions[size]) for name, size in row.sections]
 
-    def leading(self, row: Row) -> int:
+    def leading(self, row: WeightRow) -> int:
         """See `TensorLayout`."""
         return len(self.name(row)[1])
 
-    def slices(self, row: Row) -> Iterator[ParamSlice]:
+    def slices(self, row: WeightRow) -> Iterator[ParamSlice]:
         """See `TensorLayout`."""
         name, stacked = self.name(row)
         index = 0

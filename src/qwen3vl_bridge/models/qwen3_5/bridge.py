@@ -16,7 +16,7 @@ from qwen3vl_bridge.models.qwen3_5.config import (
 )
 from qwen3vl_bridge.models.qwen3_5.model import Qwen35VLModel
 from qwen3vl_bridge.models.qwen3_5.provider import Qwen35VLModelProvider, Qwen35VLMoEModelProvider
-from qwen3vl_bridge.models.saved_providers import replace
+from qwen3vl_bridge.models.saved_providers import register_replacement
 
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.qwen_vl import qwen35_vl_provider as stock
@@ -32,8 +32,8 @@ def _mlp_width(saved: Mapping[str, Any]) -> dict[str, Any]:
     return {} if width is None else {"ffn_hidden_size": width}
 
 
-replace(stock.Qwen35VLModelProvider, Qwen35VLModelProvider, exclude=_EXCLUDED)
-replace(stock.Qwen35VLMoEModelProvider, Qwen35VLMoEModelProvider, exclude=_EXCLUDED, elsewhere=_mlp_width)
+register_replacement(stock.Qwen35VLModelProvider, Qwen35VLModelProvider, exclude=_EXCLUDED)
+register_replacement(stock.Qwen35VLMoEModelProvider, Qwen35VLMoEModelProvider, exclude=_EXCLUDED, elsewhere=_mlp_width)
 
 
 @MegatronModelBridge.register_bridge(

@@ -14,6 +14,7 @@ from qwen3vl_bridge.models.hf_config import (
     Fields,
     Kind,
     check_field_types,
+    check_mrope_section,
     check_supported_values,
     experts_of,
     identity_of_config,
@@ -133,11 +134,7 @@ def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
     }
     rope["rope_type"] = "default"
     rotated = int((text.get("head_dim") or HEAD_DIM) * rope["partial_rotary_factor"])
-    if 2 * sum(rope["mrope_section"]) != rotated:
-        raise ValueError(
-            f"mrope_section is {list(rope['mrope_section'])} with the sum {sum(rope['mrope_section'])}, expected "
-            f"half of the {rotated} dimensions of a head that partial_rotary_factor turns"
-        )
+    check_mrope_section(rope["mrope_section"], rotated)
     return rope
 
 

@@ -11,7 +11,7 @@ from qwen3vl_bridge.models.provider import ExpertsMixin, VisionLanguageProvider
 from qwen3vl_bridge.models.qwen3_5.config import FAMILY, LINEAR_SIZES, layers_by_attention, linear_sizes, mtp_sizes
 from qwen3vl_bridge.models.qwen3_5.delta_rule import are_missing
 from qwen3vl_bridge.models.refusals import FIXED, FIXED_WITH_EXPERTS, NOTHING_ELSE
-from qwen3vl_bridge.models.rules import Row, Rule, When, any_of, only
+from qwen3vl_bridge.models.rules import Allowed, Rule, When, any_of, only
 from qwen3vl_bridge.weights.rows import Dimensions
 
 import torch
@@ -20,7 +20,7 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfi
 
 logger = logging.getLogger(__name__)
 
-_FIXED: Mapping[str, Row] = {
+_FIXED: Mapping[str, Allowed] = {
     **only(
         NOTHING_ELSE,
         attention_output_gate=True,
@@ -29,7 +29,7 @@ _FIXED: Mapping[str, Row] = {
     ),
     **only("megatron-core's linear attention then takes no packed rows", deterministic_mode=False),
     **only("transformers computes no scaled rotary embedding of this family", rope_parameters=None),
-    "mtp_num_layers": Row("mtp_num_layers", any_of(None, 1), "multi-token prediction is one layer"),
+    "mtp_num_layers": Allowed("mtp_num_layers", any_of(None, 1), "multi-token prediction is one layer"),
     **only(
         "the output layer and the decoder learn from multi-token prediction, which is one separate layer",
         mtp_detach_heads=False,
@@ -48,21 +48,21 @@ _RECOMPUTED_MTP = When(
 _RECOMPUTED_SO = "megatron-core recomputes multi-token prediction in no other way"
 
 _RULES: tuple[Rule, ...] = (
-    Row(
+    Allowed(
         "sequence_parallel",
         True,
         "else megatron-core does not add up the gradients of linear attention's output norm over the ranks",
         When("tensor_model_parallel_size", lambda provider: provider.tensor_model_parallel_size > 1),
     ),
-    Row(
+    Allowed(
         "variable_seq_lengths",
         True,
         "next tokens go to the last pipeline stage together with hidden states, for multi-token prediction; or set "
         "mtp_loss_scaling_factor=0",
         _STAGES_WITH_MTP,
     ),
-    Row("recompute_method", "uniform", _RECOMPUTED_SO, _RECOMPUTED_MTP),
-    Row("recompute_num_layers", 1, _RECOMPUTED_SO, _RECOMPUTED_MTP),
+    Allowed("recompute_method", "uniform", _RECOMPUTED_SO, _RECOMPUTED_MTP),
+    Allowed("recompute_num_layers", 1, _RECOMPUTED_SO, _RECOMPUTED_MTP),
 )
 
 
@@ -115,7 +115,7 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
     family: ClassVar[str] = FAMILY
     model_class: ClassVar[str] = "qwen3vl_bridge.models.qwen3_5.model.Qwen35VLModel"
     language_model_class: ClassVar[str] = "qwen3vl_bridge.models.qwen3_5.model.Qwen35VLGPTModel"
-    fixed: ClassVar[Mapping[str, Row]] = {
+    fixed: ClassVar[Mapping[str, Allowed]] = {
         **FIXED,
         **_FIXED,
         **only("a model with experts has the provider of such models", num_moe_experts=None),
@@ -166,7 +166,7 @@ class Qwen35VLMoEModelProvider(ExpertsMixin, Qwen35VLModelProvider):
     moe_shared_expert_gate: bool = True
     moe_aux_loss_coeff: float | list[float] = 1e-3
 
-    fixed: ClassVar[Mapping[str, Row]] = {
+    fixed: ClassVar[Mapping[str, Allowed]] = {
         **FIXED_WITH_EXPERTS,
         **_FIXED,
         **only(NOTHING_ELSE, moe_shared_expert_gate=True, moe_layer_freq=1),

@@ -15,9 +15,9 @@ from qwen3vl_bridge.weights.rows import (
     ExpertLayout,
     GatedMLP,
     GatedQKV,
-    Row,
     Sectioned,
     Shape,
+    WeightRow,
     ZeroCentered,
     dense_mlp_rows,
     moe_rows,
@@ -32,10 +32,10 @@ _MTP = "language_model.mtp.layers.0."
 _MTP_LAYER, _HF_MTP_LAYER = f"{_MTP}mtp_model_layer.", "mtp.layers.0."
 
 
-def _full_attention_rows(megatron: str, hf: str, *indices: str) -> tuple[Row, ...]:
+def _full_attention_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRow, ...]:
     """Rows of attention with a gated output per head, and of the input norm."""
 
-    def copy(name: str, other: str, shape: Shape) -> Row:
+    def copy(name: str, other: str, shape: Shape) -> WeightRow:
         return Copy(f"{megatron}self_attention.{name}", (f"{hf}{other}",), (shape,), indices)
 
     return (
@@ -52,12 +52,14 @@ def _full_attention_rows(megatron: str, hf: str, *indices: str) -> tuple[Row, ..
     )
 
 
-def _linear(kind: type[Row], name: str, other: str, shape: Shape, *, float32: bool = False) -> Row:
+def _linear(kind: type[WeightRow], name: str, other: str, shape: Shape, *, float32: bool = False) -> WeightRow:
     return kind(_LINEAR_ATTENTION + name, (_HF_LINEAR_ATTENTION + other,), (shape,), _LINEAR, float32=float32)
 
 
 _QKV = (("query", "l_key"), ("key", "l_key"), ("value", "l_value"))
-LINEAR_ATTENTION_ROWS: tuple[Row, ...] = (  # float32: as in released Qwen3.5; in Qwen3.6's files they are bfloat16
+LINEAR_ATTENTION_ROWS: tuple[
+    WeightRow, ...
+] = (  # float32: as in released Qwen3.5; in Qwen3.6's files they are bfloat16
     Copy(
         f"{_LINEAR_ATTENTION}in_proj.layer_norm_weight", (f"{_HF_TEXT}input_layernorm.weight",), (("hidden",),), _LINEAR
     ),
@@ -81,7 +83,7 @@ LINEAR_ATTENTION_ROWS: tuple[Row, ...] = (  # float32: as in released Qwen3.5; i
     _linear(Copy, "out_proj.weight", "out_proj.weight", ("hidden", "l_value")),
 )
 
-TEXT_ROWS: tuple[Row, ...] = (
+TEXT_ROWS: tuple[WeightRow, ...] = (
     Copy(
         "language_model.embedding.word_embeddings.weight",
         ("model.language_model.embed_tokens.weight",),
@@ -94,7 +96,7 @@ TEXT_ROWS: tuple[Row, ...] = (
 )
 
 
-def _shared_expert_rows(megatron: str, hf: str, *indices: str) -> tuple[Row, ...]:
+def _shared_expert_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRow, ...]:
     """Rows of the shared expert and its output gate."""
     megatron, hf = f"{megatron}mlp.shared_experts.", f"{hf}mlp.shared_expert"
     half = ("shared_ffn", "hidden")
@@ -112,7 +114,7 @@ _LAYOUT_OF_LAYERS = {ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT: ExpertLayout.OUTP
 _LAYOUT_OF_MTP = {ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT: ExpertLayout.PER_EXPERT}
 
 
-def _mtp_rows(experts: ExpertLayout) -> tuple[Row, ...]:
+def _mtp_rows(experts: ExpertLayout) -> tuple[WeightRow, ...]:
     """Rows of multi-token prediction: two input norms, a projection of both inputs, a layer, and a final norm."""
     joining = (
         ("eh_proj.weight", "mtp.fc.weight", ("hidden", "hidden_twice")),
@@ -135,7 +137,7 @@ def _mtp_rows(experts: ExpertLayout) -> tuple[Row, ...]:
     )
 
 
-def table(experts: ExpertLayout = ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT) -> tuple[Row, ...]:
+def table(experts: ExpertLayout = ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT) -> tuple[WeightRow, ...]:
     """The whole table, for a checkpoint with the given format of experts."""
     return (
         *VISION_ROWS,

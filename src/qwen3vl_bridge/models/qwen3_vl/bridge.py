@@ -9,7 +9,7 @@ from qwen3vl_bridge.models.bridge import FamilyBridge, provider_of
 from qwen3vl_bridge.models.qwen3_vl.config import FAMILY, moe_layers_of, rope_parameters
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
-from qwen3vl_bridge.models.saved_providers import build_instead, replace
+from qwen3vl_bridge.models.saved_providers import build_instead, register_replacement
 from qwen3vl_bridge.models.settings import DistTrainConfig
 
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
@@ -35,8 +35,8 @@ def _unless_default(rope: dict[str, Any]) -> dict[str, Any] | None:
     return None if rope["rope_type"] == "default" else rope
 
 
-replace(stock.Qwen3VLModelProvider, Qwen3VLModelProvider, elsewhere=_scaled_rope)
-replace(stock.Qwen3VLMoEModelProvider, Qwen3VLMoEModelProvider, elsewhere=_scaled_rope)
+register_replacement(stock.Qwen3VLModelProvider, Qwen3VLModelProvider, elsewhere=_scaled_rope)
+register_replacement(stock.Qwen3VLMoEModelProvider, Qwen3VLMoEModelProvider, elsewhere=_scaled_rope)
 build_instead(stock.DistTrainConfig, _dist_train_of_theirs)
 
 

@@ -13,6 +13,7 @@ from qwen3vl_bridge.models.hf_config import (
     Fields,
     Kind,
     check_field_types,
+    check_mrope_section,
     check_rope_types,
     check_supported_values,
     experts_of,
@@ -49,12 +50,7 @@ def check_settings(config: Any) -> None:
         raise ValueError("lacks the field text_config.num_key_value_heads, expected a number or null")
     check_deepstack(config["vision_config"], text["num_hidden_layers"])
     check_supported_values(config, {})
-    section, head_dim = rope_parameters(text)["mrope_section"], head_dim_of(text)
-    if 2 * sum(section) != head_dim:
-        raise ValueError(
-            f"mrope_section is {list(section)} with the sum {sum(section)}, expected half of text_config's head_dim, "
-            f"{head_dim}"
-        )
+    check_mrope_section(rope_parameters(text)["mrope_section"], head_dim_of(text))
     _check_experts(text)
     layers = len(moe_layers_of(text))
     if bool(layers) != _HAS_EXPERTS.get(str(config.get("model_type")), bool(layers)):

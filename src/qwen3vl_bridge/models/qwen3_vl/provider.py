@@ -12,7 +12,7 @@ from typing import ClassVar
 from qwen3vl_bridge.models.provider import ExpertsMixin, VisionLanguageProvider
 from qwen3vl_bridge.models.qwen3_vl.config import FAMILY, check_deepstack
 from qwen3vl_bridge.models.refusals import FIXED, FIXED_WITH_EXPERTS, NOTHING_ELSE, unread
-from qwen3vl_bridge.models.rules import Row, Rule, only
+from qwen3vl_bridge.models.rules import Allowed, Rule, only
 from qwen3vl_bridge.models.settings import VisionLanguageFields, name_of_activation
 
 from transformers import Qwen3VLMoeTextConfig, Qwen3VLTextConfig, Qwen3VLVisionConfig
@@ -25,7 +25,7 @@ _NOTES = frozenset({"pretrained_model_name", "swiglu", "bridge", "grid", "world_
 # fields.
 _LIKE = 0.85
 
-_FIXED: Mapping[str, Row] = {
+_FIXED: Mapping[str, Allowed] = {
     **only(
         NOTHING_ELSE,
         rotary_percent=1.0,
@@ -79,7 +79,7 @@ class Qwen3VLModelProvider(VisionLanguageProvider):
     language_model_class: ClassVar[str] = "qwen3vl_bridge.models.qwen3_vl.model.Qwen3VLGPTModel"
     encoder_class: ClassVar[str] = "qwen3vl_bridge.dist_train.modules.Qwen3VLEncoder"
     decoder_class: ClassVar[str] = "qwen3vl_bridge.dist_train.modules.Qwen3VLDecoder"
-    fixed: ClassVar[Mapping[str, Row]] = {
+    fixed: ClassVar[Mapping[str, Allowed]] = {
         **FIXED,
         **_FIXED,
         **only("a model with experts has the provider of such models", num_moe_experts=None),
@@ -136,7 +136,7 @@ class Qwen3VLMoEModelProvider(ExpertsMixin, Qwen3VLModelProvider):
     moe_ffn_hidden_size: int | None = 768
     moe_aux_loss_coeff: float | list[float] = 1e-3
 
-    fixed: ClassVar[Mapping[str, Row]] = {
+    fixed: ClassVar[Mapping[str, Allowed]] = {
         **FIXED_WITH_EXPERTS,
         **_FIXED,
         **only(NOTHING_ELSE, moe_shared_expert_intermediate_size=None, moe_shared_expert_gate=False),

@@ -13,8 +13,8 @@ from qwen3vl_bridge.weights.rows import (
     VISION_ROWS,
     Copy,
     ExpertLayout,
-    Row,
     Shape,
+    WeightRow,
     dense_mlp_rows,
     merger_rows,
     moe_rows,
@@ -24,7 +24,7 @@ _TEXT = "language_model.decoder.layers.*."
 _HF_TEXT = "model.language_model.layers.*."
 
 
-def _text(kind: type[Row], megatron: str, hf: tuple[str, ...], *shapes: Shape) -> Row:
+def _text(kind: type[WeightRow], megatron: str, hf: tuple[str, ...], *shapes: Shape) -> WeightRow:
     return kind(_TEXT + megatron, tuple(_HF_TEXT + name for name in hf), shapes, ("text_layers",))
 
 
@@ -35,7 +35,7 @@ DEEPSTACK_ROWS = merger_rows(
     indices=("deepstack_mergers",),
 )
 
-TEXT_ROWS: tuple[Row, ...] = (
+TEXT_ROWS: tuple[WeightRow, ...] = (
     Copy(
         "language_model.embedding.word_embeddings.weight",
         ("model.language_model.embed_tokens.weight",),
@@ -58,7 +58,7 @@ TEXT_ROWS: tuple[Row, ...] = (
 )
 
 
-def table(experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> tuple[Row, ...]:
+def table(experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> tuple[WeightRow, ...]:
     """The whole table, for a checkpoint with the given format of experts."""
     mlp = dense_mlp_rows(_TEXT, _HF_TEXT, "dense_layers") + moe_rows(_TEXT, _HF_TEXT, "moe_layers", experts=experts)
     return VISION_ROWS + DEEPSTACK_ROWS + TEXT_ROWS + mlp

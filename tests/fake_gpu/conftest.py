@@ -1,0 +1,63 @@
+"""The fake GPU, built once, and programs that run on it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from qwen3vl_bridge.rehearsal import fake_gpu
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# `mark(text)` writes a line of the log; `result[...]` comes back as `Run.result`.
+PRELUDE = """
+import ctypes, json, sys, torch
+result = {}
+_gpu = ctypes.CDLL(None)
+
+def mark(text):
+    _gpu.fake_gpu_mark(text.encode())
+"""
+EPILOGUE = "print('RESULT', json.dumps(result))"
+
+
+@dataclass
+class Run:
+    events: list[fake_gpu.Event]
+    result: dict
+    stderr: str
+
+    def between(self, start: str, end: str) -> list[fake_gpu.Event]:
+        return fake_gpu.between(self.events, start, end)
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory) -> Path:
+    try:
+        return fake_gpu.build(tmp_path_factory.mktemp("fake_gpu"))
+    except fake_gpu.FakeGPUError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def on_fake_gpu(built, tmp_path_factory) -> Callable[..., Run]:
+    """Runs a program, its text after `PRELUDE` or a module of tests, with its arguments."""
+
+    def run(program: str, *arguments: str, gib: float = 80.0, **variables: str) -> Run:
+        whole = ["-m", program] if program.startswith("tests.") else ["-c", f"{PRELUDE}\n{program}\n{EPILOGUE}"]
+        log = tmp_path_factory.mktemp("run") / "log"
+        environment = fake_gpu.environment(built, log, gib) | variables
+        if "PYTORCH_CUDA_ALLOC_CONF" not in variables:
+            environment.pop("PYTORCH_CUDA_ALLOC_CONF", None)  # which recipes set in the tests' process
+        command = [sys.executable, *whole, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+        assert done.returncode == 0, done.stderr[-4000:]
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        return Run(fake_gpu.read_log(log), json.loads(line.removeprefix("RESULT ")), done.stderr)
+
+    return run

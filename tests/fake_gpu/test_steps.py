@@ -1,0 +1,44 @@
+"""What training steps in Megatron-Bridge's loop ask of an H100: kernels, waits of the host, streams of copies."""
+
+from __future__ import annotations
+
+import pytest
+
+CASES = ["dense packed", "dense padded", "qwen3_5 packed"]
+# Read at the end of a step, where Megatron-Bridge has waited for its own losses.
+AFTER_THE_STEP = {"batch/device_transfer.py:tolist", "training/run_log.py:on_train_step_end"}
+
+
+@pytest.fixture(scope="module")
+def run(on_fake_gpu, tmp_path_factory):
+    return on_fake_gpu("tests.fake_gpu.steps", str(tmp_path_factory.mktemp("models")), *CASES)
+
+
+@pytest.mark.parametrize("case", CASES)
+class TestAStep:
+    def test_no_line_of_ours_waits(self, run, case):
+        waits = run.result[case]["waits"]
+        assert waits.keys() <= AFTER_THE_STEP
+        assert set(waits.values()) <= {1}
+
+    def test_nothing_is_compiled_again(self, run, case):
+        assert run.result[case]["compiled"] == 0
+
+    def test_attention_is_flash_attention(self, run, case):
+        names = [event.name for event in run.between(f"{case}: step 2", f"{case}: end") if event.kind == "kernel"]
+        for part in ("flash_fwd_kernel", "flash_bwd_dq_dk_dv"):
+            assert any(part in name for name in names)
+        assert not [name for name in names if "cudnn" in name or "fmha_cutlass" in name]
+
+    def test_products_are_in_16_bits(self, run, case):
+        """All but the gated delta rule, which torch functions compute in float32."""
+        products = [event for event in run.between(f"{case}: step 2", f"{case}: end") if event.kind == "gemm"]
+        others = [event.name for event in products if " bfloat16 " not in event.name]
+        assert len(products) > 100 and (not others or case.startswith("qwen3_5"))
+
+    def test_the_batch_is_copied_on_a_stream_of_its_own(self, run, case):
+        events = run.between(f"{case}: step 2", f"{case}: end")
+        sent = [event for event in events if event.kind == "copy" and event.name == "host to device"]
+        (pixels,) = {event.stream for event in sent if event.amount == max(copy.amount for copy in sent)}
+        computing = {event.stream for event in events if event.kind == "gemm"}
+        assert pixels not in computing
