@@ -215,7 +215,7 @@ def make_rows(train_file, encoder, collator) -> Callable[..., Callable]:
             policies = {"most_patches": most_patches, "on_long": on_long, "on_bad": on_bad}
             packed = settings.get("packed")
             sample_filter = SampleFilter(encoder, limit=seq_length, **policies)
-            samples = Samples(JsonLines(path), sample_filter, packed and packed.sizes())
+            samples = Samples(JsonLines(path), sample_filter, packed)
             lay_out = replace(collator, seq_length=seq_length, multiple=multiple)
             return RowDataset(samples, RowSettings(lay_out, **settings), begin=begin, ranks=ranks)
 

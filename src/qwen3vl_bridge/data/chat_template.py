@@ -1,16 +1,13 @@
 """Renders conversations with a checkpoint's chat template, locates their answers, and refuses what it would leave out.
 
 Trained text is located by rendering, not by searching: the messages before an answer are rendered with the generation
-prompt, which is the model's input; the rest of the turn up to its end token is the answer. User text is never trained
-on, even if it contains control tokens.
-
-Templates with thinking render reasoning only after the last question, so a prefix of a conversation renders differently
-by itself. There a turn is located by rendering the whole conversation with a marker in place of the answer, and another
-in place of its reasoning. Whether the prompt asks for thinking follows from the sample: it does if it has reasoning.
+prompt, which is the model's input; the rest of the turn up to its end token is the answer. Templates with thinking
+render reasoning only after the last question, so a prefix of a conversation renders differently by itself. There a turn
+is located by rendering the whole conversation with a marker in place of the answer, and another in place of its
+reasoning. Whether the prompt asks for thinking follows from the sample: it does if it has reasoning.
 
 A template does not report what it does not read: reasoning, tools, a system prompt after the first message. Nor does it
-report text that it drops: templates with thinking split an answer at its think tags, keep one piece as reasoning and
-the last as the answer, and drop the others. White space at the ends of a text is not counted: such templates trim it.
+report text that it drops, as templates with thinking do where they split an answer at its think tags.
 """
 
 from __future__ import annotations
@@ -87,15 +84,7 @@ class ChatTemplate:
     """One processor's chat template. Picklable, for data-loading workers."""
 
     def __init__(self, processor: Any, empty_thinking: EmptyThinking = "prompt") -> None:
-        """Keep a processor; nothing is rendered yet.
-
-        Args:
-            processor: the processor.
-            empty_thinking: whether an empty thinking block is part of the "prompt", or is trained on ("train").
-
-        Raises:
-            ValueError: `empty_thinking` for a template without thinking.
-        """
+        """Keep a processor; arguments and errors as for `Encoder`. Nothing is rendered yet."""
         self._processor = processor
         self._empty: EmptyThinking = empty_thinking
         self._thinks = "reasoning_content" in str(processor.chat_template)
@@ -162,14 +151,8 @@ class ChatTemplate:
             return False
 
     def answers(self, conversation: Conversation, numbers: Sequence[int]) -> tuple[str, list[Span]]:
-        """The whole text, and the spans of the answers in it, each with its end token.
-
-        Args:
-            conversation: the conversation.
-            numbers: indices of the messages that are trained on.
-
-        Raises:
-            DataError: an answer cannot be located, or the template drops text of it.
+        """The whole text, and the spans in it of the messages of these numbers, each with its end token; a `DataError`
+        if one cannot be located, or the template drops text of it.
         """
         text = self.render(conversation, conversation.messages)
         if self._thinks:
@@ -303,15 +286,9 @@ def _absent(text: str, name: str) -> str:
 def _check_answer(
     message: dict[str, Any], prompt: str, answer: str, where: str, remedy: str, drops_reasoning: bool = False
 ) -> None:
-    """Refuse an answer of which the template writes only a part.
+    """Refuse an assistant's message of which the template writes only a part: `answer` after `prompt`.
 
-    Args:
-        message: the assistant's message.
-        prompt: the rendered text up to what is trained on.
-        answer: the rendered text that is trained on.
-        where: the message's position, for messages.
-        remedy: what to do about the template.
-        drops_reasoning: whether the template omits reasoning from this turn, as from those before the last question.
+    `drops_reasoning`: the template omits reasoning from this turn, as from those before the last question.
     """
     texts, reasoning = texts_of(message["content"]), message.get("reasoning_content")
     before, _, rest = "".join(text or _MEDIUM for text in texts).partition("<think>")

@@ -61,21 +61,13 @@ def pad_token_id(tokenizer: Any) -> int:
 
 @dataclass(frozen=True)
 class Collator:
-    """Lays samples out in rows.
-
-    Attributes:
-        pad_id: token for padding.
-        seq_length: length of a row.
-        multiple: each sample of a packed row is padded to a multiple of this, as required by context and sequence
-            parallelism.
-        pixel_dtype: dtype of pixel values: the model's own.
-    """
+    """Lays samples out in rows."""
 
     vision: VisionSettings
-    pad_id: int
-    seq_length: int
-    multiple: int = 1
-    pixel_dtype: torch.dtype = torch.float32
+    pad_id: int  # token for padding
+    seq_length: int  # of a row
+    multiple: int = 1  # of each sample's length in a packed row, as context and sequence parallelism require it
+    pixel_dtype: torch.dtype = torch.float32  # the model's own
 
     def __post_init__(self) -> None:
         if self.seq_length < 1 or self.multiple < 1 or self.seq_length % self.multiple:

@@ -24,7 +24,7 @@ from qwen3vl_bridge.data.samples import OnBad, OnLong, SampleFilter, Samples
 from qwen3vl_bridge.data.schemas.record_schemas import Columns, named_schema, one_schema
 from qwen3vl_bridge.data.sources import HUB
 from qwen3vl_bridge.data.sources.hub import HubName, StreamedDataset
-from qwen3vl_bridge.data.sources.mixture import MixedSet, mixed_sets, open_mixture
+from qwen3vl_bridge.data.sources.mixture import MixedSet, Mixture, mixed_sets, open_mixture
 from qwen3vl_bridge.data.sources.opening import ConversationSource, open_source, splits_in
 from qwen3vl_bridge.models.flops import TowerCosts, tower_costs
 from qwen3vl_bridge.parallel.collectives import gather_objects
@@ -49,19 +49,17 @@ class ConversationRows(DatasetProvider):
             row, padded.
         pad_to_multiple_of: each conversation of a packed row is padded to a multiple of this; None for the multiple
             that the run's context parallelism requires (see `shared_by`).
-        on_long: what to do with a conversation longer than a row: "error", "drop" or "truncate" (never within an
-            image). Dropped and truncated conversations are counted and logged.
-        on_bad: what to do with a conversation that cannot be read or encoded: "error", or "drop", counted and logged.
-        answers: which of an assistant's answers to train on, "all" or the "last".
+        on_long: a conversation longer than a row is an "error", or "drop" or "truncate" it (never within an image),
+            counted and logged.
+        on_bad: a conversation that cannot be read or encoded is an "error", or "drop" it, counted and logged.
+        answers: train on "all" of an assistant's answers or the "last".
         empty_thinking: for chat templates that render "reasoning_content": whether the empty thinking block before an
             answer without reasoning is part of the "prompt" or is trained on ("train").
-        vision: resolution and frame limits for images and videos, where they differ from the checkpoint's processor.
+        vision: limits for images and videos, where they differ from the checkpoint's processor.
         pixel_dtype: dtype of the pixel values in a batch.
-        ignored_signal: number of a signal that data-loading processes ignore; set by `Qwen3VLConfigContainer` from
-            `train.exit_signal_handler_for_dataloader`.
+        ignored_signal: number of a signal that data-loading processes ignore; set by `Qwen3VLConfigContainer`.
         rows_of_evaluation: number of rows per evaluation, always the first ones of the split; rows beyond its end have
-            no loss. Set by `Qwen3VLConfigContainer` from `validation`. None: each evaluation continues after the
-            previous one.
+            no loss. None: each evaluation continues after the previous one. Set by `Qwen3VLConfigContainer`.
     """
 
     # Settings of Megatron-Bridge that have no effect here, with the value that means "not set".
@@ -87,10 +85,8 @@ class ConversationRows(DatasetProvider):
     def finalize(self) -> None:
         """Check what can be checked without reading data; a ValueError for an invalid value."""
         super().finalize()
-        for name, kind in (
-            *(("on_long", OnLong), ("on_bad", OnBad)),
-            *(("answers", Answers), ("empty_thinking", EmptyThinking)),
-        ):
+        choices = {"on_long": OnLong, "on_bad": OnBad, "answers": Answers, "empty_thinking": EmptyThinking}
+        for name, kind in choices.items():
             check_choice(name, getattr(self, name), kind)
         self.check_least(seq_length=1, pad_to_multiple_of=1, max_patches=1, num_workers=0)
         for name, silent in self.unheard.items():
@@ -133,16 +129,12 @@ class ConversationRows(DatasetProvider):
         return replace(self, pad_to_multiple_of=self.pad_to_multiple_of or need)
 
     def expect_position(self, position: Mapping[str, Any], row: int) -> None:
-        """When training rows are built, refuse rows other than those of a run, by the position that it stored and the
-        number of rows that it has consumed.
-        """
+        """When training rows are built, refuse others than those of the run that stored this position, at a row."""
         vars(self)["_expected"] = (position, row)
 
     def note_position(self, data: Mapping[str, Any], assignment: tuple[int, int] = (1, 1)) -> None:
-        """Record the fingerprint of the rows that are built for training, and how they are assigned to ranks.
-
-        Raises:
-            ValueError: they differ from the expected rows, or were assigned otherwise and the run's position is within.
+        """Record the fingerprint of the rows that are built for training, and how they are assigned to ranks; a
+        `ValueError` if they differ from the expected rows.
         """
         vars(self)["position"] = {"data": dict(data), "dealt": list(assignment)}
         if self._expected is None:
@@ -203,28 +195,23 @@ class Qwen3VLConversationProvider(ConversationRows):
     Only the training split is shuffled. A "sample" of Megatron-Bridge's counters is a row.
 
     Attributes:
-        path: a folder with `train.jsonl` and optionally `valid.jsonl` or `test.jsonl`, or with splits in other file
-            formats (see `splits_in`), or with training data only. Replaces the three paths below.
-        train_path: training conversations: a JSON or Parquet file, a folder, or "hf://owner/name:configuration#split"
-            (see `data/sources/opening.py`).
-        mixture: several data sets in one run, instead of `path` and `train_path`: a list of {path, weight} or {path,
-            epochs}, optionally with name, media_root, schema_adapter and columns, or a YAML file with such a list (see
-            `MixedSet` in `data/sources/mixture.py`). Their validation and test splits are read one after the other.
-        valid_path: the same for validation, or None.
-        test_path: the same for testing, or None.
+        path: a folder with `train.jsonl` and optionally `valid.jsonl` or `test.jsonl`, or with splits in other formats
+            (see `splits_in`), or with training data only. Replaces the three paths below.
+        train_path: training conversations, as for `open_source`.
+        mixture: several data sets in one run, instead of `path` and `train_path`: a list of mappings with the fields of
+            `MixedSet`, or a YAML file with one. Their validation and test splits are read one after the other.
+        valid_path: the same for validation.
+        test_path: the same for testing.
         media_root: folder of images and videos, or a list of folders that are searched in order; symbolic links may
             point from one into another. Default: the folder of each data file.
         url_cache: folder with downloaded files; None for the user's cache folder.
-        schema_adapter: format of the records, by Megatron-Bridge's name for it, such as "cord_v2"; None for
-            conversations (see `data/schemas/record_schemas.py`).
-        columns: column names of the data set, such as `columns.image=img`, and questions and answers composed of
-            several columns (see `data/schemas/record_schemas.py`).
+        schema_adapter: format of the records, by Megatron-Bridge's name for it, such as "cord_v2".
+        columns: column names of the data set, where they differ from ours.
         streaming: read data sets of the hub while they are downloaded. Each data-loading process of each data-parallel
             rank reads its own part (some of the files) and packs its own rows; a resumed run rereads the current epoch
             of its parts from the start.
         stream_parts: number of parts of a stream, a multiple of data-parallel ranks x data-loading processes (at least
-            1) x rows per microbatch; None for that product. Rows are the same for all numbers of ranks, processes and
-            rows whose product divides it.
+            1) x rows per microbatch; None for that product. Rows are the same for all whose product divides it.
         train_packing: folder with training rows packed by `qwen3vl data pack` with the same settings. None: every
             machine measures every conversation during training, which is too slow for millions of them.
         balance_over: the global batch size, to assign its rows to data-parallel ranks by their cost in both towers;
@@ -232,7 +219,7 @@ class Qwen3VLConversationProvider(ConversationRows):
         seed: seed of the order of training samples.
         window_size: number of conversations packed together when packing during training.
         dataloader_type: "single"; rows are numbered consecutively without end, so a run resumes exactly.
-        rows_of_microbatch: set by `Qwen3VLConfigContainer` from `train`; do not set it yourself.
+        rows_of_microbatch: set by `Qwen3VLConfigContainer` from `train`.
     """
 
     path: str | None = None
@@ -329,14 +316,13 @@ class Qwen3VLConversationProvider(ConversationRows):
 
     def build_datasets(
         self, context: DatasetBuildContext
-    ) -> tuple[RowDataset | StreamedRows | None, RowDataset | StreamedRows | None, RowDataset | StreamedRows | None]:
+    ) -> tuple[RowDataset | None, RowDataset | None, RowDataset | None]:
         """Rows of each split for Megatron-Bridge's loop, of the requested lengths.
 
         Raises:
             DataError: files are missing or unreadable, or a stream has fewer files than parts.
-            ValueError: rows that cannot be divided over context-parallel ranks, that were packed with other settings,
-                or that differ from those that the run has trained on or that other processes have; stream parts that
-                cannot be divided over the processes.
+            ValueError: rows or stream parts that cannot be divided over the ranks, or rows that differ from those that
+                the run has trained on, that were packed, or that other processes have.
         """
         groups = context.pg_collection
         rows, ranks = (self, 1) if groups is None else (self.shared_by(groups.cp.size()), groups.dp.size())
@@ -348,7 +334,7 @@ class Qwen3VLConversationProvider(ConversationRows):
             for split, length in zip(SPLITS, wanted, strict=True)
         )
         for split, one in zip(SPLITS, (train, valid, test), strict=True):
-            if groups is not None and isinstance(one, RowDataset) and torch.distributed.is_initialized():
+            if groups is not None and one is not None and not self.streaming and torch.distributed.is_initialized():
                 found = gather_objects(one.samples.file.fingerprint())
                 other = next((rank for rank, fingerprint in enumerate(found) if fingerprint != found[0]), None)
                 if other is not None:
@@ -386,14 +372,10 @@ class Qwen3VLConversationProvider(ConversationRows):
         """Rows of a split ("train", "valid" or "test").
 
         Args:
-            split: the split's name.
+            split: the split's name; a ValueError if it has no path.
             length: the result of their `len`.
             shuffle: whether in random order, by default only the training split. Others are not assigned by cost.
             ranks: data-parallel ranks.
-
-        Raises:
-            ValueError: a split without a path, or rows that were packed with other settings.
-            DataError: a file is missing or unreadable.
         """
         path, sets = self.path_of(split), self.mixed(split)
         if path is None and not sets:
@@ -402,16 +384,10 @@ class Qwen3VLConversationProvider(ConversationRows):
         seed = self.seed if shuffled else None
         packed = PackedRows(self.train_packing) if split == "train" and self.train_packing else None
         over = shuffled and self.balance_over
-        settings = RowSettings(
-            self.collator(),
-            self.pack,
-            seed,
-            self.window_size,
-            packed,
-            Balance(over, self.checkpoint().costs) if over else None,
-        )
-        source = self._source(path, seed) if path is not None else open_mixture(sets, split, self.downloaded())
-        sample_filter, sizes = self.sample_filter(), None if packed is None else packed.sizes()
+        balance = Balance(over, self.checkpoint().costs) if over else None
+        settings = RowSettings(self.collator(), self.pack, seed, self.window_size, packed, balance)
+        source = self._source(split, seed)
+        sample_filter, sizes = self.sample_filter(), packed
         if sizes is None and not isinstance(source, StreamedDataset):
             paths = [path] if path is not None else [one.path_of(split) for one in sets]
             roots = [one.media_root for one in sets] or [self.media_root]
@@ -425,11 +401,6 @@ class Qwen3VLConversationProvider(ConversationRows):
 
         They must exist, and fit rows that were packed before training. Otherwise, where samples may be dropped, those
         of the first window are measured until one is valid, usually the first. Data of the hub are not checked.
-
-        Raises:
-            ValueError: rows that were packed with other settings, or that `cp_size` ranks cannot share.
-            DataError: all samples of the window are bad or too long; a file or folder that cannot be read.
-            Unreachable: an image was not downloaded.
         """
         sets = self.mixed("train")
         paths = [self.path_of("train")] if self.mixture is None else [one.path_of("train") for one in sets]
@@ -438,7 +409,7 @@ class Qwen3VLConversationProvider(ConversationRows):
         if self.train_packing is not None:
             self.shared_by(cp_size).rows("train")
             return
-        source = open_mixture(sets, "train", self.downloaded()) if sets else self._source(str(paths[0]), self.seed)
+        source = self._source("train", self.seed)
         if "drop" not in (self.on_bad, self.on_long):
             return
         strict = replace(self, on_bad="error", on_long="truncate" if self.on_long == "truncate" else "error")
@@ -459,9 +430,7 @@ class Qwen3VLConversationProvider(ConversationRows):
             f"that can be trained on. The first: {'; '.join(problems[:3])}. `qwen3vl data inspect` shows the others",
         )
 
-    def _in_parts(
-        self, rows: RowDataset, ranks: int, micro_batch_size: int = 1, groups: Any = None
-    ) -> RowDataset | StreamedRows:
+    def _in_parts(self, rows: RowDataset, ranks: int, micro_batch_size: int = 1, groups: Any = None) -> RowDataset:
         """The source divided into stream parts, if it is a stream."""
         if not self.streaming:
             return rows
@@ -475,20 +444,19 @@ class Qwen3VLConversationProvider(ConversationRows):
             )
         return StreamedRows(rows, parts, notes_of_job({"stream": rows.samples.file.fingerprint()}, groups))
 
-    def _source(self, path: str, seed: int | None) -> ConversationSource | StreamedDataset:
+    def _source(self, split: str, seed: int | None) -> ConversationSource | Mixture | StreamedDataset:
+        path, addresses, schema_adapter = self.path_of(split), self.downloaded(), self.schema_adapter
+        if path is None:
+            return open_mixture(self.mixed(split), split, addresses)
         if not self.streaming:
             return open_source(
-                path,
-                self.media_root,
-                addresses=self.downloaded(),
-                schema_adapter=self.schema_adapter,
-                columns=self.columns,
+                path, self.media_root, addresses=addresses, schema_adapter=schema_adapter, columns=self.columns
             )
         return StreamedDataset.named(
             path,
-            media_root=MediaAccess.of(self.media_root, self.downloaded()),
+            media_root=MediaAccess.of(self.media_root, addresses),
             seed=seed,
             # A row's samples are nearly always in its window or the previous one, and the plan is one window ahead.
             keep=4 * self.window_size,
-            schema=one_schema(named_schema(self.schema_adapter), self.columns),
+            schema=one_schema(named_schema(schema_adapter), self.columns),
         )

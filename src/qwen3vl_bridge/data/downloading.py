@@ -107,7 +107,7 @@ def download(
         workers: number of parallel downloads.
         retry: retry URLs that were given up in an earlier run.
         give_up: also give up URLs that did not respond or are not allowed.
-        progress: iterates over the numbers of all samples, and may show progress.
+        progress: wraps the numbers of all samples.
     """
     cache, report = fetch.cache, DownloadReport()
     steps = iter(progress(range(sum(map(len, sources)))))
@@ -248,12 +248,7 @@ class Downloader:
         self._stopped.set()
 
     def __call__(self, address: str, place: str) -> None:
-        """Download a URL, which stands at `place`.
-
-        Raises:
-            DataError: permanent, see the class.
-            Unreachable: temporary, or the URL is not allowed (by the current prefixes).
-        """
+        """Download a URL, which stands at `place`; errors as in the class, and `Unreachable` for one not allowed."""
         url = allowed_url(address, self._allowed, place)
         for attempt, pause in enumerate((*WAITS, None), start=1):
             down = None
@@ -362,11 +357,8 @@ def allowed_url(address: str, prefixes: Sequence[str], place: str) -> httpx.URL:
     """The URL of a record or a redirect, as it will be requested.
 
     Scheme, host and port are compared whole, paths by whole segments: "https://example.org/a" allows
-    "https://example.org/a/1.png", but neither "https://example.org/ab" nor "https://example.org.evil.com/a".
-
-    Raises:
-        DataError: not a valid URL.
-        Unreachable: a URL that is not allowed (by the current prefixes).
+    "https://example.org/a/1.png", but neither "https://example.org/ab" nor "https://example.org.evil.com/a". A
+    `DataError` for what is no URL, `Unreachable` for one that the current prefixes do not allow.
     """
     url = read_url(address)
     if url is None or not url.host:

@@ -3,9 +3,6 @@
 At generation a prompt is tokenized without its answer, so an answer is tokenized apart from what precedes it: otherwise
 white space at its beginning is joined with the newline that ends the prompt, and is not trained on. An image has one
 token until the end, so that samples can be measured from the headers of their images alone.
-
-A message's own setting decides whether it is trained on (`Conversation.losses`), and `answers` for messages without
-one.
 """
 
 from __future__ import annotations
@@ -46,24 +43,14 @@ _OF_FAST = {
 
 @dataclass(unsafe_hash=True)  # not frozen, because Megatron-Bridge's launcher sets overridden fields
 class VisionLimits:
-    """Resolution and frame limits. None keeps the value of the checkpoint's processor.
+    """Resolution and frame limits. None keeps the value of the checkpoint's processor."""
 
-    Attributes:
-        image_min_pixels: smaller images are enlarged to this number of pixels.
-        image_max_pixels: larger images are reduced to this number of pixels.
-        video_min_pixels: the same for a video, summed over its frames.
-        video_max_pixels: the same.
-        video_fps: sampled frames per second.
-        video_min_frames: minimum number of sampled frames (fewer if the video has fewer).
-        video_max_frames: maximum number of sampled frames.
-    """
-
-    image_min_pixels: int | None = None
+    image_min_pixels: int | None = None  # smaller images are enlarged to this number of pixels
     image_max_pixels: int | None = None
-    video_min_pixels: int | None = None
+    video_min_pixels: int | None = None  # summed over the video's frames
     video_max_pixels: int | None = None
-    video_fps: float | None = None
-    video_min_frames: int | None = None
+    video_fps: float | None = None  # sampled frames per second
+    video_min_frames: int | None = None  # sampled frames; fewer if the video has fewer
     video_max_frames: int | None = None
 
     def put_on(self, processor: Any) -> None:
@@ -92,10 +79,8 @@ class VisionLimits:
 
 
 def load_processor(path: str | Path, limits: VisionLimits | None = None) -> Any:
-    """The processor of a checkpoint, a local folder or a hub name, with `limits` where they differ from its own.
-
-    Raises:
-        DataError: there is no processor, or it is not one of the supported families.
+    """The processor of a checkpoint, a local folder or a hub name, with `limits` where they differ from its own; a
+    `DataError` if there is none, or of another family.
     """
     try:
         processor = AutoProcessor.from_pretrained(path, trust_remote_code=False)
@@ -129,27 +114,16 @@ def check_processor(processor: Any, place: str) -> None:
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """One encoded sample. L tokens, N patches.
+    """One encoded sample. L tokens, N patches; None without images, and without videos."""
 
-    Attributes:
-        input_ids: [L] int64.
-        labels: [L] int64, the next token; the last label is the token itself, and never trained on.
-        loss_mask: [L] float32, 1 where the label is trained on.
-        pixel_values: [N, channels * temporal_patch * patch * patch] float32, or None without images.
-        image_grid_thw: [images, 3] int64, or None without images.
-        sample_id: file and line.
-        pixel_values_videos: as `pixel_values`, of the videos.
-        video_grid_thw: [videos, 3] int64, or None without videos.
-    """
-
-    input_ids: Tensor
-    labels: Tensor
-    loss_mask: Tensor
-    pixel_values: Tensor | None
-    image_grid_thw: Tensor | None
-    sample_id: str
-    pixel_values_videos: Tensor | None = None
-    video_grid_thw: Tensor | None = None
+    input_ids: Tensor  # [L] int64
+    labels: Tensor  # [L] int64, the next token; the last label is the token itself, and never trained on
+    loss_mask: Tensor  # [L] float32, 1 where the label is trained on
+    pixel_values: Tensor | None  # [N, channels * temporal_patch * patch * patch] float32
+    image_grid_thw: Tensor | None  # [images, 3] int64
+    sample_id: str  # file and line
+    pixel_values_videos: Tensor | None = None  # as `pixel_values`
+    video_grid_thw: Tensor | None = None  # [videos, 3] int64
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -168,21 +142,13 @@ class _Headers(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """Tokens of a sample; an image or a frame has one token, which stands for `counts` tokens.
+    """Tokens of a sample; an image or a frame has one token, which stands for `counts` tokens."""
 
-    Attributes:
-        ids: [n] int64.
-        trained: [n] bool, whether each is trained on.
-        counts: [n] int64.
-        images: first and last index of each image, including its vision start and end tokens.
-        videos: the same for each video, from the first frame's timestamp on.
-    """
-
-    ids: Tensor
-    trained: Tensor
-    counts: Tensor
-    images: tuple[Span, ...]
-    videos: tuple[Span, ...]
+    ids: Tensor  # [n] int64
+    trained: Tensor  # [n] bool, whether each is trained on
+    counts: Tensor  # [n] int64
+    images: tuple[Span, ...]  # first and last index of each, including its vision start and end tokens
+    videos: tuple[Span, ...]  # the same, from the first frame's timestamp on
 
     @property
     def total(self) -> int:
@@ -200,16 +166,13 @@ class Encoder:
     """Encodes conversations as `EncodedSample`s. Picklable, so that data-loading workers can have one each."""
 
     def __init__(self, processor: Any, answers: Answers = "all", empty_thinking: EmptyThinking = "prompt") -> None:
-        """Keep a processor from `load_processor`.
+        """Keep a processor from `load_processor`; a `ValueError` for `empty_thinking` of a template without thinking.
 
         Args:
             processor: the processor.
             answers: train on "all" answers of an assistant, or only on the "last", unless messages say otherwise.
             empty_thinking: whether the empty thinking block that the template renders before an answer without
                 reasoning is part of the "prompt", or is trained on ("train").
-
-        Raises:
-            ValueError: an invalid value, or `empty_thinking` for a template without thinking.
         """
         check_choice("answers", answers, Answers)
         check_choice("empty_thinking", empty_thinking, EmptyThinking)
@@ -233,13 +196,8 @@ class Encoder:
         return repr((*sizes, clips.fps, clips.min_frames, clips.max_frames, self._only, *asked, digest))
 
     def size(self, conversation: Conversation, limit: int | None = None) -> Size:
-        """Space that the sample takes in a row, truncated to `limit` tokens, but never within an image.
-
-        Only headers of images are read.
-
-        Raises:
-            DataError: an image or a conversation that cannot be encoded, or that has no answer to train on, or none
-                before the limit.
+        """Space that the sample takes in a row, truncated to `limit` tokens, but never within an image. Only headers of
+        images are read. A `DataError` for a conversation that cannot be encoded, or has no answer before the limit.
         """
         headers = self._headers(conversation)
         self._check_text(conversation)
@@ -388,12 +346,7 @@ class Encoder:
         return cut
 
     def _tokenize(self, conversation: Conversation, text: str, answers: Sequence[Span], headers: _Headers) -> _Tokens:
-        """The tokens of a text, in which each image and each video has one placeholder token.
-
-        Raises:
-            DataError: the number of placeholders differs from that of images or videos, the text is not valid Unicode,
-                or an answer has other tokens in the prompts of later ones.
-        """
+        """The tokens of a text, in which each image and each video has one placeholder token."""
         place, processor, tokenizer = conversation.sample_id, self.processor, self.processor.tokenizer
         try:
             text.encode()

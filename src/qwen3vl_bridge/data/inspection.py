@@ -19,15 +19,10 @@ from torch import Tensor
 
 
 def unpatched(patches: Tensor, grid: tuple[int, int, int], processor: Any) -> Tensor:
-    """The frames from which patches were cut, as resized by a processor.
+    """[frames, height, width, channels] uint8, the frames from which patches were cut, as resized by a processor.
 
-    Args:
-        patches: [N, channels * temporal_patch * patch * patch], in merge order.
-        grid: patches in time, height and width; N in all.
-        processor: the image or video processor that made them.
-
-    Returns:
-        [frames, height, width, channels] uint8. An image has as many equal frames as the temporal patch size.
+    `patches` are [N, channels * temporal_patch * patch * patch] in merge order, and `grid` their numbers in time,
+    height and width. An image has as many equal frames as the temporal patch size.
     """
     time, height, width = grid
     merge, patch, temporal = processor.merge_size, processor.patch_size, processor.temporal_patch_size
@@ -48,23 +43,15 @@ _MOST_HELD = 64
 
 @dataclass(frozen=True)
 class InspectionSettings:
-    """What to inspect.
-
-    Attributes:
-        seq_length: tokens of a row.
-        samples: number of samples to show, from number `start` on, or a random choice with `seed`.
-        lengths: number of samples to measure, spread over the whole file; 0 for only those shown.
-        pack: several samples per row; otherwise one.
-        pictures: keep images to show.
-    """
+    """What to inspect."""
 
     seq_length: int = 4096
-    samples: int = 8
+    samples: int = 8  # to show, from number `start` on, or a random choice with `seed`
     start: int = 0
     seed: int | None = None
-    lengths: int = 2000
+    lengths: int = 2000  # samples to measure, spread over the whole file; 0 for only those shown
     pack: bool = True
-    pictures: bool = False
+    pictures: bool = False  # keep images to show
 
 
 @dataclass(frozen=True)
@@ -79,21 +66,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Picture:
-    """An image or a video as the processor returned it.
+    """An image or a video as the processor returned it."""
 
-    Attributes:
-        kind: "image" or "video".
-        grid: patches in time, height and width.
-        height: pixels, after resizing, as `width`.
-        frames: [frames, height, width, channels] uint8, if images were requested.
-    """
-
-    kind: str
-    grid: tuple[int, int, int]
-    height: int
+    kind: str  # "image" or "video"
+    grid: tuple[int, int, int]  # patches in time, height and width
+    height: int  # pixels, after resizing
     width: int
     num_tokens: int
-    frames: Tensor | None
+    frames: Tensor | None  # [frames, height, width, channels] uint8, if images were requested
 
 
 @dataclass(frozen=True)
@@ -117,22 +97,15 @@ class SampleView:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Results of an inspection.
+    """Results of an inspection."""
 
-    Attributes:
-        num_samples: samples in the file.
-        lengths: tokens of each sample that was measured.
-        row_fills: fraction of real tokens in each row of the measured samples; too long ones are left out.
-        errors: sample and message, in the file's order.
-    """
-
-    num_samples: int
+    num_samples: int  # in the file
     seq_length: int
     pack: bool
     samples: tuple[SampleView, ...]
-    lengths: tuple[int, ...]
-    row_fills: tuple[float, ...]
-    errors: tuple[tuple[str, str], ...]
+    lengths: tuple[int, ...]  # tokens of each sample that was measured
+    row_fills: tuple[float, ...]  # fraction of real tokens in each row of the measured samples without too long ones
+    errors: tuple[tuple[str, str], ...]  # sample and message, in the file's order
 
     @property
     def too_long(self) -> int:
@@ -156,50 +129,43 @@ def inspect_samples(
     settings: InspectionSettings,
     progress: Callable[[Sequence[int]], Iterable[int]] = iter,
 ) -> Inspection:
-    """Inspect some samples closely, and the lengths of more.
+    """Inspect some samples closely, and the lengths of more; a `DataError` for a start after the last sample.
 
-    Args:
-        samples: those of the file. Their limit must not be exceeded by any, because long ones are counted here.
-        processor: the processor that encodes them.
-        settings: what to inspect.
-        progress: wraps numbers of samples, to show progress.
-
-    Raises:
-        DataError: a start after the last sample.
+    The limit of `samples` must not be exceeded by any, because long ones are counted here; `progress` wraps numbers of
+    samples.
     """
     assert samples.total is not None  # streams are not inspected
-    total = samples.total
-    shown, errors = _shown(total, settings), dict[int, str]()
+    total, errors = samples.total, dict[int, str]()
+    if settings.seed is not None:
+        shown = sorted(random.Random(settings.seed).sample(range(total), min(settings.samples, total)))
+    elif settings.start < total:
+        shown = list(range(settings.start, min(settings.start + settings.samples, total)))
+    else:
+        raise DataError(f"start is {settings.start}, expected less than {total}, the number of samples")
+    count = min(settings.lengths, total)  # spread over the whole file: many files are sorted by length or kind
+    measured = [place * total // count for place in range(count)] or shown
 
     def view(index: int) -> SampleView:
         return view_sample(samples.encode(index), processor, pictures=settings.pictures)
 
     views = tuple(_sound(progress(shown), view, errors))
-    measured = _spread(total, settings.lengths) if settings.lengths else shown
     lengths = tuple(_sound(progress(measured), lambda index: samples.size(index).tokens, errors))
+    row_fills: list[float] = []
+    if kept := [length for length in lengths if length <= settings.seq_length]:
+        # How full each row of an epoch is, in a random order as in training.
+        order, capacity = NumberedOrder(len(kept), seed=0), settings.seq_length
+        plan = RowPlan(lambda sample: Size(kept[sample], 0, 0), order, capacity=capacity, pack=settings.pack)
+        rows = map(plan.row, range(plan.end_of_epoch()))
+        row_fills = [sum(kept[sample] for sample in row) / capacity for row in rows]
     return Inspection(
         num_samples=total,
         seq_length=settings.seq_length,
         pack=settings.pack,
         samples=views,
         lengths=lengths,
-        row_fills=_row_fills(lengths, settings),
+        row_fills=tuple(row_fills),
         errors=tuple((samples.file.sample_id(index), errors[index]) for index in sorted(errors)),
     )
-
-
-def _shown(total: int, settings: InspectionSettings) -> list[int]:
-    if settings.seed is not None:
-        return sorted(random.Random(settings.seed).sample(range(total), min(settings.samples, total)))
-    if settings.start >= total:
-        raise DataError(f"start is {settings.start}, expected less than {total}, the number of samples")
-    return list(range(settings.start, min(settings.start + settings.samples, total)))
-
-
-def _spread(total: int, wanted: int) -> list[int]:
-    """Samples spread over the whole file: many files are sorted by length or kind."""
-    count = min(wanted, total)
-    return [place * total // count for place in range(count)]
 
 
 def without_repeated_advice(messages: Iterable[str]) -> Iterator[str]:
@@ -225,17 +191,6 @@ def _sound[T](indices: Iterable[int], work: Callable[[int], T], errors: dict[int
             raise
         else:
             yield result
-
-
-def _row_fills(lengths: Sequence[int], settings: InspectionSettings) -> tuple[float, ...]:
-    """How full each row of an epoch is, in a random order as in training."""
-    kept = [length for length in lengths if length <= settings.seq_length]
-    if not kept:
-        return ()
-    order = NumberedOrder(len(kept), seed=0)
-    plan = RowPlan(lambda sample: Size(kept[sample], 0, 0), order, capacity=settings.seq_length, pack=settings.pack)
-    rows = (plan.row(number) for number in range(plan.end_of_epoch()))
-    return tuple(sum(kept[sample] for sample in row) / settings.seq_length for row in rows)
 
 
 def view_sample(sample: EncodedSample, processor: Any, *, pictures: bool = False) -> SampleView:

@@ -314,16 +314,16 @@ def _picture(picture: Picture, number: int) -> Iterator[str]:
     caption, total = f"{picture.kind} {number}: {describe(picture)}", len(picture.frames)
     if picture.kind == "video":
         shown = min(total, _MOST_FRAMES)
-        frames = "".join(_frame(picture.frames, i * total // shown, picture.width) for i in range(shown))
-        inner = f'<div class="strip">{frames}</div>'
+        places = [i * total // shown for i in range(shown)]
+        named = [(f"frame {place + 1} of {total}", _inlined(picture.frames[place])) for place in places]
+        frames = (
+            f'<div class="frame"><img width="{picture.width}" alt="{name}" src="{source}">{name}</div>'
+            for name, source in named
+        )
+        inner = f'<div class="strip">{"".join(frames)}</div>'
     else:
         inner = f'<img width="{picture.width}" alt="{caption}" src="{_inlined(picture.frames[0])}">'
     yield f"<figure>{inner}<figcaption>{caption}</figcaption></figure>\n"
-
-
-def _frame(frames: Tensor, place: int, width: int) -> str:
-    name = f"frame {place + 1} of {len(frames)}"
-    return f'<div class="frame"><img width="{width}" alt="{name}" src="{_inlined(frames[place])}">{name}</div>'
 
 
 def _inlined(frame: Tensor) -> str:

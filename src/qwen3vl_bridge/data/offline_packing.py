@@ -18,7 +18,7 @@ from qwen3vl_bridge.data.loading.batch_stream import ignoring
 from qwen3vl_bridge.data.loading.rows import RowDataset
 from qwen3vl_bridge.data.packing.packed_rows import FILES, MANIFEST, PackedRows, write
 from qwen3vl_bridge.data.packing.row_plan import RowPlan
-from qwen3vl_bridge.data.packing.sample_sizes import AllSizes, Left, Size, sizes_of_job
+from qwen3vl_bridge.data.packing.sample_sizes import LatestSizes, Size, sizes_of_job
 from qwen3vl_bridge.data.samples import Samples
 from qwen3vl_bridge.io.atomic import atomic_directory, check_target, refuse_others
 from qwen3vl_bridge.io.files import CheckpointError
@@ -33,20 +33,14 @@ _WINDOW = 2**16
 
 @dataclass(frozen=True)
 class PackingReport:
-    """Numbers of a packing.
+    """Numbers of a packing."""
 
-    Attributes:
-        samples: samples in the source, of which `dropped` (bad or too long) and `truncated`.
-        fill: fraction of real tokens in the rows.
-        patch_fill: patches divided by `max_patches` of all rows; None without a limit.
-    """
-
-    samples: int
+    samples: int  # in the source, with dropped (bad or too long) and truncated ones
     dropped: int
     truncated: int
     rows: int
-    fill: float
-    patch_fill: float | None
+    fill: float  # fraction of real tokens in the rows
+    patch_fill: float | None  # patches divided by `max_patches` of all rows; None without a limit
     tokens: int
     patches: int
 
@@ -67,7 +61,7 @@ def pack(
         folder: destination.
         workers: processes that measure; 0 for this process.
         overwrite: whether to replace an earlier packing.
-        progress: wraps the numbers of samples measured in each step, to show progress.
+        progress: wraps the numbers of samples measured in each step.
         say: called with a line of text when the leftovers of a killed process were removed.
 
     Raises:
@@ -81,10 +75,11 @@ def pack(
     rules = rows.rules()  # first: fails if the data are incomplete
     if rows.samples.total is None:
         raise ValueError("found a stream, expected samples by number: a stream is packed as it is read")
-    samples = rows.samples
-    if workers:
-        samples = Samples(samples.file, samples.sample_filter, _OwnSizes(rows.samples.total))
-    sizes, dropped, truncated = _measured(samples, rows.samples.total, workers, progress)
+    samples, total = rows.samples, rows.samples.total
+    if workers:  # each sample is measured once, by one of them; their counts are logged together
+        counts = sizes_of_job(0, {"packing": secrets.token_hex(8)})
+        samples = Samples(samples.file, samples.sample_filter, LatestSizes(note=counts.note))
+    sizes, dropped, truncated = _measured(samples, total, workers, progress)
     packed, starts = _packed(rows, sizes)
     _prove(rows, sizes, packed, starts)
     num_rows, capacity = len(starts) - 1, rows.settings.collator.seq_length
@@ -104,17 +99,6 @@ def pack(
         write(place, sizes, packed, starts, rules, asdict(report))
         PackedRows(place).check(rules)
     return report
-
-
-class _OwnSizes(AllSizes):
-    """Sizes of the samples that one of several processes measures, with the log counts of all of them."""
-
-    def __init__(self, num_samples: int) -> None:
-        super().__init__(num_samples)
-        self._together = sizes_of_job(0, {"packing": secrets.token_hex(8)})
-
-    def note(self, kind: Left) -> int:
-        return self._together.note(kind)
 
 
 def _check_packing(folder: Path) -> None:
@@ -175,22 +159,16 @@ def _packed(rows: RowDataset, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray
     # In random order, because neighbouring samples are often similar, and similar samples do not fill each other's
     # gaps.
     order = rows.order(settings.seed or 0)
-    try:
-        plan = RowPlan(
-            lambda sample: Size(*sizes[sample].tolist()).padded(multiple),
-            order,
-            capacity=settings.collator.seq_length,
-            pack=settings.pack,
-            window_size=_WINDOW,
-            most_patches=rows.samples.sample_filter.most_patches,
-            report=False,
-        )
-        # In order, so that each window is packed once.
-        packed = [plan.row(number) for number in takewhile(lambda row: plan.window(row).epoch == 0, count())]
-    except DataError:
-        raise
-    except ValueError as error:
-        raise DataError(str(error)) from error
+    plan = RowPlan(
+        lambda sample: Size(*sizes[sample].tolist()).padded(multiple),
+        order,
+        capacity=settings.collator.seq_length,
+        window_size=_WINDOW,
+        most_patches=rows.samples.sample_filter.most_patches,
+        report=False,
+    )
+    # In order, so that each window is packed once.
+    packed = [plan.row(number) for number in takewhile(lambda row: plan.window(row).epoch == 0, count())]
     starts = np.cumsum([0, *map(len, packed)], dtype=np.int64)
     return np.concatenate([np.array(row, dtype=np.int64) for row in packed]), starts
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from qwen3vl_bridge.data.chat_template import texts_of
 from qwen3vl_bridge.data.dataset_provider import ConversationRows
 from qwen3vl_bridge.data.encoding import EncodedSample
 from qwen3vl_bridge.data.errors import DataError
@@ -22,22 +23,16 @@ _TAIL = 8  # tokens; a prompt that opens a thinking block has it in its last two
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt and its expected answer.
+    """A prompt and its expected answer."""
 
-    Attributes:
-        prompt: images, videos and the [n] tokens up to the answer.
-        answer: text, without reasoning.
-        thinks: whether the prompt opens a thinking block that the model must close before its answer.
-    """
-
-    prompt: EncodedSample
-    answer: str
+    prompt: EncodedSample  # images, videos and the [n] tokens up to the answer
+    answer: str  # without reasoning
     sample_id: str
-    thinks: bool = False
+    thinks: bool = False  # whether the prompt opens a thinking block that the model must close before its answer
 
     def answer_in(self, said: str) -> str:
         """The answer in a model's output, without its reasoning; empty if the reasoning is not finished."""
-        return "" if self.thinks and _CLOSE not in said else _behind_thinking(said)
+        return "" if self.thinks and _CLOSE not in said else said.rpartition(_CLOSE)[2]
 
     @property
     def pictures(self) -> dict[str, Tensor]:
@@ -48,10 +43,8 @@ class Question:
 
 
 def questions(source: ConversationSource, rows: ConversationRows, first: int) -> list[Question]:
-    """The prompts of the `first` conversations of a source, encoded as for training.
-
-    Raises:
-        DataError: a conversation that cannot be encoded, or does not end with an assistant's text.
+    """The prompts of the `first` conversations of a source, encoded as for training; a `DataError` for one that cannot
+    be, or does not end with an assistant's text.
     """
     encoder = replace(rows, answers="last").checkpoint().encoder
     decode = encoder.processor.tokenizer.decode
@@ -66,16 +59,6 @@ def questions(source: ConversationSource, rows: ConversationRows, first: int) ->
         length = int(sample.loss_mask.argmax()) + 1
         prompt = replace(sample, input_ids=sample.input_ids[:length])
         thinks = _OPEN.search(decode(prompt.input_ids[-_TAIL:])) is not None
-        answer = _behind_thinking(_text(last["content"]))
+        answer = "".join(texts_of(last["content"])).rpartition(_CLOSE)[2]
         found.append(Question(prompt, answer, conversation.sample_id, thinks))
     return found
-
-
-def _behind_thinking(text: str) -> str:
-    return text.rpartition(_CLOSE)[2]
-
-
-def _text(content: str | list[dict]) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(part["text"] for part in content if part["type"] == "text")

@@ -12,6 +12,7 @@ from qwen3vl_bridge.data.encoding import EncodedSample, Encoder
 from qwen3vl_bridge.data.errors import Changed, DataError, Unreachable, check_choice
 from qwen3vl_bridge.data.packing.sample_sizes import NOTHING, AllSizes, LatestSizes, Left, Size, Sizes
 from qwen3vl_bridge.data.schemas.conversations import Conversation
+from qwen3vl_bridge.data.sources.mixture import Mixture
 from qwen3vl_bridge.data.sources.opening import Conversations
 
 import torch
@@ -54,9 +55,8 @@ class SampleFilter:
             encoder: the encoder.
             limit: maximum tokens of a sample.
             most_patches: maximum patches of its images and videos; None without a limit.
-            on_long: "error", "drop", or "truncate" (never within an image) for a longer one. Dropped and truncated ones
-                are counted and logged. A sample with too many patches is an error or dropped.
-            on_bad: "error" for a conversation that cannot be read or encoded, or "drop", counted and logged.
+            on_long: for a longer one, and for one with too many patches, which is never truncated.
+            on_bad: for a conversation that cannot be read or encoded. Those left out or cut are logged.
         """
         check_choice("on_long", on_long, OnLong)
         check_choice("on_bad", on_bad, OnBad)
@@ -82,26 +82,23 @@ class SampleFilter:
         }
 
     def measure(self, read: Callable[[], Conversation], place: str) -> MeasuredConversation | None:
-        """A conversation with its size, reading only headers of its images; None if it is dropped.
-
-        Raises:
-            DataError: it cannot be read or is too long, if that is an error; the message names `place`.
+        """A conversation with its size, reading only headers of its images, None if it is dropped; a `DataError` with
+        `place` if it cannot be read or is too long, and that is an error.
         """
         try:
             conversation = read()
             size = self.encoder.size(conversation)
+            num_tokens = size.tokens
+            if num_tokens > self.limit and self.on_long == "truncate":
+                size = self.encoder.size(conversation, self.limit)
         except DataError as error:
             return self.refuse(error)
-        if size.tokens > self.limit:
-            problem = f"{place}: found a sample of {size.tokens} tokens, expected at most {self.limit}"
+        if num_tokens > self.limit:
+            problem = f"{place}: found a sample of {num_tokens} tokens, expected at most {self.limit}"
             if self.on_long == "error":
                 raise DataError(f"{problem} (the length of a row; on_long='drop' drops the sample, 'truncate' cuts it)")
             if self.on_long == "drop":
                 return self._drop(problem)
-            try:
-                size = self.encoder.size(conversation, self.limit)
-            except DataError as error:
-                return self.refuse(error)
             self.num_truncated += 1
             self._log("cut", problem)
         if self.most_patches is not None and size.patches > self.most_patches:
@@ -112,12 +109,10 @@ class SampleFilter:
         return MeasuredConversation(conversation, size)
 
     def encode(self, read: Callable[[], MeasuredConversation], kind: Left = "dropped") -> EncodedSample | None:
-        """Tokens and pixels; None for a sample that turns out to be bad only now, such as a truncated image.
+        """Tokens and pixels; None for a sample that turns out to be bad only now, such as a truncated image. A
+        `DataError` if that is an error, or for another size than it was measured with.
 
         `kind` is "unreadable" if its place in a row is kept, with a blank token.
-
-        Raises:
-            DataError: it cannot be encoded, if that is an error, or has another size than it was measured with.
         """
         try:
             conversation, size = read()
@@ -160,8 +155,14 @@ class Samples:
         """Samples of a source's conversations, with sizes that were measured before, if there are any."""
         self.file = file
         self.total = len(file) if isinstance(file, Sized) else None  # None for a stream
-        self._sizes = sizes or (LatestSizes() if self.total is None else AllSizes(self.total))
+        if sizes is None:
+            sizes = LatestSizes() if self.total is None else AllSizes(self.total)
+        self._sizes = sizes
         self.sample_filter = sample_filter.noting(self._sizes.note)
+
+    def set_of(self, index: int) -> int:
+        """Index of the data set of a mixture that a sample belongs to; 0 for other sources."""
+        return self.file.set_of(index) if isinstance(self.file, Mixture) else 0
 
     def size(self, index: int) -> Size:
         """Space that a sample takes in a row: none if it is dropped; raises like `SampleFilter.measure`."""

@@ -233,14 +233,10 @@ def test_configurations_of_the_hub(name, called, asked, streaming):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            "owner/several",
-            r"hf://owner/several: found the configurations ai2d, vqa\(x, y\), expected one of them, "
-            "as hf://owner/several:ai2d$",
-        ),
-        ("owner/several#test", "found the configurations ai2d, .*, as hf://owner/several:ai2d#test$"),
-        ("owner/several@main:ocr", "hf://owner/several@main: found the configurations ai2d, .*several@main:ai2d$"),
-        ("owner/one:ai2d", "hf://owner/one: found the configurations default, expected one of them"),
+        ("owner/several", r"hf://owner/several: found a data set that does not load .*ai2d.*vqa\(x, y\)"),
+        ("owner/several#test", "hf://owner/several: found a data set that does not load .*ai2d"),
+        ("owner/several@main:ocr", "hf://owner/several@main:ocr: found a data set that does not load .*ai2d"),
+        ("owner/one:ai2d", "hf://owner/one:ai2d: found a data set that does not load .*default"),
         (
             "datasets/owner/several:ai2d",
             "hf://owner/several:ai2d: found the splits train, test, expected one, as hf://owner/several:ai2d#train",
@@ -257,7 +253,7 @@ def test_configurations_of_the_hub(name, called, asked, streaming):
 )
 @pytest.mark.usefixtures("repository")
 def test_configurations_that_are_not_there_are_refused(name, message, read):
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=f"(?s){message}"):
         read(f"hf://{name}")
 
 

@@ -181,10 +181,6 @@ class Qwen3VLEnergonProvider(ConversationRows):
         if not found:
             raise DataError("found no samples, expected at least one")
 
-    @property
-    def _packing_buffer_size(self) -> int | None:
-        return (self.packing_buffer_size or _PACKED_TOGETHER) if self.pack else None
-
     def _check_share(self, dp_rank: int, dp_size: int, micro_batch_size: int | None) -> None:
         check_share(dp_rank, dp_size)
         if micro_batch_size not in (None, self.micro_batch_size):
@@ -193,9 +189,8 @@ class Qwen3VLEnergonProvider(ConversationRows):
             )
 
     def _task_encoder(self, note: Callable[[Left], int] | None = None) -> Qwen3VLTaskEncoder:
-        sample_filter, columns = self.sample_filter(), one_schema(None, self.columns)
-        if note is not None:
-            sample_filter = sample_filter.noting(note)
+        sample_filter = self.sample_filter().noting(note) if note else self.sample_filter()
+        columns = one_schema(None, self.columns)
         return Qwen3VLTaskEncoder(sample_filter, self.collator(), sample_fps=self.sample_fps, columns=columns)
 
     def _stream(self, split: str, dp_rank: int = 0, dp_size: int = 1, groups: Any = None) -> EnergonStream:
@@ -218,7 +213,7 @@ class Qwen3VLEnergonProvider(ConversationRows):
                 num_val_workers=self.num_val_workers,
                 shuffle_buffer_size=self.shuffle_buffer_size,
                 max_samples_per_sequence=self.max_samples_per_sequence,
-                packing_buffer_size=self._packing_buffer_size,
+                packing_buffer_size=(self.packing_buffer_size or _PACKED_TOGETHER) if self.pack else None,
                 **self.dataset_kwargs,
             )
             with _named(self.path):
@@ -319,12 +314,8 @@ class EnergonStream(Iterator[PackedBatch]):
     def __init__(
         self, make_loader: Callable[[], Any], fingerprint: Callable[[Any], Mapping[str, Any]], dp_size: int
     ) -> None:
-        """Start at the first sample.
-
-        Args:
-            make_loader: creates Megatron-Bridge's `EnergonDataloader` at the beginning of the data.
-            fingerprint: takes the loader; returns what has to be equal for a saved position to be valid.
-            dp_size: number of data-parallel ranks.
+        """Start at the first sample of Megatron-Bridge's `EnergonDataloader` that `make_loader` creates; `fingerprint`
+        returns what has to be equal for a saved position of a loader to be valid.
         """
         self._make_loader, self._fingerprint, self._dp_size = make_loader, fingerprint, dp_size
         self._loader, self._begun, self._given = make_loader(), False, 0
@@ -371,10 +362,8 @@ class EnergonStream(Iterator[PackedBatch]):
         return {"batches": self._given, "state": state, "data": self.fingerprint()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from another stream's position: directly on one rank, by rereading all earlier batches on several.
-
-        Raises:
-            ValueError: the other stream had other data, or another number of ranks or workers.
+        """Continue from another stream's position (ValueError if it had other data, ranks or workers): directly on one
+        rank, by rereading all earlier batches on several.
         """
         check_position(self._fingerprint(self._loader), state["data"])
         if state["state"] is not None:

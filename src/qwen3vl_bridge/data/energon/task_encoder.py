@@ -1,13 +1,8 @@
 """Energon's task encoder for Qwen3-VL: converts samples of a WebDataset to packed rows.
 
-Two kinds of folders are supported:
-
-* crude ones (`CrudeWebdataset`, or a JSONL file). The part "json" contains a record in any format that we read; an
-  image or a video in it is the name of another part of the same sample: its extension ("jpg", "1.png", "clip.mp4"), or
-  its full name in the tar ("000012.jpg"). Contents as "data:...;base64,..." need no part.
-* Megatron-Bridge's ChatML ones (`ChatMLWebdataset`). Their own decoder converts images to float tensors; here they stay
-  bytes. The placeholders "<image>" and "<video>" are used at their positions in the text, and the white space around
-  them is kept.
+Crude folders (`CrudeWebdataset`, or a JSONL file) have a record of ours in the part "json", in which an image or a
+video is the name of another part of the same sample. In Megatron-Bridge's ChatML folders (`ChatMLWebdataset`) images
+stay bytes, which their own decoder converts to float tensors.
 
 Samples that wait to be packed contain their files as stored, and are measured by the files' headers; pixels are
 computed when a row is needed. Energon prints errors and continues; here they stop the run, unless `on_bad` or `on_long`
@@ -333,13 +328,9 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         """A sample with its size; `SkipSample` if it is dropped."""
         read = partial(_conversation_of_sample, sample, self._sample_fps, self._columns)
         measured = self.sample_filter.measure(read, place_of(sample))
-        if measured is None:
-            self._skip(sample)
-        self._left_out = 0
-        return MeasuredSample.derive_from(sample, measured=measured)
-
-    def _skip(self, sample: Sample) -> None:
-        self._left_out += 1
+        self._left_out = 0 if measured else self._left_out + 1
+        if measured is not None:
+            return MeasuredSample.derive_from(sample, measured=measured)
         if self._left_out > self._num_samples:  # training would loop over the data forever
             raise DataError(
                 place_of(sample), f"found {self._left_out} samples in a row that were dropped, expected a usable one"
@@ -401,10 +392,8 @@ class Qwen3VLTaskEncoder(MeasuringTaskEncoder):
         return self._laid_out(samples, self.collator.padded([sample.encoded for sample in samples]))
 
     def _laid_out(self, samples: Sequence[ReadySample], packed: PackedBatch) -> EnergonBatch:
-        """A batch with the number of samples that this process has dropped since its previous batch.
-
-        Energon reads a buffer ahead, so a sample is counted in the first batch after it. A resumed stream starts at 0,
-        because energon does not read samples again that were dropped before.
+        """A batch with the number of samples that this process has dropped since its previous batch: energon reads a
+        buffer ahead, and does not read samples again that were dropped before.
         """
         dropped = self.sample_filter.num_dropped
         new, self._counted = dropped - self._counted, dropped

@@ -22,7 +22,7 @@ from typing import Any
 
 from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.loading.rows import EncodedRow, RowDataset, StreamedRows, without_loss
+from qwen3vl_bridge.data.loading.rows import EncodedRow, RowDataset, without_loss
 from qwen3vl_bridge.data.packing.row_plan import Window
 
 import torch
@@ -34,7 +34,7 @@ class BatchStream(Iterator[PackedBatch]):
 
     def __init__(
         self,
-        rows: RowDataset | StreamedRows,
+        rows: RowDataset,
         *,
         dp_rank: int = 0,
         dp_size: int = 1,
@@ -76,7 +76,7 @@ class BatchStream(Iterator[PackedBatch]):
                 self._rows,
                 # Without `self`, which would then never be collected.
                 batch_sampler=([first + place for place in range(rows)] for first in start),
-                collate_fn=_Collate(self._rows),
+                collate_fn=partial(_collate, self._rows),
                 num_workers=self._num_workers,
                 worker_init_fn=ignoring(self._ignored_signal),
                 # Otherwise it draws from the global generator here, and a resumed run differs from an uninterrupted
@@ -95,10 +95,8 @@ class BatchStream(Iterator[PackedBatch]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from another stream's `state_dict`.
-
-        Raises:
-            ValueError: it is of other data or rows, or within rows that were assigned to another number of ranks.
+        """Continue from another stream's `state_dict`; a `ValueError` if it is of other data or rows, or within rows
+        that were assigned to another number of ranks.
         """
         check_position(self._rows.fingerprint(), state["data"])
         check_assignment(state["row"], tuple(state["dealt"]), self._rows.assignment())
@@ -112,14 +110,9 @@ class BatchStream(Iterator[PackedBatch]):
         self._loaders.clear()
 
 
-class _Collate:
-    """Collates, and keeps the window for the stream's position. A class, because it is sent to workers."""
-
-    def __init__(self, rows: RowDataset | StreamedRows) -> None:
-        self._rows = rows
-
-    def __call__(self, rows: list[EncodedRow]) -> tuple[PackedBatch, Window]:
-        return self._rows.collate_fn(rows), rows[0].window
+def _collate(dataset: RowDataset, rows: list[EncodedRow]) -> tuple[PackedBatch, Window]:
+    """A batch, and the window for the stream's position."""
+    return dataset.collate_fn(rows), rows[0].window
 
 
 def one_pass(

@@ -33,19 +33,13 @@ from torch.utils.data import Dataset
 
 
 class EncodedRow(NamedTuple):
-    """One row's samples, the plan's window from which it is reached, and per data set the numbers of dropped samples.
-
-    Attributes:
-        dropped: samples dropped in this row's window or earlier, over all epochs.
-        newly_dropped: used instead if other processes read other parts of the data: since the previous row.
-        unreadable: samples of this row that were replaced by a blank token.
-    """
+    """One row's samples, the plan's window from which it is reached, and numbers of dropped samples by data set."""
 
     samples: tuple[EncodedSample, ...]
     window: Window
-    dropped: SetCounts = ()
-    unreadable: SetCounts = ()
-    newly_dropped: SetCounts = ()
+    dropped: SetCounts = ()  # in this row's window or earlier, over all epochs
+    unreadable: SetCounts = ()  # in this row, replaced by a blank token
+    newly_dropped: SetCounts = ()  # instead of `dropped`, if other processes read other parts: since the previous row
 
 
 @dataclass(frozen=True)
@@ -58,22 +52,15 @@ class Balance:
 
 @dataclass(frozen=True)
 class RowSettings:
-    """Settings of rows.
-
-    Attributes:
-        pack: several samples per row; otherwise one, padded.
-        seed: of the samples' order, or of the rows' if they were packed before training; None for the file's own order.
-        window_size: number of samples packed together.
-        packed: rows that were packed before training; None to pack during training.
-        balance: how rows are assigned; None for in order.
-    """
+    """Settings of rows."""
 
     collator: Collator
-    pack: bool = True
+    pack: bool = True  # several samples per row; otherwise one, padded
+    # Of the samples' order, or of the rows' if they were packed before training; None for the file's own order.
     seed: int | None = None
-    window_size: int = 512
-    packed: PackedRows | None = None
-    balance: Balance | None = None
+    window_size: int = 512  # samples packed together
+    packed: PackedRows | None = None  # rows that were packed before training
+    balance: Balance | None = None  # how rows are assigned to ranks; None for in order
 
 
 def assign_rows(costs: Sequence[float], ranks: int) -> list[int]:
@@ -122,14 +109,14 @@ class RowDataset(Dataset[EncodedRow]):
             settings: settings of rows.
             length: the result of `len`.
             begin: window of the plan to continue from.
-            ranks: data-parallel ranks, which read in turn; used if rows are assigned to them.
+            ranks: data-parallel ranks, which read in turn.
             repeat: number of rows that are repeated without end, always the first of the plan; those after its epoch
                 have no loss. None to continue without repetition.
         """
         self.samples, self.settings, self._len, self.ranks, self.repeat = samples, settings, length, ranks, repeat
         if settings.packed is not None:
             settings.packed.check(self.rules())
-            self.plan: PackedPlan | RowPlan = settings.packed.plan(settings.seed)
+            self.plan: PackedPlan | RowPlan = PackedPlan(settings.packed, settings.seed)
         else:
             multiple = settings.collator.multiple if settings.pack else 1
             self.plan = RowPlan(
@@ -142,7 +129,7 @@ class RowDataset(Dataset[EncodedRow]):
                 most_patches=samples.sample_filter.most_patches,
                 report=settings.seed is not None,
                 measure=samples.measure,
-                set_of=samples.file.set_of if isinstance(samples.file, Mixture) else None,
+                set_of=samples.set_of,
             )
         self._assigned: tuple[int, list[int]] | None = None
         if settings.balance and settings.balance.over % ranks:
@@ -159,7 +146,7 @@ class RowDataset(Dataset[EncodedRow]):
     def order(self, seed: int | None) -> Order:
         """Order of the samples over epochs. A stream has its own order, a mixture one that mixes its data sets."""
         file, total = self.samples.file, self.samples.total
-        if isinstance(file, Order):
+        if isinstance(file, StreamedDataset):
             return file
         if isinstance(file, Mixture):
             return file.order(seed)
@@ -173,21 +160,17 @@ class RowDataset(Dataset[EncodedRow]):
         """Read and encode one row."""
         over, _ = self.assignment()
         number %= self.repeat or number + 1
-        assigned = number if over == 1 else self._assigned_row(number, over)
+        first, assigned = number - number % over, number  # `over` rows from the first are assigned together
+        if over > 1:
+            if self._assigned is None or self._assigned[0] != first:
+                costs = [self.cost(row) for row in range(first, first + over)]
+                self._assigned = (first, assign_rows(costs, self.ranks))
+            assigned = first + self._assigned[1][number - first]
         samples = self.plan.row(assigned)
         encoded = tuple(map(self.samples.encode, samples))
-        file = self.samples.file
-        empty = [sample for sample, one in zip(samples, encoded, strict=True) if one.is_blank]
-        unreadable = count_sets(file.set_of(sample) if isinstance(file, Mixture) else 0 for sample in empty)
-        return EncodedRow(encoded, self.plan.window(number - number % over), self.plan.dropped(assigned), unreadable)
-
-    def _assigned_row(self, number: int, over: int) -> int:
-        """The plan's number for a row of those that are assigned together."""
-        first, place = number - number % over, number % over
-        if self._assigned is None or self._assigned[0] != first:
-            costs = [self.cost(row) for row in range(first, first + over)]
-            self._assigned = (first, assign_rows(costs, self.ranks))
-        return first + self._assigned[1][place]
+        blank = (index for index, sample in zip(samples, encoded, strict=True) if sample.is_blank)
+        unreadable = count_sets(map(self.samples.set_of, blank))
+        return EncodedRow(encoded, self.plan.window(first), self.plan.dropped(assigned), unreadable)
 
     def cost(self, number: int) -> float:
         """Cost of one of the plan's rows in both towers, if the settings have a balance."""
@@ -199,9 +182,8 @@ class RowDataset(Dataset[EncodedRow]):
         """A microbatch of rows, only one if packed (ValueError). Megatron-Bridge's loop requires the name."""
         if self.settings.pack and len(rows) != 1:
             raise ValueError(f"found a microbatch of {len(rows)} packed rows, expected 1: make the row longer instead")
-        collator = self.settings.collator
-        packed = self.settings.pack
-        batch = collator.packed(rows[0].samples) if packed else collator.padded([row.samples[0] for row in rows])
+        collator, pack = self.settings.collator, self.settings.pack
+        batch = collator.packed(rows[0].samples) if pack else collator.padded([row.samples[0] for row in rows])
         batch = replace(
             batch,
             dropped=reduce(most_of, [row.dropped for row in rows]),
@@ -243,7 +225,7 @@ def without_loss(batch: PackedBatch, rows: Sequence[bool]) -> torch.Tensor:
     return batch.loss_mask.masked_fill(torch.tensor(list(rows)).unsqueeze(-1), 0)
 
 
-class StreamedRows(Dataset[EncodedRow]):
+class StreamedRows(RowDataset):
     """Endless rows of a stream that is read in parts, each sample in only one data-loading process.
 
     Row n is row n // parts of part n % parts. A data-parallel rank takes every dp_size-th microbatch and assigns its
@@ -257,42 +239,28 @@ class StreamedRows(Dataset[EncodedRow]):
 
         `note` counts the dropped samples of all parts, for the log; None to count each part separately.
         """
-        file = whole.samples.file
-        assert isinstance(file, StreamedDataset)
-        self._whole, self._parts, self._file, self._note = whole, parts, file.divided(parts), note
+        super().__init__(whole.samples, whole.settings, length=len(whole), ranks=whole.ranks, repeat=whole.repeat)
+        assert isinstance(whole.samples.file, StreamedDataset)
+        self._parts, self._file, self._note = parts, whole.samples.file.divided(parts), note
         self._rows: dict[int, RowDataset] = {}
-
-    def __len__(self) -> int:
-        return len(self._whole)
 
     def __getitem__(self, number: int) -> EncodedRow:
         """Read and encode one row."""
-        number %= self._whole.repeat or number + 1
+        number %= self.repeat or number + 1
         place, part = divmod(number, self._parts)
-        rows = self._rows_of(part)
+        if part not in self._rows:
+            stream, sizes = self._file.part(part, self._parts), LatestSizes(note=self._note)
+            samples = Samples(stream, self.samples.sample_filter, sizes)
+            self._rows[part] = RowDataset(samples, self.settings, repeat=self.repeat)
+        rows = self._rows[part]
         row = rows[place]
         before = rows.plan.dropped(place - 1) if place else ()
         return row._replace(dropped=(), newly_dropped=counts_since(before, row.dropped))
 
-    def _rows_of(self, part: int) -> RowDataset:
-        if part not in self._rows:
-            sizes = LatestSizes(note=self._note)
-            samples = Samples(self._file.part(part, self._parts), self._whole.samples.sample_filter, sizes)
-            self._rows[part] = RowDataset(samples, self._whole.settings, repeat=self._whole.repeat)
-        return self._rows[part]
-
     def begun_at(self, begin: Window) -> StreamedRows:
         """The same rows. A position has the window of only one part, so all are read again from the start."""
-        return StreamedRows(self._whole, self._parts, self._note)
-
-    def collate_fn(self, rows: Sequence[EncodedRow]) -> PackedBatch:
-        """A microbatch of rows; see `RowDataset`."""
-        return self._whole.collate_fn(rows)
-
-    def assignment(self) -> tuple[int, int]:
-        """See `RowDataset`; rows of a stream are not assigned by cost."""
-        return self._whole.assignment()
+        return StreamedRows(self, self._parts, self._note)
 
     def fingerprint(self) -> dict[str, int | str | None]:
         """Whatever must be equal for a row's number to mean the same row."""
-        return {**self._whole.fingerprint(), "data": self._file.fingerprint(), "parts": self._parts}
+        return {**super().fingerprint(), "data": self._file.fingerprint(), "parts": self._parts}

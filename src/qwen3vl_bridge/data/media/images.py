@@ -41,17 +41,13 @@ def image_size(image: Media, place: str) -> tuple[int, int]:
     with _opened(image, place) as opened:
         width, height = opened.size
         try:
-            sideways = _exif(opened).get(ExifTags.Base.Orientation) in _SIDEWAYS
+            # Pillow would decode a whole PNG for the metadata after its pixels, also where there are none.
+            is_read = isinstance(opened, PngImageFile) and _says_no_more(opened)
+            exif = Image.Image.getexif(opened) if is_read else opened.getexif()
+            sideways = exif.get(ExifTags.Base.Orientation) in _SIDEWAYS
         except Exception as error:  # for some formats it reads the whole file
             raise DataError(place, f"{describe(image)} does not decode as an image: {error}") from error
     return (width, height) if sideways else (height, width)
-
-
-def _exif(opened: Image.Image) -> Image.Exif:
-    """Metadata (EXIF). Pillow would decode a whole PNG for those after its pixels, also where there are none."""
-    if isinstance(opened, PngImageFile) and _says_no_more(opened):
-        return Image.Image.getexif(opened)
-    return opened.getexif()
 
 
 def _says_no_more(opened: PngImageFile) -> bool:

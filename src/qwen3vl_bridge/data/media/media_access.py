@@ -14,7 +14,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
@@ -43,31 +43,25 @@ Video = Media | FrameList
 
 @dataclass(frozen=True)
 class MediaAccess:
-    """Folders and downloads that records may refer to.
+    """Folders and downloads that records may refer to."""
 
-    Attributes:
-        roots: folders that paths are relative to and must not leave: a path is looked up in each, in order, and
-            symbolic links may point from one into another. None if paths are not allowed.
-        addresses: the folder of downloaded URLs; None for the user's cache folder.
-    """
-
+    # Folders that paths are relative to and must not leave: a path is looked up in each, in order, and symbolic links
+    # may point from one into another. Empty if paths are not allowed.
     roots: tuple[Path, ...] = ()
-    addresses: UrlCache | None = None
+    addresses: UrlCache = field(default_factory=lambda: UrlCache())  # downloaded URLs
 
     @classmethod
     def of(cls, root: str | Path | Sequence[str | Path] | None, addresses: UrlCache | None = None) -> MediaAccess:
         """Create from settings; a single root need not be in a list."""
-        return cls(_roots(root), addresses)
+        return cls(_roots(root), addresses or UrlCache())
 
     def of_data(self, data: str) -> MediaAccess:
         """The same access, limited to what the download record of the named data says."""
-        return replace(self, addresses=(self.addresses or UrlCache()).of_data(data))
+        return replace(self, addresses=self.addresses.of_data(data))
 
     def mark(self, fingerprint: str, place: str) -> str:
-        """The fingerprint of data of a known record, with the URLs that could not be downloaded; see
-        `DownloadRecord`.
-        """
-        record = self.addresses and self.addresses.record
+        """The fingerprint of data of a known record, with the URLs that could not be downloaded (`DownloadRecord`)."""
+        record = self.addresses.record
         return record.mark(fingerprint, place) if record else fingerprint
 
 
@@ -93,17 +87,12 @@ def media_access(given: MediaRoot, default: Path | None) -> MediaAccess:
 
 
 def find(name: str, root: Path | MediaAccess, place: str) -> Media:
-    """The file or bytes that a conversation at a place calls `name`. Nothing is downloaded here.
-
-    Args:
-        name: path relative to a root, or absolute and inside one; a URL; or the contents themselves,
-            "data:...;base64,...".
-        root: folder that no path may leave, by `..` or by a symbolic link; or an access, which may have several.
-        place: position of the name in the data, for messages.
+    """The file or bytes that a conversation at a place calls `name`: a path relative to a root, or absolute and inside
+    one, which leaves it neither by `..` nor by a symbolic link; a URL; or "data:...;base64,...".
 
     Raises:
         DataError: a URL that was given up, a path that leaves the roots or does not exist, or damaged contents.
-        Unreachable: a URL that was not downloaded.
+        Unreachable: a URL that was not downloaded. Nothing is downloaded here.
     """
     access = root if isinstance(root, MediaAccess) else MediaAccess((root,))
     if name.startswith("data:"):
@@ -115,7 +104,7 @@ def find(name: str, root: Path | MediaAccess, place: str) -> Media:
         except ValueError as error:
             raise DataError(place, f"found contents that are not valid base64 ({error})") from error
     if name.lower().startswith(("http://", "https://")):
-        return (access.addresses or UrlCache())(name, place)
+        return access.addresses(name, place)
     if "://" in name:
         raise DataError(place, f"found the URL {name[:80]!r}, expected the path of a file")
     if not access.roots:
@@ -226,10 +215,8 @@ class DownloadRecord:
         return digest[:_DIGEST] in self.given_up
 
     def mark(self, fingerprint: str, place: str) -> str:
-        """Add the URLs that were given up to the fingerprint of data, which messages call `place`.
-
-        Raises:
-            Unreachable: the download is not complete, so the data are not determined yet.
+        """Add the URLs that were given up to the fingerprint of data, which messages call `place`; `Unreachable` if the
+        download is not complete, so that the data are not determined yet.
         """
         if self.missing:
             raise Unreachable(
@@ -264,11 +251,8 @@ class UrlCache:
         return replace(self, record=DownloadRecord.read(self.root, data))
 
     def __call__(self, address: str, place: str) -> Path:
-        """The file that was downloaded from an http or https URL, which stands at `place`.
-
-        Raises:
-            DataError: the URL was given up.
-            Unreachable: the URL was not downloaded, or its state differs from the record.
+        """The file that was downloaded from an http or https URL, which stands at `place`; a `DataError` if it was
+        given up, `Unreachable` if it was not downloaded, or its state differs from the record.
         """
         path, found = self.path_of(address), f"found the URL {shown(address)}"
         is_there, is_recorded = path.is_file(), self.record is not None and digest_of(address) in self.record

@@ -32,19 +32,12 @@ _MOST_FRAMES = 1 << 20
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a model sees of a video.
+    """What a model sees of a video."""
 
-    Attributes:
-        grid: (frames, height, width) in patches.
-        size: height and width in pixels of resized frames.
-        indices: indices of the sampled frames.
-        times: their timestamps in seconds.
-    """
-
-    grid: tuple[int, int, int]
-    size: tuple[int, int]
-    indices: tuple[int, ...]
-    times: tuple[float, ...]
+    grid: tuple[int, int, int]  # (frames, height, width) in patches
+    size: tuple[int, int]  # height and width in pixels of resized frames
+    indices: tuple[int, ...]  # of the sampled frames
+    times: tuple[float, ...]  # their timestamps in seconds
 
     def frame_times(self) -> list[float]:
         """Timestamp of each temporal patch in seconds: the mean of its first and last frame.

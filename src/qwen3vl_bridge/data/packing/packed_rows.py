@@ -23,17 +23,16 @@ import numpy as np
 VERSION = 1
 MANIFEST = "packing.json"
 _ARRAYS = ("sizes", "rows", "starts")
-# Rules, and their names as options of the command `pack` and as settings of a run's data.
-_OPTIONS = {"seq_length": "seq_length", "most_patches": "max_patches", "on_long": "on_long", "on_bad": "on_bad"}
 # All files of a folder of packed rows.
 FILES = (MANIFEST, *(f"{name}.npy" for name in _ARRAYS))
 
 
-class PackedRows:
-    """A folder of packed rows."""
+class PackedRows(Sizes):
+    """A folder of packed rows, and the sizes of all samples, including those that are in no row."""
 
     def __init__(self, folder: str | Path) -> None:
         """Open a folder written by `write`; `DataError` if it has no rows, or damaged or other versions of them."""
+        super().__init__()
         self.folder = Path(folder)
         try:
             manifest = read_json(self.folder / MANIFEST)
@@ -71,31 +70,11 @@ class PackedRows:
             )
         if names := [name for name in {**rules, **self.rules} if rules.get(name) != self.rules.get(name)]:
             differ = ", ".join(f"{name} {rules.get(name)} (packed with {self.rules.get(name)})" for name in names)
-            raise ValueError(f"{self.folder} does not fit this run, which has {differ}. {_remedy(rules, self.rules)}")
-
-    def sizes(self) -> Sizes:
-        """Sizes of all samples, including those that are in no row."""
-        return _StoredSizes(self)
-
-    def size(self, sample: int) -> Size:
-        """Size of one sample."""
-        return Size(*self._sizes[sample].tolist())
-
-    def plan(self, seed: int | None) -> PackedPlan:
-        """A plan of the rows over all epochs, shuffled with a seed."""
-        return PackedPlan(self, seed)
-
-
-class _StoredSizes(Sizes):
-    def __init__(self, packed: PackedRows) -> None:
-        super().__init__()
-        self._packed = packed
+            raise ValueError(f"{self.folder} does not fit this run, which has {differ}. Pack again")
 
     def get(self, sample: int) -> Size:
-        return self._packed.size(sample)
-
-    def keep(self, sample: int, size: Size) -> None:
-        raise AssertionError(f"sample {sample} has its size {self.get(sample)} already, found {size}")
+        """Size of one sample."""
+        return Size(*self._sizes[sample].tolist())
 
 
 class PackedPlan:
@@ -124,21 +103,6 @@ class PackedPlan:
         return len(self._packed)
 
 
-def _remedy(run: Mapping[str, Any], packing: Mapping[str, Any]) -> str:
-    """How to resolve different rules: the options to pack with, or the settings with which these rows were packed."""
-    other = [(rule, name) for rule, name in _OPTIONS.items() if run.get(rule) != packing.get(rule)]
-    options = [
-        f"without {option}" if (value := run.get(rule)) is None else f"with {option} {value}"
-        for rule, option in ((rule, f"--{name.replace('_', '-')}") for rule, name in other)
-    ]
-    settings = " ".join(
-        f"{section}.{name}={'null' if (value := packing.get(rule)) is None else value}"
-        for rule, name in other
-        for section in (("dataset", "model") if rule == "seq_length" else ("dataset",))
-    )
-    return f"Pack again {' and '.join(options)}, or set {settings}" if other else "Pack again"
-
-
 def _digest(*arrays: np.ndarray) -> str:
     digest = hashlib.sha256()
     for array in arrays:
@@ -154,15 +118,8 @@ def write(
     rules: Mapping[str, Any],
     about: Mapping[str, Any],
 ) -> None:
-    """Write packed rows into an empty folder.
-
-    Args:
-        folder: the folder.
-        sizes: [samples, 3] int64, as in `Size`.
-        rows: [samples in rows] int64, concatenated sample indices of all rows.
-        starts: [rows + 1] int64, offset of each row in `rows`.
-        rules: as in `RowDataset.rules`.
-        about: further information for readers of `packing.json`.
+    """Write packed rows into an empty folder: int64 arrays as in the module's description, `RowDataset.rules`, and
+    further information for readers of `packing.json`.
     """
     for name, array in zip(_ARRAYS, (sizes, rows, starts), strict=True):
         np.save(folder / f"{name}.npy", array, allow_pickle=False)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise, zip_longest
 from math import floor
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.packing.sample_sizes import Size
@@ -52,7 +52,6 @@ _KEPT = 2  # epochs: a window may extend over an epoch's end
 _SEEDS = 1_000_003  # distance of seeds, so that epochs of one seed are not those of the next
 
 
-@runtime_checkable
 class Order(Protocol):
     """Samples by their position in an epoch; equal in every process."""
 
@@ -97,15 +96,12 @@ class MixedOrder(Order):
     """
 
     def __init__(self, lengths: Sequence[int], taken: Sequence[Fraction], seed: int | None = None) -> None:
-        """Order samples.
+        """Order samples; a `ValueError` for a data set without a share, or epochs that may be empty.
 
         Args:
             lengths: number of samples of each data set.
             taken: number of samples of each data set per epoch, on average if it is not an integer.
             seed: of the order; None for numerical order within each data set.
-
-        Raises:
-            ValueError: a data set with a share of none, or so small shares that an epoch may be empty.
         """
         if any(number <= 0 for number in taken) or sum(map(floor, taken)) < 1:
             found = ", ".join(f"{float(number):g} of {length}" for number, length in zip(taken, lengths, strict=True))
@@ -162,12 +158,6 @@ def best_fit(
 ) -> list[list[int]]:
     """Best-fit decreasing: samples in descending order of size, each into the row with the least space that is
     sufficient.
-
-    Args:
-        lengths: tokens of each sample.
-        capacity: maximum tokens per row.
-        patches: of the images of each sample.
-        most_patches: maximum patches per row; None without a limit.
 
     Returns:
         Rows of sample numbers. Rows, and the samples in one, are in ascending order of their first sample.
@@ -230,20 +220,13 @@ Row = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Window:
-    """The start of a window.
-
-    Attributes:
-        start: position in the epoch's order of its first new sample.
-        carried: samples from the previous window.
-        first_row: number of rows before it, over all epochs.
-        dropped: per data set, the number of samples before it that were dropped (bad or too long), over all epochs.
-    """
+    """The start of a window."""
 
     epoch: int = 0
-    start: int = 0
-    carried: Row = ()
-    first_row: int = 0
-    dropped: SetCounts = ()
+    start: int = 0  # position in the epoch's order of its first new sample
+    carried: Row = ()  # samples from the previous window
+    first_row: int = 0  # number of rows before it, over all epochs
+    dropped: SetCounts = ()  # samples before it that were dropped (bad or too long), over all epochs
 
 
 class _PackedWindow(NamedTuple):
@@ -271,7 +254,7 @@ class RowPlan:
         most_patches: int | None = None,
         report: bool = True,
         measure: Callable[[Sequence[int]], None] | None = None,
-        set_of: Callable[[int], int] | None = None,
+        set_of: Callable[[int], int] = lambda sample: 0,
     ) -> None:
         """Plan rows of samples.
 
@@ -281,11 +264,11 @@ class RowPlan:
             capacity: maximum tokens per row.
             pack: pack samples into rows; otherwise each is a row.
             window_size: number of samples packed together.
-            begin: the window to resume from; the first one if None.
+            begin: the window to resume from.
             most_patches: maximum patches per row.
             report: log how full the first epoch's rows were.
             measure: called with the samples whose sizes are needed next.
-            set_of: index of a sample's data set, for counts of dropped samples; None if there is only one.
+            set_of: index of a sample's data set, for counts of dropped samples.
         """
         if window_size < 1:
             raise ValueError(f"found windows of {window_size} samples, expected at least 1")
@@ -338,16 +321,13 @@ class RowPlan:
                 "of them; `qwen3vl data inspect` shows why, `on_bad=error` stops at the first",
             )
         self._windows.append(Window(window.epoch + 1, 0, (), first_row, packed.dropped))
-        self._report(window.epoch, first_row - epochs[0] if epochs else 0)
-
-    def _report(self, epoch: int, rows: int) -> None:
-        """Log how full an epoch's rows are, if the plan has seen all of it. Only one of several workers logs it."""
         worker = get_worker_info()
-        if rows and (worker is None or worker.id == 0):
+        if epochs and (worker is None or worker.id == 0):  # one worker logs how full an epoch is that was planned whole
+            rows = first_row - epochs[0]
             share = self._tokens / (rows * self._capacity)
-            level = logging.INFO if epoch == 0 and self._reports else logging.DEBUG
+            level = logging.INFO if window.epoch == 0 and self._reports else logging.DEBUG
             text = "epoch %d: %d samples in %d rows of %d tokens, %.1f %% full"
-            logger.log(level, text, epoch, self._count, rows, self._capacity, 100 * share)
+            logger.log(level, text, window.epoch, self._count, rows, self._capacity, 100 * share)
         self._tokens = self._count = 0
 
     def _pack_window(self, window: Window) -> _PackedWindow:
@@ -369,6 +349,6 @@ class RowPlan:
             if not is_last and len(rows) > 1:
                 emptiest = min(range(len(rows)), key=lambda row: (sum(sizes[s].tokens for s in rows[row]), -row))
                 carried = rows.pop(emptiest)
-        out = count_sets(self._set_of(sample) if self._set_of else 0 for sample in new if not sizes[sample].tokens)
+        out = count_sets(self._set_of(sample) for sample in new if not sizes[sample].tokens)
         self._packed = _PackedWindow(window, rows, carried, is_last, add_counts(window.dropped, out))
         return self._packed

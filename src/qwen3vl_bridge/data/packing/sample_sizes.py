@@ -49,17 +49,11 @@ _files: dict[Path, int] = {}  # opened by this process, and never closed: that w
 
 
 class Size(NamedTuple):
-    """Space that a sample takes in a row. Without tokens it is in no row.
-
-    Attributes:
-        tokens: of the language model.
-        patches: of the vision tower.
-        patch_pairs: sum over frames of the squared number of patches, the cost of the vision tower's attention.
-    """
+    """Space that a sample takes in a row. Without tokens it is in no row."""
 
     tokens: int
     patches: int
-    patch_pairs: int
+    patch_pairs: int  # sum over frames of the squared number of patches, the cost of the vision tower's attention
 
     def padded(self, multiple: int) -> Size:
         """The size with tokens padded to a multiple."""

@@ -1,32 +1,9 @@
-"""Conversations: every spelling of a record converted to our own, and validated.
+"""Conversations: every spelling of a record (docs/data.md lists them) converted to our own, and validated.
 
-Our own spelling is {"messages": [{"role": "user", "content": "..."}, ...]}. Roles are system, user, assistant and tool.
-Content is a string, or a list of {"type": "text", "text": "..."}, {"type": "image", "image": "path"} and {"type":
-"video", "video": "path"}. A message may also have keys that a chat template reads: "reasoning_content", "tool_calls",
-"name"; a record may also have "tools". A tool call is {"name": ..., "arguments": {...}}, or that under "function".
-
-An image or a video is a path, a URL ("https://...", if that is allowed), "data:...;base64,...", bytes, or {"bytes":
-..., "path": ...} as in Hugging Face datasets. A video may also be a list of images, with their frames per second,
-"sample_fps", a number or its text. An image may have its own pixel limits, "min_pixels" and "max_pixels", which replace
-those of the checkpoint and of `dataset.vision`.
-
-An assistant's message may say whether it is trained on: "loss": true or false, or "weight": 1 or 0. This has precedence
-over `answers`, which decides for messages without it.
-
-Other spellings are
-
-* {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}, with the system prompt as a
-  turn or next to it, as "system"; or the turns of one under the name of the other;
-* {"texts": [{"user": "...", "assistant": "..."}]}, as in the_cauldron;
-* a question and its answer: "question" and "answer"; "query" and "response", as in ms-swift; "prompt" and "completion",
-  as in TRL, both texts or both lists of messages; "instruction", "input" on a separate line, and "output", as in
-  Alpaca. Earlier turns may be under "history", a list of [question, answer];
-* parts {"type": "image_url", "image_url": {"url": "..."}} or with the URL itself, the same for "video_url", {"type":
-  "input_image", "image_url": "..."}, {"type": "image", "url": "..."} or "path";
-* arguments of a tool call as a string of JSON, as OpenAI has them;
-* media next to all that (`placeholders.py`). With questions and `texts` that have no placeholder they are inserted
-  before the first question, as in ms-swift;
-* "file:///..." for a path.
+Our own is {"messages": [{"role": "user", "content": "..."}, ...]}. Roles are system, user, assistant and tool. Content
+is a string, or a list of parts {"type": "text", "text": "..."}, {"type": "image", "image": MEDIUM} and {"type":
+"video", "video": MEDIUM}, where a medium is a path, a URL, "data:...;base64,...", bytes, or {"bytes": ..., "path":
+...}; a video may also be a list of images with "sample_fps".
 
 Tables, and JSON written from them, have null for keys that an object lacks. Such keys count as missing everywhere, and
 are removed from tools and their calls, which chat templates render whole; strings of JSON are taken as they are.
@@ -82,13 +59,8 @@ _DETAILS = (None, "auto", "high")  # OpenAI's "low" would be another image
 
 
 def messages_of(record: Any, place: str, *, placeholders: Placeholders = "media") -> Any:
-    """Convert a record to our own spelling. A value that is not an object, or has no messages, is returned for later
-    checks.
-
-    Args:
-        record: as it was read; it is never changed.
-        place: its position in the data, for messages.
-        placeholders: whether "<image>" and "<video>" in texts are placeholders, or literal text.
+    """Convert a record, which is never changed, to our own spelling; `place` is its position in the data, for messages.
+    A value that is not an object, or has no messages, is returned for later checks.
 
     Raises:
         DataError: invalid turns, keys of several spellings or of none, placeholders that do not match the media next to
@@ -147,15 +119,7 @@ def messages_of(record: Any, place: str, *, placeholders: Placeholders = "media"
 
 
 def spelling_of(keys: Collection[str], place: str) -> str | None:
-    """The key of a record's turns, or of its questions; None if it has neither.
-
-    Args:
-        keys: of the record, or the columns of a table.
-        place: its position in the data, for messages.
-
-    Raises:
-        DataError: several of them.
-    """
+    """The key of a record's turns, or of its questions, None if it has neither; a `DataError` for several of them."""
     # Half a pair gives no turns: HuggingFaceH4/ultrachat_200k has `messages`, and the first of them again as `prompt`.
     asked = [question for question, answer in QUESTIONS.items() if question in keys and answer in keys]
     found = [*(key for key in TURNS if key in keys), *asked]
@@ -340,35 +304,22 @@ class PixelLimits(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversation:
-    """One sample as it was read.
+    """One sample as it was read."""
 
-    Attributes:
-        sample_id: file and line, "train.jsonl:12".
-        messages: with role and content, as a chat template takes them.
-        images: in the order of their parts, as the videos.
-        limits: pixel limits by the image's index, for images that have their own.
-        losses: whether an assistant's message is trained on, by its index, for messages that say so themselves.
-    """
-
-    sample_id: str
-    messages: tuple[dict[str, Any], ...]
-    images: tuple[Media, ...] = ()
+    sample_id: str  # file and line, "train.jsonl:12"
+    messages: tuple[dict[str, Any], ...]  # with role and content, as a chat template takes them
+    images: tuple[Media, ...] = ()  # in the order of their parts, as the videos
     videos: tuple[Video, ...] = ()
     tools: tuple[dict[str, Any], ...] | None = None
-    limits: Mapping[int, PixelLimits] = field(default_factory=dict)
+    limits: Mapping[int, PixelLimits] = field(default_factory=dict)  # by the image's index, for those with their own
+    # Whether an assistant's message is trained on, by its index, for messages that say so themselves.
     losses: Mapping[int, bool] = field(default_factory=dict)
 
 
 def conversation_of(record: Any, place: str, root: Path | MediaAccess) -> Conversation:
-    """Validate a record and convert it to a conversation.
+    """Validate a record in our own spelling and convert it to a conversation; a `DataError` for anything else.
 
-    Args:
-        record: in our own spelling.
-        place: its position in the data, for messages.
-        root: folder that paths are relative to and must not leave, or a `MediaAccess`.
-
-    Raises:
-        DataError: anything that differs from the module's description.
+    `root` is the folder that paths are relative to and must not leave, or a `MediaAccess`.
     """
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:

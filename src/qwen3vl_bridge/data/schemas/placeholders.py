@@ -1,18 +1,9 @@
 """Images and videos next to the messages of a record, and the placeholders in its texts that they replace.
 
-Media are under "image" or "images", "video" or "videos", each one or a list, also as only base64. These count as no
-media: null, "", [], {}, and lists of these. A video in a list may be a list of frames; their rate is "sample_fps", a
-number, or a list of one for each video.
-
-Each "<image>" or "<video>" in a text stands for the next of the record's media, and so does a part {"type": "image"}
-without an image of its own. In a content that is a list of parts, a text is literal. The number of placeholders must be
-that of media. Other spellings, of which a record may use only one, and only in questions:
-
-* "<img>", "<ImageHere>", "<Image>", "<image_placeholder>", "<|image|>" mean "<image>", and the same for videos;
-* "<image 1>", "<image_1>", "<image1>", "<|image_1|>" mean the image of that number, counted from 1, any number of
-  times; every image is named at least once;
-* a part {"type": "image", "index": 0} means the image of that index, counted from 0, and the same for videos;
-* "<img>PATH</img>", as in Qwen-VL, means the image of that path, without media next to the messages.
+Media are under "image" or "images", "video" or "videos", each one or a list; a video in a list may be a list of frames.
+Each "<image>" or "<video>" in a text stands for the next of them, and so does a part {"type": "image"} without an image
+of its own. In a content that is a list of parts, a text is literal. Of the other spellings (docs/data.md) a record may
+use only one, and only in questions.
 """
 
 from __future__ import annotations
@@ -66,10 +57,7 @@ def shown(value: Any) -> str:
 
 
 def without_nulls(value: Any) -> Any:
-    """A value without the keys that are null in an object, at any depth; elements of a list are kept.
-
-    Tables, and JSON written from them, give each object the keys of all others, with null for missing ones.
-    """
+    """A value without the keys that are null in an object, at any depth; elements of a list are kept."""
     if isinstance(value, dict):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -84,11 +72,7 @@ def stored(item: Any) -> Any:
 
 
 def local_path(name: Any, place: str) -> Any:
-    """The path of a "file://" URL, with percent signs decoded; anything else unchanged.
-
-    Raises:
-        DataError: a file of another host, or a URL without a path.
-    """
+    """The path of a "file://" URL (of this host, else `DataError`), percent signs decoded; anything else unchanged."""
     if not isinstance(name, str) or name[:6].lower() != "file:/":
         return name
     try:
@@ -162,16 +146,8 @@ def _medium(item: Any, kind: str, place: str) -> Any:
 def check_unread(record: Mapping[str, Any], known: Collection[str], messages: list[Any], place: str) -> None:
     """Refuse a key that is not read and seems to hold media, by its name or by its value.
 
-    Not refused are other names of files that are read, and, next to media that are read, ids and URLs.
-
-    Args:
-        record: as it was read.
-        known: keys that are read or ignored on purpose.
-        messages: in our own spelling, with their media.
-        place: position of the record, for messages.
-
-    Raises:
-        DataError: such a key.
+    Not refused are other names of files that are read, and, next to media that are read, ids and URLs. `messages` are
+    in our own spelling, with their media; `known` are keys that are read or ignored on purpose.
     """
     unread = {key: value for key, value in record.items() if key not in known and value not in _EMPTY}
     if not unread:
@@ -179,10 +155,10 @@ def check_unread(record: Mapping[str, Any], known: Collection[str], messages: li
     media = [part for message in messages for part in _parts_of(message) if _kind_of(part)]
     read = [PurePosixPath(name).parts for name in _file_names(record, media)]
     for key, value in unread.items():
-        if isinstance(value, str):
-            parts = PurePosixPath(value).parts
-            if any(_is_same_file(parts, other) for other in read):
-                continue
+        # One path that is the end of another may be the same file; A/1.png and B/1.png are not.
+        parts = PurePosixPath(value).parts if isinstance(value, str) else ()
+        if parts and any(other and parts[-len(other) :] == other[-len(parts) :] for other in read):
+            continue
         seems_media = _looks_like_media(value, addresses=not media)
         if isinstance(value, str) and _NAMED_AS_ID.fullmatch(str(key)) and (media or not seems_media):
             continue
@@ -214,12 +190,6 @@ def _file_names(record: Mapping[str, Any], media: list[Any]) -> Iterator[str]:
             name = item.get("path") if isinstance(item, dict) else item
             if isinstance(name, str) and not name.startswith("data:"):
                 yield name
-
-
-def _is_same_file(first: tuple[str, ...], second: tuple[str, ...]) -> bool:
-    """Whether one path is the end of the other, so that both may refer to one file; A/1.png and B/1.png do not."""
-    shared = min(len(first), len(second))
-    return shared > 0 and first[-shared:] == second[-shared:]
 
 
 def _looks_like_media(value: Any, *, addresses: bool) -> bool:
@@ -263,15 +233,9 @@ def with_media(
     placeholders: Placeholders = "media",
     in_front: bool = False,
 ) -> list[Any]:
-    """The messages with each placeholder replaced by its medium.
+    """The messages with each placeholder replaced by its medium; `media` are parts, of each kind in order.
 
-    Args:
-        messages: the messages.
-        media: of each kind, in order, as parts.
-        place: position of the record, for messages.
-        keys: those of the record, for messages.
-        placeholders: whether "<image>" and "<video>" in a text are placeholders, or literal text.
-        in_front: insert media of a kind without any placeholder before the first question.
+    With `in_front`, media of a kind without any placeholder are inserted before the first question.
 
     Raises:
         DataError: another number of placeholders of a kind than media, or ambiguous placeholders.

@@ -42,11 +42,7 @@ def is_template(value: Any) -> bool:
 
 
 def columns_of(template: str) -> Iterator[str]:
-    """The columns that a template uses.
-
-    Raises:
-        ValueError: an invalid template.
-    """
+    """The columns that a template uses; a `ValueError` for an invalid one."""
     for _, field, spec, conversion in string.Formatter().parse(template.removeprefix(_CONSTANT)):
         if field is None:
             continue
@@ -57,25 +53,16 @@ def columns_of(template: str) -> Iterator[str]:
 
 
 def filled(template: str, record: Mapping[str, Any], place: str) -> str:
-    """Fill a template with a record's values.
-
-    Raises:
-        DataError: a column that the record does not have, or whose value cannot be inserted.
-    """
+    """Fill a template with a record's values; a `DataError` for a column that is missing or cannot be inserted."""
     if missing := [column for column in columns_of(template) if record.get(column) is None]:
         found = ", ".join(map(str, record)) or "none"
         raise DataError(place, f"found the keys {found}, expected {missing[0]!r}, and not null")
     lines = template.removeprefix(_CONSTANT).replace("\\n", "\n").split("\n")
     try:
-        return "\n".join(text for line in lines if (text := _line(line, record)) is not None)
+        texts = [(line, _Filling().vformat(line, (), record)) for line in lines]
     except (ValueError, LookupError, TypeError) as error:
         raise DataError(place, f"{template!r} cannot be filled: {error}") from error
-
-
-def _line(line: str, record: Mapping[str, Any]) -> str | None:
-    """One line of a template; None for one that consists only of empty columns."""
-    text = _Filling().vformat(line, (), record)
-    return None if line and not text else text
+    return "\n".join(text for line, text in texts if text or not line)  # without lines of empty columns alone
 
 
 class _Filling(string.Formatter):
@@ -129,22 +116,13 @@ _KINDS = {str: "string", list: "list", dict: "object", object: "value"}
 
 @dataclass(frozen=True)
 class NamedSchema:
-    """A published record format. Picklable, for data-loading workers.
+    """A published record format. Picklable, for data-loading workers."""
 
-    Attributes:
-        name: Megatron-Bridge's.
-        keys: required keys, with the type of their values; others are not read.
-    """
-
-    name: str
-    keys: Mapping[str, type]
+    name: str  # Megatron-Bridge's
+    keys: Mapping[str, type]  # required ones, with the type of their values; others are not read
 
     def messages_of(self, record: Any, place: str) -> dict[str, Any]:
-        """Convert a record to our own spelling.
-
-        Raises:
-            DataError: a record that is not of this format, or of which the adapter would leave out a text.
-        """
+        """Convert a record to our own spelling; a `DataError` if it is of another format, or a text is left out."""
         from megatron.bridge.data.sources.hf_adapters import adapt_hf_dataset  # imported here because it is slow
 
         given = record if isinstance(record, dict) else {}
@@ -153,7 +131,8 @@ class NamedSchema:
             raise DataError(place, f"found {found}, expected {' and '.join(self.keys)} under schema {self.name}")
         for key, kind in self.keys.items():
             value = given[key]
-            if not isinstance(value, kind) or (kind is not object and not _has_content(value)):
+            is_empty = not (value.strip() if isinstance(value, str) else value) and kind is not object
+            if not isinstance(value, kind) or is_empty:
                 found = f"an empty {_KINDS[kind]}" if isinstance(value, kind) else type(value).__name__
                 raise DataError(place, f"found {found} under {key!r}, expected a non-empty {_KINDS[kind]}")
         turns = given.get("conversations") or ()
@@ -197,10 +176,6 @@ class NamedSchema:
         return {"messages": messages}
 
 
-def _has_content(value: Any) -> bool:
-    return bool(value.strip() if isinstance(value, str) else value)
-
-
 _MATH = {"problem": str, "generated_solution": str, "expected_answer": str}
 SCHEMAS = {
     name: NamedSchema(name, keys)
@@ -219,11 +194,7 @@ SCHEMAS = {
 
 
 def named_schema(name: str | None) -> NamedSchema | None:
-    """The schema of a name; None for records that need none.
-
-    Raises:
-        ValueError: an unknown schema, or one whose records the model does not support.
-    """
+    """The schema of a name, None for none; a `ValueError` for an unknown or unsupported one."""
     if name is None or name in SCHEMAS:
         return None if name is None else SCHEMAS[name]
     audio = ", whose records contain audio, which the model does not support;" if name in _SOUND else ","
@@ -238,37 +209,21 @@ _ANY = "*"  # in a column's name, any number
 
 @dataclass(kw_only=True)
 class Columns:
-    """Names of a data set's columns, where they differ from ours (docs/data.md).
+    """Names of a data set's columns, where they differ from ours (docs/data.md)."""
 
-    Attributes:
-        messages: turns, with role and content.
-        conversations: turns, with from and value.
-        image: an image or a list of images; "image_*" for the columns image_1, image_2 and so on.
-        images: the same.
-        video: a video or a list of videos; "video_*" for several columns.
-        videos: the same.
-        sample_fps: frames per second of videos that are lists of frames.
-        system: the system prompt, or a template.
-        tools: tools that the model may call.
-        question: the question, or a template.
-        answer: the answer, or a template.
-        ignore: columns to ignore although they look like media.
-        placeholders: "media": each "<image>" or "<video>" in a text is a placeholder; "text": they are literal text.
-    """
-
-    messages: str | None = None
-    conversations: str | None = None
-    image: str | None = None
+    messages: str | None = None  # turns, with role and content
+    conversations: str | None = None  # turns, with from and value
+    image: str | None = None  # an image or a list of images; "image_*" for the columns image_1, image_2 and so on
     images: str | None = None
-    video: str | None = None
+    video: str | None = None  # a video or a list of videos; "video_*" for several columns
     videos: str | None = None
-    sample_fps: str | None = None
-    system: str | None = None
-    tools: str | None = None
-    question: str | None = None
-    answer: str | None = None
-    ignore: tuple[str, ...] = ()
-    placeholders: Placeholders = "media"
+    sample_fps: str | None = None  # frames per second of videos that are lists of frames
+    system: str | None = None  # the system prompt, or a template
+    tools: str | None = None  # tools that the model may call
+    question: str | None = None  # the question, or a template
+    answer: str | None = None  # the answer, or a template
+    ignore: tuple[str, ...] = ()  # columns to ignore although they look like media
+    placeholders: Placeholders = "media"  # whether "<image>" and "<video>" in a text are placeholders, or literal text
 
     @classmethod
     def of(cls, words: Sequence[str]) -> Columns:
@@ -341,10 +296,15 @@ class Columns:
                 own[key] = filled(value, record, f"{place}: columns.{key}")
                 continue
             if several := _numbered(value, record):
-                own[key] = _up_to_the_last([record[column] for column in several])
+                media = [record[column] for column in several]
+                while media and is_none(media[-1]):  # empty ones before others are refused elsewhere
+                    media.pop()
+                own[key] = media
                 continue
             # If turns have placeholders, a missing image is detected by their number; a missing rate by the frames.
-            may_lack = key == RATE or (key in MEDIA_KEYS and self._has_turns(record))
+            turns = (self.messages, self.conversations, record.get("messages"), record.get("conversations"))
+            has_turns = any(given is not None for given in turns)
+            may_lack = key == RATE or (key in MEDIA_KEYS and has_turns)
             if (value not in record and not may_lack) or (record.get(value) is None and key not in _OPTIONAL):
                 raise DataError(place, f"found the keys {_listed(record)}, expected {value!r} (columns.{key})")
             own[key] = record.get(value)
@@ -400,10 +360,6 @@ class Columns:
             found |= dict.fromkeys(columns_of(value) if template else _numbered(value, names) or [value], key)
         return found
 
-    def _has_turns(self, record: Mapping[str, Any]) -> bool:
-        named = {key for key in ("messages", "conversations") if getattr(self, key) is not None}
-        return bool(named) or any(record.get(key) is not None for key in ("messages", "conversations"))
-
 
 Schema = NamedSchema | Columns
 
@@ -419,11 +375,7 @@ def marked(fingerprint: str, schema: Schema | None) -> str:
 
 
 def one_schema(named: NamedSchema | None, columns: Columns | None) -> Schema | None:
-    """The schema that two settings specify; None if neither is set.
-
-    Raises:
-        ValueError: both are set, or `columns` has an invalid value.
-    """
+    """The schema that two settings specify, None if neither is set; a `ValueError` if both are, or one is invalid."""
     if columns is None or not columns.settings():
         return named
     columns.check()
@@ -446,9 +398,3 @@ def _numbered(pattern: str, names: Collection[str]) -> list[str]:
         return []
     matches = [re.fullmatch(rf"{re.escape(before)}(\d+){re.escape(behind)}", str(name)) for name in names]
     return [match[0] for match in sorted(filter(None, matches), key=lambda match: int(match[1]))]
-
-
-def _up_to_the_last(media: list[Any]) -> list[Any]:
-    """Media without the trailing empty ones. Empty ones before others are kept, and refused elsewhere."""
-    last = max((place for place, medium in enumerate(media) if not is_none(medium)), default=-1)
-    return media[: last + 1]

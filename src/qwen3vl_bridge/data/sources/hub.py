@@ -11,7 +11,6 @@ import os
 import re
 import weakref
 from collections.abc import Generator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -27,7 +26,6 @@ from qwen3vl_bridge.data.sources.tables import columns_of, conversation_in
 import numpy as np
 import pyarrow as pa
 
-SPELLINGS = "hf://owner/name, hf://owner/name:configuration#split or hf://datasets/owner/name/files"
 _NAME = re.compile(
     r"(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[^@:/#]+))?(:(?P<configuration>[^#]+)|/(?P<files>[^#]+))?"
     r"(#(?P<split>.+))?"
@@ -58,7 +56,8 @@ class HubName:
         name = path.removeprefix(HUB)
         spelled = _NAME.fullmatch(name.removeprefix("datasets/"))
         if spelled is None or (spelled["files"] and not name.startswith("datasets/")):
-            raise DataError(path, f"found the name {name!r}, expected {SPELLINGS}")
+            spellings = "hf://owner/name, hf://owner/name:configuration#split or hf://datasets/owner/name/files"
+            raise DataError(path, f"found the name {name!r}, expected {spellings}")
         found = spelled.groupdict()
         return cls(**found | {"revision": found["revision"] and unquote(found["revision"])})
 
@@ -87,13 +86,12 @@ class HubDataset:
         schema: Schema | None = None,
         recorded_as: str | None = None,
     ) -> None:
-        """Read the rows of a `datasets.Dataset` as conversations.
+        """Read the rows (at least one) of a `datasets.Dataset`, called `name` in messages, as conversations.
 
         Args:
-            dataset: the data set, with at least one row (DataError).
+            dataset: the data set.
             name: its name in messages.
-            media_root: folder that paths are relative to and must not leave; None if paths are not allowed; or a
-                `MediaAccess`.
+            media_root: None if paths are not allowed.
             schema: schema of the records, or None.
             recorded_as: name of the data in the download record; the library's fingerprint if None.
         """
@@ -153,12 +151,8 @@ class HubDataset:
 
 
 def load_named(name: str, **how: Any) -> tuple[Any, str]:
-    """A data set of the hub, by any form that `HubName.of` reads, and its name with the split.
-
-    `how` is for `datasets.load_dataset`.
-
-    Raises:
-        DataError: an unknown data set, configuration or split, or several and none chosen.
+    """A data set of the hub, by any form that `HubName.of` reads, and its name with the split; a `DataError` for an
+    unknown one, or several configurations or splits and none chosen. `how` is for `datasets.load_dataset`.
     """
     import datasets
 
@@ -169,27 +163,10 @@ def load_named(name: str, **how: Any) -> tuple[Any, str]:
         splits = [found.split] if found.split else datasets.get_dataset_split_names(*named, **others)
         dataset = datasets.load_dataset(*named, split=splits[0], **others, **how) if len(splits) == 1 else None
     except Exception as error:  # errors of the network, the hub, and file formats
-        _check_configuration(found, error)
         raise DataError(place, f"found a data set that does not load ({error})") from error
     if dataset is None:
         raise DataError(place, f"found the splits {', '.join(splits)}, expected one, as {place}#{splits[0]}")
     return dataset, str(replace(found, split=splits[0]))
-
-
-def _check_configuration(name: HubName, error: Exception) -> None:
-    """Add the available configurations to the library's error message."""
-    import datasets
-
-    names: list[str] = []
-    if isinstance(error, ValueError) and name.files is None:  # not an error of the network or the hub
-        with suppress(Exception):
-            names = datasets.get_dataset_config_names(name.repository, revision=name.revision)
-    if names and name.configuration not in (names if len(names) > 1 else (None, *names)):
-        known = replace(name, configuration=None, split=None)
-        example = replace(name, configuration=names[0])
-        raise DataError(
-            f"{HUB}{known}", f"found the configurations {', '.join(names)}, expected one of them, as {HUB}{example}"
-        ) from error
 
 
 logger = logging.getLogger(__name__)
@@ -214,8 +191,7 @@ class StreamedDataset:
     """A streaming data set, read forward, epoch after epoch: images are not decoded here.
 
     The latest rows are kept, with their images. Earlier rows, and the first row of a resumed run, are found by
-    rereading the epoch from the start, which is slow. For Parquet files Arrow keeps more in memory, decoded ahead, up
-    to one whole file for each that is being read.
+    rereading the epoch from the start, which is slow.
 
     A part of a stream is a subset of its files, or of the row groups of Parquet files (`IterableDataset.shard`), so
     each process downloads only its own. Parts are read with `IterableDataset.iter`, which, unlike iteration, does not

@@ -34,26 +34,15 @@ _UNNAMING = ("train", "data", "valid", "validation", "test")
 
 @dataclass(frozen=True, kw_only=True)
 class MixedSet:
-    """One data set of a mixture.
-
-    Attributes:
-        path: as `dataset.path`: a folder with splits, a file, a folder of Parquet files, or a data set of the hub.
-        name: name used in sample ids, messages and metrics; derived from the path by default.
-        weight: its fraction of the samples, relative to the other weights.
-        epochs: how often each of its samples is seen per epoch of the mixture; with 0.3, each epoch uses a different
-            part.
-        media_root: folder of its images and videos, or several (see `MediaAccess`); by default that of each file.
-        schema_adapter: format of its records (see `data/schemas/record_schemas.py`); None for conversations.
-        columns: its column names (see `data/schemas/record_schemas.py`), as {KEY: COLUMN}.
-    """
+    """One data set of a mixture. Fields without a comment are those of `Qwen3VLConversationProvider`."""
 
     path: str
-    name: str
-    weight: float | None = None
-    epochs: float | None = None
+    name: str  # in sample ids, messages and metrics; derived from the path by default
+    weight: float | None = None  # its fraction of the samples, relative to the other weights
+    epochs: float | None = None  # how often each sample is seen per epoch of the mixture; 0.3: each time another part
     media_root: str | Sequence[str] | None = None
     schema_adapter: str | None = None
-    columns: Columns = field(default_factory=Columns)
+    columns: Columns = field(default_factory=Columns)  # in settings {KEY: COLUMN}
 
     def path_of(self, split: str) -> str | None:
         """Path of the data set's conversations of a split, or None if it has none."""
@@ -68,11 +57,8 @@ def mixed_sets(
 ) -> tuple[MixedSet, ...]:
     """The data sets that a setting names, checked as far as possible without reading data (ValueError).
 
-    Args:
-        setting: a list with the fields of `MixedSet` for each data set; or the path of a YAML file with such a list.
-        media_root: default for data sets without it.
-        schema_adapter: default for data sets with neither this nor columns.
-        columns: default for data sets with neither this nor a schema adapter.
+    The setting is a list with the fields of `MixedSet` for each data set, or the path of a YAML file with such a list.
+    The other arguments are defaults; those of `schema_adapter` and `columns` are for sets that have neither.
     """
     where, found = _SETTING, setting
     if isinstance(setting, (str, os.PathLike)):

@@ -56,8 +56,7 @@ class _JsonFile(ABC):
     def __init__(self, path: str | Path, media_root: MediaRoot = None, schema: Schema | None = None) -> None:
         """Find the records; a `DataError` if the file or folder does not exist, or has none, or is truncated.
 
-        `media_root`: folder that paths are relative to and must not leave, the file's own by default; or a
-        `MediaAccess`.
+        `media_root` is the file's own folder by default.
         """
         self.path, self._schema = Path(path), schema
         self._starts, self._ends = array("Q"), array("Q")
@@ -187,11 +186,10 @@ def open_source(
         path: a .jsonl file; a .json file, of lines or with one list; a .parquet file, a folder of them, or a pattern
             such as "data/train-*.parquet"; a folder made by `save_to_disk` of Hugging Face's `datasets`; or
             "hf://owner/name:configuration#split" for a data set of the hub (see `HubName.of`).
-        media_root: folder that paths of images and videos are relative to and must not leave, or several (see
-            `MediaAccess`); by default that of the file, and none for the hub.
+        media_root: as for `MediaAccess.of`; by default the file's folder, and none for the hub.
         addresses: the folder of downloaded URLs; None for the user's.
-        schema_adapter: name of the records' schema (`named_schemas.py`), or None.
-        columns: column names of the data set (`columns.py`).
+        schema_adapter: name of the records' schema (`named_schema`), or None.
+        columns: column names of the data set.
     """
     schema = one_schema(named_schema(schema_adapter), columns)
     media = MediaAccess.of(media_root, addresses)

@@ -1,13 +1,10 @@
 """Conversations in Arrow tables and Parquet files.
 
-Columns are named like the keys of a record (see `data/schemas/conversations.py`) or as in the setting `columns`. Of
-other columns those with texts are read, because they may contain file names; those that contain files are refused.
-A table has each key in every row. Null values mean missing keys, which `data/schemas`
-handles, because JSON that was written from a table has them too. `messages`, `conversations` and `tools` may be strings
-of JSON, or contain them if the column's type says so: contents that are either a string or a list fit no other column.
-`datasets` (5.2) writes a string there as JSON, unless it is JSON by itself: the answer "7" is stored as a number, and
-has to be read as the original string. A string that is itself in quotation marks is returned without them, which cannot
-be detected.
+Columns are named like the keys of a record or as in the setting `columns`. Of other columns those with texts are read,
+because they may contain file names; those that contain files are refused. `messages`, `conversations` and `tools` may
+be strings of JSON, or contain them if the column's type says so: `datasets` (5.2) writes a string there as JSON, unless
+it is JSON by itself: the answer "7" is stored as a number, and has to be read as the original string. A string that is
+itself in quotation marks is returned without them, which cannot be detected.
 """
 
 from __future__ import annotations
@@ -85,10 +82,8 @@ def _plain(value: Any, field: Any) -> Any:
 
 
 def columns_of(table: Any, place: str, schema: Schema | None = None) -> list[str]:
-    """The columns of an Arrow schema that are read.
-
-    Raises:
-        DataError: no column has messages, a required one is missing, or one contains files and is not read.
+    """The columns of an Arrow schema that are read; a `DataError` if one with messages or a required one is missing, or
+    one contains files and is not read.
     """
     if isinstance(schema, NamedSchema):
         if not set(schema.keys) <= set(table.names):
@@ -101,30 +96,16 @@ def columns_of(table: Any, place: str, schema: Schema | None = None) -> list[str
     read = columns.columns_in(table.names, place)
     others = [field for field in table if field.name not in {*read, *columns.ignore, *KEYS}]
     for field in others:
-        if _holds_files(field.type):
+        kind = field.type
+        while types.is_list(kind) or types.is_large_list(kind):
+            kind = kind.value_type
+        # As Hugging Face datasets store images.
+        is_file = types.is_struct(kind) and {inner.name for inner in kind} == {"bytes", "path"}
+        if is_file or types.is_binary(kind) or types.is_large_binary(kind):
             raise DataError(place, unread_media(field.name, table.names))
-    return [*read, *(field.name for field in others if _holds_text(field.type))]
-
-
-def _holds_files(kind: Any) -> bool:
-    """Whether values of an Arrow type are files' contents, as Hugging Face datasets store images."""
-    kind = _item_type(kind)
-    if types.is_struct(kind):
-        return {field.name for field in kind} == {"bytes", "path"}
-    return types.is_binary(kind) or types.is_large_binary(kind)
-
-
-def _holds_text(kind: Any) -> bool:
-    """Whether values of an Arrow type are texts, which may be names of media."""
-    kind = _item_type(kind)
-    return types.is_string(kind) or types.is_large_string(kind)
-
-
-def _item_type(kind: Any) -> Any:
-    """Element type of (nested) lists of an Arrow type; any other type itself."""
-    while types.is_list(kind) or types.is_large_list(kind):
-        kind = kind.value_type
-    return kind
+        if types.is_string(kind) or types.is_large_string(kind):
+            read.append(field.name)
+    return read
 
 
 class Parquet:
@@ -135,16 +116,10 @@ class Parquet:
     """
 
     def __init__(self, path: str | Path, media_root: MediaRoot = None, schema: Schema | None = None) -> None:
-        """Read the offsets of rows, and a digest of the files (see `_blocks`).
+        """Read the offsets of rows, and a digest of the files (see `_blocks`), which are ordered by name.
 
-        Args:
-            path: a file, a folder of them, or a pattern such as "data/train-*.parquet"; files are ordered by name.
-            media_root: folder that paths are relative to and must not leave, the files' own by default; or a
-                `MediaAccess`.
-            schema: schema of the records, or None.
-
-        Raises:
-            DataError: no complete Parquet file, or no messages or rows in it; files of several splits.
+        `path` is a file, a folder of them, or a pattern such as "data/train-*.parquet"; `media_root` is the files' own
+        folder by default. A `DataError` for no complete Parquet file, or no messages or rows; files of several splits.
         """
         self.path, self._schema = Path(path), schema
         self._files = _parquet_files(self.path)
@@ -244,13 +219,11 @@ def _readable(path: Path) -> Iterator[None]:
 def _warn_of_large_groups(file: Path, metadata: Any) -> None:
     largest = max((metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)), default=0)
     if largest > CACHE_BYTES:
-        logger.warning(
+        text = (
             "%s: found a row group of %d bytes, and %d are kept: each sample in random order reads one whole. "
-            "Write the file with a smaller row_group_size",
-            file,
-            largest,
-            CACHE_BYTES,
+            "Write the file with a smaller row_group_size"
         )
+        logger.warning(text, file, largest, CACHE_BYTES)
 
 
 class _Chunks(NamedTuple):
@@ -281,12 +254,9 @@ def _blocks(files: Sequence[Path], chunks: _Chunks, most: int) -> Iterator[bytes
 
     Texts determine what a sample is, and are a small part of files with images. So a digest has every footer (offset,
     size, minimum and maximum of each column of each row group), up to 4096 blocks of the texts that are read, and up to
-    1024 blocks of columns of bytes, which are images. If there are no more blocks, any change is detected. Of more
-    than 256 MiB of stored texts, or thousands of small row groups, a change is certainly detected if it alters a
-    footer; one that does not, such as one letter of one row in a file without compression, with probability
-    4096 / (number of text blocks). Nothing depends on names, folders or times of files, which differ between machines.
-    The cost is bounded: 5120 reads of 320 MiB in total, 0.3 s from memory, half a minute from a network disk with 5 ms
-    per read.
+    1024 of columns of bytes, which are images. If there are more, a change that alters no footer is detected with
+    probability 4096 / (number of text blocks). Nothing depends on names, folders or times of files, which differ
+    between machines. The cost is bounded: 5120 reads, half a minute from a network disk with 5 ms per read.
     """
     ends = array("Q", accumulate(-(-length // _BLOCK) for length in chunks.lengths))
     total = ends[-1] if ends else 0
