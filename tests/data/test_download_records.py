@@ -47,14 +47,9 @@ def training(checkpoint, tmp_path):
     def training(file: Path, cache: str = "cache", **settings) -> Qwen3VLConversationProvider:
         sample_sizes._job.cache_clear()
         provider = Qwen3VLConversationProvider(
-            train_path=str(file),
-            hf_processor_path=str(checkpoint),
-            seq_length=256,
-            num_workers=0,
-            on_bad="drop",
-            url_cache=str(tmp_path / cache),
-            **{"window_size": 4, **settings},
-        )
+            train_path=str(file), hf_processor_path=str(checkpoint), seq_length=256, num_workers=0, on_bad="drop",
+            url_cache=str(tmp_path / cache), **{"window_size": 4, **settings},
+        )  # fmt: skip
         provider.finalize()
         return provider
 
@@ -95,9 +90,7 @@ def test_a_run_goes_on_with_what_it_began_with_or_not_at_all(server, download, t
     with pytest.raises(ValueError, match=f"position belongs to other data: {found}"):
         training(file).stream("train").load_state_dict(state)
     provider = training(file, train_packing=str(tmp_path / "rows"), window_size=512)
-    with pytest.raises(
-        ValueError, match=r"which has data \w+, without 1 of 8 addresses \(\w+\) \(packed with \w+, without 2 of"
-    ):
+    with pytest.raises(ValueError, match=r"has data \w+, without 1 of 8 .* \(packed with \w+, without 2 of"):
         provider.rows("train")
 
 

@@ -23,14 +23,9 @@ from .servers import files, png, raw, redirect, send
 
 def test_redirects_are_followed_where_they_are_allowed(server, get):
     to = {
-        "1": "/a/2.png?x=1",
-        "out": "/b/1.png",
-        "up": "%2e%2e/b/1.png",
-        "far": "http://evil.com/",
-        "file": "file:///etc/passwd",
-        "user": server.url.replace("//", "//me@") + "/a/2.png",
-        "loop": "loop.png",
-    }
+        "1": "/a/2.png?x=1", "out": "/b/1.png", "up": "%2e%2e/b/1.png", "far": "http://evil.com/",
+        "file": "file:///etc/passwd", "user": server.url.replace("//", "//me@") + "/a/2.png", "loop": "loop.png",
+    }  # fmt: skip
     server.answers = {f"/a/{name}.png": redirect(address) for name, address in to.items()}
     server.answers |= {"/a/2.png": png(), "/b/1.png": png(), "/a/none.png": 302}
     allowed = f"{server.url}/a/"
@@ -132,9 +127,7 @@ def test_too_much_is_refused(server, get, tmp_path, monkeypatch, told):
 
     server.answers = {"/a.png": long, "/b.png": png() + b"x" * (1000 - len(png()))}
     monkeypatch.setattr(module, "MOST_BYTES", 1000)
-    with pytest.raises(
-        DataError, match=rf"here: {server.url}/a.png: found at least [\d,]+ bytes, expected at most 1,000"
-    ):
+    with pytest.raises(DataError, match=r"a.png: found at least [\d,]+ bytes, expected at most 1,000"):
         get("/a.png")
     assert not files(tmp_path / "cache")
     assert len(get("/b.png").read_bytes()) == 1000
@@ -156,23 +149,12 @@ def test_redirects_to_no_address_are_refused(server, get, to):
 OK = b"HTTP/1.1 200 OK\r\n"
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        b"",
-        b"HTTP/1.1 2",
-        b"SSH-2.0-OpenSSH_9.6\r\n\r\n",
-        OK + b"no header\r\n\r\n",
-        OK + b"X: " + b"x" * 200_000,
-        OK + b"Content-Le",
-        OK + b"Content-Length: -5\r\n\r\n",
-        OK + b"Content-Length: 9\r\n\r\nabc",
-        OK + b"Transfer-Encoding: none\r\n\r\n",
-        OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\nabc\r\n",
-        OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nab",
-        OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n",
-    ],
-)
+@pytest.mark.parametrize("answer", [
+    b"", b"HTTP/1.1 2", b"SSH-2.0-OpenSSH_9.6\r\n\r\n", OK + b"no header\r\n\r\n", OK + b"X: " + b"x" * 200_000,
+    OK + b"Content-Le", OK + b"Content-Length: -5\r\n\r\n", OK + b"Content-Length: 9\r\n\r\nabc",
+    OK + b"Transfer-Encoding: none\r\n\r\n", OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\nabc\r\n",
+    OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nab", OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n",
+])  # fmt: skip
 def test_what_breaks_the_rules_of_http_or_off_is_asked_for_again(server, get, tmp_path, answer):
     server.answers["/a.png"] = raw(answer)
     with pytest.raises(Unreachable, match=rf"^here: found '{server.url}/a.png' out of reach after 3 .*Error: "):
@@ -190,17 +172,13 @@ def test_a_page_is_no_picture(server, get, tmp_path, kind):
     assert not files(tmp_path / "cache")
 
 
-@pytest.mark.parametrize(
-    ("kind", "body", "message"),
-    [
-        ("image/png", b"", "found 0 bytes, expected"),
-        ("video/mp4", b"", "found 0 bytes, expected"),
-        ("image/png", b"<html>", r"found contents that begin b'<html>' \(image/png\), expected an image or a video"),
-        ("IMAGE/PNG", b"\x1aE\xdf\xa3", r"found contents that begin .*\(image/png\)"),
-        ("application/octet-stream", b"not found", r"found contents that begin b'not found' \(application/octet-"),
-        (None, b"not found", r"found contents that begin b'not found' \(no type\)"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "body", "message"), [
+    ("image/png", b"", "found 0 bytes, expected"), ("video/mp4", b"", "found 0 bytes, expected"),
+    ("image/png", b"<html>", r"found contents that begin b'<html>' \(image/png\), expected an image or a video"),
+    ("IMAGE/PNG", b"\x1aE\xdf\xa3", r"found contents that begin .*\(image/png\)"),
+    ("application/octet-stream", b"not found", r"found contents that begin b'not found' \(application/octet-"),
+    (None, b"not found", r"found contents that begin b'not found' \(no type\)"),
+])  # fmt: skip
 def test_what_is_neither_picture_nor_video_stays_out_of_the_cache(server, get, tmp_path, kind, body, message):
     server.answers["/a.png"] = png()
     server.first["/a.png"] = [lambda handler: send(handler, 200, body, Content_Type=kind)]

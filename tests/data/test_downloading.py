@@ -91,12 +91,9 @@ def test_conversations_train_on_what_was_downloaded(server, run, checkpoint, enc
     assert (sample.input_ids == same.input_ids).all() and len(sample.pixel_values_videos) > 12
 
     provider = qwen3vl_bridge.Qwen3VLConversationProvider(
-        train_path=str(tmp_path / "train.jsonl"),
-        hf_processor_path=str(checkpoint),
-        seq_length=512,
-        url_cache=str(tmp_path / "cache"),
-        num_workers=0,
-    )
+        train_path=str(tmp_path / "train.jsonl"), hf_processor_path=str(checkpoint), seq_length=512,
+        url_cache=str(tmp_path / "cache"), num_workers=0,
+    )  # fmt: skip
     provider.finalize()
     assert next(provider.stream("train")).vision is not None
 
@@ -272,9 +269,7 @@ def test_columns_other_than_those_of_the_download_are_said(captions, tmp_path):
     assert download("--columns", "image=image_url", *options)[0] == 1
     columns = Columns(**{**CAPTIONS, "image": "large_url"}, ignore=["image_url"])
     source = open_source(file, addresses=UrlCache(tmp_path / "cache"), columns=columns)
-    with pytest.raises(
-        Unreachable, match=r"found the URL '.*0.png\?large', and no download of it in .*cache"
-    ) as caught:
+    with pytest.raises(Unreachable, match=r"found the URL '.*0.png\?large', and no download of it in") as caught:
         source[0]
     assert "qwen3vl data download fetches them, with --columns and --schema-adapter as in the run" in str(caught.value)
 

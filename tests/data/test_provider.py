@@ -21,14 +21,9 @@ from .conftest import groups
 def make(train_file, checkpoint):
     def make(**changes):
         settings = {
-            "train_path": str(train_file),
-            "valid_path": str(train_file),
-            "hf_processor_path": str(checkpoint),
-            "seq_length": 256,
-            "window_size": 8,
-            "num_workers": 0,
-            **changes,
-        }
+            "train_path": str(train_file), "valid_path": str(train_file), "hf_processor_path": str(checkpoint),
+            "seq_length": 256, "window_size": 8, "num_workers": 0, **changes,
+        }  # fmt: skip
         provider = qwen3vl_bridge.Qwen3VLConversationProvider(**settings)
         provider.finalize()
         return provider
@@ -39,19 +34,10 @@ def make(train_file, checkpoint):
 def loader(provider, rows, consumed=0, rank=0, size=1, micro_batch_size=1):
     """As `megatron.bridge.data.loaders` builds one."""
     return build_pretraining_data_loader(
-        rows,
-        consumed,
-        provider.dataloader_type,
-        micro_batch_size,
-        provider.num_workers,
-        provider.data_sharding,
-        collate_fn=rows.collate_fn,
-        pin_memory=provider.pin_memory,
-        persistent_workers=provider.persistent_workers,
-        data_parallel_rank=rank,
-        data_parallel_size=size,
-        drop_last=provider.drop_last,
-    )
+        rows, consumed, provider.dataloader_type, micro_batch_size, provider.num_workers, provider.data_sharding,
+        collate_fn=rows.collate_fn, pin_memory=provider.pin_memory, persistent_workers=provider.persistent_workers,
+        data_parallel_rank=rank, data_parallel_size=size, drop_last=provider.drop_last,
+    )  # fmt: skip
 
 
 def ids(batches) -> list[tuple[str, ...]]:
@@ -87,9 +73,7 @@ def test_data_of_which_all_would_be_dropped_are_refused_before_a_model_is_built(
             )
         )
 
-    with pytest.raises(
-        DataError, match=r"found 8 samples, all of which would be dropped .*The first: train.jsonl:\d+: "
-    ):
+    with pytest.raises(DataError, match=r"found 8 samples, all of which would be dropped .*The first"):
         check()
     with pytest.raises(DataError, match="found 20 samples, all of which"):
         check(window_size=512)
@@ -141,21 +125,15 @@ def test_settings_reach_the_rows(make):
     assert next(make(seq_length=80, on_long="drop").stream("train")).input_ids.shape == (1, 80)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"pack": False, "pad_to_multiple_of": 8}, "pad_to_multiple_of is 8, but pack is off"),
-        ({"media_root": [7]}, "media_root has 7, expected a folder, or a list of folders"),
-        ({"drop_last": False}, "drop_last is False, expected True: this data set has no such setting"),
-        ({"num_workers": -1}, "num_workers is -1, expected at least 0"),
-        ({"dataloader_type": "cyclic"}, "dataloader_type is 'cyclic', expected 'single'"),
-        ({"on_long": "cut"}, "on_long is 'cut', expected 'error' or 'drop' or 'truncate'"),
-        (
-            {"seq_length": 250, "pad_to_multiple_of": 8},
-            "seq_length is 250, expected a multiple of pad_to_multiple_of, 8",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"pack": False, "pad_to_multiple_of": 8}, "pad_to_multiple_of is 8, but pack is off"),
+    ({"media_root": [7]}, "media_root has 7, expected a folder, or a list of folders"),
+    ({"drop_last": False}, "drop_last is False, expected True: this data set has no such setting"),
+    ({"num_workers": -1}, "num_workers is -1, expected at least 0"),
+    ({"dataloader_type": "cyclic"}, "dataloader_type is 'cyclic', expected 'single'"),
+    ({"on_long": "cut"}, "on_long is 'cut', expected 'error' or 'drop' or 'truncate'"),
+    ({"seq_length": 250, "pad_to_multiple_of": 8}, "seq_length is 250, expected a multiple of pad_to_multiple_of, 8"),
+])  # fmt: skip
 def test_settings_that_cannot_be_are_refused(make, changes, message):
     with pytest.raises(ValueError, match=message):
         make(**changes)

@@ -245,14 +245,11 @@ class _Evil:
         return (print, ("loaded",))
 
 
-@pytest.mark.parametrize(
-    ("part", "problem"),
-    [
-        ({"jpgs": pickle.dumps(_Evil())}, "pickle that does not load .it names builtins.print"),
-        ({"jpgs": pickled(b"1")}, "found 0 placeholders for images"),
-        ({"videos": pickled([b"1"])}, "found 0 placeholders for images|found 0 placeholders for videos"),
-    ],
-)
+@pytest.mark.parametrize(("part", "problem"), [
+    ({"jpgs": pickle.dumps(_Evil())}, "pickle that does not load .it names builtins.print"),
+    ({"jpgs": pickled(b"1")}, "found 0 placeholders for images"),
+    ({"videos": pickled([b"1"])}, "found 0 placeholders for images|found 0 placeholders for videos"),
+])  # fmt: skip
 def test_bad_chatml_samples_are_named(make, tmp_path, part, problem):
     folder = write_mixed(tmp_path / "wds", [("bad", {"json": ASKED, **part})])
     with pytest.raises(DataError, match=rf"^train-0.tar:bad: .*{problem}"):
@@ -312,9 +309,7 @@ def test_fewer_samples_than_workers_are_refused(make, tmp_path, ranks, workers):
     (tmp_path / "part.yaml").write_text(FIRST_SAMPLE)
     few = make(tmp_path / "part.yaml", pack=False, num_workers=workers, num_val_workers=0)
     for rank in range(ranks):
-        with pytest.raises(
-            DataError, match=rf"^{folder}: found 1 samples, expected at least {ranks * max(1, workers)}: "
-        ):
+        with pytest.raises(DataError, match=f"^{folder}: .* at least {ranks * max(1, workers)}: "):
             few.stream("train", dp_rank=rank, dp_size=ranks)
     assert keys(few.evaluation("train")) == ["a"]
 

@@ -131,16 +131,12 @@ def _saved(state) -> io.BytesIO:
     return io.BytesIO(file.getvalue())
 
 
-@pytest.mark.parametrize(
-    ("changes", "found"),
-    [
-        ({"seed": 1}, "seed 1, expected 0"),
-        ({"vision": VisionLimits(image_max_pixels=2048)}, "encoding"),
-        ({"packing_buffer_size": 6}, "data"),
-        ({"num_workers": 2}, "workers 2, expected 0"),
-        ({"on_bad": "drop"}, "on_bad drop, expected error"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "found"), [
+    ({"seed": 1}, "seed 1, expected 0"),
+    ({"vision": VisionLimits(image_max_pixels=2048)}, "encoding"),
+    ({"packing_buffer_size": 6}, "data"), ({"num_workers": 2}, "workers 2, expected 0"),
+    ({"on_bad": "drop"}, "on_bad drop, expected error"),
+])  # fmt: skip
 def test_a_position_in_other_data_is_refused(make, folder, changes, found):
     state = make(folder, packing_buffer_size=5).stream("train").state_dict()
     with pytest.raises(ValueError, match=f"position belongs to other data: found {found}"):
@@ -159,10 +155,9 @@ def test_the_order_follows_the_seed(make, folder):
     assert first == again != other
 
 
-@pytest.mark.parametrize(
-    ("ranks", "settings"),
-    [(1, {}), (3, {}), (2, {"pack": False}), (2, {"pack": False, "micro_batch_size": 2}), (1, {"num_workers": 2})],
-)
+@pytest.mark.parametrize(("ranks", "settings"), [
+    (1, {}), (3, {}), (2, {"pack": False}), (2, {"pack": False, "micro_batch_size": 2}), (1, {"num_workers": 2}),
+])  # fmt: skip
 def test_evaluation_sees_each_sample_once_on_as_many_batches(make, folder, ranks, settings):
     provider = make(folder, seq_length=128, packing_buffer_size=None if "pack" in settings else 4, **settings)
     passes = [list(provider.evaluation("valid", dp_rank=rank, dp_size=ranks)) for rank in range(ranks)]
@@ -257,25 +252,22 @@ def test_megatron_bridges_ranks_have_their_share(make, folder):
     assert all(map(same, take(train, 11), provider.stream("train", dp_rank=1, dp_size=2)))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"dataloader_type": "single"}, "dataloader_type is 'single', expected 'external'"),
-        ({"on_long": "cut"}, "on_long is 'cut'"),
-        ({"micro_batch_size": 2}, "micro_batch_size is 2, expected 1 where rows are packed"),
-        ({"pack": False, "packing_buffer_size": 4}, "packing_buffer_size is 4, but pack is off"),
-        ({"seq_length": 250, "pad_to_multiple_of": 8}, "seq_length is 250, expected a multiple of"),
-        ({"shuffle_buffer_size": 0}, "shuffle_buffer_size is 0, expected at least 1"),
-        ({"max_patches": 0}, "max_patches is 0, expected at least 1"),
-        ({"sample_fps": 0.0}, "sample_fps is 0.0, expected"),
-        ({"num_workers": -1}, "num_workers is -1, expected at least 0"),
-        ({"pin_memory": False}, "pin_memory is False, expected True: this data set has no such setting"),
-        ({"data_sharding": False}, "data_sharding is False"),
-        ({"num_workers": 1, "persistent_workers": False}, "persistent_workers is False, expected True"),
-        ({"dataset_kwargs": {"auto_decode": True}}, "dataset_kwargs has auto_decode .*media stay bytes"),
-        ({"dataset_kwargs": {"batch_size": 2}}, r"dataset_kwargs has batch_size \(set micro_batch_size\)"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"dataloader_type": "single"}, "dataloader_type is 'single', expected 'external'"),
+    ({"on_long": "cut"}, "on_long is 'cut'"),
+    ({"micro_batch_size": 2}, "micro_batch_size is 2, expected 1 where rows are packed"),
+    ({"pack": False, "packing_buffer_size": 4}, "packing_buffer_size is 4, but pack is off"),
+    ({"seq_length": 250, "pad_to_multiple_of": 8}, "seq_length is 250, expected a multiple of"),
+    ({"shuffle_buffer_size": 0}, "shuffle_buffer_size is 0, expected at least 1"),
+    ({"max_patches": 0}, "max_patches is 0, expected at least 1"),
+    ({"sample_fps": 0.0}, "sample_fps is 0.0, expected"),
+    ({"num_workers": -1}, "num_workers is -1, expected at least 0"),
+    ({"pin_memory": False}, "pin_memory is False, expected True: this data set has no such setting"),
+    ({"data_sharding": False}, "data_sharding is False"),
+    ({"num_workers": 1, "persistent_workers": False}, "persistent_workers is False, expected True"),
+    ({"dataset_kwargs": {"auto_decode": True}}, "dataset_kwargs has auto_decode .*media stay bytes"),
+    ({"dataset_kwargs": {"batch_size": 2}}, r"dataset_kwargs has batch_size \(set micro_batch_size\)"),
+])  # fmt: skip
 def test_settings_that_cannot_be_or_would_be_ignored_are_refused(make, folder, changes, message):
     with pytest.raises(ValueError, match=message):
         make(folder, **changes)

@@ -101,9 +101,7 @@ def test_a_position_inside_a_batch_goes_on_at_the_same_number_alone(make_rows):
     again, state = streams(make_rows, 2)[0], other.state_dict()
     again.load_state_dict(state)
     assert [batch.sample_ids for batch in islice(again, 9)] == expected[3:]
-    with pytest.raises(
-        ValueError, match="row 6, is among 4 rows that were assigned to 2 ranks, and now 4 rows are to 4"
-    ):
+    with pytest.raises(ValueError, match=r"row 6, .* 4 rows that were assigned to 2 ranks, and now 4 rows are to 4"):
         streams(make_rows, 4)[0].load_state_dict(state)
 
 

@@ -171,51 +171,38 @@ def test_sets_have_roots_and_schemas_of_their_own_or_the_data_sets(tmp_path):
     assert (second.media_root, second.schema_adapter) == ("/other", None)
 
 
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        ("/data/llava/train.jsonl", "llava"),
-        ("/data/llava", "llava"),
-        ("charts.json", "charts"),
-        ("/data/docs/data/train-*.parquet", "docs"),
-        ("hf://me/digits#train", "me/digits#train"),
-    ],
-)
+@pytest.mark.parametrize(("path", "name"), [
+    ("/data/llava/train.jsonl", "llava"), ("/data/llava", "llava"), ("charts.json", "charts"),
+    ("/data/docs/data/train-*.parquet", "docs"), ("hf://me/digits#train", "me/digits#train"),
+])  # fmt: skip
 def test_sets_are_called_by_their_path(path, name):
     assert mixed_sets([{"path": path}])[0].name == name
 
 
-@pytest.mark.parametrize(
-    ("mixture", "message"),
-    [
-        ([{"path": "a", "weight": 0}], r"dataset.mixture\[0\].weight is 0, expected a number above 0"),
-        ([{"path": "a"}, {"path": "b", "epochs": -1}], r"dataset.mixture\[1\].epochs is -1, expected a number above 0"),
-        ([{"path": "a", "weight": True}], "weight is True, expected a number above 0"),
-        ([{"path": "a", "weight": float("nan")}], "weight is nan, expected a number above 0"),
-        ([{"path": "a", "weight": 1, "epochs": 1}], "has weight 1 and epochs 1, expected one of the two"),
-        ([{"path": "a", "weight": 1}, {"path": "b"}], "has weights, but none for b; expected `weight` for all sets"),
-        ([{"path": "a", "ratio": 1}], r"has 'ratio', which is no setting of a set; expected any of path, name, weight"),
-        ([{"path": "/x/a"}, {"path": "/y/a"}], "has 2 sets that are called 'a'; expected a `name` for each"),
-        ([{"weight": 1}], "expected a `path`"),
-        ([{"path": "a", "schema_adapter": "cord"}], "cord"),
-        ([], r"has \[\], expected a list of sets"),
-        ("/nowhere/mix.yaml", "is '/nowhere/mix.yaml', which cannot be read .* expected a YAML file"),
-    ],
-)
+@pytest.mark.parametrize(("mixture", "message"), [
+    ([{"path": "a", "weight": 0}], r"dataset.mixture\[0\].weight is 0, expected a number above 0"),
+    ([{"path": "a"}, {"path": "b", "epochs": -1}], r"dataset.mixture\[1\].epochs is -1, expected a number above 0"),
+    ([{"path": "a", "weight": True}], "weight is True, expected a number above 0"),
+    ([{"path": "a", "weight": float("nan")}], "weight is nan, expected a number above 0"),
+    ([{"path": "a", "weight": 1, "epochs": 1}], "has weight 1 and epochs 1, expected one of the two"),
+    ([{"path": "a", "weight": 1}, {"path": "b"}], "has weights, but none for b; expected `weight` for all sets"),
+    ([{"path": "a", "ratio": 1}], r"has 'ratio', which is no setting of a set; expected any of path, name, weight"),
+    ([{"path": "/x/a"}, {"path": "/y/a"}], "has 2 sets that are called 'a'; expected a `name` for each"),
+    ([{"weight": 1}], "expected a `path`"), ([{"path": "a", "schema_adapter": "cord"}], "cord"),
+    ([], r"has \[\], expected a list of sets"),
+    ("/nowhere/mix.yaml", "is '/nowhere/mix.yaml', which cannot be read .* expected a YAML file"),
+])  # fmt: skip
 def test_settings_that_cannot_be_are_refused(make, mixture, message):
     with pytest.raises(ValueError, match=message):
         make(mixture)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"path": "x"}, "dataset.path is 'x', and dataset.mixture is set; expected one of the two"),
-        ({"train_path": "x"}, "dataset.train_path is 'x', and dataset.mixture is set"),
-        ({"valid_path": "x"}, "dataset.valid_path is 'x', and talk of dataset.mixture has data for valid"),
-        ({"streaming": True}, "streaming is on, but there is a dataset.mixture; it needs samples by number"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"path": "x"}, "dataset.path is 'x', and dataset.mixture is set; expected one of the two"),
+    ({"train_path": "x"}, "dataset.train_path is 'x', and dataset.mixture is set"),
+    ({"valid_path": "x"}, "dataset.valid_path is 'x', and talk of dataset.mixture has data for valid"),
+    ({"streaming": True}, "streaming is on, but there is a dataset.mixture; it needs samples by number"),
+])  # fmt: skip
 def test_a_mixture_beside_what_it_replaces_is_refused(make, sets, changes, message):
     with pytest.raises(ValueError, match=message):
         make(sets(talk={}), **changes)

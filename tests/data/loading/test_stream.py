@@ -98,15 +98,11 @@ def test_the_global_random_state_is_left_alone(make_rows):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        ({"seq_length": 512}, "found seq_length 512, expected 256$"),
-        ({"seed": 1}, "found seed 1, expected 0$"),
-        ({"seed": None, "pack": False}, "found pack 0, expected 1; seed None, expected 0$"),
-        ({"window_size": 9}, "found window_size 9, expected 8$"),
-    ],
-)
+@pytest.mark.parametrize(("other", "message"), [
+    ({"seq_length": 512}, "found seq_length 512, expected 256$"), ({"seed": 1}, "found seed 1, expected 0$"),
+    ({"seed": None, "pack": False}, "found pack 0, expected 1; seed None, expected 0$"),
+    ({"window_size": 9}, "found window_size 9, expected 8$"),
+])  # fmt: skip
 def test_a_position_in_other_rows_is_refused(make_rows, other, message):
     state = BatchStream(make_rows()()).state_dict()
     with pytest.raises(ValueError, match=message):

@@ -22,29 +22,16 @@ def allowed(address: str, *prefixes: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize(
-    ("prefix", "address"),
-    [
-        (f"{HOST}/", f"{HOST}/a/1.png"),
-        (HOST, f"{HOST}/a/1.png"),
-        (HOST, HOST),
-        (f"{HOST}/", f"{HOST}?id=1#top"),
-        (f"{HOST}/a/", f"{HOST}/a/b/1.png?size=2"),
-        (f"{HOST}/a", f"{HOST}/a/1.png"),
-        (f"{HOST}/a", f"{HOST}/a"),
-        (f"{HOST}/a/", f"{HOST}/b/../a/1.png"),
-        ("HTTPS://Images.Example.ORG/a/", f"{HOST}/a/1.png"),
-        (f"{HOST}/", "HTTPS://IMAGES.EXAMPLE.ORG:443/1.png"),
-        (f"{HOST}:443/", f"{HOST}/1.png"),
-        (f"{HOST}:8443/", f"{HOST}:8443/1.png"),
-        (f"{HOST}/ä/", f"{HOST}/%C3%A4/1.png"),
-        ("https://bücher.example/", "https://xn--bcher-kva.example/1.png"),
-        ("https://", "https://anywhere.example/..1.png"),
-        ("HTTP://", "http://anywhere.example/1.png"),
-        ("http://127.0.0.1:80/", "http://127.0.0.1/1.png"),
-        ("https://[::1]/", "https://[::1]/1.png"),
-    ],
-)
+@pytest.mark.parametrize(("prefix", "address"), [
+    (f"{HOST}/", f"{HOST}/a/1.png"), (HOST, f"{HOST}/a/1.png"), (HOST, HOST), (f"{HOST}/", f"{HOST}?id=1#top"),
+    (f"{HOST}/a/", f"{HOST}/a/b/1.png?size=2"), (f"{HOST}/a", f"{HOST}/a/1.png"), (f"{HOST}/a", f"{HOST}/a"),
+    (f"{HOST}/a/", f"{HOST}/b/../a/1.png"), ("HTTPS://Images.Example.ORG/a/", f"{HOST}/a/1.png"),
+    (f"{HOST}/", "HTTPS://IMAGES.EXAMPLE.ORG:443/1.png"), (f"{HOST}:443/", f"{HOST}/1.png"),
+    (f"{HOST}:8443/", f"{HOST}:8443/1.png"), (f"{HOST}/ä/", f"{HOST}/%C3%A4/1.png"),
+    ("https://bücher.example/", "https://xn--bcher-kva.example/1.png"),
+    ("https://", "https://anywhere.example/..1.png"), ("HTTP://", "http://anywhere.example/1.png"),
+    ("http://127.0.0.1:80/", "http://127.0.0.1/1.png"), ("https://[::1]/", "https://[::1]/1.png"),
+])  # fmt: skip
 def test_addresses_that_begin_so_are_allowed(prefix, address):
     check_prefix(prefix)
     assert allowed(address, "https://other.example/", prefix)
@@ -52,47 +39,25 @@ def test_addresses_that_begin_so_are_allowed(prefix, address):
 
 
 @pytest.mark.parametrize("prefix", [HOST, f"{HOST}/", f"{HOST}/a", f"{HOST}/a/"])
-@pytest.mark.parametrize(
-    "address",
-    [
-        "https://images.example.org.evil.com/a/1.png",
-        "https://images.example.orgevil.com/a/1.png",
-        "https://images.example.org@evil.com/a/1.png",
-        "https://images.example.org%2fa%2f@evil.com/a/1.png",
-        "https://images.example.org:443@evil.com/a/1.png",
-        "https://user:secret@images.example.org/a/1.png",
-        "https://images.example.org\\@evil.com/a/1.png",
-        "https://images.example.org\\.evil.com/a/1.png",
-        "https://evil.com/https://images.example.org/a/1.png",
-        "https://evil.com?https://images.example.org/a/1.png",
-        "https://evil.com#images.example.org/a/1.png",
-        "https://images.example.org./a/1.png",
-        "https://images.example.org:8443/a/1.png",
-        "https://images.example.org:99999/a/1.png",
-        "https://images.example.org:x/a/1.png",
-        "https://sub.images.example.org/a/1.png",
-        "http://images.example.org/a/1.png",
-        "ftp://images.example.org/a/1.png",
-        "https:images.example.org/a/1.png",
-        "https:///images.example.org/a/1.png",
-        "//images.example.org/a/1.png",
-        "https://images。example。org.evil.com/a/1.png",
-        "https://images.example.org\n.evil.com/a/1.png",
-        "https://images.example.org/a/%2e%2e/b/1.png",
-        "https://images.example.org/a/%2E./b/1.png",
-        "https://images.example.org/a/..%2fb/1.png",
-        "https://images.example.org/a/..%5Cb/1.png",
-        "https://images.example.org/a/..\\b/1.png",
-        "https://images.example.org/a/..;/b/1.png",
-        "https://images.example.org/a/%252e%252e/b/1.png",
-        "https://images.example.org/a/%2525252525252e/b/1.png",
-        "https://images.example.org/a/\ud800.png",
-        "https://",
-        "https://xn--/a/1.png",
-        "https://xn--0/a/1.png",
-        "https://images.example.org/a/" + "x" * 70_000,
-    ],
-)
+@pytest.mark.parametrize("address", [
+    "https://images.example.org.evil.com/a/1.png", "https://images.example.orgevil.com/a/1.png",
+    "https://images.example.org@evil.com/a/1.png", "https://images.example.org%2fa%2f@evil.com/a/1.png",
+    "https://images.example.org:443@evil.com/a/1.png", "https://user:secret@images.example.org/a/1.png",
+    "https://images.example.org\\@evil.com/a/1.png", "https://images.example.org\\.evil.com/a/1.png",
+    "https://evil.com/https://images.example.org/a/1.png", "https://evil.com?https://images.example.org/a/1.png",
+    "https://evil.com#images.example.org/a/1.png", "https://images.example.org./a/1.png",
+    "https://images.example.org:8443/a/1.png", "https://images.example.org:99999/a/1.png",
+    "https://images.example.org:x/a/1.png", "https://sub.images.example.org/a/1.png",
+    "http://images.example.org/a/1.png", "ftp://images.example.org/a/1.png", "https:images.example.org/a/1.png",
+    "https:///images.example.org/a/1.png", "//images.example.org/a/1.png",
+    "https://images。example。org.evil.com/a/1.png", "https://images.example.org\n.evil.com/a/1.png",
+    "https://images.example.org/a/%2e%2e/b/1.png", "https://images.example.org/a/%2E./b/1.png",
+    "https://images.example.org/a/..%2fb/1.png", "https://images.example.org/a/..%5Cb/1.png",
+    "https://images.example.org/a/..\\b/1.png", "https://images.example.org/a/..;/b/1.png",
+    "https://images.example.org/a/%252e%252e/b/1.png", "https://images.example.org/a/%2525252525252e/b/1.png",
+    "https://images.example.org/a/\ud800.png", "https://", "https://xn--/a/1.png", "https://xn--0/a/1.png",
+    "https://images.example.org/a/" + "x" * 70_000,
+])  # fmt: skip
 def test_addresses_that_only_look_so_are_refused(prefix, address):
     assert not allowed(address, prefix)
 
@@ -159,9 +124,7 @@ def test_what_is_no_beginning_of_an_address_is_refused(prefix):
 
 
 def test_what_is_allowed_is_said():
-    with pytest.raises(
-        Unreachable, match=rf"^here: found .*evil.com/1.png', .* begins with {HOST} or http:// \(--allo"
-    ):
+    with pytest.raises(Unreachable, match=rf"^here: found .*evil.com/1.png', .* begins with {HOST} or http://"):
         allowed_url("https://evil.com/1.png", [HOST, "http://"], "here")
     with pytest.raises(DataError, match=r"found the URL 's3://bucket/1.png', expected the path of a file"):
         find("s3://bucket/1.png", MediaAccess(), "here")

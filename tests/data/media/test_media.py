@@ -36,15 +36,11 @@ def linked(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("name", "lies_in", "missing"),
-    [
-        ("images/coco/train/1.png", "mnt/coco", "mnt/coco"),  # a folder that is a link
-        ("images/gqa.png", "mnt/gqa", "mnt/gqa"),  # a file that is one
-        ("../mnt/coco/train/1.png", "mnt", "mnt/coco/train"),
-        ("{}/mnt/gqa/1.png", "mnt/gqa", "mnt/gqa"),
-    ],
-)
+@pytest.mark.parametrize(("name", "lies_in", "missing"), [
+    ("images/coco/train/1.png", "mnt/coco", "mnt/coco"),  # a folder that is a link
+    ("images/gqa.png", "mnt/gqa", "mnt/gqa"),  # a file that is one
+    ("../mnt/coco/train/1.png", "mnt", "mnt/coco/train"), ("{}/mnt/gqa/1.png", "mnt/gqa", "mnt/gqa"),
+])  # fmt: skip
 def test_a_path_may_leave_a_root_for_another_alone(linked, name, lies_in, missing):
     root, name = linked / "data", name.format(linked)
     with pytest.raises(DataError) as caught:
@@ -174,22 +170,17 @@ def png(depth: int, kind: int, row: list[int], transparent: bytes = b"", palette
 RED_GREEN_BLUE = bytes([255, 0, 0, 0, 255, 0, 0, 0, 255])
 
 
-@pytest.mark.parametrize(
-    ("file", "expected"),
-    [
-        (png(1, 0, [0b0101_0101], b"\0\0"), [255] * 8),
-        (png(1, 0, [0b0101_0101], b"\0\1"), [0, 255] * 4),
-        (png(2, 0, [0b0001_1011], b"\0\2"), [0, 85, 255, 255]),
-        (png(4, 0, [0x09, 0xAF], b"\0\x09"), [0, 255, 170, 255]),
-        (png(8, 0, [0, 9, 10], b"\0\x09"), [0, 255, 10]),
-        (png(8, 2, [0, 9, 10, 9, 9, 9], b"\0\0\0\x09\0\x0a"), [255, [9, 9, 9]]),
-        (png(16, 2, [0x34, 0] * 3 + [0, 0x34] * 3, b"\0\x34" * 3), [0x34, 255]),
-        (png(16, 2, [0x12, 0x34] * 3 + [0xFF] * 6 + [0] * 6, b"\x12\x34" * 3), [255, 255, 0]),
-        (png(2, 3, [0b0001_1000], b"\0\x80", RED_GREEN_BLUE), [255, [127, 255, 127], [0, 0, 255], 255]),
-        (png(16, 4, [0x12, 0x34, 0, 0, 0x80, 0, 0xFF, 0xFF]), [255, 0x80]),
-        (png(16, 6, [0, 0] * 4 + [0x80, 0] * 3 + [0xFF, 0xFF]), [255, 0x80]),
-    ],
-)
+@pytest.mark.parametrize(("file", "expected"), [
+    (png(1, 0, [0b0101_0101], b"\0\0"), [255] * 8), (png(1, 0, [0b0101_0101], b"\0\1"), [0, 255] * 4),
+    (png(2, 0, [0b0001_1011], b"\0\2"), [0, 85, 255, 255]), (png(4, 0, [0x09, 0xAF], b"\0\x09"), [0, 255, 170, 255]),
+    (png(8, 0, [0, 9, 10], b"\0\x09"), [0, 255, 10]),
+    (png(8, 2, [0, 9, 10, 9, 9, 9], b"\0\0\0\x09\0\x0a"), [255, [9, 9, 9]]),
+    (png(16, 2, [0x34, 0] * 3 + [0, 0x34] * 3, b"\0\x34" * 3), [0x34, 255]),
+    (png(16, 2, [0x12, 0x34] * 3 + [0xFF] * 6 + [0] * 6, b"\x12\x34" * 3), [255, 255, 0]),
+    (png(2, 3, [0b0001_1000], b"\0\x80", RED_GREEN_BLUE), [255, [127, 255, 127], [0, 0, 255], 255]),
+    (png(16, 4, [0x12, 0x34, 0, 0, 0x80, 0, 0xFF, 0xFF]), [255, 0x80]),
+    (png(16, 6, [0, 0] * 4 + [0x80, 0] * 3 + [0xFF, 0xFF]), [255, 0x80]),
+])  # fmt: skip
 def test_every_way_of_a_png_to_be_transparent(file, expected):
     assert np.array_equal(load_image(file, "here"), [[np.broadcast_to(one, 3) for one in expected]])
 
@@ -207,14 +198,10 @@ def test_the_first_frame_of_an_animation_is_seen_on_white(kind):
 
 
 OPAQUE = {
-    "PNG": ("1", "L", "LA", "P", "RGB", "RGBA"),
-    "GIF": ("L", "P"),
-    "TIFF": ("1", "L", "P", "RGB", "RGBA", "CMYK", "YCbCr", "LAB"),
-    "JPEG": ("L", "RGB", "CMYK", "YCbCr"),
-    "WEBP": ("RGB", "RGBA"),
-    "BMP": ("1", "L", "P", "RGB", "RGBA"),
-    "ICO": ("RGB", "RGBA"),
-}
+    "PNG": ("1", "L", "LA", "P", "RGB", "RGBA"), "GIF": ("L", "P"),
+    "TIFF": ("1", "L", "P", "RGB", "RGBA", "CMYK", "YCbCr", "LAB"), "JPEG": ("L", "RGB", "CMYK", "YCbCr"),
+    "WEBP": ("RGB", "RGBA"), "BMP": ("1", "L", "P", "RGB", "RGBA"), "ICO": ("RGB", "RGBA"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "mode"), [(kind, mode) for kind, modes in OPAQUE.items() for mode in modes])
@@ -320,10 +307,9 @@ def test_a_png_of_odd_chunks_has_the_size_that_pillow_gives_it(tmp_path, chunks)
 
 
 @pytest.mark.parametrize("read_picture", ["length", "call"])
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(b"", "does not decode as an image"), (b"no picture at all", "does not decode as an image")],
-)
+@pytest.mark.parametrize(("content", "message"), [
+    (b"", "does not decode as an image"), (b"no picture at all", "does not decode as an image"),
+])  # fmt: skip
 def test_pictures_that_do_not_decode_are_refused(tmp_path, encoder, content, message, read_picture):
     (tmp_path / "x.png").write_bytes(content)
     refused(tmp_path, encoder, message, read_picture)

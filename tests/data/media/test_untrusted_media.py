@@ -58,18 +58,10 @@ def test_the_video_itself_is_read(secret, processor):
 
 
 @pytest.mark.parametrize("as_bytes", [False, True])
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("a.m3u8", PLAYLIST),
-        ("a.mp4", PLAYLIST),
-        ("a.ffconcat", CONCAT),
-        ("a.mkv", CONCAT),
-        ("a.mpd", DASH),
-        ("a.sdp", SESSION),
-        ("a.mov", SESSION),
-    ],
-)
+@pytest.mark.parametrize(("name", "text"), [
+    ("a.m3u8", PLAYLIST), ("a.mp4", PLAYLIST), ("a.ffconcat", CONCAT), ("a.mkv", CONCAT), ("a.mpd", DASH),
+    ("a.sdp", SESSION), ("a.mov", SESSION),
+])  # fmt: skip
 def test_a_video_opens_no_other_file_and_no_port(secret, processor, name, text, as_bytes):
     path = secret.parents[1] / "root" / name
     path.write_text(text.format(secret))

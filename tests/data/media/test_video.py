@@ -96,26 +96,17 @@ def test_rates_of_lists_of_frames_next_to_the_messages(encoder, read, tmp_path, 
     assert "<0.5 seconds>" in text and "<0.1 seconds>" in text
 
 
-@pytest.mark.parametrize(
-    ("videos", "rates", "problem"),
-    [
-        ([["a.png"], ["a.png"]], [1], r"found \[1\] under 'sample_fps', expected .* a list of 2, one for each video"),
-        (
-            [["a.png"], "a.mp4"],
-            [1, 2],
-            r"found \[1, 2\] under 'sample_fps', .* null for one that is not a list of frames",
-        ),
-        (["a.mp4"], 2, "found 'sample_fps' next to 'messages', where no video is a list of frames, expected it in a"),
-        ([["a.png"]], None, "found null as the 'sample_fps' of a list of frames, expected how many are a second"),
-        ([["a.png"]], "two", "found 'two' as the 'sample_fps'"),
-        ([["a.png"]], "-1", "found '-1' as the 'sample_fps'"),
-        ([["a.png"]], "nan", "found 'nan' as the 'sample_fps'"),
-        ([["a.png"]], "inf", "found 'inf' as the 'sample_fps'"),
-        ([["a.png"]], 10**400, "found a number as the 'sample_fps'"),
-        ([["a.png"]], [True], "found true as the 'sample_fps'"),
-        ([["a.png"]], {"a": 1}, "found an object as the 'sample_fps'"),
-    ],
-)
+@pytest.mark.parametrize(("videos", "rates", "problem"), [
+    ([["a.png"], ["a.png"]], [1], r"found \[1\] under 'sample_fps', expected .* a list of 2, one for each video"),
+    ([["a.png"], "a.mp4"], [1, 2], r"found \[1, 2\] under 'sample_fps', .* null for one that is not a list of frames"),
+    (["a.mp4"], 2, "found 'sample_fps' next to 'messages', where no video is a list of frames, expected it in a"),
+    ([["a.png"]], None, "found null as the 'sample_fps' of a list of frames, expected how many are a second"),
+    ([["a.png"]], "two", "found 'two' as the 'sample_fps'"), ([["a.png"]], "-1", "found '-1' as the 'sample_fps'"),
+    ([["a.png"]], "nan", "found 'nan' as the 'sample_fps'"), ([["a.png"]], "inf", "found 'inf' as the 'sample_fps'"),
+    ([["a.png"]], 10**400, "found a number as the 'sample_fps'"),
+    ([["a.png"]], [True], "found true as the 'sample_fps'"),
+    ([["a.png"]], {"a": 1}, "found an object as the 'sample_fps'"),
+])  # fmt: skip
 def test_rates_that_are_none_are_refused(read, tmp_path, videos, rates, problem):
     picture(tmp_path / "a.png", 32, 32), (tmp_path / "a.mp4").write_bytes(b"x")
     asked = [{"role": "user", "content": "<video>" * len(videos)}, {"role": "assistant", "content": "Seven."}]
@@ -165,15 +156,11 @@ def test_frames_of_several_sizes_are_refused(encoder, read, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["size", "__call__"])
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "does not decode as a video"),
-        (b"no video", "does not decode as a video"),
-        ("sound", "has no video frames, expected a video"),
-        ("empty", "no frames|does not decode as a video|has no video frames"),
-    ],
-)
+@pytest.mark.parametrize(("content", "message"), [
+    (b"", "does not decode as a video"), (b"no video", "does not decode as a video"),
+    ("sound", "has no video frames, expected a video"),
+    ("empty", "no frames|does not decode as a video|has no video frames"),
+])  # fmt: skip
 def test_what_is_no_video_is_refused(encoder, read, tmp_path, content, message, method):
     path = tmp_path / "a.mkv"
     if isinstance(content, bytes):
@@ -195,17 +182,14 @@ def test_what_is_no_video_is_refused(encoder, read, tmp_path, content, message, 
     assert str(caught.value).startswith("train.jsonl:1")
 
 
-@pytest.mark.parametrize(
-    ("part", "message"),
-    [
-        ({"video": []}, "a video of no frames, expected at least one"),
-        ({"video": ["a.png"]}, "found null as the 'sample_fps' of a list of frames"),
-        ({"video": ["a.png"], "sample_fps": 0}, "found a number as the 'sample_fps'"),
-        ({"video": 7}, "found a number under 'video', expected a path or bytes"),
-        ({"video": "a.mp4", "sample_fps": 2}, "found the keys type, video, sample_fps, expected"),
-        ({"video": "b.mp4"}, "there is no such file"),
-    ],
-)
+@pytest.mark.parametrize(("part", "message"), [
+    ({"video": []}, "a video of no frames, expected at least one"),
+    ({"video": ["a.png"]}, "found null as the 'sample_fps' of a list of frames"),
+    ({"video": ["a.png"], "sample_fps": 0}, "found a number as the 'sample_fps'"),
+    ({"video": 7}, "found a number under 'video', expected a path or bytes"),
+    ({"video": "a.mp4", "sample_fps": 2}, "found the keys type, video, sample_fps, expected"),
+    ({"video": "b.mp4"}, "there is no such file"),
+])  # fmt: skip
 def test_what_is_no_video_part_is_refused(read, tmp_path, part, message):
     picture(tmp_path / "a.png", 32, 32), (tmp_path / "a.mp4").write_bytes(b"x")
     with pytest.raises(DataError, match=message):

@@ -127,15 +127,12 @@ def test_the_first_epoch_says_how_full_its_rows_are(caplog):
     assert caplog.messages == ["epoch 0: 4 samples in 4 rows of 32 tokens, 62.5 % full"]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: NumberedOrder(0), "found 0 samples, expected at least 1"),
-        (lambda: plan_of([1], 1, window_size=0), "found windows of 0 samples"),
-        (lambda: plan_of(lambda _: 0, 3).row(0), "epoch 0: none of its samples is in a row"),
-        (lambda: plan_of(lambda _: 33, 3).row(0), "sample 0 has 33 tokens, expected 1 to 32"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: NumberedOrder(0), "found 0 samples, expected at least 1"),
+    (lambda: plan_of([1], 1, window_size=0), "found windows of 0 samples"),
+    (lambda: plan_of(lambda _: 0, 3).row(0), "epoch 0: none of its samples is in a row"),
+    (lambda: plan_of(lambda _: 33, 3).row(0), "sample 0 has 33 tokens, expected 1 to 32"),
+])  # fmt: skip
 def test_plans_that_cannot_be_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

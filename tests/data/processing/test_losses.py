@@ -62,13 +62,9 @@ def test_what_a_message_says_goes_before_the_setting(templates, case, answers, t
 @pytest.mark.parametrize(("key", "yes", "no"), [("loss", True, False), ("weight", 1, 0), ("weight", 1.0, 0.0)])
 def test_both_spellings_are_read_from_lines_and_tables(encoder, tmp_path, key, yes, no):
     messages = [
-        {**ASK, key: no},
-        {**ANSWER, "content": "Six.", key: no},
-        {**ASK, key: None},
-        {**ANSWER, key: yes},
-        ASK,
+        {**ASK, key: no}, {**ANSWER, "content": "Six.", key: no}, {**ASK, key: None}, {**ANSWER, key: yes}, ASK,
         ANSWER,
-    ]
+    ]  # fmt: skip
     write(tmp_path / "train.jsonl", [{"messages": messages}])
     pq.write_table(pa.Table.from_pylist([{"messages": messages}]), tmp_path / "train.parquet")
     for name in ("train.jsonl", "train.parquet"):
@@ -87,23 +83,17 @@ def test_reasoning_of_an_answer_left_out_is_left_out_too(templates):
     assert trained(Encoder(templates[1]), without) == f"A bar.\n</think>\n\nSeven.{END}"
 
 
-@pytest.mark.parametrize(
-    ("message", "problem"),
-    [
-        ({**ANSWER, "loss": 1}, "message 2: found 1 under 'loss', expected true or false"),
-        ({**ANSWER, "loss": "false"}, "found \"false\" under 'loss', expected true or false"),
-        ({**ANSWER, "weight": True}, "found true under 'weight', expected 0 or 1"),
-        ({**ANSWER, "weight": 0.5}, "found 0.5 under 'weight', expected 0 or 1"),
-        ({**ANSWER, "weight": []}, r"found \[\] under 'weight', expected 0 or 1"),
-        ({**ANSWER, "weight": 1, "loss": True}, "found both 'loss' and 'weight', expected one of them"),
-        (
-            {**ASK, "loss": True},
-            "found 'loss' on a message of the role 'user', expected it on the assistant's: only an",
-        ),
-        ({"role": "system", "content": "a", "weight": 1}, "found 'weight' on a message of the role 'system', expected"),
-        ({"role": "tool", "content": "a", "loss": True}, "found 'loss' on a message of the role 'tool', expected it"),
-    ],
-)
+@pytest.mark.parametrize(("message", "problem"), [
+    ({**ANSWER, "loss": 1}, "message 2: found 1 under 'loss', expected true or false"),
+    ({**ANSWER, "loss": "false"}, "found \"false\" under 'loss', expected true or false"),
+    ({**ANSWER, "weight": True}, "found true under 'weight', expected 0 or 1"),
+    ({**ANSWER, "weight": 0.5}, "found 0.5 under 'weight', expected 0 or 1"),
+    ({**ANSWER, "weight": []}, r"found \[\] under 'weight', expected 0 or 1"),
+    ({**ANSWER, "weight": 1, "loss": True}, "found both 'loss' and 'weight', expected one of them"),
+    ({**ASK, "loss": True}, "found 'loss' on a message of the role 'user', expected it on the assistant's: only an"),
+    ({"role": "system", "content": "a", "weight": 1}, "found 'weight' on a message of the role 'system', expected"),
+    ({"role": "tool", "content": "a", "loss": True}, "found 'loss' on a message of the role 'tool', expected it"),
+])  # fmt: skip
 def test_what_says_nothing_clear_is_refused(read, message, problem):
     with pytest.raises(DataError, match=problem) as caught:
         read([ASK, message, ANSWER])

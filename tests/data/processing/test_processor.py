@@ -31,7 +31,5 @@ def test_a_processor_without_an_id_for_pictures_is_refused(processor):
     other.image_token_id = processor.video_token_id
     with pytest.raises(DataError, match="has the id"):
         check_processor(other, "here")
-    with pytest.raises(
-        DataError, match="here: found Qwen2Tokenizer, expected a Qwen3VLProcessor with a fast tokenizer"
-    ):
+    with pytest.raises(DataError, match="here: found Qwen2Tokenizer, expected a Qwen3VLProcessor with a fast"):
         check_processor(processor.tokenizer, "here")

@@ -181,17 +181,14 @@ SEVEN, EIGHT = ({"role": "assistant", "content": f"<think>\nA bar.\n</think>\n\n
 TURNS = Conversation("train.jsonl:1", (ASK, SEVEN, ASK, EIGHT))
 
 
-@pytest.mark.parametrize(
-    ("template", "written"),
-    [
-        ("released_template.jinja", '{"name": "add", "arguments": {"a": 1, "b": [null]}}'),
-        ("released_thinking_template.jinja", '{"name": "add", "arguments": {"a": 1, "b": [null]}}'),
-        (
-            "thinking_template.jinja",
-            "<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n[null]\n</parameter>\n<",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("template", "written"), [
+    ("released_template.jinja", '{"name": "add", "arguments": {"a": 1, "b": [null]}}'),
+    ("released_thinking_template.jinja", '{"name": "add", "arguments": {"a": 1, "b": [null]}}'),
+    (
+        "thinking_template.jinja",
+        "<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n[null]\n</parameter>\n<",
+    ),
+])  # fmt: skip
 @pytest.mark.parametrize("arguments", [{"city": None, "a": 1, "b": [None]}, '{"a":1,"b":[null]}'])
 def test_calls_are_written_alike(processor, read, template, written, arguments):
     """Padded with nulls as tables are, or as a text of JSON, under templates that read text and those that do not."""
@@ -219,9 +216,7 @@ def with_template(processor):
 
 
 def test_the_remedies_for_earlier_turns_without_reasoning_are_named_and_work(processor, with_template):
-    with pytest.raises(
-        DataError, match=r"(?s)message 2: .* the last answer with answers='last', leave .* with \"loss\": false, or"
-    ):
+    with pytest.raises(DataError, match=r"(?s)message 2: .*with answers='last', leave .* with \"loss\": false"):
         with_template(without_reading_reasoning)(TURNS)
     expected = f"A bar.\n</think>\n\nEight{END}"
     for encoder, conversation in (
@@ -269,9 +264,7 @@ def test_a_template_that_raises_is_told_with_what_to_do(with_template):
         return lambda text: f"{{%- if {when} -%}}{{{{- raise_exception('no more') -}}}}{{%- endif -%}}{text}"
 
     for work in (with_template(raising("messages | length > 3")), with_template(raising("messages | length > 3")).size):
-        with pytest.raises(
-            DataError, match="1: the chat template refuses it: no more; mend the sample, leave it out w"
-        ):
+        with pytest.raises(DataError, match="1: the chat template refuses it: no more; mend the sample, leave it out"):
             work(TURNS)
 
     def short(text: str) -> str:

@@ -105,12 +105,9 @@ def test_answers_and_their_reasoning_alone_are_trained_on(thinking, image, case)
     # They are the ends of their turns, and no words alike elsewhere: what is before the last is the prompt for it.
     begin = int(last.loss_mask.argmax()) + 1
     asks = thinking.apply_chat_template(
-        copy.deepcopy(list(conversation.messages[:-1])),
-        tools=conversation.tools,
-        tokenize=False,
-        add_generation_prompt=True,
-        enable_thinking=bool(thought),
-    )
+        copy.deepcopy(list(conversation.messages[:-1])), tools=conversation.tools, tokenize=False,
+        add_generation_prompt=True, enable_thinking=bool(thought),
+    )  # fmt: skip
     before = thinking.tokenizer.decode(last.input_ids[:begin])
     before = before.replace("<|image_pad|>" * 4, "<|image_pad|>").replace(FRAMES, "<|video_pad|>")
     # transformers 5 leaves the template's start and end of vision around a video's frames.
@@ -142,28 +139,24 @@ def test_by_hand(thinking):
     assert trained(thinking, sample) == "Seven<|im_end|>A bar.\n</think>\n\nEight<|im_end|>"
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        # Counts the letters of what is before, behind it.
-        ("{%- if add_generation", "{{- messages[1].content | length -}}{%- if add_generation",
-         "what follows the answer"),
-        # Writes answers twice.
-        ("        {{- text -}}", "        {{- text + text -}}", "writes the answer 2 times, expected once"),
-        # Shouts.
-        ("        {{- text -}}", "        {{- text | upper -}}", "writes the answer 0 times, expected once"),
-        ("text = written(m.content) | trim -%}\n    {%- if m.role == 'system'",
-         "text = written(m.content) | trim -%}{{- text | length -}}\n    {%- if m.role == 'system'",
-         "what precedes the answer"),
-        # Asks somebody else.
-        ("{{- '<|im_start|>assistant\\n<think>\\n' -}}\n    {%- if enable",
-         "{{- '<|im_start|>model\\n<think>\\n' -}}\n    {%- if enable",
-         "the prompt to generate it, with enable_thinking False"),
-        ("{%- if add_generation_prompt -%}", "{%- if false -%}", "expected the messages as without it"),
-        ("{{- called(call) -}}\n        {%- endfor -%}\n        {{- '<|im_end|>\\n' -}}",
-         "{%- endfor -%}\n        {{- '\\n' -}}", "expected a token that closes the turn"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("old", "new", "message"), [
+    # Counts the letters of what is before, behind it.
+    ("{%- if add_generation", "{{- messages[1].content | length -}}{%- if add_generation", "what follows the answer"),
+    # Writes answers twice.
+    ("        {{- text -}}", "        {{- text + text -}}", "writes the answer 2 times, expected once"),
+    # Shouts.
+    ("        {{- text -}}", "        {{- text | upper -}}", "writes the answer 0 times, expected once"),
+    ("text = written(m.content) | trim -%}\n    {%- if m.role == 'system'",
+     "text = written(m.content) | trim -%}{{- text | length -}}\n    {%- if m.role == 'system'",
+     "what precedes the answer"),
+    # Asks somebody else.
+    ("{{- '<|im_start|>assistant\\n<think>\\n' -}}\n    {%- if enable",
+     "{{- '<|im_start|>model\\n<think>\\n' -}}\n    {%- if enable",
+     "the prompt to generate it, with enable_thinking False"),
+    ("{%- if add_generation_prompt -%}", "{%- if false -%}", "expected the messages as without it"),
+    ("{{- called(call) -}}\n        {%- endfor -%}\n        {{- '<|im_end|>\\n' -}}",
+     "{%- endfor -%}\n        {{- '\\n' -}}", "expected a token that closes the turn"),
+])  # fmt: skip
 def test_templates_that_cannot_be_mapped_are_refused(thinking, old, new, message):
     other = copy.copy(thinking)
     assert TEMPLATE.count(old) == 1

@@ -15,17 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from .test_encode import TEXTS
 
 SPECIAL = (
-    "<|image_pad|>",
-    "<|video_pad|>",
-    "<tool_call>",
-    "</think>",
-    "<|im_end",
-    "|>",
-    "<1.5 seconds>",
-    "👩‍👩‍👧",
-    "ﬁ",
+    "<|image_pad|>", "<|video_pad|>", "<tool_call>", "</think>", "<|im_end", "|>", "<1.5 seconds>", "👩‍👩‍👧", "ﬁ",
     "中文",
-)
+)  # fmt: skip
 texts = st.lists(st.sampled_from(TEXTS + SPECIAL) | st.text(max_size=8), min_size=1, max_size=12).map("".join)
 
 

@@ -19,16 +19,10 @@ from PIL import Image
 # Whatever someone may have meant as a place for a picture; not the code's own pattern.
 LETTERS = re.compile(r"<\|?(image|img|Image)[ _-]?(\d|Here|placeholder)*\|?>")
 PLACES = {
-    "next": lambda n: "<image>",
-    "img": lambda n: "<img>",
-    "here": lambda n: "<ImageHere>",
-    "numbered": lambda n: f"<image {n}>",
-    "underscored": lambda n: f"<image_{n}>",
-    "barred": lambda n: f"<|image_{n}|>",
-    "path": lambda n: f"<img>{n}.png</img>",
-    "part": None,
-    "none": None,
-}
+    "next": lambda n: "<image>", "img": lambda n: "<img>", "here": lambda n: "<ImageHere>",
+    "numbered": lambda n: f"<image {n}>", "underscored": lambda n: f"<image_{n}>",
+    "barred": lambda n: f"<|image_{n}|>", "path": lambda n: f"<img>{n}.png</img>", "part": None, "none": None,
+}  # fmt: skip
 TURNS = ("messages", "conversations", "texts", "question", "query", "prompt", "instruction", "history")
 # What people call pictures; the last ones are of no name that anybody could guess.
 KEYS = ("img", "image_path", "Images", "image_name", "image_list", "pictures", "payload", "x")

@@ -121,10 +121,7 @@ def test_numbered_places_are_the_pictures_of_these_numbers(form):
         (f"{one} {one}", ["a", "b"], "1"),
         (form.format(0), ["a"], "0"),
     ):
-        with pytest.raises(
-            DataError,
-            match=rf"of the numbers {numbers}, expected each number from 1 to {len(images)}, the number of images",
-        ):
+        with pytest.raises(DataError, match=f"numbers {numbers}, expected each number from 1 to {len(images)}"):
             asked(words, images=images)
     with pytest.raises(DataError, match=r"found 1 placeholders for images .* expected 0"):
         asked(one)
@@ -141,9 +138,7 @@ def test_a_path_in_the_text_is_the_picture():
 
 @pytest.mark.parametrize("words", ["<image><img>", "<img><ImageHere>", "<image><image 1>", "<img>1.png</img><image>"])
 def test_places_of_several_spellings_are_refused(words):
-    with pytest.raises(
-        DataError, match=r"found both '<.*>' and '<.*>', expected placeholders of one spelling; .*list of parts"
-    ):
+    with pytest.raises(DataError, match=r"found both '<.*>' and '<.*>', expected placeholders of one spelling; .*list"):
         asked(words, images=["a", "b"])
     part = [{"role": "user", "content": [{"type": "image"}]}, ANSWER, {"role": "user", "content": "<img>"}, ANSWER]
     with pytest.raises(DataError, match="found both a part without its own and '<img>', expected"):
@@ -202,15 +197,11 @@ def test_base64_under_any_key_is_noticed(value):
     assert asked("Which?", checksum="iVBORw0KGgo=", note="SUkqA and so on, in words that are no base64.") == "Which?"
 
 
-@pytest.mark.parametrize(
-    "beside",
-    [
-        {"image_url": "http://a.b/other.jpg"},
-        {"image_url": {"url": "https://a.b/other.jpg"}},
-        {"img_urls": ["http://a.b/1.jpg", "http://a.b/2.jpg"]},
-        {"vid": "v_00017", "image_name": "0001", "image_list": ["0001"], "image_id": "COCO_1.jpg"},
-    ],
-)
+@pytest.mark.parametrize("beside", [
+    {"image_url": "http://a.b/other.jpg"}, {"image_url": {"url": "https://a.b/other.jpg"}},
+    {"img_urls": ["http://a.b/1.jpg", "http://a.b/2.jpg"]},
+    {"vid": "v_00017", "image_name": "0001", "image_list": ["0001"], "image_id": "COCO_1.jpg"},
+])  # fmt: skip
 def test_metadata_beside_media_that_are_read_are_left_unread(beside):
     assert spelt(asked("<image>Which?", image="coco/1.jpg", **beside)) == "[coco/1.jpg]Which?"
 

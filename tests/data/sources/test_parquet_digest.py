@@ -75,13 +75,9 @@ def test_a_run_does_not_go_on_with_a_file_that_was_edited_in_place(tmp_path, che
 
     def stream():
         provider = Qwen3VLConversationProvider(
-            train_path=str(path),
-            hf_processor_path=str(checkpoint),
-            seq_length=256,
-            window_size=8,
-            num_workers=0,
+            train_path=str(path), hf_processor_path=str(checkpoint), seq_length=256, window_size=8, num_workers=0,
             columns=Columns(ignore=["image", "other"]),
-        )
+        )  # fmt: skip
         provider.finalize()
         return provider.stream("train")
 
@@ -91,9 +87,7 @@ def test_a_run_does_not_go_on_with_a_file_that_was_edited_in_place(tmp_path, che
     stream().load_state_dict(state)
     data = path.read_bytes()
     path.write_bytes(data[: (at := data.index(b"seven"))] + b"eight" + data[at + 5 :])
-    with pytest.raises(
-        ValueError, match=r"^the checkpoint's position belongs to other data: found data \w.*, expected \w"
-    ):
+    with pytest.raises(ValueError, match=r"^the checkpoint's position belongs to other data: found data \w"):
         stream().load_state_dict(state)
 
 

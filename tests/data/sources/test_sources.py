@@ -82,26 +82,19 @@ def test_other_data_has_another_fingerprint(folder, shape, tmp_path):
 LIST = "expected objects with commas between them"
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (b"[]", "train.json: found an empty list, expected conversations"),
-        (b"[{}", "train.json: found 'the end of the file' inside the list, expected it whole"),
-        (b'[{"a": "b]', "found 'the end of the file' inside the list"),
-        (b"[{}, ", "found 'the end of the file' inside the list"),
-        (b"[{} {}]", rf"found '{{' after 1 records, {LIST}"),
-        (b"[{}, 7, {}]", rf"found ', 7,{{' after 1 records, {LIST}"),
-        (b'[{}, "x"]', f"""found ', "x"]' after 1 records, {LIST}"""),
-        (b"[[{}]]", rf"found '\[' after 0 records, {LIST}"),
-        (b"[{},]", rf"found ',\]' after 1 records, {LIST}"),
-        (b"[,{}]", rf"found ',{{' after 0 records, {LIST}"),
-        (b"[}", rf"found '}}' after 0 records, {LIST}"),
-        (b"[{}] x", "found 'x' after the list, expected the end of the file"),
-        (b"[{}][", r"found '\[' after the list, expected the end"),
-        (b"[\xff]", rf"found '\\\\xff\]' after 0 records, {LIST}"),
-        (b"[" * 100_000, "after 0 records, expected"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    (b"[]", "train.json: found an empty list, expected conversations"),
+    (b"[{}", "train.json: found 'the end of the file' inside the list, expected it whole"),
+    (b'[{"a": "b]', "found 'the end of the file' inside the list"),
+    (b"[{}, ", "found 'the end of the file' inside the list"), (b"[{} {}]", rf"found '{{' after 1 records, {LIST}"),
+    (b"[{}, 7, {}]", rf"found ', 7,{{' after 1 records, {LIST}"),
+    (b'[{}, "x"]', f"""found ', "x"]' after 1 records, {LIST}"""),
+    (b"[[{}]]", rf"found '\[' after 0 records, {LIST}"), (b"[{},]", rf"found ',\]' after 1 records, {LIST}"),
+    (b"[,{}]", rf"found ',{{' after 0 records, {LIST}"), (b"[}", rf"found '}}' after 0 records, {LIST}"),
+    (b"[{}] x", "found 'x' after the list, expected the end of the file"),
+    (b"[{}][", r"found '\[' after the list, expected the end"),
+    (b"[\xff]", rf"found '\\\\xff\]' after 0 records, {LIST}"), (b"[" * 100_000, "after 0 records, expected"),
+])  # fmt: skip
 def test_a_list_that_is_none_is_refused(tmp_path, text, message):
     (tmp_path / "train.json").write_bytes(text)
     with pytest.raises(DataError, match=message) as caught:
@@ -109,18 +102,15 @@ def test_a_list_that_is_none_is_refused(tmp_path, text, message):
     assert str(caught.value).startswith(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (b'{"a": ]}', r"no valid JSON \(.*\), expected one conversation"),
-        (b'{"a": [}]', "no valid JSON"),
-        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "no valid JSON .*more than 50 deep"),
-        (b'{"a": ' + b"1" * 5000 + b"}", "no valid JSON .*digits"),
-        (b'{"messages": "\xff"}', "found bytes that are not valid UTF-8"),
-        (b'{"messages": []}', "found an empty list under 'messages'"),
-        (b'{"messages": [{"role": "user", "content": "<image>"}], "image": "../x"}', r"'../x' is .* inside the media"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    (b'{"a": ]}', r"no valid JSON \(.*\), expected one conversation"),
+    (b'{"a": [}]', "no valid JSON"),
+    (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "no valid JSON .*more than 50 deep"),
+    (b'{"a": ' + b"1" * 5000 + b"}", "no valid JSON .*digits"),
+    (b'{"messages": "\xff"}', "found bytes that are not valid UTF-8"),
+    (b'{"messages": []}', "found an empty list under 'messages'"),
+    (b'{"messages": [{"role": "user", "content": "<image>"}], "image": "../x"}', r"'../x' is .* inside the media"),
+])  # fmt: skip
 def test_a_record_that_is_none_is_named(tmp_path, text, message):
     good = json.dumps({"messages": [ASK, ANSWER]}).encode()
     (tmp_path / "train.json").write_bytes(b"[" + good + b"," + text + b"]")
@@ -157,19 +147,16 @@ def test_records_of_a_list_are_found_whole(tmp_path_factory, records, indent, as
     assert found == records
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("no.jsonl", "no.jsonl: there is no such file, expected JSON lines"),
-        ("no.json", "no.json: there is no such file, expected JSON lines"),
-        ("no.parquet", "no.parquet: there is no such Parquet file, expected one, or a folder with some"),
-        ("no-*.parquet", "there is no such Parquet file"),
-        ("empty", "empty: found nothing in the folder, expected train.jsonl, Parquet files or what save_to_disk wrote"),
-        (".", r"found empty, empty.json, train.csv in the folder, expected .*to use another .json or .jsonl file"),
-        ("empty.json", "empty.json: found no lines"),
-        ("train.csv", "train.csv: found no folder and none of the endings .jsonl, .json and .parquet, expected one"),
-    ],
-)
+@pytest.mark.parametrize(("path", "message"), [
+    ("no.jsonl", "no.jsonl: there is no such file, expected JSON lines"),
+    ("no.json", "no.json: there is no such file, expected JSON lines"),
+    ("no.parquet", "no.parquet: there is no such Parquet file, expected one, or a folder with some"),
+    ("no-*.parquet", "there is no such Parquet file"),
+    ("empty", "empty: found nothing in the folder, expected train.jsonl, Parquet files or what save_to_disk wrote"),
+    (".", r"found empty, empty.json, train.csv in the folder, expected .*to use another .json or .jsonl file"),
+    ("empty.json", "empty.json: found no lines"),
+    ("train.csv", "train.csv: found no folder and none of the endings .jsonl, .json and .parquet, expected one"),
+])  # fmt: skip
 def test_what_is_no_source_is_refused(tmp_path, path, message):
     (tmp_path / "empty").mkdir()
     for name in ("empty.json", "train.csv"):

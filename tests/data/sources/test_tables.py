@@ -103,23 +103,17 @@ def test_damage_inside_a_parquet_file_is_named(folder, tmp_path):
     assert source[19].messages == Parquet(folder / "train.parquet", folder)[19].messages
 
 
-@pytest.mark.parametrize(
-    ("column", "message"),
-    [
-        (pa.array([[{"role": "user", "content": [{"type": "image", "image": "../x.png"}]}]]), "is .* inside the media"),
-        (pa.array([[ASK]]), r"train.parquet\[0\]: found the roles user, expected an assistant's message"),
-        (pa.array([None], pa.string()), r"train.parquet\[0\]: found null under 'messages'"),
-        (pa.array(["[{"]), r"train.parquet\[0\]: found a value that does not decode \(.*\), expected JSON"),
-        (pa.array(["[" * 100_000]), r"train.parquet\[0\]: found a value that does not decode \(.*more than 50 deep"),
-        (
-            pa.array([b"\xff"]).cast(pa.string(), safe=False),
-            r"train.parquet\[0\]: found bytes that are not valid UTF-8",
-        ),
-        (pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())), r"train.parquet\[0\]: message 1: found tuple"),
-        (pa.array([7]), r"train.parquet\[0\]: found a number under 'messages'"),
-        (pa.array([], pa.string()), "train.parquet: found no rows, expected one conversation a row"),
-    ],
-)
+@pytest.mark.parametrize(("column", "message"), [
+    (pa.array([[{"role": "user", "content": [{"type": "image", "image": "../x.png"}]}]]), "is .* inside the media"),
+    (pa.array([[ASK]]), r"train.parquet\[0\]: found the roles user, expected an assistant's message"),
+    (pa.array([None], pa.string()), r"train.parquet\[0\]: found null under 'messages'"),
+    (pa.array(["[{"]), r"train.parquet\[0\]: found a value that does not decode \(.*\), expected JSON"),
+    (pa.array(["[" * 100_000]), r"train.parquet\[0\]: found a value that does not decode \(.*more than 50 deep"),
+    (pa.array([b"\xff"]).cast(pa.string(), safe=False), r"train.parquet\[0\]: found bytes that are not valid UTF-8"),
+    (pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())), r"train.parquet\[0\]: message 1: found tuple"),
+    (pa.array([7]), r"train.parquet\[0\]: found a number under 'messages'"),
+    (pa.array([], pa.string()), "train.parquet: found no rows, expected one conversation a row"),
+])  # fmt: skip
 def test_a_table_of_no_conversations_is_refused(tmp_path, column, message):
     pq.write_table(pa.table({"messages": column}), tmp_path / "train.parquet")
     with pytest.raises(DataError, match=message):
@@ -128,16 +122,12 @@ def test_a_table_of_no_conversations_is_refused(tmp_path, column, message):
 
 def test_files_that_do_not_belong_are_refused(folder, tmp_path):
     pq.write_table(pa.table({"words": ["hi"], "n": [1]}), tmp_path / "x.parquet")
-    with pytest.raises(
-        DataError, match=r"x.parquet: found the columns words, n, expected 'messages' or 'conversations'"
-    ):
+    with pytest.raises(DataError, match=r"x.parquet: found the columns words, n, expected 'messages' or"):
         Parquet(tmp_path / "x.parquet")
     for name in ("train-0.parquet", "test-0.parquet"):
         (tmp_path / "splits").mkdir(exist_ok=True)
         (tmp_path / "splits" / name).write_bytes((folder / "train.parquet").read_bytes())
-    with pytest.raises(
-        DataError, match=r"found files of the splits test, train, expected one, as '.*/NAME-\*.parquet'"
-    ):
+    with pytest.raises(DataError, match=r"found files of the splits test, train, .*/NAME-\*.parquet"):
         open_source(tmp_path / "splits")
     assert len(open_source(tmp_path / "splits/train-*.parquet", folder)) == 20
 
@@ -173,9 +163,7 @@ def test_the_hub_is_asked_by_name_and_split(hub):
     with pytest.raises(DataError, match=r"hf://owner/no: found a data set that does not load \(no owner/no with train"):
         open_source("hf://owner/no#train")
     for name in ("hf://name", "hf://a/b/c", "hf://", "hf://a/../b", "hf://a/b:", "hf://a/b#", "hf://datasets/a"):
-        with pytest.raises(
-            DataError, match="expected hf://owner/name, hf://owner/name:configuration#split or hf://dat"
-        ):
+        with pytest.raises(DataError, match="expected hf://owner/name, hf://owner/name:configuration#split or"):
             open_source(name)
 
 
@@ -230,31 +218,19 @@ def test_configurations_of_the_hub(name, called, asked, streaming):
 
 
 @pytest.mark.parametrize("read", [open_source, StreamedDataset.named])
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        (
-            "owner/several",
-            r"hf://owner/several: found the configurations ai2d, vqa\(x, y\), expected one of them, "
-            "as hf://owner/several:ai2d$",
-        ),
-        ("owner/several#test", "found the configurations ai2d, .*, as hf://owner/several:ai2d#test$"),
-        ("owner/several@main:ocr", "hf://owner/several@main: found the configurations ai2d, .*several@main:ai2d$"),
-        ("owner/one:ai2d", "hf://owner/one: found the configurations default, expected one of them"),
-        (
-            "datasets/owner/several:ai2d",
-            "hf://owner/several:ai2d: found the splits train, test, expected one, as hf://owner/several:ai2d#train",
-        ),
-        (
-            "owner/several:ai2d#dev",
-            'hf://owner/several:ai2d: found a data set that does not load .*"dev"|Bad split: dev',
-        ),
-        (
-            "datasets/owner/several/no/*.parquet",
-            r"hf://datasets/owner/several/no/\*.parquet: found a data set that does",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "message"), [
+    (
+        "owner/several",
+        r"hf://owner/several: found the configurations ai2d, vqa\(x, y\), expected one of them, "
+        "as hf://owner/several:ai2d$",
+    ),
+    ("owner/several#test", "found the configurations ai2d, .*, as hf://owner/several:ai2d#test$"),
+    ("owner/several@main:ocr", "hf://owner/several@main: found the configurations ai2d, .*several@main:ai2d$"),
+    ("owner/one:ai2d", "hf://owner/one: found the configurations default, expected one of them"),
+    ("datasets/owner/several:ai2d", "hf://owner/several:ai2d: found the splits train, test, expected one, as"),
+    ("owner/several:ai2d#dev", 'hf://owner/several:ai2d: found a data set that does not load .*"dev"|Bad split: dev'),
+    ("datasets/owner/several/no/*.parquet", r"hf://datasets/owner/several/no/\*.parquet: found a data set that does"),
+])  # fmt: skip
 @pytest.mark.usefixtures("repository")
 def test_configurations_that_are_not_there_are_refused(name, message, read):
     with pytest.raises(DataError, match=message):
@@ -289,19 +265,8 @@ def test_a_saved_data_set_that_cannot_be_read_is_refused(tmp_path):
 def test_answers_that_are_json_by_themselves_stay_text(tmp_path, streaming):
     """`datasets` stores them bare in a column of contents that are now a string, now a list."""
     answers = [
-        "7",
-        "7 ",
-        "-1.5",
-        "null",
-        "true",
-        "[1, 2]",
-        "[]",
-        "{}",
-        '{"box": [1]}',
-        '[{"type": "box"}]',
-        "seven",
-        "",
-    ]
+        "7", "7 ", "-1.5", "null", "true", "[1, 2]", "[]", "{}", '{"box": [1]}', '[{"type": "box"}]', "seven", "",
+    ]  # fmt: skip
     parts = [{"type": "text", "text": "which"}]
     records = [
         {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]}
