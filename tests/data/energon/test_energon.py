@@ -14,7 +14,7 @@ from PIL import Image
 
 from ..conftest import picture, same
 from ..media.test_video import clip
-from .webdatasets import ASKED, CHATML, CRUDE, FIRST_SAMPLE, chatml, keys, pickled, write_folder, write_mixed, write_tar
+from .conftest import ASKED, CHATML, CRUDE, FIRST_SAMPLE, chatml, keys, pickled, write_folder, write_mixed, write_tar
 
 
 def asked(*parts) -> list:

@@ -24,8 +24,8 @@ from tests.training.running import replicate, train
 
 from ..conftest import groups, picture, same
 from ..packing.test_shared_sizes import run
+from .conftest import ASKED, keys, provider_of, write_folder
 from .test_energon import asked
-from .webdatasets import ASKED, keys, provider_of, write_folder
 
 NUMBER = 22
 

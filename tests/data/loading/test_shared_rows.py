@@ -11,8 +11,8 @@ import pytest
 from megatron.bridge.data.base import DatasetBuildContext
 
 from ..conftest import groups, picture
+from ..energon.conftest import provider_of, write_folder
 from ..energon.test_energon import asked
-from ..energon.webdatasets import provider_of, write_folder
 
 KINDS = ("rows", "packed before", "streamed", "energon")
 
