@@ -45,14 +45,12 @@ def groups(*, dp: int = 1, dp_rank: int = 0, cp: int = 1, tp_rank: int = 0) -> S
 
 @pytest.fixture
 def server(monkeypatch):
-    """A server whose answers a test sets."""
     with fetched_from(monkeypatch) as server:
         yield server
 
 
 @pytest.fixture
 def get(server, tmp_path):
-    """Downloads a path of the server into a cache of its own."""
     from qwen3vl_bridge.data.downloading import Downloader
     from qwen3vl_bridge.data.media.media_access import UrlCache
 
@@ -92,7 +90,6 @@ def joining():
 
 @pytest.fixture(scope="session")
 def checkpoint(processor, tmp_path_factory) -> Path:
-    """A folder with a processor and a configuration."""
     from examples.digits.checkpoint import make_config
 
     folder = tmp_path_factory.mktemp("hf")
@@ -193,8 +190,6 @@ def streams_end_at_once():
 
 @pytest.fixture
 def read(tmp_path) -> Callable:
-    """Reads one record, or a list of messages, back from a file."""
-
     def read(record):
         record = {"messages": record} if isinstance(record, list) else record
         return JsonLines(write(tmp_path / "train.jsonl", [record]))[0]

@@ -37,7 +37,6 @@ EXAMPLES = [
 
 
 def words_of(text: str) -> list[str]:
-    """The words of one command, as a shell gives them."""
     return shlex.split(text.replace("\\\n", " "))
 
 
@@ -52,7 +51,6 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 @pytest.mark.parametrize(("record", "text"), EXAMPLES, ids=[str(number) for number in range(len(EXAMPLES))])
 def test_a_record_is_read(folder, checkpoint, capsys, record, text):
-    """With the command behind it, if there is one; then not without its settings."""
     path = write(folder / "train.jsonl", [record])
     if text is None:
         sample = open_source(path)[0]
@@ -96,7 +94,6 @@ def test_formats_with_a_name_are_all_there():
 
 
 def test_public_sets_and_their_settings_are_those_that_are_tried():
-    """A record of each set's format is read with them, and not without, in `schemas/test_published_formats.py`."""
     section = PAGE.split("## Public sets", 1)[1].split("\n## ", 1)[0]
     found = dict(re.findall(r"^\| ([^|]+?) \| (.*?) ?\|$", section, re.MULTILINE))
     assert found.pop("set") == "setting" and len(found) >= 12
@@ -148,7 +145,6 @@ def training(words: list[str], checkpoint: Path) -> Any:
 
 
 def test_llava_from_the_download_to_training(tmp_path, checkpoint, monkeypatch, capsys):
-    """A record that is longer than a row, and one whose picture is missing, stop neither packing nor training."""
     monkeypatch.chdir(tmp_path)
     records = []
     for number, words in enumerate(("Seven.", "seven " * 9000, "Six.", "Five.")):
@@ -168,7 +164,6 @@ def test_llava_from_the_download_to_training(tmp_path, checkpoint, monkeypatch, 
 
 
 def test_cord_v2_from_the_download_to_training(tmp_path, checkpoint, monkeypatch):
-    """With the names that the files of the hub have."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "CORD/data").mkdir(parents=True)
     for split, shards in (("train", 4), ("validation", 1)):

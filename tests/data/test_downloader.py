@@ -222,7 +222,6 @@ def test_a_body_that_breaks_off_is_fetched_again(server, get, tmp_path):
     ("wait", "longest", "message"), [(0.4, 5, "ReadTimeout"), (0.05, 0.4, r"\(ReadTimeout: [1-9]\d* bytes so far")]
 )
 def test_a_slow_server_holds_nobody(server, get, tmp_path, monkeypatch, wait, longest, message):
-    """Neither without a byte, nor with one now and then."""
     whole = []
 
     def drip(handler):
@@ -330,7 +329,6 @@ def test_a_picture_too_large_to_be_opened_is_fetched(server, get, monkeypatch):
 
 
 def test_what_does_not_decode_says_where_it_is_from(server, get):
-    """Such as what broke off, of a server that does not say how long it is; who removes it gets it anew."""
     server.answers = {"/a.png": png(), "/b": b"OggS" + bytes(60)}
     server.first["/a.png"] = [raw(OK + b"\r\n" + png()[:-30])]
     path = get("/a.png?x=1")
@@ -359,7 +357,6 @@ def out_of_reach(fetch: Downloader, address: str) -> str:
 
 @pytest.fixture
 def closed():
-    """An address at which nobody listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -439,7 +436,6 @@ def test_a_server_that_answers_anything_is_up(server, fetch, answer):
 
 
 def test_attempts_that_are_under_way_end_as_well(server, fetch, closed, monkeypatch):
-    """Those of other threads, when they would ask the next time."""
     fetch._failed[closed.removeprefix("http://")] = MOST_DOWN - 1
     others = threading.Timer(0.2, lambda: fetch._failed.update([closed.removeprefix("http://")]))
     others.start()

@@ -66,7 +66,6 @@ def test_every_address_is_asked_once(server, run, tmp_path):
 
 
 def test_downloads_go_on_side_by_side(server, run):
-    """Eight answers that each wait for the others to be asked for."""
     together = threading.Barrier(8)
 
     def answer(handler):
@@ -80,7 +79,6 @@ def test_downloads_go_on_side_by_side(server, run):
 
 
 def test_conversations_train_on_what_was_downloaded(server, run, checkpoint, encoder, tmp_path):
-    """Planned, then encoded, and the same as from files, also from frames and from a video."""
     server.answers = {"/a.png": png(), "/b.mkv": clip(tmp_path / "b.mkv", 12).read_bytes()}
     url = server.url
     frames = {"type": "video", "video": [f"{url}/a.png", "local.png"], "sample_fps": 2}
@@ -155,7 +153,6 @@ def test_addresses_of_a_server_that_is_down_fail_at_once_and_say_so(server, run,
 
 
 def test_failures_are_written_down_as_they_come(server, tmp_path):
-    """Also of a download that is killed, behind those of an earlier one, until one comes to its end."""
     server.answers = {"/0.png": 404, "/1.png": 404}
     server.first = {"/9.png": [lambda handler: time.sleep(60)]}
     file = write(tmp_path / "train.jsonl", [asking(f"{server.url}/{name}.png") for name in (0, 1, 9)])
@@ -180,7 +177,6 @@ def test_failures_are_written_down_as_they_come(server, tmp_path):
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
 def test_a_download_that_was_stopped_goes_on(server, run, tmp_path, sent):
-    """No half of a file is taken for a whole one, and none that is there is asked for again."""
     several = [f"/{number}.png" for number in range(12)]
     server.answers = {name: png() for name in several}
 
@@ -228,7 +224,6 @@ def test_the_folder_is_the_users_unless_told_otherwise(monkeypatch, tmp_path):
 
 
 def pixmo_cap(address: str) -> dict:
-    """A record as allenai/pixmo-cap has them."""
     return {"image_url": address, "caption": "A house.", "transcripts": ["Well, a house."]}
 
 
@@ -252,7 +247,6 @@ def captions(server, tmp_path, capsys):
 
 
 def test_addresses_in_a_column_of_another_name_are_downloaded(server, captions, encoder, tmp_path):
-    """By the settings that read the records, as the run has them; without them nothing is, and it is said."""
     download, file = captions
     status, said = download()
     assert status == 2 and "found the columns image_url, caption, transcripts, expected" in said and not server.asked
@@ -269,7 +263,6 @@ def test_addresses_in_a_column_of_another_name_are_downloaded(server, captions, 
 
 
 def test_columns_other_than_those_of_the_download_are_said(captions, tmp_path):
-    """A run that reads another column's addresses stops at them."""
     download, file = captions
     table = pq.read_table(file).to_pylist()
     pq.write_table(pa.Table.from_pylist([{**row, "large_url": f"{row['image_url']}?large"} for row in table]), file)
@@ -283,7 +276,6 @@ def test_columns_other_than_those_of_the_download_are_said(captions, tmp_path):
 
 
 def test_a_named_schema_is_downloaded(server, tmp_path, capsys):
-    """The receipts of cord_v2, with addresses in place of pictures."""
     server.answers = {"/0.png": png()}
     truth = json.dumps({"gt_parse": {"menu": [{"nm": "Tea"}]}})
     file = write(tmp_path / "train.jsonl", [{"image": f"{server.url}/0.png", "ground_truth": truth}])
@@ -295,8 +287,6 @@ def test_a_named_schema_is_downloaded(server, tmp_path, capsys):
 
 @pytest.fixture
 def download(server, tmp_path, capsys):
-    """Downloads what a file refers to; the command's status."""
-
     def download(*data: object, cache: str = "cache", options: tuple[str, ...] = ()) -> int:
         where = ["--url-cache", str(tmp_path / cache), "--allowed-urls", f"{server.url}/"]
         status = main(["download", *map(str, data), *where, *options])
@@ -361,7 +351,6 @@ def test_a_run_goes_on_with_what_it_began_with_or_not_at_all(server, download, t
 
 
 def test_a_stream_goes_by_the_record_of_its_download(server, download, training, checkpoint, tmp_path, monkeypatch):
-    """Which addresses were given up is part of what the stream is; downloads read it by number."""
     names = [f"/{number}.png" for number in range(8)]
     server.answers = {name: png() for name in names} | {"/2.png": 404, "/5.png": 404}
     records = [asking(server.url + name) for name in names]
@@ -389,7 +378,6 @@ def test_a_stream_goes_by_the_record_of_its_download(server, download, training,
 
 
 def test_data_with_all_their_addresses_are_what_they_are_without_a_record(server, download, training, file, tmp_path):
-    """Runs of before go on, and so do those whose folder was copied without records."""
     server.answers |= {"/2.png": png(), "/5.png": png()}
     assert download("--data", file) == 0
     with_record = open_source(file, addresses=UrlCache(tmp_path / "cache")).fingerprint()
@@ -451,7 +439,6 @@ def test_every_kind_of_source_has_a_record_and_each_set_of_a_mixture(server, dow
 
 
 def test_machines_with_other_downloads_are_refused_together(server, download, training, file, tmp_path):
-    """Two processes with a folder each: one could get a picture that the other could not."""
     download("--data", file, cache="one")
     server.answers["/2.png"] = png()
     download("--data", file, cache="other")

@@ -270,7 +270,6 @@ def test_the_report_says_what_it_is_of(report):
 
 
 def test_a_sample_of_many_pieces_is_folded_though_it_fits(tmp_path, inspect):
-    """A page of a thousand long samples would be slow to open."""
     records = [conversation("7 " * 200), conversation("7 " * 1000)]
     found = inspect(write(tmp_path / "train.jsonl", records), pictures=True, seq_length=20_000)
     assert len(found.samples[0].pieces) <= _MOST_OPEN < len(found.samples[1].pieces)

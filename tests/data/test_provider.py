@@ -45,7 +45,6 @@ def ids(batches) -> list[tuple[str, ...]]:
 
 
 def test_both_loops_see_the_same_rows(make):
-    """Also on two ranks, and resumed after 10 of them by Megatron-Bridge's count of samples."""
     provider = make()
     train, valid, test = get_dataset_provider(provider)((30, 4, 4), provider)
     assert (len(train), len(valid), test) == (30, 4, None)
@@ -88,7 +87,6 @@ def test_data_of_which_all_would_be_dropped_are_refused_before_a_model_is_built(
 
 
 def test_a_folder_that_is_no_data_set_is_refused_before_a_model_is_built(make, tmp_path):
-    """As LLaVA's data come: images beside one JSON file. Also where no sample may be dropped."""
     (tmp_path / "images").mkdir()
     (tmp_path / "llava.json").write_text("[]")
     for changes in ({"train_path": str(tmp_path)}, {"train_path": None, "mixture": [{"path": str(tmp_path)}]}):
@@ -151,7 +149,6 @@ def test_missing_things_are_named(make, tmp_path):
 
 
 def test_pictures_may_be_in_several_folders(make, train_file, tmp_path):
-    """And a run goes on with others: roots are where data are, and not what they are."""
     (tmp_path / "elsewhere").symlink_to(train_file.parent / "images")
     (tmp_path / "train.jsonl").write_text(train_file.read_text().replace("images/", "elsewhere/"))
     path = str(tmp_path / "train.jsonl")
@@ -179,7 +176,6 @@ def test_rows_are_bounded_by_patches_too(make):
     "changes", [{"vision": VisionLimits(image_max_pixels=2048)}, {"answers": "last"}, {"max_patches": 200}]
 )
 def test_a_position_is_refused_where_samples_are_others(make, changes):
-    """Rows of other lengths are other rows: samples would be skipped, or seen twice."""
     stream = make().stream("train")
     next(stream)
     with pytest.raises(ValueError, match="position belongs to other data"):

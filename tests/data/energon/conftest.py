@@ -44,7 +44,6 @@ Sample = tuple[str, Mapping[str, Any]]
 
 
 def provider_of(checkpoint: Path, path: Path, **changes: Any) -> Qwen3VLEnergonProvider:
-    """A provider, finalized."""
     settings = {"seq_length": 256, "num_workers": 0, "shuffle_buffer_size": 1, **changes}
     provider = Qwen3VLEnergonProvider(path=str(path), hf_processor_path=str(checkpoint), **settings)
     provider.finalize()
@@ -52,7 +51,6 @@ def provider_of(checkpoint: Path, path: Path, **changes: Any) -> Qwen3VLEnergonP
 
 
 def write_checkpoint(folder: Path, processor: Any) -> Path:
-    """As much of a checkpoint as data need."""
     from examples.digits.checkpoint import make_config
 
     processor.save_pretrained(folder)
@@ -100,7 +98,6 @@ def pickled(*items: Any) -> bytes:
 
 
 def chatml(files: Mapping[str, bytes]) -> list[Sample]:
-    """As Megatron's scripts write them: several files pickled into one part."""
     one, two = files["0.png"], files["1.png"]
     turns = [{"from": "human", "value": "<image>\nand <image>?"}, {"from": "gpt", "value": "Both."}]
     moving = [{"role": "user", "content": "<video>Which?"}, {"role": "assistant", "content": "Seven."}]
@@ -131,5 +128,4 @@ def _no_old_garbage():
 
 @pytest.fixture(scope="module")
 def make(processor, tmp_path_factory):
-    """Makes providers."""
     return partial(provider_of, write_checkpoint(tmp_path_factory.mktemp("hf"), processor))

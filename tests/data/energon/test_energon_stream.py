@@ -71,7 +71,6 @@ def test_each_sample_comes_once_an_epoch(make, folder, ranks, workers):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_rows_are_packed_from_each_sample_once(make, folder, ranks):
-    """A buffer of a rank's samples is an epoch of them."""
     provider = make(folder, packing_buffer_size=NUMBER // ranks)
     streams = [provider.stream("train", dp_rank=rank, dp_size=ranks) for rank in range(ranks)]
     found, rows, most = [], 0, 0
@@ -94,7 +93,6 @@ SETTINGS = [
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_a_restored_stream_gives_the_batches_of_an_unbroken_one(make, folder, settings):
-    """By energon's state as Megatron-Bridge writes and reads it; and by ours."""
     whole = take(make(folder, **settings).stream("train"), 11)
     assert len({batch.sample_ids for batch in whole}) > 8
     for stop in (7,) if "num_workers" in settings else (0, 7):
@@ -187,7 +185,6 @@ def test_a_sample_that_proves_bad_in_evaluation_leaves_its_place_to_nothing(make
 
 
 def test_a_restored_stream_counts_what_it_drops_from_there_on(make, tmp_path):
-    """By energon's own state, and where it is read again to where the checkpoint stands."""
     bad, good = {"json": {"messages": []}}, {"json": {"messages": ASKED}}
     folder = write_folder(tmp_path / "wds", train=[[(f"{n}", bad if n % 3 else good) for n in range(18)]])
     provider = make(folder, packing_buffer_size=2, on_bad="drop")

@@ -112,7 +112,6 @@ def test_rows_are_the_same_at_any_number_of_ranks_and_workers_and_after_a_resume
 
 
 def test_megatron_bridge_reads_the_same_rows_also_shared_by_context_parallel_ranks(make, sets):
-    """Rows assigned to two data-parallel ranks, each shared by two context-parallel ones."""
     provider = make(sets(**EPOCHS), balance_over=4)
     context = DatasetBuildContext(train_samples=16, valid_samples=2, test_samples=0, pg_collection=groups(dp=2, cp=2))
     train, valid, test = provider.build_datasets(context)
@@ -136,7 +135,6 @@ def test_a_position_in_another_mixture_is_refused_and_one_in_moved_sets_is_not(m
 
 
 def test_rows_are_packed_before_training(make, sets, checkpoint, tmp_path, capsys):
-    """By a YAML file that both commands read; an epoch of the packing has what one of training has."""
     whole = {**EPOCHS, "letters": {"epochs": 1}}
     (tmp_path / "mix.yaml").write_text(yaml.safe_dump(sets(**whole)))
     common = ["--mixture", str(tmp_path / "mix.yaml"), "--hf-model", str(checkpoint), "--no-progress"]
@@ -228,7 +226,6 @@ def test_a_mixture_is_set_by_words_and_by_yaml(sets, tmp_path):
 
 
 def test_what_is_left_out_is_counted_by_set(make, sets, tmp_path):
-    """A bad record when it is measured, a picture that breaks off when its row is due; in each epoch again."""
     broken = picture(tmp_path / "broken.jpg", 64, 64)
     broken.write_bytes(broken.read_bytes()[:-400])
     parts = [{"type": "image", "image": "broken.jpg"}]

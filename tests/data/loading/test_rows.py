@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 
 def first(rows, number: int = 20) -> list:
-    """The batches of the first rows."""
     return [rows.collate_fn([rows[row]]) for row in range(number)]
 
 
@@ -53,7 +52,6 @@ def test_a_long_sample_is_refused_or_dropped_and_counted(make_rows, caplog):
 
 @pytest.mark.parametrize("on_bad", ["error", "drop"])
 def test_a_sample_that_changes_after_it_was_measured_is_refused(make_rows, on_bad):
-    """Also where bad samples are dropped: what is planned of the others is as wrong."""
     rows = make_rows(on_bad=on_bad)()
     rows.plan.row(0)
     for sample in range(40):
@@ -128,7 +126,6 @@ def streams(make_rows, ranks: int, **settings) -> list[BatchStream]:
 
 
 def steps(ranks: list[BatchStream], count: int) -> list[list[tuple[str, ...]]]:
-    """Samples of each global batch of four rows, in no order."""
     return [
         sorted(next(stream).sample_ids for _, stream in product(range(4 // len(ranks)), ranks)) for _ in range(count)
     ]

@@ -172,7 +172,6 @@ def test_shares_that_cannot_be_are_refused(make_rows, share, found):
 
 @pytest.mark.parametrize("settings", [{}, {"pack": False}])
 def test_what_is_dropped_comes_with_the_rows_whoever_reads_them(make_rows, settings):
-    """The number by each row, on all ranks and workers, and after a resume from a position written as JSON."""
     rows = make_rows(seq_length=64, on_long="drop", **settings)
     whole = take(BatchStream(rows()), NUMBER)
     counts = [sum(batch.dropped) for batch in whole]
@@ -203,7 +202,6 @@ def signalled(batches: Iterator) -> int:
 
 @pytest.fixture(scope="module")
 def energon(processor, tmp_path_factory):
-    """A provider of conversations about a picture each."""
     folder = tmp_path_factory.mktemp("workers")
     content = picture(folder / "picture.png", 32, 32).read_bytes()
     parts = asked({"type": "image", "image": "png"}, {"type": "text", "text": "which"})
@@ -249,8 +247,6 @@ def test_they_end_with_their_stream(make_rows, monkeypatch, cycle):
 
 
 class Collects(Dataset):
-    """Collects garbage, as may happen anywhere."""
-
     def __len__(self) -> int:
         return 1
 

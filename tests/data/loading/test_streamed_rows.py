@@ -289,8 +289,6 @@ FILES = 8  # of five samples each
 
 @pytest.fixture
 def make(stream, even_file, encoder, collator):
-    """Makes functions that make rows of a stream, as `BatchStream` takes them."""
-
     def make(seed=0, on_bad="error", source=None, dataset=stream, repeat=None):
         def rows(begin=None) -> RowDataset:
             file = source or StreamedDataset(dataset, "train", even_file.parent, seed=seed, buffer_size=16, keep=32)
@@ -416,7 +414,6 @@ def test_a_position_goes_on_exactly_where_as_many_parts_are_read(make, divided, 
 
 @pytest.mark.slow
 def test_a_part_that_ends_begins_anew_whatever_others_do(make, divided, caplog):
-    """Eight files in three parts; one bad sample leaves no rank behind."""
     rows = StreamedRows(make(dataset=divided[0])(), 3)
     assert caplog.messages == [
         "train: 8 files or row groups in 3 parts; samples of parts with 2 come more often than those with 3"
@@ -447,7 +444,6 @@ def test_row_groups_of_parquet_files_are_parts_too(make, even_file, tmp_path):
 
 
 def test_what_is_dropped_adds_up_over_parts(make, divided, tmp_path, caplog):
-    """Each file has one bad sample more; a row says how many were dropped since the one before of its part."""
     for number in range(FILES):
         with (tmp_path / f"{number}.jsonl").open("a") as file:
             answer = [{"type": "text", "text": "99"}]
@@ -467,7 +463,6 @@ def test_what_is_dropped_adds_up_over_parts(make, divided, tmp_path, caplog):
 
 
 def test_processes_name_the_first_that_are_dropped_together(provider, tmp_path):
-    """Two data-loading processes, each with its own part."""
     for number in range(FILES):
         with (tmp_path / f"{number}.jsonl").open("a") as file:
             file.write(
@@ -497,8 +492,6 @@ def test_an_evaluation_reads_the_first_rows_each_time(make, divided):
 
 
 class _Breaks:
-    """A source whose third conversation cannot be had."""
-
     def __init__(self, source) -> None:
         self._source = source
 
@@ -532,8 +525,6 @@ def test_a_stream_is_not_packed_before(make, tmp_path):
 
 @pytest.fixture
 def provider(checkpoint, train_file, divided, monkeypatch):
-    """Makes data sets of the eight files, which stand for some on the hub."""
-
     def load(name, split, streaming):
         assert (name, split, streaming) == ("me/digits", "train", True)
         return divided[0]

@@ -121,14 +121,12 @@ def test_a_picture_is_upright_and_its_size_is_known_without_it(tmp_path, orienta
 
 
 def file_of(image: Image.Image, kind: str, **how) -> bytes:
-    """An image as a file's bytes."""
     file = io.BytesIO()
     image.save(file, kind, **how)
     return file.getvalue()
 
 
 def shape_of(channels: int):
-    """Shapes of small images."""
     return st.tuples(st.integers(1, 5), st.integers(1, 5), st.just(channels))
 
 
@@ -161,7 +159,6 @@ def test_a_grey_one_too(kind, pixels):
 
 
 def chunk(kind: bytes, content: bytes) -> bytes:
-    """Of a PNG."""
     return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
 
@@ -214,14 +211,12 @@ OPAQUE = {
 @pytest.mark.parametrize(("kind", "mode"), [(kind, mode) for kind, modes in OPAQUE.items() for mode in modes])
 @given(pixels=arrays.arrays(np.uint8, st.just((16, 16, 3))))
 def test_opaque_pictures_have_the_pixels_that_pillow_gives_them(kind, mode, pixels):
-    """To the bit, in every mode."""
     image = Image.fromarray(pixels)
     file = file_of(Image.merge("LAB", image.split()) if mode == "LAB" else image.convert(mode), kind)
     assert np.array_equal(load_image(file, "here"), Image.open(io.BytesIO(file)).convert("RGB"))
 
 
 def test_text_on_a_transparent_ground_is_read_from_every_source(tmp_path, encoder):
-    """Black on nothing is black on white for the model, in a file, as contents, in tables and as a video's frames."""
     ink = np.random.default_rng(0).integers(0, 2, (64, 64), np.uint8) * 255
     Image.merge("LA", [Image.new("L", (64, 64)), Image.fromarray(ink)]).save(tmp_path / "clear.png")
     Image.fromarray(255 - ink).save(tmp_path / "white.png")
@@ -283,7 +278,6 @@ def test_a_png_is_measured_without_its_pixels(tmp_path, monkeypatch):
 
 
 def test_a_png_that_breaks_off_is_refused_wherever_it_does(tmp_path):
-    """As it is when it is read whole: nothing that a whole reading refuses is measured without an error."""
     whole = picture(tmp_path / "x.png", 40, 60).read_bytes()
 
     def read_whole(content: bytes) -> bool:
@@ -306,7 +300,6 @@ def test_a_png_that_breaks_off_is_refused_wherever_it_does(tmp_path):
 
 @pytest.mark.parametrize("chunks", [b"", chunk(b"blAb", b""), chunk(b"blAb", b"") * 2**17, b"\xff" * 90])
 def test_a_png_of_odd_chunks_has_the_size_that_pillow_gives_it(tmp_path, chunks):
-    """Chunks without number, or garbage, behind the pixels: it is decoded, and measured by what that says."""
     whole = picture(tmp_path / "x.png", 30, 50).read_bytes()
     place = whole.index(b"IEND") - 4
     content = whole[:place] + chunks + whole[place:]
@@ -380,7 +373,6 @@ a=rtpmap:96 H264/90000
 
 @pytest.fixture
 def secret(tmp_path):
-    """A video outside the media root, and one inside."""
     for name in ("outside/secret.ts", "root/other.ts"):
         path = tmp_path / name
         path.parent.mkdir()

@@ -74,7 +74,6 @@ def test_frames_that_were_sampled_already_stay(processor, encoder, read, tmp_pat
 
 @pytest.mark.parametrize("rates", [["1", None, 4], [1, None, "4.0"], ["1e0", None, "4"]])
 def test_rates_of_lists_of_frames_next_to_the_messages(encoder, read, tmp_path, rates):
-    """Each video has its own, as in a part of a content; a file has none."""
     for name in ("a.png", "b.png"):
         picture(tmp_path / name, 64, 64)
     clip(tmp_path / "c.mkv", 4)
@@ -115,7 +114,6 @@ def test_rates_that_are_none_are_refused(read, tmp_path, videos, rates, problem)
 
 
 def test_times_are_those_the_file_has(processor, tmp_path):
-    """Of a video whose frames come at uneven times, not those of a steady one of the same rate."""
     times = [0, 1, 2, 3, 50, 51, 52, 53]
     sampled = reading.sample(clip(tmp_path / "a.mkv", 8, 10, times=times), processor.video_processor, "here")
     assert np.allclose([sampled.times[0], sampled.times[-1]], [0, 5.3], atol=0.01)
@@ -250,7 +248,6 @@ def test_a_kind_of_video_that_is_not_known_is_refused(processor, tmp_path):
 
 
 def test_a_video_in_an_answer_is_no_answer(processor, encoder, read, tmp_path):
-    """Neither its frames nor their times."""
     clip(tmp_path / "a.mkv", 12)
     shown = [{"type": "video", "video": "a.mkv"}, {"type": "text", "text": "There."}]
     sample = encoder(read([{"role": "user", "content": "Show."}, {"role": "assistant", "content": shown}]))

@@ -133,7 +133,6 @@ def test_other_rules_are_refused(packed, make_rows, train_file, tmp_path):
 
 
 def test_other_words_of_the_template_are_refused(packed, make_rows, processor, collator, train_file):
-    """Lengths and answers are others then, though nothing else is."""
     other = copy.deepcopy(processor)
     other.chat_template = other.chat_template.replace("<|im_start|>", "<|im_start|>Look! ")
     samples = Samples(JsonLines(train_file), SampleFilter(Encoder(other), limit=256), packed.sizes())
@@ -265,7 +264,6 @@ def test_rows_hold_no_more_than_they_may(make_rows, tmp_path):
 
 
 def assert_row_of(packed, rows, batch):
-    """A batch of one row holds the samples of one that was packed."""
     names = [sorted(map(rows.samples.file.sample_id, packed[row])) for row in range(len(packed))]
     assert sorted(batch.sample_ids) in names
 

@@ -104,7 +104,6 @@ CAPACITY = 32
 def plan_of(
     lengths: Callable[[int], int] | Sequence[int], count: int, *, seed: int | None = None, **options
 ) -> RowPlan:
-    """A plan of `count` samples of these lengths."""
     length = lengths if callable(lengths) else lengths.__getitem__
     options = {"capacity": CAPACITY, **options}
     return RowPlan(lambda sample: Size(length(sample), 0, 0), NumberedOrder(count, seed), **options)

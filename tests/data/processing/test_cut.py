@@ -148,7 +148,6 @@ def test_limits_are_put_on_the_processor(processor, tmp_path):
 
 
 def test_a_stream_that_met_a_bad_sample_stays_before_it(make_rows, tmp_path):
-    """Asked again it says so again; it does not go on with a position that is not its own."""
     random = np.random.default_rng(1)
     records = [random_record(tmp_path, number, random) for number in range(6)]
     path = write(tmp_path / "train.jsonl", [*records[:3], {"messages": []}, *records[3:]])
@@ -357,7 +356,6 @@ def test_a_cut_that_leaves_only_answers_without_loss_is_refused(encoder):
 
 
 def test_questions_are_asked_whatever_is_trained_on(tmp_path, checkpoint, processor):
-    """Accuracy asks for the last answer, also where a run trains on another."""
     messages = [ASK, {**SEVEN, "loss": True}, ASK, {**SEVEN, "content": "Eight.", "loss": False}]
     path = write(tmp_path / "train.jsonl", [{"messages": messages}])
     rows = Qwen3VLConversationProvider(train_path=str(path), hf_processor_path=str(checkpoint), seq_length=64)
@@ -368,7 +366,6 @@ def test_questions_are_asked_whatever_is_trained_on(tmp_path, checkpoint, proces
 
 
 def test_reasoning_is_no_part_of_an_answer(tmp_path, checkpoint, templates):
-    """Accuracy asks with the prompt that the template makes, and compares what follows the reasoning."""
     for name, template in (("plain", templates[0]), ("thinking", templates[1])):
         (tmp_path / name).mkdir()
         for file in checkpoint.iterdir():

@@ -39,7 +39,6 @@ cases = st.tuples(st.one_of(st.none(), fakes), st.booleans(), st.lists(st.one_of
 
 @pytest.fixture(scope="module")
 def encoders(processor):
-    """By whether the template writes thinking."""
     both = {}
     for thinks, name in ((False, "released_template.jinja"), (True, "released_thinking_template.jinja")):
         other = copy.copy(processor)
@@ -153,7 +152,6 @@ def test_answers_alone_are_trained_on_in_every_mix_of_roles(encoders, image, cas
 
 @pytest.mark.parametrize("thinks", [False, True])
 def test_a_model_is_asked_with_what_precedes_its_answer(encoders, image, thinks):
-    """What the template itself makes as the prompt to the last answer is not trained on; the rest is."""
     case = (
         "Be brief.",
         True,
@@ -193,7 +191,6 @@ TURNS = Conversation("train.jsonl:1", (ASK, SEVEN, ASK, EIGHT))
 ])  # fmt: skip
 @pytest.mark.parametrize("arguments", [{"city": None, "a": 1, "b": [None]}, '{"a":1,"b":[null]}'])
 def test_calls_are_written_alike(processor, read, template, written, arguments):
-    """Padded with nulls as tables are, or as a text of JSON, under templates that read text and those that do not."""
     other = copy.copy(processor)
     other.chat_template = HERE.joinpath(template).read_text(encoding="utf-8")
     call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
@@ -207,8 +204,6 @@ def test_calls_are_written_alike(processor, read, template, written, arguments):
 
 @pytest.fixture
 def with_template(processor):
-    """An encoder with the thinking template, changed."""
-
     def make(change, answers="all") -> Encoder:
         other = copy.copy(processor)
         other.chat_template = change(HERE.joinpath("released_thinking_template.jinja").read_text(encoding="utf-8"))
@@ -260,8 +255,6 @@ def test_a_template_that_no_setting_helps_is_to_be_another(with_template, answer
 
 
 def test_a_template_that_raises_is_told_with_what_to_do(with_template):
-    """On the whole conversation, or on its beginning alone, where an answer there is trained on."""
-
     def raising(when: str):
         return lambda text: f"{{%- if {when} -%}}{{{{- raise_exception('no more') -}}}}{{%- endif -%}}{text}"
 
@@ -347,7 +340,6 @@ def block(thought: str, empty: str) -> str:
 
 
 def encoder_sees(sample, conversation) -> bool:
-    """Whether a sample has the pixels of each picture and each video."""
     grids = [grid for grid in (sample.image_grid_thw, sample.video_grid_thw) if grid is not None]
     return sum(map(len, grids)) == len(conversation.images) + len(conversation.videos)
 

@@ -100,7 +100,6 @@ def test_a_tokenizer_that_was_set_otherwise_gives_what_transformers_makes_of_it(
 
 
 def test_the_beginning_of_a_conversation_is_marked_once(processor):
-    """By a tokenizer that marks it, though prompt and answers are tokenized one by one."""
     other, begin = copy.copy(processor), "<|endoftext|>"
     other.tokenizer = copy.deepcopy(processor.tokenizer)
     other.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(

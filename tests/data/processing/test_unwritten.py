@@ -79,7 +79,6 @@ def test_what_a_template_leaves_out_is_refused(encoder_with, template, left_out)
 
 
 def test_a_template_that_refuses_says_so_itself(encoder_with):
-    """As the demo's does a role that it does not know."""
     picky = PLAIN.replace(TURN, "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + TURN)
     with pytest.raises(DataError, match="the chat template refuses it: no tools"):
         encoder_with(picky)(having("a tool's answer"))
@@ -141,7 +140,6 @@ def trained(encoder: Encoder, conversation: Conversation) -> str:
     ("text", "at"), [*((text, 3) for text in STRAY), *((text, 1) for text in STRAY if " <think> in" not in text)]
 )
 def test_text_that_a_template_drops_at_think_tags_is_refused(encoder_with, template, text, at):
-    """As the last answer and an earlier one, in parts, and with a call behind it; the remedy works."""
     encoder, problem = encoder_with(template), rf"^train.jsonl:1: message {at + 1}: .* whole; put reasoning under 'reas"
     parts = [{"type": "text", "text": text[:7]}, {"type": "text", "text": text[7:]}]
     call = {"tool_calls": CALL["tool_calls"]}
@@ -181,7 +179,6 @@ def test_thinking_in_the_text_is_read_as_beside_it(encoder_with, template, text)
 
 @pytest.mark.parametrize("template", SPLITTING)
 def test_thinking_in_the_text_is_read_around_pictures(encoder_with, tmp_path, template):
-    """Which templates write in an answer, too; text that they drop is refused there as well."""
     image, seen = picture(tmp_path / "7.png", 32, 32), {"type": "image", "image": ""}
     for dropped in (False, True):
         first = {"type": "text", "text": "<think>\nTwo.\n</think>\n\n" + "No </think> here. " * dropped + "See "}

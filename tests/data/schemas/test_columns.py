@@ -278,7 +278,6 @@ def test_streams_and_questions_of_a_run_are_read_by_it(sources, checkpoint, monk
 
 
 def test_sets_of_a_mixture_have_columns_of_their_own(sources, checkpoint, tmp_path):
-    """Where a set says neither these nor a schema, it has the data set's."""
     _, _, (_, parquet, lines, _) = sources
     theirs = {"image": "img", "question": "q", "answer": "{answers[1]}"}
     own = write(tmp_path / "own.jsonl", [{"messages": [ASK, ANSWER]}])

@@ -165,7 +165,6 @@ def spelt(content: str | list) -> str:
 @pytest.mark.parametrize("first", GIVES_TURNS)
 @pytest.mark.parametrize("second", GIVES_TURNS)
 def test_turns_under_two_keys_are_refused(first, second):
-    """Whichever is read, what stands under the other would be dropped."""
     if first == second:
         assert told(GIVES_TURNS[first]) == [ASK, ANSWER]
         return
@@ -246,7 +245,6 @@ def test_numbered_places_are_the_pictures_of_these_numbers(form):
 
 
 def test_a_path_in_the_text_is_the_picture():
-    """As Qwen-VL's own data has it."""
     words = "Picture 1: <img>a/1.png</img>\nWhich?"
     assert spelt(asked(words)) == "Picture 1: [a/1.png]\nWhich?"
     assert spelt(asked(words, image="")) == "Picture 1: [a/1.png]\nWhich?"
@@ -343,7 +341,6 @@ KEYS = ("img", "image_path", "Images", "image_name", "image_list", "pictures", "
 
 
 def content(number: int) -> bytes:
-    """A picture, each of its own size."""
     file = io.BytesIO()
     Image.new("RGB", (64 + 32 * number, 64), (40 * number, 0, 0)).save(file, "PNG")
     return file.getvalue()
@@ -366,7 +363,6 @@ def root(tmp_path_factory) -> Path:
 
 
 def turns_of(spelling: str, said: list[str]) -> dict:
-    """Questions and answers in a spelling."""
     pairs = list(zip(said[::2], said[1::2], strict=True))
     if spelling == "messages":
         return {"messages": [{"role": ("user", "assistant")[n % 2], "content": w} for n, w in enumerate(said)]}

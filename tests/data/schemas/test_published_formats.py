@@ -35,18 +35,6 @@ IMAGE = object()  # a picture, as the file holds it
 
 
 class Published(NamedTuple):
-    """A data set's format.
-
-    Attributes:
-        name: of the data set.
-        ending: of its files.
-        record: one of them.
-        question: what is asked first, with "[image]" for a picture.
-        answer: what is answered last.
-        columns: the setting, if it needs it.
-        schema_adapter: likewise.
-    """
-
     name: str
     ending: str
     record: dict[str, Any]
@@ -216,7 +204,6 @@ def test_a_published_format_is_read(tmp_path, encoder, published):
     "published", [one for one in FORMATS if one.columns or one.schema_adapter], ids=lambda one: one.name
 )
 def test_a_format_that_needs_a_setting_is_refused_without(tmp_path, published):
-    """So that a record is never read as something else."""
     path = written(tmp_path, published)
     with pytest.raises(
         DataError,
@@ -399,7 +386,6 @@ FEATURE, TEXT = datasets.Image(), datasets.Value("string")
     ("raven", {"images": [FEATURE], "texts": [dict.fromkeys(("user", "assistant", "source"), TEXT)]}),
 ])  # fmt: skip
 def test_a_table_of_pictures_is_read_as_published(media, encoder, name, features):
-    """With the pictures in it, as Parquet and as the library saves it."""
     record, key = RECORDS[name], next(iter(features))
     names = [record[key]] if isinstance(record[key], str) else record[key]
     pictures = [Image.open(media / one).copy() for one in names]  # without the name of its file
@@ -461,7 +447,6 @@ def test_a_bad_value_is_refused_with_its_place(tmp_path, name, change, message):
 
 @pytest.mark.parametrize("kind", ["train.jsonl", "train.parquet"])
 def test_the_commands_read_receipts(tmp_path, checkpoint, capsys, kind):
-    """The very answers, and nothing else, are what is shown as trained on; packing finds every receipt."""
     rows = [receipt(number) for number in range(5)]
     write_receipts(tmp_path, train=5, valid=1)
     urls = [{**row, "image": f"data:image/png;base64,{base64.b64encode(row['image']).decode()}"} for row in rows]

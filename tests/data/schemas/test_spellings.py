@@ -182,7 +182,6 @@ texts = st.lists(pieces, max_size=5).map("".join)
 
 @given(st.lists(st.tuples(texts, texts), min_size=1, max_size=3), st.booleans())
 def test_a_record_and_its_twin_are_one_conversation(turns, media):
-    """In turns and in messages with media beside, and in our own spelling with the media in place."""
     flat = [words for turn in turns for words in turn]
     found = {kind: sum(words.count(f"<{kind}>") for words in flat) for kind in ("image", "video")}
     beside = {f"{kind}s": [f"{kind} {n}".encode() for n in range(number)] for kind, number in found.items()}
@@ -232,7 +231,6 @@ def keyed(**beside) -> dict:
 @pytest.mark.parametrize("key", ["image_path", "img", "Images", "image_file", "image_url", "pictures", "video_path"])
 @pytest.mark.parametrize("value", ["train/1.png", "1", ["1", "2"], {"bytes": b"a", "path": None}, {"url": "1"}])
 def test_media_under_a_key_that_is_not_known_are_refused(key, value):
-    """With a placeholder, for which nothing is there, and without."""
     with pytest.raises(DataError, match=rf"1 placeholders .* expected 0, .* {key}.*columns.image"):
         told(keyed(**{key: value}))
     with pytest.raises(
@@ -407,7 +405,6 @@ def test_a_name_of_what_is_read_is_let_through():
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3), max_leaves=6,
 )), separators=st.sampled_from([None, (",", ":"), (" ,\n", " : ")]), ascii=st.booleans())  # fmt: skip
 def test_arguments_as_a_text_of_json(value, separators, ascii, inside):
-    """OpenAI's own: the object that the text contains, to the last null."""
     text = json.dumps(value, separators=separators, ensure_ascii=ascii)
 
     def call_of(arguments):
@@ -450,7 +447,6 @@ def test_calls_that_are_none_are_refused(call, problem):
 
 
 def test_keys_that_are_null_are_missing_in_other_spellings_too():
-    """As they are in tables, whose exports have them."""
     texts = [{"user": "Which?", "assistant": "Seven.", "source": None, "score": None}]
     pictures = [{"bytes": b"one", "path": None, "url": None}, {"bytes": None, "path": None, "url": None}]
     assert told({"texts": texts})["messages"] == [ASK, ANSWER]

@@ -29,7 +29,6 @@ def bytes_of(folder) -> list[bytes]:
 
 
 def test_pictures_may_be_in_the_table(folder, tmp_path):
-    """As `datasets` stores them, and with paths in contents of one type."""
     first, second = bytes_of(folder)
     parts = [{"type": "image"}, {"type": "text", "text": "or"}, {"type": "image"}]
     messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": [{"type": "text", "text": "b"}]}]
@@ -56,7 +55,6 @@ def test_contents_that_fit_no_column_are_json(folder, tmp_path, typed):
 
 
 def test_json_as_datasets_loads_it(folder, tmp_path):
-    """It types mixed contents as JSON inside a struct."""
     path = write(tmp_path / "train.jsonl", [{"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]}])
     dataset = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
     dataset = dataset.add_column("image", ["a.png"])
@@ -290,7 +288,6 @@ def test_answers_that_are_json_by_themselves_stay_text(tmp_path, streaming):
 
 
 def some_of(**keys):
-    """Objects with some of these keys."""
     return st.fixed_dictionaries({}, optional=keys)
 
 
@@ -314,7 +311,6 @@ def called(values: dict, schema: dict) -> dict:
 @given(st.lists(st.tuples(arguments, schemas), min_size=1, max_size=4))
 @settings(max_examples=15, deadline=None)
 def test_keys_that_a_table_pads_with_nulls_are_missing_in_every_source(cases):
-    """At any depth: calls and tools are those that were written, whatever the table was saved as."""
     every = {"x": 1, "names": ["x"], "deep": [{"name": "x", "y": 1}]}
     full = {"city": "x", "a": 1, "b": 0.5, "tags": ["x"], "where": every, "flag": True}
     cases = [(full, {"type": "x", "enum": ["x"], "default": 1, "properties": {"city": every, "a": every}}), *cases]
@@ -417,7 +413,6 @@ def test_one_cell_of_the_same_length_is_noticed(tmp_path, compression, row):
 
 
 def test_one_byte_in_place_is_noticed_wherever_it_is(tmp_path):
-    """Every byte of a column that is read, and of the footer."""
     path = stored(tmp_path / "a.parquet", table())
     data, before = path.read_bytes(), fingerprint(path)
     metadata = pq.read_metadata(path)
@@ -439,7 +434,6 @@ def test_one_byte_in_place_is_noticed_wherever_it_is(tmp_path):
 
 
 def test_a_run_does_not_go_on_with_a_file_that_was_edited_in_place(tmp_path, checkpoint):
-    """One letter of one answer, which no size and no statistic tells."""
     path = stored(tmp_path / "train.parquet", table())
 
     def stream():
