@@ -12,8 +12,6 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import qwen3vl_bridge
-from qwen3vl_bridge import Qwen3VLConversationProvider
 from qwen3vl_bridge.cli.data import main
 from qwen3vl_bridge.data import Columns, DataError, JsonLines, open_source
 from qwen3vl_bridge.data.errors import Unreachable
@@ -27,7 +25,7 @@ import pytest
 import torch.distributed as dist
 from megatron.bridge.data.base import DatasetBuildContext
 
-from .conftest import groups, write
+from .conftest import dialogue, groups, write
 from .media.test_video import ask, clip
 from .packing.test_shared_sizes import run as run_processes
 from .servers import files, png, send
@@ -78,7 +76,7 @@ def test_downloads_go_on_side_by_side(server, run):
     assert set(server.asked.values()) == {1} and not together.broken
 
 
-def test_conversations_train_on_what_was_downloaded(server, run, checkpoint, encoder, tmp_path):
+def test_conversations_train_on_what_was_downloaded(server, run, make_provider, encoder, tmp_path):
     server.answers = {"/a.png": png(), "/b.mkv": clip(tmp_path / "b.mkv", 12).read_bytes()}
     url = server.url
     frames = {"type": "video", "video": [f"{url}/a.png", "local.png"], "sample_fps": 2}
@@ -96,11 +94,7 @@ def test_conversations_train_on_what_was_downloaded(server, run, checkpoint, enc
     same = encoder(JsonLines(write(tmp_path / "local.jsonl", [{"messages": ask(*local)}]))[0])
     assert (sample.input_ids == same.input_ids).all() and len(sample.pixel_values_videos) > 12
 
-    provider = qwen3vl_bridge.Qwen3VLConversationProvider(
-        train_path=str(tmp_path / "train.jsonl"), hf_processor_path=str(checkpoint), seq_length=512,
-        url_cache=str(tmp_path / "cache"), num_workers=0,
-    )  # fmt: skip
-    provider.finalize()
+    provider = make_provider(train_path=tmp_path / "train.jsonl", seq_length=512, url_cache=tmp_path / "cache")
     assert next(provider.stream("train")).vision is not None
 
 
@@ -297,17 +291,13 @@ def download(server, tmp_path, capsys):
 
 
 @pytest.fixture
-def training(checkpoint, tmp_path):
+def training(make_provider, tmp_path):
     """A run's rows of a file, each a job of its own."""
 
-    def training(file: Path, cache: str = "cache", **settings) -> Qwen3VLConversationProvider:
+    def training(file: Path | str, cache: str = "cache", **settings):
         sample_sizes._job.cache_clear()
-        provider = Qwen3VLConversationProvider(
-            train_path=str(file), hf_processor_path=str(checkpoint), seq_length=256, num_workers=0, on_bad="drop",
-            url_cache=str(tmp_path / cache), **{"window_size": 4, **settings},
-        )  # fmt: skip
-        provider.finalize()
-        return provider
+        settings = {"on_bad": "drop", "window_size": 4, **settings}
+        return make_provider(train_path=file, url_cache=tmp_path / cache, **settings)
 
     return training
 
@@ -426,7 +416,7 @@ def test_every_kind_of_source_has_a_record_and_each_set_of_a_mixture(server, dow
     if kind == "json":
         other.write_text(json.dumps(records[2:]))
     else:
-        turns = [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "Seven."}]
+        turns = dialogue("<image>", "Seven.")
         addresses = [f"{server.url}/{number}.png" for number in range(2, 8)]
         pq.write_table(pa.Table.from_pylist([{"messages": turns, "images": [one]} for one in addresses]), other)
     mix = tmp_path / "mix.yaml"

@@ -3,7 +3,6 @@
 from itertools import islice, pairwise
 from types import SimpleNamespace
 
-import qwen3vl_bridge
 from qwen3vl_bridge.data import DataError
 from qwen3vl_bridge.data.encoding import VisionLimits
 
@@ -18,17 +17,9 @@ from .conftest import groups
 
 
 @pytest.fixture
-def make(train_file, checkpoint):
-    def make(**changes):
-        settings = {
-            "train_path": str(train_file), "valid_path": str(train_file), "hf_processor_path": str(checkpoint),
-            "seq_length": 256, "window_size": 8, "num_workers": 0, **changes,
-        }  # fmt: skip
-        provider = qwen3vl_bridge.Qwen3VLConversationProvider(**settings)
-        provider.finalize()
-        return provider
-
-    return make
+def make(train_file, make_provider):
+    settings = {"train_path": train_file, "valid_path": train_file, "window_size": 8}
+    return lambda **changes: make_provider(**settings | changes)
 
 
 def loader(provider, rows, consumed=0, rank=0, size=1, micro_batch_size=1):
@@ -127,7 +118,8 @@ def test_settings_reach_the_rows(make):
     ({"pack": False, "pad_to_multiple_of": 8}, "pad_to_multiple_of is 8, but pack is off"),
     ({"media_root": [7]}, "media_root has 7, expected a folder, or a list of folders"),
     ({"drop_last": False}, "drop_last is False, expected True: this data set has no such setting"),
-    ({"num_workers": -1}, "num_workers is -1, expected at least 0"),
+    ({"num_workers": -1}, "num_workers is -1, expected at least 0"), ({"max_patches": 0}, "max_patches is 0, expected"),
+    ({"schema_adapter": "cord"}, "schema_adapter is 'cord', expected one of cord_v2, rdr, .*, or none"),
     ({"dataloader_type": "cyclic"}, "dataloader_type is 'cyclic', expected 'single'"),
     ({"on_long": "cut"}, "on_long is 'cut', expected 'error' or 'drop' or 'truncate'"),
     ({"seq_length": 250, "pad_to_multiple_of": 8}, "seq_length is 250, expected a multiple of pad_to_multiple_of, 8"),
@@ -160,16 +152,6 @@ def test_pictures_may_be_in_several_folders(make, train_file, tmp_path):
     other = make(train_path=path, media_root=[str(tmp_path), str(train_file.parent / "images")]).stream("train")
     other.load_state_dict(stream.state_dict())
     assert next(other).sample_ids == next(stream).sample_ids
-
-
-def test_rows_are_bounded_by_patches_too(make):
-    def most(**changes) -> int:
-        batches = list(make(on_long="drop", **changes).evaluation("valid"))
-        return max(0 if batch.vision is None else len(batch.vision.pixel_values) for batch in batches)
-
-    assert most() > 100 >= most(max_patches=100) > 50
-    with pytest.raises(ValueError, match="max_patches is 0, expected at least 1"):
-        make(max_patches=0)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 
-import qwen3vl_bridge
 from qwen3vl_bridge.cli.data import main
 from qwen3vl_bridge.data import DataError, JsonLines, JsonList, open_source
 from qwen3vl_bridge.data.loading.batch_stream import ignoring
@@ -20,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from ..conftest import llava_record, write
+from ..conftest import dialogue, llava_record, write
 
 ASK, ANSWER = {"role": "user", "content": "Which?"}, {"role": "assistant", "content": "Seven."}
 SHAPES = ("train.jsonl", "lines.json", "list.json", "train.parquet", "parts", "parts/part-*.parquet", "saved")
@@ -180,7 +179,7 @@ def test_a_missing_media_root_is_refused(folder, shape):
 
 @pytest.mark.parametrize("form", ["a.jsonl", "lines.json", "list.json"])
 def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path, form):
-    record = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    record = {"messages": dialogue("a", "b")}
     text = json.dumps([record, record]) if form == "list.json" else f"{json.dumps(record)}\n" * 2
     (tmp_path / form).write_text(text, encoding="utf-8-sig")
     source = open_source(tmp_path / form)
@@ -188,7 +187,7 @@ def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path, form):
 
 
 def records(word: str, count: int) -> list[dict]:
-    turns = [{"role": "user", "content": f"{word}?"}, {"role": "assistant", "content": "Seven."}]
+    turns = dialogue(f"{word}?", "Seven.")
     return [{"messages": turns}] * count
 
 
@@ -235,12 +234,10 @@ LAYOUTS = ("file", "json", "parquet", "shards", "parts", "saved", "saved splits"
 
 
 @pytest.mark.parametrize("shape", LAYOUTS)
-def test_training_the_inspection_and_packing_read_the_same(tmp_path, checkpoint, repository, capsys, shape):
+def test_training_inspection_and_packing_read_the_same(tmp_path, checkpoint, make_provider, repository, capsys, shape):
     (tmp_path / "data").mkdir()
     path = repository if shape == "hub" else layout(tmp_path / "data", shape)
-    settings = {"hf_processor_path": str(checkpoint), "seq_length": 64, "num_workers": 0}
-    provider = qwen3vl_bridge.Qwen3VLConversationProvider(path=path, **settings)
-    provider.finalize()
+    provider = make_provider(path=path, seq_length=64)
     names = sorted(name for batch in provider.evaluation("train") for name in batch.sample_ids)
     assert len(names) == 5
 
@@ -249,7 +246,7 @@ def test_training_the_inspection_and_packing_read_the_same(tmp_path, checkpoint,
     shown = json.loads(capsys.readouterr().out)["samples"]
     assert sorted(sample["sample_id"] for sample in shown) == names
     assert main(["pack", *command, "--output", str(tmp_path / "rows"), "--workers", "0"]) == 0
-    packed = qwen3vl_bridge.Qwen3VLConversationProvider(path=path, train_packing=str(tmp_path / "rows"), **settings)
+    packed = make_provider(path=path, seq_length=64, train_packing=tmp_path / "rows")
     assert sorted(name for batch in packed.evaluation("train") for name in batch.sample_ids) == names
 
     if provider.path_of("valid") is None:

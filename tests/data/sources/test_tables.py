@@ -8,7 +8,6 @@ import pickle
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from qwen3vl_bridge import Qwen3VLConversationProvider
 from qwen3vl_bridge.data import Columns, DataError, HubDataset, Parquet, StreamedDataset, open_source
 from qwen3vl_bridge.data.sources import tables
 
@@ -19,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ..conftest import write
+from ..conftest import dialogue, write
 
 ASK, ANSWER = {"role": "user", "content": "Which?"}, {"role": "assistant", "content": "Seven."}
 
@@ -31,7 +30,7 @@ def bytes_of(folder) -> list[bytes]:
 def test_pictures_may_be_in_the_table(folder, tmp_path):
     first, second = bytes_of(folder)
     parts = [{"type": "image"}, {"type": "text", "text": "or"}, {"type": "image"}]
-    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": [{"type": "text", "text": "b"}]}]
+    messages = dialogue(parts, [{"type": "text", "text": "b"}])
     rows = {"messages": [messages], "images": [[{"path": str(folder / "a.png")}, {"bytes": second, "path": "b.png"}]]}
     rows["images"][0][0] |= {"bytes": first, "path": None}
     dataset = datasets.Dataset.from_dict(rows).cast_column("images", datasets.List(datasets.Image()))
@@ -269,10 +268,7 @@ def test_answers_that_are_json_by_themselves_stay_text(tmp_path, streaming):
         "7", "7 ", "-1.5", "null", "true", "[1, 2]", "[]", "{}", '{"box": [1]}', '[{"type": "box"}]', "seven", "",
     ]  # fmt: skip
     parts = [{"type": "text", "text": "which"}]
-    records = [
-        {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]}
-        for answer in answers
-    ]
+    records = [{"messages": dialogue(parts, answer)} for answer in answers]
     path = write(tmp_path / "train.jsonl", records)
     loaded = datasets.load_dataset(
         "json", data_files=str(path), split="train", streaming=streaming, cache_dir=str(tmp_path / "cache")
@@ -381,9 +377,7 @@ ROWS = 60
 def table(answer: str = "seven", changed: int = -1, picture: bytes = b"") -> pa.Table:
     """Rows with texts and bytes of pictures; one of them has another answer."""
     answers = [answer if row == changed else "seven" for row in range(ROWS)]
-    turns = [
-        [{"role": "user", "content": f"{row}?"}, {"role": "assistant", "content": answers[row]}] for row in range(ROWS)
-    ]
+    turns = [dialogue(f"{row}?", answers[row]) for row in range(ROWS)]
     pictures = [bytes([row]) * 500 + picture * (row == changed) for row in range(ROWS)]
     return pa.table({"messages": turns, "image": pictures, "other": list(range(ROWS))})
 
@@ -433,16 +427,12 @@ def test_one_byte_in_place_is_noticed_wherever_it_is(tmp_path):
     assert (noticed, unnoticed) == (9 * 3 * 3, 9 * 3)
 
 
-def test_a_run_does_not_go_on_with_a_file_that_was_edited_in_place(tmp_path, checkpoint):
+def test_a_run_does_not_go_on_with_a_file_that_was_edited_in_place(tmp_path, make_provider):
     path = stored(tmp_path / "train.parquet", table())
 
     def stream():
-        provider = Qwen3VLConversationProvider(
-            train_path=str(path), hf_processor_path=str(checkpoint), seq_length=256, window_size=8, num_workers=0,
-            columns=Columns(ignore=["image", "other"]),
-        )  # fmt: skip
-        provider.finalize()
-        return provider.stream("train")
+        columns = Columns(ignore=["image", "other"])
+        return make_provider(train_path=path, window_size=8, columns=columns).stream("train")
 
     first = stream()
     next(first)
