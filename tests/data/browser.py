@@ -22,13 +22,10 @@ os.execvp(sys.argv[3], sys.argv[3:])"""
 
 
 def found() -> str | None:
-    """Where a browser of Chromium's kind is, or None."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 class Browser:
-    """One page, of any width, light or dark."""
-
     def __init__(self, program: str, folder: Path) -> None:
         (theirs_in, self._out), (self._in, theirs_out) = os.pipe(), os.pipe()
         command = [program, "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run"]
@@ -57,7 +54,6 @@ class Browser:
         os.close(self._out)
 
     def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One command, and its result."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
         if self._session is not None:

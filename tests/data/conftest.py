@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.data import (
     Collator,
+    DataError,
     Encoder,
     JsonLines,
     RowDataset,
@@ -45,14 +47,12 @@ def groups(*, dp: int = 1, dp_rank: int = 0, cp: int = 1, tp_rank: int = 0) -> S
 
 @pytest.fixture
 def server(monkeypatch):
-    """A server whose answers a test sets."""
     with fetched_from(monkeypatch) as server:
         yield server
 
 
 @pytest.fixture
 def get(server, tmp_path):
-    """Downloads a path of the server into a cache of its own."""
     from qwen3vl_bridge.data.downloading import Downloader
     from qwen3vl_bridge.data.media.media_access import UrlCache
 
@@ -92,13 +92,52 @@ def joining():
 
 @pytest.fixture(scope="session")
 def checkpoint(processor, tmp_path_factory) -> Path:
-    """A folder with a processor and a configuration."""
     from examples.digits.checkpoint import make_config
 
     folder = tmp_path_factory.mktemp("hf")
     processor.save_pretrained(folder)
     make_config(processor.tokenizer).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def make_provider(checkpoint) -> Callable:
+    """Makes finalized providers of rows of 256 tokens."""
+    from qwen3vl_bridge import Qwen3VLConversationProvider
+
+    def make(**settings):
+        settings = {"hf_processor_path": checkpoint, "seq_length": 256, "num_workers": 0, **settings}
+        settings = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+        provider = Qwen3VLConversationProvider(**settings)
+        provider.finalize()
+        return provider
+
+    return make
+
+
+def with_template(processor, template: str):
+    """A copy of a processor with a chat template, or with that of a file beside the tests of processing."""
+    other = copy.copy(processor)
+    path = Path(__file__).with_name("processing") / template
+    other.chat_template = path.read_text(encoding="utf-8") if template.endswith(".jinja") else template
+    return other
+
+
+def trained(processor, sample) -> str:
+    """What a sample trains on, as text."""
+    return processor.tokenizer.decode(sample.labels[sample.loss_mask.bool()])
+
+
+def dialogue(*contents) -> list[dict]:
+    """Messages of the user and the assistant in turn."""
+    return [{"role": ("user", "assistant")[n % 2], "content": content} for n, content in enumerate(contents)]
+
+
+def check_refused(encoder: Encoder, conversation, match: str, *limit: int) -> None:
+    """Both an encoder and its measuring refuse a conversation."""
+    for work in (encoder, encoder.size):
+        with pytest.raises(DataError, match=match):
+            work(conversation, *limit)
 
 
 @pytest.fixture(scope="session")
@@ -193,8 +232,6 @@ def streams_end_at_once():
 
 @pytest.fixture
 def read(tmp_path) -> Callable:
-    """Reads one record, or a list of messages, back from a file."""
-
     def read(record):
         record = {"messages": record} if isinstance(record, list) else record
         return JsonLines(write(tmp_path / "train.jsonl", [record]))[0]

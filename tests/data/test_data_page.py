@@ -12,7 +12,6 @@ from typing import Any
 
 from qwen3vl_bridge.cli import data as command
 from qwen3vl_bridge.data import DataError, open_source
-from qwen3vl_bridge.data.schemas.record_schemas import SCHEMAS
 from qwen3vl_bridge.data.sources.mixture import mixed_sets
 
 import pytest
@@ -23,7 +22,6 @@ from tests.receipts import receipts
 
 from .conftest import picture, write
 from .media.test_video import clip
-from .schemas.test_published_formats import FORMATS
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text("utf-8")
 THINKING = Path(__file__).parent / "processing" / "thinking_template.jinja"
@@ -37,7 +35,6 @@ EXAMPLES = [
 
 
 def words_of(text: str) -> list[str]:
-    """The words of one command, as a shell gives them."""
     return shlex.split(text.replace("\\\n", " "))
 
 
@@ -52,7 +49,6 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 @pytest.mark.parametrize(("record", "text"), EXAMPLES, ids=[str(number) for number in range(len(EXAMPLES))])
 def test_a_record_is_read(folder, checkpoint, capsys, record, text):
-    """With the command behind it, if there is one; then not without its settings."""
     path = write(folder / "train.jsonl", [record])
     if text is None:
         sample = open_source(path)[0]
@@ -70,10 +66,6 @@ def test_a_record_is_read(folder, checkpoint, capsys, record, text):
             open_source(path)[0]
 
 
-def test_there_are_examples():
-    assert len(EXAMPLES) >= 12 and sum(text is not None for _, text in EXAMPLES) >= 5
-
-
 def commands() -> list[Any]:
     texts = "".join(text for kind, text in BLOCKS if kind == "console").replace("\\\n", " ").splitlines()
     return [shlex.split(text) for text in texts]
@@ -86,29 +78,6 @@ def test_settings_of_runs_exist():
         apply(qwen3_vl_8b_sft_config(), words)
     cfg = apply(qwen3_vl_8b_sft_config(), settings[0])
     assert (cfg.dataset.columns.question, cfg.dataset.columns.answer) == (r"{query}\nAnswer briefly.", "{label[0]}")
-
-
-def test_formats_with_a_name_are_all_there():
-    section = PAGE.split("## Formats with a name", 1)[1].split("\n## ", 1)[0]
-    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
-    assert {name for row in rows for name in re.findall("`(.*?)`", row)} == set(SCHEMAS)
-    assert re.findall(r"--schema-adapter (\w+)\n```", section) == list(SCHEMAS)
-
-
-def test_public_sets_and_their_settings_are_those_that_are_tried():
-    """A record of each set's format is read with them, and not without, in `schemas/test_published_formats.py`."""
-    section = PAGE.split("## Public sets", 1)[1].split("\n## ", 1)[0]
-    found = dict(re.findall(r"^\| ([^|]+?) \| (.*?) ?\|$", section, re.MULTILINE))
-    assert found.pop("set") == "setting" and len(found) >= 12
-
-    def settings(one) -> str:
-        named = [f"columns.{key}={value}" for key, value in one.columns.items()]
-        named += [f"schema_adapter={one.schema_adapter}"] if one.schema_adapter else []
-        return ", ".join(f"`{setting}`" for setting in named).replace("\n", r"\n")
-
-    assert len({one.name for one in FORMATS if len(one.columns) + bool(one.schema_adapter) <= 1}) >= 12
-    published = {one.name: settings(one) for one in FORMATS if not one.name.startswith("ms-swift")}
-    assert {name: words for name, words in found.items() if name != "---"} == published
 
 
 def test_sets_of_a_mixture_are_ones(tmp_path):
@@ -148,7 +117,6 @@ def training(words: list[str], checkpoint: Path) -> Any:
 
 
 def test_llava_from_the_download_to_training(tmp_path, checkpoint, monkeypatch, capsys):
-    """A record that is longer than a row, and one whose picture is missing, stop neither packing nor training."""
     monkeypatch.chdir(tmp_path)
     records = []
     for number, words in enumerate(("Seven.", "seven " * 9000, "Six.", "Five.")):
@@ -168,7 +136,6 @@ def test_llava_from_the_download_to_training(tmp_path, checkpoint, monkeypatch, 
 
 
 def test_cord_v2_from_the_download_to_training(tmp_path, checkpoint, monkeypatch):
-    """With the names that the files of the hub have."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "CORD/data").mkdir(parents=True)
     for split, shards in (("train", 4), ("validation", 1)):

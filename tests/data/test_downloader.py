@@ -1,4 +1,6 @@
-"""One download: stored, or refused for a reason that is said; servers that are down are not asked for each address."""
+"""One download: of an allowed address, stored or refused with a reason; servers that are down are asked no more."""
+
+from __future__ import annotations
 
 import os
 import socket
@@ -8,29 +10,146 @@ from types import SimpleNamespace
 
 from qwen3vl_bridge.data import DataError
 from qwen3vl_bridge.data import downloading as module
-from qwen3vl_bridge.data.downloading import MOST_DOWN, Downloader
+from qwen3vl_bridge.data.downloading import MOST_DOWN, Downloader, allowed_url, check_prefix
 from qwen3vl_bridge.data.errors import Unreachable
 from qwen3vl_bridge.data.media import videos
 from qwen3vl_bridge.data.media.images import image_size, load_image
-from qwen3vl_bridge.data.media.media_access import UrlCache
+from qwen3vl_bridge.data.media.media_access import MediaAccess, UrlCache, find
 
+import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from .media.test_video import clip
 from .servers import files, png, raw, redirect, send
 
+HOST = "https://images.example.org"
+
+
+def allowed(address: str, *prefixes: str) -> bool:
+    try:
+        allowed_url(address, prefixes, "here")
+    except DataError as error:
+        assert str(error).startswith("here: found ")
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("prefix", "address"), [
+    (f"{HOST}/", f"{HOST}/a/1.png"), (HOST, f"{HOST}/a/1.png"), (HOST, HOST), (f"{HOST}/", f"{HOST}?id=1#top"),
+    (f"{HOST}/a/", f"{HOST}/a/b/1.png?size=2"), (f"{HOST}/a", f"{HOST}/a/1.png"), (f"{HOST}/a", f"{HOST}/a"),
+    (f"{HOST}/a/", f"{HOST}/b/../a/1.png"), ("HTTPS://Images.Example.ORG/a/", f"{HOST}/a/1.png"),
+    (f"{HOST}/", "HTTPS://IMAGES.EXAMPLE.ORG:443/1.png"), (f"{HOST}:443/", f"{HOST}/1.png"),
+    (f"{HOST}:8443/", f"{HOST}:8443/1.png"), (f"{HOST}/ä/", f"{HOST}/%C3%A4/1.png"),
+    ("https://bücher.example/", "https://xn--bcher-kva.example/1.png"),
+    ("https://", "https://anywhere.example/..1.png"), ("HTTP://", "http://anywhere.example/1.png"),
+    ("http://127.0.0.1:80/", "http://127.0.0.1/1.png"), ("https://[::1]/", "https://[::1]/1.png"),
+])  # fmt: skip
+def test_addresses_that_begin_so_are_allowed(prefix, address):
+    check_prefix(prefix)
+    assert allowed(address, "https://other.example/", prefix)
+    assert not allowed(address, "https://other.example/")
+
+
+@pytest.mark.parametrize("prefix", [HOST, f"{HOST}/", f"{HOST}/a", f"{HOST}/a/"])
+@pytest.mark.parametrize("address", [
+    "https://images.example.org.evil.com/a/1.png", "https://images.example.orgevil.com/a/1.png",
+    "https://images.example.org@evil.com/a/1.png", "https://images.example.org%2fa%2f@evil.com/a/1.png",
+    "https://images.example.org:443@evil.com/a/1.png", "https://user:secret@images.example.org/a/1.png",
+    "https://images.example.org\\@evil.com/a/1.png", "https://images.example.org\\.evil.com/a/1.png",
+    "https://evil.com/https://images.example.org/a/1.png", "https://evil.com?https://images.example.org/a/1.png",
+    "https://evil.com#images.example.org/a/1.png", "https://images.example.org./a/1.png",
+    "https://images.example.org:8443/a/1.png", "https://images.example.org:99999/a/1.png",
+    "https://images.example.org:x/a/1.png", "https://sub.images.example.org/a/1.png",
+    "http://images.example.org/a/1.png", "ftp://images.example.org/a/1.png", "https:images.example.org/a/1.png",
+    "https:///images.example.org/a/1.png", "//images.example.org/a/1.png",
+    "https://images。example。org.evil.com/a/1.png", "https://images.example.org\n.evil.com/a/1.png",
+    "https://images.example.org/a/%2e%2e/b/1.png", "https://images.example.org/a/%2E./b/1.png",
+    "https://images.example.org/a/..%2fb/1.png", "https://images.example.org/a/..%5Cb/1.png",
+    "https://images.example.org/a/..\\b/1.png", "https://images.example.org/a/..;/b/1.png",
+    "https://images.example.org/a/%252e%252e/b/1.png", "https://images.example.org/a/%2525252525252e/b/1.png",
+    "https://images.example.org/a/\ud800.png", "https://", "https://xn--/a/1.png", "https://xn--0/a/1.png",
+    "https://images.example.org/a/" + "x" * 70_000,
+])  # fmt: skip
+def test_addresses_that_only_look_so_are_refused(prefix, address):
+    assert not allowed(address, prefix)
+
+
+@pytest.mark.parametrize("address", ["https://xn--/1.png", "https://xn--0/1.png", "https://a\ud800/1.png"])
+def test_what_is_no_address_is_refused_where_all_are_allowed(address):
+    assert not allowed(address, "https://")
+
+
+@pytest.mark.parametrize("address", ["/b/1.png", "/ab/1.png", "/A/1.png", "/a/../b/1.png", "/b/a/1.png", "/a%2f1.png"])
+def test_paths_are_compared_by_whole_segments(address):
+    assert not allowed(f"{HOST}{address}", f"{HOST}/a", f"{HOST}/a/")
+
+
+names = st.text("ab.-@:/\\?#%2eE5cfF;é。", max_size=12)
+
+
+@settings(max_examples=500, deadline=None)
+@given(between=names, after=names, prefix=st.sampled_from([HOST, f"{HOST}/", f"{HOST}/a", f"{HOST}/a/"]))
+def test_what_is_allowed_is_asked_of_that_host_and_folder(between, after, prefix):
+    address = f"https://images.example.org{between}/a/{after}"
+    if allowed(address, prefix):
+        url = allowed_url(address, [prefix], "here")
+        request = httpx.Request("GET", url)
+        assert request.headers["host"] == "images.example.org" and request.url.port in (None, 443)
+        path = request.url.raw_path.decode().partition("?")[0].lower()
+        assert not prefix.rstrip("/").endswith("/a") or path == "/a" or path.startswith("/a/")
+        assert not {".", ".."} & set(path.replace("%2e", ".").replace("%2f", "/").replace("%5c", "/").split("/"))
+
+
+@settings(max_examples=300, deadline=None)
+@given(path=st.lists(st.text("ab1é .-_~", min_size=1, max_size=5), min_size=1, max_size=3))
+def test_every_address_in_a_folder_is_allowed(path):
+    if not {".", ".."} & {segment.strip() for segment in path}:
+        assert allowed("/".join([HOST, "a", *path]), f"{HOST}/a/")
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        *(
+            "",
+            "https:",
+            "https:/",
+            "images.example.org",
+            "//images.example.org",
+            "ftp://images.example.org",
+            "file:///",
+        ),
+        *(
+            "https:///a",
+            "https://user@example.org",
+            "https://example.org/?id=",
+            "https://*.example.org",
+            "https://a b/",
+        ),
+        *("https://example.org#", "https://example.org\\", "https://example.org:x/", "https://xn--/"),
+        "https://example.org/%2e%2e/",
+    ],
+)
+def test_what_is_no_beginning_of_an_address_is_refused(prefix):
+    with pytest.raises(ValueError, match="expected a scheme and a host, and a path if need be, such as"):
+        check_prefix(prefix)
+
+
+def test_what_is_allowed_is_said():
+    with pytest.raises(Unreachable, match=rf"^here: found .*evil.com/1.png', .* begins with {HOST} or http://"):
+        allowed_url("https://evil.com/1.png", [HOST, "http://"], "here")
+    with pytest.raises(DataError, match=r"found the URL 's3://bucket/1.png', expected the path of a file"):
+        find("s3://bucket/1.png", MediaAccess(), "here")
+
 
 def test_redirects_are_followed_where_they_are_allowed(server, get):
     to = {
-        "1": "/a/2.png?x=1",
-        "out": "/b/1.png",
-        "up": "%2e%2e/b/1.png",
-        "far": "http://evil.com/",
-        "file": "file:///etc/passwd",
-        "user": server.url.replace("//", "//me@") + "/a/2.png",
-        "loop": "loop.png",
-    }
+        "1": "/a/2.png?x=1", "out": "/b/1.png", "up": "%2e%2e/b/1.png", "far": "http://evil.com/",
+        "file": "file:///etc/passwd", "user": server.url.replace("//", "//me@") + "/a/2.png", "loop": "loop.png",
+    }  # fmt: skip
     server.answers = {f"/a/{name}.png": redirect(address) for name, address in to.items()}
     server.answers |= {"/a/2.png": png(), "/b/1.png": png(), "/a/none.png": 302}
     allowed = f"{server.url}/a/"
@@ -66,13 +185,9 @@ def test_a_server_that_is_busy_is_asked_again(server, get, tmp_path, status):
     assert server.asked["/b.png"] == 3 and len(files(tmp_path / "cache")) == 1
 
 
-def test_a_network_that_is_down_is_said_and_no_bad_sample(server, get, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        closed = f"http://127.0.0.1:{free.getsockname()[1]}"
-    for address in (f"{closed}/a.png", "http://no.such.host.invalid/a.png"):
-        with pytest.raises(Unreachable, match=rf"^here: found '{address}' out of reach after 3 attempts \(ConnectErr"):
-            Downloader(UrlCache(tmp_path / "cache"), ("http://",))(address, "here")
+def test_a_name_of_no_host_is_no_bad_sample(server, get, tmp_path):
+    with pytest.raises(Unreachable, match=r"^here: found .* out of reach after 3 attempts \(ConnectErr"):
+        Downloader(UrlCache(tmp_path / "cache"), ("http://",))("http://no.such.host.invalid/a.png", "here")
 
 
 def test_what_a_killed_download_left_is_removed_and_what_goes_on_is_not(server, get, tmp_path):
@@ -86,11 +201,12 @@ def test_what_a_killed_download_left_is_removed_and_what_goes_on_is_not(server, 
     assert list(left.parent.iterdir()) == [going_on]
 
 
-def test_a_body_that_breaks_off_is_fetched_again(server, get, tmp_path):
-    def half(handler):
-        send(handler, 200, png()[:50], Content_Length=len(png()))
-        handler.close_connection = True
+def half(handler):
+    send(handler, 200, png()[:50], Content_Length=len(png()))
+    handler.close_connection = True
 
+
+def test_a_body_that_breaks_off_is_fetched_again(server, get, tmp_path):
     server.answers["/a.png"], server.first["/a.png"] = png(), [half]
     assert get("/a.png").read_bytes() == png() and server.asked["/a.png"] == 2
     server.answers["/b.png"] = half
@@ -103,7 +219,6 @@ def test_a_body_that_breaks_off_is_fetched_again(server, get, tmp_path):
     ("wait", "longest", "message"), [(0.4, 5, "ReadTimeout"), (0.05, 0.4, r"\(ReadTimeout: [1-9]\d* bytes so far")]
 )
 def test_a_slow_server_holds_nobody(server, get, tmp_path, monkeypatch, wait, longest, message):
-    """Neither without a byte, nor with one now and then."""
     whole = []
 
     def drip(handler):
@@ -132,9 +247,7 @@ def test_too_much_is_refused(server, get, tmp_path, monkeypatch, told):
 
     server.answers = {"/a.png": long, "/b.png": png() + b"x" * (1000 - len(png()))}
     monkeypatch.setattr(module, "MOST_BYTES", 1000)
-    with pytest.raises(
-        DataError, match=rf"here: {server.url}/a.png: found at least [\d,]+ bytes, expected at most 1,000"
-    ):
+    with pytest.raises(DataError, match=r"a.png: found at least [\d,]+ bytes, expected at most 1,000"):
         get("/a.png")
     assert not files(tmp_path / "cache")
     assert len(get("/b.png").read_bytes()) == 1000
@@ -156,23 +269,12 @@ def test_redirects_to_no_address_are_refused(server, get, to):
 OK = b"HTTP/1.1 200 OK\r\n"
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        b"",
-        b"HTTP/1.1 2",
-        b"SSH-2.0-OpenSSH_9.6\r\n\r\n",
-        OK + b"no header\r\n\r\n",
-        OK + b"X: " + b"x" * 200_000,
-        OK + b"Content-Le",
-        OK + b"Content-Length: -5\r\n\r\n",
-        OK + b"Content-Length: 9\r\n\r\nabc",
-        OK + b"Transfer-Encoding: none\r\n\r\n",
-        OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\nabc\r\n",
-        OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nab",
-        OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n",
-    ],
-)
+@pytest.mark.parametrize("answer", [
+    b"", b"HTTP/1.1 2", b"SSH-2.0-OpenSSH_9.6\r\n\r\n", OK + b"no header\r\n\r\n", OK + b"X: " + b"x" * 200_000,
+    OK + b"Content-Le", OK + b"Content-Length: -5\r\n\r\n", OK + b"Content-Length: 9\r\n\r\nabc",
+    OK + b"Transfer-Encoding: none\r\n\r\n", OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\nabc\r\n",
+    OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nab", OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n",
+])  # fmt: skip
 def test_what_breaks_the_rules_of_http_or_off_is_asked_for_again(server, get, tmp_path, answer):
     server.answers["/a.png"] = raw(answer)
     with pytest.raises(Unreachable, match=rf"^here: found '{server.url}/a.png' out of reach after 3 .*Error: "):
@@ -182,25 +284,17 @@ def test_what_breaks_the_rules_of_http_or_off_is_asked_for_again(server, get, tm
     assert get("/b.png").read_bytes() == png()
 
 
-@pytest.mark.parametrize("kind", ["text/html; charset=utf-8", "TEXT/HTML", "text/plain", "Application/JSON"])
-def test_a_page_is_no_picture(server, get, tmp_path, kind):
-    server.answers["/a.png"] = lambda handler: send(handler, 200, png(), Content_Type=kind)
-    with pytest.raises(DataError, match=rf"a.png: found a page \({kind.lower()}\), expected an image"):
-        get("/a.png")
-    assert not files(tmp_path / "cache")
+PAGES = ("text/html; charset=utf-8", "TEXT/HTML", "text/plain", "Application/JSON")
 
 
-@pytest.mark.parametrize(
-    ("kind", "body", "message"),
-    [
-        ("image/png", b"", "found 0 bytes, expected"),
-        ("video/mp4", b"", "found 0 bytes, expected"),
-        ("image/png", b"<html>", r"found contents that begin b'<html>' \(image/png\), expected an image or a video"),
-        ("IMAGE/PNG", b"\x1aE\xdf\xa3", r"found contents that begin .*\(image/png\)"),
-        ("application/octet-stream", b"not found", r"found contents that begin b'not found' \(application/octet-"),
-        (None, b"not found", r"found contents that begin b'not found' \(no type\)"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "body", "message"), [
+    *((kind, png(), rf"found a page \({kind.lower()}\), expected an image") for kind in PAGES),
+    ("image/png", b"", "found 0 bytes, expected"), ("video/mp4", b"", "found 0 bytes, expected"),
+    ("image/png", b"<html>", r"found contents that begin b'<html>' \(image/png\), expected an image or a video"),
+    ("IMAGE/PNG", b"\x1aE\xdf\xa3", r"found contents that begin .*\(image/png\)"),
+    ("application/octet-stream", b"not found", r"found contents that begin b'not found' \(application/octet-"),
+    (None, b"not found", r"found contents that begin b'not found' \(no type\)"),
+])  # fmt: skip
 def test_what_is_neither_picture_nor_video_stays_out_of_the_cache(server, get, tmp_path, kind, body, message):
     server.answers["/a.png"] = png()
     server.first["/a.png"] = [lambda handler: send(handler, 200, body, Content_Type=kind)]
@@ -228,7 +322,6 @@ def test_a_picture_too_large_to_be_opened_is_fetched(server, get, monkeypatch):
 
 
 def test_what_does_not_decode_says_where_it_is_from(server, get):
-    """Such as what broke off, of a server that does not say how long it is; who removes it gets it anew."""
     server.answers = {"/a.png": png(), "/b": b"OggS" + bytes(60)}
     server.first["/a.png"] = [raw(OK + b"\r\n" + png()[:-30])]
     path = get("/a.png?x=1")
@@ -257,7 +350,6 @@ def out_of_reach(fetch: Downloader, address: str) -> str:
 
 @pytest.fixture
 def closed():
-    """An address at which nobody listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -316,11 +408,6 @@ def test_a_server_that_is_broken_is_asked_no_more(server, fetch, status):
 @pytest.mark.parametrize("answer", [404, 429, "half", "picture"])
 def test_a_server_that_answers_anything_is_up(server, fetch, answer):
     """Also one that has enough of us, or whose body breaks off."""
-
-    def half(handler):
-        send(handler, 200, png()[:50], Content_Length=len(png()))
-        handler.close_connection = True
-
     server.answers = {f"/{number}.png": 503 for number in range(12)}
     server.answers |= {"/2.png": {"half": half, "picture": png()}.get(answer, answer)}
     for number in range(MOST_DOWN + 2):  # the third is the other one
@@ -337,7 +424,6 @@ def test_a_server_that_answers_anything_is_up(server, fetch, answer):
 
 
 def test_attempts_that_are_under_way_end_as_well(server, fetch, closed, monkeypatch):
-    """Those of other threads, when they would ask the next time."""
     fetch._failed[closed.removeprefix("http://")] = MOST_DOWN - 1
     others = threading.Timer(0.2, lambda: fetch._failed.update([closed.removeprefix("http://")]))
     others.start()

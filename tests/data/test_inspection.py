@@ -6,20 +6,13 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 import unicodedata
 from pathlib import Path
 
 from qwen3vl_bridge.cli.data import main
 from qwen3vl_bridge.data import DataError, SampleFilter, Samples, open_source
-from qwen3vl_bridge.data.inspection import (
-    InspectionSettings,
-    inspect_samples,
-    unpatched,
-    view_sample,
-    without_repeated_advice,
-)
+from qwen3vl_bridge.data.inspection import InspectionSettings, inspect_samples, view_sample, without_repeated_advice
 from qwen3vl_bridge.data.inspection_report import (
     _MOST_OPEN,
     _histogram,
@@ -39,20 +32,13 @@ from PIL import Image
 from transformers.image_utils import SizeDict
 
 from . import browser
-from .conftest import picture, write
+from .conftest import dialogue, picture, write
 
 END = "<|im_end|>"
 # With what takes several tokens a character, and a character that stands for a broken one.
 TEXT = st.text(
     st.one_of(st.characters(codec="utf-8"), st.sampled_from("ab \n\ufffd\u0301é漢😀")), min_size=1, max_size=40
 )
-
-
-@pytest.fixture(scope="module")
-def hf_model(processor, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    processor.save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture
@@ -65,7 +51,7 @@ def inspect(encoder, processor):
 
 
 def conversation(*answers, question="what is it"):
-    turns = [[{"role": "user", "content": question}, {"role": "assistant", "content": answer}] for answer in answers]
+    turns = [dialogue(question, answer) for answer in answers]
     return {"messages": [message for turn in turns for message in turn]}
 
 
@@ -141,15 +127,6 @@ def test_large_pictures_are_inlined_as_jpeg(tmp_path, inspect, monkeypatch):
     (found,) = inlined(page)
     assert "data:image/jpeg;" in page and found.shape == (64, 96, 3)
     assert np.abs(found - [200, 30, 90]).max() <= 3  # measured: 1
-
-
-def test_frames_of_videos_come_back(processor):
-    frames = torch.randint(0, 256, (4, 3, 64, 96), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    videos = processor.video_processor
-    made = videos([frames], do_sample_frames=False, do_resize=False, return_tensors="pt")
-    (grid,) = made["video_grid_thw"].tolist()
-    back = unpatched(made["pixel_values_videos"], tuple(grid), videos)
-    assert (back.int() - frames.permute(0, 2, 3, 1).int()).abs().max() <= 1  # measured: 0
 
 
 def test_videos_are_shown_frame_by_frame(tmp_path, inspect):
@@ -270,7 +247,6 @@ def test_the_report_says_what_it_is_of(report):
 
 
 def test_a_sample_of_many_pieces_is_folded_though_it_fits(tmp_path, inspect):
-    """A page of a thousand long samples would be slow to open."""
     records = [conversation("7 " * 200), conversation("7 " * 1000)]
     found = inspect(write(tmp_path / "train.jsonl", records), pictures=True, seq_length=20_000)
     assert len(found.samples[0].pieces) <= _MOST_OPEN < len(found.samples[1].pieces)
@@ -354,60 +330,56 @@ _OVERLAPS = """[...document.querySelectorAll('svg')].map(svg => {
 }).reduce((sum, count) => sum + count, 0)"""
 
 
-def test_the_command_prints_and_writes(train_file, hf_model, tmp_path, capsys):
+@pytest.fixture
+def run(checkpoint):
+    """Runs the command; its exit status."""
+    return lambda file, *options: main(
+        ["inspect", "--data", str(file), "--hf-model", str(checkpoint), *map(str, options)]
+    )
+
+
+def test_the_command_prints_and_writes(run, train_file, tmp_path, capsys):
     report = tmp_path / "report.html"
-    command = ["inspect", "--data", str(train_file), "--hf-model", hf_model, "--samples", "2", "--output", str(report)]
-    assert main(command) == 0
+    command = (train_file, "--samples", "2", "--output", report)
+    assert run(*command) == 0
     assert "samples        40: 2 shown, 40 measured" in capsys.readouterr().out
     page = report.read_text()
     assert page.count("<section>") == 2 and page.count("<svg") == 2 and "http://" not in page
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
     report.write_text("mine")
-    assert main(command) == 2
+    assert run(*command) == 2
     assert "something exists there already" in capsys.readouterr().err
     assert report.read_text() == "mine"
-    assert main([*command, "--overwrite", "--json"]) == 0
+    assert run(*command, "--overwrite", "--json") == 0
     assert len(json.loads(capsys.readouterr().out)["samples"]) == 2
     assert report.read_text() == page
 
 
-def test_pictures_in_several_folders(train_file, hf_model, tmp_path, capsys):
+def test_pictures_in_several_folders(run, train_file, tmp_path, capsys):
     (tmp_path / "images").symlink_to(train_file.parent / "images")
     (tmp_path / "train.jsonl").write_bytes(train_file.read_bytes())
-    command = ["inspect", "--data", str(tmp_path / "train.jsonl"), "--hf-model", hf_model, "--samples", "0"]
-    assert main(command) == 1
+    command = (tmp_path / "train.jsonl", "--samples", "0")
+    assert run(*command) == 1
     assert f"media_root=[{tmp_path},{train_file.parent / 'images'}]" in capsys.readouterr().out
-    assert main([*command, "--media-root", str(tmp_path), "--media-root", str(train_file.parent)]) == 0
+    assert run(*command, "--media-root", tmp_path, "--media-root", train_file.parent) == 0
 
 
-def test_the_last_answer_alone(hf_model, tmp_path, capsys):
+def test_the_last_answer_alone(run, tmp_path, capsys):
     file = write(tmp_path / "train.jsonl", [conversation("one", "two")])
-    assert main(["inspect", "--data", str(file), "--hf-model", hf_model, "--answers", "last"]) == 0
+    assert run(file, "--answers", "last") == 0
     assert re.findall(r"\[\[.*\]\]", capsys.readouterr().out) == [f"[[two{END}]]"]
 
 
-def test_exit_status(hf_model, tmp_path, capsys):
+def test_exit_status(run, tmp_path, capsys):
     file = write(tmp_path / "train.jsonl", [conversation("one"), {"messages": []}])
-    assert main(["inspect", "--data", str(file), "--hf-model", hf_model]) == 1
+    assert run(file) == 1
     assert "train.jsonl:2" in capsys.readouterr().out
-    assert main(["inspect", "--data", str(tmp_path / "none"), "--hf-model", hf_model]) == 2
-    assert main(["inspect", "--data", str(file), "--hf-model", str(tmp_path)]) == 2
-    nowhere = tmp_path / "none" / "report.html"
-    assert main(["inspect", "--data", str(file), "--hf-model", hf_model, "--output", str(nowhere)]) == 2
+    assert run(tmp_path / "none") == run(file, "--hf-model", tmp_path) == 2
+    assert run(file, "--output", tmp_path / "none" / "report.html") == 2
     assert "the folder does not exist" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["inspect", "--data", str(file), "--hf-model", hf_model, "--seq-length", "0"])
-
-
-def test_help_answers_at_once_without_torch():
-    code = (
-        "import sys\nfrom qwen3vl_bridge.cli.data import main\n"
-        "try: main(['inspect', '--help'])\nexcept SystemExit: pass\n"
-        "print([name for name in ('torch', 'transformers', 'megatron') if name in sys.modules])"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=2, check=True)
-    assert "--hf-model" in found.stdout and found.stdout.endswith("[]\n")
+        run(file, "--seq-length", "0")
 
 
 def test_the_same_advice_is_given_once():

@@ -3,7 +3,6 @@
 from itertools import islice, pairwise
 from types import SimpleNamespace
 
-import qwen3vl_bridge
 from qwen3vl_bridge.data import DataError
 from qwen3vl_bridge.data.encoding import VisionLimits
 
@@ -18,40 +17,18 @@ from .conftest import groups
 
 
 @pytest.fixture
-def make(train_file, checkpoint):
-    def make(**changes):
-        settings = {
-            "train_path": str(train_file),
-            "valid_path": str(train_file),
-            "hf_processor_path": str(checkpoint),
-            "seq_length": 256,
-            "window_size": 8,
-            "num_workers": 0,
-            **changes,
-        }
-        provider = qwen3vl_bridge.Qwen3VLConversationProvider(**settings)
-        provider.finalize()
-        return provider
-
-    return make
+def make(train_file, make_provider):
+    settings = {"train_path": train_file, "valid_path": train_file, "window_size": 8}
+    return lambda **changes: make_provider(**settings | changes)
 
 
 def loader(provider, rows, consumed=0, rank=0, size=1, micro_batch_size=1):
     """As `megatron.bridge.data.loaders` builds one."""
     return build_pretraining_data_loader(
-        rows,
-        consumed,
-        provider.dataloader_type,
-        micro_batch_size,
-        provider.num_workers,
-        provider.data_sharding,
-        collate_fn=rows.collate_fn,
-        pin_memory=provider.pin_memory,
-        persistent_workers=provider.persistent_workers,
-        data_parallel_rank=rank,
-        data_parallel_size=size,
-        drop_last=provider.drop_last,
-    )
+        rows, consumed, provider.dataloader_type, micro_batch_size, provider.num_workers, provider.data_sharding,
+        collate_fn=rows.collate_fn, pin_memory=provider.pin_memory, persistent_workers=provider.persistent_workers,
+        data_parallel_rank=rank, data_parallel_size=size, drop_last=provider.drop_last,
+    )  # fmt: skip
 
 
 def ids(batches) -> list[tuple[str, ...]]:
@@ -59,7 +36,6 @@ def ids(batches) -> list[tuple[str, ...]]:
 
 
 def test_both_loops_see_the_same_rows(make):
-    """Also on two ranks, and resumed after 10 of them by Megatron-Bridge's count of samples."""
     provider = make()
     train, valid, test = get_dataset_provider(provider)((30, 4, 4), provider)
     assert (len(train), len(valid), test) == (30, 4, None)
@@ -87,9 +63,7 @@ def test_data_of_which_all_would_be_dropped_are_refused_before_a_model_is_built(
             )
         )
 
-    with pytest.raises(
-        DataError, match=r"found 8 samples, all of which would be dropped .*The first: train.jsonl:\d+: "
-    ):
+    with pytest.raises(DataError, match=r"found 8 samples, all of which would be dropped .*The first"):
         check()
     with pytest.raises(DataError, match="found 20 samples, all of which"):
         check(window_size=512)
@@ -104,7 +78,6 @@ def test_data_of_which_all_would_be_dropped_are_refused_before_a_model_is_built(
 
 
 def test_a_folder_that_is_no_data_set_is_refused_before_a_model_is_built(make, tmp_path):
-    """As LLaVA's data come: images beside one JSON file. Also where no sample may be dropped."""
     (tmp_path / "images").mkdir()
     (tmp_path / "llava.json").write_text("[]")
     for changes in ({"train_path": str(tmp_path)}, {"train_path": None, "mixture": [{"path": str(tmp_path)}]}):
@@ -141,21 +114,16 @@ def test_settings_reach_the_rows(make):
     assert next(make(seq_length=80, on_long="drop").stream("train")).input_ids.shape == (1, 80)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"pack": False, "pad_to_multiple_of": 8}, "pad_to_multiple_of is 8, but pack is off"),
-        ({"media_root": [7]}, "media_root has 7, expected a folder, or a list of folders"),
-        ({"drop_last": False}, "drop_last is False, expected True: this data set has no such setting"),
-        ({"num_workers": -1}, "num_workers is -1, expected at least 0"),
-        ({"dataloader_type": "cyclic"}, "dataloader_type is 'cyclic', expected 'single'"),
-        ({"on_long": "cut"}, "on_long is 'cut', expected 'error' or 'drop' or 'truncate'"),
-        (
-            {"seq_length": 250, "pad_to_multiple_of": 8},
-            "seq_length is 250, expected a multiple of pad_to_multiple_of, 8",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"pack": False, "pad_to_multiple_of": 8}, "pad_to_multiple_of is 8, but pack is off"),
+    ({"media_root": [7]}, "media_root has 7, expected a folder, or a list of folders"),
+    ({"drop_last": False}, "drop_last is False, expected True: this data set has no such setting"),
+    ({"num_workers": -1}, "num_workers is -1, expected at least 0"), ({"max_patches": 0}, "max_patches is 0, expected"),
+    ({"schema_adapter": "cord"}, "schema_adapter is 'cord', expected one of cord_v2, rdr, .*, or none"),
+    ({"dataloader_type": "cyclic"}, "dataloader_type is 'cyclic', expected 'single'"),
+    ({"on_long": "cut"}, "on_long is 'cut', expected 'error' or 'drop' or 'truncate'"),
+    ({"seq_length": 250, "pad_to_multiple_of": 8}, "seq_length is 250, expected a multiple of pad_to_multiple_of, 8"),
+])  # fmt: skip
 def test_settings_that_cannot_be_are_refused(make, changes, message):
     with pytest.raises(ValueError, match=message):
         make(**changes)
@@ -173,7 +141,6 @@ def test_missing_things_are_named(make, tmp_path):
 
 
 def test_pictures_may_be_in_several_folders(make, train_file, tmp_path):
-    """And a run goes on with others: roots are where data are, and not what they are."""
     (tmp_path / "elsewhere").symlink_to(train_file.parent / "images")
     (tmp_path / "train.jsonl").write_text(train_file.read_text().replace("images/", "elsewhere/"))
     path = str(tmp_path / "train.jsonl")
@@ -187,21 +154,10 @@ def test_pictures_may_be_in_several_folders(make, train_file, tmp_path):
     assert next(other).sample_ids == next(stream).sample_ids
 
 
-def test_rows_are_bounded_by_patches_too(make):
-    def most(**changes) -> int:
-        batches = list(make(on_long="drop", **changes).evaluation("valid"))
-        return max(0 if batch.vision is None else len(batch.vision.pixel_values) for batch in batches)
-
-    assert most() > 100 >= most(max_patches=100) > 50
-    with pytest.raises(ValueError, match="max_patches is 0, expected at least 1"):
-        make(max_patches=0)
-
-
 @pytest.mark.parametrize(
     "changes", [{"vision": VisionLimits(image_max_pixels=2048)}, {"answers": "last"}, {"max_patches": 200}]
 )
 def test_a_position_is_refused_where_samples_are_others(make, changes):
-    """Rows of other lengths are other rows: samples would be skipped, or seen twice."""
     stream = make().stream("train")
     next(stream)
     with pytest.raises(ValueError, match="position belongs to other data"):

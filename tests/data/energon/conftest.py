@@ -1,11 +1,123 @@
-"""Providers of WebDatasets."""
+"""WebDatasets on disk, prepared by energon itself, and providers of them."""
+
+from __future__ import annotations
 
 import gc
+import io
+import json
+import pickle
+import tarfile
+from collections.abc import Iterable, Mapping
 from functools import partial
+from pathlib import Path
+from typing import Any
+
+from qwen3vl_bridge import Qwen3VLEnergonProvider
+from qwen3vl_bridge.batch import PackedBatch
 
 import pytest
+from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
 
-from .webdatasets import provider_of, write_checkpoint
+from ..conftest import segments
+
+CRUDE = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
+CHATML = (
+    "__module__: megatron.bridge.data.energon.task_encoder_utils\n__class__: ChatMLWebdataset\n"
+    "field_map:\n  conversation: json\n  imgs: jpgs\n  videos: videos\n"
+)
+
+ASKED = [{"role": "user", "content": "What is seven?"}, {"role": "assistant", "content": "A digit."}]
+# A metadataset beside the folder "wds".
+FIRST_SAMPLE = (
+    "__module__: megatron.energon\n__class__: MetadatasetV2\n"
+    "splits:\n  train:\n    path: wds\n    subset: {range: [0, 1]}\n"
+)
+LOADER = """
+def load(sample):
+    return {"conversation": sample["json"], "imgs": sample.get("jpgs"), "videos": sample.get("videos")}
+
+def keep(part):
+    return True
+"""
+
+Sample = tuple[str, Mapping[str, Any]]
+
+
+def provider_of(checkpoint: Path, path: Path, **changes: Any) -> Qwen3VLEnergonProvider:
+    settings = {"seq_length": 256, "num_workers": 0, "shuffle_buffer_size": 1, **changes}
+    provider = Qwen3VLEnergonProvider(path=str(path), hf_processor_path=str(checkpoint), **settings)
+    provider.finalize()
+    return provider
+
+
+def write_checkpoint(folder: Path, processor: Any) -> Path:
+    from examples.digits.checkpoint import make_config
+
+    processor.save_pretrained(folder)
+    make_config(processor.tokenizer).save_pretrained(folder)
+    return folder
+
+
+def write_tar(path: Path, samples: Iterable[Sample]) -> None:
+    """A tar of samples: (key, {extension: contents}); contents that are neither bytes nor text are made JSON."""
+    with tarfile.open(path, "w") as tar:
+        for key, parts in samples:
+            for extension, contents in parts.items():
+                if not isinstance(contents, (bytes, str)):
+                    contents = json.dumps(contents)
+                contents = contents.encode() if isinstance(contents, str) else contents
+                entry = tarfile.TarInfo(f"{key}.{extension}")
+                entry.size = len(contents)
+                tar.addfile(entry, io.BytesIO(contents))
+
+
+def write_folder(folder: Path, *, yaml: str = CRUDE, **splits: list[list[Sample]]) -> Path:
+    """A prepared folder. Each split is a list of tars."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, tars in splits.items():
+        for number, samples in enumerate(tars):
+            write_tar(folder / f"{split}-{number}.tar", samples)
+    names = sorted(path.name for path in folder.glob("*.tar"))
+    patterns = [(split, f"{split}-.*") for split in splits]
+    WebdatasetPreparator.prepare_dataset(folder, names, split_parts_patterns=patterns, shuffle_seed=None, workers=1)
+    (folder / ".nv-meta" / "dataset.yaml").write_text(yaml)
+    return folder
+
+
+def write_mixed(folder: Path, samples: list[Sample]) -> Path:
+    """A ChatML folder whose samples have not all the same parts: a field map would want them."""
+    yaml = CHATML.partition("field_map")[0] + "sample_loader: load.py:load\npart_filter: load.py:keep\n"
+    write_folder(folder, yaml=yaml, train=[samples])
+    (folder / ".nv-meta" / "load.py").write_text(LOADER)
+    return folder
+
+
+def pickled(*items: Any) -> bytes:
+    """As Megatron's own scripts put several files into one part."""
+    return pickle.dumps(list(items))
+
+
+def chatml(files: Mapping[str, bytes]) -> list[Sample]:
+    one, two = files["0.png"], files["1.png"]
+    turns = [{"from": "human", "value": "<image>\nand <image>?"}, {"from": "gpt", "value": "Both."}]
+    moving = [{"role": "user", "content": "<video>Which?"}, {"role": "assistant", "content": "Seven."}]
+    return [
+        ("images", {"json": turns, "jpgs": pickled(one, two)}),
+        ("wrapped", {"json": {"conversation": turns}, "jpgs": pickled(two, one)}),
+        ("video", {"json": {"messages": moving}, "videos": pickled([one, one, one])}),
+        ("file", {"json": moving, "videos": files["clip.mkv"]}),
+        ("text", {"json": {"messages": ASKED}}),
+    ]
+
+
+def keys(batches: Iterable[PackedBatch]) -> list[str]:
+    """The samples of batches, by their keys, without those that nothing is trained on."""
+    found = []
+    for batch in batches:
+        for sample_id, tokens in segments(batch):
+            if batch.loss_mask.flatten()[tokens].any():
+                found.append(sample_id.rpartition(":")[2])
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -16,5 +128,4 @@ def _no_old_garbage():
 
 @pytest.fixture(scope="module")
 def make(processor, tmp_path_factory):
-    """Makes providers."""
     return partial(provider_of, write_checkpoint(tmp_path_factory.mktemp("hf"), processor))

@@ -14,7 +14,7 @@ from PIL import Image
 
 from ..conftest import picture, same
 from ..media.test_video import clip
-from .webdatasets import ASKED, CHATML, CRUDE, FIRST_SAMPLE, chatml, keys, pickled, write_folder, write_mixed, write_tar
+from .conftest import ASKED, CHATML, CRUDE, FIRST_SAMPLE, chatml, keys, pickled, write_folder, write_mixed, write_tar
 
 
 def asked(*parts) -> list:
@@ -33,7 +33,6 @@ def files(tmp_path_factory) -> dict[str, bytes]:
 
 @pytest.fixture(scope="session")
 def samples(files) -> list:
-    """A sample of every kind, by its key."""
     one, two, three = (files[f"{n}.png"] for n in range(3))
     uri = "data:image/png;base64," + base64.b64encode(two).decode()
     image, frames = {"type": "image", "image": "png"}, {"type": "video", "video": ["0.png", "1.png"], "sample_fps": 2}
@@ -56,7 +55,6 @@ def samples(files) -> list:
 
 @pytest.fixture
 def expected(samples, encoder, tmp_path):
-    """Each sample as it is encoded from JSON lines, with its files beside them."""
     encoded = {}
     for key, parts in samples:
         folder = tmp_path / "lines" / key
@@ -169,7 +167,6 @@ def test_a_long_sample_is_refused_dropped_or_cut(make, tmp_path, caplog):
 
 
 def test_records_have_columns_by_names_of_their_own(make, files, samples, tmp_path):
-    """The rows, of the same pictures, are those of our own names."""
     ours = dict(samples)["image"] | {"json": {"question": "Which digit?", "answer": "Seven.", "image": "png"}}
     theirs = ours | {"json": {"q": "Which digit?", "label": ["Seven."], "img": "png"}}
     rows = []
@@ -193,7 +190,6 @@ def test_an_unknown_key_of_a_picture_is_refused(make, samples, tmp_path):
 
 
 def test_chatml_folders_have_no_columns_by_other_names(make, files, tmp_path):
-    """What their records say of files is how they were called before."""
     turns = {"conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "7"}], "img": "a.png"}
     yaml = CHATML.replace("  videos: videos\n", "")
     folder = write_folder(
@@ -245,14 +241,11 @@ class _Evil:
         return (print, ("loaded",))
 
 
-@pytest.mark.parametrize(
-    ("part", "problem"),
-    [
-        ({"jpgs": pickle.dumps(_Evil())}, "pickle that does not load .it names builtins.print"),
-        ({"jpgs": pickled(b"1")}, "found 0 placeholders for images"),
-        ({"videos": pickled([b"1"])}, "found 0 placeholders for images|found 0 placeholders for videos"),
-    ],
-)
+@pytest.mark.parametrize(("part", "problem"), [
+    ({"jpgs": pickle.dumps(_Evil())}, "pickle that does not load .it names builtins.print"),
+    ({"jpgs": pickled(b"1")}, "found 0 placeholders for images"),
+    ({"videos": pickled([b"1"])}, "found 0 placeholders for images|found 0 placeholders for videos"),
+])  # fmt: skip
 def test_bad_chatml_samples_are_named(make, tmp_path, part, problem):
     folder = write_mixed(tmp_path / "wds", [("bad", {"json": ASKED, **part})])
     with pytest.raises(DataError, match=rf"^train-0.tar:bad: .*{problem}"):
@@ -260,7 +253,6 @@ def test_bad_chatml_samples_are_named(make, tmp_path, part, problem):
 
 
 def test_frames_may_have_the_rate_of_their_record(make, files, encoder, tmp_path):
-    """Which comes before the provider's, in both kinds of folders."""
     yaml = CHATML.replace("  imgs: jpgs\n", "")
     chat = {"messages": [{"role": "user", "content": "<video>Which?"}, {"role": "assistant", "content": "Seven."}]}
     own = {"videos": [["0.png", "0.png"]], "sample_fps": ["4"]}
@@ -312,9 +304,7 @@ def test_fewer_samples_than_workers_are_refused(make, tmp_path, ranks, workers):
     (tmp_path / "part.yaml").write_text(FIRST_SAMPLE)
     few = make(tmp_path / "part.yaml", pack=False, num_workers=workers, num_val_workers=0)
     for rank in range(ranks):
-        with pytest.raises(
-            DataError, match=rf"^{folder}: found 1 samples, expected at least {ranks * max(1, workers)}: "
-        ):
+        with pytest.raises(DataError, match=f"^{folder}: .* at least {ranks * max(1, workers)}: "):
             few.stream("train", dp_rank=rank, dp_size=ranks)
     assert keys(few.evaluation("train")) == ["a"]
 

@@ -24,8 +24,8 @@ from tests.training.running import replicate, train
 
 from ..conftest import groups, picture, same
 from ..packing.test_shared_sizes import run
+from .conftest import ASKED, keys, provider_of, write_folder
 from .test_energon import asked
-from .webdatasets import ASKED, keys, provider_of, write_folder
 
 NUMBER = 22
 
@@ -71,7 +71,6 @@ def test_each_sample_comes_once_an_epoch(make, folder, ranks, workers):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_rows_are_packed_from_each_sample_once(make, folder, ranks):
-    """A buffer of a rank's samples is an epoch of them."""
     provider = make(folder, packing_buffer_size=NUMBER // ranks)
     streams = [provider.stream("train", dp_rank=rank, dp_size=ranks) for rank in range(ranks)]
     found, rows, most = [], 0, 0
@@ -94,7 +93,6 @@ SETTINGS = [
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_a_restored_stream_gives_the_batches_of_an_unbroken_one(make, folder, settings):
-    """By energon's state as Megatron-Bridge writes and reads it; and by ours."""
     whole = take(make(folder, **settings).stream("train"), 11)
     assert len({batch.sample_ids for batch in whole}) > 8
     for stop in (7,) if "num_workers" in settings else (0, 7):
@@ -131,16 +129,12 @@ def _saved(state) -> io.BytesIO:
     return io.BytesIO(file.getvalue())
 
 
-@pytest.mark.parametrize(
-    ("changes", "found"),
-    [
-        ({"seed": 1}, "seed 1, expected 0"),
-        ({"vision": VisionLimits(image_max_pixels=2048)}, "encoding"),
-        ({"packing_buffer_size": 6}, "data"),
-        ({"num_workers": 2}, "workers 2, expected 0"),
-        ({"on_bad": "drop"}, "on_bad drop, expected error"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "found"), [
+    ({"seed": 1}, "seed 1, expected 0"),
+    ({"vision": VisionLimits(image_max_pixels=2048)}, "encoding"),
+    ({"packing_buffer_size": 6}, "data"), ({"num_workers": 2}, "workers 2, expected 0"),
+    ({"on_bad": "drop"}, "on_bad drop, expected error"),
+])  # fmt: skip
 def test_a_position_in_other_data_is_refused(make, folder, changes, found):
     state = make(folder, packing_buffer_size=5).stream("train").state_dict()
     with pytest.raises(ValueError, match=f"position belongs to other data: found {found}"):
@@ -159,10 +153,9 @@ def test_the_order_follows_the_seed(make, folder):
     assert first == again != other
 
 
-@pytest.mark.parametrize(
-    ("ranks", "settings"),
-    [(1, {}), (3, {}), (2, {"pack": False}), (2, {"pack": False, "micro_batch_size": 2}), (1, {"num_workers": 2})],
-)
+@pytest.mark.parametrize(("ranks", "settings"), [
+    (1, {}), (3, {}), (2, {"pack": False}), (2, {"pack": False, "micro_batch_size": 2}), (1, {"num_workers": 2}),
+])  # fmt: skip
 def test_evaluation_sees_each_sample_once_on_as_many_batches(make, folder, ranks, settings):
     provider = make(folder, seq_length=128, packing_buffer_size=None if "pack" in settings else 4, **settings)
     passes = [list(provider.evaluation("valid", dp_rank=rank, dp_size=ranks)) for rank in range(ranks)]
@@ -192,7 +185,6 @@ def test_a_sample_that_proves_bad_in_evaluation_leaves_its_place_to_nothing(make
 
 
 def test_a_restored_stream_counts_what_it_drops_from_there_on(make, tmp_path):
-    """By energon's own state, and where it is read again to where the checkpoint stands."""
     bad, good = {"json": {"messages": []}}, {"json": {"messages": ASKED}}
     folder = write_folder(tmp_path / "wds", train=[[(f"{n}", bad if n % 3 else good) for n in range(18)]])
     provider = make(folder, packing_buffer_size=2, on_bad="drop")
@@ -257,25 +249,22 @@ def test_megatron_bridges_ranks_have_their_share(make, folder):
     assert all(map(same, take(train, 11), provider.stream("train", dp_rank=1, dp_size=2)))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"dataloader_type": "single"}, "dataloader_type is 'single', expected 'external'"),
-        ({"on_long": "cut"}, "on_long is 'cut'"),
-        ({"micro_batch_size": 2}, "micro_batch_size is 2, expected 1 where rows are packed"),
-        ({"pack": False, "packing_buffer_size": 4}, "packing_buffer_size is 4, but pack is off"),
-        ({"seq_length": 250, "pad_to_multiple_of": 8}, "seq_length is 250, expected a multiple of"),
-        ({"shuffle_buffer_size": 0}, "shuffle_buffer_size is 0, expected at least 1"),
-        ({"max_patches": 0}, "max_patches is 0, expected at least 1"),
-        ({"sample_fps": 0.0}, "sample_fps is 0.0, expected"),
-        ({"num_workers": -1}, "num_workers is -1, expected at least 0"),
-        ({"pin_memory": False}, "pin_memory is False, expected True: this data set has no such setting"),
-        ({"data_sharding": False}, "data_sharding is False"),
-        ({"num_workers": 1, "persistent_workers": False}, "persistent_workers is False, expected True"),
-        ({"dataset_kwargs": {"auto_decode": True}}, "dataset_kwargs has auto_decode .*media stay bytes"),
-        ({"dataset_kwargs": {"batch_size": 2}}, r"dataset_kwargs has batch_size \(set micro_batch_size\)"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"dataloader_type": "single"}, "dataloader_type is 'single', expected 'external'"),
+    ({"on_long": "cut"}, "on_long is 'cut'"),
+    ({"micro_batch_size": 2}, "micro_batch_size is 2, expected 1 where rows are packed"),
+    ({"pack": False, "packing_buffer_size": 4}, "packing_buffer_size is 4, but pack is off"),
+    ({"seq_length": 250, "pad_to_multiple_of": 8}, "seq_length is 250, expected a multiple of"),
+    ({"shuffle_buffer_size": 0}, "shuffle_buffer_size is 0, expected at least 1"),
+    ({"max_patches": 0}, "max_patches is 0, expected at least 1"),
+    ({"sample_fps": 0.0}, "sample_fps is 0.0, expected"),
+    ({"num_workers": -1}, "num_workers is -1, expected at least 0"),
+    ({"pin_memory": False}, "pin_memory is False, expected True: this data set has no such setting"),
+    ({"data_sharding": False}, "data_sharding is False"),
+    ({"num_workers": 1, "persistent_workers": False}, "persistent_workers is False, expected True"),
+    ({"dataset_kwargs": {"auto_decode": True}}, "dataset_kwargs has auto_decode .*media stay bytes"),
+    ({"dataset_kwargs": {"batch_size": 2}}, r"dataset_kwargs has batch_size \(set micro_batch_size\)"),
+])  # fmt: skip
 def test_settings_that_cannot_be_or_would_be_ignored_are_refused(make, folder, changes, message):
     with pytest.raises(ValueError, match=message):
         make(folder, **changes)

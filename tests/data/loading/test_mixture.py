@@ -112,7 +112,6 @@ def test_rows_are_the_same_at_any_number_of_ranks_and_workers_and_after_a_resume
 
 
 def test_megatron_bridge_reads_the_same_rows_also_shared_by_context_parallel_ranks(make, sets):
-    """Rows assigned to two data-parallel ranks, each shared by two context-parallel ones."""
     provider = make(sets(**EPOCHS), balance_over=4)
     context = DatasetBuildContext(train_samples=16, valid_samples=2, test_samples=0, pg_collection=groups(dp=2, cp=2))
     train, valid, test = provider.build_datasets(context)
@@ -136,7 +135,6 @@ def test_a_position_in_another_mixture_is_refused_and_one_in_moved_sets_is_not(m
 
 
 def test_rows_are_packed_before_training(make, sets, checkpoint, tmp_path, capsys):
-    """By a YAML file that both commands read; an epoch of the packing has what one of training has."""
     whole = {**EPOCHS, "letters": {"epochs": 1}}
     (tmp_path / "mix.yaml").write_text(yaml.safe_dump(sets(**whole)))
     common = ["--mixture", str(tmp_path / "mix.yaml"), "--hf-model", str(checkpoint), "--no-progress"]
@@ -171,51 +169,38 @@ def test_sets_have_roots_and_schemas_of_their_own_or_the_data_sets(tmp_path):
     assert (second.media_root, second.schema_adapter) == ("/other", None)
 
 
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        ("/data/llava/train.jsonl", "llava"),
-        ("/data/llava", "llava"),
-        ("charts.json", "charts"),
-        ("/data/docs/data/train-*.parquet", "docs"),
-        ("hf://me/digits#train", "me/digits#train"),
-    ],
-)
+@pytest.mark.parametrize(("path", "name"), [
+    ("/data/llava/train.jsonl", "llava"), ("/data/llava", "llava"), ("charts.json", "charts"),
+    ("/data/docs/data/train-*.parquet", "docs"), ("hf://me/digits#train", "me/digits#train"),
+])  # fmt: skip
 def test_sets_are_called_by_their_path(path, name):
     assert mixed_sets([{"path": path}])[0].name == name
 
 
-@pytest.mark.parametrize(
-    ("mixture", "message"),
-    [
-        ([{"path": "a", "weight": 0}], r"dataset.mixture\[0\].weight is 0, expected a number above 0"),
-        ([{"path": "a"}, {"path": "b", "epochs": -1}], r"dataset.mixture\[1\].epochs is -1, expected a number above 0"),
-        ([{"path": "a", "weight": True}], "weight is True, expected a number above 0"),
-        ([{"path": "a", "weight": float("nan")}], "weight is nan, expected a number above 0"),
-        ([{"path": "a", "weight": 1, "epochs": 1}], "has weight 1 and epochs 1, expected one of the two"),
-        ([{"path": "a", "weight": 1}, {"path": "b"}], "has weights, but none for b; expected `weight` for all sets"),
-        ([{"path": "a", "ratio": 1}], r"has 'ratio', which is no setting of a set; expected any of path, name, weight"),
-        ([{"path": "/x/a"}, {"path": "/y/a"}], "has 2 sets that are called 'a'; expected a `name` for each"),
-        ([{"weight": 1}], "expected a `path`"),
-        ([{"path": "a", "schema_adapter": "cord"}], "cord"),
-        ([], r"has \[\], expected a list of sets"),
-        ("/nowhere/mix.yaml", "is '/nowhere/mix.yaml', which cannot be read .* expected a YAML file"),
-    ],
-)
+@pytest.mark.parametrize(("mixture", "message"), [
+    ([{"path": "a", "weight": 0}], r"dataset.mixture\[0\].weight is 0, expected a number above 0"),
+    ([{"path": "a"}, {"path": "b", "epochs": -1}], r"dataset.mixture\[1\].epochs is -1, expected a number above 0"),
+    ([{"path": "a", "weight": True}], "weight is True, expected a number above 0"),
+    ([{"path": "a", "weight": float("nan")}], "weight is nan, expected a number above 0"),
+    ([{"path": "a", "weight": 1, "epochs": 1}], "has weight 1 and epochs 1, expected one of the two"),
+    ([{"path": "a", "weight": 1}, {"path": "b"}], "has weights, but none for b; expected `weight` for all sets"),
+    ([{"path": "a", "ratio": 1}], r"has 'ratio', which is no setting of a set; expected any of path, name, weight"),
+    ([{"path": "/x/a"}, {"path": "/y/a"}], "has 2 sets that are called 'a'; expected a `name` for each"),
+    ([{"weight": 1}], "expected a `path`"), ([{"path": "a", "schema_adapter": "cord"}], "cord"),
+    ([], r"has \[\], expected a list of sets"),
+    ("/nowhere/mix.yaml", "is '/nowhere/mix.yaml', which cannot be read .* expected a YAML file"),
+])  # fmt: skip
 def test_settings_that_cannot_be_are_refused(make, mixture, message):
     with pytest.raises(ValueError, match=message):
         make(mixture)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"path": "x"}, "dataset.path is 'x', and dataset.mixture is set; expected one of the two"),
-        ({"train_path": "x"}, "dataset.train_path is 'x', and dataset.mixture is set"),
-        ({"valid_path": "x"}, "dataset.valid_path is 'x', and talk of dataset.mixture has data for valid"),
-        ({"streaming": True}, "streaming is on, but there is a dataset.mixture; it needs samples by number"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"path": "x"}, "dataset.path is 'x', and dataset.mixture is set; expected one of the two"),
+    ({"train_path": "x"}, "dataset.train_path is 'x', and dataset.mixture is set"),
+    ({"valid_path": "x"}, "dataset.valid_path is 'x', and talk of dataset.mixture has data for valid"),
+    ({"streaming": True}, "streaming is on, but there is a dataset.mixture; it needs samples by number"),
+])  # fmt: skip
 def test_a_mixture_beside_what_it_replaces_is_refused(make, sets, changes, message):
     with pytest.raises(ValueError, match=message):
         make(sets(talk={}), **changes)
@@ -241,7 +226,6 @@ def test_a_mixture_is_set_by_words_and_by_yaml(sets, tmp_path):
 
 
 def test_what_is_left_out_is_counted_by_set(make, sets, tmp_path):
-    """A bad record when it is measured, a picture that breaks off when its row is due; in each epoch again."""
     broken = picture(tmp_path / "broken.jpg", 64, 64)
     broken.write_bytes(broken.read_bytes()[:-400])
     parts = [{"type": "image", "image": "broken.jpg"}]

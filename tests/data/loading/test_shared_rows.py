@@ -11,16 +11,14 @@ import pytest
 from megatron.bridge.data.base import DatasetBuildContext
 
 from ..conftest import groups, picture
+from ..energon.conftest import provider_of, write_folder
 from ..energon.test_energon import asked
-from ..energon.webdatasets import provider_of, write_folder
 
 KINDS = ("rows", "packed before", "streamed", "energon")
 
 
 @pytest.fixture
 def pack(checkpoint, train_file, tmp_path):
-    """Packs the training file, padded to a multiple, from the command line."""
-
     def pack(multiple: int) -> str:
         folder = tmp_path / f"packed {multiple}"
         command = f"pack --seq-length 256 --workers 0 --seed 0 --no-progress --pad-to-multiple-of {multiple}".split()
@@ -33,8 +31,6 @@ def pack(checkpoint, train_file, tmp_path):
 
 @pytest.fixture
 def make(checkpoint, train_file, stream, tmp_path, monkeypatch, pack):
-    """Makes a provider of each kind, of the same settings."""
-
     def make(kind: str, multiple: int = 1, **changes):
         settings = {"seq_length": 256, "num_workers": 0, **changes}
         if kind == "energon":
@@ -54,7 +50,6 @@ def make(checkpoint, train_file, stream, tmp_path, monkeypatch, pack):
 
 
 def _webdataset(folder):
-    """Conversations of many lengths, some with a picture."""
     content = picture(folder / "7.png", 32, 64, seed=7).read_bytes()
     texts = [{"type": "text", "text": "seven " * (1 + number)} for number in range(12)]
     samples = [
@@ -65,7 +60,6 @@ def _webdataset(folder):
 
 
 def as_a_stream(provider, cp: int):
-    """As ranks of the vision tower read them."""
     return provider.shared_by(cp).stream("train")
 
 
@@ -146,7 +140,6 @@ def test_rows_that_were_packed_with_another_multiple_are_refused(make, loop):
 
 
 def test_a_position_is_of_rows_that_as_many_ranks_share(make):
-    """Other padding makes other rows of the same conversations."""
     stream = as_a_stream(make("rows"), 1)
     next(stream)
     with pytest.raises(ValueError, match="position belongs to other data: found multiple 4, expected 1"):

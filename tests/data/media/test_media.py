@@ -1,15 +1,22 @@
-"""Pictures on disk: which folders they may be in, sizes and pixels as people see them, and what does not decode."""
+"""Pictures: which folders they may be in, sizes and pixels as people see them, what does not decode or runs code."""
+
+from __future__ import annotations
 
 import base64
 import io
+import shutil
 import struct
+import sys
 import zlib
 from pathlib import Path
 
-from qwen3vl_bridge.data import DataError, JsonLines, open_source
+from qwen3vl_bridge.data import DataError, JsonLines, load_processor, open_source
+from qwen3vl_bridge.data.media import videos
 from qwen3vl_bridge.data.media.images import image_size, load_image
 from qwen3vl_bridge.data.media.media_access import MediaAccess, find
+from qwen3vl_bridge.io.files import read_object, write_object
 
+import av
 import datasets
 import numpy as np
 import pytest
@@ -36,15 +43,11 @@ def linked(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("name", "lies_in", "missing"),
-    [
-        ("images/coco/train/1.png", "mnt/coco", "mnt/coco"),  # a folder that is a link
-        ("images/gqa.png", "mnt/gqa", "mnt/gqa"),  # a file that is one
-        ("../mnt/coco/train/1.png", "mnt", "mnt/coco/train"),
-        ("{}/mnt/gqa/1.png", "mnt/gqa", "mnt/gqa"),
-    ],
-)
+@pytest.mark.parametrize(("name", "lies_in", "missing"), [
+    ("images/coco/train/1.png", "mnt/coco", "mnt/coco"),  # a folder that is a link
+    ("images/gqa.png", "mnt/gqa", "mnt/gqa"),  # a file that is one
+    ("../mnt/coco/train/1.png", "mnt", "mnt/coco/train"), ("{}/mnt/gqa/1.png", "mnt/gqa", "mnt/gqa"),
+])  # fmt: skip
 def test_a_path_may_leave_a_root_for_another_alone(linked, name, lies_in, missing):
     root, name = linked / "data", name.format(linked)
     with pytest.raises(DataError) as caught:
@@ -118,14 +121,12 @@ def test_a_picture_is_upright_and_its_size_is_known_without_it(tmp_path, orienta
 
 
 def file_of(image: Image.Image, kind: str, **how) -> bytes:
-    """An image as a file's bytes."""
     file = io.BytesIO()
     image.save(file, kind, **how)
     return file.getvalue()
 
 
 def shape_of(channels: int):
-    """Shapes of small images."""
     return st.tuples(st.integers(1, 5), st.integers(1, 5), st.just(channels))
 
 
@@ -158,7 +159,6 @@ def test_a_grey_one_too(kind, pixels):
 
 
 def chunk(kind: bytes, content: bytes) -> bytes:
-    """Of a PNG."""
     return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
 
@@ -174,22 +174,17 @@ def png(depth: int, kind: int, row: list[int], transparent: bytes = b"", palette
 RED_GREEN_BLUE = bytes([255, 0, 0, 0, 255, 0, 0, 0, 255])
 
 
-@pytest.mark.parametrize(
-    ("file", "expected"),
-    [
-        (png(1, 0, [0b0101_0101], b"\0\0"), [255] * 8),
-        (png(1, 0, [0b0101_0101], b"\0\1"), [0, 255] * 4),
-        (png(2, 0, [0b0001_1011], b"\0\2"), [0, 85, 255, 255]),
-        (png(4, 0, [0x09, 0xAF], b"\0\x09"), [0, 255, 170, 255]),
-        (png(8, 0, [0, 9, 10], b"\0\x09"), [0, 255, 10]),
-        (png(8, 2, [0, 9, 10, 9, 9, 9], b"\0\0\0\x09\0\x0a"), [255, [9, 9, 9]]),
-        (png(16, 2, [0x34, 0] * 3 + [0, 0x34] * 3, b"\0\x34" * 3), [0x34, 255]),
-        (png(16, 2, [0x12, 0x34] * 3 + [0xFF] * 6 + [0] * 6, b"\x12\x34" * 3), [255, 255, 0]),
-        (png(2, 3, [0b0001_1000], b"\0\x80", RED_GREEN_BLUE), [255, [127, 255, 127], [0, 0, 255], 255]),
-        (png(16, 4, [0x12, 0x34, 0, 0, 0x80, 0, 0xFF, 0xFF]), [255, 0x80]),
-        (png(16, 6, [0, 0] * 4 + [0x80, 0] * 3 + [0xFF, 0xFF]), [255, 0x80]),
-    ],
-)
+@pytest.mark.parametrize(("file", "expected"), [
+    (png(1, 0, [0b0101_0101], b"\0\0"), [255] * 8), (png(1, 0, [0b0101_0101], b"\0\1"), [0, 255] * 4),
+    (png(2, 0, [0b0001_1011], b"\0\2"), [0, 85, 255, 255]), (png(4, 0, [0x09, 0xAF], b"\0\x09"), [0, 255, 170, 255]),
+    (png(8, 0, [0, 9, 10], b"\0\x09"), [0, 255, 10]),
+    (png(8, 2, [0, 9, 10, 9, 9, 9], b"\0\0\0\x09\0\x0a"), [255, [9, 9, 9]]),
+    (png(16, 2, [0x34, 0] * 3 + [0, 0x34] * 3, b"\0\x34" * 3), [0x34, 255]),
+    (png(16, 2, [0x12, 0x34] * 3 + [0xFF] * 6 + [0] * 6, b"\x12\x34" * 3), [255, 255, 0]),
+    (png(2, 3, [0b0001_1000], b"\0\x80", RED_GREEN_BLUE), [255, [127, 255, 127], [0, 0, 255], 255]),
+    (png(16, 4, [0x12, 0x34, 0, 0, 0x80, 0, 0xFF, 0xFF]), [255, 0x80]),
+    (png(16, 6, [0, 0] * 4 + [0x80, 0] * 3 + [0xFF, 0xFF]), [255, 0x80]),
+])  # fmt: skip
 def test_every_way_of_a_png_to_be_transparent(file, expected):
     assert np.array_equal(load_image(file, "here"), [[np.broadcast_to(one, 3) for one in expected]])
 
@@ -207,27 +202,21 @@ def test_the_first_frame_of_an_animation_is_seen_on_white(kind):
 
 
 OPAQUE = {
-    "PNG": ("1", "L", "LA", "P", "RGB", "RGBA"),
-    "GIF": ("L", "P"),
-    "TIFF": ("1", "L", "P", "RGB", "RGBA", "CMYK", "YCbCr", "LAB"),
-    "JPEG": ("L", "RGB", "CMYK", "YCbCr"),
-    "WEBP": ("RGB", "RGBA"),
-    "BMP": ("1", "L", "P", "RGB", "RGBA"),
-    "ICO": ("RGB", "RGBA"),
-}
+    "PNG": ("1", "L", "LA", "P", "RGB", "RGBA"), "GIF": ("L", "P"),
+    "TIFF": ("1", "L", "P", "RGB", "RGBA", "CMYK", "YCbCr", "LAB"), "JPEG": ("L", "RGB", "CMYK", "YCbCr"),
+    "WEBP": ("RGB", "RGBA"), "BMP": ("1", "L", "P", "RGB", "RGBA"), "ICO": ("RGB", "RGBA"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "mode"), [(kind, mode) for kind, modes in OPAQUE.items() for mode in modes])
 @given(pixels=arrays.arrays(np.uint8, st.just((16, 16, 3))))
 def test_opaque_pictures_have_the_pixels_that_pillow_gives_them(kind, mode, pixels):
-    """To the bit, in every mode."""
     image = Image.fromarray(pixels)
     file = file_of(Image.merge("LAB", image.split()) if mode == "LAB" else image.convert(mode), kind)
     assert np.array_equal(load_image(file, "here"), Image.open(io.BytesIO(file)).convert("RGB"))
 
 
 def test_text_on_a_transparent_ground_is_read_from_every_source(tmp_path, encoder):
-    """Black on nothing is black on white for the model, in a file, as contents, in tables and as a video's frames."""
     ink = np.random.default_rng(0).integers(0, 2, (64, 64), np.uint8) * 255
     Image.merge("LA", [Image.new("L", (64, 64)), Image.fromarray(ink)]).save(tmp_path / "clear.png")
     Image.fromarray(255 - ink).save(tmp_path / "white.png")
@@ -289,7 +278,6 @@ def test_a_png_is_measured_without_its_pixels(tmp_path, monkeypatch):
 
 
 def test_a_png_that_breaks_off_is_refused_wherever_it_does(tmp_path):
-    """As it is when it is read whole: nothing that a whole reading refuses is measured without an error."""
     whole = picture(tmp_path / "x.png", 40, 60).read_bytes()
 
     def read_whole(content: bytes) -> bool:
@@ -312,7 +300,6 @@ def test_a_png_that_breaks_off_is_refused_wherever_it_does(tmp_path):
 
 @pytest.mark.parametrize("chunks", [b"", chunk(b"blAb", b""), chunk(b"blAb", b"") * 2**17, b"\xff" * 90])
 def test_a_png_of_odd_chunks_has_the_size_that_pillow_gives_it(tmp_path, chunks):
-    """Chunks without number, or garbage, behind the pixels: it is decoded, and measured by what that says."""
     whole = picture(tmp_path / "x.png", 30, 50).read_bytes()
     place = whole.index(b"IEND") - 4
     content = whole[:place] + chunks + whole[place:]
@@ -320,10 +307,9 @@ def test_a_png_of_odd_chunks_has_the_size_that_pillow_gives_it(tmp_path, chunks)
 
 
 @pytest.mark.parametrize("read_picture", ["length", "call"])
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(b"", "does not decode as an image"), (b"no picture at all", "does not decode as an image")],
-)
+@pytest.mark.parametrize(("content", "message"), [
+    (b"", "does not decode as an image"), (b"no picture at all", "does not decode as an image"),
+])  # fmt: skip
 def test_pictures_that_do_not_decode_are_refused(tmp_path, encoder, content, message, read_picture):
     (tmp_path / "x.png").write_bytes(content)
     refused(tmp_path, encoder, message, read_picture)
@@ -360,3 +346,93 @@ def test_pictures_of_more_than_8_bits_are_refused(tmp_path, encoder, read_pictur
     """Pillow makes white of nearly all of them."""
     Image.fromarray(np.full((64, 64), 30_000, np.uint16)).save(tmp_path / "x.png")
     refused(tmp_path, encoder, "has pixels of the kind 'I.*', expected 8 bits a colour", read_picture)
+
+
+PLAYLIST = """#EXTM3U
+#EXT-X-VERSION:3
+#EXT-X-TARGETDURATION:1
+#EXT-X-MEDIA-SEQUENCE:0
+#EXTINF:0.4,
+{}
+#EXT-X-ENDLIST
+"""
+CONCAT = "ffconcat version 1.0\nfile 'other.ts'\n"
+DASH = """<?xml version="1.0"?><MPD xmlns="urn:mpeg:dash:schema:mpd:2011" type="static"
+mediaPresentationDuration="PT0.4S"><Period><AdaptationSet mimeType="video/mp4"><Representation id="1" bandwidth="1">
+<BaseURL>{}</BaseURL></Representation></AdaptationSet></Period></MPD>"""
+# FFmpeg listened on a port for this one, until it gave up.
+SESSION = """v=0
+o=- 0 0 IN IP4 127.0.0.1
+s=x
+c=IN IP4 127.0.0.1
+t=0 0
+m=video 9999 RTP/AVP 96
+a=rtpmap:96 H264/90000
+"""
+
+
+@pytest.fixture
+def secret(tmp_path):
+    for name in ("outside/secret.ts", "root/other.ts"):
+        path = tmp_path / name
+        path.parent.mkdir()
+        with av.open(str(path), "w") as container:
+            stream = container.add_stream("mpeg4", rate=10)
+            stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
+            frames = [av.VideoFrame.from_ndarray(np.zeros((64, 64, 3), np.uint8), format="rgb24") for _ in range(4)]
+            container.mux([packet for frame in [*frames, None] for packet in stream.encode(frame)])
+    return tmp_path / "outside/secret.ts"
+
+
+def test_the_video_itself_is_read(secret, processor):
+    assert videos.sample(secret, processor.video_processor, "here").size == (64, 64)
+
+
+@pytest.mark.parametrize("as_bytes", [False, True])
+@pytest.mark.parametrize(("name", "text"), [
+    ("a.m3u8", PLAYLIST), ("a.mp4", PLAYLIST), ("a.ffconcat", CONCAT), ("a.mkv", CONCAT), ("a.mpd", DASH),
+    ("a.sdp", SESSION), ("a.mov", SESSION),
+])  # fmt: skip
+def test_a_video_opens_no_other_file_and_no_port(secret, processor, name, text, as_bytes):
+    path = secret.parents[1] / "root" / name
+    path.write_text(text.format(secret))
+    found = find(name, path.parent, "here")
+    with pytest.raises(DataError, match=r"does not decode as a video: .*expected one of the kinds mov,") as caught:
+        videos.sample(path.read_bytes() if as_bytes else found, processor.video_processor, "here")
+    # What FFmpeg says before it has opened anything: the kind is not allowed, or not known.
+    assert type(caught.value.__cause__) in (av.error.ArgumentError, av.error.InvalidDataError)
+
+
+@pytest.mark.parametrize("read", [image_size, load_image])
+def test_postscript_is_run_by_nobody(tmp_path, monkeypatch, read):
+    """Pillow gives it to Ghostscript, if that is installed: here, a script that leaves a trace."""
+    ghostscript, trace = tmp_path / "bin/gs", tmp_path / "trace"
+    ghostscript.parent.mkdir()
+    ghostscript.write_text(f"#!/bin/sh\ntouch {trace}\n")
+    ghostscript.chmod(0o755)
+    monkeypatch.setenv("PATH", str(ghostscript.parent), prepend=":")
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)
+    Image.new("RGB", (32, 32)).save(tmp_path / "x.eps")
+    picture = (tmp_path / "x.eps").rename(tmp_path / "x.png")
+    with pytest.raises(DataError, match=r"here: .*x\.png is PostScript, a program that Ghostscript runs"):
+        read(picture, "here")
+    assert not trace.exists()
+    with pytest.raises(OSError), Image.open(picture) as opened:  # as Pillow would have
+        opened.load()
+    assert trace.exists()
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json", "processor_config.json"])
+def test_code_that_a_model_brings_is_not_run_by_its_processor(untied_folder, tmp_path, monkeypatch, file):
+    """Nor asked about, which a "y" on standard input would answer."""
+    folder = shutil.copytree(untied_folder, tmp_path / "model")
+    there = read_object(folder / file) if (folder / file).exists() else {}
+    named = {"AutoConfig": "evil.X", "AutoProcessor": "evil.X", "AutoTokenizer": ["evil.X", "evil.X"]}
+    write_object(folder / file, there | {"auto_map": named, "tokenizer_class": "X", "processor_class": "X"})
+    (folder / "evil.py").write_text("import sys\nsys.evil_was_run = True\nclass X: pass\n")
+    monkeypatch.setattr("builtins.input", lambda *question: "y")
+    try:
+        load_processor(folder)
+    except DataError as error:
+        assert "found no processor" in str(error)
+    assert not hasattr(sys, "evil_was_run")

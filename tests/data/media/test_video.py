@@ -74,7 +74,6 @@ def test_frames_that_were_sampled_already_stay(processor, encoder, read, tmp_pat
 
 @pytest.mark.parametrize("rates", [["1", None, 4], [1, None, "4.0"], ["1e0", None, "4"]])
 def test_rates_of_lists_of_frames_next_to_the_messages(encoder, read, tmp_path, rates):
-    """Each video has its own, as in a part of a content; a file has none."""
     for name in ("a.png", "b.png"):
         picture(tmp_path / name, 64, 64)
     clip(tmp_path / "c.mkv", 4)
@@ -124,7 +123,6 @@ def test_rates_that_are_none_are_refused(read, tmp_path, videos, rates, problem)
 
 
 def test_times_are_those_the_file_has(processor, tmp_path):
-    """Of a video whose frames come at uneven times, not those of a steady one of the same rate."""
     times = [0, 1, 2, 3, 50, 51, 52, 53]
     sampled = reading.sample(clip(tmp_path / "a.mkv", 8, 10, times=times), processor.video_processor, "here")
     assert np.allclose([sampled.times[0], sampled.times[-1]], [0, 5.3], atol=0.01)
@@ -165,15 +163,11 @@ def test_frames_of_several_sizes_are_refused(encoder, read, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["size", "__call__"])
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "does not decode as a video"),
-        (b"no video", "does not decode as a video"),
-        ("sound", "has no video frames, expected a video"),
-        ("empty", "no frames|does not decode as a video|has no video frames"),
-    ],
-)
+@pytest.mark.parametrize(("content", "message"), [
+    (b"", "does not decode as a video"), (b"no video", "does not decode as a video"),
+    ("sound", "has no video frames, expected a video"),
+    ("empty", "no frames|does not decode as a video|has no video frames"),
+])  # fmt: skip
 def test_what_is_no_video_is_refused(encoder, read, tmp_path, content, message, method):
     path = tmp_path / "a.mkv"
     if isinstance(content, bytes):
@@ -195,17 +189,14 @@ def test_what_is_no_video_is_refused(encoder, read, tmp_path, content, message, 
     assert str(caught.value).startswith("train.jsonl:1")
 
 
-@pytest.mark.parametrize(
-    ("part", "message"),
-    [
-        ({"video": []}, "a video of no frames, expected at least one"),
-        ({"video": ["a.png"]}, "found null as the 'sample_fps' of a list of frames"),
-        ({"video": ["a.png"], "sample_fps": 0}, "found a number as the 'sample_fps'"),
-        ({"video": 7}, "found a number under 'video', expected a path or bytes"),
-        ({"video": "a.mp4", "sample_fps": 2}, "found the keys type, video, sample_fps, expected"),
-        ({"video": "b.mp4"}, "there is no such file"),
-    ],
-)
+@pytest.mark.parametrize(("part", "message"), [
+    ({"video": []}, "a video of no frames, expected at least one"),
+    ({"video": ["a.png"]}, "found null as the 'sample_fps' of a list of frames"),
+    ({"video": ["a.png"], "sample_fps": 0}, "found a number as the 'sample_fps'"),
+    ({"video": 7}, "found a number under 'video', expected a path or bytes"),
+    ({"video": "a.mp4", "sample_fps": 2}, "found the keys type, video, sample_fps, expected"),
+    ({"video": "b.mp4"}, "there is no such file"),
+])  # fmt: skip
 def test_what_is_no_video_part_is_refused(read, tmp_path, part, message):
     picture(tmp_path / "a.png", 32, 32), (tmp_path / "a.mp4").write_bytes(b"x")
     with pytest.raises(DataError, match=message):
@@ -266,7 +257,6 @@ def test_a_kind_of_video_that_is_not_known_is_refused(processor, tmp_path):
 
 
 def test_a_video_in_an_answer_is_no_answer(processor, encoder, read, tmp_path):
-    """Neither its frames nor their times."""
     clip(tmp_path / "a.mkv", 12)
     shown = [{"type": "video", "video": "a.mkv"}, {"type": "text", "text": "There."}]
     sample = encoder(read([{"role": "user", "content": "Show."}, {"role": "assistant", "content": shown}]))

@@ -120,7 +120,6 @@ def test_other_rules_are_refused(packed, make_rows, train_file, tmp_path):
 
 
 def test_other_words_of_the_template_are_refused(packed, make_rows, processor, collator, train_file):
-    """Lengths and answers are others then, though nothing else is."""
     other = copy.deepcopy(processor)
     other.chat_template = other.chat_template.replace("<|im_start|>", "<|im_start|>Look! ")
     samples = Samples(JsonLines(train_file), SampleFilter(Encoder(other), limit=256), packed)
@@ -195,9 +194,7 @@ def test_what_is_dropped_and_cut_is_counted(make_rows, tmp_path):
         assert sorted(np.concatenate([packed[row] for row in range(len(packed))])) == [
             sample for sample, size in enumerate(sizes) if size.tokens
         ]
-    with pytest.raises(
-        DataError, match=r"train.jsonl:\d+: found a sample of \d+ tokens, expected at most 8 \(the length"
-    ):
+    with pytest.raises(DataError, match=r"train.jsonl:\d+: found a sample of \d+ tokens, expected at most 8 \(the"):
         pack(make_rows(seq_length=8)(), tmp_path / "none", workers=1)
     with pytest.raises(DataError, match="none of its samples is in a row"):
         pack(make_rows(seq_length=8, on_long="drop")(), tmp_path / "none")
@@ -235,9 +232,7 @@ def test_a_picture_that_changes_after_packing_is_refused(make_rows, tmp_path, on
     picture(path, 32, 32, seed=1)
     assert len(make()[0].samples) == 1
     picture(path, 96, 64)
-    with pytest.raises(
-        DataError, match=r"train.jsonl:1: found \d+ tokens and \d+ patches, but its row was planned for"
-    ):
+    with pytest.raises(DataError, match=r"train.jsonl:1: found \d+ tokens and \d+ patches, but its row was planned"):
         make()[0]
 
 
@@ -256,7 +251,6 @@ def test_rows_hold_no_more_than_they_may(make_rows, tmp_path):
 
 
 def assert_row_of(packed, rows, batch):
-    """A batch of one row holds the samples of one that was packed."""
     names = [sorted(map(rows.samples.file.sample_id, packed[row])) for row in range(len(packed))]
     assert sorted(batch.sample_ids) in names
 
@@ -273,12 +267,9 @@ def test_the_command_writes_what_training_reads(command, checkpoint, tmp_path, c
     assert main([*command, "--output", str(output), "--seed", "0"]) == 0
     assert f"40, of them 0 dropped and 0 cut\nrows           {len(packed)}, " in capsys.readouterr().out
     provider = Qwen3VLConversationProvider(
-        train_path=str(train_file),
-        hf_processor_path=str(checkpoint),
-        seq_length=256,
-        train_packing=str(output),
+        train_path=str(train_file), hf_processor_path=str(checkpoint), seq_length=256, train_packing=str(output),
         balance_over=2,
-    )
+    )  # fmt: skip
     provider.finalize()
     assert provider.rows("train").plan.end_of_epoch() == len(packed) == len(PackedRows(output))
     assert_row_of(packed, provider.rows("train"), next(provider.stream("train", dp_rank=1, dp_size=2)))

@@ -1,14 +1,102 @@
-"""Plans of rows: every sample once an epoch, the same rows however a plan is asked, and gone on from anywhere."""
+"""Plans of rows: best-fit packing, orders that mix sets, every sample as often an epoch as is said."""
 
+from __future__ import annotations
+
+import itertools
 import logging
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
+from fractions import Fraction
+from math import floor
 
-from qwen3vl_bridge.data import NumberedOrder, RowPlan, Size, Window
+from qwen3vl_bridge.data import NumberedOrder, RowPlan, Size, Window, best_fit
+from qwen3vl_bridge.data.packing.row_plan import MixedOrder
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+lengths_and_capacity = st.integers(1, 60).flatmap(
+    lambda capacity: st.tuples(st.lists(st.integers(1, capacity), max_size=80), st.just(capacity))
+)
+
+
+@given(lengths_and_capacity)
+def test_each_sample_is_in_one_row_and_no_row_is_too_full(case):
+    lengths, capacity = case
+    rows = best_fit(lengths, capacity)
+    assert sorted(sample for row in rows for sample in row) == list(range(len(lengths)))
+    assert all(row and sum(lengths[sample] for sample in row) <= capacity for row in rows)
+    assert rows == sorted(rows) and all(row == sorted(row) for row in rows)
+    assert rows == best_fit(lengths, capacity)
+
+
+@given(lengths_and_capacity)
+def test_rows_are_few(case):
+    """No two rows fit into one; and never fewer rows than there are tokens for."""
+    lengths, capacity = case
+    rows = best_fit(lengths, capacity)
+    assert len(rows) >= math.ceil(sum(lengths) / capacity)
+    loads = sorted(sum(lengths[sample] for sample in row) for row in rows)
+    assert all(a + b > capacity for a, b in itertools.pairwise(loads))
+
+
+@given(lengths_and_capacity, st.data())
+def test_no_row_has_too_many_patches(case, data):
+    """By tokens and by patches both; and where there are patches to spare, as if there were none."""
+    lengths, capacity = case
+    most = data.draw(st.integers(1, 60))
+    patches = data.draw(st.lists(st.integers(0, most), min_size=len(lengths), max_size=len(lengths)))
+    rows = best_fit(lengths, capacity, patches, most)
+    assert sorted(sample for row in rows for sample in row) == list(range(len(lengths)))
+    for values, bound in ((lengths, capacity), (patches, most)):
+        assert all(sum(values[sample] for sample in row) <= bound for row in rows)
+    for one, other in itertools.combinations(rows, 2):
+        both = [*one, *other]
+        assert sum(lengths[s] for s in both) > capacity or sum(patches[s] for s in both) > most
+    if most >= sum(patches):
+        small = [0] * len(lengths)
+        assert best_fit(lengths, capacity, small, most) == best_fit(lengths, capacity)
+
+
+def test_a_sample_of_too_many_patches_is_refused():
+    with pytest.raises(ValueError, match="sample 1 has 11 patches, expected at most 10"):
+        best_fit([1, 1], 10, [3, 11], 10)
+
+
+def test_the_tightest_row_is_taken():
+    assert best_fit([6, 5, 4, 3], 9) == [[0, 3], [1, 2]]
+    assert best_fit([5, 5, 4, 6], 10) == [[0, 1], [2, 3]]
+    assert best_fit([7, 5, 3], 10) == [[0, 2], [1]]
+    assert best_fit([], 10) == []
+
+
+@pytest.mark.parametrize("length", [0, 11])
+def test_a_sample_that_no_row_holds_is_refused(length):
+    with pytest.raises(ValueError, match=f"sample 1 has {length} tokens, expected 1 to 10"):
+        best_fit([10, length], 10)
+
+
+def test_many_samples_that_fill_a_tower_take_no_longer_each():
+    """Rows without patches left are not looked through: each placement compares a few numbers, however many rows."""
+    looks = 0
+
+    class Counted(int):
+        def __le__(self, other):  # what `left >= patches` asks
+            nonlocal looks
+            looks += 1
+            return int(self) <= other
+
+    seen = []
+    for count in (500, 4000):
+        looks = 0
+        rows = best_fit([100] * count, 1000, [Counted(60)] * count, 100)
+        assert len(rows) == count
+        seen.append(looks / count)
+    assert 0 < seen[0] < 100 > seen[1] > 0
+
 
 CAPACITY = 32
 
@@ -16,7 +104,6 @@ CAPACITY = 32
 def plan_of(
     lengths: Callable[[int], int] | Sequence[int], count: int, *, seed: int | None = None, **options
 ) -> RowPlan:
-    """A plan of `count` samples of these lengths."""
     length = lengths if callable(lengths) else lengths.__getitem__
     options = {"capacity": CAPACITY, **options}
     return RowPlan(lambda sample: Size(length(sample), 0, 0), NumberedOrder(count, seed), **options)
@@ -127,15 +214,107 @@ def test_the_first_epoch_says_how_full_its_rows_are(caplog):
     assert caplog.messages == ["epoch 0: 4 samples in 4 rows of 32 tokens, 62.5 % full"]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: NumberedOrder(0), "found 0 samples, expected at least 1"),
-        (lambda: plan_of([1], 1, window_size=0), "found windows of 0 samples"),
-        (lambda: plan_of(lambda _: 0, 3).row(0), "epoch 0: none of its samples is in a row"),
-        (lambda: plan_of(lambda _: 33, 3).row(0), "sample 0 has 33 tokens, expected 1 to 32"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: NumberedOrder(0), "found 0 samples, expected at least 1"),
+    (lambda: plan_of([1], 1, window_size=0), "found windows of 0 samples"),
+    (lambda: plan_of(lambda _: 0, 3).row(0), "epoch 0: none of its samples is in a row"),
+    (lambda: plan_of(lambda _: 33, 3).row(0), "sample 0 has 33 tokens, expected 1 to 32"),
+])  # fmt: skip
 def test_plans_that_cannot_be_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+ALL = 1 << 40
+
+
+@st.composite
+def mixtures(draw: st.DrawFn) -> tuple[list[int], list[Fraction], int | None]:
+    """Lengths of sets, how many samples an epoch takes of each, and a seed."""
+    lengths = draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))
+    often = st.fractions(Fraction(1, 20), 4, max_denominator=20)
+    taken = [length * draw(often) for length in lengths]
+    return (
+        lengths,
+        taken if sum(map(floor, taken)) else [Fraction(n) for n in lengths],
+        draw(st.none() | st.integers(0, 9)),
+    )
+
+
+@given(mixtures())
+@settings(deadline=None)
+def test_after_any_number_of_epochs_each_sample_was_seen_as_often_as_said(case):
+    lengths, taken, _ = case
+    order, seen = MixedOrder(*case), Counter[int]()
+    for epoch in range(5):
+        found = order.numbers(epoch, 0, ALL)
+        seen.update(found)
+        first = 0
+        for length, number in zip(lengths, taken, strict=True):
+            expected = (epoch + 1) * number / length  # times that each sample was seen
+            times = [seen[sample] for sample in range(first, first + length)]
+            assert sum(times) == floor((epoch + 1) * number)
+            assert all(floor(expected) <= one <= -(-expected.numerator // expected.denominator) for one in times)
+            if (number / length).denominator == 1:
+                assert all(Counter(found)[first + place] == number / length for place in range(length))
+            first += length
+
+
+@given(mixtures(), st.integers(0, 3), st.integers(0, 60), st.integers(1, 30))
+@settings(deadline=None)
+def test_any_place_is_found_without_those_before_it(case, epoch, start, count):
+    whole = MixedOrder(*case).numbers(epoch, 0, ALL)
+    assert MixedOrder(*case).numbers(epoch, start, count) == whole[start : start + count]
+
+
+@given(mixtures(), st.integers(0, 3))
+@settings(deadline=None)
+def test_shares_hold_in_every_stretch_of_an_epoch(case, epoch):
+    lengths, _, _ = case
+    found = MixedOrder(*case).numbers(epoch, 0, ALL)
+    sets = [number for number, length in enumerate(lengths) for _ in range(length)]
+    whole, so_far = Counter(sets[sample] for sample in found), Counter[int]()
+    for place, sample in enumerate(found, start=1):
+        so_far[sets[sample]] += 1
+        for number in range(len(lengths)):
+            assert abs(so_far[number] - place * whole[number] / len(found)) <= len(lengths) + 1
+
+
+def test_orders_are_by_the_seed_and_differ_by_epoch_and_set():
+    order = MixedOrder([20, 20], [Fraction(20), Fraction(20)], seed=3)
+    first, second = order.numbers(0, 0, ALL), order.numbers(1, 0, ALL)
+    assert sorted(first) == sorted(second) == list(range(40)) and first != second
+    of_sets = [[sample for sample in first if sample < 20], [sample - 20 for sample in first if sample >= 20]]
+    assert of_sets[0] != of_sets[1] and of_sets[0] != sorted(of_sets[0])
+    assert first == MixedOrder([20, 20], [Fraction(20), Fraction(20)], seed=3).numbers(0, 0, ALL)
+    assert first != MixedOrder([20, 20], [Fraction(20), Fraction(20)], seed=4).numbers(0, 0, ALL)
+    alternating = MixedOrder([2, 4], [Fraction(2), Fraction(4)]).numbers(0, 0, ALL)
+    assert alternating == [2, 0, 3, 4, 1, 5]
+
+
+@pytest.mark.parametrize("taken", [[Fraction(0), Fraction(2)], [Fraction(-1), Fraction(2)], [Fraction(1, 2)] * 2])
+def test_what_cannot_be_mixed_is_refused(taken):
+    with pytest.raises(ValueError, match="expected more than 0 of each and 1 of one at least"):
+        MixedOrder([4, 4], taken)
+
+
+@given(mixtures(), st.booleans(), st.integers(1, 20), st.lists(st.integers(0, 32), min_size=48, max_size=48))
+@settings(deadline=None)
+def test_rows_of_an_epoch_have_each_sample_as_often_as_its_order(case, pack, window_size, lengths):
+    """Also where a window has a sample several times; those of length 0 are in no row."""
+    order = MixedOrder(*case)
+    plan_of = lambda begin=None: RowPlan(  # noqa: E731
+        lambda sample: Size(lengths[sample], 0, 0), order, capacity=32, pack=pack, window_size=window_size, begin=begin
+    )
+    kept = [Counter(sample for sample in order.numbers(epoch, 0, ALL) if lengths[sample]) for epoch in range(3)]
+    if not all(kept):
+        return
+    plan, first = plan_of(), 0
+    for epoch in range(3):
+        end = plan_of(plan.window(first)).end_of_epoch()
+        rows = [plan.row(number) for number in range(first, end)]
+        assert Counter(sample for row in rows for sample in row) == kept[epoch]
+        assert all(sum(lengths[sample] for sample in row) <= 32 for row in rows)
+        resumed = plan_of(plan.window(end - 1))
+        assert resumed.row(end - 1) == rows[-1]
+        first = end

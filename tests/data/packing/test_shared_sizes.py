@@ -66,8 +66,6 @@ def run(*functions):
 def test_ranks_of_one_machine_and_their_workers_measure_each_conversation_once(
     train_file, checkpoint, measured, tmp_path
 ):
-    """Four ranks that read the same rows, as tensor-parallel ones do in both loops, with two workers each."""
-
     def rows_of(rank: int) -> list:
         dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=4)
         provider = Qwen3VLConversationProvider(
@@ -144,7 +142,6 @@ def test_a_process_that_dies_while_it_measures_keeps_nobody_waiting(sizes):
 
 
 def test_records(sizes, tmp_path):
-    """Unknown, dropped, large, and half written."""
     large = Size(1 << 40, 7, 1 << 60)
     sizes.keep(5, large)
     sizes.keep(2, NOTHING)
@@ -156,8 +153,6 @@ def test_records(sizes, tmp_path):
 
 
 def test_what_is_left_out_is_counted_and_named_for_all_processes(sizes, train_file, encoder, tmp_path):
-    """Four processes measure what the others have not; one line of the log has each number."""
-
     def measures():
         logger, said = logging.getLogger("qwen3vl_bridge.data.samples"), []
         logger.handlers, logger.propagate = [logging.Handler()], False

@@ -83,9 +83,7 @@ def test_samples_that_do_not_fit_are_refused(samples, collator):
 
 @pytest.mark.parametrize(("seq_length", "multiple"), [(0, 1), (10, 4), (8, 0)])
 def test_rows_that_cannot_be_are_refused(collator, seq_length, multiple):
-    with pytest.raises(
-        ValueError, match=f"a row of {seq_length} tokens does not divide into the multiples of {multiple}"
-    ):
+    with pytest.raises(ValueError, match=f"row of {seq_length} tokens does not divide .* multiples of {multiple}"):
         replace(collator, seq_length=seq_length, multiple=multiple)
 
 
@@ -111,16 +109,13 @@ def test_vision_settings_are_read_from_a_config(processor, checkpoint):
     assert settings == VisionSettings(processor.image_token_id, processor.video_token_id, 2, 36)
 
 
-@pytest.mark.parametrize(
-    ("part", "name", "message"),
-    [
-        (None, "image_token_id", r"the processor has the image_token_id \d+, but the config 7"),
-        (None, "video_token_id", r"the processor has the video_token_id \d+, but the config 7"),
-        ("vision_config", "spatial_merge_size", "the processor has the merge size 2, but the config 7"),
-        ("vision_config", "patch_size", "the processor has the patch size 16, but the config 7"),
-        ("vision_config", "temporal_patch_size", "the processor has the temporal patch size 2, but the config 7"),
-    ],
-)
+@pytest.mark.parametrize(("part", "name", "message"), [
+    (None, "image_token_id", r"the processor has the image_token_id \d+, but the config 7"),
+    (None, "video_token_id", r"the processor has the video_token_id \d+, but the config 7"),
+    ("vision_config", "spatial_merge_size", "the processor has the merge size 2, but the config 7"),
+    ("vision_config", "patch_size", "the processor has the patch size 16, but the config 7"),
+    ("vision_config", "temporal_patch_size", "the processor has the temporal patch size 2, but the config 7"),
+])  # fmt: skip
 def test_a_processor_of_another_checkpoint_is_refused(processor, checkpoint, part, name, message):
     config, folder = checkpoint
     setattr(getattr(config, part) if part else config, name, 7)

@@ -1,13 +1,35 @@
-"""Samples cut short, samples that prove bad, and which answers are trained on."""
+"""Samples cut short, samples that prove bad, limits of pictures, and which answers are trained on."""
 
+from __future__ import annotations
+
+import copy
+import io
 import re
+from pathlib import Path
 
-from qwen3vl_bridge.data import BatchStream, DataError, Encoder, JsonLines, load_processor, one_pass
+from qwen3vl_bridge import Qwen3VLConversationProvider
+from qwen3vl_bridge.data import (
+    BatchStream,
+    Conversation,
+    DataError,
+    Encoder,
+    JsonLines,
+    load_processor,
+    one_pass,
+    open_source,
+)
 from qwen3vl_bridge.data.encoding import VisionLimits
+from qwen3vl_bridge.data.questions import questions
+from qwen3vl_bridge.data.schemas.conversations import PixelLimits
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
 
 from ..conftest import picture, random_record, write
 from ..media.test_video import clip
@@ -126,7 +148,6 @@ def test_limits_are_put_on_the_processor(processor, tmp_path):
 
 
 def test_a_stream_that_met_a_bad_sample_stays_before_it(make_rows, tmp_path):
-    """Asked again it says so again; it does not go on with a position that is not its own."""
     random = np.random.default_rng(1)
     records = [random_record(tmp_path, number, random) for number in range(6)]
     path = write(tmp_path / "train.jsonl", [*records[:3], {"messages": []}, *records[3:]])
@@ -137,3 +158,239 @@ def test_a_stream_that_met_a_bad_sample_stays_before_it(make_rows, tmp_path):
         with pytest.raises(DataError, match=r"train.jsonl:4: found an empty list"):
             next(stream)
     assert stream.state_dict()["row"] == 3
+
+
+TOKEN = 32 * 32  # pixels
+ANSWER = {"role": "assistant", "content": "7"}
+sides = st.integers(min_value=1, max_value=300)
+bounds = st.one_of(st.none(), st.integers(min_value=1, max_value=100 * TOKEN))
+shown = st.lists(st.tuples(sides, sides, bounds, bounds), min_size=1, max_size=3)
+
+
+def made(sizes) -> list[bytes]:
+    files = []
+    for seed, (height, width) in enumerate(sizes):
+        file = io.BytesIO()
+        noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(file, "PNG")
+        files.append(file.getvalue())
+    return files
+
+
+@given(shown)
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_sizes_and_pixels_are_those_of_the_image_processor(processor, encoder, case):
+    """Each picture by itself with both limits, to the bit; and by its header as many tokens."""
+    reader = processor.image_processor
+    usual = reader.size["shortest_edge"], reader.size["longest_edge"]
+    files = made([(height, width) for height, width, _, _ in case])
+    own = [PixelLimits(least, most) for _, _, least, most in case]
+    parts = [{"type": "image", "image": ""} for _ in case]
+    limits = {n: limit for n, limit in enumerate(own) if limit != PixelLimits()}
+    messages = ({"role": "user", "content": parts}, ANSWER)
+    conversation = Conversation("x", messages, tuple(files), limits=limits)
+    whole = [(limit[0] or usual[0], limit[1] or usual[1]) for limit in own]
+    flat = any(max(h, w) / min(h, w) > 200 for h, w, _, _ in case)
+    if flat or any(least > most or most < TOKEN for least, most in whole):
+        for work in (encoder, encoder.size):
+            with pytest.raises(DataError, match=r"^x: (image \d: found|the processor refuses it: .*aspect)"):
+                work(conversation)
+        return
+    expected = [
+        reader(images=[Image.open(io.BytesIO(file))], min_pixels=least, max_pixels=most, return_tensors="pt")
+        for file, (least, most) in zip(files, whole, strict=True)
+    ]
+    sample, size = encoder(conversation), encoder.size(conversation)
+    assert torch.equal(sample.image_grid_thw, torch.cat([one["image_grid_thw"] for one in expected]))
+    assert torch.equal(sample.pixel_values, torch.cat([one["pixel_values"] for one in expected]))
+    tokens = int((sample.input_ids == processor.image_token_id).sum())
+    assert tokens * 4 == size.patches == len(sample.pixel_values)
+    assert size.tokens == len(sample)
+
+
+def user(*parts) -> list:
+    return [{"role": "user", "content": list(parts)}, ANSWER]
+
+
+def test_limits_are_read_from_lines_and_tables(encoder, tmp_path):
+    picture(tmp_path / "7.png", 256, 256)
+    part = {"type": "image", "image": "7.png"}
+    parts = [part, {**part, "max_pixels": 4 * TOKEN}, {**part, "min_pixels": 100 * TOKEN, "max_pixels": 100 * TOKEN}]
+    messages = [{"role": "user", "content": parts}, {**ANSWER, "content": [{"type": "text", "text": "7"}]}]
+    write(tmp_path / "train.jsonl", [{"messages": messages}])
+    pq.write_table(pa.Table.from_pylist([{"messages": messages}]), tmp_path / "train.parquet")
+    for name in ("train.jsonl", "train.parquet"):
+        conversation = open_source(tmp_path / name)[0]
+        assert all(set(part) == {"type", "image"} for part in conversation.messages[0]["content"])
+        grids = encoder(conversation).image_grid_thw
+        assert (grids.prod(-1) // 4).tolist() == [64, 4, 100]
+
+
+@pytest.mark.parametrize(("beside", "message"), [
+    ({"min_pixels": 9, "max_pixels": 8}, "found 'min_pixels' 9 beyond 'max_pixels' 8, expected it up to that"),
+    ({"max_pixels": 0}, "found 0 under 'max_pixels', expected a number of pixels up to"),
+    ({"max_pixels": -1}, "found -1 under 'max_pixels', expected a number of pixels"),
+    ({"max_pixels": 1e5}, "found 100000.0 under 'max_pixels', expected a number of pixels"),
+    ({"min_pixels": True}, "found true under 'min_pixels', expected a number of pixels"),
+    ({"min_pixels": "64"}, "found \"64\" under 'min_pixels', expected a number of pixels"),
+    ({"min_pixels": 10**12}, "found 1000000000000 under 'min_pixels', expected a number of pixels up to"),
+    ({"resized_height": 64, "resized_width": 64}, "resized_width, expected 'type' and 'image', and 'min_pixels' and"),
+])  # fmt: skip
+def test_limits_that_are_none_are_refused(read, tmp_path, beside, message):
+    picture(tmp_path / "7.png", 64, 64)
+    with pytest.raises(DataError, match=message) as caught:
+        read(user({"type": "image", "image": "7.png", **beside}))
+    assert str(caught.value).startswith("train.jsonl:1: message 1, part 1: ")
+
+
+@pytest.mark.parametrize(("beside", "message"), [
+    ({"max_pixels": 1023}, "image 2: found 'max_pixels' 1023, expected at least 1024, the pixels of one token"),
+    ({"min_pixels": 65 * TOKEN}, "image 2: found at least 66560 and at most 65536 pixels, where 'min_pixels' is"),
+])  # fmt: skip
+def test_limits_that_the_processor_cannot_keep_are_refused(encoder, read, tmp_path, beside, message):
+    picture(tmp_path / "7.png", 64, 64)
+    part = {"type": "image", "image": "7.png"}
+    conversation = read(user(part, {**part, **beside}))
+    for work in (encoder, encoder.size):
+        with pytest.raises(DataError, match=f"^train.jsonl:1: {message}"):
+            work(conversation)
+
+
+@pytest.mark.parametrize("key", ["min_pixels", "total_pixels", "fps", "nframes", "resized_height", "video_start"])
+def test_limits_of_one_video_are_refused(read, key):
+    with pytest.raises(DataError, match=rf"part 1: found the keys type, video, {key}, .* all videos, in"):
+        read(user({"type": "video", "video": "7.mkv", key: 4}))
+
+
+END = "<|im_end|>"
+THINKING = Path(__file__).with_name("thinking_template.jinja").read_text(encoding="utf-8")
+ASK, SEVEN = {"role": "user", "content": "Which?"}, {"role": "assistant", "content": "Seven."}
+turns = st.lists(st.tuples(st.booleans(), st.sampled_from([None, True, False])), min_size=1, max_size=5)
+
+
+@pytest.fixture(scope="module")
+def templates(processor):
+    other = copy.copy(processor)
+    other.chat_template = THINKING
+    return processor, other
+
+
+def trained(encoder: Encoder, conversation: Conversation) -> str:
+    sample = encoder(conversation)
+    return encoder.processor.tokenizer.decode(sample.labels[sample.loss_mask.bool()])
+
+
+@given(turns, st.sampled_from(["all", "last"]), st.booleans())
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_a_message_says_goes_before_the_setting(templates, case, answers, thinks):
+    """Under a template that writes thinking, too; answers follow one another, or a question."""
+    messages, says = [{"role": "system", "content": "Be brief."}, ASK], {}
+    for number, (asks, said) in enumerate(case):
+        if asks and number:
+            messages.append(ASK)
+        if said is not None:
+            says[len(messages)] = said
+        messages.append({"role": "assistant", "content": f"answer {number}"})
+    found = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    expected = [n for n in found if says.get(n, answers == "all" or n == found[-1])]
+    conversation = Conversation("train.jsonl:1", tuple(messages), losses=says)
+    encoder = Encoder(templates[thinks], answers)
+    if not expected:
+        for work in (encoder, encoder.size):
+            with pytest.raises(DataError, match=f"train.jsonl:1: found no answer to train on with answers='{answers}'"):
+                work(conversation)
+        return
+    assert trained(encoder, conversation) == "".join(messages[n]["content"] + END for n in expected)
+    silent = Conversation("train.jsonl:1", tuple(messages))
+    assert encoder(conversation).input_ids.tolist() == encoder(silent).input_ids.tolist()
+    assert encoder.size(conversation) == encoder.size(silent)
+
+
+@pytest.mark.parametrize(("key", "yes", "no"), [("loss", True, False), ("weight", 1, 0), ("weight", 1.0, 0.0)])
+def test_both_spellings_are_read_from_lines_and_tables(encoder, tmp_path, key, yes, no):
+    messages = [
+        {**ASK, key: no}, {**SEVEN, "content": "Six.", key: no}, {**ASK, key: None}, {**SEVEN, key: yes}, ASK,
+        SEVEN,
+    ]  # fmt: skip
+    write(tmp_path / "train.jsonl", [{"messages": messages}])
+    pq.write_table(pa.Table.from_pylist([{"messages": messages}]), tmp_path / "train.parquet")
+    for name in ("train.jsonl", "train.parquet"):
+        conversation = open_source(tmp_path / name)[0]
+        assert conversation.losses == {1: False, 3: True}
+        # No template sees them.
+        assert all(set(message) == {"role", "content"} for message in conversation.messages)
+        assert trained(encoder, conversation) == f"Seven.{END}" * 2
+
+
+def test_reasoning_of_an_answer_left_out_is_left_out_too(templates):
+    thought = {**SEVEN, "reasoning_content": "A bar."}
+    call = {**thought, "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+    messages = (ASK, call, {"role": "tool", "content": "A bar."}, thought)
+    without = Conversation("train.jsonl:1", messages, losses={1: False})
+    assert trained(Encoder(templates[1]), without) == f"A bar.\n</think>\n\nSeven.{END}"
+
+
+@pytest.mark.parametrize(("message", "problem"), [
+    ({**SEVEN, "loss": 1}, "message 2: found 1 under 'loss', expected true or false"),
+    ({**SEVEN, "loss": "false"}, "found \"false\" under 'loss', expected true or false"),
+    ({**SEVEN, "weight": True}, "found true under 'weight', expected 0 or 1"),
+    ({**SEVEN, "weight": 0.5}, "found 0.5 under 'weight', expected 0 or 1"),
+    ({**SEVEN, "weight": []}, r"found \[\] under 'weight', expected 0 or 1"),
+    ({**SEVEN, "weight": 1, "loss": True}, "found both 'loss' and 'weight', expected one of them"),
+    ({**ASK, "loss": True}, "found 'loss' on a message of the role 'user', expected it on the assistant's: only an"),
+    ({"role": "system", "content": "a", "weight": 1}, "found 'weight' on a message of the role 'system', expected"),
+    ({"role": "tool", "content": "a", "loss": True}, "found 'loss' on a message of the role 'tool', expected it"),
+])  # fmt: skip
+def test_what_says_nothing_clear_is_refused(read, message, problem):
+    with pytest.raises(DataError, match=problem) as caught:
+        read([ASK, message, SEVEN])
+    assert str(caught.value).startswith("train.jsonl:1: message 2: ")
+
+
+def test_a_cut_that_leaves_only_answers_without_loss_is_refused(encoder):
+    conversation = Conversation("train.jsonl:1", (ASK, SEVEN, ASK, SEVEN), losses={1: False})
+    tokens = encoder.size(conversation).tokens
+    for work in (encoder, encoder.size):
+        with pytest.raises(DataError, match="and no answer among the first"):
+            work(conversation, tokens // 2 + 1)
+
+
+def test_questions_are_asked_whatever_is_trained_on(tmp_path, checkpoint, processor):
+    messages = [ASK, {**SEVEN, "loss": True}, ASK, {**SEVEN, "content": "Eight.", "loss": False}]
+    path = write(tmp_path / "train.jsonl", [{"messages": messages}])
+    rows = Qwen3VLConversationProvider(train_path=str(path), hf_processor_path=str(checkpoint), seq_length=64)
+    (question,) = questions(open_source(path), rows, 1)
+    asked = processor.tokenizer.decode(question.prompt.input_ids)
+    assert asked.endswith(f"Seven.{END}\n<|im_start|>user\nWhich?{END}\n<|im_start|>assistant\n")
+    assert question.answer == "Eight."
+
+
+def test_reasoning_is_no_part_of_an_answer(tmp_path, checkpoint, templates):
+    for name, template in (("plain", templates[0]), ("thinking", templates[1])):
+        (tmp_path / name).mkdir()
+        for file in checkpoint.iterdir():
+            (tmp_path / name / file.name).write_bytes(file.read_bytes())
+        template.save_pretrained(tmp_path / name)
+    inside = {**SEVEN, "content": "<think>\nA bar.\n</think>\n\nSeven."}
+    records = [SEVEN, inside, {**SEVEN, "reasoning_content": "A bar."}]
+
+    def asked(template: str, answers: list[dict], **settings):
+        path = write(tmp_path / "train.jsonl", [{"messages": [ASK, answer]} for answer in answers])
+        rows = Qwen3VLConversationProvider(
+            train_path=str(path), hf_processor_path=str(tmp_path / template), seq_length=64, **settings
+        )
+        return questions(open_source(path), rows, 9)
+
+    found = asked("thinking", records)
+    assert [(question.answer.strip(), question.thinks) for question in found] == [
+        *(("Seven.", False), ("Seven.", True), ("Seven.", True))
+    ]
+    assert [question.answer.strip() for question in asked("plain", records[:2])] == ["Seven."] * 2
+    (prompted,) = asked("thinking", [SEVEN], empty_thinking="train")
+    assert prompted.thinks
+    plain, _, thinks = found
+    assert (
+        plain.answer_in("Seven.") == "Seven." and plain.answer_in("<think>\nHm.</think>\n\nSeven.").strip() == "Seven."
+    )
+    assert thinks.answer_in("A bar.\n</think>\n\nSeven.").strip() == "Seven."
+    assert thinks.answer_in("Seven. It may be seven.") == ""  # it has not answered yet

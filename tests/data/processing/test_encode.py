@@ -181,7 +181,6 @@ spoken = st.tuples(starts, st.sampled_from(["", "Seven.", "7", "{", "é", "中�
 
 @pytest.fixture(scope="module")
 def joining_encoders(joining):
-    """By template and what is trained on."""
     found = {}
     for name in TEMPLATES:
         other = copy.copy(joining)
@@ -268,7 +267,6 @@ def test_every_answer_follows_its_prompt_or_the_sample_is_refused(joining_encode
 
 
 def test_a_prompt_that_ends_in_a_space_leaves_its_answer_the_first_word(processor):
-    """The tokenizer would join both."""
     other, ask, answer = (
         copy.copy(processor),
         {"role": "user", "content": "Hi"},
@@ -286,7 +284,6 @@ def test_a_prompt_that_ends_in_a_space_leaves_its_answer_the_first_word(processo
 
 
 def test_white_space_between_turns_by_hand(joining_encoders):
-    """The second of two answers; the remedies of the refusal work."""
     encoder = joining_encoders["released_template"]
     ask, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "\n\nSeven."}
     messages = (ask, {**answer, "content": "Six."}, ask, answer, ask, {**answer, "content": "Eight."})
@@ -308,30 +305,27 @@ TURN = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        # Thinks first, in the prompt alone.
-        (
-            f"{{% for m in messages %}}{TURN}{{% endfor %}}"
-            "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}",
-            r"(?s)message 2: the chat template renders the prompt to generate it as .*<think>.*, but it as .*Seven",
-        ),
-        # Leaves out all answers but the last.
-        (
-            "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}"
-            + TURN
-            + "{% endif %}{% endfor %}"
-            + PROMPT,
-            r"(?s)message 2: the chat template renders it by itself as .*Seven.*, but it with what follows as .*user",
-        ),
-        # Does not close a turn.
-        (
-            "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '\n' }}{% endfor %}" + PROMPT,
-            "message 2: the answer ends in .*Seven.*, expected a token that closes the turn",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("template", "message"), [
+    # Thinks first, in the prompt alone.
+    (
+        f"{{% for m in messages %}}{TURN}{{% endfor %}}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}",
+        r"(?s)message 2: the chat template renders the prompt to generate it as .*<think>.*, but it as .*Seven",
+    ),
+    # Leaves out all answers but the last.
+    (
+        "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}"
+        + TURN
+        + "{% endif %}{% endfor %}"
+        + PROMPT,
+        r"(?s)message 2: the chat template renders it by itself as .*Seven.*, but it with what follows as .*user",
+    ),
+    # Does not close a turn.
+    (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '\n' }}{% endfor %}" + PROMPT,
+        "message 2: the answer ends in .*Seven.*, expected a token that closes the turn",
+    ),
+])  # fmt: skip
 def test_templates_with_no_place_to_hold_on_to_are_refused(processor, read, template, message):
     other = copy.copy(processor)
     other.chat_template = template
@@ -364,7 +358,6 @@ def test_a_picture_that_the_processor_refuses_is_named(encoder, read, tmp_path):
 
 @pytest.mark.parametrize("role", ["user", "assistant"])
 def test_text_that_is_no_unicode_is_refused(encoder, read, role):
-    """JSON can spell half a surrogate pair."""
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     messages[role == "assistant"]["content"] = "a\ud800"
     for work in (encoder, encoder.size):

@@ -1,9 +1,11 @@
-"""The tokenizer's backend without what transformers wraps around it: the same tokens, in the same places."""
+"""Processors and tokenizers: loaded or refused; the backend's tokens are those of transformers."""
+
+from __future__ import annotations
 
 import copy
 
-from qwen3vl_bridge.data import Conversation, Encoder
-from qwen3vl_bridge.data.encoding import _backend_of, ids_and_starts, ids_of
+from qwen3vl_bridge.data import Conversation, DataError, Encoder, load_processor
+from qwen3vl_bridge.data.encoding import _backend_of, check_processor, ids_and_starts, ids_of
 
 import pytest
 import torch
@@ -14,18 +16,38 @@ from transformers import PreTrainedTokenizerFast
 
 from .test_encode import TEXTS
 
+
+def test_processors_are_loaded_and_checked(processor, tmp_path):
+    processor.save_pretrained(tmp_path / "whole")
+    assert load_processor(tmp_path / "whole").image_token_id == processor.image_token_id
+    with pytest.raises(DataError, match="nowhere: found no processor"):
+        load_processor(tmp_path / "nowhere")
+    processor.tokenizer.save_pretrained(tmp_path / "text")
+    with pytest.raises(DataError, match="text: found no processor"):
+        load_processor(tmp_path / "text")
+    other = copy.copy(processor)
+    other.chat_template = None
+    other.save_pretrained(tmp_path / "silent")
+    with pytest.raises(DataError, match="silent: found no chat template"):
+        load_processor(tmp_path / "silent")
+
+
+def test_a_processor_without_an_id_for_pictures_is_refused(processor):
+    other = copy.copy(processor)
+    other.image_token_id = None
+    with pytest.raises(DataError, match=r"here: image_token '<\|image_pad\|>' has the id None, expected one"):
+        check_processor(other, "here")
+    other.image_token_id = processor.video_token_id
+    with pytest.raises(DataError, match="has the id"):
+        check_processor(other, "here")
+    with pytest.raises(DataError, match="here: found Qwen2Tokenizer, expected a Qwen3VLProcessor with a fast"):
+        check_processor(processor.tokenizer, "here")
+
+
 SPECIAL = (
-    "<|image_pad|>",
-    "<|video_pad|>",
-    "<tool_call>",
-    "</think>",
-    "<|im_end",
-    "|>",
-    "<1.5 seconds>",
-    "👩‍👩‍👧",
-    "ﬁ",
+    "<|image_pad|>", "<|video_pad|>", "<tool_call>", "</think>", "<|im_end", "|>", "<1.5 seconds>", "👩‍👩‍👧", "ﬁ",
     "中文",
-)
+)  # fmt: skip
 texts = st.lists(st.sampled_from(TEXTS + SPECIAL) | st.text(max_size=8), min_size=1, max_size=12).map("".join)
 
 
@@ -78,7 +100,6 @@ def test_a_tokenizer_that_was_set_otherwise_gives_what_transformers_makes_of_it(
 
 
 def test_the_beginning_of_a_conversation_is_marked_once(processor):
-    """By a tokenizer that marks it, though prompt and answers are tokenized one by one."""
     other, begin = copy.copy(processor), "<|endoftext|>"
     other.tokenizer = copy.deepcopy(processor.tokenizer)
     other.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(

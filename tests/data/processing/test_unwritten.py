@@ -35,13 +35,9 @@ HAVE = {
     "a tool's answer": ((ASK, ANSWER, TOLD, ANSWER), None),
 }
 WHERE = {
-    "tools": "1",
-    "a system prompt": "1: message 1",
-    "a system prompt after the first message": "1: message 3",
-    "reasoning_content": "1: message 2",
-    "tool_calls": "1: message 2",
-    "a tool's answer": "1: message 3",
-}
+    "tools": "1", "a system prompt": "1: message 1", "a system prompt after the first message": "1: message 3",
+    "reasoning_content": "1: message 2", "tool_calls": "1: message 2", "a tool's answer": "1: message 3",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -60,25 +56,19 @@ def having(what: str) -> Conversation:
     return Conversation("train.jsonl:1", messages, tools=tools)
 
 
-@pytest.mark.parametrize(
-    ("template", "left_out"),
-    [
-        (PLAIN, {"tools", "reasoning_content", "tool_calls"}),
-        (NAMING, {"tools", "reasoning_content", "tool_calls"}),
-        (ROLES, set(HAVE)),
-        ("released_template.jinja", {"reasoning_content", "a system prompt after the first message"}),
-        ("released_thinking_template.jinja", {"a system prompt after the first message"}),
-        ("{{ tools | tojson if tools else '' }}" + PLAIN, {"reasoning_content", "tool_calls"}),
-    ],
-)
+@pytest.mark.parametrize(("template", "left_out"), [
+    (PLAIN, {"tools", "reasoning_content", "tool_calls"}), (NAMING, {"tools", "reasoning_content", "tool_calls"}),
+    (ROLES, set(HAVE)),
+    ("released_template.jinja", {"reasoning_content", "a system prompt after the first message"}),
+    ("released_thinking_template.jinja", {"a system prompt after the first message"}),
+    ("{{ tools | tojson if tools else '' }}" + PLAIN, {"reasoning_content", "tool_calls"}),
+])  # fmt: skip
 def test_what_a_template_leaves_out_is_refused(encoder_with, template, left_out):
     encoder = encoder_with(template)
     for what in HAVE:
         for work in (encoder, encoder.size, pickle.loads(pickle.dumps(encoder)).size):
             if what in left_out:
-                with pytest.raises(
-                    DataError, match=rf"^train.jsonl:{WHERE[what]}: found {what}, which the chat template does not wr"
-                ):
+                with pytest.raises(DataError, match=rf"^train.jsonl:{WHERE[what]}: found {what}, which the chat"):
                     work(having(what))
             else:
                 work(having(what))
@@ -89,7 +79,6 @@ def test_what_a_template_leaves_out_is_refused(encoder_with, template, left_out)
 
 
 def test_a_template_that_refuses_says_so_itself(encoder_with):
-    """As the demo's does a role that it does not know."""
     picky = PLAIN.replace(TURN, "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + TURN)
     with pytest.raises(DataError, match="the chat template refuses it: no tools"):
         encoder_with(picky)(having("a tool's answer"))
@@ -127,14 +116,10 @@ BESIDE = (HERE / SPLITTING[1]).read_text(encoding="utf-8").replace("elif '</thin
 BESIDE = BESIDE.replace("if loop.index0 > question.last", "if true")
 assert BESIDE.count("elif false") == BESIDE.count("if true") == 1
 STRAY = (
-    "Put it inside <think> and </think> tags, then answer.",
-    "Let me see. <think>\nTwo.\n</think>\n\n4",
-    "Two.</think>4",
-    "Close it:\n```\n</think>\n```\nDone.",
-    "<think>\nA <think> in it.\n</think>\n\n4",
-    "<think>\nTwo.\n</think>\n\nNo </think> here.",
-    "</think>",
-)
+    "Put it inside <think> and </think> tags, then answer.", "Let me see. <think>\nTwo.\n</think>\n\n4",
+    "Two.</think>4", "Close it:\n```\n</think>\n```\nDone.", "<think>\nA <think> in it.\n</think>\n\n4",
+    "<think>\nTwo.\n</think>\n\nNo </think> here.", "</think>",
+)  # fmt: skip
 
 
 def said(message: dict, at: int = -1, **beside) -> Conversation:
@@ -155,7 +140,6 @@ def trained(encoder: Encoder, conversation: Conversation) -> str:
     ("text", "at"), [*((text, 3) for text in STRAY), *((text, 1) for text in STRAY if " <think> in" not in text)]
 )
 def test_text_that_a_template_drops_at_think_tags_is_refused(encoder_with, template, text, at):
-    """As the last answer and an earlier one, in parts, and with a call behind it; the remedy works."""
     encoder, problem = encoder_with(template), rf"^train.jsonl:1: message {at + 1}: .* whole; put reasoning under 'reas"
     parts = [{"type": "text", "text": text[:7]}, {"type": "text", "text": text[7:]}]
     call = {"tool_calls": CALL["tool_calls"]}
@@ -178,10 +162,9 @@ def test_think_tags_are_text_to_a_template_without_thinking(encoder_with, text):
 
 
 @pytest.mark.parametrize("template", SPLITTING)
-@pytest.mark.parametrize(
-    "text",
-    ["<think>\nTwo.\n</think>\n\n4", "<think>Two.</think>4", "\n<think>\n\nTwo.\n\n</think>\n4", "Two.\n</think>\n\n4"],
-)
+@pytest.mark.parametrize("text", [
+    "<think>\nTwo.\n</think>\n\n4", "<think>Two.</think>4", "\n<think>\n\nTwo.\n\n</think>\n4", "Two.\n</think>\n\n4",
+])  # fmt: skip
 def test_thinking_in_the_text_is_read_as_beside_it(encoder_with, template, text):
     """In whatever white space; without its opening tag, which is the prompt's, only as the model writes it."""
     encoder, opened = encoder_with(template), "<think>" in text
@@ -196,7 +179,6 @@ def test_thinking_in_the_text_is_read_as_beside_it(encoder_with, template, text)
 
 @pytest.mark.parametrize("template", SPLITTING)
 def test_thinking_in_the_text_is_read_around_pictures(encoder_with, tmp_path, template):
-    """Which templates write in an answer, too; text that they drop is refused there as well."""
     image, seen = picture(tmp_path / "7.png", 32, 32), {"type": "image", "image": ""}
     for dropped in (False, True):
         first = {"type": "text", "text": "<think>\nTwo.\n</think>\n\n" + "No </think> here. " * dropped + "See "}
@@ -216,9 +198,7 @@ def test_thinking_in_the_text_is_refused_where_a_template_reads_it_as_text(encod
         for at in (1, 3):
             with pytest.raises(DataError, match=rf"message {at + 1}: found '4' in the answer, .* 'reasoning_content'"):
                 encoder(said({**ANSWER, "content": "<think>\n\n</think>\n\n4"}, at))
-        with pytest.raises(
-            DataError, match=r"message 4: found 'Two\.' in the answer, .* put reasoning under 'reasoning_"
-        ):
+        with pytest.raises(DataError, match=r"message 4: found 'Two\.' in the answer, .*under 'reasoning_content'"):
             encoder(said({**ANSWER, "content": "<think>\nTwo.\n</think>\n\n4"}))
         for text in (text for text in STRAY if not text.startswith("<think>")):
             assert trained(encoder, said({**ANSWER, "content": text})) == before + text + END
@@ -227,9 +207,7 @@ def test_thinking_in_the_text_is_refused_where_a_template_reads_it_as_text(encod
 @pytest.mark.parametrize("changed", ["m.content.split('</think>')[-1]", "m.content | upper", "m.content[:4]"])
 def test_a_template_without_thinking_that_changes_answers_is_refused(encoder_with, changed):
     encoder, text = encoder_with(PLAIN.replace("m.content", changed)), "<think>\nTwo.\n</think>\n\n4"
-    with pytest.raises(
-        DataError, match=r"message 4: found .* in the answer, .* give the checkpoint another chat templ"
-    ):
+    with pytest.raises(DataError, match=r"message 4: found .* in the answer, .* give the checkpoint another chat"):
         encoder(said({**ANSWER, "content": text}))
 
 

@@ -1,43 +1,40 @@
-"""Records as well-known data sets publish them: each is read as it is, or with one setting.
-
-The columns are those of the published files, with values written here. Where a set is published as Parquet, so is it
-here, with pictures as Hugging Face's `datasets` stores them.
-"""
+"""Records as well-known data sets publish them: read as they are, with one setting, or by the name of their schema."""
 
 from __future__ import annotations
 
 import base64
+import io
 import json
+import pickle
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qwen3vl_bridge.data import Columns, DataError, open_source
+import qwen3vl_bridge
+from qwen3vl_bridge.cli.data import main
+from qwen3vl_bridge.data import Columns, DataError, PackedRows, StreamedDataset, open_source
+from qwen3vl_bridge.data.schemas.conversations import conversation_of
+from qwen3vl_bridge.data.schemas.record_schemas import SCHEMAS, named_schema
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.bridge.data.sources import hf_adapters
+from megatron.bridge.data.token_utils import json2token
+from PIL import Image
 
-from tests.receipts import receipt
+from tests.receipts import receipt, receipts, write_receipts
 
-from ..conftest import picture
+from ..conftest import picture, write
 from ..media.test_video import clip
 
 IMAGE = object()  # a picture, as the file holds it
 
 
 class Published(NamedTuple):
-    """A data set's format.
-
-    Attributes:
-        name: of the data set.
-        ending: of its files.
-        record: one of them.
-        question: what is asked first, with "[image]" for a picture.
-        answer: what is answered last.
-        columns: the setting, if it needs it.
-        schema_adapter: likewise.
-    """
-
     name: str
     ending: str
     record: dict[str, Any]
@@ -51,200 +48,72 @@ def turns(question: str, answer: str) -> list[dict[str, str]]:
     return [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
 
 
+# fmt: off
 FORMATS = [
-    Published(
-        "liuhaotian/LLaVA-Instruct-150K",
-        "json",
+    Published("liuhaotian/LLaVA-Instruct-150K", "json",
         {"id": "000000033471", "image": "000000033471.png", "conversations": turns("<image>\nWhich?", "A bus.")},
-        "[image]\nWhich?",
-        "A bus.",
-    ),
-    Published(  # its text-only records have no image
-        "liuhaotian/llava_v1_5_mix665k",
-        "json",
-        {"id": "wgByO4Y_0", "model": "", "conversations": turns("Write a tag.", "<b>")},
-        "Write a tag.",
-        "<b>",
-    ),
-    Published(
-        "liuhaotian/llava_v1_5_mix665k",
-        "json",
+        "[image]\nWhich?", "A bus."),
+    # its text-only records have no image
+    Published("liuhaotian/llava_v1_5_mix665k", "json",
+        {"id": "wgByO4Y_0", "model": "", "conversations": turns("Write a tag.", "<b>")}, "Write a tag.", "<b>"),
+    Published("liuhaotian/llava_v1_5_mix665k", "json",
         {"id": "33471", "image": "coco/train2017/33471.png", "conversations": turns("<image>\nWhich?", "A bus.")},
-        "[image]\nWhich?",
-        "A bus.",
-    ),
-    Published(
-        "Lin-Chen/ShareGPT4V",
-        "json",
+        "[image]\nWhich?", "A bus."),
+    Published("Lin-Chen/ShareGPT4V", "json",
         {"id": "sa_545504", "image": "sam/sa_545504.png", "conversations": turns("Describe.\n<image>", "A barn.")},
-        "Describe.\n[image]",
-        "A barn.",
-    ),
-    Published(
-        "lmms-lab/LLaVA-OneVision-Data",
-        "parquet",
+        "Describe.\n[image]", "A barn."),
+    Published("lmms-lab/LLaVA-OneVision-Data", "parquet",
         {"id": "a7.png", "image": IMAGE, "conversations": turns("<image>\nWhich?", "Two."), "data_source": "geo170k"},
-        "[image]\nWhich?",
-        "Two.",
-    ),
-    Published(
-        "HuggingFaceM4/the_cauldron",
-        "parquet",
+        "[image]\nWhich?", "Two."),
+    Published("HuggingFaceM4/the_cauldron", "parquet",
         {"images": [IMAGE, IMAGE], "texts": [{"user": "Same?", "assistant": "No.", "source": "nlvr2"}]},
-        "[image][image]Same?",
-        "No.",
-    ),
-    Published(
-        "HuggingFaceM4/FineVision",
-        "parquet",
-        {
-            "images": [IMAGE],
-            "texts": [{"user": "Which?", "assistant": "A."}, {"user": "Why?", "assistant": "So."}],
-            "source": "ai2d",
-            "relevance_ratings": [5, 4],
-            "relevance_min": 4,
-            "image_correspondence_ratings": [5, 5],
-            "image_correspondence_min": 5,
-            "visual_dependency_ratings": [4, 2],
-            "visual_dependency_min": 2,
-            "formatting_ratings": [5, 3],
-            "formatting_min": 3,
-        },
-        "[image]Which?",
-        "So.",
-    ),
-    Published(
-        "derek-thomas/ScienceQA",
-        "parquet",
-        {
-            "image": IMAGE,
-            "question": "Which?",
-            "choices": ["north", "south"],
-            "answer": 1,
-            "hint": "A map.",
-            "task": "closed choice",
-            "grade": "grade2",
-            "subject": "social science",
-            "topic": "geography",
-            "category": "Geography",
-            "skill": "Read a map",
-            "lecture": "Maps have ...",
-            "solution": "Look.",
-        },
-        "[image]A map.\nWhich?\nA. north\nB. south",
-        "B",
-        {"question": "{hint}\n{question}\n{choices:letters}", "answer": "{answer:letter}"},
-    ),
-    Published(
-        "HuggingFaceM4/ChartQA",
-        "parquet",
+        "[image][image]Same?", "No."),
+    Published("HuggingFaceM4/FineVision", "parquet",
+        {"images": [IMAGE], "texts": [{"user": "Which?", "assistant": "A."}, {"user": "Why?", "assistant": "So."}],
+         "source": "ai2d", "relevance_ratings": [5, 4], "relevance_min": 4, "image_correspondence_ratings": [5, 5],
+         "image_correspondence_min": 5, "visual_dependency_ratings": [4, 2], "visual_dependency_min": 2,
+         "formatting_ratings": [5, 3], "formatting_min": 3}, "[image]Which?", "So."),
+    Published("derek-thomas/ScienceQA", "parquet",
+        {"image": IMAGE, "question": "Which?", "choices": ["north", "south"], "answer": 1, "hint": "A map.",
+         "task": "closed choice", "grade": "grade2", "subject": "social science", "topic": "geography",
+         "category": "Geography", "skill": "Read a map", "lecture": "Maps have ...", "solution": "Look."},
+        "[image]A map.\nWhich?\nA. north\nB. south", "B",
+        {"question": "{hint}\n{question}\n{choices:letters}", "answer": "{answer:letter}"}),
+    Published("HuggingFaceM4/ChartQA", "parquet",
         {"image": IMAGE, "query": "How many?", "label": ["14"], "human_or_machine": 0},
-        "[image]How many?\nAnswer briefly.",
-        "14",
-        {"question": r"{query}\nAnswer briefly.", "answer": "{label[0]}"},
-    ),
-    Published(
-        "lmms-lab/DocVQA",
-        "parquet",
-        {
-            "questionId": "337",
-            "question": "What date?",
-            "question_types": ["handwritten"],
-            "image": IMAGE,
-            "docId": 279,
-            "ucsf_document_id": "xnbl0037",
-            "ucsf_document_page_no": "1",
-            "data_split": "val",
-            "answers": ["1/8/93", "1/8/1993"],
-        },
-        "[image]What date?",
-        "1/8/93",
-        {"answer": "{answers[0]}"},
-    ),
-    Published(
-        "lmms-lab/textvqa",
-        "parquet",
-        {
-            "image_id": "0054c91397f2fe05",
-            "question_id": 0,
-            "question": "What brand?",
-            "image": IMAGE,
-            "question_tokens": ["what", "brand"],
-            "image_width": 1024,
-            "image_height": 730,
-            "set_name": "train",
-            "flickr_original_url": "https://farm6.staticflickr.com/1.jpg",
-            "image_classes": ["Camera"],
-            "flickr_300k_url": "https://c4.staticflickr.com/2.jpg",
-            "answers": ["nokia", "nokia"],
-        },
-        "[image]What brand?",
-        "nokia",
-        {"answer": "{answers[0]}"},
-    ),
-    Published(
-        "HuggingFaceM4/VQAv2",
-        "parquet",
-        {
-            "question_type": "what is",
-            "multiple_choice_answer": "net",
-            "image_id": 458752,
-            "image": IMAGE,
-            "answer_type": "other",
-            "question_id": 458752000,
-            "question": "What is behind?",
-            "answers": [{"answer": "fence", "answer_confidence": "yes", "answer_id": 1}],
-        },
-        "[image]What is behind?",
-        "net",
-        {"answer": "multiple_choice_answer"},
-    ),
-    Published(
-        "lmms-lab/OK-VQA",
-        "parquet",
-        {
-            "question_id": "2971475",
-            "image": IMAGE,
-            "question": "What sport?",
-            "answers": ["race", "race", "motocross"],
-            "question_type": "one",
-            "answer_type": "other",
-        },
-        "[image]What sport?",
-        "race",
-        {"answer": "{answers[0]}"},
-    ),
-    Published(
-        "hiyouga/geometry3k",
-        "parquet",
+        "[image]How many?\nAnswer briefly.", "14", {"question": r"{query}\nAnswer briefly.", "answer": "{label[0]}"}),
+    Published("lmms-lab/DocVQA", "parquet",
+        {"questionId": "337", "question": "What date?", "question_types": ["handwritten"], "image": IMAGE,
+         "docId": 279, "ucsf_document_id": "xnbl0037", "ucsf_document_page_no": "1", "data_split": "val",
+         "answers": ["1/8/93", "1/8/1993"]}, "[image]What date?", "1/8/93", {"answer": "{answers[0]}"}),
+    Published("lmms-lab/textvqa", "parquet",
+        {"image_id": "0054c91397f2fe05", "question_id": 0, "question": "What brand?", "image": IMAGE,
+         "question_tokens": ["what", "brand"], "image_width": 1024, "image_height": 730, "set_name": "train",
+         "flickr_original_url": "https://farm6.staticflickr.com/1.jpg", "image_classes": ["Camera"],
+         "flickr_300k_url": "https://c4.staticflickr.com/2.jpg", "answers": ["nokia", "nokia"]},
+        "[image]What brand?", "nokia", {"answer": "{answers[0]}"}),
+    Published("HuggingFaceM4/VQAv2", "parquet",
+        {"question_type": "what is", "multiple_choice_answer": "net", "image_id": 458752, "image": IMAGE,
+         "answer_type": "other", "question_id": 458752000, "question": "What is behind?",
+         "answers": [{"answer": "fence", "answer_confidence": "yes", "answer_id": 1}]},
+        "[image]What is behind?", "net", {"answer": "multiple_choice_answer"}),
+    Published("lmms-lab/OK-VQA", "parquet",
+        {"question_id": "2971475", "image": IMAGE, "question": "What sport?", "answers": ["race", "race", "motocross"],
+         "question_type": "one", "answer_type": "other"}, "[image]What sport?", "race", {"answer": "{answers[0]}"}),
+    Published("hiyouga/geometry3k", "parquet",
         {"images": [IMAGE], "problem": "<image>Find x.", "answer": "3"},
-        "[image]Find x.",
-        "3",
-        {"question": "problem"},
-    ),
-    Published(  # "text" is a prompt of all three, which is not read
-        "tatsu-lab/alpaca",
-        "parquet",
+        "[image]Find x.", "3", {"question": "problem"}),
+    # "text" is a prompt of all three, which is not read
+    Published("tatsu-lab/alpaca", "parquet",
         {"instruction": "Add.", "input": "3 and 4", "output": "Seven.", "text": "Below is ...\n### Response:\nSeven."},
-        "Add.\n3 and 4",
-        "Seven.",
-    ),
-    Published(  # its "<image>" is the video
-        "lmms-lab/LLaVA-Video-178K",
-        "json",
-        {
-            "id": "2440175990",
-            "conversations": turns("<image>\nWhat is shown?", "A dog."),
-            "data_source": "0_30_s_nextqa",
-            "video": "NextQA/0/2440175990.mkv",
-        },
-        "[video]What is shown?",
-        "A dog.",
-        schema_adapter="llava_video_178k",
-    ),
-    Published(  # parts say by their index which picture they are
-        "HuggingFaceH4/llava-instruct-mix-vsft",
-        "parquet",
+        "Add.\n3 and 4", "Seven."),
+    # its "<image>" is the video
+    Published("lmms-lab/LLaVA-Video-178K", "json",
+        {"id": "2440175990", "conversations": turns("<image>\nWhat is shown?", "A dog."),
+         "data_source": "0_30_s_nextqa", "video": "NextQA/0/2440175990.mkv"},
+        "[video]What is shown?", "A dog.", schema_adapter="llava_video_178k"),
+    # parts say by their index which picture they are
+    Published("HuggingFaceH4/llava-instruct-mix-vsft", "parquet",
         {
             "messages": [
                 {
@@ -257,77 +126,34 @@ FORMATS = [
                 {"role": "assistant", "content": [{"index": None, "text": "A bus.", "type": "text"}]},
             ],
             "images": [IMAGE],
-        },
-        "Which?\n[image]",
-        "A bus.",
-    ),
-    Published(
-        "trl-lib/llava-instruct-mix",
-        "parquet",
-        {
-            "images": [IMAGE],
-            "prompt": [{"content": "Which?", "role": "user"}],
-            "completion": [{"content": "A bus.", "role": "assistant"}],
-        },
-        "[image]Which?",
-        "A bus.",
-    ),
-    Published(
-        "ms-swift, query and response",
-        "jsonl",
+        }, "Which?\n[image]", "A bus."),
+    Published("trl-lib/llava-instruct-mix", "parquet",
+        {"images": [IMAGE], "prompt": [{"content": "Which?", "role": "user"}],
+         "completion": [{"content": "A bus.", "role": "assistant"}]}, "[image]Which?", "A bus."),
+    Published("ms-swift, query and response", "jsonl",
         {"query": "<image>Which?", "response": "A cat.", "images": ["cat.png"], "history": []},
-        "[image]Which?",
-        "A cat.",
-    ),
-    Published(
-        "ms-swift and LLaMA-Factory (mllm_demo), messages",
-        "json",
-        {
-            "messages": [{"role": "user", "content": "<image>Who?"}, {"role": "assistant", "content": "Kane."}],
-            "images": ["mllm_demo_data/1.png"],
-        },
-        "[image]Who?",
-        "Kane.",
-    ),
-    Published(
-        "allenai/pixmo-cap",
-        "parquet",
+        "[image]Which?", "A cat."),
+    Published("ms-swift and LLaMA-Factory (mllm_demo), messages", "json",
+        {"messages": [{"role": "user", "content": "<image>Who?"}, {"role": "assistant", "content": "Kane."}],
+         "images": ["mllm_demo_data/1.png"]}, "[image]Who?", "Kane."),
+    Published("allenai/pixmo-cap", "parquet",
         {"image_url": "data:image/png;base64,", "caption": "A house.", "transcripts": ["Well, a house."]},
-        "[image]Describe this image.",
-        "A house.",
-        {"image": "image_url", "question": "text:Describe this image.", "answer": "caption"},
-    ),
-    Published(  # pictures in columns of their own, named by their numbers, in the options too; those are Python's text
-        "MMMU/MMMU",
-        "parquet",
-        {
-            "id": "validation_Art_1",
-            "question": "Which of <image 1> is missing?",
-            "options": "['<image 2>', '<image 3>', 'It\\'s \\\\frac']",
-            "explanation": "",
-            "image_1": IMAGE,
-            "image_2": IMAGE,
-            "image_3": IMAGE,
-            **{f"image_{number}": None for number in range(4, 8)},
-            "img_type": "['Paintings']",
-            "answer": "B",
-            "topic_difficulty": "Easy",
-            "question_type": "multiple-choice",
-            "subfield": "Drawing",
-        },
-        "Which of [image] is missing?\nA. [image]\nB. [image]\nC. It's \\frac",
-        "B",
-        {"image": "image_*", "question": r"{question}\n{options:letters}"},
-    ),
-    Published(
-        "naver-clova-ix/cord-v2",
-        "parquet",
+        "[image]Describe this image.", "A house.",
+        {"image": "image_url", "question": "text:Describe this image.", "answer": "caption"}),
+    # pictures in columns of their own, named by their numbers, in the options too; those are Python's text
+    Published("MMMU/MMMU", "parquet",
+        {"id": "validation_Art_1", "question": "Which of <image 1> is missing?",
+         "options": "['<image 2>', '<image 3>', 'It\\'s \\\\frac']", "explanation": "", "image_1": IMAGE,
+         "image_2": IMAGE, "image_3": IMAGE, **{f"image_{number}": None for number in range(4, 8)},
+         "img_type": "['Paintings']", "answer": "B", "topic_difficulty": "Easy", "question_type": "multiple-choice",
+         "subfield": "Drawing"},
+        "Which of [image] is missing?\nA. [image]\nB. [image]\nC. It's \\frac", "B",
+        {"image": "image_*", "question": r"{question}\n{options:letters}"}),
+    Published("naver-clova-ix/cord-v2", "parquet",
         {"image": IMAGE, "ground_truth": receipt(0)["ground_truth"]},
-        "[image]Describe this image.",
-        "",
-        schema_adapter="cord_v2",
-    ),
+        "[image]Describe this image.", "", schema_adapter="cord_v2"),
 ]
+# fmt: on
 
 
 def written(folder: Path, published: Published) -> Path:
@@ -378,10 +204,272 @@ def test_a_published_format_is_read(tmp_path, encoder, published):
     "published", [one for one in FORMATS if one.columns or one.schema_adapter], ids=lambda one: one.name
 )
 def test_a_format_that_needs_a_setting_is_refused_without(tmp_path, published):
-    """So that a record is never read as something else."""
     path = written(tmp_path, published)
     with pytest.raises(
         DataError,
         match=r"found (the (columns|keys) .*, expected|1,? expected a string|'image_1', which looks|1 placeholders)",
     ):
         open_source(path)[0]
+
+
+_VALUES = st.recursive(
+    st.text(max_size=8) | st.integers() | st.booleans(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(min_size=1, max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+_PARSES = st.dictionaries(st.text(min_size=1, max_size=5), _VALUES, min_size=1, max_size=3)
+CORD_V2 = named_schema("cord_v2")
+
+
+@given(_PARSES, st.booleans())
+def test_an_answer_is_the_text_megatron_bridge_trains_on(parse, several):
+    truth = {"gt_parses": [parse, {"other": "one"}]} if several else {"gt_parse": parse}
+    record = {"image": b"file", "ground_truth": json.dumps({**truth, "meta": {}}), "other": 1}
+    question, answer = CORD_V2.messages_of(record, "x")["messages"]
+    assert answer == {"role": "assistant", "content": [{"type": "text", "text": json2token(parse, sort_json_key=True)}]}
+    assert question["content"][0] == {"type": "image", "image": b"file"}
+
+
+def test_the_documented_text_of_an_answer():
+    parse = {"menu": [{"nm": "Tea", "price": "3"}, {"nm": "Rice"}], "total": {"total_price": "45"}}
+    record = {"image": b"file", "ground_truth": json.dumps({"gt_parse": parse})}
+    question, answer = CORD_V2.messages_of(record, "x")["messages"]
+    assert question["content"][1]["text"] == "Describe this image."
+    assert answer["content"][0]["text"] == (
+        "<s_total><s_total_price>45</s_total_price></s_total>"
+        "<s_menu><s_price>3</s_price><s_nm>Tea</s_nm><sep/><s_nm>Rice</s_nm></s_menu>"
+    )
+
+
+def test_every_container_gives_the_same_receipts(tmp_path):
+    dataset, rows = receipts(5), [receipt(number) for number in range(5)]
+    dataset.save_to_disk(tmp_path / "saved")
+    dataset.to_parquet(tmp_path / "train.parquet")
+    urls = [{**row, "image": f"data:image/png;base64,{base64.b64encode(row['image']).decode()}"} for row in rows]
+    lines = write(tmp_path / "train.jsonl", urls)
+    (tmp_path / "list.json").write_text(json.dumps(urls), "utf-8")
+    paths = (tmp_path / "saved", tmp_path / "train.parquet", lines, tmp_path / "list.json")
+    for source in [open_source(path, schema_adapter="cord_v2") for path in paths]:
+        assert len(source) == 5 and "schema cord_v2" in source.fingerprint()
+        found = [source[index] for index in range(5)]
+        assert [sample.images for sample in found] == [(row["image"],) for row in rows]
+        truths = [json.loads(row["ground_truth"])["gt_parse"] for row in rows]
+        assert [sample.messages[1]["content"][0]["text"] for sample in found] == [json2token(t) for t in truths]
+    streamed = StreamedDataset(dataset.to_iterable_dataset(), "x", schema=CORD_V2)
+    assert streamed[streamed.numbers(0, 3, 1)[0]].images == (rows[3]["image"],)
+    assert "schema cord_v2" in streamed.fingerprint()
+
+
+@pytest.mark.parametrize(("record", "message"), [
+    ([], "x: found list, expected image and ground_truth under schema cord_v2"),
+    ({"image": b"file", "text": "a"}, "x: found the keys image, text, expected image and ground_truth"),
+    ({"image": None, "ground_truth": "{}"}, "expected image and ground_truth"),
+    ({"image": b"file", "ground_truth": {"gt_parse": {}}}, "x: found dict under 'ground_truth', expected a non-empty"),
+    ({"image": b"file", "ground_truth": "{"}, r"x: found {'ground_truth': '{'}, which schema cord_v2 cannot read"),
+    ({"image": b"file", "ground_truth": "[]"}, "which schema cord_v2 cannot read .TypeError"),
+    ({"image": b"file", "ground_truth": '{"gt_parse": {}}'}, r"x: found \[''\] as the answer, expected a non-empty"),
+    ({"image": b"file", "ground_truth": '{"gt_parses": []}'}, "which schema cord_v2 cannot read .IndexError"),
+])  # fmt: skip
+def test_a_record_of_another_format_is_refused(record, message):
+    with pytest.raises(DataError, match=message):
+        CORD_V2.messages_of(record, "x")
+
+
+def test_a_table_without_its_columns_is_refused(folder):
+    for name in ("train.parquet", "saved"):
+        with pytest.raises(DataError, match="expected 'image' and 'ground_truth' under schema cord_v2"):
+            open_source(folder / name, schema_adapter="cord_v2")
+
+
+# A record of each published set, with a column or two that nobody reads.
+# fmt: off
+RECORDS = {
+    "rdr": {"image": "7.png", "text": "A bolt, M8."},
+    "medpix": {"image_id": "7.png", "question": "Which organ?", "answer": "A lung.", "mode": "train"},
+    "raven": {
+        "images": ["7.png", "8.png"],
+        "texts": [
+            {"user": "Which comes <image> next?", "assistant": "B.", "source": "RAVEN"},
+            {"user": "And then?", "assistant": "C.", "source": "RAVEN"},
+        ],
+    },
+    "llava_video_178k": {
+        "id": "x/1", "data_source": "0_30_s_nextqa", "video": "clips/1.mkv",
+        "conversations": [
+            {"from": "human", "value": "<image>\nWhat is shown?"}, {"from": "gpt", "value": " A dog. "},
+            {"from": "human", "value": "And <video> then?"}, {"from": "gpt", "value": "A cat."},
+        ],
+    },
+    "squad": {
+        "id": "1", "title": "Tea", "context": "Tea is hot.", "question": "What is hot?",
+        "answers": {"text": ["Tea", "tea"], "answer_start": [0, 0]},
+    },
+    "gsm8k": {"question": "One and two?", "answer": "They are three.\n#### 3"},
+    "openmathinstruct2": {
+        "problem": "Half of 8?", "generated_solution": "Halve 8: $\\boxed{4}$", "expected_answer": "4",
+        "problem_source": "augmented_math",
+    },
+}
+# fmt: on
+RECORDS["openmathinstruct2_thinking"] = RECORDS["openmathinstruct2"]
+
+
+def by_megatron_bridge(name: str, record: dict, **settings) -> list[tuple]:
+    """Roles, reasoning and parts that Megatron-Bridge's own adapter makes of a record."""
+    (made,) = hf_adapters.adapt_hf_dataset([record], adapter_name=name, adapter_kwargs=settings)
+    if "prompt" in made:
+        return [("user", None, [made["prompt"]]), ("assistant", None, [made["completion"]])]
+    messages = made.get("conversation") or made["messages"]
+    return [(m["role"], m.get("thinking"), [_told(part) for part in _parts(m["content"])]) for m in messages]
+
+
+def _parts(content) -> list:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _told(part: dict):
+    return part["text"] if part["type"] == "text" else part.get("image") or part["path"]
+
+
+@pytest.fixture
+def media(tmp_path):
+    for name in ("7.png", "8.png"):
+        picture(tmp_path / name, 32, 32)
+    (tmp_path / "clips").mkdir()
+    clip(tmp_path / "clips/1.mkv", 4)
+    return tmp_path
+
+
+def test_every_name_of_megatron_bridge_is_read_or_refused():
+    for name in hf_adapters._ADAPTERS:
+        if name in ("cv17", "default_audio", "valor32k_avqa"):
+            with pytest.raises(ValueError, match=f"schema_adapter is '{name}', whose records contain audio, which the"):
+                named_schema(name)
+        else:
+            assert pickle.loads(pickle.dumps(named_schema(name))) == SCHEMAS[name]
+    assert set(RECORDS) == set(SCHEMAS) - {"cord_v2"}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_becomes_what_megatron_bridges_adapter_makes_of_it(media, encoder, name):
+    """From JSON lines and from a table: words, reasoning and media, in their order."""
+    record = RECORDS[name]
+    expected = by_megatron_bridge(name, record, video_root_path=str(media))
+    lines = write(media / "train.jsonl", [record])
+    datasets.Dataset.from_list([record]).to_parquet(media / "train.parquet")
+    for path in (lines, media / "train.parquet"):
+        sample = open_source(path, schema_adapter=name)[0]
+        found, seen = [], iter((*sample.images, *sample.videos))
+        for message in sample.messages:
+            parts = [p["text"] if p["type"] == "text" else next(seen) for p in _parts(message["content"])]
+            found.append((message["role"], message.get("reasoning_content"), parts))
+        at_media = [(role, thought, [_there(media, part) for part in parts]) for role, thought, parts in expected]
+        assert found == at_media
+        if name == "openmathinstruct2_thinking":
+            with pytest.raises(DataError, match="message 2: found reasoning_content, which the chat template does not"):
+                encoder(sample)
+        else:
+            assert len(encoder(sample)) == encoder.size(sample).tokens
+
+
+def _there(media, part: str):
+    """Megatron-Bridge leaves pictures as they are named, and makes a video's path whole."""
+    return media / part if (media / part).is_file() else part
+
+
+FEATURE, TEXT = datasets.Image(), datasets.Value("string")
+
+
+@pytest.mark.parametrize(("name", "features"), [
+    ("rdr", {"image": FEATURE, "text": TEXT}),
+    ("medpix", {"image_id": FEATURE, **dict.fromkeys(("question", "answer", "mode"), TEXT)}),
+    ("raven", {"images": [FEATURE], "texts": [dict.fromkeys(("user", "assistant", "source"), TEXT)]}),
+])  # fmt: skip
+def test_a_table_of_pictures_is_read_as_published(media, encoder, name, features):
+    record, key = RECORDS[name], next(iter(features))
+    names = [record[key]] if isinstance(record[key], str) else record[key]
+    pictures = [Image.open(media / one).copy() for one in names]  # without the name of its file
+    row = {column: record[column] for column in features} | {key: pictures if key == "images" else pictures[0]}
+    table = datasets.Dataset.from_list([row], features=datasets.Features(features))
+    table.to_parquet(media / "train.parquet")
+    table.save_to_disk(media / "saved")
+    expected = by_megatron_bridge(name, record)
+    for path in (media / "train.parquet", media / "saved"):
+        sample = open_source(path, schema_adapter=name)[0]
+        assert [Image.open(io.BytesIO(one)).size for one in sample.images] == [(32, 32)] * len(names)
+        texts = [
+            [part["text"] for part in _parts(message["content"]) if part["type"] == "text"]
+            for message in sample.messages
+        ]
+        assert texts == [[part for part in parts if part not in names] for _, _, parts in expected]
+        assert len(encoder(sample)) == encoder.size(sample).tokens
+
+
+def test_a_video_stays_inside_the_media_root(media):
+    path = write(media / "clips/train.jsonl", [{**RECORDS["llava_video_178k"], "video": "../7.png"}])
+    with pytest.raises(DataError, match=r"part 1: '../7.png' is .*, expected a path inside the media root"):
+        open_source(path, schema_adapter="llava_video_178k")[0]
+
+
+def video_turns(*changes) -> dict:
+    return {"conversations": [{"from": "human", "value": "What?"}, *changes]}
+
+
+@pytest.mark.parametrize(("name", "change", "message"), [
+    ("rdr", {"text": None}, "found the keys image, text, expected image and text under schema rdr"),
+    ("rdr", {"text": 7}, "found int under 'text', expected a non-empty string"),
+    ("rdr", {"text": " "}, "found an empty string under 'text', expected a non-empty string"),
+    ("medpix", {"question": ["a"]}, "found list under 'question', expected a non-empty string"),
+    ("raven", {"images": []}, "found an empty list under 'images', expected a non-empty list"),
+    ("raven", {"images": "7.png"}, "found str under 'images', expected a non-empty list"),
+    ("raven", {"texts": {}}, "found dict under 'texts', expected a non-empty list"),
+    ("raven", {"texts": ["a"]}, "'texts': .'a'.}, which schema raven cannot read"),
+    ("raven", {"texts": [{"user": "a"}]}, "which schema raven cannot read"),
+    ("llava_video_178k", {"video": ""}, "message 1, part 1: found an empty string under 'video', expected a path"),
+    ("llava_video_178k", {"conversations": "a"}, "found str under 'conversations', expected a non-empty list"),
+    ("llava_video_178k", {"conversations": []}, "found an empty list under 'conversations', expected a non"),
+    ("llava_video_178k", video_turns(7), "x: turn 2: found 7, expected an object with 'from', human or gpt"),
+    ("llava_video_178k", video_turns({"from": "system", "value": "a"}), "x: turn 2: found {'from': 'system'.*, exp"),
+    ("llava_video_178k", video_turns({"from": "gpt", "value": ""}), "x: turn 2: found '' as 'value', expected a non"),
+    ("squad", {"answers": ["Tea"]}, "found list under 'answers', expected a non-empty object"),
+    ("squad", {"answers": {"text": []}}, "'Tea is hot.*which schema squad cannot read .IndexError"),
+    ("squad", {"answers": {"text": [7]}}, "found .7. as the answer, expected a non-empty"),
+    ("gsm8k", {"answer": 3}, "found int under 'answer', expected a non-empty string"),
+    ("openmathinstruct2", {"expected_answer": 4}, "found int under 'expected_answer', expected a non-empty string"),
+])  # fmt: skip
+def test_a_bad_value_is_refused_with_its_place(tmp_path, name, change, message):
+    picture(tmp_path / "7.png", 32, 32)
+    record = {**RECORDS[name], **change}
+    with pytest.raises(DataError, match=message) as caught:
+        conversation_of(SCHEMAS[name].messages_of(record, "x"), "x", tmp_path)
+    assert str(caught.value).startswith("x: ")
+
+
+@pytest.mark.parametrize("kind", ["train.jsonl", "train.parquet"])
+def test_the_commands_read_receipts(tmp_path, checkpoint, capsys, kind):
+    rows = [receipt(number) for number in range(5)]
+    write_receipts(tmp_path, train=5, valid=1)
+    urls = [{**row, "image": f"data:image/png;base64,{base64.b64encode(row['image']).decode()}"} for row in rows]
+    write(tmp_path / "train.jsonl", urls)
+    source = ["--data", str(tmp_path / kind), "--hf-model", str(checkpoint), "--schema-adapter", "cord_v2"]
+    assert main(["inspect", *source, "--seq-length", "1024"]) == 0
+    shown = re.findall(r"\[\[(.*?)<\|im_end\|>\]\]", capsys.readouterr().out)
+    assert shown == [json2token(json.loads(row["ground_truth"])["gt_parse"]) for row in rows]
+    packing = ["--output", str(tmp_path / "rows"), "--seq-length", "1024", "--workers", "0"]
+    assert main(["pack", *source, *packing]) == 0
+    assert "5, of them 0 dropped and 0 cut" in capsys.readouterr().out and len(PackedRows(tmp_path / "rows")) >= 1
+    rest = [*source[:4], "--schema-adapter", "cord"]
+    assert main(["inspect", *rest]) == main(["pack", *rest, "--output", str(tmp_path / "no")]) == 2
+    assert (
+        capsys.readouterr().err.count("--schema-adapter: schema_adapter is 'cord', expected one of cord_v2, rdr,") == 2
+    )
+
+
+def test_a_name_of_no_schema_is_refused(tmp_path):
+    provider = qwen3vl_bridge.Qwen3VLConversationProvider(
+        train_path="x.jsonl", hf_processor_path="x", seq_length=64, schema_adapter="cord"
+    )
+    with pytest.raises(ValueError, match=r"schema_adapter is 'cord', expected one of cord_v2, rdr, .*, or none"):
+        provider.finalize()
+    with pytest.raises(ValueError, match="schema_adapter is 'cord'"):
+        open_source(tmp_path, schema_adapter="cord")

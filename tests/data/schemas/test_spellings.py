@@ -128,64 +128,46 @@ def test_parts_say_by_their_index_which_picture_they_are():
             messages_of({"messages": messages, "images": images}, "x")
 
 
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        ({"conversations": []}, r"found \[\] under 'conversations', expected a list of turns"),
-        ({"conversations": {"from": 1}}, "found {'from': 1} under 'conversations', expected a list"),
-        (
-            {"texts": [{"user": "a", "answer": "b"}]},
-            "text 1: found the keys user, answer, expected an object with user",
-        ),
-        ({"texts": "a"}, "found 'a' under 'texts', expected a list"),
-        ({"query": "a", "response": 7}, r"'response': found 7, expected a string; .* columns.answer='{response\[0\]}'"),
-        ({"query": "a", "label": "b"}, "found the keys query, label, expected 'messages' or .* the setting columns"),
-        ({"query": "a", "response": "b", "history": [["c"]]}, r"found \[\['c'\]\] under 'history', expected a list"),
-        ({"query": "a", "response": "b", "history": [["c", 7]]}, "'history' 1: found 7, expected a string"),
-        ({"conversations": ["hi"]}, "turn 1: found 'hi', expected an object with only from and value"),
-        ({"conversations": [HUMAN, {**GPT, "note": 0}]}, "turn 2: found the keys from, value, note, expected an"),
-        ({"conversations": [{"from": "robot", "value": ""}]}, "found the speaker 'robot', expected one of system, hum"),
-        ({"conversations": [{"from": ["gpt"], "value": ""}]}, r"found the speaker \['gpt'\], expected one of"),
-        ({"conversations": [{"from": "human", "value": None}]}, "turn 1: found None as value, expected a string"),
-        ({"conversations": [HUMAN], "system": 7}, "found 7 under 'system', expected a string"),
-        ({"conversations": [{"from": "system", "value": ""}], "system": "x"}, "found both 'system' and a turn of it"),
-        (
-            {"messages": [ASK], "tools": "{"},
-            r"x.jsonl:1: 'tools': found a string that is not valid JSON \(.*\), expected a l",
-        ),
-        (
-            {"messages": [ASK], "tools": "[" * 100_000},
-            "'tools': found a string that is not valid JSON .*more than 50 deep",
-        ),
-        ({"messages": [ASK], "image": "1", "images": ["1"]}, "found both 'image' and 'images', expected one"),
-        ({"messages": [ASK], "images": ["1", 7]}, "images 2: found 7, expected a path, or bytes"),
-        ({"messages": [ASK], "image": {"url": "1"}}, "image 1: found {'url': '1'}, expected a path"),
-        ({"messages": [ASK], "video": [["1", None]]}, "video 1, frame 2: found None, expected a path"),
-        # LLaVA's collator would put the picture first; a guess.
-        ({"conversations": [HUMAN, GPT], "image": "1"}, "found 0 placeholders for images .* expected 1, the number of"),
-        ({"conversations": [HUMAN, GPT], "videos": ["1"]}, r"0 placeholders for videos \('<video>' .* expected 1,"),
-        ({"messages": [{"role": "user", "content": "<image><image>"}], "image": "1"}, "2 placeholders .* expected 1,"),
-        ({"messages": [{"role": "user", "content": "<image>"}], "images": []}, "1 placeholders .* expected 0,"),
-        ({"messages": [{"role": "user", "content": "<image><video>"}], "image": "1"}, "1 placeholders for videos .* 0"),
-        ({"messages": [{"role": "user", "content": [text("<image>")]}], "image": "1"}, "0 placeholders for images"),
-        (
-            {"messages": [{"role": "user", "content": [text("<image>?")]}, ANSWER], "image_path": "1.png"},
-            "image_path', wh",
-        ),
-        (
-            {"messages": [{"role": "user", "content": "<image>"}, ANSWER], "id": 7},
-            "1 placeholders .* 0, .* messages, id",
-        ),
-        (
-            {"messages": [ASK, {**ANSWER, "content": "<video>"}], "video": None},
-            "found 1 placeholders for videos .* 0, ",
-        ),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "1 placeholders for images .* expected 0"),
-        ({"query": "<image>", "response": "a", "history": [["<image>", "b"]], "image": "1"}, "found 2 .* expected 1"),
-        ({"texts": [{"user": "<image>", "assistant": "b"}]}, "1 placeholders for images .* expected 0"),
-        ({"instruction": "a", "input": "<image>", "output": "b"}, "1 placeholders for images .* expected 0"),
-    ],
-)
+@pytest.mark.parametrize(("record", "message"), [
+    ({"conversations": []}, r"found \[\] under 'conversations', expected a list of turns"),
+    ({"conversations": {"from": 1}}, "found {'from': 1} under 'conversations', expected a list"),
+    ({"texts": [{"user": "a", "answer": "b"}]}, "text 1: found the keys user, answer, expected an object with user"),
+    ({"texts": "a"}, "found 'a' under 'texts', expected a list"),
+    ({"query": "a", "response": 7}, r"'response': found 7, expected a string; .* columns.answer='{response\[0\]}'"),
+    ({"query": "a", "label": "b"}, "found the keys query, label, expected 'messages' or .* the setting columns"),
+    ({"query": "a", "response": "b", "history": [["c"]]}, r"found \[\['c'\]\] under 'history', expected a list"),
+    ({"query": "a", "response": "b", "history": [["c", 7]]}, "'history' 1: found 7, expected a string"),
+    ({"conversations": ["hi"]}, "turn 1: found 'hi', expected an object with only from and value"),
+    ({"conversations": [HUMAN, {**GPT, "note": 0}]}, "turn 2: found the keys from, value, note, expected an"),
+    ({"conversations": [{"from": "robot", "value": ""}]}, "found the speaker 'robot', expected one of system, hum"),
+    ({"conversations": [{"from": ["gpt"], "value": ""}]}, r"found the speaker \['gpt'\], expected one of"),
+    ({"conversations": [{"from": "human", "value": None}]}, "turn 1: found None as value, expected a string"),
+    ({"conversations": [HUMAN], "system": 7}, "found 7 under 'system', expected a string"),
+    ({"conversations": [{"from": "system", "value": ""}], "system": "x"}, "found both 'system' and a turn of it"),
+    ({"messages": [ASK], "tools": "{"}, r"x.jsonl:1: 'tools': found a string that is not valid JSON \(.*\), expected"),
+    ({"messages": [ASK], "tools": "[" * 100_000}, "'tools': found a string that is not valid JSON .*more than 50"),
+    ({"messages": [ASK], "image": "1", "images": ["1"]}, "found both 'image' and 'images', expected one"),
+    ({"messages": [ASK], "images": ["1", 7]}, "images 2: found 7, expected a path, or bytes"),
+    ({"messages": [ASK], "image": {"url": "1"}}, "image 1: found {'url': '1'}, expected a path"),
+    ({"messages": [ASK], "video": [["1", None]]}, "video 1, frame 2: found None, expected a path"),
+    # LLaVA's collator would put the picture first; a guess.
+    ({"conversations": [HUMAN, GPT], "image": "1"}, "found 0 placeholders for images .* expected 1, the number of"),
+    ({"conversations": [HUMAN, GPT], "videos": ["1"]}, r"0 placeholders for videos \('<video>' .* expected 1,"),
+    ({"messages": [{"role": "user", "content": "<image><image>"}], "image": "1"}, "2 placeholders .* expected 1,"),
+    ({"messages": [{"role": "user", "content": "<image>"}], "images": []}, "1 placeholders .* expected 0,"),
+    ({"messages": [{"role": "user", "content": "<image><video>"}], "image": "1"}, "1 placeholders for videos .* 0"),
+    ({"messages": [{"role": "user", "content": [text("<image>")]}], "image": "1"}, "0 placeholders for images"),
+    (
+        {"messages": [{"role": "user", "content": [text("<image>?")]}, ANSWER], "image_path": "1.png"},
+        "image_path', wh",
+    ),
+    ({"messages": [{"role": "user", "content": "<image>"}, ANSWER], "id": 7}, "1 placeholders .* 0, .* messages, id"),
+    ({"messages": [ASK, {**ANSWER, "content": "<video>"}], "video": None}, "found 1 placeholders for videos .* 0, "),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "1 placeholders for images .* expected 0"),
+    ({"query": "<image>", "response": "a", "history": [["<image>", "b"]], "image": "1"}, "found 2 .* expected 1"),
+    ({"texts": [{"user": "<image>", "assistant": "b"}]}, "1 placeholders for images .* expected 0"),
+    ({"instruction": "a", "input": "<image>", "output": "b"}, "1 placeholders for images .* expected 0"),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused(record, message):
     with pytest.raises(DataError, match=message) as caught:
         told(record)
@@ -200,7 +182,6 @@ texts = st.lists(pieces, max_size=5).map("".join)
 
 @given(st.lists(st.tuples(texts, texts), min_size=1, max_size=3), st.booleans())
 def test_a_record_and_its_twin_are_one_conversation(turns, media):
-    """In turns and in messages with media beside, and in our own spelling with the media in place."""
     flat = [words for turn in turns for words in turn]
     found = {kind: sum(words.count(f"<{kind}>") for words in flat) for kind in ("image", "video")}
     beside = {f"{kind}s": [f"{kind} {n}".encode() for n in range(number)] for kind, number in found.items()}
@@ -250,10 +231,7 @@ def keyed(**beside) -> dict:
 @pytest.mark.parametrize("key", ["image_path", "img", "Images", "image_file", "image_url", "pictures", "video_path"])
 @pytest.mark.parametrize("value", ["train/1.png", "1", ["1", "2"], {"bytes": b"a", "path": None}, {"url": "1"}])
 def test_media_under_a_key_that_is_not_known_are_refused(key, value):
-    """With a placeholder, for which nothing is there, and without."""
-    with pytest.raises(
-        DataError, match=rf"x.jsonl:1: found 1 placeholders for images .* expected 0, .* {key}.*columns.image"
-    ):
+    with pytest.raises(DataError, match=rf"1 placeholders .* expected 0, .* {key}.*columns.image"):
         told(keyed(**{key: value}))
     with pytest.raises(
         DataError, match=rf"x.jsonl:1: found '{key}', which looks .*columns.(image|video)={key},.*columns.ign"
@@ -275,14 +253,11 @@ def test_what_looks_like_media_is_refused_under_any_key(value):
         told({"question": "a", "answer": "b", "foto": value})
 
 
-@pytest.mark.parametrize(
-    "beside",
-    [
-        {"id": "000000033471", "image_id": "139", "image_width": 640, "num_images": 2, "frames": 8, "clip": 0.3},
-        {"img": None, "video_path": "", "image_file": [], "pictures": {}},
-        {"source": "coco", "caption": "A photo of a .jpg icon, and more.", "score": [0.5, 1.5], "meta": {"path": 7}},
-    ],
-)
+@pytest.mark.parametrize("beside", [
+    {"id": "000000033471", "image_id": "139", "image_width": 640, "num_images": 2, "frames": 8, "clip": 0.3},
+    {"img": None, "video_path": "", "image_file": [], "pictures": {}},
+    {"source": "coco", "caption": "A photo of a .jpg icon, and more.", "score": [0.5, 1.5], "meta": {"path": 7}},
+])  # fmt: skip
 def test_what_is_no_media_is_left_unread(beside):
     assert told({"messages": [ASK, ANSWER], **beside})["messages"] == [ASK, ANSWER]
 
@@ -354,19 +329,16 @@ def test_parts_of_other_names():
     ]
 
 
-@pytest.mark.parametrize(
-    ("part", "message"),
-    [
-        ({"type": "image_url"}, "part 1: found {'type': 'image_url'}, expected a URL as 'image_url'"),
-        ({"type": "image_url", "image_url": {"uri": "1"}}, "expected a URL as 'image_url', or as 'url' in it"),
-        ({"type": "image_url", "image_url": {"url": "1", "crop": 7}}, "expected a URL"),
-        ({"type": "image_url", "image_url": {"url": "1", "detail": "low"}}, "found the detail 'low', expected 'auto'"),
-        ({"type": "input_image", "image_url": "1", "detail": "low"}, "found the detail 'low', expected 'auto'"),
-        ({"type": "image", "image": "file://host/a.png"}, "'file://host/a.png', a file of 'host', expected file:///"),
-        ({"type": "image", "image": "file:///a%FF.png"}, r"'file:///a%FF.png', expected file:///PATH \(.*decode"),
-        ({"type": "image", "image": "file:///a?b.png"}, r"expected '\?' and '#' in a path as %3F and %23"),
-    ],
-)
+@pytest.mark.parametrize(("part", "message"), [
+    ({"type": "image_url"}, "part 1: found {'type': 'image_url'}, expected a URL as 'image_url'"),
+    ({"type": "image_url", "image_url": {"uri": "1"}}, "expected a URL as 'image_url', or as 'url' in it"),
+    ({"type": "image_url", "image_url": {"url": "1", "crop": 7}}, "expected a URL"),
+    ({"type": "image_url", "image_url": {"url": "1", "detail": "low"}}, "found the detail 'low', expected 'auto'"),
+    ({"type": "input_image", "image_url": "1", "detail": "low"}, "found the detail 'low', expected 'auto'"),
+    ({"type": "image", "image": "file://host/a.png"}, "'file://host/a.png', a file of 'host', expected file:///"),
+    ({"type": "image", "image": "file:///a%FF.png"}, r"'file:///a%FF.png', expected file:///PATH \(.*decode"),
+    ({"type": "image", "image": "file:///a?b.png"}, r"expected '\?' and '#' in a path as %3F and %23"),
+])  # fmt: skip
 def test_parts_that_are_none_are_refused(part, message):
     with pytest.raises(DataError, match=message) as caught:
         parted(part)
@@ -411,13 +383,10 @@ def test_a_part_with_limits_and_no_picture_takes_the_next():
     assert messages_of(record, "here")["messages"][0]["content"] == [{**part, "image": "a.png"}]
 
 
-@pytest.mark.parametrize(
-    ("record", "key"),
-    [
-        ({"image": "A/1.png", "after": "B/1.png", "question": "Which?", "answer": "7"}, "after"),
-        ({"image_id": "COCO_1.jpg", "question": "Which?", "answer": "7"}, "image_id"),
-    ],
-)
+@pytest.mark.parametrize(("record", "key"), [
+    ({"image": "A/1.png", "after": "B/1.png", "question": "Which?", "answer": "7"}, "after"),
+    ({"image_id": "COCO_1.jpg", "question": "Which?", "answer": "7"}, "image_id"),
+])  # fmt: skip
 def test_a_picture_that_only_seems_to_be_read_is_refused(record, key):
     with pytest.raises(DataError, match=f"found '{key}', which looks like images"):
         messages_of(record, "here")
@@ -436,7 +405,6 @@ def test_a_name_of_what_is_read_is_let_through():
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3), max_leaves=6,
 )), separators=st.sampled_from([None, (",", ":"), (" ,\n", " : ")]), ascii=st.booleans())  # fmt: skip
 def test_arguments_as_a_text_of_json(value, separators, ascii, inside):
-    """OpenAI's own: the object that the text contains, to the last null."""
     text = json.dumps(value, separators=separators, ensure_ascii=ascii)
 
     def call_of(arguments):
@@ -461,19 +429,16 @@ def test_a_call_without_arguments_has_none(nothing):
     assert own["messages"][1]["tool_calls"] == [{"function": {"name": "look", "arguments": {}}}]
 
 
-@pytest.mark.parametrize(
-    ("call", "problem"),
-    [
-        ({"name": "look", "arguments": "{"}, "found '{' under 'arguments', expected an object, or a string that con"),
-        ({"name": "look", "arguments": "[1]"}, r"found \[1\] under 'arguments', expected an object"),
-        ({"name": "look", "arguments": "null"}, "found None under 'arguments', expected an object"),
-        ({"name": "look", "arguments": '"{}"'}, "found '{}' under 'arguments', expected an object"),
-        ({"function": {"name": "look", "arguments": [1]}}, r"found \[1\] under 'arguments', expected an object"),
-        ({"function": {"arguments": {}}}, "found {'arguments': {}}, expected an object with a name and arguments"),
-        ({"function": "look"}, "found 'look', expected an object with a name and arguments"),
-        ({"name": 7}, "found {'name': 7, 'arguments': {}}, expected an object with a name and arguments"),
-    ],
-)
+@pytest.mark.parametrize(("call", "problem"), [
+    ({"name": "look", "arguments": "{"}, "found '{' under 'arguments', expected an object, or a string that con"),
+    ({"name": "look", "arguments": "[1]"}, r"found \[1\] under 'arguments', expected an object"),
+    ({"name": "look", "arguments": "null"}, "found None under 'arguments', expected an object"),
+    ({"name": "look", "arguments": '"{}"'}, "found '{}' under 'arguments', expected an object"),
+    ({"function": {"name": "look", "arguments": [1]}}, r"found \[1\] under 'arguments', expected an object"),
+    ({"function": {"arguments": {}}}, "found {'arguments': {}}, expected an object with a name and arguments"),
+    ({"function": "look"}, "found 'look', expected an object with a name and arguments"),
+    ({"name": 7}, "found {'name': 7, 'arguments': {}}, expected an object with a name and arguments"),
+])  # fmt: skip
 def test_calls_that_are_none_are_refused(call, problem):
     calls = [{"name": "look", "arguments": {}}, call]
     record = {"messages": [ASK, {"role": "assistant", "content": "", "tool_calls": calls}]}
@@ -482,7 +447,6 @@ def test_calls_that_are_none_are_refused(call, problem):
 
 
 def test_keys_that_are_null_are_missing_in_other_spellings_too():
-    """As they are in tables, whose exports have them."""
     texts = [{"user": "Which?", "assistant": "Seven.", "source": None, "score": None}]
     pictures = [{"bytes": b"one", "path": None, "url": None}, {"bytes": None, "path": None, "url": None}]
     assert told({"texts": texts})["messages"] == [ASK, ANSWER]

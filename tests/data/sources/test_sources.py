@@ -1,10 +1,14 @@
-"""Sources: the same conversations from any kind of file, in any order and any process; and files of JSON."""
+"""Sources: what a path means, and the same conversations from any kind of file, in any order and any process."""
+
+from __future__ import annotations
 
 import json
 import pickle
 
+from qwen3vl_bridge.cli.data import main
 from qwen3vl_bridge.data import DataError, JsonLines, JsonList, open_source
 from qwen3vl_bridge.data.loading.batch_stream import ignoring
+from qwen3vl_bridge.data.sources.opening import split_of, splits_in
 
 import datasets
 import numpy as np
@@ -15,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from ..conftest import llava_record, write
+from ..conftest import dialogue, llava_record, write
 
 ASK, ANSWER = {"role": "user", "content": "Which?"}, {"role": "assistant", "content": "Seven."}
 SHAPES = ("train.jsonl", "lines.json", "list.json", "train.parquet", "parts", "parts/part-*.parquet", "saved")
@@ -82,26 +86,19 @@ def test_other_data_has_another_fingerprint(folder, shape, tmp_path):
 LIST = "expected objects with commas between them"
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (b"[]", "train.json: found an empty list, expected conversations"),
-        (b"[{}", "train.json: found 'the end of the file' inside the list, expected it whole"),
-        (b'[{"a": "b]', "found 'the end of the file' inside the list"),
-        (b"[{}, ", "found 'the end of the file' inside the list"),
-        (b"[{} {}]", rf"found '{{' after 1 records, {LIST}"),
-        (b"[{}, 7, {}]", rf"found ', 7,{{' after 1 records, {LIST}"),
-        (b'[{}, "x"]', f"""found ', "x"]' after 1 records, {LIST}"""),
-        (b"[[{}]]", rf"found '\[' after 0 records, {LIST}"),
-        (b"[{},]", rf"found ',\]' after 1 records, {LIST}"),
-        (b"[,{}]", rf"found ',{{' after 0 records, {LIST}"),
-        (b"[}", rf"found '}}' after 0 records, {LIST}"),
-        (b"[{}] x", "found 'x' after the list, expected the end of the file"),
-        (b"[{}][", r"found '\[' after the list, expected the end"),
-        (b"[\xff]", rf"found '\\\\xff\]' after 0 records, {LIST}"),
-        (b"[" * 100_000, "after 0 records, expected"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    (b"[]", "train.json: found an empty list, expected conversations"),
+    (b"[{}", "train.json: found 'the end of the file' inside the list, expected it whole"),
+    (b'[{"a": "b]', "found 'the end of the file' inside the list"),
+    (b"[{}, ", "found 'the end of the file' inside the list"), (b"[{} {}]", rf"found '{{' after 1 records, {LIST}"),
+    (b"[{}, 7, {}]", rf"found ', 7,{{' after 1 records, {LIST}"),
+    (b'[{}, "x"]', f"""found ', "x"]' after 1 records, {LIST}"""),
+    (b"[[{}]]", rf"found '\[' after 0 records, {LIST}"), (b"[{},]", rf"found ',\]' after 1 records, {LIST}"),
+    (b"[,{}]", rf"found ',{{' after 0 records, {LIST}"), (b"[}", rf"found '}}' after 0 records, {LIST}"),
+    (b"[{}] x", "found 'x' after the list, expected the end of the file"),
+    (b"[{}][", r"found '\[' after the list, expected the end"),
+    (b"[\xff]", rf"found '\\\\xff\]' after 0 records, {LIST}"), (b"[" * 100_000, "after 0 records, expected"),
+])  # fmt: skip
 def test_a_list_that_is_none_is_refused(tmp_path, text, message):
     (tmp_path / "train.json").write_bytes(text)
     with pytest.raises(DataError, match=message) as caught:
@@ -109,18 +106,15 @@ def test_a_list_that_is_none_is_refused(tmp_path, text, message):
     assert str(caught.value).startswith(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (b'{"a": ]}', r"no valid JSON \(.*\), expected one conversation"),
-        (b'{"a": [}]', "no valid JSON"),
-        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "no valid JSON .*more than 50 deep"),
-        (b'{"a": ' + b"1" * 5000 + b"}", "no valid JSON .*digits"),
-        (b'{"messages": "\xff"}', "found bytes that are not valid UTF-8"),
-        (b'{"messages": []}', "found an empty list under 'messages'"),
-        (b'{"messages": [{"role": "user", "content": "<image>"}], "image": "../x"}', r"'../x' is .* inside the media"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    (b'{"a": ]}', r"no valid JSON \(.*\), expected one conversation"),
+    (b'{"a": [}]', "no valid JSON"),
+    (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "no valid JSON .*more than 50 deep"),
+    (b'{"a": ' + b"1" * 5000 + b"}", "no valid JSON .*digits"),
+    (b'{"messages": "\xff"}', "found bytes that are not valid UTF-8"),
+    (b'{"messages": []}', "found an empty list under 'messages'"),
+    (b'{"messages": [{"role": "user", "content": "<image>"}], "image": "../x"}', r"'../x' is .* inside the media"),
+])  # fmt: skip
 def test_a_record_that_is_none_is_named(tmp_path, text, message):
     good = json.dumps({"messages": [ASK, ANSWER]}).encode()
     (tmp_path / "train.json").write_bytes(b"[" + good + b"," + text + b"]")
@@ -157,19 +151,16 @@ def test_records_of_a_list_are_found_whole(tmp_path_factory, records, indent, as
     assert found == records
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("no.jsonl", "no.jsonl: there is no such file, expected JSON lines"),
-        ("no.json", "no.json: there is no such file, expected JSON lines"),
-        ("no.parquet", "no.parquet: there is no such Parquet file, expected one, or a folder with some"),
-        ("no-*.parquet", "there is no such Parquet file"),
-        ("empty", "empty: found nothing in the folder, expected train.jsonl, Parquet files or what save_to_disk wrote"),
-        (".", r"found empty, empty.json, train.csv in the folder, expected .*to use another .json or .jsonl file"),
-        ("empty.json", "empty.json: found no lines"),
-        ("train.csv", "train.csv: found no folder and none of the endings .jsonl, .json and .parquet, expected one"),
-    ],
-)
+@pytest.mark.parametrize(("path", "message"), [
+    ("no.jsonl", "no.jsonl: there is no such file, expected JSON lines"),
+    ("no.json", "no.json: there is no such file, expected JSON lines"),
+    ("no.parquet", "no.parquet: there is no such Parquet file, expected one, or a folder with some"),
+    ("no-*.parquet", "there is no such Parquet file"),
+    ("empty", "empty: found nothing in the folder, expected train.jsonl, Parquet files or what save_to_disk wrote"),
+    (".", r"found empty, empty.json, train.csv in the folder, expected .*to use another .json or .jsonl file"),
+    ("empty.json", "empty.json: found no lines"),
+    ("train.csv", "train.csv: found no folder and none of the endings .jsonl, .json and .parquet, expected one"),
+])  # fmt: skip
 def test_what_is_no_source_is_refused(tmp_path, path, message):
     (tmp_path / "empty").mkdir()
     for name in ("empty.json", "train.csv"):
@@ -188,8 +179,96 @@ def test_a_missing_media_root_is_refused(folder, shape):
 
 @pytest.mark.parametrize("form", ["a.jsonl", "lines.json", "list.json"])
 def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path, form):
-    record = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    record = {"messages": dialogue("a", "b")}
     text = json.dumps([record, record]) if form == "list.json" else f"{json.dumps(record)}\n" * 2
     (tmp_path / form).write_text(text, encoding="utf-8-sig")
     source = open_source(tmp_path / form)
     assert len(source) == 2 and source[0].messages == source[1].messages
+
+
+def records(word: str, count: int) -> list[dict]:
+    turns = dialogue(f"{word}?", "Seven.")
+    return [{"messages": turns}] * count
+
+
+TRAIN, TEST = records("train", 5), records("test", 3)
+
+
+def layout(folder, shape: str) -> str:
+    """A path that means five conversations to train on, and three to test on where it can."""
+    tables = [pa.Table.from_pylist(rows) for rows in (TRAIN, TEST)]
+    if shape == "file":
+        return str(write(folder / "any.jsonl", TRAIN))
+    if shape == "json":
+        for name, rows in (("train", TRAIN), ("test", TEST)):
+            write(folder / f"{name}.jsonl", rows)
+    elif shape == "parquet":
+        for name, table in zip(("train", "test"), tables, strict=True):
+            pq.write_table(table, folder / f"{name}.parquet")
+    elif shape == "shards":  # as on the hub
+        for number in range(2):
+            pq.write_table(tables[0].slice(3 * number, 3), folder / f"train-0000{number}-of-00002.parquet")
+        pq.write_table(tables[1], folder / "test-00000-of-00001.parquet")
+    elif shape == "parts":
+        for number in range(2):
+            pq.write_table(tables[0].slice(3 * number, 3), folder / f"part-{number}.parquet")
+    elif shape == "saved":
+        datasets.Dataset.from_list(TRAIN).save_to_disk(folder)
+    else:
+        splits = {"train": datasets.Dataset.from_list(TRAIN), "validation": datasets.Dataset.from_list(TEST)}
+        datasets.DatasetDict(splits).save_to_disk(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A repository laid out as on the hub, which `datasets` reads by its name where it lies in this folder."""
+    (tmp_path / "owner/name").mkdir(parents=True)
+    layout(tmp_path / "owner/name", "shards")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return "hf://owner/name#train"
+
+
+LAYOUTS = ("file", "json", "parquet", "shards", "parts", "saved", "saved splits", "hub")
+
+
+@pytest.mark.parametrize("shape", LAYOUTS)
+def test_training_inspection_and_packing_read_the_same(tmp_path, checkpoint, make_provider, repository, capsys, shape):
+    (tmp_path / "data").mkdir()
+    path = repository if shape == "hub" else layout(tmp_path / "data", shape)
+    provider = make_provider(path=path, seq_length=64)
+    names = sorted(name for batch in provider.evaluation("train") for name in batch.sample_ids)
+    assert len(names) == 5
+
+    command = ["--data", path, "--hf-model", str(checkpoint), "--seq-length", "64", "--json", "--no-progress"]
+    assert main(["inspect", *command]) == 0
+    shown = json.loads(capsys.readouterr().out)["samples"]
+    assert sorted(sample["sample_id"] for sample in shown) == names
+    assert main(["pack", *command, "--output", str(tmp_path / "rows"), "--workers", "0"]) == 0
+    packed = make_provider(path=path, seq_length=64, train_packing=tmp_path / "rows")
+    assert sorted(name for batch in packed.evaluation("train") for name in batch.sample_ids) == names
+
+    if provider.path_of("valid") is None:
+        assert shape in ("file", "parts", "saved", "hub")
+        assert main(["inspect", *command, "--split", "valid"]) == 2
+        assert "found train and no valid split, expected a folder that has one" in capsys.readouterr().err
+    else:
+        capsys.readouterr()
+        assert main(["inspect", *command, "--split", "valid"]) == 0
+        assert json.loads(capsys.readouterr().out)["num_samples"] == len(TEST)
+        assert sum(len(batch.sample_ids) for batch in provider.evaluation("valid")) == len(TEST)
+
+
+def test_splits_of_a_folder(tmp_path):
+    assert splits_in(layout(tmp_path, "shards")) == {
+        "train": f"{tmp_path}/train-*.parquet",
+        "valid": f"{tmp_path}/test-*.parquet",
+        "test": f"{tmp_path}/test-*.parquet",
+    }
+    write(tmp_path / "val.jsonl", TEST)
+    assert split_of(str(tmp_path), "valid") == f"{tmp_path}/val.jsonl"
+    assert split_of(str(tmp_path), "test") == f"{tmp_path}/test-*.parquet"
+    assert splits_in("hf://owner/name") == {"train": "hf://owner/name"}
+    with pytest.raises(DataError, match="files of the splits test, train, expected one"):
+        open_source(tmp_path)  # which of them is not said here

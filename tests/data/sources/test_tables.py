@@ -1,4 +1,6 @@
-"""Tables: what their columns may hold, row groups, the hub's data sets, and what is refused."""
+"""Tables: what their columns may hold, row groups, the hub's data sets, and what tells whether files changed."""
+
+from __future__ import annotations
 
 import json
 import logging
@@ -16,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ..conftest import write
+from ..conftest import dialogue, write
 
 ASK, ANSWER = {"role": "user", "content": "Which?"}, {"role": "assistant", "content": "Seven."}
 
@@ -26,10 +28,9 @@ def bytes_of(folder) -> list[bytes]:
 
 
 def test_pictures_may_be_in_the_table(folder, tmp_path):
-    """As `datasets` stores them, and with paths in contents of one type."""
     first, second = bytes_of(folder)
     parts = [{"type": "image"}, {"type": "text", "text": "or"}, {"type": "image"}]
-    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": [{"type": "text", "text": "b"}]}]
+    messages = dialogue(parts, [{"type": "text", "text": "b"}])
     rows = {"messages": [messages], "images": [[{"path": str(folder / "a.png")}, {"bytes": second, "path": "b.png"}]]}
     rows["images"][0][0] |= {"bytes": first, "path": None}
     dataset = datasets.Dataset.from_dict(rows).cast_column("images", datasets.List(datasets.Image()))
@@ -53,7 +54,6 @@ def test_contents_that_fit_no_column_are_json(folder, tmp_path, typed):
 
 
 def test_json_as_datasets_loads_it(folder, tmp_path):
-    """It types mixed contents as JSON inside a struct."""
     path = write(tmp_path / "train.jsonl", [{"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]}])
     dataset = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
     dataset = dataset.add_column("image", ["a.png"])
@@ -103,23 +103,17 @@ def test_damage_inside_a_parquet_file_is_named(folder, tmp_path):
     assert source[19].messages == Parquet(folder / "train.parquet", folder)[19].messages
 
 
-@pytest.mark.parametrize(
-    ("column", "message"),
-    [
-        (pa.array([[{"role": "user", "content": [{"type": "image", "image": "../x.png"}]}]]), "is .* inside the media"),
-        (pa.array([[ASK]]), r"train.parquet\[0\]: found the roles user, expected an assistant's message"),
-        (pa.array([None], pa.string()), r"train.parquet\[0\]: found null under 'messages'"),
-        (pa.array(["[{"]), r"train.parquet\[0\]: found a value that does not decode \(.*\), expected JSON"),
-        (pa.array(["[" * 100_000]), r"train.parquet\[0\]: found a value that does not decode \(.*more than 50 deep"),
-        (
-            pa.array([b"\xff"]).cast(pa.string(), safe=False),
-            r"train.parquet\[0\]: found bytes that are not valid UTF-8",
-        ),
-        (pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())), r"train.parquet\[0\]: message 1: found tuple"),
-        (pa.array([7]), r"train.parquet\[0\]: found a number under 'messages'"),
-        (pa.array([], pa.string()), "train.parquet: found no rows, expected one conversation a row"),
-    ],
-)
+@pytest.mark.parametrize(("column", "message"), [
+    (pa.array([[{"role": "user", "content": [{"type": "image", "image": "../x.png"}]}]]), "is .* inside the media"),
+    (pa.array([[ASK]]), r"train.parquet\[0\]: found the roles user, expected an assistant's message"),
+    (pa.array([None], pa.string()), r"train.parquet\[0\]: found null under 'messages'"),
+    (pa.array(["[{"]), r"train.parquet\[0\]: found a value that does not decode \(.*\), expected JSON"),
+    (pa.array(["[" * 100_000]), r"train.parquet\[0\]: found a value that does not decode \(.*more than 50 deep"),
+    (pa.array([b"\xff"]).cast(pa.string(), safe=False), r"train.parquet\[0\]: found bytes that are not valid UTF-8"),
+    (pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())), r"train.parquet\[0\]: message 1: found tuple"),
+    (pa.array([7]), r"train.parquet\[0\]: found a number under 'messages'"),
+    (pa.array([], pa.string()), "train.parquet: found no rows, expected one conversation a row"),
+])  # fmt: skip
 def test_a_table_of_no_conversations_is_refused(tmp_path, column, message):
     pq.write_table(pa.table({"messages": column}), tmp_path / "train.parquet")
     with pytest.raises(DataError, match=message):
@@ -128,16 +122,12 @@ def test_a_table_of_no_conversations_is_refused(tmp_path, column, message):
 
 def test_files_that_do_not_belong_are_refused(folder, tmp_path):
     pq.write_table(pa.table({"words": ["hi"], "n": [1]}), tmp_path / "x.parquet")
-    with pytest.raises(
-        DataError, match=r"x.parquet: found the columns words, n, expected 'messages' or 'conversations'"
-    ):
+    with pytest.raises(DataError, match=r"x.parquet: found the columns words, n, expected 'messages' or"):
         Parquet(tmp_path / "x.parquet")
     for name in ("train-0.parquet", "test-0.parquet"):
         (tmp_path / "splits").mkdir(exist_ok=True)
         (tmp_path / "splits" / name).write_bytes((folder / "train.parquet").read_bytes())
-    with pytest.raises(
-        DataError, match=r"found files of the splits test, train, expected one, as '.*/NAME-\*.parquet'"
-    ):
+    with pytest.raises(DataError, match=r"found files of the splits test, train, .*/NAME-\*.parquet"):
         open_source(tmp_path / "splits")
     assert len(open_source(tmp_path / "splits/train-*.parquet", folder)) == 20
 
@@ -173,9 +163,7 @@ def test_the_hub_is_asked_by_name_and_split(hub):
     with pytest.raises(DataError, match=r"hf://owner/no: found a data set that does not load \(no owner/no with train"):
         open_source("hf://owner/no#train")
     for name in ("hf://name", "hf://a/b/c", "hf://", "hf://a/../b", "hf://a/b:", "hf://a/b#", "hf://datasets/a"):
-        with pytest.raises(
-            DataError, match="expected hf://owner/name, hf://owner/name:configuration#split or hf://dat"
-        ):
+        with pytest.raises(DataError, match="expected hf://owner/name, hf://owner/name:configuration#split or"):
             open_source(name)
 
 
@@ -285,24 +273,10 @@ def test_a_saved_data_set_that_cannot_be_read_is_refused(tmp_path):
 def test_answers_that_are_json_by_themselves_stay_text(tmp_path, streaming):
     """`datasets` stores them bare in a column of contents that are now a string, now a list."""
     answers = [
-        "7",
-        "7 ",
-        "-1.5",
-        "null",
-        "true",
-        "[1, 2]",
-        "[]",
-        "{}",
-        '{"box": [1]}',
-        '[{"type": "box"}]',
-        "seven",
-        "",
-    ]
+        "7", "7 ", "-1.5", "null", "true", "[1, 2]", "[]", "{}", '{"box": [1]}', '[{"type": "box"}]', "seven", "",
+    ]  # fmt: skip
     parts = [{"type": "text", "text": "which"}]
-    records = [
-        {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]}
-        for answer in answers
-    ]
+    records = [{"messages": dialogue(parts, answer)} for answer in answers]
     path = write(tmp_path / "train.jsonl", records)
     loaded = datasets.load_dataset(
         "json", data_files=str(path), split="train", streaming=streaming, cache_dir=str(tmp_path / "cache")
@@ -318,7 +292,6 @@ def test_answers_that_are_json_by_themselves_stay_text(tmp_path, streaming):
 
 
 def some_of(**keys):
-    """Objects with some of these keys."""
     return st.fixed_dictionaries({}, optional=keys)
 
 
@@ -342,7 +315,6 @@ def called(values: dict, schema: dict) -> dict:
 @given(st.lists(st.tuples(arguments, schemas), min_size=1, max_size=4))
 @settings(max_examples=15, deadline=None)
 def test_keys_that_a_table_pads_with_nulls_are_missing_in_every_source(cases):
-    """At any depth: calls and tools are those that were written, whatever the table was saved as."""
     every = {"x": 1, "names": ["x"], "deep": [{"name": "x", "y": 1}]}
     full = {"city": "x", "a": 1, "b": 0.5, "tags": ["x"], "where": every, "flag": True}
     cases = [(full, {"type": "x", "enum": ["x"], "default": 1, "properties": {"city": every, "a": every}}), *cases]
@@ -405,3 +377,123 @@ def test_rates_of_frames_may_be_in_the_table(folder, tmp_path, rates, column):
         assert [video.fps for video in found] == ([2, 0.5] if isinstance(rates, list) else [2, 2])
         assert [[frame.name for frame in video.frames] for video in found] == videos
     assert open_source(tmp_path / "train.jsonl", folder, columns=columns)[1].videos == ()  # without the column
+
+
+ROWS = 60
+
+
+def table(answer: str = "seven", changed: int = -1, picture: bytes = b"") -> pa.Table:
+    """Rows with texts and bytes of pictures; one of them has another answer."""
+    answers = [answer if row == changed else "seven" for row in range(ROWS)]
+    turns = [dialogue(f"{row}?", answers[row]) for row in range(ROWS)]
+    pictures = [bytes([row]) * 500 + picture * (row == changed) for row in range(ROWS)]
+    return pa.table({"messages": turns, "image": pictures, "other": list(range(ROWS))})
+
+
+def stored(path: Path, rows: pa.Table, **how) -> Path:
+    """Without anything that tells of an edit but the texts themselves, unless told otherwise."""
+    how = {"compression": "none", "use_dictionary": False, "write_statistics": False, "row_group_size": 7, **how}
+    pq.write_table(rows, path, **how)
+    return path
+
+
+def fingerprint(path: Path) -> str:
+    return Parquet(path).fingerprint()
+
+
+@pytest.mark.parametrize("compression", ["none", "snappy", "zstd"])
+@pytest.mark.parametrize("row", [0, 31, ROWS - 1])
+def test_one_cell_of_the_same_length_is_noticed(tmp_path, compression, row):
+    before = stored(tmp_path / "a.parquet", table(), compression=compression)
+    after = stored(tmp_path / "b.parquet", table("eight", row), compression=compression)
+    same = stored(tmp_path / "c.parquet", table(), compression=compression)
+    if compression == "none":  # nothing else than the cell tells
+        assert before.stat().st_size == after.stat().st_size
+        footers = [pq.read_metadata(path) for path in (before, after)]
+        assert footers[0].equals(footers[1])
+    assert fingerprint(before) == fingerprint(same) != fingerprint(after)
+
+
+def test_one_byte_in_place_is_noticed_wherever_it_is(tmp_path):
+    path = stored(tmp_path / "a.parquet", table())
+    data, before = path.read_bytes(), fingerprint(path)
+    metadata = pq.read_metadata(path)
+    groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
+    noticed = unnoticed = 0
+    for group in groups:
+        for column in range(group.num_columns):
+            chunk = group.column(column)
+            first, last = chunk.data_page_offset, chunk.data_page_offset + chunk.total_compressed_size - 1
+            for place in (first, (first + last) // 2, last):
+                path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+                if chunk.path_in_schema == "other":  # which nobody reads
+                    assert fingerprint(path) == before
+                    unnoticed += 1
+                else:
+                    assert fingerprint(path) != before
+                    noticed += 1
+    assert (noticed, unnoticed) == (9 * 3 * 3, 9 * 3)
+
+
+def test_a_run_does_not_go_on_with_a_file_that_was_edited_in_place(tmp_path, make_provider):
+    path = stored(tmp_path / "train.parquet", table())
+
+    def stream():
+        columns = Columns(ignore=["image", "other"])
+        return make_provider(train_path=path, window_size=8, columns=columns).stream("train")
+
+    first = stream()
+    next(first)
+    state = first.state_dict()
+    stream().load_state_dict(state)
+    data = path.read_bytes()
+    path.write_bytes(data[: (at := data.index(b"seven"))] + b"eight" + data[at + 5 :])
+    with pytest.raises(ValueError, match=r"^the checkpoint's position belongs to other data: found data \w"):
+        stream().load_state_dict(state)
+
+
+def test_names_and_times_are_no_part_of_it(tmp_path):
+    path = stored(tmp_path / "a.parquet", table())
+    before = fingerprint(path)
+    assert fingerprint(path.rename(tmp_path / "b.parquet")) == before
+    (tmp_path / "b.parquet").touch()
+    assert fingerprint(tmp_path / "b.parquet") == before
+    stored(tmp_path / "c.parquet", table("eight", 3))
+    both = fingerprint(tmp_path)
+    (tmp_path / "b.parquet").rename(tmp_path / "d.parquet")
+    assert fingerprint(tmp_path) != both  # in another order
+
+
+def test_large_files_are_read_in_part(tmp_path, monkeypatch):
+    """Blocks are spread over all texts; what falls between them, and alters no size, goes unnoticed, as is said."""
+    path = stored(tmp_path / "a.parquet", table())
+    read = []
+    blocks = tables._blocks
+    monkeypatch.setattr(tables, "_BLOCK", 64)
+    monkeypatch.setattr(tables, "_MOST_OF_TEXTS", 10)
+    monkeypatch.setattr(tables, "_MOST_OF_BYTES", 5)
+
+    def counted(*given):
+        for block in blocks(*given):
+            read.append(len(block))
+            yield block
+
+    monkeypatch.setattr(tables, "_blocks", counted)
+    before = fingerprint(path)
+    assert len(read) == 15 and max(read) <= 64
+    found = [fingerprint(stored(tmp_path / "b.parquet", table("eight", row))) != before for row in range(ROWS)]
+    assert 0 < sum(found) < ROWS / 2
+    longer = [fingerprint(stored(tmp_path / "b.parquet", table("seventy", row))) != before for row in range(ROWS)]
+    assert all(longer)  # a column of other size is in the footer
+    assert fingerprint(stored(tmp_path / "b.parquet", table(changed=3, picture=b"1"))) != before
+
+
+def test_a_file_that_is_gone_is_named(tmp_path, monkeypatch):
+    path = stored(tmp_path / "a.parquet", table())
+
+    def gone(*_):
+        raise OSError("stale file handle")
+
+    monkeypatch.setattr(tables, "_footer", gone)
+    with pytest.raises(DataError, match=r"a.parquet: found a file unreadable \(stale file handle\)"):
+        Parquet(path)
