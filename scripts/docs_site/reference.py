@@ -139,8 +139,10 @@ def _text(words: str) -> str:
 
 
 def _class(file: str, name: str) -> ast.ClassDef:
-    tree = ast.parse((ROOT / _OURS / file).read_text())
-    (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    source = (ROOT / _OURS / file).read_text()
+    (found,) = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == name]
+    for field in found.body:
+        field.type_comment = source.splitlines()[field.end_lineno - 1].partition("  # ")[2]
     return found
 
 
@@ -167,11 +169,14 @@ def _default(value: ast.expr | None) -> str:
 
 
 def _meanings(found: ast.ClassDef) -> dict[str, str]:
-    """What the docstring's "Attributes" say, by name."""
+    """What the docstring's "Attributes" say, by name, or the comment in a field's line."""
+    names = {name for name, _, _ in _fields(found)}
+    lines = (node for node in found.body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) in names)
+    comments = {ast.unparse(node.target): node.type_comment for node in lines if node.type_comment}
     _, _, listed = (ast.get_docstring(found) or "").partition("Attributes:\n")
     listed = re.split(r"\n(?=\S)", listed)[0]  # other sections begin at the margin
     entries = re.findall(r"^    (\w[\w, ]*):\s(.*?)(?=^    \w|\Z)", listed, re.DOTALL | re.MULTILINE)
-    return {name: " ".join(text.split()) for names, text in entries for name in re.split(r",\s*", names)}
+    return comments | {name: " ".join(text.split()) for names, text in entries for name in re.split(r",\s*", names)}
 
 
 class _Found(Exception):

@@ -46,12 +46,12 @@ class VisionLimits:
     """Resolution and frame limits. None keeps the value of the checkpoint's processor."""
 
     image_min_pixels: int | None = None  # smaller images are enlarged to this number of pixels
-    image_max_pixels: int | None = None
+    image_max_pixels: int | None = None  # larger images are reduced to this number of pixels
     video_min_pixels: int | None = None  # summed over the video's frames
-    video_max_pixels: int | None = None
+    video_max_pixels: int | None = None  # the same
     video_fps: float | None = None  # sampled frames per second
     video_min_frames: int | None = None  # sampled frames; fewer if the video has fewer
-    video_max_frames: int | None = None
+    video_max_frames: int | None = None  # sampled frames
 
     def put_on(self, processor: Any) -> None:
         """Apply these limits to a processor; `ValueError` for an invalid one, or a minimum above its maximum."""

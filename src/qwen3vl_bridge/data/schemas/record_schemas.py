@@ -214,9 +214,9 @@ class Columns:
     messages: str | None = None  # turns, with role and content
     conversations: str | None = None  # turns, with from and value
     image: str | None = None  # an image or a list of images; "image_*" for the columns image_1, image_2 and so on
-    images: str | None = None
+    images: str | None = None  # the same as image
     video: str | None = None  # a video or a list of videos; "video_*" for several columns
-    videos: str | None = None
+    videos: str | None = None  # the same as video
     sample_fps: str | None = None  # frames per second of videos that are lists of frames
     system: str | None = None  # the system prompt, or a template
     tools: str | None = None  # tools that the model may call

@@ -34,15 +34,15 @@ _UNNAMING = ("train", "data", "valid", "validation", "test")
 
 @dataclass(frozen=True, kw_only=True)
 class MixedSet:
-    """One data set of a mixture. Fields without a comment are those of `Qwen3VLConversationProvider`."""
+    """One data set of a mixture."""
 
-    path: str
+    path: str  # as `dataset.path`
     name: str  # in sample ids, messages and metrics; derived from the path by default
     weight: float | None = None  # its fraction of the samples, relative to the other weights
     epochs: float | None = None  # how often each sample is seen per epoch of the mixture; 0.3: each time another part
-    media_root: str | Sequence[str] | None = None
-    schema_adapter: str | None = None
-    columns: Columns = field(default_factory=Columns)  # in settings {KEY: COLUMN}
+    media_root: str | Sequence[str] | None = None  # as `dataset.media_root`
+    schema_adapter: str | None = None  # as `dataset.schema_adapter`
+    columns: Columns = field(default_factory=Columns)  # as `dataset.columns`, {KEY: COLUMN}
 
     def path_of(self, split: str) -> str | None:
         """Path of the data set's conversations of a split, or None if it has none."""
