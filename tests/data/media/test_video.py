@@ -96,9 +96,9 @@ def test_rates_of_lists_of_frames_next_to_the_messages(encoder, read, tmp_path, 
 
 
 @pytest.mark.parametrize(("videos", "rates", "problem"), [
-    ([["a.png"], ["a.png"]], [1], r"found \[1\] under 'sample_fps', expected .* a list of 2, one for each video"),
-    ([["a.png"], "a.mp4"], [1, 2], r"found \[1, 2\] under 'sample_fps', .* null for one that is not a list of frames"),
-    (["a.mp4"], 2, "found 'sample_fps' next to 'messages', where no video is a list of frames, expected it in a"),
+    ([["a.png"], ["a.png"]], [1], r"found \[1\] under 'sample_fps' next to 2 videos .* a list of 2"),
+    ([["a.png"], "a.mp4"], [1, 2], r"found \[1, 2\] under 'sample_fps' .* null for one that is not a list"),
+    (["a.mp4"], 2, "found 2 under 'sample_fps' next to 0 videos that are lists"),
     ([["a.png"]], None, "found null as the 'sample_fps' of a list of frames, expected how many are a second"),
     ([["a.png"]], "two", "found 'two' as the 'sample_fps'"), ([["a.png"]], "-1", "found '-1' as the 'sample_fps'"),
     ([["a.png"]], "nan", "found 'nan' as the 'sample_fps'"), ([["a.png"]], "inf", "found 'inf' as the 'sample_fps'"),
