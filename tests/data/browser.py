@@ -32,10 +32,8 @@ class Browser:
         command += ["--disable-dev-shm-usage", "--remote-debugging-pipe", f"--user-data-dir={folder}", "about:blank"]
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START, str(theirs_in), str(theirs_out), *command],
-            pass_fds=(theirs_in, theirs_out),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+            pass_fds=(theirs_in, theirs_out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
         os.close(theirs_in)
         os.close(theirs_out)
         self._ready = select.poll()  # select() knows no file above 1023

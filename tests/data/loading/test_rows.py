@@ -28,11 +28,6 @@ def test_the_longest_sample_may_fill_a_row(make_rows, encoder, train_file):
         first(make_rows(seq_length=longest - 1)())
 
 
-def test_rows_leave_room_for_what_samples_are_padded_by(make_rows):
-    for batch in first(make_rows(multiple=32)()):
-        assert all(length % 32 == 0 for length in batch.layout.padded_lengths) and batch.layout.total == 256
-
-
 def test_a_long_sample_is_refused_or_dropped_and_counted(make_rows, caplog):
     rows = make_rows(seq_length=64, seed=None)
     with pytest.raises(DataError, match=r"train.jsonl:\d+: found a sample of \d+ tokens, expected at most 64 \(the"):

@@ -2,7 +2,6 @@
 
 from itertools import islice
 
-from qwen3vl_bridge import Qwen3VLConversationProvider
 from qwen3vl_bridge.batch import token_index
 from qwen3vl_bridge.cli.data import main
 
@@ -12,7 +11,7 @@ from megatron.bridge.data.base import DatasetBuildContext
 
 from ..conftest import groups, picture
 from ..energon.conftest import provider_of, write_folder
-from ..energon.test_energon import asked
+from ..media.test_video import ask
 
 KINDS = ("rows", "packed before", "streamed", "energon")
 
@@ -30,21 +29,18 @@ def pack(checkpoint, train_file, tmp_path):
 
 
 @pytest.fixture
-def make(checkpoint, train_file, stream, tmp_path, monkeypatch, pack):
+def make(make_provider, checkpoint, train_file, stream, tmp_path, monkeypatch, pack):
     def make(kind: str, multiple: int = 1, **changes):
-        settings = {"seq_length": 256, "num_workers": 0, **changes}
         if kind == "energon":
-            return provider_of(checkpoint, _webdataset(tmp_path), **settings)
+            return provider_of(checkpoint, _webdataset(tmp_path), **changes)
+        settings = {"train_path": train_file, **changes}
         if kind == "packed before":
             settings["train_packing"] = pack(multiple)
         elif kind == "streamed":
             monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name: ["train"])
             monkeypatch.setattr(datasets, "load_dataset", lambda name, **how: stream)
-            settings |= {"streaming": True, "media_root": str(train_file.parent), "train_path": "hf://me/digits"}
-        settings = {"train_path": str(train_file), "hf_processor_path": str(checkpoint), **settings}
-        provider = Qwen3VLConversationProvider(**settings)
-        provider.finalize()
-        return provider
+            settings |= {"streaming": True, "media_root": train_file.parent, "train_path": "hf://me/digits"}
+        return make_provider(**settings)
 
     return make
 
@@ -53,7 +49,7 @@ def _webdataset(folder):
     content = picture(folder / "7.png", 32, 64, seed=7).read_bytes()
     texts = [{"type": "text", "text": "seven " * (1 + number)} for number in range(12)]
     samples = [
-        (f"t{number}", {"json": {"messages": asked({"type": "image", "image": "png"}, text)}, "png": content})
+        (f"t{number}", {"json": {"messages": ask({"type": "image", "image": "png"}, text)}, "png": content})
         for number, text in enumerate(texts)
     ]
     return folder / "wds" if (folder / "wds").exists() else write_folder(folder / "wds", train=[samples])

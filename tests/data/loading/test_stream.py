@@ -25,8 +25,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ..conftest import picture, same, segments, write
-from ..energon.conftest import provider_of, write_checkpoint, write_folder
-from ..energon.test_energon import asked
+from ..energon.conftest import provider_of, write_folder
+from ..media.test_video import ask
 
 
 def take(stream, number: int) -> list[PackedBatch]:
@@ -126,16 +126,6 @@ def test_a_position_in_other_rows_is_refused(make_rows, other, message):
         BatchStream(make_rows(**other)()).load_state_dict(state)
 
 
-def test_a_position_in_another_file_is_refused(make_rows, train_file, tmp_path):
-    lines = train_file.read_text().splitlines(keepends=True)
-    shorter = tmp_path / "train.jsonl"
-    shorter.write_text("".join(lines[:-1]))
-    (tmp_path / "images").symlink_to(train_file.parent / "images")
-    state = BatchStream(make_rows()()).state_dict()
-    with pytest.raises(ValueError, match=r"found samples 39, expected 40; data \w+, expected \w+"):
-        BatchStream(make_rows(path=shorter)()).load_state_dict(state)
-
-
 @pytest.mark.parametrize("share", [{}, {"dp_size": 3}, {"dp_size": 2, "micro_batch_size": 3, "pack": False}])
 def test_one_pass_sees_each_sample_once(make_rows, share):
     pack = share.pop("pack", True)
@@ -201,14 +191,13 @@ def signalled(batches: Iterator) -> int:
 
 
 @pytest.fixture(scope="module")
-def energon(processor, tmp_path_factory):
+def energon(checkpoint, tmp_path_factory):
     folder = tmp_path_factory.mktemp("workers")
     content = picture(folder / "picture.png", 32, 32).read_bytes()
-    parts = asked({"type": "image", "image": "png"}, {"type": "text", "text": "which"})
+    parts = ask({"type": "image", "image": "png"}, {"type": "text", "text": "which"})
     samples = [(f"s{n}", {"json": {"messages": parts}, "png": content}) for n in range(8)]
     data = write_folder(folder / "wds", train=[samples[:4], samples[4:6]], val=[samples[6:7]], test=[samples[7:]])
-    hf = write_checkpoint(tmp_path_factory.mktemp("hf"), processor)
-    return lambda **settings: provider_of(hf, data, pack=False, num_workers=1, **settings)
+    return lambda **settings: provider_of(checkpoint, data, pack=False, num_workers=1, **settings)
 
 
 def test_rows_by_number(make_rows):
