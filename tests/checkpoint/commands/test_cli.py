@@ -148,10 +148,7 @@ def test_a_user_that_there_is_not(capsys, tmp_path, untied_folder, imported):
     for arguments in (
         ["import", "--hf-model", str(untied_folder), "--megatron-path", nobody],
         ["export", "--megatron-path", str(imported), "--hf-path", nobody],
-        ["export", "--hf-model", nobody, "--megatron-path", str(imported), "--hf-path", str(tmp_path / "x")],
         ["inspect", "--hf-model", nobody],
-        ["inspect", "--megatron-path", nobody],
-        ["verify", "--hf-model", nobody, "--megatron-path", str(imported)],
     ):
         assert main(arguments) == 2
         assert capsys.readouterr().err == f"error: {part} here\n"

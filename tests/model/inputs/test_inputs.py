@@ -521,12 +521,6 @@ def test_tokens_without_a_picture_are_refused_whatever_the_positions(provider, c
         as_model_inputs(provider, GROUPS, found, position_ids=torch.zeros(3, 1, 4, dtype=torch.long), **pictures)
 
 
-def test_pictures_in_padding_are_refused(provider, config):
-    found = torch.tensor([[5, 5, config.image_token_id, 5]])
-    with pytest.raises(ValueError, match="image token at 2 is in padding"):
-        as_model_inputs(provider, GROUPS, found, attention_mask=torch.tensor([[1, 1, 0, 0]]), **ONE_PICTURE)
-
-
 ROOM = 6
 IDS_REFUSALS = torch.arange(1, 1 + 2 * ROOM).view(2, ROOM)
 REAL = torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6]).bool()
