@@ -3,15 +3,19 @@
 Run on two ranks: -m tests.training.test_process_groups OUTPUT FOLDER, a Hugging Face model with experts.
 """
 
+import ast
 import inspect
 import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 from unittest import mock
 
+import qwen3vl_bridge
 from qwen3vl_bridge.training import process_groups
 from qwen3vl_bridge.training.callbacks import training_callbacks
 from qwen3vl_bridge.training.run_settings import GuardConfig
@@ -172,3 +176,21 @@ def test_groups_of_one_rank_among_two(moe_folder, tmp_path):
 if __name__ == "__main__":
     begin()
     main(*sys.argv[1:])
+
+
+def test_every_collective_that_this_package_calls_is_watched():
+    """By the name of torch.distributed that is replaced: none is imported by itself."""
+    with_group = {
+        name
+        for name, function in vars(torch.distributed).items()
+        if type(function) is FunctionType and "group" in inspect.signature(function).parameters
+    } - {"get_backend", "get_rank", "get_world_size", "get_global_rank", "get_group_rank", "destroy_process_group"}
+    called, imported, modules = set(), set(), ("dist", "distributed")
+    for file in Path(qwen3vl_bridge.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] in modules:
+                called.add(node.attr)
+            elif isinstance(node, ast.ImportFrom) and node.module == "torch.distributed":
+                imported |= {one.name for one in node.names}
+    assert {"all_reduce", "all_gather_into_tensor"} <= called & with_group <= set(COLLECTIVES)
+    assert not imported & with_group

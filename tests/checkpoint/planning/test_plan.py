@@ -7,7 +7,7 @@ import math
 from qwen3vl_bridge.checkpoint import CheckpointError, Topology, import_checkpoint, verify_checkpoint
 from qwen3vl_bridge.checkpoint.conversion_plan import make_plan, prove, tensors_of
 from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, HuggingFace, TorchDist
-from qwen3vl_bridge.checkpoint.formats.tensors import Slice, TensorSpec, TransposedSlice, Zeros
+from qwen3vl_bridge.checkpoint.formats.tensors import Segments, Slice, TensorSpec, TransposedSlice, Zeros
 from qwen3vl_bridge.checkpoint.topology import OwnedRows, holders
 from qwen3vl_bridge.models.qwen3_vl.presets import PRESETS, config_dict, hf_config, parameter_count
 from qwen3vl_bridge.models.qwen3_vl.table import table
@@ -16,6 +16,8 @@ from qwen3vl_bridge.weights.rows import ExpertLayout, expand
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.expert_layouts import LAYOUTS
 
@@ -223,3 +225,61 @@ def test_a_size_that_is_stated_changes_the_files(ckpt_format, sizes, moe_folders
     assert contents[0] != contents[1]
     manifest = json.loads((tmp_path / "cut" / "iter_0000000" / "qwen3vl_bridge.json").read_text())
     assert manifest["topology"].items() >= sizes.items()
+
+
+PIECES = (Slice("a", 10, 5), Zeros(2), TransposedSlice((Slice("b", 0, 6),), 2, 0, 6), Slice("a", 0, 4))
+
+
+@given(st.integers(0, 17), st.integers(0, 17))
+def test_pieces_are_cut_by_element(one, other):
+    def elements(segments):
+        for segment in segments:
+            if isinstance(segment, Slice):
+                yield from ((segment.source, segment.start + i) for i in range(segment.length))
+            elif isinstance(segment, Zeros):
+                yield from [None] * segment.length
+            else:
+                yield from (("turned", segment.start + i) for i in range(segment.length))
+
+    start, end = sorted((one, other))
+    segments = Segments(PIECES)
+    assert list(elements(segments.cut(start, end - start))) == list(elements(PIECES))[start:end]
+    assert all(segment.length for segment in segments.cut(start, end - start))
+    with pytest.raises(AssertionError, match="elements up to 18 of 17"):
+        list(segments.cut(start, 18 - start))
+
+
+def test_parts_of_few_bytes_are_not_cut_apart():
+    spec = TensorSpec("x", "bfloat16", (100, 10))
+    parts = [OwnedRows(row, (row,)) for row in range(0, 100, 7)]
+    (one,) = Topology().chunks(spec, parts={(): parts})
+    assert one == ((0,), (0, 0), (100, 10))
+    chunks = list(Topology(chunk_bytes=400).chunks(spec, parts={(): parts}))  # 20 rows at most, and at least
+    assert [(owner[0], offsets[0], sizes[0]) for owner, offsets, sizes in chunks] == [
+        (0, 0, 11), (0, 11, 10), (21, 21, 11), (21, 32, 10), (42, 42, 11), (42, 53, 10), (63, 63, 19), (63, 82, 18),
+    ]  # fmt: skip
+
+
+def test_layers_and_experts_have_chunks_of_their_own():
+    spec = TensorSpec("x", "bfloat16", (2, 3, 10, 4))
+    halves = {(i, j): (OwnedRows(0, (i,)), OwnedRows(5, (j,))) for i in range(2) for j in range(3)}
+    chunks = list(Topology(chunk_bytes=32).chunks(spec, 2, halves))
+    assert {sizes[:2] for _, _, sizes in chunks} == {(1, 1)}
+    assert [offsets for _, offsets, _ in chunks[:4]] == [(0, 0, row, 0) for row in (0, 3, 5, 8)]
+    assert [sizes for _, _, sizes in chunks[:4]] == [(1, 1, count, 4) for count in (3, 2, 3, 2)]
+    assert [offsets[:2] for _, offsets, _ in chunks[::4]] == [(i, j) for i in range(2) for j in range(3)]
+    assert [owner for owner, _, _ in chunks[20:]] == [(1,), (1,), (2,), (2,)]
+
+
+def test_one_rank_holds_all():
+    assert held("8B", FsdpDtensor)[0] == {}
+    parts, shapes = held("8B", TorchDist.of)
+    assert {len(of_index) for of_tensor in parts.values() for of_index in of_tensor.values()} == {1, 2}
+    fc1 = "language_model.decoder.layers.mlp.linear_fc1.weight"  # read in two, by one rank too
+    assert parts[fc1][35,] == [OwnedRows(0, (0, 0, 0, 0)), OwnedRows(shapes[fc1][1] // 2, (0, 0, 0, 0))]
+
+
+def test_a_group_shares_its_experts_out():
+    parts, _ = held("30B-A3B", FsdpDtensor, ep=8, world_size=64)
+    first = "language_model.decoder.layers.3.mlp.experts.linear_fc{}.weight{}"
+    assert {parts[first.format(2, expert)][()][0].owner[2] for expert in range(16)} == {5, 6, 7}
