@@ -452,3 +452,23 @@ def test_keys_that_are_null_are_missing_in_other_spellings_too():
     assert told({"texts": texts})["messages"] == [ASK, ANSWER]
     assert asked("<image>", images=pictures[:1]) == asked("<image>", images=[b"one"])
     assert told({"messages": [ASK, ANSWER], "images": pictures[1:]})["messages"] == [ASK, ANSWER]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("System", "Be brief.", "'system'"),
+        ("Tools", [{"type": "function"}], "'tools'"),
+        ("HISTORY", [["a", "b"]], "'history'"),
+        ("sampleFps", 2, "'sample_fps'"),
+        ("loss", False, "'loss' in a message or its content"),
+        ("reasoning_content", "So.", "'reasoning_content' in a message"),
+        ("tool_calls", [], "'tool_calls' in a message"),
+        ("min_pixels", 1024, "'min_pixels' in a message or its content"),
+    ],
+)
+def test_a_key_of_ours_in_another_place_or_case_is_refused(read, key, value, expected):
+    record = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}], key: value}
+    with pytest.raises(DataError, match=f"found '{key}', which is not read here, expected {expected}"):
+        read(record)
+    assert read({**record, key: None}).messages == read(record | {key: None, "source": "web"}).messages

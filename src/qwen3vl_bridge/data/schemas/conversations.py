@@ -12,6 +12,7 @@ are removed from tools and their calls, which chat templates render whole; strin
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -49,6 +50,14 @@ TURNS = ("messages", "conversations", "texts")
 QUESTIONS = {"question": "answer", "query": "response", "prompt": "completion", "instruction": "output"}
 KEYS = (*TURNS, "system", "tools", *MEDIA_KEYS, RATE, *QUESTIONS, *QUESTIONS.values(), "input", "history")
 _KNOWN = frozenset(KEYS)
+_OF_MESSAGES = (*LOSS, "reasoning_content", "tool_calls", *LIMITS)  # and of content parts
+
+
+def _plain(key: object) -> str:
+    return re.sub(r"[\W_]", "", str(key)).lower()
+
+
+_MEANT = {_plain(key): key for key in (*KEYS, *_OF_MESSAGES)}
 EXPECTED = (
     "'messages' or 'conversations', 'texts', a question with its answer ("
     + ", ".join(f"{question!r} and {answer!r}" for question, answer in QUESTIONS.items())
@@ -115,6 +124,12 @@ def messages_of(record: Any, place: str, *, placeholders: Placeholders = "media"
         in_front=spelling not in ("messages", "conversations"),
     )
     check_unread(record, _KNOWN, own["messages"], place)
+    # Ignored, these would train on something else than the record means.
+    for key in set(keys) - _KNOWN:
+        if meant := _MEANT.get(_plain(key)):
+            expected = f"{meant!r} in a message or its content" if meant in _OF_MESSAGES else repr(meant)
+            problem = f"found {key!r}, which is not read here, expected {expected}"
+            raise DataError(place, f"{problem}; or leave it out (columns.ignore=[{key}])")
     return own
 
 
