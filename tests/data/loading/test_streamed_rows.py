@@ -55,7 +55,7 @@ def record(number: int) -> dict:
 
 
 @pytest.fixture(scope="module")
-def stream(tmp_path_factory) -> datasets.IterableDataset:
+def rows_stream(tmp_path_factory) -> datasets.IterableDataset:
     """Rows of several files, in row groups of nine."""
     folder = tmp_path_factory.mktemp("stream")
     for shard in range(SHARDS):
@@ -89,8 +89,8 @@ def test_rows_are_those_of_other_sources(folder, kind):
     assert source[7].sample_id == source.sample_id(7) == "x[7]"
 
 
-def test_numbers_are_places_and_epochs(stream):
-    source = StreamedDataset(stream, "x")
+def test_numbers_are_places_and_epochs(rows_stream):
+    source = StreamedDataset(rows_stream, "x")
     assert list(source.numbers(0, 0, 3)) == [0, 1, 2]
     assert list(source.numbers(0, ROWS - 2, 5)) == [ROWS - 2, ROWS - 1]
     assert not source.numbers(0, ROWS, 5) and not source.numbers(0, ROWS + 7, 5) and not source.numbers(2, 500, 5)
@@ -102,18 +102,18 @@ def test_numbers_are_places_and_epochs(stream):
             source[number]
 
 
-def test_each_epoch_has_its_own_order_and_keeps_it(stream):
-    source = StreamedDataset(stream, "x", seed=5, buffer_size=16)
+def test_each_epoch_has_its_own_order_and_keeps_it(rows_stream):
+    source = StreamedDataset(rows_stream, "x", seed=5, buffer_size=16)
     orders = [epoch_of(source, epoch) for epoch in range(3)]
     assert all(sorted(order) == list(range(ROWS)) for order in orders)
     assert len({tuple(order) for order in orders}) == 3 and orders[0] != list(range(ROWS))
     assert epoch_of(source, 1) == orders[1]
-    assert epoch_of(StreamedDataset(stream, "x", seed=6, buffer_size=16), 0) != orders[0]
+    assert epoch_of(StreamedDataset(rows_stream, "x", seed=6, buffer_size=16), 0) != orders[0]
     assert source[EPOCH + 3].sample_id == "x[3 of epoch 1]"
 
 
-def test_a_fresh_process_finds_the_same_order(stream, tmp_path):
-    source = StreamedDataset(stream, "x", seed=5, buffer_size=16)
+def test_a_fresh_process_finds_the_same_order(rows_stream, tmp_path):
+    source = StreamedDataset(rows_stream, "x", seed=5, buffer_size=16)
     (tmp_path / "source").write_bytes(pickle.dumps(source))
     script = (
         "import datasets, pickle; datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0\n"
@@ -130,9 +130,9 @@ def test_a_fresh_process_finds_the_same_order(stream, tmp_path):
     places=st.lists(st.tuples(st.integers(0, 2), st.integers(0, ROWS - 1)), min_size=1, max_size=12),
     keep=st.sampled_from([1, 20, 500]),
 )
-def test_any_order_of_asking_gives_the_same(stream, seed, places, keep):
-    truth = StreamedDataset(stream, "x", seed=seed, buffer_size=16, keep=1000)
-    source = StreamedDataset(stream, "x", seed=seed, buffer_size=16, keep=keep)
+def test_any_order_of_asking_gives_the_same(rows_stream, seed, places, keep):
+    truth = StreamedDataset(rows_stream, "x", seed=seed, buffer_size=16, keep=1000)
+    source = StreamedDataset(rows_stream, "x", seed=seed, buffer_size=16, keep=keep)
     expected = {epoch: epoch_of(truth, epoch) for epoch in {epoch for epoch, _ in places}}
     for epoch, place in places:
         assert asked(source, epoch * EPOCH + place) == expected[epoch][place]
@@ -150,11 +150,13 @@ class Asked(Dataset):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "memory"])
-def test_each_worker_sees_the_whole_stream(stream, kind):
+def test_each_worker_sees_the_whole_stream(rows_stream, kind):
     """Workers that are forked have an open file of their parent's; they are in different epochs at the same time."""
     if kind == "memory":
-        stream = datasets.Dataset.from_list([record(n) for n in range(ROWS)]).to_iterable_dataset(num_shards=SHARDS)
-    source = StreamedDataset(stream, "x", seed=5, buffer_size=16)
+        rows_stream = datasets.Dataset.from_list([record(n) for n in range(ROWS)]).to_iterable_dataset(
+            num_shards=SHARDS
+        )
+    source = StreamedDataset(rows_stream, "x", seed=5, buffer_size=16)
     expected = [(asked(source, epoch * EPOCH + place), ROWS) for place in range(30) for epoch in range(2)]
     assert source._reading is not None
     numbers = [epoch * EPOCH + place for place in range(30) for epoch in range(2)]
@@ -202,11 +204,11 @@ def test_what_is_kept_has_bounds(seed):
     assert not state["_kept"] and state["_reading"] is None
 
 
-def test_a_run_goes_on_far_ahead(stream, caplog):
+def test_a_run_goes_on_far_ahead(rows_stream, caplog):
     """The rows just before are kept, as they may be carried into the next window; earlier ones take another reading."""
-    begun = StreamedDataset(stream, "x", seed=5, buffer_size=16)
+    begun = StreamedDataset(rows_stream, "x", seed=5, buffer_size=16)
     expected = epoch_of(begun, 4)
-    source = StreamedDataset(stream, "x", seed=5, buffer_size=16, keep=20)
+    source = StreamedDataset(rows_stream, "x", seed=5, buffer_size=16, keep=20)
     with caplog.at_level(logging.WARNING, "qwen3vl_bridge.data.sources.hub"):
         numbers = source.numbers(4, 66, 10)
         assert caplog.messages == ["x: epoch 4 is read from its beginning to reach sample 75; the latest 20 are kept"]
@@ -251,7 +253,7 @@ def test_rows_of_several_types_are_refused_where_they_begin():
         source[1]
 
 
-def test_bad_rows_have_their_names(stream):
+def test_bad_rows_have_their_names(rows_stream):
     bad = [{"messages": [{"role": "user", "content": "?"}]}, {"messages": None}, {"words": "hi"}, record(3)]
     source = StreamedDataset(datasets.IterableDataset.from_generator(bad.__iter__), "x")
     assert len(source.numbers(0, 0, 9)) == 4
@@ -262,19 +264,19 @@ def test_bad_rows_have_their_names(stream):
     assert asked(source, 3) == 3
 
 
-def test_what_an_order_depends_on_is_in_the_fingerprint(stream):
+def test_what_an_order_depends_on_is_in_the_fingerprint(rows_stream):
     settings = [{}, {"seed": 1}, {"seed": 2}, {"seed": 1, "buffer_size": 9}]
-    prints = [StreamedDataset(stream, "x", **one).fingerprint() for one in settings]
-    prints += [StreamedDataset(stream, "y").fingerprint()]
+    prints = [StreamedDataset(rows_stream, "x", **one).fingerprint() for one in settings]
+    prints += [StreamedDataset(rows_stream, "y").fingerprint()]
     assert len(set(prints)) == 5
-    assert prints[1] == StreamedDataset(stream, "x", seed=1, keep=3).fingerprint()
+    assert prints[1] == StreamedDataset(rows_stream, "x", seed=1, keep=3).fingerprint()
     assert prints[0] == f"x, {SHARDS} shards, None bytes"
 
 
-def test_the_hub_is_asked_by_name_and_split(stream, monkeypatch):
+def test_the_hub_is_asked_by_name_and_split(rows_stream, monkeypatch):
     def load(name, split, streaming):
         assert (name, streaming) == ("owner/name", True)
-        return stream
+        return rows_stream
 
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name: ["train", "test"])
     monkeypatch.setattr(datasets, "load_dataset", load)
