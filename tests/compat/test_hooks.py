@@ -390,9 +390,6 @@ def _loops() -> int:
 
 
 def _on_two_ranks(rank: int, folder: str) -> None:
-    from qwen3vl_bridge.compat.cpu import _share_gloo_device as share
-
-    share(distributed_c10d)
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     groups = [dist.new_group(ranks) for _ in range(10) for ranks in ([0, 1], [0], [1])]

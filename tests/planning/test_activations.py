@@ -34,7 +34,7 @@ NEAR_ROWS = 1.5e-2
 
 SELECTIVE = {name: Recompute("selective", frozenset({name})) for name in ("core_attn", "mlp", "moe")}
 # Modules of `recompute_modules` that some models have nothing of.
-WITHOUT = {"moe": ("dense", "Qwen3.5"), "mlp": ("Qwen3.5 MoE",)}
+WITHOUT = {"moe": ("dense", "Qwen3.5"), "mlp": ("MoE", "Qwen3.5 MoE")}
 CASES = {
     "float32": (FP32, Recompute(), Recompute()), "bfloat16": (BF16, Recompute(), Recompute()),
     "core_attn": (FP32, SELECTIVE["core_attn"], SELECTIVE["core_attn"]), "mlp": (FP32, SELECTIVE["mlp"], Recompute()),

@@ -502,6 +502,7 @@ def test_vision_on_ranks_of_its_own(cfg, untied_folder):
 
 
 _EIGHT_BITS = bf16_mixed()
+_EIGHT_BITS.fp8 = "e4m3"
 NOT_COUNTED = {
     "model.fp8": dict(model__fp8="e4m3"), "model.cpu_offloading": dict(model__cpu_offloading=True),
     "model.fine_grained_activation_offloading": dict(model__fine_grained_activation_offloading=True),

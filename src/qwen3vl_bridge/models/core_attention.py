@@ -201,7 +201,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, *, dropout: float, **argume
     """
     groups, backends = query.size(1) // key.size(1), contextlib.nullcontext()
     if query.is_cuda and flash_takes(query, key, value, dropout):
-        backends = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+        backends = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
     elif query.is_cuda:
         backends = sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
         if groups > 1:
