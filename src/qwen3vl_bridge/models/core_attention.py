@@ -192,21 +192,26 @@ class _EndOnCpu(torch.autograd.Function):
         return query_before + query_own, *keys, None
 
 
+_KERNELS = {
+    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
+    SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
+}
+
+
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, *, dropout: float, **arguments: object) -> Tensor:
     """scaled_dot_product_attention of [n, heads, s, d] by a kernel that does not store all scores.
 
-    On CUDA that is FlashAttention, and the memory-efficient kernel for what it does not support (such as float32), with
-    as many key heads as query heads: with fewer, torch would take the math kernel. Never cuDNN, which torch prefers in
-    16 bits on an H100: it makes a plan for each shape, and the lengths of segments change with each batch.
+    On CUDA inputs that FlashAttention does not support (such as float32) use the memory-efficient kernel, which needs
+    as many key heads as query heads: with fewer, torch would fall back to the math kernel. Of the kernels that the user
+    has left on, cuDNN's is never taken, which torch prefers in 16 bits on an H100: it makes a plan for each shape, and
+    the lengths of segments change with each batch.
     """
-    groups, backends = query.size(1) // key.size(1), contextlib.nullcontext()
-    if query.is_cuda and flash_takes(query, key, value, dropout):
-        backends = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
-    elif query.is_cuda:
-        backends = sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
-        if groups > 1:
-            key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
-    with backends:
+    groups = query.size(1) // key.size(1)
+    if groups > 1 and query.is_cuda and not flash_takes(query, key, value, dropout):
+        key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
+    allowed = [kernel for kernel, is_on in _KERNELS.items() if is_on()]
+    with sdpa_kernel(allowed) if query.is_cuda else contextlib.nullcontext():
         return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, enable_gqa=groups > 1, **arguments)
 
 
