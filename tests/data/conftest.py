@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.data import (
     Collator,
-    DataError,
     Encoder,
     JsonLines,
     RowDataset,
@@ -131,13 +130,6 @@ def trained(processor, sample) -> str:
 def dialogue(*contents) -> list[dict]:
     """Messages of the user and the assistant in turn."""
     return [{"role": ("user", "assistant")[n % 2], "content": content} for n, content in enumerate(contents)]
-
-
-def check_refused(encoder: Encoder, conversation, match: str, *limit: int) -> None:
-    """Both an encoder and its measuring refuse a conversation."""
-    for work in (encoder, encoder.size):
-        with pytest.raises(DataError, match=match):
-            work(conversation, *limit)
 
 
 @pytest.fixture(scope="session")

@@ -14,14 +14,11 @@ from qwen3vl_bridge.rehearsal import fake_gpu
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# `mark(text)` writes a line of the log; `result[...]` comes back as `Run.result`.
+# `result[...]` comes back as `Run.result`.
 PRELUDE = """
-import ctypes, json, sys, torch
+import json, sys, torch
+from qwen3vl_bridge.rehearsal.fake_gpu import mark, on_wait
 result = {}
-_gpu = ctypes.CDLL(None)
-
-def mark(text):
-    _gpu.fake_gpu_mark(text.encode())
 """
 EPILOGUE = "print('RESULT', json.dumps(result))"
 

@@ -34,7 +34,6 @@ def double_all(x, n, BLOCK: tl.constexpr):
 PROGRAM = """
 import os
 import torch.distributed as dist
-from qwen3vl_bridge.rehearsal import fake_gpu
 
 folder, *lines = sys.argv[1:]
 result["device"] = [torch.cuda.get_device_name(), *torch.cuda.get_device_capability()]
@@ -63,7 +62,7 @@ def read(x):
     return x.item()
 
 waiting = result["waiting"] = []
-with fake_gpu.on_wait(lambda _: waiting.append(sys._getframe(1).f_code.co_name)):
+with on_wait(lambda _: waiting.append(sys._getframe(1).f_code.co_name)):
     x + 1
     read(x[0, 0])
 read(x[0, 0])

@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,6 +146,11 @@ def _events(path: Path) -> Iterator[Event]:
         yield Event(kind, name, int(amount), int(stream))
 
 
+def mark(text: str) -> None:
+    """In a process with the fake GPU: write a line of one's own to the log, for `between`."""
+    ctypes.CDLL(None).fake_gpu_mark(text.encode())
+
+
 @contextmanager
 def on_wait(function: Callable[[bytes], None]) -> Iterator[None]:
     """In a process with the fake GPU: call a function where the host waits in the block, below the line that waits.
@@ -164,5 +169,5 @@ def on_wait(function: Callable[[bytes], None]) -> Iterator[None]:
 
 def between(events: list[Event], start: str, end: str) -> list[Event]:
     """The events after the mark `start` and before the mark `end`."""
-    marks: Mapping[str, int] = {event.name: i for i, event in enumerate(events) if event.kind == "mark"}
+    marks = {event.name: i for i, event in enumerate(events) if event.kind == "mark"}
     return events[marks[start] + 1 : marks[end]]

@@ -125,8 +125,8 @@ def messages_of(record: Any, place: str, *, placeholders: Placeholders = "media"
     )
     check_unread(record, _KNOWN, own["messages"], place)
     # Ignored, these would train on something else than the record means.
-    for key in set(keys) - _KNOWN:
-        if meant := _MEANT.get(_plain(key)):
+    for key in keys:
+        if key not in _KNOWN and (meant := _MEANT.get(_plain(key))):
             expected = f"{meant!r} in a message or its content" if meant in _OF_MESSAGES else repr(meant)
             problem = f"found {key!r}, which is not read here, expected {expected}"
             raise DataError(place, f"{problem}; or leave it out (columns.ignore=[{key}])")
