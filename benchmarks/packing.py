@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from qwen3vl_bridge.data.loading.rows import assign_rows
+from qwen3vl_bridge.data.loading.row_dataset import assign_rows
 from qwen3vl_bridge.data.packing.row_plan import NumberedOrder, RowPlan
 from qwen3vl_bridge.data.packing.sample_sizes import Size
 from qwen3vl_bridge.models.flops import tower_costs

@@ -14,7 +14,7 @@ _PUBLIC = {
     "export_adapters": "qwen3vl_bridge.peft.hf_export",
     "export_checkpoint": "qwen3vl_bridge.checkpoint.commands",
     "import_checkpoint": "qwen3vl_bridge.checkpoint.commands",
-    "inspect_checkpoint": "qwen3vl_bridge.checkpoint.inspection",
+    "inspect_checkpoint": "qwen3vl_bridge.checkpoint.contents",
     "merge_adapters": "qwen3vl_bridge.peft.hf_export",
     "reformat_checkpoint": "qwen3vl_bridge.checkpoint.commands",
     "verify_checkpoint": "qwen3vl_bridge.checkpoint.verification",

@@ -333,7 +333,7 @@ def _run_verify(options: argparse.Namespace) -> int:
 
 
 def _run_inspect(options: argparse.Namespace) -> int:
-    from qwen3vl_bridge.checkpoint.inspection import inspect_checkpoint, inspect_model
+    from qwen3vl_bridge.checkpoint.contents import inspect_checkpoint, inspect_model
 
     if options.hf_model is not None:
         found = inspect_model(expanded(options.hf_model))

@@ -232,7 +232,7 @@ def _run_pack(options: argparse.Namespace) -> int:
     from qwen3vl_bridge.data.collation import Collator, VisionSettings, pad_token_id
     from qwen3vl_bridge.data.encoding import Encoder
     from qwen3vl_bridge.data.inspection_report import packing_as_text, report_as_json
-    from qwen3vl_bridge.data.loading.rows import RowDataset, RowSettings
+    from qwen3vl_bridge.data.loading.row_dataset import RowDataset, RowSettings
     from qwen3vl_bridge.data.offline_packing import pack
     from qwen3vl_bridge.data.samples import SampleFilter, Samples
 

@@ -3,7 +3,7 @@
 from qwen3vl_bridge import lazy
 
 _PUBLIC = {
-    "Balance": "qwen3vl_bridge.data.loading.rows",
+    "Balance": "qwen3vl_bridge.data.loading.row_dataset",
     "BatchStream": "qwen3vl_bridge.data.loading.batch_stream",
     "Columns": "qwen3vl_bridge.data.schemas.record_schemas",
     "Collator": "qwen3vl_bridge.data.collation",
@@ -22,9 +22,9 @@ _PUBLIC = {
     "PackedRows": "qwen3vl_bridge.data.packing.packed_rows",
     "Parquet": "qwen3vl_bridge.data.sources.tables",
     "Qwen3VLTaskEncoder": "qwen3vl_bridge.data.energon.task_encoder",
-    "RowDataset": "qwen3vl_bridge.data.loading.rows",
+    "RowDataset": "qwen3vl_bridge.data.loading.row_dataset",
     "RowPlan": "qwen3vl_bridge.data.packing.row_plan",
-    "RowSettings": "qwen3vl_bridge.data.loading.rows",
+    "RowSettings": "qwen3vl_bridge.data.loading.row_dataset",
     "SampleFilter": "qwen3vl_bridge.data.samples",
     "Samples": "qwen3vl_bridge.data.samples",
     "Size": "qwen3vl_bridge.data.packing.sample_sizes",

@@ -16,7 +16,7 @@ from qwen3vl_bridge.data.collation import Collator, VisionSettings, pad_token_id
 from qwen3vl_bridge.data.encoding import Answers, Encoder, VisionLimits, load_processor
 from qwen3vl_bridge.data.errors import Changed, DataError, Unreachable, check_choice
 from qwen3vl_bridge.data.loading.batch_stream import BatchStream, check_assignment, check_position, one_pass
-from qwen3vl_bridge.data.loading.rows import Balance, RowDataset, RowSettings, StreamedRows
+from qwen3vl_bridge.data.loading.row_dataset import Balance, RowDataset, RowSettings, StreamedRows
 from qwen3vl_bridge.data.media.media_access import MediaAccess, UrlCache
 from qwen3vl_bridge.data.packing.packed_rows import PackedRows
 from qwen3vl_bridge.data.packing.sample_sizes import notes_of_job, sizes_of_job

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.loading.batch_stream import ignoring
-from qwen3vl_bridge.data.loading.rows import RowDataset
+from qwen3vl_bridge.data.loading.row_dataset import RowDataset
 from qwen3vl_bridge.data.packing.packed_rows import FILES, MANIFEST, PackedRows, write
 from qwen3vl_bridge.data.packing.row_plan import RowPlan
 from qwen3vl_bridge.data.packing.sample_sizes import LatestSizes, Size, sizes_of_job

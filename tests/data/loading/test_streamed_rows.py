@@ -27,7 +27,7 @@ from qwen3vl_bridge.data import (
 )
 from qwen3vl_bridge.data.errors import Unreachable
 from qwen3vl_bridge.data.loading.batch_stream import ignoring
-from qwen3vl_bridge.data.loading.rows import StreamedRows
+from qwen3vl_bridge.data.loading.row_dataset import StreamedRows
 from qwen3vl_bridge.data.offline_packing import pack
 from qwen3vl_bridge.data.packing import sample_sizes
 from qwen3vl_bridge.data.packing.sample_sizes import Sizes

@@ -21,7 +21,7 @@ from qwen3vl_bridge.data import (
     offline_packing,
     one_pass,
 )
-from qwen3vl_bridge.data.loading.rows import RowDataset
+from qwen3vl_bridge.data.loading.row_dataset import RowDataset
 from qwen3vl_bridge.data.offline_packing import pack
 
 import numpy as np

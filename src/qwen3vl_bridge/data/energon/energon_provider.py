@@ -20,7 +20,7 @@ from qwen3vl_bridge.data.dataset_provider import ConversationRows
 from qwen3vl_bridge.data.energon.task_encoder import MeasuredSample, MeasuringTaskEncoder, Qwen3VLTaskEncoder
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.loading.batch_stream import check_position, check_share, ignoring
-from qwen3vl_bridge.data.loading.rows import without_loss
+from qwen3vl_bridge.data.loading.row_dataset import without_loss
 from qwen3vl_bridge.data.packing.sample_sizes import Left, notes_of_job
 from qwen3vl_bridge.data.schemas.record_schemas import Columns, marked, one_schema
 

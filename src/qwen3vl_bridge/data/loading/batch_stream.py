@@ -22,7 +22,7 @@ from typing import Any
 
 from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.loading.rows import EncodedRow, RowDataset, without_loss
+from qwen3vl_bridge.data.loading.row_dataset import EncodedRow, RowDataset, without_loss
 from qwen3vl_bridge.data.packing.row_plan import Window
 
 import torch

@@ -1,4 +1,4 @@
-"""Inspect: the contents of a checkpoint, from only headers and metadata."""
+"""Inspect: the contents of a checkpoint, from headers and metadata, without the numpy and torch of a conversion."""
 
 from __future__ import annotations
 
