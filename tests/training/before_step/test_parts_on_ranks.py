@@ -1,7 +1,7 @@
 """However a model is split: parts have their rates and are measured as in one process; a bad sample is named.
 
-Run on two ranks: -m tests.training.before_step.test_parts_on_ranks OUTPUT FOLDERS, a JSON object of folders by family,
-in which `parts.pt` lies beside the model.
+Run on two ranks: -m tests.training.before_step.test_parts_on_ranks OUTPUT FOLDERS, a JSON object of folders by family.
+What one process found lies beside OUTPUT, as FAMILY.pt.
 """
 
 import json
@@ -161,7 +161,7 @@ def main(output: str, folders: dict[str, str]) -> None:
     found = {}
     for case, (family, _, settings) in CASES.items():
         found[case] = one_case(case, folders)
-        expected = torch.load(Path(folders[family]) / "parts.pt")
+        expected = torch.load(Path(output).parent / f"{family}.pt")
         weights = found[case].pop("weights")
         found[case]["weight"] = None if settings else worst(weights, expected["weights"], scale=ADAM["lr"])
         ranks = [None, None]
@@ -180,16 +180,15 @@ NORM, HALF_NORM, TOTAL, WEIGHT = 1e-6, 1e-2, 1e-6, 2e-3
 @pytest.fixture(scope="module")
 def references(untied_folder, moe_folder):
     folders = {"dense": untied_folder, "MoE": moe_folder}
-    references = {family: train_parts(folder) for family, folder in folders.items()}
-    for family, folder in folders.items():
-        torch.save(references[family], folder / "parts.pt")
-    return folders, references
+    return folders, {family: train_parts(folder) for family, folder in folders.items()}
 
 
 @pytest.fixture(scope="module")
 def found(references, tmp_path_factory):
-    folders, _ = references
+    folders, expected = references
     output = tmp_path_factory.mktemp("parts") / "found.pt"
+    for family in folders:
+        torch.save(expected[family], output.parent / f"{family}.pt")
     run_ranks(
         "tests.training.before_step.test_parts_on_ranks", 2, output,
         json.dumps({name: str(f) for name, f in folders.items()}),
