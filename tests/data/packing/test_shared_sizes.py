@@ -16,6 +16,7 @@ from qwen3vl_bridge.data.sources.opening import JsonLines
 from qwen3vl_bridge.training.process_groups import shutdown
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ..conftest import groups
@@ -45,6 +46,7 @@ def run(*functions):
 
     def answer(number, function):
         gc.freeze()  # a fork has none of the threads that this process's garbage may own
+        torch.set_num_threads(1)  # nor those of OpenMP, for which it would wait
         try:
             queue.put((number, function()))
         except BaseException as error:
