@@ -37,6 +37,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.bridge.data.base import DatasetBuildContext
@@ -360,6 +361,7 @@ def part_and_epoch(sample_id: str) -> tuple[int, int]:
 
 def read_an_epoch(rows, rank: int, ranks: int, workers: int, queue) -> None:
     """A data-parallel rank's process: reads until all parts of its have begun their second epoch."""
+    torch.set_num_threads(1)  # a fork has none of OpenMP's, and would wait for them
     stream = BatchStream(rows, dp_rank=rank, dp_size=ranks, num_workers=workers)
     found, parts = list[str](), {rank + ranks * worker for worker in range(max(1, workers))}
     while not parts <= {part for part, epoch in map(part_and_epoch, found) if epoch == 1}:
