@@ -71,7 +71,7 @@ GROUPS: dict[str, tuple[Group, ...]] = {
         Group("", "training/config.py", "Qwen3VLConfigContainer"),
         Group("guard.", "training/run_settings.py", "GuardConfig"),
         Group("accuracy.", "training/run_settings.py", "AccuracyConfig"),
-        Group("optimizer_config_override_provider.", "training/run_settings.py", "Qwen3VLTowers"),
+        Group("optimizer_config_override_provider.", "training/run_settings.py", "Qwen3VLLearningRates"),
         Group("peft.", "peft/lora.py", "Qwen3VLParts"),
     ),
 }

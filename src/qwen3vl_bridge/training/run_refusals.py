@@ -23,7 +23,7 @@ from qwen3vl_bridge.planning.hardware import GIB
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.training.checkpoint_manager import MANAGER
 from qwen3vl_bridge.training.resuming import expect_checkpoint
-from qwen3vl_bridge.training.run_settings import Qwen3VLTowers
+from qwen3vl_bridge.training.run_settings import Qwen3VLLearningRates
 from qwen3vl_bridge.weights.rows import Part
 
 import torch
@@ -269,7 +269,7 @@ def _check_schedule(cfg: Any) -> None:
 def _check_towers(cfg: Any) -> None:
     """Refuse learning rates of parts that contradict the rest of a configuration, or would have no effect."""
     towers, optimizer = cfg.optimizer_config_override_provider, cfg.optimizer
-    if not isinstance(towers, Qwen3VLTowers) or not (rates := towers.rates()):
+    if not isinstance(towers, Qwen3VLLearningRates) or not (rates := towers.rates()):
         return
     if cfg.peft is not None:
         raise ValueError(f"{_TOWERS} sets learning rates of parts: expected none with peft, which trains only adapters")

@@ -17,7 +17,7 @@ from qwen3vl_bridge.data.encoding import EncodedSample
 from qwen3vl_bridge.training.before_step import Guard, SampleLoss, SpoiltStepError, latest_losses, optimizers_of
 from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
 from qwen3vl_bridge.training.run_log import metrics_line, read_metrics
-from qwen3vl_bridge.training.run_settings import GuardConfig, Qwen3VLTowers
+from qwen3vl_bridge.training.run_settings import GuardConfig, Qwen3VLLearningRates
 from qwen3vl_bridge.weights.rows import Part
 
 import hypothesis.strategies as st
@@ -280,7 +280,7 @@ def test_callbacks_that_come_twice_are_refused(inputs):
 
 def config_of_parts(inputs, save, **towers):
     cfg = inputs.config(save, validation__eval_interval=0, checkpoint__save_interval=2)
-    cfg.mixed_precision, cfg.optimizer_config_override_provider = "bf16_mixed", Qwen3VLTowers(**towers)
+    cfg.mixed_precision, cfg.optimizer_config_override_provider = "bf16_mixed", Qwen3VLLearningRates(**towers)
     return replicate(cfg)
 
 
@@ -356,5 +356,5 @@ def test_settings_are_changed_on_the_command_line(inputs):
     overrides = [f"{provider}.vision_model_lr=1e-6", "guard.on_nan=skip"]
     cfg = process_config_with_overrides(inputs.config(None), cli_overrides=overrides)
     towers = cfg.optimizer_config_override_provider
-    assert towers == Qwen3VLTowers(vision_model_lr=1e-6) and cfg.guard.on_nan == "skip"
+    assert towers == Qwen3VLLearningRates(vision_model_lr=1e-6) and cfg.guard.on_nan == "skip"
     cfg.validate()

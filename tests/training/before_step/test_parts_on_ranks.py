@@ -18,7 +18,7 @@ from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.training.before_step import TOWER_NORMS, optimizers_of
 from qwen3vl_bridge.training.callbacks import training_callbacks
 from qwen3vl_bridge.training.run_log import ENTRY
-from qwen3vl_bridge.training.run_settings import GuardConfig, Qwen3VLTowers
+from qwen3vl_bridge.training.run_settings import GuardConfig, Qwen3VLLearningRates
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def train_parts(folder: Path) -> dict[str, Any]:
 
     model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").train()
     named = dict(model.named_parameters())
-    towers = Qwen3VLTowers(**TOWERS)
+    towers = Qwen3VLLearningRates(**TOWERS)
     groups = [
         dict(
             params=[p for name, p in named.items() if part_of(name) == part and (p.ndim > 1) == decays],
@@ -119,7 +119,9 @@ def adam_states(run: Run) -> list[torch.Tensor]:
 
 def one_case(case: str, folders: dict[str, str]) -> dict[str, Any]:
     family, name, settings = CASES[case]
-    settings = dict(settings, optimizer_config_override_provider=Qwen3VLTowers(**TOWERS), train__train_iters=STEPS + 1)
+    settings = dict(
+        settings, optimizer_config_override_provider=Qwen3VLLearningRates(**TOWERS), train__train_iters=STEPS + 1
+    )
     split = Split(folders[family], TOPOLOGIES[name], **settings)
     run, rows = split.run, split.batches(CONTENT, "packed", steps=STEPS + 1)
     run.cfg.guard = GuardConfig(on_nan="skip")
