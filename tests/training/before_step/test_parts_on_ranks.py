@@ -48,11 +48,11 @@ def train_parts(folder: Path) -> dict[str, Any]:
 
     model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").train()
     named = dict(model.named_parameters())
-    towers = Qwen3VLLearningRates(**TOWERS)
+    rates = Qwen3VLLearningRates(**TOWERS)
     groups = [
         dict(
             params=[p for name, p in named.items() if part_of(name) == part and (p.ndim > 1) == decays],
-            lr=getattr(towers, f"{part}_lr") or ADAM["lr"],
+            lr=getattr(rates, f"{part}_lr") or ADAM["lr"],
             weight_decay=DECAY if decays else 0.0,
         )
         for part in PARTS
