@@ -31,7 +31,7 @@ from qwen3vl_bridge.checkpoint.conversion_plan import Task, tensors_of
 from qwen3vl_bridge.checkpoint.formats.huggingface import shard_files, write_index
 from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace
 from qwen3vl_bridge.checkpoint.formats.tensors import Segments, TensorSpec, Zeros
-from qwen3vl_bridge.registry import family, family_of, load
+from qwen3vl_bridge.registry import family_of, presets_of
 from qwen3vl_bridge.weights.rows import expand
 
 from benchmarks import measurement
@@ -40,7 +40,7 @@ _MB = 1 << 20
 
 
 def _config(name: str, size: str, text_layers: int | None, vision_layers: int | None) -> dict:
-    config = load(f"{family(name).presets}.config_dict")(size)
+    config = presets_of(name).config_dict(size)
     text, vision = config["text_config"], config["vision_config"]
     if text_layers is not None:
         text["num_hidden_layers"] = text_layers
@@ -55,7 +55,7 @@ def _config(name: str, size: str, text_layers: int | None, vision_layers: int | 
 
 def _tasks(config: dict) -> list[Task]:
     own = family_of(config)
-    dimensions = own.dimensions_of(config)
+    dimensions = own.dimensions(config)
     shapes = tensors_of(expand(own.rows(), dimensions), HuggingFace(dimensions))
     specs = (TensorSpec(name, "bfloat16", shape) for name, shape in shapes.items())
     return [Task(spec, Segments([Zeros(spec.numel)])) for spec in specs]

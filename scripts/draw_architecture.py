@@ -14,6 +14,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 from qwen3vl_bridge.batch import SequenceLayout, token_index
@@ -263,14 +264,21 @@ FAMILY = "qwen3_vl"
 
 
 def family_fields() -> dict[str, str]:
-    """Fields of the registry's `Family` that name something in the family's folder, and the module they name."""
+    """Fields of the registry's `Family` that are in the family's folder, and the module that each is in."""
     found, inside = family(FAMILY), f"qwen3vl_bridge.models.{FAMILY}."
-    named = {one.name: getattr(found, one.name) for one in fields(found)}
+    named = {one.name: _module_of(getattr(found, one.name)) for one in fields(found)}
     return {
-        field: value.removeprefix(inside).partition(".")[0]
-        for field, value in named.items()
-        if isinstance(value, str) and value.startswith(inside)
+        field: module.removeprefix(inside).partition(".")[0]
+        for field, module in named.items()
+        if module.startswith(inside)
     }
+
+
+def _module_of(value: object) -> str:
+    """Dotted name of a module, or of the module of a function; "" for other values."""
+    if isinstance(value, ModuleType):
+        return value.__name__
+    return value if isinstance(value, str) else getattr(value, "__module__", "")
 
 
 def family_modules() -> list[str]:

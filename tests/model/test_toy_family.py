@@ -1,5 +1,6 @@
 """A family that is registered from outside the package converts, trains a step and exports, by our code alone."""
 
+import dataclasses
 import json
 import os
 import re
@@ -38,7 +39,8 @@ CONFIG = {
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch):
-    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
+    known = dict(registry.families())
+    monkeypatch.setattr(registry, "families", lambda: known)
     toy_family.register()
 
 
@@ -150,7 +152,7 @@ def test_the_page_registers_this_family(package, monkeypatch):
     page = (package[0] / "toy_family.py").read_text().rpartition("from qwen3vl_bridge import Family, register_family")
     said = []
     monkeypatch.setattr(qwen3vl_bridge, "register_family", said.append)
-    exec("".join(page[1:]).replace('"toy_', '"tests.model.toy_').replace("tests.model.toy_vl", "toy_vl"))
+    exec("".join(page[1:]).replace('"toy_model', '"tests.model.toy_model'), dict(vars(toy_family)))
     assert said == [toy_family.FAMILY]
 
 
@@ -182,6 +184,4 @@ def test_an_unknown_model_is_told_who_is_known_and_how_to_be(folder, tmp_path):
 
 def test_a_name_is_one_familys():
     with pytest.raises(ValueError, match=r"'toy_vl' has \['toy_vl'\] already"):
-        registry.register_family(
-            registry.Family("another", toy_family.FAMILY.architectures, *["os.path.join"] * 6, bridge="os")
-        )
+        registry.register_family(dataclasses.replace(toy_family.FAMILY, name="another", bridge="os"))

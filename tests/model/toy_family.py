@@ -100,10 +100,8 @@ def fields_of_run(model: Mapping[str, Any], found: Mapping[str, Any]) -> dict[st
 
 
 FAMILY = Family(
-    name=NAME, architectures={"toy_vl": "ToyVLForConditionalGeneration"}, table=f"{__name__}.table",
-    dimensions=f"{__name__}.dimensions", check=f"{__name__}.check", fields=f"{__name__}.fields",
-    fields_of_run=f"{__name__}.fields_of_run", provider="tests.model.toy_model.provider_of",
-    bridge="tests.model.toy_model",
+    name=NAME, architectures={"toy_vl": "ToyVLForConditionalGeneration"}, table=table, dimensions=dimensions,
+    check=check, fields=fields, fields_of_run=fields_of_run, bridge="tests.model.toy_model",
 )  # fmt: skip
 
 

@@ -16,17 +16,20 @@ from transformers import PretrainedConfig
 
 from tests.model.toy_family import NAME, SAME, check
 
-# Converted checkpoints name `provider_of`, saved runs `ToyProvider`; Megatron-Bridge builds only what is allowed.
+# Converted checkpoints and saved runs name `provider_from_hf_config` and `ToyProvider`; others are not built.
 register_allowed_target_prefix("tests.model.toy_model.")
 
 _TOKENS = ("eos_token_id", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
+class ToyModel(VisionLanguageModel):
+    """Both towers as all families have them: what differs, settings and configuration say."""
+
+
 @dataclass
 class ToyProvider(VisionLanguageProvider):
     family: ClassVar[str] = NAME
-    model_class: ClassVar[str] = "tests.model.toy_model.ToyModel"
-    language_model_class: ClassVar[str] = "qwen3vl_bridge.models.model.MRopeGPTModel"
+    model_class = ToyModel
     fixed: ClassVar[Mapping[str, Allowed]] = {
         **FIXED,
         **only("its heads have no norm", qk_layernorm=False),
@@ -41,11 +44,7 @@ class ToyProvider(VisionLanguageProvider):
     }
 
 
-class ToyModel(VisionLanguageModel):
-    """Both towers as all families have them: what differs, settings and configuration say."""
-
-
-def provider_of(hf_config: Mapping[str, Any], **settings: Any) -> ToyProvider:
+def provider_from_hf_config(hf_config: Mapping[str, Any], **settings: Any) -> ToyProvider:
     """The provider of a `config.json`, not finalized."""
     check(hf_config)
     return ToyProvider(
@@ -63,4 +62,4 @@ class ToyBridge(FamilyBridge):
     family = NAME
 
     def provider_bridge(self, hf_pretrained: Any) -> ToyProvider:
-        return provider_of(hf_pretrained.config.to_dict())
+        return provider_from_hf_config(hf_pretrained.config.to_dict())

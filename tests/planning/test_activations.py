@@ -4,7 +4,6 @@ import itertools
 from dataclasses import replace
 from functools import partial
 
-import qwen3vl_bridge.models.qwen3_5.bridge  # noqa: F401  which is not registered by itself
 from qwen3vl_bridge.batch import PackedBatch, SequenceLayout
 from qwen3vl_bridge.models.qwen3_5 import presets as qwen3_5_presets
 from qwen3vl_bridge.models.qwen3_vl import presets

@@ -5,7 +5,6 @@ import json
 from collections import Counter
 from dataclasses import replace
 
-import qwen3vl_bridge.models.qwen3_5.bridge  # noqa: F401  which is not registered by itself
 from qwen3vl_bridge import Qwen3VLLoRA
 from qwen3vl_bridge.cli.plan import main
 from qwen3vl_bridge.models.flops import CHUNK, Trained, tower_costs

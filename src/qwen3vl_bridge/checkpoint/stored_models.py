@@ -66,10 +66,10 @@ class ModelConfig:
         except ValueError as error:
             raise CheckpointError(f"{path} {error}") from error
         try:
-            self.family.check_settings(self.raw)
+            self.family.check(self.raw)
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from error
-        self.dimensions = self.family.dimensions_of(self.raw)
+        self.dimensions = self.family.dimensions(self.raw)
         self.vocabulary = self.dimensions["vocab"]
         self.tied = not self.dimensions["untied"]
 
@@ -90,7 +90,7 @@ class ModelConfig:
         """The configuration of a checkpoint with tensors of these names, which may lack optional parts of the model."""
         changed = copy(self)
         changed.raw = dict(self.family.config_of(self.raw, names))
-        changed.dimensions = self.family.dimensions_of(changed.raw).with_vocab(self.dimensions["vocab"])
+        changed.dimensions = self.family.dimensions(changed.raw).with_vocab(self.dimensions["vocab"])
         return changed
 
     def with_vocab(self, rows: int) -> ModelConfig:
@@ -136,7 +136,7 @@ def check_same_model(config: ModelConfig, other: ModelConfig) -> None:
     Raises:
         CheckpointError: they are of two models; all fields that differ are listed.
     """
-    found, expected = config.family.fields_of(config.raw), other.family.fields_of(other.raw)
+    found, expected = config.family.fields(config.raw), other.family.fields(other.raw)
     _compare(config, found, expected, found | expected, other.folder / "config.json")
 
 
@@ -152,9 +152,9 @@ def check_model_of_run(config: ModelConfig, run: Mapping[str, Any], path: Path) 
     model = run.get("model")
     if not isinstance(model, Mapping):
         return False
-    found = config.family.fields_of(config.raw)
+    found = config.family.fields(config.raw)
     if family_of_provider(model.get("_target_")) is None:
-        expected = config.family.run_fields_of(model, found)
+        expected = config.family.fields_of_run(model, found)
         _compare(config, found, expected, expected, path)
         return bool(expected)
     hf_config = model.get("hf_config")  # a conversion has written a whole `config.json`
@@ -162,10 +162,10 @@ def check_model_of_run(config: ModelConfig, run: Mapping[str, Any], path: Path) 
         if not isinstance(hf_config, Mapping):
             raise ValueError(f"the configuration is {hf_config!r:.80}, expected an object")
         family = family_of(hf_config)
-        family.check_settings(hf_config)
+        family.check(hf_config)
     except ValueError as error:
         raise CheckpointError(f"{path}, model.hf_config: {error}") from error
-    expected = family.fields_of(hf_config)
+    expected = family.fields(hf_config)
     _compare(config, found, expected, found | expected, path)
     return True
 

@@ -49,7 +49,7 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
             ValueError: a setting that this model does not support.
         """
         config = hf_pretrained.config
-        family(self.family).check_settings(config.to_dict())
+        family(self.family).check(config.to_dict())
         provider = self.PROVIDER_CLASS(**self.provider_fields(config))
         self.exclude(provider, _stored_config(self.family, hf_pretrained))
         return provider
@@ -126,7 +126,7 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
         source = _files_of(pretrained)
         if source is None:
             return own.released_experts
-        dimensions = own.dimensions_of(_stored_config(self.family, pretrained))
+        dimensions = own.dimensions(_stored_config(self.family, pretrained))
         if not dimensions.indices["moe_layers"]:
             return own.released_experts
         shapes = _expert_shapes(source, dimensions.indices["moe_layers"][0])

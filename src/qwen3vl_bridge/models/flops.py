@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qwen3vl_bridge.registry import dimensions_of, family
+from qwen3vl_bridge.registry import dimensions_of
 from qwen3vl_bridge.weights.rows import Dimensions, is_of_mtp, text_sizes, vision_sizes
 
 CHUNK = 64  # chunk size of gated delta rule kernels, in tokens
@@ -91,8 +91,7 @@ def tower_costs(config: Mapping, trained: Trained | None = None) -> TowerCosts:
     Raises:
         KeyError: a field is missing; the message names it.
     """
-    dimensions = dimensions_of(config)
-    return family(dimensions.family).costs(dimensions, trained)
+    return model_costs(dimensions_of(config), trained)
 
 
 def model_costs(dims: Dimensions, trained: Trained | None = None) -> TowerCosts:
@@ -179,8 +178,7 @@ def provider_sizes(provider: Any) -> dict[str, int]:
 
 def provider_costs(provider: Any, trained: Trained | None) -> TowerCosts:
     """Like `tower_costs`, for a provider's model."""
-    dimensions = provider.dimensions()
-    return family(dimensions.family).costs(dimensions, trained)
+    return model_costs(provider.dimensions(), trained)
 
 
 def trained_parts(provider: Any) -> Trained:

@@ -38,15 +38,13 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
     """A vision tower and a language model, of any family, which sets the class attributes."""
 
     family: ClassVar[str]  # its name in the registry
-    # Dotted names of the classes that `provide` and `provide_language_model` build.
-    model_class: ClassVar[str]
-    language_model_class: ClassVar[str]
-    # Of the two modules on separate ranks under `dist_train`; None for a family that does not support it.
+    model_class: ClassVar[type[Any]]  # the `VisionLanguageModel`
+    # Dotted names of the two modules on separate ranks under `dist_train`, whose package is above this one; None for a
+    # family that does not support it.
     encoder_class: ClassVar[str | None] = None
     decoder_class: ClassVar[str | None] = None
-    fixed: ClassVar[
-        Mapping[str, Allowed]
-    ]  # settings that the model does not support, each with the only value it may have
+    # Settings that the model does not support, each with the only value it may have.
+    fixed: ClassVar[Mapping[str, Allowed]]
     rules: ClassVar[tuple[Rule, ...]] = ()  # further constraints of the family on its settings
     # Megatron-Bridge reads it when it logs TFLOP/s.
     _get_num_floating_point_operations_with_runtime_stats = operations_of_a_step
@@ -111,7 +109,7 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
             if not self.add_decoder:
                 model = registry.load(self.encoder_class)(self, groups)
             else:
-                kind = registry.load(self.model_class if self.add_encoder else self.decoder_class)
+                kind = self.model_class if self.add_encoder else registry.load(self.decoder_class)
                 model = kind(self, groups, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
         model.freeze(
             freeze_language_model=self.freeze_language_model,
@@ -126,7 +124,7 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
         """Build only the text model of one pipeline stage; arguments as for `provide`."""
         pre_process, post_process = self._ends(pre_process, post_process, vp_stage)
         with self._device():
-            return registry.load(self.language_model_class)(
+            return self.model_class.language_model_class(
                 self, self._groups(), pre_process=pre_process, post_process=post_process, vp_stage=vp_stage
             )
 

@@ -151,7 +151,7 @@ class AdapterConversion(MegatronPeftBridge):
         raise KeyError(f"{layer} has no row in the weight table")
 
     def _layout(self) -> HuggingFace:
-        return HuggingFace(family(self.family).dimensions_of(self.hf_config.to_dict()))
+        return HuggingFace(family(self.family).dimensions(self.hf_config.to_dict()))
 
     def _megatron_global_adapters_info_all_pp_ranks(
         self, megatron_model: MegatronModule | list[MegatronModule]

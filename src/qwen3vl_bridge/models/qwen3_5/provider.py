@@ -10,6 +10,7 @@ from typing import ClassVar
 from qwen3vl_bridge.models.provider import ExpertsMixin, VisionLanguageProvider
 from qwen3vl_bridge.models.qwen3_5.config import FAMILY, LINEAR_SIZES, layers_by_attention, linear_sizes, mtp_sizes
 from qwen3vl_bridge.models.qwen3_5.delta_rule import are_missing
+from qwen3vl_bridge.models.qwen3_5.model import Qwen35VLModel
 from qwen3vl_bridge.models.refusals import FIXED, FIXED_WITH_EXPERTS, NOTHING_ELSE
 from qwen3vl_bridge.models.rules import Allowed, Rule, When, any_of, only
 from qwen3vl_bridge.weights.rows import Dimensions
@@ -113,8 +114,7 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
     mtp_loss_scaling_factor: float | None = 0.0
 
     family: ClassVar[str] = FAMILY
-    model_class: ClassVar[str] = "qwen3vl_bridge.models.qwen3_5.model.Qwen35VLModel"
-    language_model_class: ClassVar[str] = "qwen3vl_bridge.models.qwen3_5.model.Qwen35VLGPTModel"
+    model_class = Qwen35VLModel
     fixed: ClassVar[Mapping[str, Allowed]] = {
         **FIXED,
         **_FIXED,

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from qwen3vl_bridge.models.provider import ExpertsMixin, VisionLanguageProvider
 from qwen3vl_bridge.models.qwen3_vl.config import FAMILY, check_deepstack
+from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
 from qwen3vl_bridge.models.refusals import FIXED, FIXED_WITH_EXPERTS, NOTHING_ELSE, unread
 from qwen3vl_bridge.models.rules import Allowed, Rule, only
 from qwen3vl_bridge.models.settings import VisionLanguageFields, name_of_activation
@@ -75,8 +76,7 @@ class Qwen3VLModelProvider(VisionLanguageProvider):
     mrope_section: list[int] = field(default_factory=lambda: [24, 20, 20])
 
     family: ClassVar[str] = FAMILY
-    model_class: ClassVar[str] = "qwen3vl_bridge.models.qwen3_vl.model.Qwen3VLModel"
-    language_model_class: ClassVar[str] = "qwen3vl_bridge.models.qwen3_vl.model.Qwen3VLGPTModel"
+    model_class = Qwen3VLModel
     encoder_class: ClassVar[str] = "qwen3vl_bridge.dist_train.modules.Qwen3VLEncoder"
     decoder_class: ClassVar[str] = "qwen3vl_bridge.dist_train.modules.Qwen3VLDecoder"
     fixed: ClassVar[Mapping[str, Allowed]] = {
