@@ -24,9 +24,7 @@ from qwen3vl_bridge.weights.rows import (
     Copy,
     ExpertInput,
     ExpertOutput,
-    GatedMLP,
     PackedExpert,
-    Sectioned,
     WeightRow,
     is_of_experts,
     is_of_mtp,
@@ -43,15 +41,6 @@ _HF = {IN: "lora_A.weight", OUT: "lora_B.weight", MAGNITUDE: "lora_magnitude_vec
 # Layers that Megatron-Bridge adapts by default, and those of linear attention.
 LINEAR_LAYERS, OF_LINEAR_ATTENTION = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"), ("in_proj", "out_proj")
 _LINEAR = re.compile(rf"\.({'|'.join(LINEAR_LAYERS + OF_LINEAR_ATTENTION)})\.weight\d*$")
-
-
-class WholeStack(GatedMLP):
-    """Stacked tensors that a checkpoint stores as one: gate and up projection, or a projection's sections."""
-
-    @property
-    def stored(self) -> tuple[str, ...]:
-        """As the parameter is."""
-        return (self.megatron,)
 
 
 @dataclass(frozen=True)
@@ -121,14 +110,12 @@ def adapter_row(weight: WeightRow, kind: str, dim: int, *, whole: bool = False) 
         out, width = reversed(shape) if weight.transposed else shape
         if kind == IN:
             return ExpertInput(hf=hf, shapes=((dim, width),), **where)
-        return ExpertOutput(hf=hf, shapes=((out, dim),), gated=weight.gated, whole=whole, **where)
+        return ExpertOutput(hf=hf, shapes=((out, dim),), gated=weight.gated and not whole, **where)
     if kind == IN:
         return Copy(hf=hf[:1], shapes=((dim, weight.shapes[0][1]),), condition=weight.condition, **where)
     shapes = tuple((shape[0], dim) if kind == OUT else (shape[0],) for shape in weight.shapes)
     row = replace(weight, hf=hf, shapes=shapes, **where)
-    if whole and isinstance(row, GatedMLP | Sectioned):
-        return WholeStack(**{field: getattr(row, field) for field in WeightRow.__dataclass_fields__})
-    return row
+    return replace(row, gated=False, sections=()) if whole else row
 
 
 def adapter_names(weight: WeightRow, kind: str) -> tuple[str, ...]:

@@ -33,8 +33,6 @@ from qwen3vl_bridge.weights.rows import (
     MAGNITUDE,
     OUT,
     ExpertLayout,
-    GatedMLP,
-    Sectioned,
     WeightRow,
     expand,
     is_of_experts,
@@ -350,11 +348,9 @@ def _fused(adapters: list[AdapterWeight]) -> Factors:
 def _split(row: WeightRow, whole: Factors, layout: HuggingFace) -> dict[str, Factors]:
     """A layer's adapter in those of its Hugging Face weights, by name: each has all of `a` and its rows of `b`."""
     b, size = whole.b, parallel_state.get_tensor_model_parallel_world_size()
-    if size > 1 and isinstance(row, GatedMLP | Sectioned) and not is_of_experts(row.megatron):
+    if size > 1 and len(row.stored) > 1 and not is_of_experts(row.megatron):
         # Gathered rank by rank, each with its rows of every section.
-        sections = stored_rows(row, len(b) // size, layout.dimensions)
-        if isinstance(row, Sectioned):
-            sections = tuple(rows // size for rows in sections)
+        sections = [rows // size for rows in stored_rows(row, len(b), layout.dimensions)]
         b = torch.cat(
             [torch.cat(parts) for parts in zip(*(rank.split(sections) for rank in b.chunk(size)), strict=True)]
         )

@@ -115,13 +115,19 @@ class WeightRow:
     condition: str | None = None  # key of `dimensions` that must be true for the row to exist, or None
     replicated: bool = False  # the parameter is a plain torch one, whole on every tensor-parallel rank
     float32: bool = False  # the parameter is in float32 in models of 16 bits too, and in Megatron's checkpoints of them
+    gated: bool = False  # it is the gate and the up projection, concatenated; separate in an fsdp_dtensor checkpoint
+    # Sections of the parameter that are separate in a checkpoint of either Megatron format: the name of each, and its
+    # size along dimension 0, an entry of `Dimensions`.
+    sections: tuple[tuple[str, str], ...] = ()
     position: tuple[int, ...] = ()  # the numbers that replace the `*`, in an expanded row
     pattern: str = ""  # the Megatron parameter name as in the table, in an expanded row
 
     @property
     def stored(self) -> tuple[str, ...]:
         """Names of the tensors as which an fsdp_dtensor checkpoint stores the parameter, in parts of dimension 0."""
-        return (self.megatron,)
+        if self.gated:
+            return f"{self.megatron}_w", f"{self.megatron}_v"
+        return tuple(f"{self.megatron}.{name}" for name, _ in self.sections) or (self.megatron,)
 
     @property
     def of_vocabulary(self) -> bool:
@@ -144,7 +150,14 @@ class WeightRow:
 
 
 class Copy(WeightRow):
-    """One tensor, the same on both sides."""
+    """One tensor, the same on both sides; or several that Megatron concatenates."""
+
+
+@dataclass(frozen=True)
+class GatedMLP(WeightRow):
+    """Two tensors gate, up; Megatron concatenates them [gate; up]."""
+
+    gated: bool = True
 
 
 class QKV(WeightRow):
@@ -171,73 +184,26 @@ class ZeroCentered(WeightRow):
 
 
 @dataclass(frozen=True)
-class Sectioned(WeightRow):
-    """Tensors that Megatron concatenates; a checkpoint of either format stores the sections separately."""
-
-    # The name of each, and its size along dimension 0, an entry of `Dimensions`.
-    sections: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def stored(self) -> tuple[str, ...]:
-        """See WeightRow."""
-        return tuple(f"{self.megatron}.{name}" for name, _ in self.sections)
-
-
-class GatedMLP(WeightRow):
-    """Two tensors gate, up; Megatron concatenates them [gate; up]. fsdp_dtensor checkpoints store them separately."""
-
-    @property
-    def stored(self) -> tuple[str, ...]:
-        """See WeightRow."""
-        return gate_and_up(self.megatron)
-
-
-@dataclass(frozen=True)
 class PackedExpert(WeightRow):
     """One expert of a tensor that has all experts of a layer, [experts, ...]."""
 
     transposed: bool = False  # the tensor is input-major, [experts, in, out], unlike Megatron's [out, in]
-    # It is the gate and the up projection, concatenated; stored separately in an fsdp_dtensor checkpoint, like
-    # `GatedMLP`.
-    gated: bool = False
-
-    @property
-    def stored(self) -> tuple[str, ...]:
-        """See WeightRow."""
-        return gate_and_up(self.megatron) if self.gated else (self.megatron,)
 
 
-@dataclass(frozen=True)
 class ExpertInput(WeightRow):
     """One expert's rows of a matrix of all experts of a layer, [experts * rows, in]: expert by expert."""
 
 
-@dataclass(frozen=True)
 class ExpertOutput(WeightRow):
     """One expert's columns of a matrix of all experts of a layer, [out, columns * experts].
 
     The first column of every expert comes first, then the second of every expert, and so on.
     """
 
-    gated: bool = False  # it is the gate and the up projection, concatenated
-    whole: bool = False  # these are one tensor in an fsdp_dtensor checkpoint, where those of a `GatedMLP` are two
-
-    @property
-    def stored(self) -> tuple[str, ...]:
-        """See WeightRow."""
-        return gate_and_up(self.megatron) if self.gated and not self.whole else (self.megatron,)
-
 
 def stored_rows(row: WeightRow, rows: int, dimensions: Dimensions) -> tuple[int, ...]:
     """Number of a parameter's rows in each of `Row.stored`: its section's, or equal parts."""
-    if isinstance(row, Sectioned):
-        return tuple(dimensions[size] for _, size in row.sections)
-    return (rows // len(row.stored),) * len(row.stored)
-
-
-def gate_and_up(megatron: str) -> tuple[str, str]:
-    """Names of a concatenated parameter's gate and up projection in an fsdp_dtensor checkpoint."""
-    return f"{megatron}_w", f"{megatron}_v"
+    return tuple(dimensions[size] for _, size in row.sections) or (rows // len(row.stored),) * len(row.stored)
 
 
 def _fill(name: str, numbers: Sequence[int]) -> str:
@@ -473,6 +439,44 @@ VISION_ROWS: tuple[WeightRow, ...] = (
     _vision(Copy, "mlp.linear_fc2.bias", "mlp.linear_fc2.bias", ("v_hidden",)),
     *merger_rows("vision_model.merger", "model.visual.merger", "v_hidden"),
 )
+
+
+def text_rows(*layers: WeightRow) -> tuple[WeightRow, ...]:
+    """Rows of a text model with these layers: the embedding before them, the final norm and the output layer after."""
+    vocabulary = (("vocab", "hidden"),)
+    return (
+        Copy(
+            "language_model.embedding.word_embeddings.weight", ("model.language_model.embed_tokens.weight",), vocabulary
+        ),
+        *layers,
+        Copy("language_model.decoder.final_layernorm.weight", ("model.language_model.norm.weight",), (("hidden",),)),
+        Copy(f"{OUTPUT_LAYER}.weight", ("lm_head.weight",), vocabulary, condition="untied"),
+    )
+
+
+def attention_rows(
+    megatron: str, hf: str, *indices: str, kind: type[WeightRow] = QKV, queries: str = "q"
+) -> tuple[WeightRow, ...]:
+    """Rows of attention with normalized heads and of the norm before it, named as in `dense_mlp_rows`.
+
+    `kind` is the row of q, k and v, and `queries` the size of its first tensor.
+    """
+
+    def copy(name: str, other: str, *shape: str) -> WeightRow:
+        return Copy(f"{megatron}self_attention.{name}", (f"{hf}{other}.weight",), (shape,), indices)
+
+    return (
+        copy("linear_qkv.layer_norm_weight", "input_layernorm", "hidden"),
+        kind(
+            f"{megatron}self_attention.linear_qkv.weight",
+            tuple(f"{hf}self_attn.{part}_proj.weight" for part in "qkv"),
+            ((queries, "hidden"), ("kv", "hidden"), ("kv", "hidden")),
+            indices,
+        ),
+        copy("q_layernorm.weight", "self_attn.q_norm", "head_dim"),
+        copy("k_layernorm.weight", "self_attn.k_norm", "head_dim"),
+        copy("linear_proj.weight", "self_attn.o_proj", "hidden", "q"),
+    )
 
 
 def dense_mlp_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRow, ...]:

@@ -24,7 +24,6 @@ from qwen3vl_bridge.weights.rows import (
     GatedMLP,
     GatedQKV,
     PackedExpert,
-    Sectioned,
     WeightRow,
     ZeroCentered,
     hf_shapes,
@@ -126,7 +125,7 @@ class HuggingFace:
                     yield ParamSlice(name, group * head, head)
         elif isinstance(row, ZeroCentered):
             yield ParamSlice(row.hf[0], 0, math.prod(shapes[0]), plus=1)
-        elif isinstance(row, Copy | GatedMLP | Sectioned):
+        elif isinstance(row, Copy | GatedMLP):
             for name, shape in zip(row.hf, shapes, strict=True):
                 yield ParamSlice(name, 0, math.prod(shape))
         else:
@@ -220,9 +219,7 @@ class TorchDist:
 
     def _sections(self, row: WeightRow, rows: int) -> list[tuple[str, int]]:
         """Suffixes of the name, and the number of the parameter's rows for each."""
-        if not isinstance(row, Sectioned):
-            return [("", rows)]
-        return [(f".{name}", self.dimensions[size]) for name, size in row.sections]
+        return [(f".{name}", self.dimensions[size]) for name, size in row.sections] or [("", rows)]
 
     def leading(self, row: WeightRow) -> int:
         """See `TensorLayout`."""

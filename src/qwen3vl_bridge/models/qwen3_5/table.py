@@ -9,47 +9,30 @@ from __future__ import annotations
 from dataclasses import replace
 
 from qwen3vl_bridge.weights.rows import (
-    OUTPUT_LAYER,
     VISION_ROWS,
     Copy,
     ExpertLayout,
     GatedMLP,
     GatedQKV,
-    Sectioned,
     Shape,
     WeightRow,
     ZeroCentered,
+    attention_rows,
     dense_mlp_rows,
     moe_rows,
+    text_rows,
 )
 
-_TEXT = "language_model.decoder.layers.*."
-_HF_TEXT = "model.language_model.layers.*."
+_LAYER = ("language_model.decoder.layers.*.", "model.language_model.layers.*.")  # in Megatron, in Hugging Face
 _LINEAR = ("linear_layers",)
-_LINEAR_ATTENTION = f"{_TEXT}self_attention."
-_HF_LINEAR_ATTENTION = f"{_HF_TEXT}linear_attn."
+_LINEAR_ATTENTION, _HF_LINEAR_ATTENTION = f"{_LAYER[0]}self_attention.", f"{_LAYER[1]}linear_attn."
 _MTP = "language_model.mtp.layers.0."
-_MTP_LAYER, _HF_MTP_LAYER = f"{_MTP}mtp_model_layer.", "mtp.layers.0."
+_MTP_LAYER = (f"{_MTP}mtp_model_layer.", "mtp.layers.0.")
 
 
 def _full_attention_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRow, ...]:
     """Rows of attention with a gated output per head, and of the input norm."""
-
-    def copy(name: str, other: str, shape: Shape) -> WeightRow:
-        return Copy(f"{megatron}self_attention.{name}", (f"{hf}{other}",), (shape,), indices)
-
-    return (
-        copy("linear_qkv.layer_norm_weight", "input_layernorm.weight", ("hidden",)),
-        GatedQKV(
-            f"{megatron}self_attention.linear_qkv.weight",
-            tuple(f"{hf}self_attn.{part}_proj.weight" for part in "qkv"),
-            (("gated_q", "hidden"), ("kv", "hidden"), ("kv", "hidden")),
-            indices,
-        ),
-        copy("q_layernorm.weight", "self_attn.q_norm.weight", ("head_dim",)),
-        copy("k_layernorm.weight", "self_attn.k_norm.weight", ("head_dim",)),
-        copy("linear_proj.weight", "self_attn.o_proj.weight", ("hidden", "q")),
-    )
+    return attention_rows(megatron, hf, *indices, kind=GatedQKV, queries="gated_q")
 
 
 def _linear(kind: type[WeightRow], name: str, other: str, shape: Shape, *, float32: bool = False) -> WeightRow:
@@ -57,20 +40,22 @@ def _linear(kind: type[WeightRow], name: str, other: str, shape: Shape, *, float
 
 
 _QKV = (("query", "l_key"), ("key", "l_key"), ("value", "l_value"))
-LINEAR_ATTENTION_ROWS: tuple[
-    WeightRow, ...
-] = (  # float32: as in released Qwen3.5; in Qwen3.6's files they are bfloat16
+# float32: as in released Qwen3.5; in Qwen3.6's files they are bfloat16
+LINEAR_ATTENTION_ROWS: tuple[WeightRow, ...] = (
     Copy(
-        f"{_LINEAR_ATTENTION}in_proj.layer_norm_weight", (f"{_HF_TEXT}input_layernorm.weight",), (("hidden",),), _LINEAR
+        f"{_LINEAR_ATTENTION}in_proj.layer_norm_weight",
+        (f"{_LAYER[1]}input_layernorm.weight",),
+        (("hidden",),),
+        _LINEAR,
     ),
-    Sectioned(
+    Copy(
         f"{_LINEAR_ATTENTION}in_proj.weight",
         tuple(f"{_HF_LINEAR_ATTENTION}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
         (("l_qkv", "hidden"), ("l_value", "hidden"), ("l_value_heads", "hidden"), ("l_value_heads", "hidden")),
         _LINEAR,
         sections=(*_QKV, ("z", "l_value"), ("beta", "l_value_heads"), ("alpha", "l_value_heads")),
     ),
-    Sectioned(
+    Copy(
         f"{_LINEAR_ATTENTION}conv1d.weight",
         (f"{_HF_LINEAR_ATTENTION}conv1d.weight",),
         (("l_qkv", 1, "l_conv"),),
@@ -81,18 +66,6 @@ LINEAR_ATTENTION_ROWS: tuple[
     _linear(Copy, "dt_bias", "dt_bias", ("l_value_heads",)),
     _linear(ZeroCentered, "out_norm.weight", "norm.weight", ("l_value_dim",), float32=True),
     _linear(Copy, "out_proj.weight", "out_proj.weight", ("hidden", "l_value")),
-)
-
-TEXT_ROWS: tuple[WeightRow, ...] = (
-    Copy(
-        "language_model.embedding.word_embeddings.weight",
-        ("model.language_model.embed_tokens.weight",),
-        (("vocab", "hidden"),),
-    ),
-    *_full_attention_rows(_TEXT, _HF_TEXT, "full_layers"),
-    *LINEAR_ATTENTION_ROWS,
-    Copy("language_model.decoder.final_layernorm.weight", ("model.language_model.norm.weight",), (("hidden",),)),
-    Copy(f"{OUTPUT_LAYER}.weight", ("lm_head.weight",), (("vocab", "hidden"),), condition="untied"),
 )
 
 
@@ -124,15 +97,15 @@ def _mtp_rows(experts: ExpertLayout) -> tuple[WeightRow, ...]:
     )
     always = (
         *(Copy(_MTP + name, (other,), (shape,)) for name, other, shape in joining),
-        *_full_attention_rows(_MTP_LAYER, _HF_MTP_LAYER),
+        *_full_attention_rows(*_MTP_LAYER),
     )
     with_experts = (
-        *moe_rows(_MTP_LAYER, _HF_MTP_LAYER, experts=experts),
-        *_shared_expert_rows(_MTP_LAYER, _HF_MTP_LAYER),
+        *moe_rows(*_MTP_LAYER, experts=experts),
+        *_shared_expert_rows(*_MTP_LAYER),
     )
     return (
         *(replace(row, condition="mtp") for row in always),
-        *(replace(row, condition="mtp_dense") for row in dense_mlp_rows(_MTP_LAYER, _HF_MTP_LAYER)),
+        *(replace(row, condition="mtp_dense") for row in dense_mlp_rows(*_MTP_LAYER)),
         *(replace(row, condition="mtp_experts") for row in with_experts),
     )
 
@@ -141,9 +114,9 @@ def table(experts: ExpertLayout = ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT) -> t
     """The whole table, for a checkpoint with the given format of experts."""
     return (
         *VISION_ROWS,
-        *TEXT_ROWS,
-        *dense_mlp_rows(_TEXT, _HF_TEXT, "dense_layers"),
-        *moe_rows(_TEXT, _HF_TEXT, "moe_layers", experts=_LAYOUT_OF_LAYERS.get(experts, experts)),
-        *_shared_expert_rows(_TEXT, _HF_TEXT, "moe_layers"),
+        *text_rows(*_full_attention_rows(*_LAYER, "full_layers"), *LINEAR_ATTENTION_ROWS),
+        *dense_mlp_rows(*_LAYER, "dense_layers"),
+        *moe_rows(*_LAYER, "moe_layers", experts=_LAYOUT_OF_LAYERS.get(experts, experts)),
+        *_shared_expert_rows(*_LAYER, "moe_layers"),
         *_mtp_rows(_LAYOUT_OF_MTP.get(experts, experts)),
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from qwen3vl_bridge.models import size_presets
 from qwen3vl_bridge.models.qwen3_vl.config import dimensions_of
-from qwen3vl_bridge.models.qwen3_vl.table import TABLE
+from qwen3vl_bridge.models.qwen3_vl.table import table
 from qwen3vl_bridge.models.size_presets import Experts, Preset, VisionTower
 from qwen3vl_bridge.weights.rows import parameter_count as count_parameters
 
@@ -74,4 +74,4 @@ def hf_config(size: str) -> Any:
 
 def parameter_count(size: str) -> int:
     """Number of parameters, including all experts and the vision tower; a tied output layer counts once."""
-    return count_parameters(TABLE, dimensions_of(config_dict(size)))
+    return count_parameters(table(), dimensions_of(config_dict(size)))
