@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from qwen3vl_bridge.models.hf_config import TOKEN_IDS
 from qwen3vl_bridge.models.provider import ExpertsMixin, VisionLanguageProvider
 from qwen3vl_bridge.models.settings import text_activation
 from qwen3vl_bridge.peft.model_adapters import AdapterConversion
@@ -103,10 +104,7 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
             bf16=dtype == torch.bfloat16,
             fp16=dtype == torch.float16,
             vision_config=config.vision_config,
-            image_token_id=config.image_token_id,
-            video_token_id=config.video_token_id,
-            vision_start_token_id=config.vision_start_token_id,
-            vision_end_token_id=config.vision_end_token_id,
+            **{name: getattr(config, name) for name in TOKEN_IDS},
             **{name: getattr(text, name) for name in token_ids if getattr(text, name, None) is not None},
             **(_expert_fields(text) if issubclass(self.PROVIDER_CLASS, ExpertsMixin) else {}),
         )

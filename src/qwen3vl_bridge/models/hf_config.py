@@ -10,6 +10,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from qwen3vl_bridge.weights.rows import Dimensions, model_dimensions
+
+TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 _LONGEST = 10_000  # layers or experts: a hostile file must not make us build longer lists
 
 
@@ -61,7 +64,7 @@ _REQUIRED: Fields = {
 _OPTIONAL: Fields = {
     "": {
         "tie_word_embeddings": TRUTH,
-        **dict.fromkeys(("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"), TOKEN),
+        **dict.fromkeys(TOKEN_IDS, TOKEN),
     },
     "text_config": {
         "rms_norm_eps": ABOVE_ZERO,
@@ -172,6 +175,30 @@ def experts_of(text: Mapping[str, Any]) -> int:
     return text.get("num_experts", text.get("num_local_experts")) or 0
 
 
+def shared_dimensions(
+    family: str, config: Mapping[str, Any], *, ffn: int, head_dim: int, moe_layers: Sequence[int]
+) -> Dimensions:
+    """Dimensions of a `config.json` that all families have; raises KeyError for a missing field."""
+    text = config["text_config"]
+    heads = text["num_attention_heads"]
+    return model_dimensions(
+        family,
+        config["vision_config"],
+        layers=text["num_hidden_layers"],
+        vocab=text["vocab_size"],
+        hidden=text["hidden_size"],
+        ffn=ffn,
+        heads=heads,
+        kv_heads=text["num_key_value_heads"] or heads,
+        head_dim=head_dim,
+        untied=not config.get("tie_word_embeddings", False),
+        experts=experts_of(text),
+        topk=text["num_experts_per_tok"] if moe_layers else 0,
+        moe_ffn=text["moe_intermediate_size"] if moe_layers else 0,
+        moe_layers=moe_layers,
+    )
+
+
 def check_supported_values(config: Mapping[str, Any], own: Mapping[str, tuple[Any, Any]]) -> None:
     """Refuse values that no family's model supports, or that this family's does not.
 
@@ -198,7 +225,6 @@ def check_supported_values(config: Mapping[str, Any], own: Mapping[str, tuple[An
 # What identifies a model: the fields that determine which tensors exist or what they mean. They are read from a
 # `config.json`, and from the provider in a run's `run_config.yaml`, which may lack any of them: those are not compared.
 
-TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 # By section, with transformers' defaults; a field without a default is in every file.
 _IDENTITY: Mapping[str, Mapping[str, Any]] = {
     "": {"model_type": None, "tie_word_embeddings": False},

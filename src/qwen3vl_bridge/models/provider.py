@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Self
 from qwen3vl_bridge import registry
 from qwen3vl_bridge.batch.vision_sharding import VisionWork
 from qwen3vl_bridge.models import refusals, settings
-from qwen3vl_bridge.models.flops import operations_of_a_step, provider_sizes, vision_costs
+from qwen3vl_bridge.models.flops import operations_of_a_step, vision_costs
 from qwen3vl_bridge.models.rules import Allowed, Rule, check
-from qwen3vl_bridge.weights.rows import Dimensions, Part, indices_of, part_of_wrapped, vision_sizes
+from qwen3vl_bridge.weights.rows import Dimensions, Part, model_dimensions, part_of_wrapped
 
 import torch
 from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
@@ -89,14 +89,23 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
 
     def dimensions(self) -> Dimensions:
         """Values of the weight table's symbols; the vocabulary without padding."""
-        indices = indices_of(
+        with_experts = bool(self.moe_layers)
+        return model_dimensions(
+            self.family,
+            self.vision_config.to_dict(),
             layers=self.num_layers,
-            moe_layers=self.moe_layers,
+            vocab=self.vocab_size,
+            hidden=self.hidden_size,
+            ffn=self.ffn_hidden_size,
+            heads=self.num_attention_heads,
+            kv_heads=self.num_query_groups or self.num_attention_heads,
+            head_dim=self.kv_channels,
+            untied=not self.share_embeddings_and_output_weights,
             experts=self.num_moe_experts or 0,
-            vision_layers=self.vision_config.depth,
-            deepstack_layers=self.deepstack_layers,
+            topk=self.moe_router_topk if with_experts else 0,
+            moe_ffn=(self.moe_ffn_hidden_size or 0) if with_experts else 0,
+            moe_layers=self.moe_layers,
         )
-        return Dimensions(provider_sizes(self), indices, self.family)
 
     def provide(self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None):
         """Build the model of one pipeline stage, or under `dist_train` the module that this rank has.
@@ -143,8 +152,7 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
     @property
     def vision_work(self) -> VisionWork:
         """The tower's cost of a frame, by which ranks divide frames."""
-        sizes = {**vision_sizes(self.vision_config.to_dict()), "hidden": self.hidden_size}
-        patch, patch_pair = vision_costs(sizes, self.vision_config.depth, len(self.deepstack_layers))
+        patch, patch_pair = vision_costs(self.dimensions())
         return VisionWork(patch, patch_pair, self.vision_config.spatial_merge_size**2)
 
     def _groups(self) -> ProcessGroupCollection:

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qwen3vl_bridge.models.hf_config import TOKEN_IDS
-
 
 @dataclass(frozen=True)
 class VisionTower:
@@ -60,7 +58,7 @@ def size_of(name: str, sizes: Iterable[str], hub_ids: Callable[[str], tuple[str,
 
 
 def config_of(
-    preset: Preset, *, model_type: str, architecture: str, text: Mapping[str, Any], token_ids: Iterable[int]
+    preset: Preset, *, model_type: str, architecture: str, text: Mapping[str, Any], token_ids: Mapping[str, int]
 ) -> dict[str, Any]:
     """A `config.json` in the format of transformers 5, as a new object that the caller may modify.
 
@@ -69,7 +67,7 @@ def config_of(
         model_type: of the family's dense models.
         architecture: the prefix of the family's class names in transformers.
         text: the family's own fields of the text model.
-        token_ids: in the order of `TOKEN_IDS`.
+        token_ids: the ids of vision tokens, by field.
     """
     if preset.experts is not None:
         model_type, architecture = f"{model_type}_moe", f"{architecture}Moe"
@@ -121,7 +119,7 @@ def config_of(
         "dtype": "bfloat16",
         "text_config": shared_text | dict(text),
         "vision_config": vision,
-        **dict(zip(TOKEN_IDS, token_ids, strict=True)),
+        **token_ids,
         "tie_word_embeddings": preset.tied,
     }
 

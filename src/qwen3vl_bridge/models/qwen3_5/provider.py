@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from qwen3vl_bridge.models.provider import ExpertsMixin, VisionLanguageProvider
-from qwen3vl_bridge.models.qwen3_5.config import FAMILY, LINEAR_SIZES, layers_by_attention, linear_sizes, mtp_sizes
+from qwen3vl_bridge.models.qwen3_5.config import FAMILY, LINEAR_SIZES, TOKENS, own_dimensions
 from qwen3vl_bridge.models.qwen3_5.delta_rule import are_missing
 from qwen3vl_bridge.models.qwen3_5.model import Qwen35VLModel
 from qwen3vl_bridge.models.refusals import FIXED, FIXED_WITH_EXPERTS, NOTHING_ELSE
@@ -87,10 +87,10 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
 
     vision_config: Qwen3_5VisionConfig = field(default_factory=Qwen3_5VisionConfig)
 
-    image_token_id: int = 248056
-    video_token_id: int = 248057
-    vision_start_token_id: int = 248053
-    vision_end_token_id: int = 248054
+    image_token_id: int = TOKENS["image_token_id"]
+    video_token_id: int = TOKENS["video_token_id"]
+    vision_start_token_id: int = TOKENS["vision_start_token_id"]
+    vision_end_token_id: int = TOKENS["vision_end_token_id"]
     bos_token_id: int = 248045
     eos_token_id: int = 248044
 
@@ -139,15 +139,13 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
 
     def dimensions(self) -> Dimensions:
         """Values of the weight table's symbols; the vocabulary without padding."""
-        shared = super().dimensions()
-        sizes = {
-            "gated_q": 2 * shared["q"],
-            "shared_ffn": self.moe_shared_expert_intermediate_size or 0,
-            **linear_sizes({name: getattr(self, name) for name in LINEAR_SIZES}),
-            **mtp_sizes(self.mtp_num_layers, self.hidden_size, self.num_moe_experts or 0),
-        }
-        indices = layers_by_attention(get_linear_attention_pattern(self))
-        return replace(shared, sizes={**shared.sizes, **sizes}, indices={**shared.indices, **indices})
+        return own_dimensions(
+            super().dimensions(),
+            {name: getattr(self, name) for name in LINEAR_SIZES},
+            is_linear=get_linear_attention_pattern(self),
+            shared_ffn=self.moe_shared_expert_intermediate_size,
+            mtp=self.mtp_num_layers,
+        )
 
 
 @dataclass

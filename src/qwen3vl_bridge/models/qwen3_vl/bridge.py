@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qwen3vl_bridge.models.bridge import FamilyBridge, provider_of
+from qwen3vl_bridge.models.hf_config import TOKEN_IDS
 from qwen3vl_bridge.models.qwen3_vl.config import FAMILY, moe_layers_of, rope_parameters
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
@@ -69,14 +70,13 @@ class Qwen3VLBridge(FamilyBridge):
         """
         text, vision = provider.hf_text_config.to_dict(), provider.vision_config.to_dict()
         del text["max_position_embeddings"]
-        ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
         return dict(
             architectures=[cls.SOURCE_NAME],
             model_type=cls.MODEL_TYPE,
             text_config={name: value for name, value in text.items() if value is not None},
             vision_config={name: value for name, value in vision.items() if value is not None},
             tie_word_embeddings=provider.share_embeddings_and_output_weights,
-            **{name: getattr(provider, name) for name in ids},
+            **{name: getattr(provider, name) for name in TOKEN_IDS},
         )
 
 

@@ -20,11 +20,14 @@ from qwen3vl_bridge.models.hf_config import (
     identity_of_config,
     identity_of_run,
     renamed,
+    shared_dimensions,
     shown,
 )
-from qwen3vl_bridge.weights.rows import Dimensions, indices_of, text_sizes, vision_sizes
+from qwen3vl_bridge.weights.rows import Dimensions
 
 FAMILY = "qwen3_vl"
+# As in the released models, and transformers' defaults. Source: transformers, Qwen3VLConfig.
+TOKENS: Mapping[str, int] = dict(zip(TOKEN_IDS, (151_655, 151_656, 151_652, 151_653), strict=True))
 
 # In addition to the fields of all families.
 _REQUIRED: Fields = {
@@ -137,34 +140,14 @@ def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
 
 def dimensions_of(config: Mapping) -> Dimensions:
     """Values of the weight table's symbols, of a `config.json`; raises KeyError for a missing field."""
-    text, vision = config["text_config"], config["vision_config"]
-    moe_layers = moe_layers_of(text)
-    sizes = text_sizes(
-        vocab=text["vocab_size"],
-        hidden=text["hidden_size"],
-        ffn=text["intermediate_size"],
-        heads=text["num_attention_heads"],
-        kv_heads=text["num_key_value_heads"] or text["num_attention_heads"],
-        head_dim=head_dim_of(text),
-        untied=not config.get("tie_word_embeddings", False),
-        experts=experts_of(text),
-        topk=text["num_experts_per_tok"] if moe_layers else 0,
-        moe_ffn=text["moe_intermediate_size"] if moe_layers else 0,
+    text = config["text_config"]
+    return shared_dimensions(
+        FAMILY, config, ffn=text["intermediate_size"], head_dim=head_dim_of(text), moe_layers=moe_layers_of(text)
     )
-    indices = indices_of(
-        layers=text["num_hidden_layers"],
-        moe_layers=moe_layers,
-        experts=experts_of(text),
-        vision_layers=vision["depth"],
-        deepstack_layers=vision["deepstack_visual_indexes"],
-    )
-    return Dimensions(sizes | vision_sizes(vision), indices, FAMILY)
 
 
 # What identifies a model (see `hf_config`): fields specific to Qwen3-VL, or with a spelling specific to it.
 
-# Defaults. Source: transformers, Qwen3VLConfig.
-_TOKENS: Mapping[str, int] = dict(zip(TOKEN_IDS, (151_655, 151_656, 151_652, 151_653), strict=True))
 _MOE_LAYERS = "text_config.layers with experts (decoder_sparse_step, mlp_only_layers)"
 # Rotary settings with the same value in every model, and duplicates of `rope_type`.
 _CONSTANT_ROPE = ("type", "mrope_interleaved", "partial_rotary_factor")
@@ -173,7 +156,7 @@ _CONSTANT_ROPE = ("type", "mrope_interleaved", "partial_rotary_factor")
 def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The identifying fields of a `config.json`, normalized."""
     text, moe_layers = config["text_config"], list(moe_layers_of(config["text_config"]))
-    fields = identity_of_config(config, {"": _TOKENS}) | {
+    fields = identity_of_config(config, {"": TOKENS}) | {
         "vision_config.deepstack_visual_indexes": list(config["vision_config"]["deepstack_visual_indexes"]),
         "text_config.num_key_value_heads": text["num_key_value_heads"] or text["num_attention_heads"],
         "text_config.head_dim": head_dim_of(text),

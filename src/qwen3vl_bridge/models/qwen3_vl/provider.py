@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from qwen3vl_bridge.models.provider import ExpertsMixin, VisionLanguageProvider
-from qwen3vl_bridge.models.qwen3_vl.config import FAMILY, check_deepstack
+from qwen3vl_bridge.models.qwen3_vl.config import FAMILY, TOKENS, check_deepstack
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
 from qwen3vl_bridge.models.refusals import FIXED, FIXED_WITH_EXPERTS, NOTHING_ELSE, unread
 from qwen3vl_bridge.models.rules import Allowed, Rule, only
@@ -64,10 +64,10 @@ class Qwen3VLModelProvider(VisionLanguageProvider):
 
     vision_config: Qwen3VLVisionConfig = field(default_factory=Qwen3VLVisionConfig)
 
-    image_token_id: int = 151655
-    video_token_id: int = 151656
-    vision_start_token_id: int = 151652
-    vision_end_token_id: int = 151653
+    image_token_id: int = TOKENS["image_token_id"]
+    video_token_id: int = TOKENS["video_token_id"]
+    vision_start_token_id: int = TOKENS["vision_start_token_id"]
+    vision_end_token_id: int = TOKENS["vision_end_token_id"]
     bos_token_id: int = 151643
     eos_token_id: int = 151645
 
