@@ -10,10 +10,11 @@ from qwen3vl_bridge.batch.packed_batch import ModelInputs, VisionRows
 from qwen3vl_bridge.models.chunked_loss import loss_processor
 from qwen3vl_bridge.models.core_attention import layout_packed_seq_params
 from qwen3vl_bridge.models.inputs import OutputConversion, as_model_inputs, check_inference
-from qwen3vl_bridge.models.layer_specs import decoder_block_spec, forget_other_depths
+from qwen3vl_bridge.models.layer_specs import decoder_block_spec
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.refusals import LOGITS, ON_FORWARD, ON_TRAIN
 from qwen3vl_bridge.models.rope import InterleavedMRoPE
+from qwen3vl_bridge.models.router import forget_other_depths
 from qwen3vl_bridge.models.rules import check
 from qwen3vl_bridge.models.vision_tower import QwenVLVisionModel, vision_transformer_config
 from qwen3vl_bridge.parallel.collectives import exchange_encoded, scatter_sequence
@@ -237,7 +238,7 @@ class VisionLanguageModel(MegatronModule):
         # beforehand that they will train them; a model that is only loaded or evaluated may have the schedule settings
         # of the run that saved it.
         check(ON_TRAIN if self.training and torch.is_grad_enabled() else ON_FORWARD, self.config)
-        if self.training:
+        if self.training and self.config.num_moe_experts:
             forget_other_depths(self.config)
         check_inference(inference_context, runtime_gather_output, labels)
         given = dict(position_ids=position_ids, attention_mask=attention_mask, labels=labels, loss_mask=loss_mask)
