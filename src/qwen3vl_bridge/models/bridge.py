@@ -84,8 +84,7 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
         """The provider's fields that a Hugging Face configuration determines, as far as all families share them."""
         text = config.text_config
         dtype = self.dtype_from_hf(text, default=self.dtype_from_hf(config, default=torch.float32))
-        token_ids = ("bos_token_id", "eos_token_id", "pad_token_id")
-        return dict(
+        fields = dict(
             num_layers=text.num_hidden_layers,
             hidden_size=text.hidden_size,
             num_attention_heads=text.num_attention_heads,
@@ -105,9 +104,17 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
             fp16=dtype == torch.float16,
             vision_config=config.vision_config,
             **{name: getattr(config, name) for name in TOKEN_IDS},
-            **{name: getattr(text, name) for name in token_ids if getattr(text, name, None) is not None},
-            **(_expert_fields(text) if issubclass(self.PROVIDER_CLASS, ExpertsMixin) else {}),
         )
+        token_ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+        fields |= {name: getattr(text, name) for name in token_ids if getattr(text, name, None) is not None}
+        if issubclass(self.PROVIDER_CLASS, ExpertsMixin):
+            fields |= dict(
+                num_moe_experts=text.num_experts,
+                moe_router_topk=text.num_experts_per_tok,
+                moe_ffn_hidden_size=text.moe_intermediate_size,
+                moe_aux_loss_coeff=text.router_aux_loss_coef,
+            )
+        return fields
 
     def mapping_registry(self) -> MegatronMappingRegistry:
         """The weight table as Megatron-Bridge's mappings."""
@@ -127,7 +134,14 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
         dimensions = own.dimensions(_stored_config(self.family, pretrained))
         if not dimensions.indices["moe_layers"]:
             return own.released_experts
-        shapes = _expert_shapes(source, dimensions.indices["moe_layers"][0])
+        of_layer, shapes = f".layers.{dimensions.indices['moe_layers'][0]}.mlp.experts.", {}
+        by_file = defaultdict(list)
+        for name, file in source.key_to_filename_map.items():
+            if of_layer in name:
+                by_file[file].append(name)
+        for file, names in by_file.items():  # from its header, without reading tensors
+            with safe_open(source.path / file, framework="pt") as tensors:
+                shapes.update((name, tensors.get_slice(name).get_shape()) for name in names)
         return expert_layout_of(own.rows, shapes, dimensions)
 
 
@@ -143,15 +157,6 @@ def _stored_config(name: str, hf_pretrained: Any) -> Mapping[str, Any]:
     if source is None or not Path(source.model_name_or_path).is_dir() or not source.key_to_filename_map:
         return config
     return family(name).config_of(config, source.key_to_filename_map)
-
-
-def _expert_fields(text: Any) -> dict[str, Any]:
-    return dict(
-        num_moe_experts=text.num_experts,
-        moe_router_topk=text.num_experts_per_tok,
-        moe_ffn_hidden_size=text.moe_intermediate_size,
-        moe_aux_loss_coeff=text.router_aux_loss_coef,
-    )
 
 
 def provider_of(
@@ -175,16 +180,3 @@ def provider_of(
     for name, value in settings.items():
         setattr(provider, name, value)
     return provider
-
-
-def _expert_shapes(source: SafeTensorsStateSource, layer: int) -> dict[str, list[int]]:
-    """Shapes of a layer's expert tensors, from the files' headers without reading the tensors."""
-    by_file = defaultdict(list)
-    for name, file in source.key_to_filename_map.items():
-        if f".layers.{layer}.mlp.experts." in name:
-            by_file[file].append(name)
-    shapes = {}
-    for file, names in by_file.items():
-        with safe_open(source.path / file, framework="pt") as tensors:
-            shapes.update((name, tensors.get_slice(name).get_shape()) for name in names)
-    return shapes
