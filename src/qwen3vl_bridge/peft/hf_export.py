@@ -82,7 +82,12 @@ def export_adapters(
                 "which a folder of adapters cannot store; `merge` makes a whole model"
             )
         plan = stored.plan(torch_dtype)
-        plan = replace(plan, tasks=(*plan.tasks, *_shared_inputs(stored, plan)))
+        tasks = {task.target.name: task for task in plan.tasks}
+        for layer in stored.layers():
+            # A layer that is several in Hugging Face has one `linear_in`, which is equal to the `lora_A` of each.
+            first, *others = adapter_names(layer, IN)
+            tasks |= {name: replace(tasks[first], target=replace(tasks[first].target, name=name)) for name in others}
+        plan = replace(plan, tasks=tuple(tasks.values()))
         output = _AdapterOutput(plan, stored, str(base_model or stored.hf_model or stored.base))
         path, folders = absolute(hf_path), (stored.folder, stored.config.folder)
         return Conversion("export", str(megatron_path), path, plan, stored.tensors, folders, output, [])
@@ -109,15 +114,6 @@ class _AdapterOutput:
 
     def open(self, root: Path) -> HFWeights:
         return HFWeights(root, WEIGHTS)
-
-
-def _shared_inputs(stored: StoredAdapters, plan: Plan) -> Iterator[Task]:
-    """A layer that is several in Hugging Face has one `linear_in`, which is equal to the `lora_A` of each of them."""
-    tasks = {task.target.name: task for task in plan.tasks}
-    for layer in stored.layers():
-        first, *others = adapter_names(layer, IN)
-        for name in others:
-            yield replace(tasks[first], target=replace(tasks[first].target, name=name))
 
 
 def merge_adapters(
@@ -154,7 +150,15 @@ def merge_adapters(
         run = open_adapters(megatron_path, iteration, base_model, trust_remote_code=trust_remote_code)
         base = _open_base(run, base_model, trust_remote_code=trust_remote_code)
         plan, source = _plan(run, base, torch_dtype)
-        padding = _padding(run, base, drop=drop_vocab_padding)
+        # Rows beyond the vocabulary, of all sources of the kept rows.
+        trained, vocabulary = run.trained if run.own else set(), base.config.dimensions["vocab"]
+        of_base = [row for row in base.rows if row.megatron not in trained]
+        of_run = [row for row in base.rows if row.megatron in trained]
+        drop = dict(drop=drop_vocab_padding)
+        padding = [
+            *check_vocab_padding(base.tensors, of_base, base.layout, vocabulary, where=base.folder, **drop),
+            *check_vocab_padding(run.tensors, of_run, run.layout(of_run), vocabulary, where=run.folder, **drop),
+        ]
         output = HFOutput(plan, base.config, {"from": run.ckpt_format, "base": str(base.folder)}, max_shard_bytes)
         return Conversion(
             name="merge",
@@ -189,17 +193,6 @@ def _open_base(run: StoredAdapters, base_model: str | Path | None, *, trust_remo
         raise
     check_same_model(base.config, run.config)
     return base
-
-
-def _padding(run: StoredAdapters, base: StoredModel, *, drop: bool) -> list[str]:
-    """Notes on rows beyond the vocabulary, for all sources of the kept rows."""
-    trained, vocabulary = run.trained if run.own else set(), base.config.dimensions["vocab"]
-    of_base = [row for row in base.rows if row.megatron not in trained]
-    of_run = [row for row in base.rows if row.megatron in trained]
-    return [
-        *check_vocab_padding(base.tensors, of_base, base.layout, vocabulary, where=base.folder, drop=drop),
-        *check_vocab_padding(run.tensors, of_run, run.layout(of_run), vocabulary, where=run.folder, drop=drop),
-    ]
 
 
 def _plan(run: StoredAdapters, base: StoredModel, dtype: str | None) -> tuple[Plan, TensorSource]:

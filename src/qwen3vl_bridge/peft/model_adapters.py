@@ -124,7 +124,7 @@ class AdapterConversion(MegatronPeftBridge):
         """The Hugging Face tensors with adapters, with their rank and alpha; arguments as for `adapter_weights`."""
         tasks = self.build_adapter_conversion_tasks(megatron_model, exclude)
         layers, scale, tensors = {shared_name(layer): each for layer, each in tasks.items()}, _common_scale(tasks), {}
-        for row in self._rows(megatron_model):
+        for row in self.model_rows(megatron_model):
             if each := layers.get(shared_name(layer_of(row))):
                 rank = each[0].dim * (len(each) if len(row.hf) == 1 else 1)
                 own = each[0].alpha / each[0].dim
@@ -132,11 +132,7 @@ class AdapterConversion(MegatronPeftBridge):
                 tensors.update(dict.fromkeys(row.hf, scaled))
         return tensors
 
-    def tensor_names(self, megatron_model: list[MegatronModule]) -> set[str]:
-        """Names of all the model's Hugging Face tensors."""
-        return {name for row in self._rows(megatron_model) for name in row.hf}
-
-    def _rows(self, megatron_model: list[MegatronModule]) -> Iterator[WeightRow]:
+    def model_rows(self, megatron_model: list[MegatronModule]) -> Iterator[WeightRow]:
         """The model's rows of the weight table, with the expert format of transformers' models."""
         return expand(family(self.family).rows(), unwrap_model(megatron_model)[0].config.dimensions())
 
@@ -310,7 +306,8 @@ def save_hf_adapter(
     adapted = conversion.adapted_tensors(model, exclude)
     if torch.distributed.get_rank() == 0:
         folder, usual = Path(path), Scaled(peft_config.dim, peft_config.alpha)
-        tensors, dora = conversion.tensor_names(model), any(name.endswith("magnitude_vector") for name in weights)
+        tensors = (name for row in conversion.model_rows(model) for name in row.hf)
+        dora = any(name.endswith("magnitude_vector") for name in weights)
         folder.mkdir(parents=True, exist_ok=True)
         save_file({f"{HF_PREFIX}{name}": weight for name, weight in weights.items()}, folder / WEIGHTS)
         config = adapter_config(usual, adapted, tensors, base_model_name_or_path, dora=dora, others=adapted)
