@@ -151,6 +151,24 @@ def check_rope_types(text: Mapping[str, Any]) -> None:
                 _check_type(f"text_config.{section}", name, value, _ROPE[name])
 
 
+def rope_settings(text: Mapping[str, Any], types: Sequence[str]) -> dict[str, Any]:
+    """A text configuration's rotary settings, of either format, with `rope_type` as in transformers 5.
+
+    Raises:
+        ValueError: another type than these, or a value of the wrong type.
+    """
+    check_rope_types(text)
+    rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
+    kind = rope.pop("type", None)
+    kind = rope.get("rope_type") or kind or "default"
+    rope["rope_type"] = "default" if kind == "mrope" else kind
+    if rope["rope_type"] not in types:
+        raise ValueError(f"rope_type is {kind!r}, expected one of {', '.join(types)}")
+    if not rope.get("mrope_interleaved", True):
+        raise ValueError("mrope_interleaved is False, expected True as in every released model")
+    return rope
+
+
 def check_tower_size(vision: Mapping[str, Any], text_width: int) -> None:
     """Check that a vision tower's output suits a text model of this hidden size; raises ValueError."""
     width = vision.get("out_hidden_size", _OUT_HIDDEN_SIZE)
@@ -168,6 +186,13 @@ def check_mrope_section(section: Sequence[int], rotated: int) -> None:
             f"mrope_section is {list(section)} with the sum {sum(section)}, expected half of the {rotated} dimensions "
             "of a head that are rotated"
         )
+
+
+def check_model_type(config: Mapping[str, Any], dense: str, experts: int, what: str) -> None:
+    """Check that a model has experts if its `model_type` says so; `dense` is that of the family's other models."""
+    kind = config.get("model_type")
+    if kind in (dense, f"{dense}_moe") and bool(experts) != (kind != dense):
+        raise ValueError(f"{experts} {what}, which model_type {kind} does not allow")
 
 
 def experts_of(text: Mapping[str, Any]) -> int:

@@ -5,7 +5,7 @@ Standard library only; transformers is imported only in the function that return
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,17 +44,17 @@ class Preset:
     experts: Experts | None = None
 
 
-def size_of(name: str, sizes: Iterable[str], hub_ids: Callable[[str], tuple[str, ...]]) -> str:
-    """The size for a size name or a hub id; `hub_ids` gives the names on the hub of a size's models.
+def preset_of[P: Preset](name: str, presets: Mapping[str, P], hub_ids: Callable[[str], tuple[str, ...]]) -> P:
+    """The preset of a size or a hub id; `hub_ids` gives the names on the hub of a size's models.
 
     Raises:
         ValueError: an unknown model; the message lists the sizes.
     """
-    sizes = list(sizes)
-    for size in sizes:
+    for size, preset in presets.items():
         if name == size or name in hub_ids(size):
-            return size
-    raise ValueError(f"unknown preset {name!r}, expected one of {', '.join(sizes)} or {' or '.join(hub_ids('<size>'))}")
+            return preset
+    known = ", ".join(presets)
+    raise ValueError(f"unknown preset {name!r}, expected one of {known} or {' or '.join(hub_ids('<size>'))}")
 
 
 def config_of(

@@ -152,6 +152,10 @@ def adapter_config(
         tensors: those of all the model's tensors.
         base_model: name or folder of the model without adapters.
     """
+    adapted, tensors = set(adapted), set(tensors)
+    # What selects exactly these weights: the last part of a name if all names that end with it are adapted ("q_proj"),
+    # else whole names; of modules, and of other weights, if any.
+    parameters = _shortest({name for name in adapted if not _is_of_module(name)}, tensors)
     differ = {name.removesuffix(".weight") if _is_of_module(name) else name: it for name, it in others.items()}
     return {
         "peft_type": "LORA",
@@ -164,26 +168,14 @@ def adapter_config(
         "use_rslora": False,
         "bias": "none",
         "fan_in_fan_out": False,
-        **hf_targets(adapted, tensors),
+        "target_modules": _shortest(_modules(adapted), _modules(tensors)),
+        **({"target_parameters": parameters} if parameters else {}),
         "rank_pattern": {name: it.rank for name, it in differ.items() if it.rank != usual.rank},
         "alpha_pattern": {name: it.alpha for name, it in differ.items() if it.alpha != usual.alpha},
         "modules_to_save": None,
         "inference_mode": True,
         "init_lora_weights": True,
     }
-
-
-def hf_targets(adapted: Iterable[str], tensors: Iterable[str]) -> dict[str, list[str]]:
-    """The fields of an adapter_config.json that select exactly these weights among all tensors.
-
-    Returns:
-        `target_modules` for weights of modules, and `target_parameters`, if any, for other weights: the last part of a
-        name if all names that end with it are adapted ("q_proj"), else whole names.
-    """
-    adapted, tensors = set(adapted), set(tensors)
-    parameters = _shortest({name for name in adapted if not _is_of_module(name)}, tensors)
-    targets = {"target_modules": _shortest(_modules(adapted), _modules(tensors))}
-    return targets | ({"target_parameters": parameters} if parameters else {})
 
 
 def _is_of_module(tensor: str) -> bool:

@@ -150,15 +150,7 @@ def merge_adapters(
         run = open_adapters(megatron_path, iteration, base_model, trust_remote_code=trust_remote_code)
         base = _open_base(run, base_model, trust_remote_code=trust_remote_code)
         plan, source = _plan(run, base, torch_dtype)
-        # Rows beyond the vocabulary, of all sources of the kept rows.
-        trained, vocabulary = run.trained if run.own else set(), base.config.dimensions["vocab"]
-        of_base = [row for row in base.rows if row.megatron not in trained]
-        of_run = [row for row in base.rows if row.megatron in trained]
-        drop = dict(drop=drop_vocab_padding)
-        padding = [
-            *check_vocab_padding(base.tensors, of_base, base.layout, vocabulary, where=base.folder, **drop),
-            *check_vocab_padding(run.tensors, of_run, run.layout(of_run), vocabulary, where=run.folder, **drop),
-        ]
+        padding = _padding(run, base, drop=drop_vocab_padding)
         output = HFOutput(plan, base.config, {"from": run.ckpt_format, "base": str(base.folder)}, max_shard_bytes)
         return Conversion(
             name="merge",
@@ -193,6 +185,17 @@ def _open_base(run: StoredAdapters, base_model: str | Path | None, *, trust_remo
         raise
     check_same_model(base.config, run.config)
     return base
+
+
+def _padding(run: StoredAdapters, base: StoredModel, *, drop: bool) -> list[str]:
+    """Notes on rows beyond the vocabulary, for all sources of the kept rows."""
+    trained, vocabulary = run.trained if run.own else set(), base.config.dimensions["vocab"]
+    of_base = [row for row in base.rows if row.megatron not in trained]
+    of_run = [row for row in base.rows if row.megatron in trained]
+    return [
+        *check_vocab_padding(base.tensors, of_base, base.layout, vocabulary, where=base.folder, drop=drop),
+        *check_vocab_padding(run.tensors, of_run, run.layout(of_run), vocabulary, where=run.folder, drop=drop),
+    ]
 
 
 def _plan(run: StoredAdapters, base: StoredModel, dtype: str | None) -> tuple[Plan, TensorSource]:

@@ -384,14 +384,6 @@ def part_of_wrapped(name: str) -> Part:
     return part_of(name)
 
 
-_VISION = "vision_model.decoder.layers.*."
-_HF_VISION = "model.visual.blocks.*."
-
-
-def _vision(kind: type[WeightRow], megatron: str, hf: str, shape: Shape) -> WeightRow:
-    return kind(_VISION + megatron, (_HF_VISION + hf,), (shape,), ("vision_layers",))
-
-
 def affine(
     megatron: str, hf: str, weight: Shape, *, indices: tuple[str, ...] = (), replicated: bool = False
 ) -> tuple[WeightRow, ...]:
@@ -411,6 +403,7 @@ def merger_rows(megatron: str, hf: str, norm: str, indices: tuple[str, ...] = ()
     )
 
 
+_TOWER, _HF_TOWER = "vision_model.decoder.layers.*.", "model.visual.blocks.*."
 VISION_ROWS: tuple[WeightRow, ...] = (
     *affine(
         "vision_model.patch_embed.proj",
@@ -424,18 +417,18 @@ VISION_ROWS: tuple[WeightRow, ...] = (
         (("v_positions", "v_hidden"),),
         replicated=True,
     ),
-    _vision(Copy, "self_attention.linear_qkv.layer_norm_weight", "norm1.weight", ("v_hidden",)),
-    _vision(Copy, "self_attention.linear_qkv.layer_norm_bias", "norm1.bias", ("v_hidden",)),
-    _vision(ConcatenatedQKV, "self_attention.linear_qkv.weight", "attn.qkv.weight", ("v_qkv", "v_hidden")),
-    _vision(ConcatenatedQKV, "self_attention.linear_qkv.bias", "attn.qkv.bias", ("v_qkv",)),
-    _vision(Copy, "self_attention.linear_proj.weight", "attn.proj.weight", ("v_hidden", "v_hidden")),
-    _vision(Copy, "self_attention.linear_proj.bias", "attn.proj.bias", ("v_hidden",)),
-    _vision(Copy, "mlp.linear_fc1.layer_norm_weight", "norm2.weight", ("v_hidden",)),
-    _vision(Copy, "mlp.linear_fc1.layer_norm_bias", "norm2.bias", ("v_hidden",)),
-    _vision(Copy, "mlp.linear_fc1.weight", "mlp.linear_fc1.weight", ("v_ffn", "v_hidden")),
-    _vision(Copy, "mlp.linear_fc1.bias", "mlp.linear_fc1.bias", ("v_ffn",)),
-    _vision(Copy, "mlp.linear_fc2.weight", "mlp.linear_fc2.weight", ("v_hidden", "v_ffn")),
-    _vision(Copy, "mlp.linear_fc2.bias", "mlp.linear_fc2.bias", ("v_hidden",)),
+    *(
+        kind(f"{_TOWER}{megatron}{part}", (f"{_HF_TOWER}{hf}.{part}",), (shape,), ("vision_layers",))
+        for kind, megatron, hf, weight in (
+            (Copy, "self_attention.linear_qkv.layer_norm_", "norm1", ("v_hidden",)),
+            (ConcatenatedQKV, "self_attention.linear_qkv.", "attn.qkv", ("v_qkv", "v_hidden")),
+            (Copy, "self_attention.linear_proj.", "attn.proj", ("v_hidden", "v_hidden")),
+            (Copy, "mlp.linear_fc1.layer_norm_", "norm2", ("v_hidden",)),
+            (Copy, "mlp.linear_fc1.", "mlp.linear_fc1", ("v_ffn", "v_hidden")),
+            (Copy, "mlp.linear_fc2.", "mlp.linear_fc2", ("v_hidden", "v_ffn")),
+        )
+        for part, shape in (("weight", weight), ("bias", weight[:1]))
+    ),
     *merger_rows("vision_model.merger", "model.visual.merger", "v_hidden"),
 )
 

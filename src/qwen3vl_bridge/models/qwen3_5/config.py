@@ -15,12 +15,14 @@ from qwen3vl_bridge.models.hf_config import (
     Fields,
     Kind,
     check_field_types,
+    check_model_type,
     check_mrope_section,
     check_supported_values,
     experts_of,
     identity_of_config,
     identity_of_run,
     renamed,
+    rope_settings,
     shared_dimensions,
     shown,
 )
@@ -53,7 +55,6 @@ _NULLABLE: Mapping[str, Kind] = {
     "mlp_only_layers": Kind(lambda value: isinstance(value, list | tuple), "a list"),
 }
 _MOE_FIELDS = ("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
-_HAS_EXPERTS = {"qwen3_5": False, "qwen3_5_moe": True}  # by model_type
 _ROPE: Mapping[str, Any] = {
     "rope_type": "default",
     "rope_theta": 10_000.0,
@@ -89,8 +90,7 @@ def check_settings(config: Any) -> None:
     }
     check_supported_values(config, own)
     rope_parameters(text)
-    if bool(experts) != _HAS_EXPERTS.get(str(config.get("model_type")), bool(experts)):
-        raise ValueError(f"{experts} experts, which model_type {config['model_type']} does not allow")
+    check_model_type(config, FAMILY, experts, "experts")
 
 
 def _check_layers(text: Mapping[str, Any]) -> None:
@@ -126,12 +126,7 @@ def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: a type of rotary embedding that this model does not support, or a section of the wrong size.
     """
-    given = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
-    kind = given.get("rope_type") or given.get("type") or "default"
-    if kind not in ("default", "mrope"):
-        raise ValueError(f"rope_type is {kind!r}, expected 'default'")
-    if not given.get("mrope_interleaved", True):
-        raise ValueError("mrope_interleaved is False, expected True as in every Qwen3.5-VL")
+    given = rope_settings(text, ("default",))
     rope = {
         name: next((value for value in (given.get(name), text.get(name)) if value is not None), default)
         for name, default in _ROPE.items()

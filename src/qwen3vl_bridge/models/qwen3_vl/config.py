@@ -13,13 +13,14 @@ from qwen3vl_bridge.models.hf_config import (
     Fields,
     Kind,
     check_field_types,
+    check_model_type,
     check_mrope_section,
-    check_rope_types,
     check_supported_values,
     experts_of,
     identity_of_config,
     identity_of_run,
     renamed,
+    rope_settings,
     shared_dimensions,
     shown,
 )
@@ -38,7 +39,6 @@ _OPTIONAL: Fields = {"text_config": {"decoder_sparse_step": POSITIVE}}
 _NULLABLE: Mapping[str, Kind] = {"num_key_value_heads": POSITIVE, "mlp_only_layers": LAYERS}
 # Rotary embeddings whose frequencies do not depend on a batch's length.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_HAS_EXPERTS = {"qwen3_vl": False, "qwen3_vl_moe": True}  # by model_type
 
 
 def check_settings(config: Any) -> None:
@@ -55,9 +55,7 @@ def check_settings(config: Any) -> None:
     check_supported_values(config, {})
     check_mrope_section(rope_parameters(text)["mrope_section"], head_dim_of(text))
     _check_experts(text)
-    layers = len(moe_layers_of(text))
-    if bool(layers) != _HAS_EXPERTS.get(str(config.get("model_type")), bool(layers)):
-        raise ValueError(f"{layers} layers have experts, which model_type {config['model_type']} does not allow")
+    check_model_type(config, FAMILY, len(moe_layers_of(text)), "layers have experts")
 
 
 def check_deepstack(vision: Mapping[str, Any], text_layers: int) -> None:
@@ -118,15 +116,7 @@ def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: a type of rotary embedding that this model does not support, or a parameter that is missing or has
             the wrong type.
     """
-    check_rope_types(text)
-    rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
-    kind = rope.pop("type", None)
-    kind = rope.get("rope_type") or kind or "default"
-    rope["rope_type"] = "default" if kind == "mrope" else kind
-    if rope["rope_type"] not in _ROPE_TYPES:
-        raise ValueError(f"rope_type is {kind!r}, expected one of {', '.join(_ROPE_TYPES)}")
-    if not rope.get("mrope_interleaved", True):
-        raise ValueError("mrope_interleaved is False, expected True as in every Qwen3-VL")
+    rope = rope_settings(text, _ROPE_TYPES)
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"partial_rotary_factor is {rope['partial_rotary_factor']}, expected 1.0")
     rope.setdefault("rope_theta", text.get("rope_theta"))

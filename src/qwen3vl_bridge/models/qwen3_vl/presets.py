@@ -33,21 +33,12 @@ def hub_ids(size: str) -> tuple[str, str]:
     return f"Qwen/Qwen3-VL-{size}-Instruct", f"Qwen/Qwen3-VL-{size}-Thinking"
 
 
-def size_of(name: str) -> str:
-    """The size, a key of `PRESETS`, for a size name or a hub id.
-
-    Raises:
-        ValueError: an unknown model; the message lists the sizes.
-    """
-    return size_presets.size_of(name, PRESETS, hub_ids)
-
-
 def config_dict(size: str) -> dict[str, Any]:
     """A `config.json` in the format of transformers 5, for a size or a hub id; raises ValueError for an unknown one.
 
     The result is a new object that the caller may modify.
     """
-    preset = PRESETS[size_of(size)]
+    preset = size_presets.preset_of(size, PRESETS, hub_ids)
     text = {
         "vocab_size": 151_936,
         "intermediate_size": preset.ffn,
