@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from qwen3vl_bridge.batch import (
-    PackedBatch,
     SequenceLayout,
+    TokenBatch,
     VisionInputs,
     VisionWork,
     device_transfer,
@@ -152,7 +152,7 @@ def test_contradictions_are_refused_with_both_numbers(make, message):
 IMAGE, VIDEO = 90, 91
 
 
-def random_batch(random: np.random.Generator, multiple: int, packed: bool, pictures: bool = True) -> PackedBatch:
+def random_batch(random: np.random.Generator, multiple: int, packed: bool, pictures: bool = True) -> TokenBatch:
     lengths = random.integers(1, 30, random.integers(1, 5)).tolist()
     layout = (
         SequenceLayout.packed_row(lengths, multiple=multiple)
@@ -168,7 +168,7 @@ def random_batch(random: np.random.Generator, multiple: int, packed: bool, pictu
         torch.randn(4 * images, 3), torch.tensor([[1, 2, 2]]).expand(images, 3), None, None,
         num_position_embeddings=16, spatial_merge_size=2,
     )  # fmt: skip
-    return PackedBatch(
+    return TokenBatch(
         input_ids=ids.view(shape), labels=torch.tensor(random.integers(0, 90, shape)),
         loss_mask=torch.tensor(random.random(shape), dtype=torch.float32),
         position_ids=torch.tensor(random.integers(0, 90, (3, *shape))),
@@ -377,7 +377,7 @@ def test_frames_that_are_no_whole_tokens_are_refused():
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> tuple[PackedBatch, int, int]:
+def batches(draw: st.DrawFn) -> tuple[TokenBatch, int, int]:
     """A batch with the sizes of context and sequence parallelism; vision tokens anywhere among the real ones."""
     layout, cp, sp = draw(layouts())
     real = (~layout.padding_mask()).nonzero().squeeze(-1)
@@ -393,7 +393,7 @@ def batches(draw: st.DrawFn) -> tuple[PackedBatch, int, int]:
     ids = torch.arange(layout.total) % IMAGE
     ids[places[:images]], ids[places[images : images + videos]] = IMAGE, VIDEO
     shape = (layout.num_rows, -1)
-    batch = PackedBatch(
+    batch = TokenBatch(
         input_ids=ids.view(shape), labels=ids.view(shape), loss_mask=torch.ones(layout.total).view(shape),
         position_ids=torch.zeros(3, layout.total, dtype=torch.int64).view(3, *shape),
         vision_slot=vision_slots(ids, IMAGE, VIDEO, images), layout=layout, vision=make_vision(*grids),
@@ -462,7 +462,7 @@ def test_one_rank_alone_shares_nothing(ranks):
     vision = make_vision([(1, 2, 2), (1, 2, 4)], [])
     ids = torch.tensor([[IMAGE, IMAGE, IMAGE, 1]])
     more = torch.zeros(1, 4)
-    batch = PackedBatch(ids, ids, more, ids.expand(3, 1, 4), torch.tensor([0, 1, 2, -1]),
+    batch = TokenBatch(ids, ids, more, ids.expand(3, 1, 4), torch.tensor([0, 1, 2, -1]),
                         SequenceLayout.packed_row([4]), vision)  # fmt: skip
     inputs = batch.local(ranks, 0, vision_work=VisionWork(1, 1, 4))
     assert (inputs.vision is vision) == (inputs.vision_exchange is None) == (ranks == 1)

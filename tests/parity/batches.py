@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qwen3vl_bridge.batch import PackedBatch, SequenceLayout, make_vision_inputs, mrope_positions, vision_slots
+from qwen3vl_bridge.batch import SequenceLayout, TokenBatch, make_vision_inputs, mrope_positions, vision_slots
 
 import torch
 import torch.nn.functional as F
@@ -80,7 +80,7 @@ def run_reference(model, samples: list[Sample]) -> tuple[list[torch.Tensor], tor
 
 def make_batch(
     samples: list[Sample], config, *, packed: bool = False, layout: SequenceLayout | None = None
-) -> PackedBatch:
+) -> TokenBatch:
     """The samples as one batch: a packed row with padding after each document, or rows padded on the right."""
     lengths = [len(s.ids) for s in samples]
     if layout is None and packed:
@@ -102,7 +102,7 @@ def make_batch(
     grids = join("image_grid_thw"), join("video_grid_thw")
     tokens = dict(image_token_id=config.image_token_id, video_token_id=config.video_token_id)
     image_tokens = 0 if grids[0] is None else int(grids[0].prod(-1).sum()) // 4
-    return PackedBatch(
+    return TokenBatch(
         input_ids=ids,
         labels=place([s.labels for s in samples], fill=0),
         loss_mask=place([s.loss_mask for s in samples], fill=0.0),

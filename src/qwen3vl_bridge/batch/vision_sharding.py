@@ -160,17 +160,17 @@ def assign_vision(vision: VisionInputs | None, work: VisionWork, ranks: int) -> 
 
 
 @dataclass(frozen=True)
-class EncoderShard:
+class VisionShard:
     """What one vision rank sends to one language replica for a microbatch."""
 
     tokens: int  # number of vision tokens; 0 if the microbatch has no frames for this rank
     mark: int  # 32-bit checksum of the samples, their tokens and the encoded frames
 
 
-def shards_of(vision: VisionInputs | None, assignment: VisionAssignment, samples: int) -> tuple[EncoderShard, ...]:
+def shards_of(vision: VisionInputs | None, assignment: VisionAssignment, samples: int) -> tuple[VisionShard, ...]:
     """The shard of each vision rank for a microbatch; `samples` is a checksum of its samples and their tokens."""
     lengths = () if vision is None else vision.lengths
     return tuple(
-        EncoderShard(tokens, zlib.crc32(repr([lengths[frame] for frame in frames]).encode(), samples))
+        VisionShard(tokens, zlib.crc32(repr([lengths[frame] for frame in frames]).encode(), samples))
         for frames, tokens in zip(assignment.frames, assignment.counts, strict=True)
     )

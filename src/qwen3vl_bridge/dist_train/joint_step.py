@@ -27,7 +27,7 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
-_STREAMS, _SPLIT = "qwen3vl_encoder_batches", "qwen3vl_split"
+_STREAMS, _SPLIT = "qwen3vl_vision_batches", "qwen3vl_split"
 
 
 class Modules(Callback):
@@ -147,7 +147,7 @@ def replicas_read(provider: VisionLanguageProvider, groups: ProcessGroupCollecti
     return ((own,) if provider.add_decoder else replicas.language_replicas_of(own)), replicas.language
 
 
-def next_encoder_batch(state: GlobalState, given: Iterator[Any], groups: ProcessGroupCollection) -> tuple:
+def next_vision_batch(state: GlobalState, given: Iterator[Any], groups: ProcessGroupCollection) -> tuple:
     """The next microbatch of each language replica that a vision rank encodes for.
 
     Megatron-Bridge's loop assigns rows by the tower's own replicas; if those are as many as the language model's, they

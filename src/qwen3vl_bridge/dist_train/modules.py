@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from qwen3vl_bridge.batch import EncoderInputs, EncoderShard, ModelInputs
+from qwen3vl_bridge.batch import ModelInputs, VisionRankInputs, VisionShard
 from qwen3vl_bridge.batch.device_transfer import HostCopy
 from qwen3vl_bridge.models.model import VisionLanguageModel
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
@@ -36,7 +36,7 @@ VISION, LANGUAGE = "vision_module", "language_module"
 _BASE, _DIGITS = 256, 4
 
 
-class Qwen3VLEncoder(MegatronModule):
+class Qwen3VLVisionModule(MegatronModule):
     """The vision tower as a module; the process groups are the tower's."""
 
     pre_process, post_process, vp_stage = True, False, None
@@ -48,7 +48,7 @@ class Qwen3VLEncoder(MegatronModule):
         self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
         self.vision_model = QwenVLVisionModel(vision_transformer_config(config), config.vision_config, pg_collection)
 
-    def forward(self, inputs: EncoderInputs) -> dict[str, Tensor]:
+    def forward(self, inputs: VisionRankInputs) -> dict[str, Tensor]:
         """The payload of this rank's images and videos, or of a blank image, for all language replicas it serves."""
         pictures = inputs.vision or self.vision_model.blank_picture(next(self.parameters()).device)
         tokens, features = self.vision_model(pictures)
@@ -63,7 +63,7 @@ class Qwen3VLEncoder(MegatronModule):
     freeze = VisionLanguageModel.freeze
 
 
-class Qwen3VLDecoder(Qwen3VLModel):
+class Qwen3VLLanguageModule(Qwen3VLModel):
     """The model without its vision tower; arguments as for `Qwen3VLModel`."""
 
     def __init__(self, config: VisionLanguageProvider, *args: Any, **kwargs: Any) -> None:
@@ -79,7 +79,7 @@ class Qwen3VLDecoder(Qwen3VLModel):
 
         Raises ValueError if nothing was received, or not the payload of this microbatch, or of an earlier one.
         """
-        if self.payload is None or inputs.encoder_shards is None:
+        if self.payload is None or inputs.vision_shards is None:
             raise ValueError(
                 "this model has no vision tower (dist_train.use_dist_train): expected a microbatch of "
                 "qwen3vl_bridge.forward_step, in the schedule that includes the vision ranks"
@@ -87,7 +87,7 @@ class Qwen3VLDecoder(Qwen3VLModel):
         payload, self.payload = self.payload, None
         if not trains_vision(self.config):
             payload = payload.detach()  # its gradient is not sent
-        tokens, features, header = unpack(payload, inputs.encoder_shards, self.stage.received, self.config.hidden_size)
+        tokens, features, header = unpack(payload, inputs.vision_shards, self.stage.received, self.config.hidden_size)
         if self.training:
             self.headers.add(header)
         else:
@@ -106,7 +106,7 @@ class Qwen3VLDecoder(Qwen3VLModel):
         return output if self.post_process else {LANGUAGE: output}
 
 
-def pack(tokens: Tensor, features: Tensor, shards: Sequence[EncoderShard], rows: int) -> Tensor:
+def pack(tokens: Tensor, features: Tensor, shards: Sequence[VisionShard], rows: int) -> Tensor:
     """Pack vision tokens [M, h], ordered by shard, and their DeepStack features [t, M, h] into a payload.
 
     More tokens may follow, as of a blank image. `rows`, R, is no less than any shard's tokens.
@@ -128,7 +128,7 @@ def pack(tokens: Tensor, features: Tensor, shards: Sequence[EncoderShard], rows:
 
 
 def unpack(
-    payload: Tensor, shards: Sequence[EncoderShard], deepstack_layers: int, hidden: int
+    payload: Tensor, shards: Sequence[VisionShard], deepstack_layers: int, hidden: int
 ) -> tuple[Tensor, Tensor, Header]:
     """Unpack a payload [P, 1 + R, (t + 1) * h] of the expected shards, one from each sender.
 
@@ -151,7 +151,7 @@ def unpack(
     return each[-1], each[:-1], header
 
 
-def _header_numbers(shards: Sequence[EncoderShard], deepstack_layers: int, hidden: int) -> list[tuple[int, ...]]:
+def _header_numbers(shards: Sequence[VisionShard], deepstack_layers: int, hidden: int) -> list[tuple[int, ...]]:
     return [(shard.tokens, shard.mark, deepstack_layers, hidden) for shard in shards]
 
 

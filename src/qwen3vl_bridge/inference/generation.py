@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.batch import ModelInputs, PackedBatch, SequenceLayout, VisionInputs
+from qwen3vl_bridge.batch import ModelInputs, SequenceLayout, TokenBatch, VisionInputs
 from qwen3vl_bridge.models.inputs import as_model_inputs
 from qwen3vl_bridge.models.model import VisionLanguageModel
 from qwen3vl_bridge.parallel.collectives import broadcast_in_group, gather_vocabulary
@@ -223,7 +223,7 @@ def _next_tokens(
     length = _round_up(stop - start, model)
     piece = slice(start, start + length)
     ids = rows.ids[:, piece]
-    batch = PackedBatch(
+    batch = TokenBatch(
         input_ids=ids,
         labels=ids,  # neither these nor the mask is used
         loss_mask=torch.zeros(ids.shape, device=ids.device),

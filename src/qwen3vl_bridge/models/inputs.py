@@ -16,8 +16,8 @@ from typing import Any, Self
 
 from qwen3vl_bridge.batch import (
     ModelInputs,
-    PackedBatch,
     SequenceLayout,
+    TokenBatch,
     make_vision_inputs,
     mrope_positions,
     vision_slots,
@@ -49,12 +49,12 @@ def as_model_inputs(
     """This rank's part of a batch given in the convention of transformers or Megatron: whole, or a slice of a flat row.
 
     Lengths, positions and indices are computed on the host, which synchronizes with the device once, to read all
-    arguments except pixels; use `PackedBatch` to avoid this. Slices are first gathered from all context-parallel ranks,
+    arguments except pixels; use `TokenBatch` to avoid this. Slices are first gathered from all context-parallel ranks,
     see `whole_row`, and outputs then cover the slice.
 
     Args:
         config, groups: the provider and its process groups.
-        input_ids: as for `as_packed_batch`, or a slice [1, T / cp] of a flat row.
+        input_ids: as for `as_token_batch`, or a slice [1, T / cp] of a flat row.
         labels: [B, S], already shifted, token ids where they are trained on: the model returns a loss for each, and
             the caller masks them. With `packed_seq_params` also [1, T], in the order of the packed row. Or only this
             context-parallel rank's tokens, [B, S / cp] or [1, T / cp], as Megatron-Bridge's `qwen3_vl_step` and verl's
@@ -62,7 +62,7 @@ def as_model_inputs(
         loss_mask: same shape as labels, 0 where a label is arbitrary; the caller multiplies losses by it. Under context
             parallelism, this rank's slice of a whole mask is returned with the outputs. No effect without labels.
         encodes: whether this pipeline stage encodes images and videos; other stages need only their grids.
-        arguments: all others as for `as_packed_batch`.
+        arguments: all others as for `as_token_batch`.
 
     Returns:
         The inputs, and the conversion of outputs; None if outputs already have the form that the caller expects.
@@ -77,7 +77,7 @@ def as_model_inputs(
     assert input_ids is not None
     ranks, vocabulary, device = config.sequence_ranks(groups), config.vocab_size, input_ids.device
     if not encodes:
-        ranks |= dict(vision_work=None, encoders=None)
+        ranks |= dict(vision_work=None, vision_ranks=None)
     ranks["predicts"] = predicts = _predicts(config, groups, labels, mask, device)
 
     layout, cp_size = arranged.layout, ranks["cp_size"]
@@ -132,14 +132,14 @@ def _predicts(
     return labels is not None
 
 
-def as_packed_batch(
+def as_token_batch(
     config: VisionLanguageProvider,
     input_ids: Tensor | None,
     *,
     labels: Tensor | None = None,
     loss_mask: Tensor | None = None,
     **arguments: Any,
-) -> tuple[PackedBatch, Arrangement]:
+) -> tuple[TokenBatch, Arrangement]:
     """Like `as_model_inputs`, a whole batch on the host (pixels stay on their device); and its arrangement.
 
     Args:
@@ -214,8 +214,8 @@ def _unlabelled(
     pixel_values_videos: Tensor | None = None,
     video_grid_thw: Tensor | None = None,
     **others: Any,
-) -> tuple[PackedBatch, Arrangement]:
-    """Like `as_packed_batch`, of `read_arguments` and without labels; a stage that `encodes` needs pixels too."""
+) -> tuple[TokenBatch, Arrangement]:
+    """Like `as_token_batch`, of `read_arguments` and without labels; a stage that `encodes` needs pixels too."""
     for name in others.keys() - _NOT_NEEDED:
         if name not in REFUSED:
             raise TypeError(f"unexpected argument {name!r}; expected those of as_model_inputs")
@@ -271,7 +271,7 @@ def _unlabelled(
         positions = arranged.take(axes).long().masked_fill(layout.padding_mask().view(ids.shape), 0)
     image_patches = 0 if image_grid_thw is None else int(image_grid_thw.prod(-1).sum())
     image_tokens = image_patches // tower.spatial_merge_size**2
-    batch = PackedBatch(
+    batch = TokenBatch(
         input_ids=ids,
         labels=torch.zeros_like(ids),
         loss_mask=torch.ones(ids.shape),
@@ -555,8 +555,8 @@ IGNORED = -100
 
 
 def with_labels(
-    batch: PackedBatch, arranged: Arrangement, labels: Tensor | None, loss_mask: Tensor | None, vocab_size: int
-) -> PackedBatch:
+    batch: TokenBatch, arranged: Arrangement, labels: Tensor | None, loss_mask: Tensor | None, vocab_size: int
+) -> TokenBatch:
     """A batch with labels and mask for the whole of it, in one of `Arrangement.label_shapes`.
 
     Labels are `IGNORED` where no loss is defined: where the mask is 0, anything is allowed.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, ClassVar
 
-from qwen3vl_bridge.batch.packed_batch import ModelInputs, VisionRows
+from qwen3vl_bridge.batch.token_batch import ModelInputs, VisionRows
 from qwen3vl_bridge.models.chunked_loss import loss_processor
 from qwen3vl_bridge.models.core_attention import layout_packed_seq_params
 from qwen3vl_bridge.models.inputs import OutputConversion, as_model_inputs, check_inference
@@ -219,7 +219,7 @@ class VisionLanguageModel(MegatronModule):
         Args:
             input_ids, position_ids, attention_mask, labels, loss_mask, pictures_and_packing: a batch in a caller's own
                 convention, see `as_model_inputs`.
-            inputs: or the batch from `PackedBatch.local`, which is used as it is.
+            inputs: or the batch from `TokenBatch.local`, which is used as it is.
             output_processor, output_processor_context: computes the output from hidden states [s, b, h] and labels
                 instead of logits or losses, and its context; as for GPTModel.
             inference_context: accepted while it holds no tokens, because nothing is stored in it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qwen3vl_bridge.batch.packed_batch import VisionInputs
+from qwen3vl_bridge.batch.token_batch import VisionInputs
 from qwen3vl_bridge.models.core_attention import packed_seq_params
 from qwen3vl_bridge.models.layer_specs import backend, vision_block_spec
 from qwen3vl_bridge.models.rope import vision_rotary

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Self
 
-from qwen3vl_bridge.batch.packed_batch import ModelInputs, VisionRows
+from qwen3vl_bridge.batch.token_batch import ModelInputs, VisionRows
 from qwen3vl_bridge.models.layer_specs import decoder_block_spec
 from qwen3vl_bridge.models.model import MRopeGPTModel, VisionLanguageModel, check_received
 from qwen3vl_bridge.models.provider import VisionLanguageProvider

@@ -15,9 +15,9 @@ from qwen3vl_bridge.batch.device_transfer import Movable
 from qwen3vl_bridge.batch.token_layout import SequenceLayout, next_index, token_index
 from qwen3vl_bridge.batch.vision_inputs import VisionInputs
 from qwen3vl_bridge.batch.vision_sharding import (
-    EncoderShard,
     VisionAssignment,
     VisionExchange,
+    VisionShard,
     VisionWork,
     assign_vision,
     shards_of,
@@ -75,7 +75,7 @@ class ModelInputs(Movable):
     # Vision tokens to send and receive; None if the rank encodes all that it needs.
     vision_exchange: VisionExchange | None = None
     # What each separate vision rank sends for this microbatch; None without separate vision ranks.
-    encoder_shards: tuple[EncoderShard, ...] | None = None
+    vision_shards: tuple[VisionShard, ...] | None = None
     fuse: VisionRows | None = None  # vision tokens of this context-parallel rank
     deepstack: VisionRows | None = None  # vision tokens of this context- and sequence-parallel rank
     following: NextTokens | None = None  # the next tokens, if multi-token prediction is trained
@@ -86,11 +86,11 @@ class ModelInputs(Movable):
 
     def without_pictures(self) -> Self:
         """The same inputs for a pipeline stage that encodes nothing; the positions of vision tokens are kept."""
-        return replace(self, vision=None, vision_exchange=None, encoder_shards=None)
+        return replace(self, vision=None, vision_exchange=None, vision_shards=None)
 
 
 @dataclass(frozen=True)
-class PackedBatch(Movable):
+class TokenBatch(Movable):
     """A whole batch as made by collation, equal on every rank that shares it."""
 
     input_ids: Tensor  # [B, S] int64
@@ -115,7 +115,7 @@ class PackedBatch(Movable):
         sp_size: int = 1,
         sp_rank: int = 0,
         vision_work: VisionWork | None = None,
-        encoders: int | None = None,
+        vision_ranks: int | None = None,
         *,
         predicts: bool = False,
     ) -> ModelInputs:
@@ -124,24 +124,24 @@ class PackedBatch(Movable):
         Args:
             cp_size, cp_rank, sp_size, sp_rank: as for `token_index`.
             vision_work: cost of frames, by which context-parallel ranks divide them; None: each rank encodes all.
-            encoders: number of separate vision ranks, which divide the images and videos; this rank encodes none then.
+            vision_ranks: number of separate ranks that encode, dividing images and videos; this rank encodes none then.
             predicts: whether multi-token prediction is trained, which needs the next tokens.
         """
         context_index = token_index(self.layout, cp_size, cp_rank)  # [s, b]
         index = token_index(self.layout, cp_size, cp_rank, sp_size, sp_rank)  # [s / sp, b]
 
         assignment = None
-        if vision_work is not None and (encoders is not None or (cp_size > 1 and self.vision is not None)):
-            assignment = assign_vision(self.vision, vision_work, encoders or cp_size)
+        if vision_work is not None and (vision_ranks is not None or (cp_size > 1 and self.vision is not None)):
+            assignment = assign_vision(self.vision, vision_work, vision_ranks or cp_size)
 
         def take(whole: Tensor) -> Tensor:
             return whole.flatten(-2)[..., context_index.T]
 
         own, exchange, shards, rows = self.vision, None, None, None
-        if encoders is not None:
+        if vision_ranks is not None:
             if assignment is None:
-                raise ValueError("encoders are given without vision_work, expected the cost of frames")
-            own, shards, rows = None, self.encoder_shards_of(assignment), assignment.encoded_index
+                raise ValueError("vision_ranks are given without vision_work, expected the cost of frames")
+            own, shards, rows = None, self.vision_shards_of(assignment), assignment.encoded_index
         elif assignment is not None:
             slots = [self._slots_of(cp_size, rank, predicts=predicts) for rank in range(cp_size)]
             exchange, rows = VisionExchange.of(assignment, slots, cp_rank)
@@ -155,13 +155,13 @@ class PackedBatch(Movable):
             layout=self.layout,
             vision=own,
             vision_exchange=exchange,
-            encoder_shards=shards,
+            vision_shards=shards,
             fuse=self._vision_rows(context_index, rows),
             deepstack=self._vision_rows(index, rows),
             following=self._next_tokens(context_index, index, rows) if predicts else None,
         )
 
-    def encoder_shards_of(self, assignment: VisionAssignment) -> tuple[EncoderShard, ...]:
+    def vision_shards_of(self, assignment: VisionAssignment) -> tuple[VisionShard, ...]:
         """What each separate vision rank sends for this batch."""
         samples = zlib.crc32(repr((self.sample_ids, self.layout.lengths)).encode())
         # Samples may have no ids.
@@ -200,21 +200,21 @@ class PackedBatch(Movable):
 
 
 @dataclass(frozen=True)
-class EncoderInputs(Movable):
+class VisionRankInputs(Movable):
     """What one vision rank encodes, and for which receivers."""
 
     vision: VisionInputs | None  # its images and videos, ordered by receiver; None if it has none
-    shards: tuple[EncoderShard, ...]  # the shard of each receiver
+    shards: tuple[VisionShard, ...]  # the shard of each receiver
     rows: int  # largest number of vision tokens in a shard for the same receivers; shards are padded to it
 
     @classmethod
-    def of(cls, batches: Sequence[PackedBatch], work: VisionWork, encoders: int, share: int) -> EncoderInputs:
-        """Part `share` of several microbatches that a rank encodes at a time, whose images `encoders` ranks divide.
+    def of(cls, batches: Sequence[TokenBatch], work: VisionWork, vision_ranks: int, share: int) -> VisionRankInputs:
+        """Part `share` of several microbatches that a rank encodes at a time, whose images `vision_ranks` ranks divide.
 
         They are of one language replica, whose images several ranks may divide, or of several replicas.
         """
-        assignments = [assign_vision(batch.vision, work, encoders) for batch in batches]
-        sent = [batch.encoder_shards_of(assignment) for batch, assignment in zip(batches, assignments, strict=True)]
+        assignments = [assign_vision(batch.vision, work, vision_ranks) for batch in batches]
+        sent = [batch.vision_shards_of(assignment) for batch, assignment in zip(batches, assignments, strict=True)]
         parts = [assignment.part(batch.vision, share) for batch, assignment in zip(batches, assignments, strict=True)]
         return cls(
             vision=_concatenated([part for part in parts if part is not None]),
