@@ -92,10 +92,10 @@ def test_rows_of_another_length_than_the_schedule_was_told_are_refused():
         stage.unpack(torch.ones(8, 2, 5), 3, 2, 4)
 
 
-@pytest.mark.parametrize(("sent", "pictures", "fits"), [(1, 2, False), (1, 0, True), (0, 2, True), (1, None, True)])
+@pytest.mark.parametrize(("sent", "pictures", "fits"), [(1, 2, False), (1, 0, True), (0, 2, True)])
 def test_features_need_tensors_of_any_size_between_stages(sent, pictures, fits):
     """Rows of text may have any length that the schedule is told; it is told nothing of pictures."""
-    where = None if pictures is None else VisionRows(torch.zeros(pictures).long(), torch.zeros(pictures).long())
+    where = VisionRows(torch.zeros(pictures).long(), torch.zeros(pictures).long())
     inputs, stage = types.SimpleNamespace(deepstack=where), DeepStackStage(received=3, sent=sent)
     stage.check(inputs, types.SimpleNamespace(variable_seq_lengths=True))
     fixed = types.SimpleNamespace(variable_seq_lengths=False)

@@ -62,6 +62,12 @@ def make_samples(content: str, config, seed: int) -> list[Sample]:
     return samples
 
 
+def pictures(samples: list[Sample]) -> dict[str, torch.Tensor]:
+    """The pixels and grids of all samples, as arguments of a model."""
+    names = sorted({name for sample in samples for name in sample.pixels})
+    return {name: torch.cat([s.pixels[name] for s in samples if name in s.pixels]) for name in names}
+
+
 def run_reference(model, samples: list[Sample]) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Logits of each sample run alone, and the sum of all losses that count; on the model's device, in its dtype."""
     logits, total, weight = [], torch.zeros(()), next(model.parameters())
@@ -94,12 +100,9 @@ def make_batch(
         whole[~layout.padding_mask()] = torch.cat(values)
         return whole.view(shape)
 
-    def join(name: str) -> torch.Tensor | None:
-        found = [s.pixels[name] for s in samples if name in s.pixels]
-        return torch.cat(found) if found else None
-
     ids = place([s.ids for s in samples], fill=config.eos_token_id if hasattr(config, "eos_token_id") else 0)
-    grids = join("image_grid_thw"), join("video_grid_thw")
+    given = pictures(samples)
+    grids = given.get("image_grid_thw"), given.get("video_grid_thw")
     tokens = dict(image_token_id=config.image_token_id, video_token_id=config.video_token_id)
     image_tokens = 0 if grids[0] is None else int(grids[0].prod(-1).sum()) // 4
     return TokenBatch(
@@ -110,9 +113,9 @@ def make_batch(
         vision_slot=vision_slots(ids, num_image_tokens=image_tokens, **tokens),
         layout=layout,
         vision=make_vision_inputs(
-            join("pixel_values"),
+            given.get("pixel_values"),
             grids[0],
-            join("pixel_values_videos"),
+            given.get("pixel_values_videos"),
             grids[1],
             num_position_embeddings=config.vision_config.num_position_embeddings,
             spatial_merge_size=2,

@@ -36,7 +36,7 @@ from torch import Tensor
 from tests.ranks import begin, largest, leave, of_all_ranks
 from tests.steps import Run, forward_backward, set_up, train_step
 
-from .batches import Sample, make_batch
+from .batches import Sample, make_batch, pictures
 from .conftest import converted_gradients, shifted_names
 from .references import ADAM, CLIP, DECAY, MICROBATCHES, STEPS, errors, provider_settings, step_samples
 from .topologies import MODULES, TOPOLOGIES, Topology, split_by
@@ -91,14 +91,12 @@ class Shared:
         def take(whole: Tensor) -> Tensor:
             return whole.flatten()[index]
 
-        names = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
-        found = {name: [s.pixels[name] for s in self.samples if name in s.pixels] for name in names}
         return dict(
             input_ids=take(self.batch.input_ids),
             labels=take(self.batch.labels),
             loss_mask=take(self.batch.loss_mask),
             packed_seq_params=PackedSeqParams("thd", *[layout.cu_seqlens] * 2, *[layout.cu_seqlens_padded] * 2),
-            **{name: torch.cat(parts) for name, parts in found.items() if parts},
+            **pictures(self.samples),
         )
 
 

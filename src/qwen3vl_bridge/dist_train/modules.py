@@ -10,6 +10,7 @@ Legend: t DeepStack features of a token, h the text model's hidden size, M visio
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -32,8 +33,8 @@ from torch import Tensor
 # The modules' names in Megatron-Bridge's set-up: of grids, and of payloads.
 VISION, LANGUAGE = "vision_module", "language_module"
 
-# Digits in this base are exact in every floating-point dtype that models train in.
-_BASE, _DIGITS = 256, 4
+# Of four numbers; each byte is exact in every floating-point dtype that models train in.
+_HEADER = struct.Struct(">4I")
 
 
 class Qwen3VLVisionModule(MegatronModule):
@@ -118,11 +119,8 @@ def pack(tokens: Tensor, features: Tensor, shards: Sequence[VisionShard], rows: 
     counts = [shard.tokens for shard in shards]
     parts = each[: sum(counts)].split(counts)
     padded = torch.stack([F.pad(part, (0, 0, 1, rows - len(part))) for part in parts])
-    digits = [
-        [digit for number in numbers for digit in number.to_bytes(_DIGITS, "big")]
-        for numbers in _header_numbers(shards, len(features), tokens.size(-1))
-    ]
-    headers = F.pad(torch.tensor(digits), (0, padded.size(-1) - 4 * _DIGITS))
+    headers = [list(_HEADER.pack(*numbers)) for numbers in _header_numbers(shards, len(features), tokens.size(-1))]
+    headers = F.pad(torch.tensor(headers), (0, padded.size(-1) - _HEADER.size))
     headers = (headers.pin_memory() if padded.device.type == "cuda" else headers).to(padded, non_blocking=True)
     return padded + F.pad(headers[:, None], (0, 0, 0, rows))
 
@@ -145,7 +143,7 @@ def unpack(
             f"{len(shards)} shards of up to {most} vision tokens, with {deepstack_layers} DeepStack features of width "
             f"{hidden} and their embedding each"
         )
-    header = Header(HostCopy(payload[:, 0, : 4 * _DIGITS]), _header_numbers(shards, deepstack_layers, hidden))
+    header = Header(HostCopy(payload[:, 0, : _HEADER.size]), _header_numbers(shards, deepstack_layers, hidden))
     rows = torch.cat([part[1 : 1 + shard.tokens] for part, shard in zip(payload, shards, strict=True)])
     each = rows.view(-1, deepstack_layers + 1, hidden).transpose(0, 1)
     return each[-1], each[:-1], header
@@ -158,15 +156,12 @@ def _header_numbers(shards: Sequence[VisionShard], deepstack_layers: int, hidden
 class Header(NamedTuple):
     """The received header, and the expected one."""
 
-    received: HostCopy  # [P, 4 * digits]
+    received: HostCopy  # [P, bytes]
     expected: list[tuple[int, ...]]  # (tokens, mark, DeepStack layers, width) of each of the P shards
 
     def check(self) -> None:
         """Wait for the received header; raises ValueError if the payload is of other images or videos."""
-        received = []
-        for row in self.received.tolist():
-            numbers = [row[first : first + _DIGITS] for first in range(0, 4 * _DIGITS, _DIGITS)]
-            received.append(tuple(sum(int(d) * _BASE**p for p, d in enumerate(reversed(n))) for n in numbers))
+        received = [_HEADER.unpack(bytes(int(byte) for byte in row)) for row in self.received.tolist()]
         if received != self.expected:
             raise ValueError(
                 f"the vision ranks sent shards of (tokens, mark, features, width) {received}, expected "

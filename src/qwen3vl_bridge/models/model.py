@@ -298,10 +298,11 @@ class VisionLanguageModel(MegatronModule):
         hidden = self.embed_tokens(inputs.input_ids, tokens, inputs.fuse)
         return hidden, self.layer_arguments(features, inputs)
 
-    def embed_tokens(self, input_ids: Tensor, vision_tokens: Tensor, where: VisionRows | None) -> Tensor:
+    def embed_tokens(self, input_ids: Tensor, vision_tokens: Tensor, where: VisionRows) -> Tensor:
         """Token ids [b, s] as hidden states [s / sp, b, h], with placeholders replaced by vision tokens [K, h]."""
         embedded = self.language_model.embedding(input_ids, position_ids=None)
-        hidden = fuse(embedded, vision_tokens, where or VisionRows.none(embedded.device))
+        selected = vision_tokens[where.rows].to(embedded.dtype)
+        hidden = embedded.flatten(0, 1).index_copy(0, where.positions, selected).view_as(embedded)
         return scatter_sequence(hidden, self.config, self.pg_collection)
 
     def layer_arguments(self, features: Tensor, inputs: ModelInputs) -> dict[str, Any]:
@@ -370,12 +371,6 @@ class VisionLanguageModel(MegatronModule):
         if not self.share_embeddings_and_output_weights:
             return None
         return self.language_model.shared_embedding_or_output_weight()
-
-
-def fuse(hidden: Tensor, tokens: Tensor, vision: VisionRows) -> Tensor:
-    """Replace placeholders in embedded tokens [s, b, h] by vision tokens [K, h], at the indices of both."""
-    selected = tokens[vision.rows].to(hidden.dtype)
-    return hidden.flatten(0, 1).index_copy(0, vision.positions, selected).view_as(hidden)
 
 
 def check_received(received: Tensor, expected: int, described: str) -> None:

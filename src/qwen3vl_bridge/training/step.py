@@ -58,12 +58,8 @@ def forward_step(
     # With virtual pipeline parallelism, every stage receives each microbatch.
     if model.training and not get_attr_wrapped_model(model, "vp_stage"):
         count_microbatch(state, batch, config)
-    ranks = config.sequence_ranks(groups)
-    if get_attr_wrapped_model(model, "pre_process"):
-        inputs = batch.local(**ranks)
-    else:
-        inputs = batch.local(**ranks | dict(vision_work=None, vision_ranks=None)).without_pictures()
-    inputs = to_device(inputs, model)
+    encodes = get_attr_wrapped_model(model, "pre_process")
+    inputs = to_device(batch.local(**config.sequence_ranks(groups), encodes=encodes), model)
     count = _loss_function(state, model, batch, inputs.loss_mask)
     return model(inputs=inputs), count
 
