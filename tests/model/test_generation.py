@@ -17,7 +17,7 @@ from PIL import Image
 from transformers import GenerationConfig
 
 from tests.forked import run_ranks
-from tests.parity.batches import CONTENTS, make_samples
+from tests.parity.batches import CONTENTS, make_samples, pictures
 from tests.parity.conftest import Pair, make_pair
 from tests.ranks import begin, leave
 
@@ -58,10 +58,8 @@ def prompts(content: str, config, *, seed: int = 6, side: str = "left") -> dict[
         n = len(sample.ids)
         where = slice(longest - n, None) if side == "left" else slice(n)
         ids[row, where], mask[row, where] = sample.ids, 1
-    names = sorted({name for s in samples for name in s.pixels})
-    pictures = {name: torch.cat([s.pixels[name] for s in samples if name in s.pixels]) for name in names}
     kinds = (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()
-    return dict(input_ids=ids, attention_mask=mask, mm_token_type_ids=kinds, **pictures)
+    return dict(input_ids=ids, attention_mask=mask, mm_token_type_ids=kinds, **pictures(samples))
 
 
 def answers(pair: Pair, batch: dict[str, torch.Tensor], **settings) -> torch.Tensor:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from qwen3vl_bridge.models.core_attention import ContextParallelAttention, SegmentAttention
+from qwen3vl_bridge.models.core_attention import SegmentAttention
 from qwen3vl_bridge.models.rope import RotarySelfAttention
 from qwen3vl_bridge.models.router import BalancedRouter, ReleasingMoELayer
 
@@ -99,8 +99,7 @@ def _use_local_modules(spec: ModuleSpec, config: TransformerConfig) -> None:
     norm = modules.layer_norm(rms_norm=config.normalization == "RMSNorm")
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
-    shared = config.context_parallel_size > 1
-    attention.core_attention = ContextParallelAttention if shared else modules.core_attention()
+    attention.core_attention = modules.core_attention()
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
     if _has_experts(layer.mlp):

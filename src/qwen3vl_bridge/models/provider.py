@@ -41,8 +41,8 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
     model_class: ClassVar[type[Any]]  # the `VisionLanguageModel`
     # Dotted names of the two modules on separate ranks under `dist_train`, whose package is above this one; None for a
     # family that does not support it.
-    encoder_class: ClassVar[str | None] = None
-    decoder_class: ClassVar[str | None] = None
+    vision_module_class: ClassVar[str | None] = None
+    language_module_class: ClassVar[str | None] = None
     # Settings that the model does not support, each with the only value it may have.
     fixed: ClassVar[Mapping[str, Allowed]]
     rules: ClassVar[tuple[Rule, ...]] = ()  # further constraints of the family on its settings
@@ -116,9 +116,9 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
         pre_process, post_process = self._ends(pre_process, post_process, vp_stage)
         with self._device():
             if not self.add_decoder:
-                model = registry.load(self.encoder_class)(self, groups)
+                model = registry.load(self.vision_module_class)(self, groups)
             else:
-                kind = self.model_class if self.add_encoder else registry.load(self.decoder_class)
+                kind = self.model_class if self.add_encoder else registry.load(self.language_module_class)
                 model = kind(self, groups, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
         model.freeze(
             freeze_language_model=self.freeze_language_model,
@@ -138,10 +138,10 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
             )
 
     def sequence_ranks(self, groups: ProcessGroupCollection) -> dict[str, Any]:
-        """The arguments of `PackedBatch.local` that select a rank's tokens, images and videos."""
+        """The arguments of `TokenBatch.local` that select a rank's tokens, images and videos."""
         return dict(
             vision_work=self.vision_work,
-            encoders=None if self.add_encoder else settings.replicas_of(self).encoders,
+            vision_ranks=None if self.add_encoder else settings.replicas_of(self).vision_per_language,
             cp_size=groups.cp.size(),
             cp_rank=groups.cp.rank(),
             sp_size=groups.tp.size() if self.sequence_parallel else 1,

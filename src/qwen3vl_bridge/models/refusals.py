@@ -322,7 +322,7 @@ BEFORE_FINALIZE: tuple[Rule, ...] = (
         "dist_train.use_dist_train",
         False,
         "this family cannot be split into vision and language modules",
-        When("", lambda provider: provider.encoder_class is None),
+        When("", lambda provider: provider.vision_module_class is None),
     ),
     _check_tower,
     *_recompute_of(""),

@@ -282,7 +282,7 @@ def _announce(ctx: CheckpointSaveContext, final: Path, callback_manager: Any) ->
 
 
 def _as_one_model(ctx: Any) -> contextlib.AbstractContextManager[Any]:
-    return as_one_model(ctx) if ctx.state.cfg.model.dist_train.use_dist_train else contextlib.nullcontext(ctx)
+    return contextlib.nullcontext(as_one_model(ctx) if ctx.state.cfg.model.dist_train.use_dist_train else ctx)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from dataclasses import astuple, dataclass, fields, replace
 from itertools import accumulate
 from typing import Any, Self
 
-from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.data.packing.row_plan import SetCounts, add_counts, most_of
 from qwen3vl_bridge.models.flops import TowerCosts, provider_costs, trained_parts
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
@@ -182,7 +182,7 @@ class Amounts:
     rows: int = 0
 
     @classmethod
-    def of(cls, batch: PackedBatch, config: VisionLanguageProvider) -> Self:
+    def of(cls, batch: TokenBatch, config: VisionLanguageProvider) -> Self:
         """Contents of a microbatch. Reads tokens on the host."""
         frames, images = batch.vision.lengths if batch.vision is not None else (), 0
         if frames:  # those of images come before all videos: as many as the image tokens fill
@@ -215,7 +215,7 @@ class Amounts:
 
 
 class Meter:
-    """Counts microbatches until `take`, and their dropped samples, as in `PackedBatch`."""
+    """Counts microbatches until `take`, and their dropped samples, as in `TokenBatch`."""
 
     def __init__(self) -> None:
         self._amounts = Amounts()
@@ -223,7 +223,7 @@ class Meter:
         self.newly_dropped: SetCounts = ()  # of all rows
         self.unreadable: SetCounts = ()
 
-    def add(self, amounts: Amounts, batch: PackedBatch) -> None:
+    def add(self, amounts: Amounts, batch: TokenBatch) -> None:
         """Count one more microbatch, and the samples dropped in its rows and in those before."""
         self._amounts += amounts
         self.dropped = most_of(self.dropped, batch.dropped)
@@ -243,7 +243,7 @@ def meter_of(state: GlobalState) -> Meter:
     return getattr(state, _METER)
 
 
-def count_microbatch(state: GlobalState, batch: PackedBatch, config: VisionLanguageProvider) -> None:
+def count_microbatch(state: GlobalState, batch: TokenBatch, config: VisionLanguageProvider) -> None:
     """Count a training microbatch (on the host), for our metrics and for those that Megatron-Bridge logs itself."""
     amounts = Amounts.of(batch, config)
     meter_of(state).add(amounts, batch)

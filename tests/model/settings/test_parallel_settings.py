@@ -328,5 +328,5 @@ def test_every_picture_is_encoded_once_for_every_language_replica(few, times, mo
     seen = [
         (served, replicas.share_of(rank)) for rank in range(vision) for served in replicas.language_replicas_of(rank)
     ]
-    assert sorted(seen) == [(one, share) for one in range(language) for share in range(replicas.encoders)]
+    assert sorted(seen) == [(one, share) for one in range(language) for share in range(replicas.vision_per_language)]
     assert seen == sorted(seen)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
-from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.data.collation import Collator
 from qwen3vl_bridge.data.dataset_provider import Qwen3VLConversationProvider
 from qwen3vl_bridge.data.encoding import EncodedSample
@@ -38,7 +38,7 @@ class Spoil:
     sample: int
     kind: str
 
-    def apply(self, batch: PackedBatch) -> PackedBatch:
+    def apply(self, batch: TokenBatch) -> TokenBatch:
         if batch.sample_ids != self.row:
             return batch
         if self.kind == "nan":
@@ -56,7 +56,7 @@ class Spoil:
 class SpoiltCollator(Collator):
     spoils: tuple[Spoil, ...] = ()
 
-    def packed(self, samples: Sequence[EncodedSample]) -> PackedBatch:
+    def packed(self, samples: Sequence[EncodedSample]) -> TokenBatch:
         batch = super().packed(samples)
         for spoil in self.spoils:
             batch = spoil.apply(batch)

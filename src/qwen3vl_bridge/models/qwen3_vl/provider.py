@@ -77,8 +77,8 @@ class Qwen3VLModelProvider(VisionLanguageProvider):
 
     family: ClassVar[str] = FAMILY
     model_class = Qwen3VLModel
-    encoder_class: ClassVar[str] = "qwen3vl_bridge.dist_train.modules.Qwen3VLEncoder"
-    decoder_class: ClassVar[str] = "qwen3vl_bridge.dist_train.modules.Qwen3VLDecoder"
+    vision_module_class: ClassVar[str] = "qwen3vl_bridge.dist_train.modules.Qwen3VLVisionModule"
+    language_module_class: ClassVar[str] = "qwen3vl_bridge.dist_train.modules.Qwen3VLLanguageModule"
     fixed: ClassVar[Mapping[str, Allowed]] = {
         **FIXED,
         **_FIXED,
