@@ -6,7 +6,6 @@ metrics are logged, and counts experts' tokens in that step.
 
 from __future__ import annotations
 
-import copy
 import logging
 import re
 import resource
@@ -275,13 +274,7 @@ def step_costs(cfg: ConfigContainer) -> TowerCosts | None:
         return provider_costs(cfg.model, trained)
     if not isinstance(peft, Qwen3VLParts):
         return None
-    peft = copy.deepcopy(peft)  # it stores which modules it was asked about
-    linear = torch.nn.Linear(1, 1, device="meta")
-
-    def rank(layer: str) -> int:
-        prefix, _, name = layer.rpartition(".")
-        return peft.dim if peft.match(linear, name, prefix) else 0
-
+    adapters = peft.settings
     return provider_costs(
         cfg.model,
         replace(
@@ -289,7 +282,7 @@ def step_costs(cfg: ConfigContainer) -> TowerCosts | None:
             language_model=trained.language_model and not peft.freeze_language_model,
             vision_model=trained.vision_model and not peft.freeze_vision_model,
             vision_projection=trained.vision_projection and not peft.freeze_vision_projection,
-            rank=rank,
+            rank=lambda layer: adapters.dim if adapters.adapts(layer) else 0,
         ),
     )
 

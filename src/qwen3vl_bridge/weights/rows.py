@@ -102,8 +102,9 @@ Shape = tuple[str | int, ...]
 class WeightRow:
     """One Megatron parameter and its Hugging Face tensors.
 
-    The class of a row is its transformation: `weights/bridge_mappings.py` applies it to tensors in memory,
-    `checkpoint/formats/layouts.py` to slices of files.
+    The class of a row is its transformation: `checkpoint/formats/layouts.py` gives the positions of the elements, in
+    files and in adapters, and `weights/bridge_mappings.py` the class of Megatron-Bridge that does the same for weights
+    that ranks share.
     """
 
     megatron: str  # Megatron parameter name, with Transformer Engine's layer spec

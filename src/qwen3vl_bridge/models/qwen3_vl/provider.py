@@ -41,10 +41,6 @@ _FIXED: Mapping[str, Allowed] = {
 }
 
 
-def _check_deepstack(provider: VisionLanguageFields) -> None:
-    check_deepstack(provider.vision_config.to_dict(), provider.num_layers)
-
-
 def _check_names(provider: VisionLanguageFields) -> None:
     """Refuse attributes that are not fields but similar to one. Callers may store their own: others are only logged."""
     fields = [field.name for field in dataclasses.fields(provider)]
@@ -84,7 +80,10 @@ class Qwen3VLModelProvider(VisionLanguageProvider):
         **_FIXED,
         **only("a model with experts has the provider of such models", num_moe_experts=None),
     }
-    rules: ClassVar[tuple[Rule, ...]] = (_check_deepstack, _check_names)
+    rules: ClassVar[tuple[Rule, ...]] = (
+        lambda provider: check_deepstack(provider.vision_config.to_dict(), provider.num_layers),
+        _check_names,
+    )
 
     # Names of Megatron-Bridge's own provider that callers read (docs/callers.md).
     patch_size = property(lambda self: self.vision_config.patch_size)
