@@ -66,7 +66,9 @@ class AdapterSettings:
         return (IN, OUT, MAGNITUDE) if self.dora else (IN, OUT)
 
     def adapts(self, layer: str) -> bool:
-        """Whether a linear layer gets an adapter. Either all of a layer's experts do, or none."""
+        """Whether a module gets an adapter, as linear layers can. Either all of a layer's experts do, or none."""
+        if _last_part(layer) not in LINEAR_LAYERS + OF_LINEAR_ATTENTION:
+            return False
         if part_of(layer).value not in self.parts or (is_of_experts(layer) and not self.experts):
             return False
         name = shared_name(layer)

@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from qwen3vl_bridge.models.model import VisionLanguageModel
 from qwen3vl_bridge.models.provider import log_trained_parameters
-from qwen3vl_bridge.peft.adapter_rows import (
-    LINEAR_LAYERS,
-    OF_LINEAR_ATTENTION,
-    AdapterSettings,
-    layer_of,
-    linear_rows,
-)
+from qwen3vl_bridge.peft.adapter_rows import LINEAR_LAYERS, AdapterSettings, layer_of, linear_rows
 from qwen3vl_bridge.peft.insertion import let_recompute_see_gradients, refuse_cut_experts, refuse_dora, transform_in
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.rows import Part, expand, is_of_experts, part_of, shared_name
@@ -91,8 +85,7 @@ class Qwen3VLParts:
     def match(self, m: nn.Module, name: str | None = None, prefix: str | None = None) -> tuple[str, str] | None:
         """The whole name of a linear layer that gets an adapter; twice, in place of Megatron-Bridge's entry too."""
         layer = f"{prefix}.{name}" if prefix else name or ""
-        is_linear = name in LINEAR_LAYERS + OF_LINEAR_ATTENTION
-        return (layer, layer) if is_linear and self.settings.adapts(layer) else None
+        return (layer, layer) if self.settings.adapts(layer) else None
 
     def freeze_model(self, model: Any, training: bool = True) -> None:
         """Stop training of the parts' own weights; of everything if nothing is to be trained."""
