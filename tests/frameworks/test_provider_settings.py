@@ -109,16 +109,10 @@ def test_sharing_pictures_is_no_choice():
         set_on(provider_of(DENSE, {}), dict(context_parallel_size=2, vision_dp_when_cp=shared))
 
 
-def test_a_performance_recipe_is_told_what_to_set():
-    """Megatron-Bridge's capture layers in CUDA graphs."""
-    with pytest.raises(ValueError, match="cuda_graph_impl is 'transformer_engine', expected 'none': rows, images"):
-        set_on(provider_of(EXPERTS, {}), dict(cuda_graph_impl="transformer_engine", cuda_graph_scope=["attn"]))
-
-
 @pytest.mark.parametrize(
     ("size", "settings", "message"),
     [
-        (DENSE, dict(cuda_graph_impl="full_iteration"), "cuda_graph_impl is 'full_iteration', expected 'none'"),
+        (EXPERTS, dict(cuda_graph_impl="transformer_engine"), "cuda_graph_impl is .*, expected 'none': rows, images"),
         (DENSE, dict(cuda_graph_modules=["attn"]), r"cuda_graph_modules is \['attn'\], expected \[\]: rows, images"),
         (DENSE, dict(cuda_graph_scope="attn"), r"cuda_graph_scope is 'attn', expected \[\]: rows, images"),
         (DENSE, dict(freeze_vison_model=True), "freeze_vison_model is set, .*: expected freeze_vision_model"),
@@ -129,15 +123,6 @@ def test_a_performance_recipe_is_told_what_to_set():
 def test_what_only_megatron_bridges_model_does_is_refused(size, settings, message):
     with pytest.raises(ValueError, match=message):
         set_on(provider_of(size, {}), settings)
-
-
-def test_megatron_bridges_own_class_of_settings():
-    """Its functional test gives it; not used, it has None everywhere."""
-    from megatron.bridge.models.qwen_vl.qwen3_vl_provider import DistTrainConfig
-
-    set_on(provider_of(DENSE, {}), dict(dist_train=DistTrainConfig()))
-    with pytest.raises(ValueError, match=r"dist_train\.vision_world_size is 2 with dist_train\.use_dist_train False"):
-        set_on(provider_of(DENSE, {}), dict(dist_train=DistTrainConfig(vision_world_size=2)))
 
 
 def test_a_name_that_is_nothing_here_gets_a_line_in_the_log(caplog):

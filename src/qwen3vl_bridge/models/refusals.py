@@ -7,7 +7,6 @@ of this package for every field's readers, and by recording which fields runs re
 
 from __future__ import annotations
 
-import importlib.util
 import math
 
 from qwen3vl_bridge.models.divisibility import indivisible, row_multiple
@@ -22,13 +21,13 @@ from qwen3vl_bridge.models.rules import (
     check,
     equal,
     keep,
+    missing,
     multiple_of,
     not_equal,
     off,
     on,
     parts,
     same_as,
-    under,
 )
 from qwen3vl_bridge.models.settings import (
     VisionLanguageFields,
@@ -81,16 +80,10 @@ UNREAD = unread(
     # the embedding's own scatter over ranks; images are added before
     "scatter_embedding_sequence_parallel clone_scatter_output_in_embedding "
     # other attention
-    "window_attn_skip_freq dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_topk_freq "
-    "dsa_indexer_skip_topk_offset dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss dsa_kernel_backend "
-    "dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon "
-    "dsa_indexer_k_norm_fp32 "
+    "window_attn_skip_freq "
     # other layers
-    "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads mamba_training_ssm_states_dtype "
     "use_mamba_mem_eff_path mtp_hybrid_override_pattern memory_efficient_layer_norm use_fused_weighted_squared_relu "
     "dense_grouped_gemm use_grouped_gemm_for_dense_mlp "
-    # muP
-    "mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim mup_attn_scale_power "
     # other routers
     "moe_router_quantile_balancing_ema moe_token_drop_policy "
     # the inference engine, and its data
@@ -99,7 +92,11 @@ UNREAD = unread(
     "inference_moe_token_dispatcher_type use_inference_optimized_layers nccl_all_reduce_for_prefill "
     "mlp_chunks_for_prefill moe_pad_experts_for_cuda_graph_inference max_seqlen_per_dp_cp_rank "
     # ModelOpt's layers
-    "use_arbitrary_attention_mask"
+    "use_arbitrary_attention_mask "
+    # sparse attention, state-space layers and muP
+    + " ".join(
+        name for name in VisionLanguageFields.__dataclass_fields__ if name.startswith(("dsa_", "mamba_", "mup_"))
+    )
 )
 
 FIXED: tuple[Rule, ...] = (
@@ -162,7 +159,8 @@ PARTS = parts(
 
 def _recompute_of(prefix: str) -> tuple[Rule, ...]:
     """Rules of recomputation in the text model ("") or the vision tower ("vision_")."""
-    granularity, modules = f"{prefix}recompute_granularity", f"{prefix}recompute_modules"
+    granularity = f"{prefix}recompute_granularity"
+    without_norms = ("core_attn",) if prefix else ("core_attn", "mlp", "moe", "moe_act", "shared_experts")
     unused = {None: "method num_layers modules", "full": "modules", "selective": "method num_layers"}
     return (
         Allowed(granularity, any_of(*unused)),
@@ -176,7 +174,7 @@ def _recompute_of(prefix: str) -> tuple[Rule, ...]:
             for name in names.split()
         ),
         # megatron-core's recomputation of a norm uses its default for 8-bit training, and calls Transformer Engine.
-        Allowed(modules, any_of(None, "core_attn", "mlp", "moe", "moe_act", "shared_experts"), _LOCAL).because(
+        Allowed(f"{prefix}recompute_modules", any_of(None, *without_norms), _LOCAL).because(
             "recomputing 'gdn_norm_out' or 'layernorm' needs Transformer Engine"
         ),
     )
@@ -400,23 +398,21 @@ _UNEVEN = (
 
 # Numbers of ranks of both modules, for a provider that is finalised or not.
 _DIST_TRAIN_SIZES: tuple[Rule, ...] = (
-    *under(
-        _DIST_TRAIN,
-        *(Allowed(name, at_least(1)) for name in (_VISION_RANKS, _LANGUAGE_RANKS)),
-        Allowed(_VISION_TENSOR, at_least(1), also=(None,)),
-        Allowed("dist_train.vision_pipeline_model_parallel_size", 1, also=(None,)).because("the tower is one stage"),
-        Allowed("dist_train.vision_context_parallel_size", 1, also=(None,)).because(
-            "data-parallel ranks of the tower divide the images"
-        ),
-        Allowed("dist_train.vision_expert_tensor_parallel_size", 1, also=(None,)).because("the tower has no experts"),
-        Allowed("dist_train.vision_expert_model_parallel_size", 1, also=(None,)).because("the tower has no experts"),
-        Allowed(_VISION_RANKS, multiple_of(_VISION_TENSOR)),
-        Allowed(_LANGUAGE_RANKS, multiple_of(f"{_TENSOR} * {_STAGES} * {_CONTEXT}")),
+    Allowed(_VISION_RANKS, at_least(1), _DIST_TRAIN),
+    Allowed(_LANGUAGE_RANKS, at_least(1), _DIST_TRAIN),
+    Allowed(_VISION_TENSOR, at_least(1), _DIST_TRAIN, also=(None,)),
+    *(
+        Allowed(f"dist_train.vision_{kind}_parallel_size", 1, _DIST_TRAIN, also=(None,)).because(
+            "the tower is one stage without experts, and its data-parallel ranks divide the images"
+        )
+        for kind in ("pipeline_model", "context", "expert_tensor", "expert_model")
     ),
+    Allowed(_VISION_RANKS, multiple_of(_VISION_TENSOR), _DIST_TRAIN),
+    Allowed(_LANGUAGE_RANKS, multiple_of(f"{_TENSOR} * {_STAGES} * {_CONTEXT}"), _DIST_TRAIN),
     Allowed(
         _LANGUAGE_RANKS,
         multiple_of(f"expert_tensor_parallel_size * expert_model_parallel_size * {_STAGES}"),
-        lambda model: model.dist_train.use_dist_train and model.moe_layers,
+        lambda model: _DIST_TRAIN(model) and model.moe_layers,
     ),
 )
 
@@ -447,15 +443,14 @@ AFTER_FINALIZE: tuple[Rule, ...] = (
     *keep(f"{_CHUNKS} overlap_p2p_comm", "the schedule of two modules is not interleaved", _DIST_TRAIN),
     *keep("fp16", "each module would scale its loss and skip steps independently", _DIST_TRAIN),
     *keep("fp32_residual_connection", "stages would send another dtype than the modules", _DIST_TRAIN),
-    *under(
-        _DIST_TRAIN,
-        Allowed("variable_seq_lengths", True).because(
-            "the size of what the modules send each other depends on a row's images"
-        ),
-        Allowed("calculate_per_token_loss", True).because(
-            "otherwise each module divides gradients by the number of its own data-parallel ranks"
-        ),
-        Allowed("pipeline_dtype", same_as("params_dtype"), also=(None,)).because("the dtype of the tower's output"),
+    Allowed("variable_seq_lengths", True, _DIST_TRAIN).because(
+        "the size of what the modules send each other depends on a row's images"
+    ),
+    Allowed("calculate_per_token_loss", True, _DIST_TRAIN).because(
+        "otherwise each module divides gradients by the number of its own data-parallel ranks"
+    ),
+    Allowed("pipeline_dtype", same_as("params_dtype"), _DIST_TRAIN, also=(None,)).because(
+        "the dtype of the tower's output"
     ),
     lambda model: check_mrope_section(model.mrope_section, int(model.kv_channels * model.rotary_percent)),
 )
@@ -506,19 +501,15 @@ def _check_stages(provider: VisionLanguageFields) -> None:
         )
 
 
-def _lacks_te(_: VisionLanguageFields) -> bool:
-    return importlib.util.find_spec("transformer_engine") is None
-
-
 LOGITS = "a loss on gathered logits gives wrong gradients"
 
 # A model that is loaded for export or inference may carry settings of schedules from the run that saved it.
 # Megatron-Bridge's `comm_overlap` writes `overlap_p2p_comm` and `batch_p2p_comm` before it finalises the model.
 ON_TRAIN: tuple[Rule, ...] = (
     *ON_FORWARD,
-    Allowed("cross_entropy_fusion_impl", "native", on("cross_entropy_loss_fusion") & _LOCAL & _lacks_te).because(
-        "the other is Transformer Engine's, which is not installed"
-    ),
+    Allowed(
+        "cross_entropy_fusion_impl", "native", on("cross_entropy_loss_fusion") & _LOCAL & missing("transformer_engine")
+    ).because("the other is Transformer Engine's, which is not installed"),
     *keep("overlap_p2p_comm", "the schedule has nothing to overlap", above(_STAGES, 1) & off(_CHUNKS)),
     # Each of two stages is both the previous and the next of the other. In a batch, a stage would confuse what it
     # receives from the previous with what it receives from the next, and nothing fails: the gradients are wrong. One by

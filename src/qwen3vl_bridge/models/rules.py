@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, replace
@@ -76,6 +77,11 @@ def equal(name: str, value: Any) -> When:
 def not_equal(name: str, value: Any) -> When:
     """The setting has another value."""
     return When(name, lambda settings: _value(settings, name) != value)
+
+
+def missing(package: str) -> Callable[[Any], bool]:
+    """The package is not installed."""
+    return lambda _: importlib.util.find_spec(package) is None
 
 
 @dataclass(frozen=True)
@@ -177,11 +183,6 @@ def multiple_of(divisor: str) -> Range:
         lambda value, settings: value % math.prod(sizes(settings).values()) == 0,
         lambda settings: f"a multiple of {' * '.join(sizes(settings))}, {math.prod(sizes(settings).values())}",
     )
-
-
-def under(when: When, *rows: Allowed) -> tuple[Allowed, ...]:
-    """Rows that apply under the same conditions."""
-    return tuple(replace(row, when=when) for row in rows)
 
 
 def keep(

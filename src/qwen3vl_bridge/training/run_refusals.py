@@ -5,7 +5,6 @@ the model is built, or write something wrong.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import os
 from pathlib import Path
@@ -25,6 +24,7 @@ from qwen3vl_bridge.models.rules import (
     check,
     equal,
     keep,
+    missing,
     off,
     on,
     parts,
@@ -338,10 +338,7 @@ def _norms_are_partial(cfg: Any) -> bool:
     return cfg.ddp.use_distributed_optimizer and get_world_size_safe() > 1
 
 
-def _lacks_nvrx(cfg: Any) -> bool:
-    return importlib.util.find_spec("nvidia_resiliency_ext") is None
-
-
+_LACKS_NVRX = missing("nvidia_resiliency_ext")
 _NVRX = "it needs the package nvidia-resiliency-ext, which is not installed"
 
 
@@ -401,17 +398,23 @@ def host_bytes() -> int:
     return room
 
 
-_SET = Range(lambda path, _: path, lambda _: "first weights")
+# Parameters get memory from the hook that reads initial weights, and only Megatron-FSDP moves them to GPUs.
 _ON_META = on("model.init_model_with_meta_device")
-_NO_MEMORY = "only Megatron-FSDP moves parameters to GPUs, and the reader of initial weights gives them memory"
+WITHOUT_MEMORY: tuple[Rule, ...] = (
+    Allowed("ddp.use_megatron_fsdp", True, _ON_META),
+    *keep("model.tensor_model_parallel_size", "", _ON_META),
+    Allowed("checkpoint.pretrained_checkpoint", Range(lambda path, _: path, lambda _: "first weights"), _ON_META),
+    Allowed("checkpoint.custom_manager_class", MANAGER, _ON_META),
+)
+
 _PACKS = When("dataset.pack", lambda cfg: isinstance(cfg.dataset, ConversationRows) and cfg.dataset.pack)
 
 AFTER_VALIDATE: tuple[Rule, ...] = (
     lambda cfg: check(model_refusals.ON_TRAIN, cfg.model),
     *AT_DEFAULT,
-    *keep("checkpoint.async_save", _NVRX, equal("checkpoint.ckpt_format", "fsdp_dtensor") & _lacks_nvrx),
+    *keep("checkpoint.async_save", _NVRX, equal("checkpoint.ckpt_format", "fsdp_dtensor") & _LACKS_NVRX),
     Allowed("checkpoint.non_persistent_ckpt_type", any_of(None, "global", "local")),
-    Allowed("checkpoint.non_persistent_ckpt_type", any_of(None, "global"), _lacks_nvrx).because(_NVRX),
+    Allowed("checkpoint.non_persistent_ckpt_type", any_of(None, "global"), _LACKS_NVRX).because(_NVRX),
     *keep(
         "checkpoint.save_retain_interval",
         f"{_NOT_READ}; checkpoint.most_recent_k sets how many checkpoints are kept",
@@ -465,9 +468,6 @@ AFTER_VALIDATE: tuple[Rule, ...] = (
     Allowed(
         "checkpoint.most_recent_k", Range(lambda number, _: number != 0, lambda _: "at least 1, or -1 to keep all")
     ),
-    Allowed("ddp.use_megatron_fsdp", True, _ON_META).because(_NO_MEMORY),
-    *keep("model.tensor_model_parallel_size", _NO_MEMORY, _ON_META),
-    Allowed("checkpoint.pretrained_checkpoint", _SET, _ON_META).because(_NO_MEMORY),
-    Allowed("checkpoint.custom_manager_class", MANAGER, _ON_META).because(_NO_MEMORY),
+    *WITHOUT_MEMORY,
     *ON_TRAIN,
 )

@@ -1,5 +1,6 @@
 """Which kernels compute a model, what only a trained one may not have, and settings that would be ignored."""
 
+import contextlib
 import copy
 import logging
 import re
@@ -183,17 +184,22 @@ def test_float32_in_transformer_engine(release, fields, refused, installed):
 
 
 @pytest.mark.parametrize(
-    ("kind", "release", "refused"),
-    [("a2a", "2.9", True), ("a2a", "2.10", False), ("all_gather", "2.17", True), ("all_gather", "2.18", False)],
+    ("kinds", "fields", "release", "message"),
+    [
+        ("a2a+p2p", {}, "2.18", r"is 'a2a\+p2p' with .*, expected None, 'p2p', 'all_gather' or 'a2a': packed"),
+        ("a2a", dict(context_parallel_size=16), "2.18", "expected a divisor of 8, the query groups of each"),
+        ("a2a", dict(SP2, context_parallel_size=8), "2.18", "expected a divisor of 4, the query groups of each"),
+        (["a2a", "p2p"] * 18, {}, "2.9", "'a2a' supports packed rows from .* on, and 2.9 is installed"),
+        (["a2a", "p2p"] * 18, {}, "2.10", None),
+        (["p2p", "all_gather"] * 18, {}, "2.17", "'all_gather' supports packed rows from .* on, and 2.17 is"),
+        (["p2p", "all_gather"] * 18, {}, "2.18", None),
+    ],
 )
-def test_context_parallelism_by_release(kind, release, refused, installed):
+def test_context_parallelism_of_transformer_engine(kinds, fields, release, message, installed):
     """pyproject.toml takes 2.8 and later; `p2p` is in all of them."""
     installed(release)
-    provider = with_transformer_engine(DENSE, dict(CP2, cp_comm_type=[kind] + ["p2p"] * 35))
-    if refused:
-        with pytest.raises(ValueError, match=f"{kind}' supports packed rows from .* on, and {release} is installed"):
-            check(AFTER_FINALIZE, provider)
-    else:
+    provider = with_transformer_engine(DENSE, {**CP2, "cp_comm_type": kinds, **fields})
+    with contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message):
         check(AFTER_FINALIZE, provider)
 
 

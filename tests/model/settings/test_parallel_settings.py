@@ -1,14 +1,12 @@
 """Ways to split a model that could not train are refused before anything is built, and all others are not."""
 
-import contextlib
 import copy
 import logging
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.models.divisibility import Replicas
 from qwen3vl_bridge.models.qwen3_vl import presets
-from qwen3vl_bridge.models.refusals import AFTER_FINALIZE, check_world
-from qwen3vl_bridge.models.rules import check
+from qwen3vl_bridge.models.refusals import check_world
 from qwen3vl_bridge.models.settings import vision_tensor_ranks
 from qwen3vl_bridge.models.vision_tower import vision_transformer_config
 
@@ -19,7 +17,6 @@ from hypothesis import strategies as st
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.qwen_vl.qwen3_vl_provider import DistTrainConfig
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
-from packaging.version import Version
 
 PROVIDERS = {
     size: AutoBridge.from_hf_config(presets.hf_config(size)).to_megatron_provider(load_weights=False)
@@ -46,19 +43,7 @@ def finalized(size, fields):
     return provider
 
 
-# megatron-core and Megatron-Bridge refuse these by themselves.
-THEIRS = [
-    (DENSE, dict(tensor_model_parallel_size=3), r"num_attention_heads \(32\) must be a multiple of .*\(3\)"),
-    ("2B", dict(tensor_model_parallel_size=3, num_attention_heads=18), r"num_query_groups \(8\) must be a multiple or"),
-    (DENSE, dict(expert_model_parallel_size=2), "num_moe_experts must be non None to use expert-parallel"),
-    (DENSE, dict(pipeline_model_parallel_size=4, num_layers_in_first_pipeline_stage=2), "middle stage: 34 must be"),
-    (DENSE, dict(PP2, pipeline_model_parallel_layout="Et*18|t*17L"), "decoder layers 35must match num_layers 36"),
-    (DENSE, dict(PP2, account_for_loss_in_pipeline_split=True), "number of middle layers: 37 must be divisible"),
-    (DENSE, dict(VPP2, **OVERLAP, num_layers_in_first_pipeline_stage=3), "3must be divisible by virtual pipeline"),
-    (EXPERTS, dict(moe_pad_expert_input_to_capacity=True), "moe_expert_capacity_factor must be set"),
-    (EXPERTS, dict(moe_token_dispatcher_type="allgather", variable_seq_lengths=True), "use alltoall dispatcher"),
-]
-OURS = [
+REFUSED = [
     (DENSE, dict(expert_tensor_parallel_size=2), "expert_tensor_parallel_size is 2, expected None: .* no experts"),
     (EXPERTS, dict(expert_tensor_parallel_size=5), "moe_ffn_hidden_size is 768, expected a multiple of .*size, 5"),
     (DENSE, dict(tensor_model_parallel_size=32), "vision_config.num_heads is 16, expected a multiple of .*, 32"),
@@ -81,30 +66,10 @@ OURS = [
 ]
 
 
-@pytest.mark.parametrize(("size", "fields", "message"), OURS + THEIRS)
+@pytest.mark.parametrize(("size", "fields", "message"), REFUSED)
 def test_what_could_not_train_is_refused(size, fields, message):
-    with pytest.raises((ValueError, AssertionError), match=message):
+    with pytest.raises(ValueError, match=message):
         finalized(size, fields)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (dict(cp_comm_type="a2a+p2p"), r"is 'a2a\+p2p' with .*, expected None, 'p2p', 'all_gather' or 'a2a': packed"),
-        (dict(context_parallel_size=16, cp_comm_type="a2a"), "expected a divisor of 8, the query groups of each"),
-        (dict(SP2, context_parallel_size=8, cp_comm_type="a2a"), "expected a divisor of 4, the query groups of each"),
-        (dict(cp_comm_type="a2a"), None),
-        (dict(cp_comm_type=["p2p", "all_gather"] * 18), None),
-    ],
-)
-def test_context_parallelism_of_transformer_engine(fields, message, monkeypatch):
-    """Which is not needed for looking at settings, once megatron-core has completed them."""
-    monkeypatch.setattr("megatron.core.utils._te_version", Version("2.18"))
-    provider = finalized(DENSE, {})
-    for name, value in {**CP2, "transformer_impl": "transformer_engine", **fields}.items():
-        setattr(provider, name, value)
-    with contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message):
-        check(AFTER_FINALIZE, provider)
 
 
 @pytest.mark.parametrize(
@@ -128,34 +93,6 @@ def test_context_parallelism_of_transformer_engine(fields, message, monkeypatch)
 def test_what_could_train_is_not_refused(size, fields):
     provider = finalized(size, fields)
     provider.finalize()  # Megatron-Bridge does it again
-
-
-@pytest.mark.parametrize(
-    ("size", "fields"),
-    [
-        ("2B", {}),
-        ("4B", SP2),
-        ("8B", dict(SP2, **CP2)),
-        ("32B", dict(SP2, tensor_model_parallel_size=8, pipeline_model_parallel_size=4)),
-        ("30B-A3B", dict(SP2, tensor_model_parallel_size=4, expert_model_parallel_size=8, context_parallel_size=4)),
-        (
-            "235B-A22B",
-            dict(
-                SP2 | CP2,
-                tensor_model_parallel_size=4,
-                pipeline_model_parallel_size=8,
-                expert_model_parallel_size=8,
-                account_for_embedding_in_pipeline_split=True,
-                account_for_loss_in_pipeline_split=True,
-                seq_length=16384,
-            ),
-        ),
-    ],
-)
-def test_released_sizes_as_they_are_trained(size, fields):
-    provider = finalized(size, fields)
-    assert vision_transformer_config(provider).tensor_model_parallel_size == provider.tensor_model_parallel_size
-    assert sum(layers_of_stages(provider)) == provider.num_layers
 
 
 def layers_of_stages(provider):
@@ -256,7 +193,7 @@ def fields(vision=2, language=2, *, usual=True, model=None, **split):
         (DENSE, fields(3, vision_tensor_model_parallel_size=2), "vision_world_size is 3 with .*, expected a multiple"),
         (DENSE, fields(3, vision_tensor_model_parallel_size=3), "num_heads is 16 with .*, expected a multiple of"),
         (DENSE, fields(vision_pipeline_model_parallel_size=2), "vision_pipeline_.* is 2 with .*, expected 1: the"),
-        (DENSE, fields(vision_context_parallel_size=2), "vision_context_.* is 2 with .*, expected 1: data-parallel"),
+        (DENSE, fields(vision_context_parallel_size=2), "vision_context_.* is 2 with .*, expected 1: the"),
         (DENSE, fields(vision_expert_model_parallel_size=2), "vision_expert_model_.* is 2 with .*, expected 1: the"),
         (DENSE, fields(2, 3, model=SP2), "language_world_size is 3 with .*, expected a multiple of tensor_model_"),
         (DENSE, fields(2, 3, model=PP2), "language_world_size is 3 with .*, expected a multiple of .*, 2"),
