@@ -68,11 +68,7 @@ _EMERGING = When("optimizer.optimizer", lambda cfg: cfg.optimizer.optimizer not 
 
 
 def microbatches_of_a_rank(cfg: Any, ranks: int) -> int:
-    """The microbatches of each of the data-parallel ranks.
-
-    Raises:
-        ValueError: a global batch that is not a multiple of ranks times micro_batch_size.
-    """
+    """The microbatches of each of the data-parallel ranks; raises ValueError if they would differ."""
     rows, share = cfg.train.global_batch_size, cfg.train.micro_batch_size * ranks
     if rows % share:
         raise ValueError(
@@ -83,11 +79,7 @@ def microbatches_of_a_rank(cfg: Any, ranks: int) -> int:
 
 
 def check_balance(cfg: Any) -> None:
-    """Refuse rows assigned over several steps: which rows a step has would depend on the number of ranks.
-
-    Raises:
-        ValueError: the global batch is not a multiple of `balance_over`, or its size is ramped up.
-    """
+    """Refuse rows assigned over several steps (ValueError): which rows a step has would depend on the ranks' number."""
     if (over := getattr(cfg.dataset, "balance_over", None)) is None:
         return
     rows, ramp = cfg.train.global_batch_size, cfg.train.rampup_batch_size
@@ -338,10 +330,6 @@ def _norms_are_partial(cfg: Any) -> bool:
     return cfg.ddp.use_distributed_optimizer and get_world_size_safe() > 1
 
 
-_LACKS_NVRX = missing("nvidia_resiliency_ext")
-_NVRX = "it needs the package nvidia-resiliency-ext, which is not installed"
-
-
 _WITH_CHOICES = (
     *("train", "scheduler", "checkpoint", "logger", "tokenizer", "dist", "rerun_state_machine", "accuracy", "guard"),
 )
@@ -360,26 +348,17 @@ def _check_choices(cfg: Any) -> None:
 
 
 def _check_host_memory(cfg: Any) -> None:
-    """Refuse a run on GPUs whose hosts lack the memory that ranks need to save the optimizer by parameters.
-
-    A run that the planner does not support is not checked.
-
-    Raises:
-        ValueError: too little memory.
-    """
+    """Refuse a run on GPUs whose hosts lack the memory that ranks need to save the optimizer by parameters."""
     settings = cfg.checkpoint
-    gathers = (
-        settings.dist_ckpt_optim_fully_reshardable and settings.save_optim and settings.ckpt_format == "torch_dist"
-    )
-    if not (settings.save and gathers and torch.cuda.is_available()):
+    gathers = settings.save_optim and settings.dist_ckpt_optim_fully_reshardable
+    if not (gathers and settings.save and settings.ckpt_format == "torch_dist" and torch.cuda.is_available()):
         return
     world = get_world_size_safe()
     try:
         saving = plan_of(cfg, world).saving
-    except ValueError:
+    except ValueError:  # the planner does not support the run
         return
-    ranks, room = min(world, torch.cuda.device_count()), host_bytes()
-    needed = saving.host_total
+    ranks, room, needed = min(world, torch.cuda.device_count()), host_bytes(), saving.host_total
     if saving.host_gathered and ranks * needed > room:
         raise ValueError(
             f"saving a checkpoint takes {needed / GIB:.1f} GiB of host memory on each of {ranks} ranks, and this "
@@ -398,6 +377,8 @@ def host_bytes() -> int:
     return room
 
 
+_LACKS_NVRX = missing("nvidia_resiliency_ext")
+_NVRX = "it needs the package nvidia-resiliency-ext, which is not installed"
 # Parameters get memory from the hook that reads initial weights, and only Megatron-FSDP moves them to GPUs.
 _ON_META = on("model.init_model_with_meta_device")
 WITHOUT_MEMORY: tuple[Rule, ...] = (
