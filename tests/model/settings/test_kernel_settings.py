@@ -118,9 +118,6 @@ def test_activations_that_no_configuration_can_name():
 @pytest.mark.parametrize(
     ("size", "fields", "message"),
     [
-        (DENSE, dict(cpu_offloading=True, cpu_offloading_num_layers=1), "cpu_offloading is True with .* 'local', exp"),
-        (DENSE, dict(fp32_residual_connection=True, params_dtype=torch.bfloat16), "fp32_residual_connection is True"),
-        (DENSE, dict(distribute_saved_activations=True), "saved_activations is True with recompute_granularity None"),
         (
             EXPERTS,
             dict(recompute_granularity="selective", recompute_modules=["core_attn", "mlp", "shared_experts"]),
