@@ -28,7 +28,6 @@ from qwen3vl_bridge.models.rules import (
     off,
     on,
     parts,
-    same_as,
 )
 from qwen3vl_bridge.models.settings import replicas_of
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
@@ -55,6 +54,13 @@ _FSDP = on("ddp.use_megatron_fsdp")
 _STOPS = ("rerun_state_machine.check_for_nan_in_loss", "ddp.check_for_nan_in_grad")
 
 # --- Before Megatron-Bridge completes a configuration ---
+
+
+def _check_lengths(cfg: Any) -> None:
+    if cfg.dataset.seq_length != cfg.model.seq_length:
+        raise ValueError(
+            f"dataset.seq_length is {cfg.dataset.seq_length}, expected model.seq_length, {cfg.model.seq_length}"
+        )
 
 
 def _trains_float32(cfg: Any) -> bool:
@@ -134,7 +140,7 @@ _GROUPS = "each module has its own process groups, all of one kind"
 _GATHERED = "each rank's parameters are gathered in one call, which needs one dtype, and linear attention has float32"
 
 BEFORE_VALIDATE: tuple[Rule, ...] = (
-    Allowed("dataset.seq_length", same_as("model.seq_length")),
+    _check_lengths,
     Allowed("dist.use_decentralized_pg", True, _DIST_TRAIN).because(_GROUPS),
     Allowed("dist.use_gloo_process_groups", False, _DIST_TRAIN).because(_GROUPS),
     *keep("ddp.num_distributed_optimizer_instances", _GROUPS, _DIST_TRAIN),
