@@ -57,7 +57,6 @@ GROUPS: dict[str, tuple[Group, ...]] = {
         Group("model.", _QWEN3_VL, "Qwen3VLMoEModelProvider", (_EXPERTS, _FIELDS)),
         Group("model.", _QWEN3_5, "Qwen35VLModelProvider", (_FIELDS,)),
         Group("model.", _QWEN3_5, "Qwen35VLMoEModelProvider", (_EXPERTS, _FIELDS)),
-        Group("model.dist_train.", "models/settings.py", "DistTrainConfig"),
     ),
     "dataset": (
         Group("dataset.", *_ROWS),

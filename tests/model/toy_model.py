@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 from qwen3vl_bridge.models.bridge import FamilyBridge
 from qwen3vl_bridge.models.model import VisionLanguageModel
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
-from qwen3vl_bridge.models.refusals import FIXED, NOTHING_ELSE
-from qwen3vl_bridge.models.rules import Allowed, only
+from qwen3vl_bridge.models.refusals import NOTHING_ELSE
+from qwen3vl_bridge.models.rules import Rule, keep
 
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
@@ -30,18 +30,7 @@ class ToyModel(VisionLanguageModel):
 class ToyProvider(VisionLanguageProvider):
     family: ClassVar[str] = NAME
     model_class = ToyModel
-    fixed: ClassVar[Mapping[str, Allowed]] = {
-        **FIXED,
-        **only("its heads have no norm", qk_layernorm=False),
-        **only(
-            NOTHING_ELSE,
-            rotary_percent=1.0,
-            attention_output_gate=False,
-            layernorm_zero_centered_gamma=False,
-            experimental_attention_variant=None,
-            num_moe_experts=None,
-        ),
-    }
+    rules: ClassVar[tuple[Rule, ...]] = keep("rotary_percent", NOTHING_ELSE)
 
 
 def provider_from_hf_config(hf_config: Mapping[str, Any], **settings: Any) -> ToyProvider:

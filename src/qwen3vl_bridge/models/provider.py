@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -14,7 +13,7 @@ from qwen3vl_bridge import registry
 from qwen3vl_bridge.batch.vision_sharding import VisionWork
 from qwen3vl_bridge.models import refusals, settings
 from qwen3vl_bridge.models.flops import operations_of_a_step, vision_costs
-from qwen3vl_bridge.models.rules import Allowed, Rule, check
+from qwen3vl_bridge.models.rules import Rule, check
 from qwen3vl_bridge.weights.rows import Dimensions, Part, model_dimensions, part_of_wrapped
 
 import torch
@@ -43,9 +42,7 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
     # family that does not support it.
     vision_module_class: ClassVar[str | None] = None
     language_module_class: ClassVar[str | None] = None
-    # Settings that the model does not support, each with the only value it may have.
-    fixed: ClassVar[Mapping[str, Allowed]]
-    rules: ClassVar[tuple[Rule, ...]] = ()  # further constraints of the family on its settings
+    rules: ClassVar[tuple[Rule, ...]] = ()  # constraints of the family on its settings, beside those of all families
     # Megatron-Bridge reads it when it logs TFLOP/s.
     _get_num_floating_point_operations_with_runtime_stats = operations_of_a_step
 
@@ -56,8 +53,8 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
             ValueError: fields that contradict each other, or that this model would ignore.
         """
         settings.complete_before_finalize(self)
-        experts = refusals.EXPERTS_BEFORE_FINALIZE if isinstance(self, ExpertsMixin) else ()
-        check((*refusals.SIZES, *experts, *self.rules, *self.fixed.values(), *refusals.BEFORE_FINALIZE), self)
+        experts = refusals.EXPERTS if isinstance(self, ExpertsMixin) else refusals.DENSE
+        check((*experts, *self.rules, *refusals.BEFORE_FINALIZE), self)
         super().finalize()
         settings.complete_on_finalize(self)
         check(refusals.AFTER_FINALIZE, self)

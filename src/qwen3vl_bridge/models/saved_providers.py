@@ -25,7 +25,7 @@ _KERNELS = {
 # Fields with another default in Megatron-Bridge's provider on which no weight depends: the loss, CUDA graphs; and those
 # that would be ignored. Its layers are Transformer Engine's whatever `transformer_impl` is.
 _EXCLUDED = {
-    *UNREAD,
+    *(row.name for row in UNREAD),
     *("transformer_impl", "apply_rope_fusion", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl"),
     *("cuda_graph_impl", "cuda_graph_scope", "cuda_graph_modules", "cuda_graph_warmup_steps"),
     *("cuda_graph_use_single_mempool", "cuda_graph_retain_backward_graph", "enable_cuda_graph", "external_cuda_graph"),

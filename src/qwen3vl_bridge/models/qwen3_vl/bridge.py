@@ -10,8 +10,7 @@ from qwen3vl_bridge.models.hf_config import TOKEN_IDS
 from qwen3vl_bridge.models.qwen3_vl.config import FAMILY, moe_layers_of, rope_parameters
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
-from qwen3vl_bridge.models.saved_providers import build_instead, register_replacement
-from qwen3vl_bridge.models.settings import DistTrainConfig
+from qwen3vl_bridge.models.saved_providers import register_replacement
 
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.qwen_vl import qwen3_vl_provider as stock
@@ -30,14 +29,8 @@ def _unless_default(rope: dict[str, Any]) -> dict[str, Any] | None:
     return None if rope["rope_type"] == "default" else rope
 
 
-def _dist_train_of_theirs(**saved: Any) -> DistTrainConfig:
-    """Megatron-Bridge saves None for fields that it computes; here they have a default."""
-    return DistTrainConfig(**{name: value for name, value in saved.items() if value is not None})
-
-
 register_replacement(stock.Qwen3VLModelProvider, Qwen3VLModelProvider, elsewhere=_scaled_rope)
 register_replacement(stock.Qwen3VLMoEModelProvider, Qwen3VLMoEModelProvider, elsewhere=_scaled_rope)
-build_instead(stock.DistTrainConfig, _dist_train_of_theirs)
 
 
 @MegatronModelBridge.register_bridge(
