@@ -28,7 +28,7 @@ from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import export_checkpoint, import_checkpoint, verify_checkpoint
 from qwen3vl_bridge.checkpoint.conversion_plan import Task, tensors_of
-from qwen3vl_bridge.checkpoint.formats.huggingface import shard_files, write_index
+from qwen3vl_bridge.checkpoint.formats.huggingface import one_file, shards, write_index
 from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace
 from qwen3vl_bridge.checkpoint.formats.tensors import Segments, TensorSpec, Zeros
 from qwen3vl_bridge.registry import family, family_of, load
@@ -66,7 +66,8 @@ def make_model(folder: Path, config: dict) -> int:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     tasks = _tasks(config)
-    files = shard_files(tasks)
+    parts = shards(tasks)
+    files = [one_file(name, part) for name, part in parts.items()]
     for file in files:
         with (folder / file.name).open("wb") as out:
             for content in file.contents:
@@ -75,7 +76,7 @@ def make_model(folder: Path, config: dict) -> int:
                     continue
                 for start in range(0, len(content), 1 << 22):
                     out.write(os.urandom(min(1 << 22, len(content) - start)))
-    write_index(folder, tasks)
+    write_index(folder, parts)
     return sum(file.nbytes for file in files)
 
 
