@@ -81,18 +81,10 @@ def test_resume_notices_that_elements_come_from_elsewhere(untied_folder, tmp_pat
         verify_checkpoint(untied_folder, tmp_path / "m")
 
 
-def test_resume_goes_on_under_another_spelling_and_not_from_what_was_not_waited_for(
-    untied_folder, tmp_path, small_units
-):
-    for sync, resumed in ((True, True), (False, False)):
-        with broken_disk(5), pytest.raises(CheckpointError, match="stays in"):
-            import_checkpoint(str(untied_folder), tmp_path / "m", resume=True, sync=sync, overwrite=True)
-        again = {"resume": True, "overwrite": True}
-        if resumed:
-            assert import_checkpoint(f"{untied_folder}/", tmp_path / "m", **again).resumed
-            continue
-        with pytest.raises(CheckpointError, match="options or version"):
-            import_checkpoint(f"{untied_folder}/", tmp_path / "m", **again)
+def test_resume_goes_on_under_another_spelling(untied_folder, tmp_path, small_units):
+    with broken_disk(5), pytest.raises(CheckpointError, match="stays in"):
+        import_checkpoint(str(untied_folder), tmp_path / "m", resume=True)
+    assert import_checkpoint(f"{untied_folder}/", tmp_path / "m", resume=True).resumed
 
 
 def test_a_source_that_changes_while_it_is_read(untied_folder, tmp_path):

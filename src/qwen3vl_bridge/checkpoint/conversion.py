@@ -98,13 +98,12 @@ class Conversion:
     notes: list[str]
     threads: int = 2
 
-    def digest(self, *, sync: bool) -> str:
+    def digest(self) -> str:
         """Identifies a plan: source files, where every element comes from, where every byte goes.
 
-        Files other than tensors are not included: a resumed run writes them again. Whether the run waits for the disk
-        (`sync`) is: a run cannot be resumed from data that may not be on disk.
+        Files other than tensors are not included: a resumed run writes them again.
         """
-        digest = hashlib.sha256(repr((tool(), self.name, sync)).encode())
+        digest = hashlib.sha256(repr((tool(), self.name)).encode())
         for path in self.source.files:
             found = path.stat()
             digest.update(repr((str(path.resolve()), found.st_size, found.st_mtime_ns)).encode())
@@ -189,7 +188,6 @@ class ConversionOptions:
         checksums: whether to write a checksum of every tensor to the manifest.
         dry_run: whether to stop before anything is written, except for an unnamed sample file to measure the disk.
         progress: whether to show progress on standard error.
-        sync: whether to wait until everything is on disk.
         ranks: the processes that share the work; each of them makes the same call.
     """
 
@@ -199,7 +197,6 @@ class ConversionOptions:
     checksums: bool = False
     dry_run: bool = False
     progress: bool = False
-    sync: bool = True
     ranks: Ranks = field(default_factory=Ranks)
 
     def meter(self, label: str, total: int) -> Progress:
@@ -252,7 +249,7 @@ def run_conversion(planned: Callable[[], Conversion], options: ConversionOptions
     )
     if options.dry_run:
         return replace(report, estimate=ranks.run_on_rank0(lambda: _estimated_seconds(conversion, options)))
-    digests = ranks.all_gather(lambda: conversion.digest(sync=options.sync))
+    digests = ranks.all_gather(lambda: conversion.digest())
     if len(set(digests)) > 1:
         raise CheckpointError(
             f"{conversion.origin} differs between the {ranks.size} processes, expected one file "
@@ -269,7 +266,7 @@ def run_conversion(planned: Callable[[], Conversion], options: ConversionOptions
             if options.resume:
                 raise CheckpointError(f"{error}; if it fails again, run without --resume to start over") from error
             raise
-        if ranks.run_on_rank0(lambda: conversion.digest(sync=options.sync)) != digests[0]:
+        if ranks.run_on_rank0(lambda: conversion.digest()) != digests[0]:
             raise CheckpointError(f"{conversion.origin} changed while it was being read; {work} is unusable")
         into_place = stack.pop_all()
     ranks.run_on_rank0(into_place.close)
@@ -299,7 +296,6 @@ def _staged(
         conversion.target,
         conversion.notes.append,
         replace=replaceable if options.overwrite else None,
-        sync=options.sync,
         claim=claim,
         keep=options.resume,
     ) as work:
@@ -335,7 +331,7 @@ def _write(conversion: Conversion, options: ConversionOptions, work: Path) -> tu
     def write() -> float:
         nbytes, threads = sum(unit.nbytes for unit in mine), conversion.threads
         with (
-            planned_files.Journal(work, ranks.rank, sync=options.sync) as journal,
+            planned_files.Journal(work, ranks.rank) as journal,
             options.meter(conversion.name, nbytes) as meter,
         ):
             planned_files.write_units(folder, files, mine, conversion.source, journal, meter, threads)

@@ -37,7 +37,6 @@ def atomic_directory(
     say: Callable[[str], None],
     *,
     replace: Callable[[Path], object] | None = None,
-    sync: bool = True,
     claim: Callable[[Path], bool] = lambda _: False,
     keep: bool = False,
 ) -> Iterator[Path]:
@@ -48,7 +47,6 @@ def atomic_directory(
         say: called with a line of text when something was cleaned up, or could not be.
         replace: called with a folder that exists at the target in the end, which is replaced unless this raises; None
             if only an empty one may be.
-        sync: whether to wait until everything is on disk before the result is moved into place.
         claim: whether to continue in a folder that a process left when it died; any other such folder is removed. It
             raises a CheckpointError if neither is right, as when some of several processes are still alive.
         keep: whether the hidden folder is kept when the body fails, for a later run to claim.
@@ -79,8 +77,9 @@ def atomic_directory(
         left = f"the partial result stays in {folder}" if keep else "nothing was left"
         try:
             yield folder
-            if sync:
-                _sync_tree(folder)
+            for path in (*folder.rglob("*"), folder):
+                if not path.is_symlink():
+                    _sync(path)
             left = f"the whole result stays in {folder}" if keep else left
             if replace is not None and target.is_dir() and any(target.iterdir()):
                 replaced = snapshot(target)
@@ -97,7 +96,7 @@ def atomic_directory(
                 raise
             if not isinstance(error, KeyboardInterrupt):  # which came when there was nothing left to stop
                 raise
-        _settle(target, folder, replaced, say, sync=sync)
+        _settle(target, folder, replaced, say)
 
 
 def _is_at(folder: int, path: Path) -> bool:
@@ -124,15 +123,11 @@ def _take_after(target: Path, folder: Path, at_least: int = 0) -> None:
         os.chmod(folder, stat.S_IMODE(found.st_mode) | at_least)
 
 
-def _settle(target: Path, folder: Path, replaced: Snapshot | None, say: Callable[[str], None], *, sync: bool) -> None:
+def _settle(target: Path, folder: Path, replaced: Snapshot | None, say: Callable[[str], None]) -> None:
     """Clean up after the result is in place. A failure here does not affect the result."""
-    parent, whole = target.absolute().parent, f"{target} is complete and in place"
-    try:
-        if sync:
-            _sync(parent)
-    except OSError as error:
-        said = f"{parent} cannot be synced ({error.strerror or error})"
-        say(f"{whole}, but {said}: a power failure in the next seconds may undo that")
+    whole = f"{target} is complete and in place"
+    with contextlib.suppress(OSError):
+        _sync(target.absolute().parent)
     shutil.rmtree(journal_of(folder), ignore_errors=True)
     if replaced is None:
         return
@@ -266,13 +261,6 @@ def replace_file(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     unfinished.rename(path)
-
-
-def _sync_tree(folder: Path) -> None:
-    """Wait until all files and folders below are on disk."""
-    for path in (*folder.rglob("*"), folder):
-        if not path.is_symlink():
-            _sync(path)
 
 
 def _sync(path: Path) -> None:

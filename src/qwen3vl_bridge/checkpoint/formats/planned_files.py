@@ -147,9 +147,8 @@ def share[Item](work: Sequence[Item], sizes: Sequence[int], rank: int, size: int
 class Journal:
     """One process's part of an unfinished result's journal, locked for as long as it lives."""
 
-    def __init__(self, result: Path, rank: int = 0, *, sync: bool = True) -> None:
-        """Open it, of a result for which `begin` was called; `sync` is whether to wait until data are on disk."""
-        self.sync = sync
+    def __init__(self, result: Path, rank: int = 0) -> None:
+        """Open it, of a result for which `begin` was called."""
         path = journal_of(result) / _LINES.replace("*", str(rank))
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -165,11 +164,9 @@ class Journal:
 
     def note(self, file: OutputFile, unit: Unit, digest: str, written: int) -> None:
         """Note that a unit's bytes, with this digest, are in an open file, once they are on disk."""
-        if self.sync:
-            os.fdatasync(written)
+        os.fdatasync(written)
         os.write(self._file, f"{_name(file, unit)} {digest}\n".encode())
-        if self.sync:
-            os.fdatasync(self._file)
+        os.fdatasync(self._file)
 
 
 def begin(result: Path, digest: str) -> None:
