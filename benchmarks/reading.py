@@ -52,9 +52,7 @@ def target_of(size: str, ckpt_format: str, topology: Topology) -> MegatronTarget
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(presets.config_dict(size)))
         config = ModelConfig(folder)
-    target = MegatronTarget(ckpt_format, TRANSFORMER_ENGINE, topology, config, size, ExpertLayout.INPUT_MAJOR)
-    target.check()
-    return target
+    return MegatronTarget(ckpt_format, TRANSFORMER_ENGINE, topology, config, size, ExpertLayout.INPUT_MAJOR)
 
 
 def plan_of(target: MegatronTarget) -> Plan:
@@ -204,7 +202,8 @@ def main() -> None:
 def _case(size: str, ckpt_format: str, topology: Topology, *, stated: bool) -> dict[str, object]:
     target = target_of(size, ckpt_format, topology)
     written = target_of(size, ckpt_format, topology if stated else Topology())
-    found = count(written.laid_out(plan_of(target)), target)
+    written.lay_out(plan_of(target))
+    found = count(written.dcp, target)
     mean = {name: sum(values) / len(values) for name, values in found.items()}
     row = {
         "size": size,

@@ -82,7 +82,7 @@ def drop_unexpected(source: TensorSource, rows: Iterable[WeightRow], layout: Ten
     expected = tensors_of(rows, layout)
     unexpected = [spec for name, spec in source.specs.items() if name not in expected]
     for spec in unexpected:
-        source.drop(spec.name)
+        del source.specs[spec.name]
     return [f"{spec.name} {spec.describe()} is not a tensor of this model; it was ignored" for spec in unexpected]
 
 

@@ -105,11 +105,6 @@ class ModelConfig:
         if raw != read_object(path):
             write_object(path, raw)
 
-    @property
-    def table(self) -> tuple[WeightRow, ...]:
-        """The weight table of the model's family."""
-        return self.family.rows()
-
     def rows(self, experts: ExpertLayout | None = None) -> list[WeightRow]:
         """The weight table, expanded for this model."""
         return list(expand(self.family.rows(experts), self.dimensions))
@@ -249,7 +244,7 @@ class StoredModel:
 
         Where one of its tensors has fewer than another, planning refuses it.
         """
-        names = [row.megatron for row in self.config.table if row.of_vocabulary]
+        names = [row.megatron for row in self.config.family.rows() if row.of_vocabulary]
         shapes = [self.tensors.specs[name].shape for name in names if name in self.tensors.specs]
         rows = max((shape[0] for shape in shapes if shape), default=0)
         config = self.config if rows <= self.config.dimensions["vocab"] else self.config.with_vocab(rows)
@@ -276,11 +271,11 @@ def open_model(hf_model: str | Path, *, strict: bool = True, trust_remote_code: 
     config, weights, notes = ModelConfig(folder), HFWeights(folder), []
     config = config.having(weights.specs)
     if config.tied:  # then it has only the embedding, or an output layer of the same bytes
-        original = next(row.hf[0] for row in config.table if row.of_vocabulary and row.condition is None)
-        for name in (row.hf[0] for row in config.table if row.condition == "untied"):
+        original = next(row.hf[0] for row in config.family.rows() if row.of_vocabulary and row.condition is None)
+        for name in (row.hf[0] for row in config.family.rows() if row.condition == "untied"):
             if name in weights.specs and original in weights.specs:
                 _check_copy(weights, folder, name, original)
-                weights.drop(name)
+                del weights.specs[name]
                 notes.append(f"{name} is a copy of {original}, to which config.json ties it; it was not converted")
     experts = config.expert_layout({name: spec.shape for name, spec in weights.specs.items()})
     model = StoredModel(folder, HUGGINGFACE, weights, config, experts, notes=notes)
@@ -395,8 +390,7 @@ def _experts(config: ModelConfig, manifest: dict[str, Any], folder: Path) -> Exp
     name = manifest.get("expert_layout")
     if name is None:
         return config.family.released_experts
-    for layout in ExpertLayout:
-        if layout.name == name:
-            return layout
-    expected = ", ".join(layout.name for layout in ExpertLayout)
-    raise CheckpointError(f"{folder / MANIFEST}: expert_layout is {name!r}, expected {expected}")
+    if not isinstance(name, str) or name not in ExpertLayout.__members__:
+        expected = ", ".join(ExpertLayout.__members__)
+        raise CheckpointError(f"{folder / MANIFEST}: expert_layout is {name!r}, expected {expected}")
+    return ExpertLayout[name]

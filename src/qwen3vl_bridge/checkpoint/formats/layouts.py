@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 from qwen3vl_bridge.checkpoint.formats.tensors import Shape
 from qwen3vl_bridge.io.files import CheckpointError
@@ -52,23 +52,27 @@ class ParamSlice(NamedTuple):
     plus: int = 0
 
 
-class TensorLayout(Protocol):
+@dataclass(frozen=True)
+class TensorLayout:
     """A format, for one model."""
 
-    # Whether its tensors of the vocabulary may have more rows than the model.
-    pads_vocabulary: ClassVar[bool]
+    dimensions: Dimensions
+    # Whether its tensors of the vocabulary may have more rows than the model; then `dimensions["vocab"]` includes them.
+    pads_vocabulary: ClassVar[bool] = True
 
     def tensors(self, row: WeightRow) -> dict[str, Shape]:
         """Names and shapes of the tensors that contain an expanded row; they may contain others too."""
-        ...
+        raise NotImplementedError
 
     def slices(self, row: WeightRow) -> Iterator[ParamSlice]:
         """Positions of the elements of an expanded row's Megatron parameter, in order."""
-        ...
+        for name, shape in self.tensors(row).items():
+            yield ParamSlice(name, 0, math.prod(shape))
 
     def leading(self, row: WeightRow) -> int:
         """Number of leading dimensions of the tensors that count rows, such as layers and experts."""
-        ...
+        del row
+        return 0
 
 
 def megatron_shape(row: WeightRow, dimensions: Dimensions) -> Shape:
@@ -80,10 +84,9 @@ def megatron_shape(row: WeightRow, dimensions: Dimensions) -> Shape:
 
 
 @dataclass(frozen=True)
-class HuggingFace:
+class HuggingFace(TensorLayout):
     """safetensors, with the names and shapes of transformers."""
 
-    dimensions: Dimensions
     pads_vocabulary: ClassVar[bool] = False
 
     def tensors(self, row: WeightRow) -> dict[str, Shape]:
@@ -140,15 +143,10 @@ def _interleaved(parts: list[tuple[str, int, int]], groups: int) -> Iterator[Par
 
 
 @dataclass(frozen=True)
-class FsdpDtensor:
-    """A Megatron-FSDP checkpoint: each parameter is a tensor, gate and up projections separate.
+class FsdpDtensor(TensorLayout):
+    """A Megatron-FSDP checkpoint: each parameter is a tensor, gate and up projections separate."""
 
-    Its `dimensions["vocab"]` includes padding.
-    """
-
-    dimensions: Dimensions
     naming: str = TRANSFORMER_ENGINE
-    pads_vocabulary: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.naming not in (TRANSFORMER_ENGINE, LOCAL):
@@ -160,31 +158,18 @@ class FsdpDtensor:
         names = (local_name(name) if self.naming == LOCAL else name for name in row.stored)
         return {name: (part, *width) for name, part in zip(names, stored_rows(row, rows, self.dimensions), strict=True)}
 
-    def leading(self, row: WeightRow) -> int:
-        """See `TensorLayout`."""
-        del row
-        return 0
-
-    def slices(self, row: WeightRow) -> Iterator[ParamSlice]:
-        """See `TensorLayout`."""
-        for name, shape in self.tensors(row).items():
-            yield ParamSlice(name, 0, math.prod(shape))
-
 
 @dataclass(frozen=True)
-class TorchDist:
+class TorchDist(TensorLayout):
     """A checkpoint of megatron-core's own format: layers, and the experts of a layer, stacked in one tensor.
 
     Attributes:
-        dimensions: its "vocab" includes padding.
         named: indices that stay in the names of tensors instead.
         local: whether it has the names of megatron-core's own local layer spec.
     """
 
-    dimensions: Dimensions
     named: frozenset[str] = frozenset()
     local: bool = False
-    pads_vocabulary: ClassVar[bool] = True
 
     @classmethod
     def of(cls, dimensions: Dimensions) -> TorchDist:
