@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import qwen3vl_bridge
 from qwen3vl_bridge import registry
 from qwen3vl_bridge.checkpoint import CheckpointError, export_checkpoint, import_checkpoint, verify_checkpoint
-from qwen3vl_bridge.weights.rows import expand, hf_shapes
+from qwen3vl_bridge.weights.rows import expand
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def folder(tmp_path_factory) -> Path:
     tensors = {
         name: torch.randn(shape, generator=numbers) * 0.05 + (len(shape) == 1)
         for row in expand(toy_family.TABLE, dimensions)
-        for name, shape in zip(row.hf, hf_shapes(row, dimensions), strict=True)
+        for name, shape in zip(row.hf, row.hf_shapes(dimensions), strict=True)
     }
     save_file(tensors, made / "model.safetensors")
     (made / "config.json").write_text(json.dumps(CONFIG))

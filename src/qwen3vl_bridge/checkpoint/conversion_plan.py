@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint.formats.layouts import LOCAL, TRANSFORMER_ENGINE, ParamSlice, TensorLayout
+from qwen3vl_bridge.checkpoint.formats.layouts import LOCAL, TRANSFORMER_ENGINE, TensorLayout
 from qwen3vl_bridge.checkpoint.formats.planned_files import Task
 from qwen3vl_bridge.checkpoint.formats.tensors import (
     ITEMSIZE,
@@ -23,7 +23,7 @@ from qwen3vl_bridge.checkpoint.formats.tensors import (
     joined,
 )
 from qwen3vl_bridge.io.files import CheckpointError
-from qwen3vl_bridge.weights.rows import WeightRow, local_name
+from qwen3vl_bridge.weights.rows import ParamSlice, WeightRow, local_name
 
 # Number of tensors of each kind that a message lists.
 _LISTED = 20

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -98,13 +99,27 @@ def model_dimensions(
 Shape = tuple[str | int, ...]
 
 
+class ParamSlice(NamedTuple):
+    """Position of consecutive elements of a Megatron parameter: elements [start, start + length) of a tensor.
+
+    If `columns` is not 0 they are a matrix with this many columns, stored transposed. If `stride` is not 1, they are
+    that far apart. The stored values are `plus` more than the elements.
+    """
+
+    tensor: str
+    start: int
+    length: int
+    columns: int = 0
+    stride: int = 1
+    plus: int = 0
+
+
 @dataclass(frozen=True)
 class WeightRow:
     """One Megatron parameter and its Hugging Face tensors.
 
-    The class of a row is its transformation: `checkpoint/formats/layouts.py` gives the positions of the elements, in
-    files and in adapters, and `weights/bridge_mappings.py` the class of Megatron-Bridge that does the same for weights
-    that ranks share.
+    The class of a row is its transformation, which `hf_slices` defines for files and adapters, and for weights that
+    ranks share a class of Megatron-Bridge (`weights/bridge_mappings.py`).
     """
 
     megatron: str  # Megatron parameter name, with Transformer Engine's layer spec
@@ -148,6 +163,20 @@ class WeightRow:
         """Shapes of the Hugging Face tensors as numbers; for a packed tensor, those of the row's expert."""
         return tuple(tuple(dimensions[d] if isinstance(d, str) else d for d in shape) for shape in self.shapes)
 
+    def hf_shapes(self, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the whole Hugging Face tensors: some have all experts, where `numbers` gives one's part."""
+        return self.numbers(dimensions)
+
+    def hf_slices(self, dimensions: Dimensions) -> Iterator[ParamSlice]:
+        """Positions in the Hugging Face tensors of an expanded row's parameter, in the parameter's row-major order."""
+        for name, shape in zip(self.hf, self.numbers(dimensions), strict=True):
+            yield ParamSlice(name, 0, math.prod(shape))
+
+    def megatron_shape(self, dimensions: Dimensions) -> tuple[int, ...]:
+        """Shape of an expanded row's Megatron parameter."""
+        shapes = self.numbers(dimensions)
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
 
 class Copy(WeightRow):
     """One tensor, the same on both sides; or several that Megatron concatenates."""
@@ -163,9 +192,25 @@ class GatedMLP(WeightRow):
 class QKV(WeightRow):
     """Three tensors q, k, v; Megatron interleaves them by query group: [q heads of the group, its k, its v] ..."""
 
+    def hf_slices(self, dimensions: Dimensions) -> Iterator[ParamSlice]:
+        """See `WeightRow`."""
+        head = dimensions["head_dim"] * math.prod(self.numbers(dimensions)[0][1:])
+        queries = dimensions["heads"] // dimensions["kv_heads"] * head
+        for group in range(dimensions["kv_heads"]):
+            for name, length in zip(self.hf, (queries, head, head), strict=True):
+                yield ParamSlice(name, group * length, length)
+
 
 class ConcatenatedQKV(WeightRow):
     """One tensor [q; k; v]; Megatron interleaves it by head: [q, k, v of head 0], [q, k, v of head 1] ..."""
+
+    def hf_slices(self, dimensions: Dimensions) -> Iterator[ParamSlice]:
+        """See `WeightRow`."""
+        third = math.prod(self.numbers(dimensions)[0]) // 3
+        head = third // dimensions["v_heads"]
+        for number in range(dimensions["v_heads"]):
+            for part in range(3):
+                yield ParamSlice(self.hf[0], part * third + number * head, head)
 
 
 class GatedQKV(WeightRow):
@@ -173,6 +218,18 @@ class GatedQKV(WeightRow):
 
     Megatron interleaves them by query group: [queries of its heads, their gates, its k, its v] ...
     """
+
+    def hf_slices(self, dimensions: Dimensions) -> Iterator[ParamSlice]:
+        """See `WeightRow`."""
+        query, *others = self.hf
+        heads = dimensions["heads"] // dimensions["kv_heads"]  # of a group
+        head = dimensions["head_dim"] * math.prod(self.numbers(dimensions)[0][1:])
+        for group in range(dimensions["kv_heads"]):
+            for part in range(2):  # queries, gates
+                for number in range(group * heads, (group + 1) * heads):
+                    yield ParamSlice(query, (2 * number + part) * head, head)
+            for name in others:
+                yield ParamSlice(name, group * head, head)
 
 
 class ZeroCentered(WeightRow):
@@ -182,6 +239,10 @@ class ZeroCentered(WeightRow):
     rounded by up to 6e-8.
     """
 
+    def hf_slices(self, dimensions: Dimensions) -> Iterator[ParamSlice]:
+        """See `WeightRow`."""
+        yield ParamSlice(self.hf[0], 0, math.prod(self.numbers(dimensions)[0]), plus=1)
+
 
 @dataclass(frozen=True)
 class PackedExpert(WeightRow):
@@ -189,9 +250,34 @@ class PackedExpert(WeightRow):
 
     transposed: bool = False  # the tensor is input-major, [experts, in, out], unlike Megatron's [out, in]
 
+    def hf_shapes(self, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
+        """See `WeightRow`."""
+        return ((dimensions["experts"], *self.numbers(dimensions)[0]),)
+
+    def hf_slices(self, dimensions: Dimensions) -> Iterator[ParamSlice]:
+        """See `WeightRow`."""
+        shape = self.numbers(dimensions)[0]
+        size = math.prod(shape)
+        yield ParamSlice(self.hf[0], self.expert * size, size, columns=shape[0] if self.transposed else 0)
+
+    def megatron_shape(self, dimensions: Dimensions) -> tuple[int, ...]:
+        """See `WeightRow`."""
+        shape = self.numbers(dimensions)[0]
+        return shape[::-1] if self.transposed else shape
+
 
 class ExpertInput(WeightRow):
     """One expert's rows of a matrix of all experts of a layer, [experts * rows, in]: expert by expert."""
+
+    def hf_shapes(self, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
+        """See `WeightRow`."""
+        rows, width = self.numbers(dimensions)[0]
+        return ((dimensions["experts"] * rows, width),)
+
+    def hf_slices(self, dimensions: Dimensions) -> Iterator[ParamSlice]:
+        """See `WeightRow`."""
+        size = math.prod(self.numbers(dimensions)[0])
+        yield ParamSlice(self.hf[0], self.expert * size, size)
 
 
 class ExpertOutput(WeightRow):
@@ -199,6 +285,16 @@ class ExpertOutput(WeightRow):
 
     The first column of every expert comes first, then the second of every expert, and so on.
     """
+
+    def hf_shapes(self, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
+        """See `WeightRow`."""
+        out, columns = self.numbers(dimensions)[0]
+        return ((out, columns * dimensions["experts"]),)
+
+    def hf_slices(self, dimensions: Dimensions) -> Iterator[ParamSlice]:
+        """See `WeightRow`."""
+        size = math.prod(self.numbers(dimensions)[0])
+        yield ParamSlice(self.hf[0], self.expert, size, stride=dimensions["experts"])
 
 
 def stored_rows(row: WeightRow, rows: int, dimensions: Dimensions) -> tuple[int, ...]:
@@ -210,18 +306,6 @@ def _fill(name: str, numbers: Sequence[int]) -> str:
     for number in numbers:
         name = name.replace("*", str(number), 1)
     return name
-
-
-def hf_shapes(row: WeightRow, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
-    """Shapes of a row's whole Hugging Face tensors: some have all experts, where `Row.numbers` gives one's part."""
-    shapes, experts = row.numbers(dimensions), dimensions["experts"]
-    if isinstance(row, PackedExpert):
-        return tuple((experts, *shape) for shape in shapes)
-    if isinstance(row, ExpertInput):
-        return tuple((experts * rows, width) for rows, width in shapes)
-    if isinstance(row, ExpertOutput):
-        return tuple((out, columns * experts) for out, columns in shapes)
-    return shapes
 
 
 def expand(rows: tuple[WeightRow, ...], dimensions: Dimensions) -> Iterator[WeightRow]:
@@ -266,7 +350,7 @@ def expert_layout_of(
                 continue
             for expert in dimensions.indices["experts"]:
                 expanded = row.at(*(expert if index == "experts" else layer for index in row.indices))
-                expected.update(zip(expanded.hf, hf_shapes(expanded, dimensions), strict=True))
+                expected.update(zip(expanded.hf, expanded.hf_shapes(dimensions), strict=True))
         if all(tuple(shapes.get(name, ())) == shape for name, shape in expected.items()):
             return layout
         names += expected

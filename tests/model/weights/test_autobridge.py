@@ -9,7 +9,6 @@ import shutil
 import sys
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint.formats.layouts import megatron_shape
 from qwen3vl_bridge.models.qwen3_vl import table as mappings
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
 from qwen3vl_bridge.registry import dimensions_of
@@ -20,7 +19,6 @@ from qwen3vl_bridge.weights.rows import (
     WeightRow,
     expand,
     expert_layout_of,
-    hf_shapes,
     local_name,
 )
 
@@ -188,7 +186,7 @@ def table(folder, layout=ExpertLayout.INPUT_MAJOR) -> tuple[list[WeightRow], Dim
 def test_local_spec_has_the_tables_names(kind, layout, request):
     folder = request.getfixturevalue(f"{kind}_folder")
     rows, dimensions = table(folder, layout)
-    expected = {local_name(row.megatron): megatron_shape(row, dimensions) for row in rows}
+    expected = {local_name(row.megatron): row.megatron_shape(dimensions) for row in rows}
     assert build_names(folder, "local") == expected
 
 
@@ -198,7 +196,7 @@ def test_local_spec_has_the_tables_names(kind, layout, request):
 def test_transformer_engine_spec_has_the_tables_names(kind, request):
     folder = request.getfixturevalue(f"{kind}_folder")
     rows, dimensions = table(folder)
-    expected = {row.megatron: megatron_shape(row, dimensions) for row in rows}
+    expected = {row.megatron: row.megatron_shape(dimensions) for row in rows}
     assert build_names(folder, "transformer_engine") == expected
 
 
@@ -220,7 +218,7 @@ def test_the_layout_of_experts_is_told_by_shapes_even_where_one_is_square(layout
     shapes = {
         name: shape
         for row in expand([row for row in mappings.table(layout) if "experts" in row.indices], dimensions)
-        for name, shape in zip(row.hf, hf_shapes(row, dimensions), strict=True)
+        for name, shape in zip(row.hf, row.hf_shapes(dimensions), strict=True)
     }
     assert expert_layout_of(mappings.table, shapes, dimensions) is layout
     name = next(iter(shapes))
