@@ -7,6 +7,7 @@ with full attention. Source of Megatron's names and values: Megatron-Bridge 0.6,
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from qwen3vl_bridge.weights.rows import (
     VISION_ROWS,
@@ -14,7 +15,6 @@ from qwen3vl_bridge.weights.rows import (
     ExpertLayout,
     GatedMLP,
     GatedQKV,
-    Shape,
     WeightRow,
     ZeroCentered,
     attention_rows,
@@ -24,8 +24,6 @@ from qwen3vl_bridge.weights.rows import (
 )
 
 _LAYER = ("language_model.decoder.layers.*.", "model.language_model.layers.*.")  # in Megatron, in Hugging Face
-_LINEAR = ("linear_layers",)
-_LINEAR_ATTENTION, _HF_LINEAR_ATTENTION = f"{_LAYER[0]}self_attention.", f"{_LAYER[1]}linear_attn."
 _MTP = "language_model.mtp.layers.0."
 _MTP_LAYER = (f"{_MTP}mtp_model_layer.", "mtp.layers.0.")
 
@@ -35,38 +33,29 @@ def _full_attention_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightR
     return attention_rows(megatron, hf, *indices, kind=GatedQKV, queries="gated_q")
 
 
-def _linear(kind: type[WeightRow], name: str, other: str, shape: Shape, *, float32: bool = False) -> WeightRow:
-    return kind(_LINEAR_ATTENTION + name, (_HF_LINEAR_ATTENTION + other,), (shape,), _LINEAR, float32=float32)
+def linear_attention_rows() -> tuple[WeightRow, ...]:
+    """Rows of linear attention and of the norm before it. float32 is as in Qwen3.5; Qwen3.6's files have bfloat16."""
+    megatron, hf, indices = f"{_LAYER[0]}self_attention.", f"{_LAYER[1]}linear_attn.", ("linear_layers",)
+    qkv = (("query", "l_key"), ("key", "l_key"), ("value", "l_value"))
 
+    def row(kind: type[WeightRow], name: str, other: str, *shape: str | int, **more: Any) -> WeightRow:
+        return kind(megatron + name, (other,), (shape,), indices, **more)
 
-_QKV = (("query", "l_key"), ("key", "l_key"), ("value", "l_value"))
-# float32: as in released Qwen3.5; in Qwen3.6's files they are bfloat16
-LINEAR_ATTENTION_ROWS: tuple[WeightRow, ...] = (
-    Copy(
-        f"{_LINEAR_ATTENTION}in_proj.layer_norm_weight",
-        (f"{_LAYER[1]}input_layernorm.weight",),
-        (("hidden",),),
-        _LINEAR,
-    ),
-    Copy(
-        f"{_LINEAR_ATTENTION}in_proj.weight",
-        tuple(f"{_HF_LINEAR_ATTENTION}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
-        (("l_qkv", "hidden"), ("l_value", "hidden"), ("l_value_heads", "hidden"), ("l_value_heads", "hidden")),
-        _LINEAR,
-        sections=(*_QKV, ("z", "l_value"), ("beta", "l_value_heads"), ("alpha", "l_value_heads")),
-    ),
-    Copy(
-        f"{_LINEAR_ATTENTION}conv1d.weight",
-        (f"{_HF_LINEAR_ATTENTION}conv1d.weight",),
-        (("l_qkv", 1, "l_conv"),),
-        _LINEAR,
-        sections=_QKV,
-    ),
-    _linear(Copy, "A_log", "A_log", ("l_value_heads",), float32=True),
-    _linear(Copy, "dt_bias", "dt_bias", ("l_value_heads",)),
-    _linear(ZeroCentered, "out_norm.weight", "norm.weight", ("l_value_dim",), float32=True),
-    _linear(Copy, "out_proj.weight", "out_proj.weight", ("hidden", "l_value")),
-)
+    return (
+        row(Copy, "in_proj.layer_norm_weight", f"{_LAYER[1]}input_layernorm.weight", "hidden"),
+        Copy(
+            f"{megatron}in_proj.weight",
+            tuple(f"{hf}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
+            (("l_qkv", "hidden"), ("l_value", "hidden"), ("l_value_heads", "hidden"), ("l_value_heads", "hidden")),
+            indices,
+            sections=(*qkv, ("z", "l_value"), ("beta", "l_value_heads"), ("alpha", "l_value_heads")),
+        ),
+        row(Copy, "conv1d.weight", f"{hf}conv1d.weight", "l_qkv", 1, "l_conv", sections=qkv),
+        row(Copy, "A_log", f"{hf}A_log", "l_value_heads", float32=True),
+        row(Copy, "dt_bias", f"{hf}dt_bias", "l_value_heads"),
+        row(ZeroCentered, "out_norm.weight", f"{hf}norm.weight", "l_value_dim", float32=True),
+        row(Copy, "out_proj.weight", f"{hf}out_proj.weight", "hidden", "l_value"),
+    )
 
 
 def _shared_expert_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRow, ...]:
@@ -114,7 +103,7 @@ def table(experts: ExpertLayout = ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT) -> t
     """The whole table, for a checkpoint with the given format of experts."""
     return (
         *VISION_ROWS,
-        *text_rows(*_full_attention_rows(*_LAYER, "full_layers"), *LINEAR_ATTENTION_ROWS),
+        *text_rows(*_full_attention_rows(*_LAYER, "full_layers"), *linear_attention_rows()),
         *dense_mlp_rows(*_LAYER, "dense_layers"),
         *moe_rows(*_LAYER, "moe_layers", experts=_LAYOUT_OF_LAYERS.get(experts, experts)),
         *_shared_expert_rows(*_LAYER, "moe_layers"),
