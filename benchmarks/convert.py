@@ -14,6 +14,7 @@ steps each have a process to themselves, for their memory.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -25,13 +26,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 from qwen3vl_bridge.checkpoint import export_checkpoint, import_checkpoint, verify_checkpoint
 from qwen3vl_bridge.checkpoint.conversion_plan import Task, tensors_of
-from qwen3vl_bridge.checkpoint.formats.huggingface import shard_files, write_index
+from qwen3vl_bridge.checkpoint.formats.huggingface import one_file, shards, write_index
 from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace
 from qwen3vl_bridge.checkpoint.formats.tensors import Segments, TensorSpec, Zeros
-from qwen3vl_bridge.registry import family, family_of, load
+from qwen3vl_bridge.registry import family_of, presets_of
 from qwen3vl_bridge.weights.rows import expand
 
 from benchmarks import measurement
@@ -40,7 +42,7 @@ _MB = 1 << 20
 
 
 def _config(name: str, size: str, text_layers: int | None, vision_layers: int | None) -> dict:
-    config = load(f"{family(name).presets}.config_dict")(size)
+    config = presets_of(name).config_dict(size)
     text, vision = config["text_config"], config["vision_config"]
     if text_layers is not None:
         text["num_hidden_layers"] = text_layers
@@ -55,7 +57,7 @@ def _config(name: str, size: str, text_layers: int | None, vision_layers: int | 
 
 def _tasks(config: dict) -> list[Task]:
     own = family_of(config)
-    dimensions = own.dimensions_of(config)
+    dimensions = own.dimensions(config)
     shapes = tensors_of(expand(own.rows(), dimensions), HuggingFace(dimensions))
     specs = (TensorSpec(name, "bfloat16", shape) for name, shape in shapes.items())
     return [Task(spec, Segments([Zeros(spec.numel)])) for spec in specs]
@@ -66,7 +68,8 @@ def make_model(folder: Path, config: dict) -> int:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     tasks = _tasks(config)
-    files = shard_files(tasks)
+    parts = shards(tasks)
+    files = [one_file(name, part) for name, part in parts.items()]
     for file in files:
         with (folder / file.name).open("wb") as out:
             for content in file.contents:
@@ -75,7 +78,7 @@ def make_model(folder: Path, config: dict) -> int:
                     continue
                 for start in range(0, len(content), 1 << 22):
                     out.write(os.urandom(min(1 << 22, len(content) - start)))
-    write_index(folder, tasks)
+    write_index(folder, parts)
     return sum(file.nbytes for file in files)
 
 
@@ -126,23 +129,29 @@ def measure_apart(step: Callable[[], object]) -> tuple[float, int]:
     return receiver.recv()
 
 
-def _copy(source: Path, target: Path, *, sync: bool) -> None:
+def _copy(source: Path, target: Path) -> None:
     subprocess.run(["cp", "-r", source, target], check=True)
-    if sync:
-        for path in target.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+    for path in target.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _without_sync() -> Iterator[None]:
+    """Nothing waits for the disk."""
+    with mock.patch.object(os, "fsync"), mock.patch.object(os, "fdatasync"):
+        yield
 
 
 def _steps(work: Path, *, sync: bool) -> Iterator[tuple[str, Path, Callable[[], object]]]:
     hf, copy, megatron, torch_dist, exported = (work / n for n in ("hf", "copy", "megatron", "torch_dist", "exported"))
-    yield "cp", hf, lambda: _copy(hf, copy, sync=sync)
-    yield "import", hf, lambda: import_checkpoint(hf, megatron, sync=sync)
-    yield "export", megatron, lambda: export_checkpoint(megatron, exported, sync=sync)
+    yield "cp", hf, lambda: _copy(hf, copy)
+    yield "import", hf, lambda: import_checkpoint(hf, megatron)
+    yield "export", megatron, lambda: export_checkpoint(megatron, exported)
     if sync:
         yield "verify", work, lambda: verify_checkpoint(hf, megatron)
     else:
-        yield "import torch_dist", hf, lambda: import_checkpoint(hf, torch_dist, ckpt_format="torch_dist", sync=sync)
+        yield "import torch_dist", hf, lambda: import_checkpoint(hf, torch_dist, ckpt_format="torch_dist")
 
 
 def run(work: Path, rounds: int) -> dict[str, list[tuple[float, int]]]:
@@ -154,7 +163,8 @@ def run(work: Path, rounds: int) -> dict[str, list[tuple[float, int]]]:
             for name, source, step in _steps(work, sync=sync):
                 _settle(work, source)
                 name += "+fsync" if sync and name != "verify" else ""
-                results.setdefault(name, []).append(how(step))
+                with contextlib.nullcontext() if sync else _without_sync():
+                    results.setdefault(name, []).append(how(step))
                 for left in ("copy", "torch_dist", "exported"):
                     shutil.rmtree(work / left, ignore_errors=True)
             shutil.rmtree(work / "megatron")

@@ -22,7 +22,7 @@ from pathlib import Path
 from qwen3vl_bridge.checkpoint import Topology
 from qwen3vl_bridge.checkpoint.conversion_plan import Plan, make_plan, tensors_of
 from qwen3vl_bridge.checkpoint.formats.dcp_writer import DcpLayout
-from qwen3vl_bridge.checkpoint.formats.layouts import TRANSFORMER_ENGINE, HuggingFace, megatron_shape
+from qwen3vl_bridge.checkpoint.formats.layouts import TRANSFORMER_ENGINE, HuggingFace
 from qwen3vl_bridge.checkpoint.formats.megatron import FORMATS, key_of
 from qwen3vl_bridge.checkpoint.formats.tensors import Shape, TensorSpec
 from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
@@ -52,9 +52,7 @@ def target_of(size: str, ckpt_format: str, topology: Topology) -> MegatronTarget
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(presets.config_dict(size)))
         config = ModelConfig(folder)
-    target = MegatronTarget(ckpt_format, TRANSFORMER_ENGINE, topology, config, size, ExpertLayout.INPUT_MAJOR)
-    target.check()
-    return target
+    return MegatronTarget(ckpt_format, TRANSFORMER_ENGINE, topology, config, size, ExpertLayout.INPUT_MAJOR)
 
 
 def plan_of(target: MegatronTarget) -> Plan:
@@ -89,7 +87,7 @@ def _modules(rows: list[WeightRow], target: MegatronTarget) -> tuple[torch.nn.Mo
                 module.add_module(part, Layer() if i and path[i - 1] == "layers" else torch.nn.Module())
             module = module._modules[part]
         by_rows, by_columns = _tensor_parallel(row, topology.expert_tp if of_experts else topology.tp)
-        shape = megatron_shape(row, target.dimensions)
+        shape = row.megatron_shape(target.dimensions)
         local = (shape[0] // by_rows, *(shape[1:-1]), shape[-1] // by_columns) if len(shape) > 1 else shape
         module.register_parameter(name, torch.nn.Parameter(torch.empty(local, dtype=torch.bfloat16, device="meta")))
         found[row.megatron] = row
@@ -139,7 +137,7 @@ def held_by_stages(target: MegatronTarget) -> Held:
     topology, layers = target.topology, len(target.dimensions.indices["text_layers"])
     for row in target.config.rows():
         name, stacked = target.layout.name(row)
-        of_experts, shape = "experts" in row.indices, megatron_shape(row, target.dimensions)
+        of_experts, shape = "experts" in row.indices, row.megatron_shape(target.dimensions)
         stage = row.position[0] * topology.pp // layers if "language_model.decoder.layers" in row.megatron else 0
         if "final_layernorm" in row.megatron or "output_layer" in row.megatron:
             stage = topology.pp - 1
@@ -204,7 +202,8 @@ def main() -> None:
 def _case(size: str, ckpt_format: str, topology: Topology, *, stated: bool) -> dict[str, object]:
     target = target_of(size, ckpt_format, topology)
     written = target_of(size, ckpt_format, topology if stated else Topology())
-    found = count(written.laid_out(plan_of(target)), target)
+    written.lay_out(plan_of(target))
+    found = count(written.dcp, target)
     mean = {name: sum(values) / len(values) for name, values in found.items()}
     row = {
         "size": size,

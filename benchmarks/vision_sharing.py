@@ -10,7 +10,7 @@ Rows are those that training makes of the mix of `packing.py`: best fit, windows
   larger of the mean and the costliest frame. "by cost" is ours; "by tokens" assigns frames in the same way by what
   they take of the row; "by number" is Megatron-Bridge's split, as many neighbouring frames for each rank. Without
   sharing, ranks encode everything: the number of ranks over the mean.
-- host: what `assign_vision` and `PackedBatch.local` take for a row, pixels in bfloat16 and copied, beside collating it.
+- host: what `assign_vision` and `TokenBatch.local` take for a row, pixels in bfloat16 and copied, beside collating it.
 - features: what DeepStack adds to what stages of a pipeline exchange for a row, where none of the layers that use it
   lie on the first stage, and what encoding the pictures on the second stage as well would compute. bfloat16; a backward
   pass is as much again in bytes and twice as much in operations.

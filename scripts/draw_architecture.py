@@ -14,6 +14,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 from qwen3vl_bridge.batch import SequenceLayout, token_index
@@ -60,8 +61,8 @@ DATA_FLOW = (
     Step("tokens", "one for each image yet", "data/chat_template.py", BLUE),
     Step("row plan", "which samples share a row", "data/packing/row_plan.py", BLUE),
     Step("encoded sample", "pixels, tokens, loss mask", "data/encoding.py", BLUE),
-    Step("PackedBatch", "positions, indices, layout", "data/collation.py", BLUE),
-    Step("ModelInputs", "local(): this rank's share", "batch/packed_batch.py", GREEN),
+    Step("TokenBatch", "positions, indices, layout", "data/collation.py", BLUE),
+    Step("ModelInputs", "local(): this rank's share", "batch/token_batch.py", GREEN),
     Step("on the device", "copied without a wait", "training/step.py", GREEN),
     Step("vision tokens", "and DeepStack features", "models/vision_tower.py", ORANGE),
     Step("hidden states", "embed, fuse by slots", "models/model.py", ORANGE),
@@ -263,14 +264,21 @@ FAMILY = "qwen3_vl"
 
 
 def family_fields() -> dict[str, str]:
-    """Fields of the registry's `Family` that name something in the family's folder, and the module they name."""
+    """Fields of the registry's `Family` that are in the family's folder, and the module that each is in."""
     found, inside = family(FAMILY), f"qwen3vl_bridge.models.{FAMILY}."
-    named = {one.name: getattr(found, one.name) for one in fields(found)}
+    named = {one.name: _module_of(getattr(found, one.name)) for one in fields(found)}
     return {
-        field: value.removeprefix(inside).partition(".")[0]
-        for field, value in named.items()
-        if isinstance(value, str) and value.startswith(inside)
+        field: module.removeprefix(inside).partition(".")[0]
+        for field, module in named.items()
+        if module.startswith(inside)
     }
+
+
+def _module_of(value: object) -> str:
+    """Dotted name of a module, or of the module of a function; "" for other values."""
+    if isinstance(value, ModuleType):
+        return value.__name__
+    return value if isinstance(value, str) else getattr(value, "__module__", "")
 
 
 def family_modules() -> list[str]:

@@ -57,7 +57,6 @@ GROUPS: dict[str, tuple[Group, ...]] = {
         Group("model.", _QWEN3_VL, "Qwen3VLMoEModelProvider", (_EXPERTS, _FIELDS)),
         Group("model.", _QWEN3_5, "Qwen35VLModelProvider", (_FIELDS,)),
         Group("model.", _QWEN3_5, "Qwen35VLMoEModelProvider", (_EXPERTS, _FIELDS)),
-        Group("model.dist_train.", "models/settings.py", "DistTrainConfig"),
     ),
     "dataset": (
         Group("dataset.", *_ROWS),
@@ -71,7 +70,7 @@ GROUPS: dict[str, tuple[Group, ...]] = {
         Group("", "training/config.py", "Qwen3VLConfigContainer"),
         Group("guard.", "training/run_settings.py", "GuardConfig"),
         Group("accuracy.", "training/run_settings.py", "AccuracyConfig"),
-        Group("optimizer_config_override_provider.", "training/run_settings.py", "Qwen3VLTowers"),
+        Group("optimizer_config_override_provider.", "training/run_settings.py", "Qwen3VLLearningRates"),
         Group("peft.", "peft/lora.py", "Qwen3VLParts"),
     ),
 }

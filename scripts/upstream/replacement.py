@@ -90,23 +90,22 @@ def _get_rope_index(
 ) -> tuple[Any, Any]:
     """Upstream's function by the model's door: positions [3, B, S], and how far each segment's go beyond its tokens."""
     from qwen3vl_bridge.batch import mrope_positions
-    from qwen3vl_bridge.models.inputs import arrange, real_tokens
+    from qwen3vl_bridge.models.inputs import arrange, read_arguments
 
     from megatron.core.packed_seq_params import PackedSeqParams
 
     if packed_seq_params is not None:  # of which tests give what upstream's function reads
         tables = [getattr(packed_seq_params, name, None) for name in ("cu_seqlens_q", "cu_seqlens_q_padded")]
         packed_seq_params = PackedSeqParams("thd", tables[0], tables[0], tables[1], tables[1])
-    ids = input_ids.cpu()
-    arranged = arrange(ids, real_tokens(attention_mask, None, ids), packed_seq_params, None)
+    read = read_arguments(dict(input_ids=input_ids, attention_mask=attention_mask))
+    ids = read["input_ids"]
+    arranged = arrange(ids, read["attention_mask"], packed_seq_params, None)
     tokens = dict(image_token_id=image_token_id, video_token_id=video_token_id, spatial_merge_size=spatial_merge_size)
     layout = arranged.layout
     positions = mrope_positions(arranged.take(ids), layout, image_grid_thw, video_grid_thw, **tokens)
     segments = positions.flatten(1).split(layout.padded_lengths, -1)
     deltas = [int(one.max()) + 1 - length for one, length in zip(segments, layout.lengths, strict=True)]
-    order = arranged.caller_order(ids)
-    if order is not None:
-        positions = order.restore(positions.permute(1, 2, 0)).permute(2, 0, 1)
+    positions = arranged.output_order(ids).of(positions.permute(1, 2, 0)).permute(2, 0, 1)
     return positions.to(input_ids.device), input_ids.new_tensor(deltas)[:, None]
 
 

@@ -76,6 +76,12 @@ class TestWhatIsTrained:
         mlp = [f"{tower}.decoder.layers.1.mlp.linear_fc2" for tower in TOWERS]
         assert adapted == {f"{layer}.adapter.linear_in.weight" for layer in attention + mlp}
 
+    def test_a_pattern_of_a_whole_layer_means_its_linear_layers(self, untied_folder):
+        model = Qwen3VLLoRA(dim=2, target_modules=["*.layers.1.*"])(model_of(untied_folder))
+        adapted = {name.partition(".adapter.")[0] for name, p in model.named_parameters() if p.requires_grad}
+        layers = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+        assert adapted == {f"language_model.decoder.layers.1.{layer}" for layer in layers}
+
     def test_exclude_modules(self, untied_folder):
         peft = Qwen3VLLoRA(dim=2, target_modules=[], exclude_modules=["linear_qkv", "linear_proj"])
         model = peft(model_of(untied_folder))

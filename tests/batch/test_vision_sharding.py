@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from qwen3vl_bridge.batch import (
-    PackedBatch,
     SequenceLayout,
+    TokenBatch,
     VisionInputs,
     VisionWork,
     device_transfer,
@@ -152,7 +152,7 @@ def test_contradictions_are_refused_with_both_numbers(make, message):
 IMAGE, VIDEO = 90, 91
 
 
-def random_batch(random: np.random.Generator, multiple: int, packed: bool, pictures: bool = True) -> PackedBatch:
+def random_batch(random: np.random.Generator, multiple: int, packed: bool, pictures: bool = True) -> TokenBatch:
     lengths = random.integers(1, 30, random.integers(1, 5)).tolist()
     layout = (
         SequenceLayout.packed_row(lengths, multiple=multiple)
@@ -168,7 +168,7 @@ def random_batch(random: np.random.Generator, multiple: int, packed: bool, pictu
         torch.randn(4 * images, 3), torch.tensor([[1, 2, 2]]).expand(images, 3), None, None,
         num_position_embeddings=16, spatial_merge_size=2,
     )  # fmt: skip
-    return PackedBatch(
+    return TokenBatch(
         input_ids=ids.view(shape), labels=torch.tensor(random.integers(0, 90, shape)),
         loss_mask=torch.tensor(random.random(shape), dtype=torch.float32),
         position_ids=torch.tensor(random.integers(0, 90, (3, *shape))),
@@ -215,7 +215,7 @@ def test_a_share_is_a_gather_of_the_whole(cp, sp, packed):
 def test_without_pictures_there_is_nothing_to_fuse():
     batch = random_batch(np.random.default_rng(0), 4, packed=True, pictures=False)
     share = batch.local(2, 1)
-    assert batch.vision is None and share.vision is None and share.fuse is None and share.deepstack is None
+    assert batch.vision is None and share.vision is None and not len(share.fuse.rows) and not len(share.deepstack.rows)
 
 
 def test_to_moves_every_tensor():
@@ -347,19 +347,6 @@ def test_shares_make_up_the_whole(images, videos, work, ranks):
     assert torch.equal(torch.cat(encoded)[assignment.encoded_index], encode(vision))
 
 
-@given(images=st.lists(GRIDS, min_size=1, max_size=8), work=WORKS, ranks=st.integers(1, 4))
-def test_shares_are_balanced_by_cost(images, work, ranks):
-    """By what whole frames cost: their patches, and the square of them."""
-    vision = make_vision(images, [])
-    each, assignment = [], assign_vision(vision, work, ranks)
-    for rank in range(ranks):
-        inputs = assignment.part(vision, rank)
-        lengths = inputs.lengths if inputs else ()
-        each.append(sum(work.patch * n + work.patch_pair * n * n for n in lengths))
-        assert each[-1] == sum(map(work.cost, lengths))
-    assert max(each) <= sum(each) / ranks + max(map(work.cost, vision.lengths))
-
-
 def test_cost_decides_and_not_the_number_of_frames_or_patches():
     vision = make_vision([(1, 4, 6), (3, 2, 4), (2, 2, 2)], [])  # frames of 24; 8, 8, 8; 4, 4 patches
     for work, expected in (
@@ -377,7 +364,7 @@ def test_frames_that_are_no_whole_tokens_are_refused():
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> tuple[PackedBatch, int, int]:
+def batches(draw: st.DrawFn) -> tuple[TokenBatch, int, int]:
     """A batch with the sizes of context and sequence parallelism; vision tokens anywhere among the real ones."""
     layout, cp, sp = draw(layouts())
     real = (~layout.padding_mask()).nonzero().squeeze(-1)
@@ -393,7 +380,7 @@ def batches(draw: st.DrawFn) -> tuple[PackedBatch, int, int]:
     ids = torch.arange(layout.total) % IMAGE
     ids[places[:images]], ids[places[images : images + videos]] = IMAGE, VIDEO
     shape = (layout.num_rows, -1)
-    batch = PackedBatch(
+    batch = TokenBatch(
         input_ids=ids.view(shape), labels=ids.view(shape), loss_mask=torch.ones(layout.total).view(shape),
         position_ids=torch.zeros(3, layout.total, dtype=torch.int64).view(3, *shape),
         vision_slot=vision_slots(ids, IMAGE, VIDEO, images), layout=layout, vision=make_vision(*grids),
@@ -434,12 +421,11 @@ def test_every_rank_is_sent_the_rows_of_its_own_tokens_and_no_others(shared, pre
         own = token_index(batch.layout, cp, c)
         for s in range(sp):
             inputs, index = locals_[c, s], token_index(batch.layout, cp, c, sp, s)
+            assert torch.equal(encode(inputs.vision), encode(locals_[c, 0].vision))
             reads = [("fuse", own, inputs.fuse), ("deepstack", index, inputs.deepstack)]
             reads += [("following", after[own], inputs.following.fuse)] if predicts else []
             for name, tokens, where in reads:
-                if batch.vision is None:
-                    assert where is None and inputs.vision is None
-                    continue
+                assert batch.vision is not None or inputs.vision is None
                 tokens = tokens.flatten()
                 assert where.positions.tolist() == [place for place, token in enumerate(tokens) if slots[token] >= 0]
                 assert torch.equal(had[c][where.rows], whole[slots[tokens[where.positions]]])
@@ -449,20 +435,12 @@ def test_every_rank_is_sent_the_rows_of_its_own_tokens_and_no_others(shared, pre
             assert set(used["fuse"] + used["following"]) == set(range(len(had[c])))
 
 
-@given(case=batches(), work=WORKS)
-def test_sequence_parallel_ranks_encode_the_same_frames(case, work):
-    batch, cp, sp = case
-    for c in range(cp):
-        first, *others = (encode(batch.local(cp, c, sp, s, work).vision) for s in range(sp))
-        assert all(torch.equal(first, other) for other in others)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_one_rank_alone_shares_nothing(ranks):
     vision = make_vision([(1, 2, 2), (1, 2, 4)], [])
     ids = torch.tensor([[IMAGE, IMAGE, IMAGE, 1]])
     more = torch.zeros(1, 4)
-    batch = PackedBatch(ids, ids, more, ids.expand(3, 1, 4), torch.tensor([0, 1, 2, -1]),
+    batch = TokenBatch(ids, ids, more, ids.expand(3, 1, 4), torch.tensor([0, 1, 2, -1]),
                         SequenceLayout.packed_row([4]), vision)  # fmt: skip
     inputs = batch.local(ranks, 0, vision_work=VisionWork(1, 1, 4))
     assert (inputs.vision is vision) == (inputs.vision_exchange is None) == (ranks == 1)

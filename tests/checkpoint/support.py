@@ -25,8 +25,7 @@ NORM = "model.language_model.norm.weight"
 Q_PROJ = "model.language_model.layers.1.self_attn.q_proj.weight"
 
 TENSORS = {
-    "a": torch.arange(12.0).reshape(3, 4), "b": torch.arange(6).bfloat16(), "t": torch.arange(6.0).reshape(2, 3).T,
-    "s": torch.tensor(3.0),
+    "a": torch.arange(12.0).reshape(3, 4), "b": torch.arange(6).bfloat16(), "s": torch.tensor(3.0),
 }  # fmt: skip
 
 
@@ -86,14 +85,14 @@ def model_with_config(folder: Path, source: Path, change: dict) -> Path:
 
 @contextlib.contextmanager
 def before_each_unit(do: Callable[..., object], unit_bytes: int | None = None) -> Iterator[None]:
-    original = planned_files._commit
+    original = planned_files.Journal.note
 
-    def commit(*arguments):
+    def note(*arguments):
         do(*arguments)
         original(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planned_files, "_commit", commit)
+        patch.setattr(planned_files.Journal, "note", note)
         if unit_bytes is not None:
             patch.setattr(planned_files, "UNIT_BYTES", unit_bytes)
         yield

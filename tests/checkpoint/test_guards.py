@@ -81,18 +81,10 @@ def test_resume_notices_that_elements_come_from_elsewhere(untied_folder, tmp_pat
         verify_checkpoint(untied_folder, tmp_path / "m")
 
 
-def test_resume_goes_on_under_another_spelling_and_not_from_what_was_not_waited_for(
-    untied_folder, tmp_path, small_units
-):
-    for sync, resumed in ((True, True), (False, False)):
-        with broken_disk(5), pytest.raises(CheckpointError, match="stays in"):
-            import_checkpoint(str(untied_folder), tmp_path / "m", resume=True, sync=sync, overwrite=True)
-        again = {"resume": True, "overwrite": True}
-        if resumed:
-            assert import_checkpoint(f"{untied_folder}/", tmp_path / "m", **again).resumed
-            continue
-        with pytest.raises(CheckpointError, match="options or version"):
-            import_checkpoint(f"{untied_folder}/", tmp_path / "m", **again)
+def test_resume_goes_on_under_another_spelling(untied_folder, tmp_path, small_units):
+    with broken_disk(5), pytest.raises(CheckpointError, match="stays in"):
+        import_checkpoint(str(untied_folder), tmp_path / "m", resume=True)
+    assert import_checkpoint(f"{untied_folder}/", tmp_path / "m", resume=True).resumed
 
 
 def test_a_source_that_changes_while_it_is_read(untied_folder, tmp_path):
@@ -101,21 +93,6 @@ def test_a_source_that_changes_while_it_is_read(untied_folder, tmp_path):
     with touched, pytest.raises(CheckpointError, match="changed while it was being read"):
         import_checkpoint(model, tmp_path / "m")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
-
-
-def test_what_came_to_the_targets_place_meanwhile_is_kept(untied_folder, tmp_path):
-    import_checkpoint(untied_folder, tmp_path / "m")
-
-    def intrude(*_):
-        if (tmp_path / "m" / "iter_0000000").exists():
-            shutil.rmtree(tmp_path / "m")
-            (tmp_path / "m").mkdir()
-            (tmp_path / "m" / "precious").write_text("x")
-
-    replaced = pytest.raises(CheckpointError, match=r"was not written by a conversion .* so it is not replaced")
-    with before_each_unit(intrude), replaced:
-        import_checkpoint(untied_folder, tmp_path / "m", overwrite=True)
-    assert [path.name for path in tmp_path.rglob("*")] == ["m", "precious"]
 
 
 def test_without_a_swap_the_old_result_is_never_lost(tmp_path, monkeypatch):
@@ -206,6 +183,7 @@ def bomb(levels: int) -> bytes:
         bomb(60) + b".",
         b"\x80\x04}" + bomb(60)[2:] + b"K\x01s.",
         b"\x80\x04ctorch.serialization\n_get_layout\n" + bomb(60)[2:] + b"\x85R.",
+        b"\x80\x04ccollections\nOrderedDict\n]" + bomb(60)[2:] + b"K\x01\x86a\x85R.",
         b"\x80\x04]" + b"q\x00h\x00h\x00\x86a" * 3 + b".",
     ],
 )

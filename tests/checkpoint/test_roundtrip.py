@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemReader
-from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from examples.digits.checkpoint import make_checkpoint
 
@@ -46,16 +46,19 @@ def test_every_tensor_comes_back(which, naming, request, tmp_path):
     assert verify_checkpoint(source, tmp_path / "megatron").same
 
 
-@pytest.mark.parametrize("which", FOLDERS)
-def test_stock_transformers_loads_the_export(which, request, tmp_path):
-    source = request.getfixturevalue(which)
-    import_checkpoint(source, tmp_path / "megatron")
+# transformers 5.12 has no rule for one tensor per expert in this model.
+@pytest.mark.parametrize("which", [*FOLDERS, ExpertLayout.INPUT_MAJOR, ExpertLayout.OUTPUT_MAJOR])
+def test_stock_transformers_loads_the_export(which, moe_folders, request, tmp_path):
+    source = moe_folders[which] if isinstance(which, ExpertLayout) else request.getfixturevalue(which)
+    import_checkpoint(source, tmp_path / "megatron", ckpt_format="torch_dist")
     export_checkpoint(tmp_path / "megatron", tmp_path / "hf")
-    model, info = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "hf", output_loading_info=True)
-    assert not any(info.values()), info
-    reference = Qwen3VLForConditionalGeneration.from_pretrained(source)
-    assert model.dtype == reference.dtype
-    for (name, one), other in zip(model.state_dict().items(), reference.state_dict().values(), strict=True):
+    model, reference = (
+        AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+        for folder in (tmp_path / "hf", source)
+    )
+    assert not any((*model[1].values(), *reference[1].values()))
+    assert model[0].dtype == reference[0].dtype
+    for (name, one), other in zip(model[0].state_dict().items(), reference[0].state_dict().values(), strict=True):
         assert torch.equal(one, other), name
     one, other = (AutoProcessor.from_pretrained(path).tokenizer("a b").input_ids for path in (tmp_path / "hf", source))
     assert one == other != []
@@ -116,14 +119,9 @@ def test_widening_and_back_changes_nothing(bf16_folder, tmp_path):
     export_checkpoint(tmp_path / "megatron", tmp_path / "hf", torch_dtype="bfloat16")
     before, after = hf_tensors(bf16_folder), hf_tensors(tmp_path / "hf")
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-
-
-def test_the_exported_configuration_names_the_dtype_written(bf16_folder, tmp_path):
-    import_checkpoint(bf16_folder, tmp_path / "megatron", torch_dtype="float32")
-    export_checkpoint(tmp_path / "megatron", tmp_path / "hf")
-    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    export_checkpoint(tmp_path / "megatron", tmp_path / "wide")
+    config = json.loads((tmp_path / "wide" / "config.json").read_text())
     assert (config["dtype"], config["text_config"]["dtype"]) == ("float32", "float32")
-    assert Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "hf").dtype == torch.float32
 
 
 @pytest.mark.parametrize("options", [{"torch_dtype": "bf16"}, {"naming": "te"}])

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.data import (
     Collator,
     Encoder,
@@ -143,7 +143,7 @@ def collator(processor) -> Collator:
     return Collator(vision, pad_token_id(processor.tokenizer), seq_length=256)
 
 
-def same(first: PackedBatch, second: PackedBatch) -> bool:
+def same(first: TokenBatch, second: TokenBatch) -> bool:
     """Whether two batches are alike to the bit."""
     names = ("input_ids", "labels", "loss_mask", "position_ids", "vision_slot")
     pixels = [None if batch.vision is None else batch.vision.pixel_values for batch in (first, second)]
@@ -155,7 +155,7 @@ def same(first: PackedBatch, second: PackedBatch) -> bool:
     )
 
 
-def segments(batch: PackedBatch) -> Iterator[tuple[str, slice]]:
+def segments(batch: TokenBatch) -> Iterator[tuple[str, slice]]:
     """Each sample of a packed row, and where in the row it lies."""
     for segment, sample_id in enumerate(batch.sample_ids):
         yield sample_id, slice(*batch.layout.cu_seqlens_padded[segment : segment + 2].tolist())

@@ -62,5 +62,5 @@ def test_files_of_the_data_flow_are_there():
 
 def test_the_family_is_drawn_whole():
     named, modules = architecture.family_fields(), architecture.family_modules()
-    assert {"table", "provider", "bridge", "presets"} <= named.keys() and set(named.values()) <= set(modules)
+    assert {"table", "bridge", "presets"} <= named.keys() and set(named.values()) <= set(modules)
     assert [one for one in modules if one not in named.values() and not architecture.importers(one)] == []

@@ -82,7 +82,7 @@ def test_a_qwen3_5_has_every_part_of_its_architecture(tmp_path):
     assert 8 * sum(text.rope_parameters["mrope_section"]) == text.head_dim
     assert model.config.image_token_id == tokenizer.convert_tokens_to_ids("<|image_pad|>")
     config = json.loads((folder / "config.json").read_text())
-    family_of(config).check_settings(config)
+    family_of(config).check(config)
     with pytest.raises(ValueError, match="neither tied nor with experts"):
         make_checkpoint(tmp_path, family="qwen3_5", moe=True)
 

@@ -109,44 +109,20 @@ def test_sharing_pictures_is_no_choice():
         set_on(provider_of(DENSE, {}), dict(context_parallel_size=2, vision_dp_when_cp=shared))
 
 
-def test_a_performance_recipe_is_told_what_to_set():
-    """Megatron-Bridge's capture layers in CUDA graphs."""
-    with pytest.raises(ValueError, match="cuda_graph_impl is 'transformer_engine', expected 'none': rows, images"):
-        set_on(provider_of(EXPERTS, {}), dict(cuda_graph_impl="transformer_engine", cuda_graph_scope=["attn"]))
-
-
 @pytest.mark.parametrize(
     ("size", "settings", "message"),
     [
-        (DENSE, dict(use_hf_vision_model=True), "use_hf_vision_model is True, expected False"),
-        (EXPERTS, dict(vision_cuda_graph_impl="transformer_engine"), "vision_cuda_graph_impl is .* expected 'none'"),
-        (DENSE, dict(vision_cuda_graph_scope=["attn"]), r"vision_cuda_graph_scope is \['attn'\], expected \[\]"),
-        (DENSE, dict(max_vision_cuda_graph_seq_length=512), "max_vision_cuda_graph_seq_length is 512, expected None"),
-        (DENSE, dict(enable_cuda_graph=True), "enable_cuda_graph is True, expected False"),
-        (DENSE, dict(external_cuda_graph=True), "external_cuda_graph is True, expected False"),
-        (DENSE, dict(cuda_graph_impl="full_iteration"), "cuda_graph_impl is 'full_iteration', expected 'none'"),
+        (EXPERTS, dict(cuda_graph_impl="transformer_engine"), "cuda_graph_impl is .*, expected 'none': rows, images"),
         (DENSE, dict(cuda_graph_modules=["attn"]), r"cuda_graph_modules is \['attn'\], expected \[\]: rows, images"),
         (DENSE, dict(cuda_graph_scope="attn"), r"cuda_graph_scope is 'attn', expected \[\]: rows, images"),
-        (EXPERTS, dict(moe_router_topk_limited_devices=2), "topk_limited_devices is 2, expected None: routing weights"),
-        (DENSE, dict(restore_modelopt_state=True), "restore_modelopt_state is True, expected False: ModelOpt's"),
         (DENSE, dict(freeze_vison_model=True), "freeze_vison_model is set, .*: expected freeze_vision_model"),
         (EXPERTS, dict(enable_routing_replay=True), "expected moe_enable_routing_replay"),
-        (DENSE, dict(mtp_num_layers=1), "mtp_num_layers is 1, expected None"),
         (DENSE, dict(attention_backend="fast"), "attention_backend is 'fast', expected one of flash, fused"),
     ],
 )
 def test_what_only_megatron_bridges_model_does_is_refused(size, settings, message):
     with pytest.raises(ValueError, match=message):
         set_on(provider_of(size, {}), settings)
-
-
-def test_megatron_bridges_own_class_of_settings():
-    """Its functional test gives it; not used, it has None everywhere."""
-    from megatron.bridge.models.qwen_vl.qwen3_vl_provider import DistTrainConfig
-
-    set_on(provider_of(DENSE, {}), dict(dist_train=DistTrainConfig()))
-    with pytest.raises(ValueError, match=r"dist_train\.vision_world_size is 2 with dist_train\.use_dist_train False"):
-        set_on(provider_of(DENSE, {}), dict(dist_train=DistTrainConfig(vision_world_size=2)))
 
 
 def test_a_name_that_is_nothing_here_gets_a_line_in_the_log(caplog):

@@ -6,6 +6,7 @@ import pytest
 from transformers import AutoConfig
 
 from tests.parity.conftest import Pair, make_pair
+from tests.qwen3_5.conftest import qwen3_5_folders  # noqa: F401
 
 
 @pytest.fixture(scope="module")

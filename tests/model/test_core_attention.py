@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.batch import SequenceLayout, token_index
 from qwen3vl_bridge.models import core_attention
-from qwen3vl_bridge.models.core_attention import ContextParallelAttention, SegmentAttention, layout_packed_seq_params
+from qwen3vl_bridge.models.core_attention import SegmentAttention, layout_packed_seq_params
 
 import pytest
 import torch
@@ -33,9 +33,8 @@ def attention(groups: int, ranks: int = 1, rank: int = 0, dim: int = DIM, dropou
         attention_dropout=dropout,
     )  # fmt: skip
     config.context_parallel_size = ranks
-    kind = SegmentAttention if ranks == 1 else ContextParallelAttention
     process_groups = SimpleNamespace(tp=None, cp=SimpleNamespace(rank=lambda: rank, size=lambda: ranks))
-    return kind(config, 1, CAUSAL, "self", pg_collection=process_groups)
+    return SegmentAttention(config, 1, CAUSAL, "self", pg_collection=process_groups)
 
 
 def tensors(tokens: int, groups: int, dim: int = DIM, seed: int = 0, **kind) -> list[Tensor]:

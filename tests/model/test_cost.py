@@ -4,34 +4,50 @@ import copy
 import dataclasses
 import itertools
 
-from qwen3vl_bridge.models.flops import Trained, tower_costs
-from qwen3vl_bridge.models.qwen3_vl.presets import hf_config
+from qwen3vl_bridge.models.flops import CHUNK, Trained, tower_costs
+from qwen3vl_bridge.registry import dimensions_of, presets_of
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
+from tests.qwen3_5.tiny import MTPReference
+
+# Of a family: a released size, and what its text model has instead of the released numbers.
 SIZES = {
-    "dense": ("2B", {}),
-    "tied": ("4B", {}),
-    "moe": ("30B-A3B", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}),
+    "dense": ("qwen3_vl", "2B", {}),
+    "tied": ("qwen3_vl", "4B", {}),
+    "moe": ("qwen3_vl", "30B-A3B", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)),
+    "linear": ("qwen3_5", "2B", {}),
+    "linear moe": ("qwen3_5", "35B-A3B", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48,
+                                              shared_expert_intermediate_size=56)),
+}  # fmt: skip
+FULL = [kind for kind, (family, _, _) in SIZES.items() if family == "qwen3_vl"]  # with full attention alone
+LINEAR = [kind for kind in SIZES if kind not in FULL]
+ATTENTION = {
+    "qwen3_vl": dict(num_hidden_layers=3),
+    "qwen3_5": dict(num_hidden_layers=4, layer_types=["linear_attention"] * 3 + ["full_attention"])
+    | dict(linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=24, linear_value_head_dim=28),
 }
+SECTIONS = {"qwen3_vl": [4, 2, 2], "qwen3_5": [1, 1, 0]}
 
 
-def tiny(name: str, **experts):
-    config = copy.deepcopy(hf_config(name))
+def tiny(kind: str, **changes):
+    family, size, experts = SIZES[kind]
+    config = copy.deepcopy(presets_of(family).hf_config(size))
     text, vision = config.text_config, config.vision_config
+    rope = {**text.rope_parameters, "mrope_section": SECTIONS[family]}
     text.update(
-        dict(hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=6, head_dim=16)
-        | dict(
-            num_key_value_heads=2, vocab_size=512, rope_parameters={**text.rope_parameters, "mrope_section": [4, 2, 2]}
-        )
+        dict(hidden_size=64, intermediate_size=160, num_attention_heads=6, num_key_value_heads=2, head_dim=16)
+        | dict(vocab_size=512, rope_parameters=rope, **ATTENTION[family])
         | experts
+        | changes
     )
     vision.update(
         dict(hidden_size=32, intermediate_size=80, depth=3, num_heads=2, out_hidden_size=64, patch_size=4)
-        | dict(deepstack_visual_indexes=[0, 2], num_position_embeddings=36)
+        | dict(num_position_embeddings=36)
+        | (dict(deepstack_visual_indexes=[0, 2]) if family == "qwen3_vl" else {})
     )
     config.image_token_id, config.video_token_id, config.vision_start_token_id = 500, 501, 502
     return config
@@ -58,31 +74,39 @@ def operations(model, tokens: int, grid: tuple[int, int, int] | None, *, backwar
         logits = model(**inputs, use_cache=False).logits
         if backward:
             logits.sum().backward()
-    return counter.get_total_flops() - 2 * 3 * tokens * model.config.text_config.head_dim // 2
+    return counter.get_total_flops() - angles(model, tokens)
 
 
-def build(family: str):
-    name, experts = SIZES[family]
+def angles(model, tokens: int) -> int:
+    text = model.config.text_config
+    return 2 * 3 * tokens * int(text.head_dim * text.rope_parameters.get("partial_rotary_factor", 1)) // 2
+
+
+def build(kind: str):
     return AutoModelForImageTextToText.from_config(
-        tiny(name, **experts), attn_implementation="eager", experts_implementation="eager"
+        tiny(kind), attn_implementation="eager", experts_implementation="eager"
     ).eval()
 
 
-@pytest.mark.parametrize("family", SIZES)
-def test_costs_are_what_transformers_does(family):
-    """Exactly, but for causal attention: torch counts all pairs of tokens, of which kernels compute half."""
-    model = build(family)
-    costs = tower_costs(model.config.to_dict())
+def padding_of_convolutions(model) -> int:
+    n = dimensions_of(model.config.to_dict())
+    layers = n.indices.get("linear_layers", ())
+    return 2 * len(layers) * (n["l_conv"] - 1) * n["l_conv"] * n["l_qkv"] if layers else 0
 
-    def expected(tokens: int, frames: tuple[int, ...] = ()) -> float:
-        cost = costs.of(tokens=tokens, patches=sum(frames), patch_pairs=sum(n**2 for n in frames))
-        return cost + costs.token_pair * tokens**2
 
-    for tokens in (1, 40, 200):
-        assert operations(model, tokens, None) == expected(tokens)
-    for grid in ((1, 4, 4), (1, 8, 12)):
-        frames = (grid[1] * grid[2],) * grid[0]
-        assert operations(model, 60, grid) == expected(60, frames)
+@pytest.mark.parametrize("kind", SIZES)
+def test_costs_are_what_transformers_does(kind):
+    """Exactly, but for causal attention: torch counts all pairs of tokens, of which kernels compute half; and for the
+    padding of linear attention's convolution, whose rule goes by chunks.
+    """
+    model = build(kind)
+    costs, unit = tower_costs(model.config.to_dict()), CHUNK if kind in LINEAR else 40
+    for tokens, grid in ((unit, None), (5 * unit, None), (2 * unit, (1, 8, 12)), (2 * unit, (1, 4, 4))):
+        patches = grid[1] * grid[2] if grid else 0
+        expected = costs.of(tokens=tokens, patches=patches, patch_pairs=patches**2) + costs.token_pair * tokens**2
+        assert operations(model, tokens, grid) - padding_of_convolutions(model) == expected, (tokens, grid)
+    if kind in FULL:
+        assert operations(model, 1, None) == costs.of(tokens=1, patches=0, patch_pairs=0) + costs.token_pair
 
 
 def part_of(name: str) -> str:
@@ -106,9 +130,9 @@ def count(model, trained: Trained) -> None:
         assert operations(model, tokens, grid, backward=True) == cost, (trained, grid)
 
 
-@pytest.mark.parametrize("family", SIZES)
-def test_costs_of_a_step_follow_what_is_trained(family):
-    model = build(family)
+@pytest.mark.parametrize("kind", FULL)
+def test_costs_of_a_step_follow_what_is_trained(kind):
+    model = build(kind)
     for number in range(1, 8):
         parts = [name for bit, name in enumerate(PARTS) if number >> bit & 1]
         for name, parameter in model.named_parameters():
@@ -146,20 +170,70 @@ def test_costs_of_a_step_with_adapters(chosen, also):
 
 def test_adapters_of_experts_count_for_each_chosen_one():
     """Of both matrices of an adapter: the product, the gradient of its input and that of its weight."""
-    name, experts = SIZES["moe"]
     trained = Trained(False, False, False, rank=lambda layer: 5 * layer.startswith("language_model"))
-    costs = [
-        tower_costs(tiny(name, **experts | {"num_experts_per_tok": chosen}).to_dict(), trained) for chosen in (1, 2, 3)
-    ]
+    costs = [tower_costs(tiny("moe", num_experts_per_tok=topk).to_dict(), trained) for topk in (1, 2, 3)]
     up, down = (64, 2 * 48), (48, 64)  # of hidden size 64, experts of 48
     one = sum(2 * 2 * inputs * outputs + 2 * 3 * 5 * (inputs + outputs) for inputs, outputs in (up, down))
     assert [b.token - a.token for a, b in itertools.pairwise(costs)] == [3 * one, 3 * one]
 
 
 def test_samples_add_up():
-    costs = tower_costs(hf_config("8B").to_dict(), Trained())
+    costs = tower_costs(presets_of("qwen3_vl").hf_config("8B").to_dict(), Trained())
     samples = [(500, 400, 160_000), (70, 0, 0), (1800, 7200, 26_000_000)]
     alone = [costs.of(tokens=t, patches=p, patch_pairs=pairs) for t, p, pairs in samples]
     tokens, patches, pairs = (sum(part) for part in zip(*samples, strict=True))
     squares = sum(t**2 for t, _, _ in samples)
     assert sum(alone) == costs.of_many(tokens=tokens, token_pairs=squares, patches=patches, patch_pairs=pairs)
+
+
+@pytest.mark.parametrize("kind", LINEAR)
+def test_a_step_of_linear_attention_costs_what_transformers_does(kind):
+    """Exactly, of matrix products: torch has its own idea of a depthwise convolution's backward pass.
+
+    What is counted here and has no backward pass there: products with the first chunk's state, which is zero, have no
+    gradient of it; the last chunk's state is not used.
+    """
+    model = build(kind)
+    n, costs, tokens = dimensions_of(model.config.to_dict()), tower_costs(model.config.to_dict(), Trained()), 4 * CHUNK
+    with FlopCounterMode(display=False) as counter:
+        model(**inputs_of(model.config, tokens, None), use_cache=False).logits.sum().backward()
+    counted = {str(op): number for op, number in counter.get_flop_counts()["Global"].items()}
+    products = sum(number for op, number in counted.items() if "convolution" not in op)
+    layers = len(n.indices["linear_layers"])
+    convolutions = 3 * 2 * layers * tokens * n["l_conv"] * n["l_qkv"]
+    states = 2 * layers * 4 * CHUNK * n["l_key_dim"] * n["l_value"]
+    expected = costs.token * tokens + 2 * costs.token_pair * tokens**2 - convolutions - states
+    print(f"{kind}: {products / (expected + states):.4f} of what is counted")
+    assert products - angles(model, tokens) == expected
+
+
+FROZEN = Trained(language_model=False)  # gradients go through it to the vision tower
+MTP = {"forward": (Trained(False, False, False), None), "step": (Trained(), Trained()), "frozen": (FROZEN, FROZEN)}
+
+
+@pytest.mark.parametrize("kind", LINEAR)
+@pytest.mark.parametrize("case", MTP)
+def test_multi_token_prediction_costs_what_its_parts_do(kind, case):
+    """Exactly: the difference to a step without it, against its layer and the output layer as torch counts them."""
+    model, (trained, without), tokens = build(kind), MTP[case], 40
+    config, parts = model.config.to_dict(), torch.nn.ModuleList([MTPReference(model.config), model.lm_head])
+    parts.float().requires_grad_(trained.language_model)
+    hidden, embedded = (torch.randn(1, tokens, 64, requires_grad=without is not None) for _ in range(2))
+    rotary = model.model.language_model.rotary_emb(hidden, torch.arange(tokens).expand(3, 1, -1))
+    with FlopCounterMode(display=False) as counter:
+        logits = parts[1](parts[0](hidden, embedded, rotary))
+        if without is not None:
+            logits.sum().backward()
+    costs, base = tower_costs(config, dataclasses.replace(trained, mtp=True)), tower_costs(config, without)
+    expected = (costs.token - base.token) * tokens + 2 * (costs.token_pair - base.token_pair) * tokens**2
+    assert counter.get_total_flops() == expected
+    assert (costs.patch, costs.patch_pair) == (base.patch, base.patch_pair)
+
+
+def test_multi_token_prediction_gets_no_adapters():
+    config = presets_of("qwen3_5").hf_config("9B").to_dict()
+    everywhere, in_decoder = (
+        Trained(False, False, False, mtp=True, rank=lambda name, inside=inside: 8 * (inside in name))
+        for inside in ("language_model.", "language_model.decoder.")
+    )
+    assert tower_costs(config, everywhere) == tower_costs(config, in_decoder)

@@ -5,6 +5,7 @@ Run on ranks it is the script of the test of parallel ranks: -m tests.model.test
 
 import sys
 import types
+from pathlib import Path
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.inference.generation import generate
@@ -16,8 +17,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from PIL import Image
 from transformers import GenerationConfig
 
-from tests.forked import run_ranks
-from tests.parity.batches import CONTENTS, make_samples
+from tests.forked import results_of_ranks
+from tests.parity.batches import CONTENTS, make_samples, pictures
 from tests.parity.conftest import Pair, make_pair
 from tests.ranks import begin, leave
 
@@ -25,7 +26,7 @@ NEW = 24
 SMALLER = 0.1
 NEVER: list[int] = []
 PAD = 7
-PARALLEL = (dict(sequence_parallel=False), dict(sequence_parallel=True))
+PARALLEL = (dict(sequence_parallel=False), dict(sequence_parallel=True))  # the first not for linear attention
 
 
 def load(folder, **fields) -> Pair:
@@ -45,9 +46,19 @@ def load(folder, **fields) -> Pair:
     return pair
 
 
-@pytest.fixture(scope="module", params=["untied_folder", "tied_folder", "moe_folder"])
+QWEN3_VL, QWEN3_5 = ["untied", "tied", "moe"], ["3.5 dense", "3.5 tied", "3.5 moe"]
+of_both_families = pytest.mark.parametrize("pair", QWEN3_VL + QWEN3_5, indirect=True)
+
+
+def folder_of(kind: str, request) -> Path:
+    if kind in QWEN3_5:
+        return request.getfixturevalue("qwen3_5_folders")[kind.removeprefix("3.5 ")]
+    return request.getfixturevalue(f"{kind}_folder")
+
+
+@pytest.fixture(scope="module", params=QWEN3_VL)
 def pair(request) -> Pair:
-    return load(request.getfixturevalue(request.param))
+    return load(folder_of(request.param, request))
 
 
 def prompts(content: str, config, *, seed: int = 6, side: str = "left") -> dict[str, torch.Tensor]:
@@ -58,10 +69,8 @@ def prompts(content: str, config, *, seed: int = 6, side: str = "left") -> dict[
         n = len(sample.ids)
         where = slice(longest - n, None) if side == "left" else slice(n)
         ids[row, where], mask[row, where] = sample.ids, 1
-    names = sorted({name for s in samples for name in s.pixels})
-    pictures = {name: torch.cat([s.pixels[name] for s in samples if name in s.pixels]) for name in names}
     kinds = (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()
-    return dict(input_ids=ids, attention_mask=mask, mm_token_type_ids=kinds, **pictures)
+    return dict(input_ids=ids, attention_mask=mask, mm_token_type_ids=kinds, **pictures(samples))
 
 
 def answers(pair: Pair, batch: dict[str, torch.Tensor], **settings) -> torch.Tensor:
@@ -69,6 +78,7 @@ def answers(pair: Pair, batch: dict[str, torch.Tensor], **settings) -> torch.Ten
     return generate(pair.megatron, **batch, **settings)[:, batch["input_ids"].shape[1] :]
 
 
+@of_both_families
 @pytest.mark.parametrize("content", CONTENTS)
 def test_answers_are_those_of_transformers(pair, content):
     batch = prompts(content, pair.config)
@@ -84,6 +94,7 @@ def test_padding_on_the_right_gives_the_same_answers(pair, content):
     assert torch.equal(left, right)
 
 
+@of_both_families
 def test_rows_end_where_transformers_ends_them(pair):
     batch = prompts("mixed", pair.config)
     free = answers(pair, batch)
@@ -248,20 +259,20 @@ def test_models_in_parts_are_refused(one, monkeypatch):
 
 
 # The model with experts has a dense layer too.
-@pytest.mark.parametrize("kind", [pytest.param("untied_folder", marks=pytest.mark.slow), "moe_folder"])
-def test_tensor_and_sequence_parallel_ranks_give_the_same_answers(request, kind, tmp_path):
-    folder = request.getfixturevalue(kind)
-    run_ranks("tests.model.test_generation", 2, tmp_path / "answers.pt", folder)
+@pytest.mark.parametrize("kind", [pytest.param("untied", marks=pytest.mark.slow), "moe", "3.5 dense", "3.5 moe"])
+def test_tensor_and_sequence_parallel_ranks_give_the_same_answers(request, kind):
+    folder = folder_of(kind, request)
+    (found,) = results_of_ranks("tests.model.test_generation", 2, folder).values()
     alone = load(folder)
     expected = answers(alone, prompts("mixed", alone.config))
-    (found,) = torch.load(tmp_path / "answers.pt").values()
-    assert len(found) == len(PARALLEL) and all(torch.equal(of_a_layout, expected) for of_a_layout in found)
+    assert found and all(torch.equal(of_a_layout, expected) for of_a_layout in found)
 
 
 if __name__ == "__main__":
     begin()
     results = {}
     for name in sys.argv[2:]:
-        pairs = (load(name, tensor_model_parallel_size=2, **fields) for fields in PARALLEL)
+        layouts = PARALLEL[1:] if "qwen3_5" in (Path(name) / "config.json").read_text() else PARALLEL
+        pairs = (load(name, tensor_model_parallel_size=2, **fields) for fields in layouts)
         results[name] = [answers(p, prompts("mixed", p.config)) for p in pairs]
     leave(results, sys.argv[1])

@@ -4,14 +4,14 @@ import types
 from dataclasses import replace
 
 from qwen3vl_bridge.batch import (
-    EncoderInputs,
-    EncoderShard,
-    PackedBatch,
     SequenceLayout,
+    TokenBatch,
+    VisionRankInputs,
+    VisionShard,
     VisionWork,
     make_vision_inputs,
 )
-from qwen3vl_bridge.batch.packed_batch import VisionRows
+from qwen3vl_bridge.batch.token_batch import VisionRows
 from qwen3vl_bridge.batch.vision_sharding import assign_vision
 from qwen3vl_bridge.dist_train.modules import Headers, pack, unpack
 from qwen3vl_bridge.models.qwen3_vl.model import DeepStackStage
@@ -92,10 +92,10 @@ def test_rows_of_another_length_than_the_schedule_was_told_are_refused():
         stage.unpack(torch.ones(8, 2, 5), 3, 2, 4)
 
 
-@pytest.mark.parametrize(("sent", "pictures", "fits"), [(1, 2, False), (1, 0, True), (0, 2, True), (1, None, True)])
+@pytest.mark.parametrize(("sent", "pictures", "fits"), [(1, 2, False), (1, 0, True), (0, 2, True)])
 def test_features_need_tensors_of_any_size_between_stages(sent, pictures, fits):
     """Rows of text may have any length that the schedule is told; it is told nothing of pictures."""
-    where = None if pictures is None else VisionRows(torch.zeros(pictures).long(), torch.zeros(pictures).long())
+    where = VisionRows(torch.zeros(pictures).long(), torch.zeros(pictures).long())
     inputs, stage = types.SimpleNamespace(deepstack=where), DeepStackStage(received=3, sent=sent)
     stage.check(inputs, types.SimpleNamespace(variable_seq_lengths=True))
     fixed = types.SimpleNamespace(variable_seq_lengths=False)
@@ -141,18 +141,18 @@ def read(*arguments) -> list[torch.Tensor]:
     return found
 
 
-def shards(counts: list[int]) -> tuple[EncoderShard, ...]:
-    return tuple(EncoderShard(count, 2**31 + 7 * i) for i, count in enumerate(counts))
+def shards(counts: list[int]) -> tuple[VisionShard, ...]:
+    return tuple(VisionShard(count, 2**31 + 7 * i) for i, count in enumerate(counts))
 
 
-def batch_of(grids: list[tuple[int, int, int]], name: str = "a") -> PackedBatch:
+def batch_of(grids: list[tuple[int, int, int]], name: str = "a") -> TokenBatch:
     layout, vision = SequenceLayout.packed_row([16]), None
     if grids:
         sizes = torch.tensor(grids)
         pixels = torch.randn(int(sizes.prod(-1).sum()), 3)
         vision = make_vision_inputs(pixels, sizes, None, None, num_position_embeddings=16, spatial_merge_size=2)
     zeros = torch.zeros(1, 16, dtype=torch.long)
-    return PackedBatch(
+    return TokenBatch(
         zeros, zeros, zeros.float(), zeros.expand(3, 1, 16), torch.full((16,), -1), layout, vision, (name,)
     )
 
@@ -189,23 +189,22 @@ def test_gradients_come_back_to_where_they_belong(counts):
 @pytest.mark.parametrize(
     ("expected", "taps", "hidden", "words"),
     [
-        (EncoderShard(3, 5), TAPS, HIDDEN, r"sent shards of .*\[\(2, 5, 3, 8\)\], expected \[\(3, 5, 3, 8\)\]"),
-        (EncoderShard(2, 6), TAPS, HIDDEN, "read the same batches in the same order"),
-        (EncoderShard(2, 5), 1, 2 * HIDDEN, r"expected \[\(2, 5, 1, 16\)\]"),  # a swap that has the same shape
-        (EncoderShard(2, 5), TAPS, HIDDEN + 1, r"sent \[1, 5, 32\], expected \[1, '3 or more', 36\]"),
-        (EncoderShard(9, 5), TAPS, HIDDEN, r"expected \[1, '10 or more', 32\]"),
+        (VisionShard(3, 5), TAPS, HIDDEN, r"sent shards of .*\[\(2, 5, 3, 8\)\], expected \[\(3, 5, 3, 8\)\]"),
+        (VisionShard(2, 6), TAPS, HIDDEN, "read the same batches in the same order"),
+        (VisionShard(2, 5), 1, 2 * HIDDEN, r"expected \[\(2, 5, 1, 16\)\]"),  # a swap that has the same shape
+        (VisionShard(2, 5), TAPS, HIDDEN + 1, r"sent \[1, 5, 32\], expected \[1, '3 or more', 36\]"),
+        (VisionShard(9, 5), TAPS, HIDDEN, r"expected \[1, '10 or more', 32\]"),
     ],
 )
 def test_another_payload_than_is_expected_is_refused(expected, taps, hidden, words):
-    payload = pack(*encoded(2), (EncoderShard(2, 5),), 4)
+    payload = pack(*encoded(2), (VisionShard(2, 5),), 4)
     with pytest.raises(ValueError, match=words):
         read(payload, (expected,), taps, hidden)
 
 
 def test_headers_are_compared_as_they_arrive_and_all_in_the_end():
     right, wrong = (
-        unpack(pack(*encoded(2), (EncoderShard(2, 5),), 4), (EncoderShard(2, mark),), TAPS, HIDDEN)[-1]
-        for mark in (5, 6)
+        unpack(pack(*encoded(2), (VisionShard(2, 5),), 4), (VisionShard(2, mark),), TAPS, HIDDEN)[-1] for mark in (5, 6)
     )
     headers = Headers()
     headers.add(right)
@@ -218,18 +217,18 @@ def test_headers_are_compared_as_they_arrive_and_all_in_the_end():
     headers.check_all()
 
 
-@given(grids=GRIDS, encoders=st.integers(1, 4))
-def test_both_sides_work_out_the_same_shards(grids, encoders):
+@given(grids=GRIDS, vision_ranks=st.integers(1, 4))
+def test_both_sides_work_out_the_same_shards(grids, vision_ranks):
     batch = batch_of(grids)
-    expected = batch.local(vision_work=WORK, encoders=encoders)
-    sent = [EncoderInputs.of((batch,), WORK, encoders, share) for share in range(encoders)]
+    expected = batch.local(vision_work=WORK, vision_ranks=vision_ranks)
+    sent = [VisionRankInputs.of((batch,), WORK, vision_ranks, share) for share in range(vision_ranks)]
     assert expected.vision is None and expected.vision_exchange is None
     assert (
-        expected.encoder_shards
-        == batch.encoder_shards_of(assign_vision(batch.vision, WORK, encoders))
+        expected.vision_shards
+        == batch.vision_shards_of(assign_vision(batch.vision, WORK, vision_ranks))
         == tuple(one.shards[0] for one in sent)
     )
-    assert {one.rows for one in sent} == {max(shard.tokens for shard in expected.encoder_shards)}
+    assert {one.rows for one in sent} == {max(shard.tokens for shard in expected.vision_shards)}
     for one in sent:
         assert one.shards[0].tokens == sum(one.vision.lengths if one.vision else ()) // 4
     assert sorted(n for one in sent if one.vision for n in one.vision.lengths) == sorted(
@@ -240,8 +239,8 @@ def test_both_sides_work_out_the_same_shards(grids, encoders):
 @given(grids=st.lists(GRIDS, min_size=2, max_size=3))
 def test_one_rank_encodes_for_several(grids):
     batches = [batch_of(some, str(i)) for i, some in enumerate(grids)]
-    one = EncoderInputs.of(batches, WORK, 1, 0)
-    assert one.shards == tuple(batch.local(vision_work=WORK, encoders=1).encoder_shards[0] for batch in batches)
+    one = VisionRankInputs.of(batches, WORK, 1, 0)
+    assert one.shards == tuple(batch.local(vision_work=WORK, vision_ranks=1).vision_shards[0] for batch in batches)
     pictures = [batch.vision for batch in batches if batch.vision]
     assert (one.vision is None) == (not pictures)
     if pictures:
@@ -257,5 +256,5 @@ def test_other_samples_or_pictures_have_another_mark():
         replace(batch, layout=SequenceLayout.packed_row([8, 8])),
         batch_of([(1, 2, 4), (1, 4, 4)]),
     ]
-    marks = {one.encoder_shards_of(assign_vision(one.vision, WORK, 1))[0].mark for one in (batch, *others)}
+    marks = {one.vision_shards_of(assign_vision(one.vision, WORK, 1))[0].mark for one in (batch, *others)}
     assert len(marks) == 4

@@ -1,5 +1,6 @@
 """A family that is registered from outside the package converts, trains a step and exports, by our code alone."""
 
+import dataclasses
 import json
 import os
 import re
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 import qwen3vl_bridge
 from qwen3vl_bridge import registry
 from qwen3vl_bridge.checkpoint import CheckpointError, export_checkpoint, import_checkpoint, verify_checkpoint
-from qwen3vl_bridge.weights.rows import expand, hf_shapes
+from qwen3vl_bridge.weights.rows import expand
 
 import pytest
 import torch
@@ -38,7 +39,8 @@ CONFIG = {
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch):
-    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
+    known = dict(registry.families())
+    monkeypatch.setattr(registry, "families", lambda: known)
     toy_family.register()
 
 
@@ -49,7 +51,7 @@ def folder(tmp_path_factory) -> Path:
     tensors = {
         name: torch.randn(shape, generator=numbers) * 0.05 + (len(shape) == 1)
         for row in expand(toy_family.TABLE, dimensions)
-        for name, shape in zip(row.hf, hf_shapes(row, dimensions), strict=True)
+        for name, shape in zip(row.hf, row.hf_shapes(dimensions), strict=True)
     }
     save_file(tensors, made / "model.safetensors")
     (made / "config.json").write_text(json.dumps(CONFIG))
@@ -150,7 +152,7 @@ def test_the_page_registers_this_family(package, monkeypatch):
     page = (package[0] / "toy_family.py").read_text().rpartition("from qwen3vl_bridge import Family, register_family")
     said = []
     monkeypatch.setattr(qwen3vl_bridge, "register_family", said.append)
-    exec("".join(page[1:]).replace('"toy_', '"tests.model.toy_').replace("tests.model.toy_vl", "toy_vl"))
+    exec("".join(page[1:]).replace('"toy_model', '"tests.model.toy_model'), dict(vars(toy_family)))
     assert said == [toy_family.FAMILY]
 
 
@@ -182,6 +184,4 @@ def test_an_unknown_model_is_told_who_is_known_and_how_to_be(folder, tmp_path):
 
 def test_a_name_is_one_familys():
     with pytest.raises(ValueError, match=r"'toy_vl' has \['toy_vl'\] already"):
-        registry.register_family(
-            registry.Family("another", toy_family.FAMILY.architectures, *["os.path.join"] * 6, bridge="os")
-        )
+        registry.register_family(dataclasses.replace(toy_family.FAMILY, name="another", bridge="os"))

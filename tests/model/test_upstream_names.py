@@ -4,7 +4,7 @@ import inspect
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.batch import ModelInputs
-from qwen3vl_bridge.dist_train.modules import Qwen3VLEncoder
+from qwen3vl_bridge.dist_train.modules import Qwen3VLVisionModule
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def test_parts_are_frozen_by_place(untied_folder, part):
     by_name.freeze(**{PARTS[part]: True})
     frozen = [[p.requires_grad for p in model.parameters()] for model in (by_place, by_name)]
     assert frozen[0] == frozen[1] and len(set(frozen[0])) == 2
-    assert list(inspect.signature(Qwen3VLEncoder.freeze).parameters)[1:] == PARTS
+    assert list(inspect.signature(Qwen3VLVisionModule.freeze).parameters)[1:] == PARTS
 
 
 def test_the_first_arguments_by_place(pair):

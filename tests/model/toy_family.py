@@ -18,9 +18,7 @@ from qwen3vl_bridge.weights.rows import (
     GatedMLP,
     Shape,
     WeightRow,
-    indices_of,
-    text_sizes,
-    vision_sizes,
+    model_dimensions,
 )
 
 NAME = "toy_vl"
@@ -77,13 +75,11 @@ def check(config: Mapping[str, Any]) -> None:
 
 def dimensions(config: Mapping[str, Any]) -> Dimensions:
     text, vision = config["text_config"], config["vision_config"]
-    sizes = text_sizes(
-        vocab=text["vocab_size"], hidden=text["hidden_size"], ffn=text["intermediate_size"],
-        heads=text["num_attention_heads"], kv_heads=text["num_key_value_heads"], head_dim=text["head_dim"],
-        untied=True,
+    return model_dimensions(
+        NAME, vision, layers=text["num_hidden_layers"], vocab=text["vocab_size"], hidden=text["hidden_size"],
+        ffn=text["intermediate_size"], heads=text["num_attention_heads"], kv_heads=text["num_key_value_heads"],
+        head_dim=text["head_dim"], untied=True,
     )  # fmt: skip
-    indices = indices_of(layers=text["num_hidden_layers"], vision_layers=vision["depth"])
-    return Dimensions(sizes | vision_sizes(vision), indices, NAME)
 
 
 def fields(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,10 +96,8 @@ def fields_of_run(model: Mapping[str, Any], found: Mapping[str, Any]) -> dict[st
 
 
 FAMILY = Family(
-    name=NAME, architectures={"toy_vl": "ToyVLForConditionalGeneration"}, table=f"{__name__}.table",
-    dimensions=f"{__name__}.dimensions", check=f"{__name__}.check", fields=f"{__name__}.fields",
-    fields_of_run=f"{__name__}.fields_of_run", provider="tests.model.toy_model.provider_of",
-    bridge="tests.model.toy_model",
+    name=NAME, architectures={"toy_vl": "ToyVLForConditionalGeneration"}, table=table, dimensions=dimensions,
+    check=check, fields=fields, fields_of_run=fields_of_run, bridge="tests.model.toy_model",
 )  # fmt: skip
 
 

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 from qwen3vl_bridge.models.bridge import FamilyBridge
 from qwen3vl_bridge.models.model import VisionLanguageModel
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
-from qwen3vl_bridge.models.refusals import FIXED, NOTHING_ELSE
-from qwen3vl_bridge.models.rules import Allowed, only
+from qwen3vl_bridge.models.refusals import NOTHING_ELSE
+from qwen3vl_bridge.models.rules import Rule, keep
 
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
@@ -16,36 +16,24 @@ from transformers import PretrainedConfig
 
 from tests.model.toy_family import NAME, SAME, check
 
-# Converted checkpoints name `provider_of`, saved runs `ToyProvider`; Megatron-Bridge builds only what is allowed.
+# Converted checkpoints and saved runs name `provider_from_hf_config` and `ToyProvider`; others are not built.
 register_allowed_target_prefix("tests.model.toy_model.")
 
 _TOKENS = ("eos_token_id", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-
-
-@dataclass
-class ToyProvider(VisionLanguageProvider):
-    family: ClassVar[str] = NAME
-    model_class: ClassVar[str] = "tests.model.toy_model.ToyModel"
-    language_model_class: ClassVar[str] = "qwen3vl_bridge.models.model.MRopeGPTModel"
-    fixed: ClassVar[Mapping[str, Allowed]] = {
-        **FIXED,
-        **only("its heads have no norm", qk_layernorm=False),
-        **only(
-            NOTHING_ELSE,
-            rotary_percent=1.0,
-            attention_output_gate=False,
-            layernorm_zero_centered_gamma=False,
-            experimental_attention_variant=None,
-            num_moe_experts=None,
-        ),
-    }
 
 
 class ToyModel(VisionLanguageModel):
     """Both towers as all families have them: what differs, settings and configuration say."""
 
 
-def provider_of(hf_config: Mapping[str, Any], **settings: Any) -> ToyProvider:
+@dataclass
+class ToyProvider(VisionLanguageProvider):
+    family: ClassVar[str] = NAME
+    model_class = ToyModel
+    rules: ClassVar[tuple[Rule, ...]] = keep("rotary_percent", NOTHING_ELSE)
+
+
+def provider_from_hf_config(hf_config: Mapping[str, Any], **settings: Any) -> ToyProvider:
     """The provider of a `config.json`, not finalized."""
     check(hf_config)
     return ToyProvider(
@@ -63,4 +51,4 @@ class ToyBridge(FamilyBridge):
     family = NAME
 
     def provider_bridge(self, hf_pretrained: Any) -> ToyProvider:
-        return provider_of(hf_pretrained.config.to_dict())
+        return provider_from_hf_config(hf_pretrained.config.to_dict())

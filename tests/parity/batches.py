@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qwen3vl_bridge.batch import PackedBatch, SequenceLayout, make_vision_inputs, mrope_positions, vision_slots
+from qwen3vl_bridge.batch import SequenceLayout, TokenBatch, make_vision_inputs, mrope_positions, vision_slots
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +62,12 @@ def make_samples(content: str, config, seed: int) -> list[Sample]:
     return samples
 
 
+def pictures(samples: list[Sample]) -> dict[str, torch.Tensor]:
+    """The pixels and grids of all samples, as arguments of a model."""
+    names = sorted({name for sample in samples for name in sample.pixels})
+    return {name: torch.cat([s.pixels[name] for s in samples if name in s.pixels]) for name in names}
+
+
 def run_reference(model, samples: list[Sample]) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Logits of each sample run alone, and the sum of all losses that count; on the model's device, in its dtype."""
     logits, total, weight = [], torch.zeros(()), next(model.parameters())
@@ -80,7 +86,7 @@ def run_reference(model, samples: list[Sample]) -> tuple[list[torch.Tensor], tor
 
 def make_batch(
     samples: list[Sample], config, *, packed: bool = False, layout: SequenceLayout | None = None
-) -> PackedBatch:
+) -> TokenBatch:
     """The samples as one batch: a packed row with padding after each document, or rows padded on the right."""
     lengths = [len(s.ids) for s in samples]
     if layout is None and packed:
@@ -94,15 +100,12 @@ def make_batch(
         whole[~layout.padding_mask()] = torch.cat(values)
         return whole.view(shape)
 
-    def join(name: str) -> torch.Tensor | None:
-        found = [s.pixels[name] for s in samples if name in s.pixels]
-        return torch.cat(found) if found else None
-
     ids = place([s.ids for s in samples], fill=config.eos_token_id if hasattr(config, "eos_token_id") else 0)
-    grids = join("image_grid_thw"), join("video_grid_thw")
+    given = pictures(samples)
+    grids = given.get("image_grid_thw"), given.get("video_grid_thw")
     tokens = dict(image_token_id=config.image_token_id, video_token_id=config.video_token_id)
     image_tokens = 0 if grids[0] is None else int(grids[0].prod(-1).sum()) // 4
-    return PackedBatch(
+    return TokenBatch(
         input_ids=ids,
         labels=place([s.labels for s in samples], fill=0),
         loss_mask=place([s.loss_mask for s in samples], fill=0.0),
@@ -110,9 +113,9 @@ def make_batch(
         vision_slot=vision_slots(ids, num_image_tokens=image_tokens, **tokens),
         layout=layout,
         vision=make_vision_inputs(
-            join("pixel_values"),
+            given.get("pixel_values"),
             grids[0],
-            join("pixel_values_videos"),
+            given.get("pixel_values_videos"),
             grids[1],
             num_position_embeddings=config.vision_config.num_position_embeddings,
             spatial_merge_size=2,

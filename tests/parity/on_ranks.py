@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.batch import PackedBatch, SequenceLayout, token_index
+from qwen3vl_bridge.batch import SequenceLayout, TokenBatch, token_index
 from qwen3vl_bridge.dist_train.joint_step import join_modules, replicas_read
 from qwen3vl_bridge.training import step
 
@@ -36,7 +36,7 @@ from torch import Tensor
 from tests.ranks import begin, largest, leave, of_all_ranks
 from tests.steps import Run, forward_backward, set_up, train_step
 
-from .batches import Sample, make_batch
+from .batches import Sample, make_batch, pictures
 from .conftest import converted_gradients, shifted_names
 from .references import ADAM, CLIP, DECAY, MICROBATCHES, STEPS, errors, provider_settings, step_samples
 from .topologies import MODULES, TOPOLOGIES, Topology, split_by
@@ -80,7 +80,7 @@ def layout_of(samples: list[Sample], *, packed: bool, multiple: int, tokens: int
 
 @dataclass(frozen=True)
 class Shared:
-    batch: PackedBatch
+    batch: TokenBatch
     samples: list[Sample]
 
     def arguments(self, cp_size: int, cp_rank: int) -> dict[str, Any]:
@@ -91,14 +91,12 @@ class Shared:
         def take(whole: Tensor) -> Tensor:
             return whole.flatten()[index]
 
-        names = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
-        found = {name: [s.pixels[name] for s in self.samples if name in s.pixels] for name in names}
         return dict(
             input_ids=take(self.batch.input_ids),
             labels=take(self.batch.labels),
             loss_mask=take(self.batch.loss_mask),
             packed_seq_params=PackedSeqParams("thd", *[layout.cu_seqlens] * 2, *[layout.cu_seqlens_padded] * 2),
-            **{name: torch.cat(parts) for name, parts in found.items() if parts},
+            **pictures(self.samples),
         )
 
 
@@ -130,7 +128,7 @@ class Split:
         self.parameters = [p for chunk in self.run.model for p in chunk.parameters()]
         self.start = [p.detach().clone() for p in self.parameters]
 
-    def begin(self, batches: Iterator[PackedBatch | Shared], rows: str) -> None:
+    def begin(self, batches: Iterator[TokenBatch | Shared], rows: str) -> None:
         """The first weights, an optimizer that has seen nothing, and what it will see."""
         run = self.run
         with torch.no_grad():
@@ -184,7 +182,7 @@ class Split:
         replicas = [self._batches(content, rows, steps, replica, size) for replica in read]
         return replicas[0] if self.run.cfg.model.add_decoder else zip(*replicas, strict=True)
 
-    def _batches(self, content: str, rows: str, steps: int, replica: int, size: int) -> Iterator[PackedBatch | Shared]:
+    def _batches(self, content: str, rows: str, steps: int, replica: int, size: int) -> Iterator[TokenBatch | Shared]:
         model = self.run.cfg.model
         multiple = 2 * model.context_parallel_size * model.tensor_model_parallel_size
         for number in range(steps):

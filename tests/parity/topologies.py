@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from qwen3vl_bridge.models.settings import DistTrainConfig
+from megatron.bridge.models.qwen_vl.qwen3_vl_provider import DistTrainConfig
 
 _TP2 = dict(tensor_model_parallel_size=2)
 _SP = dict(_TP2, sequence_parallel=True)

@@ -4,8 +4,7 @@ import itertools
 from dataclasses import replace
 from functools import partial
 
-import qwen3vl_bridge.models.qwen3_5.bridge  # noqa: F401  which is not registered by itself
-from qwen3vl_bridge.batch import PackedBatch, SequenceLayout
+from qwen3vl_bridge.batch import SequenceLayout, TokenBatch
 from qwen3vl_bridge.models.qwen3_5 import presets as qwen3_5_presets
 from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.models.rope import InterleavedMRoPE, vision_rotary
@@ -131,7 +130,7 @@ def test_what_autograd_keeps(case, family):
         assert abs(error) <= (NEAR_ROWS if linear and not packed else NEAR), (content, packed)
 
 
-def padded(samples: list[Sample], config, *, packed: bool) -> PackedBatch:
+def padded(samples: list[Sample], config, *, packed: bool) -> TokenBatch:
     """With padding, so that segments fill more chunks of linear attention than one: only then is all kept of each."""
     lengths = [len(sample.ids) for sample in samples]
     layout = SequenceLayout.packed_row(lengths, multiple=196) if packed else SequenceLayout.rows(lengths, 330)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.models.flops import CHUNK
 from qwen3vl_bridge.planning.activations import MicrobatchWork, chunk_activations
 from qwen3vl_bridge.planning.model_states import ParameterCount, chunk_count, stage_states
@@ -84,18 +84,18 @@ def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
     return {one._cdata: one for one in found}
 
 
-def saved_bytes(model: nn.Module, batch: PackedBatch, *, predicts: bool = False) -> int:
+def saved_bytes(model: nn.Module, batch: TokenBatch, *, predicts: bool = False) -> int:
     with keeping([model]) as storages:
         model(inputs=batch.local(predicts=predicts))
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def work_of(batch: PackedBatch) -> MicrobatchWork:
+def work_of(batch: TokenBatch) -> MicrobatchWork:
     patches = 4 if batch.vision is None else len(batch.vision.pixel_values)
     return MicrobatchWork(batch.layout.total, patches, 0 if batch.vision is None else patches / 4, slots_of(batch))
 
 
-def slots_of(batch: PackedBatch) -> float:
+def slots_of(batch: TokenBatch) -> float:
     """Slots of the delta rule's chunks in torch, for each token: so many chunks for each row, one more for a segment.
 
     A row that is not packed is a segment.
@@ -174,7 +174,7 @@ def activations(split: Split) -> dict[str, float]:
     return {
         "kept": sum(storage.nbytes() for storage in storages.values()), "tokens": local.input_ids.numel(),
         "patches": 4 if local.vision is None else len(local.vision.pixel_values),
-        "vision_tokens": 0 if local.fuse is None else len(local.fuse.positions), "slots": slots_of(batch),
+        "vision_tokens": len(local.fuse.positions), "slots": slots_of(batch),
     }  # fmt: skip
 
 

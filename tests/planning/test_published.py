@@ -9,7 +9,7 @@ from qwen3vl_bridge.planning.hardware import GIB, GPUS
 from qwen3vl_bridge.planning.split import ModelSplit
 from qwen3vl_bridge.planning.training_settings import FULL, LoraSettings, TrainingSettings
 from qwen3vl_bridge.registry import dimensions_of
-from qwen3vl_bridge.weights.rows import Dimensions, Part, indices_of
+from qwen3vl_bridge.weights.rows import Dimensions, Part
 
 import pytest
 
@@ -20,8 +20,7 @@ H100 = GPUS["H100"].memory_bytes
 def gpt(hidden: int = 4800) -> Dimensions:
     """As many keys as queries as hidden numbers, and a gated MLP that keeps what GPT's of 4 h does: 3 f = 8 h."""
     sizes = dict(hidden=hidden, q=hidden, kv=hidden, ffn=8 * hidden // 3, heads=48, kv_heads=48, head_dim=hidden // 48)
-    indices = indices_of(layers=1)
-    return Dimensions(sizes, indices, "qwen3_vl")
+    return Dimensions(sizes, dict(text_layers=range(1), dense_layers=(0,), moe_layers=()), "qwen3_vl")
 
 
 # What Korthikanti et al. (arXiv 2205.05198) do not have: norms of queries and keys, attention's logarithms; and

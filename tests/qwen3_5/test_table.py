@@ -200,7 +200,7 @@ def test_configurations_that_are_refused(section, field, value, message):
     config = config_dict("2B")
     config[section][field] = value
     with pytest.raises(ValueError, match=message):
-        family_of(config).check_settings(config)
+        family_of(config).check(config)
 
 
 @pytest.mark.parametrize(("size", "kind"), [("2B", "qwen3_5"), ("35B-A3B", "qwen3_5_moe")])
@@ -232,7 +232,7 @@ def test_files_as_released_load(size):
     expected, config = hf_config(size), config_dict(size)
     config["text_config"] = {k: v for k, v in config["text_config"].items() if k != "layer_types"} | RELEASED_FIELDS
     config["vision_config"] |= {"deepstack_visual_indexes": []}
-    family_of(config).check_settings(config)
+    family_of(config).check(config)
     providers = [
         AutoBridge.from_hf_config(one).to_megatron_provider(load_weights=False)
         for one in (expected, AutoConfig.for_model(**config))
@@ -281,4 +281,4 @@ def test_every_field_of_the_text_model_is_honoured_or_refused(size):
 def test_a_null_is_a_default():
     config = config_dict("2B")
     config["text_config"] |= {"rope_parameters": None, "rope_theta": None, "partial_rotary_factor": None}
-    assert family_of(config).fields_of(config)["text_config.rope_parameters.rope_theta"] == 10_000
+    assert family_of(config).fields(config)["text_config.rope_parameters.rope_theta"] == 10_000

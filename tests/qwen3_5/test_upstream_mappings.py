@@ -305,10 +305,6 @@ RUNS = {
 }
 
 
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", RUNS)
 def test_runs_train_save_and_are_exported(qwen3_5_folders, digits, tmp_path, ranks):
@@ -328,7 +324,7 @@ def test_runs_train_save_and_are_exported(qwen3_5_folders, digits, tmp_path, ran
         log, in_memory = (result, {}) if journey.fsdp else result
         assert len(log) == 2
         export_checkpoint(journey.save, exported := tmp_path / "exported" / Path(journey.save).name, progress=False)
-        stored, before = weights_of(exported), weights_of(Path(journey.hf))
+        stored, before = weights(exported), weights(Path(journey.hf))
         assert stored.keys() == before.keys() and (journey.fsdp or stored.keys() == in_memory.keys())
         for name, tensor in in_memory.items():
             assert torch.equal(stored[name], tensor), name

@@ -160,10 +160,7 @@ REFUSED = [
     ([*DDP, "model.pipeline_model_parallel_size=2"], 2, "variable_seq_lengths is False and the first pipeline stage"),
     (["model.tensor_model_parallel_size=2"], 3, "the run has 3 processes, expected a multiple of 2"),
     (["model.cuda_graph_modules=[attn]"], 1, r"cuda_graph_modules is \['attn'\], expected \[\]"),
-    (["model.restore_modelopt_state=true"], 1, "restore_modelopt_state is True, expected False: ModelOpt's"),
     (["optimizer.optimizer=sgd"], 1, "optimizer.use_distributed_optimizer is True with optimizer.optimizer 'sgd'"),
-    (["optimizer.overlap_param_gather_with_optimizer_step=true"], 1, "with_optimizer_step is True, .* interleaved"),
-    (["dist.lazy_mpu_init=true"], 1, "dist.lazy_mpu_init is True, expected False"),
     (["train.micro_batch_size=2"], 1, "train.micro_batch_size is 2 with dataset.pack, expected 1"),
     (["validation.eval_micro_batch_size=2"], 1, "validation.eval_micro_batch_size is 2 with dataset.pack, expected 1"),
     ([*DDP, "checkpoint.ckpt_format=zarr"], 1, "ckpt_format is 'zarr', expected 'torch_dist' or 'f"),
@@ -173,7 +170,6 @@ REFUSED = [
     (["logger.wandb_project=x"], 1, "wandb is not installed"),
     (["checkpoint.async_save=true"], 1, "async_save is True with .* 'fsdp_dtensor', expected False: .*resiliency-ext"),
     (["scheduler.lr_decay_style=cosin"], 1, "scheduler.lr_decay_style is 'cosin', expected one of .*'cosine'"),
-    (["checkpoint.use_checkpoint_args=true"], 1, "use_checkpoint_args is True, expected False: the training loop does"),
     (["--recipe", LORA, "peft.target_modules=[linear_qvk]"], 1, r"target_modules \['linear_qvk'\] match no linear"),
 ]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from qwen3vl_bridge.checkpoint import CheckpointError, export_checkpoint
 from qwen3vl_bridge.models.qwen3_vl.bridge import provider_from_hf_config
+from qwen3vl_bridge.models.rules import check
 from qwen3vl_bridge.training import run_refusals
 from qwen3vl_bridge.training import step as training_step
 from qwen3vl_bridge.training.before_step import optimizers_of
@@ -26,7 +27,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from tests.host_waits.counter import HostWaits
-from tests.noise import SEEDS, allowed, check, rounded_folder
+from tests.noise import SEEDS, allowed, rounded_folder
+from tests.noise import check as check_errors
 from tests.parity.batches import make_batch, make_samples
 from tests.receipts import write_receipts
 from tests.steps import Run, save, set_up, train_step
@@ -183,7 +185,7 @@ def test_steps_and_validations_are_those_of_transformers_with_adamw(unbroken, in
             expected[step]["valid_loss"] = mean_loss(model, cfg.dataset.evaluation("valid"))
     folders = [rounded_folder(inputs.hf, tmp_path / str(seed), seed, DTYPES[make]) for seed in SEEDS[:2]]
     near = [by_step(train(make(replace(inputs, hf=folder), None))) for folder in folders]
-    check(errors(by_step(log), expected), allowed([errors(one, by_step(log)) for one in near], DTYPES[make]))
+    check_errors(errors(by_step(log), expected), allowed([errors(one, by_step(log)) for one in near], DTYPES[make]))
     tokens = [sum(int(row.loss_mask.sum()) for row in batches[i * rows : (i + 1) * rows]) for i in range(len(steps))]
     assert [e["trained_tokens"] for e in steps] == tokens
 
@@ -373,11 +375,10 @@ def test_the_streams_own_position_is_that_of_the_step(inputs, copied):
 )
 def test_an_end_that_is_none_is_named(name):
     cfg = qwen3vl_recipes.qwen3_vl_2b_sft_config()
-    run_refusals._check_schedule(cfg)
     section, field = name.split(".")
     setattr(getattr(cfg, section), field, None)
-    with pytest.raises(ValueError, match=f"^{name}: found None, expected numbers"):
-        run_refusals._check_schedule(cfg)
+    with pytest.raises(ValueError, match=f"^{name} is None, expected a number"):
+        check(run_refusals.BEFORE_VALIDATE, cfg)
 
 
 def test_a_first_save_that_would_end_the_run_is_refused_before_it(inputs, monkeypatch, tmp_path):

@@ -2,7 +2,7 @@
 groups.
 """
 
-from qwen3vl_bridge.batch.packed_batch import EncoderInputs, ModelInputs, PackedBatch, VisionRows
+from qwen3vl_bridge.batch.token_batch import ModelInputs, TokenBatch, VisionRankInputs, VisionRows
 from qwen3vl_bridge.batch.token_layout import SequenceLayout, gathered_index, token_index
 from qwen3vl_bridge.batch.vision_inputs import (
     VisionInputs,
@@ -13,16 +13,16 @@ from qwen3vl_bridge.batch.vision_inputs import (
     patch_positions,
     vision_slots,
 )
-from qwen3vl_bridge.batch.vision_sharding import EncoderShard, VisionWork
+from qwen3vl_bridge.batch.vision_sharding import VisionShard, VisionWork
 
 __all__ = [
-    "EncoderInputs",
-    "EncoderShard",
     "ModelInputs",
-    "PackedBatch",
     "SequenceLayout",
+    "TokenBatch",
     "VisionInputs",
+    "VisionRankInputs",
     "VisionRows",
+    "VisionShard",
     "VisionWork",
     "frame_lengths",
     "gathered_index",

@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SequenceLayout(Movable):
-    """The segments of a batch. Create one with `rows` or `packed_row`.
+    """The segments of a batch. Create one with `rows`, `packed_row` or `of`.
 
     Lengths are on the host, so that reading them never waits for the device. Layouts are equal if lengths and rows are.
 
@@ -54,7 +54,7 @@ class SequenceLayout(Movable):
     @classmethod
     def rows(cls, lengths: Sequence[int], seq_length: int) -> Self:
         """Padded rows: row i holds `lengths[i]` real tokens and is `seq_length` long."""
-        return cls._build(len(lengths), lengths, [seq_length] * len(lengths))
+        return cls.of(len(lengths), lengths, [seq_length] * len(lengths))
 
     @classmethod
     def packed_row(cls, lengths: Sequence[int], *, multiple: int = 1, total: int | None = None) -> Self:
@@ -81,13 +81,14 @@ class SequenceLayout(Movable):
                 f"multiple of {multiple}"
             )
         trailing = [rest] if rest else []
-        return cls._build(1, [*lengths, *(0 for _ in trailing)], [*padded, *trailing])
+        return cls.of(1, [*lengths, *(0 for _ in trailing)], [*padded, *trailing])
 
     @classmethod
-    def _build(cls, num_rows: int, lengths: Sequence[int], padded_lengths: Sequence[int]) -> Self:
+    def of(cls, num_rows: int, lengths: Sequence[int], padded_lengths: Sequence[int]) -> Self:
+        """The layout of these lengths; its fields say what is possible."""
         return cls(
-            cu_seqlens=_offsets(lengths),
-            cu_seqlens_padded=_offsets(padded_lengths),
+            cu_seqlens=offsets_of(lengths),
+            cu_seqlens_padded=offsets_of(padded_lengths),
             num_rows=num_rows,
             lengths=tuple(lengths),
             padded_lengths=tuple(padded_lengths),
@@ -238,11 +239,12 @@ def _check_offsets(name: str, offsets: Tensor, lengths: tuple[int, ...]) -> None
             f"{name}: found {list(offsets.shape)} {offsets.dtype}, expected [{len(lengths) + 1}] torch.int32"
         )
     # On another device a comparison would make the host wait.
-    if offsets.device.type == "cpu" and not torch.equal(offsets, _offsets(lengths)):
+    if offsets.device.type == "cpu" and not torch.equal(offsets, offsets_of(lengths)):
         raise ValueError(f"{name}: found {_brief(offsets.tolist())}, but the lengths are {_brief(lengths)}")
 
 
-def _offsets(lengths: Sequence[int]) -> Tensor:
+def offsets_of(lengths: Sequence[int]) -> Tensor:
+    """[n + 1] int32, where each of n consecutive segments begins, and the end."""
     return torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32)
 
 

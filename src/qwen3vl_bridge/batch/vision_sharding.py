@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Self
@@ -111,30 +110,25 @@ def _exchange(shares: list[list[int]], costs: Sequence[float]) -> bool:
     for rank, share in enumerate(shares):
         if rank == most:
             continue
-        for moved_index, back, moved in _candidates(shares[most], share, (totals[most] - totals[rank]) / 2, costs):
-            worst = max(totals[most] - moved, totals[rank] + moved)
-            if worst < best:
-                best, swap = worst, (moved_index, rank, back)
+        wanted = (totals[most] - totals[rank]) / 2
+        candidates = [None, *sorted(share, key=costs.__getitem__)]  # frames to be given back: none, or the cheapest
+        given_back = [0.0 if frame is None else costs[frame] for frame in candidates]
+        for frame in shares[most]:
+            after = bisect.bisect_left(given_back, costs[frame] - wanted)
+            for i in range(max(after - 1, 0), min(after + 1, len(candidates))):  # the two that come closest
+                moved = costs[frame] - given_back[i]
+                worst = max(totals[most] - moved, totals[rank] + moved)
+                if worst < best:
+                    best, swap = worst, (frame, rank, candidates[i])
     if swap is None:
         return False
-    moved_index, rank, back = swap
-    shares[rank].append(shares[most].pop(moved_index))
+    frame, rank, back = swap
+    shares[most].remove(frame)
+    shares[rank].append(frame)
     if back is not None:
         shares[rank].remove(back)
         shares[most].append(back)
     return True
-
-
-def _candidates(
-    share: Sequence[int], other: Sequence[int], wanted: float, costs: Sequence[float]
-) -> Iterator[tuple[int, int | None, float]]:
-    """For each frame of a rank, the two swaps that come closest to moving the wanted cost to the other rank."""
-    cheapest_first = sorted(other, key=costs.__getitem__)
-    theirs = [0.0, *(costs[frame] for frame in cheapest_first)]
-    for moved_index, frame in enumerate(share):
-        after = bisect.bisect_left(theirs, costs[frame] - wanted)
-        for i in range(max(after - 1, 0), min(after + 1, len(theirs))):
-            yield moved_index, cheapest_first[i - 1] if i else None, costs[frame] - theirs[i]
 
 
 def assign_vision(vision: VisionInputs | None, work: VisionWork, ranks: int) -> VisionAssignment:
@@ -160,17 +154,8 @@ def assign_vision(vision: VisionInputs | None, work: VisionWork, ranks: int) -> 
 
 
 @dataclass(frozen=True)
-class EncoderShard:
+class VisionShard:
     """What one vision rank sends to one language replica for a microbatch."""
 
     tokens: int  # number of vision tokens; 0 if the microbatch has no frames for this rank
     mark: int  # 32-bit checksum of the samples, their tokens and the encoded frames
-
-
-def shards_of(vision: VisionInputs | None, assignment: VisionAssignment, samples: int) -> tuple[EncoderShard, ...]:
-    """The shard of each vision rank for a microbatch; `samples` is a checksum of its samples and their tokens."""
-    lengths = () if vision is None else vision.lengths
-    return tuple(
-        EncoderShard(tokens, zlib.crc32(repr([lengths[frame] for frame in frames]).encode(), samples))
-        for frames, tokens in zip(assignment.frames, assignment.counts, strict=True)
-    )

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Unpack
+from typing import Any
 
-from qwen3vl_bridge.checkpoint.conversion import Conversion, ConversionOptions, ConversionReport, Output, run_conversion
-from qwen3vl_bridge.checkpoint.conversion_plan import Plan, drop_unexpected, make_plan
+from qwen3vl_bridge.checkpoint.conversion import Conversion, ConversionOptions, ConversionReport, run_conversion
+from qwen3vl_bridge.checkpoint.conversion_plan import drop_unexpected, make_plan
 from qwen3vl_bridge.checkpoint.formats import megatron
 from qwen3vl_bridge.checkpoint.formats.huggingface import MAX_SHARD_BYTES
-from qwen3vl_bridge.checkpoint.formats.layouts import TRANSFORMER_ENGINE, HuggingFace, TensorLayout
+from qwen3vl_bridge.checkpoint.formats.layouts import TRANSFORMER_ENGINE
 from qwen3vl_bridge.checkpoint.stored_models import StoredModel, open_model, open_stored
-from qwen3vl_bridge.checkpoint.targets import HFOutput, MegatronOutput, MegatronTarget
+from qwen3vl_bridge.checkpoint.targets import HFTarget, MegatronTarget
 from qwen3vl_bridge.checkpoint.topology import Topology
 from qwen3vl_bridge.io.files import CheckpointError, absolute
 from qwen3vl_bridge.weights.rows import ExpertLayout
@@ -29,7 +28,7 @@ def import_checkpoint(
     vocab_divisor: int | None = None,
     strict: bool = True,
     trust_remote_code: bool = False,
-    **options: Unpack[ConversionOptions],
+    **options: Any,
 ) -> ConversionReport:
     """Write a Megatron checkpoint from a Hugging Face model.
 
@@ -52,13 +51,14 @@ def import_checkpoint(
 
     def planned() -> Conversion:
         model = open_model(hf_model, strict=strict, trust_remote_code=trust_remote_code)
+        origin, experts = str(hf_model), model.experts
         target = MegatronTarget(
-            *(ckpt_format, naming, topology or Topology(), model.config, str(hf_model), model.experts, vocab_divisor),
-            float32_of_hf=model.float32_as,
+            *(ckpt_format, naming, topology or Topology(), model.config, origin, experts, vocab_divisor),
+            model.float32_as,
         )
-        return _to_megatron("import", hf_model, megatron_path, model, target, torch_dtype)
+        return _planned("import", hf_model, megatron_path, model, target, torch_dtype)
 
-    return run_conversion(planned, options)
+    return run_conversion(planned, ConversionOptions(**options))
 
 
 def export_checkpoint(
@@ -73,7 +73,7 @@ def export_checkpoint(
     drop_vocab_padding: bool = False,
     trust_remote_code: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    **options: Unpack[ConversionOptions],
+    **options: Any,
 ) -> ConversionReport:
     """Write a Hugging Face model from a Megatron checkpoint of either format; its optimizer state is ignored.
 
@@ -101,23 +101,18 @@ def export_checkpoint(
         stored = open_stored(megatron_path, iteration, hf_model, trust_remote_code=trust_remote_code)
         config, experts = stored.config, stored.experts
         if expert_layout is not None:
-            names = {layout.name.lower(): layout for layout in ExpertLayout}
-            if expert_layout.lower() not in names:
-                raise CheckpointError(f"expert_layout is {expert_layout!r}, expected {', '.join(names)}")
-            experts = names[expert_layout.lower()]
+            if expert_layout.upper() not in ExpertLayout.__members__:
+                names = ", ".join(layout.name.lower() for layout in ExpertLayout)
+                raise CheckpointError(f"expert_layout is {expert_layout!r}, expected {names}")
+            experts = ExpertLayout[expert_layout.upper()]
         if not strict:
             stored.notes[:0] = drop_unexpected(stored.tensors, config.rows(experts), stored.layout)
         moe = bool(config.dimensions.indices["moe_layers"])
         settings = {"from": stored.ckpt_format, "expert_layout": experts.name if moe else None}
-        return _planned(
-            *("export", megatron_path, hf_path, stored, HuggingFace(config.dimensions), experts),
-            lambda plan: HFOutput(plan, config, settings, max_shard_bytes),
-            torch_dtype=torch_dtype,
-            float32_as=stored.float32_in_export(torch_dtype),
-            drop_vocab_padding=drop_vocab_padding,
-        )
+        target = HFTarget(config, experts, settings, max_shard_bytes, stored.float32_in_export(torch_dtype))
+        return _planned("export", megatron_path, hf_path, stored, target, torch_dtype, drop=drop_vocab_padding)
 
-    return run_conversion(planned, options)
+    return run_conversion(planned, ConversionOptions(**options))
 
 
 def reformat_checkpoint(
@@ -132,7 +127,7 @@ def reformat_checkpoint(
     vocab_divisor: int | None = None,
     iteration: int | None = None,
     trust_remote_code: bool = False,
-    **options: Unpack[ConversionOptions],
+    **options: Any,
 ) -> ConversionReport:
     """Write the weights of a Megatron checkpoint in another format, layer spec or dtype, without Hugging Face between.
 
@@ -152,31 +147,14 @@ def reformat_checkpoint(
     def planned() -> Conversion:
         stored = open_stored(megatron_path, iteration, hf_model, trust_remote_code=trust_remote_code).with_padding()
         origin = stored.manifest.get("hf_model") or hf_model or megatron_path
+        divisor = stored.vocab_divisor if vocab_divisor is None else vocab_divisor
         target = MegatronTarget(
-            ckpt_format,
-            naming,
-            topology or Topology(),
-            stored.config,
-            str(origin),
-            stored.experts,
-            stored.vocab_divisor if vocab_divisor is None else vocab_divisor,
+            *(ckpt_format, naming, topology or Topology(), stored.config, str(origin), stored.experts, divisor),
             stored.float32_as,
         )
-        return _to_megatron("reformat", megatron_path, new_path, stored, target, torch_dtype)
+        return _planned("reformat", megatron_path, new_path, stored, target, torch_dtype)
 
-    return run_conversion(planned, options)
-
-
-def _to_megatron(
-    name: str, origin: str | Path, path: str | Path, source: StoredModel, target: MegatronTarget, dtype: str | None
-) -> Conversion:
-    target.check()
-    return _planned(
-        *(name, origin, path, source, target.layout, target.experts),
-        lambda plan: MegatronOutput(plan, target),
-        torch_dtype=dtype,
-        float32_as="float32",  # as in the running model
-    )
+    return run_conversion(planned, ConversionOptions(**options))
 
 
 def _planned(
@@ -184,18 +162,15 @@ def _planned(
     origin: str | Path,
     path: str | Path,
     source: StoredModel,
-    layout: TensorLayout,
-    experts: ExpertLayout,
-    output: Callable[[Plan], Output],
-    *,
+    target: HFTarget | MegatronTarget,
     torch_dtype: str | None,
-    float32_as: str | None,
-    drop_vocab_padding: bool = False,
+    *,
+    drop: bool = False,
 ) -> Conversion:
-    """Plan a conversion to a layout; `experts` is their format in the Hugging Face model on either side."""
-    rows = source.config.rows(experts)
-    dtypes = dict(dtype=torch_dtype, float32_as=float32_as)
-    plan = make_plan(rows, source.layout, layout, source.tensors.specs, where=str(source.folder), **dtypes)
-    padding = source.check_padding(source.config.dimensions["vocab"], drop=drop_vocab_padding)
+    """Plan a conversion; `drop` is whether rows beyond the vocabulary that are not zero are dropped."""
+    rows, dtypes = source.config.rows(target.experts), dict(dtype=torch_dtype, float32_as=target.float32_as)
+    plan = make_plan(rows, source.layout, target.layout, source.tensors.specs, where=str(source.folder), **dtypes)
+    padding = source.check_padding(source.config.dimensions["vocab"], drop=drop)
+    target.lay_out(plan)
     folders, notes = (source.folder, source.config.folder), [*padding, *source.notes]
-    return Conversion(name, str(origin), absolute(path), plan, source.tensors, folders, output(plan), notes)
+    return Conversion(name, str(origin), absolute(path), plan, source.tensors, folders, target, notes)

@@ -9,22 +9,21 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from typing import Any, ClassVar, Protocol
 
 from qwen3vl_bridge.checkpoint.comparison import checksums, differences
 from qwen3vl_bridge.checkpoint.conversion_plan import Plan, Task
 from qwen3vl_bridge.checkpoint.formats import planned_files
 from qwen3vl_bridge.checkpoint.formats.megatron import FORMATS
 from qwen3vl_bridge.checkpoint.formats.planned_files import OutputFile, Unit, share, units
-from qwen3vl_bridge.checkpoint.formats.tensors import ITEMSIZE, SegmentReader, TensorSource, cast
+from qwen3vl_bridge.checkpoint.formats.tensors import ITEMSIZE, SegmentReader, Slice, TensorSource, cast
 from qwen3vl_bridge.checkpoint.processes import Progress, Ranks
 from qwen3vl_bridge.checkpoint.stored_models import MANIFEST, TOOL, read_manifest, tool
 from qwen3vl_bridge.io.atomic import (
-    PRIVATE,
     Snapshot,
     atomic_directory,
     check_space,
@@ -58,10 +57,10 @@ class Output(Protocol):
         settings: values other than the plan on which the result depends, as JSON; stored in the manifest.
     """
 
+    inner: ClassVar[str]
+
     @property
     def files(self) -> list[OutputFile]: ...  # noqa: D102
-    @property
-    def inner(self) -> str: ...  # noqa: D102
     @property
     def settings(self) -> dict[str, Any]: ...  # noqa: D102
 
@@ -99,13 +98,12 @@ class Conversion:
     notes: list[str]
     threads: int = 2
 
-    def digest(self, *, sync: bool) -> str:
+    def digest(self) -> str:
         """Identifies a plan: source files, where every element comes from, where every byte goes.
 
-        Files other than tensors are not included: a resumed run writes them again. Whether the run waits for the disk
-        (`sync`) is: a run cannot be resumed from data that may not be on disk.
+        Files other than tensors are not included: a resumed run writes them again.
         """
-        digest = hashlib.sha256(repr((tool(), self.name, sync)).encode())
+        digest = hashlib.sha256(repr((tool(), self.name)).encode())
         for path in self.source.files:
             found = path.stat()
             digest.update(repr((str(path.resolve()), found.st_size, found.st_mtime_ns)).encode())
@@ -117,16 +115,18 @@ class Conversion:
         return digest.hexdigest()
 
     def write_manifest(self, result: Path, digest: str, sums: dict[str, str]) -> None:
-        """Write the result's manifest; its journal has the digests of the files with tensors."""
+        """Write the result's manifest; the journal has the digests of the files with tensors."""
         plan, output = self.plan, self.output
+        files: dict[Path, Parts] = {}
+        for unit, part in planned_files.noted(result, output.files, units(output.files)).items():
+            files.setdefault(Path(output.inner, output.files[unit.file].name), []).append((unit.end, part))
+        for path in leaves(result):
+            if (name := path.relative_to(result)) not in files:
+                size = path.stat().st_size
+                files[name] = [(size, planned_files.digest_of(path, 0, size, Progress("", size, shown=False)) or "")]
         made = {"tensors": len(plan.tasks), "parameters": plan.numel, "bytes": plan.nbytes, "dtypes": plan.dtypes}
         made |= {"cast": len(plan.cast), "transposed": len(plan.transposed), "digest": digest}
-        written: dict[str, Parts] = {}
-        for unit, part in planned_files.noted(result, output.files, units(output.files)).items():
-            parts = written.setdefault(Path(output.inner, output.files[unit.file].name).as_posix(), [])
-            if unit.start == (parts[-1][0] if parts else 0):  # otherwise a line is missing, and the file is read
-                parts.append((unit.end, part))
-        made["files"] = _files_of(result, output.inner, written)
+        made["files"] = {name.as_posix(): parts for name, parts in sorted(files.items())}
         manifest = tool() | {"source": self.origin} | output.settings | made
         write_object(result / output.inner / MANIFEST, manifest | ({"sha256": sums} if sums else {}))
 
@@ -176,8 +176,9 @@ class ConversionReport:
         return asdict(self) | {"target": str(self.target)}
 
 
-class ConversionOptions(TypedDict, total=False):
-    """How a conversion is carried out; every entry is optional.
+@dataclass(frozen=True)
+class ConversionOptions:
+    """How a conversion is carried out.
 
     Attributes:
         overwrite: whether to replace an earlier result at the target. Anything else there is an error.
@@ -187,23 +188,8 @@ class ConversionOptions(TypedDict, total=False):
         checksums: whether to write a checksum of every tensor to the manifest.
         dry_run: whether to stop before anything is written, except for an unnamed sample file to measure the disk.
         progress: whether to show progress on standard error.
-        sync: whether to wait until everything is on disk.
         ranks: the processes that share the work; each of them makes the same call.
     """
-
-    overwrite: bool
-    resume: bool
-    verify: bool
-    checksums: bool
-    dry_run: bool
-    progress: bool
-    sync: bool
-    ranks: Ranks
-
-
-@dataclass(frozen=True)
-class _Options:
-    """`ConversionOptions` with defaults filled in."""
 
     overwrite: bool = False
     resume: bool = False
@@ -211,26 +197,30 @@ class _Options:
     checksums: bool = False
     dry_run: bool = False
     progress: bool = False
-    sync: bool = True
     ranks: Ranks = field(default_factory=Ranks)
 
     def meter(self, label: str, total: int) -> Progress:
+        """Progress of this process, which the first one shows."""
         if self.ranks.size > 1:
             label = f"{label}, process {self.ranks.rank} of {self.ranks.size}"
         return Progress(label, total, shown=self.progress and self.ranks.first)
 
 
-def run_conversion(planned: Callable[[], Conversion], given: ConversionOptions) -> ConversionReport:
+def run_conversion(planned: Callable[[], Conversion], options: ConversionOptions) -> ConversionReport:
     """Execute a conversion that `planned` creates, the same in every process.
 
     Raises:
         CheckpointError: the source, an option, the target or the file system is invalid, or a process failed. The
             target is unchanged.
     """
-    options = _Options(**given)
     ranks = options.ranks
-    with _no_collection():
+    collecting = gc.isenabled()
+    gc.disable()  # a plan has a hundred thousand objects, all needed; collections double the time to create them
+    try:
         conversion = ranks.all_run(planned)
+    finally:
+        if collecting:
+            gc.enable()
     plan, output, target = conversion.plan, conversion.output, conversion.target
     needed = sum(file.nbytes for file in output.files) + _OVERHEAD
     replaceable = Replaceable(
@@ -259,7 +249,7 @@ def run_conversion(planned: Callable[[], Conversion], given: ConversionOptions) 
     )
     if options.dry_run:
         return replace(report, estimate=ranks.run_on_rank0(lambda: _estimated_seconds(conversion, options)))
-    digests = ranks.all_gather(lambda: conversion.digest(sync=options.sync))
+    digests = ranks.all_gather(lambda: conversion.digest())
     if len(set(digests)) > 1:
         raise CheckpointError(
             f"{conversion.origin} differs between the {ranks.size} processes, expected one file "
@@ -270,8 +260,13 @@ def run_conversion(planned: Callable[[], Conversion], given: ConversionOptions) 
             lambda: stack.enter_context(_staged(conversion, options, replaceable, digests[0], needed))
         )
         seconds, resumed, written = _write(conversion, options, work)
-        _finish_and_prove(conversion, options, work, digests[0])
-        if ranks.run_on_rank0(lambda: conversion.digest(sync=options.sync)) != digests[0]:
+        try:
+            _finish_and_prove(conversion, options, work, digests[0])
+        except CheckpointError as error:
+            if options.resume:
+                raise CheckpointError(f"{error}; if it fails again, run without --resume to start over") from error
+            raise
+        if ranks.run_on_rank0(lambda: conversion.digest()) != digests[0]:
             raise CheckpointError(f"{conversion.origin} changed while it was being read; {work} is unusable")
         into_place = stack.pop_all()
     ranks.run_on_rank0(into_place.close)
@@ -280,20 +275,8 @@ def run_conversion(planned: Callable[[], Conversion], given: ConversionOptions) 
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """A plan has a hundred thousand objects, all of them needed; garbage collection doubles the time to create them."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@contextlib.contextmanager
 def _staged(
-    conversion: Conversion, options: _Options, replaceable: Replaceable, digest: str, needed: int
+    conversion: Conversion, options: ConversionOptions, replaceable: Replaceable, digest: str, needed: int
 ) -> Iterator[Path]:
     """The folder in which the result is written, with a journal."""
 
@@ -313,7 +296,6 @@ def _staged(
         conversion.target,
         conversion.notes.append,
         replace=replaceable if options.overwrite else None,
-        sync=options.sync,
         claim=claim,
         keep=options.resume,
     ) as work:
@@ -323,7 +305,7 @@ def _staged(
         yield work
 
 
-def _write(conversion: Conversion, options: _Options, work: Path) -> tuple[float, int, int]:
+def _write(conversion: Conversion, options: ConversionOptions, work: Path) -> tuple[float, int, int]:
     """Write all files with tensors; returns the time, the bytes that were already written, and the others."""
     ranks, files, folder = options.ranks, conversion.output.files, work / conversion.output.inner
     everything = units(files)
@@ -347,40 +329,27 @@ def _write(conversion: Conversion, options: _Options, work: Path) -> tuple[float
     mine = share(left, [unit.nbytes for unit in left], ranks.rank, ranks.size)
 
     def write() -> float:
+        nbytes, threads = sum(unit.nbytes for unit in mine), conversion.threads
         with (
             planned_files.Journal(work, ranks.rank) as journal,
-            options.meter(conversion.name, sum(unit.nbytes for unit in mine)) as meter,
+            options.meter(conversion.name, nbytes) as meter,
         ):
-            write_units = partial(planned_files.write_units, sync=options.sync, threads=conversion.threads)
-            write_units(folder, files, mine, conversion.source, journal, meter)
+            planned_files.write_units(folder, files, mine, conversion.source, journal, meter, threads)
             return meter.seconds
 
     return max(ranks.all_gather(write)), sum(unit.nbytes for unit in present), sum(unit.nbytes for unit in left)
 
 
-def _finish_and_prove(conversion: Conversion, options: _Options, work: Path, digest: str) -> None:
+def _finish_and_prove(conversion: Conversion, options: ConversionOptions, work: Path, digest: str) -> None:
     """Write everything else, read back what was written, and compare if requested."""
     ranks, output = options.ranks, conversion.output
 
-    @contextlib.contextmanager
-    def advice() -> Iterator[None]:
-        """Where files that are kept for the next run are wrong, they would be wrong in that one too."""
-        try:
-            yield
-        except CheckpointError as error:
-            if options.resume:
-                raise CheckpointError(f"{error}; {work} is unusable: run without --resume to start over") from error
-            raise
-
     def finish() -> None:
-        with advice():
-            planned_files.check_sizes(work / output.inner, output.files)
+        planned_files.check_sizes(work / output.inner, output.files)
         # What an interrupted run had written other than tensors.
-        tensors = {Path(output.inner, file.name) for file in output.files}
-        for path in list(leaves(work)):
-            name = path.relative_to(work)
-            if name not in tensors and name.parts[0] != PRIVATE:
-                path.unlink()
+        tensors = {work / output.inner / file.name for file in output.files}
+        for path in set(leaves(work)) - tensors:
+            path.unlink()
         output.finish(work, digest)
 
     ranks.run_on_rank0(finish)
@@ -388,16 +357,15 @@ def _finish_and_prove(conversion: Conversion, options: _Options, work: Path, dig
     nbytes = sum(task.target.nbytes for task in tasks)
 
     def check() -> dict[str, str]:
-        with _no_collection(), advice():
-            written = output.open(work)
-            if written.specs != conversion.plan.specs:
-                raise CheckpointError(f"{work}: the folder's contents differ from what was to be written")
-            written.check(task.target.name for task in tasks)
+        written = output.open(work)
+        if written.specs != conversion.plan.specs:
+            raise CheckpointError(f"{work}: the folder's contents differ from what was to be written")
+        for task in tasks:  # whether the items are what the metadata say
+            deque(written.extents(Slice(task.target.name, 0, task.target.numel)), maxlen=0)
         if options.verify:
             with options.meter("verify", nbytes) as meter:
                 for found in differences(tasks, conversion.source, written, meter):
-                    with advice():
-                        raise CheckpointError(f"{work}: was not written correctly: {found}")
+                    raise CheckpointError(f"{work}: was not written correctly: {found}")
         if not options.checksums:
             return {}
         with options.meter("checksums", nbytes) as meter:
@@ -412,7 +380,7 @@ def tasks_of(plan: Plan, ranks: Ranks) -> list[Task]:
     return share(plan.tasks, [task.target.nbytes for task in plan.tasks], ranks.rank, ranks.size)
 
 
-def _estimated_seconds(conversion: Conversion, options: _Options) -> float:
+def _estimated_seconds(conversion: Conversion, options: ConversionOptions) -> float:
     """Estimated seconds, assuming that source and disk continue at the speed of samples.
 
     Processes are assumed to share reading and computing, and to write to the same disk. The samples differ in each
@@ -438,22 +406,6 @@ def _estimated_seconds(conversion: Conversion, options: _Options) -> float:
         writing = (time.monotonic() - begun) / nbytes
     passes = 1 + 2 * options.verify + options.checksums  # reads of the source, or of a result as large
     return plan.nbytes * (passes * reading / options.ranks.size + writing)
-
-
-def _files_of(root: Path, inner: str, written: Mapping[str, Parts]) -> dict[str, Parts]:
-    """The files of a result that is complete except for the manifest in its folder `inner`, with digests.
-
-    Digests that are known already, in `written`, are not computed again.
-    """
-    found: dict[str, Parts] = {}
-    for path in sorted(path.relative_to(root) for path in leaves(root)):
-        if path != Path(inner, MANIFEST) and path.parts[0] != PRIVATE:
-            name, size = path.as_posix(), (root / path).stat().st_size
-            parts = written.get(name)
-            if parts is None or _end_of(parts) != size:
-                parts = [(size, planned_files.digest_of(root / path, 0, size, Progress("", size, shown=False)) or "")]
-            found[name] = parts
-    return found
 
 
 class Replaceable:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint.formats.layouts import LOCAL, TRANSFORMER_ENGINE, ParamSlice, TensorLayout
+from qwen3vl_bridge.checkpoint.formats.layouts import LOCAL, TRANSFORMER_ENGINE, TensorLayout
 from qwen3vl_bridge.checkpoint.formats.planned_files import Task
 from qwen3vl_bridge.checkpoint.formats.tensors import (
     ITEMSIZE,
@@ -23,7 +23,7 @@ from qwen3vl_bridge.checkpoint.formats.tensors import (
     joined,
 )
 from qwen3vl_bridge.io.files import CheckpointError
-from qwen3vl_bridge.weights.rows import WeightRow, local_name
+from qwen3vl_bridge.weights.rows import ParamSlice, WeightRow, local_name
 
 # Number of tensors of each kind that a message lists.
 _LISTED = 20
@@ -82,7 +82,7 @@ def drop_unexpected(source: TensorSource, rows: Iterable[WeightRow], layout: Ten
     expected = tensors_of(rows, layout)
     unexpected = [spec for name, spec in source.specs.items() if name not in expected]
     for spec in unexpected:
-        source.drop(spec.name)
+        del source.specs[spec.name]
     return [f"{spec.name} {spec.describe()} is not a tensor of this model; it was ignored" for spec in unexpected]
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from threading import Lock
@@ -19,9 +18,6 @@ from qwen3vl_bridge.terminal import show
 # How long processes wait for each other to start, and for each other's part of the work. A process that dies while
 # working is noticed at once.
 _START, _WORK = datetime.timedelta(minutes=10), datetime.timedelta(hours=12)
-# Environment variables by which processes find each other.
-_RENDEZVOUS = ("RANK", "MASTER_ADDR", "MASTER_PORT")
-_MAX_PORT = 65_535
 _SECONDS_BETWEEN_LINES = 5.0
 
 
@@ -75,7 +71,10 @@ class Ranks:
             ranks._started = alone
             ranks._group = dist.new_group(backend="gloo", timeout=_WORK)
         except (RuntimeError, ValueError) as error:
-            raise CheckpointError(f"the {size} processes cannot connect to each other: {error}") from error
+            raise CheckpointError(
+                f"WORLD_SIZE is {size}, but the processes cannot connect to each other: {error}; expected processes "
+                "started by torchrun, or no WORLD_SIZE for a single process"
+            ) from error
         return ranks
 
     @property
@@ -124,29 +123,15 @@ class Ranks:
 
 
 def _check_environment(size: int) -> None:
-    """Check that processes can find each other, before they wait for each other; the message says if none was started.
-
-    Raises:
-        CheckpointError: they cannot.
-    """
-    if missing := [name for name in _RENDEZVOUS if not os.environ.get(name)]:
-        raise CheckpointError(
-            f"WORLD_SIZE is {size}, but {', '.join(missing)} are not set; expected processes started by torchrun, or "
-            "no WORLD_SIZE for a single process"
-        )
-    rank, port = os.environ["RANK"], os.environ["MASTER_PORT"]
+    """Check what torch does not, before processes wait for each other; the message says if none was started."""
+    rank = os.environ.get("RANK", "0")
     if not rank.isdecimal() or int(rank) >= size:
         raise CheckpointError(f"RANK is {rank!r}, expected 0 to {size - 1} for WORLD_SIZE {size}")
-    if not port.isdecimal() or int(port) > _MAX_PORT:
-        raise CheckpointError(f"MASTER_PORT is {port!r}, expected a port number")
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        minutes = int(_START.total_seconds() // 60)
-        where = f"{os.environ['MASTER_ADDR']}:{port}"
-        print(
+    if os.environ.get("MASTER_PORT", "").isdecimal() and "TORCHELASTIC_RUN_ID" not in os.environ:
+        show(
             f"WORLD_SIZE is {size}, and this process (rank {rank}) was not started by torchrun: waiting up to "
-            f"{minutes} minutes at {where} for the others; unset WORLD_SIZE to run as a single process",
-            file=sys.stderr,
-            flush=True,
+            f"{int(_START.total_seconds() // 60)} minutes for the others; unset WORLD_SIZE to run as a single process",
+            error=True,
         )
 
 
@@ -157,19 +142,12 @@ class Progress:
         self._label, self._total, self._done = label, total, 0
         self._shown, self._lock = shown, Lock()
         self._begun = self._said = time.monotonic()
-        self._bar = None
-        if shown and sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=total, desc=label, unit="B", unit_scale=True, file=sys.stderr)
 
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-        elif self._shown and kind is None:
+        if self._shown and kind is None:
             self._line()
 
     @property
@@ -188,9 +166,7 @@ class Progress:
         """Add a number of finished bytes."""
         with self._lock:
             self._done += count
-            if self._bar is not None:
-                self._bar.update(count)
-            elif self._shown and time.monotonic() - self._said > _SECONDS_BETWEEN_LINES:
+            if self._shown and time.monotonic() - self._said > _SECONDS_BETWEEN_LINES:
                 self._said = time.monotonic()
                 self._line()
 

@@ -66,10 +66,10 @@ class ModelConfig:
         except ValueError as error:
             raise CheckpointError(f"{path} {error}") from error
         try:
-            self.family.check_settings(self.raw)
+            self.family.check(self.raw)
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from error
-        self.dimensions = self.family.dimensions_of(self.raw)
+        self.dimensions = self.family.dimensions(self.raw)
         self.vocabulary = self.dimensions["vocab"]
         self.tied = not self.dimensions["untied"]
 
@@ -90,7 +90,7 @@ class ModelConfig:
         """The configuration of a checkpoint with tensors of these names, which may lack optional parts of the model."""
         changed = copy(self)
         changed.raw = dict(self.family.config_of(self.raw, names))
-        changed.dimensions = self.family.dimensions_of(changed.raw).with_vocab(self.dimensions["vocab"])
+        changed.dimensions = self.family.dimensions(changed.raw).with_vocab(self.dimensions["vocab"])
         return changed
 
     def with_vocab(self, rows: int) -> ModelConfig:
@@ -104,11 +104,6 @@ class ModelConfig:
         raw, path = self.raw if dtype is None else _with_dtype(self.raw, dtype), folder / "config.json"
         if raw != read_object(path):
             write_object(path, raw)
-
-    @property
-    def table(self) -> tuple[WeightRow, ...]:
-        """The weight table of the model's family."""
-        return self.family.rows()
 
     def rows(self, experts: ExpertLayout | None = None) -> list[WeightRow]:
         """The weight table, expanded for this model."""
@@ -136,7 +131,7 @@ def check_same_model(config: ModelConfig, other: ModelConfig) -> None:
     Raises:
         CheckpointError: they are of two models; all fields that differ are listed.
     """
-    found, expected = config.family.fields_of(config.raw), other.family.fields_of(other.raw)
+    found, expected = config.family.fields(config.raw), other.family.fields(other.raw)
     _compare(config, found, expected, found | expected, other.folder / "config.json")
 
 
@@ -152,9 +147,9 @@ def check_model_of_run(config: ModelConfig, run: Mapping[str, Any], path: Path) 
     model = run.get("model")
     if not isinstance(model, Mapping):
         return False
-    found = config.family.fields_of(config.raw)
+    found = config.family.fields(config.raw)
     if family_of_provider(model.get("_target_")) is None:
-        expected = config.family.run_fields_of(model, found)
+        expected = config.family.fields_of_run(model, found)
         _compare(config, found, expected, expected, path)
         return bool(expected)
     hf_config = model.get("hf_config")  # a conversion has written a whole `config.json`
@@ -162,10 +157,10 @@ def check_model_of_run(config: ModelConfig, run: Mapping[str, Any], path: Path) 
         if not isinstance(hf_config, Mapping):
             raise ValueError(f"the configuration is {hf_config!r:.80}, expected an object")
         family = family_of(hf_config)
-        family.check_settings(hf_config)
+        family.check(hf_config)
     except ValueError as error:
         raise CheckpointError(f"{path}, model.hf_config: {error}") from error
-    expected = family.fields_of(hf_config)
+    expected = family.fields(hf_config)
     _compare(config, found, expected, found | expected, path)
     return True
 
@@ -249,7 +244,7 @@ class StoredModel:
 
         Where one of its tensors has fewer than another, planning refuses it.
         """
-        names = [row.megatron for row in self.config.table if row.of_vocabulary]
+        names = [row.megatron for row in self.config.family.rows() if row.of_vocabulary]
         shapes = [self.tensors.specs[name].shape for name in names if name in self.tensors.specs]
         rows = max((shape[0] for shape in shapes if shape), default=0)
         config = self.config if rows <= self.config.dimensions["vocab"] else self.config.with_vocab(rows)
@@ -276,11 +271,11 @@ def open_model(hf_model: str | Path, *, strict: bool = True, trust_remote_code: 
     config, weights, notes = ModelConfig(folder), HFWeights(folder), []
     config = config.having(weights.specs)
     if config.tied:  # then it has only the embedding, or an output layer of the same bytes
-        original = next(row.hf[0] for row in config.table if row.of_vocabulary and row.condition is None)
-        for name in (row.hf[0] for row in config.table if row.condition == "untied"):
+        original = next(row.hf[0] for row in config.family.rows() if row.of_vocabulary and row.condition is None)
+        for name in (row.hf[0] for row in config.family.rows() if row.condition == "untied"):
             if name in weights.specs and original in weights.specs:
                 _check_copy(weights, folder, name, original)
-                weights.drop(name)
+                del weights.specs[name]
                 notes.append(f"{name} is a copy of {original}, to which config.json ties it; it was not converted")
     experts = config.expert_layout({name: spec.shape for name, spec in weights.specs.items()})
     model = StoredModel(folder, HUGGINGFACE, weights, config, experts, notes=notes)
@@ -395,8 +390,7 @@ def _experts(config: ModelConfig, manifest: dict[str, Any], folder: Path) -> Exp
     name = manifest.get("expert_layout")
     if name is None:
         return config.family.released_experts
-    for layout in ExpertLayout:
-        if layout.name == name:
-            return layout
-    expected = ", ".join(layout.name for layout in ExpertLayout)
-    raise CheckpointError(f"{folder / MANIFEST}: expert_layout is {name!r}, expected {expected}")
+    if not isinstance(name, str) or name not in ExpertLayout.__members__:
+        expected = ", ".join(ExpertLayout.__members__)
+        raise CheckpointError(f"{folder / MANIFEST}: expert_layout is {name!r}, expected {expected}")
+    return ExpertLayout[name]

@@ -57,6 +57,11 @@ class Topology:
     world_size: int | None = None
     chunk_bytes: int = 32 << 20
 
+    def __post_init__(self) -> None:
+        for name, size in vars(self).items():
+            if size is not None and size < 1:
+                raise CheckpointError(f"--{name.replace('_', '-')} is {size}, expected 1 or more")
+
     @property
     def expert_tp(self) -> int:
         """Tensor-parallel ranks that share an expert."""
@@ -84,7 +89,6 @@ class Topology:
         Raises:
             CheckpointError: it cannot; the message says why.
         """
-        self.check_numbers()
         if self.pp > 1 and not stages:
             raise CheckpointError(f"--pp is {self.pp}, expected 1: an fsdp_dtensor checkpoint has no pipeline stages")
         if not dimensions.indices["moe_layers"] and (self.ep > 1 or (self.etp or 1) > 1):
@@ -98,16 +102,6 @@ class Topology:
         layers = len(dimensions.indices["text_layers"])
         if layers % self.pp:
             raise CheckpointError(f"--pp is {self.pp}, expected a divisor of the {layers} text layers")
-        self._check_world()
-
-    def check_numbers(self) -> None:
-        """Check only the sizes; a CheckpointError if one is not a positive number."""
-        for name in ("tp", "pp", "cp", "ep", "etp", "world_size", "chunk_bytes"):
-            size = getattr(self, name)
-            if size is not None and size < 1:
-                raise CheckpointError(f"{_option(name)} is {size}, expected 1 or more")
-
-    def _check_world(self) -> None:
         for name, product in self._products().items():
             if self.ranks % product:
                 raise CheckpointError(
@@ -151,10 +145,6 @@ class Topology:
             for start in range(first, part.first, max(step, 1)):
                 yield start, min(step, part.first - start), owner
             first, owner = part.first, part.owner
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 # Tensor-parallel ranks split the rows of the first, and the columns of the second. All others are assumed to be whole

@@ -8,12 +8,13 @@ from typing import Any
 
 from qwen3vl_bridge.checkpoint.comparison import Difference, checksums, differences
 from qwen3vl_bridge.checkpoint.conversion import tasks_of
-from qwen3vl_bridge.checkpoint.conversion_plan import Plan, Task, make_plan
+from qwen3vl_bridge.checkpoint.conversion_plan import Task, make_plan
 from qwen3vl_bridge.checkpoint.formats.planned_files import share
 from qwen3vl_bridge.checkpoint.formats.tensors import Segments, Slice, TensorSource
 from qwen3vl_bridge.checkpoint.processes import Progress, Ranks
-from qwen3vl_bridge.checkpoint.stored_models import MANIFEST, open_model, open_stored
+from qwen3vl_bridge.checkpoint.stored_models import MANIFEST, StoredModel, open_model, open_stored
 from qwen3vl_bridge.io.files import CheckpointError
+from qwen3vl_bridge.weights.rows import WeightRow
 
 
 @dataclass(frozen=True)
@@ -71,27 +72,7 @@ def verify_checkpoint(
     """
     model = open_model(hf_model, trust_remote_code=True)  # no files are copied
     stored = open_stored(megatron_path, iteration, model.folder, trust_remote_code=True)
-    source, target = stored.tensors, model.tensors
-    # Both sides must be complete before a comparison means anything.
-    make_plan(model.rows, model.layout, stored.layout, target.specs, where=str(model.folder), dtype="float32")
-    plan = make_plan(model.rows, stored.layout, model.layout, source.specs, where=str(stored.folder))
-    padding = stored.check_padding(model.config.dimensions["vocab"], drop=drop_vocab_padding)
-    notes = (*model.notes, *padding, *stored.notes)
-    found = _compared(plan, source, target, progress, ranks or Ranks())
-    # Targets that are a source tensor plus a number are the same if the inverse is exact.
-    inverse: dict[str, Task] = {}
-    for task in plan.tasks:
-        match list(task.segments):
-            case [Slice(name, 0, length, plus)] if plus and length == source.specs[name].numel:
-                segments = Segments([Slice(task.target.name, 0, length, -plus)])
-                inverse[task.target.name] = Task(source.specs[name], segments)
-    meter = Progress("verify", 0, shown=False)
-    different = [
-        entry
-        for entry in found
-        if entry.name not in inverse or any(differences([inverse[entry.name]], target, source, meter))
-    ]
-    return VerifyReport(len(target.specs), _nbytes(source), tuple(different), notes)
+    return _compared(stored, model, model.rows, drop_vocab_padding, progress, ranks or Ranks())
 
 
 def verify_reformatted(
@@ -118,14 +99,43 @@ def verify_reformatted(
     # No files are copied, so there is nothing to trust.
     source = open_stored(megatron_path, iteration, hf_model, trust_remote_code=True).with_padding()
     target = open_stored(new_path, None, hf_model or source.config.folder, trust_remote_code=True).with_padding()
-    rows = source.config.rows()
-    plan = make_plan(rows, source.layout, target.layout, source.tensors.specs, where=str(source.folder))
+    return _compared(source, target, source.config.rows(), drop_vocab_padding, progress, ranks or Ranks())
+
+
+def _compared(
+    source: StoredModel, target: StoredModel, rows: list[WeightRow], drop: bool, progress: bool, ranks: Ranks
+) -> VerifyReport:
+    """Compare the tensors of a target with what a conversion of the source makes of them."""
+    specs = source.tensors.specs
+    plan = make_plan(rows, source.layout, target.layout, specs, where=str(source.folder))
+    # Both sides must be complete before a comparison means anything.
     make_plan(rows, target.layout, source.layout, target.tensors.specs, where=str(target.folder), dtype="float32")
-    # If the other has more rows than the first, the plan has zeros to compare them with.
-    padding = source.check_padding(target.config.dimensions["vocab"], drop=drop_vocab_padding)
-    notes = (*padding, *source.notes, *target.notes)
-    found = _compared(plan, source.tensors, target.tensors, progress, ranks or Ranks())
-    return VerifyReport(len(plan.tasks), plan.nbytes, tuple(found), notes)
+    # If the target has more rows than the source, the plan has zeros to compare them with.
+    padding = source.check_padding(target.config.dimensions["vocab"], drop=drop)
+    tasks = tasks_of(plan, ranks)
+
+    def compare() -> list[Difference]:
+        nbytes = sum(task.target.nbytes for task in tasks)
+        with Progress("verify", nbytes, shown=progress and ranks.first) as meter:
+            return list(differences(tasks, source.tensors, target.tensors, meter))
+
+    found = [entry for part in ranks.all_gather(compare) for entry in part]
+    # Targets that are a source tensor plus a number are the same if the inverse is exact.
+    inverse: dict[str, Task] = {}
+    for task in plan.tasks:
+        match list(task.segments):
+            case [Slice(name, 0, length, plus)] if plus and length == specs[name].numel:
+                segments = Segments([Slice(task.target.name, 0, length, -plus)])
+                inverse[task.target.name] = Task(specs[name], segments)
+    meter = Progress("verify", 0, shown=False)
+    different = [
+        entry
+        for entry in found
+        if entry.name not in inverse or any(differences([inverse[entry.name]], target.tensors, source.tensors, meter))
+    ]
+    return VerifyReport(
+        len(plan.tasks), _nbytes(source.tensors), tuple(different), (*padding, *source.notes, *target.notes)
+    )
 
 
 def verify_checksums(
@@ -154,17 +164,6 @@ def verify_checksums(
     found = {name: value for part in ranks.all_gather(check) for name, value in part.items()}
     different = (Difference(name, None, None, specs[name].numel) for name in specs if found[name] != expected[name])
     return VerifyReport(len(specs), _nbytes(stored.tensors), tuple(different))
-
-
-def _compared(plan: Plan, source: TensorSource, target: TensorSource, progress: bool, ranks: Ranks) -> list[Difference]:
-    tasks = tasks_of(plan, ranks)
-
-    def compare() -> list[Difference]:
-        nbytes = sum(task.target.nbytes for task in tasks)
-        with Progress("verify", nbytes, shown=progress and ranks.first) as meter:
-            return list(differences(tasks, source, target, meter))
-
-    return [entry for part in ranks.all_gather(compare) for entry in part]
 
 
 def _nbytes(tensors: TensorSource) -> int:

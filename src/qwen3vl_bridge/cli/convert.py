@@ -24,7 +24,6 @@ from qwen3vl_bridge.weights.rows import ExpertLayout
 
 if TYPE_CHECKING:
     from qwen3vl_bridge.checkpoint.conversion import ConversionReport
-    from qwen3vl_bridge.checkpoint.verification import VerifyReport
 
 _DIFFERENT = 1
 _SIZES = {
@@ -48,7 +47,7 @@ _FLAGS = {
     "resume": "continue an interrupted run with the same options; if this run fails, keep its partial result for the "
     "next. Without --resume a conversion starts over and removes partial results",
     "dry-run": "check everything, measure the speed of reading and writing, print the plan; leave nothing on disk",
-    "json": "print the plan or the report as JSON",
+    "json": "print JSON",
     "no-progress": "show no progress",
 }
 # Of the signals that tell a process to end: the first one is obeyed, the next one gets this message. Signals within
@@ -146,7 +145,7 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
     _megatron_options(verb)
     _flags(verb, "trust-remote-code", "not-strict")
     _writing_options(verb)
-    verb.set_defaults(run=_run_import)
+    verb.set_defaults(run=_convert, function="import_checkpoint")
 
     verb = verbs.add_parser("export", help="Megatron checkpoint to Hugging Face model")
     _megatron_path(verb)
@@ -157,7 +156,7 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
                       help="layout of the experts' weights (default: that of the imported model)")  # fmt: skip
     _flags(verb, "drop-vocab-padding", "trust-remote-code", "not-strict")
     _writing_options(verb)
-    verb.set_defaults(run=_run_export)
+    verb.set_defaults(run=_convert, function="export_checkpoint")
 
     verb = verbs.add_parser("reformat", help="Megatron checkpoint to the other format")
     _megatron_path(verb)
@@ -166,7 +165,7 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
     _megatron_options(verb, required=True)
     _flags(verb, "trust-remote-code")
     _writing_options(verb)
-    verb.set_defaults(run=_run_reformat)
+    verb.set_defaults(run=_convert, function="reformat_checkpoint")
 
     verb = verbs.add_parser("verify", help="compare a Megatron checkpoint with its source, bit for bit")
     verb.add_argument("--hf-model", metavar="MODEL",
@@ -175,19 +174,17 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
     verb.add_argument(
         "--new-path", metavar="FOLDER", help="compare with this checkpoint, which `reformat` made from the first"
     )
-    _flags(verb, "drop-vocab-padding")
-    verb.add_argument("--json", action="store_true", help="print JSON")
-    _flags(verb, "no-progress")
+    _flags(verb, "drop-vocab-padding", "json", "no-progress")
     verb.epilog = "Without --hf-model and --new-path the checkpoint is compared with the checksums in its manifest."
-    verb.set_defaults(run=_run_verify)
+    verb.set_defaults(run=_verify)
 
     verb = verbs.add_parser("inspect", help="show what a checkpoint contains")
     which = verb.add_mutually_exclusive_group(required=True)
     which.add_argument("--megatron-path", metavar="FOLDER", help="checkpoint, or one iteration of it")
     which.add_argument("--hf-model", metavar="FOLDER", help="folder of a model")
     _iteration(verb)
-    verb.add_argument("--json", action="store_true", help="print JSON")
-    verb.set_defaults(run=_run_inspect, shared=False)
+    _flags(verb, "json")
+    verb.set_defaults(run=_inspect, shared=False)
 
     _adapters(verbs.add_parser("adapters", help="export a run's adapters for other libraries, or merge them"))
     return parser
@@ -213,8 +210,8 @@ def _adapters(parser: argparse.ArgumentParser) -> None:
         _flags(verb, "trust-remote-code")
         _writing_options(verb)
     _flags(merge, "drop-vocab-padding")
-    export.set_defaults(run=_run_export_adapters)
-    merge.set_defaults(run=_run_merge_adapters)
+    export.set_defaults(run=_convert, function="export_adapters")
+    merge.set_defaults(run=_convert, function="merge_adapters")
 
 
 def _iteration(parser: argparse.ArgumentParser) -> None:
@@ -234,14 +231,18 @@ def _other_model(parser: argparse.ArgumentParser) -> None:
 
 def _flags(parser: argparse.ArgumentParser, *names: str) -> None:
     for name in names:
-        parser.add_argument(f"--{name}", action="store_true", help=_FLAGS[name])
+        no, _, positive = name.partition("-")
+        if no in ("no", "not"):
+            parser.add_argument(f"--{name}", action="store_false", dest=positive, help=_FLAGS[name])
+        else:
+            parser.add_argument(f"--{name}", action="store_true", help=_FLAGS[name])
 
 
 def _megatron_options(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
     """Options of a Megatron checkpoint to be written."""
     text = "format to write" if required else "format to write (default: %(default)s)"
     parser.add_argument("--ckpt-format", choices=FORMATS, required=required, default=FORMATS[0], help=text)
-    parser.add_argument("--layer-spec", choices=(TRANSFORMER_ENGINE, LOCAL), default=TRANSFORMER_ENGINE,
+    parser.add_argument("--layer-spec", choices=(TRANSFORMER_ENGINE, LOCAL), default=TRANSFORMER_ENGINE, dest="naming",
                         help="layer spec whose parameter names are written (default: %(default)s)")  # fmt: skip
     parser.add_argument("--make-vocab-size-divisible-by", type=int, metavar="N", dest="vocab_divisor",
                         help="pad the vocabulary to a multiple of N times --tp, as a model with should_pad_vocab does "
@@ -266,59 +267,38 @@ def _writing_options(parser: argparse.ArgumentParser) -> None:
     _flags(parser, "verify", "checksums", "overwrite", "resume", "dry-run", "json", "no-progress")
 
 
-def _given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Some options of a command that writes, with those that all such commands have."""
-    names += ("torch_dtype", "trust_remote_code", "overwrite", "resume", "verify", "checksums", "dry_run", "ranks")
-    return {name: getattr(options, name) for name in names} | {"progress": not options.no_progress}
+def _convert(options: argparse.Namespace) -> int:
+    """Call the function of a command that writes, whose arguments the options are; prints the report.
+
+    Raises:
+        OSError: a plan, which is the whole result of a dry run, cannot be printed.
+    """
+    from qwen3vl_bridge import checkpoint
+
+    given = vars(options).copy()
+    function, as_json, _, _ = (given.pop(name) for name in ("function", "json", "run", "shared"))
+    if "tp" in given:
+        sizes = (name.replace("-", "_") for name in _SIZES)
+        given["topology"] = Topology(**{name: given.pop(name) for name in sizes})
+    report: ConversionReport = getattr(checkpoint, function)(**given)
+    if not options.ranks.first:
+        return 0
+    if as_json:
+        text = json.dumps(report.as_dict(), indent=2)
+    else:
+        text = "\n".join([*(f"note: {note}" for note in report.notes), (_plan if report.dry_run else _done)(report)])
+    if report.dry_run:
+        show(text)
+    else:
+        show_report(text, report.target)
+    return 0
 
 
-def _given_megatron(options: argparse.Namespace) -> dict[str, Any]:
-    names = [name.replace("-", "_") for name in _SIZES]
-    topology = Topology(**{name: getattr(options, name) for name in names})
-    return _given(options, "ckpt_format", "vocab_divisor") | {"topology": topology, "naming": options.layer_spec}
-
-
-def _run_import(options: argparse.Namespace) -> int:
-    from qwen3vl_bridge.checkpoint.commands import import_checkpoint
-
-    given: dict[str, Any] = _given_megatron(options) | {"strict": not options.not_strict}
-    return _show_conversion(import_checkpoint(options.hf_model, options.megatron_path, **given), options)
-
-
-def _run_export(options: argparse.Namespace) -> int:
-    from qwen3vl_bridge.checkpoint.commands import export_checkpoint
-
-    given = _given(options, "hf_model", "iteration", "expert_layout", "drop_vocab_padding")
-    given["strict"] = not options.not_strict
-    return _show_conversion(export_checkpoint(options.megatron_path, options.hf_path, **given), options)
-
-
-def _run_reformat(options: argparse.Namespace) -> int:
-    from qwen3vl_bridge.checkpoint.commands import reformat_checkpoint
-
-    given: dict[str, Any] = _given_megatron(options) | {"hf_model": options.hf_model, "iteration": options.iteration}
-    return _show_conversion(reformat_checkpoint(options.megatron_path, options.new_path, **given), options)
-
-
-def _run_export_adapters(options: argparse.Namespace) -> int:
-    from qwen3vl_bridge.peft.hf_export import export_adapters
-
-    given = _given(options, "base_model", "iteration")
-    return _show_conversion(export_adapters(options.megatron_path, options.hf_path, **given), options)
-
-
-def _run_merge_adapters(options: argparse.Namespace) -> int:
-    from qwen3vl_bridge.peft.hf_export import merge_adapters
-
-    given = _given(options, "base_model", "iteration", "drop_vocab_padding")
-    return _show_conversion(merge_adapters(options.megatron_path, options.hf_path, **given), options)
-
-
-def _run_verify(options: argparse.Namespace) -> int:
+def _verify(options: argparse.Namespace) -> int:
+    """Compare, and print the differences."""
     from qwen3vl_bridge.checkpoint.verification import verify_checkpoint, verify_checksums, verify_reformatted
 
-    how: dict[str, Any] = {name: getattr(options, name) for name in ("iteration", "ranks")}
-    how["progress"] = not options.no_progress
+    how: dict[str, Any] = {name: getattr(options, name) for name in ("iteration", "ranks", "progress")}
     if options.new_path is not None or options.hf_model is not None:
         how["drop_vocab_padding"] = options.drop_vocab_padding
     elif options.drop_vocab_padding:
@@ -329,10 +309,24 @@ def _run_verify(options: argparse.Namespace) -> int:
         report = verify_checkpoint(options.hf_model, options.megatron_path, **how)
     else:
         report = verify_checksums(options.megatron_path, **how)
-    return _show_comparison(report, options)
+    status = 0 if report.same else _DIFFERENT
+    if not options.ranks.first:
+        return status
+    if options.json:
+        show(json.dumps(report.as_dict(), indent=2))
+        return status
+    for note in report.notes:
+        show(f"note: {note}")
+    if report.same:
+        show(f"same: {report.tensors} tensors, {report.nbytes:,} bytes compared")
+        return status
+    show(f"different: {len(report.differences)} of {report.tensors} tensors", error=True)
+    for entry in report.differences:
+        show(f"  {entry}", error=True)
+    return status
 
 
-def _run_inspect(options: argparse.Namespace) -> int:
+def _inspect(options: argparse.Namespace) -> int:
     from qwen3vl_bridge.checkpoint.contents import inspect_checkpoint, inspect_model
 
     if options.hf_model is not None:
@@ -355,25 +349,6 @@ def _text(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return "-" if value in (None, "") else str(value)
-
-
-def _show_conversion(report: ConversionReport, options: argparse.Namespace) -> int:
-    """Print what was converted, or would be; returns the exit status.
-
-    Raises:
-        OSError: a plan, which is the whole result of a dry run, cannot be printed.
-    """
-    if not options.ranks.first:
-        return 0
-    if options.json:
-        text = json.dumps(report.as_dict(), indent=2)
-    else:
-        text = "\n".join([*(f"note: {note}" for note in report.notes), (_plan if report.dry_run else _done)(report)])
-    if report.dry_run:
-        show(text)
-    else:
-        show_report(text, report.target)
-    return 0
 
 
 def _plan(report: ConversionReport) -> str:
@@ -405,22 +380,3 @@ def _done(report: ConversionReport) -> str:
 
 def _gigabytes(nbytes: int) -> str:
     return f"{nbytes / 1e9:.2f} GB"
-
-
-def _show_comparison(report: VerifyReport, options: argparse.Namespace) -> int:
-    """Print the differences; returns the exit status."""
-    status = 0 if report.same else _DIFFERENT
-    if not options.ranks.first:
-        return status
-    if options.json:
-        show(json.dumps(report.as_dict(), indent=2))
-        return status
-    for note in report.notes:
-        show(f"note: {note}")
-    if report.same:
-        show(f"same: {report.tensors} tensors, {report.nbytes:,} bytes compared")
-        return status
-    show(f"different: {len(report.differences)} of {report.tensors} tensors", error=True)
-    for entry in report.differences:
-        show(f"  {entry}", error=True)
-    return status

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from qwen3vl_bridge.compat import patches
 
@@ -66,21 +66,19 @@ class _Imports(MetaPathFinder):
                 continue
             spec = finder.find_spec(fullname, path, target)
             if spec is not None:
-                self._wrap_execution(spec)
+                if hasattr(spec.loader, "exec_module"):  # a namespace package executes nothing
+                    self._wrap_execution(spec, spec.loader)
                 return spec
         return None
 
-    def _wrap_execution(self, spec: ModuleSpec) -> None:
-        loader = spec.loader
-        if loader is None or not hasattr(loader, "exec_module"):  # a namespace package executes nothing
-            return
+    def _wrap_execution(self, spec: ModuleSpec, loader: Any) -> None:
         execute = loader.exec_module
         ours = _is_part_of(spec.name, "qwen3vl_bridge")
 
         def exec_module(module: ModuleType) -> None:
             self.ours_running += ours
             try:
-                with self.collector, self._prepared(spec.name):
+                with self.collector, _stand_ins(*_NEEDED_FOR_NAMES.get(spec.name, ())):
                     execute(module)
             finally:
                 self.ours_running -= ours
@@ -88,19 +86,17 @@ class _Imports(MetaPathFinder):
 
         loader.exec_module = exec_module
 
-    def _prepared(self, name: str) -> contextlib.AbstractContextManager:
-        return _stand_ins(*_NEEDED_FOR_NAMES.get(name, ()))
-
     def after(self, module: ModuleType) -> None:
         """Run the steps that follow the execution of one of Megatron's or our modules."""
-        if _is_part_of(module.__name__, "megatron"):
+        of_megatron = _is_part_of(module.__name__, "megatron")
+        if of_megatron:
             from qwen3vl_bridge.compat import cpu
 
             cpu.adopt(module)
         if module.__name__ in _MISTAKE_NAMES_FOR_CLASSES and not _is_installed("transformer_engine"):
             vars(module).update({name: False for name in vars(module) if name.startswith("HAVE_TE")})
         patches.apply(module)
-        if _is_part_of(module.__name__, "megatron"):
+        if of_megatron:
             from qwen3vl_bridge import registry
 
             registry.replace_functions(module)

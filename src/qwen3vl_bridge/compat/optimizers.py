@@ -73,33 +73,30 @@ class Adam(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if not self.state[parameter]:
                     self.initialize_state(parameter)
-            self._step_group(group, done)
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            states = [self.state[parameter] for parameter in parameters]
+            beta1, beta2 = group["betas"]
+            adam(
+                parameters,
+                [parameter.grad for parameter in parameters],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                [torch.tensor(float(done)) for _ in parameters],  # torch's function takes one tensor per parameter
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+                decoupled_weight_decay=self.adam_w_mode,
+            )
 
     def initialize_state(self, parameter: torch.Tensor) -> None:
         """Create the moments of a parameter, all zero."""
         for moment in ("exp_avg", "exp_avg_sq"):
             self.state[parameter][moment] = torch.zeros_like(parameter, dtype=torch.float32)
-
-    def _step_group(self, group: dict[str, Any], done: int) -> None:
-        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-        states = [self.state[parameter] for parameter in parameters]
-        beta1, beta2 = group["betas"]
-        adam(
-            parameters,
-            [parameter.grad for parameter in parameters],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [torch.tensor(float(done)) for _ in parameters],  # torch's function takes one tensor per parameter
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-            decoupled_weight_decay=self.adam_w_mode,
-        )
 
 
 def l2_norm(
@@ -202,16 +199,12 @@ def patch_emerging_optimizers(module: Any) -> None:
     for entry in module._EMERGING_OPTIMIZERS.values():
         entry.default_param_overrides[module.ParamKey(name="*vision_model.pos_embed.weight")] = {"optimizer": "adam"}
         if entry.config_to_kwargs is not None:
-            entry.config_to_kwargs = _after_tags(entry.config_to_kwargs)
+            entry.config_to_kwargs = functools.partial(_tag_first, entry.config_to_kwargs)
 
 
-def _after_tags(arguments: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(arguments)
-    def tag_first(config: Any, model_chunks: Any, pg_collection: Any) -> Any:
-        tag_projections(config, model_chunks)
-        return arguments(config, model_chunks, pg_collection)
-
-    return tag_first
+def _tag_first(arguments: Callable[..., Any], config: Any, model_chunks: Any, pg_collection: Any) -> Any:
+    tag_projections(config, model_chunks)
+    return arguments(config, model_chunks, pg_collection)
 
 
 def tag_projections(config: Any, model_chunks: list[torch.nn.Module]) -> None:

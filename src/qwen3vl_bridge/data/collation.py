@@ -1,4 +1,4 @@
-"""Collates encoded samples into a `PackedBatch` with everything that a training step needs, so that the device never
+"""Collates encoded samples into a `TokenBatch` with everything that a training step needs, so that the device never
 waits.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from qwen3vl_bridge.batch import PackedBatch, SequenceLayout, make_vision_inputs, mrope_positions, vision_slots
+from qwen3vl_bridge.batch import SequenceLayout, TokenBatch, make_vision_inputs, mrope_positions, vision_slots
 from qwen3vl_bridge.data.encoding import EncodedSample
 from qwen3vl_bridge.data.errors import DataError
 
@@ -76,23 +76,23 @@ class Collator:
                 "that its samples are padded to"
             )
 
-    def packed(self, samples: Sequence[EncodedSample]) -> PackedBatch:
+    def packed(self, samples: Sequence[EncodedSample]) -> TokenBatch:
         """One row of `seq_length` tokens with consecutive samples; `ValueError` if they are too long."""
         lengths = [len(sample) for sample in samples]
         layout = SequenceLayout.packed_row(lengths, multiple=self.multiple, total=self.seq_length)
         return self._batch(samples, layout)
 
-    def padded(self, samples: Sequence[EncodedSample]) -> PackedBatch:
+    def padded(self, samples: Sequence[EncodedSample]) -> TokenBatch:
         """One row of `seq_length` tokens for each sample; `ValueError` if one is too long."""
         return self._batch(samples, SequenceLayout.rows([len(sample) for sample in samples], self.seq_length))
 
-    def _batch(self, samples: Sequence[EncodedSample], layout: SequenceLayout) -> PackedBatch:
+    def _batch(self, samples: Sequence[EncodedSample], layout: SequenceLayout) -> TokenBatch:
         ids = self._laid_out([sample.input_ids for sample in samples], layout, self.pad_id)
         images, pixels = self._pictures(samples, "image_grid_thw", "pixel_values")
         videos, frames = self._pictures(samples, "video_grid_thw", "pixel_values_videos")
         tokens, merge = (self.vision.image_token_id, self.vision.video_token_id), self.vision.spatial_merge_size
         num_image_tokens = int((images.prod(-1) // merge**2).sum()) if images is not None else 0
-        return PackedBatch(
+        return TokenBatch(
             input_ids=ids,
             labels=self._laid_out([sample.labels for sample in samples], layout, self.pad_id),
             loss_mask=self._laid_out([sample.loss_mask for sample in samples], layout, 0),

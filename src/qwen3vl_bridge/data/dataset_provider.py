@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.batch.token_layout import segment_multiple
 from qwen3vl_bridge.data.chat_template import EmptyThinking
 from qwen3vl_bridge.data.collation import Collator, VisionSettings, pad_token_id
@@ -360,7 +360,7 @@ class Qwen3VLConversationProvider(ConversationRows):
 
     def evaluation(
         self, split: str, *, dp_rank: int = 0, dp_size: int = 1, micro_batch_size: int = 1
-    ) -> Iterator[PackedBatch]:
+    ) -> Iterator[TokenBatch]:
         """Every row of a split once, in the file's order; arguments as for `stream`.
 
         Every rank reads all parts of a stream: ranks need equally many microbatches, a number known only at the end.

@@ -8,9 +8,7 @@ state dict; that of the other module is used.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
@@ -24,29 +22,12 @@ from megatron.core.optimizer import MegatronOptimizer
 _VISION = "vision_model"
 
 
-@contextlib.contextmanager
-def as_one_model[Context: (CheckpointSaveContext, CheckpointLoadContext)](ctx: Context) -> Iterator[Context]:
-    """Make what a rank saves or loads, from Megatron-Bridge's context of its module, its part of a complete model's
-    checkpoint; yields the context for Megatron-Bridge's own manager. The optimizer is changed temporarily.
-    """
-    provider, optimizer = ctx.state.cfg.model, ctx.optimizer
-    instead: dict[str, Any] = {}
-    if optimizer is not None:
-        joint = _JointOptimizer(optimizer, provider)
-        instead = {
-            "sharded_state_dict": joint.sharded_state_dict,
-            "load_state_dict": joint.load_state_dict,
-            "is_stub_optimizer": False,  # Megatron-Bridge skips an optimizer without any parameters
-        }
-        before = dict(vars(optimizer))
-        vars(optimizer).update(instead)
-    try:
-        yield ctx if provider.add_decoder else dataclasses.replace(ctx, module_name=_VISION)
-    finally:
-        for name in instead:
-            vars(optimizer).pop(name)
-            if name in before:
-                vars(optimizer)[name] = before[name]
+def as_one_model[Context: (CheckpointSaveContext, CheckpointLoadContext)](ctx: Context) -> Context:
+    """Megatron-Bridge's context of a rank's module, whose part of a complete model's checkpoint it saves or loads."""
+    provider, changes = ctx.state.cfg.model, {} if ctx.state.cfg.model.add_decoder else {"module_name": _VISION}
+    if ctx.optimizer is not None:
+        changes["optimizer"] = _JointOptimizer(ctx.optimizer, provider)
+    return dataclasses.replace(ctx, **changes)
 
 
 class _JointOptimizer:
@@ -54,13 +35,19 @@ class _JointOptimizer:
     than tensors, such as steps, is merged from both modules. Every rank creates this at the same time.
     """
 
+    is_stub_optimizer = False  # Megatron-Bridge skips an optimizer without any parameters
+
     def __init__(self, optimizer: MegatronOptimizer, provider: VisionLanguageProvider) -> None:
+        self._optimizer = optimizer
         self._chain = getattr(optimizer, "chained_optimizers", [optimizer])
         self._first_language = provider.dist_train.vision_world_size
         here = {i for i, part in enumerate(self._chain) if any(group["params"] for group in part.param_groups)}
         # A rank's part of a distributed optimizer may lack parameters that its module has.
         heard = gather_objects((provider.add_decoder, here))
         self._own = sorted(set().union(*(there for module, there in heard if module == provider.add_decoder)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
 
     def sharded_state_dict(self, model: ShardedStateDict, is_loading: bool = False, **kwargs: Any) -> ShardedStateDict:
         """By index in the chain, unless it has only one optimizer; a collective call."""

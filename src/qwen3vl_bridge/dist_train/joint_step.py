@@ -27,7 +27,7 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
-_STREAMS, _SPLIT = "qwen3vl_encoder_batches", "qwen3vl_split"
+_STREAMS, _SPLIT = "qwen3vl_vision_batches", "qwen3vl_split"
 
 
 class Modules(Callback):
@@ -120,23 +120,10 @@ class OneWayBridge:
     """megatron-core's bridge between modules, without sending gradients back, for a tower that is not trained."""
 
     def __init__(self, bridge: BridgeCommunicator) -> None:
-        self._bridge = bridge
         self.src_module_name, self.dest_module_name = bridge.src_module_name, bridge.dest_module_name
-        self.send_forward, self.recv_forward = bridge.send_forward, bridge.recv_forward
-
-    def send_backward(self, _: Tensor | None) -> None:
-        """Nothing."""
-
-    def recv_backward(self) -> None:
-        """Nothing."""
-
-    def send_forward_recv_backward(self, tensor: Tensor) -> None:
-        """Only send."""
-        self._bridge.send_forward(tensor)
-
-    def send_backward_recv_forward(self, _: Tensor | None) -> Tensor:
-        """Only receive."""
-        return self._bridge.recv_forward()
+        self.send_forward = self.send_forward_recv_backward = bridge.send_forward
+        self.recv_forward, self.send_backward_recv_forward = bridge.recv_forward, lambda _: bridge.recv_forward()
+        self.send_backward, self.recv_backward = lambda _: None, lambda: None
 
 
 def replicas_read(provider: VisionLanguageProvider, groups: ProcessGroupCollection) -> tuple[Sequence[int], int]:
@@ -147,7 +134,7 @@ def replicas_read(provider: VisionLanguageProvider, groups: ProcessGroupCollecti
     return ((own,) if provider.add_decoder else replicas.language_replicas_of(own)), replicas.language
 
 
-def next_encoder_batch(state: GlobalState, given: Iterator[Any], groups: ProcessGroupCollection) -> tuple:
+def next_vision_batch(state: GlobalState, given: Iterator[Any], groups: ProcessGroupCollection) -> tuple:
     """The next microbatch of each language replica that a vision rank encodes for.
 
     Megatron-Bridge's loop assigns rows by the tower's own replicas; if those are as many as the language model's, they

@@ -10,11 +10,12 @@ Legend: t DeepStack features of a token, h the text model's hidden size, M visio
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from qwen3vl_bridge.batch import EncoderInputs, EncoderShard, ModelInputs
+from qwen3vl_bridge.batch import ModelInputs, VisionRankInputs, VisionShard
 from qwen3vl_bridge.batch.device_transfer import HostCopy
 from qwen3vl_bridge.models.model import VisionLanguageModel
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
@@ -32,11 +33,11 @@ from torch import Tensor
 # The modules' names in Megatron-Bridge's set-up: of grids, and of payloads.
 VISION, LANGUAGE = "vision_module", "language_module"
 
-# Digits in this base are exact in every floating-point dtype that models train in.
-_BASE, _DIGITS = 256, 4
+# Of four numbers; each byte is exact in every floating-point dtype that models train in.
+_HEADER = struct.Struct(">4I")
 
 
-class Qwen3VLEncoder(MegatronModule):
+class Qwen3VLVisionModule(MegatronModule):
     """The vision tower as a module; the process groups are the tower's."""
 
     pre_process, post_process, vp_stage = True, False, None
@@ -48,7 +49,7 @@ class Qwen3VLEncoder(MegatronModule):
         self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
         self.vision_model = QwenVLVisionModel(vision_transformer_config(config), config.vision_config, pg_collection)
 
-    def forward(self, inputs: EncoderInputs) -> dict[str, Tensor]:
+    def forward(self, inputs: VisionRankInputs) -> dict[str, Tensor]:
         """The payload of this rank's images and videos, or of a blank image, for all language replicas it serves."""
         pictures = inputs.vision or self.vision_model.blank_picture(next(self.parameters()).device)
         tokens, features = self.vision_model(pictures)
@@ -63,7 +64,7 @@ class Qwen3VLEncoder(MegatronModule):
     freeze = VisionLanguageModel.freeze
 
 
-class Qwen3VLDecoder(Qwen3VLModel):
+class Qwen3VLLanguageModule(Qwen3VLModel):
     """The model without its vision tower; arguments as for `Qwen3VLModel`."""
 
     def __init__(self, config: VisionLanguageProvider, *args: Any, **kwargs: Any) -> None:
@@ -79,7 +80,7 @@ class Qwen3VLDecoder(Qwen3VLModel):
 
         Raises ValueError if nothing was received, or not the payload of this microbatch, or of an earlier one.
         """
-        if self.payload is None or inputs.encoder_shards is None:
+        if self.payload is None or inputs.vision_shards is None:
             raise ValueError(
                 "this model has no vision tower (dist_train.use_dist_train): expected a microbatch of "
                 "qwen3vl_bridge.forward_step, in the schedule that includes the vision ranks"
@@ -87,7 +88,7 @@ class Qwen3VLDecoder(Qwen3VLModel):
         payload, self.payload = self.payload, None
         if not trains_vision(self.config):
             payload = payload.detach()  # its gradient is not sent
-        tokens, features, header = unpack(payload, inputs.encoder_shards, self.stage.received, self.config.hidden_size)
+        tokens, features, header = unpack(payload, inputs.vision_shards, self.stage.received, self.config.hidden_size)
         if self.training:
             self.headers.add(header)
         else:
@@ -106,7 +107,7 @@ class Qwen3VLDecoder(Qwen3VLModel):
         return output if self.post_process else {LANGUAGE: output}
 
 
-def pack(tokens: Tensor, features: Tensor, shards: Sequence[EncoderShard], rows: int) -> Tensor:
+def pack(tokens: Tensor, features: Tensor, shards: Sequence[VisionShard], rows: int) -> Tensor:
     """Pack vision tokens [M, h], ordered by shard, and their DeepStack features [t, M, h] into a payload.
 
     More tokens may follow, as of a blank image. `rows`, R, is no less than any shard's tokens.
@@ -118,17 +119,14 @@ def pack(tokens: Tensor, features: Tensor, shards: Sequence[EncoderShard], rows:
     counts = [shard.tokens for shard in shards]
     parts = each[: sum(counts)].split(counts)
     padded = torch.stack([F.pad(part, (0, 0, 1, rows - len(part))) for part in parts])
-    digits = [
-        [digit for number in numbers for digit in number.to_bytes(_DIGITS, "big")]
-        for numbers in _header_numbers(shards, len(features), tokens.size(-1))
-    ]
-    headers = F.pad(torch.tensor(digits), (0, padded.size(-1) - 4 * _DIGITS))
+    headers = [list(_HEADER.pack(*numbers)) for numbers in _header_numbers(shards, len(features), tokens.size(-1))]
+    headers = F.pad(torch.tensor(headers), (0, padded.size(-1) - _HEADER.size))
     headers = (headers.pin_memory() if padded.device.type == "cuda" else headers).to(padded, non_blocking=True)
     return padded + F.pad(headers[:, None], (0, 0, 0, rows))
 
 
 def unpack(
-    payload: Tensor, shards: Sequence[EncoderShard], deepstack_layers: int, hidden: int
+    payload: Tensor, shards: Sequence[VisionShard], deepstack_layers: int, hidden: int
 ) -> tuple[Tensor, Tensor, Header]:
     """Unpack a payload [P, 1 + R, (t + 1) * h] of the expected shards, one from each sender.
 
@@ -145,28 +143,25 @@ def unpack(
             f"{len(shards)} shards of up to {most} vision tokens, with {deepstack_layers} DeepStack features of width "
             f"{hidden} and their embedding each"
         )
-    header = Header(HostCopy(payload[:, 0, : 4 * _DIGITS]), _header_numbers(shards, deepstack_layers, hidden))
+    header = Header(HostCopy(payload[:, 0, : _HEADER.size]), _header_numbers(shards, deepstack_layers, hidden))
     rows = torch.cat([part[1 : 1 + shard.tokens] for part, shard in zip(payload, shards, strict=True)])
     each = rows.view(-1, deepstack_layers + 1, hidden).transpose(0, 1)
     return each[-1], each[:-1], header
 
 
-def _header_numbers(shards: Sequence[EncoderShard], deepstack_layers: int, hidden: int) -> list[tuple[int, ...]]:
+def _header_numbers(shards: Sequence[VisionShard], deepstack_layers: int, hidden: int) -> list[tuple[int, ...]]:
     return [(shard.tokens, shard.mark, deepstack_layers, hidden) for shard in shards]
 
 
 class Header(NamedTuple):
     """The received header, and the expected one."""
 
-    received: HostCopy  # [P, 4 * digits]
+    received: HostCopy  # [P, bytes]
     expected: list[tuple[int, ...]]  # (tokens, mark, DeepStack layers, width) of each of the P shards
 
     def check(self) -> None:
         """Wait for the received header; raises ValueError if the payload is of other images or videos."""
-        received = []
-        for row in self.received.tolist():
-            numbers = [row[first : first + _DIGITS] for first in range(0, 4 * _DIGITS, _DIGITS)]
-            received.append(tuple(sum(int(d) * _BASE**p for p, d in enumerate(reversed(n))) for n in numbers))
+        received = [_HEADER.unpack(bytes(int(byte) for byte in row)) for row in self.received.tolist()]
         if received != self.expected:
             raise ValueError(
                 f"the vision ranks sent shards of (tokens, mark, features, width) {received}, expected "

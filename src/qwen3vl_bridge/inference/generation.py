@@ -7,14 +7,12 @@ Legend: B prompts, S tokens of a prompt with its padding, b prompts of one lengt
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.batch import ModelInputs, PackedBatch, SequenceLayout, VisionInputs
+from qwen3vl_bridge.batch import SequenceLayout, TokenBatch
 from qwen3vl_bridge.models.inputs import as_model_inputs
 from qwen3vl_bridge.models.model import VisionLanguageModel
 from qwen3vl_bridge.parallel.collectives import broadcast_in_group, gather_vocabulary
@@ -88,12 +86,26 @@ def generate(
         video_grid_thw=video_grid_thw,
     )
     answers = input_ids.new_full((len(prompts), max_new_tokens), pad)
-    longest = 0
-    group = ranks_in_step(wrapped)
+    longest, group = 0, ranks_in_step(wrapped)
+    slots = ids.new_full((ids.numel(),), -1)  # of hidden states [s, b]
+    slots[inputs.fuse.positions] = inputs.fuse.rows
+    slots = slots.view(ids.T.shape).T
     with _evaluating(model), callable_in_parts(_only(wrapped)):
-        for rows in _by_length(model, inputs, [len(prompt) for prompt in prompts], max_new_tokens):
-            decoded = _decode(model, rows, max_new_tokens, ends, pad, group)
-            answers[rows.numbers, : decoded.shape[1]] = decoded
+        encoded = model.encode(inputs)
+        for length in dict.fromkeys(map(len, prompts)):
+            same = [row for row, prompt in enumerate(prompts) if len(prompt) == length]
+            end = _round_up(length + max_new_tokens, model)
+            rows = TokenBatch(
+                input_ids=inputs.input_ids[same, :end],  # the prompt and then padding, which the answer overwrites
+                labels=inputs.input_ids[same, :end],  # neither these nor the mask is used
+                loss_mask=torch.zeros(len(same), end, device=ids.device),
+                position_ids=inputs.position_ids[:, same, :end],
+                vision_slot=slots[same, :end],
+                layout=SequenceLayout.rows([length] * len(same), end),
+                vision=inputs.vision,
+            )
+            decoded = _decode(model, rows, encoded, length, max_new_tokens, ends, pad, group)
+            answers[same, : decoded.shape[1]] = decoded
             longest = max(longest, decoded.shape[1])
     return torch.cat((input_ids, answers[:, :longest]), dim=1)
 
@@ -109,19 +121,6 @@ def end_token_ids(model: nn.Module | list[nn.Module], tokenizer: Any, hf_model: 
             named = GenerationConfig.from_pretrained(str(hf_model)).eos_token_id
             ends += named if isinstance(named, list) else [named]
     return [end for end in dict.fromkeys(ends) if end is not None]
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Prompts of one length, as rows with room for their answers."""
-
-    numbers: list[int]  # indices of the caller's rows
-    length: int  # n
-    ids: Tensor  # [b, r] int64, the prompt and then padding, which is overwritten by the answer
-    position_ids: Tensor  # [3, b, r] int64
-    vision_slot: Tensor  # [b, r] int64, row of each token in the vision output, or -1
-    vision: VisionInputs | None  # of all prompts
-    encoded: tuple[Tensor, Tensor]  # the vision tower's output for them, see `VisionLanguageModel.encode`
 
 
 def ranks_in_step(model: nn.Module | list[nn.Module]) -> ProcessGroup | None:
@@ -176,64 +175,63 @@ def _round_up(tokens: int, model: VisionLanguageModel) -> int:
     return -(-tokens // parts) * parts
 
 
-def _by_length(model: VisionLanguageModel, inputs: ModelInputs, lengths: list[int], new: int) -> Iterator[_Rows]:
-    """The rows of `inputs`, grouped by length."""
-    rows, tokens = inputs.input_ids.shape
-    encoded = model.encode(inputs)
-    slots = inputs.input_ids.new_full((tokens * rows,), -1)  # of hidden states [s, b]
-    if inputs.fuse is not None:
-        slots[inputs.fuse.positions] = inputs.fuse.rows
-    slots = slots.view(tokens, rows).T
-    numbers = defaultdict(list)
-    for number, length in enumerate(lengths):
-        numbers[length].append(number)
-    for length, same in numbers.items():
-        end = _round_up(length + new, model)
-        ids, positions = inputs.input_ids[same, :end], inputs.position_ids[:, same, :end]
-        yield _Rows(same, length, ids, positions, slots[same, :end], inputs.vision, encoded)
-
-
 def _decode(
-    model: VisionLanguageModel, rows: _Rows, new: int, ends: list[int], pad: int, group: ProcessGroup | None
+    model: VisionLanguageModel,
+    rows: TokenBatch,
+    encoded: tuple[Tensor, Tensor],
+    length: int,
+    new: int,
+    ends: list[int],
+    pad: int,
+    group: ProcessGroup | None,
 ) -> Tensor:
-    """[b, at most new] answers. Ranks use the first one's tokens, since a last bit may differ."""
+    """[b, at most new] answers to prompts of one length, whose rows have room for them; `encoded` is of all prompts.
+
+    Ranks use the first one's tokens, since a last bit may differ.
+    """
+    ids = rows.input_ids
     single, has_state = _round_up(1, model) == 1, model.config.experimental_attention_variant is not None
-    cache = StaticInferenceContext(*rows.ids.shape) if single and not has_state else None
-    running = torch.ones(len(rows.ids), dtype=torch.bool, device=rows.ids.device)
-    ends = torch.tensor(ends, dtype=torch.long, device=rows.ids.device)
+    cache = StaticInferenceContext(*ids.shape) if single and not has_state else None
+    running = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+    ends_of = torch.tensor(ends, dtype=torch.long, device=ids.device)
     start = 0
-    for stop in range(rows.length, rows.length + new):
-        tokens = _next_tokens(model, rows, start, stop, cache)
+    for stop in range(length, length + new):
+        tokens = _next_tokens(model, rows, encoded, start, stop, cache)
         if group is not None:
             tokens = broadcast_in_group(tokens, group)
-        rows.ids[:, stop] = torch.where(running, tokens, pad)
-        running &= ~torch.isin(tokens, ends)
+        ids[:, stop] = torch.where(running, tokens, pad)
+        running &= ~torch.isin(tokens, ends_of)
         if not running.any():
             break
         if cache is not None:
             cache.sequence_len_offset = start = stop
-    return rows.ids[:, rows.length : stop + 1]
+    return ids[:, length : stop + 1]
 
 
 def _next_tokens(
-    model: VisionLanguageModel, rows: _Rows, start: int, stop: int, cache: StaticInferenceContext | None
+    model: VisionLanguageModel,
+    rows: TokenBatch,
+    encoded: tuple[Tensor, Tensor],
+    start: int,
+    stop: int,
+    cache: StaticInferenceContext | None,
 ) -> Tensor:
     """[b] the most likely token at `stop`, from those before it; the cache has those before `start`."""
     config, groups = model.config, model.pg_collection
     length = _round_up(stop - start, model)
     piece = slice(start, start + length)
-    ids = rows.ids[:, piece]
-    batch = PackedBatch(
+    ids = rows.input_ids[:, piece]
+    batch = replace(
+        rows,
         input_ids=ids,
-        labels=ids,  # neither these nor the mask is used
-        loss_mask=torch.zeros(ids.shape, device=ids.device),
+        labels=ids,
+        loss_mask=rows.loss_mask[:, piece],
         position_ids=rows.position_ids[:, :, piece],
         vision_slot=rows.vision_slot[:, piece].flatten(),
         layout=SequenceLayout.rows([stop - start] * len(ids), length).to(ids.device),
-        vision=rows.vision,
     )
     inputs = batch.local(**config.sequence_ranks(groups))
-    hidden, block_kwargs = model.embed(inputs, rows.encoded)
+    hidden, block_kwargs = model.embed(inputs, encoded)
     logits = model.language_model(
         inputs.input_ids,
         inputs.position_ids,
@@ -248,7 +246,7 @@ def _next_tokens(
     return gather_vocabulary(logits[:, stop - start - 1], groups)[:, : config.vocab_size].argmax(-1)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

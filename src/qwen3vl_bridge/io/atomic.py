@@ -19,9 +19,6 @@ from pathlib import Path
 
 from qwen3vl_bridge.io.files import CheckpointError
 
-# A subfolder of the hidden folder that is not part of the result, and is moved out before the result is moved into
-# place.
-PRIVATE = ".journal"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 # Random letters at the end of a hidden folder's name. Folders with the same prefix but another ending belong to users.
@@ -40,7 +37,6 @@ def atomic_directory(
     say: Callable[[str], None],
     *,
     replace: Callable[[Path], object] | None = None,
-    sync: bool = True,
     claim: Callable[[Path], bool] = lambda _: False,
     keep: bool = False,
 ) -> Iterator[Path]:
@@ -51,7 +47,6 @@ def atomic_directory(
         say: called with a line of text when something was cleaned up, or could not be.
         replace: called with a folder that exists at the target in the end, which is replaced unless this raises; None
             if only an empty one may be.
-        sync: whether to wait until everything is on disk before the result is moved into place.
         claim: whether to continue in a folder that a process left when it died; any other such folder is removed. It
             raises a CheckpointError if neither is right, as when some of several processes are still alive.
         keep: whether the hidden folder is kept when the body fails, for a later run to claim.
@@ -82,29 +77,26 @@ def atomic_directory(
         left = f"the partial result stays in {folder}" if keep else "nothing was left"
         try:
             yield folder
-            if sync:
-                _sync_tree(folder)
+            for path in (*folder.rglob("*"), folder):
+                if not path.is_symlink():
+                    _sync(path)
             left = f"the whole result stays in {folder}" if keep else left
             if replace is not None and target.is_dir() and any(target.iterdir()):
                 replaced = snapshot(target)
                 replace(target)  # it may have changed since the beginning
-            if (folder / PRIVATE).is_dir():
-                os.rename(folder / PRIVATE, _private_of(folder))
             _take_after(target, folder)
             _move_into_place(folder, target, swap=replaced is not None)
         except BaseException as error:
             if not _is_at(own, target):
-                if keep:
-                    _put_back(folder)
-                else:
+                if not keep:
                     shutil.rmtree(folder, ignore_errors=True)
-                    shutil.rmtree(_private_of(folder), ignore_errors=True)
+                    shutil.rmtree(journal_of(folder), ignore_errors=True)
                 if isinstance(error, OSError):
                     raise CheckpointError(f"{target}: {error.strerror or error}; {left}") from error
                 raise
             if not isinstance(error, KeyboardInterrupt):  # which came when there was nothing left to stop
                 raise
-        _settle(target, folder, replaced, say, sync=sync)
+        _settle(target, folder, replaced, say)
 
 
 def _is_at(folder: int, path: Path) -> bool:
@@ -115,15 +107,9 @@ def _is_at(folder: int, path: Path) -> bool:
         return False
 
 
-def _private_of(folder: Path) -> Path:
-    """Where a hidden folder's private part is while the folder is moved into place."""
-    return folder.with_name(f"{folder.name}{PRIVATE}")
-
-
-def _put_back(folder: Path) -> None:
-    """Move the private part back, so that another run can resume from it after all."""
-    if _private_of(folder).is_dir() and folder.is_dir():
-        os.rename(_private_of(folder), folder / PRIVATE)
+def journal_of(folder: Path) -> Path:
+    """A folder next to a hidden folder, for what is no part of the result; it goes when that does."""
+    return folder.with_name(f"{folder.name}.journal")
 
 
 def _take_after(target: Path, folder: Path, at_least: int = 0) -> None:
@@ -137,16 +123,12 @@ def _take_after(target: Path, folder: Path, at_least: int = 0) -> None:
         os.chmod(folder, stat.S_IMODE(found.st_mode) | at_least)
 
 
-def _settle(target: Path, folder: Path, replaced: Snapshot | None, say: Callable[[str], None], *, sync: bool) -> None:
+def _settle(target: Path, folder: Path, replaced: Snapshot | None, say: Callable[[str], None]) -> None:
     """Clean up after the result is in place. A failure here does not affect the result."""
-    parent, whole = target.absolute().parent, f"{target} is complete and in place"
-    try:
-        if sync:
-            _sync(parent)
-    except OSError as error:
-        said = f"{parent} cannot be synced ({error.strerror or error})"
-        say(f"{whole}, but {said}: a power failure in the next seconds may undo that")
-    shutil.rmtree(_private_of(folder), ignore_errors=True)
+    whole = f"{target} is complete and in place"
+    with contextlib.suppress(OSError):
+        _sync(target.absolute().parent)
+    shutil.rmtree(journal_of(folder), ignore_errors=True)
     if replaced is None:
         return
     if not folder.is_dir():  # there was no swap, and the last of three renames failed
@@ -233,17 +215,16 @@ def _restore(target: Path, say: Callable[[str], None]) -> bool:
 def _claimed(target: Path, say: Callable[[str], None], claim: Callable[[Path], bool]) -> Path | None:
     """A folder to continue in. Other folders of processes that died are removed."""
     found = _all_marked(target, "partial")
-    for folder in found:  # of a process that died while it moved the result into place
-        _put_back(folder)
-    for private in _all_marked(target, "partial", PRIVATE):
-        shutil.rmtree(private)
     # All are checked before one is removed: one that must not be lost stops the run.
-    wanted = [folder for folder in found if claim(folder)]
+    wanted = next(iter([folder for folder in found if claim(folder)]), None)
     for folder in found:
-        if folder not in wanted[:1]:
+        if folder != wanted:
             shutil.rmtree(folder)
             say(f"removed {folder}, left by an interrupted run")
-    return wanted[0] if wanted else None
+    for journal in _all_marked(target, "partial", ".journal"):
+        if wanted is None or journal != journal_of(wanted):  # also one whose folder is in place already
+            shutil.rmtree(journal)
+    return wanted
 
 
 def _move_into_place(folder: Path, target: Path, *, swap: bool) -> None:
@@ -280,15 +261,6 @@ def replace_file(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     unfinished.rename(path)
-
-
-def _sync_tree(folder: Path) -> None:
-    """Wait until all files and folders below are on disk."""
-    for path in leaves(folder):
-        if not path.is_symlink():
-            _sync(path)
-    for root, _, _ in os.walk(folder):
-        _sync(Path(root))
 
 
 def _sync(path: Path) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 # Deeper than any configuration. Parsers and functions that walk through a value recurse once per level.
 MAX_DEPTH = 50
+_TOO_DEEP = f"nests objects or lists more than {MAX_DEPTH} deep"
 # Larger than any index of tensors, and than any configuration of a run.
 _JSON_BYTES, _YAML_BYTES = 1 << 28, 1 << 24
 # Of a YAML text with every alias expanded.
@@ -43,15 +43,8 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} cannot be read as JSON: {error}") from error
 
 
-def parse_json(
-    text: bytes | str, *, max_depth: int = MAX_DEPTH, parse_int: Callable[[str], int | float] | None = None
-) -> Any:
+def parse_json(text: bytes | str) -> Any:
     """Parse JSON: UTF-8, no duplicate keys in an object, no numbers that are not finite or too large.
-
-    Args:
-        text: the JSON.
-        max_depth: maximum nesting of objects and lists.
-        parse_int: converts a number's digits; None for Python's own conversion, and at most 64 bits.
 
     Raises:
         ValueError: it is not such a text, or nested too deeply.
@@ -69,10 +62,10 @@ def parse_json(
         return int(digits[:_LETTERS])
 
     try:
-        value = json.loads(_decoded(text), object_pairs_hook=unique, parse_int=parse_int or whole)
+        value = json.loads(_decoded(text), object_pairs_hook=unique, parse_int=whole)
     except RecursionError:
-        raise _too_deep(max_depth) from None
-    check_plain(value, max_depth=max_depth)
+        raise ValueError(_TOO_DEEP) from None
+    check_plain(value)
     return value
 
 
@@ -88,7 +81,7 @@ def parse_record(text: bytes | str) -> Any:
     try:
         value = json.loads(text if isinstance(text, str) else text.decode("utf-8-sig"))
     except RecursionError:
-        raise _too_deep() from None
+        raise ValueError(_TOO_DEEP) from None
     check_plain(value, finite=False, bounded=False)
     return value
 
@@ -126,9 +119,7 @@ def check_yaml(path: Path) -> str:
     return text
 
 
-def check_plain(
-    value: Any, name: str = "", *, finite: bool = True, bounded: bool = True, max_depth: int = MAX_DEPTH
-) -> None:
+def check_plain(value: Any, name: str = "", *, finite: bool = True, bounded: bool = True) -> None:
     """Check that objects and lists are not nested too deeply, and that numbers in them are finite and not too large.
 
     Args:
@@ -136,14 +127,16 @@ def check_plain(
         name: its name in messages.
         finite: whether numbers have to be finite.
         bounded: whether integers are limited to 64 bits.
-        max_depth: maximum nesting; a ValueError if this or another limit is exceeded.
+
+    Raises:
+        ValueError: a limit is exceeded.
     """
     level, depth = [(name, value)], 0
     while level:
         inner: list[tuple[str, Any]] = []
         for path, entry in level:
-            if isinstance(entry, dict | list) and depth == max_depth:
-                raise _too_deep(max_depth)
+            if isinstance(entry, dict | list) and depth == MAX_DEPTH:
+                raise ValueError(_TOO_DEEP)
             if isinstance(entry, list):
                 inner += ((path, part) for part in entry)
             elif isinstance(entry, dict):
@@ -159,10 +152,6 @@ def check_plain(
 
 def _decoded(text: bytes | str) -> str:
     return text if isinstance(text, str) else text.decode("utf-8")
-
-
-def _too_deep(max_depth: int = MAX_DEPTH) -> ValueError:
-    return ValueError(f"nests objects or lists more than {max_depth} deep")
 
 
 def _one_line(error: Exception) -> str:
@@ -191,7 +180,7 @@ def _check_events(text: str) -> None:
             open_nodes.append((event.anchor, nodes))
             nodes += 1
             if len(open_nodes) > MAX_DEPTH:
-                raise _too_deep()
+                raise ValueError(_TOO_DEEP)
         elif isinstance(event, yaml.CollectionEndEvent):
             anchor, before = open_nodes.pop()
             if anchor:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from qwen3vl_bridge.models.hf_config import TOKEN_IDS
 from qwen3vl_bridge.models.provider import ExpertsMixin, VisionLanguageProvider
 from qwen3vl_bridge.models.settings import text_activation
 from qwen3vl_bridge.peft.model_adapters import AdapterConversion
@@ -49,7 +50,7 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
             ValueError: a setting that this model does not support.
         """
         config = hf_pretrained.config
-        family(self.family).check_settings(config.to_dict())
+        family(self.family).check(config.to_dict())
         provider = self.PROVIDER_CLASS(**self.provider_fields(config))
         self.exclude(provider, _stored_config(self.family, hf_pretrained))
         return provider
@@ -83,8 +84,7 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
         """The provider's fields that a Hugging Face configuration determines, as far as all families share them."""
         text = config.text_config
         dtype = self.dtype_from_hf(text, default=self.dtype_from_hf(config, default=torch.float32))
-        token_ids = ("bos_token_id", "eos_token_id", "pad_token_id")
-        return dict(
+        fields = dict(
             num_layers=text.num_hidden_layers,
             hidden_size=text.hidden_size,
             num_attention_heads=text.num_attention_heads,
@@ -103,13 +103,18 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
             bf16=dtype == torch.bfloat16,
             fp16=dtype == torch.float16,
             vision_config=config.vision_config,
-            image_token_id=config.image_token_id,
-            video_token_id=config.video_token_id,
-            vision_start_token_id=config.vision_start_token_id,
-            vision_end_token_id=config.vision_end_token_id,
-            **{name: getattr(text, name) for name in token_ids if getattr(text, name, None) is not None},
-            **(_expert_fields(text) if issubclass(self.PROVIDER_CLASS, ExpertsMixin) else {}),
+            **{name: getattr(config, name) for name in TOKEN_IDS},
         )
+        token_ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+        fields |= {name: getattr(text, name) for name in token_ids if getattr(text, name, None) is not None}
+        if issubclass(self.PROVIDER_CLASS, ExpertsMixin):
+            fields |= dict(
+                num_moe_experts=text.num_experts,
+                moe_router_topk=text.num_experts_per_tok,
+                moe_ffn_hidden_size=text.moe_intermediate_size,
+                moe_aux_loss_coeff=text.router_aux_loss_coef,
+            )
+        return fields
 
     def mapping_registry(self) -> MegatronMappingRegistry:
         """The weight table as Megatron-Bridge's mappings."""
@@ -126,10 +131,17 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
         source = _files_of(pretrained)
         if source is None:
             return own.released_experts
-        dimensions = own.dimensions_of(_stored_config(self.family, pretrained))
+        dimensions = own.dimensions(_stored_config(self.family, pretrained))
         if not dimensions.indices["moe_layers"]:
             return own.released_experts
-        shapes = _expert_shapes(source, dimensions.indices["moe_layers"][0])
+        of_layer, shapes = f".layers.{dimensions.indices['moe_layers'][0]}.mlp.experts.", {}
+        by_file = defaultdict(list)
+        for name, file in source.key_to_filename_map.items():
+            if of_layer in name:
+                by_file[file].append(name)
+        for file, names in by_file.items():  # from its header, without reading tensors
+            with safe_open(source.path / file, framework="pt") as tensors:
+                shapes.update((name, tensors.get_slice(name).get_shape()) for name in names)
         return expert_layout_of(own.rows, shapes, dimensions)
 
 
@@ -145,15 +157,6 @@ def _stored_config(name: str, hf_pretrained: Any) -> Mapping[str, Any]:
     if source is None or not Path(source.model_name_or_path).is_dir() or not source.key_to_filename_map:
         return config
     return family(name).config_of(config, source.key_to_filename_map)
-
-
-def _expert_fields(text: Any) -> dict[str, Any]:
-    return dict(
-        num_moe_experts=text.num_experts,
-        moe_router_topk=text.num_experts_per_tok,
-        moe_ffn_hidden_size=text.moe_intermediate_size,
-        moe_aux_loss_coeff=text.router_aux_loss_coef,
-    )
 
 
 def provider_of(
@@ -177,16 +180,3 @@ def provider_of(
     for name, value in settings.items():
         setattr(provider, name, value)
     return provider
-
-
-def _expert_shapes(source: SafeTensorsStateSource, layer: int) -> dict[str, list[int]]:
-    """Shapes of a layer's expert tensors, from the files' headers without reading the tensors."""
-    by_file = defaultdict(list)
-    for name, file in source.key_to_filename_map.items():
-        if f".layers.{layer}.mlp.experts." in name:
-            by_file[file].append(name)
-    shapes = {}
-    for file, names in by_file.items():
-        with safe_open(source.path / file, framework="pt") as tensors:
-            shapes.update((name, tensors.get_slice(name).get_shape()) for name in names)
-    return shapes

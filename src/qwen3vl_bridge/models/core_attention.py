@@ -1,4 +1,4 @@
-"""Core attention without Transformer Engine: packed-sequence parameters, kernels, and modules for rows and for CP.
+"""Core attention without Transformer Engine: packed-sequence parameters, kernels, and the module.
 
 Nothing here allocates memory of size tokens x tokens.
 Legend: n segments, s their length, t tokens of a packed row, d head dimension; keys and values may have fewer heads.
@@ -220,6 +220,9 @@ class SegmentAttention(MegatronModule):
 
     FlashAttention supports packed rows directly. Where it is not available, adjacent segments of equal length are
     batched. Padding at the end of a segment needs no mask, because attention is causal or (vision) there is none.
+
+    Under context parallelism each segment is divided into 2 * cp chunks, of which a rank holds two (`token_index`).
+    Keys and values are all-gathered once per layer; each of the two chunks attends to all tokens up to its end.
     """
 
     def __init__(
@@ -236,7 +239,8 @@ class SegmentAttention(MegatronModule):
         super().__init__(config=config)
         if pg_collection is not None:
             self.tp_group = pg_collection.tp  # read by activation checkpointing
-        self.ranks = config.context_parallel_size  # context-parallel size
+        self.ranks = config.context_parallel_size  # context-parallel size; 1 in the vision tower
+        self.group = pg_collection.cp if self.ranks > 1 else None
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
@@ -263,30 +267,13 @@ class SegmentAttention(MegatronModule):
             )
         causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
         if packed_seq_params is None:
-            return self._rows(query, key, value, causal).flatten(2)
+            inputs = (x.permute(1, 2, 0, 3) for x in (query, *self._of_all_ranks(key, value)))
+            return self._attend(*inputs, causal).permute(2, 0, 1, 3).flatten(2)
         lengths = segment_lengths(packed_seq_params, self.ranks * len(query))
-        if self._takes_row(query, key, value, packed_seq_params, causal):
-            return self._row(query, key, value, packed_seq_params, lengths, causal).flatten(1)
-        return self._by_segments(query, key, value, lengths, causal).flatten(1)
-
-    def _takes_row(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams, causal: bool) -> bool:
-        return varlen_takes(query, key, value, self._rate())
-
-    def _row(
-        self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams, lengths: tuple[int, ...], causal: bool
-    ) -> Tensor:
-        offsets, longest = physical_offsets(params), max(lengths)
-        return attend_row(
-            query, key, value, offsets=(offsets, offsets), longest=(longest, longest), causal=causal, scale=self.scale
-        )
-
-    def _rows(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-        """Attention of padded rows [s, b, heads, d]."""
-        attended = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), causal)
-        return attended.permute(2, 0, 1, 3)
-
-    def _by_segments(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], causal: bool) -> Tensor:
-        """Attention of a packed row [t, heads, d], one batch of adjacent segments of equal length at a time."""
+        known = self.ranks == 1 or getattr(packed_seq_params, "layout", None) is not None
+        if known and varlen_takes(query, key, value, self._rate()):
+            return self._attend_row(query, key, value, packed_seq_params, lengths, causal).flatten(1)
+        key, value = self._of_all_ranks(key, value)
         runs, start = [], 0
         for whole, same in groupby(lengths):
             n, length = sum(1 for _ in same), whole // self.ranks
@@ -294,11 +281,51 @@ class SegmentAttention(MegatronModule):
             segments = (x[start:stop].view(n, length, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
             runs.append(self._attend(*segments, causal).transpose(1, 2).flatten(0, 1))
             start = stop
-        return torch.cat(runs)
+        return torch.cat(runs).flatten(1)
+
+    def _attend_row(
+        self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams, lengths: tuple[int, ...], causal: bool
+    ) -> Tensor:
+        """Attention of a packed row [t, heads, d] in one call."""
+        if self.ranks == 1:
+            offsets, longest = (physical_offsets(params),) * 2, (max(lengths),) * 2
+        else:  # each chunk is a segment of queries whose keys end at the end of the chunk
+            chunks = params.chunks(self.ranks, self.group.rank())
+            gathered = gather_over_context(torch.cat((key, value), -1), self.group).flatten(0, 1)  # [cp t, heads, 2 d]
+            # The gradient of this indexing sums at most two terms per token, so the order of summation does not matter.
+            key, value = gathered.index_select(0, chunks.keys).chunk(2, -1)
+            offsets, longest = chunks.offsets, chunks.longest
+        return attend_row(query, key, value, offsets=offsets, longest=longest, causal=causal, scale=self.scale)
+
+    def _of_all_ranks(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """[..., heads, d] of this rank's tokens -> [..., cp * heads, d] of all context-parallel ranks' tokens.
+
+        They have the same segment layout on every rank, so the other ranks' are concatenated along the heads.
+        """
+        if self.ranks == 1:
+            return key, value
+        gathered = gather_over_context(torch.cat((key, value), -1), self.group)  # [cp, ..., heads, 2 d]
+        return gathered.movedim(0, -3).flatten(-3, -2).chunk(2, -1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-        """Attention of [n, heads, length, d] tensors; keys and values may have fewer heads."""
-        return self._call(_sdpa, query, key, value, is_causal=causal)
+        """Attention of queries [n, heads, length, d] to keys and values [n, cp * heads, length, d]; may be fewer heads.
+
+        Under context parallelism it is causal: the text model's.
+        """
+        if self.ranks == 1:
+            return self._call(_sdpa, query, key, value, is_causal=causal)
+        key, value = (self._in_order(x) for x in (key, value))
+        chunk, rank = query.size(2) // 2, self.group.rank()
+        attended = []
+        for own, before in zip(query.split(chunk, 2), (rank, 2 * self.ranks - 1 - rank), strict=True):
+            seen = (before + 1) * chunk
+            attended.append(self._call(attend_end, own, key[:, :, :seen], value[:, :, :seen]))
+        return torch.cat(attended, 2)
+
+    def _in_order(self, x: Tensor) -> Tensor:
+        """[n, cp * heads, 2 c, d] of all ranks' tokens -> [n, heads, 2 cp c, d] in the order of the segment."""
+        first, second = x.unflatten(1, (self.ranks, -1)).chunk(2, 3)  # [n, cp, heads, c, d]: chunk r, and its mirror
+        return torch.cat((first, second.flip(1)), 1).transpose(1, 2).flatten(2, 3)
 
     def _call(self, kernel: Callable[..., Tensor], *tensors: Tensor, **arguments: Any) -> Tensor:
         dropout = self._rate()
@@ -324,68 +351,3 @@ def segment_lengths(params: PackedSeqParams, tokens: int) -> tuple[int, ...]:
     if sum(lengths) != tokens:
         raise ValueError(f"packed segments hold {sum(lengths)} tokens, the row has {tokens}")
     return lengths
-
-
-class ContextParallelAttention(SegmentAttention):
-    """Core attention from a rank's local tokens to the tokens of all context-parallel ranks.
-
-    Each segment is divided into 2 * cp chunks, of which a rank holds two (`token_index`). Keys and values are
-    all-gathered once per layer; each of the two chunks attends to all tokens up to its end.
-    """
-
-    def __init__(self, config: TransformerConfig, *args: Any, pg_collection: ProcessGroupCollection, **kwargs: Any):
-        super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
-        self.group = pg_collection.cp
-
-    def _takes_row(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams, causal: bool) -> bool:
-        known = isinstance(params, HostPackedSeqParams) and params.layout is not None
-        return causal and known and super()._takes_row(query, key, value, params, causal)
-
-    def _row(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        params: HostPackedSeqParams,
-        lengths: tuple[int, ...],
-        causal: bool,
-    ) -> Tensor:
-        """Each chunk is a segment of queries whose keys end at the end of the chunk."""
-        chunks = params.chunks(self.ranks, self.group.rank())
-        gathered = gather_over_context(torch.cat((key, value), -1), self.group).flatten(0, 1)  # [cp t, heads, 2 d]
-        # The gradient of this indexing sums at most two terms per token, so the order of summation does not matter.
-        key, value = gathered.index_select(0, chunks.keys).chunk(2, -1)
-        return attend_row(
-            query, key, value, offsets=chunks.offsets, longest=chunks.longest, causal=causal, scale=self.scale
-        )
-
-    def _rows(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-        return super()._rows(query, *self._slots(key, value), causal)
-
-    def _by_segments(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], causal: bool) -> Tensor:
-        return super()._by_segments(query, *self._slots(key, value), lengths, causal)
-
-    def _slots(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """[..., heads, d] of this rank's slots -> [..., cp * heads, d] of all ranks' slots.
-
-        Slots have the same segment layout on every rank, so the other ranks' slots are concatenated along the heads.
-        """
-        gathered = gather_over_context(torch.cat((key, value), -1), self.group)  # [cp, ..., heads, 2 d]
-        return gathered.movedim(0, -3).flatten(-3, -2).chunk(2, -1)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-        """Attention of queries [n, heads, 2 c, d] to keys and values [n, cp * heads, 2 c, d]."""
-        key, value = (self._in_order(x) for x in (key, value))
-        if not causal:
-            return self._call(_sdpa, query, key, value, is_causal=False)
-        chunk, rank = query.size(2) // 2, self.group.rank()
-        attended = []
-        for own, before in zip(query.split(chunk, 2), (rank, 2 * self.ranks - 1 - rank), strict=True):
-            seen = (before + 1) * chunk
-            attended.append(self._call(attend_end, own, key[:, :, :seen], value[:, :, :seen]))
-        return torch.cat(attended, 2)
-
-    def _in_order(self, x: Tensor) -> Tensor:
-        """[n, cp * heads, 2 c, d] of all ranks' slots -> [n, heads, 2 cp c, d] in the order of the segment."""
-        first, second = x.unflatten(1, (self.ranks, -1)).chunk(2, 3)  # [n, cp, heads, c, d]: chunk r, and its mirror
-        return torch.cat((first, second.flip(1)), 1).transpose(1, 2).flatten(2, 3)

@@ -88,25 +88,25 @@ class Replicas:
             )
 
     @property
-    def encoders(self) -> int:
+    def vision_per_language(self) -> int:
         """Number of vision replicas that divide the images of one microbatch."""
         return max(self.vision // self.language, 1)
 
     @property
-    def language_per_encoder(self) -> int:
+    def language_per_vision(self) -> int:
         """Number of language replicas that one vision replica serves."""
         return max(self.language // self.vision, 1)
 
     @property
     def ratio(self) -> int | None:
         """Vision replicas per language replica, as in Megatron-Bridge's setting; None below 1."""
-        return self.encoders if self.vision >= self.language else None
+        return self.vision_per_language if self.vision >= self.language else None
 
     def language_replicas_of(self, vision: int) -> range:
         """The language replicas that a vision replica encodes for."""
-        first = vision // self.encoders * self.language_per_encoder
-        return range(first, first + self.language_per_encoder)
+        first = vision // self.vision_per_language * self.language_per_vision
+        return range(first, first + self.language_per_vision)
 
     def share_of(self, vision: int) -> int:
         """Index of the part of a microbatch's images that a vision replica encodes."""
-        return vision % self.encoders
+        return vision % self.vision_per_language

@@ -5,12 +5,12 @@ Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qwen3vl_bridge.registry import dimensions_of, family
-from qwen3vl_bridge.weights.rows import Dimensions, is_of_mtp, text_sizes, vision_sizes
+from qwen3vl_bridge.registry import dimensions_of
+from qwen3vl_bridge.weights.rows import Dimensions, is_of_mtp
 
 CHUNK = 64  # chunk size of gated delta rule kernels, in tokens
 
@@ -91,14 +91,12 @@ def tower_costs(config: Mapping, trained: Trained | None = None) -> TowerCosts:
     Raises:
         KeyError: a field is missing; the message names it.
     """
-    dimensions = dimensions_of(config)
-    return family(dimensions.family).costs(dimensions, trained)
+    return model_costs(dimensions_of(config), trained)
 
 
 def model_costs(dims: Dimensions, trained: Trained | None = None) -> TowerCosts:
     """Like `tower_costs`, for a model with these dimensions."""
-    deepstack_layers = dims.indices["deepstack_layers"]
-    vision, (*deepstack, embedded) = _vision(dims.sizes, len(dims.indices["vision_layers"]), deepstack_layers, trained)
+    vision, (*deepstack, embedded) = _vision(dims, trained)
     of_language = trained is not None and trained.language_model
     text = _Chain(trained, reached=embedded or of_language)  # the embedding comes before all layers
     for layer in dims.indices["text_layers"]:
@@ -159,28 +157,9 @@ def _attend_linearly(text: _Chain, name: str, dims: Dimensions, trained: bool) -
     text.add(f"{name}.out_proj", dims["l_value"], dims["hidden"], trained)
 
 
-def provider_sizes(provider: Any) -> dict[str, int]:
-    """`Dimensions.sizes` of a provider's model; its vocabulary without padding."""
-    with_experts = bool(provider.moe_layers)
-    sizes = text_sizes(
-        vocab=provider.vocab_size,
-        hidden=provider.hidden_size,
-        ffn=provider.ffn_hidden_size,
-        heads=provider.num_attention_heads,
-        kv_heads=provider.num_query_groups or provider.num_attention_heads,
-        head_dim=provider.kv_channels,
-        untied=not provider.share_embeddings_and_output_weights,
-        experts=provider.num_moe_experts or 0,
-        topk=provider.moe_router_topk if with_experts else 0,
-        moe_ffn=(provider.moe_ffn_hidden_size or 0) if with_experts else 0,
-    )
-    return sizes | vision_sizes(provider.vision_config.to_dict())
-
-
 def provider_costs(provider: Any, trained: Trained | None) -> TowerCosts:
     """Like `tower_costs`, for a provider's model."""
-    dimensions = provider.dimensions()
-    return family(dimensions.family).costs(dimensions, trained)
+    return model_costs(provider.dimensions(), trained)
 
 
 def trained_parts(provider: Any) -> Trained:
@@ -222,15 +201,13 @@ def operations_of_a_step(
     )
 
 
-def vision_costs(dims: Mapping[str, int], layers: int, mergers: int) -> tuple[float, float]:
-    """`TowerCosts.patch` and `patch_pair` of a forward pass; `dims` are `vision_sizes` and `hidden`, the text width."""
-    tower, _ = _vision(dims, layers, range(mergers), None)
+def vision_costs(dims: Dimensions) -> tuple[float, float]:
+    """`TowerCosts.patch` and `patch_pair` of a forward pass."""
+    tower, _ = _vision(dims, None)
     return 2 * tower.linear, 2 * tower.pair
 
 
-def _vision(
-    dims: Mapping[str, int], layers: int, deepstack_layers: Sequence[int], trained: Trained | None
-) -> tuple[_Chain, list[bool]]:
+def _vision(dims: Dimensions, trained: Trained | None) -> tuple[_Chain, list[bool]]:
     """The tower with its mergers, per patch; and whether mergers need a gradient, DeepStack's first."""
     of_tower = trained is not None and trained.vision_model
     of_mergers = trained is not None and trained.vision_projection
@@ -244,14 +221,14 @@ def _vision(
         mergers.append(merger)
 
     tower.add("", dims["v_channels"] * dims["v_temporal_patch"] * dims["v_patch"] ** 2, dims["v_hidden"], of_tower)
-    for layer in range(layers):
+    for layer in dims.indices["vision_layers"]:
         name = f"vision_model.decoder.layers.{layer}"
         tower.add(f"{name}.self_attention.linear_qkv", dims["v_hidden"], dims["v_qkv"], of_tower)
         tower.attend(dims["v_hidden"])
         tower.add(f"{name}.self_attention.linear_proj", dims["v_hidden"], dims["v_hidden"], of_tower)
         tower.add(f"{name}.mlp.linear_fc1", dims["v_hidden"], dims["v_ffn"], of_tower)
         tower.add(f"{name}.mlp.linear_fc2", dims["v_ffn"], dims["v_hidden"], of_tower)
-        if layer in deepstack_layers:
+        if layer in dims.indices["deepstack_layers"]:
             merge(f"vision_model.decoder.deepstack_merger_list.{len(mergers)}")
     merge("vision_model.merger")
     tower.linear += share * sum(merger.linear for merger in mergers)

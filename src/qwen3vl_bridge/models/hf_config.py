@@ -10,6 +10,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from qwen3vl_bridge.weights.rows import Dimensions, model_dimensions
+
+TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 _LONGEST = 10_000  # layers or experts: a hostile file must not make us build longer lists
 
 
@@ -61,7 +64,7 @@ _REQUIRED: Fields = {
 _OPTIONAL: Fields = {
     "": {
         "tie_word_embeddings": TRUTH,
-        **dict.fromkeys(("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"), TOKEN),
+        **dict.fromkeys(TOKEN_IDS, TOKEN),
     },
     "text_config": {
         "rms_norm_eps": ABOVE_ZERO,
@@ -148,6 +151,24 @@ def check_rope_types(text: Mapping[str, Any]) -> None:
                 _check_type(f"text_config.{section}", name, value, _ROPE[name])
 
 
+def rope_settings(text: Mapping[str, Any], types: Sequence[str]) -> dict[str, Any]:
+    """A text configuration's rotary settings, of either format, with `rope_type` as in transformers 5.
+
+    Raises:
+        ValueError: another type than these, or a value of the wrong type.
+    """
+    check_rope_types(text)
+    rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
+    kind = rope.pop("type", None)
+    kind = rope.get("rope_type") or kind or "default"
+    rope["rope_type"] = "default" if kind == "mrope" else kind
+    if rope["rope_type"] not in types:
+        raise ValueError(f"rope_type is {kind!r}, expected one of {', '.join(types)}")
+    if not rope.get("mrope_interleaved", True):
+        raise ValueError("mrope_interleaved is False, expected True as in every released model")
+    return rope
+
+
 def check_tower_size(vision: Mapping[str, Any], text_width: int) -> None:
     """Check that a vision tower's output suits a text model of this hidden size; raises ValueError."""
     width = vision.get("out_hidden_size", _OUT_HIDDEN_SIZE)
@@ -167,9 +188,40 @@ def check_mrope_section(section: Sequence[int], rotated: int) -> None:
         )
 
 
+def check_model_type(config: Mapping[str, Any], dense: str, experts: int, what: str) -> None:
+    """Check that a model has experts if its `model_type` says so; `dense` is that of the family's other models."""
+    kind = config.get("model_type")
+    if kind in (dense, f"{dense}_moe") and bool(experts) != (kind != dense):
+        raise ValueError(f"{experts} {what}, which model_type {kind} does not allow")
+
+
 def experts_of(text: Mapping[str, Any]) -> int:
     """Experts of a MoE layer, in the format of the released files or of transformers 5; 0 in a dense model."""
     return text.get("num_experts", text.get("num_local_experts")) or 0
+
+
+def shared_dimensions(
+    family: str, config: Mapping[str, Any], *, ffn: int, head_dim: int, moe_layers: Sequence[int]
+) -> Dimensions:
+    """Dimensions of a `config.json` that all families have; raises KeyError for a missing field."""
+    text = config["text_config"]
+    heads = text["num_attention_heads"]
+    return model_dimensions(
+        family,
+        config["vision_config"],
+        layers=text["num_hidden_layers"],
+        vocab=text["vocab_size"],
+        hidden=text["hidden_size"],
+        ffn=ffn,
+        heads=heads,
+        kv_heads=text["num_key_value_heads"] or heads,
+        head_dim=head_dim,
+        untied=not config.get("tie_word_embeddings", False),
+        experts=experts_of(text),
+        topk=text["num_experts_per_tok"] if moe_layers else 0,
+        moe_ffn=text["moe_intermediate_size"] if moe_layers else 0,
+        moe_layers=moe_layers,
+    )
 
 
 def check_supported_values(config: Mapping[str, Any], own: Mapping[str, tuple[Any, Any]]) -> None:
@@ -198,7 +250,6 @@ def check_supported_values(config: Mapping[str, Any], own: Mapping[str, tuple[An
 # What identifies a model: the fields that determine which tensors exist or what they mean. They are read from a
 # `config.json`, and from the provider in a run's `run_config.yaml`, which may lack any of them: those are not compared.
 
-TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 # By section, with transformers' defaults; a field without a default is in every file.
 _IDENTITY: Mapping[str, Mapping[str, Any]] = {
     "": {"model_type": None, "tie_word_embeddings": False},

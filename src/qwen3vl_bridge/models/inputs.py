@@ -1,8 +1,11 @@
 """The callers' interface: a batch in the convention of transformers, Megatron or an RL framework, as `ModelInputs`.
 
-Batches of our own data path do not pass through this module. In a layout, the real tokens of a segment come first and
-its padding follows, so that causal attention needs no mask; rows with padding on the left are therefore rolled, and
-their outputs are rolled back.
+Batches of our own data path do not pass through this module. The way of a batch, from top to bottom: `as_model_inputs`
+copies the arguments to the host (`read_arguments`), finds the real tokens (`real_tokens`) and the segments (`arrange`),
+then positions and labels; and says how outputs return to the caller (`OutputConversion`).
+
+In a layout, the real tokens of a segment come first and its padding follows, so that causal attention needs no mask;
+rows with padding on the left are therefore rolled, and their outputs are rolled back.
 Legend: B rows, S tokens per row, T tokens of the layout, n segments, b and s a rank's local sizes.
 """
 
@@ -16,8 +19,8 @@ from typing import Any, Self
 
 from qwen3vl_bridge.batch import (
     ModelInputs,
-    PackedBatch,
     SequenceLayout,
+    TokenBatch,
     make_vision_inputs,
     mrope_positions,
     vision_slots,
@@ -49,12 +52,12 @@ def as_model_inputs(
     """This rank's part of a batch given in the convention of transformers or Megatron: whole, or a slice of a flat row.
 
     Lengths, positions and indices are computed on the host, which synchronizes with the device once, to read all
-    arguments except pixels; use `PackedBatch` to avoid this. Slices are first gathered from all context-parallel ranks,
+    arguments except pixels; use `TokenBatch` to avoid this. Slices are first gathered from all context-parallel ranks,
     see `whole_row`, and outputs then cover the slice.
 
     Args:
         config, groups: the provider and its process groups.
-        input_ids: as for `as_packed_batch`, or a slice [1, T / cp] of a flat row.
+        input_ids: as for `as_token_batch`, or a slice [1, T / cp] of a flat row.
         labels: [B, S], already shifted, token ids where they are trained on: the model returns a loss for each, and
             the caller masks them. With `packed_seq_params` also [1, T], in the order of the packed row. Or only this
             context-parallel rank's tokens, [B, S / cp] or [1, T / cp], as Megatron-Bridge's `qwen3_vl_step` and verl's
@@ -62,7 +65,7 @@ def as_model_inputs(
         loss_mask: same shape as labels, 0 where a label is arbitrary; the caller multiplies losses by it. Under context
             parallelism, this rank's slice of a whole mask is returned with the outputs. No effect without labels.
         encodes: whether this pipeline stage encodes images and videos; other stages need only their grids.
-        arguments: all others as for `as_packed_batch`.
+        arguments: all others as for `as_token_batch`.
 
     Returns:
         The inputs, and the conversion of outputs; None if outputs already have the form that the caller expects.
@@ -73,73 +76,54 @@ def as_model_inputs(
     """
     given = read_arguments(dict(arguments, input_ids=input_ids, labels=labels, loss_mask=loss_mask), groups.cp)
     labels, mask = given.pop("labels"), given.pop("loss_mask")
-    batch, arranged = _unlabelled(config, encodes=encodes, **given)
+    batch, arranged = _without_labels(config, encodes=encodes, **given)
     assert input_ids is not None
-    ranks, vocabulary, device = config.sequence_ranks(groups), config.vocab_size, input_ids.device
-    if not encodes:
-        ranks |= dict(vision_work=None, encoders=None)
-    ranks["predicts"] = predicts = _predicts(config, groups, labels, mask, device)
+    vocabulary, device = config.vocab_size, input_ids.device
+    predicts = config.trains_mtp and torch.is_grad_enabled()
+    if predicts:  # which needs the same kind of labels on all ranks
+        check_agreement(dict(labels=labels, loss_mask=mask), None, groups.cp, device)
+        predicts = labels is not None
+    ranks = config.sequence_ranks(groups) | dict(predicts=predicts, encodes=encodes)
 
     layout, cp_size = arranged.layout, ranks["cp_size"]
     of_a_rank = (layout.num_rows, layout.total // cp_size // layout.num_rows)
     shapes = [values.shape for values in (labels, mask) if values is not None]
     sharded = cp_size > 1 and bool(shapes) and all(shape == of_a_rank for shape in shapes)
     # Labels split from a packed row are in the layout's order. Those of rows that were rolled are not.
-    order = None if sharded and arranged.packed else arranged.caller_order(labels)
-    if order is not None and cp_size > 1:
+    conversion = OutputConversion() if sharded and arranged.packed else arranged.output_order(labels)
+    if conversion.slots is not None and cp_size > 1:
         raise ValueError(
             f"context parallelism over {cp_size} ranks gives each its share of the outputs, which cannot come back in "
             "the caller's order: expected rows padded on the right, or labels in the packed row's order, [1, tokens]"
         )
-    own_mask = None
+    if sharded and predicts:
+        labels, mask = gather_labels(labels, mask, layout, groups.cp, device)
+        labels = _readable(labels, mask, [batch.input_ids.shape], vocabulary)
+        batch = replace(batch, labels=labels, loss_mask=batch.loss_mask if mask is None else mask.float())
+    elif not sharded:
+        batch = with_labels(batch, arranged, labels, mask, vocabulary)
+    inputs = batch.local(**ranks)
     if sharded and not predicts:
-        inputs = batch.local(**ranks)
-        if labels is not None:
-            labels = _readable(labels, mask, [inputs.input_ids.shape], vocabulary)
-        inputs = replace(inputs, labels=labels, loss_mask=None if mask is None else mask.float())
-    else:
-        if sharded:
-            labels, mask = gather_labels(labels, mask, layout, groups.cp, device)
-            labels = _readable(labels, mask, [batch.input_ids.shape], vocabulary)
-            batch = replace(batch, labels=labels, loss_mask=batch.loss_mask if mask is None else mask.float())
-        else:
-            batch = with_labels(batch, arranged, labels, mask, vocabulary)
-        inputs = batch.local(**ranks)
-        if cp_size > 1 and loss_mask is not None and loss_mask.shape != inputs.input_ids.shape:
-            own_mask = inputs.loss_mask
-        if labels is None:
-            inputs = inputs.without_labels()
-    unlabelled = None
+        own = None if labels is None else _readable(labels, mask, [inputs.input_ids.shape], vocabulary)
+        inputs = replace(inputs, labels=own, loss_mask=None if mask is None else mask.float())
+    elif cp_size > 1 and loss_mask is not None and loss_mask.shape != inputs.input_ids.shape:
+        conversion = replace(conversion, loss_mask=inputs.loss_mask)
+    if labels is None and not sharded:
+        inputs = inputs.without_labels()
     if inputs.labels is not None and (inputs.labels < 0).any():
-        unlabelled = inputs.labels < 0
+        conversion = replace(conversion, unlabelled=inputs.labels < 0)
         inputs = replace(inputs, labels=inputs.labels.clamp(min=0))
-    if order is None and unlabelled is None and own_mask is None:
-        return inputs.sent_to(device), None
-    return inputs.sent_to(device), OutputConversion(order, unlabelled, own_mask).sent_to(device)
+    return inputs.sent_to(device), conversion.sent_to(device) if conversion.changes_outputs else None
 
 
-def _predicts(
-    config: VisionLanguageProvider,
-    groups: ProcessGroupCollection,
-    labels: Tensor | None,
-    loss_mask: Tensor | None,
-    device: torch.device,
-) -> bool:
-    """Whether multi-token prediction is trained by this call, which needs the same kind of labels on all ranks."""
-    if not (config.trains_mtp and torch.is_grad_enabled()):
-        return False
-    check_agreement(dict(labels=labels, loss_mask=loss_mask), None, groups.cp, device)
-    return labels is not None
-
-
-def as_packed_batch(
+def as_token_batch(
     config: VisionLanguageProvider,
     input_ids: Tensor | None,
     *,
     labels: Tensor | None = None,
     loss_mask: Tensor | None = None,
     **arguments: Any,
-) -> tuple[PackedBatch, Arrangement]:
+) -> tuple[TokenBatch, Arrangement]:
     """Like `as_model_inputs`, a whole batch on the host (pixels stay on their device); and its arrangement.
 
     Args:
@@ -149,7 +133,7 @@ def as_packed_batch(
         position_ids: [3, B, S] temporal, height and width position of each token; [4, B, S], where transformers puts
             text positions first; [B, S] text positions, see `given_positions`; or None to derive them.
         attention_mask: [B, S], 1 for real tokens, with padding on either side of each row, or both; or a square mask,
-            see `real_tokens`. None, and combinations with packing: see `arrange`.
+            see `read_arguments`. None, and combinations with packing: see `arrange`.
         padding_mask: [B, S], 1 for padding: the inverse, under megatron-core's name.
         packed_seq_params: the segments of a packed row.
         pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw: as returned by the processor.
@@ -158,7 +142,7 @@ def as_packed_batch(
     """
     given = read_arguments(dict(arguments, input_ids=input_ids, labels=labels, loss_mask=loss_mask))
     labels, loss_mask = given.pop("labels"), given.pop("loss_mask")
-    batch, arranged = _unlabelled(config, encodes=True, **given)
+    batch, arranged = _without_labels(config, encodes=True, **given)
     batch = with_labels(batch, arranged, labels, loss_mask, config.vocab_size)
     return replace(batch, labels=batch.labels.clamp(min=0)), arranged
 
@@ -200,7 +184,7 @@ def _warn_once(message: str) -> None:
     logger.warning(message)
 
 
-def _unlabelled(
+def _without_labels(
     config: VisionLanguageProvider,
     input_ids: Tensor | None,
     *,
@@ -214,8 +198,8 @@ def _unlabelled(
     pixel_values_videos: Tensor | None = None,
     video_grid_thw: Tensor | None = None,
     **others: Any,
-) -> tuple[PackedBatch, Arrangement]:
-    """Like `as_packed_batch`, of `read_arguments` and without labels; a stage that `encodes` needs pixels too."""
+) -> tuple[TokenBatch, Arrangement]:
+    """Like `as_token_batch`, of `read_arguments` and without labels; a stage that `encodes` needs pixels too."""
     for name in others.keys() - _NOT_NEEDED:
         if name not in REFUSED:
             raise TypeError(f"unexpected argument {name!r}; expected those of as_model_inputs")
@@ -248,6 +232,7 @@ def _unlabelled(
     if position_ids is not None:
         has_masks = real is not None or packed_seq_params is not None
         axes = given_positions(config, position_ids, ids, arranged, has_masks)
+    merge, tokens = tower.spatial_merge_size, (config.image_token_id, config.video_token_id)
     vision = None
     if encodes:
         vision = make_vision_inputs(
@@ -256,31 +241,156 @@ def _unlabelled(
             pixel_values_videos,
             video_grid_thw,
             num_position_embeddings=tower.num_position_embeddings,
-            spatial_merge_size=tower.spatial_merge_size,
+            spatial_merge_size=merge,
         )
     positions = mrope_positions(  # always computed: it checks that tokens and grids match
         ids,
         layout,
         image_grid_thw,
         video_grid_thw,
-        image_token_id=config.image_token_id,
-        video_token_id=config.video_token_id,
-        spatial_merge_size=tower.spatial_merge_size,
+        image_token_id=tokens[0],
+        video_token_id=tokens[1],
+        spatial_merge_size=merge,
     )
     if axes is not None:
         positions = arranged.take(axes).long().masked_fill(layout.padding_mask().view(ids.shape), 0)
     image_patches = 0 if image_grid_thw is None else int(image_grid_thw.prod(-1).sum())
-    image_tokens = image_patches // tower.spatial_merge_size**2
-    batch = PackedBatch(
+    batch = TokenBatch(
         input_ids=ids,
         labels=torch.zeros_like(ids),
         loss_mask=torch.ones(ids.shape),
         position_ids=positions,
-        vision_slot=vision_slots(ids, config.image_token_id, config.video_token_id, image_tokens),
+        vision_slot=vision_slots(ids, *tokens, image_patches // merge**2),
         layout=layout,
         vision=vision,
     )
     return batch, arranged
+
+
+OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+_READ = (
+    *("input_ids", "position_ids", "attention_mask", "padding_mask", "labels", "loss_mask"),
+    *("image_grid_thw", "video_grid_thw"),
+)
+
+
+def read_arguments(arguments: dict[str, Any], cp_group: ProcessGroup | None = None) -> dict[str, Any]:
+    """The arguments of a call, as for `as_model_inputs`, with those that are read copied to the host, in one wait.
+
+    Slices of a row, which its lengths tell (one row [1, n] with `packed_seq_params` whose physical lengths add up to
+    cp * n), are replaced by the whole row, see `whole_row`. The host then waits twice more, to compare and to read.
+
+    A square attention mask, [B or 1, 1, S, S] or [B or 1, S, S], is replaced by that of real tokens, [B, S], which is
+    computed on its device, because its size is quadratic in the tokens. It has to be causal, with padding that no real
+    token attends to: attention here is always causal, and padding is placed last. The value that means "masked" is
+    determined from the first token's entry for the last token, which it must not attend to; so Megatron's booleans,
+    transformers' inverted ones and additive masks are all supported. A token that does not attend to itself is padding.
+    One causal mask shared by all rows says nothing about padding, and is replaced by None.
+
+    Raises:
+        ValueError: a square mask with another shape, other values or another meaning; and see `whole_row`.
+    """
+    given = {name: value for name in _READ if isinstance(value := arguments.get(name), Tensor)}
+    ids, mask, brief = given.get("input_ids"), None, {}
+    if "attention_mask" in given and given["attention_mask"].dim() > 2:
+        mask = given.pop("attention_mask")
+        squares = mask.squeeze(1) if mask.dim() == 4 else mask
+        if ids is not None and len(squares) in (1, len(ids)) and squares.shape[1:] == (ids.shape[-1],) * 2:
+            read_squares = (_of_square(square, squares[0, 0, -1]) for square in squares)
+            brief = {str(row): torch.cat((real, wrong.any()[None])) for row, (real, wrong) in enumerate(read_squares)}
+    packed = copy.copy(arguments.get("packed_seq_params"))
+    offsets = {name: value for name in OFFSETS if isinstance(value := getattr(packed, name, None), Tensor)}
+    read = on_host(given | offsets | brief)
+    for name in offsets:
+        setattr(packed, name, read.pop(name))
+    brief = [read.pop(row) for row in brief]
+    read = arguments | read | (dict(packed_seq_params=packed) if offsets else {})
+
+    ids = read["input_ids"]
+    if ids is None or ids.dim() != 2 or not ids.numel():
+        return read  # which is refused
+    cp_size = 1 if cp_group is None else cp_group.size()
+    if cp_size > 1 and packed is not None and len(ids) == 1:
+        logical, physical = segment_lengths(packed)
+        if int(physical.sum()) == cp_size * ids.shape[1]:
+            read |= whole_row(arguments, _packed_layout(logical, physical), cp_group)
+    if mask is None:
+        return read
+    rows, tokens = ids.shape
+    if not brief:
+        raise ValueError(
+            f"attention_mask has shape {list(mask.shape)}, expected [{rows}, {tokens}], 1 for real tokens and 0 for "
+            f"padding, or what tokens see, [{rows} or 1, 1, {tokens}, {tokens}]"
+        )
+    if tokens == 1:
+        return read | dict(attention_mask=None)
+    real, wrong = torch.stack(brief).split((tokens, 1), -1)
+    if wrong.any() or not real.any():
+        row = int(wrong.int().argmax())
+        entries = _of_square(squares[row], squares[0, 0, -1])[1].nonzero()
+        token, other = entries[0].tolist() if len(entries) else (0, tokens - 1)
+        raise ValueError(
+            f"attention_mask says what each token sees, and has {squares[row, token, other].item()} for "
+            f"token {token} and token {other} of row {row}. Expected a causal mask that also hides padding, of "
+            "booleans, 0 and 1, or numbers to be added; or [rows, tokens] that only marks padding; several documents "
+            "in a row need packed_seq_params"
+        )
+    return read | dict(attention_mask=None if len(real) == 1 and real.all() else real.expand(rows, tokens))
+
+
+# Entries of an additive mask at or below this value mean "masked"; the constant is Megatron's.
+_NEVER = -10000.0
+
+
+def _of_square(square: Tensor, hides: Tensor) -> tuple[Tensor, Tensor]:
+    """Of one row's mask on its device, without a wait: real tokens [S], and [S, S] entries that a causal mask with
+    padding does not have.
+    """
+    hidden = square.bool() == hides.bool()
+    known = square.bool().to(square.dtype) == square
+    if square.is_floating_point():
+        added = hides < 0
+        hidden = torch.where(added, square <= _NEVER, hidden)
+        known = torch.where(added, hidden | (square == 0), known)
+    real = ~hidden.diagonal()
+    wrong = ~known | ((hidden == real.expand(square.shape).tril()) & real[:, None])
+    wrong[0, -1] |= square[0, -1] != hides
+    return real, wrong
+
+
+def real_tokens(attention_mask: Tensor | None, padding_mask: Tensor | None, ids: Tensor) -> Tensor | None:
+    """The real (non-padding) tokens [B, S] by masks [B, S] on the host; None without a mask.
+
+    Raises:
+        ValueError: masks with other shapes or values, or masks that contradict each other.
+    """
+    real = None if attention_mask is None else check_mask(attention_mask, ids)
+    if padding_mask is None:
+        return real
+    without = ~check_mask(padding_mask, ids, "padding_mask", "1 for padding, 0 for real tokens")
+    if real is not None and not torch.equal(real, without):
+        row, token = (int(index) for index in (real != without).nonzero()[0])
+        raise ValueError(
+            f"padding_mask has {int(not without[row, token])} for token {token} of row {row}, expected "
+            f"{int(not real[row, token])} to agree with attention_mask"
+        )
+    return without
+
+
+def check_mask(
+    mask: Tensor, ids: Tensor, name: str = "attention_mask", meaning: str = "1 for real tokens, 0 for padding"
+) -> Tensor:
+    """Check a mask of 0 and 1 with any dtype and return it as [B, S] bool."""
+    if mask.shape != ids.shape:
+        raise ValueError(f"{name} has shape {list(mask.shape)}, expected {list(ids.shape)}: {meaning}")
+    _check_booleans(mask, name, meaning)
+    return mask.bool()
+
+
+def _check_booleans(mask: Tensor, name: str, meaning: str) -> None:
+    wrong = mask.bool().to(mask.dtype) != mask
+    if wrong.any():
+        raise ValueError(f"{name} has an entry {mask[wrong][0].item()}, expected {meaning}")
 
 
 @dataclass(frozen=True)
@@ -301,25 +411,8 @@ class Arrangement:
             flat = F.pad(flat, (0, 1), value=fill)[..., self.sources]  # index -1 reads the appended fill value
         return flat.unflatten(-1, (self.layout.num_rows, -1))
 
-    @property
-    def label_shapes(self) -> list[tuple[int, int]]:
-        """Allowed shapes of labels: [B, S] in the caller's order and, for a packed row, [1, T] in the layout's."""
-        in_layout = (1, self.layout.total)
-        return [self.shape, in_layout] if self.packed and self.shape != in_layout else [self.shape]
-
-    def take_labels(self, values: Tensor) -> Tensor:
-        """[b, s] values in the layout, from values with one of `label_shapes`; ValueError if the order is ambiguous."""
-        in_layout = self.packed and values.shape == (1, self.layout.total)
-        if in_layout and values.shape == self.shape and self.sources is not None:
-            raise ValueError(
-                f"labels or loss_mask has shape {list(values.shape)} for a row that begins with padding and is as long "
-                "as its segment in packed_seq_params, so its order could be either's: expected a row without padding "
-                "on the left"
-            )
-        return values if in_layout else self.take(values)
-
-    def caller_order(self, labels: Tensor | None) -> CallerOrder | None:
-        """How outputs are converted to the caller's order; None if they are already in it.
+    def output_order(self, labels: Tensor | None) -> OutputConversion:
+        """How outputs are converted to the caller's order.
 
         Outputs for rows without packed-sequence parameters are [B, S, ...]. With them, logits are a packed row [1, T,
         ...] as described by the parameters, which is what Megatron-Bridge's own model returns and RL frameworks unpack;
@@ -327,11 +420,11 @@ class Arrangement:
         """
         wanted = labels is not None and labels.shape == self.shape if self.packed else True
         if not wanted or (self.sources is None and self.shape[0] == self.layout.num_rows):
-            return None
+            return OutputConversion()
         sources = torch.arange(self.layout.total) if self.sources is None else self.sources
         slots = torch.full((self.shape[0] * self.shape[1],), -1)
         slots[sources[sources >= 0]] = (sources >= 0).nonzero().squeeze(-1)
-        return CallerOrder(slots.view(self.shape), complete=bool((slots >= 0).all()))
+        return OutputConversion(slots.view(self.shape), drops=bool((slots < 0).any()))
 
 
 def arrange(
@@ -353,7 +446,7 @@ def arrange(
     Raises:
         ValueError: masks and offsets that contradict each other or match none of these conventions.
     """
-    keep = None if attention_mask is None else check_mask(attention_mask, ids)
+    keep = None if attention_mask is None else attention_mask.bool()
     rows, tokens = ids.shape
     if packed is None:
         keep = without_trailing(ids, pad_token_id) if keep is None else keep
@@ -377,7 +470,7 @@ _SHARE = (
 
 def _packed_rows(shape: tuple[int, int], keep: Tensor | None, logical: Tensor, physical: Tensor) -> Arrangement:
     """The real tokens of each row are a segment of a packed row."""
-    rows, tokens = shape
+    tokens = shape[1]
     if keep is None:
         keep = torch.arange(tokens) < logical[:, None]
         if int(logical.max()) > tokens:
@@ -389,8 +482,7 @@ def _packed_rows(shape: tuple[int, int], keep: Tensor | None, logical: Tensor, p
     first, lengths = _runs(keep)
     _check_counts(lengths, logical, physical)
     layout = _packed_layout(lengths, physical)
-    segment = torch.arange(rows).repeat_interleave(physical)
-    within = torch.arange(layout.total) - (physical.cumsum(0) - physical)[segment]
+    segment, within = _places(physical)
     sources = torch.where(within < lengths[segment], segment * tokens + first[segment] + within, -1)
     return Arrangement(layout, shape, sources, packed=True)
 
@@ -418,9 +510,8 @@ def _packed_row(shape: tuple[int, int], keep: Tensor | None, logical: Tensor, ph
         )
     lengths = logical
     if keep is not None:
-        segment = torch.arange(len(physical)).repeat_interleave(physical)
+        segment, within = _places(physical)
         lengths = torch.zeros_like(physical).index_add(0, segment, keep.flatten().long())
-        within = torch.arange(rows * tokens) - (ends - physical)[segment]
         wrong = (keep.flatten() != (within < lengths[segment])).nonzero()
         if len(wrong):
             raise ValueError(
@@ -429,6 +520,12 @@ def _packed_row(shape: tuple[int, int], keep: Tensor | None, logical: Tensor, ph
             )
         _check_counts(lengths, logical, physical)
     return Arrangement(_packed_layout(lengths, physical), shape, packed=True)
+
+
+def _places(physical: Tensor) -> tuple[Tensor, Tensor]:
+    """[T] the segment of each token of a packed row, and its place in the segment."""
+    segment = torch.arange(len(physical)).repeat_interleave(physical)
+    return segment, torch.arange(len(segment)) - (physical.cumsum(0) - physical)[segment]
 
 
 def _runs(keep: Tensor) -> tuple[Tensor, Tensor]:
@@ -453,26 +550,25 @@ def without_trailing(ids: Tensor, pad_token_id: int | None) -> Tensor:
 
 def segment_lengths(packed: PackedSeqParams) -> tuple[Tensor, Tensor]:
     """Logical and physical segment lengths [n], int64, from offsets on the host."""
-    given = {name: getattr(packed, f"cu_seqlens_{name}") for name in ("q", "kv", "q_padded", "kv_padded")}
-    offsets = {name: tensor.long() for name, tensor in given.items() if tensor is not None}
-    logical = offsets.get("q")
+    given = {name: tensor.long() for name in OFFSETS if (tensor := getattr(packed, name)) is not None}
+    logical = given.get("cu_seqlens_q")
     if packed.qkv_format != "thd" or logical is None:
         raise ValueError(
-            f"packed_seq_params has qkv_format {packed.qkv_format!r} and cu_seqlens_q {given['q']}, expected 'thd' "
-            "and the offsets of the segments"
+            f"packed_seq_params has qkv_format {packed.qkv_format!r} and cu_seqlens_q {packed.cu_seqlens_q}, expected "
+            "'thd' and the offsets of the segments"
         )
     if packed.local_cp_size is not None:
         raise ValueError(
             f"packed_seq_params has local_cp_size {packed.local_cp_size}, expected None: this model's rows are shared "
             "by all context-parallel ranks; turn dynamic context parallelism off"
         )
-    physical = offsets.get("q_padded", logical)
-    for name, tensor in offsets.items():
-        if tensor.dim() != 1 or len(tensor) < 2 or tensor[0] != 0 or (tensor.diff() < 0).any():
-            raise ValueError(f"cu_seqlens_{name} is {tensor.tolist()}, expected offsets that ascend from 0")
+    physical = given.get("cu_seqlens_q_padded", logical)
+    for name, offsets in given.items():
+        if offsets.dim() != 1 or len(offsets) < 2 or offsets[0] != 0 or (offsets.diff() < 0).any():
+            raise ValueError(f"{name} is {offsets.tolist()}, expected offsets that ascend from 0")
         ours = physical if "padded" in name else logical
-        if not torch.equal(tensor, ours):
-            raise ValueError(f"cu_seqlens_{name} is {tensor.tolist()}, expected {ours.tolist()} as for queries")
+        if not torch.equal(offsets, ours):
+            raise ValueError(f"{name} is {offsets.tolist()}, expected {ours.tolist()} as for queries")
     if logical.shape != physical.shape:
         raise ValueError(f"cu_seqlens_q has {len(logical)} entries, cu_seqlens_q_padded {len(physical)}")
     return logical.diff(), physical.diff()
@@ -500,9 +596,7 @@ def _packed_layout(lengths: Tensor, physical: Tensor) -> SequenceLayout:
             f"packed_seq_params has segments of {lengths.tolist()} tokens in lengths of {physical.tolist()}, expected "
             "no more tokens than their lengths, and at least one token"
         )
-    lengths, physical = lengths[physical > 0], physical[physical > 0]
-    offsets = (F.pad(values.cumsum(0), (1, 0)).int() for values in (lengths, physical))
-    return SequenceLayout(*offsets, 1, tuple(lengths.tolist()), tuple(physical.tolist()))
+    return SequenceLayout.of(1, lengths[physical > 0].tolist(), physical[physical > 0].tolist())
 
 
 def given_positions(
@@ -555,24 +649,36 @@ IGNORED = -100
 
 
 def with_labels(
-    batch: PackedBatch, arranged: Arrangement, labels: Tensor | None, loss_mask: Tensor | None, vocab_size: int
-) -> PackedBatch:
-    """A batch with labels and mask for the whole of it, in one of `Arrangement.label_shapes`.
+    batch: TokenBatch, arranged: Arrangement, labels: Tensor | None, loss_mask: Tensor | None, vocab_size: int
+) -> TokenBatch:
+    """A batch with labels and mask of the whole of it: [B, S] in the caller's order, or [1, T] for a packed row.
 
     Labels are `IGNORED` where no loss is defined: where the mask is 0, anything is allowed.
 
     Raises:
-        ValueError: other shapes, or unmasked labels that are not token ids below `vocab_size`.
+        ValueError: other shapes, one that could be either order, or unmasked labels that are not token ids below
+            `vocab_size`.
     """
-    shapes = arranged.label_shapes
-    if labels is not None and loss_mask is not None and loss_mask.shape != labels.shape:
-        raise ValueError(f"loss_mask has shape {list(loss_mask.shape)}, expected {list(labels.shape)} as labels")
+    in_layout = (1, arranged.layout.total) if arranged.packed else None
+    shapes = [arranged.shape, in_layout] if in_layout not in (None, arranged.shape) else [arranged.shape]
     if labels is not None:
-        batch = replace(batch, labels=arranged.take_labels(_readable(labels, loss_mask, shapes, vocab_size)))
-    if loss_mask is not None:
-        if loss_mask.shape not in shapes:
-            raise ValueError(f"loss_mask has shape {list(loss_mask.shape)}, expected {_words(shapes)}")
-        batch = replace(batch, loss_mask=arranged.take_labels(loss_mask).float())
+        if loss_mask is not None and loss_mask.shape != labels.shape:
+            raise ValueError(f"loss_mask has shape {list(loss_mask.shape)}, expected {list(labels.shape)} as labels")
+        labels = _readable(labels, loss_mask, shapes, vocab_size)
+    elif loss_mask is not None and loss_mask.shape not in shapes:
+        raise ValueError(f"loss_mask has shape {list(loss_mask.shape)}, expected {_words(shapes)}")
+    for name, values in (("labels", labels), ("loss_mask", None if loss_mask is None else loss_mask.float())):
+        if values is None:
+            continue
+        if values.shape != in_layout:
+            values = arranged.take(values)
+        elif in_layout == arranged.shape and arranged.sources is not None:
+            raise ValueError(
+                f"labels or loss_mask has shape {list(in_layout)} for a row that begins with padding and is as long as "
+                "its segment in packed_seq_params, so its order could be either's: expected a row without padding on "
+                "the left"
+            )
+        batch = replace(batch, **{name: values})
     return batch
 
 
@@ -595,37 +701,33 @@ def _words(shapes: list) -> str:
 
 
 @dataclass(frozen=True)
-class CallerOrder(Movable):
-    """Positions of the caller's tokens in the outputs."""
-
-    slots: Tensor  # [B, S] int64, each of the caller's tokens in the flat layout, -1 if dropped; on the outputs' device
-    complete: bool  # no token was dropped
-
-    def restore(self, output: Tensor) -> Tensor:
-        """[b, s, ...] outputs -> [B, S, ...], with zeros for dropped tokens, which were padding."""
-        flat = output.flatten(0, 1)
-        if not self.complete:
-            flat = torch.cat((flat, flat.new_zeros(1, *flat.shape[1:])))  # the row read by index -1
-        slots = self.slots % len(flat)
-        return flat.index_select(0, slots.flatten()).unflatten(0, slots.shape)
-
-
-@dataclass(frozen=True)
 class OutputConversion(Movable):
-    """The conversion of the outputs of one call."""
+    """The conversion of the outputs of one call, on their device."""
 
-    order: CallerOrder | None = None  # None if outputs are in the order of the caller's tokens
+    # [B, S] int64, each of the caller's tokens in the flat layout, -1 if dropped; None if outputs are in that order.
+    slots: Tensor | None = None
+    drops: bool = False  # whether tokens were dropped
     unlabelled: Tensor | None = None  # [b, s] bool, True where a label is ignored and the loss is 0
     # [b, s] this rank's slice of a mask given for the whole batch, returned with the output as in Megatron-Bridge's own
     # model; None if the caller already has the slice.
     loss_mask: Tensor | None = None
 
+    @property
+    def changes_outputs(self) -> bool:
+        """Whether there is anything to convert."""
+        return any(part is not None for part in (self.slots, self.unlabelled, self.loss_mask))
+
     def of(self, output: Any) -> Any:
-        """Convert [b, s, ...] outputs to the caller's form, with the slice of the loss mask if there is one."""
+        """[b, s, ...] outputs in the caller's form, with zeros for dropped tokens, which were padding; with the slice
+        of the loss mask if there is one.
+        """
         if self.unlabelled is not None:
             output = output.masked_fill(self.unlabelled, 0)
-        if self.order is not None:
-            output = self.order.restore(output)
+        if self.slots is not None:
+            flat = output.flatten(0, 1)
+            if self.drops:
+                flat = torch.cat((flat, flat.new_zeros(1, *flat.shape[1:])))  # the row read by index -1
+            output = flat.index_select(0, (self.slots % len(flat)).flatten()).unflatten(0, self.slots.shape)
         return output if self.loss_mask is None else (output, self.loss_mask)
 
     def of_processor(self) -> Self:
@@ -634,176 +736,10 @@ class OutputConversion(Movable):
         Raises:
             ValueError: the processor would see tokens in an order that differs from the caller's.
         """
-        if self.order is not None:
+        if self.slots is not None:
             raise ValueError(
                 "output_processor is given for rows that reach the model in another order than the caller's, which "
                 "only the caller can undo in what it returns: expected rows padded on the right, or packed_seq_params "
                 "and labels in the packed row's order, [1, tokens]"
             )
         return replace(self, unlabelled=None)
-
-
-# Entries of an additive mask at or below this value mean "masked"; the constant is Megatron's.
-_NEVER = -10000.0
-
-
-def real_tokens(attention_mask: Tensor | None, padding_mask: Tensor | None, ids: Tensor) -> Tensor | None:
-    """The real (non-padding) tokens [B, S] by a caller's masks on the host; None if no mask gives any information.
-
-    A square mask, [B or 1, 1, S, S] or [B or 1, S, S], has to be causal, with padding that no real token attends to:
-    attention here is always causal, and padding is placed last. The value that means "masked" is determined from the
-    first token's entry for the last token, which it must not attend to; so Megatron's booleans, transformers' inverted
-    ones and additive masks are all supported. A token that does not attend to itself is padding. One causal mask shared
-    by all rows says nothing about padding.
-
-    Raises:
-        ValueError: masks with other shapes or values, masks that contradict each other, or masks with another meaning.
-    """
-    real = None
-    if attention_mask is not None:
-        square = attention_mask.dim() > 2
-        real = _real_of_square(attention_mask, *ids.shape) if square else check_mask(attention_mask, ids)
-    if padding_mask is None:
-        return real
-    without = ~check_mask(padding_mask, ids, "padding_mask", "1 for padding, 0 for real tokens")
-    if real is not None and not torch.equal(real, without):
-        row, token = (int(index) for index in (real != without).nonzero()[0])
-        raise ValueError(
-            f"padding_mask has {int(not without[row, token])} for token {token} of row {row}, expected "
-            f"{int(not real[row, token])} to agree with attention_mask"
-        )
-    return without
-
-
-def check_mask(
-    mask: Tensor, ids: Tensor, name: str = "attention_mask", meaning: str = "1 for real tokens, 0 for padding"
-) -> Tensor:
-    """Check a mask of 0 and 1 with any dtype and return it as [B, S] bool."""
-    if mask.shape != ids.shape:
-        raise ValueError(f"{name} has shape {list(mask.shape)}, expected {list(ids.shape)}: {meaning}")
-    _check_booleans(mask, name, meaning)
-    return mask.bool()
-
-
-def _check_booleans(mask: Tensor, name: str, meaning: str) -> None:
-    wrong = mask.bool().to(mask.dtype) != mask
-    if wrong.any():
-        raise ValueError(f"{name} has an entry {mask[wrong][0].item()}, expected {meaning}")
-
-
-def _squares(mask: Tensor, rows: int, tokens: int) -> Tensor | None:
-    """A square mask as [B or 1, S, S]; None for a mask of another shape."""
-    squares = mask.squeeze(1) if mask.dim() == 4 else mask
-    return (
-        squares if squares.dim() == 3 and len(squares) in (1, rows) and squares.shape[1:] == (tokens, tokens) else None
-    )
-
-
-def _real_of_square(mask: Tensor, rows: int, tokens: int) -> Tensor | None:
-    """[B, S] bool on the host, see `real_tokens`; evaluated on the mask's device."""
-    squares = _squares(mask, rows, tokens)
-    if squares is None:
-        raise ValueError(
-            f"attention_mask has shape {list(mask.shape)}, expected [{rows}, {tokens}], 1 for real tokens and 0 for "
-            f"padding, or what tokens see, [{rows} or 1, 1, {tokens}, {tokens}]"
-        )
-    if tokens == 1:
-        return None
-    real, plain = _square_in_brief(squares)
-    if not plain:
-        raise _why_not_causal(squares)
-    return None if len(real) == 1 and real.all() else real.expand(rows, tokens).cpu()
-
-
-def _square_in_brief(squares: Tensor) -> tuple[Tensor, Tensor]:
-    """On its device, without a wait: real tokens [B or 1, S], and [] bool, whether it is causal with padding and
-    nothing else.
-    """
-    last = squares[:, 0, -1]
-    plain, real = [(last == last[0]).all()], []
-    for square in squares:
-        of_row, known, wrong = _row_in_brief(square, last[0])
-        real.append(of_row)
-        plain += [known.all(), ~wrong.any()]
-    return torch.stack(real), torch.stack([*plain, torch.stack(real).any()]).all()
-
-
-def _row_in_brief(square: Tensor, hides: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For one row: real tokens [S]; which entries are valid mask values [S, S]; which entries of real tokens differ
-    from a causal mask with padding [S, S].
-    """
-    hidden = square.bool() == hides.bool()
-    known = square.bool().to(square.dtype) == square
-    if square.is_floating_point():
-        added = hides < 0
-        hidden = torch.where(added, square <= _NEVER, hidden)
-        known = torch.where(added, hidden | (square == 0), known)
-    real = ~hidden.diagonal()
-    return real, known, (hidden == real.expand(square.shape).tril()) & real[:, None]
-
-
-def _why_not_causal(squares: Tensor) -> ValueError:
-    last, reason = squares[:, 0, -1], "no token sees itself, or all see the last one"
-    if (last != last[0]).any():
-        reason = "some rows hide the last token from the first one and others don't"
-    else:
-        for square in squares:
-            real, known, wrong = _row_in_brief(square, last[0])
-            if not known.all():
-                if not square.is_floating_point() or last[0] >= 0:
-                    _check_booleans(square, "attention_mask", "booleans, 0 and 1, or numbers to be added")
-                reason = "it has numbers between 0 and -10000, which is a bias and no mask"
-                break
-            if wrong.any():
-                token, other = (int(index) for index in wrong.nonzero()[0])
-                sees = other > token or not real[other]  # which it must not
-                reason = f"token {token} {'sees' if sees else 'does not see'} token {other}"
-                break
-    return ValueError(
-        f"attention_mask says what each token sees, and {reason}. Expected a causal mask that also hides padding, "
-        "or [rows, tokens] that only marks padding; several documents in a row need packed_seq_params"
-    )
-
-
-OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-_READ = (
-    *("input_ids", "position_ids", "attention_mask", "padding_mask", "labels", "loss_mask"),
-    *("image_grid_thw", "video_grid_thw"),
-)
-
-
-def read_arguments(arguments: dict[str, Any], cp_group: ProcessGroup | None = None) -> dict[str, Any]:
-    """The arguments of a call, as for `as_model_inputs`, with those that are read copied to the host, in one wait.
-
-    The size of a square attention mask is quadratic in the tokens, so the real tokens are computed from it on its
-    device, and replace it; except that a mask of another meaning is kept, for `real_tokens` to refuse.
-
-    Slices of a row, which its lengths tell (one row [1, n] with `packed_seq_params` whose physical lengths add up to
-    cp * n), are replaced by the whole row, see `whole_row`. The host then waits twice more, to compare and to read.
-    """
-    given = {name: value for name in _READ if isinstance(value := arguments.get(name), Tensor)}
-    square, ids = {}, given.get("input_ids")
-    if "attention_mask" in given and given["attention_mask"].dim() > 2:
-        mask = given.pop("attention_mask")
-        squares = _squares(mask, *ids.shape) if ids is not None and ids.dim() == 2 else None
-        if squares is not None and ids.shape[1] > 1:
-            square = dict(zip(("real", "plain"), _square_in_brief(squares), strict=True))
-    packed = copy.copy(arguments.get("packed_seq_params"))
-    offsets = {name: value for name in OFFSETS if isinstance(value := getattr(packed, name, None), Tensor)}
-    read = on_host(given | offsets | square)
-    for name in offsets:
-        setattr(packed, name, read.pop(name))
-    if square:
-        real, plain = read.pop("real"), read.pop("plain")
-        if plain:  # one causal mask for all rows gives no information about padding
-            read["attention_mask"] = None if len(real) == 1 and real.all() else real.expand(ids.shape)
-    read = arguments | read | (dict(packed_seq_params=packed) if offsets else {})
-
-    cp_size = 1 if cp_group is None else cp_group.size()
-    ids, packed = read["input_ids"], read.get("packed_seq_params")
-    if cp_size == 1 or packed is None or ids is None or ids.dim() != 2 or len(ids) != 1 or not ids.numel():
-        return read
-    logical, physical = segment_lengths(packed)
-    if int(physical.sum()) != cp_size * ids.shape[1]:
-        return read
-    return read | whole_row(arguments, _packed_layout(logical, physical), cp_group)

@@ -6,14 +6,15 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, ClassVar
 
-from qwen3vl_bridge.batch.packed_batch import ModelInputs, VisionRows
+from qwen3vl_bridge.batch.token_batch import ModelInputs, VisionRows
 from qwen3vl_bridge.models.chunked_loss import loss_processor
 from qwen3vl_bridge.models.core_attention import layout_packed_seq_params
 from qwen3vl_bridge.models.inputs import OutputConversion, as_model_inputs, check_inference
-from qwen3vl_bridge.models.layer_specs import decoder_block_spec, forget_other_depths
+from qwen3vl_bridge.models.layer_specs import decoder_block_spec
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.refusals import LOGITS, ON_FORWARD, ON_TRAIN
 from qwen3vl_bridge.models.rope import InterleavedMRoPE
+from qwen3vl_bridge.models.router import forget_other_depths
 from qwen3vl_bridge.models.rules import check
 from qwen3vl_bridge.models.vision_tower import QwenVLVisionModel, vision_transformer_config
 from qwen3vl_bridge.parallel.collectives import exchange_encoded, scatter_sequence
@@ -219,7 +220,7 @@ class VisionLanguageModel(MegatronModule):
         Args:
             input_ids, position_ids, attention_mask, labels, loss_mask, pictures_and_packing: a batch in a caller's own
                 convention, see `as_model_inputs`.
-            inputs: or the batch from `PackedBatch.local`, which is used as it is.
+            inputs: or the batch from `TokenBatch.local`, which is used as it is.
             output_processor, output_processor_context: computes the output from hidden states [s, b, h] and labels
                 instead of logits or losses, and its context; as for GPTModel.
             inference_context: accepted while it holds no tokens, because nothing is stored in it.
@@ -237,7 +238,7 @@ class VisionLanguageModel(MegatronModule):
         # beforehand that they will train them; a model that is only loaded or evaluated may have the schedule settings
         # of the run that saved it.
         check(ON_TRAIN if self.training and torch.is_grad_enabled() else ON_FORWARD, self.config)
-        if self.training:
+        if self.training and self.config.num_moe_experts:
             forget_other_depths(self.config)
         check_inference(inference_context, runtime_gather_output, labels)
         given = dict(position_ids=position_ids, attention_mask=attention_mask, labels=labels, loss_mask=loss_mask)
@@ -298,10 +299,11 @@ class VisionLanguageModel(MegatronModule):
         hidden = self.embed_tokens(inputs.input_ids, tokens, inputs.fuse)
         return hidden, self.layer_arguments(features, inputs)
 
-    def embed_tokens(self, input_ids: Tensor, vision_tokens: Tensor, where: VisionRows | None) -> Tensor:
+    def embed_tokens(self, input_ids: Tensor, vision_tokens: Tensor, where: VisionRows) -> Tensor:
         """Token ids [b, s] as hidden states [s / sp, b, h], with placeholders replaced by vision tokens [K, h]."""
         embedded = self.language_model.embedding(input_ids, position_ids=None)
-        hidden = fuse(embedded, vision_tokens, where or VisionRows.none(embedded.device))
+        selected = vision_tokens[where.rows].to(embedded.dtype)
+        hidden = embedded.flatten(0, 1).index_copy(0, where.positions, selected).view_as(embedded)
         return scatter_sequence(hidden, self.config, self.pg_collection)
 
     def layer_arguments(self, features: Tensor, inputs: ModelInputs) -> dict[str, Any]:
@@ -370,12 +372,6 @@ class VisionLanguageModel(MegatronModule):
         if not self.share_embeddings_and_output_weights:
             return None
         return self.language_model.shared_embedding_or_output_weight()
-
-
-def fuse(hidden: Tensor, tokens: Tensor, vision: VisionRows) -> Tensor:
-    """Replace placeholders in embedded tokens [s, b, h] by vision tokens [K, h], at the indices of both."""
-    selected = tokens[vision.rows].to(hidden.dtype)
-    return hidden.flatten(0, 1).index_copy(0, vision.positions, selected).view_as(hidden)
 
 
 def check_received(received: Tensor, expected: int, described: str) -> None:

@@ -6,16 +6,15 @@ import contextlib
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from qwen3vl_bridge import registry
 from qwen3vl_bridge.batch.vision_sharding import VisionWork
 from qwen3vl_bridge.models import refusals, settings
-from qwen3vl_bridge.models.flops import operations_of_a_step, provider_sizes, vision_costs
-from qwen3vl_bridge.models.rules import Allowed, Rule, check
-from qwen3vl_bridge.weights.rows import Dimensions, Part, indices_of, part_of_wrapped, vision_sizes
+from qwen3vl_bridge.models.flops import operations_of_a_step, vision_costs
+from qwen3vl_bridge.models.rules import Rule, check
+from qwen3vl_bridge.weights.rows import Dimensions, Part, model_dimensions, part_of_wrapped
 
 import torch
 from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
@@ -38,16 +37,12 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
     """A vision tower and a language model, of any family, which sets the class attributes."""
 
     family: ClassVar[str]  # its name in the registry
-    # Dotted names of the classes that `provide` and `provide_language_model` build.
-    model_class: ClassVar[str]
-    language_model_class: ClassVar[str]
-    # Of the two modules on separate ranks under `dist_train`; None for a family that does not support it.
-    encoder_class: ClassVar[str | None] = None
-    decoder_class: ClassVar[str | None] = None
-    fixed: ClassVar[
-        Mapping[str, Allowed]
-    ]  # settings that the model does not support, each with the only value it may have
-    rules: ClassVar[tuple[Rule, ...]] = ()  # further constraints of the family on its settings
+    model_class: ClassVar[type[Any]]  # the `VisionLanguageModel`
+    # Dotted names of the two modules on separate ranks under `dist_train`, whose package is above this one; None for a
+    # family that does not support it.
+    vision_module_class: ClassVar[str | None] = None
+    language_module_class: ClassVar[str | None] = None
+    rules: ClassVar[tuple[Rule, ...]] = ()  # constraints of the family on its settings, beside those of all families
     # Megatron-Bridge reads it when it logs TFLOP/s.
     _get_num_floating_point_operations_with_runtime_stats = operations_of_a_step
 
@@ -58,8 +53,8 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
             ValueError: fields that contradict each other, or that this model would ignore.
         """
         settings.complete_before_finalize(self)
-        experts = refusals.EXPERTS_BEFORE_FINALIZE if isinstance(self, ExpertsMixin) else ()
-        check((*refusals.SIZES, *experts, *self.rules, *self.fixed.values(), *refusals.BEFORE_FINALIZE), self)
+        experts = refusals.EXPERTS if isinstance(self, ExpertsMixin) else refusals.DENSE
+        check((*experts, *self.rules, *refusals.BEFORE_FINALIZE), self)
         super().finalize()
         settings.complete_on_finalize(self)
         check(refusals.AFTER_FINALIZE, self)
@@ -91,14 +86,23 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
 
     def dimensions(self) -> Dimensions:
         """Values of the weight table's symbols; the vocabulary without padding."""
-        indices = indices_of(
+        with_experts = bool(self.moe_layers)
+        return model_dimensions(
+            self.family,
+            self.vision_config.to_dict(),
             layers=self.num_layers,
-            moe_layers=self.moe_layers,
+            vocab=self.vocab_size,
+            hidden=self.hidden_size,
+            ffn=self.ffn_hidden_size,
+            heads=self.num_attention_heads,
+            kv_heads=self.num_query_groups or self.num_attention_heads,
+            head_dim=self.kv_channels,
+            untied=not self.share_embeddings_and_output_weights,
             experts=self.num_moe_experts or 0,
-            vision_layers=self.vision_config.depth,
-            deepstack_layers=self.deepstack_layers,
+            topk=self.moe_router_topk if with_experts else 0,
+            moe_ffn=(self.moe_ffn_hidden_size or 0) if with_experts else 0,
+            moe_layers=self.moe_layers,
         )
-        return Dimensions(provider_sizes(self), indices, self.family)
 
     def provide(self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None):
         """Build the model of one pipeline stage, or under `dist_train` the module that this rank has.
@@ -109,9 +113,9 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
         pre_process, post_process = self._ends(pre_process, post_process, vp_stage)
         with self._device():
             if not self.add_decoder:
-                model = registry.load(self.encoder_class)(self, groups)
+                model = registry.load(self.vision_module_class)(self, groups)
             else:
-                kind = registry.load(self.model_class if self.add_encoder else self.decoder_class)
+                kind = self.model_class if self.add_encoder else registry.load(self.language_module_class)
                 model = kind(self, groups, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
         model.freeze(
             freeze_language_model=self.freeze_language_model,
@@ -126,15 +130,15 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
         """Build only the text model of one pipeline stage; arguments as for `provide`."""
         pre_process, post_process = self._ends(pre_process, post_process, vp_stage)
         with self._device():
-            return registry.load(self.language_model_class)(
+            return self.model_class.language_model_class(
                 self, self._groups(), pre_process=pre_process, post_process=post_process, vp_stage=vp_stage
             )
 
     def sequence_ranks(self, groups: ProcessGroupCollection) -> dict[str, Any]:
-        """The arguments of `PackedBatch.local` that select a rank's tokens, images and videos."""
+        """The arguments of `TokenBatch.local` that select a rank's tokens, images and videos."""
         return dict(
             vision_work=self.vision_work,
-            encoders=None if self.add_encoder else settings.replicas_of(self).encoders,
+            vision_ranks=None if self.add_encoder else settings.replicas_of(self).vision_per_language,
             cp_size=groups.cp.size(),
             cp_rank=groups.cp.rank(),
             sp_size=groups.tp.size() if self.sequence_parallel else 1,
@@ -145,8 +149,7 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
     @property
     def vision_work(self) -> VisionWork:
         """The tower's cost of a frame, by which ranks divide frames."""
-        sizes = {**vision_sizes(self.vision_config.to_dict()), "hidden": self.hidden_size}
-        patch, patch_pair = vision_costs(sizes, self.vision_config.depth, len(self.deepstack_layers))
+        patch, patch_pair = vision_costs(self.dimensions())
         return VisionWork(patch, patch_pair, self.vision_config.spatial_merge_size**2)
 
     def _groups(self) -> ProcessGroupCollection:

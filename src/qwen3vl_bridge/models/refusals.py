@@ -7,26 +7,29 @@ of this package for every field's readers, and by recording which fields runs re
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from collections.abc import Mapping
 
 from qwen3vl_bridge.models.divisibility import indivisible, row_multiple
 from qwen3vl_bridge.models.hf_config import check_mrope_section, check_tower_size
 from qwen3vl_bridge.models.rules import (
+    IGNORED,
     Allowed,
     Rule,
-    When,
+    above,
     any_of,
-    at_default,
     at_least,
     check,
+    equal,
+    keep,
+    missing,
     multiple_of,
-    only,
-    under,
+    not_equal,
+    off,
+    on,
+    parts,
+    same_as,
 )
 from qwen3vl_bridge.models.settings import (
-    DistTrainConfig,
     VisionLanguageFields,
     attends_without_kernel,
     name_of_activation,
@@ -36,21 +39,17 @@ from qwen3vl_bridge.models.settings import (
 )
 
 import torch
-from megatron.bridge.models.gpt_provider import default_layer_spec
 from megatron.core.transformer.enums import AttnBackend, LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.utils import get_te_version, is_te_min_version
 
-_TENSOR, _STAGES, _CHUNKS = (f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "virtual_pipeline"))
-_CONTEXT, _LANGUAGE, _VISION = (
-    "context_parallel_size",
-    "dist_train.language_world_size",
-    "dist_train.vision_tensor_model_parallel_size",
+_TENSOR, _STAGES, _CHUNKS, _CONTEXT = (
+    f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context")
 )
-_DIST_TRAIN = When("dist_train.use_dist_train", lambda provider: provider.dist_train.use_dist_train)
-_ONE_MODULE = When("dist_train.use_dist_train", lambda provider: not provider.dist_train.use_dist_train)
-LOCAL = When("transformer_impl", lambda provider: provider.transformer_impl == "local")
-_NOT_LOCAL = When("transformer_impl", lambda provider: provider.transformer_impl != "local")
+_VISION_RANKS, _LANGUAGE_RANKS = "dist_train.vision_world_size", "dist_train.language_world_size"
+_VISION_TENSOR = "dist_train.vision_tensor_model_parallel_size"
+_DIST_TRAIN = on("dist_train.use_dist_train")
+_LOCAL, _NOT_LOCAL = equal("transformer_impl", "local"), not_equal("transformer_impl", "local")
 # First release of Transformer Engine whose attention supports packed rows (which padded rows and images are here, too):
 # in its unfused implementation (used for float32), and for each communication type of context parallelism. Earlier
 # releases raise an error.
@@ -63,34 +62,28 @@ SIZES: tuple[Rule, ...] = tuple(
     for name in (_TENSOR, _STAGES, _CHUNKS, _CONTEXT, "expert_model_parallel_size", "expert_tensor_parallel_size")
 )
 
-# --- Settings with one value: `fixed` of a family's provider, which may replace rows by name ---
+# --- Settings that keep the default of the provider's class ---
 
 NOTHING_ELSE = "this model implements nothing else"
 
 
-def unread(names: str) -> dict[str, Allowed]:
+def unread(names: str) -> tuple[Allowed, ...]:
     """Rows of settings that nothing reads for a model."""
-    return at_default(VisionLanguageFields, names, "nothing reads it for this model")
+    return keep(names, "nothing reads it for this model", also=(None,))
 
 
 # By the part of megatron-core that reads them, which no family's model has.
-UNREAD: Mapping[str, Allowed] = unread(
+UNREAD = unread(
     # other position embeddings
     "rope_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_mscale "
     "yarn_mscale_all_dim yarn_correction_range_round_to_int "
     # the embedding's own scatter over ranks; images are added before
     "scatter_embedding_sequence_parallel clone_scatter_output_in_embedding "
     # other attention
-    "window_attn_skip_freq dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_topk_freq "
-    "dsa_indexer_skip_topk_offset dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss dsa_kernel_backend "
-    "dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon "
-    "dsa_indexer_k_norm_fp32 "
+    "window_attn_skip_freq "
     # other layers
-    "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads mamba_training_ssm_states_dtype "
     "use_mamba_mem_eff_path mtp_hybrid_override_pattern memory_efficient_layer_norm use_fused_weighted_squared_relu "
     "dense_grouped_gemm use_grouped_gemm_for_dense_mlp "
-    # muP
-    "mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim mup_attn_scale_power "
     # other routers
     "moe_router_quantile_balancing_ema moe_token_drop_policy "
     # the inference engine, and its data
@@ -99,163 +92,90 @@ UNREAD: Mapping[str, Allowed] = unread(
     "inference_moe_token_dispatcher_type use_inference_optimized_layers nccl_all_reduce_for_prefill "
     "mlp_chunks_for_prefill moe_pad_experts_for_cuda_graph_inference max_seqlen_per_dp_cp_rank "
     # ModelOpt's layers
-    "use_arbitrary_attention_mask"
+    "use_arbitrary_attention_mask "
+    # sparse attention, state-space layers and muP
+    + " ".join(
+        name for name in VisionLanguageFields.__dataclass_fields__ if name.startswith(("dsa_", "mamba_", "mup_"))
+    )
 )
 
-FIXED: Mapping[str, Allowed] = {
-    **UNREAD,
-    **only(
-        "transformer_impl selects the layers",
-        transformer_layer_spec=default_layer_spec,
-        use_transformer_engine_full_layer_spec=False,
-    ),
-    **only(
+FIXED: tuple[Rule, ...] = (
+    *UNREAD,
+    *keep("transformer_layer_spec use_transformer_engine_full_layer_spec", "transformer_impl selects the layers"),
+    *keep(
+        "position_embedding_type rotary_interleaved rotary_scaling_factor yarn_rotary_scaling_factor rope_scaling "
+        "seq_len_interpolation_factor no_rope_freq",
         "rotary_base, mrope_section and rope_parameters define the rotary embedding",
-        position_embedding_type="mrope",
-        rotary_interleaved=False,
-        rotary_scaling_factor=None,
-        yarn_rotary_scaling_factor=None,
-        rope_scaling=False,
-        seq_len_interpolation_factor=None,
-        no_rope_freq=None,
     ),
-    **only(
+    *keep(
+        # attention
+        "qk_layernorm qk_l2_norm add_qkv_bias attention_output_gate window_size softmax_scale softmax_type "
+        "multi_latent_attention experimental_attention_variant "
+        # the rest of a layer
+        "normalization layernorm_zero_centered_gamma apply_residual_connection_post_layernorm gated_linear_unit "
+        "activation_func_clamp_value glu_linear_offset add_bias_linear use_mup is_hybrid_model "
+        "heterogeneous_block_specs mtp_enabled",
         NOTHING_ELSE,
-        # Attention.
-        qk_layernorm=True,
-        qk_l2_norm=False,
-        add_qkv_bias=False,
-        window_size=None,
-        softmax_scale=None,
-        softmax_type="vanilla",
-        multi_latent_attention=False,
-        # The rest of a layer.
-        normalization="RMSNorm",
-        apply_residual_connection_post_layernorm=False,
-        gated_linear_unit=True,
-        activation_func_clamp_value=None,
-        glu_linear_offset=0.0,
-        add_bias_linear=False,
-        use_mup=False,
-        is_hybrid_model=False,
-        heterogeneous_block_specs=False,
-        mtp_num_layers=None,
-        mtp_enabled=False,
     ),
-    **only("ModelOpt's quantised, pruned or distilled models have other layers", restore_modelopt_state=False),
-    **only("queries and keys are normalised after their projection: scaling it changes no attention", qk_clip=False),
-    **only(
+    *keep("restore_modelopt_state", "ModelOpt's quantised, pruned or distilled models have other layers"),
+    *keep("qk_clip", "queries and keys are normalised after their projection: scaling it changes no attention"),
+    *keep(
+        "hierarchical_context_parallel_sizes hybrid_context_parallel tensor_parallel_num_weight_shards "
+        "gtp_weight_remat_size",
         "the model supports only tensor, pipeline, context and expert parallelism; with others, ranks would see the "
         "wrong tokens",
-        hierarchical_context_parallel_sizes=None,
-        hybrid_context_parallel=False,
-        tensor_parallel_num_weight_shards=None,
-        gtp_weight_remat_size=1,
     ),
-    **only(
+    *keep(
+        "overlap_moe_expert_parallel_comm num_microbatches_with_partial_activation_checkpoints",
         "it requires a forward step with features that ours lacks",
-        overlap_moe_expert_parallel_comm=False,
-        num_microbatches_with_partial_activation_checkpoints=None,
     ),
-    **only("torch has no ring exchange", use_ring_exchange_p2p=False),
-    **only("the vision tower is the one of this package", use_hf_vision_model=False),
-}
-
-FIXED_WITH_EXPERTS: Mapping[str, Allowed] = {
-    **FIXED,
-    # Source: transformers, Qwen3VLMoeTextTopKRouter, Qwen3_5MoeTopKRouter.
-    **only(
-        "routing weights are a softmax over all experts, renormalised over the selected ones",
-        moe_router_score_function="softmax",
-        moe_router_pre_softmax=False,
-        moe_router_topk_scaling_factor=None,
-        moe_router_num_groups=None,
-        moe_router_topk_limited_devices=None,
-        moe_router_enable_expert_bias=False,
-        moe_router_force_biased=None,
-    ),
-    **only(
-        NOTHING_ELSE, moe_mlp_glu_interleave_size=None, moe_shared_expert_glu_interleave_size=None, moe_latent_size=None
-    ),
-    **only(
-        "a full expert would drop tokens, and padding could displace real ones",
-        moe_expert_capacity_factor=None,
-        moe_token_dropping=False,
-        moe_expert_rank_capacity_factor=None,
-    ),
-    **only("megatron-core adds this noise during evaluation too", moe_input_jitter_eps=None),
-    **only(
-        "experts are split only by expert_model_parallel_size and expert_tensor_parallel_size",
-        expert_tensor_parallel_num_weight_shards=None,
-        expert_gtp_weight_remat_size=1,
-    ),
-}
+    *keep("use_ring_exchange_p2p", "torch has no ring exchange"),
+    *keep("use_hf_vision_model", "the vision tower is the one of this package"),
+)
 
 # Settings of something that another setting turns on.
-_PARTS = {
-    "cuda_graph_impl": "cuda_graph_warmup_steps cuda_graph_use_single_mempool cuda_graph_retain_backward_graph "
-    "delay_offload_until_cuda_graph",
-    "cpu_offloading": "cpu_offloading_num_layers cpu_offloading_activations cpu_offloading_weights "
-    "cpu_offloading_double_buffering cpu_offloading_retain_pinned_cpu_buffers",
-    "fine_grained_activation_offloading": "offload_modules min_offloaded_tensor_size activation_offload_fraction "
-    "delta_offload_bytes_across_pp_ranks fine_grained_offloading_max_inflight_offloads",
-    "moe_paged_stash": "moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda "
-    "moe_paged_stash_buffer_size_factor_cpu",
-    "qk_clip": "qk_clip_alpha qk_clip_threshold",
-    "tp_comm_overlap": "tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs "
-    "tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs "
-    "tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_overlap_cfg",
-}
+PARTS = parts(
+    {
+        "cuda_graph_impl": "cuda_graph_warmup_steps cuda_graph_use_single_mempool cuda_graph_retain_backward_graph "
+        "delay_offload_until_cuda_graph",
+        "cpu_offloading": "cpu_offloading_num_layers cpu_offloading_activations cpu_offloading_weights "
+        "cpu_offloading_double_buffering cpu_offloading_retain_pinned_cpu_buffers",
+        "fine_grained_activation_offloading": "offload_modules min_offloaded_tensor_size activation_offload_fraction "
+        "delta_offload_bytes_across_pp_ranks fine_grained_offloading_max_inflight_offloads",
+        "moe_paged_stash": "moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda "
+        "moe_paged_stash_buffer_size_factor_cpu",
+        "qk_clip": "qk_clip_alpha qk_clip_threshold",
+        "dist_train.use_dist_train": "vision_world_size language_world_size vision_tensor_model_parallel_size "
+        "vision_pipeline_model_parallel_size vision_context_parallel_size vision_expert_tensor_parallel_size "
+        "vision_expert_model_parallel_size vision_to_llm_dp_ratio",
+        "tp_comm_overlap": "tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs "
+        "tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs "
+        "tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_overlap_cfg",
+    }
+)
 
-
-def _off(switch: str) -> When:
-    return When(switch, lambda provider: getattr(provider, switch) in (None, False, "none"))
-
-
-PARTS: Mapping[str, Allowed] = {
-    name: row
-    for switch, names in _PARTS.items()
-    for name, row in at_default(VisionLanguageFields, names, "it would be ignored", when=_off(switch)).items()
-}
-
-# --- On construction: before megatron-core completes the fields ---
-
-# Fields that each granularity of recomputation does not use.
-_UNUSED = {None: ("method", "num_layers", "modules"), "full": ("modules",), "selective": ("method", "num_layers")}
+# --- Before megatron-core completes the fields ---
 
 
 def _recompute_of(prefix: str) -> tuple[Rule, ...]:
     """Rules of recomputation in the text model ("") or the vision tower ("vision_")."""
-    granularity, modules = f"{prefix}recompute_granularity", f"{prefix}recompute_modules"
-    core_default = ["core_attn"]  # of recompute_modules
-
-    def at(wanted: str | None) -> When:
-        return When(granularity, lambda provider: getattr(provider, granularity) == wanted)
-
-    def norm_is_local(name: str) -> When:
-        return When(
-            modules,
-            lambda provider: provider.transformer_impl == "local" and name in (getattr(provider, modules) or ()),
-        )
-
+    granularity = f"{prefix}recompute_granularity"
+    without_norms = ("core_attn",) if prefix else ("core_attn", "mlp", "moe", "moe_act", "shared_experts")
+    unused = {None: "method num_layers modules", "full": "modules", "selective": "method num_layers"}
     return (
-        Allowed(granularity, any_of(*_UNUSED)),
-        Allowed(f"{prefix}recompute_method", any_of("uniform", "block"), when=at("full")),
-        Allowed(f"{prefix}recompute_num_layers", at_least(1), when=at("full")),
-        *(
-            Allowed(f"{prefix}recompute_{name}", None, "it would be ignored", at(value), also=(0, [], core_default))
-            for value, names in _UNUSED.items()
-            for name in names
+        Allowed(granularity, any_of(*unused)),
+        Allowed(f"{prefix}recompute_method", any_of("uniform", "block"), equal(granularity, "full")),
+        Allowed(f"{prefix}recompute_num_layers", at_least(1), equal(granularity, "full")),
+        *(  # ["core_attn"] is megatron-core's default
+            Allowed(f"{prefix}recompute_{name}", None, equal(granularity, value), also=(0, [], ["core_attn"])).because(
+                IGNORED
+            )
+            for value, names in unused.items()
+            for name in names.split()
         ),
         # megatron-core's recomputation of a norm uses its default for 8-bit training, and calls Transformer Engine.
-        *(
-            Allowed(
-                "transformer_impl",
-                "transformer_engine",
-                f"recomputing {name!r} needs Transformer Engine; remove it",
-                norm_is_local(name),
-            )
-            for name in ("layernorm", "gdn_norm_out")
+        Allowed(f"{prefix}recompute_modules", any_of(None, *without_norms), _LOCAL).because(
+            "recomputing 'gdn_norm_out' or 'layernorm' needs Transformer Engine"
         ),
     )
 
@@ -289,51 +209,34 @@ def _check_recomputed_deepstack(provider: VisionLanguageFields) -> None:
         )
 
 
-def _check_tower(provider: VisionLanguageFields) -> None:
-    check_tower_size(provider.vision_config.to_dict(), provider.hidden_size)
-    vision_activation(provider.vision_config.hidden_act)
-    name_of_activation(provider.activation_func)
-
-
 _CAPTURED = (
     "rows, images and their positions differ between batches; a replayed layer would add no DeepStack features and "
     "treat padding as tokens"
 )
-_WITHOUT_GRAPHS = {
-    "cuda_graph_impl": "none",
-    "enable_cuda_graph": False,
-    "external_cuda_graph": False,
-    "cuda_graph_modules": [],
-    "cuda_graph_scope": [],
-    "vision_cuda_graph_impl": "none",
-    "vision_cuda_graph_scope": [],
-    "max_vision_cuda_graph_seq_length": None,
-}
-# Megatron-Bridge's recipes set "full", its default, for graphs that are off. Checked for a run before Megatron-Bridge
-# validates its configuration, which clears what is to be captured.
-GRAPHS: tuple[Allowed, ...] = tuple(
-    Allowed(name, value, _CAPTURED, also=(None, "full", "") if value == [] else (None,))
-    for name, value in _WITHOUT_GRAPHS.items()
-    if name in VisionLanguageFields.__dataclass_fields__
+# Checked for a run before Megatron-Bridge validates its configuration, which clears what is to be captured.
+GRAPHS: tuple[Allowed, ...] = (
+    *keep(
+        "cuda_graph_impl enable_cuda_graph external_cuda_graph vision_cuda_graph_impl vision_cuda_graph_scope "
+        "max_vision_cuda_graph_seq_length",
+        _CAPTURED,
+        also=(None,),
+    ),
+    # Megatron-Bridge's recipes set "full", its default, for graphs that are off.
+    *(Allowed(f"cuda_graph_{name}", [], also=(None, "full", "")).because(_CAPTURED) for name in ("modules", "scope")),
 )
 
 BEFORE_FINALIZE: tuple[Rule, ...] = (
-    Allowed(
-        "dist_train.use_dist_train",
-        False,
-        "this family cannot be split into vision and language modules",
-        When("", lambda provider: provider.encoder_class is None),
+    *SIZES,
+    *FIXED,
+    Allowed("dist_train.use_dist_train", False, off("vision_module_class")).because(
+        "this family cannot be split into vision and language modules"
     ),
-    _check_tower,
+    lambda model: check_tower_size(model.vision_config.to_dict(), model.hidden_size),
+    lambda model: vision_activation(model.vision_config.hidden_act),
+    lambda model: name_of_activation(model.activation_func),
     *_recompute_of(""),
     *_recompute_of("vision_"),
-    Allowed(
-        "distribute_saved_activations",
-        False,
-        "it would be ignored",
-        When("recompute_granularity", lambda provider: provider.recompute_granularity != "full"),
-        also=(None,),
-    ),
+    *keep("distribute_saved_activations", IGNORED, not_equal("recompute_granularity", "full"), also=(None,)),
     # Not "mlp": megatron-core 0.19 returns a recomputed MLP's bias, which the tower's MLPs have, from its autograd
     # function, and the backward pass then recurses without end. The rest is for experts or another kind of attention.
     Allowed("vision_recompute_modules", any_of(None, "core_attn", "layernorm")),
@@ -341,36 +244,32 @@ BEFORE_FINALIZE: tuple[Rule, ...] = (
     _check_recomputed_deepstack,
     *GRAPHS,
     Allowed("loss_chunk_tokens", at_least(0)),
-    Allowed(
-        "defer_embedding_wgrad_compute",
-        False,
+    Allowed("defer_embedding_wgrad_compute", False, on("loss_chunk_tokens")).because(
         "the output layer would save its input again when the logits of chunks are recomputed; or set "
-        "loss_chunk_tokens=0",
-        When("loss_chunk_tokens", lambda provider: provider.loss_chunk_tokens),
+        "loss_chunk_tokens=0"
     ),
-    *(Allowed(name, None, "it would be ignored", LOCAL, also=(False, "")) for name in ("fp8", "fp4")),
-    Allowed("cpu_offloading", False, "Transformer Engine provides it", LOCAL),
-    Allowed(
+    *keep("fp8 fp4", IGNORED, _LOCAL, also=(False, "")),
+    *keep("cpu_offloading", "Transformer Engine provides it", _LOCAL),
+    *keep(
+        "apply_query_key_layer_scaling batch_invariant_mode log_max_attention_logit",
+        "only Transformer Engine's attention does it",
+        _LOCAL,
+    ),
+    *keep(
         "fp32_residual_connection",
-        False,
         "its norms leave the dtype as it is, and its linear layers accept only that of their weights",
-        When(
-            "transformer_impl params_dtype",
-            lambda provider: provider.transformer_impl == "local" and provider.params_dtype != torch.float32,
-        ),
-    ),
-    *(
-        Allowed(name, False, "only Transformer Engine's attention does it", LOCAL)
-        for name in ("apply_query_key_layer_scaling", "batch_invariant_mode", "log_max_attention_logit")
+        _LOCAL & not_equal("params_dtype", torch.float32),
     ),
     Allowed(
         "attention_backend",
         any_of(*(backend for backend in AttnBackend if backend is not AttnBackend.local)),
-        "Transformer Engine's layers have no attention for it; or use transformer_impl='local'",
         _NOT_LOCAL,
-    ),
-    *PARTS.values(),
+    ).because("Transformer Engine's layers have no attention for it; or use transformer_impl='local'"),
+    *PARTS,
 )
+
+# In addition, only for a provider without experts.
+DENSE: tuple[Rule, ...] = keep("num_moe_experts", "a model with experts has the provider of such models")
 
 
 def _check_experts(provider: VisionLanguageFields) -> None:
@@ -383,64 +282,48 @@ def _check_experts(provider: VisionLanguageFields) -> None:
         raise ValueError(f"moe_router_topk is {provider.moe_router_topk}, expected 1 to {provider.num_moe_experts}")
 
 
-# Only for a provider with experts.
-EXPERTS_BEFORE_FINALIZE: tuple[Rule, ...] = (
+# In addition, only for a provider with experts.
+EXPERTS: tuple[Rule, ...] = (
     _check_experts,
-    Allowed(
-        "moe_router_load_balancing_type",
-        any_of("aux_loss", "global_aux_loss", "none"),
-        "other types balance over the tokens of a row, so padding or packing would change the training of real tokens",
+    # Source: transformers, Qwen3VLMoeTextTopKRouter, Qwen3_5MoeTopKRouter.
+    *keep(
+        "moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups "
+        "moe_router_topk_limited_devices moe_router_enable_expert_bias moe_router_force_biased",
+        "routing weights are a softmax over all experts, renormalised over the selected ones",
     ),
-    Allowed(
-        "moe_router_force_load_balancing",
-        False,
+    *keep("moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size moe_latent_size", NOTHING_ELSE),
+    *keep(
+        "moe_expert_capacity_factor moe_token_dropping moe_expert_rank_capacity_factor",
+        "a full expert would drop tokens, and padding could displace real ones",
+    ),
+    *keep("moe_input_jitter_eps", "megatron-core adds this noise during evaluation too"),
+    *keep(
+        "expert_tensor_parallel_num_weight_shards expert_gtp_weight_remat_size",
+        "experts are split only by expert_model_parallel_size and expert_tensor_parallel_size",
+    ),
+    Allowed("moe_router_load_balancing_type", any_of("aux_loss", "global_aux_loss", "none")).because(
+        "other types balance over the tokens of a row, so padding or packing would change the training of real tokens"
+    ),
+    Allowed("moe_router_force_load_balancing", False, off("allow_random_routing")).because(
         "tokens would be routed at random, and training would ruin the weights. For speed measurements, set "
-        "allow_random_routing too",
-        When("allow_random_routing", lambda provider: not provider.allow_random_routing),
+        "allow_random_routing too"
     ),
     *(
-        Allowed(name, False, "Transformer Engine provides it", LOCAL)
+        Allowed(name, False, _LOCAL).because("Transformer Engine provides it")
         for name in ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
     ),
-    Allowed(
-        "moe_router_fusion",
-        False,
-        "the fused router computes only in 'fp32'",
-        When("moe_router_dtype", lambda provider: provider.moe_router_dtype == "fp64"),
+    Allowed("moe_router_fusion", False, equal("moe_router_dtype", "fp64")).because(
+        "the fused router computes only in 'fp32'"
     ),
 )
 
-# --- On finalization: for a provider whose fields megatron-core has completed ---
-
-
-def _check_replicas(provider: VisionLanguageFields) -> None:
-    if not provider.dist_train.use_dist_train:
-        return
-    replicas, ratio = replicas_of(provider), provider.dist_train.vision_to_llm_dp_ratio
-    replicas.check(
-        ": dist_train.vision_world_size / vision_tensor_model_parallel_size, and language_world_size / "
-        "(tensor * pipeline * context parallel size)"
-    )
-    if ratio not in (None, replicas.ratio):
-        raise ValueError(
-            f"dist_train.vision_to_llm_dp_ratio is {ratio}, expected None"
-            + (f" or {replicas.ratio}" if replicas.ratio else "")
-            + f": there are {replicas.vision} replicas of the tower and {replicas.language} of the language model"
-        )
-
-
-def _check_sent_by_vision(provider: VisionLanguageFields) -> None:
-    if provider.dist_train.use_dist_train and provider.pipeline_dtype not in (None, provider.params_dtype):
-        raise ValueError(
-            f"pipeline_dtype is {provider.pipeline_dtype}, expected params_dtype, {provider.params_dtype}, the dtype "
-            "of the tower's output"
-        )
+# --- For a provider whose fields megatron-core has completed ---
 
 
 def _check_divisible(provider: VisionLanguageFields) -> None:
     names = {
         "tp": _TENSOR,
-        "tp of vision": _VISION if provider.dist_train.use_dist_train else _TENSOR,
+        "tp of vision": _VISION_TENSOR if provider.dist_train.use_dist_train else _TENSOR,
         "ep": "expert_model_parallel_size",
         "etp": "expert_tensor_parallel_size",
         "tp * cp": f"{_TENSOR} * {_CONTEXT}",
@@ -454,18 +337,14 @@ def _check_divisible(provider: VisionLanguageFields) -> None:
         vision_tp=vision_tensor_ranks(provider),
     )
     for setting, size, split, ranks, _ in wrong:
-        circumstances = _DIST_TRAIN.describe(provider) if names[split] == _VISION else ""
+        circumstances = _DIST_TRAIN.describe(provider) if names[split] == _VISION_TENSOR else ""
         why = ": should_pad_vocab pads it" if setting == "padded_vocab_size" else ""
         raise ValueError(f"{setting} is {size}{circumstances}, expected a multiple of {names[split]}, {ranks}{why}")
-
-
-def _check_expert_ranks(provider: VisionLanguageFields) -> None:
-    ranks = provider.expert_tensor_parallel_size
-    if not provider.moe_layers and ranks not in (1, provider.tensor_model_parallel_size):
+    if not provider.moe_layers and (ranks := provider.expert_tensor_parallel_size) not in (
+        1,
+        provider.tensor_model_parallel_size,
+    ):
         raise ValueError(f"expert_tensor_parallel_size is {ranks}, expected None: this model has no experts")
-
-
-def _check_rows(provider: VisionLanguageFields) -> None:
     context = provider.context_parallel_size
     sequence = provider.tensor_model_parallel_size if provider.sequence_parallel else 1
     multiple = row_multiple(context, sequence)
@@ -496,105 +375,84 @@ def _check_context_kernels(provider: VisionLanguageFields) -> None:
         )
 
 
-def _check_rotary(provider: VisionLanguageFields) -> None:
-    check_mrope_section(provider.mrope_section, int(provider.kv_channels * provider.rotary_percent))
+def _check_replicas(provider: VisionLanguageFields) -> None:
+    if not provider.dist_train.use_dist_train:
+        return
+    replicas, ratio = replicas_of(provider), provider.dist_train.vision_to_llm_dp_ratio
+    replicas.check(
+        ": dist_train.vision_world_size / vision_tensor_model_parallel_size, and language_world_size / "
+        "(tensor * pipeline * context parallel size)"
+    )
+    if ratio not in (None, replicas.ratio):
+        raise ValueError(
+            f"dist_train.vision_to_llm_dp_ratio is {ratio}, expected None"
+            + (f" or {replicas.ratio}" if replicas.ratio else "")
+            + f": there are {replicas.vision} replicas of the tower and {replicas.language} of the language model"
+        )
 
 
-_STAGES_ARE_ALIKE = When(
-    "",  # otherwise megatron-core finds out while it builds them
-    lambda provider: (
-        provider.pipeline_model_parallel_layout is None
-        and provider.num_layers_in_first_pipeline_stage is None
-        and provider.num_layers_in_last_pipeline_stage is None
-        and not provider.account_for_embedding_in_pipeline_split
-        and not provider.account_for_loss_in_pipeline_split
-    ),
+_UNEVEN = (
+    *("pipeline_model_parallel_layout", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
 )
 
 # Numbers of ranks of both modules, for a provider that is finalised or not.
 _DIST_TRAIN_SIZES: tuple[Rule, ...] = (
-    *under(
-        _DIST_TRAIN,
-        *(Allowed(name, at_least(1)) for name in ("dist_train.vision_world_size", _LANGUAGE, _VISION)),
-        Allowed("dist_train.vision_pipeline_model_parallel_size", 1, "the tower is one stage"),
-        Allowed("dist_train.vision_context_parallel_size", 1, "data-parallel ranks of the tower divide the images"),
-        Allowed("dist_train.vision_expert_tensor_parallel_size", 1, "the tower has no experts"),
-        Allowed("dist_train.vision_expert_model_parallel_size", 1, "the tower has no experts"),
-        Allowed("dist_train.vision_world_size", multiple_of(_VISION)),
-        Allowed(_LANGUAGE, multiple_of(f"{_TENSOR} * {_STAGES} * {_CONTEXT}")),
+    Allowed(_VISION_RANKS, at_least(1), _DIST_TRAIN),
+    Allowed(_LANGUAGE_RANKS, at_least(1), _DIST_TRAIN),
+    Allowed(_VISION_TENSOR, at_least(1), _DIST_TRAIN, also=(None,)),
+    *(
+        Allowed(f"dist_train.vision_{kind}_parallel_size", 1, _DIST_TRAIN, also=(None,)).because(
+            "the tower is one stage without experts, and its data-parallel ranks divide the images"
+        )
+        for kind in ("pipeline_model", "context", "expert_tensor", "expert_model")
     ),
+    Allowed(_VISION_RANKS, multiple_of(_VISION_TENSOR), _DIST_TRAIN),
+    Allowed(_LANGUAGE_RANKS, multiple_of(f"{_TENSOR} * {_STAGES} * {_CONTEXT}"), _DIST_TRAIN),
     Allowed(
-        _LANGUAGE,
+        _LANGUAGE_RANKS,
         multiple_of(f"expert_tensor_parallel_size * expert_model_parallel_size * {_STAGES}"),
-        when=When("", lambda provider: provider.dist_train.use_dist_train and provider.moe_layers),
+        lambda model: _DIST_TRAIN(model) and model.moe_layers,
     ),
 )
 
 AFTER_FINALIZE: tuple[Rule, ...] = (
-    *under(
-        _ONE_MODULE,
-        *(
-            Allowed(f"dist_train.{name}", default, "it would be ignored", also=(None,))  # Megatron-Bridge's default
-            for name, default in vars(DistTrainConfig()).items()
-            if name != "use_dist_train"
-        ),
-        *(Allowed(name, True, "every rank has both modules") for name in ("add_encoder", "add_decoder")),
-    ),
+    *keep("add_encoder add_decoder", "every rank has both modules", off("dist_train.use_dist_train")),
     *_DIST_TRAIN_SIZES,
     _check_divisible,
-    _check_expert_ranks,
-    Allowed(
-        _CHUNKS,
-        None,
-        "there are no stages to interleave",
-        When(_STAGES, lambda provider: provider.pipeline_model_parallel_size == 1),
-        also=(1,),
-    ),
-    Allowed(
+    Allowed(_CHUNKS, None, equal(_STAGES, 1), also=(1,)).because("there are no stages to interleave"),
+    Allowed(  # megatron-core checks uneven stages while it builds them
         "num_layers",
         multiple_of(f"{_STAGES} * {_CHUNKS}"),
+        lambda model: not any(getattr(model, name) not in (None, False) for name in _UNEVEN),
+    ).because(
         "or uneven stages: set pipeline_model_parallel_layout, num_layers_in_first_pipeline_stage and "
         "num_layers_in_last_pipeline_stage, or account_for_embedding_in_pipeline_split and "
-        "account_for_loss_in_pipeline_split",
-        _STAGES_ARE_ALIKE,
+        "account_for_loss_in_pipeline_split"
     ),
-    _check_rows,
-    Allowed(
-        "cp_comm_type",
-        any_of(None, "all_gather"),
-        "keys and values are gathered once a layer",
-        When(
-            "context_parallel_size transformer_impl",
-            lambda provider: provider.context_parallel_size > 1 and provider.transformer_impl == "local",
-        ),
+    Allowed("cp_comm_type", any_of(None, "all_gather"), above(_CONTEXT, 1) & _LOCAL).because(
+        "keys and values are gathered once a layer"
     ),
-    Allowed(
-        "cp_comm_type",
-        any_of(None, "p2p", "all_gather", "a2a"),  # "p2p" is the default; a single padded row is a packed row here
-        "packed rows have no other",
-        When(
-            "context_parallel_size transformer_impl",
-            lambda provider: provider.context_parallel_size > 1 and provider.transformer_impl != "local",
-        ),
+    # "p2p" is the default; a single padded row is a packed row here.
+    Allowed("cp_comm_type", any_of(None, "p2p", "all_gather", "a2a"), above(_CONTEXT, 1) & _NOT_LOCAL).because(
+        "packed rows have no other"
     ),
     _check_context_kernels,
     _check_replicas,
-    *under(
-        _DIST_TRAIN,
-        Allowed(_CONTEXT, 1, "megatron-core's communicator between modules does not support context parallelism"),
-        Allowed(_CHUNKS, None, "the schedule of two modules is not interleaved"),
-        Allowed("variable_seq_lengths", True, "the size of what the modules send each other depends on a row's images"),
-        Allowed("fp16", False, "each module would scale its loss and skip steps independently"),
-        Allowed(
-            "calculate_per_token_loss",
-            True,
-            "otherwise each module divides gradients by the number of its own data-parallel ranks",
-        ),
-        Allowed("overlap_p2p_comm", False, "the schedule of two modules is not interleaved"),
-        Allowed("fp32_residual_connection", False, "stages would send another dtype than the modules"),
+    *keep(_CONTEXT, "megatron-core's communicator between modules does not support context parallelism", _DIST_TRAIN),
+    *keep(f"{_CHUNKS} overlap_p2p_comm", "the schedule of two modules is not interleaved", _DIST_TRAIN),
+    *keep("fp16", "each module would scale its loss and skip steps independently", _DIST_TRAIN),
+    *keep("fp32_residual_connection", "stages would send another dtype than the modules", _DIST_TRAIN),
+    Allowed("variable_seq_lengths", True, _DIST_TRAIN).because(
+        "the size of what the modules send each other depends on a row's images"
     ),
-    _check_sent_by_vision,
-    _check_rotary,
+    Allowed("calculate_per_token_loss", True, _DIST_TRAIN).because(
+        "otherwise each module divides gradients by the number of its own data-parallel ranks"
+    ),
+    Allowed("pipeline_dtype", same_as("params_dtype"), _DIST_TRAIN, also=(None,)).because(
+        "the dtype of the tower's output"
+    ),
+    lambda model: check_mrope_section(model.mrope_section, int(model.kv_channels * model.rotary_percent)),
 )
 
 # --- In each forward pass, and in addition for a model that is built to be trained ---
@@ -607,9 +465,8 @@ def _check_float32(provider: VisionLanguageFields) -> None:
     `PACKED_UNFUSED` on, and does not support context parallelism. Models that are only loaded, exported or saved need
     no attention.
     """
-    if attends_without_kernel(provider) and (
-        provider.context_parallel_size > 1 or not is_te_min_version(PACKED_UNFUSED)
-    ):
+    supported = provider.context_parallel_size == 1 and is_te_min_version(PACKED_UNFUSED)
+    if attends_without_kernel(provider) and not supported:
         raise ValueError(
             "params_dtype is torch.float32 with transformer_impl 'transformer_engine', expected transformer_impl="
             f"'local' or 16 bits: Transformer Engine {get_te_version()} has no attention in float32 for packed rows on "
@@ -620,24 +477,16 @@ def _check_float32(provider: VisionLanguageFields) -> None:
 ON_FORWARD: tuple[Rule, ...] = (_check_float32,)
 
 
-def _check_sent_by_stages(provider: VisionLanguageFields) -> None:
+def _check_stages(provider: VisionLanguageFields) -> None:
+    """Refuse a dtype or a size of what pipeline stages send each other that is not that of their output."""
+    if provider.pipeline_model_parallel_size == 1:
+        return
     sent = torch.float32 if provider.fp32_residual_connection else provider.params_dtype
-    if provider.pipeline_model_parallel_size > 1 and provider.pipeline_dtype != sent:
+    if provider.pipeline_dtype != sent:
         raise ValueError(
             f"pipeline_dtype is {provider.pipeline_dtype}, expected {sent}, the dtype of the stages' output"
         )
-
-
-def _check_schedule_group(provider: VisionLanguageFields) -> None:
-    stages, group = provider.pipeline_model_parallel_size, provider.microbatch_group_size_per_vp_stage
-    if provider.virtual_pipeline_model_parallel_size is not None and group is not None and group < stages:
-        raise ValueError(
-            f"microbatch_group_size_per_vp_stage is {group}, expected at least pipeline_model_parallel_size, {stages}"
-        )
-
-
-def _check_deepstack_stages(provider: VisionLanguageFields) -> None:
-    if provider.pipeline_model_parallel_size == 1 or provider.variable_seq_lengths:
+    if provider.variable_seq_lengths:
         return
     features, layout = len(provider.deepstack_layers), provider.pipeline_model_parallel_layout
     if layout is not None:  # megatron-core would need the rank, and there may be no ranks yet
@@ -652,11 +501,6 @@ def _check_deepstack_stages(provider: VisionLanguageFields) -> None:
         )
 
 
-def _stages(provider: VisionLanguageFields) -> tuple[int, int]:
-    """Pipeline stages, and chunks of each; 0 if they are not interleaved."""
-    return provider.pipeline_model_parallel_size, provider.virtual_pipeline_model_parallel_size or 0
-
-
 LOGITS = "a loss on gathered logits gives wrong gradients"
 
 # A model that is loaded for export or inference may carry settings of schedules from the run that saved it.
@@ -664,57 +508,29 @@ LOGITS = "a loss on gathered logits gives wrong gradients"
 ON_TRAIN: tuple[Rule, ...] = (
     *ON_FORWARD,
     Allowed(
-        "cross_entropy_fusion_impl",
-        "native",
-        "the other is Transformer Engine's, which is not installed",
-        When(
-            "cross_entropy_loss_fusion transformer_impl",
-            lambda provider: (
-                provider.cross_entropy_loss_fusion
-                and provider.transformer_impl == "local"
-                and importlib.util.find_spec("transformer_engine") is None
-            ),
-        ),
-    ),
-    _check_sent_by_stages,
-    Allowed(
-        "overlap_p2p_comm",
-        False,
-        "the schedule has nothing to overlap",
-        When(f"{_STAGES} {_CHUNKS}", lambda provider: _stages(provider)[0] > 1 and not _stages(provider)[1]),
-    ),
+        "cross_entropy_fusion_impl", "native", on("cross_entropy_loss_fusion") & _LOCAL & missing("transformer_engine")
+    ).because("the other is Transformer Engine's, which is not installed"),
+    *keep("overlap_p2p_comm", "the schedule has nothing to overlap", above(_STAGES, 1) & off(_CHUNKS)),
     # Each of two stages is both the previous and the next of the other. In a batch, a stage would confuse what it
     # receives from the previous with what it receives from the next, and nothing fails: the gradients are wrong. One by
     # one, they would deadlock.
-    Allowed(
-        "overlap_p2p_comm",
-        True,
-        "two interleaved stages would confuse the tensors they send each other; batch_p2p_comm must be False as well",
-        When(f"{_STAGES} {_CHUNKS}", lambda provider: _stages(provider)[0] == 2 and _stages(provider)[1] > 1),
+    Allowed("overlap_p2p_comm", True, equal(_STAGES, 2) & above(_CHUNKS, 1)).because(
+        "two interleaved stages would confuse the tensors they send each other; batch_p2p_comm must be False as well"
     ),
-    Allowed(
-        "batch_p2p_comm",
-        False,
-        "the schedule supports only one of the two",
-        When(f"overlap_p2p_comm {_STAGES}", lambda provider: provider.overlap_p2p_comm and _stages(provider)[0] > 1),
+    Allowed("batch_p2p_comm", False, on("overlap_p2p_comm") & above(_STAGES, 1)).because(
+        "the schedule supports only one of the two"
     ),
-    _check_schedule_group,
-    _check_deepstack_stages,
-    Allowed("parallel_output", True, LOGITS, When(_TENSOR, lambda provider: provider.tensor_model_parallel_size > 1)),
+    Allowed("microbatch_group_size_per_vp_stage", at_least(_STAGES), on(_CHUNKS), also=(None,)),
+    _check_stages,
+    *keep("parallel_output", LOGITS, above(_TENSOR, 1)),
 )
 
 # --- For a number of processes, and of microbatches ---
 
 
 def check_world(provider: VisionLanguageFields, world: int) -> None:
-    """Check that the parallel sizes divide the number of processes, or that every process is a rank of one module.
-
-    Args:
-        provider: finalised or not.
-        world: number of processes.
-
-    Raises:
-        ValueError: another number of processes, or sizes that are missing or do not divide.
+    """Refuse (ValueError) a number of processes that the parallel sizes do not divide, or in which some process would
+    be a rank of neither module. The provider is finalised or not.
     """
     if (split := provider.dist_train).use_dist_train:
         check(_DIST_TRAIN_SIZES, provider)
@@ -727,9 +543,8 @@ def check_world(provider: VisionLanguageFields, world: int) -> None:
         return
     check(SIZES, provider)
     sizes = {
-        "tensor": provider.tensor_model_parallel_size,
-        "pipeline": provider.pipeline_model_parallel_size,
-        "context": provider.context_parallel_size,
+        kind: getattr(provider, name)
+        for kind, name in (("tensor", _TENSOR), ("pipeline", _STAGES), ("context", _CONTEXT))
     }
     product = math.prod(sizes.values())
     if world % product:
@@ -742,15 +557,8 @@ def check_world(provider: VisionLanguageFields, world: int) -> None:
 
 
 def check_microbatches(provider: VisionLanguageFields, microbatches: int, owner: str) -> None:
-    """Check the number of microbatches in a step of interleaved stages.
-
-    Args:
-        provider: a finalised one.
-        microbatches: of one data-parallel rank.
-        owner: has them, for the message.
-
-    Raises:
-        ValueError: a number that megatron-core's schedule does not support.
+    """Refuse (ValueError) a number of microbatches of one data-parallel rank, in a step of interleaved stages, that
+    megatron-core's schedule does not support; `owner` has them, for the message.
     """
     if provider.virtual_pipeline_model_parallel_size is None:
         return

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import MISSING, dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, dataclass, replace
 from enum import Enum
 from functools import reduce
 from typing import Any
 
 # A row; or a function that raises ValueError, for constraints between several settings.
-Rule = Callable[[Any], None]
+Rule = Callable[[Any], Any]
+
+IGNORED = "it would be ignored"
 
 
 def check(rules: Iterable[Rule], settings: Any) -> None:
@@ -25,7 +28,7 @@ def check(rules: Iterable[Rule], settings: Any) -> None:
 
 @dataclass(frozen=True)
 class When:
-    """Conditions under which rows apply.
+    """Conditions under which rows apply, to be called with all settings.
 
     Attributes:
         names: the settings on which the conditions depend, separated by spaces, for the message.
@@ -35,11 +38,50 @@ class When:
     names: str
     holds: Callable[[Any], Any]
 
+    def __call__(self, settings: Any) -> Any:
+        """Whether the conditions are met."""
+        return self.holds(settings)
+
+    def __and__(self, other: Callable[[Any], Any]) -> When:
+        """Both; the message says the settings of those that are `When`."""
+        names = f"{self.names} {other.names}" if isinstance(other, When) else self.names
+        return When(names, lambda settings: self(settings) and other(settings))
+
     def describe(self, settings: Any) -> str:
-        """These settings with their values, as " with a 1 and b 'c'"; "" if none is named."""
+        """These settings with their values, as " with a 1 and b 'c'"."""
         values = {name: _value(settings, name) for name in self.names.split()}
         words = [name if value is True else f"{name} {_shown(value)}" for name, value in values.items()]
-        return f" with {' and '.join(words)}" if words else ""
+        return f" with {' and '.join(words)}"
+
+
+def on(name: str) -> When:
+    """The setting is True, or has a value."""
+    return When(name, lambda settings: _value(settings, name))
+
+
+def off(name: str) -> When:
+    """The setting is False, None or "none"."""
+    return When(name, lambda settings: _value(settings, name) in (None, False, "", "none"))
+
+
+def above(name: str, number: int) -> When:
+    """The setting is above this number; None is not."""
+    return When(name, lambda settings: (_value(settings, name) or 0) > number)
+
+
+def equal(name: str, value: Any) -> When:
+    """The setting has this value."""
+    return When(name, lambda settings: _value(settings, name) == value)
+
+
+def not_equal(name: str, value: Any) -> When:
+    """The setting has another value."""
+    return When(name, lambda settings: _value(settings, name) != value)
+
+
+def missing(package: str) -> Callable[[Any], bool]:
+    """The package is not installed."""
+    return lambda _: importlib.util.find_spec(package) is None
 
 
 @dataclass(frozen=True)
@@ -48,28 +90,44 @@ class Allowed:
 
     Attributes:
         name: the path to it, as "dist_train.vision_world_size"; or a product of settings, as "a * b".
-        expected: its only value, or a `Range` of values.
-        why: the reason, or what to do instead.
-        when: condition under which the row applies; None: always.
+        expected: its only value, a `Range` of values, or `DEFAULT`.
+        when: condition under which the row applies, which the message says if it is a `When`; None: always.
         also: further accepted values with the same meaning.
+        why: the reason, or what to do instead.
     """
 
     name: str
     expected: Any
-    why: str = ""
-    when: When | None = None
+    when: When | Callable[[Any], Any] | None = None
     also: tuple[Any, ...] = ()
+    why: str = ""
+
+    def because(self, why: str) -> Allowed:
+        """The row with a reason."""
+        return replace(self, why=why)
 
     def __call__(self, settings: Any) -> None:
         """Raise ValueError if the setting has another value."""
-        if self.when is not None and not self.when.holds(settings):
+        if self.when is not None and not self.when(settings):
             return
-        value, wanted = _value(settings, self.name), self.expected
+        wanted = self.expected
+        if wanted is DEFAULT:
+            section, _, name = self.name.rpartition(".")
+            field = getattr(_value(settings, section), "__dataclass_fields__", {}).get(name)
+            if field is None:
+                return
+            wanted = field.default if field.default_factory is MISSING else field.default_factory()
+        value = _value(settings, self.name)
         if value in self.also or (wanted.has(value, settings) if isinstance(wanted, Range) else value == wanted):
             return
         expected = wanted.describe(settings) if isinstance(wanted, Range) else _shown(wanted)
-        circumstances, why = self.when.describe(settings) if self.when else "", f": {self.why}" if self.why else ""
+        circumstances = self.when.describe(settings) if isinstance(self.when, When) else ""
+        why = f": {self.why}" if self.why else ""
         raise ValueError(f"{self.name} is {_shown(value)}{circumstances}, expected {expected}{why}")
+
+
+# The default of the setting's class. Settings that it does not have in the installed release are not checked.
+DEFAULT = object()
 
 
 @dataclass(frozen=True)
@@ -94,9 +152,24 @@ def any_of(*values: Any) -> Range:
     )
 
 
-def at_least(least: int) -> Range:
-    """This number and those above."""
-    return Range(lambda value, _: value is not None and value >= least, lambda _: f"{least} or more")
+def at_least(least: int | str) -> Range:
+    """This number, or the value of this setting, and those above."""
+
+    def lowest(settings: Any) -> int:
+        return _value(settings, least) if isinstance(least, str) else least
+
+    return Range(
+        lambda value, settings: value is not None and value >= lowest(settings),
+        lambda settings: f"{least}, {lowest(settings)}, or more" if isinstance(least, str) else f"{least} or more",
+    )
+
+
+def same_as(other: str) -> Range:
+    """The value of another setting."""
+    return Range(
+        lambda value, settings: value == _value(settings, other),
+        lambda settings: f"{other}, {_shown(_value(settings, other))}",
+    )
 
 
 def multiple_of(divisor: str) -> Range:
@@ -112,44 +185,28 @@ def multiple_of(divisor: str) -> Range:
     )
 
 
-def under(when: When, *rows: Allowed) -> tuple[Allowed, ...]:
-    """Rows that apply under the same conditions."""
-    return tuple(replace(row, when=when) for row in rows)
+def keep(
+    names: str, why: str, when: When | None = None, *, section: str = "", also: tuple[Any, ...] = ()
+) -> tuple[Allowed, ...]:
+    """Rows of settings, separated by spaces, that must keep the default of their class; `section` comes before each."""
+    return tuple(Allowed(section + name, DEFAULT, when, also, why) for name in names.split())
 
 
-def only(why: str, **values: Any) -> dict[str, Allowed]:
-    """Rows of settings that have one value each, for one reason; by name, so that a family can replace some."""
-    return {name: Allowed(name, value, why) for name, value in values.items()}
-
-
-def at_default(kind: type, names: str, why: str, *, section: str = "", when: When | None = None) -> dict[str, Allowed]:
-    """Rows of fields that must have their defaults, or None; by name.
-
-    Args:
-        kind: the dataclass of the fields. Those that the installed release does not have get no row.
-        names: of the fields, separated by spaces.
-        why: the reason.
-        section: what comes before a field's name, as "checkpoint.".
-        when: condition under which the rows apply.
+def parts(names_of: Mapping[str, str]) -> tuple[Allowed, ...]:
+    """Rows of settings of something that another setting of their section turns on: while it is off, they keep their
+    defaults.
     """
-    wanted = names.split()
-    return {
-        field.name: Allowed(
-            section + field.name,
-            field.default if field.default_factory is MISSING else field.default_factory(),
-            why,
-            when,
-            also=(None,),
-        )
-        for field in fields(kind)
-        if field.name in wanted
-    }
+    return tuple(
+        row
+        for switch, names in names_of.items()
+        for row in keep(names, IGNORED, off(switch), section="".join(switch.rpartition(".")[:2]), also=(None,))
+    )
 
 
 def _value(settings: Any, name: str) -> Any:
     if " * " in name:
         return math.prod(_value(settings, factor) for factor in name.split(" * "))
-    return reduce(getattr, name.split("."), settings)
+    return reduce(getattr, name.split("."), settings) if name else settings
 
 
 def _shown(value: Any) -> str:

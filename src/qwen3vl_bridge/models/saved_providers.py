@@ -25,7 +25,7 @@ _KERNELS = {
 # Fields with another default in Megatron-Bridge's provider on which no weight depends: the loss, CUDA graphs; and those
 # that would be ignored. Its layers are Transformer Engine's whatever `transformer_impl` is.
 _EXCLUDED = {
-    *UNREAD,
+    *(row.name for row in UNREAD),
     *("transformer_impl", "apply_rope_fusion", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl"),
     *("cuda_graph_impl", "cuda_graph_scope", "cuda_graph_modules", "cuda_graph_warmup_steps"),
     *("cuda_graph_use_single_mempool", "cuda_graph_retain_backward_graph", "enable_cuda_graph", "external_cuda_graph"),
@@ -68,17 +68,7 @@ def register_replacement(
             ours, {"transformer_impl": "transformer_engine", **fields, **elsewhere(saved)}, known=_names(theirs)
         )
 
-    build_instead(theirs, of_theirs)
-
-
-def build_instead(theirs: type, build: Callable[..., Any]) -> None:
-    """Call `build` with the saved fields if a configuration names `theirs`.
-
-    Args:
-        theirs: a class of Megatron-Bridge.
-        build: a function with a name, which Megatron-Bridge shows in errors.
-    """
-    _BUILDERS[theirs] = build
+    _BUILDERS[theirs] = of_theirs
 
 
 def ours_for(target: Any) -> Any:

@@ -13,6 +13,7 @@ from qwen3vl_bridge.models.divisibility import Replicas
 import torch
 import torch.nn.functional as F
 from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.models.qwen_vl.qwen3_vl_provider import DistTrainConfig
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor, nn
@@ -46,32 +47,6 @@ def can_fuse_weight_gradients() -> bool:
     return layers._grad_accum_fusion_available and torch.cuda.is_available()
 
 
-@dataclass
-class DistTrainConfig:
-    """Megatron-Bridge's fields for training vision tower and language model on separate ranks.
-
-    Attributes:
-        use_dist_train: whether to use separate ranks.
-        vision_world_size: ranks of the vision tower, the first ones.
-        language_world_size: ranks of the language model, all others.
-        vision_tensor_model_parallel_size: tensor parallelism of the tower; the rest of its ranks are data-parallel.
-        vision_pipeline_model_parallel_size, vision_context_parallel_size: 1; the tower has neither.
-        vision_expert_tensor_parallel_size, vision_expert_model_parallel_size: 1; it has no experts.
-        vision_to_llm_dp_ratio: replicas of the tower per replica of the language model. None to compute it; it must be
-            None if the tower has fewer replicas.
-    """
-
-    use_dist_train: bool = False
-    vision_world_size: int | None = None
-    language_world_size: int | None = None
-    vision_tensor_model_parallel_size: int = 1
-    vision_pipeline_model_parallel_size: int = 1
-    vision_context_parallel_size: int = 1
-    vision_expert_tensor_parallel_size: int = 1
-    vision_expert_model_parallel_size: int = 1
-    vision_to_llm_dp_ratio: int | None = None
-
-
 def deepstack_layers_of(vision_config: Any) -> list[int]:
     """Layers of a tower that have a DeepStack merger; none if its family has no DeepStack."""
     return list(getattr(vision_config, "deepstack_visual_indexes", None) or ())
@@ -103,7 +78,8 @@ class VisionLanguageFields(GPTModelProvider):
         vision_dp_when_cp: whether context-parallel ranks divide the images; here they always do.
         use_hf_vision_model, vision_cuda_graph_impl, vision_cuda_graph_scope, max_vision_cuda_graph_seq_length: settings
             of Megatron-Bridge's own model that allow only one value here.
-        dist_train: separate ranks for the vision tower and the language model.
+        dist_train: separate ranks for the vision tower (`vision_world_size`, the first ones, of which
+            `vision_tensor_model_parallel_size` share a layer) and the language model (`language_world_size`).
         add_encoder, add_decoder: which of the two this rank has, set by Megatron-Bridge's set-up.
     """
 
@@ -196,10 +172,8 @@ _TEXT_ACTIVATIONS: dict[str, Activation] = {
 
 
 def text_activation(name: str) -> Activation:
-    """Activation of the text model's gated MLPs, including experts, by its name in a Hugging Face configuration.
-
-    Raises:
-        ValueError: an unsupported name.
+    """Activation of the text model's gated MLPs, including experts, by its name in a Hugging Face configuration; raises
+    ValueError for a name that is not supported.
     """
     if name not in _TEXT_ACTIVATIONS:
         raise ValueError(f"the text model's activation is {name!r}, expected one of {', '.join(_TEXT_ACTIVATIONS)}")
@@ -208,10 +182,10 @@ def text_activation(name: str) -> Activation:
 
 def name_of_activation(function: Activation) -> str:
     """The name of a text model's activation; raises ValueError for a function that has none in configurations."""
-    for name, known in _TEXT_ACTIVATIONS.items():
-        if function is known:
-            return name
-    raise ValueError(f"activation_func is {function!r}, expected that of one of {', '.join(_TEXT_ACTIVATIONS)}")
+    names = [name for name, known in _TEXT_ACTIVATIONS.items() if function is known]
+    if not names:
+        raise ValueError(f"activation_func is {function!r}, expected that of one of {', '.join(_TEXT_ACTIVATIONS)}")
+    return names[0]
 
 
 def vision_activation(name: str) -> Activation:
@@ -237,8 +211,9 @@ def attends_without_kernel(provider: VisionLanguageFields) -> bool:
     return float32 and provider.transformer_impl != "local"
 
 
-def _has_rotation_kernel(provider: VisionLanguageFields) -> bool:
-    return has_transformer_engine() and provider.transformer_impl != "local"
+def _turn_off(settings: Any, name: str, why: str, *, level: int = logging.INFO) -> None:
+    logger.log(level, "%s is set to False: %s", name, why)
+    setattr(settings, name, False)
 
 
 def complete_before_finalize(provider: VisionLanguageFields) -> None:
@@ -250,38 +225,32 @@ def complete_before_finalize(provider: VisionLanguageFields) -> None:
     """
     if provider.mtp_num_layers == 0:
         provider.mtp_num_layers = None  # megatron-core uses None for a model without such layers
+    split, local = provider.dist_train, provider.transformer_impl == "local"
+    for name, value in vars(split).items():
+        if split.use_dist_train and value is None and name.endswith("parallel_size"):
+            setattr(split, name, 1)
     if isinstance(provider.attention_backend, str):
         if provider.attention_backend not in AttnBackend.__members__:
             known = ", ".join(AttnBackend.__members__)
             raise ValueError(f"attention_backend is {provider.attention_backend!r}, expected one of {known}")
         provider.attention_backend = AttnBackend[provider.attention_backend]
-    if provider.transformer_impl == "local" and provider.attention_backend not in (AttnBackend.auto, AttnBackend.local):
+    if local and provider.attention_backend not in (AttnBackend.auto, AttnBackend.local):
         logger.info(
             "attention_backend %s selects one of Transformer Engine's kernels and has no effect with transformer_impl "
             "'local', where torch chooses",
             provider.attention_backend.name,
         )
-    if provider.apply_rope_fusion and not _has_rotation_kernel(provider):
-        logger.info(
-            "apply_rope_fusion is set to False: the kernel is Transformer Engine's, and needs it, a GPU and "
-            "transformer_impl 'transformer_engine'"
-        )
-        provider.apply_rope_fusion = False
+    if provider.apply_rope_fusion and (local or not has_transformer_engine()):
+        why = "the kernel is Transformer Engine's, and needs it, a GPU and transformer_impl 'transformer_engine'"
+        _turn_off(provider, "apply_rope_fusion", why)
     if isinstance(provider.activation_func, str):
         provider.activation_func = text_activation(provider.activation_func.removeprefix("torch.nn.functional."))
     if provider.bias_activation_fusion and provider.activation_func is not F.silu:
-        logger.info(
-            "bias_activation_fusion is set to False: megatron-core fuses only SiLU, and would compute that in place "
-            "of %s",
-            provider.activation_func,
-        )
-        provider.bias_activation_fusion = False
+        why = f"megatron-core fuses only SiLU, and would compute that in place of {provider.activation_func}"
+        _turn_off(provider, "bias_activation_fusion", why)
     if provider.gradient_accumulation_fusion and not can_fuse_weight_gradients():
-        logger.warning(
-            "gradient_accumulation_fusion is True and is set to False: megatron-core's output layer needs Apex's "
-            "fused_weight_gradient_mlp_cuda and a GPU for it"
-        )
-        provider.gradient_accumulation_fusion = False
+        why = "megatron-core's output layer needs Apex's fused_weight_gradient_mlp_cuda and a GPU for it"
+        _turn_off(provider, "gradient_accumulation_fusion", why, level=logging.WARNING)
     tensor, context = provider.tensor_model_parallel_size, provider.context_parallel_size
     if provider.moe_layers and tensor > 1 and not provider.sequence_parallel:
         logger.info(
@@ -291,7 +260,7 @@ def complete_before_finalize(provider: VisionLanguageFields) -> None:
         )
         provider.sequence_parallel = True
     if provider.calculate_per_token_loss is None:
-        provider.calculate_per_token_loss = context > 1 or bool(provider.dist_train.use_dist_train)
+        provider.calculate_per_token_loss = context > 1 or bool(split.use_dist_train)
         logger.info(
             "calculate_per_token_loss is set to %s, as in Megatron-Bridge's provider; True weights all tokens of a "
             "global batch equally, False all microbatches",
@@ -323,12 +292,11 @@ def complete_on_finalize(provider: VisionLanguageFields) -> None:
         )
     native = provider.cross_entropy_loss_fusion and provider.cross_entropy_fusion_impl == "native"
     if native and provider.params_dtype != torch.bfloat16:
-        logger.info(
-            "cross_entropy_loss_fusion is set to False: megatron-core's native fused loss rounds the gradient of %s "
-            "logits to bfloat16; cross_entropy_fusion_impl 'te' does not",
-            provider.params_dtype,
+        why = (
+            f"megatron-core's native fused loss rounds the gradient of {provider.params_dtype} logits to bfloat16; "
+            "cross_entropy_fusion_impl 'te' does not"
         )
-        provider.cross_entropy_loss_fusion = False
+        _turn_off(provider, "cross_entropy_loss_fusion", why)
     if provider.dist_train.use_dist_train and provider.pipeline_dtype is None:
         provider.pipeline_dtype = provider.params_dtype  # megatron-core sets it only under pipeline parallelism
 
@@ -341,24 +309,23 @@ def complete_ddp(provider: VisionLanguageFields, ddp: DistributedDataParallelCon
     the output layer would learn only from the last chunk, and tied embeddings from only one of their two uses.
     """
     if ddp is not None and ddp.average_in_collective and provider.calculate_per_token_loss:
-        logger.info(
-            "ddp.average_in_collective is set to False: with calculate_per_token_loss, gradients are summed over "
-            "ranks and divided by the tokens of the global batch"
+        why = (
+            "with calculate_per_token_loss, gradients are summed over ranks and divided by the tokens of the global "
+            "batch"
         )
-        ddp.average_in_collective = False
+        _turn_off(ddp, "average_in_collective", why)
     uses = {
         "loss_chunk_tokens": provider.loss_chunk_tokens,
         "mtp_loss_scaling_factor": provider.trains_mtp,
         "share_embeddings_and_output_weights": provider.share_embeddings_and_output_weights,
     }
-    names = [name for name, used in uses.items() if used]
+    names = " and ".join(name for name, used in uses.items() if used)
     if fsdp and provider.gradient_accumulation_fusion and names:
-        logger.warning(
-            "gradient_accumulation_fusion is True and is set to False: with %s the output layer's weight gets several "
-            "gradients in a microbatch, and Megatron-FSDP would keep only the last",
-            " and ".join(names),
+        why = (
+            f"with {names} the output layer's weight gets several gradients in a microbatch, and Megatron-FSDP would "
+            "keep only the last"
         )
-        provider.gradient_accumulation_fusion = False
+        _turn_off(provider, "gradient_accumulation_fusion", why, level=logging.WARNING)
 
 
 def replicas_of(provider: VisionLanguageFields) -> Replicas:
@@ -368,7 +335,7 @@ def replicas_of(provider: VisionLanguageFields) -> Replicas:
         provider.tensor_model_parallel_size * provider.pipeline_model_parallel_size * provider.context_parallel_size
     )
     return Replicas(
-        vision=split.vision_world_size // split.vision_tensor_model_parallel_size,
+        vision=split.vision_world_size // (split.vision_tensor_model_parallel_size or 1),
         language=split.language_world_size // language_size,
     )
 
@@ -376,7 +343,8 @@ def replicas_of(provider: VisionLanguageFields) -> Replicas:
 def vision_tensor_ranks(provider: VisionLanguageFields) -> int:
     """Ranks that share each layer of the vision tower."""
     split = provider.dist_train
-    return split.vision_tensor_model_parallel_size if split.use_dist_train else provider.tensor_model_parallel_size
+    ranks = split.vision_tensor_model_parallel_size or 1
+    return ranks if split.use_dist_train else provider.tensor_model_parallel_size
 
 
 def trains_vision(provider: VisionLanguageFields) -> bool:

@@ -5,11 +5,9 @@ Standard library only; transformers is imported only in the function that return
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
-
-from qwen3vl_bridge.models.hf_config import TOKEN_IDS
 
 
 @dataclass(frozen=True)
@@ -46,21 +44,21 @@ class Preset:
     experts: Experts | None = None
 
 
-def size_of(name: str, sizes: Iterable[str], hub_ids: Callable[[str], tuple[str, ...]]) -> str:
-    """The size for a size name or a hub id; `hub_ids` gives the names on the hub of a size's models.
+def preset_of[P: Preset](name: str, presets: Mapping[str, P], hub_ids: Callable[[str], tuple[str, ...]]) -> P:
+    """The preset of a size or a hub id; `hub_ids` gives the names on the hub of a size's models.
 
     Raises:
         ValueError: an unknown model; the message lists the sizes.
     """
-    sizes = list(sizes)
-    for size in sizes:
+    for size, preset in presets.items():
         if name == size or name in hub_ids(size):
-            return size
-    raise ValueError(f"unknown preset {name!r}, expected one of {', '.join(sizes)} or {' or '.join(hub_ids('<size>'))}")
+            return preset
+    known = ", ".join(presets)
+    raise ValueError(f"unknown preset {name!r}, expected one of {known} or {' or '.join(hub_ids('<size>'))}")
 
 
 def config_of(
-    preset: Preset, *, model_type: str, architecture: str, text: Mapping[str, Any], token_ids: Iterable[int]
+    preset: Preset, *, model_type: str, architecture: str, text: Mapping[str, Any], token_ids: Mapping[str, int]
 ) -> dict[str, Any]:
     """A `config.json` in the format of transformers 5, as a new object that the caller may modify.
 
@@ -69,7 +67,7 @@ def config_of(
         model_type: of the family's dense models.
         architecture: the prefix of the family's class names in transformers.
         text: the family's own fields of the text model.
-        token_ids: in the order of `TOKEN_IDS`.
+        token_ids: the ids of vision tokens, by field.
     """
     if preset.experts is not None:
         model_type, architecture = f"{model_type}_moe", f"{architecture}Moe"
@@ -121,7 +119,7 @@ def config_of(
         "dtype": "bfloat16",
         "text_config": shared_text | dict(text),
         "vision_config": vision,
-        **dict(zip(TOKEN_IDS, token_ids, strict=True)),
+        **token_ids,
         "tie_word_embeddings": preset.tied,
     }
 

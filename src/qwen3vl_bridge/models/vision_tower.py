@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qwen3vl_bridge.batch.packed_batch import VisionInputs
+from qwen3vl_bridge.batch.token_batch import VisionInputs
 from qwen3vl_bridge.models.core_attention import packed_seq_params
 from qwen3vl_bridge.models.layer_specs import backend, vision_block_spec
 from qwen3vl_bridge.models.rope import vision_rotary
@@ -191,9 +191,12 @@ class QwenVLVisionModel(MegatronModule):
         self.merger = PatchMerger(config, vision, pg_collection.tp, norm_after_shuffle=False)
 
     def position_embedding(self, vision: VisionInputs) -> Tensor:
-        """[N, h], bilinear between the four learned positions around each patch."""
+        """[N, h], bilinear between the four learned positions around each patch, in one look-up.
+
+        Added one after the other, as transformers does: a sum over the first dimension would be rounded once.
+        """
         weights = vision.interpolation_weight.to(self.pos_embed.weight.dtype)[:, :, None]
-        first, *others = (self.pos_embed(i) * w for i, w in zip(vision.interpolation_index, weights, strict=True))
+        first, *others = self.pos_embed(vision.interpolation_index).mul_(weights).unbind()
         return sum(others, start=first)
 
     def forward(self, vision: VisionInputs) -> tuple[Tensor, Tensor]:

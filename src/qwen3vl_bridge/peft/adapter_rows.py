@@ -24,9 +24,7 @@ from qwen3vl_bridge.weights.rows import (
     Copy,
     ExpertInput,
     ExpertOutput,
-    GatedMLP,
     PackedExpert,
-    Sectioned,
     WeightRow,
     is_of_experts,
     is_of_mtp,
@@ -43,15 +41,6 @@ _HF = {IN: "lora_A.weight", OUT: "lora_B.weight", MAGNITUDE: "lora_magnitude_vec
 # Layers that Megatron-Bridge adapts by default, and those of linear attention.
 LINEAR_LAYERS, OF_LINEAR_ATTENTION = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"), ("in_proj", "out_proj")
 _LINEAR = re.compile(rf"\.({'|'.join(LINEAR_LAYERS + OF_LINEAR_ATTENTION)})\.weight\d*$")
-
-
-class WholeStack(GatedMLP):
-    """Stacked tensors that a checkpoint stores as one: gate and up projection, or a projection's sections."""
-
-    @property
-    def stored(self) -> tuple[str, ...]:
-        """As the parameter is."""
-        return (self.megatron,)
 
 
 @dataclass(frozen=True)
@@ -77,7 +66,9 @@ class AdapterSettings:
         return (IN, OUT, MAGNITUDE) if self.dora else (IN, OUT)
 
     def adapts(self, layer: str) -> bool:
-        """Whether a linear layer gets an adapter. Either all of a layer's experts do, or none."""
+        """Whether a module gets an adapter, as linear layers can. Either all of a layer's experts do, or none."""
+        if _last_part(layer) not in LINEAR_LAYERS + OF_LINEAR_ATTENTION:
+            return False
         if part_of(layer).value not in self.parts or (is_of_experts(layer) and not self.experts):
             return False
         name = shared_name(layer)
@@ -121,14 +112,12 @@ def adapter_row(weight: WeightRow, kind: str, dim: int, *, whole: bool = False) 
         out, width = reversed(shape) if weight.transposed else shape
         if kind == IN:
             return ExpertInput(hf=hf, shapes=((dim, width),), **where)
-        return ExpertOutput(hf=hf, shapes=((out, dim),), gated=weight.gated, whole=whole, **where)
+        return ExpertOutput(hf=hf, shapes=((out, dim),), gated=weight.gated and not whole, **where)
     if kind == IN:
         return Copy(hf=hf[:1], shapes=((dim, weight.shapes[0][1]),), condition=weight.condition, **where)
     shapes = tuple((shape[0], dim) if kind == OUT else (shape[0],) for shape in weight.shapes)
     row = replace(weight, hf=hf, shapes=shapes, **where)
-    if whole and isinstance(row, GatedMLP | Sectioned):
-        return WholeStack(**{field: getattr(row, field) for field in WeightRow.__dataclass_fields__})
-    return row
+    return replace(row, gated=False, sections=()) if whole else row
 
 
 def adapter_names(weight: WeightRow, kind: str) -> tuple[str, ...]:
@@ -165,6 +154,10 @@ def adapter_config(
         tensors: those of all the model's tensors.
         base_model: name or folder of the model without adapters.
     """
+    adapted, tensors = set(adapted), set(tensors)
+    # What selects exactly these weights: the last part of a name if all names that end with it are adapted ("q_proj"),
+    # else whole names; of modules, and of other weights, if any.
+    parameters = _shortest({name for name in adapted if not _is_of_module(name)}, tensors)
     differ = {name.removesuffix(".weight") if _is_of_module(name) else name: it for name, it in others.items()}
     return {
         "peft_type": "LORA",
@@ -177,26 +170,14 @@ def adapter_config(
         "use_rslora": False,
         "bias": "none",
         "fan_in_fan_out": False,
-        **hf_targets(adapted, tensors),
+        "target_modules": _shortest(_modules(adapted), _modules(tensors)),
+        **({"target_parameters": parameters} if parameters else {}),
         "rank_pattern": {name: it.rank for name, it in differ.items() if it.rank != usual.rank},
         "alpha_pattern": {name: it.alpha for name, it in differ.items() if it.alpha != usual.alpha},
         "modules_to_save": None,
         "inference_mode": True,
         "init_lora_weights": True,
     }
-
-
-def hf_targets(adapted: Iterable[str], tensors: Iterable[str]) -> dict[str, list[str]]:
-    """The fields of an adapter_config.json that select exactly these weights among all tensors.
-
-    Returns:
-        `target_modules` for weights of modules, and `target_parameters`, if any, for other weights: the last part of a
-        name if all names that end with it are adapted ("q_proj"), else whole names.
-    """
-    adapted, tensors = set(adapted), set(tensors)
-    parameters = _shortest({name for name in adapted if not _is_of_module(name)}, tensors)
-    targets = {"target_modules": _shortest(_modules(adapted), _modules(tensors))}
-    return targets | ({"target_parameters": parameters} if parameters else {})
 
 
 def _is_of_module(tensor: str) -> bool:

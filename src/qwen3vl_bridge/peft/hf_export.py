@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Unpack
+from typing import Any, ClassVar
 
 from qwen3vl_bridge.checkpoint.conversion import Conversion, ConversionOptions, ConversionReport, run_conversion
 from qwen3vl_bridge.checkpoint.conversion_plan import Plan, Task, check_vocab_padding, make_plan
@@ -28,7 +28,7 @@ from qwen3vl_bridge.checkpoint.formats.tensors import (
     cast,
 )
 from qwen3vl_bridge.checkpoint.stored_models import StoredModel, check_same_model, open_model, open_stored
-from qwen3vl_bridge.checkpoint.targets import HFOutput
+from qwen3vl_bridge.checkpoint.targets import HFTarget
 from qwen3vl_bridge.io.files import CheckpointError, absolute, expanded, write_object
 from qwen3vl_bridge.peft.adapter_rows import (
     CONFIG,
@@ -59,7 +59,7 @@ def export_adapters(
     torch_dtype: str | None = None,
     iteration: int | None = None,
     trust_remote_code: bool = False,
-    **options: Unpack[ConversionOptions],
+    **options: Any,
 ) -> ConversionReport:
     """Write the adapters of a run, from its checkpoint of either format.
 
@@ -82,18 +82,23 @@ def export_adapters(
                 "which a folder of adapters cannot store; `merge` makes a whole model"
             )
         plan = stored.plan(torch_dtype)
-        plan = replace(plan, tasks=(*plan.tasks, *_shared_inputs(stored, plan)))
+        tasks = {task.target.name: task for task in plan.tasks}
+        for layer in stored.layers():
+            # A layer that is several in Hugging Face has one `linear_in`, which is equal to the `lora_A` of each.
+            first, *others = adapter_names(layer, IN)
+            tasks |= {name: replace(tasks[first], target=replace(tasks[first].target, name=name)) for name in others}
+        plan = replace(plan, tasks=tuple(tasks.values()))
         output = _AdapterOutput(plan, stored, str(base_model or stored.hf_model or stored.base))
         path, folders = absolute(hf_path), (stored.folder, stored.config.folder)
         return Conversion("export", str(megatron_path), path, plan, stored.tensors, folders, output, [])
 
-    return run_conversion(planned, options)
+    return run_conversion(planned, ConversionOptions(**options))
 
 
 class _AdapterOutput:
     """The output folder of adapters."""
 
-    inner = "."
+    inner: ClassVar[str] = "."
 
     def __init__(self, plan: Plan, run: StoredAdapters, base_model: str) -> None:
         self._run, self._base_model = run, base_model
@@ -111,15 +116,6 @@ class _AdapterOutput:
         return HFWeights(root, WEIGHTS)
 
 
-def _shared_inputs(stored: StoredAdapters, plan: Plan) -> Iterator[Task]:
-    """A layer that is several in Hugging Face has one `linear_in`, which is equal to the `lora_A` of each of them."""
-    tasks = {task.target.name: task for task in plan.tasks}
-    for layer in stored.layers():
-        first, *others = adapter_names(layer, IN)
-        for name in others:
-            yield replace(tasks[first], target=replace(tasks[first].target, name=name))
-
-
 def merge_adapters(
     megatron_path: str | Path,
     hf_path: str | Path,
@@ -130,7 +126,7 @@ def merge_adapters(
     drop_vocab_padding: bool = False,
     trust_remote_code: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    **options: Unpack[ConversionOptions],
+    **options: Any,
 ) -> ConversionReport:
     """Write a whole Hugging Face model: the base model, with the adapters merged in.
 
@@ -155,7 +151,9 @@ def merge_adapters(
         base = _open_base(run, base_model, trust_remote_code=trust_remote_code)
         plan, source = _plan(run, base, torch_dtype)
         padding = _padding(run, base, drop=drop_vocab_padding)
-        output = HFOutput(plan, base.config, {"from": run.ckpt_format, "base": str(base.folder)}, max_shard_bytes)
+        settings = {"from": run.ckpt_format, "base": str(base.folder)}
+        output = HFTarget(base.config, base.experts, settings, max_shard_bytes)
+        output.lay_out(plan)
         return Conversion(
             name="merge",
             origin=str(megatron_path),
@@ -168,7 +166,7 @@ def merge_adapters(
             threads=1,  # merged weights are computed one at a time
         )
 
-    return run_conversion(planned, options)
+    return run_conversion(planned, ConversionOptions(**options))
 
 
 def _open_base(run: StoredAdapters, base_model: str | Path | None, *, trust_remote_code: bool) -> StoredModel:
@@ -300,7 +298,7 @@ class MergedTensors:
 
     def __init__(self, sources: Mapping[str, TensorSource], merges: Iterable[Merge]) -> None:
         self._sources, self._merges = dict(sources), {merge.name: merge for merge in merges}
-        self.specs: Mapping[str, TensorSpec] = {
+        self.specs: dict[str, TensorSpec] = {
             **{f"{prefix}{name}": spec for prefix, source in sources.items() for name, spec in source.specs.items()},
             **{name: replace(merge.weight.target, name=name) for name, merge in self._merges.items()},
         }
@@ -313,17 +311,6 @@ class MergedTensors:
     def files(self) -> list[Path]:
         """The files that contain the tensors."""
         return [path for source in self._sources.values() for path in source.files]
-
-    def drop(self, name: str) -> None:
-        """Remove a tensor from the source."""
-        self.specs = {key: spec for key, spec in self.specs.items() if key != name}
-
-    def check(self, names: Iterable[str]) -> None:
-        """See `TensorSource`."""
-        for name in names:
-            if name not in self._merges:
-                source, inner = self._find(name)
-                source.check([inner])
 
     def extents(self, wanted: Slice) -> Iterator[Extent]:
         """See `TensorSource`."""

@@ -83,17 +83,9 @@ class Qwen3VLParts:
         return model
 
     def match(self, m: nn.Module, name: str | None = None, prefix: str | None = None) -> tuple[str, str] | None:
-        """The entry of `target_modules` that names a module of an adapted part, and the module's whole name."""
-        full_name = f"{prefix}.{name}" if prefix else name or ""
-        # Not the embeddings, the output layer, or the patch projection.
-        inside = ".layers." in full_name or part_of(full_name) is Part.VISION_PROJECTION
-        if not inside or not getattr(self, f"adapt_{part_of(full_name).value}"):
-            return None
-        if not is_of_experts(full_name):
-            return super().match(m, name, prefix)
-        shared_prefix, _, last = shared_name(full_name).rpartition(".")
-        matched = super().match(m, last, shared_prefix) if self.adapt_experts else None
-        return None if matched is None else (matched[0], full_name)
+        """The whole name of a linear layer that gets an adapter; twice, in place of Megatron-Bridge's entry too."""
+        layer = f"{prefix}.{name}" if prefix else name or ""
+        return (layer, layer) if self.settings.adapts(layer) else None
 
     def freeze_model(self, model: Any, training: bool = True) -> None:
         """Stop training of the parts' own weights; of everything if nothing is to be trained."""

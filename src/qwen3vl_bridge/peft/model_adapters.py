@@ -1,7 +1,7 @@
 """Adapters of a running model as Hugging Face tensors, alone or merged into weights.
 
-Megatron-Bridge gathers each adapter's parameters from the ranks; what they become is said by the rows and the layout
-that convert stored adapters.
+Megatron-Bridge gathers each adapter's parameters from the ranks; the rows that convert stored adapters say what they
+become.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace
 from qwen3vl_bridge.checkpoint.formats.megatron import RUN_CONFIG, read_run_config
 from qwen3vl_bridge.io.files import write_object
 from qwen3vl_bridge.parallel.collectives import wait_for_all
@@ -32,9 +31,8 @@ from qwen3vl_bridge.weights.rows import (
     IN,
     MAGNITUDE,
     OUT,
+    Dimensions,
     ExpertLayout,
-    GatedMLP,
-    Sectioned,
     WeightRow,
     expand,
     is_of_experts,
@@ -126,7 +124,7 @@ class AdapterConversion(MegatronPeftBridge):
         """The Hugging Face tensors with adapters, with their rank and alpha; arguments as for `adapter_weights`."""
         tasks = self.build_adapter_conversion_tasks(megatron_model, exclude)
         layers, scale, tensors = {shared_name(layer): each for layer, each in tasks.items()}, _common_scale(tasks), {}
-        for row in self._rows(megatron_model):
+        for row in self.model_rows(megatron_model):
             if each := layers.get(shared_name(layer_of(row))):
                 rank = each[0].dim * (len(each) if len(row.hf) == 1 else 1)
                 own = each[0].alpha / each[0].dim
@@ -134,11 +132,7 @@ class AdapterConversion(MegatronPeftBridge):
                 tensors.update(dict.fromkeys(row.hf, scaled))
         return tensors
 
-    def tensor_names(self, megatron_model: list[MegatronModule]) -> set[str]:
-        """Names of all the model's Hugging Face tensors."""
-        return {name for row in self._rows(megatron_model) for name in row.hf}
-
-    def _rows(self, megatron_model: list[MegatronModule]) -> Iterator[WeightRow]:
+    def model_rows(self, megatron_model: list[MegatronModule]) -> Iterator[WeightRow]:
         """The model's rows of the weight table, with the expert format of transformers' models."""
         return expand(family(self.family).rows(), unwrap_model(megatron_model)[0].config.dimensions())
 
@@ -150,8 +144,8 @@ class AdapterConversion(MegatronPeftBridge):
                 return row.at(*map(int, match.groups()))
         raise KeyError(f"{layer} has no row in the weight table")
 
-    def _layout(self) -> HuggingFace:
-        return HuggingFace(family(self.family).dimensions_of(self.hf_config.to_dict()))
+    def _dimensions(self) -> Dimensions:
+        return family(self.family).dimensions(self.hf_config.to_dict())
 
     def _megatron_global_adapters_info_all_pp_ranks(
         self, megatron_model: MegatronModule | list[MegatronModule]
@@ -164,14 +158,14 @@ class AdapterConversion(MegatronPeftBridge):
         ]
 
     def _experts_of_a_rank(self) -> int:
-        return self._layout().dimensions["experts"] // parallel_state.get_expert_model_parallel_world_size()
+        return self._dimensions()["experts"] // parallel_state.get_expert_model_parallel_world_size()
 
     def _adapters(
         self, megatron_model: list[MegatronModule], exclude: Iterable[str], *, show_progress: bool = False
     ) -> Weights:
         """All adapters with the names of `peft`, those of experts scaled like the others."""
         tasks = self.build_adapter_conversion_tasks(megatron_model, exclude)
-        layout, scale, weights = self._layout(), _common_scale(tasks), {}
+        dims, scale, weights = self._dimensions(), _common_scale(tasks), {}
         layers = {shared_name(layer) for layer in tasks}
         for layer, each in self._with_progress_tracking(list(tasks.items()), "Exporting adapters", show_progress):
             adapters = self.materialize_adapter_weights(each)
@@ -191,8 +185,8 @@ class AdapterConversion(MegatronPeftBridge):
                     b = b * (factors.alpha / factors.rank / scale)
                 if wrapped_once:
                     row = replace(row, gated=False)
-                _put(weights, adapter_row(row, IN, factors.rank), factors.a, layout)
-                _put(weights, adapter_row(row, OUT, factors.rank, whole=True), b, layout)
+                _put(weights, adapter_row(row, IN, factors.rank), factors.a, dims)
+                _put(weights, adapter_row(row, OUT, factors.rank, whole=True), b, dims)
         return {name.removeprefix(HF_PREFIX): weight.detach() for name, weight in weights.items()}
 
     def _of_each_tensor(
@@ -202,14 +196,14 @@ class AdapterConversion(MegatronPeftBridge):
         if len(adapters) > 1 and len(row.hf) > 1:
             separate = {ADAPTER_KEY_TO_SUFFIX[each.adapter_key]: _fused([each]) for each in adapters}
             return {name: factors for name in row.hf for end, factors in separate.items() if name.endswith(end)}
-        whole, layout = _fused(adapters), self._layout()
+        whole, dims = _fused(adapters), self._dimensions()
         if len(adapters) > 1:
             return {row.hf[0]: whole}
-        split = _split(row, whole, layout)
+        split = _split(row, whole, dims)
         if (dora := _dora_layers(megatron_model).get(layer)) is not None:
             magnitudes: Weights = {}
             magnitude = dora.adapter.get_weight_magnitude().detach()
-            _put(magnitudes, adapter_row(row, MAGNITUDE, 1, whole=True), magnitude, layout)
+            _put(magnitudes, adapter_row(row, MAGNITUDE, 1, whole=True), magnitude, dims)
             for name, key in zip(row.hf, adapter_names(row, MAGNITUDE), strict=True):
                 split[name] = split[name]._replace(magnitude=magnitudes[key])
         return split
@@ -239,7 +233,7 @@ class AdapterConversion(MegatronPeftBridge):
             for expert, factors in self._of_each_expert(layer, _fused(adapter_weights)).items():
                 if expert in wanted:
                     row = self._row(_of_expert(layer, expert), ExpertLayout.PER_EXPERT)
-                    adapters |= _split(row, factors, self._layout())
+                    adapters |= _split(row, factors, self._dimensions())
         else:
             adapters = self._of_each_tensor(megatron_model, self._row(layer), layer, adapter_weights)
         merged = {}
@@ -312,7 +306,8 @@ def save_hf_adapter(
     adapted = conversion.adapted_tensors(model, exclude)
     if torch.distributed.get_rank() == 0:
         folder, usual = Path(path), Scaled(peft_config.dim, peft_config.alpha)
-        tensors, dora = conversion.tensor_names(model), any(name.endswith("magnitude_vector") for name in weights)
+        tensors = (name for row in conversion.model_rows(model) for name in row.hf)
+        dora = any(name.endswith("magnitude_vector") for name in weights)
         folder.mkdir(parents=True, exist_ok=True)
         save_file({f"{HF_PREFIX}{name}": weight for name, weight in weights.items()}, folder / WEIGHTS)
         config = adapter_config(usual, adapted, tensors, base_model_name_or_path, dora=dora, others=adapted)
@@ -347,29 +342,27 @@ def _fused(adapters: list[AdapterWeight]) -> Factors:
     return Factors(torch.cat(a, dim=-2), torch.block_diag(*b), count * first.dim, count * first.alpha)
 
 
-def _split(row: WeightRow, whole: Factors, layout: HuggingFace) -> dict[str, Factors]:
+def _split(row: WeightRow, whole: Factors, dims: Dimensions) -> dict[str, Factors]:
     """A layer's adapter in those of its Hugging Face weights, by name: each has all of `a` and its rows of `b`."""
     b, size = whole.b, parallel_state.get_tensor_model_parallel_world_size()
-    if size > 1 and isinstance(row, GatedMLP | Sectioned) and not is_of_experts(row.megatron):
+    if size > 1 and len(row.stored) > 1 and not is_of_experts(row.megatron):
         # Gathered rank by rank, each with its rows of every section.
-        sections = stored_rows(row, len(b) // size, layout.dimensions)
-        if isinstance(row, Sectioned):
-            sections = tuple(rows // size for rows in sections)
+        sections = [rows // size for rows in stored_rows(row, len(b), dims)]
         b = torch.cat(
             [torch.cat(parts) for parts in zip(*(rank.split(sections) for rank in b.chunk(size)), strict=True)]
         )
     parts: Weights = {}
-    _put(parts, adapter_row(row, OUT, whole.rank, whole=True), b, layout)
+    _put(parts, adapter_row(row, OUT, whole.rank, whole=True), b, dims)
     return {name: whole._replace(b=parts[key]) for name, key in zip(row.hf, adapter_names(row, OUT), strict=True)}
 
 
-def _put(weights: Weights, row: WeightRow, parameter: Tensor, layout: HuggingFace) -> None:
+def _put(weights: Weights, row: WeightRow, parameter: Tensor, dims: Dimensions) -> None:
     """Write a whole Megatron parameter into its Hugging Face tensors. A padded vocabulary's last rows are left out."""
-    for name, shape in layout.tensors(row).items():
+    for name, shape in zip(row.hf, row.hf_shapes(dims), strict=True):
         if name not in weights:
             weights[name] = parameter.new_empty(shape)
     flat, position = parameter.flatten(), 0
-    for at in layout.slices(row):
+    for at in row.hf_slices(dims):
         elements = slice(at.start, at.start + at.length * at.stride, at.stride)
         weights[at.tensor].view(-1)[elements] = flat[position : position + at.length]
         position += at.length

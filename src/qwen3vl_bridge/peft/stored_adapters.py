@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from qwen3vl_bridge.checkpoint.formats.megatron import RUN_CONFIG, read_run_conf
 from qwen3vl_bridge.checkpoint.formats.tensors import TensorSpec
 from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, check_same_model, compared_with_run, own_config
 from qwen3vl_bridge.io.files import CheckpointError, expanded
-from qwen3vl_bridge.peft.adapter_rows import AdapterSettings, WholeStack, adapter_row, layer_of, linear_rows
-from qwen3vl_bridge.weights.rows import MARK, NAMED_IF_MIXED, Dimensions, ExpertLayout, Part, WeightRow, local_name
+from qwen3vl_bridge.peft.adapter_rows import AdapterSettings, adapter_row, layer_of, linear_rows
+from qwen3vl_bridge.weights.rows import MARK, NAMED_IF_MIXED, Copy, ExpertLayout, GatedMLP, Part, WeightRow, local_name
 
 # By class, whether it is DoRA. Megatron-Bridge's own adapt all parts, and experts unless they are DoRA.
 _OURS = {"qwen3vl_bridge.peft.Qwen3VLLoRA": False, "qwen3vl_bridge.peft.Qwen3VLDoRA": True}
@@ -112,8 +112,14 @@ class StoredAdapters:
     @property
     def trained(self) -> set[str]:
         """Megatron names of the model's own weights that were trained too."""
-        names, dimensions = self.tensors.specs.keys(), self.config.dimensions
-        return {row.megatron for row in self.config.rows() if names & set(_spellings(row, dimensions))}
+        dimensions, both = self.config.dimensions, (False, True)
+        layouts = [TorchDist(dimensions, named, local) for named in (frozenset(), _NAMED) for local in both]
+
+        def spellings(row: WeightRow) -> set[str]:
+            """Possible names of a row's tensors in the formats and layer specs."""
+            return {*row.stored, *map(local_name, row.stored), *(layout.name(row)[0] for layout in layouts)}
+
+        return {row.megatron for row in self.config.rows() if spellings(row) & self.tensors.specs.keys()}
 
     @property
     def own(self) -> dict[str, TensorSpec]:
@@ -147,15 +153,6 @@ class StoredAdapters:
         return make_plan(rows, self.layout(rows), target, adapters, where=str(self.folder), dtype=dtype)
 
 
-def _spellings(row: WeightRow, dimensions: Dimensions) -> Iterator[str]:
-    """Possible names of an expanded row's tensors in the formats and layer specs."""
-    for name in row.stored:
-        yield from (name, local_name(name))
-    for named in (frozenset[str](), _NAMED):
-        for local in (False, True):
-            yield TorchDist(dimensions, named, local).name(row)[0]
-
-
 def open_adapters(
     path: str | Path,
     iteration: int | None = None,
@@ -183,7 +180,8 @@ def open_adapters(
     if ranks != 1:
         # megatron-core's own format stores gate and up complete, one after the other; otherwise the tensor of a layer
         # with several sections holds each rank's part of every section, rank by rank.
-        stacks = [row for row in stored.rows(ExpertLayout.PER_EXPERT) if isinstance(row, WholeStack)]
+        rows = stored.rows(ExpertLayout.PER_EXPERT)
+        stacks = [row for row in rows if isinstance(row, Copy | GatedMLP) and len(row.hf) > len(row.stored)]
         mixed = [row.megatron for row in stacks if ckpt_format == megatron.FSDP_DTENSOR or len(row.hf) > 2]
         if mixed:
             raise CheckpointError(

@@ -211,7 +211,7 @@ def _vision_stage(
     It encodes for all language replicas that it serves. Images are assumed to be divided evenly, as everywhere here.
     """
     replicas = Replicas(vision_split.dp, split.dp)
-    share = replicas.language_per_encoder / replicas.encoders
+    share = replicas.language_per_vision / replicas.vision_per_language
     work = MicrobatchWork.of(dims, split, training)
     patches = max(work.patches * share, dims["v_merged"] // dims["v_hidden"])
     work = MicrobatchWork(0, patches, work.vision_tokens * share)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qwen3vl_bridge.batch import PackedBatch, SequenceLayout, token_index
+from qwen3vl_bridge.batch import SequenceLayout, TokenBatch, token_index
 from qwen3vl_bridge.batch.device_transfer import HostCopy
 from qwen3vl_bridge.dist_train.joint_step import is_split_unjoined
 from qwen3vl_bridge.models.rules import check
@@ -273,7 +273,7 @@ class Microbatch:
         ]
 
 
-def recorded(count: Callable, state: GlobalState, batch: PackedBatch, mask: Tensor) -> Callable:
+def recorded(count: Callable, state: GlobalState, batch: TokenBatch, mask: Tensor) -> Callable:
     """The loss function `count` of a training microbatch, which records losses if `BeforeStep` has been started.
 
     Args:

@@ -35,7 +35,7 @@ from qwen3vl_bridge.checkpoint.stored_models import MANIFEST
 from qwen3vl_bridge.data.dataset_provider import ConversationRows
 from qwen3vl_bridge.data.loading.batch_stream import check_position
 from qwen3vl_bridge.dist_train.joint_checkpoint import as_one_model
-from qwen3vl_bridge.io.atomic import PRIVATE, atomic_directory, replace_file
+from qwen3vl_bridge.io.atomic import atomic_directory, journal_of, replace_file
 from qwen3vl_bridge.io.files import CheckpointError, read_object
 from qwen3vl_bridge.parallel.collectives import all_or_none, broadcast_object, is_first, joint_failure, wait_for_all
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
@@ -123,15 +123,15 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
                         self._write_side_files(final, state.cfg)
                 return
             with _folder_of_all(final) as staged:
-                with _saving_to(staged / PRIVATE, ctx):
+                with _saving_to(journal_of(staged), ctx):
                     super().save(whole, None)
                 with all_or_none():
                     if is_first():
-                        written = Path(get_checkpoint_name(str(staged / PRIVATE), step))
+                        written = Path(get_checkpoint_name(str(journal_of(staged)), step))
                         state.cfg.to_yaml(str(written / RUN_CONFIG))  # Megatron-Bridge's file names the hidden folder
                         for path in written.iterdir():
                             path.rename(staged / path.name)
-                        shutil.rmtree(staged / PRIVATE)
+                        shutil.rmtree(journal_of(staged))
                         self._write_side_files(staged, state.cfg)
             with all_or_none():
                 if is_first():
@@ -282,7 +282,7 @@ def _announce(ctx: CheckpointSaveContext, final: Path, callback_manager: Any) ->
 
 
 def _as_one_model(ctx: Any) -> contextlib.AbstractContextManager[Any]:
-    return as_one_model(ctx) if ctx.state.cfg.model.dist_train.use_dist_train else contextlib.nullcontext(ctx)
+    return contextlib.nullcontext(as_one_model(ctx) if ctx.state.cfg.model.dist_train.use_dist_train else ctx)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from qwen3vl_bridge.models.refusals import check_world
 from qwen3vl_bridge.models.rules import check
 from qwen3vl_bridge.training import run_refusals
 from qwen3vl_bridge.training.checkpoint_manager import MANAGER, check_script, manage_checkpoints
-from qwen3vl_bridge.training.run_settings import AccuracyConfig, GuardConfig, Qwen3VLTowers
+from qwen3vl_bridge.training.run_settings import AccuracyConfig, GuardConfig, Qwen3VLLearningRates
 from qwen3vl_bridge.training.weight_loading import read_initial_weights
 
 from megatron.bridge.data.builders.energon import EnergonDatasetConfig
@@ -34,7 +34,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
         accuracy: accuracy on held-out conversations.
     """
 
-    optimizer_config_override_provider: OptimizerConfigOverrideProvider = field(default_factory=Qwen3VLTowers)
+    optimizer_config_override_provider: OptimizerConfigOverrideProvider = field(default_factory=Qwen3VLLearningRates)
     rerun_state_machine: RerunStateMachineConfig = field(
         default_factory=lambda: RerunStateMachineConfig(check_for_nan_in_loss=False)
     )

@@ -1,4 +1,4 @@
-"""Batches of Megatron-Bridge's collators (dicts) as `PackedBatch`; what would train on wrong targets is refused.
+"""Batches of Megatron-Bridge's collators (dicts) as `TokenBatch`; what would train on wrong targets is refused.
 
 They are complete and on the host when they leave the data loader, and converted there, so that the step does not
 synchronize with the device.
@@ -13,8 +13,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from qwen3vl_bridge.batch import PackedBatch
-from qwen3vl_bridge.models.inputs import OFFSETS, Arrangement, as_packed_batch, check_mask, without_trailing
+from qwen3vl_bridge.batch import TokenBatch
+from qwen3vl_bridge.models.inputs import OFFSETS, Arrangement, as_token_batch, check_mask, without_trailing
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
 
 import torch
@@ -42,7 +42,7 @@ _WARNINGS = {
 _PICTURES = {"pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"}
 
 
-def from_collator(batch: Mapping[str, Any], config: VisionLanguageProvider, dataset: Any = None) -> PackedBatch:
+def from_collator(batch: Mapping[str, Any], config: VisionLanguageProvider, dataset: Any = None) -> TokenBatch:
     """Convert a batch.
 
     Padded rows remain padded rows, and a row packed by the collator remains one packed row. If the configuration
@@ -65,7 +65,7 @@ def from_collator(batch: Mapping[str, Any], config: VisionLanguageProvider, data
         TypeError: the batch is not a mapping.
     """
     if not isinstance(batch, Mapping):
-        raise TypeError(f"found a batch of type {type(batch).__name__}, expected a PackedBatch or a collator's dict")
+        raise TypeError(f"found a batch of type {type(batch).__name__}, expected a TokenBatch or a collator's dict")
     given = _check_keys(batch)
     pictures = _pictures(given.get("visual_inputs"))
     try:
@@ -126,7 +126,7 @@ def _warn(kind: str) -> None:
 
 def _arranged(
     given: dict[str, Any], pictures: dict[str, Tensor], config: VisionLanguageProvider, dataset: Any
-) -> tuple[PackedBatch, Arrangement]:
+) -> tuple[TokenBatch, Arrangement]:
     ids, mask = given["input_ids"], given.get("attention_mask")
     if "cu_seqlens_q" in given:
         packed = PackedSeqParams("thd", **{name: given.get(name) for name in OFFSETS})
@@ -134,7 +134,7 @@ def _arranged(
         mask = _guessed_mask(given, config) if mask is None else mask
         packed = _offsets_of_rows(mask, ids, dataset)
     positions = given.get("position_ids")
-    return as_packed_batch(
+    return as_token_batch(
         config,
         ids,
         labels=given["labels"],
@@ -186,7 +186,7 @@ def _offsets_of_rows(mask: Tensor, ids: Tensor, dataset: Any) -> PackedSeqParams
     return PackedSeqParams("thd", logical, logical, physical, physical)
 
 
-def _check_positions(given: Tensor | None, batch: PackedBatch, arranged: Arrangement) -> None:
+def _check_positions(given: Tensor | None, batch: TokenBatch, arranged: Arrangement) -> None:
     """Refuse text positions that do not increase by one within each segment: they would imply more packed sequences."""
     if given is None or given.dim() == 3:
         return
@@ -203,7 +203,7 @@ def _check_positions(given: Tensor | None, batch: PackedBatch, arranged: Arrange
         )
 
 
-def _check_labels(batch: PackedBatch) -> None:
+def _check_labels(batch: TokenBatch) -> None:
     """Refuse a loss on padding and labels that are not the next tokens: both would train on wrong targets."""
     layout, ids = batch.layout, batch.input_ids.flatten()
     trained, labels = batch.loss_mask.flatten() != 0, batch.labels.flatten()

@@ -6,7 +6,6 @@ metrics are logged, and counts experts' tokens in that step.
 
 from __future__ import annotations
 
-import copy
 import logging
 import re
 import resource
@@ -17,11 +16,11 @@ from dataclasses import astuple, dataclass, fields, replace
 from itertools import accumulate
 from typing import Any, Self
 
-from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.data.packing.row_plan import SetCounts, add_counts, most_of
 from qwen3vl_bridge.models.flops import TowerCosts, provider_costs, trained_parts
-from qwen3vl_bridge.models.layer_specs import tracked_row, tracked_rows
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
+from qwen3vl_bridge.models.router import tracked_row, tracked_rows
 from qwen3vl_bridge.parallel.collectives import gather_objects, max_of_each, sum_amounts, sum_over_ranks
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.planning.hardware import GPUS
@@ -182,7 +181,7 @@ class Amounts:
     rows: int = 0
 
     @classmethod
-    def of(cls, batch: PackedBatch, config: VisionLanguageProvider) -> Self:
+    def of(cls, batch: TokenBatch, config: VisionLanguageProvider) -> Self:
         """Contents of a microbatch. Reads tokens on the host."""
         frames, images = batch.vision.lengths if batch.vision is not None else (), 0
         if frames:  # those of images come before all videos: as many as the image tokens fill
@@ -215,7 +214,7 @@ class Amounts:
 
 
 class Meter:
-    """Counts microbatches until `take`, and their dropped samples, as in `PackedBatch`."""
+    """Counts microbatches until `take`, and their dropped samples, as in `TokenBatch`."""
 
     def __init__(self) -> None:
         self._amounts = Amounts()
@@ -223,7 +222,7 @@ class Meter:
         self.newly_dropped: SetCounts = ()  # of all rows
         self.unreadable: SetCounts = ()
 
-    def add(self, amounts: Amounts, batch: PackedBatch) -> None:
+    def add(self, amounts: Amounts, batch: TokenBatch) -> None:
         """Count one more microbatch, and the samples dropped in its rows and in those before."""
         self._amounts += amounts
         self.dropped = most_of(self.dropped, batch.dropped)
@@ -243,7 +242,7 @@ def meter_of(state: GlobalState) -> Meter:
     return getattr(state, _METER)
 
 
-def count_microbatch(state: GlobalState, batch: PackedBatch, config: VisionLanguageProvider) -> None:
+def count_microbatch(state: GlobalState, batch: TokenBatch, config: VisionLanguageProvider) -> None:
     """Count a training microbatch (on the host), for our metrics and for those that Megatron-Bridge logs itself."""
     amounts = Amounts.of(batch, config)
     meter_of(state).add(amounts, batch)
@@ -275,13 +274,7 @@ def step_costs(cfg: ConfigContainer) -> TowerCosts | None:
         return provider_costs(cfg.model, trained)
     if not isinstance(peft, Qwen3VLParts):
         return None
-    peft = copy.deepcopy(peft)  # it stores which modules it was asked about
-    linear = torch.nn.Linear(1, 1, device="meta")
-
-    def rank(layer: str) -> int:
-        prefix, _, name = layer.rpartition(".")
-        return peft.dim if peft.match(linear, name, prefix) else 0
-
+    adapters = peft.settings
     return provider_costs(
         cfg.model,
         replace(
@@ -289,7 +282,7 @@ def step_costs(cfg: ConfigContainer) -> TowerCosts | None:
             language_model=trained.language_model and not peft.freeze_language_model,
             vision_model=trained.vision_model and not peft.freeze_vision_model,
             vision_projection=trained.vision_projection and not peft.freeze_vision_projection,
-            rank=rank,
+            rank=lambda layer: adapters.dim if adapters.adapts(layer) else 0,
         ),
     )
 

@@ -55,7 +55,7 @@ class AccuracyConfig:
 
 
 @dataclass(kw_only=True)
-class Qwen3VLTowers(OptimizerConfigOverrideProvider):
+class Qwen3VLLearningRates(OptimizerConfigOverrideProvider):
     """`cfg.optimizer_config_override_provider`: a learning rate for each part of the model.
 
     The rates follow the run's schedule: `scheduler` warms up to them, and decays them in the ratio of

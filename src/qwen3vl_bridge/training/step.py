@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from qwen3vl_bridge.batch import EncoderInputs, PackedBatch
+from qwen3vl_bridge.batch import TokenBatch, VisionRankInputs
 from qwen3vl_bridge.batch.device_transfer import Movable, copy_to_gpu
-from qwen3vl_bridge.dist_train.joint_step import next_encoder_batch
+from qwen3vl_bridge.dist_train.joint_step import next_vision_batch
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.settings import replicas_of
 from qwen3vl_bridge.training.before_step import recorded
@@ -26,11 +26,11 @@ from torch import Tensor
 
 def forward_step(
     state: GlobalState,
-    data_iterator: Iterator[PackedBatch | Mapping[str, Any]],
+    data_iterator: Iterator[TokenBatch | Mapping[str, Any]],
     model: torch.nn.Module,
     return_schedule_plan: bool = False,
 ) -> tuple[Tensor, Callable]:
-    """Run one microbatch: a `PackedBatch` on the host, or a dict as produced by Megatron-Bridge's collators.
+    """Run one microbatch: a `TokenBatch` on the host, or a dict as produced by Megatron-Bridge's collators.
 
     Returns:
         The per-token losses [b, s], and a function that maps them to (sum of the unmasked losses, their number, values
@@ -50,25 +50,21 @@ def forward_step(
     check_balance(state.cfg)
     config, groups = get_model_config(model), get_attr_wrapped_model(model, "pg_collection")
     if not config.add_decoder:
-        return encode(next_encoder_batch(state, data_iterator, groups), state, model, groups), _no_loss
+        return encode(next_vision_batch(state, data_iterator, groups), state, model, groups), _no_loss
     batch = next(data_iterator)
-    if not isinstance(batch, PackedBatch):
+    if not isinstance(batch, TokenBatch):
         batch = from_collator(batch, config, state.cfg.dataset)
     check_rows(batch, config, state.cfg.train.micro_batch_size)
     # With virtual pipeline parallelism, every stage receives each microbatch.
     if model.training and not get_attr_wrapped_model(model, "vp_stage"):
         count_microbatch(state, batch, config)
-    ranks = config.sequence_ranks(groups)
-    if get_attr_wrapped_model(model, "pre_process"):
-        inputs = batch.local(**ranks)
-    else:
-        inputs = batch.local(**ranks | dict(vision_work=None, encoders=None)).without_pictures()
-    inputs = to_device(inputs, model)
+    encodes = get_attr_wrapped_model(model, "pre_process")
+    inputs = to_device(batch.local(**config.sequence_ranks(groups), encodes=encodes), model)
     count = _loss_function(state, model, batch, inputs.loss_mask)
     return model(inputs=inputs), count
 
 
-def _loss_function(state: GlobalState, model: torch.nn.Module, batch: PackedBatch, mask: Tensor) -> Callable:
+def _loss_function(state: GlobalState, model: torch.nn.Module, batch: TokenBatch, mask: Tensor) -> Callable:
     """The second result of `forward_step`; `mask` [b, s] is this rank's slice of the loss mask, on the device."""
     checks = state.cfg.rerun_state_machine
     count = create_masked_next_token_loss_function(mask, checks.check_for_nan_in_loss, checks.check_for_spiky_loss)
@@ -92,7 +88,7 @@ def mean_of_microbatch(count: Callable, tokens: float, losses: Tensor) -> tuple[
 
 
 def encode(
-    batches: tuple[PackedBatch | Mapping[str, Any], ...],
+    batches: tuple[TokenBatch | Mapping[str, Any], ...],
     state: GlobalState,
     model: torch.nn.Module,
     groups: ProcessGroupCollection,
@@ -103,11 +99,11 @@ def encode(
     config = get_model_config(model)
     replicas, work = replicas_of(config), config.vision_work
     share = replicas.share_of(groups.dp.rank())
-    packed = [b if isinstance(b, PackedBatch) else from_collator(b, config, state.cfg.dataset) for b in batches]
+    packed = [b if isinstance(b, TokenBatch) else from_collator(b, config, state.cfg.dataset) for b in batches]
     if model.training:
         for batch in packed:
             count_operations(state, Amounts() if share else Amounts.of(batch, config))
-    return model(inputs=to_device(EncoderInputs.of(packed, work, replicas.encoders, share), model))
+    return model(inputs=to_device(VisionRankInputs.of(packed, work, replicas.vision_per_language, share), model))
 
 
 def _no_loss(_: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -120,7 +116,7 @@ def to_device[Inputs: Movable](inputs: Inputs, model: torch.nn.Module) -> Inputs
     return copy_to_gpu(inputs, device) if device.type == "cuda" else inputs.to(device)
 
 
-def check_rows(batch: PackedBatch, config: VisionLanguageProvider, rows: int) -> None:
+def check_rows(batch: TokenBatch, config: VisionLanguageProvider, rows: int) -> None:
     """Refuse row counts (other than `rows`) or lengths that pipeline stages do not expect: other stages would hang."""
     fixed = config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths
     if fixed and batch.layout.num_rows != rows:

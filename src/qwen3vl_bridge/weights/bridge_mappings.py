@@ -11,7 +11,6 @@ from qwen3vl_bridge.weights.rows import (
     GatedMLP,
     GatedQKV,
     PackedExpert,
-    Sectioned,
     WeightRow,
     ZeroCentered,
     local_name,
@@ -123,7 +122,7 @@ def param_mappings(rows: tuple[WeightRow, ...]) -> Iterator[MegatronParamMapping
     for row in rows:
         if isinstance(row, PackedExpert):
             make = _PACKED[row.gated, row.transposed]
-        elif isinstance(row, Sectioned):
+        elif row.sections:
             make = GDNLinearMappingSeparate if len(row.hf) > 1 else GDNConv1dMapping
         elif row.of_vocabulary:
             make = VocabularyMapping

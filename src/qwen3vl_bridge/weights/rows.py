@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -30,37 +31,6 @@ class Dimensions:
         return replace(self, sizes={**self.sizes, "vocab": rows})
 
 
-def text_sizes(
-    *,
-    vocab: int,
-    hidden: int,
-    ffn: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    untied: bool,
-    experts: int = 0,
-    topk: int = 0,
-    moe_ffn: int = 0,
-) -> dict[str, int]:
-    """Sizes of a text model; without experts, none of theirs."""
-    return {
-        "vocab": vocab,
-        "hidden": hidden,
-        "ffn": ffn,
-        "head_dim": head_dim,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "q": heads * head_dim,
-        "kv": kv_heads * head_dim,
-        "experts": experts,
-        "topk": topk,
-        "moe_ffn": moe_ffn,
-        "moe_gate_up": 2 * moe_ffn,
-        "untied": int(untied),
-    }
-
-
 def vision_sizes(vision: Mapping) -> dict[str, int]:
     """Sizes of the vision tower, from only its configuration."""
     return {
@@ -76,35 +46,80 @@ def vision_sizes(vision: Mapping) -> dict[str, int]:
     }
 
 
-def indices_of(
+def model_dimensions(
+    family: str,
+    vision: Mapping,
     *,
     layers: int,
-    moe_layers: Sequence[int] = (),
+    vocab: int,
+    hidden: int,
+    ffn: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    untied: bool,
     experts: int = 0,
-    vision_layers: int = 0,
-    deepstack_layers: Sequence[int] = (),
-) -> dict[str, Sequence[int]]:
-    """`Dimensions.indices`; `moe_layers` have experts, `deepstack_layers` of the tower a DeepStack merger."""
-    return {
+    topk: int = 0,
+    moe_ffn: int = 0,
+    moe_layers: Sequence[int] = (),
+) -> Dimensions:
+    """Dimensions that all families have, from the vision tower's configuration and the text model's sizes.
+
+    `deepstack_visual_indexes` of the tower have a DeepStack merger, `moe_layers` of the text model have experts.
+    """
+    deepstack_layers = tuple(vision.get("deepstack_visual_indexes") or ())
+    sizes = {
+        "vocab": vocab,
+        "hidden": hidden,
+        "ffn": ffn,
+        "head_dim": head_dim,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "q": heads * head_dim,
+        "kv": kv_heads * head_dim,
+        "experts": experts,
+        "topk": topk,
+        "moe_ffn": moe_ffn,
+        "moe_gate_up": 2 * moe_ffn,
+        "untied": int(untied),
+        **vision_sizes(vision),
+    }
+    indices = {
         "text_layers": range(layers),
         "dense_layers": tuple(i for i in range(layers) if i not in moe_layers),
         "moe_layers": moe_layers,
         "experts": range(experts),
-        "vision_layers": range(vision_layers),
-        "deepstack_layers": tuple(deepstack_layers),
+        "vision_layers": range(vision["depth"]),
+        "deepstack_layers": deepstack_layers,
         "deepstack_mergers": range(len(deepstack_layers)),
     }
+    return Dimensions(sizes, indices, family)
 
 
 Shape = tuple[str | int, ...]
+
+
+class ParamSlice(NamedTuple):
+    """Position of consecutive elements of a Megatron parameter: elements [start, start + length) of a tensor.
+
+    If `columns` is not 0 they are a matrix with this many columns, stored transposed. If `stride` is not 1, they are
+    that far apart. The stored values are `plus` more than the elements.
+    """
+
+    tensor: str
+    start: int
+    length: int
+    columns: int = 0
+    stride: int = 1
+    plus: int = 0
 
 
 @dataclass(frozen=True)
 class WeightRow:
     """One Megatron parameter and its Hugging Face tensors.
 
-    The class of a row is its transformation: `weights/bridge_mappings.py` applies it to tensors in memory,
-    `checkpoint/formats/layouts.py` to slices of files.
+    The class of a row is its transformation, which `hf_slices` defines for files and adapters, and for weights that
+    ranks share a class of Megatron-Bridge (`weights/bridge_mappings.py`).
     """
 
     megatron: str  # Megatron parameter name, with Transformer Engine's layer spec
@@ -115,13 +130,19 @@ class WeightRow:
     condition: str | None = None  # key of `dimensions` that must be true for the row to exist, or None
     replicated: bool = False  # the parameter is a plain torch one, whole on every tensor-parallel rank
     float32: bool = False  # the parameter is in float32 in models of 16 bits too, and in Megatron's checkpoints of them
+    gated: bool = False  # it is the gate and the up projection, concatenated; separate in an fsdp_dtensor checkpoint
+    # Sections of the parameter that are separate in a checkpoint of either Megatron format: the name of each, and its
+    # size along dimension 0, an entry of `Dimensions`.
+    sections: tuple[tuple[str, str], ...] = ()
     position: tuple[int, ...] = ()  # the numbers that replace the `*`, in an expanded row
     pattern: str = ""  # the Megatron parameter name as in the table, in an expanded row
 
     @property
     def stored(self) -> tuple[str, ...]:
         """Names of the tensors as which an fsdp_dtensor checkpoint stores the parameter, in parts of dimension 0."""
-        return (self.megatron,)
+        if self.gated:
+            return f"{self.megatron}_w", f"{self.megatron}_v"
+        return tuple(f"{self.megatron}.{name}" for name, _ in self.sections) or (self.megatron,)
 
     @property
     def of_vocabulary(self) -> bool:
@@ -142,17 +163,54 @@ class WeightRow:
         """Shapes of the Hugging Face tensors as numbers; for a packed tensor, those of the row's expert."""
         return tuple(tuple(dimensions[d] if isinstance(d, str) else d for d in shape) for shape in self.shapes)
 
+    def hf_shapes(self, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the whole Hugging Face tensors: some have all experts, where `numbers` gives one's part."""
+        return self.numbers(dimensions)
+
+    def hf_slices(self, dimensions: Dimensions) -> Iterator[ParamSlice]:
+        """Positions in the Hugging Face tensors of an expanded row's parameter, in the parameter's row-major order."""
+        for name, shape in zip(self.hf, self.numbers(dimensions), strict=True):
+            yield ParamSlice(name, 0, math.prod(shape))
+
+    def megatron_shape(self, dimensions: Dimensions) -> tuple[int, ...]:
+        """Shape of an expanded row's Megatron parameter."""
+        shapes = self.numbers(dimensions)
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
 
 class Copy(WeightRow):
-    """One tensor, the same on both sides."""
+    """One tensor, the same on both sides; or several that Megatron concatenates."""
+
+
+@dataclass(frozen=True)
+class GatedMLP(WeightRow):
+    """Two tensors gate, up; Megatron concatenates them [gate; up]."""
+
+    gated: bool = True
 
 
 class QKV(WeightRow):
     """Three tensors q, k, v; Megatron interleaves them by query group: [q heads of the group, its k, its v] ..."""
 
+    def hf_slices(self, dimensions: Dimensions) -> Iterator[ParamSlice]:
+        """See `WeightRow`."""
+        head = dimensions["head_dim"] * math.prod(self.numbers(dimensions)[0][1:])
+        queries = dimensions["heads"] // dimensions["kv_heads"] * head
+        for group in range(dimensions["kv_heads"]):
+            for name, length in zip(self.hf, (queries, head, head), strict=True):
+                yield ParamSlice(name, group * length, length)
+
 
 class ConcatenatedQKV(WeightRow):
     """One tensor [q; k; v]; Megatron interleaves it by head: [q, k, v of head 0], [q, k, v of head 1] ..."""
+
+    def hf_slices(self, dimensions: Dimensions) -> Iterator[ParamSlice]:
+        """See `WeightRow`."""
+        third = math.prod(self.numbers(dimensions)[0]) // 3
+        head = third // dimensions["v_heads"]
+        for number in range(dimensions["v_heads"]):
+            for part in range(3):
+                yield ParamSlice(self.hf[0], part * third + number * head, head)
 
 
 class GatedQKV(WeightRow):
@@ -160,6 +218,18 @@ class GatedQKV(WeightRow):
 
     Megatron interleaves them by query group: [queries of its heads, their gates, its k, its v] ...
     """
+
+    def hf_slices(self, dimensions: Dimensions) -> Iterator[ParamSlice]:
+        """See `WeightRow`."""
+        query, *others = self.hf
+        heads = dimensions["heads"] // dimensions["kv_heads"]  # of a group
+        head = dimensions["head_dim"] * math.prod(self.numbers(dimensions)[0][1:])
+        for group in range(dimensions["kv_heads"]):
+            for part in range(2):  # queries, gates
+                for number in range(group * heads, (group + 1) * heads):
+                    yield ParamSlice(query, (2 * number + part) * head, head)
+            for name in others:
+                yield ParamSlice(name, group * head, head)
 
 
 class ZeroCentered(WeightRow):
@@ -169,27 +239,9 @@ class ZeroCentered(WeightRow):
     rounded by up to 6e-8.
     """
 
-
-@dataclass(frozen=True)
-class Sectioned(WeightRow):
-    """Tensors that Megatron concatenates; a checkpoint of either format stores the sections separately."""
-
-    # The name of each, and its size along dimension 0, an entry of `Dimensions`.
-    sections: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def stored(self) -> tuple[str, ...]:
-        """See WeightRow."""
-        return tuple(f"{self.megatron}.{name}" for name, _ in self.sections)
-
-
-class GatedMLP(WeightRow):
-    """Two tensors gate, up; Megatron concatenates them [gate; up]. fsdp_dtensor checkpoints store them separately."""
-
-    @property
-    def stored(self) -> tuple[str, ...]:
-        """See WeightRow."""
-        return gate_and_up(self.megatron)
+    def hf_slices(self, dimensions: Dimensions) -> Iterator[ParamSlice]:
+        """See `WeightRow`."""
+        yield ParamSlice(self.hf[0], 0, math.prod(self.numbers(dimensions)[0]), plus=1)
 
 
 @dataclass(frozen=True)
@@ -197,65 +249,63 @@ class PackedExpert(WeightRow):
     """One expert of a tensor that has all experts of a layer, [experts, ...]."""
 
     transposed: bool = False  # the tensor is input-major, [experts, in, out], unlike Megatron's [out, in]
-    # It is the gate and the up projection, concatenated; stored separately in an fsdp_dtensor checkpoint, like
-    # `GatedMLP`.
-    gated: bool = False
 
-    @property
-    def stored(self) -> tuple[str, ...]:
-        """See WeightRow."""
-        return gate_and_up(self.megatron) if self.gated else (self.megatron,)
+    def hf_shapes(self, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
+        """See `WeightRow`."""
+        return ((dimensions["experts"], *self.numbers(dimensions)[0]),)
+
+    def hf_slices(self, dimensions: Dimensions) -> Iterator[ParamSlice]:
+        """See `WeightRow`."""
+        shape = self.numbers(dimensions)[0]
+        size = math.prod(shape)
+        yield ParamSlice(self.hf[0], self.expert * size, size, columns=shape[0] if self.transposed else 0)
+
+    def megatron_shape(self, dimensions: Dimensions) -> tuple[int, ...]:
+        """See `WeightRow`."""
+        shape = self.numbers(dimensions)[0]
+        return shape[::-1] if self.transposed else shape
 
 
-@dataclass(frozen=True)
 class ExpertInput(WeightRow):
     """One expert's rows of a matrix of all experts of a layer, [experts * rows, in]: expert by expert."""
 
+    def hf_shapes(self, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
+        """See `WeightRow`."""
+        rows, width = self.numbers(dimensions)[0]
+        return ((dimensions["experts"] * rows, width),)
 
-@dataclass(frozen=True)
+    def hf_slices(self, dimensions: Dimensions) -> Iterator[ParamSlice]:
+        """See `WeightRow`."""
+        size = math.prod(self.numbers(dimensions)[0])
+        yield ParamSlice(self.hf[0], self.expert * size, size)
+
+
 class ExpertOutput(WeightRow):
     """One expert's columns of a matrix of all experts of a layer, [out, columns * experts].
 
     The first column of every expert comes first, then the second of every expert, and so on.
     """
 
-    gated: bool = False  # it is the gate and the up projection, concatenated
-    whole: bool = False  # these are one tensor in an fsdp_dtensor checkpoint, where those of a `GatedMLP` are two
+    def hf_shapes(self, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
+        """See `WeightRow`."""
+        out, columns = self.numbers(dimensions)[0]
+        return ((out, columns * dimensions["experts"]),)
 
-    @property
-    def stored(self) -> tuple[str, ...]:
-        """See WeightRow."""
-        return gate_and_up(self.megatron) if self.gated and not self.whole else (self.megatron,)
+    def hf_slices(self, dimensions: Dimensions) -> Iterator[ParamSlice]:
+        """See `WeightRow`."""
+        size = math.prod(self.numbers(dimensions)[0])
+        yield ParamSlice(self.hf[0], self.expert, size, stride=dimensions["experts"])
 
 
 def stored_rows(row: WeightRow, rows: int, dimensions: Dimensions) -> tuple[int, ...]:
     """Number of a parameter's rows in each of `Row.stored`: its section's, or equal parts."""
-    if isinstance(row, Sectioned):
-        return tuple(dimensions[size] for _, size in row.sections)
-    return (rows // len(row.stored),) * len(row.stored)
-
-
-def gate_and_up(megatron: str) -> tuple[str, str]:
-    """Names of a concatenated parameter's gate and up projection in an fsdp_dtensor checkpoint."""
-    return f"{megatron}_w", f"{megatron}_v"
+    return tuple(dimensions[size] for _, size in row.sections) or (rows // len(row.stored),) * len(row.stored)
 
 
 def _fill(name: str, numbers: Sequence[int]) -> str:
     for number in numbers:
         name = name.replace("*", str(number), 1)
     return name
-
-
-def hf_shapes(row: WeightRow, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
-    """Shapes of a row's whole Hugging Face tensors: some have all experts, where `Row.numbers` gives one's part."""
-    shapes, experts = row.numbers(dimensions), dimensions["experts"]
-    if isinstance(row, PackedExpert):
-        return tuple((experts, *shape) for shape in shapes)
-    if isinstance(row, ExpertInput):
-        return tuple((experts * rows, width) for rows, width in shapes)
-    if isinstance(row, ExpertOutput):
-        return tuple((out, columns * experts) for out, columns in shapes)
-    return shapes
 
 
 def expand(rows: tuple[WeightRow, ...], dimensions: Dimensions) -> Iterator[WeightRow]:
@@ -300,7 +350,7 @@ def expert_layout_of(
                 continue
             for expert in dimensions.indices["experts"]:
                 expanded = row.at(*(expert if index == "experts" else layer for index in row.indices))
-                expected.update(zip(expanded.hf, hf_shapes(expanded, dimensions), strict=True))
+                expected.update(zip(expanded.hf, expanded.hf_shapes(dimensions), strict=True))
         if all(tuple(shapes.get(name, ())) == shape for name, shape in expected.items()):
             return layout
         names += expected
@@ -419,14 +469,6 @@ def part_of_wrapped(name: str) -> Part:
     return part_of(name)
 
 
-_VISION = "vision_model.decoder.layers.*."
-_HF_VISION = "model.visual.blocks.*."
-
-
-def _vision(kind: type[WeightRow], megatron: str, hf: str, shape: Shape) -> WeightRow:
-    return kind(_VISION + megatron, (_HF_VISION + hf,), (shape,), ("vision_layers",))
-
-
 def affine(
     megatron: str, hf: str, weight: Shape, *, indices: tuple[str, ...] = (), replicated: bool = False
 ) -> tuple[WeightRow, ...]:
@@ -446,6 +488,7 @@ def merger_rows(megatron: str, hf: str, norm: str, indices: tuple[str, ...] = ()
     )
 
 
+_TOWER, _HF_TOWER = "vision_model.decoder.layers.*.", "model.visual.blocks.*."
 VISION_ROWS: tuple[WeightRow, ...] = (
     *affine(
         "vision_model.patch_embed.proj",
@@ -459,20 +502,58 @@ VISION_ROWS: tuple[WeightRow, ...] = (
         (("v_positions", "v_hidden"),),
         replicated=True,
     ),
-    _vision(Copy, "self_attention.linear_qkv.layer_norm_weight", "norm1.weight", ("v_hidden",)),
-    _vision(Copy, "self_attention.linear_qkv.layer_norm_bias", "norm1.bias", ("v_hidden",)),
-    _vision(ConcatenatedQKV, "self_attention.linear_qkv.weight", "attn.qkv.weight", ("v_qkv", "v_hidden")),
-    _vision(ConcatenatedQKV, "self_attention.linear_qkv.bias", "attn.qkv.bias", ("v_qkv",)),
-    _vision(Copy, "self_attention.linear_proj.weight", "attn.proj.weight", ("v_hidden", "v_hidden")),
-    _vision(Copy, "self_attention.linear_proj.bias", "attn.proj.bias", ("v_hidden",)),
-    _vision(Copy, "mlp.linear_fc1.layer_norm_weight", "norm2.weight", ("v_hidden",)),
-    _vision(Copy, "mlp.linear_fc1.layer_norm_bias", "norm2.bias", ("v_hidden",)),
-    _vision(Copy, "mlp.linear_fc1.weight", "mlp.linear_fc1.weight", ("v_ffn", "v_hidden")),
-    _vision(Copy, "mlp.linear_fc1.bias", "mlp.linear_fc1.bias", ("v_ffn",)),
-    _vision(Copy, "mlp.linear_fc2.weight", "mlp.linear_fc2.weight", ("v_hidden", "v_ffn")),
-    _vision(Copy, "mlp.linear_fc2.bias", "mlp.linear_fc2.bias", ("v_hidden",)),
+    *(
+        kind(f"{_TOWER}{megatron}{part}", (f"{_HF_TOWER}{hf}.{part}",), (shape,), ("vision_layers",))
+        for kind, megatron, hf, weight in (
+            (Copy, "self_attention.linear_qkv.layer_norm_", "norm1", ("v_hidden",)),
+            (ConcatenatedQKV, "self_attention.linear_qkv.", "attn.qkv", ("v_qkv", "v_hidden")),
+            (Copy, "self_attention.linear_proj.", "attn.proj", ("v_hidden", "v_hidden")),
+            (Copy, "mlp.linear_fc1.layer_norm_", "norm2", ("v_hidden",)),
+            (Copy, "mlp.linear_fc1.", "mlp.linear_fc1", ("v_ffn", "v_hidden")),
+            (Copy, "mlp.linear_fc2.", "mlp.linear_fc2", ("v_hidden", "v_ffn")),
+        )
+        for part, shape in (("weight", weight), ("bias", weight[:1]))
+    ),
     *merger_rows("vision_model.merger", "model.visual.merger", "v_hidden"),
 )
+
+
+def text_rows(*layers: WeightRow) -> tuple[WeightRow, ...]:
+    """Rows of a text model with these layers: the embedding before them, the final norm and the output layer after."""
+    vocabulary = (("vocab", "hidden"),)
+    return (
+        Copy(
+            "language_model.embedding.word_embeddings.weight", ("model.language_model.embed_tokens.weight",), vocabulary
+        ),
+        *layers,
+        Copy("language_model.decoder.final_layernorm.weight", ("model.language_model.norm.weight",), (("hidden",),)),
+        Copy(f"{OUTPUT_LAYER}.weight", ("lm_head.weight",), vocabulary, condition="untied"),
+    )
+
+
+def attention_rows(
+    megatron: str, hf: str, *indices: str, kind: type[WeightRow] = QKV, queries: str = "q"
+) -> tuple[WeightRow, ...]:
+    """Rows of attention with normalized heads and of the norm before it, named as in `dense_mlp_rows`.
+
+    `kind` is the row of q, k and v, and `queries` the size of its first tensor.
+    """
+
+    def copy(name: str, other: str, *shape: str) -> WeightRow:
+        return Copy(f"{megatron}self_attention.{name}", (f"{hf}{other}.weight",), (shape,), indices)
+
+    return (
+        copy("linear_qkv.layer_norm_weight", "input_layernorm", "hidden"),
+        kind(
+            f"{megatron}self_attention.linear_qkv.weight",
+            tuple(f"{hf}self_attn.{part}_proj.weight" for part in "qkv"),
+            ((queries, "hidden"), ("kv", "hidden"), ("kv", "hidden")),
+            indices,
+        ),
+        copy("q_layernorm.weight", "self_attn.q_norm", "head_dim"),
+        copy("k_layernorm.weight", "self_attn.k_norm", "head_dim"),
+        copy("linear_proj.weight", "self_attn.o_proj", "hidden", "q"),
+    )
 
 
 def dense_mlp_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRow, ...]:

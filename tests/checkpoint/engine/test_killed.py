@@ -134,7 +134,7 @@ def test_killed_at_any_moment(direction, processes, larger, tmp_path):
             import_checkpoint(larger, target, ckpt_format=ckpt_format, **how)
 
     def journaled() -> Iterator[Path]:
-        return target.parent.glob(".target.partial-*/.journal/rank-*")
+        return target.parent.glob(".target.partial-*.journal/rank-*")
 
     def whole() -> bool:
         return verify_checkpoint(*((target, source) if direction == "export" else (larger, target))).same
@@ -187,18 +187,6 @@ def test_resume_writes_only_what_is_missing(larger, tmp_path):
     assert 0 < report.resumed < report.nbytes
     assert report.written == whole.written - report.resumed
     assert contents(tmp_path / "target") == contents(tmp_path / "whole")
-
-
-def test_resume_does_not_go_on_with_something_else(larger, tmp_path):
-    with broken_disk(0), pytest.raises(CheckpointError, match="stays in"):
-        import_checkpoint(larger, tmp_path / "target", resume=True)
-    assert list(tmp_path.glob(".target.partial-*"))
-    with pytest.raises(CheckpointError, match="another source, options or version"):
-        import_checkpoint(larger, tmp_path / "target", resume=True, torch_dtype="bfloat16")
-    assert list(tmp_path.glob(".target.partial-*"))
-    report = import_checkpoint(larger, tmp_path / "target", torch_dtype="bfloat16")
-    assert not report.resumed and "removed" in report.notes[0]
-    assert not list(tmp_path.glob(".target.partial-*"))
 
 
 def test_a_process_that_fails_makes_all_fail(larger, tmp_path):

@@ -5,13 +5,11 @@ import itertools
 import json
 import os
 import resource
-import tempfile
 import time
 from collections.abc import Iterator
 
 from qwen3vl_bridge.checkpoint import Topology, export_checkpoint, import_checkpoint, verify_checkpoint
-from qwen3vl_bridge.checkpoint.formats import dcp_reader, tensors
-from qwen3vl_bridge.checkpoint.formats.dcp_reader import NotPlain
+from qwen3vl_bridge.checkpoint.formats import tensors
 from qwen3vl_bridge.checkpoint.formats.huggingface import SINGLE, HFWeights
 from qwen3vl_bridge.checkpoint.formats.tensors import ITEMSIZE, Slice, TransposedSlice
 
@@ -22,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from ..support import before_each_unit, hf_tensors, read_everything, stock_load
+from ..support import before_each_unit, hf_tensors, stock_load
 
 
 def restated(name: str, hf: dict[str, torch.Tensor], config: dict) -> torch.Tensor:
@@ -94,11 +92,6 @@ def test_a_trainers_checkpoint_exports(stored_layouts, untied_folder, tmp_path):
     export_checkpoint(tmp_path / "run", tmp_path / "hf", hf_model=untied_folder)
     before, after = hf_tensors(untied_folder), hf_tensors(tmp_path / "hf")
     assert all(torch.equal(after[name], tensor * 2) for name, tensor in before.items())
-
-
-def test_tensors_that_lie_transposed_in_their_archive_are_read_too(stored_layouts, untied_folder, tmp_path):
-    resave(stored_layouts, tmp_path / "run", lambda _, tensor: tensor.T.contiguous().T if tensor.ndim == 2 else tensor)
-    assert verify_checkpoint(untied_folder, tmp_path / "run", iteration=7).same
 
 
 def _save_sharded(rank: int, store: str, folder: str, tensors: dict[str, torch.Tensor]) -> None:
@@ -198,7 +191,7 @@ def test_a_slow_disk_does_not_collect_open_files(direction, moe_folder, tmp_path
 
     def slow(*_):
         time.sleep(0.002)
-        most.append(sum(open_below(path) for path in tmp_path.glob(".target.partial-*/[!.]*")))
+        most.append(sum(open_below(path) for path in tmp_path.glob(".target.partial-????????????/*")))
 
     with few_files(), before_each_unit(slow, 1 << 12):
         if direction == "import":
@@ -208,39 +201,3 @@ def test_a_slow_disk_does_not_collect_open_files(direction, moe_folder, tmp_path
     assert len(most) > 100, "the model has too few units to show it"
     assert max(most) <= 2 + 1  # two are written, and one may be let go
     assert verify_checkpoint(*((moe_folder, target) if direction == "import" else (target, source))).same
-
-
-def test_more_old_archives_than_files_may_be_open(tmp_path):
-    """Items that are not contiguous in their archives have to be loaded, and are kept for as long as they are read."""
-    tensors = {f"t{number:03d}": torch.full((3, 2), float(number)).T + torch.arange(3) for number in range(200)}
-    tensors = {name: tensor.T.contiguous().T for name, tensor in tensors.items()}
-    dcp.save(tensors, checkpoint_id=tmp_path / "saved", no_dist=True)
-    with few_files():
-        found = read_everything(tmp_path / "saved")
-    assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in tensors)
-
-
-def test_threads_that_unpack_at_once_get_each_its_own_bytes(moe_folder, tmp_path, monkeypatch):
-    """Two units are written at a time, and both may come upon an item that cannot be read in place."""
-
-    def not_plain(*_):
-        raise NotPlain
-
-    class Slow:
-        def __init__(self, original=tempfile.TemporaryFile) -> None:
-            self.file = original()
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(self.file, name)
-
-        def seek(self, *where: int) -> int:
-            end = self.file.seek(*where)
-            time.sleep(0.005)
-            return end
-
-    import_checkpoint(moe_folder, tmp_path / "source")
-    with monkeypatch.context() as patch:
-        patch.setattr(dcp_reader, "find_payload", not_plain)
-        patch.setattr(dcp_reader.tempfile, "TemporaryFile", Slow)
-        export_checkpoint(tmp_path / "source", tmp_path / "target", max_shard_bytes=200_000)
-    assert verify_checkpoint(tmp_path / "target", tmp_path / "source").same

@@ -47,7 +47,7 @@ def test_stock_megatron_core_loads_it_and_what_it_saves_exports(
     ]  # fmt: skip
     loads = [(*load, save and str(tmp_path / "saved" / save)) for *load, save in loads]
     found = subprocess.run(
-        [sys.executable, Path(__file__).parent / "torch_dist_main.py", json.dumps(loads)], capture_output=True,
+        [sys.executable, Path(__file__).parent / "torch_dist_load.py", json.dumps(loads)], capture_output=True,
         text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert found.returncode == 0, found.stderr[-4000:]

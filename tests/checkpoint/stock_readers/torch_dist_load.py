@@ -1,4 +1,11 @@
-"""On several ranks, stock megatron-core loads a torch_dist checkpoint of ours, strictly; see `torch_dist_main.py`."""
+"""On several ranks, stock megatron-core loads torch_dist checkpoints of ours, strictly.
+
+    python torch_dist_load.py [[HF_FOLDER, MEGATRON_FOLDER, {SETTING: VALUE, ...}, FOLDER_TO_SAVE_TO or null], ...]
+
+Every parameter and buffer is then compared, bit for bit, with a model that Megatron-Bridge has filled from the Hugging
+Face folder itself. Where there is a folder to save to, all weights are doubled and saved by megatron-core, together
+with the state of its optimizer; and a single process has Megatron-Bridge build and fill a model from the checkpoint.
+"""
 
 import json
 import math
@@ -86,9 +93,9 @@ def rank_main(
     shutdown()
 
 
-def run(loads: list[list[Any]]) -> None:
-    """Each load in processes of its own; forked, so that Megatron, which takes long to import, is imported once."""
-    for hf_folder, folder, settings, save_to in loads:
+if __name__ == "__main__":
+    # Forked, so that Megatron, which takes long to import, is imported once.
+    for hf_folder, folder, settings, save_to in json.loads(sys.argv[1]):
         world = math.prod(value for name, value in settings.items() if name.endswith("parallel_size"))
         with tempfile.TemporaryDirectory() as scratch:
             arguments = (world, f"{scratch}/store", hf_folder, folder, settings, save_to)

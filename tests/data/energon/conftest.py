@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge import Qwen3VLEnergonProvider
-from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.batch import TokenBatch
 
 import pytest
 from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
@@ -110,7 +110,7 @@ def chatml(files: Mapping[str, bytes]) -> list[Sample]:
     ]
 
 
-def keys(batches: Iterable[PackedBatch]) -> list[str]:
+def keys(batches: Iterable[TokenBatch]) -> list[str]:
     """The samples of batches, by their keys, without those that nothing is trained on."""
     found = []
     for batch in batches:

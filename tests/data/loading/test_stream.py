@@ -16,7 +16,7 @@ from itertools import islice
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.data import BatchStream, DataError, Window, one_pass
 from qwen3vl_bridge.data.loading.batch_stream import ignoring
 
@@ -29,11 +29,11 @@ from ..energon.conftest import provider_of, write_folder
 from ..media.test_video import ask
 
 
-def take(stream, number: int) -> list[PackedBatch]:
+def take(stream, number: int) -> list[TokenBatch]:
     return [next(stream) for _ in range(number)]
 
 
-def ids(batches: list[PackedBatch]) -> list[tuple[str, ...]]:
+def ids(batches: list[TokenBatch]) -> list[tuple[str, ...]]:
     return [batch.sample_ids for batch in batches]
 
 

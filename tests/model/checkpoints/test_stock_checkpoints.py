@@ -23,7 +23,7 @@ from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
 from qwen3vl_bridge.checkpoint.formats.megatron import run_config
 from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, check_model_of_run
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
-from qwen3vl_bridge.models.settings import DistTrainConfig, default_transformer_impl, gelu_tanh
+from qwen3vl_bridge.models.settings import default_transformer_impl, gelu_tanh
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
 from qwen3vl_bridge.training.process_groups import initialize
@@ -301,7 +301,7 @@ def test_what_the_run_set_travels(kind, sources, checkpoints):
     assert type(provider) is type(fresh) is KINDS[kind]
     # Megatron-Bridge's model with experts trains its mergers alone unless it is told to do more.
     assert provider.freeze_language_model == saved["freeze_language_model"] == (kind == "experts")
-    assert isinstance(provider.dist_train, DistTrainConfig)
+    assert isinstance(provider.dist_train, stock.DistTrainConfig)
     another = dataclasses.replace(provider, seq_length=80)
     another.__post_init__()
     assert (type(another), another.seq_length, another.vocab_size) == (KINDS[kind], 80, provider.vocab_size)
@@ -322,7 +322,7 @@ def test_fields_that_differ_from_the_defaults_travel(sources):
     found = instantiate(as_saved(provider))
     assert (found.seq_length, found.moe_aux_loss_coeff, found.freeze_vision_model) == (96, 0.25, False)
     assert found.recompute_granularity == "selective"
-    assert found.dist_train == DistTrainConfig(vision_world_size=2)
+    assert found.dist_train == stock.DistTrainConfig(vision_world_size=2)
 
 
 def test_what_no_weight_depends_on_stays_behind(sources):

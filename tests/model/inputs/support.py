@@ -10,7 +10,7 @@ import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from tests.parity.batches import Sample
+from tests.parity.batches import Sample, pictures
 from tests.parity.conftest import Pair
 
 ALONE = types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)
@@ -55,8 +55,7 @@ class Rows:
 
     @property
     def pixels(self) -> dict[str, torch.Tensor]:
-        names = {name for s in self.samples for name in s.pixels}
-        return {name: torch.cat([s.pixels[name] for s in self.samples if name in s.pixels]) for name in names}
+        return pictures(self.samples)
 
     def real(self, values: torch.Tensor) -> torch.Tensor:
         return values[self.attention_mask.bool()]

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from megatron.core.inference.contexts import StaticInferenceContext
 
 from tests.parity.batches import make_batch, make_samples
@@ -48,21 +46,6 @@ def test_gradients_do_not_depend_on_the_side_of_the_padding(pair):
         for name, expected in gradients["right"].items():
             error = (gradients[side][name] - expected).abs().max() / expected.abs().max()
             assert error <= GRADIENT, f"{side}: {name} {error:.1e}"
-
-
-def test_gradients_through_restored_logits(pair):
-    """Callers that compute their own loss differentiate through the way back."""
-    samples = make_samples("mixed", pair.config, seed=2)
-    found = []
-    for side in ("right", "left"):
-        rows = make_rows(samples, sides(samples)[side])
-        pair.megatron.zero_grad()
-        logits = pair.megatron(rows.input_ids, attention_mask=rows.attention_mask, **rows.pixels)
-        own = F.cross_entropy(rows.real(logits), rows.real(rows.labels), reduction="none")
-        (own * rows.real(rows.loss_mask)).sum().backward()
-        found.append({name: p.grad.clone() for name, p in pair.megatron.named_parameters()})
-    for name, expected in found[0].items():
-        assert (found[1][name] - expected).abs().max() <= GRADIENT * expected.abs().max(), name
 
 
 def test_a_row_that_is_all_padding(pair):
@@ -151,23 +134,6 @@ def test_a_batch_of_ours_comes_alone(pair):
     for name in ("input_ids", "position_ids", "attention_mask", "labels", "pixel_values"):
         with pytest.raises(ValueError, match="expected no other arguments"):
             pair.megatron(inputs=batch.local(), **{name: batch.input_ids})
-
-
-@given(st.data())
-@settings(max_examples=8)
-def test_any_mix_of_padding_gives_each_rows_own_logits(pair, data):
-    lengths = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=4))
-    room = max(lengths) + data.draw(st.integers(1, 3))
-    ids, mask = torch.full((len(lengths), room), 7), torch.zeros(len(lengths), room, dtype=torch.bool)
-    for row, length in enumerate(lengths):
-        first = data.draw(st.integers(0, room - length))
-        ids[row, first : first + length] = torch.arange(length) * 3 + row
-        mask[row, first : first + length] = True
-    logits = no_grad(pair.megatron, ids, attention_mask=mask)
-    for row, length in enumerate(lengths):
-        if length:
-            alone = no_grad(pair.megatron, torch.arange(length)[None] * 3 + row)
-            assert (logits[row][mask[row]] - alone[0]).abs().max() <= LOGITS
 
 
 def test_labels_may_be_anything_where_the_loss_mask_is_zero(pair):
@@ -265,17 +231,6 @@ def test_rows_with_packed_seq_params_and_no_mask(pair):
     rows, lengths = make_rows(samples, [0] * 4), [len(s.ids) for s in samples]
     logits = no_grad(pair.megatron, rows.input_ids, packed_seq_params=packed_params(offsets(lengths)), **rows.pixels)
     assert (logits[0] - rows.real(reference_logits(pair, rows))).abs().max() <= LOGITS
-
-
-def test_one_row_with_packed_seq_params(pair):
-    samples = make_samples("one image", pair.config, seed=2)
-    rows, lengths = make_rows(samples, gaps(samples)), [len(s.ids) for s in samples]
-    call = dict(attention_mask=rows.attention_mask, packed_seq_params=packed_params(offsets(lengths)), **rows.pixels)
-    expected = rows.real(reference_logits(pair, rows))
-    assert (no_grad(pair.megatron, rows.input_ids, **call)[0] - expected).abs().max() <= LOGITS
-    losses = no_grad(pair.megatron, rows.input_ids, labels=rows.labels, **call)
-    wanted = F.cross_entropy(expected, rows.real(rows.labels), reduction="none")
-    assert (rows.real(losses) - wanted).abs().max() <= LOGITS
 
 
 def test_several_documents_in_each_row(pair):

@@ -6,7 +6,7 @@ import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.batch import SequenceLayout
 from qwen3vl_bridge.models import inputs
 from qwen3vl_bridge.models.core_attention import layout_packed_seq_params
-from qwen3vl_bridge.models.inputs import REFUSED, arrange, as_model_inputs, real_tokens
+from qwen3vl_bridge.models.inputs import REFUSED, arrange, as_model_inputs, read_arguments
 from qwen3vl_bridge.models.rope import InterleavedMRoPE
 from qwen3vl_bridge.models.vision_tower import packed_seq_params
 
@@ -19,14 +19,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from transformers import Qwen3VLTextConfig
 from transformers.masking_utils import create_causal_mask
 
-from tests.parity.batches import make_batch, make_samples
+from tests.parity.batches import make_batch, make_samples, pictures
 
 from .support import GROUPS, SECOND_OF_TWO, gaps, make_rows, no_grad, offsets, packed_params, sides
-
-
-def pictures(samples):
-    names = {name for s in samples for name in s.pixels}
-    return {name: torch.cat([s.pixels[name] for s in samples if name in s.pixels]) for name in names}
 
 
 def mask_of(batch):
@@ -156,8 +151,7 @@ def test_outputs_return_to_the_callers_places(data):
 
     rows = arrange(ids, mask, None, None)
     arranged = rows.take(ids)
-    order = rows.caller_order(None)
-    assert torch.equal(arranged if order is None else order.restore(arranged), ids)
+    assert torch.equal(rows.output_order(None).of(arranged), ids)
     assert torch.equal(arranged.flatten()[~rows.layout.padding_mask()], ids[mask])
 
     multiple = data.draw(st.integers(1, 4))
@@ -169,9 +163,8 @@ def test_outputs_return_to_the_callers_places(data):
     packed = arrange(ids, mask, packed_params(offsets), None)
     arranged = packed.take(ids)
     assert torch.equal(arranged.flatten()[~packed.layout.padding_mask()], ids[mask])
-    assert packed.caller_order(None) is None
-    order = packed.caller_order(ids)
-    outputs = arranged if order is None else order.restore(arranged)
+    assert not packed.output_order(None).changes_outputs
+    outputs = packed.output_order(ids).of(arranged)
     assert torch.equal(outputs[mask], ids[mask]) and outputs.shape == ids.shape
     assert flat_row or not outputs[~mask].any()
 
@@ -181,7 +174,7 @@ LENGTHS = [5, 0, 3]
 
 @pytest.fixture
 def layout():
-    return SequenceLayout._build(1, [*LENGTHS, 0], [8, 4, 4, 8])
+    return SequenceLayout.of(1, [*LENGTHS, 0], [8, 4, 4, 8])
 
 
 def test_transformer_engine_sees_segments_without_gaps(layout):
@@ -537,6 +530,10 @@ def swift_mask(real):
     return ~seen_by(real)
 
 
+def real_of(mask):
+    return read_arguments(dict(input_ids=IDS_REFUSALS, attention_mask=mask))["attention_mask"]
+
+
 def transformers_masks(real, implementation):
     """As transformers makes it for its own layers: numbers to be added (eager), or True where a token is seen."""
     config = Qwen3VLTextConfig(attn_implementation=implementation)
@@ -563,7 +560,7 @@ MASKS = {
 def test_padding_is_read(provider, kind, real):
     mask = MASKS[kind](real)
     assert mask.dim() > 2
-    assert torch.equal(real_tokens(mask, None, IDS_REFUSALS), real)
+    assert torch.equal(real_of(mask), real)
     ours, answer = as_model_inputs(provider, GROUPS, IDS_REFUSALS, attention_mask=mask)
     expected, _ = as_model_inputs(provider, GROUPS, IDS_REFUSALS, attention_mask=real)
     assert ours.layout == expected.layout and torch.equal(ours.input_ids, expected.input_ids)
@@ -585,7 +582,7 @@ def test_one_causal_mask_for_all_rows_says_nothing_of_padding(provider, monkeypa
 
 def test_each_row_may_say_that_all_is_real(provider):
     mask = swift_mask(torch.ones_like(REAL))
-    assert real_tokens(mask, None, IDS_REFUSALS).all()
+    assert real_of(mask).all()
 
 
 @given(st.data())
@@ -596,7 +593,7 @@ def test_any_padding_on_either_side(data):
     real = torch.stack([(place >= a) & (place < a + n) for a, n in zip(first, lengths, strict=True)])
     if real.any():
         mask = data.draw(st.sampled_from([swift_mask(real), seen_by(real), additive(real, -1e9)]))
-        assert torch.equal(real_tokens(mask, None, IDS_REFUSALS), real)
+        assert torch.equal(real_of(mask), real)
 
 
 def changed(row, token, other, value):
@@ -608,14 +605,14 @@ def changed(row, token, other, value):
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        (torch.zeros(2, 1, ROOM, ROOM).bool(), "no token sees itself, or all see the last one"),
-        (torch.ones(1, 1, ROOM, ROOM), "no token sees itself, or all see the last one"),
-        (torch.stack([torch.zeros(1, ROOM, ROOM).bool(), swift_mask(REAL)[1]]), "some rows hide the last token"),
-        (changed(1, 2, 1, True), "token 2 does not see token 1"),
-        (changed(1, 2, 3, False), "token 2 sees token 3"),
-        (~torch.block_diag(*[torch.ones(3, 3).tril()] * 2).bool()[None, None], "token 3 does not see token 0"),
-        (torch.zeros(1, 1, ROOM, ROOM) - torch.arange(ROOM), "numbers between 0 and -10000, which is a bias"),
-        (torch.full((1, 1, ROOM, ROOM), 2), "attention_mask has an entry 2, expected booleans"),
+        (torch.zeros(2, 1, ROOM, ROOM).bool(), "has False for token 0 and token 5 of row 0"),
+        (torch.ones(1, 1, ROOM, ROOM), "has 1.0 for token 0 and token 5 of row 0"),
+        (torch.stack([torch.zeros(1, ROOM, ROOM).bool(), swift_mask(REAL)[1]]), "token 0 and token 5 of row 1"),
+        (changed(1, 2, 1, True), "has True for token 2 and token 1 of row 1"),
+        (changed(1, 2, 3, False), "has False for token 2 and token 3 of row 1"),
+        (~torch.block_diag(*[torch.ones(3, 3).tril()] * 2).bool()[None, None], "has True for token 3 and token 0"),
+        (torch.zeros(1, 1, ROOM, ROOM) - torch.arange(ROOM), "has -1.0 for token 0 and token 1"),  # a bias
+        (torch.full((1, 1, ROOM, ROOM), 2), "has 2 for token 0 and token 0 of row 0. Expected .* of booleans, 0 and 1"),
         (swift_mask(REAL)[:, :, :5], r"\[2, 1, 5, 6\], expected \[2, 6\], .* or what tokens see, \[2 or 1, 1, 6, 6\]"),
         (swift_mask(REAL).expand(2, 3, ROOM, ROOM), r"has shape \[2, 3, 6, 6\]"),
         (REAL[:, None, None], r"has shape \[2, 1, 1, 6\]"),

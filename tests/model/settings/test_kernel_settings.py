@@ -1,15 +1,18 @@
 """Which kernels compute a model, what only a trained one may not have, and settings that would be ignored."""
 
+import contextlib
 import copy
 import logging
 import re
-from functools import reduce
+from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 
 import qwen3vl_bridge
 from qwen3vl_bridge import registry
-from qwen3vl_bridge.models import settings
+from qwen3vl_bridge.models import refusals, settings
+from qwen3vl_bridge.models.provider import ExpertsMixin
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
 from qwen3vl_bridge.models.refusals import (
     AFTER_FINALIZE,
@@ -17,10 +20,9 @@ from qwen3vl_bridge.models.refusals import (
     ON_FORWARD,
     ON_TRAIN,
     PARTS,
-    UNREAD,
     check_microbatches,
 )
-from qwen3vl_bridge.models.rules import check
+from qwen3vl_bridge.models.rules import DEFAULT, IGNORED, Allowed, When, check
 from qwen3vl_bridge.models.settings import (
     can_fuse_weight_gradients,
     complete_before_finalize,
@@ -80,7 +82,7 @@ def test_weight_gradients_are_fused_where_megatrons_output_layer_can(monkeypatch
 
 def test_what_cannot_be_fused_is_turned_off_and_said(caplog):
     assert finalized(DENSE, dict(gradient_accumulation_fusion=True)).gradient_accumulation_fusion is False
-    assert "gradient_accumulation_fusion is True and is set to False" in caplog.text
+    assert "gradient_accumulation_fusion is set to False" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -116,12 +118,6 @@ def test_activations_that_no_configuration_can_name():
 @pytest.mark.parametrize(
     ("size", "fields", "message"),
     [
-        (DENSE, dict(cpu_offloading=True, cpu_offloading_num_layers=1), "cpu_offloading is True with .* 'local', exp"),
-        (DENSE, dict(fp32_residual_connection=True, params_dtype=torch.bfloat16), "fp32_residual_connection is True"),
-        (DENSE, dict(apply_query_key_layer_scaling=True), "scaling is True with .* 'local', expected False: only Tr"),
-        (DENSE, dict(log_max_attention_logit=True), "attention_logit is True with .* 'local', expected False: only"),
-        (DENSE, dict(batch_invariant_mode=True), "batch_invariant_mode is True with .* 'local', expected False: only"),
-        (DENSE, dict(distribute_saved_activations=True), "saved_activations is True with recompute_granularity None"),
         (
             EXPERTS,
             dict(recompute_granularity="selective", recompute_modules=["core_attn", "mlp", "shared_experts"]),
@@ -185,17 +181,22 @@ def test_float32_in_transformer_engine(release, fields, refused, installed):
 
 
 @pytest.mark.parametrize(
-    ("kind", "release", "refused"),
-    [("a2a", "2.9", True), ("a2a", "2.10", False), ("all_gather", "2.17", True), ("all_gather", "2.18", False)],
+    ("kinds", "fields", "release", "message"),
+    [
+        ("a2a+p2p", {}, "2.18", r"is 'a2a\+p2p' with .*, expected None, 'p2p', 'all_gather' or 'a2a': packed"),
+        ("a2a", dict(context_parallel_size=16), "2.18", "expected a divisor of 8, the query groups of each"),
+        ("a2a", dict(SP2, context_parallel_size=8), "2.18", "expected a divisor of 4, the query groups of each"),
+        (["a2a", "p2p"] * 18, {}, "2.9", "'a2a' supports packed rows from .* on, and 2.9 is installed"),
+        (["a2a", "p2p"] * 18, {}, "2.10", None),
+        (["p2p", "all_gather"] * 18, {}, "2.17", "'all_gather' supports packed rows from .* on, and 2.17 is"),
+        (["p2p", "all_gather"] * 18, {}, "2.18", None),
+    ],
 )
-def test_context_parallelism_by_release(kind, release, refused, installed):
+def test_context_parallelism_of_transformer_engine(kinds, fields, release, message, installed):
     """pyproject.toml takes 2.8 and later; `p2p` is in all of them."""
     installed(release)
-    provider = with_transformer_engine(DENSE, dict(CP2, cp_comm_type=[kind] + ["p2p"] * 35))
-    if refused:
-        with pytest.raises(ValueError, match=f"{kind}' supports packed rows from .* on, and {release} is installed"):
-            check(AFTER_FINALIZE, provider)
-    else:
+    provider = with_transformer_engine(DENSE, {**CP2, "cp_comm_type": kinds, **fields})
+    with contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message):
         check(AFTER_FINALIZE, provider)
 
 
@@ -210,15 +211,11 @@ def test_a_loss_in_chunks():
     check(BEFORE_FINALIZE, deferred)
 
 
-def test_fused_permutation():
-    """As NeMo-RL's base configuration and Megatron-Bridge's recipes ask for it."""
-    with pytest.raises(ValueError, match=r"moe_permute_fusion is True with .* 'local', expected False: Transformer"):
-        finalized(EXPERTS, dict(moe_permute_fusion=True))
-
-
-def test_the_fused_router(installed):
-    with pytest.raises(ValueError, match=r"moe_router_fusion is True with .* 'local', expected False: Transformer"):
-        finalized(EXPERTS, dict(moe_router_fusion=True))
+def test_fused_permutation_and_router(installed):
+    """As NeMo-RL's base configuration and Megatron-Bridge's recipes ask for them."""
+    for name in ("moe_permute_fusion", "moe_router_fusion"):
+        with pytest.raises(ValueError, match=f"{name} is True with .* 'local', expected False: Transformer"):
+            finalized(EXPERTS, {name: True})
     provider = provider_of(EXPERTS, dict(moe_router_fusion=True, moe_router_dtype="fp64", transformer_impl=TE))
     with pytest.raises(ValueError, match=r"moe_router_fusion is True with moe_router_dtype 'fp64', .* in 'fp32'"):
         provider.finalize()
@@ -276,7 +273,7 @@ def build(monkeypatch):
         (DENSE, dict(PP2, pipeline_model_parallel_layout="Et*9|t*9|t*9|t*9L"), "overlap_p2p_comm is False with"),
         (DENSE, dict(VPP2, overlap_p2p_comm=True), "batch_p2p_comm is True with overlap_p2p_comm and .*, expected"),
         (DENSE, dict(PP2, **OVERLAP), "overlap_p2p_comm is True with .* virtual_pipeline_model_parallel_size None"),
-        (DENSE, dict(VPP2, **OVERLAP, microbatch_group_size_per_vp_stage=1), "stage is 1, expected at least .*, 2"),
+        (DENSE, dict(VPP2, **OVERLAP, microbatch_group_size_per_vp_stage=1), "stage is 1 .*, expected .*, 2, or more"),
         (DENSE, dict(PP2, pipeline_model_parallel_layout="Ett|t*10|t*14|t*10L", **OVERLAP), "stage has 2 layers"),
         (DENSE, dict(SP2, parallel_output=False), "parallel_output is False with .* 2, expected True: a loss on"),
         (DENSE, dict(VPP2, batch_p2p_comm=False), "overlap_p2p_comm is False with .* expected True: two interleaved"),
@@ -401,33 +398,43 @@ def changed(value):
     return {str: "other", list: ["other"]}.get(type(value), 1)
 
 
+def at_default(rules):
+    return [rule for rule in rules if isinstance(rule, Allowed) and rule.expected is DEFAULT]
+
+
+def assert_kept(row, rows, settings):
+    """Another value of the row's setting is refused by the first row that it breaks, which is this one."""
+    section, _, name = row.name.rpartition(".")
+    owner = attrgetter(section)(settings) if section else settings
+    before = getattr(owner, name)
+    setattr(owner, name, changed(before))
+    try:
+        if row.when is None or row.when(settings):
+            with pytest.raises(ValueError, match=rf"^{row.name} is .*, expected .*: {re.escape(row.why)}"):
+                check(rows, settings)
+        for value in row.also:
+            setattr(owner, name, value)
+            check([row], settings)
+    finally:
+        setattr(owner, name, before)
+
+
 @pytest.mark.parametrize(("family", "size"), MODELS)
-def test_what_nothing_reads_keeps_its_default(family, size):
+def test_what_a_model_must_keep_at_its_default(family, size):
     config = registry.presets_of(family).hf_config(size)
-    plain = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
-    of_family = [name for name, row in plain.fixed.items() if row.why == UNREAD["flash_decode"].why]
-    assert set(UNREAD) <= set(of_family)
-    for name in of_family:
-        provider = copy.copy(plain)
-        setattr(provider, name, changed(getattr(plain, name)))
-        with pytest.raises(ValueError, match=f"^{name} is .*, expected .*: nothing reads it for this model"):
-            provider.finalize()
-        setattr(provider, name, None)
-        check([plain.fixed[name]], provider)
-    plain.finalize()
-    plain.finalize()  # as completed by the first
-
-
-@pytest.mark.parametrize("name", PARTS)
-def test_what_belongs_to_something_that_is_off_keeps_its_default(name):
-    config = registry.presets_of("qwen3_vl").hf_config("2B")
     provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
-    setattr(provider, name, changed(getattr(provider, name)))
-    switch = PARTS[name].when.names
-    with pytest.raises(ValueError, match=f"^{name} is .* with {switch} .*, expected .*: it would be ignored"):
-        provider.finalize()
-    setattr(provider, switch, "transformer_engine" if switch == "cuda_graph_impl" else True)
-    check([PARTS[name]], provider)
+    of_kind = refusals.EXPERTS if isinstance(provider, ExpertsMixin) else refusals.DENSE
+    rows = at_default((*of_kind, *provider.rules, *BEFORE_FINALIZE))
+    assert len(rows) > 150
+    for row in rows:
+        assert_kept(row, rows, provider)
+    for row in PARTS:
+        on = copy.deepcopy(provider)
+        switch = row.when.names
+        setattr(attrgetter(switch.rpartition(".")[0])(on) if "." in switch else on, switch.rpartition(".")[2], "on")
+        assert not row.when(on), row
+    provider.finalize()
+    provider.finalize()  # as completed by the first
 
 
 @pytest.fixture(scope="module")
@@ -438,38 +445,33 @@ def run():
     return finalised(cfg, 8)
 
 
-@pytest.mark.parametrize("row", run_refusals.IGNORED, ids=lambda row: row.name)
-def test_what_a_run_does_not_read_keeps_its_default(run, row):
-    section, name = row.name.split(".")
-    owner = getattr(run, section)
-    before = getattr(owner, name)
-    setattr(owner, name, changed(before))
-    try:
-        with pytest.raises(
-            ValueError, match=rf"^{section}\.{name} is .*, expected .*: (the training loop does|it would)"
-        ):
-            check(run_refusals.AFTER_VALIDATE, run)
-    finally:
-        setattr(owner, name, before)
+def test_what_a_run_must_keep_at_its_default(run):
+    rows = at_default((*run_refusals.BEFORE_VALIDATE, *run_refusals.AFTER_VALIDATE))
+    assert len(rows) > 100
+    for row in rows:
+        if row.name != "accuracy.path":  # on which other rows depend
+            assert_kept(row, rows, run)
+    for row in rows:
+        if row.why == IGNORED and row.when.names in run_refusals.PARTS:
+            section, switch = row.when.names.split(".")
+            other = copy.copy(run)
+            setattr(other, section, replace(getattr(run, section), **{switch: True}))
+            assert not row.when(other), row
     check(run_refusals.AFTER_VALIDATE, run)
 
 
-@pytest.mark.parametrize("switch", run_refusals.PARTS)
-def test_what_is_on_has_its_settings(run, switch):
-    cfg = copy.deepcopy(run)
-    section, name = switch.split(".")
-    setattr(getattr(cfg, section), name, True)
-    rows = [row for row in run_refusals.IGNORED if row.when.names == switch]
-    assert rows
-    for row in rows:
-        owner, field = getattr(cfg, section), row.name.split(".")[1]
-        setattr(owner, field, changed(reduce(getattr, row.name.split("."), cfg)))
-    check(rows, cfg)
+@pytest.mark.parametrize("name", ["BEFORE_VALIDATE", "AFTER_VALIDATE"])
+def test_every_row_of_a_run_names_settings_that_there_are(run, name):
+    for row in getattr(run_refusals, name):
+        if isinstance(row, Allowed):
+            attrgetter(row.name)(run)
+            if isinstance(row.when, When):
+                row.when.describe(run)
 
 
 def test_the_training_loop_does_not_read_them():
     """In the installed releases: a field that a newer one reads is to be taken off the table."""
-    names = "|".join(name for _, names in run_refusals.UNREAD.values() for name in names.split())
+    names = "|".join(name for names in run_refusals.UNREAD.values() for name in names.split())
     read = re.compile(rf"(?<!optim_config)(?<!self)(?<!model)\.({names})\b")  # other sections have some of them too
     found = {}
     for package in (megatron.bridge.__path__[0], Path(qwen3vl_bridge.__file__).parent):

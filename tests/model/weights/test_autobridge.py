@@ -16,11 +16,9 @@ from qwen3vl_bridge.training.process_groups import initialize
 from qwen3vl_bridge.weights.rows import (
     Dimensions,
     ExpertLayout,
-    PackedExpert,
     WeightRow,
     expand,
     expert_layout_of,
-    hf_shapes,
     local_name,
 )
 
@@ -32,6 +30,7 @@ from transformers import AutoConfig, Qwen3VLForConditionalGeneration
 
 from tests.expert_layouts import LAYOUTS, relayout
 from tests.forked import run_ranks
+from tests.qwen3_5.tiny import weights
 from tests.ranks import begin, leave
 
 
@@ -90,23 +89,16 @@ def test_freezing_stops_exactly_the_named_parts(kind, request, caplog):
     assert all(name.startswith("vision_model.") and "merger" not in name for name in frozen) and frozen
 
 
-def load_folder(folder) -> dict[str, torch.Tensor]:
-    tensors = {}
-    for file in folder.glob("*.safetensors"):
-        tensors |= load_file(file)
-    return tensors
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_experts_go_back_in_the_layout_they_came_in(layout, moe_folders, tmp_path):
     bridge = AutoBridge.from_hf_pretrained(str(moe_folders[layout]))
     model = build(bridge.to_megatron_provider(load_weights=True))
-    source = load_folder(moe_folders[layout])
+    source = weights(moe_folders[layout])
     exported = dict(bridge.export_hf_weights(model, cpu=True, show_progress=False))
     assert exported.keys() == source.keys()
     assert all(torch.equal(exported[name], source[name]) for name in source)
     bridge.save_hf_pretrained(model, tmp_path, show_progress=False)
-    saved = load_folder(tmp_path)
+    saved = weights(tmp_path)
     assert saved.keys() == source.keys()
     assert all(torch.equal(saved[name], source[name]) for name in source)
 
@@ -116,7 +108,7 @@ def test_without_a_checkpoint_experts_leave_as_the_released_ones_lie(moe_folder)
     provider = bridge.to_megatron_provider(load_weights=False)
     assert type(provider) is Qwen3VLMoEModelProvider
     exported = dict(bridge.export_hf_weights(build(provider), cpu=True, show_progress=False))
-    expected = relayout(load_folder(moe_folder), ExpertLayout.INPUT_MAJOR)
+    expected = relayout(weights(moe_folder), ExpertLayout.INPUT_MAJOR)
     assert {name: t.shape for name, t in exported.items()} == {name: t.shape for name, t in expected.items()}
 
 
@@ -127,7 +119,7 @@ def test_a_square_expert_is_turned_as_its_layout_says(moe_folders, tmp_path):
     width = config.text_config.hidden_size
     config.text_config.moe_intermediate_size = width // 2
     config.save_pretrained(folder)
-    source = load_folder(moe_folders[ExpertLayout.INPUT_MAJOR])
+    source = weights(moe_folders[ExpertLayout.INPUT_MAJOR])
     for name in source:
         if name.endswith("experts.gate_up_proj"):
             source[name] = torch.randn(len(source[name]), width, width)
@@ -150,13 +142,13 @@ def test_to_megatron_model_needs_nothing_else(kind, request):
     bridge = AutoBridge.from_hf_pretrained(str(folder))
     model = bridge.to_megatron_model(wrap_with_ddp=False, use_cpu_initialization=True)
     exported = dict(bridge.export_hf_weights(model, cpu=True, show_progress=False))
-    source = load_folder(folder)
+    source = weights(folder)
     assert all(torch.equal(exported[name], source[name]) for name in source)
 
 
 @pytest.mark.parametrize("layout", [ExpertLayout.INPUT_MAJOR, ExpertLayout.PER_EXPERT])
 def test_a_checkpoint_that_lacks_a_tensor_is_not_loaded(layout, moe_folders, tmp_path):
-    source = load_folder(moe_folders[layout])
+    source = weights(moe_folders[layout])
     del source["model.language_model.layers.1.mlp.down_proj.weight"]
     save_file(source, tmp_path / "model.safetensors", metadata={"format": "pt"})
     shutil.copy(moe_folders[layout] / "config.json", tmp_path)
@@ -175,19 +167,7 @@ def test_another_vocabulary_is_not_cut_to_fit(untied_folder):
 HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
 
 
-def megatron_shape(row: WeightRow, dimensions: Dimensions) -> tuple[int, ...]:
-    shapes = row.numbers(dimensions)
-    if isinstance(row, PackedExpert) and row.transposed:
-        return shapes[0][::-1]
-    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
-
-
 def build_names(folder, transformer_impl: str) -> dict[str, tuple[int, ...]]:
-    import qwen3vl_bridge  # noqa: F401
-    from qwen3vl_bridge.training.process_groups import initialize
-
-    from megatron.bridge import AutoBridge
-
     provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=False)
     provider.transformer_impl, provider.use_cpu_initialization = transformer_impl, True
     provider.init_model_with_meta_device = True
@@ -197,8 +177,6 @@ def build_names(folder, transformer_impl: str) -> dict[str, tuple[int, ...]]:
 
 
 def table(folder, layout=ExpertLayout.INPUT_MAJOR) -> tuple[list[WeightRow], Dimensions]:
-    from transformers import AutoConfig
-
     dimensions = dimensions_of(AutoConfig.from_pretrained(folder).to_dict())
     return list(expand(mappings.table(layout), dimensions)), dimensions
 
@@ -208,7 +186,7 @@ def table(folder, layout=ExpertLayout.INPUT_MAJOR) -> tuple[list[WeightRow], Dim
 def test_local_spec_has_the_tables_names(kind, layout, request):
     folder = request.getfixturevalue(f"{kind}_folder")
     rows, dimensions = table(folder, layout)
-    expected = {local_name(row.megatron): megatron_shape(row, dimensions) for row in rows}
+    expected = {local_name(row.megatron): row.megatron_shape(dimensions) for row in rows}
     assert build_names(folder, "local") == expected
 
 
@@ -218,13 +196,11 @@ def test_local_spec_has_the_tables_names(kind, layout, request):
 def test_transformer_engine_spec_has_the_tables_names(kind, request):
     folder = request.getfixturevalue(f"{kind}_folder")
     rows, dimensions = table(folder)
-    expected = {row.megatron: megatron_shape(row, dimensions) for row in rows}
+    expected = {row.megatron: row.megatron_shape(dimensions) for row in rows}
     assert build_names(folder, "transformer_engine") == expected
 
 
 def test_the_provider_names_what_the_configuration_does(moe_folder):
-    from megatron.bridge import AutoBridge
-
     _, dimensions = table(moe_folder)
     provider = AutoBridge.from_hf_pretrained(str(moe_folder)).to_megatron_provider(load_weights=False)
     ours = provider.dimensions()
@@ -242,7 +218,7 @@ def test_the_layout_of_experts_is_told_by_shapes_even_where_one_is_square(layout
     shapes = {
         name: shape
         for row in expand([row for row in mappings.table(layout) if "experts" in row.indices], dimensions)
-        for name, shape in zip(row.hf, hf_shapes(row, dimensions), strict=True)
+        for name, shape in zip(row.hf, row.hf_shapes(dimensions), strict=True)
     }
     assert expert_layout_of(mappings.table, shapes, dimensions) is layout
     name = next(iter(shapes))
@@ -273,7 +249,7 @@ def check(folder: str, settings: dict) -> None:
         wrap_with_ddp=False, use_cpu_initialization=True, mixed_precision_wrapper=None, pg_collection=groups
     )
     exported = dict(bridge.export_hf_weights(model, cpu=True, show_progress=False))
-    source = {name: t for file in Path(folder).glob("*.safetensors") for name, t in load_file(file).items()}
+    source = weights(Path(folder))
     wrong = [name for name in source if name not in exported or not torch.equal(exported[name], source[name])]
     if wrong or exported.keys() - source.keys() - {"lm_head.weight"}:
         raise AssertionError(f"{folder} {settings}: {wrong[:5]} {sorted(exported.keys() - source.keys())[:5]}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qwen3vl_bridge.batch import SequenceLayout
-from qwen3vl_bridge.models import layer_specs
+from qwen3vl_bridge.models import router
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def run(pair: Pair, samples: list[Sample], layout: SequenceLayout) -> Seen:
     batch = make_batch(samples, pair.config, layout=layout)
     inputs = batch.local()
     with pytest.MonkeyPatch.context() as patch:  # to see the counts that megatron-core balances by
-        patch.setattr(layer_specs, "switch_load_balancing_loss_func", count)
+        patch.setattr(router, "switch_load_balancing_loss_func", count)
         losses = pair.megatron(inputs=inputs)
     (losses * inputs.loss_mask).sum().backward()
     return Seen(

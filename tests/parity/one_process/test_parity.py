@@ -5,7 +5,7 @@ In bfloat16 it is as near to the float32 truth as transformers is.
 
 from __future__ import annotations
 
-from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.training.step import to_device
 
 import pytest
@@ -17,14 +17,14 @@ from ..batches import CONTENTS, Sample, make_batch, make_samples
 from ..conftest import Pair, Results, make_pair
 
 
-def per_sample(whole: torch.Tensor, batch: PackedBatch) -> list[torch.Tensor]:
+def per_sample(whole: torch.Tensor, batch: TokenBatch) -> list[torch.Tensor]:
     """The real tokens of each document or row, [tokens, ...] each."""
     flat, layout = whole.flatten(0, 1), batch.layout
     starts = layout.cu_seqlens_padded[:-1].tolist()
     return [flat[a : a + n] for a, n in zip(starts, layout.lengths, strict=True) if n]
 
 
-def run_megatron(pair: Pair, batch: PackedBatch) -> Results:
+def run_megatron(pair: Pair, batch: TokenBatch) -> Results:
     """Logits of each document or row, the summed loss, and its gradients, which are in the parameters too."""
     pair.megatron.zero_grad()
     inputs = to_device(batch.local(), pair.megatron)
@@ -35,7 +35,7 @@ def run_megatron(pair: Pair, batch: PackedBatch) -> Results:
     return Results(logits, loss.item(), pair.megatron_gradients())
 
 
-def check_parity(pair: Pair, samples: list[Sample], *batches: PackedBatch) -> tuple[Results, dict[str, float]]:
+def check_parity(pair: Pair, samples: list[Sample], *batches: TokenBatch) -> tuple[Results, dict[str, float]]:
     """The samples, in each of the batches, give what transformers makes of them; returns the last, and limits."""
     expected = pair.reference_results(samples)
     limits = pair.limits(samples, expected)

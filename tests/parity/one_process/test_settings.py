@@ -6,7 +6,7 @@ import json
 import shutil
 import types
 
-from qwen3vl_bridge.models import layer_specs
+from qwen3vl_bridge.models import router
 
 import pytest
 import torch
@@ -189,6 +189,6 @@ def test_recomputed_experts_keep_no_graph(family, moe_folder, tmp_path, monkeypa
         return [parameter.grad for parameter in pair.megatron.parameters() if parameter.grad is not None]
 
     found = gradients(kept=False)
-    monkeypatch.setattr(layer_specs.ReleasingMoELayer, "postprocess", MoELayer.postprocess)
+    monkeypatch.setattr(router.ReleasingMoELayer, "postprocess", MoELayer.postprocess)
     expected = gradients(kept=True)
     assert len(found) == len(expected) > 10 and all(map(torch.equal, found, expected))

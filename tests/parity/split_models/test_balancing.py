@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from qwen3vl_bridge.batch import PackedBatch, SequenceLayout
+from qwen3vl_bridge.batch import SequenceLayout, TokenBatch
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ KINDS: dict[str, tuple[dict[str, Any], set[str] | None]] = {
 }
 
 
-def gradients(split: Split, batches: Iterator[PackedBatch], count: int) -> dict[str, torch.Tensor]:
+def gradients(split: Split, batches: Iterator[TokenBatch], count: int) -> dict[str, torch.Tensor]:
     split.begin(batches, "padded")
     forward_backward(split.run, split.run.stream, count)
     return split.gradients()
@@ -60,14 +60,14 @@ def every_kind(split: Split, kind: str) -> dict[str, dict[str, torch.Tensor]]:
     return found | {EMPTY: gradients(split, batches, MICROBATCHES // size)}
 
 
-def emptied(batch: PackedBatch) -> PackedBatch:
+def emptied(batch: TokenBatch) -> TokenBatch:
     rows, tokens = batch.input_ids.shape
     return dataclasses.replace(
         batch, layout=SequenceLayout.rows([0] * rows, tokens), loss_mask=torch.zeros_like(batch.loss_mask)
     )
 
 
-def of_two(split: Split) -> Iterator[PackedBatch]:
+def of_two(split: Split) -> Iterator[TokenBatch]:
     """Two microbatches in one, or one on each of two data-parallel ranks; nothing counts but their balance."""
     rank, size = split.run.groups.dp.rank(), split.run.groups.dp.size()
     samples = [one for microbatch in step_samples(CONTENT, split.hf_config, 0)[rank:2:size] for one in microbatch]

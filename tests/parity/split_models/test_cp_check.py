@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import sys
 
-from qwen3vl_bridge.batch import PackedBatch, SequenceLayout
+from qwen3vl_bridge.batch import SequenceLayout, TokenBatch
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def layout_of(samples: list[Sample], rows: str) -> SequenceLayout:
     return SequenceLayout.rows(lengths, -(-max(lengths) // MULTIPLE) * MULTIPLE)
 
 
-def step_once(run: Run, batch: PackedBatch) -> dict[str, float]:
+def step_once(run: Run, batch: TokenBatch) -> dict[str, float]:
     run.stream = itertools.repeat(batch)
     log = train_step(run)
     return {name: log[name] for name in ("loss", "grad_norm")}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from qwen3vl_bridge.batch import PackedBatch, SequenceLayout, VisionWork, make_vision_inputs, vision_slots
+from qwen3vl_bridge.batch import SequenceLayout, TokenBatch, VisionWork, make_vision_inputs, vision_slots
 from qwen3vl_bridge.batch.vision_sharding import assign_vision
 from qwen3vl_bridge.models.flops import tower_costs
 from qwen3vl_bridge.models.qwen3_vl.presets import config_dict
@@ -68,7 +68,7 @@ def main(output: str, folder: str) -> None:
 PAGE = Path("docs/speed.md")
 
 
-def encoders(batch: PackedBatch, frames: Sequence[Sequence[int]]) -> list[int]:
+def encoders(batch: TokenBatch, frames: Sequence[Sequence[int]]) -> list[int]:
     """The rank that encodes each vision token of a batch, from the frames of each rank."""
     starts = [0, *accumulate(patches // 4 for patches in batch.vision.lengths)]
     found = [-1] * starts[-1]
@@ -78,7 +78,7 @@ def encoders(batch: PackedBatch, frames: Sequence[Sequence[int]]) -> list[int]:
     return found
 
 
-def crossings(batch: PackedBatch, frames: Sequence[Sequence[int]]) -> list[int]:
+def crossings(batch: TokenBatch, frames: Sequence[Sequence[int]]) -> list[int]:
     """Of each rank, how many vision tokens its own tokens use that another one encodes."""
     found, encoder = [], encoders(batch, frames)
     for rank in range(len(frames)):
@@ -99,7 +99,7 @@ def test_bytes_sent_are_those_of_tokens_that_other_ranks_use(untied_folder, rank
         assert f"| tiny, CP {ranks}, {rows} | {gathered:,} | {sent['forward']:,} |" in PAGE.read_text()
 
 
-def row_of_16k() -> PackedBatch:
+def row_of_16k() -> TokenBatch:
     """13 documents of four images of 256 tokens and some text; pixels have one value each."""
     image, lengths = 9, [1256] * 13
     ids = torch.zeros(1, 16384, dtype=torch.int64)
@@ -107,7 +107,7 @@ def row_of_16k() -> PackedBatch:
         for first in (10, 300, 590, 880):
             ids[0, 1256 * document + first :][:256] = image
     grids = torch.tensor([(1, 32, 32)] * 52)
-    return PackedBatch(
+    return TokenBatch(
         input_ids=ids,
         labels=ids,
         loss_mask=torch.ones(ids.shape),
@@ -121,7 +121,7 @@ def row_of_16k() -> PackedBatch:
 
 
 def test_what_the_page_says_of_8b():
-    """In bf16, from what `PackedBatch.local` says is sent."""
+    """In bf16, from what `TokenBatch.local` says is sent."""
     batch, ranks, config = row_of_16k(), 4, config_dict("8B")
     dimensions, costs = dimensions_of(config), tower_costs(config)
     width = 2 * dimensions["hidden"] * (1 + len(dimensions.indices["deepstack_mergers"]))

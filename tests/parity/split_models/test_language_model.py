@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from qwen3vl_bridge.batch import PackedBatch, SequenceLayout
+from qwen3vl_bridge.batch import SequenceLayout, TokenBatch
 from qwen3vl_bridge.models.core_attention import layout_packed_seq_params
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLGPTModel
 
@@ -70,7 +70,7 @@ def layout_of(samples: list[Sample], rows: str) -> SequenceLayout:
     return SequenceLayout.rows(lengths, max(even))
 
 
-def forward(model: Qwen3VLGPTModel, batch: PackedBatch) -> Tensor:
+def forward(model: Qwen3VLGPTModel, batch: TokenBatch) -> Tensor:
     """Losses [B, S] of whole rows, with megatron-core's own arguments."""
     return model(
         batch.input_ids, batch.position_ids, attention_mask=None, labels=batch.labels,
@@ -96,7 +96,7 @@ def masks_of_routers(model: Qwen3VLGPTModel) -> list[Tensor]:
     return arrived
 
 
-def against_transformers(pair: Pair, alone: Qwen3VLGPTModel, samples: list[Sample], batch: PackedBatch) -> dict:
+def against_transformers(pair: Pair, alone: Qwen3VLGPTModel, samples: list[Sample], batch: TokenBatch) -> dict:
     """Errors of losses and gradients, and how many routers got another padding mask than that of their own tokens."""
     logits, total = run_reference(pair.reference, samples)
     total.backward()
@@ -117,7 +117,7 @@ def against_transformers(pair: Pair, alone: Qwen3VLGPTModel, samples: list[Sampl
     )
 
 
-def against_both_towers(pair: Pair, alone: Qwen3VLGPTModel, whole: Qwen3VLGPTModel, batch: PackedBatch) -> dict:
+def against_both_towers(pair: Pair, alone: Qwen3VLGPTModel, whole: Qwen3VLGPTModel, batch: TokenBatch) -> dict:
     """Differences to the same text model in the one of both towers, with experts balanced, padding left out."""
     config = pair.provider
     inputs = batch.local(**config.sequence_ranks(config._pg_collection))

@@ -1,5 +1,6 @@
 """Linear attention against transformers', rows and packed rows, outputs and gradients; its delta rule by definition."""
 
+import dataclasses
 import importlib
 import importlib.util
 import itertools
@@ -159,11 +160,12 @@ def test_the_import_hook_puts_them_where_megatron_core_calls_them():
 
 
 def test_a_family_that_is_registered_late_replaces_what_is_imported_already(monkeypatch):
-    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
+    known = dict(registry.families())
+    monkeypatch.setattr(registry, "families", lambda: known)
     given = []
     monkeypatch.setattr(registry, "note_module", given.append, raising=False)
-    late = registry.Family(
-        "late", {"late_vl": "Late"}, *["os.path.join"] * 6, bridge="os",
+    late = dataclasses.replace(
+        registry.family("qwen3_5"), name="late", architectures={"late_vl": "Late"}, bridge="os",
         replacements={"megatron.core": "qwen3vl_bridge.registry.note_module", "not.there": "not.there.either"},
     )  # fmt: skip
     registry.register_family(late)

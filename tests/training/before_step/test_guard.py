@@ -10,14 +10,16 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
-from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.data.collation import Collator
 from qwen3vl_bridge.data.dataset_provider import Qwen3VLConversationProvider
 from qwen3vl_bridge.data.encoding import EncodedSample
+from qwen3vl_bridge.models.rules import check
+from qwen3vl_bridge.training import run_refusals
 from qwen3vl_bridge.training.before_step import Guard, SampleLoss, SpoiltStepError, latest_losses, optimizers_of
 from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
 from qwen3vl_bridge.training.run_log import metrics_line, read_metrics
-from qwen3vl_bridge.training.run_settings import GuardConfig, Qwen3VLTowers
+from qwen3vl_bridge.training.run_settings import GuardConfig, Qwen3VLLearningRates
 from qwen3vl_bridge.weights.rows import Part
 
 import hypothesis.strategies as st
@@ -38,7 +40,7 @@ class Spoil:
     sample: int
     kind: str
 
-    def apply(self, batch: PackedBatch) -> PackedBatch:
+    def apply(self, batch: TokenBatch) -> TokenBatch:
         if batch.sample_ids != self.row:
             return batch
         if self.kind == "nan":
@@ -56,7 +58,7 @@ class Spoil:
 class SpoiltCollator(Collator):
     spoils: tuple[Spoil, ...] = ()
 
-    def packed(self, samples: Sequence[EncodedSample]) -> PackedBatch:
+    def packed(self, samples: Sequence[EncodedSample]) -> TokenBatch:
         batch = super().packed(samples)
         for spoil in self.spoils:
             batch = spoil.apply(batch)
@@ -251,8 +253,11 @@ def test_the_log_has_what_the_guard_knew(values, window, step):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(rerun_state_machine__check_for_nan_in_loss=True), "rerun_state_machine.check_for_nan_in_loss=True"),
-        (dict(ddp__check_for_nan_in_grad=True), "ddp.check_for_nan_in_grad=True, which ends the run before"),
+        (
+            dict(rerun_state_machine__check_for_nan_in_loss=True),
+            "check_for_nan_in_loss is True with guard.on_nan",
+        ),
+        (dict(ddp__check_for_nan_in_grad=True), "ddp.check_for_nan_in_grad is True with .*: it ends the run before"),
         (dict(guard__on_nan="ignore"), "guard.on_nan is 'ignore', expected one of"),
     ],
 )
@@ -280,7 +285,7 @@ def test_callbacks_that_come_twice_are_refused(inputs):
 
 def config_of_parts(inputs, save, **towers):
     cfg = inputs.config(save, validation__eval_interval=0, checkpoint__save_interval=2)
-    cfg.mixed_precision, cfg.optimizer_config_override_provider = "bf16_mixed", Qwen3VLTowers(**towers)
+    cfg.mixed_precision, cfg.optimizer_config_override_provider = "bf16_mixed", Qwen3VLLearningRates(**towers)
     return replicate(cfg)
 
 
@@ -346,7 +351,7 @@ def test_settings_that_contradict_each_other_are_refused(inputs, settings, messa
         if sep:
             setattr(cfg if section == "cfg" else getattr(cfg, section), field, value)
     with pytest.raises(ValueError, match=message):
-        cfg.validate()
+        check(run_refusals.ON_TRAIN, cfg)
 
 
 def test_settings_are_changed_on_the_command_line(inputs):
@@ -356,5 +361,5 @@ def test_settings_are_changed_on_the_command_line(inputs):
     overrides = [f"{provider}.vision_model_lr=1e-6", "guard.on_nan=skip"]
     cfg = process_config_with_overrides(inputs.config(None), cli_overrides=overrides)
     towers = cfg.optimizer_config_override_provider
-    assert towers == Qwen3VLTowers(vision_model_lr=1e-6) and cfg.guard.on_nan == "skip"
+    assert towers == Qwen3VLLearningRates(vision_model_lr=1e-6) and cfg.guard.on_nan == "skip"
     cfg.validate()

@@ -268,7 +268,7 @@ def test_what_would_step_wrong_gradients_or_fail_later_is_refused(inputs, settin
 def test_a_missing_package_is_named_before_the_model_is_built(inputs, monkeypatch):
     monkeypatch.setattr(run_refusals, "HAVE_EMERGING_OPTIMIZERS", False)
     cfg = replicated(inputs, None, distributed=False, optimizer__optimizer="muon")
-    with pytest.raises(ModuleNotFoundError, match=r"optimizer is 'muon', .*: pip install emerging-optimizers"):
+    with pytest.raises(ValueError, match=r"optimizer is 'muon', .*: pip install emerging-optimizers"):
         cfg.validate()
 
 

@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.training.before_step import TOWER_NORMS, optimizers_of
 from qwen3vl_bridge.training.callbacks import training_callbacks
 from qwen3vl_bridge.training.run_log import ENTRY
-from qwen3vl_bridge.training.run_settings import GuardConfig, Qwen3VLTowers
+from qwen3vl_bridge.training.run_settings import GuardConfig, Qwen3VLLearningRates
 
 import pytest
 import torch
@@ -48,11 +48,11 @@ def train_parts(folder: Path) -> dict[str, Any]:
 
     model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").train()
     named = dict(model.named_parameters())
-    towers = Qwen3VLTowers(**TOWERS)
+    rates = Qwen3VLLearningRates(**TOWERS)
     groups = [
         dict(
             params=[p for name, p in named.items() if part_of(name) == part and (p.ndim > 1) == decays],
-            lr=getattr(towers, f"{part}_lr") or ADAM["lr"],
+            lr=getattr(rates, f"{part}_lr") or ADAM["lr"],
             weight_decay=DECAY if decays else 0.0,
         )
         for part in PARTS
@@ -92,11 +92,11 @@ class Messages(logging.Handler):
         self.seen.append(record.getMessage())
 
 
-def named(batch: PackedBatch, number: int) -> PackedBatch:
+def named(batch: TokenBatch, number: int) -> TokenBatch:
     return replace(batch, sample_ids=tuple(f"{number}.{i}" for i, n in enumerate(batch.layout.lengths) if n))
 
 
-def spoilt(batch: PackedBatch) -> PackedBatch:
+def spoilt(batch: TokenBatch) -> TokenBatch:
     pixels = batch.vision.pixel_values.clone()
     pixels[-1] = torch.nan
     return replace(batch, vision=replace(batch.vision, pixel_values=pixels))
@@ -119,7 +119,9 @@ def adam_states(run: Run) -> list[torch.Tensor]:
 
 def one_case(case: str, folders: dict[str, str]) -> dict[str, Any]:
     family, name, settings = CASES[case]
-    settings = dict(settings, optimizer_config_override_provider=Qwen3VLTowers(**TOWERS), train__train_iters=STEPS + 1)
+    settings = dict(
+        settings, optimizer_config_override_provider=Qwen3VLLearningRates(**TOWERS), train__train_iters=STEPS + 1
+    )
     split = Split(folders[family], TOPOLOGIES[name], **settings)
     run, rows = split.run, split.batches(CONTENT, "packed", steps=STEPS + 1)
     run.cfg.guard = GuardConfig(on_nan="skip")
@@ -129,7 +131,7 @@ def one_case(case: str, folders: dict[str, str]) -> dict[str, Any]:
         return found | spoilt_step(run, rows)
 
 
-def good_steps(run: Run, rows: Iterator[PackedBatch], shared: dict[str, Any]) -> dict[str, Any]:
+def good_steps(run: Run, rows: Iterator[TokenBatch], shared: dict[str, Any]) -> dict[str, Any]:
     run.stream = rows
     norms, totals = [], []
     for _ in range(STEPS):
@@ -139,7 +141,7 @@ def good_steps(run: Run, rows: Iterator[PackedBatch], shared: dict[str, Any]) ->
     return dict(norms=norms, totals=totals)
 
 
-def spoilt_step(run: Run, rows: Iterator[PackedBatch]) -> dict[str, Any]:
+def spoilt_step(run: Run, rows: Iterator[TokenBatch]) -> dict[str, Any]:
     """A step with a sample that is none: whether it was skipped and changed nothing, and what was said."""
     messages, log = Messages(), logging.getLogger("qwen3vl_bridge.training.before_step")
     log.addHandler(messages)

@@ -4,10 +4,11 @@ from types import SimpleNamespace
 
 import qwen3vl_bridge
 from qwen3vl_bridge.models.rules import check
-from qwen3vl_bridge.models.settings import DistTrainConfig
 from qwen3vl_bridge.training.run_refusals import ON_TRAIN
 
 import pytest
+from megatron.bridge.models.qwen_vl.qwen3_vl_provider import DistTrainConfig
+from megatron.bridge.training.config import TrainingConfig
 
 from tests.model.settings.test_parallel_settings import DENSE, finalized
 
@@ -20,7 +21,7 @@ def run(vision, language, *, sharded=True, skip=(), dataset=None, **checkpoint):
         checkpoint=SimpleNamespace(**saved),
         optimizer=SimpleNamespace(use_distributed_optimizer=sharded, optimizer_cuda_graph=False),
         optimizer_config_override_provider=None,
-        train=SimpleNamespace(iterations_to_skip=list(skip)),
+        train=TrainingConfig(iterations_to_skip=list(skip)),
         dataset=dataset or qwen3vl_bridge.Qwen3VLConversationProvider(hf_processor_path="x", seq_length=8),
     )
 

@@ -20,7 +20,6 @@ from qwen3vl_bridge.io.parsing import read_whole
 
 FILE = ".metadata"
 _MAX_DIMENSIONS, _MAX_BYTES = 32, 1 << 31
-_MAX_DEPTH = 4
 
 
 class Record:
@@ -46,19 +45,6 @@ class Record:
         """A field of a dataclass, None if it does not exist."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
-    def _key(self) -> tuple[Any, ...]:
-        return (self.kind, self.field("fqn"), self.field("offset"))
-
-    def __hash__(self) -> int:
-        kind, key, offset = self._key()
-        flat = offset is None or (isinstance(offset, tuple) and all(isinstance(number, int) for number in offset))
-        if not isinstance(key, str) or not flat:
-            raise pickle.UnpicklingError(f"{kind} with another key than a name and an offset")
-        return hash((kind, key, offset))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Record) and self._key() == other._key()
-
 
 def _records(module: str, *names: str) -> dict[tuple[str, str], type[Record]]:
     return {(module, name): type(name, (Record,), {"kind": name, "__slots__": ()}) for name in names}
@@ -68,6 +54,11 @@ def _size(values: Any = ()) -> tuple[Any, ...]:
     if not isinstance(values, (tuple, list)):
         raise pickle.UnpicklingError(f"torch.Size of a {type(values).__name__}")
     return tuple(values)
+
+
+def empty_dict() -> dict[Any, Any]:
+    """What an OrderedDict begins as; its entries follow. One made of entries would hash whatever these are."""
+    return {}
 
 
 def _text(*parts: Any) -> str:
@@ -85,19 +76,11 @@ METADATA_GLOBALS: Mapping[tuple[str, str], Any] = {
     (f"{_DCP}.planner", "WriteItemType"): _text,
     **{("torch", name): name for name in ITEMSIZE},
     ("torch", "Size"): _size,
-    ("collections", "OrderedDict"): dict,
+    ("collections", "OrderedDict"): empty_dict,
     ("torch.serialization", "_get_layout"): _text,
     (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"): _text,
     **{(module, name): _text for module in ("pathlib", "pathlib._local") for name in _PATHS},
 }
-
-
-def _depth(value: Any) -> int:
-    """Nesting depth of tuples; stops at the maximum that matters."""
-    deepest, level = 0, {id(value): value}
-    while deepest <= _MAX_DEPTH and (level := {i: entry for i, entry in level.items() if isinstance(entry, tuple)}):
-        deepest, level = deepest + 1, {id(entry): entry for outer in level.values() for entry in outer}
-    return deepest
 
 
 class _Memo(list):
@@ -143,19 +126,28 @@ class _Unpickler(_Base):
             raise pickle.UnpicklingError(f"it sets the state of a {type(self.stack[-1]).__name__}")
         self.stack[-1].__setstate__(state)
 
-    def load_tuple_of(self, load: Callable[[Any], None]) -> None:
-        # Nested, shared tuples can take exponential time to compare or to hash.
-        load(self)
-        if _depth(self.stack[-1]) > _MAX_DEPTH:
-            raise pickle.UnpicklingError(f"it nests tuples more than {_MAX_DEPTH} deep")
+    def load_setitem(self) -> None:
+        value = self.stack.pop()
+        self._set([self.stack.pop(), value])
+
+    def load_setitems(self) -> None:
+        self._set(self.pop_mark())
+
+    def _set(self, items: list[Any]) -> None:
+        # A nested tuple of shared tuples can take exponential time to hash.
+        if not all(isinstance(key, str | int | Record) for key in items[::2]):
+            raise pickle.UnpicklingError("it has a key other than a name, a number or an index")
+        self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
 
     def _refuse(self) -> None:
         raise pickle.UnpicklingError("it has a pickle opcode that torch never writes")
 
     dispatch[pickle.BUILD[0]] = load_build
-    for _code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
-        dispatch[_code[0]] = lambda self, load=_Base.dispatch[_code[0]]: self.load_tuple_of(load)
-    for _code in (pickle.INST, pickle.OBJ, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.NEXT_BUFFER):
+    dispatch[pickle.SETITEM[0]] = load_setitem
+    dispatch[pickle.SETITEMS[0]] = load_setitems
+    for _code in (pickle.INST, pickle.OBJ, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.NEXT_BUFFER, pickle.DICT):
+        dispatch[_code[0]] = _refuse
+    for _code in (pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET):
         dispatch[_code[0]] = _refuse
 
 
@@ -243,7 +235,7 @@ class _Checker:
     def check(self, top: Record) -> DcpMetadata:
         entries = self.expect(top.field("state_dict_metadata"), dict, "state_dict_metadata")
         for index, info in self.expect(top.field("storage_data"), dict, "storage_data").items():
-            self.expect_record(index, "MetadataIndex", "storage_data")
+            self.expect(index, "MetadataIndex", "storage_data")
             key, offset = self.expect(index.field("fqn"), str, "storage_data"), index.field("offset")
             self.storage[key, offset if offset is None else self.numbers(offset, f"{key}, storage_data")] = info
         result = DcpMetadata(self.folder)
@@ -258,14 +250,10 @@ class _Checker:
     def fail(self, where: str, found: Any, expected: str) -> CheckpointError:
         return CheckpointError(f"{self.path}, {where}: found {_shown(found)}, expected {expected}")
 
-    def expect(self, value: Any, kind: type, where: str) -> Any:
-        if not isinstance(value, kind):
-            raise self.fail(where, _kind(value), kind.__name__)
-        return value
-
-    def expect_record(self, value: Any, kind: str, where: str) -> Record:
-        if not isinstance(value, Record) or value.kind != kind:
-            raise self.fail(where, _kind(value), kind)
+    def expect(self, value: Any, kind: type | str, where: str) -> Any:
+        """The value, which has to be of a type, or a record of a kind."""
+        if not (_kind(value) == kind if isinstance(kind, str) else isinstance(value, kind)):
+            raise self.fail(where, _kind(value), kind if isinstance(kind, str) else kind.__name__)
         return value
 
     def numbers(self, value: Any, where: str) -> Shape:
@@ -275,8 +263,8 @@ class _Checker:
         return value
 
     def tensor(self, key: str, entry: Any) -> tuple[TensorSpec, tuple[Chunk, ...]]:
-        self.expect_record(entry, "TensorStorageMetadata", key)
-        properties = self.expect_record(entry.field("properties"), "TensorProperties", key).state
+        self.expect(entry, "TensorStorageMetadata", key)
+        properties = self.expect(entry.field("properties"), "TensorProperties", key).state
         dtype = properties[0] if isinstance(properties, tuple) and properties else None
         if not isinstance(dtype, str) or dtype not in ITEMSIZE:
             raise self.fail(key, dtype, "a dtype")
@@ -285,7 +273,7 @@ class _Checker:
         return spec, tuple(self.chunk(spec, chunk) for chunk in chunks)
 
     def chunk(self, spec: TensorSpec, chunk: Any) -> Chunk:
-        self.expect_record(chunk, "ChunkStorageMetadata", spec.name)
+        self.expect(chunk, "ChunkStorageMetadata", spec.name)
         offsets = self.numbers(chunk.field("offsets"), f"{spec.name}, chunk offsets")
         sizes = self.numbers(chunk.field("sizes"), f"{spec.name}, chunk sizes")
         in_range = len(offsets) == len(sizes) == len(spec.shape) and all(
@@ -299,7 +287,7 @@ class _Checker:
         return Chunk(offsets, sizes, item)
 
     def item(self, info: Any, where: str) -> Extent:
-        self.expect_record(info, "_StorageInfo", where)
+        self.expect(info, "_StorageInfo", where)
         if info.field("transform_descriptors"):
             raise self.fail(where, "one that is transformed", "an item stored as it is")
         relative = self.expect(info.field("relative_path"), str, f"{where}, file")

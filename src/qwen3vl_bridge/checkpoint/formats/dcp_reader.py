@@ -9,22 +9,16 @@ import heapq
 import io
 import itertools
 import math
-import os
-import pickle
-import tempfile
 import zipfile
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from threading import Lock
-from typing import IO, Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
-from qwen3vl_bridge.checkpoint.formats.dcp_metadata import Chunk, DcpMetadata, restricted_loads
+from qwen3vl_bridge.checkpoint.formats.dcp_metadata import Chunk, DcpMetadata, empty_dict, restricted_loads
 from qwen3vl_bridge.checkpoint.formats.tensors import ITEMSIZE, Extent, Shape, Slice, TensorSpec
 from qwen3vl_bridge.io.files import CheckpointError
 
-_LOCAL_HEADER = 30
 _MAX_PICKLE = 1 << 20
 
 
@@ -35,25 +29,18 @@ class DcpTensors:
         """Choose tensors: given name -> key in the folder.
 
         Raises:
-            CheckpointError: the chunks of a tensor do not cover it exactly once, or two are the same item.
+            CheckpointError: two chunks are the same item.
         """
         self.folder = metadata.folder
-        specs, self._chunks = {}, {}
-        for name, key in keys.items():
-            spec, self._chunks[name] = metadata.tensors[key]
-            specs[name] = TensorSpec(name, spec.dtype, spec.shape)
-        self.specs: Mapping[str, TensorSpec] = specs
-        self._spilled: IO[bytes] | None = None
-        self._payloads: dict[Extent, Extent] = {}
-        self._finding = Lock()  # several threads read
+        self.specs: dict[str, TensorSpec] = {}
+        self._chunks: dict[str, tuple[Chunk, ...]] = {}
         self._tilings: dict[str, Tiling] = {}
-        for name, spec in specs.items():
-            try:
-                self._tilings[name] = Tiling(spec.shape, [chunk[:2] for chunk in self._chunks[name]])
-            except ValueError as error:
-                raise CheckpointError(f"{self.folder}, tensor {name} {spec.shape}: {error}") from error
+        self._payloads: dict[Extent, Extent] = {}
         owners: dict[tuple[Path, int], str] = {}
-        for name, chunks in self._chunks.items():
+        for name, key in keys.items():
+            spec, chunks = metadata.tensors[key]
+            self.specs[name], self._chunks[name] = TensorSpec(name, spec.dtype, spec.shape), chunks
+            self._tilings[name] = Tiling(spec.shape, [chunk[:2] for chunk in chunks])
             for path, offset, _ in (chunk.item for chunk in chunks):
                 if (path, offset) in owners:
                     both = f"{owners[path, offset]} and of {name}"
@@ -64,56 +51,30 @@ class DcpTensors:
         """See `TensorSource`.
 
         Raises:
-            CheckpointError: an item is damaged or contains another tensor than the metadata says.
+            CheckpointError: an element is in no chunk or in two, or an item is damaged or contains another tensor than
+                the metadata says.
         """
-        size, chunks = ITEMSIZE[self.specs[wanted.source].dtype], self._chunks[wanted.source]
-        for block in self._tilings[wanted.source].blocks(wanted.start, wanted.length):
-            payload = self._payload(wanted.source, chunks[block.box])
+        spec, chunks, tiling = (self.specs[wanted.source], self._chunks[wanted.source], self._tilings[wanted.source])
+        size, position, end = ITEMSIZE[spec.dtype], wanted.start, wanted.start + wanted.length
+        for block in itertools.chain(tiling.blocks(position, wanted.length), [Block(end, 0, 0, 0)]):
+            if block.start != position:
+                where = f"{self.folder}, tensor {spec.name} {spec.shape}"
+                number = "no chunk" if block.start > position else "two chunks"
+                raise CheckpointError(f"{where}: element {min(position, block.start)} is in {number}")
+            if not block.length:
+                return
+            position += block.length
+            item = chunks[block.box].item
+            payload = self._payloads.get(item)
+            if payload is None:
+                payload = find_payload(item, spec.dtype, chunks[block.box].sizes, wanted.source)
+                self._payloads[item] = payload
             yield Extent(payload.path, payload.offset + block.first * size, block.length * size)
 
     @property
     def files(self) -> list[Path]:
         """See `TensorSource`."""
         return sorted({chunk.item.path for chunks in self._chunks.values() for chunk in chunks})
-
-    def drop(self, name: str) -> None:
-        """See `TensorSource`."""
-        self.specs = {key: spec for key, spec in self.specs.items() if key != name}
-
-    def check(self, names: Iterable[str]) -> None:
-        """See `TensorSource`."""
-        for name in names:
-            for chunk in self._chunks[name]:
-                self._payload(name, chunk)
-
-    def _payload(self, name: str, chunk: Chunk) -> Extent:
-        with self._finding:
-            found = self._payloads.get(chunk.item)
-            if found is None:
-                dtype = self.specs[name].dtype
-                try:
-                    found = find_payload(chunk.item, dtype, chunk.sizes, name)
-                except NotPlain:
-                    data = load_item(chunk.item, dtype, chunk.sizes, name)
-                    found = self._spill(data, f"{chunk.item.path}, {name}")
-                self._payloads[chunk.item] = found
-            return found
-
-    def _spill(self, data: memoryview, what: str) -> Extent:
-        """Store the bytes of an item that cannot be read in place. All such items share one file."""
-        try:
-            if self._spilled is None:
-                self._spilled = tempfile.TemporaryFile()  # noqa: SIM115, it lives as long as this
-            start = self._spilled.seek(0, os.SEEK_END)
-            self._spilled.write(data)
-            self._spilled.flush()
-        except OSError as error:
-            raise CheckpointError(
-                f"{what}: an archive of the old format, which has to be unpacked to {tempfile.gettempdir()}: "
-                f"{error.strerror or error}"
-            ) from error
-        # The file has no name; it exists as long as it is open, and Linux provides a path for that time.
-        return Extent(Path(f"/proc/self/fd/{self._spilled.fileno()}"), start, len(data))
 
 
 class Block(NamedTuple):
@@ -134,8 +95,6 @@ class _Box(NamedTuple):
     begin: int
     end: int
     number: int
-    offsets: Shape
-    sizes: Shape
     counts: Shape
     strides: Shape
     length: int
@@ -163,7 +122,7 @@ class Tiling:
     """A tensor cut into boxes."""
 
     def __init__(self, shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> None:
-        """Check the boxes, which are (offsets, sizes) inside the tensor; ValueError if an element is in none or two."""
+        """Sort the boxes, which are (offsets, sizes) inside the tensor."""
         strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
         found = (_box(shape, strides, offsets, sizes, i) for i, (offsets, sizes) in enumerate(boxes))
         # Boxes that interleave, such as blocks of columns, form a group.
@@ -176,15 +135,9 @@ class Tiling:
                 self._groups.append([box])
             end = max(end, box.end)
         self._starts = [group[0].begin for group in self._groups]
-        for group in self._groups:
-            _check_disjoint(group, strides)
-        # Disjoint and inside the tensor: they cover it if they have its number of elements.
-        elements = sum(math.prod(box.sizes) for group in self._groups for box in group)
-        if elements != math.prod(shape):
-            raise ValueError(f"{elements} elements in chunks, expected {math.prod(shape)}")
 
     def blocks(self, start: int, length: int) -> Iterator[Block]:
-        """Elements [start, start + length), in order."""
+        """Elements [start, start + length) that are in boxes, in order; one that is in two comes twice."""
         end = start + length
         for group in itertools.islice(self._groups, max(bisect_right(self._starts, start) - 1, 0), None):
             if group[0].begin >= end:
@@ -202,27 +155,10 @@ def _box(shape: Shape, strides: Shape, offsets: Shape, sizes: Shape, number: int
     outer = max(whole - 1, 0)
     begin = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     end = 1 + begin + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-    return _Box(begin, end, number, offsets, sizes, sizes[:outer], strides[:outer], math.prod(sizes[outer:]))
+    return _Box(begin, end, number, sizes[:outer], strides[:outer], math.prod(sizes[outer:]))
 
 
-def _check_disjoint(group: list[_Box], strides: Shape) -> None:
-    begins = [box.begin for box in group]
-    for i, box in enumerate(group):
-        for other in group[i + 1 : bisect_left(begins, box.end)]:
-            low = tuple(map(max, box.offsets, other.offsets))
-            high = (
-                min(o + s, p + t) for o, s, p, t in zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True)
-            )
-            if all(a < b for a, b in zip(low, high, strict=True)):
-                element = sum(offset * stride for offset, stride in zip(low, strides, strict=True))
-                raise ValueError(f"element {element} is in two chunks")
-
-
-class NotPlain(Exception):
-    """The item is not an archive with the tensor's bytes in order; loading it may still work."""
-
-
-class Window(io.RawIOBase):
+class _Window(io.RawIOBase):
     """Part of a file as a separate file object."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
@@ -230,15 +166,12 @@ class Window(io.RawIOBase):
         self._file, self._offset, self._length, self._position = file, offset, length, 0
 
     def readable(self) -> bool:
-        """Returns True."""
         return True
 
     def seekable(self) -> bool:
-        """Returns True."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Like that of any file."""
         position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
         if position < 0:
             raise ValueError(f"seek to {position}")
@@ -246,7 +179,6 @@ class Window(io.RawIOBase):
         return position
 
     def readinto(self, buffer: Any) -> int:
-        """Like that of any file, up to the end of the part."""
         count = max(0, min(len(buffer), self._length - self._position))
         self._file.seek(self._offset + self._position)
         data = self._file.read(count)
@@ -255,81 +187,60 @@ class Window(io.RawIOBase):
         return len(data)
 
 
-@contextmanager
-def _open_item(item: Extent) -> Iterator[io.BufferedReader]:
-    try:
-        with item.path.open("rb", buffering=0) as file:
-            yield io.BufferedReader(Window(file, item.offset, item.length), 4096)
-    except OSError as error:
-        raise CheckpointError(f"{item.path}: {error.strerror or error}") from error
-
-
-def find_payload(item: Extent, dtype: str, sizes: Shape, key: str) -> Extent:
+def find_payload(item: Extent, dtype: str, sizes: Shape, name: str) -> Extent:
     """Where the bytes of an item's tensor are: an item of a `.distcp` file is a torch zip archive.
 
-    By the metadata the tensor has this dtype and shape; `key` is its name, for errors.
-
     Raises:
-        NotPlain: the item is readable, but its bytes are not simply the tensor's.
-        CheckpointError: the item contains another tensor than the metadata says.
+        CheckpointError: the item is damaged, requires code, or is another tensor than `name`, which by the metadata has
+            this dtype and shape, or not contiguous.
     """
-    with _open_item(item) as file:
-        try:
-            archive = zipfile.ZipFile(file)
-        except OSError:
-            raise
-        except Exception as error:  # a damaged archive can fail in any way
-            raise NotPlain(f"no zip archive: {error}") from error
-        records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-        if "byteorder" in records and _bytes_of(file, records, "byteorder", item) != b"little":
-            raise NotPlain("not little-endian")
-        pickled = _bytes_of(file, records, "data.pkl", item)
-        try:
-            tensor = restricted_loads(pickled, f"{item.path}, {key}", _GLOBALS, _storage)
-        except CheckpointError as error:
-            raise NotPlain(str(error)) from error
-        if not isinstance(tensor, _Tensor):
-            raise NotPlain(f"a {type(tensor).__name__}")
-        if (tensor.storage.dtype, tensor.sizes) != (dtype, sizes):
-            raise CheckpointError(
-                f"{item.path}, {key}: found {list(tensor.sizes)} {tensor.storage.dtype} at byte {item.offset}, "
-                f"expected {list(sizes)} {dtype} by the metadata"
-            )
-        nbytes = math.prod(sizes) * ITEMSIZE[dtype]
-        strides = tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
-        if nbytes and any(s != t for s, t, n in zip(tensor.strides, strides, sizes, strict=True) if n > 1):
-            raise NotPlain(f"strides {tensor.strides}, not contiguous")
-        start, length = _span_of(file, records, f"data/{tensor.storage.key}", item)
-        first = tensor.offset * ITEMSIZE[dtype]
-        if first + nbytes > length:
-            raise CheckpointError(f"{item.path}, {key}: found {length} bytes, expected {first + nbytes}")
-        return Extent(item.path, item.offset + start + first, nbytes)
+    where = f"{item.path}, {name}: the item at byte {item.offset}"
+    try:
+        with item.path.open("rb", buffering=0) as file:
+            window = io.BufferedReader(_Window(file, item.offset, item.length), 4096)
+            archive = zipfile.ZipFile(window)
+            records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
 
+            def span_of(record: str) -> tuple[int, int]:
+                """Start of a record's bytes within the item, and their number."""
+                info = records[record]
+                if info.compress_type != zipfile.ZIP_STORED:
+                    raise ValueError("it is compressed, which torch never writes")
+                with archive.open(info):  # which reads the record's own header, and nothing after it
+                    start = window.tell()
+                if start + info.file_size > item.length or info.compress_size != info.file_size:
+                    raise ValueError(f"record {record} ends outside the item")
+                return start, info.file_size
 
-def _span_of(file: BinaryIO, records: dict[str, zipfile.ZipInfo], name: str, item: Extent) -> tuple[int, int]:
-    """Start of a record's bytes within the item, and their number."""
-    info = records.get(name)
-    if info is None or info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 0x1:
-        raise NotPlain(f"no uncompressed record {name}")
-    if not 0 <= info.header_offset < item.length:
-        raise NotPlain(f"record {name} starts outside the item")
-    file.seek(info.header_offset)
-    header = file.read(_LOCAL_HEADER)
-    if len(header) < _LOCAL_HEADER or header[:4] != b"PK\3\4":
-        raise NotPlain(f"record {name} has no header")
-    start = info.header_offset + _LOCAL_HEADER
-    start += int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-    if start + info.file_size > item.length or info.compress_size != info.file_size:
-        raise NotPlain(f"record {name} ends outside the item")
-    return start, info.file_size
+            def bytes_of(record: str) -> bytes:
+                start, length = span_of(record)
+                if length > _MAX_PICKLE:
+                    raise ValueError(f"record {record} has {length} bytes")
+                window.seek(start)
+                return window.read(length)
 
-
-def _bytes_of(file: BinaryIO, records: dict[str, zipfile.ZipInfo], name: str, item: Extent) -> bytes:
-    start, length = _span_of(file, records, name, item)
-    if length > _MAX_PICKLE:
-        raise NotPlain(f"record {name} has {length} bytes")
-    file.seek(start)
-    return file.read(length)
+            if "byteorder" in records and bytes_of("byteorder") != b"little":
+                raise ValueError("it is not little-endian")
+            tensor = restricted_loads(bytes_of("data.pkl"), where, _GLOBALS, _storage)
+            if not isinstance(tensor, _Tensor):
+                raise ValueError(f"it is a {type(tensor).__name__}")
+            start, length = span_of(f"data/{tensor.storage.key}")
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{item.path}: {error.strerror or error}") from error
+    except Exception as error:  # a damaged archive can fail in any way
+        raise CheckpointError(f"{where} cannot be read: {str(error) or type(error).__name__}") from error
+    if (tensor.storage.dtype, tensor.sizes) != (dtype, sizes):
+        found = f"found {list(tensor.sizes)} {tensor.storage.dtype}"
+        raise CheckpointError(f"{where}: {found}, expected {list(sizes)} {dtype} by the metadata")
+    first, nbytes = tensor.offset * ITEMSIZE[dtype], math.prod(sizes) * ITEMSIZE[dtype]
+    strides = tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
+    if nbytes and any(s != t for s, t, n in zip(tensor.strides, strides, sizes, strict=True) if n > 1):
+        raise CheckpointError(f"{where}: found strides {tensor.strides}, expected a contiguous tensor")
+    if first + nbytes > length:
+        raise CheckpointError(f"{where}: found {length} bytes, expected {first + nbytes}")
+    return Extent(item.path, item.offset + start + first, nbytes)
 
 
 class _Storage(NamedTuple):
@@ -346,7 +257,7 @@ class _Tensor(NamedTuple):
 
 def _storage(pid: Any) -> _Storage:
     kind, dtype, key, _device, _numel = pid
-    if kind != "storage" or dtype not in ITEMSIZE or not isinstance(key, str):
+    if kind != "storage" or not isinstance(dtype, str) or dtype not in ITEMSIZE or not isinstance(key, str):
         raise ValueError(f"reference to {kind}")
     return _Storage(dtype, key)
 
@@ -355,7 +266,7 @@ def _rebuild(storage: Any, offset: Any, sizes: Any, strides: Any, *_rest: Any) -
     numbers = (offset, *sizes, *strides)
     if not isinstance(storage, _Storage) or not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
         raise ValueError("a tensor of something else")
-    if len(sizes) != len(strides) or len(sizes) > 32:
+    if len(sizes) != len(strides):
         raise ValueError(f"{len(sizes)} sizes and {len(strides)} strides")
     return _Tensor(storage, offset, tuple(sizes), tuple(strides))
 
@@ -374,36 +285,6 @@ _DTYPES = {
 }
 _GLOBALS = {
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
-    ("collections", "OrderedDict"): dict,
+    ("collections", "OrderedDict"): empty_dict,
     **{("torch", f"{name}Storage"): dtype for name, dtype in _DTYPES.items()},
 }
-
-
-def load_item(item: Extent, dtype: str, sizes: Shape, name: str) -> memoryview:
-    """The bytes of an item's tensor that cannot be read in place, by torch's own restricted loader; as `find_payload`.
-
-    Raises:
-        CheckpointError: it cannot be loaded, or is another tensor than the metadata says.
-    """
-    import torch
-
-    try:
-        with _open_item(item) as file:
-            # A small archive could unpack to any size.
-            with suppress(zipfile.BadZipFile), zipfile.ZipFile(file) as archive:
-                if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
-                    raise ValueError("it is compressed, which torch never writes")
-            file.seek(0)
-            tensor = torch.load(file, map_location="cpu", weights_only=True)
-    except CheckpointError:
-        raise
-    except Exception as error:  # a damaged archive can fail in any way
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
-            reason = "it is damaged, or calls for code"  # torch's own message advises to run that code
-        where = f"{item.path}, {name}: the item at byte {item.offset}"
-        raise CheckpointError(f"{where} cannot be read: {reason}") from error
-    found = (str(tensor.dtype), tuple(tensor.shape)) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-    if found != (f"torch.{dtype}", sizes):
-        raise CheckpointError(f"{item.path}, {name}: found {found} at byte {item.offset}, expected {dtype} {sizes}")
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -6,16 +6,18 @@ import io
 import math
 import os
 import pickle
+import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 from qwen3vl_bridge.checkpoint.formats import planned_files
 from qwen3vl_bridge.checkpoint.formats.dcp_metadata import FILE
+from qwen3vl_bridge.checkpoint.formats.dcp_reader import find_payload
 from qwen3vl_bridge.checkpoint.formats.planned_files import Data, OutputFile
-from qwen3vl_bridge.checkpoint.formats.tensors import Segments, Shape, TensorSpec
+from qwen3vl_bridge.checkpoint.formats.tensors import Extent, Segments, Shape, TensorSpec
 
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
@@ -84,17 +86,17 @@ class DcpLayout:
                 file.append(content)
         return info
 
-    def write_metadata(self, folder: Path, paths: dict[str, tuple[str, ...]], save_id: str) -> None:
+    def write_metadata(self, folder: Path, path_of: Callable[[str], tuple[str, ...]], save_id: str) -> None:
         """Write `.metadata`.
 
         Args:
             folder: folder of the data files.
-            paths: position of a key in a nested state dict; the key itself if it is not given.
+            path_of: position of a key in a nested state dict.
             save_id: any text; the same one gives the same bytes.
         """
         metadata = Metadata(
             self._entries,
-            planner_data={key: paths.get(key, (key,)) for key in self._entries},
+            planner_data={key: path_of(key) for key in self._entries},
             storage_data=self._storage,
             storage_meta=StorageMeta(save_id=str(uuid.uuid5(uuid.NAMESPACE_OID, save_id))),
             version=CURRENT_DCP_VERSION,
@@ -117,55 +119,15 @@ def _size(numbers: Shape) -> torch.Size:
     return torch.Size(numbers)
 
 
-class _Recorder(io.RawIOBase):
-    """A file that records what is written and skips the tensor's bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written: list[tuple[int, bytes]] = []
-        self.skipped: list[tuple[int, int]] = []
-        self._position = 0
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def write(self, data) -> int:
-        self.written.append((self._position, bytes(data)))
-        self._position += len(self.written[-1][1])
-        return len(self.written[-1][1])
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        target = offset if whence == io.SEEK_SET else self._position + offset
-        self.skipped.append((self._position, target - self._position))
-        self._position = target
-        return target
-
-
 @lru_cache(maxsize=256)
 def _archive(dtype: str, shape: Shape) -> tuple[bytes, bytes]:
-    """What torch.save writes before and after the bytes of a contiguous tensor, which is not empty.
-
-    Raises:
-        RuntimeError: this version of torch has another archive format.
-    """
-    recorder = _Recorder()
-    nbytes = math.prod(shape) * getattr(torch, dtype).itemsize
-    with torch.serialization.skip_data():
-        # The memory is never accessed.
-        torch.save(torch.empty(shape, dtype=getattr(torch, dtype)), cast(IO[bytes], recorder))
-    holes = [hole for hole in recorder.skipped if hole[1] == nbytes]
-    if len(holes) != 1:
-        raise RuntimeError(f"torch {torch.__version__} left {recorder.skipped} open for a payload of {nbytes} bytes")
-    start = holes[0][0]
-    end = start + nbytes
-    head, tail = bytearray(start), bytearray(recorder.tell() - end)
-    for position, data in recorder.written:
-        part, base = (head, 0) if position < start else (tail, end)
-        part[position - base : position - base + len(data)] = data
-    return bytes(head), bytes(tail)
+    """What torch.save writes before and after the bytes of a contiguous tensor, which is not empty."""
+    with tempfile.NamedTemporaryFile() as file:
+        with torch.serialization.skip_data():  # the tensor's memory is not accessed, and the file takes no room
+            torch.save(torch.empty(shape, dtype=getattr(torch, dtype)), file)
+        item = Extent(Path(file.name), 0, file.seek(0, os.SEEK_END))
+        payload = find_payload(item, dtype, shape, "a sample")
+        file.seek(0)
+        head = file.read(payload.offset)
+        file.seek(payload.offset + payload.length)
+        return head, file.read()

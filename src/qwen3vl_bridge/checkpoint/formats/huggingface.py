@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
-from operator import mul
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from qwen3vl_bridge.checkpoint.formats.planned_files import Data, OutputFile, Task
 from qwen3vl_bridge.checkpoint.formats.tensors import (
@@ -23,7 +21,8 @@ from qwen3vl_bridge.checkpoint.formats.tensors import (
     TensorSpec,
 )
 from qwen3vl_bridge.io.files import CheckpointError, expanded, file_size, read_object, resolve_within, write_object
-from qwen3vl_bridge.io.parsing import parse_json
+
+from safetensors import SafetensorError, safe_open
 
 # Name of the Hugging Face format in manifests and reports.
 HUGGINGFACE = "huggingface"
@@ -40,9 +39,6 @@ _SIDE_FILES = (
 _CODE = "*.py"
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-
-# safetensors itself refuses longer headers, and deeper ones. It counts in 64 bits.
-_MAX_HEADER, _MAX_DEPTH, _U64 = 100_000_000, 127, 1 << 64
 
 # What a folder holds if it has a file of one of these names; the first that fits.
 _KINDS = (
@@ -115,23 +111,16 @@ def _downloaded(hf_model: str | Path, patterns: list[str]) -> Path:
         raise CheckpointError(f"{hf_model} does not exist, expected a folder with config.json and *.safetensors")
     import httpx
 
-    def no_address(endpoint: str | None, error: Exception) -> CheckpointError:
-        return CheckpointError(
-            f"{hf_model} is not a folder, and HF_ENDPOINT is {endpoint!r}, expected the URL of a hub: {error}"
-        )
+    try:
+        from huggingface_hub import snapshot_download
 
-    try:
-        from huggingface_hub import constants, snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError
-    except ValueError as error:  # it parses its endpoint URL when it is imported
-        raise no_address(os.environ.get("HF_ENDPOINT"), error) from error
-    try:
         return Path(snapshot_download(hf_model, allow_patterns=patterns))
-    except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
-        raise no_address(constants.ENDPOINT, error) from error
-    except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:  # ValueError: of HF_ENDPOINT, on import
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{hf_model} is neither a folder nor a model available from the hub: {reason}") from error
+        endpoint = f"; HF_ENDPOINT is {os.environ['HF_ENDPOINT']!r}" if "HF_ENDPOINT" in os.environ else ""
+        raise CheckpointError(
+            f"{hf_model} is neither a folder nor a model available from the hub: {reason}{endpoint}"
+        ) from error
 
 
 def side_files(folder: Path) -> list[Path]:
@@ -156,12 +145,11 @@ def copy_side_files(source: Path, destination: Path) -> list[Path]:
 
 
 class _Stored(NamedTuple):
-    """A tensor of a safetensors file, at bytes [offset, end)."""
+    """A tensor of a safetensors file, whose bytes begin at `offset`."""
 
     spec: TensorSpec
     path: Path
     offset: int
-    end: int
 
 
 class HFWeights:
@@ -176,7 +164,7 @@ class HFWeights:
         self.folder = folder
         found = _read_folder(folder) if file is None else read_header(folder / file)
         self._stored = {stored.spec.name: stored for stored in found}
-        self.specs: Mapping[str, TensorSpec] = {name: stored.spec for name, stored in self._stored.items()}
+        self.specs = {name: stored.spec for name, stored in self._stored.items()}
 
     def extents(self, wanted: Slice) -> Iterator[Extent]:
         """See `TensorSource`."""
@@ -188,19 +176,6 @@ class HFWeights:
     def files(self) -> list[Path]:
         """See `TensorSource`."""
         return sorted({stored.path for stored in self._stored.values()})
-
-    def check(self, names: Iterable[str]) -> None:
-        """Does nothing: all was checked when the headers were read."""
-
-    def drop(self, name: str) -> None:
-        """See `TensorSource`."""
-        self._stored.pop(name)
-        self.specs = {key: spec for key, spec in self.specs.items() if key != name}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(spec.nbytes for spec in self.specs.values())
 
 
 def has_weights(folder: Path) -> bool:
@@ -234,86 +209,32 @@ def _read_folder(folder: Path) -> list[_Stored]:
 
 
 def read_header(path: Path, named_by: str = "its folder") -> list[_Stored]:
-    """The tensors of one safetensors file in the order of their bytes; its header is checked against the file.
+    """The tensors of one safetensors file; safetensors itself checks the header against the file.
 
     Raises:
         CheckpointError: the file, which `named_by` names, is missing, truncated, or its header is wrong.
     """
     size = file_size(path, named_by)
     try:
-        with path.open("rb") as file:
+        with safe_open(path, "np"), path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, _MAX_HEADER):
-                found = f"a header of {length} bytes in a file of {size}"
-                raise CheckpointError(f"{path}: found {found}, expected a whole safetensors file")
-            header = _parsed(file.read(length), f"{path}: its header")
+            header = json.loads(file.read(length))
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
-    metadata = header.pop("__metadata__", None)
-    texts = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
-    if metadata is not None and not texts:
-        raise CheckpointError(f"{path}: __metadata__ is {str(metadata)[:80]}, expected an object of texts")
-    position = 8 + length
-    tensors = [_entry(path, name, entry, position) for name, entry in header.items()]
-    tensors.sort(key=lambda stored: (stored.offset, stored.end))
-    for stored in tensors:
-        if stored.offset != position:
-            raise CheckpointError(
-                f"{path}, tensor {stored.spec.name}: starts at byte {stored.offset}, expected {position}, "
-                "where the tensor before it ends"
-            )
-        position = stored.end
-    if position != size:
-        raise CheckpointError(f"{path} has {size} bytes, expected {position} by its header")
+    except (SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{path} of {size} bytes: {error}; expected a whole safetensors file") from error
+    header.pop("__metadata__", None)
+    tensors = []
+    for name, entry in header.items():
+        if (dtype := entry["dtype"]) not in DTYPE_OF_SAFETENSORS:
+            raise CheckpointError(f"{path}, tensor {name}: dtype {dtype}, expected {', '.join(DTYPE_OF_SAFETENSORS)}")
+        spec = TensorSpec(name, DTYPE_OF_SAFETENSORS[dtype], tuple(entry["shape"]))
+        tensors.append(_Stored(spec, path, 8 + length + entry["data_offsets"][0]))
     return tensors
 
 
-def _parsed(text: bytes, what: str) -> dict[str, Any]:
-    """Parse a header like safetensors' own parser, which is stricter in some respects than Python's."""
-
-    def integer(digits: str) -> int | float:  # it reads minus zero, and numbers with too many digits, as fractions
-        value = int(digits)
-        return float(digits) if digits == "-0" or not -_U64 < value < _U64 else value
-
-    try:
-        header = parse_json(text, max_depth=_MAX_DEPTH, parse_int=integer)
-        if b"\\u" in text:  # may contain half a surrogate pair, which is not valid text
-            json.dumps(header, ensure_ascii=False).encode()
-    except ValueError as error:
-        raise CheckpointError(f"{what} cannot be read as JSON: {error}") from error
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{what} is a JSON {type(header).__name__}, expected an object")
-    return header
-
-
-def _entry(path: Path, name: str, entry: Any, data: int) -> _Stored:
-    """One tensor of a header, whose offsets count from byte `data` of the file."""
-    where = f"{path}, tensor {name}"
-    if not isinstance(entry, dict) or {"dtype", "shape", "data_offsets"} - set(entry):
-        raise CheckpointError(f"{where}: header entry {str(entry)[:80]}, expected dtype, shape and data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPE_OF_SAFETENSORS:
-        raise CheckpointError(f"{where}: dtype {str(dtype)[:80]}, expected one of {', '.join(DTYPE_OF_SAFETENSORS)}")
-    for numbers in (shape, offsets):
-        if not isinstance(numbers, list) or not all(type(n) is int and n >= 0 for n in numbers):
-            raise CheckpointError(f"{where}: shape {str(shape)[:80]}, offsets {str(offsets)[:80]}, expected numbers")
-    if len(offsets) != 2:
-        raise CheckpointError(f"{where}: {len(offsets)} offsets, expected 2")
-    if any(count >= _U64 for count in itertools.accumulate(shape, mul)):
-        raise CheckpointError(f"{where}: shape {str(shape)[:80]} has more elements than can be counted")
-    spec = TensorSpec(name, DTYPE_OF_SAFETENSORS[dtype], tuple(shape))
-    if offsets[1] - offsets[0] != spec.nbytes:
-        found = f"data_offsets {offsets} hold {offsets[1] - offsets[0]} bytes"
-        raise CheckpointError(f"{where}: {found}, expected {spec.nbytes} for {dtype} {shape}")
-    return _Stored(spec, path, data + offsets[0], data + offsets[1])
-
-
-def shard_files(tasks: Sequence[Task], max_shard_bytes: int = MAX_SHARD_BYTES) -> list[OutputFile]:
-    """Distribute tensors over files in their order; a tensor larger than a shard's maximum payload gets its own."""
-    return [one_file(name, group) for name, group in _shards(tasks, max_shard_bytes).items()]
-
-
-def _shards(tasks: Sequence[Task], max_shard_bytes: int) -> dict[str, list[Task]]:
+def shards(tasks: Sequence[Task], max_shard_bytes: int = MAX_SHARD_BYTES) -> dict[str, list[Task]]:
+    """Tensors by file, in their order; a tensor larger than a file's maximum payload gets its own."""
     groups: list[list[Task]] = [[]]
     room = max_shard_bytes
     for task in tasks:
@@ -347,13 +268,11 @@ def one_file(name: str, tasks: Sequence[Task]) -> OutputFile:
     return file
 
 
-def write_index(folder: Path, tasks: Sequence[Task], max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Write the index of the files from `shard_files`; none for a single file."""
-    shards = _shards(tasks, max_shard_bytes)
-    if len(shards) == 1:
+def write_index(folder: Path, files: Mapping[str, Sequence[Task]]) -> None:
+    """Write the index of the files from `shards`; none for a single file."""
+    if len(files) == 1:
         return
-    weight_map = {task.target.name: name for name, group in shards.items() for task in group}
-    numel = sum(task.target.numel for task in tasks)
-    size = sum(task.target.nbytes for task in tasks)
-    metadata = {"total_parameters": numel, "total_size": size}
+    weight_map = {task.target.name: name for name, tasks in files.items() for task in tasks}
+    specs = [task.target for tasks in files.values() for task in tasks]
+    metadata = {"total_parameters": sum(spec.numel for spec in specs), "total_size": sum(spec.nbytes for spec in specs)}
     write_object(folder / INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})

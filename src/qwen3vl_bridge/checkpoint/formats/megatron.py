@@ -51,9 +51,9 @@ def key_of(parameter: str, ckpt_format: str = FSDP_DTENSOR) -> str:
     return _PREFIX[ckpt_format] + parameter
 
 
-def path_of(parameter: str, ckpt_format: str = FSDP_DTENSOR) -> tuple[str, ...]:
-    """Position of a parameter in the nested state dict."""
-    return (_SECTION, _WRAPPER + parameter) if ckpt_format == FSDP_DTENSOR else (parameter,)
+def path_of(key: str) -> tuple[str, ...]:
+    """Position of a key in the nested state dict."""
+    return (_SECTION, key.removeprefix(f"{_SECTION}.")) if key.startswith(f"{_SECTION}.") else (key,)
 
 
 def model_keys(metadata: DcpMetadata, ckpt_format: str = FSDP_DTENSOR) -> dict[str, str]:

@@ -8,9 +8,6 @@ bytes no longer have the digest.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import errno
 import fcntl
 import itertools
 import os
@@ -21,11 +18,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from threading import Event, Lock
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from qwen3vl_bridge.checkpoint.formats.tensors import ITEMSIZE, SegmentReader, Segments, TensorSource, TensorSpec
 from qwen3vl_bridge.checkpoint.processes import Progress
-from qwen3vl_bridge.io.atomic import PRIVATE
+from qwen3vl_bridge.io.atomic import journal_of
 from qwen3vl_bridge.io.files import CheckpointError
 
 import xxhash
@@ -151,8 +148,8 @@ class Journal:
     """One process's part of an unfinished result's journal, locked for as long as it lives."""
 
     def __init__(self, result: Path, rank: int = 0) -> None:
-        """Open it, in the folder of a result for which `begin` was called."""
-        path = result / PRIVATE / _LINES.replace("*", str(rank))
+        """Open it, of a result for which `begin` was called."""
+        path = journal_of(result) / _LINES.replace("*", str(rank))
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         size = os.fstat(self._file).st_size
@@ -165,19 +162,19 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         os.close(self._file)
 
-    def note(self, file: OutputFile, unit: Unit, digest: str, *, sync: bool) -> None:
-        """Note that a unit's bytes, with this digest, are on disk."""
+    def note(self, file: OutputFile, unit: Unit, digest: str, written: int) -> None:
+        """Note that a unit's bytes, with this digest, are in an open file, once they are on disk."""
+        os.fdatasync(written)
         os.write(self._file, f"{_name(file, unit)} {digest}\n".encode())
-        if sync:
-            os.fdatasync(self._file)
+        os.fdatasync(self._file)
 
 
 def begin(result: Path, digest: str) -> None:
     """Start a journal for a plan, or keep an existing one for the same plan."""
     if plan_of(result) == digest:
         return
-    (result / PRIVATE).mkdir(exist_ok=True)
-    with (result / PRIVATE / _PLAN).open("w") as file:
+    journal_of(result).mkdir(exist_ok=True)
+    with (journal_of(result) / _PLAN).open("w") as file:
         file.write(digest)
         file.flush()
         os.fsync(file.fileno())
@@ -186,14 +183,14 @@ def begin(result: Path, digest: str) -> None:
 def plan_of(result: Path) -> str:
     """Digest of an unfinished result's plan; empty if there is none."""
     try:
-        return (result / PRIVATE / _PLAN).read_text(errors="replace")
+        return (journal_of(result) / _PLAN).read_text(errors="replace")
     except OSError:
         return ""
 
 
 def is_written_by_another(result: Path) -> bool:
     """Whether a process that has its part of the journal open is alive."""
-    for path in (result / PRIVATE).glob(_LINES):
+    for path in journal_of(result).glob(_LINES):
         with path.open("rb+") as file:  # some network file systems lock nothing that is open for reading
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -205,7 +202,7 @@ def is_written_by_another(result: Path) -> bool:
 def noted(result: Path, files: list[OutputFile], work: list[Unit]) -> dict[Unit, str]:
     """Those units of an unfinished result's files that were noted, with digests of their bytes."""
     digests: dict[str, str] = {}
-    for path in (result / PRIVATE).glob(_LINES):
+    for path in journal_of(result).glob(_LINES):
         for line in path.read_text(errors="replace").splitlines(keepends=True):
             name, _, digest = line.rpartition(" ")
             if line[-1] == "\n":
@@ -252,9 +249,7 @@ def write_units(
     source: TensorSource,
     journal: Journal,
     meter: Progress,
-    *,
-    sync: bool = True,
-    threads: int = 1,
+    threads: int,
 ) -> None:
     """Write units and note in the journal those that are on disk.
 
@@ -274,7 +269,7 @@ def write_units(
         with SegmentReader(source) as reader:
             while (unit := take()) is not None:
                 try:
-                    _write_unit(folder, files[unit.file], unit, reader, meter, journal, sync)
+                    _write_unit(folder, files[unit.file], unit, reader, meter, journal)
                 except BaseException:
                     stop.set()
                     raise
@@ -288,48 +283,25 @@ def write_units(
 
 
 def _write_unit(
-    folder: Path, output: OutputFile, unit: Unit, reader: SegmentReader, meter: Progress, journal: Journal, sync: bool
+    folder: Path, output: OutputFile, unit: Unit, reader: SegmentReader, meter: Progress, journal: Journal
 ) -> None:
     handle = os.open(folder / output.name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    file, digest = os.fdopen(handle, "wb", buffering=_BUFFER), _new_digest()
-    try:
-        _reserve(handle, unit.start, unit.nbytes)
+    with os.fdopen(handle, "wb", buffering=_BUFFER) as file:
         file.seek(unit.start)
+        digest = _new_digest()
         for content in output.contents_of(unit):
             if isinstance(content, bytes):
-                file.write(content)
-                digest.update(content)
-                meter.advance(len(content))
-                continue
-            segments, written = content.segments.cut(content.start, content.length), 0
-            for block in meter.counted(reader.blocks(segments, content.dtype)):
+                blocks: Iterable[memoryview] = [memoryview(content)]
+            else:
+                blocks = reader.blocks(content.segments.cut(content.start, content.length), content.dtype)
+            written = 0
+            for block in meter.counted(blocks):
                 written += file.write(block)
                 digest.update(block)
             if written != len(content):
                 raise AssertionError(f"{output.name}: {written} bytes written of {len(content)}")
         file.flush()
-    except BaseException:
-        with contextlib.suppress(OSError):  # such as a full disk, which is the exception already
-            file.close()
-        raise
-    _commit(file, output, unit, digest.hexdigest(), journal, sync)
-
-
-def _commit(file: BinaryIO, output: OutputFile, unit: Unit, digest: str, journal: Journal, sync: bool) -> None:
-    with file:
-        if sync:
-            os.fdatasync(file.fileno())
-        journal.note(output, unit, digest, sync=sync)
-
-
-def _reserve(file: int, start: int, nbytes: int) -> None:
-    """Reserve the space at once: faster than block by block, and a full disk is detected before the work."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.fallocate(file, 0, ctypes.c_int64(start), ctypes.c_int64(nbytes)) == 0:
-        return
-    number = ctypes.get_errno()
-    if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
-        raise OSError(number, os.strerror(number))
+        journal.note(output, unit, digest.hexdigest(), handle)
 
 
 def check_sizes(folder: Path, files: Sequence[OutputFile]) -> None:

@@ -11,7 +11,7 @@ import mmap
 import os
 from bisect import bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -203,21 +203,13 @@ class TensorSource(Protocol):
     """Tensors somewhere on disk."""
 
     @property
-    def specs(self) -> Mapping[str, TensorSpec]:
-        """Every tensor by name."""
+    def specs(self) -> dict[str, TensorSpec]:
+        """Every tensor by name; one that is removed from it is no longer a part of the source."""
         ...
 
     @property
     def files(self) -> Iterable[Path]:
         """The files that contain the tensors."""
-        ...
-
-    def drop(self, name: str) -> None:
-        """Remove a tensor from the source."""
-        ...
-
-    def check(self, names: Iterable[str]) -> None:
-        """Raise a CheckpointError if the bytes of some tensors are not in their files."""
         ...
 
     def extents(self, wanted: Slice) -> Iterator[Extent]:
@@ -253,45 +245,35 @@ class SegmentReader:
         Raises:
             CheckpointError: a file cannot be read, or ends early, or a value does not fit the dtype.
         """
-        used, current, name = 0, dtype, ""
         for segment in segments:
-            if used and (not isinstance(segment, Slice) or segment.plus):
-                yield cast(self._buffer[:used], current, dtype, name)
-                used = 0
             if isinstance(segment, Zeros):
                 left = segment.length * ITEMSIZE[dtype]
                 zeros = memoryview(bytes(min(left, len(self._buffer))))
                 while left:
                     yield zeros[:left]
                     left -= min(left, len(zeros))
-                continue
-            if isinstance(segment, TransposedSlice):
+            elif isinstance(segment, TransposedSlice):
                 yield from self._transposed(segment, dtype)
-                continue
-            if segment.plus:  # added in float32, for all dtypes, and rounded once
+            elif segment.plus:  # added in float32, for all dtypes, and rounded once
                 import numpy as np
 
                 for block in self.blocks([segment._replace(plus=0)], _SUM):
                     total = np.frombuffer(block, _SUM) + np.float32(segment.plus)
                     yield cast(memoryview(total).cast("B"), _SUM, dtype, segment.source)
-                continue
-            previous, name = name, segment.source
-            stored = self._source.specs[name].dtype
-            if stored != current:
+            else:
+                name, used = segment.source, 0
+                stored = self._source.specs[name].dtype
+                for path, offset, length in self._source.extents(segment):
+                    file = self._open(path, name)
+                    while length:
+                        take = min(length, len(self._buffer) - used)
+                        self._read(file, self._buffer[used : used + take], offset, path, name)
+                        used, offset, length = used + take, offset + take, length - take
+                        if used == len(self._buffer):
+                            yield cast(self._buffer, stored, dtype, name)
+                            used = 0
                 if used:
-                    yield cast(self._buffer[:used], current, dtype, previous)
-                used, current = 0, stored
-            for path, offset, length in self._source.extents(segment):
-                file = self._open(path, name)
-                while length:
-                    take = min(length, len(self._buffer) - used)
-                    self._read(file, self._buffer[used : used + take], offset, path, name)
-                    used, offset, length = used + take, offset + take, length - take
-                    if used == len(self._buffer):
-                        yield cast(self._buffer, current, dtype, name)
-                        used = 0
-        if used:
-            yield cast(self._buffer[:used], current, dtype, name)
+                    yield cast(self._buffer[:used], stored, dtype, name)
 
     def _transposed(self, segment: TransposedSlice, dtype: str) -> Iterator[memoryview]:
         dtypes = {self._source.specs[piece.source].dtype for piece in segment.slices}
@@ -305,43 +287,31 @@ class SegmentReader:
     def _whole(self, segment: TransposedSlice, dtype: str) -> memoryview:
         """The whole matrix of a segment, transposed, in a dtype."""
         key = (segment.slices, segment.columns, dtype)
-        if self._matrix is not None and self._matrix[0] == key:
-            return memoryview(self._matrix[1])
-        import numpy as np
-        import torch
+        if self._matrix is None or self._matrix[0] != key:
+            import numpy as np
+            import torch
 
-        size, rows, columns = ITEMSIZE[dtype], segment.rows, segment.columns
-        # The previous matrix's memory again if it has the same size. Otherwise it is freed at once.
-        last, self._matrix = self._matrix, None
-        if last is not None and len(last[1]) == rows * columns * size:
-            memory = last[1]
-        else:
-            del last
-            memory = mmap.mmap(-1, rows * columns * size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        turned = np.frombuffer(memory, f"i{size}").reshape(columns, rows)
-        segments, step = Segments(segment.slices), max(1, _STRIP // (columns * size))
-        strip = np.empty((min(step, rows), columns), turned.dtype)
-        for first in range(0, rows, step):
-            count = min(step, rows - first)
-            self._fill(memoryview(strip[:count]).cast("B"), segments.cut(first * columns, count * columns), dtype)
-            # By torch, tile by tile: numpy goes against the order of the memory.
-            turned[:, first : first + count] = torch.from_numpy(strip[:count]).t().contiguous().numpy()
-        self._matrix = (key, memory)
-        return memoryview(memory)
-
-    def _fill(self, into: memoryview, slices: Iterable[Segment], dtype: str) -> None:
-        """Read runs of tensors, each in its dtype or cast to the requested one."""
-        done = 0
-        for piece in slices:
-            assert isinstance(piece, Slice)
-            if self._source.specs[piece.source].dtype != dtype:
-                for block in self.blocks([piece], dtype):
+            size, rows, columns = ITEMSIZE[dtype], segment.rows, segment.columns
+            # The previous matrix's memory again if it has the same size. Otherwise it is freed at once.
+            last, self._matrix = self._matrix, None
+            if last is not None and len(last[1]) == rows * columns * size:
+                memory = last[1]
+            else:
+                del last
+                memory = mmap.mmap(-1, rows * columns * size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            turned = np.frombuffer(memory, f"i{size}").reshape(columns, rows)
+            segments, step = Segments(segment.slices), max(1, _STRIP // (columns * size))
+            strip = np.empty((min(step, rows), columns), turned.dtype)
+            for first in range(0, rows, step):
+                count, done = min(step, rows - first), 0
+                into = memoryview(strip[:count]).cast("B")
+                for block in self.blocks(segments.cut(first * columns, count * columns), dtype):
                     into[done : done + len(block)] = block
                     done += len(block)
-                continue
-            for path, offset, length in self._source.extents(piece):
-                self._read(self._open(path, piece.source), into[done : done + length], offset, path, piece.source)
-                done += length
+                # By torch, tile by tile: numpy goes against the order of the memory.
+                turned[:, first : first + count] = torch.from_numpy(strip[:count]).t().contiguous().numpy()
+            self._matrix = (key, memory)
+        return memoryview(self._matrix[1])
 
     def _open(self, path: Path, name: str) -> int:
         file = self._files.pop(path, None)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import batched
 from typing import Any, ClassVar
 
-from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.data.dataset_provider import ConversationRows
 from qwen3vl_bridge.data.energon.task_encoder import MeasuredSample, MeasuringTaskEncoder, Qwen3VLTaskEncoder
 from qwen3vl_bridge.data.errors import DataError
@@ -113,7 +113,7 @@ class Qwen3VLEnergonProvider(ConversationRows):
 
     def build_datasets(
         self, context: DatasetBuildContext
-    ) -> tuple[EnergonStream | None, Iterator[PackedBatch] | None, None]:
+    ) -> tuple[EnergonStream | None, Iterator[TokenBatch] | None, None]:
         """Batches of each split for Megatron-Bridge's loop, without end. Its checkpoints keep their position."""
         train, valid = context.train_samples > 0, self.do_validation and context.valid_samples > 0
         groups = context.pg_collection
@@ -128,7 +128,7 @@ class Qwen3VLEnergonProvider(ConversationRows):
             return stream, rows._stream("valid", groups=groups), None
         return stream, rows._same_evaluations(self.rows_of_evaluation, dp_rank, dp_size), None
 
-    def _same_evaluations(self, num_rows: int, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
+    def _same_evaluations(self, num_rows: int, dp_rank: int, dp_size: int) -> Iterator[TokenBatch]:
         """The same batches for each evaluation; a shorter split is filled with its last batch, without a loss."""
         while True:
             passed, batch = self.evaluation("valid", dp_rank=dp_rank, dp_size=dp_size), None
@@ -152,7 +152,7 @@ class Qwen3VLEnergonProvider(ConversationRows):
 
     def evaluation(
         self, split: str, *, dp_rank: int = 0, dp_size: int = 1, micro_batch_size: int | None = None
-    ) -> Iterator[PackedBatch]:
+    ) -> Iterator[TokenBatch]:
         """Every sample of a split ("test", too) once, with the same number of microbatches on every rank.
 
         Each rank reads all samples, but computes pixels only for its own rows. If the number of rows is not divisible,
@@ -171,7 +171,7 @@ class Qwen3VLEnergonProvider(ConversationRows):
 
     def _share_of(
         self, rows: Iterator[list[MeasuredSample]], encoder: Qwen3VLTaskEncoder, dp_rank: int, dp_size: int
-    ) -> Iterator[PackedBatch]:
+    ) -> Iterator[TokenBatch]:
         micro, found = self.micro_batch_size, False
         for group in batched(_without_tracebacks(rows), dp_size * micro):
             found, numbers = True, range(dp_rank * micro, (dp_rank + 1) * micro)
@@ -308,7 +308,7 @@ class EnergonModule(EnergonMultiModalDataModule):
         return config
 
 
-class EnergonStream(Iterator[PackedBatch]):
+class EnergonStream(Iterator[TokenBatch]):
     """Infinite stream of this rank's microbatches."""
 
     def __init__(
@@ -320,7 +320,7 @@ class EnergonStream(Iterator[PackedBatch]):
         self._make_loader, self._fingerprint, self._dp_size = make_loader, fingerprint, dp_size
         self._loader, self._begun, self._given = make_loader(), False, 0
 
-    def __next__(self) -> PackedBatch:
+    def __next__(self) -> TokenBatch:
         """The next microbatch; a `DataError` at a sample that cannot be trained on."""
         self._begun = True
         try:

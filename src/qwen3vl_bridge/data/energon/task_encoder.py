@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.data.collation import Collator
 from qwen3vl_bridge.data.encoding import EncodedSample
 from qwen3vl_bridge.data.errors import DataError
@@ -264,7 +264,7 @@ class ReadySample(Sample):
 class EnergonBatch(Batch):
     """A microbatch with the keys from which energon restores batches."""
 
-    packed: PackedBatch
+    packed: TokenBatch
 
     def pin_memory(self) -> EnergonBatch:
         """A copy in page-locked memory; called by energon's loaders if CUDA is available."""
@@ -391,7 +391,7 @@ class Qwen3VLTaskEncoder(MeasuringTaskEncoder):
             return row
         return self._laid_out(samples, self.collator.padded([sample.encoded for sample in samples]))
 
-    def _laid_out(self, samples: Sequence[ReadySample], packed: PackedBatch) -> EnergonBatch:
+    def _laid_out(self, samples: Sequence[ReadySample], packed: TokenBatch) -> EnergonBatch:
         """A batch with the number of samples that this process has dropped since its previous batch: energon reads a
         buffer ahead, and does not read samples again that were dropped before.
         """

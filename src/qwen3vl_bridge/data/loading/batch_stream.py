@@ -20,7 +20,7 @@ from itertools import count
 from multiprocessing.util import Finalize
 from typing import Any
 
-from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.loading.row_dataset import EncodedRow, RowDataset, without_loss
 from qwen3vl_bridge.data.packing.row_plan import Window
@@ -29,7 +29,7 @@ import torch
 from torch.utils.data import DataLoader
 
 
-class BatchStream(Iterator[PackedBatch]):
+class BatchStream(Iterator[TokenBatch]):
     """This rank's microbatches, epoch after epoch."""
 
     def __init__(
@@ -53,11 +53,11 @@ class BatchStream(Iterator[PackedBatch]):
         self._next_row, self._window = 0, Window()
         # The loader, if there is one. Referenced from outside the stream, so that it is whole when the stream has gone:
         # Python's collector destroys the parts of a reference cycle in an order that leaves torch's workers waiting.
-        self._loaders: list[Iterator[tuple[PackedBatch, Window]]] = []
+        self._loaders: list[Iterator[tuple[TokenBatch, Window]]] = []
         # Not when the process exits, which `_end_workers` does not let wait for them.
         weakref.finalize(self, self._loaders.clear).atexit = False
 
-    def __next__(self) -> PackedBatch:
+    def __next__(self) -> TokenBatch:
         """The next microbatch; a `DataError` at a sample that cannot be trained on."""
         if not self._loaders:
             self._loaders.append(self._loader())
@@ -69,7 +69,7 @@ class BatchStream(Iterator[PackedBatch]):
         self._next_row += self._group
         return batch
 
-    def _loader(self) -> Iterator[tuple[PackedBatch, Window]]:
+    def _loader(self) -> Iterator[tuple[TokenBatch, Window]]:
         rows, start = self._micro_batch_size, count(self._next_row + self._first, self._group)
         return iter(
             DataLoader(
@@ -110,14 +110,14 @@ class BatchStream(Iterator[PackedBatch]):
         self._loaders.clear()
 
 
-def _collate(dataset: RowDataset, rows: list[EncodedRow]) -> tuple[PackedBatch, Window]:
+def _collate(dataset: RowDataset, rows: list[EncodedRow]) -> tuple[TokenBatch, Window]:
     """A batch, and the window for the stream's position."""
     return dataset.collate_fn(rows), rows[0].window
 
 
 def one_pass(
     rows: RowDataset, *, dp_rank: int = 0, dp_size: int = 1, micro_batch_size: int = 1
-) -> Iterator[PackedBatch]:
+) -> Iterator[TokenBatch]:
     """Every row of the first epoch once, the same number of microbatches on every rank.
 
     If the number of rows is not a multiple of what ranks read in turn, the last row is repeated without loss.

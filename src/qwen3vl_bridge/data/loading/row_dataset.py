@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from typing import NamedTuple
 
-from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.data.collation import Collator
 from qwen3vl_bridge.data.encoding import EncodedSample
 from qwen3vl_bridge.data.packing.packed_rows import PackedPlan, PackedRows
@@ -178,7 +178,7 @@ class RowDataset(Dataset[EncodedRow]):
         sizes = [self.samples.size(sample) for sample in self.plan.row(number)]
         return sum(self.settings.balance.costs.of(**size._asdict()) for size in sizes)
 
-    def collate_fn(self, rows: Sequence[EncodedRow]) -> PackedBatch:
+    def collate_fn(self, rows: Sequence[EncodedRow]) -> TokenBatch:
         """A microbatch of rows, only one if packed (ValueError). Megatron-Bridge's loop requires the name."""
         if self.settings.pack and len(rows) != 1:
             raise ValueError(f"found a microbatch of {len(rows)} packed rows, expected 1: make the row longer instead")
@@ -220,7 +220,7 @@ class RowDataset(Dataset[EncodedRow]):
         }
 
 
-def without_loss(batch: PackedBatch, rows: Sequence[bool]) -> torch.Tensor:
+def without_loss(batch: TokenBatch, rows: Sequence[bool]) -> torch.Tensor:
     """[B, S] the batch's loss mask, zero in the marked rows."""
     return batch.loss_mask.masked_fill(torch.tensor(list(rows)).unsqueeze(-1), 0)
 

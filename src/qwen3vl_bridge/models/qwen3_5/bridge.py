@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qwen3vl_bridge.models.bridge import FamilyBridge, provider_of
+from qwen3vl_bridge.models.provider import ExpertsMixin
 from qwen3vl_bridge.models.qwen3_5.config import (
     FAMILY,
     LINEAR,
@@ -48,23 +49,23 @@ class Qwen35VLBridge(FamilyBridge):
         """See FamilyBridge."""
         text = config.text_config
         rope = rope_parameters(text.to_dict())
-        return dict(
-            **super().provider_fields(config),
-            **self.mlp_fields(text),
+        fields = dict(
             rotary_base=rope["rope_theta"],
             rotary_percent=rope["partial_rotary_factor"],
             mrope_section=list(rope["mrope_section"]),
             linear_attention_freq=[int(kind == LINEAR) for kind in layer_types_of(text.to_dict())],
             **{name: getattr(text, name) for name in LINEAR_SIZES},
         )
+        if issubclass(self.PROVIDER_CLASS, ExpertsMixin):
+            fields["ffn_hidden_size"] = text.moe_intermediate_size
+            fields["moe_shared_expert_intermediate_size"] = text.shared_expert_intermediate_size
+        else:
+            fields["ffn_hidden_size"] = text.intermediate_size
+        return super().provider_fields(config) | fields
 
     def exclude(self, provider: Any, config: Mapping[str, Any]) -> None:
         """Multi-token prediction, whose weights transformers does not save."""
         provider.mtp_num_layers = config["text_config"].get(MTP_LAYERS) or None
-
-    def mlp_fields(self, text: Any) -> dict[str, Any]:
-        """MLP widths."""
-        return dict(ffn_hidden_size=text.intermediate_size)
 
 
 @MegatronModelBridge.register_bridge(
@@ -75,13 +76,6 @@ class Qwen35VLBridge(FamilyBridge):
 )
 class Qwen35VLMoEBridge(Qwen35VLBridge):
     """AutoBridge support for Qwen3.5-VL with experts (MoE)."""
-
-    def mlp_fields(self, text: Any) -> dict[str, Any]:
-        """Expert widths."""
-        return dict(
-            ffn_hidden_size=text.moe_intermediate_size,
-            moe_shared_expert_intermediate_size=text.shared_expert_intermediate_size,
-        )
 
 
 def provider_from_hf_config(hf_config: Mapping[str, Any], **settings: Any) -> Qwen35VLModelProvider:

@@ -6,6 +6,7 @@ Source of the defaults: transformers, Qwen3_5TextConfig.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from qwen3vl_bridge.models.hf_config import (
@@ -14,17 +15,22 @@ from qwen3vl_bridge.models.hf_config import (
     Fields,
     Kind,
     check_field_types,
+    check_model_type,
     check_mrope_section,
     check_supported_values,
     experts_of,
     identity_of_config,
     identity_of_run,
     renamed,
+    rope_settings,
+    shared_dimensions,
     shown,
 )
-from qwen3vl_bridge.weights.rows import Dimensions, indices_of, text_sizes, vision_sizes
+from qwen3vl_bridge.weights.rows import Dimensions
 
 FAMILY = "qwen3_5"
+# As in the released models, and transformers' defaults.
+TOKENS: Mapping[str, int] = dict(zip(TOKEN_IDS, (248_056, 248_057, 248_053, 248_054), strict=True))
 LINEAR, FULL = "linear_attention", "full_attention"
 HEAD_DIM = 256
 MTP_LAYERS = "mtp_num_hidden_layers"  # a field of text configurations
@@ -49,7 +55,6 @@ _NULLABLE: Mapping[str, Kind] = {
     "mlp_only_layers": Kind(lambda value: isinstance(value, list | tuple), "a list"),
 }
 _MOE_FIELDS = ("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
-_HAS_EXPERTS = {"qwen3_5": False, "qwen3_5_moe": True}  # by model_type
 _ROPE: Mapping[str, Any] = {
     "rope_type": "default",
     "rope_theta": 10_000.0,
@@ -85,8 +90,7 @@ def check_settings(config: Any) -> None:
     }
     check_supported_values(config, own)
     rope_parameters(text)
-    if bool(experts) != _HAS_EXPERTS.get(str(config.get("model_type")), bool(experts)):
-        raise ValueError(f"{experts} experts, which model_type {config['model_type']} does not allow")
+    check_model_type(config, FAMILY, experts, "experts")
 
 
 def _check_layers(text: Mapping[str, Any]) -> None:
@@ -122,12 +126,7 @@ def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: a type of rotary embedding that this model does not support, or a section of the wrong size.
     """
-    given = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
-    kind = given.get("rope_type") or given.get("type") or "default"
-    if kind not in ("default", "mrope"):
-        raise ValueError(f"rope_type is {kind!r}, expected 'default'")
-    if not given.get("mrope_interleaved", True):
-        raise ValueError("mrope_interleaved is False, expected True as in every Qwen3.5-VL")
+    given = rope_settings(text, ("default",))
     rope = {
         name: next((value for value in (given.get(name), text.get(name)) if value is not None), default)
         for name, default in _ROPE.items()
@@ -140,80 +139,69 @@ def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
 
 def dimensions_of(config: Mapping) -> Dimensions:
     """Values of the weight table's symbols, of a `config.json`; raises KeyError for a missing field."""
-    text, vision = config["text_config"], config["vision_config"]
-    types, experts, layers = layer_types_of(text), experts_of(text), text["num_hidden_layers"]
-    shared = text_sizes(
-        vocab=text["vocab_size"],
-        hidden=text["hidden_size"],
+    text, layers = config["text_config"], config["text_config"]["num_hidden_layers"]
+    experts = experts_of(text)
+    shared = shared_dimensions(
+        FAMILY,
+        config,
         ffn=0 if experts else text["intermediate_size"],
-        heads=text["num_attention_heads"],
-        kv_heads=text["num_key_value_heads"],
         head_dim=text.get("head_dim") or HEAD_DIM,
-        untied=not config.get("tie_word_embeddings", False),
-        experts=experts,
-        topk=text["num_experts_per_tok"] if experts else 0,
-        moe_ffn=text["moe_intermediate_size"] if experts else 0,
-    )
-    sizes = {
-        **shared,
-        "gated_q": 2 * shared["q"],
-        "shared_ffn": text["shared_expert_intermediate_size"] if experts else 0,
-        **linear_sizes(text),
-        **mtp_sizes(text.get(MTP_LAYERS), text["hidden_size"], experts),
-        **vision_sizes(vision),
-    }
-    indices = indices_of(
-        layers=layers,
         moe_layers=tuple(range(layers)) if experts else (),
-        experts=experts,
-        vision_layers=vision["depth"],
     )
-    return Dimensions(sizes, indices | layers_by_attention([kind == LINEAR for kind in types]), FAMILY)
+    return own_dimensions(
+        shared,
+        {name: text.get(name, default) for name, default in LINEAR_SIZES.items()},
+        is_linear=[kind == LINEAR for kind in layer_types_of(text)],
+        shared_ffn=text["shared_expert_intermediate_size"] if experts else 0,
+        mtp=text.get(MTP_LAYERS),
+    )
 
 
-def layers_by_attention(is_linear: Sequence[bool | int]) -> dict[str, tuple[int, ...]]:
-    """`Dimensions.indices` of both attention types, from a list with the type of each layer."""
-    linear = tuple(layer for layer, flag in enumerate(is_linear) if flag)
-    return {"linear_layers": linear, "full_layers": tuple(layer for layer, flag in enumerate(is_linear) if not flag)}
-
-
-def mtp_sizes(layers: int | None, hidden: int, experts: int) -> dict[str, int]:
-    """Sizes and conditions for the table rows of multi-token prediction.
+def own_dimensions(
+    shared: Dimensions,
+    linear: Mapping[str, int],
+    *,
+    is_linear: Sequence[bool | int],
+    shared_ffn: int | None,
+    mtp: int | None,
+) -> Dimensions:
+    """The dimensions of all families, and those of this one.
 
     Args:
-        layers: 1, or 0 or None for a model without multi-token prediction.
-        hidden: size of hidden states.
-        experts: experts per layer; 0 for a dense model.
+        shared: of all families.
+        linear: the fields in `LINEAR_SIZES`.
+        is_linear: for each layer, whether its attention is linear.
+        shared_ffn: width of the shared expert.
+        mtp: layers of multi-token prediction: 1, or 0 or None for none.
     """
-    has_mtp = int(bool(layers))
-    return {
-        "mtp": has_mtp,
-        "mtp_dense": int(has_mtp and not experts),
-        "mtp_experts": int(has_mtp and bool(experts)),
-        "hidden_twice": 2 * hidden,
-    }
-
-
-def linear_sizes(fields: Mapping[str, int]) -> dict[str, int]:
-    """Sizes of linear attention from the fields in `LINEAR_SIZES`, all of which are optional."""
-    sizes = {name: fields.get(name, default) for name, default in LINEAR_SIZES.items()}
-    key_dim, value_dim = sizes["linear_key_head_dim"], sizes["linear_value_head_dim"]
-    key, value = sizes["linear_num_key_heads"] * key_dim, sizes["linear_num_value_heads"] * value_dim
-    return {
+    key_dim, value_dim = linear["linear_key_head_dim"], linear["linear_value_head_dim"]
+    key, value = linear["linear_num_key_heads"] * key_dim, linear["linear_num_value_heads"] * value_dim
+    sizes = {
+        "gated_q": 2 * shared["q"],
+        "shared_ffn": shared_ffn or 0,
         "l_key": key,
         "l_key_dim": key_dim,
         "l_value": value,
         "l_value_dim": value_dim,
-        "l_value_heads": sizes["linear_num_value_heads"],
+        "l_value_heads": linear["linear_num_value_heads"],
         "l_qkv": 2 * key + value,
-        "l_conv": sizes["linear_conv_kernel_dim"],
+        "l_conv": linear["linear_conv_kernel_dim"],
+        "mtp": int(bool(mtp)),
+        "mtp_dense": int(bool(mtp) and not shared["experts"]),
+        "mtp_experts": int(bool(mtp) and bool(shared["experts"])),
+        "hidden_twice": 2 * shared["hidden"],
     }
+    layers = {
+        "linear_layers": tuple(layer for layer, flag in enumerate(is_linear) if flag),
+        "full_layers": tuple(layer for layer, flag in enumerate(is_linear) if not flag),
+    }
+    return replace(shared, sizes={**shared.sizes, **sizes}, indices={**shared.indices, **layers})
 
 
 # What identifies a model (see `hf_config`): fields specific to Qwen3.5-VL, or with a spelling specific to it.
 
 _IDENTITY: Mapping[str, Mapping[str, Any]] = {
-    "": dict(zip(TOKEN_IDS, (248_056, 248_057, 248_053, 248_054), strict=True)),
+    "": TOKENS,
     "text_config": {"num_key_value_heads": None, "head_dim": HEAD_DIM, **LINEAR_SIZES},
 }
 _FULL_LAYERS = "text_config.layers with full attention (layer_types, full_attention_interval)"

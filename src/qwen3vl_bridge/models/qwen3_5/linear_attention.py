@@ -9,7 +9,7 @@ from typing import Any
 
 from qwen3vl_bridge.models.layer_specs import LocalBackend, backend, decoder_block_spec
 from qwen3vl_bridge.models.qwen3_5 import delta_rule
-from qwen3vl_bridge.models.qwen3_5.table import LINEAR_ATTENTION_ROWS
+from qwen3vl_bridge.models.qwen3_5.table import linear_attention_rows
 from qwen3vl_bridge.weights.rows import MAGNITUDE, MARK, OUT
 
 import torch
@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 # Parameters that are in float32 in a model of 16 bits too.
-_FLOAT32 = tuple(row.megatron.rpartition("self_attention.")[2] for row in LINEAR_ATTENTION_ROWS if row.float32)
+_FLOAT32 = tuple(row.megatron.rpartition("self_attention.")[2] for row in linear_attention_rows() if row.float32)
 
 
 class LinearAttention(GatedDeltaNet):

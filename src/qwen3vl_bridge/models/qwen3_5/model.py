@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from qwen3vl_bridge.batch.packed_batch import ModelInputs, NextTokens
+from qwen3vl_bridge.batch.token_batch import ModelInputs, NextTokens
 from qwen3vl_bridge.models.chunked_loss import Head, token_losses
 from qwen3vl_bridge.models.layer_specs import backend
 from qwen3vl_bridge.models.model import MRopeGPTModel, VisionLanguageModel, check_received

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from qwen3vl_bridge.models import size_presets
-from qwen3vl_bridge.models.qwen3_5.config import FULL, LINEAR, LINEAR_SIZES, MTP_LAYERS
+from qwen3vl_bridge.models.qwen3_5.config import FAMILY, FULL, LINEAR, LINEAR_SIZES, MTP_LAYERS, TOKENS
 from qwen3vl_bridge.models.size_presets import Experts, VisionTower
 
 
@@ -38,7 +38,6 @@ PRESETS: Mapping[str, Preset] = {
 PROXY = Preset(
     4096, 0, 4, 32, 2, linear_value_heads=64, vision=replace(_LARGE, depth=2), experts=Experts(16, topk=2, ffn=1024)
 )
-_KNOWN: Mapping[str, Preset] = {**PRESETS, "proxy": PROXY}
 
 
 def hub_ids(size: str) -> tuple[str]:
@@ -46,21 +45,13 @@ def hub_ids(size: str) -> tuple[str]:
     return (f"Qwen/Qwen3.5-{'397B-A17B' if size == 'proxy' else size}",)
 
 
-def size_of(name: str) -> str:
-    """The size, a key of `PRESETS` or "proxy", for a size name or a hub id.
-
-    Raises:
-        ValueError: an unknown model; the message lists the sizes.
-    """
-    return name if name == "proxy" else size_presets.size_of(name, PRESETS, hub_ids)
-
-
 def config_dict(size: str) -> dict[str, Any]:
     """A `config.json` in the format of transformers 5, for a size or a hub id; raises ValueError for an unknown one.
 
     The result is a new object that the caller may modify.
     """
-    preset, experts = _KNOWN[size_of(size)], _KNOWN[size_of(size)].experts
+    preset = PROXY if size == "proxy" else size_presets.preset_of(size, PRESETS, hub_ids)
+    experts = preset.experts
     text = {
         "vocab_size": 248_320,
         "layer_types": [FULL if layer % 4 == 3 else LINEAR for layer in range(preset.layers)],
@@ -79,8 +70,7 @@ def config_dict(size: str) -> dict[str, Any]:
         MTP_LAYERS: 1,
         **({"intermediate_size": preset.ffn} if experts is None else {"shared_expert_intermediate_size": experts.ffn}),
     }
-    tokens = (248_056, 248_057, 248_053, 248_054)
-    return size_presets.config_of(preset, model_type="qwen3_5", architecture="Qwen3_5", text=text, token_ids=tokens)
+    return size_presets.config_of(preset, model_type=FAMILY, architecture="Qwen3_5", text=text, token_ids=TOKENS)
 
 
 def hf_config(size: str) -> Any:

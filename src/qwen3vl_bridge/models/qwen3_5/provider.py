@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from qwen3vl_bridge.models.provider import ExpertsMixin, VisionLanguageProvider
-from qwen3vl_bridge.models.qwen3_5.config import FAMILY, LINEAR_SIZES, layers_by_attention, linear_sizes, mtp_sizes
+from qwen3vl_bridge.models.qwen3_5.config import FAMILY, LINEAR_SIZES, TOKENS, own_dimensions
 from qwen3vl_bridge.models.qwen3_5.delta_rule import are_missing
-from qwen3vl_bridge.models.refusals import FIXED, FIXED_WITH_EXPERTS, NOTHING_ELSE
-from qwen3vl_bridge.models.rules import Allowed, Rule, When, any_of, only
+from qwen3vl_bridge.models.qwen3_5.model import Qwen35VLModel
+from qwen3vl_bridge.models.refusals import NOTHING_ELSE
+from qwen3vl_bridge.models.rules import Allowed, Rule, When, any_of, keep
 from qwen3vl_bridge.weights.rows import Dimensions
 
 import torch
@@ -20,49 +20,35 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfi
 
 logger = logging.getLogger(__name__)
 
-_FIXED: Mapping[str, Allowed] = {
-    **only(
-        NOTHING_ELSE,
-        attention_output_gate=True,
-        layernorm_zero_centered_gamma=True,
-        experimental_attention_variant="gated_delta_net",
-    ),
-    **only("megatron-core's linear attention then takes no packed rows", deterministic_mode=False),
-    **only("transformers computes no scaled rotary embedding of this family", rope_parameters=None),
-    "mtp_num_layers": Allowed("mtp_num_layers", any_of(None, 1), "multi-token prediction is one layer"),
-    **only(
-        "the output layer and the decoder learn from multi-token prediction, which is one separate layer",
-        mtp_detach_heads=False,
-        mtp_use_repeated_layer=False,
-    ),
-}
-
 _STAGES_WITH_MTP = When(
     "pipeline_model_parallel_size mtp_loss_scaling_factor",
-    lambda provider: provider.trains_mtp and provider.pipeline_model_parallel_size > 1,
+    lambda model: model.trains_mtp and model.pipeline_model_parallel_size > 1,
 )
 _RECOMPUTED_MTP = When(
     "recompute_granularity mtp_loss_scaling_factor",
-    lambda provider: provider.trains_mtp and provider.recompute_granularity == "full",
+    lambda model: model.trains_mtp and model.recompute_granularity == "full",
 )
 _RECOMPUTED_SO = "megatron-core recomputes multi-token prediction in no other way"
 
 _RULES: tuple[Rule, ...] = (
+    *keep("deterministic_mode", "megatron-core's linear attention then takes no packed rows"),
+    *keep("rope_parameters", "transformers computes no scaled rotary embedding of this family"),
+    Allowed("mtp_num_layers", any_of(None, 1)).because("multi-token prediction is one layer"),
+    *keep(
+        "mtp_detach_heads mtp_use_repeated_layer",
+        "the output layer and the decoder learn from multi-token prediction, which is one separate layer",
+    ),
     Allowed(
         "sequence_parallel",
         True,
-        "else megatron-core does not add up the gradients of linear attention's output norm over the ranks",
-        When("tensor_model_parallel_size", lambda provider: provider.tensor_model_parallel_size > 1),
-    ),
-    Allowed(
-        "variable_seq_lengths",
-        True,
+        When("tensor_model_parallel_size", lambda model: model.tensor_model_parallel_size > 1),
+    ).because("else megatron-core does not add up the gradients of linear attention's output norm over the ranks"),
+    Allowed("variable_seq_lengths", True, _STAGES_WITH_MTP).because(
         "next tokens go to the last pipeline stage together with hidden states, for multi-token prediction; or set "
-        "mtp_loss_scaling_factor=0",
-        _STAGES_WITH_MTP,
+        "mtp_loss_scaling_factor=0"
     ),
-    Allowed("recompute_method", "uniform", _RECOMPUTED_SO, _RECOMPUTED_MTP),
-    Allowed("recompute_num_layers", 1, _RECOMPUTED_SO, _RECOMPUTED_MTP),
+    Allowed("recompute_method", "uniform", _RECOMPUTED_MTP).because(_RECOMPUTED_SO),
+    Allowed("recompute_num_layers", 1, _RECOMPUTED_MTP).because(_RECOMPUTED_SO),
 )
 
 
@@ -86,10 +72,10 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
 
     vision_config: Qwen3_5VisionConfig = field(default_factory=Qwen3_5VisionConfig)
 
-    image_token_id: int = 248056
-    video_token_id: int = 248057
-    vision_start_token_id: int = 248053
-    vision_end_token_id: int = 248054
+    image_token_id: int = TOKENS["image_token_id"]
+    video_token_id: int = TOKENS["video_token_id"]
+    vision_start_token_id: int = TOKENS["vision_start_token_id"]
+    vision_end_token_id: int = TOKENS["vision_end_token_id"]
     bos_token_id: int = 248045
     eos_token_id: int = 248044
 
@@ -113,13 +99,7 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
     mtp_loss_scaling_factor: float | None = 0.0
 
     family: ClassVar[str] = FAMILY
-    model_class: ClassVar[str] = "qwen3vl_bridge.models.qwen3_5.model.Qwen35VLModel"
-    language_model_class: ClassVar[str] = "qwen3vl_bridge.models.qwen3_5.model.Qwen35VLGPTModel"
-    fixed: ClassVar[Mapping[str, Allowed]] = {
-        **FIXED,
-        **_FIXED,
-        **only("a model with experts has the provider of such models", num_moe_experts=None),
-    }
+    model_class = Qwen35VLModel
     rules: ClassVar[tuple[Rule, ...]] = _RULES
 
     def finalize(self) -> None:
@@ -139,15 +119,13 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
 
     def dimensions(self) -> Dimensions:
         """Values of the weight table's symbols; the vocabulary without padding."""
-        shared = super().dimensions()
-        sizes = {
-            "gated_q": 2 * shared["q"],
-            "shared_ffn": self.moe_shared_expert_intermediate_size or 0,
-            **linear_sizes({name: getattr(self, name) for name in LINEAR_SIZES}),
-            **mtp_sizes(self.mtp_num_layers, self.hidden_size, self.num_moe_experts or 0),
-        }
-        indices = layers_by_attention(get_linear_attention_pattern(self))
-        return replace(shared, sizes={**shared.sizes, **sizes}, indices={**shared.indices, **indices})
+        return own_dimensions(
+            super().dimensions(),
+            {name: getattr(self, name) for name in LINEAR_SIZES},
+            is_linear=get_linear_attention_pattern(self),
+            shared_ffn=self.moe_shared_expert_intermediate_size,
+            mtp=self.mtp_num_layers,
+        )
 
 
 @dataclass
@@ -166,11 +144,7 @@ class Qwen35VLMoEModelProvider(ExpertsMixin, Qwen35VLModelProvider):
     moe_shared_expert_gate: bool = True
     moe_aux_loss_coeff: float | list[float] = 1e-3
 
-    fixed: ClassVar[Mapping[str, Allowed]] = {
-        **FIXED_WITH_EXPERTS,
-        **_FIXED,
-        **only(NOTHING_ELSE, moe_shared_expert_gate=True, moe_layer_freq=1),
-    }
+    rules: ClassVar[tuple[Rule, ...]] = (*_RULES, *keep("moe_shared_expert_gate moe_layer_freq", NOTHING_ELSE))
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

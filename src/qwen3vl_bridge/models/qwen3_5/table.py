@@ -7,93 +7,55 @@ with full attention. Source of Megatron's names and values: Megatron-Bridge 0.6,
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from qwen3vl_bridge.weights.rows import (
-    OUTPUT_LAYER,
     VISION_ROWS,
     Copy,
     ExpertLayout,
     GatedMLP,
     GatedQKV,
-    Sectioned,
-    Shape,
     WeightRow,
     ZeroCentered,
+    attention_rows,
     dense_mlp_rows,
     moe_rows,
+    text_rows,
 )
 
-_TEXT = "language_model.decoder.layers.*."
-_HF_TEXT = "model.language_model.layers.*."
-_LINEAR = ("linear_layers",)
-_LINEAR_ATTENTION = f"{_TEXT}self_attention."
-_HF_LINEAR_ATTENTION = f"{_HF_TEXT}linear_attn."
+_LAYER = ("language_model.decoder.layers.*.", "model.language_model.layers.*.")  # in Megatron, in Hugging Face
 _MTP = "language_model.mtp.layers.0."
-_MTP_LAYER, _HF_MTP_LAYER = f"{_MTP}mtp_model_layer.", "mtp.layers.0."
+_MTP_LAYER = (f"{_MTP}mtp_model_layer.", "mtp.layers.0.")
 
 
 def _full_attention_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRow, ...]:
     """Rows of attention with a gated output per head, and of the input norm."""
+    return attention_rows(megatron, hf, *indices, kind=GatedQKV, queries="gated_q")
 
-    def copy(name: str, other: str, shape: Shape) -> WeightRow:
-        return Copy(f"{megatron}self_attention.{name}", (f"{hf}{other}",), (shape,), indices)
+
+def linear_attention_rows() -> tuple[WeightRow, ...]:
+    """Rows of linear attention and of the norm before it. float32 is as in Qwen3.5; Qwen3.6's files have bfloat16."""
+    megatron, hf, indices = f"{_LAYER[0]}self_attention.", f"{_LAYER[1]}linear_attn.", ("linear_layers",)
+    qkv = (("query", "l_key"), ("key", "l_key"), ("value", "l_value"))
+
+    def row(kind: type[WeightRow], name: str, other: str, *shape: str | int, **more: Any) -> WeightRow:
+        return kind(megatron + name, (other,), (shape,), indices, **more)
 
     return (
-        copy("linear_qkv.layer_norm_weight", "input_layernorm.weight", ("hidden",)),
-        GatedQKV(
-            f"{megatron}self_attention.linear_qkv.weight",
-            tuple(f"{hf}self_attn.{part}_proj.weight" for part in "qkv"),
-            (("gated_q", "hidden"), ("kv", "hidden"), ("kv", "hidden")),
+        row(Copy, "in_proj.layer_norm_weight", f"{_LAYER[1]}input_layernorm.weight", "hidden"),
+        Copy(
+            f"{megatron}in_proj.weight",
+            tuple(f"{hf}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
+            (("l_qkv", "hidden"), ("l_value", "hidden"), ("l_value_heads", "hidden"), ("l_value_heads", "hidden")),
             indices,
+            sections=(*qkv, ("z", "l_value"), ("beta", "l_value_heads"), ("alpha", "l_value_heads")),
         ),
-        copy("q_layernorm.weight", "self_attn.q_norm.weight", ("head_dim",)),
-        copy("k_layernorm.weight", "self_attn.k_norm.weight", ("head_dim",)),
-        copy("linear_proj.weight", "self_attn.o_proj.weight", ("hidden", "q")),
+        row(Copy, "conv1d.weight", f"{hf}conv1d.weight", "l_qkv", 1, "l_conv", sections=qkv),
+        row(Copy, "A_log", f"{hf}A_log", "l_value_heads", float32=True),
+        row(Copy, "dt_bias", f"{hf}dt_bias", "l_value_heads"),
+        row(ZeroCentered, "out_norm.weight", f"{hf}norm.weight", "l_value_dim", float32=True),
+        row(Copy, "out_proj.weight", f"{hf}out_proj.weight", "hidden", "l_value"),
     )
-
-
-def _linear(kind: type[WeightRow], name: str, other: str, shape: Shape, *, float32: bool = False) -> WeightRow:
-    return kind(_LINEAR_ATTENTION + name, (_HF_LINEAR_ATTENTION + other,), (shape,), _LINEAR, float32=float32)
-
-
-_QKV = (("query", "l_key"), ("key", "l_key"), ("value", "l_value"))
-LINEAR_ATTENTION_ROWS: tuple[
-    WeightRow, ...
-] = (  # float32: as in released Qwen3.5; in Qwen3.6's files they are bfloat16
-    Copy(
-        f"{_LINEAR_ATTENTION}in_proj.layer_norm_weight", (f"{_HF_TEXT}input_layernorm.weight",), (("hidden",),), _LINEAR
-    ),
-    Sectioned(
-        f"{_LINEAR_ATTENTION}in_proj.weight",
-        tuple(f"{_HF_LINEAR_ATTENTION}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
-        (("l_qkv", "hidden"), ("l_value", "hidden"), ("l_value_heads", "hidden"), ("l_value_heads", "hidden")),
-        _LINEAR,
-        sections=(*_QKV, ("z", "l_value"), ("beta", "l_value_heads"), ("alpha", "l_value_heads")),
-    ),
-    Sectioned(
-        f"{_LINEAR_ATTENTION}conv1d.weight",
-        (f"{_HF_LINEAR_ATTENTION}conv1d.weight",),
-        (("l_qkv", 1, "l_conv"),),
-        _LINEAR,
-        sections=_QKV,
-    ),
-    _linear(Copy, "A_log", "A_log", ("l_value_heads",), float32=True),
-    _linear(Copy, "dt_bias", "dt_bias", ("l_value_heads",)),
-    _linear(ZeroCentered, "out_norm.weight", "norm.weight", ("l_value_dim",), float32=True),
-    _linear(Copy, "out_proj.weight", "out_proj.weight", ("hidden", "l_value")),
-)
-
-TEXT_ROWS: tuple[WeightRow, ...] = (
-    Copy(
-        "language_model.embedding.word_embeddings.weight",
-        ("model.language_model.embed_tokens.weight",),
-        (("vocab", "hidden"),),
-    ),
-    *_full_attention_rows(_TEXT, _HF_TEXT, "full_layers"),
-    *LINEAR_ATTENTION_ROWS,
-    Copy("language_model.decoder.final_layernorm.weight", ("model.language_model.norm.weight",), (("hidden",),)),
-    Copy(f"{OUTPUT_LAYER}.weight", ("lm_head.weight",), (("vocab", "hidden"),), condition="untied"),
-)
 
 
 def _shared_expert_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRow, ...]:
@@ -124,15 +86,15 @@ def _mtp_rows(experts: ExpertLayout) -> tuple[WeightRow, ...]:
     )
     always = (
         *(Copy(_MTP + name, (other,), (shape,)) for name, other, shape in joining),
-        *_full_attention_rows(_MTP_LAYER, _HF_MTP_LAYER),
+        *_full_attention_rows(*_MTP_LAYER),
     )
     with_experts = (
-        *moe_rows(_MTP_LAYER, _HF_MTP_LAYER, experts=experts),
-        *_shared_expert_rows(_MTP_LAYER, _HF_MTP_LAYER),
+        *moe_rows(*_MTP_LAYER, experts=experts),
+        *_shared_expert_rows(*_MTP_LAYER),
     )
     return (
         *(replace(row, condition="mtp") for row in always),
-        *(replace(row, condition="mtp_dense") for row in dense_mlp_rows(_MTP_LAYER, _HF_MTP_LAYER)),
+        *(replace(row, condition="mtp_dense") for row in dense_mlp_rows(*_MTP_LAYER)),
         *(replace(row, condition="mtp_experts") for row in with_experts),
     )
 
@@ -141,9 +103,9 @@ def table(experts: ExpertLayout = ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT) -> t
     """The whole table, for a checkpoint with the given format of experts."""
     return (
         *VISION_ROWS,
-        *TEXT_ROWS,
-        *dense_mlp_rows(_TEXT, _HF_TEXT, "dense_layers"),
-        *moe_rows(_TEXT, _HF_TEXT, "moe_layers", experts=_LAYOUT_OF_LAYERS.get(experts, experts)),
-        *_shared_expert_rows(_TEXT, _HF_TEXT, "moe_layers"),
+        *text_rows(*_full_attention_rows(*_LAYER, "full_layers"), *linear_attention_rows()),
+        *dense_mlp_rows(*_LAYER, "dense_layers"),
+        *moe_rows(*_LAYER, "moe_layers", experts=_LAYOUT_OF_LAYERS.get(experts, experts)),
+        *_shared_expert_rows(*_LAYER, "moe_layers"),
         *_mtp_rows(_LAYOUT_OF_MTP.get(experts, experts)),
     )

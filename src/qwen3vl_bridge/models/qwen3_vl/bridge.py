@@ -6,29 +6,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from qwen3vl_bridge.models.bridge import FamilyBridge, provider_of
+from qwen3vl_bridge.models.hf_config import TOKEN_IDS
 from qwen3vl_bridge.models.qwen3_vl.config import FAMILY, moe_layers_of, rope_parameters
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
-from qwen3vl_bridge.models.saved_providers import build_instead, register_replacement
-from qwen3vl_bridge.models.settings import DistTrainConfig
+from qwen3vl_bridge.models.saved_providers import register_replacement
 
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.qwen_vl import qwen3_vl_provider as stock
-from transformers import PretrainedConfig, Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration
+from transformers import Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration
 
 
 def _scaled_rope(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Scaled rotary embedding, which Megatron-Bridge's provider saves in the text configuration in addition to its
     fields.
     """
-    if (text := saved.get("hf_text_config")) is None:
-        return {}
-    return {"rope_parameters": _unless_default(rope_parameters(text.to_dict()))}
-
-
-def _dist_train_of_theirs(**saved: Any) -> DistTrainConfig:
-    """Megatron-Bridge saves None for fields that it computes; here they have a default."""
-    return DistTrainConfig(**{name: value for name, value in saved.items() if value is not None})
+    text = saved.get("hf_text_config")
+    return {} if text is None else {"rope_parameters": _unless_default(rope_parameters(text.to_dict()))}
 
 
 def _unless_default(rope: dict[str, Any]) -> dict[str, Any] | None:
@@ -37,7 +31,6 @@ def _unless_default(rope: dict[str, Any]) -> dict[str, Any] | None:
 
 register_replacement(stock.Qwen3VLModelProvider, Qwen3VLModelProvider, elsewhere=_scaled_rope)
 register_replacement(stock.Qwen3VLMoEModelProvider, Qwen3VLMoEModelProvider, elsewhere=_scaled_rope)
-build_instead(stock.DistTrainConfig, _dist_train_of_theirs)
 
 
 @MegatronModelBridge.register_bridge(
@@ -51,14 +44,19 @@ class Qwen3VLBridge(FamilyBridge):
     def provider_fields(self, config: Any) -> dict[str, Any]:
         """See FamilyBridge."""
         text = config.text_config
-        rope = rope_parameters(text.to_dict())
-        return dict(
-            **super().provider_fields(config),
+        rope, moe_layers = rope_parameters(text.to_dict()), moe_layers_of(text.to_dict())
+        fields = dict(
             ffn_hidden_size=text.intermediate_size,
             rotary_base=rope["rope_theta"],
             mrope_section=list(rope["mrope_section"]),
             rope_parameters=_unless_default(rope),
         )
+        if moe_layers:
+            # If this is a list, megatron-core takes layers for different ones, and a checkpoint then names each.
+            layers = range(text.num_hidden_layers)
+            same = len(moe_layers) == len(layers)
+            fields["moe_layer_freq"] = 1 if same else [int(layer in moe_layers) for layer in layers]
+        return super().provider_fields(config) | fields
 
     @classmethod
     def megatron_to_hf_config(cls, provider: Qwen3VLModelProvider) -> dict[str, Any]:
@@ -69,14 +67,13 @@ class Qwen3VLBridge(FamilyBridge):
         """
         text, vision = provider.hf_text_config.to_dict(), provider.vision_config.to_dict()
         del text["max_position_embeddings"]
-        ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
         return dict(
             architectures=[cls.SOURCE_NAME],
             model_type=cls.MODEL_TYPE,
             text_config={name: value for name, value in text.items() if value is not None},
             vision_config={name: value for name, value in vision.items() if value is not None},
             tie_word_embeddings=provider.share_embeddings_and_output_weights,
-            **{name: getattr(provider, name) for name in ids},
+            **{name: getattr(provider, name) for name in TOKEN_IDS},
         )
 
 
@@ -89,19 +86,7 @@ class Qwen3VLBridge(FamilyBridge):
 class Qwen3VLMoEBridge(Qwen3VLBridge):
     """AutoBridge support for Qwen3-VL with experts (MoE)."""
 
-    def provider_fields(self, config: Any) -> dict[str, Any]:
-        """See FamilyBridge."""
-        return dict(**super().provider_fields(config), moe_layer_freq=_moe_layer_freq(config.text_config))
-
 
 def provider_from_hf_config(hf_config: Mapping[str, Any], **settings: Any) -> Qwen3VLModelProvider:
     """See `provider_of`. The `run_config.yaml` of a converted checkpoint contains this name and these arguments."""
     return provider_of((Qwen3VLBridge, Qwen3VLMoEBridge), hf_config, settings)
-
-
-def _moe_layer_freq(text: PretrainedConfig) -> int | list[int]:
-    """If this is a list, megatron-core takes layers for different ones, and a checkpoint then names each."""
-    moe_layers = moe_layers_of(text.to_dict())
-    if len(moe_layers) == text.num_hidden_layers:
-        return 1
-    return [int(layer in moe_layers) for layer in range(text.num_hidden_layers)]

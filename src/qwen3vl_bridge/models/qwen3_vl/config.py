@@ -13,18 +13,22 @@ from qwen3vl_bridge.models.hf_config import (
     Fields,
     Kind,
     check_field_types,
+    check_model_type,
     check_mrope_section,
-    check_rope_types,
     check_supported_values,
     experts_of,
     identity_of_config,
     identity_of_run,
     renamed,
+    rope_settings,
+    shared_dimensions,
     shown,
 )
-from qwen3vl_bridge.weights.rows import Dimensions, indices_of, text_sizes, vision_sizes
+from qwen3vl_bridge.weights.rows import Dimensions
 
 FAMILY = "qwen3_vl"
+# As in the released models, and transformers' defaults. Source: transformers, Qwen3VLConfig.
+TOKENS: Mapping[str, int] = dict(zip(TOKEN_IDS, (151_655, 151_656, 151_652, 151_653), strict=True))
 
 # In addition to the fields of all families.
 _REQUIRED: Fields = {
@@ -35,7 +39,6 @@ _OPTIONAL: Fields = {"text_config": {"decoder_sparse_step": POSITIVE}}
 _NULLABLE: Mapping[str, Kind] = {"num_key_value_heads": POSITIVE, "mlp_only_layers": LAYERS}
 # Rotary embeddings whose frequencies do not depend on a batch's length.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_HAS_EXPERTS = {"qwen3_vl": False, "qwen3_vl_moe": True}  # by model_type
 
 
 def check_settings(config: Any) -> None:
@@ -52,9 +55,7 @@ def check_settings(config: Any) -> None:
     check_supported_values(config, {})
     check_mrope_section(rope_parameters(text)["mrope_section"], head_dim_of(text))
     _check_experts(text)
-    layers = len(moe_layers_of(text))
-    if bool(layers) != _HAS_EXPERTS.get(str(config.get("model_type")), bool(layers)):
-        raise ValueError(f"{layers} layers have experts, which model_type {config['model_type']} does not allow")
+    check_model_type(config, FAMILY, len(moe_layers_of(text)), "layers have experts")
 
 
 def check_deepstack(vision: Mapping[str, Any], text_layers: int) -> None:
@@ -115,15 +116,7 @@ def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: a type of rotary embedding that this model does not support, or a parameter that is missing or has
             the wrong type.
     """
-    check_rope_types(text)
-    rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
-    kind = rope.pop("type", None)
-    kind = rope.get("rope_type") or kind or "default"
-    rope["rope_type"] = "default" if kind == "mrope" else kind
-    if rope["rope_type"] not in _ROPE_TYPES:
-        raise ValueError(f"rope_type is {kind!r}, expected one of {', '.join(_ROPE_TYPES)}")
-    if not rope.get("mrope_interleaved", True):
-        raise ValueError("mrope_interleaved is False, expected True as in every Qwen3-VL")
+    rope = rope_settings(text, _ROPE_TYPES)
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"partial_rotary_factor is {rope['partial_rotary_factor']}, expected 1.0")
     rope.setdefault("rope_theta", text.get("rope_theta"))
@@ -137,34 +130,14 @@ def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
 
 def dimensions_of(config: Mapping) -> Dimensions:
     """Values of the weight table's symbols, of a `config.json`; raises KeyError for a missing field."""
-    text, vision = config["text_config"], config["vision_config"]
-    moe_layers = moe_layers_of(text)
-    sizes = text_sizes(
-        vocab=text["vocab_size"],
-        hidden=text["hidden_size"],
-        ffn=text["intermediate_size"],
-        heads=text["num_attention_heads"],
-        kv_heads=text["num_key_value_heads"] or text["num_attention_heads"],
-        head_dim=head_dim_of(text),
-        untied=not config.get("tie_word_embeddings", False),
-        experts=experts_of(text),
-        topk=text["num_experts_per_tok"] if moe_layers else 0,
-        moe_ffn=text["moe_intermediate_size"] if moe_layers else 0,
+    text = config["text_config"]
+    return shared_dimensions(
+        FAMILY, config, ffn=text["intermediate_size"], head_dim=head_dim_of(text), moe_layers=moe_layers_of(text)
     )
-    indices = indices_of(
-        layers=text["num_hidden_layers"],
-        moe_layers=moe_layers,
-        experts=experts_of(text),
-        vision_layers=vision["depth"],
-        deepstack_layers=vision["deepstack_visual_indexes"],
-    )
-    return Dimensions(sizes | vision_sizes(vision), indices, FAMILY)
 
 
 # What identifies a model (see `hf_config`): fields specific to Qwen3-VL, or with a spelling specific to it.
 
-# Defaults. Source: transformers, Qwen3VLConfig.
-_TOKENS: Mapping[str, int] = dict(zip(TOKEN_IDS, (151_655, 151_656, 151_652, 151_653), strict=True))
 _MOE_LAYERS = "text_config.layers with experts (decoder_sparse_step, mlp_only_layers)"
 # Rotary settings with the same value in every model, and duplicates of `rope_type`.
 _CONSTANT_ROPE = ("type", "mrope_interleaved", "partial_rotary_factor")
@@ -173,7 +146,7 @@ _CONSTANT_ROPE = ("type", "mrope_interleaved", "partial_rotary_factor")
 def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The identifying fields of a `config.json`, normalized."""
     text, moe_layers = config["text_config"], list(moe_layers_of(config["text_config"]))
-    fields = identity_of_config(config, {"": _TOKENS}) | {
+    fields = identity_of_config(config, {"": TOKENS}) | {
         "vision_config.deepstack_visual_indexes": list(config["vision_config"]["deepstack_visual_indexes"]),
         "text_config.num_key_value_heads": text["num_key_value_heads"] or text["num_attention_heads"],
         "text_config.head_dim": head_dim_of(text),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Self
 
-from qwen3vl_bridge.batch.packed_batch import ModelInputs, VisionRows
+from qwen3vl_bridge.batch.token_batch import ModelInputs
 from qwen3vl_bridge.models.layer_specs import decoder_block_spec
 from qwen3vl_bridge.models.model import MRopeGPTModel, VisionLanguageModel, check_received
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
@@ -87,7 +87,7 @@ class DeepStackStage:
         Raises:
             ValueError: there are features to send, and `variable_seq_lengths` is off.
         """
-        features = 0 if inputs.deepstack is None else self.sent * len(inputs.deepstack.positions)
+        features = self.sent * len(inputs.deepstack.positions)
         if features and not config.variable_seq_lengths:
             raise ValueError(
                 f"variable_seq_lengths is False and {features} DeepStack features go to the next pipeline stage, "
@@ -141,20 +141,15 @@ class Qwen3VLModel(VisionLanguageModel):
 
     def layer_arguments(self, features: Tensor, inputs: ModelInputs) -> dict[str, Tensor]:
         """DeepStack features [t, K, h] of this rank's vision tokens, and the tokens' indices [K] in hidden states."""
-        vision = _vision_rows(inputs)
         features = sum_gradients_over_sequence(features, self.config, self.pg_collection)
-        return dict(context=features[:, vision.rows], context_mask=vision.positions)
+        return dict(context=features[:, inputs.deepstack.rows], context_mask=inputs.deepstack.positions)
 
     def unpack(self, received: Tensor, length: int, inputs: ModelInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Hidden states, and features for the layers from this stage on."""
-        positions = _vision_rows(inputs).positions
+        positions = inputs.deepstack.positions
         hidden, features = self.stage.unpack(received, length, len(inputs.input_ids), len(positions))
         return hidden, dict(context=features, context_mask=positions)
 
     def pack(self, hidden: Tensor, layer_arguments: dict[str, Tensor]) -> Tensor:
         """Hidden states, and features for the layers after this stage."""
         return self.stage.pack(hidden, layer_arguments["context"])
-
-
-def _vision_rows(inputs: ModelInputs) -> VisionRows:
-    return inputs.deepstack or VisionRows.none(inputs.input_ids.device)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from qwen3vl_bridge.models import size_presets
-from qwen3vl_bridge.models.qwen3_vl.config import dimensions_of
-from qwen3vl_bridge.models.qwen3_vl.table import TABLE
+from qwen3vl_bridge.models.qwen3_vl.config import FAMILY, TOKENS, dimensions_of
+from qwen3vl_bridge.models.qwen3_vl.table import table
 from qwen3vl_bridge.models.size_presets import Experts, Preset, VisionTower
 from qwen3vl_bridge.weights.rows import parameter_count as count_parameters
 
@@ -33,21 +33,12 @@ def hub_ids(size: str) -> tuple[str, str]:
     return f"Qwen/Qwen3-VL-{size}-Instruct", f"Qwen/Qwen3-VL-{size}-Thinking"
 
 
-def size_of(name: str) -> str:
-    """The size, a key of `PRESETS`, for a size name or a hub id.
-
-    Raises:
-        ValueError: an unknown model; the message lists the sizes.
-    """
-    return size_presets.size_of(name, PRESETS, hub_ids)
-
-
 def config_dict(size: str) -> dict[str, Any]:
     """A `config.json` in the format of transformers 5, for a size or a hub id; raises ValueError for an unknown one.
 
     The result is a new object that the caller may modify.
     """
-    preset = PRESETS[size_of(size)]
+    preset = size_presets.preset_of(size, PRESETS, hub_ids)
     text = {
         "vocab_size": 151_936,
         "intermediate_size": preset.ffn,
@@ -63,8 +54,7 @@ def config_dict(size: str) -> dict[str, Any]:
     }
     if preset.experts is not None:
         text |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
-    tokens = (151_655, 151_656, 151_652, 151_653)
-    return size_presets.config_of(preset, model_type="qwen3_vl", architecture="Qwen3VL", text=text, token_ids=tokens)
+    return size_presets.config_of(preset, model_type=FAMILY, architecture="Qwen3VL", text=text, token_ids=TOKENS)
 
 
 def hf_config(size: str) -> Any:
@@ -74,4 +64,4 @@ def hf_config(size: str) -> Any:
 
 def parameter_count(size: str) -> int:
     """Number of parameters, including all experts and the vision tower; a tied output layer counts once."""
-    return count_parameters(TABLE, dimensions_of(config_dict(size)))
+    return count_parameters(table(), dimensions_of(config_dict(size)))

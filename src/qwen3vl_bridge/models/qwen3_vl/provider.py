@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from qwen3vl_bridge.models.provider import ExpertsMixin, VisionLanguageProvider
-from qwen3vl_bridge.models.qwen3_vl.config import FAMILY, check_deepstack
-from qwen3vl_bridge.models.refusals import FIXED, FIXED_WITH_EXPERTS, NOTHING_ELSE, unread
-from qwen3vl_bridge.models.rules import Allowed, Rule, only
+from qwen3vl_bridge.models.qwen3_vl.config import FAMILY, TOKENS, check_deepstack
+from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
+from qwen3vl_bridge.models.refusals import NOTHING_ELSE, unread
+from qwen3vl_bridge.models.rules import Rule, keep
 from qwen3vl_bridge.models.settings import VisionLanguageFields, name_of_activation
 
 from transformers import Qwen3VLMoeTextConfig, Qwen3VLTextConfig, Qwen3VLVisionConfig
@@ -24,24 +24,6 @@ _NOTES = frozenset({"pretrained_model_name", "swiglu", "bridge", "grid", "world_
 # From this similarity on a name counts as a misspelt field; Megatron-Bridge's recipes set some names that are not
 # fields.
 _LIKE = 0.85
-
-_FIXED: Mapping[str, Allowed] = {
-    **only(
-        NOTHING_ELSE,
-        rotary_percent=1.0,
-        attention_output_gate=False,
-        layernorm_zero_centered_gamma=False,
-        experimental_attention_variant=None,
-    ),
-    **unread(
-        "linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
-        "linear_num_value_heads mtp_use_repeated_layer mtp_detach_heads"
-    ),
-}
-
-
-def _check_deepstack(provider: VisionLanguageFields) -> None:
-    check_deepstack(provider.vision_config.to_dict(), provider.num_layers)
 
 
 def _check_names(provider: VisionLanguageFields) -> None:
@@ -63,10 +45,10 @@ class Qwen3VLModelProvider(VisionLanguageProvider):
 
     vision_config: Qwen3VLVisionConfig = field(default_factory=Qwen3VLVisionConfig)
 
-    image_token_id: int = 151655
-    video_token_id: int = 151656
-    vision_start_token_id: int = 151652
-    vision_end_token_id: int = 151653
+    image_token_id: int = TOKENS["image_token_id"]
+    video_token_id: int = TOKENS["video_token_id"]
+    vision_start_token_id: int = TOKENS["vision_start_token_id"]
+    vision_end_token_id: int = TOKENS["vision_end_token_id"]
     bos_token_id: int = 151643
     eos_token_id: int = 151645
 
@@ -75,16 +57,18 @@ class Qwen3VLModelProvider(VisionLanguageProvider):
     mrope_section: list[int] = field(default_factory=lambda: [24, 20, 20])
 
     family: ClassVar[str] = FAMILY
-    model_class: ClassVar[str] = "qwen3vl_bridge.models.qwen3_vl.model.Qwen3VLModel"
-    language_model_class: ClassVar[str] = "qwen3vl_bridge.models.qwen3_vl.model.Qwen3VLGPTModel"
-    encoder_class: ClassVar[str] = "qwen3vl_bridge.dist_train.modules.Qwen3VLEncoder"
-    decoder_class: ClassVar[str] = "qwen3vl_bridge.dist_train.modules.Qwen3VLDecoder"
-    fixed: ClassVar[Mapping[str, Allowed]] = {
-        **FIXED,
-        **_FIXED,
-        **only("a model with experts has the provider of such models", num_moe_experts=None),
-    }
-    rules: ClassVar[tuple[Rule, ...]] = (_check_deepstack, _check_names)
+    model_class = Qwen3VLModel
+    vision_module_class: ClassVar[str] = "qwen3vl_bridge.dist_train.modules.Qwen3VLVisionModule"
+    language_module_class: ClassVar[str] = "qwen3vl_bridge.dist_train.modules.Qwen3VLLanguageModule"
+    rules: ClassVar[tuple[Rule, ...]] = (
+        lambda model: check_deepstack(model.vision_config.to_dict(), model.num_layers),
+        _check_names,
+        *keep("rotary_percent mtp_num_layers", NOTHING_ELSE),
+        *unread(
+            "linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim "
+            "linear_num_key_heads linear_num_value_heads mtp_use_repeated_layer mtp_detach_heads"
+        ),
+    )
 
     # Names of Megatron-Bridge's own provider that callers read (docs/callers.md).
     patch_size = property(lambda self: self.vision_config.patch_size)
@@ -136,8 +120,7 @@ class Qwen3VLMoEModelProvider(ExpertsMixin, Qwen3VLModelProvider):
     moe_ffn_hidden_size: int | None = 768
     moe_aux_loss_coeff: float | list[float] = 1e-3
 
-    fixed: ClassVar[Mapping[str, Allowed]] = {
-        **FIXED_WITH_EXPERTS,
-        **_FIXED,
-        **only(NOTHING_ELSE, moe_shared_expert_intermediate_size=None, moe_shared_expert_gate=False),
-    }
+    rules: ClassVar[tuple[Rule, ...]] = (
+        *Qwen3VLModelProvider.rules,
+        *keep("moe_shared_expert_intermediate_size moe_shared_expert_gate", NOTHING_ELSE),
+    )

@@ -8,19 +8,17 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Self
 
 from qwen3vl_bridge.batch.device_transfer import Movable
 from qwen3vl_bridge.batch.token_layout import SequenceLayout, next_index, token_index
 from qwen3vl_bridge.batch.vision_inputs import VisionInputs
 from qwen3vl_bridge.batch.vision_sharding import (
-    EncoderShard,
     VisionAssignment,
     VisionExchange,
+    VisionShard,
     VisionWork,
     assign_vision,
-    shards_of,
 )
 
 import torch
@@ -33,12 +31,6 @@ class VisionRows(Movable):
 
     rows: Tensor  # [K] int64, indices into the vision tokens that this rank encodes or receives
     positions: Tensor  # [K] int64, index of the corresponding token in the rank's hidden states flattened from [s, b]
-
-    @classmethod
-    def none(cls, device: torch.device) -> Self:
-        """No vision tokens."""
-        empty = torch.empty(0, dtype=torch.long, device=device)
-        return cls(empty, empty)
 
 
 @dataclass(frozen=True)
@@ -57,8 +49,7 @@ class NextTokens(Movable):
     padding_mask: Tensor  # [b, s / sp] bool, True where this context- and sequence-parallel rank has no next token
     trained: Tensor  # [] float32, tokens of the whole batch whose own label is trained on
     predicted: Tensor  # [] float32, tokens of the whole batch whose `loss_mask` is 1
-    # Vision tokens among this context-parallel rank's next tokens; None if the batch has no vision tokens.
-    fuse: VisionRows | None = None
+    fuse: VisionRows  # vision tokens among this context-parallel rank's next tokens
 
 
 @dataclass(frozen=True)
@@ -71,26 +62,22 @@ class ModelInputs(Movable):
     loss_mask: Tensor | None  # [b, s] float32, or None
     padding_mask: Tensor  # [b, s / sp] bool, True where this context- and sequence-parallel rank has no real token
     layout: SequenceLayout  # of the whole batch, all ranks' parts; used by attention in packed rows
+    fuse: VisionRows  # vision tokens of this context-parallel rank
+    deepstack: VisionRows  # vision tokens of this context- and sequence-parallel rank
     vision: VisionInputs | None = None  # the images and videos that this rank encodes, or None
     # Vision tokens to send and receive; None if the rank encodes all that it needs.
     vision_exchange: VisionExchange | None = None
     # What each separate vision rank sends for this microbatch; None without separate vision ranks.
-    encoder_shards: tuple[EncoderShard, ...] | None = None
-    fuse: VisionRows | None = None  # vision tokens of this context-parallel rank
-    deepstack: VisionRows | None = None  # vision tokens of this context- and sequence-parallel rank
+    vision_shards: tuple[VisionShard, ...] | None = None
     following: NextTokens | None = None  # the next tokens, if multi-token prediction is trained
 
     def without_labels(self) -> Self:
         """The same inputs for logits instead of losses."""
         return replace(self, labels=None, loss_mask=None, following=None)
 
-    def without_pictures(self) -> Self:
-        """The same inputs for a pipeline stage that encodes nothing; the positions of vision tokens are kept."""
-        return replace(self, vision=None, vision_exchange=None, encoder_shards=None)
-
 
 @dataclass(frozen=True)
-class PackedBatch(Movable):
+class TokenBatch(Movable):
     """A whole batch as made by collation, equal on every rank that shares it."""
 
     input_ids: Tensor  # [B, S] int64
@@ -115,37 +102,36 @@ class PackedBatch(Movable):
         sp_size: int = 1,
         sp_rank: int = 0,
         vision_work: VisionWork | None = None,
-        encoders: int | None = None,
+        vision_ranks: int | None = None,
         *,
         predicts: bool = False,
+        encodes: bool = True,
     ) -> ModelInputs:
         """One rank's part of a batch on the host: tokens are gathered by `token_index`, vision tokens by `vision_slot`.
 
         Args:
             cp_size, cp_rank, sp_size, sp_rank: as for `token_index`.
             vision_work: cost of frames, by which context-parallel ranks divide them; None: each rank encodes all.
-            encoders: number of separate vision ranks, which divide the images and videos; this rank encodes none then.
+            vision_ranks: number of separate ranks that encode, dividing images and videos; this rank encodes none then.
             predicts: whether multi-token prediction is trained, which needs the next tokens.
+            encodes: whether this pipeline stage encodes images and videos; others need only where their tokens are.
         """
         context_index = token_index(self.layout, cp_size, cp_rank)  # [s, b]
         index = token_index(self.layout, cp_size, cp_rank, sp_size, sp_rank)  # [s / sp, b]
 
-        assignment = None
-        if vision_work is not None and (encoders is not None or (cp_size > 1 and self.vision is not None)):
-            assignment = assign_vision(self.vision, vision_work, encoders or cp_size)
-
         def take(whole: Tensor) -> Tensor:
             return whole.flatten(-2)[..., context_index.T]
 
-        own, exchange, shards, rows = self.vision, None, None, None
-        if encoders is not None:
-            if assignment is None:
-                raise ValueError("encoders are given without vision_work, expected the cost of frames")
-            own, shards, rows = None, self.encoder_shards_of(assignment), assignment.encoded_index
-        elif assignment is not None:
+        own, exchange, shards, rows = self.vision if encodes else None, None, None, None
+        if encodes and vision_ranks is not None:
+            assert vision_work is not None
+            assignment = assign_vision(self.vision, vision_work, vision_ranks)
+            own, shards, rows = None, self.vision_shards_of(assignment), assignment.encoded_index
+        elif own is not None and vision_work is not None and cp_size > 1:
+            assignment = assign_vision(own, vision_work, cp_size)
             slots = [self._slots_of(cp_size, rank, predicts=predicts) for rank in range(cp_size)]
             exchange, rows = VisionExchange.of(assignment, slots, cp_rank)
-            own = assignment.part(self.vision, cp_rank)
+            own = assignment.part(own, cp_rank)
         return ModelInputs(
             input_ids=take(self.input_ids),
             position_ids=take(self.position_ids),
@@ -155,17 +141,21 @@ class PackedBatch(Movable):
             layout=self.layout,
             vision=own,
             vision_exchange=exchange,
-            encoder_shards=shards,
+            vision_shards=shards,
             fuse=self._vision_rows(context_index, rows),
             deepstack=self._vision_rows(index, rows),
             following=self._next_tokens(context_index, index, rows) if predicts else None,
         )
 
-    def encoder_shards_of(self, assignment: VisionAssignment) -> tuple[EncoderShard, ...]:
+    def vision_shards_of(self, assignment: VisionAssignment) -> tuple[VisionShard, ...]:
         """What each separate vision rank sends for this batch."""
         samples = zlib.crc32(repr((self.sample_ids, self.layout.lengths)).encode())
-        # Samples may have no ids.
-        return shards_of(self.vision, assignment, zlib.crc32(self.input_ids.numpy(), samples))
+        samples = zlib.crc32(self.input_ids.numpy(), samples)  # they may have no ids
+        lengths = () if self.vision is None else self.vision.lengths
+        return tuple(
+            VisionShard(tokens, zlib.crc32(repr([lengths[frame] for frame in frames]).encode(), samples))
+            for frames, tokens in zip(assignment.frames, assignment.counts, strict=True)
+        )
 
     def _slots_of(self, cp_size: int, cp_rank: int, *, predicts: bool) -> Tensor:
         """Vision slots of the tokens that a context-parallel rank reads: its own and with `predicts` the next."""
@@ -189,10 +179,8 @@ class PackedBatch(Movable):
             fuse=self._vision_rows(next_of_local, rows),
         )
 
-    def _vision_rows(self, index: Tensor, rows: Tensor | None) -> VisionRows | None:
+    def _vision_rows(self, index: Tensor, rows: Tensor | None) -> VisionRows:
         """The vision tokens at `index` into the flat batch, as `rows` [M] of those that the rank has (None: of all)."""
-        if not (self.vision_slot >= 0).any():
-            return None
         slots = self.vision_slot[index.flatten()]
         positions = (slots >= 0).nonzero().squeeze(-1)
         taken = slots[positions]
@@ -200,38 +188,25 @@ class PackedBatch(Movable):
 
 
 @dataclass(frozen=True)
-class EncoderInputs(Movable):
+class VisionRankInputs(Movable):
     """What one vision rank encodes, and for which receivers."""
 
     vision: VisionInputs | None  # its images and videos, ordered by receiver; None if it has none
-    shards: tuple[EncoderShard, ...]  # the shard of each receiver
+    shards: tuple[VisionShard, ...]  # the shard of each receiver
     rows: int  # largest number of vision tokens in a shard for the same receivers; shards are padded to it
 
     @classmethod
-    def of(cls, batches: Sequence[PackedBatch], work: VisionWork, encoders: int, share: int) -> EncoderInputs:
-        """Part `share` of several microbatches that a rank encodes at a time, whose images `encoders` ranks divide.
+    def of(cls, batches: Sequence[TokenBatch], work: VisionWork, vision_ranks: int, share: int) -> VisionRankInputs:
+        """Part `share` of several microbatches that a rank encodes at a time, whose images `vision_ranks` ranks divide.
 
         They are of one language replica, whose images several ranks may divide, or of several replicas.
         """
-        assignments = [assign_vision(batch.vision, work, encoders) for batch in batches]
-        sent = [batch.encoder_shards_of(assignment) for batch, assignment in zip(batches, assignments, strict=True)]
+        assignments = [assign_vision(batch.vision, work, vision_ranks) for batch in batches]
+        sent = [batch.vision_shards_of(assignment) for batch, assignment in zip(batches, assignments, strict=True)]
         parts = [assignment.part(batch.vision, share) for batch, assignment in zip(batches, assignments, strict=True)]
+        encoded = [part for part in parts if part is not None]
         return cls(
-            vision=_concatenated([part for part in parts if part is not None]),
+            vision=VisionInputs.concatenated(encoded) if encoded else None,
             shards=tuple(shards[share] for shards in sent),
             rows=max(shard.tokens for shards in sent for shard in shards),
         )
-
-
-def _concatenated(pictures: Sequence[VisionInputs]) -> VisionInputs | None:
-    if len(pictures) < 2:
-        return pictures[0] if pictures else None
-    lengths = tuple(length for part in pictures for length in part.lengths)
-    return VisionInputs(
-        pixel_values=torch.cat([part.pixel_values for part in pictures]),
-        position_ids=torch.cat([part.position_ids for part in pictures]),
-        interpolation_index=torch.cat([part.interpolation_index for part in pictures], 1),
-        interpolation_weight=torch.cat([part.interpolation_weight for part in pictures], 1),
-        cu_seqlens=torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32),
-        lengths=lengths,
-    )
