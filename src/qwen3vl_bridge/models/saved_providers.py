@@ -68,17 +68,7 @@ def register_replacement(
             ours, {"transformer_impl": "transformer_engine", **fields, **elsewhere(saved)}, known=_names(theirs)
         )
 
-    build_instead(theirs, of_theirs)
-
-
-def build_instead(theirs: type, build: Callable[..., Any]) -> None:
-    """Call `build` with the saved fields if a configuration names `theirs`.
-
-    Args:
-        theirs: a class of Megatron-Bridge.
-        build: a function with a name, which Megatron-Bridge shows in errors.
-    """
-    _BUILDERS[theirs] = build
+    _BUILDERS[theirs] = of_theirs
 
 
 def ours_for(target: Any) -> Any:
