@@ -158,6 +158,15 @@ def test_an_item_is_never_unpacked(tmp_path):
     assert find_payload(Extent(packed, 0, len(plain.getvalue())), "float32", (4, 4), "x").length == 64
 
 
+@pytest.mark.parametrize("value", [Hostile(), 3])
+def test_nothing_that_an_item_calls_for_is_run(value, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save(value, tmp_path / "item")
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/item, a: the item at byte 0 cannot be read: "):
+        find_payload(Extent(tmp_path / "item", 0, (tmp_path / "item").stat().st_size), "float32", (3,), "a")
+    assert not (tmp_path / "pwned").exists()
+
+
 def changed(folder, change) -> None:
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     change(metadata)
