@@ -178,7 +178,8 @@ def _info(metadata, key="a"):
 
 
 def _second_chunk(metadata):
-    metadata.state_dict_metadata["a"].chunks.append(ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([1, 4])))
+    metadata.state_dict_metadata["a"].chunks.append(ChunkStorageMetadata(torch.Size([1, 0]), torch.Size([1, 4])))
+    metadata.storage_data[MetadataIndex("a", torch.Size([1, 0]))] = _info(metadata, "x")
 
 
 def _fewer_rows(metadata):
@@ -209,8 +210,8 @@ def _no_place(metadata):
         (lambda m: setattr(m.state_dict_metadata["a"], "size", torch.Size([4, 4])), "element 12 is in no chunk"),
         (lambda m: setattr(m.state_dict_metadata["a"], "size", torch.Size([12])), "expected one inside"),
         (lambda m: setattr(m.state_dict_metadata["a"], "chunks", []), "element 0 is in no chunk"),
-        (_second_chunk, "element 0 is in two chunks"),
-        (_fewer_rows, "element 8 is in no chunk"),
+        (_second_chunk, "element 4 is in two chunks"),
+        (_fewer_rows, "expected [2, 4] float32 by the metadata"),
         (_other_dtype, "expected [3, 4] int32 by the metadata"),
         (_no_place, "expected _StorageInfo"),
         (lambda m: m.storage_data.update({MetadataIndex("zz"): 3}), ""),
