@@ -36,6 +36,7 @@ from ..support import TENSORS, entry, file_of, read_everything
         file_of({"a": entry(offsets=(0, 24, 25))}), file_of({"a": entry(offsets=(0, 20))}),
         file_of({"a": entry(offsets=(8, 32))}, 32), file_of({"a": entry(), "b": entry(offsets=(12, 36))}, 36),
         file_of({"a": entry()}, 23), file_of({"a": entry()}, 25), file_of('{"__metadata__": [], "a": 1}'),
+        file_of(f'{{"a": {json.dumps(entry())}, "a": {json.dumps(entry())}}}'),
         file_of(json.dumps({"a": entry()}).encode("utf-16")), file_of(json.dumps({"\ud800": entry()})),
     ],
 )  # fmt: skip
