@@ -217,10 +217,12 @@ def run_conversion(planned: Callable[[], Conversion], options: ConversionOptions
     collecting = gc.isenabled()
     gc.disable()  # a plan has a hundred thousand objects, all needed; collections double the time to create them
     try:
-        conversion = ranks.all_run(planned)
+        made: list[Conversion] = []
+        ranks.all_gather(lambda: made.append(planned()))
     finally:
         if collecting:
             gc.enable()
+    (conversion,) = made
     plan, output, target = conversion.plan, conversion.output, conversion.target
     needed = sum(file.nbytes for file in output.files) + _OVERHEAD
     replaceable = Replaceable(

@@ -111,12 +111,6 @@ class Ranks:
                 raise CheckpointError(f"process {rank} of {self.size}: {message}")
         return [outcome for outcome, _ in outcomes]
 
-    def all_run[Result](self, work: Callable[[], Result]) -> Result:
-        """Call a function in every process; returns this one's result, which is not sent; fails as `all_gather`."""
-        mine: list[Result] = []
-        self.all_gather(lambda: mine.append(work()))
-        return mine[0]
-
     def run_on_rank0[Result](self, work: Callable[[], Result]) -> Result:
         """Call a function in the first process; returns its result in every process; fails as `all_gather`."""
         return self.all_gather(lambda: work() if self.first else None)[0]  # pyright: ignore[reportReturnType]

@@ -36,6 +36,7 @@ from ..support import TENSORS, entry, file_of, read_everything
         file_of({"a": entry(offsets=(0, 24, 25))}), file_of({"a": entry(offsets=(0, 20))}),
         file_of({"a": entry(offsets=(8, 32))}, 32), file_of({"a": entry(), "b": entry(offsets=(12, 36))}, 36),
         file_of({"a": entry()}, 23), file_of({"a": entry()}, 25), file_of('{"__metadata__": [], "a": 1}'),
+        file_of(f'{{"a": {json.dumps(entry())}, "a": {json.dumps(entry())}}}'),
         file_of(json.dumps({"a": entry()}).encode("utf-16")), file_of(json.dumps({"\ud800": entry()})),
     ],
 )  # fmt: skip
@@ -158,6 +159,15 @@ def test_an_item_is_never_unpacked(tmp_path):
     assert find_payload(Extent(packed, 0, len(plain.getvalue())), "float32", (4, 4), "x").length == 64
 
 
+@pytest.mark.parametrize("value", [Hostile(), 3])
+def test_nothing_that_an_item_calls_for_is_run(value, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save(value, tmp_path / "item")
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/item, a: the item at byte 0 cannot be read: "):
+        find_payload(Extent(tmp_path / "item", 0, (tmp_path / "item").stat().st_size), "float32", (3,), "a")
+    assert not (tmp_path / "pwned").exists()
+
+
 def changed(folder, change) -> None:
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     change(metadata)
@@ -169,7 +179,8 @@ def _info(metadata, key="a"):
 
 
 def _second_chunk(metadata):
-    metadata.state_dict_metadata["a"].chunks.append(ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([1, 4])))
+    metadata.state_dict_metadata["a"].chunks.append(ChunkStorageMetadata(torch.Size([1, 0]), torch.Size([1, 4])))
+    metadata.storage_data[MetadataIndex("a", torch.Size([1, 0]))] = _info(metadata, "x")
 
 
 def _fewer_rows(metadata):
@@ -200,8 +211,8 @@ def _no_place(metadata):
         (lambda m: setattr(m.state_dict_metadata["a"], "size", torch.Size([4, 4])), "element 12 is in no chunk"),
         (lambda m: setattr(m.state_dict_metadata["a"], "size", torch.Size([12])), "expected one inside"),
         (lambda m: setattr(m.state_dict_metadata["a"], "chunks", []), "element 0 is in no chunk"),
-        (_second_chunk, "element 0 is in two chunks"),
-        (_fewer_rows, "element 8 is in no chunk"),
+        (_second_chunk, "element 4 is in two chunks"),
+        (_fewer_rows, "expected [2, 4] float32 by the metadata"),
         (_other_dtype, "expected [3, 4] int32 by the metadata"),
         (_no_place, "expected _StorageInfo"),
         (lambda m: m.storage_data.update({MetadataIndex("zz"): 3}), ""),

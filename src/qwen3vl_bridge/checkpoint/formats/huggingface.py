@@ -21,6 +21,7 @@ from qwen3vl_bridge.checkpoint.formats.tensors import (
     TensorSpec,
 )
 from qwen3vl_bridge.io.files import CheckpointError, expanded, file_size, read_object, resolve_within, write_object
+from qwen3vl_bridge.io.parsing import parse_json
 
 from safetensors import SafetensorError, safe_open
 
@@ -218,7 +219,7 @@ def read_header(path: Path, named_by: str = "its folder") -> list[_Stored]:
     try:
         with safe_open(path, "np"), path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length))
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
     except (SafetensorError, ValueError) as error:

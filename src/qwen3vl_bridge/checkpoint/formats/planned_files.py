@@ -12,12 +12,14 @@ import fcntl
 import itertools
 import os
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from threading import Event, Lock
+from queue import SimpleQueue
 from typing import NamedTuple
 
 from qwen3vl_bridge.checkpoint.formats.tensors import ITEMSIZE, SegmentReader, Segments, TensorSource, TensorSpec
@@ -259,27 +261,22 @@ def write_units(
         CheckpointError: the source cannot be read, or a value does not fit its dtype.
         OSError: the disk is full, or refuses otherwise.
     """
-    left, lock, stop = iter(work), Lock(), Event()
+    readers: SimpleQueue[SegmentReader] = SimpleQueue()
 
-    def take() -> Unit | None:
-        with lock:
-            return None if stop.is_set() else next(left, None)
-
-    def write_some() -> None:
-        with SegmentReader(source) as reader:
-            while (unit := take()) is not None:
-                try:
-                    _write_unit(folder, files[unit.file], unit, reader, meter, journal)
-                except BaseException:
-                    stop.set()
-                    raise
-
-    with ThreadPoolExecutor(threads, "write") as pool:
+    def write(unit: Unit) -> None:
+        reader = readers.get()
         try:
-            for writing in [pool.submit(write_some) for _ in range(threads)]:
-                writing.result()
+            _write_unit(folder, files[unit.file], unit, reader, meter, journal)
         finally:
-            stop.set()  # whatever ends this thread, such as a signal, ends the others after their unit
+            readers.put(reader)
+
+    with ExitStack() as stack, ThreadPoolExecutor(threads, "write") as pool:
+        for _ in range(threads):
+            readers.put(stack.enter_context(SegmentReader(source)))
+        try:
+            deque(pool.map(write, work), maxlen=0)
+        finally:  # whatever ends this thread, such as a signal, ends the others after their unit
+            pool.shutdown(cancel_futures=True)
 
 
 def _write_unit(
