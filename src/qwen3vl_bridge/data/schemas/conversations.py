@@ -237,8 +237,9 @@ def _own_part(part: Any, place: str) -> Any:
     names = [name for name in (kind, f"{kind}_url", "url", "path") if name in own]
     if len(names) == 1:
         own = {kind if key == names[0] else key: value for key, value in own.items()}
-        if isinstance(own[kind], dict) and own[kind].get("url") is not None:
-            own |= _given(own[kind])
+        medium = own[kind]
+        if isinstance(medium, dict) and medium.get("url") is not None:
+            own |= _given(medium)
             own[kind] = own.pop("url")
     if own.get("detail") not in (None, "auto", "high"):  # OpenAI's "low" would be another image
         expected = "'auto' or 'high': image sizes are set by dataset.vision"
