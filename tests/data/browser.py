@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -70,12 +69,10 @@ class Browser:
         message, _, self._held = self._held.partition(b"\0")
         return json.loads(message)
 
-    def show(self, page: Path, width: int, *, dark: bool = False) -> None:
+    def show(self, page: Path, width: int) -> None:
         """Open a file, as wide as so many pixels."""
         phone = width < 600
-        scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=phone)
-        self.ask("Emulation.setEmulatedMedia", features=scheme)
         self.ask("Page.navigate", url=page.as_uri())
         end = time.monotonic() + 60
         while self.value("document.readyState + location.protocol") != "completefile:":
@@ -85,8 +82,3 @@ class Browser:
     def value(self, script: str) -> Any:
         """What an expression of JavaScript is on the page."""
         return self.ask("Runtime.evaluate", expression=script, returnByValue=True)["result"].get("value")
-
-    def picture(self, file: Path) -> None:
-        """Leave all of the page as a picture."""
-        taken = self.ask("Page.captureScreenshot", captureBeyondViewport=True)
-        file.write_bytes(base64.b64decode(taken["data"]))

@@ -52,7 +52,7 @@ def test_every_page_is_built_with_its_headings(site):
 def test_a_browser_shows_all_pages(site, tmp_path, width):
     with browser.Browser(browser.found(), tmp_path / "profile") as shown:
         for page in nav():
-            shown.show((site / page).with_suffix(".html"), width, dark=False)
+            shown.show((site / page).with_suffix(".html"), width)
             # Chromium takes no screenshot of more than 16,384 pixels.
             folder = os.environ.get("QWEN3VL_SCREENSHOTS")
             if folder and shown.value("document.documentElement.scrollHeight") < 16_000:

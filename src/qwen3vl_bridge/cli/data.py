@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from qwen3vl_bridge.io.files import CheckpointError
 from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show, show_anything, show_report
 
 _BAD_SAMPLES = _FAILURES = 1
+_MOST_SHOWN = 10  # failed downloads
 # The fields of `VisionLimits`, whose module needs torch.
 _LIMITS = {
     "image_min_pixels": (int, "pixels to which a smaller image is enlarged (default of all these: the model's)"),
@@ -61,8 +64,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _records(parser: argparse.ArgumentParser) -> None:
-    """Options for the format of records."""
+def _records(parser: argparse.ArgumentParser, split: bool = True) -> None:
+    """Options for the records, and for how they are printed."""
+    add = parser.add_argument
     data = parser.add_mutually_exclusive_group(required=True)
     data.add_argument("--data", metavar="PATH",
                       help="conversations, as in dataset.path: a file, a folder (with or without splits), or "
@@ -70,38 +74,34 @@ def _records(parser: argparse.ArgumentParser) -> None:
     data.add_argument(
         "--mixture", type=Path, metavar="FILE", help="YAML file with several data sets, as in dataset.mixture"
     )
-    parser.add_argument("--schema-adapter", metavar="NAME",
-                        help="format of the records, such as cord_v2 (default: conversations)")  # fmt: skip
-    parser.add_argument("--columns", nargs="+", default=[], metavar="KEY=COLUMN",
-                        help="names of the records' columns: image=img 'answer={answers[0]}'")  # fmt: skip
-    parser.add_argument("--media-root", action="append", metavar="FOLDER",
-                        help="folder of images and videos (default: that of --data); may be given several times: "
-                        "paths are looked up in each folder, and links may lead from one to another")  # fmt: skip
-    parser.add_argument("--url-cache", metavar="FOLDER",
-                        help="folder for downloads (default: the user's cache folder)")  # fmt: skip
-    parser.add_argument("--no-progress", action="store_true", help="show no progress")
+    add("--schema-adapter", metavar="NAME",
+        help="format of the records, such as cord_v2 (default: conversations)")  # fmt: skip
+    add("--columns", nargs="+", default=[], metavar="KEY=COLUMN",
+        help="names of the records' columns: image=img 'answer={answers[0]}'")  # fmt: skip
+    add("--media-root", action="append", metavar="FOLDER",
+        help="folder of images and videos (default: that of --data); may be given several times: "
+        "paths are looked up in each folder, and links may lead from one to another")  # fmt: skip
+    add("--url-cache", metavar="FOLDER", help="folder for downloads (default: the user's cache folder)")
+    add("--no-progress", action="store_true", help="show no progress")
+    add("--json", action="store_true", help="print JSON")
+    if split:
+        add("--split", choices=("train", "valid", "test"), default="train",
+            help="which split of a folder with splits (default: %(default)s)")  # fmt: skip
 
 
-def _split(parser: argparse.ArgumentParser) -> None:
-    """The option for the split; only training rows are packed."""
-    parser.add_argument("--split", choices=("train", "valid", "test"), default="train",
-                        help="which split of a folder with splits (default: %(default)s)")  # fmt: skip
-
-
-def _source(parser: argparse.ArgumentParser) -> None:
-    """Options for samples and their encoding."""
-    _records(parser)
-    parser.add_argument("--hf-model", required=True, metavar="MODEL",
-                        help="the model to train, a folder or hub id: its processor and template")  # fmt: skip
-    parser.add_argument("--answers", choices=("all", "last"), default="all",
-                        help="train on all answers, or only on the last one (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--empty-thinking", choices=("prompt", "train"), default="prompt",
-                        help="whether the template's empty thinking blocks count as the end of the prompt, or are "
-                        "trained on (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--seq-length", type=_at_least(1), default=4096, metavar="N",
-                        help="tokens in a row (default: %(default)s)")  # fmt: skip
+def _encoding(parser: argparse.ArgumentParser) -> None:
+    """Options for the encoding of samples."""
+    add = parser.add_argument
+    add("--hf-model", required=True, metavar="MODEL",
+        help="the model to train, a folder or hub id: its processor and template")  # fmt: skip
+    add("--answers", choices=("all", "last"), default="all",
+        help="train on all answers, or only on the last one (default: %(default)s)")  # fmt: skip
+    add("--empty-thinking", choices=("prompt", "train"), default="prompt",
+        help="whether the template's empty thinking blocks count as the end of the prompt, or are "
+        "trained on (default: %(default)s)")  # fmt: skip
+    add("--seq-length", type=_at_least(1), default=4096, metavar="N", help="tokens in a row (default: %(default)s)")
     for name, (kind, words) in _LIMITS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=words)
+        add(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=words)
 
 
 def _pack(parser: argparse.ArgumentParser) -> None:
@@ -109,24 +109,24 @@ def _pack(parser: argparse.ArgumentParser) -> None:
         "Measure all samples, pack them into rows by best fit, and record which samples are in which row, for "
         "dataset.train_packing. Images are not copied. Use the same options as in the training data set."
     )
-    _source(parser)
-    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="folder to write the rows to")
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier packing in that folder")
-    parser.add_argument("--max-patches", type=_at_least(1), metavar="N",
-                        help="maximum number of patches in a row (default: no limit)")  # fmt: skip
-    parser.add_argument("--pad-to-multiple-of", type=_at_least(1), default=1, metavar="N",
-                        help="pad each sample in a row to a multiple of this; under context parallelism, twice "
-                        "the number of its ranks (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--on-long", choices=("error", "drop", "truncate"), default="error",
-                        help="what to do with a sample longer than a row (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--on-bad", choices=("error", "drop"), default="error",
-                        help="what to do with a sample that cannot be encoded (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--seed", type=int, default=1234, metavar="N",
-                        help="seed of the order in which samples are packed (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--workers", type=_at_least(0), default=os.cpu_count() or 0, metavar="N",
-                        help="number of processes that measure samples; 0 measures in this process (default: "
-                        "%(default)s)")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    _records(parser, split=False)  # only training rows are packed
+    _encoding(parser)
+    add = parser.add_argument
+    add("--output", type=Path, required=True, metavar="FOLDER", help="folder to write the rows to")
+    add("--overwrite", action="store_true", help="replace an earlier packing in that folder")
+    add("--max-patches", type=_at_least(1), metavar="N",
+        help="maximum number of patches in a row (default: no limit)")  # fmt: skip
+    add("--pad-to-multiple-of", type=_at_least(1), default=1, metavar="N",
+        help="pad each sample in a row to a multiple of this; under context parallelism, twice "
+        "the number of its ranks (default: %(default)s)")  # fmt: skip
+    add("--on-long", choices=("error", "drop", "truncate"), default="error",
+        help="what to do with a sample longer than a row (default: %(default)s)")  # fmt: skip
+    add("--on-bad", choices=("error", "drop"), default="error",
+        help="what to do with a sample that cannot be encoded (default: %(default)s)")  # fmt: skip
+    add("--seed", type=int, default=1234, metavar="N",
+        help="seed of the order in which samples are packed (default: %(default)s)")  # fmt: skip
+    add("--workers", type=_at_least(0), default=os.cpu_count() or 0, metavar="N",
+        help="number of processes that measure samples; 0 measures in this process (default: %(default)s)")  # fmt: skip
     parser.set_defaults(run=_run_pack, split="train")
 
 
@@ -136,21 +136,20 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
         "samples are, how full rows are, and which samples cannot be used. The exit status is 1 if some samples "
         "cannot be used."
     )
-    _source(parser)
-    _split(parser)
-    parser.add_argument("--samples", type=_at_least(0), default=8, metavar="N",
-                        help="how many samples to show (default: %(default)s)")  # fmt: skip
+    _records(parser)
+    _encoding(parser)
+    add = parser.add_argument
+    add("--samples", type=_at_least(0), default=8, metavar="N", help="how many samples to show (default: %(default)s)")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--start", type=_at_least(0), default=0, metavar="N",
                        help="index of the first sample to show, counted from 0 (default: %(default)s)")  # fmt: skip
     which.add_argument("--seed", type=int, metavar="N", help="show randomly chosen samples instead, with this seed")
-    parser.add_argument("--lengths", type=_at_least(0), default=2000, metavar="N",
-                        help="how many samples to measure, spread over the whole file; 0 measures only those shown "
-                        "(default: %(default)s)")  # fmt: skip
-    parser.add_argument("--no-pack", action="store_true", help="one sample per row, padded")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also write an HTML report with images")
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier report")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add("--lengths", type=_at_least(0), default=2000, metavar="N",
+        help="how many samples to measure, spread over the whole file; 0 measures only those shown "
+        "(default: %(default)s)")  # fmt: skip
+    add("--no-pack", action="store_true", help="one sample per row, padded")
+    add("--output", type=Path, metavar="FILE", help="also write an HTML report with images")
+    add("--overwrite", action="store_true", help="replace an earlier report")
     parser.set_defaults(run=_run_inspect)
 
 
@@ -161,22 +160,21 @@ def _download(parser: argparse.ArgumentParser) -> None:
         "some downloads failed."
     )
     _records(parser)
-    _split(parser)
-    parser.add_argument("--allowed-urls", nargs="+", required=True, metavar="URL",
-                        help="URL prefixes that may be fetched, such as https://images.example.org/; https:// allows "
-                        "every host, including those of your own network")  # fmt: skip
-    parser.add_argument("--workers", type=_at_least(1), default=16, metavar="N",
-                        help="number of simultaneous downloads (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--retry", action="store_true",
-                        help="retry downloads that failed permanently in an earlier run; a training run that began "
-                             "without them cannot be resumed with them")  # fmt: skip
-    parser.add_argument("--give-up", action="store_true",
-                        help="treat hosts that did not answer as permanent failures, too: training drops such samples "
-                        "if on_bad='drop', and stops at them otherwise")  # fmt: skip
-    parser.add_argument("--manifest", type=Path, metavar="FILE",
-                        help="JSON Lines file of failures (default: failed.jsonl in the download folder); written to "
-                             "FILE.unfinished until the download ends")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add = parser.add_argument
+    add("--allowed-urls", nargs="+", required=True, metavar="URL",
+        help="URL prefixes that may be fetched, such as https://images.example.org/; https:// allows "
+        "every host, including those of your own network")  # fmt: skip
+    add("--workers", type=_at_least(1), default=16, metavar="N",
+        help="number of simultaneous downloads (default: %(default)s)")  # fmt: skip
+    add("--retry", action="store_true",
+        help="retry downloads that failed permanently in an earlier run; a training run that began "
+        "without them cannot be resumed with them")  # fmt: skip
+    add("--give-up", action="store_true",
+        help="treat hosts that did not answer as permanent failures, too: training drops such samples "
+        "if on_bad='drop', and stops at them otherwise")  # fmt: skip
+    add("--manifest", type=Path, metavar="FILE",
+        help="JSON Lines file of failures (default: failed.jsonl in the download folder); written to "
+        "FILE.unfinished until the download ends")  # fmt: skip
     parser.set_defaults(run=_run_download)
 
 
@@ -190,34 +188,32 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 
 def _run_inspect(options: argparse.Namespace) -> int:
-    if options.output is not None:
-        _check_output(options.output, overwrite=options.overwrite)
+    if output := options.output:  # refused before any work is done
+        if output.exists() and (not options.overwrite or not output.is_file()):
+            raise DataError(str(output), "something exists there already; --overwrite replaces a file")
+        if not output.parent.is_dir():
+            raise DataError(str(output.parent), "the folder does not exist, expected one to write the report to")
     source = _opened(options)  # before torch, so that a mistyped name is reported at once
-    folder = _model_folder(options)
+    encoder, _ = _encoder(options)
 
-    from qwen3vl_bridge.data.encoding import Encoder
-    from qwen3vl_bridge.data.inspection import InspectionSettings, inspect_samples
-    from qwen3vl_bridge.data.inspection_report import as_json, print_text
+    from qwen3vl_bridge.data.inspection import inspect_samples
+    from qwen3vl_bridge.data.inspection_report import as_json, print_text, write_html
     from qwen3vl_bridge.data.samples import SampleFilter, Samples
 
-    processor = _processor(options, folder)
-    settings = InspectionSettings(
+    found = inspect_samples(
+        Samples(source, SampleFilter(encoder, limit=sys.maxsize)),
+        encoder.processor,
         seq_length=options.seq_length,
-        samples=options.samples,
+        show=options.samples,
         start=options.start,
         seed=options.seed,
         lengths=options.lengths,
         pack=not options.no_pack,
-        pictures=options.output is not None,
+        pictures=output is not None,
+        progress=lambda numbers: _progress(options, numbers),
     )
-    samples = Samples(
-        source, SampleFilter(Encoder(processor, options.answers, options.empty_thinking), limit=sys.maxsize)
-    )
-    found = inspect_samples(samples, processor, settings, functools.partial(_counted, shown=not options.no_progress))
-    if options.output is not None:
-        from qwen3vl_bridge.data.inspection_report import write_html
-
-        write_html(found, options.output, Path(options.data or options.mixture).name, options.hf_model)
+    if output is not None:
+        write_html(found, output, Path(options.data or options.mixture).name, options.hf_model)
     if options.json:
         print(as_json(found))
     else:
@@ -227,41 +223,55 @@ def _run_inspect(options: argparse.Namespace) -> int:
 
 def _run_pack(options: argparse.Namespace) -> int:
     source = _opened(options)
-    folder = _model_folder(options)
+    encoder, folder = _encoder(options)
 
     from qwen3vl_bridge.data.collation import Collator, VisionSettings, pad_token_id
-    from qwen3vl_bridge.data.encoding import Encoder
-    from qwen3vl_bridge.data.inspection_report import packing_as_text, report_as_json
     from qwen3vl_bridge.data.loading.row_dataset import RowDataset, RowSettings
     from qwen3vl_bridge.data.offline_packing import pack
     from qwen3vl_bridge.data.samples import SampleFilter, Samples
 
-    processor = _processor(options, folder)
     sample_filter = SampleFilter(
-        Encoder(processor, options.answers, options.empty_thinking),
+        encoder,
         limit=options.seq_length,
         most_patches=options.max_patches,
         on_long=options.on_long,
         on_bad=options.on_bad,
     )
-    vision = VisionSettings.of_checkpoint(folder, processor)
+    vision = VisionSettings.of_checkpoint(folder, encoder.processor)
+    padding = pad_token_id(encoder.processor.tokenizer)
     with _wrong("--seq-length and --pad-to-multiple-of"):
-        collator = Collator(vision, pad_token_id(processor.tokenizer), options.seq_length, options.pad_to_multiple_of)
+        collator = Collator(vision, padding, options.seq_length, options.pad_to_multiple_of)
+
+    def progress(steps: Iterable[int]) -> Iterable[int]:
+        bar = _progress(options, range(len(source)))
+        with bar:
+            for step in steps:
+                bar.update(step)
+                yield step
+
     report = pack(
         RowDataset(Samples(source, sample_filter), RowSettings(collator, seed=options.seed)),
         options.output,
         workers=options.workers,
         overwrite=options.overwrite,
-        progress=functools.partial(_summed, total=len(source), shown=not options.no_progress),
+        progress=progress,
         say=functools.partial(show, error=True),
     )
-    show_report(report_as_json(report) if options.json else packing_as_text(report), options.output)
+    lines = {
+        "samples": f"{report.samples:,}, of them {report.dropped:,} dropped and {report.truncated:,} cut",
+        "rows": f"{report.rows:,}, {100 * report.fill:.1f} % full of tokens",
+        "tokens": f"{report.tokens:,}",
+        "patches": f"{report.patches:,}, {report.patches / report.rows:,.0f} a row",
+    }
+    if report.patch_fill is not None:
+        lines["patches"] += f", {100 * report.patch_fill:.1f} % of the most"
+    text = "\n".join(f"{name:15}{value}" for name, value in lines.items())
+    show_report(json.dumps(asdict(report), indent=2) if options.json else text, options.output)
     return 0
 
 
 def _run_download(options: argparse.Namespace) -> int:
     from qwen3vl_bridge.data.downloading import AddressBook, Downloader, download
-    from qwen3vl_bridge.data.inspection_report import downloads_as_text, report_as_json
 
     cache, book = _url_cache(options), AddressBook()
     with _wrong("--allowed-urls"):
@@ -276,9 +286,19 @@ def _run_download(options: argparse.Namespace) -> int:
         workers=options.workers,
         retry=options.retry,
         give_up=options.give_up,
-        progress=functools.partial(_counted, shown=not options.no_progress),
+        progress=lambda numbers: _progress(options, numbers),
     )
-    print(report_as_json(report) if options.json else downloads_as_text(report, manifest))
+    lines = [f"downloaded: {report.downloaded:,}; there before: {report.present:,}"]
+    final = sum(failure.final for failure in report.failures)
+    if report.failures:
+        lines.append(f"failed: {len(report.failures):,}, permanently {final:,}; all of them: {manifest}")
+        lines += [f"  {failure.place}: {failure.problem}" for failure in report.failures[:_MOST_SHOWN]]
+    if report.unread:
+        lines.append(f"samples that cannot be read: {len(report.unread):,}")
+        lines += [f"  {problem}" for problem in report.unread[:_MOST_SHOWN]]
+    if final < len(report.failures):
+        lines.append("training stops at those that did not fail permanently: run this again, or with --give-up")
+    print(json.dumps(asdict(report), indent=2) if options.json else "\n".join(lines))
     return _FAILURES if report.failures or report.unread else 0
 
 
@@ -313,18 +333,19 @@ def _url_cache(options: argparse.Namespace) -> Any:
     return UrlCache(None if options.url_cache is None else Path(options.url_cache))
 
 
-def _model_folder(options: argparse.Namespace) -> Path:
-    """The folder of `--hf-model`, requested from the hub once: transformers would request each of its files again."""
+def _encoder(options: argparse.Namespace) -> tuple[Any, Path]:
+    """The encoder, and the folder of `--hf-model`, requested from the hub once: transformers would request each of its
+    files again.
+    """
     from qwen3vl_bridge.checkpoint.formats.huggingface import find_model
 
-    return find_model(options.hf_model, weights=False)
+    folder = find_model(options.hf_model, weights=False)
 
-
-def _processor(options: argparse.Namespace, folder: Path) -> Any:
-    from qwen3vl_bridge.data.encoding import VisionLimits, load_processor
+    from qwen3vl_bridge.data.encoding import Encoder, VisionLimits, load_processor  # slow
 
     with _wrong("limits of images and videos"):
-        return load_processor(folder, VisionLimits(**{name: getattr(options, name) for name in _LIMITS}))
+        processor = load_processor(folder, VisionLimits(**{name: getattr(options, name) for name in _LIMITS}))
+    return Encoder(processor, options.answers, options.empty_thinking), folder
 
 
 @contextmanager
@@ -338,25 +359,9 @@ def _wrong(options: str) -> Iterator[None]:
         raise DataError(options, str(error)) from error
 
 
-def _check_output(path: Path, *, overwrite: bool) -> None:
-    """Refuse an output path before any work is done."""
-    if path.exists() and (not overwrite or not path.is_file()):
-        raise DataError(str(path), "something exists there already; --overwrite replaces a file")
-    if not path.parent.is_dir():
-        raise DataError(str(path.parent), "the folder does not exist, expected one to write the report to")
-
-
-def _summed(steps: Iterable[int], *, total: int, shown: bool) -> Iterable[int]:
-    from tqdm import tqdm
-
-    with tqdm(desc="samples", total=total, leave=False, disable=None if shown else True, file=sys.stderr) as bar:
-        for step in steps:
-            bar.update(step)
-            yield step
-
-
-def _counted(indices: Sequence[int], *, shown: bool) -> Iterable[int]:
+def _progress(options: argparse.Namespace, numbers: Sequence[int]) -> Any:
     from tqdm import tqdm
 
     # None lets tqdm decide: a bar on a terminal, nothing elsewhere.
-    return tqdm(indices, desc="samples", leave=False, disable=None if shown else True, file=sys.stderr)
+    hidden = True if options.no_progress else None
+    return tqdm(numbers, desc="samples", leave=False, disable=hidden, file=sys.stderr)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
@@ -156,8 +156,7 @@ class ChatTemplate:
         """
         text = self.render(conversation, conversation.messages)
         if self._thinks:
-            turns = _ThinkingTurns(conversation, text, self.render, self._closing, self._empty)
-            return text, [turns.span(number) for number in numbers]
+            return text, self._thinking_spans(conversation, text, numbers)
         return text, [self._span(conversation, text, number) for number in numbers]
 
     def _span(self, conversation: Conversation, text: str, number: int) -> Span:
@@ -185,94 +184,78 @@ class ChatTemplate:
         _check_answer(messages[number], prompt, text[len(prompt) : end], where, _ANOTHER)
         return len(prompt), end
 
+    def _thinking_spans(self, conversation: Conversation, text: str, numbers: Sequence[int]) -> list[Span]:
+        """The characters of answers under a template with thinking, each with its reasoning if that is written."""
+        messages, prompts, spans = conversation.messages, self._prompts(conversation), []
+        answer, reasoning = _absent(text, "answer"), _absent(text, "reasoning")
+        for number in numbers:
+            where = f"{conversation.sample_id}: message {number + 1}"
 
-class _ThinkingTurns:
-    """The assistant's turns of one conversation, rendered by a template with thinking."""
+            def refused(part: str, expected: str, where: str = where) -> DataError:
+                return DataError(
+                    where,
+                    f"the chat template renders {part} as {expected!r}, and not so in the whole conversation; expected "
+                    "a template whose text around an answer does not depend on it: give the checkpoint's own, or train "
+                    "on only the last answer with answers='last'",
+                )
 
-    def __init__(
-        self,
-        conversation: Conversation,
-        text: str,
-        render: Callable[..., str],
-        closing: tuple[str, ...],
-        empty: EmptyThinking,
-    ) -> None:
-        self._conversation, self._messages, self._text = conversation, conversation.messages, text
-        self._render, self._closing, self._empty = render, closing, empty
-        self._answer, self._reasoning = (_absent(text, name) for name in ("answer", "reasoning"))
-
-    def span(self, number: int) -> Span:
-        """The characters of a turn that are trained on, with its end token."""
-        where = f"{self._conversation.sample_id}: message {number + 1}"
-        around = self._with(number, content=self._answer).split(self._answer)
-        if len(around) != 2:
-            problem = f"the chat template writes the answer {len(around) - 1} times, expected once"
-            remedy = "leave it out with answers='last' or \"loss\": false, or give another template"
-            raise DataError(where, f"{problem}; {remedy}")
-        head, tail = around
-        if not self._text.endswith(tail):
-            raise self._refused(where, "what follows the answer", tail[:40])
-        closed = next((token for token in self._closing if tail.lstrip().startswith(token)), None)
-        if closed is None:
-            raise DataError(where, f"the answer is followed by {tail[:20]!r}, expected a token that closes the turn")
-        end = len(self._text) - len(tail) + tail.index(closed) + len(closed)
-        # The text before the reasoning; None if the template omits reasoning here.
-        marked = self._with(number, content=self._answer, reasoning_content=self._reasoning)
-        opened = marked.partition(self._reasoning)[0] if self._reasoning in marked else None
-        empty = opened is not None and head.startswith(opened) and self._text.startswith(head)
-        if opened is not None and self._text.startswith(opened) and (not empty or self._empty == "train"):
-            start = self._start(opened, thinking=True, where=where)
-        elif self._text.startswith(head):
-            self._start(head, thinking=False, where=where)
+            # The whole conversation with a marker for the answer, and with another for its reasoning.
+            is_text = isinstance(messages[number]["content"], str)
+            other = {"role": "assistant", "content": answer if is_text else [{"type": "text", "text": answer}]}
+            alone, marked = (
+                self.render(conversation, [*messages[:number], other | fields, *messages[number + 1 :]])
+                for fields in ({}, {"reasoning_content": reasoning})
+            )
+            if (count := alone.count(answer)) != 1:
+                problem = f"the chat template writes the answer {count} times, expected once"
+                remedy = "leave it out with answers='last' or \"loss\": false, or give another template"
+                raise DataError(where, f"{problem}; {remedy}")
+            head, tail = alone.split(answer)
+            if not text.endswith(tail):
+                raise refused("what follows the answer", tail[:40])
+            closed = next((token for token in self._closing if tail.lstrip().startswith(token)), None)
+            if closed is None:
+                raise DataError(
+                    where, f"the answer is followed by {tail[:20]!r}, expected a token that closes the turn"
+                )
+            end = len(text) - len(tail)
+            # The text before the reasoning; None if the template omits reasoning here.
+            opened = marked.partition(reasoning)[0] if reasoning in marked else None
+            empty = opened is not None and head.startswith(opened) and text.startswith(head)
+            thinks = opened is not None and text.startswith(opened) and (not empty or self._empty == "train")
+            before = opened if opened is not None and thinks else head
+            # The generation prompt ends where the turn begins to differ, or before a thinking block.
+            prompt, header = prompts[thinks], _BLOCK.sub("", before)
+            if not text.startswith(before):
+                raise refused("what precedes the answer", head[-40:])
+            if not header.endswith(_BLOCK.sub("", prompt)):
+                raise refused(f"the prompt to generate it, with enable_thinking {thinks},", prompt)
             start = len(head)
-        else:
-            raise self._refused(where, "what precedes the answer", head[-40:])
-        if start > len(self._text) - len(tail):
-            raise self._refused(where, "what precedes the answer", head[-40:])
-        before, answer = self._text[:start], self._text[start:end]
-        _check_answer(self._messages[number], before, answer, where, _REASONING, drops_reasoning=opened is None)
-        return start, end
+            if thinks:
+                start = len(before) if before.endswith(prompt) else len(header)
+            if start > end:
+                raise refused("what precedes the answer", head[-40:])
+            spans.append((start, end + tail.index(closed) + len(closed)))
+            said = text[slice(*spans[-1])]
+            _check_answer(messages[number], text[:start], said, where, _REASONING, drops_reasoning=opened is None)
+        return spans
 
-    def _with(self, number: int, content: str, **fields: str) -> str:
-        """The whole conversation, with another answer."""
-        message = self._messages[number]
-        marked = content if isinstance(message["content"], str) else [{"type": "text", "text": content}]
-        other = {"role": message["role"], "content": marked, **fields}
-        return self._render(self._conversation, [*self._messages[:number], other, *self._messages[number + 1 :]])
-
-    def _start(self, before: str, thinking: bool, where: str) -> int:
-        """End of the generation prompt, in a text that ends where the turn begins to differ."""
-        prompt = self._prompts[thinking]
-        header = _BLOCK.sub("", before)
-        if not header.endswith(_BLOCK.sub("", prompt)):
-            raise self._refused(where, f"the prompt to generate it, with enable_thinking {thinking},", prompt)
-        return len(before) if before.endswith(prompt) else len(header)
-
-    @cached_property
-    def _prompts(self) -> dict[bool, str]:
-        """The generation prompts, with and without thinking."""
-        last = max(number for number, message in enumerate(self._messages) if message["role"] == "assistant")
-        asked = self._messages[:last]
-        written, prompts = self._render(self._conversation, asked), {}
+    def _prompts(self, conversation: Conversation) -> dict[bool, str]:
+        """The prompts to generate the last answer, with and without thinking, from where the messages end."""
+        last = max(number for number, message in enumerate(conversation.messages) if message["role"] == "assistant")
+        asked, prompts = conversation.messages[:last], {}
+        written = self.render(conversation, asked)
         for thinking in (True, False):
-            prompt = self._render(self._conversation, asked, prompt=True, enable_thinking=thinking)
+            prompt = self.render(conversation, asked, prompt=True, enable_thinking=thinking)
             if not prompt.startswith(written) or prompt == written:
                 raise DataError(
-                    f"{self._conversation.sample_id}: message {last + 1}",
+                    f"{conversation.sample_id}: message {last + 1}",
                     f"the chat template ends the prompt to generate it with {prompt[-40:]!r}, expected the messages as "
                     f"without it, {written[-40:]!r}, and then the beginning of an answer: give the checkpoint another "
                     "template, which heeds add_generation_prompt",
                 )
             prompts[thinking] = prompt.removeprefix(written)
         return prompts
-
-    def _refused(self, where: str, part: str, expected: str) -> DataError:
-        return DataError(
-            where,
-            f"the chat template renders {part} as {expected!r}, and not so in the whole conversation; expected a "
-            "template whose text around an answer does not depend on it: give the checkpoint's own, or train on only "
-            "the last answer with answers='last'",
-        )
 
 
 def _absent(text: str, name: str) -> str:

@@ -287,12 +287,10 @@ class Encoder:
             if own.max_pixels is not None and most < token:
                 raise DataError(where, f"found 'max_pixels' {most}, expected at least {token}, the pixels of one token")
             if own != PixelLimits() and least > most:
-                given, other = ("min", "max") if own.max_pixels is None else ("max", "min")
                 raise DataError(
                     where,
-                    f"found at least {least} and at most {most} pixels, where '{given}_pixels' is its own and "
-                    f"'{other}_pixels' the processor's; expected both limits on the image, or one that "
-                    "fits the processor's",
+                    f"found 'min_pixels' {least} beyond 'max_pixels' {most}, expected it up to that; where the image "
+                    "has only one of them, the other is the processor's",
                 )
             found.append(PixelLimits(least, most))
         return found

@@ -17,41 +17,9 @@ from qwen3vl_bridge.data.samples import Samples
 import torch
 from torch import Tensor
 
-
-def unpatched(patches: Tensor, grid: tuple[int, int, int], processor: Any) -> Tensor:
-    """[frames, height, width, channels] uint8, the frames from which patches were cut, as resized by a processor.
-
-    `patches` are [N, channels * temporal_patch * patch * patch] in merge order, and `grid` their numbers in time,
-    height and width. An image has as many equal frames as the temporal patch size.
-    """
-    time, height, width = grid
-    merge, patch, temporal = processor.merge_size, processor.patch_size, processor.temporal_patch_size
-    blocks = patches.reshape(time, height // merge, width // merge, merge, merge, -1, temporal, patch, patch)
-    frames = blocks.permute(0, 6, 1, 3, 7, 2, 4, 8, 5).reshape(time * temporal, height * patch, width * patch, -1)
-    values = frames.float()
-    if processor.do_normalize:
-        values = values * torch.tensor(processor.image_std) + torch.tensor(processor.image_mean)
-    if processor.do_rescale:
-        values = values / processor.rescale_factor
-    return values.round().clamp(0, 255).to(torch.uint8)
-
-
 # A run of more tokens without the end of a character is decoded as a whole: decoding it again with each token would
 # take quadratic time.
 _MOST_HELD = 64
-
-
-@dataclass(frozen=True)
-class InspectionSettings:
-    """What to inspect."""
-
-    seq_length: int = 4096
-    samples: int = 8  # to show, from number `start` on, or a random choice with `seed`
-    start: int = 0
-    seed: int | None = None
-    lengths: int = 2000  # samples to measure, spread over the whole file; 0 for only those shown
-    pack: bool = True
-    pictures: bool = False  # keep images to show
 
 
 @dataclass(frozen=True)
@@ -126,43 +94,61 @@ class Inspection:
 def inspect_samples(
     samples: Samples,
     processor: Any,
-    settings: InspectionSettings,
-    progress: Callable[[Sequence[int]], Iterable[int]] = iter,
+    *,
+    seq_length: int = 4096,
+    show: int = 8,  # samples to show, from number `start` on, or a random choice with `seed`
+    start: int = 0,
+    seed: int | None = None,
+    lengths: int = 2000,  # samples to measure, spread over the whole file; 0 for only those shown
+    pack: bool = True,
+    pictures: bool = False,  # keep images to show
+    progress: Callable[[Sequence[int]], Iterable[int]] = iter,  # wraps numbers of samples
 ) -> Inspection:
     """Inspect some samples closely, and the lengths of more; a `DataError` for a start after the last sample.
 
-    The limit of `samples` must not be exceeded by any, because long ones are counted here; `progress` wraps numbers of
-    samples.
+    The limit of `samples` must not be exceeded by any, because long ones are counted here.
     """
     assert samples.total is not None  # streams are not inspected
     total, errors = samples.total, dict[int, str]()
-    if settings.seed is not None:
-        shown = sorted(random.Random(settings.seed).sample(range(total), min(settings.samples, total)))
-    elif settings.start < total:
-        shown = list(range(settings.start, min(settings.start + settings.samples, total)))
+    if seed is not None:
+        shown = sorted(random.Random(seed).sample(range(total), min(show, total)))
+    elif start < total:
+        shown = list(range(start, min(start + show, total)))
     else:
-        raise DataError(f"start is {settings.start}, expected less than {total}, the number of samples")
-    count = min(settings.lengths, total)  # spread over the whole file: many files are sorted by length or kind
+        raise DataError(f"start is {start}, expected less than {total}, the number of samples")
+    count = min(lengths, total)  # spread over the whole file: many files are sorted by length or kind
     measured = [place * total // count for place in range(count)] or shown
 
-    def view(index: int) -> SampleView:
-        return view_sample(samples.encode(index), processor, pictures=settings.pictures)
+    def sound[T](indices: Sequence[int], work: Callable[[int], T]) -> Iterator[T]:
+        """The result of `work` for each sample; errors are collected."""
+        for index in progress(indices):
+            try:
+                result = work(index)
+            except Unreachable:
+                raise  # the next sample would wait for the same time, in vain
+            except DataError as error:
+                errors.setdefault(index, str(error))
+            except Exception as error:  # a bug of ours, which could not be found without the sample
+                error.add_note(f"while looking at sample {index}, counted from 0")
+                raise
+            else:
+                yield result
 
-    views = tuple(_sound(progress(shown), view, errors))
-    lengths = tuple(_sound(progress(measured), lambda index: samples.size(index).tokens, errors))
+    views = tuple(sound(shown, lambda index: view_sample(samples.encode(index), processor, pictures=pictures)))
+    found = tuple(sound(measured, lambda index: samples.size(index).tokens))
     row_fills: list[float] = []
-    if kept := [length for length in lengths if length <= settings.seq_length]:
+    if kept := [length for length in found if length <= seq_length]:
         # How full each row of an epoch is, in a random order as in training.
-        order, capacity = NumberedOrder(len(kept), seed=0), settings.seq_length
-        plan = RowPlan(lambda sample: Size(kept[sample], 0, 0), order, capacity=capacity, pack=settings.pack)
+        order = NumberedOrder(len(kept), seed=0)
+        plan = RowPlan(lambda sample: Size(kept[sample], 0, 0), order, capacity=seq_length, pack=pack)
         rows = map(plan.row, range(plan.end_of_epoch()))
-        row_fills = [sum(kept[sample] for sample in row) / capacity for row in rows]
+        row_fills = [sum(kept[sample] for sample in row) / seq_length for row in rows]
     return Inspection(
         num_samples=total,
-        seq_length=settings.seq_length,
-        pack=settings.pack,
+        seq_length=seq_length,
+        pack=pack,
         samples=views,
-        lengths=lengths,
+        lengths=found,
         row_fills=tuple(row_fills),
         errors=tuple((samples.file.sample_id(index), errors[index]) for index in sorted(errors)),
     )
@@ -175,22 +161,6 @@ def without_repeated_advice(messages: Iterable[str]) -> Iterator[str]:
         problem, _, advice = message.partition("; ")
         yield problem if advice in given else message
         given |= {advice} - {""}
-
-
-def _sound[T](indices: Iterable[int], work: Callable[[int], T], errors: dict[int, str]) -> Iterator[T]:
-    """The result of `work` for each sample; errors are collected."""
-    for index in indices:
-        try:
-            result = work(index)
-        except Unreachable:
-            raise  # the next sample would wait for the same time, in vain
-        except DataError as error:
-            errors.setdefault(index, str(error))
-        except Exception as error:  # a bug of ours, which could not be found without the sample
-            error.add_note(f"while looking at sample {index}, counted from 0")
-            raise
-        else:
-            yield result
 
 
 def view_sample(sample: EncodedSample, processor: Any, *, pictures: bool = False) -> SampleView:
@@ -209,46 +179,60 @@ def view_sample(sample: EncodedSample, processor: Any, *, pictures: bool = False
 
 
 def _pieces(ids: list[int], trained: list[bool], tokenizer: Any, vision: tuple[int, ...]) -> Iterator[Piece]:
+    """A run of one vision token, or the fewest consecutive tokens that form whole characters: a byte-level token may
+    end inside of one.
+    """
+
+    def decoded(run: list[int]) -> str:
+        return tokenizer.decode(run, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
     def kind(token: tuple[int, bool]) -> tuple[bool, int | None]:
         return token[1], token[0] if token[0] in vision else None
 
     for (is_trained, pad), tokens in groupby(zip(ids, trained, strict=True), key=kind):
         run = [number for number, _ in tokens]
         if pad is not None:
-            yield Piece(tuple(run), _decoded([pad], tokenizer), is_trained, vision=True)
-        else:
-            yield from (Piece(tuple(part), text, is_trained) for part, text in _characters(run, tokenizer))
-
-
-def _characters(ids: list[int], tokenizer: Any) -> Iterator[tuple[list[int], str]]:
-    """The fewest consecutive tokens that form whole characters: a byte-level token may end inside of one."""
-    held: list[int] = []
-    for number in ids:
-        held.append(number)
-        if len(held) <= _MOST_HELD and not (text := _decoded(held, tokenizer)).endswith("\N{REPLACEMENT CHARACTER}"):
-            yield held, text
-            held = []
-    if held:
-        yield held, _decoded(held, tokenizer)
-
-
-def _decoded(ids: list[int], tokenizer: Any) -> str:
-    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            yield Piece(tuple(run), decoded([pad]), is_trained, vision=True)
+            continue
+        held: list[int] = []
+        for number in run:
+            held.append(number)
+            if len(held) <= _MOST_HELD and not (text := decoded(held)).endswith("\N{REPLACEMENT CHARACTER}"):
+                yield Piece(tuple(held), text, is_trained)
+                held = []
+        if held:
+            yield Piece(tuple(held), decoded(held), is_trained)
 
 
 def _pictures(kind: str, grids: Tensor | None, pixels: Tensor | None, processor: Any, keep: bool) -> Iterator[Picture]:
     if grids is None or pixels is None:
         return
-    parts = pixels.split(grids.prod(-1).tolist())
-    for (time, height, width), patches in zip(grids.tolist(), parts, strict=True):
-        grid = (time, height, width)
-        frames = unpatched(patches, grid, processor) if keep else None
+    for (time, height, width), patches in zip(grids.tolist(), pixels.split(grids.prod(-1).tolist()), strict=True):
+        frames = _unpatched(patches, (time, height, width), processor) if keep else None
         yield Picture(
             kind=kind,
-            grid=grid,
+            grid=(time, height, width),
             height=height * processor.patch_size,
             width=width * processor.patch_size,
             num_tokens=time * height * width // processor.merge_size**2,
             # An image's other frames are the same.
             frames=frames[:1] if frames is not None and kind == "image" else frames,
         )
+
+
+def _unpatched(patches: Tensor, grid: tuple[int, int, int], processor: Any) -> Tensor:
+    """[frames, height, width, channels] uint8, the frames from which patches were cut, as resized by a processor.
+
+    `patches` are [N, channels * temporal_patch * patch * patch] in merge order, and `grid` their numbers in time,
+    height and width. An image has as many equal frames as the temporal patch size.
+    """
+    time, height, width = grid
+    merge, patch, temporal = processor.merge_size, processor.patch_size, processor.temporal_patch_size
+    blocks = patches.reshape(time, height // merge, width // merge, merge, merge, -1, temporal, patch, patch)
+    frames = blocks.permute(0, 6, 1, 3, 7, 2, 4, 8, 5).reshape(time * temporal, height * patch, width * patch, -1)
+    values = frames.float()
+    if processor.do_normalize:
+        values = values * torch.tensor(processor.image_std) + torch.tensor(processor.image_mean)
+    if processor.do_rescale:
+        values = values / processor.rescale_factor
+    return values.round().clamp(0, 255).to(torch.uint8)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import re
-from pathlib import Path
 
 from qwen3vl_bridge import Qwen3VLConversationProvider
 from qwen3vl_bridge.data import (
@@ -31,7 +29,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from ..conftest import picture, random_record, write
+from ..conftest import picture, random_record, trained, with_template, write
 from ..media.test_video import clip
 
 
@@ -122,8 +120,7 @@ def test_the_last_answer_alone(processor, read):
     )
     found = {}
     for answers in ("all", "last"):
-        sample = Encoder(processor, answers)(conversation)
-        found[answers] = processor.tokenizer.decode(sample.labels[sample.loss_mask.bool()])
+        found[answers] = trained_of(Encoder(processor, answers), conversation)
     assert found == {"all": "one<|im_end|>two<|im_end|>", "last": "two<|im_end|>"}
     with pytest.raises(ValueError, match="answers is 'first', expected 'all' or 'last'"):
         Encoder(processor, "first")
@@ -227,7 +224,6 @@ def test_limits_are_read_from_lines_and_tables(encoder, tmp_path):
 
 
 @pytest.mark.parametrize(("beside", "message"), [
-    ({"min_pixels": 9, "max_pixels": 8}, "found 'min_pixels' 9 beyond 'max_pixels' 8, expected it up to that"),
     ({"max_pixels": 0}, "found 0 under 'max_pixels', expected a number of pixels up to"),
     ({"max_pixels": -1}, "found -1 under 'max_pixels', expected a number of pixels"),
     ({"max_pixels": 1e5}, "found 100000.0 under 'max_pixels', expected a number of pixels"),
@@ -245,7 +241,8 @@ def test_limits_that_are_none_are_refused(read, tmp_path, beside, message):
 
 @pytest.mark.parametrize(("beside", "message"), [
     ({"max_pixels": 1023}, "image 2: found 'max_pixels' 1023, expected at least 1024, the pixels of one token"),
-    ({"min_pixels": 65 * TOKEN}, "image 2: found at least 66560 and at most 65536 pixels, where 'min_pixels' is"),
+    ({"min_pixels": 65 * TOKEN}, "image 2: found 'min_pixels' 66560 beyond 'max_pixels' 65536, expected it"),
+    ({"min_pixels": 4096, "max_pixels": 2048}, "image 2: found 'min_pixels' 4096 beyond 'max_pixels' 2048, expect"),
 ])  # fmt: skip
 def test_limits_that_the_processor_cannot_keep_are_refused(encoder, read, tmp_path, beside, message):
     picture(tmp_path / "7.png", 64, 64)
@@ -263,21 +260,17 @@ def test_limits_of_one_video_are_refused(read, key):
 
 
 END = "<|im_end|>"
-THINKING = Path(__file__).with_name("thinking_template.jinja").read_text(encoding="utf-8")
 ASK, SEVEN = {"role": "user", "content": "Which?"}, {"role": "assistant", "content": "Seven."}
 turns = st.lists(st.tuples(st.booleans(), st.sampled_from([None, True, False])), min_size=1, max_size=5)
 
 
 @pytest.fixture(scope="module")
 def templates(processor):
-    other = copy.copy(processor)
-    other.chat_template = THINKING
-    return processor, other
+    return processor, with_template(processor, "thinking_template.jinja")
 
 
-def trained(encoder: Encoder, conversation: Conversation) -> str:
-    sample = encoder(conversation)
-    return encoder.processor.tokenizer.decode(sample.labels[sample.loss_mask.bool()])
+def trained_of(encoder: Encoder, conversation: Conversation) -> str:
+    return trained(encoder.processor, encoder(conversation))
 
 
 @given(turns, st.sampled_from(["all", "last"]), st.booleans())
@@ -300,7 +293,7 @@ def test_what_a_message_says_goes_before_the_setting(templates, case, answers, t
             with pytest.raises(DataError, match=f"train.jsonl:1: found no answer to train on with answers='{answers}'"):
                 work(conversation)
         return
-    assert trained(encoder, conversation) == "".join(messages[n]["content"] + END for n in expected)
+    assert trained_of(encoder, conversation) == "".join(messages[n]["content"] + END for n in expected)
     silent = Conversation("train.jsonl:1", tuple(messages))
     assert encoder(conversation).input_ids.tolist() == encoder(silent).input_ids.tolist()
     assert encoder.size(conversation) == encoder.size(silent)
@@ -319,7 +312,7 @@ def test_both_spellings_are_read_from_lines_and_tables(encoder, tmp_path, key, y
         assert conversation.losses == {1: False, 3: True}
         # No template sees them.
         assert all(set(message) == {"role", "content"} for message in conversation.messages)
-        assert trained(encoder, conversation) == f"Seven.{END}" * 2
+        assert trained_of(encoder, conversation) == f"Seven.{END}" * 2
 
 
 def test_reasoning_of_an_answer_left_out_is_left_out_too(templates):
@@ -327,7 +320,7 @@ def test_reasoning_of_an_answer_left_out_is_left_out_too(templates):
     call = {**thought, "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
     messages = (ASK, call, {"role": "tool", "content": "A bar."}, thought)
     without = Conversation("train.jsonl:1", messages, losses={1: False})
-    assert trained(Encoder(templates[1]), without) == f"A bar.\n</think>\n\nSeven.{END}"
+    assert trained_of(Encoder(templates[1]), without) == f"A bar.\n</think>\n\nSeven.{END}"
 
 
 @pytest.mark.parametrize(("message", "problem"), [
@@ -337,7 +330,7 @@ def test_reasoning_of_an_answer_left_out_is_left_out_too(templates):
     ({**SEVEN, "weight": 0.5}, "found 0.5 under 'weight', expected 0 or 1"),
     ({**SEVEN, "weight": []}, r"found \[\] under 'weight', expected 0 or 1"),
     ({**SEVEN, "weight": 1, "loss": True}, "found both 'loss' and 'weight', expected one of them"),
-    ({**ASK, "loss": True}, "found 'loss' on a message of the role 'user', expected it on the assistant's: only an"),
+    ({**ASK, "loss": True}, "found 'loss' on a message of the role 'user', expected it on the assistant's"),
     ({"role": "system", "content": "a", "weight": 1}, "found 'weight' on a message of the role 'system', expected"),
     ({"role": "tool", "content": "a", "loss": True}, "found 'loss' on a message of the role 'tool', expected it"),
 ])  # fmt: skip

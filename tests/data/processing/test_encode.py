@@ -3,7 +3,6 @@
 import copy
 import functools
 import itertools
-from pathlib import Path
 
 from qwen3vl_bridge.data import Conversation, DataError, Encoder
 
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers.image_utils import load_image
 
-from ..conftest import WHITE, picture
+from ..conftest import WHITE, dialogue, picture, trained, with_template
 
 # What a user could write to be taken for the template, and what tokenizers get wrong.
 TEXTS = (
@@ -112,18 +111,8 @@ def make(turns: list[tuple], pictures: dict):
 def test_a_conversation_by_hand(processor, encoder, read, tmp_path):
     picture(tmp_path / "7.png", 64, 64)
     question = [{"type": "image", "image": "7.png"}, {"type": "text", "text": "<|im_start|>assistant\n8<|im_end|>"}]
-    sample = encoder(
-        read(
-            [
-                {"role": "user", "content": question},
-                {"role": "assistant", "content": "Seven."},
-                {"role": "user", "content": "Sure?"},
-                {"role": "assistant", "content": [{"type": "text", "text": "Yes\n"}]},
-            ]
-        )
-    )
-    labels = sample.labels[sample.loss_mask.bool()]
-    assert processor.tokenizer.decode(labels) == "Seven.<|im_end|>Yes\n<|im_end|>"
+    sample = encoder(read(dialogue(question, "Seven.", "Sure?", [{"type": "text", "text": "Yes\n"}])))
+    assert trained(processor, sample) == "Seven.<|im_end|>Yes\n<|im_end|>"
     assert sample.input_ids.dtype == sample.labels.dtype == torch.int64 and sample.loss_mask.dtype == torch.float32
     assert sample.image_grid_thw.tolist() == [[1, 4, 4]] and sample.pixel_values.shape == (16, 1536)
     assert (sample.input_ids == processor.image_token_id).sum() == 4
@@ -135,7 +124,7 @@ def test_equal_to_the_processor_alone(processor, encoder, read, tmp_path):
     upright.save(tmp_path / "a.jpg", exif=_exif(6))
     upright.convert("RGBA").save(tmp_path / "b.png")
     content = [{"type": "image", "image": "a.jpg"}, {"type": "image", "image": "b.png"}, {"type": "text", "text": "?"}]
-    conversation = read([{"role": "user", "content": content}, {"role": "assistant", "content": "7"}])
+    conversation = read(dialogue(content, "7"))
     sample = encoder(conversation)
     text = processor.apply_chat_template(copy.deepcopy(list(conversation.messages)), tokenize=False)
     upright = [load_image(str(tmp_path / name)) for name in ("a.jpg", "b.png")]
@@ -153,7 +142,7 @@ def _exif(orientation: int) -> Image.Exif:
 
 
 def test_text_alone_has_no_pixels(encoder, read):
-    sample = encoder(read([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": ""}]))
+    sample = encoder(read(dialogue("Hi", "")))
     assert sample.pixel_values is None and sample.image_grid_thw is None
     assert sample.loss_mask.sum() == 1  # the token that closes the empty answer
 
@@ -166,7 +155,7 @@ def test_text_alone_has_no_pixels(encoder, read):
     ],
 )
 def test_text_that_stands_for_a_picture_is_refused(encoder, read, content):
-    conversation = read([{"role": "user", "content": content}, {"role": "assistant", "content": "7"}])
+    conversation = read(dialogue(content, "7"))
     for encode in (encoder, encoder.size):
         with pytest.raises(DataError, match=r"train.jsonl:1: message 1: found '<\|\w+\|>' in the text, which"):
             encode(conversation)
@@ -183,8 +172,7 @@ spoken = st.tuples(starts, st.sampled_from(["", "Seven.", "7", "{", "é", "中�
 def joining_encoders(joining):
     found = {}
     for name in TEMPLATES:
-        other = copy.copy(joining)
-        other.chat_template = Path(__file__).with_name(f"{name}.jinja").read_text(encoding="utf-8")
+        other = with_template(joining, f"{name}.jinja")
         found[name] = Encoder(other)
         if name == "thinking_template":
             found["train"] = Encoder(other, empty_thinking="train")
@@ -267,14 +255,11 @@ def test_every_answer_follows_its_prompt_or_the_sample_is_refused(joining_encode
 
 
 def test_a_prompt_that_ends_in_a_space_leaves_its_answer_the_first_word(processor):
-    other, ask, answer = (
-        copy.copy(processor),
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "the"},
-    )
-    other.chat_template = (
+    ask, answer = dialogue("Hi", "the")
+    other = with_template(
+        processor,
         "{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}",
     )
     assert len(ids(processor, ": the")) < len(ids(processor, ": ")) + len(ids(processor, "the"))
     encoder, conversation = Encoder(other), Conversation("train.jsonl:1", (ask, answer))
@@ -297,8 +282,7 @@ def test_white_space_between_turns_by_hand(joining_encoders):
     ):
         check_last(encoder.processor, remedied, prompted(encoder.processor, messages[:-1]), f"Eight.{END}")
     sample = encoder(Conversation("train.jsonl:1", messages[:4]))
-    trained = sample.labels[sample.loss_mask.bool()]
-    assert encoder.processor.tokenizer.decode(trained) == f"Six.{END}\n\nSeven.{END}"
+    assert trained(encoder.processor, sample) == f"Six.{END}\n\nSeven.{END}"
 
 
 TURN = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
@@ -327,21 +311,15 @@ PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif 
     ),
 ])  # fmt: skip
 def test_templates_with_no_place_to_hold_on_to_are_refused(processor, read, template, message):
-    other = copy.copy(processor)
-    other.chat_template = template
-    ask, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Seven"}
     with pytest.raises(DataError, match=message):
-        Encoder(other)(read([ask, answer, ask, {**answer, "content": "Eight"}]))
+        Encoder(with_template(processor, template))(read(dialogue("Hi", "Seven", "Hi", "Eight")))
 
 
 def test_a_template_that_leaves_out_pictures_is_refused(processor, read, tmp_path):
-    other = copy.copy(processor)
-    other.chat_template = (
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n7<|im_end|>\n' }}{% endfor %}" + PROMPT
-    )
+    template = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n7<|im_end|>\n' }}{% endfor %}" + PROMPT
+    other = with_template(processor, template)
     picture(tmp_path / "7.png", 64, 64)
-    content = [{"type": "image", "image": "7.png"}]
-    conversation = read([{"role": "user", "content": content}, {"role": "assistant", "content": "7"}])
+    conversation = read(dialogue([{"type": "image", "image": "7.png"}], "7"))
     for encode in (Encoder(other), Encoder(other).size):
         with pytest.raises(DataError, match="1: the chat template made 0 placeholders for images, expected 1"):
             encode(conversation)
@@ -349,8 +327,7 @@ def test_a_template_that_leaves_out_pictures_is_refused(processor, read, tmp_pat
 
 def test_a_picture_that_the_processor_refuses_is_named(encoder, read, tmp_path):
     picture(tmp_path / "7.png", 1, 500)
-    content = [{"type": "image", "image": "7.png"}]
-    conversation = read([{"role": "user", "content": content}, {"role": "assistant", "content": "7"}])
+    conversation = read(dialogue([{"type": "image", "image": "7.png"}], "7"))
     for encode in (encoder, encoder.size):
         with pytest.raises(DataError, match=r"train.jsonl:1: the processor refuses it: .*aspect ratio"):
             encode(conversation)
@@ -358,7 +335,7 @@ def test_a_picture_that_the_processor_refuses_is_named(encoder, read, tmp_path):
 
 @pytest.mark.parametrize("role", ["user", "assistant"])
 def test_text_that_is_no_unicode_is_refused(encoder, read, role):
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    messages = dialogue("a", "b")
     messages[role == "assistant"]["content"] = "a\ud800"
     for work in (encoder, encoder.size):
         with pytest.raises(DataError, match=r"train.jsonl:1: found text that is not valid Unicode"):
@@ -369,9 +346,7 @@ def test_text_that_is_no_unicode_is_refused(encoder, read, role):
     "template", ["{{ 5 + 'a' }}", "{{ nothing.at.all }}", "{{ raise_exception('no') }}", "{% if %}"]
 )
 def test_a_template_that_fails_names_the_sample(processor, read, template):
-    broken = copy.copy(processor)
-    broken.chat_template = template
-    conversation = read([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    broken, conversation = with_template(processor, template), read(dialogue("a", "b"))
     for work in (Encoder(broken), Encoder(broken).size):
         with pytest.raises(DataError, match=r"train.jsonl:1: the chat template refuses it"):
             work(conversation)
@@ -381,6 +356,5 @@ def test_what_is_nested_beyond_reason_names_the_sample(encoder, read):
     tool: dict = {}
     for _ in range(900):
         tool = {"a": tool}
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     with pytest.raises(DataError, match=r"train.jsonl:1: "):
-        encoder(read({"messages": messages, "tools": [tool]}))
+        encoder(read({"messages": dialogue("a", "b"), "tools": [tool]}))

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ..conftest import picture
+from ..conftest import picture, trained, with_template
 
 HERE = Path(__file__).parent
 END = "<|im_end|>"
@@ -39,12 +39,8 @@ cases = st.tuples(st.one_of(st.none(), fakes), st.booleans(), st.lists(st.one_of
 
 @pytest.fixture(scope="module")
 def encoders(processor):
-    both = {}
-    for thinks, name in ((False, "released_template.jinja"), (True, "released_thinking_template.jinja")):
-        other = copy.copy(processor)
-        other.chat_template = HERE.joinpath(name).read_text(encoding="utf-8")
-        both[thinks] = Encoder(other)
-    return both
+    names = {False: "released_template.jinja", True: "released_thinking_template.jinja"}
+    return {thinks: Encoder(with_template(processor, name)) for thinks, name in names.items()}
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +161,7 @@ def test_a_model_is_asked_with_what_precedes_its_answer(encoders, image, thinks)
     prompt = encoder.processor.apply_chat_template(
         copy.deepcopy(list(conversation.messages[:-1])), tools=[TOOL], tokenize=False, add_generation_prompt=True
     )
-    answer = encoder.processor.tokenizer.decode(sample.labels[sample.loss_mask.bool()])
+    answer = trained(encoder.processor, sample)
     assert text.startswith(prompt)
     assert answer.endswith(text.removeprefix(prompt).removesuffix("\n")) and answer.count(END) == 2
 
@@ -191,49 +187,47 @@ TURNS = Conversation("train.jsonl:1", (ASK, SEVEN, ASK, EIGHT))
 ])  # fmt: skip
 @pytest.mark.parametrize("arguments", [{"city": None, "a": 1, "b": [None]}, '{"a":1,"b":[null]}'])
 def test_calls_are_written_alike(processor, read, template, written, arguments):
-    other = copy.copy(processor)
-    other.chat_template = HERE.joinpath(template).read_text(encoding="utf-8")
     call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
     tool = {"type": "function", "function": {"name": "add", "parameters": {"a": {"enum": ["x", None]}, "city": None}}}
     answer = {"role": "assistant", "content": None, "tool_calls": [call]}
-    sample = Encoder(other)(read({"messages": [{"role": "user", "content": "1?"}, answer], "tools": [tool]}))
+    record = {"messages": [{"role": "user", "content": "1?"}, answer], "tools": [tool]}
+    sample = Encoder(with_template(processor, template))(read(record))
     text = processor.tokenizer.decode(sample.input_ids)
     assert written in text and '"parameters": {"a": {"enum": ["x", null]}}}' in text
-    assert written in processor.tokenizer.decode(sample.labels[sample.loss_mask.bool()])
+    assert written in trained(processor, sample)
 
 
 @pytest.fixture
-def with_template(processor):
+def changed(processor):
     def make(change, answers="all") -> Encoder:
-        other = copy.copy(processor)
-        other.chat_template = change(HERE.joinpath("released_thinking_template.jinja").read_text(encoding="utf-8"))
-        return Encoder(other, answers)
+        text = HERE.joinpath("released_thinking_template.jinja").read_text(encoding="utf-8")
+        return Encoder(with_template(processor, change(text)), answers)
 
     return make
 
 
-def test_the_remedies_for_earlier_turns_without_reasoning_are_named_and_work(processor, with_template):
+def test_the_remedies_for_earlier_turns_without_reasoning_are_named_and_work(processor, changed):
     with pytest.raises(DataError, match=r"(?s)message 2: .*with answers='last', leave .* with \"loss\": false"):
-        with_template(without_reading_reasoning)(TURNS)
+        changed(without_reading_reasoning)(TURNS)
     expected = f"A bar.\n</think>\n\nEight{END}"
     for encoder, conversation in (
-        (with_template(without_reading_reasoning, "last"), TURNS),
-        (with_template(without_reading_reasoning), Conversation("x", TURNS.messages, losses={1: False})),
+        (changed(without_reading_reasoning, "last"), TURNS),
+        (changed(without_reading_reasoning), Conversation("x", TURNS.messages, losses={1: False})),
     ):
         sample = encoder(conversation)
-        assert processor.tokenizer.decode(sample.labels[sample.loss_mask.bool()]) == expected
-    sample = with_template(str)(TURNS)  # which reads it
-    assert processor.tokenizer.decode(sample.labels[sample.loss_mask.bool()]) == f"Seven{END}{expected}"
+        assert trained(processor, sample) == expected
+    sample = changed(str)(TURNS)  # which reads it
+    assert trained(processor, sample) == f"Seven{END}{expected}"
 
 
-def test_nothing_is_said_of_a_template_that_cannot_be_told_not_to_think(with_template, caplog, monkeypatch):
+def test_nothing_is_said_of_a_template_that_cannot_be_told_not_to_think(changed, caplog, monkeypatch):
     """A warning of `enable_thinking` came with every sample."""
     # Whatever the tests before have set.
     for name in ("transformers", "transformers.processing_utils"):
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
         monkeypatch.setattr(logging.getLogger(name), "disabled", False)
         caplog.set_level(logging.WARNING, name)
-    encoder = with_template(str)
+    encoder = changed(str)
     caplog.clear()
     encoder(TURNS)
     assert not caplog.records
@@ -243,9 +237,9 @@ def test_nothing_is_said_of_a_template_that_cannot_be_told_not_to_think(with_tem
 
 
 @pytest.mark.parametrize("answers", ["all", "last"])
-def test_a_template_that_no_setting_helps_is_to_be_another(with_template, answers):
+def test_a_template_that_no_setting_helps_is_to_be_another(changed, answers):
     """It drops the reasoning of every turn, and asks for some."""
-    encoder = with_template(
+    encoder = changed(
         lambda text: without_reading_reasoning(text).replace("question.last and (loop.last or thought)", "9999"),
         answers,
     )
@@ -254,11 +248,11 @@ def test_a_template_that_no_setting_helps_is_to_be_another(with_template, answer
     assert "answers=" not in str(caught.value)
 
 
-def test_a_template_that_raises_is_told_with_what_to_do(with_template):
+def test_a_template_that_raises_is_told_with_what_to_do(changed):
     def raising(when: str):
         return lambda text: f"{{%- if {when} -%}}{{{{- raise_exception('no more') -}}}}{{%- endif -%}}{text}"
 
-    for work in (with_template(raising("messages | length > 3")), with_template(raising("messages | length > 3")).size):
+    for work in (changed(raising("messages | length > 3")), changed(raising("messages | length > 3")).size):
         with pytest.raises(DataError, match="1: the chat template refuses it: no more; mend the sample, leave it out"):
             work(TURNS)
 
@@ -266,8 +260,8 @@ def test_a_template_that_raises_is_told_with_what_to_do(with_template):
         return raising("messages | length < 3")(without_reading_reasoning(text))
 
     with pytest.raises(DataError, match="refuses its first 1 messages by themselves: no more; train on only"):
-        with_template(short)(TURNS)
-    assert with_template(short, "last")(TURNS).loss_mask.any()
+        changed(short)(TURNS)
+    assert changed(short, "last")(TURNS).loss_mask.any()
 
 
 TEMPLATE = Path(__file__).with_name("thinking_template.jinja").read_text(encoding="utf-8")
@@ -294,13 +288,7 @@ TOOLS = ({"type": "function", "function": {"name": "look", "description": "Looks
 
 @pytest.fixture(scope="module")
 def thinking(processor):
-    other = copy.copy(processor)
-    other.chat_template = TEMPLATE
-    return other
-
-
-def trained(processor, sample) -> str:
-    return processor.tokenizer.decode(sample.labels[sample.loss_mask.bool()])
+    return with_template(processor, TEMPLATE)
 
 
 def answer(reasoning, inside, text) -> dict:
@@ -408,11 +396,9 @@ def test_by_hand(thinking):
      "{%- endfor -%}\n        {{- '\\n' -}}", "expected a token that closes the turn"),
 ])  # fmt: skip
 def test_templates_that_cannot_be_mapped_are_refused(thinking, old, new, message):
-    other = copy.copy(thinking)
     assert TEMPLATE.count(old) == 1
-    other.chat_template = TEMPLATE.replace(old, new)
     with pytest.raises(DataError, match=f"^train.jsonl:1: message [24]: .*{message}"):
-        Encoder(other)(CONVERSATION)
+        Encoder(with_template(thinking, TEMPLATE.replace(old, new)))(CONVERSATION)
 
 
 def test_empty_thinking_without_thinking_is_refused(processor, thinking):

@@ -1,6 +1,5 @@
 """What a chat template leaves out is refused, found by rendering; what it writes in whatever way is not."""
 
-import copy
 import pickle
 import re
 from pathlib import Path
@@ -11,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ..conftest import picture, write
+from .. import conftest
+from ..conftest import picture, with_template, write
 
 HERE = Path(__file__).parent
 ASK, ANSWER = {"role": "user", "content": "Which?"}, {"role": "assistant", "content": "Seven."}
@@ -42,13 +42,7 @@ WHERE = {
 
 @pytest.fixture(scope="module")
 def encoder_with(processor):
-    def make(template: str, **settings) -> Encoder:
-        other = copy.copy(processor)
-        path = HERE / template if template.endswith(".jinja") else None
-        other.chat_template = path.read_text(encoding="utf-8") if path else template
-        return Encoder(other, **settings)
-
-    return make
+    return lambda template, **settings: Encoder(with_template(processor, template), **settings)
 
 
 def having(what: str) -> Conversation:
@@ -132,7 +126,7 @@ def said(message: dict, at: int = -1, **beside) -> Conversation:
 def trained(encoder: Encoder, conversation: Conversation) -> str:
     sample = encoder(conversation)
     assert encoder.size(conversation).tokens == len(sample)
-    return encoder.processor.tokenizer.decode(sample.labels[sample.loss_mask.bool()])
+    return conftest.trained(encoder.processor, sample)
 
 
 @pytest.mark.parametrize("template", SPLITTING)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import qwen3vl_bridge
 from qwen3vl_bridge.cli import data as command
 from qwen3vl_bridge.data import Columns, DataError, StreamedDataset, open_source
+from qwen3vl_bridge.data.schemas.conversations import conversation_of
 from qwen3vl_bridge.data.schemas.record_schemas import read_by
 from qwen3vl_bridge.training.callbacks import Accuracy
 from qwen3vl_bridge.training.run_settings import AccuracyConfig
@@ -96,8 +98,9 @@ def test_pictures_in_columns_that_are_numbered(numbered):
     )
     # An empty one among them would move the others' numbers.
     for nothing in (None, "", {"bytes": None, "path": None}):
-        with pytest.raises(DataError, match=r"image 1: found .*, expected a path, or bytes"):
-            read({**numbered, "image_1": nothing}, image="image_*")
+        with pytest.raises(DataError, match=r"part 2: found .* under 'image', expected a path or bytes"):
+            record = {**numbered, "image_1": nothing, "image_2": b"2", "image_10": b"10"}
+            conversation_of({"messages": read(record, image="image_*")}, "x", Path())
     words = {"question": "Which?", "answer": "Seven.", "image_1": None, "image_2": ""}
     assert read(words, image="image_*") == [ASK, ANSWER]
     assert read({"messages": [ASK, ANSWER]}, image="image_*") == [ASK, ANSWER]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import pickle
 import re
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 
 import qwen3vl_bridge
 from qwen3vl_bridge.cli.data import main
-from qwen3vl_bridge.data import Columns, DataError, PackedRows, StreamedDataset, open_source
+from qwen3vl_bridge.data import Columns, DataError, PackedRows, open_source
 from qwen3vl_bridge.data.schemas.conversations import conversation_of
 from qwen3vl_bridge.data.schemas.record_schemas import SCHEMAS, named_schema
 
@@ -24,9 +23,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.bridge.data.sources import hf_adapters
 from megatron.bridge.data.token_utils import json2token
-from PIL import Image
 
-from tests.receipts import receipt, receipts, write_receipts
+from tests.receipts import receipt, write_receipts
 
 from ..conftest import picture, write
 from ..media.test_video import clip
@@ -230,45 +228,12 @@ def test_an_answer_is_the_text_megatron_bridge_trains_on(parse, several):
     assert question["content"][0] == {"type": "image", "image": b"file"}
 
 
-def test_the_documented_text_of_an_answer():
-    parse = {"menu": [{"nm": "Tea", "price": "3"}, {"nm": "Rice"}], "total": {"total_price": "45"}}
-    record = {"image": b"file", "ground_truth": json.dumps({"gt_parse": parse})}
-    question, answer = CORD_V2.messages_of(record, "x")["messages"]
-    assert question["content"][1]["text"] == "Describe this image."
-    assert answer["content"][0]["text"] == (
-        "<s_total><s_total_price>45</s_total_price></s_total>"
-        "<s_menu><s_price>3</s_price><s_nm>Tea</s_nm><sep/><s_nm>Rice</s_nm></s_menu>"
-    )
-
-
-def test_every_container_gives_the_same_receipts(tmp_path):
-    dataset, rows = receipts(5), [receipt(number) for number in range(5)]
-    dataset.save_to_disk(tmp_path / "saved")
-    dataset.to_parquet(tmp_path / "train.parquet")
-    urls = [{**row, "image": f"data:image/png;base64,{base64.b64encode(row['image']).decode()}"} for row in rows]
-    lines = write(tmp_path / "train.jsonl", urls)
-    (tmp_path / "list.json").write_text(json.dumps(urls), "utf-8")
-    paths = (tmp_path / "saved", tmp_path / "train.parquet", lines, tmp_path / "list.json")
-    for source in [open_source(path, schema_adapter="cord_v2") for path in paths]:
-        assert len(source) == 5 and "schema cord_v2" in source.fingerprint()
-        found = [source[index] for index in range(5)]
-        assert [sample.images for sample in found] == [(row["image"],) for row in rows]
-        truths = [json.loads(row["ground_truth"])["gt_parse"] for row in rows]
-        assert [sample.messages[1]["content"][0]["text"] for sample in found] == [json2token(t) for t in truths]
-    streamed = StreamedDataset(dataset.to_iterable_dataset(), "x", schema=CORD_V2)
-    assert streamed[streamed.numbers(0, 3, 1)[0]].images == (rows[3]["image"],)
-    assert "schema cord_v2" in streamed.fingerprint()
-
-
 @pytest.mark.parametrize(("record", "message"), [
-    ([], "x: found list, expected image and ground_truth under schema cord_v2"),
-    ({"image": b"file", "text": "a"}, "x: found the keys image, text, expected image and ground_truth"),
-    ({"image": None, "ground_truth": "{}"}, "expected image and ground_truth"),
-    ({"image": b"file", "ground_truth": {"gt_parse": {}}}, "x: found dict under 'ground_truth', expected a non-empty"),
+    ([], "x: found None under 'image', expected a non-empty value; the keys are none, and schema cord_v2"),
+    ({"image": b"file", "text": "a"}, "found None under 'ground_truth', expected a non-empty string; the keys are"),
+    ({"image": b"file", "ground_truth": {"gt_parse": {}}}, "x: found {.* under 'ground_truth', expected a non-empty"),
     ({"image": b"file", "ground_truth": "{"}, r"x: found {'ground_truth': '{'}, which schema cord_v2 cannot read"),
-    ({"image": b"file", "ground_truth": "[]"}, "which schema cord_v2 cannot read .TypeError"),
     ({"image": b"file", "ground_truth": '{"gt_parse": {}}'}, r"x: found \[''\] as the answer, expected a non-empty"),
-    ({"image": b"file", "ground_truth": '{"gt_parses": []}'}, "which schema cord_v2 cannot read .IndexError"),
 ])  # fmt: skip
 def test_a_record_of_another_format_is_refused(record, message):
     with pytest.raises(DataError, match=message):
@@ -377,34 +342,6 @@ def _there(media, part: str):
     return media / part if (media / part).is_file() else part
 
 
-FEATURE, TEXT = datasets.Image(), datasets.Value("string")
-
-
-@pytest.mark.parametrize(("name", "features"), [
-    ("rdr", {"image": FEATURE, "text": TEXT}),
-    ("medpix", {"image_id": FEATURE, **dict.fromkeys(("question", "answer", "mode"), TEXT)}),
-    ("raven", {"images": [FEATURE], "texts": [dict.fromkeys(("user", "assistant", "source"), TEXT)]}),
-])  # fmt: skip
-def test_a_table_of_pictures_is_read_as_published(media, encoder, name, features):
-    record, key = RECORDS[name], next(iter(features))
-    names = [record[key]] if isinstance(record[key], str) else record[key]
-    pictures = [Image.open(media / one).copy() for one in names]  # without the name of its file
-    row = {column: record[column] for column in features} | {key: pictures if key == "images" else pictures[0]}
-    table = datasets.Dataset.from_list([row], features=datasets.Features(features))
-    table.to_parquet(media / "train.parquet")
-    table.save_to_disk(media / "saved")
-    expected = by_megatron_bridge(name, record)
-    for path in (media / "train.parquet", media / "saved"):
-        sample = open_source(path, schema_adapter=name)[0]
-        assert [Image.open(io.BytesIO(one)).size for one in sample.images] == [(32, 32)] * len(names)
-        texts = [
-            [part["text"] for part in _parts(message["content"]) if part["type"] == "text"]
-            for message in sample.messages
-        ]
-        assert texts == [[part for part in parts if part not in names] for _, _, parts in expected]
-        assert len(encoder(sample)) == encoder.size(sample).tokens
-
-
 def test_a_video_stays_inside_the_media_root(media):
     path = write(media / "clips/train.jsonl", [{**RECORDS["llava_video_178k"], "video": "../7.png"}])
     with pytest.raises(DataError, match=r"part 1: '../7.png' is .*, expected a path inside the media root"):
@@ -416,26 +353,19 @@ def video_turns(*changes) -> dict:
 
 
 @pytest.mark.parametrize(("name", "change", "message"), [
-    ("rdr", {"text": None}, "found the keys image, text, expected image and text under schema rdr"),
-    ("rdr", {"text": 7}, "found int under 'text', expected a non-empty string"),
-    ("rdr", {"text": " "}, "found an empty string under 'text', expected a non-empty string"),
-    ("medpix", {"question": ["a"]}, "found list under 'question', expected a non-empty string"),
-    ("raven", {"images": []}, "found an empty list under 'images', expected a non-empty list"),
-    ("raven", {"images": "7.png"}, "found str under 'images', expected a non-empty list"),
-    ("raven", {"texts": {}}, "found dict under 'texts', expected a non-empty list"),
-    ("raven", {"texts": ["a"]}, "'texts': .'a'.}, which schema raven cannot read"),
+    ("rdr", {"text": None}, "found None under 'text', expected a non-empty string"),
+    ("rdr", {"text": " "}, "found ' ' under 'text', expected a non-empty string"),
+    ("raven", {"images": []}, r"found \[\] under 'images', expected a non-empty list"),
+    ("raven", {"images": "7.png"}, "found '7.png' under 'images', expected a non-empty list"),
     ("raven", {"texts": [{"user": "a"}]}, "which schema raven cannot read"),
     ("llava_video_178k", {"video": ""}, "message 1, part 1: found an empty string under 'video', expected a path"),
-    ("llava_video_178k", {"conversations": "a"}, "found str under 'conversations', expected a non-empty list"),
-    ("llava_video_178k", {"conversations": []}, "found an empty list under 'conversations', expected a non"),
+    ("llava_video_178k", {"conversations": "a"}, "found 'a' under 'conversations', expected a non-empty list"),
     ("llava_video_178k", video_turns(7), "x: turn 2: found 7, expected an object with 'from', human or gpt"),
     ("llava_video_178k", video_turns({"from": "system", "value": "a"}), "x: turn 2: found {'from': 'system'.*, exp"),
-    ("llava_video_178k", video_turns({"from": "gpt", "value": ""}), "x: turn 2: found '' as 'value', expected a non"),
-    ("squad", {"answers": ["Tea"]}, "found list under 'answers', expected a non-empty object"),
+    ("llava_video_178k", video_turns({"from": "gpt", "value": ""}), "x: turn 2: found {'from': 'gpt', 'value': ''}"),
+    ("squad", {"answers": ["Tea"]}, r"found \['Tea'\] under 'answers', expected a non-empty object"),
     ("squad", {"answers": {"text": []}}, "'Tea is hot.*which schema squad cannot read .IndexError"),
     ("squad", {"answers": {"text": [7]}}, "found .7. as the answer, expected a non-empty"),
-    ("gsm8k", {"answer": 3}, "found int under 'answer', expected a non-empty string"),
-    ("openmathinstruct2", {"expected_answer": 4}, "found int under 'expected_answer', expected a non-empty string"),
 ])  # fmt: skip
 def test_a_bad_value_is_refused_with_its_place(tmp_path, name, change, message):
     picture(tmp_path / "7.png", 32, 32)

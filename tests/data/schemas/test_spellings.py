@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from qwen3vl_bridge.data import DataError
-from qwen3vl_bridge.data.schemas.conversations import SPEAKERS, conversation_of, messages_of
+from qwen3vl_bridge.data.schemas.conversations import ROLES, SPEAKERS, conversation_of, messages_of
 from qwen3vl_bridge.data.schemas.placeholders import without_nulls
 
 import pytest
@@ -47,9 +47,9 @@ def asked(words: str, **beside) -> list:
 
 
 def test_speakers_are_roles():
-    turns = [{"from": speaker, "value": speaker} for speaker in SPEAKERS]
+    turns = [{"from": speaker, "value": speaker} for speaker in (*ROLES, *SPEAKERS)]
     roles = [message["role"] for message in told({"conversations": turns})["messages"]]
-    assert roles == ["system", "user", "user", "assistant", "assistant", "assistant"]
+    assert roles == [*ROLES, "user", "assistant", "assistant"]
 
 
 @pytest.mark.parametrize("record", [7, None, [], {}, {"messages": 7}, {"messages": [7, {"content": 7}], "images": []}])
@@ -97,6 +97,7 @@ def test_what_stands_beside_turns():
     own = told({"conversations": [HUMAN, GPT], "system": "Be brief.", "tools": '[{"name": "look"}]'})
     assert own["messages"] == [{"role": "system", "content": "Be brief."}, ASK, ANSWER]
     assert own["tools"] == [{"name": "look"}]
+    assert own == told({"messages": [ASK, ANSWER], "system": "Be brief.", "tools": [{"name": "look", "at": None}]})
     assert told({"messages": None, "conversations": [HUMAN, GPT]}) == {"messages": [ASK, ANSWER]}
     assert told({"messages": [ASK, ANSWER], "conversations": None})["messages"] == [ASK, ANSWER]
     assert told({"conversations": [HUMAN, GPT], "system": "", "tools": " "}) == {"messages": [ASK, ANSWER]}
@@ -109,6 +110,8 @@ def test_lists_of_messages_as_a_prompt_and_its_completion():
     found = messages_of(record, "x")["messages"]
     first = {"role": "user", "content": [image("1.png"), text("a")]}
     assert found == [first, {**prompt[1], "loss": False}, prompt[2], ANSWER]
+    nulls = [prompt[0], {**prompt[1], "loss": None, "weight": None}, prompt[2]]  # of a table
+    assert messages_of({**record, "prompt": nulls}, "x")["messages"][1]["loss"] is False
     for wrong in ({"prompt": [7]}, {"completion": "d"}, {"prompt": prompt[1:2]}, {"prompt": []}):
         with pytest.raises(DataError, match="expected two texts, or two lists of messages with role and content"):
             messages_of({**record, **wrong}, "x")
@@ -129,27 +132,31 @@ def test_parts_say_by_their_index_which_picture_they_are():
 
 
 @pytest.mark.parametrize(("record", "message"), [
-    ({"conversations": []}, r"found \[\] under 'conversations', expected a list of turns"),
-    ({"conversations": {"from": 1}}, "found {'from': 1} under 'conversations', expected a list"),
-    ({"texts": [{"user": "a", "answer": "b"}]}, "text 1: found the keys user, answer, expected an object with user"),
+    ({"conversations": []}, "found an empty list under 'messages', expected an object with a list"),
+    ({"texts": [{"user": "a", "answer": "b"}]}, "found .* under 'texts', expected a list of objects with user"),
+    ({"texts": [{"user": "a", "assistant": "b", "c": 1}]}, "under 'texts', expected a list of objects with user"),
     ({"texts": "a"}, "found 'a' under 'texts', expected a list"),
     ({"query": "a", "response": 7}, r"'response': found 7, expected a string; .* columns.answer='{response\[0\]}'"),
     ({"query": "a", "label": "b"}, "found the keys query, label, expected 'messages' or .* the setting columns"),
     ({"query": "a", "response": "b", "history": [["c"]]}, r"found \[\['c'\]\] under 'history', expected a list"),
-    ({"query": "a", "response": "b", "history": [["c", 7]]}, "'history' 1: found 7, expected a string"),
-    ({"conversations": ["hi"]}, "turn 1: found 'hi', expected an object with only from and value"),
-    ({"conversations": [HUMAN, {**GPT, "note": 0}]}, "turn 2: found the keys from, value, note, expected an"),
-    ({"conversations": [{"from": "robot", "value": ""}]}, "found the speaker 'robot', expected one of system, hum"),
-    ({"conversations": [{"from": ["gpt"], "value": ""}]}, r"found the speaker \['gpt'\], expected one of"),
-    ({"conversations": [{"from": "human", "value": None}]}, "turn 1: found None as value, expected a string"),
+    ({"query": "a", "response": "b", "history": [["c", 7]]}, "message 2: found a number as content, expected a string"),
+    ({"conversations": ["hi"]}, "message 1: found a string, expected an object with role and content"),
+    ({"conversations": [HUMAN, {**GPT, "note": 0}]}, "message 2: found the keys note, role, content, expected role"),
+    ({"conversations": [{"from": "robot", "value": ""}]}, "found the role 'robot', expected one of system, user"),
+    ({"conversations": [{"from": ["gpt"], "value": ""}]}, r"found the role \['gpt'\], expected one of"),
+    ({"conversations": [{"from": "human", "value": None}]}, "message 1: found the keys role, expected role and cont"),
     ({"conversations": [HUMAN], "system": 7}, "found 7 under 'system', expected a string"),
     ({"conversations": [{"from": "system", "value": ""}], "system": "x"}, "found both 'system' and a turn of it"),
+    ({"messages": [{"role": "system", "content": ""}], "system": "x"}, "found both 'system' and a turn of it"),
     ({"messages": [ASK], "tools": "{"}, r"x.jsonl:1: 'tools': found a string that is not valid JSON \(.*\), expected"),
     ({"messages": [ASK], "tools": "[" * 100_000}, "'tools': found a string that is not valid JSON .*more than 50"),
     ({"messages": [ASK], "image": "1", "images": ["1"]}, "found both 'image' and 'images', expected one"),
-    ({"messages": [ASK], "images": ["1", 7]}, "images 2: found 7, expected a path, or bytes"),
-    ({"messages": [ASK], "image": {"url": "1"}}, "image 1: found {'url': '1'}, expected a path"),
-    ({"messages": [ASK], "video": [["1", None]]}, "video 1, frame 2: found None, expected a path"),
+    ({"question": "a", "answer": "b", "images": [b"1", 7]}, "part 2: found a number under 'image', expected a path or"),
+    ({"question": "a", "answer": "b", "image": {"url": "1"}}, "part 1: found an object under 'image', expected a path"),
+    (
+        {"question": "a", "answer": "b", "video": [[b"1", None]], "sample_fps": 1},
+        "part 1, frame 1: found null under 'video', expected",
+    ),
     # LLaVA's collator would put the picture first; a guess.
     ({"conversations": [HUMAN, GPT], "image": "1"}, "found 0 placeholders for images .* expected 1, the number of"),
     ({"conversations": [HUMAN, GPT], "videos": ["1"]}, r"0 placeholders for videos \('<video>' .* expected 1,"),
@@ -170,58 +177,8 @@ def test_parts_say_by_their_index_which_picture_they_are():
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(record, message):
     with pytest.raises(DataError, match=message) as caught:
-        told(record)
+        conversation_of(told(record), "x.jsonl:1", Path())
     assert str(caught.value).startswith("x.jsonl:1: ")
-
-
-pieces = st.one_of(
-    st.just("<image>"), st.just("<video>"), st.text(max_size=5), st.sampled_from(["<", "image>", "\n", "<Imago>"])
-)
-texts = st.lists(pieces, max_size=5).map("".join)
-
-
-@given(st.lists(st.tuples(texts, texts), min_size=1, max_size=3), st.booleans())
-def test_a_record_and_its_twin_are_one_conversation(turns, media):
-    flat = [words for turn in turns for words in turn]
-    found = {kind: sum(words.count(f"<{kind}>") for words in flat) for kind in ("image", "video")}
-    beside = {f"{kind}s": [f"{kind} {n}".encode() for n in range(number)] for kind, number in found.items()}
-    speakers, roles = ("human", "gpt"), ("user", "assistant")
-    record = {"conversations": [{"from": speakers[n % 2], "value": words} for n, words in enumerate(flat)]}
-    twin = {"messages": [{"role": roles[n % 2], "content": words} for n, words in enumerate(flat)]}
-    own = copy.deepcopy(twin)
-    if not media and any(found.values()):
-        for spelt in (record, twin):
-            with pytest.raises(DataError, match=r"found \d+ placeholders for (image|video)s .* expected 0"):
-                told(spelt)
-        return
-    if media:
-        record, twin = {**record, **beside}, {**twin, **beside}
-        rest = {kind: iter(beside[f"{kind}s"]) for kind in found}
-        for message in own["messages"]:
-            message["content"] = in_parts(message["content"], rest)
-    conversations = [conversation_of(told(spelt), "x.jsonl:1", Path()) for spelt in (record, twin, own)]
-    assert conversations[0] == conversations[1] == conversations[2]
-    assert list(conversations[0].images) == (beside["images"] if media else [])
-    assert list(conversations[0].videos) == (beside["videos"] if media else [])
-
-
-def in_parts(words: str, rest: dict) -> str | list:
-    """By hand, a placeholder at a time."""
-    parts = []
-    while places := sorted((words.find(f"<{kind}>"), kind) for kind in rest if f"<{kind}>" in words):
-        at, kind = places[0]
-        parts += [text(words[:at])] if at else []
-        parts.append({"type": kind, kind: next(rest[kind])})
-        words = words[at + len(f"<{kind}>") :]
-    return [*parts, *([text(words)] if words else [])] if parts else words
-
-
-def test_a_system_prompt_beside_messages_is_one_of_them():
-    own = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    found = messages_of({"messages": own, "system": "Be brief."}, "here")
-    assert found == {"messages": [{"role": "system", "content": "Be brief."}, *own]}
-    with pytest.raises(DataError, match="here: found both 'system' and a turn of it"):
-        messages_of({**found, "system": "Be brief."}, "here")
 
 
 def keyed(**beside) -> dict:
@@ -257,18 +214,35 @@ def test_what_looks_like_media_is_refused_under_any_key(value):
     {"id": "000000033471", "image_id": "139", "image_width": 640, "num_images": 2, "frames": 8, "clip": 0.3},
     {"img": None, "video_path": "", "image_file": [], "pictures": {}},
     {"source": "coco", "caption": "A photo of a .jpg icon, and more.", "score": [0.5, 1.5], "meta": {"path": 7}},
+    {"checksum": "iVBORw0KGgo=", "note": "SUkqA and so on, in words that are no base64."},
 ])  # fmt: skip
 def test_what_is_no_media_is_left_unread(beside):
     assert told({"messages": [ASK, ANSWER], **beside})["messages"] == [ASK, ANSWER]
 
 
-def test_another_name_of_a_file_that_is_read_is_left_unread():
-    beside = {"id": "1.jpg", "file_name": "1.jpg", "coco_url": "http://a.b/other.jpg"}
+@pytest.mark.parametrize("beside", [
+    {"id": "1.jpg", "file_name": "1.jpg", "path": "/data/coco/1.jpg", "coco_url": "http://a.b/other.jpg"},
+    {"image_url": "http://a.b/other.jpg"}, {"image_url": {"url": "https://a.b/other.jpg"}},
+    {"img_urls": ["http://a.b/1.jpg", "http://a.b/2.jpg"]},
+    {"vid": "v_00017", "image_name": "0001", "image_list": ["0001"], "image_id": "COCO_1.jpg"},
+])  # fmt: skip
+def test_metadata_beside_media_that_are_read_are_left_unread(beside):
     assert told(keyed(image="coco/1.jpg", **beside))["messages"][0]["content"][0] == image("coco/1.jpg")
-    assert told(keyed(image={"bytes": b"x", "path": "1.jpg"}, **beside))["messages"][0]["content"][0] == image(b"x")
-    for other in ({"file_name": "2.jpg"}, {"file_name": "val/1.jpg"}):
-        with pytest.raises(DataError, match="which looks like"):
-            told(keyed(image="coco/1.jpg", **other))
+    stored = {"bytes": b"x", "path": "1.jpg"}
+    assert told(keyed(image=stored, **beside))["messages"][0]["content"][0] == image(b"x")
+
+
+@pytest.mark.parametrize(("record", "key"), [
+    *((keyed(image="coco/1.jpg", **{key: value}), key) for key, value in (
+        ("file_name", "2.jpg"), ("file_name", "val/1.jpg"), ("video_url", "http://a.b/1.mp4"), ("img", "other"),
+        ("image_path", "b/2.jpg"),
+    )),
+    ({"image": "A/1.png", "after": "B/1.png", "question": "Which?", "answer": "7"}, "after"),
+    ({"image_id": "COCO_1.jpg", "question": "Which?", "answer": "7"}, "image_id"),
+])  # fmt: skip
+def test_media_that_only_seem_to_be_read_are_refused(record, key):
+    with pytest.raises(DataError, match=f"found '{key}', which looks like"):
+        told(record)
 
 
 def test_turns_of_other_names():
@@ -276,8 +250,8 @@ def test_turns_of_other_names():
     assert told({"conversations": turns}) == told({"messages": [HUMAN, GPT]}) == {"messages": [ASK, ANSWER]}
     parts = [{"role": "user", "content": [{"type": "image"}, text("Which?")]}, ANSWER]
     assert told({"conversations": parts, "image": "1"})["messages"][0]["content"][0] == image("1")
-    with pytest.raises(DataError, match="turn 1: found the keys role, content, from, expected"):
-        told({"conversations": [{"role": "user", "content": "a", "from": "human"}]})
+    with pytest.raises(DataError, match="message 1: found the keys role, content, from, expected"):
+        conversation_of(told({"conversations": [{"role": "user", "content": "a", "from": "human"}]}), "x", Path())
     last = [{"from": "human", "value": "Which?\n<image>"}, GPT]
     assert told({"conversations": last, "image": "1"})["messages"][0]["content"] == [text("Which?\n"), image("1")]
 
@@ -330,9 +304,9 @@ def test_parts_of_other_names():
 
 
 @pytest.mark.parametrize(("part", "message"), [
-    ({"type": "image_url"}, "part 1: found {'type': 'image_url'}, expected a URL as 'image_url'"),
-    ({"type": "image_url", "image_url": {"uri": "1"}}, "expected a URL as 'image_url', or as 'url' in it"),
-    ({"type": "image_url", "image_url": {"url": "1", "crop": 7}}, "expected a URL"),
+    ({"type": "image_url", "image_url": {"uri": "1"}}, "found an object under 'image', expected a path or bytes"),
+    ({"type": "image_url", "image_url": {"url": "1", "crop": 7}}, "found the keys type, crop, image, expected 'type'"),
+    ({"type": "image", "image": "1", "url": "2"}, "found the keys type, image, url, expected 'type' and 'image'"),
     ({"type": "image_url", "image_url": {"url": "1", "detail": "low"}}, "found the detail 'low', expected 'auto'"),
     ({"type": "input_image", "image_url": "1", "detail": "low"}, "found the detail 'low', expected 'auto'"),
     ({"type": "image", "image": "file://host/a.png"}, "'file://host/a.png', a file of 'host', expected file:///"),
@@ -340,8 +314,9 @@ def test_parts_of_other_names():
     ({"type": "image", "image": "file:///a?b.png"}, r"expected '\?' and '#' in a path as %3F and %23"),
 ])  # fmt: skip
 def test_parts_that_are_none_are_refused(part, message):
+    record = {"messages": [{"role": "user", "content": [part]}, ANSWER]}
     with pytest.raises(DataError, match=message) as caught:
-        parted(part)
+        conversation_of(told(record), "x.jsonl:1", Path())
     assert str(caught.value).startswith("x.jsonl:1: message 1, part 1: ")
 
 
@@ -370,8 +345,7 @@ def test_addresses_of_files_are_paths_below_the_root(tmp_path):
 
 def test_turns_say_whether_they_are_trained_on():
     turns = [HUMAN, {**GPT, "loss": False}, HUMAN, {**GPT, "weight": 1}]
-    messages = messages_of({"conversations": turns}, "here")["messages"]
-    assert [message.get("loss", message.get("weight")) for message in messages] == [None, False, None, 1]
+    assert conversation_of(told({"conversations": turns}), "here", Path()).losses == {1: False, 3: True}
 
 
 def test_a_part_with_limits_and_no_picture_takes_the_next():
@@ -381,22 +355,6 @@ def test_a_part_with_limits_and_no_picture_takes_the_next():
         "images": ["a.png"],
     }
     assert messages_of(record, "here")["messages"][0]["content"] == [{**part, "image": "a.png"}]
-
-
-@pytest.mark.parametrize(("record", "key"), [
-    ({"image": "A/1.png", "after": "B/1.png", "question": "Which?", "answer": "7"}, "after"),
-    ({"image_id": "COCO_1.jpg", "question": "Which?", "answer": "7"}, "image_id"),
-])  # fmt: skip
-def test_a_picture_that_only_seems_to_be_read_is_refused(record, key):
-    with pytest.raises(DataError, match=f"found '{key}', which looks like images"):
-        messages_of(record, "here")
-
-
-def test_a_name_of_what_is_read_is_let_through():
-    record = {"image": "A/1.png", "file": "1.png", "path": "/data/A/1.png", "image_id": "COCO_1.jpg"}
-    messages_of({**record, "question": "Which?", "answer": "7"}, "here")
-    turns = [{**HUMAN, "markdown": None}, GPT]
-    assert len(messages_of({"conversations": turns}, "here")["messages"]) == 2
 
 
 @pytest.mark.parametrize("inside", [True, False])

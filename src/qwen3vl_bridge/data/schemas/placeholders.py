@@ -9,8 +9,7 @@ use only one, and only in questions.
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -23,7 +22,6 @@ KEYS_OF_KIND = {"image": ("image", "images"), "video": ("video", "videos")}
 MEDIA_KEYS = tuple(key for keys in KEYS_OF_KIND.values() for key in keys)
 RATE = "sample_fps"  # frames per second of a video that is a list of frames, as Qwen's message format calls it
 LIMITS = ("min_pixels", "max_pixels")  # of an image, in its part of a content
-_EMPTY = (None, "", [], {}, b"")
 _OURS = ("<image>", "<video>")
 _PLACEHOLDER = re.compile(
     r"<img>(?P<path>[^<>\n]{0,4096})</img>"
@@ -38,16 +36,17 @@ _NAMED_AS_MEDIA = re.compile(
     re.IGNORECASE,
 )
 _NAMED_AS_ID = re.compile(r"(.*_)?(id|ID)|.*Id")
-_FILE = re.compile(
-    r"[^\n]{1,4096}\.(jpe?g|png|webp|gif|bmp|tiff?|heic|avif|mp4|m4v|mov|mkv|webm|avi|mpe?g|flv|wmv)(\?\S*)?",
-    re.IGNORECASE,
-)
-_ADDRESS = re.compile(r"https?://", re.IGNORECASE)
 # Beginnings of JPEG, PNG, GIF, RIFF (WebP, AVI), TIFF, BMP, MP4 and Matroska in base64.
 _ENCODED = re.compile(
     r"(/9j/|iVBORw0KGgo|R0lGOD[dl]h|UklGR|SUkqA|TU0AK|Qk[\w+/]{6}AAAA|AAAA[\w+/]{2}Z0eX|GkXfo)[\w+/\s]{40,}=*\s*",
     re.ASCII,
 )
+_FILE = re.compile(
+    r"data:(image|video)/.*"
+    r"|[^\n]{1,4096}\.(jpe?g|png|webp|gif|bmp|tiff?|heic|avif|mp4|m4v|mov|mkv|webm|avi|mpe?g|flv|wmv)(\?\S*)?\s*",
+    re.IGNORECASE | re.DOTALL,
+)
+_URL = re.compile(r"https?://", re.IGNORECASE)
 
 
 def shown(value: Any) -> str:
@@ -68,48 +67,52 @@ def stored(item: Any) -> Any:
     if not isinstance(item, dict) or not item:
         return item
     given = without_nulls(item)
-    return given.get("bytes", given.get("path")) if set(given) <= {"bytes", "path"} else item
-
-
-def local_path(name: Any, place: str) -> Any:
-    """The path of a "file://" URL (of this host, else `DataError`), percent signs decoded; anything else unchanged."""
-    if not isinstance(name, str) or name[:6].lower() != "file:/":
-        return name
-    try:
-        address = urlsplit(name)
-        path = unquote(address.path, errors="strict")
-    except ValueError as error:
-        raise DataError(place, f"found the URL {name[:80]!r}, expected file:///PATH ({error})") from error
-    if address.netloc.lower() not in ("", "localhost"):
-        raise DataError(place, f"found the URL {name[:80]!r}, a file of {address.netloc!r}, expected file:///PATH")
-    if address.query or address.fragment:
-        raise DataError(place, f"found the URL {name[:80]!r}, expected '?' and '#' in a path as %3F and %23")
-    return path
+    return given.get("bytes") or given.get("path") if set(given) <= {"bytes", "path"} else item
 
 
 def is_none(value: Any) -> bool:
     """Whether a value means that there is no medium: null, an empty text, list or object, or a list of these."""
-    if isinstance(value, dict):
-        return set(without_nulls(value)) <= {"bytes", "path"} and not any(value.values())
     if isinstance(value, list):
         return not any(isinstance(item, list) or not is_none(item) for item in value)
-    return value in (None, "", b"")
+    return stored(value) in (None, "", b"", {})
+
+
+def medium_of(value: Any, place: str) -> Any:
+    """A medium, or each frame of a video, as a path, a URL or bytes. Anything else is unchanged, and refused later.
+
+    The path of a "file://" URL (of this host, else `DataError`), percent signs decoded; base64 as a "data:" URL.
+    """
+    if isinstance(value, list):
+        return [medium_of(frame, place) for frame in value]
+    value = stored(value)
+    if not isinstance(value, str) or value[:6].lower() != "file:/":
+        is_base64 = isinstance(value, str) and _ENCODED.fullmatch(value)
+        return f"data:;base64,{''.join(value.split())}" if is_base64 else value
+    try:
+        address = urlsplit(value)
+        path = unquote(address.path, errors="strict")
+    except ValueError as error:
+        raise DataError(place, f"found the URL {value[:80]!r}, expected file:///PATH ({error})") from error
+    if address.netloc.lower() not in ("", "localhost"):
+        raise DataError(place, f"found the URL {value[:80]!r}, a file of {address.netloc!r}, expected file:///PATH")
+    if address.query or address.fragment:
+        raise DataError(place, f"found the URL {value[:80]!r}, expected '?' and '#' in a path as %3F and %23")
+    return path
 
 
 def pop_media(record: dict[str, Any], place: str) -> dict[str, list[dict[str, Any]]]:
     """The media of each kind that are next to the messages, as parts, taken out of the record; {} without any.
 
     Raises:
-        DataError: both names of a kind are set, a value is not a medium, or rates that do not fit the videos.
+        DataError: both names of a kind are set, or rates that do not fit the videos.
     """
     media: dict[str, list[dict[str, Any]]] = {}
     for kind, keys in KEYS_OF_KIND.items():
         given = {key: value for key in keys if not is_none(value := record.pop(key, None))}
         if len(given) > 1:
             raise DataError(place, f"found both {' and '.join(map(repr, given))}, expected one of them")
-        for key, value in given.items():
-            items = enumerate(value if isinstance(value, list) else [value], start=1)
-            media[kind] = [{"type": kind, kind: _medium(item, kind, f"{place}: {key} {n}")} for n, item in items]
+        for value in given.values():
+            media[kind] = [{"type": kind, kind: item} for item in (value if isinstance(value, list) else [value])]
     if is_none(rates := record.pop(RATE, None)):
         return media
     videos = media.get("video", [])
@@ -131,41 +134,33 @@ def pop_media(record: dict[str, Any], place: str) -> dict[str, list[dict[str, An
     return media
 
 
-def _medium(item: Any, kind: str, place: str) -> Any:
-    """A path, a file's bytes, or a video's frames."""
-    if kind == "video" and isinstance(item, list) and item:
-        return [_medium(frame, "image", f"{place}, frame {number}") for number, frame in enumerate(item, start=1)]
-    item = local_path(stored(item), place)
-    if isinstance(item, str) and _ENCODED.fullmatch(item):
-        return f"data:;base64,{''.join(item.split())}"
-    if not isinstance(item, (str, bytes)) or not item:
-        raise DataError(place, f"found {shown(item)}, expected a path, or bytes")
-    return item
-
-
 def check_unread(record: Mapping[str, Any], known: Collection[str], messages: list[Any], place: str) -> None:
     """Refuse a key that is not read and seems to hold media, by its name or by its value.
 
-    Not refused are other names of files that are read, and, next to media that are read, ids and URLs. `messages` are
-    in our own spelling, with their media; `known` are keys that are read or ignored on purpose.
+    Not refused, next to media that are read, are other names of these files, ids, and URLs. `messages` are in our own
+    spelling, with their media; `known` are keys that are read or ignored on purpose.
     """
-    unread = {key: value for key, value in record.items() if key not in known and value not in _EMPTY}
+    unread = {key: value for key, value in record.items() if key not in known and not is_none(value)}
     if not unread:
         return
-    media = [part for message in messages for part in _parts_of(message) if _kind_of(part)]
-    read = [PurePosixPath(name).parts for name in _file_names(record, media)]
+    parts = [part for message in messages if isinstance(message, dict) for part in _parts_of(message.get("content"))]
+    media = [part for part in parts if isinstance(part, dict) and part.get("type") in ("image", "video")]
+    # Bytes that are read may have a name in the record.
+    files = [*(part.get(part["type"]) for part in media), *(record.get(key) for key in MEDIA_KEYS)]
+    names = [name for file in files for name in _leaves(file, named=True) if isinstance(name, str)]
+    read = [PurePosixPath(name).parts for name in names if not name.startswith("data:")]
     for key, value in unread.items():
-        # One path that is the end of another may be the same file; A/1.png and B/1.png are not.
-        parts = PurePosixPath(value).parts if isinstance(value, str) else ()
-        if parts and any(other and parts[-len(other) :] == other[-len(parts) :] for other in read):
+        leaves = _leaves(value)
+        named = _NAMED_AS_MEDIA.fullmatch(str(key)) and isinstance(value, (str, bytes, list, dict))
+        if media and isinstance(value, str):
+            # One path that is the end of another may be the same file; A/1.png and B/1.png are not.
+            end = PurePosixPath(value).parts
+            if _NAMED_AS_ID.fullmatch(str(key)) or any(a[-len(end) :] == end[-len(a) :] for a in read if a and end):
+                continue
+        are_urls = all(isinstance(leaf, str) and _URL.match(leaf) for leaf in leaves)
+        if are_urls and any(not named or part["type"] == _kind_named(str(key)) for part in media):
             continue
-        seems_media = _looks_like_media(value, addresses=not media)
-        if isinstance(value, str) and _NAMED_AS_ID.fullmatch(str(key)) and (media or not seems_media):
-            continue
-        named = isinstance(value, (str, bytes, list, dict)) and _NAMED_AS_MEDIA.fullmatch(str(key))
-        if named and _is_address(value) and any(part["type"] == _kind_named(str(key)) for part in media):
-            continue
-        if seems_media or named:
+        if named or (leaves and all(map(_looks_like_media, leaves))):
             raise DataError(place, unread_media(str(key), record))
 
 
@@ -183,45 +178,29 @@ def _kind_named(key: str) -> str:
     return "video" if re.match("vid|clip", key, re.IGNORECASE) else "image"
 
 
-def _file_names(record: Mapping[str, Any], media: list[Any]) -> Iterator[str]:
-    """The file names of media that are read."""
-    for value in [*(part.get(part["type"]) for part in media), *(record.get(key) for key in MEDIA_KEYS)]:
-        for item in value if isinstance(value, list) else [value]:
-            name = item.get("path") if isinstance(item, dict) else item
-            if isinstance(name, str) and not name.startswith("data:"):
-                yield name
-
-
-def _looks_like_media(value: Any, *, addresses: bool) -> bool:
+def _leaves(value: Any, *, named: bool = False) -> list[Any]:
+    """The first media of a value, if they are media: paths, URLs or bytes, or with `named` the names of bytes."""
     if isinstance(value, list):
-        return bool(value) and all(_looks_like_media(item, addresses=addresses) for item in value[:4])
-    if isinstance(value, dict):
-        path = value.get("path")
-        named = isinstance(path, str) and (set(value) == {"bytes", "path"} or bool(_FILE.fullmatch(path)))
-        return set(value) <= {"bytes", "path"} and (named or _looks_like_media(value.get("bytes"), addresses=addresses))
-    if isinstance(value, str):
-        if _ADDRESS.match(value) and not addresses:
-            return False
-        named = value.startswith(("data:image/", "data:video/")) or bool(_FILE.fullmatch(value.strip()))
-        return named or bool(_ENCODED.match(value[:256]))
-    return isinstance(value, bytes)
+        return [leaf for item in (value if named else value[:4]) for leaf in _leaves(item, named=named)]
+    if isinstance(value, dict) and (set(value) == {"url"} or (named and value.get("path"))):
+        return [value.get("url") or value.get("path")]
+    return [stored(value)]
 
 
-def _is_address(value: Any) -> bool:
-    """Whether a value is a URL, or a list of URLs."""
-    if isinstance(value, list):
-        return bool(value) and all(map(_is_address, value))
-    url = value.get("url") if isinstance(value, dict) and set(value) == {"url"} else value
-    return isinstance(url, str) and bool(_ADDRESS.match(url))
+def _looks_like_media(value: Any) -> bool:
+    return isinstance(value, bytes) or (
+        isinstance(value, str) and bool(_FILE.fullmatch(value) or _ENCODED.match(value[:256]))
+    )
 
 
 class _Placeholder(NamedTuple):
     """A placeholder for the next image or video, or for that of a number or a path."""
 
     kind: str
-    spelling: str | None = None  # None for a part without a medium of its own
+    spelling: str
     number: int | None = None
     path: str | None = None
+    part: dict[str, Any] | None = None  # a part without a medium of its own
 
 
 def with_media(
@@ -240,14 +219,16 @@ def with_media(
     Raises:
         DataError: another number of placeholders of a kind than media, or ambiguous placeholders.
     """
-    all_found = [one for message in messages for one in _placeholders_in(message, placeholders)]
-    front = []
+    contents = [list(_split(message, placeholders)) for message in messages]
+    front: list[dict[str, Any]] = []
+    taken = {kind: iter(media.get(kind, ())) for kind in KEYS_OF_KIND}
     for kind in KEYS_OF_KIND:
-        found, given = [one for one in all_found if one.kind == kind], media.get(kind, [])
+        found = [one for content in contents for one in content if isinstance(one, _Placeholder) and one.kind == kind]
+        given = media.get(kind, [])
         if in_front and not found:
             front += given
             continue
-        _check_spellings(kind, found, messages, place)
+        _check_spellings(kind, contents, messages, place)
         numbers = {one.number for one in found if one.number is not None}
         if given and numbers and numbers != set(range(1, len(given) + 1)):
             raise DataError(
@@ -256,120 +237,82 @@ def with_media(
                 f"each number from 1 to {len(given)}, the number of {kind}s in the record; remove media that no "
                 f"placeholder refers to, or write '<{kind}>' for the next",
             )
-        if given and (path := next((one for one in found if one.path), None)):
+        count = len(given) if given and numbers else sum(one.path is None for one in found)
+        if count != len(given):
+            spelling = shown(found[0].spelling if found else f"<{kind}>")
+            words = f"{spelling} in a text, or a part without its own"
+            hint = "" if given else f". If one of them holds {kind}s, name it (columns.{kind}=KEY); {_AS_TEXT}"
             raise DataError(
                 place,
-                f"found {shown(path.spelling)} in a text, and {len(given)} {kind}s next to it, expected one of them",
+                f"found {count} placeholders for {kind}s ({words}), expected {len(given)}, the number of {kind}s in "
+                f"the record; the keys are {', '.join(map(str, keys))}{hint}",
             )
-        if not (given and numbers) and sum(one.path is None for one in found) != len(given):
-            raise DataError(place, _mismatch(kind, found, len(given), keys, placeholders))
-    if all_found:
-        taken = Counter[str]()
 
-        def medium(one: _Placeholder) -> dict[str, Any]:
-            if one.path:
-                return {"type": one.kind, one.kind: one.path}
-            taken[one.kind] += one.number is None
-            return media[one.kind][(one.number or taken[one.kind]) - 1]
+    def filled(one: Any) -> Any:
+        if not isinstance(one, _Placeholder):
+            return one
+        if one.path:
+            return {"type": one.kind, one.kind: one.path}
+        return (next(taken[one.kind]) if one.number is None else media[one.kind][one.number - 1]) | (one.part or {})
 
-        messages = [_filled(message, medium, placeholders) for message in messages]
-    if not front:
-        return messages
-    at = next(number for number, message in enumerate(messages) if message["role"] == "user")
-    content = messages[at]["content"]
-    content = [{"type": "text", "text": content}] if isinstance(content, str) and content else content or []
-    return [*messages[:at], {**messages[at], "content": [*front, *content]}, *messages[at + 1 :]]
+    own = []
+    for message, content in zip(messages, contents, strict=True):
+        has_any = any(isinstance(one, _Placeholder) for one in content)
+        own.append({**message, "content": list(map(filled, content))} if has_any else message)
+    if front:
+        at = next(number for number, message in enumerate(own) if message.get("role") == "user")
+        content = own[at].get("content")
+        content = [{"type": "text", "text": content}] if isinstance(content, str) and content else content or []
+        if isinstance(content, list):  # anything else is refused later
+            own[at] = {**own[at], "content": [*front, *content]}
+    return own
 
 
-def _placeholders_in(message: Any, placeholders: Placeholders) -> Iterator[_Placeholder]:
-    """The placeholders of a message, in order."""
+def _split(message: Any, placeholders: Placeholders) -> Iterator[Any]:
+    """The parts of a content, with a `_Placeholder` for each that is one; of a text, what is between them as parts."""
     content = message.get("content") if isinstance(message, dict) else None
     if isinstance(content, str) and placeholders == "media":
-        yield from map(_of_match, _PLACEHOLDER.finditer(content))
-    yield from (one for part in _parts_of(message) if (one := _of_part(part)))
-
-
-def _of_match(match: re.Match[str]) -> _Placeholder:
-    number, kind = match["number"], "video" if (match["kind"] or "").lower() == "video" else "image"
-    return _Placeholder(kind, match[0], None if number is None else int(number), match["path"] or None)
-
-
-def _of_part(part: Any) -> _Placeholder | None:
-    """The placeholder that a part of a content is, if it is an image or a video without a value."""
-    kind, index = _kind_of(part), part.get("index") if isinstance(part, dict) else None
-    if kind is None or not isinstance(index, int | None):
-        return None
-    if not {key for key, value in part.items() if value is not None} <= {"type", "index", RATE, *LIMITS}:
-        return None
-    return _Placeholder(kind) if index is None else _Placeholder(kind, f"index {index}", index + 1)
-
-
-def _check_spellings(kind: str, found: list[_Placeholder], messages: list[Any], place: str) -> None:
-    """Refuse placeholders of several spellings, and in answers those that may be text."""
-    if all(one.spelling in (None, *_OURS) for one in found):
-        return
-    for number, message in enumerate(messages, start=1):
-        content = message.get("content") if isinstance(message, dict) and message.get("role") == "assistant" else None
-        matches = _PLACEHOLDER.finditer(content) if isinstance(content, str) else ()
-        if wrong := next((match[0] for match in matches if match[0] not in _OURS), None):
-            raise DataError(
-                f"{place}: message {number}",
-                f"found {shown(wrong)} in an answer, which may be a placeholder or text; expected '<{kind}>' for a "
-                f"placeholder; {_AS_TEXT}",
-            )
-    spellings = {
-        "path" if one.path else "number" if one.number is not None else one.spelling: (
-            "a part without its own" if one.spelling is None else shown(one.spelling)
-        )
-        for one in found
-    }
-    if len(spellings) > 1:
-        first, second, *_ = spellings.values()
-        raise DataError(place, f"found both {first} and {second}, expected placeholders of one spelling; {_AS_TEXT}")
-
-
-def _mismatch(
-    kind: str, found: list[_Placeholder], given: int, keys: Collection[str], placeholders: Placeholders
-) -> str:
-    spelling = shown(next((one.spelling for one in found if one.spelling), f"<{kind}>"))
-    words = f"{spelling} in a text, or a part without its own" if placeholders == "media" else "parts without their own"
-    problem = (
-        f"found {len(found)} placeholders for {kind}s ({words}), expected {given}, the number of {kind}s in the "
-        f"record; the keys are {', '.join(map(str, keys))}"
-    )
-    if given:
-        return problem
-    return f"{problem}. If one of them holds {kind}s, name it (columns.{kind}=KEY); {_AS_TEXT}"
-
-
-def _filled(message: Any, medium: Callable[[_Placeholder], dict[str, Any]], placeholders: Placeholders) -> Any:
-    """A message with the media of its placeholders."""
-    content = message.get("content") if isinstance(message, dict) else None
-    if isinstance(content, str) and placeholders == "media" and _PLACEHOLDER.search(content):
-        parts, last = [], 0
+        last = 0
         for match in _PLACEHOLDER.finditer(content):
             # White space next to a placeholder is text: LLaVA's own "<image>\n" was trained on with its line break.
-            parts += [{"type": "text", "text": content[last : match.start()]}, medium(_of_match(match))]
+            if text := content[last : match.start()]:
+                yield {"type": "text", "text": text}
+            kind = "video" if (match["kind"] or "").lower() == "video" else "image"
+            number = None if match["number"] is None else int(match["number"])
+            yield _Placeholder(kind, match[0], number, match["path"] or None)
             last = match.end()
-        parts.append({"type": "text", "text": content[last:]})
-        return {**message, "content": [part for part in parts if part.get("text") != ""]}
-    if not isinstance(content, list):
-        return message
-    parts = []
-    for part in content:
-        if one := _of_part(part):
-            part = medium(one) | {key: value for key, value in part.items() if key != "index" and value is not None}
-        parts.append(part)
-    return {**message, "content": parts}
+        if text := content[last:]:
+            yield {"type": "text", "text": text}
+    for part in _parts_of(content):
+        given = {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else {}
+        kind, index = given.get("type"), given.pop("index", None)
+        if kind not in ("image", "video") or set(given) - {"type", RATE, *LIMITS} or not isinstance(index, int | None):
+            yield part
+        elif index is None:
+            yield _Placeholder(str(kind), f"<{kind}>", part=given)
+        else:
+            yield _Placeholder(str(kind), f"index {index}", index + 1, part=given)
 
 
-def _parts_of(message: Any) -> list[Any]:
-    """The parts of a message's content; none for a text."""
-    content = message.get("content") if isinstance(message, dict) else None
+def _parts_of(content: Any) -> list[Any]:
     return content if isinstance(content, list) else []
 
 
-def _kind_of(part: Any) -> str | None:
-    """The kind of a part that is an image or a video."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    return kind if isinstance(kind, str) and kind in KEYS_OF_KIND else None
+def _check_spellings(kind: str, contents: list[list[Any]], messages: list[Any], place: str) -> None:
+    """Refuse placeholders of several spellings, and in answers those that may be text."""
+    spellings: dict[str, str] = {}
+    for number, (message, content) in enumerate(zip(messages, contents, strict=True), start=1):
+        for one in content:
+            if not isinstance(one, _Placeholder) or one.kind != kind:
+                continue
+            if message.get("role") == "assistant" and not one.part and one.spelling not in _OURS:
+                raise DataError(
+                    f"{place}: message {number}",
+                    f"found {shown(one.spelling)} in an answer, which may be a placeholder or text; expected "
+                    f"'<{kind}>' for a placeholder; {_AS_TEXT}",
+                )
+            group = "path" if one.path else "number" if one.number is not None else one.spelling
+            spellings.setdefault(group, one.spelling)
+    if len(spellings) > 1:
+        first, second, *_ = map(shown, spellings.values())
+        raise DataError(place, f"found both {first} and {second}, expected placeholders of one spelling; {_AS_TEXT}")

@@ -126,26 +126,20 @@ class NamedSchema:
         from megatron.bridge.data.sources.hf_adapters import adapt_hf_dataset  # imported here because it is slow
 
         given = record if isinstance(record, dict) else {}
-        if any(given.get(key) is None for key in self.keys):
-            found = f"the keys {_listed(given)}" if given is record else type(record).__name__
-            raise DataError(place, f"found {found}, expected {' and '.join(self.keys)} under schema {self.name}")
         for key, kind in self.keys.items():
-            value = given[key]
-            is_empty = not (value.strip() if isinstance(value, str) else value) and kind is not object
-            if not isinstance(value, kind) or is_empty:
-                found = f"an empty {_KINDS[kind]}" if isinstance(value, kind) else type(value).__name__
-                raise DataError(place, f"found {found} under {key!r}, expected a non-empty {_KINDS[kind]}")
-        turns = given.get("conversations") or ()
-        for number, turn in enumerate(turns, start=1):  # the adapter would skip others
-            if not isinstance(turn, dict) or turn.get("from") not in ("human", "gpt"):
+            value = given.get(key)
+            is_empty = kind is not object and not (value.strip() if isinstance(value, str) else value)
+            if value is None or is_empty or not isinstance(value, kind):
                 raise DataError(
-                    f"{place}: turn {number}", f"found {shown(turn)}, expected an object with 'from', human or gpt"
+                    place,
+                    f"found {shown(value)} under {key!r}, expected a non-empty {_KINDS[kind]}; the keys are "
+                    f"{_listed(given)}, and schema {self.name} reads {' and '.join(self.keys)}",
                 )
-            if not isinstance(turn.get("value"), str) or not turn["value"].strip():
-                raise DataError(
-                    f"{place}: turn {number}",
-                    f"found {shown(turn.get('value'))} as 'value', expected a non-empty string",
-                )
+        for number, turn in enumerate(given["conversations"] if "conversations" in self.keys else (), start=1):
+            said = turn.get("value") if isinstance(turn, dict) and turn.get("from") in ("human", "gpt") else None
+            if not isinstance(said, str) or not said.strip():  # the adapter would skip it
+                expected = "an object with 'from', human or gpt, and 'value', a non-empty string"
+                raise DataError(f"{place}: turn {number}", f"found {shown(turn)}, expected {expected}")
         # A video may be contents, and a path follows our own rules: both are inserted in place of a stand-in.
         read = {key: "video" if key == "video" else given[key] for key in self.keys}
         settings = {"video_root_path": "."} if "video" in read else {}
@@ -156,15 +150,12 @@ class NamedSchema:
             raise DataError(
                 place, f"found {shown(texts)}, which schema {self.name} cannot read ({type(error).__name__}: {error})"
             ) from error
-        if "completion" in adapted:
-            pair = (("user", adapted["prompt"]), ("assistant", adapted["completion"]))
-            messages = [{"role": role, "content": text} for role, text in pair]
-        else:
-            messages = [
-                {"reasoning_content" if key == "thinking" else key: value for key, value in message.items()}
-                for message in adapted.get("conversation") or adapted["messages"]
-            ]
-        for message in messages:
+        pair = [{"role": "user", "content": adapted.get("prompt")}]
+        pair += [{"role": "assistant", "content": adapted.get("completion")}]
+        messages = []
+        for adapted_message in adapted.get("conversation") or adapted.get("messages") or pair:
+            names = {"thinking": "reasoning_content"}
+            message = {names.get(key, key): value for key, value in adapted_message.items()}
             content, texts = message["content"], [message["content"]]
             if isinstance(content, list):
                 video = {"type": "video", "video": given.get("video")}
@@ -173,7 +164,8 @@ class NamedSchema:
             # A turn of LLaVA-Video's may be nothing but the placeholder.
             if message["role"] == "assistant" and not all(isinstance(text, str) and text.strip() for text in texts):
                 raise DataError(place, f"found {shown(texts)} as the answer, expected a non-empty string")
-        return {"messages": messages}
+            messages.append(message)
+        return messages_of({"messages": messages}, place, placeholders="text")
 
 
 _MATH = {"problem": str, "generated_solution": str, "expected_answer": str}
@@ -320,11 +312,8 @@ class Columns:
         self._check_one(names, place)
         replaced, given = self._replaced(names), self._given()
         known = [name for name in names if name in KEYS and name not in replaced]
-        spelling = spelling_of({*known, *given}, place)
-        if spelling is None:
+        if spelling_of({*known, *given}, place) is None:
             raise DataError(place, f"found the columns {_listed(names)}, expected {EXPECTED}")
-        if spelling in TURNS:  # a question next to turns is not read
-            known = [name for name in known if name not in _PAIRED or name == "input"]  # may be empty
         return [name for name in names if name in known or name in columns]
 
     def _check_one(self, keys: Iterable[str], place: str) -> None:
@@ -342,10 +331,9 @@ class Columns:
         """Keys of a record that are not read under their own names."""
         given, columns = self._given(), self._columns(names)
         templates = {key for key, value in given.items() if key in _TEXTS and is_template(value)}
-        moved = {column for column, key in columns.items() if key not in templates}
-        filled_in = {column for column, key in columns.items() if key in templates and column not in KEYS}
+        moved = {column for column, key in columns.items() if key not in templates or column not in KEYS}
         other = _PAIRED - {"question", "answer"} if {"question", "answer"} & given.keys() else set()
-        return {*given, *moved, *filled_in, *other, *self.ignore}
+        return {*given, *moved, *other, *self.ignore}
 
     def _given(self) -> dict[str, Any]:
         """Our keys that are set, with their columns."""
