@@ -243,30 +243,40 @@ class Qwen3VLConversationProvider(ConversationRows):
     def finalize(self) -> None:
         """Check what can be checked without reading data; a ValueError for an invalid value."""
         super().finalize()
-        self._check_paths()
-        if self.dataloader_type != "single":
+        self.check_least(balance_over=1, window_size=1, stream_parts=1, **({"seed": 0} if self.streaming else {}))
+        if self.path is None and self.train_path is None and self.mixture is None:
             raise ValueError(
-                f"dataloader_type is {self.dataloader_type!r}, expected 'single': rows are in order already"
+                "dataset.path is None, expected a folder with train.jsonl, or dataset.train_path with a file of "
+                "conversations, or dataset.mixture with several data sets"
             )
-        self.check_least(balance_over=1, window_size=1, stream_parts=1)
-        for name in ("train_packing", "balance_over"):
-            if getattr(self, name) is not None and (not self.pack or self.streaming):
-                refused = "streaming is on; it needs samples by number" if self.pack else "pack is off"
-                raise ValueError(f"{name} is {getattr(self, name)!r}, but {refused}")
-        paths = [path for split in SPLITS if (path := self.path_of(split))]
+        for split in SPLITS:
+            given = {
+                "dataset.path": None if self.path is None else splits_in(self.path).get(split),
+                f"dataset.{split}_path": getattr(self, f"{split}_path"),
+                "dataset.mixture": tuple(one.path for one in self.mixed(split)),
+            }
+            given = {name: found for name, found in given.items() if found}
+            if len(set(given.values())) > 1:
+                found = " and ".join(f"{found!r} by {name}" for name, found in given.items())
+                raise ValueError(f"found data for {split} in {found}, expected one of these settings")
+        wrong = {}
+        if not self.pack:
+            wrong |= dict.fromkeys(("train_packing", "balance_over"), "pack is off")
         if self.streaming:
-            self.check_least(seed=0)
-        elif self.stream_parts is not None:
-            raise ValueError(f"stream_parts is {self.stream_parts}, but streaming is off; expected None")
-        if self.streaming and self.mixture is not None:
-            raise ValueError("streaming is on, but there is a dataset.mixture; it needs samples by number")
-        if self.streaming and (wrong := [path for path in paths if not path.startswith(HUB)]):
-            raise ValueError(f"streaming is on, but {wrong[0]} is not on the hub, expected {HUB}owner/name#split")
-        for path in paths:
+            needed = "streaming is on; it needs samples by number"
+            wrong |= dict.fromkeys(("train_packing", "balance_over", "mixture"), needed)
+        else:
+            wrong["stream_parts"] = "streaming is off"
+        if self.train_packing is not None and self.window_size != type(self).window_size:
+            wrong["window_size"] = "train_packing has its rows already"
+        for name, problem in wrong.items():
+            if (found := getattr(self, name)) is not None:
+                raise ValueError(f"{name} is {found!r}, but {problem}")
+        for path in (path for split in SPLITS for path in self._paths(split)):
             if path.startswith(HUB):
                 HubName.of(path)
-        if self.train_packing is not None and self.window_size != type(self).window_size:
-            raise ValueError(f"window_size is {self.window_size}, but train_packing has its rows already")
+            elif self.streaming:
+                raise ValueError(f"streaming is on, but {path} is not on the hub, expected {HUB}owner/name#split")
         MediaAccess.of(self.media_root)
         one_schema(named_schema(self.schema_adapter), self.columns)
 
@@ -286,33 +296,10 @@ class Qwen3VLConversationProvider(ConversationRows):
         sets = mixed_sets(self.mixture, self.media_root, self.schema_adapter, self.columns)
         return tuple(one for one in sets if one.path_of(split) is not None)
 
-    def _check_paths(self) -> None:
-        if self.mixture is not None:
-            for name in ("path", "train_path"):
-                if (given := getattr(self, name)) is not None:
-                    raise ValueError(
-                        f"dataset.{name} is {given!r}, and dataset.mixture is set; expected one of the two"
-                    )
-            for split in SPLITS:
-                given, sets = getattr(self, f"{split}_path"), self.mixed(split)
-                if given is not None and sets:
-                    raise ValueError(
-                        f"dataset.{split}_path is {given!r}, and {sets[0].name} of dataset.mixture has data for "
-                        f"{split}; expected one of the two"
-                    )
-            return
-        if self.path is None and self.train_path is None:
-            raise ValueError(
-                "dataset.path is None, expected a folder with train.jsonl, or dataset.train_path with a file of "
-                "conversations, or dataset.mixture with several data sets"
-            )
-        for split in SPLITS:
-            given, found = getattr(self, f"{split}_path"), self.path_of(split)
-            if given != found and given is not None:
-                raise ValueError(
-                    f"dataset.path is {self.path!r}, which has {found} for {split}, and dataset.{split}_path is "
-                    f"{given!r}; expected one of the two settings"
-                )
+    def _paths(self, split: str) -> list[str]:
+        """Paths of a split's data sets; of several in a mixture."""
+        path = self.path_of(split)
+        return [path] if path is not None else [str(one.path_of(split)) for one in self.mixed(split)]
 
     def build_datasets(
         self, context: DatasetBuildContext
@@ -329,7 +316,7 @@ class Qwen3VLConversationProvider(ConversationRows):
         wanted = (context.train_samples, context.valid_samples, context.test_samples)
         train, valid, test = (
             rows._in_parts(rows.rows(split, length=length, ranks=ranks), ranks, groups=groups)
-            if length and (self.path_of(split) or self.mixed(split))
+            if length and self._paths(split)
             else None
             for split, length in zip(SPLITS, wanted, strict=True)
         )
@@ -377,8 +364,7 @@ class Qwen3VLConversationProvider(ConversationRows):
             shuffle: whether in random order, by default only the training split. Others are not assigned by cost.
             ranks: data-parallel ranks.
         """
-        path, sets = self.path_of(split), self.mixed(split)
-        if path is None and not sets:
+        if not (paths := self._paths(split)):
             raise ValueError(f"the split {split!r} has no {split}_path; splits are {', '.join(SPLITS)}")
         shuffled = split == "train" if shuffle is None else shuffle
         seed = self.seed if shuffled else None
@@ -389,9 +375,8 @@ class Qwen3VLConversationProvider(ConversationRows):
         source = self._source(split, seed)
         sample_filter, sizes = self.sample_filter(), packed
         if sizes is None and not isinstance(source, StreamedDataset):
-            paths = [path] if path is not None else [one.path_of(split) for one in sets]
-            roots = [one.media_root for one in sets] or [self.media_root]
-            place = {"path": [os.path.abspath(path) for path in paths if path], "media_root": roots}
+            roots = [one.media_root for one in self.mixed(split)] or [self.media_root]
+            place = {"path": list(map(os.path.abspath, paths)), "media_root": roots}
             sizes = sizes_of_job(len(source), {**place, "data": source.fingerprint(), **sample_filter.fingerprint()})
         repeat = None if split == "train" else self.rows_of_evaluation
         return RowDataset(Samples(source, sample_filter, sizes), settings, length=length, ranks=ranks, repeat=repeat)
@@ -402,9 +387,7 @@ class Qwen3VLConversationProvider(ConversationRows):
         They must exist, and fit rows that were packed before training. Otherwise, where samples may be dropped, those
         of the first window are measured until one is valid, usually the first. Data of the hub are not checked.
         """
-        sets = self.mixed("train")
-        paths = [self.path_of("train")] if self.mixture is None else [one.path_of("train") for one in sets]
-        if any(path is None or path.startswith(HUB) for path in paths):
+        if any(path.startswith(HUB) for path in self._paths("train")):
             return
         if self.train_packing is not None:
             self.shared_by(cp_size).rows("train")

@@ -153,9 +153,9 @@ def download(
                         report.downloaded += result
                         report.present += not result
                 failures = report.failures[num_before:]
-                given_up = [digest_of(failure.address) for failure in failures if failure.final]
+                given_up = frozenset(digest_of(failure.address) for failure in failures if failure.final)
                 if num_urls:
-                    record = DownloadRecord.of(num_urls, len(failures) - len(given_up), given_up)
+                    record = DownloadRecord(num_urls, len(failures) - len(given_up), given_up)
                     record.write(cache.root, source.recorded_as)
         except BaseException:
             fetch.stop()
@@ -197,7 +197,7 @@ def _urls_of(
             unread.append(str(error))
             continue
         for address, place in book.noted:
-            digest = digest_of(address)[:20]
+            digest = digest_of(address)
             if digest not in seen:
                 seen.add(digest)
                 yield address, place

@@ -7,10 +7,9 @@ thousands of samples and too slow for millions.
 from __future__ import annotations
 
 import secrets
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import count, takewhile
+from itertools import chain, count, takewhile
 from pathlib import Path
 
 from qwen3vl_bridge.data.errors import DataError
@@ -18,7 +17,7 @@ from qwen3vl_bridge.data.loading.batch_stream import ignoring
 from qwen3vl_bridge.data.loading.row_dataset import RowDataset
 from qwen3vl_bridge.data.packing.packed_rows import FILES, MANIFEST, PackedRows, write
 from qwen3vl_bridge.data.packing.row_plan import RowPlan
-from qwen3vl_bridge.data.packing.sample_sizes import LatestSizes, Size, sizes_of_job
+from qwen3vl_bridge.data.packing.sample_sizes import Size, Sizes, sizes_of_job
 from qwen3vl_bridge.data.samples import Samples
 from qwen3vl_bridge.io.atomic import atomic_directory, check_target, refuse_others
 from qwen3vl_bridge.io.files import CheckpointError
@@ -78,13 +77,24 @@ def pack(
     samples, total = rows.samples, rows.samples.total
     if workers:  # each sample is measured once, by one of them; their counts are logged together
         counts = sizes_of_job(0, {"packing": secrets.token_hex(8)})
-        samples = Samples(samples.file, samples.sample_filter, LatestSizes(note=counts.note))
+        samples = Samples(samples.file, samples.sample_filter, Sizes(), counts.note)
     sizes, dropped, truncated = _measured(samples, total, workers, progress)
-    packed, starts = _packed(rows, sizes)
-    _prove(rows, sizes, packed, starts)
-    num_rows, capacity = len(starts) - 1, rows.settings.collator.seq_length
+    settings, most = rows.settings, samples.sample_filter.most_patches
+    capacity, multiple = settings.collator.seq_length, settings.collator.multiple
+    plan = RowPlan(
+        lambda sample: Size(*sizes[sample].tolist()).padded(multiple),
+        # In random order, because neighbouring samples are often similar, and similar samples do not fill each other's
+        # gaps.
+        rows.order(settings.seed or 0),
+        capacity=capacity,
+        window_size=_WINDOW,
+        most_patches=most,
+    )
+    # In order, so that each window is packed once.
+    planned = [plan.row(number) for number in takewhile(lambda row: plan.window(row).epoch == 0, count())]
+    num_rows, starts = len(planned), np.cumsum([0, *map(len, planned)], dtype=np.int64)
+    packed = np.fromiter(chain.from_iterable(planned), np.int64)
     tokens, patches, _ = sizes[packed].sum(0).tolist()
-    most = rows.samples.sample_filter.most_patches
     report = PackingReport(
         samples=len(sizes),
         dropped=dropped,
@@ -132,17 +142,13 @@ def _measured(
     samples: Samples, total: int, workers: int, progress: Callable[[Iterable[int]], Iterable[int]]
 ) -> tuple[np.ndarray, int, int]:
     """[samples, 3] sizes, number of dropped samples, and number of truncated ones."""
-    chunks = _Measured(samples, total)
-    sizes, dropped, truncated = np.empty((total, len(Size._fields)), np.int64), 0, 0
+    sizes, counts = list[np.ndarray](), list[tuple[int, int]]()
+    loader = DataLoader(_Measured(samples, total), batch_size=None, num_workers=workers, worker_init_fn=ignoring(None))
 
     def steps() -> Iterator[int]:
-        nonlocal dropped, truncated
-        first = 0
-        loader = DataLoader(chunks, batch_size=None, num_workers=workers, worker_init_fn=ignoring(None))
-        for part, fewer, shorter in loader:
-            part = np.asarray(part)
-            sizes[first : first + len(part)] = part
-            first, dropped, truncated = first + len(part), dropped + fewer, truncated + shorter
+        for part, dropped, truncated in loader:
+            sizes.append(np.asarray(part))
+            counts.append((dropped, truncated))
             yield len(part)
 
     try:
@@ -150,43 +156,5 @@ def _measured(
             pass
     except DataError as error:
         raise error.without_traceback() from None
-    return sizes, dropped, truncated
-
-
-def _packed(rows: RowDataset, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The samples of all rows, concatenated, and each row's offset."""
-    settings, multiple = rows.settings, rows.settings.collator.multiple
-    # In random order, because neighbouring samples are often similar, and similar samples do not fill each other's
-    # gaps.
-    order = rows.order(settings.seed or 0)
-    plan = RowPlan(
-        lambda sample: Size(*sizes[sample].tolist()).padded(multiple),
-        order,
-        capacity=settings.collator.seq_length,
-        window_size=_WINDOW,
-        most_patches=rows.samples.sample_filter.most_patches,
-        report=False,
-    )
-    # In order, so that each window is packed once.
-    packed = [plan.row(number) for number in takewhile(lambda row: plan.window(row).epoch == 0, count())]
-    starts = np.cumsum([0, *map(len, packed)], dtype=np.int64)
-    return np.concatenate([np.array(row, dtype=np.int64) for row in packed]), starts
-
-
-def _prove(rows: RowDataset, sizes: np.ndarray, samples: np.ndarray, starts: np.ndarray) -> None:
-    """Check that every sample is in rows as often as an epoch reads it, and that no row exceeds its limits."""
-    epoch = np.sort(np.array(rows.order(rows.settings.seed or 0).numbers(0, 0, sys.maxsize), dtype=np.int64))
-    kept = epoch[sizes[epoch, 0] > 0]
-    collator, most = rows.settings.collator, rows.samples.sample_filter.most_patches
-    padded = -(-sizes[samples, 0] // collator.multiple) * collator.multiple
-    longest = np.add.reduceat(padded, starts[:-1]).max()
-    largest = np.add.reduceat(sizes[samples, 1], starts[:-1]).max()
-    if (
-        not np.array_equal(np.sort(samples), kept)
-        or longest > collator.seq_length
-        or (most is not None and largest > most)
-    ):
-        raise AssertionError(
-            f"{len(samples)} samples in rows of up to {longest} tokens and {largest} patches, expected {len(kept)} "
-            f"in rows of at most {collator.seq_length} and {most}"
-        )
+    dropped, truncated = map(sum, zip(*counts, strict=True))
+    return np.concatenate(sizes), dropped, truncated

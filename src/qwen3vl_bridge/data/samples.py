@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from qwen3vl_bridge.data.collation import pad_token_id
 from qwen3vl_bridge.data.encoding import EncodedSample, Encoder
 from qwen3vl_bridge.data.errors import Changed, DataError, Unreachable, check_choice
-from qwen3vl_bridge.data.packing.sample_sizes import NOTHING, AllSizes, LatestSizes, Left, Size, Sizes
+from qwen3vl_bridge.data.packing.sample_sizes import NOTHING, Left, Size, Sizes
 from qwen3vl_bridge.data.schemas.conversations import Conversation
 from qwen3vl_bridge.data.sources.mixture import Mixture
 from qwen3vl_bridge.data.sources.opening import Conversations
@@ -126,8 +126,10 @@ class SampleFilter:
             raise Changed(sample.sample_id, f"{found}, {planned}")
         return sample
 
-    def blank(self, place: str) -> EncodedSample:
-        """A single token without loss, to fill a place that must not be empty."""
+    def encode_or_blank(self, read: Callable[[], MeasuredConversation], place: str) -> EncodedSample:
+        """As `encode`, for a sample whose place in a row is kept: a bad one is replaced by a token without loss."""
+        if sample := self.encode(read, "unreadable"):
+            return sample
         token = torch.tensor([pad_token_id(self.encoder.processor.tokenizer)])
         return EncodedSample(token, token, torch.zeros(1), None, None, place)
 
@@ -151,14 +153,22 @@ class SampleFilter:
 class Samples:
     """Samples by number."""
 
-    def __init__(self, file: Conversations, sample_filter: SampleFilter, sizes: Sizes | None = None) -> None:
-        """Samples of a source's conversations, with sizes that were measured before, if there are any."""
+    def __init__(
+        self,
+        file: Conversations,
+        sample_filter: SampleFilter,
+        sizes: Sizes | None = None,
+        note: Callable[[Left], int] | None = None,
+    ) -> None:
+        """Samples of a source's conversations, with sizes that were measured before, if there are any; `note` counts
+        what is left out (`Sizes.note`), if not together with the sizes.
+        """
         self.file = file
         self.total = len(file) if isinstance(file, Sized) else None  # None for a stream
         if sizes is None:
-            sizes = LatestSizes() if self.total is None else AllSizes(self.total)
+            sizes = Sizes() if self.total is None else Sizes(self.total)
         self._sizes = sizes
-        self.sample_filter = sample_filter.noting(self._sizes.note)
+        self.sample_filter = sample_filter.noting(note or self._sizes.note)
 
     def set_of(self, index: int) -> int:
         """Index of the data set of a mixture that a sample belongs to; 0 for other sources."""
@@ -191,11 +201,7 @@ class Samples:
             return size
 
     def encode(self, index: int) -> EncodedSample:
-        """The sample's tokens and pixels; raises like `SampleFilter.encode`.
-
-        A sample that turns out to be bad only now and is dropped is replaced by a single token without loss.
-        """
-        sample = self.sample_filter.encode(
-            lambda: MeasuredConversation(self.file[index], self.size(index)), "unreadable"
+        """The sample's tokens and pixels; see `SampleFilter.encode_or_blank`."""
+        return self.sample_filter.encode_or_blank(
+            lambda: MeasuredConversation(self.file[index], self.size(index)), self.file.sample_id(index)
         )
-        return sample or self.sample_filter.blank(self.file.sample_id(index))

@@ -251,14 +251,10 @@ def test_megatron_bridges_ranks_have_their_share(make, folder):
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"dataloader_type": "single"}, "dataloader_type is 'single', expected 'external'"),
-    ({"on_long": "cut"}, "on_long is 'cut'"),
     ({"micro_batch_size": 2}, "micro_batch_size is 2, expected 1 where rows are packed"),
     ({"pack": False, "packing_buffer_size": 4}, "packing_buffer_size is 4, but pack is off"),
-    ({"seq_length": 250, "pad_to_multiple_of": 8}, "seq_length is 250, expected a multiple of"),
     ({"shuffle_buffer_size": 0}, "shuffle_buffer_size is 0, expected at least 1"),
-    ({"max_patches": 0}, "max_patches is 0, expected at least 1"),
     ({"sample_fps": 0.0}, "sample_fps is 0.0, expected"),
-    ({"num_workers": -1}, "num_workers is -1, expected at least 0"),
     ({"pin_memory": False}, "pin_memory is False, expected True: this data set has no such setting"),
     ({"data_sharding": False}, "data_sharding is False"),
     ({"num_workers": 1, "persistent_workers": False}, "persistent_workers is False, expected True"),

@@ -131,16 +131,6 @@ def test_a_global_batch_has_the_same_rows_at_any_number_of_ranks(make_rows):
     assert steps(streams(make_rows, 2), 12) == alone == steps(streams(make_rows, 4), 12)
 
 
-def test_the_dearest_rows_of_a_batch_are_read_at_the_same_time(make_rows):
-    first, second = streams(make_rows, 2)
-    rows = make_rows(balance=Balance(4, COSTS))()
-    by_samples = {tuple(map(rows.samples.file.sample_id, rows.plan.row(n))): rows.cost(n) for n in range(20)}
-    for _ in range(5):
-        turns = [[by_samples[next(stream).sample_ids] for stream in (first, second)] for _ in range(2)]
-        assert min(turns[0]) >= max(turns[1])
-        assert (turns[0][0] >= turns[0][1]) != (turns[1][0] > turns[1][1])
-
-
 @pytest.mark.parametrize("done", [0, 4, 12])
 def test_a_position_between_batches_goes_on_at_another_number_of_ranks(make_rows, done):
     whole = steps(streams(make_rows, 1), 8)

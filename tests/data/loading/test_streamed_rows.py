@@ -14,7 +14,6 @@ from collections import Counter, defaultdict
 from itertools import count
 from pathlib import Path
 
-import qwen3vl_bridge
 from qwen3vl_bridge.data import (
     BatchStream,
     DataError,
@@ -29,7 +28,6 @@ from qwen3vl_bridge.data.errors import Unreachable
 from qwen3vl_bridge.data.loading.batch_stream import ignoring
 from qwen3vl_bridge.data.loading.row_dataset import StreamedRows
 from qwen3vl_bridge.data.offline_packing import pack
-from qwen3vl_bridge.data.packing import sample_sizes
 from qwen3vl_bridge.data.packing.sample_sizes import Sizes
 from qwen3vl_bridge.data.sources.hub import EPOCH, StreamedDataset
 
@@ -97,7 +95,9 @@ def test_numbers_are_places_and_epochs(rows_stream):
     assert not source.numbers(0, ROWS, 5) and not source.numbers(0, ROWS + 7, 5) and not source.numbers(2, 500, 5)
     assert list(source.numbers(3, 5, 2)) == [3 * EPOCH + 5, 3 * EPOCH + 6]
     assert epoch_of(source, 0) == epoch_of(source, 3) == list(range(ROWS))
-    assert len(source.numbers(0, 90, 99)) == ROWS - 90 and source._reading.epoch == 3  # it knows, and need not read
+    assert (
+        len(source.numbers(0, 90, 99)) == ROWS - 90 and source._readings[os.getpid()].epoch == 3
+    )  # it knows, and need not read
     for number in (-1, ROWS, EPOCH - 1, 3 * EPOCH + ROWS):
         with pytest.raises(IndexError):
             source[number]
@@ -159,7 +159,7 @@ def test_each_worker_sees_the_whole_stream(rows_stream, kind):
         )
     source = StreamedDataset(rows_stream, "x", seed=5, buffer_size=16)
     expected = [(asked(source, epoch * EPOCH + place), ROWS) for place in range(30) for epoch in range(2)]
-    assert source._reading is not None
+    assert source._readings
     numbers = [epoch * EPOCH + place for place in range(30) for epoch in range(2)]
     loader = DataLoader(
         Asked(source), sampler=numbers, num_workers=2, batch_size=1, timeout=120, worker_init_fn=ignoring(None)
@@ -202,7 +202,7 @@ def test_what_is_kept_has_bounds(seed):
     assert len(source._kept) <= 20 + 64 and most < (20 + 3 * 64 + 20) * size
     assert len(source._seen) == 1 and source._ended == set()
     state = source.__getstate__()
-    assert not state["_kept"] and state["_reading"] is None
+    assert not state["_kept"] and not state["_readings"]
 
 
 def test_a_run_goes_on_far_ahead(rows_stream, caplog):
@@ -274,19 +274,6 @@ def test_what_an_order_depends_on_is_in_the_fingerprint(rows_stream):
     assert prints[0] == f"x, {SHARDS} shards, None bytes"
 
 
-def test_the_hub_is_asked_by_name_and_split(rows_stream, monkeypatch):
-    def load(name, split, streaming):
-        assert (name, streaming) == ("owner/name", True)
-        return rows_stream
-
-    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name: ["train", "test"])
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    source = StreamedDataset.named("owner/name#test", seed=3, keep=9)
-    assert source[0].sample_id == "owner/name#test[0 of epoch 0]"
-    with pytest.raises(DataError, match="hf://owner/name: found the splits train, test, expected one, as hf://owner/n"):
-        StreamedDataset.named("owner/name")
-
-
 FILES = 8  # of five samples each
 
 
@@ -342,16 +329,6 @@ def test_rows_in_order_are_those_of_the_file(make, make_rows, even_file):
         assert one.input_ids.equal(other.input_ids) and one.loss_mask.equal(other.loss_mask)
         assert (one.vision is None) == (other.vision is None)
         assert one.vision is None or one.vision.pixel_values.equal(other.vision.pixel_values)
-
-
-def test_every_sample_is_in_one_row_of_every_epoch(make):
-    rows = make()()
-    first = rows.plan.end_of_epoch()
-    epochs = [[sample for number in numbers for sample in rows.plan.row(number)] for numbers in (range(first),)]
-    second = [number for number in range(first, first + 40) if rows.plan.window(number).epoch == 1]
-    epochs.append([sample for number in second for sample in rows.plan.row(number)])
-    assert [sorted(sample % 2**40 for sample in epoch) for epoch in epochs] == [list(range(40))] * 2
-    assert [sample % 2**40 for sample in epochs[0]] != [sample % 2**40 for sample in epochs[1]]
 
 
 def part_and_epoch(sample_id: str) -> tuple[int, int]:
@@ -466,23 +443,6 @@ def test_what_is_dropped_adds_up_over_parts(make, divided, tmp_path, caplog):
     assert said[:5] == [1, 2, 3, 4, 8] and len(said) < 8  # the first of all parts together
 
 
-def test_processes_name_the_first_that_are_dropped_together(provider, tmp_path):
-    for number in range(FILES):
-        with (tmp_path / f"{number}.jsonl").open("a") as file:
-            file.write(
-                json.dumps({"messages": [{"role": "assistant", "content": [{"type": "text", "text": "9"}]}]}) + "\n"
-            )
-    handler, logger = (logging.FileHandler(tmp_path / "said"), logging.getLogger("qwen3vl_bridge.data.samples"))
-    logger.addHandler(handler)
-    sample_sizes._job.cache_clear()
-    try:
-        take(provider(on_bad="drop", num_workers=2).stream("train"), 12)
-    finally:
-        logger.removeHandler(handler)
-    said = sorted(int(text.split()[0]) for text in (tmp_path / "said").read_text().split("dropped, ")[1:])
-    assert said[:5] == [1, 2, 3, 4, 8] and len(said) == len(set(said))
-
-
 def test_an_evaluation_reads_the_first_rows_each_time(make, divided):
     rows = StreamedRows(make(dataset=divided[0], seed=None, repeat=40)(), 4)
     trained = Counter(
@@ -528,7 +488,7 @@ def test_a_stream_is_not_packed_before(make, tmp_path):
 
 
 @pytest.fixture
-def provider(checkpoint, train_file, divided, monkeypatch):
+def provider(make_provider, train_file, divided, monkeypatch):
     def load(name, split, streaming):
         assert (name, split, streaming) == ("me/digits", "train", True)
         return divided[0]
@@ -536,23 +496,8 @@ def provider(checkpoint, train_file, divided, monkeypatch):
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name: ["train"])
     monkeypatch.setattr(datasets, "load_dataset", load)
 
-    def provider(**changes):
-        settings = {
-            "train_path": "hf://me/digits",
-            "valid_path": "hf://me/digits#train",
-            "media_root": str(train_file.parent),
-            "hf_processor_path": str(checkpoint),
-            "seq_length": 256,
-            "window_size": 8,
-            "streaming": True,
-            "num_workers": 0,
-            **changes,
-        }
-        provider = qwen3vl_bridge.Qwen3VLConversationProvider(**settings)
-        provider.finalize()
-        return provider
-
-    return provider
+    paths = {"train_path": "hf://me/digits", "valid_path": "hf://me/digits#train", "media_root": train_file.parent}
+    return lambda **changes: make_provider(**{**paths, "window_size": 8, "streaming": True, **changes})
 
 
 def test_the_provider_streams_what_is_on_the_hub(provider):
@@ -597,7 +542,7 @@ def test_megatron_bridge_reads_parts_that_ranks_of_one_row_share(provider):
 
 def test_settings_of_a_stream(provider):
     for changes, message in (
-        ({"streaming": False, "stream_parts": 4}, "stream_parts is 4, but streaming is off; expected None"),
+        ({"streaming": False, "stream_parts": 4}, "stream_parts is 4, but streaming is off"),
         ({"stream_parts": 0}, "stream_parts is 0, expected at least 1"),
         ({"balance_over": 4}, "balance_over is 4, but streaming is on; it needs samples by number"),
         ({"train_packing": "rows"}, "train_packing is 'rows', but streaming is on"),

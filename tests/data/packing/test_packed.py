@@ -105,10 +105,7 @@ def test_other_rules_are_refused(packed, make_rows, train_file, tmp_path):
         ({"seq_length": 512}, r"seq_length 512 \(packed with 256\). Pack again$"),
         ({"multiple": 8}, r" 8 \(packed with 1\). Pack again with --pad-to-multiple-of 8"),
         ({"most_patches": 900}, r"most_patches 900 \(packed with None\). Pack again$"),
-        (
-            {"on_long": "drop", "on_bad": "drop"},
-            r"on_long drop \(packed with error\), on_bad drop ",
-        ),
+        ({"on_long": "drop", "on_bad": "drop"}, r"on_long drop \(packed with error\), on_bad drop "),
     ):
         with pytest.raises(ValueError, match=f"does not fit this run, which .*{message}"):
             make_rows(packed=packed, **settings)()
@@ -128,15 +125,6 @@ def test_other_words_of_the_template_are_refused(packed, make_rows, processor, c
     stream = BatchStream(RowDataset(samples, RowSettings(collator, seed=0, window_size=8)))
     with pytest.raises(ValueError, match="position belongs to other data: found encoding"):
         stream.load_state_dict(BatchStream(make_rows()()).state_dict())
-
-
-def test_lines_in_another_order_are_refused(packed, make_rows, train_file, tmp_path):
-    """As many bytes and samples, and nearly every size is of another one."""
-    lines = train_file.read_text().splitlines(keepends=True)
-    path = tmp_path / "train.jsonl"
-    path.write_text("".join(reversed(lines)))
-    with pytest.raises(ValueError, match="does not fit this run, which has data"):
-        make_rows(packed=packed, path=path)()
 
 
 def test_a_position_of_other_rows_is_refused(packed, make_rows):

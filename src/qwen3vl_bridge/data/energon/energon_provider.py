@@ -1,4 +1,4 @@
-"""WebDatasets as a Megatron-Bridge dataset, through Megatron-Bridge's own energon data module.
+"""WebDatasets as a Megatron-Bridge dataset, read by energon.
 
 Energon gives each data-parallel rank its own part of the samples, with a separate position.
 """
@@ -9,9 +9,10 @@ import hashlib
 import io
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import batched
 from typing import Any, ClassVar
 
@@ -19,16 +20,15 @@ from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.data.dataset_provider import ConversationRows
 from qwen3vl_bridge.data.energon.task_encoder import MeasuredSample, MeasuringTaskEncoder, Qwen3VLTaskEncoder
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.loading.batch_stream import check_position, check_share, ignoring
-from qwen3vl_bridge.data.loading.row_dataset import without_loss
+from qwen3vl_bridge.data.loading.batch_stream import check_position, check_share, ignoring, share_of_pass
 from qwen3vl_bridge.data.packing.sample_sizes import Left, notes_of_job
 from qwen3vl_bridge.data.schemas.record_schemas import Columns, marked, one_schema
 
 import torch
 from megatron.bridge.data.base import DatasetBuildContext, validate_declarative_mapping
-from megatron.bridge.data.energon.base_energon_datamodule import EnergonMultiModalDataModule
+from megatron.bridge.data.energon.base_energon_datamodule import EnergonDataloader
 from megatron.bridge.utils.safe_pickle import energon_torch_load
-from megatron.energon import WorkerConfig, get_loader, get_val_dataset
+from megatron.energon import WorkerConfig, get_loader, get_savable_loader, get_train_dataset, get_val_dataset
 
 logger = logging.getLogger(__name__)
 
@@ -115,31 +115,28 @@ class Qwen3VLEnergonProvider(ConversationRows):
         self, context: DatasetBuildContext
     ) -> tuple[EnergonStream | None, Iterator[TokenBatch] | None, None]:
         """Batches of each split for Megatron-Bridge's loop, without end. Its checkpoints keep their position."""
-        train, valid = context.train_samples > 0, self.do_validation and context.valid_samples > 0
         groups = context.pg_collection
         rows = self if groups is None else self.shared_by(groups.cp.size())
         dp_rank, dp_size = (0, 1) if groups is None else (groups.dp.rank(), groups.dp.size())
-        stream = rows._stream("train", groups=groups) if train else None
-        if stream is not None:
-            self.note_position(stream.fingerprint() | {"ranks": dp_size})
-        if not valid:
-            return stream, None, None
-        if self.rows_of_evaluation is None:
-            return stream, rows._stream("valid", groups=groups), None
-        return stream, rows._same_evaluations(self.rows_of_evaluation, dp_rank, dp_size), None
+        train = valid = None
+        if context.train_samples > 0:
+            train = EnergonStream(rows, "train", dp_rank, dp_size, groups)
+            self.note_position(train.fingerprint())
+        if self.do_validation and context.valid_samples > 0:
+            if self.rows_of_evaluation is None:
+                valid = EnergonStream(rows, "valid", dp_rank, dp_size, groups)
+            else:
+                valid = rows._same_evaluations(self.rows_of_evaluation, dp_rank, dp_size)
+        return train, valid, None
 
     def _same_evaluations(self, num_rows: int, dp_rank: int, dp_size: int) -> Iterator[TokenBatch]:
         """The same batches for each evaluation; a shorter split is filled with its last batch, without a loss."""
         while True:
-            passed, batch = self.evaluation("valid", dp_rank=dp_rank, dp_size=dp_size), None
+            passed = self.evaluation("valid", dp_rank=dp_rank, dp_size=dp_size)
+            batch = next(passed)
             for _ in range(num_rows // (dp_size * self.micro_batch_size)):
-                following = next(passed, None)
-                if following is None:
-                    assert batch is not None  # a pass has at least one batch
-                    batch = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
-                else:
-                    batch = following
                 yield batch
+                batch = next(passed, None) or replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
 
     def stream(
         self, split: str, *, dp_rank: int = 0, dp_size: int = 1, micro_batch_size: int | None = None
@@ -148,7 +145,9 @@ class Qwen3VLEnergonProvider(ConversationRows):
         checkpoint. `micro_batch_size` can only be the dataset's own.
         """
         self._check_share(dp_rank, dp_size, micro_batch_size)
-        return self._stream(split, dp_rank, dp_size)
+        if split not in ("train", "valid"):
+            raise ValueError(f"found the split {split!r}, expected 'train' or 'valid': others have no stream")
+        return EnergonStream(self, split, dp_rank, dp_size)
 
     def evaluation(
         self, split: str, *, dp_rank: int = 0, dp_size: int = 1, micro_batch_size: int | None = None
@@ -159,27 +158,31 @@ class Qwen3VLEnergonProvider(ConversationRows):
         the last row is repeated without a loss.
         """
         self._check_share(dp_rank, dp_size, micro_batch_size)
-        encoder, workers = self._task_encoder(), self.num_val_workers
-        loader = get_loader(self._in_order(split, self.num_workers if workers is None else workers))
-        samples: Iterator[MeasuredSample] = iter(self._undisturbed(loader))
+        if split not in _PARTS:
+            raise ValueError(f"found the split {split!r}, expected {' or '.join(map(repr, _PARTS))}")
+        encoder, num_workers = self._task_encoder(MeasuringTaskEncoder), self.num_val_workers
+        with _named(self.path):
+            dataset = get_val_dataset(
+                self.path,
+                split_part=_PARTS[split],
+                worker_config=WorkerConfig(
+                    rank=0, world_size=1, num_workers=self.num_workers if num_workers is None else num_workers
+                ),
+                batch_size=None,  # pyright: ignore[reportArgumentType]  (energon's own check for it)
+                task_encoder=encoder,
+                **{name: value for name, value in self.dataset_kwargs.items() if name not in _OF_TRAINING},
+            )
+        samples: Iterator[MeasuredSample] = iter(self._undisturbed(get_loader(dataset)))
+        rows = ([sample] for sample in samples)
         if self.pack:
             windows = batched(samples, self.packing_buffer_size or _PACKED_TOGETHER)
             rows = (row for window in windows for row in encoder.select_samples_to_pack(list(window)))
-        else:
-            rows = ([sample] for sample in samples)
-        return self._share_of(rows, encoder, dp_rank, dp_size)
 
-    def _share_of(
-        self, rows: Iterator[list[MeasuredSample]], encoder: Qwen3VLTaskEncoder, dp_rank: int, dp_size: int
-    ) -> Iterator[TokenBatch]:
-        micro, found = self.micro_batch_size, False
-        for group in batched(_without_tracebacks(rows), dp_size * micro):
-            found, numbers = True, range(dp_rank * micro, (dp_rank + 1) * micro)
-            mine = [list(map(encoder.encode_or_blank, group[min(number, len(group) - 1)])) for number in numbers]
-            batch = encoder.collator.packed(mine[0]) if self.pack else encoder.collator.padded([row[0] for row in mine])
-            yield replace(batch, loss_mask=without_loss(batch, [number >= len(group) for number in numbers]))
-        if not found:
-            raise DataError("found no samples, expected at least one")
+        def encode(rows: Sequence[list[MeasuredSample]]) -> PackedBatch:
+            encoded = [encoder.encode_or_blank(sample) for row in rows for sample in row]
+            return encoder.collator.packed(encoded) if self.pack else encoder.collator.padded(encoded)
+
+        return share_of_pass(rows, encode, dp_rank, dp_size, self.micro_batch_size)
 
     def _check_share(self, dp_rank: int, dp_size: int, micro_batch_size: int | None) -> None:
         check_share(dp_rank, dp_size)
@@ -188,65 +191,45 @@ class Qwen3VLEnergonProvider(ConversationRows):
                 f"found micro_batch_size {micro_batch_size}, expected the dataset's own, {self.micro_batch_size}"
             )
 
-    def _task_encoder(self, note: Callable[[Left], int] | None = None) -> Qwen3VLTaskEncoder:
+    def _task_encoder[Kind: MeasuringTaskEncoder](
+        self, kind: type[Kind], note: Callable[[Left], int] | None = None
+    ) -> Kind:
         sample_filter = self.sample_filter().noting(note) if note else self.sample_filter()
-        columns = one_schema(None, self.columns)
-        return Qwen3VLTaskEncoder(sample_filter, self.collator(), sample_fps=self.sample_fps, columns=columns)
+        return kind(sample_filter, self.collator(), sample_fps=self.sample_fps, columns=one_schema(None, self.columns))
 
-    def _stream(self, split: str, dp_rank: int = 0, dp_size: int = 1, groups: Any = None) -> EnergonStream:
-        if split not in ("train", "valid"):
-            raise ValueError(f"found the split {split!r}, expected 'train' or 'valid': others have no stream")
+    def loader(self, split: str, dp_rank: int, dp_size: int, groups: Any = None) -> EnergonDataloader:
+        """Energon's loader of "train" or "valid" for a data-parallel rank, in the form that Megatron-Bridge uses."""
         # The processes of a machine name the first samples that are dropped together.
         note = notes_of_job({"path": self.path, "split": split}, groups)
-
-        def make() -> Any:
-            module = EnergonModule(
+        num_workers = self.num_val_workers if split == "valid" else None
+        workers = WorkerConfig(
+            rank=dp_rank,
+            world_size=dp_size,
+            num_workers=self.num_workers if num_workers is None else num_workers,
+            data_parallel_group=None if groups is None else groups.dp,
+            seed_offset=self.seed,
+        )
+        with _named(self.path):
+            dataset = get_train_dataset(
                 self.path,
-                seed=self.seed,
-                dp_rank=dp_rank,
-                dp_size=dp_size,
-                pg_collection=groups,
-                task_encoder=self._task_encoder(note),
-                seq_length=self.seq_length,
-                micro_batch_size=self.micro_batch_size,
-                num_workers=self.num_workers,
-                num_val_workers=self.num_val_workers,
+                split_part=_PARTS[split],
+                worker_config=workers,
+                batch_size=self.micro_batch_size,
+                task_encoder=self._task_encoder(Qwen3VLTaskEncoder, note),
+                packing_buffer_size=(self.packing_buffer_size or _PACKED_TOGETHER) if self.pack else None,
                 shuffle_buffer_size=self.shuffle_buffer_size,
                 max_samples_per_sequence=self.max_samples_per_sequence,
-                packing_buffer_size=(self.packing_buffer_size or _PACKED_TOGETHER) if self.pack else None,
                 **self.dataset_kwargs,
             )
-            with _named(self.path):
-                loader = module.train_dataloader() if split == "train" else module.val_dataloader()
-            self._undisturbed(loader._dataloader)
-            return loader
-
-        return EnergonStream(make, lambda loader: self._fingerprint(loader, dp_size), dp_size)
+            return EnergonDataloader(self._undisturbed(get_savable_loader(dataset, worker_config=workers)))
 
     def _undisturbed(self, loader: Any) -> Any:
         """One of energon's loaders, with the ignored signal; Megatron-Bridge's setting reaches only its own."""
         loader.worker_init_fn = ignoring(self.ignored_signal, loader.worker_init_fn)
         return loader
 
-    def _in_order(self, split: str, num_workers: int) -> Any:
-        """Energon's dataset of a split's measured samples, each once."""
-        if split not in _PARTS:
-            raise ValueError(f"found the split {split!r}, expected {' or '.join(map(repr, _PARTS))}")
-        arguments = {name: value for name, value in self.dataset_kwargs.items() if name not in _OF_TRAINING}
-        with _named(self.path):
-            return get_val_dataset(
-                self.path,
-                split_part=_PARTS[split],
-                worker_config=WorkerConfig(rank=0, world_size=1, num_workers=num_workers),
-                batch_size=None,  # pyright: ignore[reportArgumentType]  (energon's own check for it)
-                task_encoder=MeasuringTaskEncoder(
-                    self.sample_filter(), sample_fps=self.sample_fps, columns=one_schema(None, self.columns)
-                ),
-                **arguments,
-            )
-
-    def _fingerprint(self, loader: Any, dp_size: int) -> dict[str, Any]:
-        """What must be the same for a position in energon's stream to mean the same."""
+    def fingerprint(self, loader: EnergonDataloader, dp_size: int) -> dict[str, Any]:
+        """What must be the same for a position of a loader to mean the same."""
         return {
             "data": marked(_digest(loader._dataloader.config()["dataset"]), one_schema(None, self.columns)),
             "ranks": dp_size,
@@ -257,14 +240,6 @@ class Qwen3VLEnergonProvider(ConversationRows):
             "sample_fps": self.sample_fps,
             **self.sample_filter().fingerprint(),
         }
-
-
-def _without_tracebacks[Item](items: Iterator[Item]) -> Iterator[Item]:
-    """The same items; errors from workers are raised without the workers' traceback."""
-    try:
-        yield from items
-    except DataError as error:
-        raise error.without_traceback() from None
 
 
 @contextmanager
@@ -291,34 +266,16 @@ def _digest(config: Any) -> str:
     return hashlib.sha256(json.dumps(steady(config), sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-class EnergonModule(EnergonMultiModalDataModule):
-    """Megatron-Bridge's energon data module, with a seed, also for ranks without process groups."""
-
-    def __init__(self, path: str, *, seed: int, dp_rank: int, dp_size: int, **settings: Any) -> None:
-        """Store the seed of the order, the rank if there are no process groups, and Megatron-Bridge's settings."""
-        super().__init__(path, tokenizer=None, **settings)
-        self._seed, self._dp_rank, self._dp_size = seed, dp_rank, dp_size
-
-    def _build_worker_config(self, num_workers: int, split: str = "train") -> WorkerConfig:
-        if self.pg_collection is not None:
-            config = super()._build_worker_config(num_workers, split)
-        else:
-            config = WorkerConfig(rank=self._dp_rank, world_size=self._dp_size, num_workers=num_workers)
-        config.seed_offset = self._seed
-        return config
-
-
-class EnergonStream(Iterator[TokenBatch]):
+class EnergonStream(Iterator[PackedBatch]):
     """Infinite stream of this rank's microbatches."""
 
     def __init__(
-        self, make_loader: Callable[[], Any], fingerprint: Callable[[Any], Mapping[str, Any]], dp_size: int
+        self, provider: Qwen3VLEnergonProvider, split: str, dp_rank: int, dp_size: int, groups: Any = None
     ) -> None:
-        """Start at the first sample of Megatron-Bridge's `EnergonDataloader` that `make_loader` creates; `fingerprint`
-        returns what has to be equal for a saved position of a loader to be valid.
-        """
-        self._make_loader, self._fingerprint, self._dp_size = make_loader, fingerprint, dp_size
-        self._loader, self._begun, self._given = make_loader(), False, 0
+        """Start at the first sample of a split ("train" or "valid"); `groups` are those of Megatron's processes."""
+        self._make_loader, self._dp_size = partial(provider.loader, split, dp_rank, dp_size, groups), dp_size
+        self._loader, self._begun, self._given = self._make_loader(), False, 0
+        self._fingerprint = provider.fingerprint(self._loader, dp_size)
 
     def __next__(self) -> TokenBatch:
         """The next microbatch; a `DataError` at a sample that cannot be trained on."""
@@ -332,7 +289,7 @@ class EnergonStream(Iterator[TokenBatch]):
 
     def fingerprint(self) -> dict[str, Any]:
         """What has to be equal for a saved position to be valid."""
-        return dict(self._fingerprint(self._loader))
+        return dict(self._fingerprint)
 
     def save_state(self) -> Any:
         """Energon's own state of this rank; Megatron-Bridge's checkpoints save it in one file per rank."""
@@ -365,7 +322,7 @@ class EnergonStream(Iterator[TokenBatch]):
         """Continue from another stream's position (ValueError if it had other data, ranks or workers): directly on one
         rank, by rereading all earlier batches on several.
         """
-        check_position(self._fingerprint(self._loader), state["data"])
+        check_position(self._fingerprint, state["data"])
         if state["state"] is not None:
             file: Any = io.BytesIO(state["state"])
             self.restore_state(energon_torch_load(file))

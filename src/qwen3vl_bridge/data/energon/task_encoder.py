@@ -17,6 +17,7 @@ import pickle
 import tarfile
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,7 +30,7 @@ from qwen3vl_bridge.data.media.media_access import MediaAccess
 from qwen3vl_bridge.data.packing.row_plan import best_fit
 from qwen3vl_bridge.data.samples import MeasuredConversation, SampleFilter
 from qwen3vl_bridge.data.schemas.conversations import Conversation, conversation_of
-from qwen3vl_bridge.data.schemas.placeholders import RATE, stored
+from qwen3vl_bridge.data.schemas.placeholders import RATE
 from qwen3vl_bridge.data.schemas.record_schemas import Schema, read_by
 from qwen3vl_bridge.io.parsing import parse_record
 
@@ -78,7 +79,12 @@ class _RecordsAlone:
     """Energon's decoder of ChatML folders: decodes records, because field maps may use their fields, but not media."""
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: _json_or_bytes(value) if name.endswith(RECORD) else value for name, value in sample.items()}
+        decoded = dict(sample)
+        for name in sample:
+            if name.endswith(RECORD):
+                with suppress(ValueError, TypeError):  # reported later, where the sample can be dropped
+                    decoded[name] = parse_record(sample[name])
+        return decoded
 
     def config(self) -> dict[str, Any]:
         return {"decoder": type(self).__name__}
@@ -116,12 +122,13 @@ class _Named:
         return str(self._reader.shard_infos[bisect_right(self._reader.shard_count_cumsum, index) - 1].path)
 
 
-def name_files(dataset: Any) -> None:
+def name_files(dataset: Any) -> Any:
     """Make a built dataset's errors name the file that it cannot read, with its folder, including errors in workers."""
     if isinstance(dataset, WebdatasetSampleLoaderDataset):
         dataset.join_readers = [_Named(reader) for reader in dataset.join_readers]  # pyright: ignore[reportAttributeAccessIssue]
     for inner in getattr(dataset, "datasets", ()):
         name_files(inner)
+    return dataset
 
 
 def place_of(sample: Sample) -> str:
@@ -145,47 +152,20 @@ def _conversation_of_sample(sample: Sample, sample_fps: float | None, columns: S
         if columns is not None:
             raise DataError(place, f"found a schema {columns.name}, expected none: ChatML's own names are read")
         record, files = _chatml_record(sample, place), {}
-    record = _with_files(read_by(columns, record, place), files, sample_fps, place)
-    return conversation_of(record, place, MediaAccess())  # it contains no paths any more
+    record = read_by(columns, record, place)
+    if sample_fps is not None:
+        _set_rate(record, sample_fps)
+    return conversation_of(record, place, MediaAccess(parts=files))
 
 
-def _with_files(record: Any, files: Mapping[str, Any], sample_fps: float | None, place: str) -> Any:
-    """The record with names replaced by bytes. Invalid messages and parts are kept, and refused later."""
+def _set_rate(record: Any, sample_fps: float) -> None:
+    """Set the rate of lists of frames that have none. Invalid messages and parts are refused later."""
     messages = record.get("messages") if isinstance(record, dict) else None
-    if not isinstance(messages, list):
-        return record
-    filled = []
-    for number, message in enumerate(messages, start=1):
-        content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, list):
-            places = (f"{place}: message {number}, part {i}" for i in range(1, len(content) + 1))
-            parts = [_filled(part, files, sample_fps, at) for part, at in zip(content, places, strict=True)]
-            message = {**message, "content": parts}
-        filled.append(message)
-    return {**record, "messages": filled}
-
-
-def _filled(part: Any, files: Mapping[str, Any], sample_fps: float | None, place: str) -> Any:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in ("image", "video"):
-        return part
-    medium = part.get(kind)
-    if not isinstance(medium, list):
-        return {**part, kind: _contents(medium, files, place)}
-    part = {**part, kind: [_contents(frame, files, place) for frame in medium]}
-    if kind == "video" and part.get(RATE) is None and sample_fps is not None:
-        part[RATE] = sample_fps
-    return part
-
-
-def _contents(medium: Any, files: Mapping[str, Any], place: str) -> Any:
-    medium = stored(medium)
-    if not isinstance(medium, str) or medium.startswith("data:"):
-        return medium
-    if medium not in files:
-        there = ", ".join(sorted(files)) or "none"
-        raise DataError(place, f"found {medium!r}, expected a part of the same sample; there is {there}")
-    return files[medium]
+    for message in messages if isinstance(messages, list) else ():
+        parts = message.get("content") if isinstance(message, dict) else None
+        for part in parts if isinstance(parts, list) else ():
+            if isinstance(part, dict) and isinstance(part.get("video"), list) and part.get(RATE) is None:
+                part[RATE] = sample_fps
 
 
 def _chatml_record(sample: Any, place: str) -> dict[str, Any]:
@@ -196,10 +176,9 @@ def _chatml_record(sample: Any, place: str) -> dict[str, Any]:
     payload = payload if isinstance(payload, dict) else {"conversation": payload}
     names = ("conversations", "messages", "conversation")
     turns = next((payload[name] for name in names if payload.get(name) is not None), None)
-    spelled = isinstance(turns, list) and turns and isinstance(turns[0], dict) and "from" in turns[0]
     # Other keys about media contain file names from before they were added to the tar, so they are not read.
     record = {key: payload[key] for key in _BESIDE_TURNS if key in payload}
-    record["conversations" if spelled else "messages"] = turns
+    record["messages"] = turns
     tools = getattr(sample, "tools", None)
     if tools is not None:
         record["tools"] = _decoded(tools, f"{place}: 'tools'")
@@ -239,13 +218,6 @@ def _decoded(value: Any, place: str) -> Any:
         raise DataError(place, f"found what is not valid JSON ({error})") from error
 
 
-def _json_or_bytes(value: Any) -> Any:
-    try:
-        return parse_record(value)
-    except (ValueError, TypeError):
-        return value  # reported later, where the sample can be dropped
-
-
 @edataclass
 class MeasuredSample(Sample):
     """A sample that waits to be packed: the conversation, with media as bytes, and its size."""
@@ -278,13 +250,19 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     cookers = COOKERS
 
     def __init__(
-        self, sample_filter: SampleFilter, *, sample_fps: float | None = None, columns: Schema | None = None
+        self,
+        sample_filter: SampleFilter,
+        collator: Collator,
+        *,
+        sample_fps: float | None = None,
+        columns: Schema | None = None,
     ) -> None:
-        """Set the filter and how records are read: the rate of lists of frames without one (frames per second; None to
-        refuse them), and the column names of crude folders, if they differ from ours.
+        """Set the filter, the collator, and how records are read: the rate of lists of frames without one (frames per
+        second; None to refuse them), and the column names of crude folders, if they differ from ours.
         """
-        self.sample_filter, self._sample_fps, self._columns = sample_filter, sample_fps, columns
-        self._num_samples = self._left_out = 0
+        self.sample_filter, self.collator = sample_filter, collator
+        self._sample_fps, self._columns = sample_fps, columns
+        self._num_samples = self._left_out = self._counted = 0
 
     def build_train_datasets(self, *, datasets: Any, worker_config: WorkerConfig, **settings: Any) -> Any:
         """Energon's hook. A worker without samples is refused: energon would loop over its part forever."""
@@ -293,16 +271,12 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         if self._num_samples < ranks * workers:
             expected = f"expected at least {ranks * workers}: one for each of {ranks} ranks x {workers} workers"
             raise DataError(_places(datasets), f"found {self._num_samples} samples, {expected}")
-        built = super().build_train_datasets(datasets=datasets, worker_config=worker_config, **settings)
-        name_files(built)
-        return built
+        return name_files(super().build_train_datasets(datasets=datasets, worker_config=worker_config, **settings))
 
     def build_val_datasets(self, *, datasets: Any, worker_config: WorkerConfig, **settings: Any) -> Any:
         """Energon's hook."""
         self._prepare(datasets, worker_config)
-        built = super().build_val_datasets(datasets=datasets, worker_config=worker_config, **settings)
-        name_files(built)
-        return built
+        return name_files(super().build_val_datasets(datasets=datasets, worker_config=worker_config, **settings))
 
     def _prepare(self, datasets: Sequence[Any], worker_config: WorkerConfig) -> None:
         """Keep media as bytes, and raise errors: energon's own handler prints them and takes the next sample."""
@@ -312,7 +286,10 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
                 raise DataError(_places([loaded]), f"{found}, expected media in the tars")
             keep_bytes(loaded.dataset)
         worker_config.global_error_handler = self._handle
-        self._num_samples = sum(_num_samples(loaded.dataset) for loaded in datasets)
+        # Of all ranks, in the subsets that a metadataset uses.
+        every = [(loaded.dataset.subset, len(loaded.dataset)) for loaded in datasets]
+        ranges = [subset.compute_subset(length) if subset else (0, length) for subset, length in every]
+        self._num_samples = sum(end - start for start, end in ranges)
 
     def _handle(self, error: Exception, sample: Any, sources: Any = None) -> None:
         """Energon's handler of errors in any of its stages; if it returns, energon skips the sample."""
@@ -337,25 +314,6 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             )
         raise SkipSample
 
-
-class Qwen3VLTaskEncoder(MeasuringTaskEncoder):
-    """Converts samples to `EnergonBatch`es: rows packed by best fit, or padded.
-
-    For energon's `get_train_dataset` and `get_val_dataset`. With `packing_buffer_size`, batch_size has to be 1.
-    """
-
-    def __init__(
-        self,
-        sample_filter: SampleFilter,
-        collator: Collator,
-        *,
-        sample_fps: float | None = None,
-        columns: Schema | None = None,
-    ) -> None:
-        """Set the filter, the collator and how records are read (see `MeasuringTaskEncoder`)."""
-        super().__init__(sample_filter, sample_fps=sample_fps, columns=columns)
-        self.collator, self._counted = collator, 0
-
     def select_samples_to_pack(self, samples: list[MeasuredSample]) -> list[list[MeasuredSample]]:
         """Assign samples to rows, by tokens and patches. No sample is left over, because energon would lose it."""
         sizes = [sample.measured.size.padded(self.collator.multiple) for sample in samples]
@@ -365,8 +323,15 @@ class Qwen3VLTaskEncoder(MeasuringTaskEncoder):
 
     def encode_or_blank(self, sample: MeasuredSample) -> EncodedSample:
         """A sample with its pixels; one that is dropped only at this stage is replaced by one token."""
-        encoded = self.sample_filter.encode(lambda: sample.measured)
-        return encoded or self.sample_filter.blank(sample.measured.conversation.sample_id)
+        measured = sample.measured
+        return self.sample_filter.encode_or_blank(lambda: measured, measured.conversation.sample_id)
+
+
+class Qwen3VLTaskEncoder(MeasuringTaskEncoder):
+    """Converts samples to `EnergonBatch`es: rows packed by best fit, or padded.
+
+    For energon's `get_train_dataset` and `get_val_dataset`. With `packing_buffer_size`, batch_size has to be 1.
+    """
 
     @stateless
     def postencode_sample(self, sample: MeasuredSample) -> ReadySample:
@@ -407,11 +372,3 @@ class Qwen3VLTaskEncoder(MeasuringTaskEncoder):
 
 def _places(datasets: Sequence[Any]) -> str:
     return ", ".join(str(path) for loaded in datasets for path in loaded.dataset.paths)
-
-
-def _num_samples(dataset: Any) -> int:
-    """Number of samples of all ranks, in the subset that a metadataset uses."""
-    start, end = 0, len(dataset)
-    if dataset.subset is not None:
-        start, end = dataset.subset.compute_subset(end)
-    return end - start

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import count
+from itertools import batched, count
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -117,18 +117,35 @@ def _collate(dataset: RowDataset, rows: list[EncodedRow]) -> tuple[TokenBatch, W
 
 def one_pass(
     rows: RowDataset, *, dp_rank: int = 0, dp_size: int = 1, micro_batch_size: int = 1
-) -> Iterator[TokenBatch]:
-    """Every row of the first epoch once, the same number of microbatches on every rank.
+) -> Iterator[PackedBatch]:
+    """Every row of the first epoch once, the same number of microbatches on every rank (see `share_of_pass`)."""
+    check_share(dp_rank, dp_size, micro_batch_size)
+    numbers = iter(range(rows.plan.end_of_epoch()))
+    return share_of_pass(
+        numbers, lambda some: rows.collate_fn([rows[one] for one in some]), dp_rank, dp_size, micro_batch_size
+    )
+
+
+def share_of_pass[Row](
+    rows: Iterator[Row], lay_out: Callable[[list[Row]], PackedBatch], dp_rank: int, dp_size: int, micro_batch_size: int
+) -> Iterator[PackedBatch]:
+    """A rank's microbatches of rows that all ranks read in turn; a `DataError` if there are none.
 
     If the number of rows is not a multiple of what ranks read in turn, the last row is repeated without loss.
     """
-    check_share(dp_rank, dp_size, micro_batch_size)
-    total = rows.plan.end_of_epoch()
-    for first in range(0, total, dp_size * micro_batch_size):
-        start = first + dp_rank * micro_batch_size
-        numbers = range(start, start + micro_batch_size)
-        batch = rows.collate_fn([rows[min(number, total - 1)] for number in numbers])
-        yield replace(batch, loss_mask=without_loss(batch, [number >= total for number in numbers]))
+    numbers = range(dp_rank * micro_batch_size, (dp_rank + 1) * micro_batch_size)
+    groups = batched(rows, dp_size * micro_batch_size)
+    for turn in count():
+        try:
+            group = next(groups, ())
+        except DataError as error:
+            raise error.without_traceback() from None
+        if not group:
+            if not turn:
+                raise DataError("found no samples, expected at least one")
+            return
+        batch = lay_out([group[min(number, len(group) - 1)] for number in numbers])
+        yield replace(batch, loss_mask=without_loss(batch, [number >= len(group) for number in numbers]))
 
 
 def check_position(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from qwen3vl_bridge.data.packing.row_plan import (
     counts_since,
     most_of,
 )
-from qwen3vl_bridge.data.packing.sample_sizes import LatestSizes, Left
+from qwen3vl_bridge.data.packing.sample_sizes import Left
 from qwen3vl_bridge.data.samples import Samples
 from qwen3vl_bridge.data.sources.hub import StreamedDataset
 from qwen3vl_bridge.data.sources.mixture import Mixture
@@ -127,7 +127,6 @@ class RowDataset(Dataset[EncodedRow]):
                 window_size=settings.window_size,
                 begin=begin,
                 most_patches=samples.sample_filter.most_patches,
-                report=settings.seed is not None,
                 measure=samples.measure,
                 set_of=samples.set_of,
             )
@@ -249,8 +248,7 @@ class StreamedRows(RowDataset):
         number %= self.repeat or number + 1
         place, part = divmod(number, self._parts)
         if part not in self._rows:
-            stream, sizes = self._file.part(part, self._parts), LatestSizes(note=self._note)
-            samples = Samples(stream, self.samples.sample_filter, sizes)
+            samples = Samples(self._file.part(part, self._parts), self.samples.sample_filter, note=self._note)
             self._rows[part] = RowDataset(samples, self.settings, repeat=self.repeat)
         rows = self._rows[part]
         row = rows[place]

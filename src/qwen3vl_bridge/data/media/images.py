@@ -86,28 +86,20 @@ def load_image(image: Media, place: str) -> Image.Image:
     with _opened(image, place) as opened:
         try:
             if isinstance(opened, PngImageFile):
-                _scale_transparent_value(opened)
-            return _on_white(ImageOps.exif_transpose(opened))
+                # Convert the grey or colour that is transparent to 8 bits, as Pillow converts the pixels.
+                factor, value = _TO_8_BITS.get(str(opened.tile[0][3])), opened.info.get("transparency")
+                if factor and value is not None:
+                    is_grey = not isinstance(value, tuple)
+                    scaled = int(value * factor) if is_grey else tuple(int(one * factor) for one in value)
+                    opened.info["transparency"] = scaled
+            upright = ImageOps.exif_transpose(opened)
+            if not upright.has_transparency_data:
+                return upright.convert("RGB")  # opaque pixels are those of Pillow's own conversion, to the bit
+            upright, white = upright.convert("RGBA"), Image.new("RGB", upright.size, "white")
+            white.paste(upright, mask=upright.getchannel("A"))
+            return white
         except Exception as error:  # each of Pillow's decoders has its own
             raise DataError(place, f"{describe(image)} does not decode as an image: {error}") from error
-
-
-def _scale_transparent_value(opened: PngImageFile) -> None:
-    """Convert the grey or colour that is transparent to 8 bits, as Pillow converts the pixels."""
-    factor, value = _TO_8_BITS.get(str(opened.tile[0][3])), opened.info.get("transparency")
-    if factor and value is not None:
-        scaled = tuple(int(one * factor) for one in value) if isinstance(value, tuple) else int(value * factor)
-        opened.info["transparency"] = scaled
-
-
-def _on_white(image: Image.Image) -> Image.Image:
-    """The image in RGB. Opaque pixels are those of Pillow's own conversion, to the bit."""
-    if not image.has_transparency_data:
-        return image.convert("RGB")
-    image = image.convert("RGBA")
-    white = Image.new("RGB", image.size, "white")
-    white.paste(image, mask=image.getchannel("A"))
-    return white
 
 
 def _opened(media: Media, place: str) -> Image.Image:

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -24,8 +24,6 @@ from qwen3vl_bridge.io.atomic import replace_file
 from qwen3vl_bridge.io.parsing import read_json
 
 import httpx
-
-_DIGEST = 8  # bytes of a URL's digest in a record
 
 Media = Path | bytes
 
@@ -49,6 +47,7 @@ class MediaAccess:
     # may point from one into another. Empty if paths are not allowed.
     roots: tuple[Path, ...] = ()
     addresses: UrlCache = field(default_factory=lambda: UrlCache())  # downloaded URLs
+    parts: Mapping[str, Any] | None = None  # files of a WebDataset's sample, by name; then it can refer only to these
 
     @classmethod
     def of(cls, root: str | Path | Sequence[str | Path] | None, addresses: UrlCache | None = None) -> MediaAccess:
@@ -103,6 +102,11 @@ def find(name: str, root: Path | MediaAccess, place: str) -> Media:
             return base64.b64decode(contents, validate=True)
         except ValueError as error:
             raise DataError(place, f"found contents that are not valid base64 ({error})") from error
+    if access.parts is not None:
+        if name not in access.parts:
+            there = ", ".join(sorted(access.parts)) or "none"
+            raise DataError(place, f"found {name!r}, expected a part of the same sample; there is {there}")
+        return access.parts[name]
     if name.lower().startswith(("http://", "https://")):
         return access.addresses(name, place)
     if "://" in name:
@@ -171,7 +175,7 @@ def address_file(downloaded: Path) -> Path:
 
 @dataclass(frozen=True)
 class DownloadRecord:
-    """Which URLs of a data set were given up, by the first bytes of their digests; empty if there is no record.
+    """Which URLs of a data set were given up, by their digests (see `digest_of`); empty if there is no record.
 
     `missing` URLs of all are neither downloaded nor given up; if any, the download is to be continued.
     """
@@ -181,17 +185,12 @@ class DownloadRecord:
     given_up: frozenset[bytes] = frozenset()
 
     @classmethod
-    def of(cls, total: int, missing: int, given_up: Iterable[bytes]) -> Self:
-        """A record with the digests of URLs (see `digest_of`)."""
-        return cls(total, missing, frozenset(digest[:_DIGEST] for digest in given_up))
-
-    @classmethod
     def read(cls, root: Path, data: str) -> Self:
         """Read the record of the named data from a folder of downloads; a `DataError` if it is damaged."""
         path = cls._path(root, data)
         try:
             found = read_json(path)
-            return cls.of(int(found["total"]), int(found["missing"]), map(bytes.fromhex, found["given_up"]))
+            return cls(int(found["total"]), int(found["missing"]), frozenset(map(bytes.fromhex, found["given_up"])))
         except FileNotFoundError:
             return cls()
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -209,10 +208,6 @@ class DownloadRecord:
     @staticmethod
     def _path(root: Path, data: str) -> Path:
         return root / "records" / f"{hashlib.sha256(data.encode()).hexdigest()[:40]}.json"
-
-    def __contains__(self, digest: bytes) -> bool:
-        """Whether the URL with this digest was given up."""
-        return digest[:_DIGEST] in self.given_up
 
     def mark(self, fingerprint: str, place: str) -> str:
         """Add the URLs that were given up to the fingerprint of data, which messages call `place`; `Unreachable` if the
@@ -255,7 +250,7 @@ class UrlCache:
         given up, `Unreachable` if it was not downloaded, or its state differs from the record.
         """
         path, found = self.path_of(address), f"found the URL {shown(address)}"
-        is_there, is_recorded = path.is_file(), self.record is not None and digest_of(address) in self.record
+        is_there, is_recorded = path.is_file(), self.record is not None and digest_of(address) in self.record.given_up
         if is_there and not is_recorded:
             return path
         if is_there:
@@ -286,7 +281,7 @@ class UrlCache:
         digest, url = digest_of(address).hex(), read_url(address)
         name = "" if url is None else url.path.rpartition("/")[2]
         ending = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[-60:]
-        return self.root / digest[:2] / f"{digest[2:42]}-{ending}"
+        return self.root / digest[:2] / f"{digest[2:]}-{ending}"
 
     def problem_file(self, address: str) -> Path:
         """The file that stores why a URL was given up."""
@@ -311,10 +306,10 @@ def read_url(address: str) -> httpx.URL | None:
 
 
 def digest_of(address: str) -> bytes:
-    """SHA-256 that identifies a URL, without its fragment, which is not sent to the server."""
+    """20 bytes of SHA-256 that identify a URL, without its fragment, which is not sent to the server."""
     url = read_url(address)
     text = address if url is None else str(url.copy_with(fragment=None))
-    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).digest()
+    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).digest()[:20]
 
 
 def shown(address: str) -> str:

@@ -7,7 +7,6 @@ every sample is in exactly one row of every epoch. A `Window` is all that a plan
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -15,13 +14,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise, zip_longest
 from math import floor
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.packing.sample_sizes import Size
 
 import torch
-from torch.utils.data import get_worker_info
 
 # By index of the data set; trailing zeros may be missing.
 SetCounts = tuple[int, ...]
@@ -213,8 +211,6 @@ class _Room:
         return entry
 
 
-logger = logging.getLogger(__name__)
-
 Row = tuple[int, ...]
 
 
@@ -227,16 +223,6 @@ class Window:
     carried: Row = ()  # samples from the previous window
     first_row: int = 0  # number of rows before it, over all epochs
     dropped: SetCounts = ()  # samples before it that were dropped (bad or too long), over all epochs
-
-
-class _PackedWindow(NamedTuple):
-    """A window's rows, the samples carried over to the next one, and whether the epoch ends with it."""
-
-    window: Window
-    rows: list[Row]
-    carried: Row
-    is_last: bool
-    dropped: SetCounts
 
 
 class RowPlan:
@@ -252,7 +238,6 @@ class RowPlan:
         window_size: int = 512,
         begin: Window | None = None,
         most_patches: int | None = None,
-        report: bool = True,
         measure: Callable[[Sequence[int]], None] | None = None,
         set_of: Callable[[int], int] = lambda sample: 0,
     ) -> None:
@@ -266,23 +251,20 @@ class RowPlan:
             window_size: number of samples packed together.
             begin: the window to resume from.
             most_patches: maximum patches per row.
-            report: log how full the first epoch's rows were.
             measure: called with the samples whose sizes are needed next.
             set_of: index of a sample's data set, for counts of dropped samples.
         """
         if window_size < 1:
             raise ValueError(f"found windows of {window_size} samples, expected at least 1")
         self._size, self._order, self._capacity, self._most_patches = size, order, capacity, most_patches
-        self._pack, self._window_size, self._reports, self._measure = pack, window_size, report, measure
-        self._set_of = set_of
+        self._pack, self._window_size, self._measure, self._set_of = pack, window_size, measure, set_of
         self._windows = [begin or Window()]
-        self._tokens = self._count = 0  # in the epoch's rows so far
-        self._packed: _PackedWindow | None = None
+        self._latest: tuple[Window, list[Row], Window] | None = None  # that was packed, its rows, and the one after it
 
     def row(self, number: int) -> Row:
         """Samples of one row; `IndexError` for one before the window `begin`, `DataError` if an epoch has no rows."""
         window = self.window(number)
-        return self._pack_window(window).rows[number - window.first_row]
+        return self._pack_window(window)[0][number - window.first_row]
 
     def window(self, number: int) -> Window:
         """The window that contains a row."""
@@ -294,7 +276,7 @@ class RowPlan:
 
     def dropped(self, number: int) -> SetCounts:
         """Per data set, the number of samples dropped in this row's window or before."""
-        return self._pack_window(self.window(number)).dropped
+        return self._pack_window(self.window(number))[1].dropped
 
     def end_of_epoch(self) -> int:
         """Number of the first row after the epoch that the plan begins in."""
@@ -306,33 +288,22 @@ class RowPlan:
     def _extend(self) -> None:
         """Append the window after the last known one."""
         window = self._windows[-1]
-        packed = self._pack_window(window)
-        self._tokens += sum(self._size(sample).tokens for row in packed.rows for sample in row)
-        self._count += sum(len(row) for row in packed.rows)
-        start, first_row = window.start + self._window_size, window.first_row + len(packed.rows)
-        if not packed.is_last:
-            self._windows.append(Window(window.epoch, start, packed.carried, first_row, packed.dropped))
-            return
-        epochs = [w.first_row for w in self._windows if w.epoch == window.epoch and w.start == 0]
-        if epochs and epochs[0] == first_row:
+        following = self._pack_window(window)[1]
+        if following.epoch > window.epoch and any(
+            (begun.epoch, begun.start, begun.first_row) == (window.epoch, 0, following.first_row)
+            for begun in self._windows
+        ):
             raise DataError(
                 f"epoch {window.epoch}",
                 "none of its samples is in a row: all are bad or too long, and were dropped. The log names the first "
                 "of them; `qwen3vl data inspect` shows why, `on_bad=error` stops at the first",
             )
-        self._windows.append(Window(window.epoch + 1, 0, (), first_row, packed.dropped))
-        worker = get_worker_info()
-        if epochs and (worker is None or worker.id == 0):  # one worker logs how full an epoch is that was planned whole
-            rows = first_row - epochs[0]
-            share = self._tokens / (rows * self._capacity)
-            level = logging.INFO if window.epoch == 0 and self._reports else logging.DEBUG
-            text = "epoch %d: %d samples in %d rows of %d tokens, %.1f %% full"
-            logger.log(level, text, window.epoch, self._count, rows, self._capacity, 100 * share)
-        self._tokens = self._count = 0
+        self._windows.append(following)
 
-    def _pack_window(self, window: Window) -> _PackedWindow:
-        if self._packed is not None and self._packed.window == window:
-            return self._packed
+    def _pack_window(self, window: Window) -> tuple[list[Row], Window]:
+        """A window's rows, and the window after it."""
+        if self._latest is not None and self._latest[0] == window:
+            return self._latest[1:]
         new = self._order.numbers(window.epoch, window.start, self._window_size)
         is_last = len(new) < self._window_size
         if self._measure is not None:
@@ -350,5 +321,7 @@ class RowPlan:
                 emptiest = min(range(len(rows)), key=lambda row: (sum(sizes[s].tokens for s in rows[row]), -row))
                 carried = rows.pop(emptiest)
         out = count_sets(self._set_of(sample) for sample in new if not sizes[sample].tokens)
-        self._packed = _PackedWindow(window, rows, carried, is_last, add_counts(window.dropped, out))
-        return self._packed
+        epoch, start = (window.epoch + 1, 0) if is_last else (window.epoch, window.start + self._window_size)
+        following = Window(epoch, start, carried, window.first_row + len(rows), add_counts(window.dropped, out))
+        self._latest = window, rows, following
+        return rows, following

@@ -22,8 +22,7 @@ import struct
 import tempfile
 import time
 import zlib
-from array import array
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.util import Finalize
@@ -37,7 +36,6 @@ logger = logging.getLogger(__name__)
 # What may happen to a sample: dropped, truncated, or found to be unreadable when its row was due.
 Left = Literal["dropped", "cut", "unreadable"]
 
-_UNKNOWN = -1
 # The fields of a size, and a checksum: records are read while others write them. A record that was not written is all
 # zeros, whose checksum differs.
 _RECORD, _FIELDS = struct.Struct("<4q"), struct.Struct("<3q")
@@ -64,17 +62,20 @@ NOTHING = Size(0, 0, 0)
 
 
 class Sizes:
-    """Sizes of samples by their numbers, as far as they were measured; this base class keeps none."""
+    """Sizes of the `most` recently measured samples, by their numbers, in this process."""
 
-    def __init__(self) -> None:
-        self._noted = dict[Left, int]()
+    def __init__(self, most: int = 2**16) -> None:
+        self._most, self._kept, self._noted = most, dict[int, Size](), Counter[Left]()
 
     def get(self, sample: int) -> Size | None:
         """A sample's size, None if it has not been measured."""
-        return None
+        return self._kept.get(sample)
 
     def keep(self, sample: int, size: Size) -> None:
         """Store a measured size."""
+        self._kept[sample] = size
+        if len(self._kept) > self._most:
+            del self._kept[next(iter(self._kept))]
 
     def claim(self, sample: int, *, wait: bool) -> AbstractContextManager[bool]:
         """Lock a sample while it is measured, so that no other process measures it too.
@@ -86,50 +87,8 @@ class Sizes:
 
     def note(self, kind: Left) -> int:
         """Count a sample that is dropped or truncated: their number so far, over the processes that share sizes."""
-        self._noted[kind] = self._noted.get(kind, 0) + 1
+        self._noted[kind] += 1
         return self._noted[kind]
-
-
-class AllSizes(Sizes):
-    """Sizes of samples 0 to n - 1, in this process."""
-
-    def __init__(self, num_samples: int) -> None:
-        super().__init__()
-        self._columns = tuple(array("q", [_UNKNOWN]) * num_samples for _ in Size._fields)
-
-    def get(self, sample: int) -> Size | None:
-        """See `Sizes`."""
-        return None if self._columns[0][sample] == _UNKNOWN else Size(*(column[sample] for column in self._columns))
-
-    def keep(self, sample: int, size: Size) -> None:
-        """See `Sizes`."""
-        for column, value in zip(self._columns, size, strict=True):
-            column[sample] = value
-
-
-class LatestSizes(Sizes):
-    """Sizes of the `most` recently measured samples, whatever their numbers: those of a stream, which has no end.
-
-    `note` counts dropped and truncated samples of several processes; None counts only those of this process.
-    """
-
-    def __init__(self, most: int = 2**16, note: Callable[[Left], int] | None = None) -> None:
-        super().__init__()
-        self._most, self._kept, self._shared_note = most, OrderedDict[int, Size](), note
-
-    def note(self, kind: Left) -> int:
-        """See `Sizes`."""
-        return super().note(kind) if self._shared_note is None else self._shared_note(kind)
-
-    def get(self, sample: int) -> Size | None:
-        """See `Sizes`."""
-        return self._kept.get(sample)
-
-    def keep(self, sample: int, size: Size) -> None:
-        """See `Sizes`."""
-        self._kept[sample] = size
-        if len(self._kept) > self._most:
-            self._kept.popitem(last=False)
 
 
 def sizes_of_job(total: int, rules: Mapping[str, Any]) -> Sizes:
@@ -143,7 +102,7 @@ def sizes_of_job(total: int, rules: Mapping[str, Any]) -> Sizes:
         _opened(path)
     except OSError as error:
         logger.warning("%s: %s; each process measures every sample by itself", path, error)
-        return AllSizes(total)
+        return Sizes(total)
     return SharedSizes(path)
 
 
@@ -166,16 +125,13 @@ class SharedSizes(Sizes):
     """Sizes of samples 0 to n - 1, in a file of all processes that open the same one. Picklable, for workers."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
+        super().__init__()  # for sizes that cannot be written
         self._path = path
-        self._own: dict[int, Size] = {}  # sizes that could not be written
 
     def get(self, sample: int) -> Size | None:
         """See `Sizes`."""
-        if sample in self._own:
-            return self._own[sample]
         fields = self._read(1 + sample)
-        return None if fields is None else Size(*fields)
+        return super().get(sample) if fields is None else Size(*fields)
 
     def _read(self, index: int) -> tuple[int, ...] | None:
         """The fields of a record; None for one that was not written."""
@@ -194,9 +150,9 @@ class SharedSizes(Sizes):
         try:
             self._write(1 + sample, size)
         except OSError as error:  # such as a full disk
-            if not self._own:
+            if not self._kept:
                 logger.warning("%s: %s; this process keeps what it measures to itself", self._path, error)
-            self._own[sample] = size
+            super().keep(sample, size)
 
     @contextlib.contextmanager
     def claim(self, sample: int, *, wait: bool) -> Iterator[bool]:
@@ -215,17 +171,13 @@ class SharedSizes(Sizes):
 
     def note(self, kind: Left) -> int:
         """See `Sizes`: counts of this machine."""
-        file = _opened(self._path)
+        place = get_args(Left).index(kind)
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX, 1, _NOTES)
-            try:
-                kinds = get_args(Left)
-                noted = list(self._read(0) or (0,) * len(kinds))
-                noted[kinds.index(kind)] += 1
+            with self.claim(_NOTES, wait=True):
+                noted = list(self._read(0) or (0,) * len(get_args(Left)))
+                noted[place] += 1
                 self._write(0, noted)
-                return noted[kinds.index(kind)]
-            finally:
-                fcntl.lockf(file, fcntl.LOCK_UN, 1, _NOTES)
+                return noted[place]
         except OSError:  # such as a full disk
             return super().note(kind)
 

@@ -174,7 +174,6 @@ logger = logging.getLogger(__name__)
 EPOCH = 2**40  # a sample's number is its index in the epoch plus this for each previous epoch
 _BATCH = 64  # rows that are read from the library at once
 _MANY = 10  # files of a part, from which on an uneven division makes no difference
-_of_parents: list[_Reading] = []  # never freed: closing them would wait for threads that only the parent has
 
 
 @dataclass
@@ -183,8 +182,7 @@ class _Reading:
 
     epoch: int
     tables: Generator[Any]
-    place: int
-    process: int
+    place: int = 0
 
 
 class StreamedDataset:
@@ -254,28 +252,27 @@ class StreamedDataset:
         if found % parts and found < _MANY * parts:
             text = "%s: %d files or row groups in %d parts; samples of parts with %d come more often than those with %d"
             logger.warning(text, self.name, found, parts, found // parts, found // parts + 1)
-        divided = copy.copy(self)
-        divided._dataset = dataset
-        divided._forget()
-        return divided
+        return self._of(dataset, None)
 
     def part(self, part: int, parts: int) -> Self:
         """One part of a `divided` data set, by its index, with its own numbers, epochs and order."""
-        if parts == 1:
-            return self
+        return self if parts == 1 else self._of(self._dataset.shard(parts, part), (part, parts))
+
+    def _of(self, dataset: Any, part: tuple[int, int] | None) -> Self:
         one = copy.copy(self)
-        one._dataset, one._part = self._dataset.shard(parts, part), (part, parts)
+        one._dataset, one._part = dataset, part
         one._forget()
         return one
 
     def _forget(self) -> None:
-        self._reading: _Reading | None = None
+        # By process. A worker keeps its parent's: closing it would wait for threads that only the parent has.
+        self._readings: dict[int, _Reading] = {}
         self._kept: dict[int, tuple[Any, int]] = {}  # by number, a table and a row of it, the latest last
         self._seen: dict[int, int] = {}  # by epoch, the number of rows seen
         self._ended: set[int] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_reading": None, "_kept": {}}
+        return {**self.__dict__, "_readings": {}, "_kept": {}}
 
     def numbers(self, epoch: int, start: int, count: int) -> Sequence[int]:
         """Numbers of the samples at positions `start` to `start + count - 1`; fewer, or none, if the epoch ends.
@@ -319,11 +316,20 @@ class StreamedDataset:
 
     def _read_to(self, epoch: int, place: int) -> None:
         """Read until a row is kept, or the epoch ends."""
-        reading = self._reading
-        if reading is None or (reading.epoch, reading.process) != (epoch, os.getpid()) or reading.place > place:
+        reading = self._readings.get(os.getpid())
+        if reading is None or reading.epoch != epoch or reading.place > place:
             reading = self._open(epoch, place)
         while reading.place <= place:
-            table = self._next(reading)
+            try:
+                table = next(reading.tables, None)
+            except Exception as error:  # errors of the network, the hub, file formats, and Arrow
+                del self._readings[os.getpid()]  # it cannot continue
+                raise Unreachable(
+                    self.sample_id(epoch * EPOCH + reading.place),
+                    f"found the stream broken off there or soon after ({type(error).__name__}: {error}), expected "
+                    "rows, and all of one type (load_dataset takes features=...; what is of several types may be "
+                    "strings of JSON)",
+                ) from error
             if table is None:
                 self._ended.add(epoch)
                 return
@@ -340,31 +346,16 @@ class StreamedDataset:
         if place > self._keep:
             text = "%s: epoch %d is read from its beginning to reach sample %d; the latest %d are kept"
             logger.warning(text, self.name, epoch, place, self._keep)
-        if self._reading is not None and self._reading.process != os.getpid():
-            _of_parents.append(self._reading)
         dataset = self._dataset
         if self._seed is not None:
             order = np.random.default_rng([self._seed, epoch, *(self._part or ())])
             dataset = dataset.shuffle(generator=order, buffer_size=self._buffer_size)
         # Rows of an unknown type may differ in type, and do not fit into one table.
         tables = dataset.with_format("arrow").iter(batch_size=_BATCH if dataset.features is not None else 1)
-        self._reading = _Reading(epoch, tables, 0, os.getpid())
+        reading = self._readings[os.getpid()] = _Reading(epoch, tables)
         # Also at the interpreter's exit, while the library's modules can still close their files.
-        weakref.finalize(self._reading, _close, tables, os.getpid())
-        return self._reading
-
-    def _next(self, reading: _Reading) -> Any | None:
-        """The next rows, or None at the epoch's end."""
-        try:
-            return next(reading.tables, None)
-        except Exception as error:  # errors of the network, the hub, file formats, and Arrow
-            self._reading = None  # it cannot continue
-            raise Unreachable(
-                self.sample_id(reading.epoch * EPOCH + reading.place),
-                f"found the stream broken off there or soon after ({type(error).__name__}: {error}), expected rows, "
-                "and all of one type (load_dataset takes features=...; what is of several types may be strings of "
-                "JSON)",
-            ) from error
+        weakref.finalize(reading, _close, tables, os.getpid())
+        return reading
 
 
 def _close(tables: Generator[Any], process: int) -> None:

@@ -71,8 +71,8 @@ def mixed_sets(
             ) from error
     if not isinstance(found, Sequence) or isinstance(found, str) or not found:
         raise ValueError(f"{where} has {found!r}, expected a list of sets, such as [{{path: DATA, weight: 2}}]")
-    given = {"media_root": media_root, "schema_adapter": schema_adapter, "columns": columns or Columns()}
-    sets = tuple(_set_of(f"{where}[{place}]", one, given) for place, one in enumerate(found))
+    default = {"media_root": media_root, "schema_adapter": schema_adapter, "columns": columns or Columns()}
+    sets = tuple(_set_of(f"{where}[{place}]", one, default) for place, one in enumerate(found))
     names = [one.name for one in sets]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"{where} has {names.count(twice)} sets that are called {twice!r}; expected a `name` for each")
@@ -102,13 +102,14 @@ def _set_of(where: str, given: Any, default: Mapping[str, Any]) -> MixedSet:
             "the samples, or how often each is seen"
         )
     MediaAccess.of(given.get("media_root"))
-    own = {**given, "columns": Columns.set_to(given["columns"], f"{where}.columns")} if "columns" in given else given
     # A data set's own format replaces the default, whichever of the two settings states it.
-    format_of = own if {"schema_adapter", "columns"} & own.keys() else default
-    settings = {"media_root": default["media_root"], **own}
-    settings |= {key: format_of[key] for key in ("schema_adapter", "columns") if key in format_of}
+    if {"schema_adapter", "columns"} & given.keys():
+        default = {"media_root": default["media_root"]}
+    settings = {**default, **given, "name": given.get("name") or _name_of(given["path"])}
+    if "columns" in given:
+        settings["columns"] = Columns.set_to(given["columns"], f"{where}.columns")
     one_schema(named_schema(settings.get("schema_adapter")), settings.get("columns"))
-    return MixedSet(**{**settings, "name": given.get("name") or _name_of(given["path"])})
+    return MixedSet(**settings)
 
 
 def _name_of(path: str) -> str:

@@ -15,10 +15,9 @@ import re
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.media_access import MediaAccess, MediaRoot, media_access
@@ -127,32 +126,41 @@ class Parquet:
         self._columns: list[list[str]] = []
         self._first_rows, self._groups, self._starts, self._len = array("Q"), [], array("Q"), 0
         digest = hashlib.sha256()
-        texts, contents = (_Chunks(*(array("Q") for _ in _Chunks._fields)) for _ in range(2))
+        texts, contents = list[_Chunk](), list[_Chunk]()
         for number, file in enumerate(self._files):
             try:
                 metadata = pq.read_metadata(file)
+                with file.open("rb") as opened:
+                    opened.seek(-(metadata.serialized_size + _TAIL), 2)
+                    digest.update(opened.read())
             except (OSError, pa.ArrowException) as error:
                 raise DataError(str(file), f"found no complete Parquet file ({error})") from error
+            groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
             self._columns.append(columns_of(metadata.schema.to_arrow_schema(), str(file), schema))
             self._first_rows.append(self._len)
-            for group in range(metadata.num_row_groups):
+            for place, group in enumerate(groups):
                 self._starts.append(self._len)
-                self._groups.append((number, group))
-                self._len += metadata.row_group(group).num_rows
-            with _readable(file):
-                digest.update(_footer(file, metadata.serialized_size))
+                self._groups.append((number, place))
+                self._len += group.num_rows
             for leaf in range(metadata.num_columns):
                 column = metadata.schema.column(leaf)
                 if column.path.partition(".")[0] in self._columns[number]:
                     raw = column.physical_type == "BYTE_ARRAY" and column.logical_type.type == "NONE"
-                    (contents if raw else texts).add(number, metadata, leaf)
-            _warn_of_large_groups(file, metadata)
+                    (contents if raw else texts).extend(_Chunk.of(file, group.column(leaf)) for group in groups)
+            if (largest := max((group.total_byte_size for group in groups), default=0)) > CACHE_BYTES:
+                text = (
+                    "%s: found a row group of %d bytes, and %d are kept: each sample in random order reads one whole. "
+                    "Write the file with a smaller row_group_size"
+                )
+                logger.warning(text, file, largest, CACHE_BYTES)
         if not self._len:
             raise DataError(str(self.path), "found no rows, expected one conversation a row")
-        with _readable(self.path):
+        try:
             for chunks, most in ((texts, _MOST_OF_TEXTS), (contents, _MOST_OF_BYTES)):
-                for block in _blocks(self._files, chunks, most):
+                for block in _blocks(chunks, most):
                     digest.update(block)
+        except OSError as error:
+            raise DataError(str(self.path), f"found a file unreadable ({error})") from error
         self.recorded_as = marked(f"{self._len} rows, {digest.hexdigest()[:16]}", schema)
         self.media = media.of_data(self.recorded_as)
         self._cache: dict[int, Any] = {}
@@ -208,48 +216,21 @@ def _parquet_files(path: Path) -> list[Path]:
     return files
 
 
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DataError(str(path), f"found a file unreadable ({error})") from error
+class _Chunk(NamedTuple):
+    """A column of a row group: a range of a file."""
+
+    file: Path
+    start: int
+    length: int
+
+    @classmethod
+    def of(cls, file: Path, column: Any) -> Self:
+        """From the metadata of a column in a row group."""
+        pages = [page for page in (column.dictionary_page_offset, column.data_page_offset) if page is not None]
+        return cls(file, min(pages), column.total_compressed_size)
 
 
-def _warn_of_large_groups(file: Path, metadata: Any) -> None:
-    largest = max((metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)), default=0)
-    if largest > CACHE_BYTES:
-        text = (
-            "%s: found a row group of %d bytes, and %d are kept: each sample in random order reads one whole. "
-            "Write the file with a smaller row_group_size"
-        )
-        logger.warning(text, file, largest, CACHE_BYTES)
-
-
-class _Chunks(NamedTuple):
-    """Columns of row groups, each a range of a file: 64-bit numbers, because there may be millions."""
-
-    files: array[int]
-    starts: array[int]
-    lengths: array[int]
-
-    def add(self, file: int, metadata: Any, leaf: int) -> None:
-        """Add a column of all row groups of a file."""
-        for group in range(metadata.num_row_groups):
-            column = metadata.row_group(group).column(leaf)
-            pages = [page for page in (column.dictionary_page_offset, column.data_page_offset) if page is not None]
-            self.files.append(file)
-            self.starts.append(min(pages))
-            self.lengths.append(column.total_compressed_size)
-
-
-def _footer(file: Path, size: int) -> bytes:
-    with file.open("rb") as opened:
-        opened.seek(-(size + _TAIL), 2)
-        return opened.read()
-
-
-def _blocks(files: Sequence[Path], chunks: _Chunks, most: int) -> Iterator[bytes]:
+def _blocks(chunks: Sequence[_Chunk], most: int) -> Iterator[bytes]:
     """Blocks of 64 KiB of some columns, each of one row group: all, or `most` of them, evenly spread.
 
     Texts determine what a sample is, and are a small part of files with images. So a digest has every footer (offset,
@@ -258,21 +239,14 @@ def _blocks(files: Sequence[Path], chunks: _Chunks, most: int) -> Iterator[bytes
     probability 4096 / (number of text blocks). Nothing depends on names, folders or times of files, which differ
     between machines. The cost is bounded: 5120 reads, half a minute from a network disk with 5 ms per read.
     """
-    ends = array("Q", accumulate(-(-length // _BLOCK) for length in chunks.lengths))
+    ends = list(accumulate(-(-chunk.length // _BLOCK) for chunk in chunks))
     total = ends[-1] if ends else 0
-    wanted, opened, number = min(total, most), None, None
-    try:
-        for place in range(wanted):
-            block = place * total // wanted
-            chunk = bisect_right(ends, block)
-            inside = (block - (ends[chunk - 1] if chunk else 0)) * _BLOCK
-            if opened is None or number != chunks.files[chunk]:
-                if opened is not None:
-                    opened.close()
-                number = chunks.files[chunk]
-                opened = files[number].open("rb", buffering=0)
-            opened.seek(chunks.starts[chunk] + inside)
-            yield opened.read(min(_BLOCK, chunks.lengths[chunk] - inside))
-    finally:
-        if opened is not None:
-            opened.close()
+    wanted = min(total, most)
+    for place in range(wanted):
+        block = place * total // wanted
+        number = bisect_right(ends, block)
+        file, start, length = chunks[number]
+        inside = (block - (ends[number - 1] if number else 0)) * _BLOCK
+        with file.open("rb", buffering=0) as opened:
+            opened.seek(start + inside)
+            yield opened.read(min(_BLOCK, length - inside))
