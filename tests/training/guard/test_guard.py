@@ -14,8 +14,8 @@ from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.data.collation import Collator
 from qwen3vl_bridge.data.dataset_provider import Qwen3VLConversationProvider
 from qwen3vl_bridge.data.encoding import EncodedSample
-from qwen3vl_bridge.training.before_step import Guard, SampleLoss, SpoiltStepError, latest_losses, optimizers_of
 from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
+from qwen3vl_bridge.training.guard import Guard, SampleLoss, SpoiltStepError, latest_losses, optimizers_of
 from qwen3vl_bridge.training.run_log import metrics_line, read_metrics
 from qwen3vl_bridge.training.run_settings import GuardConfig, Qwen3VLTowers
 from qwen3vl_bridge.weights.rows import Part
@@ -153,10 +153,10 @@ def skipping(inputs, spoils, tmp_path_factory):
     save, messages = tmp_path_factory.mktemp("skipping"), []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("qwen3vl_bridge.training.before_step").addHandler(handler)
+    logging.getLogger("qwen3vl_bridge.training.guard").addHandler(handler)
     before, callbacks = extra()
     log = train(config(inputs, save, spoils, **SKIP), callbacks=callbacks)
-    logging.getLogger("qwen3vl_bridge.training.before_step").removeHandler(handler)
+    logging.getLogger("qwen3vl_bridge.training.guard").removeHandler(handler)
     return log, save, messages, before.skipped_changed
 
 
