@@ -21,13 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.checkpoint.formats.megatron import (
-    HF_FILES,
-    LATEST_TRAIN_STATE,
-    RUN_CONFIG,
-    TRACKER,
-    TRAIN_STATE,
-)
+from qwen3vl_bridge.checkpoint.formats.megatron import HF_FILES, LATEST_TRAIN_STATE, RUN_CONFIG, TRACKER, TRAIN_STATE
 from qwen3vl_bridge.checkpoint.stored_models import MANIFEST
 from qwen3vl_bridge.data.dataset_provider import ConversationRows
 from qwen3vl_bridge.data.loading.batch_stream import check_position

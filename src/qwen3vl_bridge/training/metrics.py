@@ -30,9 +30,7 @@ from qwen3vl_bridge.training.run_refusals import microbatches_of_a_rank
 import torch
 from megatron.bridge.peft.lora_layers import LoRATopKRouter
 from megatron.bridge.training.callbacks import Callback, CallbackContext
-from megatron.bridge.training.config import (
-    ConfigContainer,
-)
+from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.state import GlobalState
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
