@@ -347,14 +347,3 @@ def test_settings_that_contradict_each_other_are_refused(inputs, settings, messa
             setattr(cfg if section == "cfg" else getattr(cfg, section), field, value)
     with pytest.raises(ValueError, match=message):
         cfg.validate()
-
-
-def test_settings_are_changed_on_the_command_line(inputs):
-    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
-
-    provider = "optimizer_config_override_provider"
-    overrides = [f"{provider}.vision_model_lr=1e-6", "guard.on_nan=skip"]
-    cfg = process_config_with_overrides(inputs.config(None), cli_overrides=overrides)
-    towers = cfg.optimizer_config_override_provider
-    assert towers == Qwen3VLTowers(vision_model_lr=1e-6) and cfg.guard.on_nan == "skip"
-    cfg.validate()
