@@ -52,8 +52,6 @@ Chunks = list[torch.nn.Module]
 _SIZES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
     *("vocab_size", "share_embeddings_and_output_weights", "moe_layers", "num_moe_experts", "moe_ffn_hidden_size"),
-)
-_LINEAR = (
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_conv_kernel_dim", "moe_shared_expert_intermediate_size"),
 )
@@ -225,7 +223,6 @@ def _sizes(provider: VisionLanguageProvider) -> dict[str, object]:
         "vision layers": vision.depth,
         "deepstack_visual_indexes": list(provider.deepstack_layers),
         "family": provider.family,
-        **{name: getattr(provider, name) for name in _LINEAR if hasattr(provider, name)},
     }
 
 
