@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -45,6 +46,27 @@ def forget_models() -> None:
 
         destroy_moe_metrics_tracker()
         MoEAuxLossAutoScaler.main_loss_backward_scale = None
+
+
+def leave_groups() -> None:
+    """Destroy all groups but that of all processes: megatron-core and Megatron-Bridge keep them. A collective call.
+
+    A gloo group has three threads that poll a hundred times per second, and a model's groups are dozens.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    parallel_state.destroy_model_parallel()
+    BridgeCommunicator._broadcast_pg_cache.clear()
+    BridgeCommunicator._bridge_pg_cache.clear()
+    left = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    if left:
+        _clear_sharding_prop_cache()  # torch would give results of equal meshes the mesh of the destroyed groups
+        gc.collect()  # a deleted model in a reference cycle would hold them
+        dist.barrier()
+        for group in left:
+            dist.destroy_process_group(group)
 
 
 def of_all_ranks(found: Any) -> list[Any]:

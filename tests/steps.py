@@ -18,7 +18,7 @@ from typing import Any
 from qwen3vl_bridge.checkpoint.formats.megatron import find_iteration
 from qwen3vl_bridge.dist_train.joint_step import Modules
 from qwen3vl_bridge.parallel.collectives import max_of_each, sum_over_ranks
-from qwen3vl_bridge.training.process_groups import _join, groups_to_leave, leave_groups
+from qwen3vl_bridge.training.process_groups import _join
 from qwen3vl_bridge.training.step import forward_step
 
 import torch
@@ -37,6 +37,8 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+from tests.ranks import leave_groups
 
 
 @dataclass(eq=False)
@@ -83,12 +85,11 @@ def set_up(cfg: ConfigContainer, *, data: bool = True) -> Run:
     leave_groups()
     # A backward pass outside a schedule leaves a scale of another shape behind, which a schedule's does not fit.
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
-    with groups_to_leave():
-        cfg.guard = None  # steps that nobody follows are refused with one
-        runtime_config_update(cfg)
-        state = GlobalState()
-        state.cfg = cfg
-        made = setup(state, get_dataset_provider(cfg.dataset) if data else _no_data)
+    cfg.guard = None  # steps that nobody follows are refused with one
+    runtime_config_update(cfg)
+    state = GlobalState()
+    state.cfg = cfg
+    made = setup(state, get_dataset_provider(cfg.dataset) if data else _no_data)
     for chunk in made.model:
         chunk.train()
     if cfg.model.dist_train.use_dist_train:

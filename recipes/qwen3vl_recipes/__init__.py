@@ -24,7 +24,7 @@ def __getattr__(name: str):
     known = recipes() if name.endswith("_config") else {}
     if name not in known:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return known[name].function
+    return known[name]
 
 
 def __dir__() -> list[str]:

@@ -1,9 +1,12 @@
-"""Settings shared by the recipes of all sizes: full fine-tuning, adapters, pretraining."""
+"""What recipes of all sizes share: the kinds of training, and how a model is split over GPUs."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+from qwen3vl_recipes.registry import Recipe
 
 if TYPE_CHECKING:
     from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
@@ -16,12 +19,14 @@ DIST_TRAIN_PATCHES = 27_107
 def sft(
     size: str, *, family: str = "qwen3_vl", seq_length: int = 8 * K, global_batch_size: int = 32
 ) -> Qwen3VLConfigContainer:
-    """Full fine-tuning on conversations, packed into rows of `seq_length` tokens; the whole model is trained.
+    """Full fine-tuning, rows of 8K tokens.
+
+    Conversations are packed into rows; the whole model is trained.
 
     Args:
         size: of the model, a key of its family's presets.
         family: a name that `registry.family` knows.
-        seq_length: tokens of a row.
+        seq_length: tokens of a row, 8K unless given.
         global_batch_size: rows of a step.
     """
     import qwen3vl_bridge
@@ -96,7 +101,7 @@ def sft(
         mixed_precision="bf16_mixed",
         env_vars=_allocator(),
     )
-    return recompute_tower(cfg)
+    return recompute_layers(cfg)
 
 
 def _allocator() -> dict[str, Any]:
@@ -109,10 +114,31 @@ def _allocator() -> dict[str, Any]:
     return {} if chosen else {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "0"}
 
 
-def peft(size: str, *, dora: bool = False, **settings: Any) -> Qwen3VLConfigContainer:
-    """LoRA on the language model's linear layers except routed experts; checkpoints contain only the adapters.
+def sft_fsdp(size: str, **settings: Any) -> Qwen3VLConfigContainer:
+    """Full fine-tuning with Megatron-FSDP, rows of 8K tokens."""
+    return fsdp(sft(size, **settings))
 
-    DoRA instead needs a model without tensor and pipeline parallelism. `settings` are other arguments of `sft`.
+
+def sft_32k(size: str, **settings: Any) -> Qwen3VLConfigContainer:
+    """Full fine-tuning, rows of 32K tokens."""
+    return sft(size, **{"seq_length": 32 * K, "global_batch_size": 16} | settings)
+
+
+def sft_128k(size: str, **settings: Any) -> Qwen3VLConfigContainer:
+    """Full fine-tuning, rows of 128K tokens."""
+    return sft(size, **{"seq_length": 128 * K, "global_batch_size": 8} | settings)
+
+
+def sft_256k(size: str, **settings: Any) -> Qwen3VLConfigContainer:
+    """Full fine-tuning, rows of 256K tokens."""
+    return sft(size, **{"seq_length": 256 * K, "global_batch_size": 4} | settings)
+
+
+def peft(size: str, *, dora: bool = False, **settings: Any) -> Qwen3VLConfigContainer:
+    """LoRA, rows of 8K tokens.
+
+    It adapts the language model's linear layers except routed experts; checkpoints contain only the adapters.
+    `settings` are other arguments of `sft`.
     """
     from qwen3vl_bridge import Qwen3VLDoRA, Qwen3VLLoRA
 
@@ -126,14 +152,62 @@ def peft(size: str, *, dora: bool = False, **settings: Any) -> Qwen3VLConfigCont
     return cfg
 
 
+def peft_dora(size: str, **settings: Any) -> Qwen3VLConfigContainer:
+    """DoRA, rows of 8K tokens.
+
+    It needs a model without tensor and pipeline parallelism.
+    """
+    return peft(size, dora=True, **settings)
+
+
 def pretrain(size: str, *, global_batch_size: int = 512, **settings: Any) -> Qwen3VLConfigContainer:
-    """Pretraining on large data, with rows assigned to ranks by cost. `settings` are other arguments of `sft`."""
+    """Pretraining, rows of 8K tokens.
+
+    Rows are assigned to ranks by cost. `settings` are other arguments of `sft`.
+    """
     cfg = sft(size, global_batch_size=global_batch_size, **settings)
     cfg.train.train_iters, cfg.scheduler.lr_warmup_iters = 100_000, 1000
     cfg.optimizer.lr, cfg.optimizer.min_lr = 1e-4, 1e-5
     cfg.validation.eval_interval, cfg.checkpoint.save_interval = 1000, 500
     cfg.dataset.balance_over = global_batch_size  # every rank processes rows of similar cost at the same time
     return cfg
+
+
+def on(
+    gpus: int,
+    kind: Callable[..., Qwen3VLConfigContainer],
+    size: str,
+    *,
+    family: str = "qwen3_vl",
+    gpu: str = "H100",
+    rows: int | None = None,
+    recompute: int | Literal["all"] | None = None,
+    **sizes: int,
+) -> Recipe:
+    """A recipe for this number of GPUs.
+
+    Args:
+        gpus: their number.
+        kind: one of the functions above.
+        size: of the model.
+        family: of the model.
+        gpu: kind of GPU.
+        rows: `global_batch_size`, if it differs from the kind's.
+        recompute: as `layers` of `recompute_layers`; None to leave recomputation as the kind sets it.
+        **sizes: parallel sizes, as for `split`.
+    """
+
+    def build() -> Qwen3VLConfigContainer:
+        cfg = kind(size, family=family) if rows is None else kind(size, family=family, global_batch_size=rows)
+        cfg = split(cfg, **sizes)
+        return cfg if recompute is None else recompute_layers(cfg, recompute)
+
+    words = [f"{name.upper()} {number}" for name, number in sizes.items()]
+    if recompute is not None:
+        words.append(f"{'activations' if recompute == 'all' else f'{recompute} layers of a stage'} recomputed")
+    title = (kind.__doc__ or "").partition(".\n")[0].removesuffix(".")
+    machine = f"one {gpu}" if gpus == 1 else f"{gpus} {gpu}"
+    return Recipe(build, gpus, gpu, f"{title}, {machine}{': ' if words else ''}{', '.join(words)}.")
 
 
 # All below change a configuration in place and return it.
@@ -152,14 +226,20 @@ def fsdp(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
     return cfg
 
 
-def recompute_tower(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
-    """Recompute the vision tower's layers in the backward pass.
+def recompute_layers(cfg: Qwen3VLConfigContainer, layers: int | Literal["all"] = 0) -> Qwen3VLConfigContainer:
+    """Recompute the vision tower's layers in the backward pass, and this many language-model layers of each pipeline
+    stage.
 
-    For rows full of images their activations take as much memory as the language model's; the cost in time is small.
+    For rows full of images the tower's activations take as much memory as the language model's; the cost in time is
+    small. To recompute all layers takes a third more FLOPs.
     """
     model = cfg.model
     model.vision_recompute_granularity, model.vision_recompute_method = "full", "uniform"
     model.vision_recompute_num_layers = 1
+    if layers == "all":
+        model.recompute_granularity, model.recompute_method, model.recompute_num_layers = "full", "uniform", 1
+    elif layers:
+        model.recompute_granularity, model.recompute_method, model.recompute_num_layers = "full", "block", layers
     return cfg
 
 
@@ -170,35 +250,14 @@ def keep_tower(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
     return cfg
 
 
-def recompute_all(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
-    """Recompute every layer of both towers in the backward pass: a third more FLOPs."""
-    model = recompute_tower(cfg).model
-    model.recompute_granularity, model.recompute_method, model.recompute_num_layers = "full", "uniform", 1
-    return cfg
-
-
-def recompute_layers(cfg: Qwen3VLConfigContainer, layers: int) -> Qwen3VLConfigContainer:
-    """Recompute this many language-model layers of each pipeline stage in addition to the vision tower's."""
-    model = recompute_tower(cfg).model
-    model.recompute_granularity, model.recompute_method, model.recompute_num_layers = "full", "block", layers
-    return cfg
-
-
-def recompute_modules(cfg: Qwen3VLConfigContainer, *modules: str) -> Qwen3VLConfigContainer:
-    """Recompute these modules of the language model's layers in addition to the vision tower's layers.
-
-    They have megatron-core's names; some need Transformer Engine.
-    """
-    model = recompute_tower(cfg).model
-    model.recompute_granularity, model.recompute_modules = "selective", list(modules)
-    # Available on GPUs if Transformer Engine is installed; if it is not, the run reports what is missing.
-    model.transformer_impl, model.moe_grouped_gemm = "transformer_engine", bool(model.num_moe_experts)
-    return cfg
-
-
 def split(cfg: Qwen3VLConfigContainer, *, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1) -> Qwen3VLConfigContainer:
-    """Set the parallel sizes; the remaining ranks are data-parallel. Tensor-parallel ranks do not split experts."""
+    """Set the parallel sizes; the remaining ranks are data-parallel. Tensor-parallel ranks do not split experts.
+
+    Where pipeline stages do not divide the layers, the embedding and the output layer take the place of one each.
+    """
     model = cfg.model
+    uneven = model.num_layers % pp > 0
+    model.account_for_embedding_in_pipeline_split = model.account_for_loss_in_pipeline_split = uneven
     model.tensor_model_parallel_size, model.sequence_parallel = tp, tp > 1
     model.pipeline_model_parallel_size, model.context_parallel_size = pp, cp
     model.expert_model_parallel_size = ep

@@ -140,7 +140,7 @@ def _configuration(args: argparse.Namespace, chosen: Recipe) -> ConfigContainer:
         folder = find_model(args.hf_model, weights=not args.dry_run)
         if not args.dry_run:
             args.hf_model = str(folder)
-    cfg = chosen.function()
+    cfg = chosen()
     set_paths(
         cfg,
         hf_path=args.hf_model,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import functools
 import types
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,19 +33,26 @@ def apply(cfg: ConfigContainer, words: Sequence[str] = (), files: Sequence[str |
     from omegaconf import OmegaConf
 
     settings, callables = _settings(cfg)
-    before = _plain(settings)
+    before = _flat(settings)
     OmegaConf.set_struct(settings, True)  # unknown names are errors
-    after = _plain(_merged(settings, words, files))
-    changed = dict(_changes("", before, after))
-    for name, (old, new) in changed.items():
-        _check_kind(name, old, new, _hint(cfg, name))
-    for name, (_, new) in changed.items():
+    after = _flat(_merged(settings, words, files))
+    changed = {
+        name: new
+        for name, new in after.items()
+        if name not in before or before[name] != new or type(before[name]) is not type(new)
+    }
+    nested: dict = {}  # without other settings, because some do not survive the conversion
+    for name, new in changed.items():
+        is_section = any(other.startswith(f"{name}.") for other in before)
+        _check_kind(name, {} if is_section else before.get(name), new, _hint(cfg, name))
         _put_into_frozen(cfg, name, new)
+        *path, last = name.split(".")
+        functools.reduce(lambda section, key: section.setdefault(key, {}), path, nested)[last] = new
     kept = {name: value for name, value in callables.items() if name.removeprefix("root.") not in changed}
-    apply_overrides(cfg, _only(after, changed), kept)
-    arrived = _plain(_settings(cfg)[0])
-    for name, (_, new) in changed.items():
-        if (found := _at(arrived, name)) != new:
+    apply_overrides(cfg, nested, kept)
+    arrived = _flat(_settings(cfg)[0])
+    for name, new in changed.items():
+        if (found := arrived.get(name)) != new:
             raise ValueError(f"{name} cannot be set to {new!r} here; it is {found!r}. Set it in your own recipe")
     _check_precision(cfg, changed)
     return cfg
@@ -84,10 +92,19 @@ def _settings(cfg: ConfigContainer) -> tuple[DictConfig, dict[str, Any]]:
     return settings, callables
 
 
-def _plain(settings: DictConfig) -> Any:
-    from omegaconf import OmegaConf
+def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
+    """All settings, as plain values, by their full names."""
+    from omegaconf import DictConfig, OmegaConf
 
-    return OmegaConf.to_container(settings, resolve=True)
+    if isinstance(settings, DictConfig):
+        settings = OmegaConf.to_container(settings, resolve=True)
+    if not isinstance(settings, dict) or not settings:
+        return {prefix: settings}
+    return {
+        name: value
+        for key, inner in settings.items()
+        for name, value in _flat(inner, f"{prefix}.{key}" if prefix else str(key)).items()
+    }
 
 
 def _merged(settings: DictConfig, words: Sequence[str], files: Sequence[str | Path]) -> DictConfig:
@@ -111,51 +128,13 @@ def _merged(settings: DictConfig, words: Sequence[str], files: Sequence[str | Pa
         try:
             settings = parse_hydra_overrides(settings, [word])
         except OverridesError as error:
-            if _known(settings, name):
+            known = _flat(settings)
+            if any(f"{other}.".startswith(f"{name}.") for other in known):
                 raise ValueError(f"{word}: {error}") from error
-            close = difflib.get_close_matches(name, _names(_plain(settings)), n=3)
+            close = difflib.get_close_matches(name, known, n=3)
             hint = f"; did you mean {', '.join(close)}?" if close else ""
             raise ValueError(f"there is no setting {name}{hint}") from error
     return settings
-
-
-def _names(settings: Any, prefix: str = "") -> list[str]:
-    """Full names of all settings."""
-    if not isinstance(settings, dict):
-        return [prefix]
-    return [
-        name for key, value in settings.items() for name in _names(value, f"{prefix}.{key}" if prefix else str(key))
-    ]
-
-
-def _known(settings: DictConfig, name: str) -> bool:
-    found = _plain(settings)
-    for key in name.split("."):
-        if not isinstance(found, dict) or key not in found:
-            return False
-        found = found[key]
-    return True
-
-
-def _changes(name: str, old: Any, new: Any) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """(name, (old, new)) of each setting that differs."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in new:
-            yield from _changes(f"{name}.{key}" if name else str(key), old.get(key), new[key])
-    elif old != new or type(old) is not type(new):
-        yield name, (old, new)
-
-
-def _only(after: dict, changed: dict[str, Any]) -> dict:
-    """The changed settings, nested; the others are not assigned, because some do not survive the conversion."""
-    tree: dict = {}
-    for name in changed:
-        *path, last = name.split(".")
-        source, target = after, tree
-        for key in path:
-            source, target = source[key], target.setdefault(key, {})
-        target[last] = source[last]
-    return tree
 
 
 def _put_into_frozen(cfg: ConfigContainer, name: str, value: Any) -> None:
@@ -167,12 +146,6 @@ def _put_into_frozen(cfg: ConfigContainer, name: str, value: Any) -> None:
     section = owners[-1]
     if dataclasses.is_dataclass(section) and section.__dataclass_params__.frozen:  # pyright: ignore
         setattr(owners[-2], path[-1], dataclasses.replace(section, **{last: value}))  # pyright: ignore
-
-
-def _at(settings: dict, name: str) -> Any:
-    for key in name.split("."):
-        settings = (settings or {}).get(key)  # pyright: ignore[reportAssignmentType]
-    return settings
 
 
 def _hint(cfg: ConfigContainer, name: str) -> Any:

@@ -9,54 +9,44 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
-
-    RecipeFunction = TypeVar("RecipeFunction", bound=Callable[[], ConfigContainer])
 
 _MODULES = ("qwen3_vl", "qwen35_vl", "digits")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A function that returns a configuration, and the machine that it is meant for.
+    """A function without parameters that returns a configuration, and the machine that it is meant for.
 
     Attributes:
-        function: without parameters.
+        build: the function.
         gpus: number of GPUs; 0 for a machine without any.
         gpu: their kind, a key of `qwen3vl_bridge.planning.hardware.GPUS`.
+        summary: one line.
     """
 
-    function: Callable[[], ConfigContainer]
+    build: Callable[[], ConfigContainer]
     gpus: int
     gpu: str
+    summary: str
 
-    @property
-    def summary(self) -> str:
-        """The first line of the function's docstring."""
-        return (self.function.__doc__ or "").partition("\n")[0]
-
-
-_registered: dict[str, Recipe] = {}
+    def __call__(self) -> ConfigContainer:
+        """A new configuration."""
+        return self.build()
 
 
-def recipe(*, gpus: int, gpu: str = "H100") -> Callable[[RecipeFunction], RecipeFunction]:
-    """Register the function below as a recipe for this number and kind of GPUs."""
-
-    def register(function: RecipeFunction) -> RecipeFunction:
-        _registered[function.__name__] = Recipe(function, gpus, gpu)
-        return function
-
-    return register
+def recipe(*, gpus: int, gpu: str = "H100") -> Callable[[Callable[[], ConfigContainer]], Recipe]:
+    """Make the function below a recipe for this number and kind of GPUs; its summary is the docstring's first line."""
+    return lambda build: Recipe(build, gpus, gpu, (build.__doc__ or "").partition("\n")[0])
 
 
 def recipes() -> Mapping[str, Recipe]:
     """All recipes of this package by name, small models first."""
-    for module in _MODULES:
-        importlib.import_module(f"{__package__}.{module}")
-    return dict(_registered)
+    modules = [importlib.import_module(f"{__package__}.{module}") for module in _MODULES]
+    return {name: one for module in modules for name, one in vars(module).items() if isinstance(one, Recipe)}
 
 
 def find(name: str) -> Recipe:
@@ -74,8 +64,7 @@ def find(name: str) -> Recipe:
         found = getattr(module, function, None)
         if not callable(found):
             raise ValueError(f"{where} has no function {function!r}")
-        known = _registered.get(function)
-        return known if known is not None and known.function is found else Recipe(found, gpus=0, gpu="H100")
+        return found if isinstance(found, Recipe) else recipe(gpus=0)(found)
     known = recipes()
     if name not in known:
         import difflib

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from qwen3vl_recipes.registry import recipes
+from qwen3vl_recipes.registry import Recipe, recipes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,24 +44,20 @@ def offer_recipes(runner: ModuleType) -> None:
 
     theirs = importlib.import_module("megatron.bridge.recipes")
     for name, ours in recipes().items():
-        setattr(theirs, name, _of_dora(ours.function) if "_dora_" in name else ours.function)
+        setattr(theirs, name, _of_dora(name, ours) if "_dora_" in name else ours)
     runner.STEP_FUNCTIONS[_STEP] = qwen3vl_bridge.forward_step
     for mode, found in runner.TRAIN_FUNCTIONS.items():
         runner.TRAIN_FUNCTIONS[mode] = functools.partial(_train, found)
 
 
-def _of_dora(function: Callable[[], Any]) -> Callable[..., Any]:
-    """A recipe with "dora" in its name, with the parameter for the method that the script passes; ours has only one
-    method.
-    """
+def _of_dora(name: str, ours: Recipe) -> Callable[..., Any]:
+    """A recipe of DoRA with the parameter for the method that the script passes; ours has only one method."""
 
-    @functools.wraps(function)
     def recipe(*, peft_scheme: str = "dora") -> Any:
         if peft_scheme != "dora":
-            raise ValueError(f"--mode is {peft_scheme}, expected dora, or {function.__name__.replace('_dora', '')}")
-        return function()
+            raise ValueError(f"--mode is {peft_scheme}, expected dora, or {name.replace('_dora', '')}")
+        return ours()
 
-    del recipe.__wrapped__  # the script inspects the parameters
     return recipe
 
 

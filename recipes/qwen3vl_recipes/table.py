@@ -30,7 +30,7 @@ def smallest(recipe: Recipe, gpu: str) -> tuple[int, MemoryEstimate] | None:
     from qwen3vl_bridge.planning.hardware import GPUS
 
     kind = GPUS[gpu]
-    cfg = recipe.function()
+    cfg = recipe()
     for gpus in sorted({1, recipe.gpus, *(kind.gpus_per_node * 2**power for power in range(_MOST_NODES.bit_length()))}):
         try:
             found = memory_plan(cfg, gpus)
@@ -50,7 +50,7 @@ def table() -> str:
     for name, recipe in recipes().items():
         if not recipe.gpus or "_dora_" in name:  # norms of weights in DoRA, which the planner does not model
             continue
-        meant = memory_plan(recipe.function(), recipe.gpus)
+        meant = memory_plan(recipe(), recipe.gpus)
         cells = [f"`{name}`", describe_ranks(meant), f"{recipe.gpus} {recipe.gpu}: {meant.peak.total / GIB:.0f} GiB"]
         for kind in KINDS:
             found = smallest(recipe, kind)

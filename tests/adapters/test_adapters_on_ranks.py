@@ -33,7 +33,7 @@ from transformers import AutoModelForImageTextToText
 from tests.forked import run_ranks
 from tests.noise import check, limit
 from tests.parity.batches import make_samples
-from tests.ranks import begin, leave
+from tests.ranks import begin, leave, leave_groups
 
 from .test_export import reference_logits, with_adapter
 
@@ -63,6 +63,7 @@ def main(jobs: list[dict], out: Path) -> None:
             setattr(provider, name, value)
         provider.register_pre_wrap_hook(create_peft_hook(peft))
         provider.finalize()
+        leave_groups()
         groups = initialize(provider, seed=0)
         model = provider.provide_distributed_model(
             wrap_with_ddp=False, use_cpu_initialization=True, mixed_precision_wrapper=None, pg_collection=groups

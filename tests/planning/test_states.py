@@ -21,7 +21,7 @@ from qwen3vl_bridge.planning.training_settings import (
     TrainingSettings,
 )
 from qwen3vl_bridge.registry import dimensions_of
-from qwen3vl_bridge.training.before_step import optimizers_of
+from qwen3vl_bridge.training.guard import optimizers_of
 from qwen3vl_bridge.weights.rows import Part
 
 import pytest

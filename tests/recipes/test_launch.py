@@ -89,7 +89,7 @@ def test_the_script_for_slurm_asks_for_what_its_command_starts():
     recipe = recipes()[ours.recipe]
     assert int(options.nnodes) * int(options.nproc_per_node) == recipe.gpus
     # The run gets the signal that it saves on, no later than torchrun needs to wait for it.
-    train = recipe.function().train
+    train = recipe().train
     assert train.exit_signal_handler and train.exit_signal == getattr(signal, f"SIG{signal_name}")
     assert int(seconds) >= options.shutdown_timeout > 30
 
@@ -103,7 +103,7 @@ def test_recipes_let_the_allocator_grow_its_segments():
     old, new = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
     for name in (old, new):
         os.environ.pop(name, None)
-    cfg = recipes()["qwen3_vl_2b_sft_fsdp_config"].function()
+    cfg = recipes()["qwen3_vl_2b_sft_fsdp_config"]()
     finalised(cfg, 8)
     assert old not in os.environ
     apply_environment_variables(cfg)
@@ -112,4 +112,4 @@ def test_recipes_let_the_allocator_grow_its_segments():
     apply_environment_variables(cfg)
     assert os.environ[old] == "max_split_size_mb:64"
     os.environ[new] = "max_split_size_mb:64"  # which the older name would put out of force
-    assert old not in recipes()["qwen3_vl_2b_sft_config"].function().env_vars
+    assert old not in recipes()["qwen3_vl_2b_sft_config"]().env_vars

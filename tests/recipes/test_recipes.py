@@ -51,7 +51,7 @@ def _no_network(monkeypatch):
 def test_the_optimizers_state_is_saved_by_parameters_where_the_host_has_room(name):
     """On every rank of a machine at once, which Megatron-Bridge's loop would end at its first save where it has not."""
     recipe = find(name)
-    cfg = recipe.function()
+    cfg = recipe()
     chosen, cfg.checkpoint.dist_ckpt_optim_fully_reshardable = cfg.checkpoint.dist_ckpt_optim_fully_reshardable, True
     saving, room = memory_plan(cfg, recipe.gpus).saving, (1 - HOST_RESERVE) * HOST_BYTES
     assert (saving.host_gathered > 0) == ("_fsdp_" not in name)
@@ -64,7 +64,7 @@ def test_every_size_has_every_kind():
     assert expected | with_dora | DIST_TRAIN | PROXY == set(NAMES)
     assert {name for name in NAMES if "_dist_train_" in name} == DIST_TRAIN
     for name in NAMES:
-        assert getattr(qwen3vl_recipes, name) is recipes()[name].function
+        assert getattr(qwen3vl_recipes, name) is recipes()[name]
         assert recipes()[name].summary.endswith(".") and len(recipes()[name].summary) < 115
 
 
@@ -72,7 +72,7 @@ def test_every_size_has_every_kind():
 @pytest.mark.parametrize("name", NAMES)
 def test_is_completed_for_its_gpus(name):
     recipe = find(name)
-    cfg = finalised(recipe.function(), recipe.gpus)
+    cfg = finalised(recipe(), recipe.gpus)
     model, data = cfg.model, cfg.dataset
     parallel = model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
     vision = model.dist_train.vision_world_size if model.dist_train.use_dist_train else 0
@@ -102,7 +102,7 @@ def test_is_completed_for_its_gpus(name):
 @pytest.mark.parametrize("name", sorted(DIST_TRAIN))
 def test_vision_and_language_have_their_gpus(name):
     recipe = find(name)
-    cfg = finalised(recipe.function(), recipe.gpus)
+    cfg = finalised(recipe(), recipe.gpus)
     split, replicas = cfg.model.dist_train, replicas_of(cfg.model)
     assert split.vision_world_size + split.language_world_size == recipe.gpus
     assert replicas.language == cfg.data_parallel_size and replicas.vision % replicas.language == 0
@@ -111,7 +111,7 @@ def test_vision_and_language_have_their_gpus(name):
     assert cfg.dataset.max_patches == DIST_TRAIN_PATCHES
     for world in (8, recipe.gpus - 8, recipe.gpus + 8):
         with pytest.raises(ValueError, match=f"add up to {recipe.gpus}, expected {world}, the number of processes"):
-            finalised(recipe.function(), world)
+            finalised(recipe(), world)
 
 
 @pytest.mark.usefixtures("alone")
@@ -148,7 +148,7 @@ def test_recipes_of_ones_own(tmp_path):
         "    cfg = base()\n    cfg.train.train_iters = 3\n    return cfg\n\n\nqwen3_vl_2b_sft_config = mine\n"
     )
     for name in ("mine", "qwen3_vl_2b_sft_config"):
-        assert find(f"{file}:{name}").function().train.train_iters == 3
+        assert find(f"{file}:{name}")().train.train_iters == 3
     with pytest.raises(ValueError, match="has no function 'yours'"):
         find(f"{file}:yours")
     with pytest.raises(ValueError, match="found nothing, expected a Python file"):
@@ -159,7 +159,7 @@ def test_recipes_with_adapters():
     names = [name for name in NAMES if "_peft_" in name]
     assert len(names) == 6 + 6 + 8  # Qwen3.5-VL has no recipes for DoRA
     for name in names:
-        cfg = recipes()[name].function()
+        cfg = recipes()[name]()
         assert type(cfg.peft) is (Qwen3VLDoRA if "_dora_" in name else Qwen3VLLoRA)
         whole = cfg.model.tensor_model_parallel_size == cfg.model.pipeline_model_parallel_size == 1
         assert whole or "_dora_" not in name
@@ -168,7 +168,7 @@ def test_recipes_with_adapters():
 
 @pytest.mark.parametrize("name", ["qwen3_vl_2b_peft_config", "qwen3_vl_30b_a3b_peft_dora_config"])
 def test_adapters_in_a_runs_yaml(name, tmp_path):
-    cfg = recipes()[name].function()
+    cfg = recipes()[name]()
     cfg.peft.dim, cfg.peft.exclude_modules, cfg.peft.target_modules = 8, ["linear_proj"], []
     cfg.peft.params_to_save = {"noted during a run"}
     cfg.to_yaml(str(tmp_path / "run_config.yaml"))
@@ -195,7 +195,7 @@ def test_every_recipe_has_its_row():
 @pytest.mark.parametrize("name", PLANNED)
 def test_fits_on_what_it_is_meant_for(name):
     recipe = recipes()[name]
-    found = memory_plan(recipe.function(), recipe.gpus).peak.total
+    found = memory_plan(recipe(), recipe.gpus).peak.total
     assert found <= (1 - FREE) * GPUS[recipe.gpu].memory_bytes
     assert rows()[name][1] == f"{recipe.gpus} {recipe.gpu}: {found / GIB:.0f} GiB"
 

@@ -11,7 +11,7 @@ import sys
 import types
 
 import qwen3vl_bridge
-from qwen3vl_bridge.training.before_step import BeforeStep
+from qwen3vl_bridge.training.guard import StepGuard
 
 import pytest
 import qwen3vl_recipes
@@ -61,7 +61,7 @@ def test_our_recipe_trains_with_our_step_and_callbacks(script, monkeypatch):
     run_recipe.main()
     ((config, step, callbacks),) = sys.modules["trains"].calls
     assert type(config).__name__ == "Qwen3VLConfigContainer"
-    assert step is qwen3vl_bridge.forward_step and isinstance(callbacks[0], BeforeStep)
+    assert step is qwen3vl_bridge.forward_step and isinstance(callbacks[0], StepGuard)
     theirs = sys.modules["megatron.bridge.recipes"]
     names = [name for name in dir(qwen3vl_recipes) if name.endswith("_config") and "_dora_" not in name]
     assert "qwen3_vl_8b_sft_config" in names

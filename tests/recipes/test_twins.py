@@ -77,7 +77,7 @@ def pattern(name: str) -> Pattern:
     if name in _OF_MODULES:
         return _OF_MODULES[name]
     recipe = recipes()[name]
-    model = recipe.function().model
+    model = recipe().model
     sizes = [getattr(model, way) for way in WAYS]
     data = recipe.gpus
     for size in sizes:
@@ -92,7 +92,7 @@ def twin(
     name: str, folder: str, data: str, *, whole: bool = False, exact: bool = False, save: str | None = None
 ) -> Any:
     """The configuration of a recipe's twin."""
-    cfg = set_paths(recipes()[name].function(), hf_path=folder, data_path=data, pretrained_checkpoint=folder)
+    cfg = set_paths(recipes()[name](), hf_path=folder, data_path=data, pretrained_checkpoint=folder)
     split = pattern(name)
     sizes = [1] * len(WAYS) if whole else [split.tensor, split.pipeline, split.context]
     for way, size in zip(WAYS, sizes, strict=True):

@@ -84,7 +84,7 @@ def run(start: Start) -> dict[str, Any]:
     cfg, follower = start.config(), Follower(start)
     try:
         with _warnings() as warnings, mock.patch.object(callbacks, "publish", wraps=callbacks.publish) as published:
-            run_bridges_loop(cfg, follower, keep_saving_process=False)
+            run_bridges_loop(cfg, follower)
     except (CheckpointError, ValueError, AssertionError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
     right = [figures["accuracy"] for (_, figures), _ in published.call_args_list]

@@ -1,14 +1,13 @@
 """Runs in Megatron-Bridge's loop, in this process or on these ranks: as a user's script would call it."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import qwen3vl_bridge
 from qwen3vl_bridge.checkpoint.formats.megatron import find_iteration
-from qwen3vl_bridge.training.checkpoint_manager import start_saving_process
-from qwen3vl_bridge.training.process_groups import _join, groups_to_leave, leave_groups
+from qwen3vl_bridge.training.process_groups import _join
 from qwen3vl_bridge.training.run_log import ENTRY
 
 import torch
@@ -17,9 +16,9 @@ from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.finetune import finetune
 from megatron.bridge.training.initialize import destroy_global_state
 from megatron.bridge.training.pretrain import pretrain
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from tests.ranks import leave_groups
 from tests.steps import release
 
 from .conftest import Inputs
@@ -52,36 +51,15 @@ def _from_hf(inputs: Inputs, save: Path | None, settings: dict[str, Any]) -> Any
 _latest: list[torch.nn.Module] = []
 
 
-def run_bridges_loop(cfg: Any, *callbacks: Callback, keep_saving_process: bool = True) -> None:
+def run_bridges_loop(cfg: Any, *callbacks: Callback) -> None:
     _join()
     release(_latest)
     _latest.clear()
     destroy_global_state()  # of a run before that failed, or was another loop's
-    leave_groups()  # which Megatron-Bridge keeps
+    leave_groups()
     ours = [*qwen3vl_bridge.training_callbacks(cfg), *callbacks, _Models()]
-    with groups_to_leave(), _saving_process_kept() if keep_saving_process else contextlib.nullcontext():
-        loop = pretrain if cfg.checkpoint.pretrained_checkpoint is None else finetune
-        loop(cfg, qwen3vl_bridge.forward_step, callbacks=ours)
-
-
-@contextlib.contextmanager
-def _saving_process_kept() -> Iterator[None]:
-    """Leave the process that saving starts to the next run: importing torch takes it longer than most runs here.
-
-    Megatron-Bridge ends it with each run. What a run that failed has left in its queue goes.
-    """
-    if not _saving:
-        start_saving_process()
-        _saving.append(filesystem_async._results_queue)
-        _saving[0]._manager.shutdown = lambda: None  # Python ends it with this process
-    (queue,) = _saving
-    while not queue.empty():
-        queue.get()
-    filesystem_async._results_queue = queue
-    yield
-
-
-_saving: list[Any] = []
+    loop = pretrain if cfg.checkpoint.pretrained_checkpoint is None else finetune
+    loop(cfg, qwen3vl_bridge.forward_step, callbacks=ours)
 
 
 class _Models(Callback):

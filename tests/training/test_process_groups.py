@@ -91,14 +91,6 @@ def joined(monkeypatch):
     return found
 
 
-def test_each_has_the_gpu_of_its_number(joined, monkeypatch):
-    """`load_model`, and so `conversion/generate.py`, under torchrun on several GPUs."""
-    for name, value in dict(WORLD_SIZE="8", RANK="11", LOCAL_RANK="3").items():
-        monkeypatch.setenv(name, value)
-    process_groups._join()
-    assert joined == [3, "nccl"]
-
-
 def test_load_model_joins_so(joined, monkeypatch, untied_folder):
     """Before it makes anything on a GPU, or all of a machine's processes would be on the first."""
     process_groups.shutdown()  # groups of other tests

@@ -12,8 +12,8 @@ from qwen3vl_bridge.models.qwen3_vl.bridge import provider_from_hf_config
 from qwen3vl_bridge.models.rules import check
 from qwen3vl_bridge.training import run_refusals
 from qwen3vl_bridge.training import step as training_step
-from qwen3vl_bridge.training.before_step import optimizers_of
 from qwen3vl_bridge.training.checkpoint_manager import Qwen3VLCheckpointManager
+from qwen3vl_bridge.training.guard import optimizers_of
 from qwen3vl_bridge.training.step import check_rows
 from qwen3vl_bridge.training.weight_loading import load_model
 

@@ -38,6 +38,7 @@ _SHARED = (
     "gradient_accumulation_fusion",
     "apply_rope_fusion",
     "deterministic_mode",
+    "hetereogenous_dist_checkpoint",
 )
 
 

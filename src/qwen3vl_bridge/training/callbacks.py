@@ -12,9 +12,9 @@ from qwen3vl_bridge.data.sources.opening import open_source
 from qwen3vl_bridge.dist_train.joint_step import Modules
 from qwen3vl_bridge.inference.generation import end_token_ids, generate, ranks_in_step
 from qwen3vl_bridge.parallel.collectives import sum_counts
-from qwen3vl_bridge.training.before_step import BeforeStep
 from qwen3vl_bridge.training.checkpoint_manager import check_script
 from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
+from qwen3vl_bridge.training.guard import StepGuard
 from qwen3vl_bridge.training.metrics import Metrics
 from qwen3vl_bridge.training.run_log import RunLog, publish
 from qwen3vl_bridge.training.run_settings import AccuracyConfig
@@ -38,7 +38,7 @@ def training_callbacks(cfg: ConfigContainer) -> list[Callback]:
         RuntimeError: this is a process that saving has started, which runs the script again.
     """
     check_script()
-    callbacks: list[Callback] = [BeforeStep()]  # its norms are in the metrics
+    callbacks: list[Callback] = [StepGuard()]  # its norms are in the metrics
     if cfg.model.dist_train.use_dist_train:
         callbacks.append(Modules())
     if not cfg.logger.skip_train_metrics_log:

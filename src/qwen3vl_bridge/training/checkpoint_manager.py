@@ -14,23 +14,14 @@ import json
 import logging
 import multiprocessing
 import os
+import queue
 import re
 import shutil
-import signal
-import threading
 from collections.abc import Iterator
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.checkpoint.formats.megatron import (
-    HF_FILES,
-    LATEST_TRAIN_STATE,
-    RUN_CONFIG,
-    TORCH_DIST,
-    TRACKER,
-    TRAIN_STATE,
-)
+from qwen3vl_bridge.checkpoint.formats.megatron import HF_FILES, LATEST_TRAIN_STATE, RUN_CONFIG, TRACKER, TRAIN_STATE
 from qwen3vl_bridge.checkpoint.stored_models import MANIFEST
 from qwen3vl_bridge.data.dataset_provider import ConversationRows
 from qwen3vl_bridge.data.loading.batch_stream import check_position
@@ -39,8 +30,8 @@ from qwen3vl_bridge.io.atomic import atomic_directory, journal_of, replace_file
 from qwen3vl_bridge.io.files import CheckpointError, read_object
 from qwen3vl_bridge.parallel.collectives import all_or_none, broadcast_object, is_first, joint_failure, wait_for_all
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
+from qwen3vl_bridge.peft.stored_adapters import check_same_adapters
 from qwen3vl_bridge.training.resuming import (
-    check_adapters,
     chosen_schedule,
     expect_optimizer,
     folder_to_load,
@@ -62,7 +53,7 @@ from megatron.bridge.training.checkpointing import (
 from megatron.bridge.training.config import CheckpointConfig, ConfigContainer
 from megatron.bridge.training.utils import comet_utils, mlflow_utils, wandb_utils
 from megatron.bridge.training.utils.checkpoint_utils import read_run_config, read_train_state
-from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint import CheckpointException
 
@@ -89,7 +80,6 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
 
     Raises:
         CheckpointError: the run saves, and its initial weights are in no known format.
-        RuntimeError: a script whose process for saving would train.
     """
 
     def __init__(self, checkpoint_config: CheckpointConfig) -> None:
@@ -103,8 +93,6 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
             with all_or_none():
                 if is_first():
                     self._export = Pretrained.find(settings.pretrained_checkpoint).export_files()
-        if settings.ckpt_format == TORCH_DIST and not settings.async_save:
-            start_saving_process()
 
     def save(self, ctx: CheckpointSaveContext, callback_manager: Any) -> None:
         """Save a checkpoint completely or not at all, if it is finished when this returns. A collective call.
@@ -115,7 +103,8 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
         state, settings = ctx.state, ctx.state.cfg.checkpoint
         step, folder = state.train_state.step, Path(settings.save)
         final = Path(get_checkpoint_name(settings.save, step))
-        with _as_one_model(ctx) as whole, _layers_may_differ(ctx), signals_blocked():
+        here = contextlib.nullcontext() if settings.async_save else _results_in_this_process()
+        with _as_one_model(ctx) as whole, here:
             if ctx.non_persistent_ckpt or settings.async_save or "://" in str(settings.save):
                 super().save(whole, callback_manager)
                 with all_or_none():  # non-persistent and remote checkpoints have no folder for them
@@ -191,12 +180,12 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
         folder, cfg = None if is_local else folder_to_load(settings), ctx.state.cfg
         with all_or_none():
             if folder is not None:
-                check_adapters(folder, cfg)
+                if (folder / RUN_CONFIG).is_file() and (cfg.peft is None or isinstance(cfg.peft, Qwen3VLParts)):
+                    check_same_adapters(folder, cfg.peft)  # tensors of another scale would fit
                 if ctx.optimizer is not None:
                     expect_optimizer(folder, cfg)
         with (
             _as_one_model(ctx) as whole,
-            _layers_may_differ(ctx),
             random_states_that_fit(settings, whole, is_local),
             loads_either_form(whole.optimizer),
             chosen_schedule(whole, folder),
@@ -211,12 +200,6 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
 
 
 MANAGER = f"{Qwen3VLCheckpointManager.__module__}.{Qwen3VLCheckpointManager.__name__}"
-
-
-def manage_checkpoints(cfg: ConfigContainer) -> None:
-    """Set the manager of a run, in place. A user's own is kept."""
-    if cfg.checkpoint.custom_manager_class is None:
-        cfg.checkpoint.custom_manager_class = MANAGER
 
 
 @contextlib.contextmanager
@@ -285,26 +268,6 @@ def _as_one_model(ctx: Any) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext(as_one_model(ctx) if ctx.state.cfg.model.dist_train.use_dist_train else ctx)
 
 
-@contextlib.contextmanager
-def _layers_may_differ(ctx: CheckpointSaveContext | CheckpointLoadContext) -> Iterator[None]:
-    """Make megatron-core store each layer separately if some have adapters that others lack.
-
-    Otherwise it stacks layers of one name, and refuses to save a stack with missing parts.
-    """
-    peft, configs = ctx.state.cfg.peft, {}
-    if isinstance(peft, Qwen3VLParts) and peft.layers_differ:
-        modules = [module for chunk in unwrap_model(ctx.model) for module in chunk.modules()]
-        configs = {id(module.config): module.config for module in modules if isinstance(module, TransformerBlock)}
-    given = [config.hetereogenous_dist_checkpoint for config in configs.values()]
-    for config in configs.values():
-        config.hetereogenous_dist_checkpoint = True
-    try:
-        yield
-    finally:
-        for config, was in zip(configs.values(), given, strict=True):
-            config.hetereogenous_dist_checkpoint = was
-
-
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
@@ -346,59 +309,28 @@ def _expect_data(folder: Path, cfg: ConfigContainer, row: int) -> None:
         check_position(_data_of(cfg), saved)
 
 
-# megatron-core's writer of `torch_dist` passes its threads' results through a process of `multiprocessing`. By default
-# it starts with the first save, hours into a run, and lives as long as the run. It is spawned, so it runs the user's
-# script again as a module: if the script trains at once, instead of under `if __name__ == "__main__":`, both would wait
-# for each other forever. And launchers send it the signal that asks the run to save and exit.
-_PATIENCE = 120.0  # seconds, including the script's imports
-_LATE = "the process that saves checkpoints has not answered for %.0f s; it imports the script that trains, and %s"
-_GUARD = 'the script must do its work under `if __name__ == "__main__":`'
+@contextlib.contextmanager
+def _results_in_this_process() -> Iterator[None]:
+    """Let megatron-core's writer of `torch_dist` pass its threads' results through a queue of this process.
+
+    Otherwise it starts a process for that, also if it saves synchronously: it is spawned, so it imports the user's
+    script, it lives as long as the run, and launchers send it the signal that asks the run to save and exit.
+    """
+    before, filesystem_async._results_queue = filesystem_async._results_queue, queue.Queue()
+    try:
+        yield
+    finally:
+        filesystem_async._results_queue = before
 
 
 def check_script() -> None:
-    """Refuse to continue if a spawned process runs the user's script again.
+    """Refuse to continue if a process that asynchronous saving has spawned runs the user's script again.
 
     Raises:
         RuntimeError: this is such a process.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # the test that multiprocessing itself uses
-        raise RuntimeError(f"this process was started to save checkpoints, but ran the training script again: {_GUARD}")
-
-
-def start_saving_process() -> None:
-    """Start the process that saving needs now. megatron-core keeps it for all saves.
-
-    Raises:
-        RuntimeError: it ended at once.
-    """
-    from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
-
-    late = threading.Timer(_PATIENCE, logger.warning, [_LATE, _PATIENCE, _GUARD])
-    late.daemon = True
-    late.start()
-    try:
-        with signals_blocked():
-            get_write_results_queue()
-    except (EOFError, OSError) as error:
         raise RuntimeError(
-            f"the process that saves checkpoints ended at once, for the reason printed above; {_GUARD}"
-        ) from error
-    finally:
-        late.cancel()
-
-
-@contextlib.contextmanager
-def signals_blocked() -> Iterator[None]:
-    """Block the signals that this process handles in the processes that the body starts; this one receives them as
-    usual.
-
-    They inherit the signal mask of this thread. Another thread receives a signal meanwhile, or this one afterwards, and
-    Python calls the handler.
-    """
-    handled = {number for number in signal.valid_signals() if callable(signal.getsignal(number))} - {signal.SIGINT}
-    resource_tracker.ensure_running()  # otherwise the process would start it, which ends with SIGTERM unblocked
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, handled)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            "this process was started to save checkpoints, but ran the training script again: the script must do its "
+            'work under `if __name__ == "__main__":`'
+        )

@@ -76,12 +76,6 @@ def from_collator(batch: Mapping[str, Any], config: VisionLanguageProvider, data
         raise
     _check_positions(given.get("position_ids"), ours, arranged)
     _check_labels(ours)
-    row = ours.input_ids.shape[1]
-    if config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths and row != config.seq_length:
-        raise ValueError(
-            f"the batch has rows of {row} tokens, expected seq_length, {config.seq_length}, under pipeline "
-            "parallelism: set dataset.pad_to_max_length, or model.variable_seq_lengths"
-        )
     return replace(ours, sample_ids=tuple(str(key) for key in batch.get("__keys__") or ()))
 
 

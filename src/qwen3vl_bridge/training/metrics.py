@@ -10,35 +10,26 @@ import logging
 import re
 import resource
 import time
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import replace
 from itertools import accumulate
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.data.packing.row_plan import SetCounts, add_counts, most_of
 from qwen3vl_bridge.models.flops import TowerCosts, provider_costs, trained_parts
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
-from qwen3vl_bridge.models.router import tracked_row, tracked_rows
-from qwen3vl_bridge.parallel.collectives import gather_objects, max_of_each, sum_amounts, sum_over_ranks
+from qwen3vl_bridge.parallel.collectives import max_of_each, sum_amounts, sum_over_ranks
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.planning.hardware import GPUS
 from qwen3vl_bridge.training.run_log import TOWER_NORMS, check_trackers, publish, step_of
 from qwen3vl_bridge.training.run_refusals import microbatches_of_a_rank
-from qwen3vl_bridge.weights.rows import part_of_wrapped
 
 import torch
 from megatron.bridge.peft.lora_layers import LoRATopKRouter
 from megatron.bridge.training.callbacks import Callback, CallbackContext
-from megatron.bridge.training.config import (
-    ConfigContainer,
-    OptimizerConfigOverrideProvider,
-    OptimizerConfigOverrideProviderContext,
-)
+from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.state import GlobalState
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import combine_param_group_overrides
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.router import TopKRouter
@@ -75,17 +66,14 @@ class Metrics(Callback):
         self._costs = step_costs(self.cfg)
         on_gpu = torch.cuda.is_available()
         self._peak = peak_operations(torch.cuda.get_device_name()) if on_gpu else None
-        self._rates = PartRates(context)
         self._excluded = ExcludedSamples(self.cfg.dataset)
 
     def on_train_step_start(self, context: CallbackContext) -> None:
-        """Start the clock; if this step's metrics are logged, read its learning rates and count experts' tokens."""
+        """Start the clock; if this step's metrics are logged, count experts' tokens."""
         if self._since is None:
             self._since = time.perf_counter()
-        if (context.state.train_state.step + 1) % self.cfg.logger.log_interval:
-            return
-        self._lr_of_parts = self._rates.now(context.optimizer)
-        if self.cfg.model.moe_layers:
+        is_logged = (context.state.train_state.step + 1) % self.cfg.logger.log_interval == 0
+        if is_logged and self.cfg.model.moe_layers:
             self._load = ExpertLoad(context.model)
 
     def on_train_step_end(self, context: CallbackContext) -> None:
@@ -111,9 +99,9 @@ class Metrics(Callback):
         self._since = now
 
     def _figures(self, context: CallbackContext, step: Amounts) -> dict[str, float]:
-        meter, count = meter_of(context.state), Amounts.count()
+        meter, count = meter_of(context.state), len(Amounts._fields)
         excluded = [*self._excluded.numbers(meter.newly_dropped), *self._excluded.numbers(meter.unreadable)]
-        own = (*self._interval.values(), *step.values(), *excluded)
+        own = (*self._interval, *step, *excluded)
         sums = sum_amounts(own, self._groups)  # which also waits for the device
         self._tick()
         interval, step, lost = Amounts(*sums[:count]), Amounts(*sums[count : 2 * count]), sums[2 * count :]
@@ -131,7 +119,6 @@ class Metrics(Callback):
             **self._speed(interval),
             "memory_gb": memory / 1e9,
             **totals,
-            **self._lr_of_parts,
             **{f"grad_norm_{part}": float(norm) for part, norm in norms.items()},
         }
         if self._load is not None:
@@ -166,8 +153,7 @@ def _memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-@dataclass(frozen=True)
-class Amounts:
+class Amounts(NamedTuple):
     """Contents of some microbatches. Two can be added."""
 
     tokens: int = 0  # without padding
@@ -200,17 +186,8 @@ class Amounts:
             rows=batch.layout.num_rows,
         )
 
-    def __add__(self, other: Amounts) -> Amounts:
-        return Amounts(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
-
-    def values(self) -> tuple[int, ...]:
-        """All values, in order."""
-        return astuple(self)
-
-    @classmethod
-    def count(cls) -> int:
-        """Number of values."""
-        return len(fields(cls))
+    def __add__(self, other: Amounts) -> Amounts:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Amounts(*map(sum, zip(self, other, strict=True)))
 
 
 class Meter:
@@ -294,46 +271,6 @@ def peak_operations(device: str) -> float | None:
     if not names or words & _SLOWER:
         return None
     return GPUS[max(names, key=len)].bf16_flops
-
-
-_Span = tuple[float, float]  # the maximum and minimum learning rate, which identify groups of parameters
-
-
-class PartRates:
-    """Learning rates of the model's parts. Created on every rank at the same time (a collective call), as a run starts.
-
-    A part is matched with the optimizer's groups by the rules from which these were made.
-    """
-
-    def __init__(self, context: CallbackContext) -> None:
-        self._parts: dict[str, _Span] = {}
-        if len({_span(group) for group in context.optimizer.param_groups}) < 2:  # the same on every rank
-            return
-        cfg, own = context.state.cfg, defaultdict(set)
-        provider = cfg.optimizer_config_override_provider or OptimizerConfigOverrideProvider()
-        rules = provider.build_config_overrides(
-            OptimizerConfigOverrideProviderContext(cfg.scheduler, cfg.optimizer, context.model)
-        )
-        usual = dict(max_lr=cfg.optimizer.lr, min_lr=cfg.optimizer.min_lr)
-        for name, parameter in ((n, p) for chunk in context.model for n, p in chunk.named_parameters()):
-            if parameter.requires_grad:
-                matching = [rule for key, rule in (rules or {}).items() if key.matches(parameter, name)]
-                span = _span(usual | combine_param_group_overrides(matching))
-                own[part_of_wrapped(name).value].add(span)
-        spans: dict[str, set[_Span]] = defaultdict(set)
-        for rank in gather_objects(dict(own)):  # not every rank has all parts
-            for part, some in rank.items():
-                spans[part] |= some
-        self._parts = {part: next(iter(some)) for part, some in spans.items() if len(some) == 1}
-
-    def now(self, optimizer: MegatronOptimizer) -> dict[str, float]:
-        """The rate of each part with its own rate; empty if all parameters have the same."""
-        rates = {_span(group): group["lr"] for group in optimizer.param_groups}
-        return {f"lr_{part}": rates[span] for part, span in self._parts.items()}
-
-
-def _span(group: dict) -> _Span:
-    return group["max_lr"], group["min_lr"]
 
 
 class ExcludedSamples:

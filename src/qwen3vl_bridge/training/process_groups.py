@@ -1,10 +1,7 @@
-"""Processes and groups from a provider's parallel sizes: creating, destroying, and seeding random generators."""
+"""Processes and groups from a provider's parallel sizes: joining, leaving, and seeding random generators."""
 
-import contextlib
-import gc
 import os
 import random
-from collections.abc import Iterator
 
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.refusals import check_world
@@ -15,10 +12,8 @@ import torch
 from megatron.bridge.training.initialize import _create_dist_train_pgs
 from megatron.bridge.utils.common_utils import get_local_rank_preinit
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 
 def initialize(provider: VisionLanguageProvider, seed: int) -> ProcessGroupCollection:
@@ -32,17 +27,15 @@ def initialize(provider: VisionLanguageProvider, seed: int) -> ProcessGroupColle
         _join()
         check_world(provider, torch.distributed.get_world_size())
         complete_dist_train(provider)
-        leave_groups()
+        parallel_state.destroy_model_parallel()
         parallel_state._set_global_memory_buffer()
         # Megatron-Bridge's own function, which its set-up calls if `dist.use_decentralized_pg` is on.
-        with groups_to_leave():
-            provider._pg_collection = _create_dist_train_pgs(provider, 1, None, None)
+        provider._pg_collection = _create_dist_train_pgs(provider, 1, None, None)
     else:
         if not _groups_match(provider):
             _join()
-            leave_groups()
-            with groups_to_leave():
-                provider.initialize_model_parallel()
+            parallel_state.destroy_model_parallel()
+            provider.initialize_model_parallel()
         provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     seed_generators(seed, provider._pg_collection)
     return provider._pg_collection
@@ -88,46 +81,8 @@ def _join() -> None:
         torch.distributed.init_process_group(backend)
 
 
-def leave_groups() -> None:
-    """Destroy the groups that `initialize` created, so that others can be created. A collective call.
-
-    A gloo group has three threads that poll a hundred times per second. Sets of unused groups, each of dozens, would
-    take all of a machine's time.
-    """
-    parallel_state.destroy_model_parallel()
-    BridgeCommunicator._broadcast_pg_cache.clear()  # it caches it for the next one
-    BridgeCommunicator._bridge_pg_cache.clear()
-    left = [group for group in _known_groups() if group in _made]
-    _made.clear()
-    if left:
-        _clear_sharding_prop_cache()  # torch would give results of equal meshes the mesh of the destroyed groups
-        gc.collect()  # a deleted model in a reference cycle would hold them
-        torch.distributed.barrier()
-        for group in left:
-            torch.distributed.destroy_process_group(group)
-
-
-_made: list[torch.distributed.ProcessGroup] = []
-
-
-@contextlib.contextmanager
-def groups_to_leave() -> Iterator[None]:
-    """Record the groups that the body creates, for `leave_groups`."""
-    before = _known_groups()
-    try:
-        yield
-    finally:
-        _made.extend(group for group in _known_groups() if group not in before)
-
-
-def _known_groups() -> list[torch.distributed.ProcessGroup]:
-    """All groups except that of all processes."""
-    everyone = torch.distributed.group.WORLD
-    return [group for group in torch.distributed.distributed_c10d._world.pg_map if group is not everyone]
-
-
 def shutdown() -> None:
-    """Destroy the groups and the process group of all processes."""
-    leave_groups()
+    """Leave all groups, and that of all processes."""
+    parallel_state.destroy_model_parallel()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

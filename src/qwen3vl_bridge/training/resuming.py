@@ -16,8 +16,6 @@ from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
 from qwen3vl_bridge.checkpoint.formats.megatron import RUN_CONFIG, TORCH_DIST, find_iteration, format_of
 from qwen3vl_bridge.io.files import CheckpointError
 from qwen3vl_bridge.parallel.collectives import all_or_none, broadcast_object, gather_objects, is_first
-from qwen3vl_bridge.peft.lora import Qwen3VLParts
-from qwen3vl_bridge.peft.stored_adapters import check_same_adapters
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.rows import Part, expand
 
@@ -85,15 +83,6 @@ def folder_to_load(settings: CheckpointConfig) -> Path | None:
     if load and Path(load).is_dir() and checkpoint_exists(load):
         folders.append(find_iteration(Path(load), settings.ckpt_step))
     return max(folders, key=lambda folder: int(re.sub(r"\D", "", folder.name) or 0), default=None)
-
-
-def check_adapters(folder: Path, cfg: ConfigContainer) -> None:
-    """Refuse to continue with other adapters than the checkpoint's: tensors of another scale would fit.
-
-    Megatron-Bridge's own classes of adapters are left to Megatron-Bridge.
-    """
-    if (folder / RUN_CONFIG).is_file() and (cfg.peft is None or isinstance(cfg.peft, Qwen3VLParts)):
-        check_same_adapters(folder, cfg.peft)
 
 
 def expect_optimizer(folder: Path, cfg: ConfigContainer) -> None:

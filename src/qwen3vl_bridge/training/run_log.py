@@ -25,7 +25,6 @@ import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.config import ConfigContainer
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
-from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +50,7 @@ class RunLog(Callback):
         repeated.
         """
         cfg, step = context.state.cfg, context.state.train_state.step
-        self._shown = StepProgress(
-            cfg.train.train_iters, step, cfg.logger.log_interval, bar=not torch.cuda.is_available()
-        )
+        self._shown = StepProgress(cfg.train.train_iters, step, cfg.logger.log_interval)
         self._validated: int | None = None
         is_first = torch.distributed.get_rank() == 0
         if step >= cfg.train.train_iters and is_first:
@@ -85,8 +82,8 @@ class RunLog(Callback):
         elif "lm loss" in context.loss_dict:  # of another package's forward step
             entry["loss"] = float(context.loss_dict["lm loss"])
         entry["lr"] = self._lr
-        if context.grad_norm is not None:
-            entry["grad_norm"] = float(context.grad_norm)
+        parts = context.user_state[TOWER_NORMS].values()  # a skipped step has a norm too
+        entry["grad_norm"] = math.hypot(*parts) if context.grad_norm is None else float(context.grad_norm)
         entry |= {"trained_tokens": int(tokens), "seconds": time.perf_counter() - self._started}
         if context.skipped_iter:
             entry["skipped"] = 1
@@ -102,8 +99,7 @@ class RunLog(Callback):
             self._shown.note(self._add(context, {"step": step, "valid_loss": losses["lm loss"]}))
 
     def on_train_end(self, context: CallbackContext) -> None:
-        """Finish the console output; a final validation that repeats the previous one is not logged."""
-        self._shown.close()
+        """Skip a final validation that would repeat the previous one."""
         state = context.state
         if self._validated == state.train_state.step and getattr(state.cfg.dataset, "rows_of_evaluation", None):
             state.train_state.do_valid = False
@@ -185,55 +181,36 @@ _STAY = ("tokens_per_second", "tflops_per_gpu", "mfu", "memory_gb")
 
 
 class StepProgress:
-    """Shows steps on the first rank's standard error: a bar on a terminal, which lines from elsewhere would break, or a
-    line each `interval` steps and after ten seconds.
-    """
+    """Shows steps on the first rank's standard error: a line each `interval` steps and after ten seconds."""
 
-    def __init__(self, total: int, done: int, interval: int, *, bar: bool = True) -> None:
+    def __init__(self, total: int, done: int, interval: int) -> None:
         self._silent = torch.distributed.get_rank() != 0
-        self._has_bar = bar and sys.stderr.isatty()
-        self._bar = tqdm(
-            total=total,
-            initial=done,
-            desc="train",
-            disable=self._silent or not self._has_bar,
-            dynamic_ncols=True,
-            bar_format="{desc} {percentage:3.0f}%|{bar:12}| {n_fmt}/{total_fmt}{postfix}",
-        )
         self._total, self._first, self._interval = total, done, interval
         self._started = self._last_line = time.monotonic()
         self._latest: dict[str, float] = {}
         self._skipped = 0
-
-    def close(self) -> None:
-        """Leave the bar as it is."""
-        self._bar.close()
 
     def advance(self, entry: Mapping[str, float]) -> None:
         """Show a finished step, the latest of those since the last call."""
         step, now = int(entry["step"]), time.monotonic()
         self._latest |= {name: entry[name] for name in _STAY if name in entry}
         self._skipped += "skipped" in entry
-        shown = self._latest | dict(entry)
+        due = step % self._interval == 0 or now - self._last_line > _SECONDS_BETWEEN_LINES
+        if not (due or step == self._total or "skipped" in entry):
+            return
+        self._last_line, shown = now, self._latest | dict(entry)
         words = [form.format(shown[name]) for name, form in _SHOWN.items() if shown.get(name) is not None]
         if self._skipped:
             words.append(
                 f"(this step skipped, {self._skipped} in all)" if "skipped" in entry else f"({self._skipped} skipped)"
             )
-        each = (now - self._started) / max(step - self._first, 1)
-        text = "  ".join([*words, f"ETA {timedelta(seconds=round(each * (self._total - step)))}"])
-        self._bar.set_postfix_str(text, refresh=False)
-        self._bar.update(step - self._bar.n)
-        due = step % self._interval == 0 or now - self._last_line > _SECONDS_BETWEEN_LINES
-        if not self._has_bar and (due or step == self._total or "skipped" in entry):
-            self._last_line = now
-            self._write(f"step {step}/{self._total}  {text}")
+        left = (now - self._started) / max(step - self._first, 1) * (self._total - step)
+        self._write("  ".join([f"step {step}/{self._total}", *words, f"ETA {timedelta(seconds=round(left))}"]))
 
     def note(self, entry: Mapping[str, float]) -> None:
-        """Print a permanent line, such as an evaluation."""
+        """Print a line of its own, such as an evaluation's."""
         self._write("  ".join(f"{name} {value:.4g}" for name, value in entry.items()))
 
     def _write(self, line: str) -> None:
         if not self._silent:
-            tqdm.write(line, file=sys.stderr)
-            sys.stderr.flush()
+            print(line, file=sys.stderr, flush=True)

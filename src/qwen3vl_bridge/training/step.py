@@ -11,7 +11,7 @@ from qwen3vl_bridge.batch.device_transfer import Movable, copy_to_gpu
 from qwen3vl_bridge.dist_train.joint_step import next_vision_batch
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.settings import replicas_of
-from qwen3vl_bridge.training.before_step import recorded
+from qwen3vl_bridge.training.guard import recorded
 from qwen3vl_bridge.training.megatron_batches import from_collator
 from qwen3vl_bridge.training.metrics import Amounts, count_microbatch, count_operations
 from qwen3vl_bridge.training.run_refusals import check_balance

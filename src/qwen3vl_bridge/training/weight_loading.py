@@ -10,14 +10,18 @@ import importlib
 import inspect
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qwen3vl_bridge.checkpoint.conversion_plan import naming_of, tensors_of
 from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
+from qwen3vl_bridge.checkpoint.formats.dcp_reader import DcpTensors
 from qwen3vl_bridge.checkpoint.formats.huggingface import side_files
-from qwen3vl_bridge.checkpoint.formats.megatron import HF_FILES, TORCH_DIST, find_iteration, format_of, key_of
+from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, TensorLayout, TorchDist
+from qwen3vl_bridge.checkpoint.formats.megatron import HF_FILES, TORCH_DIST, find_iteration, format_of, model_keys
+from qwen3vl_bridge.checkpoint.formats.tensors import Segment, SegmentReader, Segments, Slice, TensorSpec, Zeros
 from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, open_model, read_manifest, tool
 from qwen3vl_bridge.io.files import CheckpointError
 from qwen3vl_bridge.models.model import VisionLanguageModel
@@ -36,27 +40,18 @@ from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_
 from megatron.bridge.training import checkpointing
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.utils.checkpoint_utils import is_hf_checkpoint_dir
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 logger = logging.getLogger(__name__)
 
 Chunks = list[torch.nn.Module]
-Shapes = dict[str, tuple[int, ...]]
 
 # Fields of a provider that determine weights and their shapes.
 _SIZES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
     *("vocab_size", "share_embeddings_and_output_weights", "moe_layers", "num_moe_experts", "moe_ffn_hidden_size"),
-)
-_LINEAR = (
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_conv_kernel_dim", "moe_shared_expert_intermediate_size"),
 )
@@ -102,11 +97,55 @@ def load_weights(folder: str | Path, model: Sequence[torch.nn.Module], groups: P
     Raises:
         CheckpointError: a tensor is missing, extra or of another shape; all are listed.
     """
+    chunks = unwrap_model(list(model))
+    config = chunks[0].config
+    dimensions, rows = config.dimensions(), rows_by_name(config)
     with all_or_none():
         folder = find_iteration(Path(folder))
         refuse_adapters_alone(folder)
-        ckpt_format = format_of(folder)
-    (_load_torch_dist if ckpt_format == TORCH_DIST else _load_fsdp_dtensor)(folder, model, groups)
+        ckpt_format, metadata = format_of(folder), read_metadata(folder)
+        source = DcpTensors(metadata, model_keys(metadata, ckpt_format))
+        if ckpt_format == TORCH_DIST:
+            layout = TorchDist.found(rows.values(), dimensions, source.specs)
+        else:
+            layout = FsdpDtensor(dimensions, naming_of(rows.values(), source.specs))
+        _check_tensors(folder, source.specs, rows.values(), layout)
+    with all_or_none(), torch.no_grad(), SegmentReader(source) as reader:
+        for stage, chunk in enumerate(chunks):
+            for name, parameter in chunk.named_parameters():
+                name = _megatron_local_name_to_global(chunks, config, name, stage)
+                tied = name == _OUTPUT and config.share_embeddings_and_output_weights
+                row = rows[_EMBEDDING if tied else name]
+                group = groups.expt_tp if "experts" in row.indices else groups.tp
+                shape, dimension, ranks, rank = list(parameter.shape), 0, 1, 0
+                if group.size() > 1 and getattr(parameter, "tensor_model_parallel", False):
+                    dimension, ranks, rank = parameter.partition_dim, group.size(), group.rank()
+                    shape[dimension] *= ranks
+                segments: list[Segment] = [Slice(part.tensor, part.start, part.length) for part in layout.slices(row)]
+                if row.of_vocabulary:  # saved with any number of padding rows; missing ones become zeros
+                    kept = min(source.specs[segments[0].source].numel, math.prod(shape))
+                    segments = [Slice(segments[0].source, 0, kept), Zeros(math.prod(shape) - kept)]
+                if dimension == 0:
+                    # Of several tensors that are concatenated in a parameter, a rank has its part of each.
+                    whole, width, first, segments = Segments(segments), math.prod(shape[1:]), 0, []
+                    for size in stored_rows(row, shape[0], dimensions):
+                        part = size // ranks
+                        segments += whole.cut((first + rank * part) * width, part * width)
+                        first += size
+                tensor = _read(reader, segments, parameter.dtype)
+                parameter.copy_(
+                    tensor.view_as(parameter) if dimension == 0 else tensor.view(shape).chunk(ranks, dimension)[rank]
+                )
+
+
+def _read(reader: SegmentReader, segments: Sequence[Segment], dtype: torch.dtype) -> Tensor:
+    """[elements] on the host, cast to a dtype."""
+    tensor, done = torch.empty(sum(segment.length for segment in segments), dtype=dtype), 0
+    data = memoryview(tensor.view(torch.uint8).numpy())
+    for block in reader.blocks(segments, str(dtype).removeprefix("torch.")):
+        data[done : done + len(block)] = block
+        done += len(block)
+    return tensor
 
 
 @dataclass(frozen=True)
@@ -184,7 +223,6 @@ def _sizes(provider: VisionLanguageProvider) -> dict[str, object]:
         "vision layers": vision.depth,
         "deepstack_visual_indexes": list(provider.deepstack_layers),
         "family": provider.family,
-        **{name: getattr(provider, name) for name in _LINEAR if hasattr(provider, name)},
     }
 
 
@@ -276,146 +314,29 @@ def _allocate_on_host(chunk: torch.nn.Module) -> None:
                 setattr(module, name, made[parameter])
 
 
-def _load_torch_dist(folder: Path, model: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
-    """Read megatron-core's own format, whose names and shapes are those of the model's own sharded state dict."""
-    with all_or_none():
-        chunks = unwrap_model(list(model))
-        metadata = (dist_checkpointing.load_content_metadata(str(folder)) or {}) | {"dp_cp_group": groups.dp_cp}
-        wanted = {f"{stage}": chunk.sharded_state_dict(metadata=metadata) for stage, chunk in enumerate(chunks)}
-        entries = [entry for entry in nested_values(load_preprocess(wanted)[0]) if isinstance(entry, ShardedTensor)]
-        mine = {e.key: None if e.allow_shape_mismatch else tuple(e.global_shape) for e in entries}
-    shapes: dict[str, tuple[int, ...] | None] = {}
-    for some in gather_objects(mine):
-        shapes |= some
-    with all_or_none():
-        stored = {key: spec.shape for key, (spec, _) in read_metadata(folder).tensors.items()}
-        ours = {key: shape for key, shape in stored.items() if key.startswith(("language_model.", "vision_model."))}
-        problems = _missing_or_misshapen(stored, shapes) + _unexpected(ours, shapes)
-    _raise_problems(folder, problems)
-    with all_or_none(), torch.no_grad():
-        loaded = dist_checkpointing.load(wanted, str(folder), validate_access_integrity=False)
-        for stage, chunk in enumerate(chunks):
-            chunk.load_state_dict(loaded[f"{stage}"], strict=True)
+def _check_tensors(
+    folder: Path, found: Mapping[str, TensorSpec], rows: Collection[WeightRow], layout: TensorLayout
+) -> None:
+    """Raise a CheckpointError that lists missing, unexpected and misshapen tensors.
 
-
-def _load_fsdp_dtensor(folder: Path, model: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
-    """Read the fsdp_dtensor layout by torch.distributed.checkpoint, each rank its own parts."""
-    with all_or_none():
-        parameters = list(stored_parameters(model, groups))
-        # Views: loading fills the model.
-        tensors = {key_of(name): part for parameter in parameters for name, part in parameter.parts()}
-        # Read by our own reader first: it unpickles only descriptions of tensors.
-        specs = read_metadata(folder).tensors
-        stored = {key: spec.shape for key, (spec, _) in specs.items() if key.startswith(key_of(""))}
-        # Without Transformer Engine, Megatron-FSDP saves a model under that model's own names.
-        tensors = {
-            key if key in stored or local_name(key) not in stored else local_name(key): t for key, t in tensors.items()
-        }
-        padded = _padded_otherwise(stored, tensors, parameters, unwrap_model(list(model))[0].config.vocab_size)
-        whole = {key: tensor for key, tensor in tensors.items() if key not in padded}
-        problems = _missing_or_misshapen(stored, {key: tuple(tensor.shape) for key, tensor in whole.items()})
-    wanted = set(tensors).union(*gather_objects(list(tensors)))
-    _raise_problems(folder, problems + _unexpected(stored, wanted))
-    with all_or_none():
-        dcp.load(whole, checkpoint_id=folder, no_dist=True)
-        for key, part in padded.items():
-            # Missing rows belong to no token, and are zeroed.
-            rows, first = torch.empty(stored[key], dtype=part.dtype), 0
-            dcp.load({key: rows}, checkpoint_id=folder, no_dist=True)
-            if isinstance(part, DTensor):
-                first, part = part.device_mesh.get_local_rank() * len(part.to_local()), part.to_local()
-            rows = rows[first : first + len(part)]
-            part[: len(rows)] = rows
-            part[len(rows) :] = 0
-
-
-def _padded_otherwise(
-    stored: Shapes, tensors: dict[str, Tensor], parameters: Sequence[StoredParameter], tokens: int
-) -> dict[str, Tensor]:
-    """Tensors with a row per token that were saved with another number of padding rows."""
-    keys = {key_of(name) for parameter in parameters if parameter.row.of_vocabulary for name in parameter.row.stored}
-    return {
-        key: tensors[key]
-        for key in keys & stored.keys() & tensors.keys()
-        if stored[key] != tuple(tensors[key].shape)
-        and stored[key][0] >= tokens
-        and stored[key][1:] == tensors[key].shape[1:]
-    }
-
-
-def _missing_or_misshapen(stored: Shapes, wanted: Mapping[str, tuple[int, ...] | None]) -> list[str]:
-    """Tensors that a checkpoint lacks, or has in another shape; None for any shape."""
-    missing = [f"missing: {key} {list(shape or ())}" for key, shape in wanted.items() if key not in stored]
-    return missing + [
-        f"misshapen: {key} is {list(stored[key])}, expected {list(shape)}"
-        for key, shape in wanted.items()
-        if shape is not None and stored.get(key, shape) != shape
-    ]
-
-
-def _unexpected(stored: Shapes, wanted: Collection[str]) -> list[str]:
-    """Tensors of a checkpoint without a parameter; a model may lack multi-token prediction."""
-    without_mtp = not any(is_of_mtp(key) for key in wanted)
-    return [
-        f"unexpected: {key} {list(shape)}"
-        for key, shape in stored.items()
-        if key not in wanted and not (without_mtp and is_of_mtp(key))
-    ]
-
-
-def _raise_problems(folder: Path, mine: Sequence[str]) -> None:
-    """Raise the problems that any rank has found with a checkpoint, the same error on all."""
-    if problems := sorted(set().union(*gather_objects(list(mine)))):
-        raise CheckpointError("\n  ".join([f"{folder} does not fit the model:", *problems]))
-
-
-@dataclass(frozen=True)
-class StoredParameter:
-    """A parameter of this rank in the fsdp_dtensor layout.
-
-    A checkpoint is independent of ranks: each parameter is whole in it, layers and experts are numbered through the
-    model, gate and up projection are separate. A rank's part of a tensor is described by a DTensor over the group of
-    ranks that share it, a view of the rank's own memory; torch.distributed.checkpoint slices, joins and skips copies
-    accordingly.
+    Tensors with a row per token may have more rows, and a model may lack multi-token prediction.
     """
-
-    row: WeightRow  # of the weight table, expanded
-    parameter: torch.nn.Parameter  # this rank's part
-    mesh: DeviceMesh | None = None  # the ranks that have the other parts; None if the part is the whole
-    dimension: int = 0  # along which it is split
-    ratio: tuple[int, ...] = (1,)  # of the rows of the tensors as which it is stored, concatenated, in lowest terms
-
-    def parts(self) -> Iterator[tuple[str, Tensor]]:
-        """Names of the stored tensors, with views of the parameter."""
-        tensor = self.parameter.detach()
-        share = len(tensor) // sum(self.ratio)
-        for name, part in zip(self.row.stored, tensor.split([n * share for n in self.ratio]), strict=True):
-            if self.mesh is None:
-                yield name, part
-            else:
-                yield name, DTensor.from_local(part, self.mesh, [Shard(self.dimension)], run_check=False)
-
-
-def stored_parameters(model: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> Iterator[StoredParameter]:
-    """This rank's parameters; arguments as for `load_weights`."""
-    chunks = unwrap_model(list(model))
-    config = chunks[0].config
-    rows, meshes, dimensions = rows_by_name(config), {}, config.dimensions()
-    for stage, chunk in enumerate(chunks):
-        for name, parameter in chunk.named_parameters():
-            whole = _megatron_local_name_to_global(chunks, config, name, stage)
-            if whole == _OUTPUT and config.share_embeddings_and_output_weights:
-                whole = _EMBEDDING
-            row = rows[whole]
-            sizes = stored_rows(row, len(row.stored), dimensions)
-            ratio = tuple(n // math.gcd(*sizes) for n in sizes)
-            group = groups.expt_tp if "experts" in row.indices else groups.tp
-            if group.size() == 1 or not getattr(parameter, "tensor_model_parallel", False):
-                yield StoredParameter(row, parameter, ratio=ratio)
-                continue
-            if group not in meshes:
-                meshes[group] = DeviceMesh.from_group(group, parameter.device.type)
-            yield StoredParameter(row, parameter, meshes[group], parameter.partition_dim, ratio)
+    expected, problems = tensors_of(rows, layout), []
+    longer = {name for row in rows if row.of_vocabulary for name in layout.tensors(row)}
+    for name, shape in expected.items():
+        stored = found[name].shape if name in found else None
+        if stored is None:
+            problems.append(f"missing: {name} {list(shape)}")
+        elif stored != shape and not (name in longer and stored[0] > shape[0] and stored[1:] == shape[1:]):
+            problems.append(f"misshapen: {name} is {list(stored)}, expected {list(shape)}")
+    has_mtp = any(map(is_of_mtp, expected))
+    problems += [
+        f"unexpected: {name} {list(spec.shape)}"
+        for name, spec in found.items()
+        if name not in expected and (has_mtp or not is_of_mtp(name))
+    ]
+    if problems:
+        raise CheckpointError("\n  ".join([f"{folder} does not fit the model:", *sorted(problems)]))
 
 
 def rows_by_name(provider: VisionLanguageProvider) -> dict[str, WeightRow]:
@@ -458,7 +379,8 @@ def load_every_weight(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> 
                 "spec's names: expected checkpoint.load_optim=False, or the transformer_impl and moe_grouped_gemm "
                 "that it was saved with"
             )
-    _raise_problems(folder, problems)
+    if problems := sorted(set().union(*gather_objects(problems))):
+        raise CheckpointError("\n  ".join([f"{folder} does not fit the model:", *problems]))
     loaded = theirs(*args, **kwargs)
     if any(gather_objects(bool(renamed))):
         logger.info("%d weights of %s are loaded under the parameter names of another layer spec", len(renamed), folder)

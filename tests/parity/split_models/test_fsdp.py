@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.parallel.collectives import sum_over_ranks
-from qwen3vl_bridge.training.before_step import PartSquares
+from qwen3vl_bridge.training.guard import PartSquares
 from qwen3vl_bridge.training.process_groups import initialize
 from qwen3vl_bridge.weights.rows import Part, part_of
 

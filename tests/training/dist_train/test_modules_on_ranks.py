@@ -12,7 +12,6 @@ from typing import Any
 
 from qwen3vl_bridge.checkpoint import export_checkpoint
 from qwen3vl_bridge.dist_train.joint_step import OneWayBridge
-from qwen3vl_bridge.training.process_groups import leave_groups
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from safetensors.torch import load_file
 
 from tests.forked import run_ranks
 from tests.parity.topologies import MODULES, split_by
-from tests.ranks import begin, leave
+from tests.ranks import begin, leave, leave_groups
 from tests.training.conftest import TIMED
 
 from ..conftest import Inputs

@@ -359,15 +359,6 @@ def test_pictures_of_other_rows_are_refused(provider, rows, untied_folder, conve
         assert "gives every microbatch all images" in caught.value.__notes__[0]
 
 
-def test_rows_that_a_pipeline_stage_does_not_expect_are_refused(provider, monkeypatch):
-    monkeypatch.setattr(provider, "pipeline_model_parallel_size", 2)
-    monkeypatch.setattr(provider, "seq_length", 16)
-    with pytest.raises(ValueError, match="rows of 8 tokens, expected seq_length, 16, under pipeline"):
-        from_collator(packed(), provider)
-    monkeypatch.setattr(provider, "variable_seq_lengths", True)
-    from_collator(packed(), provider)
-
-
 IN_BATCH = dict(enable_in_batch_packing=True)
 # How samples are ordered, and what else is set of the data.
 ORDERS = {

@@ -14,10 +14,10 @@ from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.data.collation import Collator
 from qwen3vl_bridge.data.dataset_provider import Qwen3VLConversationProvider
 from qwen3vl_bridge.data.encoding import EncodedSample
+from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
 from qwen3vl_bridge.models.rules import check
 from qwen3vl_bridge.training import run_refusals
-from qwen3vl_bridge.training.before_step import Guard, SampleLoss, SpoiltStepError, latest_losses, optimizers_of
-from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
+from qwen3vl_bridge.training.guard import Guard, SampleLoss, SpoiltStepError, latest_losses, optimizers_of
 from qwen3vl_bridge.training.run_log import metrics_line, read_metrics
 from qwen3vl_bridge.training.run_settings import GuardConfig, Qwen3VLLearningRates
 from qwen3vl_bridge.weights.rows import Part
@@ -155,10 +155,10 @@ def skipping(inputs, spoils, tmp_path_factory):
     save, messages = tmp_path_factory.mktemp("skipping"), []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("qwen3vl_bridge.training.before_step").addHandler(handler)
+    logging.getLogger("qwen3vl_bridge.training.guard").addHandler(handler)
     before, callbacks = extra()
     log = train(config(inputs, save, spoils, **SKIP), callbacks=callbacks)
-    logging.getLogger("qwen3vl_bridge.training.before_step").removeHandler(handler)
+    logging.getLogger("qwen3vl_bridge.training.guard").removeHandler(handler)
     return log, save, messages, before.skipped_changed
 
 
@@ -265,7 +265,7 @@ def test_what_would_end_the_run_first_is_refused(inputs, settings, message):
     cfg = inputs.config(None, **{"guard__on_nan": "skip", **settings})
     assert isinstance(cfg, Qwen3VLConfigContainer)
     with pytest.raises(ValueError, match=message):
-        cfg.validate()
+        check(run_refusals.ON_TRAIN, cfg)
 
 
 def test_a_guard_that_nothing_follows_is_refused(inputs):
@@ -351,15 +351,4 @@ def test_settings_that_contradict_each_other_are_refused(inputs, settings, messa
         if sep:
             setattr(cfg if section == "cfg" else getattr(cfg, section), field, value)
     with pytest.raises(ValueError, match=message):
-        check(run_refusals.ON_TRAIN, cfg)
-
-
-def test_settings_are_changed_on_the_command_line(inputs):
-    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
-
-    provider = "optimizer_config_override_provider"
-    overrides = [f"{provider}.vision_model_lr=1e-6", "guard.on_nan=skip"]
-    cfg = process_config_with_overrides(inputs.config(None), cli_overrides=overrides)
-    towers = cfg.optimizer_config_override_provider
-    assert towers == Qwen3VLLearningRates(vision_model_lr=1e-6) and cfg.guard.on_nan == "skip"
-    cfg.validate()
+        cfg.validate()

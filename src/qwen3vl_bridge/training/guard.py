@@ -1,7 +1,7 @@
 """What happens between a step's gradients and the optimizer: losses and norms of all ranks, and the guard's decision.
 
 The loop has no callback there. megatron-core's optimizers prepare gradients, compute their norm, and then step, in a
-method that can also report that nothing was stepped; `BeforeStep` wraps the first and the last of these methods. Sums
+method that can also report that nothing was stepped; `StepGuard` wraps the first and the last of these methods. Sums
 over ranks are started in the first and read in the last, when megatron-core has waited for its norm (with Transformer
 Engine it has not, and the guard waits once per step). Without a guard they are read after the step.
 """
@@ -43,7 +43,7 @@ _RECORDED = "qwen3vl_losses"
 _NAMED = 10  # samples in a message
 
 
-class BeforeStep(Callback):
+class StepGuard(Callback):
     """Implements `cfg.guard`, and computes the gradient norms of the model's parts.
 
     Norms are before clipping, in `context.user_state["tower_norms"]` and in the log as `grad_norm_language_model` and
@@ -68,7 +68,6 @@ class BeforeStep(Callback):
         self._device = next(context.model[0].parameters()).device
         self._prepare, optimizer.prepare_grads = optimizer.prepare_grads, self._prepare_and_sum
         self._step_ready, optimizer.step_with_ready_grads = optimizer.step_with_ready_grads, self._step_ready_if_good
-        self._step, optimizer.step = optimizer.step, self._step_with_norm
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Clear the previous step's microbatches."""
@@ -84,7 +83,7 @@ class BeforeStep(Callback):
 
     def on_train_end(self, context: CallbackContext) -> None:
         """Restore the optimizer's own methods."""
-        del context.optimizer.prepare_grads, context.optimizer.step_with_ready_grads, context.optimizer.step
+        del context.optimizer.prepare_grads, context.optimizer.step_with_ready_grads
         delattr(context.state, _RECORDED)
 
     def _prepare_and_sum(self) -> bool:
@@ -103,14 +102,6 @@ class BeforeStep(Callback):
         """Like the optimizer's `step_with_ready_grads`, unless the step is skipped."""
         return self._judge(overflow=False) and self._step_ready()
 
-    def _step_with_norm(self) -> tuple[bool, float | None, int | None]:
-        """Like the optimizer's `step`; a skipped step has a norm too."""
-        updated, norm, zeros = self._step()
-        if norm is None:
-            self._read()
-            norm = self._norm()
-        return updated, norm, zeros
-
     def _judge(self, *, overflow: bool) -> bool:
         """Whether the guard allows the step; raises SpoiltStepError if the run is to end."""
         if self._guard is None:
@@ -118,7 +109,9 @@ class BeforeStep(Callback):
         if not self._read():
             raise ValueError("cfg.guard has seen no losses: expected the forward step of qwen3vl_bridge")
         loss, tokens = self._loss
-        finding = self._guard.judge(loss / tokens if tokens else None, 0.0 if overflow else self._norm())
+        finding = self._guard.judge(
+            loss / tokens if tokens else None, 0.0 if overflow else math.hypot(*self._norms.values())
+        )
         if finding is None:
             return True
         samples = []
@@ -140,9 +133,6 @@ class BeforeStep(Callback):
         self._figures, self._loss = None, (loss, tokens)
         self._norms = {part.value: math.sqrt(square) for part, square in zip(Part, by_part, strict=True)}
         return microbatches
-
-    def _norm(self) -> float:
-        return math.sqrt(sum(norm**2 for norm in self._norms.values()))
 
 
 class SpoiltStepError(ValueError):
@@ -273,8 +263,8 @@ class Microbatch:
         ]
 
 
-def recorded(count: Callable, state: GlobalState, batch: TokenBatch, mask: Tensor) -> Callable:
-    """The loss function `count` of a training microbatch, which records losses if `BeforeStep` has been started.
+def recorded(count: Callable, state: GlobalState, batch: PackedBatch, mask: Tensor) -> Callable:
+    """The loss function `count` of a training microbatch, which records losses if `StepGuard` has been started.
 
     Args:
         count: from losses [b, s] to (sum, tokens, values to report).

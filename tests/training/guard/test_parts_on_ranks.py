@@ -1,6 +1,6 @@
 """However a model is split: parts have their rates and are measured as in one process; a bad sample is named.
 
-Run on two ranks: -m tests.training.before_step.test_parts_on_ranks OUTPUT FOLDERS, a JSON object of folders by family.
+Run on two ranks: -m tests.training.guard.test_parts_on_ranks OUTPUT FOLDERS, a JSON object of folders by family.
 What one process found lies beside OUTPUT, as FAMILY.pt.
 """
 
@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.batch import TokenBatch
-from qwen3vl_bridge.training.before_step import TOWER_NORMS, optimizers_of
+from qwen3vl_bridge.batch import PackedBatch
 from qwen3vl_bridge.training.callbacks import training_callbacks
+from qwen3vl_bridge.training.guard import TOWER_NORMS, optimizers_of
 from qwen3vl_bridge.training.run_log import ENTRY
 from qwen3vl_bridge.training.run_settings import GuardConfig, Qwen3VLLearningRates
 
@@ -143,7 +143,7 @@ def good_steps(run: Run, rows: Iterator[TokenBatch], shared: dict[str, Any]) -> 
 
 def spoilt_step(run: Run, rows: Iterator[TokenBatch]) -> dict[str, Any]:
     """A step with a sample that is none: whether it was skipped and changed nothing, and what was said."""
-    messages, log = Messages(), logging.getLogger("qwen3vl_bridge.training.before_step")
+    messages, log = Messages(), logging.getLogger("qwen3vl_bridge.training.guard")
     log.addHandler(messages)
     weights, moments = weights_of(run), adam_states(run)
     rank, size = run.groups.dp.rank(), run.groups.dp.size()
@@ -192,7 +192,7 @@ def found(references, tmp_path_factory):
     for family in folders:
         torch.save(expected[family], output.parent / f"{family}.pt")
     run_ranks(
-        "tests.training.before_step.test_parts_on_ranks", 2, output,
+        "tests.training.guard.test_parts_on_ranks", 2, output,
         json.dumps({name: str(f) for name, f in folders.items()}),
     )  # fmt: skip
     found = torch.load(output)

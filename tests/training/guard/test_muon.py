@@ -1,6 +1,6 @@
 """Muon orthogonalises the matrices that layers have, not those of other head sizes; what it cannot do is refused.
 
-Run on ranks: -m tests.training.before_step.test_muon OUTPUT FOLDERS, a JSON object with the folder of each model.
+Run on ranks: -m tests.training.guard.test_muon OUTPUT FOLDERS, a JSON object with the folder of each model.
 """
 
 import functools
@@ -206,7 +206,7 @@ def trained_on(models, tmp_path_factory):
     @functools.cache
     def trained(ranks):
         output = tmp_path_factory.mktemp("muon") / "weights.pt"
-        run_ranks("tests.training.before_step.test_muon", ranks, output, folders)
+        run_ranks("tests.training.guard.test_muon", ranks, output, folders)
         return torch.load(output)
 
     return trained
