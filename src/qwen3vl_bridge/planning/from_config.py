@@ -21,37 +21,26 @@ from qwen3vl_bridge.planning.training_settings import (
     Sharding,
     TrainingSettings,
 )
-from qwen3vl_bridge.weights.rows import Dimensions, Part
+from qwen3vl_bridge.weights.rows import Part
 
 # Settings that the planner does not model, by section, each with the values that cost no memory.
 _NOT_MODELLED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "model": {
-        "fp16": (False,),
-        "fp8": (None, False),
-        "fp4": (None, False),
-        "fp32_residual_connection": (False,),
-        "cpu_offloading": (False,),
-        "fine_grained_activation_offloading": (False,),
-        "distribute_saved_activations": (False, None),
-        "cuda_graph_impl": ("none", None),
-        "enable_cuda_graph": (False,),
-        "delay_wgrad_compute": (False,),
-        "parallel_output": (True,),
+        "fp16": (False,), "fp8": (None, False), "fp4": (None, False), "fp32_residual_connection": (False,),
+        "cpu_offloading": (False,), "fine_grained_activation_offloading": (False,),
+        "distribute_saved_activations": (False, None), "cuda_graph_impl": ("none", None),
+        "enable_cuda_graph": (False,), "delay_wgrad_compute": (False,), "parallel_output": (True,),
     },
     "optimizer": {"optimizer": ("adam",), "optimizer_cpu_offload": (False,)},
     "ddp": {
-        "num_distributed_optimizer_instances": (1,),
-        "outer_dp_sharding_strategy": ("no_shard", None),
-        "fp8_param_gather": (False,),
-        "param_name_patterns_for_fp32_local_accumulation": ((),),
-        "megatron_fsdp_grad_comm_dtype": (None,),
-        "delay_wgrad_compute": (False,),
-        "keep_fp8_transpose_cache": (False,),
+        "num_distributed_optimizer_instances": (1,), "outer_dp_sharding_strategy": ("no_shard", None),
+        "fp8_param_gather": (False,), "param_name_patterns_for_fp32_local_accumulation": ((),),
+        "megatron_fsdp_grad_comm_dtype": (None,), "delay_wgrad_compute": (False,), "keep_fp8_transpose_cache": (False,),
     },
     "comm_overlap": {"delay_wgrad_compute": (None, False)},
     "dist": {"use_torch_fsdp2": (False,)},
     "train": {"rampup_batch_size": (None,)},
-}
+}  # fmt: skip
 _BF16_MIXED = "bf16_mixed"
 
 
@@ -73,7 +62,7 @@ def plan_of(cfg: Any, world_size: int) -> MemoryEstimate:
                     f"{section}.{name} is {value!r}, expected {harmless[0]!r}: it changes memory use, and the planner "
                     "does not model it"
                 )
-    dims, training = _dimensions(cfg.model), _training_settings(cfg)
+    dims, training = cfg.model.dimensions().with_vocab(cfg.model.padded_vocab_size), _training_settings(cfg)
     dist_train, vision_split = getattr(cfg.model, "dist_train", None), None
     if dist_train is not None and dist_train.use_dist_train:
         sizes = (dist_train.vision_world_size, dist_train.language_world_size)
@@ -89,22 +78,14 @@ def plan_of(cfg: Any, world_size: int) -> MemoryEstimate:
 
 
 def proposals_for_run(cfg: Any, plan: MemoryEstimate, gpu: Gpu) -> list[MemoryEstimate]:
-    """Splits that fit, for the rows, GPUs and sharding of a run.
-
-    Args:
-        cfg: as for `plan_of`.
-        plan: what `plan_of` has returned.
-        gpu: the kind of GPU.
+    """Splits that fit, for the rows, number of GPUs and sharding of a run and its plan.
 
     Raises:
         ValueError: no split is possible.
     """
     world = plan.split.world + (plan.vision_split.world if plan.vision_split else 0)
-    return propose(_dimensions(cfg.model), world, gpu, plan.training, vision_split=plan.vision_split)
-
-
-def _dimensions(model: Any) -> Dimensions:
-    return model.dimensions().with_vocab(model.padded_vocab_size)
+    dims = cfg.model.dimensions().with_vocab(cfg.model.padded_vocab_size)
+    return propose(dims, world, gpu, plan.training, vision_split=plan.vision_split)[0]
 
 
 def _model_split(model: Any, world_size: int) -> ModelSplit:
@@ -163,16 +144,15 @@ def _training_settings(cfg: Any) -> TrainingSettings:
 def _precision(cfg: Any) -> Precision:
     """Mixed precision is applied when a run is set up, so its setting counts before the model's own."""
     mixed, optimizer = cfg.mixed_precision, cfg.optimizer
-    if isinstance(mixed, str) and mixed != _BF16_MIXED:
-        raise ValueError(f"mixed_precision is {mixed!r}, expected {_BF16_MIXED!r} or None: others are not counted")
-    if mixed is not None and not isinstance(mixed, str):
+    weight, in_float = _bytes(cfg.model.params_dtype), cfg.ddp.grad_reduce_in_fp32
+    if isinstance(mixed, str):
+        if mixed != _BF16_MIXED:
+            raise ValueError(f"mixed_precision is {mixed!r}, expected {_BF16_MIXED!r} or None: others are not counted")
+        weight, in_float = 2, True
+    elif mixed is not None:
         if mixed.fp16 or mixed.fp8 or mixed.fp4:
             raise ValueError("mixed_precision has fp16, fp8 or fp4, expected bf16 or None: others are not counted")
         weight, in_float = (2 if mixed.bf16 else 4), mixed.grad_reduce_in_fp32
-    elif mixed:
-        weight, in_float = 2, True
-    else:
-        weight, in_float = _bytes(cfg.model.params_dtype), cfg.ddp.grad_reduce_in_fp32
     gradient = 4 if in_float else weight
     main, moments = (0 if weight == 4 else 4), 8
     if optimizer.use_precision_aware_optimizer:
@@ -202,13 +182,10 @@ def _sharding(cfg: Any) -> Sharding:
 def _recompute(model: Any, prefix: str) -> Recompute:
     granularity = getattr(model, f"{prefix}recompute_granularity")
     modules = getattr(model, f"{prefix}recompute_modules") or ["core_attn"]  # as megatron-core completes it
-    full = granularity == "full"
-    return Recompute(
-        granularity,
-        frozenset(modules) if granularity == "selective" else frozenset(),
-        getattr(model, f"{prefix}recompute_method") if full else None,
-        getattr(model, f"{prefix}recompute_num_layers") if full else None,
-    )
+    if granularity == "full":
+        method, number = (getattr(model, f"{prefix}recompute_{name}") for name in ("method", "num_layers"))
+        return Recompute("full", method=method, num_layers=number)
+    return Recompute(granularity, frozenset(modules) if granularity else frozenset())
 
 
 def _lora(peft: Any) -> LoraSettings | None:

@@ -26,6 +26,11 @@ class Sharding(Enum):
         """Whether Megatron-FSDP implements it."""
         return self in (Sharding.GRADIENTS, Sharding.ALL)
 
+    def shards(self, what: Sharding) -> bool:
+        """Whether it shards what the other one shards first: the optimizer, gradients or parameters."""
+        kinds = list(Sharding)
+        return kinds.index(self) >= kinds.index(what)
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -80,15 +85,7 @@ class Recompute:
     num_layers: int | None = None
 
     def check(self, prefix: str, allowed: Collection[str]) -> None:
-        """Check the fields.
-
-        Raises:
-            ValueError: they contradict each other, or have unknown values.
-        """
-        if self.granularity not in (None, "selective", "full"):
-            raise ValueError(
-                f"{prefix}recompute_granularity is {self.granularity!r}, expected None, 'full' or 'selective'"
-            )
+        """Refuse (ValueError) unknown modules, and fields that contradict each other."""
         if unknown := self.modules - set(allowed):
             raise ValueError(f"{prefix}recompute_modules has {sorted(unknown)}, expected some of {sorted(allowed)}")
         if (self.granularity == "selective") != bool(self.modules):
@@ -116,19 +113,10 @@ class LoraSettings:
     Attributes:
         rank: rank of the adapters, `dim`.
         targets: linear layers with adapters.
-
-    Raises:
-        ValueError: a rank below 1, or unknown linear layers.
     """
 
     rank: int
     targets: tuple[str, ...] = LINEAR_LAYERS
-
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"the rank of LoRA is {self.rank}, expected 1 or more")
-        if unknown := set(self.targets) - set(LINEAR_LAYERS):
-            raise ValueError(f"LoRA's targets have {sorted(unknown)}, expected some of {list(LINEAR_LAYERS)}")
 
 
 @dataclass(frozen=True)
@@ -184,10 +172,8 @@ class TrainingSettings:
     def __post_init__(self) -> None:
         self.recompute.check("", TEXT_MODULES)
         self.vision_recompute.check("vision_", VISION_MODULES)
-        for name, least in (("seq_length", 1), ("micro_batch_size", 1), ("max_patches", 0), ("loss_chunk_tokens", 0)):
-            number = getattr(self, name)
-            if number is not None and number < least:
-                raise ValueError(f"{name} is {number}, expected {least} or more")
+        if (self.max_patches or 0) < 0:
+            raise ValueError(f"max_patches is {self.max_patches}, expected 0 or more")
         if self.expert_load < 1:
             raise ValueError(f"expert_load is {self.expert_load}, expected 1 (all ranks alike) or more")
         if self.fused_loss and not self.transformer_engine:
