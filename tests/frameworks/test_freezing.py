@@ -41,7 +41,7 @@ def verls_freeze_moe_router(model):
 
 def nemo_rls_freeze_moe_router(model):
     """As NeMo-RL's, which knows wrappers of text models by the name of what they wrap."""
-    for chunk in model:
+    for chunk in model if isinstance(model, list) else [model]:
         text = chunk.language_model if hasattr(chunk, "language_model") else chunk
         for layer in text.decoder.layers:
             if hasattr(layer, "mlp") and hasattr(layer.mlp, "router"):
