@@ -1,6 +1,5 @@
 """`qwen3vl plan`: estimates, proposals, vision on ranks of its own, configurations of runs, and what is refused."""
 
-import dataclasses
 import json
 import re
 import shlex
@@ -378,11 +377,12 @@ def test_the_settings_are_megatron_bridges(capsys):
 
 
 # Megatron-FSDP's gradients follow the parameters where nobody says otherwise.
-BRIDGES = dataclasses.replace(BF16, fsdp_gradient=None)
+BRIDGES = Precision(2, 2, 4)
 RUN_OF_CONFIG = TrainingSettings(
-    seq_length=512, global_batch_size=2, precision=FP32, sharding=Sharding.ALL, transformer_engine=False,
+    seq_length=512, global_batch_size=2, precision=Precision(4, 4, 4), sharding=Sharding.ALL, transformer_engine=False,
     balancing_loss=False,
 )  # fmt: skip
+DISTRIBUTED = dict(sharding=Sharding.OPTIMIZER, precision=FP32)
 
 
 @pytest.fixture
@@ -410,12 +410,6 @@ def test_the_recipe_as_it_stands(cfg, untied_folder):
     assert plan_of(cfg, 2) == as_of(untied_folder, ModelSplit(2), RUN_OF_CONFIG)
 
 
-def replaced(**fields) -> TrainingSettings:
-    return TrainingSettings(
-        **{name: getattr(RUN_OF_CONFIG, name) for name in RUN_OF_CONFIG.__dataclass_fields__} | fields
-    )
-
-
 CHANGES = {
     "made on the host": (dict(model__init_model_with_meta_device=True), ModelSplit(4), dict(made_on_host=True)),
     "saved by index": (
@@ -428,12 +422,12 @@ CHANGES = {
     "stages": (
         dict(model__pipeline_model_parallel_size=2, model__num_layers_in_first_pipeline_stage=1,
              ddp__use_megatron_fsdp=False),
-        ModelSplit(4, pp=2, first_layers=1), dict(sharding=Sharding.OPTIMIZER),
+        ModelSplit(4, pp=2, first_layers=1), DISTRIBUTED,
     ),
     "no sharding": (
         dict(ddp__use_megatron_fsdp=False, ddp__use_distributed_optimizer=False,
              optimizer__use_distributed_optimizer=False),
-        ModelSplit(4), dict(sharding=Sharding.NONE),
+        ModelSplit(4), DISTRIBUTED | dict(sharding=Sharding.NONE),
     ),
     "mixed precision by name": (dict(mixed_precision="bf16_mixed"), ModelSplit(4), dict(precision=BRIDGES)),
     "mixed precision": (dict(mixed_precision=bf16_mixed()), ModelSplit(4), dict(precision=BRIDGES)),
@@ -443,7 +437,7 @@ CHANGES = {
     ),
     "gradients of FSDP": (
         dict(mixed_precision="bf16_mixed", ddp__megatron_fsdp_main_grads_dtype=torch.float32),
-        ModelSplit(4), dict(precision=Precision(2, 4, 4, fsdp_gradient=4)),
+        ModelSplit(4), dict(precision=BF16),
     ),
     "FSDP that shards the optimizer alone": (
         dict(ddp__data_parallel_sharding_strategy="optim"),
@@ -452,7 +446,7 @@ CHANGES = {
     "small moments": (
         dict(mixed_precision="bf16_mixed", optimizer__use_precision_aware_optimizer=True,
              optimizer__exp_avg_dtype=torch.bfloat16, optimizer__exp_avg_sq_dtype=torch.bfloat16),
-        ModelSplit(4), dict(precision=Precision(2, 4, 2, 4)),
+        ModelSplit(4), dict(precision=Precision(2, 2, 4, 4)),
     ),
     "recomputation": (
         dict(model__recompute_granularity="selective", model__recompute_modules=["mlp"],
@@ -481,14 +475,14 @@ CHANGES = {
 def test_settings_that_are_counted(name, cfg, untied_folder):
     settings, split, fields = CHANGES[name]
     change(cfg, **{"train__global_batch_size": 4} | settings)
-    assert plan_of(cfg, 4) == as_of(untied_folder, split, replaced(**{"global_batch_size": 4} | fields))
+    assert plan_of(cfg, 4) == as_of(untied_folder, split, replace(RUN_OF_CONFIG, **{"global_batch_size": 4} | fields))
 
 
 def test_a_finalised_pipeline_layout(cfg, untied_folder):
     change(cfg, model__pipeline_model_parallel_size=2, model__pipeline_model_parallel_layout="Ettt|tL",
            model__pipeline_dtype=torch.float32, ddp__use_megatron_fsdp=False)  # fmt: skip
     cfg.model.finalize()
-    expected = as_of(untied_folder, ModelSplit(2, pp=2, layout=((3,), (1,))), replaced(sharding=Sharding.OPTIMIZER))
+    expected = as_of(untied_folder, ModelSplit(2, pp=2, layout=((3,), (1,))), replace(RUN_OF_CONFIG, **DISTRIBUTED))
     assert plan_of(cfg, 2).stages == expected.stages
 
 
@@ -496,7 +490,7 @@ def test_a_model_with_experts(cfg):
     cfg.model = AutoBridge.from_hf_config(presets.hf_config("30B-A3B")).to_megatron_provider(load_weights=False)
     change(cfg, model__expert_model_parallel_size=8, model__expert_tensor_parallel_size=1,
            mixed_precision="bf16_mixed", train__global_batch_size=8)  # fmt: skip
-    training = replaced(global_batch_size=8, precision=BRIDGES, balancing_loss=True)
+    training = replace(RUN_OF_CONFIG, global_batch_size=8, precision=BRIDGES, balancing_loss=True)
     assert plan_of(cfg, 8) == estimate(presets.config_dict("30B-A3B"), ModelSplit(8, ep=8, etp=1), training)
 
 
@@ -504,7 +498,7 @@ def test_vision_on_ranks_of_its_own(cfg, untied_folder):
     cfg.model.dist_train = DistTrainConfig(use_dist_train=True, vision_world_size=4, language_world_size=4,
                                            vision_tensor_model_parallel_size=2)  # fmt: skip
     change(cfg, model__pipeline_model_parallel_size=2, ddp__use_megatron_fsdp=False)
-    config, training = json.loads((untied_folder / "config.json").read_text()), replaced(sharding=Sharding.OPTIMIZER)
+    config, training = json.loads((untied_folder / "config.json").read_text()), replace(RUN_OF_CONFIG, **DISTRIBUTED)
     plan = plan_of(cfg, 8)
     assert plan == estimate(config, ModelSplit(4, pp=2), training, vision_split=ModelSplit(4, tp=2))
     assert [stage.stage for stage in plan.stages] == [-1, 0, 1]

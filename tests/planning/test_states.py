@@ -188,7 +188,7 @@ def test_sharding_in_the_order_of_zero():
         stage_states(dims, ModelSplit(8), chunks, TrainingSettings(sharding=Sharding.ALL, made_on_host=True)).unsharded
         == 0
     )
-    untold = TrainingSettings(sharding=Sharding.ALL, precision=replace(BF16, fsdp_gradient=None))
+    untold = TrainingSettings(sharding=Sharding.ALL, precision=Precision(2, 2, 4))
     assert stage_states(dims, ModelSplit(8), chunks, untold).gradients == pytest.approx(2 / 8 * whole)
 
 

@@ -161,13 +161,16 @@ def _training(options: argparse.Namespace) -> TrainingSettings:
     if options.fsdp and options.no_distributed_optimizer:
         raise ValueError("--fsdp and --no-distributed-optimizer, expected one of them")
     sharding = Sharding.NONE if options.no_distributed_optimizer else Sharding.OPTIMIZER
+    precision = PRECISIONS[options.precision]
+    if options.fsdp:  # which has main weights of float32 parameters too
+        sharding, precision = Sharding.ALL, replace(precision, main=4)
     return TrainingSettings(
         seq_length=options.seq_length,
         micro_batch_size=options.micro_batch_size,
         global_batch_size=options.global_batch_size,
         max_patches=options.max_patches,
-        precision=PRECISIONS[options.precision],
-        sharding=Sharding.ALL if options.fsdp else sharding,
+        precision=precision,
+        sharding=sharding,
         recompute=_recompute(options, ""),
         vision_recompute=_recompute(options, "vision_"),
         frozen=frozenset(map(Part, options.freeze)),

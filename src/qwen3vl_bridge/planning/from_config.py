@@ -160,11 +160,12 @@ def _precision(cfg: Any) -> Precision:
         main = _bytes(optimizer.main_params_dtype) * (weight != 4)
         if main == 4 and getattr(optimizer, "store_param_remainders", False):
             main = 2  # the half of a float32 number that bfloat16 lacks
-    fsdp_gradient = _bytes(cfg.ddp.megatron_fsdp_main_grads_dtype) or None
-    fsdp_main = _bytes(cfg.ddp.megatron_fsdp_main_params_dtype)
-    if cfg.ddp.use_megatron_fsdp and not _sharding(cfg).is_fsdp:
-        gradient, main = fsdp_gradient or weight, fsdp_main
-    return Precision(weight, gradient, main, moments, fsdp_gradient, fsdp_main)
+    # Megatron-FSDP has settings of its own, and main weights of float32 parameters too. Source: megatron-core 0.19,
+    # `megatron_fsdp/param_and_grad_buffer.py`.
+    if cfg.ddp.use_megatron_fsdp:
+        gradient = _bytes(cfg.ddp.megatron_fsdp_main_grads_dtype) or weight
+        main = _bytes(cfg.ddp.megatron_fsdp_main_params_dtype)
+    return Precision(weight, gradient, main, moments)
 
 
 def _bytes(dtype: Any) -> int:

@@ -179,7 +179,6 @@ def stage_states(
         # Both matrices of an adapter are split over tensor-parallel ranks.
         adapters = ParameterCount(language_model=training.lora.rank * numbers // split.tp)
         held, trained = held + adapters, trained + adapters
-    gradient, main = precision.gradient_and_main(sharding)
 
     def sharded(count: ParameterCount) -> float:
         return count.shared / split.weight_copies + count.experts / split.expert_copies
@@ -188,15 +187,15 @@ def stage_states(
         return sharded(count) if sharding.shards(what) else count.total
 
     gathered = _gathered_parameters(dims, split, chunks[0], held) if sharding is Sharding.ALL else 0
-    unsharded_gradient = gradient * (training.lora is None)
+    unsharded_gradient = precision.gradient * (training.lora is None)
     adam_by_torch = not training.transformer_engine and not sharding.is_fsdp
     experts = ParameterCount(experts=trained.experts)
     groups = (trained - experts, experts) if split.ep > 1 else (trained,)
     by_parameters = sharding is Sharding.OPTIMIZER and training.saved_by_parameters
     return ModelStates(
         parameters=round(precision.weight * number(held, Sharding.ALL)),
-        gradients=round(gradient * number(trained, Sharding.GRADIENTS)),
-        optimizer=round((main + precision.moments) * number(trained, Sharding.OPTIMIZER)),
+        gradients=round(precision.gradient * number(trained, Sharding.GRADIENTS)),
+        optimizer=round((precision.main + precision.moments) * number(trained, Sharding.OPTIMIZER)),
         gathered=(precision.weight + unsharded_gradient) * gathered,
         gathered_gradients=unsharded_gradient * gathered,
         unsharded=precision.weight * held.total * (sharding.is_fsdp and not training.made_on_host),

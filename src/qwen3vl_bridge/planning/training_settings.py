@@ -36,35 +36,20 @@ class Sharding(Enum):
 class Precision:
     """Bytes of one number of each kind.
 
-    Megatron-FSDP has separate settings: `grad_reduce_in_fp32` does not affect its gradients, and it keeps main weights
-    in addition to float32 parameters too. Source: megatron-core 0.19, `megatron_fsdp/param_and_grad_buffer.py`.
-
     Attributes:
         weight: parameters in the model, and activations.
         gradient: gradients as stored and reduced.
         main: the optimizer's main copy of a parameter; 0 if it has none.
         moments: Adam's two moments together.
-        fsdp_gradient: `megatron_fsdp_main_grads_dtype`; None for the parameters'.
-        fsdp_main: `megatron_fsdp_main_params_dtype`; 0 for None.
     """
 
     weight: int
     gradient: int
     main: int
     moments: int = 8
-    fsdp_gradient: int | None = None
-    fsdp_main: int = 4
-
-    def gradient_and_main(self, sharding: Sharding) -> tuple[int, int]:
-        """Bytes of a gradient and of the optimizer's main copy."""
-        if sharding.is_fsdp:
-            return self.fsdp_gradient or self.weight, self.fsdp_main
-        return self.gradient, self.main
 
 
-# Megatron-Bridge's "bf16_mixed", which sets grad_reduce_in_fp32; and gradients of the same precision under
-# Megatron-FSDP, as in our recipes.
-BF16 = Precision(weight=2, gradient=4, main=4, fsdp_gradient=4)
+BF16 = Precision(weight=2, gradient=4, main=4)  # Megatron-Bridge's "bf16_mixed", which sets grad_reduce_in_fp32
 FP32 = Precision(weight=4, gradient=4, main=0)
 PRECISIONS = {"bf16": BF16, "fp32": FP32}
 
