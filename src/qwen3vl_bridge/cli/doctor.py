@@ -227,8 +227,6 @@ def _used(machine: dict[str, Any]) -> dict[str, str]:
         "layer spec": f"transformer_engine: {engine}" if whole else "local: modules of torch and megatron-core",
         "attention": f"{engine}, which chooses {kernels}" if whole else "torch's own kernels",
         "collectives": f"NCCL {machine['nccl']}" if cuda else "gloo",
-        "loop": "Megatron-Bridge's",
-        "conversion": "the CPU; processes of torchrun share the work",
     }
 
 

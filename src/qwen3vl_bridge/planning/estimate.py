@@ -21,7 +21,7 @@ FIXED_RESERVE = 4 * GIB
 _FRAGMENTED = 0.10
 
 # Separate vision ranks (dist-train). For the language model's pipeline they are one additional stage at the front.
-VISION_CHUNK = PipelineChunk(-1, 0, range(0), pre_process=False, post_process=False, vision=True)
+VISION_CHUNK = PipelineChunk(-1, range(0), pre_process=False, post_process=False, vision=True)
 
 
 @dataclass(frozen=True)

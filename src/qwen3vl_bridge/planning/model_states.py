@@ -211,7 +211,7 @@ def _gathered_parameters(dims: Dimensions, split: ModelSplit, chunk: PipelineChu
     """
 
     def count(name: str, **parts: Any) -> int:
-        part = PipelineChunk(0, 0, range(0), pre_process=False, post_process=False)
+        part = PipelineChunk(0, range(0), pre_process=False, post_process=False)
         return chunk_count(dims, split, replace(part, **parts), lambda megatron: name in megatron).total
 
     mtp_layer = count(".mtp_model_layer.", post_process=True)

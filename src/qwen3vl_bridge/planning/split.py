@@ -14,23 +14,13 @@ from qwen3vl_bridge.weights.rows import Dimensions
 
 @dataclass(frozen=True)
 class PipelineChunk:
-    """A part of the pipeline: consecutive text layers.
+    """A part of the pipeline: consecutive text layers."""
 
-    Attributes:
-        stage: its pipeline rank.
-        vp_stage: index of its virtual stage.
-        layers: indices of its text layers.
-        pre_process: it embeds tokens.
-        post_process: it has the output layer.
-        vision: it has the vision tower.
-    """
-
-    stage: int
-    vp_stage: int
-    layers: range
-    pre_process: bool
-    post_process: bool
-    vision: bool = False
+    stage: int  # its pipeline rank
+    layers: range  # indices of its text layers
+    pre_process: bool  # it embeds tokens
+    post_process: bool  # it has the output layer
+    vision: bool = False  # it has the vision tower
 
 
 @dataclass(frozen=True)
@@ -139,7 +129,7 @@ class ModelSplit:
         for vp_stage, stage in itertools.product(range(vp_stages), range(self.pp)):
             layers = range(begin, begin + counts[stage][vp_stage])
             first, last = stage == vp_stage == 0, (stage, vp_stage) == (self.pp - 1, vp_stages - 1)
-            stages[stage].append(PipelineChunk(stage, vp_stage, layers, first, last, first and self.vision))
+            stages[stage].append(PipelineChunk(stage, layers, first, last, first and self.vision))
             begin = layers.stop
         return tuple(map(tuple, stages))
 
