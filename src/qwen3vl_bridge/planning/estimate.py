@@ -97,7 +97,23 @@ def check(
 ) -> None:
     """Refuse (ValueError) what cannot be trained; the arguments are those of `estimate`, for a model's dimensions."""
     if vision_split is not None:
-        _check_dist_train(dims, split, training, vision_split)
+        if not family(dims.family).dist_train:
+            raise ValueError(
+                f"the family {dims.family} does not support separate vision ranks, expected it on the language model's "
+                "ranks"
+            )
+        if split.cp > 1 or (split.vpp or 1) > 1:
+            raise ValueError(
+                f"cp is {split.cp} and vpp {split.vpp}, expected neither with vision on ranks of its own: "
+                "megatron-core's schedule for two modules supports neither context parallelism nor interleaved stages"
+            )
+        if training.sharding.is_fsdp:
+            raise ValueError(
+                f"sharding is {training.sharding.value}, expected the distributed optimizer or none with separate "
+                "vision ranks: Megatron-FSDP does not support pipeline stages"
+            )
+        Replicas(vision_split.dp, split.dp).check()
+        vision_split.check_vision(dims)
         split = replace(split, vision=False)
     split.check(dims)
     split.check_rows(training.seq_length)
@@ -121,28 +137,6 @@ def check(
         raise ValueError(f"recompute_modules has {sorted(moe)}, expected neither: this model has no experts")
     if "mlp" in training.recompute.modules and not dims.indices["dense_layers"]:
         raise ValueError("recompute_modules has 'mlp', expected 'moe': every layer of this model has experts")
-
-
-def _check_dist_train(
-    dims: Dimensions, split: ModelSplit, training: TrainingSettings, vision_split: ModelSplit
-) -> None:
-    if not family(dims.family).dist_train:
-        raise ValueError(
-            f"the family {dims.family} does not support separate vision ranks, expected it on the language model's "
-            "ranks"
-        )
-    if split.cp > 1 or (split.vpp or 1) > 1:
-        raise ValueError(
-            f"cp is {split.cp} and vpp {split.vpp}, expected neither with vision on ranks of its own: megatron-core's "
-            "schedule for two modules supports neither context parallelism nor interleaved stages"
-        )
-    if training.sharding.is_fsdp:
-        raise ValueError(
-            f"sharding is {training.sharding.value}, expected the distributed optimizer or none with separate vision "
-            "ranks: Megatron-FSDP does not support pipeline stages"
-        )
-    Replicas(vision_split.dp, split.dp).check()
-    vision_split.check_vision(dims)
 
 
 def estimate_of(

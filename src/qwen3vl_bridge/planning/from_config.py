@@ -118,14 +118,18 @@ def _model_split(model: Any, world_size: int) -> ModelSplit:
 
 
 def _training_settings(cfg: Any) -> TrainingSettings:
-    model = cfg.model
+    model, sharding = cfg.model, Sharding.NONE
+    if cfg.ddp.use_megatron_fsdp:
+        sharding = Sharding(cfg.ddp.data_parallel_sharding_strategy)
+    elif cfg.ddp.use_distributed_optimizer or cfg.optimizer.use_distributed_optimizer:
+        sharding = Sharding.OPTIMIZER
     return TrainingSettings(
         seq_length=cfg.dataset.seq_length,
         micro_batch_size=cfg.train.micro_batch_size,
         global_batch_size=cfg.train.global_batch_size,
         max_patches=getattr(cfg.dataset, "max_patches", None),
         precision=_precision(cfg),
-        sharding=_sharding(cfg),
+        sharding=sharding,
         recompute=_recompute(model, ""),
         vision_recompute=_recompute(model, "vision_"),
         frozen=frozenset(part for part in Part if getattr(model, f"freeze_{part.value}")),
@@ -171,13 +175,6 @@ def _precision(cfg: Any) -> Precision:
 def _bytes(dtype: Any) -> int:
     """Bytes of a number of a torch dtype; 0 for None."""
     return 0 if dtype is None else dtype.itemsize
-
-
-def _sharding(cfg: Any) -> Sharding:
-    if cfg.ddp.use_megatron_fsdp:
-        return Sharding(cfg.ddp.data_parallel_sharding_strategy)
-    distributed = cfg.ddp.use_distributed_optimizer or cfg.optimizer.use_distributed_optimizer
-    return Sharding.OPTIMIZER if distributed else Sharding.NONE
 
 
 def _recompute(model: Any, prefix: str) -> Recompute:
