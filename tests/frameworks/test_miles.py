@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from megatron.bridge import AutoBridge
 from megatron.bridge.training.config import DistributedDataParallelConfig
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -177,13 +176,3 @@ def test_weights_go_to_the_rollout(actor, folder):
         actor.bridge.export_hf_weights(actor.chunks, cpu=False, conversion_tasks=replaced, merge_adapter_weights=False)
     )
     support.check_exported({name: one / 2 for name, one in exported.items()}, folder)
-
-
-def test_what_miles_reads_off_the_model(actor):
-    """patch_megatron_model and finalize."""
-    model = unwrap_model(actor.model)
-    assert isinstance(model.share_embeddings_and_output_weights, bool)
-    assert model.config.share_embeddings_and_output_weights == model.share_embeddings_and_output_weights
-    for name in ("no_sync_func", "grad_sync_func", "param_sync_func", "grad_scale_func", "timers"):
-        setattr(model.config, name, None)
-    assert parallel_state.is_pipeline_last_stage()
