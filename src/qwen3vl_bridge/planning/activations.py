@@ -38,28 +38,21 @@ type SavedTensors = dict[str, float]  # bytes by description
 
 
 class RankWidths:
-    """A model's widths on one rank, and how it is trained: what every table below is made from.
-
-    Attributes:
-        dims, split, training: the model, its parallel sizes, and how it is trained.
-        e: bytes of a number.
-        te: Transformer Engine's layers.
-        hidden: width between layers, where sequence parallelism splits tokens.
-        token: 1, or a rank's part of a token with sequence parallelism.
-        heads, q: number and width of queries.
-        groups, kv: number and width of keys.
-        ffn, vocab: of the MLP and of the output layer.
-    """
+    """A model's widths on one rank, and how it is trained: what every table below is made from."""
 
     def __init__(self, dims: Dimensions, split: ModelSplit, training: TrainingSettings) -> None:
         self.dims, self.split, self.training = dims, split, training
-        self.e, self.te = training.precision.weight, training.transformer_engine
-        self.token = 1 / split.sequence_ranks
-        self.hidden = dims["hidden"] * self.token
-        self.heads, self.q = dims["heads"] / split.tp, dims["q"] / split.tp
-        self.groups = max(dims["kv_heads"] / split.tp, 1.0)
+        self.e, self.te = training.precision.weight, training.transformer_engine  # bytes of a number; its layers
+        self.token = (
+            1 / split.sequence_ranks
+        )  # the part of a token between layers, less than 1 with sequence parallelism
+        self.hidden = dims["hidden"] * self.token  # numbers between layers
+        self.heads, self.q = dims["heads"] / split.tp, dims["q"] / split.tp  # of queries: number and width
+        self.groups = max(dims["kv_heads"] / split.tp, 1.0)  # of keys, and of values
         self.kv = self.groups * dims["head_dim"]
         self.ffn = dims["ffn"] / split.tp
+        # Torch's LayerNorm saves mean and deviation in the input's precision on a CPU.
+        self.layer_norm = 2 * (_STATISTIC if self.te else self.e)
 
 
 # The language model, for each token of a context-parallel rank.
@@ -258,7 +251,7 @@ def vision_layer(r: RankWidths) -> SavedTensors:
         "linear_proj: input": heads,
         "norm before MLP: input": hidden,
         "linear_fc1: input": hidden,
-        "norms: statistics": 4 * _layer_norm_statistic(r),
+        "norms: statistics": 2 * r.layer_norm,
         "linear_fc1: output": ffn,
         "linear_fc2: input": ffn,
     }
@@ -284,15 +277,10 @@ def merger(r: RankWidths, *, deepstack: bool) -> SavedTensors:
     hidden, patches_per_token = r.dims["v_hidden"] * r.e, r.dims["v_merged"] // r.dims["v_hidden"]
     return {
         "norm: input": hidden * (not deepstack),
-        "norm: statistics": 2 * _layer_norm_statistic(r) / (patches_per_token if deepstack else 1),
+        "norm: statistics": r.layer_norm / (patches_per_token if deepstack else 1),
         "linear_fc1: input": hidden,
         "linear_fc1: output, linear_fc2: input": 2 * hidden / r.split.tp,
     }
-
-
-def _layer_norm_statistic(r: RankWidths) -> int:
-    """Torch's LayerNorm saves mean and deviation in the input's precision on a CPU."""
-    return _STATISTIC if r.te else r.e
 
 
 # One microbatch in a part of the pipeline.
