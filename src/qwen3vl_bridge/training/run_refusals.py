@@ -317,15 +317,6 @@ def _check_guard(cfg: Any) -> None:
         logger.warning("%s ends the run before the guard can name samples; set it to False", names)
 
 
-def _check_connections(cfg: Any) -> None:
-    """Say what to do where Megatron-Bridge has an assertion; containers for Megatron may set the variable."""
-    if cfg.ddp.use_megatron_fsdp and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        raise ValueError(
-            "the environment has CUDA_DEVICE_MAX_CONNECTIONS=1, with which Megatron-FSDP's communication would wait "
-            "for computation: expected none, or more than 1; `unset CUDA_DEVICE_MAX_CONNECTIONS` on every node"
-        )
-
-
 BEFORE_VALIDATE: tuple[Rule, ...] = (
     _check_lengths,
     *_MODULES,
@@ -341,7 +332,6 @@ BEFORE_VALIDATE: tuple[Rule, ...] = (
     lambda cfg: microbatches_of_a_rank(cfg, cfg.get_data_parallel_size(get_world_size_safe())),
     check_balance,
     _check_guard,
-    _check_connections,
 )
 
 # --- When training begins, in a run with a configuration of Megatron-Bridge's own class too ---
@@ -531,6 +521,15 @@ def _check_host_memory(cfg: Any) -> None:
             f"machine has {room / GIB:.1f} GiB: expected checkpoint.dist_ckpt_optim_fully_reshardable False, with "
             f"which it takes {saving.host_written / GIB:.1f} GiB a rank, and the run can be resumed only with the same "
             "TP, PP and EP"
+        )
+
+
+def check_connections(cfg: Any) -> None:
+    """Refuse (ValueError) a variable that containers for Megatron may set, before Megatron-Bridge's assertion of it."""
+    if cfg.ddp.use_megatron_fsdp and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise ValueError(
+            "the environment has CUDA_DEVICE_MAX_CONNECTIONS=1, with which Megatron-FSDP's communication would wait "
+            "for computation: expected none, or more than 1; `unset CUDA_DEVICE_MAX_CONNECTIONS` on every node"
         )
 
 
