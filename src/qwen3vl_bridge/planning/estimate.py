@@ -169,10 +169,10 @@ def estimate_of(
     if vision_split is not None:
         # Separate vision ranks encode for all language replicas that they serve, and hold one microbatch more than the
         # language model's first stage. Images are assumed to be divided evenly, as everywhere here.
-        split, replicas = replace(split, vision=False), Replicas(vision_split.dp, split.dp)
+        split = replace(split, vision=False)
         if training.global_batch_size is None:
             microbatches = split.pp + 1  # which keeps the additional stage busy
-        share, work = replicas.language_per_encoder / replicas.encoders, MicrobatchWork.of(dims, split, training)
+        share, work = split.dp / vision_split.dp, MicrobatchWork.of(dims, split, training)
         patches = max(work.patches * share, dims["v_merged"] // dims["v_hidden"])
         work = MicrobatchWork(0, patches, work.vision_tokens * share)
         stored = [chunk_activations(dims, vision_split, training, VISION_CHUNK, work)]
