@@ -100,8 +100,13 @@ def test_nothing_else_is_touched(frozen, wheel):
     assert any(line.startswith("megatron-bridge==") for line in before)
     (new,) = set(after) - set(before)
     assert new.startswith("qwen3vl-bridge @ ") and not set(before) - set(after)
-    tops = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"qwen3vl_bridge", "qwen3vl_recipes"}
+    assert "qwen3vl_bridge/py.typed" in names
+    modules = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")}
+    modules |= {str(path.relative_to(ROOT / "recipes")) for path in (ROOT / "recipes/qwen3vl_recipes").rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == modules
 
 
 def test_the_program_answers(installed):

@@ -34,12 +34,8 @@ def show_anything() -> None:
 
 def visible(text: str) -> str:
     r"""The text with escaped control and formatting characters, such as \x1b; line breaks and tabs stay."""
-    return "".join(map(_visible, text))
-
-
-def _visible(character: str) -> str:
-    hidden = character not in _SHOWN and unicodedata.category(character) in _HIDDEN
-    return ascii(character)[1:-1] if hidden else character
+    hidden = {one for one in set(text) if one not in _SHOWN and unicodedata.category(one) in _HIDDEN}
+    return text.translate({ord(one): ascii(one)[1:-1] for one in hidden})
 
 
 def show(text: str, *, error: bool = False) -> None:

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint.formats.huggingface import SINGLE
@@ -253,62 +252,57 @@ def test_a_reader_of_errors_that_has_gone_does_not_change_the_exit_status(begin,
 
 
 GIB = 2**30
-HERE = doctor.Machine(
-    python="3.12.1", glibc="2.39",
-    packages={"torch": "2.13.0+cpu", "av": None, "matplotlib": None, **dict.fromkeys(doctor._OPTIONAL, "9.9")},
-    cuda=None, nccl=None, driver=False, gpus=(), cores=2, memory=16 * GIB, memory_free=8 * GIB, shared_memory=8 * GIB,
-    disk_free=100 * GIB, open_files=(65536, 65536),
+HERE = dict(
+    python="3.12.1", glibc="2.39", cuda=None, nccl=None, driver=False, gpus=[], cores=2, memory=16 * GIB,
+    memory_free=8 * GIB, shared_memory=8 * GIB, disk_free=100 * GIB, open_files=[65536, 65536],
 )  # fmt: skip
+VERSIONS = dict.fromkeys(doctor._OPTIONAL, "9.9") | {"torch": "2.13.0+cpu", "av": "12.1", "matplotlib": None}
 WANTED = [Requirement(text) for text in ("torch>=2.6", "av>=12; extra == 'video'", "matplotlib>=3; extra == 'demo'")]
 
 
-def missing(found: doctor.Machine) -> list[doctor.Missing]:
-    return doctor._missing(doctor.packages(WANTED, found), found, "==3.12.*")
+def missing(versions: dict | None = None, **changed) -> list[dict]:
+    machine = HERE | changed
+    machine["packages"] = doctor.packages(WANTED, machine["glibc"], (VERSIONS | (versions or {})).get)
+    return doctor.list_missing(machine, "==3.12.*")
 
 
 def test_packages_are_those_that_are_declared_and_those_of_use():
-    found = {one.name: one for one in doctor.packages(WANTED, replace(HERE, packages=HERE.packages | {"av": "11.0"}))}
+    found = {one["name"]: one for one in doctor.packages(WANTED, "2.39", (VERSIONS | {"av": "11.0"}).get)}
     assert found.keys() == {"torch", *doctor._OPTIONAL}
-    assert found["torch"].needed and found["torch"].fits and found["torch"].expected == ">=2.6"
-    assert not found["av"].needed and not found["av"].fits and found["av"].get == "pip install 'av>=12'"
-    assert found["flash-attn"].fits and not found["flash-attn"].expected
-
-
-def test_nothing_is_missing_where_all_fits():
-    assert missing(replace(HERE, packages=HERE.packages | {"av": "12.1"})) == []
+    assert found["torch"]["needed"] and found["torch"]["fits"] and found["torch"]["expected"] == ">=2.6"
+    av = found["av"]
+    assert (av["needed"], av["fits"], av["get"]) == (False, False, "pip install 'av>=12'")
+    assert found["flash-attn"]["fits"] and not found["flash-attn"]["expected"]
 
 
 @pytest.mark.parametrize(
     ("changed", "message", "fatal"),
     [
         (dict(python="3.11.9"), "Python is 3.11.9, expected ==3.12.*", True),
-        (dict(packages={"torch": "2.5.1"}), "torch is 2.5.1, expected >=2.6", True),
-        (dict(packages={"torch": None}), "torch is not installed, expected >=2.6", True),
-        (dict(packages={"av": "11.0"}), "av is 11.0, expected >=12 (for decoding video files)", False),
-        (dict(packages={"megatron-energon": None}), "megatron-energon is not installed, expected any version", False),
+        (dict(versions={"torch": "2.5.1"}), "torch is 2.5.1, expected >=2.6", True),
+        (dict(versions={"torch": None}), "torch is not installed, expected >=2.6", True),
+        (dict(versions={"av": "11.0"}), "av is 11.0, expected >=12 (for decoding video files)", False),
+        (dict(versions={"megatron-energon": None}), "megatron-energon is not installed, expected any version", False),
         (dict(driver=True), "torch is built without CUDA", False),
         (dict(shared_memory=64 << 20), "/dev/shm has 0.06 GiB free", False),
-        (dict(open_files=(1024, 65536)), "1024 open files are allowed", False),
+        (dict(open_files=[1024, 65536]), "1024 open files are allowed", False),
     ],
 )
 def test_what_does_not_fit_is_said(changed, message, fatal):
-    packages = HERE.packages | {"av": "12.1"} | changed.get("packages", {})
-    (one,) = missing(replace(HERE, **changed | {"packages": packages}))
-    assert message in one.what and one.fatal == fatal and one.get
+    (one,) = missing(**changed)
+    assert message in one["what"] and one["fatal"] == fatal and one["get"]
 
 
-def test_kernels_for_gpus_are_not_missed_where_there_is_none():
-    packages = HERE.packages | {"av": "12.1", "transformer-engine": None, "flash-attn": None}
-    assert missing(replace(HERE, packages=packages)) == []
+def test_nothing_is_missing_where_all_fits_nor_kernels_for_gpus_where_there_is_none():
+    assert missing() == missing({"transformer-engine": None, "flash-attn": None}) == []
 
 
 @pytest.mark.parametrize(
     ("glibc", "get"), [("2.36", "here is 2.36"), ("2.40", "pip install"), ("", "another C library")]
 )
 def test_a_package_that_would_break_others_is_not_advised(glibc, get):
-    packages = HERE.packages | {"av": "12.1", "nvidia-resiliency-ext": None}
-    (one,) = missing(replace(HERE, glibc=glibc, packages=packages))
-    assert get in one.get and not one.fatal and ("pip" in one.get) == (glibc == "2.40")
+    (one,) = missing({"nvidia-resiliency-ext": None}, glibc=glibc)
+    assert get in one["get"] and not one["fatal"] and ("pip" in one["get"]) == (glibc == "2.40")
 
 
 def test_this_machine(capsys, tmp_path):

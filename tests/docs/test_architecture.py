@@ -1,20 +1,17 @@
-"""What docs/architecture.md says holds in the code: the order of packages, no circle of imports, and which functions of
-other libraries are replaced.
+"""Laws of docs/architecture.md that the linter does not check: no circle of imports, and which functions of other
+libraries are replaced.
 """
 
 from __future__ import annotations
 
 import ast
 import graphlib
-import re
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "architecture.md").read_text()
 REPLACED = (ROOT / "docs" / "compatibility.md").read_text().split("## Replaced functions", 1)[1]
 TREES = {"qwen3vl_bridge": ROOT / "src", "qwen3vl_recipes": ROOT / "recipes"}
 
@@ -53,19 +50,6 @@ def test_no_module_imports_itself_by_way_of_others(package):
     graph = {name: set(imports_in(path.read_text(), modules.keys())) - {name} for name, path in modules.items()}
     assert sum(map(len, graph.values())) > len(modules)
     assert not circle_in(graph), " -> ".join(circle_in(graph))
-
-
-def test_packages_are_listed_in_the_order_that_the_linter_enforces():
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    (layers,) = (one["layers"] for one in contracts if one["name"] == "a package imports only packages below it")
-    enforced = [set(layer.split(" | ")) for layer in reversed(layers) if layer != "__main__"]
-
-    rows = PAGE.split("## Packages", 1)[1].split("|---|---|\n")[1].split("| `recipes/`")[0]
-    listed: list[set[str]] = []
-    for row in rows.splitlines():
-        packages = {name.removesuffix(".py").split("/")[0] for name in re.findall(r"`(.*?)`", row.split("|")[1])}
-        listed += [packages] if packages not in listed else []
-    assert listed == enforced
 
 
 # Attributes that are set to a name and are no functions of others: settings, flags, specs, a module's own name.

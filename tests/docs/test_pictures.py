@@ -30,13 +30,6 @@ def test_plots_and_their_sentences_are_those_of_the_results(tmp_path):
     assert differing(IMAGES, tmp_path, files) == [], "run python -m scripts.draw_benchmarks"
 
 
-def test_every_csv_file_is_on_the_page():
-    page = benchmarks.PAGE.read_text("utf-8")
-    for path in benchmarks.RESULTS.glob("*.csv"):
-        script = path.with_suffix(".py").name
-        assert f"`benchmarks/results/{path.name}`" in page or f"`benchmarks/{script}`" in page, path
-
-
 def test_each_token_of_the_packed_row_lies_where_the_code_puts_it():
     layout, slots, row = architecture.packed_row(), {}, {}
     for name in names_of(IMAGES / "packed_row.svg", "token-"):

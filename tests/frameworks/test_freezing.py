@@ -1,7 +1,7 @@
 """Hooks that frameworks run on a model before it is wrapped, made for text models: they find the text model in ours.
 
 Megatron-Bridge has `freeze_moe_router` and `create_value_head_hook`, which verl registers for its options of these
-names. verl has copies for older releases, and NeMo-RL a `freeze_moe_router` of its own.
+names; NeMo-RL has a `freeze_moe_router` of its own.
 """
 
 from types import SimpleNamespace
@@ -29,19 +29,9 @@ SPLITS = {
 }
 
 
-def verls_freeze_moe_router(model):
-    """As verl's for Megatron-Bridge below 0.5."""
-    for chunk in model if isinstance(model, list) else [model]:
-        if hasattr(chunk, "decoder") and hasattr(chunk.decoder, "layers"):
-            for layer in chunk.decoder.layers:
-                if hasattr(layer.mlp, "router") and hasattr(layer.mlp.router, "weight"):
-                    layer.mlp.router.weight.requires_grad = False
-    return model
-
-
 def nemo_rls_freeze_moe_router(model):
     """As NeMo-RL's, which knows wrappers of text models by the name of what they wrap."""
-    for chunk in model:
+    for chunk in model if isinstance(model, list) else [model]:
         text = chunk.language_model if hasattr(chunk, "language_model") else chunk
         for layer in text.decoder.layers:
             if hasattr(layer, "mlp") and hasattr(layer.mlp, "router"):
@@ -64,7 +54,7 @@ def stages(folder, fields, parts):
 
 
 @pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("hook", [freeze_moe_router, verls_freeze_moe_router, nemo_rls_freeze_moe_router])
+@pytest.mark.parametrize("hook", [freeze_moe_router, nemo_rls_freeze_moe_router])
 def test_freeze_moe_router_freezes_every_router_and_nothing_else(hook, split, moe_folder):
     frozen = 0
     for model in stages(moe_folder, *SPLITS[split]):

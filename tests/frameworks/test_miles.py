@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from megatron.bridge import AutoBridge
 from megatron.bridge.training.config import DistributedDataParallelConfig
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -26,22 +25,10 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from tests.model.inputs.support import offsets
 
-from .support import (
-    GRADIENT,
-    LOG_PROBS,
-    MILES,
-    Built,
-    Truth,
-    check_exported,
-    check_rows,
-    gradient_error,
-    log_probs_of,
-    padded_rows,
-    schedule,
-    worst,
-)
+from . import support
+from .support import Built, Truth
 
-ARGS = Namespace(**MILES, moe_router_bias_update_rate=1e-3, moe_aux_loss_coeff=0.0)
+ARGS = Namespace(**support.MILES, moe_router_bias_update_rate=1e-3, moe_aux_loss_coeff=0.0)
 
 
 def make_actor(folder, *, given_groups: bool = True, ddp: bool = False, **changes: Any) -> Built:
@@ -108,7 +95,7 @@ def responses(logits: torch.Tensor, truth: Truth) -> list[torch.Tensor]:
     found = []
     for own, sample in zip(logits[0, : sum(truth.lengths)].split(truth.lengths), truth.samples, strict=True):
         response = len(sample.ids) // 2
-        found.append(log_probs_of(own[-response - 1 : -1], sample.ids[-response:]))
+        found.append(support.log_probs_of(own[-response - 1 : -1], sample.ids[-response:]))
     return found
 
 
@@ -122,18 +109,19 @@ def test_log_probs(folder, truth, given_groups):
     actor = make_actor(folder, given_groups=given_groups)
     with torch.no_grad():
         logits = actor.model(**get_batch(truth))
-    assert worst(responses(logits, truth), expected_responses(truth)) <= LOG_PROBS
+    assert support.worst(responses(logits, truth), expected_responses(truth)) <= support.LOG_PROBS
 
 
 def test_log_probs_of_rows(actor, truth):
     """qkv_format bshd: rows padded with token 0, and nothing that says so."""
     batch = get_batch(truth) | dict(
-        input_ids=padded_rows([sample.ids for sample in truth.samples], max(truth.lengths) + 3), packed_seq_params=None
+        input_ids=support.padded_rows([sample.ids for sample in truth.samples], max(truth.lengths) + 3),
+        packed_seq_params=None,
     )
     batch["loss_mask"] = torch.ones_like(batch["input_ids"], dtype=torch.int)
     with torch.no_grad():
         logits = actor.model(**batch)
-    check_rows(logits, truth)
+    support.check_rows(logits, truth)
 
 
 @pytest.mark.parametrize("per_token", [False, True])
@@ -162,14 +150,14 @@ def test_gradients(folder, truth, per_token):
 
     actor.model.train()
     actor.model.zero_grad_buffer()
-    schedule(actor.chunks, halves, forward_step, seq_length=64, forward_only=False)
+    support.schedule(actor.chunks, halves, forward_step, seq_length=64, forward_only=False)
 
     def loss(log_probs):
         parts = [one[len(one) - len(one) // 2 - 1 : -1] for one in log_probs]
         return -torch.cat(parts).mean() if per_token else -torch.stack([part.mean() for part in parts]).mean()
 
     expected = truth.gradients(loss)
-    assert gradient_error(actor.bridge, unwrap_model(actor.model), expected) <= GRADIENT
+    assert support.gradient_error(actor.bridge, unwrap_model(actor.model), expected) <= support.GRADIENT
 
 
 def test_weights_go_to_the_rollout(actor, folder):
@@ -187,14 +175,4 @@ def test_weights_go_to_the_rollout(actor, folder):
     exported = dict(
         actor.bridge.export_hf_weights(actor.chunks, cpu=False, conversion_tasks=replaced, merge_adapter_weights=False)
     )
-    check_exported({name: one / 2 for name, one in exported.items()}, folder)
-
-
-def test_what_miles_reads_off_the_model(actor):
-    """patch_megatron_model and finalize."""
-    model = unwrap_model(actor.model)
-    assert isinstance(model.share_embeddings_and_output_weights, bool)
-    assert model.config.share_embeddings_and_output_weights == model.share_embeddings_and_output_weights
-    for name in ("no_sync_func", "grad_sync_func", "param_sync_func", "grad_scale_func", "timers"):
-        setattr(model.config, name, None)
-    assert parallel_state.is_pipeline_last_stage()
+    support.check_exported({name: one / 2 for name, one in exported.items()}, folder)

@@ -16,17 +16,7 @@ import pytest
 import torch
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.model_provider import get_model
-from megatron.bridge.training.config import (
-    CheckpointConfig,
-    ConfigContainer,
-    DistributedDataParallelConfig,
-    DistributedInitConfig,
-    LoggerConfig,
-    OptimizerConfig,
-    SchedulerConfig,
-    TokenizerConfig,
-    TrainingConfig,
-)
+from megatron.bridge.training import config
 from megatron.bridge.training.model_load_save import load_model_config
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -36,20 +26,11 @@ from megatron.training.utils import get_ltor_masks_and_position_ids
 
 from tests.model.inputs.support import offsets
 
-from .support import (
-    NEMO_RL,
-    Built,
-    Truth,
-    check_exported,
-    check_packed,
-    check_rows,
-    packed_row,
-    padded_lengths,
-    padded_rows,
-    thd,
-)
+from . import support
+from .support import Built, Truth
+from .test_freezing import nemo_rls_freeze_moe_router
 
-MEGATRON_CFG = NEMO_RL | dict(bf16=False, params_dtype=torch.float32, pipeline_dtype=torch.float32)
+MEGATRON_CFG = support.NEMO_RL | dict(bf16=False, params_dtype=torch.float32, pipeline_dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +42,7 @@ def converted(folder, tmp_path_factory):
     return run_config.parent
 
 
-def make_config(converted, folder) -> ConfigContainer:
+def make_config(converted, folder) -> config.ConfigContainer:
     model_cfg, _ = load_model_config(str(converted))
     for name, value in MEGATRON_CFG.items():
         assert hasattr(model_cfg, name), name
@@ -70,17 +51,17 @@ def make_config(converted, folder) -> ConfigContainer:
     ddp = dict.fromkeys(
         ("grad_reduce_in_fp32", "overlap_grad_reduce", "overlap_param_gather", "average_in_collective"), False
     )
-    return ConfigContainer(
+    return config.ConfigContainer(
         model=model_cfg,
-        checkpoint=CheckpointConfig(pretrained_checkpoint=str(converted), save=None, load=None, load_rng=False),
-        logger=LoggerConfig(logging_level=0),
-        dist=DistributedInitConfig(),
-        train=TrainingConfig(micro_batch_size=1, global_batch_size=1, train_iters=10),
-        optimizer=OptimizerConfig(optimizer="adam", lr=1e-5, use_distributed_optimizer=False, bf16=False),
-        ddp=DistributedDataParallelConfig(check_for_nan_in_grad=True, use_distributed_optimizer=False, **ddp),
-        scheduler=SchedulerConfig(lr_decay_style="constant"),
+        checkpoint=config.CheckpointConfig(pretrained_checkpoint=str(converted), save=None, load=None, load_rng=False),
+        logger=config.LoggerConfig(logging_level=0),
+        dist=config.DistributedInitConfig(),
+        train=config.TrainingConfig(micro_batch_size=1, global_batch_size=1, train_iters=10),
+        optimizer=config.OptimizerConfig(optimizer="adam", lr=1e-5, use_distributed_optimizer=False, bf16=False),
+        ddp=config.DistributedDataParallelConfig(check_for_nan_in_grad=True, use_distributed_optimizer=False, **ddp),
+        scheduler=config.SchedulerConfig(lr_decay_style="constant"),
         dataset=None,
-        tokenizer=TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder)),
+        tokenizer=config.TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder)),
     )
 
 
@@ -117,12 +98,12 @@ def test_without_packing(worker, truth):
     """
     texts = Truth(truth.reference, [sample for sample in truth.samples if not sample.pixels])
     for some in (truth, texts):
-        ids = padded_rows([sample.ids for sample in some.samples])
+        ids = support.padded_rows([sample.ids for sample in some.samples])
         mask, _, positions = get_ltor_masks_and_position_ids(ids, 0, 0, False, False, False, False)
         assert mask.dtype == torch.bool and mask.shape == (1, 1, ids.shape[1], ids.shape[1])
         for given in (None, positions):
             call = dict(input_ids=ids, position_ids=given, attention_mask=mask)
-            check_rows(model_forward(worker, **call, **some.pictures), some)
+            support.check_rows(model_forward(worker, **call, **some.pictures), some)
 
 
 def test_the_model_says_that_it_packs_by_itself(worker):
@@ -139,37 +120,29 @@ def test_packing_by_the_model(worker, truth, multiple, total):
 
     `total` is pad_full_seq_to, of pipeline stages: the last row's length in the packed row takes what is missing.
     """
-    lengths = padded_lengths(truth.lengths, multiple)
+    lengths = support.padded_lengths(truth.lengths, multiple)
     if total is not None:
         lengths[-1] += total - sum(lengths)
     longest = max(lengths)
-    ids = padded_rows([sample.ids for sample in truth.samples], longest)
+    ids = support.padded_rows([sample.ids for sample in truth.samples], longest)
     mask = torch.arange(longest) < torch.tensor(lengths)[:, None]
     kinds = (ids == truth.config.image_token_id).int() + 2 * (ids == truth.config.video_token_id).int()
-    call = dict(input_ids=ids, position_ids=None, attention_mask=mask, packed_seq_params=thd(lengths))
+    call = dict(input_ids=ids, position_ids=None, attention_mask=mask, packed_seq_params=support.thd(lengths))
     call["mm_token_type_ids"] = kinds[:, : max(truth.lengths) // 2]  # of the question alone, as it comes there
-    check_packed(model_forward(worker, **call, **truth.pictures), truth, lengths)
+    support.check_packed(model_forward(worker, **call, **truth.pictures), truth, lengths)
 
 
 @pytest.mark.parametrize("multiple", [1, 8])
 def test_packing_by_the_worker(worker, truth, multiple):
     """_pack_sequences_for_megatron, which a model without packing of its own gets: one flat row, no mask."""
-    lengths = padded_lengths(truth.lengths, multiple)
-    params = thd(lengths)
+    lengths = support.padded_lengths(truth.lengths, multiple)
+    params = support.thd(lengths)
     if multiple > 1:
         logical = torch.tensor(offsets(truth.lengths), dtype=torch.int32)
         params.cu_seqlens_q = params.cu_seqlens_kv = logical
-    row = packed_row([sample.ids for sample in truth.samples], lengths)
+    row = support.packed_row([sample.ids for sample in truth.samples], lengths)
     call = dict(input_ids=row, position_ids=None, attention_mask=None, packed_seq_params=params)
-    check_packed(model_forward(worker, **call, **truth.pictures), truth, lengths)
-
-
-def freeze_router(chunks):
-    """setup_model_and_optimizer's own hook, for megatron_cfg.freeze_moe_router."""
-    for chunk in chunks if isinstance(chunks, list) else [chunks]:
-        for layer in chunk.language_model.decoder.layers:
-            if hasattr(layer, "mlp") and hasattr(layer.mlp, "router"):
-                layer.mlp.router.weight.requires_grad = False
+    support.check_packed(model_forward(worker, **call, **truth.pictures), truth, lengths)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +160,7 @@ def test_frozen_parts(converted, folder, freeze, trained):
             chunk.freeze(**freeze)
         return chunks
 
-    worker = make_worker(converted, folder, hooks=[freeze_router, apply_freeze])
+    worker = make_worker(converted, folder, hooks=[nemo_rls_freeze_moe_router, apply_freeze])
     names = {name for name, p in unwrap_model(worker.model).named_parameters() if p.requires_grad}
     assert names and all(name.startswith(trained) for name in names)
     assert not any(".router." in name for name in names)
@@ -201,7 +174,7 @@ def test_refit(worker, folder):
     assert all(task.mapping.ep_size == 1 for task in tasks if task.mapping.is_expert)
     assert worker.bridge.transformer_config.num_layers == worker.provider.num_layers
     exported = worker.bridge.export_hf_weights([worker.model], show_progress=False, conversion_tasks=tasks)
-    check_exported(dict(exported), folder)
+    support.check_exported(dict(exported), folder)
 
 
 def test_an_import_sets_sizes_and_sets_them_back(folder):
@@ -217,6 +190,6 @@ def test_an_import_sets_sizes_and_sets_them_back(folder):
     provider.finalize()
     assert parallel_state.model_parallel_is_initialized()
     (model,) = provider.provide_distributed_model(wrap_with_ddp=False, post_wrap_hook=None)
-    config = unwrap_model(model).config
-    config.tensor_model_parallel_size, config.expert_tensor_parallel_size, config.pipeline_dtype = before
-    assert type(config) in (qwen3vl_bridge.Qwen3VLModelProvider, qwen3vl_bridge.Qwen3VLMoEModelProvider)
+    made = unwrap_model(model).config
+    made.tensor_model_parallel_size, made.expert_tensor_parallel_size, made.pipeline_dtype = before
+    assert type(made) in (qwen3vl_bridge.Qwen3VLModelProvider, qwen3vl_bridge.Qwen3VLMoEModelProvider)

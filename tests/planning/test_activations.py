@@ -8,7 +8,7 @@ from qwen3vl_bridge.batch import SequenceLayout, TokenBatch
 from qwen3vl_bridge.models.qwen3_5 import presets as qwen3_5_presets
 from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.models.rope import InterleavedMRoPE, vision_rotary
-from qwen3vl_bridge.planning.activations import attention, chunk_activations, embedding, patch_inputs
+from qwen3vl_bridge.planning.activations import RankWidths, attention, chunk_activations, embedding, patch_inputs
 from qwen3vl_bridge.planning.estimate import estimate
 from qwen3vl_bridge.planning.split import ModelSplit
 from qwen3vl_bridge.planning.training_settings import BF16, FP32, FULL, Recompute, TrainingSettings
@@ -178,7 +178,7 @@ def test_kept_bytes_fall_with_every_split_and_with_recomputation(size, training)
 def attention_bytes(split: ModelSplit, *, packed: bool) -> dict[str, float]:
     """Bytes per token that a layer of the dense model with three groups of heads keeps of its attention."""
     training = TrainingSettings(transformer_engine=False, precision=FP32, packed=packed)
-    return {row.name: row.nbytes for row in attention(dimensions_of(wide(moe=False).to_dict()), split, training)}
+    return attention(RankWidths(dimensions_of(wide(moe=False).to_dict()), split, training))
 
 
 def test_ranks_that_share_a_group_keep_the_output_of_all_groups():
@@ -202,14 +202,10 @@ def test_rotary_angles_are_those_of_the_layers(precision, kernel):
     """Angles for the kernel, cosines and sines for the formula: of a token of the text model and of a patch."""
     config, tokens = wide(moe=False), 7
     dims = dimensions_of(config.to_dict())
-    training = TrainingSettings(precision=precision, transformer_engine=kernel)
+    r = RankWidths(dims, ModelSplit(1), TrainingSettings(precision=precision, transformer_engine=kernel))
     head = dims["v_hidden"] // dims["v_heads"]
     of_tower = vision_rotary(torch.zeros(tokens, 2, dtype=torch.long), head, fused=kernel)
     dtype = torch.bfloat16 if precision == BF16 else torch.float32
     of_text = InterleavedMRoPE(dims["head_dim"], 5e6, [8, 6, 6], dtype, fused=kernel)(torch.arange(tokens)[None])
-    for found, saved in (
-        (of_tower, patch_inputs(dims, training)),
-        (of_text, embedding(dims, training, pre_process=True)),
-    ):
-        (expected,) = (one.nbytes for one in saved if one.name == "rotary angles")
-        assert found.nbytes == expected * tokens
+    assert of_tower.nbytes == patch_inputs(r)["rotary angles"] * tokens
+    assert of_text.nbytes == embedding(r, pre_process=True)["rotary angles"] * tokens

@@ -1,10 +1,8 @@
 """`qwen3vl plan`: estimates, proposals, vision on ranks of its own, configurations of runs, and what is refused."""
 
-import dataclasses
 import json
 import re
 import shlex
-from collections.abc import Callable
 from dataclasses import fields, replace
 
 from qwen3vl_bridge import Qwen3VLDoRA, Qwen3VLLoRA
@@ -14,9 +12,9 @@ from qwen3vl_bridge.models.qwen3_5 import presets as qwen3_5
 from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.planning.estimate import VISION_CHUNK, estimate
 from qwen3vl_bridge.planning.from_config import plan_of, proposals_for_run
-from qwen3vl_bridge.planning.hardware import GPUS, gpu_of
+from qwen3vl_bridge.planning.hardware import GPUS
 from qwen3vl_bridge.planning.model_states import chunk_count
-from qwen3vl_bridge.planning.proposals import MARGIN, propose, smallest
+from qwen3vl_bridge.planning.proposals import MARGIN, propose
 from qwen3vl_bridge.planning.split import ModelSplit
 from qwen3vl_bridge.planning.training_settings import (
     BF16,
@@ -123,23 +121,77 @@ def test_options_reach_the_estimate(capsys):
         assert run(capsys, "--tp", "2", *option)[1]["total"] > plain["total"], option
 
 
+# Options after those of `RUN`, which they replace, and what is said.
+BAD_INPUT = {
+    "--tp 3": "16 GPUs, expected a multiple of tp * pp * cp, which is 3",
+    "--model 30B-A3B --gpus 8 --pp 2 --ep 8": "a multiple of etp * ep * pp, which is 16",
+    "--tp 1 --sequence-parallel": "sequence_parallel is True with tp 1",
+    "--tp 1 --vpp 2": "vpp is 2 with pp 1",
+    "--model 2B --pp 8": "28 layers for 8 pipeline stages",
+    "--model 2B --pp 2 --vpp 4": "pipeline stage 0 has 14 layers, expected a multiple of vpp",
+    "--model 2B --gpus 32 --tp 32": "num_attention_heads is 16",
+    "--model 32B --gpus 32 --tp 32": "vision_config.num_heads is 16",
+    "--ep 2": "this model has no experts",
+    "--model 30B-A3B --gpus 3 --ep 3": "num_moe_experts is 128",
+    "--model 30B-A3B --gpus 7 --etp 7": "moe_ffn_hidden_size is 768",
+    "--model 30B-A3B --tp 2 --no-sequence-parallel": "sequence_parallel is False with experts",
+    "--gpus 3 --cp 3": "seq_length is 8192, expected a multiple of 6",
+    "--tp 1 --global-batch-size 12": "global_batch_size is 12, expected a multiple of 16",
+    "--fsdp --pp 2": "FSDP does not support pipeline stages",
+    "--tp 2 --recompute selective --recompute-modules moe": "this model has no experts",
+    "--model Qwen/Qwen3.5-9B --tp 2 --no-sequence-parallel": (
+        "sequence_parallel is False with linear attention under tp 2, expected True"
+    ),
+    "--model Qwen/Qwen3.5-9B --gpus 32 --cp 32": "linear_num_key_heads is 16, expected a multiple of tp * cp, 32",
+    "--tp 2 --recompute-modules mlp": "expected modules with 'selective'",
+    "--tp 2 --vision-recompute-method block": "expected 'uniform' or 'block' and 1 or more with 'full', and None",
+    "--max-patches -1": "max_patches is -1",
+    "--expert-load 0.5": "expert_load is 0.5",
+    "--gpu H1000": "unknown GPU 'H1000'",
+    "--model 7B": "unknown preset '7B'",
+    "--fsdp --no-distributed-optimizer": "expected one of them",
+    "--recompute full": "--propose chooses recomputation",
+    "--no-sequence-parallel": "--propose chooses recomputation and sequence parallelism",
+    "--propose --ep 2": "no split over 16 GPUs is possible: ep is 2 and etp None",
+    "--propose --vpp 2": "does not try vpp",
+    "--vision-gpus 4 --fsdp --tp 2": "sharding is optim_grads_params, expected the distributed optimizer",
+    "--vision-gpus 8 --cp 2": "cp is 2 and vpp None, expected neither",
+    "--vision-gpus 8 --pp 2 --vpp 2": "cp is 1 and vpp 2, expected neither",
+    "--vision-gpus 4 --propose --recompute full": "--propose chooses recomputation",
+    "--vision-gpus 4 --tp 16": "12 GPUs, expected a multiple of tp",
+    "--vision-gpus 16": "--vision-gpus is 16, expected fewer than --gpus, 16",
+    "--vision-gpus 4 --vision-tp 3": "4 GPUs, expected a multiple of tp",
+    "--vision-gpus 10 --tp 1": "10 data-parallel replicas and the language model 6",
+    "--model 2B --gpus 64 --vision-gpus 32 --vision-tp 32 --tp 1": "vision_config.num_heads is 16",
+    "--model 2B --vision-gpus 6 --pp 5": "28 layers for 5 pipeline stages",
+    "--tp 2 --vision-tp 2": "--vision-tp without --vision-gpus",
+}
+
+
+@pytest.mark.parametrize("options", BAD_INPUT)
+def test_bad_input(capsys, options):
+    assert main([*RUN, *options.split()]) == 2
+    assert BAD_INPUT[options] in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("config", "training", "message"),
     [
-        (["--tp", "3"], "16 GPUs, expected a multiple of tp"),
-        (["--gpu", "H1000"], "unknown GPU 'H1000'"),
-        (["--model", "7B"], "unknown preset '7B'"),
-        (["--fsdp", "--no-distributed-optimizer"], "expected one of them"),
-        (["--recompute", "full"], "--propose chooses recomputation"),
-        (["--no-sequence-parallel"], "--propose chooses recomputation and sequence parallelism"),
-        (["--propose", "--ep", "2"], "no split over 16 GPUs is possible: ep is 2 and etp None"),
-        (["--propose", "--vpp", "2"], "does not try vpp"),
-        (["--tp", "2", "--recompute-modules", "mlp"], "expected modules with 'selective'"),
+        (qwen3_5.config_dict("9B"), dict(lora=LoraSettings(8, ())), ".* in_proj, linear_fc1, linear_fc2"),
+        (presets.config_dict("30B-A3B"), dict(lora=LoraSettings(8, ("linear_fc1",))), "has outside its experts"),
     ],
 )
-def test_bad_input(capsys, arguments, message):
-    assert main([*RUN, *arguments]) == 2
-    assert message in capsys.readouterr().err
+def test_adapters_that_there_are_none_for(config, training, message):
+    with pytest.raises(ValueError, match=f"none of which this model {message}"):
+        estimate(config, ModelSplit(8), TrainingSettings(**training))
+
+
+def test_recomputation_of_what_the_layers_do_not_have():
+    mlp, activation = (Recompute("selective", frozenset({name})) for name in ("mlp", "moe_act"))
+    with pytest.raises(ValueError, match="vision_recompute_modules has"):
+        TrainingSettings(vision_recompute=mlp)
+    with pytest.raises(ValueError, match="need Transformer Engine"):
+        TrainingSettings(recompute=activation, transformer_engine=False)
 
 
 def test_a_folder_is_a_model(capsys, untied_folder):
@@ -180,13 +232,13 @@ def test_proposals_are_the_first_of_all_that_fit(size, world, seq_length):
     config, gpu = presets.config_dict(size), GPUS["H100"]
     training = TrainingSettings(seq_length=seq_length, max_patches=4096, global_batch_size=256)
     dims = dimensions_of(config)
-    proposals, everything = (propose(dims, world, gpu, training, most=most) for most in (5, 1000))
+    (proposals, _), (everything, _) = (propose(dims, world, gpu, training, most=most) for most in (5, 1000))
     assert proposals == everything[:5] and everything == sorted(everything, key=place)
     for proposal in everything:
         assert proposal == estimate(config, proposal.split, proposal.training)
         assert proposal.peak.total <= (1 - MARGIN) * gpu.memory_bytes
     fixed = {name: getattr(everything[-1].split, name) for name in ("tp", "pp", "cp")}
-    assert propose(dims, world, gpu, training, fixed=fixed) == everything[-1:]
+    assert propose(dims, world, gpu, training, fixed=fixed)[0] == everything[-1:]
 
 
 def test_nothing_fits(capsys):
@@ -197,8 +249,6 @@ def test_nothing_fits(capsys):
         r"\(Megatron-FSDP\), --kind peft \(LoRA\), shorter rows, or --max-patches",
         said,
     ), said
-    dims = dimensions_of(presets.config_dict("32B"))
-    assert propose(dims, 1, gpu_of("h100"), TrainingSettings(precision=FP32)) == []
 
 
 @pytest.mark.parametrize(("size", "world", "fixed"), [("8B", 2, {}), ("30B-A3B", 8, {"tp": 2})])
@@ -206,10 +256,11 @@ def test_nothing_fits(capsys):
 def test_what_needs_least_is_the_first_to_fit(size, world, fixed, sharding):
     dims = dimensions_of(presets.config_dict(size))
     training = TrainingSettings(seq_length=4096, max_patches=4096, sharding=sharding)
-    least = smallest(dims, world, GPUS["H100"], training, fixed=fixed)
+    none, least = propose(dims, world, replace(GPUS["H100"], memory_bytes=1), training, fixed=fixed)
+    assert none == []
     for factor, fits in ((0.999, False), (1.001, True)):
         gpu = replace(GPUS["H100"], memory_bytes=round(least.peak.total / (1 - MARGIN) * factor))
-        assert propose(dims, world, gpu, training, fixed=fixed) == ([least] if fits else [])
+        assert propose(dims, world, gpu, training, fixed=fixed)[0] == ([least] if fits else [])
 
 
 def test_the_readmes_commands(capsys):
@@ -276,7 +327,7 @@ def test_a_vision_rank_encodes_for_all_replicas_that_it_serves(vision, share):
 @pytest.mark.parametrize(("name", "gpus", "vision"), [("2B", 8, 2), ("8B", 16, 4), ("30B-A3B", 32, 8)])
 def test_proposals_with_vision_ranks_fit(name, gpus, vision):
     config, vision_split = presets.config_dict(name), ModelSplit(vision)
-    proposals = propose(dimensions_of(config), gpus, H100, ROWS, vision_split=vision_split)
+    proposals, _ = propose(dimensions_of(config), gpus, H100, ROWS, vision_split=vision_split)
     assert proposals
     for proposal in proposals:
         split = replace(proposal.split, vision=True)
@@ -287,24 +338,6 @@ def test_proposals_with_vision_ranks_fit(name, gpus, vision):
     assert ranks == sorted(ranks)
     with pytest.raises(ValueError, match=f"{gpus} vision ranks, expected fewer than all GPUs"):
         propose(dimensions_of(config), gpus, H100, ROWS, vision_split=ModelSplit(gpus))
-
-
-REFUSED = {
-    "replicas": (dict(world=4), ModelSplit(6), {}, "4 data-parallel replicas and the language model 6"),
-    "context": (dict(world=2), ModelSplit(2, cp=2), {}, "cp is 2 and vpp None, expected neither"),
-    "interleaved": (dict(world=2), ModelSplit(2, pp=2, vpp=2), {}, "cp is 1 and vpp 2, expected neither"),
-    "sharded": (dict(world=2), ModelSplit(2), dict(sharding=Sharding.ALL), "sharding is optim_grads_params"),
-    "heads": (dict(world=32, tp=32), ModelSplit(2), {}, "vision_config.num_heads is 16"),
-    "layers": (dict(world=2), ModelSplit(5, pp=5), {}, "28 layers for 5 pipeline stages"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_is_refused(case):
-    vision, split, changed, message = REFUSED[case]
-    training = replace(ROWS, global_batch_size=None, **changed)
-    with pytest.raises(ValueError, match=message):
-        estimate(presets.config_dict("2B"), split, training, vision_split=ModelSplit(**vision))
 
 
 def test_the_pages_part_of_the_flops(capsys):
@@ -343,29 +376,13 @@ def test_the_settings_are_megatron_bridges(capsys):
     assert few["dist_train"]["vision_to_llm_dp_ratio"] is None  # six language replicas for each
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--vision-gpus", "4", "--fsdp", "--tp", "2"], "Megatron-FSDP does not support pipeline stages"),
-        (["--vision-gpus", "4", "--cp", "2"], "cp is 2"),
-        (["--vision-gpus", "4", "--propose", "--recompute", "full"], "--propose chooses recomputation"),
-        (["--vision-gpus", "4", "--tp", "16"], "12 GPUs, expected a multiple of tp"),
-        (["--vision-gpus", "16"], "--vision-gpus is 16, expected fewer than --gpus, 16"),
-        (["--vision-gpus", "4", "--vision-tp", "3"], "4 GPUs, expected a multiple of tp"),
-        (["--tp", "2", "--vision-tp", "2"], "--vision-tp without --vision-gpus"),
-    ],
-)
-def test_bad_vision_ranks(capsys, arguments, message):
-    assert main([*VISION_RUN, *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
 # Megatron-FSDP's gradients follow the parameters where nobody says otherwise.
-BRIDGES = dataclasses.replace(BF16, fsdp_gradient=None)
+BRIDGES = Precision(2, 2, 4)
 RUN_OF_CONFIG = TrainingSettings(
-    seq_length=512, global_batch_size=2, precision=FP32, sharding=Sharding.ALL, transformer_engine=False,
+    seq_length=512, global_batch_size=2, precision=Precision(4, 4, 4), sharding=Sharding.ALL, transformer_engine=False,
     balancing_loss=False,
 )  # fmt: skip
+DISTRIBUTED = dict(sharding=Sharding.OPTIMIZER, precision=FP32)
 
 
 @pytest.fixture
@@ -393,12 +410,6 @@ def test_the_recipe_as_it_stands(cfg, untied_folder):
     assert plan_of(cfg, 2) == as_of(untied_folder, ModelSplit(2), RUN_OF_CONFIG)
 
 
-def replaced(**fields) -> TrainingSettings:
-    return TrainingSettings(
-        **{name: getattr(RUN_OF_CONFIG, name) for name in RUN_OF_CONFIG.__dataclass_fields__} | fields
-    )
-
-
 CHANGES = {
     "made on the host": (dict(model__init_model_with_meta_device=True), ModelSplit(4), dict(made_on_host=True)),
     "saved by index": (
@@ -411,12 +422,12 @@ CHANGES = {
     "stages": (
         dict(model__pipeline_model_parallel_size=2, model__num_layers_in_first_pipeline_stage=1,
              ddp__use_megatron_fsdp=False),
-        ModelSplit(4, pp=2, first_layers=1), dict(sharding=Sharding.OPTIMIZER),
+        ModelSplit(4, pp=2, first_layers=1), DISTRIBUTED,
     ),
     "no sharding": (
         dict(ddp__use_megatron_fsdp=False, ddp__use_distributed_optimizer=False,
              optimizer__use_distributed_optimizer=False),
-        ModelSplit(4), dict(sharding=Sharding.NONE),
+        ModelSplit(4), DISTRIBUTED | dict(sharding=Sharding.NONE),
     ),
     "mixed precision by name": (dict(mixed_precision="bf16_mixed"), ModelSplit(4), dict(precision=BRIDGES)),
     "mixed precision": (dict(mixed_precision=bf16_mixed()), ModelSplit(4), dict(precision=BRIDGES)),
@@ -426,7 +437,7 @@ CHANGES = {
     ),
     "gradients of FSDP": (
         dict(mixed_precision="bf16_mixed", ddp__megatron_fsdp_main_grads_dtype=torch.float32),
-        ModelSplit(4), dict(precision=Precision(2, 4, 4, fsdp_gradient=4)),
+        ModelSplit(4), dict(precision=BF16),
     ),
     "FSDP that shards the optimizer alone": (
         dict(ddp__data_parallel_sharding_strategy="optim"),
@@ -435,7 +446,7 @@ CHANGES = {
     "small moments": (
         dict(mixed_precision="bf16_mixed", optimizer__use_precision_aware_optimizer=True,
              optimizer__exp_avg_dtype=torch.bfloat16, optimizer__exp_avg_sq_dtype=torch.bfloat16),
-        ModelSplit(4), dict(precision=Precision(2, 4, 2, 4)),
+        ModelSplit(4), dict(precision=Precision(2, 2, 4, 4)),
     ),
     "recomputation": (
         dict(model__recompute_granularity="selective", model__recompute_modules=["mlp"],
@@ -464,14 +475,14 @@ CHANGES = {
 def test_settings_that_are_counted(name, cfg, untied_folder):
     settings, split, fields = CHANGES[name]
     change(cfg, **{"train__global_batch_size": 4} | settings)
-    assert plan_of(cfg, 4) == as_of(untied_folder, split, replaced(**{"global_batch_size": 4} | fields))
+    assert plan_of(cfg, 4) == as_of(untied_folder, split, replace(RUN_OF_CONFIG, **{"global_batch_size": 4} | fields))
 
 
 def test_a_finalised_pipeline_layout(cfg, untied_folder):
     change(cfg, model__pipeline_model_parallel_size=2, model__pipeline_model_parallel_layout="Ettt|tL",
            model__pipeline_dtype=torch.float32, ddp__use_megatron_fsdp=False)  # fmt: skip
     cfg.model.finalize()
-    expected = as_of(untied_folder, ModelSplit(2, pp=2, layout=((3,), (1,))), replaced(sharding=Sharding.OPTIMIZER))
+    expected = as_of(untied_folder, ModelSplit(2, pp=2, layout=((3,), (1,))), replace(RUN_OF_CONFIG, **DISTRIBUTED))
     assert plan_of(cfg, 2).stages == expected.stages
 
 
@@ -479,7 +490,7 @@ def test_a_model_with_experts(cfg):
     cfg.model = AutoBridge.from_hf_config(presets.hf_config("30B-A3B")).to_megatron_provider(load_weights=False)
     change(cfg, model__expert_model_parallel_size=8, model__expert_tensor_parallel_size=1,
            mixed_precision="bf16_mixed", train__global_batch_size=8)  # fmt: skip
-    training = replaced(global_batch_size=8, precision=BRIDGES, balancing_loss=True)
+    training = replace(RUN_OF_CONFIG, global_batch_size=8, precision=BRIDGES, balancing_loss=True)
     assert plan_of(cfg, 8) == estimate(presets.config_dict("30B-A3B"), ModelSplit(8, ep=8, etp=1), training)
 
 
@@ -487,12 +498,12 @@ def test_vision_on_ranks_of_its_own(cfg, untied_folder):
     cfg.model.dist_train = DistTrainConfig(use_dist_train=True, vision_world_size=4, language_world_size=4,
                                            vision_tensor_model_parallel_size=2)  # fmt: skip
     change(cfg, model__pipeline_model_parallel_size=2, ddp__use_megatron_fsdp=False)
-    config, training = json.loads((untied_folder / "config.json").read_text()), replaced(sharding=Sharding.OPTIMIZER)
+    config, training = json.loads((untied_folder / "config.json").read_text()), replace(RUN_OF_CONFIG, **DISTRIBUTED)
     plan = plan_of(cfg, 8)
     assert plan == estimate(config, ModelSplit(4, pp=2), training, vision_split=ModelSplit(4, tp=2))
     assert [stage.stage for stage in plan.stages] == [-1, 0, 1]
     proposals = proposals_for_run(cfg, plan, GPUS["H100"])
-    assert proposals == propose(dimensions_of(config), 8, GPUS["H100"], training, vision_split=ModelSplit(4, tp=2))
+    assert proposals == propose(dimensions_of(config), 8, H100, training, vision_split=ModelSplit(4, tp=2))[0]
     cfg.model.dist_train.vision_world_size = None
     with pytest.raises(ValueError, match="None vision and 4 language ranks, expected 8 together"):
         plan_of(cfg, 8)
@@ -527,89 +538,10 @@ def test_settings_that_are_not(message, cfg):
         plan_of(cfg, 4)
 
 
-def split(world: int, **sizes) -> Callable[[], object]:
-    return lambda: ModelSplit(world, **sizes)
-
-
-def fitted(size: str, world: int, **sizes) -> Callable[[], object]:
-    return lambda: ModelSplit(world, **sizes).check(dimensions_of(presets.config_dict(size)))
-
-
-def run_from_config(of: ModelSplit, **fields) -> Callable[[], object]:
-    return lambda: estimate(presets.config_dict("8B"), of, TrainingSettings(**fields))
-
-
-def run_qwen3_5(of: ModelSplit, **fields) -> Callable[[], object]:
-    return lambda: estimate(qwen3_5.config_dict("9B"), of, TrainingSettings(**fields))
-
-
-def trained(**fields) -> Callable[[], object]:
-    return lambda: TrainingSettings(**fields)
-
-
-MOE, MLP = (Recompute("selective", frozenset({name})) for name in ("moe", "mlp"))
-REFUSED_SPLITS = {
-    "world": (split(6, tp=4), "expected a multiple of tp \\* pp \\* cp, which is 4"),
-    "experts' ranks": (split(8, pp=2, ep=8), "a multiple of etp \\* ep \\* pp, which is 16"),
-    "nothing to cut": (split(2, sequence_parallel=True), "sequence_parallel is True with tp 1"),
-    "no stages": (split(2, vpp=2), "vpp is 2 with pp 1"),
-    "below one": (split(0), "world is 0, expected 1 or more"),
-    "layers": (fitted("2B", 8, pp=8), "28 layers for 8 pipeline stages"),
-    "heads": (fitted("2B", 32, tp=32), "num_attention_heads is 16"),
-    "tower's heads": (fitted("32B", 32, tp=32), "vision_config.num_heads is 16"),
-    "chunks": (fitted("2B", 2, pp=2, vpp=4), "pipeline stage 0 has 14 layers, expected a multiple of vpp"),
-    "both ways": (fitted("2B", 4, pp=4, first_layers=4, loss_as_layer=True), "expected only one of them"),
-    "layout": (fitted("2B", 2, pp=2, layout=((10,), (10,))), "20 text layers together, expected 28"),
-    "no experts": (fitted("8B", 2, ep=2), "this model has no experts"),
-    "experts": (fitted("30B-A3B", 3, ep=3), "num_moe_experts is 128"),
-    "experts' width": (fitted("30B-A3B", 7, etp=7), "moe_ffn_hidden_size is 768"),
-    "experts without SP": (fitted("30B-A3B", 2, tp=2), "sequence_parallel is False with experts"),
-    "rows": (run_from_config(ModelSplit(3, cp=3), seq_length=4096), "seq_length is 4096, expected a multiple of 6"),
-    "batch": (
-        run_from_config(ModelSplit(8), global_batch_size=12),
-        "global_batch_size is 12, expected a multiple of 8",
-    ),
-    "stages of FSDP": (
-        run_from_config(ModelSplit(4, pp=2), sharding=Sharding.ALL),
-        "FSDP does not support pipeline stages",
-    ),
-    "moe": (run_from_config(ModelSplit(1), recompute=MOE), "this model has no experts"),
-    "no adapters": (
-        run_qwen3_5(ModelSplit(8), lora=LoraSettings(8, ())),
-        "none of which this model has .* in_proj, linear_fc1, linear_fc2",
-    ),
-    "linear attention without SP": (
-        run_qwen3_5(ModelSplit(8, tp=2), seq_length=65536),
-        "sequence_parallel is False with linear attention under tp 2, expected True",
-    ),
-    "key heads of linear attention": (
-        run_qwen3_5(ModelSplit(32, cp=32), seq_length=65536),
-        "linear_num_key_heads is 16, expected a multiple of tp . cp, 32",
-    ),
-    "granularity": (trained(recompute=Recompute("some")), "recompute_granularity is 'some'"),
-    "idle modules": (trained(recompute=Recompute(None, MLP.modules)), "expected modules with 'selective'"),
-    "tower": (trained(vision_recompute=MLP), "vision_recompute_modules has"),
-    "full": (trained(recompute=Recompute("full")), "expected 'uniform' or 'block' and 1 or more"),
-    "patches": (trained(max_patches=-1), "max_patches is -1"),
-    "load": (trained(expert_load=0.5), "expert_load is 0.5"),
-    "local": (
-        trained(recompute=Recompute("selective", frozenset({"moe_act"})), transformer_engine=False),
-        "need Transformer Engine",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED_SPLITS)
-def test_what_cannot_be_split_or_trained(name):
-    call, message = REFUSED_SPLITS[name]
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
-def test_adapters_that_there_are_none_for():
-    training = TrainingSettings(lora=LoraSettings(8, ("linear_fc1",)))
-    with pytest.raises(ValueError, match="none of which this model has outside its experts"):
-        estimate(presets.config_dict("30B-A3B"), ModelSplit(1), training)
+def test_a_variable_that_ends_megatron_fsdp_is_named_before_the_start(cfg, monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.raises(ValueError, match="`unset CUDA_DEVICE_MAX_CONNECTIONS` on every node"):
+        cfg.validate()
 
 
 @pytest.mark.parametrize("cp", [1, 2, 3, 4])

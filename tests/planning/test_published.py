@@ -37,9 +37,10 @@ def test_korthikanti_et_al(tp, sequence, expected):
     """Bytes of a layer for each hidden number of a token, without attention's matrix. Their two masks of dropout, one
     byte each, are not here; under tensor parallelism alone they are whole on every rank.
     """
-    dims, split, training = gpt(), ModelSplit(tp, tp=tp, sequence_parallel=sequence), TrainingSettings()
-    rows = [*activations.attention(dims, split, training), *activations.dense_mlp(dims, split, training)]
-    found = sum(row.nbytes for row in rows if not any(word in row.name for word in OURS))
+    dims, split = gpt(), ModelSplit(tp, tp=tp, sequence_parallel=sequence)
+    r = activations.RankWidths(dims, split, TrainingSettings())
+    saved = activations.attention(r) | activations.dense_mlp(r)
+    found = sum(nbytes for name, nbytes in saved.items() if not any(word in name for word in OURS))
     masks = Fraction(2, tp if sequence else 1)
     assert found == dims["hidden"] * (expected - masks)
 
@@ -55,9 +56,8 @@ def test_microbatches_of_the_first_stage(stages, chunks):
 def test_the_softmax_of_the_loss():
     """3.79 GiB for [4096, 1, 248320]: https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5508."""
     dims = dimensions_of(presets.config_dict("8B")).with_vocab(248_320)
-    row = activations.softmax(dims, ModelSplit(1), TrainingSettings())
-    assert row in activations.output_layer(dims, ModelSplit(1), TrainingSettings(), in_chunks=False)
-    assert row.nbytes * 4096 / GIB == pytest.approx(3.79, abs=0.005)
+    saved = activations.output_layer(activations.RankWidths(dims, ModelSplit(1), TrainingSettings()), in_chunks=False)
+    assert saved["loss: softmax"] * 4096 / GIB == pytest.approx(3.79, abs=0.005)
 
 
 @pytest.mark.parametrize(("tp", "world"), [(1, 8), (2, 16)])

@@ -14,6 +14,7 @@ from qwen3vl_bridge.planning.split import ModelSplit
 from qwen3vl_bridge.planning.training_settings import (
     BF16,
     FP32,
+    FULL,
     LINEAR_LAYERS,
     LoraSettings,
     Precision,
@@ -187,5 +188,20 @@ def test_sharding_in_the_order_of_zero():
         stage_states(dims, ModelSplit(8), chunks, TrainingSettings(sharding=Sharding.ALL, made_on_host=True)).unsharded
         == 0
     )
-    untold = TrainingSettings(sharding=Sharding.ALL, precision=replace(BF16, fsdp_gradient=None))
+    untold = TrainingSettings(sharding=Sharding.ALL, precision=Precision(2, 2, 4))
     assert stage_states(dims, ModelSplit(8), chunks, untold).gradients == pytest.approx(2 / 8 * whole)
+
+
+@pytest.mark.parametrize(("rows", "logits"), [(1, False), (4, True)])
+def test_under_zero_3_logits_and_unsharded_gradients_do_not_coincide(rows, logits):
+    """Of rows of 8K the 2B's logits take 2.3 GiB each; unsharded gradients and a recomputed layer 2.8 GiB of one."""
+    dims, split = dimensions_of(presets.config_dict("2B")), ModelSplit(8)
+    training = TrainingSettings(
+        sharding=Sharding.ALL, seq_length=8192, max_patches=4096, micro_batch_size=rows, loss_chunk_tokens=0,
+        recompute=FULL,
+    )  # fmt: skip
+    (found,) = estimate(presets.config_dict("2B"), split, training).stages
+    states = stage_states(dims, split, split.chunks(28)[0], training)
+    assert 3 * states.gathered_gradients == 2 * states.gathered > 0
+    assert found.states.gathered == states.gathered - states.gathered_gradients * logits
+    assert (found.temporary == 2 * dims["vocab"] * 8192 * rows) == logits

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import importlib
 import importlib.metadata
 import json
@@ -12,8 +11,7 @@ import os
 import platform
 import resource
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,69 +43,6 @@ _MODULES = {
 _SHARED_MEMORY, _OPEN_FILES = GIB, 4096
 
 
-@dataclass(frozen=True)
-class FoundGpu:
-    """A GPU that torch sees; memory in bytes, the capability is CUDA's."""
-
-    name: str
-    memory: int
-    capability: str
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a machine has; sizes in bytes.
-
-    Attributes:
-        glibc: version of the C library; empty if it is another one.
-        packages: versions of installed packages by name; None for those that are missing.
-        cuda: version for which torch was built; None for none.
-        nccl: version that comes with torch; None without CUDA.
-        driver: whether NVIDIA's kernel driver is loaded.
-        cores: number that this process may use.
-        memory, memory_free: of the host, within the limit of its control group.
-        shared_memory: free part of /dev/shm; None if it does not exist.
-        disk_free: where results are written.
-        open_files: soft and hard limit of this process.
-    """
-
-    python: str
-    glibc: str
-    packages: Mapping[str, str | None]
-    cuda: str | None
-    nccl: str | None
-    driver: bool
-    gpus: tuple[FoundGpu, ...]
-    cores: int
-    memory: int
-    memory_free: int
-    shared_memory: int | None
-    disk_free: int
-    open_files: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Package:
-    """A package; `expected` are its allowed versions, empty for any, and `get` is a command that installs it."""
-
-    name: str
-    found: str | None
-    expected: str
-    needed: bool
-    fits: bool
-    purpose: str
-    get: str
-
-
-@dataclass(frozen=True)
-class Missing:
-    """A problem: what was found and expected, how to solve it, and whether training or conversion is impossible."""
-
-    what: str
-    get: str
-    fatal: bool
-
-
 def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> int:
     """Examine this machine and report; exit status 1 if training or conversion cannot work here, 2 for bad input."""
     parser = argparse.ArgumentParser(
@@ -133,56 +68,68 @@ def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> 
 
 
 def examine(folder: Path) -> dict[str, Any]:
-    """The output of `--json`."""
+    """The output of `--json`, with the disk of a folder; sizes in bytes."""
     from packaging.requirements import Requirement
 
     own = importlib.metadata.metadata(_PACKAGE)
-    wanted = [Requirement(text) for text in own.get_all("Requires-Dist") or ()]
-    looked = look({*(one.name for one in wanted), *_OPTIONAL}, folder)
-    known = packages(wanted, looked)
+    machine = look(folder)
+    machine["packages"] = packages([Requirement(text) for text in own.get_all("Requires-Dist") or ()], machine["glibc"])
     if why_not("transformers") is None:
         from qwen3vl_bridge.compat.library_logs import quiet
 
         quiet()
     broken = {work: why_not(*modules) for work, modules in _MODULES.items()}
-    missing = _missing(known, looked, own["Requires-Python"])
+    missing = list_missing(machine, own["Requires-Python"])
     advice = "see the message; `pip check` names packages that disagree"
     for work, why in broken.items():
         if why is not None:
-            missing.append(Missing(f"{work} cannot be imported: {why}", advice, fatal=True))
-    stops = any(one.fatal for one in missing)
+            missing.append({"what": f"{work} cannot be imported: {why}", "get": advice, "fatal": True})
     return {
-        "machine": dataclasses.asdict(looked) | {"packages": [dataclasses.asdict(one) for one in known]},
-        "used": None if broken["training"] else _used(looked),
-        "missing": [dataclasses.asdict(one) for one in missing],
-        "works": {"conversion": broken["conversion"] is None, "training": not stops},
+        "machine": machine,
+        "used": None if broken["training"] else _used(machine),
+        "missing": missing,
+        "works": {
+            "conversion": broken["conversion"] is None,
+            "training": not any(one["fatal"] for one in missing),
+        },
     }
 
 
-def look(packages: Iterable[str], folder: Path) -> Machine:
-    """This machine, with the versions of some packages and the disk of a folder.
+def look(folder: Path) -> dict[str, Any]:
+    """What this machine has; None for what does not exist, and an empty `glibc` for another C library.
 
     Raises:
         OSError: the folder does not exist.
     """
-    cuda, nccl, gpus = _cuda()
-    memory, free = _memory()
-    shm = Path("/dev/shm")
-    return Machine(
-        python=platform.python_version(),
-        glibc=platform.libc_ver()[1],
-        packages={name: _version(name) for name in packages},
-        cuda=cuda,
-        nccl=nccl,
-        driver=Path("/proc/driver/nvidia/version").exists(),
-        gpus=gpus,
-        cores=len(os.sched_getaffinity(0)),
-        memory=memory,
-        memory_free=free,
-        shared_memory=shutil.disk_usage(shm).free if shm.is_dir() else None,
-        disk_free=shutil.disk_usage(folder).free,
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
-    )
+    cuda, nccl, gpus = None, None, []
+    if why_not("torch") is None:
+        import torch
+        import torch.cuda.nccl
+
+        if (cuda := torch.version.cuda) is not None:
+            if torch.distributed.is_nccl_available():
+                nccl = ".".join(map(str, torch.cuda.nccl.version()))
+            found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+            gpus = [{"name": g.name, "memory": g.total_memory, "capability": f"{g.major}.{g.minor}"} for g in found]
+    lines = (line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    amounts = {name: int(rest.split()[0]) * 1024 for name, rest in lines}
+    memory, shm = amounts["MemTotal"], Path("/dev/shm")
+    with contextlib.suppress(OSError, ValueError):  # no control group, or "max"
+        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return {
+        "python": platform.python_version(),
+        "glibc": platform.libc_ver()[1],
+        "cuda": cuda,
+        "nccl": nccl,
+        "driver": Path("/proc/driver/nvidia/version").exists(),
+        "gpus": gpus,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": memory,
+        "memory_free": min(memory, amounts["MemAvailable"]),
+        "shared_memory": shutil.disk_usage(shm).free if shm.is_dir() else None,
+        "disk_free": shutil.disk_usage(folder).free,
+        "open_files": list(resource.getrlimit(resource.RLIMIT_NOFILE)),
+    }
 
 
 def why_not(*modules: str) -> str | None:
@@ -198,39 +145,22 @@ def why_not(*modules: str) -> str | None:
     return None
 
 
-def _version(name: str) -> str | None:
+def version_of(name: str) -> str | None:
+    """The version of an installed package."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(name)
     return None
 
 
-def _cuda() -> tuple[str | None, str | None, tuple[FoundGpu, ...]]:
-    if why_not("torch") is not None:
-        return None, None, ()
-    import torch
-    import torch.cuda.nccl
-
-    if torch.version.cuda is None:
-        return None, None, ()
-    gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None
-    return torch.version.cuda, nccl, tuple(FoundGpu(g.name, g.total_memory, f"{g.major}.{g.minor}") for g in gpus)
-
-
-def _memory() -> tuple[int, int]:
-    lines = (line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    amounts = {name: int(rest.split()[0]) * 1024 for name, rest in lines}
-    whole, free = amounts["MemTotal"], amounts["MemAvailable"]
-    with contextlib.suppress(OSError, ValueError):  # no control group, or "max"
-        whole = min(whole, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return whole, min(whole, free)
-
-
-def packages(wanted: Sequence[Requirement], machine: Machine) -> list[Package]:
-    """Required and optional packages, of requirements as declared by this package, including extras."""
+def packages(
+    wanted: Sequence[Requirement], glibc: str, installed: Callable[[str], str | None] = version_of
+) -> list[dict[str, Any]]:
+    """Required and optional packages, of requirements as this package declares them, including extras; with the command
+    that installs each.
+    """
     from packaging.version import Version
 
-    listed = []
+    listed: list[tuple[str, str, Any, bool]] = []
     for requirement in wanted:
         needed = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         if needed or requirement.name in _OPTIONAL:
@@ -239,67 +169,64 @@ def packages(wanted: Sequence[Requirement], machine: Machine) -> list[Package]:
     listed += [(name, name, None, False) for name in _OPTIONAL if name not in declared]
     result = []
     for name, text, versions, needed in listed:
-        version = machine.packages[name]
-        fits = version is not None and (versions is None or versions.contains(version, prereleases=True))
-        how = "--no-build-isolation " if name in _BUILT else ""
-        get = f"pip install {how}'{text}'"
-        if (glibc := _NEEDS_GLIBC.get(name)) and not (machine.glibc and Version(machine.glibc) >= Version(glibc)):
-            get = f"nothing on this system: it needs glibc {glibc}, here is {machine.glibc or 'another C library'}"
-        result.append(Package(name, version, str(versions or ""), needed, fits, _OPTIONAL.get(name, ""), get))
+        found = installed(name)
+        get = f"pip install {'--no-build-isolation ' * (name in _BUILT)}'{text}'"
+        if (least := _NEEDS_GLIBC.get(name)) and not (glibc and Version(glibc) >= Version(least)):
+            get = f"nothing on this system: it needs glibc {least}, here is {glibc or 'another C library'}"
+        result.append({
+            "name": name, "found": found, "expected": str(versions or ""), "needed": needed,
+            "fits": found is not None and (versions is None or versions.contains(found, prereleases=True)),
+            "purpose": _OPTIONAL.get(name, ""), "get": get,
+        })  # fmt: skip
     return result
 
 
-def _missing(known: Sequence[Package], machine: Machine, pythons: str) -> list[Missing]:
+def list_missing(machine: dict[str, Any], pythons: str) -> list[dict[str, Any]]:
+    """Problems: what was found and expected, how to solve it, and whether training or conversion is impossible."""
     from packaging.specifiers import SpecifierSet
 
-    missing = []
-    if not SpecifierSet(pythons).contains(machine.python, prereleases=True):
-        missing.append(Missing(f"Python is {machine.python}, expected {pythons}", f"a Python {pythons}", fatal=True))
-    for package in known:
-        if not package.fits and (machine.gpus or package.name not in _BUILT):
-            words = (
-                f"{package.name} is {package.found or 'not installed'}, expected {package.expected or 'any version'}"
-            )
-            words += f" (for {package.purpose})" if package.purpose else ""
-            missing.append(Missing(words, package.get, fatal=package.needed))
-    if machine.driver and machine.cuda is None:
+    missing: list[dict[str, Any]] = []
+
+    def add(what: str, get: str, *, fatal: bool = False) -> None:
+        missing.append({"what": what, "get": get, "fatal": fatal})
+
+    if not SpecifierSet(pythons).contains(machine["python"], prereleases=True):
+        add(f"Python is {machine['python']}, expected {pythons}", f"a Python {pythons}", fatal=True)
+    for one in machine["packages"]:
+        if not one["fits"] and (machine["gpus"] or one["name"] not in _BUILT):
+            words = f"{one['name']} is {one['found'] or 'not installed'}, expected {one['expected'] or 'any version'}"
+            add(words + f" (for {one['purpose']})" * bool(one["purpose"]), one["get"], fatal=one["needed"])
+    if machine["driver"] and machine["cuda"] is None:
         words = "an NVIDIA driver is installed, but torch is built without CUDA: everything will run on the CPU"
-        missing.append(Missing(words, "install a torch built for CUDA", fatal=False))
-    elif machine.cuda is not None and not machine.gpus:
-        words = f"torch is built for CUDA {machine.cuda} but sees no GPU: everything will run on the CPU"
-        get = "install NVIDIA's driver, use `docker run --gpus all`, or correct CUDA_VISIBLE_DEVICES"
-        missing.append(Missing(words, get, fatal=False))
-    if (shared := machine.shared_memory) is not None and shared < _SHARED_MEMORY:
+        add(words, "install a torch built for CUDA")
+    elif machine["cuda"] is not None and not machine["gpus"]:
+        words = f"torch is built for CUDA {machine['cuda']} but sees no GPU: everything will run on the CPU"
+        add(words, "install NVIDIA's driver, use `docker run --gpus all`, or correct CUDA_VISIBLE_DEVICES")
+    if (shared := machine["shared_memory"]) is not None and shared < _SHARED_MEMORY:
         words = f"/dev/shm has {shared / GIB:.2f} GiB free; data workers pass images through it"
-        missing.append(Missing(words, "`docker run --shm-size=16g`, or dataset.num_workers=0", fatal=False))
-    if machine.open_files[0] < _OPEN_FILES:
-        words = f"{machine.open_files[0]} open files are allowed, which is few for many ranks and data workers"
-        missing.append(Missing(words, f"`ulimit -n {max(machine.open_files[1], _OPEN_FILES)}`", fatal=False))
+        add(words, "`docker run --shm-size=16g`, or dataset.num_workers=0")
+    soft, hard = machine["open_files"]
+    if soft < _OPEN_FILES:
+        words = f"{soft} open files are allowed, which is few for many ranks and data workers"
+        add(words, f"`ulimit -n {max(hard, _OPEN_FILES)}`")
     return missing
 
 
-def _used(machine: Machine) -> dict[str, str]:
+def _used(machine: dict[str, Any]) -> dict[str, str]:
     """What training will use here, from the defaults of the code that chooses."""
     from qwen3vl_bridge.models.settings import default_transformer_impl
 
     import torch
 
     spec, cuda = default_transformer_impl(), torch.cuda.is_available()
-    engine = f"Transformer Engine {machine.packages['transformer-engine']}"
-    flash = machine.packages["flash-attn"]
-    kernels = (
-        f"flash-attn {flash}, or attention of cuDNN or of Transformer Engine"
-        if flash
-        else "attention of cuDNN or of Transformer Engine"
-    )
-    whole = spec == "transformer_engine"
+    engine, flash = f"Transformer Engine {version_of('transformer-engine')}", version_of("flash-attn")
+    kernels = f"flash-attn {flash}, or " * (flash is not None) + "attention of cuDNN or of Transformer Engine"
+    whole, gpus = spec == "transformer_engine", machine["gpus"]
     return {
-        "device": f"{len(machine.gpus)} x {machine.gpus[0].name}" if cuda else f"CPU, {machine.cores} cores",
+        "device": f"{len(gpus)} x {gpus[0]['name']}" if cuda else f"CPU, {machine['cores']} cores",
         "layer spec": f"transformer_engine: {engine}" if whole else "local: modules of torch and megatron-core",
         "attention": f"{engine}, which chooses {kernels}" if whole else "torch's own kernels",
-        "collectives": f"NCCL {machine.nccl}" if cuda else "gloo",
-        "loop": "Megatron-Bridge's",
-        "conversion": "the CPU; processes of torchrun share the work",
+        "collectives": f"NCCL {machine['nccl']}" if cuda else "gloo",
     }
 
 

@@ -54,13 +54,8 @@ def _parse(prog: str | None, arguments: Sequence[str] | None) -> argparse.Namesp
     "configuration and processor, and the weights unless --megatron-path is given")  # fmt: skip
     add("--megatron-path", metavar="FOLDER", help="weights: a Megatron checkpoint in either format, or a run's folder")
     add("--image", action="append", default=[], metavar="FILE", help="image to show; may be given several times")
-    add(
-        "--max-new-tokens",
-        type=int,
-        default=128,
-        metavar="N",
-        help="maximum length of the answer in tokens (default: %(default)s)",
-    )
+    add("--max-new-tokens", type=int, default=128, metavar="N",
+        help="maximum length of the answer in tokens (default: %(default)s)")  # fmt: skip
     add("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     if missing := [path for path in options.image if not Path(path).is_file()]:
@@ -96,12 +91,9 @@ def _answer(options: argparse.Namespace) -> str | None:
 
     model = load_model(hf_folder, options.megatron_path)
     processor = AutoProcessor.from_pretrained(hf_folder, trust_remote_code=False)
+    asked = [{"role": "user", "content": [*pictures, {"type": "text", "text": options.question}]}]
     inputs = processor.apply_chat_template(
-        [{"role": "user", "content": [*pictures, {"type": "text", "text": options.question}]}],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
+        asked, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
     ).to(next(model[0].parameters()).device)
     ends = end_token_ids([*model], processor.tokenizer, hf_folder)
     answer = generate([*model], **inputs, max_new_tokens=options.max_new_tokens, eos_token_id=ends)

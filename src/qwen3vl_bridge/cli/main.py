@@ -35,7 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for bad input; 130 if interrupted.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    parser = _parser()
+    parser = argparse.ArgumentParser(
+        prog="qwen3vl",
+        description="Qwen3-VL on Megatron: checkpoints, training, data.",
+        epilog="`qwen3vl COMMAND --help` shows its options; docs/command_line.md has examples.",
+    )
+    parser.add_argument("--version", action="store_true", help="show the version and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, (_, summary) in COMMANDS.items():
+        commands.add_parser(name, help=summary, add_help=False)
     options = parser.parse_args(words[:1])
     if options.version:
         from importlib.metadata import version
@@ -57,16 +65,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
             get = "it comes with qwen3vl-bridge's wheel, and with `pip install --no-deps -e .` from a clone"
         show(f"error: {options.command} needs the package {package}, which is not installed; {get}", error=True)
         return BAD_INPUT
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="qwen3vl",
-        description="Qwen3-VL on Megatron: checkpoints, training, data.",
-        epilog="`qwen3vl COMMAND --help` shows its options; docs/command_line.md has examples.",
-    )
-    parser.add_argument("--version", action="store_true", help="show the version and exit")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, (_, words) in COMMANDS.items():
-        commands.add_parser(name, help=words, add_help=False)
-    return parser

@@ -13,7 +13,7 @@ from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
 from qwen3vl_bridge.planning import plan_reports
 from qwen3vl_bridge.planning.estimate import estimate
 from qwen3vl_bridge.planning.hardware import GIB, GPUS, gpu_of
-from qwen3vl_bridge.planning.proposals import propose, smallest
+from qwen3vl_bridge.planning.proposals import propose
 from qwen3vl_bridge.planning.split import ModelSplit
 from qwen3vl_bridge.planning.training_settings import (
     PRECISIONS,
@@ -65,12 +65,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--seq-length", type=_positive, default=4096, metavar="N", help="tokens in a row (default: %(default)s)")
     add("--max-patches", type=int, metavar="N", help="patches in a row (default: as many as its tokens allow)")
     add("--micro-batch-size", type=_positive, default=1, metavar="N", help="rows in a microbatch (default: 1)")
-    add(
-        "--global-batch-size",
-        type=_positive,
-        metavar="N",
-        help="rows in a step (default: enough to keep the pipeline stages busy)",
-    )
+    add("--global-batch-size", type=_positive, metavar="N",
+        help="rows in a step (default: enough to keep the pipeline stages busy)")  # fmt: skip
     add("--kind", choices=("sft", "pretrain", "peft"), default="sft",
         help="sft and pretrain train everything not frozen, peft only LoRA (default: %(default)s)")  # fmt: skip
     add("--lora-rank", type=_positive, default=32, metavar="N", help="with --kind peft (default: %(default)s)")
@@ -124,30 +120,24 @@ def _run(options: argparse.Namespace) -> int:
     elif options.vision_tp is not None:
         raise ValueError("--vision-tp without --vision-gpus, expected both or neither")
     if options.propose or not (sizes or options.fsdp or options.no_distributed_optimizer):
-        if (
-            training.recompute.granularity
-            or training.vision_recompute.granularity
-            or options.sequence_parallel is False
-        ):
+        recomputed = training.recompute.granularity or training.vision_recompute.granularity
+        if recomputed or options.sequence_parallel is False:
             raise ValueError(
                 "--propose chooses recomputation and sequence parallelism; omit these options, or --propose"
             )
         if wrong := sizes.keys() & {"vpp", "etp"}:
             raise ValueError(f"--propose does not try {', '.join(sorted(wrong))}; leave it out")
         dims = dimensions_of(config)
-        proposals = propose(dims, options.gpus, gpu, training, fixed=sizes, vision_split=vision_split)
+        proposals, least = propose(dims, options.gpus, gpu, training, fixed=sizes, vision_split=vision_split)
         if options.json:
             print(json.dumps([plan_reports.dump_estimate(proposal, memory) for proposal in proposals], indent=2))
         elif proposals:
             plan_reports.print_proposals(proposals, memory)
         else:
-            least = smallest(dims, options.gpus, gpu, training, fixed=sizes, vision_split=vision_split)
             plan_reports.print_no_fit(least, memory)
         return 0 if proposals else _NO_FIT
-    sequence_parallel = options.sequence_parallel
-    if sequence_parallel is None:
-        sequence_parallel = sizes.get("tp", 1) > 1
-    split = ModelSplit(language_gpus, **sizes, sequence_parallel=sequence_parallel)
+    sharded = sizes.get("tp", 1) > 1 if options.sequence_parallel is None else options.sequence_parallel
+    split = ModelSplit(language_gpus, **sizes, sequence_parallel=sharded)
     plan = estimate(config, split, training, vision_split=vision_split)
     if options.json:
         print(json.dumps(plan_reports.dump_estimate(plan, memory), indent=2))
@@ -171,13 +161,16 @@ def _training(options: argparse.Namespace) -> TrainingSettings:
     if options.fsdp and options.no_distributed_optimizer:
         raise ValueError("--fsdp and --no-distributed-optimizer, expected one of them")
     sharding = Sharding.NONE if options.no_distributed_optimizer else Sharding.OPTIMIZER
+    precision = PRECISIONS[options.precision]
+    if options.fsdp:  # which has main weights of float32 parameters too
+        sharding, precision = Sharding.ALL, replace(precision, main=4)
     return TrainingSettings(
         seq_length=options.seq_length,
         micro_batch_size=options.micro_batch_size,
         global_batch_size=options.global_batch_size,
         max_patches=options.max_patches,
-        precision=PRECISIONS[options.precision],
-        sharding=Sharding.ALL if options.fsdp else sharding,
+        precision=precision,
+        sharding=sharding,
         recompute=_recompute(options, ""),
         vision_recompute=_recompute(options, "vision_"),
         frozen=frozenset(map(Part, options.freeze)),
@@ -189,11 +182,11 @@ def _training(options: argparse.Namespace) -> TrainingSettings:
 
 
 def _recompute(options: argparse.Namespace, prefix: str) -> Recompute:
-    granularity = getattr(options, f"{prefix}recompute")
-    modules, method = (getattr(options, f"{prefix}recompute_{name}") for name in ("modules", "method"))
-    num_layers = getattr(options, f"{prefix}recompute_num_layers")
+    granularity, modules, method, number = (
+        getattr(options, f"{prefix}recompute{name}") for name in ("", "_modules", "_method", "_num_layers")
+    )
     if granularity == "full":
-        return Recompute("full", frozenset(modules or ()), method or "uniform", num_layers or 1)
+        method, number = method or "uniform", number or 1
     if granularity == "selective":
-        return Recompute("selective", frozenset(modules or ("core_attn",)), method, num_layers)
-    return Recompute(None, frozenset(modules or ()), method, num_layers)
+        modules = modules or ["core_attn"]
+    return Recompute(None if granularity == "none" else granularity, frozenset(modules or ()), method, number)

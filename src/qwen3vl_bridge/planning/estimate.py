@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from qwen3vl_bridge.models.divisibility import Replicas
-from qwen3vl_bridge.planning.activations import MicrobatchWork, chunk_activations
+from qwen3vl_bridge.planning.activations import Activations, MicrobatchWork, chunk_activations
 from qwen3vl_bridge.planning.hardware import GIB
 from qwen3vl_bridge.planning.model_states import ModelStates, adapter_sizes, layers_by_kind, stage_states
 from qwen3vl_bridge.planning.split import ModelSplit, PipelineChunk
@@ -21,29 +21,19 @@ FIXED_RESERVE = 4 * GIB
 _FRAGMENTED = 0.10
 
 # Separate vision ranks (dist-train). For the language model's pipeline they are one additional stage at the front.
-_VISION_STAGE = -1
-VISION_CHUNK = PipelineChunk(_VISION_STAGE, 0, range(0), pre_process=False, post_process=False, vision=True)
+VISION_CHUNK = PipelineChunk(-1, range(0), pre_process=False, post_process=False, vision=True)
 
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """Peak bytes on each rank of a pipeline stage.
+    """Peak bytes on each rank of a pipeline stage."""
 
-    Attributes:
-        stage: pipeline rank; -1 for separate vision ranks.
-        layers: text layers of its chunks.
-        states: parameters, gradients, optimizer.
-        activations: stored activations of the microbatches in flight, by module.
-        in_flight: microbatches of each of its chunks.
-        temporary: memory while a layer is computed.
-    """
-
-    stage: int
-    layers: int
+    stage: int  # pipeline rank; -1 for separate vision ranks
+    layers: int  # text layers of its chunks
     states: ModelStates
-    activations: Mapping[str, float]
-    in_flight: tuple[int, ...]
-    temporary: float
+    activations: Mapping[str, float]  # stored ones of the microbatches in flight, by module
+    in_flight: tuple[int, ...]  # microbatches of each of its chunks
+    temporary: float  # while a layer or the loss is computed
 
     @property
     def reserve(self) -> float:
@@ -64,19 +54,12 @@ class StageEstimate:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """All stages of a run.
+    """All stages of a run."""
 
-    Attributes:
-        split: of the language model, and of the vision tower unless it is on separate ranks.
-        training: how it is trained.
-        stages: the language model's, preceded by that of separate vision ranks.
-        vision_split: of separate vision ranks, or None.
-    """
-
-    split: ModelSplit
+    split: ModelSplit  # of the language model, and of the vision tower unless it is on separate ranks
     training: TrainingSettings
-    stages: tuple[StageEstimate, ...]
-    vision_split: ModelSplit | None = None
+    stages: tuple[StageEstimate, ...]  # the language model's, preceded by that of separate vision ranks
+    vision_split: ModelSplit | None = None  # of separate vision ranks
 
     @property
     def peak(self) -> StageEstimate:
@@ -112,17 +95,25 @@ def estimate(
 def check(
     dims: Dimensions, split: ModelSplit, training: TrainingSettings, vision_split: ModelSplit | None = None
 ) -> None:
-    """Check that a model can be trained this way.
-
-    Args:
-        dims: the model's dimensions.
-        split, training, vision_split: as for `estimate`.
-
-    Raises:
-        ValueError: it cannot; the message says why.
-    """
+    """Refuse (ValueError) what cannot be trained; the arguments are those of `estimate`, for a model's dimensions."""
     if vision_split is not None:
-        _check_dist_train(dims, split, training, vision_split)
+        if not family(dims.family).dist_train:
+            raise ValueError(
+                f"the family {dims.family} does not support separate vision ranks, expected it on the language model's "
+                "ranks"
+            )
+        if split.cp > 1 or (split.vpp or 1) > 1:
+            raise ValueError(
+                f"cp is {split.cp} and vpp {split.vpp}, expected neither with vision on ranks of its own: "
+                "megatron-core's schedule for two modules supports neither context parallelism nor interleaved stages"
+            )
+        if training.sharding.is_fsdp:
+            raise ValueError(
+                f"sharding is {training.sharding.value}, expected the distributed optimizer or none with separate "
+                "vision ranks: Megatron-FSDP does not support pipeline stages"
+            )
+        Replicas(vision_split.dp, split.dp).check()
+        vision_split.check_vision(dims)
         split = replace(split, vision=False)
     split.check(dims)
     split.check_rows(training.seq_length)
@@ -148,28 +139,6 @@ def check(
         raise ValueError("recompute_modules has 'mlp', expected 'moe': every layer of this model has experts")
 
 
-def _check_dist_train(
-    dims: Dimensions, split: ModelSplit, training: TrainingSettings, vision_split: ModelSplit
-) -> None:
-    if not family(dims.family).dist_train:
-        raise ValueError(
-            f"the family {dims.family} does not support separate vision ranks, expected it on the language model's "
-            "ranks"
-        )
-    if split.cp > 1 or (split.vpp or 1) > 1:
-        raise ValueError(
-            f"cp is {split.cp} and vpp {split.vpp}, expected neither with vision on ranks of its own: megatron-core's "
-            "schedule for two modules supports neither context parallelism nor interleaved stages"
-        )
-    if training.sharding.is_fsdp:
-        raise ValueError(
-            f"sharding is {training.sharding.value}, expected the distributed optimizer or none with separate vision "
-            "ranks: Megatron-FSDP does not support pipeline stages"
-        )
-    Replicas(vision_split.dp, split.dp).check()
-    vision_split.check_vision(dims)
-
-
 def estimate_of(
     dims: Dimensions,
     split: ModelSplit,
@@ -181,45 +150,39 @@ def estimate_of(
     """Like `estimate`, for dimensions that have been checked, and only these pipeline stages; None for all."""
     microbatches = split.microbatches(training.global_batch_size, training.micro_batch_size)
     estimates: list[StageEstimate] = []
+
+    def add(
+        chunks: tuple[PipelineChunk, ...], held: tuple[int, ...], stored: list[Activations], of: ModelSplit
+    ) -> None:
+        pairs = list(zip(held, stored, strict=True))
+        modules = dict.fromkeys(module for one in stored for module in one.stored)
+        activations = {name: sum(n * one.stored.get(name, 0.0) for n, one in pairs) for name in modules}
+        layers, states = sum(len(chunk.layers) for chunk in chunks), stage_states(dims, of, chunks, training)
+        temporary, logits = max(one.temporary for one in stored), max(one.logits for one in stored)
+        # Under ZeRO-3 logits are freed before there are unsharded gradients, which are allocated once a parameter's
+        # backward pass is over: the larger of the two counts. Source: megatron-core 0.19, Megatron-FSDP's `_grad_acc`.
+        if logits > temporary + states.gathered_gradients:
+            states = replace(states, gathered=states.gathered - states.gathered_gradients, gathered_gradients=0)
+            temporary = logits
+        estimates.append(StageEstimate(chunks[0].stage, layers, states, activations, held, temporary))
+
     if vision_split is not None:
+        # Separate vision ranks encode for all language replicas that they serve, and hold one microbatch more than the
+        # language model's first stage. Images are assumed to be divided evenly, as everywhere here.
         split = replace(split, vision=False)
         if training.global_batch_size is None:
             microbatches = split.pp + 1  # which keeps the additional stage busy
-        estimates.append(_vision_stage(dims, split, training, vision_split, microbatches))
+        share, work = split.dp / vision_split.dp, MicrobatchWork.of(dims, split, training)
+        patches = max(work.patches * share, dims["v_merged"] // dims["v_hidden"])
+        work = MicrobatchWork(0, patches, work.vision_tokens * share)
+        stored = [chunk_activations(dims, vision_split, training, VISION_CHUNK, work)]
+        add((VISION_CHUNK,), (min(split.pp + 1, microbatches),), stored, vision_split)
     for chunks in split.chunks(len(dims.indices["text_layers"])):
-        stage = chunks[0].stage
-        if stages is not None and stage not in stages:
-            continue
-        of_chunks = [chunk_activations(dims, split, training, chunk) for chunk in chunks]
-        in_flight = microbatches_in_flight(split, stage, microbatches, [microbatch.total for microbatch in of_chunks])
-        activations: dict[str, float] = {}
-        for microbatch, count in zip(of_chunks, in_flight, strict=True):
-            for module, nbytes in microbatch.stored.items():
-                activations[module] = activations.get(module, 0.0) + count * nbytes
-        layers = sum(len(chunk.layers) for chunk in chunks)
-        states = stage_states(dims, split, chunks, training)
-        temporary = max(microbatch.temporary for microbatch in of_chunks)
-        estimates.append(StageEstimate(stage, layers, states, activations, in_flight, temporary))
+        if stages is None or chunks[0].stage in stages:
+            stored = [chunk_activations(dims, split, training, chunk) for chunk in chunks]
+            held = microbatches_in_flight(split, chunks[0].stage, microbatches, [one.total for one in stored])
+            add(chunks, held, stored, split)
     return MemoryEstimate(split, training, tuple(estimates), vision_split)
-
-
-def _vision_stage(
-    dims: Dimensions, split: ModelSplit, training: TrainingSettings, vision_split: ModelSplit, microbatches: int
-) -> StageEstimate:
-    """A separate vision rank, which holds one microbatch more than the language model's first stage.
-
-    It encodes for all language replicas that it serves. Images are assumed to be divided evenly, as everywhere here.
-    """
-    replicas = Replicas(vision_split.dp, split.dp)
-    share = replicas.language_per_vision / replicas.vision_per_language
-    work = MicrobatchWork.of(dims, split, training)
-    patches = max(work.patches * share, dims["v_merged"] // dims["v_hidden"])
-    work = MicrobatchWork(0, patches, work.vision_tokens * share)
-    microbatch = chunk_activations(dims, vision_split, training, VISION_CHUNK, work)
-    count = min(split.pp + 1, microbatches)
-    activations = {module: count * nbytes for module, nbytes in microbatch.stored.items()}
-    states = stage_states(dims, vision_split, (VISION_CHUNK,), training)
-    return StageEstimate(_VISION_STAGE, 0, states, activations, (count,), microbatch.temporary)
 
 
 def microbatches_in_flight(
@@ -240,7 +203,9 @@ def microbatches_in_flight(
     if chunks == 1:
         return (min(split.pp - stage, microbatches),)
     group = split.vpp_group or split.pp
-    order = list(_chunk_order(microbatches, chunks, group))
+    # The chunk of each forward pass.
+    groups = (range(begin, min(begin + group, microbatches)) for begin in range(0, microbatches, group))
+    order = [chunk for rows in groups for chunk in range(chunks) for _ in rows]
     warmup = (split.pp - stage - 1) * 2 + (chunks - 1) * group
     held, peak = [0] * chunks, (0.0, (0,) * chunks)
     for step, chunk in enumerate(order):
@@ -250,10 +215,3 @@ def microbatches_in_flight(
         if step >= warmup:  # backward passes use the chunks in reverse order
             held[chunks - 1 - order[step - warmup]] -= 1
     return peak[1]
-
-
-def _chunk_order(microbatches: int, chunks: int, group: int) -> Iterator[int]:
-    """The chunk of each forward pass."""
-    for begin in range(0, microbatches, group):
-        for chunk in range(chunks):
-            yield from (chunk for _ in range(begin, min(begin + group, microbatches)))

@@ -21,37 +21,26 @@ from qwen3vl_bridge.planning.training_settings import (
     Sharding,
     TrainingSettings,
 )
-from qwen3vl_bridge.weights.rows import Dimensions, Part
+from qwen3vl_bridge.weights.rows import Part
 
 # Settings that the planner does not model, by section, each with the values that cost no memory.
 _NOT_MODELLED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "model": {
-        "fp16": (False,),
-        "fp8": (None, False),
-        "fp4": (None, False),
-        "fp32_residual_connection": (False,),
-        "cpu_offloading": (False,),
-        "fine_grained_activation_offloading": (False,),
-        "distribute_saved_activations": (False, None),
-        "cuda_graph_impl": ("none", None),
-        "enable_cuda_graph": (False,),
-        "delay_wgrad_compute": (False,),
-        "parallel_output": (True,),
+        "fp16": (False,), "fp8": (None, False), "fp4": (None, False), "fp32_residual_connection": (False,),
+        "cpu_offloading": (False,), "fine_grained_activation_offloading": (False,),
+        "distribute_saved_activations": (False, None), "cuda_graph_impl": ("none", None),
+        "enable_cuda_graph": (False,), "delay_wgrad_compute": (False,), "parallel_output": (True,),
     },
     "optimizer": {"optimizer": ("adam",), "optimizer_cpu_offload": (False,)},
     "ddp": {
-        "num_distributed_optimizer_instances": (1,),
-        "outer_dp_sharding_strategy": ("no_shard", None),
-        "fp8_param_gather": (False,),
-        "param_name_patterns_for_fp32_local_accumulation": ((),),
-        "megatron_fsdp_grad_comm_dtype": (None,),
-        "delay_wgrad_compute": (False,),
-        "keep_fp8_transpose_cache": (False,),
+        "num_distributed_optimizer_instances": (1,), "outer_dp_sharding_strategy": ("no_shard", None),
+        "fp8_param_gather": (False,), "param_name_patterns_for_fp32_local_accumulation": ((),),
+        "megatron_fsdp_grad_comm_dtype": (None,), "delay_wgrad_compute": (False,), "keep_fp8_transpose_cache": (False,),
     },
     "comm_overlap": {"delay_wgrad_compute": (None, False)},
     "dist": {"use_torch_fsdp2": (False,)},
     "train": {"rampup_batch_size": (None,)},
-}
+}  # fmt: skip
 _BF16_MIXED = "bf16_mixed"
 
 
@@ -73,7 +62,7 @@ def plan_of(cfg: Any, world_size: int) -> MemoryEstimate:
                     f"{section}.{name} is {value!r}, expected {harmless[0]!r}: it changes memory use, and the planner "
                     "does not model it"
                 )
-    dims, training = _dimensions(cfg.model), _training_settings(cfg)
+    dims, training = cfg.model.dimensions().with_vocab(cfg.model.padded_vocab_size), _training_settings(cfg)
     dist_train, vision_split = getattr(cfg.model, "dist_train", None), None
     if dist_train is not None and dist_train.use_dist_train:
         sizes = (dist_train.vision_world_size, dist_train.language_world_size)
@@ -89,22 +78,14 @@ def plan_of(cfg: Any, world_size: int) -> MemoryEstimate:
 
 
 def proposals_for_run(cfg: Any, plan: MemoryEstimate, gpu: Gpu) -> list[MemoryEstimate]:
-    """Splits that fit, for the rows, GPUs and sharding of a run.
-
-    Args:
-        cfg: as for `plan_of`.
-        plan: what `plan_of` has returned.
-        gpu: the kind of GPU.
+    """Splits that fit, for the rows, number of GPUs and sharding of a run and its plan.
 
     Raises:
         ValueError: no split is possible.
     """
     world = plan.split.world + (plan.vision_split.world if plan.vision_split else 0)
-    return propose(_dimensions(cfg.model), world, gpu, plan.training, vision_split=plan.vision_split)
-
-
-def _dimensions(model: Any) -> Dimensions:
-    return model.dimensions().with_vocab(model.padded_vocab_size)
+    dims = cfg.model.dimensions().with_vocab(cfg.model.padded_vocab_size)
+    return propose(dims, world, gpu, plan.training, vision_split=plan.vision_split)[0]
 
 
 def _model_split(model: Any, world_size: int) -> ModelSplit:
@@ -137,14 +118,18 @@ def _model_split(model: Any, world_size: int) -> ModelSplit:
 
 
 def _training_settings(cfg: Any) -> TrainingSettings:
-    model = cfg.model
+    model, sharding = cfg.model, Sharding.NONE
+    if cfg.ddp.use_megatron_fsdp:
+        sharding = Sharding(cfg.ddp.data_parallel_sharding_strategy)
+    elif cfg.ddp.use_distributed_optimizer or cfg.optimizer.use_distributed_optimizer:
+        sharding = Sharding.OPTIMIZER
     return TrainingSettings(
         seq_length=cfg.dataset.seq_length,
         micro_batch_size=cfg.train.micro_batch_size,
         global_batch_size=cfg.train.global_batch_size,
         max_patches=getattr(cfg.dataset, "max_patches", None),
         precision=_precision(cfg),
-        sharding=_sharding(cfg),
+        sharding=sharding,
         recompute=_recompute(model, ""),
         vision_recompute=_recompute(model, "vision_"),
         frozen=frozenset(part for part in Part if getattr(model, f"freeze_{part.value}")),
@@ -163,16 +148,15 @@ def _training_settings(cfg: Any) -> TrainingSettings:
 def _precision(cfg: Any) -> Precision:
     """Mixed precision is applied when a run is set up, so its setting counts before the model's own."""
     mixed, optimizer = cfg.mixed_precision, cfg.optimizer
-    if isinstance(mixed, str) and mixed != _BF16_MIXED:
-        raise ValueError(f"mixed_precision is {mixed!r}, expected {_BF16_MIXED!r} or None: others are not counted")
-    if mixed is not None and not isinstance(mixed, str):
+    weight, in_float = _bytes(cfg.model.params_dtype), cfg.ddp.grad_reduce_in_fp32
+    if isinstance(mixed, str):
+        if mixed != _BF16_MIXED:
+            raise ValueError(f"mixed_precision is {mixed!r}, expected {_BF16_MIXED!r} or None: others are not counted")
+        weight, in_float = 2, True
+    elif mixed is not None:
         if mixed.fp16 or mixed.fp8 or mixed.fp4:
             raise ValueError("mixed_precision has fp16, fp8 or fp4, expected bf16 or None: others are not counted")
         weight, in_float = (2 if mixed.bf16 else 4), mixed.grad_reduce_in_fp32
-    elif mixed:
-        weight, in_float = 2, True
-    else:
-        weight, in_float = _bytes(cfg.model.params_dtype), cfg.ddp.grad_reduce_in_fp32
     gradient = 4 if in_float else weight
     main, moments = (0 if weight == 4 else 4), 8
     if optimizer.use_precision_aware_optimizer:
@@ -180,11 +164,12 @@ def _precision(cfg: Any) -> Precision:
         main = _bytes(optimizer.main_params_dtype) * (weight != 4)
         if main == 4 and getattr(optimizer, "store_param_remainders", False):
             main = 2  # the half of a float32 number that bfloat16 lacks
-    fsdp_gradient = _bytes(cfg.ddp.megatron_fsdp_main_grads_dtype) or None
-    fsdp_main = _bytes(cfg.ddp.megatron_fsdp_main_params_dtype)
-    if cfg.ddp.use_megatron_fsdp and not _sharding(cfg).is_fsdp:
-        gradient, main = fsdp_gradient or weight, fsdp_main
-    return Precision(weight, gradient, main, moments, fsdp_gradient, fsdp_main)
+    # Megatron-FSDP has settings of its own, and main weights of float32 parameters too. Source: megatron-core 0.19,
+    # `megatron_fsdp/param_and_grad_buffer.py`.
+    if cfg.ddp.use_megatron_fsdp:
+        gradient = _bytes(cfg.ddp.megatron_fsdp_main_grads_dtype) or weight
+        main = _bytes(cfg.ddp.megatron_fsdp_main_params_dtype)
+    return Precision(weight, gradient, main, moments)
 
 
 def _bytes(dtype: Any) -> int:
@@ -192,23 +177,13 @@ def _bytes(dtype: Any) -> int:
     return 0 if dtype is None else dtype.itemsize
 
 
-def _sharding(cfg: Any) -> Sharding:
-    if cfg.ddp.use_megatron_fsdp:
-        return Sharding(cfg.ddp.data_parallel_sharding_strategy)
-    distributed = cfg.ddp.use_distributed_optimizer or cfg.optimizer.use_distributed_optimizer
-    return Sharding.OPTIMIZER if distributed else Sharding.NONE
-
-
 def _recompute(model: Any, prefix: str) -> Recompute:
     granularity = getattr(model, f"{prefix}recompute_granularity")
     modules = getattr(model, f"{prefix}recompute_modules") or ["core_attn"]  # as megatron-core completes it
-    full = granularity == "full"
-    return Recompute(
-        granularity,
-        frozenset(modules) if granularity == "selective" else frozenset(),
-        getattr(model, f"{prefix}recompute_method") if full else None,
-        getattr(model, f"{prefix}recompute_num_layers") if full else None,
-    )
+    if granularity == "full":
+        method, number = (getattr(model, f"{prefix}recompute_{name}") for name in ("method", "num_layers"))
+        return Recompute("full", method=method, num_layers=number)
+    return Recompute(granularity, frozenset(modules) if granularity else frozenset())
 
 
 def _lora(peft: Any) -> LoraSettings | None:

@@ -21,17 +21,11 @@ HOST_RESERVE = 0.2
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU.
+    """One kind of GPU."""
 
-    Attributes:
-        memory_bytes: available to a process, including the CUDA context.
-        bf16_flops: peak of its matrix units in bfloat16, dense, FLOP/s.
-        gpus_per_node: GPUs of one machine.
-    """
-
-    memory_bytes: int
-    bf16_flops: float
-    gpus_per_node: int
+    memory_bytes: int  # available to a process, including the CUDA context
+    bf16_flops: float  # peak of its matrix units in bfloat16, dense, FLOP/s
+    gpus_per_node: int  # of one machine
 
 
 GPUS: Mapping[str, Gpu] = {

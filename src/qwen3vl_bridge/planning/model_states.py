@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from qwen3vl_bridge.planning.split import ModelSplit, PipelineChunk
 from qwen3vl_bridge.planning.training_settings import Sharding, TrainingSettings
@@ -17,7 +18,6 @@ from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.rows import Dimensions, Part, WeightRow, is_of_experts, is_of_mtp, part_of
 
 _EMBEDDING = "language_model.embedding.word_embeddings.weight"
-_MTP_LAYER = ".mtp_model_layer."
 # Replicated on all tensor-parallel ranks, in addition to the rows marked so: norms, the router, and biases of layers
 # whose inputs are split. Everything else is split along one of its dimensions, which gives the same count.
 _REPLICATED = ("norm.", "_norm_", "mlp.router.", "linear_proj.bias", "linear_fc2.bias")
@@ -28,7 +28,6 @@ _LAYERS = ("text_layers", "dense_layers", "moe_layers", "linear_layers", "full_l
 _UNSHARDED_LAYERS = 2
 # In checkpoints the optimizer has three float32 numbers per parameter: its main copy, and Adam's moments.
 _STORED_BYTES = 12
-_ZERO_STAGES = list(Sharding)
 
 
 @dataclass(frozen=True)
@@ -80,11 +79,7 @@ def chunk_count(
 ) -> ParameterCount:
     """Number of parameters that a rank holds of a chunk of the pipeline.
 
-    Args:
-        dims: the model's dimensions.
-        split: parallel sizes.
-        chunk: the chunk.
-        counted: says of a row's Megatron name whether it is counted; None for all.
+    `counted` says of a row's Megatron name whether it is counted; None for all.
     """
     layers = {name: len(set(chunk.layers).intersection(dims.indices.get(name, ()))) for name in _LAYERS}
     counts = dict.fromkeys(vars(ParameterCount()), 0)
@@ -139,32 +134,24 @@ def adapter_sizes(dims: Dimensions, layer: int) -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True)
 class ModelStates:
-    """Bytes on one rank.
+    """Bytes on one rank."""
 
-    Attributes:
-        parameters: weights, including frozen ones.
-        gradients: of trained parameters.
-        optimizer: its main copy of the weights, and the moments.
-        gathered: under ZeRO-3, weights and gradients that are temporarily unsharded.
-        unsharded: under Megatron-FSDP, before sharding: weights, which are created unsharded on each rank.
-        updating: while the optimizer steps and activations are freed: without Transformer Engine Adam is torch's
-            (`compat/optimizers.py`), which on a GPU holds the square roots of all second moments of a group of
-            parameters at once; with expert parallelism experts are a group, and all others one after it. Not with
-            Megatron-FSDP, whose parameters (DTensors) torch updates one by one. Source: torch 2.13, `optim/adam.py`,
-            `_default_to_fused_or_foreach`, `_multi_tensor_adam`.
-        host_written: on the host, while a checkpoint is saved: the rank's part of it.
-        host_gathered: on the host too, if the optimizer's state is saved by parameters (`saved_by_parameters`): that of
-            all parameters of the rank, which every data-parallel rank gathers. Source: megatron-core 0.19,
-            `DistributedOptimizer.sharded_param_state_fully_reshardable`.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    gathered: int
-    unsharded: int
+    parameters: int  # weights, including frozen ones
+    gradients: int  # of trained parameters
+    optimizer: int  # its main copy of the weights, and the moments
+    gathered: int  # under ZeRO-3, weights and gradients that are temporarily unsharded
+    gathered_gradients: int  # the gradients among them
+    unsharded: int  # under Megatron-FSDP, before sharding: weights, which are created unsharded on each rank
+    # While the optimizer steps and activations are freed: without Transformer Engine Adam is torch's
+    # (`compat/optimizers.py`), which on a GPU holds the square roots of all second moments of a group of parameters at
+    # once; with expert parallelism experts are a group, and all others one after it. Not with Megatron-FSDP, whose
+    # parameters (DTensors) torch updates one by one. Source: torch 2.13, `optim/adam.py`,
+    # `_default_to_fused_or_foreach`, `_multi_tensor_adam`.
     updating: int
-    host_written: int
+    host_written: int  # on the host, while a checkpoint is saved: the rank's part of it
+    # On the host too, if the optimizer's state is saved by parameters (`saved_by_parameters`): that of all parameters
+    # of the rank, which every data-parallel rank gathers. Source: megatron-core 0.19,
+    # `DistributedOptimizer.sharded_param_state_fully_reshardable`.
     host_gathered: int
 
     @property
@@ -181,14 +168,7 @@ class ModelStates:
 def stage_states(
     dims: Dimensions, split: ModelSplit, chunks: tuple[PipelineChunk, ...], training: TrainingSettings
 ) -> ModelStates:
-    """Bytes on a rank of one pipeline stage.
-
-    Args:
-        dims: the model's dimensions.
-        split: parallel sizes.
-        chunks: those of the stage.
-        training: precision, sharding, what is frozen.
-    """
+    """Bytes on a rank of the pipeline stage that has these chunks."""
     precision, sharding = training.precision, training.sharding
     held = sum((chunk_count(dims, split, chunk) for chunk in chunks), ParameterCount())
     mtp = sum((mtp_count(dims, split, chunk) for chunk in chunks), ParameterCount())
@@ -199,24 +179,25 @@ def stage_states(
         # Both matrices of an adapter are split over tensor-parallel ranks.
         adapters = ParameterCount(language_model=training.lora.rank * numbers // split.tp)
         held, trained = held + adapters, trained + adapters
-    gradient, main = precision.gradient_and_main(sharding)
 
     def sharded(count: ParameterCount) -> float:
         return count.shared / split.weight_copies + count.experts / split.expert_copies
 
-    def number(count: ParameterCount, sharded_from: Sharding) -> float:
-        below = _ZERO_STAGES.index(sharding) < _ZERO_STAGES.index(sharded_from)
-        return count.total if below else sharded(count)
+    def number(count: ParameterCount, what: Sharding) -> float:
+        return sharded(count) if sharding.shards(what) else count.total
 
+    gathered = _gathered_parameters(dims, split, chunks[0], held) if sharding is Sharding.ALL else 0
+    unsharded_gradient = precision.gradient * (training.lora is None)
     adam_by_torch = not training.transformer_engine and not sharding.is_fsdp
     experts = ParameterCount(experts=trained.experts)
     groups = (trained - experts, experts) if split.ep > 1 else (trained,)
     by_parameters = sharding is Sharding.OPTIMIZER and training.saved_by_parameters
     return ModelStates(
         parameters=round(precision.weight * number(held, Sharding.ALL)),
-        gradients=round(gradient * number(trained, Sharding.GRADIENTS)),
-        optimizer=round((main + precision.moments) * number(trained, Sharding.OPTIMIZER)),
-        gathered=_gathered_bytes(dims, split, chunks[0], training, held) if sharding is Sharding.ALL else 0,
+        gradients=round(precision.gradient * number(trained, Sharding.GRADIENTS)),
+        optimizer=round((precision.main + precision.moments) * number(trained, Sharding.OPTIMIZER)),
+        gathered=(precision.weight + unsharded_gradient) * gathered,
+        gathered_gradients=unsharded_gradient * gathered,
         unsharded=precision.weight * held.total * (sharding.is_fsdp and not training.made_on_host),
         updating=round(precision.moments / 2 * max(number(g, Sharding.OPTIMIZER) for g in groups) * adam_by_torch),
         host_written=round((precision.weight + _STORED_BYTES) * sharded(trained)),
@@ -224,21 +205,16 @@ def stage_states(
     )
 
 
-def _gathered_bytes(
-    dims: Dimensions, split: ModelSplit, chunk: PipelineChunk, training: TrainingSettings, held: ParameterCount
-) -> int:
-    """Under ZeRO-3: parameters outside of layers for the whole step, and some layers of the largest kind."""
-    nothing = PipelineChunk(0, 0, range(0), pre_process=False, post_process=False)
-    text_layers = chunk_count(dims, split, replace(nothing, layers=chunk.layers)).total
-    vision_layers = chunk_count(
-        dims, split, replace(nothing, vision=chunk.vision), lambda name: name.startswith("vision_model.decoder.layers.")
-    ).total
-    mtp_layer = chunk_count(dims, split, replace(nothing, post_process=True), lambda name: _MTP_LAYER in name).total
-    outside_layers = held.total - text_layers - vision_layers - mtp_layer
-    kinds = [
-        chunk_count(dims, split, replace(nothing, layers=range(layers[0], layers[0] + 1))).total
-        for layers in layers_by_kind(dims)
-    ]
-    gradient, _ = training.precision.gradient_and_main(training.sharding)
-    each = training.precision.weight + gradient * (training.lora is None)
-    return each * (outside_layers + _UNSHARDED_LAYERS * max(mtp_layer, *kinds))
+def _gathered_parameters(dims: Dimensions, split: ModelSplit, chunk: PipelineChunk, held: ParameterCount) -> int:
+    """Number of unsharded parameters under ZeRO-3: those outside of layers for the whole step, and some layers of the
+    largest kind.
+    """
+
+    def count(name: str, **parts: Any) -> int:
+        part = PipelineChunk(0, range(0), pre_process=False, post_process=False)
+        return chunk_count(dims, split, replace(part, **parts), lambda megatron: name in megatron).total
+
+    mtp_layer = count(".mtp_model_layer.", post_process=True)
+    in_layers = count("", layers=chunk.layers) + count("vision_model.decoder.layers.", vision=chunk.vision) + mtp_layer
+    kinds = [count("", layers=range(layers[0], layers[0] + 1)) for layers in layers_by_kind(dims)]
+    return held.total - in_layers + _UNSHARDED_LAYERS * max(mtp_layer, *kinds)

@@ -14,10 +14,13 @@ from qwen3vl_bridge.planning.split import ModelSplit
 from qwen3vl_bridge.planning.training_settings import TrainingSettings
 
 _COLUMNS = 5  # of stages, in a terminal of 80 characters
+_STATES = {
+    "parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer", "gathered layers": "gathered",
+}  # fmt: skip
 
 
 def print_estimate(estimate: MemoryEstimate, memory: int) -> None:
-    """Print a table of each pipeline stage, whether the estimate fits, and the host memory that saving takes.
+    """Print a table of pipeline stages, whether the estimate fits, and the host memory that saving takes.
 
     Args:
         estimate: the memory of each stage; of many, some are printed, among them the first, the last and the peak.
@@ -26,58 +29,45 @@ def print_estimate(estimate: MemoryEstimate, memory: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    split, stages = estimate.split, list(estimate.stages)
+    split, peak, stages = estimate.split, estimate.peak, list(estimate.stages)
     if len(stages) > _COLUMNS:
-        stages = [stage for stage in stages if stage.stage in {-1, 0, 1, split.pp - 1, estimate.peak.stage}]
+        stages = [stage for stage in stages if stage.stage in {-1, 0, 1, split.pp - 1, peak.stage}]
     table = Table(title=f"{describe_ranks(estimate)}; {describe_training(estimate.training)}; GiB on each rank")
     table.add_column("")
+    alone = "language ranks" if estimate.vision_split else "every rank"
     for stage in stages:
-        if stage.stage < 0:
-            header = "vision ranks"
-        elif split.pp > 1:
-            header = f"stage {stage.stage}"
-        else:
-            header = "language ranks" if estimate.vision_split else "every rank"
+        header = "vision ranks" if stage.stage < 0 else f"stage {stage.stage}" if split.pp > 1 else alone
         table.add_column(header, justify="right")
-    rows: dict[str, list[float]] = {
-        name: [getattr(stage.states, name) for stage in stages] for name in ("parameters", "gradients", "optimizer")
-    }
-    rows["gathered layers"] = [stage.states.gathered for stage in stages]
-    for module in dict.fromkeys(module for stage in stages for module in stage.activations):
-        rows[f"activations: {module}"] = [stage.activations.get(module, 0.0) for stage in stages]
-    rows["temporary buffers"] = [stage.temporary for stage in stages]
-    rows["reserve"] = [stage.reserve for stage in stages]
-    for name, values in rows.items():
+
+    def add(name: str, values: Sequence[float], digits: int = 2, style: str | None = None) -> None:
         if any(values):
-            table.add_row(name, *(f"{value / GIB:.2f}" for value in values))
+            table.add_row(name, *(f"{value / GIB:.{digits}f}" for value in values), style=style)
+
+    for name, attribute in _STATES.items():
+        add(name, [getattr(stage.states, attribute) for stage in stages])
+    for module in dict.fromkeys(module for stage in stages for module in stage.activations):
+        add(f"activations: {module}", [stage.activations.get(module, 0.0) for stage in stages])
+    add("temporary buffers", [stage.temporary for stage in stages])
+    add("reserve", [stage.reserve for stage in stages])
     table.add_section()
-    table.add_row("total", *(f"{stage.total / GIB:.1f}" for stage in stages), style="bold")
-    if any(stage.states.unsharded for stage in stages):
-        table.add_row("before sharding", *(f"{stage.states.unsharded / GIB:.1f}" for stage in stages))
-    if any(stage.states.updating for stage in stages):
-        table.add_row("optimizer's step", *(f"{stage.updating / GIB:.1f}" for stage in stages))
+    add("total", [stage.total for stage in stages], 1, "bold")
+    add("before sharding", [stage.states.unsharded for stage in stages], 1)
+    add("optimizer's step", [stage.updating * bool(stage.states.updating) for stage in stages], 1)
     if len(stages) > 1:
-        counts = ((sum(stage.in_flight), len(stage.in_flight)) for stage in stages)
-        table.add_row(
-            "microbatches held", *(f"{held}" if chunks < 3 else f"{held} of {chunks} chunks" for held, chunks in counts)
-        )
+        held = (f"{sum(n)}" + f" of {len(n)} chunks" * (len(n) > 2) for n in (stage.in_flight for stage in stages))
+        table.add_row("microbatches held", *held)
     console = Console()
     console.print(table)
-    peak = estimate.peak
     fits = "fits" if peak.total <= memory else "does not fit"
     ranks = f"stage {peak.stage}" if peak.stage >= 0 else "vision ranks"
     console.print(f"{fits}: {peak.total / GIB:.1f} GiB on {ranks}, of {memory / GIB:.1f} GiB", highlight=False)
-    console.print(_describe_saving(estimate), highlight=False)
-
-
-def _describe_saving(estimate: MemoryEstimate) -> str:
-    """The host memory that saving a checkpoint takes, and whether the machine has it."""
     saving, room = estimate.saving, (1 - HOST_RESERVE) * HOST_BYTES
     fits = "fits" if saving.host_total <= room else "does not fit"
     words = f"saving {fits}: {saving.host_total / GIB:.1f} GiB of host memory a rank"
     if saving.host_gathered:
         words += f" ({saving.host_written / GIB:.1f} without checkpoint.dist_ckpt_optim_fully_reshardable)"
-    return f"{words}, of {room / GIB:.0f} GiB where a machine has {HOST_BYTES // GB} GB for each GPU"
+    words += f", of {room / GIB:.0f} GiB where a machine has {HOST_BYTES // GB} GB for each GPU"
+    console.print(words, highlight=False)
 
 
 def print_proposals(proposals: Sequence[MemoryEstimate], memory: int) -> None:
@@ -162,27 +152,18 @@ def describe_training(training: TrainingSettings) -> str:
     return ", ".join(parts)
 
 
-def dist_train_fields(vision_split: ModelSplit, split: ModelSplit) -> dict[str, bool | int | None]:
-    """The fields of `cfg.model.dist_train`. The ratio is an integer there, so it is None below 1."""
-    return {
-        "use_dist_train": True,
-        "vision_world_size": vision_split.world,
-        "language_world_size": split.world,
-        "vision_tensor_model_parallel_size": vision_split.tp,
-        "vision_pipeline_model_parallel_size": 1,
-        "vision_context_parallel_size": 1,
-        "vision_to_llm_dp_ratio": Replicas(vision_split.dp, split.dp).ratio,
-    }
-
-
 def dump_estimate(estimate: MemoryEstimate, memory: int) -> dict[str, Any]:
-    """An estimate for JSON, in bytes.
-
-    Args:
-        estimate: the memory of each stage.
-        memory: bytes of a GPU.
-    """
+    """An estimate for JSON, in bytes; `memory` is that of a GPU."""
     peak, split = estimate.peak, estimate.split
+    stages = [
+        {"stage": stage.stage, "layers": stage.layers}
+        | {name: getattr(stage.states, name) for name in (*_STATES.values(), "unsharded", "updating")}
+        | {"activations": {module: round(nbytes) for module, nbytes in stage.activations.items()}}
+        | {"microbatches_in_flight": list(stage.in_flight)}
+        | {name: round(getattr(stage, name)) for name in ("temporary", "reserve", "total")}
+        | {"host_while_saving": stage.states.host_total}
+        for stage in estimate.stages
+    ]
     dump = {
         "split": _plain(split) | {"dp": split.dp, "etp": split.expert_tp},
         "training": _plain(estimate.training),
@@ -191,28 +172,18 @@ def dump_estimate(estimate: MemoryEstimate, memory: int) -> dict[str, Any]:
         "free": round(memory - peak.total),
         "peak_stage": peak.stage,
         "total": round(peak.total),
-        "stages": [
-            {
-                "stage": stage.stage,
-                "layers": stage.layers,
-                "parameters": stage.states.parameters,
-                "gradients": stage.states.gradients,
-                "optimizer": stage.states.optimizer,
-                "gathered": stage.states.gathered,
-                "unsharded": stage.states.unsharded,
-                "updating": stage.states.updating,
-                "activations": {module: round(nbytes) for module, nbytes in stage.activations.items()},
-                "microbatches_in_flight": list(stage.in_flight),
-                "temporary": round(stage.temporary),
-                "reserve": round(stage.reserve),
-                "total": round(stage.total),
-                "host_while_saving": stage.states.host_total,
-            }
-            for stage in estimate.stages
-        ],
+        "stages": stages,
     }
-    if estimate.vision_split is not None:
-        dump["dist_train"] = dist_train_fields(estimate.vision_split, split)
+    if vision := estimate.vision_split:  # the fields of `cfg.model.dist_train`
+        dump["dist_train"] = {
+            "use_dist_train": True,
+            "vision_world_size": vision.world,
+            "language_world_size": split.world,
+            "vision_tensor_model_parallel_size": vision.tp,
+            "vision_pipeline_model_parallel_size": 1,
+            "vision_context_parallel_size": 1,
+            "vision_to_llm_dp_ratio": Replicas(vision.dp, split.dp).ratio,  # an integer there, so None below 1
+        }
     return dump
 
 
@@ -220,6 +191,6 @@ def _plain(value: Any) -> Any:
     """Dataclasses as dicts, sets as lists and enumerations by their values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, (frozenset, set)):
+    if isinstance(value, frozenset):
         return sorted(map(_plain, value))
     return getattr(value, "value", value)

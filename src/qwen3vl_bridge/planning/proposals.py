@@ -30,8 +30,9 @@ def propose(
     fixed: Mapping[str, int] | None = None,
     vision_split: ModelSplit | None = None,
     most: int = 5,
-) -> list[MemoryEstimate]:
-    """Splits that fit, in the order of this module; empty if nothing fits.
+) -> tuple[list[MemoryEstimate], MemoryEstimate]:
+    """Splits that fit, in the order of this module; and the one that needs least memory of all that were tried, for
+    where nothing fits.
 
     Args:
         dims: the model's dimensions.
@@ -48,10 +49,12 @@ def propose(
     limit = (1 - MARGIN) * gpu.memory_bytes
     splits = _splits(dims, world, gpu, training, fixed or {}, vision_split)
     proposals: dict[tuple[int, ...], MemoryEstimate] = {}  # by sizes without EP
+    tried: list[MemoryEstimate] = []
     for _, group in itertools.groupby(splits, lambda split: _model_parallel(split, gpu)):
         fitting: list[tuple[tuple[int, ...], MemoryEstimate]] = []
         for split in group:
             for recomputed, estimate in enumerate(_estimates(dims, split, training, vision_split)):
+                tried.append(estimate)
                 if estimate.peak.total <= limit:
                     fitting.append(((recomputed, split.pp, split.tp, split.cp, split.ep), estimate))
                     break
@@ -59,30 +62,9 @@ def propose(
             proposals.setdefault((pp, tp, cp), estimate)
         if len(proposals) >= most:
             break
-    chosen = list(proposals.values())[:most]
-    return [estimate_of(dims, estimate.split, estimate.training, vision_split) for estimate in chosen]
-
-
-def smallest(
-    dims: Dimensions,
-    world: int,
-    gpu: Gpu,
-    training: TrainingSettings,
-    *,
-    fixed: Mapping[str, int] | None = None,
-    vision_split: ModelSplit | None = None,
-) -> MemoryEstimate:
-    """What needs least memory of all that `propose` tries, whether it fits or not.
-
-    Args and errors: as of `propose`.
-    """
-    tried = (
-        estimate
-        for split in _splits(dims, world, gpu, training, fixed or {}, vision_split)
-        for estimate in _estimates(dims, split, training, vision_split)
-    )
-    least = min(tried, key=lambda estimate: estimate.peak.total)
-    return estimate_of(dims, least.split, least.training, vision_split)
+    found = (*list(proposals.values())[:most], min(tried, key=lambda estimate: estimate.peak.total))
+    *fit, least = (estimate_of(dims, one.split, one.training, vision_split) for one in found)
+    return fit, least
 
 
 def _splits(
@@ -95,22 +77,20 @@ def _splits(
 ) -> list[ModelSplit]:
     """Possible splits that are worth trying, fewest model-parallel ranks first: tensor parallelism within a machine,
     powers of two, stages that divide the layers, and context parallelism of rows that are long enough.
-
-    Raises ValueError if there is none, with the reason of the simplest.
     """
     layers, experts = len(dims.indices["text_layers"]), dims["experts"]
-    most_cp = training.seq_length // _LEAST_TOKENS
+    most_cp = max(training.seq_length // _LEAST_TOKENS, 1)
     if vision_split is not None:
         world, most_cp = world - vision_split.world, 1
         if world < 1:
             raise ValueError(f"there are {vision_split.world} vision ranks, expected fewer than all GPUs")
-    # Where stages do not divide the layers, the embedding and the loss count as a layer each.
-    stages = (pp for pp in range(1, min(layers, world) + 1) if not layers % pp or not (layers + 2) % pp)
+    powers = [2**power for power in range(world.bit_length())]
     tried = {
-        "tp": _powers_of_two(min(gpu.gpus_per_node, world)),
-        "pp": [pp for pp in stages if not world % pp],
-        "cp": _powers_of_two(min(most_cp, world)) or [1],
-        "ep": _powers_of_two(min(experts or 1, world)),
+        "tp": [size for size in powers if size <= gpu.gpus_per_node],
+        # Where stages do not divide the layers, the embedding and the loss count as a layer each.
+        "pp": [n for n in range(1, min(layers, world) + 1) if not world % n and 0 in (layers % n, (layers + 2) % n)],
+        "cp": [size for size in powers if size <= most_cp],
+        "ep": [size for size in powers if size <= (experts or 1)],
     } | {name: [size] for name, size in fixed.items()}
     splits, reasons = list[ModelSplit](), list[str]()
     for tp, pp, cp, ep in itertools.product(*(tried[name] for name in ("tp", "pp", "cp", "ep"))):
@@ -148,7 +128,3 @@ def _estimates(
         settings = replace(training, recompute=recompute, vision_recompute=vision_recompute)
         # The peak is among these: middle stages hold fewer microbatches of equally many layers.
         yield estimate_of(dims, split, settings, vision_split, stages={0, 1, split.pp - 1})
-
-
-def _powers_of_two(most: int) -> list[int]:
-    return [2**power for power in range(most.bit_length())]

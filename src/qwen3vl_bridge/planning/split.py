@@ -5,6 +5,7 @@ The real model has the same checks (`models/refusals.py`, megatron-core), when i
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from qwen3vl_bridge.models.divisibility import indivisible, row_multiple
@@ -13,23 +14,13 @@ from qwen3vl_bridge.weights.rows import Dimensions
 
 @dataclass(frozen=True)
 class PipelineChunk:
-    """A part of the pipeline: consecutive text layers.
+    """A part of the pipeline: consecutive text layers."""
 
-    Attributes:
-        stage: its pipeline rank.
-        vp_stage: index of its virtual stage.
-        layers: indices of its text layers.
-        pre_process: it embeds tokens.
-        post_process: it has the output layer.
-        vision: it has the vision tower.
-    """
-
-    stage: int
-    vp_stage: int
-    layers: range
-    pre_process: bool
-    post_process: bool
-    vision: bool = False
+    stage: int  # its pipeline rank
+    layers: range  # indices of its text layers
+    pre_process: bool  # it embeds tokens
+    post_process: bool  # it has the output layer
+    vision: bool = False  # it has the vision tower
 
 
 @dataclass(frozen=True)
@@ -50,8 +41,8 @@ class ModelSplit:
         vision: the first stage has the vision tower; False if that is on separate ranks (dist-train).
 
     Raises:
-        ValueError: a size below 1; a number of ranks that is not a multiple of tp * pp * cp or etp * ep * pp; sequence
-            parallelism with tp 1, or virtual stages with pp 1.
+        ValueError: a number of ranks that is not a multiple of tp * pp * cp or etp * ep * pp; sequence parallelism with
+            tp 1, or virtual stages with pp 1.
     """
 
     world: int
@@ -71,10 +62,6 @@ class ModelSplit:
     vision: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("world", "tp", "pp", "cp", "ep", "etp", "vpp"):
-            size = getattr(self, name)
-            if size is not None and size < 1:
-                raise ValueError(f"{name} is {size}, expected 1 or more")
         groups = {"tp * pp * cp": self.tp * self.pp * self.cp}
         if self.ep > 1 or self.etp is not None:  # a dense model has no experts to divide
             groups["etp * ep * pp"] = self.expert_tp * self.ep * self.pp
@@ -136,36 +123,21 @@ class ModelSplit:
         Raises:
             ValueError: layers that cannot be assigned this way.
         """
-        counts = self._layers_of_chunks(num_layers)
+        counts = self.layout or self._layers_of_chunks(num_layers)
         stages: list[list[PipelineChunk]] = [[] for _ in range(self.pp)]
         vp_stages, begin = len(counts[0]), 0
-        for vp_stage in range(vp_stages):
-            for stage in range(self.pp):
-                end = begin + counts[stage][vp_stage]
-                first = stage == vp_stage == 0
-                last = (stage, vp_stage) == (self.pp - 1, vp_stages - 1)
-                layers = range(begin, end)
-                stages[stage].append(PipelineChunk(stage, vp_stage, layers, first, last, first and self.vision))
-                begin = end
-        if begin != num_layers:
-            raise ValueError(f"pipeline stages have {begin} text layers together, expected {num_layers}")
+        for vp_stage, stage in itertools.product(range(vp_stages), range(self.pp)):
+            layers = range(begin, begin + counts[stage][vp_stage])
+            first, last = stage == vp_stage == 0, (stage, vp_stage) == (self.pp - 1, vp_stages - 1)
+            stages[stage].append(PipelineChunk(stage, layers, first, last, first and self.vision))
+            begin = layers.stop
         return tuple(map(tuple, stages))
 
     def _layers_of_chunks(self, num_layers: int) -> list[list[int]]:
         """Text layers of each [pipeline rank][virtual stage]."""
         pp, vpp = self.pp, self.vpp or 1
-        if self.layout is not None:
-            if len(self.layout) != pp or any(len(row) != vpp for row in self.layout):
-                raise ValueError(f"the pipeline layout is {self.layout}, expected {pp} times {vpp} chunks")
-            return [list(row) for row in self.layout]
         fixed = {0: self.first_layers, pp - 1: self.last_layers}
         fixed = {stage: count for stage, count in fixed.items() if count is not None}
-        if fixed and (self.embedding_as_layer or self.loss_as_layer):
-            raise ValueError(
-                "num_layers_in_first/last_pipeline_stage together with account_for_..., expected only one of them"
-            )
-        if fixed and pp == 1:
-            raise ValueError("num_layers_in_first/last_pipeline_stage with pp 1, expected at least two stages")
         remaining = num_layers - sum(fixed.values()) + self.embedding_as_layer + self.loss_as_layer
         free = pp - len(fixed)
         each, rest = divmod(remaining, free) if free else (0, remaining)
@@ -185,16 +157,10 @@ class ModelSplit:
         return counts
 
     def check(self, dims: Dimensions) -> None:
-        """Check that a model can be split this way.
-
-        Args:
-            dims: the model's dimensions; "vocab" includes padding.
-
-        Raises:
-            ValueError: sizes that do not divide.
-        """
-        vision_tp = self.tp if self.vision else 1
-        _check_divisible(dims, tp=self.tp, cp=self.cp, ep=self.ep, etp=self.expert_tp, vision_tp=vision_tp)
+        """Refuse (ValueError) a model that cannot be split this way; its size "vocab" includes padding."""
+        _check_divisible(
+            dims, tp=self.tp, cp=self.cp, ep=self.ep, etp=self.expert_tp, vision_tp=self.tp if self.vision else 1
+        )
         has_experts = bool(dims.indices["moe_layers"])
         if not has_experts and (self.ep > 1 or self.expert_tp not in (1, self.tp)):
             raise ValueError(f"ep is {self.ep} and etp {self.etp}, expected neither: this model has no experts")
@@ -212,19 +178,11 @@ class ModelSplit:
         self.chunks(len(dims.indices["text_layers"]))
 
     def check_vision(self, dims: Dimensions) -> None:
-        """Check only that the vision tower can be split this way.
-
-        Raises:
-            ValueError: widths that do not divide.
-        """
+        """Refuse (ValueError) a vision tower that cannot be split this way; nothing else is checked."""
         _check_divisible(dims, tp=1, vision_tp=self.tp)
 
     def check_rows(self, seq_length: int) -> None:
-        """Check that rows can be divided over context- and sequence-parallel ranks.
-
-        Raises:
-            ValueError: they cannot.
-        """
+        """Refuse (ValueError) rows that cannot be divided over context- and sequence-parallel ranks."""
         multiple = row_multiple(self.cp, self.sequence_ranks)
         if seq_length % multiple:
             raise ValueError(

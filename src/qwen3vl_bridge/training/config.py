@@ -55,6 +55,7 @@ class Qwen3VLConfigContainer(ConfigContainer):
     def validate(self) -> None:
         """Like Megatron-Bridge's, with our checks; raises ValueError for settings that contradict each other."""
         check_script()
+        run_refusals.check_connections(self)
         check(run_refusals.BEFORE_VALIDATE, self)
         super().validate()
         if isinstance(self.peft, Qwen3VLParts) and self.peft.layers_differ:

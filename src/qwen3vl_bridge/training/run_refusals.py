@@ -374,6 +374,15 @@ def _check_host_memory(cfg: Any) -> None:
         )
 
 
+def check_connections(cfg: Any) -> None:
+    """Refuse (ValueError) a variable that containers for Megatron may set, before Megatron-Bridge's assertion of it."""
+    if cfg.ddp.use_megatron_fsdp and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise ValueError(
+            "the environment has CUDA_DEVICE_MAX_CONNECTIONS=1, with which Megatron-FSDP's communication would wait "
+            "for computation: expected none, or more than 1; `unset CUDA_DEVICE_MAX_CONNECTIONS` on every node"
+        )
+
+
 def host_bytes() -> int:
     """Memory in bytes of this machine, or of the container that this process is in."""
     room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

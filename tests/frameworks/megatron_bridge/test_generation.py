@@ -17,6 +17,7 @@ import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.bridge import AutoBridge
 from megatron.bridge.inference.vlm.base import generate, setup_inference_wrapper
 from megatron.bridge.inference.vlm.qwenvl_inference_wrapper import QwenVLInferenceWrapper
@@ -51,6 +52,9 @@ def answer(model: list[nn.Module], inputs: dict[str, Tensor], tokens: int) -> li
     for _ in range(tokens):
         positions = torch.arange(ids.shape[1])[None]
         batch = dict(inputs, input_ids=ids, position_ids=positions, attention_mask=None)
+        if "mm_token_type_ids" in inputs:  # that of an answer's tokens is 0
+            types = inputs["mm_token_type_ids"]
+            batch["mm_token_type_ids"] = F.pad(types, (0, ids.shape[1] - types.shape[1]))
         output = pass_of(model, batch, forward_step)
         following = torch.ones(1, 1, dtype=ids.dtype)
         if parallel_state.is_pipeline_last_stage():

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
-import numpy as np
 import pytest
 import torch
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.qwen_vl import qwen3_vl_step
 from megatron.bridge.training import vlm_step
-from PIL import Image
 from transformers import AutoProcessor
 
 from tests.model.inputs.support import no_grad
 from tests.parity.conftest import make_pair
 from tests.training.megatron_batches.test_megatron_batches import batch_of, direct, write_conversations
 
-from ..support import check_exported, pass_of
+from ..support import check_exported
+from .test_generation import TOKENS, answer, answers, picture
 
 # Relative, of a loss; of each gradient, relative to its largest entry; of logits up to about 2, absolute.
 LOSS = 1e-6  # measured 2e-7
@@ -41,29 +41,10 @@ def conversations(tmp_path_factory):
     return write_conversations(tmp_path_factory.mktemp("conversations"))
 
 
-class _Timers:
-    """Of a GlobalState: timers that are called, started, stopped and entered."""
-
-    def __call__(self, *_: Any, **__: Any) -> _Timers:
-        return self
-
-    def start(self, *_: Any, **__: Any) -> None:
-        pass
-
-    stop = start
-
-    def __enter__(self) -> _Timers:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        pass
-
-
 def state_of(dataset: Any) -> Any:
     checks = SimpleNamespace(check_for_nan_in_loss=True, check_for_spiky_loss=False)
-    return SimpleNamespace(
-        timers=_Timers(), straggler_timer=_Timers(), cfg=SimpleNamespace(dataset=dataset, rerun_state_machine=checks)
-    )
+    cfg = SimpleNamespace(dataset=dataset, rerun_state_machine=checks)
+    return SimpleNamespace(timers=MagicMock(), straggler_timer=MagicMock(), cfg=cfg)
 
 
 def reference_loss(pair, batch: dict[str, Any]) -> torch.Tensor:
@@ -108,40 +89,6 @@ def test_its_steps(pair, untied_folder, conversations, name, numbers):
     assert max(errors.values()) <= GRADIENT, max(errors, key=errors.get)
 
 
-def prompt(folder) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A processor, and what it makes of a question about a picture."""
-    processor = AutoProcessor.from_pretrained(folder)
-    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 96, 3), dtype=np.uint8))
-    asked = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "Which digit?"}]}]
-    inputs = processor.apply_chat_template(
-        asked, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
-    )
-    return processor, dict(inputs)
-
-
-def generate_by_script(model: list[Any], inputs: dict[str, torch.Tensor], tokens: int) -> torch.Tensor:
-    """The loop of vlm_generation.py: text positions [1, S], no mask, and a whole forward pass for each token."""
-    ids, types = inputs["input_ids"], inputs["mm_token_type_ids"]
-
-    def forward_step(iterator, chunk, **_):
-        output = chunk(**next(iterator))
-        return (output[0] if isinstance(output, tuple) else output), lambda logits, **__: logits
-
-    for _ in range(tokens):
-        positions = torch.arange(ids.size(1)).unsqueeze(0).expand_as(ids)
-        batch = dict(
-            input_ids=ids, position_ids=positions, attention_mask=None, pixel_values=inputs["pixel_values"],
-            image_grid_thw=inputs["image_grid_thw"], mm_token_type_ids=types,
-        )  # fmt: skip
-        with torch.no_grad():
-            output = pass_of(model, batch, forward_step)
-        logits = output[0] if isinstance(output, list) else output
-        following = logits[:, -1].argmax(-1, keepdim=True)
-        ids = torch.cat([ids, following], dim=-1)
-        types = torch.cat([types, torch.zeros_like(following, dtype=types.dtype)], dim=-1)
-    return ids
-
-
 def test_its_generation_script(folder):
     """scripts/inference/vlm_generation.py: settings, MTP switched off, and the same answer as transformers'."""
     bridge = AutoBridge.from_hf_pretrained(str(folder))
@@ -155,11 +102,11 @@ def test_its_generation_script(folder):
         chunk.eval()
         chunk.config.mtp_num_layers = None
         chunk.config.grad_scale_func = None
-    _, inputs = prompt(folder)
-    pair = make_pair(folder, moe_aux_loss_coeff=0.0)
-    expected = pair.reference.eval().generate(**inputs, max_new_tokens=4, do_sample=False)
-    found = generate_by_script(model, inputs, 4)
-    assert torch.equal(found[:, : expected.shape[1]], expected)
+    text, image = "<|vision_start|><|image_pad|><|vision_end|>Which digit?", picture(96, 64)
+    inputs = AutoProcessor.from_pretrained(folder)(text=[text], images=[image], return_tensors="pt")
+    given = {name: inputs[name] for name in ("input_ids", "pixel_values", "image_grid_thw", "mm_token_type_ids")}
+    with torch.no_grad():
+        assert answer(model, given, TOKENS) == answers(folder, text, image)
 
 
 def test_its_round_trip(folder):

@@ -39,6 +39,8 @@ from tests.parity.topologies import TOPOLOGIES
 from tests.ranks import begin, largest, leave
 from tests.steps import forward_backward
 
+from ..support import log_probs_of, packed_row, padded_lengths, padded_rows
+
 CONTENT, MULTIPLE = "mixed", 16
 
 
@@ -46,11 +48,10 @@ def fused_step(_: Any, data_iterator: Iterator[list[Sample]], model: torch.nn.Mo
     """As verl's engine: whole rows with their mask, labels of the packed row that are cut over ranks, and its hook."""
     samples, cp = next(data_iterator), get_attr_wrapped_model(model, "cp_group")
     rows, lengths = join(samples, 1, packed=False), [len(sample.ids) for sample in samples]
-    padded = [-(-length // MULTIPLE) * MULTIPLE for length in lengths]
+    padded = padded_lengths(lengths, MULTIPLE)
 
     def own(values: list[Tensor]) -> Tensor:
-        parts = [F.pad(one, (0, size - len(one))) for one, size in zip(values, padded, strict=True)]
-        return share_of(torch.cat(parts)[None], padded, cp.size(), cp.rank())
+        return share_of(packed_row(values, padded), padded, cp.size(), cp.rank())
 
     loss_mask = own([sample.loss_mask for sample in samples])
     output = model(
@@ -74,7 +75,7 @@ def log_probabilities(
     """[b, s] of labels [b, s], from hidden states [s, b, h]."""
     assert isinstance(context[0], Sample)
     logits = F.linear(hidden_states, output_layer.weight if output_weight is None else output_weight).transpose(0, 1)
-    return {"log_probs": logits.log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1)}
+    return {"log_probs": log_probs_of(logits, labels)}
 
 
 STEPS = {"qwen3_vl_step": qwen3_vl_step.forward_step, "vlm_step": vlm_step.forward_step, "fused": fused_step}
@@ -83,12 +84,10 @@ STEPS = {"qwen3_vl_step": qwen3_vl_step.forward_step, "vlm_step": vlm_step.forwa
 def join(samples: list[Sample], multiple: int, *, packed: bool) -> dict[str, Any]:
     """What Megatron-Bridge's collators make of samples: rows, or one row of padded documents with their offsets."""
     lengths = [len(sample.ids) for sample in samples]
-    padded = [-(-length // multiple) * multiple for length in lengths]
+    padded = padded_lengths(lengths, multiple)
 
-    def place(values: list[Tensor], fill: float) -> Tensor:
-        sizes = padded if packed else [max(padded)] * len(padded)
-        parts = [F.pad(one, (0, size - len(one)), value=fill) for one, size in zip(values, sizes, strict=True)]
-        return torch.cat(parts)[None] if packed else torch.stack(parts)
+    def place(values: list[Tensor], fill: int) -> Tensor:
+        return packed_row(values, padded, fill) if packed else padded_rows(values, max(padded), fill)
 
     labels = [sample.labels.masked_fill(sample.loss_mask == 0, -100) for sample in samples]
     ids = place([sample.ids for sample in samples], 0)

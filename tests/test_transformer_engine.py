@@ -1,0 +1,78 @@
+"""What megatron-core, Megatron-Bridge and this package import of Transformer Engine exists, or is missed with a guard.
+
+Transformer Engine is not installed here. `NAMES` has what its release of the pins defines, read from its wheel by AST
+(2.16.1, `transformer_engine-2.16.1-py3-none-any.whl`): whoever changes the pin, or meets a new import, looks there.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+NAMES = {
+    "transformer_engine": "",
+    "transformer_engine.common.recipe": "DelayedScaling Float8BlockScaling Float8CurrentScaling Format "
+    "MXFP8BlockScaling NVFP4BlockScaling",
+    "transformer_engine.pytorch": "TransformerLayer UserBufferQuantizationMode fp8_autocast fp8_model_init",
+    "transformer_engine.pytorch.cpp_extensions": "",
+    "transformer_engine.pytorch.distributed": "checkpoint get_all_rng_states",
+    "transformer_engine.pytorch.float8_tensor": "Float8Tensor",
+    "transformer_engine.pytorch.fp8": "FP8GlobalStateManager fp8_autocast",
+    "transformer_engine.pytorch.module._common": "",
+    "transformer_engine.pytorch.module.layernorm": "",
+    "transformer_engine.pytorch.module.layernorm_linear": "",
+    "transformer_engine.pytorch.module.linear": "",
+    "transformer_engine.pytorch.router": "fused_compute_score_for_moe_aux_loss fused_moe_aux_loss "
+    "fused_topk_with_score_function",
+    "transformer_engine.pytorch.tensor": "QuantizedTensor",
+    "transformer_engine.pytorch.tensor.float8_tensor": "Float8Tensor",
+    "transformer_engine.pytorch.tensor.utils": "cast_master_weights_to_fp8 replace_raw_data",
+}
+# Not in 2.16.1: megatron-core imports it for releases before 2.0 alone.
+GUARDED_BY_VERSION = {("fp8_utils.py", "transformer_engine.pytorch.cpp_extensions", "cast_to_fp8")}
+CATCHES = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException", ""}
+
+
+def bare_imports(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """(module, name) of imports of Transformer Engine outside a `try` that catches their failure; name "" for none."""
+    if isinstance(node, ast.Try):
+        caught = {ast.unparse(kind) if kind else "" for handler in node.handlers for kind in kinds(handler.type)}
+        inside = node.handlers + node.orelse + node.finalbody + ([] if caught & CATCHES else node.body)
+        for child in inside:
+            yield from bare_imports(child)
+        return
+    if isinstance(node, ast.Import):
+        yield from ((alias.name, "") for alias in node.names if alias.name.split(".")[0] == "transformer_engine")
+    elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "transformer_engine":
+        yield from ((str(node.module), alias.name) for alias in node.names)
+    for child in ast.iter_child_nodes(node):
+        yield from bare_imports(child)
+
+
+def kinds(caught: ast.expr | None) -> list[ast.expr | None]:
+    return list(caught.elts) if isinstance(caught, ast.Tuple) else [caught]
+
+
+@pytest.mark.parametrize("package", ["megatron.core", "megatron.bridge", "qwen3vl_bridge"])
+def test_imports_exist_or_are_guarded(package):
+    spec = importlib.util.find_spec(package)
+    assert spec and spec.origin
+    missing, files = [], list(Path(spec.origin).parent.rglob("*.py"))
+    for path in files:
+        text = path.read_text()
+        for module, name in bare_imports(ast.parse(text)) if "transformer_engine" in text else ():
+            known = module in NAMES and (not name or name in NAMES[module].split())
+            if not known and (path.name, module, name) not in GUARDED_BY_VERSION:
+                missing.append((str(path), module, name))
+    assert len(files) > 100 and not missing
+
+
+@pytest.mark.parametrize("guard", ["(ImportError, OSError)", "Exception", "", "OSError"])
+def test_a_guard_is_one_that_catches_a_failed_import(guard):
+    text = f"try:\n    from transformer_engine.a import b\nexcept {guard}:\n    import transformer_engine.c"
+    bare = [("transformer_engine.a", "b")] if guard == "OSError" else []
+    assert [*bare_imports(ast.parse(text))] == [("transformer_engine.c", ""), *bare]
