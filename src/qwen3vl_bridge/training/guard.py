@@ -263,7 +263,7 @@ class Microbatch:
         ]
 
 
-def recorded(count: Callable, state: GlobalState, batch: PackedBatch, mask: Tensor) -> Callable:
+def recorded(count: Callable, state: GlobalState, batch: TokenBatch, mask: Tensor) -> Callable:
     """The loss function `count` of a training microbatch, which records losses if `StepGuard` has been started.
 
     Args:

@@ -19,6 +19,7 @@ from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.data.packing.row_plan import SetCounts, add_counts, most_of
 from qwen3vl_bridge.models.flops import TowerCosts, provider_costs, trained_parts
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
+from qwen3vl_bridge.models.router import tracked_row, tracked_rows
 from qwen3vl_bridge.parallel.collectives import max_of_each, sum_amounts, sum_over_ranks
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.planning.hardware import GPUS

@@ -14,9 +14,9 @@ from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.data.collation import Collator
 from qwen3vl_bridge.data.dataset_provider import Qwen3VLConversationProvider
 from qwen3vl_bridge.data.encoding import EncodedSample
-from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
 from qwen3vl_bridge.models.rules import check
 from qwen3vl_bridge.training import run_refusals
+from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
 from qwen3vl_bridge.training.guard import Guard, SampleLoss, SpoiltStepError, latest_losses, optimizers_of
 from qwen3vl_bridge.training.run_log import metrics_line, read_metrics
 from qwen3vl_bridge.training.run_settings import GuardConfig, Qwen3VLLearningRates

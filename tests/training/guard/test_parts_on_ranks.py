@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.batch import PackedBatch
+from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.training.callbacks import training_callbacks
 from qwen3vl_bridge.training.guard import TOWER_NORMS, optimizers_of
 from qwen3vl_bridge.training.run_log import ENTRY

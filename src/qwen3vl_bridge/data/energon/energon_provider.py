@@ -178,7 +178,7 @@ class Qwen3VLEnergonProvider(ConversationRows):
             windows = batched(samples, self.packing_buffer_size or _PACKED_TOGETHER)
             rows = (row for window in windows for row in encoder.select_samples_to_pack(list(window)))
 
-        def encode(rows: Sequence[list[MeasuredSample]]) -> PackedBatch:
+        def encode(rows: Sequence[list[MeasuredSample]]) -> TokenBatch:
             encoded = [encoder.encode_or_blank(sample) for row in rows for sample in row]
             return encoder.collator.packed(encoded) if self.pack else encoder.collator.padded(encoded)
 
@@ -266,7 +266,7 @@ def _digest(config: Any) -> str:
     return hashlib.sha256(json.dumps(steady(config), sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-class EnergonStream(Iterator[PackedBatch]):
+class EnergonStream(Iterator[TokenBatch]):
     """Infinite stream of this rank's microbatches."""
 
     def __init__(

@@ -117,7 +117,7 @@ def _collate(dataset: RowDataset, rows: list[EncodedRow]) -> tuple[TokenBatch, W
 
 def one_pass(
     rows: RowDataset, *, dp_rank: int = 0, dp_size: int = 1, micro_batch_size: int = 1
-) -> Iterator[PackedBatch]:
+) -> Iterator[TokenBatch]:
     """Every row of the first epoch once, the same number of microbatches on every rank (see `share_of_pass`)."""
     check_share(dp_rank, dp_size, micro_batch_size)
     numbers = iter(range(rows.plan.end_of_epoch()))
@@ -127,8 +127,8 @@ def one_pass(
 
 
 def share_of_pass[Row](
-    rows: Iterator[Row], lay_out: Callable[[list[Row]], PackedBatch], dp_rank: int, dp_size: int, micro_batch_size: int
-) -> Iterator[PackedBatch]:
+    rows: Iterator[Row], lay_out: Callable[[list[Row]], TokenBatch], dp_rank: int, dp_size: int, micro_batch_size: int
+) -> Iterator[TokenBatch]:
     """A rank's microbatches of rows that all ranks read in turn; a `DataError` if there are none.
 
     If the number of rows is not a multiple of what ranks read in turn, the last row is repeated without loss.
