@@ -45,8 +45,8 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
-# Kernels are compiled and optimizer states made in the first step; allocations are recorded in the second, launches in
-# the third.
+# Kernels are compiled and optimizer states made in the first step; allocations are recorded in the first two, launches
+# in the third.
 STEPS, _RECORDED, _COUNTED = 3, 1, 2
 _IMAGES = 8
 _COLLECTIVES = (
@@ -147,6 +147,7 @@ def rehearse(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> Rehea
             traceback.print_exc()
             report.error = f"{type(error).__name__}: {error}"
             recorder.phase("failed")
+            recorder.see_what_is_held()
     if report.error is None:
         _count(between(read_log(log), f"step {_COUNTED}", "end"), report)
     return report
@@ -159,7 +160,7 @@ def _shorten(cfg: ConfigContainer, world: int) -> None:
     ranks = model.dist_train.language_world_size if model.dist_train.use_dist_train else world
     replicas = max(ranks // split, 1)
     # As many microbatches as the pipeline holds at once, and two, because gradients are accumulated from the second on.
-    most = max(2, model.pipeline_model_parallel_size)
+    most = max(2, model.pipeline_model_parallel_size * (2 if model.virtual_pipeline_model_parallel_size else 1))
     train.global_batch_size = replicas * min(most, -(-train.global_batch_size // replicas))
     train.train_iters, cfg.scheduler.lr_warmup_iters, cfg.scheduler.lr_decay_iters = STEPS, 1, None
     train.exit_signal_handler = train.exit_signal_handler_for_dataloader = False
@@ -319,7 +320,7 @@ class _Recorder(Callback):
         context.optimizer.step = measured
 
     def on_train_step_start(self, context: CallbackContext) -> None:
-        if self.step == _RECORDED:
+        if self.step <= _RECORDED:
             self.before = torch.cuda.memory_allocated()
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=10**6)
         self.report.counting = self.step == _COUNTED
@@ -329,11 +330,15 @@ class _Recorder(Callback):
         mark("end")
         self.report.counting = False
         self.phase(f"step {self.step}, optimizer")
-        if self.step == _RECORDED:
+        self.see_what_is_held()
+        self.step += 1
+
+    def see_what_is_held(self) -> None:
+        """At the peak of the first steps, or of the one that failed."""
+        if self.step <= _RECORDED:
             trace = torch.cuda.memory._snapshot()["device_traces"][0]
             torch.cuda.memory._record_memory_history(None)
             self.report.held = [(self.before, 0, "before the step"), *_held_at_peak(trace)]
-        self.step += 1
 
 
 def _held_at_peak(trace: list[dict[str, Any]]) -> list[tuple[int, int, str]]:
