@@ -45,6 +45,7 @@ def enter(gpu: str, arguments: Sequence[str]) -> None:
         raise ValueError(str(error)) from error
     log = Path(tempfile.mkdtemp(prefix="rehearsal-")) / "log"
     variables = fake_gpu.environment(built, log, gpu_of(gpu).memory_bytes / GIB)
+    variables["HF_HUB_OFFLINE"] = "1"  # nothing is read from there
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, "-m", "qwen3vl_bridge", "train", *arguments], variables)
 
@@ -81,9 +82,8 @@ def run(cfg: ConfigContainer, *, rank: int, gpus: int, gpu: str, as_json: bool, 
 
 
 def stage_of(plan: MemoryEstimate, rank: int) -> StageEstimate:
-    """What the planner estimates for a rank: separate vision ranks are the first ones, pipeline stages the slowest."""
-    vision = plan.vision_split.world if plan.vision_split else 0
-    stage = -1 if rank < vision else (rank - vision) // (plan.split.world // plan.split.pp)
+    """What the planner estimates for a rank: megatron-core numbers the ranks of a pipeline stage consecutively."""
+    stage = rank // (plan.split.world // plan.split.pp)
     return next(each for each in plan.stages if each.stage == stage)
 
 

@@ -33,7 +33,9 @@ from qwen3vl_bridge.batch import (
 from qwen3vl_bridge.batch.token_layout import segment_multiple
 from qwen3vl_bridge.rehearsal.fake_gpu import Event, between, mark, read_log
 from qwen3vl_bridge.training import weight_loading
+from qwen3vl_bridge.training.before_step import BeforeStep
 from qwen3vl_bridge.training.callbacks import training_callbacks
+from qwen3vl_bridge.training.run_log import RunLog
 
 import torch
 import torch.distributed as dist
@@ -120,6 +122,11 @@ def rehearse(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> Rehea
         raise ValueError(f"rank is {rank}, expected 0 to {world - 1}")
     if cfg.train.micro_batch_size != 1:
         raise ValueError(f"train.micro_batch_size is {cfg.train.micro_batch_size}, expected 1: a packed row")
+    if cfg.model.dist_train.use_dist_train or cfg.model.variable_seq_lengths:
+        raise ValueError(
+            "ranks tell one another the sizes of what they send (model.variable_seq_lengths, or separate vision ranks), "
+            "and a rehearsal has only one rank: expected model.variable_seq_lengths=False and no separate vision ranks"
+        )
     report = Rehearsal(rank, world)
     recorder = _Recorder(report)
     with ExitStack() as stack:
@@ -129,16 +136,13 @@ def rehearse(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> Rehea
         _shorten(cfg, world)
         stack.enter_context(_fake_ranks(report))
         stack.enter_context(mock.patch.object(weight_loading, "Pretrained", _NoWeights))
+        for reader in (BeforeStep, RunLog):  # of losses and norms, which are not computed
+            stack.enter_context(mock.patch.object(reader, "on_train_step_end", lambda *_: None))
         stack.enter_context(mock.patch.object(CachingAutotuner, "benchmark_all_configs", _first_of_all))
         if cfg.model.num_moe_experts:
             stack.enter_context(_balanced_routing())
         cfg.model.register_post_wrap_hook(recorder.model_made)
-
-        def same_row(_: Any) -> tuple[Iterator[PackedBatch], None, None]:
-            cfg.dataset.dataloader_type = "external"  # an iterator; finalize() has refused it
-            return itertools.repeat(full_row(cfg, report)), None, None
-
-        cfg.dataset.build_datasets = same_row
+        stack.enter_context(_same_row(cfg, report))
         try:
             pretrain(cfg, qwen3vl_bridge.forward_step, callbacks=[*training_callbacks(cfg), recorder])
         except Exception as error:
@@ -157,8 +161,7 @@ def _shorten(cfg: ConfigContainer, world: int) -> None:
     """Three steps of few microbatches, which neither read nor write anything."""
     model, train = cfg.model, cfg.train
     split = model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
-    ranks = model.dist_train.language_world_size if model.dist_train.use_dist_train else world
-    replicas = max(ranks // split, 1)
+    replicas = max(world // split, 1)
     # As many microbatches as the pipeline holds at once, and two, because gradients are accumulated from the second on.
     most = max(2, model.pipeline_model_parallel_size * (2 if model.virtual_pipeline_model_parallel_size else 1))
     train.global_batch_size = replicas * min(most, -(-train.global_batch_size // replicas))
@@ -170,6 +173,21 @@ def _shorten(cfg: ConfigContainer, world: int) -> None:
     cfg.guard = None  # it would judge losses that are not computed
     cfg.dataset.path, cfg.dataset.num_workers, cfg.dataset.balance_over = "rehearsal", 0, None
     cfg.tokenizer = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=model.vocab_size)
+
+
+@contextmanager
+def _same_row(cfg: ConfigContainer, report: Rehearsal) -> Iterator[None]:
+    """Have the data set give one full row again and again."""
+
+    def stream(*_: Any, **__: Any) -> Iterator[PackedBatch]:
+        return itertools.repeat(full_row(cfg, report))
+
+    def build_datasets(*_: Any) -> tuple[Iterator[PackedBatch], None, None]:
+        cfg.dataset.dataloader_type = "external"  # an iterator; finalize() has refused it
+        return stream(), None, None
+
+    with mock.patch.multiple(type(cfg.dataset), stream=stream, build_datasets=build_datasets):
+        yield
 
 
 @contextmanager
