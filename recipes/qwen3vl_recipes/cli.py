@@ -39,6 +39,8 @@ def train(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl train"
         if args.dry_run:
             _dry_run(args, chosen)
             return 0
+        if args.rehearse:
+            return _rehearse(args, chosen, sys.argv[2:] if arguments is None else arguments)
         with contextlib.nullcontext() if args.verbose else without_prints():
             _run(_configuration(args, chosen), needs_weights=not args.from_scratch)
     # Megatron-Bridge checks a configuration with assertions, and whether the packages are there that it asks for.
@@ -73,9 +75,14 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--config", metavar="FILE", action="append", default=[],
         help="YAML file with settings; may be given several times")  # fmt: skip
     add("--dry-run", action="store_true", help="show all settings and the memory they need, and exit")
-    add("--gpus", type=int, metavar="N", help="with --dry-run: number of GPUs (default: the recipe's)")
-    add("--gpu", metavar="KIND", help="with --dry-run: kind of GPU, such as H100, H200, B200 (default: the recipe's)")
-    add("--json", action="store_true", help="with --list or --dry-run: print JSON")
+    add("--rehearse", action="store_true", help="take three steps of one rank at their real sizes on a fake GPU, show "
+        "where its memory goes and what a step launches, and exit; needs gcc and torch for CUDA, but no GPU")  # fmt: skip
+    add("--rank", metavar="N", help="with --rehearse: the rank, or `last` (default: 0)")
+    add("--gpus", type=int, metavar="N",
+        help="with --dry-run or --rehearse: number of GPUs (default: the recipe's)")  # fmt: skip
+    add("--gpu", metavar="KIND", help="with --dry-run or --rehearse: kind of GPU, such as H100, H200, B200 "
+        "(default: the recipe's)")  # fmt: skip
+    add("--json", action="store_true", help="with --list, --dry-run or --rehearse: print JSON")
     add("--verbose", action="store_true", help="show Megatron's log and warnings, and the traceback of an error")
     add("settings", nargs="*", metavar="SETTING=VALUE", help="settings that override the recipe's")
     return parser
@@ -83,8 +90,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_intermixed_args(arguments)  # settings may be at any position
-    if args.json and not (args.list or args.dry_run):
-        parser.error("--json works only with --list and --dry-run")
+    without_training = args.dry_run or args.rehearse
+    if args.json and not (args.list or without_training):
+        parser.error("--json works only with --list, --dry-run and --rehearse")
     if args.list:
         return args
     if args.recipe is None:
@@ -95,8 +103,12 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
         parser.error(f"expected settings as NAME=VALUE, found {' '.join(wrong)}")
     if args.gpus is not None and args.gpus < 1:
         parser.error(f"--gpus is {args.gpus}, expected 1 or more")
-    if not args.dry_run and (args.gpus or args.gpu):
-        parser.error("--gpus and --gpu work only with --dry-run; torchrun sets the number of processes")
+    if not without_training and (args.gpus or args.gpu):
+        parser.error("--gpus and --gpu work only with --dry-run and --rehearse; torchrun sets the number of processes")
+    if args.rank is not None and not args.rehearse:
+        parser.error("--rank works only with --rehearse")
+    if args.rank not in (None, "last") and not args.rank.isdecimal():
+        parser.error(f"--rank is {args.rank}, expected a number or `last`")
     if args.from_scratch and args.pretrained_checkpoint is not None:
         parser.error("--from-scratch and --pretrained-checkpoint, expected only one of them")
     return args
@@ -112,6 +124,16 @@ def _dry_run(args: argparse.Namespace, chosen: Recipe) -> None:
     with contextlib.redirect_stdout(sys.stderr):  # for what Megatron-Bridge prints
         found = dry_run.dump(_configuration(args, chosen), **where)
     show(json.dumps(found, indent=2))
+
+
+def _rehearse(args: argparse.Namespace, chosen: Recipe, arguments: Sequence[str]) -> int:
+    from qwen3vl_recipes import rehearsal
+
+    gpus, gpu = args.gpus or chosen.gpus or 1, args.gpu or chosen.gpu
+    rehearsal.enter(gpu, arguments)
+    rank = gpus - 1 if args.rank == "last" else int(args.rank or 0)
+    cfg = _configuration(args, chosen)
+    return rehearsal.run(cfg, rank=rank, gpus=gpus, gpu=gpu, as_json=args.json, verbose=args.verbose)
 
 
 def _show_recipes(*, as_json: bool) -> None:
@@ -137,8 +159,9 @@ def _configuration(args: argparse.Namespace, chosen: Recipe) -> ConfigContainer:
 
         ModelConfig(args.hf_model)  # refuses another model's folder before the slow import of Megatron
     elif args.hf_model is not None:
-        folder = find_model(args.hf_model, weights=not args.dry_run)
-        if not args.dry_run:
+        reads = not (args.dry_run or args.rehearse)
+        folder = find_model(args.hf_model, weights=reads)
+        if reads:
             args.hf_model = str(folder)
     cfg = chosen()
     set_paths(
@@ -153,7 +176,7 @@ def _configuration(args: argparse.Namespace, chosen: Recipe) -> ConfigContainer:
         raise ValueError(f"checkpoint.pretrained_checkpoint is {weights}, expected None with --from-scratch")
     if cfg.peft is not None and args.from_scratch and cfg.checkpoint.pretrained_checkpoint is None:
         raise ValueError("peft trains adapters of given weights: expected --pretrained-checkpoint, or peft=null")
-    if args.dry_run:
+    if args.dry_run or args.rehearse:
         return cfg
     if cfg.checkpoint.save is None:
         raise ValueError("checkpoint.save is None, expected a folder used only by this run: give --save")

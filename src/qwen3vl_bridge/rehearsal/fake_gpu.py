@@ -141,8 +141,10 @@ def read_log(log: Path) -> list[Event]:
 
 
 def _events(path: Path) -> Iterator[Event]:
-    for line in path.read_text().splitlines():
-        kind, stream, amount, name = line.split("\t", 3)
+    for line in path.read_text().splitlines(keepends=True):
+        if not line.endswith("\n"):  # the process is still writing it
+            return
+        kind, stream, amount, name = line[:-1].split("\t", 3)
         yield Event(kind, name, int(amount), int(stream))
 
 

@@ -1,0 +1,130 @@
+"""`qwen3vl train --rehearse`: one rank of a run at its real sizes, on a fake GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qwen3vl_bridge.planning.hardware import GIB, gpu_of
+from qwen3vl_bridge.rehearsal import fake_gpu
+from qwen3vl_bridge.terminal import show
+
+from qwen3vl_recipes import dry_run
+
+if TYPE_CHECKING:
+    from qwen3vl_bridge.planning.estimate import MemoryEstimate, StageEstimate
+    from qwen3vl_bridge.rehearsal.one_rank import Rehearsal
+
+    from megatron.bridge.training.config import ConfigContainer
+
+_FAILED = 1
+_LINES = 16  # of code that hold memory, most first
+
+
+def enter(gpu: str, arguments: Sequence[str]) -> None:
+    """Start this command again in a process with a fake GPU, in place of this one; return if it is that process.
+
+    Raises:
+        ValueError: the fake GPU cannot be built here.
+    """
+    if "FAKE_GPU_LOG" in os.environ:
+        return
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "qwen3vl_bridge" / "fake_gpu"
+    try:
+        built = fake_gpu.build(cache)
+    except fake_gpu.FakeGPUError as error:
+        raise ValueError(str(error)) from error
+    log = Path(tempfile.mkdtemp(prefix="rehearsal-")) / "log"
+    variables = fake_gpu.environment(built, log, gpu_of(gpu).memory_bytes / GIB)
+    variables["HF_HUB_OFFLINE"] = "1"  # nothing is read from there
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, "-m", "qwen3vl_bridge", "train", *arguments], variables)
+
+
+def run(cfg: ConfigContainer, *, rank: int, gpus: int, gpu: str, as_json: bool, verbose: bool) -> int:
+    """Rehearse a rank and print what was seen; 1 if the run would fail, for want of memory too."""
+    from qwen3vl_bridge.compat.library_logs import without_prints
+    from qwen3vl_bridge.planning.from_config import plan_of
+    from qwen3vl_bridge.rehearsal.one_rank import rehearse
+
+    log = Path(os.environ["FAKE_GPU_LOG"])
+    if not verbose:
+        logging.getLogger("qwen3vl_bridge").setLevel(logging.WARNING)  # losses and the like are garbage
+    try:
+        with contextlib.redirect_stdout(sys.stderr) if verbose else without_prints():
+            complete = dry_run.finalised(cfg, gpus)
+            try:
+                plan = plan_of(complete, gpus)
+            except ValueError as error:
+                plan = None
+                show(f"no plan to compare with: {error}", error=True)
+            seen = rehearse(cfg, rank=rank, world=gpus, log=log)
+    finally:
+        shutil.rmtree(log.parent, ignore_errors=True)
+    layers = complete.model.transformer_impl
+    stage = None if plan is None else stage_of(plan, rank)
+    if as_json:
+        planned = None if stage is None else stage.total - stage.reserve
+        whole = dataclasses.asdict(seen) | dict(layers=layers, peak=seen.peak, reserved=seen.reserved, planned=planned)
+        show(json.dumps(whole, indent=2))
+    else:
+        _print(seen, stage, layers, gpu)
+    return _FAILED if seen.error else 0
+
+
+def stage_of(plan: MemoryEstimate, rank: int) -> StageEstimate:
+    """What the planner estimates for a rank: megatron-core numbers the ranks of a pipeline stage consecutively."""
+    stage = rank // (plan.split.world // plan.split.pp)
+    return next(each for each in plan.stages if each.stage == stage)
+
+
+def _print(seen: Rehearsal, stage: StageEstimate | None, layers: str, gpu: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"rank {seen.rank} of {seen.world}, {layers} layers; a microbatch: {seen.row or 'none'}")
+    phases = Table("phase", title="GiB of GPU memory")
+    for name in ("allocated after it", "at most", "reserved at most"):
+        phases.add_column(name, justify="right")
+    for phase in seen.phases:
+        phases.add_row(phase.name, *(f"{n / GIB:.2f}" for n in (phase.allocated, phase.peak, phase.reserved)))
+    console.print(phases)
+    if seen.held:
+        held = Table("GiB", "tensors", "allocated by", title="what holds memory at the most of a step")
+        for nbytes, tensors, line in seen.held[:_LINES]:
+            if nbytes >= GIB / 100:
+                held.add_row(f"{nbytes / GIB:.2f}", f"{tensors or ''}", line)
+        console.print(held)
+    if seen.launches:
+        launches = Table("a step", "number", "amount")
+        for name, (number, amount) in seen.launches.items():
+            launches.add_row(name, f"{number:,}", _amount(name, amount))
+        for name, (number, nbytes) in seen.collectives.items():
+            launches.add_row(name, f"{number:,}", _amount(name, nbytes))
+        for name, number in seen.waits.items():
+            launches.add_row(f"the host waits: {name}", f"{number:,}", "")
+        console.print(launches)
+    if stage is not None and not seen.error:
+        planned = stage.total - stage.reserve
+        console.print(
+            f"planned {planned / GIB:.2f} GiB without reserve, allocated {seen.peak / GIB:.2f}: {seen.peak / planned:.3f}"
+        )
+    console.print(f"reserved at most {seen.reserved / GIB:.2f} of {gpu_of(gpu).memory_bytes / GIB:.1f} GiB")
+    if seen.error:
+        console.print(f"the run would fail: {seen.error}", markup=False)
+
+
+def _amount(name: str, amount: int) -> str:
+    if name == "gemm":
+        return f"{amount / 1e12:.1f} TFLOP"
+    return f"{amount / GIB:.2f} GiB" if amount else ""

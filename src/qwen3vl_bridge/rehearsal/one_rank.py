@@ -1,0 +1,402 @@
+"""One rank of a run on the fake GPU: Megatron-Bridge's own loop at the run's real sizes, in one process.
+
+What a machine without a GPU cannot have is replaced: the other ranks (collectives return at once), the data (rows full
+of images), weights and losses (no value is computed), and the experts that tokens are routed to (an equal share each).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+from unittest import mock
+
+import qwen3vl_bridge
+from qwen3vl_bridge.batch import (
+    PackedBatch,
+    SequenceLayout,
+    make_vision_inputs,
+    mrope_positions,
+    vision_slots,
+)
+from qwen3vl_bridge.batch.token_layout import segment_multiple
+from qwen3vl_bridge.rehearsal.fake_gpu import Event, between, mark, read_log
+from qwen3vl_bridge.training import weight_loading
+from qwen3vl_bridge.training.before_step import BeforeStep
+from qwen3vl_bridge.training.callbacks import training_callbacks
+from qwen3vl_bridge.training.run_log import RunLog
+
+import torch
+import torch.distributed as dist
+from megatron.bridge.training.callbacks import Callback, CallbackContext
+from megatron.bridge.training.config import ConfigContainer, TokenizerConfig
+from megatron.bridge.training.pretrain import pretrain
+from megatron.core.transformer.moe import token_dispatcher
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
+
+# Kernels are compiled and optimizer states made in the first step; allocations are recorded in the first two, launches
+# in the third.
+STEPS, _RECORDED, _COUNTED = 3, 1, 2
+_IMAGES = 8
+_COLLECTIVES = (
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"),
+    *("all_to_all", "all_to_all_single", "broadcast", "reduce", "isend", "irecv", "send", "recv"),
+)
+_PACKAGES = ("/qwen3vl_bridge/", "/megatron/", "/transformer_engine/", "/fla/")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Bytes of GPU memory at the end of a phase of the run, and the most in it."""
+
+    name: str
+    allocated: int
+    peak: int
+    reserved: int
+    seconds: float  # on this machine, since the start
+
+
+@dataclass
+class Rehearsal:
+    """What was seen of a rank.
+
+    Attributes:
+        row: what a microbatch has.
+        phases: in their order.
+        held: (bytes, tensors, the line that allocated them) at the peak of a step, most first. What was there before
+            the step is one entry.
+        launches: number and amount (bytes; FLOPs of matrix products) of a step's events, by kind and name.
+        collectives: number and bytes of a step's, by name; of two tensors, those of the larger.
+        waits: how often the host waited in a step, by CUDA function.
+        error: what ended the run, or None.
+    """
+
+    rank: int
+    world: int
+    row: str = ""
+    phases: list[Phase] = field(default_factory=list)
+    held: list[tuple[int, int, str]] = field(default_factory=list)
+    launches: dict[str, tuple[int, int]] = field(default_factory=dict)
+    collectives: dict[str, tuple[int, int]] = field(default_factory=dict)
+    waits: dict[str, int] = field(default_factory=dict)
+    error: str | None = None
+    counting: bool = False  # while collectives are counted
+
+    @property
+    def peak(self) -> int:
+        """Bytes allocated at most, after the first step, whose compilation allocates for itself."""
+        steady = [p for p in self.phases if p.name.startswith("step") and not p.name.startswith("step 0")]
+        return max((phase.peak for phase in steady or self.phases), default=0)
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that torch's allocator reserved at most."""
+        return max((phase.reserved for phase in self.phases), default=0)
+
+
+def rehearse(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> Rehearsal:
+    """Run three steps of a rank. The process must have been started with the fake GPU, and end after this.
+
+    Args:
+        cfg: changed in place.
+        world: number of ranks.
+        log: what the fake GPU logs to.
+
+    Raises:
+        ValueError: a rank or a microbatch that cannot be rehearsed. (What the run itself raises is in the result.)
+    """
+    if not 0 <= rank < world:
+        raise ValueError(f"rank is {rank}, expected 0 to {world - 1}")
+    if cfg.train.micro_batch_size != 1:
+        raise ValueError(f"train.micro_batch_size is {cfg.train.micro_batch_size}, expected 1: a packed row")
+    if cfg.model.dist_train.use_dist_train or cfg.model.variable_seq_lengths:
+        raise ValueError(
+            "ranks tell one another the sizes of what they send (model.variable_seq_lengths, or separate vision ranks), "
+            "and a rehearsal has only one rank: expected model.variable_seq_lengths=False and no separate vision ranks"
+        )
+    report = Rehearsal(rank, world)
+    recorder = _Recorder(report)
+    with ExitStack() as stack:
+        cfg.checkpoint.pretrained_checkpoint = (
+            None if cfg.peft is None else stack.enter_context(tempfile.TemporaryDirectory())
+        )
+        _shorten(cfg, world)
+        stack.enter_context(_fake_ranks(report))
+        stack.enter_context(mock.patch.object(weight_loading, "Pretrained", _NoWeights))
+        for reader in (BeforeStep, RunLog):  # of losses and norms, which are not computed
+            stack.enter_context(mock.patch.object(reader, "on_train_step_end", lambda *_: None))
+        stack.enter_context(mock.patch.object(CachingAutotuner, "benchmark_all_configs", _first_of_all))
+        if cfg.model.num_moe_experts:
+            stack.enter_context(_balanced_routing())
+        cfg.model.register_post_wrap_hook(recorder.model_made)
+        stack.enter_context(_same_row(cfg, report))
+        try:
+            pretrain(cfg, qwen3vl_bridge.forward_step, callbacks=[*training_callbacks(cfg), recorder])
+        except Exception as error:
+            import traceback
+
+            traceback.print_exc()
+            report.error = f"{type(error).__name__}: {error}"
+            recorder.phase("failed")
+            recorder.see_what_is_held()
+    if report.error is None:
+        _count(between(read_log(log), f"step {_COUNTED}", "end"), report)
+    return report
+
+
+def _shorten(cfg: ConfigContainer, world: int) -> None:
+    """Three steps of few microbatches, which neither read nor write anything."""
+    model, train = cfg.model, cfg.train
+    split = model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
+    replicas = max(world // split, 1)
+    # As many microbatches as the pipeline holds at once, and two, because gradients are accumulated from the second on.
+    most = max(2, model.pipeline_model_parallel_size * (2 if model.virtual_pipeline_model_parallel_size else 1))
+    train.global_batch_size = replicas * min(most, -(-train.global_batch_size // replicas))
+    train.train_iters, cfg.scheduler.lr_warmup_iters, cfg.scheduler.lr_decay_iters = STEPS, 1, None
+    train.exit_signal_handler = train.exit_signal_handler_for_dataloader = False
+    cfg.validation.eval_iters = 0
+    cfg.logger.log_interval, cfg.logger.tensorboard_dir = STEPS + 1, None
+    cfg.checkpoint.save = cfg.checkpoint.load = cfg.checkpoint.save_interval = None
+    cfg.guard = None  # it would judge losses that are not computed
+    cfg.dataset.path, cfg.dataset.num_workers, cfg.dataset.balance_over = "rehearsal", 0, None
+    cfg.tokenizer = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=model.vocab_size)
+
+
+@contextmanager
+def _same_row(cfg: ConfigContainer, report: Rehearsal) -> Iterator[None]:
+    """Have the data set give one full row again and again."""
+
+    def stream(*_: Any, **__: Any) -> Iterator[PackedBatch]:
+        return itertools.repeat(full_row(cfg, report))
+
+    def build_datasets(*_: Any) -> tuple[Iterator[PackedBatch], None, None]:
+        cfg.dataset.dataloader_type = "external"  # an iterator; finalize() has refused it
+        return stream(), None, None
+
+    with mock.patch.multiple(type(cfg.dataset), stream=stream, build_datasets=build_datasets):
+        yield
+
+
+@contextmanager
+def _fake_ranks(report: Rehearsal) -> Iterator[None]:
+    """Join a world of which only this process exists; every group of it is of torch's backend "fake". Collectives of
+    the counted step are in the report.
+    """
+    os.environ |= dict(WORLD_SIZE=str(report.world), RANK=str(report.rank), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    os.environ |= dict(MASTER_ADDR="localhost", MASTER_PORT="1")
+    dist.init_process_group("fake", store=FakeStore(), rank=report.rank, world_size=report.world)
+    new_group = dist.new_group
+
+    def fake_group(ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None, **more: Any):
+        return new_group(ranks, timeout, "fake", None, **more)
+
+    def counted(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            sizes = [x.nbytes for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.is_cuda]
+            if sizes and report.counting:
+                number, nbytes = report.collectives.get(function.__name__, (0, 0))
+                report.collectives[function.__name__] = number + 1, nbytes + max(sizes)
+            return function(*args, **kwargs)
+
+        return run
+
+    replaced = {new_group: fake_group} | {
+        function: counted(function) for function in (getattr(dist, name) for name in _COLLECTIVES)
+    }
+    with ExitStack() as stack:
+        for module in list(sys.modules.values()):
+            for name, value in list(vars(module).items()):
+                if isinstance(value, FunctionType) and value in replaced:
+                    stack.enter_context(mock.patch.object(module, name, replaced[value]))
+        yield
+
+
+class _NoWeights:
+    """Initial weights that are not read: adapters are inserted into a model of any values."""
+
+    @classmethod
+    def find(cls, path: str) -> _NoWeights:
+        return cls()
+
+    def check(self, provider: Any) -> None: ...
+
+    def load(self, model: Any, groups: Any) -> None: ...
+
+
+def _first_of_all(tuner: CachingAutotuner, *args: Any, **kwargs: Any) -> dict[Any, float]:
+    """Configurations of a kernel by "time", in place of timing them, which copies tensors to the host and back."""
+    return {launcher: float(number) for number, launcher in enumerate(tuner.launchers)}
+
+
+@contextmanager
+def _balanced_routing() -> Iterator[None]:
+    """Give every expert as many tokens. The router's kernels run, but their result is not computed."""
+    dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
+    preprocess, gather = dispatcher.preprocess, token_dispatcher.gather_from_sequence_parallel_region
+
+    def balanced(self: Any, routing_map: torch.Tensor) -> torch.Tensor:
+        """The counts are made on the host, and copied to the GPU where megatron-core expects them, and copies back."""
+        tokens, experts = routing_map.shape
+        topk = self.config.moe_router_topk
+        chosen = torch.zeros(tokens, experts, dtype=torch.bool)
+        chosen.scatter_(1, torch.arange(tokens * topk).view(tokens, topk) % experts, True)
+        counts = preprocess(self, chosen)
+        for name in ("input_splits", "output_splits", "output_splits_tp", "num_global_tokens_per_local_expert"):
+            if isinstance(splits := getattr(self, name, None), torch.Tensor):
+                setattr(self, name, splits.cuda())
+        return counts.cuda()
+
+    def gathered(x: torch.Tensor, group: Any = None, **more: Any) -> torch.Tensor:
+        return gather(x, group=group, **more) if x.is_cuda else x.repeat(dist.get_world_size(group))
+
+    with (
+        mock.patch.object(dispatcher, "preprocess", balanced),
+        mock.patch.object(token_dispatcher, "gather_from_sequence_parallel_region", gathered),
+    ):
+        yield
+
+
+def full_row(cfg: ConfigContainer, report: Rehearsal) -> PackedBatch:
+    """A packed row of `seq_length` tokens: images of one size, with four other tokens each, as large as the row, or the
+    dataset's `max_patches`, allows.
+    """
+    model, length = cfg.model, cfg.dataset.seq_length
+    vision = model.vision_config
+    merge = vision.spatial_merge_size
+    multiple = segment_multiple(model.context_parallel_size)
+    each = length // _IMAGES // multiple * multiple
+    most = getattr(cfg.dataset, "max_patches", None) or length * merge**2
+    tokens = min(each - 4, most // merge**2 // _IMAGES)
+    height = math.isqrt(tokens)
+    width = tokens // height
+    image = [model.vision_start_token_id, *[model.image_token_id] * (height * width), model.vision_end_token_id]
+    text = 0  # any token that is none of these
+    ids = [*image, *[text] * (each - len(image))] * _IMAGES
+    ids = torch.tensor(ids + [text] * (length - len(ids)))[None]
+    layout = SequenceLayout.packed_row([each] * _IMAGES, multiple=multiple, total=length)
+    grids = torch.tensor([(1, merge * height, merge * width)] * _IMAGES)
+    patches = int(grids.prod(-1).sum())
+    report.row = f"{length:,} tokens in {_IMAGES} segments, {height * width * _IMAGES:,} of them of images"
+    names = dict(image_token_id=model.image_token_id, video_token_id=model.video_token_id)
+    features = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    return PackedBatch(
+        input_ids=ids,
+        labels=ids.roll(-1),
+        loss_mask=torch.ones(ids.shape),
+        position_ids=mrope_positions(ids, layout, grids, None, spatial_merge_size=merge, **names),
+        vision_slot=vision_slots(ids, num_image_tokens=patches // merge**2, **names),
+        layout=layout,
+        vision=make_vision_inputs(
+            torch.zeros(patches, features, dtype=cfg.dataset.pixel_dtype),
+            *(grids, None, None),
+            num_position_embeddings=vision.num_position_embeddings,
+            spatial_merge_size=merge,
+        ),
+    )
+
+
+class _Recorder(Callback):
+    """Measures each phase, records what is allocated in one step, and what another launches."""
+
+    def __init__(self, report: Rehearsal) -> None:
+        self.report, self.start, self.step = report, time.monotonic(), 0
+        self.before = 0  # bytes when the recorded step began
+
+    def phase(self, name: str) -> None:
+        torch.cuda.synchronize()
+        sizes = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        self.report.phases.append(Phase(name, *sizes, time.monotonic() - self.start))
+        torch.cuda.reset_peak_memory_stats()
+
+    def model_made(self, chunks: Any) -> Any:
+        """A hook for when the model is wrapped."""
+        self.phase("model")
+        return chunks
+
+    def on_train_start(self, context: CallbackContext) -> None:
+        self.phase("optimizer")
+        step = context.optimizer.step
+
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            self.phase(f"step {self.step}, passes")
+            return step(*args, **kwargs)
+
+        context.optimizer.step = measured
+
+    def on_train_step_start(self, context: CallbackContext) -> None:
+        if self.step <= _RECORDED:
+            self.before = torch.cuda.memory_allocated()
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=10**6)
+        self.report.counting = self.step == _COUNTED
+        mark(f"step {self.step}")
+
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        mark("end")
+        self.report.counting = False
+        self.phase(f"step {self.step}, optimizer")
+        self.see_what_is_held()
+        self.step += 1
+
+    def see_what_is_held(self) -> None:
+        """At the peak of the first steps, or of the one that failed."""
+        if self.step <= _RECORDED:
+            trace = torch.cuda.memory._snapshot()["device_traces"][0]
+            torch.cuda.memory._record_memory_history(None)
+            self.report.held = [(self.before, 0, "before the step"), *_held_at_peak(trace)]
+
+
+def _held_at_peak(trace: list[dict[str, Any]]) -> list[tuple[int, int, str]]:
+    """(bytes, tensors, line) of what a recorded trace holds where it holds most, by the innermost line of ours or
+    Megatron's that allocated it, most first.
+    """
+    now, most, end = 0, 0, 0
+    for number, event in enumerate(trace):
+        now += {"alloc": 1, "free_completed": -1}.get(event["action"], 0) * event["size"]
+        if now > most:
+            most, end = now, number + 1
+    live: dict[int, dict[str, Any]] = {}
+    for event in trace[:end]:
+        if event["action"] == "alloc":
+            live[event["addr"]] = event
+        elif event["action"] == "free_completed":
+            live.pop(event["addr"], None)
+    held: dict[str, list[int]] = defaultdict(list)
+    for event in live.values():
+        held[_line(event.get("frames", ()))].append(event["size"])
+    return sorted(((sum(sizes), len(sizes), line) for line, sizes in held.items()), reverse=True)
+
+
+def _line(frames: Iterable[dict[str, Any]]) -> str:
+    frames = list(frames)
+    known = [frame for frame in frames if any(package in frame["filename"] for package in _PACKAGES)]
+    backward = any("_engine_run_backward" in frame["name"] for frame in frames)
+    if not (chosen := (known or frames)[:1]):
+        return "a line that torch does not know"
+    frame = chosen[0]
+    place = "/".join(Path(frame["filename"]).parts[-2:])
+    return f"{place}:{frame['line']} {frame['name']}{' (backward)' if backward else ''}"
+
+
+def _count(events: list[Event], report: Rehearsal) -> None:
+    amounts: dict[str, list[int]] = defaultdict(list)
+    for event in events:
+        if event.kind == "copy":
+            amounts[event.name].append(event.amount)
+        elif event.kind in ("kernel", "triton", "gemm", "memset"):
+            amounts[event.kind].append(event.amount)
+    report.launches = {name: (len(each), sum(each)) for name, each in amounts.items()}
+    report.waits = dict(Counter(event.name for event in events if event.kind == "wait"))
