@@ -24,7 +24,7 @@ from unittest import mock
 
 import qwen3vl_bridge
 from qwen3vl_bridge.batch import (
-    PackedBatch,
+    TokenBatch,
     SequenceLayout,
     make_vision_inputs,
     mrope_positions,
@@ -33,7 +33,7 @@ from qwen3vl_bridge.batch import (
 from qwen3vl_bridge.batch.token_layout import segment_multiple
 from qwen3vl_bridge.rehearsal.fake_gpu import Event, between, mark, read_log
 from qwen3vl_bridge.training import weight_loading
-from qwen3vl_bridge.training.before_step import BeforeStep
+from qwen3vl_bridge.training.guard import StepGuard
 from qwen3vl_bridge.training.callbacks import training_callbacks
 from qwen3vl_bridge.training.run_log import RunLog
 
@@ -136,7 +136,7 @@ def rehearse(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> Rehea
         _shorten(cfg, world)
         stack.enter_context(_fake_ranks(report))
         stack.enter_context(mock.patch.object(weight_loading, "Pretrained", _NoWeights))
-        for reader in (BeforeStep, RunLog):  # of losses and norms, which are not computed
+        for reader in (StepGuard, RunLog):  # of losses and norms, which are not computed
             stack.enter_context(mock.patch.object(reader, "on_train_step_end", lambda *_: None))
         stack.enter_context(mock.patch.object(CachingAutotuner, "benchmark_all_configs", _first_of_all))
         if cfg.model.num_moe_experts:
@@ -179,10 +179,10 @@ def _shorten(cfg: ConfigContainer, world: int) -> None:
 def _same_row(cfg: ConfigContainer, report: Rehearsal) -> Iterator[None]:
     """Have the data set give one full row again and again."""
 
-    def stream(*_: Any, **__: Any) -> Iterator[PackedBatch]:
+    def stream(*_: Any, **__: Any) -> Iterator[TokenBatch]:
         return itertools.repeat(full_row(cfg, report))
 
-    def build_datasets(*_: Any) -> tuple[Iterator[PackedBatch], None, None]:
+    def build_datasets(*_: Any) -> tuple[Iterator[TokenBatch], None, None]:
         cfg.dataset.dataloader_type = "external"  # an iterator; finalize() has refused it
         return stream(), None, None
 
@@ -270,7 +270,7 @@ def _balanced_routing() -> Iterator[None]:
         yield
 
 
-def full_row(cfg: ConfigContainer, report: Rehearsal) -> PackedBatch:
+def full_row(cfg: ConfigContainer, report: Rehearsal) -> TokenBatch:
     """A packed row of `seq_length` tokens: images of one size, with four other tokens each, as large as the row, or the
     dataset's `max_patches`, allows.
     """
@@ -293,7 +293,7 @@ def full_row(cfg: ConfigContainer, report: Rehearsal) -> PackedBatch:
     report.row = f"{length:,} tokens in {_IMAGES} segments, {height * width * _IMAGES:,} of them of images"
     names = dict(image_token_id=model.image_token_id, video_token_id=model.video_token_id)
     features = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    return PackedBatch(
+    return TokenBatch(
         input_ids=ids,
         labels=ids.roll(-1),
         loss_mask=torch.ones(ids.shape),
