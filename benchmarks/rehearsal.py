@@ -56,7 +56,9 @@ def row(recipe: str, rank: str) -> dict[str, Any]:
 def main() -> None:
     """Rehearse, print and append to the results."""
     parser = measurement.parser(__doc__, "rehearsal.csv")
-    parser.add_argument("--recipes", nargs="+", default=[n for n, one in recipes().items() if one.gpus and "dist_train" not in n])
+    parser.add_argument(
+        "--recipes", nargs="+", default=[n for n, one in recipes().items() if one.gpus and "dist_train" not in n]
+    )
     options = parser.parse_args()
     for name in options.recipes:
         for rank in ("0", "last") if recipes()[name].gpus > 1 else ("0",):

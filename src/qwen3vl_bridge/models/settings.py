@@ -119,7 +119,7 @@ class VisionLanguageFields(GPTModelProvider):
     calculate_per_token_loss: bool | None = None
     # With Qwen3-VL's vocabulary 8,192 tokens' logits, their softmax and its gradient take 10 GB, for which GPUs have
     # room; rows up to there pay nothing. Longer ones pay a product of the output layer more, some 3 % of an 8B's step.
-    loss_chunk_tokens: int = 8192
+    loss_chunk_tokens: int = 2048
 
     freeze_language_model: bool = False
     freeze_vision_model: bool = False

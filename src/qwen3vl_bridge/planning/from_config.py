@@ -136,7 +136,7 @@ def _training_settings(cfg: Any) -> TrainingSettings:
         lora=_lora(cfg.peft),
         transformer_engine=model.transformer_impl == "transformer_engine",
         fused_activation=model.bias_activation_fusion,
-        fused_loss=model.cross_entropy_loss_fusion and model.cross_entropy_fusion_impl == "te",
+        loss_fusion=model.cross_entropy_fusion_impl if model.cross_entropy_loss_fusion else None,
         loss_chunk_tokens=model.loss_chunk_tokens,
         balancing_loss=bool(getattr(model, "moe_aux_loss_coeff", 0)),
         trains_mtp=model.trains_mtp,

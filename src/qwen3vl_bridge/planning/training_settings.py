@@ -120,7 +120,8 @@ class TrainingSettings:
         lora: adapters, or None.
         transformer_engine: False for megatron-core's local layers with our attention.
         fused_activation: `bias_activation_fusion`; without it the language model's MLPs store more activations.
-        fused_loss: Transformer Engine's cross entropy, which overwrites the logits with their gradient.
+        loss_fusion: the fused cross entropy, as the provider's `cross_entropy_fusion_impl`: Transformer Engine's ("te")
+            overwrites the logits with their gradient; None without. Of float32 logits there is no "native" one.
         loss_chunk_tokens: as the provider's: tokens whose logits are in memory at a time; 0 for a whole microbatch.
         packed: rows are packed, not padded.
         expert_load: tokens of the rank with the most expert load, divided by the mean of all ranks.
@@ -145,8 +146,8 @@ class TrainingSettings:
     lora: LoraSettings | None = None
     transformer_engine: bool = True
     fused_activation: bool = True
-    fused_loss: bool = False
-    loss_chunk_tokens: int = 8192
+    loss_fusion: str | None = "native"
+    loss_chunk_tokens: int = 2048
     packed: bool = True
     expert_load: float = 1.0
     balancing_loss: bool = True
@@ -161,8 +162,8 @@ class TrainingSettings:
             raise ValueError(f"max_patches is {self.max_patches}, expected 0 or more")
         if self.expert_load < 1:
             raise ValueError(f"expert_load is {self.expert_load}, expected 1 (all ranks alike) or more")
-        if self.fused_loss and not self.transformer_engine:
-            raise ValueError("fused_loss is True, expected False without Transformer Engine, which provides it")
+        if self.loss_fusion == "te" and not self.transformer_engine:
+            raise ValueError("loss_fusion is 'te', expected another without Transformer Engine, which provides it")
         if self.trains_mtp and self.recompute.granularity == "full" and self.recompute != FULL:
             raise ValueError(
                 f"recompute_method is {self.recompute.method!r} and recompute_num_layers {self.recompute.num_layers}, "
