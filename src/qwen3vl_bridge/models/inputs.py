@@ -295,7 +295,8 @@ def read_arguments(arguments: dict[str, Any], cp_group: ProcessGroup | None = No
     if "attention_mask" in given and given["attention_mask"].dim() > 2:
         mask = given.pop("attention_mask")
         squares = mask.squeeze(1) if mask.dim() == 4 else mask
-        if ids is not None and len(squares) in (1, len(ids)) and squares.shape[1:] == (ids.shape[-1],) * 2:
+        readable = ids is not None and ids.dim() == 2 and ids.numel() > 0  # or they are refused
+        if readable and len(squares) in (1, len(ids)) and squares.shape[1:] == (ids.shape[1],) * 2:
             read_squares = (_of_square(square, squares[0, 0, -1]) for square in squares)
             brief = {str(row): torch.cat((real, wrong.any()[None])) for row, (real, wrong) in enumerate(read_squares)}
     packed = copy.copy(arguments.get("packed_seq_params"))

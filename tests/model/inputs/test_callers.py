@@ -194,9 +194,6 @@ def test_inference_of_whole_prompts(pair):
         pair.megatron(TEXT[:, :1], inference_context=context)
 
 
-# Absolute errors, measured over all cases of this file.
-
-
 @pytest.mark.parametrize("rounded", [False, True], ids=["true lengths", "lengths rounded up"])
 @pytest.mark.parametrize("side", ["right", "left", "both"])
 def test_rows_with_packed_seq_params(pair, side, rounded):
