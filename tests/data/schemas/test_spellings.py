@@ -305,7 +305,7 @@ def test_parts_of_other_names():
 
 @pytest.mark.parametrize(("part", "message"), [
     ({"type": "image_url", "image_url": {"uri": "1"}}, "found an object under 'image', expected a path or bytes"),
-    ({"type": "image_url", "image_url": {"url": "1", "crop": 7}}, "found the keys type, crop, image, expected 'type'"),
+    ({"type": "image_url", "image_url": {"url": "1", "crop": 7}}, "found the keys type, image, crop, expected 'type'"),
     ({"type": "image", "image": "1", "url": "2"}, "found the keys type, image, url, expected 'type' and 'image'"),
     ({"type": "image_url", "image_url": {"url": "1", "detail": "low"}}, "found the detail 'low', expected 'auto'"),
     ({"type": "input_image", "image_url": "1", "detail": "low"}, "found the detail 'low', expected 'auto'"),
