@@ -216,6 +216,14 @@ def _turn_off(settings: Any, name: str, why: str, *, level: int = logging.INFO) 
     setattr(settings, name, False)
 
 
+def complete_dist_train(provider: VisionLanguageFields) -> None:
+    """Set parallel sizes of separate vision ranks that are None to 1: Megatron-Bridge divides by them."""
+    split = provider.dist_train
+    for name, value in vars(split).items():
+        if split.use_dist_train and value is None and name.endswith("parallel_size"):
+            setattr(split, name, 1)
+
+
 def complete_before_finalize(provider: VisionLanguageFields) -> None:
     """Convert settings to megatron-core's values, turn off those without a kernel, and turn on what experts and split
     rows need; changes are logged. Called before megatron-core completes the fields.
@@ -225,10 +233,8 @@ def complete_before_finalize(provider: VisionLanguageFields) -> None:
     """
     if provider.mtp_num_layers == 0:
         provider.mtp_num_layers = None  # megatron-core uses None for a model without such layers
-    split, local = provider.dist_train, provider.transformer_impl == "local"
-    for name, value in vars(split).items():
-        if split.use_dist_train and value is None and name.endswith("parallel_size"):
-            setattr(split, name, 1)
+    complete_dist_train(provider)
+    local = provider.transformer_impl == "local"
     if isinstance(provider.attention_backend, str):
         if provider.attention_backend not in AttnBackend.__members__:
             known = ", ".join(AttnBackend.__members__)
@@ -260,7 +266,7 @@ def complete_before_finalize(provider: VisionLanguageFields) -> None:
         )
         provider.sequence_parallel = True
     if provider.calculate_per_token_loss is None:
-        provider.calculate_per_token_loss = context > 1 or bool(split.use_dist_train)
+        provider.calculate_per_token_loss = context > 1 or bool(provider.dist_train.use_dist_train)
         logger.info(
             "calculate_per_token_loss is set to %s, as in Megatron-Bridge's provider; True weights all tokens of a "
             "global batch equally, False all microbatches",

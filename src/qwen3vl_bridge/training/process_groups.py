@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.refusals import check_world
+from qwen3vl_bridge.models.settings import complete_dist_train
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ def initialize(provider: VisionLanguageProvider, seed: int) -> ProcessGroupColle
     if provider.dist_train.use_dist_train:
         _join()
         check_world(provider, torch.distributed.get_world_size())
+        complete_dist_train(provider)
         leave_groups()
         parallel_state._set_global_memory_buffer()
         # Megatron-Bridge's own function, which its set-up calls if `dist.use_decentralized_pg` is on.

@@ -11,7 +11,7 @@ from qwen3vl_bridge.models.qwen3_5.config import FAMILY, LINEAR_SIZES, TOKENS, o
 from qwen3vl_bridge.models.qwen3_5.delta_rule import are_missing
 from qwen3vl_bridge.models.qwen3_5.model import Qwen35VLModel
 from qwen3vl_bridge.models.refusals import NOTHING_ELSE
-from qwen3vl_bridge.models.rules import Allowed, Rule, When, any_of, keep
+from qwen3vl_bridge.models.rules import Allowed, Rule, above, any_of, equal, keep, on
 from qwen3vl_bridge.weights.rows import Dimensions
 
 import torch
@@ -20,14 +20,8 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfi
 
 logger = logging.getLogger(__name__)
 
-_STAGES_WITH_MTP = When(
-    "pipeline_model_parallel_size mtp_loss_scaling_factor",
-    lambda model: model.trains_mtp and model.pipeline_model_parallel_size > 1,
-)
-_RECOMPUTED_MTP = When(
-    "recompute_granularity mtp_loss_scaling_factor",
-    lambda model: model.trains_mtp and model.recompute_granularity == "full",
-)
+_MTP = on("mtp_loss_scaling_factor") & (lambda model: model.trains_mtp)
+_RECOMPUTED_MTP = equal("recompute_granularity", "full") & _MTP
 _RECOMPUTED_SO = "megatron-core recomputes multi-token prediction in no other way"
 
 _RULES: tuple[Rule, ...] = (
@@ -38,12 +32,10 @@ _RULES: tuple[Rule, ...] = (
         "mtp_detach_heads mtp_use_repeated_layer",
         "the output layer and the decoder learn from multi-token prediction, which is one separate layer",
     ),
-    Allowed(
-        "sequence_parallel",
-        True,
-        When("tensor_model_parallel_size", lambda model: model.tensor_model_parallel_size > 1),
-    ).because("else megatron-core does not add up the gradients of linear attention's output norm over the ranks"),
-    Allowed("variable_seq_lengths", True, _STAGES_WITH_MTP).because(
+    Allowed("sequence_parallel", True, above("tensor_model_parallel_size", 1)).because(
+        "else megatron-core does not add up the gradients of linear attention's output norm over the ranks"
+    ),
+    Allowed("variable_seq_lengths", True, above("pipeline_model_parallel_size", 1) & _MTP).because(
         "next tokens go to the last pipeline stage together with hidden states, for multi-token prediction; or set "
         "mtp_loss_scaling_factor=0"
     ),
