@@ -243,6 +243,10 @@ class Qwen3VLConversationProvider(ConversationRows):
     def finalize(self) -> None:
         """Check what can be checked without reading data; a ValueError for an invalid value."""
         super().finalize()
+        if self.dataloader_type != "single":
+            raise ValueError(
+                f"dataloader_type is {self.dataloader_type!r}, expected 'single': rows are in order already"
+            )
         self.check_least(balance_over=1, window_size=1, stream_parts=1, **({"seed": 0} if self.streaming else {}))
         if self.path is None and self.train_path is None and self.mixture is None:
             raise ValueError(
