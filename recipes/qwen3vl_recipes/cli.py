@@ -76,7 +76,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         help="YAML file with settings; may be given several times")  # fmt: skip
     add("--dry-run", action="store_true", help="show all settings and the memory they need, and exit")
     add("--rehearse", action="store_true", help="take three steps of one rank at their real sizes on a fake GPU, show "
-        "where its memory goes and what a step launches, and exit; needs gcc and torch for CUDA, but no GPU")  # fmt: skip
+        "where its memory goes and what a step launches, and exit; needs gcc and CUDA's torch, but no GPU")  # fmt: skip
     add("--rank", metavar="N", help="with --rehearse: the rank, or `last` (default: 0)")
     add("--gpus", type=int, metavar="N",
         help="with --dry-run or --rehearse: number of GPUs (default: the recipe's)")  # fmt: skip

@@ -116,9 +116,8 @@ def _print(seen: Rehearsal, stage: StageEstimate | None, layers: str, gpu: str) 
         console.print(launches)
     if stage is not None and not seen.error:
         planned = stage.total - stage.reserve
-        console.print(
-            f"planned {planned / GIB:.2f} GiB without reserve, allocated {seen.peak / GIB:.2f}: {seen.peak / planned:.3f}"
-        )
+        ratio = seen.peak / planned
+        console.print(f"planned {planned / GIB:.2f} GiB without reserve, allocated {seen.peak / GIB:.2f}: {ratio:.3f}")
     console.print(f"reserved at most {seen.reserved / GIB:.2f} of {gpu_of(gpu).memory_bytes / GIB:.1f} GiB")
     if seen.error:
         console.print(f"the run would fail: {seen.error}", markup=False)

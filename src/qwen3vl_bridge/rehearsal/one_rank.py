@@ -24,8 +24,8 @@ from unittest import mock
 
 import qwen3vl_bridge
 from qwen3vl_bridge.batch import (
-    TokenBatch,
     SequenceLayout,
+    TokenBatch,
     make_vision_inputs,
     mrope_positions,
     vision_slots,
@@ -33,8 +33,8 @@ from qwen3vl_bridge.batch import (
 from qwen3vl_bridge.batch.token_layout import segment_multiple
 from qwen3vl_bridge.rehearsal.fake_gpu import Event, between, mark, read_log
 from qwen3vl_bridge.training import weight_loading
-from qwen3vl_bridge.training.guard import StepGuard
 from qwen3vl_bridge.training.callbacks import training_callbacks
+from qwen3vl_bridge.training.guard import StepGuard
 from qwen3vl_bridge.training.run_log import RunLog
 
 import torch
@@ -124,8 +124,8 @@ def rehearse(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> Rehea
         raise ValueError(f"train.micro_batch_size is {cfg.train.micro_batch_size}, expected 1: a packed row")
     if cfg.model.dist_train.use_dist_train or cfg.model.variable_seq_lengths:
         raise ValueError(
-            "ranks tell one another the sizes of what they send (model.variable_seq_lengths, or separate vision ranks), "
-            "and a rehearsal has only one rank: expected model.variable_seq_lengths=False and no separate vision ranks"
+            "ranks tell one another the sizes of what they send (model.variable_seq_lengths or model.dist_train), and a "
+            "rehearsal has only one rank: expected model.variable_seq_lengths=False and no separate vision ranks"
         )
     report = Rehearsal(rank, world)
     recorder = _Recorder(report)
