@@ -56,7 +56,7 @@ def test_help_answers_at_once():
         (["convert"], "VERB"),
         (["train"], "--recipe is missing"),
         (["train", "--recipe", "x", "--from-scratch", "--pretrained-checkpoint", "y"], "expected only one of them"),
-        (["train", "--recipe", "x", "--json"], "--json works only with --list and --dry-run"),
+        (["train", "--recipe", "x", "--json"], "--json works only with --list, --dry-run and --rehearse"),
         (["generate", "?", "--hf-model", "x", "--image", "/no/such.png"], "/no/such.png, expected a file that exists"),
         (["plan", "--model", "8B", "--gpus", "0"], "0, expected 1 or more"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import re
+import sys
 from pathlib import Path
 
 import qwen3vl_bridge
@@ -36,7 +37,7 @@ def test_fields_types_and_defaults_are_those_of_the_class(group):
             given = fields[name].default_factory is not dataclasses.MISSING
             assert bool(found[name].default) == given
         elif isinstance(default, int | float | str | None):
-            assert eval(found[name].default) == default
+            assert eval(found[name].default, vars(sys.modules[kind.__module__])) == default
 
 
 def test_every_configuration_that_a_group_leads_to_is_a_group():

@@ -53,7 +53,11 @@ class Kernel:
 def kernel(monkeypatch) -> Kernel:
     kernel = Kernel()
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", kernel)
-    monkeypatch.setattr(settings, "_has_rotation_kernel", lambda provider: True)
+    turn_off = settings._turn_off  # which also turns off what the layers of this machine have no kernel for
+    kept = "apply_rope_fusion"
+    monkeypatch.setattr(
+        settings, "_turn_off", lambda provider, name, why: name == kept or turn_off(provider, name, why)
+    )
     return kernel
 
 

@@ -260,7 +260,8 @@ def test_what_needs_least_is_the_first_to_fit(size, world, fixed, sharding):
     assert none == []
     for factor, fits in ((0.999, False), (1.001, True)):
         gpu = replace(GPUS["H100"], memory_bytes=round(least.peak.total / (1 - MARGIN) * factor))
-        assert propose(dims, world, gpu, training, fixed=fixed)[0] == ([least] if fits else [])
+        found = propose(dims, world, gpu, training, fixed=fixed)[0]
+        assert (least in found) == fits and all(other.peak.total >= least.peak.total for other in found)
 
 
 def test_the_readmes_commands(capsys):
@@ -380,7 +381,7 @@ def test_the_settings_are_megatron_bridges(capsys):
 BRIDGES = Precision(2, 2, 4)
 RUN_OF_CONFIG = TrainingSettings(
     seq_length=512, global_batch_size=2, precision=Precision(4, 4, 4), sharding=Sharding.ALL, transformer_engine=False,
-    balancing_loss=False,
+    balancing_loss=False, loss_chunk_tokens=8192,
 )  # fmt: skip
 DISTRIBUTED = dict(sharding=Sharding.OPTIMIZER, precision=FP32)
 

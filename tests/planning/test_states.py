@@ -198,7 +198,7 @@ def test_under_zero_3_logits_and_unsharded_gradients_do_not_coincide(rows, logit
     dims, split = dimensions_of(presets.config_dict("2B")), ModelSplit(8)
     training = TrainingSettings(
         sharding=Sharding.ALL, seq_length=8192, max_patches=4096, micro_batch_size=rows, loss_chunk_tokens=0,
-        recompute=FULL,
+        loss_fusion=None, recompute=FULL,
     )  # fmt: skip
     (found,) = estimate(presets.config_dict("2B"), split, training).stages
     states = stage_states(dims, split, split.chunks(28)[0], training)

@@ -94,7 +94,7 @@ def test_a_dry_run(capsys, tmp_path):
     cli.train([*words, "train.global_batch_size=64"])
     said = capsys.readouterr().out
     assert "lr: 3.0e-05" in said and "global_batch_size: 64" in said and "DP 32" in said and "of 139.7 GiB" in said
-    assert "the split with fewest model-parallel ranks that fits is EP 4, DP 32 (optim, " in said
+    assert "the split with fewest model-parallel ranks that fits is EP 8, DP 32 (optim; " in said
     cli.train([*words, "train.global_batch_size=64", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["settings"]["optimizer"]["lr"] == 3e-5 and found["no_plan"] is None

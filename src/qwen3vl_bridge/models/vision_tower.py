@@ -38,7 +38,6 @@ _SHARED = (
     "gradient_accumulation_fusion",
     "apply_rope_fusion",
     "deterministic_mode",
-    "hetereogenous_dist_checkpoint",
 )
 
 

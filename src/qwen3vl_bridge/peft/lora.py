@@ -15,6 +15,7 @@ from qwen3vl_bridge.weights.rows import Part, expand, is_of_experts, part_of, sh
 from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
 from megatron.bridge.peft.dora import DoRA
 from megatron.bridge.peft.lora import VLMLoRA
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import unwrap_model
 from torch import nn
 
@@ -72,6 +73,9 @@ class Qwen3VLParts:
         self.freeze_model(chunks)
         for chunk in chunks:
             self._walk_model(chunk, transform_in(chunk, self.transform))
+            for block in (module for module in chunk.modules() if isinstance(module, TransformerBlock)):
+                # megatron-core would stack layers of one name, and refuse to save a stack with missing parts.
+                block.config.hetereogenous_dist_checkpoint |= self.layers_differ
         if training:
             for chunk in chunks:
                 let_recompute_see_gradients(chunk)

@@ -9,7 +9,6 @@ from qwen3vl_bridge.data.dataset_provider import ConversationRows, Qwen3VLConver
 from qwen3vl_bridge.data.loading.batch_stream import end_workers_at_exit
 from qwen3vl_bridge.models.refusals import check_world
 from qwen3vl_bridge.models.rules import check
-from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.training import run_refusals
 from qwen3vl_bridge.training.checkpoint_manager import MANAGER, check_script
 from qwen3vl_bridge.training.run_settings import AccuracyConfig, GuardConfig, Qwen3VLLearningRates
@@ -58,9 +57,6 @@ class Qwen3VLConfigContainer(ConfigContainer):
         run_refusals.check_connections(self)
         check(run_refusals.BEFORE_VALIDATE, self)
         super().validate()
-        if isinstance(self.peft, Qwen3VLParts) and self.peft.layers_differ:
-            # megatron-core would stack layers of one name, and refuse to save a stack with missing parts.
-            self.model.hetereogenous_dist_checkpoint = True
         if self.checkpoint.custom_manager_class is None:
             self.checkpoint.custom_manager_class = MANAGER
         check(run_refusals.AFTER_VALIDATE, self)

@@ -201,11 +201,11 @@ def test_context_parallelism_of_transformer_engine(kinds, fields, release, messa
 
 
 def test_a_loss_in_chunks():
-    assert finalized(DENSE, {}).loss_chunk_tokens == 8192
+    assert finalized(DENSE, {}).loss_chunk_tokens == 2048
     with pytest.raises(ValueError, match="loss_chunk_tokens is -1, expected 0 or more"):
         finalized(DENSE, dict(loss_chunk_tokens=-1))
     deferred = with_transformer_engine(DENSE, dict(defer_embedding_wgrad_compute=True))
-    with pytest.raises(ValueError, match="defer_embedding_wgrad_compute is True with loss_chunk_tokens 8192, expected"):
+    with pytest.raises(ValueError, match="defer_embedding_wgrad_compute is True with loss_chunk_tokens 2048, expected"):
         check(BEFORE_FINALIZE, deferred)
     deferred.loss_chunk_tokens = 0
     check(BEFORE_FINALIZE, deferred)

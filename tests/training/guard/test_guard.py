@@ -265,7 +265,7 @@ def test_what_would_end_the_run_first_is_refused(inputs, settings, message):
     cfg = inputs.config(None, **{"guard__on_nan": "skip", **settings})
     assert isinstance(cfg, Qwen3VLConfigContainer)
     with pytest.raises(ValueError, match=message):
-        check(run_refusals.ON_TRAIN, cfg)
+        cfg.validate()
 
 
 def test_a_guard_that_nothing_follows_is_refused(inputs):
@@ -351,4 +351,4 @@ def test_settings_that_contradict_each_other_are_refused(inputs, settings, messa
         if sep:
             setattr(cfg if section == "cfg" else getattr(cfg, section), field, value)
     with pytest.raises(ValueError, match=message):
-        cfg.validate()
+        check(run_refusals.ON_TRAIN, cfg)
