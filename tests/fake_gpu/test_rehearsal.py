@@ -30,13 +30,13 @@ def rehearse(built, tmp_path_factory):
 class TestAFirstRank:
     @pytest.fixture(scope="class")
     def seen(self, rehearse):
-        status, seen = rehearse("--recipe", "qwen3_vl_2b_peft_config", "--gpus", "4")
+        status, seen = rehearse("--recipe", "qwen3_vl_8b_peft_config", "--gpus", "4")
         assert (status, seen["error"]) == (0, None)
         return seen
 
     def test_memory_is_what_the_planner_says(self, seen):
-        """Measured 1.01; without flash-linear-attention's or Transformer Engine's kernels on both sides."""
-        assert seen["peak"] == pytest.approx(seen["planned"], rel=0.03)
+        """Measured 0.998 of it."""
+        assert seen["peak"] == pytest.approx(seen["planned"], rel=0.02)
         assert seen["peak"] <= seen["reserved"] <= 80 * GIB
 
     def test_phases_are_in_order(self, seen):
@@ -50,9 +50,9 @@ class TestAFirstRank:
         )
 
     def test_gradients_and_weights_of_adapters_are_communicated(self, seen):
-        """LoRA of rank 32 trains 29.4 million parameters: float32 gradients, bfloat16 weights."""
-        assert seen["collectives"]["reduce_scatter_tensor"] == pytest.approx([1, 4 * 29_360_128], rel=0.01)
-        assert seen["collectives"]["all_gather_into_tensor"] == pytest.approx([1, 2 * 29_360_128], rel=0.01)
+        """LoRA of rank 32 trains 73.1 million parameters: float32 gradients, bfloat16 weights."""
+        assert seen["collectives"]["reduce_scatter_tensor"][1] == pytest.approx(4 * 73_138_176, rel=0.01)
+        assert seen["collectives"]["all_gather_into_tensor"][1] == pytest.approx(2 * 73_138_176, rel=0.01)
 
 
 def test_experts_on_the_last_pipeline_stage(rehearse):
