@@ -13,6 +13,8 @@ from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.data.collation import Collator
 from qwen3vl_bridge.data.dataset_provider import Qwen3VLConversationProvider
 from qwen3vl_bridge.data.encoding import EncodedSample
+from qwen3vl_bridge.models.rules import check
+from qwen3vl_bridge.training import run_refusals
 from qwen3vl_bridge.training.callbacks import training_callbacks
 from qwen3vl_bridge.training.guard import Guard, SampleLoss, SpoiltStepError, latest_losses
 from qwen3vl_bridge.training.run_log import metrics_line, read_metrics
@@ -334,4 +336,4 @@ def test_settings_that_contradict_each_other_are_refused(inputs, settings, messa
         if sep:
             setattr(cfg if section == "cfg" else getattr(cfg, section), field, value)
     with pytest.raises(ValueError, match=message):
-        cfg.validate()
+        check(run_refusals.ON_TRAIN, cfg)
