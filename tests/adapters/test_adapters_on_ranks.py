@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint import CheckpointError, export_adapters
+from qwen3vl_bridge.checkpoint import CheckpointError, export_adapters, import_checkpoint
 from qwen3vl_bridge.checkpoint.formats.megatron import read_run_config
 from qwen3vl_bridge.peft.adapter_rows import LINEAR_LAYERS, OF_LINEAR_ATTENTION
 from qwen3vl_bridge.peft.lora import Qwen3VLLoRA
@@ -91,11 +91,10 @@ DENSE = [
     Job("stages VLMLoRA", "", "vlm_lora", PP), Job("stages pattern", "", "lora", PP, dict(target_modules=[PATTERN])),
 ]  # fmt: skip
 MOE = [
-    Job("experts ours", "", "ours", EP, dict(adapt_experts=True)),
-    Job("experts LoRA", "", "lora", EP),
+    Job("experts ours", "", "ours", EP, dict(adapt_experts=True)), Job("experts LoRA", "", "lora", EP),
     Job("experts normalized", "", "lora", EP, dict(normalize_moe_lora=True)),
     Job("experts CanonicalLoRA", "", "canonical_lora", EP),
-]
+]  # fmt: skip
 ALL = dict(target_modules=[*LINEAR_LAYERS, *OF_LINEAR_ATTENTION])
 QWEN3_5 = [
     Job("tensors", "dense", "ours", TP, ALL), Job("tensors LoRA", "dense", "lora", TP, ALL),
@@ -244,8 +243,6 @@ def test_what_is_no_configuration_of_adapters_is_refused(text, message, tmp_path
 
 
 def test_a_converted_checkpoint_has_no_adapters(untied_folder, tmp_path):
-    from qwen3vl_bridge.checkpoint import import_checkpoint
-
     import_checkpoint(untied_folder, tmp_path / "megatron", progress=False)
     with pytest.raises(CheckpointError, match="was saved by a run without adapters"):
         export_adapters(tmp_path / "megatron", tmp_path / "adapter")

@@ -5,11 +5,9 @@
 CASES is a JSON list of `Start`s. Rank 0 writes what each has found to OUTPUT.
 """
 
-import contextlib
 import json
 import logging
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from megatron.bridge.training.callbacks import Callback
 from tests.ranks import begin, leave
 
 from .conftest import Inputs
-from .running import replicate, run_bridges_loop
+from .running import messages, replicate, run_bridges_loop
 
 # The same rows however the model is split, and a rate that does not depend on where the run is to end.
 COMMON = dict(
@@ -83,7 +81,8 @@ class Follower(Callback):
 def run(start: Start) -> dict[str, Any]:
     cfg, follower = start.config(), Follower(start)
     try:
-        with _warnings() as warnings, mock.patch.object(callbacks, "publish", wraps=callbacks.publish) as published:
+        said = messages("qwen3vl_bridge", logging.WARNING)
+        with said as warnings, mock.patch.object(callbacks, "publish", wraps=callbacks.publish) as published:
             run_bridges_loop(cfg, follower)
     except (CheckpointError, ValueError, AssertionError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
@@ -92,18 +91,6 @@ def run(start: Start) -> dict[str, Any]:
         "first_step": follower.first_step, "weights": follower.weights, "log": follower.log, "accuracy": right,
         "warnings": warnings,
     }  # fmt: skip
-
-
-@contextlib.contextmanager
-def _warnings() -> Iterator[list[str]]:
-    found, handler = [], logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("qwen3vl_bridge")
-    logger.addHandler(handler)
-    try:
-        yield found
-    finally:
-        logger.removeHandler(handler)
 
 
 def main(output: str, starts: list[dict[str, Any]]) -> None:

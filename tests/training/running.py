@@ -1,7 +1,8 @@
 """Runs in Megatron-Bridge's loop, in this process or on these ranks: as a user's script would call it."""
 
 import contextlib
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,18 @@ def train(cfg: Any, *, stop_after: int | None = None, callbacks: Sequence[Callba
     with contextlib.suppress(SystemExit):
         run_bridges_loop(cfg, *callbacks, entries)
     return entries.entries
+
+
+@contextlib.contextmanager
+def messages(logger: str, level: int = logging.NOTSET) -> Iterator[list[str]]:
+    """What a logger, or one below it, says in the body."""
+    found, handler = [], logging.Handler(level)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(logger).addHandler(handler)
+    try:
+        yield found
+    finally:
+        logging.getLogger(logger).removeHandler(handler)
 
 
 def stored(run: Path) -> dict[str, torch.Tensor]:

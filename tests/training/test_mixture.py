@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from tests.forked import run_ranks
-from tests.ranks import begin, leave
+from tests.ranks import begin, leave, of_all_ranks
 
 from .conftest import Inputs
 from .running import replicated, train
@@ -51,10 +51,7 @@ def run(case: Mixed) -> dict[str, Any]:
     """What was logged of each step, and by the number of each row that any rank has read, the samples in it."""
     with _reading() as rows:
         log = train(case.config(), stop_after=case.stop_after)
-    ranks = [rows]
-    if dist.is_initialized():
-        ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, rows)
+    ranks = of_all_ranks(rows) if dist.is_initialized() else [rows]
     found = {number: samples for each in ranks for number, samples in each.items()}
     return {"log": [[entry[name] for name in LOGGED] for entry in log], "rows": found, "by rank": ranks}
 
@@ -90,12 +87,11 @@ SHARES = {"weights": ({"weight": 1}, {"weight": 3}), "epochs": ({"epochs": 0.5},
 @pytest.fixture(scope="module")
 def sets(inputs, tmp_path_factory):
     folder = tmp_path_factory.mktemp("talk")
-    said = [[f"What is {n} and {n}?", f"It is {2 * n}."] for n in range(8)]
-    talk = [
-        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
-        for question, answer in said
-    ]
-    (folder / "train.jsonl").write_text("".join(json.dumps(one) + "\n" for one in talk))
+    with (folder / "train.jsonl").open("w") as file:
+        for n in range(8):
+            asked = {"role": "user", "content": f"What is {n} and {n}?"}
+            answered = {"role": "assistant", "content": f"It is {2 * n}."}
+            file.write(json.dumps({"messages": [asked, answered]}) + "\n")
     places = ({"path": str(inputs.data / "train.jsonl"), "name": "digits"}, {"path": str(folder), "name": "talk"})
     return {
         kind: [{**place, **share} for place, share in zip(places, shares, strict=True)]
@@ -124,14 +120,13 @@ def test_two_ranks_train_on_the_rows_of_one_and_go_on_exactly(found, inputs, set
     assert [entry[0] for entry in alone["log"]] == list(range(1, STEPS + 1))
     # Rows: each rank its own, all of them those of one rank, whatever a loader has read ahead.
     wanted = range(STEPS * ROWS)
-    assert set(first["rows"]) >= set(wanted[: len(wanted) // 2]) and set(second["rows"]) >= set(
-        wanted[len(wanted) // 2 :]
-    )
+    middle = len(wanted) // 2
+    assert set(first["rows"]) >= set(wanted[:middle]) and set(second["rows"]) >= set(wanted[middle:])
     for half in (first, second):
         one, other = map(set, half["by rank"])
         assert one and other and not one & other
         assert all(half["rows"][number] == alone["rows"][number] for number in half["rows"] if number in wanted)
-    assert min(second["rows"]) == len(wanted) // 2  # it has read nothing again
+    assert min(second["rows"]) == middle  # it has read nothing again
     # Steps.
     halves = first["log"] + second["log"]
     worst = max(

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from megatron.bridge import AutoBridge
 from megatron.bridge.training.config import runtime_config_update
 from safetensors.torch import load_file
-from transformers import AutoConfig
+from transformers import AutoConfig, Qwen3VLForConditionalGeneration
 
 from tests.host_waits.counter import HostWaits
 from tests.noise import SEEDS, allowed, rounded_folder
@@ -118,15 +118,8 @@ def test_the_log_has_what_there_is_to_know(unbroken):
     _, log, _ = unbroken
     assert [e["step"] for e in log if "valid_loss" in e] == [4, 6]
     for entry in (e for e in log if "loss" in e):
-        assert entry.keys() >= {
-            "step",
-            "loss",
-            "lr",
-            "grad_norm",
-            "trained_tokens",
-            "seconds",
-            "grad_norm_vision_model",
-        }
+        names = {"step", "loss", "lr", "grad_norm", "trained_tokens", "seconds", "grad_norm_vision_model"}
+        assert entry.keys() >= names
         assert ("tokens_per_second" in entry) == (entry["step"] % 2 == 0) and "skipped" not in entry
 
 
@@ -147,10 +140,8 @@ def test_the_saved_configuration_is_the_runs(unbroken):
     _, _, save = unbroken
     text = (save / "iter_0000006" / "run_config.yaml").read_text()
     assert f"save: {save}\n" in text and ".journal" not in text
-    assert sorted(path.name for path in save.iterdir() if path.name.startswith((".", "iter"))) == [
-        "iter_0000003",
-        "iter_0000006",
-    ]
+    folders = sorted(path.name for path in save.iterdir() if path.name.startswith((".", "iter")))
+    assert folders == ["iter_0000003", "iter_0000006"]
 
 
 def by_step(log: list[dict[str, float]]) -> dict[int, dict[str, float]]:
@@ -168,8 +159,6 @@ def errors(found: dict[int, dict[str, float]], expected: dict[int, dict[str, flo
 
 
 def test_steps_and_validations_are_those_of_transformers_with_adamw(unbroken, inputs, tmp_path):
-    from transformers import Qwen3VLForConditionalGeneration
-
     make, log, _ = unbroken
     cfg = make(inputs, None)
     steps, rows = [e for e in log if "loss" in e], cfg.train.global_batch_size
@@ -280,9 +269,6 @@ def cosine(step: int, steps: int) -> float:
 @pytest.mark.parametrize("steps", [2, pytest.param(50, marks=pytest.mark.slow)])
 def test_steps_equal_transformers_with_adamw(inputs, steps, record_property):
     """Two at a constant rate, also their weights; fifty of a schedule, with clipping."""
-    from megatron.bridge import AutoBridge
-    from transformers import Qwen3VLForConditionalGeneration
-
     two = steps == 2
     clip = math.inf if two else 1.0
     schedule = dict(scheduler__lr_decay_style="constant") if two else dict(train__train_iters=steps)
@@ -298,9 +284,7 @@ def test_steps_equal_transformers_with_adamw(inputs, steps, record_property):
     run = set_up(replicate(cfg))
     rate = (lambda _: LR) if two else (lambda step: cosine(step, steps))
     errors, curve = {"loss": 0.0, "norm": 0.0}, []
-    expected = reference_steps(
-        reference, matrices_decay(reference, DECAY), batches, ROWS, rate, *([] if two else [clip])
-    )
+    expected = reference_steps(reference, matrices_decay(reference, DECAY), batches, ROWS, rate, clip)
     for step, (loss, norm) in enumerate(expected):
         ours = train_step(run)
         assert math.isclose(ours["lr"], rate(step), rel_tol=1e-9)
@@ -411,9 +395,8 @@ def test_rows_that_pipeline_stages_do_not_expect_are_refused(untied_folder, pack
     with pytest.raises(ValueError, match=rf"has {rows} rows, expected train.micro_batch_size, {rows + 1}"):
         check_rows(batch, provider, rows=rows + 1)
     provider.seq_length += 4
-    with pytest.raises(
-        ValueError, match=rf"have {tokens} tokens, expected model.seq_length, {tokens + 4}, .* set model.var"
-    ):
+    message = rf"have {tokens} tokens, expected model.seq_length, {tokens + 4}, .* set model.var"
+    with pytest.raises(ValueError, match=message):
         check_rows(batch, provider, rows=rows)
     provider.variable_seq_lengths = True
     check_rows(batch, provider, rows=rows + 1)

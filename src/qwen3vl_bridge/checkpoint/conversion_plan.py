@@ -114,7 +114,8 @@ def make_plan(
     vocabulary = [row for row in rows if row.of_vocabulary]
     padding = (layout for layout in (source, target) if layout.pads_vocabulary)
     padded = {name for layout in padding for row in vocabulary for name in layout.tensors(row)}
-    _check_tensors(found, tensors_of(rows, source), where, may_be_longer=padded)
+    problem = f"{where} does not have the tensors that its config.json requires"
+    check_tensors(found, tensors_of(rows, source), problem, may_be_longer=padded)
     shapes = tensors_of(rows, target)
     leading = {name: target.leading(row) for row in rows for name in target.tensors(row)}
     in_float32 = {name for row in rows if row.float32 for name in target.tensors(row)}
@@ -206,8 +207,8 @@ def _transposed(segments: tuple[Segment, ...], columns: int) -> tuple[Segment, .
     return (TransposedSlice(slices, columns, 0, sum(piece.length for piece in slices)),)
 
 
-def _check_tensors(
-    found: Mapping[str, TensorSpec], expected: Mapping[str, Shape], where: str, may_be_longer: Collection[str]
+def check_tensors(
+    found: Mapping[str, TensorSpec], expected: Mapping[str, Shape], problem: str, may_be_longer: Collection[str]
 ) -> None:
     """Raise a CheckpointError that lists missing, unexpected and misshapen tensors; some may have more rows."""
 
@@ -235,7 +236,7 @@ def _check_tensors(
     if not any(kinds.values()):
         return
     counts = ", ".join(f"{len(entries)} {kind}" for kind, entries in kinds.items() if entries)
-    lines = [f"{where} does not have the tensors that its config.json requires: {counts}"]
+    lines = [f"{problem}: {counts}"]
     for kind, entries in kinds.items():
         lines += [f"  {kind}: {entry}" for entry in entries[:_LISTED]]
         if len(entries) > _LISTED:

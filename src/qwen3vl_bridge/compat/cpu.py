@@ -77,19 +77,16 @@ def _torch_on_cpu() -> _Overlay:
     import torch
     import torch.distributed
 
-    def device(*args: Any, **kwargs: Any) -> torch.device:
-        name = args[0] if args else kwargs.get("device", kwargs.get("type"))
-        if isinstance(name, str) and name.startswith("cuda"):  # including "cuda:cpu", built from the current device
-            return torch.device("cpu")
-        made = torch.device(*args, **kwargs)
-        return torch.device("cpu") if made.type == "cuda" else made
-
     class Device(torch.device.__class__):  # `isinstance(x, torch.device)` still holds in Megatron's modules
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, torch.device)
 
         def __call__(cls, *args: Any, **kwargs: Any) -> torch.device:
-            return device(*args, **kwargs)
+            name = args[0] if args else kwargs.get("device", kwargs.get("type"))
+            if isinstance(name, str) and name.startswith("cuda"):  # including "cuda:cpu", built from the current device
+                return torch.device("cpu")
+            made = torch.device(*args, **kwargs)
+            return torch.device("cpu") if made.type == "cuda" else made
 
     distributed = _Overlay(
         torch.distributed,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import pkgutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -56,30 +57,19 @@ def _give_ours(module: Any) -> None:
     module._resolve_target = module._mcore_instantiate_utils._resolve_target = resolve
 
 
-def _read_every_weight(module: Any) -> None:
-    """Megatron-Bridge skips weights that it does not find; for our models, a missing weight is an error."""
-    theirs = module.load_fsdp_dtensor_checkpoint
+def _around(name: str, ours: str) -> Callable[[ModuleType], None]:
+    """Replace a function by ours, a "module:function" that gets the original as its first argument."""
 
-    @functools.wraps(theirs)
-    def load(*args: Any, **kwargs: Any) -> Any:
-        from qwen3vl_bridge.training.weight_loading import load_every_weight
+    def patch(module: ModuleType) -> None:
+        theirs = getattr(module, name)
 
-        return load_every_weight(theirs, *args, **kwargs)
+        @functools.wraps(theirs)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return pkgutil.resolve_name(ours)(theirs, *args, **kwargs)
 
-    module.load_fsdp_dtensor_checkpoint = load
+        setattr(module, name, call)
 
-
-def _evaluate_both_modules(module: Any) -> None:
-    """Evaluate a vision tower and a language model on separate ranks (`dist_train`) together."""
-    theirs = module.evaluate
-
-    @functools.wraps(theirs)
-    def evaluate(*args: Any, **kwargs: Any) -> Any:
-        from qwen3vl_bridge.dist_train.joint_step import evaluate_both_modules
-
-        return evaluate_both_modules(theirs, *args, **kwargs)
-
-    module.evaluate = evaluate
+    return patch
 
 
 def _save_models_of_ours(module: Any) -> None:
@@ -127,18 +117,17 @@ def _save_models_of_ours(module: Any) -> None:
 
 
 def _optimizers(name: str) -> Callable[[ModuleType], None]:
-    def patch(module: ModuleType) -> None:
-        from qwen3vl_bridge.compat import optimizers
-
-        getattr(optimizers, name)(module)
-
-    return patch
+    return lambda module: pkgutil.resolve_name(f"qwen3vl_bridge.compat.optimizers:{name}")(module)
 
 
 _PATCHES: Mapping[str, Callable[[Any], None]] = {
     "megatron.bridge.utils.instantiate_utils": _give_ours,
-    "megatron.bridge.training.checkpointing": _read_every_weight,
-    "megatron.bridge.training.eval": _evaluate_both_modules,
+    # Megatron-Bridge skips weights that it does not find; for our models, a missing weight is an error.
+    "megatron.bridge.training.checkpointing": _around(
+        "load_fsdp_dtensor_checkpoint", "qwen3vl_bridge.training.weight_loading:load_every_weight"
+    ),
+    # A vision tower and a language model on separate ranks (`dist_train`) are evaluated together.
+    "megatron.bridge.training.eval": _around("evaluate", "qwen3vl_bridge.dist_train.joint_step:evaluate_both_modules"),
     "megatron.bridge.models.conversion.auto_bridge": _save_models_of_ours,
     "megatron.core.optimizer": _optimizers("patch_optimizers"),
     "megatron.core.optimizer.distrib_optimizer": _optimizers("patch_distributed_optimizer"),

@@ -198,7 +198,6 @@ def exchange_encoded(
             no rank, if it encodes none.
         rows: [sum(sent)] int64, which of the m tokens go to the first rank, then to the second.
         sent, received: number of rows sent to, and received from, each rank, including itself.
-        groups: process groups.
 
     Returns:
         [K, h] and [t, K, h], concatenated by rank.

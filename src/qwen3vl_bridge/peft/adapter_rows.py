@@ -45,18 +45,13 @@ _LINEAR = re.compile(rf"\.({'|'.join(LINEAR_LAYERS + OF_LINEAR_ATTENTION)})\.wei
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """Settings that determine which adapters there are, and their scale, alpha / dim.
-
-    Attributes:
-        parts: values of `Part` whose layers are adapted.
-        target_modules, exclude_modules: names of layers or patterns, as Megatron-Bridge matches them.
-    """
+    """Settings that determine which adapters there are, and their scale, alpha / dim."""
 
     dim: int
     alpha: float
     dora: bool
-    parts: frozenset[str]
-    target_modules: tuple[str, ...]
+    parts: frozenset[str]  # values of `Part` whose layers are adapted
+    target_modules: tuple[str, ...]  # names of layers or patterns, as Megatron-Bridge matches them
     exclude_modules: tuple[str, ...] = ()
     experts: bool = False
 
@@ -93,12 +88,10 @@ def linear_rows(rows: Iterable[WeightRow]) -> Iterator[WeightRow]:
 
 
 def adapter_row(weight: WeightRow, kind: str, dim: int, *, whole: bool = False) -> WeightRow:
-    """The row of an adapter's parameter; for IN, with only the first Hugging Face tensor (`adapter_names` has all).
+    """The row of an adapter's parameter (IN, OUT or MAGNITUDE), from the expanded row of the layer's own weight.
 
-    Args:
-        weight: the expanded row of the layer's own weight.
-        kind: IN, OUT or MAGNITUDE.
-        whole: whether one tensor holds what is separate for the layer's weight, as Megatron-FSDP stores adapters.
+    For IN, it has only the first Hugging Face tensor; `adapter_names` has all. `whole`: one tensor holds what is
+    separate for the layer's weight, as Megatron-FSDP stores adapters.
     """
     hf = adapter_names(weight, kind)
     where = {
@@ -150,8 +143,7 @@ def adapter_config(
 
     Args:
         usual: of adapters that are not among `others`, which are by name of the adapted tensor.
-        adapted: Hugging Face names of the weights that have adapters.
-        tensors: those of all the model's tensors.
+        adapted, tensors: Hugging Face names of the weights that have adapters, and of all the model's.
         base_model: name or folder of the model without adapters.
     """
     adapted, tensors = set(adapted), set(tensors)

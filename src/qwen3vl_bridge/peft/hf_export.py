@@ -265,18 +265,12 @@ def _prefixed(task: Task, prefix: str) -> Task:
 
 @dataclass(frozen=True)
 class Merge:
-    """A weight and its adapter, to be read.
+    """A weight and its adapter, to be read."""
 
-    Attributes:
-        weight: [out, in], or [in, out] if transposed, without a magnitude; its target is the merged weight.
-        a, b: [dim, in] and [out, dim], the latter possibly in several tensors of rows.
-        magnitude: [out] of DoRA.
-    """
-
-    weight: Task
-    a: Task
-    b: tuple[Task, ...]
-    magnitude: Task | None
+    weight: Task  # [out, in], or [in, out] if transposed, without a magnitude; its target is the merged weight
+    a: Task  # [dim, in]
+    b: tuple[Task, ...]  # [out, dim], possibly in several tensors of rows
+    magnitude: Task | None  # [out] of DoRA
     scale: float
     transposed: bool = False
 
@@ -291,9 +285,6 @@ class MergedTensors:
 
     A merged weight is computed when it is read, and stored in an unnamed file until the next one is read. So only one
     weight is ever stored; reading two of them alternately computes them repeatedly.
-
-    Attributes:
-        specs: all tensors.
     """
 
     def __init__(self, sources: Mapping[str, TensorSource], merges: Iterable[Merge]) -> None:

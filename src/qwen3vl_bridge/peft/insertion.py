@@ -163,7 +163,17 @@ def _refuse_wrong_adapters(chunk: MegatronModule, peft: PEFT) -> None:
                     f"target_modules with {', '.join(targets)} too, or none of its parts"
                 )
         if is_of_experts(name):
-            _refuse_experts(name, peft, config)
+            if isinstance(peft, DoRA):
+                raise ValueError(
+                    f"{kind} adapts {name}, and Hugging Face's peft does not support DoRA on experts; expected "
+                    "target_modules that match no layer of experts, or qwen3vl_bridge.Qwen3VLDoRA, which skips them"
+                )
+            refuse_cut_experts(config)
+            if getattr(peft, "experts_shared_outer_loras", False) and not is_grouped_expert_linear(name):
+                raise ValueError(
+                    f"experts_shared_outer_loras is True, and {name} belongs to a single expert (moe_grouped_gemm is "
+                    f"{config.moe_grouped_gemm}); expected False, because each expert has its own adapter"
+                )
         if any(parameter.requires_grad for parameter in module.to_wrap.parameters()):
             flag = f"freeze_{part.value}"
             raise ValueError(
@@ -171,17 +181,3 @@ def _refuse_wrong_adapters(chunk: MegatronModule, peft: PEFT) -> None:
                 f"Megatron-Bridge's checkpoints; expected {flag}=True, target_modules of other parts (such as "
                 "'*language_model*.linear_qkv'), or qwen3vl_bridge.Qwen3VLLoRA, which saves both"
             )
-
-
-def _refuse_experts(layer: str, peft: PEFT, config: TransformerConfig) -> None:
-    if isinstance(peft, DoRA):
-        raise ValueError(
-            f"{type(peft).__name__} adapts {layer}, and Hugging Face's peft does not support DoRA on experts; "
-            "expected target_modules that match no layer of experts, or qwen3vl_bridge.Qwen3VLDoRA, which skips them"
-        )
-    refuse_cut_experts(config)
-    if getattr(peft, "experts_shared_outer_loras", False) and not is_grouped_expert_linear(layer):
-        raise ValueError(
-            f"experts_shared_outer_loras is True, and {layer} belongs to a single expert (moe_grouped_gemm is "
-            f"{config.moe_grouped_gemm}); expected False, because each expert has its own adapter"
-        )

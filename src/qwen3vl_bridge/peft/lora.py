@@ -56,11 +56,8 @@ class Qwen3VLParts:
     adapt_experts: bool = False
 
     def __call__(self, model: Any, training: bool = True) -> Any:
-        """Freeze parts and insert adapters in place. Megatron-Bridge calls this before it wraps the model.
-
-        Args:
-            model: a VisionLanguageModel or the list of a rank's virtual stages, wrapped or not.
-            training: whether adapters are to be trained; if not, nothing is.
+        """Freeze parts and insert adapters in place. Megatron-Bridge calls this before it wraps the model, a
+        VisionLanguageModel or the list of a rank's virtual stages. Unless `training`, nothing is trained.
 
         Raises:
             ValueError: it already has adapters, or `check` refuses this configuration.

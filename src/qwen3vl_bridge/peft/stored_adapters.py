@@ -88,22 +88,15 @@ def check_same_adapters(folder: Path, peft: Any) -> None:
 
 @dataclass(frozen=True)
 class StoredAdapters:
-    """The saved contents of a run that trains adapters.
+    """The saved contents of a run that trains adapters."""
 
-    Attributes:
-        folder: the iteration's.
-        tensors: adapters, and the model's own weights that were trained, by Megatron parameter name.
-        base: name or folder of the run's initial weights; empty if unknown.
-        hf_model: name or folder of the Hugging Face model; empty if unknown.
-    """
-
-    folder: Path
+    folder: Path  # the iteration's
     ckpt_format: str
     config: ModelConfig
     settings: AdapterSettings
-    tensors: DcpTensors
-    base: str
-    hf_model: str
+    tensors: DcpTensors  # adapters, and the model's own weights that were trained, by Megatron parameter name
+    base: str  # name or folder of the run's initial weights; empty if unknown
+    hf_model: str  # the same of the Hugging Face model
 
     def layers(self, experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> list[WeightRow]:
         """Rows of the weights of all layers that the settings adapt, in the same order for all formats of experts."""

@@ -83,7 +83,14 @@ class Accuracy(Callback):
         shared = ranks_in_step(context.model) is not None
         rank, ranks = (0, 1) if shared else (groups.dp.rank(), groups.dp.size())
         if self._questions is None:
-            self._questions = self._read()[rank::ranks]
+            source = open_source(
+                self.settings.path,
+                getattr(self.rows, "media_root", None),
+                addresses=self.rows.downloaded() if hasattr(self.rows, "downloaded") else None,
+                schema_adapter=getattr(self.rows, "schema_adapter", None),
+                columns=getattr(self.rows, "columns", None),
+            )
+            self._questions = questions(source, self.rows, self.settings.samples)[rank::ranks]
         counts = torch.tensor(self.ask(context.model), device=next(context.model[0].parameters()).device)
         right, asked = (counts if shared else sum_counts(counts, groups.dp)).tolist()
         publish(context, {"accuracy": right / max(asked, 1)})
@@ -106,16 +113,6 @@ class Accuracy(Callback):
                 if not is_right:
                     logger.info("%s: expected %r, the model answered %r", question.sample_id, question.answer, text)
         return [right, len(asked)]
-
-    def _read(self) -> list[Question]:
-        source = open_source(
-            self.settings.path,
-            getattr(self.rows, "media_root", None),
-            addresses=self.rows.downloaded() if hasattr(self.rows, "downloaded") else None,
-            schema_adapter=getattr(self.rows, "schema_adapter", None),
-            columns=getattr(self.rows, "columns", None),
-        )
-        return questions(source, self.rows, self.settings.samples)
 
 
 def _collate(batch: Sequence[Question], device: torch.device) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from qwen3vl_bridge.parallel.collectives import all_or_none, broadcast_object, i
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.peft.stored_adapters import check_same_adapters
 from qwen3vl_bridge.training.resuming import (
+    changed,
     chosen_schedule,
     expect_optimizer,
     folder_to_load,
@@ -86,13 +87,11 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
         super().__init__(checkpoint_config)
         # Hugging Face files in the run's checkpoints: of its initial weights, or of the checkpoint it resumes from.
         self._export: ExportFiles | None = None
-        settings = checkpoint_config
-        if settings.save is None:
-            return
-        if settings.pretrained_checkpoint is not None and Path(settings.pretrained_checkpoint).is_dir():
+        first = checkpoint_config.pretrained_checkpoint
+        if checkpoint_config.save is not None and first is not None and Path(first).is_dir():
             with all_or_none():
                 if is_first():
-                    self._export = Pretrained.find(settings.pretrained_checkpoint).export_files()
+                    self._export = Pretrained.find(first).export_files()
 
     def save(self, ctx: CheckpointSaveContext, callback_manager: Any) -> None:
         """Save a checkpoint completely or not at all, if it is finished when this returns. A collective call.
@@ -103,8 +102,11 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
         state, settings = ctx.state, ctx.state.cfg.checkpoint
         step, folder = state.train_state.step, Path(settings.save)
         final = Path(get_checkpoint_name(settings.save, step))
-        here = contextlib.nullcontext() if settings.async_save else _results_in_this_process()
-        with _as_one_model(ctx) as whole, here:
+        # megatron-core's writer of `torch_dist` passes its threads' results through a queue, of this process here.
+        # Otherwise it starts a process for that, also if it saves synchronously: it is spawned, so it imports the
+        # user's script, it lives as long as the run, and launchers send it the signal that asks to save and exit.
+        results = (filesystem_async, "_results_queue", queue.Queue())
+        with _as_one_model(ctx) as whole, contextlib.nullcontext() if settings.async_save else changed(results):
             if ctx.non_persistent_ckpt or settings.async_save or "://" in str(settings.save):
                 super().save(whole, callback_manager)
                 with all_or_none():  # non-persistent and remote checkpoints have no folder for them
@@ -227,11 +229,10 @@ def _folder_of_all(target: Path) -> Iterator[Path]:
             stack.close()
 
 
-@contextlib.contextmanager
-def _saving_to(folder: Path, ctx: CheckpointSaveContext) -> Iterator[None]:
+def _saving_to(folder: Path, ctx: CheckpointSaveContext) -> contextlib.AbstractContextManager[None]:
     """Settings of a run during a save."""
     state, cfg = ctx.state, ctx.state.cfg
-    changed: list[tuple[Any, str, Any]] = [
+    changes: list[tuple[Any, str, Any]] = [
         (cfg.checkpoint, "save", str(folder)),
         (cfg.checkpoint, "most_recent_k", -1),
         *((state, name, None) for name in _EXPERIMENTS),
@@ -239,15 +240,8 @@ def _saving_to(folder: Path, ctx: CheckpointSaveContext) -> Iterator[None]:
     ]
     reads_itself = hasattr(getattr(ctx.train_data_iterator, "iterable", None), "save_state")
     if reads_itself and getattr(cfg.dataset, "dataloader_save", None) is None:
-        changed.append((cfg.dataset, "dataloader_save", os.path.join(cfg.checkpoint.save, DATALOADER_STATE_SUBDIR)))
-    before = [(owner, name, vars(owner).get(name), name in vars(owner)) for owner, name, _ in changed]
-    for owner, name, value in changed:
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for owner, name, value, had in before:
-            setattr(owner, name, value) if had else delattr(owner, name)
+        changes.append((cfg.dataset, "dataloader_save", os.path.join(cfg.checkpoint.save, DATALOADER_STATE_SUBDIR)))
+    return changed(*changes)
 
 
 def _announce(ctx: CheckpointSaveContext, final: Path, callback_manager: Any) -> None:
@@ -307,20 +301,6 @@ def _expect_data(folder: Path, cfg: ConfigContainer, row: int) -> None:
         cfg.dataset.expect_position(saved, row)
     else:
         check_position(_data_of(cfg), saved)
-
-
-@contextlib.contextmanager
-def _results_in_this_process() -> Iterator[None]:
-    """Let megatron-core's writer of `torch_dist` pass its threads' results through a queue of this process.
-
-    Otherwise it starts a process for that, also if it saves synchronously: it is spawned, so it imports the user's
-    script, it lives as long as the run, and launchers send it the signal that asks the run to save and exit.
-    """
-    before, filesystem_async._results_queue = filesystem_async._results_queue, queue.Queue()
-    try:
-        yield
-    finally:
-        filesystem_async._results_queue = before
 
 
 def check_script() -> None:

@@ -54,7 +54,6 @@ class Qwen3VLConfigContainer(ConfigContainer):
     def validate(self) -> None:
         """Like Megatron-Bridge's, with our checks; raises ValueError for settings that contradict each other."""
         check_script()
-        run_refusals.check_connections(self)
         check(run_refusals.BEFORE_VALIDATE, self)
         super().validate()
         if self.checkpoint.custom_manager_class is None:
@@ -70,9 +69,8 @@ class Qwen3VLConfigContainer(ConfigContainer):
         dataset, train = self.dataset, self.train
         number = int(train.exit_signal) if train.exit_signal_handler_for_dataloader else None
         if isinstance(dataset, ConversationRows):
-            dataset.rows_of_evaluation = (
-                self.validation.eval_iters * (self.validation.eval_global_batch_size or 0) or None
-            )
+            rows = self.validation.eval_iters * (self.validation.eval_global_batch_size or 0)
+            dataset.rows_of_evaluation = rows or None
             dataset.ignored_signal = number
         if isinstance(dataset, Qwen3VLConversationProvider):
             dataset.rows_of_microbatch = train.micro_batch_size

@@ -30,7 +30,6 @@ from qwen3vl_bridge.weights.rows import Part, part_of_wrapped
 
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
-from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.state import GlobalState
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -58,7 +57,12 @@ class StepGuard(Callback):
             raise ValueError("the callbacks of training_callbacks(cfg) were given twice, expected once")
         self._groups = get_attr_wrapped_model(context.model[0], "pg_collection")
         self._squares = PartSquares(context.model, optimizer, self._groups)
-        self._guard = _guard_of(cfg, context.state.train_state.step)
+        self._guard = None
+        if (settings := getattr(cfg, "guard", None)) is not None:
+            latest, step = [], context.state.train_state.step
+            if step and cfg.checkpoint.save and torch.distributed.get_rank() == 0:  # a resumed run: from its log
+                latest = latest_losses(read_metrics(Path(cfg.checkpoint.save)), step, settings.spike_window)
+            self._guard = Guard(settings, broadcast_object(latest))
         self._state = context.state
         self._microbatches: list[Microbatch] = []  # of the current step, on ranks that compute losses
         setattr(context.state, _RECORDED, self._microbatches)
@@ -204,17 +208,6 @@ def _mean_losses(samples: Iterable[SampleLoss]) -> list[tuple[str, float]]:
     return sorted(means, key=lambda entry: (math.isfinite(entry[1]), -entry[1] if math.isfinite(entry[1]) else 0.0))
 
 
-def _guard_of(cfg: ConfigContainer, step: int) -> Guard | None:
-    """The guard, which continues from the losses in a resumed run's log."""
-    settings = getattr(cfg, "guard", None)
-    if settings is None:
-        return None
-    latest = []
-    if step and cfg.checkpoint.save and torch.distributed.get_rank() == 0:
-        latest = latest_losses(read_metrics(Path(cfg.checkpoint.save)), step, settings.spike_window)
-    return Guard(settings, broadcast_object(latest))
-
-
 def latest_losses(entries: Iterable[Mapping[str, Any]], step: int, window: int) -> list[float]:
     """The losses that a run's guard knew after a step, from the entries of the run's log."""
     known = [
@@ -264,13 +257,9 @@ class Microbatch:
 
 
 def recorded(count: Callable, state: GlobalState, batch: TokenBatch, mask: Tensor) -> Callable:
-    """The loss function `count` of a training microbatch, which records losses if `StepGuard` has been started.
+    """The loss function `count`, from losses [b, s] to (sum, tokens, values to report), of a training microbatch.
 
-    Args:
-        count: from losses [b, s] to (sum, tokens, values to report).
-        state: the run's.
-        batch: on the host.
-        mask: [b, s] this rank's part of its loss mask, on the device.
+    It records losses if `StepGuard` has been started; `mask` [b, s] is this rank's part of the batch's, on the device.
 
     Raises:
         ValueError: the configuration has settings that callbacks implement, and none was started.

@@ -52,7 +52,6 @@ def from_collator(batch: Mapping[str, Any], config: VisionLanguageProvider, data
         batch: on the host: input_ids (or tokens), labels and loss_mask, all [B, S] or [1, T], integers and numbers,
             with labels already shifted; attention_mask [B, S]; for a packed row cu_seqlens_q and, if its segments are
             padded, cu_seqlens_q_padded; position_ids; visual_inputs with pixels [patches, features] and grids [K, 3].
-        config: the model's provider.
         dataset: the dataset configuration of the batch, which may request packing; or None.
 
     Returns:

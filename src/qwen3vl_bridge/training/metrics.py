@@ -11,7 +11,7 @@ import re
 import resource
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, NamedTuple, Self
 
@@ -90,9 +90,7 @@ class Metrics(Callback):
         """Stop the clock until the next step."""
         self._since = None
 
-    def on_checkpoint_save(self, context: CallbackContext) -> None:
-        """Stop the clock until the next step."""
-        self._since = None
+    on_checkpoint_save = on_eval_start
 
     def _tick(self) -> None:
         now = time.perf_counter()
@@ -117,7 +115,9 @@ class Metrics(Callback):
             "images": step.images,
             "video_frames": step.video_frames,
             "filled": step.tokens / max(step.slots, 1),
-            **self._speed(interval),
+            "tokens_per_second": interval.tokens / self._seconds,
+            "images_per_second": interval.images / self._seconds,
+            **self._utilisation(interval),
             "memory_gb": memory / 1e9,
             **totals,
             **{f"grad_norm_{part}": float(norm) for part, norm in norms.items()},
@@ -128,23 +128,13 @@ class Metrics(Callback):
         self._interval, self._seconds = Amounts(), 0.0
         return figures
 
-    def _speed(self, interval: Amounts) -> dict[str, float]:
-        figures = {
-            "tokens_per_second": interval.tokens / self._seconds,
-            "images_per_second": interval.images / self._seconds,
-        }
-        if self._costs is not None:
-            done = self._costs.of_many(
-                tokens=interval.tokens,
-                token_pairs=interval.token_pairs,
-                patches=interval.patches,
-                patch_pairs=interval.patch_pairs,
-            )
-            each = done / self._seconds / torch.distributed.get_world_size()
-            figures["tflops_per_gpu"] = each / 1e12
-            if self._peak is not None:
-                figures["mfu"] = each / self._peak
-        return figures
+    def _utilisation(self, done: Amounts) -> dict[str, float]:
+        if self._costs is None:
+            return {}
+        sizes = dict(tokens=done.tokens, token_pairs=done.token_pairs)
+        sizes |= dict(patches=done.patches, patch_pairs=done.patch_pairs)
+        each = self._costs.of_many(**sizes) / self._seconds / torch.distributed.get_world_size()
+        return {"tflops_per_gpu": each / 1e12} | ({} if self._peak is None else {"mfu": each / self._peak})
 
 
 def _memory() -> float:
@@ -191,25 +181,25 @@ class Amounts(NamedTuple):
         return Amounts(*map(sum, zip(self, other, strict=True)))
 
 
+@dataclass
 class Meter:
-    """Counts microbatches until `take`, and their dropped samples, as in `TokenBatch`."""
+    """Contents of this rank's microbatches until `take`, and their dropped samples, as in `TokenBatch`."""
 
-    def __init__(self) -> None:
-        self._amounts = Amounts()
-        self.dropped: SetCounts = ()  # of the latest rows
-        self.newly_dropped: SetCounts = ()  # of all rows
-        self.unreadable: SetCounts = ()
+    amounts: Amounts = field(default_factory=Amounts)
+    dropped: SetCounts = ()  # of the latest rows
+    newly_dropped: SetCounts = ()  # of all rows
+    unreadable: SetCounts = ()
 
     def add(self, amounts: Amounts, batch: TokenBatch) -> None:
         """Count one more microbatch, and the samples dropped in its rows and in those before."""
-        self._amounts += amounts
+        self.amounts += amounts
         self.dropped = most_of(self.dropped, batch.dropped)
         self.newly_dropped = add_counts(self.newly_dropped, batch.newly_dropped)
         self.unreadable = add_counts(self.unreadable, batch.unreadable)
 
     def take(self) -> Amounts:
-        """The counts since the last call."""
-        taken, self._amounts = self._amounts, Amounts()
+        """The contents since the last call."""
+        taken, self.amounts = self.amounts, Amounts()
         return taken
 
 

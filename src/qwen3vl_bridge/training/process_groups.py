@@ -19,9 +19,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 def initialize(provider: VisionLanguageProvider, seed: int) -> ProcessGroupCollection:
     """Join the processes that torchrun started, or be the only one, and create the provider's parallel groups.
 
-    Args:
-        provider: its parallel sizes are used, and its groups are set.
-        seed: of random generators.
+    The provider gets them too, and random generators are seeded.
     """
     if provider.dist_train.use_dist_train:
         _join()

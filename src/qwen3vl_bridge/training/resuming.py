@@ -142,7 +142,19 @@ def _trained(model: Mapping[str, Any]) -> dict[str, bool]:
 
 
 @contextlib.contextmanager
-def loads_either_form(optimizer: MegatronOptimizer | None) -> Iterator[None]:
+def changed(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Attributes of objects (owner, name, value) are others in the body."""
+    before = [(owner, name, vars(owner).get(name), name in vars(owner)) for owner, name, _ in changes]
+    for owner, name, value in changes:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value, had in before:
+            setattr(owner, name, value) if had else delattr(owner, name)
+
+
+def loads_either_form(optimizer: MegatronOptimizer | None) -> contextlib.AbstractContextManager[None]:
     """Let an optimizer (changed temporarily) load what was saved with another number of optimizers in its chain.
 
     Only under expert parallelism, megatron-core puts experts' parameters into separate groups with a separate
@@ -150,9 +162,8 @@ def loads_either_form(optimizer: MegatronOptimizer | None) -> Iterator[None]:
     otherwise without an index, so that a run with experts could not resume from one form in the other.
     """
     if optimizer is None:
-        yield
-        return
-    before, load = vars(optimizer).get("load_state_dict"), optimizer.load_state_dict
+        return contextlib.nullcontext()
+    load = optimizer.load_state_dict
 
     def load_state_dict(state: dict) -> None:
         chain = getattr(optimizer, "chained_optimizers", [optimizer])
@@ -162,13 +173,7 @@ def loads_either_form(optimizer: MegatronOptimizer | None) -> Iterator[None]:
             state = {"state": {}, **state}
         load(in_own_form(state, chain))
 
-    optimizer.load_state_dict = load_state_dict
-    try:
-        yield
-    finally:
-        del optimizer.load_state_dict
-        if before is not None:
-            optimizer.load_state_dict = before
+    return changed((optimizer, "load_state_dict", load_state_dict))
 
 
 def in_own_form(state: dict, chain: Sequence[MegatronOptimizer]) -> dict:
@@ -260,8 +265,9 @@ def _rename_rates(ctx: CheckpointLoadContext, before: tuple, after: tuple) -> No
                 group["max_lr"], group["min_lr"] = after
 
 
-@contextlib.contextmanager
-def random_states_that_fit(settings: CheckpointConfig, ctx: CheckpointLoadContext, is_local: bool) -> Iterator[None]:
+def random_states_that_fit(
+    settings: CheckpointConfig, ctx: CheckpointLoadContext, is_local: bool
+) -> contextlib.AbstractContextManager[None]:
     """Load random states if a checkpoint has those of every rank of this rank's module; log it if it does not.
 
     They are stored by a rank's position: by pipeline stage and tensor-parallel rank, and under expert parallelism by
@@ -269,13 +275,8 @@ def random_states_that_fit(settings: CheckpointConfig, ctx: CheckpointLoadContex
     for a missing one; so a model with experts can resume with another expert- or data-parallel size only without them.
     Local checkpoints are those of a rank, which other ranks do not load.
     """
-    given = settings.load_rng
-    if given and not settings.finetune and not is_local:
-        settings.load_rng = _random_states_fit(settings, ctx)
-    try:
-        yield
-    finally:
-        settings.load_rng = given
+    fit = settings.load_rng and (settings.finetune or is_local or _random_states_fit(settings, ctx))
+    return changed((settings, "load_rng", fit))
 
 
 def _random_states_fit(settings: CheckpointConfig, ctx: CheckpointLoadContext) -> bool:

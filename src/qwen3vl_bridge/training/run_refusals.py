@@ -28,6 +28,7 @@ from qwen3vl_bridge.models.rules import (
     off,
     on,
     parts,
+    same_as,
 )
 from qwen3vl_bridge.models.settings import replicas_of
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
@@ -46,8 +47,6 @@ from megatron.core.optimizer.emerging_optimizers import HAVE_EMERGING_OPTIMIZERS
 
 logger = logging.getLogger(__name__)
 
-# Files with a container's memory limit, in the second and the first version of control groups.
-_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _TOWERS = "optimizer_config_override_provider"
 _DIST_TRAIN = on("model.dist_train.use_dist_train")
 _FSDP = on("ddp.use_megatron_fsdp")
@@ -56,10 +55,12 @@ _STOPS = ("rerun_state_machine.check_for_nan_in_loss", "ddp.check_for_nan_in_gra
 # --- Before Megatron-Bridge completes a configuration ---
 
 
-def _check_lengths(cfg: Any) -> None:
-    if cfg.dataset.seq_length != cfg.model.seq_length:
+def _check_connections(cfg: Any) -> None:
+    """Refuse a variable that containers for Megatron may set, before Megatron-Bridge's assertion of it."""
+    if cfg.ddp.use_megatron_fsdp and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise ValueError(
-            f"dataset.seq_length is {cfg.dataset.seq_length}, expected model.seq_length, {cfg.model.seq_length}"
+            "the environment has CUDA_DEVICE_MAX_CONNECTIONS=1, with which Megatron-FSDP's communication would wait "
+            "for computation: expected none, or more than 1; `unset CUDA_DEVICE_MAX_CONNECTIONS` on every node"
         )
 
 
@@ -135,12 +136,12 @@ def _saves_or_loads(cfg: Any) -> bool:
 _SKIPS = When("guard.on_nan", lambda cfg: cfg.guard is not None and cfg.guard.on_nan == "skip")
 _GENERATES = on("accuracy.path")
 _SHARDED = "ddp.use_megatron_fsdp dist.use_megatron_fsdp dist.use_torch_fsdp2"
-_ENDS = "it ends the run before the step could be skipped"
 _GROUPS = "each module has its own process groups, all of one kind"
 _GATHERED = "each rank's parameters are gathered in one call, which needs one dtype, and linear attention has float32"
 
 BEFORE_VALIDATE: tuple[Rule, ...] = (
-    _check_lengths,
+    _check_connections,
+    Allowed("dataset.seq_length", same_as("model.seq_length")),
     Allowed("dist.use_decentralized_pg", True, _DIST_TRAIN).because(_GROUPS),
     Allowed("dist.use_gloo_process_groups", False, _DIST_TRAIN).because(_GROUPS),
     *keep("ddp.num_distributed_optimizer_instances", _GROUPS, _DIST_TRAIN),
@@ -224,7 +225,7 @@ BEFORE_VALIDATE: tuple[Rule, ...] = (
     check_balance,
     Allowed("guard.spike_factor", Range(lambda factor, _: factor > 1, lambda _: "more than 1"), lambda cfg: cfg.guard),
     Allowed("guard.spike_window", at_least(2), lambda cfg: cfg.guard),
-    *(Allowed(name, False, _SKIPS).because(_ENDS) for name in _STOPS),
+    *(Allowed(name, False, _SKIPS).because("it ends the run before the step could be skipped") for name in _STOPS),
     _warn_of_stops,
 )
 
@@ -336,14 +337,10 @@ def _norms_are_partial(cfg: Any) -> bool:
     return cfg.ddp.use_distributed_optimizer and get_world_size_safe() > 1
 
 
-_WITH_CHOICES = (
-    *("train", "scheduler", "checkpoint", "logger", "tokenizer", "dist", "rerun_state_machine", "accuracy", "guard"),
-)
-
-
 def _check_choices(cfg: Any) -> None:
     """Refuse a value that a field's type does not list. Most are read long after a run has begun."""
-    for section in _WITH_CHOICES:
+    sections = "train scheduler checkpoint logger tokenizer dist rerun_state_machine accuracy guard"
+    for section in sections.split():
         owner = getattr(cfg, section)
         for name, hint in (get_type_hints(type(owner)) if owner is not None else {}).items():
             kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
@@ -374,21 +371,13 @@ def _check_host_memory(cfg: Any) -> None:
         )
 
 
-def check_connections(cfg: Any) -> None:
-    """Refuse (ValueError) a variable that containers for Megatron may set, before Megatron-Bridge's assertion of it."""
-    if cfg.ddp.use_megatron_fsdp and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        raise ValueError(
-            "the environment has CUDA_DEVICE_MAX_CONNECTIONS=1, with which Megatron-FSDP's communication would wait "
-            "for computation: expected none, or more than 1; `unset CUDA_DEVICE_MAX_CONNECTIONS` on every node"
-        )
-
-
 def host_bytes() -> int:
     """Memory in bytes of this machine, or of the container that this process is in."""
     room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in _LIMITS:
+    # A container's memory limit, in the second and the first version of control groups.
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # no such file
-            room = min(room, int(path.read_text()))
+            room = min(room, int(Path(path).read_text()))
     return room
 
 
@@ -412,8 +401,7 @@ AFTER_VALIDATE: tuple[Rule, ...] = (
     Allowed("checkpoint.non_persistent_ckpt_type", any_of(None, "global", "local")),
     Allowed("checkpoint.non_persistent_ckpt_type", any_of(None, "global"), _LACKS_NVRX).because(_NVRX),
     *keep(
-        "checkpoint.save_retain_interval",
-        f"{_NOT_READ}; checkpoint.most_recent_k sets how many checkpoints are kept",
+        "checkpoint.save_retain_interval", f"{_NOT_READ}; checkpoint.most_recent_k sets how many checkpoints are kept"
     ),
     *keep(
         "tokenizer.chat_template tokenizer.chat_template_path",

@@ -60,19 +60,13 @@ def forward_step(
         count_microbatch(state, batch, config)
     encodes = get_attr_wrapped_model(model, "pre_process")
     inputs = to_device(batch.local(**config.sequence_ranks(groups), encodes=encodes), model)
-    count = _loss_function(state, model, batch, inputs.loss_mask)
-    return model(inputs=inputs), count
-
-
-def _loss_function(state: GlobalState, model: torch.nn.Module, batch: TokenBatch, mask: Tensor) -> Callable:
-    """The second result of `forward_step`; `mask` [b, s] is this rank's slice of the loss mask, on the device."""
-    checks = state.cfg.rerun_state_machine
+    mask, checks = inputs.loss_mask, state.cfg.rerun_state_machine
     count = create_masked_next_token_loss_function(mask, checks.check_for_nan_in_loss, checks.check_for_spiky_loss)
     if model.training:
         count = recorded(count, state, batch, mask)
-    if not get_model_config(model).calculate_per_token_loss:
+    if not config.calculate_per_token_loss:
         count = functools.partial(mean_of_microbatch, count, batch.loss_mask.sum().clamp(min=1).item())
-    return count
+    return model(inputs=inputs), count
 
 
 def mean_of_microbatch(count: Callable, tokens: float, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -10,18 +10,18 @@ import importlib
 import inspect
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.checkpoint.conversion_plan import naming_of, tensors_of
+from qwen3vl_bridge.checkpoint.conversion_plan import check_tensors, naming_of, tensors_of
 from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
 from qwen3vl_bridge.checkpoint.formats.dcp_reader import DcpTensors
 from qwen3vl_bridge.checkpoint.formats.huggingface import side_files
-from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, TensorLayout, TorchDist
+from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, TorchDist
 from qwen3vl_bridge.checkpoint.formats.megatron import HF_FILES, TORCH_DIST, find_iteration, format_of, model_keys
-from qwen3vl_bridge.checkpoint.formats.tensors import Segment, SegmentReader, Segments, Slice, TensorSpec, Zeros
+from qwen3vl_bridge.checkpoint.formats.tensors import Segment, SegmentReader, Segments, Slice, Zeros
 from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, open_model, read_manifest, tool
 from qwen3vl_bridge.io.files import CheckpointError
 from qwen3vl_bridge.models.model import VisionLanguageModel
@@ -87,12 +87,8 @@ def load_model(hf_path: str | Path, megatron_path: str | Path | None = None) -> 
 
 
 def load_weights(folder: str | Path, model: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
-    """Fill all weights of a model from a checkpoint of either Megatron format.
-
-    Args:
-        folder: the run's or the checkpoint's own, visible to all ranks.
-        model: this rank's chunks, wrapped or not, without adapters.
-        groups: the model's.
+    """Fill all weights of a model, this rank's chunks without adapters, wrapped or not, from a checkpoint of either
+    Megatron format: the folder of a run or of an iteration, visible to all ranks.
 
     Raises:
         CheckpointError: a tensor is missing, extra or of another shape; all are listed.
@@ -109,7 +105,12 @@ def load_weights(folder: str | Path, model: Sequence[torch.nn.Module], groups: P
             layout = TorchDist.found(rows.values(), dimensions, source.specs)
         else:
             layout = FsdpDtensor(dimensions, naming_of(rows.values(), source.specs))
-        _check_tensors(folder, source.specs, rows.values(), layout)
+        expected = tensors_of(rows.values(), layout)
+        longer = {name for row in rows.values() if row.of_vocabulary for name in layout.tensors(row)}
+        found = source.specs
+        if not any(map(is_of_mtp, expected)):  # a model may lack multi-token prediction
+            found = {name: spec for name, spec in found.items() if not is_of_mtp(name)}
+        check_tensors(found, expected, f"{folder} does not fit the model", may_be_longer=longer)
     with all_or_none(), torch.no_grad(), SegmentReader(source) as reader:
         for stage, chunk in enumerate(chunks):
             for name, parameter in chunk.named_parameters():
@@ -280,11 +281,9 @@ class InitialWeights:
 
 
 def read_initial_weights(cfg: ConfigContainer, manager: str) -> None:
-    """Make Megatron-Bridge's set-up read a run's initial weights by our loader; no effect without initial weights.
+    """Make Megatron-Bridge's set-up read a run's initial weights, if it has any, by our loader.
 
-    Args:
-        cfg: changed in place; a second call has no effect.
-        manager: our checkpoint manager, which does not load them. Another one, a user's own, is left to do it.
+    Only with our checkpoint manager, which does not load them: a user's own is left to do it.
     """
     for hook in [hook for hook in getattr(cfg.model, "_pre_wrap_hooks", ()) if isinstance(hook, InitialWeights)]:
         cfg.model._pre_wrap_hooks.remove(hook)
@@ -312,31 +311,6 @@ def _allocate_on_host(chunk: torch.nn.Module) -> None:
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter in made:
                 setattr(module, name, made[parameter])
-
-
-def _check_tensors(
-    folder: Path, found: Mapping[str, TensorSpec], rows: Collection[WeightRow], layout: TensorLayout
-) -> None:
-    """Raise a CheckpointError that lists missing, unexpected and misshapen tensors.
-
-    Tensors with a row per token may have more rows, and a model may lack multi-token prediction.
-    """
-    expected, problems = tensors_of(rows, layout), []
-    longer = {name for row in rows if row.of_vocabulary for name in layout.tensors(row)}
-    for name, shape in expected.items():
-        stored = found[name].shape if name in found else None
-        if stored is None:
-            problems.append(f"missing: {name} {list(shape)}")
-        elif stored != shape and not (name in longer and stored[0] > shape[0] and stored[1:] == shape[1:]):
-            problems.append(f"misshapen: {name} is {list(stored)}, expected {list(shape)}")
-    has_mtp = any(map(is_of_mtp, expected))
-    problems += [
-        f"unexpected: {name} {list(spec.shape)}"
-        for name, spec in found.items()
-        if name not in expected and (has_mtp or not is_of_mtp(name))
-    ]
-    if problems:
-        raise CheckpointError("\n  ".join([f"{folder} does not fit the model:", *sorted(problems)]))
 
 
 def rows_by_name(provider: VisionLanguageProvider) -> dict[str, WeightRow]:

@@ -176,6 +176,14 @@ def test_the_command(run, tmp_path, capsys):
     assert "nowhere: there is no such folder" in capsys.readouterr().err
 
 
+def save_beside(its: Path, tensors: dict[str, torch.Tensor], folder: Path) -> Path:
+    """A checkpoint of other tensors, with a run's files."""
+    dcp.save(tensors, checkpoint_id=folder)
+    shutil.copytree(its / "hf", folder / "hf")
+    shutil.copyfile(its / "run_config.yaml", folder / "run_config.yaml")
+    return folder
+
+
 def test_gate_and_up_in_two_tensors(run, tmp_path):
     """As runs of earlier versions have them, and not as Megatron-FSDP stores those of adapters."""
     _, adapted, _, folder = run
@@ -188,19 +196,14 @@ def test_gate_and_up_in_two_tensors(run, tmp_path):
     assert bool(whole) == any("linear_fc1" in name for name in adapted.trainable() if "language_model" in name)
     for key in whole:
         tensors[f"{key}_w"], tensors[f"{key}_v"] = (half.clone() for half in tensors.pop(key).chunk(2))
-    apart = tmp_path / "apart"
-    dcp.save(tensors, checkpoint_id=apart)
-    shutil.copytree(its / "hf", apart / "hf")
-    shutil.copyfile(its / "run_config.yaml", apart / "run_config.yaml")
-    export_adapters(apart, tmp_path / "found")
+    export_adapters(save_beside(its, tensors, tmp_path / "apart"), tmp_path / "found")
     files = [(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("expected", "found")]
     assert files[0] == files[1]
     if whole:
         mixed = shutil.copytree(its, tmp_path / "split")
         text = (its / "run_config.yaml").read_text()
-        (mixed / "run_config.yaml").write_text(
-            text.replace("tensor_model_parallel_size: 1", "tensor_model_parallel_size: 2")
-        )
+        two = text.replace("tensor_model_parallel_size: 1", "tensor_model_parallel_size: 2")
+        (mixed / "run_config.yaml").write_text(two)
         with pytest.raises(CheckpointError, match="saved by 2 tensor-parallel ranks, and stores"):
             export_adapters(mixed, tmp_path / "mixed")
 
@@ -211,11 +214,9 @@ def test_a_lost_and_a_foreign_adapter_are_listed(run, tmp_path):
     tensors = {key: t for key, t in stored(its).items() if ".adapter." in key and key.startswith("model.")}
     lost = next(key for key in tensors if "linear_in" in key and "language_model" in key)
     tensors[lost.replace("language_model", "language_model.other")] = tensors.pop(lost)
-    dcp.save(tensors, checkpoint_id=tmp_path / "damaged")
-    shutil.copytree(its / "hf", tmp_path / "damaged" / "hf")
-    shutil.copyfile(its / "run_config.yaml", tmp_path / "damaged" / "run_config.yaml")
+    damaged = save_beside(its, tensors, tmp_path / "damaged")
     with pytest.raises(CheckpointError, match=r"1 missing, 1 unexpected\n  missing: .*linear_in.*\n .*other"):
-        export_adapters(tmp_path / "damaged", tmp_path / "adapter")
+        export_adapters(damaged, tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
 
 

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from tests.forked import run_ranks
 from tests.noise import SEEDS, allowed, rounded_folder
 from tests.parity.topologies import MODULES, TOPOLOGIES, split_by
-from tests.ranks import begin, leave
+from tests.ranks import begin, leave, of_all_ranks
 
 from ..conftest import Inputs
 from ..running import optimizer_states, replicate, train
@@ -113,17 +113,12 @@ def do_interrupt(journey: dict[str, Any], count: int) -> bool:
     same = log == whole and all(
         torch.equal(one, other) for ours, theirs in pairs for one, other in zip(ours, theirs, strict=True)
     )
-    answers = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(answers, same)
-    return all(answers)
+    return all(of_all_ranks(same))
 
 
 def main(output: str, cases: list[tuple[str, dict[str, Any]]]) -> None:
     torch.distributed.init_process_group("gloo")  # or Megatron-Bridge's loop would, and take it down at its end
-    found = []
-    for what, settings in cases:
-        found.append(globals()[f"do_{what}"](**settings))
-    leave(found, output)
+    leave([globals()[f"do_{what}"](**settings) for what, settings in cases], output)
 
 
 Case = tuple[str, dict[str, Any]]

@@ -95,9 +95,8 @@ def test_the_optimizer_may_be_left_out(saved, inputs, tmp_path):
 def test_hugging_face_files_travel_from_run_to_run(saved, inputs, tmp_path):
     make, folder, _ = saved
     save(goes_on(make, inputs, folder, tmp_path, checkpoint__pretrained_checkpoint=None))
-    before, after = (
-        sorted(path.name for path in (run / "iter_0000002" / "hf").iterdir()) for run in (folder, tmp_path)
-    )
+    files = (folder / "iter_0000002" / "hf", tmp_path / "iter_0000002" / "hf")
+    before, after = (sorted(path.name for path in each.iterdir()) for each in files)
     assert "tokenizer.json" in before and before == after
 
 
@@ -118,23 +117,18 @@ def test_a_tracker_that_lies_is_an_error(saved, inputs, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "of_hugging_face", "of_an_import"),
     [
-        (
-            dict(model__share_embeddings_and_output_weights=True),
-            "share_embeddings_and_output_weights is False, expected True",
-            "unexpected: .*output_layer.weight",
-        ),
-        (dict(model__ffn_hidden_size=64), r"ffn_hidden_size is \d+, expected 64", r"misshapen: .*linear_fc1.weight_v"),
-        (
-            dict(model__num_layers=5),
-            r"a different model(.|\n)*num_layers is 4, expected 5",
-            r"missing: .*layers\.4\.mlp",
-        ),
+        (dict(share_embeddings_and_output_weights=True), "weights is False, expected True", "unexpected: .*output_lay"),
+        (dict(ffn_hidden_size=64), r"ffn_hidden_size is \d+, expected 64", r"misshapen: .*linear_fc1.weight_v"),
+        (dict(num_layers=5), r"different model(.|\n)*num_layers is 4, expected 5", r"missing: .*layers\.4\.mlp"),
     ],
 )
 def test_initial_weights_of_another_model_are_refused(inputs, settings, of_hugging_face, of_an_import):
     for folder, message in ((inputs.hf, of_hugging_face), (inputs.megatron, of_an_import)):
+        cfg = replicated(inputs, None, checkpoint__pretrained_checkpoint=str(folder))
+        for name, value in settings.items():
+            setattr(cfg.model, name, value)
         with pytest.raises(CheckpointError, match=message):
-            set_up(replicated(inputs, None, checkpoint__pretrained_checkpoint=str(folder), **settings))
+            set_up(cfg)
 
 
 def test_experts_are_other_models_than_dense_ones(inputs, moe_folder):
@@ -196,13 +190,8 @@ TWO = [ONE[0], optimizer(group(1.0, experts=True))]
 
 
 def saved_optimizer_groups(chain: list, step: int = 7) -> list[dict]:
-    return [
-        {
-            "optimizer": {"param_groups": [one | {"step": step} for one in reversed(part.param_groups)]},
-            "param_state_sharding_type": KIND,
-        }
-        for part in chain
-    ]
+    groups = [[one | {"step": step} for one in reversed(part.param_groups)] for part in chain]
+    return [{"optimizer": {"param_groups": each}, "param_state_sharding_type": KIND} for each in groups]
 
 
 @pytest.mark.parametrize(("before", "after"), [(TWO, ONE), (ONE, TWO)], ids=["EP to none", "none to EP"])

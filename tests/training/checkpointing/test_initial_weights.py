@@ -4,13 +4,19 @@ import json
 import shutil
 from dataclasses import asdict
 
+from qwen3vl_bridge import Qwen3VLLoRA
 from qwen3vl_bridge.checkpoint import CheckpointError, import_checkpoint
 from qwen3vl_bridge.models import rules
 from qwen3vl_bridge.training import run_refusals
+from qwen3vl_bridge.training.checkpoint_manager import Qwen3VLCheckpointManager
+from qwen3vl_bridge.training.process_groups import initialize
+from qwen3vl_bridge.training.resuming import has_checkpoint
 from qwen3vl_bridge.training.weight_loading import _allocate_on_host
 
 import pytest
 import torch
+from megatron.bridge import AutoBridge
+from megatron.bridge.training.config import runtime_config_update
 from safetensors.torch import load_file
 
 from tests.forked import run_ranks
@@ -198,24 +204,18 @@ def test_what_cannot_be_read_is_refused(found, name, message):
 class TestTheConfiguration:
     @pytest.fixture
     def cfg(self, inputs):
-        from qwen3vl_bridge.training.process_groups import initialize
-
         hf = str(inputs.hf)
         cfg = Start("whole", hf, str(inputs.data), hf, None, steps(1)).config()
         initialize(cfg.model, seed=0)
         return cfg
 
     def build(self, cfg):
-        from megatron.bridge.training.config import runtime_config_update
-
         runtime_config_update(cfg)
         return cfg.model.provide_distributed_model(
             ddp_config=cfg.ddp, use_cpu_initialization=True, pg_collection=cfg.model._pg_collection
         )
 
     def exported(self, cfg, model):
-        from megatron.bridge import AutoBridge
-
         bridge = AutoBridge.from_hf_pretrained(cfg.model.hf_model_id)
         return dict(bridge.export_hf_weights(model, cpu=True, show_progress=False))
 
@@ -227,9 +227,6 @@ class TestTheConfiguration:
         assert len(cfg.model._pre_wrap_hooks) == len(cfg.model._post_wrap_hooks) == 1
 
     def test_they_are_left_where_there_is_a_checkpoint(self, cfg, weights, inputs, tmp_path):
-        from qwen3vl_bridge.training.checkpoint_manager import Qwen3VLCheckpointManager
-        from qwen3vl_bridge.training.resuming import has_checkpoint
-
         cfg.checkpoint.save = cfg.checkpoint.load = str(tmp_path)
         assert not has_checkpoint(cfg.checkpoint)
         assert Qwen3VLCheckpointManager(cfg.checkpoint).load(None) == (0, 0)
@@ -243,8 +240,6 @@ class TestTheConfiguration:
         assert cfg.checkpoint.custom_manager_class == own and cfg.model.pre_wrap_hook is None
 
     def test_what_megatron_fsdp_could_not_save_is_refused(self, inputs, tmp_path):
-        from megatron.bridge.training.config import runtime_config_update
-
         def cfg(**given):
             places = str(inputs.hf), str(inputs.data), None, str(tmp_path)
             return Start("sharded", *places, steps(1), **given).config()
@@ -285,8 +280,6 @@ class TestTheConfiguration:
         assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
 
     def test_adapters_are_the_configurations_again_also_after_a_failure(self, cfg):
-        from qwen3vl_bridge import Qwen3VLLoRA
-
         def fail(chunks):
             raise RuntimeError("no room")
 

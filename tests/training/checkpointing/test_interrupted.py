@@ -34,9 +34,8 @@ class Runs:
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def until(self, step: int, number: int) -> int:
-        process = subprocess.Popen(
-            self.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=self.environment
-        )
+        silent = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(self.command, env=self.environment, **silent)
         deadline = time.monotonic() + 300
         while self.steps() < step and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.002)
@@ -50,11 +49,8 @@ class Runs:
         return done.stderr
 
     def steps(self) -> int:
-        try:
-            lines = (self.folder / "metrics.jsonl").read_text().splitlines()
-        except FileNotFoundError:
-            return 0
-        return sum('"lr"' in line for line in lines)
+        log = self.folder / "metrics.jsonl"
+        return sum('"lr"' in line for line in log.read_text().splitlines()) if log.exists() else 0
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -16,8 +15,8 @@ from qwen3vl_bridge.data.dataset_provider import Qwen3VLConversationProvider
 from qwen3vl_bridge.data.encoding import EncodedSample
 from qwen3vl_bridge.models.rules import check
 from qwen3vl_bridge.training import run_refusals
-from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
-from qwen3vl_bridge.training.guard import Guard, SampleLoss, SpoiltStepError, latest_losses, optimizers_of
+from qwen3vl_bridge.training.callbacks import training_callbacks
+from qwen3vl_bridge.training.guard import Guard, SampleLoss, SpoiltStepError, latest_losses
 from qwen3vl_bridge.training.run_log import metrics_line, read_metrics
 from qwen3vl_bridge.training.run_settings import GuardConfig, Qwen3VLLearningRates
 from qwen3vl_bridge.weights.rows import Part
@@ -31,7 +30,7 @@ from megatron.bridge.training.callbacks import Callback, CallbackContext
 from tests.steps import set_up, train_step
 
 from ..conftest import losses
-from ..running import replicate, stored, train
+from ..running import messages, optimizer_states, replicate, stored, train
 
 
 @dataclass(frozen=True)
@@ -79,13 +78,9 @@ class SpoiltProvider(Qwen3VLConversationProvider):
 
 
 def states(context: CallbackContext) -> list[torch.Tensor]:
-    adams = [one.optimizer for one in optimizers_of(context.optimizer)]
-    kept = [torch.as_tensor(v).clone() for a in adams for s in a.state.values() for v in s.values()]
-    return [
-        *(p.detach().clone() for chunk in context.model for p in chunk.parameters()),
-        *kept,
-        torch.tensor(context.scheduler.num_steps),
-    ]
+    weights = [p.detach().clone() for chunk in context.model for p in chunk.parameters()]
+    kept = [torch.as_tensor(v).clone() for s in optimizer_states(context.optimizer) for v in s.values()]
+    return [*weights, *kept, torch.tensor(context.scheduler.num_steps)]
 
 
 class Before(Callback):
@@ -152,20 +147,16 @@ def extra() -> tuple[Before, list]:
 @pytest.fixture(scope="module")
 def skipping(inputs, spoils, tmp_path_factory):
     """A run that skips steps: its log, folder, messages, and whether a skipped step changed anything."""
-    save, messages = tmp_path_factory.mktemp("skipping"), []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("qwen3vl_bridge.training.guard").addHandler(handler)
-    before, callbacks = extra()
-    log = train(config(inputs, save, spoils, **SKIP), callbacks=callbacks)
-    logging.getLogger("qwen3vl_bridge.training.guard").removeHandler(handler)
-    return log, save, messages, before.skipped_changed
+    save, (before, callbacks) = tmp_path_factory.mktemp("skipping"), extra()
+    with messages("qwen3vl_bridge.training.guard") as said:
+        log = train(config(inputs, save, spoils, **SKIP), callbacks=callbacks)
+    return log, save, said, before.skipped_changed
 
 
 def test_bad_steps_are_skipped_and_change_nothing(skipping):
-    log, save, messages, changed = skipping
+    log, save, said, changed = skipping
     assert [e["step"] for e in log if "skipped" in e] == [NAN, GRADIENT, WRONG]
-    assert changed == [False] * 3 and len(messages) == 3
+    assert changed == [False] * 3 and len(said) == 3
     entries = read_metrics(save)
     assert len(entries) == STEPS and all(json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines())
     assert entries[NAN - 1]["loss"] is None and math.isnan(log[NAN - 1]["loss"])
@@ -191,9 +182,9 @@ def test_a_resumed_run_judges_as_an_unbroken_one(inputs, spoils, skipping, tmp_p
     log, save, *_ = skipping
     first = train(config(inputs, tmp_path, spoils, **SKIP), stop_after=8, callbacks=extra()[1])
     second = train(config(inputs, tmp_path, spoils, **SKIP))
-    assert [line for e in losses(first + second) for line in e if line[1] == line[1]] == [
-        line for e in losses(log) for line in e if line[1] == line[1]
-    ]
+    logs = (first + second, log)
+    resumed, unbroken = ([line for e in losses(one) for line in e if line[1] == line[1]] for one in logs)
+    assert resumed == unbroken
     halves, whole = stored(tmp_path), stored(save)
     assert all(torch.equal(halves[key], whole[key]) for key in whole)
 
@@ -253,17 +244,13 @@ def test_the_log_has_what_the_guard_knew(values, window, step):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            dict(rerun_state_machine__check_for_nan_in_loss=True),
-            "check_for_nan_in_loss is True with guard.on_nan",
-        ),
+        (dict(rerun_state_machine__check_for_nan_in_loss=True), "check_for_nan_in_loss is True with guard.on_nan"),
         (dict(ddp__check_for_nan_in_grad=True), "ddp.check_for_nan_in_grad is True with .*: it ends the run before"),
         (dict(guard__on_nan="ignore"), "guard.on_nan is 'ignore', expected one of"),
     ],
 )
 def test_what_would_end_the_run_first_is_refused(inputs, settings, message):
-    cfg = inputs.config(None, **{"guard__on_nan": "skip", **settings})
-    assert isinstance(cfg, Qwen3VLConfigContainer)
+    cfg = replicate(inputs.config(None, **{"guard__on_nan": "skip", **settings}))
     with pytest.raises(ValueError, match=message):
         cfg.validate()
 
@@ -276,8 +263,6 @@ def test_a_guard_that_nothing_follows_is_refused(inputs):
 
 
 def test_callbacks_that_come_twice_are_refused(inputs):
-    from qwen3vl_bridge.training.callbacks import training_callbacks
-
     cfg = replicate(inputs.config(None))
     with pytest.raises(ValueError, match=r"training_callbacks\(cfg\) were given twice"):
         train(cfg, callbacks=training_callbacks(cfg))

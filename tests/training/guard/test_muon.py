@@ -164,9 +164,8 @@ def main(output: str, folders: dict[str, str]) -> None:
     for model, name in LAYER_WISE if ranks > 1 else ():
         found[model, name, "muon"] = trained(folders[model], TOPOLOGIES[name], **HALF)
         with mock.patch.object(dist, "all_gather", gather_uneven):
-            found[model, name, "dist_muon"] = trained(
-                folders[model], TOPOLOGIES[name], **HALF, optimizer__optimizer="dist_muon"
-            )
+            layer_wise = HALF | dict(optimizer__optimizer="dist_muon")
+            found[model, name, "dist_muon"] = trained(folders[model], TOPOLOGIES[name], **layer_wise)
     leave(found, output)
 
 

@@ -5,7 +5,6 @@ What one process found lies beside OUTPUT, as FAMILY.pt.
 """
 
 import json
-import logging
 import math
 import re
 import sys
@@ -16,21 +15,22 @@ from typing import Any
 
 from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.training.callbacks import training_callbacks
-from qwen3vl_bridge.training.guard import TOWER_NORMS, optimizers_of
+from qwen3vl_bridge.training.guard import TOWER_NORMS
 from qwen3vl_bridge.training.run_log import ENTRY
 from qwen3vl_bridge.training.run_settings import GuardConfig, Qwen3VLLearningRates
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.forked import run_ranks
 from tests.parity.batches import run_reference
 from tests.parity.on_ranks import Split
 from tests.parity.references import ADAM, CLIP, DECAY, MICROBATCHES, step_samples, worst
 from tests.parity.topologies import TOPOLOGIES
-from tests.ranks import begin, leave
+from tests.ranks import begin, leave, of_all_ranks
 from tests.steps import Run, followed, train_step
+
+from ..running import messages, optimizer_states
 
 STEPS, CONTENT = 4, "mixed"
 TOWERS = dict(vision_model_lr=5e-4, vision_projection_lr=2e-3)
@@ -83,15 +83,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-class Messages(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.seen.append(record.getMessage())
-
-
 def named(batch: TokenBatch, number: int) -> TokenBatch:
     return replace(batch, sample_ids=tuple(f"{number}.{i}" for i, n in enumerate(batch.layout.lengths) if n))
 
@@ -102,61 +93,40 @@ def spoilt(batch: TokenBatch) -> TokenBatch:
     return replace(batch, vision=replace(batch.vision, pixel_values=pixels))
 
 
-def weights_of(run: Run) -> dict[str, torch.Tensor]:
-    return {
-        f"{name} {i}": p.detach().clone() for i, chunk in enumerate(run.model) for name, p in chunk.named_parameters()
-    }
-
-
-def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
-    return {name for name in before if not torch.equal(before[name], after[name])}
-
-
-def adam_states(run: Run) -> list[torch.Tensor]:
-    adams = [one.optimizer for one in optimizers_of(run.optimizer)]
-    return [value.clone() for adam in adams for state in adam.state.values() for value in state.values()]
+def tensors_of(run: Run) -> list[torch.Tensor]:
+    """Weights and moments."""
+    weights = [p.detach().clone() for chunk in run.model for p in chunk.parameters()]
+    return weights + [value.clone() for state in optimizer_states(run.optimizer) for value in state.values()]
 
 
 def one_case(case: str, folders: dict[str, str]) -> dict[str, Any]:
     family, name, settings = CASES[case]
-    settings = dict(
-        settings, optimizer_config_override_provider=Qwen3VLLearningRates(**TOWERS), train__train_iters=STEPS + 1
-    )
-    split = Split(folders[family], TOPOLOGIES[name], **settings)
+    rates = dict(optimizer_config_override_provider=Qwen3VLLearningRates(**TOWERS), train__train_iters=STEPS + 1)
+    split = Split(folders[family], TOPOLOGIES[name], **settings | rates)
     run, rows = split.run, split.batches(CONTENT, "packed", steps=STEPS + 1)
     run.cfg.guard = GuardConfig(on_nan="skip")
     with followed(run, training_callbacks(run.cfg)) as shared:
-        found = good_steps(run, rows, shared)
-        found["weights"] = split.exported()
-        return found | spoilt_step(run, rows)
-
-
-def good_steps(run: Run, rows: Iterator[TokenBatch], shared: dict[str, Any]) -> dict[str, Any]:
-    run.stream = rows
-    norms, totals = [], []
-    for _ in range(STEPS):
-        train_step(run)
-        norms.append(dict(shared[TOWER_NORMS]))
-        totals.append(shared[ENTRY]["grad_norm"])
-    return dict(norms=norms, totals=totals)
+        run.stream, norms, totals = rows, [], []
+        for _ in range(STEPS):
+            train_step(run)
+            norms.append(dict(shared[TOWER_NORMS]))
+            totals.append(shared[ENTRY]["grad_norm"])
+        return dict(norms=norms, totals=totals, weights=split.exported()) | spoilt_step(run, rows)
 
 
 def spoilt_step(run: Run, rows: Iterator[TokenBatch]) -> dict[str, Any]:
     """A step with a sample that is none: whether it was skipped and changed nothing, and what was said."""
-    messages, log = Messages(), logging.getLogger("qwen3vl_bridge.training.guard")
-    log.addHandler(messages)
-    weights, moments = weights_of(run), adam_states(run)
+    before = tensors_of(run)
     rank, size = run.groups.dp.rank(), run.groups.dp.size()
     numbers = range(rank, MICROBATCHES, size)
     batches = [named(batch, number) for number, batch in zip(numbers, rows, strict=True)]
     batches = [spoilt(batch) if number == SPOILT else batch for number, batch in zip(numbers, batches, strict=True)]
     run.stream = iter(batches)
-    entry = train_step(run)
-    after_moments = adam_states(run)
-    same = not changed(weights, weights_of(run))
-    same &= len(moments) == len(after_moments) and all(map(torch.equal, moments, after_moments))
-    log.removeHandler(messages)
-    return dict(skipped="skipped" in entry, same=same, messages=messages.seen)
+    with messages("qwen3vl_bridge.training.guard") as said:
+        entry = train_step(run)
+    after = tensors_of(run)
+    same = len(before) == len(after) and all(map(torch.equal, before, after))
+    return dict(skipped="skipped" in entry, same=same, messages=said)
 
 
 def main(output: str, folders: dict[str, str]) -> None:
@@ -166,9 +136,8 @@ def main(output: str, folders: dict[str, str]) -> None:
         expected = torch.load(Path(output).parent / f"{family}.pt")
         weights = found[case].pop("weights")
         found[case]["weight"] = None if settings else worst(weights, expected["weights"], scale=ADAM["lr"])
-        ranks = [None, None]
-        dist.all_gather_object(ranks, found[case])
-        found[case]["alike"] = all(ranks[0][key] == ranks[1][key] for key in ("norms", "totals", "skipped", "same"))
+        one, other = of_all_ranks(found[case])
+        found[case]["alike"] = all(one[key] == other[key] for key in ("norms", "totals", "skipped", "same"))
     leave(found, output)
 
 
@@ -191,10 +160,8 @@ def found(references, tmp_path_factory):
     output = tmp_path_factory.mktemp("parts") / "found.pt"
     for family in folders:
         torch.save(expected[family], output.parent / f"{family}.pt")
-    run_ranks(
-        "tests.training.guard.test_parts_on_ranks", 2, output,
-        json.dumps({name: str(f) for name, f in folders.items()}),
-    )  # fmt: skip
+    given = json.dumps({name: str(folder) for name, folder in folders.items()})
+    run_ranks("tests.training.guard.test_parts_on_ranks", 2, output, given)
     found = torch.load(output)
     assert found.keys() == CASES.keys()
     return found

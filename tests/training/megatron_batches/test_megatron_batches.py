@@ -17,7 +17,18 @@ from qwen3vl_bridge.training.step import forward_step
 import numpy as np
 import pytest
 import torch
+from megatron.bridge import AutoBridge
+from megatron.bridge.data.batch_utils import split_batch_into_microbatches
+from megatron.bridge.data.builders.direct_hf_sft import DirectHFSFTDatasetConfig
+from megatron.bridge.data.builders.energon import EnergonDatasetConfig, QwenVLEnergonTaskEncoderConfig
+from megatron.bridge.data.builders.mock_vlm_sft import MockVLMSFTDatasetConfig
+from megatron.bridge.data.collators.sequence_padding import pad_or_truncate_sequence_batch
+from megatron.bridge.data.sources.hf import HFDatasetSourceConfig
+from megatron.bridge.data.utils import get_dataset_provider
+from megatron.bridge.models.qwen_vl.data.energon import QwenVLTaskEncoder, QwenVLTaskSample
+from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
 from PIL import Image
+from transformers import AutoProcessor
 
 from tests.noise import check, limits
 from tests.parity.conftest import make_pair
@@ -32,8 +43,6 @@ ANSWERS = ("one", "This is the digit two, two.", "3", "I cannot tell; the writin
 
 def mock(hf: Path, **settings):
     """Made-up conversations about noise. A picture has 196 tokens: their collator enlarges small ones."""
-    from megatron.bridge.data.builders.mock_vlm_sft import MockVLMSFTDatasetConfig
-
     given = dict(image_size=(32, 64), num_base_examples=6, num_workers=0) | settings
     return MockVLMSFTDatasetConfig(seq_length=SEQ_LENGTH, hf_processor_path=str(hf), **given)
 
@@ -54,9 +63,6 @@ def write_conversations(folder: Path, *, pictures: tuple[int, ...] = (1, 0, 2)) 
 
 
 def direct(hf: Path, path: Path, **settings):
-    from megatron.bridge.data.builders.direct_hf_sft import DirectHFSFTDatasetConfig
-    from megatron.bridge.data.sources.hf import HFDatasetSourceConfig
-
     load = {"data_files": str(path), "cache_dir": str(path.parent / "cache")}
     source = HFDatasetSourceConfig(path_or_dataset="json", load_kwargs=load)
     given = dict(validation_source=source, do_test=False, num_workers=0) | settings
@@ -64,8 +70,6 @@ def direct(hf: Path, path: Path, **settings):
 
 
 def batch_of(dataset, numbers=(0, 1)) -> dict:
-    from megatron.bridge.data.utils import get_dataset_provider
-
     train, _, _ = get_dataset_provider(dataset)([8, 0, 0], dataset)
     return train.collate_fn([train[number] for number in numbers])
 
@@ -97,8 +101,6 @@ def write_webdataset(folder: Path) -> Path:
 
 
 def energon(hf: Path, path: Path, **settings):
-    from megatron.bridge.data.builders.energon import EnergonDatasetConfig, QwenVLEnergonTaskEncoderConfig
-
     return EnergonDatasetConfig(
         path=str(path), seq_length=SEQ_LENGTH, micro_batch_size=2,
         task_encoder=QwenVLEnergonTaskEncoderConfig(hf_processor_path=str(hf)), shuffle_buffer_size=1, num_workers=0,
@@ -125,11 +127,12 @@ def conversations(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return write_conversations(tmp_path_factory.mktemp("texts"), pictures=(0,))
+
+
+@pytest.fixture(scope="module")
 def provider(untied_folder):
-    import qwen3vl_bridge  # noqa: F401
-
-    from megatron.bridge import AutoBridge
-
     return AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=False)
 
 
@@ -197,10 +200,9 @@ def test_made_up_conversations_equal_transformers(pair, untied_folder):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_text_alone_equals_transformers(pair, untied_folder, tmp_path, layout):
+def test_text_alone_equals_transformers(pair, untied_folder, texts, layout):
     """It goes through another collator of theirs, which gives tokens twice and more besides."""
-    path = write_conversations(tmp_path, pictures=(0,))
-    plain, dataset = (direct(untied_folder, path, **given) for given in ({}, LAYOUTS[layout]))
+    plain, dataset = (direct(untied_folder, texts, **given) for given in ({}, LAYOUTS[layout]))
     assert {"tokens", "metadata", "token_count"} <= batch_of(dataset).keys()
     compare(pair, dataset, plain, (0, 1, 2))
 
@@ -245,9 +247,6 @@ def test_pixels_are_not_copied(provider, rows):
 
 def test_batches_of_their_energon_encoder(provider, untied_folder, conversations):
     """They are dicts of the same collator with bookkeeping around them."""
-    from megatron.bridge.models.qwen_vl.data.energon import QwenVLTaskEncoder, QwenVLTaskSample
-    from transformers import AutoProcessor
-
     processor = AutoProcessor.from_pretrained(untied_folder)
     encoder = QwenVLTaskEncoder(processor.tokenizer, processor, max_padding_length=512)
     sample = {
@@ -260,8 +259,6 @@ def test_batches_of_their_energon_encoder(provider, untied_folder, conversations
 
 
 def video():
-    from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
-
     grid = torch.tensor([[[2, 4, 4]]])  # [B, N, 3] as some processors have it
     return GenericVisualInputs(pixel_values_videos=torch.zeros(32, 1536), video_grid_thw=grid)
 
@@ -282,8 +279,6 @@ def test_what_cannot_be_repaired_is_warned_of_once(provider, rows, caplog):
 
 
 def test_a_picture_that_was_cut_is_refused(provider, rows):
-    from megatron.bridge.data.collators.sequence_padding import pad_or_truncate_sequence_batch
-
     batch = {name: value if name == "visual_inputs" else value[2:] for name, value in rows().items()}
     batch["visual_inputs"] = replace(batch["visual_inputs"])
     batch["loss_mask"][:, 0], batch["labels"][:, 0] = 1, batch["input_ids"][:, 1]  # or they would refuse it
@@ -350,8 +345,6 @@ def test_no_dict_is_refused(provider):
 
 def test_pictures_of_other_rows_are_refused(provider, rows, untied_folder, conversations):
     """As Megatron-Bridge's loop gives them with dataloader_type "batch"."""
-    from megatron.bridge.data.batch_utils import split_batch_into_microbatches
-
     dataset = direct(untied_folder, conversations, dataloader_type="batch")
     for part in split_batch_into_microbatches(rows(), 3):
         with pytest.raises(ValueError, match="image") as caught:
@@ -372,24 +365,10 @@ SHORT = dict(
 )  # fmt: skip
 
 
-@pytest.fixture(scope="session")
-def streamed_conversations(tmp_path_factory):
-    return write_conversations(tmp_path_factory.mktemp("foreign"))
-
-
-@pytest.fixture(scope="session")
-def texts(tmp_path_factory):
-    return write_conversations(tmp_path_factory.mktemp("texts"), pictures=(0,))
-
-
-@pytest.fixture
-def config(inputs):
-    def make(save, dataset, **settings):
-        cfg = replicated(inputs, save, **SHORT | settings)
-        cfg.dataset = dataset
-        return cfg
-
-    return make
+def config(inputs, save, dataset, **settings):
+    cfg = replicated(inputs, save, **SHORT | settings)
+    cfg.dataset = dataset
+    return cfg
 
 
 def steps(log: list[dict]) -> list[dict]:
@@ -397,11 +376,11 @@ def steps(log: list[dict]) -> list[dict]:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_run_in_two_halves_is_the_whole(config, inputs, streamed_conversations, texts, tmp_path, order):
+def test_a_run_in_two_halves_is_the_whole(inputs, conversations, texts, tmp_path, order):
     def make(save, order=order, **settings):
-        path = texts if order == "batch" else streamed_conversations  # or each microbatch would get the pictures of all
+        path = texts if order == "batch" else conversations  # or each microbatch would get the pictures of all
         dataset = direct(inputs.hf, path, dataloader_type=order, **ORDERS[order])
-        return config(tmp_path / save, dataset, **settings)
+        return config(inputs, tmp_path / save, dataset, **settings)
 
     whole = train(make("whole"))
     halves = [*train(make("halves"), stop_after=1), *train(make("halves"))]
@@ -418,27 +397,27 @@ def test_a_run_in_two_halves_is_the_whole(config, inputs, streamed_conversations
         assert [entry["step"] for entry in steps(train(make("halves", **longer)))] == [4]
 
 
-def test_pictures_in_the_order_of_global_batches_are_refused(config, inputs, streamed_conversations):
+def test_pictures_in_the_order_of_global_batches_are_refused(inputs, conversations):
     with pytest.raises(ValueError, match="Expected 'single' or 'cyclic' for data with images"):
-        train(config(None, direct(inputs.hf, streamed_conversations, dataloader_type="batch")))
+        train(config(inputs, None, direct(inputs.hf, conversations, dataloader_type="batch")))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-def test_made_up_conversations_are_trained_on(config, inputs, packed):
+def test_made_up_conversations_are_trained_on(inputs, packed):
     # Made-up answers are longer where they are packed, and would not fit beside a picture.
     dataset = mock(inputs.hf, num_images=0 if packed else 1, enable_in_batch_packing=packed)
     dataset.seq_length = 1024
-    log = train(config(None, dataset, model__seq_length=1024, train__train_iters=2, validation__eval_iters=0))
+    log = train(config(inputs, None, dataset, model__seq_length=1024, train__train_iters=2, validation__eval_iters=0))
     assert len(log) == 2 and all(4 < entry["loss"] < 8 and entry["grad_norm"] > 0 for entry in log)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-def test_energons_own_configuration_is_trained_on(config, inputs, tmp_path, packed):
+def test_energons_own_configuration_is_trained_on(inputs, tmp_path, packed):
     path = write_webdataset(tmp_path)
 
     def run():
         dataset = energon(inputs.hf, path, enable_in_batch_packing=packed)
-        return train(config(None, dataset, train__train_iters=2, validation__eval_interval=1))
+        return train(config(inputs, None, dataset, train__train_iters=2, validation__eval_interval=1))
 
     log, again = run(), run()
     assert losses(log) == losses(again)
@@ -446,14 +425,13 @@ def test_energons_own_configuration_is_trained_on(config, inputs, tmp_path, pack
     assert all(4 < entry["loss"] < 8 and entry["trained_tokens"] > 10 for entry in steps(log))
 
 
-def test_a_run_on_energons_own_configuration_does_not_begin_its_data_anew_unsaid(config, inputs, tmp_path):
+def test_a_run_on_energons_own_configuration_does_not_begin_its_data_anew_unsaid(inputs, tmp_path):
     path = write_webdataset(tmp_path)
 
     def run(**settings):
         dataset = energon(inputs.hf, path)
-        return train(
-            config(tmp_path / "run", dataset, train__train_iters=2, validation__eval_iters=0, **settings), stop_after=1
-        )
+        cfg = config(inputs, tmp_path / "run", dataset, train__train_iters=2, validation__eval_iters=0, **settings)
+        return train(cfg, stop_after=1)
 
     assert len(run()) == 1
     with pytest.raises(ValueError, match=r"no state of its loader for iter_0000001.*Qwen3VLEnergonProvider; or"):
