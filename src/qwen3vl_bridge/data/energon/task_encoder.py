@@ -72,9 +72,6 @@ def _take_parts(sample: CrudeSample) -> Parts:
     return Parts(**basic_sample_keys(sample), parts=parts)
 
 
-COOKERS = (Cooker(_take_parts),)
-
-
 class _RecordsAlone:
     """Energon's decoder of ChatML folders: decodes records, because field maps may use their fields, but not media."""
 
@@ -113,13 +110,12 @@ class _Named:
         try:
             return self._reader[index]
         except (OSError, ValueError, AssertionError, IndexError, tarfile.TarError) as error:
-            found = f"energon does not read a sample of it: {type(error).__name__}: {error}"
-            raise DataError(self._file(index), f"{found}; expected it as 'energon prepare' found it") from error
-
-    def _file(self, index: int) -> str:
-        if isinstance(self._reader, IJsonlReader):
-            return str(self._reader.jsonl_path)
-        return str(self._reader.shard_infos[bisect_right(self._reader.shard_count_cumsum, index) - 1].path)
+            found, reader = f"energon does not read a sample of it: {type(error).__name__}: {error}", self._reader
+            if isinstance(reader, IJsonlReader):
+                file = reader.jsonl_path
+            else:
+                file = reader.shard_infos[bisect_right(reader.shard_count_cumsum, index) - 1].path
+            raise DataError(str(file), f"{found}; expected it as 'energon prepare' found it") from error
 
 
 def name_files(dataset: Any) -> Any:
@@ -247,7 +243,7 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     """Samples with their sizes, in energon's order."""
 
     decoder = None  # media stay bytes
-    cookers = COOKERS
+    cookers = (Cooker(_take_parts),)
 
     def __init__(
         self,
