@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 from qwen3vl_bridge.data import DataError
@@ -26,6 +27,17 @@ from .media.test_video import clip
 from .servers import files, png, raw, redirect, send
 
 HOST = "https://images.example.org"
+
+
+@pytest.fixture
+def get(server, tmp_path):
+    cache = UrlCache(tmp_path / "cache")
+
+    def get(path: str, *allowed: str) -> Path:
+        Downloader(cache, allowed or (f"{server.url}/",))(server.url + path, "here")
+        return cache(server.url + path, "here")
+
+    return get
 
 
 def allowed(address: str, *prefixes: str) -> bool:

@@ -13,7 +13,7 @@ from megatron.bridge.data.samplers import build_pretraining_data_loader
 from megatron.bridge.data.utils import get_dataset_provider
 from qwen3vl_recipes.paths import check_data
 
-from .conftest import groups
+from .conftest import groups, ids, take
 
 
 @pytest.fixture
@@ -31,21 +31,16 @@ def loader(provider, rows, consumed=0, rank=0, size=1, micro_batch_size=1):
     )  # fmt: skip
 
 
-def ids(batches) -> list[tuple[str, ...]]:
-    return [batch.sample_ids for batch in batches]
-
-
 def test_both_loops_see_the_same_rows(make):
     provider = make()
     train, valid, test = get_dataset_provider(provider)((30, 4, 4), provider)
     assert (len(train), len(valid), test) == (30, 4, None)
-    expected = ids(batch for _, batch in zip(range(30), provider.stream("train"), strict=False))
+    expected = ids(take(provider.stream("train"), 30))
     assert ids(loader(provider, train)) == expected
     assert ids(loader(provider, train, consumed=10)) == expected[10:]
     for rank in range(2):
         assert ids(loader(provider, train, rank=rank, size=2)) == expected[rank::2]
-        stream = provider.stream("train", dp_rank=rank, dp_size=2)
-        assert ids(batch for _, batch in zip(range(15), stream, strict=False)) == expected[rank::2]
+        assert ids(take(provider.stream("train", dp_rank=rank, dp_size=2), 15)) == expected[rank::2]
 
 
 def test_data_of_which_all_would_be_dropped_are_refused_before_a_model_is_built(make, tmp_path, train_file):
@@ -97,12 +92,10 @@ def test_only_training_rows_are_shuffled(make):
     provider = make(pack=False)
     in_order = [(f"train.jsonl:{line}",) for line in range(1, 41)]
     assert ids(provider.evaluation("valid")) == ids(provider.evaluation("train")) == in_order
-    rows = [next(stream) for stream in [provider.stream("valid")] for _ in range(40)]
-    assert ids(rows) == in_order
-    shuffled = [next(stream) for stream in [provider.stream("train")] for _ in range(40)]
-    assert ids(shuffled) != in_order and sorted(ids(shuffled)) == sorted(in_order)
-    other = next(make(pack=False, seed=5).stream("train"))
-    assert other.sample_ids != shuffled[0].sample_ids
+    assert ids(take(provider.stream("valid"), 40)) == in_order
+    shuffled = ids(take(provider.stream("train"), 40))
+    assert shuffled != in_order and sorted(shuffled) == sorted(in_order)
+    assert next(make(pack=False, seed=5).stream("train")).sample_ids != shuffled[0]
 
 
 def test_settings_reach_the_rows(make):
@@ -132,12 +125,8 @@ def test_settings_that_cannot_be_are_refused(make, changes, message):
 def test_missing_things_are_named(make, tmp_path):
     with pytest.raises(ValueError, match="the split 'test' has no test_path; splits are train, valid, test"):
         make().stream("test")
-    with pytest.raises(DataError, match=r"no.jsonl: there is no such file"):
-        make(train_path=str(tmp_path / "no.jsonl")).stream("train")
     with pytest.raises(DataError, match="nowhere: found no processor"):
         make(hf_processor_path=str(tmp_path / "nowhere")).stream("train")
-    with pytest.raises(DataError, match=r"'images/.*expected a path inside|'images/.*no such file"):
-        next(make(media_root=str(tmp_path)).stream("train"))
 
 
 def test_pictures_may_be_in_several_folders(make, train_file, tmp_path):

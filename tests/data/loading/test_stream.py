@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
 import json
 import multiprocessing
 import os
@@ -16,7 +15,6 @@ from itertools import islice
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.data import BatchStream, DataError, Window, one_pass
 from qwen3vl_bridge.data.loading.batch_stream import ignoring
 
@@ -24,18 +22,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ..conftest import picture, same, segments, write
+from ..conftest import ids, picture, reloaded, same, segments, take, write
 from ..energon.conftest import provider_of, write_folder
 from ..media.test_video import ask
-
-
-def take(stream, number: int) -> list[TokenBatch]:
-    return [next(stream) for _ in range(number)]
-
-
-def ids(batches: list[TokenBatch]) -> list[tuple[str, ...]]:
-    return [batch.sample_ids for batch in batches]
-
 
 NUMBER = 26  # rows, more than two epochs
 
@@ -48,12 +37,9 @@ def test_a_resumed_stream_sees_the_rows_of_an_unbroken_one(make_rows, settings):
     for stop in (0, 1, 5, 12, NUMBER - 4):
         stream = BatchStream(rows())
         assert all(map(same, take(stream, stop), whole))
-        file = io.BytesIO()
-        torch.save(stream.state_dict(), file)
-        file.seek(0)
         resumed = BatchStream(rows())
         take(resumed, 3)
-        resumed.load_state_dict(torch.load(file, weights_only=True))
+        resumed.load_state_dict(reloaded(stream.state_dict()))
         assert all(map(same, take(resumed, 4), whole[stop : stop + 4]))
 
 

@@ -41,7 +41,7 @@ from hypothesis import strategies as st
 from megatron.bridge.data.base import DatasetBuildContext
 from torch.utils.data import DataLoader, Dataset
 
-from ..conftest import groups, same
+from ..conftest import groups, ids, same, take
 
 pytestmark = pytest.mark.usefixtures("streams_end_at_once")
 
@@ -316,10 +316,6 @@ def places(batch) -> list[int]:
     return [int(name.partition("[")[2].partition("]")[0].split()[0]) for name in batch.sample_ids]
 
 
-def take(stream: BatchStream, count: int) -> list:
-    return [next(stream) for _ in range(count)]
-
-
 def test_rows_in_order_are_those_of_the_file(make, make_rows, even_file):
     streamed, numbered = list(one_pass(make(seed=None)())), list(one_pass(make_rows(seed=None, path=even_file)()))
     assert [places(batch) for batch in streamed] == [
@@ -504,7 +500,7 @@ def test_the_provider_streams_what_is_on_the_hub(provider):
     seen = sorted(place for batch in provider().evaluation("valid") for place in places(batch))
     assert seen == list(range(40))
     first, again = (take(provider().stream("train"), 5) for _ in range(2))
-    assert [batch.sample_ids for batch in first] == [batch.sample_ids for batch in again]
+    assert ids(first) == ids(again)
     assert all("of epoch 0]" in name for batch in first for name in batch.sample_ids)
 
 

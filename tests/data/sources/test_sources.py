@@ -270,5 +270,3 @@ def test_splits_of_a_folder(tmp_path):
     assert split_of(str(tmp_path), "valid") == f"{tmp_path}/val.jsonl"
     assert split_of(str(tmp_path), "test") == f"{tmp_path}/test-*.parquet"
     assert splits_in("hf://owner/name") == {"train": "hf://owner/name"}
-    with pytest.raises(DataError, match="files of the splits test, train, expected one"):
-        open_source(tmp_path)  # which of them is not said here
