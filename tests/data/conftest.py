@@ -46,6 +46,14 @@ def groups(*, dp: int = 1, dp_rank: int = 0, cp: int = 1, tp_rank: int = 0) -> S
     return SimpleNamespace(**group)
 
 
+def built(provider, train: int, valid: int = 0, **ranks: int) -> tuple:
+    """What Megatron-Bridge's loop reads, on a rank of these groups, if there are any."""
+    from megatron.bridge.data.base import DatasetBuildContext
+
+    collection = groups(**ranks) if ranks else None
+    return provider.build_datasets(DatasetBuildContext(train, valid, 0, pg_collection=collection))
+
+
 @pytest.fixture
 def server(monkeypatch):
     """A server that is asked without a proxy, and again after no time."""

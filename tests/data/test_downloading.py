@@ -22,9 +22,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch.distributed as dist
-from megatron.bridge.data.base import DatasetBuildContext
 
-from .conftest import dialogue, groups, write
+from .conftest import built, dialogue, write
 from .media.test_video import ask, clip
 from .packing.test_shared_sizes import run as run_processes
 from .servers import files, png, send
@@ -405,11 +404,8 @@ def test_machines_with_other_downloads_are_refused_together(server, download, tr
         def on_rank() -> str:
             dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
             provider = training(file, cache=["one", "other"][rank])
-            context = DatasetBuildContext(
-                train_samples=4, valid_samples=0, test_samples=0, pg_collection=groups(dp=2, dp_rank=rank)
-            )
             try:
-                provider.build_datasets(context)
+                built(provider, 4, dp=2, dp_rank=rank)
             except ValueError as error:
                 return str(error)
             return "built"

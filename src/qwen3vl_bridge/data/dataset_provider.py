@@ -150,12 +150,9 @@ class ConversationRows(DatasetProvider):
 
     def sample_filter(self) -> SampleFilter:
         """Decides which conversations become samples; raises like `checkpoint`."""
+        encoder = self.checkpoint().encoder
         return SampleFilter(
-            self.checkpoint().encoder,
-            limit=self.seq_length,
-            most_patches=self.max_patches,
-            on_long=self.on_long,
-            on_bad=self.on_bad,
+            encoder, limit=self.seq_length, most_patches=self.max_patches, on_long=self.on_long, on_bad=self.on_bad
         )
 
     def collator(self) -> Collator:

@@ -32,14 +32,12 @@ def samples(files) -> list:
     names, image = ["0.png", "1.png"], {"type": "image", "image": "png"}
     frames = {"type": "video", "video": names, "sample_fps": 2}
     turns = [{"from": "human", "value": "<image>\nand <image>?"}, {"from": "gpt", "value": "Both are."}]
+    llava = {"conversations": turns, "images": names, "id": 7}
     return [
         ("text", {"json": {"messages": ASKED}}),
         ("image", {"png": one, "json": {"messages": ask(image)}}),
         ("images", {"json": {"messages": ask(image, {"type": "image", "image": "b.png"})}, "png": two, "b.png": one}),
-        (
-            "llava",
-            {"json": {"conversations": turns, "images": names, "id": 7}, "0.png": two, "1.png": one},
-        ),
+        ("llava", {"json": llava, "0.png": two, "1.png": one}),
         ("sharegpt", {"json": {"conversations": [{"from": "human", "value": "Six?"}, turns[1]]}}),
         ("video", {"clip.mkv": files["clip.mkv"], "json": {"messages": ask({"type": "video", "video": "clip.mkv"})}}),
         ("frames", {"0.png": one, "1.png": one, "json": {"messages": ask(frames)}}),

@@ -15,14 +15,13 @@ from qwen3vl_bridge.training.process_groups import shutdown
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.bridge.data.base import DatasetBuildContext
 from megatron.bridge.data.loaders import RerunDataIterator
 from megatron.bridge.data.utils import get_dataset_provider
 from megatron.bridge.utils.safe_pickle import energon_torch_load
 
 from tests.training.running import replicate, train
 
-from ..conftest import groups, picture, reloaded, same, take
+from ..conftest import built, groups, picture, reloaded, same, take
 from ..media.test_video import ask
 from ..packing.test_shared_sizes import run
 from .conftest import ASKED, keys, provider_of, write_folder
@@ -228,16 +227,12 @@ def test_megatron_bridge_builds_the_same_batches_and_finds_their_state(make, fol
     stream = provider.stream("train")
     assert all(same(next(iterator), next(stream)) for _ in range(5))
     assert iterator.iterable.save_state().worker_states
-    context = DatasetBuildContext(train_samples=4, valid_samples=4, test_samples=0)
-    assert make(folder, do_validation=False).build_datasets(context)[1:] == (None, None)
+    assert built(make(folder, do_validation=False), 4, 4)[1:] == (None, None)
 
 
 def test_megatron_bridges_ranks_have_their_share(make, folder):
     provider = make(folder, pack=False, seed=3)
-    context = DatasetBuildContext(
-        train_samples=4, valid_samples=0, test_samples=0, pg_collection=groups(dp=2, dp_rank=1)
-    )
-    train, _, _ = provider.build_datasets(context)
+    train, _, _ = built(provider, 4, dp=2, dp_rank=1)
     assert all(map(same, take(train, 11), provider.stream("train", dp_rank=1, dp_size=2)))
 
 

@@ -11,10 +11,9 @@ from qwen3vl_bridge.data.sources.mixture import mixed_sets
 
 import pytest
 import yaml
-from megatron.bridge.data.base import DatasetBuildContext
 from qwen3vl_recipes import overrides, qwen3_vl_8b_sft_config
 
-from ..conftest import dialogue, groups, ids, llava_record, picture, reloaded, same, write
+from ..conftest import built, dialogue, ids, llava_record, picture, reloaded, same, write
 
 SIZES = {"letters": 40, "charts": 12, "talk": 5}
 
@@ -90,8 +89,7 @@ def test_rows_are_the_same_at_any_number_of_ranks_and_workers_and_after_a_resume
 
 def test_megatron_bridge_reads_the_same_rows_also_shared_by_context_parallel_ranks(make, sets):
     provider = make(sets(**EPOCHS), balance_over=4)
-    context = DatasetBuildContext(train_samples=16, valid_samples=2, test_samples=0, pg_collection=groups(dp=2, cp=2))
-    train, valid, test = provider.build_datasets(context)
+    train, valid, test = built(provider, 16, 2, dp=2, cp=2)
     expected = make(sets(**EPOCHS), pad_to_multiple_of=4).rows("train")
     for first in range(0, 16, 4):
         found = [[sample.sample_id for sample in train[number].samples] for number in range(first, first + 4)]

@@ -38,10 +38,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.bridge.data.base import DatasetBuildContext
 from torch.utils.data import DataLoader, Dataset
 
-from ..conftest import groups, ids, same, take
+from ..conftest import built, ids, same, take
 
 pytestmark = pytest.mark.usefixtures("streams_end_at_once")
 
@@ -507,33 +506,27 @@ def test_the_provider_streams_what_is_on_the_hub(provider):
 def test_megatron_bridge_reads_parts_that_ranks_of_one_row_share(provider):
     """Its loader gives each data-parallel rank every second row here, and its two workers take turns."""
 
-    def build(one, **ranks):
-        context = DatasetBuildContext(
-            train_samples=40, valid_samples=8, test_samples=0, pg_collection=groups(dp=2, **ranks)
-        )
-        return one.build_datasets(context)
-
     def names(rows, numbers):
         return [[sample.sample_id for sample in rows[number].samples] for number in numbers]
 
     one = provider(num_workers=2, pad_to_multiple_of=4)
-    train, valid, test = build(one)
+    train, valid, test = built(one, 40, 8, dp=2)
     assert len(train) == 40 and test is None and one.position["data"]["parts"] == 4
     streams = [one.stream("train", dp_rank=rank, dp_size=2) for rank in range(2)]
     expected = [list(next(streams[number % 2]).sample_ids) for number in range(12)]
     assert names(train, range(12)) == expected
     assert all(name.endswith(f"part {n % 4} of 4]") for n, row in enumerate(expected) for name in row)
-    shared, _, _ = build(provider(num_workers=2), cp=2)
-    assert names(shared, range(12)) == names(build(provider(num_workers=2), cp=2, dp_rank=1)[0], range(12)) == expected
+    shared, other = (built(provider(num_workers=2), 40, dp=2, cp=2, dp_rank=rank)[0] for rank in range(2))
+    assert names(shared, range(12)) == names(other, range(12)) == expected
     assert all("epoch" not in name for row in names(valid, range(8)) for name in row)
 
     later = provider(num_workers=1)
     later.expect_position(one.position, 12)
     with pytest.raises(ValueError, match="read in 4 parts, found 2, expected 4: as many data-parallel ranks x data-"):
-        build(later)
+        built(later, 40, dp=2)
     again = provider(num_workers=1, stream_parts=4, pad_to_multiple_of=4)
     again.expect_position(one.position, 12)
-    assert names(build(again)[0], range(12)) == expected
+    assert names(built(again, 40, dp=2)[0], range(12)) == expected
 
 
 def test_settings_of_a_stream(provider):

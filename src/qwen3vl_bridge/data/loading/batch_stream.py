@@ -73,17 +73,16 @@ class BatchStream(Iterator[TokenBatch]):
         # Nothing that the loader holds refers to `self`, which would then never be collected.
         dataset, rows = self._rows, self._micro_batch_size
         start = count(self._next_row + self._first, self._group)
-        return iter(
-            DataLoader(
-                dataset,
-                batch_sampler=([first + place for place in range(rows)] for first in start),
-                collate_fn=lambda read: (dataset.collate_fn(read), read[0].window),
-                num_workers=self._num_workers,
-                worker_init_fn=ignoring(self._ignored_signal),
-                # Not the global generator: a resumed run would differ from an uninterrupted one.
-                generator=torch.Generator(),
-            )
+        loader = DataLoader(
+            dataset,
+            batch_sampler=([first + place for place in range(rows)] for first in start),
+            collate_fn=lambda read: (dataset.collate_fn(read), read[0].window),
+            num_workers=self._num_workers,
+            worker_init_fn=ignoring(self._ignored_signal),
+            # Not the global generator: a resumed run would differ from an uninterrupted one.
+            generator=torch.Generator(),
         )
+        return iter(loader)
 
     def state_dict(self) -> dict[str, Any]:
         """Position of the stream: plain numbers, equal on every rank except for the window."""
