@@ -102,7 +102,7 @@ def test_paths_are_compared_by_whole_segments(address):
 names = st.text("ab.-@:/\\?#%2eE5cfF;é。", max_size=12)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(between=names, after=names, prefix=st.sampled_from([HOST, f"{HOST}/", f"{HOST}/a", f"{HOST}/a/"]))
 def test_what_is_allowed_is_asked_of_that_host_and_folder(between, after, prefix):
     address = f"https://images.example.org{between}/a/{after}"
@@ -115,7 +115,7 @@ def test_what_is_allowed_is_asked_of_that_host_and_folder(between, after, prefix
         assert not {".", ".."} & set(path.replace("%2e", ".").replace("%2f", "/").replace("%5c", "/").split("/"))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(path=st.lists(st.text("ab1é .-_~", min_size=1, max_size=5), min_size=1, max_size=3))
 def test_every_address_in_a_folder_is_allowed(path):
     if not {".", ".."} & {segment.strip() for segment in path}:

@@ -125,7 +125,7 @@ def test_a_fresh_process_finds_the_same_order(rows_stream, tmp_path):
 
 
 @pytest.mark.parametrize("seed", [None, 5])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     places=st.lists(st.tuples(st.integers(0, 2), st.integers(0, ROWS - 1)), min_size=1, max_size=12),
     keep=st.sampled_from([1, 20, 500]),

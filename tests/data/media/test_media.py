@@ -29,6 +29,7 @@ from PIL.PngImagePlugin import PngImageFile
 from qwen_vl_utils.vision_process import to_rgb
 
 from ..conftest import dialogue, picture, write
+from .test_video import clip
 
 
 @pytest.fixture
@@ -359,11 +360,7 @@ def secret(tmp_path):
     for name in ("outside/secret.ts", "root/other.ts"):
         path = tmp_path / name
         path.parent.mkdir()
-        with av.open(str(path), "w") as container:
-            stream = container.add_stream("mpeg4", rate=10)
-            stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
-            frames = [av.VideoFrame.from_ndarray(np.zeros((64, 64, 3), np.uint8), format="rgb24") for _ in range(4)]
-            container.mux([packet for frame in [*frames, None] for packet in stream.encode(frame)])
+        clip(path, 4, size=(64, 64))
     return tmp_path / "outside/secret.ts"
 
 

@@ -33,12 +33,9 @@ from ..conftest import picture, segments, write
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory, train_file, encoder, collator) -> PackedRows:
     folder = tmp_path_factory.mktemp("packed") / "rows"
-    pack(RowDataset(Samples(JsonLines(train_file), SampleFilter(encoder, limit=256)), settings_of(collator)), folder)
+    samples = Samples(JsonLines(train_file), SampleFilter(encoder, limit=256))
+    pack(RowDataset(samples, RowSettings(collator, seed=0)), folder)
     return PackedRows(folder)
-
-
-def settings_of(collator):
-    return RowSettings(collator, seed=0)
 
 
 def samples_of(batch) -> dict[str, tuple]:

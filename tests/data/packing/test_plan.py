@@ -13,7 +13,7 @@ from qwen3vl_bridge.data.packing.row_plan import MixedOrder
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 lengths_and_capacity = st.integers(1, 60).flatmap(
@@ -136,7 +136,6 @@ def plans(draw: st.DrawFn):
 
 
 @given(plans())
-@settings(deadline=None)
 def test_each_sample_is_in_rows_of_an_epoch_as_often_as_in_its_order(case):
     lengths, order, options, make = case
     plan, first, dropped_before = make(), 0, 0
@@ -158,7 +157,6 @@ def test_each_sample_is_in_rows_of_an_epoch_as_often_as_in_its_order(case):
 
 
 @given(plans(), st.integers(0, 60), st.randoms(use_true_random=False))
-@settings(deadline=None)
 def test_a_plan_goes_on_from_any_row_in_any_order(case, start, random):
     *_, make = case
     whole = make()
@@ -221,7 +219,6 @@ def test_plans_that_cannot_be_are_refused(make, message):
 
 
 @given(mixtures())
-@settings(deadline=None)
 def test_after_any_number_of_epochs_each_sample_was_seen_as_often_as_said(case):
     lengths, taken, _ = case
     order, seen = MixedOrder(*case), Counter[int]()
@@ -240,14 +237,12 @@ def test_after_any_number_of_epochs_each_sample_was_seen_as_often_as_said(case):
 
 
 @given(mixtures(), st.integers(0, 3), st.integers(0, 60), st.integers(1, 30))
-@settings(deadline=None)
 def test_any_place_is_found_without_those_before_it(case, epoch, start, count):
     whole = MixedOrder(*case).numbers(epoch, 0, ALL)
     assert MixedOrder(*case).numbers(epoch, start, count) == whole[start : start + count]
 
 
 @given(mixtures(), st.integers(0, 3))
-@settings(deadline=None)
 def test_shares_hold_in_every_stretch_of_an_epoch(case, epoch):
     lengths, _, _ = case
     found = MixedOrder(*case).numbers(epoch, 0, ALL)

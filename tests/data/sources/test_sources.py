@@ -50,7 +50,7 @@ def test_names_of_samples(folder):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(order=st.permutations(range(20)), spent=st.integers(0, 19))
 def test_any_order_gives_the_same_also_from_a_copy(folder, shape, order, spent):
     source = open_source(folder / shape, folder)
@@ -133,7 +133,7 @@ def test_a_record_that_is_none_is_named(tmp_path, text, message):
 texts = st.text('[]{}",\\ \né7', max_size=5)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     records=st.lists(
         st.dictionaries(texts, texts | st.lists(texts | st.lists(texts, max_size=2), max_size=2), max_size=2),
