@@ -20,7 +20,7 @@ from qwen3vl_bridge.data.loading.batch_stream import ignoring
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from ..conftest import ids, picture, reloaded, same, segments, take, write
 from ..energon.conftest import provider_of, write_folder
@@ -221,13 +221,9 @@ def test_they_end_with_their_stream(make_rows, monkeypatch, cycle):
         gc.enable()
 
 
-class Collects(Dataset):
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, number: int) -> int:
-        gc.collect()
-        return number
+def collect(rows: list[int]) -> list[int]:
+    gc.collect()
+    return rows
 
 
 class Owner:
@@ -246,8 +242,8 @@ def test_they_leave_the_other_processs_garbage_alone(tmp_path):
     gc.disable()
     try:
         Owner(said)
-        loader = DataLoader(Collects(), num_workers=1, worker_init_fn=ignoring(None))
-        assert [int(number) for number in loader] == [0] and not said.exists()
+        loader = DataLoader(range(1), num_workers=1, collate_fn=collect, worker_init_fn=ignoring(None))
+        assert list(loader) == [[0]] and not said.exists()
     finally:
         gc.enable()
     gc.collect()

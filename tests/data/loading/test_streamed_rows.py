@@ -94,9 +94,8 @@ def test_numbers_are_places_and_epochs(rows_stream):
     assert not source.numbers(0, ROWS, 5) and not source.numbers(0, ROWS + 7, 5) and not source.numbers(2, 500, 5)
     assert list(source.numbers(3, 5, 2)) == [3 * EPOCH + 5, 3 * EPOCH + 6]
     assert epoch_of(source, 0) == epoch_of(source, 3) == list(range(ROWS))
-    assert (
-        len(source.numbers(0, 90, 99)) == ROWS - 90 and source._readings[os.getpid()].epoch == 3
-    )  # it knows, and need not read
+    # It knows, and need not read.
+    assert len(source.numbers(0, 90, 99)) == ROWS - 90 and source._readings[os.getpid()].epoch == 3
     for number in (-1, ROWS, EPOCH - 1, 3 * EPOCH + ROWS):
         with pytest.raises(IndexError):
             source[number]
@@ -153,9 +152,8 @@ class Asked(Dataset):
 def test_each_worker_sees_the_whole_stream(rows_stream, kind):
     """Workers that are forked have an open file of their parent's; they are in different epochs at the same time."""
     if kind == "memory":
-        rows_stream = datasets.Dataset.from_list([record(n) for n in range(ROWS)]).to_iterable_dataset(
-            num_shards=SHARDS
-        )
+        rows = datasets.Dataset.from_list([record(n) for n in range(ROWS)])
+        rows_stream = rows.to_iterable_dataset(num_shards=SHARDS)
     source = StreamedDataset(rows_stream, "x", seed=5, buffer_size=16)
     expected = [(asked(source, epoch * EPOCH + place), ROWS) for place in range(30) for epoch in range(2)]
     assert source._readings
@@ -406,11 +404,9 @@ def test_fewer_files_than_parts_are_refused(make, divided, stream):
 
 
 def test_row_groups_of_parquet_files_are_parts_too(make, even_file, tmp_path):
-    rows = datasets.Dataset.from_json(str(even_file), cache_dir=str(tmp_path / "cache"))
-    rows.to_parquet(tmp_path / "train.parquet", batch_size=10)
-    dataset = datasets.load_dataset(
-        "parquet", data_files=str(tmp_path / "train.parquet"), split="train", streaming=True
-    )
+    path, cache = tmp_path / "train.parquet", str(tmp_path / "cache")
+    datasets.Dataset.from_json(str(even_file), cache_dir=cache).to_parquet(path, batch_size=10)
+    dataset = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
     assert dataset.num_shards == 1
     streamed = StreamedRows(make(dataset=dataset)(), 4)
     found = [next(row for row in count() if streamed[4 * row + part].window.epoch == 1) for part in range(4)]
@@ -440,39 +436,23 @@ def test_what_is_dropped_adds_up_over_parts(make, divided, tmp_path, caplog):
 
 def test_an_evaluation_reads_the_first_rows_each_time(make, divided):
     rows = StreamedRows(make(dataset=divided[0], seed=None, repeat=40)(), 4)
-    trained = Counter(
-        name
-        for number in range(40)
-        if (batch := rows.collate_fn([rows[number]])).loss_mask.any()
-        for name in batch.sample_ids
-    )
+    batches = [rows.collate_fn([rows[number]]) for number in range(40)]
+    trained = Counter(name for batch in batches if batch.loss_mask.any() for name in batch.sample_ids)
     assert len(trained) == 40 and set(trained.values()) == {1}
-    assert same(rows.collate_fn([rows[43]]), rows.collate_fn([rows[3]]))
+    assert same(rows.collate_fn([rows[43]]), batches[3])
 
 
-class _Breaks:
-    def __init__(self, source) -> None:
-        self._source = source
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def __getitem__(self, index, /):
+class Breaks(JsonLines):
+    def __getitem__(self, index):
         if index == 2:
             raise Unreachable(self.sample_id(index), "found no answer")
-        return self._source[index]
-
-    def sample_id(self, index, /) -> str:
-        return self._source.sample_id(index)
-
-    def fingerprint(self):
-        return self._source.fingerprint()
+        return super().__getitem__(index)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_cannot_be_had_now_is_not_left_out(make, train_file, workers):
     """The next sample would fail as well, and thousands would be left out for a network that was down."""
-    stream = BatchStream(make(seed=None, on_bad="drop", source=_Breaks(JsonLines(train_file)))(), num_workers=workers)
+    stream = BatchStream(make(seed=None, on_bad="drop", source=Breaks(train_file))(), num_workers=workers)
     with pytest.raises(Unreachable, match=r"^train.jsonl:3: found no answer$"):
         take(stream, 8)
 

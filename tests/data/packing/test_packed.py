@@ -264,9 +264,8 @@ def test_the_command_writes_what_training_reads(command, checkpoint, tmp_path, c
     assert json.loads(capsys.readouterr().out)["rows"] == len(PackedRows(output))
     (output / "diary.txt").write_text("mine")
     assert main([*command, "--output", str(output), "--overwrite"]) == 2
-    assert (
-        "holds 1 files that are not part of our packing, which would be deleted: diary.txt;" in capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert "holds 1 files that are not part of our packing, which would be deleted: diary.txt;" in said
     for wrong in (
         replace(provider, seq_length=512),
         replace(provider, answers="last"),
