@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import json
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +33,7 @@ import pytest
 import torch
 from PIL import Image
 
-from .servers import fetched_from
+from .servers import Server
 
 
 def groups(*, dp: int = 1, dp_rank: int = 0, cp: int = 1, tp_rank: int = 0) -> SimpleNamespace:
@@ -44,24 +46,23 @@ def groups(*, dp: int = 1, dp_rank: int = 0, cp: int = 1, tp_rank: int = 0) -> S
     return SimpleNamespace(**group)
 
 
+def built(provider, train: int, valid: int = 0, **ranks: int) -> tuple:
+    """What Megatron-Bridge's loop reads, on a rank of these groups, if there are any."""
+    from megatron.bridge.data.base import DatasetBuildContext
+
+    collection = groups(**ranks) if ranks else None
+    return provider.build_datasets(DatasetBuildContext(train, valid, 0, pg_collection=collection))
+
+
 @pytest.fixture
 def server(monkeypatch):
-    with fetched_from(monkeypatch) as server:
-        yield server
-
-
-@pytest.fixture
-def get(server, tmp_path):
-    from qwen3vl_bridge.data.downloading import Downloader
-    from qwen3vl_bridge.data.media.media_access import UrlCache
-
-    cache = UrlCache(tmp_path / "cache")
-
-    def get(path: str, *allowed: str) -> Path:
-        Downloader(cache, allowed or (f"{server.url}/",))(server.url + path, "here")
-        return cache(server.url + path, "here")
-
-    return get
+    """A server that is asked without a proxy, and again after no time."""
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("qwen3vl_bridge.data.downloading.WAITS", (0.01, 0.02))
+    server = Server()
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")
@@ -153,6 +154,22 @@ def same(first: TokenBatch, second: TokenBatch) -> bool:
         and all(torch.equal(getattr(first, name), getattr(second, name)) for name in names)
         and (pixels[0] is pixels[1] is None or torch.equal(*pixels))
     )
+
+
+def take(stream: Iterator[TokenBatch], number: int) -> list[TokenBatch]:
+    return [next(stream) for _ in range(number)]
+
+
+def ids(batches: Iterable[TokenBatch]) -> list[tuple[str, ...]]:
+    return [batch.sample_ids for batch in batches]
+
+
+def reloaded(state: dict) -> dict:
+    """A position as a checkpoint gives it back."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def segments(batch: TokenBatch) -> Iterator[tuple[str, slice]]:

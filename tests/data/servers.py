@@ -2,13 +2,10 @@
 
 import contextlib
 import io
-import os
 import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-
-from qwen3vl_bridge.data import downloading
 
 from PIL import Image
 
@@ -65,17 +62,6 @@ def raw(answer: bytes):
         handler.close_connection = True
 
     return send_raw
-
-
-@contextlib.contextmanager
-def fetched_from(monkeypatch):
-    """A server that is asked without a proxy, and again after no time."""
-    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(downloading, "WAITS", (0.01, 0.02))
-    server = Server()
-    yield server
-    server.close()
 
 
 def png(colour: str = "red") -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,9 +22,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch.distributed as dist
-from megatron.bridge.data.base import DatasetBuildContext
 
-from .conftest import dialogue, groups, write
+from .conftest import built, dialogue, write
 from .media.test_video import ask, clip
 from .packing.test_shared_sizes import run as run_processes
 from .servers import files, png, send
@@ -36,13 +34,20 @@ def asking(*addresses: str) -> dict:
 
 
 @pytest.fixture
-def run(server, tmp_path, capsys):
+def download(server, tmp_path):
+    def download(*options: object, cache: str = "cache") -> int:
+        where = ["--url-cache", str(tmp_path / cache), "--allowed-urls", f"{server.url}/"]
+        return main(["download", *where, *map(str, options)])
+
+    return download
+
+
+@pytest.fixture
+def run(download, tmp_path, capsys):
     """Runs the command on records; its exit status and report."""
 
     def run(records: list, *options: str) -> tuple[int, dict]:
-        file = write(tmp_path / "train.jsonl", records)
-        arguments = ["download", "--data", str(file), "--url-cache", str(tmp_path / "cache"), "--json"]
-        status = main([*arguments, "--allowed-urls", f"{server.url}/", *options])
+        status = download("--data", write(tmp_path / "train.jsonl", records), "--json", *options)
         return status, json.loads(capsys.readouterr().out)
 
     return run
@@ -132,20 +137,6 @@ def test_what_failed_is_written_down(server, run, tmp_path):
     assert not list(tmp_path.rglob("*.unfinished"))
 
 
-def test_addresses_of_a_server_that_is_down_fail_at_once_and_say_so(server, run, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        closed = f"http://127.0.0.1:{free.getsockname()[1]}"
-    server.answers = {f"/{number}.png": png() for number in range(20)}
-    records = [asking(f"{closed}/{number}.png", f"{server.url}/{number}.png") for number in range(20)]
-    status, report = run(records, "--workers", "1", "--allowed-urls", "http://")
-    assert status == 1 and report["downloaded"] == 20
-    said = [failure["problem"] for failure in report["failures"]]
-    assert ["after 3 attempts (ConnectError" in one for one in said] == [True] * 3 + [False] * 17
-    assert all("not requested, because 3 URLs of 127.0.0.1:" in one for one in said[3:])
-    assert manifest(tmp_path) == {f"{number}.png": False for number in range(20)}
-
-
 def test_failures_are_written_down_as_they_come(server, tmp_path):
     server.answers = {"/0.png": 404, "/1.png": 404}
     server.first = {"/9.png": [lambda handler: time.sleep(60)]}
@@ -197,14 +188,13 @@ def test_a_download_that_was_stopped_goes_on(server, run, tmp_path, sent):
     assert (server.asked - before).total() == 12 - len(whole)
 
 
-def test_a_folder_that_cannot_be_written_to_is_said(server, run, tmp_path, capsys):
+def test_a_folder_that_cannot_be_written_to_is_said(server, download, tmp_path, capsys):
     server.answers["/a.png"] = png()
     (tmp_path / "cache").write_text("a file")
     file = write(tmp_path / "train.jsonl", [asking(f"{server.url}/a.png")])
-    arguments = ["download", "--data", str(file), "--url-cache", str(tmp_path / "cache")]
-    assert main([*arguments, "--allowed-urls", f"{server.url}/"]) == 2
+    assert download("--data", file) == 2
     assert str(tmp_path / "cache") in capsys.readouterr().err
-    assert main([*arguments, "--allowed-urls", "ftp://a"]) == 2
+    assert download("--data", file, "--allowed-urls", "ftp://a") == 2
     assert "--allowed-urls: allowed_urls has 'ftp://a', expected a scheme" in capsys.readouterr().err
 
 
@@ -217,37 +207,27 @@ def test_the_folder_is_the_users_unless_told_otherwise(monkeypatch, tmp_path):
     assert UrlCache().root == Path.home() / ".cache/qwen3vl_bridge/media"
 
 
-def pixmo_cap(address: str) -> dict:
-    return {"image_url": address, "caption": "A house.", "transcripts": ["Well, a house."]}
-
-
 CAPTIONS = {"image": "image_url", "question": "text:Describe this image.", "answer": "caption"}
 
 
 @pytest.fixture
-def captions(server, tmp_path, capsys):
-    """Downloads the pictures of captions, with options; a function that does, and the file."""
+def captions(server, tmp_path) -> Path:
+    """A file of captions of pictures, one of which is gone."""
     server.answers = {"/0.png": png(), "/1.png": png("blue"), "/2.png": 404}
     file = tmp_path / "train.parquet"
-    pq.write_table(pa.Table.from_pylist([pixmo_cap(f"{server.url}/{number}.png") for number in range(3)]), file)
-
-    def download(*options: str) -> tuple[int, str]:
-        where = ["--url-cache", str(tmp_path / "cache"), "--allowed-urls", f"{server.url}/"]
-        status = main(["download", "--data", str(file), *where, *options])
-        said = capsys.readouterr()
-        return status, said.out + said.err
-
-    return download, file
+    addresses = [f"{server.url}/{number}.png" for number in range(3)]
+    rows = [{"image_url": one, "caption": "A house.", "transcripts": ["Well, a house."]} for one in addresses]
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    return file
 
 
-def test_addresses_in_a_column_of_another_name_are_downloaded(server, captions, encoder, tmp_path):
-    download, file = captions
-    status, said = download()
-    assert status == 2 and "found the columns image_url, caption, transcripts, expected" in said and not server.asked
-    status, said = download("--columns", *(f"{key}={column}" for key, column in CAPTIONS.items()))
-    assert status == 1 and server.asked == {"/0.png": 1, "/1.png": 1, "/2.png": 1}
+def test_addresses_in_a_column_of_another_name_are_downloaded(server, download, captions, encoder, tmp_path, capsys):
+    assert download("--data", captions) == 2 and not server.asked
+    assert "found the columns image_url, caption, transcripts, expected" in capsys.readouterr().err
+    assert download("--data", captions, "--columns", *(f"{key}={column}" for key, column in CAPTIONS.items())) == 1
+    assert server.asked == {"/0.png": 1, "/1.png": 1, "/2.png": 1}
 
-    source = open_source(file, addresses=UrlCache(tmp_path / "cache"), columns=Columns(**CAPTIONS))
+    source = open_source(captions, addresses=UrlCache(tmp_path / "cache"), columns=Columns(**CAPTIONS))
     assert source.fingerprint().count("without 1 of 3 addresses") == 1
     for number in range(2):
         assert encoder(source[number]).pixel_values is not None
@@ -256,38 +236,25 @@ def test_addresses_in_a_column_of_another_name_are_downloaded(server, captions, 
     assert not isinstance(caught.value, Unreachable)
 
 
-def test_columns_other_than_those_of_the_download_are_said(captions, tmp_path):
-    download, file = captions
-    table = pq.read_table(file).to_pylist()
-    pq.write_table(pa.Table.from_pylist([{**row, "large_url": f"{row['image_url']}?large"} for row in table]), file)
+def test_columns_other_than_those_of_the_download_are_said(download, captions, tmp_path):
+    rows = [{**row, "large_url": f"{row['image_url']}?large"} for row in pq.read_table(captions).to_pylist()]
+    pq.write_table(pa.Table.from_pylist(rows), captions)
     options = ["question=text:Describe this image.", "answer=caption", "ignore=large_url"]
-    assert download("--columns", "image=image_url", *options)[0] == 1
+    assert download("--data", captions, "--columns", "image=image_url", *options) == 1
     columns = Columns(**{**CAPTIONS, "image": "large_url"}, ignore=["image_url"])
-    source = open_source(file, addresses=UrlCache(tmp_path / "cache"), columns=columns)
+    source = open_source(captions, addresses=UrlCache(tmp_path / "cache"), columns=columns)
     with pytest.raises(Unreachable, match=r"found the URL '.*0.png\?large', and no download of it in") as caught:
         source[0]
     assert "qwen3vl data download fetches them, with --columns and --schema-adapter as in the run" in str(caught.value)
 
 
-def test_a_named_schema_is_downloaded(server, tmp_path, capsys):
+def test_a_named_schema_is_downloaded(server, download, tmp_path):
     server.answers = {"/0.png": png()}
     truth = json.dumps({"gt_parse": {"menu": [{"nm": "Tea"}]}})
     file = write(tmp_path / "train.jsonl", [{"image": f"{server.url}/0.png", "ground_truth": truth}])
-    where = ["--url-cache", str(tmp_path / "cache"), "--allowed-urls", f"{server.url}/"]
-    assert main(["download", "--data", str(file), "--schema-adapter", "cord_v2", *where]) == 0
+    assert download("--data", file, "--schema-adapter", "cord_v2") == 0
     source = open_source(file, addresses=UrlCache(tmp_path / "cache"), schema_adapter="cord_v2")
     assert server.asked == {"/0.png": 1} and len(source[0].images) == 1
-
-
-@pytest.fixture
-def download(server, tmp_path, capsys):
-    def download(*data: object, cache: str = "cache", options: tuple[str, ...] = ()) -> int:
-        where = ["--url-cache", str(tmp_path / cache), "--allowed-urls", f"{server.url}/"]
-        status = main(["download", *map(str, data), *where, *options])
-        capsys.readouterr()
-        return status
-
-    return download
 
 
 @pytest.fixture
@@ -331,7 +298,7 @@ def test_a_run_goes_on_with_what_it_began_with_or_not_at_all(server, download, t
     assert main(packing) == 0
 
     server.answers["/2.png"] = png()
-    assert download("--data", file, options=("--retry",)) == 1
+    assert download("--data", file, "--retry") == 1
     found = r"found data \w+, without 1 of 8 addresses \(\w+\), expected \w+, without 2 of 8 addresses"
     with pytest.raises(ValueError, match=f"position belongs to other data: {found}"):
         training(file).stream("train").load_state_dict(state)
@@ -362,7 +329,7 @@ def test_a_stream_goes_by_the_record_of_its_download(server, download, training,
     training("hf://me/digits#train", streaming=True).stream("train").load_state_dict(state)
 
     server.answers["/2.png"] = png()
-    assert download("--data", "hf://me/digits#train", options=("--retry",)) == 1
+    assert download("--data", "hf://me/digits#train", "--retry") == 1
     with pytest.raises(ValueError, match=r"other data: found data .*, without 1 of 8 addresses"):
         training("hf://me/digits#train", streaming=True).stream("train").load_state_dict(state)
 
@@ -384,7 +351,7 @@ def test_other_data_in_the_same_folder_change_nothing_unnoticed(server, download
     # One that is tried anew for others is there by now.
     server.answers["/2.png"] = png()
     other = write(tmp_path / "other/train.jsonl", [asking(f"{server.url}/2.png"), asking(f"{server.url}/x.png")])
-    download("--data", other, options=("--retry",))
+    download("--data", other, "--retry")
     with pytest.raises(Unreachable, match=r"2.png', which is there by now, and had been given up when these data were"):
         samples_of(training(file), 4)
     (found,) = (path for path in (tmp_path / "cache").rglob("*2.png") if path.is_file())
@@ -405,7 +372,7 @@ def test_a_download_that_is_not_at_its_end_is_refused_before_the_work(server, do
     message = "found 1 of 8 URLs not downloaded; run `qwen3vl data download` again, or with --give-up to exclude them"
     with pytest.raises(Unreachable, match=message):
         training(file).rows("train")
-    download("--data", file, options=("--give-up",))
+    download("--data", file, "--give-up")
     assert "without 2 of 8" in training(file).rows("train").fingerprint()["data"]
 
 
@@ -437,11 +404,8 @@ def test_machines_with_other_downloads_are_refused_together(server, download, tr
         def on_rank() -> str:
             dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
             provider = training(file, cache=["one", "other"][rank])
-            context = DatasetBuildContext(
-                train_samples=4, valid_samples=0, test_samples=0, pg_collection=groups(dp=2, dp_rank=rank)
-            )
             try:
-                provider.build_datasets(context)
+                built(provider, 4, dp=2, dp_rank=rank)
             except ValueError as error:
                 return str(error)
             return "built"

@@ -1,6 +1,6 @@
 """The provider in Megatron-Bridge's own data loading, and in ours."""
 
-from itertools import islice, pairwise
+from itertools import pairwise
 from types import SimpleNamespace
 
 from qwen3vl_bridge.data import DataError
@@ -8,12 +8,11 @@ from qwen3vl_bridge.data.encoding import VisionLimits
 
 import pytest
 import torch
-from megatron.bridge.data.base import DatasetBuildContext
 from megatron.bridge.data.samplers import build_pretraining_data_loader
 from megatron.bridge.data.utils import get_dataset_provider
 from qwen3vl_recipes.paths import check_data
 
-from .conftest import groups
+from .conftest import built, ids, take
 
 
 @pytest.fixture
@@ -31,21 +30,20 @@ def loader(provider, rows, consumed=0, rank=0, size=1, micro_batch_size=1):
     )  # fmt: skip
 
 
-def ids(batches) -> list[tuple[str, ...]]:
-    return [batch.sample_ids for batch in batches]
-
-
 def test_both_loops_see_the_same_rows(make):
     provider = make()
     train, valid, test = get_dataset_provider(provider)((30, 4, 4), provider)
     assert (len(train), len(valid), test) == (30, 4, None)
-    expected = ids(batch for _, batch in zip(range(30), provider.stream("train"), strict=False))
+    expected = ids(take(provider.stream("train"), 30))
     assert ids(loader(provider, train)) == expected
     assert ids(loader(provider, train, consumed=10)) == expected[10:]
     for rank in range(2):
         assert ids(loader(provider, train, rank=rank, size=2)) == expected[rank::2]
-        stream = provider.stream("train", dp_rank=rank, dp_size=2)
-        assert ids(batch for _, batch in zip(range(15), stream, strict=False)) == expected[rank::2]
+        assert ids(take(provider.stream("train", dp_rank=rank, dp_size=2), 15)) == expected[rank::2]
+
+
+def run_of(dataset) -> SimpleNamespace:
+    return SimpleNamespace(model=SimpleNamespace(context_parallel_size=1), dataset=dataset)
 
 
 def test_data_of_which_all_would_be_dropped_are_refused_before_a_model_is_built(make, tmp_path, train_file):
@@ -56,12 +54,7 @@ def test_data_of_which_all_would_be_dropped_are_refused_before_a_model_is_built(
     path.write_text("\n".join(bad))
 
     def check(**changes):
-        check_data(
-            SimpleNamespace(
-                model=SimpleNamespace(context_parallel_size=1),
-                dataset=make(**{"train_path": str(path), "on_bad": "drop", **changes}),
-            )
-        )
+        check_data(run_of(make(**{"train_path": str(path), "on_bad": "drop", **changes})))
 
     with pytest.raises(DataError, match=r"found 8 samples, all of which would be dropped .*The first"):
         check()
@@ -82,12 +75,12 @@ def test_a_folder_that_is_no_data_set_is_refused_before_a_model_is_built(make, t
     (tmp_path / "llava.json").write_text("[]")
     for changes in ({"train_path": str(tmp_path)}, {"train_path": None, "mixture": [{"path": str(tmp_path)}]}):
         with pytest.raises(DataError, match=r"found images, llava.json in the folder.*give its own path"):
-            check_data(SimpleNamespace(model=SimpleNamespace(context_parallel_size=1), dataset=make(**changes)))
+            check_data(run_of(make(**changes)))
 
 
 def test_padded_rows_come_in_microbatches(make):
     provider = make(pack=False)
-    train, _, _ = provider.build_datasets(DatasetBuildContext(train_samples=12, valid_samples=0, test_samples=0))
+    train, _, _ = built(provider, 12)
     (first, *_) = loader(provider, train, micro_batch_size=3)
     assert first.input_ids.shape == (3, 256) and len(first.sample_ids) == 3
     assert first.sample_ids == next(provider.stream("train", micro_batch_size=3)).sample_ids
@@ -97,12 +90,10 @@ def test_only_training_rows_are_shuffled(make):
     provider = make(pack=False)
     in_order = [(f"train.jsonl:{line}",) for line in range(1, 41)]
     assert ids(provider.evaluation("valid")) == ids(provider.evaluation("train")) == in_order
-    rows = [next(stream) for stream in [provider.stream("valid")] for _ in range(40)]
-    assert ids(rows) == in_order
-    shuffled = [next(stream) for stream in [provider.stream("train")] for _ in range(40)]
-    assert ids(shuffled) != in_order and sorted(ids(shuffled)) == sorted(in_order)
-    other = next(make(pack=False, seed=5).stream("train"))
-    assert other.sample_ids != shuffled[0].sample_ids
+    assert ids(take(provider.stream("valid"), 40)) == in_order
+    shuffled = ids(take(provider.stream("train"), 40))
+    assert shuffled != in_order and sorted(shuffled) == sorted(in_order)
+    assert next(make(pack=False, seed=5).stream("train")).sample_ids != shuffled[0]
 
 
 def test_settings_reach_the_rows(make):
@@ -132,12 +123,8 @@ def test_settings_that_cannot_be_are_refused(make, changes, message):
 def test_missing_things_are_named(make, tmp_path):
     with pytest.raises(ValueError, match="the split 'test' has no test_path; splits are train, valid, test"):
         make().stream("test")
-    with pytest.raises(DataError, match=r"no.jsonl: there is no such file"):
-        make(train_path=str(tmp_path / "no.jsonl")).stream("train")
     with pytest.raises(DataError, match="nowhere: found no processor"):
         make(hf_processor_path=str(tmp_path / "nowhere")).stream("train")
-    with pytest.raises(DataError, match=r"'images/.*expected a path inside|'images/.*no such file"):
-        next(make(media_root=str(tmp_path)).stream("train"))
 
 
 def test_pictures_may_be_in_several_folders(make, train_file, tmp_path):
@@ -145,10 +132,9 @@ def test_pictures_may_be_in_several_folders(make, train_file, tmp_path):
     (tmp_path / "train.jsonl").write_text(train_file.read_text().replace("images/", "elsewhere/"))
     path = str(tmp_path / "train.jsonl")
     with pytest.raises(DataError, match=rf"name it too: media_root=\[{tmp_path},{train_file.parent}/images\]"):
-        list(islice(make(train_path=path).stream("train"), 20))
+        take(make(train_path=path).stream("train"), 20)
     stream = make(train_path=path, media_root=[str(tmp_path), str(train_file.parent)]).stream("train")
-    batches = list(islice(stream, 10))
-    assert ids(batches) == ids(islice(make().stream("train"), 10))
+    assert ids(take(stream, 10)) == ids(take(make().stream("train"), 10))
     other = make(train_path=path, media_root=[str(tmp_path), str(train_file.parent / "images")]).stream("train")
     other.load_state_dict(stream.state_dict())
     assert next(other).sample_ids == next(stream).sample_ids
@@ -168,9 +154,8 @@ def test_a_position_is_refused_where_samples_are_others(make, changes):
 def test_megatron_bridges_ranks_share_each_global_batch_by_cost(make, ranks):
     """Its sampler assigns rows one by one; together ranks read the rows of the plan, the dearest first."""
     provider = make(balance_over=4)
-    context = DatasetBuildContext(train_samples=40, valid_samples=0, test_samples=0, pg_collection=groups(dp=ranks))
-    rows, _, _ = provider.build_datasets(context)
-    plain = [batch.sample_ids for batch in islice(make().stream("train"), 12)]
+    rows, _, _ = built(provider, 40, dp=ranks)
+    plain = ids(take(make().stream("train"), 12))
     costs = {names: rows.cost(number) for number, names in enumerate(plain)}
     loaders = [iter(loader(provider, rows, rank=rank, size=ranks)) for rank in range(ranks)]
     for first in range(0, 12, 4):

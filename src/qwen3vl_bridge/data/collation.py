@@ -92,19 +92,14 @@ class Collator:
         videos, frames = self._pictures(samples, "video_grid_thw", "pixel_values_videos")
         tokens, merge = (self.vision.image_token_id, self.vision.video_token_id), self.vision.spatial_merge_size
         num_image_tokens = int((images.prod(-1) // merge**2).sum()) if images is not None else 0
+        position_ids = mrope_positions(
+            ids, layout, images, videos, image_token_id=tokens[0], video_token_id=tokens[1], spatial_merge_size=merge
+        )
         return TokenBatch(
             input_ids=ids,
             labels=self._laid_out([sample.labels for sample in samples], layout, self.pad_id),
             loss_mask=self._laid_out([sample.loss_mask for sample in samples], layout, 0),
-            position_ids=mrope_positions(
-                ids,
-                layout,
-                images,
-                videos,
-                image_token_id=tokens[0],
-                video_token_id=tokens[1],
-                spatial_merge_size=merge,
-            ),
+            position_ids=position_ids,
             vision_slot=vision_slots(ids, *tokens, num_image_tokens),
             layout=layout,
             vision=make_vision_inputs(

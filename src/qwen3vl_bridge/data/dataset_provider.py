@@ -150,12 +150,9 @@ class ConversationRows(DatasetProvider):
 
     def sample_filter(self) -> SampleFilter:
         """Decides which conversations become samples; raises like `checkpoint`."""
+        encoder = self.checkpoint().encoder
         return SampleFilter(
-            self.checkpoint().encoder,
-            limit=self.seq_length,
-            most_patches=self.max_patches,
-            on_long=self.on_long,
-            on_bad=self.on_bad,
+            encoder, limit=self.seq_length, most_patches=self.max_patches, on_long=self.on_long, on_bad=self.on_bad
         )
 
     def collator(self) -> Collator:
@@ -360,13 +357,9 @@ class Qwen3VLConversationProvider(ConversationRows):
         return one_pass(rows, dp_rank=dp_rank, dp_size=dp_size, micro_batch_size=micro_batch_size)
 
     def rows(self, split: str, *, length: int = 0, shuffle: bool | None = None, ranks: int = 1) -> RowDataset:
-        """Rows of a split ("train", "valid" or "test").
+        """Rows of a split ("train", "valid" or "test"), for data-parallel ranks; a ValueError if it has no path.
 
-        Args:
-            split: the split's name; a ValueError if it has no path.
-            length: the result of their `len`.
-            shuffle: whether in random order, by default only the training split. Others are not assigned by cost.
-            ranks: data-parallel ranks.
+        Their `len` is `length`. By default only the training split is shuffled; others are not assigned by cost.
         """
         if not (paths := self._paths(split)):
             raise ValueError(f"the split {split!r} has no {split}_path; splits are {', '.join(SPLITS)}")

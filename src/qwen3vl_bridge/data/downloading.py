@@ -126,7 +126,7 @@ def download(
                 return True
             except DataError as error:
                 problem = str(error).removeprefix(f"{place}: ")
-                final = not isinstance(error, Unreachable) or (give_up and not fetch.stopped)
+                final = not isinstance(error, Unreachable) or (give_up and not fetch.stopped.is_set())
             if final:
                 path = cache.problem_file(address)
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -158,7 +158,7 @@ def download(
                     record = DownloadRecord(num_urls, len(failures) - len(given_up), given_up)
                     record.write(cache.root, source.recorded_as)
         except BaseException:
-            fetch.stop()
+            fetch.stopped.set()
             raise
         finally:
             pool.shutdown(cancel_futures=True)
@@ -204,13 +204,7 @@ def _urls_of(
 
 
 class _Again(Exception):
-    """An attempt failed, and another may succeed; `down` is a server without a response, or with an error of its
-    own.
-    """
-
-    def __init__(self, problem: str, down: str | None = None) -> None:
-        super().__init__(problem)
-        self.down = down
+    """An attempt failed, and another may succeed: the problem, and the server if it gave no response, or a 5xx."""
 
 
 class Downloader:
@@ -227,7 +221,8 @@ class Downloader:
         """Set the target folder and the allowed prefixes of URLs, including those of redirects (see `check_prefix`)."""
         for prefix in allowed_urls:
             check_prefix(prefix)
-        self.cache, self._allowed, self._stopped = cache, tuple(allowed_urls), threading.Event()
+        self.cache, self._allowed = cache, tuple(allowed_urls)
+        self.stopped = threading.Event()  # set: running downloads fail as unreachable, without further attempts
         self._failed = Counter[str]()  # URLs in a row, by server
         self._unfinished = cache.root / "unfinished"
         for path in self._unfinished.glob("*"):  # of killed downloads; running ones write continuously
@@ -238,15 +233,6 @@ class Downloader:
         headers = {"User-Agent": "qwen3vl-bridge", "Accept-Encoding": "identity"}
         self._client = httpx.Client(timeout=TIMEOUT, headers=headers, limits=httpx.Limits(max_connections=None))
 
-    @property
-    def stopped(self) -> bool:
-        """Whether downloads may have failed because `stop` was called."""
-        return self._stopped.is_set()
-
-    def stop(self) -> None:
-        """Make running downloads fail as unreachable, without further attempts."""
-        self._stopped.set()
-
     def __call__(self, address: str, place: str) -> None:
         """Download a URL, which stands at `place`; errors as in the class, and `Unreachable` for one not allowed."""
         url = allowed_url(address, self._allowed, place)
@@ -255,14 +241,14 @@ class Downloader:
             try:
                 return self._attempt(url, self.cache.path_of(address), place)
             except _Again as error:
-                problem, down = str(error), error.down
+                problem, down = error.args
             except httpx.TransportError as error:
                 problem = f"{type(error).__name__}: {error}"
             except httpx.DecodingError as error:
                 raise DataError(place, f"found {str(url)!r} damaged ({error}), expected an image or a video") from error
             # Random, so that the threads do not retry at the same time.
-            if pause is None or self._stopped.wait(pause * (0.5 + random.random())):
-                if down is not None and not self.stopped:
+            if pause is None or self.stopped.wait(pause * (0.5 + random.random())):
+                if down is not None and not self.stopped.is_set():
                     self._failed[down] += 1
                 raise Unreachable(
                     place, f"found {str(url)!r} out of reach after {attempt} attempts ({problem}), expected an answer"
@@ -293,7 +279,7 @@ class Downloader:
                 self._failed.pop(server, None)
                 if response.next_request is None:
                     if response.status_code in _BUSY:
-                        raise _Again(f"status {response.status_code}")
+                        raise _Again(f"status {response.status_code}", None)
                     return self._store(response, url, path, place)
             asked = allowed_url(str(response.next_request.url), self._allowed, f"{place}: {url} leads elsewhere")
         raise DataError(
@@ -319,7 +305,7 @@ class Downloader:
                 for chunk in response.iter_bytes():
                     file.write(chunk)
                     _check_size(file.tell(), where)
-                    if time.monotonic() > end or self.stopped:
+                    if time.monotonic() > end or self.stopped.is_set():
                         raise httpx.ReadTimeout(f"{file.tell():,} bytes so far")
             with unfinished.open("rb") as file:
                 start = file.read(512)

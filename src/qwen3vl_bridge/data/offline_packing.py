@@ -78,7 +78,7 @@ def pack(
     if workers:  # each sample is measured once, by one of them; their counts are logged together
         counts = sizes_of_job(0, {"packing": secrets.token_hex(8)})
         samples = Samples(samples.file, samples.sample_filter, Sizes(), counts.note)
-    sizes, dropped, truncated = _measured(samples, total, workers, progress)
+    sizes, truncated = _measured(samples, total, workers, progress)
     settings, most = rows.settings, samples.sample_filter.most_patches
     capacity, multiple = settings.collator.seq_length, settings.collator.multiple
     plan = RowPlan(
@@ -97,7 +97,7 @@ def pack(
     tokens, patches, _ = sizes[packed].sum(0).tolist()
     report = PackingReport(
         samples=len(sizes),
-        dropped=dropped,
+        dropped=int((sizes[:, 0] == 0).sum()),
         truncated=truncated,
         rows=num_rows,
         fill=tokens / (num_rows * capacity),
@@ -118,8 +118,8 @@ def _check_packing(folder: Path) -> None:
     refuse_others(folder, FILES, "packing")
 
 
-class _Measured(Dataset[tuple[np.ndarray, int, int]]):
-    """Sizes of consecutive samples, and how many of them were dropped and truncated."""
+class _Measured(Dataset[tuple[np.ndarray, int]]):
+    """Sizes of consecutive samples, and how many of them were truncated."""
 
     def __init__(self, samples: Samples, total: int) -> None:
         self._samples, self._total = samples, total
@@ -127,28 +127,24 @@ class _Measured(Dataset[tuple[np.ndarray, int, int]]):
     def __len__(self) -> int:
         return -(-self._total // _CHUNK)
 
-    def __getitem__(self, number: int) -> tuple[np.ndarray, int, int]:
+    def __getitem__(self, number: int) -> tuple[np.ndarray, int]:
         sample_filter, first = self._samples.sample_filter, number * _CHUNK
-        dropped, truncated = sample_filter.num_dropped, sample_filter.num_truncated
+        before = sample_filter.num_truncated
         sizes = [self._samples.size(index) for index in range(first, min(first + _CHUNK, self._total))]
-        return (
-            np.array(sizes, dtype=np.int64),
-            sample_filter.num_dropped - dropped,
-            sample_filter.num_truncated - truncated,
-        )
+        return np.array(sizes, dtype=np.int64), sample_filter.num_truncated - before
 
 
 def _measured(
     samples: Samples, total: int, workers: int, progress: Callable[[Iterable[int]], Iterable[int]]
-) -> tuple[np.ndarray, int, int]:
-    """[samples, 3] sizes, number of dropped samples, and number of truncated ones."""
-    sizes, counts = list[np.ndarray](), list[tuple[int, int]]()
+) -> tuple[np.ndarray, int]:
+    """[samples, 3] sizes, and the number of truncated samples."""
+    sizes, counts = list[np.ndarray](), list[int]()
     loader = DataLoader(_Measured(samples, total), batch_size=None, num_workers=workers, worker_init_fn=ignoring(None))
 
     def steps() -> Iterator[int]:
-        for part, dropped, truncated in loader:
+        for part, truncated in loader:
             sizes.append(np.asarray(part))
-            counts.append((dropped, truncated))
+            counts.append(truncated)
             yield len(part)
 
     try:
@@ -156,5 +152,4 @@ def _measured(
             pass
     except DataError as error:
         raise error.without_traceback() from None
-    dropped, truncated = map(sum, zip(*counts, strict=True))
-    return np.concatenate(sizes), dropped, truncated
+    return np.concatenate(sizes), sum(counts)

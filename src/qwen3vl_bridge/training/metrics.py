@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple, Self
 
 from qwen3vl_bridge.batch import TokenBatch
-from qwen3vl_bridge.data.packing.row_plan import SetCounts, add_counts, most_of
+from qwen3vl_bridge.data.packing.row_plan import SetCounts, merge_counts
 from qwen3vl_bridge.models.flops import TowerCosts, provider_costs, trained_parts
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.router import tracked_row, tracked_rows
@@ -193,9 +193,9 @@ class Meter:
     def add(self, amounts: Amounts, batch: TokenBatch) -> None:
         """Count one more microbatch, and the samples dropped in its rows and in those before."""
         self.amounts += amounts
-        self.dropped = most_of(self.dropped, batch.dropped)
-        self.newly_dropped = add_counts(self.newly_dropped, batch.newly_dropped)
-        self.unreadable = add_counts(self.unreadable, batch.unreadable)
+        self.dropped = merge_counts(max, self.dropped, batch.dropped)
+        self.newly_dropped = merge_counts(sum, self.newly_dropped, batch.newly_dropped)
+        self.unreadable = merge_counts(sum, self.unreadable, batch.unreadable)
 
     def take(self) -> Amounts:
         """The contents since the last call."""

@@ -50,14 +50,6 @@ def provider_of(checkpoint: Path, path: Path, **changes: Any) -> Qwen3VLEnergonP
     return provider
 
 
-def write_checkpoint(folder: Path, processor: Any) -> Path:
-    from examples.digits.checkpoint import make_config
-
-    processor.save_pretrained(folder)
-    make_config(processor.tokenizer).save_pretrained(folder)
-    return folder
-
-
 def write_tar(path: Path, samples: Iterable[Sample]) -> None:
     """A tar of samples: (key, {extension: contents}); contents that are neither bytes nor text are made JSON."""
     with tarfile.open(path, "w") as tar:
@@ -127,5 +119,5 @@ def _no_old_garbage():
 
 
 @pytest.fixture(scope="module")
-def make(processor, tmp_path_factory):
-    return partial(provider_of, write_checkpoint(tmp_path_factory.mktemp("hf"), processor))
+def make(checkpoint):
+    return partial(provider_of, checkpoint)

@@ -12,13 +12,8 @@ import pytest
 import torch
 
 from ..conftest import picture, same
-from ..media.test_video import clip
+from ..media.test_video import ask, clip
 from .conftest import ASKED, CHATML, CRUDE, FIRST_SAMPLE, chatml, keys, pickled, write_folder, write_mixed, write_tar
-
-
-def asked(*parts) -> list:
-    question = [*parts, {"type": "text", "text": "Which digit?"}]
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": "Seven."}]
 
 
 @pytest.fixture(scope="session")
@@ -34,21 +29,20 @@ def files(tmp_path_factory) -> dict[str, bytes]:
 def samples(files) -> list:
     one, two, three = (files[f"{n}.png"] for n in range(3))
     uri = "data:image/png;base64," + base64.b64encode(two).decode()
-    image, frames = {"type": "image", "image": "png"}, {"type": "video", "video": ["0.png", "1.png"], "sample_fps": 2}
+    names, image = ["0.png", "1.png"], {"type": "image", "image": "png"}
+    frames = {"type": "video", "video": names, "sample_fps": 2}
     turns = [{"from": "human", "value": "<image>\nand <image>?"}, {"from": "gpt", "value": "Both are."}]
+    llava = {"conversations": turns, "images": names, "id": 7}
     return [
         ("text", {"json": {"messages": ASKED}}),
-        ("image", {"png": one, "json": {"messages": asked(image)}}),
-        ("images", {"json": {"messages": asked(image, {"type": "image", "image": "b.png"})}, "png": two, "b.png": one}),
-        (
-            "llava",
-            {"json": {"conversations": turns, "images": ["0.png", "1.png"], "id": 7}, "0.png": two, "1.png": one},
-        ),
-        ("sharegpt", {"json": {"conversations": [*turns[:0], {"from": "human", "value": "Six?"}, turns[1]]}}),
-        ("video", {"clip.mkv": files["clip.mkv"], "json": {"messages": asked({"type": "video", "video": "clip.mkv"})}}),
-        ("frames", {"0.png": one, "1.png": one, "json": {"messages": asked(frames)}}),
-        ("uri", {"json": {"messages": asked({"type": "image", "image": uri})}}),
-        ("folder/whole", {"png": three, "json": {"messages": asked({"type": "image", "image": "whole.png"})}}),
+        ("image", {"png": one, "json": {"messages": ask(image)}}),
+        ("images", {"json": {"messages": ask(image, {"type": "image", "image": "b.png"})}, "png": two, "b.png": one}),
+        ("llava", {"json": llava, "0.png": two, "1.png": one}),
+        ("sharegpt", {"json": {"conversations": [{"from": "human", "value": "Six?"}, turns[1]]}}),
+        ("video", {"clip.mkv": files["clip.mkv"], "json": {"messages": ask({"type": "video", "video": "clip.mkv"})}}),
+        ("frames", {"0.png": one, "1.png": one, "json": {"messages": ask(frames)}}),
+        ("uri", {"json": {"messages": ask({"type": "image", "image": uri})}}),
+        ("folder/whole", {"png": three, "json": {"messages": ask({"type": "image", "image": "whole.png"})}}),
     ]
 
 
@@ -101,9 +95,9 @@ def test_rows_are_as_they_are_set(make, samples, tmp_path):
 PNG = {"type": "image", "image": "png"}
 BAD = [
     ({"json": b"{no"}, "not valid JSON"),
-    ({"json": {"messages": asked(PNG)}, "jpg": b"1"}, "found 'png', expected a part of .*bad.jpg"),
-    ({"json": {"messages": asked({"type": "image", "image": "/etc/passwd"})}}, "there is none"),
-    ({"json": {"messages": asked({"type": "image", "image": "jpg"})}, "jpg": b"broken"}, "does not decode as an image"),
+    ({"json": {"messages": ask(PNG)}, "jpg": b"1"}, "found 'png', expected a part of .*bad.jpg"),
+    ({"json": {"messages": ask({"type": "image", "image": "/etc/passwd"})}}, "there is none"),
+    ({"json": {"messages": ask({"type": "image", "image": "jpg"})}, "jpg": b"broken"}, "does not decode as an image"),
     ({"txt": "x"}, "found the parts txt, expected 'json' among them"),
     ({"json": {"messages": []}}, "expected an object with a list of messages"),
     ({"json": {"conversations": [{"from": "human", "value": "<image>"}], "images": []}}, "expected 0"),
@@ -123,7 +117,7 @@ def test_a_bad_sample_stops_the_run_or_is_dropped(make, tmp_path, caplog, parts,
 @pytest.mark.parametrize("pack", [True, False])
 def test_a_picture_that_breaks_off_is_found_when_its_row_is_due(make, tmp_path, caplog, pack):
     whole = picture(tmp_path / "a.jpg", 96, 96).read_bytes()
-    broken = {"jpg": whole[: len(whole) // 2], "json": {"messages": asked({"type": "image", "image": "jpg"})}}
+    broken = {"jpg": whole[: len(whole) // 2], "json": {"messages": ask({"type": "image", "image": "jpg"})}}
     folder = write_folder(tmp_path / "wds", train=[[("good", {"json": {"messages": ASKED}}), ("bad", broken)]])
     settings = {"pack": pack, "packing_buffer_size": 1 if pack else None}
     with pytest.raises(DataError, match=r"^train-0.tar:bad: .*does not decode"):
@@ -181,8 +175,8 @@ def test_chatml_folders_keep_the_bytes_of_their_pictures(make, files, encoder, c
     records = {
         "images": {"conversations": turns, "images": ["0.png", "1.png"]},
         "wrapped": {"conversations": turns, "images": ["1.png", "0.png"]},
-        "video": {"messages": asked_of({"type": "video", "video": ["0.png"] * 3, "sample_fps": 2.0})},
-        "file": {"messages": asked_of({"type": "video", "video": "clip.mkv"})},
+        "video": {"messages": ask({"type": "video", "video": ["0.png"] * 3, "sample_fps": 2.0})},
+        "file": {"messages": ask({"type": "video", "video": "clip.mkv"})},
         "text": {"messages": ASKED},
     }
     for batch in batches:
@@ -201,11 +195,6 @@ def test_samples_without_what_a_field_map_wants_are_named(make, files, tmp_path,
         list(islice(make(folder, pack=False).stream("train"), 2))
     assert keys(islice(make(folder, pack=False, on_bad="drop").stream("train"), 3)) == ["images"] * 3
     assert "train-0.tar:text: found the parts json" in caplog.text and "dropped, 2 so far" in caplog.text
-
-
-def asked_of(part) -> list:
-    question = [part, {"type": "text", "text": "Which?"}]
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": "Seven."}]
 
 
 class _Evil:

@@ -3,7 +3,7 @@
 import io
 import logging
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 
 from qwen3vl_bridge.data import DataError
 from qwen3vl_bridge.data.encoding import VisionLimits
@@ -15,17 +15,16 @@ from qwen3vl_bridge.training.process_groups import shutdown
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.bridge.data.base import DatasetBuildContext
 from megatron.bridge.data.loaders import RerunDataIterator
 from megatron.bridge.data.utils import get_dataset_provider
 from megatron.bridge.utils.safe_pickle import energon_torch_load
 
 from tests.training.running import replicate, train
 
-from ..conftest import groups, picture, same
+from ..conftest import built, groups, picture, reloaded, same, take
+from ..media.test_video import ask
 from ..packing.test_shared_sizes import run
 from .conftest import ASKED, keys, provider_of, write_folder
-from .test_energon import asked
 
 NUMBER = 22
 
@@ -40,16 +39,12 @@ def folder(tmp_path_factory):
         question = {"type": "text", "text": f"{words} " * (1 + number % 5)}
         if number % 3:
             return f"{words}{number}", {"json": {"messages": [{"role": "user", "content": [question]}, ASKED[1]]}}
-        parts = asked({"type": "image", "image": "png"}, question)
+        parts = ask({"type": "image", "image": "png"}, question)
         return f"{words}{number}", {"json": {"messages": parts}, "png": contents[number % 9 // 3]}
 
     train = [sample(number, "t") for number in range(NUMBER)]
     valid = [[sample(number, "v") for number in range(7)]]
     return write_folder(folder / "wds", train=[train[:9], train[9:12], train[12:]], val=valid, test=[[sample(0, "x")]])
-
-
-def take(stream, number: int) -> list:
-    return list(islice(stream, number))
 
 
 def sample_keys(*letters_and_numbers) -> list[str]:
@@ -98,11 +93,13 @@ def test_a_restored_stream_gives_the_batches_of_an_unbroken_one(make, folder, se
     for stop in (7,) if "num_workers" in settings else (0, 7):
         stream = make(folder, **settings).stream("train")
         assert all(map(same, take(stream, stop), whole))
-        theirs, ours = _saved(stream.save_state()), _saved(stream.state_dict())
+        theirs = io.BytesIO()
+        torch.save(stream.save_state(), theirs)
+        theirs.seek(0)
         restored, resumed = (make(folder, **settings).stream("train") for _ in range(2))
         restored.restore_state(energon_torch_load(theirs))
         take(resumed, 2)  # whatever it gave before
-        resumed.load_state_dict(torch.load(ours, weights_only=True))
+        resumed.load_state_dict(reloaded(stream.state_dict()))
         for other in (restored, resumed):
             assert all(map(same, take(other, 4), whole[stop : stop + 4]))
         assert resumed.state_dict()["batches"] == stop + 4
@@ -114,19 +111,13 @@ def test_ranks_go_on_from_what_one_of_them_wrote(make, folder):
     whole = [take(rank, 8) for rank in ranks]
     written = provider.stream("train", dp_rank=0, dp_size=2)
     take(written, 3)
-    state = torch.load(_saved(written.state_dict()), weights_only=True)
+    state = reloaded(written.state_dict())
     for rank in range(2):
         resumed = provider.stream("train", dp_rank=rank, dp_size=2)
         resumed.load_state_dict(state)
         assert all(map(same, take(resumed, 5), whole[rank][3:]))
     with pytest.raises(ValueError, match="to other data: found ranks 1, expected 2"):
         provider.stream("train").load_state_dict(state)
-
-
-def _saved(state) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save(state, file)
-    return io.BytesIO(file.getvalue())
 
 
 @pytest.mark.parametrize(("changes", "found"), [
@@ -175,7 +166,7 @@ def test_evaluation_sees_the_split_that_it_is_asked_for(make, folder):
 
 def test_a_sample_that_proves_bad_in_evaluation_leaves_its_place_to_nothing(make, tmp_path):
     whole = picture(tmp_path / "a.jpg", 96, 96).read_bytes()
-    bad = {"json": {"messages": asked({"type": "image", "image": "jpg"})}, "jpg": whole[: len(whole) // 2]}
+    bad = {"json": {"messages": ask({"type": "image", "image": "jpg"})}, "jpg": whole[: len(whole) // 2]}
     good = {"json": {"messages": ASKED}}
     folder = write_folder(tmp_path / "wds", train=[[("a", good)]], val=[[("good", good), ("bad", bad)]])
     batches = list(make(folder, pack=False, on_bad="drop").evaluation("valid"))
@@ -195,7 +186,7 @@ def test_a_restored_stream_counts_what_it_drops_from_there_on(make, tmp_path):
         expected = [batch.newly_dropped for batch in take(stream, 6)]
         stream = provider.stream("train", dp_size=ranks)
         take(stream, 3)
-        resumed.load_state_dict(torch.load(_saved(stream.state_dict()), weights_only=True))
+        resumed.load_state_dict(reloaded(stream.state_dict()))
         assert [batch.newly_dropped for batch in take(resumed, 3)] == expected[3:]
 
 
@@ -236,16 +227,12 @@ def test_megatron_bridge_builds_the_same_batches_and_finds_their_state(make, fol
     stream = provider.stream("train")
     assert all(same(next(iterator), next(stream)) for _ in range(5))
     assert iterator.iterable.save_state().worker_states
-    context = DatasetBuildContext(train_samples=4, valid_samples=4, test_samples=0)
-    assert make(folder, do_validation=False).build_datasets(context)[1:] == (None, None)
+    assert built(make(folder, do_validation=False), 4, 4)[1:] == (None, None)
 
 
 def test_megatron_bridges_ranks_have_their_share(make, folder):
     provider = make(folder, pack=False, seed=3)
-    context = DatasetBuildContext(
-        train_samples=4, valid_samples=0, test_samples=0, pg_collection=groups(dp=2, dp_rank=1)
-    )
-    train, _, _ = provider.build_datasets(context)
+    train, _, _ = built(provider, 4, dp=2, dp_rank=1)
     assert all(map(same, take(train, 11), provider.stream("train", dp_rank=1, dp_size=2)))
 
 
@@ -272,9 +259,9 @@ def test_wrong_shares_are_refused(make, folder):
         provider.stream("train", dp_rank=2, dp_size=2)
     with pytest.raises(ValueError, match="found data-parallel rank -1 of 1"):
         next(provider.evaluation("valid", dp_rank=-1))
-    for ask in (provider.stream, provider.evaluation):
+    for read in (provider.stream, provider.evaluation):
         with pytest.raises(ValueError, match="found micro_batch_size 3, expected the dataset's own, 1"):
-            ask("valid", micro_batch_size=3)
+            read("valid", micro_batch_size=3)
     with pytest.raises(ValueError, match="found the split 'test', expected 'train' or 'valid'"):
         provider.stream("test")
     provider.finalize()  # Megatron-Bridge does it again

@@ -1,6 +1,5 @@
 """Several data sets in one run: rows and a resume as of one source, shares as they are set, and what is refused."""
 
-import io
 import json
 import re
 from collections import Counter
@@ -11,12 +10,10 @@ from qwen3vl_bridge.data import DataError, Mixture, one_pass
 from qwen3vl_bridge.data.sources.mixture import mixed_sets
 
 import pytest
-import torch
 import yaml
-from megatron.bridge.data.base import DatasetBuildContext
 from qwen3vl_recipes import overrides, qwen3_vl_8b_sft_config
 
-from ..conftest import dialogue, groups, llava_record, picture, same, write
+from ..conftest import built, dialogue, ids, llava_record, picture, reloaded, same, write
 
 SIZES = {"letters": 40, "charts": 12, "talk": 5}
 
@@ -56,10 +53,6 @@ def make(make_provider):
 EPOCHS = {"letters": {"epochs": 0.25}, "charts": {}, "talk": {"epochs": 3}}
 
 
-def ids(batches) -> list[tuple[str, ...]]:
-    return [batch.sample_ids for batch in batches]
-
-
 @pytest.mark.parametrize("pack", [True, False])
 def test_an_epoch_has_each_sample_as_often_as_said_and_names_its_set(make, sets, pack):
     rows = make(sets(**EPOCHS), pack=pack).rows("train")
@@ -89,18 +82,14 @@ def test_rows_are_the_same_at_any_number_of_ranks_and_workers_and_after_a_resume
         assert ids(next(streams[place % ranks]) for place in range(number)) == ids(whole)
     stream = provider.stream("train")
     for stop in range(number):
-        file = io.BytesIO()
-        torch.save(stream.state_dict(), file)
-        file.seek(0)
         resumed = provider.stream("train")
-        resumed.load_state_dict(torch.load(file, weights_only=True))
+        resumed.load_state_dict(reloaded(stream.state_dict()))
         assert same(next(resumed), whole[stop]) and same(next(stream), whole[stop])
 
 
 def test_megatron_bridge_reads_the_same_rows_also_shared_by_context_parallel_ranks(make, sets):
     provider = make(sets(**EPOCHS), balance_over=4)
-    context = DatasetBuildContext(train_samples=16, valid_samples=2, test_samples=0, pg_collection=groups(dp=2, cp=2))
-    train, valid, test = provider.build_datasets(context)
+    train, valid, test = built(provider, 16, 2, dp=2, cp=2)
     expected = make(sets(**EPOCHS), pad_to_multiple_of=4).rows("train")
     for first in range(0, 16, 4):
         found = [[sample.sample_id for sample in train[number].samples] for number in range(first, first + 4)]

@@ -7,9 +7,8 @@ from qwen3vl_bridge.cli.data import main
 
 import datasets
 import pytest
-from megatron.bridge.data.base import DatasetBuildContext
 
-from ..conftest import groups, picture
+from ..conftest import built, picture
 from ..energon.conftest import provider_of, write_folder
 from ..media.test_video import ask
 
@@ -60,8 +59,7 @@ def as_a_stream(provider, cp: int):
 
 
 def in_megatron_bridges(provider, cp: int):
-    context = DatasetBuildContext(train_samples=40, valid_samples=0, test_samples=0, pg_collection=groups(cp=cp))
-    train, _, _ = provider.build_datasets(context)
+    train, _, _ = built(provider, 40, cp=cp)
     if hasattr(train, "collate_fn"):
         return (train.collate_fn([train[number]]) for number in range(40))
     return iter(train)

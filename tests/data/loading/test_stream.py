@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
 import json
 import multiprocessing
 import os
@@ -16,26 +15,16 @@ from itertools import islice
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.data import BatchStream, DataError, Window, one_pass
 from qwen3vl_bridge.data.loading.batch_stream import ignoring
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from ..conftest import picture, same, segments, write
+from ..conftest import ids, picture, reloaded, same, segments, take, write
 from ..energon.conftest import provider_of, write_folder
 from ..media.test_video import ask
-
-
-def take(stream, number: int) -> list[TokenBatch]:
-    return [next(stream) for _ in range(number)]
-
-
-def ids(batches: list[TokenBatch]) -> list[tuple[str, ...]]:
-    return [batch.sample_ids for batch in batches]
-
 
 NUMBER = 26  # rows, more than two epochs
 
@@ -48,12 +37,9 @@ def test_a_resumed_stream_sees_the_rows_of_an_unbroken_one(make_rows, settings):
     for stop in (0, 1, 5, 12, NUMBER - 4):
         stream = BatchStream(rows())
         assert all(map(same, take(stream, stop), whole))
-        file = io.BytesIO()
-        torch.save(stream.state_dict(), file)
-        file.seek(0)
         resumed = BatchStream(rows())
         take(resumed, 3)
-        resumed.load_state_dict(torch.load(file, weights_only=True))
+        resumed.load_state_dict(reloaded(stream.state_dict()))
         assert all(map(same, take(resumed, 4), whole[stop : stop + 4]))
 
 
@@ -235,13 +221,9 @@ def test_they_end_with_their_stream(make_rows, monkeypatch, cycle):
         gc.enable()
 
 
-class Collects(Dataset):
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, number: int) -> int:
-        gc.collect()
-        return number
+def collect(rows: list[int]) -> list[int]:
+    gc.collect()
+    return rows
 
 
 class Owner:
@@ -260,8 +242,8 @@ def test_they_leave_the_other_processs_garbage_alone(tmp_path):
     gc.disable()
     try:
         Owner(said)
-        loader = DataLoader(Collects(), num_workers=1, worker_init_fn=ignoring(None))
-        assert [int(number) for number in loader] == [0] and not said.exists()
+        loader = DataLoader(range(1), num_workers=1, collate_fn=collect, worker_init_fn=ignoring(None))
+        assert list(loader) == [[0]] and not said.exists()
     finally:
         gc.enable()
     gc.collect()

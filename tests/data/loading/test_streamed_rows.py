@@ -38,10 +38,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.bridge.data.base import DatasetBuildContext
 from torch.utils.data import DataLoader, Dataset
 
-from ..conftest import groups, same
+from ..conftest import built, ids, same, take
 
 pytestmark = pytest.mark.usefixtures("streams_end_at_once")
 
@@ -95,9 +94,8 @@ def test_numbers_are_places_and_epochs(rows_stream):
     assert not source.numbers(0, ROWS, 5) and not source.numbers(0, ROWS + 7, 5) and not source.numbers(2, 500, 5)
     assert list(source.numbers(3, 5, 2)) == [3 * EPOCH + 5, 3 * EPOCH + 6]
     assert epoch_of(source, 0) == epoch_of(source, 3) == list(range(ROWS))
-    assert (
-        len(source.numbers(0, 90, 99)) == ROWS - 90 and source._readings[os.getpid()].epoch == 3
-    )  # it knows, and need not read
+    # It knows, and need not read.
+    assert len(source.numbers(0, 90, 99)) == ROWS - 90 and source._readings[os.getpid()].epoch == 3
     for number in (-1, ROWS, EPOCH - 1, 3 * EPOCH + ROWS):
         with pytest.raises(IndexError):
             source[number]
@@ -126,7 +124,7 @@ def test_a_fresh_process_finds_the_same_order(rows_stream, tmp_path):
 
 
 @pytest.mark.parametrize("seed", [None, 5])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     places=st.lists(st.tuples(st.integers(0, 2), st.integers(0, ROWS - 1)), min_size=1, max_size=12),
     keep=st.sampled_from([1, 20, 500]),
@@ -154,9 +152,8 @@ class Asked(Dataset):
 def test_each_worker_sees_the_whole_stream(rows_stream, kind):
     """Workers that are forked have an open file of their parent's; they are in different epochs at the same time."""
     if kind == "memory":
-        rows_stream = datasets.Dataset.from_list([record(n) for n in range(ROWS)]).to_iterable_dataset(
-            num_shards=SHARDS
-        )
+        rows = datasets.Dataset.from_list([record(n) for n in range(ROWS)])
+        rows_stream = rows.to_iterable_dataset(num_shards=SHARDS)
     source = StreamedDataset(rows_stream, "x", seed=5, buffer_size=16)
     expected = [(asked(source, epoch * EPOCH + place), ROWS) for place in range(30) for epoch in range(2)]
     assert source._readings
@@ -316,10 +313,6 @@ def places(batch) -> list[int]:
     return [int(name.partition("[")[2].partition("]")[0].split()[0]) for name in batch.sample_ids]
 
 
-def take(stream: BatchStream, count: int) -> list:
-    return [next(stream) for _ in range(count)]
-
-
 def test_rows_in_order_are_those_of_the_file(make, make_rows, even_file):
     streamed, numbered = list(one_pass(make(seed=None)())), list(one_pass(make_rows(seed=None, path=even_file)()))
     assert [places(batch) for batch in streamed] == [
@@ -411,11 +404,9 @@ def test_fewer_files_than_parts_are_refused(make, divided, stream):
 
 
 def test_row_groups_of_parquet_files_are_parts_too(make, even_file, tmp_path):
-    rows = datasets.Dataset.from_json(str(even_file), cache_dir=str(tmp_path / "cache"))
-    rows.to_parquet(tmp_path / "train.parquet", batch_size=10)
-    dataset = datasets.load_dataset(
-        "parquet", data_files=str(tmp_path / "train.parquet"), split="train", streaming=True
-    )
+    path, cache = tmp_path / "train.parquet", str(tmp_path / "cache")
+    datasets.Dataset.from_json(str(even_file), cache_dir=cache).to_parquet(path, batch_size=10)
+    dataset = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
     assert dataset.num_shards == 1
     streamed = StreamedRows(make(dataset=dataset)(), 4)
     found = [next(row for row in count() if streamed[4 * row + part].window.epoch == 1) for part in range(4)]
@@ -445,39 +436,23 @@ def test_what_is_dropped_adds_up_over_parts(make, divided, tmp_path, caplog):
 
 def test_an_evaluation_reads_the_first_rows_each_time(make, divided):
     rows = StreamedRows(make(dataset=divided[0], seed=None, repeat=40)(), 4)
-    trained = Counter(
-        name
-        for number in range(40)
-        if (batch := rows.collate_fn([rows[number]])).loss_mask.any()
-        for name in batch.sample_ids
-    )
+    batches = [rows.collate_fn([rows[number]]) for number in range(40)]
+    trained = Counter(name for batch in batches if batch.loss_mask.any() for name in batch.sample_ids)
     assert len(trained) == 40 and set(trained.values()) == {1}
-    assert same(rows.collate_fn([rows[43]]), rows.collate_fn([rows[3]]))
+    assert same(rows.collate_fn([rows[43]]), batches[3])
 
 
-class _Breaks:
-    def __init__(self, source) -> None:
-        self._source = source
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def __getitem__(self, index, /):
+class Breaks(JsonLines):
+    def __getitem__(self, index):
         if index == 2:
             raise Unreachable(self.sample_id(index), "found no answer")
-        return self._source[index]
-
-    def sample_id(self, index, /) -> str:
-        return self._source.sample_id(index)
-
-    def fingerprint(self):
-        return self._source.fingerprint()
+        return super().__getitem__(index)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_cannot_be_had_now_is_not_left_out(make, train_file, workers):
     """The next sample would fail as well, and thousands would be left out for a network that was down."""
-    stream = BatchStream(make(seed=None, on_bad="drop", source=_Breaks(JsonLines(train_file)))(), num_workers=workers)
+    stream = BatchStream(make(seed=None, on_bad="drop", source=Breaks(train_file))(), num_workers=workers)
     with pytest.raises(Unreachable, match=r"^train.jsonl:3: found no answer$"):
         take(stream, 8)
 
@@ -504,40 +479,34 @@ def test_the_provider_streams_what_is_on_the_hub(provider):
     seen = sorted(place for batch in provider().evaluation("valid") for place in places(batch))
     assert seen == list(range(40))
     first, again = (take(provider().stream("train"), 5) for _ in range(2))
-    assert [batch.sample_ids for batch in first] == [batch.sample_ids for batch in again]
+    assert ids(first) == ids(again)
     assert all("of epoch 0]" in name for batch in first for name in batch.sample_ids)
 
 
 def test_megatron_bridge_reads_parts_that_ranks_of_one_row_share(provider):
     """Its loader gives each data-parallel rank every second row here, and its two workers take turns."""
 
-    def build(one, **ranks):
-        context = DatasetBuildContext(
-            train_samples=40, valid_samples=8, test_samples=0, pg_collection=groups(dp=2, **ranks)
-        )
-        return one.build_datasets(context)
-
     def names(rows, numbers):
         return [[sample.sample_id for sample in rows[number].samples] for number in numbers]
 
     one = provider(num_workers=2, pad_to_multiple_of=4)
-    train, valid, test = build(one)
+    train, valid, test = built(one, 40, 8, dp=2)
     assert len(train) == 40 and test is None and one.position["data"]["parts"] == 4
     streams = [one.stream("train", dp_rank=rank, dp_size=2) for rank in range(2)]
     expected = [list(next(streams[number % 2]).sample_ids) for number in range(12)]
     assert names(train, range(12)) == expected
     assert all(name.endswith(f"part {n % 4} of 4]") for n, row in enumerate(expected) for name in row)
-    shared, _, _ = build(provider(num_workers=2), cp=2)
-    assert names(shared, range(12)) == names(build(provider(num_workers=2), cp=2, dp_rank=1)[0], range(12)) == expected
+    shared, other = (built(provider(num_workers=2), 40, dp=2, cp=2, dp_rank=rank)[0] for rank in range(2))
+    assert names(shared, range(12)) == names(other, range(12)) == expected
     assert all("epoch" not in name for row in names(valid, range(8)) for name in row)
 
     later = provider(num_workers=1)
     later.expect_position(one.position, 12)
     with pytest.raises(ValueError, match="read in 4 parts, found 2, expected 4: as many data-parallel ranks x data-"):
-        build(later)
+        built(later, 40, dp=2)
     again = provider(num_workers=1, stream_parts=4, pad_to_multiple_of=4)
     again.expect_position(one.position, 12)
-    assert names(build(again)[0], range(12)) == expected
+    assert names(built(again, 40, dp=2)[0], range(12)) == expected
 
 
 def test_settings_of_a_stream(provider):

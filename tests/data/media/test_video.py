@@ -10,18 +10,19 @@ import torch
 from PIL import Image
 from transformers.video_utils import VideoMetadata
 
-from ..conftest import picture
+from ..conftest import dialogue, picture
 
 
-def clip(path, frames: int, rate: int = 10, size=(96, 128), times=None):
+def clip(path, frames: int, rate: int = 10, size=(96, 128), times=None, codec=None, step=3):
     """A video, lossless in an .mkv; each frame is of one grey, which tells its number."""
     height, width = size
-    codec, pixels = ("ffv1", "bgr0") if path.suffix == ".mkv" else ("mpeg4", "yuv420p")
+    lossless = path.suffix == ".mkv" and codec is None
+    pixels, codec = ("bgr0", "ffv1") if lossless else ("yuv420p", codec or "mpeg4")
     with av.open(str(path), "w") as container:
-        stream = container.add_stream(codec, rate=rate)
+        stream = container.add_stream(codec, rate=rate, options={"crf": "0"} if codec == "libx264" else {})
         stream.width, stream.height, stream.pix_fmt = width, height, pixels
         for number in range(frames):
-            frame = av.VideoFrame.from_ndarray(np.full((height, width, 3), number * 3 % 256, np.uint8), "rgb24")
+            frame = av.VideoFrame.from_ndarray(np.full((height, width, 3), number * step % 256, np.uint8), "rgb24")
             frame.pts = number if times is None else times[number]
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
@@ -29,8 +30,7 @@ def clip(path, frames: int, rate: int = 10, size=(96, 128), times=None):
 
 
 def ask(*parts) -> list:
-    question = [*parts, {"type": "text", "text": "Which?"}]
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": "Seven."}]
+    return dialogue([*parts, {"type": "text", "text": "Which?"}], "Seven.")
 
 
 @pytest.mark.parametrize("frames", [1, 4, 7, 46, 100])
@@ -107,9 +107,8 @@ def test_rates_of_lists_of_frames_next_to_the_messages(encoder, read, tmp_path, 
 ])  # fmt: skip
 def test_rates_that_are_none_are_refused(read, tmp_path, videos, rates, problem):
     picture(tmp_path / "a.png", 32, 32), (tmp_path / "a.mp4").write_bytes(b"x")
-    asked = [{"role": "user", "content": "<video>" * len(videos)}, {"role": "assistant", "content": "Seven."}]
     with pytest.raises(DataError, match=problem):
-        read({"messages": asked, "videos": videos, "sample_fps": rates})
+        read({"messages": dialogue("<video>" * len(videos), "Seven."), "videos": videos, "sample_fps": rates})
 
 
 def test_times_are_those_the_file_has(processor, tmp_path):
@@ -202,17 +201,9 @@ def test_bytes_are_as_good_as_a_file(processor, tmp_path):
     assert rows[0].size == (96, 128)
 
 
-def encoded(path, frames: int, times=None, **options):
+def encoded(path, frames: int, times=None):
     """A video of H.264, with frames that refer to later ones; each is of one grey."""
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=10, options={"crf": "0", **options})
-        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
-        for number in range(frames):
-            frame = av.VideoFrame.from_ndarray(np.full((64, 64, 3), number * 5, np.uint8), "rgb24")
-            frame.pts = number if times is None else times[number]
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
-    return path
+    return clip(path, frames, size=(64, 64), times=times, codec="libx264", step=5)
 
 
 @pytest.mark.parametrize("suffix", ["mp4", "mkv", "mov"])
@@ -248,7 +239,6 @@ def test_a_kind_of_video_that_is_not_known_is_refused(processor, tmp_path):
 
 def test_a_video_in_an_answer_is_no_answer(processor, encoder, read, tmp_path):
     clip(tmp_path / "a.mkv", 12)
-    shown = [{"type": "video", "video": "a.mkv"}, {"type": "text", "text": "There."}]
-    sample = encoder(read([{"role": "user", "content": "Show."}, {"role": "assistant", "content": shown}]))
+    sample = encoder(read(dialogue("Show.", [{"type": "video", "video": "a.mkv"}, {"type": "text", "text": "There."}])))
     assert sample.video_grid_thw is not None
     assert processor.tokenizer.decode(sample.labels[sample.loss_mask.bool()]) == "There.<|im_end|>"

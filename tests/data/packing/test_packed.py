@@ -33,12 +33,9 @@ from ..conftest import picture, segments, write
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory, train_file, encoder, collator) -> PackedRows:
     folder = tmp_path_factory.mktemp("packed") / "rows"
-    pack(RowDataset(Samples(JsonLines(train_file), SampleFilter(encoder, limit=256)), settings_of(collator)), folder)
+    samples = Samples(JsonLines(train_file), SampleFilter(encoder, limit=256))
+    pack(RowDataset(samples, RowSettings(collator, seed=0)), folder)
     return PackedRows(folder)
-
-
-def settings_of(collator):
-    return RowSettings(collator, seed=0)
 
 
 def samples_of(batch) -> dict[str, tuple]:
@@ -267,9 +264,8 @@ def test_the_command_writes_what_training_reads(command, checkpoint, tmp_path, c
     assert json.loads(capsys.readouterr().out)["rows"] == len(PackedRows(output))
     (output / "diary.txt").write_text("mine")
     assert main([*command, "--output", str(output), "--overwrite"]) == 2
-    assert (
-        "holds 1 files that are not part of our packing, which would be deleted: diary.txt;" in capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert "holds 1 files that are not part of our packing, which would be deleted: diary.txt;" in said
     for wrong in (
         replace(provider, seq_length=512),
         replace(provider, answers="last"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -14,7 +13,7 @@ from qwen3vl_bridge.data.packing.row_plan import MixedOrder
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 lengths_and_capacity = st.integers(1, 60).flatmap(
@@ -23,21 +22,14 @@ lengths_and_capacity = st.integers(1, 60).flatmap(
 
 
 @given(lengths_and_capacity)
-def test_each_sample_is_in_one_row_and_no_row_is_too_full(case):
+def test_each_sample_is_in_one_row_and_rows_are_few_and_not_too_full(case):
     lengths, capacity = case
     rows = best_fit(lengths, capacity)
     assert sorted(sample for row in rows for sample in row) == list(range(len(lengths)))
     assert all(row and sum(lengths[sample] for sample in row) <= capacity for row in rows)
     assert rows == sorted(rows) and all(row == sorted(row) for row in rows)
     assert rows == best_fit(lengths, capacity)
-
-
-@given(lengths_and_capacity)
-def test_rows_are_few(case):
-    """No two rows fit into one; and never fewer rows than there are tokens for."""
-    lengths, capacity = case
-    rows = best_fit(lengths, capacity)
-    assert len(rows) >= math.ceil(sum(lengths) / capacity)
+    # No two rows fit into one.
     loads = sorted(sum(lengths[sample] for sample in row) for row in rows)
     assert all(a + b > capacity for a, b in itertools.pairwise(loads))
 
@@ -60,11 +52,6 @@ def test_no_row_has_too_many_patches(case, data):
         assert best_fit(lengths, capacity, small, most) == best_fit(lengths, capacity)
 
 
-def test_a_sample_of_too_many_patches_is_refused():
-    with pytest.raises(ValueError, match="sample 1 has 11 patches, expected at most 10"):
-        best_fit([1, 1], 10, [3, 11], 10)
-
-
 def test_the_tightest_row_is_taken():
     assert best_fit([6, 5, 4, 3], 9) == [[0, 3], [1, 2]]
     assert best_fit([5, 5, 4, 6], 10) == [[0, 1], [2, 3]]
@@ -72,10 +59,13 @@ def test_the_tightest_row_is_taken():
     assert best_fit([], 10) == []
 
 
-@pytest.mark.parametrize("length", [0, 11])
-def test_a_sample_that_no_row_holds_is_refused(length):
-    with pytest.raises(ValueError, match=f"sample 1 has {length} tokens, expected 1 to 10"):
-        best_fit([10, length], 10)
+@pytest.mark.parametrize(("length", "patches", "found"), [
+    (0, 3, "0 tokens, expected 1 to 10"), (11, 3, "11 tokens, expected 1 to 10"),
+    (1, 11, "11 patches, expected at most 10"),
+])  # fmt: skip
+def test_a_sample_that_no_row_holds_is_refused(length, patches, found):
+    with pytest.raises(ValueError, match=f"sample 1 has {found}"):
+        best_fit([10, length], 10, [3, patches], 10)
 
 
 def test_many_samples_that_fill_a_tower_take_no_longer_each():
@@ -146,7 +136,6 @@ def plans(draw: st.DrawFn):
 
 
 @given(plans())
-@settings(deadline=None)
 def test_each_sample_is_in_rows_of_an_epoch_as_often_as_in_its_order(case):
     lengths, order, options, make = case
     plan, first, dropped_before = make(), 0, 0
@@ -168,7 +157,6 @@ def test_each_sample_is_in_rows_of_an_epoch_as_often_as_in_its_order(case):
 
 
 @given(plans(), st.integers(0, 60), st.randoms(use_true_random=False))
-@settings(deadline=None)
 def test_a_plan_goes_on_from_any_row_in_any_order(case, start, random):
     *_, make = case
     whole = make()
@@ -210,14 +198,12 @@ def test_the_emptiest_row_is_carried_on():
     assert plan.window(2) == Window(0, 4, (2,), 2) and plan.end_of_epoch() == 4
 
 
-def lengths_of_a_mix(number: int) -> np.ndarray:
-    """What instruction data with pictures looks like: most samples short, a long tail; up to 4,096 tokens."""
-    return np.random.default_rng(0).lognormal(6.0, 0.9, number).astype(int).clip(16, 4096)
-
-
 def test_rows_are_at_least_98_percent_full_on_a_mix_of_lengths():
-    """Measured: 99.8 % (median 400, mean 599 tokens; rows of 4,096; windows of 512 samples)."""
-    lengths = lengths_of_a_mix(10_000)
+    """Like instruction data with pictures: most samples short, a long tail.
+
+    Measured: 99.8 % (median 400, mean 599 tokens; rows of 4,096; windows of 512 samples).
+    """
+    lengths = np.random.default_rng(0).lognormal(6.0, 0.9, 10_000).astype(int).clip(16, 4096)
     plan = plan_of(lambda sample: int(lengths[sample]), len(lengths), capacity=4096, seed=0)
     assert lengths.sum() / (4096 * plan.end_of_epoch()) > 0.98
 
@@ -226,7 +212,6 @@ def test_rows_are_at_least_98_percent_full_on_a_mix_of_lengths():
     (lambda: NumberedOrder(0), "found 0 samples, expected at least 1"),
     (lambda: plan_of([1], 1, window_size=0), "found windows of 0 samples"),
     (lambda: plan_of(lambda _: 0, 3).row(0), "epoch 0: none of its samples is in a row"),
-    (lambda: plan_of(lambda _: 33, 3).row(0), "sample 0 has 33 tokens, expected 1 to 32"),
 ])  # fmt: skip
 def test_plans_that_cannot_be_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
@@ -234,7 +219,6 @@ def test_plans_that_cannot_be_are_refused(make, message):
 
 
 @given(mixtures())
-@settings(deadline=None)
 def test_after_any_number_of_epochs_each_sample_was_seen_as_often_as_said(case):
     lengths, taken, _ = case
     order, seen = MixedOrder(*case), Counter[int]()
@@ -253,14 +237,12 @@ def test_after_any_number_of_epochs_each_sample_was_seen_as_often_as_said(case):
 
 
 @given(mixtures(), st.integers(0, 3), st.integers(0, 60), st.integers(1, 30))
-@settings(deadline=None)
 def test_any_place_is_found_without_those_before_it(case, epoch, start, count):
     whole = MixedOrder(*case).numbers(epoch, 0, ALL)
     assert MixedOrder(*case).numbers(epoch, start, count) == whole[start : start + count]
 
 
 @given(mixtures(), st.integers(0, 3))
-@settings(deadline=None)
 def test_shares_hold_in_every_stretch_of_an_epoch(case, epoch):
     lengths, _, _ = case
     found = MixedOrder(*case).numbers(epoch, 0, ALL)

@@ -82,9 +82,7 @@ def test_ranks_of_one_machine_and_their_workers_measure_each_conversation_once(
     found = run(*(lambda rank=rank: rows_of(rank) for rank in range(4)))
     assert found.count(found[0]) == 4
     names = measured()
-    total = len(train_file.read_text().splitlines())
-    print(f"{len(names)} measurements of {total} conversations")
-    assert len(names) == len(set(names)) <= total
+    assert len(names) == len(set(names)) <= len(train_file.read_text().splitlines())
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
-from qwen3vl_bridge.data import Collator, DataError, JsonLines, VisionSettings, pad_token_id
+from qwen3vl_bridge.data import DataError, JsonLines, VisionSettings, pad_token_id
 
 import pytest
 import torch
@@ -130,9 +130,3 @@ def test_other_configs_are_refused(processor, checkpoint, tmp_path):
     checkpoint[0].text_config.save_pretrained(tmp_path / "text")
     with pytest.raises(DataError, match="text: found the config of a 'qwen3_vl_text', expected one of Qwen3-VL"):
         VisionSettings.of_checkpoint(tmp_path / "text", processor)
-
-
-def test_collators_compare_and_travel(collator):
-    import pickle
-
-    assert pickle.loads(pickle.dumps(collator)) == collator and isinstance(collator, Collator)

@@ -270,7 +270,7 @@ def called(values: dict, schema: dict) -> dict:
 
 
 @given(st.lists(st.tuples(arguments, schemas), min_size=1, max_size=4))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_keys_that_a_table_pads_with_nulls_are_missing_in_every_source(cases):
     every = {"x": 1, "names": ["x"], "deep": [{"name": "x", "y": 1}]}
     full = {"city": "x", "a": 1, "b": 0.5, "tags": ["x"], "where": every, "flag": True}

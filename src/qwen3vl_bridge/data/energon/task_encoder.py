@@ -72,9 +72,6 @@ def _take_parts(sample: CrudeSample) -> Parts:
     return Parts(**basic_sample_keys(sample), parts=parts)
 
 
-COOKERS = (Cooker(_take_parts),)
-
-
 class _RecordsAlone:
     """Energon's decoder of ChatML folders: decodes records, because field maps may use their fields, but not media."""
 
@@ -90,19 +87,6 @@ class _RecordsAlone:
         return {"decoder": type(self).__name__}
 
 
-def keep_bytes(dataset: Any) -> None:
-    """Make one of energon's dataset factories, before it builds, return media as bytes; only of supported kinds."""
-    kind, place = dataset.__sample_type__, ", ".join(map(str, dataset.paths))
-    crude = issubclass(kind, CrudeSample)
-    fields = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
-    if isinstance(dataset, DefaultDecoderWebdatasetFactory) and (crude or fields >= _CHATML):
-        # There is no public way to set it: ChatMLWebdataset ignores the decoder that it is given.
-        dataset._decoder = None if crude else _RecordsAlone()  # pyright: ignore[reportAttributeAccessIssue]
-    elif not (crude and isinstance(dataset, DefaultCrudeJsonlDatasetFactory)):
-        found = f"found a {type(dataset).__name__} of {kind.__name__}"
-        raise DataError(place, f"{found}, expected a CrudeWebdataset or Megatron-Bridge's ChatMLWebdataset")
-
-
 class _Named:
     """One of energon's sample readers, with the path of the file in its errors."""
 
@@ -113,13 +97,12 @@ class _Named:
         try:
             return self._reader[index]
         except (OSError, ValueError, AssertionError, IndexError, tarfile.TarError) as error:
-            found = f"energon does not read a sample of it: {type(error).__name__}: {error}"
-            raise DataError(self._file(index), f"{found}; expected it as 'energon prepare' found it") from error
-
-    def _file(self, index: int) -> str:
-        if isinstance(self._reader, IJsonlReader):
-            return str(self._reader.jsonl_path)
-        return str(self._reader.shard_infos[bisect_right(self._reader.shard_count_cumsum, index) - 1].path)
+            found, reader = f"energon does not read a sample of it: {type(error).__name__}: {error}", self._reader
+            if isinstance(reader, IJsonlReader):
+                file = reader.jsonl_path
+            else:
+                file = reader.shard_infos[bisect_right(reader.shard_count_cumsum, index) - 1].path
+            raise DataError(str(file), f"{found}; expected it as 'energon prepare' found it") from error
 
 
 def name_files(dataset: Any) -> Any:
@@ -247,7 +230,7 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     """Samples with their sizes, in energon's order."""
 
     decoder = None  # media stay bytes
-    cookers = COOKERS
+    cookers = (Cooker(_take_parts),)
 
     def __init__(
         self,
@@ -279,12 +262,21 @@ class MeasuringTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         return name_files(super().build_val_datasets(datasets=datasets, worker_config=worker_config, **settings))
 
     def _prepare(self, datasets: Sequence[Any], worker_config: WorkerConfig) -> None:
-        """Keep media as bytes, and raise errors: energon's own handler prints them and takes the next sample."""
+        """Keep media as bytes, of supported kinds, and raise errors: energon's own handler prints them and goes on."""
         for loaded in datasets:
             if loaded.aux:
                 found = f"found auxiliary data ({', '.join(loaded.aux)})"
                 raise DataError(_places([loaded]), f"{found}, expected media in the tars")
-            keep_bytes(loaded.dataset)
+            dataset, kind = loaded.dataset, loaded.dataset.__sample_type__
+            crude = issubclass(kind, CrudeSample)
+            fields = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
+            if isinstance(dataset, DefaultDecoderWebdatasetFactory) and (crude or fields >= _CHATML):
+                # There is no public way to set it: ChatMLWebdataset ignores the decoder that it is given.
+                dataset._decoder = None if crude else _RecordsAlone()  # pyright: ignore[reportAttributeAccessIssue]
+            elif not (crude and isinstance(dataset, DefaultCrudeJsonlDatasetFactory)):
+                found = f"found a {type(dataset).__name__} of {kind.__name__}"
+                wanted = "expected a CrudeWebdataset or Megatron-Bridge's ChatMLWebdataset"
+                raise DataError(_places([loaded]), f"{found}, {wanted}")
         worker_config.global_error_handler = self._handle
         # Of all ranks, in the subsets that a metadataset uses.
         every = [(loaded.dataset.subset, len(loaded.dataset)) for loaded in datasets]

@@ -22,7 +22,7 @@ from typing import Any
 
 from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.loading.row_dataset import EncodedRow, RowDataset, without_loss
+from qwen3vl_bridge.data.loading.row_dataset import RowDataset, without_loss
 from qwen3vl_bridge.data.packing.row_plan import Window
 
 import torch
@@ -70,20 +70,19 @@ class BatchStream(Iterator[TokenBatch]):
         return batch
 
     def _loader(self) -> Iterator[tuple[TokenBatch, Window]]:
-        rows, start = self._micro_batch_size, count(self._next_row + self._first, self._group)
-        return iter(
-            DataLoader(
-                self._rows,
-                # Without `self`, which would then never be collected.
-                batch_sampler=([first + place for place in range(rows)] for first in start),
-                collate_fn=partial(_collate, self._rows),
-                num_workers=self._num_workers,
-                worker_init_fn=ignoring(self._ignored_signal),
-                # Otherwise it draws from the global generator here, and a resumed run differs from an uninterrupted
-                # one.
-                generator=torch.Generator(),
-            )
+        # Nothing that the loader holds refers to `self`, which would then never be collected.
+        dataset, rows = self._rows, self._micro_batch_size
+        start = count(self._next_row + self._first, self._group)
+        loader = DataLoader(
+            dataset,
+            batch_sampler=([first + place for place in range(rows)] for first in start),
+            collate_fn=lambda read: (dataset.collate_fn(read), read[0].window),
+            num_workers=self._num_workers,
+            worker_init_fn=ignoring(self._ignored_signal),
+            # Not the global generator: a resumed run would differ from an uninterrupted one.
+            generator=torch.Generator(),
         )
+        return iter(loader)
 
     def state_dict(self) -> dict[str, Any]:
         """Position of the stream: plain numbers, equal on every rank except for the window."""
@@ -108,11 +107,6 @@ class BatchStream(Iterator[TokenBatch]):
         self._next_row, self._window = state["row"], window
         self._rows = self._rows.begun_at(window)
         self._loaders.clear()
-
-
-def _collate(dataset: RowDataset, rows: list[EncodedRow]) -> tuple[TokenBatch, Window]:
-    """A batch, and the window for the stream's position."""
-    return dataset.collate_fn(rows), rows[0].window
 
 
 def one_pass(

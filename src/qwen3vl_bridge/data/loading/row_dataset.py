@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import NamedTuple
 
 from qwen3vl_bridge.batch import TokenBatch
@@ -17,10 +16,8 @@ from qwen3vl_bridge.data.packing.row_plan import (
     RowPlan,
     SetCounts,
     Window,
-    add_counts,
     count_sets,
-    counts_since,
-    most_of,
+    merge_counts,
 )
 from qwen3vl_bridge.data.packing.sample_sizes import Left
 from qwen3vl_bridge.data.samples import Samples
@@ -69,10 +66,8 @@ def assign_rows(costs: Sequence[float], ranks: int) -> list[int]:
     Rank r reads positions r, r + ranks, r + 2 * ranks, ... Ranks wait for each other at the end of a step, and with
     sharded parameters or experts in every microbatch. So the rows of a turn have similar costs, and within a turn the
     rank with the lowest total so far gets the most expensive row. Rows are assigned only within a global batch, so the
-    gradient of a step is the sum over the same rows for every assignment and number of ranks.
-
-    Raises:
-        ValueError: the number of rows is not a multiple of the number of ranks.
+    gradient of a step is the sum over the same rows for every assignment and number of ranks. A `ValueError` if the
+    number of rows is not a multiple of the ranks.
     """
     if ranks < 1 or len(costs) % ranks:
         raise ValueError(f"found {len(costs)} rows to assign to {ranks} ranks, expected a multiple of the ranks")
@@ -102,16 +97,10 @@ class RowDataset(Dataset[EncodedRow]):
         ranks: int = 1,
         repeat: int | None = None,
     ) -> None:
-        """Plan rows of samples.
+        """Plan rows of samples from a window on, for data-parallel ranks that read in turn; `len` returns `length`.
 
-        Args:
-            samples: what to read.
-            settings: settings of rows.
-            length: the result of `len`.
-            begin: window of the plan to continue from.
-            ranks: data-parallel ranks, which read in turn.
-            repeat: number of rows that are repeated without end, always the first of the plan; those after its epoch
-                have no loss. None to continue without repetition.
+        `repeat` is the number of rows that are repeated without end, always the first of the plan; those after its
+        epoch have no loss. None to continue without repetition.
         """
         self.samples, self.settings, self._len, self.ranks, self.repeat = samples, settings, length, ranks, repeat
         if settings.packed is not None:
@@ -185,9 +174,9 @@ class RowDataset(Dataset[EncodedRow]):
         batch = collator.packed(rows[0].samples) if pack else collator.padded([row.samples[0] for row in rows])
         batch = replace(
             batch,
-            dropped=reduce(most_of, [row.dropped for row in rows]),
-            newly_dropped=reduce(add_counts, [row.newly_dropped for row in rows]),
-            unreadable=reduce(add_counts, [row.unreadable for row in rows]),
+            dropped=merge_counts(max, *(row.dropped for row in rows)),
+            newly_dropped=merge_counts(sum, *(row.newly_dropped for row in rows)),
+            unreadable=merge_counts(sum, *(row.unreadable for row in rows)),
         )
         if self.repeat is None:
             return batch
@@ -253,7 +242,8 @@ class StreamedRows(RowDataset):
         rows = self._rows[part]
         row = rows[place]
         before = rows.plan.dropped(place - 1) if place else ()
-        return row._replace(dropped=(), newly_dropped=counts_since(before, row.dropped))
+        new = merge_counts(lambda counts: counts[0] - counts[1], row.dropped, before)
+        return row._replace(dropped=(), newly_dropped=new)
 
     def begun_at(self, begin: Window) -> StreamedRows:
         """The same rows. A position has the window of only one part, so all are read again from the start."""

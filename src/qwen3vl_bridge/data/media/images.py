@@ -78,10 +78,8 @@ def load_image(image: Media, place: str) -> Image.Image:
 
     Rotates by the EXIF orientation, which a processor that is given a path ignores, although the conversation was
     written about the upright image. Composites a transparent image on white, as qwen-vl-utils and vLLM do with RGBA;
-    transformers drops the transparency, and black text on a transparent ground becomes black on black.
-
-    Raises:
-        DataError: a file that does not decode, or one with too many pixels.
+    transformers drops the transparency, and black text on a transparent ground becomes black on black. A `DataError`
+    for a file that does not decode, or one with too many pixels.
     """
     with _opened(image, place) as opened:
         try:

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -130,14 +130,15 @@ def _file(name: str, roots: tuple[Path, ...], place: str) -> Path:
                 break  # the first that exists is used, and no other of the same name
         if outside is not None:
             root, path = outside
-            wanted = [str(one) for one in (*roots, _folder_outside(name, root, inside))]
+            given, wanted = list(map(str, roots)), [*map(str, roots), str(_folder_outside(name, root, inside))]
             raise DataError(
                 place,
-                f"{name!r} is {path}, expected a path inside the media root {_listed(roots)}; if that place is "
+                f"{name!r} is {path}, expected a path inside the media root {' or '.join(given)}; if that place is "
                 f"meant, name it too: media_root=[{','.join(wanted)}] for training, "
                 f"{' '.join(f'--media-root {one}' for one in wanted)} for `qwen3vl data`",
             )
-        raise DataError(place, f"{name!r} is {_listed(root / name for root in inside)}, and there is no such file")
+        tried = " or ".join(str(root / name) for root in inside)
+        raise DataError(place, f"{name!r} is {tried}, and there is no such file")
     except DataError:
         raise
     except (OSError, ValueError, RuntimeError) as error:  # too long, a null character, a loop of symbolic links
@@ -152,10 +153,6 @@ def _folder_outside(name: str, root: Path, roots: list[Path]) -> Path:
         path = next(step for step in steps if not any(step.resolve().is_relative_to(one) for one in roots))
     path = path.resolve()
     return path if path.is_dir() else path.parent
-
-
-def _listed(paths: Iterable[Path]) -> str:
-    return " or ".join(map(str, paths))
 
 
 def describe(media: Media) -> str:
@@ -275,9 +272,7 @@ class UrlCache:
         )
 
     def path_of(self, address: str) -> Path:
-        """Path of a URL's file, whether it exists or not: a digest and the URL's end, so that FFmpeg gets an
-        extension.
-        """
+        """Path of a URL's file, existing or not: a digest and the URL's end, so that FFmpeg gets an extension."""
         digest, url = digest_of(address).hex(), read_url(address)
         name = "" if url is None else url.path.rpartition("/")[2]
         ending = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[-60:]

@@ -52,8 +52,7 @@ class Sampled:
 def sample(video: Video, processor: Any, place: str) -> Sampled:
     """The frames of a video that a Qwen3VLVideoProcessor samples, without decoding them; all of a list of frames.
 
-    Raises:
-        DataError: a file that is not a video, has no frames, or has too small or too large ones.
+    A `DataError` for a file that is not a video, has no frames, or has too small or too large ones.
     """
     if isinstance(video, FrameList):
         sizes = {image_size(frame, place) for frame in video.frames}

@@ -31,19 +31,9 @@ def count_sets(sets: Iterable[int]) -> SetCounts:
     return tuple(counts[number] for number in range(max(counts, default=-1) + 1))
 
 
-def add_counts(first: SetCounts, second: SetCounts) -> SetCounts:
-    """Elementwise sum."""
-    return tuple(a + b for a, b in zip_longest(first, second, fillvalue=0))
-
-
-def most_of(first: SetCounts, second: SetCounts) -> SetCounts:
-    """Elementwise maximum."""
-    return tuple(max(a, b) for a, b in zip_longest(first, second, fillvalue=0))
-
-
-def counts_since(before: SetCounts, now: SetCounts) -> SetCounts:
-    """Elementwise difference of the new and the old counts."""
-    return tuple(b - a for a, b in zip_longest(before, now, fillvalue=0))
+def merge_counts(merge: Callable[[tuple[int, ...]], int], *counts: SetCounts) -> SetCounts:
+    """The `sum`, `max` or another function of each data set's counts."""
+    return tuple(map(merge, zip_longest(*counts, fillvalue=0)))
 
 
 _KEPT = 2  # epochs: a window may extend over an epoch's end
@@ -94,12 +84,10 @@ class MixedOrder(Order):
     """
 
     def __init__(self, lengths: Sequence[int], taken: Sequence[Fraction], seed: int | None = None) -> None:
-        """Order samples; a `ValueError` for a data set without a share, or epochs that may be empty.
+        """Order the samples of data sets of these lengths; a `ValueError` for one without a share, or empty epochs.
 
-        Args:
-            lengths: number of samples of each data set.
-            taken: number of samples of each data set per epoch, on average if it is not an integer.
-            seed: of the order; None for numerical order within each data set.
+        `taken` is the number of samples of each data set per epoch, on average if it is not an integer. Without a seed
+        the order within each data set is numerical.
         """
         if any(number <= 0 for number in taken) or sum(map(floor, taken)) < 1:
             found = ", ".join(f"{float(number):g} of {length}" for number, length in zip(taken, lengths, strict=True))
@@ -154,14 +142,10 @@ _SHELVES, _LOOKS = 16, 32
 def best_fit(
     lengths: Sequence[int], capacity: int, patches: Sequence[int] | None = None, most_patches: int | None = None
 ) -> list[list[int]]:
-    """Best-fit decreasing: samples in descending order of size, each into the row with the least space that is
-    sufficient.
+    """Rows of sample numbers, by best-fit decreasing; a `ValueError` for a sample that no row holds.
 
-    Returns:
-        Rows of sample numbers. Rows, and the samples in one, are in ascending order of their first sample.
-
-    Raises:
-        ValueError: a sample that exceeds the tokens or patches of a row.
+    Samples in descending order of size go each into the row with the least space that is sufficient. The rows, and the
+    samples in one, are in ascending order of their first sample.
     """
     if patches is None or most_patches is None:
         patches, most_patches = [0] * len(lengths), 1
@@ -241,18 +225,10 @@ class RowPlan:
         measure: Callable[[Sequence[int]], None] | None = None,
         set_of: Callable[[int], int] = lambda sample: 0,
     ) -> None:
-        """Plan rows of samples.
+        """Plan rows of at most `capacity` tokens and `most_patches` patches; without `pack`, each sample is a row.
 
-        Args:
-            size: space of a sample in a row, with its padding; no tokens to drop it.
-            order: of the samples of each epoch.
-            capacity: maximum tokens per row.
-            pack: pack samples into rows; otherwise each is a row.
-            window_size: number of samples packed together.
-            begin: the window to resume from.
-            most_patches: maximum patches per row.
-            measure: called with the samples whose sizes are needed next.
-            set_of: index of a sample's data set, for counts of dropped samples.
+        `size` is the space of a sample in a row, with its padding; no tokens to drop it. `measure` is called with the
+        samples whose sizes are needed next. `set_of` is the index of a sample's data set, for counts of dropped ones.
         """
         if window_size < 1:
             raise ValueError(f"found windows of {window_size} samples, expected at least 1")
@@ -322,6 +298,6 @@ class RowPlan:
                 carried = rows.pop(emptiest)
         out = count_sets(self._set_of(sample) for sample in new if not sizes[sample].tokens)
         epoch, start = (window.epoch + 1, 0) if is_last else (window.epoch, window.start + self._window_size)
-        following = Window(epoch, start, carried, window.first_row + len(rows), add_counts(window.dropped, out))
+        following = Window(epoch, start, carried, window.first_row + len(rows), merge_counts(sum, window.dropped, out))
         self._latest = window, rows, following
         return rows, following

@@ -88,12 +88,8 @@ class HubDataset:
     ) -> None:
         """Read the rows (at least one) of a `datasets.Dataset`, called `name` in messages, as conversations.
 
-        Args:
-            dataset: the data set.
-            name: its name in messages.
-            media_root: None if paths are not allowed.
-            schema: schema of the records, or None.
-            recorded_as: name of the data in the download record; the library's fingerprint if None.
+        Without a `media_root`, paths are not allowed. The download record calls the data `recorded_as`, by default the
+        library's fingerprint.
         """
         if not len(dataset):
             raise DataError(name, "found no rows, expected one conversation a row")
@@ -135,9 +131,7 @@ class HubDataset:
         return f"{self.name}[{range(len(self))[index]}]"
 
     def fingerprint(self) -> str:
-        """The library's own for a saved data set; name, rows and bytes for one of the hub; and the files that were not
-        downloaded.
-        """
+        """The library's own; of one of the hub name, rows and bytes; and the files that were not downloaded."""
         return self.media.mark(marked(self._fingerprint, self._schema), self.name)
 
     def __getitem__(self, index: int) -> Conversation:
@@ -212,13 +206,10 @@ class StreamedDataset:
         keep: int = 2048,
         schema: Schema | None = None,
     ) -> None:
-        """Read the rows of a `datasets.IterableDataset`, whose order is the same in every process, as conversations.
+        """Read the rows of a `datasets.IterableDataset`, whose order is the same in every process, like `HubDataset`.
 
-        Args:
-            dataset: the data set; other arguments as for `HubDataset`.
-            seed: seed of the order, different in each epoch; None for the data set's own order, equal in each epoch.
-            buffer_size: size of the shuffle buffer in rows, with their files in memory in each process.
-            keep: number of latest rows that are kept.
+        A `seed` is of the order, different in each epoch; None for the data set's own order, equal in each epoch. The
+        shuffle buffer holds `buffer_size` rows, with their files in memory in each process; `keep` rows are kept.
         """
         if dataset.features is not None:
             # Undo what the library does for data sets of the hub: decoding ahead, in threads.

@@ -145,7 +145,13 @@ class JsonList(_JsonFile):
             if bracket in (b"", b'"'):
                 break
             if depth <= 1:
-                self._between(text[end or begin : at], bracket, depth)
+                # Refuse anything other than one list of objects separated by commas.
+                gap = text[end or begin : at].strip()
+                opening = b"[" if depth == 0 else b"]" if bracket == b"]" else b"{"
+                comma = b"," if depth and self._starts and bracket != b"]" else b""
+                if bracket != opening or gap != comma:
+                    what = "a list" if depth == 0 else "objects with commas between them"
+                    raise self._refused((gap + bracket)[:40], f"after {len(self._ends)} records, expected {what}")
             depth += 1 if bracket in b"[{" else -1
             if depth == 2 and bracket == b"{" and len(self._starts) == len(self._ends):
                 self._starts.append(at)
@@ -155,14 +161,6 @@ class JsonList(_JsonFile):
                 end = at + 1
         if depth or not end:
             raise self._refused(b"the end of the file" if depth else text[:40], "inside the list, expected it whole")
-
-    def _between(self, gap: bytes, bracket: bytes, depth: int) -> None:
-        """Refuse anything other than one list of objects separated by commas."""
-        opening = b"[" if depth == 0 else b"{" if bracket != b"]" else b"]"
-        comma = b"," if depth and self._starts and bracket != b"]" else b""
-        if bracket != opening or gap.strip() != comma:
-            what = "a list" if depth == 0 else "objects with commas between them"
-            raise self._refused((gap.strip() + bracket)[:40], f"after {len(self._ends)} records, expected {what}")
 
     def _refused(self, found: bytes, problem: str) -> DataError:
         return DataError(str(self.path), f"found {found.decode('utf-8', 'backslashreplace')!r} {problem}")

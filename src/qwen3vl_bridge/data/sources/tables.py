@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.media_access import MediaAccess, MediaRoot, media_access
@@ -146,7 +146,7 @@ class Parquet:
                 column = metadata.schema.column(leaf)
                 if column.path.partition(".")[0] in self._columns[number]:
                     raw = column.physical_type == "BYTE_ARRAY" and column.logical_type.type == "NONE"
-                    (contents if raw else texts).extend(_Chunk.of(file, group.column(leaf)) for group in groups)
+                    (contents if raw else texts).extend(_chunk(file, group.column(leaf)) for group in groups)
             if (largest := max((group.total_byte_size for group in groups), default=0)) > CACHE_BYTES:
                 text = (
                     "%s: found a row group of %d bytes, and %d are kept: each sample in random order reads one whole. "
@@ -216,18 +216,12 @@ def _parquet_files(path: Path) -> list[Path]:
     return files
 
 
-class _Chunk(NamedTuple):
-    """A column of a row group: a range of a file."""
+_Chunk = tuple[Path, int, int]  # a column of a row group: file, start and length
 
-    file: Path
-    start: int
-    length: int
 
-    @classmethod
-    def of(cls, file: Path, column: Any) -> Self:
-        """From the metadata of a column in a row group."""
-        pages = [page for page in (column.dictionary_page_offset, column.data_page_offset) if page is not None]
-        return cls(file, min(pages), column.total_compressed_size)
+def _chunk(file: Path, column: Any) -> _Chunk:
+    pages = [page for page in (column.dictionary_page_offset, column.data_page_offset) if page is not None]
+    return file, min(pages), column.total_compressed_size
 
 
 def _blocks(chunks: Sequence[_Chunk], most: int) -> Iterator[bytes]:
@@ -239,7 +233,7 @@ def _blocks(chunks: Sequence[_Chunk], most: int) -> Iterator[bytes]:
     probability 4096 / (number of text blocks). Nothing depends on names, folders or times of files, which differ
     between machines. The cost is bounded: 5120 reads, half a minute from a network disk with 5 ms per read.
     """
-    ends = list(accumulate(-(-chunk.length // _BLOCK) for chunk in chunks))
+    ends = list(accumulate(-(-length // _BLOCK) for _, _, length in chunks))
     total = ends[-1] if ends else 0
     wanted = min(total, most)
     for place in range(wanted):
