@@ -30,15 +30,9 @@ from qwen3vl_bridge.data.schemas.conversations import Conversation, PixelLimits
 
 import torch
 from torch import Tensor
-from transformers import AutoProcessor, PreTrainedTokenizerFast
+from transformers import AutoProcessor
 
 Answers = Literal["all", "last"]
-
-# The backend functions that a fast tokenizer's call runs.
-_OF_FAST = {
-    name: getattr(PreTrainedTokenizerFast, name, None)
-    for name in ("__call__", "_encode_plus", "_switch_to_input_mode", "set_truncation_and_padding")
-}
 
 
 @dataclass(unsafe_hash=True)  # not frozen, because Megatron-Bridge's launcher sets overridden fields
@@ -441,10 +435,7 @@ def _check_prompts(tokenizer: Any, text: str, answers: Sequence[Span], pieces: S
 
 def ids_of(tokenizer: Any, text: str, begins: bool = True) -> Tensor:
     """[n] int64 ids of a text's tokens. Without their offsets, a fast tokenizer takes a third of the time."""
-    backend = _backend_of(tokenizer)
-    if backend is None:
-        return ids_and_starts(tokenizer, text, begins)[0]
-    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=begins)
+    (encoding,) = _backend_of(tokenizer).encode_batch_fast([text], add_special_tokens=begins)
     return torch.tensor(encoding.ids, dtype=torch.int64)
 
 
@@ -453,21 +444,15 @@ def ids_and_starts(tokenizer: Any, text: str, begins: bool = True) -> tuple[Tens
 
     `begins` says whether a conversation begins with the text, for tokenizers that mark the beginning.
     """
-    backend = _backend_of(tokenizer)
-    if backend is None:
-        encoded = tokenizer(text, add_special_tokens=begins, return_offsets_mapping=True, return_tensors="pt")
-        return encoded["input_ids"][0].long(), encoded["offset_mapping"].long().reshape(-1, 2)[:, 0].contiguous()
-    encoding = backend.encode(text, add_special_tokens=begins)
+    encoding = _backend_of(tokenizer).encode(text, add_special_tokens=begins)
     starts = [start for start, _ in encoding.offsets]
     return torch.tensor(encoding.ids, dtype=torch.int64), torch.tensor(starts, dtype=torch.int64)
 
 
 def _backend_of(tokenizer: Any) -> Any:
     """The backend of a fast tokenizer, set as transformers sets it for one text; the wrapper around the backend takes
-    longer than encoding. None for a tokenizer with its own code for encoding.
+    longer than encoding.
     """
-    if any(getattr(type(tokenizer), name, None) is not found for name, found in _OF_FAST.items()):
-        return None
     backend = tokenizer.backend_tokenizer
     if backend.truncation is not None:
         backend.no_truncation()
