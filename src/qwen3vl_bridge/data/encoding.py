@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -29,6 +30,7 @@ from qwen3vl_bridge.data.packing.sample_sizes import Size
 from qwen3vl_bridge.data.schemas.conversations import Conversation, PixelLimits
 
 import torch
+from tokenizers import Encoding
 from torch import Tensor
 from transformers import AutoProcessor
 
@@ -351,14 +353,11 @@ class Encoder:
             if (found := text.count(token)) != expected:
                 raise DataError(place, f"the chat template made {found} placeholders for {kind}, expected {expected}")
         text, answers, videos = _with_frames(processor, text, answers, headers.videos)
-        pieces, starts = [], torch.empty(0, dtype=torch.int64)  # every second piece is an answer
+        pieces, starts = [], []  # every second piece is an answer; first characters of tokens, if there are videos
         for first, end in itertools.pairwise([0, *itertools.chain.from_iterable(answers), len(text)]):
-            if videos:  # whose places are needed
-                piece, piece_starts = ids_and_starts(tokenizer, text[first:end], begins=first == 0)
-                starts = torch.cat((starts, piece_starts + first))
-            else:
-                piece = ids_of(tokenizer, text[first:end], begins=first == 0)
-            pieces.append(piece)
+            encoding = encoded(tokenizer, text[first:end], begins=first == 0, offsets=bool(videos))
+            pieces.append(torch.tensor(encoding.ids, dtype=torch.int64))
+            starts += [first + start for start, _ in encoding.offsets] if videos else []
         _check_prompts(tokenizer, text, answers, pieces, place)
         ids, is_answer = torch.cat(pieces), torch.arange(len(pieces)) % 2 == 1
         trained = is_answer.repeat_interleave(torch.tensor([len(piece) for piece in pieces]))
@@ -378,10 +377,7 @@ class Encoder:
             after = last + 1 < len(ids) and ids[last + 1] == end
             return first - int(before), last + int(after)
 
-        clips = tuple(
-            (int(torch.searchsorted(starts, first, right=True)) - 1, int(torch.searchsorted(starts, end)) - 1)
-            for first, end in videos
-        )
+        clips = tuple((bisect_right(starts, first) - 1, bisect_left(starts, end) - 1) for first, end in videos)
         for first, last in clips:
             trained[first : last + 1] = False  # also the timestamps of its frames
         pictures = tuple(with_ends(at, at) for at in image.nonzero().squeeze(-1).tolist())
@@ -417,7 +413,7 @@ def _check_prompts(tokenizer: Any, text: str, answers: Sequence[Span], pieces: S
     """Refuse an answer that has other tokens in the prompt of a later answer, which is tokenized in one piece."""
     if len(answers) < 2:
         return
-    prompt = ids_of(tokenizer, text[: answers[-1][0]])
+    prompt = torch.tensor(encoded(tokenizer, text[: answers[-1][0]]).ids, dtype=torch.int64)
     separate = torch.cat(list(pieces[:-2]))
     if torch.equal(prompt, separate):
         return
@@ -433,31 +429,16 @@ def _check_prompts(tokenizer: Any, text: str, answers: Sequence[Span], pieces: S
     )
 
 
-def ids_of(tokenizer: Any, text: str, begins: bool = True) -> Tensor:
-    """[n] int64 ids of a text's tokens. Without their offsets, a fast tokenizer takes a third of the time."""
-    (encoding,) = _backend_of(tokenizer).encode_batch_fast([text], add_special_tokens=begins)
-    return torch.tensor(encoding.ids, dtype=torch.int64)
+def encoded(tokenizer: Any, text: str, *, begins: bool = True, offsets: bool = False) -> Encoding:
+    """A text as tokens, by a fast tokenizer's backend, set as transformers sets it; the wrapper around it takes longer.
 
-
-def ids_and_starts(tokenizer: Any, text: str, begins: bool = True) -> tuple[Tensor, Tensor]:
-    """[n] int64 ids of a text's tokens, and [n] int64 the index of each one's first character.
-
-    `begins` says whether a conversation begins with the text, for tokenizers that mark the beginning.
-    """
-    encoding = _backend_of(tokenizer).encode(text, add_special_tokens=begins)
-    starts = [start for start, _ in encoding.offsets]
-    return torch.tensor(encoding.ids, dtype=torch.int64), torch.tensor(starts, dtype=torch.int64)
-
-
-def _backend_of(tokenizer: Any) -> Any:
-    """The backend of a fast tokenizer, set as transformers sets it for one text; the wrapper around the backend takes
-    longer than encoding.
+    `begins` says whether a conversation begins with the text, for tokenizers that mark the beginning. Without offsets,
+    encoding takes less time.
     """
     backend = tokenizer.backend_tokenizer
-    if backend.truncation is not None:
-        backend.no_truncation()
-    if backend.padding is not None:
-        backend.no_padding()
-    if backend.encode_special_tokens != tokenizer.split_special_tokens:
-        backend.encode_special_tokens = tokenizer.split_special_tokens
-    return backend
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = tokenizer.split_special_tokens
+    if offsets:
+        return backend.encode(text, add_special_tokens=begins)
+    return backend.encode_batch_fast([text], add_special_tokens=begins)[0]
