@@ -13,7 +13,7 @@ import json
 import math
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from math import prod
@@ -221,17 +221,14 @@ class Encoder:
         self._check_text(conversation)
         tokens = self._tokens(conversation, self._trained(conversation), headers, limit)
         headers = _Headers(headers.image_tokens[: len(tokens.images)], headers.videos[: len(tokens.videos)])
-        images, videos = self._pixels(conversation, headers)
+        pixels = self._pixels(conversation, headers)
         ids, trained = (part.repeat_interleave(tokens.counts) for part in (tokens.ids, tokens.trained))
         return EncodedSample(
             input_ids=ids,
             labels=torch.cat((ids[1:], ids[-1:])),
             loss_mask=torch.cat((trained[1:], trained.new_zeros(1))).float(),
-            pixel_values=images.get("pixel_values"),
-            image_grid_thw=images.get("image_grid_thw"),
-            pixel_values_videos=videos.get("pixel_values_videos"),
-            video_grid_thw=videos.get("video_grid_thw"),
             sample_id=conversation.sample_id,
+            **pixels,
         )
 
     def _check_text(self, conversation: Conversation) -> None:
@@ -291,8 +288,8 @@ class Encoder:
             found.append(PixelLimits(least, most))
         return found
 
-    def _pixels(self, conversation: Conversation, headers: _Headers) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Results of the image and the video processor for a conversation's images and videos, as many as `headers`."""
+    def _pixels(self, conversation: Conversation, headers: _Headers) -> dict[str, Tensor | None]:
+        """Pixels and grids of a conversation's images and videos, as many as `headers`."""
         place, reader = conversation.sample_id, self.processor.video_processor
         pictures = [load_image(image, place) for image in conversation.images[: len(headers.image_tokens)]]
         pairs = zip(conversation.videos, headers.videos, strict=False)  # a truncated sample has fewer
@@ -317,14 +314,14 @@ class Encoder:
         expected = [*headers.image_tokens, *(sampled.grid for sampled in headers.videos)]
         if found != expected:
             raise DataError(place, f"images and videos became {found}, expected {expected} according to their headers")
-        images, videos = (
-            {name: torch.cat([one[name] for one in made]) for name in names} if made else {}
+        return {
+            name: torch.cat([one[name] for one in made]) if made else None
             for made, names in (
                 (made_images, ("pixel_values", "image_grid_thw")),
                 (made_videos, ("pixel_values_videos", "video_grid_thw")),
             )
-        )
-        return images, videos
+            for name in names
+        }
 
     def _tokens(
         self, conversation: Conversation, trained: Sequence[int], headers: _Headers, limit: int | None
