@@ -36,18 +36,11 @@ class SequenceLayout(Movable):
 
     def __post_init__(self) -> None:
         if not self.lengths or len(self.lengths) != len(self.padded_lengths):
-            raise ValueError(
-                f"a layout needs one padded length for each of its segments: found {len(self.lengths)} lengths "
-                f"and {len(self.padded_lengths)} padded lengths"
-            )
+            found = f"found {len(self.lengths)} lengths and {len(self.padded_lengths)} padded lengths"
+            raise ValueError(f"a layout needs one padded length for each of its segments: {found}")
         for segment, (length, padded) in enumerate(zip(self.lengths, self.padded_lengths, strict=True)):
             if not 0 <= length <= padded or padded == 0:
                 raise ValueError(f"segment {segment}: {length} tokens do not fit a padded length of {padded}")
-        if self.num_rows != 1 and (self.num_rows != len(self.lengths) or len(set(self.padded_lengths)) != 1):
-            raise ValueError(
-                f"{self.num_rows} padded rows need {self.num_rows} segments of one padded length: "
-                f"found {len(self.lengths)} segments of {sorted(set(self.padded_lengths))[:8]}"
-            )
 
     @classmethod
     def rows(cls, lengths: Sequence[int], seq_length: int) -> Self:
@@ -64,8 +57,6 @@ class SequenceLayout(Movable):
         Raises:
             ValueError: the segments are longer than `total`, or the remainder is not a multiple of `multiple`.
         """
-        if multiple < 1:
-            raise ValueError(f"segments are padded to a multiple of at least 1: found {multiple}")
         padded = [-(-length // multiple) * multiple for length in lengths]
         rest = 0 if total is None else total - sum(padded)
         if rest < 0:

@@ -190,11 +190,8 @@ def make_vision_inputs(
 ) -> VisionInputs | None:
     """The vision tower's inputs, images first, then videos; None if there are none.
 
-    Args:
-        pixel_values, pixel_values_videos: [patches, features] floating point, or None without images or videos.
-        image_grid_thw, video_grid_thw: [images or videos, 3] integers, or None.
-        num_position_embeddings: size of the tower's embedding table, a square number.
-        spatial_merge_size: patches that become one token, along each side.
+    Pixels are [patches, features] floating point, grids [images or videos, 3] integers; None without images or videos.
+    `num_position_embeddings` is the size of the tower's square embedding table.
 
     Raises:
         ValueError: grids that do not divide, a number of patches that differs from the grids', or a table size that is
