@@ -70,12 +70,14 @@ def write_samples(folder: Path, kind: str, count: int) -> Path:
 @contextmanager
 def wrapped() -> Iterator[None]:
     """With transformers' wrapper around the tokenizer."""
-    backend = encoding._backend_of
-    encoding._backend_of = lambda _: None
+    backend = encoding.encoded
+    encoding.encoded = lambda tokenizer, text, begins=True, offsets=False: tokenizer(
+        text, add_special_tokens=begins, return_offsets_mapping=True
+    ).encodings[0]
     try:
         yield
     finally:
-        encoding._backend_of = backend
+        encoding.encoded = backend
 
 
 def subjects(path: Path) -> Iterator[tuple[str, dict[str, Callable[[], object]]]]:

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers.image_utils import SizeDict
 
-from . import browser
 from .conftest import dialogue, picture, write
 
 END = "<|im_end|>"
@@ -204,9 +203,8 @@ def test_json_holds_everything_but_pictures(train_file, inspect):
     assert empty["length"] is None and empty["row_fills"] == []
 
 
-@pytest.fixture
-def report(tmp_path, inspect):
-    """A page with a wide picture, a video, tools, a sample that is too long, and one with an error."""
+def test_the_report_says_what_it_is_of(tmp_path, inspect):
+    """A page with a wide picture, a video, a system prompt, a sample that is too long, and one with an error."""
     picture(tmp_path / "wide.png", 64, 640, seed=1)
     frames = [picture(tmp_path / f"{number}.png", 64, 96, seed=number).name for number in range(12)]
     records = [
@@ -217,13 +215,7 @@ def report(tmp_path, inspect):
     ]
     records[0]["messages"].insert(0, {"role": "system", "content": "be brief"})
     found = inspect(write(tmp_path / "train.jsonl", records), pictures=True, seq_length=700)
-    path = tmp_path / "report.html"
-    write_html(found, path, "train.jsonl", "owner/model<1>")
-    return path
-
-
-def test_the_report_says_what_it_is_of(report):
-    page = report.read_text()
+    page = "".join(html_parts(found, "train.jsonl", "owner/model<1>"))
     assert page.count("train.jsonl for owner/model&lt;1&gt;, rows of 700 tokens") == 2  # title and heading
     assert "640 x 64 pixels (width x height)" in page and page.count("video 1: 96 x 64 pixels") == 1
     figures = re.findall(r"<figure>(.*?)</figure>", page)
@@ -245,19 +237,6 @@ def test_a_sample_of_many_pieces_is_folded(tmp_path, inspect):
 def test_a_histogram_counts_all_values(values, rows):
     found = re.findall(r"<td>(\S+) to (\S+)</td><td>(\d+)</td>", _histogram("tokens", "samples", values))
     assert [(low, high, int(number)) for low, high, number in found if number != "0"] == rows
-
-
-@pytest.mark.skipif(browser.found() is None, reason="no browser of Chromium's kind is installed")
-@pytest.mark.parametrize("width", [390, 1280])
-def test_a_browser_shows_the_report(report, tmp_path, width):
-    with browser.Browser(browser.found(), tmp_path / "profile") as page:
-        page.show(report, width)
-        sticks_out = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-        assert page.value(sticks_out) == 0  # nothing sticks out to the side
-        tops = "new Set([...document.querySelectorAll('figure')[1].querySelectorAll('img')].map(one => one.offsetTop))"
-        assert page.value(f"{tops}.size") == 1  # one strip
-        assert page.value("(one => one.scrollWidth > one.clientWidth)(document.querySelectorAll('figure div')[1])")
-        assert page.value("[...document.images].every(one => one.complete && one.naturalWidth > 0)")
 
 
 @pytest.fixture

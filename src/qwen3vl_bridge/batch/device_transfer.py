@@ -14,11 +14,7 @@ from torch import Tensor
 class Movable:
     """Moves every tensor of a dataclass, including those of nested `Movable`s."""
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
-        """A copy with every tensor on `device`; `non_blocking` as in `Tensor.to`."""
-        return self._each(lambda value: value.to(device, non_blocking=non_blocking))
-
-    def sent_to(self, device: torch.device | str) -> Self:
+    def to(self, device: torch.device | str) -> Self:
         """A copy with every tensor on `device`, each moved by `sent`."""
         return self._each(lambda value: sent(value, device))
 
@@ -44,7 +40,7 @@ class Movable:
 def sent[Value: (Tensor, Movable)](value: Value, device: torch.device | str) -> Value:
     """A tensor, or a dataclass of tensors, on a device; the host does not wait for copies to a GPU."""
     if isinstance(value, Movable):
-        return value.sent_to(device)
+        return value.to(device)
     if torch.device(device).type == "cuda" and value.device.type == "cpu":
         value = value.pin_memory()  # otherwise the host would wait for the copy
     return value.to(device, non_blocking=True)
@@ -66,7 +62,7 @@ def copy_to_gpu[Inputs: Movable](inputs: Inputs, device: torch.device) -> Inputs
     """
     computing, copying = torch.cuda.current_stream(device), _copying_stream(device)
     with torch.cuda.stream(copying):
-        moved = inputs.sent_to(device)
+        moved = inputs.to(device)
     computing.wait_stream(copying)
     # Otherwise the allocator would reuse this memory for the next copy as soon as Python releases the tensors.
     return moved.record_stream(computing)

@@ -95,12 +95,6 @@ class VisionInputs(Movable):
         )
 
 
-def frame_rows(lengths: Sequence[int], frames: Sequence[int]) -> Tensor:
-    """The rows of some of the frames, for consecutive frames of these lengths."""
-    starts = list(accumulate(lengths, initial=0))
-    return torch.cat([torch.arange(starts[frame], starts[frame + 1]) for frame in frames])
-
-
 def vision_slots(input_ids: Tensor, image_token_id: int, video_token_id: int, num_image_tokens: int) -> Tensor:
     """[T] int64 row of the vision output for each token, -1 for tokens that are not vision tokens; images come first.
 
@@ -196,11 +190,8 @@ def make_vision_inputs(
 ) -> VisionInputs | None:
     """The vision tower's inputs, images first, then videos; None if there are none.
 
-    Args:
-        pixel_values, pixel_values_videos: [patches, features] floating point, or None without images or videos.
-        image_grid_thw, video_grid_thw: [images or videos, 3] integers, or None.
-        num_position_embeddings: size of the tower's embedding table, a square number.
-        spatial_merge_size: patches that become one token, along each side.
+    Pixels are [patches, features] floating point, grids [images or videos, 3] integers; None without images or videos.
+    `num_position_embeddings` is the size of the tower's square embedding table.
 
     Raises:
         ValueError: grids that do not divide, a number of patches that differs from the grids', or a table size that is
@@ -265,8 +256,6 @@ def mrope_positions(
     ids, merge = input_ids.reshape(-1), torch.tensor([1, spatial_merge_size, spatial_merge_size])
     images = check_grids("image", image_grid_thw, spatial_merge_size) // merge
     videos = frames(check_grids("video", video_grid_thw, spatial_merge_size)) // merge
-    if not len(images) and not len(videos) and not (ids == image_token_id).logical_or_(ids == video_token_id).any():
-        return _text_positions(layout).repeat(3, 1).view(3, *input_ids.shape)
     image, image_starts = _runs("image", ids, image_token_id, images, layout)
     video, video_starts = _runs("video", ids, video_token_id, videos, layout)
     padding = layout.padding_mask()
@@ -274,12 +263,6 @@ def mrope_positions(
     step = torch.stack((text, text, ~padding)).long()
     _step_through_runs(step, torch.cat((image_starts, video_starts)), torch.cat((images, videos)), layout)
     return step.cumsum_(-1).view(3, *input_ids.shape)  # in place: allocating new memory takes as long as the sum
-
-
-def _text_positions(layout: SequenceLayout) -> Tensor:
-    """[T] positions of rows without images; takes a quarter of the time of stepping through no runs."""
-    begins = layout.per_token(layout.cu_seqlens_padded[:-1])
-    return (torch.arange(layout.total) - begins).masked_fill_(layout.padding_mask(), 0)
 
 
 def _step_through_runs(step: Tensor, starts: Tensor, sides: Tensor, layout: SequenceLayout) -> None:
@@ -290,7 +273,9 @@ def _step_through_runs(step: Tensor, starts: Tensor, sides: Tensor, layout: Sequ
     Runs begin at `starts` [K] and have `sides` [K, 3] in tokens.
     """
     lengths, longer = sides.prod(-1), sides[:, 1:].amax(-1)
-    row, run = _rows(sides)
+    rows = sides[:, 0] * sides[:, 1]
+    run = torch.arange(len(sides)).repeat_interleave(rows)
+    row = torch.arange(len(run)) - (rows.cumsum(0) - rows)[run]  # within its run, over all frames
     _, height, width = sides[run].unbind(-1)
     token = starts[run] + row * width
     # The first row of a run starts where text would continue; later rows return to the run's first column, and new
@@ -313,13 +298,6 @@ def _step_through_runs(step: Tensor, starts: Tensor, sides: Tensor, layout: Sequ
     last[:, segment[closing]] = (count[segment] - longer + (sides - 1).T)[:, closing]
     back = (real > 0) & (stops < layout.total)
     step[:, stops[back]] = -last[:, back]
-
-
-def _rows(sides: Tensor) -> tuple[Tensor, Tensor]:
-    """[R] index of each row within its run, over all frames, and [R] its run, for runs with `sides` [K, 3]."""
-    rows = sides[:, 0] * sides[:, 1]
-    run = torch.arange(len(sides)).repeat_interleave(rows)
-    return torch.arange(len(run)) - (rows.cumsum(0) - rows)[run], run
 
 
 def _runs(kind: str, ids: Tensor, token_id: int, sides: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
@@ -350,31 +328,22 @@ def _segment(layout: SequenceLayout, tokens: Tensor) -> Tensor:
 
 def _mismatch(kind: str, tokens: Tensor, sides: Tensor, layout: SequenceLayout) -> ValueError:
     """Error for vision tokens (ascending indices `tokens` [M]) that do not form one run per image or frame."""
-    lengths, padding = sides.prod(-1), layout.padding_mask()
-    ends, segment = lengths.cumsum(0), _segment(layout, tokens)
-    if padding[tokens].any():
-        wrong = int(padding[tokens].nonzero()[0])
-        return ValueError(f"segment {int(segment[wrong])}: {kind} token at {int(tokens[wrong])} is in padding")
-    complete = ends <= len(tokens)
-    first, last = (ends - lengths)[complete], ends[complete] - 1
-    whole = (tokens[last] - tokens[first] == last - first) & (segment[last] == segment[first])
-    good = int(whole.long().cumprod(0).sum())
-    used = int(lengths[:good].sum())
-    # Runs up to here are right. The next item is an image or frame with too few tokens, or tokens without an image.
-    where = f"segment {int(segment[used])}" if used < len(tokens) else "the batch"
-    if good == len(sides):
-        return ValueError(
-            f"{where}: {len(tokens) - used} {kind} tokens from token {int(tokens[used])} on belong to no image or "
-            f"video: found {len(tokens)} in the batch, expected {int(lengths.sum())} for {len(sides)} {_unit(kind)}"
-        )
-    ahead, place = tokens[used:], torch.arange(len(tokens) - used)
-    joined = (ahead - place == ahead[:1]) & (segment[used:] == segment[used : used + 1])
-    found = int(joined.long().cumprod(0).sum())
+    segment, padding = _segment(layout, tokens).tolist(), layout.padding_mask()[tokens]
+    if padding.any():
+        wrong = int(padding.nonzero()[0])
+        return ValueError(f"segment {segment[wrong]}: {kind} token at {int(tokens[wrong])} is in padding")
+    unit, places, used = "images" if kind == "image" else "video frames", tokens.tolist(), 0
+    for number, length in enumerate(lengths := sides.prod(-1).tolist()):
+        run = zip(places[used : used + length], segment[used : used + length], strict=True)
+        found = sum(at == (places[used] + i, segment[used]) for i, at in enumerate(run))
+        if found < length:  # an image or frame with too few tokens
+            where = f"segment {segment[used]}" if used < len(places) else "the batch"
+            return ValueError(
+                f"{where}: {unit[:-1]} {number} of {describe(sides[number])} tokens found {found} {kind} tokens "
+                f"in one run, expected {length}; in all found {len(places)}, expected {sum(lengths)}"
+            )
+        used += length
     return ValueError(
-        f"{where}: {_unit(kind)[:-1]} {good} of {describe(sides[good])} tokens found {found} {kind} tokens "
-        f"in one run, expected {int(lengths[good])}; in all found {len(tokens)}, expected {int(lengths.sum())}"
+        f"segment {segment[used]}: {len(places) - used} {kind} tokens from token {places[used]} on belong to no image "
+        f"or video: found {len(places)} in the batch, expected {used} for {len(sides)} {unit}"
     )
-
-
-def _unit(kind: str) -> str:
-    return "images" if kind == "image" else "video frames"

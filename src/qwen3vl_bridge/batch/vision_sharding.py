@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Self
 
 from qwen3vl_bridge.batch.device_transfer import Movable
-from qwen3vl_bridge.batch.vision_inputs import VisionInputs, frame_rows
+from qwen3vl_bridge.batch.vision_inputs import VisionInputs
 
 import torch
 from torch import Tensor
@@ -143,7 +143,8 @@ def assign_vision(vision: VisionInputs | None, work: VisionWork, ranks: int) -> 
         raise ValueError(f"frames have {vision.lengths} patches, expected multiples of {work.patches_per_token}")
     shares = assign_frames([work.cost(patches) for patches in vision.lengths], ranks)
     tokens = [patches // work.patches_per_token for patches in vision.lengths]
-    order = frame_rows(tokens, list(chain(*shares)))
+    rows = torch.arange(sum(tokens)).split(tokens)
+    order = torch.cat([rows[frame] for frame in chain(*shares)])
     encoded_index = torch.empty_like(order)
     encoded_index[order] = torch.arange(len(order))
     return VisionAssignment(

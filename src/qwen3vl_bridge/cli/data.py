@@ -32,11 +32,7 @@ _LIMITS = {
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl data") -> int:
-    """Run one command.
-
-    Args:
-        arguments: as on the command line; None for those of the process.
-        prog: the program's name, for messages.
+    """Run one command with the arguments of a command line (None: the process's).
 
     Returns:
         Exit status: 0, 1 if there were samples with errors or failed downloads, 2 for bad input, 130 if interrupted.

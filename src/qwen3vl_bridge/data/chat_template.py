@@ -13,6 +13,7 @@ report text that it drops, as templates with thinking do where they split an ans
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -187,7 +188,11 @@ class ChatTemplate:
     def _thinking_spans(self, conversation: Conversation, text: str, numbers: Sequence[int]) -> list[Span]:
         """The characters of answers under a template with thinking, each with its reasoning if that is written."""
         messages, prompts, spans = conversation.messages, self._prompts(conversation), []
-        answer, reasoning = _absent(text, "answer"), _absent(text, "reasoning")
+        # Words that the text does not contain.
+        answer, reasoning = (
+            next(word for n in itertools.count() if (word := f"{name}-{n}-marked") not in text)
+            for name in ("answer", "reasoning")
+        )
         for number in numbers:
             where = f"{conversation.sample_id}: message {number + 1}"
 
@@ -256,14 +261,6 @@ class ChatTemplate:
                 )
             prompts[thinking] = prompt.removeprefix(written)
         return prompts
-
-
-def _absent(text: str, name: str) -> str:
-    """A word that a text does not contain."""
-    number = 0
-    while (word := f"{name}-{number}-marked") in text:
-        number += 1
-    return word
 
 
 def _check_answer(

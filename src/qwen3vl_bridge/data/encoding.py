@@ -12,7 +12,8 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from math import prod
@@ -29,16 +30,11 @@ from qwen3vl_bridge.data.packing.sample_sizes import Size
 from qwen3vl_bridge.data.schemas.conversations import Conversation, PixelLimits
 
 import torch
+from tokenizers import Encoding
 from torch import Tensor
-from transformers import AutoProcessor, PreTrainedTokenizerFast
+from transformers import AutoProcessor
 
 Answers = Literal["all", "last"]
-
-# The backend functions that a fast tokenizer's call runs.
-_OF_FAST = {
-    name: getattr(PreTrainedTokenizerFast, name, None)
-    for name in ("__call__", "_encode_plus", "_switch_to_input_mode", "set_truncation_and_padding")
-}
 
 
 @dataclass(unsafe_hash=True)  # not frozen, because Megatron-Bridge's launcher sets overridden fields
@@ -225,17 +221,14 @@ class Encoder:
         self._check_text(conversation)
         tokens = self._tokens(conversation, self._trained(conversation), headers, limit)
         headers = _Headers(headers.image_tokens[: len(tokens.images)], headers.videos[: len(tokens.videos)])
-        images, videos = self._pixels(conversation, headers)
+        pixels = self._pixels(conversation, headers)
         ids, trained = (part.repeat_interleave(tokens.counts) for part in (tokens.ids, tokens.trained))
         return EncodedSample(
             input_ids=ids,
             labels=torch.cat((ids[1:], ids[-1:])),
             loss_mask=torch.cat((trained[1:], trained.new_zeros(1))).float(),
-            pixel_values=images.get("pixel_values"),
-            image_grid_thw=images.get("image_grid_thw"),
-            pixel_values_videos=videos.get("pixel_values_videos"),
-            video_grid_thw=videos.get("video_grid_thw"),
             sample_id=conversation.sample_id,
+            **pixels,
         )
 
     def _check_text(self, conversation: Conversation) -> None:
@@ -295,8 +288,8 @@ class Encoder:
             found.append(PixelLimits(least, most))
         return found
 
-    def _pixels(self, conversation: Conversation, headers: _Headers) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Results of the image and the video processor for a conversation's images and videos, as many as `headers`."""
+    def _pixels(self, conversation: Conversation, headers: _Headers) -> dict[str, Tensor | None]:
+        """Pixels and grids of a conversation's images and videos, as many as `headers`."""
         place, reader = conversation.sample_id, self.processor.video_processor
         pictures = [load_image(image, place) for image in conversation.images[: len(headers.image_tokens)]]
         pairs = zip(conversation.videos, headers.videos, strict=False)  # a truncated sample has fewer
@@ -321,14 +314,14 @@ class Encoder:
         expected = [*headers.image_tokens, *(sampled.grid for sampled in headers.videos)]
         if found != expected:
             raise DataError(place, f"images and videos became {found}, expected {expected} according to their headers")
-        images, videos = (
-            {name: torch.cat([one[name] for one in made]) for name in names} if made else {}
+        return {
+            name: torch.cat([one[name] for one in made]) if made else None
             for made, names in (
                 (made_images, ("pixel_values", "image_grid_thw")),
                 (made_videos, ("pixel_values_videos", "video_grid_thw")),
             )
-        )
-        return images, videos
+            for name in names
+        }
 
     def _tokens(
         self, conversation: Conversation, trained: Sequence[int], headers: _Headers, limit: int | None
@@ -357,14 +350,11 @@ class Encoder:
             if (found := text.count(token)) != expected:
                 raise DataError(place, f"the chat template made {found} placeholders for {kind}, expected {expected}")
         text, answers, videos = _with_frames(processor, text, answers, headers.videos)
-        pieces, starts = [], torch.empty(0, dtype=torch.int64)  # every second piece is an answer
+        pieces, starts = [], []  # every second piece is an answer; first characters of tokens, if there are videos
         for first, end in itertools.pairwise([0, *itertools.chain.from_iterable(answers), len(text)]):
-            if videos:  # whose places are needed
-                piece, piece_starts = ids_and_starts(tokenizer, text[first:end], begins=first == 0)
-                starts = torch.cat((starts, piece_starts + first))
-            else:
-                piece = ids_of(tokenizer, text[first:end], begins=first == 0)
-            pieces.append(piece)
+            encoding = encoded(tokenizer, text[first:end], begins=first == 0, offsets=bool(videos))
+            pieces.append(torch.tensor(encoding.ids, dtype=torch.int64))
+            starts += [first + start for start, _ in encoding.offsets] if videos else []
         _check_prompts(tokenizer, text, answers, pieces, place)
         ids, is_answer = torch.cat(pieces), torch.arange(len(pieces)) % 2 == 1
         trained = is_answer.repeat_interleave(torch.tensor([len(piece) for piece in pieces]))
@@ -384,10 +374,7 @@ class Encoder:
             after = last + 1 < len(ids) and ids[last + 1] == end
             return first - int(before), last + int(after)
 
-        clips = tuple(
-            (int(torch.searchsorted(starts, first, right=True)) - 1, int(torch.searchsorted(starts, end)) - 1)
-            for first, end in videos
-        )
+        clips = tuple((bisect_right(starts, first) - 1, bisect_left(starts, end) - 1) for first, end in videos)
         for first, last in clips:
             trained[first : last + 1] = False  # also the timestamps of its frames
         pictures = tuple(with_ends(at, at) for at in image.nonzero().squeeze(-1).tolist())
@@ -423,7 +410,7 @@ def _check_prompts(tokenizer: Any, text: str, answers: Sequence[Span], pieces: S
     """Refuse an answer that has other tokens in the prompt of a later answer, which is tokenized in one piece."""
     if len(answers) < 2:
         return
-    prompt = ids_of(tokenizer, text[: answers[-1][0]])
+    prompt = torch.tensor(encoded(tokenizer, text[: answers[-1][0]]).ids, dtype=torch.int64)
     separate = torch.cat(list(pieces[:-2]))
     if torch.equal(prompt, separate):
         return
@@ -439,40 +426,16 @@ def _check_prompts(tokenizer: Any, text: str, answers: Sequence[Span], pieces: S
     )
 
 
-def ids_of(tokenizer: Any, text: str, begins: bool = True) -> Tensor:
-    """[n] int64 ids of a text's tokens. Without their offsets, a fast tokenizer takes a third of the time."""
-    backend = _backend_of(tokenizer)
-    if backend is None:
-        return ids_and_starts(tokenizer, text, begins)[0]
-    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=begins)
-    return torch.tensor(encoding.ids, dtype=torch.int64)
+def encoded(tokenizer: Any, text: str, *, begins: bool = True, offsets: bool = False) -> Encoding:
+    """A text as tokens, by a fast tokenizer's backend, set as transformers sets it; the wrapper around it takes longer.
 
-
-def ids_and_starts(tokenizer: Any, text: str, begins: bool = True) -> tuple[Tensor, Tensor]:
-    """[n] int64 ids of a text's tokens, and [n] int64 the index of each one's first character.
-
-    `begins` says whether a conversation begins with the text, for tokenizers that mark the beginning.
+    `begins` says whether a conversation begins with the text, for tokenizers that mark the beginning. Without offsets,
+    encoding takes less time.
     """
-    backend = _backend_of(tokenizer)
-    if backend is None:
-        encoded = tokenizer(text, add_special_tokens=begins, return_offsets_mapping=True, return_tensors="pt")
-        return encoded["input_ids"][0].long(), encoded["offset_mapping"].long().reshape(-1, 2)[:, 0].contiguous()
-    encoding = backend.encode(text, add_special_tokens=begins)
-    starts = [start for start, _ in encoding.offsets]
-    return torch.tensor(encoding.ids, dtype=torch.int64), torch.tensor(starts, dtype=torch.int64)
-
-
-def _backend_of(tokenizer: Any) -> Any:
-    """The backend of a fast tokenizer, set as transformers sets it for one text; the wrapper around the backend takes
-    longer than encoding. None for a tokenizer with its own code for encoding.
-    """
-    if any(getattr(type(tokenizer), name, None) is not found for name, found in _OF_FAST.items()):
-        return None
     backend = tokenizer.backend_tokenizer
-    if backend.truncation is not None:
-        backend.no_truncation()
-    if backend.padding is not None:
-        backend.no_padding()
-    if backend.encode_special_tokens != tokenizer.split_special_tokens:
-        backend.encode_special_tokens = tokenizer.split_special_tokens
-    return backend
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = tokenizer.split_special_tokens
+    if offsets:
+        return backend.encode(text, add_special_tokens=begins)
+    return backend.encode_batch_fast([text], add_special_tokens=begins)[0]

@@ -113,7 +113,7 @@ def as_model_inputs(
     if inputs.labels is not None and (inputs.labels < 0).any():
         conversion = replace(conversion, unlabelled=inputs.labels < 0)
         inputs = replace(inputs, labels=inputs.labels.clamp(min=0))
-    return inputs.sent_to(device), conversion.sent_to(device) if conversion.changes_outputs else None
+    return inputs.to(device), conversion.to(device) if conversion.changes_outputs else None
 
 
 def as_token_batch(

@@ -56,14 +56,6 @@ def test_a_batch_is_its_samples_one_by_one(samples, collator, packed, multiple):
         assert not batch.loss_mask.flatten()[~real].any() and (batch.vision_slot[~real] == -1).all()
 
 
-def test_labels_do_not_cross_samples(samples, collator):
-    batch = replace(collator, seq_length=512).packed(samples[:4])
-    ends = batch.layout.cu_seqlens_padded[1:5] - 1
-    assert not batch.loss_mask[0, ends].any()
-    trained = batch.loss_mask[0].bool().nonzero().squeeze(-1)
-    assert torch.equal(batch.labels[0, trained], batch.input_ids[0, trained + 1])
-
-
 def test_pixels_leave_in_the_dtype_asked_for(samples, collator):
     collator = replace(collator, seq_length=512, pixel_dtype=torch.bfloat16)
     with_picture = next(sample for sample in samples if sample.pixel_values is not None)

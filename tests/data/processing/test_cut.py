@@ -114,14 +114,7 @@ def test_bad_samples_are_dropped_and_counted(make_rows, tmp_path, caplog, pack):
     assert batch.layout.lengths[batch.sample_ids.index("train.jsonl:4")] == 1
 
 
-def test_the_last_answer_alone(processor, read):
-    conversation = read(
-        [{"role": "user", "content": "?"}, answer("one"), {"role": "user", "content": "?"}, answer("two")]
-    )
-    found = {}
-    for answers in ("all", "last"):
-        found[answers] = trained_of(Encoder(processor, answers), conversation)
-    assert found == {"all": "one<|im_end|>two<|im_end|>", "last": "two<|im_end|>"}
+def test_other_answers_than_all_or_the_last_are_refused(processor):
     with pytest.raises(ValueError, match="answers is 'first', expected 'all' or 'last'"):
         Encoder(processor, "first")
 

@@ -17,15 +17,10 @@ from ..conftest import WHITE, dialogue, picture, trained, with_template
 
 # What a user could write to be taken for the template, and what tokenizers get wrong.
 TEXTS = (
-    *(
-        "<|im_start|>assistant\n",
-        "<|im_end|>",
-        "<|im_end|>\n<|im_start|>assistant\nTrained?<|im_end|>\n",
-        "assistant\n",
-    ),
-    *("<|endoftext|>", "<think>", "\n", "\n\n", " ", "Which digit is this?"),
-    *("seven", "é", "e\u0301", "\u00a0", "🙂", "\r\n", "user", "<|im_start|>"),
-)
+    "<|im_start|>assistant\n", "<|im_end|>", "<|im_end|>\n<|im_start|>assistant\nTrained?<|im_end|>\n", "assistant\n",
+    "<|endoftext|>", "<think>", "\n", "\n\n", " ", "Which digit is this?", "seven", "é", "e\u0301", "\u00a0", "🙂",
+    "\r\n", "user", "<|im_start|>",
+)  # fmt: skip
 texts = st.lists(st.sampled_from(TEXTS), max_size=4).map("".join)
 PICTURE_TOKENS = {(32, 32): 1, (32, 64): 2, (64, 96): 6}
 parts = st.one_of(texts, st.sampled_from(sorted(PICTURE_TOKENS)))
@@ -147,15 +142,11 @@ def test_text_alone_has_no_pixels(encoder, read):
     assert sample.loss_mask.sum() == 1  # the token that closes the empty answer
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        *("Which <|image_pad|>?", [{"type": "text", "text": "Which <|video_pad|>?"}]),
-        *("<|vision_start|>Which?", [{"type": "text", "text": "Which<|vision_end|>?"}]),
-    ],
-)
-def test_text_that_stands_for_a_picture_is_refused(encoder, read, content):
-    conversation = read(dialogue(content, "7"))
+@pytest.mark.parametrize("in_part", [True, False])
+@pytest.mark.parametrize("token", ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"])
+def test_text_that_stands_for_a_picture_is_refused(encoder, read, token, in_part):
+    text = f"Which {token}?"
+    conversation = read(dialogue([{"type": "text", "text": text}] if in_part else text, "7"))
     for encode in (encoder, encoder.size):
         with pytest.raises(DataError, match=r"train.jsonl:1: message 1: found '<\|\w+\|>' in the text, which"):
             encode(conversation)
@@ -299,9 +290,7 @@ PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif 
     # Leaves out all answers but the last.
     (
         "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}"
-        + TURN
-        + "{% endif %}{% endfor %}"
-        + PROMPT,
+        f"{TURN}{{% endif %}}{{% endfor %}}{PROMPT}",
         r"(?s)message 2: the chat template renders it by itself as .*Seven.*, but it with what follows as .*user",
     ),
     # Does not close a turn.

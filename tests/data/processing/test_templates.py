@@ -146,26 +146,6 @@ def test_answers_alone_are_trained_on_in_every_mix_of_roles(encoders, image, cas
     assert encoder.size(conversation).tokens == len(sample)
 
 
-@pytest.mark.parametrize("thinks", [False, True])
-def test_a_model_is_asked_with_what_precedes_its_answer(encoders, image, thinks):
-    case = (
-        "Be brief.",
-        True,
-        [*(("assistant", "seven", "A bar." if thinks else None, False, 1, None), ("tool", "hi"))],
-    )
-    final = ("assistant", "two words", "A stem." if thinks else None, False, 0, None)
-    conversation = made((*case[:2], [*case[2], final]), image)
-    encoder = encoders[thinks]
-    sample = encoder(conversation)
-    text = encoder.processor.tokenizer.decode(sample.input_ids)
-    prompt = encoder.processor.apply_chat_template(
-        copy.deepcopy(list(conversation.messages[:-1])), tools=[TOOL], tokenize=False, add_generation_prompt=True
-    )
-    answer = trained(encoder.processor, sample)
-    assert text.startswith(prompt)
-    assert answer.endswith(text.removeprefix(prompt).removesuffix("\n")) and answer.count(END) == 2
-
-
 def without_reading_reasoning(template: str) -> str:
     """A template that drops the reasoning of earlier turns, and takes it from the content alone."""
     old = template[template.index("{%- if message.reasoning_content is string") : template.index("{%- elif '</think>'")]
@@ -365,16 +345,6 @@ def test_empty_thinking_is_trained_on_where_asked(thinking, image, case):
 
 THOUGHT_SEVEN = {"role": "assistant", "content": "Seven", "reasoning_content": "A bar."}
 CONVERSATION = Conversation("train.jsonl:1", (ASK, THOUGHT_SEVEN, ASK, {**THOUGHT_SEVEN, "content": "Eight"}))
-
-
-def test_by_hand(thinking):
-    sample = Encoder(thinking)(CONVERSATION)
-    text = thinking.tokenizer.decode(sample.input_ids)
-    assert text == (
-        "<|im_start|>user\nWhich?<|im_end|>\n<|im_start|>assistant\nSeven<|im_end|>\n"
-        "<|im_start|>user\nWhich?<|im_end|>\n<|im_start|>assistant\n<think>\nA bar.\n</think>\n\nEight<|im_end|>\n"
-    )
-    assert trained(thinking, sample) == "Seven<|im_end|>A bar.\n</think>\n\nEight<|im_end|>"
 
 
 @pytest.mark.parametrize(("old", "new", "message"), [

@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 
 from qwen3vl_bridge.data import Conversation, DataError, Encoder, load_processor
-from qwen3vl_bridge.data.encoding import _backend_of, check_processor, ids_and_starts, ids_of
+from qwen3vl_bridge.data.encoding import check_processor, encoded
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
 
 from .test_encode import TEXTS
 
@@ -51,24 +49,18 @@ SPECIAL = (
 texts = st.lists(st.sampled_from(TEXTS + SPECIAL) | st.text(max_size=8), min_size=1, max_size=12).map("".join)
 
 
-def wrapped(tokenizer, text: str) -> tuple[torch.Tensor, torch.Tensor]:
-    found = tokenizer(text, return_offsets_mapping=True)
-    return torch.tensor(found["input_ids"]).long(), torch.tensor([first for first, _ in found["offset_mapping"]]).long()
-
-
 def check(tokenizer, text: str) -> None:
-    ids, starts = wrapped(copy.deepcopy(tokenizer), text)  # a call leaves traces, which are not to help
-    assert torch.equal(ids_of(copy.deepcopy(tokenizer), text), ids)
-    found = ids_and_starts(copy.deepcopy(tokenizer), text)
-    assert torch.equal(found[0], ids) and torch.equal(found[1], starts)
+    whole = copy.deepcopy(tokenizer)(text, return_offsets_mapping=True)  # a call leaves traces, which are not to help
+    assert encoded(copy.deepcopy(tokenizer), text).ids == whole["input_ids"]
+    found = encoded(copy.deepcopy(tokenizer), text, offsets=True)
+    assert found.ids == whole["input_ids"] and found.offsets == whole["offset_mapping"]
     middle = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert ids_of(copy.deepcopy(tokenizer), text, begins=False).tolist() == middle
+    assert encoded(copy.deepcopy(tokenizer), text, begins=False).ids == middle
 
 
 @given(texts.filter(lambda text: text.isprintable() or text.encode("utf-8", "ignore").decode() == text))
 @settings(deadline=None, max_examples=300)
 def test_tokens_and_places_are_those_of_transformers(processor, text):
-    assert _backend_of(processor.tokenizer) is not None
     check(processor.tokenizer, text)
 
 
@@ -96,7 +88,7 @@ def test_a_tokenizer_that_was_set_otherwise_gives_what_transformers_makes_of_it(
     tokenizer, text = copy.deepcopy(processor.tokenizer), "<|im_start|>user\nWhich digit?<|im_end|>\n"
     change(tokenizer)
     check(tokenizer, text)
-    assert ids_of(tokenizer, text).tolist() == wrapped(tokenizer, text)[0].tolist()
+    assert encoded(tokenizer, text).ids == tokenizer(text)["input_ids"]
 
 
 def test_the_beginning_of_a_conversation_is_marked_once(processor):
@@ -108,17 +100,4 @@ def test_the_beginning_of_a_conversation_is_marked_once(processor):
     turns = ({"role": "user", "content": "Which?"}, {"role": "assistant", "content": "Seven."}) * 2
     sample = Encoder(other)(Conversation("train.jsonl:1", turns))
     text = processor.apply_chat_template(list(turns), tokenize=False)
-    assert sample.input_ids.tolist() == wrapped(processor.tokenizer, begin + text)[0].tolist()
-
-
-def test_a_tokenizer_with_code_of_its_own_is_called(processor):
-    class Reversing(PreTrainedTokenizerFast):
-        def _encode_plus(self, text, **settings):
-            return super()._encode_plus(text=text[::-1], **settings)
-
-    tokenizer = Reversing(tokenizer_object=processor.tokenizer.backend_tokenizer)
-    assert _backend_of(tokenizer) is None
-    expected = ids_and_starts(processor.tokenizer, "xuof")
-    assert torch.equal(ids_of(tokenizer, "foux"), expected[0])
-    assert all(map(torch.equal, ids_and_starts(tokenizer, "foux"), expected))
-    assert [found.tolist() for found in ids_and_starts(tokenizer, "")] == [[], []]
+    assert sample.input_ids.tolist() == processor.tokenizer(begin + text)["input_ids"]

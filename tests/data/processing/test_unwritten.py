@@ -26,18 +26,15 @@ ROLES = "{% for m in messages %}{% if m.role in ('user', 'assistant') %}" + TURN
 # Names what it does not read, which no search of its text would tell from reading it.
 NAMING = "{# no reasoning_content, tools or tool_calls #}" + PLAIN
 
+# What a template may leave out: a conversation that has it, its tools, and where it is.
 HAVE = {
-    "tools": ((ASK, ANSWER), (TOOL,)),
-    "a system prompt": ((SYSTEM, ASK, ANSWER), None),
-    "a system prompt after the first message": ((ASK, ANSWER, SYSTEM, ASK, ANSWER), None),
-    "reasoning_content": ((ASK, {**ANSWER, "reasoning_content": "A bar."}), None),
-    "tool_calls": ((ASK, CALL, ASK, ANSWER), None),
-    "a tool's answer": ((ASK, ANSWER, TOLD, ANSWER), None),
+    "tools": ((ASK, ANSWER), (TOOL,), ""),
+    "a system prompt": ((SYSTEM, ASK, ANSWER), None, ": message 1"),
+    "a system prompt after the first message": ((ASK, ANSWER, SYSTEM, ASK, ANSWER), None, ": message 3"),
+    "reasoning_content": ((ASK, {**ANSWER, "reasoning_content": "A bar."}), None, ": message 2"),
+    "tool_calls": ((ASK, CALL, ASK, ANSWER), None, ": message 2"),
+    "a tool's answer": ((ASK, ANSWER, TOLD, ANSWER), None, ": message 3"),
 }
-WHERE = {
-    "tools": "1", "a system prompt": "1: message 1", "a system prompt after the first message": "1: message 3",
-    "reasoning_content": "1: message 2", "tool_calls": "1: message 2", "a tool's answer": "1: message 3",
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +43,7 @@ def encoder_with(processor):
 
 
 def having(what: str) -> Conversation:
-    messages, tools = HAVE[what]
+    messages, tools, _ = HAVE[what]
     return Conversation("train.jsonl:1", messages, tools=tools)
 
 
@@ -62,7 +59,7 @@ def test_what_a_template_leaves_out_is_refused(encoder_with, template, left_out)
     for what in HAVE:
         for work in (encoder, encoder.size, pickle.loads(pickle.dumps(encoder)).size):
             if what in left_out:
-                with pytest.raises(DataError, match=rf"^train.jsonl:{WHERE[what]}: found {what}, which the chat"):
+                with pytest.raises(DataError, match=rf"^train.jsonl:1{HAVE[what][2]}: found {what}, which the chat"):
                     work(having(what))
             else:
                 work(having(what))

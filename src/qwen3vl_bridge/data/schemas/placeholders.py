@@ -223,12 +223,27 @@ def with_media(
     front: list[dict[str, Any]] = []
     taken = {kind: iter(media.get(kind, ())) for kind in KEYS_OF_KIND}
     for kind in KEYS_OF_KIND:
-        found = [one for content in contents for one in content if isinstance(one, _Placeholder) and one.kind == kind]
+        found, spellings = [], dict[str, str]()
+        for at, content in enumerate(contents):
+            for one in (one for one in content if isinstance(one, _Placeholder) and one.kind == kind):
+                if messages[at].get("role") == "assistant" and not one.part and one.spelling not in _OURS:
+                    raise DataError(
+                        f"{place}: message {at + 1}",
+                        f"found {shown(one.spelling)} in an answer, which may be a placeholder or text; expected "
+                        f"'<{kind}>' for a placeholder; {_AS_TEXT}",
+                    )
+                found.append(one)
+                spellings.setdefault(
+                    "path" if one.path else one.spelling if one.number is None else "number", one.spelling
+                )
         given = media.get(kind, [])
         if in_front and not found:
             front += given
             continue
-        _check_spellings(kind, contents, messages, place)
+        if len(spellings) > 1:
+            first, second, *_ = map(shown, spellings.values())
+            problem = f"found both {first} and {second}, expected placeholders of one spelling; {_AS_TEXT}"
+            raise DataError(place, problem)
         numbers = {one.number for one in found if one.number is not None}
         if given and numbers and numbers != set(range(1, len(given) + 1)):
             raise DataError(
@@ -296,23 +311,3 @@ def _split(message: Any, placeholders: Placeholders) -> Iterator[Any]:
 
 def _parts_of(content: Any) -> list[Any]:
     return content if isinstance(content, list) else []
-
-
-def _check_spellings(kind: str, contents: list[list[Any]], messages: list[Any], place: str) -> None:
-    """Refuse placeholders of several spellings, and in answers those that may be text."""
-    spellings: dict[str, str] = {}
-    for number, (message, content) in enumerate(zip(messages, contents, strict=True), start=1):
-        for one in content:
-            if not isinstance(one, _Placeholder) or one.kind != kind:
-                continue
-            if message.get("role") == "assistant" and not one.part and one.spelling not in _OURS:
-                raise DataError(
-                    f"{place}: message {number}",
-                    f"found {shown(one.spelling)} in an answer, which may be a placeholder or text; expected "
-                    f"'<{kind}>' for a placeholder; {_AS_TEXT}",
-                )
-            group = "path" if one.path else "number" if one.number is not None else one.spelling
-            spellings.setdefault(group, one.spelling)
-    if len(spellings) > 1:
-        first, second, *_ = map(shown, spellings.values())
-        raise DataError(place, f"found both {first} and {second}, expected placeholders of one spelling; {_AS_TEXT}")
