@@ -87,9 +87,7 @@ class _Chain:
 
 def tower_costs(config: Mapping, trained: Trained | None = None) -> TowerCosts:
     """The costs of the model of a `config.json`, for a step that trains something or (None) for only a forward pass.
-
-    Raises:
-        KeyError: a field is missing; the message names it.
+    Raises KeyError for a missing field.
     """
     return model_costs(dimensions_of(config), trained)
 

@@ -59,11 +59,7 @@ def check_settings(config: Any) -> None:
 
 
 def check_deepstack(vision: Mapping[str, Any], text_layers: int) -> None:
-    """Check that a vision tower's DeepStack features suit a text model with this number of layers.
-
-    Raises:
-        ValueError: indexes that are not layers of the tower, or more of them than text layers.
-    """
+    """Check that DeepStack features are of a tower's layers, and not more than text layers; raises ValueError."""
     indexes, depth = list(vision["deepstack_visual_indexes"]), vision["depth"]
     if indexes != sorted(set(indexes)) or (indexes and not 0 <= indexes[0] <= indexes[-1] < depth):
         raise ValueError(f"deepstack_visual_indexes is {shown(indexes)}, expected ascending layers below {depth}")
