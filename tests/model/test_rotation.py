@@ -53,7 +53,13 @@ class Kernel:
 def kernel(monkeypatch) -> Kernel:
     kernel = Kernel()
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", kernel)
-    monkeypatch.setattr(settings, "_has_rotation_kernel", lambda provider: True)
+    turn_off = settings._turn_off
+
+    def keep(provider, name, *why, **how):
+        if name != "apply_rope_fusion":
+            turn_off(provider, name, *why, **how)
+
+    monkeypatch.setattr(settings, "_turn_off", keep)
     return kernel
 
 
