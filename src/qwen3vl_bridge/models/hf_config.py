@@ -293,9 +293,7 @@ def identity_of_config(config: Mapping[str, Any], own: Mapping[str, Mapping[str,
     return fields
 
 
-def identity_of_run(
-    model: Mapping[str, Any], config: Mapping[str, Any], *, dense: str, with_experts: str
-) -> dict[str, Any]:
+def identity_of_run(model: Mapping[str, Any], config: Mapping[str, Any], dense: str) -> dict[str, Any]:
     """The identifying fields in the `model` section of a run's file that every family has, as far as they are given.
 
     A vocabulary larger than the configuration's is left out: its padding is known from the tensors' rows.
@@ -303,12 +301,12 @@ def identity_of_run(
     Args:
         model: fields of a provider.
         config: the identity of a configuration; no other field of the tower is used.
-        dense, with_experts: `model_type` of models without experts, and of those with.
+        dense: `model_type` of models without experts.
     """
     fields = renamed(model, _OF_PROVIDER)
     if "num_moe_experts" in model:
         experts = model["num_moe_experts"] or 0
-        fields |= {"model_type": with_experts if experts else dense, "text_config.num_experts": experts}
+        fields |= {"model_type": f"{dense}_moe" if experts else dense, "text_config.num_experts": experts}
         fields |= renamed(model, _OF_MOE_PROVIDER if experts else DENSE_WIDTH)
     if isinstance(activation := model.get("activation_func"), Mapping):
         name = _ACTIVATIONS.get(str(activation.get("_target_")).rpartition(".")[2])

@@ -161,7 +161,7 @@ def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def fields_of_run(model: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """The identifying fields in the `model` section of a run's file; arguments as for `identity_of_run`."""
-    fields = identity_of_run(model, config, dense="qwen3_vl", with_experts="qwen3_vl_moe")
+    fields = identity_of_run(model, config, FAMILY)
     layers, frequency = model.get("num_layers"), model.get("moe_layer_freq", 1)
     moe_layers = None
     if model.get("num_moe_experts") and type(frequency) is int and type(layers) is int and frequency > 0:
