@@ -8,11 +8,7 @@ from typing import Any
 
 
 def load(package: str, public: Mapping[str, str], name: str) -> Any:
-    """The result of a package's `__getattr__` for a name, by its public names and the module of each.
-
-    Raises:
-        AttributeError: the name is not public.
-    """
+    """The result of a package's `__getattr__` for a name, by its public names and the module of each."""
     if name not in public:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
     return getattr(import_module(public[name]), name)

@@ -138,11 +138,7 @@ def replace_functions(module: ModuleType) -> None:
 
 
 def family(name: str) -> Family:
-    """The family of this name.
-
-    Raises:
-        ValueError: an unknown family.
-    """
+    """The family of this name; raises ValueError for an unknown one."""
     if name not in families():
         raise ValueError(f"unknown family {name!r}, expected one of {', '.join(families())}")
     return families()[name]
@@ -177,20 +173,13 @@ def family_of_provider(target: Any) -> Family | None:
 
 
 def dimensions_of(config: Config) -> Dimensions:
-    """Dimensions of a `config.json`'s model.
-
-    Raises:
-        ValueError: it is of no family.
-        KeyError: it lacks a field; the message names it.
-    """
+    """Dimensions of a `config.json`'s model; raises ValueError if it is of no family, KeyError for a missing field."""
     return family_of(config).dimensions(config)
 
 
 def preset(name: str) -> dict[str, Any]:
     """The `config.json` of a released model, by its size or hub id; a size of several families is the first one's.
-
-    Raises:
-        ValueError: no family has it.
+    Raises ValueError if no family has it.
     """
     reasons = []
     for presets in _presets():
@@ -211,11 +200,7 @@ def _presets() -> list[Any]:
 
 
 def presets_of(name: str) -> Any:
-    """The presets of a family.
-
-    Raises:
-        ValueError: an unknown family, or one without presets.
-    """
+    """The presets of a family; raises ValueError for an unknown family, or one without presets."""
     if (presets := family(name).presets) is None:
         raise ValueError(f"the family {name} has no presets")
     return presets

@@ -53,11 +53,13 @@ class Kernel:
 def kernel(monkeypatch) -> Kernel:
     kernel = Kernel()
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", kernel)
-    turn_off = settings._turn_off  # which also turns off what the layers of this machine have no kernel for
-    kept = "apply_rope_fusion"
-    monkeypatch.setattr(
-        settings, "_turn_off", lambda provider, name, why: name == kept or turn_off(provider, name, why)
-    )
+    turn_off = settings._turn_off
+
+    def keep(provider, name, *why, **how):
+        if name != "apply_rope_fusion":
+            turn_off(provider, name, *why, **how)
+
+    monkeypatch.setattr(settings, "_turn_off", keep)
     return kernel
 
 

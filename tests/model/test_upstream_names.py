@@ -1,6 +1,7 @@
 """What callers of Megatron-Bridge's own model read of it by name and place; and a step touches the device alone."""
 
 import inspect
+from types import SimpleNamespace
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.batch import ModelInputs
@@ -27,17 +28,12 @@ def test_names_that_are_read(pair):
     assert model.image_token_id == pair.config.image_token_id
     assert model.video_token_id == pair.config.video_token_id
     assert model.vision_start_token_id == pair.config.vision_start_token_id
-    assert model.decoder is model.language_model.decoder is get_attr_wrapped_model(Wrapper(model), "decoder")
+    wrapped = SimpleNamespace(module=model)
+    assert model.decoder is model.language_model.decoder is get_attr_wrapped_model(wrapped, "decoder")
     assert (model.cp_group, model.pp_group, model.tp_group) == (groups.cp, groups.pp, groups.tp)
     assert model.encoder_hidden_state is None
     model.set_input_tensor([None])  # as schedules do on the first stage
     assert model.encoder_hidden_state is None
-
-
-class Wrapper(torch.nn.Module):
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
 
 
 def test_they_add_no_module_and_no_weight(pair):

@@ -51,14 +51,7 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
         """
         config = hf_pretrained.config
         family(self.family).check(config.to_dict())
-        provider = self.PROVIDER_CLASS(**self.provider_fields(config))
-        self.exclude(provider, _stored_config(self.family, hf_pretrained))
-        return provider
-
-    def exclude(self, provider: VisionLanguageProvider, config: Mapping[str, Any]) -> None:
-        """Remove from a provider what the checkpoint lacks, according to its `config.json` with optional parts
-        included.
-        """
+        return self.PROVIDER_CLASS(**self.provider_fields(config))
 
     def load_weights_hf_to_megatron(
         self, hf_pretrained: Any, megatron_model: list[MegatronModule], *args: Any, **kwargs: Any
@@ -131,7 +124,7 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
         source = _files_of(pretrained)
         if source is None:
             return own.released_experts
-        dimensions = own.dimensions(_stored_config(self.family, pretrained))
+        dimensions = own.dimensions(stored_config(self.family, pretrained))
         if not dimensions.indices["moe_layers"]:
             return own.released_experts
         of_layer, shapes = f".layers.{dimensions.indices['moe_layers'][0]}.mlp.experts.", {}
@@ -151,8 +144,8 @@ def _files_of(hf_pretrained: Any) -> SafeTensorsStateSource | None:
     return source if isinstance(source, SafeTensorsStateSource) else None
 
 
-def _stored_config(name: str, hf_pretrained: Any) -> Mapping[str, Any]:
-    """The configuration of a Hugging Face model; a local checkpoint may lack parts of its weights."""
+def stored_config(name: str, hf_pretrained: Any) -> Mapping[str, Any]:
+    """The configuration of a Hugging Face model, without optional parts that a local checkpoint lacks."""
     config, source = hf_pretrained.config.to_dict(), _files_of(hf_pretrained)
     if source is None or not Path(source.model_name_or_path).is_dir() or not source.key_to_filename_map:
         return config

@@ -103,93 +103,24 @@ def flash_takes(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bo
 
 
 def varlen_takes(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
-    """Whether `attend_row` supports a packed row [t, heads, d]: needs FlashAttention and no dropout."""
+    """Whether varlen attention supports a packed row [t, heads, d]: needs FlashAttention and no dropout."""
     if varlen_attn is None or dropout or query.size(-1) % _ALIGNED:
         return False
     return flash_takes(*(x.transpose(0, 1)[None] for x in (query, key, value)), dropout)
-
-
-def attend_row(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    offsets: tuple[Tensor, Tensor],
-    longest: tuple[int, int],
-    causal: bool,
-    scale: float,
-) -> Tensor:
-    """Attention [t, heads, d] within all segments of a packed row in one call, without a host-device synchronization.
-
-    Args:
-        query: [t, heads, d].
-        key, value: [keys' t, heads, d].
-        offsets, longest: [n + 1] int32 cumulative segment lengths of queries and of keys, and their maximum lengths.
-        causal: whether a segment's queries are aligned to the end of its keys and attend only up to their own position.
-        scale: softmax scale.
-    """
-    window = (-1, 0) if causal else (-1, -1)
-    # torch 2.11 takes fewer key heads without being told.
-    heads = {"enable_gqa": query.size(1) != key.size(1)} if "enable_gqa" in _VARLEN else {}
-    return varlen_attn(query, key, value, *offsets, *longest, scale=scale, window_size=window, **heads)
 
 
 def attend_end(query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float) -> Tensor:
     """Causal attention of the last s tokens of segments [n, heads, s, d] to all of their tokens [n, heads, keys' s, d].
 
     CUDA kernels align the causal mask to the end of the keys. The CPU kernel would need an explicit mask, which
-    autograd would save.
+    autograd would save: there, queries of zeros come before the last ones.
     """
-    if query.size(2) == key.size(2):
-        return _sdpa(query, key, value, is_causal=True, scale=scale, dropout=dropout)
-    if query.is_cuda or dropout:  # with dropout, the CPU saves all attention scores anyway
+    if query.is_cuda:
         mask = causal_lower_right(query.size(2), key.size(2))
         return _sdpa(query, key, value, attn_mask=mask, scale=scale, dropout=dropout)
-    return _EndOnCpu.apply(query, key, value, scale)
-
-
-class _EndOnCpu(torch.autograd.Function):
-    """Full attention to all earlier keys, and causal attention to a segment's last tokens, merged by log-sum-exp.
-
-    Given the merged output and log-sum-exp, the kernel's own backward pass returns the gradients of each part.
-    Source: Dao et al., FlashAttention (2022), section 3.1; Liu et al., Ring Attention (2023).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        before = key.size(2) - query.size(2)
-        parts = [
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                query, *(x[:, :, part] for x in (key, value)), is_causal=causal, scale=scale
-            )
-            for part, causal in ((slice(before), False), (slice(before, None), True))
-        ]
-        logarithm = torch.logaddexp(*(part[1] for part in parts))  # [n, heads, s] float32
-        weighted = [out * (own - logarithm).exp()[..., None] for out, own in parts]
-        attended = (weighted[0] + weighted[1]).to(query.dtype)
-        ctx.save_for_backward(query, key, value, attended, logarithm)
-        ctx.scale = scale
-        return attended
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, attended, logarithm = ctx.saved_tensors
-        before = key.size(2) - query.size(2)
-        (query_before, *keys_before), (query_own, *keys_own) = (
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                gradient,
-                query,
-                *(x[:, :, part] for x in (key, value)),
-                attended,
-                logarithm,
-                0.0,
-                causal,
-                scale=ctx.scale,
-            )
-            for part, causal in ((slice(before), False), (slice(before, None), True))
-        )
-        keys = (torch.cat(parts, 2) for parts in zip(keys_before, keys_own, strict=True))
-        return query_before + query_own, *keys, None
+    before = key.size(2) - query.size(2)
+    whole = F.pad(query, (0, 0, before, 0))
+    return _sdpa(whole, key, value, is_causal=True, scale=scale, dropout=dropout)[:, :, before:]
 
 
 _KERNELS = {
@@ -286,7 +217,7 @@ class SegmentAttention(MegatronModule):
     def _attend_row(
         self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams, lengths: tuple[int, ...], causal: bool
     ) -> Tensor:
-        """Attention of a packed row [t, heads, d] in one call."""
+        """Attention of a packed row [t, heads, d] in one call, without a host-device synchronization."""
         if self.ranks == 1:
             offsets, longest = (physical_offsets(params),) * 2, (max(lengths),) * 2
         else:  # each chunk is a segment of queries whose keys end at the end of the chunk
@@ -295,7 +226,10 @@ class SegmentAttention(MegatronModule):
             # The gradient of this indexing sums at most two terms per token, so the order of summation does not matter.
             key, value = gathered.index_select(0, chunks.keys).chunk(2, -1)
             offsets, longest = chunks.offsets, chunks.longest
-        return attend_row(query, key, value, offsets=offsets, longest=longest, causal=causal, scale=self.scale)
+        window = (-1, 0) if causal else (-1, -1)  # a causal mask is aligned to the end of the keys
+        # torch 2.11 takes fewer key heads without being told.
+        heads = {"enable_gqa": query.size(1) != key.size(1)} if "enable_gqa" in _VARLEN else {}
+        return varlen_attn(query, key, value, *offsets, *longest, scale=self.scale, window_size=window, **heads)
 
     def _of_all_ranks(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """[..., heads, d] of this rank's tokens -> [..., cp * heads, d] of all context-parallel ranks' tokens.

@@ -66,14 +66,11 @@ class _Chain:
     trained.
     """
 
-    def __init__(self, trained: Trained | None, reached: bool = False) -> None:
+    def __init__(self, trained: Trained, reached: bool = False) -> None:
         self.trained, self.reached, self.linear, self.pair = trained, reached, 0.0, 0.0
 
     def add(self, name: str, inputs: int, outputs: int, trained: bool, times: float = 1) -> None:
         """Add a linear layer of these sizes, applied `times` per token (or patch); "" cannot have an adapter."""
-        if self.trained is None:
-            self.linear += times * inputs * outputs
-            return
         rank = self.trained.rank(name) if name and not is_of_mtp(name) else 0
         self.linear += times * inputs * outputs * (1 + self.reached + trained)
         if rank:
@@ -87,17 +84,16 @@ class _Chain:
 
 def tower_costs(config: Mapping, trained: Trained | None = None) -> TowerCosts:
     """The costs of the model of a `config.json`, for a step that trains something or (None) for only a forward pass.
-
-    Raises:
-        KeyError: a field is missing; the message names it.
+    Raises KeyError for a missing field.
     """
     return model_costs(dimensions_of(config), trained)
 
 
 def model_costs(dims: Dimensions, trained: Trained | None = None) -> TowerCosts:
     """Like `tower_costs`, for a model with these dimensions."""
+    trained = trained or Trained(False, False, False)
     vision, (*deepstack, embedded) = _vision(dims, trained)
-    of_language = trained is not None and trained.language_model
+    of_language = trained.language_model
     text = _Chain(trained, reached=embedded or of_language)  # the embedding comes before all layers
     for layer in dims.indices["text_layers"]:
         name = f"language_model.decoder.layers.{layer}"
@@ -108,7 +104,7 @@ def model_costs(dims: Dimensions, trained: Trained | None = None) -> TowerCosts:
         _add_mlp(text, f"{name}.mlp", dims, of_language, moe=layer in dims.indices["moe_layers"])
         text.reached = text.reached or any(deepstack[layer : layer + 1])  # DeepStack features
     text.add("", dims["hidden"], dims["vocab"], of_language)
-    if trained is not None and trained.mtp:
+    if trained.mtp:
         name = "language_model.mtp.layers.0.mtp_model_layer"
         text.add("", dims["hidden_twice"], dims["hidden"], of_language)
         _attend(text, f"{name}.self_attention", dims, of_language)
@@ -201,16 +197,9 @@ def operations_of_a_step(
     )
 
 
-def vision_costs(dims: Dimensions) -> tuple[float, float]:
-    """`TowerCosts.patch` and `patch_pair` of a forward pass."""
-    tower, _ = _vision(dims, None)
-    return 2 * tower.linear, 2 * tower.pair
-
-
-def _vision(dims: Dimensions, trained: Trained | None) -> tuple[_Chain, list[bool]]:
+def _vision(dims: Dimensions, trained: Trained) -> tuple[_Chain, list[bool]]:
     """The tower with its mergers, per patch; and whether mergers need a gradient, DeepStack's first."""
-    of_tower = trained is not None and trained.vision_model
-    of_mergers = trained is not None and trained.vision_projection
+    of_tower, of_mergers = trained.vision_model, trained.vision_projection
     share = dims["v_hidden"] / dims["v_merged"]  # fraction of a token that one patch is
     tower, mergers = _Chain(trained), list[_Chain]()
 

@@ -62,10 +62,7 @@ _REQUIRED: Fields = {
     },
 }
 _OPTIONAL: Fields = {
-    "": {
-        "tie_word_embeddings": TRUTH,
-        **dict.fromkeys(TOKEN_IDS, TOKEN),
-    },
+    "": {"tie_word_embeddings": TRUTH, **dict.fromkeys(TOKEN_IDS, TOKEN)},
     "text_config": {
         "rms_norm_eps": ABOVE_ZERO,
         "hidden_act": TEXT,
@@ -121,7 +118,6 @@ def check_field_types(config: Any, required: Fields, optional: Fields, nullable:
     for name, kind in {**_NULLABLE, **nullable}.items():
         if text.get(name) is not None:
             _check_type("text_config", name, text[name], kind)
-    check_rope_types(text)
     heads = text["num_attention_heads"]
     for name, whole, part, divisor in (
         ("text_config.num_attention_heads", heads, "num_key_value_heads", text.get("num_key_value_heads") or heads),
@@ -143,21 +139,16 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def check_rope_types(text: Mapping[str, Any]) -> None:
-    """Check the types of a text configuration's rotary settings, in either format; raises ValueError."""
-    for section in ("rope_parameters", "rope_scaling"):
-        for name, value in (text.get(section) or {}).items():
-            if value is not None and name in _ROPE:
-                _check_type(f"text_config.{section}", name, value, _ROPE[name])
-
-
 def rope_settings(text: Mapping[str, Any], types: Sequence[str]) -> dict[str, Any]:
     """A text configuration's rotary settings, of either format, with `rope_type` as in transformers 5.
 
     Raises:
         ValueError: another type than these, or a value of the wrong type.
     """
-    check_rope_types(text)
+    for section in ("rope_parameters", "rope_scaling"):
+        for name, value in (text.get(section) or {}).items():
+            if value is not None and name in _ROPE:
+                _check_type(f"text_config.{section}", name, value, _ROPE[name])
     rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
     kind = rope.pop("type", None)
     kind = rope.get("rope_type") or kind or "default"
@@ -302,9 +293,7 @@ def identity_of_config(config: Mapping[str, Any], own: Mapping[str, Mapping[str,
     return fields
 
 
-def identity_of_run(
-    model: Mapping[str, Any], config: Mapping[str, Any], *, dense: str, with_experts: str
-) -> dict[str, Any]:
+def identity_of_run(model: Mapping[str, Any], config: Mapping[str, Any], dense: str) -> dict[str, Any]:
     """The identifying fields in the `model` section of a run's file that every family has, as far as they are given.
 
     A vocabulary larger than the configuration's is left out: its padding is known from the tensors' rows.
@@ -312,12 +301,12 @@ def identity_of_run(
     Args:
         model: fields of a provider.
         config: the identity of a configuration; no other field of the tower is used.
-        dense, with_experts: `model_type` of models without experts, and of those with.
+        dense: `model_type` of models without experts.
     """
     fields = renamed(model, _OF_PROVIDER)
     if "num_moe_experts" in model:
         experts = model["num_moe_experts"] or 0
-        fields |= {"model_type": with_experts if experts else dense, "text_config.num_experts": experts}
+        fields |= {"model_type": f"{dense}_moe" if experts else dense, "text_config.num_experts": experts}
         fields |= renamed(model, _OF_MOE_PROVIDER if experts else DENSE_WIDTH)
     if isinstance(activation := model.get("activation_func"), Mapping):
         name = _ACTIVATIONS.get(str(activation.get("_target_")).rpartition(".")[2])

@@ -360,11 +360,7 @@ def _of_square(square: Tensor, hides: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def real_tokens(attention_mask: Tensor | None, padding_mask: Tensor | None, ids: Tensor) -> Tensor | None:
-    """The real (non-padding) tokens [B, S] by masks [B, S] on the host; None without a mask.
-
-    Raises:
-        ValueError: masks with other shapes or values, or masks that contradict each other.
-    """
+    """The real (non-padding) tokens [B, S] by masks [B, S] on the host, which must agree; None without a mask."""
     real = None if attention_mask is None else check_mask(attention_mask, ids)
     if padding_mask is None:
         return real
@@ -384,14 +380,10 @@ def check_mask(
     """Check a mask of 0 and 1 with any dtype and return it as [B, S] bool."""
     if mask.shape != ids.shape:
         raise ValueError(f"{name} has shape {list(mask.shape)}, expected {list(ids.shape)}: {meaning}")
-    _check_booleans(mask, name, meaning)
-    return mask.bool()
-
-
-def _check_booleans(mask: Tensor, name: str, meaning: str) -> None:
     wrong = mask.bool().to(mask.dtype) != mask
     if wrong.any():
         raise ValueError(f"{name} has an entry {mask[wrong][0].item()}, expected {meaning}")
+    return mask.bool()
 
 
 @dataclass(frozen=True)

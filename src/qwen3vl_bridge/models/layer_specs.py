@@ -57,11 +57,6 @@ class ZeroCenteredRMSNorm(RMSNorm):
         return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
 
 
-def rms_norm_of(config: TransformerConfig) -> type[nn.Module]:
-    """The norm class for a configuration."""
-    return ZeroCenteredRMSNorm if config.layernorm_zero_centered_gamma else RMSNorm
-
-
 class LocalBackend(LocalSpecProvider):
     """Modules without Transformer Engine: torch norms and our core attention, even if it is installed."""
 
@@ -71,7 +66,9 @@ class LocalBackend(LocalSpecProvider):
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type[nn.Module]:
         """RMSNorm, zero-centred if the model's are, or LayerNorm."""
-        return rms_norm_of(self.config) if rms_norm else LayerNorm
+        if not rms_norm:
+            return LayerNorm
+        return ZeroCenteredRMSNorm if self.config.layernorm_zero_centered_gamma else RMSNorm
 
     def core_attention(self) -> type[SegmentAttention]:
         """Attention by torch's kernels."""
@@ -94,32 +91,27 @@ def backend(config: TransformerConfig) -> BackendSpecProvider:
     return TESpecProvider()
 
 
-def _use_local_modules(spec: ModuleSpec, config: TransformerConfig) -> None:
-    modules = LocalBackend(config)
-    norm = modules.layer_norm(rms_norm=config.normalization == "RMSNorm")
-    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+def _adapt(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
+    """A layer's spec with our attention and experts; without Transformer Engine, with torch's norms and kernels."""
+    layer, attention = spec.submodules, spec.submodules.self_attention
+    attention.module = RotarySelfAttention
+    has_experts = isinstance(layer.mlp, functools.partial) and layer.mlp.func in (MoELayer, ReleasingMoELayer)
+    if has_experts:
+        modules = dataclasses.replace(layer.mlp.keywords["submodules"], router=BalancedRouter)
+        layer.mlp = functools.partial(
+            ReleasingMoELayer, *layer.mlp.args, **layer.mlp.keywords | dict(submodules=modules)
+        )
+    if not isinstance(local := backend(config), LocalBackend):
+        return spec
+    norm = local.layer_norm(rms_norm=config.normalization == "RMSNorm")
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
-    attention.core_attention = modules.core_attention()
+    attention.submodules.core_attention = local.core_attention()
     if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = norm
-    if _has_experts(layer.mlp):
+        attention.submodules.q_layernorm = attention.submodules.k_layernorm = norm
+    if has_experts:
         # Checkpoints use the names of the Transformer Engine spec, in which the norm before experts is also a separate
         # module. megatron-core's map is for dense layers, in which it is a part of `linear_fc1`.
         layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
-
-
-def _has_experts(mlp: Any) -> bool:
-    return isinstance(mlp, functools.partial) and mlp.func in (MoELayer, ReleasingMoELayer)
-
-
-def _adapt(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
-    spec.submodules.self_attention.module = RotarySelfAttention
-    mlp = spec.submodules.mlp
-    if _has_experts(mlp):
-        modules = dataclasses.replace(mlp.keywords["submodules"], router=BalancedRouter)
-        spec.submodules.mlp = functools.partial(ReleasingMoELayer, *mlp.args, **mlp.keywords | dict(submodules=modules))
-    if isinstance(backend(config), LocalBackend):
-        _use_local_modules(spec, config)
     return spec
 
 

@@ -352,9 +352,7 @@ class VisionLanguageModel(MegatronModule):
 
     def unpack(self, received: Tensor, length: int, inputs: ModelInputs) -> tuple[Tensor, dict[str, Any]]:
         """The inverse of the previous stage's `pack`: hidden states [s = length, b, h] and the layers' other inputs.
-
-        Raises:
-            ValueError: a tensor of another size.
+        Raises ValueError for a tensor of another size.
         """
         rows = len(inputs.input_ids)
         check_received(received, length * rows, f"{length} tokens of {rows} rows")

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 from qwen3vl_bridge import registry
 from qwen3vl_bridge.batch.vision_sharding import VisionWork
 from qwen3vl_bridge.models import refusals, settings
-from qwen3vl_bridge.models.flops import operations_of_a_step, vision_costs
+from qwen3vl_bridge.models.flops import model_costs, operations_of_a_step
 from qwen3vl_bridge.models.rules import Rule, check
 from qwen3vl_bridge.weights.rows import Dimensions, Part, model_dimensions, part_of_wrapped
 
@@ -149,8 +149,8 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
     @property
     def vision_work(self) -> VisionWork:
         """The tower's cost of a frame, by which ranks divide frames."""
-        patch, patch_pair = vision_costs(self.dimensions())
-        return VisionWork(patch, patch_pair, self.vision_config.spatial_merge_size**2)
+        costs = model_costs(self.dimensions())
+        return VisionWork(costs.patch, costs.patch_pair, self.vision_config.spatial_merge_size**2)
 
     def _groups(self) -> ProcessGroupCollection:
         """The groups that were set, or megatron-core's global ones: direct callers of `provide` have not set any."""

@@ -47,15 +47,6 @@ def rotation(angles: Tensor, dtype: torch.dtype, scale: float = 1.0, *, fused: b
     return (torch.stack((angles.cos(), angles.sin())) * scale).to(dtype)[:, :, :, None]
 
 
-def scaled_frequencies(parameters: dict[str, Any], dim: int) -> tuple[Tensor, float]:
-    """Frequencies [d/2] of a scaled rotary embedding (YaRN and the like), and the factor of its cosines and sines.
-
-    Computed on the host by transformers' own functions: on a GPU, they would copy from memory that is not pinned.
-    """
-    config = Qwen3VLTextConfig(head_dim=dim, rope_parameters=dict(parameters))
-    return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
-
-
 def rotate(query: Tensor, key: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys [s, b, heads, d] by their tokens' angles, from `rotation`, of the first r dimensions."""
     if rotary.dim() == 4:
@@ -143,8 +134,9 @@ class InterleavedMRoPE(nn.Module):
             host, scale = torch.device("cpu"), 1.0
             if self.scaled is None:
                 frequencies = inverse_frequencies(self.dim, self.theta, host)
-            else:
-                frequencies, scale = scaled_frequencies(self.scaled, self.dim)
+            else:  # on a GPU, transformers' functions would copy from memory that is not pinned
+                config = Qwen3VLTextConfig(head_dim=self.dim, rope_parameters=dict(self.scaled))
+                frequencies, scale = ROPE_INIT_FUNCTIONS[self.scaled["rope_type"]](config, host)
             frequency = torch.arange(self.dim // 2)
             _, height, width = (3 * n for n in self.mrope_section)
             by_height = (frequency % 3 == 1) & (frequency < height)

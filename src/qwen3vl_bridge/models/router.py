@@ -33,9 +33,7 @@ class BalancedRouter(TopKRouter):
         if not self.get_aux_loss_coeff("aux_loss"):
             return probs
         selected = sum_counts(routing_map.sum(0), self.tp_cp_group)
-        return self._balance(
-            "aux_loss", "load_balancing_loss", probs, scores_for_aux_loss, selected, selected, self.tp_cp_group
-        )
+        return self._balance("aux_loss", probs, scores_for_aux_loss, selected, selected, self.tp_cp_group)
 
     def _apply_global_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
@@ -47,23 +45,15 @@ class BalancedRouter(TopKRouter):
         self.global_tokens_per_expert += selected
         self.ga_steps += 1
         mean = self.global_tokens_per_expert / self.ga_steps
-        return self._balance(
-            "global_aux_loss",
-            "global_load_balancing_loss",
-            probs,
-            scores_for_aux_loss,
-            selected,
-            mean,
-            self.tp_dp_cp_group,
-        )
+        return self._balance("global_aux_loss", probs, scores_for_aux_loss, selected, mean, self.tp_dp_cp_group)
 
     def _balance(
-        self, kind: str, name: str, probs: Tensor, scores: Tensor, selected: Tensor, wanted: Tensor, group: ProcessGroup
+        self, kind: str, probs: Tensor, scores: Tensor, selected: Tensor, wanted: Tensor, group: ProcessGroup
     ) -> Tensor:
         """Attach a loss to `probs` [tokens, E]; for a microbatch without real tokens it is 0, and so is its gradient.
 
         Args:
-            kind, name: of the loss, which selects its coefficient, and in the logs.
+            kind: of the loss, which selects its coefficient.
             scores: [tokens, E] of this rank, zero for padding.
             selected: [E] how often each expert is selected by real tokens of all ranks of `group`.
             wanted: [E] the f_e of the loss.
@@ -87,7 +77,7 @@ class BalancedRouter(TopKRouter):
             probs,
             coefficient * whole,  # divisor of the logged value
             loss * whole,
-            name,
+            kind.replace("aux_loss", "load_balancing_loss"),  # its name in logs
             group,
             needs_dp_avg=kind == "aux_loss",
             # It multiplies by the ranks that share a microbatch, so that a rank's tokens stand for all of them.

@@ -76,11 +76,7 @@ def ours_for(target: Any) -> Any:
     if not isinstance(target, type):
         return target
     if issubclass(target, VisionLanguageFields):
-
-        def of_ours(**saved: Any) -> VisionLanguageFields:
-            return _on_this_machine(target, saved)
-
-        return of_ours
+        return lambda **saved: _on_this_machine(target, saved)
     return _BUILDERS.get(target, target)
 
 

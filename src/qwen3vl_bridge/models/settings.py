@@ -117,8 +117,8 @@ class VisionLanguageFields(GPTModelProvider):
     # megatron-core refuses rows of several lengths between pipeline stages with its own default, experts or not.
     moe_token_dispatcher_type: str = "alltoall"
     calculate_per_token_loss: bool | None = None
-    # With Qwen3-VL's vocabulary 8,192 tokens' logits, their softmax and its gradient take 10 GB, for which GPUs have
-    # room; rows up to there pay nothing. Longer ones pay a product of the output layer more, some 3 % of an 8B's step.
+    # With Qwen3-VL's vocabulary 2,048 tokens' logits take 3 GiB in the native fused loss; rows up to there pay nothing.
+    # Longer ones pay a product of the output layer more, 2 % of an 8B's step (docs/speed.md).
     loss_chunk_tokens: int = 2048
 
     freeze_language_model: bool = False
@@ -189,11 +189,8 @@ def name_of_activation(function: Activation) -> str:
 
 
 def vision_activation(name: str) -> Activation:
-    """Activation of the vision tower's MLPs: any of transformers' without weights. Mergers use the exact GELU.
-
-    Raises:
-        ValueError: a name that transformers does not have, or an activation with weights, which are not in the weight
-            table.
+    """Activation of the vision tower's MLPs: any of transformers' without weights, which are not in the weight
+    table; raises ValueError for others. Mergers use the exact GELU.
     """
     if name not in ACT2FN:
         raise ValueError(f"vision_config.hidden_act is {name!r}, expected one of {', '.join(ACT2FN)}")

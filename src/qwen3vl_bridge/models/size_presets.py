@@ -45,11 +45,7 @@ class Preset:
 
 
 def preset_of[P: Preset](name: str, presets: Mapping[str, P], hub_ids: Callable[[str], tuple[str, ...]]) -> P:
-    """The preset of a size or a hub id; `hub_ids` gives the names on the hub of a size's models.
-
-    Raises:
-        ValueError: an unknown model; the message lists the sizes.
-    """
+    """The preset of a size or a hub id (`hub_ids` gives those of a size); raises ValueError for an unknown one."""
     for size, preset in presets.items():
         if name == size or name in hub_ids(size):
             return preset

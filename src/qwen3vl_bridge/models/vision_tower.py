@@ -27,17 +27,11 @@ from transformers import PretrainedConfig
 # transformers, Qwen3VLVisionModel: every norm of the tower has this epsilon; there is no configuration field for it.
 _NORM_EPSILON = 1e-6
 
+# Fields of the text model that hold for the tower too.
 _SHARED = (
-    "params_dtype",
-    "bf16",
-    "fp16",
-    "transformer_impl",
-    "use_cpu_initialization",
-    "init_model_with_meta_device",
-    "perform_initialization",
+    *("params_dtype", "bf16", "fp16", "transformer_impl", "apply_rope_fusion", "deterministic_mode"),
+    *("use_cpu_initialization", "init_model_with_meta_device", "perform_initialization"),
     "gradient_accumulation_fusion",
-    "apply_rope_fusion",
-    "deterministic_mode",
 )
 
 

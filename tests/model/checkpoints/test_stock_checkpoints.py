@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,7 @@ from qwen3vl_bridge.checkpoint import (
 from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
 from qwen3vl_bridge.checkpoint.formats.megatron import run_config
 from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, check_model_of_run
+from qwen3vl_bridge.models.hf_config import TOKEN_IDS
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
 from qwen3vl_bridge.models.settings import default_transformer_impl, gelu_tanh
 from qwen3vl_bridge.registry import family
@@ -173,12 +175,9 @@ def checkpoints(sources, tmp_path_factory) -> dict[str, Path]:
 def logits_gap(model: torch.nn.Module, folder: Path) -> float:
     reference = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
 
-    class Both:
-        config = reference.config
-
-    Both.reference = reference
+    both = SimpleNamespace(reference=reference, config=reference.config)
     rows = make_rows(make_samples("mixed", reference.config, seed=5), [0, 0, 0, 0])
-    expected = rows.real(reference_logits(Both, rows))
+    expected = rows.real(reference_logits(both, rows))
     found = no_grad(model, rows.input_ids, attention_mask=rows.attention_mask, **rows.pixels)
     return (rows.real(found)[:, : expected.shape[-1]] - expected).abs().max().item()
 
@@ -391,10 +390,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         "mrope_section": [6, 5, 5], "mrope_interleaved": True}  # fmt: skip
 EVERY = {
     "tie_word_embeddings": None,  # the other one
-    "image_token_id": 7,
-    "video_token_id": 7,
-    "vision_start_token_id": 7,
-    "vision_end_token_id": 7,
+    **dict.fromkeys(TOKEN_IDS, 7),
     "text_config.vocab_size": 1024,
     "text_config.rms_norm_eps": 1e-5,
     "text_config.hidden_act": "gelu",
@@ -421,14 +417,8 @@ def described(who: str, folder: Path) -> dict[str, Any]:
     """The `model` section of a run's file."""
     if who == "converted":
         config = json.loads((folder / "config.json").read_text())
-        return run_config(
-            config,
-            str(folder),
-            "torch_dist",
-            provider=family("qwen3_vl").provider,
-            vocabulary=(rows := config["text_config"]["vocab_size"]),
-            rows=rows,
-        )["model"]
+        rows, provider = config["text_config"]["vocab_size"], family("qwen3_vl").provider
+        return run_config(config, str(folder), "torch_dist", provider=provider, vocabulary=rows, rows=rows)["model"]
     if who == "ours":
         provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=False)
         provider.finalize()

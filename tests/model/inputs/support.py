@@ -10,7 +10,7 @@ import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from tests.parity.batches import Sample, pictures
+from tests.parity.batches import Sample, make_samples, pictures
 from tests.parity.conftest import Pair
 
 ALONE = types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)
@@ -57,6 +57,10 @@ class Rows:
     def pixels(self) -> dict[str, torch.Tensor]:
         return pictures(self.samples)
 
+    @property
+    def lengths(self) -> list[int]:
+        return [len(sample.ids) for sample in self.samples]
+
     def real(self, values: torch.Tensor) -> torch.Tensor:
         return values[self.attention_mask.bool()]
 
@@ -77,6 +81,22 @@ def make_rows(samples: list[Sample], left: list[int], extra: int = 5, pad: int =
     return Rows(samples, ids, mask, labels, loss_mask)
 
 
+def gaps(samples: list[Sample], extra: int = 5) -> list[int]:
+    longest = max(len(s.ids) for s in samples) + extra
+    return [longest - len(s.ids) for s in samples]
+
+
+SIDES = ("right", "left", "mixed", "both")  # "mixed": left and right in turn
+
+
+def rows_of(pair: Pair, side: str, content: str = "mixed") -> Rows:
+    """Rows of samples with padding on this side, one of `SIDES`."""
+    samples = make_samples(content, pair.config, seed=2)
+    room = gaps(samples)
+    left = {"right": [0] * len(room), "left": room, "both": [n // 2 for n in room]}
+    return make_rows(samples, left.get(side) or [n * (i % 2) for i, n in enumerate(room)])
+
+
 def reference_logits(pair: Pair, rows: Rows, **more) -> torch.Tensor:
     with torch.no_grad():
         return pair.reference(
@@ -91,16 +111,3 @@ def reference_logits(pair: Pair, rows: Rows, **more) -> torch.Tensor:
 def no_grad(model: torch.nn.Module, *arguments, **named):
     with torch.no_grad():
         return model(*arguments, **named)
-
-
-def gaps(samples: list[Sample], extra: int = 5) -> list[int]:
-    longest = max(len(s.ids) for s in samples) + extra
-    return [longest - len(s.ids) for s in samples]
-
-
-def sides(samples: list[Sample]) -> dict[str, list[int]]:
-    room = gaps(samples)
-    return {
-        "right": [0] * len(room), "left": room, "mixed": [n * (i % 2) for i, n in enumerate(room)],
-        "both": [n // 2 for n in room],
-    }  # fmt: skip

@@ -10,7 +10,7 @@ from megatron.core.inference.contexts import StaticInferenceContext
 
 from tests.parity.batches import make_batch, make_samples
 
-from .support import gaps, make_rows, no_grad, offsets, packed_params, reference_logits, sides, unpack
+from .support import SIDES, no_grad, offsets, packed_params, reference_logits, rows_of, unpack
 
 # Absolute errors, measured over all cases of this file.
 LOGITS = 1e-5  # measured 2.1e-6, of logits up to about 2
@@ -18,10 +18,9 @@ LOSS = 1e-6  # measured 1.2e-7 relative, of a summed loss
 GRADIENT = 1e-6  # measured 0, relative to the largest entry of each gradient: the layouts are the same
 
 
-@pytest.mark.parametrize("side", ["right", "left", "mixed", "both"])
+@pytest.mark.parametrize("side", SIDES)
 def test_padded_rows_equal_transformers(pair, side):
-    samples = make_samples("mixed", pair.config, seed=2)
-    rows = make_rows(samples, sides(samples)[side])
+    rows = rows_of(pair, side)
     expected = reference_logits(pair, rows)
     call = dict(attention_mask=rows.attention_mask, **rows.pixels)
     logits = no_grad(pair.megatron, rows.input_ids, **call)
@@ -34,10 +33,9 @@ def test_padded_rows_equal_transformers(pair, side):
 
 
 def test_gradients_do_not_depend_on_the_side_of_the_padding(pair):
-    samples = make_samples("mixed", pair.config, seed=2)
     gradients = {}
-    for side, left in sides(samples).items():
-        rows = make_rows(samples, left)
+    for side in SIDES:
+        rows = rows_of(pair, side)
         pair.megatron.zero_grad()
         losses = pair.megatron(rows.input_ids, attention_mask=rows.attention_mask, labels=rows.labels, **rows.pixels)
         (losses * rows.loss_mask).sum().backward()
@@ -49,8 +47,7 @@ def test_gradients_do_not_depend_on_the_side_of_the_padding(pair):
 
 
 def test_a_row_that_is_all_padding(pair):
-    samples = make_samples("mixed", pair.config, seed=2)
-    rows = make_rows(samples, sides(samples)["left"])
+    rows = rows_of(pair, "left")
     expected = no_grad(pair.megatron, rows.input_ids, attention_mask=rows.attention_mask, **rows.pixels)
     blank = torch.full((1, rows.input_ids.shape[1]), 7)
     logits = no_grad(
@@ -63,8 +60,7 @@ def test_a_row_that_is_all_padding(pair):
 
 @pytest.mark.parametrize("axes", [3, 4])
 def test_explicit_positions_of_rows_padded_on_the_left(pair, axes):
-    samples = make_samples("mixed", pair.config, seed=2)
-    rows = make_rows(samples, gaps(samples))
+    rows = rows_of(pair, "left")
     positions = torch.randint(0, 50, (axes, *rows.input_ids.shape), generator=torch.Generator().manual_seed(0))
     expected = reference_logits(pair, rows, position_ids=positions)
     logits = no_grad(
@@ -76,8 +72,7 @@ def test_explicit_positions_of_rows_padded_on_the_left(pair, axes):
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_positions_of_text_alone(pair, masked):
-    samples = make_samples("text only", pair.config, seed=2)
-    rows = make_rows(samples, gaps(samples))
+    rows = rows_of(pair, "left", "text only")
     if not masked:
         rows.attention_mask = torch.ones_like(rows.attention_mask)
     positions = 5 + torch.arange(rows.input_ids.shape[1]).expand(rows.input_ids.shape)
@@ -105,8 +100,7 @@ def test_what_the_processor_gives(pair):
 
 
 def test_a_batch_without_pictures_may_bring_empty_ones(pair):
-    samples = make_samples("text only", pair.config, seed=2)
-    rows = make_rows(samples, gaps(samples))
+    rows = rows_of(pair, "left", "text only")
     expected = no_grad(pair.megatron, rows.input_ids, attention_mask=rows.attention_mask)
     width = pair.megatron.vision_model.values_per_patch
     empty = dict(pixel_values=torch.zeros(0, width), image_grid_thw=torch.zeros(0, 3, dtype=torch.long))
@@ -116,15 +110,14 @@ def test_a_batch_without_pictures_may_bring_empty_ones(pair):
 
 
 def test_hidden_states_of_an_earlier_stage_stay_in_the_layouts_order(pair):
-    samples = make_samples("mixed", pair.config, seed=2)
     stage = pair.provider.provide(pre_process=True, post_process=False)
     stage.load_state_dict(pair.megatron.state_dict(), strict=False)
     hidden = []
     for side in ("right", "left"):
-        rows = make_rows(samples, sides(samples)[side])
+        rows = rows_of(pair, side)
         hidden.append(no_grad(stage, rows.input_ids, attention_mask=rows.attention_mask, **rows.pixels))
     assert hidden[0].shape[:2] == rows.input_ids.T.shape
-    real = make_rows(samples, [0] * 4).attention_mask.T.bool()
+    real = rows_of(pair, "right").attention_mask.T.bool()
     assert (hidden[0] - hidden[1])[real].abs().max() <= LOGITS
 
 
@@ -137,15 +130,15 @@ def test_a_batch_of_ours_comes_alone(pair):
 
 
 def test_labels_may_be_anything_where_the_loss_mask_is_zero(pair):
-    samples = make_samples("mixed", pair.config, seed=2)
-    rows = make_rows(samples, sides(samples)["left"])
+    """The mask is the caller's to multiply by: who asks for log-probabilities may want the others too."""
+    rows = rows_of(pair, "left")
     masked = rows.labels.masked_fill(rows.loss_mask == 0, -100)
     arguments = dict(attention_mask=rows.attention_mask, **rows.pixels)
     losses = no_grad(pair.megatron, rows.input_ids, labels=masked, loss_mask=rows.loss_mask, **arguments)
     expected = no_grad(pair.megatron, rows.input_ids, labels=rows.labels, **arguments)
     assert torch.equal(losses * rows.loss_mask, expected * rows.loss_mask)
-    with pytest.raises(ValueError, match=r"loss_mask has shape \[1\]"):
-        pair.megatron(rows.input_ids, labels=masked, loss_mask=torch.ones(1), **arguments)
+    arguments["loss_mask"] = rows.loss_mask
+    assert torch.equal(no_grad(pair.megatron, rows.input_ids, labels=rows.labels, **arguments), expected)
 
 
 TEXT = torch.tensor([[11, 12, 13, 14, 15, 16], [21, 22, 23, 24, 25, 26]])
@@ -198,10 +191,8 @@ def test_inference_of_whole_prompts(pair):
 @pytest.mark.parametrize("side", ["right", "left", "both"])
 def test_rows_with_packed_seq_params(pair, side, rounded):
     """As RL frameworks call: rows and mask go in, a packed row as the parameters describe it comes out."""
-    samples = make_samples("mixed", pair.config, seed=2)
-    rows = make_rows(samples, sides(samples)[side])
-    lengths = [len(s.ids) for s in samples]
-    padded = [-(-n // 8) * 8 for n in lengths]
+    rows = rows_of(pair, side)
+    lengths, padded = rows.lengths, [-(-n // 8) * 8 for n in rows.lengths]
     params = packed_params(offsets(padded if rounded else lengths), offsets(padded))
     call = dict(attention_mask=rows.attention_mask.bool(), packed_seq_params=params, **rows.pixels)
     expected = reference_logits(pair, rows)
@@ -216,7 +207,7 @@ def test_rows_with_packed_seq_params(pair, side, rounded):
     assert (rows.real(losses) - wanted).abs().max() <= LOGITS
     assert not losses[rows.attention_mask == 0].any()
 
-    labels = torch.cat([F.pad(s.labels, (0, p - len(s.ids))) for s, p in zip(samples, padded, strict=True)])[None]
+    labels = torch.cat([F.pad(s.labels, (0, p - len(s.ids))) for s, p in zip(rows.samples, padded, strict=True)])[None]
     losses = no_grad(pair.megatron, rows.input_ids, labels=labels, **call)
     assert losses.shape == labels.shape
     assert (unpack(losses, lengths, padded) - wanted).abs().max() <= LOGITS
@@ -224,21 +215,20 @@ def test_rows_with_packed_seq_params(pair, side, rounded):
 
 def test_rows_with_packed_seq_params_and_no_mask(pair):
     """The offsets tell which tokens of rows padded on the right are real."""
-    samples = make_samples("mixed", pair.config, seed=2)
-    rows, lengths = make_rows(samples, [0] * 4), [len(s.ids) for s in samples]
-    logits = no_grad(pair.megatron, rows.input_ids, packed_seq_params=packed_params(offsets(lengths)), **rows.pixels)
+    rows = rows_of(pair, "right")
+    params = packed_params(offsets(rows.lengths))
+    logits = no_grad(pair.megatron, rows.input_ids, packed_seq_params=params, **rows.pixels)
     assert (logits[0] - rows.real(reference_logits(pair, rows))).abs().max() <= LOGITS
 
 
 def test_several_documents_in_each_row(pair):
     """Rows one after the other are the packed row; this is also Megatron-Bridge's step with full rows."""
-    samples = make_samples("mixed", pair.config, seed=2)
+    alone = rows_of(pair, "right")
+    samples, lengths = alone.samples, alone.lengths
     length = max(len(a.ids) + len(b.ids) for a, b in (samples[:2], samples[2:])) + 3
-    lengths = [len(s.ids) for s in samples]
     padded = [lengths[0], length - lengths[0], lengths[2], length - lengths[2]]
     flat = torch.cat([F.pad(s.ids, (0, p - len(s.ids)), value=7) for s, p in zip(samples, padded, strict=True)])
     labels = torch.cat([F.pad(s.labels, (0, p - len(s.ids))) for s, p in zip(samples, padded, strict=True)])
-    alone = make_rows(samples, [0] * 4)
     expected = alone.real(reference_logits(pair, alone))
     wanted = F.cross_entropy(expected, alone.real(alone.labels), reduction="none")
 

@@ -223,14 +223,13 @@ def test_a_picture_in_one_share_alone_is_seen_by_all(provider, config, monkeypat
             raise error
 
 
+# With `pad_to_length` and with FP8 padding verl gets there: [1, n], and a segment of cp * n.
+ROUNDED_UP = dict(attention_mask=torch.ones(1, 8).bool(), packed_seq_params=packed_params([0, 16], [0, 16]))
+
+
 @pytest.mark.parametrize("ids", [IDS, IDS * 0 + 7], ids=["text", "one token over and over"])
 def test_a_whole_row_whose_padding_makes_it_as_long_as_its_shares(provider, monkeypatch, ids):
-    """With `pad_to_length` and with FP8 padding verl gets there: [1, n], and a segment of cp * n."""
-    ranks = Ranks(2, monkeypatch)
-    call = dict(
-        input_ids=ids, attention_mask=torch.ones(1, 8).bool(), packed_seq_params=packed_params([0, 16], [0, 16])
-    )
-    found = ranks.inputs(provider, lambda rank: call)
+    found = Ranks(2, monkeypatch).inputs(provider, lambda rank: dict(ROUNDED_UP, input_ids=ids))
     for rank, inputs in enumerate(found):
         row = torch.nn.functional.pad(ids, (0, 8), value=inputs.input_ids[0, -1] if rank else 0)
         assert inputs.layout == SequenceLayout.of(1, [8], [16])
@@ -242,18 +241,9 @@ def test_labels_of_such_a_row_are_a_ranks_own(provider, monkeypatch):
     """With fused kernels verl gives whole rows and labels that are cut: they differ, and the tokens don't."""
     labels = torch.arange(1, 17)[None]
     found = Ranks(2, monkeypatch).inputs(
-        provider,
-        lambda rank: dict(
-            input_ids=IDS,
-            attention_mask=torch.ones(1, 8).bool(),
-            packed_seq_params=packed_params([0, 16], [0, 16]),
-            labels=share_of(labels, (16,), 2, rank),
-        ),
+        provider, lambda rank: dict(ROUNDED_UP, input_ids=IDS, labels=share_of(labels, (16,), 2, rank))
     )
-    assert [inputs.labels.tolist() for inputs in found] == [
-        [[1, 2, 3, 4, 13, 14, 15, 16]],
-        [[5, 6, 7, 8, 9, 10, 11, 12]],
-    ]
+    assert [inputs.labels[0].tolist() for inputs in found] == [[1, 2, 3, 4, 13, 14, 15, 16], [*range(5, 13)]]
 
 
 @pytest.mark.parametrize("name", ["position_ids", "attention_mask"])

@@ -21,7 +21,7 @@ from transformers.masking_utils import create_causal_mask
 
 from tests.parity.batches import make_batch, make_samples, pictures
 
-from .support import GROUPS, SECOND_OF_TWO, gaps, make_rows, no_grad, offsets, packed_params, sides
+from .support import GROUPS, SECOND_OF_TWO, no_grad, offsets, packed_params, rows_of
 
 
 def mask_of(batch):
@@ -169,17 +169,9 @@ def test_outputs_return_to_the_callers_places(data):
     assert flat_row or not outputs[~mask].any()
 
 
-LENGTHS = [5, 0, 3]
-
-
-@pytest.fixture
-def layout():
-    return SequenceLayout.of(1, [*LENGTHS, 0], [8, 4, 4, 8])
-
-
-def test_transformer_engine_sees_segments_without_gaps(layout):
+def test_transformer_engine_sees_segments_without_gaps():
     """With real lengths beside physical ones it would drop FlashAttention, and have nothing in float32."""
-    found = layout_packed_seq_params(layout)
+    found = layout_packed_seq_params(SequenceLayout.of(1, [5, 0, 3, 0], [8, 4, 4, 8]))
     assert found.cu_seqlens_q.tolist() == [0, 8, 12, 16, 24] and found.cu_seqlens_q.dtype == torch.int32
     assert found.pad_between_seqs is False
     # One tensor: releases that compare the offsets compare it with itself, and the latest ask for no more than that.
@@ -201,8 +193,7 @@ LOGITS = 1e-5  # absolute, measured 1.4e-6, of logits up to about 2
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_counting_positions_beside_pictures_are_ignored(pair, side):
     """As Megatron-Bridge's generate scripts and `vlm_step` (arange) and Hugging Face's (of real tokens) give them."""
-    samples = make_samples("mixed", pair.config, seed=2)
-    rows = make_rows(samples, sides(samples)[side])
+    rows = rows_of(pair, side)
     call = dict(attention_mask=rows.attention_mask, **rows.pixels)
     expected = no_grad(pair.megatron, rows.input_ids, **call)
     of_row = torch.arange(rows.input_ids.shape[1]).expand_as(rows.input_ids)
@@ -244,8 +235,7 @@ def test_it_is_said_once(provider, config, caplog):
 
 def test_the_text_model_alone_takes_them(pair):
     """Text positions stand for all three axes, as in Megatron-Bridge's own text model."""
-    samples = make_samples("text only", pair.config, seed=2)
-    rows = make_rows(samples, [0] * len(samples))
+    rows = rows_of(pair, "right", "text only")
     positions = torch.arange(rows.input_ids.shape[1]).expand_as(rows.input_ids)
     found = no_grad(pair.megatron.language_model, rows.input_ids, positions, None)
     expected = no_grad(pair.megatron, rows.input_ids, attention_mask=rows.attention_mask)
@@ -273,8 +263,7 @@ ROWS = dict(input_ids=IDS, packed_seq_params=packed_params([0, 8, 16]))
 
 def test_a_loss_mask_without_labels_changes_nothing(pair):
     """In miles every forward gets one, to train and for log-probabilities."""
-    samples = make_samples("mixed", pair.config, seed=2)
-    rows = make_rows(samples, gaps(samples))
+    rows = rows_of(pair, "left")
     call = dict(attention_mask=rows.attention_mask, **rows.pixels)
     expected = no_grad(pair.megatron, rows.input_ids, **call)
     assert torch.equal(no_grad(pair.megatron, rows.input_ids, loss_mask=rows.loss_mask, **call), expected)
@@ -298,23 +287,13 @@ def test_a_loss_mask_without_labels_has_their_shape(provider, given, shapes):
 
 def test_ignored_labels_have_no_loss(pair):
     """As ms-swift and Hugging Face collators give them, with and without packing."""
-    samples = make_samples("mixed", pair.config, seed=2)
-    rows, lengths = make_rows(samples, gaps(samples)), [len(s.ids) for s in samples]
+    rows = rows_of(pair, "left")
     labels = rows.labels.masked_fill(rows.loss_mask == 0, -100)
-    for more in (dict(), dict(packed_seq_params=packed_params(offsets(lengths)))):
+    for more in (dict(), dict(packed_seq_params=packed_params(offsets(rows.lengths)))):
         call = dict(attention_mask=rows.attention_mask, **rows.pixels, **more)
         found = no_grad(pair.megatron, rows.input_ids, labels=labels, **call)
         expected = no_grad(pair.megatron, rows.input_ids, labels=rows.labels, **call)
         assert torch.equal(found, expected * rows.loss_mask)
-
-
-def test_losses_of_labels_that_a_mask_leaves_out_are_still_losses(pair):
-    """The mask is the caller's to multiply by; who asks for log-probabilities may want the others too."""
-    samples = make_samples("mixed", pair.config, seed=2)
-    rows = make_rows(samples, [0] * 4)
-    call = dict(attention_mask=rows.attention_mask, labels=rows.labels, **rows.pixels)
-    expected = no_grad(pair.megatron, rows.input_ids, **call)
-    assert torch.equal(no_grad(pair.megatron, rows.input_ids, loss_mask=rows.loss_mask, **call), expected)
 
 
 @pytest.mark.parametrize("given", [dict(input_ids=IDS), ROWS, FLAT], ids=["rows", "rows packed", "flat"])
@@ -396,6 +375,12 @@ def ids(rows, tokens):
 ONE_PICTURE = dict(pixel_values=torch.zeros(4, 1536), image_grid_thw=torch.tensor([[1, 2, 2]]))
 
 
+def flat(logical, mask=None):
+    """One row with these offsets."""
+    mask = None if mask is None else torch.tensor(mask)
+    return dict(input_ids=ids(1, 8), packed_seq_params=packed_params(logical), attention_mask=mask)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -432,6 +417,18 @@ ONE_PICTURE = dict(pixel_values=torch.zeros(4, 1536), image_grid_thw=torch.tenso
         (dict(pixel_values=torch.zeros(4, 1536).byte()), "torch.uint8, expected .* floating point"),
         (dict(ONE_PICTURE, image_grid_thw=torch.tensor([1, 2, 2])), r"image grids: found \[3\]"),
         (dict(ONE_PICTURE, image_grid_thw=torch.tensor([[1, 2, 3]])), "divisible by 2"),
+        (flat([0, 4, 6]), "6 tokens in all.* expected 8 tokens.*an attention_mask that says the rest is padding"),
+        (flat([0, 4, 6], [[1] * 8]), "an attention_mask that says the rest is padding"),
+        (flat([0, 4, 16]), "16 tokens in all.* expected 8 tokens, the whole batch. .* also takes one flat row"),
+        (flat([0, 16]), "16 tokens for row 0 of 8; expected .*its tokens times the ranks"),
+        (flat([0, 4, 8], [[0, 1, 1, 1, 1, 1, 1, 1]]), "padding before real tokens in segment 0"),
+        (flat([0, 4, 8], [[1, 1, 1, 1, 1, 0, 1, 1]]), "padding before real tokens in segment 1"),
+        (flat([0, 8], [[1, 1, 0, 1, 1, 1, 1, 1]]), "padding before real tokens in segment 0"),
+        (dict(labels=torch.full((2, 6), 512)), r"entries in \[512, 512\]"),
+        (dict(labels=torch.ones(2, 6)), "torch.float32"),
+        (dict(labels=torch.full((2, 6), -1)), r"in \[-1, -1\], expected \[2, 6\] token ids below 512, and anything"),
+        (dict(labels=torch.ones(2, 5, dtype=torch.long)), r"labels has shape \[2, 5\]"),
+        (dict(labels=torch.ones(1, 12, dtype=torch.long)), r"labels has shape \[1, 12\]"),
         *[(dict.fromkeys([name], object()), f"{name} is given, expected None: ") for name in REFUSED],
     ],
 )
@@ -444,39 +441,6 @@ def test_arguments_that_mean_nothing_pass_and_unknown_ones_do_not(provider):
     as_model_inputs(provider, GROUPS, ids(2, 6), loss_mask=None, extra_block_kwargs=None, inference_params=None)
     with pytest.raises(TypeError, match="unexpected argument 'image_grid_hwt'"):
         as_model_inputs(provider, GROUPS, ids(2, 6), image_grid_hwt=None)
-
-
-@pytest.mark.parametrize(
-    ("logical", "mask", "message"),
-    [
-        ([0, 4, 6], None, "6 tokens in all.* expected 8 tokens.*an attention_mask that says the rest is padding"),
-        ([0, 4, 6], [[1] * 8], "an attention_mask that says the rest is padding"),
-        ([0, 4, 16], None, "16 tokens in all.* expected 8 tokens, the whole batch. .* also takes one flat row"),
-        ([0, 16], None, "16 tokens for row 0 of 8; expected .*its tokens times the ranks"),
-        ([0, 4, 8], [[0, 1, 1, 1, 1, 1, 1, 1]], "padding before real tokens in segment 0"),
-        ([0, 4, 8], [[1, 1, 1, 1, 1, 0, 1, 1]], "padding before real tokens in segment 1"),
-        ([0, 8], [[1, 1, 0, 1, 1, 1, 1, 1]], "padding before real tokens in segment 0"),
-    ],
-)
-def test_wrong_flat_rows_say_what_is_wrong(provider, logical, mask, message):
-    mask = None if mask is None else torch.tensor(mask)
-    with pytest.raises(ValueError, match=message):
-        as_model_inputs(provider, GROUPS, ids(1, 8), packed_seq_params=packed_params(logical), attention_mask=mask)
-
-
-@pytest.mark.parametrize(
-    ("labels", "message"),
-    [
-        (torch.full((2, 6), 512), r"entries in \[512, 512\]"),
-        (torch.ones(2, 6), "torch.float32"),
-        (torch.full((2, 6), -1), r"entries in \[-1, -1\], expected \[2, 6\] token ids below 512, and anything else"),
-        (torch.ones(2, 5, dtype=torch.long), r"labels has shape \[2, 5\]"),
-        (torch.ones(1, 12, dtype=torch.long), r"labels has shape \[1, 12\]"),
-    ],
-)
-def test_labels_that_no_loss_can_be_of_are_refused(provider, labels, message):
-    with pytest.raises(ValueError, match=message):
-        as_model_inputs(provider, GROUPS, ids(2, 6), labels=labels)
 
 
 def test_outputs_that_would_not_return_under_context_parallelism_are_refused(provider):

@@ -12,11 +12,13 @@ from qwen3vl_bridge.models.vision_tower import vision_transformer_config
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.qwen_vl.qwen3_vl_provider import DistTrainConfig
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from transformers import Qwen3VLVisionConfig
 
 PROVIDERS = {
     size: AutoBridge.from_hf_config(presets.hf_config(size)).to_megatron_provider(load_weights=False)
@@ -43,6 +45,21 @@ def finalized(size, fields):
     return provider
 
 
+def fields(vision=2, language=2, *, usual=True, model=None, **split):
+    sizes = dict(vision_world_size=vision, language_world_size=language)
+    more = dict(variable_seq_lengths=True) if usual else {}
+    return more | (model or {}) | dict(dist_train=DistTrainConfig(use_dist_train=True, **sizes, **split))
+
+
+def tower(activation):
+    return Qwen3VLVisionConfig(out_hidden_size=4096, hidden_act=activation)
+
+
+def recompute(granularity, tower="", **more):
+    return {f"{tower}recompute_{name}": value for name, value in dict(more, granularity=granularity).items()}
+
+
+FUSED_EXPERTS = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
 REFUSED = [
     (DENSE, dict(expert_tensor_parallel_size=2), "expert_tensor_parallel_size is 2, expected None: .* no experts"),
     (EXPERTS, dict(expert_tensor_parallel_size=5), "moe_ffn_hidden_size is 768, expected a multiple of .*size, 5"),
@@ -63,6 +80,62 @@ REFUSED = [
     (DENSE, dict(CP2, cp_comm_type=["all_gather"] * 35 + ["a2a"]), "cp_comm_type is .*, 'a2a'. with .*, expected None"),
     (EXPERTS, dict(expert_model_parallel_size=3), "num_moe_experts is 128, expected a multiple of .*, 3"),
     (EXPERTS, dict(moe_router_force_load_balancing=True), "For speed measurements, set allow_random_routing too"),
+    # of the tower, rotary embeddings and recomputation
+    (DENSE, dict(hidden_size=1000), "out_hidden_size is .*, expected hidden_size 1000"),
+    (DENSE, dict(mrope_section=[2, 1, 2]), "with the sum 5, expected half of the 128 dimensions"),
+    (DENSE, dict(num_layers=2), "3 DeepStack layers need as many text layers, num_layers is 2"),
+    (DENSE, recompute("full", "vision_", method="uniform", num_layers=2), r"taps \[8, 16, 24\] are not at the end of"),
+    (DENSE, recompute("selective", "vision_", modules=["layernorm"]), "'layernorm' needs Transformer Engine"),
+    (DENSE, recompute("selective", "vision_", modules=["mlp"]), "vision_recompute_modules"),
+    (DENSE, recompute("all", "vision_"), "vision_recompute_granularity is 'all', expected None, 'full'"),
+    (DENSE, recompute(None, "vision_", modules=["core_attn"], num_layers=2), "vision_recompute_num_layers is"),
+    (DENSE, recompute("full"), "recompute_method is None with recompute_granularity 'full', expected '"),
+    (DENSE, recompute(None, modules=["mlp"]), r"recompute_modules is \['mlp'\] with recompute_granularity None, exp"),
+    (DENSE, recompute("selective", modules=["mlp", "moe"]), r"recompute_modules has \['moe'\], which this model does"),
+    (
+        EXPERTS,
+        recompute("selective", modules=["mlp", "shared_experts"]),
+        r"has \['mlp', 'shared_experts'\], which",
+    ),
+    (DENSE, dict(vision_config=tower("softmin")), "hidden_act is 'softmin', expected one of gelu, "),
+    (DENSE, dict(vision_config=tower("prelu")), "vision_config.hidden_act is 'prelu', which has parameter"),
+    (DENSE, dict(qk_clip=True), "qk_clip is True, expected False: queries and keys are normalised"),
+    (DENSE, dict(activation_func=F.softplus), "activation_func is .*softplus.*, expected that of one of silu"),
+    (DENSE, dict(activation_func="softplus"), "text model's activation is 'softplus', expected one of silu"),
+    (DENSE, dict(loss_chunk_tokens=-1), "loss_chunk_tokens is -1, expected 0 or more"),
+    # of experts
+    (EXPERTS, dict(num_moe_experts=None), "expected experts in at least one layer"),
+    (EXPERTS, dict(moe_layer_freq=[0] * 48), "expected experts in at least one layer"),
+    (EXPERTS, dict(moe_layer_freq=[1, 0]), "moe_layer_freq has 2 entries, expected 48"),
+    (EXPERTS, dict(moe_layer_freq="[1,0,1,1]"), "is the text"),
+    (EXPERTS, dict(moe_router_topk=129), "moe_router_topk is 129, expected 1 to 128"),
+    (EXPERTS, dict(moe_router_load_balancing_type="sinkhorn"), "'sinkhorn', expected 'aux_loss', 'global_aux_loss' or"),
+    (EXPERTS, dict(moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"]), "padding or packing would change"),
+    *((EXPERTS, {name: True}, f"{name} is True with .* 'local', expected False: Transf") for name in FUSED_EXPERTS),
+    # of separate vision ranks
+    (DENSE, fields(None), "dist_train.vision_world_size is None with .*, expected 1 or more"),
+    (DENSE, fields(2, 0), "dist_train.language_world_size is 0 with .*, expected 1 or more"),
+    (DENSE, fields(vision_tensor_model_parallel_size=0), "vision_tensor_model_parallel_size is 0 with"),
+    (DENSE, fields(3, vision_tensor_model_parallel_size=2), "vision_world_size is 3 with .*, expected a multiple"),
+    (DENSE, fields(3, vision_tensor_model_parallel_size=3), "num_heads is 16 with .*, expected a multiple of"),
+    (DENSE, fields(vision_pipeline_model_parallel_size=2), "vision_pipeline_.* is 2 with .*, expected 1: the"),
+    (DENSE, fields(vision_context_parallel_size=2), "vision_context_.* is 2 with .*, expected 1: the"),
+    (DENSE, fields(vision_expert_model_parallel_size=2), "vision_expert_model_.* is 2 with .*, expected 1: the"),
+    (DENSE, fields(2, 3, model=SP2), "language_world_size is 3 with .*, expected a multiple of tensor_model_"),
+    (DENSE, fields(2, 3, model=PP2), "language_world_size is 3 with .*, expected a multiple of .*, 2"),
+    (EXPERTS, fields(2, 6, model=dict(expert_model_parallel_size=4)), "language_world_size is 6, expected a"),
+    (DENSE, fields(2, 3), "tower has 2 data-parallel replicas and the language model 3, expected one number to be"),
+    (DENSE, fields(4, 2, vision_to_llm_dp_ratio=3), "vision_to_llm_dp_ratio is 3, expected None or 2: there are 4"),
+    (DENSE, fields(2, 4, vision_to_llm_dp_ratio=1), "vision_to_llm_dp_ratio is 1, expected None: there are 2"),
+    (DENSE, fields(model=CP2), "context_parallel_size is 2 with dist_train.use_dist_train, expected 1: megatron"),
+    (DENSE, fields(usual=False), "variable_seq_lengths is False with .*, expected True: the size of what"),
+    (DENSE, fields(model=dict(PP2, virtual_pipeline_model_parallel_size=2)), "virtual_pipeline_.* is 2 with"),
+    (DENSE, fields(model=dict(fp16=True, bf16=False)), "fp16 is True with dist_train.use_dist_train, expected Fal"),
+    (DENSE, fields(model=dict(calculate_per_token_loss=False)), "calculate_per_token_loss is False with .* True"),
+    (DENSE, fields(model=OVERLAP), "overlap_p2p_comm is True with dist_train.use_dist_train, expected False"),
+    (DENSE, fields(model=dict(pipeline_dtype=torch.float16)), "pipeline_dtype is torch.float16 .*, expected params"),
+    (DENSE, dict(dist_train=DistTrainConfig(vision_world_size=2)), "vision_world_size is 2 with dist_train.use_"),
+    (DENSE, dict(add_encoder=False), "add_encoder is False with dist_train.use_dist_train False, expected True"),
 ]
 
 
@@ -176,49 +249,6 @@ def test_a_number_of_processes_that_the_parallel_sizes_do_not_divide():
     provider.tensor_model_parallel_size = 0
     with pytest.raises(ValueError, match="tensor_model_parallel_size is 0, expected 1 or more"):
         check_world(provider, 8)
-
-
-def fields(vision=2, language=2, *, usual=True, model=None, **split):
-    sizes = dict(vision_world_size=vision, language_world_size=language)
-    more = dict(variable_seq_lengths=True) if usual else {}
-    return more | (model or {}) | dict(dist_train=DistTrainConfig(use_dist_train=True, **sizes, **split))
-
-
-@pytest.mark.parametrize(
-    ("size", "settings", "message"),
-    [
-        (DENSE, fields(None), "dist_train.vision_world_size is None with .*, expected 1 or more"),
-        (DENSE, fields(2, 0), "dist_train.language_world_size is 0 with .*, expected 1 or more"),
-        (DENSE, fields(vision_tensor_model_parallel_size=0), "vision_tensor_model_parallel_size is 0 with"),
-        (DENSE, fields(3, vision_tensor_model_parallel_size=2), "vision_world_size is 3 with .*, expected a multiple"),
-        (DENSE, fields(3, vision_tensor_model_parallel_size=3), "num_heads is 16 with .*, expected a multiple of"),
-        (DENSE, fields(vision_pipeline_model_parallel_size=2), "vision_pipeline_.* is 2 with .*, expected 1: the"),
-        (DENSE, fields(vision_context_parallel_size=2), "vision_context_.* is 2 with .*, expected 1: the"),
-        (DENSE, fields(vision_expert_model_parallel_size=2), "vision_expert_model_.* is 2 with .*, expected 1: the"),
-        (DENSE, fields(2, 3, model=SP2), "language_world_size is 3 with .*, expected a multiple of tensor_model_"),
-        (DENSE, fields(2, 3, model=PP2), "language_world_size is 3 with .*, expected a multiple of .*, 2"),
-        (EXPERTS, fields(2, 6, model=dict(expert_model_parallel_size=4)), "language_world_size is 6, expected a"),
-        (DENSE, fields(2, 3), "tower has 2 data-parallel replicas and the language model 3, expected one number to be"),
-        (DENSE, fields(4, 2, vision_to_llm_dp_ratio=3), "vision_to_llm_dp_ratio is 3, expected None or 2: there are 4"),
-        (DENSE, fields(2, 4, vision_to_llm_dp_ratio=1), "vision_to_llm_dp_ratio is 1, expected None: there are 2"),
-        (DENSE, fields(model=CP2), "context_parallel_size is 2 with dist_train.use_dist_train, expected 1: megatron"),
-        (DENSE, fields(usual=False), "variable_seq_lengths is False with .*, expected True: the size of what"),
-        (DENSE, fields(model=dict(PP2, virtual_pipeline_model_parallel_size=2)), "virtual_pipeline_.* is 2 with"),
-        (DENSE, fields(model=dict(fp16=True, bf16=False)), "fp16 is True with dist_train.use_dist_train, expected Fal"),
-        (DENSE, fields(model=dict(calculate_per_token_loss=False)), "calculate_per_token_loss is False with .* True"),
-        (DENSE, fields(model=OVERLAP), "overlap_p2p_comm is True with dist_train.use_dist_train, expected False"),
-        (
-            DENSE,
-            fields(model=dict(pipeline_dtype=torch.float16)),
-            "pipeline_dtype is torch.float16 .*, expected params",
-        ),
-        (DENSE, dict(dist_train=DistTrainConfig(vision_world_size=2)), "vision_world_size is 2 with dist_train.use_"),
-        (DENSE, dict(add_encoder=False), "add_encoder is False with dist_train.use_dist_train False, expected True"),
-    ],
-)
-def test_what_does_not_fit_is_refused(size, settings, message):
-    with pytest.raises(ValueError, match=message):
-        finalized(size, settings)
 
 
 def test_every_process_is_a_rank_of_one_module():

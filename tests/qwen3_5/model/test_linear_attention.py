@@ -252,16 +252,6 @@ def test_half_precision_is_computed_in_single():
     assert torch.equal(found, chunk_gated_delta_rule(*(x.float() for x in tensors))[0].bfloat16())
 
 
-def test_states_are_refused():
-    tensors = inputs(1, 3, seed=0)
-    with pytest.raises(ValueError, match="expected None and False"):
-        chunk_gated_delta_rule(*tensors, output_final_state=True)
-    with pytest.raises(ValueError, match="expected None and False"):
-        causal_conv1d(tensors[0].flatten(2), torch.ones(16, 4), initial_state=torch.zeros(1))
-    with pytest.raises(ValueError, match="'relu'"):
-        causal_conv1d(tensors[0].flatten(2), torch.ones(16, 4), activation="relu")
-
-
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), width=st.integers(1, 5))
 def test_convolution(lengths, width):
     random = torch.Generator().manual_seed(0)

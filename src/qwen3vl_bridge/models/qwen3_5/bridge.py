@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qwen3vl_bridge.models.bridge import FamilyBridge, provider_of
+from qwen3vl_bridge.models.bridge import FamilyBridge, provider_of, stored_config
 from qwen3vl_bridge.models.provider import ExpertsMixin
 from qwen3vl_bridge.models.qwen3_5.config import (
     FAMILY,
@@ -63,9 +63,11 @@ class Qwen35VLBridge(FamilyBridge):
             fields["ffn_hidden_size"] = text.intermediate_size
         return super().provider_fields(config) | fields
 
-    def exclude(self, provider: Any, config: Mapping[str, Any]) -> None:
-        """Multi-token prediction, whose weights transformers does not save."""
-        provider.mtp_num_layers = config["text_config"].get(MTP_LAYERS) or None
+    def provider_bridge(self, hf_pretrained: Any) -> Any:
+        """Like FamilyBridge's; without multi-token prediction if transformers has saved the model, which drops it."""
+        provider = super().provider_bridge(hf_pretrained)
+        provider.mtp_num_layers = stored_config(FAMILY, hf_pretrained)["text_config"].get(MTP_LAYERS) or None
+        return provider
 
 
 @MegatronModelBridge.register_bridge(

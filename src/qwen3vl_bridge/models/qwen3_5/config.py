@@ -229,7 +229,7 @@ def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def fields_of_run(model: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """The identifying fields in the `model` section of a run's file; arguments as for `identity_of_run`."""
-    fields = identity_of_run(model, config, dense="qwen3_5", with_experts="qwen3_5_moe") | renamed(model, _OF_PROVIDER)
+    fields = identity_of_run(model, config, FAMILY) | renamed(model, _OF_PROVIDER)
     if model.get("num_moe_experts"):
         shared = "shared_expert_intermediate_size"
         fields |= renamed(model, {f"moe_{shared}": f"text_config.{shared}"})

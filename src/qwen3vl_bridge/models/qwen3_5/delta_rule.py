@@ -39,15 +39,9 @@ def causal_conv1d(
 ) -> tuple[Tensor, None]:
     """Causal depthwise convolution of x [b, s, d] by [d, w] within each segment; the last weight is the token's own.
 
-    `activation` is "silu", "swish" or None; b is 1 for packed rows with `cu_seqlens` [n + 1]. States must be None and
-    False, and None is returned for the final one.
-
-    Raises:
-        ValueError: a state is given or requested, or an unsupported activation.
+    `activation` is "silu", "swish" or None; b is 1 for packed rows with `cu_seqlens` [n + 1]. megatron-core passes no
+    other, and no states.
     """
-    _refuse_states(initial_state, output_final_state)
-    if activation not in (None, "silu", "swish"):
-        raise ValueError(f"activation is {activation!r}, expected 'silu', 'swish' or None")
     tokens, width = x.shape[1], weight.shape[-1]
     position = _place_in_segment(_offsets(cu_seqlens, tokens, x.device), tokens)
     y = x * weight[:, -1]
@@ -86,11 +80,10 @@ def chunk_gated_delta_rule(
         g: [b, s, h] logarithm of the decay, at most 0.
         beta: [b, s, h] writing strength, 0 to 1.
         scale: factor applied to the queries; None for 1 / sqrt(d).
-        initial_state, output_final_state: must be None and False.
+        initial_state, output_final_state: None and False in megatron-core's calls; states begin at zero here.
         use_qk_l2norm_in_kernel: apply the L2 norm to q and k here.
         cu_seqlens: [n + 1] offsets of the segments in a packed row; None if each row is one segment.
     """
-    _refuse_states(initial_state, output_final_state)
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(q), l2norm(k)
     tokens, dtype = v.shape[1], v.dtype
@@ -124,11 +117,6 @@ def chunk_gated_delta_rule(
     out = torch.stack(outputs, 1).transpose(2, 3).flatten(1, 2)  # [b, chunks * CHUNK, h, e]
     flat = slots.flatten()  # empty slots write to an extra row at the end
     return out.new_zeros(out.shape[0], tokens + 1, *out.shape[2:]).index_copy(1, flat, out)[:, :-1].to(dtype), None
-
-
-def _refuse_states(initial_state: Any, output_final_state: bool) -> None:
-    if initial_state is not None or output_final_state:
-        raise ValueError("initial_state and output_final_state: expected None and False, states begin at zero here")
 
 
 def _offsets(cu_seqlens: Tensor | None, tokens: int, device: torch.device) -> Tensor:

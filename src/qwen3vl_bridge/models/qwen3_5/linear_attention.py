@@ -16,10 +16,9 @@ import torch
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.utils import _split_tensor_factory
-from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
@@ -85,11 +84,14 @@ class LinearAttention(GatedDeltaNet):
 def text_block_spec(config: TransformerConfig, vp_stage: int | None, pp_rank: int) -> TransformerBlockSubmodules:
     """Layer specs of the text decoder for one pipeline stage."""
     block = _with_attention_everywhere(config, vp_stage, pp_rank)
+    if (layout := config.pipeline_model_parallel_layout) is not None:
+        first = layout.get_layer_offset(vp_stage=vp_stage, pp_rank=pp_rank)
+    else:
+        first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
     is_linear = get_linear_attention_pattern(config)
-    numbers = _layers_of_stage(config, vp_stage, pp_rank)
     block.layer_specs = [
         _with_linear_attention(spec, config) if is_linear[number] else spec
-        for number, spec in zip(numbers, block.layer_specs, strict=True)
+        for number, spec in enumerate(block.layer_specs, first)
     ]
     return block
 
@@ -109,14 +111,6 @@ def _with_attention_everywhere(
     plain = copy.copy(config)
     plain.experimental_attention_variant = None
     return decoder_block_spec(plain, vp_stage, pp_rank)
-
-
-def _layers_of_stage(config: TransformerConfig, vp_stage: int | None, pp_rank: int) -> list[int]:
-    """Global indices of a stage's layers, from 0."""
-    if (layout := config.pipeline_model_parallel_layout) is not None:
-        return layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage, pp_rank=pp_rank)
-    first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
-    return list(range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)))
 
 
 def _with_linear_attention(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:

@@ -173,9 +173,6 @@ def check_gates(config: VisionLanguageProvider, groups: ProcessGroupCollection) 
 
     If ranks share a query group, megatron-core 0.19 selects queries by rank in the model's group, and gates by rank in
     the global one.
-
-    Raises:
-        ValueError: the two groups differ, so that gates would belong to other heads.
     """
     known = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
     if groups.tp.size() > config.num_query_groups and known is not groups.tp:

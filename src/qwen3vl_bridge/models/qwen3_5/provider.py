@@ -95,11 +95,7 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
     rules: ClassVar[tuple[Rule, ...]] = _RULES
 
     def finalize(self) -> None:
-        """Validate the fields and set derived ones.
-
-        Raises:
-            ValueError: fields that contradict each other, or that this model would ignore.
-        """
+        """See VisionLanguageProvider."""
         super().finalize()
         if self.mtp_num_layers and not self.trains_mtp:
             logger.info("multi-token prediction is not trained; set mtp_loss_scaling_factor=0.1 to train it")

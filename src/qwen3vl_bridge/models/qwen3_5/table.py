@@ -88,10 +88,7 @@ def _mtp_rows(experts: ExpertLayout) -> tuple[WeightRow, ...]:
         *(Copy(_MTP + name, (other,), (shape,)) for name, other, shape in joining),
         *_full_attention_rows(*_MTP_LAYER),
     )
-    with_experts = (
-        *moe_rows(*_MTP_LAYER, experts=experts),
-        *_shared_expert_rows(*_MTP_LAYER),
-    )
+    with_experts = (*moe_rows(*_MTP_LAYER, experts=experts), *_shared_expert_rows(*_MTP_LAYER))
     return (
         *(replace(row, condition="mtp") for row in always),
         *(replace(row, condition="mtp_dense") for row in dense_mlp_rows(*_MTP_LAYER)),

@@ -59,11 +59,7 @@ def check_settings(config: Any) -> None:
 
 
 def check_deepstack(vision: Mapping[str, Any], text_layers: int) -> None:
-    """Check that a vision tower's DeepStack features suit a text model with this number of layers.
-
-    Raises:
-        ValueError: indexes that are not layers of the tower, or more of them than text layers.
-    """
+    """Check that DeepStack features are of a tower's layers, and not more than text layers; raises ValueError."""
     indexes, depth = list(vision["deepstack_visual_indexes"]), vision["depth"]
     if indexes != sorted(set(indexes)) or (indexes and not 0 <= indexes[0] <= indexes[-1] < depth):
         raise ValueError(f"deepstack_visual_indexes is {shown(indexes)}, expected ascending layers below {depth}")
@@ -165,7 +161,7 @@ def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def fields_of_run(model: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """The identifying fields in the `model` section of a run's file; arguments as for `identity_of_run`."""
-    fields = identity_of_run(model, config, dense="qwen3_vl", with_experts="qwen3_vl_moe")
+    fields = identity_of_run(model, config, FAMILY)
     layers, frequency = model.get("num_layers"), model.get("moe_layer_freq", 1)
     moe_layers = None
     if model.get("num_moe_experts") and type(frequency) is int and type(layers) is int and frequency > 0:

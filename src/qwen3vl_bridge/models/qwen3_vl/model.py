@@ -83,9 +83,6 @@ class DeepStackStage:
 
         Rows may have any length that a caller's schedule knows (its `seq_length`): NeMo-RL pads rows to a length of its
         own, and generation lets them grow. It does not know the size of the features, which depends on the images.
-
-        Raises:
-            ValueError: there are features to send, and `variable_seq_lengths` is off.
         """
         features = self.sent * len(inputs.deepstack.positions)
         if features and not config.variable_seq_lengths:
@@ -107,9 +104,7 @@ class DeepStackStage:
 
     def unpack(self, received: Tensor, length: int, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
         """Hidden states [s, b, h] and features [t, K, h] of the previous stage's `pack`, for these s, b and K.
-
-        Raises:
-            ValueError: a tensor of another size.
+        Raises ValueError for a tensor of another size.
         """
         features = self.received * tokens
         check_received(

@@ -19,12 +19,8 @@ PRESETS: Mapping[str, Preset] = {
     "4B": Preset(2560, 9728, layers=36, heads=32, kv_heads=8, vision=_SMALL_TOWER, tied=True),
     "8B": Preset(4096, 12288, layers=36, heads=32, kv_heads=8, vision=_LARGE_TOWER),
     "32B": Preset(5120, 25600, layers=64, heads=64, kv_heads=8, vision=_LARGE_TOWER),
-    "30B-A3B": Preset(
-        2048, 6144, layers=48, heads=32, kv_heads=4, vision=_LARGE_TOWER, experts=Experts(128, topk=8, ffn=768)
-    ),
-    "235B-A22B": Preset(
-        4096, 12288, layers=94, heads=64, kv_heads=4, vision=_LARGE_TOWER, experts=Experts(128, topk=8, ffn=1536)
-    ),
+    "30B-A3B": Preset(2048, 6144, layers=48, heads=32, kv_heads=4, vision=_LARGE_TOWER, experts=Experts(128, 8, 768)),
+    "235B-A22B": Preset(4096, 12288, 94, heads=64, kv_heads=4, vision=_LARGE_TOWER, experts=Experts(128, 8, 1536)),
 }
 
 
