@@ -31,17 +31,11 @@ _LISTED = 20
 
 @dataclass(frozen=True)
 class Plan:
-    """A planned conversion.
+    """A planned conversion."""
 
-    Attributes:
-        tasks: the work, one item per target tensor; any process may do any part of it.
-        cast: names of the targets whose dtype is not that of their sources.
-        transposed: names of the targets made of transposed matrices. All others are copies.
-    """
-
-    tasks: tuple[Task, ...]
-    cast: frozenset[str] = frozenset()
-    transposed: frozenset[str] = frozenset()
+    tasks: tuple[Task, ...]  # one per target tensor; any process may do any part of them
+    cast: frozenset[str] = frozenset()  # names of the targets whose dtype is not that of their sources
+    transposed: frozenset[str] = frozenset()  # names of those made of transposed matrices; all others are copies
 
     @property
     def nbytes(self) -> int:

@@ -178,25 +178,15 @@ def _compare(
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model's folder, format, configuration and weights, and what was noticed on opening it.
+    """A model's folder, format, configuration and weights, and what was noticed on opening it."""
 
-    Attributes:
-        folder: the model's, or an iteration's.
-        ckpt_format: "huggingface", "fsdp_dtensor" or "torch_dist".
-        tensors: the weights, by the format's names.
-        config: the model's configuration.
-        experts: how it holds its experts, or, in Megatron's formats, how the model it comes from did.
-        manifest: of the conversion that wrote it; empty where something else did.
-        notes: what the user should know.
-    """
-
-    folder: Path
-    ckpt_format: str
-    tensors: TensorSource
+    folder: Path  # the model's, or an iteration's
+    ckpt_format: str  # "huggingface", "fsdp_dtensor" or "torch_dist"
+    tensors: TensorSource  # the weights, by the format's names
     config: ModelConfig
-    experts: ExpertLayout
-    manifest: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    experts: ExpertLayout  # how it holds its experts, or, in Megatron's formats, how the model it comes from did
+    manifest: dict[str, Any] = field(default_factory=dict)  # empty where something other than a conversion wrote it
+    notes: list[str] = field(default_factory=list)  # what the user should know
 
     @property
     def rows(self) -> list[WeightRow]:

@@ -39,21 +39,13 @@ _NORM = re.compile(r"(\w+_layernorm|patch_norm|out_norm|enorm|hnorm)")
 
 @dataclass
 class HFTarget:
-    """A Hugging Face model to be written, as an `Output` of a conversion once it is laid out.
-
-    Attributes:
-        config: the model's configuration.
-        experts: format of its experts.
-        settings: values for the manifest.
-        max_shard_bytes: maximum size of a file of weights.
-        float32_as: dtype of the parameters that the model keeps in float32; None for the same as of others.
-    """
+    """A Hugging Face model to be written, as an `Output` of a conversion once it is laid out."""
 
     config: ModelConfig
     experts: ExpertLayout
-    settings: dict[str, Any]
-    max_shard_bytes: int
-    float32_as: str | None = None
+    settings: dict[str, Any]  # for the manifest
+    max_shard_bytes: int  # of a file of weights
+    float32_as: str | None = None  # dtype of the parameters that the model keeps in float32; None for that of others
     inner: ClassVar[str] = "."
 
     def __post_init__(self) -> None:
@@ -80,29 +72,16 @@ class HFTarget:
 
 @dataclass
 class MegatronTarget:
-    """A Megatron checkpoint to be written, as an `Output` of a conversion once it is laid out.
+    """A Megatron checkpoint to be written, as an `Output` of a conversion once it is laid out."""
 
-    Attributes:
-        ckpt_format: "fsdp_dtensor" or "torch_dist".
-        naming: layer spec of its names, "transformer_engine" or "local".
-        topology: parallel sizes for which it is laid out.
-        config: the model's configuration.
-        hf_model: source of the configuration.
-        experts: format of experts in the Hugging Face model; an export uses the same.
-        vocab_divisor: the padding's divisor per tensor-parallel rank, for the vocabulary's rows.
-        float32_of_hf: dtype in the Hugging Face model of the parameters that the model keeps in float32.
-        dimensions: the model's, with the padding of its vocabulary.
-        layout: how its format lays out the weights.
-    """
-
-    ckpt_format: str
-    naming: str
-    topology: Topology
+    ckpt_format: str  # "fsdp_dtensor" or "torch_dist"
+    naming: str  # layer spec of its names, "transformer_engine" or "local"
+    topology: Topology  # parallel sizes for which it is laid out
     config: ModelConfig
-    hf_model: str
-    experts: ExpertLayout
-    vocab_divisor: int | None = None
-    float32_of_hf: str | None = None
+    hf_model: str  # source of the configuration
+    experts: ExpertLayout  # in the Hugging Face model; an export uses the same
+    vocab_divisor: int | None = None  # the padding's divisor per tensor-parallel rank, for the vocabulary's rows
+    float32_of_hf: str | None = None  # dtype in the Hugging Face model of the parameters that are kept in float32
     inner: ClassVar[str] = megatron.iteration_folder(Path(), 0).name
     float32_as: ClassVar = "float32"  # as in the running model
 

@@ -88,10 +88,7 @@ def examine(folder: Path) -> dict[str, Any]:
         "machine": machine,
         "used": None if broken["training"] else _used(machine),
         "missing": missing,
-        "works": {
-            "conversion": broken["conversion"] is None,
-            "training": not any(one["fatal"] for one in missing),
-        },
+        "works": {"conversion": broken["conversion"] is None, "training": not any(one["fatal"] for one in missing)},
     }
 
 

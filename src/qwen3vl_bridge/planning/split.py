@@ -27,39 +27,26 @@ class PipelineChunk:
 class ModelSplit:
     """Parallel sizes, with Megatron's meaning.
 
-    Attributes:
-        world: number of ranks.
-        tp, cp, pp, ep: tensor, context, pipeline and expert parallelism.
-        vpp: chunks of each pipeline rank, or None.
-        vpp_group: `microbatch_group_size_per_vp_stage`; None for pp.
-        etp: tensor parallelism of experts; None for 1 with expert parallelism and for tp without, as in
-            Megatron-Bridge.
-        sequence_parallel: hidden states are divided over tensor-parallel ranks too.
-        first_layers, last_layers: `num_layers_in_first_pipeline_stage` and `..._last_...`.
-        embedding_as_layer, loss_as_layer: `account_for_embedding_in_pipeline_split` and `account_for_loss_...`.
-        layout: text layers of each [pipeline rank][virtual stage], of a `pipeline_model_parallel_layout`, or None.
-        vision: the first stage has the vision tower; False if that is on separate ranks (dist-train).
-
     Raises:
         ValueError: a number of ranks that is not a multiple of tp * pp * cp or etp * ep * pp; sequence parallelism with
             tp 1, or virtual stages with pp 1.
     """
 
-    world: int
+    world: int  # number of ranks
     tp: int = 1
     pp: int = 1
     cp: int = 1
     ep: int = 1
-    etp: int | None = None
-    vpp: int | None = None
-    vpp_group: int | None = None
-    sequence_parallel: bool = False
-    first_layers: int | None = None
+    etp: int | None = None  # of experts; None for 1 with expert parallelism and for tp without, as in Megatron-Bridge
+    vpp: int | None = None  # chunks of each pipeline rank
+    vpp_group: int | None = None  # `microbatch_group_size_per_vp_stage`; None for pp
+    sequence_parallel: bool = False  # hidden states are divided over tensor-parallel ranks too
+    first_layers: int | None = None  # `num_layers_in_first_pipeline_stage`
     last_layers: int | None = None
-    embedding_as_layer: bool = False
+    embedding_as_layer: bool = False  # `account_for_embedding_in_pipeline_split`
     loss_as_layer: bool = False
-    layout: tuple[tuple[int, ...], ...] | None = None
-    vision: bool = True
+    layout: tuple[tuple[int, ...], ...] | None = None  # text layers of each [pipeline rank][virtual stage]
+    vision: bool = True  # the first stage has the vision tower; False if that is on separate ranks (dist-train)
 
     def __post_init__(self) -> None:
         groups = {"tp * pp * cp": self.tp * self.pp * self.cp}

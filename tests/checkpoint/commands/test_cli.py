@@ -6,12 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint import (
-    CheckpointError,
-    export_checkpoint,
-    import_checkpoint,
-    verify_checkpoint,
-)
+from qwen3vl_bridge.checkpoint import CheckpointError, export_checkpoint, import_checkpoint, verify_checkpoint
 from qwen3vl_bridge.cli.convert import main
 from qwen3vl_bridge.io.files import write_object
 
