@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -469,12 +469,17 @@ def part_of_wrapped(name: str) -> Part:
     return part_of(name)
 
 
+def copied(megatron: str, hf: str, *shape: str, indices: tuple[str, ...] = (), **more: Any) -> WeightRow:
+    """The row of one tensor of this shape."""
+    return Copy(megatron, (hf,), (shape,), indices, **more)
+
+
 def affine(
     megatron: str, hf: str, weight: Shape, *, indices: tuple[str, ...] = (), replicated: bool = False
 ) -> tuple[WeightRow, ...]:
     """Rows of a module with a weight and a bias as long as the weight's first dimension."""
     return tuple(
-        Copy(f"{megatron}.{suffix}", (f"{hf}.{suffix}",), (shape,), indices, replicated=replicated)
+        copied(f"{megatron}.{suffix}", f"{hf}.{suffix}", *shape, indices=indices, replicated=replicated)
         for suffix, shape in (("weight", weight), ("bias", weight[:1]))
     )
 
@@ -488,19 +493,12 @@ def merger_rows(megatron: str, hf: str, norm: str, indices: tuple[str, ...] = ()
     )
 
 
+_PATCH = ("v_hidden", "v_channels", "v_temporal_patch", "v_patch", "v_patch")
 _TOWER, _HF_TOWER = "vision_model.decoder.layers.*.", "model.visual.blocks.*."
 VISION_ROWS: tuple[WeightRow, ...] = (
-    *affine(
-        "vision_model.patch_embed.proj",
-        "model.visual.patch_embed.proj",
-        ("v_hidden", "v_channels", "v_temporal_patch", "v_patch", "v_patch"),
-        replicated=True,
-    ),
-    Copy(
-        "vision_model.pos_embed.weight",
-        ("model.visual.pos_embed.weight",),
-        (("v_positions", "v_hidden"),),
-        replicated=True,
+    *affine("vision_model.patch_embed.proj", "model.visual.patch_embed.proj", _PATCH, replicated=True),
+    copied(
+        "vision_model.pos_embed.weight", "model.visual.pos_embed.weight", "v_positions", "v_hidden", replicated=True
     ),
     *(
         kind(f"{_TOWER}{megatron}{part}", (f"{_HF_TOWER}{hf}.{part}",), (shape,), ("vision_layers",))
@@ -520,14 +518,12 @@ VISION_ROWS: tuple[WeightRow, ...] = (
 
 def text_rows(*layers: WeightRow) -> tuple[WeightRow, ...]:
     """Rows of a text model with these layers: the embedding before them, the final norm and the output layer after."""
-    vocabulary = (("vocab", "hidden"),)
+    embedding = "language_model.embedding.word_embeddings.weight"
     return (
-        Copy(
-            "language_model.embedding.word_embeddings.weight", ("model.language_model.embed_tokens.weight",), vocabulary
-        ),
+        copied(embedding, "model.language_model.embed_tokens.weight", "vocab", "hidden"),
         *layers,
-        Copy("language_model.decoder.final_layernorm.weight", ("model.language_model.norm.weight",), (("hidden",),)),
-        Copy(f"{OUTPUT_LAYER}.weight", ("lm_head.weight",), vocabulary, condition="untied"),
+        copied("language_model.decoder.final_layernorm.weight", "model.language_model.norm.weight", "hidden"),
+        copied(f"{OUTPUT_LAYER}.weight", "lm_head.weight", "vocab", "hidden", condition="untied"),
     )
 
 
@@ -540,7 +536,7 @@ def attention_rows(
     """
 
     def copy(name: str, other: str, *shape: str) -> WeightRow:
-        return Copy(f"{megatron}self_attention.{name}", (f"{hf}{other}.weight",), (shape,), indices)
+        return copied(f"{megatron}self_attention.{name}", f"{hf}{other}.weight", *shape, indices=indices)
 
     return (
         copy("linear_qkv.layer_norm_weight", "input_layernorm", "hidden"),
@@ -558,28 +554,21 @@ def attention_rows(
 
 def dense_mlp_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRow, ...]:
     """Rows of an MLP and the norm before it, of layers with these names: a `*` for each index, a point at the end."""
+    fc1, norm, half = f"{megatron}mlp.linear_fc1.", f"{hf}post_attention_layernorm.weight", ("ffn", "hidden")
+    gate_up = (f"{hf}mlp.gate_proj.weight", f"{hf}mlp.up_proj.weight")
     return (
-        Copy(
-            f"{megatron}mlp.linear_fc1.layer_norm_weight",
-            (f"{hf}post_attention_layernorm.weight",),
-            (("hidden",),),
-            indices,
-        ),
-        GatedMLP(
-            f"{megatron}mlp.linear_fc1.weight",
-            (f"{hf}mlp.gate_proj.weight", f"{hf}mlp.up_proj.weight"),
-            (("ffn", "hidden"), ("ffn", "hidden")),
-            indices,
-        ),
-        Copy(f"{megatron}mlp.linear_fc2.weight", (f"{hf}mlp.down_proj.weight",), (("hidden", "ffn"),), indices),
+        copied(f"{fc1}layer_norm_weight", norm, "hidden", indices=indices),
+        GatedMLP(f"{fc1}weight", gate_up, (half, half), indices),
+        copied(f"{megatron}mlp.linear_fc2.weight", f"{hf}mlp.down_proj.weight", "hidden", "ffn", indices=indices),
     )
 
 
 def moe_rows(megatron: str, hf: str, *indices: str, experts: ExpertLayout) -> tuple[WeightRow, ...]:
     """Rows of a router, its experts in this format, and the norm before them; otherwise as `dense_mlp_rows`."""
+    norm = f"{hf}post_attention_layernorm.weight"
     return (
-        Copy(f"{megatron}pre_mlp_layernorm.weight", (f"{hf}post_attention_layernorm.weight",), (("hidden",),), indices),
-        Copy(f"{megatron}mlp.router.weight", (f"{hf}mlp.gate.weight",), (("experts", "hidden"),), indices),
+        copied(f"{megatron}pre_mlp_layernorm.weight", norm, "hidden", indices=indices),
+        copied(f"{megatron}mlp.router.weight", f"{hf}mlp.gate.weight", "experts", "hidden", indices=indices),
         *_expert_rows(megatron, hf, indices, experts),
     )
 
