@@ -90,14 +90,13 @@ def make_plan(
     dtype: str | None = None,
     float32_as: str | None = None,
 ) -> Plan:
-    """Plan the conversion from one layout to another.
+    """Plan the conversion of the `found` tensors of an expanded weight table from one layout to another.
+
+    A Megatron source's tensors of the vocabulary may have more rows, which are left out; `check_vocab_padding` checks
+    their contents. A Megatron target's may have more too, which become zeros.
 
     Args:
-        rows: the weight table, expanded for the model.
-        source: format of the source. A Megatron one's tensors of the vocabulary may have more rows, which are left out;
-            `check_vocab_padding` checks their contents.
-        target: format of the target. A Megatron one's tensors of the vocabulary may have more rows, which become zeros.
-        found: the source's tensors.
+        rows, source, target, found: the table, both formats, and the source's tensors.
         where: the folder, for errors.
         dtype: dtype of the result; None to keep their dtypes.
         float32_as: dtype of the rows with `float32` in the result; None for the same as of others.
@@ -238,11 +237,7 @@ def _check_tensors(
 
 
 def _target_dtype(name: str, sources: Sequence[TensorSpec], dtype: str | None, where: str) -> str:
-    """The dtype of a target tensor: the requested one, or that of its sources.
-
-    Raises:
-        CheckpointError: a source or `dtype` is not a floating-point dtype, or sources differ and `dtype` is None.
-    """
+    """The dtype of a target tensor: the requested one, or that of its sources; all must be floating-point dtypes."""
     for source in sources:
         if source.dtype not in WEIGHT_DTYPES:
             raise CheckpointError(
@@ -323,16 +318,8 @@ def check_vocab_padding(
     zeros. Training changes them: megatron-core's cross entropy sums over all rows of the output layer, without a mask
     for padding (`tensor_parallel/cross_entropy.py`), and a tied embedding is that layer.
 
-    Args:
-        source: tensors, of the shapes that `make_plan` expects.
-        rows: rows of the weight table that are converted.
-        layout: the tensors' format.
-        vocabulary: number of rows that are kept.
-        where: the tensors' folder, for the error.
-        drop: whether rows that are not zero may be left out too; otherwise they are a CheckpointError.
-
-    Returns:
-        A line of text for each tensor that has such rows.
+    With `drop` those that are not zero may be left out too; otherwise they are a CheckpointError. Returns a line of
+    text for each tensor, of the shapes that `make_plan` expects, that has more than `vocabulary` rows.
     """
     notes = []
     names = [name for row in rows if row.of_vocabulary for name in layout.tensors(row)]

@@ -74,11 +74,7 @@ class ModelConfig:
         self.tied = not self.dimensions["untied"]
 
     def expert_layout(self, shapes: Mapping[str, Shape]) -> ExpertLayout:
-        """Format of the model's experts for tensors of these shapes; any for a dense model.
-
-        Raises:
-            CheckpointError: an unknown format.
-        """
+        """Format of the model's experts for tensors of these shapes, a CheckpointError if unknown; any if dense."""
         if not self.dimensions.indices["moe_layers"]:
             return self.family.released_experts
         try:
@@ -219,11 +215,7 @@ class StoredModel:
 
     @property
     def vocab_divisor(self) -> int | None:
-        """What its vocabulary was padded to a multiple of, for each tensor-parallel rank; None where it was not.
-
-        Raises:
-            CheckpointError: its manifest names no number.
-        """
+        """What its vocabulary was padded to a multiple of, for each tensor-parallel rank; None where it was not."""
         found = self.manifest.get("vocab_divisor")
         if found is not None and type(found) is not int:
             raise CheckpointError(f"{self.folder / MANIFEST}: vocab_divisor is {found!r}, expected a number")
@@ -289,11 +281,7 @@ def _check_copy(weights: HFWeights, folder: Path, name: str, original: str) -> N
 
 
 def write_config_of_weights(hf_model: str | Path) -> None:
-    """Correct a folder's `config.json` to its weights: whether optional parts are there, and their dtype.
-
-    Raises:
-        CheckpointError: it is of no supported family, or its files are damaged.
-    """
+    """Correct a folder's `config.json` to its weights: whether optional parts are there, and their dtype."""
     config, found = ModelConfig(hf_model), HFWeights(Path(hf_model)).specs
     config.having(found).write(config.folder, main_dtype(found.values()))
 
@@ -347,13 +335,8 @@ def own_config(folder: Path) -> ModelConfig | None:
 
 
 def compared_with_run(config: ModelConfig, folder: Path) -> list[str]:
-    """Check a configuration for a checkpoint without one against its run's file.
-
-    Returns:
-        A line of text if the file does not describe the model.
-
-    Raises:
-        CheckpointError: it is another model's.
+    """Check a configuration for a checkpoint without one against its run's file; a CheckpointError if it is another
+    model's. Returns a line of text if the file does not describe the model.
     """
     path, run = folder / megatron.RUN_CONFIG, {}
     why = f"no {path.name} that describes a model"

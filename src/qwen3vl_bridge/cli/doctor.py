@@ -93,11 +93,7 @@ def examine(folder: Path) -> dict[str, Any]:
 
 
 def look(folder: Path) -> dict[str, Any]:
-    """What this machine has; None for what does not exist, and an empty `glibc` for another C library.
-
-    Raises:
-        OSError: the folder does not exist.
-    """
+    """What this machine has; None for what does not exist, and an empty `glibc` for another C library."""
     cuda, nccl, gpus = None, None, []
     if why_not("torch") is None:
         import torch

@@ -139,7 +139,8 @@ def _only(model: nn.Module | list[nn.Module]) -> nn.Module:
 
 
 def _whole_model(model: nn.Module | list[nn.Module]) -> VisionLanguageModel:
-    chunks = [unwrapped(chunk) for chunk in (model if isinstance(model, list) else [model])]
+    # megatron-core's `unwrap_model` stops at Megatron-FSDP, which is a wrapper in a wrapper.
+    chunks = [[*_layers(chunk)][-1] for chunk in (model if isinstance(model, list) else [model])]
     if len(chunks) != 1 or not isinstance(chunks[0], VisionLanguageModel):
         found = [type(chunk).__name__ for chunk in chunks]
         raise ValueError(
@@ -242,13 +243,6 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The innermost model. megatron-core's `unwrap_model` stops at Megatron-FSDP, which is a wrapper in a wrapper."""
-    for wrapper in _layers(model):
-        model = wrapper
-    return model
 
 
 def megatron_fsdp(model: nn.Module) -> MegatronFSDP | None:

@@ -180,8 +180,11 @@ def stage_states(
         adapters = ParameterCount(language_model=training.lora.rank * numbers // split.tp)
         held, trained = held + adapters, trained + adapters
 
+    # Ranks with the same weights, and with the same experts, share gradients and optimizer.
+    weight_copies, expert_copies = split.dp * split.cp, split.world // (split.pp * split.ep * split.expert_tp)
+
     def sharded(count: ParameterCount) -> float:
-        return count.shared / split.weight_copies + count.experts / split.expert_copies
+        return count.shared / weight_copies + count.experts / expert_copies
 
     def number(count: ParameterCount, what: Sharding) -> float:
         return sharded(count) if sharding.shards(what) else count.total

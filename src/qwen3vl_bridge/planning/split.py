@@ -74,16 +74,6 @@ class ModelSplit:
         return self.world // (self.tp * self.pp * self.cp)
 
     @property
-    def weight_copies(self) -> int:
-        """Ranks with the same weights, which share gradients and optimizer: data- times context-parallel ranks."""
-        return self.dp * self.cp
-
-    @property
-    def expert_copies(self) -> int:
-        """Ranks with the same experts."""
-        return self.world // (self.pp * self.ep * self.expert_tp)
-
-    @property
     def sequence_ranks(self) -> int:
         """Ranks over which hidden states between the linear layers are divided."""
         return self.tp if self.sequence_parallel else 1

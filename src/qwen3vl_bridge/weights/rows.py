@@ -415,15 +415,9 @@ def stacked_name(
 
     Source: megatron-core 0.19, `sharded_state_dict` of TransformerBlock, SequentialMLP and TEGroupedMLP.
 
-    Args:
-        row: an expanded row.
-        dimensions: of the model.
-        named: indices that stay in the name.
-        local: whether it was saved with megatron-core's own local layer spec. That renames norms as if they were all
-            fused, because the norm before experts is in no spec; ours does not rename that one.
-
-    Returns:
-        The name, and for each dimension in front of the parameter's own: the row's index in it, and its size.
+    Indices in `named` stay in the name. `local` is whether it was saved with megatron-core's own local layer spec. That
+    renames norms as if they were all fused, because the norm before experts is in no spec; ours does not rename that
+    one. Returns the name, and for each dimension in front of the parameter's own: the row's index in it, and its size.
     """
     name = re.sub(r"mlp\.experts\.(local_experts\.)?", "mlp.experts.experts.", row.pattern)
     name = name.replace(".mtp_model_layer.", ".transformer_layer.")  # its earlier name in megatron-core

@@ -159,11 +159,8 @@ def restricted_loads(
 ) -> Any:
     """Unpickle with a list of allowed globals; a CheckpointError if it is damaged or requires others.
 
-    Args:
-        data: the pickle.
-        what: its name, for the error.
-        allowed: (module, name) -> replacement for that global.
-        persistent: converts references to things outside the pickle; None refuses them.
+    `what` names the pickle in the error, `allowed` has a replacement for each global, and `persistent` converts
+    references to things outside the pickle; None refuses them.
     """
     try:
         return _Unpickler(data, allowed, persistent).load()
