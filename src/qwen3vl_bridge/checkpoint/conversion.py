@@ -56,10 +56,12 @@ class Output(Protocol):
     @property
     def files(self) -> list[OutputFile]:
         """The files with tensors."""
+        ...
 
     @property
     def settings(self) -> dict[str, Any]:
         """Values other than the plan on which the result depends, as JSON; stored in the manifest."""
+        ...
 
     def finish(self, root: Path, digest: str) -> None:
         """Write all files except those with tensors and the manifest, given a digest of the plan."""

@@ -203,28 +203,17 @@ def _check_tensors(
     found: Mapping[str, TensorSpec], expected: Mapping[str, Shape], where: str, may_be_longer: Collection[str]
 ) -> None:
     """Raise a CheckpointError that lists missing, unexpected and misshapen tensors; some may have more rows."""
-
-    def fits(name: str, shape: Shape) -> bool:
+    unexpected = [spec for name, spec in found.items() if name not in expected]
+    kinds: dict[str, list[str]] = {"missing": [], "unexpected": [], "misshapen": []}
+    kinds["unexpected"] += (f"{spec.name}: found {spec.describe()}, expected no such tensor" for spec in unexpected)
+    for name, shape in expected.items():
+        if name not in found:
+            kinds["missing"].append(f"{name}: found nothing, expected {list(shape)}")
+            continue
         actual = found[name].shape
-        if name in may_be_longer and len(actual) == len(shape):
-            return actual[0] >= shape[0] and actual[1:] == shape[1:]
-        return actual == shape
-
-    kinds = {
-        "missing": [
-            f"{name}: found nothing, expected {list(expected[name])}" for name in expected if name not in found
-        ],
-        "unexpected": [
-            f"{name}: found {spec.describe()}, expected no such tensor"
-            for name, spec in found.items()
-            if name not in expected
-        ],
-        "misshapen": [
-            f"{name}: found {list(found[name].shape)}, expected {list(shape)}"
-            for name, shape in expected.items()
-            if name in found and not fits(name, shape)
-        ],
-    }
+        longer = name in may_be_longer and actual[1:] == shape[1:] and actual[:1] > shape[:1]
+        if actual != shape and not longer:
+            kinds["misshapen"].append(f"{name}: found {list(actual)}, expected {list(shape)}")
     if not any(kinds.values()):
         return
     counts = ", ".join(f"{len(entries)} {kind}" for kind, entries in kinds.items() if entries)

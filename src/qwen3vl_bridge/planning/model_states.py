@@ -64,14 +64,11 @@ class ParameterCount:
 @functools.cache
 def _rows(family_name: str) -> tuple[tuple[WeightRow, str, bool], ...]:
     """A family's weight table: each row with its kind of parameters, and whether tensor parallelism replicates it."""
-    return tuple(
-        (
-            row,
-            "experts" if is_of_experts(row.megatron) else part_of(row.megatron).value,
-            row.replicated or any(name in row.megatron for name in _REPLICATED),
-        )
-        for row in family(family_name).rows()
-    )
+    rows = []
+    for row in family(family_name).rows():
+        kind = "experts" if is_of_experts(row.megatron) else part_of(row.megatron).value
+        rows.append((row, kind, row.replicated or any(name in row.megatron for name in _REPLICATED)))
+    return tuple(rows)
 
 
 def chunk_count(

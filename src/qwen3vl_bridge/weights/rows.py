@@ -69,21 +69,11 @@ def model_dimensions(
     """
     deepstack_layers = tuple(vision.get("deepstack_visual_indexes") or ())
     sizes = {
-        "vocab": vocab,
-        "hidden": hidden,
-        "ffn": ffn,
-        "head_dim": head_dim,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "q": heads * head_dim,
-        "kv": kv_heads * head_dim,
-        "experts": experts,
-        "topk": topk,
-        "moe_ffn": moe_ffn,
-        "moe_gate_up": 2 * moe_ffn,
-        "untied": int(untied),
+        "vocab": vocab, "hidden": hidden, "ffn": ffn, "untied": int(untied),
+        "head_dim": head_dim, "heads": heads, "kv_heads": kv_heads, "q": heads * head_dim, "kv": kv_heads * head_dim,
+        "experts": experts, "topk": topk, "moe_ffn": moe_ffn, "moe_gate_up": 2 * moe_ffn,
         **vision_sizes(vision),
-    }
+    }  # fmt: skip
     indices = {
         "text_layers": range(layers),
         "dense_layers": tuple(i for i in range(layers) if i not in moe_layers),
@@ -463,7 +453,7 @@ def part_of_wrapped(name: str) -> Part:
     return part_of(name)
 
 
-def copied(megatron: str, hf: str, *shape: str, indices: tuple[str, ...] = (), **more: Any) -> WeightRow:
+def copied(megatron: str, hf: str, *shape: str | int, indices: tuple[str, ...] = (), **more: Any) -> WeightRow:
     """The row of one tensor of this shape."""
     return Copy(megatron, (hf,), (shape,), indices, **more)
 

@@ -272,17 +272,9 @@ def _rebuild(storage: Any, offset: Any, sizes: Any, strides: Any, *_rest: Any) -
 
 
 _DTYPES = {
-    "Double": "float64",
-    "Float": "float32",
-    "Half": "float16",
-    "BFloat16": "bfloat16",
-    "Bool": "bool",
-    "Long": "int64",
-    "Int": "int32",
-    "Short": "int16",
-    "Char": "int8",
-    "Byte": "uint8",
-}
+    "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Bool": "bool",
+    "Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8",
+}  # fmt: skip
 _GLOBALS = {
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
     ("collections", "OrderedDict"): empty_dict,
