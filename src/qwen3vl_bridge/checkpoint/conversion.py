@@ -409,10 +409,9 @@ class Replaceable:
         self._checked: Snapshot | None = None
 
     def __call__(self, root: Path) -> None:
-        """Check a folder. Its files are read once, and again only if they have changed since.
+        """Raise a CheckpointError if a folder is something else, or contains files that would be lost.
 
-        Raises:
-            CheckpointError: it is something else, or contains files that would be lost.
+        Its files are read once, and again only if they have changed since.
         """
         found = snapshot(root)
         if found == self._checked:

@@ -43,15 +43,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 class ModelConfig:
-    """A model's configuration.
-
-    Attributes:
-        folder: folder of its `config.json`.
-        raw: its contents.
-        family: the family, which reads it and has the weight table.
-        dimensions: values of the weight table's symbols.
-        vocabulary: number of tokens, independent of the rows in `dimensions`.
-        tied: whether the output layer is the embedding.
+    """A model's configuration: `raw` is its `config.json`, and `vocabulary` its number of tokens, whatever the rows in
+    its `dimensions` are; `tied` is whether the output layer is the embedding.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -122,23 +115,18 @@ def _with_dtype(raw: dict[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def check_same_model(config: ModelConfig, other: ModelConfig) -> None:
-    """Check a configuration against the expected one; dtypes, dropout, initialisation and maximum length may differ.
+    """Raise a CheckpointError that lists the fields in which two configurations differ, if they are of two models.
 
-    Raises:
-        CheckpointError: they are of two models; all fields that differ are listed.
+    Dtypes, dropout, initialisation and maximum length may differ.
     """
     found, expected = config.family.fields(config.raw), other.family.fields(other.raw)
     _compare(config, found, expected, found | expected, other.folder / "config.json")
 
 
 def check_model_of_run(config: ModelConfig, run: Mapping[str, Any], path: Path) -> bool:
-    """Check that a configuration is of the model that a run has trained, of whose file these are contents and path.
+    """As `check_same_model`, of the model that a run has trained, of whose file these are contents and path.
 
-    Returns:
-        Whether the file describes the model.
-
-    Raises:
-        CheckpointError: they are of two models; all fields that differ are listed.
+    Returns whether the file describes the model.
     """
     model = run.get("model")
     if not isinstance(model, Mapping):

@@ -25,12 +25,7 @@ class PipelineChunk:
 
 @dataclass(frozen=True)
 class ModelSplit:
-    """Parallel sizes, with Megatron's meaning.
-
-    Raises:
-        ValueError: a number of ranks that is not a multiple of tp * pp * cp or etp * ep * pp; sequence parallelism with
-            tp 1, or virtual stages with pp 1.
-    """
+    """Parallel sizes, with Megatron's meaning; a ValueError if they contradict each other."""
 
     world: int  # number of ranks
     tp: int = 1
@@ -79,11 +74,7 @@ class ModelSplit:
         return self.tp if self.sequence_parallel else 1
 
     def microbatches(self, global_batch_size: int | None, micro_batch_size: int) -> int:
-        """Microbatches of a step on each data-parallel rank; as many as keep the stages busy if no batch size is given.
-
-        Raises:
-            ValueError: rows that do not divide.
-        """
+        """Microbatches of a step on each data-parallel rank; as many as keep the stages busy if none is given."""
         if global_batch_size is None:
             return self.pp * (self.vpp or 1)
         share = micro_batch_size * self.dp
@@ -95,11 +86,7 @@ class ModelSplit:
         return global_batch_size // share
 
     def chunks(self, num_layers: int) -> tuple[tuple[PipelineChunk, ...], ...]:
-        """The chunks of each pipeline rank, of a model with this number of text layers.
-
-        Raises:
-            ValueError: layers that cannot be assigned this way.
-        """
+        """The chunks of each pipeline rank, of a model with so many text layers; a ValueError if that cannot be."""
         counts = self.layout or self._layers_of_chunks(num_layers)
         stages: list[list[PipelineChunk]] = [[] for _ in range(self.pp)]
         vp_stages, begin = len(counts[0]), 0

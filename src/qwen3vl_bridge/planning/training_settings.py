@@ -88,11 +88,7 @@ class LoraSettings:
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """Data, precision, sharding and recomputation of a run.
-
-    Raises:
-        ValueError: values out of range, or settings that contradict each other.
-    """
+    """Data, precision, sharding and recomputation of a run; a ValueError if they contradict each other."""
 
     seq_length: int = 4096  # tokens of a row
     micro_batch_size: int = 1  # rows of a microbatch

@@ -441,11 +441,7 @@ def part_of(name: str) -> Part:
 
 
 def part_of_wrapped(name: str) -> Part:
-    """The part of a parameter, by its name in the model or in a wrapper.
-
-    Raises:
-        ValueError: a name that is not of this model.
-    """
+    """The part of a parameter, by its name in the model or in a wrapper; a ValueError if it is not of this model."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
     if not name.startswith(("language_model.", "vision_model.")):

@@ -190,11 +190,7 @@ class DcpMetadata:
 
 
 def read_metadata(folder: Path) -> DcpMetadata:
-    """Read and check `folder/.metadata`.
-
-    Raises:
-        CheckpointError: it is missing, damaged, requires code, contradicts itself, or names missing files.
-    """
+    """Read and check `folder/.metadata`; a CheckpointError if it is damaged or contradicts itself."""
     path = folder / FILE
     if not path.is_file():
         raise CheckpointError(f"{folder} is not a torch.distributed.checkpoint folder: it has no {FILE}")

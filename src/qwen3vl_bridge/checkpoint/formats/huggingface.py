@@ -155,10 +155,8 @@ class HFWeights:
     """The tensors of a Hugging Face model's folder, as a `TensorSource`."""
 
     def __init__(self, folder: Path, file: str | None = None) -> None:
-        """Read and check every header: of a folder's single file with all tensors, or of a model.
-
-        Raises:
-            CheckpointError: files are missing, truncated, contradict each other or their headers are wrong.
+        """Read and check every header, of a folder's single file with all tensors or of a model; a CheckpointError if
+        files are missing, truncated, or contradict each other.
         """
         self.folder = folder
         found = _read_folder(folder) if file is None else read_header(folder / file)

@@ -57,11 +57,7 @@ def path_of(key: str) -> tuple[str, ...]:
 
 
 def model_keys(metadata: DcpMetadata, ckpt_format: str = FSDP_DTENSOR) -> dict[str, str]:
-    """The model's parameters in a checkpoint: name -> key. Optimizer state and the like are ignored.
-
-    Raises:
-        CheckpointError: there are none.
-    """
+    """Name -> key of the model's parameters in a checkpoint, without optimizer state; a CheckpointError without any."""
     prefix = _PREFIX[ckpt_format]
     names = {key.removeprefix(prefix): key for key in metadata.tensors if key.startswith(prefix)}
     if ckpt_format == TORCH_DIST:

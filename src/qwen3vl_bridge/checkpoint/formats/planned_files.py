@@ -245,10 +245,6 @@ def write_units(
     """Write units and note in the journal those that are on disk.
 
     While one of the threads waits for the disk, another reads and transposes its unit.
-
-    Raises:
-        CheckpointError: the source cannot be read, or a value does not fit its dtype.
-        OSError: the disk is full, or refuses otherwise.
     """
     readers: SimpleQueue[SegmentReader] = SimpleQueue()
 

@@ -329,11 +329,7 @@ class SegmentReader:
 
 
 def cast(data: memoryview, source: str, target: str, name: str) -> memoryview:
-    """Cast elements from one dtype to another, rounded to nearest even.
-
-    Raises:
-        CheckpointError: a finite element is too large for the other dtype; the message has its tensor's name.
-    """
+    """Cast elements to another dtype, rounded to nearest even; a CheckpointError if a finite one is too large."""
     if source == target:
         return data
     import torch
