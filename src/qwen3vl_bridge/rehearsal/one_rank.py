@@ -22,7 +22,6 @@ from types import FunctionType
 from typing import Any
 from unittest import mock
 
-import qwen3vl_bridge
 from qwen3vl_bridge.batch import (
     SequenceLayout,
     TokenBatch,
@@ -36,6 +35,7 @@ from qwen3vl_bridge.training import weight_loading
 from qwen3vl_bridge.training.callbacks import training_callbacks
 from qwen3vl_bridge.training.guard import StepGuard
 from qwen3vl_bridge.training.run_log import RunLog
+from qwen3vl_bridge.training.step import forward_step
 
 import torch
 import torch.distributed as dist
@@ -124,8 +124,8 @@ def rehearse(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> Rehea
         raise ValueError(f"train.micro_batch_size is {cfg.train.micro_batch_size}, expected 1: a packed row")
     if cfg.model.dist_train.use_dist_train or cfg.model.variable_seq_lengths:
         raise ValueError(
-            "ranks tell one another the sizes of what they send (model.variable_seq_lengths or model.dist_train), and a "
-            "rehearsal has only one rank: expected model.variable_seq_lengths=False and no separate vision ranks"
+            "ranks tell one another the sizes of what they send (model.variable_seq_lengths or model.dist_train), and "
+            "a rehearsal has only one rank: expected model.variable_seq_lengths=False and no separate vision ranks"
         )
     report = Rehearsal(rank, world)
     recorder = _Recorder(report)
@@ -144,7 +144,7 @@ def rehearse(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> Rehea
         cfg.model.register_post_wrap_hook(recorder.model_made)
         stack.enter_context(_same_row(cfg, report))
         try:
-            pretrain(cfg, qwen3vl_bridge.forward_step, callbacks=[*training_callbacks(cfg), recorder])
+            pretrain(cfg, forward_step, callbacks=[*training_callbacks(cfg), recorder])
         except Exception as error:
             import traceback
 
