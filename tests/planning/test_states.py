@@ -15,7 +15,6 @@ from qwen3vl_bridge.planning.training_settings import (
     BF16,
     FP32,
     FULL,
-    LINEAR_LAYERS,
     LoraSettings,
     Precision,
     Sharding,
@@ -156,10 +155,10 @@ def test_adapters(kind, request):
     check_adapters(request.getfixturevalue(f"{kind}_folder"))
 
 
-def check_adapters(folder) -> None:
+def check_adapters(folder, **targets) -> None:
     """On all linear layers but experts': parameters that are trained, to the last one."""
     pair = make_pair(folder)
-    Qwen3VLLoRA(dim=8, target_modules=list(LINEAR_LAYERS))([pair.megatron])
+    Qwen3VLLoRA(dim=8, **targets)([pair.megatron])
     real = sum(p.numel() for p in pair.megatron.parameters() if p.requires_grad)
     states = states_of(read_object(folder / "config.json"), replace(ALONE, lora=LoraSettings(8)))
     assert states.gradients == 4 * real

@@ -9,7 +9,7 @@ from qwen3vl_bridge.models.qwen3_5.presets import PRESETS, config_dict, hf_confi
 from qwen3vl_bridge.planning.estimate import estimate
 from qwen3vl_bridge.planning.model_states import ParameterCount, chunk_count, mtp_count
 from qwen3vl_bridge.planning.split import ModelSplit
-from qwen3vl_bridge.planning.training_settings import Sharding, TrainingSettings
+from qwen3vl_bridge.planning.training_settings import LINEAR_LAYERS, Sharding, TrainingSettings
 from qwen3vl_bridge.registry import dimensions_of
 from qwen3vl_bridge.training.process_groups import initialize, shutdown
 from qwen3vl_bridge.weights.rows import part_of
@@ -104,7 +104,7 @@ def test_the_command_and_a_recipes_dry_run(capsys):
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_adapters_as_they_are_put_in(kind, qwen3_5_folders):
-    check_adapters(qwen3_5_folders[kind])
+    check_adapters(qwen3_5_folders[kind], target_modules=list(LINEAR_LAYERS))
 
 
 def test_vision_on_ranks_of_its_own_is_refused(capsys):
