@@ -20,13 +20,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import Topology
+from qwen3vl_bridge.checkpoint.commands import MegatronTarget
 from qwen3vl_bridge.checkpoint.conversion_plan import Plan, make_plan, tensors_of
 from qwen3vl_bridge.checkpoint.formats.dcp_writer import DcpLayout
 from qwen3vl_bridge.checkpoint.formats.layouts import TRANSFORMER_ENGINE, HuggingFace
 from qwen3vl_bridge.checkpoint.formats.megatron import FORMATS, key_of
 from qwen3vl_bridge.checkpoint.formats.tensors import Shape, TensorSpec
 from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
-from qwen3vl_bridge.checkpoint.targets import MegatronTarget
 from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.weights.rows import ExpertLayout, WeightRow
 

@@ -16,8 +16,7 @@ from qwen3vl_bridge.io.files import read_object, write_object
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 EMBEDDING = "model.language_model.embed_tokens.weight"
@@ -30,17 +29,20 @@ TENSORS = {
 
 
 def hf_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            found.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-    return found
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
-def stock_load(folder) -> dict:
+def stock_load(folder) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint, by torch's own loader."""
     state = _load_state_dict_from_keys(None, checkpoint_id=folder)
-    return {f"{section}.{key}": value for section, inner in state.items() if isinstance(inner, dict)
-            for key, value in inner.items()} | {k: v for k, v in state.items() if not isinstance(v, dict)}  # fmt: skip
+    model = {f"model.{name}": value for name, value in state.pop("model", {}).items()}
+    return {name: value for name, value in (model | state).items() if isinstance(value, torch.Tensor)}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
 
 
 def read_everything(folder) -> dict[str, torch.Tensor]:

@@ -20,16 +20,10 @@ import torch
 
 from tests.expert_layouts import LAYOUTS, relayout
 
-from .support import hf_tensors, stock_load
+from .support import assert_same, hf_tensors, stock_load
 
 FORMATS = ("fsdp_dtensor", "torch_dist")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:This process .* is multi-threaded")
-
-
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]), name
 
 
 @pytest.mark.parametrize("naming", ["transformer_engine", "local"])
@@ -73,9 +67,7 @@ def test_one_format_becomes_the_other(first, second, which, request, tmp_path):
     assert verify_checkpoint(source, tmp_path / "b").same and verify_checksums(tmp_path / "b").same
     # What is made of the copy is what was made of the original.
     import_checkpoint(source, tmp_path / "c", ckpt_format=second)
-    one, other = (stock_load(tmp_path / name / "iter_0000000") for name in "bc")
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[k], other[k]) for k in one if isinstance(one[k], torch.Tensor))
+    assert_same(*(stock_load(tmp_path / name / "iter_0000000") for name in "bc"))
     export_checkpoint(tmp_path / "b", tmp_path / "hf")
     assert_same(hf_tensors(source), hf_tensors(tmp_path / "hf"))
 

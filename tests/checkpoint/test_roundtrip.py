@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import (
@@ -17,13 +16,12 @@ from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from examples.digits.checkpoint import make_checkpoint
 
-from .support import hf_tensors
+from .support import EMBEDDING, NORM, assert_same, hf_tensors, model_with
 
 FOLDERS = ("untied_folder", "tied_folder", "sharded_folder", "bf16_folder")
 
@@ -35,11 +33,8 @@ def test_every_tensor_comes_back(which, naming, request, tmp_path):
     topology = Topology(tp=2, chunk_bytes=30_000)
     imported = import_checkpoint(source, tmp_path / "megatron", topology=topology, naming=naming, verify=True)
     exported = export_checkpoint(tmp_path / "megatron", tmp_path / "hf", max_shard_bytes=500_000)
-    before, after = hf_tensors(source), hf_tensors(tmp_path / "hf")
-    assert sorted(before) == sorted(after)
-    for name, tensor in before.items():
-        assert after[name].dtype == tensor.dtype
-        assert torch.equal(after[name], tensor), name
+    before = hf_tensors(source)
+    assert_same(hf_tensors(tmp_path / "hf"), before)
     assert imported.layer_spec == naming and exported.layer_spec is None
     assert imported.parameters == exported.parameters == sum(tensor.numel() for tensor in before.values())
     assert imported.cast == exported.cast == imported.transposed == exported.transposed == 0
@@ -58,8 +53,7 @@ def test_stock_transformers_loads_the_export(which, moe_folders, request, tmp_pa
     )
     assert not any((*model[1].values(), *reference[1].values()))
     assert model[0].dtype == reference[0].dtype
-    for (name, one), other in zip(model[0].state_dict().items(), reference[0].state_dict().values(), strict=True):
-        assert torch.equal(one, other), name
+    assert_same(model[0].state_dict(), reference[0].state_dict())
     one, other = (AutoProcessor.from_pretrained(path).tokenizer("a b").input_ids for path in (tmp_path / "hf", source))
     assert one == other != []
 
@@ -89,16 +83,13 @@ def test_the_checkpoint_is_laid_out_as_megatron_writes_it(imported, untied_folde
 
 
 def test_a_copy_of_the_embedding_beside_a_tied_one_is_left_out(tied_folder, tmp_path):
-    from safetensors.torch import save_file
+    def change(tensors):
+        tensors["lm_head.weight"] = tensors[EMBEDDING].clone()
 
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "config.json").write_bytes((tied_folder / "config.json").read_bytes())
-    tensors = hf_tensors(tied_folder)
-    tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"].clone()
-    save_file(tensors, tmp_path / "hf" / "model.safetensors")
-    report = import_checkpoint(tmp_path / "hf", tmp_path / "megatron")
+    model = model_with(tmp_path / "hf", tied_folder, change)
+    report = import_checkpoint(model, tmp_path / "megatron")
     assert "lm_head.weight is a copy" in report.notes[0]
-    assert verify_checkpoint(tmp_path / "hf", tmp_path / "megatron").same
+    assert verify_checkpoint(model, tmp_path / "megatron").same
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -108,17 +99,15 @@ def test_import_rounds_as_torch_does(dtype, untied_folder, tmp_path):
     assert inspect_checkpoint(tmp_path / "megatron")["dtypes"] == {dtype: report.tensors}
     assert verify_checkpoint(untied_folder, tmp_path / "megatron").same
     export_checkpoint(tmp_path / "megatron", tmp_path / "hf")
-    before, after = hf_tensors(untied_folder), hf_tensors(tmp_path / "hf")
-    for name, tensor in before.items():
-        assert torch.equal(after[name], tensor.to(getattr(torch, dtype))), name
+    before = hf_tensors(untied_folder)
+    assert_same(hf_tensors(tmp_path / "hf"), {name: one.to(getattr(torch, dtype)) for name, one in before.items()})
 
 
 def test_widening_and_back_changes_nothing(bf16_folder, tmp_path):
     import_checkpoint(bf16_folder, tmp_path / "megatron", torch_dtype="float32")
     assert verify_checkpoint(bf16_folder, tmp_path / "megatron").same
     export_checkpoint(tmp_path / "megatron", tmp_path / "hf", torch_dtype="bfloat16")
-    before, after = hf_tensors(bf16_folder), hf_tensors(tmp_path / "hf")
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert_same(hf_tensors(tmp_path / "hf"), hf_tensors(bf16_folder))
     export_checkpoint(tmp_path / "megatron", tmp_path / "wide")
     config = json.loads((tmp_path / "wide" / "config.json").read_text())
     assert (config["dtype"], config["text_config"]["dtype"]) == ("float32", "float32")
@@ -131,14 +120,14 @@ def test_an_option_that_is_none_is_refused(options, untied_folder, tmp_path):
 
 
 def test_a_value_too_large_is_refused(untied_folder, tmp_path):
-    shutil.copytree(untied_folder, tmp_path / "model")
-    tensors = hf_tensors(untied_folder)
-    tensors["model.language_model.norm.weight"][3] = 1e6
-    tensors["model.visual.pos_embed.weight"][0, 0] = torch.inf  # is itself in any dtype
-    save_file(tensors, tmp_path / "model" / "model.safetensors")
-    import_checkpoint(tmp_path / "model", tmp_path / "bf16", torch_dtype="bfloat16")
-    with pytest.raises(CheckpointError, match=r"model.language_model.norm.weight: value 1e\+06 is too large for"):
-        import_checkpoint(tmp_path / "model", tmp_path / "fp16", torch_dtype="float16")
+    def change(tensors):
+        tensors[NORM][3] = 1e6
+        tensors["model.visual.pos_embed.weight"][0, 0] = torch.inf  # is itself in any dtype
+
+    model = model_with(tmp_path / "model", untied_folder, change)
+    import_checkpoint(model, tmp_path / "bf16", torch_dtype="bfloat16")
+    with pytest.raises(CheckpointError, match=rf"{NORM}: value 1e\+06 is too large for"):
+        import_checkpoint(model, tmp_path / "fp16", torch_dtype="float16")
     assert not (tmp_path / "fp16").exists()
 
 

@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 
 from qwen3vl_bridge import Qwen3VLDoRA, Qwen3VLLoRA
 from qwen3vl_bridge.cli.plan import main
-from qwen3vl_bridge.models.divisibility import row_multiple
 from qwen3vl_bridge.models.qwen3_5 import presets as qwen3_5
 from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.planning.estimate import VISION_CHUNK, estimate
@@ -101,24 +100,14 @@ def test_many_stages_are_shown_in_part(capsys):
 
 def test_options_reach_the_estimate(capsys):
     _, plain = run(capsys, "--tp", "2")
-    for option in (
-        ["--recompute", "full"],
-        ["--recompute", "selective", "--recompute-modules", "mlp"],
-        ["--vision-recompute", "full"],
-        ["--fsdp"],
-        ["--kind", "peft"],
-        ["--freeze", "language_model"],
-        ["--cp", "2"],
-    ):
-        assert run(capsys, "--tp", "2", *option)[1]["total"] < plain["total"], option
-    for option in (
-        ["--no-sequence-parallel"],
-        ["--no-fused-activation"],
-        ["--precision", "fp32"],
-        ["--no-distributed-optimizer"],
-        ["--micro-batch-size", "2"],
-    ):
-        assert run(capsys, "--tp", "2", *option)[1]["total"] > plain["total"], option
+    fewer = ("--recompute full", "--recompute selective --recompute-modules mlp", "--vision-recompute full", "--fsdp",
+             "--kind peft", "--freeze language_model", "--cp 2")  # fmt: skip
+    more = ("--no-sequence-parallel", "--no-fused-activation", "--precision fp32", "--no-distributed-optimizer",
+            "--micro-batch-size 2")  # fmt: skip
+    for option in fewer:
+        assert run(capsys, "--tp", "2", *option.split())[1]["total"] < plain["total"], option
+    for option in more:
+        assert run(capsys, "--tp", "2", *option.split())[1]["total"] > plain["total"], option
 
 
 # Options after those of `RUN`, which they replace, and what is said.
@@ -258,7 +247,7 @@ def test_what_needs_least_is_the_first_to_fit(size, world, fixed, sharding):
     training = TrainingSettings(seq_length=4096, max_patches=4096, sharding=sharding)
     none, least = propose(dims, world, replace(GPUS["H100"], memory_bytes=1), training, fixed=fixed)
     assert none == []
-    for factor, fits in ((0.999, False), (1.001, True)):
+    for factor, fits in ((0.99999, False), (1.00001, True)):
         gpu = replace(GPUS["H100"], memory_bytes=round(least.peak.total / (1 - MARGIN) * factor))
         found = propose(dims, world, gpu, training, fixed=fixed)[0]
         assert (least in found) == fits and all(other.peak.total >= least.peak.total for other in found)
@@ -349,31 +338,18 @@ def test_the_pages_part_of_the_flops(capsys):
     assert capsys.readouterr().out.strip() == block.rsplit("# ", 1)[1].strip()
 
 
-VISION_RUN = ["--model", "8B", "--gpus", "16", "--seq-length", "8192", "--max-patches", "27205"]
-
-
-def run_vision(capsys, *arguments: str) -> dict:
-    assert main([*VISION_RUN, *arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
 def test_the_settings_are_megatron_bridges(capsys):
     from megatron.bridge.models.qwen_vl.qwen3_vl_provider import DistTrainConfig
 
-    plan = run_vision(capsys, "--tp", "2", "--recompute", "full", "--vision-gpus", "8", "--vision-tp", "2")
+    _, plan = run(capsys, "--tp", "2", "--recompute", "full", "--vision-gpus", "8", "--vision-tp", "2")
     assert plan["dist_train"].keys() <= {field.name for field in fields(DistTrainConfig)}
     assert plan["dist_train"] == {
-        "use_dist_train": True,
-        "vision_world_size": 8,
-        "language_world_size": 8,
-        "vision_tensor_model_parallel_size": 2,
-        "vision_pipeline_model_parallel_size": 1,
-        "vision_context_parallel_size": 1,
-        "vision_to_llm_dp_ratio": 1,
-    }
+        "use_dist_train": True, "vision_world_size": 8, "language_world_size": 8,
+        "vision_tensor_model_parallel_size": 2, "vision_pipeline_model_parallel_size": 1,
+        "vision_context_parallel_size": 1, "vision_to_llm_dp_ratio": 1,
+    }  # fmt: skip
     assert [stage["stage"] for stage in plan["stages"]] == [-1, 0]
-    few = run_vision(capsys, "--tp", "1", "--recompute", "full", "--vision-recompute", "full", "--vision-gpus", "4",
-              "--vision-tp", "2", "--no-distributed-optimizer", "--gpu-memory", "200")  # fmt: skip
+    _, few = run(capsys, "--tp", "1", "--vision-gpus", "4", "--vision-tp", "2", "--global-batch-size", "48")
     assert few["dist_train"]["vision_to_llm_dp_ratio"] is None  # six language replicas for each
 
 
@@ -412,69 +388,58 @@ def test_the_recipe_as_it_stands(cfg, untied_folder):
 
 
 CHANGES = {
-    "made on the host": (dict(model__init_model_with_meta_device=True), ModelSplit(4), dict(made_on_host=True)),
-    "saved by index": (
-        dict(checkpoint__dist_ckpt_optim_fully_reshardable=False), ModelSplit(4), dict(saved_by_parameters=False),
-    ),
+    "made on the host": (dict(model__init_model_with_meta_device=True), dict(made_on_host=True)),
+    "saved by index": (dict(checkpoint__dist_ckpt_optim_fully_reshardable=False), dict(saved_by_parameters=False)),
     "sizes": (
-        dict(model__tensor_model_parallel_size=2, model__sequence_parallel=True, model__context_parallel_size=2),
-        ModelSplit(4, tp=2, cp=2, sequence_parallel=True), {},
+        dict(model__tensor_model_parallel_size=2, model__sequence_parallel=True, model__context_parallel_size=2), {},
+        ModelSplit(4, tp=2, cp=2, sequence_parallel=True),
     ),
     "stages": (
         dict(model__pipeline_model_parallel_size=2, model__num_layers_in_first_pipeline_stage=1,
-             ddp__use_megatron_fsdp=False),
-        ModelSplit(4, pp=2, first_layers=1), DISTRIBUTED,
+             ddp__use_megatron_fsdp=False), DISTRIBUTED, ModelSplit(4, pp=2, first_layers=1),
     ),
     "no sharding": (
         dict(ddp__use_megatron_fsdp=False, ddp__use_distributed_optimizer=False,
-             optimizer__use_distributed_optimizer=False),
-        ModelSplit(4), DISTRIBUTED | dict(sharding=Sharding.NONE),
+             optimizer__use_distributed_optimizer=False), DISTRIBUTED | dict(sharding=Sharding.NONE),
     ),
-    "mixed precision by name": (dict(mixed_precision="bf16_mixed"), ModelSplit(4), dict(precision=BRIDGES)),
-    "mixed precision": (dict(mixed_precision=bf16_mixed()), ModelSplit(4), dict(precision=BRIDGES)),
+    "mixed precision by name": (dict(mixed_precision="bf16_mixed"), dict(precision=BRIDGES)),
+    "mixed precision": (dict(mixed_precision=bf16_mixed()), dict(precision=BRIDGES)),
     "bfloat16": (
-        dict(model__params_dtype=torch.bfloat16, ddp__grad_reduce_in_fp32=False),
-        ModelSplit(4), dict(precision=Precision(2, 2, 4)),
+        dict(model__params_dtype=torch.bfloat16, ddp__grad_reduce_in_fp32=False), dict(precision=Precision(2, 2, 4)),
     ),
     "gradients of FSDP": (
-        dict(mixed_precision="bf16_mixed", ddp__megatron_fsdp_main_grads_dtype=torch.float32),
-        ModelSplit(4), dict(precision=BF16),
+        dict(mixed_precision="bf16_mixed", ddp__megatron_fsdp_main_grads_dtype=torch.float32), dict(precision=BF16),
     ),
     "FSDP that shards the optimizer alone": (
         dict(ddp__data_parallel_sharding_strategy="optim"),
-        ModelSplit(4), dict(sharding=Sharding.OPTIMIZER, precision=Precision(4, 4, 4)),
+        dict(sharding=Sharding.OPTIMIZER, precision=Precision(4, 4, 4)),
     ),
     "small moments": (
         dict(mixed_precision="bf16_mixed", optimizer__use_precision_aware_optimizer=True,
              optimizer__exp_avg_dtype=torch.bfloat16, optimizer__exp_avg_sq_dtype=torch.bfloat16),
-        ModelSplit(4), dict(precision=Precision(2, 2, 4, 4)),
+        dict(precision=Precision(2, 2, 4, 4)),
     ),
     "recomputation": (
         dict(model__recompute_granularity="selective", model__recompute_modules=["mlp"],
              model__vision_recompute_granularity="full", model__vision_recompute_method="uniform",
              model__vision_recompute_num_layers=1),
-        ModelSplit(4),
-        dict(recompute=Recompute("selective", frozenset({"mlp"})),
-             vision_recompute=Recompute("full", method="uniform", num_layers=1)),
+        dict(recompute=Recompute("selective", frozenset({"mlp"})), vision_recompute=FULL),
     ),
-    "frozen": (
-        dict(model__freeze_vision_model=True), ModelSplit(4), dict(frozen=frozenset({Part.VISION_MODEL})),
-    ),
+    "frozen": (dict(model__freeze_vision_model=True), dict(frozen=frozenset({Part.VISION_MODEL}))),
     "adapters": (
-        dict(peft=Qwen3VLLoRA(dim=4, target_modules=["linear_qkv"])), ModelSplit(4),
-        dict(lora=LoraSettings(4, LINEAR_LAYERS[:1])),
+        dict(peft=Qwen3VLLoRA(dim=4, target_modules=["linear_qkv"])), dict(lora=LoraSettings(4, LINEAR_LAYERS[:1])),
     ),
-    "loss of a whole row": (dict(model__loss_chunk_tokens=0), ModelSplit(4), dict(loss_chunk_tokens=0)),
+    "loss of a whole row": (dict(model__loss_chunk_tokens=0), dict(loss_chunk_tokens=0)),
     "rows": (
         dict(dataset__max_patches=64, train__micro_batch_size=2, train__global_batch_size=8, dataset__seq_length=256),
-        ModelSplit(4), dict(max_patches=64, micro_batch_size=2, global_batch_size=8, seq_length=256),
+        dict(max_patches=64, micro_batch_size=2, global_batch_size=8, seq_length=256),
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_settings_that_are_counted(name, cfg, untied_folder):
-    settings, split, fields = CHANGES[name]
+    settings, fields, split = (*CHANGES[name], ModelSplit(4))[:3]
     change(cfg, **{"train__global_batch_size": 4} | settings)
     assert plan_of(cfg, 4) == as_of(untied_folder, split, replace(RUN_OF_CONFIG, **{"global_batch_size": 4} | fields))
 
@@ -543,13 +508,3 @@ def test_a_variable_that_ends_megatron_fsdp_is_named_before_the_start(cfg, monke
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with pytest.raises(ValueError, match="`unset CUDA_DEVICE_MAX_CONNECTIONS` on every node"):
         cfg.validate()
-
-
-@pytest.mark.parametrize("cp", [1, 2, 3, 4])
-@pytest.mark.parametrize("tp", [1, 2, 3])
-def test_rows_are_cut_as_the_model_cuts_them(cp, tp):
-    split, multiple = ModelSplit(tp * cp, tp=tp, cp=cp, sequence_parallel=tp > 1), row_multiple(cp, tp)
-    split.check_rows(5 * multiple)
-    if multiple > 1:
-        with pytest.raises(ValueError, match=f"a multiple of {multiple}"):
-            split.check_rows(5 * multiple - 1)

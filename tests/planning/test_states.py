@@ -1,21 +1,20 @@
 """Counts and states in one process: released sizes, real optimizers, adapters."""
 
-import json
 from dataclasses import replace
 from functools import partial
 
 from qwen3vl_bridge import Qwen3VLLoRA
 from qwen3vl_bridge.compat import optimizers
+from qwen3vl_bridge.io.files import read_object
 from qwen3vl_bridge.models.qwen3_5 import presets as qwen3_5
 from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.planning.estimate import FIXED_RESERVE, estimate
-from qwen3vl_bridge.planning.model_states import ParameterCount, chunk_count, mtp_count, stage_states
+from qwen3vl_bridge.planning.model_states import ModelStates, ParameterCount, chunk_count, mtp_count, stage_states
 from qwen3vl_bridge.planning.split import ModelSplit
 from qwen3vl_bridge.planning.training_settings import (
     BF16,
     FP32,
     FULL,
-    LINEAR_LAYERS,
     LoraSettings,
     Precision,
     Sharding,
@@ -51,7 +50,8 @@ STAGES = {
     "Qwen3.5 9B": ModelSplit(4, pp=4), "Qwen3.5 35B-A3B": ModelSplit(4, pp=4),
     "Qwen3.5 27B": ModelSplit(8, pp=8, vpp=2), "Qwen3.5 4B": ModelSplit(3, pp=3, layout=((9,), (11,), (12,))),
 }  # fmt: skip
-SPLITS = [*((size, ModelSplit(1)) for size in SIZES), *STAGES.items()]
+ONE = ModelSplit(1)
+SPLITS = [*((size, ONE) for size in SIZES), *STAGES.items()]
 
 
 @pytest.mark.parametrize(("size", "split"), SPLITS)
@@ -65,24 +65,38 @@ def test_stages_have_everything_once(size, split):
     assert [mtp_count(dims, split, chunk).total for chunk in chunks] == [0] * (len(chunks) - 1) + [mtp]
 
 
+def states_of(config: dict, training: TrainingSettings, split: ModelSplit = ONE) -> ModelStates:
+    dims = dimensions_of(config)
+    (chunks,) = split.chunks(len(dims.indices["text_layers"]))
+    return stage_states(dims, split, chunks, training)
+
+
+def run_of(folder, change=lambda cfg: None):
+    """A run on one rank of batches of its own."""
+    cfg, hf = configuration(str(folder), Topology(1)), AutoConfig.from_pretrained(folder)
+    change(cfg)
+    run = set_up(cfg, data=False)
+    run.stream = iter([make_batch(make_samples("mixed", hf, seed=seed), hf, packed=True) for seed in range(4)])
+    return run
+
+
+ALONE = TrainingSettings(precision=FP32, sharding=Sharding.NONE, transformer_engine=False)
+
+
 @pytest.mark.parametrize("kind", ["untied", "moe"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "bfloat16 gradients"])
 def test_a_step_of_a_real_optimizer(precision, kind, request):
+    def change(cfg):
+        if precision != "float32":
+            cfg.model.bf16 = cfg.optimizer.bf16 = True
+            cfg.model.params_dtype = cfg.optimizer.params_dtype = torch.bfloat16
+        cfg.ddp.grad_reduce_in_fp32 = precision != "bfloat16 gradients"
+
     folder = request.getfixturevalue(f"{kind}_folder")
-    cfg, half = configuration(str(folder), Topology(1)), precision != "float32"
-    if half:
-        cfg.model.bf16 = cfg.optimizer.bf16 = True
-        cfg.model.params_dtype = cfg.optimizer.params_dtype = torch.bfloat16
-    cfg.ddp.grad_reduce_in_fp32 = precision != "bfloat16 gradients"
     expected = {"float32": FP32, "bfloat16": BF16, "bfloat16 gradients": Precision(2, 2, 4)}[precision]
-    run = set_up(cfg, data=False)
-    config = json.loads((folder / "config.json").read_text())
-    hf = AutoConfig.from_pretrained(folder)
-    run.stream = iter([make_batch(make_samples("mixed", hf, seed=seed), hf, packed=True) for seed in range(4)])
+    run = run_of(folder, change)
     train_step(run)
-    dims = dimensions_of(config)
-    training = TrainingSettings(precision=expected, sharding=Sharding.NONE, transformer_engine=False)
-    states = stage_states(dims, ModelSplit(1), ModelSplit(1).chunks(4)[0], training)
+    states = states_of(read_object(folder / "config.json"), replace(ALONE, precision=expected))
     weights = [p for chunk in run.model for p in chunk.parameters()]
     assert states.parameters == sum(p.numel() * p.element_size() for p in weights)
     assert states.gradients == gradient_bytes(run.model)
@@ -92,18 +106,14 @@ def test_a_step_of_a_real_optimizer(precision, kind, request):
 @pytest.mark.parametrize("kind", ["untied", "moe"])
 def test_torchs_adam_holds_roots_of_second_moments(kind, request, monkeypatch):
     """As on a GPU, where torch's function takes its way of whole lists by itself."""
-    folder = request.getfixturevalue(f"{kind}_folder")
-    run = set_up(configuration(str(folder), Topology(1)), data=False)
-    hf, peaks = AutoConfig.from_pretrained(folder), []
-    run.stream = iter([make_batch(make_samples("mixed", hf, seed=seed), hf, packed=True) for seed in range(4)])
+    folder, peaks = request.getfixturevalue(f"{kind}_folder"), []
+    run = run_of(folder)
     monkeypatch.setattr(optimizers, "adam", partial(optimizers.adam, foreach=True))
     for one in optimizers_of(run.optimizer):
         assert type(one.optimizer) is optimizers.Adam
         monkeypatch.setattr(one.optimizer, "step", recorded(one.optimizer.step, peaks))
     train_step(run)
-    dims = dimensions_of(json.loads((folder / "config.json").read_text()))
-    training = TrainingSettings(precision=FP32, sharding=Sharding.NONE, transformer_engine=False)
-    states = stage_states(dims, ModelSplit(1), ModelSplit(1).chunks(4)[0], training)
+    states = states_of(read_object(folder / "config.json"), ALONE)
     assert 0.97 * states.updating <= max(peaks) <= states.updating  # norms and biases are a group of their own
     assert len(peaks) == 1
 
@@ -131,10 +141,9 @@ def test_the_optimizers_step_is_the_peak_of_short_rows():
     assert found.total == found.updating == found.states.total + 1.1 * found.states.updating + FIXED_RESERVE
     (other,) = estimate(config, ModelSplit(1), long).stages
     assert other.total > other.updating
-    moe = dimensions_of(presets.config_dict("30B-A3B"))
-    (chunks,) = ModelSplit(8, ep=8).chunks(48)
-    count = chunk_count(moe, ModelSplit(8, ep=8), chunks[0])
-    assert stage_states(moe, ModelSplit(8, ep=8), chunks, short).updating == 4 * max(count.shared, count.experts)
+    moe, split = presets.config_dict("30B-A3B"), ModelSplit(8, ep=8)
+    count = chunk_count(dimensions_of(moe), split, split.chunks(48)[0][0])
+    assert states_of(moe, short, split).updating == 4 * max(count.shared, count.experts)
     for training in (replace(short, transformer_engine=True), replace(short, sharding=Sharding.ALL)):
         assert not estimate(config, ModelSplit(1), training).peak.states.updating
     divided = replace(short, sharding=Sharding.OPTIMIZER)
@@ -143,26 +152,26 @@ def test_the_optimizers_step_is_the_peak_of_short_rows():
 
 @pytest.mark.parametrize("kind", ["untied", "moe"])
 def test_adapters(kind, request):
-    folder = request.getfixturevalue(f"{kind}_folder")
+    check_adapters(request.getfixturevalue(f"{kind}_folder"))
+
+
+def check_adapters(folder, **targets) -> None:
+    """On all linear layers but experts': parameters that are trained, to the last one."""
     pair = make_pair(folder)
-    Qwen3VLLoRA(dim=8)([pair.megatron])
+    Qwen3VLLoRA(dim=8, **targets)([pair.megatron])
     real = sum(p.numel() for p in pair.megatron.parameters() if p.requires_grad)
-    dims = dimensions_of(json.loads((folder / "config.json").read_text()))
-    training = TrainingSettings(precision=FP32, lora=LoraSettings(8, LINEAR_LAYERS), sharding=Sharding.NONE)
-    states = stage_states(dims, ModelSplit(1), ModelSplit(1).chunks(4)[0], training)
+    states = states_of(read_object(folder / "config.json"), replace(ALONE, lora=LoraSettings(8)))
     assert states.gradients == 4 * real
     assert states.optimizer == 8 * real
     assert states.parameters == 4 * sum(p.numel() for p in pair.megatron.parameters())
 
 
 def test_frozen_parts_have_weights_alone():
-    dims = dimensions_of(presets.config_dict("30B-A3B"))
-    split = ModelSplit(8, ep=8)
-    (chunks,) = split.chunks(48)
-    count = chunk_count(dims, split, chunks[0])
-    everything = stage_states(dims, split, chunks, TrainingSettings())
+    config, split = presets.config_dict("30B-A3B"), ModelSplit(8, ep=8)
+    count = chunk_count(dimensions_of(config), split, split.chunks(48)[0][0])
+    everything = states_of(config, TrainingSettings(), split)
     for parts in ({Part.VISION_MODEL}, {Part.LANGUAGE_MODEL, Part.VISION_PROJECTION}, set(Part)):
-        states = stage_states(dims, split, chunks, TrainingSettings(frozen=frozenset(parts)))
+        states = states_of(config, TrainingSettings(frozen=frozenset(parts)), split)
         left = count.without(parts)
         assert states.parameters == everything.parameters
         assert states.gradients == 4 * left.total
@@ -171,10 +180,10 @@ def test_frozen_parts_have_weights_alone():
 
 
 def test_sharding_in_the_order_of_zero():
-    dims = dimensions_of(presets.config_dict("8B"))
-    (chunks,) = ModelSplit(8).chunks(36)
-    found = {kind: stage_states(dims, ModelSplit(8), chunks, TrainingSettings(sharding=kind)) for kind in Sharding}
-    whole = 8_767_123_696
+    def states(**settings):
+        return states_of(presets.config_dict("8B"), TrainingSettings(**settings), ModelSplit(8))
+
+    found, whole = {kind: states(sharding=kind) for kind in Sharding}, 8_767_123_696
     assert found[Sharding.NONE].total == 18 * whole
     assert found[Sharding.OPTIMIZER].total == pytest.approx((6 + 12 / 8) * whole)
     # Megatron-FSDP's gradients are of the parameters' precision, unless it is told another, as by our recipes.
@@ -184,12 +193,9 @@ def test_sharding_in_the_order_of_zero():
     assert {kind.name: states.unsharded / whole for kind, states in found.items()} == {
         "NONE": 0, "OPTIMIZER": 0, "GRADIENTS": 2, "ALL": 2,
     }  # fmt: skip
-    assert (
-        stage_states(dims, ModelSplit(8), chunks, TrainingSettings(sharding=Sharding.ALL, made_on_host=True)).unsharded
-        == 0
-    )
-    untold = TrainingSettings(sharding=Sharding.ALL, precision=Precision(2, 2, 4))
-    assert stage_states(dims, ModelSplit(8), chunks, untold).gradients == pytest.approx(2 / 8 * whole)
+    assert states(sharding=Sharding.ALL, made_on_host=True).unsharded == 0
+    untold = states(sharding=Sharding.ALL, precision=Precision(2, 2, 4))
+    assert untold.gradients == pytest.approx(2 / 8 * whole)
 
 
 @pytest.mark.parametrize(("rows", "logits"), [(1, False), (4, True)])
@@ -201,7 +207,7 @@ def test_under_zero_3_logits_and_unsharded_gradients_do_not_coincide(rows, logit
         loss_fusion=None, recompute=FULL,
     )  # fmt: skip
     (found,) = estimate(presets.config_dict("2B"), split, training).stages
-    states = stage_states(dims, split, split.chunks(28)[0], training)
+    states = states_of(presets.config_dict("2B"), training, split)
     assert 3 * states.gathered_gradients == 2 * states.gathered > 0
     assert found.states.gathered == states.gathered - states.gathered_gradients * logits
     assert (found.temporary == 2 * dims["vocab"] * 8192 * rows) == logits

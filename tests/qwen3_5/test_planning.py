@@ -4,13 +4,12 @@ import json
 from collections import Counter
 from dataclasses import replace
 
-from qwen3vl_bridge import Qwen3VLLoRA
 from qwen3vl_bridge.cli.plan import main
 from qwen3vl_bridge.models.qwen3_5.presets import PRESETS, config_dict, hf_config, hub_ids
 from qwen3vl_bridge.planning.estimate import estimate
-from qwen3vl_bridge.planning.model_states import ParameterCount, chunk_count, mtp_count, stage_states
+from qwen3vl_bridge.planning.model_states import ParameterCount, chunk_count, mtp_count
 from qwen3vl_bridge.planning.split import ModelSplit
-from qwen3vl_bridge.planning.training_settings import FP32, LINEAR_LAYERS, LoraSettings, Sharding, TrainingSettings
+from qwen3vl_bridge.planning.training_settings import LINEAR_LAYERS, Sharding, TrainingSettings
 from qwen3vl_bridge.registry import dimensions_of
 from qwen3vl_bridge.training.process_groups import initialize, shutdown
 from qwen3vl_bridge.weights.rows import part_of
@@ -20,7 +19,7 @@ import torch
 from megatron.bridge import AutoBridge
 from qwen3vl_recipes.cli import train
 
-from tests.parity.conftest import make_pair
+from tests.planning.test_states import check_adapters
 
 from .test_table import MTP_PARAMETERS
 
@@ -105,16 +104,7 @@ def test_the_command_and_a_recipes_dry_run(capsys):
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_adapters_as_they_are_put_in(kind, qwen3_5_folders):
-    """On all linear layers but experts': parameters that are trained, to the last one."""
-    folder = qwen3_5_folders[kind]
-    pair = make_pair(folder)
-    Qwen3VLLoRA(dim=8, target_modules=list(LINEAR_LAYERS))([pair.megatron])
-    real = sum(p.numel() for p in pair.megatron.parameters() if p.requires_grad)
-    dims = dimensions_of(json.loads((folder / "config.json").read_text()))
-    training = TrainingSettings(precision=FP32, lora=LoraSettings(8), sharding=Sharding.NONE)
-    states = stage_states(dims, ModelSplit(1), ModelSplit(1).chunks(4)[0], training)
-    assert (states.gradients, states.optimizer) == (4 * real, 8 * real)
-    assert states.parameters == 4 * sum(p.numel() for p in pair.megatron.parameters())
+    check_adapters(qwen3_5_folders[kind], target_modules=list(LINEAR_LAYERS))
 
 
 def test_vision_on_ranks_of_its_own_is_refused(capsys):
@@ -125,15 +115,11 @@ def test_vision_on_ranks_of_its_own_is_refused(capsys):
 
 def test_heads_are_shared_out_over_tensor_and_context_parallel_ranks():
     config, rows = config_dict("9B"), TrainingSettings(seq_length=32768, max_patches=0, loss_chunk_tokens=0)
-    kept = {
-        name: sum(estimate(config, split, rows).peak.activations.values())
-        for name, split in {
-            "whole": ModelSplit(16),
-            "TP": ModelSplit(16, tp=4, sequence_parallel=True),
-            "CP": ModelSplit(16, cp=4),
-            "both": ModelSplit(16, tp=4, cp=4, sequence_parallel=True),
-        }.items()
-    }
-    assert kept["CP"] == pytest.approx(kept["whole"] / 4, rel=1e-3)
-    assert kept["TP"] == pytest.approx(kept["whole"] / 4, rel=0.02)  # angles and indices are whole on each
-    assert kept["both"] == pytest.approx(kept["TP"] / 4, rel=1e-3)
+
+    def kept(**sizes) -> float:
+        return sum(estimate(config, ModelSplit(16, **sizes), rows).peak.activations.values())
+
+    by_tensors = kept(tp=4, sequence_parallel=True)
+    assert kept(cp=4) == pytest.approx(kept() / 4, rel=1e-3)
+    assert by_tensors == pytest.approx(kept() / 4, rel=0.02)  # angles and indices are whole on each
+    assert kept(tp=4, cp=4, sequence_parallel=True) == pytest.approx(by_tensors / 4, rel=1e-3)

@@ -5,13 +5,11 @@ from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import CheckpointError, export_checkpoint, import_checkpoint, merge_adapters
 from qwen3vl_bridge.models.qwen3_5 import linear_attention
-from qwen3vl_bridge.models.qwen3_5.linear_attention import linear_attention_spec
 from qwen3vl_bridge.training.weight_loading import load_model
 
 import pytest
 import torch
 from megatron.bridge import AutoBridge
-from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3_5ForConditionalGeneration
@@ -22,7 +20,7 @@ from tests.training.adapters.test_peft_run import CASES
 from tests.training.conftest import Inputs
 from tests.training.running import replicate, replicated, sharded, stored, train
 
-from .model.test_linear_attention import renamed
+from .model.test_linear_attention import attention, renamed
 from .tiny import FLOAT32, hf_text_config, megatron_config, one_rank, perturb, weights
 
 FACTOR = "model__mtp_loss_scaling_factor"
@@ -245,13 +243,8 @@ def test_a_config_states_what_was_saved(qwen3_5_folders, tmp_path):
     assert {one.dtype for one in loaded.parameters()} == {torch.bfloat16}
 
 
-def attention(dtype: torch.dtype) -> nn.Module:
-    config = megatron_config(params_dtype=dtype, bf16=dtype is torch.bfloat16, fp16=dtype is torch.float16)
-    return build_module(linear_attention_spec(config), config=config, layer_number=1, pg_collection=one_rank())
-
-
 def test_no_cast_rounds_them():
-    module = attention(torch.float32)
+    module = attention()
     module.A_log.data.uniform_(-3, 0)
     module.out_norm.weight.data.uniform_(-0.5, 0.5)
     before = {name: (one, one.detach().clone()) for name, one in module.named_parameters()}

@@ -13,18 +13,11 @@ from qwen3vl_bridge.checkpoint.processes import Progress
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that differs between both sides.
+    """A tensor that differs between both sides."""
 
-    Attributes:
-        name: its name; for a Megatron checkpoint and a Hugging Face model, the latter's.
-        elements: number of elements that differ; None if only checksums were compared.
-        first: index of the first one that differs, row-major.
-        numel: number of its elements.
-    """
-
-    name: str
-    elements: int | None
-    first: int | None
+    name: str  # for a Megatron checkpoint and a Hugging Face model, the latter's
+    elements: int | None  # that differ; None if only checksums were compared
+    first: int | None  # index of the first one that differs, row-major
     numel: int
 
     def __str__(self) -> str:

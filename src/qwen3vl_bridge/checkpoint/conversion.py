@@ -49,20 +49,19 @@ Parts = list[tuple[int, str]]
 
 
 class Output(Protocol):
-    """A plan's result in one format.
+    """A plan's result in one format."""
 
-    Attributes:
-        files: the files with tensors.
-        inner: the folder in the result that contains them.
-        settings: values other than the plan on which the result depends, as JSON; stored in the manifest.
-    """
-
-    inner: ClassVar[str]
+    inner: ClassVar[str]  # the folder in the result that contains the files with tensors
 
     @property
-    def files(self) -> list[OutputFile]: ...  # noqa: D102
+    def files(self) -> list[OutputFile]:
+        """The files with tensors."""
+        ...
+
     @property
-    def settings(self) -> dict[str, Any]: ...  # noqa: D102
+    def settings(self) -> dict[str, Any]:
+        """Values other than the plan on which the result depends, as JSON; stored in the manifest."""
+        ...
 
     def finish(self, root: Path, digest: str) -> None:
         """Write all files except those with tensors and the manifest, given a digest of the plan."""
@@ -74,29 +73,17 @@ class Output(Protocol):
 
 @dataclass(frozen=True)
 class Conversion:
-    """A planned conversion.
+    """A planned conversion."""
 
-    Attributes:
-        name: name of the command.
-        origin: the source, in the user's words.
-        target: the result's folder, to be created.
-        plan: tensor by tensor.
-        source: what the plan reads.
-        folders: folders that are read meanwhile.
-        output: what the plan writes.
-        notes: information for the user.
-        threads: number of threads of a process that read the source.
-    """
-
-    name: str
-    origin: str
-    target: Path
+    name: str  # of the command
+    origin: str  # the source, in the user's words
+    target: Path  # the result's folder, to be created
     plan: Plan
-    source: TensorSource
-    folders: tuple[Path, ...]
-    output: Output
-    notes: list[str]
-    threads: int = 2
+    source: TensorSource  # what the plan reads
+    folders: tuple[Path, ...]  # that are read meanwhile
+    output: Output  # what the plan writes
+    notes: list[str]  # for the user
+    threads: int = 2  # of a process that read the source
 
     def digest(self) -> str:
         """Identifies a plan: source files, where every element comes from, where every byte goes.
@@ -332,10 +319,7 @@ def _write(conversion: Conversion, options: ConversionOptions, work: Path) -> tu
 
     def write() -> float:
         nbytes, threads = sum(unit.nbytes for unit in mine), conversion.threads
-        with (
-            planned_files.Journal(work, ranks.rank) as journal,
-            options.meter(conversion.name, nbytes) as meter,
-        ):
+        with planned_files.Journal(work, ranks.rank) as journal, options.meter(conversion.name, nbytes) as meter:
             planned_files.write_units(folder, files, mine, conversion.source, journal, meter, threads)
             return meter.seconds
 
@@ -425,10 +409,9 @@ class Replaceable:
         self._checked: Snapshot | None = None
 
     def __call__(self, root: Path) -> None:
-        """Check a folder. Its files are read once, and again only if they have changed since.
+        """Raise a CheckpointError if a folder is something else, or contains files that would be lost.
 
-        Raises:
-            CheckpointError: it is something else, or contains files that would be lost.
+        Its files are read once, and again only if they have changed since.
         """
         found = snapshot(root)
         if found == self._checked:

@@ -31,17 +31,11 @@ _LISTED = 20
 
 @dataclass(frozen=True)
 class Plan:
-    """A planned conversion.
+    """A planned conversion."""
 
-    Attributes:
-        tasks: the work, one item per target tensor; any process may do any part of it.
-        cast: names of the targets whose dtype is not that of their sources.
-        transposed: names of the targets made of transposed matrices. All others are copies.
-    """
-
-    tasks: tuple[Task, ...]
-    cast: frozenset[str] = frozenset()
-    transposed: frozenset[str] = frozenset()
+    tasks: tuple[Task, ...]  # one per target tensor; any process may do any part of them
+    cast: frozenset[str] = frozenset()  # names of the targets whose dtype is not that of their sources
+    transposed: frozenset[str] = frozenset()  # names of those made of transposed matrices; all others are copies
 
     @property
     def nbytes(self) -> int:
@@ -96,14 +90,13 @@ def make_plan(
     dtype: str | None = None,
     float32_as: str | None = None,
 ) -> Plan:
-    """Plan the conversion from one layout to another.
+    """Plan the conversion of the `found` tensors of an expanded weight table from one layout to another.
+
+    A Megatron source's tensors of the vocabulary may have more rows, which are left out; `check_vocab_padding` checks
+    their contents. A Megatron target's may have more too, which become zeros.
 
     Args:
-        rows: the weight table, expanded for the model.
-        source: format of the source. A Megatron one's tensors of the vocabulary may have more rows, which are left out;
-            `check_vocab_padding` checks their contents.
-        target: format of the target. A Megatron one's tensors of the vocabulary may have more rows, which become zeros.
-        found: the source's tensors.
+        rows, source, target, found: the table, both formats, and the source's tensors.
         where: the folder, for errors.
         dtype: dtype of the result; None to keep their dtypes.
         float32_as: dtype of the rows with `float32` in the result; None for the same as of others.
@@ -211,28 +204,17 @@ def check_tensors(
     found: Mapping[str, TensorSpec], expected: Mapping[str, Shape], problem: str, may_be_longer: Collection[str]
 ) -> None:
     """Raise a CheckpointError that lists missing, unexpected and misshapen tensors; some may have more rows."""
-
-    def fits(name: str, shape: Shape) -> bool:
+    unexpected = [spec for name, spec in found.items() if name not in expected]
+    kinds: dict[str, list[str]] = {"missing": [], "unexpected": [], "misshapen": []}
+    kinds["unexpected"] += (f"{spec.name}: found {spec.describe()}, expected no such tensor" for spec in unexpected)
+    for name, shape in expected.items():
+        if name not in found:
+            kinds["missing"].append(f"{name}: found nothing, expected {list(shape)}")
+            continue
         actual = found[name].shape
-        if name in may_be_longer and len(actual) == len(shape):
-            return actual[0] >= shape[0] and actual[1:] == shape[1:]
-        return actual == shape
-
-    kinds = {
-        "missing": [
-            f"{name}: found nothing, expected {list(expected[name])}" for name in expected if name not in found
-        ],
-        "unexpected": [
-            f"{name}: found {spec.describe()}, expected no such tensor"
-            for name, spec in found.items()
-            if name not in expected
-        ],
-        "misshapen": [
-            f"{name}: found {list(found[name].shape)}, expected {list(shape)}"
-            for name, shape in expected.items()
-            if name in found and not fits(name, shape)
-        ],
-    }
+        longer = name in may_be_longer and actual[1:] == shape[1:] and actual[:1] > shape[:1]
+        if actual != shape and not longer:
+            kinds["misshapen"].append(f"{name}: found {list(actual)}, expected {list(shape)}")
     if not any(kinds.values()):
         return
     counts = ", ".join(f"{len(entries)} {kind}" for kind, entries in kinds.items() if entries)
@@ -245,11 +227,7 @@ def check_tensors(
 
 
 def _target_dtype(name: str, sources: Sequence[TensorSpec], dtype: str | None, where: str) -> str:
-    """The dtype of a target tensor: the requested one, or that of its sources.
-
-    Raises:
-        CheckpointError: a source or `dtype` is not a floating-point dtype, or sources differ and `dtype` is None.
-    """
+    """The dtype of a target tensor: the requested one, or that of its sources; all must be floating-point dtypes."""
     for source in sources:
         if source.dtype not in WEIGHT_DTYPES:
             raise CheckpointError(
@@ -330,16 +308,8 @@ def check_vocab_padding(
     zeros. Training changes them: megatron-core's cross entropy sums over all rows of the output layer, without a mask
     for padding (`tensor_parallel/cross_entropy.py`), and a tied embedding is that layer.
 
-    Args:
-        source: tensors, of the shapes that `make_plan` expects.
-        rows: rows of the weight table that are converted.
-        layout: the tensors' format.
-        vocabulary: number of rows that are kept.
-        where: the tensors' folder, for the error.
-        drop: whether rows that are not zero may be left out too; otherwise they are a CheckpointError.
-
-    Returns:
-        A line of text for each tensor that has such rows.
+    With `drop` those that are not zero may be left out too; otherwise they are a CheckpointError. Returns a line of
+    text for each tensor, of the shapes that `make_plan` expects, that has more than `vocabulary` rows.
     """
     notes = []
     names = [name for row in rows if row.of_vocabulary for name in layout.tensors(row)]

@@ -48,11 +48,7 @@ class Ranks:
 
     @classmethod
     def of_torchrun(cls) -> Ranks:
-        """The processes that torchrun started, or only this one if it started none.
-
-        Raises:
-            CheckpointError: they cannot reach each other.
-        """
+        """The processes that torchrun started, or only this one; a CheckpointError if they cannot reach each other."""
         number = os.environ.get("WORLD_SIZE", "1")
         if not number.isdecimal() or int(number) < 1:
             raise CheckpointError(f"WORLD_SIZE is {number!r}, expected the number of processes")
@@ -83,11 +79,7 @@ class Ranks:
         return self.rank == 0
 
     def all_gather[Result](self, work: Callable[[], Result]) -> list[Result]:
-        """Call a function in every process; returns the results of all.
-
-        Raises:
-            CheckpointError: one of them failed, or died. All processes raise it.
-        """
+        """Call a function in every process; returns the results of all. If one fails or dies, all raise an error."""
         if self.size == 1:
             return [work()]
         import torch.distributed as dist

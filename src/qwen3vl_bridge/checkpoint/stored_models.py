@@ -43,15 +43,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 class ModelConfig:
-    """A model's configuration.
-
-    Attributes:
-        folder: folder of its `config.json`.
-        raw: its contents.
-        family: the family, which reads it and has the weight table.
-        dimensions: values of the weight table's symbols.
-        vocabulary: number of tokens, independent of the rows in `dimensions`.
-        tied: whether the output layer is the embedding.
+    """A model's configuration: `raw` is its `config.json`, and `vocabulary` its number of tokens, whatever the rows in
+    its `dimensions` are; `tied` is whether the output layer is the embedding.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -74,11 +67,7 @@ class ModelConfig:
         self.tied = not self.dimensions["untied"]
 
     def expert_layout(self, shapes: Mapping[str, Shape]) -> ExpertLayout:
-        """Format of the model's experts for tensors of these shapes; any for a dense model.
-
-        Raises:
-            CheckpointError: an unknown format.
-        """
+        """Format of the model's experts for tensors of these shapes, a CheckpointError if unknown; any if dense."""
         if not self.dimensions.indices["moe_layers"]:
             return self.family.released_experts
         try:
@@ -126,23 +115,18 @@ def _with_dtype(raw: dict[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def check_same_model(config: ModelConfig, other: ModelConfig) -> None:
-    """Check a configuration against the expected one; dtypes, dropout, initialisation and maximum length may differ.
+    """Raise a CheckpointError that lists the fields in which two configurations differ, if they are of two models.
 
-    Raises:
-        CheckpointError: they are of two models; all fields that differ are listed.
+    Dtypes, dropout, initialisation and maximum length may differ.
     """
     found, expected = config.family.fields(config.raw), other.family.fields(other.raw)
     _compare(config, found, expected, found | expected, other.folder / "config.json")
 
 
 def check_model_of_run(config: ModelConfig, run: Mapping[str, Any], path: Path) -> bool:
-    """Check that a configuration is of the model that a run has trained, of whose file these are contents and path.
+    """As `check_same_model`, of the model that a run has trained, of whose file these are contents and path.
 
-    Returns:
-        Whether the file describes the model.
-
-    Raises:
-        CheckpointError: they are of two models; all fields that differ are listed.
+    Returns whether the file describes the model.
     """
     model = run.get("model")
     if not isinstance(model, Mapping):
@@ -178,25 +162,15 @@ def _compare(
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model's folder, format, configuration and weights, and what was noticed on opening it.
+    """A model's folder, format, configuration and weights, and what was noticed on opening it."""
 
-    Attributes:
-        folder: the model's, or an iteration's.
-        ckpt_format: "huggingface", "fsdp_dtensor" or "torch_dist".
-        tensors: the weights, by the format's names.
-        config: the model's configuration.
-        experts: how it holds its experts, or, in Megatron's formats, how the model it comes from did.
-        manifest: of the conversion that wrote it; empty where something else did.
-        notes: what the user should know.
-    """
-
-    folder: Path
-    ckpt_format: str
-    tensors: TensorSource
+    folder: Path  # the model's, or an iteration's
+    ckpt_format: str  # "huggingface", "fsdp_dtensor" or "torch_dist"
+    tensors: TensorSource  # the weights, by the format's names
     config: ModelConfig
-    experts: ExpertLayout
-    manifest: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    experts: ExpertLayout  # how it holds its experts, or, in Megatron's formats, how the model it comes from did
+    manifest: dict[str, Any] = field(default_factory=dict)  # empty where something other than a conversion wrote it
+    notes: list[str] = field(default_factory=list)  # what the user should know
 
     @property
     def rows(self) -> list[WeightRow]:
@@ -229,11 +203,7 @@ class StoredModel:
 
     @property
     def vocab_divisor(self) -> int | None:
-        """What its vocabulary was padded to a multiple of, for each tensor-parallel rank; None where it was not.
-
-        Raises:
-            CheckpointError: its manifest names no number.
-        """
+        """What its vocabulary was padded to a multiple of, for each tensor-parallel rank; None where it was not."""
         found = self.manifest.get("vocab_divisor")
         if found is not None and type(found) is not int:
             raise CheckpointError(f"{self.folder / MANIFEST}: vocab_divisor is {found!r}, expected a number")
@@ -299,11 +269,7 @@ def _check_copy(weights: HFWeights, folder: Path, name: str, original: str) -> N
 
 
 def write_config_of_weights(hf_model: str | Path) -> None:
-    """Correct a folder's `config.json` to its weights: whether optional parts are there, and their dtype.
-
-    Raises:
-        CheckpointError: it is of no supported family, or its files are damaged.
-    """
+    """Correct a folder's `config.json` to its weights: whether optional parts are there, and their dtype."""
     config, found = ModelConfig(hf_model), HFWeights(Path(hf_model)).specs
     config.having(found).write(config.folder, main_dtype(found.values()))
 
@@ -357,13 +323,8 @@ def own_config(folder: Path) -> ModelConfig | None:
 
 
 def compared_with_run(config: ModelConfig, folder: Path) -> list[str]:
-    """Check a configuration for a checkpoint without one against its run's file.
-
-    Returns:
-        A line of text if the file does not describe the model.
-
-    Raises:
-        CheckpointError: it is another model's.
+    """Check a configuration for a checkpoint without one against its run's file; a CheckpointError if it is another
+    model's. Returns a line of text if the file does not describe the model.
     """
     path, run = folder / megatron.RUN_CONFIG, {}
     why = f"no {path.name} that describes a model"

@@ -80,14 +80,9 @@ class Topology:
         return products
 
     def check(self, dimensions: Dimensions, *, stages: bool) -> None:
-        """Check that a model can be split this way.
+        """Raise a CheckpointError if a model cannot be split this way; its "vocab" includes padding.
 
-        Args:
-            dimensions: from `dimensions_of`; "vocab" includes padding.
-            stages: whether the format has pipeline stages.
-
-        Raises:
-            CheckpointError: it cannot; the message says why.
+        `stages` is whether the format has pipeline stages.
         """
         if self.pp > 1 and not stages:
             raise CheckpointError(f"--pp is {self.pp}, expected 1: an fsdp_dtensor checkpoint has no pipeline stages")
@@ -115,10 +110,8 @@ class Topology:
 
         Args:
             spec: the tensor.
-            leading: number of its leading dimensions that count layers or experts; every one gets its own boxes, of
-                whole rows.
-            parts: rows of different ranks, by the indices in the leading dimensions; all rows are one part if there is
-                none.
+            leading: number of its leading dimensions that count layers or experts; each gets its own boxes.
+            parts: rows of different ranks, by the indices in the leading dimensions; None for one part.
 
         Yields:
             Owner of a box's first row; offsets and sizes of the box, in order.

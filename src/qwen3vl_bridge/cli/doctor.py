@@ -88,19 +88,12 @@ def examine(folder: Path) -> dict[str, Any]:
         "machine": machine,
         "used": None if broken["training"] else _used(machine),
         "missing": missing,
-        "works": {
-            "conversion": broken["conversion"] is None,
-            "training": not any(one["fatal"] for one in missing),
-        },
+        "works": {"conversion": broken["conversion"] is None, "training": not any(one["fatal"] for one in missing)},
     }
 
 
 def look(folder: Path) -> dict[str, Any]:
-    """What this machine has; None for what does not exist, and an empty `glibc` for another C library.
-
-    Raises:
-        OSError: the folder does not exist.
-    """
+    """What this machine has; None for what does not exist, and an empty `glibc` for another C library."""
     cuda, nccl, gpus = None, None, []
     if why_not("torch") is None:
         import torch

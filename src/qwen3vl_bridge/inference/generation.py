@@ -139,7 +139,8 @@ def _only(model: nn.Module | list[nn.Module]) -> nn.Module:
 
 
 def _whole_model(model: nn.Module | list[nn.Module]) -> VisionLanguageModel:
-    chunks = [unwrapped(chunk) for chunk in (model if isinstance(model, list) else [model])]
+    # megatron-core's `unwrap_model` stops at Megatron-FSDP, which is a wrapper in a wrapper.
+    chunks = [[*_layers(chunk)][-1] for chunk in (model if isinstance(model, list) else [model])]
     if len(chunks) != 1 or not isinstance(chunks[0], VisionLanguageModel):
         found = [type(chunk).__name__ for chunk in chunks]
         raise ValueError(
@@ -189,14 +190,39 @@ def _decode(
 
     Ranks use the first one's tokens, since a last bit may differ.
     """
-    ids = rows.input_ids
-    single, has_state = _round_up(1, model) == 1, model.config.experimental_attention_variant is not None
+    ids, config, groups = rows.input_ids, model.config, model.pg_collection
+    single, has_state = _round_up(1, model) == 1, config.experimental_attention_variant is not None
     cache = StaticInferenceContext(*ids.shape) if single and not has_state else None
     running = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
     ends_of = torch.tensor(ends, dtype=torch.long, device=ids.device)
     start = 0
     for stop in range(length, length + new):
-        tokens = _next_tokens(model, rows, encoded, start, stop, cache)
+        # Tokens from `start` on, with padding to a multiple of the ranks; the cache has those before.
+        size = _round_up(stop - start, model)
+        piece = slice(start, start + size)
+        batch = replace(
+            rows,
+            input_ids=ids[:, piece],
+            labels=ids[:, piece],
+            loss_mask=rows.loss_mask[:, piece],
+            position_ids=rows.position_ids[:, :, piece],
+            vision_slot=rows.vision_slot[:, piece].flatten(),
+            layout=SequenceLayout.rows([stop - start] * len(ids), size).to(ids.device),
+        )
+        inputs = batch.local(**config.sequence_ranks(groups))
+        hidden, block_kwargs = model.embed(inputs, encoded)
+        logits = model.language_model(
+            inputs.input_ids,
+            inputs.position_ids,
+            attention_mask=None,
+            decoder_input=hidden,
+            inference_context=cache,
+            padding_mask=inputs.padding_mask,
+            extra_block_kwargs=block_kwargs,
+            runtime_gather_output=False,
+        )
+        # The output layer may have more rows than there are tokens.
+        tokens = gather_vocabulary(logits[:, stop - start - 1], groups)[:, : config.vocab_size].argmax(-1)
         if group is not None:
             tokens = broadcast_in_group(tokens, group)
         ids[:, stop] = torch.where(running, tokens, pad)
@@ -208,44 +234,6 @@ def _decode(
     return ids[:, length : stop + 1]
 
 
-def _next_tokens(
-    model: VisionLanguageModel,
-    rows: TokenBatch,
-    encoded: tuple[Tensor, Tensor],
-    start: int,
-    stop: int,
-    cache: StaticInferenceContext | None,
-) -> Tensor:
-    """[b] the most likely token at `stop`, from those before it; the cache has those before `start`."""
-    config, groups = model.config, model.pg_collection
-    length = _round_up(stop - start, model)
-    piece = slice(start, start + length)
-    ids = rows.input_ids[:, piece]
-    batch = replace(
-        rows,
-        input_ids=ids,
-        labels=ids,
-        loss_mask=rows.loss_mask[:, piece],
-        position_ids=rows.position_ids[:, :, piece],
-        vision_slot=rows.vision_slot[:, piece].flatten(),
-        layout=SequenceLayout.rows([stop - start] * len(ids), length).to(ids.device),
-    )
-    inputs = batch.local(**config.sequence_ranks(groups))
-    hidden, block_kwargs = model.embed(inputs, encoded)
-    logits = model.language_model(
-        inputs.input_ids,
-        inputs.position_ids,
-        attention_mask=None,
-        decoder_input=hidden,
-        inference_context=cache,
-        padding_mask=inputs.padding_mask,
-        extra_block_kwargs=block_kwargs,
-        runtime_gather_output=False,
-    )
-    # The output layer may have more rows than there are tokens.
-    return gather_vocabulary(logits[:, stop - start - 1], groups)[:, : config.vocab_size].argmax(-1)
-
-
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
@@ -255,13 +243,6 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The innermost model. megatron-core's `unwrap_model` stops at Megatron-FSDP, which is a wrapper in a wrapper."""
-    for wrapper in _layers(model):
-        model = wrapper
-    return model
 
 
 def megatron_fsdp(model: nn.Module) -> MegatronFSDP | None:

@@ -30,12 +30,7 @@ def read_whole(path: Path, at_most: int) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    """The contents of a JSON file with a configuration; as `parse_json`.
-
-    Raises:
-        ValueError: it is not JSON within limits; the message names the file.
-        OSError: it cannot be read.
-    """
+    """The contents of a JSON file with a configuration; as `parse_json`, with a message that names the file."""
     text = read_whole(path, _JSON_BYTES)
     try:
         return parse_json(text)
@@ -44,11 +39,7 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Parse JSON: UTF-8, no duplicate keys in an object, no numbers that are not finite or too large.
-
-    Raises:
-        ValueError: it is not such a text, or nested too deeply.
-    """
+    """Parse JSON: UTF-8, no duplicate keys in an object, finite numbers, within limits; else a ValueError."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = dict(pairs)
@@ -73,10 +64,7 @@ def parse_record(text: bytes | str) -> Any:
     """Parse one JSON text among many, such as a line of a data set.
 
     Unlike in a configuration, keys may be duplicate (the last one counts), and numbers need not be finite: unused
-    columns may contain anything.
-
-    Raises:
-        ValueError: it is not JSON in UTF-8, or nested too deeply.
+    columns may contain anything. A ValueError if it is not JSON in UTF-8, or nested too deeply.
     """
     try:
         value = json.loads(text if isinstance(text, str) else text.decode("utf-8-sig"))
@@ -120,16 +108,8 @@ def check_yaml(path: Path) -> str:
 
 
 def check_plain(value: Any, name: str = "", *, finite: bool = True, bounded: bool = True) -> None:
-    """Check that objects and lists are not nested too deeply, and that numbers in them are finite and not too large.
-
-    Args:
-        value: of objects and lists.
-        name: its name in messages.
-        finite: whether numbers have to be finite.
-        bounded: whether integers are limited to 64 bits.
-
-    Raises:
-        ValueError: a limit is exceeded.
+    """Raise a ValueError if objects and lists are nested too deeply, or numbers in them not `finite`, or integers of
+    more than 64 bits unless they are not `bounded`; `name` is the value's in messages.
     """
     level, depth = [(name, value)], 0
     while level:

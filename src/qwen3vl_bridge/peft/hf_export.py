@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from qwen3vl_bridge.checkpoint.commands import HFTarget
 from qwen3vl_bridge.checkpoint.conversion import Conversion, ConversionOptions, ConversionReport, run_conversion
 from qwen3vl_bridge.checkpoint.conversion_plan import Plan, Task, check_vocab_padding, make_plan
 from qwen3vl_bridge.checkpoint.formats import megatron
@@ -28,7 +29,6 @@ from qwen3vl_bridge.checkpoint.formats.tensors import (
     cast,
 )
 from qwen3vl_bridge.checkpoint.stored_models import StoredModel, check_same_model, open_model, open_stored
-from qwen3vl_bridge.checkpoint.targets import HFTarget
 from qwen3vl_bridge.io.files import CheckpointError, absolute, expanded, write_object
 from qwen3vl_bridge.peft.adapter_rows import (
     CONFIG,

@@ -191,13 +191,7 @@ def microbatches_in_flight(
     """The number of microbatches of each chunk whose activations a pipeline stage holds at its peak.
 
     In the order of megatron-core's schedules, 1F1B (Narayanan et al., arXiv 2006.09503) and interleaved (arXiv
-    2104.04473).
-
-    Args:
-        split: the pipeline's stages and chunks.
-        stage: a pipeline rank.
-        microbatches: of a step.
-        chunk_bytes: of a microbatch in each of the stage's chunks.
+    2104.04473). `chunk_bytes` are those of a microbatch in each of the stage's chunks.
     """
     chunks = len(chunk_bytes)
     if chunks == 1:

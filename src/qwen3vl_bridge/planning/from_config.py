@@ -78,11 +78,7 @@ def plan_of(cfg: Any, world_size: int) -> MemoryEstimate:
 
 
 def proposals_for_run(cfg: Any, plan: MemoryEstimate, gpu: Gpu) -> list[MemoryEstimate]:
-    """Splits that fit, for the rows, number of GPUs and sharding of a run and its plan.
-
-    Raises:
-        ValueError: no split is possible.
-    """
+    """Splits that fit, for the rows, number of GPUs and sharding of a run and its plan; a ValueError if none can be."""
     world = plan.split.world + (plan.vision_split.world if plan.vision_split else 0)
     dims = cfg.model.dimensions().with_vocab(cfg.model.padded_vocab_size)
     return propose(dims, world, gpu, plan.training, vision_split=plan.vision_split)[0]

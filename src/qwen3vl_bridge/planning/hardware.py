@@ -39,11 +39,7 @@ GPUS: Mapping[str, Gpu] = {
 
 
 def gpu_of(name: str) -> Gpu:
-    """The GPU of a name, in any case.
-
-    Raises:
-        ValueError: it is not in the table; the message lists the names.
-    """
+    """The GPU of a name, in any case; a ValueError lists the names."""
     gpu = {known.lower(): gpu for known, gpu in GPUS.items()}.get(name.lower())
     if gpu is None:
         raise ValueError(f"unknown GPU {name!r}, expected one of {', '.join(GPUS)}; or give the memory instead")

@@ -64,14 +64,11 @@ class ParameterCount:
 @functools.cache
 def _rows(family_name: str) -> tuple[tuple[WeightRow, str, bool], ...]:
     """A family's weight table: each row with its kind of parameters, and whether tensor parallelism replicates it."""
-    return tuple(
-        (
-            row,
-            "experts" if is_of_experts(row.megatron) else part_of(row.megatron).value,
-            row.replicated or any(name in row.megatron for name in _REPLICATED),
-        )
-        for row in family(family_name).rows()
-    )
+    rows = []
+    for row in family(family_name).rows():
+        kind = "experts" if is_of_experts(row.megatron) else part_of(row.megatron).value
+        rows.append((row, kind, row.replicated or any(name in row.megatron for name in _REPLICATED)))
+    return tuple(rows)
 
 
 def chunk_count(
@@ -180,8 +177,11 @@ def stage_states(
         adapters = ParameterCount(language_model=training.lora.rank * numbers // split.tp)
         held, trained = held + adapters, trained + adapters
 
+    # Ranks with the same weights, and with the same experts, share gradients and optimizer.
+    weight_copies, expert_copies = split.dp * split.cp, split.world // (split.pp * split.ep * split.expert_tp)
+
     def sharded(count: ParameterCount) -> float:
-        return count.shared / split.weight_copies + count.experts / split.expert_copies
+        return count.shared / weight_copies + count.experts / expert_copies
 
     def number(count: ParameterCount, what: Sharding) -> float:
         return sharded(count) if sharding.shards(what) else count.total

@@ -20,11 +20,8 @@ _STATES = {
 
 
 def print_estimate(estimate: MemoryEstimate, memory: int) -> None:
-    """Print a table of pipeline stages, whether the estimate fits, and the host memory that saving takes.
-
-    Args:
-        estimate: the memory of each stage; of many, some are printed, among them the first, the last and the peak.
-        memory: bytes of a GPU.
+    """Print a table of pipeline stages, whether the estimate fits a GPU's memory, and the host memory that saving
+    takes. Of many stages some are printed, among them the first, the last and the peak.
     """
     from rich.console import Console
     from rich.table import Table

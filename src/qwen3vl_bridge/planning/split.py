@@ -25,41 +25,23 @@ class PipelineChunk:
 
 @dataclass(frozen=True)
 class ModelSplit:
-    """Parallel sizes, with Megatron's meaning.
+    """Parallel sizes, with Megatron's meaning; a ValueError if they contradict each other."""
 
-    Attributes:
-        world: number of ranks.
-        tp, cp, pp, ep: tensor, context, pipeline and expert parallelism.
-        vpp: chunks of each pipeline rank, or None.
-        vpp_group: `microbatch_group_size_per_vp_stage`; None for pp.
-        etp: tensor parallelism of experts; None for 1 with expert parallelism and for tp without, as in
-            Megatron-Bridge.
-        sequence_parallel: hidden states are divided over tensor-parallel ranks too.
-        first_layers, last_layers: `num_layers_in_first_pipeline_stage` and `..._last_...`.
-        embedding_as_layer, loss_as_layer: `account_for_embedding_in_pipeline_split` and `account_for_loss_...`.
-        layout: text layers of each [pipeline rank][virtual stage], of a `pipeline_model_parallel_layout`, or None.
-        vision: the first stage has the vision tower; False if that is on separate ranks (dist-train).
-
-    Raises:
-        ValueError: a number of ranks that is not a multiple of tp * pp * cp or etp * ep * pp; sequence parallelism with
-            tp 1, or virtual stages with pp 1.
-    """
-
-    world: int
+    world: int  # number of ranks
     tp: int = 1
     pp: int = 1
     cp: int = 1
     ep: int = 1
-    etp: int | None = None
-    vpp: int | None = None
-    vpp_group: int | None = None
-    sequence_parallel: bool = False
-    first_layers: int | None = None
+    etp: int | None = None  # of experts; None for 1 with expert parallelism and for tp without, as in Megatron-Bridge
+    vpp: int | None = None  # chunks of each pipeline rank
+    vpp_group: int | None = None  # `microbatch_group_size_per_vp_stage`; None for pp
+    sequence_parallel: bool = False  # hidden states are divided over tensor-parallel ranks too
+    first_layers: int | None = None  # `num_layers_in_first_pipeline_stage`
     last_layers: int | None = None
-    embedding_as_layer: bool = False
+    embedding_as_layer: bool = False  # `account_for_embedding_in_pipeline_split`
     loss_as_layer: bool = False
-    layout: tuple[tuple[int, ...], ...] | None = None
-    vision: bool = True
+    layout: tuple[tuple[int, ...], ...] | None = None  # text layers of each [pipeline rank][virtual stage]
+    vision: bool = True  # the first stage has the vision tower; False if that is on separate ranks (dist-train)
 
     def __post_init__(self) -> None:
         groups = {"tp * pp * cp": self.tp * self.pp * self.cp}
@@ -87,26 +69,12 @@ class ModelSplit:
         return self.world // (self.tp * self.pp * self.cp)
 
     @property
-    def weight_copies(self) -> int:
-        """Ranks with the same weights, which share gradients and optimizer: data- times context-parallel ranks."""
-        return self.dp * self.cp
-
-    @property
-    def expert_copies(self) -> int:
-        """Ranks with the same experts."""
-        return self.world // (self.pp * self.ep * self.expert_tp)
-
-    @property
     def sequence_ranks(self) -> int:
         """Ranks over which hidden states between the linear layers are divided."""
         return self.tp if self.sequence_parallel else 1
 
     def microbatches(self, global_batch_size: int | None, micro_batch_size: int) -> int:
-        """Microbatches of a step on each data-parallel rank; as many as keep the stages busy if no batch size is given.
-
-        Raises:
-            ValueError: rows that do not divide.
-        """
+        """Microbatches of a step on each data-parallel rank; as many as keep the stages busy if none is given."""
         if global_batch_size is None:
             return self.pp * (self.vpp or 1)
         share = micro_batch_size * self.dp
@@ -118,11 +86,7 @@ class ModelSplit:
         return global_batch_size // share
 
     def chunks(self, num_layers: int) -> tuple[tuple[PipelineChunk, ...], ...]:
-        """The chunks of each pipeline rank, of a model with this number of text layers.
-
-        Raises:
-            ValueError: layers that cannot be assigned this way.
-        """
+        """The chunks of each pipeline rank, of a model with so many text layers; a ValueError if that cannot be."""
         counts = self.layout or self._layers_of_chunks(num_layers)
         stages: list[list[PipelineChunk]] = [[] for _ in range(self.pp)]
         vp_stages, begin = len(counts[0]), 0

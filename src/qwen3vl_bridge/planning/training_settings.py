@@ -34,19 +34,12 @@ class Sharding(Enum):
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes of one number of each kind.
+    """Bytes of one number of each kind."""
 
-    Attributes:
-        weight: parameters in the model, and activations.
-        gradient: gradients as stored and reduced.
-        main: the optimizer's main copy of a parameter; 0 if it has none.
-        moments: Adam's two moments together.
-    """
-
-    weight: int
-    gradient: int
-    main: int
-    moments: int = 8
+    weight: int  # parameters in the model, and activations
+    gradient: int  # as stored and reduced
+    main: int  # the optimizer's main copy of a parameter; 0 if it has none
+    moments: int = 8  # Adam's two moments together
 
 
 BF16 = Precision(weight=2, gradient=4, main=4)  # Megatron-Bridge's "bf16_mixed", which sets grad_reduce_in_fp32
@@ -56,18 +49,12 @@ PRECISIONS = {"bf16": BF16, "fp32": FP32}
 
 @dataclass(frozen=True)
 class Recompute:
-    """Activation recomputation of one tower, with megatron-core's settings of the same names.
+    """Activation recomputation of one tower, with megatron-core's settings of the same names."""
 
-    Attributes:
-        granularity: None, "selective" or "full".
-        modules: with "selective".
-        method, num_layers: with "full": "uniform" or "block", and the number of layers.
-    """
-
-    granularity: str | None = None
-    modules: frozenset[str] = frozenset()
-    method: str | None = None
-    num_layers: int | None = None
+    granularity: str | None = None  # "selective" or "full"
+    modules: frozenset[str] = frozenset()  # with "selective"
+    method: str | None = None  # with "full": "uniform" or "block"
+    num_layers: int | None = None  # with "full"
 
     def check(self, prefix: str, allowed: Collection[str]) -> None:
         """Refuse (ValueError) unknown modules, and fields that contradict each other."""
@@ -93,67 +80,38 @@ FULL = Recompute("full", method="uniform", num_layers=1)
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Adapters of the language model's layers without experts; all else is frozen.
+    """Adapters of the language model's layers without experts; all else is frozen."""
 
-    Attributes:
-        rank: rank of the adapters, `dim`.
-        targets: linear layers with adapters.
-    """
-
-    rank: int
+    rank: int  # `dim`
     targets: tuple[str, ...] = LINEAR_LAYERS
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """Data, precision, sharding and recomputation of a run.
+    """Data, precision, sharding and recomputation of a run; a ValueError if they contradict each other."""
 
-    Attributes:
-        seq_length: tokens of a row.
-        micro_batch_size: rows of a microbatch.
-        global_batch_size: rows of a step; None for as many as keep the pipeline stages busy.
-        max_patches: maximum patches per row; None for those of a row that contains only image tokens.
-        precision: bytes of numbers.
-        sharding: over data-parallel ranks.
-        recompute, vision_recompute: of the language model and of the vision tower.
-        frozen: parts that are not trained.
-        lora: adapters, or None.
-        transformer_engine: False for megatron-core's local layers with our attention.
-        fused_activation: `bias_activation_fusion`; without it the language model's MLPs store more activations.
-        loss_fusion: the fused cross entropy, as the provider's `cross_entropy_fusion_impl`: Transformer Engine's ("te")
-            overwrites the logits with their gradient; None without. Of float32 logits there is no "native" one.
-        loss_chunk_tokens: as the provider's: tokens whose logits are in memory at a time; 0 for a whole microbatch.
-        packed: rows are packed, not padded.
-        expert_load: tokens of the rank with the most expert load, divided by the mean of all ranks.
-        balancing_loss: whether routers have one.
-        trains_mtp: whether multi-token prediction is trained; otherwise its weights are only kept.
-        made_on_host: `init_model_with_meta_device`, for Megatron-FSDP.
-        saved_by_parameters: `dist_ckpt_optim_fully_reshardable`, of a distributed optimizer's state in checkpoints.
-
-    Raises:
-        ValueError: values out of range, or settings that contradict each other.
-    """
-
-    seq_length: int = 4096
-    micro_batch_size: int = 1
-    global_batch_size: int | None = None
-    max_patches: int | None = None
+    seq_length: int = 4096  # tokens of a row
+    micro_batch_size: int = 1  # rows of a microbatch
+    global_batch_size: int | None = None  # rows of a step; None for as many as keep the pipeline stages busy
+    max_patches: int | None = None  # of a row; None for those of a row that contains only image tokens
     precision: Precision = BF16
     sharding: Sharding = Sharding.OPTIMIZER
-    recompute: Recompute = field(default_factory=Recompute)
+    recompute: Recompute = field(default_factory=Recompute)  # of the language model
     vision_recompute: Recompute = field(default_factory=Recompute)
     frozen: frozenset[Part] = frozenset()
     lora: LoraSettings | None = None
-    transformer_engine: bool = True
-    fused_activation: bool = True
+    transformer_engine: bool = True  # False for megatron-core's local layers with our attention
+    fused_activation: bool = True  # `bias_activation_fusion`; without it the language model's MLPs store more
+    # The fused cross entropy, as the provider's `cross_entropy_fusion_impl`: Transformer Engine's ("te") overwrites the
+    # logits with their gradient; None without. Of float32 logits there is no "native" one.
     loss_fusion: str | None = "native"
-    loss_chunk_tokens: int = 2048
-    packed: bool = True
-    expert_load: float = 1.0
-    balancing_loss: bool = True
-    trains_mtp: bool = False
-    made_on_host: bool = False
-    saved_by_parameters: bool = True
+    loss_chunk_tokens: int = 2048  # as the provider's: tokens whose logits are in memory at a time; 0 for a microbatch
+    packed: bool = True  # rows are packed, not padded
+    expert_load: float = 1.0  # tokens of the rank with the most expert load, divided by the mean of all ranks
+    balancing_loss: bool = True  # of routers
+    trains_mtp: bool = False  # multi-token prediction; otherwise its weights are only kept
+    made_on_host: bool = False  # `init_model_with_meta_device`, for Megatron-FSDP
+    saved_by_parameters: bool = True  # `dist_ckpt_optim_fully_reshardable`, of a distributed optimizer's state
 
     def __post_init__(self) -> None:
         self.recompute.check("", TEXT_MODULES)

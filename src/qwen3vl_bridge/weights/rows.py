@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -69,21 +69,11 @@ def model_dimensions(
     """
     deepstack_layers = tuple(vision.get("deepstack_visual_indexes") or ())
     sizes = {
-        "vocab": vocab,
-        "hidden": hidden,
-        "ffn": ffn,
-        "head_dim": head_dim,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "q": heads * head_dim,
-        "kv": kv_heads * head_dim,
-        "experts": experts,
-        "topk": topk,
-        "moe_ffn": moe_ffn,
-        "moe_gate_up": 2 * moe_ffn,
-        "untied": int(untied),
+        "vocab": vocab, "hidden": hidden, "ffn": ffn, "untied": int(untied),
+        "head_dim": head_dim, "heads": heads, "kv_heads": kv_heads, "q": heads * head_dim, "kv": kv_heads * head_dim,
+        "experts": experts, "topk": topk, "moe_ffn": moe_ffn, "moe_gate_up": 2 * moe_ffn,
         **vision_sizes(vision),
-    }
+    }  # fmt: skip
     indices = {
         "text_layers": range(layers),
         "dense_layers": tuple(i for i in range(layers) if i not in moe_layers),
@@ -415,15 +405,9 @@ def stacked_name(
 
     Source: megatron-core 0.19, `sharded_state_dict` of TransformerBlock, SequentialMLP and TEGroupedMLP.
 
-    Args:
-        row: an expanded row.
-        dimensions: of the model.
-        named: indices that stay in the name.
-        local: whether it was saved with megatron-core's own local layer spec. That renames norms as if they were all
-            fused, because the norm before experts is in no spec; ours does not rename that one.
-
-    Returns:
-        The name, and for each dimension in front of the parameter's own: the row's index in it, and its size.
+    Indices in `named` stay in the name. `local` is whether it was saved with megatron-core's own local layer spec. That
+    renames norms as if they were all fused, because the norm before experts is in no spec; ours does not rename that
+    one. Returns the name, and for each dimension in front of the parameter's own: the row's index in it, and its size.
     """
     name = re.sub(r"mlp\.experts\.(local_experts\.)?", "mlp.experts.experts.", row.pattern)
     name = name.replace(".mtp_model_layer.", ".transformer_layer.")  # its earlier name in megatron-core
@@ -457,11 +441,7 @@ def part_of(name: str) -> Part:
 
 
 def part_of_wrapped(name: str) -> Part:
-    """The part of a parameter, by its name in the model or in a wrapper.
-
-    Raises:
-        ValueError: a name that is not of this model.
-    """
+    """The part of a parameter, by its name in the model or in a wrapper; a ValueError if it is not of this model."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
     if not name.startswith(("language_model.", "vision_model.")):
@@ -469,12 +449,17 @@ def part_of_wrapped(name: str) -> Part:
     return part_of(name)
 
 
+def copied(megatron: str, hf: str, *shape: str | int, indices: tuple[str, ...] = (), **more: Any) -> WeightRow:
+    """The row of one tensor of this shape."""
+    return Copy(megatron, (hf,), (shape,), indices, **more)
+
+
 def affine(
     megatron: str, hf: str, weight: Shape, *, indices: tuple[str, ...] = (), replicated: bool = False
 ) -> tuple[WeightRow, ...]:
     """Rows of a module with a weight and a bias as long as the weight's first dimension."""
     return tuple(
-        Copy(f"{megatron}.{suffix}", (f"{hf}.{suffix}",), (shape,), indices, replicated=replicated)
+        copied(f"{megatron}.{suffix}", f"{hf}.{suffix}", *shape, indices=indices, replicated=replicated)
         for suffix, shape in (("weight", weight), ("bias", weight[:1]))
     )
 
@@ -488,19 +473,12 @@ def merger_rows(megatron: str, hf: str, norm: str, indices: tuple[str, ...] = ()
     )
 
 
+_PATCH = ("v_hidden", "v_channels", "v_temporal_patch", "v_patch", "v_patch")
 _TOWER, _HF_TOWER = "vision_model.decoder.layers.*.", "model.visual.blocks.*."
 VISION_ROWS: tuple[WeightRow, ...] = (
-    *affine(
-        "vision_model.patch_embed.proj",
-        "model.visual.patch_embed.proj",
-        ("v_hidden", "v_channels", "v_temporal_patch", "v_patch", "v_patch"),
-        replicated=True,
-    ),
-    Copy(
-        "vision_model.pos_embed.weight",
-        ("model.visual.pos_embed.weight",),
-        (("v_positions", "v_hidden"),),
-        replicated=True,
+    *affine("vision_model.patch_embed.proj", "model.visual.patch_embed.proj", _PATCH, replicated=True),
+    copied(
+        "vision_model.pos_embed.weight", "model.visual.pos_embed.weight", "v_positions", "v_hidden", replicated=True
     ),
     *(
         kind(f"{_TOWER}{megatron}{part}", (f"{_HF_TOWER}{hf}.{part}",), (shape,), ("vision_layers",))
@@ -520,14 +498,12 @@ VISION_ROWS: tuple[WeightRow, ...] = (
 
 def text_rows(*layers: WeightRow) -> tuple[WeightRow, ...]:
     """Rows of a text model with these layers: the embedding before them, the final norm and the output layer after."""
-    vocabulary = (("vocab", "hidden"),)
+    embedding = "language_model.embedding.word_embeddings.weight"
     return (
-        Copy(
-            "language_model.embedding.word_embeddings.weight", ("model.language_model.embed_tokens.weight",), vocabulary
-        ),
+        copied(embedding, "model.language_model.embed_tokens.weight", "vocab", "hidden"),
         *layers,
-        Copy("language_model.decoder.final_layernorm.weight", ("model.language_model.norm.weight",), (("hidden",),)),
-        Copy(f"{OUTPUT_LAYER}.weight", ("lm_head.weight",), vocabulary, condition="untied"),
+        copied("language_model.decoder.final_layernorm.weight", "model.language_model.norm.weight", "hidden"),
+        copied(f"{OUTPUT_LAYER}.weight", "lm_head.weight", "vocab", "hidden", condition="untied"),
     )
 
 
@@ -540,7 +516,7 @@ def attention_rows(
     """
 
     def copy(name: str, other: str, *shape: str) -> WeightRow:
-        return Copy(f"{megatron}self_attention.{name}", (f"{hf}{other}.weight",), (shape,), indices)
+        return copied(f"{megatron}self_attention.{name}", f"{hf}{other}.weight", *shape, indices=indices)
 
     return (
         copy("linear_qkv.layer_norm_weight", "input_layernorm", "hidden"),
@@ -558,28 +534,21 @@ def attention_rows(
 
 def dense_mlp_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRow, ...]:
     """Rows of an MLP and the norm before it, of layers with these names: a `*` for each index, a point at the end."""
+    fc1, norm, half = f"{megatron}mlp.linear_fc1.", f"{hf}post_attention_layernorm.weight", ("ffn", "hidden")
+    gate_up = (f"{hf}mlp.gate_proj.weight", f"{hf}mlp.up_proj.weight")
     return (
-        Copy(
-            f"{megatron}mlp.linear_fc1.layer_norm_weight",
-            (f"{hf}post_attention_layernorm.weight",),
-            (("hidden",),),
-            indices,
-        ),
-        GatedMLP(
-            f"{megatron}mlp.linear_fc1.weight",
-            (f"{hf}mlp.gate_proj.weight", f"{hf}mlp.up_proj.weight"),
-            (("ffn", "hidden"), ("ffn", "hidden")),
-            indices,
-        ),
-        Copy(f"{megatron}mlp.linear_fc2.weight", (f"{hf}mlp.down_proj.weight",), (("hidden", "ffn"),), indices),
+        copied(f"{fc1}layer_norm_weight", norm, "hidden", indices=indices),
+        GatedMLP(f"{fc1}weight", gate_up, (half, half), indices),
+        copied(f"{megatron}mlp.linear_fc2.weight", f"{hf}mlp.down_proj.weight", "hidden", "ffn", indices=indices),
     )
 
 
 def moe_rows(megatron: str, hf: str, *indices: str, experts: ExpertLayout) -> tuple[WeightRow, ...]:
     """Rows of a router, its experts in this format, and the norm before them; otherwise as `dense_mlp_rows`."""
+    norm = f"{hf}post_attention_layernorm.weight"
     return (
-        Copy(f"{megatron}pre_mlp_layernorm.weight", (f"{hf}post_attention_layernorm.weight",), (("hidden",),), indices),
-        Copy(f"{megatron}mlp.router.weight", (f"{hf}mlp.gate.weight",), (("experts", "hidden"),), indices),
+        copied(f"{megatron}pre_mlp_layernorm.weight", norm, "hidden", indices=indices),
+        copied(f"{megatron}mlp.router.weight", f"{hf}mlp.gate.weight", "experts", "hidden", indices=indices),
         *_expert_rows(megatron, hf, indices, experts),
     )
 

@@ -4,20 +4,16 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-from qwen3vl_bridge.checkpoint import (
-    CheckpointError,
-    export_checkpoint,
-    import_checkpoint,
-    verify_checkpoint,
-)
+from qwen3vl_bridge.checkpoint import CheckpointError, export_checkpoint, import_checkpoint, verify_checkpoint
 from qwen3vl_bridge.cli.convert import main
 from qwen3vl_bridge.io.files import write_object
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+
+from tests.forked import ROOT
 
 from ..support import (
     change_extra,
@@ -30,12 +26,16 @@ from ..support import (
     stock_load,
 )
 
-CONVERT = Path(__file__).parents[3] / "conversion" / "convert.py"
+CONVERT = ROOT / "conversion" / "convert.py"
+
+
+def convert(*arguments: object, **how) -> subprocess.CompletedProcess:
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.run([sys.executable, CONVERT, *map(str, arguments)], **pipes | how)
 
 
 def test_bad_input_is_one_line_and_status_2(tmp_path):
-    command = [sys.executable, CONVERT, "export", "--megatron-path", "/no/such", "--hf-path", tmp_path / "hf"]
-    found = subprocess.run(command, capture_output=True, text=True)
+    found = convert("export", "--megatron-path", "/no/such", "--hf-path", tmp_path / "hf")
     assert found.returncode == 2 and not found.stdout
     assert found.stderr == "error: /no/such: there is no such folder, expected the folder of a Megatron checkpoint\n"
 
@@ -73,11 +73,9 @@ def full():
 
 def test_a_report_that_cannot_be_printed_is_no_failure_of_what_is_in_place(full, untied_folder, tmp_path):
     place = tmp_path / "m"
-    command = [
-        sys.executable, CONVERT, "import", "--no-progress", "--hf-model", untied_folder, "--megatron-path", place,
-    ]  # fmt: skip
+    arguments = ["import", "--no-progress", "--hf-model", untied_folder, "--megatron-path", place]
     for more in ([], ["--json", "--overwrite"]):
-        found = subprocess.run([*command, *more], stdout=full, stderr=subprocess.PIPE, text=True)
+        found = convert(*arguments, *more, stdout=full)
         why = "standard output cannot be written: No space left on device"
         expected = f"note: {place} is complete and in place, but its report could not be printed: {why}\n"
         assert (found.returncode, found.stderr) == (0, expected)
@@ -91,12 +89,11 @@ def test_what_has_no_result_but_its_text_fails_without_it(command, full, importe
         "verify": ["--hf-model", untied_folder, "--megatron-path", imported, "--no-progress"],
         "import": ["--hf-model", untied_folder, "--megatron-path", tmp_path / "m", "--dry-run"],
     }[command]
-    command = [sys.executable, CONVERT, command, *arguments]
-    found = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    found = convert(command, *arguments, stdout=full)
     expected = "error: standard output cannot be written: No space left on device\n"
     assert (found.returncode, found.stderr) == (2, expected)
-    if "verify" not in command:  # nor is it a traceback where standard error is full too
-        assert subprocess.run(command, stdout=full, stderr=full).returncode == 2
+    if command != "verify":  # nor is it a traceback where standard error is full too
+        assert convert(command, *arguments, stdout=full, stderr=full).returncode == 2
 
 
 def test_a_user_that_there_is_not(capsys, tmp_path, untied_folder, imported):
@@ -114,18 +111,16 @@ def test_a_user_that_there_is_not(capsys, tmp_path, untied_folder, imported):
 
 @pytest.mark.parametrize("endpoint", ["nonsense", "ftp://hub", "http://["])
 def test_an_address_of_a_hub_that_is_none(endpoint, tmp_path):
-    command = [sys.executable, CONVERT, *importing("Qwen/No-Such", tmp_path)]
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
-    found = subprocess.run(command, capture_output=True, text=True, env=environment)
+    found = convert(*importing("Qwen/No-Such", tmp_path), env=environment)
     assert found.returncode == 2 and f"HF_ENDPOINT is {endpoint!r}" in found.stderr and "Traceback" not in found.stderr
 
 
 def piped(arguments: list[str], closed: str) -> subprocess.CompletedProcess:
     reader, writer = os.pipe()
     os.close(reader)
-    others = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | {closed: writer}
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    found = subprocess.run([sys.executable, CONVERT, *arguments], text=True, env=buffered, **others)
+    found = convert(*arguments, env=buffered, **{closed: writer})
     os.close(writer)
     return found
 
@@ -150,6 +145,7 @@ def test_inspect_waits_for_nobody(variables, capsys, monkeypatch, imported):
 @pytest.mark.parametrize(
     ("variables", "part"),
     [
+        ({"WORLD_SIZE": "x"}, "WORLD_SIZE is 'x'"),
         ({}, "WORLD_SIZE is 2, but the processes cannot connect to each other: "),
         ({"RANK": "0", "MASTER_ADDR": "127.0.0.1"}, "MASTER_PORT expected, but not set; expected processes"),
         ({"RANK": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}, "RANK is '2', expected 0 to 1"),
@@ -193,7 +189,7 @@ def test_tensors_that_the_model_does_not_call_for(tmp_path, untied_folder, impor
     folder = model_with(tmp_path / "lacking", untied_folder, change_missing)
     with pytest.raises(CheckpointError, match="1 missing"):
         import_checkpoint(folder, tmp_path / "lacking-megatron", strict=False)
-    stored = {k: v for k, v in stock_load(imported / "iter_0000000").items() if isinstance(v, torch.Tensor)}
+    stored = stock_load(imported / "iter_0000000")
     stored["model.module.language_model.extra"] = torch.zeros(3)
     dcp.save(stored, checkpoint_id=tmp_path / "trained", no_dist=True)
     with pytest.raises(CheckpointError, match="1 unexpected"):

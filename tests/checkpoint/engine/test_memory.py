@@ -1,12 +1,21 @@
-"""A conversion's memory does not grow with the model: it stays below a single one of its large tensors."""
+"""A conversion's memory does not grow with the model: it stays below a single one of its large tensors.
+
+Run by itself, it prints as JSON by how many bytes a process has grown at the end of each conversion of a large model
+after a small one, for which modules are imported and threads are started:
+-m tests.checkpoint.engine.test_memory SMALL LARGE FOLDER
+"""
 
 import json
 import math
 import os
+import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+from qwen3vl_bridge.checkpoint import export_checkpoint, import_checkpoint, reformat_checkpoint
 from qwen3vl_bridge.checkpoint.conversion_plan import tensors_of
 from qwen3vl_bridge.checkpoint.formats.huggingface import copy_side_files
 from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace
@@ -23,6 +32,27 @@ from ..support import entry, file_of
 MB = 1 << 20
 WIDER = dict(hidden_size=1024, vocab_size=12288, num_experts=8, moe_intermediate_size=512)
 BOUND = 24 * MB  # measured 8 where experts are turned, else 3
+
+
+def peak() -> int:
+    """Bytes of memory that this program has had at most; `getrusage` counts those of who started it, too."""
+    (found,) = re.findall(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(found) * 1024
+
+
+def conversions(source: Path, folder: Path) -> Iterator[str]:
+    fsdp, dist, hf = (folder / name for name in ("fsdp", "dist", "hf"))
+    import_checkpoint(source, fsdp, verify=True)
+    yield "import to fsdp_dtensor"
+    reformat_checkpoint(fsdp, dist, ckpt_format="torch_dist", verify=True)
+    yield "reformat to torch_dist"
+    shutil.rmtree(fsdp)
+    export_checkpoint(dist, hf, verify=True)
+    yield "export of torch_dist"
+    shutil.rmtree(hf)
+    import_checkpoint(source, fsdp, torch_dtype="bfloat16")
+    yield "import in bfloat16"
+    shutil.rmtree(folder)
 
 
 def write_large(folder: Path, source: Path) -> list[int]:
@@ -50,9 +80,16 @@ def test_a_conversion_holds_less_than_a_tensor(which, request, tmp_path):
     small = request.getfixturevalue(which)
     nbytes = write_large(tmp_path / "large", small)
     assert sum(nbytes) > 8 * BOUND and max(nbytes) >= 2 * BOUND
-    command = [sys.executable, "-m", "tests.checkpoint.engine.peak_memory", small, tmp_path / "large", tmp_path / "out"]
+    command = [sys.executable, "-m", "tests.checkpoint.engine.test_memory", small, tmp_path / "large", tmp_path / "out"]
     found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert found.returncode == 0, found.stderr[-4000:]
     grown = json.loads(found.stdout)
     print(f"{sum(nbytes) / MB:.0f} MiB", {name: f"{amount / MB:.1f} MiB" for name, amount in grown.items()})
     assert max(grown.values()) <= BOUND
+
+
+if __name__ == "__main__":
+    small, large, folder = map(Path, sys.argv[1:])
+    list(conversions(small, folder / "small"))
+    before = peak()
+    print(json.dumps({name: peak() - before for name in conversions(large, folder / "large")}))

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from ..support import before_each_unit, hf_tensors, stock_load
+from ..support import assert_same, before_each_unit, hf_tensors, stock_load
 
 
 def restated(name: str, hf: dict[str, torch.Tensor], config: dict) -> torch.Tensor:
@@ -77,10 +77,10 @@ def test_gate_and_up_are_stored_apart(stored_layouts, untied_folder):
     assert not any(key.endswith("language_model.decoder.layers.0.mlp.linear_fc1.weight") for key in stored_layouts)
 
 
-def resave(stored: dict, folder, change=lambda key, tensor: tensor) -> None:
+def resave(stored: dict, folder, change) -> None:
     """Save a checkpoint again as a trainer does, by torch's own writer, with optimizer state beside the model."""
     iteration = folder / "iter_0000007"
-    model = {key: change(key, value) for key, value in stored.items() if isinstance(value, torch.Tensor)}
+    model = {key: change(value) for key, value in stored.items()}
     moments = {f"optimizer.state.module.module.{key.removeprefix('model.')}.exp_avg": torch.ones_like(value)
                for key, value in model.items()}  # fmt: skip
     dcp.save({**model, **moments, "iteration": 7, "args": None}, checkpoint_id=iteration, no_dist=True)
@@ -88,10 +88,9 @@ def resave(stored: dict, folder, change=lambda key, tensor: tensor) -> None:
 
 
 def test_a_trainers_checkpoint_exports(stored_layouts, untied_folder, tmp_path):
-    resave(stored_layouts, tmp_path / "run", lambda _, tensor: tensor * 2)
+    resave(stored_layouts, tmp_path / "run", lambda tensor: tensor * 2)
     export_checkpoint(tmp_path / "run", tmp_path / "hf", hf_model=untied_folder)
-    before, after = hf_tensors(untied_folder), hf_tensors(tmp_path / "hf")
-    assert all(torch.equal(after[name], tensor * 2) for name, tensor in before.items())
+    assert_same(hf_tensors(tmp_path / "hf"), {name: 2 * tensor for name, tensor in hf_tensors(untied_folder).items()})
 
 
 def _save_sharded(rank: int, store: str, folder: str, tensors: dict[str, torch.Tensor]) -> None:
@@ -108,15 +107,13 @@ def _save_sharded(rank: int, store: str, folder: str, tensors: dict[str, torch.T
 
 
 def test_what_several_ranks_saved_exports(stored_layouts, untied_folder, tmp_path):
-    tensors = {key: value for key, value in stored_layouts.items() if isinstance(value, torch.Tensor)}
     run = tmp_path / "run" / "iter_0000001"
-    arguments = (str(tmp_path / "store"), str(run), tensors)
+    arguments = (str(tmp_path / "store"), str(run), stored_layouts)
     # From a fresh process: forks of one that has joined others cannot join each other.
     torch.multiprocessing.start_processes(_save_sharded, arguments, nprocs=2, start_method="spawn")
     assert len(list(run.glob("*.distcp"))) == 2
     export_checkpoint(run, tmp_path / "hf", hf_model=untied_folder)
-    before, after = hf_tensors(untied_folder), hf_tensors(tmp_path / "hf")
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert_same(hf_tensors(tmp_path / "hf"), hf_tensors(untied_folder))
 
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -17,15 +17,15 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ..support import EMBEDDING, expect_error, hf_tensors, importing, model_with, stock_load
+from ..support import EMBEDDING, assert_same, expect_error, hf_tensors, importing, model_with, stock_load
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:This process .* is multi-threaded")
 VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
 
 
 def padded(folder, imported, padding: torch.Tensor, of: tuple[str, ...] = VOCABULARY):
-    stored = {k: v for k, v in stock_load(imported / "iter_0000000").items() if isinstance(v, torch.Tensor)}
-    stored = {k: torch.cat([v, padding]) if k.endswith(of) else v for k, v in stored.items()}
+    stored = stock_load(imported / "iter_0000000").items()
+    stored = {k: torch.cat([v, padding]) if k.endswith(of) else v for k, v in stored}
     dcp.save(stored, checkpoint_id=folder, no_dist=True)
     return folder
 
@@ -70,8 +70,7 @@ def test_rows_that_training_has_moved(capsys, tmp_path, untied_folder, imported)
     assert main(["export", *options, "--verify", *arguments, "--hf-path", str(target)]) == 0
     assert main(["verify", *options, *arguments]) == 0
     assert "2 of them not zero, dropped by --drop-vocab-padding" in capsys.readouterr().out
-    before, after = hf_tensors(untied_folder), hf_tensors(target)
-    assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    assert_same(hf_tensors(target), hf_tensors(untied_folder))
     assert main(["verify", *options, "--megatron-path", str(run)]) == 2
     assert "--drop-vocab-padding: checksums cover all rows" in capsys.readouterr().err
 

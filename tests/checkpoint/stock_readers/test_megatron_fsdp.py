@@ -11,9 +11,8 @@ from qwen3vl_bridge.checkpoint.formats import planned_files
 from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest
-import torch
 
-from ..support import hf_tensors
+from ..support import assert_same, hf_tensors
 
 pytestmark = pytest.mark.slow
 
@@ -81,7 +80,4 @@ def test_megatron_fsdp_loads_every_shard_and_what_it_saves_exports(
     for source, folder, with_optimizer in saved:
         assert (inspect_checkpoint(folder)["other_tensors"] > 200) == with_optimizer
         export_checkpoint(folder, folder.parent / "hf", hf_model=source)
-        before, after = hf_tensors(source), hf_tensors(folder.parent / "hf")
-        assert before.keys() == after.keys()
-        for name, tensor in before.items():
-            assert torch.equal(after[name], 2 * tensor), name
+        assert_same(hf_tensors(folder.parent / "hf"), {name: 2 * one for name, one in hf_tensors(source).items()})

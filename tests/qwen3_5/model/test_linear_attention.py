@@ -32,18 +32,17 @@ LENGTHS = [61, 64, 3, 130]
 
 
 @pytest.fixture(scope="module")
-def groups():
-    return one_rank()
-
-
-@pytest.fixture(scope="module")
 def reference():
     return perturb(Qwen3_5GatedDeltaNet(hf_text_config(), 0))
 
 
-def ours(reference: nn.Module, groups, **settings) -> LinearAttention:
-    config = megatron_config(**settings)
-    module = build_module(linear_attention_spec(config), config=config, layer_number=1, pg_collection=groups)
+def attention(dtype: torch.dtype = torch.float32) -> LinearAttention:
+    config = megatron_config(params_dtype=dtype, bf16=dtype is torch.bfloat16, fp16=dtype is torch.float16)
+    return build_module(linear_attention_spec(config), config=config, layer_number=1, pg_collection=one_rank())
+
+
+def ours(reference: nn.Module) -> LinearAttention:
+    module = attention()
     found = module.load_state_dict(renamed(reference.state_dict(), norm_shift=-1), strict=False)
     assert not found.unexpected_keys and all("_extra_state" in name for name in found.missing_keys)
     return module
@@ -89,33 +88,31 @@ def hidden(*shape: int) -> Tensor:
     return torch.randn(*shape, megatron_config().hidden_size, generator=torch.Generator().manual_seed(1))
 
 
-def test_rows(reference, groups):
-    compare(ours(reference, groups), reference, hidden(2, 150), reference)
+def test_rows(reference):
+    compare(ours(reference), reference, hidden(2, 150), reference)
 
 
-def test_packed_row(reference, groups):
+def test_packed_row(reference):
     """Each segment as if it were alone. transformers does not start anew within a row, so it gets one at a time."""
     cu_seqlens = torch.tensor([0, 61, 125, 128, 258], dtype=torch.int32)
     compare(
-        ours(reference, groups), reference, hidden(1, sum(LENGTHS)),
+        ours(reference), reference, hidden(1, sum(LENGTHS)),
         lambda x: torch.cat([reference(segment) for segment in x.split(LENGTHS, 1)], 1),
         packed_seq_params=packed_seq_params(cu_seqlens, tuple(LENGTHS)),
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_float32_takes_no_kernel(groups, monkeypatch, dtype):
+def test_float32_takes_no_kernel(monkeypatch, dtype):
     """As flash-linear-attention's refuses it, also where the package and its GPU are there."""
     monkeypatch.setattr(gdn, "chunk_gated_delta_rule", kernel := object())
-    config = megatron_config(params_dtype=dtype, bf16=dtype is torch.bfloat16)
-    module = build_module(linear_attention_spec(config), config=config, layer_number=1, pg_collection=groups)
+    module = attention(dtype)
     assert module.gated_delta_rule is (chunk_gated_delta_rule if dtype is torch.float32 else kernel)
 
 
-def test_decay_in_half_precision(groups):
+def test_decay_in_half_precision():
     """exp(A_log) of the same bfloat16 number in float32, as transformers has it."""
-    config = megatron_config(params_dtype=torch.bfloat16, bf16=True)
-    module = build_module(linear_attention_spec(config), config=config, layer_number=1, pg_collection=groups)
+    module = attention(torch.bfloat16)
     alpha = torch.zeros(1, 1, len(module.A_log), dtype=torch.bfloat16)
     decay, _ = module._compute_g_and_beta(module.A_log, module.dt_bias, alpha, alpha)
     expected = -module.A_log.float().exp() * nn.functional.softplus(module.dt_bias.float())

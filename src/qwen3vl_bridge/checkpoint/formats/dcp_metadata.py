@@ -159,11 +159,8 @@ def restricted_loads(
 ) -> Any:
     """Unpickle with a list of allowed globals; a CheckpointError if it is damaged or requires others.
 
-    Args:
-        data: the pickle.
-        what: its name, for the error.
-        allowed: (module, name) -> replacement for that global.
-        persistent: converts references to things outside the pickle; None refuses them.
+    `what` names the pickle in the error, `allowed` has a replacement for each global, and `persistent` converts
+    references to things outside the pickle; None refuses them.
     """
     try:
         return _Unpickler(data, allowed, persistent).load()
@@ -193,11 +190,7 @@ class DcpMetadata:
 
 
 def read_metadata(folder: Path) -> DcpMetadata:
-    """Read and check `folder/.metadata`.
-
-    Raises:
-        CheckpointError: it is missing, damaged, requires code, contradicts itself, or names missing files.
-    """
+    """Read and check `folder/.metadata`; a CheckpointError if it is damaged or contradicts itself."""
     path = folder / FILE
     if not path.is_file():
         raise CheckpointError(f"{folder} is not a torch.distributed.checkpoint folder: it has no {FILE}")

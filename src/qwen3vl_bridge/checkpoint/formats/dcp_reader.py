@@ -26,11 +26,7 @@ class DcpTensors:
     """Some tensors of a folder, under given names, as a `TensorSource`."""
 
     def __init__(self, metadata: DcpMetadata, keys: Mapping[str, str]) -> None:
-        """Choose tensors: given name -> key in the folder.
-
-        Raises:
-            CheckpointError: two chunks are the same item.
-        """
+        """Choose tensors, given name -> key in the folder; a CheckpointError if two chunks are the same item."""
         self.folder = metadata.folder
         self.specs: dict[str, TensorSpec] = {}
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
@@ -48,12 +44,7 @@ class DcpTensors:
                 owners[path, offset] = name
 
     def extents(self, wanted: Slice) -> Iterator[Extent]:
-        """See `TensorSource`.
-
-        Raises:
-            CheckpointError: an element is in no chunk or in two, or an item is damaged or contains another tensor than
-                the metadata says.
-        """
+        """See `TensorSource`; a CheckpointError if an element is in no chunk or in two, or an item is damaged."""
         spec, chunks, tiling = (self.specs[wanted.source], self._chunks[wanted.source], self._tilings[wanted.source])
         size, position, end = ITEMSIZE[spec.dtype], wanted.start, wanted.start + wanted.length
         for block in itertools.chain(tiling.blocks(position, wanted.length), [Block(end, 0, 0, 0)]):
@@ -190,9 +181,8 @@ class _Window(io.RawIOBase):
 def find_payload(item: Extent, dtype: str, sizes: Shape, name: str) -> Extent:
     """Where the bytes of an item's tensor are: an item of a `.distcp` file is a torch zip archive.
 
-    Raises:
-        CheckpointError: the item is damaged, requires code, or is another tensor than `name`, which by the metadata has
-            this dtype and shape, or not contiguous.
+    A CheckpointError if it is damaged, requires code, is not contiguous, or not what it is by the metadata: the tensor
+    `name` of this dtype and shape.
     """
     where = f"{item.path}, {name}: the item at byte {item.offset}"
     try:
@@ -272,17 +262,9 @@ def _rebuild(storage: Any, offset: Any, sizes: Any, strides: Any, *_rest: Any) -
 
 
 _DTYPES = {
-    "Double": "float64",
-    "Float": "float32",
-    "Half": "float16",
-    "BFloat16": "bfloat16",
-    "Bool": "bool",
-    "Long": "int64",
-    "Int": "int32",
-    "Short": "int16",
-    "Char": "int8",
-    "Byte": "uint8",
-}
+    "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Bool": "bool",
+    "Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8",
+}  # fmt: skip
 _GLOBALS = {
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
     ("collections", "OrderedDict"): empty_dict,

@@ -87,13 +87,7 @@ class DcpLayout:
         return info
 
     def write_metadata(self, folder: Path, path_of: Callable[[str], tuple[str, ...]], save_id: str) -> None:
-        """Write `.metadata`.
-
-        Args:
-            folder: folder of the data files.
-            path_of: position of a key in a nested state dict.
-            save_id: any text; the same one gives the same bytes.
-        """
+        """Write `.metadata`; `path_of` gives keys' places in a nested state dict. Equal `save_id` give equal bytes."""
         metadata = Metadata(
             self._entries,
             planner_data={key: path_of(key) for key in self._entries},

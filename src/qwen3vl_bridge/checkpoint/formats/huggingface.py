@@ -132,10 +132,8 @@ def side_files(folder: Path) -> list[Path]:
 
 
 def copy_side_files(source: Path, destination: Path) -> list[Path]:
-    """Copy configuration, tokenizer and processor files from a model's folder to another, created if need be.
-
-    Returns:
-        The copied files, relative to the folder; never weights.
+    """Copy configuration, tokenizer and processor files from a model's folder to another, created if need be; returns
+    them, relative to the folder.
     """
     files = side_files(source)
     for relative in files:
@@ -157,10 +155,8 @@ class HFWeights:
     """The tensors of a Hugging Face model's folder, as a `TensorSource`."""
 
     def __init__(self, folder: Path, file: str | None = None) -> None:
-        """Read and check every header: of a folder's single file with all tensors, or of a model.
-
-        Raises:
-            CheckpointError: files are missing, truncated, contradict each other or their headers are wrong.
+        """Read and check every header, of a folder's single file with all tensors or of a model; a CheckpointError if
+        files are missing, truncated, or contradict each other.
         """
         self.folder = folder
         found = _read_folder(folder) if file is None else read_header(folder / file)
@@ -210,10 +206,9 @@ def _read_folder(folder: Path) -> list[_Stored]:
 
 
 def read_header(path: Path, named_by: str = "its folder") -> list[_Stored]:
-    """The tensors of one safetensors file; safetensors itself checks the header against the file.
+    """The tensors of one safetensors file, which `named_by` names; a CheckpointError if it is missing or damaged.
 
-    Raises:
-        CheckpointError: the file, which `named_by` names, is missing, truncated, or its header is wrong.
+    safetensors itself checks the header against the file.
     """
     size = file_size(path, named_by)
     try:

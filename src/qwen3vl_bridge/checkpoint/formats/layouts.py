@@ -90,15 +90,10 @@ class FsdpDtensor(TensorLayout):
 
 @dataclass(frozen=True)
 class TorchDist(TensorLayout):
-    """A checkpoint of megatron-core's own format: layers, and the experts of a layer, stacked in one tensor.
+    """A checkpoint of megatron-core's own format: layers, and the experts of a layer, stacked in one tensor."""
 
-    Attributes:
-        named: indices that stay in the names of tensors instead.
-        local: whether it has the names of megatron-core's own local layer spec.
-    """
-
-    named: frozenset[str] = frozenset()
-    local: bool = False
+    named: frozenset[str] = frozenset()  # indices that stay in the names of tensors instead
+    local: bool = False  # whether it has the names of megatron-core's own local layer spec
 
     @classmethod
     def of(cls, dimensions: Dimensions) -> TorchDist:

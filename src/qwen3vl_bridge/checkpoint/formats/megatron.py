@@ -57,11 +57,7 @@ def path_of(key: str) -> tuple[str, ...]:
 
 
 def model_keys(metadata: DcpMetadata, ckpt_format: str = FSDP_DTENSOR) -> dict[str, str]:
-    """The model's parameters in a checkpoint: name -> key. Optimizer state and the like are ignored.
-
-    Raises:
-        CheckpointError: there are none.
-    """
+    """Name -> key of the model's parameters in a checkpoint, without optimizer state; a CheckpointError without any."""
     prefix = _PREFIX[ckpt_format]
     names = {key.removeprefix(prefix): key for key in metadata.tensors if key.startswith(prefix)}
     if ckpt_format == TORCH_DIST:
@@ -144,13 +140,11 @@ def run_config(
     export looks for `hf_model_id`.
 
     Args:
-        hf_config: the model's `config.json`.
-        hf_model: its source: a folder or a hub id.
+        hf_config, hf_model: the model's `config.json`, and its source: a folder or a hub id.
         ckpt_format: which of the two formats.
         provider: dotted name of the function that creates a provider from `hf_config`. Megatron-Bridge calls it after
             the package that contains it has allowed it (`register_allowed_target_prefix`).
-        vocabulary: number of tokens.
-        rows: of the vocabulary, including padding.
+        vocabulary, rows: number of tokens, without and with padding.
         vocab_divisor: the padding's divisor per tensor-parallel rank; None if it is unknown, or there is no padding.
 
     Raises:
@@ -192,11 +186,7 @@ def _check_passive(value: Any, where: str) -> None:
 
 
 def read_run_config(folder: Path) -> dict[str, Any]:
-    """The configuration of a checkpoint's run, in an iteration's folder.
-
-    Raises:
-        CheckpointError: it is missing, or not YAML of plain values.
-    """
+    """The configuration of a run in an iteration's folder; a CheckpointError if it is missing, or not plain YAML."""
     path = folder / RUN_CONFIG
     try:
         found = read_yaml(path)
@@ -217,10 +207,7 @@ def read_run_config(folder: Path) -> dict[str, Any]:
 
 
 def write_run_files(root: Path, folder: Path, run_config: Mapping[str, Any], ckpt_format: str) -> None:
-    """Write the files by which Megatron recognises a checkpoint without any training step.
-
-    They are in the checkpoint's folder, `root`, and the iteration's, `folder`.
-    """
+    """Write the files by which Megatron recognises a checkpoint without any step, to its folder and its iteration's."""
     import torch
     import yaml
 

@@ -42,17 +42,11 @@ _new_digest = xxhash.xxh3_64
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One target tensor.
-
-    Attributes:
-        target: its description.
-        segments: its elements, in order; cast to its dtype if theirs differs.
-        leading: number of its leading dimensions that count layers or experts.
-    """
+    """One target tensor."""
 
     target: TensorSpec
-    segments: Segments
-    leading: int = 0
+    segments: Segments  # its elements, in order; cast to its dtype if theirs differs
+    leading: int = 0  # number of its leading dimensions that count layers or experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +80,10 @@ class Unit(NamedTuple):
 
 @dataclass
 class OutputFile:
-    """A planned file, its contents in order.
+    """A planned file, its contents in order."""
 
-    Attributes:
-        name: relative to the result's folder.
-        divisible: whether several processes may write parts of it.
-    """
-
-    name: str
-    divisible: bool = True
+    name: str  # relative to the result's folder
+    divisible: bool = True  # whether several processes may write parts of it
     contents: list[Content] = field(default_factory=list)
     nbytes: int = 0
 
@@ -256,10 +245,6 @@ def write_units(
     """Write units and note in the journal those that are on disk.
 
     While one of the threads waits for the disk, another reads and transposes its unit.
-
-    Raises:
-        CheckpointError: the source cannot be read, or a value does not fit its dtype.
-        OSError: the disk is full, or refuses otherwise.
     """
     readers: SimpleQueue[SegmentReader] = SimpleQueue()
 

@@ -21,23 +21,11 @@ from qwen3vl_bridge.io.files import CheckpointError
 
 # torch name -> (name in a safetensors header, bytes per element)
 _DTYPES: dict[str, tuple[str, int]] = {
-    "float64": ("F64", 8),
-    "float32": ("F32", 4),
-    "float16": ("F16", 2),
-    "bfloat16": ("BF16", 2),
-    "float8_e4m3fn": ("F8_E4M3", 1),
-    "float8_e5m2": ("F8_E5M2", 1),
-    "complex64": ("C64", 8),
-    "int64": ("I64", 8),
-    "int32": ("I32", 4),
-    "int16": ("I16", 2),
-    "int8": ("I8", 1),
-    "uint64": ("U64", 8),
-    "uint32": ("U32", 4),
-    "uint16": ("U16", 2),
-    "uint8": ("U8", 1),
-    "bool": ("BOOL", 1),
-}
+    "float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2),
+    "float8_e4m3fn": ("F8_E4M3", 1), "float8_e5m2": ("F8_E5M2", 1), "complex64": ("C64", 8), "bool": ("BOOL", 1),
+    "int64": ("I64", 8), "int32": ("I32", 4), "int16": ("I16", 2), "int8": ("I8", 1),
+    "uint64": ("U64", 8), "uint32": ("U32", 4), "uint16": ("U16", 2), "uint8": ("U8", 1),
+}  # fmt: skip
 DTYPE_OF_SAFETENSORS = {code: name for name, (code, _) in _DTYPES.items()}
 SAFETENSORS_OF_DTYPE = {name: code for name, (code, _) in _DTYPES.items()}
 ITEMSIZE = {name: size for name, (_, size) in _DTYPES.items()}
@@ -341,11 +329,7 @@ class SegmentReader:
 
 
 def cast(data: memoryview, source: str, target: str, name: str) -> memoryview:
-    """Cast elements from one dtype to another, rounded to nearest even.
-
-    Raises:
-        CheckpointError: a finite element is too large for the other dtype; the message has its tensor's name.
-    """
+    """Cast elements to another dtype, rounded to nearest even; a CheckpointError if a finite one is too large."""
     if source == target:
         return data
     import torch
