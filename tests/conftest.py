@@ -154,6 +154,7 @@ def _rendezvous_of_one_test():
 
 @pytest.fixture
 def no_groups(monkeypatch):
+    """As in a fresh process: no process groups of other tests, and nowhere to meet."""
     _leave_groups()
     for name in _RENDEZVOUS:
         monkeypatch.delenv(name, raising=False)

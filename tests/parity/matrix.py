@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 import tempfile
 from collections import defaultdict
@@ -25,6 +24,7 @@ from tests.forked import results_of_ranks
 from tests.qwen3_5.tiny import make_checkpoint as make_qwen3_5
 
 from . import references
+from .on_ranks import errors_of_cases
 from .references import MATRIX_CONTENTS, write_settings
 from .topologies import MODULES, TOPOLOGIES, Topology
 
@@ -98,8 +98,7 @@ def run(
     chosen: list[Case], folders: dict[str, Path], ranks: int, *, show: bool = False
 ) -> dict[Case, dict[str, float]]:
     """Real processes on gloo; the errors of each case, which are printed as they come if `show`."""
-    given = json.dumps(chosen), json.dumps({family: str(folder) for family, folder in folders.items()})
-    return results_of_ranks("tests.parity.on_ranks", ranks, *given, timeout=60 * len(chosen), show=show)
+    return results_of_ranks(errors_of_cases, ranks, chosen, folders, timeout=60 * len(chosen), show=show)
 
 
 def table(found: dict[Case, dict[str, float]]) -> str:

@@ -4,16 +4,12 @@
 0 and expects a loss mask back; both give pictures without their pixels, or with them, to later pipeline stages. verl's
 with fused kernels is re-enacted, with torch for its kernel. Qwen3.5 trains multi-token prediction along, which reads
 labels of other ranks.
-
-Run on ranks it is the script: -m tests.frameworks.megatron_bridge.test_upstream_steps OUTPUT CASES FOLDERS, both JSON.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +32,7 @@ from tests.parity.matrix import MODELS
 from tests.parity.on_ranks import Split
 from tests.parity.references import MICROBATCHES, step_samples, worst, write_references, write_settings
 from tests.parity.topologies import TOPOLOGIES
-from tests.ranks import begin, largest, leave
+from tests.ranks import largest
 from tests.steps import forward_backward
 
 from ..support import log_probs_of, packed_row, padded_lengths, padded_rows
@@ -130,23 +126,23 @@ def compare(split: Split, step: str, rows: str, expected: dict[str, Any]) -> dic
     )
 
 
-def main(output: str, cases: list[list[str]], folders: dict[str, str]) -> None:
+def errors_of_cases(cases: list[tuple[str, ...]], folders: dict[str, Path]) -> dict[tuple[str, ...], dict[str, float]]:
     found = {}
     for (family, name), group in itertools.groupby(cases, key=lambda case: case[:2]):
         split = Split(folders[family], TOPOLOGIES[name])
-        expected = torch.load(Path(folders[family]) / f"reference_{CONTENT}.pt", mmap=True)
+        expected = torch.load(folders[family] / f"reference_{CONTENT}.pt", mmap=True)
         for _, _, step, rows in group:
             found[family, name, step, rows] = largest(compare(split, step, rows, expected))
             if dist.get_rank() == 0:
                 print(family, name, step, rows, found[family, name, step, rows], flush=True)
-    leave(found, output)
+    return found
 
 
 QWEN3_5 = MODELS["qwen3_5"]
 SPLITS = {"dense": ["CP2", "PP2"], "MoE": ["CP2"], "Qwen3.5": ["CP2"]}
 UPSTREAM = [("qwen3_vl_step", "rows"), ("qwen3_vl_step", "packed"), ("vlm_step", "rows"), ("vlm_step", "packed")]
 CASES = [
-    [family, topology, *step]
+    (family, topology, *step)
     for family, topologies in SPLITS.items()
     for topology in topologies
     # verl's fused kernels give the model no mask, by which multi-token prediction would know what is trained on.
@@ -163,17 +159,11 @@ def found(untied_folder, moe_folder, tmp_path_factory):
         if family == "Qwen3.5":
             write_settings(copy, dict(QWEN3_5.settings))
         limits[family] = write_references(copy, [CONTENT])
-        folders[family] = str(copy)
-    cases = (json.dumps(CASES), json.dumps(folders))
-    return results_of_ranks("tests.frameworks.megatron_bridge.test_upstream_steps", 2, *cases, timeout=500), limits
+        folders[family] = copy
+    return results_of_ranks(errors_of_cases, 2, CASES, folders, timeout=500), limits
 
 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_they_train_as_one_process_does(found, case):
     errors, limits = found
-    check(errors[tuple(case)], limits[case[0]])
-
-
-if __name__ == "__main__":
-    begin()
-    main(sys.argv[1], *map(json.loads, sys.argv[2:]))
+    check(errors[case], limits[case[0]])

@@ -11,19 +11,9 @@ from itertools import product
 import pytest
 import torch
 
-from ..matrix import (
-    ERRORS,
-    FAMILIES,
-    MATRIX_CONTENTS,
-    TOPOLOGIES,
-    Case,
-    cases,
-    check,
-    some_cases,
-    write_references,
-    wrong,
-)
-from ..topologies import MODULES
+from ..matrix import ERRORS, FAMILIES, Case, cases, check, some_cases, write_references, wrong
+from ..references import MATRIX_CONTENTS
+from ..topologies import MODULES, TOPOLOGIES
 
 # One case of each topology, of one family by turns; Qwen3.5's are as many (`tests/qwen3_5/model/test_parity.py`).
 FEW = dict(each=1, both=False)

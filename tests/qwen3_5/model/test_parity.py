@@ -13,7 +13,7 @@ from tests.parity.matrix import MODELS, some_cases, write_references
 from tests.parity.matrix import check as check_matrix
 from tests.parity.one_process.test_parity import check_parity, run_megatron
 from tests.parity.one_process.test_recompute import FULL, of_vision
-from tests.parity.split_models.test_cp_check import RANKS, check_sizes
+from tests.parity.split_models.test_cp_check import RANKS, check_sizes, steps_of_sizes
 from tests.parity.split_models.test_fsdp import check_models, run_models
 
 from ..conftest import pair_with_mtp
@@ -92,8 +92,8 @@ def test_split_models_train_as_one_process_does(folders, ranks):
 
 
 @pytest.fixture(scope="module")
-def of_fsdp(both, tmp_path_factory):
-    return run_models(tmp_path_factory.mktemp("fsdp") / "found", *both.values())
+def of_fsdp(both):
+    return run_models(*both.values())
 
 
 @pytest.mark.slow
@@ -107,7 +107,7 @@ def test_megatron_fsdp(of_fsdp, kind, both):
 
 @pytest.fixture(scope="module")
 def of_sizes(both):
-    return results_of_ranks("tests.parity.split_models.test_cp_check", RANKS, *both.values())
+    return results_of_ranks(steps_of_sizes, RANKS, *both.values())
 
 
 @pytest.mark.slow
