@@ -27,7 +27,7 @@ from torch import Tensor
 from tests.forked import results_of_ranks
 from tests.model.inputs.support import offsets, packed_params, share_of
 from tests.noise import check
-from tests.parity.batches import Sample
+from tests.parity.batches import Sample, pictures
 from tests.parity.matrix import MODELS
 from tests.parity.on_ranks import Split
 from tests.parity.references import MICROBATCHES, step_samples, worst, write_references, write_settings
@@ -85,12 +85,13 @@ def join(samples: list[Sample], multiple: int, *, packed: bool) -> dict[str, Any
     def place(values: list[Tensor], fill: int) -> Tensor:
         return packed_row(values, padded, fill) if packed else padded_rows(values, max(padded), fill)
 
-    labels = [sample.labels.masked_fill(sample.loss_mask == 0, -100) for sample in samples]
+    labels, pixels = [one.labels.masked_fill(one.loss_mask == 0, -100) for one in samples], pictures(samples)
     ids = place([sample.ids for sample in samples], 0)
     batch = dict(
         input_ids=ids, labels=place(labels, -100), loss_mask=place([sample.loss_mask for sample in samples], 0),
         position_ids=torch.arange(ids.shape[1]).expand(ids.shape),
-        attention_mask=place([torch.ones_like(sample.ids) for sample in samples], 0), visual_inputs=pictures(samples),
+        attention_mask=place([torch.ones_like(sample.ids) for sample in samples], 0),
+        visual_inputs=GenericVisualInputs(**pixels) if pixels else None,
     )  # fmt: skip
     if packed:
         logical, physical = (F.pad(torch.tensor(n).cumsum(0), (1, 0)).int() for n in (lengths, padded))
@@ -99,12 +100,6 @@ def join(samples: list[Sample], multiple: int, *, packed: bool) -> dict[str, Any
         batch |= dict(max_seqlen_q=torch.tensor(max(padded)), max_seqlen_kv=torch.tensor(max(padded)))
         batch["position_ids"] = torch.cat([torch.arange(size) for size in padded])[None]
     return batch
-
-
-def pictures(samples: list[Sample]) -> GenericVisualInputs | None:
-    names = {name for sample in samples for name in sample.pixels}
-    found = {name: torch.cat([s.pixels[name] for s in samples if name in s.pixels]) for name in names}
-    return GenericVisualInputs(**found) if found else None
 
 
 def batches(split: Split, step: str, rows: str) -> Iterator[Any]:
