@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import shutil
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,14 @@ def cases(ranks: int, topologies: dict[str, Topology] = TOPOLOGIES) -> list[Case
     ]
 
 
+# A case of each kind of parallelism on two ranks, with every content in its microbatches: what runs by default.
+EACH: list[Case] = [
+    ("MoE", "TP2+SP+EP2", "mixed", "padded"), ("dense", "CP2", "mixed", "packed"), ("MoE", "PP2", "mixed", "packed"),
+    ("dense", "PP2+VPP2", "mixed", "padded"), ("MoE", "EP2", "mixed", "packed"), ("dense", "DP2", "mixed", "padded"),
+    ("dense", "TP2+SP", "mixed", "packed"),
+]  # fmt: skip
+
+
 def some_cases(ranks: int, each: int, *, both: bool) -> list[Case]:
     """So many of each topology, others from one to the next, so that each kind comes up often."""
     groups: dict[str, dict[str, list[Case]]] = defaultdict(lambda: defaultdict(list))
@@ -87,11 +96,19 @@ def some_cases(ranks: int, each: int, *, both: bool) -> list[Case]:
     return [group[(5 * (each * turn + i) + 2) % len(group)] for turn, group in enumerate(models) for i in range(each)]
 
 
-def write_references(folders: dict[str, Path], **settings: Any) -> Limits:
+def write_references(folders: dict[str, Path], contents: Iterable[str] = MATRIX_CONTENTS, **settings: Any) -> Limits:
     """Beside each model what its runs are compared with; they have these settings of the provider."""
     for folder in folders.values():
         write_settings(folder, settings)
-    return {family: references.write_references(folder) for family, folder in folders.items()}
+    return {family: references.write_references(folder, contents) for family, folder in folders.items()}
+
+
+def with_references(
+    models: dict[str, Path], to: Path, contents: Iterable[str] = MATRIX_CONTENTS, **settings: Any
+) -> tuple[dict[str, Path], Limits]:
+    """Copies of models with what their runs are compared with beside them, and the limits of errors."""
+    folders = {family: shutil.copytree(folder, to / family) for family, folder in models.items()}
+    return folders, write_references(folders, contents, **settings)
 
 
 def run(

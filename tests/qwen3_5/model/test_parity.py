@@ -1,7 +1,6 @@
 """The Megatron model equals transformers, split over ranks too: logits, loss and every gradient, float32 on the CPU."""
 
 import itertools
-import shutil
 
 import pytest
 
@@ -9,7 +8,7 @@ from tests.forked import results_of_ranks
 from tests.noise import check, relative
 from tests.parity.batches import CONTENTS, make_batch, make_samples
 from tests.parity.conftest import make_pair
-from tests.parity.matrix import MODELS, some_cases, write_references
+from tests.parity.matrix import EACH, MODELS, some_cases, with_references
 from tests.parity.matrix import check as check_matrix
 from tests.parity.one_process.test_parity import check_parity, run_megatron
 from tests.parity.one_process.test_recompute import FULL, of_vision
@@ -80,12 +79,15 @@ def both(qwen3_5_folders):
 
 @pytest.fixture(scope="module")
 def folders(both, tmp_path_factory):
-    copies = tmp_path_factory.mktemp("references")  # which are written next to the models
-    folders = {name: shutil.copytree(folder, copies / name) for name, folder in both.items()}
-    return folders, write_references(folders, **MATRIX.settings)
+    return with_references(both, tmp_path_factory.mktemp("references"), **MATRIX.settings)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_tensor_context_pipeline_and_expert_parallelism_train_as_one_process_does(both, tmp_path):
+    check_matrix(EACH[:3], *with_references(both, tmp_path, ["mixed"], **MATRIX.settings), ranks=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_split_models_train_as_one_process_does(folders, ranks):
     chosen = [case for case in some_cases(ranks, each=1, both=False) if case[1] not in MATRIX.refused]
     check_matrix(chosen, *folders, ranks)
