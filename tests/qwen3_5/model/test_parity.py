@@ -8,7 +8,7 @@ from tests.forked import results_of_ranks
 from tests.noise import check, relative
 from tests.parity.batches import CONTENTS, make_batch, make_samples
 from tests.parity.conftest import make_pair
-from tests.parity.matrix import EACH, MODELS, some_cases, with_references
+from tests.parity.matrix import MODELS, some_cases, with_references
 from tests.parity.matrix import check as check_matrix
 from tests.parity.one_process.test_parity import check_parity, run_megatron
 from tests.parity.one_process.test_recompute import FULL, of_vision
@@ -82,8 +82,10 @@ def folders(both, tmp_path_factory):
     return with_references(both, tmp_path_factory.mktemp("references"), **MATRIX.settings)
 
 
-def test_tensor_context_pipeline_and_expert_parallelism_train_as_one_process_does(both, tmp_path):
-    check_matrix(EACH[:3], *with_references(both, tmp_path, ["mixed"], **MATRIX.settings), ranks=2)
+def test_each_kind_of_parallelism_trains_as_one_process_does(both, tmp_path):
+    chosen = [("MoE", split, "mixed", "packed") for split in ("TP2+SP+EP2", "CP2+EP2", "PP2")]
+    references = with_references({"MoE": both["MoE"]}, tmp_path, ["mixed"], **MATRIX.settings)
+    check_matrix(chosen, *references, ranks=2)
 
 
 @pytest.mark.slow
