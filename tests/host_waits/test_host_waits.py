@@ -6,7 +6,6 @@ Figures that a run takes every `logger.log_interval` steps are read there, and o
 from __future__ import annotations
 
 import itertools
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +39,12 @@ from tests.steps import followed, step_with_callbacks
 from .counter import UPSTREAM, HostWaits, Seen
 from .upstream import count_upstream
 
-STEPS, INTERVAL = 4, 2
+STEPS, INTERVAL = 3, 3
 CONTENT, MTP = "mixed", dict(mtp_loss_scaling_factor=0.1)
 
 
-def count_step(folder: str, topology: Topology, rows: str, **settings: Any) -> dict[str, Seen]:
-    """Train four steps; returns what was counted in a step without figures, "step", and in one with, "figures"."""
+def count_step(folder: Path, topology: Topology, rows: str, **settings: Any) -> dict[str, Seen]:
+    """Train three steps; returns what was counted in the second, "step", and in the last, which has "figures"."""
     settings = dict(train__train_iters=STEPS, logger__log_interval=INTERVAL) | settings
     split = Split(folder, topology, **settings)
     run = split.run
@@ -66,7 +65,7 @@ def count_step(folder: str, topology: Topology, rows: str, **settings: Any) -> d
     return found
 
 
-def count_call(folder: str, topology: Topology) -> dict[str, Seen]:
+def count_call(folder: Path, topology: Topology) -> dict[str, Seen]:
     """Forward and backward of a rank's share of a packed row, as RL frameworks give it."""
     split = Split(folder, topology)
     model, groups = split.run.model[0], split.run.groups
@@ -76,7 +75,7 @@ def count_call(folder: str, topology: Topology) -> dict[str, Seen]:
     return {"call": waits.seen()}
 
 
-def counts_of_cases(cases: list[tuple[str, ...]], folders: dict[str, str]) -> dict[tuple[str, ...], list[dict]]:
+def counts_of_cases(cases: list[tuple[str, ...]], folders: dict[str, Path]) -> dict[tuple[str, ...], list[dict]]:
     found = {}
     for family, name, rows in cases:
         topology = (TOPOLOGIES | MODULES)[name]
@@ -143,7 +142,7 @@ def test_a_pass_waits_for_nothing(folders, family, content, rows, settings):
 
 @pytest.mark.parametrize("family", ["dense", "MoE", "Qwen3.5"])
 def test_a_step_with_guard_and_meters_waits_for_nothing(folders, family):
-    found = count_step(str(folders[family]), Topology(1), "packed")
+    found = count_step(folders[family], Topology(1), "packed")
     check(found)
     row = f"| {family} | {numbers(found['step'])} | {numbers(found['figures'])} |"
     assert row in Path("docs/speed.md").read_text()
@@ -170,7 +169,7 @@ def test_a_step_of_other_runs_waits_for_nothing(folders, family, kind):
     if "peft" in settings:
         settings["peft"] = qwen3vl_bridge.Qwen3VLLoRA(**settings["peft"])
         settings["checkpoint__pretrained_checkpoint"] = str(folders[family])
-    found = count_step(str(folders[family]), topology, "packed", **settings)
+    found = count_step(folders[family], topology, "packed", **settings)
     check(found, mixed=OWN_BUFFERS if kind == "Megatron-FSDP" else frozenset())
 
 
@@ -198,11 +197,8 @@ SHARE = ("dense", "CP2", "presharded")
 
 
 @pytest.fixture(scope="module")
-def on_ranks(folders, tmp_path_factory):
-    copies = tmp_path_factory.mktemp("waits")
-    names = {case[0] for case in CASES}
-    named = {name: str(shutil.copytree(folders[name], copies / name)) for name in names}
-    return results_of_ranks(counts_of_cases, 2, [*CASES, SHARE], named, timeout=500)
+def on_ranks(folders):
+    return results_of_ranks(counts_of_cases, 2, [*CASES, SHARE], folders, timeout=500)
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ labels of other ranks.
 from __future__ import annotations
 
 import itertools
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,9 @@ from tests.forked import results_of_ranks
 from tests.model.inputs.support import offsets, packed_params, share_of
 from tests.noise import check
 from tests.parity.batches import Sample, pictures
-from tests.parity.matrix import MODELS
+from tests.parity.matrix import MODELS, with_references
 from tests.parity.on_ranks import Split
-from tests.parity.references import MICROBATCHES, step_samples, worst, write_references, write_settings
+from tests.parity.references import MICROBATCHES, step_samples, worst
 from tests.parity.topologies import TOPOLOGIES
 from tests.ranks import largest
 from tests.steps import forward_backward
@@ -147,15 +146,11 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def found(untied_folder, moe_folder, tmp_path_factory):
-    folders, limits = {}, {}
     qwen3_5 = QWEN3_5.make(tmp_path_factory.mktemp("Qwen3.5"), **QWEN3_5.options["dense"])
-    for family, folder in (("dense", untied_folder), ("MoE", moe_folder), ("Qwen3.5", qwen3_5)):
-        copy = shutil.copytree(folder, tmp_path_factory.mktemp(family) / "hf")  # they are other tests' too
-        if family == "Qwen3.5":
-            write_settings(copy, dict(QWEN3_5.settings))
-        limits[family] = write_references(copy, [CONTENT])
-        folders[family] = copy
-    return results_of_ranks(errors_of_cases, 2, CASES, folders, timeout=500), limits
+    root, models = tmp_path_factory.mktemp("references"), {"dense": untied_folder, "MoE": moe_folder}
+    folders, limits = with_references(models, root, [CONTENT])
+    others, other_limits = with_references({"Qwen3.5": qwen3_5}, root, [CONTENT], **QWEN3_5.settings)
+    return results_of_ranks(errors_of_cases, 2, CASES, folders | others, timeout=500), limits | other_limits
 
 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
