@@ -24,9 +24,8 @@ from examples.digits.checkpoint import make_checkpoint as make_qwen3_vl
 from tests.forked import results_of_ranks
 from tests.qwen3_5.tiny import make_checkpoint as make_qwen3_5
 
-from . import references
 from .on_ranks import errors_of_cases
-from .references import MATRIX_CONTENTS, write_settings
+from .references import MATRIX_CONTENTS, write_references, write_settings
 from .topologies import MODULES, TOPOLOGIES, Topology
 
 FAMILIES = ("dense", "MoE")
@@ -95,19 +94,14 @@ def some_cases(ranks: int, each: int, *, both: bool) -> list[Case]:
     return [group[(5 * (each * turn + i) + 2) % len(group)] for turn, group in enumerate(models) for i in range(each)]
 
 
-def write_references(folders: dict[str, Path], contents: Iterable[str] = MATRIX_CONTENTS, **settings: Any) -> Limits:
-    """Beside each model what its runs are compared with; they have these settings of the provider."""
-    for folder in folders.values():
-        write_settings(folder, settings)
-    return {family: references.write_references(folder, contents) for family, folder in folders.items()}
-
-
 def with_references(
     models: dict[str, Path], to: Path, contents: Iterable[str] = MATRIX_CONTENTS, **settings: Any
 ) -> tuple[dict[str, Path], Limits]:
-    """Copies of models with what their runs are compared with beside them, and the limits of errors."""
+    """Copies of models with what runs with these settings are compared with, and the limits of errors."""
     folders = {family: shutil.copytree(folder, to / family) for family, folder in models.items()}
-    return folders, write_references(folders, contents, **settings)
+    for folder in folders.values():
+        write_settings(folder, settings)
+    return folders, {family: write_references(folder, contents) for family, folder in folders.items()}
 
 
 def run(
@@ -157,10 +151,8 @@ def main() -> None:
 
     found: dict[Case, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        folders = {family: Path(scratch) / family for family in FAMILIES}
-        for name, options in models.options.items():
-            models.make(folders[name], **options)
-        limits = write_references(folders, **models.settings)
+        made = {family: models.make(Path(scratch) / family, **options) for family, options in models.options.items()}
+        folders, limits = with_references(made, Path(scratch) / "references", **models.settings)
         for ranks in sorted({topology.ranks for topology in TOPOLOGIES.values()}):
             chosen = [case for case in cases(ranks) if case[1] in wanted]
             found |= run(chosen, folders, ranks, show=True) if chosen else {}
