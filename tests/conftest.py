@@ -32,12 +32,15 @@ def pytest_addoption(parser):
     parser.addoption("--slow", metavar="WHICH", help='tests marked "slow": "all", or a part of their files such as 2/5')
 
 
-# Folders by how long their modules take: the last ones that xdist gives out are short, and its workers end together.
-_LONGEST = ("training", "parity", "qwen3_5", "host_waits", "checkpoint", "frameworks", "model", "data")
+# Folders and files by how long their modules take: the last that xdist gives out are short, its workers end together.
+_LONGEST = (
+    *("training", "parity", "qwen3_5", "fake_gpu", "host_waits", "checkpoint", "adapters", "frameworks"),
+    *("test_reading_journeys", "test_install", "model", "data"),
+)
 
 
 def _place(item) -> int:
-    return next((n for n, name in enumerate(_LONGEST) if item.nodeid.startswith(f"tests/{name}/")), len(_LONGEST))
+    return next((n for n, name in enumerate(_LONGEST) if item.nodeid.startswith(f"tests/{name}")), len(_LONGEST))
 
 
 def _mark_slow_cases(items, *, whole: bool) -> None:
@@ -115,9 +118,10 @@ def _two_cores():
 @pytest.fixture(scope="module", autouse=True)
 def _groups_of_one_module():
     """A module's groups are left with it: the threads of gloo's look for work, 600 of them take a tenth of a core."""
+    gc.collect()  # a model of the last module, in a circle of references, would hold its groups
+    gc.freeze()  # what is left stays: walking through it again took two seconds a module
     yield
     _leave_groups()
-    gc.collect()  # a model in a circle of references would hold them
 
 
 def _leave_groups() -> None:
@@ -154,6 +158,7 @@ def _rendezvous_of_one_test():
 
 @pytest.fixture
 def no_groups(monkeypatch):
+    """As in a fresh process: no process groups of other tests, and nowhere to meet."""
     _leave_groups()
     for name in _RENDEZVOUS:
         monkeypatch.delenv(name, raising=False)

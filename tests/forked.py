@@ -1,4 +1,4 @@
-"""A module of the tests on several ranks: real processes, each of which runs it as a program.
+"""A function of the tests, or a module as a program, on several ranks: real processes.
 
 They are forked from a server that has imported Megatron and joined nothing, one for each process of pytest: an import
 takes a rank longer than most of what it is started for. `torchrun` itself starts the README's commands in their tests.
@@ -13,17 +13,23 @@ import os
 import runpy
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tests.ranks import begin, leave
+
 ROOT = Path(__file__).parents[1]
 PATIENCE = 1200  # seconds
 
 
-def run_ranks(module: str, ranks: int, *arguments: object, timeout: float = PATIENCE, show: bool = False) -> None:
+def run_ranks(
+    target: str | Callable, ranks: int, *arguments: object, timeout: float = PATIENCE, show: bool = False
+) -> None:
+    """Have each rank call a function, or run a module with arguments as words."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.imported"])
     # The ranks meet at a store of this process, which outlives them, as under torchrun.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -34,12 +40,11 @@ def run_ranks(module: str, ranks: int, *arguments: object, timeout: float = PATI
         WORLD_SIZE=str(ranks),
         LOCAL_WORLD_SIZE=str(ranks),
     )
-    command = [module, *map(str, arguments)]
     # The server is started from the root, where it finds the tests.
     with tempfile.TemporaryDirectory() as logs, contextlib.chdir(ROOT):
         processes = torch.multiprocessing.start_processes(
             _run,
-            (command, environment, None if show else logs, timeout),
+            (target, arguments, environment, None if show else logs, timeout),
             nprocs=ranks,
             join=False,
             start_method="forkserver",
@@ -51,17 +56,26 @@ def run_ranks(module: str, ranks: int, *arguments: object, timeout: float = PATI
             said = [
                 f"rank {log.name}:\n{log.read_text(errors='replace')[-4000:]}" for log in sorted(Path(logs).iterdir())
             ]
-            raise RuntimeError("\n".join([f"{module} on {ranks} ranks: {error}", *said])) from None
+            raise RuntimeError("\n".join([f"{target} on {ranks} ranks: {error}", *said])) from None
 
 
-def results_of_ranks(module: str, ranks: int, *arguments: object, **options: Any) -> Any:
-    """What a module saves, by torch, in the file that its first argument names."""
+def results_of_ranks(function: Callable, ranks: int, *arguments: object, **options: Any) -> Any:
+    """What a function returns on the first rank; it is called among processes that join, if they do, and leave."""
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks(module, ranks, output := f"{folder}/found.pt", *arguments, **options)
-        return torch.load(output, weights_only=False)
+        torch.save((function, arguments), f"{folder}/call.pt")  # tensors among arguments would be file descriptors
+        run_ranks(_save_result, ranks, folder, **options)
+        return torch.load(f"{folder}/found.pt", weights_only=False)
 
 
-def _run(rank: int, command: list[str], environment: dict[str, str], logs: str | None, timeout: float) -> None:
+def _save_result(folder: str) -> None:
+    begin()
+    function, arguments = torch.load(f"{folder}/call.pt", weights_only=False)
+    leave(function(*arguments), f"{folder}/found.pt")
+
+
+def _run(
+    rank: int, target: str | Callable, arguments: tuple, environment: dict[str, str], logs: str | None, timeout: float
+) -> None:
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     if logs is not None:
@@ -69,5 +83,8 @@ def _run(rank: int, command: list[str], environment: dict[str, str], logs: str |
         os.dup2(log, 1)
         os.dup2(log, 2)
     faulthandler.dump_traceback_later(timeout, exit=True)
-    sys.argv = command
-    runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+    if isinstance(target, str):
+        sys.argv = [target, *map(str, arguments)]
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        target(*arguments)

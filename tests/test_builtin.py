@@ -15,9 +15,8 @@ import torch
 from megatron.bridge import AutoBridge
 from megatron.bridge.data.packing import in_batch
 from megatron.bridge.models.qwen_vl import qwen3_vl_provider, qwen3_vl_step
-from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import model, text_model, transformer_block, transformer_config
+from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import transformer_config
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils import qwen3vl_cp_split
-from megatron.core.models.gpt import GPTModel
 
 FREEZE = ("freeze_language_model", "freeze_vision_model", "freeze_vision_projection")
 
@@ -63,19 +62,6 @@ def test_its_fine_tuning_recipes_train_everything_and_pack_in_the_step():
         data = settings["dataset"] if "_make_energon_dataset" in settings.get("dataset", "") else None
         assert data or settings["dataset.defer_in_batch_packing_to_step"] == "True", text
     assert "        defer_in_batch_packing_to_step=True,\n" in file.read_text()  # of _make_energon_dataset
-
-
-def test_its_conversion_builds_the_model():
-    assert "megatron_model = bridge.to_megatron_model(" in inspect.getsource(AutoBridge.import_ckpt)
-    assert "megatron_model = self.load_megatron_model(" in inspect.getsource(AutoBridge.export_ckpt)
-
-
-def test_its_language_model_takes_no_padding_mask():
-    """Which megatron-core's has, for the router."""
-    assert "padding_mask" in inspect.signature(GPTModel.forward).parameters
-    assert "padding_mask" not in inspect.signature(text_model.Qwen3VLGPTModel.forward).parameters
-    for module in (model, text_model, transformer_block):
-        assert "padding_mask" not in inspect.getsource(module)
 
 
 def test_it_divides_pictures_by_their_number_and_only_if_asked():

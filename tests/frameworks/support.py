@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from tests.model.inputs.support import offsets
 from tests.noise import relative
-from tests.parity.batches import Sample, run_reference
+from tests.parity.batches import Sample, pictures, run_reference
 from tests.parity.conftest import converted_gradients
 
 # Of log probabilities down to about -8, absolute; of each gradient, relative to its largest entry. Over all callers.
@@ -61,8 +61,7 @@ class Truth:
 
     @property
     def pictures(self) -> dict[str, Tensor]:
-        names = {name for sample in self.samples for name in sample.pixels}
-        return {name: torch.cat([s.pixels[name] for s in self.samples if name in s.pixels]) for name in sorted(names)}
+        return pictures(self.samples)
 
     @cached_property
     def logits(self) -> list[Tensor]:

@@ -1,11 +1,7 @@
-"""Frameworks call a context-parallel model each in its own way; what comes back is this rank's part of the truth.
-
-Run on ranks it is the script: -m tests.frameworks.test_context_parallel OUTPUT DENSE_FOLDER MOE_FOLDER.
-"""
+"""Frameworks call a context-parallel model each in its own way; what comes back is this rank's part of the truth."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,13 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from tests.forked import results_of_ranks
 from tests.model.inputs.support import share_of
 from tests.parity.batches import make_samples
-from tests.ranks import begin, forget_models, leave
+from tests.ranks import forget_models
 
 from . import test_miles, test_ms_swift, test_verl
 from .support import LOG_PROBS, Truth, groups_of, log_probs_of, packed_row, padded_lengths, thd
@@ -120,9 +118,12 @@ def ms_swift(folder: Path, truth: Truth) -> Iterator[tuple[str, Callable[[], flo
     yield "labels and positions are cut", lambda: call(position_ids=cut(positions))
 
 
-def main(output: str, dense: str, moe: str) -> None:
-    found = {}
-    for family, folder in (("dense", Path(dense)), ("MoE", Path(moe))):
+def errors_of_ranks(dense: Path, moe: Path) -> dict[tuple[str, str, str], float | str]:
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(context_parallel_size=CP)
+    model_parallel_cuda_manual_seed(0)
+    found: dict[tuple[str, str, str], float | str] = {}
+    for family, folder in (("dense", dense), ("MoE", moe)):
         reference = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").train()
         truth = Truth(reference, make_samples("mixed", reference.config, seed=7))
         for caller in (verl, miles, ms_swift):
@@ -132,7 +133,7 @@ def main(output: str, dense: str, moe: str) -> None:
                     found[caller.__name__, name, family] = call()
                 except (ValueError, TypeError) as refused:
                     found[caller.__name__, name, family] = str(refused)
-    leave(found, output)
+    return found
 
 
 CALLS = [
@@ -143,7 +144,7 @@ CALLS = [
 
 @pytest.fixture(scope="module")
 def found(untied_folder, moe_folder):
-    return results_of_ranks("tests.frameworks.test_context_parallel", 2, untied_folder, moe_folder, timeout=500)
+    return results_of_ranks(errors_of_ranks, 2, untied_folder, moe_folder, timeout=500)
 
 
 @pytest.mark.parametrize("family", ["dense", "MoE"])
@@ -160,14 +161,3 @@ def test_positions_that_are_cut_while_tokens_are_whole_are_refused(found, family
     """As ms-swift cuts them; the message says that None derives them."""
     said = found["ms_swift", "labels and positions are cut", family]
     assert isinstance(said, str) and "expected [3, 1, 84]" in said and "None to derive them" in said, said
-
-
-if __name__ == "__main__":
-    begin()
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(context_parallel_size=CP)
-    model_parallel_cuda_manual_seed(0)
-    main(*sys.argv[1:])

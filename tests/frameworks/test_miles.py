@@ -19,11 +19,8 @@ import torch.nn.functional as F
 from megatron.bridge import AutoBridge
 from megatron.bridge.training.config import DistributedDataParallelConfig
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, unwrap_model
-
-from tests.model.inputs.support import offsets
 
 from . import support
 from .support import Built, Truth
@@ -67,24 +64,18 @@ def get_batch(truth: Truth, multiplier: int = 16) -> dict[str, Any]:
     The mask is of the logits that count, one place before their tokens; the response is each sample's second half.
     """
     ids = [sample.ids for sample in truth.samples]
-    table, pad = offsets(truth.lengths), -sum(truth.lengths) % multiplier
-    if pad:
-        table = [*table, table[-1] + pad]
+    pad = -sum(truth.lengths) % multiplier
     responses = [length // 2 for length in truth.lengths]
     masks = [
         F.pad(torch.ones(response, dtype=torch.int), (length - response - 1, 1))
         for length, response in zip(truth.lengths, responses, strict=True)
     ]
-    offset = torch.tensor(table, dtype=torch.int)
-    longest = int(offset.diff().max())
     return dict(
         input_ids=F.pad(torch.cat(ids), (0, pad))[None],
         position_ids=None,
         attention_mask=None,
         labels=None,
-        packed_seq_params=PackedSeqParams(
-            cu_seqlens_q=offset, cu_seqlens_kv=offset, max_seqlen_q=longest, max_seqlen_kv=longest, qkv_format="thd"
-        ),
+        packed_seq_params=support.thd([*truth.lengths, *[pad] * bool(pad)], padded=False),
         loss_mask=F.pad(torch.cat(masks), (0, pad))[None],
         **truth.pictures,
     )

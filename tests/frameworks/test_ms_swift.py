@@ -17,13 +17,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
-from megatron.core.packed_seq_params import PackedSeqParams
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from tests.expert_layouts import relayout
 
-from .support import GRADIENT, LOG_PROBS, Built, Truth, check_exported, gradient_error, padded_rows, worst
+from .support import GRADIENT, LOG_PROBS, Built, Truth, check_exported, gradient_error, padded_rows, thd, worst
 
 # Defaults of MegatronArguments. Of those that follow, grouped experts are Transformer Engine's.
 ARGUMENTS = dict(
@@ -74,19 +73,13 @@ def test_all_defaults_in_bfloat16(folder):
 def prepare_batch(truth: Truth, multiple: int = 8) -> dict[str, Any]:
     """As the template's collator and prepare_batch, with padding_free: labels are rolled, and -100 where none counts.
 
-    Segments are read from text positions, which begin anew with each sample and with the padding.
+    Segments are those of text positions, which begin anew with each sample and with the padding.
     """
     pad = -sum(truth.lengths) % multiple
     ids = F.pad(torch.cat([sample.ids for sample in truth.samples]), (0, pad))[None]
     lengths = [*truth.lengths, pad] if pad else truth.lengths
-    text = torch.cat([torch.arange(length) for length in lengths])[None]
-    starts = (text.flatten() == 0).nonzero().flatten()
-    table = torch.cat((starts, torch.tensor([ids.shape[1]]))).int()
-    longest = int(table.diff().max())
     labels = [torch.where(sample.loss_mask.bool(), sample.labels, -100) for sample in truth.samples]
-    packed = PackedSeqParams(
-        cu_seqlens_q=table, cu_seqlens_kv=table, max_seqlen_q=longest, max_seqlen_kv=longest, qkv_format="thd"
-    )
+    packed = thd(lengths, padded=False)
     packed.seq_lens, packed.num_samples = torch.tensor(truth.lengths), len(truth.samples)
     tokens = dict(image_token_id=truth.config.image_token_id, video_token_id=truth.config.video_token_id)
     grids = [truth.pictures.get(name) for name in ("image_grid_thw", "video_grid_thw")]

@@ -1,15 +1,11 @@
 """Nothing of ours makes the host wait for the GPU in a training step; what is counted, and its limits: `counter.py`.
 
-Figures that a run takes every `logger.log_interval` steps are read there, and only there. Run on ranks it is the
-script: -m tests.host_waits.test_host_waits OUTPUT CASES FOLDERS, both JSON.
+Figures that a run takes every `logger.log_interval` steps are read there, and only there.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
-import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +33,18 @@ from tests.parity.one_process.test_settings import SCALED, changed
 from tests.parity.references import MICROBATCHES, write_settings
 from tests.parity.topologies import MODULES, TOPOLOGIES, Topology
 from tests.qwen3_5.tiny import make_checkpoint
-from tests.ranks import begin, leave, of_all_ranks
+from tests.ranks import of_all_ranks
 from tests.steps import followed, step_with_callbacks
 
 from .counter import UPSTREAM, HostWaits, Seen
 from .upstream import count_upstream
 
-STEPS, INTERVAL = 4, 2
+STEPS, INTERVAL = 3, 3
 CONTENT, MTP = "mixed", dict(mtp_loss_scaling_factor=0.1)
 
 
-def count_step(folder: str, topology: Topology, rows: str, **settings: Any) -> dict[str, Seen]:
-    """Train four steps; returns what was counted in a step without figures, "step", and in one with, "figures"."""
+def count_step(folder: Path, topology: Topology, rows: str, **settings: Any) -> dict[str, Seen]:
+    """Train three steps; returns what was counted in the second, "step", and in the last, which has "figures"."""
     settings = dict(train__train_iters=STEPS, logger__log_interval=INTERVAL) | settings
     split = Split(folder, topology, **settings)
     run = split.run
@@ -69,7 +65,7 @@ def count_step(folder: str, topology: Topology, rows: str, **settings: Any) -> d
     return found
 
 
-def count_call(folder: str, topology: Topology) -> dict[str, Seen]:
+def count_call(folder: Path, topology: Topology) -> dict[str, Seen]:
     """Forward and backward of a rank's share of a packed row, as RL frameworks give it."""
     split = Split(folder, topology)
     model, groups = split.run.model[0], split.run.groups
@@ -79,14 +75,14 @@ def count_call(folder: str, topology: Topology) -> dict[str, Seen]:
     return {"call": waits.seen()}
 
 
-def main(output: str, cases: list[list[str]], folders: dict[str, str]) -> None:
+def counts_of_cases(cases: list[tuple[str, ...]], folders: dict[str, Path]) -> dict[tuple[str, ...], list[dict]]:
     found = {}
     for family, name, rows in cases:
         topology = (TOPOLOGIES | MODULES)[name]
         call = rows == "presharded"
         counted = count_call(folders[family], topology) if call else count_step(folders[family], topology, rows)
         found[family, name, rows] = of_all_ranks(counted)
-    leave(found, output)
+    return found
 
 
 # Where figures are read, each log_interval.
@@ -146,7 +142,7 @@ def test_a_pass_waits_for_nothing(folders, family, content, rows, settings):
 
 @pytest.mark.parametrize("family", ["dense", "MoE", "Qwen3.5"])
 def test_a_step_with_guard_and_meters_waits_for_nothing(folders, family):
-    found = count_step(str(folders[family]), Topology(1), "packed")
+    found = count_step(folders[family], Topology(1), "packed")
     check(found)
     row = f"| {family} | {numbers(found['step'])} | {numbers(found['figures'])} |"
     assert row in Path("docs/speed.md").read_text()
@@ -173,7 +169,7 @@ def test_a_step_of_other_runs_waits_for_nothing(folders, family, kind):
     if "peft" in settings:
         settings["peft"] = qwen3vl_bridge.Qwen3VLLoRA(**settings["peft"])
         settings["checkpoint__pretrained_checkpoint"] = str(folders[family])
-    found = count_step(str(folders[family]), topology, "packed", **settings)
+    found = count_step(folders[family], topology, "packed", **settings)
     check(found, mixed=OWN_BUFFERS if kind == "Megatron-FSDP" else frozenset())
 
 
@@ -193,33 +189,29 @@ def check(found: dict[str, Seen], allowed: frozenset[str] = frozenset(), mixed: 
 # Without Transformer Engine megatron-core clips by a number, which both modules' norms make together.
 JOINT_NORM = frozenset({"dist_train/joint_step.py:_joint_norm"})
 CASES = [
-    *(["dense", split, "packed"] for split in ("CP2", "PP2", "TP2+SP", "1 + 1")), ["dense", "CP2", "padded"],
-    ["MoE", "EP2", "packed"], *(["Qwen3.5 with MTP", split, "packed"] for split in ("CP2", "PP2", "TP2+SP")),
-    ["Qwen3.5 with MTP", "CP2", "padded"], ["Qwen3.5 MoE with MTP", "EP2", "packed"],
+    *(("dense", split, "packed") for split in ("CP2", "PP2", "TP2+SP", "1 + 1")), ("dense", "CP2", "padded"),
+    ("MoE", "EP2", "packed"), *(("Qwen3.5 with MTP", split, "packed") for split in ("CP2", "PP2", "TP2+SP")),
+    ("Qwen3.5 with MTP", "CP2", "padded"), ("Qwen3.5 MoE with MTP", "EP2", "packed"),
 ]  # fmt: skip
-SHARE = ["dense", "CP2", "presharded"]
+SHARE = ("dense", "CP2", "presharded")
 
 
 @pytest.fixture(scope="module")
-def on_ranks(folders, tmp_path_factory):
-    copies = tmp_path_factory.mktemp("waits")
-    names = {case[0] for case in CASES}
-    named = {name: str(shutil.copytree(folders[name], copies / name)) for name in names}
-    cases = json.dumps([*CASES, SHARE])
-    return results_of_ranks("tests.host_waits.test_host_waits", 2, cases, json.dumps(named), timeout=500)
+def on_ranks(folders):
+    return results_of_ranks(counts_of_cases, 2, [*CASES, SHARE], folders, timeout=500)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_a_step_of_a_split_model_waits_for_nothing(on_ranks, case):
-    for found in on_ranks[tuple(case)]:
+    for found in on_ranks[case]:
         check(found, JOINT_NORM if case[1] == "1 + 1" else frozenset())
 
 
 @pytest.mark.slow
 def test_a_share_of_a_row_is_waited_for_three_times(on_ranks):
     """To read the arguments, to compare them over ranks, and to read the whole row."""
-    for found in on_ranks[tuple(SHARE)]:
+    for found in on_ranks[SHARE]:
         assert f"| a share of a packed row, CP 2 | {numbers(found['call'])} |" in Path("docs/speed.md").read_text()
         assert sum(found["call"].of_us().values()) == 3, found["call"].of_us()
 
@@ -352,8 +344,3 @@ def test_the_counter_sees_what_waits():
         torch.tensor([values[0], values[1], 2.0])
         assert list(waits.seen().found.values()) == [2]  # each is read
     assert values.device.type == "cpu"
-
-
-if __name__ == "__main__":
-    begin()
-    main(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]))

@@ -1,9 +1,5 @@
-"""Greedy answers of the Megatron model are those of transformers' `generate`, token for token.
+"""Greedy answers of the Megatron model are those of transformers' `generate`, token for token."""
 
-Run on ranks it is the script of the test of parallel ranks: -m tests.model.test_generation OUTPUT FOLDER...
-"""
-
-import sys
 import types
 from pathlib import Path
 
@@ -20,7 +16,6 @@ from transformers import GenerationConfig
 from tests.forked import results_of_ranks
 from tests.parity.batches import CONTENTS, make_samples, pictures
 from tests.parity.conftest import Pair, make_pair
-from tests.ranks import begin, leave
 
 NEW = 24
 SMALLER = 0.1
@@ -258,21 +253,17 @@ def test_models_in_parts_are_refused(one, monkeypatch):
             generate(one.megatron, ids, max_new_tokens=1)
 
 
+def answers_of_ranks(folder: Path) -> list[torch.Tensor]:
+    layouts = PARALLEL[1:] if "qwen3_5" in (folder / "config.json").read_text() else PARALLEL
+    pairs = (load(folder, tensor_model_parallel_size=2, **fields) for fields in layouts)
+    return [answers(p, prompts("mixed", p.config)) for p in pairs]
+
+
 # The model with experts has a dense layer too.
 @pytest.mark.parametrize("kind", [pytest.param("untied", marks=pytest.mark.slow), "moe", "3.5 dense", "3.5 moe"])
 def test_tensor_and_sequence_parallel_ranks_give_the_same_answers(request, kind):
     folder = folder_of(kind, request)
-    (found,) = results_of_ranks("tests.model.test_generation", 2, folder).values()
+    found = results_of_ranks(answers_of_ranks, 2, folder)
     alone = load(folder)
     expected = answers(alone, prompts("mixed", alone.config))
     assert found and all(torch.equal(of_a_layout, expected) for of_a_layout in found)
-
-
-if __name__ == "__main__":
-    begin()
-    results = {}
-    for name in sys.argv[2:]:
-        layouts = PARALLEL[1:] if "qwen3_5" in (Path(name) / "config.json").read_text() else PARALLEL
-        pairs = (load(name, tensor_model_parallel_size=2, **fields) for fields in layouts)
-        results[name] = [answers(p, prompts("mixed", p.config)) for p in pairs]
-    leave(results, sys.argv[1])

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
+import shutil
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ from examples.digits.checkpoint import make_checkpoint as make_qwen3_vl
 from tests.forked import results_of_ranks
 from tests.qwen3_5.tiny import make_checkpoint as make_qwen3_5
 
-from . import references
-from .references import MATRIX_CONTENTS, write_settings
+from .on_ranks import errors_of_cases
+from .references import MATRIX_CONTENTS, write_references, write_settings
 from .topologies import MODULES, TOPOLOGIES, Topology
 
 FAMILIES = ("dense", "MoE")
@@ -72,6 +72,13 @@ def cases(ranks: int, topologies: dict[str, Topology] = TOPOLOGIES) -> list[Case
     ]
 
 
+# A case of each kind of parallelism on two ranks, with every content in its microbatches: what runs by default.
+EACH: list[Case] = [
+    ("MoE", "TP2+SP+EP2", "mixed", "padded"), ("MoE", "PP2", "mixed", "packed"), ("dense", "CP2", "mixed", "packed"),
+    ("dense", "PP2+VPP2", "mixed", "padded"), ("dense", "DP2", "mixed", "packed"),
+]  # fmt: skip
+
+
 def some_cases(ranks: int, each: int, *, both: bool) -> list[Case]:
     """So many of each topology, others from one to the next, so that each kind comes up often."""
     groups: dict[str, dict[str, list[Case]]] = defaultdict(lambda: defaultdict(list))
@@ -87,19 +94,21 @@ def some_cases(ranks: int, each: int, *, both: bool) -> list[Case]:
     return [group[(5 * (each * turn + i) + 2) % len(group)] for turn, group in enumerate(models) for i in range(each)]
 
 
-def write_references(folders: dict[str, Path], **settings: Any) -> Limits:
-    """Beside each model what its runs are compared with; they have these settings of the provider."""
+def with_references(
+    models: dict[str, Path], to: Path, contents: Iterable[str] = MATRIX_CONTENTS, **settings: Any
+) -> tuple[dict[str, Path], Limits]:
+    """Copies of models with what runs with these settings are compared with, and the limits of errors."""
+    folders = {family: shutil.copytree(folder, to / family) for family, folder in models.items()}
     for folder in folders.values():
         write_settings(folder, settings)
-    return {family: references.write_references(folder) for family, folder in folders.items()}
+    return folders, {family: write_references(folder, contents) for family, folder in folders.items()}
 
 
 def run(
     chosen: list[Case], folders: dict[str, Path], ranks: int, *, show: bool = False
 ) -> dict[Case, dict[str, float]]:
     """Real processes on gloo; the errors of each case, which are printed as they come if `show`."""
-    given = json.dumps(chosen), json.dumps({family: str(folder) for family, folder in folders.items()})
-    return results_of_ranks("tests.parity.on_ranks", ranks, *given, timeout=60 * len(chosen), show=show)
+    return results_of_ranks(errors_of_cases, ranks, chosen, folders, timeout=60 * len(chosen), show=show)
 
 
 def table(found: dict[Case, dict[str, float]]) -> str:
@@ -142,10 +151,8 @@ def main() -> None:
 
     found: dict[Case, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        folders = {family: Path(scratch) / family for family in FAMILIES}
-        for name, options in models.options.items():
-            models.make(folders[name], **options)
-        limits = write_references(folders, **models.settings)
+        made = {family: models.make(Path(scratch) / family, **options) for family, options in models.options.items()}
+        folders, limits = with_references(made, Path(scratch) / "references", **models.settings)
         for ranks in sorted({topology.ranks for topology in TOPOLOGIES.values()}):
             chosen = [case for case in cases(ranks) if case[1] in wanted]
             found |= run(chosen, folders, ranks, show=True) if chosen else {}

@@ -1,17 +1,9 @@
-"""Run on ranks: a model that is split over ranks trains for two steps, as transformers did in one process.
-
-torchrun --nproc_per_node N -m tests.parity.on_ranks OUTPUT CASES FOLDERS
-
-CASES is a JSON list of [family, topology, content, rows]; FOLDERS a JSON object with the Hugging Face folder of each
-family, in which `reference_<content>.pt` lies beside the model.
-"""
+"""Run on ranks: a model that is split over ranks trains for two steps, as transformers did in one process."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,7 +25,7 @@ from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config
 from qwen3vl_recipes.paths import set_paths
 from torch import Tensor
 
-from tests.ranks import begin, largest, leave, of_all_ranks
+from tests.ranks import largest, of_all_ranks
 from tests.steps import Run, forward_backward, set_up, train_step
 
 from .batches import Sample, make_batch, pictures
@@ -42,7 +34,7 @@ from .references import ADAM, CLIP, DECAY, MICROBATCHES, STEPS, errors, provider
 from .topologies import MODULES, TOPOLOGIES, Topology, split_by
 
 
-def configuration(folder: str, topology: Topology, balance: float = 0.0) -> Any:
+def configuration(folder: str | Path, topology: Topology, balance: float = 0.0) -> Any:
     """The digits recipe with the reference's optimizer, for a model that is split."""
     cfg = set_paths(qwen3_vl_digits_sft_config(), hf_path=folder, data_path="unused")
     cfg.mixed_precision = None
@@ -116,7 +108,7 @@ def forward_step_of_shares(
 class Split:
     """A model that is split, and the way back to where it began."""
 
-    def __init__(self, folder: str, topology: Topology, balance: float = 0.0, **settings: Any) -> None:
+    def __init__(self, folder: str | Path, topology: Topology, balance: float = 0.0, **settings: Any) -> None:
         self.tokens, self.prepare = topology.tokens, lambda sample: sample  # samples before they become a batch
         cfg = configuration(folder, topology, balance)
         for name, value in settings.items():
@@ -221,7 +213,8 @@ def compare(
     return errors(found, expected) | in_place
 
 
-def main(output: str, cases: list[list[str]], folders: dict[str, str]) -> None:
+def errors_of_cases(cases: list[tuple[str, ...]], folders: dict[str, Path]) -> dict[tuple[str, ...], dict[str, float]]:
+    """Of (family, topology, content, rows); beside each family's model lies `reference_<content>.pt`."""
     found, world = {}, int(os.environ["WORLD_SIZE"])
     for (family, name), group in itertools.groupby(cases, key=lambda case: case[:2]):
         topology, folder = (TOPOLOGIES | MODULES)[name], folders[family]
@@ -229,14 +222,9 @@ def main(output: str, cases: list[list[str]], folders: dict[str, str]) -> None:
         split = Split(folder, topology)
         for _, _, content, rows in group:
             started = time.perf_counter()
-            expected = torch.load(Path(folder) / f"reference_{content}.pt", mmap=True)
-            own = compare(split, topology, Path(folder), content, rows, expected)
+            expected = torch.load(folder / f"reference_{content}.pt", mmap=True)
+            own = compare(split, topology, folder, content, rows, expected)
             found[family, name, content, rows] = largest(own) | dict(seconds=time.perf_counter() - started)
             if dist.get_rank() == 0:
                 print(family, name, content, rows, found[family, name, content, rows], flush=True)
-    leave(found, output)
-
-
-if __name__ == "__main__":
-    begin()
-    main(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]))
+    return found

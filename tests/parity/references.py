@@ -140,7 +140,7 @@ def errors(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def write_references(folder: Path, contents: Iterable[str] = tuple(MATRIX_CONTENTS)) -> dict[str, float]:
+def write_references(folder: Path, contents: Iterable[str] = MATRIX_CONTENTS) -> dict[str, float]:
     """Put what runs of a model are compared with beside it."""
     noises, contents = [], list(contents)
     for number, content in enumerate(contents):

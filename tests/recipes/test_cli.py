@@ -85,7 +85,7 @@ def test_an_error_of_the_data_is_said_without_the_loading_processs_traceback(
     assert end.value.code == 2 and capsys.readouterr().err.endswith(expected)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("no_groups")
 def test_a_dry_run(capsys, tmp_path):
     file = tmp_path / "more.yaml"
     file.write_text("optimizer:\n  lr: 3.0e-5\n")
@@ -101,7 +101,7 @@ def test_a_dry_run(capsys, tmp_path):
     assert found["plan"]["fits"] and found["plan"]["split"]["dp"] == 32
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("no_groups")
 def test_a_dry_run_with_vision_on_ranks_of_its_own(capsys):
     words = ["--recipe", "qwen3_vl_235b_a22b_sft_dist_train_config", "--dry-run"]
     cli.train(words)
@@ -116,7 +116,7 @@ def test_a_dry_run_with_vision_on_ranks_of_its_own(capsys):
     assert "language_world_size 128 add up to 144, expected 128, the number of processes" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("no_groups")
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -185,7 +185,7 @@ def with_adapters():
     return cfg
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("no_groups")
 @pytest.mark.parametrize(("settings", "ranks", "message"), REFUSED)
 def test_a_dry_run_refuses_what_a_run_does(settings, ranks, message, untied_folder, tmp_path, monkeypatch, capsys):
     """With the same words, and before the run joins the others, let alone builds a model."""

@@ -94,7 +94,7 @@ def test_the_script_for_slurm_asks_for_what_its_command_starts():
     assert int(seconds) >= options.shutdown_timeout > 30
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("no_groups")
 @mock.patch.dict(os.environ)
 def test_recipes_let_the_allocator_grow_its_segments():
     """As Megatron-Bridge's do, whose set-up puts it where it is not said otherwise; a dry run leaves nothing behind."""

@@ -58,7 +58,7 @@ def recipes():
     return qwen3_vl, names
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("no_groups")
 @pytest.mark.parametrize("name", RECIPES)
 def test_is_completed_for_its_gpus(recipes, name, monkeypatch):
     module, names = recipes

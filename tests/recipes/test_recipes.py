@@ -46,7 +46,7 @@ def _no_network(monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("no_groups")
 @pytest.mark.parametrize("name", [name for name in NAMES if "_peft" not in name])
 def test_the_optimizers_state_is_saved_by_parameters_where_the_host_has_room(name):
     """On every rank of a machine at once, which Megatron-Bridge's loop would end at its first save where it has not."""
@@ -68,7 +68,7 @@ def test_every_size_has_every_kind():
         assert recipes()[name].summary.endswith(".") and len(recipes()[name].summary) < 115
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("no_groups")
 @pytest.mark.parametrize("name", NAMES)
 def test_is_completed_for_its_gpus(name):
     recipe = find(name)
@@ -98,7 +98,7 @@ def test_is_completed_for_its_gpus(name):
     assert model.hf_model_id == data.hf_processor_path == cfg.tokenizer.tokenizer_model == presets.hub_ids(size)[0]
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("no_groups")
 @pytest.mark.parametrize("name", sorted(DIST_TRAIN))
 def test_vision_and_language_have_their_gpus(name):
     recipe = find(name)
@@ -114,7 +114,7 @@ def test_vision_and_language_have_their_gpus(name):
             finalised(recipe(), world)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("no_groups")
 def test_what_the_helper_sets_is_what_is_asked_for():
     for section, name, other in (
         ("model", "variable_seq_lengths", False),
@@ -191,7 +191,7 @@ def test_every_recipe_has_its_row():
     assert list(rows()) == PLANNED
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("no_groups")
 @pytest.mark.parametrize("name", PLANNED)
 def test_fits_on_what_it_is_meant_for(name):
     recipe = recipes()[name]
@@ -200,7 +200,7 @@ def test_fits_on_what_it_is_meant_for(name):
     assert rows()[name][1] == f"{recipe.gpus} {recipe.gpu}: {found / GIB:.0f} GiB"
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("no_groups")
 @pytest.mark.parametrize("kind", KINDS_OF_GPUS)
 def test_the_fewest_that_fit(kind):
     for name in ("qwen3_vl_8b_pretrain_config", "qwen3_vl_235b_a22b_sft_fsdp_config"):

@@ -1,14 +1,10 @@
 """Every recipe trains: one step of its twin (the same settings for a tiny model on a few ranks, split in the same
 ways) is the step of the whole twin.
-
-Run on ranks it is the script: -m tests.recipes.test_twins OUTPUT NAMES FOLDERS DATA, the two in the middle JSON.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,7 +24,6 @@ from qwen3vl_recipes.registry import recipes
 from tests.forked import results_of_ranks
 from tests.noise import SEEDS, allowed, check, rounded_folder
 from tests.qwen3_5.tiny import make_checkpoint
-from tests.ranks import begin, leave
 from tests.training.running import train
 
 WAYS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
@@ -144,26 +139,27 @@ class Changes(Callback):
                 self.changed += moved
 
 
-def main(output: str, names: list[str], folders: dict[str, str], data: str) -> None:
+def steps_of_twins(names: list[str], folders: dict[str, str], data: str, runs: Path) -> dict[str, dict[str, float]]:
     found = {}
     # Groups of one kind after the other: each kind is made anew.
     for name in sorted(names, key=lambda name: (str(pattern(name)), name)):
         changes = Changes()
-        save = f"{output}.{name}"
-        (entry,) = train(twin(name, folders[family(name)], data, save=save), callbacks=[changes])
+        save = runs / name
+        (entry,) = train(twin(name, folders[family(name)], data, save=str(save)), callbacks=[changes])
         counts = {key: torch.tensor(getattr(changes, key)) for key in ("trained", "changed", "strayed")}
         for count in counts.values():
             dist.all_reduce(count)
         counts = {key: int(count) for key, count in counts.items()}
         (exact,) = train(twin(name, folders[family(name)], data, exact=True))
         found[name] = dict(rounded=entry["loss"], loss=exact["loss"], grad_norm=exact["grad_norm"], **counts)
-        found[name]["saved"] = sum(one.numel for one, _ in read_metadata(find_iteration(Path(save))).tensors.values())
+        found[name]["saved"] = sum(one.numel for one, _ in read_metadata(find_iteration(save)).tensors.values())
         if dist.get_rank() == 0:
             print(name, found[name], flush=True)
-    leave(found, output)
+    return found
 
 
 NAMES = [name for name, recipe in recipes().items() if recipe.gpus]
+RANKS = (1, 2, 4, 8)  # of their patterns, which take two seconds to make
 FIGURES = ("loss", "grad_norm")
 ROUNDED = 2**-6  # of a loss in bfloat16, relative: four of its roundings
 
@@ -200,8 +196,8 @@ def whole(places, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", sorted({pattern(name).ranks for name in NAMES}))
-def test_a_step_of_every_twin(ranks, places, whole):
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_step_of_every_twin(ranks, places, whole, tmp_path):
     folders, data = places
     # Recipes of which the twins have the same settings, all of them, are one run.
     alike: dict[str, list[str]] = {}
@@ -209,7 +205,7 @@ def test_a_step_of_every_twin(ranks, places, whole):
         if pattern(name).ranks == ranks:
             alike.setdefault(str(twin(name, folders[family(name)], data).to_dict()), []).append(name)
     names = [same[0] for same in alike.values()]
-    found = results_of_ranks("tests.recipes.test_twins", ranks, json.dumps(names), json.dumps(folders), data)
+    found = results_of_ranks(steps_of_twins, ranks, names, folders, data, tmp_path)
     assert found.keys() == set(names)
     print(f"{ranks} ranks: {len(names)} runs stand for {sum(map(len, alike.values()))} recipes")
     for name, step in found.items():
@@ -227,7 +223,7 @@ def test_a_step_of_every_twin(ranks, places, whole):
 
 def test_the_patterns_are_those_of_the_recipes():
     patterns = {name: pattern(name) for name in NAMES}
-    assert {one.ranks for one in patterns.values()} <= {1, 2, 4, 8}
+    assert {one.ranks for one in patterns.values()} == set(RANKS)
     assert patterns["qwen3_vl_8b_sft_config"].tensor == 2 and patterns["qwen3_vl_8b_sft_config"].data == 2
     assert max(one.pipeline for one in patterns.values()) == max(one.context for one in patterns.values()) == 2
     apart = [one for name, one in patterns.items() if "_dist_train_" in name]
@@ -235,8 +231,3 @@ def test_the_patterns_are_those_of_the_recipes():
     for way in ("tensor", "pipeline", "expert", "vision_tensor"):
         assert {getattr(one, way) for one in apart} == {1, 2}, way
     assert not any(one.vision for name, one in patterns.items() if "_dist_train_" not in name)
-
-
-if __name__ == "__main__":
-    begin()
-    main(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4])

@@ -5,11 +5,8 @@ Its layers are Transformer Engine's; megatron-core's local ones with torch's att
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import subprocess
-import sys
 
 from qwen3vl_bridge.data import Encoder, load_processor, open_source
 from qwen3vl_bridge.weights.rows import ExpertLayout
@@ -98,12 +95,3 @@ def test_video_times(untied_folder, tmp_path):
     assert times(ours.input_ids) == pytest.approx([0.25 + n for n in range(23)], abs=0.06)
     theirs = qwen2_5_collate_fn([{"conversation": turns([str(tmp_path / name) for name in names])}], processor)
     assert times(theirs["input_ids"][0]) == [0.3, 1.6]
-
-
-@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="it is installed")
-def test_without_transformer_engine_it_cannot_be_imported():
-    """With ours it can: `tests/compat/test_hooks.py`."""
-    done = subprocess.run(
-        [sys.executable, "-c", "from megatron.bridge import AutoBridge"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode and "No module named 'transformer_engine'" in done.stderr

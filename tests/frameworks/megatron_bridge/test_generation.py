@@ -1,13 +1,7 @@
-"""Megatron-Bridge's own ways to ask a model: its inference wrapper and engine, and the loop of its generate scripts.
-
-Run on ranks it is the script of pipeline stages: -m tests.frameworks.megatron_bridge.test_generation FOLDER ASKED
-TOKENS OUTPUT.
-"""
+"""Megatron-Bridge's own ways to ask a model: its inference wrapper and engine, and the loop of its generate scripts."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,12 +21,12 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from tests.forked import run_ranks
+from tests.forked import results_of_ranks
 from tests.parity.conftest import build
-from tests.ranks import begin, leave
 
 from ..support import pass_of
 
+TOKENS = 6
 # DeepStack features go to the first three text layers: all of them on the first stage, or not.
 SPLITS: dict[str, dict[str, Any]] = {
     "fixed": dict(num_layers_in_first_pipeline_stage=3),
@@ -64,13 +58,11 @@ def answer(model: list[nn.Module], inputs: dict[str, Tensor], tokens: int) -> li
     return ids[0, asked:].tolist()
 
 
-def main(folder: str, asked: str, tokens: str, output: str) -> None:
-    begin()
-    text, image = torch.load(asked, weights_only=False)
+def answers_of_stages(folder: Path, text: str, image: Image.Image) -> dict[str, list[int]]:
     processor = AutoProcessor.from_pretrained(folder)
     found = {}
     for name, split in SPLITS.items():
-        provider = AutoBridge.from_hf_pretrained(folder).to_megatron_provider(load_weights=True)
+        provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=True)
         for field, value in dict(pipeline_model_parallel_size=2, pipeline_dtype=torch.float32, **split).items():
             setattr(provider, field, value)
         provider.finalize()
@@ -80,13 +72,8 @@ def main(folder: str, asked: str, tokens: str, output: str) -> None:
         inputs = processor(text=[text], images=[image], return_tensors="pt")
         given = {key: inputs[key] for key in ("input_ids", "pixel_values", "image_grid_thw")}
         with torch.no_grad():
-            found[name] = answer([one.eval() for one in model], given, int(tokens))
-    if dist.get_rank() == 0:
-        Path(output).write_text(json.dumps(found))
-    leave()
-
-
-TOKENS = 6
+            found[name] = answer([one.eval() for one in model], given, TOKENS)
+    return found
 
 
 def picture(width: int, height: int) -> Image.Image:
@@ -121,19 +108,9 @@ def test_the_inference_wrapper_and_engine_answer_as_transformers(kind, request):
     assert found.generated_tokens.tolist() == answers(folder, text, image)
 
 
-def test_rows_that_grow_pass_pipeline_stages(untied_folder, tmp_path):
+def test_rows_that_grow_pass_pipeline_stages(untied_folder):
     """Megatron-Bridge's `hf_to_megatron_generate_vlm.py --pp 2`: the schedule is told each row's length, no setting."""
-    image = picture(64, 64)
-    text = "<|vision_start|><|image_pad|><|vision_end|>which digit"
-    torch.save((text, image), tmp_path / "asked.pt")
-    run_ranks(
-        "tests.frameworks.megatron_bridge.test_generation", 2, untied_folder, tmp_path / "asked.pt", TOKENS,
-        tmp_path / "found",
-    )  # fmt: skip
-    found = json.loads((tmp_path / "found").read_text())
-    expected = answers(untied_folder, text, image)
+    asked = "<|vision_start|><|image_pad|><|vision_end|>which digit", picture(64, 64)
+    found = results_of_ranks(answers_of_stages, 2, untied_folder, *asked)
+    expected = answers(untied_folder, *asked)
     assert found == {"fixed": expected, "variable": expected}
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -4,16 +4,11 @@
 0 and expects a loss mask back; both give pictures without their pixels, or with them, to later pipeline stages. verl's
 with fused kernels is re-enacted, with torch for its kernel. Qwen3.5 trains multi-token prediction along, which reads
 labels of other ranks.
-
-Run on ranks it is the script: -m tests.frameworks.megatron_bridge.test_upstream_steps OUTPUT CASES FOLDERS, both JSON.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
-import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,12 +26,12 @@ from torch import Tensor
 from tests.forked import results_of_ranks
 from tests.model.inputs.support import offsets, packed_params, share_of
 from tests.noise import check
-from tests.parity.batches import Sample
-from tests.parity.matrix import MODELS
+from tests.parity.batches import Sample, pictures
+from tests.parity.matrix import MODELS, with_references
 from tests.parity.on_ranks import Split
-from tests.parity.references import MICROBATCHES, step_samples, worst, write_references, write_settings
+from tests.parity.references import MICROBATCHES, step_samples, worst
 from tests.parity.topologies import TOPOLOGIES
-from tests.ranks import begin, largest, leave
+from tests.ranks import largest
 from tests.steps import forward_backward
 
 from ..support import log_probs_of, packed_row, padded_lengths, padded_rows
@@ -89,12 +84,13 @@ def join(samples: list[Sample], multiple: int, *, packed: bool) -> dict[str, Any
     def place(values: list[Tensor], fill: int) -> Tensor:
         return packed_row(values, padded, fill) if packed else padded_rows(values, max(padded), fill)
 
-    labels = [sample.labels.masked_fill(sample.loss_mask == 0, -100) for sample in samples]
+    labels, pixels = [one.labels.masked_fill(one.loss_mask == 0, -100) for one in samples], pictures(samples)
     ids = place([sample.ids for sample in samples], 0)
     batch = dict(
         input_ids=ids, labels=place(labels, -100), loss_mask=place([sample.loss_mask for sample in samples], 0),
         position_ids=torch.arange(ids.shape[1]).expand(ids.shape),
-        attention_mask=place([torch.ones_like(sample.ids) for sample in samples], 0), visual_inputs=pictures(samples),
+        attention_mask=place([torch.ones_like(sample.ids) for sample in samples], 0),
+        visual_inputs=GenericVisualInputs(**pixels) if pixels else None,
     )  # fmt: skip
     if packed:
         logical, physical = (F.pad(torch.tensor(n).cumsum(0), (1, 0)).int() for n in (lengths, padded))
@@ -103,12 +99,6 @@ def join(samples: list[Sample], multiple: int, *, packed: bool) -> dict[str, Any
         batch |= dict(max_seqlen_q=torch.tensor(max(padded)), max_seqlen_kv=torch.tensor(max(padded)))
         batch["position_ids"] = torch.cat([torch.arange(size) for size in padded])[None]
     return batch
-
-
-def pictures(samples: list[Sample]) -> GenericVisualInputs | None:
-    names = {name for sample in samples for name in sample.pixels}
-    found = {name: torch.cat([s.pixels[name] for s in samples if name in s.pixels]) for name in names}
-    return GenericVisualInputs(**found) if found else None
 
 
 def batches(split: Split, step: str, rows: str) -> Iterator[Any]:
@@ -130,23 +120,23 @@ def compare(split: Split, step: str, rows: str, expected: dict[str, Any]) -> dic
     )
 
 
-def main(output: str, cases: list[list[str]], folders: dict[str, str]) -> None:
+def errors_of_cases(cases: list[tuple[str, ...]], folders: dict[str, Path]) -> dict[tuple[str, ...], dict[str, float]]:
     found = {}
     for (family, name), group in itertools.groupby(cases, key=lambda case: case[:2]):
         split = Split(folders[family], TOPOLOGIES[name])
-        expected = torch.load(Path(folders[family]) / f"reference_{CONTENT}.pt", mmap=True)
+        expected = torch.load(folders[family] / f"reference_{CONTENT}.pt", mmap=True)
         for _, _, step, rows in group:
             found[family, name, step, rows] = largest(compare(split, step, rows, expected))
             if dist.get_rank() == 0:
                 print(family, name, step, rows, found[family, name, step, rows], flush=True)
-    leave(found, output)
+    return found
 
 
 QWEN3_5 = MODELS["qwen3_5"]
 SPLITS = {"dense": ["CP2", "PP2"], "MoE": ["CP2"], "Qwen3.5": ["CP2"]}
 UPSTREAM = [("qwen3_vl_step", "rows"), ("qwen3_vl_step", "packed"), ("vlm_step", "rows"), ("vlm_step", "packed")]
 CASES = [
-    [family, topology, *step]
+    (family, topology, *step)
     for family, topologies in SPLITS.items()
     for topology in topologies
     # verl's fused kernels give the model no mask, by which multi-token prediction would know what is trained on.
@@ -156,24 +146,14 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def found(untied_folder, moe_folder, tmp_path_factory):
-    folders, limits = {}, {}
     qwen3_5 = QWEN3_5.make(tmp_path_factory.mktemp("Qwen3.5"), **QWEN3_5.options["dense"])
-    for family, folder in (("dense", untied_folder), ("MoE", moe_folder), ("Qwen3.5", qwen3_5)):
-        copy = shutil.copytree(folder, tmp_path_factory.mktemp(family) / "hf")  # they are other tests' too
-        if family == "Qwen3.5":
-            write_settings(copy, dict(QWEN3_5.settings))
-        limits[family] = write_references(copy, [CONTENT])
-        folders[family] = str(copy)
-    cases = (json.dumps(CASES), json.dumps(folders))
-    return results_of_ranks("tests.frameworks.megatron_bridge.test_upstream_steps", 2, *cases, timeout=500), limits
+    root, models = tmp_path_factory.mktemp("references"), {"dense": untied_folder, "MoE": moe_folder}
+    folders, limits = with_references(models, root, [CONTENT])
+    others, other_limits = with_references({"Qwen3.5": qwen3_5}, root, [CONTENT], **QWEN3_5.settings)
+    return results_of_ranks(errors_of_cases, 2, CASES, folders | others, timeout=500), limits | other_limits
 
 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_they_train_as_one_process_does(found, case):
     errors, limits = found
-    check(errors[tuple(case)], limits[case[0]])
-
-
-if __name__ == "__main__":
-    begin()
-    main(sys.argv[1], *map(json.loads, sys.argv[2:]))
+    check(errors[case], limits[case[0]])

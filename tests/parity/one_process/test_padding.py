@@ -9,11 +9,11 @@ from qwen3vl_bridge.models import router
 
 import pytest
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import switch_load_balancing_loss_func
 from megatron.core.transformer.moe.router import TopKRouter
 
+from tests.model.inputs.support import packed_params
 from tests.noise import relative
 
 from ..batches import Sample, make_batch, make_samples
@@ -142,16 +142,7 @@ IDS = torch.tensor([[11, 12, 13, 14, 9, 9], [11, 12, 13, 14, 15, 16]])
         # Both are given: the mask counts, not the ids.
         (dict(attention_mask=torch.ones(2, 6)), [[0] * 6] * 2),
         (dict(), [[0, 0, 0, 0, 1, 1], [0] * 6]),  # the last resort, a run of the padding token
-        (
-            dict(
-                packed_seq_params=PackedSeqParams(
-                    "thd",
-                    cu_seqlens_q=torch.tensor([0, 3, 9], dtype=torch.int32),
-                    cu_seqlens_q_padded=torch.tensor([0, 4, 10], dtype=torch.int32),
-                )
-            ),
-            [[0, 0, 0, 1, 0, 0, 0, 0, 0, 0]],
-        ),
+        (dict(packed_seq_params=packed_params([0, 3, 9], [0, 4, 10])), [[0, 0, 0, 1, 0, 0, 0, 0, 0, 0]]),
     ],
     ids=["mask on the right", "mask on the left", "mask before ids", "ids", "packed rows"],
 )

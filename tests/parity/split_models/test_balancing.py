@@ -1,16 +1,14 @@
 """However a model with experts is split, its balancing loss weighs tokens as in one process, and padding not at all.
 
-Also where a microbatch has no real token, and where losses are divided by microbatches, as by verl and miles. Run on
-ranks it is the script: -m tests.parity.split_models.test_balancing OUTPUT HF_FOLDER [REFERENCE]; on one rank without a
-reference it writes one.
+Also where a microbatch has no real token, and where losses are divided by microbatches, as by verl and miles.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.batch import SequenceLayout, TokenBatch
@@ -18,8 +16,7 @@ from qwen3vl_bridge.batch import SequenceLayout, TokenBatch
 import pytest
 import torch
 
-from tests.forked import results_of_ranks, run_ranks
-from tests.ranks import begin, leave
+from tests.forked import results_of_ranks
 from tests.steps import forward_backward
 
 from ..batches import make_batch
@@ -75,10 +72,11 @@ def of_two(split: Split) -> Iterator[TokenBatch]:
     yield dataclasses.replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
 
 
-def main(output: str, folder: str, reference: str | None = None) -> None:
+def errors_of_ranks(folder: Path, expected: dict | None) -> dict:
+    """Errors of every split on two ranks; without what is expected, the gradients of one process."""
     alone = {"alone": Topology(1)}
     two = {name: one for name, one in TOPOLOGIES.items() if one.ranks == 2 and "MoE" in one.families}
-    expected, found = None if reference is None else torch.load(reference), {}
+    found = {}
     for name, topology in (alone if expected is None else two).items():
         if topology.distributed_optimizer:  # which leaves each rank a part of the gradients
             continue
@@ -90,7 +88,7 @@ def main(output: str, folder: str, reference: str | None = None) -> None:
                     found[kind, rows] = given
                 else:
                     found[name, kind, rows] = worst(given, expected[kind, rows])
-    leave(found, output)
+    return found
 
 
 pytestmark = pytest.mark.slow
@@ -98,9 +96,9 @@ pytestmark = pytest.mark.slow
 GRADIENT = 2e-5  # relative to the largest entry of each
 
 
-def test_gradients_are_those_of_one_process(moe_folder, tmp_path):
-    run_ranks("tests.parity.split_models.test_balancing", 1, tmp_path / "one", moe_folder)
-    found = results_of_ranks("tests.parity.split_models.test_balancing", 2, moe_folder, tmp_path / "one")
+def test_gradients_are_those_of_one_process(moe_folder):
+    expected = results_of_ranks(errors_of_ranks, 1, moe_folder, None)
+    found = results_of_ranks(errors_of_ranks, 2, moe_folder, expected)
     print({case: f"{error:.1e}" for case, error in found.items()})
     assert {name for name, *_ in found} >= {"CP2", "TP2+SP", "PP2", "DP2", "EP2", "TP2+SP+EP2"} & TOPOLOGIES.keys()
     assert {(kind, rows) for _, kind, rows in found} >= {(k, r) for k in list(KINDS)[:2] for r in (*ROWS, EMPTY)}
@@ -119,8 +117,3 @@ def test_a_microbatch_without_a_real_token_has_no_gradient(moe_folder):
         (probabilities * 0).sum().backward()
         assert chosen.sum() == 6 * pair.provider.moe_router_topk  # they go to experts all the same
         assert torch.equal(layer.router.weight.grad, torch.zeros_like(layer.router.weight))
-
-
-if __name__ == "__main__":
-    begin()
-    main(*sys.argv[1:])

@@ -1,12 +1,9 @@
-"""Context parallelism of 1, where all ranks hold the same batch, and of 4 are the same training, padded or packed.
-
-Run on ranks it is the script: -m tests.parity.split_models.test_cp_check OUTPUT DENSE_FOLDER MOE_FOLDER.
-"""
+"""Context parallelism of 1, where all ranks hold the same batch, and of 4 are the same training, padded or packed."""
 
 from __future__ import annotations
 
 import itertools
-import sys
+from pathlib import Path
 
 from qwen3vl_bridge.batch import SequenceLayout, TokenBatch
 
@@ -16,7 +13,6 @@ from transformers import AutoConfig
 
 from tests.forked import results_of_ranks
 from tests.noise import SEEDS, allowed, check, rounded
-from tests.ranks import begin, leave
 from tests.steps import Run, set_up, train_step
 
 from ..batches import Sample, make_batch, make_samples
@@ -57,9 +53,9 @@ def step_once(run: Run, batch: TokenBatch) -> dict[str, float]:
     return {name: log[name] for name in ("loss", "grad_norm")}
 
 
-def main(output: str, **folders: str) -> None:
+def steps_of_sizes(dense: Path, moe: Path) -> dict:
     found = {}
-    for size, (family, folder) in itertools.product(SIZES, folders.items()):
+    for size, (family, folder) in itertools.product(SIZES, (("dense", dense), ("MoE", moe))):
         cfg = configuration(folder, Topology(RANKS, dict(context_parallel_size=size)))
         cfg.optimizer.lr = cfg.optimizer.min_lr = 0.0  # all steps from the same weights
         run, hf_config = set_up(cfg, data=False), AutoConfig.from_pretrained(folder)
@@ -74,12 +70,12 @@ def main(output: str, **folders: str) -> None:
                 with rounded(run.model[0], seed):
                     found[case, seed] = step_once(run, batch)
         assert step_once(run, batch) == found[size, family, equal, rows]
-    leave(found, output)
+    return found
 
 
 @pytest.fixture(scope="module")
 def found(untied_folder, moe_folder):
-    return results_of_ranks("tests.parity.split_models.test_cp_check", RANKS, untied_folder, moe_folder)
+    return results_of_ranks(steps_of_sizes, RANKS, untied_folder, moe_folder)
 
 
 def check_sizes(found, family, equal):
@@ -108,8 +104,3 @@ def test_what_is_compared_tells_batches_apart(found):
     for name in ("loss", "grad_norm"):
         for a, b in itertools.combinations([value[name] for value in values], 2):
             assert abs(a / b - 1) > 1e-3
-
-
-if __name__ == "__main__":
-    begin()
-    main(sys.argv[1], dense=sys.argv[2], MoE=sys.argv[3])

@@ -1,13 +1,10 @@
 """Context-parallel ranks send each other the vision tokens that their own tokens use, and no others; counted in bytes.
 
-That values and gradients are those of one process is in `test_on_ranks.py`. Run on ranks it is the script:
--m tests.parity.split_models.test_exchange OUTPUT FOLDER.
+That values and gradients are those of one process is in `test_on_ranks.py`.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -28,7 +25,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from tests.forked import results_of_ranks
 from tests.model.inputs.support import share_of
-from tests.ranks import begin, leave, of_all_ranks
+from tests.ranks import of_all_ranks
 
 from ..on_ranks import Split
 from ..topologies import Topology
@@ -57,12 +54,9 @@ def count(split: Split, rows: str) -> dict[str, Any]:
     return dict(batch=batch, frames=frames, width=width, forward=forward, backward=backward)
 
 
-def main(output: str, folder: str) -> None:
-    ranks = int(os.environ["WORLD_SIZE"])
-    split, found = Split(folder, Topology(ranks, dict(context_parallel_size=ranks))), {}
-    for rows in ROWS:
-        found[rows] = of_all_ranks(count(split, rows))
-    leave(found, output)
+def count_all(folder: Path, ranks: int) -> dict[str, list[dict[str, Any]]]:
+    split = Split(folder, Topology(ranks, dict(context_parallel_size=ranks)))
+    return {rows: of_all_ranks(count(split, rows)) for rows in ROWS}
 
 
 PAGE = Path("docs/speed.md")
@@ -89,7 +83,7 @@ def crossings(batch: TokenBatch, frames: Sequence[Sequence[int]]) -> list[int]:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_bytes_sent_are_those_of_tokens_that_other_ranks_use(untied_folder, ranks):
-    found = results_of_ranks("tests.parity.split_models.test_exchange", ranks, untied_folder)
+    found = results_of_ranks(count_all, ranks, untied_folder, ranks)
     for rows in ROWS:
         batch, frames, width = (found[rows][0][name] for name in ("batch", "frames", "width"))
         sent = {kind: sum(one[kind] for one in found[rows]) for kind in ("forward", "backward")}
@@ -132,8 +126,3 @@ def test_what_the_page_says_of_8b():
     whole, sent = (ranks * 52 * 256 * width, sum(sum(one.received) for one in exchanges) * width)
     print(whole / ranks / 1e6, sent / ranks / 1e6, max(others) * width / 1e6, [one.received for one in exchanges])
     assert f"{whole / ranks / 1e6:.0f} MB" in PAGE.read_text() and f"{sent / ranks / 1e6:.0f} MB" in PAGE.read_text()
-
-
-if __name__ == "__main__":
-    begin()
-    main(*sys.argv[1:])

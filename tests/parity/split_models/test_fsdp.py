@@ -1,14 +1,12 @@
 """Under Megatron-FSDP losses and first gradients are transformers', also where one rank alone has pictures.
 
-Parameters lie in small buckets, so that each module's are gathered when it is called, and reduced on their own. Run on
-ranks it is the script: -m tests.parity.split_models.test_fsdp OUTPUT HF_FOLDER...
+Parameters lie in small buckets, so that each module's are gathered when it is called, and reduced on their own.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +23,9 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from transformers import AutoConfig
 
-from tests.forked import run_ranks
+from tests.forked import results_of_ranks
 from tests.noise import check, limits, relative
-from tests.ranks import begin, leave
+from tests.ranks import of_all_ranks
 
 from ..batches import Sample, make_batch, make_samples, run_reference
 from ..conftest import Pair, make_pair
@@ -43,7 +41,7 @@ def samples_of(content: str, config) -> list[Sample]:
     return make_samples(content, config, seed=11)
 
 
-def build(folder: str, *, chunk: int = 0, per_token: bool = True) -> torch.nn.Module:
+def build(folder: Path, *, chunk: int = 0, per_token: bool = True) -> torch.nn.Module:
     """The model, sharded over all ranks."""
     provider = AutoBridge.from_hf_pretrained(folder).to_megatron_provider(load_weights=True)
     provider.calculate_per_token_loss, provider.loss_chunk_tokens = per_token, chunk
@@ -94,8 +92,8 @@ def step(
     return loss.item(), gradients(model)
 
 
-def main(output: str, *folders: str) -> None:
-    """Every model, content and kind of rows; each rank saves its losses, and its part of the gradients.
+def steps_of_models(*folders: Path) -> list[tuple[dict, dict, dict]]:
+    """Of every model, content and kind of rows, each rank's losses and its part of the gradients.
 
     Of each model, norms of its last case too.
     """
@@ -112,18 +110,17 @@ def main(output: str, *folders: str) -> None:
     config = AutoConfig.from_pretrained(folders[folder])
     samples = samples_of(contents[rank], config)
     _, found["mean"] = step(build(folders[folder], per_token=False), samples, config, rows)
-    torch.save((losses, found, found_norms), f"{output}.{rank}")
-    leave()
+    return of_all_ranks((losses, found, found_norms))
 
 
 _SECONDS = 400  # about 60 where the machine is free; a hang has no end
 NORM = 5e-6  # relative; measured 5.0e-7
 
 
-def run_models(output: Path, *folders: Path) -> tuple[Any, ...]:
+def run_models(*folders: Path) -> tuple[Any, ...]:
     """Losses of each of two ranks, gradients, and their norms."""
-    run_ranks("tests.parity.split_models.test_fsdp", 2, output, *folders, timeout=_SECONDS)
-    (first, upper, norms), (second, lower, also) = (torch.load(f"{output}.{rank}") for rank in (0, 1))
+    ranks = results_of_ranks(steps_of_models, 2, *folders, timeout=_SECONDS)
+    (first, upper, norms), (second, lower, also) = ranks
     gradients = {
         case: {name: torch.cat((upper[case][name], lower[case][name])) for name in upper[case]} for case in upper
     }
@@ -148,15 +145,15 @@ def check_models(pair: Pair, folder: Path, losses: list[dict], gradients: dict) 
         expected = reference()
         most = limits(reference, errors, pair.reference, expected=expected)
         for rows in ROWS:
-            case = (str(folder), contents, rows)
+            case = (folder, contents, rows)
             for name, p in pair.megatron.named_parameters():
                 p.grad = gradients[case][name]
             check(errors(([one[case] for one in losses], pair.megatron_gradients()), expected), most)
 
 
 @pytest.fixture(scope="module")
-def found(untied_folder, tied_folder, moe_folder, tmp_path_factory):
-    return run_models(tmp_path_factory.mktemp("fsdp") / "found", untied_folder, tied_folder, moe_folder)
+def found(untied_folder, tied_folder, moe_folder):
+    return run_models(untied_folder, tied_folder, moe_folder)
 
 
 @pytest.mark.parametrize("kind", ["untied", "tied", "moe"])
@@ -170,7 +167,7 @@ def test_losses_and_gradients_are_those_of_transformers(found, kind, request):
 def test_without_a_loss_per_token_gradients_are_averaged(found, untied_folder):
     """`calculate_per_token_loss=False`: a framework's loss has the factor for it."""
     *_, gradients, _ = found
-    added_up = gradients[(str(untied_folder), *MEAN[1:])]
+    added_up = gradients[(untied_folder, *MEAN[1:])]
     errors = relative({name: 2 * mean for name, mean in gradients["mean"].items()}, added_up)
     assert max(errors.values()) <= 1e-6, errors
 
@@ -186,8 +183,3 @@ def test_norms_of_parts_are_those_of_their_gradients(found):
         worst = max(worst, abs(math.hypot(*parts) / total - 1))
     print(f"{worst:.1e}")
     assert worst <= NORM
-
-
-if __name__ == "__main__":
-    begin()
-    main(*sys.argv[1:])

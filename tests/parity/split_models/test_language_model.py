@@ -1,12 +1,11 @@
 """The text model alone, split or not: megatron-core embeds and scatters, and nothing is scattered twice.
 
-It is given whole rows, as by users who have no pictures, beside transformers and beside the model of both towers. Run
-on ranks it is the script: -m tests.parity.split_models.test_language_model OUTPUT DENSE_FOLDER MOE_FOLDER.
+It is given whole rows, as by users who have no pictures, beside transformers and beside the model of both towers.
 """
 
 from __future__ import annotations
 
-import sys
+from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.batch import SequenceLayout, TokenBatch
@@ -21,7 +20,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from tests.forked import results_of_ranks
-from tests.ranks import begin, largest, leave
+from tests.ranks import largest
 
 from ..batches import Sample, make_batch, make_samples, run_reference
 from ..conftest import Pair, make_pair
@@ -144,14 +143,14 @@ def compare(pair: Pair, rows: str) -> dict[str, float]:
     return against_transformers(pair, alone, samples, batch) | against_both_towers(pair, alone, whole, batch)
 
 
-def main(output: str, **folders: str) -> None:
+def errors_of_ranks(folders: dict[str, Path]) -> dict:
     found = {}
     for family, folder in folders.items():
         for split, fields in SPLITS[family].items():
             pair = make_pair(folder, moe_aux_loss_coeff=0.0, **fields)
             for rows in ("padded", "packed"):
                 found[family, split, rows] = largest(compare(pair, rows))
-    leave(found, output)
+    return found
 
 
 LOSS = 5e-6  # absolute, measured 9.5e-7 of losses up to 8
@@ -160,7 +159,7 @@ GRADIENT = 1e-5  # relative to the largest entry of each gradient, measured 1.3e
 
 @pytest.fixture(scope="module")
 def found(untied_folder, moe_folder):
-    return results_of_ranks("tests.parity.split_models.test_language_model", 2, untied_folder, moe_folder)
+    return results_of_ranks(errors_of_ranks, 2, {"dense": untied_folder, "MoE": moe_folder})
 
 
 @pytest.mark.parametrize("rows", ["padded", "packed"])
@@ -171,8 +170,3 @@ def test_it_is_the_same_model(found, family, split, rows):
     assert errors["loss"] <= LOSS and errors["gradient"] <= GRADIENT
     assert errors["masks"] == 0
     assert errors["inside_loss"] == errors["inside_gradient"] == 0.0
-
-
-if __name__ == "__main__":
-    begin()
-    main(sys.argv[1], dense=sys.argv[2], MoE=sys.argv[3])

@@ -1,17 +1,13 @@
 """Losses that are divided by microbatches (`calculate_per_token_loss=False`) give one process's gradients.
 
 miles' GRPO scripts and verl's sequence-mean losses are such; Megatron-Bridge's own steps take the mean of a
-microbatch's tokens, as this package's does, there of each context-parallel rank's own. Run on ranks it is the script:
--m tests.parity.split_models.test_means OUTPUT FOLDERS; each folder has `means.pt`, what is expected.
+microbatch's tokens, as this package's does, there of each context-parallel rank's own.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +18,6 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
 from tests.forked import results_of_ranks
-from tests.ranks import begin, leave
 from tests.steps import forward_backward
 
 from ..batches import Sample, run_reference
@@ -73,13 +68,12 @@ def gradients(split: Split, batches: Iterator[Any], rows: str, step: Callable | 
     return split.gradients()
 
 
-def main(output: str, folders: dict[str, str]) -> None:
+def errors_of_ranks(folders: dict[str, Path], expected: dict[str, dict]) -> dict:
     found = {}
     for name in CHOSEN:
         topology = TOPOLOGIES[name]
         for family in topology.families:
             folder = folders[family]
-            expected = torch.load(Path(folder) / "means.pt")
             split = Split(folder, topology, model__calculate_per_token_loss=False)
             samples = sum(map(len, step_samples(CONTENT, split.hf_config, 0)))
             for loss, kinds in LOSSES.items():
@@ -91,8 +85,8 @@ def main(output: str, folders: dict[str, str]) -> None:
                     batches = split.batches(CONTENT, rows, steps=1)
                     step = None if ours else functools.partial(forward_step, loss, samples)
                     given = gradients(split, batches, rows, step)
-                    found[name, family, loss, rows] = worst(given, expected["ours" if ours else "samples"])
-    leave(found, output)
+                    found[name, family, loss, rows] = worst(given, expected[family]["ours" if ours else "samples"])
+    return found
 
 
 pytestmark = pytest.mark.slow
@@ -100,7 +94,7 @@ pytestmark = pytest.mark.slow
 GRADIENT = 2e-5  # relative to the largest entry of each
 
 
-def expected(folder) -> dict[str, dict[str, torch.Tensor]]:
+def gradients_of_transformers(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     """Gradients of both means by transformers: of microbatches' means of tokens, and of samples' means."""
     from transformers import AutoModelForImageTextToText
 
@@ -120,17 +114,10 @@ def expected(folder) -> dict[str, dict[str, torch.Tensor]]:
     return found
 
 
-def test_gradients_are_those_of_one_process(untied_folder, moe_folder, tmp_path):
+def test_gradients_are_those_of_one_process(untied_folder, moe_folder):
     folders = {"dense": untied_folder, "MoE": moe_folder}
-    folders = {name: str(shutil.copytree(folder, tmp_path / name)) for name, folder in folders.items()}
-    for folder in folders.values():
-        torch.save(expected(Path(folder)), Path(folder) / "means.pt")
-    found = results_of_ranks("tests.parity.split_models.test_means", 2, json.dumps(folders))
+    expected = {family: gradients_of_transformers(folder) for family, folder in folders.items()}
+    found = results_of_ranks(errors_of_ranks, 2, folders, expected)
     print({case: f"{error:.1e}" for case, error in found.items()})
     assert {loss for _, _, loss, _ in found} == set(LOSSES) and {name for name, *_ in found} == set(CHOSEN)
     assert max(found.values()) <= GRADIENT, found  # measured 3.7e-6
-
-
-if __name__ == "__main__":
-    begin()
-    main(sys.argv[1], json.loads(sys.argv[2]))

@@ -5,29 +5,17 @@ Vision and language on ranks of their own among them.
 
 from __future__ import annotations
 
-import shutil
 from itertools import product
 
 import pytest
 import torch
 
-from ..matrix import (
-    ERRORS,
-    FAMILIES,
-    MATRIX_CONTENTS,
-    TOPOLOGIES,
-    Case,
-    cases,
-    check,
-    some_cases,
-    write_references,
-    wrong,
-)
-from ..topologies import MODULES
+from ..matrix import EACH, ERRORS, FAMILIES, Case, cases, check, some_cases, with_references, wrong
+from ..references import MATRIX_CONTENTS
+from ..topologies import MODULES, TOPOLOGIES
 
-# One case of each topology, of one family by turns; Qwen3.5's are as many (`tests/qwen3_5/model/test_parity.py`).
-FEW = dict(each=1, both=False)
-CHOSEN = {2: dict(each=2, both=True), 4: FEW}
+# Two cases of each topology, of both families; on four ranks one, of one family by turns, as Qwen3.5 has on two too.
+CHOSEN = {2: dict(each=2, both=True), 4: dict(each=1, both=False)}
 # Of modules on ranks of their own, every content and kind of rows: as many of both, and more of either.
 WHOLE = {3: ("2 + 1", "1 + DP2"), 4: ("2 + DP2",)}
 
@@ -44,18 +32,23 @@ def of_modules(ranks: int) -> list[Case]:
 
 
 @pytest.fixture(scope="module")
-def folders(untied_folder, moe_folder, tmp_path_factory):
-    copies = tmp_path_factory.mktemp("references")  # which are written next to the models
-    folders = {"dense": untied_folder, "MoE": moe_folder}
-    folders = {name: shutil.copytree(folder, copies / name) for name, folder in folders.items()}
-    return folders, write_references(folders)
+def models(untied_folder, moe_folder):
+    return {"dense": untied_folder, "MoE": moe_folder}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "how"), [(2, FEW), *(pytest.param(*chosen, marks=pytest.mark.slow) for chosen in CHOSEN.items())]
-)
-def test_split_models_train_as_one_process_does(folders, ranks, how):
-    check(some_cases(ranks, **how), *folders, ranks)
+@pytest.fixture(scope="module")
+def folders(models, tmp_path_factory):
+    return with_references(models, tmp_path_factory.mktemp("references"))
+
+
+def test_each_kind_of_parallelism_trains_as_one_process_does(models, tmp_path):
+    check(EACH, *with_references(models, tmp_path, ["mixed"]), ranks=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", CHOSEN)
+def test_split_models_train_as_one_process_does(folders, ranks):
+    check(some_cases(ranks, **CHOSEN[ranks]), *folders, ranks)
 
 
 @pytest.mark.slow
@@ -74,6 +67,7 @@ def test_the_chosen_cases_have_every_topology_content_and_kind_of_rows():
     assert {case[2:] for case in chosen} == {case[2:] for case in everything}
     assert {case[1] for case in everything} == set(TOPOLOGIES)
     assert {case[2] for case in everything} == set(MATRIX_CONTENTS)
+    assert set(EACH) <= set(everything)
 
 
 def test_the_chosen_modules_have_every_split_content_and_kind_of_rows():

@@ -1,7 +1,6 @@
 """The Megatron model equals transformers, split over ranks too: logits, loss and every gradient, float32 on the CPU."""
 
 import itertools
-import shutil
 
 import pytest
 
@@ -9,11 +8,11 @@ from tests.forked import results_of_ranks
 from tests.noise import check, relative
 from tests.parity.batches import CONTENTS, make_batch, make_samples
 from tests.parity.conftest import make_pair
-from tests.parity.matrix import MODELS, some_cases, write_references
+from tests.parity.matrix import MODELS, some_cases, with_references
 from tests.parity.matrix import check as check_matrix
 from tests.parity.one_process.test_parity import check_parity, run_megatron
 from tests.parity.one_process.test_recompute import FULL, of_vision
-from tests.parity.split_models.test_cp_check import RANKS, check_sizes
+from tests.parity.split_models.test_cp_check import RANKS, check_sizes, steps_of_sizes
 from tests.parity.split_models.test_fsdp import check_models, run_models
 
 from ..conftest import pair_with_mtp
@@ -80,20 +79,25 @@ def both(qwen3_5_folders):
 
 @pytest.fixture(scope="module")
 def folders(both, tmp_path_factory):
-    copies = tmp_path_factory.mktemp("references")  # which are written next to the models
-    folders = {name: shutil.copytree(folder, copies / name) for name, folder in both.items()}
-    return folders, write_references(folders, **MATRIX.settings)
+    return with_references(both, tmp_path_factory.mktemp("references"), **MATRIX.settings)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_each_kind_of_parallelism_trains_as_one_process_does(both, tmp_path):
+    chosen = [("MoE", split, "mixed", "packed") for split in ("TP2+SP+EP2", "CP2+EP2", "PP2")]
+    references = with_references({"MoE": both["MoE"]}, tmp_path, ["mixed"], **MATRIX.settings)
+    check_matrix(chosen, *references, ranks=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_split_models_train_as_one_process_does(folders, ranks):
     chosen = [case for case in some_cases(ranks, each=1, both=False) if case[1] not in MATRIX.refused]
     check_matrix(chosen, *folders, ranks)
 
 
 @pytest.fixture(scope="module")
-def of_fsdp(both, tmp_path_factory):
-    return run_models(tmp_path_factory.mktemp("fsdp") / "found", *both.values())
+def of_fsdp(both):
+    return run_models(*both.values())
 
 
 @pytest.mark.slow
@@ -107,7 +111,7 @@ def test_megatron_fsdp(of_fsdp, kind, both):
 
 @pytest.fixture(scope="module")
 def of_sizes(both):
-    return results_of_ranks("tests.parity.split_models.test_cp_check", RANKS, *both.values())
+    return results_of_ranks(steps_of_sizes, RANKS, *both.values())
 
 
 @pytest.mark.slow
