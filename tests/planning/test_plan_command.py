@@ -357,7 +357,7 @@ def test_the_settings_are_megatron_bridges(capsys):
 BRIDGES = Precision(2, 2, 4)
 RUN_OF_CONFIG = TrainingSettings(
     seq_length=512, global_batch_size=2, precision=Precision(4, 4, 4), sharding=Sharding.ALL, transformer_engine=False,
-    balancing_loss=False, loss_chunk_tokens=8192,
+    balancing_loss=False, loss_chunk_tokens=8192, on_gpu=True,
 )  # fmt: skip
 DISTRIBUTED = dict(sharding=Sharding.OPTIMIZER, precision=FP32)
 

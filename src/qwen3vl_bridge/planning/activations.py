@@ -7,10 +7,10 @@ there is no dropout and its masks (2 bytes); attention saves queries, keys, valu
 head (Dao et al., arXiv 2205.14135); queries and keys have a norm and a rotation, and the MLP is gated.
 
 There are two kinds of layers. Megatron-core's local ones, with our attention, are compared in tests with the tensors
-that autograd saves. Transformer Engine's differ in the terms that are marked here: its norms save only their input, in
-the model's precision, where torch's on a CPU also save the normalised input and compute in float32; values are copied
-out of the projection of queries, keys and values; its attention's output is the next layer's input, where ours copies
-packed rows; experts' tokens are permuted by a map.
+that autograd saves on a CPU. Transformer Engine's differ in the terms that are marked here: values are copied out of
+the projection of queries, keys and values; experts' tokens are permuted by a map. On a GPU norms save only their input,
+in the model's precision, where torch's on a CPU also save the normalised input and compute in float32; and attention's
+output is the next layer's input, where packed rows are copied on a CPU.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class RankWidths:
     def __init__(self, dims: Dimensions, split: ModelSplit, training: TrainingSettings) -> None:
         self.dims, self.split, self.training = dims, split, training
         self.e, self.te = training.precision.weight, training.transformer_engine  # bytes of a number; its layers
+        self.kernels = self.te or training.on_gpu  # a norm, and attention over packed rows, is a kernel each
         self.token = (
             1 / split.sequence_ranks
         )  # the part of a token between layers, less than 1 with sequence parallelism
@@ -52,19 +53,19 @@ class RankWidths:
         self.kv = self.groups * dims["head_dim"]
         self.ffn = dims["ffn"] / split.tp
         # Torch's LayerNorm saves mean and deviation in the input's precision on a CPU.
-        self.layer_norm = 2 * (_STATISTIC if self.te else self.e)
+        self.layer_norm = 2 * (_STATISTIC if self.kernels else self.e)
 
 
 # The language model, for each token of a context-parallel rank.
 
 
 def norm(r: RankWidths, name: str, numbers: float, groups: float) -> SavedTensors:
-    """A norm over `groups` parts of `numbers` numbers: its input and statistic; torch's also saves the result before
-    scaling.
+    """A norm over `groups` parts of `numbers` numbers: its input and statistic; torch's on a CPU also saves the result
+    before scaling.
     """
-    e = r.e if r.te else _FLOAT
+    e = r.e if r.kernels else _FLOAT
     saved = {f"{name}: input": numbers * e, f"{name}: statistic": groups * _STATISTIC}
-    return saved if r.te else saved | {f"{name}: normalised": numbers * e}
+    return saved if r.kernels else saved | {f"{name}: normalised": numbers * e}
 
 
 def attention(r: RankWidths) -> SavedTensors:
@@ -84,7 +85,7 @@ def attention(r: RankWidths) -> SavedTensors:
         saved |= {"gate: input": r.q * e, "gate": r.q * (e if r.te else _FLOAT)}
     if r.te:
         return saved | {"keys": r.kv * e, "values": r.kv * e}
-    if e == _FLOAT:  # norms of a part of linear_qkv's output save that, which is saved anyway
+    if r.kernels or e == _FLOAT:  # norms of a part of linear_qkv's output save that, which is saved anyway
         saved["norm of keys: input"] = 0
         saved["norm of queries: input"] *= r.groups > 1
     # Ranks that share a group gather all groups and slice their own. Source: megatron-core 0.19, SelfAttention.
@@ -94,7 +95,7 @@ def attention(r: RankWidths) -> SavedTensors:
         saved["keys and values of all context-parallel ranks"] = 2 * r.kv * e * split.cp
     else:
         saved["keys"] = r.kv * e
-    if r.training.packed or split.cp > 1:
+    if (r.training.packed and not r.kernels) or split.cp > 1:
         saved["attention: output"] = r.q * e
     return saved
 
@@ -227,7 +228,7 @@ def mtp_inputs(r: RankWidths, *, received: bool) -> SavedTensors:
         "eh_proj: input": 2 * r.hidden * r.e,
         **norm(r, "norm after multi-token prediction", r.hidden, r.token),
     }
-    if r.te or r.e == _FLOAT:  # then a norm's input is no copy: hidden states are the output layer's input too
+    if r.kernels or r.e == _FLOAT:  # then a norm's input is no copy: hidden states are the output layer's input too
         saved["norm of hidden states: input"] = 0
         saved["norm of next tokens: input"] *= not received
         # The layer's input is a sequence-parallel part of what all ranks have gathered, which it saves.
@@ -257,8 +258,8 @@ def vision_layer(r: RankWidths) -> SavedTensors:
     }
     if r.te:
         return saved | {"values": heads}
-    # Values are a view of the projection's output, and frames' outputs are concatenated.
-    return saved | {"linear_qkv: output": 3 * heads, "attention: output": heads}
+    # Values are a view of the projection's output, and on a CPU frames' outputs are concatenated.
+    return saved | {"linear_qkv: output": 3 * heads, "attention: output": heads * (not r.kernels)}
 
 
 def patch_inputs(r: RankWidths) -> SavedTensors:

@@ -131,6 +131,7 @@ def _training_settings(cfg: Any) -> TrainingSettings:
         frozen=frozenset(part for part in Part if getattr(model, f"freeze_{part.value}")),
         lora=_lora(cfg.peft),
         transformer_engine=model.transformer_impl == "transformer_engine",
+        on_gpu=True,
         fused_activation=model.bias_activation_fusion,
         loss_fusion=model.cross_entropy_fusion_impl if model.cross_entropy_loss_fusion else None,
         loss_chunk_tokens=model.loss_chunk_tokens,
