@@ -456,7 +456,9 @@ def test_a_model_with_experts(cfg):
     cfg.model = AutoBridge.from_hf_config(presets.hf_config("30B-A3B")).to_megatron_provider(load_weights=False)
     change(cfg, model__expert_model_parallel_size=8, model__expert_tensor_parallel_size=1,
            mixed_precision="bf16_mixed", train__global_batch_size=8)  # fmt: skip
-    training = replace(RUN_OF_CONFIG, global_batch_size=8, precision=BRIDGES, balancing_loss=True)
+    training = replace(
+        RUN_OF_CONFIG, global_batch_size=8, precision=BRIDGES, balancing_loss=True, loss_chunk_tokens=2048
+    )
     assert plan_of(cfg, 8) == estimate(presets.config_dict("30B-A3B"), ModelSplit(8, ep=8, etp=1), training)
 
 

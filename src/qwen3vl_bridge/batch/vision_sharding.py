@@ -83,7 +83,7 @@ class VisionExchange(Movable):
 
 
 def assign_frames(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """The frames of each rank, ascending.
+    """The frames of each rank, ascending; a frame is never split.
 
     Longest-processing-time first: frames in descending order of cost, each to the rank with the lowest cost so far;
     then frames are moved or swapped away from the rank with the highest cost while this helps. The first step by itself

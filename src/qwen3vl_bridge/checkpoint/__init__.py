@@ -1,5 +1,5 @@
 """Checkpoint conversion between Hugging Face safetensors and Megatron, without a GPU and without holding the model in
-memory.
+memory. A run's own checkpoints are saved by `training/checkpoint_manager.py`.
 """
 
 from qwen3vl_bridge import lazy

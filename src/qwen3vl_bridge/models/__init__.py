@@ -3,8 +3,9 @@
 Where to look: Hugging Face's and Megatron's name of a weight are a row of a family's `table.py`. From
 `AutoBridge.from_hf_pretrained` to the first forward: `bridge.py` reads the configuration into fields, `provider.py`
 completes and checks them and builds the model, `model.py` embeds and decodes. From a caller's rows to segments:
-`inputs.py`. Who refuses a setting: of a `config.json` a family's `config.py`, with `hf_config.py`; of a provider
-`refusals.py`.
+`inputs.py`; our own rows are segments when `data/collation.py` makes them. Who refuses a setting: of a `config.json` a
+family's `config.py`, with `hf_config.py`; of a provider `refusals.py` and the family's `provider.py`; of a run
+`training/run_refusals.py`; of adapters `peft/lora.py`; an argument of the forward `inputs.py`.
 
 Legend of shapes in this package: b rows, s local sequence length, h hidden size, d head dimension, N vision patches, M
 = N / merge^2 vision tokens, K vision tokens of this rank, t DeepStack features.

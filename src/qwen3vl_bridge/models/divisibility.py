@@ -61,6 +61,7 @@ def indivisible(
             ("linear_num_value_heads", dims["l_value_heads"], "tp * cp", tp * cp),
         ]
     yield from (Indivisible(*share) for share in shares if share[1] % share[3])
+    # With fewer groups than ranks, ranks gather all groups and take their own. Source: megatron-core, SelfAttention.
     if dims["kv_heads"] % tp and tp % dims["kv_heads"]:
         yield Indivisible("num_query_groups", dims["kv_heads"], "tp", tp, either=True)
 

@@ -1,6 +1,9 @@
 """What a model refuses: every setting of a provider that would be ignored, fail later, or train something else.
 
-The tables are in the order in which they are checked. What megatron-core and Megatron-Bridge refuse clearly is not
+The tables are in the order in which they are checked: BEFORE_FINALIZE, DENSE or EXPERTS, and the family's own `rules`
+before megatron-core completes a provider in `finalize()`, AFTER_FINALIZE then; ON_FORWARD and ON_TRAIN by the model's
+forward. A rule is a row `Allowed(...).because(...)` or `keep(...)`, and a function only where settings depend on one
+another. What megatron-core and Megatron-Bridge refuse clearly is not
 repeated. Which settings nothing reads was determined by a search of the installed megatron-core and Megatron-Bridge and
 of this package for every field's readers, and by recording which fields runs read (docs/settings.md).
 """
@@ -336,10 +339,11 @@ def _check_divisible(provider: VisionLanguageFields) -> None:
         etp=provider.expert_tensor_parallel_size or 1,
         vision_tp=vision_tensor_ranks(provider),
     )
-    for setting, size, split, ranks, _ in wrong:
+    for setting, size, split, ranks, either in wrong:
         circumstances = _DIST_TRAIN.describe(provider) if names[split] == _VISION_TENSOR else ""
         why = ": should_pad_vocab pads it" if setting == "padded_vocab_size" else ""
-        raise ValueError(f"{setting} is {size}{circumstances}, expected a multiple of {names[split]}, {ranks}{why}")
+        multiple = "a multiple or divisor" if either else "a multiple"
+        raise ValueError(f"{setting} is {size}{circumstances}, expected {multiple} of {names[split]}, {ranks}{why}")
     if not provider.moe_layers and (ranks := provider.expert_tensor_parallel_size) not in (
         1,
         provider.tensor_model_parallel_size,

@@ -55,7 +55,8 @@ class BalancedRouter(TopKRouter):
         Args:
             kind: of the loss, which selects its coefficient.
             scores: [tokens, E] of this rank, zero for padding.
-            selected: [E] how often each expert is selected by real tokens of all ranks of `group`.
+            selected: [E] how often each expert is selected by real tokens of all ranks of `group`; megatron-core's
+                router leaves padding out of its map, by the mask that the model passes to it.
             wanted: [E] the f_e of the loss.
             group: ranks whose tokens are balanced together.
         """

@@ -1,4 +1,6 @@
-"""The only module that calls collectives. Groups of one rank do not communicate."""
+"""The only module that calls collectives in training (converters: `checkpoint/processes.py`). Groups of one rank do not
+communicate.
+"""
 
 from __future__ import annotations
 

@@ -83,17 +83,21 @@ class Accuracy(Callback):
         shared = ranks_in_step(context.model) is not None
         rank, ranks = (0, 1) if shared else (groups.dp.rank(), groups.dp.size())
         if self._questions is None:
-            source = open_source(
-                self.settings.path,
-                getattr(self.rows, "media_root", None),
-                addresses=self.rows.downloaded() if hasattr(self.rows, "downloaded") else None,
-                schema_adapter=getattr(self.rows, "schema_adapter", None),
-                columns=getattr(self.rows, "columns", None),
-            )
-            self._questions = questions(source, self.rows, self.settings.samples)[rank::ranks]
+            self._questions = self.read()[rank::ranks]
         counts = torch.tensor(self.ask(context.model), device=next(context.model[0].parameters()).device)
         right, asked = (counts if shared else sum_counts(counts, groups.dp)).tolist()
         publish(context, {"accuracy": right / max(asked, 1)})
+
+    def read(self) -> list[Question]:
+        """All ranks' prompts, read as the run's rows are."""
+        source = open_source(
+            self.settings.path,
+            getattr(self.rows, "media_root", None),
+            addresses=self.rows.downloaded() if hasattr(self.rows, "downloaded") else None,
+            schema_adapter=getattr(self.rows, "schema_adapter", None),
+            columns=getattr(self.rows, "columns", None),
+        )
+        return questions(source, self.rows, self.settings.samples)
 
     def ask(self, model: Sequence[torch.nn.Module]) -> list[int]:
         """Generate the answers to this rank's prompts; returns the number of correct answers, and of prompts."""

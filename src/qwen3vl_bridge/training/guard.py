@@ -24,7 +24,7 @@ from qwen3vl_bridge.dist_train.joint_step import is_split_unjoined
 from qwen3vl_bridge.models.rules import check
 from qwen3vl_bridge.parallel.collectives import broadcast_object, gather_objects, sum_over_ranks
 from qwen3vl_bridge.training import run_refusals
-from qwen3vl_bridge.training.run_log import MEASURED, STEP_LOSS, TOWER_NORMS, read_metrics
+from qwen3vl_bridge.training.run_log import MEASURED, PART_NORMS, STEP_LOSS, read_metrics
 from qwen3vl_bridge.training.run_settings import Action, GuardConfig
 from qwen3vl_bridge.weights.rows import Part, part_of_wrapped
 
@@ -45,7 +45,7 @@ _NAMED = 10  # samples in a message
 class StepGuard(Callback):
     """Implements `cfg.guard`, and computes the gradient norms of the model's parts.
 
-    Norms are before clipping, in `context.user_state["tower_norms"]` and in the log as `grad_norm_language_model` and
+    Norms are before clipping, in `context.user_state["part_norms"]` and in the log as `grad_norm_language_model` and
     so on. A step costs one small all-reduce over all ranks.
     """
 
@@ -81,7 +81,7 @@ class StepGuard(Callback):
         """Store the norms for other callbacks."""
         self._microbatches.clear()
         self._read()
-        context.user_state[TOWER_NORMS], context.user_state[STEP_LOSS] = dict(self._norms), self._loss
+        context.user_state[PART_NORMS], context.user_state[STEP_LOSS] = dict(self._norms), self._loss
         measured = context.user_state.setdefault(MEASURED, {})
         measured |= {f"grad_norm_{part}": norm for part, norm in self._norms.items()}
 

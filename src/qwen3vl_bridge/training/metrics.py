@@ -23,7 +23,7 @@ from qwen3vl_bridge.models.router import tracked_row, tracked_rows
 from qwen3vl_bridge.parallel.collectives import max_of_each, sum_amounts, sum_over_ranks
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.planning.hardware import GPUS
-from qwen3vl_bridge.training.run_log import TOWER_NORMS, check_trackers, publish, step_of
+from qwen3vl_bridge.training.run_log import PART_NORMS, check_trackers, publish, step_of
 from qwen3vl_bridge.training.run_refusals import microbatches_of_a_rank
 
 import torch
@@ -109,7 +109,7 @@ class Metrics(Callback):
         totals = self._excluded.figures([*map(sum, zip(dropped, newly_dropped, strict=True))], unreadable)
         if torch.distributed.get_rank() == 0:
             self._excluded.say(totals, step_of(context))
-        norms = context.user_state.get(TOWER_NORMS) or {}
+        norms = context.user_state.get(PART_NORMS) or {}
         figures = {
             "tokens": step.tokens,
             "images": step.images,

@@ -32,8 +32,8 @@ Entry = dict[str, float]
 
 METRICS = "metrics.jsonl"
 # Keys of `context.user_state`, on every rank. MEASURED: an event's metrics until they are in the log. ENTRY: the latest
-# entry. STEP_LOSS: the (sum of losses, tokens) of a step over all ranks. TOWER_NORMS: gradient norms by part.
-MEASURED, ENTRY, STEP_LOSS, TOWER_NORMS = "measured", "log_entry", "step_loss", "tower_norms"
+# entry. STEP_LOSS: the (sum of losses, tokens) of a step over all ranks. PART_NORMS: gradient norms by part.
+MEASURED, ENTRY, STEP_LOSS, PART_NORMS = "measured", "log_entry", "step_loss", "part_norms"
 # Prefix of metrics that Megatron-Bridge does not log itself.
 PREFIX = "qwen3vl/"
 
@@ -82,7 +82,7 @@ class RunLog(Callback):
         elif "lm loss" in context.loss_dict:  # of another package's forward step
             entry["loss"] = float(context.loss_dict["lm loss"])
         entry["lr"] = self._lr
-        parts = context.user_state[TOWER_NORMS].values()  # a skipped step has a norm too
+        parts = context.user_state[PART_NORMS].values()  # a skipped step has a norm too
         entry["grad_norm"] = math.hypot(*parts) if context.grad_norm is None else float(context.grad_norm)
         entry |= {"trained_tokens": int(tokens), "seconds": time.perf_counter() - self._started}
         if context.skipped_iter:

@@ -47,7 +47,7 @@ from megatron.core.optimizer.emerging_optimizers import HAVE_EMERGING_OPTIMIZERS
 
 logger = logging.getLogger(__name__)
 
-_TOWERS = "optimizer_config_override_provider"
+_RATES = "optimizer_config_override_provider"
 _DIST_TRAIN = on("model.dist_train.use_dist_train")
 _FSDP = on("ddp.use_megatron_fsdp")
 _STOPS = ("rerun_state_machine.check_for_nan_in_loss", "ddp.check_for_nan_in_grad")
@@ -232,13 +232,13 @@ BEFORE_VALIDATE: tuple[Rule, ...] = (
 # --- When training begins, in a run with a configuration of Megatron-Bridge's own class too ---
 
 
-def _check_towers(cfg: Any) -> None:
+def _check_part_rates(cfg: Any) -> None:
     """Refuse learning rates of parts that contradict the rest of a configuration, or would have no effect."""
     towers, optimizer = cfg.optimizer_config_override_provider, cfg.optimizer
     if not isinstance(towers, Qwen3VLLearningRates) or not (rates := towers.rates()):
         return
     if cfg.peft is not None:
-        raise ValueError(f"{_TOWERS} sets learning rates of parts: expected none with peft, which trains only adapters")
+        raise ValueError(f"{_RATES} sets learning rates of parts: expected none with peft, which trains only adapters")
     if not optimizer.lr or (optimizer.min_lr or 0.0) > optimizer.lr:
         raise ValueError(
             f"optimizer.lr is {optimizer.lr} and optimizer.min_lr {optimizer.min_lr}: expected a positive rate that "
@@ -246,7 +246,7 @@ def _check_towers(cfg: Any) -> None:
         )
     frozen = {part for part in Part if getattr(cfg.model, f"freeze_{part.value}", False)}
     for part, rate in rates.items():
-        name = f"{_TOWERS}.{part.value}_lr"
+        name = f"{_RATES}.{part.value}_lr"
         if rate <= 0:
             raise ValueError(f"{name} is {rate}, expected more than 0; model.freeze_{part.value} freezes a part")
         if rate < (start := cfg.scheduler.lr_warmup_init):
@@ -257,7 +257,7 @@ def _check_towers(cfg: Any) -> None:
             raise ValueError(f"{name} is {rate}, expected None, or optimizer.decoupled_lr None")
     if all(rates.get(part, optimizer.lr) != optimizer.lr for part in Part if part not in frozen):
         raise ValueError(
-            f"{_TOWERS}: every trained part has its own learning rate, so optimizer.lr, {optimizer.lr}, would be "
+            f"{_RATES}: every trained part has its own learning rate, so optimizer.lr, {optimizer.lr}, would be "
             f"ignored; set it to one of {sorted(set(rates.values()))}"
         )
 
@@ -268,7 +268,7 @@ _READS_ALONE = When(
 )
 
 ON_TRAIN: tuple[Rule, ...] = (
-    _check_towers,
+    _check_part_rates,
     *keep("optimizer.optimizer_cuda_graph", "no step could be skipped"),
     Allowed(
         "checkpoint.dist_ckpt_optim_fully_reshardable",

@@ -288,7 +288,7 @@ class ExpertOutput(WeightRow):
 
 
 def stored_rows(row: WeightRow, rows: int, dimensions: Dimensions) -> tuple[int, ...]:
-    """Number of a parameter's rows in each of `Row.stored`: its section's, or equal parts."""
+    """Number of a parameter's rows in each of `WeightRow.stored`: its section's, or equal parts."""
     return tuple(dimensions[size] for _, size in row.sections) or (rows // len(row.stored),) * len(row.stored)
 
 

@@ -277,7 +277,7 @@ def test_streams_and_questions_of_a_run_are_read_by_it(sources, checkpoint, monk
     assert len(next(streamed.stream("train")).sample_ids) == 3
     rows = qwen3vl_bridge.Qwen3VLConversationProvider(train_path=str(parquet), **settings)
     cfg = SimpleNamespace(accuracy=AccuracyConfig(path=str(parquet)), dataset=rows)
-    assert [question.answer for question in Accuracy(cfg)._read()] == ["0", "1", "2"]
+    assert [question.answer for question in Accuracy(cfg).read()] == ["0", "1", "2"]
 
 
 def test_sets_of_a_mixture_have_columns_of_their_own(sources, checkpoint, tmp_path):

@@ -15,7 +15,7 @@ from typing import Any
 
 from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.training.callbacks import training_callbacks
-from qwen3vl_bridge.training.guard import TOWER_NORMS
+from qwen3vl_bridge.training.guard import PART_NORMS
 from qwen3vl_bridge.training.run_log import ENTRY
 from qwen3vl_bridge.training.run_settings import GuardConfig, Qwen3VLLearningRates
 
@@ -109,7 +109,7 @@ def one_case(case: str, folders: dict[str, str]) -> dict[str, Any]:
         run.stream, norms, totals = rows, [], []
         for _ in range(STEPS):
             train_step(run)
-            norms.append(dict(shared[TOWER_NORMS]))
+            norms.append(dict(shared[PART_NORMS]))
             totals.append(shared[ENTRY]["grad_norm"])
         return dict(norms=norms, totals=totals, weights=split.exported()) | spoilt_step(run, rows)
 

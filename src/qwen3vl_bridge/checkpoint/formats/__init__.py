@@ -1,1 +1,1 @@
-"""Checkpoint formats: descriptions of tensors, slices, layouts; a folder for each format."""
+"""Checkpoint formats: descriptions of tensors, slices, layouts; a module for each format."""
