@@ -25,6 +25,7 @@ from ..conftest import Inputs
 from ..running import optimizer_states, replicate, train
 
 SPLITS = {name: topology.fields for name, topology in (TOPOLOGIES | MODULES).items()}
+SPLITS["TP2+SP, padded vocabulary"] = SPLITS["TP2+SP"] | dict(should_pad_vocab=True, make_vocab_size_divisible_by=300)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LOGGED = ("step", "loss", "grad_norm")
 # Rows of the same documents at every split; four microbatches, for data-parallel ranks and interleaved stages.
