@@ -127,6 +127,8 @@ def rehearse(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> Rehea
             "ranks tell one another the sizes of what they send (model.variable_seq_lengths or model.dist_train), and "
             "a rehearsal has only one rank: expected model.variable_seq_lengths=False and no separate vision ranks"
         )
+    if rank and cfg.ddp.use_megatron_fsdp:
+        raise ValueError(f"rank is {rank} with Megatron-FSDP, expected 0: ranks tell one another their shards' sizes")
     report = Rehearsal(rank, world)
     recorder = _Recorder(report)
     with ExitStack() as stack:
