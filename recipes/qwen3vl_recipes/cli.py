@@ -40,7 +40,7 @@ def train(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl train"
             _dry_run(args, chosen)
             return 0
         if args.rehearse:
-            return _rehearse(args, chosen, sys.argv[2:] if arguments is None else arguments)
+            return _rehearse(args, chosen, sys.argv[1:] if arguments is None else arguments)
         with contextlib.nullcontext() if args.verbose else without_prints():
             _run(_configuration(args, chosen), needs_weights=not args.from_scratch)
     # Megatron-Bridge checks a configuration with assertions, and whether the packages are there that it asks for.

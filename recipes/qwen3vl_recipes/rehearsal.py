@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qwen3vl_bridge.io.files import user_cache
 from qwen3vl_bridge.planning.hardware import GIB, gpu_of
 from qwen3vl_bridge.rehearsal import fake_gpu
 from qwen3vl_bridge.terminal import show
@@ -38,9 +39,8 @@ def enter(gpu: str, arguments: Sequence[str]) -> None:
     """
     if "FAKE_GPU_LOG" in os.environ:
         return
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "qwen3vl_bridge" / "fake_gpu"
     try:
-        built = fake_gpu.build(cache)
+        built = fake_gpu.build(user_cache() / "fake_gpu")
     except fake_gpu.FakeGPUError as error:
         raise ValueError(str(error)) from error
     log = Path(tempfile.mkdtemp(prefix="rehearsal-")) / "log"
@@ -72,12 +72,12 @@ def run(cfg: ConfigContainer, *, rank: int, gpus: int, gpu: str, as_json: bool, 
         shutil.rmtree(log.parent, ignore_errors=True)
     layers = complete.model.transformer_impl
     stage = None if plan is None else stage_of(plan, rank)
+    planned = None if stage is None else stage.total - stage.reserve
     if as_json:
-        planned = None if stage is None else stage.total - stage.reserve
         whole = dataclasses.asdict(seen) | dict(layers=layers, peak=seen.peak, reserved=seen.reserved, planned=planned)
         show(json.dumps(whole, indent=2))
     else:
-        _print(seen, stage, layers, gpu)
+        _print(seen, planned, layers, gpu)
     return _FAILED if seen.error else 0
 
 
@@ -87,7 +87,7 @@ def stage_of(plan: MemoryEstimate, rank: int) -> StageEstimate:
     return next(each for each in plan.stages if each.stage == stage)
 
 
-def _print(seen: Rehearsal, stage: StageEstimate | None, layers: str, gpu: str) -> None:
+def _print(seen: Rehearsal, planned: float | None, layers: str, gpu: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -114,8 +114,7 @@ def _print(seen: Rehearsal, stage: StageEstimate | None, layers: str, gpu: str) 
         for name, number in seen.waits.items():
             launches.add_row(f"the host waits: {name}", f"{number:,}", "")
         console.print(launches)
-    if stage is not None and not seen.error:
-        planned = stage.total - stage.reserve
+    if planned is not None and not seen.error:
         ratio = seen.peak / planned
         console.print(f"planned {planned / GIB:.2f} GiB without reserve, allocated {seen.peak / GIB:.2f}: {ratio:.3f}")
     console.print(f"reserved at most {seen.reserved / GIB:.2f} of {gpu_of(gpu).memory_bytes / GIB:.1f} GiB")

@@ -17,6 +17,11 @@ class CheckpointError(ValueError):
     """
 
 
+def user_cache() -> Path:
+    """This package's folder in the user's cache; it need not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "qwen3vl_bridge"
+
+
 def expanded(path: str | Path) -> Path:
     """A user's path, with `~` and `~someone` expanded; a CheckpointError if that user does not exist."""
     try:

@@ -13,6 +13,7 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,13 +23,7 @@ from types import FunctionType
 from typing import Any
 from unittest import mock
 
-from qwen3vl_bridge.batch import (
-    SequenceLayout,
-    TokenBatch,
-    make_vision_inputs,
-    mrope_positions,
-    vision_slots,
-)
+from qwen3vl_bridge.batch import SequenceLayout, TokenBatch, make_vision_inputs, mrope_positions, vision_slots
 from qwen3vl_bridge.batch.token_layout import segment_multiple
 from qwen3vl_bridge.rehearsal.fake_gpu import Event, between, mark, read_log
 from qwen3vl_bridge.training import weight_loading
@@ -42,6 +37,7 @@ import torch.distributed as dist
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.config import ConfigContainer, TokenizerConfig
 from megatron.bridge.training.pretrain import pretrain
+from megatron.core.optimizer import optimizer
 from megatron.core.transformer.moe import token_dispatcher
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -93,7 +89,6 @@ class Rehearsal:
     collectives: dict[str, tuple[int, int]] = field(default_factory=dict)
     waits: dict[str, int] = field(default_factory=dict)
     error: str | None = None
-    counting: bool = False  # while collectives are counted
 
     @property
     def peak(self) -> int:
@@ -136,10 +131,12 @@ def rehearse(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> Rehea
             None if cfg.peft is None else stack.enter_context(tempfile.TemporaryDirectory())
         )
         _shorten(cfg, world)
-        stack.enter_context(_fake_ranks(report))
+        stack.enter_context(_fake_ranks(recorder))
         stack.enter_context(mock.patch.object(weight_loading, "Pretrained", _NoWeights))
         for reader in (StepGuard, RunLog):  # of losses and norms, which are not computed
             stack.enter_context(mock.patch.object(reader, "on_train_step_end", lambda *_: None))
+        norm = optimizer.get_grad_norm_fp32  # a root, which is complex where what is read is below zero
+        stack.enter_context(mock.patch.object(optimizer, "get_grad_norm_fp32", lambda *a, **k: abs(norm(*a, **k))))
         stack.enter_context(mock.patch.object(CachingAutotuner, "benchmark_all_configs", _first_of_all))
         if cfg.model.num_moe_experts:
             stack.enter_context(_balanced_routing())
@@ -148,8 +145,6 @@ def rehearse(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> Rehea
         try:
             pretrain(cfg, forward_step, callbacks=[*training_callbacks(cfg), recorder])
         except Exception as error:
-            import traceback
-
             traceback.print_exc()
             report.error = f"{type(error).__name__}: {error}"
             recorder.phase("failed")
@@ -193,10 +188,11 @@ def _same_row(cfg: ConfigContainer, report: Rehearsal) -> Iterator[None]:
 
 
 @contextmanager
-def _fake_ranks(report: Rehearsal) -> Iterator[None]:
+def _fake_ranks(recorder: _Recorder) -> Iterator[None]:
     """Join a world of which only this process exists; every group of it is of torch's backend "fake". Collectives of
     the counted step are in the report.
     """
+    report = recorder.report
     os.environ |= dict(WORLD_SIZE=str(report.world), RANK=str(report.rank), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     os.environ |= dict(MASTER_ADDR="localhost", MASTER_PORT="1")
     dist.init_process_group("fake", store=FakeStore(), rank=report.rank, world_size=report.world)
@@ -209,7 +205,7 @@ def _fake_ranks(report: Rehearsal) -> Iterator[None]:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             sizes = [x.nbytes for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.is_cuda]
-            if sizes and report.counting:
+            if sizes and recorder.counting:
                 number, nbytes = report.collectives.get(function.__name__, (0, 0))
                 report.collectives[function.__name__] = number + 1, nbytes + max(sizes)
             return function(*args, **kwargs)
@@ -317,6 +313,7 @@ class _Recorder(Callback):
     def __init__(self, report: Rehearsal) -> None:
         self.report, self.start, self.step = report, time.monotonic(), 0
         self.before = 0  # bytes when the recorded step began
+        self.counting = False  # while collectives are counted
 
     def phase(self, name: str) -> None:
         torch.cuda.synchronize()
@@ -343,12 +340,12 @@ class _Recorder(Callback):
         if self.step <= _RECORDED:
             self.before = torch.cuda.memory_allocated()
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=10**6)
-        self.report.counting = self.step == _COUNTED
+        self.counting = self.step == _COUNTED
         mark(f"step {self.step}")
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         mark("end")
-        self.report.counting = False
+        self.counting = False
         self.phase(f"step {self.step}, optimizer")
         self.see_what_is_held()
         self.step += 1

@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from typing import Any, Self
 
 from qwen3vl_bridge.data.errors import DataError, Unreachable
 from qwen3vl_bridge.io.atomic import replace_file
+from qwen3vl_bridge.io.files import user_cache
 from qwen3vl_bridge.io.parsing import read_json
 
 import httpx
@@ -235,8 +235,7 @@ class UrlCache:
     @property
     def root(self) -> Path:
         """The folder."""
-        user = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        return self.folder or user / "qwen3vl_bridge" / "media"
+        return self.folder or user_cache() / "media"
 
     def of_data(self, data: str) -> UrlCache:
         """The same folder, with the record of the named data."""
