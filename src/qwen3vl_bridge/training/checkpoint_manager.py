@@ -29,6 +29,7 @@ from qwen3vl_bridge.data.loading.batch_stream import check_position
 from qwen3vl_bridge.dist_train.joint_checkpoint import as_one_model
 from qwen3vl_bridge.io.atomic import atomic_directory, journal_of, replace_file
 from qwen3vl_bridge.io.files import CheckpointError, read_object
+from qwen3vl_bridge.models.hf_config import with_scaled_rope
 from qwen3vl_bridge.parallel.collectives import all_or_none, broadcast_object, is_first, joint_failure, wait_for_all
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.peft.stored_adapters import check_same_adapters
@@ -142,6 +143,11 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
         for name, path in self._export.files.items():
             (folder / HF_FILES / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, folder / HF_FILES / name)
+        if (rope := getattr(cfg.model, "rope_parameters", None)) is not None:  # which a run may have set
+            path = folder / HF_FILES / "config.json"
+            config = read_object(path)
+            if (scaled := with_scaled_rope(config, rope)) != config:
+                _write_json(path, scaled)
         padding = {"vocab_divisor": cfg.model.make_vocab_size_divisible_by} if cfg.model.should_pad_vocab else {}
         _write_json(folder / MANIFEST, self._export.manifest | padding)
 
