@@ -4,8 +4,6 @@ They are forked from a server that has imported Megatron and joined nothing, one
 takes a rank longer than most of what it is started for. `torchrun` itself starts the README's commands in their tests.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import multiprocessing

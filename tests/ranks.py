@@ -1,7 +1,5 @@
 """What a module of the tests that runs on ranks begins and ends with, and what one model leaves to the next."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -1,7 +1,5 @@
 """Texts that would end a process, or cost minutes or gigabytes, are refused in a moment; others are parsed."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import re

@@ -1,7 +1,5 @@
 """The commands of the README and of the pages it leads to run as they stand, on a tiny checkpoint."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Layouts, the token index and a rank's share of a batch, vision's too, against restatements; and copies to a GPU."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -435,7 +433,7 @@ class Stream:
     def __init__(self, name: str, requests: list[tuple]) -> None:
         self.name, self._requests = name, requests
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other: "Stream") -> None:
         self._requests.append((self.name, "waits for", other.name))
 
 

@@ -1,7 +1,5 @@
 """One download: of an allowed address, stored or refused with a reason; servers that are down are asked no more."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

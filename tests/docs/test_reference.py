@@ -1,7 +1,5 @@
 """The settings reference has every field of our configurations, as the classes have it; the site's own Markdown."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import re

@@ -8,8 +8,6 @@ adapters of its own (mcore-bridge), and asks none of this. Refusals:
 `tests/model/adapters/test_stock_adapters.py`.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

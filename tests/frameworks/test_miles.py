@@ -5,8 +5,6 @@ megatron_utils/update_weight/hf_weight_iterator_bridge.py, miles/backends/traini
 those of examples/geo3k_vlm/run_geo3k_vlm.sh and Megatron-LM's defaults.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from argparse import Namespace
 from typing import Any

@@ -5,8 +5,6 @@ nemo_rl/models/policy/workers/megatron_policy_worker.py; settings are those of e
 its configurations of vision-language models begin with.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import qwen3vl_bridge

@@ -6,8 +6,6 @@ verl does with tensors and the provider; the rest of it is not needed. Its adapt
 in `test_freezing.py`.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 from dataclasses import fields

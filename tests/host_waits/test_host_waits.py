@@ -3,8 +3,6 @@
 Figures that a run takes every `logger.log_interval` steps are read there, and only there.
 """
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Random batches of several contents, and what the reference makes of each sample alone."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from qwen3vl_bridge.batch import SequenceLayout, TokenBatch, make_vision_inputs, mrope_positions, vision_slots

@@ -1,7 +1,5 @@
 """Run on ranks: a model that is split over ranks trains for two steps, as transformers did in one process."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import time

@@ -5,8 +5,6 @@ causal-conv1d are installed, transformers' Qwen3.5 would take their kernels, whi
 and do not run on a CPU: a reference is built without them.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """How models are split in tests: the one list that every check of layouts reads."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is wrong on the command line is said before anything is built."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Settings from words and YAML files reach the configuration, or are refused before anything starts."""
 
-from __future__ import annotations
-
 from qwen3vl_bridge import Qwen3VLLoRA
 
 import pytest

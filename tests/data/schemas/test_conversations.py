@@ -1,7 +1,5 @@
 """Reading conversations, and one clear message for each way in which a record can be wrong or ambiguous."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """Sources: what a path means, and the same conversations from any kind of file, in any order and any process."""
 
-from __future__ import annotations
-
 import json
 import pickle
 

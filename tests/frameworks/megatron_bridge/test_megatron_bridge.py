@@ -5,8 +5,6 @@ training/vlm_step.py, and in its repository scripts/inference/vlm_generation.py,
 examples/conversion/{hf_megatron_roundtrip,compare_hf_and_megatron}.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock

@@ -92,11 +92,7 @@ REFUSED = [
     (DENSE, recompute("full"), "recompute_method is None with recompute_granularity 'full', expected '"),
     (DENSE, recompute(None, modules=["mlp"]), r"recompute_modules is \['mlp'\] with recompute_granularity None, exp"),
     (DENSE, recompute("selective", modules=["mlp", "moe"]), r"recompute_modules has \['moe'\], which this model does"),
-    (
-        EXPERTS,
-        recompute("selective", modules=["mlp", "shared_experts"]),
-        r"has \['mlp', 'shared_experts'\], which",
-    ),
+    (EXPERTS, recompute("selective", modules=["mlp", "shared_experts"]), r"has \['mlp', 'shared_experts'\], which"),
     (DENSE, dict(vision_config=tower("softmin")), "hidden_act is 'softmin', expected one of gelu, "),
     (DENSE, dict(vision_config=tower("prelu")), "vision_config.hidden_act is 'prelu', which has parameter"),
     (DENSE, dict(qk_clip=True), "qk_clip is True, expected False: queries and keys are normalised"),

@@ -1,7 +1,5 @@
 """A long row's loss in chunks: the same values and gradients, and never all of its logits at once."""
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from collections import Counter

@@ -1,7 +1,5 @@
 """Padding changes nothing that real tokens see, and reaches every layer with experts as a mask."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from qwen3vl_bridge.batch import SequenceLayout

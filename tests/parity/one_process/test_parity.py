@@ -3,8 +3,6 @@
 In bfloat16 it is as near to the float32 truth as transformers is.
 """
 
-from __future__ import annotations
-
 from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.training.step import to_device
 

@@ -1,7 +1,5 @@
 """Padded rows and packed rows are the same training: tiny MoE, four experts, top 2, no step changes anything."""
 
-from __future__ import annotations
-
 import copy
 from typing import NamedTuple
 

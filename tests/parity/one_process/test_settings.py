@@ -1,7 +1,5 @@
 """Settings beside the released models' own give what transformers makes of them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import types

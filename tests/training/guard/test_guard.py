@@ -1,7 +1,5 @@
 """A step that would spoil the weights is skipped or ends the run, the samples to blame are named; rates of parts."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -73,7 +71,7 @@ class SpoiltProvider(Qwen3VLConversationProvider):
         return SpoiltCollator(**{f.name: getattr(good, f.name) for f in fields(good)}, spoils=self.spoils)
 
     @classmethod
-    def of(cls, good: Qwen3VLConversationProvider, spoils: tuple[Spoil, ...]) -> SpoiltProvider:
+    def of(cls, good: Qwen3VLConversationProvider, spoils: tuple[Spoil, ...]) -> "SpoiltProvider":
         return cls(**{f.name: getattr(good, f.name) for f in fields(good) if f.init}, spoils=spoils)
 
 

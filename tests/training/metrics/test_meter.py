@@ -27,10 +27,7 @@ import pytest
 import torch
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training.callbacks import Callback
-from megatron.bridge.training.utils.flop_utils import (
-    num_floating_point_operations,
-    resolve_global_flops_runtime_stats,
-)
+from megatron.bridge.training.utils.flop_utils import num_floating_point_operations, resolve_global_flops_runtime_stats
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from tests.forked import run_ranks
