@@ -32,21 +32,15 @@ def run_ranks(
     # The ranks meet at a store of this process, which outlives them, as under torchrun.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = os.environ | dict(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(store.port),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-        WORLD_SIZE=str(ranks),
-        LOCAL_WORLD_SIZE=str(ranks),
-    )
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True",
+        WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
+    )  # fmt: skip
     # The server is started from the root, where it finds the tests.
     with tempfile.TemporaryDirectory() as logs, contextlib.chdir(ROOT):
         processes = torch.multiprocessing.start_processes(
-            _run,
-            (target, arguments, environment, None if show else logs, timeout),
-            nprocs=ranks,
-            join=False,
+            _run, (target, arguments, environment, None if show else logs, timeout), nprocs=ranks, join=False,
             start_method="forkserver",
-        )
+        )  # fmt: skip
         try:
             while not processes.join(grace_period=5):
                 pass

@@ -69,14 +69,10 @@ def get_batch(truth: Truth, multiplier: int = 16) -> dict[str, Any]:
         for length, response in zip(truth.lengths, responses, strict=True)
     ]
     return dict(
-        input_ids=F.pad(torch.cat(ids), (0, pad))[None],
-        position_ids=None,
-        attention_mask=None,
-        labels=None,
+        input_ids=F.pad(torch.cat(ids), (0, pad))[None], position_ids=None, attention_mask=None, labels=None,
         packed_seq_params=support.thd([*truth.lengths, *[pad] * bool(pad)], padded=False),
-        loss_mask=F.pad(torch.cat(masks), (0, pad))[None],
-        **truth.pictures,
-    )
+        loss_mask=F.pad(torch.cat(masks), (0, pad))[None], **truth.pictures,
+    )  # fmt: skip
 
 
 def responses(logits: torch.Tensor, truth: Truth) -> list[torch.Tensor]:

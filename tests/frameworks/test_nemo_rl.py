@@ -52,15 +52,13 @@ def make_config(converted, folder) -> config.ConfigContainer:
     return config.ConfigContainer(
         model=model_cfg,
         checkpoint=config.CheckpointConfig(pretrained_checkpoint=str(converted), save=None, load=None, load_rng=False),
-        logger=config.LoggerConfig(logging_level=0),
-        dist=config.DistributedInitConfig(),
+        logger=config.LoggerConfig(logging_level=0), dist=config.DistributedInitConfig(),
         train=config.TrainingConfig(micro_batch_size=1, global_batch_size=1, train_iters=10),
         optimizer=config.OptimizerConfig(optimizer="adam", lr=1e-5, use_distributed_optimizer=False, bf16=False),
         ddp=config.DistributedDataParallelConfig(check_for_nan_in_grad=True, use_distributed_optimizer=False, **ddp),
-        scheduler=config.SchedulerConfig(lr_decay_style="constant"),
-        dataset=None,
+        scheduler=config.SchedulerConfig(lr_decay_style="constant"), dataset=None,
         tokenizer=config.TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder)),
-    )
+    )  # fmt: skip
 
 
 def make_worker(converted, folder, *, hooks=(), ddp=True) -> Built:

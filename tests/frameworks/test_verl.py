@@ -60,11 +60,9 @@ def make_engine(folder, *, overrides=None, ddp=False) -> Built:
     provider = bridge.to_megatron_provider(load_weights=False)
     provider.apply_overrides_and_finalize(dtype=torch.float32, overrides=VERL | (overrides or {}))
     ddp_config = create_ddp_config(
-        wrap_with_ddp=ddp,
-        use_distributed_optimizer=False,
-        use_megatron_fsdp=False,
+        wrap_with_ddp=ddp, use_distributed_optimizer=False, use_megatron_fsdp=False,
         overrides={"grad_reduce_in_fp32": True},
-    )
+    )  # fmt: skip
     module = provider.provide_distributed_model(
         wrap_with_ddp=ddp, ddp_config=ddp_config, fp16=provider.fp16, bf16=provider.bf16, use_megatron_fsdp=False
     )

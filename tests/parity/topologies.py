@@ -67,11 +67,9 @@ TOPOLOGIES = {
 def modules(vision: int, language: int, vision_tensor: int = 1, **fields: Any) -> dict[str, Any]:
     """Fields of vision and language on ranks of their own."""
     split = DistTrainConfig(
-        use_dist_train=True,
-        vision_world_size=vision,
-        language_world_size=language,
+        use_dist_train=True, vision_world_size=vision, language_world_size=language,
         vision_tensor_model_parallel_size=vision_tensor,
-    )
+    )  # fmt: skip
     return dict(dist_train=split, variable_seq_lengths=True, **fields)
 
 

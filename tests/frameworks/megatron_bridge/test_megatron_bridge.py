@@ -51,12 +51,10 @@ def reference_loss(pair, batch: dict[str, Any]) -> torch.Tensor:
     trained = torch.nn.functional.pad(batch["loss_mask"], (1, 0))[:, :-1].bool()
     visual = vars(batch["visual_inputs"]) if batch.get("visual_inputs") is not None else {}
     out = pair.reference(
-        input_ids=ids,
-        attention_mask=real,
-        mm_token_type_ids=(ids == pair.config.image_token_id).int(),
+        input_ids=ids, attention_mask=real, mm_token_type_ids=(ids == pair.config.image_token_id).int(),
         labels=ids.masked_fill(~trained, -100),
         **{name: value for name, value in visual.items() if value is not None},
-    )
+    )  # fmt: skip
     return out.loss * trained.sum()
 
 
