@@ -138,41 +138,35 @@ class TestWhatIsTrained:
 
 
 class TestRefusals:
-    @pytest.mark.parametrize(
-        ("fields", "message"),
-        [
-            (dict(target_modules=["linear_qkv", "linear_q"]), r"\['linear_q'\] match no linear layer"),
-            (dict(target_modules=["*vision_model*.linear_qkv"]), "match no linear layer of the adapted parts"),
-            (dict(target_modules=["linear_qkv"], adapt_vision_projection=True), "adapt_vision_projection is True"),
-            (dict(target_modules=["output_layer"]), "match no linear layer"),
-            (dict(exclude_modules=["*.layers.0.*"]), r"set target_modules to \[\]"),
-            (dict(adapt_language_model=False), "nothing would be adapted"),
-            (dict(adapt_language_model=False, target_modules=[]), "nothing would be adapted"),
-            (dict(canonical_mapping={"linear_qkv": {"linear_q"}}), "canonical_mapping"),
-            (dict(lora_dtype=torch.float32), "lora_dtype"),
-            (dict(normalize_moe_lora=True), "normalize_moe_lora is True, expected False"),
-            (dict(adapt_experts=True), r"adapted layers belongs to experts: .* a model with experts"),
-        ],
-    )
+    @pytest.mark.parametrize(("fields", "message"), [
+        (dict(target_modules=["linear_qkv", "linear_q"]), r"\['linear_q'\] match no linear layer"),
+        (dict(target_modules=["*vision_model*.linear_qkv"]), "match no linear layer of the adapted parts"),
+        (dict(target_modules=["linear_qkv"], adapt_vision_projection=True), "adapt_vision_projection is True"),
+        (dict(target_modules=["output_layer"]), "match no linear layer"),
+        (dict(exclude_modules=["*.layers.0.*"]), r"set target_modules to \[\]"),
+        (dict(adapt_language_model=False), "nothing would be adapted"),
+        (dict(adapt_language_model=False, target_modules=[]), "nothing would be adapted"),
+        (dict(canonical_mapping={"linear_qkv": {"linear_q"}}), "canonical_mapping"),
+        (dict(lora_dtype=torch.float32), "lora_dtype"),
+        (dict(normalize_moe_lora=True), "normalize_moe_lora is True, expected False"),
+        (dict(adapt_experts=True), r"adapted layers belongs to experts: .* a model with experts"),
+    ])  # fmt: skip
     def test_settings(self, untied_folder, fields, message):
         model = model_of(untied_folder)
         with pytest.raises(ValueError, match=message):
             Qwen3VLLoRA(**fields)(model)
         assert all(p.requires_grad for p in model.parameters())
 
-    @pytest.mark.parametrize(
-        ("fields", "message"),
-        [
-            (dict(target_modules=["linear_qkv"]), "adapted layers belongs to experts: .* adapt_language_model=True"),
-            (dict(adapt_language_model=False, adapt_vision_model=True), "adapted layers belongs to experts: expected"),
-            (dict(target_modules=["*.layers.2.mlp.experts.linear_fc1"]), "fc1 would have adapters and .*fc2 none"),
-            (dict(target_modules=["*.local_experts.3.*"]), "adapted layers belongs to experts"),
-            (dict(normalize_moe_lora=True), "normalize_moe_lora is True, expected False"),
-            (dict(experts_shared_outer_loras=True), "experts_shared_outer_loras is True, expected False"),
-            (dict(adapt_experts=False, share_expert_adapters=False), "expected adapt_experts=True with it"),
-            (dict(adapt_experts=False, target_modules=["*.experts.*"]), r"experts' need adapt_experts=True"),
-        ],
-    )
+    @pytest.mark.parametrize(("fields", "message"), [
+        (dict(target_modules=["linear_qkv"]), "adapted layers belongs to experts: .* adapt_language_model=True"),
+        (dict(adapt_language_model=False, adapt_vision_model=True), "adapted layers belongs to experts: expected"),
+        (dict(target_modules=["*.layers.2.mlp.experts.linear_fc1"]), "fc1 would have adapters and .*fc2 none"),
+        (dict(target_modules=["*.local_experts.3.*"]), "adapted layers belongs to experts"),
+        (dict(normalize_moe_lora=True), "normalize_moe_lora is True, expected False"),
+        (dict(experts_shared_outer_loras=True), "experts_shared_outer_loras is True, expected False"),
+        (dict(adapt_experts=False, share_expert_adapters=False), "expected adapt_experts=True with it"),
+        (dict(adapt_experts=False, target_modules=["*.experts.*"]), r"experts' need adapt_experts=True"),
+    ])  # fmt: skip
     def test_settings_for_experts(self, moe_folder, fields, message):
         model = model_of(moe_folder)
         with pytest.raises(ValueError, match=message):

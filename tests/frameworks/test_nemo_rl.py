@@ -141,13 +141,10 @@ def test_packing_by_the_worker(worker, truth, multiple):
     support.check_packed(model_forward(worker, **call, **truth.pictures), truth, lengths)
 
 
-@pytest.mark.parametrize(
-    ("freeze", "trained"),
-    [
-        (dict(freeze_vision_model=True, freeze_vision_projection=True, freeze_language_model=False), "language_model."),
-        (dict(freeze_vision_model=False, freeze_vision_projection=False, freeze_language_model=True), "vision_model."),
-    ],
-)
+@pytest.mark.parametrize(("freeze", "trained"), [
+    (dict(freeze_vision_model=True, freeze_vision_projection=True, freeze_language_model=False), "language_model."),
+    (dict(freeze_vision_model=False, freeze_vision_projection=False, freeze_language_model=True), "vision_model."),
+])  # fmt: skip
 def test_frozen_parts(converted, folder, freeze, trained):
     """freeze_config goes to the model's own freeze(), before DDP, and freeze_moe_router beside it."""
 

@@ -181,21 +181,18 @@ def test_ranks_that_share_a_query_group_have_megatron_cores_groups():
         check_gates(provider, four)
 
 
-@pytest.mark.parametrize(
-    ("section", "field", "value", "message"),
-    [
-        ("text_config", "attn_output_gate", False, "attn_output_gate is False, expected True"),
-        ("text_config", "mtp_use_dedicated_embeddings", True, "mtp_use_dedicated_embeddings is True, expected False"),
-        ("text_config", "mtp_num_hidden_layers", 2, "mtp_num_hidden_layers is 2, expected 0 or 1"),
-        ("text_config", "mlp_only_layers", [1], r"mlp_only_layers is \[1\], expected \[\]"),
-        ("text_config", "layer_types", [["full_attention"]], "expected a list of names"),
-        ("text_config", "layer_types", ["full_attention"], "expected 24 times 'linear_attention' or 'full_attention'"),
-        ("text_config", "linear_num_value_heads", 17, "expected a multiple of linear_num_key_heads"),
-        ("text_config", "attention_bias", True, "attention_bias is True, expected False"),
-        ("vision_config", "deepstack_visual_indexes", [3], r"deepstack_visual_indexes is \[3\], expected \[\]"),
-        ("vision_config", "out_hidden_size", 1024, "out_hidden_size is 1024, expected hidden_size 2048"),
-    ],
-)
+@pytest.mark.parametrize(("section", "field", "value", "message"), [
+    ("text_config", "attn_output_gate", False, "attn_output_gate is False, expected True"),
+    ("text_config", "mtp_use_dedicated_embeddings", True, "mtp_use_dedicated_embeddings is True, expected False"),
+    ("text_config", "mtp_num_hidden_layers", 2, "mtp_num_hidden_layers is 2, expected 0 or 1"),
+    ("text_config", "mlp_only_layers", [1], r"mlp_only_layers is \[1\], expected \[\]"),
+    ("text_config", "layer_types", [["full_attention"]], "expected a list of names"),
+    ("text_config", "layer_types", ["full_attention"], "expected 24 times 'linear_attention' or 'full_attention'"),
+    ("text_config", "linear_num_value_heads", 17, "expected a multiple of linear_num_key_heads"),
+    ("text_config", "attention_bias", True, "attention_bias is True, expected False"),
+    ("vision_config", "deepstack_visual_indexes", [3], r"deepstack_visual_indexes is \[3\], expected \[\]"),
+    ("vision_config", "out_hidden_size", 1024, "out_hidden_size is 1024, expected hidden_size 2048"),
+])  # fmt: skip
 def test_configurations_that_are_refused(section, field, value, message):
     config = config_dict("2B")
     config[section][field] = value

@@ -115,16 +115,13 @@ def test_a_dry_run_with_vision_on_ranks_of_its_own(capsys):
 
 
 @pytest.mark.usefixtures("no_groups")
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (dict(dataset__seq_length=4096), "dataset.seq_length is 4096, expected model.seq_length, 8192"),
-        (dict(train__train_iters=40), "lr_warmup_iters is 50 with train.train_iters 40: .*such as .*lr_warmup_iters=2"),
-        (dict(scheduler__lr_decay_iters=50), "lr_warmup_iters is 50 with scheduler.lr_decay_iters 50"),
-        (dict(train__global_batch_size=30), "train.global_batch_size is 30, expected a multiple of 8"),
-        (dict(dataset__balance_over=512), r"balance_over is 512 with .* 32, .*set dataset.balance_over=32 too"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    (dict(dataset__seq_length=4096), "dataset.seq_length is 4096, expected model.seq_length, 8192"),
+    (dict(train__train_iters=40), "lr_warmup_iters is 50 with train.train_iters 40: .*such as .*lr_warmup_iters=2"),
+    (dict(scheduler__lr_decay_iters=50), "lr_warmup_iters is 50 with scheduler.lr_decay_iters 50"),
+    (dict(train__global_batch_size=30), "train.global_batch_size is 30, expected a multiple of 8"),
+    (dict(dataset__balance_over=512), r"balance_over is 512 with .* 32, .*set dataset.balance_over=32 too"),
+])  # fmt: skip
 def test_settings_that_contradict_each_other(settings, message):
     cfg = qwen3_vl_2b_sft_config()
     for name, value in settings.items():
