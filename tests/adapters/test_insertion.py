@@ -67,18 +67,15 @@ class TestWhatIsTrained:
         Qwen3VLLoRA(dim=2, freeze_vision_model=False)(model, training=False)
         assert not any(p.requires_grad for p in model.parameters()) and not model.training
 
-    @pytest.mark.parametrize(
-        ("fields", "towers", "layers"),
-        [
-            (
-                dict(target_modules=["linear_qkv", "*.layers.1.*.linear_fc2"], adapt_vision_model=True),
-                "language|vision", r"\d\.self_attention\.linear_qkv|1\.mlp\.linear_fc2",
-            ),
-            (dict(target_modules=["*.layers.1.*"]), "language", r"1\.(self_attention|mlp)\.linear_\w+"),
-            (dict(target_modules=[], exclude_modules=["linear_qkv", "linear_proj"]), "language", r"\d\.mlp\.linear_.*"),
-            (dict(target_modules=[], exclude_modules=["*.layers.0.*"]), "language", r"[1-9]\.\w+\.linear_\w+"),
-        ],
-    )  # fmt: skip
+    @pytest.mark.parametrize(("fields", "towers", "layers"), [
+        (
+            dict(target_modules=["linear_qkv", "*.layers.1.*.linear_fc2"], adapt_vision_model=True),
+            "language|vision", r"\d\.self_attention\.linear_qkv|1\.mlp\.linear_fc2",
+        ),
+        (dict(target_modules=["*.layers.1.*"]), "language", r"1\.(self_attention|mlp)\.linear_\w+"),
+        (dict(target_modules=[], exclude_modules=["linear_qkv", "linear_proj"]), "language", r"\d\.mlp\.linear_.*"),
+        (dict(target_modules=[], exclude_modules=["*.layers.0.*"]), "language", r"[1-9]\.\w+\.linear_\w+"),
+    ])  # fmt: skip
     def test_modules_choose_within_the_parts(self, untied_folder, fields, towers, layers):
         plain, model = model_of(untied_folder), Qwen3VLLoRA(dim=2, **fields)(model_of(untied_folder))
         adapted = {name.partition(".adapter.")[0] for name, p in model.named_parameters() if p.requires_grad}
@@ -173,23 +170,20 @@ class TestRefusals:
             Qwen3VLLoRA(**(dict(adapt_experts=True) | fields))(model)
         assert all(p.requires_grad for p in model.parameters())
 
-    @pytest.mark.parametrize(
-        ("model", "peft", "message"),
-        [
-            ("untied", lambda: Qwen3VLDoRA(dropout=0.1), "dropout is 0.1, expected 0: DoRA does not support dropout"),
-            ("untied", lambda: DoRA(dropout=0.1), "dropout is 0.1, expected 0: DoRA does not support dropout here"),
-            ("untied", lambda: Qwen3VLDoRA(target_modules=["linear_q"]), "target_modules"),
-            ("untied", lambda: CanonicalLoRA(target_modules=["linear_q"]), "expected target_modules with linear_k"),
-            ("untied", lambda: CanonicalLoRA(target_modules=[f"{TEXT}linear_fc1_up"]), r"a part of language_model"),
-            ("untied", lambda: VLMLoRA(freeze_vision_model=False), "freeze_vision_model is False, and vision_"),
-            ("untied", lambda: VLMLoRA(freeze_language_model=False), "freeze_language_model is False, and language_"),
-            # NeMo-RL's settings adapt it; merged weights, which its generation runs on, would lack that adapter.
-            ("tied", lambda: LoRA(target_modules=[], exclude_modules=[]), r"adapts language_model\.output_layer"),
-            ("moe", lambda: Qwen3VLDoRA(adapt_experts=True), "adapt_experts is True, expected False for DoRA"),
-            ("moe", DoRA, r"DoRA adapts .*experts.*, and .* peft does not support DoRA .* qwen3vl_bridge\.Qwen3VLDoRA"),
-            ("moe", lambda: LoRA(experts_shared_outer_loras=True), "experts_shared_outer_loras is True, .* expected"),
-        ],
-    )
+    @pytest.mark.parametrize(("model", "peft", "message"), [
+        ("untied", lambda: Qwen3VLDoRA(dropout=0.1), "dropout is 0.1, expected 0: DoRA does not support dropout"),
+        ("untied", lambda: DoRA(dropout=0.1), "dropout is 0.1, expected 0: DoRA does not support dropout here"),
+        ("untied", lambda: Qwen3VLDoRA(target_modules=["linear_q"]), "target_modules"),
+        ("untied", lambda: CanonicalLoRA(target_modules=["linear_q"]), "expected target_modules with linear_k"),
+        ("untied", lambda: CanonicalLoRA(target_modules=[f"{TEXT}linear_fc1_up"]), r"a part of language_model"),
+        ("untied", lambda: VLMLoRA(freeze_vision_model=False), "freeze_vision_model is False, and vision_"),
+        ("untied", lambda: VLMLoRA(freeze_language_model=False), "freeze_language_model is False, and language_"),
+        # NeMo-RL's settings adapt it; merged weights, which its generation runs on, would lack that adapter.
+        ("tied", lambda: LoRA(target_modules=[], exclude_modules=[]), r"adapts language_model\.output_layer"),
+        ("moe", lambda: Qwen3VLDoRA(adapt_experts=True), "adapt_experts is True, expected False for DoRA"),
+        ("moe", DoRA, r"DoRA adapts .*experts.*, and .* peft does not support DoRA .* qwen3vl_bridge\.Qwen3VLDoRA"),
+        ("moe", lambda: LoRA(experts_shared_outer_loras=True), "experts_shared_outer_loras is True, .* expected"),
+    ])  # fmt: skip
     def test_what_would_go_wrong(self, request, model, peft, message):
         with pytest.raises(ValueError, match=message):
             peft()([model_of(request.getfixturevalue(f"{model}_folder"))])
@@ -258,18 +252,15 @@ def recompute_errors(plain: dict[str, torch.Tensor], recomputed: dict[str, torch
 
 
 class TestRecompute:
-    @pytest.mark.parametrize(
-        ("peft_fields", "recompute"),
-        [
-            (dict(), FULL),
-            (ALL_PARTS, FULL | FULL_VISION),
-            (dict(adapt_vision_model=True), FULL_VISION),
-            (dict(adapt_language_model=False, adapt_vision_model=True), FULL_VISION),
-            # The mergers are trained: Megatron-Bridge then leaves recomputing blocks as they are.
-            (dict(adapt_vision_model=True, freeze_vision_projection=False), FULL | FULL_VISION),
-            (dict(target_modules=["linear_fc1"]), dict(recompute_granularity="selective", recompute_modules=["mlp"])),
-        ],
-    )
+    @pytest.mark.parametrize(("peft_fields", "recompute"), [
+        (dict(), FULL),
+        (ALL_PARTS, FULL | FULL_VISION),
+        (dict(adapt_vision_model=True), FULL_VISION),
+        (dict(adapt_language_model=False, adapt_vision_model=True), FULL_VISION),
+        # The mergers are trained: Megatron-Bridge then leaves recomputing blocks as they are.
+        (dict(adapt_vision_model=True, freeze_vision_projection=False), FULL | FULL_VISION),
+        (dict(target_modules=["linear_fc1"]), dict(recompute_granularity="selective", recompute_modules=["mlp"])),
+    ])  # fmt: skip
     @pytest.mark.parametrize("method", [Qwen3VLLoRA, Qwen3VLDoRA])
     def test_gradients_are_equal(self, untied_folder, method, peft_fields, recompute):
         # B starts at zero no longer, else A would have no gradient.

@@ -72,19 +72,16 @@ def test_folders_that_hold_something_else(capsys, tmp_path, untied_folder, impor
     expect_error(capsys, importing(imported / "iter_0000000" / "hf", tmp_path), "no weights", "model.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("change", "parts"),
-    [
-        ({"model_type": "qwen2_vl", "architectures": ["Qwen2VL"]}, ("['Qwen2VL']", "qwen2_vl", "expected Qwen3VLFor")),
-        ({"model_type": "qwen3_vl_moe"}, ("qwen3_vl_moe", "expected Qwen3VLForConditionalGeneration")),
-        (
-            {"model_type": "qwen3_vl_moe", "architectures": ["Qwen3VLMoeForConditionalGeneration"]},
-            ("0 layers have experts", "qwen3_vl_moe does not allow"),
-        ),
-        ({"text_config": {}}, ("lacks the field text_config.vocab_size",)),
-        ({"vision_config": 3}, ("vision_config is 3, expected an object",)),
-    ],
-)
+@pytest.mark.parametrize(("change", "parts"), [
+    ({"model_type": "qwen2_vl", "architectures": ["Qwen2VL"]}, ("['Qwen2VL']", "qwen2_vl", "expected Qwen3VLFor")),
+    ({"model_type": "qwen3_vl_moe"}, ("qwen3_vl_moe", "expected Qwen3VLForConditionalGeneration")),
+    (
+        {"model_type": "qwen3_vl_moe", "architectures": ["Qwen3VLMoeForConditionalGeneration"]},
+        ("0 layers have experts", "qwen3_vl_moe does not allow"),
+    ),
+    ({"text_config": {}}, ("lacks the field text_config.vocab_size",)),
+    ({"vision_config": 3}, ("vision_config is 3, expected an object",)),
+])  # fmt: skip
 def test_another_models_configuration(capsys, tmp_path, untied_folder, change, parts):
     folder = model_with_config(tmp_path / "other", untied_folder, change)
     expect_error(capsys, importing(folder, tmp_path), str(folder), *parts)
@@ -315,14 +312,11 @@ def test_other_spellings_are_of_the_same_model(size, tmp_path):
         check_same_model(one, other)
 
 
-@pytest.mark.parametrize(
-    ("section", "fields"),
-    [
-        ("vision_config", {"num_heads": 2}),  # the same shapes, interleaved in another way
-        ("text_config", {"vocab_size": 500}),
-        ("text_config", {"rms_norm_eps": 1e-5}),
-    ],
-)
+@pytest.mark.parametrize(("section", "fields"), [
+    ("vision_config", {"num_heads": 2}),  # the same shapes, interleaved in another way
+    ("text_config", {"vocab_size": 500}),
+    ("text_config", {"rms_norm_eps": 1e-5}),
+])  # fmt: skip
 def test_nothing_is_converted_by_another_models_configuration(
     section, fields, capsys, tmp_path, untied_folder, imported
 ):

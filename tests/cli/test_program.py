@@ -87,16 +87,13 @@ WANT_MEGATRON = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("words", "files", "holds"),
-    [
-        *((WANT_MODEL[0], *kind) for kind in MISTAKEN.values()),
-        *((WANT_MEGATRON[0], *kind) for kind in MISTAKEN.values()),
-        *((words, *kind) for words in WANT_MODEL for kind in (MISTAKEN["adapters"], MEGATRON)),
-        *((words, *kind) for words in WANT_MEGATRON for kind in (MISTAKEN["adapters"], HUGGING_FACE)),
-        ("convert inspect --megatron-path", *MISTAKEN["adapters"]),  # which reads a Hugging Face model, too
-    ],
-)
+@pytest.mark.parametrize(("words", "files", "holds"), [
+    *((WANT_MODEL[0], *kind) for kind in MISTAKEN.values()),
+    *((WANT_MEGATRON[0], *kind) for kind in MISTAKEN.values()),
+    *((words, *kind) for words in WANT_MODEL for kind in (MISTAKEN["adapters"], MEGATRON)),
+    *((words, *kind) for words in WANT_MEGATRON for kind in (MISTAKEN["adapters"], HUGGING_FACE)),
+    ("convert inspect --megatron-path", *MISTAKEN["adapters"]),  # which reads a Hugging Face model, too
+])  # fmt: skip
 def test_another_folder_than_expected_is_recognised(words, files, holds, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)  # a folder is never a hub's name
     for name in files:

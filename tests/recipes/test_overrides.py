@@ -95,14 +95,11 @@ def test_words_that_mean_nothing_are_refused(cfg, words, message):
         overrides.apply(cfg, words)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("train:\n  train_iter: 3\n", r"wrong\.yaml: .*train_iter"),
-        ("train: [\n", r"wrong\.yaml"),
-        ("[" * 50_000, r"wrong\.yaml: nests objects or lists more than 50 deep"),  # which no parser survives
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("train:\n  train_iter: 3\n", r"wrong\.yaml: .*train_iter"),
+    ("train: [\n", r"wrong\.yaml"),
+    ("[" * 50_000, r"wrong\.yaml: nests objects or lists more than 50 deep"),  # which no parser survives
+])  # fmt: skip
 def test_files_that_mean_nothing_are_refused(cfg, tmp_path, text, message):
     (tmp_path / "wrong.yaml").write_text(text)
     with pytest.raises(ValueError, match=message):

@@ -114,20 +114,17 @@ def test_other_pickles_are_refused_without_running_anything(value, folder, tmp_p
     assert not (tmp_path / "pwned").exists()
 
 
-@pytest.mark.parametrize(
-    ("data", "part"),
-    [
-        (b"", "is empty"),
-        (b"\x80\x04]", "is truncated"),
-        (b"\x80\x04r\xff\xff\xff\x7f.", ""),  # a memo index that asks for 16 GB of C memory
-        (b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7fx.", ""),  # a string longer than memory
-        (b"ctorch\nSize\n}X\x01\x00\x00\x00aK\x01sb.", ""),  # sets an attribute of one of our functions
-        (b"cposix\nsystem\n(S'true'\ntR.", ""),
-        (b"(S'true'\niposix\nsystem\n.", ""),
-        (b"\x82\x01.", ""),
-        (b"P0\n.", ""),
-    ],
-)
+@pytest.mark.parametrize(("data", "part"), [
+    (b"", "is empty"),
+    (b"\x80\x04]", "is truncated"),
+    (b"\x80\x04r\xff\xff\xff\x7f.", ""),  # a memo index that asks for 16 GB of C memory
+    (b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7fx.", ""),  # a string longer than memory
+    (b"ctorch\nSize\n}X\x01\x00\x00\x00aK\x01sb.", ""),  # sets an attribute of one of our functions
+    (b"cposix\nsystem\n(S'true'\ntR.", ""),
+    (b"(S'true'\niposix\nsystem\n.", ""),
+    (b"\x82\x01.", ""),
+    (b"P0\n.", ""),
+])  # fmt: skip
 def test_hostile_instructions_are_refused(data, part, folder):
     (folder / ".metadata").write_bytes(data)
     with pytest.raises(CheckpointError, match=part):

@@ -381,57 +381,54 @@ def flat(logical, mask=None):
     return dict(input_ids=ids(1, 8), packed_seq_params=packed_params(logical), attention_mask=mask)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (dict(input_ids=None), r"input_ids has shape None, expected \[rows, tokens\]"),
-        (dict(input_ids=torch.ones(4, dtype=torch.long)), r"input_ids has shape \[4\]"),
-        (dict(input_ids=ids(2, 0)), r"input_ids has shape \[2, 0\]"),
-        (dict(input_ids=torch.ones(2, 6)), r"\[2, 6\] torch.float32, expected \[rows, tokens\] of integers"),
-        (dict(position_ids=ids(6, 2)), r"position_ids has shape \[6, 2\] torch.int64, expected \[3, 2, 6\]"),
-        (dict(position_ids=torch.zeros(3, 2, 6)), r"torch.float32, expected \[3, 2, 6\] integers"),
-        (dict(position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)), "several documents, give packed_seq_params"),
-        (dict(position_ids=ids(8, 6).view(4, 2, 6)), "several documents, give packed_seq_params"),
-        (dict(attention_mask=torch.ones(2, 5)), r"attention_mask has shape \[2, 5\], expected \[2, 6\]"),
-        (dict(attention_mask=torch.ones(2, 1, 6, 7)), r"\[2, 1, 6, 7\], expected \[2, 6\].*\[2 or 1, 1, 6, 6\]"),
-        (dict(attention_mask=torch.tensor([[1] * 6, [0, 1, 0, 1, 1, 1]])), "padding between real tokens in row 1"),
-        (dict(attention_mask=torch.tensor([[0.0, 0, 0, 0, 0, -1e9]] * 2)), "an entry -1000000000.0, expected 1"),
-        (dict(packed_seq_params=PackedSeqParams(qkv_format="thd")), "cu_seqlens_q None, expected 'thd'"),
-        (dict(packed_seq_params=PackedSeqParams("sbhd", torch.tensor([0, 6, 12]))), "qkv_format 'sbhd'"),
-        (dict(packed_seq_params=packed_params([0, 6, 4])), r"cu_seqlens_q is \[0, 6, 4\], expected offsets"),
-        (dict(packed_seq_params=packed_params([1, 6, 12])), "expected offsets that ascend from 0"),
-        (dict(packed_seq_params=packed_params([0, 6, 12], [0, 12])), "has 3 entries, cu_seqlens_q_padded 2"),
-        (dict(packed_seq_params=packed_params([0, 6, 12], [0, 4, 12])), r"tokens in lengths of \[4, 8\]"),
-        (dict(packed_seq_params=packed_params([0, 8, 12])), "8 tokens for row 0 of 6; expected its real tokens"),
-        (dict(packed_seq_params=packed_params([0, 4, 8, 12])), "row 1 of 6 tokens begins inside one"),
-        (dict(packed_seq_params=packed_params([0, 4, 8, 9])), r"9 tokens in all.*expected 12 tokens.*each of 2 rows"),
-        (dict(packed_seq_params=packed_params([0, 5, 10]), attention_mask=ids(2, 6)), "segment 0: attention_mask has"),
-        (
-            dict(packed_seq_params=packed_params([0, 5, 10], [0, 6, 12]), attention_mask=torch.eye(2, 6).cummax(1)[0]),
-            "segment 0: attention_mask has 6 real tokens, packed_seq_params 5 in a length of 6",
-        ),
-        (dict(ONE_PICTURE), "the batch: image 0 of 1 x 1 x 1 tokens found 0 image tokens"),
-        (dict(pixel_values=torch.zeros(4, 1536)), "image pixels: found 4 patches, expected 0"),
-        (dict(pixel_values=torch.zeros(1, 4, 1536)), r"pixel_values has shape \[1, 4, 1536\]"),
-        (dict(pixel_values_videos=torch.zeros(4, 99)), r"pixel_values_videos has shape \[4, 99\].*\[patches, 1536\]"),
-        (dict(pixel_values=torch.zeros(4, 1536).byte()), "torch.uint8, expected .* floating point"),
-        (dict(ONE_PICTURE, image_grid_thw=torch.tensor([1, 2, 2])), r"image grids: found \[3\]"),
-        (dict(ONE_PICTURE, image_grid_thw=torch.tensor([[1, 2, 3]])), "divisible by 2"),
-        (flat([0, 4, 6]), "6 tokens in all.* expected 8 tokens.*an attention_mask that says the rest is padding"),
-        (flat([0, 4, 6], [[1] * 8]), "an attention_mask that says the rest is padding"),
-        (flat([0, 4, 16]), "16 tokens in all.* expected 8 tokens, the whole batch. .* also takes one flat row"),
-        (flat([0, 16]), "16 tokens for row 0 of 8; expected .*its tokens times the ranks"),
-        (flat([0, 4, 8], [[0, 1, 1, 1, 1, 1, 1, 1]]), "padding before real tokens in segment 0"),
-        (flat([0, 4, 8], [[1, 1, 1, 1, 1, 0, 1, 1]]), "padding before real tokens in segment 1"),
-        (flat([0, 8], [[1, 1, 0, 1, 1, 1, 1, 1]]), "padding before real tokens in segment 0"),
-        (dict(labels=torch.full((2, 6), 512)), r"entries in \[512, 512\]"),
-        (dict(labels=torch.ones(2, 6)), "torch.float32"),
-        (dict(labels=torch.full((2, 6), -1)), r"in \[-1, -1\], expected \[2, 6\] token ids below 512, and anything"),
-        (dict(labels=torch.ones(2, 5, dtype=torch.long)), r"labels has shape \[2, 5\]"),
-        (dict(labels=torch.ones(1, 12, dtype=torch.long)), r"labels has shape \[1, 12\]"),
-        *[(dict.fromkeys([name], object()), f"{name} is given, expected None: ") for name in REFUSED],
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (dict(input_ids=None), r"input_ids has shape None, expected \[rows, tokens\]"),
+    (dict(input_ids=torch.ones(4, dtype=torch.long)), r"input_ids has shape \[4\]"),
+    (dict(input_ids=ids(2, 0)), r"input_ids has shape \[2, 0\]"),
+    (dict(input_ids=torch.ones(2, 6)), r"\[2, 6\] torch.float32, expected \[rows, tokens\] of integers"),
+    (dict(position_ids=ids(6, 2)), r"position_ids has shape \[6, 2\] torch.int64, expected \[3, 2, 6\]"),
+    (dict(position_ids=torch.zeros(3, 2, 6)), r"torch.float32, expected \[3, 2, 6\] integers"),
+    (dict(position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)), "several documents, give packed_seq_params"),
+    (dict(position_ids=ids(8, 6).view(4, 2, 6)), "several documents, give packed_seq_params"),
+    (dict(attention_mask=torch.ones(2, 5)), r"attention_mask has shape \[2, 5\], expected \[2, 6\]"),
+    (dict(attention_mask=torch.ones(2, 1, 6, 7)), r"\[2, 1, 6, 7\], expected \[2, 6\].*\[2 or 1, 1, 6, 6\]"),
+    (dict(attention_mask=torch.tensor([[1] * 6, [0, 1, 0, 1, 1, 1]])), "padding between real tokens in row 1"),
+    (dict(attention_mask=torch.tensor([[0.0, 0, 0, 0, 0, -1e9]] * 2)), "an entry -1000000000.0, expected 1"),
+    (dict(packed_seq_params=PackedSeqParams(qkv_format="thd")), "cu_seqlens_q None, expected 'thd'"),
+    (dict(packed_seq_params=PackedSeqParams("sbhd", torch.tensor([0, 6, 12]))), "qkv_format 'sbhd'"),
+    (dict(packed_seq_params=packed_params([0, 6, 4])), r"cu_seqlens_q is \[0, 6, 4\], expected offsets"),
+    (dict(packed_seq_params=packed_params([1, 6, 12])), "expected offsets that ascend from 0"),
+    (dict(packed_seq_params=packed_params([0, 6, 12], [0, 12])), "has 3 entries, cu_seqlens_q_padded 2"),
+    (dict(packed_seq_params=packed_params([0, 6, 12], [0, 4, 12])), r"tokens in lengths of \[4, 8\]"),
+    (dict(packed_seq_params=packed_params([0, 8, 12])), "8 tokens for row 0 of 6; expected its real tokens"),
+    (dict(packed_seq_params=packed_params([0, 4, 8, 12])), "row 1 of 6 tokens begins inside one"),
+    (dict(packed_seq_params=packed_params([0, 4, 8, 9])), r"9 tokens in all.*expected 12 tokens.*each of 2 rows"),
+    (dict(packed_seq_params=packed_params([0, 5, 10]), attention_mask=ids(2, 6)), "segment 0: attention_mask has"),
+    (
+        dict(packed_seq_params=packed_params([0, 5, 10], [0, 6, 12]), attention_mask=torch.eye(2, 6).cummax(1)[0]),
+        "segment 0: attention_mask has 6 real tokens, packed_seq_params 5 in a length of 6",
+    ),
+    (dict(ONE_PICTURE), "the batch: image 0 of 1 x 1 x 1 tokens found 0 image tokens"),
+    (dict(pixel_values=torch.zeros(4, 1536)), "image pixels: found 4 patches, expected 0"),
+    (dict(pixel_values=torch.zeros(1, 4, 1536)), r"pixel_values has shape \[1, 4, 1536\]"),
+    (dict(pixel_values_videos=torch.zeros(4, 99)), r"pixel_values_videos has shape \[4, 99\].*\[patches, 1536\]"),
+    (dict(pixel_values=torch.zeros(4, 1536).byte()), "torch.uint8, expected .* floating point"),
+    (dict(ONE_PICTURE, image_grid_thw=torch.tensor([1, 2, 2])), r"image grids: found \[3\]"),
+    (dict(ONE_PICTURE, image_grid_thw=torch.tensor([[1, 2, 3]])), "divisible by 2"),
+    (flat([0, 4, 6]), "6 tokens in all.* expected 8 tokens.*an attention_mask that says the rest is padding"),
+    (flat([0, 4, 6], [[1] * 8]), "an attention_mask that says the rest is padding"),
+    (flat([0, 4, 16]), "16 tokens in all.* expected 8 tokens, the whole batch. .* also takes one flat row"),
+    (flat([0, 16]), "16 tokens for row 0 of 8; expected .*its tokens times the ranks"),
+    (flat([0, 4, 8], [[0, 1, 1, 1, 1, 1, 1, 1]]), "padding before real tokens in segment 0"),
+    (flat([0, 4, 8], [[1, 1, 1, 1, 1, 0, 1, 1]]), "padding before real tokens in segment 1"),
+    (flat([0, 8], [[1, 1, 0, 1, 1, 1, 1, 1]]), "padding before real tokens in segment 0"),
+    (dict(labels=torch.full((2, 6), 512)), r"entries in \[512, 512\]"),
+    (dict(labels=torch.ones(2, 6)), "torch.float32"),
+    (dict(labels=torch.full((2, 6), -1)), r"in \[-1, -1\], expected \[2, 6\] token ids below 512, and anything"),
+    (dict(labels=torch.ones(2, 5, dtype=torch.long)), r"labels has shape \[2, 5\]"),
+    (dict(labels=torch.ones(1, 12, dtype=torch.long)), r"labels has shape \[1, 12\]"),
+    *[(dict.fromkeys([name], object()), f"{name} is given, expected None: ") for name in REFUSED],
+])  # fmt: skip
 def test_wrong_calls_say_what_is_wrong(provider, arguments, message):
     with pytest.raises(ValueError, match=message):
         as_model_inputs(provider, GROUPS, **{"input_ids": ids(2, 6), **arguments})
@@ -566,22 +563,19 @@ def changed(row, token, other, value):
     return mask
 
 
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        (torch.zeros(2, 1, ROOM, ROOM).bool(), "has False for token 0 and token 5 of row 0"),
-        (torch.ones(1, 1, ROOM, ROOM), "has 1.0 for token 0 and token 5 of row 0"),
-        (torch.stack([torch.zeros(1, ROOM, ROOM).bool(), swift_mask(REAL)[1]]), "token 0 and token 5 of row 1"),
-        (changed(1, 2, 1, True), "has True for token 2 and token 1 of row 1"),
-        (changed(1, 2, 3, False), "has False for token 2 and token 3 of row 1"),
-        (~torch.block_diag(*[torch.ones(3, 3).tril()] * 2).bool()[None, None], "has True for token 3 and token 0"),
-        (torch.zeros(1, 1, ROOM, ROOM) - torch.arange(ROOM), "has -1.0 for token 0 and token 1"),  # a bias
-        (torch.full((1, 1, ROOM, ROOM), 2), "has 2 for token 0 and token 0 of row 0. Expected .* of booleans, 0 and 1"),
-        (swift_mask(REAL)[:, :, :5], r"\[2, 1, 5, 6\], expected \[2, 6\], .* or what tokens see, \[2 or 1, 1, 6, 6\]"),
-        (swift_mask(REAL).expand(2, 3, ROOM, ROOM), r"has shape \[2, 3, 6, 6\]"),
-        (REAL[:, None, None], r"has shape \[2, 1, 1, 6\]"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("mask", "message"), [
+    (torch.zeros(2, 1, ROOM, ROOM).bool(), "has False for token 0 and token 5 of row 0"),
+    (torch.ones(1, 1, ROOM, ROOM), "has 1.0 for token 0 and token 5 of row 0"),
+    (torch.stack([torch.zeros(1, ROOM, ROOM).bool(), swift_mask(REAL)[1]]), "token 0 and token 5 of row 1"),
+    (changed(1, 2, 1, True), "has True for token 2 and token 1 of row 1"),
+    (changed(1, 2, 3, False), "has False for token 2 and token 3 of row 1"),
+    (~torch.block_diag(*[torch.ones(3, 3).tril()] * 2).bool()[None, None], "has True for token 3 and token 0"),
+    (torch.zeros(1, 1, ROOM, ROOM) - torch.arange(ROOM), "has -1.0 for token 0 and token 1"),  # a bias
+    (torch.full((1, 1, ROOM, ROOM), 2), "has 2 for token 0 and token 0 of row 0. Expected .* of booleans, 0 and 1"),
+    (swift_mask(REAL)[:, :, :5], r"\[2, 1, 5, 6\], expected \[2, 6\], .* or what tokens see, \[2 or 1, 1, 6, 6\]"),
+    (swift_mask(REAL).expand(2, 3, ROOM, ROOM), r"has shape \[2, 3, 6, 6\]"),
+    (REAL[:, None, None], r"has shape \[2, 1, 1, 6\]"),
+])  # fmt: skip
 def test_masks_that_say_more_are_refused(provider, mask, message):
     with pytest.raises(ValueError, match=message):
         as_model_inputs(provider, GROUPS, IDS_REFUSALS, attention_mask=mask)
