@@ -140,26 +140,23 @@ def test_a_size_of_several_families_is_the_first_ones():
     assert found == {"4B": "qwen3_vl", "Qwen/Qwen3.5-4B": "qwen3_5", "9B": "qwen3_5", "397B-A17B": "qwen3_5_moe"}
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"deterministic_mode": True}, "deterministic_mode is True, expected False"),
-        ({"tensor_model_parallel_size": 2}, "sequence_parallel is False with .*_size 2, expected True"),
-        ({"tensor_model_parallel_size": 0}, "tensor_model_parallel_size is 0, expected 1 or more"),
-        ({"context_parallel_size": 3}, "linear_num_key_heads=16 must be a multiple"),  # megatron-core says it
-        ({"mtp_num_layers": 2}, "mtp_num_layers is 2, expected None or 1: "),
-        ({"mtp_loss_scaling_factor": 0.1, "pipeline_model_parallel_size": 2}, "variable_seq_lengths is False"),
-        (
-            {"mtp_loss_scaling_factor": 0.1, "recompute_granularity": "full", "recompute_method": "block"},
-            "recompute_method is 'block'",
-        ),
-        (
-            {"recompute_granularity": "selective", "recompute_modules": ["gdn_norm_out"], "transformer_impl": "local"},
-            r"recompute_modules is \['gdn_norm_out'\] with .* 'local', expected .*: recomputing 'gdn_norm_out' or",
-        ),
-        ({"rotary_percent": 0.5}, r"mrope_section is \[11, 11, 10\] with the sum 32, expected half of the 128"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"deterministic_mode": True}, "deterministic_mode is True, expected False"),
+    ({"tensor_model_parallel_size": 2}, "sequence_parallel is False with .*_size 2, expected True"),
+    ({"tensor_model_parallel_size": 0}, "tensor_model_parallel_size is 0, expected 1 or more"),
+    ({"context_parallel_size": 3}, "linear_num_key_heads=16 must be a multiple"),  # megatron-core says it
+    ({"mtp_num_layers": 2}, "mtp_num_layers is 2, expected None or 1: "),
+    ({"mtp_loss_scaling_factor": 0.1, "pipeline_model_parallel_size": 2}, "variable_seq_lengths is False"),
+    (
+        {"mtp_loss_scaling_factor": 0.1, "recompute_granularity": "full", "recompute_method": "block"},
+        "recompute_method is 'block'",
+    ),
+    (
+        {"recompute_granularity": "selective", "recompute_modules": ["gdn_norm_out"], "transformer_impl": "local"},
+        r"recompute_modules is \['gdn_norm_out'\] with .* 'local', expected .*: recomputing 'gdn_norm_out' or",
+    ),
+    ({"rotary_percent": 0.5}, r"mrope_section is \[11, 11, 10\] with the sum 32, expected half of the 128"),
+])  # fmt: skip
 def test_settings_that_are_refused(settings, message):
     from qwen3vl_bridge.models.qwen3_5.bridge import provider_from_hf_config
 
