@@ -239,19 +239,22 @@ def test_neighbouring_pictures_need_no_token_between_them():
 I, V, S, E = IMAGE, VIDEO, START, END  # noqa: E741  one letter each, so that rows below read as rows
 
 
-@pytest.mark.parametrize(("ids", "lengths", "images", "videos", "message"), [
-    ([S, I, I, E, 1, 1], [4, 2], [], [], "segment 0: 2 image tokens from token 1 on .* found 2 .* expected 0"),
-    ([1, 1, S, I, I, E], [2, 4], [[1, 2, 2]], [], "segment 1: 1 image tokens from token 4 on .* expected 1 for 1"),
-    ([S, I, E, S, I, E], [3, 3], [[1, 2, 2], [1, 2, 4]], [], "segment 1: images? 1 of 1 x 1 x 2 tokens found 1"),
-    ([S, I, I, E, 1, 1], [6], [[1, 2, 4], [1, 2, 2]], [], "the batch: image 1 of 1 x 1 x 1 tokens found 0"),
-    ([S, I, E, I, I, E], [6], [[1, 2, 6]], [], "segment 0: image 0 of 1 x 1 x 3 tokens found 1 .* expected 3"),
-    ([1, 1, I, I, 1, 1], [3, 3], [[1, 2, 4]], [], "segment 0: image 0 .* found 1 image tokens in one run, exp.* 2"),
-    ([S, V, V, E, 1, 1], [6], [], [[2, 2, 4]], "the batch: video frame 1 of 1 x 1 x 2 tokens found 0 .* found 2"),
-    ([S, V, V, E, 1, 1], [6], [[1, 2, 4]], [], "the batch: image 0 of 1 x 1 x 2 tokens found 0 image tokens"),
-    ([S, I, E, 1, 1, I], [5], [[1, 2, 2], [1, 2, 2]], [], "segment 1: image token at 5 is in padding"),
-    ([S, I, I, E], [4], [[1, 2, 3]], [], "image 0: found a grid of 1 x 2 x 3 .* divisible by 2"),
-    ([S, I, I, E], [4], [[0, 2, 4]], [], "image 0: found a grid of 0 x 2 x 4 patches, expected positive"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ids", "lengths", "images", "videos", "message"),
+    [
+        ([S, I, I, E, 1, 1], [4, 2], [], [], "segment 0: 2 image tokens from token 1 on .* found 2 .* expected 0"),
+        ([1, 1, S, I, I, E], [2, 4], [[1, 2, 2]], [], "segment 1: 1 image tokens from token 4 on .* expected 1 for 1"),
+        ([S, I, E, S, I, E], [3, 3], [[1, 2, 2], [1, 2, 4]], [], "segment 1: images? 1 of 1 x 1 x 2 tokens found 1"),
+        ([S, I, I, E, 1, 1], [6], [[1, 2, 4], [1, 2, 2]], [], "the batch: image 1 of 1 x 1 x 1 tokens found 0"),
+        ([S, I, E, I, I, E], [6], [[1, 2, 6]], [], "segment 0: image 0 of 1 x 1 x 3 tokens found 1 .* expected 3"),
+        ([1, 1, I, I, 1, 1], [3, 3], [[1, 2, 4]], [], "segment 0: image 0 .* found 1 image tokens in one run, exp.* 2"),
+        ([S, V, V, E, 1, 1], [6], [], [[2, 2, 4]], "the batch: video frame 1 of 1 x 1 x 2 tokens found 0 .* found 2"),
+        ([S, V, V, E, 1, 1], [6], [[1, 2, 4]], [], "the batch: image 0 of 1 x 1 x 2 tokens found 0 image tokens"),
+        ([S, I, E, 1, 1, I], [5], [[1, 2, 2], [1, 2, 2]], [], "segment 1: image token at 5 is in padding"),
+        ([S, I, I, E], [4], [[1, 2, 3]], [], "image 0: found a grid of 1 x 2 x 3 .* divisible by 2"),
+        ([S, I, I, E], [4], [[0, 2, 4]], [], "image 0: found a grid of 0 x 2 x 4 patches, expected positive"),
+    ],
+)
 def test_pictures_and_tokens_that_disagree_are_refused(ids, lengths, images, videos, message):
     layout = SequenceLayout.packed_row(lengths, total=len(ids))
     with pytest.raises(ValueError, match=message):

@@ -163,10 +163,13 @@ def test_bad_input(capsys, options):
     assert BAD_INPUT[options] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("config", "training", "message"), [
-    (qwen3_5.config_dict("9B"), dict(lora=LoraSettings(8, ())), ".* in_proj, linear_fc1, linear_fc2"),
-    (presets.config_dict("30B-A3B"), dict(lora=LoraSettings(8, ("linear_fc1",))), "has outside its experts"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "training", "message"),
+    [
+        (qwen3_5.config_dict("9B"), dict(lora=LoraSettings(8, ())), ".* in_proj, linear_fc1, linear_fc2"),
+        (presets.config_dict("30B-A3B"), dict(lora=LoraSettings(8, ("linear_fc1",))), "has outside its experts"),
+    ],
+)
 def test_adapters_that_there_are_none_for(config, training, message):
     with pytest.raises(ValueError, match=f"none of which this model {message}"):
         estimate(config, ModelSplit(8), TrainingSettings(**training))
