@@ -1,7 +1,5 @@
 """What all tests share: which of them run, the tiny checkpoints, and quiet logs."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import os

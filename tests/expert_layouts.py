@@ -1,7 +1,5 @@
 """One MoE checkpoint in each of the ways that experts are held on disk."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -6,8 +6,6 @@ what one processor was seen to keep. It is a multiple of the noise, measured bes
 computes again, each of its weights moved by one unit in the last place of its dtype.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager

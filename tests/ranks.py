@@ -1,7 +1,5 @@
 """What a module of the tests that runs on ranks begins and ends with, and what one model leaves to the next."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys
@@ -83,9 +81,9 @@ def largest(errors: dict[str, float]) -> dict[str, float]:
     return dict(zip(errors, values.tolist(), strict=True))
 
 
-def leave(found: Any = None, output: str | Path | None = None, *, writer: int = 0) -> None:
-    """Leave together; one rank writes what was found."""
-    if output is not None and dist.get_rank() == writer:
+def leave(found: Any, output: str | Path) -> None:
+    """Leave together; the first rank writes what it has found."""
+    if dist.get_rank() == 0:
         torch.save(found, output)
     dist.barrier()
     dist.destroy_process_group()

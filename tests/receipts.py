@@ -1,7 +1,5 @@
 """Receipts drawn on the spot, in the published format of `naver-clova-ix/cord-v2`."""
 
-from __future__ import annotations
-
 import io
 import json
 import random

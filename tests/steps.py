@@ -4,8 +4,6 @@ What lives here: `set_up`, `train_step`, `forward_backward`, `followed`, `save`.
 `tests/training/running.py`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import weakref

@@ -1,7 +1,5 @@
 """What the README says of Megatron-Bridge's own Qwen3-VL, beside ours: by its own code, as it is installed."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import re

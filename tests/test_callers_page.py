@@ -1,7 +1,5 @@
 """The list of upstream's tests that fail with this package, and the scripts of docs/callers.md."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -3,8 +3,6 @@
 The environment has the packages of this one, by links, but for ours, as an environment with Megatron-Bridge has before.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`python -m qwen3vl_bridge SCRIPT`: scripts of Megatron-Bridge's, which know no plugins, run with ours imported."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 And the promises of pyproject.toml and requirements/ that nothing else would notice being broken.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

@@ -3,8 +3,6 @@
 A file counts if one of its functions is called; executing a module, with the bodies of its classes, does not count.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

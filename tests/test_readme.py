@@ -1,7 +1,5 @@
 """The commands of the README and of the pages it leads to run as they stand, on a tiny checkpoint."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -38,12 +36,9 @@ def run(command: str) -> None:
     starts = {"python": [], "torchrun": ["-m", "torch.distributed.run"], "qwen3vl": ["-m", "qwen3vl_bridge"]}
     start = starts[words[0]]
     done = subprocess.run(
-        [sys.executable, *start, *words[1:]],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
+        [sys.executable, *start, *words[1:]], cwd=ROOT, capture_output=True, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    )  # fmt: skip
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
 
@@ -190,11 +185,9 @@ def test_python(untied_folder, tmp_path, monkeypatch):
     messages = [{"role": "user", "content": content}]
     inputs = processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
     names = {
-        "processor": processor,
-        "messages": messages,
-        "loss_mask": torch.ones_like(inputs["input_ids"]),
+        "processor": processor, "messages": messages, "loss_mask": torch.ones_like(inputs["input_ids"]),
         **{name: inputs[name] for name in ("input_ids", "pixel_values", "image_grid_thw")},
-    }
+    }  # fmt: skip
     for code in blocks(PYTHON, "python"):
         exec(code.replace("Qwen/Qwen3-VL-8B-Instruct", str(untied_folder)), names)
     assert names["losses"].shape == names["input_ids"].shape and names["loss"].isfinite()

@@ -4,8 +4,6 @@ Transformer Engine is not installed here. `NAMES` has what its release of the pi
 (2.16.1, `transformer_engine-2.16.1-py3-none-any.whl`): whoever changes the pin, or meets a new import, looks there.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 from collections.abc import Iterator

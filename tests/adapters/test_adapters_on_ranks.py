@@ -1,16 +1,14 @@
 """Adapters of a model that is split over two ranks, saved from there: transformers and `peft` get its losses.
 
 As verl and Megatron-Bridge's training do: adapters are put in by a hook before wrapping, and every checkpoint has
-`AutoBridge.save_hf_adapter` called on all ranks. Run on ranks: -m tests.adapters.test_adapters_on_ranks JOBS OUT. And
-configurations of adapters that the command line reads.
+`AutoBridge.save_hf_adapter` called on all ranks. And configurations of adapters that the command line reads.
 """
 
 import copy
-import json
 import re
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -30,10 +28,10 @@ from megatron.bridge.peft.utils import create_peft, create_peft_hook
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from tests.forked import run_ranks
+from tests.forked import results_of_ranks
 from tests.noise import check, limit
 from tests.parity.batches import make_samples
-from tests.ranks import begin, leave, leave_groups
+from tests.ranks import leave_groups
 
 from .test_export import reference_logits, with_adapter
 
@@ -54,9 +52,10 @@ class Job:
         return Qwen3VLLoRA(**settings) if self.kind == "ours" else create_peft({"type": self.kind, **settings})
 
 
-def main(jobs: list[dict], out: Path) -> None:
-    """Each job; rank 0 writes the names that have adapters, and losses where a rank has all stages."""
-    for job in (Job(**one) for one in jobs):
+def save_all(jobs: list[Job], out: Path) -> dict[str, dict[str, list]]:
+    """Of each job the names that have adapters, and losses where a rank has all stages."""
+    everything = {}
+    for job in jobs:
         bridge, peft = AutoBridge.from_hf_pretrained(job.folder), job.adapters()
         provider = bridge.to_megatron_provider(load_weights=True)
         for name, value in job.fields.items():
@@ -68,7 +67,8 @@ def main(jobs: list[dict], out: Path) -> None:
         model = provider.provide_distributed_model(
             wrap_with_ddp=False, use_cpu_initialization=True, mixed_precision_wrapper=None, pg_collection=groups
         )
-        found = {"adapters": sorted(name for name, _ in bridge.export_adapter_weights(model, show_progress=False))}
+        names = sorted(name for name, _ in bridge.export_adapter_weights(model, show_progress=False))
+        found = everything[job.name] = {"adapters": names}
         if groups.pp.size() == 1:
             sample = make_samples("mixed", bridge.hf_pretrained.config, seed=9)[0]
             # A token more behind an odd number, which sequence parallelism cannot divide; nothing sees it.
@@ -78,9 +78,7 @@ def main(jobs: list[dict], out: Path) -> None:
             found["losses"] = losses[0, : len(sample.ids)].tolist()
         bridge.save_hf_pretrained(model, out / job.name / "merged", show_progress=False)
         bridge.save_hf_adapter(model, out / job.name / "adapter", peft)
-        if torch.distributed.get_rank() == 0:
-            (out / f"{job.name}.json").write_text(json.dumps(found))
-    leave()
+    return everything
 
 
 EP = dict(expert_model_parallel_size=2)
@@ -118,10 +116,9 @@ def jobs(request):
 
 
 @pytest.fixture(scope="module")
-def out(jobs, tmp_path_factory):
+def found(jobs, tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
-    run_ranks("tests.adapters.test_adapters_on_ranks", 2, json.dumps([asdict(job) for job in jobs]), folder)
-    return folder
+    return folder, results_of_ranks(save_all, 2, jobs, folder)
 
 
 def losses_of(model, config) -> torch.Tensor:
@@ -149,10 +146,7 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return (one - other).abs().max().item()
 
 
-def check_what_is_saved(job: Job, out: Path, readable: Path | None = None) -> None:
-    found = json.loads((out / f"{job.name}.json").read_text())
-    if "losses" not in found:
-        return
+def check_what_is_saved(job: Job, out: Path, losses: list[float], readable: Path | None = None) -> None:
     base = AutoModelForImageTextToText.from_pretrained(readable or job.folder)
     if readable:
         merged = copy.deepcopy(base)
@@ -161,21 +155,24 @@ def check_what_is_saved(job: Job, out: Path, readable: Path | None = None) -> No
         merged = AutoModelForImageTextToText.from_pretrained(out / job.name / "merged")
     before = losses_of(base, base.config)
     adapted = with_adapter(readable or job.folder, out / job.name / "adapter")
-    expected = torch.tensor(found["losses"])
+    expected = torch.tensor(losses)
     assert (expected - before).abs().max() > 0.1
     for kind, model in (("merged", merged), ("adapter", adapted)):
         compute = partial(losses_of, model, base.config)
         check({kind: difference(expected, compute())}, {kind: limit(compute, difference, model)})
 
 
-def test_losses_are_those_of_what_is_saved(jobs, out, moe_folder):
+def test_losses_are_those_of_what_is_saved(jobs, found, moe_folder):
+    out, of_jobs = found
     for job in jobs:
-        check_what_is_saved(job, out, moe_folder if "PER_EXPERT" in job.name else None)
+        if "losses" in of_jobs[job.name]:
+            readable = moe_folder if "PER_EXPERT" in job.name else None
+            check_what_is_saved(job, out, of_jobs[job.name]["losses"], readable)
 
 
-def test_stages_have_the_adapters_of_the_whole_model(jobs, out):
+def test_stages_have_the_adapters_of_the_whole_model(found):
     """A pattern counts layers of the model, not of a stage; and VLMLoRA meets stages without a vision tower."""
-    names = {job.name: json.loads((out / f"{job.name}.json").read_text())["adapters"] for job in jobs}
+    names = {name: of_job["adapters"] for name, of_job in found[1].items()}
     if "stages" in names:  # Qwen3.5
         assert names["stages"] == names["tensors"]
         layer = "model.language_model.layers.2.linear_attn.in_proj"
@@ -217,24 +214,19 @@ def test_settings_are_read_as_data(tmp_path):
         assert adapter_settings(read_run_config(tmp_path), tmp_path).adapts(layer) == (asked == "true")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("peft: null\n", "was saved by a run without adapters"),
-        ("- 1\n", "holds a list, expected sections"),
-        ("a: [\n", "run_config.yaml: while parsing"),
-        ("peft: !!python/object/apply:os.system [false]\n", "could not determine a constructor"),
-        (LORA.replace("Qwen3VLLoRA", "Other"), "peft is 'qwen3vl_bridge.peft.Other', expected"),
-        (LORA.replace("dim: 4", "dim: many"), "peft has dim 'many', alpha 8, .*expected a whole number"),
-        (LORA.replace("[linear_qkv]", "linear_qkv"), "target_modules 'linear_qkv' .* lists of names"),
-        (LORA.replace("dim: 4, ", ""), "peft lacks 'dim'"),
-        ("[" * 50_000, "more than 50 deep"),
-        (LORA.replace("dim: 4", "dim: .inf"), "peft.dim is inf, expected a finite number"),
-        (LORA.replace("alpha: 8", "alpha: .nan"), "peft.alpha is nan, expected a finite number"),
-        ("model: [1]", r"model is \[1\], expected a section of settings"),
-        ("peft: x", "peft is x, expected a section of settings"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("peft: null\n", "was saved by a run without adapters"), ("- 1\n", "holds a list, expected sections"),
+    ("a: [\n", "run_config.yaml: while parsing"),
+    ("peft: !!python/object/apply:os.system [false]\n", "could not determine a constructor"),
+    (LORA.replace("Qwen3VLLoRA", "Other"), "peft is 'qwen3vl_bridge.peft.Other', expected"),
+    (LORA.replace("dim: 4", "dim: many"), "peft has dim 'many', alpha 8, .*expected a whole number"),
+    (LORA.replace("[linear_qkv]", "linear_qkv"), "target_modules 'linear_qkv' .* lists of names"),
+    (LORA.replace("dim: 4, ", ""), "peft lacks 'dim'"), ("[" * 50_000, "more than 50 deep"),
+    (LORA.replace("dim: 4", "dim: .inf"), "peft.dim is inf, expected a finite number"),
+    (LORA.replace("alpha: 8", "alpha: .nan"), "peft.alpha is nan, expected a finite number"),
+    ("model: [1]", r"model is \[1\], expected a section of settings"),
+    ("peft: x", "peft is x, expected a section of settings"),
+])  # fmt: skip
 def test_what_is_no_configuration_of_adapters_is_refused(text, message, tmp_path):
     (tmp_path / "run_config.yaml").write_text(text)
     with pytest.raises(CheckpointError, match=message) as error:
@@ -252,8 +244,3 @@ def test_a_converted_checkpoint_has_no_adapters(untied_folder, tmp_path):
 def test_infinities_of_an_optimizer_are_none_of_ours(tmp_path):
     (tmp_path / "run_config.yaml").write_text(LORA + "optimizer: {grad_norm_skip_threshold: .inf}\n")
     assert adapter_settings(read_run_config(tmp_path), tmp_path).dim == 4
-
-
-if __name__ == "__main__":
-    begin()
-    main(json.loads(sys.argv[1]), Path(sys.argv[2]))

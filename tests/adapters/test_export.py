@@ -13,7 +13,6 @@ from typing import NamedTuple
 from qwen3vl_bridge.peft.adapter_rows import LINEAR_LAYERS, OF_LINEAR_ATTENTION
 from qwen3vl_bridge.peft.lora import Qwen3VLDoRA, Qwen3VLLoRA
 from qwen3vl_bridge.peft.model_adapters import save_hf_adapter
-from qwen3vl_bridge.training.process_groups import initialize
 from qwen3vl_bridge.weights.bridge_mappings import InputMajorExpertMapping
 from qwen3vl_bridge.weights.rows import IN, OUT, ExpertLayout
 
@@ -30,8 +29,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, Qwen3VLForConditionalGeneration
 
 from tests.noise import check, limit, relative
-from tests.parity.batches import Sample, make_batch, make_samples, run_reference
-from tests.parity.conftest import Pair, make_pair
+from tests.parity.batches import Sample, make_batch, make_samples, per_sample, run_reference
+from tests.parity.conftest import Pair, build, make_pair
 
 ALL_PARTS = dict(adapt_vision_model=True, adapt_vision_projection=True)
 
@@ -72,19 +71,11 @@ class Adapted:
         """[tokens, vocabulary] of the Megatron model for each sample."""
         layout = make_batch(self.samples, self.pair.config, packed=True).layout
         with torch.no_grad():
-            flat = self.model(inputs=self.inputs.without_labels()).flatten(0, 1)
-        starts = layout.cu_seqlens_padded[:-1].tolist()
-        return [flat[a : a + n] for a, n in zip(starts, layout.lengths, strict=True) if n]
+            return per_sample(self.model(inputs=self.inputs.without_labels()), layout)
 
 
 def model_of(folder: Path) -> torch.nn.Module:
-    provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=False)
-    provider.finalize()
-    initialize(provider, seed=0)
-    (model,) = provider.provide_distributed_model(
-        wrap_with_ddp=False, use_cpu_initialization=True, mixed_precision_wrapper=None
-    )
-    return model
+    return build(AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=False))
 
 
 def adapt(folder: Path, peft: object, *, content: str = "mixed", **provider_fields) -> Adapted:
@@ -98,14 +89,8 @@ def adapt(folder: Path, peft: object, *, content: str = "mixed", **provider_fiel
 
 def reference_logits(model: Qwen3VLForConditionalGeneration, samples: list[Sample]) -> list[torch.Tensor]:
     """[tokens, vocabulary] of a model of transformers for each sample, run alone."""
-    model.eval()
-    logits = []
-    for sample in samples:
-        ids = sample.ids[None]
-        kinds = (ids == model.config.image_token_id).int() + 2 * (ids == model.config.video_token_id).int()
-        with torch.no_grad():
-            logits.append(model(input_ids=ids, mm_token_type_ids=kinds, **sample.pixels).logits[0])
-    return logits
+    with torch.no_grad():
+        return run_reference(model.eval(), samples)[0]
 
 
 def with_adapter(base_folder: Path, adapter_folder: Path) -> PeftModel:

@@ -67,18 +67,15 @@ class TestWhatIsTrained:
         Qwen3VLLoRA(dim=2, freeze_vision_model=False)(model, training=False)
         assert not any(p.requires_grad for p in model.parameters()) and not model.training
 
-    @pytest.mark.parametrize(
-        ("fields", "towers", "layers"),
-        [
-            (
-                dict(target_modules=["linear_qkv", "*.layers.1.*.linear_fc2"], adapt_vision_model=True),
-                "language|vision", r"\d\.self_attention\.linear_qkv|1\.mlp\.linear_fc2",
-            ),
-            (dict(target_modules=["*.layers.1.*"]), "language", r"1\.(self_attention|mlp)\.linear_\w+"),
-            (dict(target_modules=[], exclude_modules=["linear_qkv", "linear_proj"]), "language", r"\d\.mlp\.linear_.*"),
-            (dict(target_modules=[], exclude_modules=["*.layers.0.*"]), "language", r"[1-9]\.\w+\.linear_\w+"),
-        ],
-    )  # fmt: skip
+    @pytest.mark.parametrize(("fields", "towers", "layers"), [
+        (
+            dict(target_modules=["linear_qkv", "*.layers.1.*.linear_fc2"], adapt_vision_model=True),
+            "language|vision", r"\d\.self_attention\.linear_qkv|1\.mlp\.linear_fc2",
+        ),
+        (dict(target_modules=["*.layers.1.*"]), "language", r"1\.(self_attention|mlp)\.linear_\w+"),
+        (dict(target_modules=[], exclude_modules=["linear_qkv", "linear_proj"]), "language", r"\d\.mlp\.linear_.*"),
+        (dict(target_modules=[], exclude_modules=["*.layers.0.*"]), "language", r"[1-9]\.\w+\.linear_\w+"),
+    ])  # fmt: skip
     def test_modules_choose_within_the_parts(self, untied_folder, fields, towers, layers):
         plain, model = model_of(untied_folder), Qwen3VLLoRA(dim=2, **fields)(model_of(untied_folder))
         adapted = {name.partition(".adapter.")[0] for name, p in model.named_parameters() if p.requires_grad}
@@ -138,64 +135,55 @@ class TestWhatIsTrained:
 
 
 class TestRefusals:
-    @pytest.mark.parametrize(
-        ("fields", "message"),
-        [
-            (dict(target_modules=["linear_qkv", "linear_q"]), r"\['linear_q'\] match no linear layer"),
-            (dict(target_modules=["*vision_model*.linear_qkv"]), "match no linear layer of the adapted parts"),
-            (dict(target_modules=["linear_qkv"], adapt_vision_projection=True), "adapt_vision_projection is True"),
-            (dict(target_modules=["output_layer"]), "match no linear layer"),
-            (dict(exclude_modules=["*.layers.0.*"]), r"set target_modules to \[\]"),
-            (dict(adapt_language_model=False), "nothing would be adapted"),
-            (dict(adapt_language_model=False, target_modules=[]), "nothing would be adapted"),
-            (dict(canonical_mapping={"linear_qkv": {"linear_q"}}), "canonical_mapping"),
-            (dict(lora_dtype=torch.float32), "lora_dtype"),
-            (dict(normalize_moe_lora=True), "normalize_moe_lora is True, expected False"),
-            (dict(adapt_experts=True), r"adapted layers belongs to experts: .* a model with experts"),
-        ],
-    )
+    @pytest.mark.parametrize(("fields", "message"), [
+        (dict(target_modules=["linear_qkv", "linear_q"]), r"\['linear_q'\] match no linear layer"),
+        (dict(target_modules=["*vision_model*.linear_qkv"]), "match no linear layer of the adapted parts"),
+        (dict(target_modules=["linear_qkv"], adapt_vision_projection=True), "adapt_vision_projection is True"),
+        (dict(target_modules=["output_layer"]), "match no linear layer"),
+        (dict(exclude_modules=["*.layers.0.*"]), r"set target_modules to \[\]"),
+        (dict(adapt_language_model=False), "nothing would be adapted"),
+        (dict(adapt_language_model=False, target_modules=[]), "nothing would be adapted"),
+        (dict(canonical_mapping={"linear_qkv": {"linear_q"}}), "canonical_mapping"),
+        (dict(lora_dtype=torch.float32), "lora_dtype"),
+        (dict(normalize_moe_lora=True), "normalize_moe_lora is True, expected False"),
+        (dict(adapt_experts=True), r"adapted layers belongs to experts: .* a model with experts"),
+    ])  # fmt: skip
     def test_settings(self, untied_folder, fields, message):
         model = model_of(untied_folder)
         with pytest.raises(ValueError, match=message):
             Qwen3VLLoRA(**fields)(model)
         assert all(p.requires_grad for p in model.parameters())
 
-    @pytest.mark.parametrize(
-        ("fields", "message"),
-        [
-            (dict(target_modules=["linear_qkv"]), "adapted layers belongs to experts: .* adapt_language_model=True"),
-            (dict(adapt_language_model=False, adapt_vision_model=True), "adapted layers belongs to experts: expected"),
-            (dict(target_modules=["*.layers.2.mlp.experts.linear_fc1"]), "fc1 would have adapters and .*fc2 none"),
-            (dict(target_modules=["*.local_experts.3.*"]), "adapted layers belongs to experts"),
-            (dict(normalize_moe_lora=True), "normalize_moe_lora is True, expected False"),
-            (dict(experts_shared_outer_loras=True), "experts_shared_outer_loras is True, expected False"),
-            (dict(adapt_experts=False, share_expert_adapters=False), "expected adapt_experts=True with it"),
-            (dict(adapt_experts=False, target_modules=["*.experts.*"]), r"experts' need adapt_experts=True"),
-        ],
-    )
+    @pytest.mark.parametrize(("fields", "message"), [
+        (dict(target_modules=["linear_qkv"]), "adapted layers belongs to experts: .* adapt_language_model=True"),
+        (dict(adapt_language_model=False, adapt_vision_model=True), "adapted layers belongs to experts: expected"),
+        (dict(target_modules=["*.layers.2.mlp.experts.linear_fc1"]), "fc1 would have adapters and .*fc2 none"),
+        (dict(target_modules=["*.local_experts.3.*"]), "adapted layers belongs to experts"),
+        (dict(normalize_moe_lora=True), "normalize_moe_lora is True, expected False"),
+        (dict(experts_shared_outer_loras=True), "experts_shared_outer_loras is True, expected False"),
+        (dict(adapt_experts=False, share_expert_adapters=False), "expected adapt_experts=True with it"),
+        (dict(adapt_experts=False, target_modules=["*.experts.*"]), r"experts' need adapt_experts=True"),
+    ])  # fmt: skip
     def test_settings_for_experts(self, moe_folder, fields, message):
         model = model_of(moe_folder)
         with pytest.raises(ValueError, match=message):
             Qwen3VLLoRA(**(dict(adapt_experts=True) | fields))(model)
         assert all(p.requires_grad for p in model.parameters())
 
-    @pytest.mark.parametrize(
-        ("model", "peft", "message"),
-        [
-            ("untied", lambda: Qwen3VLDoRA(dropout=0.1), "dropout is 0.1, expected 0: DoRA does not support dropout"),
-            ("untied", lambda: DoRA(dropout=0.1), "dropout is 0.1, expected 0: DoRA does not support dropout here"),
-            ("untied", lambda: Qwen3VLDoRA(target_modules=["linear_q"]), "target_modules"),
-            ("untied", lambda: CanonicalLoRA(target_modules=["linear_q"]), "expected target_modules with linear_k"),
-            ("untied", lambda: CanonicalLoRA(target_modules=[f"{TEXT}linear_fc1_up"]), r"a part of language_model"),
-            ("untied", lambda: VLMLoRA(freeze_vision_model=False), "freeze_vision_model is False, and vision_"),
-            ("untied", lambda: VLMLoRA(freeze_language_model=False), "freeze_language_model is False, and language_"),
-            # NeMo-RL's settings adapt it; merged weights, which its generation runs on, would lack that adapter.
-            ("tied", lambda: LoRA(target_modules=[], exclude_modules=[]), r"adapts language_model\.output_layer"),
-            ("moe", lambda: Qwen3VLDoRA(adapt_experts=True), "adapt_experts is True, expected False for DoRA"),
-            ("moe", DoRA, r"DoRA adapts .*experts.*, and .* peft does not support DoRA .* qwen3vl_bridge\.Qwen3VLDoRA"),
-            ("moe", lambda: LoRA(experts_shared_outer_loras=True), "experts_shared_outer_loras is True, .* expected"),
-        ],
-    )
+    @pytest.mark.parametrize(("model", "peft", "message"), [
+        ("untied", lambda: Qwen3VLDoRA(dropout=0.1), "dropout is 0.1, expected 0: DoRA does not support dropout"),
+        ("untied", lambda: DoRA(dropout=0.1), "dropout is 0.1, expected 0: DoRA does not support dropout here"),
+        ("untied", lambda: Qwen3VLDoRA(target_modules=["linear_q"]), "target_modules"),
+        ("untied", lambda: CanonicalLoRA(target_modules=["linear_q"]), "expected target_modules with linear_k"),
+        ("untied", lambda: CanonicalLoRA(target_modules=[f"{TEXT}linear_fc1_up"]), r"a part of language_model"),
+        ("untied", lambda: VLMLoRA(freeze_vision_model=False), "freeze_vision_model is False, and vision_"),
+        ("untied", lambda: VLMLoRA(freeze_language_model=False), "freeze_language_model is False, and language_"),
+        # NeMo-RL's settings adapt it; merged weights, which its generation runs on, would lack that adapter.
+        ("tied", lambda: LoRA(target_modules=[], exclude_modules=[]), r"adapts language_model\.output_layer"),
+        ("moe", lambda: Qwen3VLDoRA(adapt_experts=True), "adapt_experts is True, expected False for DoRA"),
+        ("moe", DoRA, r"DoRA adapts .*experts.*, and .* peft does not support DoRA .* qwen3vl_bridge\.Qwen3VLDoRA"),
+        ("moe", lambda: LoRA(experts_shared_outer_loras=True), "experts_shared_outer_loras is True, .* expected"),
+    ])  # fmt: skip
     def test_what_would_go_wrong(self, request, model, peft, message):
         with pytest.raises(ValueError, match=message):
             peft()([model_of(request.getfixturevalue(f"{model}_folder"))])
@@ -264,18 +252,15 @@ def recompute_errors(plain: dict[str, torch.Tensor], recomputed: dict[str, torch
 
 
 class TestRecompute:
-    @pytest.mark.parametrize(
-        ("peft_fields", "recompute"),
-        [
-            (dict(), FULL),
-            (ALL_PARTS, FULL | FULL_VISION),
-            (dict(adapt_vision_model=True), FULL_VISION),
-            (dict(adapt_language_model=False, adapt_vision_model=True), FULL_VISION),
-            # The mergers are trained: Megatron-Bridge then leaves recomputing blocks as they are.
-            (dict(adapt_vision_model=True, freeze_vision_projection=False), FULL | FULL_VISION),
-            (dict(target_modules=["linear_fc1"]), dict(recompute_granularity="selective", recompute_modules=["mlp"])),
-        ],
-    )
+    @pytest.mark.parametrize(("peft_fields", "recompute"), [
+        (dict(), FULL),
+        (ALL_PARTS, FULL | FULL_VISION),
+        (dict(adapt_vision_model=True), FULL_VISION),
+        (dict(adapt_language_model=False, adapt_vision_model=True), FULL_VISION),
+        # The mergers are trained: Megatron-Bridge then leaves recomputing blocks as they are.
+        (dict(adapt_vision_model=True, freeze_vision_projection=False), FULL | FULL_VISION),
+        (dict(target_modules=["linear_fc1"]), dict(recompute_granularity="selective", recompute_modules=["mlp"])),
+    ])  # fmt: skip
     @pytest.mark.parametrize("method", [Qwen3VLLoRA, Qwen3VLDoRA])
     def test_gradients_are_equal(self, untied_folder, method, peft_fields, recompute):
         # B starts at zero no longer, else A would have no gradient.

@@ -132,18 +132,15 @@ def test_vision_inputs_of_one_kind_or_none(kind):
         assert make_vision_inputs(*nothing, num_position_embeddings=16, spatial_merge_size=2) is None
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"pixel_values": None}, "image pixels: found 0 patches, expected 8 for 1 image grids"),
-        ({"image_grid_thw": None}, "image pixels: found 8 patches, expected 0 for 0 image grids"),
-        ({"pixel_values": torch.zeros(7, 3)}, "image pixels: found 7 patches, expected 8"),
-        ({"pixel_values_videos": torch.zeros(4, 3)}, "video pixels: found 4 patches, expected 0"),
-        ({"image_grid_thw": torch.tensor([[1, 8, 1]])}, "image 0: found a grid of 1 x 8 x 1 .* divisible by 2"),
-        ({"video_grid_thw": torch.tensor([[1, 2, 4], [1, 3, 4]])}, "video 1: found a grid of 1 x 3 x 4"),
-        ({"num_position_embeddings": 15}, "found 15 position embeddings, expected a square number"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "message"), [
+    ({"pixel_values": None}, "image pixels: found 0 patches, expected 8 for 1 image grids"),
+    ({"image_grid_thw": None}, "image pixels: found 8 patches, expected 0 for 0 image grids"),
+    ({"pixel_values": torch.zeros(7, 3)}, "image pixels: found 7 patches, expected 8"),
+    ({"pixel_values_videos": torch.zeros(4, 3)}, "video pixels: found 4 patches, expected 0"),
+    ({"image_grid_thw": torch.tensor([[1, 8, 1]])}, "image 0: found a grid of 1 x 8 x 1 .* divisible by 2"),
+    ({"video_grid_thw": torch.tensor([[1, 2, 4], [1, 3, 4]])}, "video 1: found a grid of 1 x 3 x 4"),
+    ({"num_position_embeddings": 15}, "found 15 position embeddings, expected a square number"),
+])  # fmt: skip
 def test_pixels_and_grids_that_disagree_are_refused(changed, message):
     good = {
         "pixel_values": torch.zeros(8, 3), "image_grid_thw": torch.tensor([[1, 2, 4]]), "pixel_values_videos": None,
@@ -264,15 +261,12 @@ def test_pictures_and_tokens_that_disagree_are_refused(ids, lengths, images, vid
         positions(torch.tensor([ids]), layout, [(ids, images, videos)])
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ({"rows": torch.ones(1, 7, dtype=torch.int64)}, r"input_ids: found \[1, 7\], expected \[1, 8\]"),
-        ({"rows": torch.ones(2, 4, dtype=torch.int64)}, r"input_ids: found \[2, 4\], expected \[1, 8\]"),
-        ({"grid": torch.tensor([1, 2, 2])}, r"image grids: found \[3\] torch.int64, expected \[K, 3\] integers"),
-        ({"grid": torch.ones(1, 3)}, r"image grids: found \[1, 3\] torch.float32, expected \[K, 3\] integers"),
-    ],
-)
+@pytest.mark.parametrize(("call", "message"), [
+    ({"rows": torch.ones(1, 7, dtype=torch.int64)}, r"input_ids: found \[1, 7\], expected \[1, 8\]"),
+    ({"rows": torch.ones(2, 4, dtype=torch.int64)}, r"input_ids: found \[2, 4\], expected \[1, 8\]"),
+    ({"grid": torch.tensor([1, 2, 2])}, r"image grids: found \[3\] torch.int64, expected \[K, 3\] integers"),
+    ({"grid": torch.ones(1, 3)}, r"image grids: found \[1, 3\] torch.float32, expected \[K, 3\] integers"),
+])  # fmt: skip
 def test_shapes_that_disagree_are_refused(call, message):
     rows = call.get("rows", torch.ones(1, 8, dtype=torch.int64))
     with pytest.raises(ValueError, match=message):

@@ -1,7 +1,5 @@
 """Layouts, the token index and a rank's share of a batch, vision's too, against restatements; and copies to a GPU."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -110,22 +108,19 @@ def test_packed_row_pads_each_segment_and_the_row():
     assert SequenceLayout.packed_row([4, 4], multiple=4, total=8).lengths == (4, 4)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: SequenceLayout.rows([], 4), "found 0 lengths"),
-        (lambda: SequenceLayout.rows([3, 5], 4), "segment 1: 5 tokens do not fit a padded length of 4"),
-        (lambda: SequenceLayout.rows([3, -1], 4), "segment 1: -1 tokens"),
-        (lambda: SequenceLayout.packed_row([3, 0]), "segment 1: 0 tokens do not fit a padded length of 0"),
-        (lambda: SequenceLayout.packed_row([3, 4], multiple=4, total=7), "2 segments take 8 tokens, padded to"),
-        (lambda: SequenceLayout.packed_row([3], multiple=4, total=10), "has 6 unused tokens after the last segment"),
-        (lambda: token_index(SequenceLayout.rows([8, 8], 10), 2, 0), "segment 0: a padded length of 10 .* 4 chunks"),
-        (lambda: token_index(SequenceLayout.rows([3, 3], 3), 1, 0, 2, 0), "3 tokens a row .* over 2 sequence"),
-        (lambda: token_index(SequenceLayout.rows([8, 8], 8), 2, 2), "context-parallel rank 2 .* group of 2"),
-        (lambda: token_index(SequenceLayout.rows([8, 8], 8), 1, 0, 2, -1), "sequence-parallel rank -1 .* group of 2"),
-        (lambda: token_index(SequenceLayout.rows([8, 8], 8), 2, 0, 3, 0), "4 tokens a row .* over 3 sequence"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: SequenceLayout.rows([], 4), "found 0 lengths"),
+    (lambda: SequenceLayout.rows([3, 5], 4), "segment 1: 5 tokens do not fit a padded length of 4"),
+    (lambda: SequenceLayout.rows([3, -1], 4), "segment 1: -1 tokens"),
+    (lambda: SequenceLayout.packed_row([3, 0]), "segment 1: 0 tokens do not fit a padded length of 0"),
+    (lambda: SequenceLayout.packed_row([3, 4], multiple=4, total=7), "2 segments take 8 tokens, padded to"),
+    (lambda: SequenceLayout.packed_row([3], multiple=4, total=10), "has 6 unused tokens after the last segment"),
+    (lambda: token_index(SequenceLayout.rows([8, 8], 10), 2, 0), "segment 0: a padded length of 10 .* 4 chunks"),
+    (lambda: token_index(SequenceLayout.rows([3, 3], 3), 1, 0, 2, 0), "3 tokens a row .* over 2 sequence"),
+    (lambda: token_index(SequenceLayout.rows([8, 8], 8), 2, 2), "context-parallel rank 2 .* group of 2"),
+    (lambda: token_index(SequenceLayout.rows([8, 8], 8), 1, 0, 2, -1), "sequence-parallel rank -1 .* group of 2"),
+    (lambda: token_index(SequenceLayout.rows([8, 8], 8), 2, 0, 3, 0), "4 tokens a row .* over 3 sequence"),
+])  # fmt: skip
 def test_contradictions_are_refused_with_both_numbers(make, message):
     with pytest.raises(ValueError, match=message):
         make()
@@ -435,7 +430,7 @@ class Stream:
     def __init__(self, name: str, requests: list[tuple]) -> None:
         self.name, self._requests = name, requests
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other: "Stream") -> None:
         self._requests.append((self.name, "waits for", other.name))
 
 

@@ -72,35 +72,29 @@ def test_folders_that_hold_something_else(capsys, tmp_path, untied_folder, impor
     expect_error(capsys, importing(imported / "iter_0000000" / "hf", tmp_path), "no weights", "model.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("change", "parts"),
-    [
-        ({"model_type": "qwen2_vl", "architectures": ["Qwen2VL"]}, ("['Qwen2VL']", "qwen2_vl", "expected Qwen3VLFor")),
-        ({"model_type": "qwen3_vl_moe"}, ("qwen3_vl_moe", "expected Qwen3VLForConditionalGeneration")),
-        (
-            {"model_type": "qwen3_vl_moe", "architectures": ["Qwen3VLMoeForConditionalGeneration"]},
-            ("0 layers have experts", "qwen3_vl_moe does not allow"),
-        ),
-        ({"text_config": {}}, ("lacks the field text_config.vocab_size",)),
-        ({"vision_config": 3}, ("vision_config is 3, expected an object",)),
-    ],
-)
+@pytest.mark.parametrize(("change", "parts"), [
+    ({"model_type": "qwen2_vl", "architectures": ["Qwen2VL"]}, ("['Qwen2VL']", "qwen2_vl", "expected Qwen3VLFor")),
+    ({"model_type": "qwen3_vl_moe"}, ("qwen3_vl_moe", "expected Qwen3VLForConditionalGeneration")),
+    (
+        {"model_type": "qwen3_vl_moe", "architectures": ["Qwen3VLMoeForConditionalGeneration"]},
+        ("0 layers have experts", "qwen3_vl_moe does not allow"),
+    ),
+    ({"text_config": {}}, ("lacks the field text_config.vocab_size",)),
+    ({"vision_config": 3}, ("vision_config is 3, expected an object",)),
+])  # fmt: skip
 def test_another_models_configuration(capsys, tmp_path, untied_folder, change, parts):
     folder = model_with_config(tmp_path / "other", untied_folder, change)
     expect_error(capsys, importing(folder, tmp_path), str(folder), *parts)
 
 
-@pytest.mark.parametrize(
-    ("change", "parts"),
-    [
-        (change_missing, ("1 missing", f"{NORM}: found nothing, expected [80]")),
-        (change_extra, ("1 unexpected", "layers.9.x: found [3] float32, expected no such tensor")),
-        (change_misshapen, ("1 misshapen", f"{Q_PROJ}: found [5, 80], expected [128, 80]")),
-        (change_all, ("1 missing, 1 unexpected, 1 misshapen", NORM, "layers.9.x", Q_PROJ)),
-        (lambda t: t.update({NORM: t[NORM].to(torch.int32)}), (NORM, "found dtype int32, expected float32")),
-        (lambda t: t.update({Q_PROJ: t[Q_PROJ].half()}), (f"{Q_PROJ} float16", "--torch-dtype")),
-    ],
-)
+@pytest.mark.parametrize(("change", "parts"), [
+    (change_missing, ("1 missing", f"{NORM}: found nothing, expected [80]")),
+    (change_extra, ("1 unexpected", "layers.9.x: found [3] float32, expected no such tensor")),
+    (change_misshapen, ("1 misshapen", f"{Q_PROJ}: found [5, 80], expected [128, 80]")),
+    (change_all, ("1 missing, 1 unexpected, 1 misshapen", NORM, "layers.9.x", Q_PROJ)),
+    (lambda t: t.update({NORM: t[NORM].to(torch.int32)}), (NORM, "found dtype int32, expected float32")),
+    (lambda t: t.update({Q_PROJ: t[Q_PROJ].half()}), (f"{Q_PROJ} float16", "--torch-dtype")),
+])  # fmt: skip
 def test_tensors_that_are_not_as_the_configuration_says(capsys, tmp_path, untied_folder, change, parts):
     folder = model_with(tmp_path / "model", untied_folder, change)
     expect_error(capsys, importing(folder, tmp_path), str(folder), *parts)
@@ -198,17 +192,13 @@ def test_a_target_inside_the_source(capsys, tmp_path, untied_folder):
     expect_error(capsys, ["import", "--hf-model", str(tmp_path / "model"), "--megatron-path", target], "overlap")
 
 
-@pytest.mark.parametrize(
-    ("options", "parts"),
-    [
-        (["--ep", "2"], ("--ep is 2", "no experts")),
-        (["--etp", "2"], ("--etp is 2", "no experts")),
-        (["--pp", "2"], ("--pp is 2", "no pipeline stages")),
-        (["--tp", "3"], ("--tp is 3", "divisor of num_attention_heads, which is 4")),
-        (["--tp", "0"], ("--tp is 0", "expected 1 or more")),
-        (["--make-vocab-size-divisible-by", "0"], ("--make-vocab-size-divisible-by is 0, expected",)),
-    ],
-)
+@pytest.mark.parametrize(("options", "parts"), [
+    (["--ep", "2"], ("--ep is 2", "no experts")), (["--etp", "2"], ("--etp is 2", "no experts")),
+    (["--pp", "2"], ("--pp is 2", "no pipeline stages")),
+    (["--tp", "3"], ("--tp is 3", "divisor of num_attention_heads, which is 4")),
+    (["--tp", "0"], ("--tp is 0", "expected 1 or more")),
+    (["--make-vocab-size-divisible-by", "0"], ("--make-vocab-size-divisible-by is 0, expected",)),
+])  # fmt: skip
 def test_parallel_sizes_that_cannot_be(capsys, tmp_path, untied_folder, options, parts):
     expect_error(capsys, importing(untied_folder, tmp_path), *parts, options=options)
 
@@ -322,14 +312,11 @@ def test_other_spellings_are_of_the_same_model(size, tmp_path):
         check_same_model(one, other)
 
 
-@pytest.mark.parametrize(
-    ("section", "fields"),
-    [
-        ("vision_config", {"num_heads": 2}),  # the same shapes, interleaved in another way
-        ("text_config", {"vocab_size": 500}),
-        ("text_config", {"rms_norm_eps": 1e-5}),
-    ],
-)
+@pytest.mark.parametrize(("section", "fields"), [
+    ("vision_config", {"num_heads": 2}),  # the same shapes, interleaved in another way
+    ("text_config", {"vocab_size": 500}),
+    ("text_config", {"rms_norm_eps": 1e-5}),
+])  # fmt: skip
 def test_nothing_is_converted_by_another_models_configuration(
     section, fields, capsys, tmp_path, untied_folder, imported
 ):

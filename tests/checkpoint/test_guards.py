@@ -188,16 +188,12 @@ def bomb(levels: int) -> bytes:
     return b"\x80\x04)" + b"2\x86" * levels
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        bomb(60) + b".",
-        b"\x80\x04}" + bomb(60)[2:] + b"K\x01s.",
-        b"\x80\x04ctorch.serialization\n_get_layout\n" + bomb(60)[2:] + b"\x85R.",
-        b"\x80\x04ccollections\nOrderedDict\n]" + bomb(60)[2:] + b"K\x01\x86a\x85R.",
-        b"\x80\x04]" + b"q\x00h\x00h\x00\x86a" * 3 + b".",
-    ],
-)
+@pytest.mark.parametrize("data", [
+    bomb(60) + b".", b"\x80\x04}" + bomb(60)[2:] + b"K\x01s.",
+    b"\x80\x04ctorch.serialization\n_get_layout\n" + bomb(60)[2:] + b"\x85R.",
+    b"\x80\x04ccollections\nOrderedDict\n]" + bomb(60)[2:] + b"K\x01\x86a\x85R.",
+    b"\x80\x04]" + b"q\x00h\x00h\x00\x86a" * 3 + b".",
+])  # fmt: skip
 def test_metadata_without_end(data, saved, tmp_path):
     folder = shutil.copytree(saved, tmp_path / "copy")
     (folder / ".metadata").write_bytes(data)
@@ -207,13 +203,10 @@ def test_metadata_without_end(data, saved, tmp_path):
     assert time.process_time() - begun < 10
 
 
-@pytest.mark.parametrize(
-    ("section", "field", "part"),
-    [
-        ("text_config", "num_hidden_layers", " is 1000000000, expected a whole number from 1 to 10000"),
-        ("vision_config", "depth", " is 1000000000"),
-    ],
-)
+@pytest.mark.parametrize(("section", "field", "part"), [
+    ("text_config", "num_hidden_layers", " is 1000000000, expected a whole number from 1 to 10000"),
+    ("vision_config", "depth", " is 1000000000"),
+])  # fmt: skip
 def test_counts_without_end(capsys, tmp_path, untied_folder, section, field, part):
     model = model_with_config(tmp_path / "model", untied_folder, {section: {field: 10**9}})
     expect_error(capsys, importing(model, tmp_path), field + part)

@@ -48,19 +48,14 @@ def test_help_answers_at_once():
     assert imported == "[]" and float(seconds) < 1
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "COMMAND is missing"),
-        (["transmute"], "invalid choice: 'transmute'"),
-        (["convert"], "VERB"),
-        (["train"], "--recipe is missing"),
-        (["train", "--recipe", "x", "--from-scratch", "--pretrained-checkpoint", "y"], "expected only one of them"),
-        (["train", "--recipe", "x", "--json"], "--json works only with --list, --dry-run and --rehearse"),
-        (["generate", "?", "--hf-model", "x", "--image", "/no/such.png"], "/no/such.png, expected a file that exists"),
-        (["plan", "--model", "8B", "--gpus", "0"], "0, expected 1 or more"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    ([], "COMMAND is missing"), (["transmute"], "invalid choice: 'transmute'"), (["convert"], "VERB"),
+    (["train"], "--recipe is missing"),
+    (["train", "--recipe", "x", "--from-scratch", "--pretrained-checkpoint", "y"], "expected only one of them"),
+    (["train", "--recipe", "x", "--json"], "--json works only with --list, --dry-run and --rehearse"),
+    (["generate", "?", "--hf-model", "x", "--image", "/no/such.png"], "/no/such.png, expected a file that exists"),
+    (["plan", "--model", "8B", "--gpus", "0"], "0, expected 1 or more"),
+])  # fmt: skip
 def test_wrong_usage_is_status_2(words, message, capsys):
     with pytest.raises(SystemExit) as end:
         main(words)
@@ -92,16 +87,13 @@ WANT_MEGATRON = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("words", "files", "holds"),
-    [
-        *((WANT_MODEL[0], *kind) for kind in MISTAKEN.values()),
-        *((WANT_MEGATRON[0], *kind) for kind in MISTAKEN.values()),
-        *((words, *kind) for words in WANT_MODEL for kind in (MISTAKEN["adapters"], MEGATRON)),
-        *((words, *kind) for words in WANT_MEGATRON for kind in (MISTAKEN["adapters"], HUGGING_FACE)),
-        ("convert inspect --megatron-path", *MISTAKEN["adapters"]),  # which reads a Hugging Face model, too
-    ],
-)
+@pytest.mark.parametrize(("words", "files", "holds"), [
+    *((WANT_MODEL[0], *kind) for kind in MISTAKEN.values()),
+    *((WANT_MEGATRON[0], *kind) for kind in MISTAKEN.values()),
+    *((words, *kind) for words in WANT_MODEL for kind in (MISTAKEN["adapters"], MEGATRON)),
+    *((words, *kind) for words in WANT_MEGATRON for kind in (MISTAKEN["adapters"], HUGGING_FACE)),
+    ("convert inspect --megatron-path", *MISTAKEN["adapters"]),  # which reads a Hugging Face model, too
+])  # fmt: skip
 def test_another_folder_than_expected_is_recognised(words, files, holds, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)  # a folder is never a hub's name
     for name in files:
@@ -138,16 +130,11 @@ def test_a_commands_status_is_the_programs(capsys, tmp_path):
     assert capsys.readouterr().out.count(".") == 2
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["generate", "?"],
-        ["data", "inspect", "--data", "DATA"],
-        ["data", "pack", "--data", "DATA", "--output", "rows"],
-        ["train", "--recipe", "qwen3_vl_2b_sft_config", "--data-path", "DATA", "--save", "run"],
-        ["train", "--recipe", "qwen3_vl_2b_sft_config", "--dry-run"],
-    ],
-)
+@pytest.mark.parametrize("words", [
+    ["generate", "?"], ["data", "inspect", "--data", "DATA"], ["data", "pack", "--data", "DATA", "--output", "rows"],
+    ["train", "--recipe", "qwen3_vl_2b_sft_config", "--data-path", "DATA", "--save", "run"],
+    ["train", "--recipe", "qwen3_vl_2b_sft_config", "--dry-run"],
+])  # fmt: skip
 def test_the_hub_is_asked_once_for_a_model_that_it_does_not_have(words, tmp_path, capsys, monkeypatch):
     """The library would ask for each file, several times; without a network that took minutes."""
     asked = []
@@ -275,19 +262,16 @@ def test_packages_are_those_that_are_declared_and_those_of_use():
     assert found["flash-attn"]["fits"] and not found["flash-attn"]["expected"]
 
 
-@pytest.mark.parametrize(
-    ("changed", "message", "fatal"),
-    [
-        (dict(python="3.11.9"), "Python is 3.11.9, expected ==3.12.*", True),
-        (dict(versions={"torch": "2.5.1"}), "torch is 2.5.1, expected >=2.6", True),
-        (dict(versions={"torch": None}), "torch is not installed, expected >=2.6", True),
-        (dict(versions={"av": "11.0"}), "av is 11.0, expected >=12 (for decoding video files)", False),
-        (dict(versions={"megatron-energon": None}), "megatron-energon is not installed, expected any version", False),
-        (dict(driver=True), "torch is built without CUDA", False),
-        (dict(shared_memory=64 << 20), "/dev/shm has 0.06 GiB free", False),
-        (dict(open_files=[1024, 65536]), "1024 open files are allowed", False),
-    ],
-)
+@pytest.mark.parametrize(("changed", "message", "fatal"), [
+    (dict(python="3.11.9"), "Python is 3.11.9, expected ==3.12.*", True),
+    (dict(versions={"torch": "2.5.1"}), "torch is 2.5.1, expected >=2.6", True),
+    (dict(versions={"torch": None}), "torch is not installed, expected >=2.6", True),
+    (dict(versions={"av": "11.0"}), "av is 11.0, expected >=12 (for decoding video files)", False),
+    (dict(versions={"megatron-energon": None}), "megatron-energon is not installed, expected any version", False),
+    (dict(driver=True), "torch is built without CUDA", False),
+    (dict(shared_memory=64 << 20), "/dev/shm has 0.06 GiB free", False),
+    (dict(open_files=[1024, 65536]), "1024 open files are allowed", False),
+])  # fmt: skip
 def test_what_does_not_fit_is_said(changed, message, fatal):
     (one,) = missing(**changed)
     assert message in one["what"] and one["fatal"] == fatal and one["get"]

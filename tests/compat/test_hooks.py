@@ -44,16 +44,13 @@ def run(code: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        "import qwen3vl_bridge, megatron.bridge",
-        pytest.param(
-            "from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider", marks=pytest.mark.slow
-        ),
-        pytest.param("import megatron.core.models.gpt; import qwen3vl_bridge, megatron.bridge", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("first", [
+    "import qwen3vl_bridge, megatron.bridge",
+    pytest.param(
+        "from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider", marks=pytest.mark.slow
+    ),
+    pytest.param("import megatron.core.models.gpt; import qwen3vl_bridge, megatron.bridge", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_registers_whatever_is_imported_first(first):
     done = run(first + CHECK)
     assert done.returncode == 0, done.stderr[-3000:]

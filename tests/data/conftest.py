@@ -1,7 +1,5 @@
 """A real processor of toy size, and files of conversations with pictures."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

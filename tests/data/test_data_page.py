@@ -1,7 +1,5 @@
 """The examples of docs/data.md: its records are read, its commands run, its settings exist."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

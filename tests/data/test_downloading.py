@@ -1,7 +1,5 @@
 """`qwen3vl data download`: every address once, side by side, again where it was stopped; and what it leaves out."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

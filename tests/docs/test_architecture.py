@@ -2,8 +2,6 @@
 libraries are replaced.
 """
 
-from __future__ import annotations
-
 import ast
 import graphlib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The pages of docs/: all are in the site's nav, their links lead somewhere."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """The drawn pictures of docs/ show what the code and the benchmarks' results say now."""
 
-from __future__ import annotations
-
 import re
 
 from qwen3vl_bridge.batch import token_index

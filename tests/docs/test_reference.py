@@ -1,7 +1,5 @@
 """The settings reference has every field of our configurations, as the classes have it; the site's own Markdown."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import re
@@ -82,18 +80,15 @@ def test_public_names_are_found_in_their_modules():
             assert hasattr(importlib.import_module(module), attribute)
 
 
-@pytest.mark.parametrize(
-    ("markdown", "expected"),
-    [
-        ("words:\n- a\n- b\n", "words:\n\n- a\n- b\n"),
-        ("- a\n  - b\n  words\n", "- a\n    - b\n    words\n"),
-        ("words\n| a |\n|---|\n", "words\n\n| a |\n|---|\n"),
-        ("a\n```\nb\n- c [d](../README.md)\n```\ne\n", "a\n\n```\nb\n- c [d](../README.md)\n```\n\ne\n"),
-        ("[a](../README.md#try-it) [b](train.md)\n", "[a](overview.md#try-it) [b](train.md)\n"),
-        ("[a](../tests/docs)\n", '<span title="tests/docs">a</span>\n'),
-        ("![a](images/loss.png) [b](https://x.org) [c](#d)\n", "![a](images/loss.png) [b](https://x.org) [c](#d)\n"),
-    ],
-)
+@pytest.mark.parametrize(("markdown", "expected"), [
+    ("words:\n- a\n- b\n", "words:\n\n- a\n- b\n"),
+    ("- a\n  - b\n  words\n", "- a\n    - b\n    words\n"),
+    ("words\n| a |\n|---|\n", "words\n\n| a |\n|---|\n"),
+    ("a\n```\nb\n- c [d](../README.md)\n```\ne\n", "a\n\n```\nb\n- c [d](../README.md)\n```\n\ne\n"),
+    ("[a](../README.md#try-it) [b](train.md)\n", "[a](overview.md#try-it) [b](train.md)\n"),
+    ("[a](../tests/docs)\n", '<span title="tests/docs">a</span>\n'),
+    ("![a](images/loss.png) [b](https://x.org) [c](#d)\n", "![a](images/loss.png) [b](https://x.org) [c](#d)\n"),
+])  # fmt: skip
 def test_markdown_of_the_site(markdown, expected):
     assert hooks.dialect(markdown, "docs/page.md") == expected
 

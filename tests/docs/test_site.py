@@ -1,7 +1,5 @@
 """The site as `make docs` builds it."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -2,8 +2,6 @@
 data is honest, and its report says what the model said.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

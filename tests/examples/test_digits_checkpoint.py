@@ -1,7 +1,5 @@
 """The digits example's checkpoint and processor: a real Qwen3-VL in small."""
 
-from __future__ import annotations
-
 import json
 from math import isqrt
 

@@ -1,7 +1,5 @@
 """What the callers' tests share: one process with megatron-core's groups, as frameworks make them, and a reference."""
 
-from __future__ import annotations
-
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 
 import pytest

@@ -4,8 +4,6 @@ And what frameworks set on a provider, for one GPU, as their sources and example
 Legend: B samples, S tokens of the longest, T of the packed row, cp context-parallel ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property

@@ -8,8 +8,6 @@ adapters of its own (mcore-bridge), and asks none of this. Refusals:
 `tests/model/adapters/test_stock_adapters.py`.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +27,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from tests.adapters.test_export import check_logits, reference_logits, worst_difference
-from tests.parity.batches import make_batch, make_samples
+from tests.parity.batches import make_batch, make_samples, per_sample
 from tests.parity.conftest import build
 
 ALL = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
@@ -56,9 +54,7 @@ class Model:
         """[tokens, vocabulary] for each sample."""
         batch = make_batch(self.samples, self.config, packed=True)
         with torch.no_grad():
-            flat = self.chunks[0].eval()(inputs=batch.local().without_labels()).flatten(0, 1)
-        starts = batch.layout.cu_seqlens_padded[:-1].tolist()
-        return [flat[a : a + n] for a, n in zip(starts, batch.layout.lengths, strict=True) if n]
+            return per_sample(self.chunks[0].eval()(inputs=batch.local().without_labels()), batch.layout)
 
     def check(self, model: torch.nn.Module) -> None:
         check_logits(self.logits(), model, self.samples)

@@ -1,7 +1,5 @@
 """Frameworks call a context-parallel model each in its own way; what comes back is this rank's part of the truth."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

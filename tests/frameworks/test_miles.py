@@ -5,8 +5,6 @@ megatron_utils/update_weight/hf_weight_iterator_bridge.py, miles/backends/traini
 those of examples/geo3k_vlm/run_geo3k_vlm.sh and Megatron-LM's defaults.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from argparse import Namespace
 from typing import Any
@@ -71,14 +69,10 @@ def get_batch(truth: Truth, multiplier: int = 16) -> dict[str, Any]:
         for length, response in zip(truth.lengths, responses, strict=True)
     ]
     return dict(
-        input_ids=F.pad(torch.cat(ids), (0, pad))[None],
-        position_ids=None,
-        attention_mask=None,
-        labels=None,
+        input_ids=F.pad(torch.cat(ids), (0, pad))[None], position_ids=None, attention_mask=None, labels=None,
         packed_seq_params=support.thd([*truth.lengths, *[pad] * bool(pad)], padded=False),
-        loss_mask=F.pad(torch.cat(masks), (0, pad))[None],
-        **truth.pictures,
-    )
+        loss_mask=F.pad(torch.cat(masks), (0, pad))[None], **truth.pictures,
+    )  # fmt: skip
 
 
 def responses(logits: torch.Tensor, truth: Truth) -> list[torch.Tensor]:

@@ -5,8 +5,6 @@ megatron_args.py, swift/megatron/trainers/{trainer,utils}.py, swift/megatron/uti
 this backend has no multimodal models and no adapters yet; its own, mcore-bridge, does not use Megatron-Bridge.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

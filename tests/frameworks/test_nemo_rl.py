@@ -5,8 +5,6 @@ nemo_rl/models/policy/workers/megatron_policy_worker.py; settings are those of e
 its configurations of vision-language models begin with.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import qwen3vl_bridge
@@ -54,15 +52,13 @@ def make_config(converted, folder) -> config.ConfigContainer:
     return config.ConfigContainer(
         model=model_cfg,
         checkpoint=config.CheckpointConfig(pretrained_checkpoint=str(converted), save=None, load=None, load_rng=False),
-        logger=config.LoggerConfig(logging_level=0),
-        dist=config.DistributedInitConfig(),
+        logger=config.LoggerConfig(logging_level=0), dist=config.DistributedInitConfig(),
         train=config.TrainingConfig(micro_batch_size=1, global_batch_size=1, train_iters=10),
         optimizer=config.OptimizerConfig(optimizer="adam", lr=1e-5, use_distributed_optimizer=False, bf16=False),
         ddp=config.DistributedDataParallelConfig(check_for_nan_in_grad=True, use_distributed_optimizer=False, **ddp),
-        scheduler=config.SchedulerConfig(lr_decay_style="constant"),
-        dataset=None,
+        scheduler=config.SchedulerConfig(lr_decay_style="constant"), dataset=None,
         tokenizer=config.TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder)),
-    )
+    )  # fmt: skip
 
 
 def make_worker(converted, folder, *, hooks=(), ddp=True) -> Built:
@@ -145,13 +141,10 @@ def test_packing_by_the_worker(worker, truth, multiple):
     support.check_packed(model_forward(worker, **call, **truth.pictures), truth, lengths)
 
 
-@pytest.mark.parametrize(
-    ("freeze", "trained"),
-    [
-        (dict(freeze_vision_model=True, freeze_vision_projection=True, freeze_language_model=False), "language_model."),
-        (dict(freeze_vision_model=False, freeze_vision_projection=False, freeze_language_model=True), "vision_model."),
-    ],
-)
+@pytest.mark.parametrize(("freeze", "trained"), [
+    (dict(freeze_vision_model=True, freeze_vision_projection=True, freeze_language_model=False), "language_model."),
+    (dict(freeze_vision_model=False, freeze_vision_projection=False, freeze_language_model=True), "vision_model."),
+])  # fmt: skip
 def test_frozen_parts(converted, folder, freeze, trained):
     """freeze_config goes to the model's own freeze(), before DDP, and freeze_moe_router beside it."""
 

@@ -70,13 +70,10 @@ def test_what_miles_copies_from_its_arguments(size, caplog):
     assert "calculate_per_token_loss is False on 2 context-parallel ranks" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("size", "more"),
-    [
-        (DENSE, dict(tensor_model_parallel_size=2, moe_token_dispatcher_type=None)),
-        (EXPERTS, dict(expert_model_parallel_size=8, moe_token_dispatcher_type="alltoall")),
-    ],
-)
+@pytest.mark.parametrize(("size", "more"), [
+    (DENSE, dict(tensor_model_parallel_size=2, moe_token_dispatcher_type=None)),
+    (EXPERTS, dict(expert_model_parallel_size=8, moe_token_dispatcher_type="alltoall")),
+])  # fmt: skip
 def test_megatron_bridges_recipes(size, more):
     provider = set_on(provider_of(size, {}), RECIPE | more)
     assert provider.cross_entropy_loss_fusion and provider.attention_backend is AttnBackend.auto
@@ -109,17 +106,14 @@ def test_sharing_pictures_is_no_choice():
         set_on(provider_of(DENSE, {}), dict(context_parallel_size=2, vision_dp_when_cp=shared))
 
 
-@pytest.mark.parametrize(
-    ("size", "settings", "message"),
-    [
-        (EXPERTS, dict(cuda_graph_impl="transformer_engine"), "cuda_graph_impl is .*, expected 'none': rows, images"),
-        (DENSE, dict(cuda_graph_modules=["attn"]), r"cuda_graph_modules is \['attn'\], expected \[\]: rows, images"),
-        (DENSE, dict(cuda_graph_scope="attn"), r"cuda_graph_scope is 'attn', expected \[\]: rows, images"),
-        (DENSE, dict(freeze_vison_model=True), "freeze_vison_model is set, .*: expected freeze_vision_model"),
-        (EXPERTS, dict(enable_routing_replay=True), "expected moe_enable_routing_replay"),
-        (DENSE, dict(attention_backend="fast"), "attention_backend is 'fast', expected one of flash, fused"),
-    ],
-)
+@pytest.mark.parametrize(("size", "settings", "message"), [
+    (EXPERTS, dict(cuda_graph_impl="transformer_engine"), "cuda_graph_impl is .*, expected 'none': rows, images"),
+    (DENSE, dict(cuda_graph_modules=["attn"]), r"cuda_graph_modules is \['attn'\], expected \[\]: rows, images"),
+    (DENSE, dict(cuda_graph_scope="attn"), r"cuda_graph_scope is 'attn', expected \[\]: rows, images"),
+    (DENSE, dict(freeze_vison_model=True), "freeze_vison_model is set, .*: expected freeze_vision_model"),
+    (EXPERTS, dict(enable_routing_replay=True), "expected moe_enable_routing_replay"),
+    (DENSE, dict(attention_backend="fast"), "attention_backend is 'fast', expected one of flash, fused"),
+])  # fmt: skip
 def test_what_only_megatron_bridges_model_does_is_refused(size, settings, message):
     with pytest.raises(ValueError, match=message):
         set_on(provider_of(size, {}), settings)

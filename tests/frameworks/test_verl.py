@@ -6,8 +6,6 @@ verl does with tensors and the provider; the rest of it is not needed. Its adapt
 in `test_freezing.py`.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 from dataclasses import fields
@@ -31,27 +29,12 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron.core.utils import get_model_config, unwrap_model
-from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from .support import (
-    GRADIENT,
-    LOG_PROBS,
-    VERL,
-    Built,
-    Truth,
-    check_exported,
-    check_packed,
-    check_rows,
-    gradient_error,
-    log_probs_of,
-    packed_row,
-    padded_rows,
-    schedule,
-    thd,
-    unpacked,
-    worst,
-)
+from tests.checkpoint.support import hf_tensors
+
+from . import support
+from .support import Built, Truth
 
 PAD = 0  # the tokenizer's
 
@@ -60,13 +43,11 @@ def make_engine(folder, *, overrides=None, ddp=False) -> Built:
     """As MegatronEngine._build_tf_config, make_megatron_module and _build_megatron_module."""
     bridge = AutoBridge.from_hf_pretrained(str(folder), trust_remote_code=False)
     provider = bridge.to_megatron_provider(load_weights=False)
-    provider.apply_overrides_and_finalize(dtype=torch.float32, overrides=VERL | (overrides or {}))
+    provider.apply_overrides_and_finalize(dtype=torch.float32, overrides=support.VERL | (overrides or {}))
     ddp_config = create_ddp_config(
-        wrap_with_ddp=ddp,
-        use_distributed_optimizer=False,
-        use_megatron_fsdp=False,
+        wrap_with_ddp=ddp, use_distributed_optimizer=False, use_megatron_fsdp=False,
         overrides={"grad_reduce_in_fp32": True},
-    )
+    )  # fmt: skip
     module = provider.provide_distributed_model(
         wrap_with_ddp=ddp, ddp_config=ddp_config, fp16=provider.fp16, bf16=provider.bf16, use_megatron_fsdp=False
     )
@@ -82,8 +63,10 @@ def engine(folder) -> Built:
 def rows_of(truth: Truth, length: int | None = None) -> dict[str, Any]:
     """use_remove_padding=False."""
     ids = [sample.ids for sample in truth.samples]
-    mask = padded_rows([torch.ones_like(one, dtype=torch.bool) for one in ids], length)
-    return dict(input_ids=padded_rows(ids, length, fill=PAD), attention_mask=mask, position_ids=None, **truth.pictures)
+    mask = support.padded_rows([torch.ones_like(one, dtype=torch.bool) for one in ids], length)
+    return dict(
+        input_ids=support.padded_rows(ids, length, fill=PAD), attention_mask=mask, position_ids=None, **truth.pictures
+    )
 
 
 def call_without_padding(truth: Truth, bucket: int | None = None) -> tuple[dict[str, Any], list[int]]:
@@ -94,11 +77,11 @@ def call_without_padding(truth: Truth, bucket: int | None = None) -> tuple[dict[
     lengths = list(truth.lengths)
     if bucket is not None:
         lengths[-1] += -sum(lengths) % bucket  # pad_to_length
-    return rows_of(truth) | dict(packed_seq_params=thd(lengths)), lengths
+    return rows_of(truth) | dict(packed_seq_params=support.thd(lengths)), lengths
 
 
 def rolled(truth: Truth, lengths: list[int]) -> torch.Tensor:
-    return packed_row([sample.ids.roll(-1) for sample in truth.samples], lengths)
+    return support.packed_row([sample.ids.roll(-1) for sample in truth.samples], lengths)
 
 
 @pytest.mark.parametrize("bucket", [None, 64])
@@ -106,12 +89,12 @@ def test_log_probs_without_padding(engine, truth, bucket):
     """use_remove_padding, with and without pad_to_length."""
     call, lengths = call_without_padding(truth, bucket)
     with torch.no_grad():
-        check_packed(engine.model(**call), truth, lengths)
+        support.check_packed(engine.model(**call), truth, lengths)
 
 
 def test_log_probs_of_rows(engine, truth):
     with torch.no_grad():
-        check_rows(engine.model(**rows_of(truth, max(truth.lengths) + 3)), truth)
+        support.check_rows(engine.model(**rows_of(truth, max(truth.lengths) + 3)), truth)
 
 
 def test_a_model_of_one_sample(engine, truth):
@@ -121,7 +104,7 @@ def test_a_model_of_one_sample(engine, truth):
         for bucket in (None, 2 * len(sample.ids)):
             call, lengths = call_without_padding(one, bucket)
             with torch.no_grad():
-                check_packed(engine.model(**call), one, lengths)
+                support.check_packed(engine.model(**call), one, lengths)
 
 
 def step(engine: Built, loss) -> None:
@@ -131,7 +114,7 @@ def step(engine: Built, loss) -> None:
     for chunk in engine.chunks:
         chunk.train()
         chunk.zero_grad_buffer()
-    schedule(engine.chunks, [None], loss, seq_length=64, forward_only=False)
+    support.schedule(engine.chunks, [None], loss, seq_length=64, forward_only=False)
 
 
 def sequence_means(log_probs: list[torch.Tensor]) -> torch.Tensor:
@@ -146,7 +129,9 @@ def test_gradients_of_a_loss_of_verls(folder, truth, per_token):
 
     def forward_step(_, model):
         def loss_function(output):
-            loss = sequence_means(unpacked(log_probs_of(output, rolled(truth, lengths)), truth, lengths))
+            loss = sequence_means(
+                support.unpacked(support.log_probs_of(output, rolled(truth, lengths)), truth, lengths)
+            )
             if per_token:
                 tokens = torch.tensor(sum(truth.lengths), dtype=torch.int)
                 return loss * tokens, tokens, {}
@@ -156,7 +141,7 @@ def test_gradients_of_a_loss_of_verls(folder, truth, per_token):
 
     step(engine, forward_step)
     model = unwrap_model(engine.model)
-    assert gradient_error(engine.bridge, model, truth.gradients(sequence_means)) <= GRADIENT
+    assert support.gradient_error(engine.bridge, model, truth.gradients(sequence_means)) <= support.GRADIENT
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -177,7 +162,7 @@ def fused(*, hidden_states, output_layer, output_weight, labels, context, config
     logits = (hidden_states @ weight.T / context.temperature).transpose(0, 1)
     assert logits.shape[:2] == labels.shape
     return SimpleNamespace(
-        log_probs=log_probs_of(logits, labels), entropy=logits.log_softmax(-1).exp().square().sum(-1)
+        log_probs=support.log_probs_of(logits, labels), entropy=logits.log_softmax(-1).exp().square().sum(-1)
     )
 
 
@@ -197,14 +182,14 @@ def test_fused_kernels(engine, truth, bucket):
 
     with torch.no_grad():
         output = engine.model(**call, **hook(2.0))
-    expected = [log_probs_of(one / 2.0, s.labels) for one, s in zip(truth.logits, truth.samples, strict=True)]
+    expected = [support.log_probs_of(one / 2.0, s.labels) for one, s in zip(truth.logits, truth.samples, strict=True)]
     assert output.entropy.shape == output.log_probs.shape == (1, sum(lengths))
-    assert worst(unpacked(output.log_probs, truth, lengths), expected) <= LOG_PROBS
+    assert support.worst(support.unpacked(output.log_probs, truth, lengths), expected) <= support.LOG_PROBS
 
     gradients = []
     for log_probs in (lambda: engine.model(**call, **hook(1.0)).log_probs, lambda: -engine.model(**call)):
         engine.model.zero_grad()
-        torch.cat(unpacked(log_probs(), truth, lengths)).sum().backward()
+        torch.cat(support.unpacked(log_probs(), truth, lengths)).sum().backward()
         gradients.append([p.grad.clone() for p in engine.model.parameters()])
     for ours, plain in zip(*gradients, strict=True):
         assert (ours - plain).abs().max() <= 1e-6 * plain.abs().max().clamp(min=1.0)  # measured 0: the same sums
@@ -213,24 +198,21 @@ def test_fused_kernels(engine, truth, bucket):
 def test_a_hook_sees_tokens_in_the_callers_order_or_none(engine, truth):
     rows = rows_of(truth)
     hook = dict(output_processor=fused, output_processor_context=SimpleNamespace(temperature=1.0))
-    call = rows | dict(labels=padded_rows([sample.labels for sample in truth.samples]))
+    call = rows | dict(labels=support.padded_rows([sample.labels for sample in truth.samples]))
     with torch.no_grad():
         found, plain = engine.model(**call, **hook).log_probs, -engine.model(**call)
     real = rows["attention_mask"]
-    assert (found[real] - plain[real]).abs().max() <= LOG_PROBS
+    assert (found[real] - plain[real]).abs().max() <= support.LOG_PROBS
     for name in ("input_ids", "attention_mask", "labels"):  # padding on the left
         call[name] = torch.stack([one.roll(-n) for one, n in zip(call[name], truth.lengths, strict=True)])
     with pytest.raises(ValueError, match="expected rows padded on the right, or packed_seq_params and labels"):
         engine.model(**call, **hook)
 
 
-@pytest.mark.parametrize(
-    ("argument", "advice"),
-    [
-        (dict(temperature=1.0), "give output_processor, which divides logits by itself"),  # verl's patch of forward
-        (dict(return_logprobs_for_linear_ce_fusion=True), "NeMo-RL: use_fused_linear_logprobs=false"),
-    ],
-)
+@pytest.mark.parametrize(("argument", "advice"), [
+    (dict(temperature=1.0), "give output_processor, which divides logits by itself"),  # verl's patch of forward
+    (dict(return_logprobs_for_linear_ce_fusion=True), "NeMo-RL: use_fused_linear_logprobs=false"),
+])  # fmt: skip
 def test_what_other_models_compute_themselves_is_refused_with_what_to_set(engine, truth, argument, advice):
     with pytest.raises(ValueError, match=f"is given, expected None: .*{advice}"):
         engine.model(truth.samples[1].ids[None], **argument)
@@ -284,14 +266,14 @@ def test_weights_go_to_the_rollout(engine, folder):
     """get_per_tensor_param: tasks are made once and used for each export."""
     tasks = engine.bridge.get_conversion_tasks(engine.chunks)
     for _ in range(2):
-        check_exported(dict(engine.bridge.export_hf_weights(engine.chunks, conversion_tasks=tasks)), folder)
+        support.check_exported(dict(engine.bridge.export_hf_weights(engine.chunks, conversion_tasks=tasks)), folder)
 
 
 def test_a_checkpoint_in_hugging_faces_format(engine, folder, tmp_path):
     """MegatronCheckpointManager saves and loads with the bridge where use_dist_checkpointing is off."""
     engine.bridge.save_hf_weights(engine.chunks, str(tmp_path), strict=True)
     AutoConfig.from_pretrained(folder).save_pretrained(tmp_path)
-    check_exported({n: one for path in tmp_path.glob("*.safetensors") for n, one in load_file(path).items()}, folder)
+    support.check_exported(hf_tensors(tmp_path), folder)
     engine.bridge.load_hf_weights(engine.chunks, str(tmp_path))
 
 

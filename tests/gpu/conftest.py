@@ -1,7 +1,5 @@
 """The device that a test runs on: CUDA, marked `gpu`; or a rehearsal of the same test on the CPU, marked `slow`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Where the host waits for the device, as torch's own detector says (`torch.cuda.set_sync_debug_mode`)."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections import Counter

@@ -1,7 +1,5 @@
 """`python -m benchmarks.gpu` measures every way, here of a tiny model."""
 
-from __future__ import annotations
-
 import csv
 import os
 import subprocess

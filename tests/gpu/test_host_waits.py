@@ -3,8 +3,6 @@
 `tests/host_waits` counts on the CPU what branches for CUDA and Transformer Engine's layers do not take part in.
 """
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections import Counter

@@ -1,7 +1,5 @@
 """Logits, loss and every gradient are those of transformers on the same device, whichever kernels are chosen."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import qwen3vl_bridge  # noqa: F401  before Megatron

@@ -1,7 +1,5 @@
 """Runs of recipes in Megatron-Bridge's loop on one rank: stopped and resumed, and exported by the converter."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

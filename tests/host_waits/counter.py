@@ -22,8 +22,6 @@ event that is synchronised is counted unless the host has waited for something a
 taken for one. `torch.cuda.set_sync_debug_mode` is the judge on a GPU.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -223,7 +221,7 @@ class HostWaits:
     def seen(self) -> Seen:
         return Seen(dict(self._found), dict(self._mixed))
 
-    def __enter__(self) -> HostWaits:
+    def __enter__(self) -> "HostWaits":
         self._stack = ExitStack()
         for context in (torch.autograd.set_detect_anomaly(True, check_nan=False), *self._patches()):
             self._stack.enter_context(context)

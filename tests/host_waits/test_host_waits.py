@@ -3,8 +3,6 @@
 Figures that a run takes every `logger.log_interval` steps are read there, and only there.
 """
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any
@@ -87,11 +85,9 @@ def counts_of_cases(cases: list[tuple[str, ...]], folders: dict[str, Path]) -> d
 
 # Where figures are read, each log_interval.
 FIGURES = {
-    "parallel/collectives.py:sum_amounts",
-    "parallel/collectives.py:max_of_each",
-    "training/metrics.py:counts",
+    "parallel/collectives.py:sum_amounts", "parallel/collectives.py:max_of_each", "training/metrics.py:counts",
     "training/metrics.py:take",
-}
+}  # fmt: skip
 
 SETTINGS = {"plain": {}, "recompute": FULL | of_vision(FULL), "chunks": dict(loss_chunk_tokens=17)}
 # With multi-token prediction, which reads tokens of other ranks and stages.
@@ -239,11 +235,9 @@ def rolled_rows(samples):
     rows = make_rows(samples, gaps(samples))
     mask = rows.attention_mask
     return rows.pixels | dict(
-        input_ids=rows.input_ids,
-        attention_mask=mask,
-        labels=rows.labels.masked_fill(rows.loss_mask == 0, -100),
+        input_ids=rows.input_ids, attention_mask=mask, labels=rows.labels.masked_fill(rows.loss_mask == 0, -100),
         position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
-    )
+    )  # fmt: skip
 
 
 def square_mask(samples):
@@ -318,15 +312,13 @@ def test_the_counter_sees_what_waits():
     }  # fmt: skip
     free = [
         lambda: values.cumsum(0) * 2 + torch.zeros(6, device=values.device),
-        lambda: values.masked_fill(values > 1, 0),
-        lambda: torch.equal(values, values),
-        lambda: host.pin_memory().to(values.device, non_blocking=True),
-        lambda: values.to("cpu", non_blocking=True),
+        lambda: values.masked_fill(values > 1, 0), lambda: torch.equal(values, values),
+        lambda: host.pin_memory().to(values.device, non_blocking=True), lambda: values.to("cpu", non_blocking=True),
         lambda: host.tolist() and bool(host[0] == 0) and host[host > 1],
         lambda: values.repeat_interleave(values.long(), output_size=15),
         lambda: torch.as_tensor(values) + torch.asarray(values, device=values.device) + values.new_tensor(values),
         lambda: torch.tensor([host[0], 1.0]) + torch.as_tensor([2.0, 3.0]) + host.new_tensor([4, 5]),
-    ]
+    ]  # fmt: skip
     with waits:
         assert values.device.type == "cuda" and host.device.type == "cpu"
         for what, act in kinds.items():

@@ -5,8 +5,6 @@ attention, whose own questions for the lengths of segments are not counted. All 
 its step, the model around the layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path

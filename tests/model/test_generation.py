@@ -222,15 +222,12 @@ def test_wrapped_and_listed_models(one):
         assert torch.equal(found, generate(one.megatron, **batch, max_new_tokens=3, eos_token_id=NEVER))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (dict(max_new_tokens=0), "max_new_tokens is 0, expected 1 or more"),
-        (dict(attention_mask=torch.ones(2, 5)), r"input_ids has shape \[2, 6\] and attention_mask \[2, 5\]"),
-        (dict(attention_mask=torch.tensor([[1] * 6, [0] * 6])), r"found 2 prompts, of which \[1\] are empty"),
-        (dict(image_grid_thw=torch.tensor([[1, 2, 2]]), pixel_values=torch.zeros(4, 1536)), "image"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (dict(max_new_tokens=0), "max_new_tokens is 0, expected 1 or more"),
+    (dict(attention_mask=torch.ones(2, 5)), r"input_ids has shape \[2, 6\] and attention_mask \[2, 5\]"),
+    (dict(attention_mask=torch.tensor([[1] * 6, [0] * 6])), r"found 2 prompts, of which \[1\] are empty"),
+    (dict(image_grid_thw=torch.tensor([[1, 2, 2]]), pixel_values=torch.zeros(4, 1536)), "image"),
+])  # fmt: skip
 def test_wrong_prompts_say_what_is_wrong(one, arguments, message):
     arguments = {"input_ids": torch.ones(2, 6, dtype=torch.long), "max_new_tokens": 2, **arguments}
     with pytest.raises(ValueError, match=message):

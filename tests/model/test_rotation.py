@@ -18,9 +18,8 @@ from megatron.core import jit
 from megatron.core.models.common.embeddings import rope_utils
 
 from tests.noise import check, limits, relative
-from tests.parity.batches import make_batch, make_samples
+from tests.parity.batches import make_batch, make_samples, per_sample
 from tests.parity.conftest import make_pair
-from tests.parity.one_process.test_parity import per_sample
 from tests.parity.one_process.test_recompute import FULL, of_vision
 from tests.parity.one_process.test_settings import SCALED, assert_parity, changed
 from tests.qwen3_5.tiny import make_checkpoint
@@ -69,7 +68,7 @@ def results(pair, *, packed):
     inputs = batch.local()
     (pair.megatron(inputs=inputs) * inputs.loss_mask).sum().backward()
     with torch.no_grad():
-        logits = per_sample(pair.megatron(inputs=inputs.without_labels()), batch)
+        logits = per_sample(pair.megatron(inputs=inputs.without_labels()), batch.layout)
     return logits, pair.megatron_gradients()
 
 

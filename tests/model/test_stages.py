@@ -186,16 +186,13 @@ def test_gradients_come_back_to_where_they_belong(counts):
         assert torch.equal(one.grad, weight)
 
 
-@pytest.mark.parametrize(
-    ("expected", "taps", "hidden", "words"),
-    [
-        (VisionShard(3, 5), TAPS, HIDDEN, r"sent shards of .*\[\(2, 5, 3, 8\)\], expected \[\(3, 5, 3, 8\)\]"),
-        (VisionShard(2, 6), TAPS, HIDDEN, "read the same batches in the same order"),
-        (VisionShard(2, 5), 1, 2 * HIDDEN, r"expected \[\(2, 5, 1, 16\)\]"),  # a swap that has the same shape
-        (VisionShard(2, 5), TAPS, HIDDEN + 1, r"sent \[1, 5, 32\], expected \[1, '3 or more', 36\]"),
-        (VisionShard(9, 5), TAPS, HIDDEN, r"expected \[1, '10 or more', 32\]"),
-    ],
-)
+@pytest.mark.parametrize(("expected", "taps", "hidden", "words"), [
+    (VisionShard(3, 5), TAPS, HIDDEN, r"sent shards of .*\[\(2, 5, 3, 8\)\], expected \[\(3, 5, 3, 8\)\]"),
+    (VisionShard(2, 6), TAPS, HIDDEN, "read the same batches in the same order"),
+    (VisionShard(2, 5), 1, 2 * HIDDEN, r"expected \[\(2, 5, 1, 16\)\]"),  # a swap that has the same shape
+    (VisionShard(2, 5), TAPS, HIDDEN + 1, r"sent \[1, 5, 32\], expected \[1, '3 or more', 36\]"),
+    (VisionShard(9, 5), TAPS, HIDDEN, r"expected \[1, '10 or more', 32\]"),
+])  # fmt: skip
 def test_another_payload_than_is_expected_is_refused(expected, taps, hidden, words):
     payload = pack(*encoded(2), (VisionShard(2, 5),), 4)
     with pytest.raises(ValueError, match=words):

@@ -1,7 +1,5 @@
 """Random batches of several contents, and what the reference makes of each sample alone."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from qwen3vl_bridge.batch import SequenceLayout, TokenBatch, make_vision_inputs, mrope_positions, vision_slots
@@ -105,19 +103,19 @@ def make_batch(
     grids = given.get("image_grid_thw"), given.get("video_grid_thw")
     tokens = dict(image_token_id=config.image_token_id, video_token_id=config.video_token_id)
     image_tokens = 0 if grids[0] is None else int(grids[0].prod(-1).sum()) // 4
+    vision = make_vision_inputs(
+        *(given.get("pixel_values"), grids[0], given.get("pixel_values_videos"), grids[1]),
+        num_position_embeddings=config.vision_config.num_position_embeddings, spatial_merge_size=2,
+    )  # fmt: skip
     return TokenBatch(
-        input_ids=ids,
-        labels=place([s.labels for s in samples], fill=0),
+        input_ids=ids, labels=place([s.labels for s in samples], fill=0), layout=layout, vision=vision,
         loss_mask=place([s.loss_mask for s in samples], fill=0.0),
         position_ids=mrope_positions(ids, layout, *grids, spatial_merge_size=2, **tokens),
         vision_slot=vision_slots(ids, num_image_tokens=image_tokens, **tokens),
-        layout=layout,
-        vision=make_vision_inputs(
-            given.get("pixel_values"),
-            grids[0],
-            given.get("pixel_values_videos"),
-            grids[1],
-            num_position_embeddings=config.vision_config.num_position_embeddings,
-            spatial_merge_size=2,
-        ),
-    )
+    )  # fmt: skip
+
+
+def per_sample(whole: torch.Tensor, layout: SequenceLayout) -> list[torch.Tensor]:
+    """The real tokens of each document or row, [tokens, ...] each."""
+    flat, starts = whole.flatten(0, 1), layout.cu_seqlens_padded[:-1].tolist()
+    return [flat[a : a + n] for a, n in zip(starts, layout.lengths, strict=True) if n]

@@ -1,7 +1,5 @@
 """The reference (transformers) and the Megatron model with the same random weights, in float32."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -5,8 +5,6 @@
 runs all of them; the test suite runs some of each topology. Qwen3.5's train multi-token prediction along.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import shutil

@@ -1,7 +1,5 @@
 """Run on ranks: a model that is split over ranks trains for two steps, as transformers did in one process."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import time
@@ -27,6 +25,7 @@ from torch import Tensor
 
 from tests.ranks import largest, of_all_ranks
 from tests.steps import Run, forward_backward, set_up, train_step
+from tests.training.running import replicate
 
 from .batches import Sample, make_batch, pictures
 from .conftest import converted_gradients, shifted_names
@@ -46,10 +45,7 @@ def configuration(folder: str | Path, topology: Topology, balance: float = 0.0) 
         cfg.model.moe_aux_loss_coeff = balance
     cfg.checkpoint.pretrained_checkpoint = cfg.checkpoint.load = cfg.checkpoint.save = None
     cfg.train.global_batch_size, cfg.train.train_iters = MICROBATCHES, STEPS
-    cfg.ddp.use_megatron_fsdp = False
-    cfg.ddp.data_parallel_sharding_strategy = "no_shard"
-    cfg.checkpoint.ckpt_format = "torch_dist"
-    cfg.ddp.use_distributed_optimizer = cfg.optimizer.use_distributed_optimizer = topology.distributed_optimizer
+    replicate(cfg, distributed=topology.distributed_optimizer)
     cfg.ddp.overlap_param_gather = cfg.ddp.overlap_grad_reduce = False  # weights are looked at after each step
     cfg.scheduler.lr_decay_style, cfg.scheduler.lr_warmup_iters = "constant", 0
     cfg.scheduler.start_weight_decay = cfg.scheduler.end_weight_decay = DECAY

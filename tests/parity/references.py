@@ -5,8 +5,6 @@ causal-conv1d are installed, transformers' Qwen3.5 would take their kernels, whi
 and do not run on a CPU: a reference is built without them.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import shutil
@@ -45,11 +43,9 @@ _SETTINGS = "provider.json"
 
 # Contents of the microbatches of a step, one after the other and from the start again.
 MATRIX_CONTENTS = {
-    "image": ["many images", "one image"],
-    "video": ["video"],
-    "text": ["text only"],
+    "image": ["many images", "one image"], "video": ["video"], "text": ["text only"],
     "mixed": ["mixed", "text only", "image and video", "one image"],
-}
+}  # fmt: skip
 STEPS, MICROBATCHES = 2, 4
 # With an epsilon above the noise of gradients, or Adam would take steps of full size where a gradient is zero.
 ADAM = dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-4)

@@ -1,7 +1,5 @@
 """How models are split in tests: the one list that every check of layouts reads."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,11 +67,9 @@ TOPOLOGIES = {
 def modules(vision: int, language: int, vision_tensor: int = 1, **fields: Any) -> dict[str, Any]:
     """Fields of vision and language on ranks of their own."""
     split = DistTrainConfig(
-        use_dist_train=True,
-        vision_world_size=vision,
-        language_world_size=language,
+        use_dist_train=True, vision_world_size=vision, language_world_size=language,
         vision_tensor_model_parallel_size=vision_tensor,
-    )
+    )  # fmt: skip
     return dict(dist_train=split, variable_seq_lengths=True, **fields)
 
 

@@ -1,10 +1,6 @@
-"""Real ranks on gloo: parameters, gradients and optimizer to the byte, and what autograd keeps.
-
-Run on ranks: -m tests.planning.test_memory_on_ranks OUTPUT CASES FOLDERS, both JSON.
-"""
+"""Real ranks on gloo: parameters, gradients and optimizer to the byte, and what autograd keeps."""
 
 import json
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,7 +19,6 @@ from qwen3vl_bridge.weights.rows import ExpertLayout, part_of
 
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.utils import unwrap_model
@@ -31,13 +26,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from tests.forked import run_ranks
+from tests.forked import results_of_ranks
 from tests.parity.batches import make_samples
 from tests.parity.on_ranks import Split, layout_of, make_batch
 from tests.parity.references import write_settings
 from tests.parity.topologies import TOPOLOGIES
 from tests.qwen3_5.tiny import make_checkpoint
-from tests.ranks import begin, leave, of_all_ranks
+from tests.ranks import of_all_ranks
 from tests.steps import forward_backward, train_step
 
 
@@ -189,17 +184,13 @@ def states(split: Split) -> dict[str, int]:
     return found
 
 
-def main(output: str, cases: list[list[str]], folders: dict[str, str]) -> None:
-    found = []
+def memory_of_cases(cases: list[tuple[str, str]], folders: dict[str, Path]) -> dict[tuple[str, str], list]:
+    found = {}
     for family, name in cases:
         split = Split(folders[family], TOPOLOGIES[name])
         one = {"parameters": parameters(split), **activations(split), **states(split)}
-        one |= {"stage": split.run.groups.pp.rank()}
-        found.append(of_all_ranks(one))
-    if dist.get_rank() == 0:
-        with open(output, "w") as file:
-            json.dump(found, file)
-    leave()
+        found[family, name] = of_all_ranks(one | {"stage": split.run.groups.pp.rank()})
+    return found
 
 
 pytestmark = pytest.mark.slow
@@ -251,11 +242,8 @@ def folders(untied_folder, tied_folder, moe_folder, tmp_path_factory) -> dict[st
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda ranks: f"{ranks} ranks")
-def found(request, folders, tmp_path_factory) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    output, cases = tmp_path_factory.mktemp("planning") / "found.json", CASES[request.param]
-    where = json.dumps({family: str(folder) for family, folder in folders.items()})
-    run_ranks("tests.planning.test_memory_on_ranks", request.param, output, json.dumps(cases), where, timeout=_SECONDS)
-    return dict(zip(cases, json.loads(output.read_text()), strict=True))
+def found(request, folders) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    return results_of_ranks(memory_of_cases, request.param, CASES[request.param], folders, timeout=_SECONDS)
 
 
 def plans(found, folders):
@@ -310,8 +298,3 @@ def test_activations(found, folders):
         error = MICROBATCHES * stored / one["kept"] - 1
         print(f"{case}, stage {one['stage']}: {error:+.4f}")
         assert abs(error) <= ACTIVATIONS[split.ep], case
-
-
-if __name__ == "__main__":
-    begin()
-    main(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]))

@@ -140,26 +140,23 @@ def test_a_size_of_several_families_is_the_first_ones():
     assert found == {"4B": "qwen3_vl", "Qwen/Qwen3.5-4B": "qwen3_5", "9B": "qwen3_5", "397B-A17B": "qwen3_5_moe"}
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"deterministic_mode": True}, "deterministic_mode is True, expected False"),
-        ({"tensor_model_parallel_size": 2}, "sequence_parallel is False with .*_size 2, expected True"),
-        ({"tensor_model_parallel_size": 0}, "tensor_model_parallel_size is 0, expected 1 or more"),
-        ({"context_parallel_size": 3}, "linear_num_key_heads=16 must be a multiple"),  # megatron-core says it
-        ({"mtp_num_layers": 2}, "mtp_num_layers is 2, expected None or 1: "),
-        ({"mtp_loss_scaling_factor": 0.1, "pipeline_model_parallel_size": 2}, "variable_seq_lengths is False"),
-        (
-            {"mtp_loss_scaling_factor": 0.1, "recompute_granularity": "full", "recompute_method": "block"},
-            "recompute_method is 'block'",
-        ),
-        (
-            {"recompute_granularity": "selective", "recompute_modules": ["gdn_norm_out"], "transformer_impl": "local"},
-            r"recompute_modules is \['gdn_norm_out'\] with .* 'local', expected .*: recomputing 'gdn_norm_out' or",
-        ),
-        ({"rotary_percent": 0.5}, r"mrope_section is \[11, 11, 10\] with the sum 32, expected half of the 128"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"deterministic_mode": True}, "deterministic_mode is True, expected False"),
+    ({"tensor_model_parallel_size": 2}, "sequence_parallel is False with .*_size 2, expected True"),
+    ({"tensor_model_parallel_size": 0}, "tensor_model_parallel_size is 0, expected 1 or more"),
+    ({"context_parallel_size": 3}, "linear_num_key_heads=16 must be a multiple"),  # megatron-core says it
+    ({"mtp_num_layers": 2}, "mtp_num_layers is 2, expected None or 1: "),
+    ({"mtp_loss_scaling_factor": 0.1, "pipeline_model_parallel_size": 2}, "variable_seq_lengths is False"),
+    (
+        {"mtp_loss_scaling_factor": 0.1, "recompute_granularity": "full", "recompute_method": "block"},
+        "recompute_method is 'block'",
+    ),
+    (
+        {"recompute_granularity": "selective", "recompute_modules": ["gdn_norm_out"], "transformer_impl": "local"},
+        r"recompute_modules is \['gdn_norm_out'\] with .* 'local', expected .*: recomputing 'gdn_norm_out' or",
+    ),
+    ({"rotary_percent": 0.5}, r"mrope_section is \[11, 11, 10\] with the sum 32, expected half of the 128"),
+])  # fmt: skip
 def test_settings_that_are_refused(settings, message):
     from qwen3vl_bridge.models.qwen3_5.bridge import provider_from_hf_config
 
@@ -181,21 +178,18 @@ def test_ranks_that_share_a_query_group_have_megatron_cores_groups():
         check_gates(provider, four)
 
 
-@pytest.mark.parametrize(
-    ("section", "field", "value", "message"),
-    [
-        ("text_config", "attn_output_gate", False, "attn_output_gate is False, expected True"),
-        ("text_config", "mtp_use_dedicated_embeddings", True, "mtp_use_dedicated_embeddings is True, expected False"),
-        ("text_config", "mtp_num_hidden_layers", 2, "mtp_num_hidden_layers is 2, expected 0 or 1"),
-        ("text_config", "mlp_only_layers", [1], r"mlp_only_layers is \[1\], expected \[\]"),
-        ("text_config", "layer_types", [["full_attention"]], "expected a list of names"),
-        ("text_config", "layer_types", ["full_attention"], "expected 24 times 'linear_attention' or 'full_attention'"),
-        ("text_config", "linear_num_value_heads", 17, "expected a multiple of linear_num_key_heads"),
-        ("text_config", "attention_bias", True, "attention_bias is True, expected False"),
-        ("vision_config", "deepstack_visual_indexes", [3], r"deepstack_visual_indexes is \[3\], expected \[\]"),
-        ("vision_config", "out_hidden_size", 1024, "out_hidden_size is 1024, expected hidden_size 2048"),
-    ],
-)
+@pytest.mark.parametrize(("section", "field", "value", "message"), [
+    ("text_config", "attn_output_gate", False, "attn_output_gate is False, expected True"),
+    ("text_config", "mtp_use_dedicated_embeddings", True, "mtp_use_dedicated_embeddings is True, expected False"),
+    ("text_config", "mtp_num_hidden_layers", 2, "mtp_num_hidden_layers is 2, expected 0 or 1"),
+    ("text_config", "mlp_only_layers", [1], r"mlp_only_layers is \[1\], expected \[\]"),
+    ("text_config", "layer_types", [["full_attention"]], "expected a list of names"),
+    ("text_config", "layer_types", ["full_attention"], "expected 24 times 'linear_attention' or 'full_attention'"),
+    ("text_config", "linear_num_value_heads", 17, "expected a multiple of linear_num_key_heads"),
+    ("text_config", "attention_bias", True, "attention_bias is True, expected False"),
+    ("vision_config", "deepstack_visual_indexes", [3], r"deepstack_visual_indexes is \[3\], expected \[\]"),
+    ("vision_config", "out_hidden_size", 1024, "out_hidden_size is 1024, expected hidden_size 2048"),
+])  # fmt: skip
 def test_configurations_that_are_refused(section, field, value, message):
     config = config_dict("2B")
     config[section][field] = value

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +25,6 @@ from megatron.bridge.models.qwen_vl import qwen35_vl_provider
 from megatron.bridge.models.qwen_vl.qwen35_vl_bridge import Qwen35VLBridge, Qwen35VLMoEBridge
 from megatron.bridge.training.model_load_save import load_megatron_model, load_model_config, save_megatron_model
 from megatron.bridge.utils.instantiate_utils import instantiate
-from megatron.core import dist_checkpointing
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -41,9 +39,9 @@ from torch import nn
 from transformers import AutoConfig
 
 from tests.model.checkpoints.test_stock_checkpoints import SAVED_WITH_EXPERTS, SAVED_WITH_TE, _local_layers, as_saved
-from tests.training.checkpointing.journeys import Journey, on_ranks
+from tests.training.checkpointing.journeys import Journey, export, go_on, on_ranks
 
-from .test_conversion import check_same, weights
+from .test_conversion import check_same, load_strictly, weights
 from .tiny import one_rank
 
 
@@ -171,15 +169,9 @@ def stock(request, qwen3_5_folders) -> tuple[Path, nn.Module, dict[str, torch.Te
 
 
 def test_it_loads_what_we_import(stock, tmp_path):
-    """By megatron-core's loader, which takes no tensor more or less."""
     folder, model, values = stock
     import_checkpoint(folder, tmp_path / "megatron", ckpt_format="torch_dist")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(7)
-    state = model.sharded_state_dict()
-    loaded = dist_checkpointing.load(state, str(tmp_path / "megatron" / "iter_0000000"), strict="raise_unexpected")
-    model.load_state_dict({name: loaded[name] for name in state})
+    load_strictly(model, tmp_path / "megatron")
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, values[name]), name
 
@@ -308,19 +300,13 @@ RUNS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", RUNS)
 def test_runs_train_save_and_are_exported(qwen3_5_folders, digits, tmp_path, ranks):
-    journeys = [
-        Journey(
-            str(qwen3_5_folders[kind]),
-            str(digits),
-            str(tmp_path / f"run_{number}"),
-            split,
-            settings=dict(train__train_iters=4, model__mtp_loss_scaling_factor=factor),
-            **sharding,
-        )
-        for number, (kind, split, factor, sharding) in enumerate(RUNS[ranks])
-    ]
-    cases = [("go_on" if one.fsdp else "export", dict(journey=asdict(one), count=2)) for one in journeys]
-    for journey, result in zip(journeys, on_ranks(ranks, cases, tmp_path), strict=True):
+    journeys = []
+    for number, (kind, split, factor, sharding) in enumerate(RUNS[ranks]):
+        places = str(qwen3_5_folders[kind]), str(digits), str(tmp_path / f"run_{number}")
+        settings = dict(train__train_iters=4, model__mtp_loss_scaling_factor=factor)
+        journeys.append(Journey(*places, split, settings=settings, **sharding))
+    cases = [(go_on if one.fsdp else export, one, 2) for one in journeys]
+    for journey, result in zip(journeys, on_ranks(ranks, cases), strict=True):
         log, in_memory = (result, {}) if journey.fsdp else result
         assert len(log) == 2
         export_checkpoint(journey.save, exported := tmp_path / "exported" / Path(journey.save).name, progress=False)

@@ -1,7 +1,5 @@
 """What is wrong on the command line is said before anything is built."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -18,24 +16,21 @@ from torch.utils.data import DataLoader
 RECIPE = ["--recipe", "qwen3_vl_2b_sft_config"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "--recipe is missing"),
-        ([*RECIPE, "train"], "expected settings as NAME=VALUE, found train"),
-        ([*RECIPE, "+train.x=1"], r"found \+train.x=1"),
-        ([*RECIPE, "--gpus", "8"], "work only with --dry-run"),
-        ([*RECIPE, "--dry-run", "--gpus", "-8"], "--gpus is -8, expected 1 or more"),
-        ([*RECIPE, "--save", __file__], "a file; expected a folder"),
-        (["--recipe", "qwen3_vl_9b_sft_config"], "there is no recipe 'qwen3_vl_9b_sft_config'; did you mean"),
-        (["--recipe", "no.such:function"], "no.such: No module named 'no'"),
-        (RECIPE, "checkpoint.save is None, expected a folder used only by this run"),
-        (
-            [*RECIPE, "--save", "run", "--data-path", "/nowhere"],
-            r"dataset.path \(--data-path\) is /nowhere: there is no such file or folder",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    ([], "--recipe is missing"),
+    ([*RECIPE, "train"], "expected settings as NAME=VALUE, found train"),
+    ([*RECIPE, "+train.x=1"], r"found \+train.x=1"),
+    ([*RECIPE, "--gpus", "8"], "work only with --dry-run"),
+    ([*RECIPE, "--dry-run", "--gpus", "-8"], "--gpus is -8, expected 1 or more"),
+    ([*RECIPE, "--save", __file__], "a file; expected a folder"),
+    (["--recipe", "qwen3_vl_9b_sft_config"], "there is no recipe 'qwen3_vl_9b_sft_config'; did you mean"),
+    (["--recipe", "no.such:function"], "no.such: No module named 'no'"),
+    (RECIPE, "checkpoint.save is None, expected a folder used only by this run"),
+    (
+        [*RECIPE, "--save", "run", "--data-path", "/nowhere"],
+        r"dataset.path \(--data-path\) is /nowhere: there is no such file or folder",
+    ),
+])  # fmt: skip
 def test_what_is_refused_before_anything_is_built(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
@@ -117,16 +112,13 @@ def test_a_dry_run_with_vision_on_ranks_of_its_own(capsys):
 
 
 @pytest.mark.usefixtures("no_groups")
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (dict(dataset__seq_length=4096), "dataset.seq_length is 4096, expected model.seq_length, 8192"),
-        (dict(train__train_iters=40), "lr_warmup_iters is 50 with train.train_iters 40: .*such as .*lr_warmup_iters=2"),
-        (dict(scheduler__lr_decay_iters=50), "lr_warmup_iters is 50 with scheduler.lr_decay_iters 50"),
-        (dict(train__global_batch_size=30), "train.global_batch_size is 30, expected a multiple of 8"),
-        (dict(dataset__balance_over=512), r"balance_over is 512 with .* 32, .*set dataset.balance_over=32 too"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    (dict(dataset__seq_length=4096), "dataset.seq_length is 4096, expected model.seq_length, 8192"),
+    (dict(train__train_iters=40), "lr_warmup_iters is 50 with train.train_iters 40: .*such as .*lr_warmup_iters=2"),
+    (dict(scheduler__lr_decay_iters=50), "lr_warmup_iters is 50 with scheduler.lr_decay_iters 50"),
+    (dict(train__global_batch_size=30), "train.global_batch_size is 30, expected a multiple of 8"),
+    (dict(dataset__balance_over=512), r"balance_over is 512 with .* 32, .*set dataset.balance_over=32 too"),
+])  # fmt: skip
 def test_settings_that_contradict_each_other(settings, message):
     cfg = qwen3_vl_2b_sft_config()
     for name, value in settings.items():

@@ -1,7 +1,5 @@
 """The script for Slurm of docs/recipes.md starts a run, and recipes set torch's allocator."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -4,8 +4,6 @@ Source: megatron/bridge/recipes/qwen_vl/h100/qwen3_vl.py. Nothing is started: ea
 training loop does first.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.util import spec_from_loader

@@ -1,7 +1,5 @@
 """Settings from words and YAML files reach the configuration, or are refused before anything starts."""
 
-from __future__ import annotations
-
 from qwen3vl_bridge import Qwen3VLLoRA
 
 import pytest
@@ -77,38 +75,31 @@ def test_of_adapters_of_experts():
     assert cfg.peft.settings.adapts("language_model.decoder.layers.0.mlp.experts.local_experts.7.linear_fc2")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["train.global_batchsize=3"], "no setting train.global_batchsize; did you mean train.global_batch_size"),
-        (["trainer.train_iters=3"], "no setting trainer.train_iters; did you mean train.train_iters"),
-        (["~optimizer.lr"], "settings can be changed, not added or removed"),
-        (["+optimizer.rate=1"], "settings can be changed, not added or removed"),
-        (["train.exit_duration_in_mins=1h"], "train.exit_duration_in_mins is '1h', expected"),
-        (["dataset.max_patches=8k"], "dataset.max_patches is '8k', expected int"),
-        (["checkpoint.ckpt_step=abc"], "checkpoint.ckpt_step is 'abc', expected"),
-        (["optimizer_config_override_provider.vision_model_lr=small"], "vision_model_lr is 'small', expected float"),
-        (["train.train_iters=many"], "train.train_iters is 'many', expected a whole number such as 1000"),
-        (["train.train_iters=1.5"], "train.train_iters is 1.5, expected a whole number"),
-        (["model.freeze_vision_model=1"], "model.freeze_vision_model is 1, expected true or false such as False"),
-        (["optimizer.lr=high"], "optimizer.lr is 'high', expected a number"),
-        (["train=3"], "train is 3, expected settings"),
-        (["train.train_iters=[1"], "train.train_iters"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["train.global_batchsize=3"], "no setting train.global_batchsize; did you mean train.global_batch_size"),
+    (["trainer.train_iters=3"], "no setting trainer.train_iters; did you mean train.train_iters"),
+    (["~optimizer.lr"], "settings can be changed, not added or removed"),
+    (["+optimizer.rate=1"], "settings can be changed, not added or removed"),
+    (["train.exit_duration_in_mins=1h"], "train.exit_duration_in_mins is '1h', expected"),
+    (["dataset.max_patches=8k"], "dataset.max_patches is '8k', expected int"),
+    (["checkpoint.ckpt_step=abc"], "checkpoint.ckpt_step is 'abc', expected"),
+    (["optimizer_config_override_provider.vision_model_lr=small"], "vision_model_lr is 'small', expected float"),
+    (["train.train_iters=many"], "train.train_iters is 'many', expected a whole number such as 1000"),
+    (["train.train_iters=1.5"], "train.train_iters is 1.5, expected a whole number"),
+    (["model.freeze_vision_model=1"], "model.freeze_vision_model is 1, expected true or false such as False"),
+    (["optimizer.lr=high"], "optimizer.lr is 'high', expected a number"),
+    (["train=3"], "train is 3, expected settings"), (["train.train_iters=[1"], "train.train_iters"),
+])  # fmt: skip
 def test_words_that_mean_nothing_are_refused(cfg, words, message):
     with pytest.raises(ValueError, match=message.replace("[", r"\[")):
         overrides.apply(cfg, words)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("train:\n  train_iter: 3\n", r"wrong\.yaml: .*train_iter"),
-        ("train: [\n", r"wrong\.yaml"),
-        ("[" * 50_000, r"wrong\.yaml: nests objects or lists more than 50 deep"),  # which no parser survives
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("train:\n  train_iter: 3\n", r"wrong\.yaml: .*train_iter"),
+    ("train: [\n", r"wrong\.yaml"),
+    ("[" * 50_000, r"wrong\.yaml: nests objects or lists more than 50 deep"),  # which no parser survives
+])  # fmt: skip
 def test_files_that_mean_nothing_are_refused(cfg, tmp_path, text, message):
     (tmp_path / "wrong.yaml").write_text(text)
     with pytest.raises(ValueError, match=message):
@@ -117,14 +108,11 @@ def test_files_that_mean_nothing_are_refused(cfg, tmp_path, text, message):
         overrides.apply(cfg, files=[tmp_path / "nothing.yaml"])
 
 
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("ddp.grad_reduce_in_fp32=false", "ddp.grad_reduce_in_fp32 is False, and mixed_precision sets it to True"),
-        ("model.fp8=hybrid", "model.fp8 is 'hybrid', and mixed_precision sets it to None"),
-        ("optimizer.loss_scale=8.0", "optimizer.loss_scale is 8.0, and mixed_precision sets it to None"),
-    ],
-)
+@pytest.mark.parametrize(("word", "message"), [
+    ("ddp.grad_reduce_in_fp32=false", "ddp.grad_reduce_in_fp32 is False, and mixed_precision sets it to True"),
+    ("model.fp8=hybrid", "model.fp8 is 'hybrid', and mixed_precision sets it to None"),
+    ("optimizer.loss_scale=8.0", "optimizer.loss_scale is 8.0, and mixed_precision sets it to None"),
+])  # fmt: skip
 def test_what_mixed_precision_overwrites(cfg, word, message):
     """Megatron-Bridge writes each of its fields to the sections that have one of that name, and says nothing."""
     with pytest.raises(ValueError, match=message):

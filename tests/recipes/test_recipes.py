@@ -1,7 +1,5 @@
 """Every recipe is there, is built and completed without any network, and is what it says."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The script itself is no part of an installed Megatron-Bridge, and its recipes ne
 both are stood in for by files with the same tables.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 import types

@@ -2,8 +2,6 @@
 ways) is the step of the whole twin.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cache

@@ -1,15 +1,12 @@
-"""Run on ranks: Megatron-Bridge's own `finetune()` from given weights, on CPUs.
+"""Megatron-Bridge's own `finetune()` from given weights, on CPUs, in this process or on ranks.
 
-    torchrun --nproc_per_node N -m tests.training.bridges_loop OUTPUT CASES
-
-CASES is a JSON list of `Start`s. Rank 0 writes what each has found to OUTPUT.
+As a program, for torchrun: -m tests.training.bridges_loop OUTPUT STARTS, a JSON list of `Start`s.
 """
 
 import json
 import logging
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,8 +20,7 @@ from megatron.bridge.training.callbacks import Callback
 
 from tests.ranks import begin, leave
 
-from .conftest import Inputs
-from .running import messages, replicate, run_bridges_loop
+from .running import configured, messages, run_bridges_loop
 
 # The same rows however the model is split, and a rate that does not depend on where the run is to end.
 COMMON = dict(
@@ -48,15 +44,10 @@ class Start:
     distributed: bool = False
 
     def config(self) -> Any:
-        cfg = Inputs(Path(self.hf), Path(self.data), Path("unused")).config(
-            None if self.save is None else Path(self.save), **COMMON | self.settings
-        )
-        cfg.checkpoint.pretrained_checkpoint = self.weights
-        cfg.logger.tensorboard_dir = None
-        if not self.fsdp:
-            replicate(cfg, distributed=self.distributed)
-        if self.bf16:
-            cfg.mixed_precision = "bf16_mixed"
+        cfg = configured(
+            *(self.hf, self.data, self.weights, self.save, COMMON | self.settings),
+            fsdp=self.fsdp, bf16=self.bf16, distributed=self.distributed,
+        )  # fmt: skip
         if self.peft is not None:
             cfg.peft = qwen3vl_bridge.Qwen3VLLoRA(**self.peft)
         return cfg
@@ -93,12 +84,11 @@ def run(start: Start) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main(output: str, starts: list[dict[str, Any]]) -> None:
+def run_all(starts: list[Start]) -> dict[str, dict[str, Any]]:
     dist.init_process_group("gloo")
-    found = {start["name"]: run(Start(**start)) for start in starts}
-    leave(found, output)
+    return {start.name: run(start) for start in starts}
 
 
 if __name__ == "__main__":
     begin()
-    main(sys.argv[1], json.loads(sys.argv[2]))
+    leave(run_all([Start(**start) for start in json.loads(sys.argv[2])]), sys.argv[1])

@@ -49,6 +49,17 @@ def _from_hf(inputs: Inputs, save: Path | None, settings: dict[str, Any]) -> Any
     return inputs.config(save, **{"checkpoint__pretrained_checkpoint": str(inputs.hf)} | settings)
 
 
+def configured(
+    hf: str, data: str, first: str | None, save: str | None, settings: dict[str, Any], *,
+    fsdp: bool = False, bf16: bool = False, distributed: bool = False,
+) -> Any:  # fmt: skip
+    """A run of these folders that begins with `first`, a checkpoint; sharded by Megatron-FSDP or replicated."""
+    cfg = Inputs(Path(hf), Path(data), Path("unused")).config(None if save is None else Path(save), **settings)
+    cfg.checkpoint.pretrained_checkpoint, cfg.logger.tensorboard_dir = first, None
+    cfg.mixed_precision = "bf16_mixed" if bf16 else None
+    return cfg if fsdp else replicate(cfg, distributed=distributed)
+
+
 _latest: list[torch.nn.Module] = []
 
 

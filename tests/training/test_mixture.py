@@ -1,28 +1,21 @@
-"""A mixture trained on two data-parallel ranks in Megatron-Bridge's loop: the rows of one rank, and an exact resume.
-
-Run on ranks: -m tests.training.test_mixture OUTPUT CASES, a JSON list of `Mixed`.
-"""
+"""A mixture trained on two data-parallel ranks in Megatron-Bridge's loop: the rows of one rank, and an exact resume."""
 
 import contextlib
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from qwen3vl_bridge.data import RowDataset
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from tests.forked import run_ranks
-from tests.ranks import begin, leave, of_all_ranks
+from tests.forked import results_of_ranks
+from tests.ranks import of_all_ranks
 
-from .conftest import Inputs
-from .running import replicated, train
+from .running import configured, train
 
 STEPS, ROWS = 4, 4  # and rows of a step
 LOGGED = ("step", "loss", "grad_norm", "trained_tokens")
@@ -37,14 +30,12 @@ class Mixed:
     stop_after: int | None = None
 
     def config(self) -> Any:
-        cfg = replicated(
-            Inputs(Path(self.hf), Path("none"), Path("unused")), None if self.save is None else Path(self.save),
+        settings = dict(
             dataset__path=None, dataset__mixture=self.sets, dataset__window_size=16, dataset__pad_to_multiple_of=8,
             train__global_batch_size=ROWS, train__train_iters=STEPS, validation__eval_iters=0,
             checkpoint__save_interval=STEPS,
         )  # fmt: skip
-        cfg.logger.tensorboard_dir = None
-        return cfg
+        return configured(self.hf, "none", self.hf, self.save, settings, distributed=True)
 
 
 def run(case: Mixed) -> dict[str, Any]:
@@ -72,9 +63,9 @@ def _reading() -> Iterator[dict[int, list[str]]]:
         RowDataset.__getitem__ = read
 
 
-def main(output: str, cases: list[dict[str, Any]]) -> None:
+def run_all(cases: list[Mixed]) -> dict[str, dict[str, Any]]:
     dist.init_process_group("gloo")
-    leave({case["name"]: run(Mixed(**case)) for case in cases}, output)
+    return {case.name: run(case) for case in cases}
 
 
 pytestmark = pytest.mark.slow
@@ -108,9 +99,7 @@ def found(inputs, sets, tmp_path_factory):
             Mixed(f"{kind}, {half}", hf, of_kind, str(root / kind), stop)
             for half, stop in (("first", STEPS // 2), ("second", None))
         ]
-    output = root / "found.pt"
-    run_ranks("tests.training.test_mixture", 2, output, json.dumps([asdict(case) for case in cases]), timeout=400)
-    return torch.load(output)
+    return results_of_ranks(run_all, 2, cases, timeout=400)
 
 
 @pytest.mark.parametrize("kind", SHARES)
@@ -147,8 +136,3 @@ def test_the_rows_have_the_shares_that_are_set(found, kind, share):
     total = sum(seen.values())
     print(kind, seen)
     assert total > 48 and abs(seen["talk"] / total - share) < 0.1
-
-
-if __name__ == "__main__":
-    begin()
-    main(sys.argv[1], json.loads(sys.argv[2]))

@@ -1,11 +1,7 @@
-"""How a process joins the others; and this package sends nothing to a group of one rank. What NCCL does takes GPUs.
-
-Run on two ranks: -m tests.training.test_process_groups OUTPUT FOLDER, a Hugging Face model with experts.
-"""
+"""How a process joins the others; and this package sends nothing to a group of one rank. What NCCL does takes GPUs."""
 
 import ast
 import inspect
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,13 +21,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.forked import run_ranks
+from tests.forked import results_of_ranks
 from tests.host_waits.counter import PACKAGES
 from tests.parity.batches import make_batch, make_samples
 from tests.parity.conftest import make_pair
 from tests.parity.on_ranks import Split
 from tests.parity.topologies import Topology
-from tests.ranks import begin, leave, of_all_ranks
+from tests.ranks import of_all_ranks
 from tests.steps import followed, set_up, step_with_callbacks, train_step
 
 from .running import replicate
@@ -66,7 +62,7 @@ def _watched(name: str, collective: Callable, found: Sent) -> Callable:
     return call
 
 
-def main(output: str, folder: str) -> None:
+def sent_by_ranks(folder: Path) -> list[Sent]:
     split = Split(folder, Topology(2), balance=0.01, logger__log_interval=1)
     run = split.run
     run.stream = split.batches("mixed", "packed")
@@ -76,8 +72,8 @@ def main(output: str, folder: str) -> None:
         step_with_callbacks(run)
         found.clear()
         step_with_callbacks(run)
-        counted = dict(found)
-    leave(of_all_ranks(counted), output)
+        counted = Counter(found)
+    return of_all_ranks(counted)
 
 
 @pytest.fixture
@@ -145,19 +141,12 @@ def test_a_model_with_experts_forward_and_backward(family, folders, sent):
 
 
 @pytest.mark.slow
-def test_groups_of_one_rank_among_two(moe_folder, tmp_path):
-    folder = str(shutil.copytree(moe_folder, tmp_path / "model"))
-    run_ranks("tests.training.test_process_groups", 2, tmp_path / "sent.pt", folder, timeout=200)
-    for found in torch.load(tmp_path / "sent.pt", weights_only=False):
+def test_groups_of_one_rank_among_two(moe_folder):
+    for found in results_of_ranks(sent_by_ranks, 2, moe_folder, timeout=200):
         print(found)
         ours = {ranks for (owner, *_, ranks), times in found.items() if owner == "ours"}
         theirs = {ranks for (owner, *_, ranks), times in found.items() if owner != "ours"}
         assert ours == {2} and 1 in theirs  # the count sees both
-
-
-if __name__ == "__main__":
-    begin()
-    main(*sys.argv[1:])
 
 
 def test_every_collective_that_this_package_calls_is_watched():

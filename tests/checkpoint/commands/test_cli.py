@@ -142,16 +142,13 @@ def test_inspect_waits_for_nobody(variables, capsys, monkeypatch, imported):
     assert "fsdp_dtensor" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("variables", "part"),
-    [
-        ({"WORLD_SIZE": "x"}, "WORLD_SIZE is 'x'"),
-        ({}, "WORLD_SIZE is 2, but the processes cannot connect to each other: "),
-        ({"RANK": "0", "MASTER_ADDR": "127.0.0.1"}, "MASTER_PORT expected, but not set; expected processes"),
-        ({"RANK": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}, "RANK is '2', expected 0 to 1"),
-        ({"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}, "to each other: invalid literal"),
-    ],
-)
+@pytest.mark.parametrize(("variables", "part"), [
+    ({"WORLD_SIZE": "x"}, "WORLD_SIZE is 'x'"),
+    ({}, "WORLD_SIZE is 2, but the processes cannot connect to each other: "),
+    ({"RANK": "0", "MASTER_ADDR": "127.0.0.1"}, "MASTER_PORT expected, but not set; expected processes"),
+    ({"RANK": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}, "RANK is '2', expected 0 to 1"),
+    ({"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}, "to each other: invalid literal"),
+])  # fmt: skip
 def test_processes_that_cannot_find_each_other_do_not_wait(
     variables, part, capsys, monkeypatch, untied_folder, tmp_path, no_groups
 ):
@@ -211,13 +208,10 @@ def test_code_that_a_model_brings_comes_along_only_when_trusted(capsys, tmp_path
     expect_error(capsys, exporting(tmp_path / "plain", tmp_path), "--trust-remote-code", options=named)
 
 
-@pytest.mark.parametrize(
-    ("change", "part"),
-    [
-        ({"text_config": {"_target_": "os.system", "_args_": ["true"]}}, "the key '_target_'"),
-        ({"note": [{"deep": "${oc.env:HOME}"}]}, "would replace"),
-    ],
-)
+@pytest.mark.parametrize(("change", "part"), [
+    ({"text_config": {"_target_": "os.system", "_args_": ["true"]}}, "the key '_target_'"),
+    ({"note": [{"deep": "${oc.env:HOME}"}]}, "would replace"),
+])  # fmt: skip
 def test_a_configuration_that_megatron_bridge_would_act_on(capsys, tmp_path, untied_folder, change, part):
     folder = model_with_config(tmp_path / "model", untied_folder, change)
     expect_error(capsys, importing(folder, tmp_path), "config.json", part)

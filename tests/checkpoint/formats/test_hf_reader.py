@@ -27,43 +27,35 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from ..support import TENSORS, entry, file_of, read_everything
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"", b"\xff" * 8, struct.pack("<Q", 100) + b"{}", file_of("{"), file_of("[" * 100_000), file_of([]),
-        file_of({"a": 1}), file_of({"a": entry(dtype="F3")}), file_of({"a": entry(dtype="F4", shape=(48,))}),
-        file_of({"a": entry(shape=(2, -3))}), file_of({"a": entry(shape=(2, True))}),
-        file_of({"a": entry(offsets=(0, 24, 25))}), file_of({"a": entry(offsets=(0, 20))}),
-        file_of({"a": entry(offsets=(8, 32))}, 32), file_of({"a": entry(), "b": entry(offsets=(12, 36))}, 36),
-        file_of({"a": entry()}, 23), file_of({"a": entry()}, 25), file_of('{"__metadata__": [], "a": 1}'),
-        file_of(f'{{"a": {json.dumps(entry())}, "a": {json.dumps(entry())}}}'),
-        file_of(json.dumps({"a": entry()}).encode("utf-16")), file_of(json.dumps({"\ud800": entry()})),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("content", [
+    b"", b"\xff" * 8, struct.pack("<Q", 100) + b"{}", file_of("{"), file_of("[" * 100_000), file_of([]),
+    file_of({"a": 1}), file_of({"a": entry(dtype="F3")}), file_of({"a": entry(dtype="F4", shape=(48,))}),
+    file_of({"a": entry(shape=(2, -3))}), file_of({"a": entry(shape=(2, True))}),
+    file_of({"a": entry(offsets=(0, 24, 25))}), file_of({"a": entry(offsets=(0, 20))}),
+    file_of({"a": entry(offsets=(8, 32))}, 32), file_of({"a": entry(), "b": entry(offsets=(12, 36))}, 36),
+    file_of({"a": entry()}, 23), file_of({"a": entry()}, 25), file_of('{"__metadata__": [], "a": 1}'),
+    file_of(f'{{"a": {json.dumps(entry())}, "a": {json.dumps(entry())}}}'),
+    file_of(json.dumps({"a": entry()}).encode("utf-16")), file_of(json.dumps({"\ud800": entry()})),
+])  # fmt: skip
 def test_a_header_that_lies(content, tmp_path):
     (tmp_path / SINGLE).write_bytes(content)
     with pytest.raises(CheckpointError, match=f"{tmp_path / SINGLE}.*expected"):
         HFWeights(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("index", "message"),
-    [
-        ("{", "cannot be read as JSON"),
-        ({}, "has no weight_map"),
-        ({"weight_map": {"a": "../a.safetensors"}}, "tensor a names the file '../a.safetensors', which is outside"),
-        ({"weight_map": {"a": "/etc/passwd"}}, "which is outside"),
-        ({"weight_map": {"a": "x/../../a"}}, "which is outside"),
-        ({"weight_map": {"a": 3}}, "names the file 3, expected a path inside"),
-        ({"weight_map": {"a": "a\0b"}}, "expected a path inside"),
-        ({"weight_map": {"a": "missing.safetensors"}}, "missing.safetensors: found nothing, expected a file"),
-        ({"weight_map": {"a": "folder"}}, "folder: found something that is not a file"),
-        ({"weight_map": {"a": "s", "b": "s"}}, "s lacks 1 tensors against model.safetensors.index.json: b"),
-        ({"weight_map": {"b": "s"}}, "s lacks 1 tensors"),
-        ('{"weight_map": {"a": "s", "a": "t"}}', "'a' occurs twice"),
-        ({"weight_map": {"a": "s", "c": "t"}}, "t also holds 1 tensors against model.safetensors.index.json: a"),
-    ],
-)
+@pytest.mark.parametrize(("index", "message"), [
+    ("{", "cannot be read as JSON"), ({}, "has no weight_map"),
+    ({"weight_map": {"a": "../a.safetensors"}}, "tensor a names the file '../a.safetensors', which is outside"),
+    ({"weight_map": {"a": "/etc/passwd"}}, "which is outside"),
+    ({"weight_map": {"a": "x/../../a"}}, "which is outside"),
+    ({"weight_map": {"a": 3}}, "names the file 3, expected a path inside"),
+    ({"weight_map": {"a": "a\0b"}}, "expected a path inside"),
+    ({"weight_map": {"a": "missing.safetensors"}}, "missing.safetensors: found nothing, expected a file"),
+    ({"weight_map": {"a": "folder"}}, "folder: found something that is not a file"),
+    ({"weight_map": {"a": "s", "b": "s"}}, "s lacks 1 tensors against model.safetensors.index.json: b"),
+    ({"weight_map": {"b": "s"}}, "s lacks 1 tensors"), ('{"weight_map": {"a": "s", "a": "t"}}', "'a' occurs twice"),
+    ({"weight_map": {"a": "s", "c": "t"}}, "t also holds 1 tensors against model.safetensors.index.json: a"),
+])  # fmt: skip
 def test_an_index_that_lies(index, message, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "s").write_bytes(file_of({"a": entry()}))
@@ -111,13 +103,9 @@ class Hostile:
         return os.mkdir, ("pwned",)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        Hostile(), {"x": Hostile()}, print, os.system, eval, [1, {2: (3, 4)}], None, torch.nn.Linear(1, 1),
-        ValueError("x"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("value", [
+    Hostile(), {"x": Hostile()}, print, os.system, eval, [1, {2: (3, 4)}], None, torch.nn.Linear(1, 1), ValueError("x"),
+])  # fmt: skip
 def test_other_pickles_are_refused_without_running_anything(value, folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (folder / ".metadata").write_bytes(pickle.dumps(value))
@@ -126,20 +114,17 @@ def test_other_pickles_are_refused_without_running_anything(value, folder, tmp_p
     assert not (tmp_path / "pwned").exists()
 
 
-@pytest.mark.parametrize(
-    ("data", "part"),
-    [
-        (b"", "is empty"),
-        (b"\x80\x04]", "is truncated"),
-        (b"\x80\x04r\xff\xff\xff\x7f.", ""),  # a memo index that asks for 16 GB of C memory
-        (b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7fx.", ""),  # a string longer than memory
-        (b"ctorch\nSize\n}X\x01\x00\x00\x00aK\x01sb.", ""),  # sets an attribute of one of our functions
-        (b"cposix\nsystem\n(S'true'\ntR.", ""),
-        (b"(S'true'\niposix\nsystem\n.", ""),
-        (b"\x82\x01.", ""),
-        (b"P0\n.", ""),
-    ],
-)
+@pytest.mark.parametrize(("data", "part"), [
+    (b"", "is empty"),
+    (b"\x80\x04]", "is truncated"),
+    (b"\x80\x04r\xff\xff\xff\x7f.", ""),  # a memo index that asks for 16 GB of C memory
+    (b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7fx.", ""),  # a string longer than memory
+    (b"ctorch\nSize\n}X\x01\x00\x00\x00aK\x01sb.", ""),  # sets an attribute of one of our functions
+    (b"cposix\nsystem\n(S'true'\ntR.", ""),
+    (b"(S'true'\niposix\nsystem\n.", ""),
+    (b"\x82\x01.", ""),
+    (b"P0\n.", ""),
+])  # fmt: skip
 def test_hostile_instructions_are_refused(data, part, folder):
     (folder / ".metadata").write_bytes(data)
     with pytest.raises(CheckpointError, match=part):
@@ -195,29 +180,24 @@ def _no_place(metadata):
     metadata.storage_data = {i: info for i, info in metadata.storage_data.items() if i.fqn != "a"}
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda m: setattr(_info(m), "relative_path", "../x.distcp"), "outside"),
-        (lambda m: setattr(_info(m), "relative_path", "/etc/passwd"), "outside"),
-        (lambda m: setattr(_info(m), "relative_path", "y.distcp"), "found nothing, expected a file"),
-        (lambda m: setattr(_info(m), "relative_path", 7), "found int, expected str"),
-        (lambda m: setattr(_info(m), "length", 10**9), "bytes, expected"),
-        (lambda m: setattr(_info(m), "length", 20), "expected room for float32"),
-        (lambda m: setattr(_info(m), "offset", -1), "whole numbers"),
-        (lambda m: setattr(_info(m), "offset", _info(m).offset + 1), "a"),
-        (lambda m: setattr(_info(m), "transform_descriptors", ["zstd"]), "one that is transformed"),
-        (lambda m: setattr(m, "storage_data", None), "found NoneType, expected dict"),
-        (lambda m: setattr(m.state_dict_metadata["a"], "size", torch.Size([4, 4])), "element 12 is in no chunk"),
-        (lambda m: setattr(m.state_dict_metadata["a"], "size", torch.Size([12])), "expected one inside"),
-        (lambda m: setattr(m.state_dict_metadata["a"], "chunks", []), "element 0 is in no chunk"),
-        (_second_chunk, "element 4 is in two chunks"),
-        (_fewer_rows, "expected [2, 4] float32 by the metadata"),
-        (_other_dtype, "expected [3, 4] int32 by the metadata"),
-        (_no_place, "expected _StorageInfo"),
-        (lambda m: m.storage_data.update({MetadataIndex("zz"): 3}), ""),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda m: setattr(_info(m), "relative_path", "../x.distcp"), "outside"),
+    (lambda m: setattr(_info(m), "relative_path", "/etc/passwd"), "outside"),
+    (lambda m: setattr(_info(m), "relative_path", "y.distcp"), "found nothing, expected a file"),
+    (lambda m: setattr(_info(m), "relative_path", 7), "found int, expected str"),
+    (lambda m: setattr(_info(m), "length", 10**9), "bytes, expected"),
+    (lambda m: setattr(_info(m), "length", 20), "expected room for float32"),
+    (lambda m: setattr(_info(m), "offset", -1), "whole numbers"),
+    (lambda m: setattr(_info(m), "offset", _info(m).offset + 1), "a"),
+    (lambda m: setattr(_info(m), "transform_descriptors", ["zstd"]), "one that is transformed"),
+    (lambda m: setattr(m, "storage_data", None), "found NoneType, expected dict"),
+    (lambda m: setattr(m.state_dict_metadata["a"], "size", torch.Size([4, 4])), "element 12 is in no chunk"),
+    (lambda m: setattr(m.state_dict_metadata["a"], "size", torch.Size([12])), "expected one inside"),
+    (lambda m: setattr(m.state_dict_metadata["a"], "chunks", []), "element 0 is in no chunk"),
+    (_second_chunk, "element 4 is in two chunks"), (_fewer_rows, "expected [2, 4] float32 by the metadata"),
+    (_other_dtype, "expected [3, 4] int32 by the metadata"), (_no_place, "expected _StorageInfo"),
+    (lambda m: m.storage_data.update({MetadataIndex("zz"): 3}), ""),
+])  # fmt: skip
 def test_metadata_that_lies(change, message, folder):
     changed(folder, change)
     if not message:  # nobody needs the entry

@@ -76,19 +76,16 @@ def tasks(*runs, shape=(4,), name="out"):
 TURNED = TransposedSlice((Slice("a", 0, 4),), 2, 0, 4)
 
 
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [
-        (tasks(("a", 0, 3)), "3 elements planned of 4"), (tasks(("a", 0, 2), ("a", 1, 2)), "read not exactly once"),
-        (tasks(("a", 0, 2), ("a", 3, 2)), "read not exactly once"), (tasks(("a", 1, 4)), "read not exactly once"),
-        (tasks(("a", 0, 4)) * 2, "planned twice"),
-        (tasks(("a", 0, 4), name="other"), "planned twice or in another shape|other"), ([], "nothing planned"),
-        (tasks(("a", 0, 3), Zeros(1)), "zeros are planned"),
-        (tasks(TURNED.part(0, 2), TURNED.part(0, 2)), "read not exactly once"),
-        (tasks(TURNED.part(0, 3), Zeros(1)), "zeros"), (tasks(TURNED.part(0, 2), ("a", 2, 2)), "not read as a whole"),
-        (tasks(TURNED._replace(columns=3)), "not read as a whole"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("plan", "message"), [
+    (tasks(("a", 0, 3)), "3 elements planned of 4"), (tasks(("a", 0, 2), ("a", 1, 2)), "read not exactly once"),
+    (tasks(("a", 0, 2), ("a", 3, 2)), "read not exactly once"), (tasks(("a", 1, 4)), "read not exactly once"),
+    (tasks(("a", 0, 4)) * 2, "planned twice"),
+    (tasks(("a", 0, 4), name="other"), "planned twice or in another shape|other"), ([], "nothing planned"),
+    (tasks(("a", 0, 3), Zeros(1)), "zeros are planned"),
+    (tasks(TURNED.part(0, 2), TURNED.part(0, 2)), "read not exactly once"),
+    (tasks(TURNED.part(0, 3), Zeros(1)), "zeros"), (tasks(TURNED.part(0, 2), ("a", 2, 2)), "not read as a whole"),
+    (tasks(TURNED._replace(columns=3)), "not read as a whole"),
+])  # fmt: skip
 def test_a_wrong_plan_is_found_out(plan, message):
     with pytest.raises((AssertionError, KeyError), match=message):
         prove(plan, specs({"a": (4,)}), {"out": (4,)})
@@ -129,19 +126,16 @@ def test_a_topology_is_checked_against_the_model():
         Topology(tp=tp, pp=8, ep=16, etp=3, world_size=tp * 384).check(moe, stages=True)
 
 
-@pytest.mark.parametrize(
-    ("size", "sizes", "message"),
-    [
-        ("32B", {"tp": 32}, "--tp is 32, expected a divisor of vision_config.num_heads, which is 16"),
-        ("32B", {"ep": 2}, "--ep is 2, expected 1: a dense model has no experts"),
-        ("32B", {"pp": 3}, "--pp is 3, expected a divisor of the 64 text layers"),
-        ("32B", {"tp": 2, "cp": 3, "world_size": 8}, r"--world-size is 8, expected a multiple of tp \* pp \* cp"),
-        ("32B", {"world_size": 0}, "--world-size is 0, expected 1 or more"),
-        ("30B-A3B", {"ep": 3}, "--ep is 3, expected a divisor of num_moe_experts, which is 128"),
-        ("30B-A3B", {"etp": 5}, "--etp is 5, expected a divisor of moe_ffn_hidden_size, which is 768"),
-        ("30B-A3B", {"ep": 8, "world_size": 4}, r"--world-size is 4, expected a multiple of etp \* ep \* pp, which is"),
-    ],
-)
+@pytest.mark.parametrize(("size", "sizes", "message"), [
+    ("32B", {"tp": 32}, "--tp is 32, expected a divisor of vision_config.num_heads, which is 16"),
+    ("32B", {"ep": 2}, "--ep is 2, expected 1: a dense model has no experts"),
+    ("32B", {"pp": 3}, "--pp is 3, expected a divisor of the 64 text layers"),
+    ("32B", {"tp": 2, "cp": 3, "world_size": 8}, r"--world-size is 8, expected a multiple of tp \* pp \* cp"),
+    ("32B", {"world_size": 0}, "--world-size is 0, expected 1 or more"),
+    ("30B-A3B", {"ep": 3}, "--ep is 3, expected a divisor of num_moe_experts, which is 128"),
+    ("30B-A3B", {"etp": 5}, "--etp is 5, expected a divisor of moe_ffn_hidden_size, which is 768"),
+    ("30B-A3B", {"ep": 8, "world_size": 4}, r"--world-size is 4, expected a multiple of etp \* ep \* pp, which is"),
+])  # fmt: skip
 def test_a_topology_that_cannot_be(size, sizes, message):
     with pytest.raises(CheckpointError, match=message):
         Topology(**sizes).check(dimensions_of(config_dict(size)), stages=True)
@@ -181,14 +175,10 @@ def test_a_layers_weights_lie_one_behind_the_other():
     assert found["mlp.linear_fc1.weight_v"][-1].owner == (0, 0, 7, 0)
 
 
-@pytest.mark.parametrize(
-    ("size", "experts", "layer"),
-    [
-        ("30B-A3B", 128, "language_model.decoder.layers.3"),
-        ("35B-A3B", 256, "language_model.decoder.layers.3"),
-        ("35B-A3B", 256, "language_model.mtp.layers.0.mtp_model_layer"),
-    ],
-)
+@pytest.mark.parametrize(("size", "experts", "layer"), [
+    ("30B-A3B", 128, "language_model.decoder.layers.3"), ("35B-A3B", 256, "language_model.decoder.layers.3"),
+    ("35B-A3B", 256, "language_model.mtp.layers.0.mtp_model_layer"),
+])  # fmt: skip
 def test_experts_are_shared_by_the_ranks_of_their_group(size, experts, layer):
     parts, _ = held(size, FsdpDtensor, ep=8, world_size=64)
     first = layer + ".mlp.experts.linear_fc{}.weight{}"
@@ -210,14 +200,11 @@ def test_stages_groups_and_tensor_parallel_ranks_of_torch_dist():
     assert output[0].owner == (1, 0, 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("ckpt_format", "sizes"),
-    [
-        ("fsdp_dtensor", {"ep": 2}), ("fsdp_dtensor", {"world_size": 4}), ("fsdp_dtensor", {"cp": 2}),
-        ("fsdp_dtensor", {"tp": 2, "etp": 1}), ("torch_dist", {"pp": 2}), ("torch_dist", {"ep": 2}),
-        ("torch_dist", {"etp": 2}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("ckpt_format", "sizes"), [
+    ("fsdp_dtensor", {"ep": 2}), ("fsdp_dtensor", {"world_size": 4}), ("fsdp_dtensor", {"cp": 2}),
+    ("fsdp_dtensor", {"tp": 2, "etp": 1}), ("torch_dist", {"pp": 2}), ("torch_dist", {"ep": 2}),
+    ("torch_dist", {"etp": 2}),
+])  # fmt: skip
 def test_a_size_that_is_stated_changes_the_files(ckpt_format, sizes, moe_folders, tmp_path):
     source, contents = moe_folders[ExpertLayout.INPUT_MAJOR], []
     for name, topology in (("plain", Topology(chunk_bytes=4_000)), ("cut", Topology(chunk_bytes=4_000, **sizes))):

@@ -1,7 +1,5 @@
 """WebDatasets on disk, prepared by energon itself, and providers of them."""
 
-from __future__ import annotations
-
 import gc
 import io
 import json

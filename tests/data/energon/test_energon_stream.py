@@ -121,8 +121,7 @@ def test_ranks_go_on_from_what_one_of_them_wrote(make, folder):
 
 
 @pytest.mark.parametrize(("changes", "found"), [
-    ({"seed": 1}, "seed 1, expected 0"),
-    ({"vision": VisionLimits(image_max_pixels=2048)}, "encoding"),
+    ({"seed": 1}, "seed 1, expected 0"), ({"vision": VisionLimits(image_max_pixels=2048)}, "encoding"),
     ({"packing_buffer_size": 6}, "data"), ({"num_workers": 2}, "workers 2, expected 0"),
     ({"on_bad": "drop"}, "on_bad drop, expected error"),
 ])  # fmt: skip

@@ -1,7 +1,5 @@
 """Rows: samples measured and encoded, those that are too long, and rows assigned to data-parallel ranks."""
 
-from __future__ import annotations
-
 from itertools import islice, product
 from types import SimpleNamespace
 

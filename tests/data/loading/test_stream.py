@@ -1,7 +1,5 @@
 """Streams: the same rows whatever the ranks and workers, and after a resume; workers outlive a signal to the run."""
 
-from __future__ import annotations
-
 import gc
 import json
 import multiprocessing

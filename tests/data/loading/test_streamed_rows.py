@@ -1,7 +1,5 @@
 """Streaming data sets: numbers that mean the same everywhere, and rows that are gone on from exactly."""
 
-from __future__ import annotations
-
 import json
 import logging
 import multiprocessing

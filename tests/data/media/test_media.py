@@ -1,7 +1,5 @@
 """Pictures: which folders they may be in, sizes and pixels as people see them, what does not decode or runs code."""
 
-from __future__ import annotations
-
 import base64
 import io
 import shutil

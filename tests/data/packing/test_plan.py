@@ -1,7 +1,5 @@
 """Plans of rows: best-fit packing, orders that mix sets, every sample as often an epoch as is said."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence

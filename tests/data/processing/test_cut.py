@@ -1,7 +1,5 @@
 """Samples cut short, samples that prove bad, limits of pictures, and which answers are trained on."""
 
-from __future__ import annotations
-
 import io
 import re
 

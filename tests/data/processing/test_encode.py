@@ -26,11 +26,9 @@ PICTURE_TOKENS = {(32, 32): 1, (32, 64): 2, (64, 96): 6}
 parts = st.one_of(texts, st.sampled_from(sorted(PICTURE_TOKENS)))
 turns = st.tuples(st.sampled_from(["user", "assistant"]), st.one_of(texts, st.lists(parts, min_size=1, max_size=3)))
 conversations = st.tuples(
-    st.one_of(st.none(), texts),
-    st.lists(parts, min_size=1, max_size=3),
-    st.lists(turns, max_size=4),
+    st.one_of(st.none(), texts), st.lists(parts, min_size=1, max_size=3), st.lists(turns, max_size=4),
     st.one_of(texts, st.lists(texts, min_size=1, max_size=2)),
-)
+)  # fmt: skip
 
 
 def piecewise(processor, messages: list[tuple[str, list]]) -> tuple[list[int], list[bool]]:

@@ -1,7 +1,5 @@
 """What is trained on under templates that behave as the released ones, and under one that writes thinking."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Processors and tokenizers: loaded or refused; the backend's tokens are those of transformers."""
 
-from __future__ import annotations
-
 import copy
 
 from qwen3vl_bridge.data import Conversation, DataError, Encoder, load_processor

@@ -49,8 +49,7 @@ def having(what: str) -> Conversation:
 
 @pytest.mark.parametrize(("template", "left_out"), [
     (PLAIN, {"tools", "reasoning_content", "tool_calls"}), (NAMING, {"tools", "reasoning_content", "tool_calls"}),
-    (ROLES, set(HAVE)),
-    ("released_template.jinja", {"reasoning_content", "a system prompt after the first message"}),
+    (ROLES, set(HAVE)), ("released_template.jinja", {"reasoning_content", "a system prompt after the first message"}),
     ("released_thinking_template.jinja", {"a system prompt after the first message"}),
     ("{{ tools | tojson if tools else '' }}" + PLAIN, {"reasoning_content", "tool_calls"}),
 ])  # fmt: skip

@@ -1,7 +1,5 @@
 """Records whose columns have names of their own: in every container, in both providers, on the command line."""
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path

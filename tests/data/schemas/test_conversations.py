@@ -1,7 +1,5 @@
 """Reading conversations, and one clear message for each way in which a record can be wrong or ambiguous."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json
@@ -43,11 +41,9 @@ def test_lines_are_found_by_offset_and_named_by_number(tmp_path):
 def test_pictures_are_found_below_the_root_in_order(tmp_path):
     first, second = picture(tmp_path / "media/a/1.png", 8, 8), picture(tmp_path / "media/2.png", 8, 8)
     parts = [
-        {"type": "image", "image": "a/1.png"},
-        {"type": "text", "text": "and"},
-        {"type": "image", "image": str(second)},
-        {"type": "image", "image": "a/../2.png"},
-    ]
+        {"type": "image", "image": "a/1.png"}, {"type": "text", "text": "and"},
+        {"type": "image", "image": str(second)}, {"type": "image", "image": "a/../2.png"},
+    ]  # fmt: skip
     path = write(tmp_path / "train.jsonl", [{"messages": [{"role": "user", "content": parts}, ANSWER], "id": 7}])
     conversation = JsonLines(path, tmp_path / "media")[0]
     assert conversation.images == (first, second, second)
@@ -133,14 +129,12 @@ def test_missing_files_are_refused(tmp_path, arguments, message):
 
 HUMAN, GPT = {"from": "human", "value": "Which?"}, {"from": "gpt", "value": "Seven."}
 GIVES_TURNS = {
-    "messages": {"messages": [ASK, ANSWER]},
-    "conversations": {"conversations": [HUMAN, GPT]},
+    "messages": {"messages": [ASK, ANSWER]}, "conversations": {"conversations": [HUMAN, GPT]},
     "texts": {"texts": [{"user": "Which?", "assistant": "Seven."}]},
-    "question": {"question": "Which?", "answer": "Seven."},
-    "query": {"query": "Which?", "response": "Seven."},
+    "question": {"question": "Which?", "answer": "Seven."}, "query": {"query": "Which?", "response": "Seven."},
     "prompt": {"prompt": "Which?", "completion": "Seven."},
     "instruction": {"instruction": "Which?", "output": "Seven."},
-}
+}  # fmt: skip
 
 
 def told(record: dict) -> list:

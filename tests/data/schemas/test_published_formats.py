@@ -1,7 +1,5 @@
 """Records as well-known data sets publish them: read as they are, with one setting, or by the name of their schema."""
 
-from __future__ import annotations
-
 import base64
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Sources: what a path means, and the same conversations from any kind of file, in any order and any process."""
 
-from __future__ import annotations
-
 import json
 import pickle
 
@@ -107,8 +105,7 @@ def test_a_list_that_is_none_is_refused(tmp_path, text, message):
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    (b'{"a": ]}', r"no valid JSON \(.*\), expected one conversation"),
-    (b'{"a": [}]', "no valid JSON"),
+    (b'{"a": ]}', r"no valid JSON \(.*\), expected one conversation"), (b'{"a": [}]', "no valid JSON"),
     (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "no valid JSON .*more than 50 deep"),
     (b'{"a": ' + b"1" * 5000 + b"}", "no valid JSON .*digits"),
     (b'{"messages": "\xff"}', "found bytes that are not valid UTF-8"),

@@ -1,7 +1,5 @@
 """Tables: what their columns may hold, row groups, the hub's data sets, and what tells whether files changed."""
 
-from __future__ import annotations
-
 import json
 import logging
 import pickle

@@ -3,8 +3,6 @@
 Its layers are Transformer Engine's; megatron-core's local ones with torch's attention stand in their place.
 """
 
-from __future__ import annotations
-
 import json
 import re
 

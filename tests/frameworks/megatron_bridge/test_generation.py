@@ -1,7 +1,5 @@
 """Megatron-Bridge's own ways to ask a model: its inference wrapper and engine, and the loop of its generate scripts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ training/vlm_step.py, and in its repository scripts/inference/vlm_generation.py,
 examples/conversion/{hf_megatron_roundtrip,compare_hf_and_megatron}.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -20,7 +18,7 @@ from transformers import AutoProcessor
 
 from tests.model.inputs.support import no_grad
 from tests.parity.conftest import make_pair
-from tests.training.megatron_batches.test_megatron_batches import batch_of, direct, write_conversations
+from tests.training.megatron_batches.test_megatron_batches import batch_of, direct, reference_loss, write_conversations
 
 from ..support import check_exported
 from .test_generation import TOKENS, answer, answers, picture
@@ -47,21 +45,6 @@ def state_of(dataset: Any) -> Any:
     return SimpleNamespace(timers=MagicMock(), straggler_timer=MagicMock(), cfg=cfg)
 
 
-def reference_loss(pair, batch: dict[str, Any]) -> torch.Tensor:
-    """Sum of transformers' losses of what the loss mask counts; transformers shifts labels itself."""
-    ids, real = batch["input_ids"], batch["attention_mask"]
-    trained = torch.nn.functional.pad(batch["loss_mask"], (1, 0))[:, :-1].bool()
-    visual = vars(batch["visual_inputs"]) if batch.get("visual_inputs") is not None else {}
-    out = pair.reference(
-        input_ids=ids,
-        attention_mask=real,
-        mm_token_type_ids=(ids == pair.config.image_token_id).int(),
-        labels=ids.masked_fill(~trained, -100),
-        **{name: value for name, value in visual.items() if value is not None},
-    )
-    return out.loss * trained.sum()
-
-
 STEPS = {
     "qwen3_vl_step, rows": (qwen3_vl_step, {}),
     "qwen3_vl_step, rows and masks": (qwen3_vl_step, dict(skip_getting_attention_mask_from_dataset=False)),
@@ -79,7 +62,7 @@ def test_its_steps(pair, untied_folder, conversations, name, numbers):
     module, settings = STEPS[name]
     dataset = direct(untied_folder, conversations, **settings)
     pair.zero_grad()
-    expected = reference_loss(pair, batch_of(direct(untied_folder, conversations), numbers))
+    expected, _ = reference_loss(pair, batch_of(direct(untied_folder, conversations), numbers))
     expected.backward()
     losses, loss_function = module.forward_step(state_of(dataset), iter([batch_of(dataset, numbers)]), pair.megatron)
     total, tokens, _ = loss_function(losses)

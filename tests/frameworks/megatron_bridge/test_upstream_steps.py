@@ -6,8 +6,6 @@ with fused kernels is re-enacted, with torch for its kernel. Qwen3.5 trains mult
 labels of other ranks.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -26,7 +26,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from transformers import AutoConfig
 
 from examples.digits.checkpoint import make_model
-from tests.forked import run_ranks
+from tests.forked import results_of_ranks
 from tests.parity.topologies import TOPOLOGIES
 
 Chunks = Sequence[torch.nn.Module]  # one, or one for each virtual pipeline stage of this rank
@@ -249,10 +249,26 @@ def travel(chosen: list[Stop], folders: dict[str, Path], saved: dict[str, Path],
     for number, (kind, _, fields) in enumerate(chosen):
         save = scratch / f"{number}_{kind}"
         by_bridge = sum(other == kind for other, _, _ in chosen[number + 1 :]) % 2 == 1  # the last by megatron-core
-        cases.append(dict(folder=folders[kind], fields=fields, load=last[kind], save=save, by_bridge=by_bridge))
+        cases.append((folders[kind], fields, last[kind], save, by_bridge))
         last[kind] = save
-    run_ranks("tests.model.checkpoints.torch_dist_on_ranks", RANKS, json.dumps(cases, default=str))
+    results_of_ranks(go, RANKS, cases)
     return last
+
+
+def go(cases: list[tuple[Path, dict[str, Any], Path, Path, bool]]) -> None:
+    """[Hugging Face folder, fields of the provider, what to load and compare, where to save, whether by Bridge]."""
+    for folder, fields, checkpoint, saved, by_bridge in cases:
+        chunks, groups = build_chunks(folder, **fields)
+        bad = []
+        if (iteration := checkpoint / "iter_0000000").exists():  # Megatron-Bridge saved it, and loads it too
+            bad += wrong(tensors(*load_by_bridge(folder, checkpoint, **fields)), tensors(*chunks))
+            checkpoint = iteration
+        if bad := bad + wrong_after_loading(chunks, groups, checkpoint):
+            raise AssertionError(f"{folder} {fields} {checkpoint}: {len(bad)} tensors differ: {bad[:5]}")
+        if by_bridge:
+            save_by_bridge(folder, chunks, saved)
+        else:
+            save(chunks, groups, saved)
 
 
 @pytest.mark.slow

@@ -144,19 +144,13 @@ def test_labels_may_be_anything_where_the_loss_mask_is_zero(pair):
 TEXT = torch.tensor([[11, 12, 13, 14, 15, 16], [21, 22, 23, 24, 25, 26]])
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        dict(),
-        dict(attention_mask=torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])),
-        dict(attention_mask=torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6])),
-        dict(packed_seq_params=packed_params([0, 4, 10])),
-        dict(packed_seq_params=packed_params([0, 4, 10], [0, 6, 12])),
-        dict(input_ids=TEXT.view(1, 12), packed_seq_params=packed_params([0, 6, 12])),
-        dict(input_ids=TEXT.view(1, 12), packed_seq_params=packed_params([0, 4, 10], [0, 6, 12])),
-    ],
-    ids=["rows", "left", "right", "rows packed", "rows packed and padded", "flat", "flat and padded"],
-)
+@pytest.mark.parametrize("given", [
+    dict(), dict(attention_mask=torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])),
+    dict(attention_mask=torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6])), dict(packed_seq_params=packed_params([0, 4, 10])),
+    dict(packed_seq_params=packed_params([0, 4, 10], [0, 6, 12])),
+    dict(input_ids=TEXT.view(1, 12), packed_seq_params=packed_params([0, 6, 12])),
+    dict(input_ids=TEXT.view(1, 12), packed_seq_params=packed_params([0, 4, 10], [0, 6, 12])),
+], ids=["rows", "left", "right", "rows packed", "rows packed and padded", "flat", "flat and padded"])  # fmt: skip
 def test_text_alone_in_every_convention(pair, given):
     """No picture, no DeepStack features in any layer, and a gradient for every parameter all the same."""
     pair.megatron.zero_grad()

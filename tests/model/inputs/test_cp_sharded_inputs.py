@@ -152,37 +152,34 @@ def test_any_lengths(data):
 IDS = torch.arange(1, 9)[None]
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "message"),
-    [
-        (dict(packed_seq_params=packed_params([0, 6, 16])), None, "segment 0: a padded length of 6 .* the 4 chunks"),
-        (dict(packed_seq_params=packed_params([0, 6, 12, 14], [0, 8, 14, 16])), None, "segment 1: a padded length of"),
-        (dict(packed_seq_params=packed_params([0, 8, 18])), None, "18 tokens in all.*expected 8 tokens.* also takes"),
-        (dict(packed_seq_params=packed_params([0, 8, 18], [0, 8, 16])), None, r"segments of \[8, 10\] tokens in"),
-        # All give one row without a mask, whose tokens are then not as many as the offsets count.
-        (dict(packed_seq_params=packed_params([0, 16], [0, 16])), dict(input_ids=IDS), "16 tokens for row 0 of 8"),
-        (dict(labels=IDS.repeat(1, 2)), None, r"labels has shape \[1, 16\], expected \[1, 8\]: .*row of 16 tokens"),
-        (dict(loss_mask=IDS[0] * 1.0), None, r"loss_mask has shape \[8\], expected \[1, 8\]"),
-        (dict(position_ids=IDS.expand(3, 2, 8)), None, r"position_ids has shape \[3, 2, 8\], expected \[3, 1, 8\]"),
-        (dict(attention_mask=IDS[:, None, None].expand(1, 1, 8, 8)), None, r"\[1, 1, 8, 8\], expected \[1, 8\]"),
-        (dict(), dict(labels=IDS), r"labels is \[1, 8\] integers on .* rank 1 and None on rank 0; expected the same"),
-        (dict(labels=IDS), dict(labels=None), r"labels is None on .* rank 1 and \[1, 8\] integers on rank 0"),
-        (dict(loss_mask=IDS), dict(loss_mask=IDS * 1.0), r"\[1, 8\] floating point on .* rank 1 and \[1, 8\] integers"),
-        (dict(labels=IDS), dict(labels=IDS[:, :4]), r"labels is \[1, 4\] integers on .* rank 1 and \[1, 8\]"),
-        (dict(), dict(packed_seq_params=packed_params([0, 4, 16])), "of context-parallel rank 1 has other segments"),
-        (dict(), dict(packed_seq_params=packed_params([0, 7, 15], [0, 8, 16])), "rank 1 has other segments"),
-        # Content of one rank alone, which each sees in the whole row.
-        (dict(labels=IDS), dict(labels=IDS - 9), r"labels has shape \[1, 16\] .* in \[-8, 8\], expected \[1, 16\]"),
-        (dict(attention_mask=IDS), dict(attention_mask=IDS * 0 + 1), "attention_mask has an entry 2, expected 1"),
-        (
-            dict(attention_mask=IDS * 0 + 1),
-            dict(attention_mask=torch.tensor([[0] + [1] * 7])),
-            "attention_mask has padding before real tokens in segment 0",
-        ),
-        (dict(padding_mask=IDS * 0), dict(padding_mask=IDS), "padding_mask has an entry 2, expected 1 for padding"),
-        (dict(input_ids=IDS * 1.0), dict(input_ids=IDS * 2.0), r"input_ids has shape \[1, 16\] torch.float32"),
-    ],
-)
+@pytest.mark.parametrize(("one", "other", "message"), [
+    (dict(packed_seq_params=packed_params([0, 6, 16])), None, "segment 0: a padded length of 6 .* the 4 chunks"),
+    (dict(packed_seq_params=packed_params([0, 6, 12, 14], [0, 8, 14, 16])), None, "segment 1: a padded length of"),
+    (dict(packed_seq_params=packed_params([0, 8, 18])), None, "18 tokens in all.*expected 8 tokens.* also takes"),
+    (dict(packed_seq_params=packed_params([0, 8, 18], [0, 8, 16])), None, r"segments of \[8, 10\] tokens in"),
+    # All give one row without a mask, whose tokens are then not as many as the offsets count.
+    (dict(packed_seq_params=packed_params([0, 16], [0, 16])), dict(input_ids=IDS), "16 tokens for row 0 of 8"),
+    (dict(labels=IDS.repeat(1, 2)), None, r"labels has shape \[1, 16\], expected \[1, 8\]: .*row of 16 tokens"),
+    (dict(loss_mask=IDS[0] * 1.0), None, r"loss_mask has shape \[8\], expected \[1, 8\]"),
+    (dict(position_ids=IDS.expand(3, 2, 8)), None, r"position_ids has shape \[3, 2, 8\], expected \[3, 1, 8\]"),
+    (dict(attention_mask=IDS[:, None, None].expand(1, 1, 8, 8)), None, r"\[1, 1, 8, 8\], expected \[1, 8\]"),
+    (dict(), dict(labels=IDS), r"labels is \[1, 8\] integers on .* rank 1 and None on rank 0; expected the same"),
+    (dict(labels=IDS), dict(labels=None), r"labels is None on .* rank 1 and \[1, 8\] integers on rank 0"),
+    (dict(loss_mask=IDS), dict(loss_mask=IDS * 1.0), r"\[1, 8\] floating point on .* rank 1 and \[1, 8\] integers"),
+    (dict(labels=IDS), dict(labels=IDS[:, :4]), r"labels is \[1, 4\] integers on .* rank 1 and \[1, 8\]"),
+    (dict(), dict(packed_seq_params=packed_params([0, 4, 16])), "of context-parallel rank 1 has other segments"),
+    (dict(), dict(packed_seq_params=packed_params([0, 7, 15], [0, 8, 16])), "rank 1 has other segments"),
+    # Content of one rank alone, which each sees in the whole row.
+    (dict(labels=IDS), dict(labels=IDS - 9), r"labels has shape \[1, 16\] .* in \[-8, 8\], expected \[1, 16\]"),
+    (dict(attention_mask=IDS), dict(attention_mask=IDS * 0 + 1), "attention_mask has an entry 2, expected 1"),
+    (
+        dict(attention_mask=IDS * 0 + 1),
+        dict(attention_mask=torch.tensor([[0] + [1] * 7])),
+        "attention_mask has padding before real tokens in segment 0",
+    ),
+    (dict(padding_mask=IDS * 0), dict(padding_mask=IDS), "padding_mask has an entry 2, expected 1 for padding"),
+    (dict(input_ids=IDS * 1.0), dict(input_ids=IDS * 2.0), r"input_ids has shape \[1, 16\] torch.float32"),
+])  # fmt: skip
 def test_wrong_shares_say_what_is_wrong_on_every_rank(provider, monkeypatch, one, other, message):
     """`one` on all ranks, `other` on the second besides: no rank is left waiting."""
     calls = [dict(input_ids=IDS, packed_seq_params=packed_params([0, 8, 16])), {}]

@@ -566,22 +566,19 @@ def changed(row, token, other, value):
     return mask
 
 
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        (torch.zeros(2, 1, ROOM, ROOM).bool(), "has False for token 0 and token 5 of row 0"),
-        (torch.ones(1, 1, ROOM, ROOM), "has 1.0 for token 0 and token 5 of row 0"),
-        (torch.stack([torch.zeros(1, ROOM, ROOM).bool(), swift_mask(REAL)[1]]), "token 0 and token 5 of row 1"),
-        (changed(1, 2, 1, True), "has True for token 2 and token 1 of row 1"),
-        (changed(1, 2, 3, False), "has False for token 2 and token 3 of row 1"),
-        (~torch.block_diag(*[torch.ones(3, 3).tril()] * 2).bool()[None, None], "has True for token 3 and token 0"),
-        (torch.zeros(1, 1, ROOM, ROOM) - torch.arange(ROOM), "has -1.0 for token 0 and token 1"),  # a bias
-        (torch.full((1, 1, ROOM, ROOM), 2), "has 2 for token 0 and token 0 of row 0. Expected .* of booleans, 0 and 1"),
-        (swift_mask(REAL)[:, :, :5], r"\[2, 1, 5, 6\], expected \[2, 6\], .* or what tokens see, \[2 or 1, 1, 6, 6\]"),
-        (swift_mask(REAL).expand(2, 3, ROOM, ROOM), r"has shape \[2, 3, 6, 6\]"),
-        (REAL[:, None, None], r"has shape \[2, 1, 1, 6\]"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("mask", "message"), [
+    (torch.zeros(2, 1, ROOM, ROOM).bool(), "has False for token 0 and token 5 of row 0"),
+    (torch.ones(1, 1, ROOM, ROOM), "has 1.0 for token 0 and token 5 of row 0"),
+    (torch.stack([torch.zeros(1, ROOM, ROOM).bool(), swift_mask(REAL)[1]]), "token 0 and token 5 of row 1"),
+    (changed(1, 2, 1, True), "has True for token 2 and token 1 of row 1"),
+    (changed(1, 2, 3, False), "has False for token 2 and token 3 of row 1"),
+    (~torch.block_diag(*[torch.ones(3, 3).tril()] * 2).bool()[None, None], "has True for token 3 and token 0"),
+    (torch.zeros(1, 1, ROOM, ROOM) - torch.arange(ROOM), "has -1.0 for token 0 and token 1"),  # a bias
+    (torch.full((1, 1, ROOM, ROOM), 2), "has 2 for token 0 and token 0 of row 0. Expected .* of booleans, 0 and 1"),
+    (swift_mask(REAL)[:, :, :5], r"\[2, 1, 5, 6\], expected \[2, 6\], .* or what tokens see, \[2 or 1, 1, 6, 6\]"),
+    (swift_mask(REAL).expand(2, 3, ROOM, ROOM), r"has shape \[2, 3, 6, 6\]"),
+    (REAL[:, None, None], r"has shape \[2, 1, 1, 6\]"),
+])  # fmt: skip
 def test_masks_that_say_more_are_refused(provider, mask, message):
     with pytest.raises(ValueError, match=message):
         as_model_inputs(provider, GROUPS, IDS_REFUSALS, attention_mask=mask)

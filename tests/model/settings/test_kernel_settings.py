@@ -85,15 +85,10 @@ def test_what_cannot_be_fused_is_turned_off_and_said(caplog):
     assert "gradient_accumulation_fusion is set to False" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("dtype", "implementation", "fused"),
-    [
-        (torch.bfloat16, "native", True),
-        (torch.float16, "native", False),
-        (torch.float32, "native", False),
-        (torch.float32, "te", True),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "implementation", "fused"), [
+    (torch.bfloat16, "native", True), (torch.float16, "native", False), (torch.float32, "native", False),
+    (torch.float32, "te", True),
+])  # fmt: skip
 def test_the_fused_loss_is_for_logits_that_it_does_not_round(dtype, implementation, fused, caplog):
     caplog.set_level(logging.INFO)
     kinds = dict(bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
@@ -135,13 +130,10 @@ def test_local_attention_in_transformer_engines_layers():
     finalized(DENSE, dict(attention_backend=AttnBackend.local))
 
 
-@pytest.mark.parametrize(
-    ("release", "fields", "refused"),
-    [
-        ("2.10", {}, True), ("2.11", {}, False), ("2.18", CP2, True),
-        ("2.10", dict(params_dtype=torch.bfloat16), False), ("2.10", dict(transformer_impl="local"), False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("release", "fields", "refused"), [
+    ("2.10", {}, True), ("2.11", {}, False), ("2.18", CP2, True), ("2.10", dict(params_dtype=torch.bfloat16), False),
+    ("2.10", dict(transformer_impl="local"), False),
+])  # fmt: skip
 def test_float32_in_transformer_engine(release, fields, refused, installed):
     """Of its attention the part without a kernel is left, which takes packed rows from 2.11 on."""
     installed(release)
@@ -153,18 +145,15 @@ def test_float32_in_transformer_engine(release, fields, refused, installed):
         check(ON_FORWARD, provider)
 
 
-@pytest.mark.parametrize(
-    ("kinds", "fields", "release", "message"),
-    [
-        ("a2a+p2p", {}, "2.18", r"is 'a2a\+p2p' with .*, expected None, 'p2p', 'all_gather' or 'a2a': packed"),
-        ("a2a", dict(context_parallel_size=16), "2.18", "expected a divisor of 8, the query groups of each"),
-        ("a2a", dict(SP2, context_parallel_size=8), "2.18", "expected a divisor of 4, the query groups of each"),
-        (["a2a", "p2p"] * 18, {}, "2.9", "'a2a' supports packed rows from .* on, and 2.9 is installed"),
-        (["a2a", "p2p"] * 18, {}, "2.10", None),
-        (["p2p", "all_gather"] * 18, {}, "2.17", "'all_gather' supports packed rows from .* on, and 2.17 is"),
-        (["p2p", "all_gather"] * 18, {}, "2.18", None),
-    ],
-)
+@pytest.mark.parametrize(("kinds", "fields", "release", "message"), [
+    ("a2a+p2p", {}, "2.18", r"is 'a2a\+p2p' with .*, expected None, 'p2p', 'all_gather' or 'a2a': packed"),
+    ("a2a", dict(context_parallel_size=16), "2.18", "expected a divisor of 8, the query groups of each"),
+    ("a2a", dict(SP2, context_parallel_size=8), "2.18", "expected a divisor of 4, the query groups of each"),
+    (["a2a", "p2p"] * 18, {}, "2.9", "'a2a' supports packed rows from .* on, and 2.9 is installed"),
+    (["a2a", "p2p"] * 18, {}, "2.10", None),
+    (["p2p", "all_gather"] * 18, {}, "2.17", "'all_gather' supports packed rows from .* on, and 2.17 is"),
+    (["p2p", "all_gather"] * 18, {}, "2.18", None),
+])  # fmt: skip
 def test_context_parallelism_of_transformer_engine(kinds, fields, release, message, installed):
     """pyproject.toml takes 2.8 and later; `p2p` is in all of them."""
     installed(release)
@@ -229,52 +218,42 @@ def build(monkeypatch):
     return build
 
 
-@pytest.mark.parametrize(
-    ("size", "fields", "message"),
-    [
-        (DENSE, dict(pipeline_model_parallel_size=18), r"first pipeline stage has 2 layers, expected True, or at leas"),
-        (DENSE, dict(PP2, **OVERLAP, virtual_pipeline_model_parallel_size=9), "first pipeline stage has 2 layers"),
-        (DENSE, dict(PP2, num_layers_in_first_pipeline_stage=1), "first pipeline stage has 1 layers"),
-        (DENSE, dict(PP2, pipeline_model_parallel_layout="E|t*36L"), "first pipeline stage has 0 layers"),
-        (DENSE, VPP2, "overlap_p2p_comm is False with .* expected True: two interleaved stages would confuse"),
-        (DENSE, dict(PP2, pipeline_model_parallel_layout="Et*9|t*9|t*9|t*9L"), "overlap_p2p_comm is False with"),
-        (DENSE, dict(VPP2, overlap_p2p_comm=True), "batch_p2p_comm is True with overlap_p2p_comm and .*, expected"),
-        (DENSE, dict(PP2, **OVERLAP), "overlap_p2p_comm is True with .* virtual_pipeline_model_parallel_size None"),
-        (DENSE, dict(VPP2, **OVERLAP, microbatch_group_size_per_vp_stage=1), "stage is 1 .*, expected .*, 2, or more"),
-        (DENSE, dict(PP2, pipeline_model_parallel_layout="Ett|t*10|t*14|t*10L", **OVERLAP), "stage has 2 layers"),
-        (DENSE, dict(SP2, parallel_output=False), "parallel_output is False with .* 2, expected True: a loss on"),
-        (DENSE, dict(VPP2, batch_p2p_comm=False), "overlap_p2p_comm is False with .* expected True: two interleaved"),
-        (DENSE, dict(PP2, pipeline_dtype=torch.float16), "pipeline_dtype is torch.float16, expected torch.bfloat16"),
-    ],
-)
+@pytest.mark.parametrize(("size", "fields", "message"), [
+    (DENSE, dict(pipeline_model_parallel_size=18), r"first pipeline stage has 2 layers, expected True, or at leas"),
+    (DENSE, dict(PP2, **OVERLAP, virtual_pipeline_model_parallel_size=9), "first pipeline stage has 2 layers"),
+    (DENSE, dict(PP2, num_layers_in_first_pipeline_stage=1), "first pipeline stage has 1 layers"),
+    (DENSE, dict(PP2, pipeline_model_parallel_layout="E|t*36L"), "first pipeline stage has 0 layers"),
+    (DENSE, VPP2, "overlap_p2p_comm is False with .* expected True: two interleaved stages would confuse"),
+    (DENSE, dict(PP2, pipeline_model_parallel_layout="Et*9|t*9|t*9|t*9L"), "overlap_p2p_comm is False with"),
+    (DENSE, dict(VPP2, overlap_p2p_comm=True), "batch_p2p_comm is True with overlap_p2p_comm and .*, expected"),
+    (DENSE, dict(PP2, **OVERLAP), "overlap_p2p_comm is True with .* virtual_pipeline_model_parallel_size None"),
+    (DENSE, dict(VPP2, **OVERLAP, microbatch_group_size_per_vp_stage=1), "stage is 1 .*, expected .*, 2, or more"),
+    (DENSE, dict(PP2, pipeline_model_parallel_layout="Ett|t*10|t*14|t*10L", **OVERLAP), "stage has 2 layers"),
+    (DENSE, dict(SP2, parallel_output=False), "parallel_output is False with .* 2, expected True: a loss on"),
+    (DENSE, dict(VPP2, batch_p2p_comm=False), "overlap_p2p_comm is False with .* expected True: two interleaved"),
+    (DENSE, dict(PP2, pipeline_dtype=torch.float16), "pipeline_dtype is torch.float16, expected torch.bfloat16"),
+])  # fmt: skip
 def test_what_could_not_be_trained_can_be_built_for_other_uses(build, size, fields, message):
     with pytest.raises(ValueError, match=message):
         build(size, fields, ddp_config=SimpleNamespace(average_in_collective=False))
     assert build(size, fields, wrap_with_ddp=False)
 
 
-@pytest.mark.parametrize(
-    ("size", "fields"),
-    [
-        (EXPERTS, SP2),
-        (DENSE, dict(SP2, sequence_parallel=False)),
-        (DENSE, dict(PP2, num_layers_in_first_pipeline_stage=3)),
-        (DENSE, dict(PP2, num_layers_in_first_pipeline_stage=1, variable_seq_lengths=True)),
-        (DENSE, dict(PP2, pipeline_model_parallel_layout="Ettt|t*33L")),
-    ],
-)
+@pytest.mark.parametrize(("size", "fields"), [
+    (EXPERTS, SP2), (DENSE, dict(SP2, sequence_parallel=False)),
+    (DENSE, dict(PP2, num_layers_in_first_pipeline_stage=3)),
+    (DENSE, dict(PP2, num_layers_in_first_pipeline_stage=1, variable_seq_lengths=True)),
+    (DENSE, dict(PP2, pipeline_model_parallel_layout="Ettt|t*33L")),
+])  # fmt: skip
 def test_what_can_be_trained_is_built(build, size, fields):
     assert build(size, fields, ddp_config=SimpleNamespace(average_in_collective=False))
 
 
-@pytest.mark.parametrize(
-    ("size", "fields", "why"),
-    [
-        (DENSE, dict(loss_chunk_tokens=8192), "with loss_chunk_tokens the"),
-        (DENSE, dict(loss_chunk_tokens=0, share_embeddings_and_output_weights=True), "with share_embeddings_and_"),
-        (DENSE, dict(loss_chunk_tokens=0), None),
-    ],
-)
+@pytest.mark.parametrize(("size", "fields", "why"), [
+    (DENSE, dict(loss_chunk_tokens=8192), "with loss_chunk_tokens the"),
+    (DENSE, dict(loss_chunk_tokens=0, share_embeddings_and_output_weights=True), "with share_embeddings_and_"),
+    (DENSE, dict(loss_chunk_tokens=0), None),
+])  # fmt: skip
 def test_shards_have_no_fused_gradients_of_weights_with_several_uses(build, size, fields, why, caplog):
     ddp = SimpleNamespace(average_in_collective=False)
     for sharded in (True, False):

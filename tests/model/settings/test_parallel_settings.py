@@ -92,11 +92,7 @@ REFUSED = [
     (DENSE, recompute("full"), "recompute_method is None with recompute_granularity 'full', expected '"),
     (DENSE, recompute(None, modules=["mlp"]), r"recompute_modules is \['mlp'\] with recompute_granularity None, exp"),
     (DENSE, recompute("selective", modules=["mlp", "moe"]), r"recompute_modules has \['moe'\], which this model does"),
-    (
-        EXPERTS,
-        recompute("selective", modules=["mlp", "shared_experts"]),
-        r"has \['mlp', 'shared_experts'\], which",
-    ),
+    (EXPERTS, recompute("selective", modules=["mlp", "shared_experts"]), r"has \['mlp', 'shared_experts'\], which"),
     (DENSE, dict(vision_config=tower("softmin")), "hidden_act is 'softmin', expected one of gelu, "),
     (DENSE, dict(vision_config=tower("prelu")), "vision_config.hidden_act is 'prelu', which has parameter"),
     (DENSE, dict(qk_clip=True), "qk_clip is True, expected False: queries and keys are normalised"),
@@ -145,24 +141,21 @@ def test_what_could_not_train_is_refused(size, fields, message):
         finalized(size, fields)
 
 
-@pytest.mark.parametrize(
-    ("size", "fields"),
-    [
-        (DENSE, dict(SP2, tensor_model_parallel_size=16)),  # more ranks than query groups
-        (EXPERTS, SP2 | dict(expert_tensor_parallel_size=4, expert_model_parallel_size=2)),
-        (DENSE, dict(CP2, cp_comm_type="all_gather")),
-        (DENSE, dict(cp_comm_type="p2p")),  # of no consequence without context parallelism, and recipes have it
-        (DENSE, VPP2 | OVERLAP),
-        (DENSE, dict(VPP2, pipeline_model_parallel_size=3)),
-        (DENSE, dict(PP2, virtual_pipeline_model_parallel_size=1)),
-        (DENSE, dict(PP2, variable_seq_lengths=True)),
-        (DENSE, dict(PP2, num_layers_in_first_pipeline_stage=11)),
-        (DENSE, dict(PP2, pipeline_model_parallel_layout="Et*3|t*33|L|", **OVERLAP)),
-        (DENSE, dict(vocab_size=151937, should_pad_vocab=True, tensor_model_parallel_size=2)),
-        (EXPERTS, dict(moe_router_force_load_balancing=True, allow_random_routing=True)),
-        (EXPERTS, dict(ffn_hidden_size=1, **SP2)),  # no layer has it
-    ],
-)
+@pytest.mark.parametrize(("size", "fields"), [
+    (DENSE, dict(SP2, tensor_model_parallel_size=16)),  # more ranks than query groups
+    (EXPERTS, SP2 | dict(expert_tensor_parallel_size=4, expert_model_parallel_size=2)),
+    (DENSE, dict(CP2, cp_comm_type="all_gather")),
+    (DENSE, dict(cp_comm_type="p2p")),  # of no consequence without context parallelism, and recipes have it
+    (DENSE, VPP2 | OVERLAP),
+    (DENSE, dict(VPP2, pipeline_model_parallel_size=3)),
+    (DENSE, dict(PP2, virtual_pipeline_model_parallel_size=1)),
+    (DENSE, dict(PP2, variable_seq_lengths=True)),
+    (DENSE, dict(PP2, num_layers_in_first_pipeline_stage=11)),
+    (DENSE, dict(PP2, pipeline_model_parallel_layout="Et*3|t*33|L|", **OVERLAP)),
+    (DENSE, dict(vocab_size=151937, should_pad_vocab=True, tensor_model_parallel_size=2)),
+    (EXPERTS, dict(moe_router_force_load_balancing=True, allow_random_routing=True)),
+    (EXPERTS, dict(ffn_hidden_size=1, **SP2)),  # no layer has it
+])  # fmt: skip
 def test_what_could_train_is_not_refused(size, fields):
     provider = finalized(size, fields)
     provider.finalize()  # Megatron-Bridge does it again

@@ -1,12 +1,7 @@
-"""AutoBridge with our classes: every weight there and back, under every split; and the names of the weight table.
-
-Run on two ranks: -m tests.model.weights.test_autobridge SETTINGS HF_FOLDER...
-"""
+"""AutoBridge with our classes: every weight there and back, under every split; and the names of the weight table."""
 
 import importlib.util
-import json
 import shutil
-import sys
 from pathlib import Path
 
 from qwen3vl_bridge.models.qwen3_vl import table as mappings
@@ -22,17 +17,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, Qwen3VLForConditionalGeneration
 
 from tests.expert_layouts import LAYOUTS, relayout
-from tests.forked import run_ranks
+from tests.forked import results_of_ranks
+from tests.parity.conftest import build as build_model
 from tests.qwen3_5.tiny import weights
-from tests.ranks import begin, leave
 
 
 def build(provider) -> list[torch.nn.Module]:
-    provider.finalize()
-    groups = initialize(provider, seed=0)
-    return provider.provide_distributed_model(
-        wrap_with_ddp=False, use_cpu_initialization=True, mixed_precision_wrapper=None, pg_collection=groups
-    )
+    return [build_model(provider)]
 
 
 def test_load_export_and_save_give_every_tensor_back(tied_folder, tmp_path):
@@ -210,7 +201,7 @@ def test_the_layout_of_experts_is_told_by_shapes_even_where_one_is_square(layout
         expert_layout_of(mappings.table, shapes | {name: (4, 63, 1)}, dimensions)
 
 
-def test_every_tensor_comes_back(untied_folder, tied_folder, moe_folders, tmp_path):
+def test_every_tensor_comes_back(untied_folder, tied_folder, moe_folders):
     tp, ep = dict(tensor_model_parallel_size=2, sequence_parallel=True), dict(expert_model_parallel_size=2)
     pp = dict(pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=3, pipeline_dtype=None)
     padded = dict(should_pad_vocab=True, make_vocab_size_divisible_by=100)
@@ -218,24 +209,17 @@ def test_every_tensor_comes_back(untied_folder, tied_folder, moe_folders, tmp_pa
     cases += [(moe_folders[layout], ep) for layout in LAYOUTS]
     cases += [(moe_folders[layout], tp) for layout in LAYOUTS]
     cases += [(moe_folders[layout], tp | ep | dict(expert_tensor_parallel_size=1)) for layout in LAYOUTS]
-    settings = json.dumps([fields for _, fields in cases])
-    run_ranks("tests.model.weights.test_autobridge", 2, settings, *(folder for folder, _ in cases))
+    results_of_ranks(check, 2, cases)
 
 
-def check(folder: str, settings: dict) -> None:
-    bridge = AutoBridge.from_hf_pretrained(folder)
-    provider = bridge.to_megatron_provider(load_weights=True)
-    for name, value in settings.items():
-        setattr(provider, name, value)
-    exported = dict(bridge.export_hf_weights(build(provider), cpu=True, show_progress=False))
-    source = weights(Path(folder))
-    wrong = [name for name in source if name not in exported or not torch.equal(exported[name], source[name])]
-    if wrong or exported.keys() - source.keys() - {"lm_head.weight"}:
-        raise AssertionError(f"{folder} {settings}: {wrong[:5]} {sorted(exported.keys() - source.keys())[:5]}")
-
-
-if __name__ == "__main__":
-    begin()
-    for folder, settings in zip(sys.argv[2:], json.loads(sys.argv[1]), strict=True):
-        check(folder, settings)
-    leave()
+def check(cases: list[tuple[Path, dict]]) -> None:
+    for folder, settings in cases:
+        bridge = AutoBridge.from_hf_pretrained(str(folder))
+        provider = bridge.to_megatron_provider(load_weights=True)
+        for name, value in settings.items():
+            setattr(provider, name, value)
+        exported = dict(bridge.export_hf_weights(build(provider), cpu=True, show_progress=False))
+        source = weights(folder)
+        wrong = [name for name in source if name not in exported or not torch.equal(exported[name], source[name])]
+        if wrong or exported.keys() - source.keys() - {"lm_head.weight"}:
+            raise AssertionError(f"{folder} {settings}: {wrong[:5]} {sorted(exported.keys() - source.keys())[:5]}")

@@ -1,7 +1,5 @@
 """A long row's loss in chunks: the same values and gradients, and never all of its logits at once."""
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from collections import Counter
@@ -205,14 +203,10 @@ def test_labels_of_another_number_of_tokens(untied_folder):
     text = pair.megatron.language_model
     with pytest.raises(ValueError, match=r"labels have shape \[1, 41\], expected \[1, 40\], or a multiple of 40"):
         text._postprocess(
-            torch.zeros(40, 1, pair.config.text_config.hidden_size),
-            input_ids=None,
-            position_ids=None,
-            labels=torch.zeros(1, 41, dtype=torch.long),
-            rotary_pos_emb=None,
-            rotary_pos_cos=None,
+            torch.zeros(40, 1, pair.config.text_config.hidden_size), input_ids=None, position_ids=None,
+            labels=torch.zeros(1, 41, dtype=torch.long), rotary_pos_emb=None, rotary_pos_cos=None,
             rotary_pos_sin=None,
-        )
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["untied", "tied"])

@@ -1,7 +1,5 @@
 """From a file of conversations to gradients: our whole path against transformers' own, each reading the same files."""
 
-from __future__ import annotations
-
 from qwen3vl_bridge.data import Collator, Encoder, VisionSettings, load_processor, open_source, pad_token_id
 
 import pytest

@@ -1,7 +1,5 @@
 """Padding changes nothing that real tokens see, and reaches every layer with experts as a mask."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from qwen3vl_bridge.batch import SequenceLayout
@@ -16,9 +14,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from tests.model.inputs.support import packed_params
 from tests.noise import relative
 
-from ..batches import Sample, make_batch, make_samples
+from ..batches import Sample, make_batch, make_samples, per_sample
 from ..conftest import Pair, make_pair
-from .test_parity import per_sample
 
 # Sums over tokens are taken in other orders and over other zeros. Measured over the layouts below: see each line.
 LOSSES = 5e-6  # measured 9.5e-7, of losses up to 8
@@ -69,7 +66,7 @@ def run(pair: Pair, samples: list[Sample], layout: SequenceLayout) -> Seen:
         losses = pair.megatron(inputs=inputs)
     (losses * inputs.loss_mask).sum().backward()
     return Seen(
-        losses=[loss.detach() for loss in per_sample(losses, batch)],
+        losses=[loss.detach() for loss in per_sample(losses, batch.layout)],
         balance={name: entry.values.clone() for name, entry in tracker.metrics.items()},
         counts=counts,
         gradients={name: p.grad.clone() for name, p in pair.megatron.named_parameters() if p.grad is not None},
@@ -133,19 +130,15 @@ def test_the_mask_arrives_at_every_layer_with_experts(pair, packed):
 IDS = torch.tensor([[11, 12, 13, 14, 9, 9], [11, 12, 13, 14, 15, 16]])
 
 
-@pytest.mark.parametrize(
-    ("given", "padding"),
-    [
-        (dict(attention_mask=torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6])), [[0, 0, 0, 0, 1, 1], [0] * 6]),
-        # Rolled: real tokens come first.
-        (dict(attention_mask=torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])), [[0, 0, 0, 0, 1, 1], [0] * 6]),
-        # Both are given: the mask counts, not the ids.
-        (dict(attention_mask=torch.ones(2, 6)), [[0] * 6] * 2),
-        (dict(), [[0, 0, 0, 0, 1, 1], [0] * 6]),  # the last resort, a run of the padding token
-        (dict(packed_seq_params=packed_params([0, 3, 9], [0, 4, 10])), [[0, 0, 0, 1, 0, 0, 0, 0, 0, 0]]),
-    ],
-    ids=["mask on the right", "mask on the left", "mask before ids", "ids", "packed rows"],
-)
+@pytest.mark.parametrize(("given", "padding"), [
+    (dict(attention_mask=torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6])), [[0, 0, 0, 0, 1, 1], [0] * 6]),
+    # Rolled: real tokens come first.
+    (dict(attention_mask=torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])), [[0, 0, 0, 0, 1, 1], [0] * 6]),
+    # Both are given: the mask counts, not the ids.
+    (dict(attention_mask=torch.ones(2, 6)), [[0] * 6] * 2),
+    (dict(), [[0, 0, 0, 0, 1, 1], [0] * 6]),  # the last resort, a run of the padding token
+    (dict(packed_seq_params=packed_params([0, 3, 9], [0, 4, 10])), [[0, 0, 0, 1, 0, 0, 0, 0, 0, 0]]),
+], ids=["mask on the right", "mask on the left", "mask before ids", "ids", "packed rows"])  # fmt: skip
 def test_what_a_caller_says_of_padding_arrives(pair, monkeypatch, given, padding):
     monkeypatch.setattr(pair.provider, "pad_token_id", 9)
     expected = torch.tensor(padding).bool().T

@@ -3,8 +3,6 @@
 In bfloat16 it is as near to the float32 truth as transformers is.
 """
 
-from __future__ import annotations
-
 from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.training.step import to_device
 
@@ -13,15 +11,8 @@ import torch
 
 from tests.noise import check
 
-from ..batches import CONTENTS, Sample, make_batch, make_samples
+from ..batches import CONTENTS, Sample, make_batch, make_samples, per_sample
 from ..conftest import Pair, Results, make_pair
-
-
-def per_sample(whole: torch.Tensor, batch: TokenBatch) -> list[torch.Tensor]:
-    """The real tokens of each document or row, [tokens, ...] each."""
-    flat, layout = whole.flatten(0, 1), batch.layout
-    starts = layout.cu_seqlens_padded[:-1].tolist()
-    return [flat[a : a + n] for a, n in zip(starts, layout.lengths, strict=True) if n]
 
 
 def run_megatron(pair: Pair, batch: TokenBatch) -> Results:
@@ -31,7 +22,7 @@ def run_megatron(pair: Pair, batch: TokenBatch) -> Results:
     loss = (pair.megatron(inputs=inputs) * inputs.loss_mask).sum()
     loss.backward()
     with torch.no_grad():
-        logits = per_sample(pair.megatron(inputs=inputs.without_labels()), batch)
+        logits = per_sample(pair.megatron(inputs=inputs.without_labels()), batch.layout)
     return Results(logits, loss.item(), pair.megatron_gradients())
 
 

@@ -1,7 +1,5 @@
 """Padded rows and packed rows are the same training: tiny MoE, four experts, top 2, no step changes anything."""
 
-from __future__ import annotations
-
 import copy
 from typing import NamedTuple
 
@@ -12,9 +10,8 @@ from transformers import AutoConfig
 
 from tests.noise import check, limits, relative
 
-from ..batches import make_batch, make_samples
+from ..batches import make_batch, make_samples, per_sample
 from ..conftest import build
-from .test_parity import per_sample
 
 STEPS = 20
 
@@ -48,7 +45,7 @@ def step(model, samples, *, packed: bool) -> Step:
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     optimizer.step()
     optimizer.zero_grad()
-    return Step(loss.item(), torch.cat(per_sample(losses.detach(), batch)), gradients)
+    return Step(loss.item(), torch.cat(per_sample(losses.detach(), batch.layout)), gradients)
 
 
 def errors(found: Step, expected: Step) -> dict[str, float]:

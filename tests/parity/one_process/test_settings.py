@@ -1,7 +1,5 @@
 """Settings beside the released models' own give what transformers makes of them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import types
@@ -17,9 +15,9 @@ from examples.digits.checkpoint import make_model
 from tests.noise import relative
 from tests.qwen3_5 import tiny
 
-from ..batches import make_batch, make_samples
+from ..batches import make_batch, make_samples, per_sample
 from ..conftest import make_pair
-from .test_parity import check_parity, per_sample
+from .test_parity import check_parity
 
 
 def changed(folder, target, part="text_config", **settings):
@@ -42,7 +40,7 @@ def assert_parity_of_change(usual, pair) -> None:
     """Parity, and other logits of the same batch than another model has."""
     batch = make_batch(make_samples("mixed", usual.config, seed=8), usual.config, packed=True)
     with torch.no_grad():
-        plain = per_sample(usual.megatron(inputs=batch.local().without_labels()), batch)
+        plain = per_sample(usual.megatron(inputs=batch.local().without_labels()), batch.layout)
     logits, limit = assert_parity(pair)
     assert max((a - b).abs().max() for a, b in zip(logits, plain, strict=True)) > 10 * limit
 

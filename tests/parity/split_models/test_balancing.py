@@ -3,8 +3,6 @@
 Also where a microbatch has no real token, and where losses are divided by microbatches, as by verl and miles.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Context parallelism of 1, where all ranks hold the same batch, and of 4 are the same training, padded or packed."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

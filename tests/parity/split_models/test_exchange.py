@@ -3,8 +3,6 @@
 That values and gradients are those of one process is in `test_on_ranks.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path

@@ -3,8 +3,6 @@
 Parameters lie in small buckets, so that each module's are gathered when it is called, and reduced on their own.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path

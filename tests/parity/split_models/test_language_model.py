@@ -3,8 +3,6 @@
 It is given whole rows, as by users who have no pictures, beside transformers and beside the model of both towers.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

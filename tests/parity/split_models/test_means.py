@@ -4,8 +4,6 @@ miles' GRPO scripts and verl's sequence-mean losses are such; Megatron-Bridge's 
 microbatch's tokens, as this package's does, there of each context-parallel rank's own.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator

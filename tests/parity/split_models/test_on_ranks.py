@@ -3,8 +3,6 @@
 Vision and language on ranks of their own among them.
 """
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -178,20 +178,17 @@ def test_nothing_is_sent_where_nothing_is_trained(provider, monkeypatch):
     assert ranks.gathered == 0 and first.following is None and first.labels is not None
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "message"),
-    [
-        (dict(labels=IDS[:, :4]), dict(labels=IDS), r"labels is \[2, 8\] integers on .* rank 1 and \[2, 4\]"),
-        (dict(labels=IDS[:, :4]), {}, r"labels is None on context-parallel rank 1 and \[2, 4\] integers on rank 0"),
-        (dict(labels=IDS), {}, r"labels is None on context-parallel rank 1"),
-        (
-            dict(labels=IDS[:, :4]),
-            dict(labels=IDS[:, :4], loss_mask=torch.ones(2, 4)),
-            r"loss_mask is \[2, 4\] floating point on .* rank 1 and None",
-        ),
-        (dict(labels=IDS[:, :4]), dict(labels=IDS[:, :4] - 9), r"labels has shape \[2, 8\] .* entries in"),
-    ],
-)
+@pytest.mark.parametrize(("first", "second", "message"), [
+    (dict(labels=IDS[:, :4]), dict(labels=IDS), r"labels is \[2, 8\] integers on .* rank 1 and \[2, 4\]"),
+    (dict(labels=IDS[:, :4]), {}, r"labels is None on context-parallel rank 1 and \[2, 4\] integers on rank 0"),
+    (dict(labels=IDS), {}, r"labels is None on context-parallel rank 1"),
+    (
+        dict(labels=IDS[:, :4]),
+        dict(labels=IDS[:, :4], loss_mask=torch.ones(2, 4)),
+        r"loss_mask is \[2, 4\] floating point on .* rank 1 and None",
+    ),
+    (dict(labels=IDS[:, :4]), dict(labels=IDS[:, :4] - 9), r"labels has shape \[2, 8\] .* entries in"),
+])  # fmt: skip
 def test_ranks_that_differ_all_say_so(provider, monkeypatch, first, second, message):
     calls = [dict(input_ids=IDS, **first), dict(input_ids=IDS, **second)]
     for error in Ranks(2, monkeypatch).inputs(provider, calls.__getitem__):

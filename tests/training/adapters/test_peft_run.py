@@ -1,12 +1,7 @@
-"""Runs that train adapters: the steps of the `peft` library, small checkpoints, and going on, over ranks too.
+"""Runs that train adapters: the steps of the `peft` library, small checkpoints, and going on, over ranks too."""
 
-Run on ranks: -m tests.training.adapters.test_peft_run OUTPUT JOBS DATA START OUT, a JSON list of `Job`s.
-"""
-
-import json
 import re
-import sys
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import CheckpointError
@@ -24,8 +19,7 @@ from peft import PeftModel
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText
 
-from tests.forked import run_ranks
-from tests.ranks import begin, leave
+from tests.forked import results_of_ranks
 from tests.steps import save, set_up, train_step
 
 from ..conftest import Inputs, losses
@@ -195,7 +189,6 @@ SAME_ROWS = dict(dataset__pad_to_multiple_of=8)
 class Job:
     name: str
     case: str
-    hf: str = ""
     split: dict[str, int] = field(default_factory=dict)
     ckpt_format: str = DIST
 
@@ -218,12 +211,8 @@ def go_on(job: Job, inputs: Inputs, start: Path, out: Path) -> list[dict[str, fl
     return entries
 
 
-def main(output: str, jobs: list[dict], data: str, start: str, out: str) -> None:
-    found = {}
-    for job in (Job(**one) for one in jobs):
-        hf = Path(job.hf)
-        found[job.name] = go_on(job, Inputs(hf, Path(data), hf), Path(start), Path(out))
-    leave(found, output)
+def all_go_on(inputs: list[Inputs], start: Path, out: Path) -> dict[str, list[dict[str, float]]]:
+    return {job.name: go_on(job, of_job, start, out) for job, of_job in zip(JOBS, inputs, strict=True)}
 
 
 TP2_OF_EXPERTS = dict(tensor_model_parallel_size=2, expert_tensor_parallel_size=1)
@@ -264,10 +253,8 @@ def began(inputs, folders, tmp_path_factory):
 @pytest.mark.slow
 def test_two_ranks_go_on_as_one_would(began, inputs, folders, tmp_path):
     start, went = began
-    jobs = [replace(job, hf=str(inputs_of(job.case, inputs, folders).hf)) for job in JOBS]
-    given = (json.dumps([asdict(job) for job in jobs]), inputs.data, start, tmp_path)
-    run_ranks("tests.training.adapters.test_peft_run", 2, tmp_path / "found.pt", *given)
-    logs, worst = torch.load(tmp_path / "found.pt"), {}
+    logs = results_of_ranks(all_go_on, 2, [inputs_of(job.case, inputs, folders) for job in JOBS], start, tmp_path)
+    worst = {}
     for job in JOBS:
         pairs = list(zip(logs[job.name], went[job.began], strict=True))
         loss, norm = (max(abs(a[name] / b[name] - 1) for a, b in pairs) for name in ("loss", "grad_norm"))
@@ -281,8 +268,3 @@ def test_two_ranks_go_on_as_one_would(began, inputs, folders, tmp_path):
     for job in JOBS:
         limits = LIMITS[model_of(job.case)[0]]
         assert all(found <= limit for found, limit in zip(worst[job.name], limits, strict=True)), (job, worst[job.name])
-
-
-if __name__ == "__main__":
-    begin()
-    main(sys.argv[1], json.loads(sys.argv[2]), *sys.argv[3:])

@@ -1,13 +1,7 @@
-"""Runs go from one way to split the model to the next, by their checkpoints, in Megatron-Bridge's loop.
+"""Runs go from one way to split the model to the next, by their checkpoints, in Megatron-Bridge's loop."""
 
-Run on ranks: -m tests.training.checkpointing.journeys OUTPUT CASES, a JSON list of [what, settings]; `what` names a
-function of this module that begins with `do_`. Rank 0 writes what each returns to OUTPUT.
-"""
-
-import json
-import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +10,12 @@ from megatron.bridge import AutoBridge
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from tests.forked import run_ranks
+from tests.forked import results_of_ranks
 from tests.noise import SEEDS, allowed, rounded_folder
 from tests.parity.topologies import MODULES, TOPOLOGIES, split_by
-from tests.ranks import begin, leave, of_all_ranks
+from tests.ranks import of_all_ranks
 
-from ..conftest import Inputs
-from ..running import optimizer_states, replicate, train
+from ..running import configured, optimizer_states, train
 
 SPLITS = {name: topology.fields for name, topology in (TOPOLOGIES | MODULES).items()}
 SPLITS["TP2+SP, padded vocabulary"] = SPLITS["TP2+SP"] | dict(should_pad_vocab=True, make_vocab_size_divisible_by=300)
@@ -48,24 +41,17 @@ class Journey:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def config(self) -> Any:
-        cfg = Inputs(Path(self.hf), Path(self.data), Path("unused")).config(Path(self.save), **COMMON | self.settings)
-        cfg.checkpoint.pretrained_checkpoint = self.pretrained or self.hf
-        cfg.logger.tensorboard_dir = None
-        if self.fsdp or self.bf16:
-            cfg.mixed_precision = "bf16_mixed"
-        if not self.fsdp:
-            replicate(cfg, distributed=self.distributed)
+        cfg = configured(
+            *(self.hf, self.data, self.pretrained or self.hf, self.save, COMMON | self.settings),
+            fsdp=self.fsdp, bf16=self.fsdp or self.bf16, distributed=self.distributed,
+        )  # fmt: skip
         split_by(cfg, SPLITS[self.split] if self.split else {})
         return cfg
 
 
-def steps(journey: Journey, count: int, *callbacks: Callback) -> list[list[float]]:
+def go_on(journey: Journey, count: int, *callbacks: Callback) -> list[list[float]]:
     log = train(journey.config(), stop_after=count, callbacks=callbacks)
     return [[entry[name] for name in LOGGED] for entry in log]
-
-
-def do_go_on(journey: dict[str, Any], count: int) -> list[list[float]]:
-    return steps(Journey(**journey), count)
 
 
 class Weights(Callback):
@@ -78,10 +64,9 @@ class Weights(Callback):
         self.found = {name: tensor.clone() for name, tensor in exported}
 
 
-def do_export(journey: dict[str, Any], count: int) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
-    run, weights = Journey(**journey), Weights(journey["hf"])
-    run.settings |= dict(train__train_iters=count, scheduler__lr_warmup_iters=0)
-    log = train(run.config(), callbacks=[weights])
+def export(journey: Journey, count: int) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+    weights, whole = Weights(journey.hf), dict(train__train_iters=count, scheduler__lr_warmup_iters=0)
+    log = train(replace(journey, settings=journey.settings | whole).config(), callbacks=[weights])
     return [[entry[name] for name in LOGGED] for entry in log], weights.found
 
 
@@ -104,11 +89,10 @@ class Everything(Callback):
         self.tensors = [tensor.detach().clone() for tensor in found]
 
 
-def do_interrupt(journey: dict[str, Any], count: int) -> bool:
-    halves = Journey(**journey)
+def interrupt(halves: Journey, count: int) -> bool:
     expected, first, second = Everything(), Everything(), Everything()
-    whole = steps(replace(halves, save=f"{halves.save}_whole"), 2 * count, expected)
-    log = steps(halves, count, first) + steps(halves, count, second)
+    whole = go_on(replace(halves, save=f"{halves.save}_whole"), 2 * count, expected)
+    log = go_on(halves, count, first) + go_on(halves, count, second)
     assert [entry[0] for entry in log] == [*range(1, 2 * count + 1)] and expected.tensors
     pairs = [(expected.draws, first.draws + second.draws), (expected.tensors, second.tensors)]
     same = log == whole and all(
@@ -117,23 +101,22 @@ def do_interrupt(journey: dict[str, Any], count: int) -> bool:
     return all(of_all_ranks(same))
 
 
-def main(output: str, cases: list[tuple[str, dict[str, Any]]]) -> None:
+Case = tuple[Callable, Journey, int]  # `go_on`, `export` or `interrupt`, and its arguments
+
+
+def do_all(cases: list[Case]) -> list[Any]:
     torch.distributed.init_process_group("gloo")  # or Megatron-Bridge's loop would, and take it down at its end
-    leave([globals()[f"do_{what}"](**settings) for what, settings in cases], output)
+    return [what(journey, count) for what, journey, count in cases]
 
-
-Case = tuple[str, dict[str, Any]]
 
 # By number of ranks; a step is made at each. Megatron-FSDP's formats go on at other numbers of data-parallel ranks.
 STOPS = {
     "dense": {
-        2: ("TP2+SP, padded vocabulary", "PP2", "DP2", "1 + 1", "CP2"),
-        3: ("1 + PP2",),
-        4: ("PP2+TP2+SP", "DP2+CP2"),
+        2: ("TP2+SP, padded vocabulary", "PP2", "DP2", "1 + 1", "CP2"), 3: ("1 + PP2",), 4: ("PP2+TP2+SP", "DP2+CP2"),
     },
     "MoE": {2: ("TP2+SP+EP2", "EP2", "TP2+SP+ETP2", "CP2+EP2", "PP2+VPP2"), 3: ("TP2 + 1",), 4: ("PP2+DP2+EP2",)},
     "sharded": {2: ("DP2",)},
-}
+}  # fmt: skip
 
 
 @dataclass
@@ -154,8 +137,7 @@ class Chain:
         for seed in SEEDS[:2]:
             name = f"{self.save.name}_neighbours_{seed}"
             near = replace(self, hf=rounded_folder(self.hf, scratch / f"{name}_hf", seed, dtype))
-            log = do_go_on(asdict(near.journey(None, str(scratch / name))), self.last_step)
-            noises.append(errors(log, expected))
+            noises.append(errors(go_on(near.journey(None, str(scratch / name)), self.last_step), expected))
         return allowed(noises, dtype)
 
     def journey(self, split: str | None, save: str | None = None) -> Journey:
@@ -164,17 +146,11 @@ class Chain:
         return Journey(**place, split=split, **kind, settings=dict(train__train_iters=self.last_step))
 
     def cases(self, ranks: int) -> list[Case]:
-        """What `journeys` does on so many ranks."""
-        return [
-            ("go_on", dict(journey=asdict(self.journey(split)), count=1)) for split in STOPS[self.family].get(ranks, ())
-        ]
+        return [(go_on, self.journey(split), 1) for split in STOPS[self.family].get(ranks, ())]
 
 
-def on_ranks(ranks: int, cases: list[Case], scratch: Path) -> list[Any]:
-    """What `journeys` returns for each."""
-    output = scratch / f"found_{ranks}.pt"
-    run_ranks("tests.training.checkpointing.journeys", ranks, output, json.dumps(cases), timeout=1800)
-    return torch.load(output)
+def on_ranks(ranks: int, cases: list[Case]) -> list[Any]:
+    return results_of_ranks(do_all, ranks, cases, timeout=1800)
 
 
 def errors(found: list[list[float]], expected: list[list[float]]) -> dict[str, float]:
@@ -190,27 +166,21 @@ def travel(
 ) -> tuple[list[list[list[float]]], list[tuple[dict[str, float], dict[str, float]]], list[Any]]:
     expected, found, answers = [], [], []
     for chain in chains:
-        whole = chain.journey(None, str(chain.save) + "_whole")
-        expected.append(do_go_on(asdict(whole), chain.last_step))
-        found.append(do_go_on(asdict(chain.journey(None)), 1))
+        expected.append(go_on(chain.journey(None, f"{chain.save}_whole"), chain.last_step))
+        found.append(go_on(chain.journey(None), 1))
     for ranks in (2, 3, 4):
         cases = [(n, case) for n, chain in enumerate(chains) for case in chain.cases(ranks)]
         others = list(more) if ranks == 2 else []
         if not cases and not others:
             continue
-        logs = on_ranks(ranks, [case for _, case in cases] + others, scratch)
+        logs = on_ranks(ranks, [case for _, case in cases] + others)
         for (n, _), log in zip(cases, logs, strict=False):
             found[n] += log
         answers += logs[len(cases) :]
     for chain, log in zip(chains, found, strict=True):
-        log += do_go_on(asdict(chain.journey(None)), 1)
+        log += go_on(chain.journey(None), 1)
     worst = [
         (errors(one, other), chain.limits(other, scratch))
         for chain, one, other in zip(chains, found, expected, strict=True)
     ]
     return found, worst, answers
-
-
-if __name__ == "__main__":
-    begin()
-    main(sys.argv[1], json.loads(sys.argv[2]))

@@ -127,14 +127,11 @@ def test_a_tracker_that_lies_is_an_error(saved, inputs, tmp_path):
         goes_on(saved[0], inputs, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("settings", "of_hugging_face", "of_an_import"),
-    [
-        (dict(share_embeddings_and_output_weights=True), "weights is False, expected True", "unexpected: .*output_lay"),
-        (dict(ffn_hidden_size=64), r"ffn_hidden_size is \d+, expected 64", r"misshapen: .*linear_fc1.weight_v"),
-        (dict(num_layers=5), r"different model(.|\n)*num_layers is 4, expected 5", r"missing: .*layers\.4\.mlp"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "of_hugging_face", "of_an_import"), [
+    (dict(share_embeddings_and_output_weights=True), "weights is False, expected True", "unexpected: .*output_lay"),
+    (dict(ffn_hidden_size=64), r"ffn_hidden_size is \d+, expected 64", r"misshapen: .*linear_fc1.weight_v"),
+    (dict(num_layers=5), r"different model(.|\n)*num_layers is 4, expected 5", r"missing: .*layers\.4\.mlp"),
+])  # fmt: skip
 def test_initial_weights_of_another_model_are_refused(inputs, settings, of_hugging_face, of_an_import):
     for folder, message in ((inputs.hf, of_hugging_face), (inputs.megatron, of_an_import)):
         cfg = replicated(inputs, None, checkpoint__pretrained_checkpoint=str(folder))

@@ -1,8 +1,6 @@
 """Megatron-Bridge's own loop begins with first weights of any kind, read before its model is wrapped, and goes on."""
 
-import json
 import shutil
-from dataclasses import asdict
 
 from qwen3vl_bridge import Qwen3VLLoRA
 from qwen3vl_bridge.checkpoint import CheckpointError, import_checkpoint
@@ -19,10 +17,10 @@ from megatron.bridge import AutoBridge
 from megatron.bridge.training.config import runtime_config_update
 from safetensors.torch import load_file
 
-from tests.forked import run_ranks
+from tests.forked import results_of_ranks
 from tests.noise import SEEDS, allowed, check, rounded_folder
 
-from ..bridges_loop import Start, run
+from ..bridges_loop import Start, run, run_all
 
 pytestmark = pytest.mark.slow
 
@@ -80,10 +78,7 @@ def found(weights, inputs, tied_folder, tmp_path_factory):
         start("of another model", None, 1, first=tied_folder),
         start("adapters alone", None, 1, first=saved / "adapters"), start("per microbatch", hf, 2, settings=MEANS),
     ]  # fmt: skip
-    output = saved / "found.pt"
-    cases = json.dumps([asdict(start) for start in starts])
-    run_ranks("tests.training.bridges_loop", 2, output, cases, timeout=_SECONDS)
-    return torch.load(output)
+    return results_of_ranks(run_all, 2, starts, timeout=_SECONDS)
 
 
 def alone(inputs, count: int, hf=None, bf16: bool = False, **settings) -> list[tuple[float, float]]:
@@ -190,13 +185,10 @@ def test_adapters_start_from_any_kind_and_go_on(found, expected, most, inputs):
     assert first["log"] + second["log"] == whole["log"]
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("of another model", "holds a different model from the run's"),
-        ("adapters alone", "holds only the adapters and other parameters"),
-    ],
-)
+@pytest.mark.parametrize(("name", "message"), [
+    ("of another model", "holds a different model from the run's"),
+    ("adapters alone", "holds only the adapters and other parameters"),
+])  # fmt: skip
 def test_what_cannot_be_read_is_refused(found, name, message):
     assert message in found[name]["error"] and found[name]["error"].startswith("CheckpointError")
 
@@ -249,14 +241,11 @@ class TestTheConfiguration:
         with pytest.raises(ValueError, match="the model is in float32, which Megatron-FSDP can train but not save"):
             runtime_config_update(cfg(fsdp=True))
 
-    @pytest.mark.parametrize(
-        ("settings", "message"),
-        [
-            (dict(ddp__use_megatron_fsdp=False), "ddp.use_megatron_fsdp is False with .*, expected True"),
-            (dict(model__tensor_model_parallel_size=2), "model.tensor_model_parallel_size is 2 with .*, expected 1"),
-            (dict(checkpoint__pretrained_checkpoint=None), "pretrained_checkpoint is None with .*, expected first we"),
-        ],
-    )
+    @pytest.mark.parametrize(("settings", "message"), [
+        (dict(ddp__use_megatron_fsdp=False), "ddp.use_megatron_fsdp is False with .*, expected True"),
+        (dict(model__tensor_model_parallel_size=2), "model.tensor_model_parallel_size is 2 with .*, expected 1"),
+        (dict(checkpoint__pretrained_checkpoint=None), "pretrained_checkpoint is None with .*, expected first we"),
+    ])  # fmt: skip
     def test_what_could_give_parameters_no_memory_is_refused(self, cfg, settings, message):
         for name, value in (ON_HOST | dict(ddp__use_megatron_fsdp=True) | settings).items():
             section, _, field = name.partition("__")

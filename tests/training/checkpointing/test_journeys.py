@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.noise import check
 
-from .journeys import Chain, Journey, errors, travel
+from .journeys import Case, Chain, Journey, errors, export, interrupt, travel
 from .ranks_that_die import DEATHS, MOMENTS, STEP, TRACKER
 
 pytestmark = pytest.mark.slow
@@ -48,10 +48,9 @@ def data(tmp_path_factory) -> Path:
 def found(data, tied_folder, untied_folder, moe_folder, tmp_path_factory) -> Found:
     root = tmp_path_factory.mktemp("journeys")
 
-    def case(what: str, name: str, hf: Path, split: str, **changed) -> tuple[str, dict]:
-        settings = dict(train__train_iters=4) | changed.pop("settings", {})
-        journey = Journey(str(hf), str(data), str(root / name), split, settings=settings, **changed)
-        return what, dict(journey=asdict(journey), count=1)
+    def case(what, name: str, hf: Path, split: str, settings=None, **changed) -> Case:
+        settings = dict(train__train_iters=4) | (settings or {})
+        return what, Journey(str(hf), str(data), str(root / name), split, settings=settings, **changed), 1
 
     # Where the language model is frozen, the last stage has nothing to train.
     frozen = dict(model__freeze_language_model=True)
@@ -60,12 +59,12 @@ def found(data, tied_folder, untied_folder, moe_folder, tmp_path_factory) -> Fou
         (moe_folder, "PP2+VPP2", {}), (untied_folder, "PP2", dict(settings=frozen)),
         (untied_folder, "DP2", dict(fsdp=True)),
     )  # fmt: skip
-    interrupted = [case("interrupt", f"interrupted_{n}", *kind[:2], **kind[2]) for n, kind in enumerate(kinds)]
+    interrupted = [case(interrupt, f"interrupted_{n}", *kind[:2], **kind[2]) for n, kind in enumerate(kinds)]
     begun = []
     for ckpt_format, split in BEGUN.items():
         first = root / f"imported_{ckpt_format}"
         import_checkpoint(moe_folder, first, ckpt_format=ckpt_format, progress=False)
-        begun.append(case("export", f"begun_{ckpt_format}", moe_folder, split, pretrained=str(first)))
+        begun.append(case(export, f"begun_{ckpt_format}", moe_folder, split, pretrained=str(first)))
     chains = [
         Chain("dense", tied_folder, data, root / "dense", distributed=True),
         Chain("MoE", moe_folder, data, root / "MoE"),
@@ -75,7 +74,7 @@ def found(data, tied_folder, untied_folder, moe_folder, tmp_path_factory) -> Fou
     answers = iter(others)
     return Found(
         list(zip(chains, worst, strict=True)), [next(answers) for _ in interrupted],
-        {Path(settings["journey"]["save"]): next(answers) for _, settings in begun}, logs[1][:1],
+        {Path(journey.save): next(answers) for _, journey, _ in begun}, logs[1][:1],
     )  # fmt: skip
 
 

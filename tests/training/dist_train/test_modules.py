@@ -29,25 +29,19 @@ def run(vision, language, *, sharded=True, skip=(), dataset=None, **checkpoint):
 NUMBERED = dict(save="run", dist_ckpt_optim_fully_reshardable=False)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "changed", "message"),
-    [
-        ((1, 1), NUMBERED, "checkpoint.dist_ckpt_optim_fully_reshardable is False .* expected True.*by group number"),
-        ((2, 1), dict(skip=[2]), r"train.iterations_to_skip is \[2\] .* expected \[\]"),
-        ((1, 2), dict(dataset=object()), "dataset.__class__ is <class 'object'> .*the tower's ranks read its rows by"),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "changed", "message"), [
+    ((1, 1), NUMBERED, "checkpoint.dist_ckpt_optim_fully_reshardable is False .* expected True.*by group number"),
+    ((2, 1), dict(skip=[2]), r"train.iterations_to_skip is \[2\] .* expected \[\]"),
+    ((1, 2), dict(dataset=object()), "dataset.__class__ is <class 'object'> .*the tower's ranks read its rows by"),
+])  # fmt: skip
 def test_what_their_loop_cannot_is_refused(ranks, changed, message):
     with pytest.raises(ValueError, match=message):
         check(ON_TRAIN, run(*ranks, **changed))
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {}, dict(save="run"), dict(skip=[2], dataset=object()), NUMBERED | dict(sharded=False),
-        NUMBERED | dict(save_optim=False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("changed", [
+    {}, dict(save="run"), dict(skip=[2], dataset=object()), NUMBERED | dict(sharded=False),
+    NUMBERED | dict(save_optim=False),
+])  # fmt: skip
 def test_what_it_can_is_not(changed):
     check(ON_TRAIN, run(2, 2, **changed))

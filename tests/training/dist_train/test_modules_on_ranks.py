@@ -1,12 +1,6 @@
-"""Vision and language on ranks of their own make the runs of one model, in Megatron-Bridge's loop.
+"""Vision and language on ranks of their own make the runs of one model, in Megatron-Bridge's loop."""
 
-Run on ranks: -m tests.training.dist_train.test_modules_on_ranks OUTPUT HF DATA JOBS, HF a JSON object of folders by
-family, JOBS a list of `Job`s. The first rank writes what each rank has seen of each.
-"""
-
-import json
-import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +14,12 @@ from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.model_load_save import load_megatron_model
 from safetensors.torch import load_file
 
-from tests.forked import run_ranks
+from tests.forked import results_of_ranks
 from tests.parity.topologies import MODULES, split_by
-from tests.ranks import begin, leave, leave_groups, of_all_ranks
+from tests.ranks import leave_groups, of_all_ranks
 
-from ..conftest import TIMED, Inputs
-from ..running import Entries, replicate, run_bridges_loop
+from ..conftest import TIMED
+from ..running import Entries, configured, run_bridges_loop
 
 STEPS = 4
 HALF = STEPS // 2
@@ -50,13 +44,8 @@ class Job:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def config(self, hf: str, data: str) -> Any:
-        cfg = Inputs(Path(hf), Path(data), Path("unused")).config(
-            None if self.save is None else Path(self.save), **SETTINGS | self.settings
-        )
-        cfg.checkpoint.pretrained_checkpoint, cfg.checkpoint.load = hf, self.load
-        cfg.checkpoint.ckpt_step = None if self.load is None else HALF
-        replicate(cfg, distributed=self.sharded)
-        cfg.logger.tensorboard_dir = None
+        cfg = configured(hf, data, hf, self.save, SETTINGS | self.settings, distributed=self.sharded)
+        cfg.checkpoint.load, cfg.checkpoint.ckpt_step = self.load, None if self.load is None else HALF
         split_by(cfg, MODULES[self.split].fields if self.split else {})
         return cfg
 
@@ -102,10 +91,9 @@ def opened(job: Job, *_: str) -> dict[str, float]:
     return {name: p.float().norm().item() for chunk in model for name, p in chunk.named_parameters()}
 
 
-def main(output: str, hf: dict[str, str], data: str, jobs: list[Job]) -> None:
+def run_all(hf: dict[str, str], data: str, jobs: list[Job]) -> list[dict[str, Any]]:
     dist.init_process_group("gloo")  # or Megatron-Bridge's loop would, and take it down at its end
-    found = {job.name: (opened if job.opens else run)(job, hf[job.family], data) for job in jobs}
-    leave(of_all_ranks(found), output)
+    return of_all_ranks({job.name: (opened if job.opens else run)(job, hf[job.family], data) for job in jobs})
 
 
 pytestmark = pytest.mark.slow
@@ -127,7 +115,7 @@ def scratch(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def found(inputs, moe_folder, scratch) -> list[dict[str, Any]]:
     """What each rank has seen: of whole models, of modules, and of whole models that go on from modules."""
-    folders = json.dumps({"dense": str(inputs.hf), "MoE": str(moe_folder)})
+    folders = {"dense": str(inputs.hf), "MoE": str(moe_folder)}
     place = {name: str(scratch / name) for name in SAVED}
     whole = [Job("whole", save=place["whole"]), Job("whole, MoE", family="MoE", save=place["whole, MoE"])]
     whole += [Job("whole, frozen", settings=FROZEN), Job("whole, language frozen", settings=LANGUAGE_FROZEN)]
@@ -151,11 +139,8 @@ def found(inputs, moe_folder, scratch) -> list[dict[str, Any]]:
     after += [Job(f"{name} opened", opens=True, load=place[name]) for name in ("whole", "two")]
     seen: list[dict[str, Any]] = [{}, {}, {}]
     for ranks, jobs in ((1, whole), (3, modules), (1, after)):
-        output = scratch / "found.pt"
-        listed = json.dumps([asdict(job) for job in jobs])
-        given = (output, folders, inputs.data, listed)
-        run_ranks("tests.training.dist_train.test_modules_on_ranks", ranks, *given, timeout=SECONDS)
-        for everything, rank in zip(seen, torch.load(output), strict=False):
+        found = results_of_ranks(run_all, ranks, folders, str(inputs.data), jobs, timeout=SECONDS)
+        for everything, rank in zip(seen, found, strict=False):
             everything |= rank
     return seen
 
@@ -192,18 +177,14 @@ def test_the_log_is_that_of_one_process(found, name, other):
     print(name, errors)
 
 
-@pytest.mark.parametrize(
-    ("name", "other"),
-    [
-        ("2 + 1", "whole"), ("1 + EP2", "whole, MoE"), ("1 + DP2, sharded", "whole"),
-        ("1 + EP2, sharded", "whole, MoE"), ("frozen, sharded", "whole, frozen"), ("frozen", "whole, frozen"),
-        ("language frozen", "whole, language frozen"), ("language frozen goes on", "whole, language frozen"),
-        ("1 + DP2 goes on from whole", "whole"), ("1 + PP2 goes on from 2 + 1", "whole"),
-        ("whole goes on from 2 + 1", "whole"), ("1 + EP2 goes on", "1 + EP2"),
-        ("1 + EP2 goes on from whole", "whole, MoE"), ("whole goes on from 1 + EP2", "whole, MoE"),
-        ("frozen goes on", "whole, frozen"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "other"), [
+    ("2 + 1", "whole"), ("1 + EP2", "whole, MoE"), ("1 + DP2, sharded", "whole"), ("1 + EP2, sharded", "whole, MoE"),
+    ("frozen, sharded", "whole, frozen"), ("frozen", "whole, frozen"), ("language frozen", "whole, language frozen"),
+    ("language frozen goes on", "whole, language frozen"), ("1 + DP2 goes on from whole", "whole"),
+    ("1 + PP2 goes on from 2 + 1", "whole"), ("whole goes on from 2 + 1", "whole"), ("1 + EP2 goes on", "1 + EP2"),
+    ("1 + EP2 goes on from whole", "whole, MoE"), ("whole goes on from 1 + EP2", "whole, MoE"),
+    ("frozen goes on", "whole, frozen"),
+])  # fmt: skip
 def test_steps_and_evaluations_are_those_of_one_process(found, name, other):
     """Losses of training, validation and test data, and norms; a run that goes on makes the second half of them."""
     last = len(KINDS) - (HALF + 1 if "goes on" in name else 0)
@@ -249,8 +230,3 @@ def test_its_checkpoint_is_that_of_one_model(found, inputs, moe_folder, scratch,
     error = max((mine[name] - whole[name]).abs().max().item() for name in whole) / 1e-3
     print("weights, in learning rates", error)
     assert error <= 1e-2
-
-
-if __name__ == "__main__":
-    begin()
-    main(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3], [Job(**job) for job in json.loads(sys.argv[4])])

@@ -1,7 +1,5 @@
 """A step that would spoil the weights is skipped or ends the run, the samples to blame are named; rates of parts."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -73,7 +71,7 @@ class SpoiltProvider(Qwen3VLConversationProvider):
         return SpoiltCollator(**{f.name: getattr(good, f.name) for f in fields(good)}, spoils=self.spoils)
 
     @classmethod
-    def of(cls, good: Qwen3VLConversationProvider, spoils: tuple[Spoil, ...]) -> SpoiltProvider:
+    def of(cls, good: Qwen3VLConversationProvider, spoils: tuple[Spoil, ...]) -> "SpoiltProvider":
         return cls(**{f.name: getattr(good, f.name) for f in fields(good) if f.init}, spoils=spoils)
 
 
@@ -241,14 +239,11 @@ def test_the_log_has_what_the_guard_knew(values, window, step):
     assert latest_losses(map(json.loads, lines), step, window) == list(guard.latest)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (dict(rerun_state_machine__check_for_nan_in_loss=True), "check_for_nan_in_loss is True with guard.on_nan"),
-        (dict(ddp__check_for_nan_in_grad=True), "ddp.check_for_nan_in_grad is True with .*: it ends the run before"),
-        (dict(guard__on_nan="ignore"), "guard.on_nan is 'ignore', expected one of"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    (dict(rerun_state_machine__check_for_nan_in_loss=True), "check_for_nan_in_loss is True with guard.on_nan"),
+    (dict(ddp__check_for_nan_in_grad=True), "ddp.check_for_nan_in_grad is True with .*: it ends the run before"),
+    (dict(guard__on_nan="ignore"), "guard.on_nan is 'ignore', expected one of"),
+])  # fmt: skip
 def test_what_would_end_the_run_first_is_refused(inputs, settings, message):
     cfg = replicate(inputs.config(None, **{"guard__on_nan": "skip", **settings}))
     with pytest.raises(ValueError, match=message):
@@ -316,18 +311,15 @@ def test_a_run_with_a_frozen_part_is_resumed_bit_exactly(inputs, tmp_path):
         assert entry["grad_norm_vision_model"] == 0.0 < entry["grad_norm_vision_projection"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (dict(vision_model_lr=-1.0), r"vision_model_lr is -1.0, expected more than 0; model.freeze_vision_model"),
-        (dict(vision_model_lr=1e-4, model__freeze_vision_model=True), r"expected None with model.freeze_vision_model"),
-        (dict(vision_model_lr=1e-4, cfg__peft="any"), r"expected none with peft"),
-        (dict(vision_model_lr=1e-4, optimizer__min_lr=1.0), r"that is at least min_lr"),
-        (dict(vision_model_lr=1e-4, scheduler__lr_warmup_init=1e-3), r"no less than scheduler.lr_warmup_init, 0.001"),
-        (dict(language_model_lr=1e-4, optimizer__decoupled_lr=1e-4), r"expected None, or optimizer.decoupled_lr None"),
-        (dict.fromkeys([f"{part.value}_lr" for part in Part], 1e-4), r"optimizer.lr, 0.003, would be ignored"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    (dict(vision_model_lr=-1.0), r"vision_model_lr is -1.0, expected more than 0; model.freeze_vision_model"),
+    (dict(vision_model_lr=1e-4, model__freeze_vision_model=True), r"expected None with model.freeze_vision_model"),
+    (dict(vision_model_lr=1e-4, cfg__peft="any"), r"expected none with peft"),
+    (dict(vision_model_lr=1e-4, optimizer__min_lr=1.0), r"that is at least min_lr"),
+    (dict(vision_model_lr=1e-4, scheduler__lr_warmup_init=1e-3), r"no less than scheduler.lr_warmup_init, 0.001"),
+    (dict(language_model_lr=1e-4, optimizer__decoupled_lr=1e-4), r"expected None, or optimizer.decoupled_lr None"),
+    (dict.fromkeys([f"{part.value}_lr" for part in Part], 1e-4), r"optimizer.lr, 0.003, would be ignored"),
+])  # fmt: skip
 def test_settings_that_contradict_each_other_are_refused(inputs, settings, message):
     towers = {name: value for name, value in settings.items() if "__" not in name}
     cfg = config_of_parts(inputs, None, **towers)

@@ -1,13 +1,7 @@
-"""Muon orthogonalises the matrices that layers have, not those of other head sizes; what it cannot do is refused.
-
-Run on ranks: -m tests.training.guard.test_muon OUTPUT FOLDERS, a JSON object with the folder of each model.
-"""
+"""Muon orthogonalises the matrices that layers have, not those of other head sizes; what it cannot do is refused."""
 
 import functools
-import json
-import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,12 +15,11 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
-from tests.forked import run_ranks
+from tests.forked import results_of_ranks
 from tests.parity.batches import run_reference
 from tests.parity.on_ranks import Split
 from tests.parity.references import ADAM, CLIP, DECAY, step_samples, torch_linear_attention
 from tests.parity.topologies import TOPOLOGIES, Topology
-from tests.ranks import begin, leave
 from tests.steps import set_up, train_step
 
 from ..conftest import losses
@@ -156,9 +149,8 @@ def gather_uneven(outputs: list[torch.Tensor], mine: torch.Tensor, group: Any = 
 _gather = dist.all_gather
 
 
-def main(output: str, folders: dict[str, str]) -> None:
-    ranks = int(os.environ["WORLD_SIZE"])
-    found: dict[Any, dict[str, torch.Tensor]] = {}
+def all_trained(ranks: int, folders: dict[str, Path]) -> dict[Any, dict[str, torch.Tensor]]:
+    found = {}
     for model, name in CASES[ranks]:
         found[model, name] = trained(folders[model], TOPOLOGIES[name] if name else Topology(1))
     for model, name in LAYER_WISE if ranks > 1 else ():
@@ -166,7 +158,7 @@ def main(output: str, folders: dict[str, str]) -> None:
         with mock.patch.object(dist, "all_gather", gather_uneven):
             layer_wise = HALF | dict(optimizer__optimizer="dist_muon")
             found[model, name, "dist_muon"] = trained(folders[model], TOPOLOGIES[name], **layer_wise)
-    leave(found, output)
+    return found
 
 
 pytest.importorskip("emerging_optimizers")
@@ -199,16 +191,8 @@ def worst_movement(found, *, before, after):
 
 
 @pytest.fixture(scope="module")
-def trained_on(models, tmp_path_factory):
-    folders = json.dumps({name: str(folder) for name, folder in models.items()})
-
-    @functools.cache
-    def trained(ranks):
-        output = tmp_path_factory.mktemp("muon") / "weights.pt"
-        run_ranks("tests.training.guard.test_muon", ranks, output, folders)
-        return torch.load(output)
-
-    return trained
+def trained_on(models):
+    return functools.cache(lambda ranks: results_of_ranks(all_trained, ranks, ranks, models))
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -243,18 +227,15 @@ def test_a_resumed_run_is_the_whole(inputs, tmp_path):
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (dict(ddp__use_distributed_optimizer=True), "ddp.use_distributed_optimizer is True with optimizer.optimizer"),
-        (dict(optimizer__use_distributed_optimizer=True), "optimizer.use_distributed_optimizer is True"),
-        (dict(ddp__use_megatron_fsdp=True), "ddp.use_megatron_fsdp is True"),
-        (dict(optimizer__optimizer_cpu_offload=True), "optimizer.optimizer_cpu_offload is True"),
-        (dict(optimizer__optimizer="dist_muon"), "optimizer.bf16 is False with optimizer.optimizer 'dist_muon'"),
-        (dict(optimizer__use_layer_wise_distributed_optimizer=True), "optimizer.bf16 is False"),
-        (dict(optimizer__optimizer="soap"), "optimizer.optimizer is 'soap', expected 'adam', 'sgd', 'lion', 'muon'"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    (dict(ddp__use_distributed_optimizer=True), "ddp.use_distributed_optimizer is True with optimizer.optimizer"),
+    (dict(optimizer__use_distributed_optimizer=True), "optimizer.use_distributed_optimizer is True"),
+    (dict(ddp__use_megatron_fsdp=True), "ddp.use_megatron_fsdp is True"),
+    (dict(optimizer__optimizer_cpu_offload=True), "optimizer.optimizer_cpu_offload is True"),
+    (dict(optimizer__optimizer="dist_muon"), "optimizer.bf16 is False with optimizer.optimizer 'dist_muon'"),
+    (dict(optimizer__use_layer_wise_distributed_optimizer=True), "optimizer.bf16 is False"),
+    (dict(optimizer__optimizer="soap"), "optimizer.optimizer is 'soap', expected 'adam', 'sgd', 'lion', 'muon'"),
+])  # fmt: skip
 def test_what_would_step_wrong_gradients_or_fail_later_is_refused(inputs, settings, message):
     cfg = replicated(inputs, None, distributed=False, optimizer__optimizer="muon")
     for name, value in settings.items():
@@ -285,8 +266,3 @@ def test_a_part_of_a_query_group_is_refused(inputs):
     projection.weight = torch.nn.Parameter(projection.weight[: len(projection.weight) // 4])  # as on four ranks
     with pytest.raises(ValueError, match=r"layers\.1\.self_attention has 64 rows on this rank, expected a multiple of"):
         get_megatron_optimizer(config, run.model, pg_collection=run.groups)
-
-
-if __name__ == "__main__":
-    begin()
-    main(sys.argv[1], json.loads(sys.argv[2]))

@@ -1,13 +1,7 @@
-"""However a model is split: parts have their rates and are measured as in one process; a bad sample is named.
+"""However a model is split: parts have their rates and are measured as in one process; a bad sample is named."""
 
-Run on two ranks: -m tests.training.guard.test_parts_on_ranks OUTPUT FOLDERS, a JSON object of folders by family.
-What one process found lies beside OUTPUT, as FAMILY.pt.
-"""
-
-import json
 import math
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,12 +16,12 @@ from qwen3vl_bridge.training.run_settings import GuardConfig, Qwen3VLLearningRat
 import pytest
 import torch
 
-from tests.forked import run_ranks
+from tests.forked import results_of_ranks
 from tests.parity.batches import run_reference
 from tests.parity.on_ranks import Split
 from tests.parity.references import ADAM, CLIP, DECAY, MICROBATCHES, step_samples, worst
 from tests.parity.topologies import TOPOLOGIES
-from tests.ranks import begin, leave, of_all_ranks
+from tests.ranks import of_all_ranks
 from tests.steps import Run, followed, train_step
 
 from ..running import messages, optimizer_states
@@ -129,16 +123,15 @@ def spoilt_step(run: Run, rows: Iterator[TokenBatch]) -> dict[str, Any]:
     return dict(skipped="skipped" in entry, same=same, messages=said)
 
 
-def main(output: str, folders: dict[str, str]) -> None:
+def all_cases(folders: dict[str, Path], references: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     found = {}
     for case, (family, _, settings) in CASES.items():
         found[case] = one_case(case, folders)
-        expected = torch.load(Path(output).parent / f"{family}.pt")
         weights = found[case].pop("weights")
-        found[case]["weight"] = None if settings else worst(weights, expected["weights"], scale=ADAM["lr"])
+        found[case]["weight"] = None if settings else worst(weights, references[family]["weights"], scale=ADAM["lr"])
         one, other = of_all_ranks(found[case])
         found[case]["alike"] = all(one[key] == other[key] for key in ("norms", "totals", "skipped", "same"))
-    leave(found, output)
+    return found
 
 
 pytestmark = pytest.mark.slow
@@ -155,16 +148,8 @@ def references(untied_folder, moe_folder):
 
 
 @pytest.fixture(scope="module")
-def found(references, tmp_path_factory):
-    folders, expected = references
-    output = tmp_path_factory.mktemp("parts") / "found.pt"
-    for family in folders:
-        torch.save(expected[family], output.parent / f"{family}.pt")
-    given = json.dumps({name: str(folder) for name, folder in folders.items()})
-    run_ranks("tests.training.guard.test_parts_on_ranks", 2, output, given)
-    found = torch.load(output)
-    assert found.keys() == CASES.keys()
-    return found
+def found(references):
+    return results_of_ranks(all_cases, 2, *references)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -193,8 +178,3 @@ def test_a_bad_sample_is_named_and_its_step_skipped(found, case):
     before = [[], [BEFORE]] if CASES[case][2] is HALF else [[]]
     names = re.findall(r"(\S+) \(nan\)", message)
     assert names in [[*some, BAD] for some in before] and message.endswith(f" {BAD} (nan)")
-
-
-if __name__ == "__main__":
-    begin()
-    main(sys.argv[1], json.loads(sys.argv[2]))

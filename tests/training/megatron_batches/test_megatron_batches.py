@@ -153,19 +153,17 @@ def step(pair, dataset, batch):
     return total.item(), int(tokens)
 
 
-def reference(pair, batch):
-    """The same from transformers, which shifts labels itself: they are the tokens that the loss mask is about."""
+def reference_loss(pair, batch):
+    """The same of transformers, which shifts labels itself: they are the tokens that the loss mask is about."""
     ids, real = batch["input_ids"], batch["attention_mask"]
     trained = torch.nn.functional.pad(batch["loss_mask"], (1, 0))[:, :-1].bool()
-    visual = vars(batch["visual_inputs"]) if "visual_inputs" in batch else {}
+    visual = vars(batch["visual_inputs"]) if batch.get("visual_inputs") is not None else {}
     pictures = {name: value for name, value in visual.items() if value is not None}
     out = pair.reference(
         input_ids=ids, attention_mask=real, mm_token_type_ids=(ids == pair.config.image_token_id).int(),
         labels=ids.masked_fill(~trained, -100), **pictures,
     )  # fmt: skip
-    total = out.loss * trained.sum()
-    total.backward()
-    return total.item(), int(trained.sum())
+    return out.loss * trained.sum(), int(trained.sum())
 
 
 def compare(pair, dataset, plain, numbers):
@@ -174,7 +172,9 @@ def compare(pair, dataset, plain, numbers):
 
     def theirs():
         pair.reference.zero_grad()
-        return *reference(pair, rows), pair.reference_gradients()
+        total, tokens = reference_loss(pair, rows)
+        total.backward()
+        return total.item(), tokens, pair.reference_gradients()
 
     def errors(found, expected):
         gradients = pair.gradient_errors(found[2], expected[2])
@@ -311,28 +311,25 @@ def test_packed_rows_have_logical_and_physical_lengths(provider):
     assert (layout.lengths, layout.padded_lengths) == ((3, 2), (4, 4))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(labels=...), r"the batch lacks \['labels'\]; found"),
-        (dict(loss_mask=None), r"the batch lacks \['loss_mask'\]"),
-        (dict(cu_seqlens=int32(0, 8)), r"has the keys \['cu_seqlens'\], expected only"),
-        (dict(tokens=torch.ones(1, 8).long()), "tokens that differ from input_ids"),
-        (dict(labels=torch.zeros(1, 7).long()), r"labels has shape \[1, 7\], expected \[1, 8\]"),
-        (dict(cu_seqlens_q=...), r"\['cu_seqlens_q_padded'\] without cu_seqlens_q"),
-        (dict(cu_seqlens_q_padded=int32(0, 4, 7)), r"2 segments of 7 tokens in all, input_ids has shape \[1, 8\]"),
-        (dict(cu_seqlens_q=int32(0, 5, 3)), r"cu_seqlens_q is \[0, 5, 3\], expected offsets that ascend from 0"),
-        (dict(cu_seqlens_q_padded=int32(1, 4, 8)), "expected offsets that ascend from 0"),
-        (dict(cu_seqlens_q=int32(0, 5, 6)), r"segments of \[5, 1\] tokens in lengths of \[4, 4\]"),
-        (dict(cu_seqlens_kv=int32(0, 2, 5)), r"cu_seqlens_kv is \[0, 2, 5\], expected \[0, 3, 5\] as for queries"),
-        (dict(loss_mask=torch.ones(1, 8)), r"entries in \[-100, 5\], expected"),
-        (dict(loss_mask=torch.tensor([[1.0, 1, 0, 1, 1, 0, 0, 0]]), labels=torch.tensor([[2, 3, 9, 9, 5, 9, 9, 9]])),
-         "loss_mask counts 1 tokens of padding"),
-        (dict(labels=torch.tensor([[1, 2, 3, 0, 4, 5, 0, 0]])), r"labels has 1 at token 0 .* next token is 2"),
-        (dict(position_ids=torch.arange(8)[None]), r"position_ids has 4 for token 0 of a segment"),
-        (dict(position_ids=torch.arange(7)[None]), r"position_ids has shape \[1, 7\]"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "message"), [
+    (dict(labels=...), r"the batch lacks \['labels'\]; found"),
+    (dict(loss_mask=None), r"the batch lacks \['loss_mask'\]"),
+    (dict(cu_seqlens=int32(0, 8)), r"has the keys \['cu_seqlens'\], expected only"),
+    (dict(tokens=torch.ones(1, 8).long()), "tokens that differ from input_ids"),
+    (dict(labels=torch.zeros(1, 7).long()), r"labels has shape \[1, 7\], expected \[1, 8\]"),
+    (dict(cu_seqlens_q=...), r"\['cu_seqlens_q_padded'\] without cu_seqlens_q"),
+    (dict(cu_seqlens_q_padded=int32(0, 4, 7)), r"2 segments of 7 tokens in all, input_ids has shape \[1, 8\]"),
+    (dict(cu_seqlens_q=int32(0, 5, 3)), r"cu_seqlens_q is \[0, 5, 3\], expected offsets that ascend from 0"),
+    (dict(cu_seqlens_q_padded=int32(1, 4, 8)), "expected offsets that ascend from 0"),
+    (dict(cu_seqlens_q=int32(0, 5, 6)), r"segments of \[5, 1\] tokens in lengths of \[4, 4\]"),
+    (dict(cu_seqlens_kv=int32(0, 2, 5)), r"cu_seqlens_kv is \[0, 2, 5\], expected \[0, 3, 5\] as for queries"),
+    (dict(loss_mask=torch.ones(1, 8)), r"entries in \[-100, 5\], expected"),
+    (dict(loss_mask=torch.tensor([[1.0, 1, 0, 1, 1, 0, 0, 0]]), labels=torch.tensor([[2, 3, 9, 9, 5, 9, 9, 9]])),
+     "loss_mask counts 1 tokens of padding"),
+    (dict(labels=torch.tensor([[1, 2, 3, 0, 4, 5, 0, 0]])), r"labels has 1 at token 0 .* next token is 2"),
+    (dict(position_ids=torch.arange(8)[None]), r"position_ids has 4 for token 0 of a segment"),
+    (dict(position_ids=torch.arange(7)[None]), r"position_ids has shape \[1, 7\]"),
+])  # fmt: skip
 def test_contradictions_are_refused(provider, changes, message):
     with pytest.raises(ValueError, match=message):
         from_collator(packed(**changes), provider)

@@ -1,22 +1,15 @@
-"""Right answers while training are those that transformers generates from the same weights.
-
-Run on ranks: -m tests.training.metrics.test_accuracy OUTPUT HF DATA SPLITS, a JSON list of fields of the provider.
-"""
+"""Right answers while training are those that transformers generates from the same weights."""
 
 import json
 import shutil
-import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.forked import run_ranks
-from tests.ranks import begin, leave
+from tests.forked import results_of_ranks
 
-from ..bridges_loop import Start
+from ..bridges_loop import Start, run_all
 from ..running import replicate, train
 
 NEW_TOKENS = 4
@@ -63,9 +56,8 @@ def asking(hf: Path, data: Path, fields: dict[str, Any]) -> Any:
     return replicate(cfg)
 
 
-def main(output: str, hf: str, data: str, splits: list[dict[str, Any]]) -> None:
-    found = [train(asking(Path(hf), Path(data), fields))[-1]["accuracy"] for fields in splits]
-    leave(found, output)
+def accuracies(hf: Path, data: Path, splits: list[dict[str, Any]]) -> list[float]:
+    return [train(asking(hf, data, fields))[-1]["accuracy"] for fields in splits]
 
 
 TEXTS = [
@@ -94,14 +86,13 @@ def test_the_share_of_right_answers(places):
     assert train(contained)[-1]["accuracy"] == sum(right[:2]) / 2
 
 
-def test_ranks_share_the_questions(places, tmp_path):
+def test_ranks_share_the_questions(places):
     kind, hf, data, right = places
     splits = [{}, dict(tensor_model_parallel_size=2, sequence_parallel=True)]
     if kind == "moe":
         splits = [dict(expert_model_parallel_size=2, expert_tensor_parallel_size=1)]
-    given = (tmp_path / "found.pt", hf, data, json.dumps(splits))
-    run_ranks("tests.training.metrics.test_accuracy", 2, *given, timeout=400)
-    assert torch.load(tmp_path / "found.pt") == [sum(right) / len(right)] * len(splits)
+    found = results_of_ranks(accuracies, 2, hf, data, splits, timeout=400)
+    assert found == [sum(right) / len(right)] * len(splits)
 
 
 @pytest.fixture(scope="module")
@@ -115,16 +106,11 @@ def sharded(inputs, untied_folder, moe_folder, tmp_path_factory):
         steps = dict(train__train_iters=3, validation__eval_interval=1, validation__eval_iters=1) | split
         asked = dict(accuracy__path=str(data / "questions.jsonl"), accuracy__max_new_tokens=NEW_TOKENS)
         rests = dict(optimizer__lr=0.0, optimizer__min_lr=0.0)
-        for name, settings, bf16 in (
-            ("rests", asked | rests, False),
-            ("learns", asked, False),
-            ("not asked", {}, False),
-            ("bf16", asked | dict(train__train_iters=1), True),
-        ):
+        once = asked | dict(train__train_iters=1)
+        for name, settings in (("rests", asked | rests), ("learns", asked), ("not asked", {}), ("bf16", once)):
             given = (str(hf), str(data), str(hf), None, steps | settings)
-            starts.append(asdict(Start(f"{kind}, {name}", *given, fsdp=True, bf16=bf16)))
-    run_ranks("tests.training.bridges_loop", 2, root / "found.pt", json.dumps(starts), timeout=900)
-    return right, torch.load(root / "found.pt")
+            starts.append(Start(f"{kind}, {name}", *given, fsdp=True, bf16=name == "bf16"))
+    return right, results_of_ranks(run_all, 2, starts, timeout=900)
 
 
 @pytest.mark.slow
@@ -146,8 +132,3 @@ def test_models_that_cannot_generate_are_not_asked(places, name):
     _, hf, data, _ = places
     with pytest.raises(ValueError, match=f"{name} is 2 with accuracy.path .*: generation needs"):
         asking(hf, data, {name: 2}).validate()
-
-
-if __name__ == "__main__":
-    begin()
-    main(*sys.argv[1:4], json.loads(sys.argv[4]))

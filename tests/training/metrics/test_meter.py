@@ -1,14 +1,8 @@
-"""What a step has, costs and which experts its tokens chose, however a model is split; and the figures of a run's log.
-
-Run on ranks: -m tests.training.metrics.test_meter OUTPUT HF_FOLDER [DEPTHS], a JSON list of [folder, fields] of models
-that are measured one after the other in two stages.
-"""
+"""What a step has, costs and which experts its tokens chose, however a model is split; and figures of a run's log."""
 
 import importlib.util
 import itertools
-import json
 import re
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -27,18 +21,15 @@ import pytest
 import torch
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training.callbacks import Callback
-from megatron.bridge.training.utils.flop_utils import (
-    num_floating_point_operations,
-    resolve_global_flops_runtime_stats,
-)
+from megatron.bridge.training.utils.flop_utils import num_floating_point_operations, resolve_global_flops_runtime_stats
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from tests.forked import run_ranks
+from tests.forked import results_of_ranks
 from tests.parity.on_ranks import Split
 from tests.parity.references import MICROBATCHES, step_samples
 from tests.parity.topologies import TOPOLOGIES, Topology
 from tests.qwen3_5.tiny import make_checkpoint
-from tests.ranks import begin, forget_models, leave
+from tests.ranks import forget_models, of_all_ranks
 from tests.steps import followed, forward_backward, set_up, train_step
 
 from ..conftest import read_log
@@ -49,14 +40,7 @@ BALANCE = 0.01
 
 
 def measure(folder: str, topology: Topology, rows: str, **fields) -> dict:
-    """Of a step's forward and backward pass: amounts, and how often each expert was chosen; figures of the next step.
-
-    Args:
-        folder: of a model with experts.
-        topology: how it is split.
-        rows: "padded" or "packed".
-        fields: of the provider, beside those of the topology.
-    """
+    """Of a step's forward and backward pass: amounts, how often each expert was chosen; figures of the next step."""
     split = Split(folder, Topology(topology.ranks, topology.fields | fields), BALANCE)
     run = split.run
     run.cfg.logger.log_interval = 1
@@ -70,13 +54,9 @@ def measure(folder: str, topology: Topology, rows: str, **fields) -> dict:
     return dict(amounts=Amounts(*amounts), counts=counts, figures=shared[ENTRY])
 
 
-def main(output: str, folder: str, depths: str = "") -> None:
-    if depths:
-        found = [measure(one, TOPOLOGIES["PP2"], "packed", **fields)["figures"] for one, fields in json.loads(depths)]
-    else:
-        found = {name: measure(folder, TOPOLOGIES[name], "packed") for name in NAMES}
-    # The last rank: it has neither the first stage nor the first tokens.
-    leave(found, output, writer=torch.distributed.get_world_size() - 1)
+def on_the_last_rank(models: list) -> list[dict]:
+    """Of [folder, topology, fields], in turn; the last rank has neither the first stage nor the first tokens."""
+    return of_all_ranks([measure(folder, TOPOLOGIES[name], "packed", **fields) for folder, name, fields in models])[-1]
 
 
 ALONE = Topology(1)
@@ -134,12 +114,10 @@ def test_experts_are_chosen_as_transformers_chooses_them(alone, samples, moe_fol
         assert torch.equal(found["counts"], expected), rows
 
 
-def test_however_it_is_split(alone, moe_folder, tmp_path):
+def test_however_it_is_split(alone, moe_folder):
     """Ranks that see the same tokens count them once, those that see others add up."""
-    run_ranks("tests.training.metrics.test_meter", 2, tmp_path / "found", moe_folder)
-    split, expected = torch.load(tmp_path / "found", weights_only=False), alone["packed"]
-    assert split.keys() == set(NAMES)
-    for name, found in split.items():
+    split, expected = results_of_ranks(on_the_last_rank, 2, [(moe_folder, name, {}) for name in NAMES]), alone["packed"]
+    for name, found in zip(NAMES, split, strict=True):
         # Segments are padded to what the split needs.
         assert found["amounts"]._replace(slots=0) == expected["amounts"]._replace(slots=0), name
         assert torch.equal(found["counts"], expected["counts"]), name
@@ -190,22 +168,18 @@ def test_a_model_of_another_depth_is_measured_as_the_first_of_a_process(depths, 
         assert balance(measure(folder, ALONE, "packed", **fields)["figures"]) == balance(expected), (folder, fields)
 
 
-def test_stages_of_models_of_other_depths(depths, figures, moe_folder, tmp_path):
-    run_ranks("tests.training.metrics.test_meter", 2, tmp_path / "found", moe_folder, json.dumps(depths))
-    found = torch.load(tmp_path / "found", weights_only=False)
+def test_stages_of_models_of_other_depths(depths, figures):
+    found = results_of_ranks(on_the_last_rank, 2, [(folder, "PP2", fields) for folder, fields in depths])
     for case, ours, alone in zip(depths, found, figures, strict=True):
-        assert balance(ours) == pytest.approx(balance(alone), rel=1e-5), case
+        assert balance(ours["figures"]) == pytest.approx(balance(alone), rel=1e-5), case
 
 
-@pytest.mark.parametrize(
-    ("device", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H200", 989e12), ("NVIDIA A100-SXM4-40GB", 312e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA B200", 2250e12), ("NVIDIA GB200", 2500e12),
-        ("NVIDIA H100 PCIe", None), ("NVIDIA H100 NVL", None), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-        ("NVIDIA H800", None), ("NVIDIA GH200 480GB", None), ("NVIDIA GeForce RTX 4090", None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("device", "peak"), [
+    ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H200", 989e12), ("NVIDIA A100-SXM4-40GB", 312e12),
+    ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA B200", 2250e12), ("NVIDIA GB200", 2500e12), ("NVIDIA H100 PCIe", None),
+    ("NVIDIA H100 NVL", None), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("NVIDIA H800", None),
+    ("NVIDIA GH200 480GB", None), ("NVIDIA GeForce RTX 4090", None),
+])  # fmt: skip
 def test_peaks_by_the_drivers_names(device, peak):
     assert peak_operations(device) == peak
 
@@ -428,8 +402,3 @@ def test_samples_that_are_left_out_are_figures_of_the_log_by_set(inputs, tmp_pat
     assert entry["dropped"] == entry["dropped_bad"] == sum(expected) > 0 and expected[0] == 0
     assert not {"dropped_digits", "unreadable"} & entry.keys()
     assert caplog.text.count("samples left out of training up to step 1: dropped ") == 1
-
-
-if __name__ == "__main__":
-    begin()
-    main(*sys.argv[1:])
