@@ -71,14 +71,16 @@ def norm(r: RankWidths, name: str, numbers: float, groups: float) -> SavedTensor
 def attention(r: RankWidths) -> SavedTensors:
     """Self attention of one layer, with the norm before it."""
     dims, split, e = r.dims, r.split, r.e
+    # On a CPU, a context-parallel rank's two chunks of queries attend behind zeros in place of those before them.
+    attended = split.cp + 0.5 if split.cp > 1 and not r.kernels else 1
     saved = {
         **norm(r, "norm before attention", r.hidden, r.token),
         "linear_qkv: input": r.hidden * e,
         **norm(r, "norm of queries", r.q, r.heads),
         **norm(r, "norm of keys", r.kv, r.groups),
-        "queries": r.q * e,
+        "queries": r.q * e * attended,
         "linear_proj: input": r.q * e,
-        "attention: log-sum-exp": r.heads * _LOGSUMEXP,
+        "attention: log-sum-exp": r.heads * _LOGSUMEXP * attended,
     }
     gated = "gated_q" in dims.sizes  # by a gate of each query, which is a part of linear_qkv's output
     if gated:
@@ -96,7 +98,7 @@ def attention(r: RankWidths) -> SavedTensors:
     else:
         saved["keys"] = r.kv * e
     if (r.training.packed and not r.kernels) or split.cp > 1:
-        saved["attention: output"] = r.q * e
+        saved["attention: output"] = r.q * e * attended
     return saved
 
 
