@@ -128,7 +128,7 @@ def forward_and_backward(folder, content, *, packed, **settings) -> Seen:
     model, samples = pair.megatron, make_samples(content, pair.config, seed=5)
     batch = make_batch(samples, pair.config, packed=packed)
     with HostWaits(model) as waits:
-        inputs = to_device(batch.local(**pair.provider.sequence_ranks(model.pg_collection)), model)
+        inputs = to_device(batch.local(**pair.provider.local_arguments(model.pg_collection)), model)
         (model(inputs=inputs) * inputs.loss_mask).sum().backward()
     return waits.seen()
 

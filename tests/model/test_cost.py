@@ -183,7 +183,7 @@ def test_samples_add_up():
     alone = [costs.of(tokens=t, patches=p, patch_pairs=pairs) for t, p, pairs in samples]
     tokens, patches, pairs = (sum(part) for part in zip(*samples, strict=True))
     squares = sum(t**2 for t, _, _ in samples)
-    assert sum(alone) == costs.of_many(tokens=tokens, token_pairs=squares, patches=patches, patch_pairs=pairs)
+    assert sum(alone) == costs.of(tokens=tokens, token_pairs=squares, patches=patches, patch_pairs=pairs)
 
 
 @pytest.mark.parametrize("kind", LINEAR)

@@ -160,8 +160,10 @@ def test_the_planner_counts_it():
     from qwen3vl_bridge.planning.estimate import estimate
     from qwen3vl_bridge.planning.split import ModelSplit
     from qwen3vl_bridge.planning.training_settings import TrainingSettings
+    from qwen3vl_bridge.registry import dimensions_of
 
-    found = estimate(CONFIG, ModelSplit(1), TrainingSettings(seq_length=64, micro_batch_size=1, global_batch_size=1))
+    training = TrainingSettings(seq_length=64, micro_batch_size=1, global_batch_size=1)
+    found = estimate(dimensions_of(CONFIG), ModelSplit(1), training)
     assert found.peak.total > 0
 
 

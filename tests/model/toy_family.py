@@ -12,7 +12,6 @@ from qwen3vl_bridge import Family, register_family
 from qwen3vl_bridge.weights.rows import (
     QKV,
     VISION_ROWS,
-    Copy,
     Dimensions,
     ExpertLayout,
     GatedMLP,
@@ -37,20 +36,20 @@ def _layer(kind: type[WeightRow], megatron: str, hf: Mapping[str, Shape]) -> Wei
 
 
 def _whole(megatron: str, hf: str, *shape: str) -> WeightRow:
-    return Copy(f"language_model.{megatron}.weight", (f"{hf}.weight",), (shape,))
+    return WeightRow(f"language_model.{megatron}.weight", (f"{hf}.weight",), (shape,))
 
 
 TABLE = (
     *VISION_ROWS,
     _whole("embedding.word_embeddings", "toy.embed", "vocab", "hidden"),
-    _layer(Copy, "self_attention.linear_qkv.layer_norm_weight", {"norm_a": ("hidden",)}),
+    _layer(WeightRow, "self_attention.linear_qkv.layer_norm_weight", {"norm_a": ("hidden",)}),
     _layer(
         QKV, "self_attention.linear_qkv.weight", {"q": ("q", "hidden"), "k": ("kv", "hidden"), "v": ("kv", "hidden")}
     ),
-    _layer(Copy, "self_attention.linear_proj.weight", {"o": ("hidden", "q")}),
-    _layer(Copy, "mlp.linear_fc1.layer_norm_weight", {"norm_b": ("hidden",)}),
+    _layer(WeightRow, "self_attention.linear_proj.weight", {"o": ("hidden", "q")}),
+    _layer(WeightRow, "mlp.linear_fc1.layer_norm_weight", {"norm_b": ("hidden",)}),
     _layer(GatedMLP, "mlp.linear_fc1.weight", {"gate": ("ffn", "hidden"), "up": ("ffn", "hidden")}),
-    _layer(Copy, "mlp.linear_fc2.weight", {"down": ("hidden", "ffn")}),
+    _layer(WeightRow, "mlp.linear_fc2.weight", {"down": ("hidden", "ffn")}),
     _whole("decoder.final_layernorm", "toy.norm", "hidden"),
     _whole("output_layer", "toy.head", "vocab", "hidden"),
 )

@@ -105,7 +105,7 @@ def _positive(text: str) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    config, training = _load_config(options.model), _training(options)
+    dims, training = dimensions_of(_load_config(options.model)), _training(options)
     gpu = gpu_of(options.gpu)
     if options.gpu_memory is not None:
         gpu = replace(gpu, memory_bytes=round(options.gpu_memory * GIB))
@@ -127,7 +127,6 @@ def _run(options: argparse.Namespace) -> int:
             )
         if wrong := sizes.keys() & {"vpp", "etp"}:
             raise ValueError(f"--propose does not try {', '.join(sorted(wrong))}; leave it out")
-        dims = dimensions_of(config)
         proposals, least = propose(dims, options.gpus, gpu, training, fixed=sizes, vision_split=vision_split)
         if options.json:
             print(json.dumps([plan_reports.dump_estimate(proposal, memory) for proposal in proposals], indent=2))
@@ -138,7 +137,7 @@ def _run(options: argparse.Namespace) -> int:
         return 0 if proposals else _NO_FIT
     sharded = sizes.get("tp", 1) > 1 if options.sequence_parallel is None else options.sequence_parallel
     split = ModelSplit(language_gpus, **sizes, sequence_parallel=sharded)
-    plan = estimate(config, split, training, vision_split=vision_split)
+    plan = estimate(dims, split, training, vision_split)
     if options.json:
         print(json.dumps(plan_reports.dump_estimate(plan, memory), indent=2))
     else:

@@ -118,7 +118,8 @@ class _ChunkedLosses(torch.autograd.Function):
         ctx.save_for_backward(hidden, labels)
         cuts = (_cut(x, len(hidden), chunks) for x in (labels, *others))
         losses = [_losses(head, seen, *parts) for parts in zip(hidden.tensor_split(chunks), *cuts, strict=True)]
-        return _concatenated(losses, labels.size(1) // len(hidden))
+        ranks = labels.size(1) // len(hidden)
+        return torch.cat([part.unflatten(1, (ranks, -1)) for part in losses], dim=2).flatten(1)  # the inverse of `_cut`
 
     @staticmethod
     @once_differentiable
@@ -136,24 +137,15 @@ class _ChunkedLosses(torch.autograd.Function):
             of_input, *of_weights = torch.autograd.grad(losses, wanted, of_losses, allow_unused=True)
             of_part.copy_(of_input)
             for weight, of_weight in zip(ctx.weights, of_weights, strict=True):
-                if of_weight is not None:
-                    sums[weight] = _added(sums.get(weight), of_weight, weight)
+                if of_weight is None:
+                    continue
+                if not getattr(weight, "grad_added_to_main_grad", False):  # otherwise it is only a placeholder
+                    of_weight = sums[weight].add_(of_weight) if weight in sums else of_weight.float()
+                sums[weight] = of_weight
         of_weights = (sums[weight].to(weight.dtype) if weight in sums else None for weight in ctx.weights)
         return None, None, None, None, of_hidden, None, *of_weights
-
-
-def _added(total: Tensor | None, gradient: Tensor, weight: Tensor) -> Tensor:
-    """A weight's gradient added to that of previous chunks, in float32; only a placeholder if it is in `main_grad`."""
-    if getattr(weight, "grad_added_to_main_grad", False):
-        return gradient
-    return gradient.float() if total is None else total.add_(gradient)
 
 
 def _cut(x: Tensor, length: int, chunks: int) -> list[Tensor]:
     """[b, sp * length] -> a chunk's [b, sp * n] each, with the same positions of every rank's part."""
     return [part.flatten(1) for part in x.unflatten(1, (-1, length)).tensor_split(chunks, dim=2)]
-
-
-def _concatenated(parts: list[Tensor], ranks: int) -> Tensor:
-    """The inverse of `_cut`."""
-    return torch.cat([part.unflatten(1, (ranks, -1)) for part in parts], dim=2).flatten(1)

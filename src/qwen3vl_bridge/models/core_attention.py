@@ -200,7 +200,7 @@ class SegmentAttention(MegatronModule):
         if packed_seq_params is None:
             inputs = (x.permute(1, 2, 0, 3) for x in (query, *self._of_all_ranks(key, value)))
             return self._attend(*inputs, causal).permute(2, 0, 1, 3).flatten(2)
-        lengths = segment_lengths(packed_seq_params, self.ranks * len(query))
+        lengths = physical_lengths(packed_seq_params, self.ranks * len(query))
         known = self.ranks == 1 or getattr(packed_seq_params, "layout", None) is not None
         if known and varlen_takes(query, key, value, self._rate()):
             return self._attend_row(query, key, value, packed_seq_params, lengths, causal).flatten(1)
@@ -276,7 +276,7 @@ def physical_offsets(params: PackedSeqParams) -> Tensor:
     return params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
 
 
-def segment_lengths(params: PackedSeqParams, tokens: int) -> tuple[int, ...]:
+def physical_lengths(params: PackedSeqParams, tokens: int) -> tuple[int, ...]:
     """Physical segment lengths of a packed row; synchronizes with the device only for parameters created elsewhere."""
     if isinstance(params, HostPackedSeqParams):
         lengths = params.lengths

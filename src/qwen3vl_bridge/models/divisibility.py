@@ -72,6 +72,15 @@ def row_multiple(cp: int, sp: int) -> int:
     return math.lcm(segment, cp * sp)
 
 
+def check_row_length(seq_length: int, cp: int, sp: int) -> None:
+    """Refuse (ValueError) rows that cannot be divided over context- and sequence-parallel ranks."""
+    if seq_length % (multiple := row_multiple(cp, sp)):
+        raise ValueError(
+            f"seq_length is {seq_length}, expected a multiple of {multiple}: rows are split over {cp} "
+            f"context-parallel ranks, and each part over {sp} sequence-parallel ranks"
+        )
+
+
 @dataclass(frozen=True)
 class Replicas:
     """Replicas of the two dist-train modules, one number a multiple of the other; paired as by megatron-core."""

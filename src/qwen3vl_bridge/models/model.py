@@ -1,4 +1,6 @@
-"""The Megatron model of a vision tower and a text model: embed, fuse, decode."""
+"""The Megatron model of a vision tower and a text model: embed tokens, put vision tokens in the places of their
+placeholders (`embed_tokens`), decode.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from qwen3vl_bridge.batch.vision_sharding import VisionWork
 from qwen3vl_bridge.models import refusals, settings
 from qwen3vl_bridge.models.flops import model_costs, operations_of_a_step
 from qwen3vl_bridge.models.rules import Rule, check
-from qwen3vl_bridge.weights.rows import Dimensions, Part, model_dimensions, part_of_wrapped
+from qwen3vl_bridge.weights.rows import Dimensions, Part, model_dimensions, part_of
 
 import torch
 from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
@@ -134,8 +134,8 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
                 self, self._groups(), pre_process=pre_process, post_process=post_process, vp_stage=vp_stage
             )
 
-    def sequence_ranks(self, groups: ProcessGroupCollection) -> dict[str, Any]:
-        """The arguments of `TokenBatch.local` that select a rank's tokens, images and videos."""
+    def local_arguments(self, groups: ProcessGroupCollection) -> dict[str, Any]:
+        """Keyword arguments of `TokenBatch.local`, which takes this rank's tokens, images and videos out of a batch."""
         return dict(
             vision_work=self.vision_work,
             vision_ranks=None if self.add_encoder else settings.replicas_of(self).vision_per_language,
@@ -222,7 +222,7 @@ def log_trained_parameters(model: list[nn.Module]) -> None:
     trained, total = Counter(), Counter()
     for chunk in unwrap_model(model):
         for name, parameter in chunk.named_parameters():
-            part = part_of_wrapped(name)  # still wrapped by Megatron-FSDP
+            part = part_of(name)  # still wrapped by Megatron-FSDP
             total[part] += parameter.numel()
             trained[part] += parameter.numel() * parameter.requires_grad
     parts = ", ".join(f"{part.value} {trained[part]:,} of {total[part]:,}" for part in Part if total[part])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 
-from qwen3vl_bridge.models.divisibility import indivisible, row_multiple
+from qwen3vl_bridge.models.divisibility import check_row_length, indivisible
 from qwen3vl_bridge.models.hf_config import check_mrope_section, check_tower_size
 from qwen3vl_bridge.models.rules import (
     IGNORED,
@@ -349,14 +349,8 @@ def _check_divisible(provider: VisionLanguageFields) -> None:
         provider.tensor_model_parallel_size,
     ):
         raise ValueError(f"expert_tensor_parallel_size is {ranks}, expected None: this model has no experts")
-    context = provider.context_parallel_size
     sequence = provider.tensor_model_parallel_size if provider.sequence_parallel else 1
-    multiple = row_multiple(context, sequence)
-    if provider.seq_length % multiple:
-        raise ValueError(
-            f"seq_length is {provider.seq_length}, expected a multiple of {multiple}: rows are split over {context} "
-            f"context-parallel ranks, and each part over {sequence} sequence-parallel ranks"
-        )
+    check_row_length(provider.seq_length, provider.context_parallel_size, sequence)
 
 
 def _check_context_kernels(provider: VisionLanguageFields) -> None:

@@ -77,16 +77,13 @@ class PatchConv(nn.Conv3d):
         return F.linear(pixel_values.to(self.weight.dtype), self.weight.flatten(1), self.bias)
 
 
-class PatchEmbed(MegatronModule):
+class PatchEmbed(nn.Module):
     """Projects flattened patches. Its parameters are a convolution's, as in the reference."""
 
-    def __init__(
-        self, config: TransformerConfig, vision: PretrainedConfig, tp_group: torch.distributed.ProcessGroup
-    ) -> None:
-        super().__init__(config=config)
-        self.tp_group = tp_group
+    def __init__(self, vision: PretrainedConfig, dtype: torch.dtype) -> None:
+        super().__init__()
         kernel = (vision.temporal_patch_size, vision.patch_size, vision.patch_size)
-        self.proj = PatchConv(vision.in_channels, vision.hidden_size, kernel, stride=kernel, dtype=config.params_dtype)
+        self.proj = PatchConv(vision.in_channels, vision.hidden_size, kernel, stride=kernel, dtype=dtype)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """[N, channels * temporal_patch * patch * patch] -> [N, h]."""
@@ -179,7 +176,7 @@ class QwenVLVisionModel(MegatronModule):
         self.deepstack_layers = deepstack_layers_of(vision)
         self.patches_per_token = vision.spatial_merge_size**2
         self.values_per_patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        self.patch_embed = PatchEmbed(config, vision, pg_collection.tp)
+        self.patch_embed = PatchEmbed(vision, config.params_dtype)
         self.pos_embed = nn.Embedding(vision.num_position_embeddings, vision.hidden_size, dtype=config.params_dtype)
         self.decoder = VisionBlock(config, vision, pg_collection)
         self.merger = PatchMerger(config, vision, pg_collection.tp, norm_after_shuffle=False)

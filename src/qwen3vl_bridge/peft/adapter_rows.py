@@ -21,7 +21,6 @@ from qwen3vl_bridge.weights.rows import (
     MAGNITUDE,
     MARK,
     OUT,
-    Copy,
     ExpertInput,
     ExpertOutput,
     PackedExpert,
@@ -107,7 +106,7 @@ def adapter_row(weight: WeightRow, kind: str, dim: int, *, whole: bool = False) 
             return ExpertInput(hf=hf, shapes=((dim, width),), **where)
         return ExpertOutput(hf=hf, shapes=((out, dim),), gated=weight.gated and not whole, **where)
     if kind == IN:
-        return Copy(hf=hf[:1], shapes=((dim, weight.shapes[0][1]),), condition=weight.condition, **where)
+        return WeightRow(hf=hf[:1], shapes=((dim, weight.shapes[0][1]),), condition=weight.condition, **where)
     shapes = tuple((shape[0], dim) if kind == OUT else (shape[0],) for shape in weight.shapes)
     row = replace(weight, hf=hf, shapes=shapes, **where)
     return replace(row, gated=False, sections=()) if whole else row

@@ -18,7 +18,7 @@ from qwen3vl_bridge.checkpoint.formats.tensors import TensorSpec
 from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, check_same_model, compared_with_run, own_config
 from qwen3vl_bridge.io.files import CheckpointError, expanded
 from qwen3vl_bridge.peft.adapter_rows import AdapterSettings, adapter_row, layer_of, linear_rows
-from qwen3vl_bridge.weights.rows import MARK, NAMED_IF_MIXED, Copy, ExpertLayout, GatedMLP, Part, WeightRow, local_name
+from qwen3vl_bridge.weights.rows import MARK, NAMED_IF_MIXED, ExpertLayout, GatedMLP, Part, WeightRow, local_name
 
 # By class, whether it is DoRA. Megatron-Bridge's own adapt all parts, and experts unless they are DoRA.
 _OURS = {"qwen3vl_bridge.peft.Qwen3VLLoRA": False, "qwen3vl_bridge.peft.Qwen3VLDoRA": True}
@@ -174,7 +174,7 @@ def open_adapters(
         # megatron-core's own format stores gate and up complete, one after the other; otherwise the tensor of a layer
         # with several sections holds each rank's part of every section, rank by rank.
         rows = stored.rows(ExpertLayout.PER_EXPERT)
-        stacks = [row for row in rows if isinstance(row, Copy | GatedMLP) and len(row.hf) > len(row.stored)]
+        stacks = [row for row in rows if type(row) in (WeightRow, GatedMLP) and len(row.hf) > len(row.stored)]
         mixed = [row.megatron for row in stacks if ckpt_format == megatron.FSDP_DTENSOR or len(row.hf) > 2]
         if mixed:
             raise CheckpointError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qwen3vl_bridge.planning.estimate import MemoryEstimate, check, estimate_of
+from qwen3vl_bridge.planning.estimate import MemoryEstimate, estimate
 from qwen3vl_bridge.planning.hardware import Gpu
 from qwen3vl_bridge.planning.proposals import propose
 from qwen3vl_bridge.planning.split import ModelSplit
@@ -72,9 +72,7 @@ def plan_of(cfg: Any, world_size: int) -> MemoryEstimate:
             )
         vision_split = ModelSplit(sizes[0], tp=dist_train.vision_tensor_model_parallel_size or 1)
         world_size = dist_train.language_world_size
-    split = _model_split(cfg.model, world_size)
-    check(dims, split, training, vision_split)
-    return estimate_of(dims, split, training, vision_split)
+    return estimate(dims, _model_split(cfg.model, world_size), training, vision_split)
 
 
 def proposals_for_run(cfg: Any, plan: MemoryEstimate, gpu: Gpu) -> list[MemoryEstimate]:

@@ -26,7 +26,7 @@ from qwen3vl_bridge.parallel.collectives import broadcast_object, gather_objects
 from qwen3vl_bridge.training import run_refusals
 from qwen3vl_bridge.training.run_log import MEASURED, PART_NORMS, STEP_LOSS, read_metrics
 from qwen3vl_bridge.training.run_settings import Action, GuardConfig
-from qwen3vl_bridge.weights.rows import Part, part_of_wrapped
+from qwen3vl_bridge.weights.rows import Part, part_of
 
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
@@ -300,7 +300,7 @@ class PartSquares:
         self, model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, groups: ProcessGroupCollection
     ) -> None:
         ranks = groups.tp_dp_cp.size() * groups.pp.size()  # ranks of the parts: all, or those of one module
-        named = [(part_of_wrapped(name), p) for chunk in model for name, p in chunk.named_parameters()]
+        named = [(part_of(name), p) for chunk in model for name, p in chunk.named_parameters()]
         self._sums = []
         for member in optimizers_of(optimizer):
             stepped = member.get_parameters()

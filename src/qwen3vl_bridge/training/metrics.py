@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 
 from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.data.packing.row_plan import SetCounts, merge_counts
-from qwen3vl_bridge.models.flops import TowerCosts, provider_costs, trained_parts
+from qwen3vl_bridge.models.flops import TowerCosts, model_costs, trained_parts
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.router import tracked_row, tracked_rows
 from qwen3vl_bridge.parallel.collectives import max_of_each, sum_amounts, sum_over_ranks
@@ -133,7 +133,7 @@ class Metrics(Callback):
             return {}
         sizes = dict(tokens=done.tokens, token_pairs=done.token_pairs)
         sizes |= dict(patches=done.patches, patch_pairs=done.patch_pairs)
-        each = self._costs.of_many(**sizes) / self._seconds / torch.distributed.get_world_size()
+        each = self._costs.of(**sizes) / self._seconds / torch.distributed.get_world_size()
         return {"tflops_per_gpu": each / 1e12} | ({} if self._peak is None else {"mfu": each / self._peak})
 
 
@@ -239,12 +239,12 @@ def step_costs(cfg: ConfigContainer) -> TowerCosts | None:
     """Cost of tokens and patches in a training step of a run; None with adapters that are not this package's."""
     trained, peft = trained_parts(cfg.model), getattr(cfg, "peft", None)
     if peft is None:
-        return provider_costs(cfg.model, trained)
+        return model_costs(cfg.model.dimensions(), trained)
     if not isinstance(peft, Qwen3VLParts):
         return None
     adapters = peft.settings
-    return provider_costs(
-        cfg.model,
+    return model_costs(
+        cfg.model.dimensions(),
         replace(
             trained,
             language_model=trained.language_model and not peft.freeze_language_model,

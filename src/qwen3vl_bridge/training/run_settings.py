@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Literal
 
-from qwen3vl_bridge.weights.rows import Part, part_of_wrapped
+from qwen3vl_bridge.weights.rows import Part, part_of
 
 from megatron.bridge.training.config import OptimizerConfigOverrideProvider, OptimizerConfigOverrideProviderContext
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
@@ -91,4 +91,4 @@ class Qwen3VLLearningRates(OptimizerConfigOverrideProvider):
 
 
 def _is_of(part: Part, _: Tensor, name: str) -> bool:
-    return part_of_wrapped(name) is part
+    return part_of(name) is part

@@ -1,4 +1,7 @@
-"""The forward step of Megatron-Bridge's loop: runs one microbatch through the model and says how losses are reduced."""
+"""The forward step of Megatron-Bridge's loop: runs one microbatch through the model, and says by what its losses are
+divided: by the microbatch's tokens (`mean_of_microbatch`), or with `calculate_per_token_loss` by those of the global
+batch, which megatron-core does to the gradients after the backward pass.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ def forward_step(
     if model.training and not get_attr_wrapped_model(model, "vp_stage"):
         count_microbatch(state, batch, config)
     encodes = get_attr_wrapped_model(model, "pre_process")
-    inputs = to_device(batch.local(**config.sequence_ranks(groups), encodes=encodes), model)
+    inputs = to_device(batch.local(**config.local_arguments(groups), encodes=encodes), model)
     mask, checks = inputs.loss_mask, state.cfg.rerun_state_machine
     count = create_masked_next_token_loss_function(mask, checks.check_for_nan_in_loss, checks.check_for_spiky_loss)
     if model.training:

@@ -90,7 +90,7 @@ def with_mtp_loss(
         embedding=embedded,
         **{name: arguments[name] for name in names},
     )
-    losses, *accepted = _losses(model, predicted, following, arguments["runtime_gather_output"])
+    losses, *accepted = _mtp_losses(model, predicted, following, arguments["runtime_gather_output"])
     losses = losses * following.loss_mask
     with torch.no_grad():
         MTPLossLoggingHelper.save_metrics_to_tracker(
@@ -106,7 +106,7 @@ def with_mtp_loss(
     return MTPLossAutoScaler.apply(hidden, scale * losses)
 
 
-def _losses(
+def _mtp_losses(
     model: MRopeGPTModel, hidden: Tensor, following: NextTokens, gather: bool | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses [b, s] of MTP; number of trained tokens with a correct top-1 prediction; number of trained tokens."""

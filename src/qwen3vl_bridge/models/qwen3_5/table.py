@@ -11,7 +11,6 @@ from typing import Any
 
 from qwen3vl_bridge.weights.rows import (
     VISION_ROWS,
-    Copy,
     ExpertLayout,
     GatedMLP,
     GatedQKV,
@@ -42,19 +41,19 @@ def linear_attention_rows() -> tuple[WeightRow, ...]:
         return kind(megatron + name, (other,), (shape,), indices, **more)
 
     return (
-        row(Copy, "in_proj.layer_norm_weight", f"{_LAYER[1]}input_layernorm.weight", "hidden"),
-        Copy(
+        row(WeightRow, "in_proj.layer_norm_weight", f"{_LAYER[1]}input_layernorm.weight", "hidden"),
+        WeightRow(
             f"{megatron}in_proj.weight",
             tuple(f"{hf}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
             (("l_qkv", "hidden"), ("l_value", "hidden"), ("l_value_heads", "hidden"), ("l_value_heads", "hidden")),
             indices,
             sections=(*qkv, ("z", "l_value"), ("beta", "l_value_heads"), ("alpha", "l_value_heads")),
         ),
-        row(Copy, "conv1d.weight", f"{hf}conv1d.weight", "l_qkv", 1, "l_conv", sections=qkv),
-        row(Copy, "A_log", f"{hf}A_log", "l_value_heads", float32=True),
-        row(Copy, "dt_bias", f"{hf}dt_bias", "l_value_heads"),
+        row(WeightRow, "conv1d.weight", f"{hf}conv1d.weight", "l_qkv", 1, "l_conv", sections=qkv),
+        row(WeightRow, "A_log", f"{hf}A_log", "l_value_heads", float32=True),
+        row(WeightRow, "dt_bias", f"{hf}dt_bias", "l_value_heads"),
         row(ZeroCentered, "out_norm.weight", f"{hf}norm.weight", "l_value_dim", float32=True),
-        row(Copy, "out_proj.weight", f"{hf}out_proj.weight", "hidden", "l_value"),
+        row(WeightRow, "out_proj.weight", f"{hf}out_proj.weight", "hidden", "l_value"),
     )
 
 
@@ -66,8 +65,8 @@ def _shared_expert_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRo
         GatedMLP(
             f"{megatron}linear_fc1.weight", (f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight"), (half, half), indices
         ),
-        Copy(f"{megatron}linear_fc2.weight", (f"{hf}.down_proj.weight",), (("hidden", "shared_ffn"),), indices),
-        Copy(f"{megatron}gate_weight", (f"{hf}_gate.weight",), ((1, "hidden"),), indices, replicated=True),
+        WeightRow(f"{megatron}linear_fc2.weight", (f"{hf}.down_proj.weight",), (("hidden", "shared_ffn"),), indices),
+        WeightRow(f"{megatron}gate_weight", (f"{hf}_gate.weight",), ((1, "hidden"),), indices, replicated=True),
     )
 
 
@@ -85,7 +84,7 @@ def _mtp_rows(experts: ExpertLayout) -> tuple[WeightRow, ...]:
         ("final_layernorm.weight", "mtp.norm.weight", ("hidden",)),
     )
     always = (
-        *(Copy(_MTP + name, (other,), (shape,)) for name, other, shape in joining),
+        *(WeightRow(_MTP + name, (other,), (shape,)) for name, other, shape in joining),
         *_full_attention_rows(*_MTP_LAYER),
     )
     with_experts = (*moe_rows(*_MTP_LAYER, experts=experts), *_shared_expert_rows(*_MTP_LAYER))

@@ -50,7 +50,7 @@ def config_dict(size: str) -> dict[str, Any]:
     }
     if preset.experts is not None:
         text |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
-    return size_presets.config_of(preset, model_type=FAMILY, architecture="Qwen3VL", text=text, token_ids=TOKENS)
+    return size_presets.preset_config(preset, model_type=FAMILY, architecture="Qwen3VL", text=text, token_ids=TOKENS)
 
 
 def hf_config(size: str) -> Any:
