@@ -64,18 +64,12 @@ def loss_processor(
 def token_losses(
     head: Head, hidden: Tensor, labels: Tensor, tokens: int, seen: Seen | None = None, others: tuple[Tensor, ...] = ()
 ) -> Tensor:
-    """Losses [b, s] in float32; with more than `tokens` tokens, computed from the logits of one chunk at a time.
+    """Losses [b, s] in float32 of hidden states [s / sp, b, h]. With more labels [b, s] than `tokens`, over rows and
+    ranks, they are computed from the logits of one chunk of at most so many at a time; 0: at once.
 
-    Chunks differ by at most one token of each row and rank. Under sequence parallelism a chunk has the tokens of the
-    same positions in every rank's part.
-
-    Args:
-        head: computes logits and losses.
-        hidden: [s / sp, b, h].
-        labels: [b, s].
-        tokens: maximum number per chunk, over all rows and ranks (at least one of each). 0: one chunk.
-        seen: called with each chunk's logits and its parts of `others`, in order, in the forward pass.
-        others: tensors [b, s].
+    Chunks differ by at most one token of each row and rank, of which each has at least one. Under sequence parallelism
+    a chunk has the tokens of the same positions in every rank's part. `seen` is called in the forward pass with each
+    chunk's logits and its parts of `others`, tensors [b, s], in order.
 
     Raises:
         ValueError: labels of another number of tokens.

@@ -14,21 +14,13 @@ from qwen3vl_bridge.weights.rows import Dimensions
 
 
 class Indivisible(NamedTuple):
-    """A size of a model that its ranks cannot divide.
+    """A size of a model that its ranks cannot divide."""
 
-    Attributes:
-        setting: the provider's setting, or product of settings.
-        size: its value.
-        split: the parallel sizes that should divide it: "tp", "tp of vision", "ep", "etp" or "tp * cp".
-        ranks: their product.
-        either: a divisor of `ranks` is allowed as well.
-    """
-
-    setting: str
-    size: int
-    split: str
-    ranks: int
-    either: bool = False
+    setting: str  # the provider's, or a product of settings
+    size: int  # its value
+    split: str  # the parallel sizes that should divide it: "tp", "tp of vision", "ep", "etp" or "tp * cp"
+    ranks: int  # their product
+    either: bool = False  # a divisor of `ranks` is allowed as well
 
 
 def indivisible(

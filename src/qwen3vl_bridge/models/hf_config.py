@@ -296,12 +296,8 @@ def identity_of_config(config: Mapping[str, Any], own: Mapping[str, Mapping[str,
 def identity_of_run(model: Mapping[str, Any], config: Mapping[str, Any], dense: str) -> dict[str, Any]:
     """The identifying fields in the `model` section of a run's file that every family has, as far as they are given.
 
-    A vocabulary larger than the configuration's is left out: its padding is known from the tensors' rows.
-
-    Args:
-        model: fields of a provider.
-        config: the identity of a configuration; no other field of the tower is used.
-        dense: `model_type` of models without experts.
+    A vocabulary larger than the configuration's is left out: its padding is known from the tensors' rows. Of the tower
+    only fields are used that the configuration's identity has. `dense` is the `model_type` of models without experts.
     """
     fields = renamed(model, _OF_PROVIDER)
     if "num_moe_experts" in model:

@@ -58,7 +58,6 @@ class BalancedRouter(TopKRouter):
         """Attach a loss to `probs` [tokens, E]; for a microbatch without real tokens it is 0, and so is its gradient.
 
         Args:
-            kind: of the loss, which selects its coefficient.
             scores: [tokens, E] of this rank, zero for padding.
             selected: [E] how often each expert is selected by real tokens of all ranks of `group`.
             wanted: [E] the f_e of the loss.

@@ -28,15 +28,10 @@ def check(rules: Iterable[Rule], settings: Any) -> None:
 
 @dataclass(frozen=True)
 class When:
-    """Conditions under which rows apply, to be called with all settings.
+    """Conditions under which rows apply, to be called with all settings."""
 
-    Attributes:
-        names: the settings on which the conditions depend, separated by spaces, for the message.
-        holds: whether the conditions are met.
-    """
-
-    names: str
-    holds: Callable[[Any], Any]
+    names: str  # the settings on which the conditions depend, separated by spaces, for the message
+    holds: Callable[[Any], Any]  # whether the conditions are met
 
     def __call__(self, settings: Any) -> Any:
         """Whether the conditions are met."""
@@ -86,21 +81,14 @@ def missing(package: str) -> Callable[[Any], bool]:
 
 @dataclass(frozen=True)
 class Allowed:
-    """The allowed value of a setting.
+    """The allowed value of a setting."""
 
-    Attributes:
-        name: the path to it, as "dist_train.vision_world_size"; or a product of settings, as "a * b".
-        expected: its only value, a `Range` of values, or `DEFAULT`.
-        when: condition under which the row applies, which the message says if it is a `When`; None: always.
-        also: further accepted values with the same meaning.
-        why: the reason, or what to do instead.
-    """
-
-    name: str
-    expected: Any
+    name: str  # the path to it, as "dist_train.vision_world_size"; or a product of settings, as "a * b"
+    expected: Any  # its only value, a `Range` of values, or `DEFAULT`
+    # Condition under which the row applies, which the message says if it is a `When`; None: always.
     when: When | Callable[[Any], Any] | None = None
-    also: tuple[Any, ...] = ()
-    why: str = ""
+    also: tuple[Any, ...] = ()  # further accepted values with the same meaning
+    why: str = ""  # the reason, or what to do instead
 
     def because(self, why: str) -> Allowed:
         """The row with a reason."""
@@ -132,15 +120,10 @@ DEFAULT = object()
 
 @dataclass(frozen=True)
 class Range:
-    """Allowed values of a setting.
+    """Allowed values of a setting."""
 
-    Attributes:
-        has: (value, all settings) -> whether it is allowed.
-        describe: description of the values, from all settings.
-    """
-
-    has: Callable[[Any, Any], bool]
-    describe: Callable[[Any], str]
+    has: Callable[[Any, Any], bool]  # (value, all settings) -> whether it is allowed
+    describe: Callable[[Any], str]  # description of the values, from all settings
 
 
 def any_of(*values: Any) -> Range:

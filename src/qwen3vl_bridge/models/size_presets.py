@@ -57,15 +57,10 @@ def preset_of(name: str, presets: Mapping[str, Preset], hub_ids: Callable[[str],
 def preset_config(
     preset: Preset, *, model_type: str, architecture: str, text: Mapping[str, Any], token_ids: Mapping[str, int]
 ) -> dict[str, Any]:
-    """A `config.json` in the format of transformers 5, without fields that have its defaults; a new object that the
-    caller may modify.
+    """A `config.json` in the format of transformers 5, without fields that have its defaults, and with a family's own
+    (`text`); a new object that the caller may modify.
 
-    Args:
-        preset: the size.
-        model_type: of the family's dense models.
-        architecture: the prefix of the family's class names in transformers.
-        text: the family's own fields of the text model.
-        token_ids: the ids of vision tokens, by field.
+    `model_type` is that of the family's dense models, `architecture` the beginning of their class in transformers.
     """
     if preset.experts is not None:
         model_type, architecture = f"{model_type}_moe", f"{architecture}Moe"

@@ -45,11 +45,7 @@ _BF16_MIXED = "bf16_mixed"
 
 
 def plan_of(cfg: Any, world_size: int) -> MemoryEstimate:
-    """The memory of each rank of a run.
-
-    Args:
-        cfg: the configuration of one of our models, finalised or not. It is only read.
-        world_size: number of ranks.
+    """The memory of each rank of a run of one of our models, whose configuration is finalised or not, and only read.
 
     Raises:
         ValueError: a setting that changes memory and is not modelled, or an invalid one.

@@ -31,17 +31,13 @@ def propose(
     vision_split: ModelSplit | None = None,
     most: int = 5,
 ) -> tuple[list[MemoryEstimate], MemoryEstimate]:
-    """Splits that fit, in the order of this module; and the one that needs least memory of all that were tried, for
-    where nothing fits.
+    """At most `most` splits over `world` GPUs that fit, in this module's order, each with another TP, PP or CP; and the
+    one that needs least memory of all that were tried, for where nothing fits. Recomputation is chosen here.
 
     Args:
-        dims: the model's dimensions.
-        world: number of GPUs, including separate vision ranks.
-        gpu: the kind of GPU.
-        training: the requested settings; recomputation is chosen here.
+        world: includes separate vision ranks.
         fixed: sizes of `ModelSplit` that are given.
         vision_split: of separate vision ranks; None without them.
-        most: maximum number of results, each with another TP, PP or CP.
 
     Raises:
         ValueError: settings or sizes with which no split is possible; the message has the reason of the simplest.

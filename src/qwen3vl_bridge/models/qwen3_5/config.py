@@ -165,14 +165,8 @@ def own_dimensions(
     shared_ffn: int | None,
     mtp: int | None,
 ) -> Dimensions:
-    """The dimensions of all families, and those of this one.
-
-    Args:
-        shared: of all families.
-        linear: the fields in `LINEAR_SIZES`.
-        is_linear: for each layer, whether its attention is linear.
-        shared_ffn: width of the shared expert.
-        mtp: layers of multi-token prediction: 1, or 0 or None for none.
+    """The dimensions of all families, `shared`, and those of this one: of the fields in `LINEAR_SIZES`, of whether each
+    layer's attention is linear, of the shared expert's width, and of the layers of multi-token prediction, if any.
     """
     key_dim, value_dim = linear["linear_key_head_dim"], linear["linear_value_head_dim"]
     key, value = linear["linear_num_key_heads"] * key_dim, linear["linear_num_value_heads"] * value_dim

@@ -111,8 +111,6 @@ class DeepStackStage:
         check_received(
             received, length * rows + features, f"{length} tokens of {rows} rows and {features} DeepStack features"
         )
-        if not self.received:
-            return received, received.new_empty(0, tokens, received.size(-1))
         hidden, appended = received.split([len(received) - features, features])
         width = received.size(-1)
         return hidden.view(-1, rows, width), appended.view(self.received, tokens, width)
