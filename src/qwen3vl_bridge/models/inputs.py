@@ -98,13 +98,13 @@ def as_model_inputs(
         )
     if sharded and predicts:
         labels, mask = gather_labels(labels, mask, layout, groups.cp, device)
-        labels = _checked_labels(labels, mask, [batch.input_ids.shape], vocabulary)
+        labels = _readable(labels, mask, [batch.input_ids.shape], vocabulary)
         batch = replace(batch, labels=labels, loss_mask=batch.loss_mask if mask is None else mask.float())
     elif not sharded:
         batch = with_labels(batch, arranged, labels, mask, vocabulary)
     inputs = batch.local(**ranks)
     if sharded and not predicts:
-        own = None if labels is None else _checked_labels(labels, mask, [inputs.input_ids.shape], vocabulary)
+        own = None if labels is None else _readable(labels, mask, [inputs.input_ids.shape], vocabulary)
         inputs = replace(inputs, labels=own, loss_mask=None if mask is None else mask.float())
     elif cp_size > 1 and loss_mask is not None and loss_mask.shape != inputs.input_ids.shape:
         conversion = replace(conversion, loss_mask=inputs.loss_mask)
@@ -657,7 +657,7 @@ def with_labels(
     if labels is not None:
         if loss_mask is not None and loss_mask.shape != labels.shape:
             raise ValueError(f"loss_mask has shape {list(loss_mask.shape)}, expected {list(labels.shape)} as labels")
-        labels = _checked_labels(labels, loss_mask, shapes, vocab_size)
+        labels = _readable(labels, loss_mask, shapes, vocab_size)
     elif loss_mask is not None and loss_mask.shape not in shapes:
         raise ValueError(f"loss_mask has shape {list(loss_mask.shape)}, expected {_words(shapes)}")
     for name, values in (("labels", labels), ("loss_mask", None if loss_mask is None else loss_mask.float())):
@@ -675,7 +675,7 @@ def with_labels(
     return batch
 
 
-def _checked_labels(labels: Tensor, loss_mask: Tensor | None, shapes: list, vocab_size: int) -> Tensor:
+def _readable(labels: Tensor, loss_mask: Tensor | None, shapes: list, vocab_size: int) -> Tensor:
     """Check that unmasked labels are token ids, and replace all entries that are not token ids by `IGNORED`."""
     right = (labels >= 0) & (labels < vocab_size)
     free = labels == IGNORED if loss_mask is None else loss_mask == 0
