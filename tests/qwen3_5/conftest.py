@@ -5,12 +5,15 @@ from qwen3vl_bridge.weights.rows import ExpertLayout
 import pytest
 
 from tests.parity.conftest import Pair, make_pair
-from tests.qwen3_5.tiny import in_released_dtypes, make_checkpoint, with_mtp
+from tests.parity.one_process.test_settings import SCALED
+from tests.qwen3_5.tiny import ROPE, in_released_dtypes, make_checkpoint, with_mtp
 
 RELEASED = ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT
+YARN = ROPE | dict(rope_type="yarn", **SCALED["yarn"])
 KINDS = {
     "dense": {"mtp": RELEASED}, "tied": {"tied": True}, "moe": {"moe": True, "mtp": RELEASED},
     "per expert": {"moe": True, "packed": False}, "3.6": {"moe": True, "mtp": ExpertLayout.OUTPUT_MAJOR},
+    "yarn": {"moe": True, "mtp": ExpertLayout.OUTPUT_MAJOR, "rope_parameters": YARN},
 }  # fmt: skip
 
 

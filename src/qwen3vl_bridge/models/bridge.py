@@ -144,6 +144,11 @@ def _files_of(hf_pretrained: Any) -> SafeTensorsStateSource | None:
     return source if isinstance(source, SafeTensorsStateSource) else None
 
 
+def scaled_rope(rope: dict[str, Any]) -> dict[str, Any] | None:
+    """A provider's `rope_parameters`, of a family's."""
+    return None if rope["rope_type"] == "default" else rope
+
+
 def stored_config(name: str, hf_pretrained: Any) -> Mapping[str, Any]:
     """The configuration of a Hugging Face model, without optional parts that a local checkpoint lacks."""
     config, source = hf_pretrained.config.to_dict(), _files_of(hf_pretrained)

@@ -91,6 +91,8 @@ _ROPE: Mapping[str, Kind] = {
     **dict.fromkeys(("partial_rotary_factor", "mscale", "mscale_all_dim"), NOT_NEGATIVE),
     "truncate": TRUTH,
 }
+# Rotary embeddings whose frequencies do not depend on a batch's length.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _OUT_HIDDEN_SIZE = 3584  # default of transformers
 
 
@@ -139,25 +141,68 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def rope_settings(text: Mapping[str, Any], types: Sequence[str]) -> dict[str, Any]:
-    """A text configuration's rotary settings, of either format, with `rope_type` as in transformers 5.
+def rope_parameters_of(text: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """A text configuration's rotary settings, of either format, in the format of transformers 5.
+
+    Args:
+        text: the text configuration.
+        defaults: a family's names and defaults for what every model has; None where a configuration has to have it.
+
+    Returns:
+        `rope_type`, what is in `defaults`, and the parameters of a scaled type.
 
     Raises:
-        ValueError: another type than these, or a value of the wrong type.
+        ValueError: a type that is not supported, or a value that is missing or of the wrong type.
     """
     for section in ("rope_parameters", "rope_scaling"):
         for name, value in (text.get(section) or {}).items():
             if value is not None and name in _ROPE:
                 _check_type(f"text_config.{section}", name, value, _ROPE[name])
-    rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
-    kind = rope.pop("type", None)
-    kind = rope.get("rope_type") or kind or "default"
-    rope["rope_type"] = "default" if kind == "mrope" else kind
-    if rope["rope_type"] not in types:
-        raise ValueError(f"rope_type is {kind!r}, expected one of {', '.join(types)}")
-    if not rope.get("mrope_interleaved", True):
+    given = {k: v for k, v in (text.get("rope_parameters") or text.get("rope_scaling") or {}).items() if v is not None}
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind not in ("mrope", *ROPE_TYPES):
+        raise ValueError(f"rope_type is {kind!r}, expected one of {', '.join(ROPE_TYPES)}")
+    if not given.pop("mrope_interleaved", True):
         raise ValueError("mrope_interleaved is False, expected True as in every released model")
-    return rope
+    rope = {"rope_type": "default" if kind == "mrope" else kind}
+    for name, default in defaults.items():
+        rope[name] = next((value for value in (given.get(name), text.get(name)) if value is not None), default)
+    if rope["rope_type"] != "default":
+        rope |= {name: value for name, value in given.items() if name not in (*rope, "type")}
+        rope.setdefault("factor", None)
+    if rope["rope_type"] in ("yarn", "llama3"):  # as transformers does
+        rope.setdefault("original_max_position_embeddings", text.get("max_position_embeddings"))
+    for name, value in rope.items():
+        if value is None:
+            raise ValueError(f"text_config has no {name}, neither in rope_parameters nor in text_config itself")
+    return rope | {"mrope_section": list(rope["mrope_section"])}
+
+
+def scaled_rope_of_run(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The identifying fields of a run's rotary embedding beside those that a family names itself.
+
+    Megatron-Bridge stores a scaled one in the text configuration, we in a field.
+    """
+    text = model.get("hf_text_config")
+    scaled = text.get("rope_parameters") or text.get("rope_scaling") if isinstance(text, Mapping) else None
+    scaled = scaled or model.get("rope_parameters")
+    fields = {}
+    if isinstance(scaled, Mapping) and (kind := scaled.get("rope_type") or scaled.get("type")):
+        if kind in ("default", "mrope"):
+            fields = {"rope_type": "default"}
+        else:
+            fields = {k: v for k, v in scaled.items() if k not in ("type", "mrope_interleaved") and v is not None}
+    elif "rope_parameters" in model or isinstance(text, Mapping):
+        fields = {"rope_type": "default"}
+    return {f"text_config.rope_parameters.{name}": value for name, value in fields.items()}
+
+
+def with_scaled_rope(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """A `config.json` with a provider's `rope_parameters`."""
+    text = dict(config["text_config"])
+    before = text.pop("rope_scaling", None) or {}
+    text["rope_parameters"] = before | (text.get("rope_parameters") or {}) | {"mrope_interleaved": True, **rope}
+    return {**config, "text_config": text}
 
 
 def check_tower_size(vision: Mapping[str, Any], text_width: int) -> None:

@@ -33,6 +33,7 @@ from qwen3vl_bridge.models.rules import (
     same_as,
 )
 from qwen3vl_bridge.models.settings import (
+    YARN_FIELDS,
     VisionLanguageFields,
     attends_without_kernel,
     name_of_activation,
@@ -78,8 +79,7 @@ def unread(names: str) -> tuple[Allowed, ...]:
 # By the part of megatron-core that reads them, which no family's model has.
 UNREAD = unread(
     # other position embeddings
-    "rope_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_mscale "
-    "yarn_mscale_all_dim yarn_correction_range_round_to_int "
+    "rope_scaling_factor "
     # the embedding's own scatter over ranks; images are added before
     "scatter_embedding_sequence_parallel clone_scatter_output_in_embedding "
     # other attention
@@ -106,10 +106,11 @@ FIXED: tuple[Rule, ...] = (
     *UNREAD,
     *keep("transformer_layer_spec use_transformer_engine_full_layer_spec", "transformer_impl selects the layers"),
     *keep(
-        "position_embedding_type rotary_interleaved rotary_scaling_factor yarn_rotary_scaling_factor rope_scaling "
-        "seq_len_interpolation_factor no_rope_freq",
+        "position_embedding_type rotary_interleaved rotary_scaling_factor rope_scaling seq_len_interpolation_factor "
+        "no_rope_freq",
         "rotary_base, mrope_section and rope_parameters define the rotary embedding",
     ),
+    *keep(" ".join(YARN_FIELDS.values()), "only position_embedding_type='yarn' reads it; or set rope_parameters"),
     *keep(
         # attention
         "qk_layernorm qk_l2_norm add_qkv_bias attention_output_gate window_size softmax_scale softmax_type "

@@ -102,7 +102,7 @@ class InterleavedMRoPE(nn.Module):
     Source: transformers, Qwen3VLTextRotaryEmbedding.apply_interleaved_mrope.
 
     Args:
-        dim: head dimension d.
+        dim: rotated dimensions d of a head.
         theta: RoPE base.
         mrope_section: number of the d/2 frequencies for each axis (temporal, height, width).
         dtype: dtype in which heads are rotated.
@@ -135,7 +135,8 @@ class InterleavedMRoPE(nn.Module):
             if self.scaled is None:
                 frequencies = inverse_frequencies(self.dim, self.theta, host)
             else:  # on a GPU, transformers' functions would copy from memory that is not pinned
-                config = Qwen3VLTextConfig(head_dim=self.dim, rope_parameters=dict(self.scaled))
+                whole = {"partial_rotary_factor": 1.0}  # of the dimensions that are rotated at all
+                config = Qwen3VLTextConfig(head_dim=self.dim, rope_parameters={**self.scaled, **whole})
                 frequencies, scale = ROPE_INIT_FUNCTIONS[self.scaled["rope_type"]](config, host)
             frequency = torch.arange(self.dim // 2)
             _, height, width = (3 * n for n in self.mrope_section)

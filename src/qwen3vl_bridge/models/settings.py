@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from qwen3vl_bridge.models.divisibility import Replicas
+from qwen3vl_bridge.models.hf_config import rope_parameters_of
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +63,8 @@ class VisionLanguageFields(GPTModelProvider):
         pad_token_id: if a caller's rows come without any mask, a sequence of this id at a row's end is padding. None:
             every token is real.
         mrope_section: rotary frequencies of the temporal, height and width axis.
-        rope_parameters: a scaled rotary embedding (such as YaRN) in transformers' format, or None.
+        rope_parameters: a scaled rotary embedding (such as YaRN) in transformers' format, or None; `finalize()` adds
+            what other fields say. Or `position_embedding_type="yarn"` with Megatron-Bridge's `yarn_*`.
         freeze_language_model, freeze_vision_model, freeze_vision_projection: parts that are not trained. The vision
             projection is the patch mergers.
         vision_recompute_granularity, vision_recompute_modules, vision_recompute_method, vision_recompute_num_layers:
@@ -221,6 +223,47 @@ def complete_dist_train(provider: VisionLanguageFields) -> None:
             setattr(split, name, 1)
 
 
+# Megatron-Bridge's names of what transformers calls this.
+YARN_FIELDS = {
+    "factor": "yarn_rotary_scaling_factor",
+    "truncate": "yarn_correction_range_round_to_int",
+    **{
+        name: f"yarn_{name}"
+        for name in ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    },
+}
+
+
+def complete_rope(provider: VisionLanguageFields) -> None:
+    """Translate Megatron-Bridge's settings of YaRN, and add to a scaled rotary embedding what other fields say.
+
+    Raises:
+        ValueError: `rope_parameters` is malformed, or says something else than another field.
+    """
+    if provider.position_embedding_type == "yarn":
+        values = {name: getattr(provider, field) for name, field in YARN_FIELDS.items()}
+        if not values["mscale_all_dim"] and values["mscale"] in (None, 1.0):  # what it is without them
+            values["mscale"] = values["mscale_all_dim"] = None
+        if bool(values["mscale"]) != bool(values["mscale_all_dim"]):
+            raise ValueError("yarn_mscale and yarn_mscale_all_dim: expected both above 0, or neither")
+        given = {name: value for name, value in values.items() if value is not None}
+        provider.rope_parameters = {"rope_type": "yarn"} | given | (provider.rope_parameters or {})
+        provider.position_embedding_type = "mrope"
+        for name in YARN_FIELDS.values():
+            setattr(provider, name, None)
+    if provider.rope_parameters is None:
+        return
+    other = {"rope_theta": provider.rotary_base, "mrope_section": list(provider.mrope_section)}
+    if provider.rotary_percent != 1.0:
+        other["partial_rotary_factor"] = provider.rotary_percent
+    given = {name: value for name, value in provider.rope_parameters.items() if value is not None}
+    rope = rope_parameters_of({"rope_parameters": other | given}, dict.fromkeys(other))
+    for name, value in other.items():
+        if rope[name] != value:
+            raise ValueError(f"rope_parameters has {name} {rope[name]}, another field of the provider {value}")
+    provider.rope_parameters = None if rope["rope_type"] == "default" else rope
+
+
 def complete_before_finalize(provider: VisionLanguageFields) -> None:
     """Convert settings to megatron-core's values, turn off those without a kernel, and turn on what experts and split
     rows need; changes are logged. Called before megatron-core completes the fields.
@@ -231,6 +274,7 @@ def complete_before_finalize(provider: VisionLanguageFields) -> None:
     if provider.mtp_num_layers == 0:
         provider.mtp_num_layers = None  # megatron-core uses None for a model without such layers
     complete_dist_train(provider)
+    complete_rope(provider)
     local = provider.transformer_impl == "local"
     if isinstance(provider.attention_backend, str):
         if provider.attention_backend not in AttnBackend.__members__:

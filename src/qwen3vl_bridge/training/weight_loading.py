@@ -174,7 +174,10 @@ class Pretrained:
             refuse_adapters_alone(self.folder)
             return
         config = ModelConfig(self.folder).raw
-        theirs, ours = _sizes(family_of(config).provider_of(config)), _sizes(provider)
+        theirs, ours = _sizes(stored := family_of(config).provider_of(config)), _sizes(provider)
+        if provider.rope_parameters is None and stored.rope_parameters is not None:
+            # A run may scale what its checkpoint does not, never the other way: the exported model would say otherwise.
+            ours["rope_parameters"], theirs["rope_parameters"] = None, stored.rope_parameters
         differ = [
             f"{name} is {theirs.get(name)}, expected {ours[name]}" for name in ours if theirs.get(name) != ours[name]
         ]

@@ -132,3 +132,43 @@ def test_settings_alone_are_sent_to_other_ranks(untied_folder):
     assert all(vars(sent)[name] == value for name, value in vars(provider).items() if isinstance(value, plain))
     assert sent._pg_collection is None
     assert copy.copy(provider)._pg_collection is provider._pg_collection
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rope_parameters": YARN},
+        dict(position_embedding_type="yarn", yarn_rotary_scaling_factor=4.0, yarn_original_max_position_embeddings=64,
+             yarn_mscale=1.0, yarn_mscale_all_dim=0.0),
+    ],
+    ids=["transformers", "Megatron-Bridge"],
+)  # fmt: skip
+def test_yarn_by_the_names_of(settings, untied_folder):
+    provider = AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=False)
+    for name, value in settings.items():
+        setattr(provider, name, value)
+    provider.finalize()
+    other = {"rope_theta": provider.rotary_base, "mrope_section": provider.mrope_section}
+    assert provider.rope_parameters == YARN | other and provider.position_embedding_type == "mrope"
+    provider.finalize()  # as Megatron-Bridge does again
+    assert provider.rope_parameters == YARN | other
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "no original_max_position_embeddings"),
+        ({"rope_parameters": YARN | {"rope_theta": 7.0}}, "has rope_theta 7.0, another field of the provider 5000000"),
+        ({"yarn_rotary_scaling_factor": 4.0}, "position_embedding_type='yarn'"),
+        (dict(position_embedding_type="yarn", yarn_mscale=2.0), "expected both above 0, or neither"),
+    ],
+)
+def test_a_scaled_rotary_embedding_that_is_wrong(settings, message, untied_folder):
+    provider = AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=False)
+    for name, value in settings.items():
+        setattr(provider, name, value)
+    with pytest.raises(ValueError, match=message):
+        provider.finalize()

@@ -12,11 +12,12 @@ from tests.parity.matrix import MODELS, some_cases, with_references
 from tests.parity.matrix import check as check_matrix
 from tests.parity.one_process.test_parity import check_parity, run_megatron
 from tests.parity.one_process.test_recompute import FULL, of_vision
+from tests.parity.one_process.test_settings import SCALED, assert_parity_of_change, changed
 from tests.parity.split_models.test_cp_check import RANKS, check_sizes, steps_of_sizes
 from tests.parity.split_models.test_fsdp import check_models, run_models
 
 from ..conftest import pair_with_mtp
-from ..tiny import with_mtp
+from ..tiny import ROPE, with_mtp
 
 
 @pytest.fixture(scope="module", params=["dense", "tied", "moe"])
@@ -35,6 +36,13 @@ def test_kinds_of_layers(pair):
     layers = [type(layer.self_attention).__name__ for layer in pair.megatron.language_model.decoder.layers]
     assert layers == ["LinearAttention"] * 3 + ["RotarySelfAttention"]
     assert not pair.megatron.vision_model.deepstack_layers
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_scaled_rotary_embeddings(kind, qwen3_5_folders, tmp_path):
+    scaled = ROPE | dict(rope_type=kind, **SCALED[kind])
+    folder = changed(qwen3_5_folders["dense"], tmp_path / kind, rope_parameters=scaled)
+    assert_parity_of_change(make_pair(qwen3_5_folders["dense"]), pair_with_mtp({kind: folder}, kind))
 
 
 PARTS = ("language_model", "vision_model", "vision_projection")
@@ -74,7 +82,7 @@ MATRIX = MODELS["qwen3_5"]
 
 @pytest.fixture(scope="module")
 def both(qwen3_5_folders):
-    return {"dense": qwen3_5_folders["dense"], "MoE": qwen3_5_folders["3.6"]}
+    return {"dense": qwen3_5_folders["dense"], "MoE": qwen3_5_folders["yarn"]}
 
 
 @pytest.fixture(scope="module")

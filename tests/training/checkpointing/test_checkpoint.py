@@ -1,6 +1,7 @@
 """What a run goes on with from a checkpoint; checkpoints and weights that do not fit it, or have other names."""
 
 import multiprocessing
+import queue
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from megatron.bridge.training import checkpointing
 from megatron.bridge.training.callbacks import Callback
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from tests.steps import save, set_up, train_step
 
@@ -61,6 +63,17 @@ def test_no_step_changes_no_weight_from_hugging_face_to_export(inputs, tmp_path)
     export_checkpoint(tmp_path / "run", tmp_path / "hf", progress=False)
     before, after = (load_file(folder / "model.safetensors") for folder in (inputs.hf, tmp_path / "hf"))
     assert same(before, after)
+
+
+def test_a_rotary_embedding_that_a_run_scales_is_in_its_export(inputs, tmp_path):
+    yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
+    run = set_up(replicated(inputs, tmp_path / "run", checkpoint__save_optim=False, model__rope_parameters=yarn))
+    save(run)
+    export_checkpoint(tmp_path / "run", tmp_path / "hf", progress=False)
+    found = AutoConfig.from_pretrained(tmp_path / "hf").text_config.rope_parameters
+    assert found.items() >= yarn.items() and found["mrope_interleaved"]
+    with pytest.raises(CheckpointError, match=r"rope_parameters is {'rope_type': 'yarn'.*expected None"):
+        set_up(replicated(replace(inputs, hf=tmp_path / "hf"), None, model__rope_parameters=None))
 
 
 def test_a_step_may_be_chosen(saved, inputs):
@@ -171,7 +184,7 @@ def test_a_process_that_saving_has_started_does_not_train(inputs, monkeypatch):
 
 
 def test_saving_starts_no_process(saved):
-    assert filesystem_async._results_queue is None  # megatron-core's, of a process that would live as long as the run
+    assert isinstance(filesystem_async._results_queue, queue.Queue)  # megatron-core's own is in a process it starts
 
 
 KIND = "fully_reshardable"

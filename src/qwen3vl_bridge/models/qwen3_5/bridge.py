@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qwen3vl_bridge.models.bridge import FamilyBridge, provider_of, stored_config
+from qwen3vl_bridge.models.bridge import FamilyBridge, provider_of, scaled_rope, stored_config
 from qwen3vl_bridge.models.provider import ExpertsMixin
 from qwen3vl_bridge.models.qwen3_5.config import (
     FAMILY,
@@ -52,7 +52,8 @@ class Qwen35VLBridge(FamilyBridge):
         fields = dict(
             rotary_base=rope["rope_theta"],
             rotary_percent=rope["partial_rotary_factor"],
-            mrope_section=list(rope["mrope_section"]),
+            mrope_section=rope["mrope_section"],
+            rope_parameters=scaled_rope(rope),
             linear_attention_freq=[int(kind == LINEAR) for kind in layer_types_of(text.to_dict())],
             **{name: getattr(text, name) for name in LINEAR_SIZES},
         )

@@ -22,7 +22,8 @@ from qwen3vl_bridge.models.hf_config import (
     identity_of_config,
     identity_of_run,
     renamed,
-    rope_settings,
+    rope_parameters_of,
+    scaled_rope_of_run,
     shared_dimensions,
     shown,
 )
@@ -56,7 +57,6 @@ _NULLABLE: Mapping[str, Kind] = {
 }
 _MOE_FIELDS = ("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
 _ROPE: Mapping[str, Any] = {
-    "rope_type": "default",
     "rope_theta": 10_000.0,
     "partial_rotary_factor": 0.25,
     "mrope_section": [11, 11, 10],
@@ -118,20 +118,8 @@ def layer_types_of(text: Mapping) -> tuple[str, ...]:
 
 
 def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings of a text configuration, in the format of transformers 5 and with its defaults.
-
-    Returns:
-        `rope_type`, `rope_theta`, `partial_rotary_factor`, `mrope_section`.
-
-    Raises:
-        ValueError: a type of rotary embedding that this model does not support, or a section of the wrong size.
-    """
-    given = rope_settings(text, ("default",))
-    rope = {
-        name: next((value for value in (given.get(name), text.get(name)) if value is not None), default)
-        for name, default in _ROPE.items()
-    }
-    rope["rope_type"] = "default"
+    """See `rope_parameters_of`, with transformers' defaults; also raises for a section of the wrong size."""
+    rope = rope_parameters_of(text, _ROPE)
     rotated = int((text.get("head_dim") or HEAD_DIM) * rope["partial_rotary_factor"])
     check_mrope_section(rope["mrope_section"], rotated)
     return rope
@@ -216,14 +204,12 @@ def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
     names = _MOE_FIELDS if experts_of(text) else ("intermediate_size",)
     fields |= {f"text_config.{name}": text[name] for name in names}
     fields[_FULL_LAYERS] = [layer for layer, kind in enumerate(layer_types_of(text)) if kind == FULL]
-    rope = rope_parameters(text)
-    rope["mrope_section"] = list(rope["mrope_section"])
-    return fields | {f"text_config.rope_parameters.{name}": value for name, value in rope.items()}
+    return fields | {f"text_config.rope_parameters.{name}": value for name, value in rope_parameters(text).items()}
 
 
 def fields_of_run(model: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """The identifying fields in the `model` section of a run's file; arguments as for `identity_of_run`."""
-    fields = identity_of_run(model, config, FAMILY) | renamed(model, _OF_PROVIDER)
+    fields = identity_of_run(model, config, FAMILY) | renamed(model, _OF_PROVIDER) | scaled_rope_of_run(model)
     if model.get("num_moe_experts"):
         shared = "shared_expert_intermediate_size"
         fields |= renamed(model, {f"moe_{shared}": f"text_config.{shared}"})

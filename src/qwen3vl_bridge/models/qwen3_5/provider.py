@@ -26,7 +26,6 @@ _RECOMPUTED_SO = "megatron-core recomputes multi-token prediction in no other wa
 
 _RULES: tuple[Rule, ...] = (
     *keep("deterministic_mode", "megatron-core's linear attention then takes no packed rows"),
-    *keep("rope_parameters", "transformers computes no scaled rotary embedding of this family"),
     Allowed("mtp_num_layers", any_of(None, 1)).because("multi-token prediction is one layer"),
     *keep(
         "mtp_detach_heads mtp_use_repeated_layer",

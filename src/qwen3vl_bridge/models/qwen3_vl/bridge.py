@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qwen3vl_bridge.models.bridge import FamilyBridge, provider_of
+from qwen3vl_bridge.models.bridge import FamilyBridge, provider_of, scaled_rope
 from qwen3vl_bridge.models.hf_config import TOKEN_IDS
 from qwen3vl_bridge.models.qwen3_vl.config import FAMILY, moe_layers_of, rope_parameters
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
@@ -17,20 +17,16 @@ from megatron.bridge.models.qwen_vl import qwen3_vl_provider as stock
 from transformers import Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration
 
 
-def _scaled_rope(saved: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_of_text(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Scaled rotary embedding, which Megatron-Bridge's provider saves in the text configuration in addition to its
     fields.
     """
     text = saved.get("hf_text_config")
-    return {} if text is None else {"rope_parameters": _unless_default(rope_parameters(text.to_dict()))}
+    return {} if text is None else {"rope_parameters": scaled_rope(rope_parameters(text.to_dict()))}
 
 
-def _unless_default(rope: dict[str, Any]) -> dict[str, Any] | None:
-    return None if rope["rope_type"] == "default" else rope
-
-
-register_replacement(stock.Qwen3VLModelProvider, Qwen3VLModelProvider, elsewhere=_scaled_rope)
-register_replacement(stock.Qwen3VLMoEModelProvider, Qwen3VLMoEModelProvider, elsewhere=_scaled_rope)
+register_replacement(stock.Qwen3VLModelProvider, Qwen3VLModelProvider, elsewhere=_rope_of_text)
+register_replacement(stock.Qwen3VLMoEModelProvider, Qwen3VLMoEModelProvider, elsewhere=_rope_of_text)
 
 
 @MegatronModelBridge.register_bridge(
@@ -48,8 +44,8 @@ class Qwen3VLBridge(FamilyBridge):
         fields = dict(
             ffn_hidden_size=text.intermediate_size,
             rotary_base=rope["rope_theta"],
-            mrope_section=list(rope["mrope_section"]),
-            rope_parameters=_unless_default(rope),
+            mrope_section=rope["mrope_section"],
+            rope_parameters=scaled_rope(rope),
         )
         if moe_layers:
             # If this is a list, megatron-core takes layers for different ones, and a checkpoint then names each.

@@ -20,7 +20,8 @@ from qwen3vl_bridge.models.hf_config import (
     identity_of_config,
     identity_of_run,
     renamed,
-    rope_settings,
+    rope_parameters_of,
+    scaled_rope_of_run,
     shared_dimensions,
     shown,
 )
@@ -37,8 +38,6 @@ _REQUIRED: Fields = {
 }
 _OPTIONAL: Fields = {"text_config": {"decoder_sparse_step": POSITIVE}}
 _NULLABLE: Mapping[str, Kind] = {"num_key_value_heads": POSITIVE, "mlp_only_layers": LAYERS}
-# Rotary embeddings whose frequencies do not depend on a batch's length.
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def check_settings(config: Any) -> None:
@@ -103,24 +102,11 @@ def head_dim_of(text: Mapping) -> int:
 
 
 def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings of a text configuration, in the format of transformers 5.
-
-    Returns:
-        `rope_type`, `rope_theta`, `mrope_section`, and the parameters of a scaled type.
-
-    Raises:
-        ValueError: a type of rotary embedding that this model does not support, or a parameter that is missing or has
-            the wrong type.
-    """
-    rope = rope_settings(text, _ROPE_TYPES)
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"partial_rotary_factor is {rope['partial_rotary_factor']}, expected 1.0")
-    rope.setdefault("rope_theta", text.get("rope_theta"))
-    if rope["rope_type"] in ("yarn", "llama3"):  # as transformers does
-        rope.setdefault("original_max_position_embeddings", text.get("max_position_embeddings"))
-    for name in ("rope_theta", "mrope_section", *(() if rope["rope_type"] == "default" else ("factor",))):
-        if rope.get(name) is None:
-            raise ValueError(f"text_config has no {name}, neither in rope_parameters nor in text_config itself")
+    """See `rope_parameters_of`; of a whole head."""
+    rope = rope_parameters_of(text, {"rope_theta": None, "mrope_section": None})
+    rope.setdefault("partial_rotary_factor", 1.0)
+    if rope.pop("partial_rotary_factor") != 1.0:
+        raise ValueError("partial_rotary_factor is not 1.0, expected whole heads as in every released model")
     return rope
 
 
@@ -134,9 +120,11 @@ def dimensions_of(config: Mapping) -> Dimensions:
 
 # What identifies a model (see `hf_config`): fields specific to Qwen3-VL, or with a spelling specific to it.
 
+_ROPE_OF_RUN: Mapping[str, str] = {
+    "rotary_base": "text_config.rope_parameters.rope_theta",
+    "mrope_section": "text_config.rope_parameters.mrope_section",
+}
 _MOE_LAYERS = "text_config.layers with experts (decoder_sparse_step, mlp_only_layers)"
-# Rotary settings with the same value in every model, and duplicates of `rope_type`.
-_CONSTANT_ROPE = ("type", "mrope_interleaved", "partial_rotary_factor")
 
 
 def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,10 +141,7 @@ def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
     if moe_layers:
         fields |= {f"text_config.{name}": text.get(name) for name in ("num_experts_per_tok", "moe_intermediate_size")}
         fields[_MOE_LAYERS] = moe_layers
-    rope = rope_parameters(text)
-    rope["mrope_section"] = list(rope["mrope_section"])
-    names = ("rope_type", "rope_theta", "mrope_section") if rope["rope_type"] == "default" else rope
-    return fields | {f"text_config.rope_parameters.{name}": rope[name] for name in names if rope[name] is not None}
+    return fields | {f"text_config.rope_parameters.{name}": value for name, value in rope_parameters(text).items()}
 
 
 def fields_of_run(model: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,19 +156,4 @@ def fields_of_run(model: Mapping[str, Any], config: Mapping[str, Any]) -> dict[s
     if moe_layers is not None:
         fields[_MOE_LAYERS] = moe_layers
         fields |= renamed(model, DENSE_WIDTH) if len(moe_layers) != layers else {}
-    return fields | {f"text_config.rope_parameters.{name}": value for name, value in _rope_of_run(model).items()}
-
-
-def _rope_of_run(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron-Bridge stores a scaled rotary embedding in the text configuration, we in a field."""
-    text = model.get("hf_text_config")
-    scaled = text.get("rope_parameters") or text.get("rope_scaling") if isinstance(text, Mapping) else None
-    scaled = scaled or model.get("rope_parameters")
-    rope = renamed(model, {"rotary_base": "rope_theta", "mrope_section": "mrope_section"})
-    if isinstance(scaled, Mapping) and (kind := scaled.get("rope_type") or scaled.get("type")):
-        if kind in ("default", "mrope"):
-            return rope | {"rope_type": "default"}
-        return rope | {name: v for name, v in scaled.items() if name not in _CONSTANT_ROPE and v is not None}
-    if "rope_parameters" in model or isinstance(text, Mapping):
-        rope["rope_type"] = "default"
-    return rope
+    return fields | renamed(model, _ROPE_OF_RUN) | scaled_rope_of_run(model)

@@ -93,7 +93,7 @@ class Qwen3VLModelProvider(VisionLanguageProvider):
             rms_norm_eps=self.layernorm_epsilon,
             initializer_range=self.init_method_std,
             attention_dropout=self.attention_dropout,
-            rope_parameters=self.rope_parameters or rope | dict(mrope_interleaved=True),
+            rope_parameters=rope | (self.rope_parameters or {}) | dict(mrope_interleaved=True),
             bos_token_id=self.bos_token_id,
             eos_token_id=self.eos_token_id,
             pad_token_id=self.pad_token_id,
