@@ -9,24 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from qwen3vl_bridge.models.hf_config import (
-    POSITIVE,
-    TOKEN_IDS,
-    Fields,
-    Kind,
-    check_field_types,
-    check_model_type,
-    check_mrope_section,
-    check_supported_values,
-    experts_of,
-    identity_of_config,
-    identity_of_run,
-    renamed,
-    rope_parameters_of,
-    scaled_rope_of_run,
-    shared_dimensions,
-    shown,
-)
+from qwen3vl_bridge.models import hf_config
+from qwen3vl_bridge.models.hf_config import POSITIVE, TOKEN_IDS, Fields, Kind, experts_of, renamed, shown
 from qwen3vl_bridge.weights.rows import Dimensions
 
 FAMILY = "qwen3_5"
@@ -69,7 +53,7 @@ def check_settings(config: Any) -> None:
     Raises:
         ValueError: a field is missing or invalid, or would be ignored; the message names it.
     """
-    check_field_types(config, _REQUIRED, _OPTIONAL, _NULLABLE)
+    hf_config.check_field_types(config, _REQUIRED, _OPTIONAL, _NULLABLE)
     text = config["text_config"]
     _check_layers(text)
     experts = experts_of(text)
@@ -88,9 +72,9 @@ def check_settings(config: Any) -> None:
         "text_config.mtp_use_dedicated_embeddings": (text.get("mtp_use_dedicated_embeddings") or False, False),
         "vision_config.deepstack_visual_indexes": (deepstack, []),
     }
-    check_supported_values(config, own)
+    hf_config.check_supported_values(config, own)
     rope_parameters(text)
-    check_model_type(config, FAMILY, experts, "experts")
+    hf_config.check_model_type(config, FAMILY, experts, "experts")
 
 
 def _check_layers(text: Mapping[str, Any]) -> None:
@@ -119,9 +103,9 @@ def layer_types_of(text: Mapping) -> tuple[str, ...]:
 
 def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
     """See `rope_parameters_of`, with transformers' defaults; also raises for a section of the wrong size."""
-    rope = rope_parameters_of(text, _ROPE)
+    rope = hf_config.rope_parameters_of(text, _ROPE)
     rotated = int((text.get("head_dim") or HEAD_DIM) * rope["partial_rotary_factor"])
-    check_mrope_section(rope["mrope_section"], rotated)
+    hf_config.check_mrope_section(rope["mrope_section"], rotated)
     return rope
 
 
@@ -129,7 +113,7 @@ def dimensions_of(config: Mapping) -> Dimensions:
     """Values of the weight table's symbols, of a `config.json`; raises KeyError for a missing field."""
     text, layers = config["text_config"], config["text_config"]["num_hidden_layers"]
     experts = experts_of(text)
-    shared = shared_dimensions(
+    shared = hf_config.shared_dimensions(
         FAMILY,
         config,
         ffn=0 if experts else text["intermediate_size"],
@@ -198,7 +182,7 @@ _OF_PROVIDER: Mapping[str, str] = {
 
 def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The identifying fields of a `config.json`, normalized."""
-    fields, text = identity_of_config(config, _IDENTITY), config["text_config"]
+    fields, text = hf_config.identity_of_config(config, _IDENTITY), config["text_config"]
     fields["text_config.head_dim"] = fields["text_config.head_dim"] or HEAD_DIM
     fields["text_config.num_experts"] = experts_of(text)
     names = _MOE_FIELDS if experts_of(text) else ("intermediate_size",)
@@ -209,7 +193,8 @@ def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def fields_of_run(model: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """The identifying fields in the `model` section of a run's file; arguments as for `identity_of_run`."""
-    fields = identity_of_run(model, config, FAMILY) | renamed(model, _OF_PROVIDER) | scaled_rope_of_run(model)
+    fields = hf_config.identity_of_run(model, config, FAMILY) | renamed(model, _OF_PROVIDER)
+    fields |= hf_config.scaled_rope_of_run(model)
     if model.get("num_moe_experts"):
         shared = "shared_expert_intermediate_size"
         fields |= renamed(model, {f"moe_{shared}": f"text_config.{shared}"})
