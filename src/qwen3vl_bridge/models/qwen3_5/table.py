@@ -9,18 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from qwen3vl_bridge.weights.rows import (
-    VISION_ROWS,
-    ExpertLayout,
-    GatedMLP,
-    GatedQKV,
-    WeightRow,
-    ZeroCentered,
-    attention_rows,
-    dense_mlp_rows,
-    moe_rows,
-    text_rows,
-)
+from qwen3vl_bridge.weights import rows
+from qwen3vl_bridge.weights.rows import ExpertLayout, GatedMLP, GatedQKV, WeightRow, ZeroCentered
 
 _LAYER = ("language_model.decoder.layers.*.", "model.language_model.layers.*.")  # in Megatron, in Hugging Face
 _MTP = "language_model.mtp.layers.0."
@@ -29,7 +19,7 @@ _MTP_LAYER = (f"{_MTP}mtp_model_layer.", "mtp.layers.0.")
 
 def _full_attention_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRow, ...]:
     """Rows of attention with a gated output per head, and of the input norm."""
-    return attention_rows(megatron, hf, *indices, kind=GatedQKV, queries="gated_q")
+    return rows.attention_rows(megatron, hf, *indices, kind=GatedQKV, queries="gated_q")
 
 
 def linear_attention_rows() -> tuple[WeightRow, ...]:
@@ -87,10 +77,10 @@ def _mtp_rows(experts: ExpertLayout) -> tuple[WeightRow, ...]:
         *(WeightRow(_MTP + name, (other,), (shape,)) for name, other, shape in joining),
         *_full_attention_rows(*_MTP_LAYER),
     )
-    with_experts = (*moe_rows(*_MTP_LAYER, experts=experts), *_shared_expert_rows(*_MTP_LAYER))
+    with_experts = (*rows.moe_rows(*_MTP_LAYER, experts=experts), *_shared_expert_rows(*_MTP_LAYER))
     return (
         *(replace(row, condition="mtp") for row in always),
-        *(replace(row, condition="mtp_dense") for row in dense_mlp_rows(*_MTP_LAYER)),
+        *(replace(row, condition="mtp_dense") for row in rows.dense_mlp_rows(*_MTP_LAYER)),
         *(replace(row, condition="mtp_experts") for row in with_experts),
     )
 
@@ -98,10 +88,10 @@ def _mtp_rows(experts: ExpertLayout) -> tuple[WeightRow, ...]:
 def table(experts: ExpertLayout = ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT) -> tuple[WeightRow, ...]:
     """The whole table, for a checkpoint with the given format of experts."""
     return (
-        *VISION_ROWS,
-        *text_rows(*_full_attention_rows(*_LAYER, "full_layers"), *linear_attention_rows()),
-        *dense_mlp_rows(*_LAYER, "dense_layers"),
-        *moe_rows(*_LAYER, "moe_layers", experts=_LAYOUT_OF_LAYERS.get(experts, experts)),
+        *rows.VISION_ROWS,
+        *rows.text_rows(*_full_attention_rows(*_LAYER, "full_layers"), *linear_attention_rows()),
+        *rows.dense_mlp_rows(*_LAYER, "dense_layers"),
+        *rows.moe_rows(*_LAYER, "moe_layers", experts=_LAYOUT_OF_LAYERS.get(experts, experts)),
         *_shared_expert_rows(*_LAYER, "moe_layers"),
         *_mtp_rows(_LAYOUT_OF_MTP.get(experts, experts)),
     )
