@@ -40,11 +40,7 @@ _NULLABLE: Mapping[str, Kind] = {
     "mlp_only_layers": Kind(lambda value: isinstance(value, list | tuple), "a list"),
 }
 _MOE_FIELDS = ("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
-_ROPE: Mapping[str, Any] = {
-    "rope_theta": 10_000.0,
-    "partial_rotary_factor": 0.25,
-    "mrope_section": [11, 11, 10],
-}
+_ROPE: Mapping[str, Any] = {"rope_theta": 10_000.0, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}
 
 
 def check_settings(config: Any) -> None:
