@@ -15,7 +15,7 @@ from qwen3vl_bridge.checkpoint.formats.dcp_metadata import FILE as METADATA
 from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
 from qwen3vl_bridge.checkpoint.formats.megatron import RUN_CONFIG, TORCH_DIST, find_iteration, format_of
 from qwen3vl_bridge.io.files import CheckpointError
-from qwen3vl_bridge.parallel.collectives import all_or_none, broadcast_object, gather_objects, is_first
+from qwen3vl_bridge.parallel.collectives import broadcast_object, fail_together, gather_objects, is_first
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.rows import Part, expand
 
@@ -48,7 +48,7 @@ _CHOOSE_SCHEDULE = (
 def has_checkpoint(settings: CheckpointConfig) -> bool:
     """Whether a run has a checkpoint of its own to resume from, as Megatron-Bridge determines it. A collective call."""
     exists = False
-    with all_or_none():
+    with fail_together():
         if is_first():
             exists = _is_there(settings)
     return broadcast_object(exists)
@@ -282,7 +282,7 @@ def random_states_that_fit(
 def _random_states_fit(settings: CheckpointConfig, ctx: CheckpointLoadContext) -> bool:
     """Whether they do, equal on every rank of a module. The tower draws no random numbers: nothing is logged for it."""
     folder, stored = None, None
-    with all_or_none():
+    with fail_together():
         if is_first():
             folder = folder_to_load(settings)
             if folder and format_of(folder) == TORCH_DIST:  # otherwise equal on DP ranks

@@ -22,12 +22,12 @@ from qwen3vl_bridge.models.rules import (
     any_of,
     at_least,
     check,
+    dependents,
     equal,
     keep,
     missing,
     off,
     on,
-    parts,
     same_as,
 )
 from qwen3vl_bridge.models.settings import replicas_of
@@ -267,7 +267,7 @@ _READS_ALONE = When(
     lambda cfg: _DIST_TRAIN(cfg) and replicas_of(cfg.model).vision != replicas_of(cfg.model).language,
 )
 
-ON_TRAIN: tuple[Rule, ...] = (
+ON_TRAIN_START: tuple[Rule, ...] = (
     _check_part_rates,
     *keep("optimizer.optimizer_cuda_graph", "no step could be skipped"),
     Allowed(
@@ -284,7 +284,7 @@ ON_TRAIN: tuple[Rule, ...] = (
 # --- After Megatron-Bridge has completed a configuration ---
 
 # Fields of the sections that neither Megatron-Bridge's training loop nor this package reads.
-UNREAD: dict[str, str] = {
+UNREAD_BY_SECTION: dict[str, str] = {
     "train": "step_batch_size_schedule gpu_sniff_test_interval exit_signal_handler_for_training",
     "validation": "test_mode full_validation multiple_validation_sets validation_set_names",
     "scheduler": "no_weight_decay_cond_type",
@@ -304,7 +304,7 @@ UNREAD: dict[str, str] = {
 }
 
 # Fields of something that another setting turns on, by that setting.
-PARTS: dict[str, str] = {
+DEPENDENTS_BY_SWITCH: dict[str, str] = {
     "ddp.use_megatron_fsdp": "gradient_reduce_div_fusion suggested_communication_unit_size keep_fp8_transpose_cache "
     "fsdp_double_buffer fsdp_db_use_persist_buf_on_alloc_fail fsdp_all_gather_in_start_param_sync "
     "outer_dp_sharding_strategy fsdp_manual_registration megatron_fsdp_grad_comm_dtype megatron_fsdp_cuda_graph_mode "
@@ -323,8 +323,12 @@ PARTS: dict[str, str] = {
 
 _NOT_READ = "the training loop does not read it"
 AT_DEFAULT: tuple[Allowed, ...] = (
-    *(row for section, names in UNREAD.items() for row in keep(names, _NOT_READ, section=f"{section}.", also=(None,))),
-    *parts(PARTS),
+    *(
+        row
+        for section, names in UNREAD_BY_SECTION.items()
+        for row in keep(names, _NOT_READ, section=f"{section}.", also=(None,))
+    ),
+    *dependents(DEPENDENTS_BY_SWITCH),
 )
 
 
@@ -453,5 +457,5 @@ AFTER_VALIDATE: tuple[Rule, ...] = (
         "checkpoint.most_recent_k", Range(lambda number, _: number != 0, lambda _: "at least 1, or -1 to keep all")
     ),
     *WITHOUT_MEMORY,
-    *ON_TRAIN,
+    *ON_TRAIN_START,
 )

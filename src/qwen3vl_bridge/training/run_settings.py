@@ -1,4 +1,6 @@
-"""Sections that this package adds to a run's configuration; `training/run_refusals.py` checks them."""
+"""Sections that this package adds to a run's configuration: the guard, accuracy, and the learning rates of the model's
+parts; `training/run_refusals.py` checks them.
+"""
 
 from __future__ import annotations
 
