@@ -4,10 +4,8 @@ the model is built, or write something wrong.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -33,7 +31,7 @@ from qwen3vl_bridge.models.rules import (
 from qwen3vl_bridge.models.settings import replicas_of
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.planning.from_config import plan_of
-from qwen3vl_bridge.planning.hardware import GIB
+from qwen3vl_bridge.planning.hardware import GIB, host_bytes
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.training.checkpoint_manager import MANAGER
 from qwen3vl_bridge.training.resuming import expect_checkpoint
@@ -373,16 +371,6 @@ def _check_host_memory(cfg: Any) -> None:
             f"which it takes {saving.host_written / GIB:.1f} GiB a rank, and the run can be resumed only with the same "
             "TP, PP and EP"
         )
-
-
-def host_bytes() -> int:
-    """Memory in bytes of this machine, or of the container that this process is in."""
-    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # A container's memory limit, in the second and the first version of control groups.
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # no such file
-            room = min(room, int(Path(path).read_text()))
-    return room
 
 
 _LACKS_NVRX = missing("nvidia_resiliency_ext")
