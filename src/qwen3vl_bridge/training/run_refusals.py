@@ -267,6 +267,14 @@ _READS_ALONE = When(
 
 ON_TRAIN_START: tuple[Rule, ...] = (
     _check_part_rates,
+    Allowed("logger.wandb_project", any_of(None, ""), missing("wandb")).because(
+        "wandb is not installed: pip install wandb"
+    ),
+    Allowed(
+        "logger.wandb_exp_name",
+        Range(lambda name, _: name != "", lambda _: "a name for the run, or None"),
+        on("logger.wandb_project"),
+    ),
     *keep("optimizer.optimizer_cuda_graph", "no step could be skipped"),
     Allowed(
         "checkpoint.dist_ckpt_optim_fully_reshardable",
