@@ -332,7 +332,8 @@ class MergedTensors:
         step = max(1, _BLOCK // width)
         for start in range(0, count, step):
             rows = slice(start, min(start + step, count))
-            weight = self._floats(merge.weight.segments.cut(start * width, (rows.stop - start) * width)).view(-1, width)
+            segments = merge.weight.segments.cut(start * width, (rows.stop - start) * width)
+            weight = self._reader.elements(segments, "float32").view(-1, width)
             weight += merge.scale * (left[rows] @ right)
             if magnitude is not None:
                 weight *= (magnitude[rows] / torch.linalg.norm(weight, dim=1))[:, None]
@@ -341,11 +342,4 @@ class MergedTensors:
         self._file.flush()
 
     def _matrix(self, task: Task) -> Tensor:
-        return self._floats(task.segments).view(task.target.shape)
-
-    def _floats(self, segments: Iterable[Segment]) -> Tensor:
-        """Elements in float32."""
-        data = bytearray()
-        for block in self._reader.blocks(segments, "float32"):
-            data += block
-        return torch.frombuffer(data, dtype=torch.float32)
+        return self._reader.elements(task.segments, "float32").view(task.target.shape)

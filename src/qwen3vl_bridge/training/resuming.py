@@ -119,19 +119,15 @@ def expect_optimizer(folder: Path, cfg: ConfigContainer) -> None:
             f"{said}: the optimizer's state in {folder} was saved with the checkpoint's value, {why}; expected the "
             f"checkpoint's settings, or {_NEW_OPTIMIZER}"
         )
-    if by_index and now[f"freeze_{Part.LANGUAGE_MODEL.value}"] and (rounded := _in_16_bits(folder, cfg)):
-        raise CheckpointError(
-            f"{folder} has {rounded[0]} in 16 bits, as Megatron-Bridge's own model, and this run in float32: the "
-            f"optimizer's state was saved by index, and does not fit; expected {_NEW_OPTIMIZER}"
-        )
-
-
-def _in_16_bits(folder: Path, cfg: ConfigContainer) -> list[str]:
-    """Parameters in a checkpoint that this run has in float32."""
     rows = tuple(row for row in family(cfg.model.family).rows() if row.float32)
-    tensors = read_metadata(folder).tensors if rows else {}
-    names = [row.megatron for row in expand(rows, cfg.model.dimensions()) if row.megatron in tensors]
-    return [name for name in names if tensors[name][0].dtype != "float32"]
+    if by_index and now[f"freeze_{Part.LANGUAGE_MODEL.value}"] and rows:
+        tensors = read_metadata(folder).tensors
+        for name in (row.megatron for row in expand(rows, cfg.model.dimensions())):
+            if name in tensors and tensors[name][0].dtype != "float32":
+                raise CheckpointError(
+                    f"{folder} has {name} in 16 bits, as Megatron-Bridge's own model, and this run in float32: the "
+                    f"optimizer's state was saved by index, and does not fit; expected {_NEW_OPTIMIZER}"
+                )
 
 
 def _trained(model: Mapping[str, Any]) -> dict[str, bool]:
@@ -142,16 +138,14 @@ def _trained(model: Mapping[str, Any]) -> dict[str, bool]:
 
 
 @contextlib.contextmanager
-def changed(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """Attributes of objects (owner, name, value) are others in the body."""
-    before = [(owner, name, vars(owner).get(name), name in vars(owner)) for owner, name, _ in changes]
-    for owner, name, value in changes:
-        setattr(owner, name, value)
+def changed(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute of an object, or a method of its class, is another one in the body."""
+    had, before = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        for owner, name, value, had in before:
-            setattr(owner, name, value) if had else delattr(owner, name)
+        setattr(owner, name, before) if had else delattr(owner, name)
 
 
 def loads_either_form(optimizer: MegatronOptimizer | None) -> contextlib.AbstractContextManager[None]:
@@ -173,7 +167,7 @@ def loads_either_form(optimizer: MegatronOptimizer | None) -> contextlib.Abstrac
             state = {"state": {}, **state}
         load(in_own_form(state, chain))
 
-    return changed((optimizer, "load_state_dict", load_state_dict))
+    return changed(optimizer, "load_state_dict", load_state_dict)
 
 
 def in_own_form(state: dict, chain: Sequence[MegatronOptimizer]) -> dict:
@@ -209,13 +203,12 @@ def _with_settings(own: Mapping, saved: list[dict], groups: list[dict]) -> dict:
 
 def _group_of(group: dict, stored: list[dict]) -> dict[str, Any]:
     """The settings that were saved for a group; empty if there are none, which megatron-core refuses."""
-    same = next((other for other in stored if _identity(other) == _identity(group)), None)
+
+    def identity(group: Mapping) -> tuple:  # of megatron-core's, all but whether the group has experts
+        return tuple(group.get(key, group.get(f"pre_{key}")) for key in _SAME)
+
+    same = next((other for other in stored if identity(other) == identity(group)), None)
     return {} if same is None else same | {_OF_EXPERTS: group[_OF_EXPERTS]}
-
-
-def _identity(group: Mapping) -> tuple:
-    """The values by which megatron-core identifies groups, except whether it has experts."""
-    return tuple(group.get(key, group.get(f"pre_{key}")) for key in _SAME)
 
 
 @contextlib.contextmanager
@@ -276,7 +269,7 @@ def random_states_that_fit(
     Local checkpoints are those of a rank, which other ranks do not load.
     """
     fit = settings.load_rng and (settings.finetune or is_local or _random_states_fit(settings, ctx))
-    return changed((settings, "load_rng", fit))
+    return changed(settings, "load_rng", fit)
 
 
 def _random_states_fit(settings: CheckpointConfig, ctx: CheckpointLoadContext) -> bool:

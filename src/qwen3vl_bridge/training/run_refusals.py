@@ -123,23 +123,24 @@ def _warn_of_stops(cfg: Any) -> None:
             logger.warning("%s ends the run before the guard can name samples; set it to False", name)
 
 
-def _is_layer_wise(cfg: Any) -> bool:
-    return cfg.optimizer.optimizer.startswith("dist_") or cfg.optimizer.use_layer_wise_distributed_optimizer
-
-
 def _saves_or_loads(cfg: Any) -> bool:
     return bool(cfg.checkpoint.save or cfg.checkpoint.load)
 
 
+def _is_layer_wise(cfg: Any) -> bool:
+    return cfg.optimizer.optimizer.startswith("dist_") or cfg.optimizer.use_layer_wise_distributed_optimizer
+
+
 _SKIPS = When("guard.on_nan", lambda cfg: cfg.guard is not None and cfg.guard.on_nan == "skip")
 _GENERATES = on("accuracy.path")
-_SHARDED = "ddp.use_megatron_fsdp dist.use_megatron_fsdp dist.use_torch_fsdp2"
+_SHARDED = "ddp.use_megatron_fsdp dist.use_megatron_fsdp"
 _GROUPS = "each module has its own process groups, all of one kind"
 _GATHERED = "each rank's parameters are gathered in one call, which needs one dtype, and linear attention has float32"
 
 BEFORE_VALIDATE: tuple[Rule, ...] = (
     _check_connections,
     Allowed("dataset.seq_length", same_as("model.seq_length")),
+    *keep("dist.use_torch_fsdp2", "it needs parameters of one dtype and whole models; use ddp.use_megatron_fsdp"),
     Allowed("dist.use_decentralized_pg", True, _DIST_TRAIN).because(_GROUPS),
     Allowed("dist.use_gloo_process_groups", False, _DIST_TRAIN).because(_GROUPS),
     *keep("ddp.num_distributed_optimizer_instances", _GROUPS, _DIST_TRAIN),
@@ -161,11 +162,6 @@ BEFORE_VALIDATE: tuple[Rule, ...] = (
     ),
     Allowed("optimizer.optimizer", any_of("adam", "sgd", "lion", "muon"), _TWO_DTYPES).because(_GATHERED),
     *keep("optimizer.use_layer_wise_distributed_optimizer", _GATHERED, _TWO_DTYPES),
-    *keep(
-        "dist.use_torch_fsdp2",
-        "torch's FSDP needs parameters of one dtype, and linear attention has some in float32; use Megatron-FSDP",
-        _TWO_DTYPES,
-    ),
     Allowed(
         "ddp.grad_reduce_in_fp32",
         True,
@@ -182,12 +178,6 @@ BEFORE_VALIDATE: tuple[Rule, ...] = (
     *keep(
         "model.pipeline_model_parallel_size model.context_parallel_size",
         "generation needs the complete model on each rank, apart from tensor parallelism",
-        _GENERATES,
-    ),
-    *keep(
-        "dist.use_torch_fsdp2",
-        "generation calls parts of the model, and torch's FSDP gathers parameters only for a call of the whole model; "
-        "use ddp.use_megatron_fsdp",
         _GENERATES,
     ),
     Allowed(
@@ -342,7 +332,7 @@ def _norms_are_partial(cfg: Any) -> bool:
     """Whether a rank's `main_grad` is not a parameter's whole gradient: it is sharded, or the parameter is."""
     model = cfg.model
     sizes = (model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.expert_model_parallel_size)
-    if cfg.ddp.use_megatron_fsdp or cfg.dist.use_torch_fsdp2 or max(sizes) > 1 or model.dist_train.use_dist_train:
+    if cfg.ddp.use_megatron_fsdp or max(sizes) > 1 or model.dist_train.use_dist_train:
         return True
     return cfg.ddp.use_distributed_optimizer and get_world_size_safe() > 1
 

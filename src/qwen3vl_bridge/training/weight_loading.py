@@ -133,20 +133,10 @@ def load_weights(folder: str | Path, model: Sequence[torch.nn.Module], groups: P
                         part = size // ranks
                         segments += whole.cut((first + rank * part) * width, part * width)
                         first += size
-                tensor = _read(reader, segments, parameter.dtype)
+                tensor = reader.elements(segments, str(parameter.dtype).removeprefix("torch."))
                 parameter.copy_(
                     tensor.view_as(parameter) if dimension == 0 else tensor.view(shape).chunk(ranks, dimension)[rank]
                 )
-
-
-def _read(reader: SegmentReader, segments: Sequence[Segment], dtype: torch.dtype) -> Tensor:
-    """[elements] on the host, cast to a dtype."""
-    tensor, done = torch.empty(sum(segment.length for segment in segments), dtype=dtype), 0
-    data = memoryview(tensor.view(torch.uint8).numpy())
-    for block in reader.blocks(segments, str(dtype).removeprefix("torch.")):
-        data[done : done + len(block)] = block
-        done += len(block)
-    return tensor
 
 
 @dataclass(frozen=True)
