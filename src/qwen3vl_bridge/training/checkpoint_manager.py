@@ -32,12 +32,13 @@ from qwen3vl_bridge.parallel.collectives import broadcast_object, fail_together,
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.peft.stored_adapters import check_same_adapters
 from qwen3vl_bridge.training.resuming import (
+    changed,
     chosen_schedule,
     expect_optimizer,
     folder_to_load,
     has_checkpoint,
     loads_either_form,
-    random_states_that_fit,
+    random_states_fit,
 )
 from qwen3vl_bridge.training.weight_loading import ExportFiles, Pretrained
 
@@ -187,7 +188,11 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
                     expect_optimizer(folder, cfg)
         with (
             _as_one_model(ctx) as whole,
-            random_states_that_fit(settings, whole, is_local),
+            changed(
+                settings,
+                "load_rng",
+                settings.load_rng and (settings.finetune or is_local or random_states_fit(settings, whole)),
+            ),
             loads_either_form(whole.optimizer),
             chosen_schedule(whole, folder),
         ):

@@ -73,10 +73,6 @@ class StepGuard(Callback):
         self._prepare, optimizer.prepare_grads = optimizer.prepare_grads, self._prepare_and_sum
         self._step_ready, optimizer.step_with_ready_grads = optimizer.step_with_ready_grads, self._step_ready_if_good
 
-    def on_train_step_start(self, context: CallbackContext) -> None:
-        """Clear the previous step's microbatches."""
-        self._microbatches.clear()
-
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Store the norms for other callbacks."""
         self._microbatches.clear()

@@ -258,22 +258,14 @@ def _rename_rates(ctx: CheckpointLoadContext, before: tuple, after: tuple) -> No
                 group["max_lr"], group["min_lr"] = after
 
 
-def random_states_that_fit(
-    settings: CheckpointConfig, ctx: CheckpointLoadContext, is_local: bool
-) -> contextlib.AbstractContextManager[None]:
-    """Load random states if a checkpoint has those of every rank of this rank's module; log it if it does not.
+def random_states_fit(settings: CheckpointConfig, ctx: CheckpointLoadContext) -> bool:
+    """Whether a checkpoint has the random states of every rank of this rank's module, so that they can be loaded; log
+    it if it does not, unless they are the tower's, which draws no random numbers. A collective call.
 
     They are stored by a rank's position: by pipeline stage and tensor-parallel rank, and under expert parallelism by
     data-parallel rank too. Megatron-Bridge compares only the first two sizes, and megatron-core ends a run that asks
     for a missing one; so a model with experts can resume with another expert- or data-parallel size only without them.
-    Local checkpoints are those of a rank, which other ranks do not load.
     """
-    fit = settings.load_rng and (settings.finetune or is_local or _random_states_fit(settings, ctx))
-    return changed(settings, "load_rng", fit)
-
-
-def _random_states_fit(settings: CheckpointConfig, ctx: CheckpointLoadContext) -> bool:
-    """Whether they do, equal on every rank of a module. The tower draws no random numbers: nothing is logged for it."""
     folder, stored = None, None
     with fail_together():
         if is_first():
