@@ -284,25 +284,23 @@ class MergedTensors:
     """
 
     def __init__(self, sources: Mapping[str, TensorSource], merges: Iterable[Merge]) -> None:
-        self._sources, self._merges = dict(sources), {merge.name: merge for merge in merges}
+        self._sources = {prefix + name: (source, name) for prefix, source in sources.items() for name in source.specs}
+        self._merges = {merge.name: merge for merge in merges}
         self.specs: dict[str, TensorSpec] = {
-            **{f"{prefix}{name}": spec for prefix, source in sources.items() for name, spec in source.specs.items()},
+            **{name: source.specs[inner] for name, (source, inner) in self._sources.items()},
             **{name: replace(merge.weight.target, name=name) for name, merge in self._merges.items()},
         }
+        # The files that contain the tensors.
+        self.files: list[Path] = [path for source in sources.values() for path in source.files]
         # A separate reader: the calling one is in the middle of filling a buffer.
         self._reader = SegmentReader(self)
         # One file for all: readers cache open files by path, which a second file might get again.
         self._file, self._latest = tempfile.TemporaryFile(), ""  # noqa: SIM115
 
-    @property
-    def files(self) -> list[Path]:
-        """The files that contain the tensors."""
-        return [path for source in self._sources.values() for path in source.files]
-
     def extents(self, wanted: Slice) -> Iterator[Extent]:
         """See `TensorSource`."""
         if wanted.source not in self._merges:
-            source, inner = self._find(wanted.source)
+            source, inner = self._sources[wanted.source]
             yield from source.extents(wanted._replace(source=inner))
             return
         if wanted.source != self._latest:
@@ -311,10 +309,6 @@ class MergedTensors:
             self._latest = wanted.source
         size = ITEMSIZE[self.specs[wanted.source].dtype]
         yield Extent(Path(f"/proc/self/fd/{self._file.fileno()}"), wanted.start * size, wanted.length * size)
-
-    def _find(self, name: str) -> tuple[TensorSource, str]:
-        prefix = next(prefix for prefix in self._sources if name.startswith(prefix))
-        return self._sources[prefix], name.removeprefix(prefix)
 
     def _compute(self, merge: Merge) -> None:
         target = merge.weight.target

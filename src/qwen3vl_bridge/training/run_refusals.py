@@ -317,15 +317,6 @@ AT_DEFAULT: tuple[Allowed, ...] = (
 )
 
 
-def _norms_are_partial(cfg: Any) -> bool:
-    """Whether a rank's `main_grad` is not a parameter's whole gradient: it is sharded, or the parameter is."""
-    model = cfg.model
-    sizes = (model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.expert_model_parallel_size)
-    if cfg.ddp.use_megatron_fsdp or max(sizes) > 1 or model.dist_train.use_dist_train:
-        return True
-    return cfg.ddp.use_distributed_optimizer and get_world_size_safe() > 1
-
-
 def _check_choices(cfg: Any) -> None:
     """Refuse a value that a field's type does not list. Most are read long after a run has begun."""
     sections = "train scheduler checkpoint logger tokenizer dist rerun_state_machine accuracy guard"
@@ -389,9 +380,8 @@ AFTER_VALIDATE: tuple[Rule, ...] = (
     ),
     *keep(
         "logger.log_l2_norm_grad_to_tensorboard",
-        "it would write norms of the rank's parts of gradients, or fail; grad-norm and qwen3vl/grad_norm_* are "
-        "written without it",
-        _norms_are_partial,
+        "it would write norms of a rank's parts of gradients, or fail; grad-norm and qwen3vl/grad_norm_* are written "
+        "without it",
     ),
     Allowed("checkpoint.ckpt_format", any_of("torch_dist", "fsdp_dtensor"), _saves_or_loads).because(
         "the run could not resume from others"
