@@ -80,7 +80,7 @@ def test_it_trains_a_step_and_is_exported(folder, tmp_path):
     from tests.parity.batches import make_batch, make_samples
 
     import_checkpoint(folder, tmp_path / "start", ckpt_format="torch_dist")
-    provider = registry.family_of(CONFIG).provider_of(CONFIG)
+    provider = registry.family_of(CONFIG).build_provider(CONFIG)
     provider.finalize()
     initialize(provider, seed=0)
     (model,) = load_megatron_model(str(tmp_path / "start/iter_0000000"), use_cpu_init=True)
@@ -142,7 +142,7 @@ def test_the_pages_command_converts(package, folder):
 def test_its_provider_needs_no_module_of_the_tests(package, folder):
     code = (
         "import sys, json, toy_family; from qwen3vl_bridge.registry import family;"
-        "provider = family('toy_vl').provider_of(json.load(open(sys.argv[1]))); provider.finalize();"
+        "provider = family('toy_vl').build_provider(json.load(open(sys.argv[1]))); provider.finalize();"
         "print(type(provider), sys.modules['toy_model'].ToyBridge)"
     )
     run_in(package[0], "-c", code, folder / "config.json")

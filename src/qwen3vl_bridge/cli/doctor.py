@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qwen3vl_bridge.terminal import BAD_INPUT, show, show_anything
+from qwen3vl_bridge.planning.hardware import GIB, host_bytes
+from qwen3vl_bridge.terminal import run, show
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 _PACKAGE, _UNFIT = "qwen3vl-bridge", 1
-GIB = 2**30
 # Purpose of optional packages.
 _OPTIONAL = {
     "transformer-engine": "its layers and kernels on GPUs",
@@ -54,12 +54,12 @@ def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> 
                         help="report the free space of this folder's disk (default: the current folder)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
     options = parser.parse_args(arguments)
-    show_anything()
-    try:
-        found = examine(options.path)
-    except (OSError, importlib.metadata.PackageNotFoundError) as error:  # the latter: found by a path, not installed
-        show(f"error: {error}", error=True)
-        return BAD_INPUT
+    # The latter if this package is found by a path, and not installed.
+    return run(lambda: _examine_and_show(options), OSError, importlib.metadata.PackageNotFoundError)
+
+
+def _examine_and_show(options: argparse.Namespace) -> int:
+    found = examine(options.path)
     if options.json:
         show(json.dumps(found, indent=2))
     else:
@@ -106,9 +106,7 @@ def look(folder: Path) -> dict[str, Any]:
             gpus = [{"name": g.name, "memory": g.total_memory, "capability": f"{g.major}.{g.minor}"} for g in found]
     lines = (line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     amounts = {name: int(rest.split()[0]) * 1024 for name, rest in lines}
-    memory, shm = amounts["MemTotal"], Path("/dev/shm")
-    with contextlib.suppress(OSError, ValueError):  # no control group, or "max"
-        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    memory, shm = host_bytes(), Path("/dev/shm")
     return {
         "python": platform.python_version(),
         "glibc": platform.libc_ver()[1],

@@ -236,13 +236,13 @@ def _decode(
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
+    in_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for module in in_training:
+            module.training = True
 
 
 def megatron_fsdp(model: nn.Module) -> MegatronFSDP | None:

@@ -1,4 +1,9 @@
-"""The bridge: the common part of all families' bridges."""
+"""The bridge: the common part of all families' bridges.
+
+Megatron-Bridge calls it: `AutoBridge.to_megatron_provider` calls `provider_bridge`; loading and exporting weights,
+`mapping_registry`. The caller of the former then calls the provider's `finalize()` and `provide_distributed_model`, as
+Megatron-Bridge's `pretrain` and `finetune` do, the first of them when they validate the run's configuration.
+"""
 
 from __future__ import annotations
 
@@ -157,7 +162,7 @@ def stored_config(name: str, hf_pretrained: Any) -> Mapping[str, Any]:
     return family(name).config_of(config, source.key_to_filename_map)
 
 
-def provider_of(
+def provider_by_model_type(
     bridges: Iterable[type[FamilyBridge]], hf_config: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> Any:
     """The provider, not finalized, of a whole `config.json`, created by the bridge of its `model_type`; with settings.

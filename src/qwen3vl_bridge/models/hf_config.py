@@ -164,7 +164,7 @@ def rope_parameters_of(text: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
         raise ValueError(f"rope_type is {kind!r}, expected one of {', '.join(ROPE_TYPES)}")
     if not given.pop("mrope_interleaved", True):
         raise ValueError("mrope_interleaved is False, expected True as in every released model")
-    rope = {"rope_type": "default" if kind == "mrope" else kind}
+    rope: dict[str, Any] = {"rope_type": "default" if kind == "mrope" else kind}
     for name, default in defaults.items():
         rope[name] = next((value for value in (given.get(name), text.get(name)) if value is not None), default)
     if rope["rope_type"] != "default":

@@ -22,6 +22,7 @@ from qwen3vl_bridge.models.rules import (
     any_of,
     at_least,
     check,
+    dependents,
     equal,
     keep,
     missing,
@@ -29,7 +30,6 @@ from qwen3vl_bridge.models.rules import (
     not_equal,
     off,
     on,
-    parts,
     same_as,
 )
 from qwen3vl_bridge.models.settings import (
@@ -47,7 +47,7 @@ from megatron.core.transformer.enums import AttnBackend, LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.utils import get_te_version, is_te_min_version
 
-_TENSOR, _STAGES, _CHUNKS, _CONTEXT = (
+_TENSOR, _STAGES, _VIRTUAL, _CONTEXT = (
     f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context")
 )
 _VISION_RANKS, _LANGUAGE_RANKS = "dist_train.vision_world_size", "dist_train.language_world_size"
@@ -63,7 +63,7 @@ PACKED_UNFUSED, PACKED_CONTEXT = "2.11", {"a2a": "2.10", "all_gather": "2.18"}
 # Parallel sizes are divisors: they come before everything else.
 SIZES: tuple[Rule, ...] = tuple(
     Allowed(name, at_least(1), also=(None,))
-    for name in (_TENSOR, _STAGES, _CHUNKS, _CONTEXT, "expert_model_parallel_size", "expert_tensor_parallel_size")
+    for name in (_TENSOR, _STAGES, _VIRTUAL, _CONTEXT, "expert_model_parallel_size", "expert_tensor_parallel_size")
 )
 
 # --- Settings that keep the default of the provider's class ---
@@ -138,7 +138,7 @@ FIXED: tuple[Rule, ...] = (
 )
 
 # Settings of something that another setting turns on.
-PARTS = parts(
+DEPENDENTS = dependents(
     {
         "cuda_graph_impl": "cuda_graph_warmup_steps cuda_graph_use_single_mempool cuda_graph_retain_backward_graph "
         "delay_offload_until_cuda_graph",
@@ -269,7 +269,7 @@ BEFORE_FINALIZE: tuple[Rule, ...] = (
         any_of(*(backend for backend in AttnBackend if backend is not AttnBackend.local)),
         _NOT_LOCAL,
     ).because("Transformer Engine's layers have no attention for it; or use transformer_impl='local'"),
-    *PARTS,
+    *DEPENDENTS,
 )
 
 # In addition, only for a provider without experts.
@@ -419,10 +419,10 @@ AFTER_FINALIZE: tuple[Rule, ...] = (
     *keep("add_encoder add_decoder", "every rank has both modules", off("dist_train.use_dist_train")),
     *_DIST_TRAIN_SIZES,
     _check_divisible,
-    Allowed(_CHUNKS, None, equal(_STAGES, 1), also=(1,)).because("there are no stages to interleave"),
+    Allowed(_VIRTUAL, None, equal(_STAGES, 1), also=(1,)).because("there are no stages to interleave"),
     Allowed(  # megatron-core checks uneven stages while it builds them
         "num_layers",
-        multiple_of(f"{_STAGES} * {_CHUNKS}"),
+        multiple_of(f"{_STAGES} * {_VIRTUAL}"),
         lambda model: not any(getattr(model, name) not in (None, False) for name in _UNEVEN),
     ).because(
         "or uneven stages: set pipeline_model_parallel_layout, num_layers_in_first_pipeline_stage and "
@@ -439,7 +439,7 @@ AFTER_FINALIZE: tuple[Rule, ...] = (
     _check_context_kernels,
     _check_replicas,
     *keep(_CONTEXT, "megatron-core's communicator between modules does not support context parallelism", _DIST_TRAIN),
-    *keep(f"{_CHUNKS} overlap_p2p_comm", "the schedule of two modules is not interleaved", _DIST_TRAIN),
+    *keep(f"{_VIRTUAL} overlap_p2p_comm", "the schedule of two modules is not interleaved", _DIST_TRAIN),
     *keep("fp16", "each module would scale its loss and skip steps independently", _DIST_TRAIN),
     *keep("fp32_residual_connection", "stages would send another dtype than the modules", _DIST_TRAIN),
     Allowed("variable_seq_lengths", True, _DIST_TRAIN).because(
@@ -509,17 +509,17 @@ ON_TRAIN: tuple[Rule, ...] = (
     Allowed(
         "cross_entropy_fusion_impl", "native", on("cross_entropy_loss_fusion") & _LOCAL & missing("transformer_engine")
     ).because("the other is Transformer Engine's, which is not installed"),
-    *keep("overlap_p2p_comm", "the schedule has nothing to overlap", above(_STAGES, 1) & off(_CHUNKS)),
+    *keep("overlap_p2p_comm", "the schedule has nothing to overlap", above(_STAGES, 1) & off(_VIRTUAL)),
     # Each of two stages is both the previous and the next of the other. In a batch, a stage would confuse what it
     # receives from the previous with what it receives from the next, and nothing fails: the gradients are wrong. One by
     # one, they would deadlock.
-    Allowed("overlap_p2p_comm", True, equal(_STAGES, 2) & above(_CHUNKS, 1)).because(
+    Allowed("overlap_p2p_comm", True, equal(_STAGES, 2) & above(_VIRTUAL, 1)).because(
         "two interleaved stages would confuse the tensors they send each other; batch_p2p_comm must be False as well"
     ),
     Allowed("batch_p2p_comm", False, on("overlap_p2p_comm") & above(_STAGES, 1)).because(
         "the schedule supports only one of the two"
     ),
-    Allowed("microbatch_group_size_per_vp_stage", at_least(_STAGES), on(_CHUNKS), also=(None,)),
+    Allowed("microbatch_group_size_per_vp_stage", at_least(_STAGES), on(_VIRTUAL), also=(None,)),
     _check_stages,
     *keep("parallel_output", LOGITS, above(_TENSOR, 1)),
 )

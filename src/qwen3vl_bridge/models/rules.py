@@ -175,7 +175,7 @@ def keep(
     return tuple(Allowed(section + name, DEFAULT, when, also, why) for name in names.split())
 
 
-def parts(names_of: Mapping[str, str]) -> tuple[Allowed, ...]:
+def dependents(names_of: Mapping[str, str]) -> tuple[Allowed, ...]:
     """Rows of settings of something that another setting of their section turns on: while it is off, they keep their
     defaults.
     """

@@ -55,7 +55,7 @@ def preset_of(name: str, presets: Mapping[str, Preset], hub_ids: Callable[[str],
 
 
 def preset_config(
-    preset: Preset, *, model_type: str, architecture: str, text: Mapping[str, Any], token_ids: Mapping[str, int]
+    preset: Preset, model_type: str, architecture: str, *, text: Mapping[str, Any], token_ids: Mapping[str, int]
 ) -> dict[str, Any]:
     """A `config.json` in the format of transformers 5, without fields that have its defaults, and with a family's own
     (`text`); a new object that the caller may modify.

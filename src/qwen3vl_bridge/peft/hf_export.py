@@ -223,17 +223,15 @@ def _plan(run: StoredAdapters, base: StoredModel, dtype: str | None) -> tuple[Pl
 
 
 def _merges(run: StoredAdapters, weights: Iterator[WeightRow], tasks: dict[str, Task]) -> Iterator[tuple[str, Merge]]:
-    """Weights by name, and their adapters; every adapter is used."""
+    """Weights by name, and their adapters."""
     each = ExpertLayout.PER_EXPERT  # in which each row of an adapter belongs to one expert
     adapters = {task.target.name: _prefixed(task, _RUN) for task in run.plan(experts=each).tasks}
-    used: set[str] = set()
     settings = run.settings
     scale = settings.alpha / settings.dim
     layers = (row for row in weights if settings.adapts(layer_of(row)))
     for weight, layer in zip(layers, run.layers(each), strict=True):
-        names = {kind: adapter_row(layer, kind, settings.dim).hf for kind in settings.kinds}
-        parts = {kind: [adapters[name] for name in those] for kind, those in names.items()}
-        used.update(name for those in names.values() for name in those)
+        rows = {kind: adapter_row(layer, kind, settings.dim) for kind in settings.kinds}
+        parts = {kind: [adapters[name] for name in row.hf] for kind, row in rows.items()}
         a, *_ = parts[IN]
         if isinstance(weight, PackedExpert):
             packed = tasks[weight.hf[0]]
@@ -244,8 +242,6 @@ def _merges(run: StoredAdapters, weights: Iterator[WeightRow], tasks: dict[str, 
         for number, name in enumerate(weight.hf):
             magnitude = parts[MAGNITUDE][number] if settings.dora else None
             yield name, Merge(tasks[name], a, (parts[OUT][number],), magnitude, scale)
-    if used != adapters.keys():
-        raise AssertionError(f"adapters without a weight to merge into: {sorted(adapters.keys() ^ used)[:4]}")
 
 
 def _prefixed(task: Task, prefix: str) -> Task:
@@ -288,25 +284,23 @@ class MergedTensors:
     """
 
     def __init__(self, sources: Mapping[str, TensorSource], merges: Iterable[Merge]) -> None:
-        self._sources, self._merges = dict(sources), {merge.name: merge for merge in merges}
+        self._sources = {prefix + name: (source, name) for prefix, source in sources.items() for name in source.specs}
+        self._merges = {merge.name: merge for merge in merges}
         self.specs: dict[str, TensorSpec] = {
-            **{f"{prefix}{name}": spec for prefix, source in sources.items() for name, spec in source.specs.items()},
+            **{name: source.specs[inner] for name, (source, inner) in self._sources.items()},
             **{name: replace(merge.weight.target, name=name) for name, merge in self._merges.items()},
         }
+        # The files that contain the tensors.
+        self.files: list[Path] = [path for source in sources.values() for path in source.files]
         # A separate reader: the calling one is in the middle of filling a buffer.
         self._reader = SegmentReader(self)
         # One file for all: readers cache open files by path, which a second file might get again.
         self._file, self._latest = tempfile.TemporaryFile(), ""  # noqa: SIM115
 
-    @property
-    def files(self) -> list[Path]:
-        """The files that contain the tensors."""
-        return [path for source in self._sources.values() for path in source.files]
-
     def extents(self, wanted: Slice) -> Iterator[Extent]:
         """See `TensorSource`."""
         if wanted.source not in self._merges:
-            source, inner = self._find(wanted.source)
+            source, inner = self._sources[wanted.source]
             yield from source.extents(wanted._replace(source=inner))
             return
         if wanted.source != self._latest:
@@ -315,10 +309,6 @@ class MergedTensors:
             self._latest = wanted.source
         size = ITEMSIZE[self.specs[wanted.source].dtype]
         yield Extent(Path(f"/proc/self/fd/{self._file.fileno()}"), wanted.start * size, wanted.length * size)
-
-    def _find(self, name: str) -> tuple[TensorSource, str]:
-        prefix = next(prefix for prefix in self._sources if name.startswith(prefix))
-        return self._sources[prefix], name.removeprefix(prefix)
 
     def _compute(self, merge: Merge) -> None:
         target = merge.weight.target
@@ -332,7 +322,8 @@ class MergedTensors:
         step = max(1, _BLOCK // width)
         for start in range(0, count, step):
             rows = slice(start, min(start + step, count))
-            weight = self._floats(merge.weight.segments.cut(start * width, (rows.stop - start) * width)).view(-1, width)
+            segments = merge.weight.segments.cut(start * width, (rows.stop - start) * width)
+            weight = self._reader.elements(segments, "float32").view(-1, width)
             weight += merge.scale * (left[rows] @ right)
             if magnitude is not None:
                 weight *= (magnitude[rows] / torch.linalg.norm(weight, dim=1))[:, None]
@@ -341,11 +332,4 @@ class MergedTensors:
         self._file.flush()
 
     def _matrix(self, task: Task) -> Tensor:
-        return self._floats(task.segments).view(task.target.shape)
-
-    def _floats(self, segments: Iterable[Segment]) -> Tensor:
-        """Elements in float32."""
-        data = bytearray()
-        for block in self._reader.blocks(segments, "float32"):
-            data += block
-        return torch.frombuffer(data, dtype=torch.float32)
+        return self._reader.elements(task.segments, "float32").view(task.target.shape)

@@ -1,4 +1,7 @@
-"""LoRA and DoRA: Megatron-Bridge's, with parts of the model that can be frozen and adapted one by one."""
+"""LoRA and DoRA: Megatron-Bridge's, with parts of the model that can be frozen and adapted one by one.
+
+Which layers these settings select is in `adapter_rows.AdapterSettings.adapts`.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,8 @@ class Qwen3VLParts:
         Raises:
             ValueError: it already has adapters, or `check` refuses this configuration.
         """
-        # Not Megatron-Bridge's own way, which would replace `forward` of blocks that recompute, trained or not.
+        # Not `PEFT.__call__`: it also replaces `forward` of every block that recomputes, so that inputs require
+        # gradients even where nothing is trained; `let_recompute_see_gradients` does that where something is.
         chunks = _chunks(model)
         if adapted := [n for chunk in chunks for n, m in chunk.named_modules() if isinstance(m, AdapterWrapper)]:
             raise ValueError(f"the model already has {len(adapted)} adapters, such as {adapted[0]}; expected none")

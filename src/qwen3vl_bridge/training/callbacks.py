@@ -20,10 +20,10 @@ from qwen3vl_bridge.training.run_log import RunLog, publish
 from qwen3vl_bridge.training.run_settings import AccuracyConfig
 
 import torch
-import torch.nn.functional as F
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.config import ConfigContainer
 from megatron.core.utils import get_attr_wrapped_model
+from torch.nn.utils.rnn import pad_sequence
 
 logger = logging.getLogger(__name__)
 
@@ -83,13 +83,12 @@ class Accuracy(Callback):
         shared = ranks_in_step(context.model) is not None
         rank, ranks = (0, 1) if shared else (groups.dp.rank(), groups.dp.size())
         if self._questions is None:
-            self._questions = self.read()[rank::ranks]
+            self._questions = self._read()[rank::ranks]
         counts = torch.tensor(self.ask(context.model), device=next(context.model[0].parameters()).device)
         right, asked = (counts if shared else sum_counts(counts, groups.dp)).tolist()
         publish(context, {"accuracy": right / max(asked, 1)})
 
-    def read(self) -> list[Question]:
-        """All ranks' prompts, read as the run's rows are."""
+    def _read(self) -> list[Question]:  # of all ranks, as the run's rows are read
         source = open_source(
             self.settings.path,
             getattr(self.rows, "media_root", None),
@@ -122,10 +121,9 @@ class Accuracy(Callback):
 def _collate(batch: Sequence[Question], device: torch.device) -> dict[str, Any]:
     """Prompts as rows with padding at the end, and the images of all of them in order."""
     prompts = [question.prompt.input_ids for question in batch]
-    longest = max(map(len, prompts))
     rows: dict[str, Any] = {
-        "input_ids": torch.stack([F.pad(prompt, (0, longest - len(prompt))) for prompt in prompts]),
-        "attention_mask": torch.stack([F.pad(torch.ones_like(p), (0, longest - len(p))) for p in prompts]),
+        "input_ids": pad_sequence(prompts, batch_first=True),
+        "attention_mask": pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True),
     }
     for name in sorted({name for question in batch for name in question.pictures}):
         rows[name] = torch.cat([question.pictures[name] for question in batch if name in question.pictures])

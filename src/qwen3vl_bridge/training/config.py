@@ -78,16 +78,10 @@ class Qwen3VLConfigContainer(ConfigContainer):
             end_workers_at_exit()  # also those of Megatron-Bridge's own loaders
         if not train.exit_signal_handler or not getattr(dataset, "num_workers", 0):
             return
-        ends = "launchers send them the signal too, it terminates them, and the run fails before it can save"
-        if number is None:
+        advice = "set train.exit_signal_handler_for_dataloader=true" if number is None else "use Qwen3VLEnergonProvider"
+        if number is None or isinstance(dataset, EnergonDatasetConfig):  # whose loaders do not handle it in any case
             logger.warning(
-                "train.exit_signal_handler is on, but not for the %d processes that read ahead: %s; set "
-                "train.exit_signal_handler_for_dataloader=true, or dataset.num_workers=0",
-                *(dataset.num_workers, ends),
-            )
-        elif isinstance(dataset, EnergonDatasetConfig):
-            logger.warning(
-                "train.exit_signal_handler_for_dataloader has no effect on the loaders of EnergonDatasetConfig: %s; "
-                "set dataset.num_workers=0, or use Qwen3VLEnergonProvider",
-                ends,
+                "train.exit_signal_handler is on, but not for the %d processes that read ahead: launchers send them "
+                "the signal too, it ends them, and the run fails before it can save; %s, or dataset.num_workers=0",
+                *(dataset.num_workers, advice),
             )

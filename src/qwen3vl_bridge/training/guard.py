@@ -52,7 +52,7 @@ class StepGuard(Callback):
     def on_train_start(self, context: CallbackContext) -> None:
         """Wrap the optimizer's methods; raises ValueError for settings that contradict each other."""
         cfg, optimizer = context.state.cfg, context.optimizer
-        check(run_refusals.ON_TRAIN, cfg)
+        check(run_refusals.ON_TRAIN_START, cfg)
         if hasattr(context.state, _RECORDED):
             raise ValueError("the callbacks of training_callbacks(cfg) were given twice, expected once")
         self._groups = get_attr_wrapped_model(context.model[0], "pg_collection")
@@ -72,10 +72,6 @@ class StepGuard(Callback):
         self._device = next(context.model[0].parameters()).device
         self._prepare, optimizer.prepare_grads = optimizer.prepare_grads, self._prepare_and_sum
         self._step_ready, optimizer.step_with_ready_grads = optimizer.step_with_ready_grads, self._step_ready_if_good
-
-    def on_train_step_start(self, context: CallbackContext) -> None:
-        """Clear the previous step's microbatches."""
-        self._microbatches.clear()
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Store the norms for other callbacks."""

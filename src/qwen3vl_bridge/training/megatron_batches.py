@@ -8,7 +8,7 @@ Legend: B rows, S tokens per row, T tokens of a packed row.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -70,8 +70,11 @@ def from_collator(batch: Mapping[str, Any], config: VisionLanguageProvider, data
     try:
         ours, arranged = _arranged(given, pictures, config, dataset)
     except ValueError as error:
-        for note in _known_causes(given, pictures, dataset):
-            error.add_note(note)
+        if pictures:
+            error.add_note(
+                "Megatron-Bridge's collators cut rows at dataset.seq_length, even within images; and if "
+                "dataset.dataloader_type is 'batch', its loop gives each microbatch the images of all"
+            )
         raise
     _check_positions(given.get("position_ids"), ours, arranged)
     _check_labels(ours)
@@ -139,20 +142,6 @@ def _arranged(
         packed_seq_params=packed,
         **pictures,
     )
-
-
-def _known_causes(given: dict[str, Any], pictures: dict[str, Tensor], dataset: Any) -> Iterator[str]:
-    """What Megatron-Bridge may have done to a batch with a mismatch between image tokens and images."""
-    if pictures and getattr(dataset, "dataloader_type", None) == "batch":
-        yield (
-            "dataset.dataloader_type is 'batch': Megatron-Bridge's loop splits a global batch into microbatches and "
-            "gives every microbatch all images. Expected 'single' or 'cyclic' for data with images"
-        )
-    if pictures and given["input_ids"].shape[1] == getattr(dataset, "seq_length", None):
-        yield (
-            f"rows have dataset.seq_length, {dataset.seq_length}, tokens: Megatron-Bridge's collators cut longer "
-            "rows, even within images. Expected a seq_length of at least the longest sample"
-        )
 
 
 def _guessed_mask(given: dict[str, Any], config: VisionLanguageProvider) -> Tensor:

@@ -4,10 +4,7 @@ the model is built, or write something wrong.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -22,18 +19,18 @@ from qwen3vl_bridge.models.rules import (
     any_of,
     at_least,
     check,
+    dependents,
     equal,
     keep,
     missing,
     off,
     on,
-    parts,
     same_as,
 )
 from qwen3vl_bridge.models.settings import replicas_of
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.planning.from_config import plan_of
-from qwen3vl_bridge.planning.hardware import GIB
+from qwen3vl_bridge.planning.hardware import GIB, host_bytes
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.training.checkpoint_manager import MANAGER
 from qwen3vl_bridge.training.resuming import expect_checkpoint
@@ -53,15 +50,6 @@ _FSDP = on("ddp.use_megatron_fsdp")
 _STOPS = ("rerun_state_machine.check_for_nan_in_loss", "ddp.check_for_nan_in_grad")
 
 # --- Before Megatron-Bridge completes a configuration ---
-
-
-def _check_connections(cfg: Any) -> None:
-    """Refuse a variable that containers for Megatron may set, before Megatron-Bridge's assertion of it."""
-    if cfg.ddp.use_megatron_fsdp and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        raise ValueError(
-            "the environment has CUDA_DEVICE_MAX_CONNECTIONS=1, with which Megatron-FSDP's communication would wait "
-            "for computation: expected none, or more than 1; `unset CUDA_DEVICE_MAX_CONNECTIONS` on every node"
-        )
 
 
 def _trains_float32(cfg: Any) -> bool:
@@ -125,23 +113,23 @@ def _warn_of_stops(cfg: Any) -> None:
             logger.warning("%s ends the run before the guard can name samples; set it to False", name)
 
 
-def _is_layer_wise(cfg: Any) -> bool:
-    return cfg.optimizer.optimizer.startswith("dist_") or cfg.optimizer.use_layer_wise_distributed_optimizer
-
-
 def _saves_or_loads(cfg: Any) -> bool:
     return bool(cfg.checkpoint.save or cfg.checkpoint.load)
 
 
+def _is_layer_wise(cfg: Any) -> bool:
+    return cfg.optimizer.optimizer.startswith("dist_") or cfg.optimizer.use_layer_wise_distributed_optimizer
+
+
 _SKIPS = When("guard.on_nan", lambda cfg: cfg.guard is not None and cfg.guard.on_nan == "skip")
 _GENERATES = on("accuracy.path")
-_SHARDED = "ddp.use_megatron_fsdp dist.use_megatron_fsdp dist.use_torch_fsdp2"
+_SHARDED = "ddp.use_megatron_fsdp dist.use_megatron_fsdp"
 _GROUPS = "each module has its own process groups, all of one kind"
 _GATHERED = "each rank's parameters are gathered in one call, which needs one dtype, and linear attention has float32"
 
 BEFORE_VALIDATE: tuple[Rule, ...] = (
-    _check_connections,
     Allowed("dataset.seq_length", same_as("model.seq_length")),
+    *keep("dist.use_torch_fsdp2", "it needs parameters of one dtype and whole models; use ddp.use_megatron_fsdp"),
     Allowed("dist.use_decentralized_pg", True, _DIST_TRAIN).because(_GROUPS),
     Allowed("dist.use_gloo_process_groups", False, _DIST_TRAIN).because(_GROUPS),
     *keep("ddp.num_distributed_optimizer_instances", _GROUPS, _DIST_TRAIN),
@@ -163,11 +151,6 @@ BEFORE_VALIDATE: tuple[Rule, ...] = (
     ),
     Allowed("optimizer.optimizer", any_of("adam", "sgd", "lion", "muon"), _TWO_DTYPES).because(_GATHERED),
     *keep("optimizer.use_layer_wise_distributed_optimizer", _GATHERED, _TWO_DTYPES),
-    *keep(
-        "dist.use_torch_fsdp2",
-        "torch's FSDP needs parameters of one dtype, and linear attention has some in float32; use Megatron-FSDP",
-        _TWO_DTYPES,
-    ),
     Allowed(
         "ddp.grad_reduce_in_fp32",
         True,
@@ -184,12 +167,6 @@ BEFORE_VALIDATE: tuple[Rule, ...] = (
     *keep(
         "model.pipeline_model_parallel_size model.context_parallel_size",
         "generation needs the complete model on each rank, apart from tensor parallelism",
-        _GENERATES,
-    ),
-    *keep(
-        "dist.use_torch_fsdp2",
-        "generation calls parts of the model, and torch's FSDP gathers parameters only for a call of the whole model; "
-        "use ddp.use_megatron_fsdp",
         _GENERATES,
     ),
     Allowed(
@@ -267,8 +244,16 @@ _READS_ALONE = When(
     lambda cfg: _DIST_TRAIN(cfg) and replicas_of(cfg.model).vision != replicas_of(cfg.model).language,
 )
 
-ON_TRAIN: tuple[Rule, ...] = (
+ON_TRAIN_START: tuple[Rule, ...] = (
     _check_part_rates,
+    Allowed("logger.wandb_project", any_of(None, ""), missing("wandb")).because(
+        "wandb is not installed: pip install wandb"
+    ),
+    Allowed(
+        "logger.wandb_exp_name",
+        Range(lambda name, _: name != "", lambda _: "a name for the run, or None"),
+        on("logger.wandb_project"),
+    ),
     *keep("optimizer.optimizer_cuda_graph", "no step could be skipped"),
     Allowed(
         "checkpoint.dist_ckpt_optim_fully_reshardable",
@@ -284,7 +269,7 @@ ON_TRAIN: tuple[Rule, ...] = (
 # --- After Megatron-Bridge has completed a configuration ---
 
 # Fields of the sections that neither Megatron-Bridge's training loop nor this package reads.
-UNREAD: dict[str, str] = {
+UNREAD_BY_SECTION: dict[str, str] = {
     "train": "step_batch_size_schedule gpu_sniff_test_interval exit_signal_handler_for_training",
     "validation": "test_mode full_validation multiple_validation_sets validation_set_names",
     "scheduler": "no_weight_decay_cond_type",
@@ -304,7 +289,7 @@ UNREAD: dict[str, str] = {
 }
 
 # Fields of something that another setting turns on, by that setting.
-PARTS: dict[str, str] = {
+DEPENDENTS_BY_SWITCH: dict[str, str] = {
     "ddp.use_megatron_fsdp": "gradient_reduce_div_fusion suggested_communication_unit_size keep_fp8_transpose_cache "
     "fsdp_double_buffer fsdp_db_use_persist_buf_on_alloc_fail fsdp_all_gather_in_start_param_sync "
     "outer_dp_sharding_strategy fsdp_manual_registration megatron_fsdp_grad_comm_dtype megatron_fsdp_cuda_graph_mode "
@@ -323,18 +308,13 @@ PARTS: dict[str, str] = {
 
 _NOT_READ = "the training loop does not read it"
 AT_DEFAULT: tuple[Allowed, ...] = (
-    *(row for section, names in UNREAD.items() for row in keep(names, _NOT_READ, section=f"{section}.", also=(None,))),
-    *parts(PARTS),
+    *(
+        row
+        for section, names in UNREAD_BY_SECTION.items()
+        for row in keep(names, _NOT_READ, section=f"{section}.", also=(None,))
+    ),
+    *dependents(DEPENDENTS_BY_SWITCH),
 )
-
-
-def _norms_are_partial(cfg: Any) -> bool:
-    """Whether a rank's `main_grad` is not a parameter's whole gradient: it is sharded, or the parameter is."""
-    model = cfg.model
-    sizes = (model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.expert_model_parallel_size)
-    if cfg.ddp.use_megatron_fsdp or cfg.dist.use_torch_fsdp2 or max(sizes) > 1 or model.dist_train.use_dist_train:
-        return True
-    return cfg.ddp.use_distributed_optimizer and get_world_size_safe() > 1
 
 
 def _check_choices(cfg: Any) -> None:
@@ -371,16 +351,6 @@ def _check_host_memory(cfg: Any) -> None:
         )
 
 
-def host_bytes() -> int:
-    """Memory in bytes of this machine, or of the container that this process is in."""
-    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # A container's memory limit, in the second and the first version of control groups.
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # no such file
-            room = min(room, int(Path(path).read_text()))
-    return room
-
-
 _LACKS_NVRX = missing("nvidia_resiliency_ext")
 _NVRX = "it needs the package nvidia-resiliency-ext, which is not installed"
 # Parameters get memory from the hook that reads initial weights, and only Megatron-FSDP moves them to GPUs.
@@ -410,9 +380,8 @@ AFTER_VALIDATE: tuple[Rule, ...] = (
     ),
     *keep(
         "logger.log_l2_norm_grad_to_tensorboard",
-        "it would write norms of the rank's parts of gradients, or fail; grad-norm and qwen3vl/grad_norm_* are "
-        "written without it",
-        _norms_are_partial,
+        "it would write norms of a rank's parts of gradients, or fail; grad-norm and qwen3vl/grad_norm_* are written "
+        "without it",
     ),
     Allowed("checkpoint.ckpt_format", any_of("torch_dist", "fsdp_dtensor"), _saves_or_loads).because(
         "the run could not resume from others"
@@ -453,5 +422,5 @@ AFTER_VALIDATE: tuple[Rule, ...] = (
         "checkpoint.most_recent_k", Range(lambda number, _: number != 0, lambda _: "at least 1, or -1 to keep all")
     ),
     *WITHOUT_MEMORY,
-    *ON_TRAIN,
+    *ON_TRAIN_START,
 )

@@ -1,8 +1,9 @@
-"""Sections that this package adds to a run's configuration; `training/run_refusals.py` checks them."""
+"""Sections that this package adds to a run's configuration: the guard, accuracy, and the learning rates of the model's
+parts; `training/run_refusals.py` checks them.
+"""
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +12,6 @@ from qwen3vl_bridge.weights.rows import Part, part_of
 from megatron.bridge.training.config import OptimizerConfigOverrideProvider, OptimizerConfigOverrideProviderContext
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
-from torch import Tensor
 
 Action = Literal["stop", "skip"]
 
@@ -82,13 +82,8 @@ class Qwen3VLLearningRates(OptimizerConfigOverrideProvider):
         config = context.optimizer_config
         for part, rate in self.rates().items():
             if rate != config.lr:  # parameters at optimizer.lr stay in the groups whose rate is logged
-                key = ParamKey(
-                    with_name_predicate=ParamWithNamePredicate(name=part.value, fn=functools.partial(_is_of, part))
-                )
+                of_part = ParamWithNamePredicate(part.value, lambda _, name, part=part: part_of(name) is part)
+                key = ParamKey(with_name_predicate=of_part)
                 lowest = rate * (config.min_lr or 0.0) / config.lr
                 overrides[key] = ParamGroupOverride(max_lr=rate, min_lr=lowest)
         return overrides or None
-
-
-def _is_of(part: Part, _: Tensor, name: str) -> bool:
-    return part_of(name) is part

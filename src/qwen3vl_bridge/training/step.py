@@ -38,7 +38,8 @@ def forward_step(
     Returns:
         The per-token losses [b, s], and a function that maps them to (sum of the unmasked losses, their number, values
         to report), or without `calculate_per_token_loss` to (this rank's contribution to the mean over the microbatch,
-        values to report).
+        values to report). In the first case megatron-core divides the summed gradients by the number of tokens of the
+        whole global batch (`finalize_model_grads`).
 
     Raises:
         NotImplementedError: a schedule plan is requested.

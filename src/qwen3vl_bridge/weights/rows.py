@@ -253,37 +253,6 @@ class PackedExpert(WeightRow):
         return shape[::-1] if self.transposed else shape
 
 
-class ExpertInput(WeightRow):
-    """One expert's rows of a matrix of all experts of a layer, [experts * rows, in]: expert by expert."""
-
-    def hf_shapes(self, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
-        """See `WeightRow`."""
-        rows, width = self.numbers(dimensions)[0]
-        return ((dimensions["experts"] * rows, width),)
-
-    def hf_slices(self, dimensions: Dimensions) -> Iterator[ParamSlice]:
-        """See `WeightRow`."""
-        size = math.prod(self.numbers(dimensions)[0])
-        yield ParamSlice(self.hf[0], self.expert * size, size)
-
-
-class ExpertOutput(WeightRow):
-    """One expert's columns of a matrix of all experts of a layer, [out, columns * experts].
-
-    The first column of every expert comes first, then the second of every expert, and so on.
-    """
-
-    def hf_shapes(self, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
-        """See `WeightRow`."""
-        out, columns = self.numbers(dimensions)[0]
-        return ((out, columns * dimensions["experts"]),)
-
-    def hf_slices(self, dimensions: Dimensions) -> Iterator[ParamSlice]:
-        """See `WeightRow`."""
-        size = math.prod(self.numbers(dimensions)[0])
-        yield ParamSlice(self.hf[0], self.expert, size, stride=dimensions["experts"])
-
-
 def stored_rows(row: WeightRow, rows: int, dimensions: Dimensions) -> tuple[int, ...]:
     """Number of a parameter's rows in each of `WeightRow.stored`: its section's, or equal parts."""
     return tuple(dimensions[size] for _, size in row.sections) or (rows // len(row.stored),) * len(row.stored)

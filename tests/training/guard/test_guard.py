@@ -336,4 +336,4 @@ def test_settings_that_contradict_each_other_are_refused(inputs, settings, messa
         if sep:
             setattr(cfg if section == "cfg" else getattr(cfg, section), field, value)
     with pytest.raises(ValueError, match=message):
-        check(run_refusals.ON_TRAIN, cfg)
+        check(run_refusals.ON_TRAIN_START, cfg)

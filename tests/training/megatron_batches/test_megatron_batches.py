@@ -288,7 +288,7 @@ def test_a_picture_that_was_cut_is_refused(provider, rows):
         setattr(batch["visual_inputs"], name, values[len(values) // 3 :])
     with pytest.raises(ValueError, match=r"in one run, expected 196; in all found \d+, expected 392") as caught:
         from_collator(batch, provider, SimpleNamespace(dataloader_type="cyclic", seq_length=128))
-    assert "cut longer rows, even within images" in caught.value.__notes__[0]
+    assert "cut rows at dataset.seq_length, even within images" in caught.value.__notes__[0]
 
 
 def packed(**changes):

@@ -15,9 +15,11 @@ from types import SimpleNamespace
 from qwen3vl_bridge.models.flops import Trained, model_costs, operations_of_a_step, tower_costs
 from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.models.qwen3_vl.bridge import provider_from_hf_config
+from qwen3vl_bridge.models.rules import check
 from qwen3vl_bridge.parallel.collectives import sum_amounts
 from qwen3vl_bridge.peft.lora import Qwen3VLLoRA
 from qwen3vl_bridge.registry import dimensions_of
+from qwen3vl_bridge.training import run_refusals
 from qwen3vl_bridge.training.callbacks import training_callbacks
 from qwen3vl_bridge.training.metrics import Amounts, ExpertLoad, meter_of, peak_operations, step_costs
 from qwen3vl_bridge.training.run_log import ENTRY, StepProgress
@@ -262,7 +264,7 @@ def run(inputs, tmp_path_factory):
     replicate(cfg)
     with pytest.MonkeyPatch.context() as patch:
         said = []
-        patch.setattr("qwen3vl_bridge.training.run_log.StepProgress._write", lambda self, line: said.append(line))
+        patch.setattr("qwen3vl_bridge.training.run_log.StepProgress.write", lambda self, line: said.append(line))
         clock = Clock()
         patch.setattr("qwen3vl_bridge.training.metrics.time", SimpleNamespace(perf_counter=clock.read))
         train(cfg, callbacks=[SlowCheckpoint(3, clock)])
@@ -387,8 +389,8 @@ def test_weights_and_biases_has_to_be_installed(inputs, monkeypatch):
     cfg = inputs.config(None, logger__wandb_project="digits", logger__wandb_exp_name="first")
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "wandb" else find(name, *more))
-    with pytest.raises(ValueError, match=r"wandb_project is 'digits', and wandb is not installed: .*pip install wandb"):
-        training_callbacks(cfg)
+    with pytest.raises(ValueError, match=r"wandb_project is 'digits', .* wandb is not installed: pip install wandb"):
+        check(run_refusals.ON_TRAIN_START, cfg)
 
 
 def test_weights_and_biases_gets_the_log(inputs, tmp_path, monkeypatch):

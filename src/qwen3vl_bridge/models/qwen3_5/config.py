@@ -13,7 +13,7 @@ from qwen3vl_bridge.models import hf_config
 from qwen3vl_bridge.models.hf_config import POSITIVE, TOKEN_IDS, Fields, Kind, experts_of, renamed, shown
 from qwen3vl_bridge.weights.rows import Dimensions
 
-FAMILY = "qwen3_5"
+FAMILY_NAME = "qwen3_5"
 # As in the released models, and transformers' defaults.
 TOKENS: Mapping[str, int] = dict(zip(TOKEN_IDS, (248_056, 248_057, 248_053, 248_054), strict=True))
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -70,7 +70,7 @@ def check_settings(config: Any) -> None:
     }
     hf_config.check_supported_values(config, own)
     rope_parameters(text)
-    hf_config.check_model_type(config, FAMILY, experts, "experts")
+    hf_config.check_model_type(config, FAMILY_NAME, experts, "experts")
 
 
 def _check_layers(text: Mapping[str, Any]) -> None:
@@ -110,7 +110,7 @@ def dimensions_of(config: Mapping) -> Dimensions:
     text, layers = config["text_config"], config["text_config"]["num_hidden_layers"]
     experts = experts_of(text)
     shared = hf_config.shared_dimensions(
-        FAMILY,
+        FAMILY_NAME,
         config,
         ffn=0 if experts else text["intermediate_size"],
         head_dim=text.get("head_dim") or HEAD_DIM,
@@ -189,7 +189,7 @@ def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def fields_of_run(model: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """The identifying fields in the `model` section of a run's file; arguments as for `identity_of_run`."""
-    fields = hf_config.identity_of_run(model, config, FAMILY) | renamed(model, _OF_PROVIDER)
+    fields = hf_config.identity_of_run(model, config, FAMILY_NAME) | renamed(model, _OF_PROVIDER)
     fields |= hf_config.scaled_rope_of_run(model)
     if model.get("num_moe_experts"):
         shared = "shared_expert_intermediate_size"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from qwen3vl_bridge.models.provider import ExpertsMixin, VisionLanguageProvider
-from qwen3vl_bridge.models.qwen3_5.config import FAMILY, LINEAR_SIZES, TOKENS, own_dimensions
+from qwen3vl_bridge.models.qwen3_5.config import FAMILY_NAME, LINEAR_SIZES, TOKENS, own_dimensions
 from qwen3vl_bridge.models.qwen3_5.delta_rule import are_missing
 from qwen3vl_bridge.models.qwen3_5.model import Qwen35VLModel
 from qwen3vl_bridge.models.refusals import NOTHING_ELSE
@@ -89,7 +89,7 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
     mtp_num_layers: int | None = 1
     mtp_loss_scaling_factor: float | None = 0.0
 
-    family: ClassVar[str] = FAMILY
+    family: ClassVar[str] = FAMILY_NAME
     model_class = Qwen35VLModel
     rules: ClassVar[tuple[Rule, ...]] = _RULES
 

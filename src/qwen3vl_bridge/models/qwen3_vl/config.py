@@ -9,7 +9,7 @@ from qwen3vl_bridge.models import hf_config
 from qwen3vl_bridge.models.hf_config import DENSE_WIDTH, LAYERS, POSITIVE, TOKEN_IDS, Fields, Kind, experts_of, shown
 from qwen3vl_bridge.weights.rows import Dimensions
 
-FAMILY = "qwen3_vl"
+FAMILY_NAME = "qwen3_vl"
 # As in the released models, and transformers' defaults. Source: transformers, Qwen3VLConfig.
 TOKENS: Mapping[str, int] = dict(zip(TOKEN_IDS, (151_655, 151_656, 151_652, 151_653), strict=True))
 
@@ -36,7 +36,7 @@ def check_settings(config: Any) -> None:
     hf_config.check_supported_values(config, {})
     hf_config.check_mrope_section(rope_parameters(text)["mrope_section"], head_dim_of(text))
     _check_experts(text)
-    hf_config.check_model_type(config, FAMILY, len(moe_layers_of(text)), "layers have experts")
+    hf_config.check_model_type(config, FAMILY_NAME, len(moe_layers_of(text)), "layers have experts")
 
 
 def check_deepstack(vision: Mapping[str, Any], text_layers: int) -> None:
@@ -96,7 +96,7 @@ def dimensions_of(config: Mapping) -> Dimensions:
     """Values of the weight table's symbols, of a `config.json`; raises KeyError for a missing field."""
     text = config["text_config"]
     return hf_config.shared_dimensions(
-        FAMILY, config, ffn=text["intermediate_size"], head_dim=head_dim_of(text), moe_layers=moe_layers_of(text)
+        FAMILY_NAME, config, ffn=text["intermediate_size"], head_dim=head_dim_of(text), moe_layers=moe_layers_of(text)
     )
 
 
@@ -128,7 +128,7 @@ def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def fields_of_run(model: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """The identifying fields in the `model` section of a run's file; arguments as for `identity_of_run`."""
-    fields = hf_config.identity_of_run(model, config, FAMILY)
+    fields = hf_config.identity_of_run(model, config, FAMILY_NAME)
     layers, frequency = model.get("num_layers"), model.get("moe_layer_freq", 1)
     moe_layers = None
     if model.get("num_moe_experts") and type(frequency) is int and type(layers) is int and frequency > 0:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from qwen3vl_bridge.models.provider import ExpertsMixin, VisionLanguageProvider
-from qwen3vl_bridge.models.qwen3_vl.config import FAMILY, TOKENS, check_deepstack
+from qwen3vl_bridge.models.qwen3_vl.config import FAMILY_NAME, TOKENS, check_deepstack
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
 from qwen3vl_bridge.models.refusals import NOTHING_ELSE, unread
 from qwen3vl_bridge.models.rules import Rule, keep
@@ -56,7 +56,7 @@ class Qwen3VLModelProvider(VisionLanguageProvider):
     rotary_base: float = 5_000_000.0
     mrope_section: list[int] = field(default_factory=lambda: [24, 20, 20])
 
-    family: ClassVar[str] = FAMILY
+    family: ClassVar[str] = FAMILY_NAME
     model_class = Qwen3VLModel
     vision_module_class: ClassVar[str] = "qwen3vl_bridge.dist_train.modules.Qwen3VLVisionModule"
     language_module_class: ClassVar[str] = "qwen3vl_bridge.dist_train.modules.Qwen3VLLanguageModule"
