@@ -13,6 +13,20 @@ from typing import Any, NamedTuple
 from qwen3vl_bridge.weights.rows import Dimensions, model_dimensions
 
 TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+# A provider's fields, and the fields of a text configuration with the same value; and those of experts.
+TEXT_FIELDS: Mapping[str, str] = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "layernorm_epsilon": "rms_norm_eps",
+}
+EXPERT_FIELDS: Mapping[str, str] = {
+    "num_moe_experts": "num_experts",
+    "moe_router_topk": "num_experts_per_tok",
+    "moe_ffn_hidden_size": "moe_intermediate_size",
+}
 _LONGEST = 10_000  # layers or experts: a hostile file must not make us build longer lists
 
 
@@ -255,7 +269,7 @@ def shared_dimensions(
         untied=not config.get("tie_word_embeddings", False),
         experts=experts_of(text),
         topk=text["num_experts_per_tok"] if moe_layers else 0,
-        moe_ffn=text["moe_intermediate_size"] if moe_layers else 0,
+        moe_ffn=(text["moe_intermediate_size"] or 0) if moe_layers else 0,
         moe_layers=moe_layers,
     )
 
@@ -302,22 +316,6 @@ _IDENTITY: Mapping[str, Mapping[str, Any]] = {
         "hidden_act": "gelu_pytorch_tanh",
     },
 }
-# A provider's fields, and the fields of `config.json` with the same value.
-_OF_PROVIDER: Mapping[str, str] = {
-    "share_embeddings_and_output_weights": "tie_word_embeddings",
-    **{name: name for name in TOKEN_IDS},
-    "hidden_size": "text_config.hidden_size",
-    "num_layers": "text_config.num_hidden_layers",
-    "num_attention_heads": "text_config.num_attention_heads",
-    "num_query_groups": "text_config.num_key_value_heads",
-    "kv_channels": "text_config.head_dim",
-    "layernorm_epsilon": "text_config.rms_norm_eps",
-}
-_OF_MOE_PROVIDER: Mapping[str, str] = {
-    "num_moe_experts": "text_config.num_experts",
-    "moe_router_topk": "text_config.num_experts_per_tok",
-    "moe_ffn_hidden_size": "text_config.moe_intermediate_size",
-}
 DENSE_WIDTH: Mapping[str, str] = {"ffn_hidden_size": "text_config.intermediate_size"}
 # Functions by the last part of their name in a `run_config.yaml`. Other functions are unknown.
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "relu": "relu", "gelu_tanh": "gelu_pytorch_tanh"}
@@ -344,11 +342,14 @@ def identity_of_run(model: Mapping[str, Any], config: Mapping[str, Any], dense: 
     A vocabulary larger than the configuration's is left out: its padding is known from the tensors' rows. Of the tower
     only fields are used that the configuration's identity has. `dense` is the `model_type` of models without experts.
     """
-    fields = renamed(model, _OF_PROVIDER)
+    fields = renamed(model, dict(zip(TOKEN_IDS, TOKEN_IDS, strict=True)))
+    fields |= renamed(model, {"share_embeddings_and_output_weights": "tie_word_embeddings"})
+    fields |= renamed(model, {name: f"text_config.{of_text}" for name, of_text in TEXT_FIELDS.items()})
     if "num_moe_experts" in model:
         experts = model["num_moe_experts"] or 0
         fields |= {"model_type": f"{dense}_moe" if experts else dense, "text_config.num_experts": experts}
-        fields |= renamed(model, _OF_MOE_PROVIDER if experts else DENSE_WIDTH)
+        of_experts = {name: f"text_config.{of_text}" for name, of_text in EXPERT_FIELDS.items()}
+        fields |= renamed(model, of_experts if experts else DENSE_WIDTH)
     if isinstance(activation := model.get("activation_func"), Mapping):
         name = _ACTIVATIONS.get(str(activation.get("_target_")).rpartition(".")[2])
         fields |= {} if name is None else {"text_config.hidden_act": name}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 
+from qwen3vl_bridge.models import settings
 from qwen3vl_bridge.models.divisibility import check_row_length, indivisible
 from qwen3vl_bridge.models.hf_config import check_mrope_section, check_tower_size
 from qwen3vl_bridge.models.rules import (
@@ -32,15 +33,7 @@ from qwen3vl_bridge.models.rules import (
     on,
     same_as,
 )
-from qwen3vl_bridge.models.settings import (
-    YARN_FIELDS,
-    VisionLanguageFields,
-    attends_without_kernel,
-    name_of_activation,
-    replicas_of,
-    vision_activation,
-    vision_tensor_ranks,
-)
+from qwen3vl_bridge.models.settings import VisionLanguageFields
 
 import torch
 from megatron.core.transformer.enums import AttnBackend, LayerType
@@ -110,7 +103,9 @@ FIXED: tuple[Rule, ...] = (
         "no_rope_freq",
         "rotary_base, mrope_section and rope_parameters define the rotary embedding",
     ),
-    *keep(" ".join(YARN_FIELDS.values()), "only position_embedding_type='yarn' reads it; or set rope_parameters"),
+    *keep(
+        " ".join(settings.YARN_FIELDS.values()), "only position_embedding_type='yarn' reads it; or set rope_parameters"
+    ),
     *keep(
         # attention
         "qk_layernorm qk_l2_norm add_qkv_bias attention_output_gate window_size softmax_scale softmax_type "
@@ -236,8 +231,8 @@ BEFORE_FINALIZE: tuple[Rule, ...] = (
         "this family cannot be split into vision and language modules"
     ),
     lambda model: check_tower_size(model.vision_config.to_dict(), model.hidden_size),
-    lambda model: vision_activation(model.vision_config.hidden_act),
-    lambda model: name_of_activation(model.activation_func),
+    lambda model: settings.vision_activation(model.vision_config.hidden_act),
+    lambda model: settings.name_of_activation(model.activation_func),
     *_recompute_of(""),
     *_recompute_of("vision_"),
     *keep("distribute_saved_activations", IGNORED, not_equal("recompute_granularity", "full"), also=(None,)),
@@ -338,7 +333,7 @@ def _check_divisible(provider: VisionLanguageFields) -> None:
         cp=provider.context_parallel_size,
         ep=provider.expert_model_parallel_size,
         etp=provider.expert_tensor_parallel_size or 1,
-        vision_tp=vision_tensor_ranks(provider),
+        vision_tp=settings.vision_tensor_ranks(provider),
     )
     for setting, size, split, ranks, either in wrong:
         circumstances = _DIST_TRAIN.describe(provider) if names[split] == _VISION_TENSOR else ""
@@ -377,7 +372,7 @@ def _check_context_kernels(provider: VisionLanguageFields) -> None:
 def _check_replicas(provider: VisionLanguageFields) -> None:
     if not provider.dist_train.use_dist_train:
         return
-    replicas, ratio = replicas_of(provider), provider.dist_train.vision_to_llm_dp_ratio
+    replicas, ratio = settings.replicas_of(provider), provider.dist_train.vision_to_llm_dp_ratio
     replicas.check(
         ": dist_train.vision_world_size / vision_tensor_model_parallel_size, and language_world_size / "
         "(tensor * pipeline * context parallel size)"
@@ -465,7 +460,7 @@ def _check_float32(provider: VisionLanguageFields) -> None:
     no attention.
     """
     supported = provider.context_parallel_size == 1 and is_te_min_version(PACKED_UNFUSED)
-    if attends_without_kernel(provider) and not supported:
+    if settings.attends_without_kernel(provider) and not supported:
         raise ValueError(
             "params_dtype is torch.float32 with transformer_impl 'transformer_engine', expected transformer_impl="
             f"'local' or 16 bits: Transformer Engine {get_te_version()} has no attention in float32 for packed rows on "
