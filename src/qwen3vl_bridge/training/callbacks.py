@@ -42,7 +42,7 @@ def training_callbacks(cfg: ConfigContainer) -> list[Callback]:
     if cfg.model.dist_train.use_dist_train:
         callbacks.append(Modules())
     if not cfg.logger.skip_train_metrics_log:
-        callbacks.append(Metrics(cfg))
+        callbacks.append(Metrics())
     if isinstance(cfg, Qwen3VLConfigContainer) and cfg.accuracy.path is not None:
         callbacks.append(Accuracy(cfg))
     if cfg.train.num_epochs is None:  # Megatron-Bridge refuses it with callbacks of its kind
