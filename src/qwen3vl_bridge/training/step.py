@@ -8,7 +8,7 @@ from typing import Any
 
 from qwen3vl_bridge.batch import TokenBatch, VisionRankInputs
 from qwen3vl_bridge.batch.device_transfer import Movable, copy_to_gpu
-from qwen3vl_bridge.dist_train.joint_step import next_vision_batch
+from qwen3vl_bridge.dist_train.joint_run import next_vision_batch
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.settings import replicas_of
 from qwen3vl_bridge.training.guard import recorded
