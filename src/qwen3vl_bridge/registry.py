@@ -199,10 +199,3 @@ def preset_sizes() -> list[str]:
 
 def _presets() -> list[Any]:
     return [one.presets for one in families().values() if one.presets is not None]
-
-
-def presets_of(name: str) -> Any:
-    """The presets of a family; raises ValueError for an unknown family, or one without presets."""
-    if (presets := family(name).presets) is None:
-        raise ValueError(f"the family {name} has no presets")
-    return presets

@@ -187,7 +187,7 @@ def check(found: dict[str, Seen], allowed: frozenset[str] = frozenset(), mixed: 
 
 
 # Without Transformer Engine megatron-core clips by a number, which both modules' norms make together.
-JOINT_NORM = frozenset({"dist_train/joint_step.py:_joint_norm"})
+JOINT_NORM = frozenset({"dist_train/joint_run.py:_joint_norm"})
 CASES = [
     *(("dense", split, "packed") for split in ("CP2", "PP2", "TP2+SP", "1 + 1")), ("dense", "CP2", "padded"),
     ("MoE", "EP2", "packed"), *(("Qwen3.5 with MTP", split, "packed") for split in ("CP2", "PP2", "TP2+SP")),

@@ -222,18 +222,12 @@ def _used(machine: dict[str, Any]) -> dict[str, str]:
 
 
 def _print(found: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console, machine = Console(), found["machine"]
-    table = Table(title=f"{_PACKAGE} {importlib.metadata.version(_PACKAGE)}, Python {machine['python']}")
-    for name in ("package", "found", "allowed", ""):
-        table.add_column(name, overflow="fold")
+    machine = found["machine"]
+    show(f"{_PACKAGE} {importlib.metadata.version(_PACKAGE)}, Python {machine['python']}\n")
     for one in machine["packages"]:
-        state = "" if one["fits"] else "needed" if one["needed"] else f"for {one['purpose']}"
-        style = None if one["fits"] else "red" if one["needed"] else "yellow"
-        table.add_row(one["name"], one["found"] or "not installed", one["expected"] or "any", state, style=style)
-    console.print(table)
+        state = "" if one["fits"] else "  needed" if one["needed"] else f"  for {one['purpose']}"
+        words = f"{one['found'] or 'not installed':16} allowed: {one['expected'] or 'any'}"
+        show(f"{one['name']:24} {words}{state}")
     lines = {
         "GPUs": "; ".join(f"{one['name']}, {one['memory'] / GIB:.1f} GiB" for one in machine["gpus"]) or "none",
         "CUDA, NCCL": f"{machine['cuda'] or 'none'}, {machine['nccl'] or 'none'}",
@@ -242,14 +236,12 @@ def _print(found: dict[str, Any]) -> None:
         "disk": f"{machine['disk_free'] / GIB:.1f} GiB free",
         "open files": "{} of {}".format(*machine["open_files"]),
     }
+    show("")
     for name, text in (lines | (found["used"] or {})).items():
         if name == "device":
             show("\nUsed:")
         show(f"{name:12} {text}")
     if found["missing"]:
-        show("\nMissing:")
-    for one in found["missing"]:
-        style = "red" if one["fatal"] else None
-        console.print(f"- {one['what']}\n  {one['get']}", style=style, highlight=False, markup=False)
+        show("\nMissing:\n" + "\n".join(f"- {one['what']}\n  {one['get']}" for one in found["missing"]))
     works = found["works"]
     show("\n" + "; ".join(f"{work} {'works' if can else 'cannot work'}" for work, can in works.items()))

@@ -139,8 +139,6 @@ def _split_lists(kwargs: dict[str, Any]) -> None:
 class _Stream:
     """A stream or an event of a device that executes everything synchronously."""
 
-    cuda_stream = 0
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
@@ -154,9 +152,6 @@ class _Stream:
 
     def record_event(self, event: _Stream | None = None) -> _Stream:
         return event or _Stream()
-
-    def elapsed_time(self, end: _Stream) -> float:
-        return 0.0
 
     def _nothing(self, *args: Any) -> None:
         pass

@@ -9,7 +9,7 @@ from typing import Any
 from qwen3vl_bridge.data.dataset_provider import ConversationRows
 from qwen3vl_bridge.data.questions import Question, questions
 from qwen3vl_bridge.data.sources.opening import open_source
-from qwen3vl_bridge.dist_train.joint_step import Modules
+from qwen3vl_bridge.dist_train.joint_run import Modules
 from qwen3vl_bridge.inference.generation import end_token_ids, generate, ranks_in_step
 from qwen3vl_bridge.parallel.collectives import sum_counts
 from qwen3vl_bridge.training.checkpoint_manager import check_script
@@ -42,7 +42,7 @@ def training_callbacks(cfg: ConfigContainer) -> list[Callback]:
     if cfg.model.dist_train.use_dist_train:
         callbacks.append(Modules())
     if not cfg.logger.skip_train_metrics_log:
-        callbacks.append(Metrics(cfg))
+        callbacks.append(Metrics())
     if isinstance(cfg, Qwen3VLConfigContainer) and cfg.accuracy.path is not None:
         callbacks.append(Accuracy(cfg))
     if cfg.train.num_epochs is None:  # Megatron-Bridge refuses it with callbacks of its kind

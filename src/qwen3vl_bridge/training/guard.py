@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from qwen3vl_bridge.batch import SequenceLayout, TokenBatch, token_index
 from qwen3vl_bridge.batch.device_transfer import HostCopy
-from qwen3vl_bridge.dist_train.joint_step import is_split_unjoined
+from qwen3vl_bridge.dist_train.joint_run import is_split_unjoined
 from qwen3vl_bridge.models.rules import check
 from qwen3vl_bridge.parallel.collectives import broadcast_object, gather_objects, sum_over_ranks
 from qwen3vl_bridge.training import run_refusals

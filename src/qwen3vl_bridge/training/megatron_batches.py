@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from qwen3vl_bridge.batch import TokenBatch
-from qwen3vl_bridge.models.inputs import OFFSETS, Arrangement, as_token_batch, check_mask, without_trailing
+from qwen3vl_bridge.models.inputs import OFFSETS, Arrangement, as_token_batch, check_mask
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
 
 import torch
@@ -127,7 +127,6 @@ def _arranged(
     if "cu_seqlens_q" in given:
         packed = PackedSeqParams("thd", **{name: given.get(name) for name in OFFSETS})
     else:
-        mask = _guessed_mask(given, config) if mask is None else mask
         packed = _offsets_of_rows(mask, ids, dataset)
     positions = given.get("position_ids")
     return as_token_batch(
@@ -144,23 +143,10 @@ def _arranged(
     )
 
 
-def _guessed_mask(given: dict[str, Any], config: VisionLanguageProvider) -> Tensor:
-    """[B, S] bool: treats a trailing run of the padding token, or of token 0, as padding if no token in it is trained
-    on.
-
-    A heuristic used as the last resort. Megatron-Bridge's collators always provide a mask, regardless of
-    `skip_getting_attention_mask_from_dataset`, which only its step evaluates. They append token 0 after the processor's
-    own padding. A wrong guess changes which tokens experts process and count, but not the results of tokens before the
-    run.
-    """
-    ids, pad = given["input_ids"].cpu(), config.pad_token_id or 0
-    return without_trailing(ids.masked_fill((ids == 0) & (given["loss_mask"].cpu() == 0), pad), pad)
-
-
-def _offsets_of_rows(mask: Tensor, ids: Tensor, dataset: Any) -> PackedSeqParams | None:
+def _offsets_of_rows(mask: Tensor | None, ids: Tensor, dataset: Any) -> PackedSeqParams | None:
     """Offsets that turn padded rows into one packed row, if the collator leaves packing to the step."""
     wanted = ("enable_in_batch_packing", "defer_in_batch_packing_to_step")
-    if not all(getattr(dataset, name, False) for name in wanted):
+    if mask is None or not all(getattr(dataset, name, False) for name in wanted):
         return None
     lengths, multiple = check_mask(mask, ids).sum(-1), dataset.in_batch_packing_pad_to_multiple_of
     padded = -(-lengths // multiple) * multiple

@@ -54,14 +54,13 @@ class Metrics(Callback):
     those that the model needs for them (`flops.TowerCosts`).
     """
 
-    def __init__(self, cfg: ConfigContainer) -> None:
-        self.cfg = cfg
+    def __init__(self) -> None:
         self._interval, self._seconds, self._since = Amounts(), 0.0, None
         self._load: ExpertLoad | None = None
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Determine the cost of steps, and the device's peak."""
-        self.cfg = context.state.cfg  # complete by now
+        self.cfg = context.state.cfg
         self._groups: ProcessGroupCollection = get_attr_wrapped_model(context.model[0], "pg_collection")
         self._costs = step_costs(self.cfg)
         on_gpu = torch.cuda.is_available()

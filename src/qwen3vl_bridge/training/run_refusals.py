@@ -307,14 +307,6 @@ DEPENDENTS_BY_SWITCH: dict[str, str] = {
 }
 
 _NOT_READ = "the training loop does not read it"
-AT_DEFAULT: tuple[Allowed, ...] = (
-    *(
-        row
-        for section, names in UNREAD_BY_SECTION.items()
-        for row in keep(names, _NOT_READ, section=f"{section}.", also=(None,))
-    ),
-    *dependents(DEPENDENTS_BY_SWITCH),
-)
 
 
 def _check_choices(cfg: Any) -> None:
@@ -366,7 +358,12 @@ _PACKS = When("dataset.pack", lambda cfg: isinstance(cfg.dataset, ConversationRo
 
 AFTER_VALIDATE: tuple[Rule, ...] = (
     lambda cfg: check(model_refusals.ON_TRAIN, cfg.model),
-    *AT_DEFAULT,
+    *(
+        row
+        for section, names in UNREAD_BY_SECTION.items()
+        for row in keep(names, _NOT_READ, section=f"{section}.", also=(None,))
+    ),
+    *dependents(DEPENDENTS_BY_SWITCH),
     *keep("checkpoint.async_save", _NVRX, equal("checkpoint.ckpt_format", "fsdp_dtensor") & _LACKS_NVRX),
     Allowed("checkpoint.non_persistent_ckpt_type", any_of(None, "global", "local")),
     Allowed("checkpoint.non_persistent_ckpt_type", any_of(None, "global"), _LACKS_NVRX).because(_NVRX),

@@ -11,7 +11,7 @@ from typing import Any
 
 from qwen3vl_bridge.batch import TokenBatch, VisionRankInputs
 from qwen3vl_bridge.batch.device_transfer import Movable, copy_to_gpu
-from qwen3vl_bridge.dist_train.joint_step import next_vision_batch
+from qwen3vl_bridge.dist_train.joint_run import next_vision_batch
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.settings import replicas_of
 from qwen3vl_bridge.training.guard import recorded
@@ -31,7 +31,7 @@ def forward_step(
     state: GlobalState,
     data_iterator: Iterator[TokenBatch | Mapping[str, Any]],
     model: torch.nn.Module,
-    return_schedule_plan: bool = False,
+    return_schedule_plan: bool = False,  # it never is: overlap_moe_expert_parallel_comm is refused
 ) -> tuple[Tensor, Callable]:
     """Run one microbatch: a `TokenBatch` on the host, or a dict as produced by Megatron-Bridge's collators.
 
@@ -42,15 +42,10 @@ def forward_step(
         whole global batch (`finalize_model_grads`).
 
     Raises:
-        NotImplementedError: a schedule plan is requested.
         ValueError: a collator's batch that is inconsistent or would train on wrong targets, see `from_collator`; a
             number of assigned rows that differs from the global batch, or rows that pipeline stages do not expect;
             settings that are implemented by callbacks, if no callback was started.
     """
-    if return_schedule_plan:
-        raise NotImplementedError(
-            "overlap_moe_expert_parallel_comm is on; this model has no schedule plan, turn it off"
-        )
     check_balance(state.cfg)
     config, groups = get_model_config(model), get_attr_wrapped_model(model, "pg_collection")
     if not config.add_decoder:

@@ -400,7 +400,7 @@ def assert_named(rules, settings):
 
 @pytest.mark.parametrize(("family", "size"), MODELS)
 def test_what_a_model_must_keep_at_its_default(family, size):
-    config = registry.presets_of(family).hf_config(size)
+    config = registry.family(family).presets.hf_config(size)
     provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
     of_kind = refusals.EXPERTS if isinstance(provider, ExpertsMixin) else refusals.DENSE
     assert_named((*of_kind, *provider.rules, *BEFORE_FINALIZE, *AFTER_FINALIZE, *ON_TRAIN), provider)

@@ -222,12 +222,12 @@ def test_padding_reaches_every_router(pair, untied_folder, conversations, layout
     assert all(torch.equal(mask, expected) for mask in masks_that_arrive(pair, inputs=batch.local()))
 
 
-def test_rows_without_a_mask_have_padding_where_nothing_is_trained_on(provider, rows, monkeypatch):
-    """The processor's padding, and the token 0 that their collator lengthens rows with."""
-    batch, lengths = rows(), rows()["attention_mask"].sum(-1).tolist()
-    processors_own = batch["input_ids"][0, lengths[0]]
-    assert processors_own != 0 and batch["input_ids"][0, -1] == 0
-    monkeypatch.setattr(provider, "pad_token_id", int(processors_own))
+def test_rows_without_a_mask_have_padding_where_they_end_with_its_token(provider, rows, monkeypatch):
+    batch, real = rows(), rows()["attention_mask"].bool()
+    lengths = real.sum(-1).tolist()
+    processors_own = int(batch["input_ids"][0, lengths[0]])
+    batch["input_ids"][~real] = processors_own  # their collator lengthens rows with another one
+    monkeypatch.setattr(provider, "pad_token_id", processors_own)
     batch["attention_mask"] = None
     assert list(from_collator(batch, provider).layout.lengths) == lengths
 
