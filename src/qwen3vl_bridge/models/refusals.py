@@ -25,12 +25,12 @@ from qwen3vl_bridge.models.rules import (
     check,
     dependents,
     equal,
+    is_off,
+    is_on,
     keep,
     missing,
     multiple_of,
     not_equal,
-    off,
-    on,
     same_as,
 )
 from qwen3vl_bridge.models.settings import VisionLanguageFields
@@ -45,7 +45,7 @@ _TENSOR, _STAGES, _VIRTUAL, _CONTEXT = (
 )
 _VISION_RANKS, _LANGUAGE_RANKS = "dist_train.vision_world_size", "dist_train.language_world_size"
 _VISION_TENSOR = "dist_train.vision_tensor_model_parallel_size"
-_DIST_TRAIN = on("dist_train.use_dist_train")
+_DIST_TRAIN = is_on("dist_train.use_dist_train")
 _LOCAL, _NOT_LOCAL = equal("transformer_impl", "local"), not_equal("transformer_impl", "local")
 # First release of Transformer Engine whose attention supports packed rows (which padded rows and images are here, too):
 # in its unfused implementation (used for float32), and for each communication type of context parallelism. Earlier
@@ -227,7 +227,7 @@ GRAPHS: tuple[Allowed, ...] = (
 BEFORE_FINALIZE: tuple[Rule, ...] = (
     *SIZES,
     *FIXED,
-    Allowed("dist_train.use_dist_train", False, off("vision_module_class")).because(
+    Allowed("dist_train.use_dist_train", False, is_off("vision_module_class")).because(
         "this family cannot be split into vision and language modules"
     ),
     lambda model: check_tower_size(model.vision_config.to_dict(), model.hidden_size),
@@ -243,7 +243,7 @@ BEFORE_FINALIZE: tuple[Rule, ...] = (
     _check_recomputed_deepstack,
     *GRAPHS,
     Allowed("loss_chunk_tokens", at_least(0)),
-    Allowed("defer_embedding_wgrad_compute", False, on("loss_chunk_tokens")).because(
+    Allowed("defer_embedding_wgrad_compute", False, is_on("loss_chunk_tokens")).because(
         "the output layer would save its input again when the logits of chunks are recomputed; or set "
         "loss_chunk_tokens=0"
     ),
@@ -303,7 +303,7 @@ EXPERTS: tuple[Rule, ...] = (
     Allowed("moe_router_load_balancing_type", any_of("aux_loss", "global_aux_loss", "none")).because(
         "other types balance over the tokens of a row, so padding or packing would change the training of real tokens"
     ),
-    Allowed("moe_router_force_load_balancing", False, off("allow_random_routing")).because(
+    Allowed("moe_router_force_load_balancing", False, is_off("allow_random_routing")).because(
         "tokens would be routed at random, and training would ruin the weights. For speed measurements, set "
         "allow_random_routing too"
     ),
@@ -411,7 +411,7 @@ _DIST_TRAIN_SIZES: tuple[Rule, ...] = (
 )
 
 AFTER_FINALIZE: tuple[Rule, ...] = (
-    *keep("add_encoder add_decoder", "every rank has both modules", off("dist_train.use_dist_train")),
+    *keep("add_encoder add_decoder", "every rank has both modules", is_off("dist_train.use_dist_train")),
     *_DIST_TRAIN_SIZES,
     _check_divisible,
     Allowed(_VIRTUAL, None, equal(_STAGES, 1), also=(1,)).because("there are no stages to interleave"),
@@ -502,19 +502,21 @@ LOGITS = "a loss on gathered logits gives wrong gradients"
 ON_TRAIN: tuple[Rule, ...] = (
     *ON_FORWARD,
     Allowed(
-        "cross_entropy_fusion_impl", "native", on("cross_entropy_loss_fusion") & _LOCAL & missing("transformer_engine")
+        "cross_entropy_fusion_impl",
+        "native",
+        is_on("cross_entropy_loss_fusion") & _LOCAL & missing("transformer_engine"),
     ).because("the other is Transformer Engine's, which is not installed"),
-    *keep("overlap_p2p_comm", "the schedule has nothing to overlap", above(_STAGES, 1) & off(_VIRTUAL)),
+    *keep("overlap_p2p_comm", "the schedule has nothing to overlap", above(_STAGES, 1) & is_off(_VIRTUAL)),
     # Each of two stages is both the previous and the next of the other. In a batch, a stage would confuse what it
     # receives from the previous with what it receives from the next, and nothing fails: the gradients are wrong. One by
     # one, they would deadlock.
     Allowed("overlap_p2p_comm", True, equal(_STAGES, 2) & above(_VIRTUAL, 1)).because(
         "two interleaved stages would confuse the tensors they send each other; batch_p2p_comm must be False as well"
     ),
-    Allowed("batch_p2p_comm", False, on("overlap_p2p_comm") & above(_STAGES, 1)).because(
+    Allowed("batch_p2p_comm", False, is_on("overlap_p2p_comm") & above(_STAGES, 1)).because(
         "the schedule supports only one of the two"
     ),
-    Allowed("microbatch_group_size_per_vp_stage", at_least(_STAGES), on(_VIRTUAL), also=(None,)),
+    Allowed("microbatch_group_size_per_vp_stage", at_least(_STAGES), is_on(_VIRTUAL), also=(None,)),
     _check_stages,
     *keep("parallel_output", LOGITS, above(_TENSOR, 1)),
 )

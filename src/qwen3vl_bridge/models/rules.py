@@ -49,12 +49,12 @@ class When:
         return f" with {' and '.join(words)}"
 
 
-def on(name: str) -> When:
+def is_on(name: str) -> When:
     """The setting is True, or has a value."""
     return When(name, lambda settings: _value(settings, name))
 
 
-def off(name: str) -> When:
+def is_off(name: str) -> When:
     """The setting is False, None or "none"."""
     return When(name, lambda settings: _value(settings, name) in (None, False, "", "none"))
 
@@ -182,7 +182,7 @@ def dependents(names_of: Mapping[str, str]) -> tuple[Allowed, ...]:
     return tuple(
         row
         for switch, names in names_of.items()
-        for row in keep(names, IGNORED, off(switch), section="".join(switch.rpartition(".")[:2]), also=(None,))
+        for row in keep(names, IGNORED, is_off(switch), section="".join(switch.rpartition(".")[:2]), also=(None,))
     )
 
 

@@ -21,10 +21,10 @@ from qwen3vl_bridge.models.rules import (
     check,
     dependents,
     equal,
+    is_off,
+    is_on,
     keep,
     missing,
-    off,
-    on,
     same_as,
 )
 from qwen3vl_bridge.models.settings import replicas_of
@@ -45,8 +45,8 @@ from megatron.core.optimizer.emerging_optimizers import HAVE_EMERGING_OPTIMIZERS
 logger = logging.getLogger(__name__)
 
 _RATES = "optimizer_config_override_provider"
-_DIST_TRAIN = on("model.dist_train.use_dist_train")
-_FSDP = on("ddp.use_megatron_fsdp")
+_DIST_TRAIN = is_on("model.dist_train.use_dist_train")
+_FSDP = is_on("ddp.use_megatron_fsdp")
 _STOPS = ("rerun_state_machine.check_for_nan_in_loss", "ddp.check_for_nan_in_grad")
 
 # --- Before Megatron-Bridge completes a configuration ---
@@ -109,7 +109,7 @@ def _check_warmup(cfg: Any) -> None:
 
 def _warn_of_stops(cfg: Any) -> None:
     for name in _STOPS:
-        if cfg.guard is not None and on(name)(cfg):
+        if cfg.guard is not None and is_on(name)(cfg):
             logger.warning("%s ends the run before the guard can name samples; set it to False", name)
 
 
@@ -122,7 +122,7 @@ def _is_layer_wise(cfg: Any) -> bool:
 
 
 _SKIPS = When("guard.on_nan", lambda cfg: cfg.guard is not None and cfg.guard.on_nan == "skip")
-_GENERATES = on("accuracy.path")
+_GENERATES = is_on("accuracy.path")
 _SHARDED = "ddp.use_megatron_fsdp dist.use_megatron_fsdp"
 _GROUPS = "each module has its own process groups, all of one kind"
 _GATHERED = "each rank's parameters are gathered in one call, which needs one dtype, and linear attention has float32"
@@ -154,9 +154,9 @@ BEFORE_VALIDATE: tuple[Rule, ...] = (
     Allowed(
         "ddp.grad_reduce_in_fp32",
         True,
-        on("model.virtual_pipeline_model_parallel_size")
-        & off("ddp.use_distributed_optimizer")
-        & off("ddp.use_megatron_fsdp")
+        is_on("model.virtual_pipeline_model_parallel_size")
+        & is_off("ddp.use_distributed_optimizer")
+        & is_off("ddp.use_megatron_fsdp")
         & _trains_float32,
     ).because(
         "gradients of a virtual stage are reduced in one call, which needs one dtype, and linear attention has float32"
@@ -252,13 +252,16 @@ ON_TRAIN_START: tuple[Rule, ...] = (
     Allowed(
         "logger.wandb_exp_name",
         Range(lambda name, _: name != "", lambda _: "a name for the run, or None"),
-        on("logger.wandb_project"),
+        is_on("logger.wandb_project"),
     ),
     *keep("optimizer.optimizer_cuda_graph", "no step could be skipped"),
     Allowed(
         "checkpoint.dist_ckpt_optim_fully_reshardable",
         True,
-        _DIST_TRAIN & on("checkpoint.save") & on("checkpoint.save_optim") & on("optimizer.use_distributed_optimizer"),
+        _DIST_TRAIN
+        & is_on("checkpoint.save")
+        & is_on("checkpoint.save_optim")
+        & is_on("optimizer.use_distributed_optimizer"),
     ).because("other forms name what they save by group number, and both modules have the same numbers"),
     *keep("train.iterations_to_skip", "the tower's ranks cannot skip iterations", _READS_ALONE, also=(None, ())),
     Allowed("dataset.__class__", Qwen3VLConversationProvider, _READS_ALONE).because(
@@ -346,7 +349,7 @@ def _check_host_memory(cfg: Any) -> None:
 _LACKS_NVRX = missing("nvidia_resiliency_ext")
 _NVRX = "it needs the package nvidia-resiliency-ext, which is not installed"
 # Parameters get memory from the hook that reads initial weights, and only Megatron-FSDP moves them to GPUs.
-_ON_META = on("model.init_model_with_meta_device")
+_ON_META = is_on("model.init_model_with_meta_device")
 WITHOUT_MEMORY: tuple[Rule, ...] = (
     Allowed("ddp.use_megatron_fsdp", True, _ON_META),
     *keep("model.tensor_model_parallel_size", "", _ON_META),
@@ -411,7 +414,7 @@ AFTER_VALIDATE: tuple[Rule, ...] = (
         "checkpoint.save",
         "the model is in float32, which Megatron-FSDP can train but not save; or set a mixed_precision such as "
         "'bf16_mixed'",
-        _FSDP & equal("checkpoint.ckpt_format", "fsdp_dtensor") & off("model.bf16") & off("model.fp16"),
+        _FSDP & equal("checkpoint.ckpt_format", "fsdp_dtensor") & is_off("model.bf16") & is_off("model.fp16"),
     ),
     _check_host_memory,
     lambda cfg: expect_checkpoint(cfg.checkpoint),

@@ -11,7 +11,7 @@ from qwen3vl_bridge.models.qwen3_5.config import FAMILY_NAME, LINEAR_SIZES, TOKE
 from qwen3vl_bridge.models.qwen3_5.delta_rule import are_missing
 from qwen3vl_bridge.models.qwen3_5.model import Qwen35VLModel
 from qwen3vl_bridge.models.refusals import NOTHING_ELSE
-from qwen3vl_bridge.models.rules import Allowed, Rule, above, any_of, equal, keep, on
+from qwen3vl_bridge.models.rules import Allowed, Rule, above, any_of, equal, is_on, keep
 from qwen3vl_bridge.weights.rows import Dimensions
 
 import torch
@@ -20,7 +20,7 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfi
 
 logger = logging.getLogger(__name__)
 
-_MTP = on("mtp_loss_scaling_factor") & (lambda model: model.trains_mtp)
+_MTP = is_on("mtp_loss_scaling_factor") & (lambda model: model.trains_mtp)
 _RECOMPUTED_MTP = equal("recompute_granularity", "full") & _MTP
 _RECOMPUTED_SO = "megatron-core recomputes multi-token prediction in no other way"
 
