@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qwen3vl_bridge import Family, register_family
+from qwen3vl_bridge.models.hf_config import model_dimensions
 from qwen3vl_bridge.weights.rows import (
     QKV,
     VISION_ROWS,
@@ -17,7 +18,6 @@ from qwen3vl_bridge.weights.rows import (
     GatedMLP,
     Shape,
     WeightRow,
-    model_dimensions,
 )
 
 NAME = "toy_vl"
@@ -73,12 +73,8 @@ def check(config: Mapping[str, Any]) -> None:
 
 
 def dimensions(config: Mapping[str, Any]) -> Dimensions:
-    text, vision = config["text_config"], config["vision_config"]
-    return model_dimensions(
-        NAME, vision, layers=text["num_hidden_layers"], vocab=text["vocab_size"], hidden=text["hidden_size"],
-        ffn=text["intermediate_size"], heads=text["num_attention_heads"], kv_heads=text["num_key_value_heads"],
-        head_dim=text["head_dim"], untied=True,
-    )  # fmt: skip
+    text = config["text_config"]
+    return model_dimensions(NAME, config, ffn=text["intermediate_size"], head_dim=text["head_dim"])
 
 
 def fields(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from qwen3vl_bridge.weights.rows import Dimensions, model_dimensions
+from qwen3vl_bridge.weights.rows import Dimensions, vision_sizes
 
 TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 # A provider's fields, and the fields of a text configuration with the same value; and those of experts.
@@ -250,28 +250,36 @@ def experts_of(text: Mapping[str, Any]) -> int:
     return text.get("num_experts", text.get("num_local_experts")) or 0
 
 
-def shared_dimensions(
-    family: str, config: Mapping[str, Any], *, ffn: int, head_dim: int, moe_layers: Sequence[int]
+def model_dimensions(
+    family: str, config: Mapping[str, Any], *, ffn: int, head_dim: int, moe_layers: Sequence[int] = ()
 ) -> Dimensions:
-    """Dimensions of a `config.json` that all families have; raises KeyError for a missing field."""
-    text = config["text_config"]
-    heads = text["num_attention_heads"]
-    return model_dimensions(
-        family,
-        config["vision_config"],
-        layers=text["num_hidden_layers"],
-        vocab=text["vocab_size"],
-        hidden=text["hidden_size"],
-        ffn=ffn,
-        heads=heads,
-        kv_heads=text["num_key_value_heads"] or heads,
-        head_dim=head_dim,
-        untied=not config.get("tie_word_embeddings", False),
-        experts=experts_of(text),
-        topk=text["num_experts_per_tok"] if moe_layers else 0,
-        moe_ffn=(text["moe_intermediate_size"] or 0) if moe_layers else 0,
-        moe_layers=moe_layers,
-    )
+    """Dimensions that all families have, of a `config.json`; raises KeyError for a missing field.
+
+    `deepstack_visual_indexes` of the tower have a DeepStack merger, `moe_layers` of the text model have experts.
+    """
+    text, vision = config["text_config"], config["vision_config"]
+    layers, heads, experts = text["num_hidden_layers"], text["num_attention_heads"], experts_of(text)
+    kv_heads = text["num_key_value_heads"] or heads
+    moe_ffn = (text["moe_intermediate_size"] or 0) if moe_layers else 0
+    deepstack_layers = tuple(vision.get("deepstack_visual_indexes") or ())
+    sizes = {
+        "vocab": text["vocab_size"], "hidden": text["hidden_size"], "ffn": ffn,
+        "untied": int(not config.get("tie_word_embeddings", False)),
+        "head_dim": head_dim, "heads": heads, "kv_heads": kv_heads, "q": heads * head_dim, "kv": kv_heads * head_dim,
+        "experts": experts, "topk": text["num_experts_per_tok"] if moe_layers else 0,
+        "moe_ffn": moe_ffn, "moe_gate_up": 2 * moe_ffn,
+        **vision_sizes(vision),
+    }  # fmt: skip
+    indices = {
+        "text_layers": range(layers),
+        "dense_layers": tuple(i for i in range(layers) if i not in moe_layers),
+        "moe_layers": moe_layers,
+        "experts": range(experts),
+        "vision_layers": range(vision["depth"]),
+        "deepstack_layers": deepstack_layers,
+        "deepstack_mergers": range(len(deepstack_layers)),
+    }
+    return Dimensions(sizes, indices, family)
 
 
 def check_supported_values(config: Mapping[str, Any], own: Mapping[str, tuple[Any, Any]]) -> None:

@@ -13,7 +13,7 @@ from qwen3vl_bridge import registry
 from qwen3vl_bridge.batch.vision_sharding import VisionWork
 from qwen3vl_bridge.models import refusals, settings
 from qwen3vl_bridge.models.flops import model_costs, operations_of_a_step
-from qwen3vl_bridge.models.hf_config import EXPERT_FIELDS, TEXT_FIELDS, shared_dimensions
+from qwen3vl_bridge.models.hf_config import EXPERT_FIELDS, TEXT_FIELDS, model_dimensions
 from qwen3vl_bridge.models.rules import Rule, check
 from qwen3vl_bridge.weights.rows import Dimensions, Part, part_of
 
@@ -94,7 +94,7 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
             "tie_word_embeddings": self.share_embeddings_and_output_weights,
         }
         widths = dict(ffn=self.ffn_hidden_size, head_dim=self.kv_channels)
-        return shared_dimensions(self.family, config, moe_layers=self.moe_layers, **widths)
+        return model_dimensions(self.family, config, moe_layers=self.moe_layers, **widths)
 
     def provide(self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None):
         """Build the model of one pipeline stage, or under `dist_train` the module that this rank has.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from qwen3vl_bridge.planning.split import ModelSplit, PipelineChunk
-from qwen3vl_bridge.planning.training_settings import Sharding, TrainingSettings
+from qwen3vl_bridge.planning.training_settings import LINEAR_LAYERS, Sharding, TrainingSettings
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.rows import Dimensions, Part, WeightRow, is_of_experts, is_of_mtp, part_of
 
@@ -85,15 +85,14 @@ def layers_by_kind(dims: Dimensions, layers: Iterable[int] | None = None) -> lis
 
 def adapter_sizes(dims: Dimensions, layer: int) -> dict[str, tuple[int, int]]:
     """Inputs and outputs of the linear layers of a text layer that have adapters, which experts' do not."""
-    if layer in dims.indices.get("linear_layers", ()):
-        projected = dims["l_qkv"] + dims["l_value"] + 2 * dims["l_value_heads"]
-        sizes = {"in_proj": (dims["hidden"], projected), "out_proj": (dims["l_value"], dims["hidden"])}
-    else:
-        queries = dims.sizes.get("gated_q", dims["q"])
-        sizes = {"linear_qkv": (dims["hidden"], queries + 2 * dims["kv"]), "linear_proj": (dims["q"], dims["hidden"])}
-    ffn = dims["ffn"] if layer in dims.indices["dense_layers"] else dims.sizes.get("shared_ffn", 0)
-    if ffn:
-        sizes |= {"linear_fc1": (dims["hidden"], 2 * ffn), "linear_fc2": (ffn, dims["hidden"])}
+    sizes = {}
+    for row, kind, _ in _rows(dims.family):
+        name, _, parameter = row.megatron.rpartition(".")
+        name = name.rpartition(".")[2]
+        of_layer = any(layer in dims.indices[index] for index in row.indices if index in _LAYERS)
+        if of_layer and kind != "experts" and name in LINEAR_LAYERS and parameter == "weight":
+            outputs, inputs = row.megatron_shape(dims)
+            sizes[name] = inputs, outputs
     return sizes
 
 

@@ -46,46 +46,6 @@ def vision_sizes(vision: Mapping) -> dict[str, int]:
     }
 
 
-def model_dimensions(
-    family: str,
-    vision: Mapping,
-    *,
-    layers: int,
-    vocab: int,
-    hidden: int,
-    ffn: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    untied: bool,
-    experts: int = 0,
-    topk: int = 0,
-    moe_ffn: int = 0,
-    moe_layers: Sequence[int] = (),
-) -> Dimensions:
-    """Dimensions that all families have, from the vision tower's configuration and the text model's sizes.
-
-    `deepstack_visual_indexes` of the tower have a DeepStack merger, `moe_layers` of the text model have experts.
-    """
-    deepstack_layers = tuple(vision.get("deepstack_visual_indexes") or ())
-    sizes = {
-        "vocab": vocab, "hidden": hidden, "ffn": ffn, "untied": int(untied),
-        "head_dim": head_dim, "heads": heads, "kv_heads": kv_heads, "q": heads * head_dim, "kv": kv_heads * head_dim,
-        "experts": experts, "topk": topk, "moe_ffn": moe_ffn, "moe_gate_up": 2 * moe_ffn,
-        **vision_sizes(vision),
-    }  # fmt: skip
-    indices = {
-        "text_layers": range(layers),
-        "dense_layers": tuple(i for i in range(layers) if i not in moe_layers),
-        "moe_layers": moe_layers,
-        "experts": range(experts),
-        "vision_layers": range(vision["depth"]),
-        "deepstack_layers": deepstack_layers,
-        "deepstack_mergers": range(len(deepstack_layers)),
-    }
-    return Dimensions(sizes, indices, family)
-
-
 Shape = tuple[str | int, ...]
 
 

@@ -109,7 +109,7 @@ def dimensions_of(config: Mapping) -> Dimensions:
     """Values of the weight table's symbols, of a `config.json`; raises KeyError for a missing field."""
     text, layers = config["text_config"], config["text_config"]["num_hidden_layers"]
     experts = experts_of(text)
-    shared = hf_config.shared_dimensions(
+    shared = hf_config.model_dimensions(
         FAMILY_NAME,
         config,
         ffn=0 if experts else text["intermediate_size"],

@@ -95,7 +95,7 @@ def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
 def dimensions_of(config: Mapping) -> Dimensions:
     """Values of the weight table's symbols, of a `config.json`; raises KeyError for a missing field."""
     text = config["text_config"]
-    return hf_config.shared_dimensions(
+    return hf_config.model_dimensions(
         FAMILY_NAME, config, ffn=text["intermediate_size"], head_dim=head_dim_of(text), moe_layers=moe_layers_of(text)
     )
 
