@@ -349,7 +349,7 @@ def test_pictures_of_other_rows_are_refused(provider, rows, untied_folder, conve
     for part in split_batch_into_microbatches(rows(), 3):
         with pytest.raises(ValueError, match="image") as caught:
             from_collator(part, provider, dataset)
-        assert "gives every microbatch all images" in caught.value.__notes__[0]
+        assert "gives each microbatch the images of all" in caught.value.__notes__[0]
 
 
 IN_BATCH = dict(enable_in_batch_packing=True)
