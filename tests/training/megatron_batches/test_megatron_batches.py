@@ -398,7 +398,7 @@ def test_a_run_in_two_halves_is_the_whole(inputs, conversations, texts, tmp_path
 
 
 def test_pictures_in_the_order_of_global_batches_are_refused(inputs, conversations):
-    with pytest.raises(ValueError, match="Expected 'single' or 'cyclic' for data with images"):
+    with pytest.raises(ValueError, match="expected 'single' or 'cyclic' for data with images"):
         train(config(inputs, None, direct(inputs.hf, conversations, dataloader_type="batch")))
 
 
