@@ -149,24 +149,22 @@ def packages(
     """Required and optional packages, of requirements as this package declares them, including extras; with the command
     that installs each.
     """
+    from packaging.requirements import Requirement
     from packaging.version import Version
 
-    listed: list[tuple[str, str, Any, bool]] = []
-    for requirement in wanted:
-        needed = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if needed or requirement.name in _OPTIONAL:
-            listed.append((requirement.name, str(requirement).partition(";")[0].strip(), requirement.specifier, needed))
-    declared = {name for name, *_ in listed}
-    listed += [(name, name, None, False) for name in _OPTIONAL if name not in declared]
-    result = []
-    for name, text, versions, needed in listed:
+    declared, result = {requirement.name for requirement in wanted}, []
+    for requirement in (*wanted, *(Requirement(name) for name in _OPTIONAL if name not in declared)):
+        name, versions, text = requirement.name, requirement.specifier, str(requirement).partition(";")[0].strip()
+        needed = name in declared and (requirement.marker is None or requirement.marker.evaluate({"extra": ""}))
+        if not needed and name not in _OPTIONAL:
+            continue
         found = installed(name)
         get = f"pip install {'--no-build-isolation ' * (name in _BUILT)}'{text}'"
         if (least := _NEEDS_GLIBC.get(name)) and not (glibc and Version(glibc) >= Version(least)):
             get = f"nothing on this system: it needs glibc {least}, here is {glibc or 'another C library'}"
         result.append({
-            "name": name, "found": found, "expected": str(versions or ""), "needed": needed,
-            "fits": found is not None and (versions is None or versions.contains(found, prereleases=True)),
+            "name": name, "found": found, "expected": str(versions), "needed": needed,
+            "fits": found is not None and versions.contains(found, prereleases=True),
             "purpose": _OPTIONAL.get(name, ""), "get": get,
         })  # fmt: skip
     return result

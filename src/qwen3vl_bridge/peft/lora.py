@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from qwen3vl_bridge.models.provider import VisionLanguageProvider
 
 _ADAPT = {f"adapt_{part.value}": part for part in Part}
+_FREEZE = tuple(f"freeze_{part.value}" for part in Part)
 
 
 @dataclass
@@ -95,11 +96,7 @@ class Qwen3VLParts:
     def freeze_model(self, model: Any, training: bool = True) -> None:
         """Stop training of the parts' own weights; of everything if nothing is to be trained."""
         for chunk in _chunks(model):
-            chunk.freeze(
-                freeze_language_model=self.freeze_language_model or not training,
-                freeze_vision_model=self.freeze_vision_model or not training,
-                freeze_vision_projection=self.freeze_vision_projection or not training,
-            )
+            chunk.freeze(**{flag: getattr(self, flag) or not training for flag in _FREEZE})
 
     def set_params_to_save(self, model: Any) -> None:
         """Record what is trained, for checkpoints: they know an adapted layer's own weights by their plain names."""

@@ -34,7 +34,6 @@ def training_callbacks(cfg: ConfigContainer) -> list[Callback]:
     """The callbacks that implement a configuration: `finetune(cfg, forward_step, callbacks=training_callbacks(cfg))`.
 
     Raises:
-        ValueError: a configuration that cannot be implemented.
         RuntimeError: this is a process that saving has started, which runs the script again.
     """
     check_script()

@@ -1,4 +1,6 @@
-"""A run's configuration: Megatron-Bridge's container with additional sections."""
+"""A run's configuration: Megatron-Bridge's container with the sections of `run_settings.py` (guard, accuracy, learning
+rates of the model's parts).
+"""
 
 from __future__ import annotations
 

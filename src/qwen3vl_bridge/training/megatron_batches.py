@@ -72,8 +72,9 @@ def from_collator(batch: Mapping[str, Any], config: VisionLanguageProvider, data
     except ValueError as error:
         if pictures:
             error.add_note(
-                "Megatron-Bridge's collators cut rows at dataset.seq_length, even within images; and if "
-                "dataset.dataloader_type is 'batch', its loop gives each microbatch the images of all"
+                "Megatron-Bridge's collators cut rows at dataset.seq_length, even within images: expected one of at "
+                "least the longest sample; and its loop gives each microbatch the images of all if "
+                "dataset.dataloader_type is 'batch': expected 'single' or 'cyclic' for data with images"
             )
         raise
     _check_positions(given.get("position_ids"), ours, arranged)

@@ -25,6 +25,7 @@ from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.planning.hardware import GPUS
 from qwen3vl_bridge.training.run_log import PART_NORMS, publish, step_of
 from qwen3vl_bridge.training.run_refusals import microbatches_of_a_rank
+from qwen3vl_bridge.weights.rows import Part
 
 import torch
 from megatron.bridge.peft.lora_layers import LoRATopKRouter
@@ -232,17 +233,10 @@ def step_costs(cfg: ConfigContainer) -> TowerCosts | None:
         return model_costs(cfg.model.dimensions(), trained)
     if not isinstance(peft, Qwen3VLParts):
         return None
-    adapters = peft.settings
-    return model_costs(
-        cfg.model.dimensions(),
-        replace(
-            trained,
-            language_model=trained.language_model and not peft.freeze_language_model,
-            vision_model=trained.vision_model and not peft.freeze_vision_model,
-            vision_projection=trained.vision_projection and not peft.freeze_vision_projection,
-            rank=lambda layer: adapters.dim if adapters.adapts(layer) else 0,
-        ),
-    )
+    adapters, parts = peft.settings, [part.value for part in Part]
+    own: dict[str, Any] = {part: getattr(trained, part) and not getattr(peft, f"freeze_{part}") for part in parts}
+    own["rank"] = lambda layer: adapters.dim if adapters.adapts(layer) else 0
+    return model_costs(cfg.model.dimensions(), replace(trained, **own))
 
 
 def peak_operations(device: str) -> float | None:

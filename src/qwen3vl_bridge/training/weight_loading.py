@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.checkpoint.conversion_plan import check_tensors, naming_of, tensors_of
+from qwen3vl_bridge.checkpoint.conversion_plan import check_tensors, tensors_of
 from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
 from qwen3vl_bridge.checkpoint.formats.dcp_reader import DcpTensors
 from qwen3vl_bridge.checkpoint.formats.huggingface import side_files
-from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, TorchDist
-from qwen3vl_bridge.checkpoint.formats.megatron import HF_FILES, TORCH_DIST, find_iteration, format_of, model_keys
+from qwen3vl_bridge.checkpoint.formats.megatron import HF_FILES, find_iteration, format_of, model_keys
 from qwen3vl_bridge.checkpoint.formats.tensors import Segment, SegmentReader, Segments, Slice, Zeros
-from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, open_model, read_manifest, tool
+from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, layout_of, open_model, read_manifest, tool
 from qwen3vl_bridge.io.files import CheckpointError
 from qwen3vl_bridge.models.model import VisionLanguageModel
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
@@ -101,10 +100,7 @@ def load_weights(folder: str | Path, model: Sequence[torch.nn.Module], groups: P
         refuse_adapters_alone(folder)
         ckpt_format, metadata = format_of(folder), read_metadata(folder)
         source = DcpTensors(metadata, model_keys(metadata, ckpt_format))
-        if ckpt_format == TORCH_DIST:
-            layout = TorchDist.found(rows.values(), dimensions, source.specs)
-        else:
-            layout = FsdpDtensor(dimensions, naming_of(rows.values(), source.specs))
+        layout = layout_of(ckpt_format, rows.values(), dimensions, source.specs)
         expected = tensors_of(rows.values(), layout)
         longer = {name for row in rows.values() if row.of_vocabulary for name in layout.tensors(row)}
         found = source.specs

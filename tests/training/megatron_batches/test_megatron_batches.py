@@ -349,7 +349,7 @@ def test_pictures_of_other_rows_are_refused(provider, rows, untied_folder, conve
     for part in split_batch_into_microbatches(rows(), 3):
         with pytest.raises(ValueError, match="image") as caught:
             from_collator(part, provider, dataset)
-        assert "gives every microbatch all images" in caught.value.__notes__[0]
+        assert "gives each microbatch the images of all" in caught.value.__notes__[0]
 
 
 IN_BATCH = dict(enable_in_batch_packing=True)
@@ -398,7 +398,7 @@ def test_a_run_in_two_halves_is_the_whole(inputs, conversations, texts, tmp_path
 
 
 def test_pictures_in_the_order_of_global_batches_are_refused(inputs, conversations):
-    with pytest.raises(ValueError, match="Expected 'single' or 'cyclic' for data with images"):
+    with pytest.raises(ValueError, match="expected 'single' or 'cyclic' for data with images"):
         train(config(inputs, None, direct(inputs.hf, conversations, dataloader_type="batch")))
 
 
