@@ -110,10 +110,10 @@ class _ChunkedLosses(torch.autograd.Function):
     ) -> Tensor:
         ctx.head, ctx.chunks, ctx.weights = head, chunks, weights
         ctx.save_for_backward(hidden, labels)
-        cuts = (_cut(x, len(hidden), chunks) for x in (labels, *others))
+        cuts = (_in_chunks(x, len(hidden), chunks) for x in (labels, *others))
         losses = [_losses(head, seen, *parts) for parts in zip(hidden.tensor_split(chunks), *cuts, strict=True)]
-        ranks = labels.size(1) // len(hidden)
-        return torch.cat([part.unflatten(1, (ranks, -1)) for part in losses], dim=2).flatten(1)  # the inverse of `_cut`
+        ranks = labels.size(1) // len(hidden)  # the inverse of `_in_chunks`
+        return torch.cat([part.unflatten(1, (ranks, -1)) for part in losses], dim=2).flatten(1)
 
     @staticmethod
     @once_differentiable
@@ -121,7 +121,7 @@ class _ChunkedLosses(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, labels = ctx.saved_tensors
         of_hidden, sums = torch.empty_like(hidden), dict[Tensor, Tensor]()
-        cuts = (_cut(x, len(hidden), ctx.chunks) for x in (labels, gradient))
+        cuts = (_in_chunks(x, len(hidden), ctx.chunks) for x in (labels, gradient))
         parts = (x.tensor_split(ctx.chunks) for x in (hidden, of_hidden))
         for part, of_part, of_labels, of_losses in zip(*parts, *cuts, strict=True):
             with torch.enable_grad():
@@ -140,6 +140,6 @@ class _ChunkedLosses(torch.autograd.Function):
         return None, None, None, None, of_hidden, None, *of_weights
 
 
-def _cut(x: Tensor, length: int, chunks: int) -> list[Tensor]:
+def _in_chunks(x: Tensor, length: int, chunks: int) -> list[Tensor]:
     """[b, sp * length] -> a chunk's [b, sp * n] each, with the same positions of every rank's part."""
     return [part.flatten(1) for part in x.unflatten(1, (-1, length)).tensor_split(chunks, dim=2)]

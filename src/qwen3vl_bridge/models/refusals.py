@@ -271,7 +271,7 @@ BEFORE_FINALIZE: tuple[Rule, ...] = (
 DENSE: tuple[Rule, ...] = keep("num_moe_experts", "a model with experts has the provider of such models")
 
 
-def _check_experts(provider: VisionLanguageFields) -> None:
+def _check_expert_numbers(provider: VisionLanguageFields) -> None:
     if not provider.num_moe_experts or not provider.moe_layers:
         raise ValueError(
             f"num_moe_experts is {provider.num_moe_experts}, moe_layer_freq {provider.moe_layer_freq}: expected "
@@ -283,7 +283,7 @@ def _check_experts(provider: VisionLanguageFields) -> None:
 
 # In addition, only for a provider with experts.
 EXPERTS: tuple[Rule, ...] = (
-    _check_experts,
+    _check_expert_numbers,
     # Source: transformers, Qwen3VLMoeTextTopKRouter, Qwen3_5MoeTopKRouter.
     *keep(
         "moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups "

@@ -120,8 +120,8 @@ def _training_settings(cfg: Any) -> TrainingSettings:
         max_patches=getattr(cfg.dataset, "max_patches", None),
         precision=_precision(cfg),
         sharding=sharding,
-        recompute=_recompute(model, ""),
-        vision_recompute=_recompute(model, "vision_"),
+        recompute=_recomputation(model, ""),
+        vision_recompute=_recomputation(model, "vision_"),
         frozen=frozenset(part for part in Part if getattr(model, f"freeze_{part.value}")),
         lora=_lora(cfg.peft),
         transformer_engine=model.transformer_impl == "transformer_engine",
@@ -168,7 +168,7 @@ def _bytes(dtype: Any) -> int:
     return 0 if dtype is None else dtype.itemsize
 
 
-def _recompute(model: Any, prefix: str) -> Recompute:
+def _recomputation(model: Any, prefix: str) -> Recompute:
     granularity = getattr(model, f"{prefix}recompute_granularity")
     modules = getattr(model, f"{prefix}recompute_modules") or ["core_attn"]  # as megatron-core completes it
     if granularity == "full":

@@ -33,7 +33,7 @@ _STORED_BYTES = 12
 
 
 @functools.cache
-def _rows(family_name: str) -> tuple[tuple[WeightRow, str, bool], ...]:
+def _counted_rows(family_name: str) -> tuple[tuple[WeightRow, str, bool], ...]:
     """A family's weight table: each row with its kind of parameters, its part's name or "experts", and whether tensor
     parallelism replicates it.
     """
@@ -53,7 +53,7 @@ def chunk_count(
     """
     layers = {name: len(set(chunk.layers).intersection(dims.indices.get(name, ()))) for name in _LAYERS}
     counts = Counter[str]()
-    for row, kind, replicated in _rows(dims.family):
+    for row, kind, replicated in _counted_rows(dims.family):
         if (counted and not counted(row.megatron)) or (row.condition is not None and not dims[row.condition]):
             continue
         if row.megatron == _EMBEDDING:
@@ -86,7 +86,7 @@ def layers_by_kind(dims: Dimensions, layers: Iterable[int] | None = None) -> lis
 def adapter_sizes(dims: Dimensions, layer: int) -> dict[str, tuple[int, int]]:
     """Inputs and outputs of the linear layers of a text layer that have adapters, which experts' do not."""
     sizes = {}
-    for row, kind, _ in _rows(dims.family):
+    for row, kind, _ in _counted_rows(dims.family):
         name, _, parameter = row.megatron.rpartition(".")
         name = name.rpartition(".")[2]
         of_layer = any(layer in dims.indices[index] for index in row.indices if index in _LAYERS)

@@ -157,8 +157,8 @@ def dump_estimate(estimate: MemoryEstimate, memory: int) -> dict[str, Any]:
         for stage in estimate.stages
     ]
     dump = {
-        "split": _plain(split) | {"dp": split.dp, "etp": split.expert_tp},
-        "training": _plain(estimate.training),
+        "split": _as_json(split) | {"dp": split.dp, "etp": split.expert_tp},
+        "training": _as_json(estimate.training),
         "memory": memory,
         "fits": peak.total <= memory,
         "free": round(memory - peak.total),
@@ -179,10 +179,10 @@ def dump_estimate(estimate: MemoryEstimate, memory: int) -> dict[str, Any]:
     return dump
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     """Dataclasses as dicts, sets as lists and enumerations by their values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: _as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, frozenset):
-        return sorted(map(_plain, value))
+        return sorted(map(_as_json, value))
     return getattr(value, "value", value)
