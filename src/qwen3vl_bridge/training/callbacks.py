@@ -13,11 +13,10 @@ from qwen3vl_bridge.dist_train.joint_run import Modules
 from qwen3vl_bridge.inference.generation import end_token_ids, generate, ranks_in_step
 from qwen3vl_bridge.parallel.collectives import sum_counts
 from qwen3vl_bridge.training.checkpoint_manager import check_script
-from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
+from qwen3vl_bridge.training.config import AccuracyConfig, Qwen3VLConfigContainer
 from qwen3vl_bridge.training.guard import StepGuard
 from qwen3vl_bridge.training.metrics import Metrics
 from qwen3vl_bridge.training.run_log import RunLog, publish
-from qwen3vl_bridge.training.run_settings import AccuracyConfig
 
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
