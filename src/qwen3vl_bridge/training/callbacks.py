@@ -81,12 +81,13 @@ class Accuracy(Callback):
         shared = ranks_in_step(context.model) is not None
         rank, ranks = (0, 1) if shared else (groups.dp.rank(), groups.dp.size())
         if self._questions is None:
-            self._questions = self._read()[rank::ranks]
+            self._questions = self.read()[rank::ranks]
         counts = torch.tensor(self.ask(context.model), device=next(context.model[0].parameters()).device)
         right, asked = (counts if shared else sum_counts(counts, groups.dp)).tolist()
         publish(context, {"accuracy": right / max(asked, 1)})
 
-    def _read(self) -> list[Question]:  # of all ranks, as the run's rows are read
+    def read(self) -> list[Question]:
+        """All ranks' prompts, read as the run's rows are."""
         source = open_source(
             self.settings.path,
             getattr(self.rows, "media_root", None),
