@@ -12,8 +12,8 @@ from typing import Any
 import qwen3vl_bridge
 from qwen3vl_bridge.batch.device_transfer import on_host
 from qwen3vl_bridge.training.callbacks import training_callbacks
+from qwen3vl_bridge.training.config import GuardConfig
 from qwen3vl_bridge.training.guard import optimizers_of
-from qwen3vl_bridge.training.run_settings import GuardConfig
 from qwen3vl_bridge.training.step import to_device
 from qwen3vl_bridge.weights.rows import ExpertLayout
 

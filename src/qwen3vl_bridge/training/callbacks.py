@@ -13,11 +13,10 @@ from qwen3vl_bridge.dist_train.joint_run import Modules
 from qwen3vl_bridge.inference.generation import end_token_ids, generate, ranks_in_step
 from qwen3vl_bridge.parallel.collectives import sum_counts
 from qwen3vl_bridge.training.checkpoint_manager import check_script
-from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
+from qwen3vl_bridge.training.config import AccuracyConfig, Qwen3VLConfigContainer
 from qwen3vl_bridge.training.guard import StepGuard
 from qwen3vl_bridge.training.metrics import Metrics
 from qwen3vl_bridge.training.run_log import RunLog, publish
-from qwen3vl_bridge.training.run_settings import AccuracyConfig
 
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
@@ -82,12 +81,13 @@ class Accuracy(Callback):
         shared = ranks_in_step(context.model) is not None
         rank, ranks = (0, 1) if shared else (groups.dp.rank(), groups.dp.size())
         if self._questions is None:
-            self._questions = self._read()[rank::ranks]
+            self._questions = self.read()[rank::ranks]
         counts = torch.tensor(self.ask(context.model), device=next(context.model[0].parameters()).device)
         right, asked = (counts if shared else sum_counts(counts, groups.dp)).tolist()
         publish(context, {"accuracy": right / max(asked, 1)})
 
-    def _read(self) -> list[Question]:  # of all ranks, as the run's rows are read
+    def read(self) -> list[Question]:
+        """All ranks' prompts, read as the run's rows are."""
         source = open_source(
             self.settings.path,
             getattr(self.rows, "media_root", None),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import json
 import logging
 import multiprocessing
 import os
@@ -27,7 +28,7 @@ from qwen3vl_bridge.data.dataset_provider import ConversationRows
 from qwen3vl_bridge.data.loading.batch_stream import check_position
 from qwen3vl_bridge.dist_train.joint_run import as_one_model
 from qwen3vl_bridge.io.atomic import atomic_directory, journal_of, replace_file
-from qwen3vl_bridge.io.files import CheckpointError, read_object, write_object
+from qwen3vl_bridge.io.files import CheckpointError, read_object
 from qwen3vl_bridge.models.hf_config import with_scaled_rope
 from qwen3vl_bridge.parallel.collectives import broadcast_object, fail_together, is_first, joint_failure, wait_for_all
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
@@ -137,7 +138,7 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
         """Write what a checkpoint has beside Megatron-Bridge's files: a description of the data, and what an export
         needs.
         """
-        write_object(folder / RUN_DATA, _data_of(cfg))
+        _write_json(folder / RUN_DATA, _data_of(cfg))
         if self._export is None or cfg.checkpoint.also_save_hf_checkpoint:
             return
         for name, path in self._export.files.items():
@@ -147,9 +148,9 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
             path = folder / HF_FILES / "config.json"
             config = read_object(path)
             if (scaled := with_scaled_rope(config, rope)) != config:
-                write_object(path, scaled)
+                _write_json(path, scaled)
         padding = {"vocab_divisor": cfg.model.make_vocab_size_divisible_by} if cfg.model.should_pad_vocab else {}
-        write_object(folder / MANIFEST, self._export.manifest | padding)
+        _write_json(folder / MANIFEST, self._export.manifest | padding)
 
     def _remove_older(self, folder: Path, step: int, most: int | None) -> None:
         """Remove all but the newest checkpoints up to a step, never the one that the run started from."""
@@ -270,6 +271,10 @@ def _announce(ctx: CheckpointSaveContext, final: Path, callback_manager: Any) ->
 
 def _as_one_model(ctx: Any) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext(as_one_model(ctx) if ctx.state.cfg.model.dist_train.use_dist_train else ctx)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
 
 
 def _data_of(cfg: ConfigContainer) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qwen3vl_bridge.batch import SequenceLayout, TokenBatch, token_index
 from qwen3vl_bridge.batch.device_transfer import HostCopy
@@ -25,7 +25,6 @@ from qwen3vl_bridge.models.rules import check
 from qwen3vl_bridge.parallel.collectives import broadcast_object, gather_objects, sum_over_ranks
 from qwen3vl_bridge.training import run_refusals
 from qwen3vl_bridge.training.run_log import MEASURED, PART_NORMS, STEP_LOSS, read_metrics
-from qwen3vl_bridge.training.run_settings import Action, GuardConfig
 from qwen3vl_bridge.weights.rows import Part, part_of
 
 import torch
@@ -35,6 +34,9 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from qwen3vl_bridge.training.config import Action, GuardConfig
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from qwen3vl_bridge.data.encoding import EncodedSample
 from qwen3vl_bridge.models.rules import check
 from qwen3vl_bridge.training import run_refusals
 from qwen3vl_bridge.training.callbacks import training_callbacks
+from qwen3vl_bridge.training.config import GuardConfig, Qwen3VLLearningRates
 from qwen3vl_bridge.training.guard import Guard, SampleLoss, SpoiltStepError, latest_losses
 from qwen3vl_bridge.training.run_log import metrics_line, read_metrics
-from qwen3vl_bridge.training.run_settings import GuardConfig, Qwen3VLLearningRates
 from qwen3vl_bridge.weights.rows import Part
 
 import hypothesis.strategies as st
