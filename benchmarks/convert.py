@@ -33,7 +33,7 @@ from qwen3vl_bridge.checkpoint.conversion_plan import Task, tensors_of
 from qwen3vl_bridge.checkpoint.formats.huggingface import one_file, shards, write_index
 from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace
 from qwen3vl_bridge.checkpoint.formats.tensors import Segments, TensorSpec, Zeros
-from qwen3vl_bridge.registry import family_of, presets_of
+from qwen3vl_bridge.registry import family, family_of
 from qwen3vl_bridge.weights.rows import expand
 
 from benchmarks import measurement
@@ -42,7 +42,7 @@ _MB = 1 << 20
 
 
 def _config(name: str, size: str, text_layers: int | None, vision_layers: int | None) -> dict:
-    config = presets_of(name).config_dict(size)
+    config = family(name).presets.config_dict(size)
     text, vision = config["text_config"], config["vision_config"]
     if text_layers is not None:
         text["num_hidden_layers"] = text_layers

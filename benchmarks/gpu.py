@@ -37,9 +37,9 @@ from qwen3vl_bridge.models.flops import Trained, tower_costs
 from qwen3vl_bridge.models.qwen3_vl.presets import hf_config
 from qwen3vl_bridge.planning.from_config import plan_of
 from qwen3vl_bridge.training.callbacks import training_callbacks
+from qwen3vl_bridge.training.config import GuardConfig
 from qwen3vl_bridge.training.metrics import peak_operations
 from qwen3vl_bridge.training.process_groups import shutdown
-from qwen3vl_bridge.training.run_settings import GuardConfig
 from qwen3vl_bridge.training.step import to_device
 
 import torch

@@ -8,7 +8,7 @@ from qwen3vl_bridge.compat.library_logs import quiet
 quiet()  # before Megatron says what it misses
 
 # ruff: noqa: E402, F401
-import qwen3vl_bridge.dist_train.joint_step
+import qwen3vl_bridge.dist_train.joint_run
 import qwen3vl_bridge.training.step
 
 import megatron.bridge.training.finetune

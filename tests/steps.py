@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.checkpoint.formats.megatron import find_iteration
-from qwen3vl_bridge.dist_train.joint_step import Modules
+from qwen3vl_bridge.dist_train.joint_run import Modules
 from qwen3vl_bridge.parallel.collectives import max_of_each, sum_over_ranks
 from qwen3vl_bridge.training.process_groups import _join
 from qwen3vl_bridge.training.step import forward_step

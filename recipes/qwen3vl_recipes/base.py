@@ -37,7 +37,7 @@ def sft(
     from megatron.bridge import AutoBridge
     from megatron.bridge.training import config
 
-    presets = registry.presets_of(family)
+    presets = registry.family(family).presets
     hf_model = presets.hub_ids(size)[0]
     model = AutoBridge.from_hf_config(presets.hf_config(size)).to_megatron_provider(load_weights=False)
     model.hf_model_id, model.seq_length = hf_model, seq_length

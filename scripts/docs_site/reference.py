@@ -68,9 +68,9 @@ GROUPS: dict[str, tuple[Group, ...]] = {
     ),
     "training": (
         Group("", "training/config.py", "Qwen3VLConfigContainer"),
-        Group("guard.", "training/run_settings.py", "GuardConfig"),
-        Group("accuracy.", "training/run_settings.py", "AccuracyConfig"),
-        Group("optimizer_config_override_provider.", "training/run_settings.py", "Qwen3VLLearningRates"),
+        Group("guard.", "training/config.py", "GuardConfig"),
+        Group("accuracy.", "training/config.py", "AccuracyConfig"),
+        Group("optimizer_config_override_provider.", "training/config.py", "Qwen3VLLearningRates"),
         Group("peft.", "peft/lora.py", "Qwen3VLParts"),
     ),
 }

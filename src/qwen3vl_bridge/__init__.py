@@ -17,7 +17,7 @@ _PUBLIC = {
     "Qwen3VLConfigContainer": "qwen3vl_bridge.training.config",
     "Family": "qwen3vl_bridge.registry",
     "register_family": "qwen3vl_bridge.registry",
-    "Qwen3VLLearningRates": "qwen3vl_bridge.training.run_settings",
+    "Qwen3VLLearningRates": "qwen3vl_bridge.training.config",
     "forward_step": "qwen3vl_bridge.training.step",
     "training_callbacks": "qwen3vl_bridge.training.callbacks",
     "end_token_ids": "qwen3vl_bridge.inference.generation",
@@ -29,14 +29,6 @@ _PUBLIC = {
 }
 
 __all__ = sorted(_PUBLIC)
-
-
-def __getattr__(name: str):
-    return lazy.load(__name__, _PUBLIC, name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC})
-
+__getattr__, __dir__ = lazy.attributes(__name__, _PUBLIC)
 
 import_hook.install()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
 
-def load(package: str, public: Mapping[str, str], name: str) -> Any:
-    """The result of a package's `__getattr__` for a name, by its public names and the module of each."""
-    if name not in public:
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
-    return getattr(import_module(public[name]), name)
+def attributes(package: str, public: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """A package's `__getattr__` and `__dir__`, from its public names and the module of each."""
+
+    def get(name: str) -> Any:
+        if name not in public:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(public[name]), name)
+
+    return get, lambda: sorted({*vars(sys.modules[package]), *public})

@@ -36,8 +36,8 @@ class Family:
         check: raises ValueError for a setting that would otherwise be ignored.
         fields: every field of a configuration that determines which tensors there are or what they mean, normalized, by
             names such as "text_config.hidden_size". Two models are the same if these are equal.
-        fields_of_run: (provider's fields in a `run_config.yaml`, fields of a config) -> the run's values of the latter,
-            by the same names; without the fields that it does not have.
+        fields_of_run: (section `model` of a `run_config.yaml`, result of `fields` for a config that may be the run's)
+            -> what `fields` would give for the model of the run, as far as the section tells.
         bridge: dotted name of the module that needs Megatron: it registers the family with Megatron-Bridge when it is
             imported, and has `provider_from_hf_config`, (hf_config, **settings) -> Megatron-Bridge's model provider of
             a configuration, with these of its fields set, not finalized. The `run_config.yaml` of a converted
@@ -67,8 +67,8 @@ class Family:
     dist_train: bool = False
 
     @property
-    def provider(self) -> str:
-        """Dotted name of the function that makes a provider."""
+    def provider_target(self) -> str:
+        """Dotted name of the function that builds a provider, the `_target_` in a converted checkpoint's file."""
         return f"{self.bridge}.provider_from_hf_config"
 
     def rows(self, experts: ExpertLayout | None = None) -> tuple[WeightRow, ...]:
@@ -76,8 +76,10 @@ class Family:
         return self.table(experts or self.released_experts)
 
     def config_of(self, config: Config, names: Collection[str]) -> Config:
-        """A config, which transformers does not change when it saves a model without an optional part, with those parts
-        counted as in a checkpoint with these tensors, by Hugging Face's or Megatron's names.
+        """A config that fits a checkpoint with tensors of these Hugging Face or Megatron names: its counts of layers of
+        optional parts (`mtp_num_hidden_layers`) are corrected to whether the checkpoint has any of their tensors.
+
+        transformers leaves these counts in a `config.json` when it saves a model without the parts.
         """
         for condition, layers in self.optional.items():
             rows = (row for row in self.rows() if row.condition == condition)
@@ -87,9 +89,9 @@ class Family:
                 config = {**config, "text_config": {**config["text_config"], layers: int(there)}}
         return config
 
-    def provider_of(self, config: Config, **settings: Any) -> Any:
+    def build_provider(self, config: Config, **settings: Any) -> Any:
         """The model's provider, with these of its fields set."""
-        return load(self.provider)(config, **settings)
+        return load(self.provider_target)(config, **settings)
 
 
 def load(dotted: str) -> Any:
@@ -168,8 +170,8 @@ def family_of(config: Config) -> Family:
 
 
 def family_of_provider(target: Any) -> Family | None:
-    """The family whose `provider` a `run_config.yaml` names; None for another provider."""
-    return next((one for one in families().values() if one.provider == target), None)
+    """The family whose `provider_target` a `run_config.yaml` names; None for another provider."""
+    return next((one for one in families().values() if one.provider_target == target), None)
 
 
 def dimensions_of(config: Config) -> Dimensions:
@@ -197,10 +199,3 @@ def preset_sizes() -> list[str]:
 
 def _presets() -> list[Any]:
     return [one.presets for one in families().values() if one.presets is not None]
-
-
-def presets_of(name: str) -> Any:
-    """The presets of a family; raises ValueError for an unknown family, or one without presets."""
-    if (presets := family(name).presets) is None:
-        raise ValueError(f"the family {name} has no presets")
-    return presets

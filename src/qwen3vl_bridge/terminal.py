@@ -5,12 +5,14 @@ Standard library only, so that `--help` answers at once.
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import contextlib
 import io
 import os
 import sys
 import unicodedata
+from collections.abc import Callable
 from typing import TextIO
 
 # Exit status that a shell reports for a command ended by Ctrl-C.
@@ -30,6 +32,30 @@ def show_anything() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def run(command: Callable[[], int], *expected: type[Exception]) -> int:
+    """Run a command and return its exit status; of an expected error only the message is shown."""
+    show_anything()
+    try:
+        return command()
+    except expected as error:
+        show(f"error: {error}", error=True)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        show("interrupted", error=True)
+        return INTERRUPTED
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an option whose value is a whole number of this size or more."""
+
+    def number(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"found {value}, expected {least} or more")
+        return value
+
+    return number
 
 
 def visible(text: str) -> str:

@@ -266,10 +266,10 @@ def megatron_gradients(adapted: Adapted) -> dict[str, torch.Tensor]:
     kept = {name: parameter.data for name, parameter in adapted.trainable().items()}
     for parameter in adapted.trainable().values():
         parameter.data = parameter.grad
-    converted = adapted.pair.bridge._model_bridge.adapter_weights([adapted.model])
+    converted, _ = adapted.pair.bridge._model_bridge.adapters([adapted.model])
     for name, parameter in adapted.trainable().items():
         parameter.data = kept[name]
-    return {SHARED.sub(".lora_A", name): gradient for name, gradient in converted.items()}
+    return {SHARED.sub(".lora_A", name): gradient.clone() for name, gradient in converted.items()}
 
 
 @pytest.mark.parametrize("packed", [True, False])

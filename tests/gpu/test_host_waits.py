@@ -9,7 +9,7 @@ from collections import Counter
 
 import qwen3vl_bridge  # noqa: F401  before Megatron
 from qwen3vl_bridge.training.callbacks import training_callbacks
-from qwen3vl_bridge.training.run_settings import GuardConfig
+from qwen3vl_bridge.training.config import GuardConfig
 
 import pytest
 

@@ -10,8 +10,8 @@ from typing import Any
 import qwen3vl_bridge
 from qwen3vl_bridge.batch.device_transfer import on_host
 from qwen3vl_bridge.training.callbacks import training_callbacks
+from qwen3vl_bridge.training.config import GuardConfig
 from qwen3vl_bridge.training.guard import optimizers_of
-from qwen3vl_bridge.training.run_settings import GuardConfig
 from qwen3vl_bridge.training.step import to_device
 from qwen3vl_bridge.weights.rows import ExpertLayout
 
@@ -124,7 +124,7 @@ def forward_and_backward(folder, content, *, packed, **settings) -> Seen:
     model, samples = pair.megatron, make_samples(content, pair.config, seed=5)
     batch = make_batch(samples, pair.config, packed=packed)
     with HostWaits(model) as waits:
-        inputs = to_device(batch.local(**pair.provider.sequence_ranks(model.pg_collection)), model)
+        inputs = to_device(batch.local(**pair.provider.local_arguments(model.pg_collection)), model)
         (model(inputs=inputs) * inputs.loss_mask).sum().backward()
     return waits.seen()
 
@@ -183,7 +183,7 @@ def check(found: dict[str, Seen], allowed: frozenset[str] = frozenset(), mixed: 
 
 
 # Without Transformer Engine megatron-core clips by a number, which both modules' norms make together.
-JOINT_NORM = frozenset({"dist_train/joint_step.py:_joint_norm"})
+JOINT_NORM = frozenset({"dist_train/joint_run.py:_joint_norm"})
 CASES = [
     *(("dense", split, "packed") for split in ("CP2", "PP2", "TP2+SP", "1 + 1")), ("dense", "CP2", "padded"),
     ("MoE", "EP2", "packed"), *(("Qwen3.5 with MTP", split, "packed") for split in ("CP2", "PP2", "TP2+SP")),

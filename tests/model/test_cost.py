@@ -4,8 +4,9 @@ import copy
 import dataclasses
 import itertools
 
+from qwen3vl_bridge import registry
 from qwen3vl_bridge.models.flops import CHUNK, Trained, tower_costs
-from qwen3vl_bridge.registry import dimensions_of, presets_of
+from qwen3vl_bridge.registry import dimensions_of
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ SECTIONS = {"qwen3_vl": [4, 2, 2], "qwen3_5": [1, 1, 0]}
 
 def tiny(kind: str, **changes):
     family, size, experts = SIZES[kind]
-    config = copy.deepcopy(presets_of(family).hf_config(size))
+    config = copy.deepcopy(registry.family(family).presets.hf_config(size))
     text, vision = config.text_config, config.vision_config
     rope = {**text.rope_parameters, "mrope_section": SECTIONS[family]}
     text.update(
@@ -178,12 +179,12 @@ def test_adapters_of_experts_count_for_each_chosen_one():
 
 
 def test_samples_add_up():
-    costs = tower_costs(presets_of("qwen3_vl").hf_config("8B").to_dict(), Trained())
+    costs = tower_costs(registry.family("qwen3_vl").presets.hf_config("8B").to_dict(), Trained())
     samples = [(500, 400, 160_000), (70, 0, 0), (1800, 7200, 26_000_000)]
     alone = [costs.of(tokens=t, patches=p, patch_pairs=pairs) for t, p, pairs in samples]
     tokens, patches, pairs = (sum(part) for part in zip(*samples, strict=True))
     squares = sum(t**2 for t, _, _ in samples)
-    assert sum(alone) == costs.of_many(tokens=tokens, token_pairs=squares, patches=patches, patch_pairs=pairs)
+    assert sum(alone) == costs.of(tokens=tokens, token_pairs=squares, patches=patches, patch_pairs=pairs)
 
 
 @pytest.mark.parametrize("kind", LINEAR)
@@ -231,7 +232,7 @@ def test_multi_token_prediction_costs_what_its_parts_do(kind, case):
 
 
 def test_multi_token_prediction_gets_no_adapters():
-    config = presets_of("qwen3_5").hf_config("9B").to_dict()
+    config = registry.family("qwen3_5").presets.hf_config("9B").to_dict()
     everywhere, in_decoder = (
         Trained(False, False, False, mtp=True, rank=lambda name, inside=inside: 8 * (inside in name))
         for inside in ("language_model.", "language_model.decoder.")

@@ -80,7 +80,7 @@ def test_it_trains_a_step_and_is_exported(folder, tmp_path):
     from tests.parity.batches import make_batch, make_samples
 
     import_checkpoint(folder, tmp_path / "start", ckpt_format="torch_dist")
-    provider = registry.family_of(CONFIG).provider_of(CONFIG)
+    provider = registry.family_of(CONFIG).build_provider(CONFIG)
     provider.finalize()
     initialize(provider, seed=0)
     (model,) = load_megatron_model(str(tmp_path / "start/iter_0000000"), use_cpu_init=True)
@@ -142,7 +142,7 @@ def test_the_pages_command_converts(package, folder):
 def test_its_provider_needs_no_module_of_the_tests(package, folder):
     code = (
         "import sys, json, toy_family; from qwen3vl_bridge.registry import family;"
-        "provider = family('toy_vl').provider_of(json.load(open(sys.argv[1]))); provider.finalize();"
+        "provider = family('toy_vl').build_provider(json.load(open(sys.argv[1]))); provider.finalize();"
         "print(type(provider), sys.modules['toy_model'].ToyBridge)"
     )
     run_in(package[0], "-c", code, folder / "config.json")
@@ -160,8 +160,10 @@ def test_the_planner_counts_it():
     from qwen3vl_bridge.planning.estimate import estimate
     from qwen3vl_bridge.planning.split import ModelSplit
     from qwen3vl_bridge.planning.training_settings import TrainingSettings
+    from qwen3vl_bridge.registry import dimensions_of
 
-    found = estimate(CONFIG, ModelSplit(1), TrainingSettings(seq_length=64, micro_batch_size=1, global_batch_size=1))
+    training = TrainingSettings(seq_length=64, micro_batch_size=1, global_batch_size=1)
+    found = estimate(dimensions_of(CONFIG), ModelSplit(1), training)
     assert found.peak.total > 0
 
 

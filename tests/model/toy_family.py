@@ -9,16 +9,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from qwen3vl_bridge import Family, register_family
+from qwen3vl_bridge.models.hf_config import model_dimensions
 from qwen3vl_bridge.weights.rows import (
     QKV,
     VISION_ROWS,
-    Copy,
     Dimensions,
     ExpertLayout,
     GatedMLP,
     Shape,
     WeightRow,
-    model_dimensions,
 )
 
 NAME = "toy_vl"
@@ -37,20 +36,20 @@ def _layer(kind: type[WeightRow], megatron: str, hf: Mapping[str, Shape]) -> Wei
 
 
 def _whole(megatron: str, hf: str, *shape: str) -> WeightRow:
-    return Copy(f"language_model.{megatron}.weight", (f"{hf}.weight",), (shape,))
+    return WeightRow(f"language_model.{megatron}.weight", (f"{hf}.weight",), (shape,))
 
 
 TABLE = (
     *VISION_ROWS,
     _whole("embedding.word_embeddings", "toy.embed", "vocab", "hidden"),
-    _layer(Copy, "self_attention.linear_qkv.layer_norm_weight", {"norm_a": ("hidden",)}),
+    _layer(WeightRow, "self_attention.linear_qkv.layer_norm_weight", {"norm_a": ("hidden",)}),
     _layer(
         QKV, "self_attention.linear_qkv.weight", {"q": ("q", "hidden"), "k": ("kv", "hidden"), "v": ("kv", "hidden")}
     ),
-    _layer(Copy, "self_attention.linear_proj.weight", {"o": ("hidden", "q")}),
-    _layer(Copy, "mlp.linear_fc1.layer_norm_weight", {"norm_b": ("hidden",)}),
+    _layer(WeightRow, "self_attention.linear_proj.weight", {"o": ("hidden", "q")}),
+    _layer(WeightRow, "mlp.linear_fc1.layer_norm_weight", {"norm_b": ("hidden",)}),
     _layer(GatedMLP, "mlp.linear_fc1.weight", {"gate": ("ffn", "hidden"), "up": ("ffn", "hidden")}),
-    _layer(Copy, "mlp.linear_fc2.weight", {"down": ("hidden", "ffn")}),
+    _layer(WeightRow, "mlp.linear_fc2.weight", {"down": ("hidden", "ffn")}),
     _whole("decoder.final_layernorm", "toy.norm", "hidden"),
     _whole("output_layer", "toy.head", "vocab", "hidden"),
 )
@@ -74,12 +73,8 @@ def check(config: Mapping[str, Any]) -> None:
 
 
 def dimensions(config: Mapping[str, Any]) -> Dimensions:
-    text, vision = config["text_config"], config["vision_config"]
-    return model_dimensions(
-        NAME, vision, layers=text["num_hidden_layers"], vocab=text["vocab_size"], hidden=text["hidden_size"],
-        ffn=text["intermediate_size"], heads=text["num_attention_heads"], kv_heads=text["num_key_value_heads"],
-        head_dim=text["head_dim"], untied=True,
-    )  # fmt: skip
+    text = config["text_config"]
+    return model_dimensions(NAME, config, ffn=text["intermediate_size"], head_dim=text["head_dim"])
 
 
 def fields(config: Mapping[str, Any]) -> dict[str, Any]:

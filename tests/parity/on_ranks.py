@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.batch import SequenceLayout, TokenBatch, token_index
-from qwen3vl_bridge.dist_train.joint_step import join_modules, replicas_read
+from qwen3vl_bridge.dist_train.joint_run import join_modules, replicas_read
 from qwen3vl_bridge.training import step
 
 import torch

@@ -138,7 +138,7 @@ def padded(samples: list[Sample], config, *, packed: bool) -> TokenBatch:
 
 
 def total(size: str, split: ModelSplit, training: TrainingSettings) -> float:
-    found = estimate(presets.config_dict(size), split, training)
+    found = estimate(dimensions_of(presets.config_dict(size)), split, training)
     assert all(value >= 0 for stage in found.stages for value in stage.activations.values())
     return max(sum(stage.activations.values()) for stage in found.stages)
 

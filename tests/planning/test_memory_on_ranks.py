@@ -11,7 +11,7 @@ from typing import Any
 from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.models.flops import CHUNK
 from qwen3vl_bridge.planning.activations import MicrobatchWork, chunk_activations
-from qwen3vl_bridge.planning.model_states import ParameterCount, chunk_count, stage_states
+from qwen3vl_bridge.planning.model_states import chunk_count, stage_states
 from qwen3vl_bridge.planning.split import ModelSplit
 from qwen3vl_bridge.planning.training_settings import FP32, Sharding, TrainingSettings
 from qwen3vl_bridge.registry import dimensions_of
@@ -165,7 +165,7 @@ def activations(split: Split) -> dict[str, float]:
     split.begin(iter([batch, *others]), "packed")
     with keeping(run.model) as storages:
         forward_backward(run, run.stream, MICROBATCHES)
-    local = batch.local(**run.cfg.model.sequence_ranks(run.groups))
+    local = batch.local(**run.cfg.model.local_arguments(run.groups))
     return {
         "kept": sum(storage.nbytes() for storage in storages.values()), "tokens": local.input_ids.numel(),
         "patches": 4 if local.vision is None else len(local.vision.pixel_values),
@@ -264,8 +264,8 @@ def plans(found, folders):
 
 def test_parameters_of_every_part(found, folders):
     for case, dims, split, _, chunks, one in plans(found, folders):
-        counted = sum((chunk_count(dims, split, chunk) for chunk in chunks), ParameterCount())
-        real = ParameterCount(**one["parameters"])
+        counted = sum((chunk_count(dims, split, chunk) for chunk in chunks), Counter())
+        real = Counter(**one["parameters"])
         assert counted == real, case
 
 

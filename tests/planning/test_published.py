@@ -75,7 +75,7 @@ def test_megatron_bridges_estimator(tp, world, untied_folder):
     cfg.data_parallel_size = world // tp
     theirs = estimate_training_memory(cfg, include_activation=False)
     split, training = ModelSplit(world, tp=tp), TrainingSettings()
-    ours = estimate(presets.config_dict("8B"), split, training).peak.states.total
+    ours = estimate(dimensions_of(presets.config_dict("8B")), split, training).peak.states.total
     tower = 576_388_336 / tp * (6 + 12 * tp / world)
     # Measured 4e-5 of the language model, and what the tower has whole on every rank.
     assert theirs.weight_and_optimizer_bytes == pytest.approx(ours - tower, rel=1e-3)
@@ -115,7 +115,7 @@ SEEN = {
 def test_memory_that_others_have_seen(name):
     """Measured 0.81, 0.91 and 0.97 of what is published, the reserve included."""
     seen, config, split, training = SEEN[name]
-    found = estimate(config, split, training).peak.total / GIB / seen
+    found = estimate(dimensions_of(config), split, training).peak.total / GIB / seen
     print(f"{name}: {found:.2f}")
     assert 0.75 <= found <= 1
 
@@ -149,6 +149,6 @@ def test_recipes_that_megatron_bridge_publishes(name):
     fine-tuning does not fit where rows are full: states alone leave 6 GiB at most.
     """
     size, split, training, fits = RECIPES[name]
-    worst = estimate(presets.config_dict(size), split, training).peak
+    worst = estimate(dimensions_of(presets.config_dict(size)), split, training).peak
     print(f"{name}: {worst.total / GIB:.0f} GiB, of which states {worst.states.total / GIB:.0f}")
     assert (worst.total <= H100) == fits

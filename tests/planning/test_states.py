@@ -9,7 +9,7 @@ from qwen3vl_bridge.io.files import read_object
 from qwen3vl_bridge.models.qwen3_5 import presets as qwen3_5
 from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.planning.estimate import FIXED_RESERVE, estimate
-from qwen3vl_bridge.planning.model_states import ModelStates, ParameterCount, chunk_count, mtp_count, stage_states
+from qwen3vl_bridge.planning.model_states import ModelStates, chunk_count, stage_states
 from qwen3vl_bridge.planning.split import ModelSplit
 from qwen3vl_bridge.planning.training_settings import (
     BF16,
@@ -22,7 +22,7 @@ from qwen3vl_bridge.planning.training_settings import (
 )
 from qwen3vl_bridge.registry import dimensions_of
 from qwen3vl_bridge.training.guard import optimizers_of
-from qwen3vl_bridge.weights.rows import Part
+from qwen3vl_bridge.weights.rows import Part, is_of_mtp
 
 import pytest
 import torch
@@ -61,8 +61,8 @@ def test_stages_have_everything_once(size, split):
     dims = dimensions_of(config)
     chunks = [chunk for stage in split.chunks(len(dims.indices["text_layers"])) for chunk in stage]
     again = 0 if dims["untied"] or split.pp == 1 else dims["vocab"] * dims["hidden"]
-    assert sum(chunk_count(dims, split, chunk).total for chunk in chunks) == parameters + again
-    assert [mtp_count(dims, split, chunk).total for chunk in chunks] == [0] * (len(chunks) - 1) + [mtp]
+    assert sum(chunk_count(dims, split, chunk).total() for chunk in chunks) == parameters + again
+    assert [chunk_count(dims, split, chunk, is_of_mtp).total() for chunk in chunks] == [0] * (len(chunks) - 1) + [mtp]
 
 
 def states_of(config: dict, training: TrainingSettings, split: ModelSplit = ONE) -> ModelStates:
@@ -131,23 +131,23 @@ def recorded(step, peaks: list[int]):
 
 def test_the_optimizers_step_is_the_peak_of_short_rows():
     """2B without Transformer Engine, one GPU: 4 bytes of each parameter are more than a short row's activations."""
-    config = presets.config_dict("2B")
+    dims = dimensions_of(presets.config_dict("2B"))
     short, long = (
         TrainingSettings(transformer_engine=transformer_engine, seq_length=tokens, sharding=Sharding.NONE)
         for transformer_engine, tokens in ((False, 128), (False, 8192))
     )
-    (found,) = estimate(config, ModelSplit(1), short).stages
+    (found,) = estimate(dims, ModelSplit(1), short).stages
     assert found.states.updating == 4 * presets.parameter_count("2B")
     assert found.total == found.updating == found.states.total + 1.1 * found.states.updating + FIXED_RESERVE
-    (other,) = estimate(config, ModelSplit(1), long).stages
+    (other,) = estimate(dims, ModelSplit(1), long).stages
     assert other.total > other.updating
     moe, split = presets.config_dict("30B-A3B"), ModelSplit(8, ep=8)
     count = chunk_count(dimensions_of(moe), split, split.chunks(48)[0][0])
-    assert states_of(moe, short, split).updating == 4 * max(count.shared, count.experts)
+    assert states_of(moe, short, split).updating == 4 * max(count.total() - count["experts"], count["experts"])
     for training in (replace(short, transformer_engine=True), replace(short, sharding=Sharding.ALL)):
-        assert not estimate(config, ModelSplit(1), training).peak.states.updating
+        assert not estimate(dims, ModelSplit(1), training).peak.states.updating
     divided = replace(short, sharding=Sharding.OPTIMIZER)
-    assert estimate(config, ModelSplit(8), divided).peak.states.updating == round(presets.parameter_count("2B") / 2)
+    assert estimate(dims, ModelSplit(8), divided).peak.states.updating == round(presets.parameter_count("2B") / 2)
 
 
 @pytest.mark.parametrize("kind", ["untied", "moe"])
@@ -172,11 +172,12 @@ def test_frozen_parts_have_weights_alone():
     everything = states_of(config, TrainingSettings(), split)
     for parts in ({Part.VISION_MODEL}, {Part.LANGUAGE_MODEL, Part.VISION_PROJECTION}, set(Part)):
         states = states_of(config, TrainingSettings(frozen=frozenset(parts)), split)
-        left = count.without(parts)
+        names = {part.value for part in parts} | ({"experts"} if Part.LANGUAGE_MODEL in parts else set())
+        left, experts = count.total() - sum(count[name] for name in names), count["experts"] * ("experts" not in names)
         assert states.parameters == everything.parameters
-        assert states.gradients == 4 * left.total
-        assert states.optimizer == round(12 * (left.shared / 8 + left.experts))
-    assert count.without(Part) == ParameterCount()
+        assert states.gradients == 4 * left
+        assert states.optimizer == round(12 * ((left - experts) / 8 + experts))
+    assert left == 0  # of all parts
 
 
 def test_sharding_in_the_order_of_zero():
@@ -206,7 +207,7 @@ def test_under_zero_3_logits_and_unsharded_gradients_do_not_coincide(rows, logit
         sharding=Sharding.ALL, seq_length=8192, max_patches=4096, micro_batch_size=rows, loss_chunk_tokens=0,
         loss_fusion=None, recompute=FULL,
     )  # fmt: skip
-    (found,) = estimate(presets.config_dict("2B"), split, training).stages
+    (found,) = estimate(dimensions_of(presets.config_dict("2B")), split, training).stages
     states = states_of(presets.config_dict("2B"), training, split)
     assert 3 * states.gathered_gradients == 2 * states.gathered > 0
     assert found.states.gathered == states.gathered - states.gathered_gradients * logits

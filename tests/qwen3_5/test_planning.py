@@ -7,12 +7,12 @@ from dataclasses import replace
 from qwen3vl_bridge.cli.plan import main
 from qwen3vl_bridge.models.qwen3_5.presets import PRESETS, config_dict, hf_config, hub_ids
 from qwen3vl_bridge.planning.estimate import estimate
-from qwen3vl_bridge.planning.model_states import ParameterCount, chunk_count, mtp_count
+from qwen3vl_bridge.planning.model_states import chunk_count
 from qwen3vl_bridge.planning.split import ModelSplit
 from qwen3vl_bridge.planning.training_settings import LINEAR_LAYERS, Sharding, TrainingSettings
 from qwen3vl_bridge.registry import dimensions_of
 from qwen3vl_bridge.training.process_groups import initialize, shutdown
-from qwen3vl_bridge.weights.rows import part_of
+from qwen3vl_bridge.weights.rows import is_of_mtp, part_of
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_a_released_size_as_it_is_built():
     for name, p in model.named_parameters():
         found[part_of(name).value] += p.numel()
     dims = dimensions_of(config_dict("0.8B")).with_vocab(provider.padded_vocab_size or provider.vocab_size)
-    assert chunk_count(dims, ModelSplit(1), ModelSplit(1).chunks(24)[0][0]) == ParameterCount(**found)
+    assert chunk_count(dims, ModelSplit(1), ModelSplit(1).chunks(24)[0][0]) == found
 
 
 @pytest.mark.parametrize("size", PRESETS)
@@ -55,11 +55,11 @@ STAGED = ModelSplit(16, pp=4, tp=2, sequence_parallel=True)
 def test_multi_token_prediction_is_trained_on_the_last_stage():
     """Whose gradients and optimizer it adds to; on the way, stages keep next tokens beside hidden states."""
     config, rows = config_dict("9B"), TrainingSettings(seq_length=8192, max_patches=0, sharding=Sharding.NONE)
-    dims, kept = dimensions_of(config), estimate(config, STAGED, rows)
-    trained = estimate(config, STAGED, replace(rows, trains_mtp=True))
+    dims, kept = dimensions_of(config), estimate(dimensions_of(config), STAGED, rows)
+    trained = estimate(dimensions_of(config), STAGED, replace(rows, trains_mtp=True))
     *others, last = zip(kept.stages, trained.stages, strict=True)
     (chunk,) = STAGED.chunks(32)[-1]
-    numbers = mtp_count(dims, STAGED, chunk).total
+    numbers = chunk_count(dims, STAGED, chunk, is_of_mtp).total()
     assert abs(numbers * 2 / MTP_PARAMETERS["9B"] - 1) < 1e-3  # norms are whole on both tensor-parallel ranks
     for without, with_it in others:
         assert without.states == with_it.states
@@ -117,7 +117,7 @@ def test_heads_are_shared_out_over_tensor_and_context_parallel_ranks():
     config, rows = config_dict("9B"), TrainingSettings(seq_length=32768, max_patches=0, loss_chunk_tokens=0)
 
     def kept(**sizes) -> float:
-        return sum(estimate(config, ModelSplit(16, **sizes), rows).peak.activations.values())
+        return sum(estimate(dimensions_of(config), ModelSplit(16, **sizes), rows).peak.activations.values())
 
     by_tensors = kept(tp=4, sequence_parallel=True)
     assert kept(cp=4) == pytest.approx(kept() / 4, rel=1e-3)

@@ -282,7 +282,10 @@ def test_layer_is_as_near_as_transformers_in_the_same_dtypes(dtype):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(dist__use_torch_fsdp2=True), r"dist.use_torch_fsdp2 is True with model.params_dtype torch.bfloat16"),
+        (
+            dict(dist__use_torch_fsdp2=True),
+            r"dist.use_torch_fsdp2 is True, expected False: .*ddp.use_meg",
+        ),
         (dict(optimizer__optimizer="dist_muon"), r"optimizer.optimizer is 'dist_muon' with .*, expected 'adam'.* '"),
         (dict(optimizer__use_layer_wise_distributed_optimizer=True), r"layer_wise\S+ is True with .*, expected False"),
         (

@@ -257,7 +257,7 @@ def test_every_field_of_the_text_model_is_honoured_or_refused(size):
     own, text = family_of(whole), whole["text_config"]
 
     def provider_of(**changes: Any) -> dict[str, Any]:
-        provider = own.provider_of(whole | {"text_config": text | changes})
+        provider = own.build_provider(whole | {"text_config": text | changes})
         return {name: value for name, value in vars(provider).items() if name != "vision_config"}
 
     as_it_is, ignored = provider_of(), set()

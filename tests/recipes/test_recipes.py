@@ -24,7 +24,7 @@ KINDS = ("sft", "sft_fsdp", "sft_32k", "sft_128k", "sft_256k", "peft", "pretrain
 
 
 def sizes_of(family: str, prefix: str, **other: str) -> dict[str, tuple[str, str]]:
-    sizes = registry.presets_of(family).PRESETS
+    sizes = registry.family(family).presets.PRESETS
     return {f"{prefix}_{other.get(size, size.lower().replace('-', '_'))}": (family, size) for size in sizes}
 
 
@@ -89,7 +89,7 @@ def test_is_completed_for_its_gpus(name):
         assert (f"_{length}_" in name) == (data.seq_length == int(length[:-1]) * 1024)
     known = SIZES | SIZES_3_5 | {"qwen35_vl_proxy": ("qwen3_5", "proxy")}
     family, size = next(found for begin, found in known.items() if name.startswith(f"{begin}_"))
-    presets = registry.presets_of(family)
+    presets = registry.family(family).presets
     assert model.family == family
     expected = presets.config_dict(size)["text_config"]
     assert (model.num_layers, model.hidden_size) == (expected["num_hidden_layers"], expected["hidden_size"])

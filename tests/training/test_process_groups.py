@@ -14,7 +14,7 @@ from unittest import mock
 import qwen3vl_bridge
 from qwen3vl_bridge.training import process_groups
 from qwen3vl_bridge.training.callbacks import training_callbacks
-from qwen3vl_bridge.training.run_settings import GuardConfig
+from qwen3vl_bridge.training.config import GuardConfig
 from qwen3vl_bridge.training.weight_loading import load_model
 
 import pytest

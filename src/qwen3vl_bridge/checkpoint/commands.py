@@ -153,7 +153,7 @@ class MegatronTarget:
             config.raw,
             self.hf_model,
             self.ckpt_format,
-            provider=config.family.provider,
+            provider=config.family.provider_target,
             vocabulary=config.vocabulary,
             rows=self.dimensions["vocab"],
             vocab_divisor=self.vocab_divisor,

@@ -19,7 +19,7 @@ from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, HuggingFace, 
 from qwen3vl_bridge.checkpoint.formats.tensors import SegmentReader, Shape, TensorSource, main_dtype
 from qwen3vl_bridge.io.files import CheckpointError, expanded, read_object, write_object
 from qwen3vl_bridge.registry import family_of, family_of_provider
-from qwen3vl_bridge.weights.rows import MARK, ExpertLayout, WeightRow, expand, expert_layout_of
+from qwen3vl_bridge.weights.rows import MARK, Dimensions, ExpertLayout, WeightRow, expand, expert_layout_of
 
 MANIFEST = "qwen3vl_bridge.json"
 TOOL = "qwen3vl_bridge"
@@ -180,12 +180,7 @@ class StoredModel:
     @property
     def layout(self) -> TensorLayout:
         """How its format lays out the weights."""
-        dimensions, names = self.config.dimensions, self.tensors.specs
-        if self.ckpt_format == megatron.TORCH_DIST:
-            return TorchDist.found(self.rows, dimensions, names)
-        if self.ckpt_format == megatron.FSDP_DTENSOR:
-            return FsdpDtensor(dimensions, naming_of(self.rows, names))
-        return HuggingFace(dimensions)
+        return layout_of(self.ckpt_format, self.rows, self.config.dimensions, self.tensors.specs)
 
     @property
     def float32_as(self) -> str | None:
@@ -223,6 +218,15 @@ class StoredModel:
     def check_padding(self, vocabulary: int, *, drop: bool) -> list[str]:
         """As `check_vocab_padding`, of all rows beyond a vocabulary."""
         return check_vocab_padding(self.tensors, self.rows, self.layout, vocabulary, where=self.folder, drop=drop)
+
+
+def layout_of(
+    ckpt_format: str, rows: Collection[WeightRow], dimensions: Dimensions, names: Collection[str]
+) -> TensorLayout:
+    """How a format lays out expanded rows, in a checkpoint with tensors of these names."""
+    if ckpt_format == megatron.TORCH_DIST:
+        return TorchDist.found(rows, dimensions, names)
+    return HuggingFace(dimensions) if ckpt_format == HUGGINGFACE else FsdpDtensor(dimensions, naming_of(rows, names))
 
 
 def open_model(hf_model: str | Path, *, strict: bool = True, trust_remote_code: bool = False) -> StoredModel:
@@ -301,10 +305,7 @@ def open_stored(
         config = own
     else:
         config = ModelConfig(find_model(hf_model, weights=False, trust_remote_code=trust_remote_code))
-        if own is not None:
-            check_same_model(config, own)
-        else:
-            notes = compared_with_run(config, folder)
+        notes = compared_with_stored(config, folder)
     manifest, contents = read_manifest(folder), read_metadata(folder)
     keys = megatron.model_keys(contents, ckpt_format)
     if adapter := next((name for name in keys if MARK in name), None):
@@ -322,10 +323,14 @@ def own_config(folder: Path) -> ModelConfig | None:
     return ModelConfig(hf_files) if (hf_files / "config.json").is_file() else None
 
 
-def compared_with_run(config: ModelConfig, folder: Path) -> list[str]:
-    """Check a configuration for a checkpoint without one against its run's file; a CheckpointError if it is another
-    model's. Returns a line of text if the file does not describe the model.
+def compared_with_stored(config: ModelConfig, folder: Path) -> list[str]:
+    """Check a configuration for a checkpoint against the checkpoint's own, or without one against its run's file; a
+    CheckpointError if it is another model's. Returns a line of text if there is none, and no file that describes the
+    model.
     """
+    if (own := own_config(folder)) is not None:
+        check_same_model(config, own)
+        return []
     path, run = folder / megatron.RUN_CONFIG, {}
     why = f"no {path.name} that describes a model"
     if path.is_file():

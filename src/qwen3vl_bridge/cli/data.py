@@ -7,7 +7,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.io.files import CheckpointError
-from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show, show_anything, show_report
+from qwen3vl_bridge.terminal import at_least, run, show, show_report
 
 _BAD_SAMPLES = _FAILURES = 1
 _MOST_SHOWN = 10  # failed downloads
@@ -38,15 +38,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl data") 
         Exit status: 0, 1 if there were samples with errors or failed downloads, 2 for bad input, 130 if interrupted.
     """
     options = _parser(prog).parse_args(arguments)
-    show_anything()
-    try:
-        return options.run(options)
-    except (DataError, CheckpointError, OSError) as error:
-        show(f"error: {error}", error=True)
-        return BAD_INPUT
-    except KeyboardInterrupt:
-        show("interrupted", error=True)
-        return INTERRUPTED
+    return run(lambda: options.run(options), DataError, CheckpointError, OSError)
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -95,7 +87,7 @@ def _encoding(parser: argparse.ArgumentParser) -> None:
     add("--empty-thinking", choices=("prompt", "train"), default="prompt",
         help="whether the template's empty thinking blocks count as the end of the prompt, or are "
         "trained on (default: %(default)s)")  # fmt: skip
-    add("--seq-length", type=_at_least(1), default=4096, metavar="N", help="tokens in a row (default: %(default)s)")
+    add("--seq-length", type=at_least(1), default=4096, metavar="N", help="tokens in a row (default: %(default)s)")
     for name, (kind, words) in _LIMITS.items():
         add(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=words)
 
@@ -110,9 +102,9 @@ def _pack(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="FOLDER", help="folder to write the rows to")
     add("--overwrite", action="store_true", help="replace an earlier packing in that folder")
-    add("--max-patches", type=_at_least(1), metavar="N",
+    add("--max-patches", type=at_least(1), metavar="N",
         help="maximum number of patches in a row (default: no limit)")  # fmt: skip
-    add("--pad-to-multiple-of", type=_at_least(1), default=1, metavar="N",
+    add("--pad-to-multiple-of", type=at_least(1), default=1, metavar="N",
         help="pad each sample in a row to a multiple of this; under context parallelism, twice "
         "the number of its ranks (default: %(default)s)")  # fmt: skip
     add("--on-long", choices=("error", "drop", "truncate"), default="error",
@@ -121,7 +113,7 @@ def _pack(parser: argparse.ArgumentParser) -> None:
         help="what to do with a sample that cannot be encoded (default: %(default)s)")  # fmt: skip
     add("--seed", type=int, default=1234, metavar="N",
         help="seed of the order in which samples are packed (default: %(default)s)")  # fmt: skip
-    add("--workers", type=_at_least(0), default=os.cpu_count() or 0, metavar="N",
+    add("--workers", type=at_least(0), default=os.cpu_count() or 0, metavar="N",
         help="number of processes that measure samples; 0 measures in this process (default: %(default)s)")  # fmt: skip
     parser.set_defaults(run=_run_pack, split="train")
 
@@ -135,12 +127,12 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
     _records(parser)
     _encoding(parser)
     add = parser.add_argument
-    add("--samples", type=_at_least(0), default=8, metavar="N", help="how many samples to show (default: %(default)s)")
+    add("--samples", type=at_least(0), default=8, metavar="N", help="how many samples to show (default: %(default)s)")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--start", type=_at_least(0), default=0, metavar="N",
+    which.add_argument("--start", type=at_least(0), default=0, metavar="N",
                        help="index of the first sample to show, counted from 0 (default: %(default)s)")  # fmt: skip
     which.add_argument("--seed", type=int, metavar="N", help="show randomly chosen samples instead, with this seed")
-    add("--lengths", type=_at_least(0), default=2000, metavar="N",
+    add("--lengths", type=at_least(0), default=2000, metavar="N",
         help="how many samples to measure, spread over the whole file; 0 measures only those shown "
         "(default: %(default)s)")  # fmt: skip
     add("--no-pack", action="store_true", help="one sample per row, padded")
@@ -160,7 +152,7 @@ def _download(parser: argparse.ArgumentParser) -> None:
     add("--allowed-urls", nargs="+", required=True, metavar="URL",
         help="URL prefixes that may be fetched, such as https://images.example.org/; https:// allows "
         "every host, including those of your own network")  # fmt: skip
-    add("--workers", type=_at_least(1), default=16, metavar="N",
+    add("--workers", type=at_least(1), default=16, metavar="N",
         help="number of simultaneous downloads (default: %(default)s)")  # fmt: skip
     add("--retry", action="store_true",
         help="retry downloads that failed permanently in an earlier run; a training run that began "
@@ -172,15 +164,6 @@ def _download(parser: argparse.ArgumentParser) -> None:
         help="JSON Lines file of failures (default: failed.jsonl in the download folder); written to "
         "FILE.unfinished until the download ends")  # fmt: skip
     parser.set_defaults(run=_run_download)
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if (value := int(text)) < least:
-            raise argparse.ArgumentTypeError(f"found {value}, expected at least {least}")
-        return value
-
-    return number
 
 
 def _run_inspect(options: argparse.Namespace) -> int:

@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qwen3vl_bridge.terminal import BAD_INPUT, show, show_anything
+from qwen3vl_bridge.planning.hardware import GIB, host_bytes
+from qwen3vl_bridge.terminal import run, show
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 _PACKAGE, _UNFIT = "qwen3vl-bridge", 1
-GIB = 2**30
 # Purpose of optional packages.
 _OPTIONAL = {
     "transformer-engine": "its layers and kernels on GPUs",
@@ -54,12 +54,12 @@ def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> 
                         help="report the free space of this folder's disk (default: the current folder)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
     options = parser.parse_args(arguments)
-    show_anything()
-    try:
-        found = examine(options.path)
-    except (OSError, importlib.metadata.PackageNotFoundError) as error:  # the latter: found by a path, not installed
-        show(f"error: {error}", error=True)
-        return BAD_INPUT
+    # The latter if this package is found by a path, and not installed.
+    return run(lambda: _examine_and_show(options), OSError, importlib.metadata.PackageNotFoundError)
+
+
+def _examine_and_show(options: argparse.Namespace) -> int:
+    found = examine(options.path)
     if options.json:
         show(json.dumps(found, indent=2))
     else:
@@ -106,9 +106,7 @@ def look(folder: Path) -> dict[str, Any]:
             gpus = [{"name": g.name, "memory": g.total_memory, "capability": f"{g.major}.{g.minor}"} for g in found]
     lines = (line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     amounts = {name: int(rest.split()[0]) * 1024 for name, rest in lines}
-    memory, shm = amounts["MemTotal"], Path("/dev/shm")
-    with contextlib.suppress(OSError, ValueError):  # no control group, or "max"
-        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    memory, shm = host_bytes(), Path("/dev/shm")
     return {
         "python": platform.python_version(),
         "glibc": platform.libc_ver()[1],
@@ -151,24 +149,22 @@ def packages(
     """Required and optional packages, of requirements as this package declares them, including extras; with the command
     that installs each.
     """
+    from packaging.requirements import Requirement
     from packaging.version import Version
 
-    listed: list[tuple[str, str, Any, bool]] = []
-    for requirement in wanted:
-        needed = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if needed or requirement.name in _OPTIONAL:
-            listed.append((requirement.name, str(requirement).partition(";")[0].strip(), requirement.specifier, needed))
-    declared = {name for name, *_ in listed}
-    listed += [(name, name, None, False) for name in _OPTIONAL if name not in declared]
-    result = []
-    for name, text, versions, needed in listed:
+    declared, result = {requirement.name for requirement in wanted}, []
+    for requirement in (*wanted, *(Requirement(name) for name in _OPTIONAL if name not in declared)):
+        name, versions, text = requirement.name, requirement.specifier, str(requirement).partition(";")[0].strip()
+        needed = name in declared and (requirement.marker is None or requirement.marker.evaluate({"extra": ""}))
+        if not needed and name not in _OPTIONAL:
+            continue
         found = installed(name)
         get = f"pip install {'--no-build-isolation ' * (name in _BUILT)}'{text}'"
         if (least := _NEEDS_GLIBC.get(name)) and not (glibc and Version(glibc) >= Version(least)):
             get = f"nothing on this system: it needs glibc {least}, here is {glibc or 'another C library'}"
         result.append({
-            "name": name, "found": found, "expected": str(versions or ""), "needed": needed,
-            "fits": found is not None and (versions is None or versions.contains(found, prereleases=True)),
+            "name": name, "found": found, "expected": str(versions), "needed": needed,
+            "fits": found is not None and versions.contains(found, prereleases=True),
             "purpose": _OPTIONAL.get(name, ""), "get": get,
         })  # fmt: skip
     return result
@@ -224,18 +220,12 @@ def _used(machine: dict[str, Any]) -> dict[str, str]:
 
 
 def _print(found: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console, machine = Console(), found["machine"]
-    table = Table(title=f"{_PACKAGE} {importlib.metadata.version(_PACKAGE)}, Python {machine['python']}")
-    for name in ("package", "found", "allowed", ""):
-        table.add_column(name, overflow="fold")
+    machine = found["machine"]
+    show(f"{_PACKAGE} {importlib.metadata.version(_PACKAGE)}, Python {machine['python']}\n")
     for one in machine["packages"]:
-        state = "" if one["fits"] else "needed" if one["needed"] else f"for {one['purpose']}"
-        style = None if one["fits"] else "red" if one["needed"] else "yellow"
-        table.add_row(one["name"], one["found"] or "not installed", one["expected"] or "any", state, style=style)
-    console.print(table)
+        state = "" if one["fits"] else "  needed" if one["needed"] else f"  for {one['purpose']}"
+        words = f"{one['found'] or 'not installed':16} allowed: {one['expected'] or 'any'}"
+        show(f"{one['name']:24} {words}{state}")
     lines = {
         "GPUs": "; ".join(f"{one['name']}, {one['memory'] / GIB:.1f} GiB" for one in machine["gpus"]) or "none",
         "CUDA, NCCL": f"{machine['cuda'] or 'none'}, {machine['nccl'] or 'none'}",
@@ -244,14 +234,12 @@ def _print(found: dict[str, Any]) -> None:
         "disk": f"{machine['disk_free'] / GIB:.1f} GiB free",
         "open files": "{} of {}".format(*machine["open_files"]),
     }
+    show("")
     for name, text in (lines | (found["used"] or {})).items():
         if name == "device":
             show("\nUsed:")
         show(f"{name:12} {text}")
     if found["missing"]:
-        show("\nMissing:")
-    for one in found["missing"]:
-        style = "red" if one["fatal"] else None
-        console.print(f"- {one['what']}\n  {one['get']}", style=style, highlight=False, markup=False)
+        show("\nMissing:\n" + "\n".join(f"- {one['what']}\n  {one['get']}" for one in found["missing"]))
     works = found["works"]
     show("\n" + "; ".join(f"{work} {'works' if can else 'cannot work'}" for work, can in works.items()))

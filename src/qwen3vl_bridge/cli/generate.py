@@ -10,30 +10,22 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show, show_anything
+from qwen3vl_bridge.terminal import at_least, run, show
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> int:
     """Print the answer to one question; exit status 2 for bad input, 130 if interrupted."""
     options = _parse(prog, arguments)
-    show_anything()
+    return run(lambda: _generate(options), ValueError, OSError)  # a CheckpointError is a ValueError
+
+
+def _generate(options: argparse.Namespace) -> int:
     from qwen3vl_bridge.compat.library_logs import quiet
 
     quiet()
     logging.getLogger("qwen3vl_bridge").setLevel(logging.WARNING)  # nothing is trained here
-    from qwen3vl_bridge.training.process_groups import shutdown
-
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # Megatron-Bridge reports there what it loads
-            answer = _answer(options)
-    except (ValueError, OSError) as error:  # a CheckpointError is a ValueError
-        show(f"error: {error}", error=True)
-        return BAD_INPUT
-    except KeyboardInterrupt:
-        show("interrupted", error=True)
-        return INTERRUPTED
-    finally:
-        shutdown()
+    with contextlib.redirect_stdout(sys.stderr):  # Megatron-Bridge reports there what it loads
+        answer = _answer(options)
     if answer is not None:
         found = {"question": options.question, "images": options.image, "answer": answer}
         show(json.dumps(found, indent=2) if options.json else answer)
@@ -54,14 +46,12 @@ def _parse(prog: str | None, arguments: Sequence[str] | None) -> argparse.Namesp
     "configuration and processor, and the weights unless --megatron-path is given")  # fmt: skip
     add("--megatron-path", metavar="FOLDER", help="weights: a Megatron checkpoint in either format, or a run's folder")
     add("--image", action="append", default=[], metavar="FILE", help="image to show; may be given several times")
-    add("--max-new-tokens", type=int, default=128, metavar="N",
+    add("--max-new-tokens", type=at_least(1), default=128, metavar="N",
         help="maximum length of the answer in tokens (default: %(default)s)")  # fmt: skip
     add("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     if missing := [path for path in options.image if not Path(path).is_file()]:
         parser.error(f"--image is {missing[0]}, expected a file that exists")
-    if options.max_new_tokens < 1:
-        parser.error(f"--max-new-tokens is {options.max_new_tokens}, expected 1 or more")
     return options
 
 
@@ -85,17 +75,21 @@ def _answer(options: argparse.Namespace) -> str | None:
     pictures = [{"type": "image", "image": load_image(Path(path), "--image")} for path in options.image]
     from qwen3vl_bridge.inference.generation import end_token_ids, generate
     from qwen3vl_bridge.parallel.collectives import is_first
+    from qwen3vl_bridge.training.process_groups import shutdown
     from qwen3vl_bridge.training.weight_loading import load_model
 
     from transformers import AutoProcessor
 
-    model = load_model(hf_folder, options.megatron_path)
-    processor = AutoProcessor.from_pretrained(hf_folder, trust_remote_code=False)
-    asked = [{"role": "user", "content": [*pictures, {"type": "text", "text": options.question}]}]
-    inputs = processor.apply_chat_template(
-        asked, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
-    ).to(next(model[0].parameters()).device)
-    ends = end_token_ids([*model], processor.tokenizer, hf_folder)
-    answer = generate([*model], **inputs, max_new_tokens=options.max_new_tokens, eos_token_id=ends)
-    new = answer[:, inputs["input_ids"].shape[1] :]
-    return processor.batch_decode(new, skip_special_tokens=True)[0] if is_first() else None
+    try:
+        model = load_model(hf_folder, options.megatron_path)
+        processor = AutoProcessor.from_pretrained(hf_folder, trust_remote_code=False)
+        asked = [{"role": "user", "content": [*pictures, {"type": "text", "text": options.question}]}]
+        inputs = processor.apply_chat_template(
+            asked, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+        ).to(next(model[0].parameters()).device)
+        ends = end_token_ids([*model], processor.tokenizer, hf_folder)
+        answer = generate([*model], **inputs, max_new_tokens=options.max_new_tokens, eos_token_id=ends)
+        new = answer[:, inputs["input_ids"].shape[1] :]
+        return processor.batch_decode(new, skip_special_tokens=True)[0] if is_first() else None
+    finally:
+        shutdown()

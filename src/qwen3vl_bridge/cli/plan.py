@@ -25,10 +25,11 @@ from qwen3vl_bridge.planning.training_settings import (
     TrainingSettings,
 )
 from qwen3vl_bridge.registry import dimensions_of, preset, preset_sizes
-from qwen3vl_bridge.terminal import BAD_INPUT, show, show_anything
+from qwen3vl_bridge.terminal import at_least, run
 from qwen3vl_bridge.weights.rows import Part
 
 _NO_FIT = 1
+_POSITIVE = at_least(1)
 _SIZES = {
     "tp": "tensor parallelism",
     "pp": "pipeline parallelism",
@@ -42,12 +43,7 @@ _SIZES = {
 def main(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl plan") -> int:
     """Estimate the given split, or propose some; exit status 1 if it does not fit, 2 for bad input."""
     options = _parser(prog).parse_args(arguments)
-    show_anything()
-    try:
-        return _run(options)
-    except (ValueError, OSError) as error:
-        show(f"error: {error}", error=True)
-        return BAD_INPUT
+    return run(lambda: _plan(options), ValueError, OSError)
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -59,23 +55,23 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", required=True, metavar="MODEL",
         help=f"{', '.join(preset_sizes())}, a hub id such as Qwen/Qwen3.5-4B, or a folder")  # fmt: skip
-    add("--gpus", required=True, type=_positive, metavar="N", help="number of GPUs")
+    add("--gpus", required=True, type=_POSITIVE, metavar="N", help="number of GPUs")
     add("--gpu", default="H100", metavar="NAME", help=f"{', '.join(GPUS)} (default: %(default)s)")
     add("--gpu-memory", type=float, metavar="GIB", help="memory of one GPU, if it differs from the table")
-    add("--seq-length", type=_positive, default=4096, metavar="N", help="tokens in a row (default: %(default)s)")
+    add("--seq-length", type=_POSITIVE, default=4096, metavar="N", help="tokens in a row (default: %(default)s)")
     add("--max-patches", type=int, metavar="N", help="patches in a row (default: as many as its tokens allow)")
-    add("--micro-batch-size", type=_positive, default=1, metavar="N", help="rows in a microbatch (default: 1)")
-    add("--global-batch-size", type=_positive, metavar="N",
+    add("--micro-batch-size", type=_POSITIVE, default=1, metavar="N", help="rows in a microbatch (default: 1)")
+    add("--global-batch-size", type=_POSITIVE, metavar="N",
         help="rows in a step (default: enough to keep the pipeline stages busy)")  # fmt: skip
     add("--kind", choices=("sft", "pretrain", "peft"), default="sft",
         help="sft and pretrain train everything not frozen, peft only LoRA (default: %(default)s)")  # fmt: skip
-    add("--lora-rank", type=_positive, default=32, metavar="N", help="with --kind peft (default: %(default)s)")
+    add("--lora-rank", type=_POSITIVE, default=32, metavar="N", help="with --kind peft (default: %(default)s)")
     add("--freeze", nargs="+", default=[], choices=[part.value for part in Part], metavar="PART",
         help=f"parts that are not trained: {', '.join(part.value for part in Part)}")  # fmt: skip
     add("--mtp", action="store_true", help="train multi-token prediction, as with mtp_loss_scaling_factor above 0")
     add("--precision", choices=PRECISIONS, default="bf16", help="bf16 is mixed precision (default: %(default)s)")
     for name, words in _SIZES.items():
-        add(f"--{name}", type=_positive, metavar="N", help=words)
+        add(f"--{name}", type=_POSITIVE, metavar="N", help=words)
     add("--sequence-parallel", action=argparse.BooleanOptionalAction, help="(default: with --tp above 1)")
     add("--fsdp", action="store_true", help="Megatron-FSDP (optim_grads_params) instead of the distributed optimizer")
     add("--no-distributed-optimizer", action="store_true", help="the complete optimizer state on every rank")
@@ -85,27 +81,20 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         add(f"--{prefix}recompute-modules", nargs="+", choices=sorted(modules), metavar="NAME",
             help=f"with selective: {', '.join(sorted(modules))} (default: core_attn)")  # fmt: skip
         add(f"--{prefix}recompute-method", choices=("uniform", "block"), help="with full (default: uniform)")
-        add(f"--{prefix}recompute-num-layers", type=_positive, metavar="N", help="with full (default: 1)")
+        add(f"--{prefix}recompute-num-layers", type=_POSITIVE, metavar="N", help="with full (default: 1)")
     add("--no-fused-activation", action="store_true", help="model.bias_activation_fusion=False")
     add("--expert-load", type=float, default=1.0, metavar="X",
         help="most tokens on a rank, divided by the mean over expert-parallel ranks (default: 1)")  # fmt: skip
-    add("--vision-gpus", type=_positive, metavar="N",
+    add("--vision-gpus", type=_POSITIVE, metavar="N",
         help="place the vision tower on separate ranks, so many of --gpus (dist-train)")  # fmt: skip
-    add("--vision-tp", type=_positive, metavar="N", help="with --vision-gpus: the tower's tensor parallelism")
+    add("--vision-tp", type=_POSITIVE, metavar="N", help="with --vision-gpus: the tower's tensor parallelism")
     add("--propose", action="store_true", help="propose splits; sizes that are given are kept")
     add("--json", action="store_true", help="print JSON, in bytes")
     return parser
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number}, expected 1 or more")
-    return number
-
-
-def _run(options: argparse.Namespace) -> int:
-    config, training = _load_config(options.model), _training(options)
+def _plan(options: argparse.Namespace) -> int:
+    dims, training = dimensions_of(_load_config(options.model)), _training(options)
     gpu = gpu_of(options.gpu)
     if options.gpu_memory is not None:
         gpu = replace(gpu, memory_bytes=round(options.gpu_memory * GIB))
@@ -127,7 +116,6 @@ def _run(options: argparse.Namespace) -> int:
             )
         if wrong := sizes.keys() & {"vpp", "etp"}:
             raise ValueError(f"--propose does not try {', '.join(sorted(wrong))}; leave it out")
-        dims = dimensions_of(config)
         proposals, least = propose(dims, options.gpus, gpu, training, fixed=sizes, vision_split=vision_split)
         if options.json:
             print(json.dumps([plan_reports.dump_estimate(proposal, memory) for proposal in proposals], indent=2))
@@ -138,7 +126,7 @@ def _run(options: argparse.Namespace) -> int:
         return 0 if proposals else _NO_FIT
     sharded = sizes.get("tp", 1) > 1 if options.sequence_parallel is None else options.sequence_parallel
     split = ModelSplit(language_gpus, **sizes, sequence_parallel=sharded)
-    plan = estimate(config, split, training, vision_split=vision_split)
+    plan = estimate(dims, split, training, vision_split)
     if options.json:
         print(json.dumps(plan_reports.dump_estimate(plan, memory), indent=2))
     else:

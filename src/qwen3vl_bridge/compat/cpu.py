@@ -57,19 +57,24 @@ _FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "as_tensor", "arange",
 _FACTORIES += ("rand", "randn", "randint", "zeros_like", "ones_like", "empty_like", "full_like")
 
 
-def _on_cpu(factory: Callable) -> Callable:
-    """Wrap a tensor factory to replace "cuda" by the CPU and to ignore `pin_memory`."""
+def _with(function: Callable, change: Callable[[dict[str, Any]], None]) -> Callable:
+    """A function whose keyword arguments are changed first."""
 
-    @functools.wraps(factory)
-    def make(*args: Any, **kwargs: Any) -> Any:
-        device = kwargs.get("device")
-        if device is not None and (type(device) is int or str(device).startswith("cuda")):
-            kwargs["device"] = "cpu"
-        if kwargs.get("pin_memory"):
-            kwargs["pin_memory"] = False
-        return factory(*args, **kwargs)
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        change(kwargs)
+        return function(*args, **kwargs)
 
-    return make
+    return call
+
+
+def _on_cpu(kwargs: dict[str, Any]) -> None:
+    """Of a tensor factory: the CPU instead of "cuda", and no `pin_memory`."""
+    device = kwargs.get("device")
+    if device is not None and (type(device) is int or str(device).startswith("cuda")):
+        kwargs["device"] = "cpu"
+    if kwargs.get("pin_memory"):
+        kwargs["pin_memory"] = False
 
 
 @functools.cache
@@ -90,18 +95,18 @@ def _torch_on_cpu() -> _Overlay:
 
     distributed = _Overlay(
         torch.distributed,
-        init_process_group=_alone_without_a_port(_with_gloo(torch.distributed.init_process_group)),
+        init_process_group=_with(_with_gloo(torch.distributed.init_process_group), _alone_without_a_port),
         barrier=lambda group=None, async_op=False, device_ids=None: torch.distributed.barrier(group, async_op),
         new_group=_with_gloo(torch.distributed.new_group),
         new_subgroups_by_enumeration=_with_gloo(torch.distributed.new_subgroups_by_enumeration),
-        all_to_all_single=_with_split_lists(torch.distributed.all_to_all_single),
+        all_to_all_single=_with(torch.distributed.all_to_all_single, _split_lists),
     )
     return _Overlay(
         torch,
         cuda=_Overlay(torch.cuda, **_cuda_names(torch)),
         distributed=distributed,
         device=Device("device", (), {}),
-        **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES},
+        **{name: _with(getattr(torch, name), _on_cpu) for name in _FACTORIES},
     )
 
 
@@ -116,37 +121,23 @@ def _with_gloo(function: Callable) -> Callable:
     return call
 
 
-def _alone_without_a_port(init_process_group: Callable) -> Callable:
+def _alone_without_a_port(kwargs: dict[str, Any]) -> None:
     """Without other ranks, use an in-memory store: a port could collide with that of another run on this machine."""
+    if kwargs.get("world_size") == 1 and kwargs.get("store") is None:
+        from torch.distributed import HashStore
 
-    @functools.wraps(init_process_group)
-    def init(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("world_size") == 1 and kwargs.get("store") is None:
-            from torch.distributed import HashStore
-
-            kwargs["store"] = HashStore()
-        return init_process_group(*args, **kwargs)
-
-    return init
+        kwargs["store"] = HashStore()
 
 
-def _with_split_lists(function: Callable) -> Callable:
+def _split_lists(kwargs: dict[str, Any]) -> None:
     """Convert split sizes to lists: experts' are arrays if copied from a GPU, but tensors here, which torch refuses."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        for name in ("output_split_sizes", "input_split_sizes"):
-            if hasattr(kwargs.get(name), "tolist"):
-                kwargs[name] = kwargs[name].tolist()
-        return function(*args, **kwargs)
-
-    return call
+    for name in ("output_split_sizes", "input_split_sizes"):
+        if hasattr(kwargs.get(name), "tolist"):
+            kwargs[name] = kwargs[name].tolist()
 
 
 class _Stream:
     """A stream or an event of a device that executes everything synchronously."""
-
-    cuda_stream = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -161,9 +152,6 @@ class _Stream:
 
     def record_event(self, event: _Stream | None = None) -> _Stream:
         return event or _Stream()
-
-    def elapsed_time(self, end: _Stream) -> float:
-        return 0.0
 
     def _nothing(self, *args: Any) -> None:
         pass

@@ -12,7 +12,6 @@ import gc
 import importlib
 import importlib.util
 import sys
-import threading
 from collections.abc import Iterator
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -56,7 +55,6 @@ class _Imports(MetaPathFinder):
     def __init__(self) -> None:
         self.ours_running = 0
         self.register_later = False
-        self.collector = _CollectorPause()
 
     def find_spec(self, fullname: str, path=None, target: ModuleType | None = None) -> ModuleSpec | None:
         if not (_is_part_of(fullname, "megatron") or _is_part_of(fullname, "qwen3vl_bridge")):
@@ -78,7 +76,7 @@ class _Imports(MetaPathFinder):
         def exec_module(module: ModuleType) -> None:
             self.ours_running += ours
             try:
-                with self.collector, _stand_ins(*_NEEDED_FOR_NAMES.get(spec.name, ())):
+                with _collector_paused(), _stand_ins(*_NEEDED_FOR_NAMES.get(spec.name, ())):
                     execute(module)
             finally:
                 self.ours_running -= ours
@@ -109,30 +107,20 @@ class _Imports(MetaPathFinder):
             registry.import_bridges()
 
 
-class _CollectorPause:
-    """Pauses Python's garbage collector while modules are executed; safe with threads and nested imports.
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Pause Python's garbage collector, unless it is: also for another thread, which then has it back too early.
 
     Megatron's import creates 800,000 permanent objects. Traversing them repeatedly takes 1.9 of its 10.4 seconds, once
-    at the end 0.7 (docs/benchmarks.md). A collector that was disabled before stays disabled.
+    at the end 0.7 (docs/benchmarks.md).
     """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._was_enabled = False
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._inside:
-                self._was_enabled = gc.isenabled()
-                gc.disable()
-            self._inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside and self._was_enabled:
-                gc.enable()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _is_installed(package: str) -> bool:

@@ -127,7 +127,7 @@ _PATCHES: Mapping[str, Callable[[Any], None]] = {
         "load_fsdp_dtensor_checkpoint", "qwen3vl_bridge.training.weight_loading:load_every_weight"
     ),
     # A vision tower and a language model on separate ranks (`dist_train`) are evaluated together.
-    "megatron.bridge.training.eval": _around("evaluate", "qwen3vl_bridge.dist_train.joint_step:evaluate_both_modules"),
+    "megatron.bridge.training.eval": _around("evaluate", "qwen3vl_bridge.dist_train.joint_run:evaluate_both_modules"),
     "megatron.bridge.models.conversion.auto_bridge": _save_models_of_ours,
     "megatron.core.optimizer": _optimizers("patch_optimizers"),
     "megatron.core.optimizer.distrib_optimizer": _optimizers("patch_distributed_optimizer"),

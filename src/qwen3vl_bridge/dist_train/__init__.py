@@ -1,1 +1,1 @@
-"""Separate vision and language ranks (dist-train): modules and payload, joint steps, checkpoints of one model."""
+"""Separate vision and language ranks (dist-train): modules and payload, runs of both."""

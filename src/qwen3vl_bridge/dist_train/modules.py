@@ -169,22 +169,19 @@ class Header(NamedTuple):
             )
 
 
-class Headers:
+class Headers(deque[Header]):
     """The headers of a step's payloads, compared without waiting for them: as they arrive, and all at the step's end.
 
     By then the weights have changed, but nothing has been saved.
     """
 
-    def __init__(self) -> None:
-        self._waiting: deque[Header] = deque()
-
     def add(self, header: Header) -> None:
         """Add a header, and compare those that have arrived. Raises as `Header.check`."""
-        while self._waiting and self._waiting[0].received.is_there():
-            self._waiting.popleft().check()
-        self._waiting.append(header)
+        while self and self[0].received.is_there():
+            self.popleft().check()
+        self.append(header)
 
     def check_all(self) -> None:
         """Compare all remaining headers. Raises as `Header.check`."""
-        while self._waiting:
-            self._waiting.popleft().check()
+        while self:
+            self.popleft().check()

@@ -172,7 +172,7 @@ def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
 
 
 def _round_up(tokens: int, model: VisionLanguageModel) -> int:
-    parts = model.config.sequence_ranks(model.pg_collection)["sp_size"]
+    parts = model.config.local_arguments(model.pg_collection)["sp_size"]
     return -(-tokens // parts) * parts
 
 
@@ -209,7 +209,7 @@ def _decode(
             vision_slot=rows.vision_slot[:, piece].flatten(),
             layout=SequenceLayout.rows([stop - start] * len(ids), size).to(ids.device),
         )
-        inputs = batch.local(**config.sequence_ranks(groups))
+        inputs = batch.local(**config.local_arguments(groups))
         hidden, block_kwargs = model.embed(inputs, encoded)
         logits = model.language_model(
             inputs.input_ids,
@@ -236,13 +236,13 @@ def _decode(
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
+    in_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for module in in_training:
+            module.training = True
 
 
 def megatron_fsdp(model: nn.Module) -> MegatronFSDP | None:

@@ -45,8 +45,9 @@ def atomic_directory(
     Args:
         target: final path of the result.
         say: called with a line of text when something was cleaned up, or could not be.
-        replace: called with a folder that exists at the target in the end, which is replaced unless this raises; None
-            if only an empty one may be.
+        replace: whether an earlier result at the target may be replaced. If one is there when the body has ended, it is
+            called with the target, and raises to keep that folder; otherwise the new result takes its place. None: only
+            an empty folder may be replaced.
         claim: whether to continue in a folder that a process left when it died; any other such folder is removed. It
             raises a CheckpointError if neither is right, as when some of several processes are still alive.
         keep: whether the hidden folder is kept when the body fails, for a later run to claim.

@@ -53,7 +53,7 @@ def parse_json(text: bytes | str) -> Any:
         return int(digits[:_LETTERS])
 
     try:
-        value = json.loads(_decoded(text), object_pairs_hook=unique, parse_int=whole)
+        value = json.loads(_as_text(text), object_pairs_hook=unique, parse_int=whole)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     check_plain(value)
@@ -87,7 +87,7 @@ def read_yaml(path: Path) -> Any:
 
     text = check_yaml(path)
     try:
-        value = yaml.load(text, Loader=_loader())
+        value = yaml.load(text, Loader=_yaml_loader())
         check_plain(value, finite=False)
         return value
     except Exception as error:  # PyYAML's constructors raise whatever a value's conversion does
@@ -100,7 +100,7 @@ def check_yaml(path: Path) -> str:
 
     data = read_whole(path, _YAML_BYTES)
     try:
-        text = _decoded(data)
+        text = _as_text(data)
         _check_events(text)
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path}: {_one_line(error)}") from error
@@ -130,7 +130,7 @@ def check_plain(value: Any, name: str = "", *, finite: bool = True, bounded: boo
         level, depth = inner, depth + 1
 
 
-def _decoded(text: bytes | str) -> str:
+def _as_text(text: bytes | str) -> str:
     return text if isinstance(text, str) else text.decode("utf-8")
 
 
@@ -138,7 +138,7 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def _loader() -> Any:
+def _yaml_loader() -> Any:
     import yaml
 
     return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -155,7 +155,7 @@ def _check_events(text: str) -> None:
 
     nodes, sizes, resolver = 0, dict[str, int](), yaml.SafeLoader("")
     open_nodes: list[tuple[str | None, int]] = []
-    for event in yaml.parse(text, Loader=_loader()):
+    for event in yaml.parse(text, Loader=_yaml_loader()):
         if isinstance(event, yaml.CollectionStartEvent):
             open_nodes.append((event.anchor, nodes))
             nodes += 1

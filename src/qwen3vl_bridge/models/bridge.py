@@ -1,4 +1,9 @@
-"""The bridge: the common part of all families' bridges."""
+"""The bridge: the common part of all families' bridges.
+
+Megatron-Bridge calls it: `AutoBridge.to_megatron_provider` calls `provider_bridge`; loading and exporting weights,
+`mapping_registry`. The caller of the former then calls the provider's `finalize()` and `provide_distributed_model`, as
+Megatron-Bridge's `pretrain` and `finetune` do, the first of them when they validate the run's configuration.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from qwen3vl_bridge.models.hf_config import TOKEN_IDS
+from qwen3vl_bridge.models.hf_config import EXPERT_FIELDS, TEXT_FIELDS, TOKEN_IDS
 from qwen3vl_bridge.models.provider import ExpertsMixin, VisionLanguageProvider
 from qwen3vl_bridge.models.settings import text_activation
 from qwen3vl_bridge.peft.model_adapters import AdapterConversion
@@ -78,14 +83,9 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
         text = config.text_config
         dtype = self.dtype_from_hf(text, default=self.dtype_from_hf(config, default=torch.float32))
         fields = dict(
-            num_layers=text.num_hidden_layers,
-            hidden_size=text.hidden_size,
-            num_attention_heads=text.num_attention_heads,
-            num_query_groups=text.num_key_value_heads,
-            kv_channels=text.head_dim,
+            **{name: getattr(text, of_text) for name, of_text in TEXT_FIELDS.items()},
             vocab_size=text.vocab_size,
             seq_length=text.max_position_embeddings,
-            layernorm_epsilon=text.rms_norm_eps,
             init_method_std=text.initializer_range,
             activation_func=text_activation(text.hidden_act),
             attention_dropout=text.attention_dropout,
@@ -101,12 +101,8 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
         token_ids = ("bos_token_id", "eos_token_id", "pad_token_id")
         fields |= {name: getattr(text, name) for name in token_ids if getattr(text, name, None) is not None}
         if issubclass(self.PROVIDER_CLASS, ExpertsMixin):
-            fields |= dict(
-                num_moe_experts=text.num_experts,
-                moe_router_topk=text.num_experts_per_tok,
-                moe_ffn_hidden_size=text.moe_intermediate_size,
-                moe_aux_loss_coeff=text.router_aux_loss_coef,
-            )
+            fields |= {name: getattr(text, of_text) for name, of_text in EXPERT_FIELDS.items()}
+            fields["moe_aux_loss_coeff"] = text.router_aux_loss_coef
         return fields
 
     def mapping_registry(self) -> MegatronMappingRegistry:
@@ -157,7 +153,7 @@ def stored_config(name: str, hf_pretrained: Any) -> Mapping[str, Any]:
     return family(name).config_of(config, source.key_to_filename_map)
 
 
-def provider_of(
+def provider_by_model_type(
     bridges: Iterable[type[FamilyBridge]], hf_config: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> Any:
     """The provider, not finalized, of a whole `config.json`, created by the bridge of its `model_type`; with settings.

@@ -64,18 +64,12 @@ def loss_processor(
 def token_losses(
     head: Head, hidden: Tensor, labels: Tensor, tokens: int, seen: Seen | None = None, others: tuple[Tensor, ...] = ()
 ) -> Tensor:
-    """Losses [b, s] in float32; with more than `tokens` tokens, computed from the logits of one chunk at a time.
+    """Losses [b, s] in float32 of hidden states [s / sp, b, h]. With more labels [b, s] than `tokens`, over rows and
+    ranks, they are computed from the logits of one chunk of at most so many at a time; 0: at once.
 
-    Chunks differ by at most one token of each row and rank. Under sequence parallelism a chunk has the tokens of the
-    same positions in every rank's part.
-
-    Args:
-        head: computes logits and losses.
-        hidden: [s / sp, b, h].
-        labels: [b, s].
-        tokens: maximum number per chunk, over all rows and ranks (at least one of each). 0: one chunk.
-        seen: called with each chunk's logits and its parts of `others`, in order, in the forward pass.
-        others: tensors [b, s].
+    Chunks differ by at most one token of each row and rank, of which each has at least one. Under sequence parallelism
+    a chunk has the tokens of the same positions in every rank's part. `seen` is called in the forward pass with each
+    chunk's logits and its parts of `others`, tensors [b, s], in order.
 
     Raises:
         ValueError: labels of another number of tokens.
@@ -116,9 +110,10 @@ class _ChunkedLosses(torch.autograd.Function):
     ) -> Tensor:
         ctx.head, ctx.chunks, ctx.weights = head, chunks, weights
         ctx.save_for_backward(hidden, labels)
-        cuts = (_cut(x, len(hidden), chunks) for x in (labels, *others))
+        cuts = (_in_chunks(x, len(hidden), chunks) for x in (labels, *others))
         losses = [_losses(head, seen, *parts) for parts in zip(hidden.tensor_split(chunks), *cuts, strict=True)]
-        return _concatenated(losses, labels.size(1) // len(hidden))
+        ranks = labels.size(1) // len(hidden)  # the inverse of `_in_chunks`
+        return torch.cat([part.unflatten(1, (ranks, -1)) for part in losses], dim=2).flatten(1)
 
     @staticmethod
     @once_differentiable
@@ -126,7 +121,7 @@ class _ChunkedLosses(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, labels = ctx.saved_tensors
         of_hidden, sums = torch.empty_like(hidden), dict[Tensor, Tensor]()
-        cuts = (_cut(x, len(hidden), ctx.chunks) for x in (labels, gradient))
+        cuts = (_in_chunks(x, len(hidden), ctx.chunks) for x in (labels, gradient))
         parts = (x.tensor_split(ctx.chunks) for x in (hidden, of_hidden))
         for part, of_part, of_labels, of_losses in zip(*parts, *cuts, strict=True):
             with torch.enable_grad():
@@ -136,24 +131,15 @@ class _ChunkedLosses(torch.autograd.Function):
             of_input, *of_weights = torch.autograd.grad(losses, wanted, of_losses, allow_unused=True)
             of_part.copy_(of_input)
             for weight, of_weight in zip(ctx.weights, of_weights, strict=True):
-                if of_weight is not None:
-                    sums[weight] = _added(sums.get(weight), of_weight, weight)
+                if of_weight is None:
+                    continue
+                if not getattr(weight, "grad_added_to_main_grad", False):  # otherwise it is only a placeholder
+                    of_weight = sums[weight].add_(of_weight) if weight in sums else of_weight.float()
+                sums[weight] = of_weight
         of_weights = (sums[weight].to(weight.dtype) if weight in sums else None for weight in ctx.weights)
         return None, None, None, None, of_hidden, None, *of_weights
 
 
-def _added(total: Tensor | None, gradient: Tensor, weight: Tensor) -> Tensor:
-    """A weight's gradient added to that of previous chunks, in float32; only a placeholder if it is in `main_grad`."""
-    if getattr(weight, "grad_added_to_main_grad", False):
-        return gradient
-    return gradient.float() if total is None else total.add_(gradient)
-
-
-def _cut(x: Tensor, length: int, chunks: int) -> list[Tensor]:
+def _in_chunks(x: Tensor, length: int, chunks: int) -> list[Tensor]:
     """[b, sp * length] -> a chunk's [b, sp * n] each, with the same positions of every rank's part."""
     return [part.flatten(1) for part in x.unflatten(1, (-1, length)).tensor_split(chunks, dim=2)]
-
-
-def _concatenated(parts: list[Tensor], ranks: int) -> Tensor:
-    """The inverse of `_cut`."""
-    return torch.cat([part.unflatten(1, (ranks, -1)) for part in parts], dim=2).flatten(1)

@@ -200,7 +200,7 @@ class SegmentAttention(MegatronModule):
         if packed_seq_params is None:
             inputs = (x.permute(1, 2, 0, 3) for x in (query, *self._of_all_ranks(key, value)))
             return self._attend(*inputs, causal).permute(2, 0, 1, 3).flatten(2)
-        lengths = segment_lengths(packed_seq_params, self.ranks * len(query))
+        lengths = physical_lengths(packed_seq_params, self.ranks * len(query))
         known = self.ranks == 1 or getattr(packed_seq_params, "layout", None) is not None
         if known and varlen_takes(query, key, value, self._rate()):
             return self._attend_row(query, key, value, packed_seq_params, lengths, causal).flatten(1)
@@ -247,13 +247,13 @@ class SegmentAttention(MegatronModule):
         Under context parallelism it is causal: the text model's.
         """
         if self.ranks == 1:
-            return self._call(_sdpa, query, key, value, is_causal=causal)
+            return self._call_kernel(_sdpa, query, key, value, is_causal=causal)
         key, value = (self._in_order(x) for x in (key, value))
         chunk, rank = query.size(2) // 2, self.group.rank()
         attended = []
         for own, before in zip(query.split(chunk, 2), (rank, 2 * self.ranks - 1 - rank), strict=True):
             seen = (before + 1) * chunk
-            attended.append(self._call(attend_end, own, key[:, :, :seen], value[:, :, :seen]))
+            attended.append(self._call_kernel(attend_end, own, key[:, :, :seen], value[:, :, :seen]))
         return torch.cat(attended, 2)
 
     def _in_order(self, x: Tensor) -> Tensor:
@@ -261,7 +261,7 @@ class SegmentAttention(MegatronModule):
         first, second = x.unflatten(1, (self.ranks, -1)).chunk(2, 3)  # [n, cp, heads, c, d]: chunk r, and its mirror
         return torch.cat((first, second.flip(1)), 1).transpose(1, 2).flatten(2, 3)
 
-    def _call(self, kernel: Callable[..., Tensor], *tensors: Tensor, **arguments: Any) -> Tensor:
+    def _call_kernel(self, kernel: Callable[..., Tensor], *tensors: Tensor, **arguments: Any) -> Tensor:
         dropout = self._rate()
         # Tensor-parallel ranks hold different heads and need different dropout masks.
         with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
@@ -276,7 +276,7 @@ def physical_offsets(params: PackedSeqParams) -> Tensor:
     return params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
 
 
-def segment_lengths(params: PackedSeqParams, tokens: int) -> tuple[int, ...]:
+def physical_lengths(params: PackedSeqParams, tokens: int) -> tuple[int, ...]:
     """Physical segment lengths of a packed row; synchronizes with the device only for parameters created elsewhere."""
     if isinstance(params, HostPackedSeqParams):
         lengths = params.lengths

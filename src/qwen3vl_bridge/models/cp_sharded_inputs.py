@@ -8,18 +8,17 @@ Legend: cp context-parallel ranks, T tokens of the whole row, n = T / cp of them
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
 from qwen3vl_bridge.batch import SequenceLayout, gathered_index
 from qwen3vl_bridge.batch.device_transfer import on_host, sent
-from qwen3vl_bridge.parallel.collectives import gather_stacked
+from qwen3vl_bridge.parallel.collectives import gather_objects, gather_stacked
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-
-_NUMBERS = 6  # integers that describe one argument in the comparison
 
 
 def _gather(slices: Mapping[str, Tensor], group: ProcessGroup, device: torch.device) -> dict[str, Tensor]:
@@ -50,37 +49,27 @@ def check_agreement(
     """
     if group.size() == 1:
         return  # no device synchronization
-    lengths = layout and (layout.lengths, layout.padded_lengths)
-    offsets = [hash(lengths) if lengths else -1] * _NUMBERS  # hash of integers: the same in every process
-    own = [offsets, *(_description(values) for values in given.values())]
-    everyone = gather_stacked(sent(torch.tensor(own), device), group).tolist()
-    for rank, theirs in enumerate(everyone):
-        if theirs[0] != everyone[0][0]:
+    own: dict[str, Any] = {"packed_seq_params": layout and (layout.lengths, layout.padded_lengths)}
+    for name, values in given.items():
+        kind = "floating point" if values is not None and values.is_floating_point() else "integers"
+        own[name] = None if values is None else f"{list(values.shape)} {kind}"
+    checksum = torch.tensor([zlib.crc32(repr(own).encode())])
+    if len(set(gather_stacked(sent(checksum, device), group).flatten().tolist())) == 1:
+        return
+    first, *others = gather_objects(own, group)
+    for rank, theirs in enumerate(others, 1):
+        if theirs["packed_seq_params"] != first["packed_seq_params"]:
             raise ValueError(
                 f"packed_seq_params of context-parallel rank {rank} has other segments than that of rank 0; expected "
                 "the offsets of one whole row on every rank, each with its share of it"
             )
-        for name, here, first in zip(given, theirs[1:], everyone[0][1:], strict=True):
-            if here != first:
+        for name in given:
+            if theirs[name] != first[name]:
                 raise ValueError(
-                    f"{name} is {_words(here)} on context-parallel rank {rank} and {_words(first)} on rank 0; "
-                    "expected the same arguments on every rank: its share of what is cut, and the images and videos of "
-                    "the whole row"
+                    f"{name} is {theirs[name]} on context-parallel rank {rank} and {first[name]} on rank 0; expected "
+                    "the same arguments on every rank: its share of what is cut, and the images and videos of the "
+                    "whole row"
                 )
-
-
-def _description(values: Tensor | None) -> list[int]:
-    """Number of dimensions, whether floating point, and sizes, padded to the same length for every argument."""
-    if values is None:
-        return [-1] * _NUMBERS
-    return [values.dim(), int(values.is_floating_point()), *values.shape, *[0] * _NUMBERS][:_NUMBERS]
-
-
-def _words(description: list[int]) -> str:
-    dimensions, floating, *shape = description
-    if dimensions < 0:
-        return "None"
-    return f"{shape[:dimensions]} {'floating point' if floating else 'integers'}"
 
 
 _OF_TOKENS = ("input_ids", "position_ids", "attention_mask", "padding_mask")

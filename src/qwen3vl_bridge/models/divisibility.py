@@ -14,21 +14,13 @@ from qwen3vl_bridge.weights.rows import Dimensions
 
 
 class Indivisible(NamedTuple):
-    """A size of a model that its ranks cannot divide.
+    """A size of a model that its ranks cannot divide."""
 
-    Attributes:
-        setting: the provider's setting, or product of settings.
-        size: its value.
-        split: the parallel sizes that should divide it: "tp", "tp of vision", "ep", "etp" or "tp * cp".
-        ranks: their product.
-        either: a divisor of `ranks` is allowed as well.
-    """
-
-    setting: str
-    size: int
-    split: str
-    ranks: int
-    either: bool = False
+    setting: str  # the provider's, or a product of settings
+    size: int  # its value
+    split: str  # the parallel sizes that should divide it: "tp", "tp of vision", "ep", "etp" or "tp * cp"
+    ranks: int  # their product
+    either: bool = False  # a divisor of `ranks` is allowed as well
 
 
 def indivisible(
@@ -70,6 +62,15 @@ def row_multiple(cp: int, sp: int) -> int:
     """The multiple required of a row's length on this many context- and sequence-parallel ranks."""
     segment = 2 * cp if cp > 1 else 1  # as `batch.token_layout.segment_multiple`, which needs torch
     return math.lcm(segment, cp * sp)
+
+
+def check_row_length(seq_length: int, cp: int, sp: int) -> None:
+    """Refuse (ValueError) rows that cannot be divided over context- and sequence-parallel ranks."""
+    if seq_length % (multiple := row_multiple(cp, sp)):
+        raise ValueError(
+            f"seq_length is {seq_length}, expected a multiple of {multiple}: rows are split over {cp} "
+            f"context-parallel ranks, and each part over {sp} sequence-parallel ranks"
+        )
 
 
 @dataclass(frozen=True)

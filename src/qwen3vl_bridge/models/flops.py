@@ -6,7 +6,7 @@ Standard library only.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from qwen3vl_bridge.registry import dimensions_of
@@ -28,18 +28,14 @@ class TowerCosts:
     patch: float  # of the vision tower and its mergers, for each patch
     patch_pair: float  # of its attention, for the square of a frame's patches
 
-    def of(self, *, tokens: int, patches: int, patch_pairs: int) -> float:
-        """The cost of one sample; `patch_pairs` is the sum over its frames of the squared number of patches."""
-        return self.of_many(tokens=tokens, token_pairs=tokens**2, patches=patches, patch_pairs=patch_pairs)
+    def of(self, *, tokens: int, patches: int, patch_pairs: int, token_pairs: int | None = None) -> float:
+        """The cost of one sample; or of several, with the sum of their squared numbers of tokens as `token_pairs`.
 
-    def of_many(self, *, tokens: int, token_pairs: int, patches: int, patch_pairs: int) -> float:
-        """The cost of several samples; `token_pairs` is the sum over samples of the squared number of tokens."""
+        `patch_pairs` is the sum over frames of the squared number of patches.
+        """
+        token_pairs = tokens**2 if token_pairs is None else token_pairs
         language = self.token * tokens + self.token_pair * token_pairs
         return language + self.patch * patches + self.patch_pair * patch_pairs
-
-
-def _none(layer: str) -> int:
-    return 0
 
 
 @dataclass(frozen=True)
@@ -52,7 +48,7 @@ class Trained:
     vision_projection: bool = True
     # Rank of a linear layer's adapter, by the layer's name in the Megatron model, which is the same for all experts of
     # a layer; 0 for none. Adapters are trained.
-    rank: Callable[[str], int] = _none
+    rank: Callable[[str], int] = field(default=lambda layer: 0)
     # Whether there is a loss of multi-token prediction. Its layer is a part of the language model, and gets no
     # adapters.
     mtp: bool = False
@@ -98,23 +94,23 @@ def model_costs(dims: Dimensions, trained: Trained | None = None) -> TowerCosts:
     for layer in dims.indices["text_layers"]:
         name = f"language_model.decoder.layers.{layer}"
         if layer in dims.indices.get("linear_layers", ()):
-            _attend_linearly(text, f"{name}.self_attention", dims, of_language)
+            _add_linear_attention(text, f"{name}.self_attention", dims, of_language)
         else:
-            _attend(text, f"{name}.self_attention", dims, of_language)
+            _add_attention(text, f"{name}.self_attention", dims, of_language)
         _add_mlp(text, f"{name}.mlp", dims, of_language, moe=layer in dims.indices["moe_layers"])
         text.reached = text.reached or any(deepstack[layer : layer + 1])  # DeepStack features
     text.add("", dims["hidden"], dims["vocab"], of_language)
     if trained.mtp:
         name = "language_model.mtp.layers.0.mtp_model_layer"
         text.add("", dims["hidden_twice"], dims["hidden"], of_language)
-        _attend(text, f"{name}.self_attention", dims, of_language)
+        _add_attention(text, f"{name}.self_attention", dims, of_language)
         _add_mlp(text, f"{name}.mlp", dims, of_language, moe=bool(dims["mtp_experts"]))
         text.add("", dims["hidden"], dims["vocab"], of_language)
     # Causal attention is half of all pairs.
     return TowerCosts(token=2 * text.linear, token_pair=text.pair, patch=2 * vision.linear, patch_pair=2 * vision.pair)
 
 
-def _attend(text: _Chain, name: str, dims: Dimensions, trained: bool) -> None:
+def _add_attention(text: _Chain, name: str, dims: Dimensions, trained: bool) -> None:
     """Add full attention, with a gate for each query if the family has gates."""
     text.add(f"{name}.linear_qkv", dims["hidden"], dims.sizes.get("gated_q", dims["q"]) + 2 * dims["kv"], trained)
     text.attend(dims["q"])
@@ -136,7 +132,7 @@ def _add_mlp(text: _Chain, name: str, dims: Dimensions, trained: bool, *, moe: b
         text.add(f"{name}.shared_experts.linear_fc2", shared, dims["hidden"], trained)
 
 
-def _attend_linearly(text: _Chain, name: str, dims: Dimensions, trained: bool) -> None:
+def _add_linear_attention(text: _Chain, name: str, dims: Dimensions, trained: bool) -> None:
     """Add a layer of linear attention, whose FLOPs are proportional to the tokens.
 
     The gated delta rule by chunks, as in kernels. For each token and value head three products with the state of key
@@ -151,11 +147,6 @@ def _attend_linearly(text: _Chain, name: str, dims: Dimensions, trained: bool) -
     rule = 3 * dims["l_key_dim"] * values + CHUNK * (3 * keys + 2 * values)
     text.linear += rule * (1 + 2 * text.reached)
     text.add(f"{name}.out_proj", dims["l_value"], dims["hidden"], trained)
-
-
-def provider_costs(provider: Any, trained: Trained | None) -> TowerCosts:
-    """Like `tower_costs`, for a provider's model."""
-    return model_costs(provider.dimensions(), trained)
 
 
 def trained_parts(provider: Any) -> Trained:
@@ -180,7 +171,7 @@ def operations_of_a_step(
     """FLOPs of a global batch, which Megatron-Bridge asks for to log TFLOP/s.
 
     It passes no patches, but has arguments for the keys of cross attention, and their products with the queries. Our
-    step fills these (`batch_meter.Meter`) with patches, and squares of frames' patches, so nothing is estimated. Rows
+    step fills these (`training/metrics.py`) with patches, and squares of frames' patches, so nothing is estimated. Rows
     (`batch_size`) count as full if nothing else is known. Under LoRA Megatron-Bridge uses its own formula.
 
     Args:
@@ -189,7 +180,7 @@ def operations_of_a_step(
     """
     if seqlen_sum is None or seqlen_squared_sum is None:
         seqlen_sum, seqlen_squared_sum = batch_size * provider.seq_length, batch_size * provider.seq_length**2
-    return provider_costs(provider, trained_parts(provider)).of_many(
+    return model_costs(provider.dimensions(), trained_parts(provider)).of(
         tokens=seqlen_sum,
         token_pairs=seqlen_squared_sum,
         patches=cross_seqlen_sum or 0,

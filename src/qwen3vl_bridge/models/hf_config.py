@@ -10,9 +10,23 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from qwen3vl_bridge.weights.rows import Dimensions, model_dimensions
+from qwen3vl_bridge.weights.rows import Dimensions, vision_sizes
 
 TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+# A provider's fields, and the fields of a text configuration with the same value; and those of experts.
+TEXT_FIELDS: Mapping[str, str] = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "layernorm_epsilon": "rms_norm_eps",
+}
+EXPERT_FIELDS: Mapping[str, str] = {
+    "num_moe_experts": "num_experts",
+    "moe_router_topk": "num_experts_per_tok",
+    "moe_ffn_hidden_size": "moe_intermediate_size",
+}
 _LONGEST = 10_000  # layers or experts: a hostile file must not make us build longer lists
 
 
@@ -164,7 +178,7 @@ def rope_parameters_of(text: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
         raise ValueError(f"rope_type is {kind!r}, expected one of {', '.join(ROPE_TYPES)}")
     if not given.pop("mrope_interleaved", True):
         raise ValueError("mrope_interleaved is False, expected True as in every released model")
-    rope = {"rope_type": "default" if kind == "mrope" else kind}
+    rope: dict[str, Any] = {"rope_type": "default" if kind == "mrope" else kind}
     for name, default in defaults.items():
         rope[name] = next((value for value in (given.get(name), text.get(name)) if value is not None), default)
     if rope["rope_type"] != "default":
@@ -236,28 +250,36 @@ def experts_of(text: Mapping[str, Any]) -> int:
     return text.get("num_experts", text.get("num_local_experts")) or 0
 
 
-def shared_dimensions(
-    family: str, config: Mapping[str, Any], *, ffn: int, head_dim: int, moe_layers: Sequence[int]
+def model_dimensions(
+    family: str, config: Mapping[str, Any], *, ffn: int, head_dim: int, moe_layers: Sequence[int] = ()
 ) -> Dimensions:
-    """Dimensions of a `config.json` that all families have; raises KeyError for a missing field."""
-    text = config["text_config"]
-    heads = text["num_attention_heads"]
-    return model_dimensions(
-        family,
-        config["vision_config"],
-        layers=text["num_hidden_layers"],
-        vocab=text["vocab_size"],
-        hidden=text["hidden_size"],
-        ffn=ffn,
-        heads=heads,
-        kv_heads=text["num_key_value_heads"] or heads,
-        head_dim=head_dim,
-        untied=not config.get("tie_word_embeddings", False),
-        experts=experts_of(text),
-        topk=text["num_experts_per_tok"] if moe_layers else 0,
-        moe_ffn=text["moe_intermediate_size"] if moe_layers else 0,
-        moe_layers=moe_layers,
-    )
+    """Dimensions that all families have, of a `config.json`; raises KeyError for a missing field.
+
+    `deepstack_visual_indexes` of the tower have a DeepStack merger, `moe_layers` of the text model have experts.
+    """
+    text, vision = config["text_config"], config["vision_config"]
+    layers, heads, experts = text["num_hidden_layers"], text["num_attention_heads"], experts_of(text)
+    kv_heads = text["num_key_value_heads"] or heads
+    moe_ffn = (text["moe_intermediate_size"] or 0) if moe_layers else 0
+    deepstack_layers = tuple(vision.get("deepstack_visual_indexes") or ())
+    sizes = {
+        "vocab": text["vocab_size"], "hidden": text["hidden_size"], "ffn": ffn,
+        "untied": int(not config.get("tie_word_embeddings", False)),
+        "head_dim": head_dim, "heads": heads, "kv_heads": kv_heads, "q": heads * head_dim, "kv": kv_heads * head_dim,
+        "experts": experts, "topk": text["num_experts_per_tok"] if moe_layers else 0,
+        "moe_ffn": moe_ffn, "moe_gate_up": 2 * moe_ffn,
+        **vision_sizes(vision),
+    }  # fmt: skip
+    indices = {
+        "text_layers": range(layers),
+        "dense_layers": tuple(i for i in range(layers) if i not in moe_layers),
+        "moe_layers": moe_layers,
+        "experts": range(experts),
+        "vision_layers": range(vision["depth"]),
+        "deepstack_layers": deepstack_layers,
+        "deepstack_mergers": range(len(deepstack_layers)),
+    }
+    return Dimensions(sizes, indices, family)
 
 
 def check_supported_values(config: Mapping[str, Any], own: Mapping[str, tuple[Any, Any]]) -> None:
@@ -302,22 +324,6 @@ _IDENTITY: Mapping[str, Mapping[str, Any]] = {
         "hidden_act": "gelu_pytorch_tanh",
     },
 }
-# A provider's fields, and the fields of `config.json` with the same value.
-_OF_PROVIDER: Mapping[str, str] = {
-    "share_embeddings_and_output_weights": "tie_word_embeddings",
-    **{name: name for name in TOKEN_IDS},
-    "hidden_size": "text_config.hidden_size",
-    "num_layers": "text_config.num_hidden_layers",
-    "num_attention_heads": "text_config.num_attention_heads",
-    "num_query_groups": "text_config.num_key_value_heads",
-    "kv_channels": "text_config.head_dim",
-    "layernorm_epsilon": "text_config.rms_norm_eps",
-}
-_OF_MOE_PROVIDER: Mapping[str, str] = {
-    "num_moe_experts": "text_config.num_experts",
-    "moe_router_topk": "text_config.num_experts_per_tok",
-    "moe_ffn_hidden_size": "text_config.moe_intermediate_size",
-}
 DENSE_WIDTH: Mapping[str, str] = {"ffn_hidden_size": "text_config.intermediate_size"}
 # Functions by the last part of their name in a `run_config.yaml`. Other functions are unknown.
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "relu": "relu", "gelu_tanh": "gelu_pytorch_tanh"}
@@ -341,18 +347,17 @@ def identity_of_config(config: Mapping[str, Any], own: Mapping[str, Mapping[str,
 def identity_of_run(model: Mapping[str, Any], config: Mapping[str, Any], dense: str) -> dict[str, Any]:
     """The identifying fields in the `model` section of a run's file that every family has, as far as they are given.
 
-    A vocabulary larger than the configuration's is left out: its padding is known from the tensors' rows.
-
-    Args:
-        model: fields of a provider.
-        config: the identity of a configuration; no other field of the tower is used.
-        dense: `model_type` of models without experts.
+    A vocabulary larger than the configuration's is left out: its padding is known from the tensors' rows. Of the tower
+    only fields are used that the configuration's identity has. `dense` is the `model_type` of models without experts.
     """
-    fields = renamed(model, _OF_PROVIDER)
+    fields = renamed(model, dict(zip(TOKEN_IDS, TOKEN_IDS, strict=True)))
+    fields |= renamed(model, {"share_embeddings_and_output_weights": "tie_word_embeddings"})
+    fields |= renamed(model, {name: f"text_config.{of_text}" for name, of_text in TEXT_FIELDS.items()})
     if "num_moe_experts" in model:
         experts = model["num_moe_experts"] or 0
         fields |= {"model_type": f"{dense}_moe" if experts else dense, "text_config.num_experts": experts}
-        fields |= renamed(model, _OF_MOE_PROVIDER if experts else DENSE_WIDTH)
+        of_experts = {name: f"text_config.{of_text}" for name, of_text in EXPERT_FIELDS.items()}
+        fields |= renamed(model, of_experts if experts else DENSE_WIDTH)
     if isinstance(activation := model.get("activation_func"), Mapping):
         name = _ACTIVATIONS.get(str(activation.get("_target_")).rpartition(".")[2])
         fields |= {} if name is None else {"text_config.hidden_act": name}

@@ -83,7 +83,7 @@ def as_model_inputs(
     if predicts:  # which needs the same kind of labels on all ranks
         check_agreement(dict(labels=labels, loss_mask=mask), None, groups.cp, device)
         predicts = labels is not None
-    ranks = config.sequence_ranks(groups) | dict(predicts=predicts, encodes=encodes)
+    ranks = config.local_arguments(groups) | dict(predicts=predicts, encodes=encodes)
 
     layout, cp_size = arranged.layout, ranks["cp_size"]
     of_a_rank = (layout.num_rows, layout.total // cp_size // layout.num_rows)

@@ -1,4 +1,6 @@
-"""The Megatron model of a vision tower and a text model: embed, fuse, decode."""
+"""The Megatron model of a vision tower and a text model: embed tokens, put vision tokens in the places of their
+placeholders (`embed_tokens`), decode.
+"""
 
 from __future__ import annotations
 
@@ -135,14 +137,9 @@ class MRopeGPTModel(GPTModel):
 class VisionLanguageModel(MegatronModule):
     """The part of the model on one pipeline stage: the vision tower on the first stage, text layers on every stage.
 
-    A family whose layers have inputs other than hidden states overrides `layer_arguments`, `pack` and `unpack`.
-
-    Args:
-        config: the provider, which is the text model's transformer configuration too.
-        pg_collection: process groups.
-        pre_process: this stage embeds tokens and images.
-        post_process: this stage computes logits or the loss.
-        vp_stage: virtual pipeline stage, or None.
+    A family whose layers have inputs other than hidden states overrides `layer_arguments`, `pack` and `unpack`. The
+    provider is the text model's transformer configuration too. A stage with `pre_process` embeds tokens and images, one
+    with `post_process` computes logits or the loss.
     """
 
     language_model_class: ClassVar[type[GPTModel]] = MRopeGPTModel

@@ -13,8 +13,9 @@ from qwen3vl_bridge import registry
 from qwen3vl_bridge.batch.vision_sharding import VisionWork
 from qwen3vl_bridge.models import refusals, settings
 from qwen3vl_bridge.models.flops import model_costs, operations_of_a_step
+from qwen3vl_bridge.models.hf_config import EXPERT_FIELDS, TEXT_FIELDS, model_dimensions
 from qwen3vl_bridge.models.rules import Rule, check
-from qwen3vl_bridge.weights.rows import Dimensions, Part, model_dimensions, part_of_wrapped
+from qwen3vl_bridge.weights.rows import Dimensions, Part, part_of
 
 import torch
 from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
@@ -86,23 +87,14 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
 
     def dimensions(self) -> Dimensions:
         """Values of the weight table's symbols; the vocabulary without padding."""
-        with_experts = bool(self.moe_layers)
-        return model_dimensions(
-            self.family,
-            self.vision_config.to_dict(),
-            layers=self.num_layers,
-            vocab=self.vocab_size,
-            hidden=self.hidden_size,
-            ffn=self.ffn_hidden_size,
-            heads=self.num_attention_heads,
-            kv_heads=self.num_query_groups or self.num_attention_heads,
-            head_dim=self.kv_channels,
-            untied=not self.share_embeddings_and_output_weights,
-            experts=self.num_moe_experts or 0,
-            topk=self.moe_router_topk if with_experts else 0,
-            moe_ffn=(self.moe_ffn_hidden_size or 0) if with_experts else 0,
-            moe_layers=self.moe_layers,
-        )
+        fields = {**TEXT_FIELDS, **EXPERT_FIELDS}
+        config = {
+            "text_config": {"vocab_size": self.vocab_size} | {fields[name]: getattr(self, name) for name in fields},
+            "vision_config": self.vision_config.to_dict(),
+            "tie_word_embeddings": self.share_embeddings_and_output_weights,
+        }
+        widths = dict(ffn=self.ffn_hidden_size, head_dim=self.kv_channels)
+        return model_dimensions(self.family, config, moe_layers=self.moe_layers, **widths)
 
     def provide(self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None):
         """Build the model of one pipeline stage, or under `dist_train` the module that this rank has.
@@ -134,8 +126,8 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
                 self, self._groups(), pre_process=pre_process, post_process=post_process, vp_stage=vp_stage
             )
 
-    def sequence_ranks(self, groups: ProcessGroupCollection) -> dict[str, Any]:
-        """The arguments of `TokenBatch.local` that select a rank's tokens, images and videos."""
+    def local_arguments(self, groups: ProcessGroupCollection) -> dict[str, Any]:
+        """Keyword arguments of `TokenBatch.local`, which takes this rank's tokens, images and videos out of a batch."""
         return dict(
             vision_work=self.vision_work,
             vision_ranks=None if self.add_encoder else settings.replicas_of(self).vision_per_language,
@@ -222,7 +214,7 @@ def log_trained_parameters(model: list[nn.Module]) -> None:
     trained, total = Counter(), Counter()
     for chunk in unwrap_model(model):
         for name, parameter in chunk.named_parameters():
-            part = part_of_wrapped(name)  # still wrapped by Megatron-FSDP
+            part = part_of(name)  # still wrapped by Megatron-FSDP
             total[part] += parameter.numel()
             trained[part] += parameter.numel() * parameter.requires_grad
     parts = ", ".join(f"{part.value} {trained[part]:,} of {total[part]:,}" for part in Part if total[part])

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 
-from qwen3vl_bridge.models.divisibility import indivisible, row_multiple
+from qwen3vl_bridge.models import settings
+from qwen3vl_bridge.models.divisibility import check_row_length, indivisible
 from qwen3vl_bridge.models.hf_config import check_mrope_section, check_tower_size
 from qwen3vl_bridge.models.rules import (
     IGNORED,
@@ -22,37 +23,29 @@ from qwen3vl_bridge.models.rules import (
     any_of,
     at_least,
     check,
+    dependents,
     equal,
+    is_off,
+    is_on,
     keep,
     missing,
     multiple_of,
     not_equal,
-    off,
-    on,
-    parts,
     same_as,
 )
-from qwen3vl_bridge.models.settings import (
-    YARN_FIELDS,
-    VisionLanguageFields,
-    attends_without_kernel,
-    name_of_activation,
-    replicas_of,
-    vision_activation,
-    vision_tensor_ranks,
-)
+from qwen3vl_bridge.models.settings import VisionLanguageFields
 
 import torch
 from megatron.core.transformer.enums import AttnBackend, LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.utils import get_te_version, is_te_min_version
 
-_TENSOR, _STAGES, _CHUNKS, _CONTEXT = (
+_TENSOR, _STAGES, _VIRTUAL, _CONTEXT = (
     f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context")
 )
 _VISION_RANKS, _LANGUAGE_RANKS = "dist_train.vision_world_size", "dist_train.language_world_size"
 _VISION_TENSOR = "dist_train.vision_tensor_model_parallel_size"
-_DIST_TRAIN = on("dist_train.use_dist_train")
+_DIST_TRAIN = is_on("dist_train.use_dist_train")
 _LOCAL, _NOT_LOCAL = equal("transformer_impl", "local"), not_equal("transformer_impl", "local")
 # First release of Transformer Engine whose attention supports packed rows (which padded rows and images are here, too):
 # in its unfused implementation (used for float32), and for each communication type of context parallelism. Earlier
@@ -63,7 +56,7 @@ PACKED_UNFUSED, PACKED_CONTEXT = "2.11", {"a2a": "2.10", "all_gather": "2.18"}
 # Parallel sizes are divisors: they come before everything else.
 SIZES: tuple[Rule, ...] = tuple(
     Allowed(name, at_least(1), also=(None,))
-    for name in (_TENSOR, _STAGES, _CHUNKS, _CONTEXT, "expert_model_parallel_size", "expert_tensor_parallel_size")
+    for name in (_TENSOR, _STAGES, _VIRTUAL, _CONTEXT, "expert_model_parallel_size", "expert_tensor_parallel_size")
 )
 
 # --- Settings that keep the default of the provider's class ---
@@ -110,7 +103,9 @@ FIXED: tuple[Rule, ...] = (
         "no_rope_freq",
         "rotary_base, mrope_section and rope_parameters define the rotary embedding",
     ),
-    *keep(" ".join(YARN_FIELDS.values()), "only position_embedding_type='yarn' reads it; or set rope_parameters"),
+    *keep(
+        " ".join(settings.YARN_FIELDS.values()), "only position_embedding_type='yarn' reads it; or set rope_parameters"
+    ),
     *keep(
         # attention
         "qk_layernorm qk_l2_norm add_qkv_bias attention_output_gate window_size softmax_scale softmax_type "
@@ -138,7 +133,7 @@ FIXED: tuple[Rule, ...] = (
 )
 
 # Settings of something that another setting turns on.
-PARTS = parts(
+DEPENDENTS = dependents(
     {
         "cuda_graph_impl": "cuda_graph_warmup_steps cuda_graph_use_single_mempool cuda_graph_retain_backward_graph "
         "delay_offload_until_cuda_graph",
@@ -232,12 +227,12 @@ GRAPHS: tuple[Allowed, ...] = (
 BEFORE_FINALIZE: tuple[Rule, ...] = (
     *SIZES,
     *FIXED,
-    Allowed("dist_train.use_dist_train", False, off("vision_module_class")).because(
+    Allowed("dist_train.use_dist_train", False, is_off("vision_module_class")).because(
         "this family cannot be split into vision and language modules"
     ),
     lambda model: check_tower_size(model.vision_config.to_dict(), model.hidden_size),
-    lambda model: vision_activation(model.vision_config.hidden_act),
-    lambda model: name_of_activation(model.activation_func),
+    lambda model: settings.vision_activation(model.vision_config.hidden_act),
+    lambda model: settings.name_of_activation(model.activation_func),
     *_recompute_of(""),
     *_recompute_of("vision_"),
     *keep("distribute_saved_activations", IGNORED, not_equal("recompute_granularity", "full"), also=(None,)),
@@ -248,7 +243,7 @@ BEFORE_FINALIZE: tuple[Rule, ...] = (
     _check_recomputed_deepstack,
     *GRAPHS,
     Allowed("loss_chunk_tokens", at_least(0)),
-    Allowed("defer_embedding_wgrad_compute", False, on("loss_chunk_tokens")).because(
+    Allowed("defer_embedding_wgrad_compute", False, is_on("loss_chunk_tokens")).because(
         "the output layer would save its input again when the logits of chunks are recomputed; or set "
         "loss_chunk_tokens=0"
     ),
@@ -269,14 +264,14 @@ BEFORE_FINALIZE: tuple[Rule, ...] = (
         any_of(*(backend for backend in AttnBackend if backend is not AttnBackend.local)),
         _NOT_LOCAL,
     ).because("Transformer Engine's layers have no attention for it; or use transformer_impl='local'"),
-    *PARTS,
+    *DEPENDENTS,
 )
 
 # In addition, only for a provider without experts.
 DENSE: tuple[Rule, ...] = keep("num_moe_experts", "a model with experts has the provider of such models")
 
 
-def _check_experts(provider: VisionLanguageFields) -> None:
+def _check_expert_numbers(provider: VisionLanguageFields) -> None:
     if not provider.num_moe_experts or not provider.moe_layers:
         raise ValueError(
             f"num_moe_experts is {provider.num_moe_experts}, moe_layer_freq {provider.moe_layer_freq}: expected "
@@ -288,7 +283,7 @@ def _check_experts(provider: VisionLanguageFields) -> None:
 
 # In addition, only for a provider with experts.
 EXPERTS: tuple[Rule, ...] = (
-    _check_experts,
+    _check_expert_numbers,
     # Source: transformers, Qwen3VLMoeTextTopKRouter, Qwen3_5MoeTopKRouter.
     *keep(
         "moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups "
@@ -308,7 +303,7 @@ EXPERTS: tuple[Rule, ...] = (
     Allowed("moe_router_load_balancing_type", any_of("aux_loss", "global_aux_loss", "none")).because(
         "other types balance over the tokens of a row, so padding or packing would change the training of real tokens"
     ),
-    Allowed("moe_router_force_load_balancing", False, off("allow_random_routing")).because(
+    Allowed("moe_router_force_load_balancing", False, is_off("allow_random_routing")).because(
         "tokens would be routed at random, and training would ruin the weights. For speed measurements, set "
         "allow_random_routing too"
     ),
@@ -338,7 +333,7 @@ def _check_divisible(provider: VisionLanguageFields) -> None:
         cp=provider.context_parallel_size,
         ep=provider.expert_model_parallel_size,
         etp=provider.expert_tensor_parallel_size or 1,
-        vision_tp=vision_tensor_ranks(provider),
+        vision_tp=settings.vision_tensor_ranks(provider),
     )
     for setting, size, split, ranks, either in wrong:
         circumstances = _DIST_TRAIN.describe(provider) if names[split] == _VISION_TENSOR else ""
@@ -350,14 +345,8 @@ def _check_divisible(provider: VisionLanguageFields) -> None:
         provider.tensor_model_parallel_size,
     ):
         raise ValueError(f"expert_tensor_parallel_size is {ranks}, expected None: this model has no experts")
-    context = provider.context_parallel_size
     sequence = provider.tensor_model_parallel_size if provider.sequence_parallel else 1
-    multiple = row_multiple(context, sequence)
-    if provider.seq_length % multiple:
-        raise ValueError(
-            f"seq_length is {provider.seq_length}, expected a multiple of {multiple}: rows are split over {context} "
-            f"context-parallel ranks, and each part over {sequence} sequence-parallel ranks"
-        )
+    check_row_length(provider.seq_length, provider.context_parallel_size, sequence)
 
 
 def _check_context_kernels(provider: VisionLanguageFields) -> None:
@@ -383,7 +372,7 @@ def _check_context_kernels(provider: VisionLanguageFields) -> None:
 def _check_replicas(provider: VisionLanguageFields) -> None:
     if not provider.dist_train.use_dist_train:
         return
-    replicas, ratio = replicas_of(provider), provider.dist_train.vision_to_llm_dp_ratio
+    replicas, ratio = settings.replicas_of(provider), provider.dist_train.vision_to_llm_dp_ratio
     replicas.check(
         ": dist_train.vision_world_size / vision_tensor_model_parallel_size, and language_world_size / "
         "(tensor * pipeline * context parallel size)"
@@ -422,13 +411,13 @@ _DIST_TRAIN_SIZES: tuple[Rule, ...] = (
 )
 
 AFTER_FINALIZE: tuple[Rule, ...] = (
-    *keep("add_encoder add_decoder", "every rank has both modules", off("dist_train.use_dist_train")),
+    *keep("add_encoder add_decoder", "every rank has both modules", is_off("dist_train.use_dist_train")),
     *_DIST_TRAIN_SIZES,
     _check_divisible,
-    Allowed(_CHUNKS, None, equal(_STAGES, 1), also=(1,)).because("there are no stages to interleave"),
+    Allowed(_VIRTUAL, None, equal(_STAGES, 1), also=(1,)).because("there are no stages to interleave"),
     Allowed(  # megatron-core checks uneven stages while it builds them
         "num_layers",
-        multiple_of(f"{_STAGES} * {_CHUNKS}"),
+        multiple_of(f"{_STAGES} * {_VIRTUAL}"),
         lambda model: not any(getattr(model, name) not in (None, False) for name in _UNEVEN),
     ).because(
         "or uneven stages: set pipeline_model_parallel_layout, num_layers_in_first_pipeline_stage and "
@@ -445,7 +434,7 @@ AFTER_FINALIZE: tuple[Rule, ...] = (
     _check_context_kernels,
     _check_replicas,
     *keep(_CONTEXT, "megatron-core's communicator between modules does not support context parallelism", _DIST_TRAIN),
-    *keep(f"{_CHUNKS} overlap_p2p_comm", "the schedule of two modules is not interleaved", _DIST_TRAIN),
+    *keep(f"{_VIRTUAL} overlap_p2p_comm", "the schedule of two modules is not interleaved", _DIST_TRAIN),
     *keep("fp16", "each module would scale its loss and skip steps independently", _DIST_TRAIN),
     *keep("fp32_residual_connection", "stages would send another dtype than the modules", _DIST_TRAIN),
     Allowed("variable_seq_lengths", True, _DIST_TRAIN).because(
@@ -471,7 +460,7 @@ def _check_float32(provider: VisionLanguageFields) -> None:
     no attention.
     """
     supported = provider.context_parallel_size == 1 and is_te_min_version(PACKED_UNFUSED)
-    if attends_without_kernel(provider) and not supported:
+    if settings.attends_without_kernel(provider) and not supported:
         raise ValueError(
             "params_dtype is torch.float32 with transformer_impl 'transformer_engine', expected transformer_impl="
             f"'local' or 16 bits: Transformer Engine {get_te_version()} has no attention in float32 for packed rows on "
@@ -513,19 +502,21 @@ LOGITS = "a loss on gathered logits gives wrong gradients"
 ON_TRAIN: tuple[Rule, ...] = (
     *ON_FORWARD,
     Allowed(
-        "cross_entropy_fusion_impl", "native", on("cross_entropy_loss_fusion") & _LOCAL & missing("transformer_engine")
+        "cross_entropy_fusion_impl",
+        "native",
+        is_on("cross_entropy_loss_fusion") & _LOCAL & missing("transformer_engine"),
     ).because("the other is Transformer Engine's, which is not installed"),
-    *keep("overlap_p2p_comm", "the schedule has nothing to overlap", above(_STAGES, 1) & off(_CHUNKS)),
+    *keep("overlap_p2p_comm", "the schedule has nothing to overlap", above(_STAGES, 1) & is_off(_VIRTUAL)),
     # Each of two stages is both the previous and the next of the other. In a batch, a stage would confuse what it
     # receives from the previous with what it receives from the next, and nothing fails: the gradients are wrong. One by
     # one, they would deadlock.
-    Allowed("overlap_p2p_comm", True, equal(_STAGES, 2) & above(_CHUNKS, 1)).because(
+    Allowed("overlap_p2p_comm", True, equal(_STAGES, 2) & above(_VIRTUAL, 1)).because(
         "two interleaved stages would confuse the tensors they send each other; batch_p2p_comm must be False as well"
     ),
-    Allowed("batch_p2p_comm", False, on("overlap_p2p_comm") & above(_STAGES, 1)).because(
+    Allowed("batch_p2p_comm", False, is_on("overlap_p2p_comm") & above(_STAGES, 1)).because(
         "the schedule supports only one of the two"
     ),
-    Allowed("microbatch_group_size_per_vp_stage", at_least(_STAGES), on(_CHUNKS), also=(None,)),
+    Allowed("microbatch_group_size_per_vp_stage", at_least(_STAGES), is_on(_VIRTUAL), also=(None,)),
     _check_stages,
     *keep("parallel_output", LOGITS, above(_TENSOR, 1)),
 )

@@ -1,4 +1,9 @@
-"""Layers with experts: the router with its balancing losses, and how megatron-core's layer is corrected."""
+"""Layers with experts: the router with its balancing losses over real tokens, and how megatron-core's layer is
+corrected.
+
+Padding is not in the router's map: megatron-core's TopKRouter leaves it out, by the `padding_mask` that the model
+passes.
+"""
 
 from __future__ import annotations
 
@@ -53,10 +58,8 @@ class BalancedRouter(TopKRouter):
         """Attach a loss to `probs` [tokens, E]; for a microbatch without real tokens it is 0, and so is its gradient.
 
         Args:
-            kind: of the loss, which selects its coefficient.
             scores: [tokens, E] of this rank, zero for padding.
-            selected: [E] how often each expert is selected by real tokens of all ranks of `group`; megatron-core's
-                router leaves padding out of its map, by the mask that the model passes to it.
+            selected: [E] how often each expert is selected by real tokens of all ranks of `group`.
             wanted: [E] the f_e of the loss.
             group: ranks whose tokens are balanced together.
         """

@@ -28,15 +28,10 @@ def check(rules: Iterable[Rule], settings: Any) -> None:
 
 @dataclass(frozen=True)
 class When:
-    """Conditions under which rows apply, to be called with all settings.
+    """Conditions under which rows apply, to be called with all settings."""
 
-    Attributes:
-        names: the settings on which the conditions depend, separated by spaces, for the message.
-        holds: whether the conditions are met.
-    """
-
-    names: str
-    holds: Callable[[Any], Any]
+    names: str  # the settings on which the conditions depend, separated by spaces, for the message
+    holds: Callable[[Any], Any]  # whether the conditions are met
 
     def __call__(self, settings: Any) -> Any:
         """Whether the conditions are met."""
@@ -54,12 +49,12 @@ class When:
         return f" with {' and '.join(words)}"
 
 
-def on(name: str) -> When:
+def is_on(name: str) -> When:
     """The setting is True, or has a value."""
     return When(name, lambda settings: _value(settings, name))
 
 
-def off(name: str) -> When:
+def is_off(name: str) -> When:
     """The setting is False, None or "none"."""
     return When(name, lambda settings: _value(settings, name) in (None, False, "", "none"))
 
@@ -86,21 +81,14 @@ def missing(package: str) -> Callable[[Any], bool]:
 
 @dataclass(frozen=True)
 class Allowed:
-    """The allowed value of a setting.
+    """The allowed value of a setting."""
 
-    Attributes:
-        name: the path to it, as "dist_train.vision_world_size"; or a product of settings, as "a * b".
-        expected: its only value, a `Range` of values, or `DEFAULT`.
-        when: condition under which the row applies, which the message says if it is a `When`; None: always.
-        also: further accepted values with the same meaning.
-        why: the reason, or what to do instead.
-    """
-
-    name: str
-    expected: Any
+    name: str  # the path to it, as "dist_train.vision_world_size"; or a product of settings, as "a * b"
+    expected: Any  # its only value, a `Range` of values, or `DEFAULT`
+    # Condition under which the row applies, which the message says if it is a `When`; None: always.
     when: When | Callable[[Any], Any] | None = None
-    also: tuple[Any, ...] = ()
-    why: str = ""
+    also: tuple[Any, ...] = ()  # further accepted values with the same meaning
+    why: str = ""  # the reason, or what to do instead
 
     def because(self, why: str) -> Allowed:
         """The row with a reason."""
@@ -132,15 +120,10 @@ DEFAULT = object()
 
 @dataclass(frozen=True)
 class Range:
-    """Allowed values of a setting.
+    """Allowed values of a setting."""
 
-    Attributes:
-        has: (value, all settings) -> whether it is allowed.
-        describe: description of the values, from all settings.
-    """
-
-    has: Callable[[Any, Any], bool]
-    describe: Callable[[Any], str]
+    has: Callable[[Any, Any], bool]  # (value, all settings) -> whether it is allowed
+    describe: Callable[[Any], str]  # description of the values, from all settings
 
 
 def any_of(*values: Any) -> Range:
@@ -192,14 +175,14 @@ def keep(
     return tuple(Allowed(section + name, DEFAULT, when, also, why) for name in names.split())
 
 
-def parts(names_of: Mapping[str, str]) -> tuple[Allowed, ...]:
+def dependents(names_of: Mapping[str, str]) -> tuple[Allowed, ...]:
     """Rows of settings of something that another setting of their section turns on: while it is off, they keep their
     defaults.
     """
     return tuple(
         row
         for switch, names in names_of.items()
-        for row in keep(names, IGNORED, off(switch), section="".join(switch.rpartition(".")[:2]), also=(None,))
+        for row in keep(names, IGNORED, is_off(switch), section="".join(switch.rpartition(".")[:2]), also=(None,))
     )
 
 

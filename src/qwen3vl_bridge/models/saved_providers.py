@@ -44,10 +44,10 @@ def register_replacement(
 ) -> None:
     """Build our provider if a saved configuration names Megatron-Bridge's, and register it as a virtual subclass.
 
+    Ours is registered with theirs (`abc`), because callers that use `isinstance` want to know whether a provider may be
+    treated as one. None of its fields or defaults are inherited.
+
     Args:
-        theirs: Megatron-Bridge's provider. Ours is registered with it (`abc`), because callers that use `isinstance`
-            want to know whether a provider may be treated as one. None of its fields or defaults are inherited.
-        ours: our provider of the same parameters.
         exclude: fields of this family that are not taken from the file, because no weight depends on them.
         elsewhere: (saved fields) -> fields of ours which Megatron-Bridge's provider has under other names.
     """

@@ -85,7 +85,6 @@ class VisionLanguageFields(GPTModelProvider):
         add_encoder, add_decoder: which of the two this rank has, set by Megatron-Bridge's set-up.
     """
 
-    # transformers' configuration of the tower
     vision_config: Any = None
 
     image_token_id: int = -1

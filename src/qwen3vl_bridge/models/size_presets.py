@@ -32,7 +32,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Preset:
-    """The dimensions in which sizes differ."""
+    """The dimensions in which sizes differ. `ffn` is 0 if each layer has experts, and a shared one of their width."""
 
     hidden: int
     ffn: int
@@ -42,9 +42,10 @@ class Preset:
     vision: VisionTower
     tied: bool = False
     experts: Experts | None = None
+    linear_value_heads: int = 0  # of linear attention, in a family that has it
 
 
-def preset_of[P: Preset](name: str, presets: Mapping[str, P], hub_ids: Callable[[str], tuple[str, ...]]) -> P:
+def preset_of(name: str, presets: Mapping[str, Preset], hub_ids: Callable[[str], tuple[str, ...]]) -> Preset:
     """The preset of a size or a hub id (`hub_ids` gives those of a size); raises ValueError for an unknown one."""
     for size, preset in presets.items():
         if name == size or name in hub_ids(size):
@@ -53,17 +54,13 @@ def preset_of[P: Preset](name: str, presets: Mapping[str, P], hub_ids: Callable[
     raise ValueError(f"unknown preset {name!r}, expected one of {known} or {' or '.join(hub_ids('<size>'))}")
 
 
-def config_of(
-    preset: Preset, *, model_type: str, architecture: str, text: Mapping[str, Any], token_ids: Mapping[str, int]
+def preset_config(
+    preset: Preset, model_type: str, architecture: str, *, text: Mapping[str, Any], token_ids: Mapping[str, int]
 ) -> dict[str, Any]:
-    """A `config.json` in the format of transformers 5, as a new object that the caller may modify.
+    """A `config.json` in the format of transformers 5, without fields that have its defaults, and with a family's own
+    (`text`); a new object that the caller may modify.
 
-    Args:
-        preset: the size.
-        model_type: of the family's dense models.
-        architecture: the prefix of the family's class names in transformers.
-        text: the family's own fields of the text model.
-        token_ids: the ids of vision tokens, by field.
+    `model_type` is that of the family's dense models, `architecture` the beginning of their class in transformers.
     """
     if preset.experts is not None:
         model_type, architecture = f"{model_type}_moe", f"{architecture}Moe"
@@ -75,13 +72,7 @@ def config_of(
         "num_hidden_layers": preset.layers,
         "num_attention_heads": preset.heads,
         "num_key_value_heads": preset.kv_heads,
-        "hidden_act": "silu",
         "max_position_embeddings": 262_144,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-6,
-        "use_cache": True,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
         # The default of the MoE text configuration is True, whatever the whole model's configuration has.
         "tie_word_embeddings": preset.tied,
     }
@@ -90,24 +81,20 @@ def config_of(
             "num_experts": experts.number,
             "num_experts_per_tok": experts.topk,
             "moe_intermediate_size": experts.ffn,
-            "router_aux_loss_coef": 0.001,
         }
     vision = {
         "model_type": f"{model_type}_vision",
         "dtype": "bfloat16",
         "depth": tower.depth,
         "hidden_size": tower.hidden,
-        "hidden_act": "gelu_pytorch_tanh",
         "intermediate_size": tower.ffn,
         "num_heads": tower.heads,
-        "in_channels": 3,
         "patch_size": 16,
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
         "out_hidden_size": preset.hidden,
         "num_position_embeddings": 48 * 48,
         **({"deepstack_visual_indexes": list(tower.deepstack_layers)} if tower.deepstack_layers else {}),
-        "initializer_range": 0.02,
     }
     return {
         "architectures": [f"{architecture}ForConditionalGeneration"],

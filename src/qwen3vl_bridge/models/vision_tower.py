@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from qwen3vl_bridge.batch.token_batch import VisionInputs
+from qwen3vl_bridge.models import settings
 from qwen3vl_bridge.models.core_attention import packed_seq_params
 from qwen3vl_bridge.models.layer_specs import backend, vision_block_spec
 from qwen3vl_bridge.models.rope import vision_rotary
-from qwen3vl_bridge.models.settings import (
-    VisionLanguageFields,
-    deepstack_layers_of,
-    vision_activation,
-    vision_tensor_ranks,
-)
+from qwen3vl_bridge.models.settings import VisionLanguageFields
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +43,7 @@ def vision_transformer_config(provider: VisionLanguageFields) -> TransformerConf
         ffn_hidden_size=vision.intermediate_size,
         normalization="LayerNorm",
         layernorm_epsilon=_NORM_EPSILON,
-        activation_func=vision_activation(vision.hidden_act),
+        activation_func=settings.vision_activation(vision.hidden_act),
         gated_linear_unit=False,
         add_bias_linear=True,
         add_qkv_bias=True,
@@ -59,7 +55,7 @@ def vision_transformer_config(provider: VisionLanguageFields) -> TransformerConf
         recompute_modules=provider.vision_recompute_modules,
         recompute_method=provider.vision_recompute_method,
         recompute_num_layers=provider.vision_recompute_num_layers,
-        tensor_model_parallel_size=vision_tensor_ranks(provider),
+        tensor_model_parallel_size=settings.vision_tensor_ranks(provider),
         **{name: getattr(provider, name) for name in _SHARED},
     )
     config.finalize()
@@ -77,16 +73,13 @@ class PatchConv(nn.Conv3d):
         return F.linear(pixel_values.to(self.weight.dtype), self.weight.flatten(1), self.bias)
 
 
-class PatchEmbed(MegatronModule):
+class PatchEmbed(nn.Module):
     """Projects flattened patches. Its parameters are a convolution's, as in the reference."""
 
-    def __init__(
-        self, config: TransformerConfig, vision: PretrainedConfig, tp_group: torch.distributed.ProcessGroup
-    ) -> None:
-        super().__init__(config=config)
-        self.tp_group = tp_group
+    def __init__(self, vision: PretrainedConfig, dtype: torch.dtype) -> None:
+        super().__init__()
         kernel = (vision.temporal_patch_size, vision.patch_size, vision.patch_size)
-        self.proj = PatchConv(vision.in_channels, vision.hidden_size, kernel, stride=kernel, dtype=config.params_dtype)
+        self.proj = PatchConv(vision.in_channels, vision.hidden_size, kernel, stride=kernel, dtype=dtype)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """[N, channels * temporal_patch * patch * patch] -> [N, h]."""
@@ -144,7 +137,8 @@ class VisionBlock(TransformerBlock):
             pg_collection=pg_collection,
         )
         self.deepstack_merger_list = nn.ModuleList(
-            PatchMerger(config, vision, pg_collection.tp, norm_after_shuffle=True) for _ in deepstack_layers_of(vision)
+            PatchMerger(config, vision, pg_collection.tp, norm_after_shuffle=True)
+            for _ in settings.deepstack_layers_of(vision)
         )
 
     def sharded_state_dict(
@@ -176,10 +170,10 @@ class QwenVLVisionModel(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.tp_group = pg_collection.tp
-        self.deepstack_layers = deepstack_layers_of(vision)
+        self.deepstack_layers = settings.deepstack_layers_of(vision)
         self.patches_per_token = vision.spatial_merge_size**2
         self.values_per_patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        self.patch_embed = PatchEmbed(config, vision, pg_collection.tp)
+        self.patch_embed = PatchEmbed(vision, config.params_dtype)
         self.pos_embed = nn.Embedding(vision.num_position_embeddings, vision.hidden_size, dtype=config.params_dtype)
         self.decoder = VisionBlock(config, vision, pg_collection)
         self.merger = PatchMerger(config, vision, pg_collection.tp, norm_after_shuffle=False)

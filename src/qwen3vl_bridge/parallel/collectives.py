@@ -126,7 +126,7 @@ def is_first() -> bool:
 
 
 @contextlib.contextmanager
-def all_or_none() -> Iterator[None]:
+def fail_together() -> Iterator[None]:
     """If the body fails in one process, it fails in all; with the message of that process, as a CheckpointError.
 
     Between two collectives every process does things that may fail on only one: a full disk, a tensor that does not

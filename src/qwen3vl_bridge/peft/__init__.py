@@ -7,11 +7,4 @@ from qwen3vl_bridge import lazy
 
 _PUBLIC = {"Qwen3VLDoRA": "qwen3vl_bridge.peft.lora", "Qwen3VLLoRA": "qwen3vl_bridge.peft.lora"}
 __all__ = sorted(_PUBLIC)
-
-
-def __getattr__(name: str):
-    return lazy.load(__name__, _PUBLIC, name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC})
+__getattr__, __dir__ = lazy.attributes(__name__, _PUBLIC)

@@ -1,4 +1,4 @@
-"""Adapters (LoRA and DoRA) of linear layers as rows like those of the weight table, and `peft`'s words for them.
+"""Which layers get adapters (LoRA and DoRA, `AdapterSettings.adapts`), and adapters as rows like the weight table's.
 
 A layer in Megatron may be several in Hugging Face (q, k and v; gate and up; the four of linear attention's `in_proj`).
 Its adapter has one `linear_in`, which is the `lora_A` of each of them, and one `linear_out`, whose rows are ordered
@@ -11,6 +11,7 @@ them (source: peft 0.21, `ParamWrapper`; vLLM reads the same). `lora_A` is [expe
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -21,10 +22,9 @@ from qwen3vl_bridge.weights.rows import (
     MAGNITUDE,
     MARK,
     OUT,
-    Copy,
-    ExpertInput,
-    ExpertOutput,
+    Dimensions,
     PackedExpert,
+    ParamSlice,
     WeightRow,
     is_of_experts,
     is_of_mtp,
@@ -104,13 +104,37 @@ def adapter_row(weight: WeightRow, kind: str, dim: int, *, whole: bool = False) 
         shape = weight.shapes[0]
         out, width = reversed(shape) if weight.transposed else shape
         if kind == IN:
-            return ExpertInput(hf=hf, shapes=((dim, width),), **where)
-        return ExpertOutput(hf=hf, shapes=((out, dim),), gated=weight.gated and not whole, **where)
+            return _ExpertLoraA(hf=hf, shapes=((dim, width),), **where)
+        return _ExpertLoraB(hf=hf, shapes=((out, dim),), gated=weight.gated and not whole, **where)
     if kind == IN:
-        return Copy(hf=hf[:1], shapes=((dim, weight.shapes[0][1]),), condition=weight.condition, **where)
+        return WeightRow(hf=hf[:1], shapes=((dim, weight.shapes[0][1]),), condition=weight.condition, **where)
     shapes = tuple((shape[0], dim) if kind == OUT else (shape[0],) for shape in weight.shapes)
     row = replace(weight, hf=hf, shapes=shapes, **where)
     return replace(row, gated=False, sections=()) if whole else row
+
+
+class _ExpertLoraA(WeightRow):
+    """One expert's rows of the `lora_A` of all experts of a layer, [experts * dim, in]."""
+
+    def hf_shapes(self, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
+        dim, width = self.numbers(dimensions)[0]
+        return ((dimensions["experts"] * dim, width),)
+
+    def hf_slices(self, dimensions: Dimensions) -> Iterator[ParamSlice]:
+        size = math.prod(self.numbers(dimensions)[0])
+        yield ParamSlice(self.hf[0], self.expert * size, size)
+
+
+class _ExpertLoraB(WeightRow):
+    """One expert's columns of the `lora_B` of all experts of a layer, [out, dim * experts]."""
+
+    def hf_shapes(self, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
+        out, dim = self.numbers(dimensions)[0]
+        return ((out, dim * dimensions["experts"]),)
+
+    def hf_slices(self, dimensions: Dimensions) -> Iterator[ParamSlice]:
+        size = math.prod(self.numbers(dimensions)[0])
+        yield ParamSlice(self.hf[0], self.expert, size, stride=dimensions["experts"])
 
 
 def adapter_names(weight: WeightRow, kind: str) -> tuple[str, ...]:

@@ -2,7 +2,8 @@
 
 Megatron-Bridge inserts adapters by walking over modules, and delegates the walk to a module that has a method `map`
 (`megatron.bridge.peft.walk_utils.map`). `VisionLanguageModel.map` is `map_modules`, so all callers use it, before they
-wrap the model and before the first step.
+wrap the model and before the first step. Which layers are adapted is the `transform`'s own choice: that of our classes
+is `adapter_rows.AdapterSettings.adapts`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""LoRA and DoRA: Megatron-Bridge's, with parts of the model that can be frozen and adapted one by one."""
+"""LoRA and DoRA: Megatron-Bridge's, with parts of the model that can be frozen and adapted one by one.
+
+Which layers these settings select is in `adapter_rows.AdapterSettings.adapts`.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from qwen3vl_bridge.models.provider import VisionLanguageProvider
 
 _ADAPT = {f"adapt_{part.value}": part for part in Part}
+_FREEZE = tuple(f"freeze_{part.value}" for part in Part)
 
 
 @dataclass
@@ -62,7 +66,8 @@ class Qwen3VLParts:
         Raises:
             ValueError: it already has adapters, or `check` refuses this configuration.
         """
-        # Not Megatron-Bridge's own way, which would replace `forward` of blocks that recompute, trained or not.
+        # Not `PEFT.__call__`: it also replaces `forward` of every block that recomputes, so that inputs require
+        # gradients even where nothing is trained; `let_recompute_see_gradients` does that where something is.
         chunks = _chunks(model)
         if adapted := [n for chunk in chunks for n, m in chunk.named_modules() if isinstance(m, AdapterWrapper)]:
             raise ValueError(f"the model already has {len(adapted)} adapters, such as {adapted[0]}; expected none")
@@ -91,11 +96,7 @@ class Qwen3VLParts:
     def freeze_model(self, model: Any, training: bool = True) -> None:
         """Stop training of the parts' own weights; of everything if nothing is to be trained."""
         for chunk in _chunks(model):
-            chunk.freeze(
-                freeze_language_model=self.freeze_language_model or not training,
-                freeze_vision_model=self.freeze_vision_model or not training,
-                freeze_vision_projection=self.freeze_vision_projection or not training,
-            )
+            chunk.freeze(**{flag: getattr(self, flag) or not training for flag in _FREEZE})
 
     def set_params_to_save(self, model: Any) -> None:
         """Record what is trained, for checkpoints: they know an adapted layer's own weights by their plain names."""

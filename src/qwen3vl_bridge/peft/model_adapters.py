@@ -109,37 +109,12 @@ class AdapterConversion(MegatronPeftBridge):
                 f"the model has {len(layers)} DoRA adapters, whose magnitude vectors this export cannot return; save "
                 "them with save_hf_adapter, or export merged weights (merge_adapter_weights=True)"
             )
-        weights = self._adapters(chunks, exclude_adapter_base_prefixes or (), show_progress=show_progress)
+        weights, _ = self.adapters(chunks, exclude_adapter_base_prefixes or (), show_progress=show_progress)
         return (HFWeightTuple(name, weight.cpu() if cpu else weight) for name, weight in weights.items())
-
-    def adapter_weights(self, megatron_model: list[MegatronModule], exclude: Iterable[str] = ()) -> Weights:
-        """All adapters on the CPU, with the names of `peft`: M.lora_A.weight, M.lora_B.weight, M.lora_magnitude_vector;
-        but not of layers whose Megatron names have an excluded prefix.
-        """
-        # Tensors of a file must not share memory, as the A of q, k and v do.
-        weights = self._adapters(megatron_model, exclude)
-        return {name: weight.cpu().clone().contiguous() for name, weight in weights.items()}
-
-    def adapted_tensors(self, megatron_model: list[MegatronModule], exclude: Iterable[str] = ()) -> dict[str, Scaled]:
-        """The Hugging Face tensors with adapters, with their rank and alpha; arguments as for `adapter_weights`."""
-        tasks = self.build_adapter_conversion_tasks(megatron_model, exclude)
-        layers, scale, tensors = {shared_name(layer): each for layer, each in tasks.items()}, _common_scale(tasks), {}
-        for row in self.model_rows(megatron_model):
-            if each := layers.get(shared_name(layer_of(row))):
-                rank = each[0].dim * (len(each) if len(row.hf) == 1 else 1)
-                own = each[0].alpha / each[0].dim
-                scaled = Scaled(rank, rank * ((scale or own) if is_of_experts(row.megatron) else own))
-                tensors.update(dict.fromkeys(row.hf, scaled))
-        return tensors
-
-    def model_rows(self, megatron_model: list[MegatronModule]) -> Iterator[WeightRow]:
-        """The model's rows of the weight table, with the expert format of transformers' models."""
-        return expand(family(self.family).rows(), unwrap_model(megatron_model)[0].config.dimensions())
 
     def _row(self, layer: str, experts: ExpertLayout | None = None) -> WeightRow:
         """The expanded row of a layer's weight."""
-        table = family(self.family).rows
-        for row in table() if experts is None else table(experts):
+        for row in family(self.family).rows(experts):
             if match := re.fullmatch(re.escape(layer_of(row)).replace(r"\*", r"(\d+)"), layer):
                 return row.at(*map(int, match.groups()))
         raise KeyError(f"{layer} has no row in the weight table")
@@ -160,18 +135,23 @@ class AdapterConversion(MegatronPeftBridge):
     def _experts_of_a_rank(self) -> int:
         return self._dimensions()["experts"] // parallel_state.get_expert_model_parallel_world_size()
 
-    def _adapters(
-        self, megatron_model: list[MegatronModule], exclude: Iterable[str], *, show_progress: bool = False
-    ) -> Weights:
-        """All adapters with the names of `peft`, those of experts scaled like the others."""
+    def adapters(
+        self, megatron_model: list[MegatronModule], exclude: Iterable[str] = (), *, show_progress: bool = False
+    ) -> tuple[Weights, dict[str, Scaled]]:
+        """All adapters with the names of `peft` (M.lora_A.weight, M.lora_B.weight, M.lora_magnitude_vector), those of
+        experts scaled like the others; and the rank and alpha of each by the name of the adapted tensor. Layers whose
+        Megatron names have an excluded prefix are left out.
+        """
         tasks = self.build_adapter_conversion_tasks(megatron_model, exclude)
-        dims, scale, weights = self._dimensions(), _common_scale(tasks), {}
+        dims, scale, weights, adapted = self._dimensions(), _common_scale(tasks), {}, {}
         layers = {shared_name(layer) for layer in tasks}
         for layer, each in self._with_progress_tracking(list(tasks.items()), "Exporting adapters", show_progress):
             adapters = self.materialize_adapter_weights(each)
             if not is_of_experts(layer):
                 row = self._row(layer)
-                for number, factors in enumerate(self._of_each_tensor(megatron_model, row, layer, adapters).values()):
+                split = self._of_each_tensor(megatron_model, row, layer, adapters)
+                for number, (tensor, factors) in enumerate(split.items()):
+                    adapted[tensor] = Scaled(factors.rank, factors.alpha)
                     for kind, part in ((IN, factors.a), (OUT, factors.b), (MAGNITUDE, factors.magnitude)):
                         if part is not None:
                             weights[adapter_names(row, kind)[number]] = part
@@ -180,14 +160,15 @@ class AdapterConversion(MegatronPeftBridge):
             # `peft` wraps the module of the experts once for each parameter that has adapters.
             wrapped_once = shared[:-1] + ("2" if shared.endswith("1") else "1") not in layers
             for expert, factors in self._of_each_expert(layer, _fused(adapters)).items():
-                row, b = self._row(_of_expert(layer, expert)), factors.b
+                row, b, alpha = self._row(_of_expert(layer, expert)), factors.b, factors.alpha
                 if scale is not None:
-                    b = b * (factors.alpha / factors.rank / scale)
+                    b, alpha = b * (alpha / factors.rank / scale), scale * factors.rank
+                adapted[row.hf[0]] = Scaled(factors.rank, alpha)
                 if wrapped_once:
                     row = replace(row, gated=False)
                 _put(weights, adapter_row(row, IN, factors.rank), factors.a, dims)
                 _put(weights, adapter_row(row, OUT, factors.rank, whole=True), b, dims)
-        return {name.removeprefix(HF_PREFIX): weight.detach() for name, weight in weights.items()}
+        return {name.removeprefix(HF_PREFIX): weight.detach() for name, weight in weights.items()}, adapted
 
     def _of_each_tensor(
         self, megatron_model: list[MegatronModule], row: WeightRow, layer: str, adapters: list[AdapterWeight]
@@ -296,20 +277,22 @@ def save_hf_adapter(
         ValueError: the model has no adapters.
     """
     conversion, exclude = bridge._model_bridge, tuple(exclude_adapter_base_prefixes or ())
-    weights = conversion.adapter_weights(model, exclude)
+    weights, adapted = conversion.adapters(model, exclude)
     if not weights:
         raise ValueError(
             "the model has no adapters to save; expected a model to which Qwen3VLLoRA or another PEFT was applied"
         )
     if base_model_name_or_path is None:
         base_model_name_or_path = str(getattr(bridge.hf_pretrained, "model_name_or_path", None) or "")
-    adapted = conversion.adapted_tensors(model, exclude)
     if torch.distributed.get_rank() == 0:
         folder, usual = Path(path), Scaled(peft_config.dim, peft_config.alpha)
-        tensors = (name for row in conversion.model_rows(model) for name in row.hf)
+        rows = expand(family(conversion.family).rows(), unwrap_model(model)[0].config.dimensions())
+        tensors = (name for row in rows for name in row.hf)
         dora = any(name.endswith("magnitude_vector") for name in weights)
         folder.mkdir(parents=True, exist_ok=True)
-        save_file({f"{HF_PREFIX}{name}": weight for name, weight in weights.items()}, folder / WEIGHTS)
+        # Tensors of a file must not share memory, as the A of q, k and v do.
+        separate = {f"{HF_PREFIX}{name}": weight.cpu().clone().contiguous() for name, weight in weights.items()}
+        save_file(separate, folder / WEIGHTS)
         config = adapter_config(usual, adapted, tensors, base_model_name_or_path, dora=dora, others=adapted)
         write_object(folder / CONFIG, config)
     wait_for_all()

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.checkpoint.conversion_plan import Plan, make_plan, naming_of
+from qwen3vl_bridge.checkpoint.conversion_plan import Plan, make_plan
 from qwen3vl_bridge.checkpoint.formats import megatron
 from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
 from qwen3vl_bridge.checkpoint.formats.dcp_reader import DcpTensors
 from qwen3vl_bridge.checkpoint.formats.huggingface import find_model
-from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, HuggingFace, TorchDist
+from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace, TensorLayout, TorchDist
 from qwen3vl_bridge.checkpoint.formats.megatron import RUN_CONFIG, read_run_config
 from qwen3vl_bridge.checkpoint.formats.tensors import TensorSpec
-from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, check_same_model, compared_with_run, own_config
+from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, compared_with_stored, layout_of, own_config
 from qwen3vl_bridge.io.files import CheckpointError, expanded
 from qwen3vl_bridge.peft.adapter_rows import AdapterSettings, adapter_row, layer_of, linear_rows
-from qwen3vl_bridge.weights.rows import MARK, NAMED_IF_MIXED, Copy, ExpertLayout, GatedMLP, Part, WeightRow, local_name
+from qwen3vl_bridge.weights.rows import MARK, NAMED_IF_MIXED, ExpertLayout, GatedMLP, Part, WeightRow, local_name
 
 # By class, whether it is DoRA. Megatron-Bridge's own adapt all parts, and experts unless they are DoRA.
 _OURS = {"qwen3vl_bridge.peft.Qwen3VLLoRA": False, "qwen3vl_bridge.peft.Qwen3VLDoRA": True}
@@ -126,12 +126,9 @@ class StoredAdapters:
         return [adapter_row(layer, kind, dim, whole=f"{layer_of(layer)}{MARK}{kind}" in names)
                 for layer in self.layers(experts) for kind in self.settings.kinds]  # fmt: skip
 
-    def layout(self, rows: Collection[WeightRow]) -> FsdpDtensor | TorchDist:
+    def layout(self, rows: Collection[WeightRow]) -> TensorLayout:
         """The checkpoint's layout of some of its rows."""
-        dimensions, names = self.config.dimensions, self.tensors.specs
-        if self.ckpt_format == megatron.TORCH_DIST:
-            return TorchDist.found(rows, dimensions, names)
-        return FsdpDtensor(dimensions, naming_of(rows, names))
+        return layout_of(self.ckpt_format, rows, self.config.dimensions, self.tensors.specs)
 
     def plan(self, dtype: str | None = None, experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> Plan:
         """All adapters in `peft`'s format; of a `linear_in`, the first of its tensors.
@@ -174,7 +171,7 @@ def open_adapters(
         # megatron-core's own format stores gate and up complete, one after the other; otherwise the tensor of a layer
         # with several sections holds each rank's part of every section, rank by rank.
         rows = stored.rows(ExpertLayout.PER_EXPERT)
-        stacks = [row for row in rows if isinstance(row, Copy | GatedMLP) and len(row.hf) > len(row.stored)]
+        stacks = [row for row in rows if type(row) in (WeightRow, GatedMLP) and len(row.hf) > len(row.stored)]
         mixed = [row.megatron for row in stacks if ckpt_format == megatron.FSDP_DTENSOR or len(row.hf) > 2]
         if mixed:
             raise CheckpointError(
@@ -200,8 +197,5 @@ def _config(folder: Path, base_model: str | Path | None, base: str, *, trust_rem
         config = ModelConfig(megatron.find_iteration(path) / megatron.HF_FILES)
     else:
         config = ModelConfig(find_model(name, weights=False, trust_remote_code=trust_remote_code))
-    if own is not None:
-        check_same_model(config, own)
-    else:
-        compared_with_run(config, folder)
+    compared_with_stored(config, folder)
     return config

@@ -44,9 +44,7 @@ class RankWidths:
         self.dims, self.split, self.training = dims, split, training
         self.e, self.te = training.precision.weight, training.transformer_engine  # bytes of a number; its layers
         self.kernels = self.te or training.on_gpu  # a norm, and attention over packed rows, is a kernel each
-        self.token = (
-            1 / split.sequence_ranks
-        )  # the part of a token between layers, less than 1 with sequence parallelism
+        self.token = 1 / split.sequence_ranks  # the part of a token between layers
         self.hidden = dims["hidden"] * self.token  # numbers between layers
         self.heads, self.q = dims["heads"] / split.tp, dims["q"] / split.tp  # of queries: number and width
         self.groups = max(dims["kv_heads"] / split.tp, 1.0)  # of keys, and of values
@@ -342,7 +340,7 @@ def chunk_activations(
     """Activations that one microbatch stores in a chunk of the pipeline; with no `work`, of full rows."""
     r, work = RankWidths(dims, split, training), work or MicrobatchWork.of(dims, split, training)
     hidden, deepstack_layers = dims["hidden"] * r.e, len(dims.indices["deepstack_mergers"])
-    in_chunks = training.loss_in_chunks(work.tokens)
+    in_chunks = 0 < training.loss_chunk_tokens < work.tokens
     text, temporary = _with_recomputation(_text_layers(r, chunk.layers, work.slots), training.recompute)
     text += sum(embedding(r, pre_process=chunk.pre_process).values())
     stored, temporary, logits = {"language model": text * work.tokens}, temporary * work.tokens, 0.0

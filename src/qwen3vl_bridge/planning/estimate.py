@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from qwen3vl_bridge.models.divisibility import Replicas
+from qwen3vl_bridge.models.divisibility import Replicas, check_row_length
 from qwen3vl_bridge.planning.activations import Activations, MicrobatchWork, chunk_activations
 from qwen3vl_bridge.planning.hardware import GIB
 from qwen3vl_bridge.planning.model_states import ModelStates, adapter_sizes, layers_by_kind, stage_states
 from qwen3vl_bridge.planning.split import ModelSplit, PipelineChunk
 from qwen3vl_bridge.planning.training_settings import TrainingSettings
-from qwen3vl_bridge.registry import dimensions_of, family
+from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.rows import Dimensions
 
 # Assumed, not measured: the CUDA context and its kernels, NCCL's buffers of several groups, workspaces of cuBLAS and
@@ -72,30 +72,10 @@ class MemoryEstimate:
         return max((stage.states for stage in self.stages), key=lambda states: states.host_total)
 
 
-def estimate(
-    config: Mapping, split: ModelSplit, training: TrainingSettings, *, vision_split: ModelSplit | None = None
-) -> MemoryEstimate:
-    """The memory of each rank.
-
-    Args:
-        config: a `config.json` as a mapping.
-        split: parallel sizes.
-        training: rows, precision, what is trained, recomputation.
-        vision_split: of separate vision ranks, whose number is added to that of `split`; None without them.
-
-    Raises:
-        ValueError: the model cannot be split this way, or the settings contradict each other.
-        KeyError: the configuration lacks a field; the message names it.
-    """
-    dims = dimensions_of(config)
-    check(dims, split, training, vision_split)
-    return estimate_of(dims, split, training, vision_split)
-
-
-def check(
+def check_trainable(
     dims: Dimensions, split: ModelSplit, training: TrainingSettings, vision_split: ModelSplit | None = None
 ) -> None:
-    """Refuse (ValueError) what cannot be trained; the arguments are those of `estimate`, for a model's dimensions."""
+    """Refuse (ValueError) what cannot be trained; the arguments are those of `estimate`."""
     if vision_split is not None:
         if not family(dims.family).dist_train:
             raise ValueError(
@@ -116,7 +96,7 @@ def check(
         vision_split.check_vision(dims)
         split = replace(split, vision=False)
     split.check(dims)
-    split.check_rows(training.seq_length)
+    check_row_length(training.seq_length, split.cp, split.sequence_ranks)
     split.microbatches(training.global_batch_size, training.micro_batch_size)
     if training.sharding.is_fsdp and split.pp > 1:
         raise ValueError(
@@ -139,7 +119,7 @@ def check(
         raise ValueError("recompute_modules has 'mlp', expected 'moe': every layer of this model has experts")
 
 
-def estimate_of(
+def estimate(
     dims: Dimensions,
     split: ModelSplit,
     training: TrainingSettings,
@@ -147,7 +127,16 @@ def estimate_of(
     *,
     stages: Collection[int] | None = None,
 ) -> MemoryEstimate:
-    """Like `estimate`, for dimensions that have been checked, and only these pipeline stages; None for all."""
+    """Peak memory of the ranks of each pipeline stage, of a model with these dimensions.
+
+    Args:
+        vision_split: of separate vision ranks, whose number is added to that of `split`; None without them.
+        stages: only these pipeline stages; None for all.
+
+    Raises:
+        ValueError: the model cannot be split this way, or the settings contradict each other.
+    """
+    check_trainable(dims, split, training, vision_split)
     microbatches = split.microbatches(training.global_batch_size, training.micro_batch_size)
     estimates: list[StageEstimate] = []
 

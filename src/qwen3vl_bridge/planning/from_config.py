@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qwen3vl_bridge.planning.estimate import MemoryEstimate, check, estimate_of
+from qwen3vl_bridge.planning.estimate import MemoryEstimate, estimate
 from qwen3vl_bridge.planning.hardware import Gpu
 from qwen3vl_bridge.planning.proposals import propose
 from qwen3vl_bridge.planning.split import ModelSplit
@@ -45,11 +45,7 @@ _BF16_MIXED = "bf16_mixed"
 
 
 def plan_of(cfg: Any, world_size: int) -> MemoryEstimate:
-    """The memory of each rank of a run.
-
-    Args:
-        cfg: the configuration of one of our models, finalised or not. It is only read.
-        world_size: number of ranks.
+    """The memory of each rank of a run of one of our models, whose configuration is finalised or not, and only read.
 
     Raises:
         ValueError: a setting that changes memory and is not modelled, or an invalid one.
@@ -72,9 +68,7 @@ def plan_of(cfg: Any, world_size: int) -> MemoryEstimate:
             )
         vision_split = ModelSplit(sizes[0], tp=dist_train.vision_tensor_model_parallel_size or 1)
         world_size = dist_train.language_world_size
-    split = _model_split(cfg.model, world_size)
-    check(dims, split, training, vision_split)
-    return estimate_of(dims, split, training, vision_split)
+    return estimate(dims, _model_split(cfg.model, world_size), training, vision_split)
 
 
 def proposals_for_run(cfg: Any, plan: MemoryEstimate, gpu: Gpu) -> list[MemoryEstimate]:
@@ -126,8 +120,8 @@ def _training_settings(cfg: Any) -> TrainingSettings:
         max_patches=getattr(cfg.dataset, "max_patches", None),
         precision=_precision(cfg),
         sharding=sharding,
-        recompute=_recompute(model, ""),
-        vision_recompute=_recompute(model, "vision_"),
+        recompute=_recomputation(model, ""),
+        vision_recompute=_recomputation(model, "vision_"),
         frozen=frozenset(part for part in Part if getattr(model, f"freeze_{part.value}")),
         lora=_lora(cfg.peft),
         transformer_engine=model.transformer_impl == "transformer_engine",
@@ -174,7 +168,7 @@ def _bytes(dtype: Any) -> int:
     return 0 if dtype is None else dtype.itemsize
 
 
-def _recompute(model: Any, prefix: str) -> Recompute:
+def _recomputation(model: Any, prefix: str) -> Recompute:
     granularity = getattr(model, f"{prefix}recompute_granularity")
     modules = getattr(model, f"{prefix}recompute_modules") or ["core_attn"]  # as megatron-core completes it
     if granularity == "full":

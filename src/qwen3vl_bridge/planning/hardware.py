@@ -8,8 +8,11 @@ is less than the name says: H200 139 GiB and B200 178 GiB, as `torch.cuda.get_de
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 GIB, GB = 2**30, 10**9
 # Host memory per GPU: as in NVIDIA's DGX A100 with GPUs of 40 GB, 1 TB for eight. Machines with the other GPUs are sold
@@ -44,3 +47,13 @@ def gpu_of(name: str) -> Gpu:
     if gpu is None:
         raise ValueError(f"unknown GPU {name!r}, expected one of {', '.join(GPUS)}; or give the memory instead")
     return gpu
+
+
+def host_bytes() -> int:
+    """Memory in bytes of this machine, or of the container that this process is in."""
+    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # A container's memory limit, in the second and the first version of control groups.
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # no such file
+            room = min(room, int(Path(path).read_text()))
+    return room

@@ -1,4 +1,5 @@
-"""Parameters of one rank, counted from the weight table, and the bytes of their gradients and optimizer state.
+"""Parameters of one rank, counted from the weight table; the bytes of their gradients and optimizer state on its GPU,
+and of its host memory while a checkpoint is saved, which `training/run_refusals.py` compares with the machine's.
 
 Mixed precision after Micikevicius et al. (arXiv 1710.03740), sharding after Rajbhandari et al. (ZeRO, arXiv
 1910.02054).
@@ -8,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from qwen3vl_bridge.planning.split import ModelSplit, PipelineChunk
-from qwen3vl_bridge.planning.training_settings import Sharding, TrainingSettings
+from qwen3vl_bridge.planning.training_settings import LINEAR_LAYERS, Sharding, TrainingSettings
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.rows import Dimensions, Part, WeightRow, is_of_experts, is_of_mtp, part_of
 
@@ -30,40 +32,11 @@ _UNSHARDED_LAYERS = 2
 _STORED_BYTES = 12
 
 
-@dataclass(frozen=True)
-class ParameterCount:
-    """Parameters by part; of the language model, experts separately."""
-
-    language_model: int = 0
-    experts: int = 0
-    vision_model: int = 0
-    vision_projection: int = 0
-
-    def __add__(self, other: ParameterCount) -> ParameterCount:
-        return ParameterCount(**{kind: number + getattr(other, kind) for kind, number in vars(self).items()})
-
-    def __sub__(self, other: ParameterCount) -> ParameterCount:
-        return ParameterCount(**{kind: number - getattr(other, kind) for kind, number in vars(self).items()})
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return self.language_model + self.experts + self.vision_model + self.vision_projection
-
-    @property
-    def shared(self) -> int:
-        """All except experts, of which other ranks hold copies."""
-        return self.total - self.experts
-
-    def without(self, parts: Iterable[Part]) -> ParameterCount:
-        """The same with nothing in these parts."""
-        removed = {part.value for part in parts} | ({"experts"} if Part.LANGUAGE_MODEL in parts else set())
-        return replace(self, **dict.fromkeys(removed, 0))
-
-
 @functools.cache
-def _rows(family_name: str) -> tuple[tuple[WeightRow, str, bool], ...]:
-    """A family's weight table: each row with its kind of parameters, and whether tensor parallelism replicates it."""
+def _counted_rows(family_name: str) -> tuple[tuple[WeightRow, str, bool], ...]:
+    """A family's weight table: each row with its kind of parameters, its part's name or "experts", and whether tensor
+    parallelism replicates it.
+    """
     rows = []
     for row in family(family_name).rows():
         kind = "experts" if is_of_experts(row.megatron) else part_of(row.megatron).value
@@ -73,14 +46,14 @@ def _rows(family_name: str) -> tuple[tuple[WeightRow, str, bool], ...]:
 
 def chunk_count(
     dims: Dimensions, split: ModelSplit, chunk: PipelineChunk, counted: Callable[[str], bool] | None = None
-) -> ParameterCount:
-    """Number of parameters that a rank holds of a chunk of the pipeline.
+) -> Counter[str]:
+    """Number of parameters that a rank holds of a chunk of the pipeline: of each part, and of experts separately.
 
     `counted` says of a row's Megatron name whether it is counted; None for all.
     """
     layers = {name: len(set(chunk.layers).intersection(dims.indices.get(name, ()))) for name in _LAYERS}
-    counts = dict.fromkeys(vars(ParameterCount()), 0)
-    for row, kind, replicated in _rows(dims.family):
+    counts = Counter[str]()
+    for row, kind, replicated in _counted_rows(dims.family):
         if (counted and not counted(row.megatron)) or (row.condition is not None and not dims[row.condition]):
             continue
         if row.megatron == _EMBEDDING:
@@ -98,12 +71,7 @@ def chunk_count(
         if copies:
             ranks = split.expert_tp if kind == "experts" else 1 if replicated else split.tp
             counts[kind] += copies * sum(math.prod(shape) for shape in row.numbers(dims)) // ranks
-    return ParameterCount(**counts)
-
-
-def mtp_count(dims: Dimensions, split: ModelSplit, chunk: PipelineChunk) -> ParameterCount:
-    """Number of parameters of multi-token prediction that a rank holds of a chunk."""
-    return chunk_count(dims, split, chunk, is_of_mtp)
+    return counts
 
 
 def layers_by_kind(dims: Dimensions, layers: Iterable[int] | None = None) -> list[list[int]]:
@@ -117,15 +85,14 @@ def layers_by_kind(dims: Dimensions, layers: Iterable[int] | None = None) -> lis
 
 def adapter_sizes(dims: Dimensions, layer: int) -> dict[str, tuple[int, int]]:
     """Inputs and outputs of the linear layers of a text layer that have adapters, which experts' do not."""
-    if layer in dims.indices.get("linear_layers", ()):
-        projected = dims["l_qkv"] + dims["l_value"] + 2 * dims["l_value_heads"]
-        sizes = {"in_proj": (dims["hidden"], projected), "out_proj": (dims["l_value"], dims["hidden"])}
-    else:
-        queries = dims.sizes.get("gated_q", dims["q"])
-        sizes = {"linear_qkv": (dims["hidden"], queries + 2 * dims["kv"]), "linear_proj": (dims["q"], dims["hidden"])}
-    ffn = dims["ffn"] if layer in dims.indices["dense_layers"] else dims.sizes.get("shared_ffn", 0)
-    if ffn:
-        sizes |= {"linear_fc1": (dims["hidden"], 2 * ffn), "linear_fc2": (ffn, dims["hidden"])}
+    sizes = {}
+    for row, kind, _ in _counted_rows(dims.family):
+        name, _, parameter = row.megatron.rpartition(".")
+        name = name.rpartition(".")[2]
+        of_layer = any(layer in dims.indices[index] for index in row.indices if index in _LAYERS)
+        if of_layer and kind != "experts" and name in LINEAR_LAYERS and parameter == "weight":
+            outputs, inputs = row.megatron_shape(dims)
+            sizes[name] = inputs, outputs
     return sizes
 
 
@@ -167,29 +134,33 @@ def stage_states(
 ) -> ModelStates:
     """Bytes on a rank of the pipeline stage that has these chunks."""
     precision, sharding = training.precision, training.sharding
-    held = sum((chunk_count(dims, split, chunk) for chunk in chunks), ParameterCount())
-    mtp = sum((mtp_count(dims, split, chunk) for chunk in chunks), ParameterCount())
-    trained = (held if training.trains_mtp else held - mtp).without(training.frozen_weights)
+    held = sum((chunk_count(dims, split, chunk) for chunk in chunks), Counter())
+    frozen = {part.value for part in training.frozen_weights}
+    if Part.LANGUAGE_MODEL in training.frozen_weights:
+        frozen.add("experts")
+    trained = Counter({kind: number for kind, number in held.items() if kind not in frozen})
+    if not training.trains_mtp:
+        trained -= sum((chunk_count(dims, split, chunk, is_of_mtp) for chunk in chunks), Counter())
     if training.lora is not None:
         layers = [adapter_sizes(dims, layer) for chunk in chunks for layer in chunk.layers]
         numbers = sum(sum(sizes[name]) for sizes in layers for name in sizes.keys() & training.lora.targets)
         # Both matrices of an adapter are split over tensor-parallel ranks.
-        adapters = ParameterCount(language_model=training.lora.rank * numbers // split.tp)
+        adapters = Counter(language_model=training.lora.rank * numbers // split.tp)
         held, trained = held + adapters, trained + adapters
 
     # Ranks with the same weights, and with the same experts, share gradients and optimizer.
     weight_copies, expert_copies = split.dp * split.cp, split.world // (split.pp * split.ep * split.expert_tp)
 
-    def sharded(count: ParameterCount) -> float:
-        return count.shared / weight_copies + count.experts / expert_copies
+    def sharded(count: Counter[str]) -> float:
+        return (count.total() - count["experts"]) / weight_copies + count["experts"] / expert_copies
 
-    def number(count: ParameterCount, what: Sharding) -> float:
-        return sharded(count) if sharding.shards(what) else count.total
+    def number(count: Counter[str], what: Sharding) -> float:
+        return sharded(count) if sharding.shards(what) else count.total()
 
     gathered = _gathered_parameters(dims, split, chunks[0], held) if sharding is Sharding.ALL else 0
     unsharded_gradient = precision.gradient * (training.lora is None)
     adam_by_torch = not training.transformer_engine and not sharding.is_fsdp
-    experts = ParameterCount(experts=trained.experts)
+    experts = Counter(experts=trained["experts"])
     groups = (trained - experts, experts) if split.ep > 1 else (trained,)
     by_parameters = sharding is Sharding.OPTIMIZER and training.saved_by_parameters
     return ModelStates(
@@ -198,23 +169,23 @@ def stage_states(
         optimizer=round((precision.main + precision.moments) * number(trained, Sharding.OPTIMIZER)),
         gathered=(precision.weight + unsharded_gradient) * gathered,
         gathered_gradients=unsharded_gradient * gathered,
-        unsharded=precision.weight * held.total * (sharding.is_fsdp and not training.made_on_host),
+        unsharded=precision.weight * held.total() * (sharding.is_fsdp and not training.made_on_host),
         updating=round(precision.moments / 2 * max(number(g, Sharding.OPTIMIZER) for g in groups) * adam_by_torch),
         host_written=round((precision.weight + _STORED_BYTES) * sharded(trained)),
-        host_gathered=_STORED_BYTES * trained.total * by_parameters,
+        host_gathered=_STORED_BYTES * trained.total() * by_parameters,
     )
 
 
-def _gathered_parameters(dims: Dimensions, split: ModelSplit, chunk: PipelineChunk, held: ParameterCount) -> int:
+def _gathered_parameters(dims: Dimensions, split: ModelSplit, chunk: PipelineChunk, held: Counter[str]) -> int:
     """Number of unsharded parameters under ZeRO-3: those outside of layers for the whole step, and some layers of the
     largest kind.
     """
 
     def count(name: str, **parts: Any) -> int:
         part = PipelineChunk(0, range(0), pre_process=False, post_process=False)
-        return chunk_count(dims, split, replace(part, **parts), lambda megatron: name in megatron).total
+        return chunk_count(dims, split, replace(part, **parts), lambda megatron: name in megatron).total()
 
     mtp_layer = count(".mtp_model_layer.", post_process=True)
     in_layers = count("", layers=chunk.layers) + count("vision_model.decoder.layers.", vision=chunk.vision) + mtp_layer
     kinds = [count("", layers=range(layers[0], layers[0] + 1)) for layers in layers_by_kind(dims)]
-    return held.total - in_layers + _UNSHARDED_LAYERS * max(mtp_layer, *kinds)
+    return held.total() - in_layers + _UNSHARDED_LAYERS * max(mtp_layer, *kinds)

@@ -13,6 +13,9 @@ from qwen3vl_bridge.planning.proposals import MARGIN
 from qwen3vl_bridge.planning.split import ModelSplit
 from qwen3vl_bridge.planning.training_settings import TrainingSettings
 
+from rich.console import Console
+from rich.table import Table
+
 _COLUMNS = 5  # of stages, in a terminal of 80 characters
 _STATES = {
     "parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer", "gathered layers": "gathered",
@@ -23,9 +26,6 @@ def print_estimate(estimate: MemoryEstimate, memory: int) -> None:
     """Print a table of pipeline stages, whether the estimate fits a GPU's memory, and the host memory that saving
     takes. Of many stages some are printed, among them the first, the last and the peak.
     """
-    from rich.console import Console
-    from rich.table import Table
-
     split, peak, stages = estimate.split, estimate.peak, list(estimate.stages)
     if len(stages) > _COLUMNS:
         stages = [stage for stage in stages if stage.stage in {-1, 0, 1, split.pp - 1, peak.stage}]
@@ -69,9 +69,6 @@ def print_estimate(estimate: MemoryEstimate, memory: int) -> None:
 
 def print_proposals(proposals: Sequence[MemoryEstimate], memory: int) -> None:
     """Print one line per proposal, in their order."""
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table(title=f"what fits into {memory / GIB:.1f} GiB, fewest model-parallel ranks first")
     for name in ("split", "sharding and recomputation"):
         table.add_column(name, overflow="fold")
@@ -91,8 +88,6 @@ def print_proposals(proposals: Sequence[MemoryEstimate], memory: int) -> None:
 
 def print_no_fit(least: MemoryEstimate, memory: int) -> None:
     """Print that nothing fits, what needs least, and what to change."""
-    from rich.console import Console
-
     training = least.training
     options = ["use more GPUs"]
     if not training.sharding.is_fsdp and least.vision_split is None:
@@ -162,8 +157,8 @@ def dump_estimate(estimate: MemoryEstimate, memory: int) -> dict[str, Any]:
         for stage in estimate.stages
     ]
     dump = {
-        "split": _plain(split) | {"dp": split.dp, "etp": split.expert_tp},
-        "training": _plain(estimate.training),
+        "split": _as_json(split) | {"dp": split.dp, "etp": split.expert_tp},
+        "training": _as_json(estimate.training),
         "memory": memory,
         "fits": peak.total <= memory,
         "free": round(memory - peak.total),
@@ -184,10 +179,10 @@ def dump_estimate(estimate: MemoryEstimate, memory: int) -> dict[str, Any]:
     return dump
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     """Dataclasses as dicts, sets as lists and enumerations by their values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: _as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, frozenset):
-        return sorted(map(_plain, value))
+        return sorted(map(_as_json, value))
     return getattr(value, "value", value)

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from qwen3vl_bridge.planning.estimate import MemoryEstimate, check, estimate_of
+from qwen3vl_bridge.planning.estimate import MemoryEstimate, check_trainable, estimate
 from qwen3vl_bridge.planning.hardware import Gpu
 from qwen3vl_bridge.planning.split import ModelSplit
 from qwen3vl_bridge.planning.training_settings import FULL, Recompute, TrainingSettings
@@ -31,17 +31,13 @@ def propose(
     vision_split: ModelSplit | None = None,
     most: int = 5,
 ) -> tuple[list[MemoryEstimate], MemoryEstimate]:
-    """Splits that fit, in the order of this module; and the one that needs least memory of all that were tried, for
-    where nothing fits.
+    """At most `most` splits over `world` GPUs that fit, in this module's order, each with another TP, PP or CP; and the
+    one that needs least memory of all that were tried, for where nothing fits. Recomputation is chosen here.
 
     Args:
-        dims: the model's dimensions.
-        world: number of GPUs, including separate vision ranks.
-        gpu: the kind of GPU.
-        training: the requested settings; recomputation is chosen here.
+        world: includes separate vision ranks.
         fixed: sizes of `ModelSplit` that are given.
         vision_split: of separate vision ranks; None without them.
-        most: maximum number of results, each with another TP, PP or CP.
 
     Raises:
         ValueError: settings or sizes with which no split is possible; the message has the reason of the simplest.
@@ -53,17 +49,17 @@ def propose(
     for _, group in itertools.groupby(splits, lambda split: _model_parallel(split, gpu)):
         fitting: list[tuple[tuple[int, ...], MemoryEstimate]] = []
         for split in group:
-            for recomputed, estimate in enumerate(_estimates(dims, split, training, vision_split)):
-                tried.append(estimate)
-                if estimate.peak.total <= limit:
-                    fitting.append(((recomputed, split.pp, split.tp, split.cp, split.ep), estimate))
+            for recomputed, proposal in enumerate(_estimates(dims, split, training, vision_split)):
+                tried.append(proposal)
+                if proposal.peak.total <= limit:
+                    fitting.append(((recomputed, split.pp, split.tp, split.cp, split.ep), proposal))
                     break
-        for (_, pp, tp, cp, _), estimate in sorted(fitting, key=lambda entry: entry[0]):
-            proposals.setdefault((pp, tp, cp), estimate)
+        for (_, pp, tp, cp, _), proposal in sorted(fitting, key=lambda entry: entry[0]):
+            proposals.setdefault((pp, tp, cp), proposal)
         if len(proposals) >= most:
             break
-    found = (*list(proposals.values())[:most], min(tried, key=lambda estimate: estimate.peak.total))
-    *fit, least = (estimate_of(dims, one.split, one.training, vision_split) for one in found)
+    found = (*list(proposals.values())[:most], min(tried, key=lambda proposal: proposal.peak.total))
+    *fit, least = (estimate(dims, one.split, one.training, vision_split) for one in found)
     return fit, least
 
 
@@ -100,7 +96,7 @@ def _splits(
                 world, tp=tp, pp=pp, cp=cp, ep=ep, etp=1 if experts else None, sequence_parallel=tp > 1,
                 embedding_as_layer=as_layers, loss_as_layer=as_layers,
             )  # fmt: skip
-            check(dims, split, training, vision_split)
+            check_trainable(dims, split, training, vision_split)
         except ValueError as error:
             reasons.append(str(error))
         else:
@@ -127,4 +123,4 @@ def _estimates(
     for recompute, vision_recompute in itertools.product(text, vision):
         settings = replace(training, recompute=recompute, vision_recompute=vision_recompute)
         # The peak is among these: middle stages hold fewer microbatches of equally many layers.
-        yield estimate_of(dims, split, settings, vision_split, stages={0, 1, split.pp - 1})
+        yield estimate(dims, split, settings, vision_split, stages={0, 1, split.pp - 1})

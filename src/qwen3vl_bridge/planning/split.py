@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from qwen3vl_bridge.models.divisibility import indivisible, row_multiple
+from qwen3vl_bridge.models.divisibility import indivisible
 from qwen3vl_bridge.weights.rows import Dimensions
 
 
@@ -122,7 +122,7 @@ class ModelSplit:
 
     def check(self, dims: Dimensions) -> None:
         """Refuse (ValueError) a model that cannot be split this way; its size "vocab" includes padding."""
-        _check_divisible(
+        _refuse_indivisible(
             dims, tp=self.tp, cp=self.cp, ep=self.ep, etp=self.expert_tp, vision_tp=self.tp if self.vision else 1
         )
         has_experts = bool(dims.indices["moe_layers"])
@@ -143,19 +143,10 @@ class ModelSplit:
 
     def check_vision(self, dims: Dimensions) -> None:
         """Refuse (ValueError) a vision tower that cannot be split this way; nothing else is checked."""
-        _check_divisible(dims, tp=1, vision_tp=self.tp)
-
-    def check_rows(self, seq_length: int) -> None:
-        """Refuse (ValueError) rows that cannot be divided over context- and sequence-parallel ranks."""
-        multiple = row_multiple(self.cp, self.sequence_ranks)
-        if seq_length % multiple:
-            raise ValueError(
-                f"seq_length is {seq_length}, expected a multiple of {multiple}: rows are split over {self.cp} "
-                f"context-parallel ranks, and each part over {self.sequence_ranks} sequence-parallel ranks"
-            )
+        _refuse_indivisible(dims, tp=1, vision_tp=self.tp)
 
 
-def _check_divisible(dims: Dimensions, **sizes: int) -> None:
+def _refuse_indivisible(dims: Dimensions, **sizes: int) -> None:
     for setting, size, split, ranks, either in indivisible(dims, **sizes):
         multiple = "multiple or divisor" if either else "multiple"
         raise ValueError(f"{setting} is {size}, expected a {multiple} of {split.removesuffix(' of vision')}, {ranks}")

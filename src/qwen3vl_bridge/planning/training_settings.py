@@ -132,10 +132,6 @@ class TrainingSettings:
         if needs_te and not self.transformer_engine:
             raise ValueError(f"recompute_modules has {sorted(needs_te)}, which need Transformer Engine; remove them")
 
-    def loss_in_chunks(self, tokens: float) -> bool:
-        """Whether the loss of a microbatch with this many tokens on a context-parallel rank is computed in chunks."""
-        return 0 < self.loss_chunk_tokens < tokens
-
     @property
     def frozen_weights(self) -> frozenset[Part]:
         """Parts whose own weights are not trained."""

@@ -9,21 +9,20 @@ from typing import Any
 from qwen3vl_bridge.data.dataset_provider import ConversationRows
 from qwen3vl_bridge.data.questions import Question, questions
 from qwen3vl_bridge.data.sources.opening import open_source
-from qwen3vl_bridge.dist_train.joint_step import Modules
+from qwen3vl_bridge.dist_train.joint_run import Modules
 from qwen3vl_bridge.inference.generation import end_token_ids, generate, ranks_in_step
 from qwen3vl_bridge.parallel.collectives import sum_counts
 from qwen3vl_bridge.training.checkpoint_manager import check_script
-from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
+from qwen3vl_bridge.training.config import AccuracyConfig, Qwen3VLConfigContainer
 from qwen3vl_bridge.training.guard import StepGuard
 from qwen3vl_bridge.training.metrics import Metrics
 from qwen3vl_bridge.training.run_log import RunLog, publish
-from qwen3vl_bridge.training.run_settings import AccuracyConfig
 
 import torch
-import torch.nn.functional as F
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.config import ConfigContainer
 from megatron.core.utils import get_attr_wrapped_model
+from torch.nn.utils.rnn import pad_sequence
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +33,6 @@ def training_callbacks(cfg: ConfigContainer) -> list[Callback]:
     """The callbacks that implement a configuration: `finetune(cfg, forward_step, callbacks=training_callbacks(cfg))`.
 
     Raises:
-        ValueError: a configuration that cannot be implemented.
         RuntimeError: this is a process that saving has started, which runs the script again.
     """
     check_script()
@@ -42,7 +40,7 @@ def training_callbacks(cfg: ConfigContainer) -> list[Callback]:
     if cfg.model.dist_train.use_dist_train:
         callbacks.append(Modules())
     if not cfg.logger.skip_train_metrics_log:
-        callbacks.append(Metrics(cfg))
+        callbacks.append(Metrics())
     if isinstance(cfg, Qwen3VLConfigContainer) and cfg.accuracy.path is not None:
         callbacks.append(Accuracy(cfg))
     if cfg.train.num_epochs is None:  # Megatron-Bridge refuses it with callbacks of its kind
@@ -122,10 +120,9 @@ class Accuracy(Callback):
 def _collate(batch: Sequence[Question], device: torch.device) -> dict[str, Any]:
     """Prompts as rows with padding at the end, and the images of all of them in order."""
     prompts = [question.prompt.input_ids for question in batch]
-    longest = max(map(len, prompts))
     rows: dict[str, Any] = {
-        "input_ids": torch.stack([F.pad(prompt, (0, longest - len(prompt))) for prompt in prompts]),
-        "attention_mask": torch.stack([F.pad(torch.ones_like(p), (0, longest - len(p))) for p in prompts]),
+        "input_ids": pad_sequence(prompts, batch_first=True),
+        "attention_mask": pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True),
     }
     for name in sorted({name for question in batch for name in question.pictures}):
         rows[name] = torch.cat([question.pictures[name] for question in batch if name in question.pictures])

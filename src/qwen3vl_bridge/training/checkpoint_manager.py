@@ -26,20 +26,21 @@ from qwen3vl_bridge.checkpoint.formats.megatron import HF_FILES, LATEST_TRAIN_ST
 from qwen3vl_bridge.checkpoint.stored_models import MANIFEST
 from qwen3vl_bridge.data.dataset_provider import ConversationRows
 from qwen3vl_bridge.data.loading.batch_stream import check_position
-from qwen3vl_bridge.dist_train.joint_checkpoint import as_one_model
+from qwen3vl_bridge.dist_train.joint_run import as_one_model
 from qwen3vl_bridge.io.atomic import atomic_directory, journal_of, replace_file
 from qwen3vl_bridge.io.files import CheckpointError, read_object
 from qwen3vl_bridge.models.hf_config import with_scaled_rope
-from qwen3vl_bridge.parallel.collectives import all_or_none, broadcast_object, is_first, joint_failure, wait_for_all
+from qwen3vl_bridge.parallel.collectives import broadcast_object, fail_together, is_first, joint_failure, wait_for_all
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.peft.stored_adapters import check_same_adapters
 from qwen3vl_bridge.training.resuming import (
+    changed,
     chosen_schedule,
     expect_optimizer,
     folder_to_load,
     has_checkpoint,
     loads_either_form,
-    random_states_that_fit,
+    random_states_fit,
 )
 from qwen3vl_bridge.training.weight_loading import ExportFiles, Pretrained
 
@@ -90,7 +91,7 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
         self._export: ExportFiles | None = None
         first = checkpoint_config.pretrained_checkpoint
         if checkpoint_config.save is not None and first is not None and Path(first).is_dir():
-            with all_or_none():
+            with fail_together():
                 if is_first():
                     self._export = Pretrained.find(first).export_files()
 
@@ -111,13 +112,13 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
         with _as_one_model(ctx) as whole:
             if ctx.non_persistent_ckpt or settings.async_save or "://" in str(settings.save):
                 super().save(whole, callback_manager)
-                with all_or_none():  # non-persistent and remote checkpoints have no folder for them
+                with fail_together():  # non-persistent and remote checkpoints have no folder for them
                     if is_first() and final.is_dir() and not ctx.non_persistent_ckpt:
                         self._write_side_files(final, state.cfg)
                 return
             with _folder_of_all(final) as staged:
                 super().save(_saving_to(journal_of(staged), whole), None)
-                with all_or_none():
+                with fail_together():
                     if is_first():
                         written = Path(get_checkpoint_name(str(journal_of(staged)), step))
                         state.cfg.to_yaml(str(written / RUN_CONFIG))  # Megatron-Bridge's file names the hidden folder
@@ -125,7 +126,7 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
                             path.rename(staged / path.name)
                         shutil.rmtree(journal_of(staged))
                         self._write_side_files(staged, state.cfg)
-            with all_or_none():
+            with fail_together():
                 if is_first():
                     replace_file(folder / LATEST_TRAIN_STATE, (final / TRAIN_STATE).read_bytes())
                     replace_file(folder / TRACKER, str(step).encode())
@@ -186,7 +187,7 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
         for cached in (read_run_config, read_train_state):
             cached.cache_clear()
         folder, cfg = None if is_local else folder_to_load(settings), ctx.state.cfg
-        with all_or_none():
+        with fail_together():
             if folder is not None:
                 if (folder / RUN_CONFIG).is_file() and (cfg.peft is None or isinstance(cfg.peft, Qwen3VLParts)):
                     check_same_adapters(folder, cfg.peft)  # tensors of another scale would fit
@@ -194,12 +195,16 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
                     expect_optimizer(folder, cfg)
         with (
             _as_one_model(ctx) as whole,
-            random_states_that_fit(settings, whole, is_local),
+            changed(
+                settings,
+                "load_rng",
+                settings.load_rng and (settings.finetune or is_local or random_states_fit(settings, whole)),
+            ),
             loads_either_form(whole.optimizer),
             chosen_schedule(whole, folder),
         ):
             loaded = super().load(whole)
-        with all_or_none():
+        with fail_together():
             if folder is not None and not settings.finetune:
                 _expect_data(folder, cfg, int(ctx.state.train_state.consumed_train_samples))
             if folder is not None and not settings.pretrained_checkpoint and is_first():
@@ -219,11 +224,11 @@ def _folder_of_all(target: Path) -> Iterator[Path]:
     """
     with contextlib.ExitStack() as stack:
         staged = None
-        with all_or_none():
+        with fail_together():
             if is_first():
                 staged = stack.enter_context(atomic_directory(target, logger.info, replace=lambda _: True))
         staged = broadcast_object(staged)
-        with all_or_none():
+        with fail_together():
             if not staged.is_dir():
                 raise CheckpointError(f"{staged} is not visible here, expected a file system that all ranks share")
         try:
@@ -231,7 +236,7 @@ def _folder_of_all(target: Path) -> Iterator[Path]:
         except CheckpointException as error:
             raise joint_failure(error) from error
         wait_for_all()  # for all to have written
-        with all_or_none():
+        with fail_together():
             stack.close()
 
 

@@ -16,17 +16,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qwen3vl_bridge.batch import SequenceLayout, TokenBatch, token_index
 from qwen3vl_bridge.batch.device_transfer import HostCopy
-from qwen3vl_bridge.dist_train.joint_step import is_split_unjoined
+from qwen3vl_bridge.dist_train.joint_run import is_split_unjoined
 from qwen3vl_bridge.models.rules import check
 from qwen3vl_bridge.parallel.collectives import broadcast_object, gather_objects, sum_over_ranks
 from qwen3vl_bridge.training import run_refusals
 from qwen3vl_bridge.training.run_log import MEASURED, PART_NORMS, STEP_LOSS, read_metrics
-from qwen3vl_bridge.training.run_settings import Action, GuardConfig
-from qwen3vl_bridge.weights.rows import Part, part_of_wrapped
+from qwen3vl_bridge.weights.rows import Part, part_of
 
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
@@ -35,6 +34,9 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from qwen3vl_bridge.training.config import Action, GuardConfig
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +54,7 @@ class StepGuard(Callback):
     def on_train_start(self, context: CallbackContext) -> None:
         """Wrap the optimizer's methods; raises ValueError for settings that contradict each other."""
         cfg, optimizer = context.state.cfg, context.optimizer
-        check(run_refusals.ON_TRAIN, cfg)
+        check(run_refusals.ON_TRAIN_START, cfg)
         if hasattr(context.state, _RECORDED):
             raise ValueError("the callbacks of training_callbacks(cfg) were given twice, expected once")
         self._groups = get_attr_wrapped_model(context.model[0], "pg_collection")
@@ -72,10 +74,6 @@ class StepGuard(Callback):
         self._device = next(context.model[0].parameters()).device
         self._prepare, optimizer.prepare_grads = optimizer.prepare_grads, self._prepare_and_sum
         self._step_ready, optimizer.step_with_ready_grads = optimizer.step_with_ready_grads, self._step_ready_if_good
-
-    def on_train_step_start(self, context: CallbackContext) -> None:
-        """Clear the previous step's microbatches."""
-        self._microbatches.clear()
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Store the norms for other callbacks."""
@@ -300,7 +298,7 @@ class PartSquares:
         self, model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, groups: ProcessGroupCollection
     ) -> None:
         ranks = groups.tp_dp_cp.size() * groups.pp.size()  # ranks of the parts: all, or those of one module
-        named = [(part_of_wrapped(name), p) for chunk in model for name, p in chunk.named_parameters()]
+        named = [(part_of(name), p) for chunk in model for name, p in chunk.named_parameters()]
         self._sums = []
         for member in optimizers_of(optimizer):
             stepped = member.get_parameters()

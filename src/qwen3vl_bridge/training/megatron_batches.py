@@ -8,13 +8,13 @@ Legend: B rows, S tokens per row, T tokens of a packed row.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from qwen3vl_bridge.batch import TokenBatch
-from qwen3vl_bridge.models.inputs import OFFSETS, Arrangement, as_token_batch, check_mask, without_trailing
+from qwen3vl_bridge.models.inputs import OFFSETS, Arrangement, as_token_batch, check_mask
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
 
 import torch
@@ -70,8 +70,12 @@ def from_collator(batch: Mapping[str, Any], config: VisionLanguageProvider, data
     try:
         ours, arranged = _arranged(given, pictures, config, dataset)
     except ValueError as error:
-        for note in _known_causes(given, pictures, dataset):
-            error.add_note(note)
+        if pictures:
+            error.add_note(
+                "Megatron-Bridge's collators cut rows at dataset.seq_length, even within images: expected one of at "
+                "least the longest sample; and its loop gives each microbatch the images of all if "
+                "dataset.dataloader_type is 'batch': expected 'single' or 'cyclic' for data with images"
+            )
         raise
     _check_positions(given.get("position_ids"), ours, arranged)
     _check_labels(ours)
@@ -124,7 +128,6 @@ def _arranged(
     if "cu_seqlens_q" in given:
         packed = PackedSeqParams("thd", **{name: given.get(name) for name in OFFSETS})
     else:
-        mask = _guessed_mask(given, config) if mask is None else mask
         packed = _offsets_of_rows(mask, ids, dataset)
     positions = given.get("position_ids")
     return as_token_batch(
@@ -141,37 +144,10 @@ def _arranged(
     )
 
 
-def _known_causes(given: dict[str, Any], pictures: dict[str, Tensor], dataset: Any) -> Iterator[str]:
-    """What Megatron-Bridge may have done to a batch with a mismatch between image tokens and images."""
-    if pictures and getattr(dataset, "dataloader_type", None) == "batch":
-        yield (
-            "dataset.dataloader_type is 'batch': Megatron-Bridge's loop splits a global batch into microbatches and "
-            "gives every microbatch all images. Expected 'single' or 'cyclic' for data with images"
-        )
-    if pictures and given["input_ids"].shape[1] == getattr(dataset, "seq_length", None):
-        yield (
-            f"rows have dataset.seq_length, {dataset.seq_length}, tokens: Megatron-Bridge's collators cut longer "
-            "rows, even within images. Expected a seq_length of at least the longest sample"
-        )
-
-
-def _guessed_mask(given: dict[str, Any], config: VisionLanguageProvider) -> Tensor:
-    """[B, S] bool: treats a trailing run of the padding token, or of token 0, as padding if no token in it is trained
-    on.
-
-    A heuristic used as the last resort. Megatron-Bridge's collators always provide a mask, regardless of
-    `skip_getting_attention_mask_from_dataset`, which only its step evaluates. They append token 0 after the processor's
-    own padding. A wrong guess changes which tokens experts process and count, but not the results of tokens before the
-    run.
-    """
-    ids, pad = given["input_ids"].cpu(), config.pad_token_id or 0
-    return without_trailing(ids.masked_fill((ids == 0) & (given["loss_mask"].cpu() == 0), pad), pad)
-
-
-def _offsets_of_rows(mask: Tensor, ids: Tensor, dataset: Any) -> PackedSeqParams | None:
+def _offsets_of_rows(mask: Tensor | None, ids: Tensor, dataset: Any) -> PackedSeqParams | None:
     """Offsets that turn padded rows into one packed row, if the collator leaves packing to the step."""
     wanted = ("enable_in_batch_packing", "defer_in_batch_packing_to_step")
-    if not all(getattr(dataset, name, False) for name in wanted):
+    if mask is None or not all(getattr(dataset, name, False) for name in wanted):
         return None
     lengths, multiple = check_mask(mask, ids).sum(-1), dataset.in_batch_packing_pad_to_multiple_of
     padded = -(-lengths // multiple) * multiple

@@ -17,14 +17,15 @@ from typing import Any, NamedTuple, Self
 
 from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.data.packing.row_plan import SetCounts, merge_counts
-from qwen3vl_bridge.models.flops import TowerCosts, provider_costs, trained_parts
+from qwen3vl_bridge.models.flops import TowerCosts, model_costs, trained_parts
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.router import tracked_row, tracked_rows
 from qwen3vl_bridge.parallel.collectives import max_of_each, sum_amounts, sum_over_ranks
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.planning.hardware import GPUS
-from qwen3vl_bridge.training.run_log import PART_NORMS, check_trackers, publish, step_of
+from qwen3vl_bridge.training.run_log import PART_NORMS, publish, step_of
 from qwen3vl_bridge.training.run_refusals import microbatches_of_a_rank
+from qwen3vl_bridge.weights.rows import Part
 
 import torch
 from megatron.bridge.peft.lora_layers import LoRATopKRouter
@@ -51,18 +52,16 @@ class Metrics(Callback):
 
     Rates are means over these steps, without the time of evaluations and checkpoints. Metrics that do not depend on
     time are the step's own, so that they are equal in a resumed run. Only real tokens count, without padding; FLOPs are
-    those that the model needs for them (`flops.TowerCosts`). Raises ValueError if a requested tracker is not available.
+    those that the model needs for them (`flops.TowerCosts`).
     """
 
-    def __init__(self, cfg: ConfigContainer) -> None:
-        check_trackers(cfg)
-        self.cfg = cfg
+    def __init__(self) -> None:
         self._interval, self._seconds, self._since = Amounts(), 0.0, None
         self._load: ExpertLoad | None = None
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Determine the cost of steps, and the device's peak."""
-        self.cfg = context.state.cfg  # complete by now
+        self.cfg = context.state.cfg
         self._groups: ProcessGroupCollection = get_attr_wrapped_model(context.model[0], "pg_collection")
         self._costs = step_costs(self.cfg)
         on_gpu = torch.cuda.is_available()
@@ -104,7 +103,11 @@ class Metrics(Callback):
         sums = sum_amounts(own, self._groups)  # which also waits for the device
         self._tick()
         interval, step, lost = Amounts(*sums[:count]), Amounts(*sums[count : 2 * count]), sums[2 * count :]
-        memory, *dropped = max_of_each([_memory(), *self._excluded.numbers(meter.dropped)])
+        if torch.cuda.is_available():
+            memory = torch.cuda.max_memory_allocated()
+        else:
+            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        memory, *dropped = max_of_each([memory, *self._excluded.numbers(meter.dropped)])
         newly_dropped, unreadable = lost[: len(dropped)], lost[len(dropped) :]
         totals = self._excluded.figures([*map(sum, zip(dropped, newly_dropped, strict=True))], unreadable)
         if torch.distributed.get_rank() == 0:
@@ -117,31 +120,19 @@ class Metrics(Callback):
             "filled": step.tokens / max(step.slots, 1),
             "tokens_per_second": interval.tokens / self._seconds,
             "images_per_second": interval.images / self._seconds,
-            **self._utilisation(interval),
             "memory_gb": memory / 1e9,
             **totals,
             **{f"grad_norm_{part}": float(norm) for part, norm in norms.items()},
         }
+        if self._costs is not None:
+            sizes = {name: getattr(interval, name) for name in ("tokens", "token_pairs", "patches", "patch_pairs")}
+            each = self._costs.of(**sizes) / self._seconds / torch.distributed.get_world_size()
+            figures |= {"tflops_per_gpu": each / 1e12} | ({} if self._peak is None else {"mfu": each / self._peak})
         if self._load is not None:
             figures |= self._load.take(self.cfg)
             self._load = None
         self._interval, self._seconds = Amounts(), 0.0
         return figures
-
-    def _utilisation(self, done: Amounts) -> dict[str, float]:
-        if self._costs is None:
-            return {}
-        sizes = dict(tokens=done.tokens, token_pairs=done.token_pairs)
-        sizes |= dict(patches=done.patches, patch_pairs=done.patch_pairs)
-        each = self._costs.of_many(**sizes) / self._seconds / torch.distributed.get_world_size()
-        return {"tflops_per_gpu": each / 1e12} | ({} if self._peak is None else {"mfu": each / self._peak})
-
-
-def _memory() -> float:
-    """Bytes: the peak memory of tensors on this process's GPU, or of the process on a CPU."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class Amounts(NamedTuple):
@@ -239,20 +230,13 @@ def step_costs(cfg: ConfigContainer) -> TowerCosts | None:
     """Cost of tokens and patches in a training step of a run; None with adapters that are not this package's."""
     trained, peft = trained_parts(cfg.model), getattr(cfg, "peft", None)
     if peft is None:
-        return provider_costs(cfg.model, trained)
+        return model_costs(cfg.model.dimensions(), trained)
     if not isinstance(peft, Qwen3VLParts):
         return None
-    adapters = peft.settings
-    return provider_costs(
-        cfg.model,
-        replace(
-            trained,
-            language_model=trained.language_model and not peft.freeze_language_model,
-            vision_model=trained.vision_model and not peft.freeze_vision_model,
-            vision_projection=trained.vision_projection and not peft.freeze_vision_projection,
-            rank=lambda layer: adapters.dim if adapters.adapts(layer) else 0,
-        ),
-    )
+    adapters, parts = peft.settings, [part.value for part in Part]
+    own: dict[str, Any] = {part: getattr(trained, part) and not getattr(peft, f"freeze_{part}") for part in parts}
+    own["rank"] = lambda layer: adapters.dim if adapters.adapts(layer) else 0
+    return model_costs(cfg.model.dimensions(), replace(trained, **own))
 
 
 def peak_operations(device: str) -> float | None:

@@ -35,19 +35,15 @@ def initialize(provider: VisionLanguageProvider, seed: int) -> ProcessGroupColle
             parallel_state.destroy_model_parallel()
             provider.initialize_model_parallel()
         provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
-    seed_generators(seed, provider._pg_collection)
-    return provider._pg_collection
-
-
-def seed_generators(seed: int, groups: ProcessGroupCollection) -> None:
-    """Seed every generator of this rank. Pipeline stages draw different numbers, as in Megatron-Bridge's loop."""
-    seed += 100 * groups.pp.rank()
+    groups = provider._pg_collection
+    seed += 100 * groups.pp.rank()  # stages draw different numbers, as in Megatron-Bridge's loop
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(
         seed, force_reset_rng=True, tp_rank=groups.tp.rank(), ep_rank=groups.ep.rank(), etp_rank=groups.expt_tp.rank()
     )
+    return groups
 
 
 def _groups_match(provider: VisionLanguageProvider) -> bool:

@@ -15,7 +15,7 @@ from qwen3vl_bridge.checkpoint.formats.dcp_metadata import FILE as METADATA
 from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
 from qwen3vl_bridge.checkpoint.formats.megatron import RUN_CONFIG, TORCH_DIST, find_iteration, format_of
 from qwen3vl_bridge.io.files import CheckpointError
-from qwen3vl_bridge.parallel.collectives import all_or_none, broadcast_object, gather_objects, is_first
+from qwen3vl_bridge.parallel.collectives import broadcast_object, fail_together, gather_objects, is_first
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.rows import Part, expand
 
@@ -48,7 +48,7 @@ _CHOOSE_SCHEDULE = (
 def has_checkpoint(settings: CheckpointConfig) -> bool:
     """Whether a run has a checkpoint of its own to resume from, as Megatron-Bridge determines it. A collective call."""
     exists = False
-    with all_or_none():
+    with fail_together():
         if is_first():
             exists = _is_there(settings)
     return broadcast_object(exists)
@@ -119,19 +119,15 @@ def expect_optimizer(folder: Path, cfg: ConfigContainer) -> None:
             f"{said}: the optimizer's state in {folder} was saved with the checkpoint's value, {why}; expected the "
             f"checkpoint's settings, or {_NEW_OPTIMIZER}"
         )
-    if by_index and now[f"freeze_{Part.LANGUAGE_MODEL.value}"] and (rounded := _in_16_bits(folder, cfg)):
-        raise CheckpointError(
-            f"{folder} has {rounded[0]} in 16 bits, as Megatron-Bridge's own model, and this run in float32: the "
-            f"optimizer's state was saved by index, and does not fit; expected {_NEW_OPTIMIZER}"
-        )
-
-
-def _in_16_bits(folder: Path, cfg: ConfigContainer) -> list[str]:
-    """Parameters in a checkpoint that this run has in float32."""
     rows = tuple(row for row in family(cfg.model.family).rows() if row.float32)
-    tensors = read_metadata(folder).tensors if rows else {}
-    names = [row.megatron for row in expand(rows, cfg.model.dimensions()) if row.megatron in tensors]
-    return [name for name in names if tensors[name][0].dtype != "float32"]
+    if by_index and now[f"freeze_{Part.LANGUAGE_MODEL.value}"] and rows:
+        tensors = read_metadata(folder).tensors
+        for name in (row.megatron for row in expand(rows, cfg.model.dimensions())):
+            if name in tensors and tensors[name][0].dtype != "float32":
+                raise CheckpointError(
+                    f"{folder} has {name} in 16 bits, as Megatron-Bridge's own model, and this run in float32: the "
+                    f"optimizer's state was saved by index, and does not fit; expected {_NEW_OPTIMIZER}"
+                )
 
 
 def _trained(model: Mapping[str, Any]) -> dict[str, bool]:
@@ -142,16 +138,14 @@ def _trained(model: Mapping[str, Any]) -> dict[str, bool]:
 
 
 @contextlib.contextmanager
-def changed(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """Attributes of objects (owner, name, value) are others in the body."""
-    before = [(owner, name, vars(owner).get(name), name in vars(owner)) for owner, name, _ in changes]
-    for owner, name, value in changes:
-        setattr(owner, name, value)
+def changed(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute of an object, or a method of its class, is another one in the body."""
+    had, before = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        for owner, name, value, had in before:
-            setattr(owner, name, value) if had else delattr(owner, name)
+        setattr(owner, name, before) if had else delattr(owner, name)
 
 
 def loads_either_form(optimizer: MegatronOptimizer | None) -> contextlib.AbstractContextManager[None]:
@@ -173,7 +167,7 @@ def loads_either_form(optimizer: MegatronOptimizer | None) -> contextlib.Abstrac
             state = {"state": {}, **state}
         load(in_own_form(state, chain))
 
-    return changed((optimizer, "load_state_dict", load_state_dict))
+    return changed(optimizer, "load_state_dict", load_state_dict)
 
 
 def in_own_form(state: dict, chain: Sequence[MegatronOptimizer]) -> dict:
@@ -209,13 +203,12 @@ def _with_settings(own: Mapping, saved: list[dict], groups: list[dict]) -> dict:
 
 def _group_of(group: dict, stored: list[dict]) -> dict[str, Any]:
     """The settings that were saved for a group; empty if there are none, which megatron-core refuses."""
-    same = next((other for other in stored if _identity(other) == _identity(group)), None)
+
+    def identity(group: Mapping) -> tuple:  # of megatron-core's, all but whether the group has experts
+        return tuple(group.get(key, group.get(f"pre_{key}")) for key in _SAME)
+
+    same = next((other for other in stored if identity(other) == identity(group)), None)
     return {} if same is None else same | {_OF_EXPERTS: group[_OF_EXPERTS]}
-
-
-def _identity(group: Mapping) -> tuple:
-    """The values by which megatron-core identifies groups, except whether it has experts."""
-    return tuple(group.get(key, group.get(f"pre_{key}")) for key in _SAME)
 
 
 @contextlib.contextmanager
@@ -265,24 +258,16 @@ def _rename_rates(ctx: CheckpointLoadContext, before: tuple, after: tuple) -> No
                 group["max_lr"], group["min_lr"] = after
 
 
-def random_states_that_fit(
-    settings: CheckpointConfig, ctx: CheckpointLoadContext, is_local: bool
-) -> contextlib.AbstractContextManager[None]:
-    """Load random states if a checkpoint has those of every rank of this rank's module; log it if it does not.
+def random_states_fit(settings: CheckpointConfig, ctx: CheckpointLoadContext) -> bool:
+    """Whether a checkpoint has the random states of every rank of this rank's module, so that they can be loaded; log
+    it if it does not, unless they are the tower's, which draws no random numbers. A collective call.
 
     They are stored by a rank's position: by pipeline stage and tensor-parallel rank, and under expert parallelism by
     data-parallel rank too. Megatron-Bridge compares only the first two sizes, and megatron-core ends a run that asks
     for a missing one; so a model with experts can resume with another expert- or data-parallel size only without them.
-    Local checkpoints are those of a rank, which other ranks do not load.
     """
-    fit = settings.load_rng and (settings.finetune or is_local or _random_states_fit(settings, ctx))
-    return changed((settings, "load_rng", fit))
-
-
-def _random_states_fit(settings: CheckpointConfig, ctx: CheckpointLoadContext) -> bool:
-    """Whether they do, equal on every rank of a module. The tower draws no random numbers: nothing is logged for it."""
     folder, stored = None, None
-    with all_or_none():
+    with fail_together():
         if is_first():
             folder = folder_to_load(settings)
             if folder and format_of(folder) == TORCH_DIST:  # otherwise equal on DP ranks

@@ -6,7 +6,6 @@ by Megatron-Bridge's state, on the last rank.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import math
@@ -23,7 +22,6 @@ from qwen3vl_bridge.parallel.collectives import gather_objects
 
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
-from megatron.bridge.training.config import ConfigContainer
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 logger = logging.getLogger(__name__)
@@ -96,7 +94,8 @@ class RunLog(Callback):
         step = context.state.train_state.step
         if self._validated != step and losses:
             self._validated = step
-            self._shown.note(self._add(context, {"step": step, "valid_loss": losses["lm loss"]}))
+            entry = self._add(context, {"step": step, "valid_loss": losses["lm loss"]})
+            self._shown.write("  ".join(f"{name} {value:.4g}" for name, value in entry.items()))
 
     def on_train_end(self, context: CallbackContext) -> None:
         """Skip a final validation that would repeat the previous one."""
@@ -127,24 +126,6 @@ def publish(context: CallbackContext, figures: Mapping[str, float]) -> None:
 def step_of(context: CallbackContext) -> int:
     """The latest finished step. Megatron-Bridge's event comes before it counts the step."""
     return context.state.train_state.step + (context.loss_dict is not None)
-
-
-def check_trackers(cfg: ConfigContainer) -> None:
-    """Refuse, before training, a tracker that would fail at the first metric.
-
-    Raises:
-        ValueError: Weights & Biases is requested and not installed, or would refuse the name.
-    """
-    settings = cfg.logger
-    if not settings.wandb_project:
-        return
-    if importlib.util.find_spec("wandb") is None:
-        raise ValueError(
-            f"logger.wandb_project is {settings.wandb_project!r}, and wandb is not installed: install it (pip install "
-            "wandb), or set logger.wandb_project=None"
-        )
-    if settings.wandb_exp_name == "":
-        raise ValueError("logger.wandb_exp_name is '', expected a name for the run, or None")
 
 
 def metrics_line(entry: Mapping[str, Any]) -> str:
@@ -205,12 +186,9 @@ class StepProgress:
                 f"(this step skipped, {self._skipped} in all)" if "skipped" in entry else f"({self._skipped} skipped)"
             )
         left = (now - self._started) / max(step - self._first, 1) * (self._total - step)
-        self._write("  ".join([f"step {step}/{self._total}", *words, f"ETA {timedelta(seconds=round(left))}"]))
+        self.write("  ".join([f"step {step}/{self._total}", *words, f"ETA {timedelta(seconds=round(left))}"]))
 
-    def note(self, entry: Mapping[str, float]) -> None:
-        """Print a line of its own, such as an evaluation's."""
-        self._write("  ".join(f"{name} {value:.4g}" for name, value in entry.items()))
-
-    def _write(self, line: str) -> None:
+    def write(self, line: str) -> None:
+        """Print a line."""
         if not self._silent:
             print(line, file=sys.stderr, flush=True)

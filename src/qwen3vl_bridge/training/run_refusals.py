@@ -4,10 +4,7 @@ the model is built, or write something wrong.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -22,22 +19,21 @@ from qwen3vl_bridge.models.rules import (
     any_of,
     at_least,
     check,
+    dependents,
     equal,
+    is_off,
+    is_on,
     keep,
     missing,
-    off,
-    on,
-    parts,
     same_as,
 )
 from qwen3vl_bridge.models.settings import replicas_of
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.planning.from_config import plan_of
-from qwen3vl_bridge.planning.hardware import GIB
+from qwen3vl_bridge.planning.hardware import GIB, host_bytes
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.training.checkpoint_manager import MANAGER
 from qwen3vl_bridge.training.resuming import expect_checkpoint
-from qwen3vl_bridge.training.run_settings import Qwen3VLLearningRates
 from qwen3vl_bridge.weights.rows import Part
 
 import torch
@@ -48,20 +44,11 @@ from megatron.core.optimizer.emerging_optimizers import HAVE_EMERGING_OPTIMIZERS
 logger = logging.getLogger(__name__)
 
 _RATES = "optimizer_config_override_provider"
-_DIST_TRAIN = on("model.dist_train.use_dist_train")
-_FSDP = on("ddp.use_megatron_fsdp")
+_DIST_TRAIN = is_on("model.dist_train.use_dist_train")
+_FSDP = is_on("ddp.use_megatron_fsdp")
 _STOPS = ("rerun_state_machine.check_for_nan_in_loss", "ddp.check_for_nan_in_grad")
 
 # --- Before Megatron-Bridge completes a configuration ---
-
-
-def _check_connections(cfg: Any) -> None:
-    """Refuse a variable that containers for Megatron may set, before Megatron-Bridge's assertion of it."""
-    if cfg.ddp.use_megatron_fsdp and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        raise ValueError(
-            "the environment has CUDA_DEVICE_MAX_CONNECTIONS=1, with which Megatron-FSDP's communication would wait "
-            "for computation: expected none, or more than 1; `unset CUDA_DEVICE_MAX_CONNECTIONS` on every node"
-        )
 
 
 def _trains_float32(cfg: Any) -> bool:
@@ -121,27 +108,27 @@ def _check_warmup(cfg: Any) -> None:
 
 def _warn_of_stops(cfg: Any) -> None:
     for name in _STOPS:
-        if cfg.guard is not None and on(name)(cfg):
+        if cfg.guard is not None and is_on(name)(cfg):
             logger.warning("%s ends the run before the guard can name samples; set it to False", name)
-
-
-def _is_layer_wise(cfg: Any) -> bool:
-    return cfg.optimizer.optimizer.startswith("dist_") or cfg.optimizer.use_layer_wise_distributed_optimizer
 
 
 def _saves_or_loads(cfg: Any) -> bool:
     return bool(cfg.checkpoint.save or cfg.checkpoint.load)
 
 
+def _is_layer_wise(cfg: Any) -> bool:
+    return cfg.optimizer.optimizer.startswith("dist_") or cfg.optimizer.use_layer_wise_distributed_optimizer
+
+
 _SKIPS = When("guard.on_nan", lambda cfg: cfg.guard is not None and cfg.guard.on_nan == "skip")
-_GENERATES = on("accuracy.path")
-_SHARDED = "ddp.use_megatron_fsdp dist.use_megatron_fsdp dist.use_torch_fsdp2"
+_GENERATES = is_on("accuracy.path")
+_SHARDED = "ddp.use_megatron_fsdp dist.use_megatron_fsdp"
 _GROUPS = "each module has its own process groups, all of one kind"
 _GATHERED = "each rank's parameters are gathered in one call, which needs one dtype, and linear attention has float32"
 
 BEFORE_VALIDATE: tuple[Rule, ...] = (
-    _check_connections,
     Allowed("dataset.seq_length", same_as("model.seq_length")),
+    *keep("dist.use_torch_fsdp2", "it needs parameters of one dtype and whole models; use ddp.use_megatron_fsdp"),
     Allowed("dist.use_decentralized_pg", True, _DIST_TRAIN).because(_GROUPS),
     Allowed("dist.use_gloo_process_groups", False, _DIST_TRAIN).because(_GROUPS),
     *keep("ddp.num_distributed_optimizer_instances", _GROUPS, _DIST_TRAIN),
@@ -163,17 +150,12 @@ BEFORE_VALIDATE: tuple[Rule, ...] = (
     ),
     Allowed("optimizer.optimizer", any_of("adam", "sgd", "lion", "muon"), _TWO_DTYPES).because(_GATHERED),
     *keep("optimizer.use_layer_wise_distributed_optimizer", _GATHERED, _TWO_DTYPES),
-    *keep(
-        "dist.use_torch_fsdp2",
-        "torch's FSDP needs parameters of one dtype, and linear attention has some in float32; use Megatron-FSDP",
-        _TWO_DTYPES,
-    ),
     Allowed(
         "ddp.grad_reduce_in_fp32",
         True,
-        on("model.virtual_pipeline_model_parallel_size")
-        & off("ddp.use_distributed_optimizer")
-        & off("ddp.use_megatron_fsdp")
+        is_on("model.virtual_pipeline_model_parallel_size")
+        & is_off("ddp.use_distributed_optimizer")
+        & is_off("ddp.use_megatron_fsdp")
         & _trains_float32,
     ).because(
         "gradients of a virtual stage are reduced in one call, which needs one dtype, and linear attention has float32"
@@ -184,12 +166,6 @@ BEFORE_VALIDATE: tuple[Rule, ...] = (
     *keep(
         "model.pipeline_model_parallel_size model.context_parallel_size",
         "generation needs the complete model on each rank, apart from tensor parallelism",
-        _GENERATES,
-    ),
-    *keep(
-        "dist.use_torch_fsdp2",
-        "generation calls parts of the model, and torch's FSDP gathers parameters only for a call of the whole model; "
-        "use ddp.use_megatron_fsdp",
         _GENERATES,
     ),
     Allowed(
@@ -234,8 +210,9 @@ BEFORE_VALIDATE: tuple[Rule, ...] = (
 
 def _check_part_rates(cfg: Any) -> None:
     """Refuse learning rates of parts that contradict the rest of a configuration, or would have no effect."""
-    towers, optimizer = cfg.optimizer_config_override_provider, cfg.optimizer
-    if not isinstance(towers, Qwen3VLLearningRates) or not (rates := towers.rates()):
+    # Those of `Qwen3VLLearningRates`, whose module imports this one; other providers have none.
+    rates, optimizer = getattr(cfg.optimizer_config_override_provider, "rates", dict)(), cfg.optimizer
+    if not rates:
         return
     if cfg.peft is not None:
         raise ValueError(f"{_RATES} sets learning rates of parts: expected none with peft, which trains only adapters")
@@ -267,13 +244,24 @@ _READS_ALONE = When(
     lambda cfg: _DIST_TRAIN(cfg) and replicas_of(cfg.model).vision != replicas_of(cfg.model).language,
 )
 
-ON_TRAIN: tuple[Rule, ...] = (
+ON_TRAIN_START: tuple[Rule, ...] = (
     _check_part_rates,
+    Allowed("logger.wandb_project", any_of(None, ""), missing("wandb")).because(
+        "wandb is not installed: pip install wandb"
+    ),
+    Allowed(
+        "logger.wandb_exp_name",
+        Range(lambda name, _: name != "", lambda _: "a name for the run, or None"),
+        is_on("logger.wandb_project"),
+    ),
     *keep("optimizer.optimizer_cuda_graph", "no step could be skipped"),
     Allowed(
         "checkpoint.dist_ckpt_optim_fully_reshardable",
         True,
-        _DIST_TRAIN & on("checkpoint.save") & on("checkpoint.save_optim") & on("optimizer.use_distributed_optimizer"),
+        _DIST_TRAIN
+        & is_on("checkpoint.save")
+        & is_on("checkpoint.save_optim")
+        & is_on("optimizer.use_distributed_optimizer"),
     ).because("other forms name what they save by group number, and both modules have the same numbers"),
     *keep("train.iterations_to_skip", "the tower's ranks cannot skip iterations", _READS_ALONE, also=(None, ())),
     Allowed("dataset.__class__", Qwen3VLConversationProvider, _READS_ALONE).because(
@@ -284,7 +272,7 @@ ON_TRAIN: tuple[Rule, ...] = (
 # --- After Megatron-Bridge has completed a configuration ---
 
 # Fields of the sections that neither Megatron-Bridge's training loop nor this package reads.
-UNREAD: dict[str, str] = {
+UNREAD_BY_SECTION: dict[str, str] = {
     "train": "step_batch_size_schedule gpu_sniff_test_interval exit_signal_handler_for_training",
     "validation": "test_mode full_validation multiple_validation_sets validation_set_names",
     "scheduler": "no_weight_decay_cond_type",
@@ -304,7 +292,7 @@ UNREAD: dict[str, str] = {
 }
 
 # Fields of something that another setting turns on, by that setting.
-PARTS: dict[str, str] = {
+DEPENDENTS_BY_SWITCH: dict[str, str] = {
     "ddp.use_megatron_fsdp": "gradient_reduce_div_fusion suggested_communication_unit_size keep_fp8_transpose_cache "
     "fsdp_double_buffer fsdp_db_use_persist_buf_on_alloc_fail fsdp_all_gather_in_start_param_sync "
     "outer_dp_sharding_strategy fsdp_manual_registration megatron_fsdp_grad_comm_dtype megatron_fsdp_cuda_graph_mode "
@@ -322,19 +310,6 @@ PARTS: dict[str, str] = {
 }
 
 _NOT_READ = "the training loop does not read it"
-AT_DEFAULT: tuple[Allowed, ...] = (
-    *(row for section, names in UNREAD.items() for row in keep(names, _NOT_READ, section=f"{section}.", also=(None,))),
-    *parts(PARTS),
-)
-
-
-def _norms_are_partial(cfg: Any) -> bool:
-    """Whether a rank's `main_grad` is not a parameter's whole gradient: it is sharded, or the parameter is."""
-    model = cfg.model
-    sizes = (model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.expert_model_parallel_size)
-    if cfg.ddp.use_megatron_fsdp or cfg.dist.use_torch_fsdp2 or max(sizes) > 1 or model.dist_train.use_dist_train:
-        return True
-    return cfg.ddp.use_distributed_optimizer and get_world_size_safe() > 1
 
 
 def _check_choices(cfg: Any) -> None:
@@ -371,20 +346,10 @@ def _check_host_memory(cfg: Any) -> None:
         )
 
 
-def host_bytes() -> int:
-    """Memory in bytes of this machine, or of the container that this process is in."""
-    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # A container's memory limit, in the second and the first version of control groups.
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # no such file
-            room = min(room, int(Path(path).read_text()))
-    return room
-
-
 _LACKS_NVRX = missing("nvidia_resiliency_ext")
 _NVRX = "it needs the package nvidia-resiliency-ext, which is not installed"
 # Parameters get memory from the hook that reads initial weights, and only Megatron-FSDP moves them to GPUs.
-_ON_META = on("model.init_model_with_meta_device")
+_ON_META = is_on("model.init_model_with_meta_device")
 WITHOUT_MEMORY: tuple[Rule, ...] = (
     Allowed("ddp.use_megatron_fsdp", True, _ON_META),
     *keep("model.tensor_model_parallel_size", "", _ON_META),
@@ -396,7 +361,12 @@ _PACKS = When("dataset.pack", lambda cfg: isinstance(cfg.dataset, ConversationRo
 
 AFTER_VALIDATE: tuple[Rule, ...] = (
     lambda cfg: check(model_refusals.ON_TRAIN, cfg.model),
-    *AT_DEFAULT,
+    *(
+        row
+        for section, names in UNREAD_BY_SECTION.items()
+        for row in keep(names, _NOT_READ, section=f"{section}.", also=(None,))
+    ),
+    *dependents(DEPENDENTS_BY_SWITCH),
     *keep("checkpoint.async_save", _NVRX, equal("checkpoint.ckpt_format", "fsdp_dtensor") & _LACKS_NVRX),
     Allowed("checkpoint.non_persistent_ckpt_type", any_of(None, "global", "local")),
     Allowed("checkpoint.non_persistent_ckpt_type", any_of(None, "global"), _LACKS_NVRX).because(_NVRX),
@@ -410,9 +380,8 @@ AFTER_VALIDATE: tuple[Rule, ...] = (
     ),
     *keep(
         "logger.log_l2_norm_grad_to_tensorboard",
-        "it would write norms of the rank's parts of gradients, or fail; grad-norm and qwen3vl/grad_norm_* are "
-        "written without it",
-        _norms_are_partial,
+        "it would write norms of a rank's parts of gradients, or fail; grad-norm and qwen3vl/grad_norm_* are written "
+        "without it",
     ),
     Allowed("checkpoint.ckpt_format", any_of("torch_dist", "fsdp_dtensor"), _saves_or_loads).because(
         "the run could not resume from others"
@@ -445,7 +414,7 @@ AFTER_VALIDATE: tuple[Rule, ...] = (
         "checkpoint.save",
         "the model is in float32, which Megatron-FSDP can train but not save; or set a mixed_precision such as "
         "'bf16_mixed'",
-        _FSDP & equal("checkpoint.ckpt_format", "fsdp_dtensor") & off("model.bf16") & off("model.fp16"),
+        _FSDP & equal("checkpoint.ckpt_format", "fsdp_dtensor") & is_off("model.bf16") & is_off("model.fp16"),
     ),
     _check_host_memory,
     lambda cfg: expect_checkpoint(cfg.checkpoint),
@@ -453,5 +422,5 @@ AFTER_VALIDATE: tuple[Rule, ...] = (
         "checkpoint.most_recent_k", Range(lambda number, _: number != 0, lambda _: "at least 1, or -1 to keep all")
     ),
     *WITHOUT_MEMORY,
-    *ON_TRAIN,
+    *ON_TRAIN_START,
 )

@@ -1,4 +1,7 @@
-"""The forward step of Megatron-Bridge's loop: runs one microbatch through the model and says how losses are reduced."""
+"""The forward step of Megatron-Bridge's loop: runs one microbatch through the model, and says by what its losses are
+divided: by the microbatch's tokens (`mean_of_microbatch`), or with `calculate_per_token_loss` by those of the global
+batch, which megatron-core does to the gradients after the backward pass.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 
 from qwen3vl_bridge.batch import TokenBatch, VisionRankInputs
 from qwen3vl_bridge.batch.device_transfer import Movable, copy_to_gpu
-from qwen3vl_bridge.dist_train.joint_step import next_vision_batch
+from qwen3vl_bridge.dist_train.joint_run import next_vision_batch
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
 from qwen3vl_bridge.models.settings import replicas_of
 from qwen3vl_bridge.training.guard import recorded
@@ -28,25 +31,21 @@ def forward_step(
     state: GlobalState,
     data_iterator: Iterator[TokenBatch | Mapping[str, Any]],
     model: torch.nn.Module,
-    return_schedule_plan: bool = False,
+    return_schedule_plan: bool = False,  # it never is: overlap_moe_expert_parallel_comm is refused
 ) -> tuple[Tensor, Callable]:
     """Run one microbatch: a `TokenBatch` on the host, or a dict as produced by Megatron-Bridge's collators.
 
     Returns:
         The per-token losses [b, s], and a function that maps them to (sum of the unmasked losses, their number, values
         to report), or without `calculate_per_token_loss` to (this rank's contribution to the mean over the microbatch,
-        values to report).
+        values to report). In the first case megatron-core divides the summed gradients by the number of tokens of the
+        whole global batch (`finalize_model_grads`).
 
     Raises:
-        NotImplementedError: a schedule plan is requested.
         ValueError: a collator's batch that is inconsistent or would train on wrong targets, see `from_collator`; a
             number of assigned rows that differs from the global batch, or rows that pipeline stages do not expect;
             settings that are implemented by callbacks, if no callback was started.
     """
-    if return_schedule_plan:
-        raise NotImplementedError(
-            "overlap_moe_expert_parallel_comm is on; this model has no schedule plan, turn it off"
-        )
     check_balance(state.cfg)
     config, groups = get_model_config(model), get_attr_wrapped_model(model, "pg_collection")
     if not config.add_decoder:
@@ -59,7 +58,7 @@ def forward_step(
     if model.training and not get_attr_wrapped_model(model, "vp_stage"):
         count_microbatch(state, batch, config)
     encodes = get_attr_wrapped_model(model, "pre_process")
-    inputs = to_device(batch.local(**config.sequence_ranks(groups), encodes=encodes), model)
+    inputs = to_device(batch.local(**config.local_arguments(groups), encodes=encodes), model)
     mask, checks = inputs.loss_mask, state.cfg.rerun_state_machine
     count = create_masked_next_token_loss_function(mask, checks.check_for_nan_in_loss, checks.check_for_spiky_loss)
     if model.training:

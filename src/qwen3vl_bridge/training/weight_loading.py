@@ -15,18 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.checkpoint.conversion_plan import check_tensors, naming_of, tensors_of
+from qwen3vl_bridge.checkpoint.conversion_plan import check_tensors, tensors_of
 from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
 from qwen3vl_bridge.checkpoint.formats.dcp_reader import DcpTensors
 from qwen3vl_bridge.checkpoint.formats.huggingface import side_files
-from qwen3vl_bridge.checkpoint.formats.layouts import FsdpDtensor, TorchDist
-from qwen3vl_bridge.checkpoint.formats.megatron import HF_FILES, TORCH_DIST, find_iteration, format_of, model_keys
+from qwen3vl_bridge.checkpoint.formats.megatron import HF_FILES, find_iteration, format_of, model_keys
 from qwen3vl_bridge.checkpoint.formats.tensors import Segment, SegmentReader, Segments, Slice, Zeros
-from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, open_model, read_manifest, tool
+from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, layout_of, open_model, read_manifest, tool
 from qwen3vl_bridge.io.files import CheckpointError
 from qwen3vl_bridge.models.model import VisionLanguageModel
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
-from qwen3vl_bridge.parallel.collectives import all_or_none, gather_objects
+from qwen3vl_bridge.parallel.collectives import fail_together, gather_objects
 from qwen3vl_bridge.peft.stored_adapters import refuse_adapters_alone
 from qwen3vl_bridge.registry import family, family_of
 from qwen3vl_bridge.training.process_groups import initialize
@@ -96,22 +95,19 @@ def load_weights(folder: str | Path, model: Sequence[torch.nn.Module], groups: P
     chunks = unwrap_model(list(model))
     config = chunks[0].config
     dimensions, rows = config.dimensions(), rows_by_name(config)
-    with all_or_none():
+    with fail_together():
         folder = find_iteration(Path(folder))
         refuse_adapters_alone(folder)
         ckpt_format, metadata = format_of(folder), read_metadata(folder)
         source = DcpTensors(metadata, model_keys(metadata, ckpt_format))
-        if ckpt_format == TORCH_DIST:
-            layout = TorchDist.found(rows.values(), dimensions, source.specs)
-        else:
-            layout = FsdpDtensor(dimensions, naming_of(rows.values(), source.specs))
+        layout = layout_of(ckpt_format, rows.values(), dimensions, source.specs)
         expected = tensors_of(rows.values(), layout)
         longer = {name for row in rows.values() if row.of_vocabulary for name in layout.tensors(row)}
         found = source.specs
         if not any(map(is_of_mtp, expected)):  # a model may lack multi-token prediction
             found = {name: spec for name, spec in found.items() if not is_of_mtp(name)}
         check_tensors(found, expected, f"{folder} does not fit the model", may_be_longer=longer)
-    with all_or_none(), torch.no_grad(), SegmentReader(source) as reader:
+    with fail_together(), torch.no_grad(), SegmentReader(source) as reader:
         for stage, chunk in enumerate(chunks):
             for name, parameter in chunk.named_parameters():
                 name = _megatron_local_name_to_global(chunks, config, name, stage)
@@ -133,20 +129,10 @@ def load_weights(folder: str | Path, model: Sequence[torch.nn.Module], groups: P
                         part = size // ranks
                         segments += whole.cut((first + rank * part) * width, part * width)
                         first += size
-                tensor = _read(reader, segments, parameter.dtype)
+                tensor = reader.elements(segments, str(parameter.dtype).removeprefix("torch."))
                 parameter.copy_(
                     tensor.view_as(parameter) if dimension == 0 else tensor.view(shape).chunk(ranks, dimension)[rank]
                 )
-
-
-def _read(reader: SegmentReader, segments: Sequence[Segment], dtype: torch.dtype) -> Tensor:
-    """[elements] on the host, cast to a dtype."""
-    tensor, done = torch.empty(sum(segment.length for segment in segments), dtype=dtype), 0
-    data = memoryview(tensor.view(torch.uint8).numpy())
-    for block in reader.blocks(segments, str(dtype).removeprefix("torch.")):
-        data[done : done + len(block)] = block
-        done += len(block)
-    return tensor
 
 
 @dataclass(frozen=True)
@@ -174,7 +160,8 @@ class Pretrained:
             refuse_adapters_alone(self.folder)
             return
         config = ModelConfig(self.folder).raw
-        theirs, ours = _sizes(stored := family_of(config).provider_of(config)), _sizes(provider)
+        stored = family_of(config).build_provider(config)
+        theirs, ours = _sizes(stored), _sizes(provider)
         if provider.rope_parameters is None and stored.rope_parameters is not None:
             # A run may scale what its checkpoint does not, never the other way: the exported model would say otherwise.
             ours["rope_parameters"], theirs["rope_parameters"] = None, stored.rope_parameters
@@ -257,12 +244,12 @@ class InitialWeights:
         """
         cfg = self.cfg
         peft = cfg.peft or self.peft  # already ours if a failed set-up is repeated
-        with all_or_none():
+        with fail_together():
             for chunk in chunks:
                 _allocate_on_host(chunk)
         if peft is None and has_checkpoint(cfg.checkpoint):
             return chunks
-        with all_or_none():
+        with fail_together():
             pretrained = Pretrained.find(cfg.checkpoint.pretrained_checkpoint)
             pretrained.check(cfg.model)
         pretrained.load(chunks, cfg.model._pg_collection)
@@ -347,7 +334,7 @@ def load_every_weight(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         asked["load_dir"], asked["iteration"], asked["release"]
     )
     weights = checkpointing.preprocess_fsdp_dtensor_state_dict(asked["cfg"], {"model": dict(state["model"])}, chunks[0])
-    with all_or_none():
+    with fail_together():
         stored = checkpointing._get_filesystem_reader(folder).read_metadata().state_dict_metadata
         renamed, problems = other_names(weights["model"], stored, provider)
         if renamed and "optimizer" in state and any(key.startswith(_OPTIMIZER) for key in stored):

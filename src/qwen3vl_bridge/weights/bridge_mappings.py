@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from qwen3vl_bridge.weights.rows import (
     QKV,
     ConcatenatedQKV,
-    Copy,
     GatedMLP,
     GatedQKV,
     PackedExpert,
@@ -52,7 +51,7 @@ class ZeroCenteredMapping(RMSNorm2ZeroCenteredRMSNormMapping):
 
 
 _MAPPING_OF: dict[type[WeightRow], Callable[..., MegatronParamMapping]] = {
-    Copy: AutoMapping,
+    WeightRow: AutoMapping,
     QKV: QKVMapping,
     ConcatenatedQKV: ConcatenatedQKVMapping,
     GatedMLP: GatedMLPMapping,

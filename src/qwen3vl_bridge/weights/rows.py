@@ -46,46 +46,6 @@ def vision_sizes(vision: Mapping) -> dict[str, int]:
     }
 
 
-def model_dimensions(
-    family: str,
-    vision: Mapping,
-    *,
-    layers: int,
-    vocab: int,
-    hidden: int,
-    ffn: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    untied: bool,
-    experts: int = 0,
-    topk: int = 0,
-    moe_ffn: int = 0,
-    moe_layers: Sequence[int] = (),
-) -> Dimensions:
-    """Dimensions that all families have, from the vision tower's configuration and the text model's sizes.
-
-    `deepstack_visual_indexes` of the tower have a DeepStack merger, `moe_layers` of the text model have experts.
-    """
-    deepstack_layers = tuple(vision.get("deepstack_visual_indexes") or ())
-    sizes = {
-        "vocab": vocab, "hidden": hidden, "ffn": ffn, "untied": int(untied),
-        "head_dim": head_dim, "heads": heads, "kv_heads": kv_heads, "q": heads * head_dim, "kv": kv_heads * head_dim,
-        "experts": experts, "topk": topk, "moe_ffn": moe_ffn, "moe_gate_up": 2 * moe_ffn,
-        **vision_sizes(vision),
-    }  # fmt: skip
-    indices = {
-        "text_layers": range(layers),
-        "dense_layers": tuple(i for i in range(layers) if i not in moe_layers),
-        "moe_layers": moe_layers,
-        "experts": range(experts),
-        "vision_layers": range(vision["depth"]),
-        "deepstack_layers": deepstack_layers,
-        "deepstack_mergers": range(len(deepstack_layers)),
-    }
-    return Dimensions(sizes, indices, family)
-
-
 Shape = tuple[str | int, ...]
 
 
@@ -109,7 +69,8 @@ class WeightRow:
     """One Megatron parameter and its Hugging Face tensors.
 
     The class of a row is its transformation, which `hf_slices` defines for files and adapters, and for weights that
-    ranks share a class of Megatron-Bridge (`weights/bridge_mappings.py`).
+    ranks share a class of Megatron-Bridge (`weights/bridge_mappings.py`). A row of this class itself is one tensor that
+    is the same on both sides, or several that Megatron concatenates.
     """
 
     megatron: str  # Megatron parameter name, with Transformer Engine's layer spec
@@ -166,10 +127,6 @@ class WeightRow:
         """Shape of an expanded row's Megatron parameter."""
         shapes = self.numbers(dimensions)
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
-
-
-class Copy(WeightRow):
-    """One tensor, the same on both sides; or several that Megatron concatenates."""
 
 
 @dataclass(frozen=True)
@@ -254,37 +211,6 @@ class PackedExpert(WeightRow):
         """See `WeightRow`."""
         shape = self.numbers(dimensions)[0]
         return shape[::-1] if self.transposed else shape
-
-
-class ExpertInput(WeightRow):
-    """One expert's rows of a matrix of all experts of a layer, [experts * rows, in]: expert by expert."""
-
-    def hf_shapes(self, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
-        """See `WeightRow`."""
-        rows, width = self.numbers(dimensions)[0]
-        return ((dimensions["experts"] * rows, width),)
-
-    def hf_slices(self, dimensions: Dimensions) -> Iterator[ParamSlice]:
-        """See `WeightRow`."""
-        size = math.prod(self.numbers(dimensions)[0])
-        yield ParamSlice(self.hf[0], self.expert * size, size)
-
-
-class ExpertOutput(WeightRow):
-    """One expert's columns of a matrix of all experts of a layer, [out, columns * experts].
-
-    The first column of every expert comes first, then the second of every expert, and so on.
-    """
-
-    def hf_shapes(self, dimensions: Dimensions) -> tuple[tuple[int, ...], ...]:
-        """See `WeightRow`."""
-        out, columns = self.numbers(dimensions)[0]
-        return ((out, columns * dimensions["experts"]),)
-
-    def hf_slices(self, dimensions: Dimensions) -> Iterator[ParamSlice]:
-        """See `WeightRow`."""
-        size = math.prod(self.numbers(dimensions)[0])
-        yield ParamSlice(self.hf[0], self.expert, size, stride=dimensions["experts"])
 
 
 def stored_rows(row: WeightRow, rows: int, dimensions: Dimensions) -> tuple[int, ...]:
@@ -433,25 +359,22 @@ class Part(Enum):
 
 
 def part_of(name: str) -> Part:
-    """The part of a model's parameter or module, by its name in the model."""
+    """The part of a parameter or a linear layer, by its name in the model or in a wrapper; a ValueError if it is not of
+    this model.
+    """
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
     if name.startswith("language_model."):
         return Part.LANGUAGE_MODEL
+    if not name.startswith("vision_model."):
+        raise ValueError(f"found the parameter {name}, expected one of language_model or vision_model")
     is_merger = name.startswith(("vision_model.merger.", "vision_model.decoder.deepstack_merger_list."))
     return Part.VISION_PROJECTION if is_merger else Part.VISION_MODEL
 
 
-def part_of_wrapped(name: str) -> Part:
-    """The part of a parameter, by its name in the model or in a wrapper; a ValueError if it is not of this model."""
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    if not name.startswith(("language_model.", "vision_model.")):
-        raise ValueError(f"found the parameter {name}, expected one of language_model or vision_model")
-    return part_of(name)
-
-
 def copied(megatron: str, hf: str, *shape: str | int, indices: tuple[str, ...] = (), **more: Any) -> WeightRow:
     """The row of one tensor of this shape."""
-    return Copy(megatron, (hf,), (shape,), indices, **more)
+    return WeightRow(megatron, (hf,), (shape,), indices, **more)
 
 
 def affine(
@@ -483,12 +406,12 @@ VISION_ROWS: tuple[WeightRow, ...] = (
     *(
         kind(f"{_TOWER}{megatron}{part}", (f"{_HF_TOWER}{hf}.{part}",), (shape,), ("vision_layers",))
         for kind, megatron, hf, weight in (
-            (Copy, "self_attention.linear_qkv.layer_norm_", "norm1", ("v_hidden",)),
+            (WeightRow, "self_attention.linear_qkv.layer_norm_", "norm1", ("v_hidden",)),
             (ConcatenatedQKV, "self_attention.linear_qkv.", "attn.qkv", ("v_qkv", "v_hidden")),
-            (Copy, "self_attention.linear_proj.", "attn.proj", ("v_hidden", "v_hidden")),
-            (Copy, "mlp.linear_fc1.layer_norm_", "norm2", ("v_hidden",)),
-            (Copy, "mlp.linear_fc1.", "mlp.linear_fc1", ("v_ffn", "v_hidden")),
-            (Copy, "mlp.linear_fc2.", "mlp.linear_fc2", ("v_hidden", "v_ffn")),
+            (WeightRow, "self_attention.linear_proj.", "attn.proj", ("v_hidden", "v_hidden")),
+            (WeightRow, "mlp.linear_fc1.layer_norm_", "norm2", ("v_hidden",)),
+            (WeightRow, "mlp.linear_fc1.", "mlp.linear_fc1", ("v_ffn", "v_hidden")),
+            (WeightRow, "mlp.linear_fc2.", "mlp.linear_fc2", ("v_hidden", "v_ffn")),
         )
         for part, shape in (("weight", weight), ("bias", weight[:1]))
     ),
@@ -561,7 +484,7 @@ def _expert_rows(megatron: str, hf: str, indices: tuple[str, ...], experts: Expe
         half = ("moe_ffn", "hidden")
         return (
             GatedMLP(fc1, (f"{hf}*.gate_proj.weight", f"{hf}*.up_proj.weight"), (half, half), each),
-            Copy(fc2, (f"{hf}*.down_proj.weight",), (down,), each),
+            WeightRow(fc2, (f"{hf}*.down_proj.weight",), (down,), each),
         )
     turned = experts is ExpertLayout.INPUT_MAJOR
     if turned:

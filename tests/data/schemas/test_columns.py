@@ -11,7 +11,7 @@ from qwen3vl_bridge.data import Columns, DataError, StreamedDataset, open_source
 from qwen3vl_bridge.data.schemas.conversations import conversation_of
 from qwen3vl_bridge.data.schemas.record_schemas import read_by
 from qwen3vl_bridge.training.callbacks import Accuracy
-from qwen3vl_bridge.training.run_settings import AccuracyConfig
+from qwen3vl_bridge.training.config import AccuracyConfig
 
 import datasets
 import pyarrow as pa

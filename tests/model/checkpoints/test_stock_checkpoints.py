@@ -417,7 +417,7 @@ def described(who: str, folder: Path) -> dict[str, Any]:
     """The `model` section of a run's file."""
     if who == "converted":
         config = json.loads((folder / "config.json").read_text())
-        rows, provider = config["text_config"]["vocab_size"], family("qwen3_vl").provider
+        rows, provider = config["text_config"]["vocab_size"], family("qwen3_vl").provider_target
         return run_config(config, str(folder), "torch_dist", provider=provider, vocabulary=rows, rows=rows)["model"]
     if who == "ours":
         provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=False)

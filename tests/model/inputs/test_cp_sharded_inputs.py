@@ -28,15 +28,20 @@ class Ranks:
     def __init__(self, size, monkeypatch):
         self.size, self.barrier, self.given, self.gathered = size, Barrier(size, timeout=20), [None] * size, 0
         monkeypatch.setattr(cp_sharded_inputs, "gather_stacked", self.gather)
+        monkeypatch.setattr(cp_sharded_inputs, "gather_objects", self.objects)
 
     def gather(self, local, group):
-        self.given[group.rank()] = local
         self.gathered += group.rank() == 0
+        gathered = self.objects(local, group)
+        assert len({(values.shape, values.dtype) for values in gathered}) == 1
+        return torch.stack(gathered)
+
+    def objects(self, local, group):
+        self.given[group.rank()] = local
         self.barrier.wait()
-        assert len({(values.shape, values.dtype) for values in self.given}) == 1
-        whole = torch.stack(self.given)
+        gathered = list(self.given)
         self.barrier.wait()
-        return whole
+        return gathered
 
     def group(self, rank):
         return types.SimpleNamespace(size=lambda: self.size, rank=lambda: rank)

@@ -17,9 +17,9 @@ from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider
 from qwen3vl_bridge.models.refusals import (
     AFTER_FINALIZE,
     BEFORE_FINALIZE,
+    DEPENDENTS,
     ON_FORWARD,
     ON_TRAIN,
-    PARTS,
     check_microbatches,
 )
 from qwen3vl_bridge.models.rules import DEFAULT, IGNORED, Allowed, Range, When, check
@@ -379,7 +379,7 @@ def assert_named(rules, settings):
 
 @pytest.mark.parametrize(("family", "size"), MODELS)
 def test_what_a_model_must_keep_at_its_default(family, size):
-    config = registry.presets_of(family).hf_config(size)
+    config = registry.family(family).presets.hf_config(size)
     provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
     of_kind = refusals.EXPERTS if isinstance(provider, ExpertsMixin) else refusals.DENSE
     assert_named((*of_kind, *provider.rules, *BEFORE_FINALIZE, *AFTER_FINALIZE, *ON_TRAIN), provider)
@@ -387,7 +387,7 @@ def test_what_a_model_must_keep_at_its_default(family, size):
     assert len(rows) > 150
     for row in rows:
         assert_kept(row, rows, provider)
-    for row in PARTS:
+    for row in DEPENDENTS:
         on = copy.deepcopy(provider)
         switch = row.when.names
         setattr(attrgetter(switch.rpartition(".")[0])(on) if "." in switch else on, switch.rpartition(".")[2], "on")
@@ -413,7 +413,7 @@ def test_what_a_run_must_keep_at_its_default(run):
         if row.name != "accuracy.path":  # on which other rows depend
             assert_kept(row, rows, run)
     for row in rows:
-        if row.why == IGNORED and row.when.names in run_refusals.PARTS:
+        if row.why == IGNORED and row.when.names in run_refusals.DEPENDENTS_BY_SWITCH:
             section, switch = row.when.names.split(".")
             other = copy.copy(run)
             setattr(other, section, replace(getattr(run, section), **{switch: True}))
@@ -423,7 +423,7 @@ def test_what_a_run_must_keep_at_its_default(run):
 
 def test_the_training_loop_does_not_read_them():
     """In the installed releases: a field that a newer one reads is to be taken off the table."""
-    names = "|".join(name for names in run_refusals.UNREAD.values() for name in names.split())
+    names = "|".join(name for names in run_refusals.UNREAD_BY_SECTION.values() for name in names.split())
     read = re.compile(rf"(?<!optim_config)(?<!self)(?<!model)\.({names})\b")  # other sections have some of them too
     found = {}
     for package in (megatron.bridge.__path__[0], Path(qwen3vl_bridge.__file__).parent):

@@ -42,7 +42,7 @@ def count(split: Split, rows: str) -> dict[str, Any]:
         return exchange(output, values, **splits)
 
     config, groups = get_model_config(model), get_attr_wrapped_model(model, "pg_collection")
-    batch, ranks = next(split.batches(CONTENT, rows, steps=1)), config.sequence_ranks(groups)
+    batch, ranks = next(split.batches(CONTENT, rows, steps=1)), config.local_arguments(groups)
     inputs = batch.local(**ranks)
     with mock.patch.object(mappings.torch.distributed, "all_to_all_single", watched):
         (model(inputs=inputs) * inputs.loss_mask).sum().backward()

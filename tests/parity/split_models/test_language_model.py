@@ -105,7 +105,7 @@ def against_transformers(pair: Pair, alone: Qwen3VLGPTModel, samples: list[Sampl
         [F.cross_entropy(one, sample.labels, reduction="none") for one, sample in zip(logits, samples, strict=True)]
     )
     found = losses[~batch.layout.padding_mask().view(losses.shape)]
-    own = batch.local(**pair.provider.sequence_ranks(pair.provider._pg_collection)).padding_mask.T
+    own = batch.local(**pair.provider.local_arguments(pair.provider._pg_collection)).padding_mask.T
     assert len(masks) == len(pair.provider.moe_layers)
     return dict(
         loss=(found - expected).abs().max().item(),
@@ -117,7 +117,7 @@ def against_transformers(pair: Pair, alone: Qwen3VLGPTModel, samples: list[Sampl
 def against_both_towers(pair: Pair, alone: Qwen3VLGPTModel, whole: Qwen3VLGPTModel, batch: TokenBatch) -> dict:
     """Differences to the same text model in the one of both towers, with experts balanced, padding left out."""
     config = pair.provider
-    inputs = batch.local(**config.sequence_ranks(config._pg_collection))
+    inputs = batch.local(**config.local_arguments(config._pg_collection))
     config.moe_aux_loss_coeff = BALANCE * bool(config.moe_layers)
     pair.zero_grad()
     losses = forward(alone, batch)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import qwen3vl_bridge
 from qwen3vl_bridge.models.rules import check
-from qwen3vl_bridge.training.run_refusals import ON_TRAIN
+from qwen3vl_bridge.training.run_refusals import ON_TRAIN_START
 
 import pytest
 from megatron.bridge.models.qwen_vl.qwen3_vl_provider import DistTrainConfig
@@ -36,7 +36,7 @@ NUMBERED = dict(save="run", dist_ckpt_optim_fully_reshardable=False)
 ])  # fmt: skip
 def test_what_their_loop_cannot_is_refused(ranks, changed, message):
     with pytest.raises(ValueError, match=message):
-        check(ON_TRAIN, run(*ranks, **changed))
+        check(ON_TRAIN_START, run(*ranks, **changed))
 
 
 @pytest.mark.parametrize("changed", [
@@ -44,4 +44,4 @@ def test_what_their_loop_cannot_is_refused(ranks, changed, message):
     NUMBERED | dict(save_optim=False),
 ])  # fmt: skip
 def test_what_it_can_is_not(changed):
-    check(ON_TRAIN, run(2, 2, **changed))
+    check(ON_TRAIN_START, run(2, 2, **changed))

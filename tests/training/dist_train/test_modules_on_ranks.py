@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.checkpoint import export_checkpoint
-from qwen3vl_bridge.dist_train.joint_step import OneWayBridge
+from qwen3vl_bridge.dist_train.joint_run import OneWayBridge
 
 import pytest
 import torch

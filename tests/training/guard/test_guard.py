@@ -14,9 +14,9 @@ from qwen3vl_bridge.data.encoding import EncodedSample
 from qwen3vl_bridge.models.rules import check
 from qwen3vl_bridge.training import run_refusals
 from qwen3vl_bridge.training.callbacks import training_callbacks
+from qwen3vl_bridge.training.config import GuardConfig, Qwen3VLLearningRates
 from qwen3vl_bridge.training.guard import Guard, SampleLoss, SpoiltStepError, latest_losses
 from qwen3vl_bridge.training.run_log import metrics_line, read_metrics
-from qwen3vl_bridge.training.run_settings import GuardConfig, Qwen3VLLearningRates
 from qwen3vl_bridge.weights.rows import Part
 
 import hypothesis.strategies as st
@@ -328,4 +328,4 @@ def test_settings_that_contradict_each_other_are_refused(inputs, settings, messa
         if sep:
             setattr(cfg if section == "cfg" else getattr(cfg, section), field, value)
     with pytest.raises(ValueError, match=message):
-        check(run_refusals.ON_TRAIN, cfg)
+        check(run_refusals.ON_TRAIN_START, cfg)

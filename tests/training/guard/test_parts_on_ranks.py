@@ -9,9 +9,9 @@ from typing import Any
 
 from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.training.callbacks import training_callbacks
+from qwen3vl_bridge.training.config import GuardConfig, Qwen3VLLearningRates
 from qwen3vl_bridge.training.guard import PART_NORMS
 from qwen3vl_bridge.training.run_log import ENTRY
-from qwen3vl_bridge.training.run_settings import GuardConfig, Qwen3VLLearningRates
 
 import pytest
 import torch

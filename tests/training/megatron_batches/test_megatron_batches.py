@@ -222,12 +222,12 @@ def test_padding_reaches_every_router(pair, untied_folder, conversations, layout
     assert all(torch.equal(mask, expected) for mask in masks_that_arrive(pair, inputs=batch.local()))
 
 
-def test_rows_without_a_mask_have_padding_where_nothing_is_trained_on(provider, rows, monkeypatch):
-    """The processor's padding, and the token 0 that their collator lengthens rows with."""
-    batch, lengths = rows(), rows()["attention_mask"].sum(-1).tolist()
-    processors_own = batch["input_ids"][0, lengths[0]]
-    assert processors_own != 0 and batch["input_ids"][0, -1] == 0
-    monkeypatch.setattr(provider, "pad_token_id", int(processors_own))
+def test_rows_without_a_mask_have_padding_where_they_end_with_its_token(provider, rows, monkeypatch):
+    batch, real = rows(), rows()["attention_mask"].bool()
+    lengths = real.sum(-1).tolist()
+    processors_own = int(batch["input_ids"][0, lengths[0]])
+    batch["input_ids"][~real] = processors_own  # their collator lengthens rows with another one
+    monkeypatch.setattr(provider, "pad_token_id", processors_own)
     batch["attention_mask"] = None
     assert list(from_collator(batch, provider).layout.lengths) == lengths
 
@@ -288,7 +288,7 @@ def test_a_picture_that_was_cut_is_refused(provider, rows):
         setattr(batch["visual_inputs"], name, values[len(values) // 3 :])
     with pytest.raises(ValueError, match=r"in one run, expected 196; in all found \d+, expected 392") as caught:
         from_collator(batch, provider, SimpleNamespace(dataloader_type="cyclic", seq_length=128))
-    assert "cut longer rows, even within images" in caught.value.__notes__[0]
+    assert "cut rows at dataset.seq_length, even within images" in caught.value.__notes__[0]
 
 
 def packed(**changes):
@@ -346,7 +346,7 @@ def test_pictures_of_other_rows_are_refused(provider, rows, untied_folder, conve
     for part in split_batch_into_microbatches(rows(), 3):
         with pytest.raises(ValueError, match="image") as caught:
             from_collator(part, provider, dataset)
-        assert "gives every microbatch all images" in caught.value.__notes__[0]
+        assert "gives each microbatch the images of all" in caught.value.__notes__[0]
 
 
 IN_BATCH = dict(enable_in_batch_packing=True)
@@ -395,7 +395,7 @@ def test_a_run_in_two_halves_is_the_whole(inputs, conversations, texts, tmp_path
 
 
 def test_pictures_in_the_order_of_global_batches_are_refused(inputs, conversations):
-    with pytest.raises(ValueError, match="Expected 'single' or 'cyclic' for data with images"):
+    with pytest.raises(ValueError, match="expected 'single' or 'cyclic' for data with images"):
         train(config(inputs, None, direct(inputs.hf, conversations, dataloader_type="batch")))
 
 

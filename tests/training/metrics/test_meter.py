@@ -6,12 +6,14 @@ import re
 from dataclasses import replace
 from types import SimpleNamespace
 
-from qwen3vl_bridge.models.flops import Trained, operations_of_a_step, provider_costs, tower_costs
+from qwen3vl_bridge.models.flops import Trained, model_costs, operations_of_a_step, tower_costs
 from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.models.qwen3_vl.bridge import provider_from_hf_config
+from qwen3vl_bridge.models.rules import check
 from qwen3vl_bridge.parallel.collectives import sum_amounts
 from qwen3vl_bridge.peft.lora import Qwen3VLLoRA
 from qwen3vl_bridge.registry import dimensions_of
+from qwen3vl_bridge.training import run_refusals
 from qwen3vl_bridge.training.callbacks import training_callbacks
 from qwen3vl_bridge.training.metrics import Amounts, ExpertLoad, meter_of, peak_operations, step_costs
 from qwen3vl_bridge.training.run_log import ENTRY, StepProgress
@@ -190,7 +192,7 @@ def test_a_provider_has_its_configurations_numbers(size):
     provider = provider_from_hf_config(config)
     assert provider.dimensions().sizes == dimensions_of(config).sizes
     for trained in (None, Trained(), Trained(language_model=False)):
-        assert provider_costs(provider, trained) == tower_costs(config, trained)
+        assert model_costs(provider.dimensions(), trained) == tower_costs(config, trained)
     # Before there are batches, Megatron-Bridge asks with rows alone.
     full = tower_costs(config, Trained()).of(tokens=provider.seq_length, patches=0, patch_pairs=0)
     assert operations_of_a_step(provider, batch_size=3) == pytest.approx(3 * full)
@@ -203,15 +205,15 @@ def test_adapters_are_counted_by_the_layers_that_they_are_on(inputs, moe_folder)
         language_model=False, vision_model=False, vision_projection=False,
         rank=lambda name: 4 if name.endswith("layers.1.self_attention.linear_proj") else 0,
     )  # fmt: skip
-    assert step_costs(cfg) == provider_costs(cfg.model, expected)
+    assert step_costs(cfg) == model_costs(cfg.model.dimensions(), expected)
     cfg.peft.freeze_vision_projection = False
-    assert step_costs(cfg) == provider_costs(cfg.model, replace(expected, vision_projection=True))
+    assert step_costs(cfg) == model_costs(cfg.model.dimensions(), replace(expected, vision_projection=True))
     cfg.model.freeze_vision_projection = True
-    assert step_costs(cfg) == provider_costs(cfg.model, expected)
+    assert step_costs(cfg) == model_costs(cfg.model.dimensions(), expected)
     cfg.peft = Qwen3VLLoRA(dim=4, target_modules=[], exclude_modules=["linear_fc1"])
     chosen = re.compile(r"language_model.*(?<!linear_fc1)$")
     ranks = replace(expected, rank=lambda name: 4 * bool(chosen.match(name)))
-    assert step_costs(cfg) == provider_costs(cfg.model, ranks)
+    assert step_costs(cfg) == model_costs(cfg.model.dimensions(), ranks)
     cfg.peft = LoRA()
     assert step_costs(cfg) is None
     cfg = replace(inputs, hf=moe_folder, megatron=moe_folder).config(None)
@@ -219,7 +221,7 @@ def test_adapters_are_counted_by_the_layers_that_they_are_on(inputs, moe_folder)
         cfg.peft = Qwen3VLLoRA(dim=4, adapt_experts=experts)
         chosen = re.compile(r"language_model\." if experts else r"language_model\.(?!.*experts)")
         ranks = replace(expected, rank=lambda name, chosen=chosen: 4 * bool(chosen.match(name)))
-        assert step_costs(cfg) == provider_costs(cfg.model, ranks)
+        assert step_costs(cfg) == model_costs(cfg.model.dimensions(), ranks)
 
 
 STEPS, INTERVAL = 4, 2
@@ -236,7 +238,7 @@ def run(inputs, tmp_path_factory):
     replicate(cfg)
     with pytest.MonkeyPatch.context() as patch:
         said = []
-        patch.setattr("qwen3vl_bridge.training.run_log.StepProgress._write", lambda self, line: said.append(line))
+        patch.setattr("qwen3vl_bridge.training.run_log.StepProgress.write", lambda self, line: said.append(line))
         clock = Clock()
         patch.setattr("qwen3vl_bridge.training.metrics.time", SimpleNamespace(perf_counter=clock.read))
         train(cfg, callbacks=[SlowCheckpoint(3, clock)])
@@ -300,7 +302,7 @@ def test_rates_are_means_over_the_interval(run):
         taken = amounts.tokens / entry["tokens_per_second"]
         assert taken == pytest.approx(INTERVAL)  # without the pause
         assert entry["images_per_second"] == pytest.approx(amounts.images / taken)
-        done = step_costs(cfg).of_many(**{name: getattr(amounts, name) for name in COSTS})
+        done = step_costs(cfg).of(**{name: getattr(amounts, name) for name in COSTS})
         assert entry["tflops_per_gpu"] == pytest.approx(done / taken / 1e12)
         assert "mfu" not in entry  # nobody knows a CPU's peak
         assert 0.1 < entry["memory_gb"] < 100
@@ -353,7 +355,7 @@ def test_megatron_bridge_counts_the_same_operations(inputs):
     names = ("seqlen_sum", "seqlen_squared_sum", "num_vision_patches", "cross_seqlen_sum", "cross_seqlen_product_sum")
     given = dict(zip(names, stats, strict=True))
     assert given["num_vision_patches"] == amounts.patches > 0
-    expected = step_costs(cfg).of_many(**{name: getattr(amounts, name) for name in COSTS})
+    expected = step_costs(cfg).of(**{name: getattr(amounts, name) for name in COSTS})
     assert num_floating_point_operations(cfg, batch_size=2, **given) == expected > 0
 
 
@@ -361,8 +363,8 @@ def test_weights_and_biases_has_to_be_installed(inputs, monkeypatch):
     cfg = inputs.config(None, logger__wandb_project="digits", logger__wandb_exp_name="first")
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "wandb" else find(name, *more))
-    with pytest.raises(ValueError, match=r"wandb_project is 'digits', and wandb is not installed: .*pip install wandb"):
-        training_callbacks(cfg)
+    with pytest.raises(ValueError, match=r"wandb_project is 'digits', .* wandb is not installed: pip install wandb"):
+        check(run_refusals.ON_TRAIN_START, cfg)
 
 
 def test_weights_and_biases_gets_the_log(inputs, tmp_path, monkeypatch):

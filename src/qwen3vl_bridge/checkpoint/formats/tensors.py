@@ -15,9 +15,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from qwen3vl_bridge.io.files import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # torch name -> (name in a safetensors header, bytes per element)
 _DTYPES: dict[str, tuple[str, int]] = {
@@ -226,6 +229,18 @@ class SegmentReader:
         """The bytes of a whole tensor, in its dtype or cast to another, as `blocks` yields them."""
         spec = self._source.specs[name]
         return self.blocks([Slice(name, 0, spec.numel)], dtype or spec.dtype)
+
+    def elements(self, segments: Iterable[Segment], dtype: str) -> Tensor:
+        """The elements of a sequence of segments, one after the other, cast to a dtype."""
+        import torch
+
+        segments, done = list(segments), 0
+        tensor = torch.empty(sum(segment.length for segment in segments), dtype=getattr(torch, dtype))
+        data = memoryview(tensor.view(torch.uint8).numpy())
+        for block in self.blocks(segments, dtype):
+            data[done : done + len(block)] = block
+            done += len(block)
+        return tensor
 
     def blocks(self, segments: Iterable[Segment], dtype: str) -> Iterator[memoryview]:
         """The bytes of a sequence of segments, cast to a dtype; each block is valid until the next is requested.

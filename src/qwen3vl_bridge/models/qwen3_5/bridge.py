@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qwen3vl_bridge.models.bridge import FamilyBridge, provider_of, scaled_rope, stored_config
+from qwen3vl_bridge.models.bridge import FamilyBridge, provider_by_model_type, scaled_rope, stored_config
 from qwen3vl_bridge.models.provider import ExpertsMixin
 from qwen3vl_bridge.models.qwen3_5.config import (
-    FAMILY,
+    FAMILY_NAME,
     LINEAR,
     LINEAR_SIZES,
     MTP_LAYERS,
@@ -43,7 +43,7 @@ register_replacement(stock.Qwen35VLMoEModelProvider, Qwen35VLMoEModelProvider, e
 class Qwen35VLBridge(FamilyBridge):
     """AutoBridge support for dense Qwen3.5-VL."""
 
-    family = FAMILY
+    family = FAMILY_NAME
 
     def provider_fields(self, config: Any) -> dict[str, Any]:
         """See FamilyBridge."""
@@ -67,7 +67,7 @@ class Qwen35VLBridge(FamilyBridge):
     def provider_bridge(self, hf_pretrained: Any) -> Any:
         """Like FamilyBridge's; without multi-token prediction if transformers has saved the model, which drops it."""
         provider = super().provider_bridge(hf_pretrained)
-        provider.mtp_num_layers = stored_config(FAMILY, hf_pretrained)["text_config"].get(MTP_LAYERS) or None
+        provider.mtp_num_layers = stored_config(FAMILY_NAME, hf_pretrained)["text_config"].get(MTP_LAYERS) or None
         return provider
 
 
@@ -82,5 +82,5 @@ class Qwen35VLMoEBridge(Qwen35VLBridge):
 
 
 def provider_from_hf_config(hf_config: Mapping[str, Any], **settings: Any) -> Qwen35VLModelProvider:
-    """See `provider_of`. The `run_config.yaml` of a converted checkpoint contains its name and arguments."""
-    return provider_of((Qwen35VLBridge, Qwen35VLMoEBridge), hf_config, settings)
+    """See `provider_by_model_type`. The `run_config.yaml` of a converted checkpoint contains its name and arguments."""
+    return provider_by_model_type((Qwen35VLBridge, Qwen35VLMoEBridge), hf_config, settings)

@@ -9,27 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from qwen3vl_bridge.models.hf_config import (
-    POSITIVE,
-    TOKEN_IDS,
-    Fields,
-    Kind,
-    check_field_types,
-    check_model_type,
-    check_mrope_section,
-    check_supported_values,
-    experts_of,
-    identity_of_config,
-    identity_of_run,
-    renamed,
-    rope_parameters_of,
-    scaled_rope_of_run,
-    shared_dimensions,
-    shown,
-)
+from qwen3vl_bridge.models import hf_config
+from qwen3vl_bridge.models.hf_config import POSITIVE, TOKEN_IDS, Fields, Kind, experts_of, renamed, shown
 from qwen3vl_bridge.weights.rows import Dimensions
 
-FAMILY = "qwen3_5"
+FAMILY_NAME = "qwen3_5"
 # As in the released models, and transformers' defaults.
 TOKENS: Mapping[str, int] = dict(zip(TOKEN_IDS, (248_056, 248_057, 248_053, 248_054), strict=True))
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -56,11 +40,7 @@ _NULLABLE: Mapping[str, Kind] = {
     "mlp_only_layers": Kind(lambda value: isinstance(value, list | tuple), "a list"),
 }
 _MOE_FIELDS = ("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
-_ROPE: Mapping[str, Any] = {
-    "rope_theta": 10_000.0,
-    "partial_rotary_factor": 0.25,
-    "mrope_section": [11, 11, 10],
-}
+_ROPE: Mapping[str, Any] = {"rope_theta": 10_000.0, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}
 
 
 def check_settings(config: Any) -> None:
@@ -69,7 +49,7 @@ def check_settings(config: Any) -> None:
     Raises:
         ValueError: a field is missing or invalid, or would be ignored; the message names it.
     """
-    check_field_types(config, _REQUIRED, _OPTIONAL, _NULLABLE)
+    hf_config.check_field_types(config, _REQUIRED, _OPTIONAL, _NULLABLE)
     text = config["text_config"]
     _check_layers(text)
     experts = experts_of(text)
@@ -88,9 +68,9 @@ def check_settings(config: Any) -> None:
         "text_config.mtp_use_dedicated_embeddings": (text.get("mtp_use_dedicated_embeddings") or False, False),
         "vision_config.deepstack_visual_indexes": (deepstack, []),
     }
-    check_supported_values(config, own)
+    hf_config.check_supported_values(config, own)
     rope_parameters(text)
-    check_model_type(config, FAMILY, experts, "experts")
+    hf_config.check_model_type(config, FAMILY_NAME, experts, "experts")
 
 
 def _check_layers(text: Mapping[str, Any]) -> None:
@@ -119,9 +99,9 @@ def layer_types_of(text: Mapping) -> tuple[str, ...]:
 
 def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
     """See `rope_parameters_of`, with transformers' defaults; also raises for a section of the wrong size."""
-    rope = rope_parameters_of(text, _ROPE)
+    rope = hf_config.rope_parameters_of(text, _ROPE)
     rotated = int((text.get("head_dim") or HEAD_DIM) * rope["partial_rotary_factor"])
-    check_mrope_section(rope["mrope_section"], rotated)
+    hf_config.check_mrope_section(rope["mrope_section"], rotated)
     return rope
 
 
@@ -129,8 +109,8 @@ def dimensions_of(config: Mapping) -> Dimensions:
     """Values of the weight table's symbols, of a `config.json`; raises KeyError for a missing field."""
     text, layers = config["text_config"], config["text_config"]["num_hidden_layers"]
     experts = experts_of(text)
-    shared = shared_dimensions(
-        FAMILY,
+    shared = hf_config.model_dimensions(
+        FAMILY_NAME,
         config,
         ffn=0 if experts else text["intermediate_size"],
         head_dim=text.get("head_dim") or HEAD_DIM,
@@ -153,14 +133,8 @@ def own_dimensions(
     shared_ffn: int | None,
     mtp: int | None,
 ) -> Dimensions:
-    """The dimensions of all families, and those of this one.
-
-    Args:
-        shared: of all families.
-        linear: the fields in `LINEAR_SIZES`.
-        is_linear: for each layer, whether its attention is linear.
-        shared_ffn: width of the shared expert.
-        mtp: layers of multi-token prediction: 1, or 0 or None for none.
+    """The dimensions of all families, `shared`, and those of this one: of the fields in `LINEAR_SIZES`, of whether each
+    layer's attention is linear, of the shared expert's width, and of the layers of multi-token prediction, if any.
     """
     key_dim, value_dim = linear["linear_key_head_dim"], linear["linear_value_head_dim"]
     key, value = linear["linear_num_key_heads"] * key_dim, linear["linear_num_value_heads"] * value_dim
@@ -204,7 +178,7 @@ _OF_PROVIDER: Mapping[str, str] = {
 
 def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The identifying fields of a `config.json`, normalized."""
-    fields, text = identity_of_config(config, _IDENTITY), config["text_config"]
+    fields, text = hf_config.identity_of_config(config, _IDENTITY), config["text_config"]
     fields["text_config.head_dim"] = fields["text_config.head_dim"] or HEAD_DIM
     fields["text_config.num_experts"] = experts_of(text)
     names = _MOE_FIELDS if experts_of(text) else ("intermediate_size",)
@@ -215,7 +189,8 @@ def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def fields_of_run(model: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """The identifying fields in the `model` section of a run's file; arguments as for `identity_of_run`."""
-    fields = identity_of_run(model, config, FAMILY) | renamed(model, _OF_PROVIDER) | scaled_rope_of_run(model)
+    fields = hf_config.identity_of_run(model, config, FAMILY_NAME) | renamed(model, _OF_PROVIDER)
+    fields |= hf_config.scaled_rope_of_run(model)
     if model.get("num_moe_experts"):
         shared = "shared_expert_intermediate_size"
         fields |= renamed(model, {f"moe_{shared}": f"text_config.{shared}"})

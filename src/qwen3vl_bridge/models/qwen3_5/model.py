@@ -68,18 +68,12 @@ def mtp_block_spec(config: TransformerConfig, layer: ModuleSpec) -> ModuleSpec:
 def with_mtp_loss(
     model: MRopeGPTModel, hidden: Tensor, embedded: Tensor, following: NextTokens, arguments: dict[str, Any]
 ) -> Tensor:
-    """Attach the MTP loss to hidden states: their backward pass also computes its gradient.
+    """Attach the MTP loss to hidden states [s / sp, b, h] after the final norm: their backward pass also computes its
+    gradient. `embedded` are next tokens [s / sp, b, h], `arguments` those of `GPTModel._postprocess`.
 
     A token's MTP loss is weighted by `mtp_loss_scaling_factor` relative to its own loss, regardless of how tokens are
     split and packed. megatron-core additionally weights a microbatch by the ratio of trained to predicted tokens, which
     is 1 if every answer is preceded by at least two tokens.
-
-    Args:
-        model: the text model of a stage with an output layer.
-        hidden: [s / sp, b, h] after the final norm.
-        embedded: [s / sp, b, h] next tokens.
-        following: labels, masks and counts for the next tokens.
-        arguments: those of `GPTModel._postprocess`.
     """
     config, groups = model.mtp.config, model.pg_collection  # the provider, not GPTModel's modified copy
     names = ("input_ids", "position_ids", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")
@@ -90,7 +84,7 @@ def with_mtp_loss(
         embedding=embedded,
         **{name: arguments[name] for name in names},
     )
-    losses, *accepted = _losses(model, predicted, following, arguments["runtime_gather_output"])
+    losses, *accepted = _mtp_losses(model, predicted, following, arguments["runtime_gather_output"])
     losses = losses * following.loss_mask
     with torch.no_grad():
         MTPLossLoggingHelper.save_metrics_to_tracker(
@@ -106,7 +100,7 @@ def with_mtp_loss(
     return MTPLossAutoScaler.apply(hidden, scale * losses)
 
 
-def _losses(
+def _mtp_losses(
     model: MRopeGPTModel, hidden: Tensor, following: NextTokens, gather: bool | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses [b, s] of MTP; number of trained tokens with a correct top-1 prediction; number of trained tokens."""

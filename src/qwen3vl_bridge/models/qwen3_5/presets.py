@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from qwen3vl_bridge.models import size_presets
-from qwen3vl_bridge.models.qwen3_5.config import FAMILY, FULL, LINEAR, LINEAR_SIZES, MTP_LAYERS, TOKENS
-from qwen3vl_bridge.models.size_presets import Experts, VisionTower
-
-
-@dataclass(frozen=True, kw_only=True)
-class Preset(size_presets.Preset):
-    """The dimensions in which sizes differ; `ffn` is 0 for MoE models, whose shared expert has the experts' width."""
-
-    linear_value_heads: int
-
+from qwen3vl_bridge.models.qwen3_5.config import FAMILY_NAME, FULL, LINEAR, LINEAR_SIZES, MTP_LAYERS, TOKENS
+from qwen3vl_bridge.models.size_presets import Experts, Preset, VisionTower
 
 _SMALL = VisionTower(depth=12, hidden=768, ffn=3072, heads=12)
 _MEDIUM = VisionTower(depth=24, hidden=1024, ffn=4096, heads=16)
@@ -70,7 +62,7 @@ def config_dict(size: str) -> dict[str, Any]:
         MTP_LAYERS: 1,
         **({"intermediate_size": preset.ffn} if experts is None else {"shared_expert_intermediate_size": experts.ffn}),
     }
-    return size_presets.config_of(preset, model_type=FAMILY, architecture="Qwen3_5", text=text, token_ids=TOKENS)
+    return size_presets.preset_config(preset, FAMILY_NAME, "Qwen3_5", text=text, token_ids=TOKENS)
 
 
 def hf_config(size: str) -> Any:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from qwen3vl_bridge.models.provider import ExpertsMixin, VisionLanguageProvider
-from qwen3vl_bridge.models.qwen3_5.config import FAMILY, LINEAR_SIZES, TOKENS, own_dimensions
+from qwen3vl_bridge.models.qwen3_5.config import FAMILY_NAME, LINEAR_SIZES, TOKENS, own_dimensions
 from qwen3vl_bridge.models.qwen3_5.delta_rule import are_missing
 from qwen3vl_bridge.models.qwen3_5.model import Qwen35VLModel
 from qwen3vl_bridge.models.refusals import NOTHING_ELSE
-from qwen3vl_bridge.models.rules import Allowed, Rule, above, any_of, equal, keep, on
+from qwen3vl_bridge.models.rules import Allowed, Rule, above, any_of, equal, is_on, keep
 from qwen3vl_bridge.weights.rows import Dimensions
 
 import torch
@@ -20,7 +20,7 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfi
 
 logger = logging.getLogger(__name__)
 
-_MTP = on("mtp_loss_scaling_factor") & (lambda model: model.trains_mtp)
+_MTP = is_on("mtp_loss_scaling_factor") & (lambda model: model.trains_mtp)
 _RECOMPUTED_MTP = equal("recompute_granularity", "full") & _MTP
 _RECOMPUTED_SO = "megatron-core recomputes multi-token prediction in no other way"
 
@@ -89,7 +89,7 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
     mtp_num_layers: int | None = 1
     mtp_loss_scaling_factor: float | None = 0.0
 
-    family: ClassVar[str] = FAMILY
+    family: ClassVar[str] = FAMILY_NAME
     model_class = Qwen35VLModel
     rules: ClassVar[tuple[Rule, ...]] = _RULES
 

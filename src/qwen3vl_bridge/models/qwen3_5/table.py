@@ -9,19 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from qwen3vl_bridge.weights.rows import (
-    VISION_ROWS,
-    Copy,
-    ExpertLayout,
-    GatedMLP,
-    GatedQKV,
-    WeightRow,
-    ZeroCentered,
-    attention_rows,
-    dense_mlp_rows,
-    moe_rows,
-    text_rows,
-)
+from qwen3vl_bridge.weights import rows
+from qwen3vl_bridge.weights.rows import ExpertLayout, GatedMLP, GatedQKV, WeightRow, ZeroCentered
 
 _LAYER = ("language_model.decoder.layers.*.", "model.language_model.layers.*.")  # in Megatron, in Hugging Face
 _MTP = "language_model.mtp.layers.0."
@@ -30,7 +19,7 @@ _MTP_LAYER = (f"{_MTP}mtp_model_layer.", "mtp.layers.0.")
 
 def _full_attention_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRow, ...]:
     """Rows of attention with a gated output per head, and of the input norm."""
-    return attention_rows(megatron, hf, *indices, kind=GatedQKV, queries="gated_q")
+    return rows.attention_rows(megatron, hf, *indices, kind=GatedQKV, queries="gated_q")
 
 
 def linear_attention_rows() -> tuple[WeightRow, ...]:
@@ -42,19 +31,19 @@ def linear_attention_rows() -> tuple[WeightRow, ...]:
         return kind(megatron + name, (other,), (shape,), indices, **more)
 
     return (
-        row(Copy, "in_proj.layer_norm_weight", f"{_LAYER[1]}input_layernorm.weight", "hidden"),
-        Copy(
+        row(WeightRow, "in_proj.layer_norm_weight", f"{_LAYER[1]}input_layernorm.weight", "hidden"),
+        WeightRow(
             f"{megatron}in_proj.weight",
             tuple(f"{hf}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
             (("l_qkv", "hidden"), ("l_value", "hidden"), ("l_value_heads", "hidden"), ("l_value_heads", "hidden")),
             indices,
             sections=(*qkv, ("z", "l_value"), ("beta", "l_value_heads"), ("alpha", "l_value_heads")),
         ),
-        row(Copy, "conv1d.weight", f"{hf}conv1d.weight", "l_qkv", 1, "l_conv", sections=qkv),
-        row(Copy, "A_log", f"{hf}A_log", "l_value_heads", float32=True),
-        row(Copy, "dt_bias", f"{hf}dt_bias", "l_value_heads"),
+        row(WeightRow, "conv1d.weight", f"{hf}conv1d.weight", "l_qkv", 1, "l_conv", sections=qkv),
+        row(WeightRow, "A_log", f"{hf}A_log", "l_value_heads", float32=True),
+        row(WeightRow, "dt_bias", f"{hf}dt_bias", "l_value_heads"),
         row(ZeroCentered, "out_norm.weight", f"{hf}norm.weight", "l_value_dim", float32=True),
-        row(Copy, "out_proj.weight", f"{hf}out_proj.weight", "hidden", "l_value"),
+        row(WeightRow, "out_proj.weight", f"{hf}out_proj.weight", "hidden", "l_value"),
     )
 
 
@@ -66,8 +55,8 @@ def _shared_expert_rows(megatron: str, hf: str, *indices: str) -> tuple[WeightRo
         GatedMLP(
             f"{megatron}linear_fc1.weight", (f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight"), (half, half), indices
         ),
-        Copy(f"{megatron}linear_fc2.weight", (f"{hf}.down_proj.weight",), (("hidden", "shared_ffn"),), indices),
-        Copy(f"{megatron}gate_weight", (f"{hf}_gate.weight",), ((1, "hidden"),), indices, replicated=True),
+        WeightRow(f"{megatron}linear_fc2.weight", (f"{hf}.down_proj.weight",), (("hidden", "shared_ffn"),), indices),
+        WeightRow(f"{megatron}gate_weight", (f"{hf}_gate.weight",), ((1, "hidden"),), indices, replicated=True),
     )
 
 
@@ -85,13 +74,13 @@ def _mtp_rows(experts: ExpertLayout) -> tuple[WeightRow, ...]:
         ("final_layernorm.weight", "mtp.norm.weight", ("hidden",)),
     )
     always = (
-        *(Copy(_MTP + name, (other,), (shape,)) for name, other, shape in joining),
+        *(WeightRow(_MTP + name, (other,), (shape,)) for name, other, shape in joining),
         *_full_attention_rows(*_MTP_LAYER),
     )
-    with_experts = (*moe_rows(*_MTP_LAYER, experts=experts), *_shared_expert_rows(*_MTP_LAYER))
+    with_experts = (*rows.moe_rows(*_MTP_LAYER, experts=experts), *_shared_expert_rows(*_MTP_LAYER))
     return (
         *(replace(row, condition="mtp") for row in always),
-        *(replace(row, condition="mtp_dense") for row in dense_mlp_rows(*_MTP_LAYER)),
+        *(replace(row, condition="mtp_dense") for row in rows.dense_mlp_rows(*_MTP_LAYER)),
         *(replace(row, condition="mtp_experts") for row in with_experts),
     )
 
@@ -99,10 +88,10 @@ def _mtp_rows(experts: ExpertLayout) -> tuple[WeightRow, ...]:
 def table(experts: ExpertLayout = ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT) -> tuple[WeightRow, ...]:
     """The whole table, for a checkpoint with the given format of experts."""
     return (
-        *VISION_ROWS,
-        *text_rows(*_full_attention_rows(*_LAYER, "full_layers"), *linear_attention_rows()),
-        *dense_mlp_rows(*_LAYER, "dense_layers"),
-        *moe_rows(*_LAYER, "moe_layers", experts=_LAYOUT_OF_LAYERS.get(experts, experts)),
+        *rows.VISION_ROWS,
+        *rows.text_rows(*_full_attention_rows(*_LAYER, "full_layers"), *linear_attention_rows()),
+        *rows.dense_mlp_rows(*_LAYER, "dense_layers"),
+        *rows.moe_rows(*_LAYER, "moe_layers", experts=_LAYOUT_OF_LAYERS.get(experts, experts)),
         *_shared_expert_rows(*_LAYER, "moe_layers"),
         *_mtp_rows(_LAYOUT_OF_MTP.get(experts, experts)),
     )

@@ -4,7 +4,7 @@ from qwen3vl_bridge.models.qwen3_vl import config, presets, table
 from qwen3vl_bridge.registry import Family
 
 FAMILY = Family(
-    name=config.FAMILY,
+    name=config.FAMILY_NAME,
     architectures={"qwen3_vl": "Qwen3VLForConditionalGeneration", "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration"},
     table=table.table,
     dimensions=config.dimensions_of,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qwen3vl_bridge.models.bridge import FamilyBridge, provider_of, scaled_rope
+from qwen3vl_bridge.models.bridge import FamilyBridge, provider_by_model_type, scaled_rope
 from qwen3vl_bridge.models.hf_config import TOKEN_IDS
-from qwen3vl_bridge.models.qwen3_vl.config import FAMILY, moe_layers_of, rope_parameters
+from qwen3vl_bridge.models.qwen3_vl.config import FAMILY_NAME, moe_layers_of, rope_parameters
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
 from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
 from qwen3vl_bridge.models.saved_providers import register_replacement
@@ -35,7 +35,7 @@ register_replacement(stock.Qwen3VLMoEModelProvider, Qwen3VLMoEModelProvider, els
 class Qwen3VLBridge(FamilyBridge):
     """AutoBridge support for dense Qwen3-VL."""
 
-    family = FAMILY
+    family = FAMILY_NAME
 
     def provider_fields(self, config: Any) -> dict[str, Any]:
         """See FamilyBridge."""
@@ -84,5 +84,5 @@ class Qwen3VLMoEBridge(Qwen3VLBridge):
 
 
 def provider_from_hf_config(hf_config: Mapping[str, Any], **settings: Any) -> Qwen3VLModelProvider:
-    """See `provider_of`. The `run_config.yaml` of a converted checkpoint contains this name and these arguments."""
-    return provider_of((Qwen3VLBridge, Qwen3VLMoEBridge), hf_config, settings)
+    """See `provider_by_model_type`. The `run_config.yaml` of a converted checkpoint has this name and its arguments."""
+    return provider_by_model_type((Qwen3VLBridge, Qwen3VLMoEBridge), hf_config, settings)

@@ -5,29 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qwen3vl_bridge.models.hf_config import (
-    DENSE_WIDTH,
-    LAYERS,
-    POSITIVE,
-    TOKEN_IDS,
-    Fields,
-    Kind,
-    check_field_types,
-    check_model_type,
-    check_mrope_section,
-    check_supported_values,
-    experts_of,
-    identity_of_config,
-    identity_of_run,
-    renamed,
-    rope_parameters_of,
-    scaled_rope_of_run,
-    shared_dimensions,
-    shown,
-)
+from qwen3vl_bridge.models import hf_config
+from qwen3vl_bridge.models.hf_config import DENSE_WIDTH, LAYERS, POSITIVE, TOKEN_IDS, Fields, Kind, experts_of, shown
 from qwen3vl_bridge.weights.rows import Dimensions
 
-FAMILY = "qwen3_vl"
+FAMILY_NAME = "qwen3_vl"
 # As in the released models, and transformers' defaults. Source: transformers, Qwen3VLConfig.
 TOKENS: Mapping[str, int] = dict(zip(TOKEN_IDS, (151_655, 151_656, 151_652, 151_653), strict=True))
 
@@ -46,15 +28,15 @@ def check_settings(config: Any) -> None:
     Raises:
         ValueError: a field is missing or invalid, or would be ignored; the message names it.
     """
-    check_field_types(config, _REQUIRED, _OPTIONAL, _NULLABLE)
+    hf_config.check_field_types(config, _REQUIRED, _OPTIONAL, _NULLABLE)
     text = config["text_config"]
     if "num_key_value_heads" not in text:  # transformers' default fits no released model
         raise ValueError("lacks the field text_config.num_key_value_heads, expected a number or null")
     check_deepstack(config["vision_config"], text["num_hidden_layers"])
-    check_supported_values(config, {})
-    check_mrope_section(rope_parameters(text)["mrope_section"], head_dim_of(text))
+    hf_config.check_supported_values(config, {})
+    hf_config.check_mrope_section(rope_parameters(text)["mrope_section"], head_dim_of(text))
     _check_experts(text)
-    check_model_type(config, FAMILY, len(moe_layers_of(text)), "layers have experts")
+    hf_config.check_model_type(config, FAMILY_NAME, len(moe_layers_of(text)), "layers have experts")
 
 
 def check_deepstack(vision: Mapping[str, Any], text_layers: int) -> None:
@@ -103,7 +85,7 @@ def head_dim_of(text: Mapping) -> int:
 
 def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
     """See `rope_parameters_of`; of a whole head."""
-    rope = rope_parameters_of(text, {"rope_theta": None, "mrope_section": None})
+    rope = hf_config.rope_parameters_of(text, {"rope_theta": None, "mrope_section": None})
     rope.setdefault("partial_rotary_factor", 1.0)
     if rope.pop("partial_rotary_factor") != 1.0:
         raise ValueError("partial_rotary_factor is not 1.0, expected whole heads as in every released model")
@@ -113,8 +95,8 @@ def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
 def dimensions_of(config: Mapping) -> Dimensions:
     """Values of the weight table's symbols, of a `config.json`; raises KeyError for a missing field."""
     text = config["text_config"]
-    return shared_dimensions(
-        FAMILY, config, ffn=text["intermediate_size"], head_dim=head_dim_of(text), moe_layers=moe_layers_of(text)
+    return hf_config.model_dimensions(
+        FAMILY_NAME, config, ffn=text["intermediate_size"], head_dim=head_dim_of(text), moe_layers=moe_layers_of(text)
     )
 
 
@@ -130,7 +112,7 @@ _MOE_LAYERS = "text_config.layers with experts (decoder_sparse_step, mlp_only_la
 def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The identifying fields of a `config.json`, normalized."""
     text, moe_layers = config["text_config"], list(moe_layers_of(config["text_config"]))
-    fields = identity_of_config(config, {"": TOKENS}) | {
+    fields = hf_config.identity_of_config(config, {"": TOKENS}) | {
         "vision_config.deepstack_visual_indexes": list(config["vision_config"]["deepstack_visual_indexes"]),
         "text_config.num_key_value_heads": text["num_key_value_heads"] or text["num_attention_heads"],
         "text_config.head_dim": head_dim_of(text),
@@ -146,7 +128,7 @@ def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def fields_of_run(model: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """The identifying fields in the `model` section of a run's file; arguments as for `identity_of_run`."""
-    fields = identity_of_run(model, config, FAMILY)
+    fields = hf_config.identity_of_run(model, config, FAMILY_NAME)
     layers, frequency = model.get("num_layers"), model.get("moe_layer_freq", 1)
     moe_layers = None
     if model.get("num_moe_experts") and type(frequency) is int and type(layers) is int and frequency > 0:
@@ -155,5 +137,5 @@ def fields_of_run(model: Mapping[str, Any], config: Mapping[str, Any]) -> dict[s
         moe_layers = [layer for layer, has_experts in enumerate(frequency) if has_experts]
     if moe_layers is not None:
         fields[_MOE_LAYERS] = moe_layers
-        fields |= renamed(model, DENSE_WIDTH) if len(moe_layers) != layers else {}
-    return fields | renamed(model, _ROPE_OF_RUN) | scaled_rope_of_run(model)
+        fields |= hf_config.renamed(model, DENSE_WIDTH) if len(moe_layers) != layers else {}
+    return fields | hf_config.renamed(model, _ROPE_OF_RUN) | hf_config.scaled_rope_of_run(model)

@@ -1,8 +1,9 @@
 """The Megatron Qwen3-VL model: DeepStack, as an addition to the model that all families share.
 
-Features of the vision tower are added to the output of the first text layers. Pipeline stages exchange one tensor: the
-features that later stages need are appended to the hidden states, only for this rank's vision tokens, and their
-gradients return the same way. A tower on every stage would cost its parameters and its computation again.
+`DeepStackLayer` adds features of the vision tower to the output of a text layer, one of the first. Pipeline stages
+exchange one tensor: the features that later stages need are appended to the hidden states, only for this rank's vision
+tokens, and their gradients return the same way. A tower on every stage would cost its parameters and its computation
+again.
 Legend: s, b local tokens and rows, h hidden size, t features, K vision tokens of a rank.
 """
 
@@ -52,7 +53,7 @@ class DeepStackLayer(TransformerLayer):
         return hidden, context
 
 
-def text_block_spec(config: TransformerConfig, vp_stage: int | None, pp_rank: int) -> TransformerBlockSubmodules:
+def deepstack_block_spec(config: TransformerConfig, vp_stage: int | None, pp_rank: int) -> TransformerBlockSubmodules:
     """Layer specs of the text decoder for one pipeline stage, whose layers add DeepStack features."""
     block = decoder_block_spec(config, vp_stage, pp_rank)
     for spec in block.layer_specs:
@@ -63,7 +64,7 @@ def text_block_spec(config: TransformerConfig, vp_stage: int | None, pp_rank: in
 class Qwen3VLGPTModel(MRopeGPTModel):
     """The text model, whose first layers add DeepStack features."""
 
-    block_spec = staticmethod(text_block_spec)
+    block_spec = staticmethod(deepstack_block_spec)
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,6 @@ class DeepStackStage:
         check_received(
             received, length * rows + features, f"{length} tokens of {rows} rows and {features} DeepStack features"
         )
-        if not self.received:
-            return received, received.new_empty(0, tokens, received.size(-1))
         hidden, appended = received.split([len(received) - features, features])
         width = received.size(-1)
         return hidden.view(-1, rows, width), appended.view(self.received, tokens, width)

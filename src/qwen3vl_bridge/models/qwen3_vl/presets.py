@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qwen3vl_bridge.models import size_presets
-from qwen3vl_bridge.models.qwen3_vl.config import FAMILY, TOKENS, dimensions_of
+from qwen3vl_bridge.models.qwen3_vl.config import FAMILY_NAME, TOKENS, dimensions_of
 from qwen3vl_bridge.models.qwen3_vl.table import table
 from qwen3vl_bridge.models.size_presets import Experts, Preset, VisionTower
 from qwen3vl_bridge.weights.rows import parameter_count as count_parameters
@@ -50,7 +50,7 @@ def config_dict(size: str) -> dict[str, Any]:
     }
     if preset.experts is not None:
         text |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
-    return size_presets.config_of(preset, model_type=FAMILY, architecture="Qwen3VL", text=text, token_ids=TOKENS)
+    return size_presets.preset_config(preset, FAMILY_NAME, "Qwen3VL", text=text, token_ids=TOKENS)
 
 
 def hf_config(size: str) -> Any:

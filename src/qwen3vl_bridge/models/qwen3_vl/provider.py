@@ -8,8 +8,9 @@ import logging
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from qwen3vl_bridge.models.hf_config import EXPERT_FIELDS, TEXT_FIELDS
 from qwen3vl_bridge.models.provider import ExpertsMixin, VisionLanguageProvider
-from qwen3vl_bridge.models.qwen3_vl.config import FAMILY, TOKENS, check_deepstack
+from qwen3vl_bridge.models.qwen3_vl.config import FAMILY_NAME, TOKENS, check_deepstack
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
 from qwen3vl_bridge.models.refusals import NOTHING_ELSE, unread
 from qwen3vl_bridge.models.rules import Rule, keep
@@ -56,7 +57,7 @@ class Qwen3VLModelProvider(VisionLanguageProvider):
     rotary_base: float = 5_000_000.0
     mrope_section: list[int] = field(default_factory=lambda: [24, 20, 20])
 
-    family: ClassVar[str] = FAMILY
+    family: ClassVar[str] = FAMILY_NAME
     model_class = Qwen3VLModel
     vision_module_class: ClassVar[str] = "qwen3vl_bridge.dist_train.modules.Qwen3VLVisionModule"
     language_module_class: ClassVar[str] = "qwen3vl_bridge.dist_train.modules.Qwen3VLLanguageModule"
@@ -80,17 +81,12 @@ class Qwen3VLModelProvider(VisionLanguageProvider):
     def hf_text_config(self) -> Qwen3VLTextConfig | Qwen3VLMoeTextConfig:
         """The text model as a transformers configuration, created from the fields; changing it has no effect here."""
         rope = dict(rope_type="default", rope_theta=self.rotary_base, mrope_section=list(self.mrope_section))
-        shared = dict(
+        shared = {of_text: getattr(self, name) for name, of_text in TEXT_FIELDS.items()} | dict(
             vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
             intermediate_size=self.ffn_hidden_size,
-            num_hidden_layers=self.num_layers,
-            num_attention_heads=self.num_attention_heads,
             num_key_value_heads=self.num_query_groups or self.num_attention_heads,
-            head_dim=self.kv_channels,
             hidden_act=name_of_activation(self.activation_func),
             max_position_embeddings=self.seq_length,
-            rms_norm_eps=self.layernorm_epsilon,
             initializer_range=self.init_method_std,
             attention_dropout=self.attention_dropout,
             rope_parameters=rope | (self.rope_parameters or {}) | dict(mrope_interleaved=True),
@@ -103,9 +99,7 @@ class Qwen3VLModelProvider(VisionLanguageProvider):
             return Qwen3VLTextConfig(**shared)
         return Qwen3VLMoeTextConfig(
             **shared,
-            num_experts=self.num_moe_experts,
-            num_experts_per_tok=self.moe_router_topk,
-            moe_intermediate_size=self.moe_ffn_hidden_size,
+            **{of_text: getattr(self, name) for name, of_text in EXPERT_FIELDS.items()},
             decoder_sparse_step=1,
             mlp_only_layers=[layer for layer in range(self.num_layers) if layer not in self.moe_layers],
         )

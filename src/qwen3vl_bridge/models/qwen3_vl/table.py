@@ -7,16 +7,8 @@ of its dense layers and those of its MoE layers.
 
 from __future__ import annotations
 
-from qwen3vl_bridge.weights.rows import (
-    VISION_ROWS,
-    ExpertLayout,
-    WeightRow,
-    attention_rows,
-    dense_mlp_rows,
-    merger_rows,
-    moe_rows,
-    text_rows,
-)
+from qwen3vl_bridge.weights import rows
+from qwen3vl_bridge.weights.rows import ExpertLayout, WeightRow
 
 _LAYER = ("language_model.decoder.layers.*.", "model.language_model.layers.*.")
 
@@ -24,14 +16,14 @@ _LAYER = ("language_model.decoder.layers.*.", "model.language_model.layers.*.")
 def table(experts: ExpertLayout = ExpertLayout.INPUT_MAJOR) -> tuple[WeightRow, ...]:
     """The whole table, for a checkpoint with the given format of experts."""
     return (
-        *VISION_ROWS,
-        *merger_rows(
+        *rows.VISION_ROWS,
+        *rows.merger_rows(
             "vision_model.decoder.deepstack_merger_list.*",
             "model.visual.deepstack_merger_list.*",
             "v_merged",
             indices=("deepstack_mergers",),
         ),
-        *text_rows(*attention_rows(*_LAYER, "text_layers")),
-        *dense_mlp_rows(*_LAYER, "dense_layers"),
-        *moe_rows(*_LAYER, "moe_layers", experts=experts),
+        *rows.text_rows(*rows.attention_rows(*_LAYER, "text_layers")),
+        *rows.dense_mlp_rows(*_LAYER, "dense_layers"),
+        *rows.moe_rows(*_LAYER, "moe_layers", experts=experts),
     )
