@@ -107,9 +107,9 @@ def replaced_in(source: str) -> set[str]:
         and (root == "module" or is_code(value))
     }
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and root_of(node.func) == "changed")
-    for owner_name_value in (argument for call in calls for argument in call.args):
-        match owner_name_value:
-            case ast.Tuple([_, ast.Constant(str() as name), value]) if is_code(value):
+    for call in calls:
+        match call.args:
+            case [_, ast.Constant(str() as name), value] if is_code(value):
                 assigned.add(name)
     return assigned
 

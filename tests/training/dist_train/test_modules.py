@@ -22,6 +22,7 @@ def run(vision, language, *, sharded=True, skip=(), dataset=None, **checkpoint):
         optimizer=SimpleNamespace(use_distributed_optimizer=sharded, optimizer_cuda_graph=False),
         optimizer_config_override_provider=None,
         train=TrainingConfig(iterations_to_skip=list(skip)),
+        logger=SimpleNamespace(wandb_project=None, wandb_exp_name=None),
         dataset=dataset or qwen3vl_bridge.Qwen3VLConversationProvider(hf_processor_path="x", seq_length=8),
     )
 
