@@ -25,7 +25,7 @@ from typing import Any
 from qwen3vl_bridge.checkpoint.formats.megatron import HF_FILES, LATEST_TRAIN_STATE, RUN_CONFIG, TRACKER, TRAIN_STATE
 from qwen3vl_bridge.checkpoint.stored_models import MANIFEST
 from qwen3vl_bridge.data.dataset_provider import ConversationRows
-from qwen3vl_bridge.data.loading.batch_stream import check_position
+from qwen3vl_bridge.data.row_loading import check_position
 from qwen3vl_bridge.dist_train.joint_checkpoint import as_one_model
 from qwen3vl_bridge.io.atomic import atomic_directory, journal_of, replace_file
 from qwen3vl_bridge.io.files import CheckpointError, read_object
