@@ -21,9 +21,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from qwen3vl_bridge.data.loading.row_dataset import assign_rows
 from qwen3vl_bridge.data.packing.row_plan import NumberedOrder, RowPlan
 from qwen3vl_bridge.data.packing.sample_sizes import Size
+from qwen3vl_bridge.data.row_loading import assign_rows
 from qwen3vl_bridge.models.flops import tower_costs
 from qwen3vl_bridge.models.qwen3_vl.presets import hf_config
 

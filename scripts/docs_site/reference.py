@@ -64,7 +64,7 @@ GROUPS: dict[str, tuple[Group, ...]] = {
         Group("dataset.vision.", "data/encoding.py", "VisionLimits"),
         Group("dataset.columns.", "data/schemas/record_schemas.py", "Columns"),
         Group("", "data/sources/mixture.py", "MixedSet"),
-        Group("dataset.", "data/energon/energon_provider.py", "Qwen3VLEnergonProvider", (_ROWS,)),
+        Group("dataset.", "data/webdatasets.py", "Qwen3VLEnergonProvider", (_ROWS,)),
     ),
     "training": (
         Group("", "training/config.py", "Qwen3VLConfigContainer"),

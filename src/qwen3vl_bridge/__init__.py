@@ -13,7 +13,7 @@ _PUBLIC = {
     "Qwen3VLDoRA": "qwen3vl_bridge.peft.lora",
     "save_hf_adapter": "qwen3vl_bridge.peft.model_adapters",
     "Qwen3VLConversationProvider": "qwen3vl_bridge.data.dataset_provider",
-    "Qwen3VLEnergonProvider": "qwen3vl_bridge.data.energon.energon_provider",
+    "Qwen3VLEnergonProvider": "qwen3vl_bridge.data.webdatasets",
     "Qwen3VLConfigContainer": "qwen3vl_bridge.training.config",
     "Family": "qwen3vl_bridge.registry",
     "register_family": "qwen3vl_bridge.registry",

@@ -182,9 +182,9 @@ def test_a_share_is_a_gather_of_the_whole(cp, sp, packed):
                         for place, token in enumerate(index.flatten().tolist())
                         if batch.vision_slot[token] >= 0
                     ]
-                    assert list(zip(rows.rows.tolist(), rows.positions.tolist(), strict=True)) == expected
+                    assert list(zip(rows.sources.tolist(), rows.targets.tolist(), strict=True)) == expected
                     if name == "deepstack" or sp_rank == 0:
-                        slots_of[name] += rows.rows.tolist()
+                        slots_of[name] += rows.sources.tolist()
         for used in slots_of.values():
             assert sorted(used) == list(range(int((batch.vision_slot >= 0).sum())))
 
@@ -192,7 +192,8 @@ def test_a_share_is_a_gather_of_the_whole(cp, sp, packed):
 def test_without_pictures_there_is_nothing_to_fuse():
     batch = random_batch(np.random.default_rng(0), 4, packed=True, pictures=False)
     share = batch.local(2, 1)
-    assert batch.vision is None and share.vision is None and not len(share.fuse.rows) and not len(share.deepstack.rows)
+    assert batch.vision is None and share.vision is None
+    assert not len(share.fuse.sources) and not len(share.deepstack.sources)
 
 
 def test_to_moves_every_tensor():
@@ -201,7 +202,7 @@ def test_to_moves_every_tensor():
         assert moved.input_ids.device.type == moved.layout.cu_seqlens.device.type == "meta"
         assert moved.vision is not None and moved.vision.pixel_values.device.type == "meta"
         assert moved.vision.lengths == batch.vision.lengths
-    assert moved.fuse.rows.device.type == "meta"
+    assert moved.fuse.sources.device.type == "meta"
 
 
 ranks = st.integers(1, 6)
@@ -366,7 +367,7 @@ def batches(draw: st.DrawFn) -> tuple[TokenBatch, int, int]:
 
 
 def exchange(encoded: list[torch.Tensor], exchanges: list[VisionExchange]) -> list[torch.Tensor]:
-    sent = [rows[one.rows].split(one.sent) for rows, one in zip(encoded, exchanges, strict=True)]
+    sent = [rows[one.sources].split(one.sent) for rows, one in zip(encoded, exchanges, strict=True)]
     assert [one.received for one in exchanges] == [tuple(map(len, parts)) for parts in zip(*sent, strict=True)]
     return [torch.cat(parts) for parts in zip(*sent, strict=True)]
 
@@ -404,9 +405,9 @@ def test_every_rank_is_sent_the_rows_of_its_own_tokens_and_no_others(shared, pre
             for name, tokens, where in reads:
                 assert batch.vision is not None or inputs.vision is None
                 tokens = tokens.flatten()
-                assert where.positions.tolist() == [place for place, token in enumerate(tokens) if slots[token] >= 0]
-                assert torch.equal(had[c][where.rows], whole[slots[tokens[where.positions]]])
-                used[name] += where.rows.tolist()
+                assert where.targets.tolist() == [place for place, token in enumerate(tokens) if slots[token] >= 0]
+                assert torch.equal(had[c][where.sources], whole[slots[tokens[where.targets]]])
+                used[name] += where.sources.tolist()
         assert sorted(used["deepstack"]) == sorted(set(used["fuse"]))
         if is_shared:
             assert set(used["fuse"] + used["following"]) == set(range(len(had[c])))

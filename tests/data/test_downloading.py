@@ -118,7 +118,7 @@ def test_what_failed_is_written_down(server, run, tmp_path):
     with pytest.raises(DataError, match=r"^here: found the URL '.*gone.png', which could not be downl.*status 404"):
         cache(f"{server.url}/gone.png", "here")
     for address in (f"{server.url}/busy.png", far, "http://new.example/1.png"):
-        with pytest.raises(Unreachable, match=r"^here: found the URL .*qwen3vl data download fetches them, with"):
+        with pytest.raises(Unreachable, match=r"^here: found the URL .*run qwen3vl data download for them, with"):
             cache(address, "here")
 
     # Only what is not known to be gone is asked for again, unless that is wanted too.
@@ -243,7 +243,7 @@ def test_columns_other_than_those_of_the_download_are_said(download, captions, t
     source = open_source(captions, addresses=UrlCache(tmp_path / "cache"), columns=columns)
     with pytest.raises(Unreachable, match=r"found the URL '.*0.png\?large', and no download of it in") as caught:
         source[0]
-    assert "qwen3vl data download fetches them, with --columns and --schema-adapter as in the run" in str(caught.value)
+    assert "run qwen3vl data download for them, with --columns and --schema-adapter as in the run" in str(caught.value)
 
 
 def test_a_named_schema_is_downloaded(server, download, tmp_path):

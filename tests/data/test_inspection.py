@@ -10,8 +10,16 @@ import unicodedata
 
 from qwen3vl_bridge.cli.data import main
 from qwen3vl_bridge.data import DataError, SampleFilter, Samples, open_source
-from qwen3vl_bridge.data.inspection import inspect_samples, view_sample, without_repeated_advice
-from qwen3vl_bridge.data.inspection_report import _MOST_OPEN, _histogram, as_json, as_text, html_parts, write_html
+from qwen3vl_bridge.data.inspection import (
+    _MOST_OPEN,
+    _histogram,
+    as_json,
+    as_text,
+    html_parts,
+    inspect_samples,
+    view_sample,
+    write_html,
+)
 
 import numpy as np
 import pytest
@@ -111,7 +119,7 @@ def test_pictures_of_the_report_are_the_resized_ones(tmp_path, inspect, processo
 def test_large_pictures_are_inlined_as_jpeg(tmp_path, inspect, monkeypatch):
     Image.new("RGB", (96, 64), (200, 30, 90)).save(tmp_path / "a.png")
     record = conversation("yes", question=[{"type": "image", "image": "a.png"}])
-    monkeypatch.setattr("qwen3vl_bridge.data.inspection_report._MOST_PNG_PIXELS", 0)
+    monkeypatch.setattr("qwen3vl_bridge.data.inspection._MOST_PNG_PIXELS", 0)
     page = "".join(html_parts(inspect(write(tmp_path / "train.jsonl", [record]), pictures=True), "train.jsonl"))
     (found,) = inlined(page)
     assert "data:image/jpeg;" in page and found.shape == (64, 96, 3)
@@ -136,7 +144,7 @@ def test_broken_samples_are_counted_and_named_and_the_rest_shown(tmp_path, inspe
     assert [sample_id for sample_id, _ in found.errors] == ["train.jsonl:2", "train.jsonl:4"]
     assert [view.sample_id for view in found.samples] == ["train.jsonl:1", "train.jsonl:3"]
     assert len(found.lengths) == 2
-    assert "found an empty list under 'messages'" in as_text(found).plain
+    assert "found [] under 'messages'" in as_text(found).plain
 
 
 def test_where_all_samples_are_broken_the_report_says_so(tmp_path, inspect):
@@ -289,8 +297,3 @@ def test_exit_status(run, tmp_path, capsys):
     assert "the folder does not exist" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         run(file, "--seq-length", "0")
-
-
-def test_the_same_advice_is_given_once():
-    messages = ["a: bad; do this", "b: bad; do this", "c: other; do that", "d: no advice", "e: no advice"]
-    assert list(without_repeated_advice(messages)) == [messages[0], "b: bad", *messages[2:]]

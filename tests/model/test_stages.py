@@ -225,7 +225,7 @@ def test_both_sides_work_out_the_same_shards(grids, vision_ranks):
         == batch.vision_shards_of(assign_vision(batch.vision, WORK, vision_ranks))
         == tuple(one.shards[0] for one in sent)
     )
-    assert {one.rows for one in sent} == {max(shard.tokens for shard in expected.vision_shards)}
+    assert {one.most_tokens for one in sent} == {max(shard.tokens for shard in expected.vision_shards)}
     for one in sent:
         assert one.shards[0].tokens == sum(one.vision.lengths if one.vision else ()) // 4
     assert sorted(n for one in sent if one.vision for n in one.vision.lengths) == sorted(

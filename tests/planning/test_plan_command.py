@@ -505,3 +505,9 @@ def test_settings_that_are_not(message, cfg):
     change(cfg, **NOT_COUNTED[message])
     with pytest.raises(ValueError, match=message.replace(".", "\\.")):
         plan_of(cfg, 4)
+
+
+def test_a_variable_that_ends_megatron_fsdp_is_named_before_the_start(cfg, monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.raises(ValueError, match="`unset CUDA_DEVICE_MAX_CONNECTIONS` on every node"):
+        cfg.validate()

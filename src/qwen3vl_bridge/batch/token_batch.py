@@ -27,10 +27,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class VisionRows(Movable):
-    """Indices that insert vision tokens into one rank's hidden states."""
+    """How vision tokens get into one rank's hidden states, flattened from [s, b]: hidden[targets] = vision[sources]."""
 
-    rows: Tensor  # [K] int64, indices into the vision tokens that this rank encodes or receives
-    positions: Tensor  # [K] int64, index of the corresponding token in the rank's hidden states flattened from [s, b]
+    sources: Tensor  # [K] int64, indices into the vision tokens that this rank encodes or receives
+    targets: Tensor  # [K] int64, indices of their places in the hidden states
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class TokenBatch(Movable):
     labels: Tensor  # [B, S] int64, labels[t] is the token after t in the same segment; undefined where loss_mask is 0
     loss_mask: Tensor  # [B, S] float32, 1 where the label is trained on
     position_ids: Tensor  # [3, B, S] int64
-    vision_slot: Tensor  # [T] int64, row of each token in the vision output, or -1
+    vision_slot: Tensor  # [T] int64, index of each token in the vision tower's output, or -1
     layout: SequenceLayout  # the segments
     # Images and videos; None if there are none, or for a pipeline stage that encodes none.
     vision: VisionInputs | None = None
@@ -122,15 +122,15 @@ class TokenBatch(Movable):
         def take(whole: Tensor) -> Tensor:
             return whole.flatten(-2)[..., context_index.T]
 
-        own, exchange, shards, rows = self.vision if encodes else None, None, None, None
+        own, exchange, shards, held = self.vision if encodes else None, None, None, None
         if encodes and vision_ranks is not None:
             assert vision_work is not None
             assignment = assign_vision(self.vision, vision_work, vision_ranks)
-            own, shards, rows = None, self.vision_shards_of(assignment), assignment.encoded_index
+            own, shards, held = None, self.vision_shards_of(assignment), assignment.encoded_index
         elif own is not None and vision_work is not None and cp_size > 1:
             assignment = assign_vision(own, vision_work, cp_size)
             slots = [self._slots_of(cp_size, rank, predicts=predicts) for rank in range(cp_size)]
-            exchange, rows = VisionExchange.of(assignment, slots, cp_rank)
+            exchange, held = VisionExchange.of(assignment, slots, cp_rank)
             own = assignment.part(own, cp_rank)
         return ModelInputs(
             input_ids=take(self.input_ids),
@@ -142,9 +142,9 @@ class TokenBatch(Movable):
             vision=own,
             vision_exchange=exchange,
             vision_shards=shards,
-            fuse=self._vision_rows(context_index, rows),
-            deepstack=self._vision_rows(index, rows),
-            following=self._next_tokens(context_index, index, rows) if predicts else None,
+            fuse=self._vision_rows(context_index, held),
+            deepstack=self._vision_rows(index, held),
+            following=self._next_tokens(context_index, index, held) if predicts else None,
         )
 
     def vision_shards_of(self, assignment: VisionAssignment) -> tuple[VisionShard, ...]:
@@ -162,7 +162,7 @@ class TokenBatch(Movable):
         index = token_index(self.layout, cp_size, cp_rank).flatten()
         return self.vision_slot[torch.cat((index, next_index(self.layout)[0][index])) if predicts else index]
 
-    def _next_tokens(self, context_index: Tensor, index: Tensor, rows: Tensor | None) -> NextTokens:
+    def _next_tokens(self, context_index: Tensor, index: Tensor, held: Tensor | None) -> NextTokens:
         """For the tokens at `context_index` [s, b], of which the rank has those at `index` [s / sp, b]."""
         next_tokens, has_next = next_index(self.layout)
         labels, next_of_local = self.labels.flatten(), next_tokens[context_index]
@@ -176,15 +176,17 @@ class TokenBatch(Movable):
             padding_mask=~has_next[index.T],
             trained=mask.sum(),
             predicted=next_mask.sum(),
-            fuse=self._vision_rows(next_of_local, rows),
+            fuse=self._vision_rows(next_of_local, held),
         )
 
-    def _vision_rows(self, index: Tensor, rows: Tensor | None) -> VisionRows:
-        """The vision tokens at `index` into the flat batch, as `rows` [M] of those that the rank has (None: of all)."""
+    def _vision_rows(self, index: Tensor, held: Tensor | None) -> VisionRows:
+        """Those of the tokens at `index` [s, b] into the flat batch.
+
+        `held` [M] is each vision token's index among those that the rank encodes or receives; None if it encodes all.
+        """
         slots = self.vision_slot[index.flatten()]
-        positions = (slots >= 0).nonzero().squeeze(-1)
-        taken = slots[positions]
-        return VisionRows(rows=taken if rows is None else rows[taken], positions=positions)
+        targets = (slots >= 0).nonzero().squeeze(-1)
+        return VisionRows(sources=slots[targets] if held is None else held[slots[targets]], targets=targets)
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ class VisionRankInputs(Movable):
 
     vision: VisionInputs | None  # its images and videos, ordered by receiver; None if it has none
     shards: tuple[VisionShard, ...]  # the shard of each receiver
-    rows: int  # largest number of vision tokens in a shard for the same receivers; shards are padded to it
+    most_tokens: int  # largest number of vision tokens in a shard for these receivers; shards are padded to it
 
     @classmethod
     def of(cls, batches: Sequence[TokenBatch], work: VisionWork, vision_ranks: int, share: int) -> VisionRankInputs:
@@ -208,5 +210,5 @@ class VisionRankInputs(Movable):
         return cls(
             vision=VisionInputs.concatenated(encoded) if encoded else None,
             shards=tuple(shards[share] for shards in sent),
-            rows=max(shard.tokens for shards in sent for shard in shards),
+            most_tokens=max(shard.tokens for shards in sent for shard in shards),
         )

@@ -96,7 +96,7 @@ class VisionInputs(Movable):
 
 
 def vision_slots(input_ids: Tensor, image_token_id: int, video_token_id: int, num_image_tokens: int) -> Tensor:
-    """[T] int64 row of the vision output for each token, -1 for tokens that are not vision tokens; images come first.
+    """[T] int64 index of each vision token in the tower's output, where images come first; -1 for other tokens.
 
     Raises:
         ValueError: the number of image tokens is not `num_image_tokens`.
@@ -114,7 +114,7 @@ def vision_slots(input_ids: Tensor, image_token_id: int, video_token_id: int, nu
 
 def patch_positions(grids: Tensor, merge: int) -> Tensor:
     """[N, 2] int64, row and column of each patch in its frame, in merge order, for grids [K, 3]."""
-    frames = _frames(_frame_positions, grids, merge)
+    frames = _for_each_frame(_frame_positions, grids, merge)
     return torch.cat(frames) if frames else torch.zeros(0, 2, dtype=torch.int64)
 
 
@@ -123,14 +123,14 @@ def interpolation(grids: Tensor, side: int, merge: int) -> tuple[Tensor, Tensor]
 
     Upper left, upper right, lower left, lower right; bit-identical to those of transformers.
     """
-    frames = _frames(_frame_interpolation, grids, side, merge)
+    frames = _for_each_frame(_frame_interpolation, grids, side, merge)
     if not frames:
         return torch.zeros(4, 0, dtype=torch.int64), torch.zeros(4, 0)
     index, weight = zip(*frames, strict=True)
     return torch.cat(index, dim=-1), torch.cat(weight, dim=-1)
 
 
-def _frames[T](of_frame: Callable[..., T], grids: Tensor, *settings: int) -> list[T]:
+def _for_each_frame[T](of_frame: Callable[..., T], grids: Tensor, *settings: int) -> list[T]:
     """[F] result of `of_frame` for the height and width of each frame. It may be shared: copy it, do not change it.
 
     Images have few sizes and a video's frames one, so results are cached, except for the largest, which bounds the
@@ -256,8 +256,8 @@ def mrope_positions(
     ids, merge = input_ids.reshape(-1), torch.tensor([1, spatial_merge_size, spatial_merge_size])
     images = check_grids("image", image_grid_thw, spatial_merge_size) // merge
     videos = frames(check_grids("video", video_grid_thw, spatial_merge_size)) // merge
-    image, image_starts = _runs("image", ids, image_token_id, images, layout)
-    video, video_starts = _runs("video", ids, video_token_id, videos, layout)
+    image, image_starts = _vision_runs("image", ids, image_token_id, images, layout)
+    video, video_starts = _vision_runs("video", ids, video_token_id, videos, layout)
     padding = layout.padding_mask()
     text = ~(padding | image | video)
     step = torch.stack((text, text, ~padding)).long()
@@ -266,11 +266,11 @@ def mrope_positions(
 
 
 def _step_through_runs(step: Tensor, starts: Tensor, sides: Tensor, layout: SequenceLayout) -> None:
-    """Fill `step` [3, T] with the difference between each token's position and its predecessor's.
+    """Correct `step` [3, T], whose cumulative sums are the positions, where tokens do not just follow each other.
 
-    Positions are the cumulative sums of these steps. Only tokens at the start or end of a row, run or segment have a
-    step other than the default (1 for text on all axes, for vision tokens only on the last axis, 0 for padding).
-    Runs begin at `starts` [K] and have `sides` [K, 3] in tokens.
+    `step` has each token's position minus that of the token before it, as inside a text (1 on each axis), inside a row
+    of an image (0, 0, 1) and in padding (0). Corrected here are the first tokens of an image's rows, of segments, and
+    those after an image or a segment. Images and frames begin at `starts` [K] and have `sides` [K, 3] in tokens.
     """
     lengths, longer = sides.prod(-1), sides[:, 1:].amax(-1)
     rows = sides[:, 0] * sides[:, 1]
@@ -300,50 +300,34 @@ def _step_through_runs(step: Tensor, starts: Tensor, sides: Tensor, layout: Sequ
     step[:, stops[back]] = -last[:, back]
 
 
-def _runs(kind: str, ids: Tensor, token_id: int, sides: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
-    """[T] bool, True for the kind's tokens, and [K] the first token of each run; ValueError if runs do not fit grids.
+def _vision_runs(kind: str, ids: Tensor, token_id: int, sides: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
+    """[T] bool, True for the kind's tokens, and [K] the first token of each run: of an image, or a frame of a video.
 
-    A contiguous sequence of vision tokens may consist of several runs, because images need no token between them.
+    Consecutive vision tokens may be several runs, because images need no token between them. A `ValueError` if runs do
+    not fit the grids, whose `sides` [K, 3] are in tokens.
     """
     fenced = torch.zeros(len(ids) + 2, dtype=torch.bool)
     inside = torch.eq(ids, token_id, out=fenced[1:-1])
-    begins, ends = (fenced[1:] != fenced[:-1]).nonzero().view(-1, 2).unbind(-1)  # of contiguous sequences
+    begins, ends = (fenced[1:] != fenced[:-1]).nonzero().view(-1, 2).unbind(-1)  # of consecutive vision tokens
     before = (ends - begins).cumsum(0) - (ends - begins)
-    lengths = sides.prod(-1)
+    lengths, unit = sides.prod(-1), "image" if kind == "image" else "video frame"
     rank = lengths.cumsum(0) - lengths
-    if int(lengths.sum()) == int((ends - begins).sum()):
-        stretch = torch.searchsorted(before, rank, right=True) - 1
-        starts = begins[stretch] + rank - before[stretch]
-        segment = _segment(layout, starts)
-        stops = layout.cu_seqlens_padded[segment] + layout.cu_seqlens.diff()[segment]
-        if (starts + lengths <= torch.minimum(ends[stretch], stops)).all():
-            return inside, starts
-    raise _mismatch(kind, inside.nonzero().squeeze(-1), sides, layout)
+    if (found := int((ends - begins).sum())) != (expected := int(lengths.sum())):
+        raise ValueError(f"found {found} {kind} tokens in the batch, expected {expected} for {len(sides)} {unit}s")
+    stretch = torch.searchsorted(before, rank, right=True) - 1
+    starts = begins[stretch] + rank - before[stretch]
+    segment = _segment(layout, starts)
+    stops = layout.cu_seqlens_padded[segment] + layout.cu_seqlens.diff()[segment]  # of real tokens
+    broken = starts + lengths > torch.minimum(ends[stretch], stops)
+    if broken.any():
+        first = int(broken.nonzero()[0])
+        raise ValueError(
+            f"segment {segment[first]}: the tokens of {unit} {first} ({describe(sides[first])}) begin at token "
+            f"{starts[first]} of the batch and break off, expected {lengths[first]} in a row before its padding"
+        )
+    return inside, starts
 
 
 def _segment(layout: SequenceLayout, tokens: Tensor) -> Tensor:
     """Index of the segment that contains each token, for `tokens` [any] of the flat batch."""
     return torch.searchsorted(layout.cu_seqlens_padded.long(), tokens, right=True) - 1
-
-
-def _mismatch(kind: str, tokens: Tensor, sides: Tensor, layout: SequenceLayout) -> ValueError:
-    """Error for vision tokens (ascending indices `tokens` [M]) that do not form one run per image or frame."""
-    segment, padding = _segment(layout, tokens).tolist(), layout.padding_mask()[tokens]
-    if padding.any():
-        wrong = int(padding.nonzero()[0])
-        return ValueError(f"segment {segment[wrong]}: {kind} token at {int(tokens[wrong])} is in padding")
-    unit, places, used = "images" if kind == "image" else "video frames", tokens.tolist(), 0
-    for number, length in enumerate(lengths := sides.prod(-1).tolist()):
-        run = zip(places[used : used + length], segment[used : used + length], strict=True)
-        found = sum(at == (places[used] + i, segment[used]) for i, at in enumerate(run))
-        if found < length:  # an image or frame with too few tokens
-            where = f"segment {segment[used]}" if used < len(places) else "the batch"
-            return ValueError(
-                f"{where}: {unit[:-1]} {number} of {describe(sides[number])} tokens found {found} {kind} tokens "
-                f"in one run, expected {length}; in all found {len(places)}, expected {sum(lengths)}"
-            )
-        used += length
-    return ValueError(
-        f"segment {segment[used]}: {len(places) - used} {kind} tokens from token {places[used]} on belong to no image "
-        f"or video: found {len(places)} in the batch, expected {used} for {len(sides)} {unit}"
-    )

@@ -56,18 +56,18 @@ class VisionAssignment:
 class VisionExchange(Movable):
     """Which vision tokens a rank sends to each rank, and receives from each rank, including itself."""
 
-    # int64, indices into its own vision tokens: those sent to the first rank, in order, then to the second.
-    rows: Tensor
+    # int64, indices into the vision tokens that it encodes: those sent to the first rank, in order, then to the second.
+    sources: Tensor
     sent: tuple[int, ...]  # number of tokens sent to each rank
     # Number of tokens received from each rank; they are concatenated by rank, each in the sender's order.
     received: tuple[int, ...]
 
     @classmethod
     def of(cls, assignment: VisionAssignment, slots: Sequence[Tensor], rank: int) -> tuple[Self, Tensor]:
-        """Sends and receives of a rank, such that each rank gets every vision token that it uses once.
+        """What a rank sends and receives, so that each rank gets each vision token that it uses once.
 
-        `slots` are for each rank the vision tokens of the batch that it uses, in any order and any number of times;
-        negative values are ignored.
+        `slots` has one tensor for each rank: the vision slots of the tokens that it reads (`TokenBatch.vision_slot`),
+        of which any may be -1 or occur several times.
 
         Returns:
             The exchange, and [M] int64 the index of each vision token of the batch among those that the rank receives;

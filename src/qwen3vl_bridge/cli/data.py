@@ -175,8 +175,7 @@ def _run_inspect(options: argparse.Namespace) -> int:
     source = _opened(options)  # before torch, so that a mistyped name is reported at once
     encoder, _ = _encoder(options)
 
-    from qwen3vl_bridge.data.inspection import inspect_samples
-    from qwen3vl_bridge.data.inspection_report import as_json, print_text, write_html
+    from qwen3vl_bridge.data.inspection import as_json, inspect_samples, print_text, write_html
     from qwen3vl_bridge.data.samples import SampleFilter, Samples
 
     found = inspect_samples(
@@ -205,8 +204,8 @@ def _run_pack(options: argparse.Namespace) -> int:
     encoder, folder = _encoder(options)
 
     from qwen3vl_bridge.data.collation import Collator, VisionSettings, pad_token_id
-    from qwen3vl_bridge.data.loading.row_dataset import RowDataset, RowSettings
     from qwen3vl_bridge.data.offline_packing import pack
+    from qwen3vl_bridge.data.row_loading import RowDataset, RowSettings
     from qwen3vl_bridge.data.samples import SampleFilter, Samples
 
     sample_filter = SampleFilter(

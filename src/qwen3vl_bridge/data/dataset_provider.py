@@ -15,13 +15,21 @@ from qwen3vl_bridge.data.chat_template import EmptyThinking
 from qwen3vl_bridge.data.collation import Collator, VisionSettings, pad_token_id
 from qwen3vl_bridge.data.encoding import Answers, Encoder, VisionLimits, load_processor
 from qwen3vl_bridge.data.errors import Changed, DataError, Unreachable, check_choice
-from qwen3vl_bridge.data.loading.batch_stream import BatchStream, check_assignment, check_position, one_pass
-from qwen3vl_bridge.data.loading.row_dataset import Balance, RowDataset, RowSettings, StreamedRows
 from qwen3vl_bridge.data.media.media_access import MediaAccess, UrlCache
-from qwen3vl_bridge.data.packing.packed_rows import PackedRows
+from qwen3vl_bridge.data.packing.row_plan import PackedRows
 from qwen3vl_bridge.data.packing.sample_sizes import notes_of_job, sizes_of_job
+from qwen3vl_bridge.data.row_loading import (
+    Balance,
+    BatchStream,
+    RowDataset,
+    RowSettings,
+    StreamedRows,
+    check_assignment,
+    check_position,
+    one_pass,
+)
 from qwen3vl_bridge.data.samples import OnBad, OnLong, SampleFilter, Samples
-from qwen3vl_bridge.data.schemas.record_schemas import Columns, named_schema, one_schema
+from qwen3vl_bridge.data.schemas.record_schemas import Columns, schema_of
 from qwen3vl_bridge.data.sources import HUB
 from qwen3vl_bridge.data.sources.hub import HubName, StreamedDataset
 from qwen3vl_bridge.data.sources.mixture import MixedSet, Mixture, mixed_sets, open_mixture
@@ -279,7 +287,7 @@ class Qwen3VLConversationProvider(ConversationRows):
             elif self.streaming:
                 raise ValueError(f"streaming is on, but {path} is not on the hub, expected {HUB}owner/name#split")
         MediaAccess.of(self.media_root)
-        one_schema(named_schema(self.schema_adapter), self.columns)
+        schema_of(self.schema_adapter, self.columns)
 
     def downloaded(self) -> UrlCache:
         """Access to the files that were downloaded before training."""
@@ -438,5 +446,5 @@ class Qwen3VLConversationProvider(ConversationRows):
             seed=seed,
             # A row's samples are nearly always in its window or the previous one, and the plan is one window ahead.
             keep=4 * self.window_size,
-            schema=one_schema(named_schema(schema_adapter), self.columns),
+            schema=schema_of(schema_adapter, self.columns),
         )

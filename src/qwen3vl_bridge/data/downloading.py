@@ -22,7 +22,14 @@ from urllib.parse import unquote
 
 from qwen3vl_bridge.data.errors import DataError, Unreachable
 from qwen3vl_bridge.data.media.images import is_picture
-from qwen3vl_bridge.data.media.media_access import DownloadRecord, UrlCache, address_file, digest_of, read_url, shown
+from qwen3vl_bridge.data.media.media_access import (
+    DownloadRecord,
+    UrlCache,
+    address_file,
+    digest_of,
+    read_url,
+    shown_url,
+)
 from qwen3vl_bridge.data.sources.opening import ConversationSource
 from qwen3vl_bridge.io.atomic import replace_file
 
@@ -348,11 +355,12 @@ def allowed_url(address: str, prefixes: Sequence[str], place: str) -> httpx.URL:
     """
     url = read_url(address)
     if url is None or not url.host:
-        raise DataError(place, f"found {shown(address)}, expected the URL of an image or a video")
+        raise DataError(place, f"found {shown_url(address)}, expected the URL of an image or a video")
     if url.userinfo or _climbs(url) or not any(_begins(url, prefix) for prefix in prefixes):
         raise Unreachable(
             place,
-            f"found the URL {shown(address)}, expected one that begins with {' or '.join(prefixes)} (--allowed-urls)",
+            f"found the URL {shown_url(address)}, expected one that begins with {' or '.join(prefixes)} "
+            "(--allowed-urls)",
         )
     return url.copy_with(fragment=None)
 

@@ -1,11 +1,23 @@
-"""Inspection of a file of conversations: samples as tokens and images, lengths, how full rows are, errors."""
+"""Inspection of a file of conversations: samples as tokens and images, lengths, how full rows are, errors.
+
+The report is text for a terminal, JSON, or one HTML file that needs no network. Text of samples is not trusted: control
+characters are escaped, and the page allows neither scripts nor anything from elsewhere.
+"""
 
 from __future__ import annotations
 
+import base64
+import io
+import json
 import random
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
 from itertools import groupby
+from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 from qwen3vl_bridge.data.encoding import EncodedSample
@@ -13,13 +25,24 @@ from qwen3vl_bridge.data.errors import DataError, Unreachable
 from qwen3vl_bridge.data.packing.row_plan import NumberedOrder, RowPlan
 from qwen3vl_bridge.data.packing.sample_sizes import Size
 from qwen3vl_bridge.data.samples import Samples
+from qwen3vl_bridge.io.atomic import replace_file
+from qwen3vl_bridge.terminal import visible
 
 import torch
+from PIL import Image
+from rich.console import Console
+from rich.text import Text
 from torch import Tensor
 
 # A run of more tokens without the end of a character is decoded as a whole: decoding it again with each token would
 # take quadratic time.
 _MOST_HELD = 64
+_MOST_ERRORS, _MOST_PAGE_ERRORS = 10, 100
+_TRAINED, _VISION, _TITLE, _ERROR = "bold green", "dim cyan", "bold", "red"
+_MOST_FRAMES = 16
+_MOST_PNG_PIXELS = 2**16  # larger images take far less space as JPEG
+_MOST_OPEN = 1500  # pieces of a sample that is not folded
+_BINS = 24  # of a histogram
 
 
 @dataclass(frozen=True)
@@ -154,15 +177,6 @@ def inspect_samples(
     )
 
 
-def without_repeated_advice(messages: Iterable[str]) -> Iterator[str]:
-    """Messages of errors, with the advice after the first semicolon only where it appears for the first time."""
-    given = set()
-    for message in messages:
-        problem, _, advice = message.partition("; ")
-        yield problem if advice in given else message
-        given |= {advice} - {""}
-
-
 def view_sample(sample: EncodedSample, processor: Any, *, pictures: bool = False) -> SampleView:
     """A sample to show, with its images if `pictures` is set; `processor` is the one that encoded it."""
     vision = (processor.image_token_id, processor.video_token_id)
@@ -236,3 +250,203 @@ def _unpatched(patches: Tensor, grid: tuple[int, int, int], processor: Any) -> T
     if processor.do_rescale:
         values = values / processor.rescale_factor
     return values.round().clamp(0, 255).to(torch.uint8)
+
+
+def print_text(inspection: Inspection) -> None:
+    """Print an inspection: trained tokens in colour on a terminal, in [[ ]] elsewhere."""
+    console = Console()
+    if console.is_terminal and not console.no_color:
+        console.print(as_text(inspection), soft_wrap=True, highlight=False)
+    else:
+        sys.stdout.write(as_text(inspection, brackets=True).plain)
+
+
+def as_text(inspection: Inspection, *, brackets: bool = False) -> Text:
+    """The whole inspection, trained tokens in colour, and if requested in brackets too."""
+    text = Text()
+    for view in inspection.samples:
+        text.append(f"{visible(view.sample_id)}\n", _TITLE)
+        lines = [_headline(view), *(_caption(number, picture) for number, picture in enumerate(view.pictures, start=1))]
+        text.append("".join(f"  {line}\n" for line in lines))
+        for (trained, vision), pieces in groupby(view.pieces, key=lambda piece: (piece.trained, piece.vision)):
+            words = "".join(map(_shortened, pieces))
+            style = _TRAINED if trained else _VISION if vision else ""
+            text.append(f"[[{words}]]" if brackets and trained else words, style)
+        text.append("\n\n")
+    for name, value in _summary(inspection).items():
+        text.append(f"{name:15}", _TITLE).append(f"{value}\n")
+    for message in _error_lines(inspection, _MOST_ERRORS):
+        text.append(f"  {message}\n", _ERROR)
+    return text
+
+
+def _shortened(piece: Piece) -> str:
+    """A piece's text with escapes; for a run of vision tokens, one token and their number."""
+    text = visible(piece.text)
+    return f"{text} x {len(piece.ids)}" if piece.vision and len(piece.ids) > 1 else text
+
+
+def _headline(view: SampleView) -> str:
+    share = view.num_trained / max(view.num_tokens, 1)
+    nothing = "" if view.num_trained else ": nothing to train on"
+    return f"{view.num_tokens:,} tokens, {view.num_trained:,} trained on ({share:.1%}){nothing}"
+
+
+def _caption(number: int, picture: Picture) -> str:
+    """Size and grid of an image or video."""
+    grid = " x ".join(map(str, picture.grid))
+    size = f"{picture.width} x {picture.height} pixels (width x height)"
+    tokens = f"{picture.num_tokens:,} tokens, grid {grid} (time x height x width)"
+    return f"{picture.kind} {number}: {size}, {tokens}"
+
+
+def _error_lines(inspection: Inspection, most: int) -> Iterator[str]:
+    yield from (visible(message) for _, message in inspection.errors[:most])
+    if len(inspection.errors) > most:
+        yield f"and {len(inspection.errors) - most} more"
+
+
+def _summary(inspection: Inspection) -> dict[str, str]:
+    """The figures, each with its name."""
+    lengths, fills, spread = inspection.lengths, inspection.row_fills, _spread(inspection.lengths)
+    shown, total, rows = len(inspection.samples), inspection.num_samples, len(fills)
+    kind = "packed" if inspection.pack else "padded, one sample each"
+    return {
+        "samples": f"{total:,}: {shown:,} shown, {len(lengths):,} measured",
+        "tokens": "min {min:,}, median {median:,g}, mean {mean:,.1f}, max {max:,}".format(**spread)
+        if spread
+        else "none measured",
+        "trained on": f"{inspection.trained_share:.1%} of the tokens of the samples shown",
+        "too long": f"{inspection.too_long:,} of {len(lengths):,} for a row of {inspection.seq_length:,} tokens",
+        "rows": f"{rows:,} of the samples measured, {kind}: {inspection.fill:.1%} real tokens" if rows else "none",
+        "errors": f"{len(inspection.errors):,}",
+    }
+
+
+def _spread(lengths: Sequence[int]) -> dict[str, float] | None:
+    if not lengths:
+        return None
+    return {"min": min(lengths), "median": median(lengths), "mean": mean(lengths), "max": max(lengths)}
+
+
+def as_json(inspection: Inspection) -> str:
+    """Everything except pixels, as one object."""
+
+    def piece_of(piece: Piece) -> dict[str, Any]:
+        common = {"text": piece.text, "trained": piece.trained}
+        return common | ({"id": piece.ids[0], "count": len(piece.ids)} if piece.vision else {"ids": list(piece.ids)})
+
+    found = vars(inspection) | {
+        "trained_share": inspection.trained_share,
+        "length": _spread(inspection.lengths),
+        "too_long": inspection.too_long,
+        "num_rows": len(inspection.row_fills),
+        "fill": inspection.fill,
+        "num_errors": len(inspection.errors),
+        "errors": [{"sample_id": sample_id, "message": message} for sample_id, message in inspection.errors],
+        "samples": [
+            {
+                "sample_id": view.sample_id,
+                "num_tokens": view.num_tokens,
+                "num_trained": view.num_trained,
+                "pictures": [{k: v for k, v in vars(one).items() if k != "frames"} for one in view.pictures],
+                "pieces": [piece_of(piece) for piece in view.pieces],
+            }
+            for view in inspection.samples
+        ],
+    }
+    return json.dumps(found, indent=2)
+
+
+# The colours are translucent, over a light or a dark page.
+_PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<title>{title}</title><style>
+:root {{ color-scheme: light dark }}
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 70em; padding: 0 1em;
+  overflow-wrap: anywhere }}
+h1, h2 {{ font-size: 1.2em }}
+section {{ border-top: 1px solid; margin-top: 2em }}
+th {{ text-align: left; vertical-align: top; padding-right: 1.5em; white-space: nowrap }}
+.text {{ font: 13px/1.7 ui-monospace, monospace; white-space: pre-wrap }}
+.text span:hover {{ outline: 1px solid }}
+.on {{ background: #2a84 }}
+.vision {{ background: #28c3 }}
+.error {{ background: #c223; white-space: pre-wrap }}
+.bar {{ background: #28c9; height: 1em }}
+summary {{ cursor: pointer }}
+figure {{ margin: 0 0 1em }}
+figure div {{ display: flex; align-items: start; gap: 6px; overflow-x: auto }}
+img {{ flex: none; max-width: 100%; height: auto; image-rendering: pixelated }}
+</style></head><body>
+<h1>{title}</h1>
+<p>Tokens <span class="on">marked like this</span> are trained on. Point at a token for its id.</p>
+"""
+
+
+def write_html(inspection: Inspection, path: Path, title: str, model: str | None = None) -> None:
+    """Write the report, which is always complete; arguments as for `html_parts`."""
+    replace_file(path, "".join(html_parts(inspection, title, model)).encode("utf-8", "backslashreplace"))
+
+
+def html_parts(inspection: Inspection, title: str, model: str | None = None) -> Iterator[str]:
+    """The page's HTML in parts, for the data called `title` and the processor and template of `model`."""
+    of_model = f" for {model}" if model else ""
+    yield _PAGE.format(title=_escaped(f"{title}{of_model}, rows of {inspection.seq_length:,} tokens"))
+    rows = (f"<tr><th>{name}</th><td>{_escaped(value)}</td></tr>\n" for name, value in _summary(inspection).items())
+    yield f"<table>\n{''.join(rows)}</table>\n"
+    yield from (f'<p class="error">{escape(line)}</p>\n' for line in _error_lines(inspection, _MOST_PAGE_ERRORS))
+    yield _histogram("tokens of a sample", "samples", inspection.lengths)
+    yield _histogram("% of a row that is real tokens", "rows", [100 * fill for fill in inspection.row_fills])
+    for view in inspection.samples:
+        yield f"<section><h2>{_escaped(view.sample_id)}</h2>\n<p>{_headline(view)}</p>\n"
+        if view.num_tokens > (row := inspection.seq_length):
+            yield f'<p class="error">fits no row: {view.num_tokens:,} tokens, and a row has {row:,}</p>\n'
+        for number, picture in enumerate(view.pictures, start=1):
+            caption, frames = _caption(number, picture), () if picture.frames is None else picture.frames
+            step = -(-len(frames) // _MOST_FRAMES) or 1  # of a long video only some
+            images = (f'<img width="{picture.width}" alt="" src="{_inlined(frame)}">' for frame in frames[::step])
+            yield f"<figure><div>{''.join(images)}</div><figcaption>{caption}</figcaption></figure>\n"
+        is_open = " open" if len(view.pieces) <= _MOST_OPEN else ""
+        yield f'<details{is_open}><summary>{view.num_tokens:,} tokens</summary><div class="text">'
+        yield from map(_span, view.pieces)
+        yield "</div></details></section>\n"
+    yield "</body></html>\n"
+
+
+def _escaped(text: str) -> str:
+    return escape(visible(text))
+
+
+def _span(piece: Piece) -> str:
+    kinds = [name for name, holds in (("on", piece.trained), ("vision", piece.vision)) if holds]
+    ids = f"{piece.ids[0]}, {len(piece.ids)} times" if piece.vision else " ".join(map(str, piece.ids))
+    title = f"{ids}: {'trained on' if piece.trained else 'not trained on'}"
+    text = escape(_shortened(piece))
+    # A line break by itself would have nothing to hover over.
+    text = text.replace("\n", "↵\n") if piece.text.isspace() else text
+    return f'<span class="{" ".join(kinds)}" title="{title}">{text}</span>'
+
+
+def _inlined(frame: Tensor) -> str:
+    image, buffer = Image.fromarray(frame.numpy()), io.BytesIO()
+    kind = "png" if image.width * image.height <= _MOST_PNG_PIXELS else "jpeg"
+    image.save(buffer, format=kind, quality=90)
+    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
+
+
+def _histogram(of: str, counted: str, values: Sequence[float]) -> str:
+    """The number of values in each of several equal ranges, as a table of bars."""
+    if not values:
+        return ""
+    low, step = min(values), (max(values) - min(values)) / _BINS or 1
+    counts = Counter(min(int((value - low) / step), _BINS - 1) for value in values)
+    most = max(counts.values())
+    rows = (
+        f"<tr><td>{low + place * step:,.5g} to {low + (place + 1) * step:,.5g}</td><td>{counts[place]:,}</td>"
+        f'<td><div class="bar" style="width: {30 * counts[place] / most:.1f}vw"></div></td></tr>\n'
+        for place in range(max(counts) + 1)
+    )
+    return f"<table><tr><th>{of}</th><th>{counted}</th></tr>\n{''.join(rows)}</table>\n"

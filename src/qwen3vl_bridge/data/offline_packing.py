@@ -13,11 +13,9 @@ from itertools import chain, count, takewhile
 from pathlib import Path
 
 from qwen3vl_bridge.data.errors import DataError
-from qwen3vl_bridge.data.loading.batch_stream import ignoring
-from qwen3vl_bridge.data.loading.row_dataset import RowDataset
-from qwen3vl_bridge.data.packing.packed_rows import FILES, MANIFEST, PackedRows, write
-from qwen3vl_bridge.data.packing.row_plan import RowPlan
+from qwen3vl_bridge.data.packing.row_plan import FILES, MANIFEST, PackedRows, RowPlan, write_packed_rows
 from qwen3vl_bridge.data.packing.sample_sizes import Size, Sizes, sizes_of_job
+from qwen3vl_bridge.data.row_loading import RowDataset, ignoring
 from qwen3vl_bridge.data.samples import Samples
 from qwen3vl_bridge.io.atomic import atomic_directory, check_target, refuse_others
 from qwen3vl_bridge.io.files import CheckpointError
@@ -106,7 +104,7 @@ def pack(
         patches=patches,
     )
     with atomic_directory(folder, say, replace=_check_packing if overwrite else None) as place:
-        write(place, sizes, packed, starts, rules, asdict(report))
+        write_packed_rows(place, sizes, packed, starts, rules, asdict(report))
         PackedRows(place).check(rules)
     return report
 

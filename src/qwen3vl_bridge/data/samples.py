@@ -176,20 +176,19 @@ class Samples:
 
     def size(self, index: int) -> Size:
         """Space that a sample takes in a row: none if it is dropped; raises like `SampleFilter.measure`."""
-        size = self._sizes.get(index)
-        if size is None:
-            size = self._measured(index, wait=True)
+        size = self._measured(index, wait=True)
         assert size is not None  # the process that was measuring it was waited for
         return size
 
     def measure(self, indices: Iterable[int]) -> None:
         """Measure those of several samples that no process has measured or is measuring; raises like `size`."""
         for index in indices:
-            if self._sizes.get(index) is None:
-                self._measured(index, wait=False)
+            self._measured(index, wait=False)
 
     def _measured(self, index: int, *, wait: bool) -> Size | None:
         """A sample's size; None while another process measures it, unless `wait` is set."""
+        if (size := self._sizes.get(index)) is not None:
+            return size
         with self._sizes.claim(index, wait=wait) as is_mine:
             if not is_mine:
                 return None

@@ -53,7 +53,7 @@ class Qwen3VLVisionModule(MegatronModule):
         """The payload of this rank's images and videos, or of a blank image, for all language replicas it serves."""
         pictures = inputs.vision or self.vision_model.blank_picture(next(self.parameters()).device)
         tokens, features = self.vision_model(pictures)
-        return {VISION: pack(tokens, features, inputs.shards, inputs.rows)}
+        return {VISION: pack(tokens, features, inputs.shards, inputs.most_tokens)}
 
     def set_input_tensor(self, input_tensor: list[dict[str, Tensor]]) -> None:
         """Does nothing: the tower has no previous stage."""

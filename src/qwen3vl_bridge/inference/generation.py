@@ -88,7 +88,7 @@ def generate(
     answers = input_ids.new_full((len(prompts), max_new_tokens), pad)
     longest, group = 0, ranks_in_step(wrapped)
     slots = ids.new_full((ids.numel(),), -1)  # of hidden states [s, b]
-    slots[inputs.fuse.positions] = inputs.fuse.rows
+    slots[inputs.fuse.targets] = inputs.fuse.sources
     slots = slots.view(ids.T.shape).T
     with _evaluating(model), callable_in_parts(_only(wrapped)):
         encoded = model.encode(inputs)

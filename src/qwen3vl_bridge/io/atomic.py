@@ -91,7 +91,7 @@ def atomic_directory(
             if not _is_at(own, target):
                 if not keep:
                     shutil.rmtree(folder, ignore_errors=True)
-                    shutil.rmtree(journal_of(folder), ignore_errors=True)
+                    shutil.rmtree(scratch_of(folder), ignore_errors=True)
                 if isinstance(error, OSError):
                     raise CheckpointError(f"{target}: {error.strerror or error}; {left}") from error
                 raise
@@ -108,7 +108,7 @@ def _is_at(folder: int, path: Path) -> bool:
         return False
 
 
-def journal_of(folder: Path) -> Path:
+def scratch_of(folder: Path) -> Path:
     """A folder next to a hidden folder, for what is no part of the result; it goes when that does."""
     return folder.with_name(f"{folder.name}.journal")
 
@@ -129,7 +129,7 @@ def _settle(target: Path, folder: Path, replaced: Snapshot | None, say: Callable
     whole = f"{target} is complete and in place"
     with contextlib.suppress(OSError):
         _sync(target.absolute().parent)
-    shutil.rmtree(journal_of(folder), ignore_errors=True)
+    shutil.rmtree(scratch_of(folder), ignore_errors=True)
     if replaced is None:
         return
     if not folder.is_dir():  # there was no swap, and the last of three renames failed
@@ -223,7 +223,7 @@ def _claimed(target: Path, say: Callable[[str], None], claim: Callable[[Path], b
             shutil.rmtree(folder)
             say(f"removed {folder}, left by an interrupted run")
     for journal in _all_marked(target, "partial", ".journal"):
-        if wanted is None or journal != journal_of(wanted):  # also one whose folder is in place already
+        if wanted is None or journal != scratch_of(wanted):  # also one whose folder is in place already
             shutil.rmtree(journal)
     return wanted
 

@@ -405,11 +405,11 @@ class Arrangement:
         return flat.unflatten(-1, (self.layout.num_rows, -1))
 
     def output_order(self, labels: Tensor | None) -> OutputConversion:
-        """How outputs are converted to the caller's order.
+        """How outputs in the order of the layout get the caller's order, [B, S, ...] as the ids.
 
-        Outputs for rows without packed-sequence parameters are [B, S, ...]. With them, logits are a packed row [1, T,
-        ...] as described by the parameters, which is what Megatron-Bridge's own model returns and RL frameworks unpack;
-        losses have the shape of the labels.
+        With packed-sequence parameters only losses do, if their labels are [B, S]. Logits, and losses of labels [1, T],
+        stay the packed row that the parameters describe: Megatron-Bridge's own model returns them so, and RL frameworks
+        unpack them.
         """
         wanted = labels is not None and labels.shape == self.shape if self.packed else True
         if not wanted or (self.sources is None and self.shape[0] == self.layout.num_rows):
@@ -638,7 +638,7 @@ def given_positions(
 
 
 # The ignore_index of torch's cross_entropy, which collators set for tokens that are not trained on.
-IGNORED = -100
+IGNORE_INDEX = -100
 
 
 def with_labels(
@@ -646,7 +646,7 @@ def with_labels(
 ) -> TokenBatch:
     """A batch with labels and mask of the whole of it: [B, S] in the caller's order, or [1, T] for a packed row.
 
-    Labels are `IGNORED` where no loss is defined: where the mask is 0, anything is allowed.
+    Labels are `IGNORE_INDEX` where no loss is defined: where the mask is 0, anything is allowed.
 
     Raises:
         ValueError: other shapes, one that could be either order, or unmasked labels that are not token ids below
@@ -676,17 +676,17 @@ def with_labels(
 
 
 def _readable(labels: Tensor, loss_mask: Tensor | None, shapes: list, vocab_size: int) -> Tensor:
-    """Check that unmasked labels are token ids, and replace all entries that are not token ids by `IGNORED`."""
+    """Check that unmasked labels are token ids, and replace all entries that are not token ids by `IGNORE_INDEX`."""
     right = (labels >= 0) & (labels < vocab_size)
-    free = labels == IGNORED if loss_mask is None else loss_mask == 0
+    free = labels == IGNORE_INDEX if loss_mask is None else loss_mask == 0
     if labels.is_floating_point() or labels.shape not in shapes or not bool((right | free).all()):
         entries = [labels.min().item(), labels.max().item()] if labels.numel() else []
         raise ValueError(
             f"labels has shape {list(labels.shape)} {labels.dtype} and entries in {entries}, expected "
-            f"{_words(shapes)} token ids below {vocab_size}, and anything else only where loss_mask is 0, or {IGNORED} "
-            "without one"
+            f"{_words(shapes)} token ids below {vocab_size}, and anything else only where loss_mask is 0, or "
+            f"{IGNORE_INDEX} without one"
         )
-    return torch.where(right, labels, IGNORED)
+    return torch.where(right, labels, IGNORE_INDEX)
 
 
 def _words(shapes: list) -> str:

@@ -285,7 +285,7 @@ class VisionLanguageModel(MegatronModule):
         encoded = self.vision_model(inputs.vision or self.vision_model.blank_picture(inputs.input_ids.device))
         if (exchange := inputs.vision_exchange) is None:
             return encoded
-        return exchange_encoded(*encoded, exchange.rows, exchange.sent, exchange.received, self.pg_collection)
+        return exchange_encoded(*encoded, exchange.sources, exchange.sent, exchange.received, self.pg_collection)
 
     def embed(self, inputs: ModelInputs, encoded: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, dict[str, Any]]:
         """Tokens and images as hidden states [s, b, h], and the additional inputs of the decoder's layers.
@@ -299,8 +299,8 @@ class VisionLanguageModel(MegatronModule):
     def embed_tokens(self, input_ids: Tensor, vision_tokens: Tensor, where: VisionRows) -> Tensor:
         """Token ids [b, s] as hidden states [s / sp, b, h], with placeholders replaced by vision tokens [K, h]."""
         embedded = self.language_model.embedding(input_ids, position_ids=None)
-        selected = vision_tokens[where.rows].to(embedded.dtype)
-        hidden = embedded.flatten(0, 1).index_copy(0, where.positions, selected).view_as(embedded)
+        selected = vision_tokens[where.sources].to(embedded.dtype)
+        hidden = embedded.flatten(0, 1).index_copy(0, where.targets, selected).view_as(embedded)
         return scatter_sequence(hidden, self.config, self.pg_collection)
 
     def layer_arguments(self, features: Tensor, inputs: ModelInputs) -> dict[str, Any]:

@@ -25,9 +25,9 @@ from typing import Any
 from qwen3vl_bridge.checkpoint.formats.megatron import HF_FILES, LATEST_TRAIN_STATE, RUN_CONFIG, TRACKER, TRAIN_STATE
 from qwen3vl_bridge.checkpoint.stored_models import MANIFEST
 from qwen3vl_bridge.data.dataset_provider import ConversationRows
-from qwen3vl_bridge.data.loading.batch_stream import check_position
+from qwen3vl_bridge.data.row_loading import check_position
 from qwen3vl_bridge.dist_train.joint_run import as_one_model
-from qwen3vl_bridge.io.atomic import atomic_directory, journal_of, replace_file
+from qwen3vl_bridge.io.atomic import atomic_directory, scratch_of, replace_file
 from qwen3vl_bridge.io.files import CheckpointError, read_object
 from qwen3vl_bridge.models.hf_config import with_scaled_rope
 from qwen3vl_bridge.parallel.collectives import broadcast_object, fail_together, is_first, joint_failure, wait_for_all
@@ -117,14 +117,14 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
                         self._write_side_files(final, state.cfg)
                 return
             with _folder_of_all(final) as staged:
-                super().save(_saving_to(journal_of(staged), whole), None)
+                super().save(_saving_to(scratch_of(staged), whole), None)
                 with fail_together():
                     if is_first():
-                        written = Path(get_checkpoint_name(str(journal_of(staged)), step))
+                        written = Path(get_checkpoint_name(str(scratch_of(staged)), step))
                         state.cfg.to_yaml(str(written / RUN_CONFIG))  # Megatron-Bridge's file names the hidden folder
                         for path in written.iterdir():
                             path.rename(staged / path.name)
-                        shutil.rmtree(journal_of(staged))
+                        shutil.rmtree(scratch_of(staged))
                         self._write_side_files(staged, state.cfg)
             with fail_together():
                 if is_first():

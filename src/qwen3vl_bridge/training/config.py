@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from qwen3vl_bridge.data.dataset_provider import ConversationRows, Qwen3VLConversationProvider
-from qwen3vl_bridge.data.loading.batch_stream import end_workers_at_exit
+from qwen3vl_bridge.data.row_loading import end_workers_at_exit
 from qwen3vl_bridge.models.refusals import check_world
 from qwen3vl_bridge.models.rules import check
 from qwen3vl_bridge.training import run_refusals

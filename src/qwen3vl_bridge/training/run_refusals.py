@@ -5,6 +5,7 @@ the model is built, or write something wrong.
 from __future__ import annotations
 
 import logging
+import os
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -49,6 +50,15 @@ _FSDP = is_on("ddp.use_megatron_fsdp")
 _STOPS = ("rerun_state_machine.check_for_nan_in_loss", "ddp.check_for_nan_in_grad")
 
 # --- Before Megatron-Bridge completes a configuration ---
+
+
+def _check_connections(cfg: Any) -> None:
+    """Refuse a variable that containers for Megatron may set, before Megatron-Bridge's assertion of it."""
+    if cfg.ddp.use_megatron_fsdp and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise ValueError(
+            "the environment has CUDA_DEVICE_MAX_CONNECTIONS=1, with which Megatron-FSDP's communication would wait "
+            "for computation: expected none, or more than 1; `unset CUDA_DEVICE_MAX_CONNECTIONS` on every node"
+        )
 
 
 def _trains_float32(cfg: Any) -> bool:
@@ -127,6 +137,7 @@ _GROUPS = "each module has its own process groups, all of one kind"
 _GATHERED = "each rank's parameters are gathered in one call, which needs one dtype, and linear attention has float32"
 
 BEFORE_VALIDATE: tuple[Rule, ...] = (
+    _check_connections,
     Allowed("dataset.seq_length", same_as("model.seq_length")),
     *keep("dist.use_torch_fsdp2", "it needs parameters of one dtype and whole models; use ddp.use_megatron_fsdp"),
     Allowed("dist.use_decentralized_pg", True, _DIST_TRAIN).because(_GROUPS),

@@ -57,7 +57,7 @@ def test_what_a_dead_process_left_is_removed_and_reported(tmp_path):
     stale = tmp_path / ".target.partial-0123456789ab"
     (stale / "iter_0000000").mkdir(parents=True)
     for folder in (stale, tmp_path / ".target.partial-ba9876543210"):  # that of the second is in place already
-        (atomic.journal_of(folder) / "plan").mkdir(parents=True)
+        (atomic.scratch_of(folder) / "plan").mkdir(parents=True)
     said: list[str] = []
     with atomic.atomic_directory(tmp_path / "target", said.append):
         pass
@@ -96,7 +96,7 @@ def test_a_second_process_is_refused_up_to_the_very_end(tmp_path, monkeypatch, k
 
     monkeypatch.setattr(atomic, "_move_into_place", meet)
     with atomic.atomic_directory(target, quiet, keep=keep) as work:
-        atomic.journal_of(work).mkdir()
+        atomic.scratch_of(work).mkdir()
     assert len(refused) == 2 and [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
@@ -114,8 +114,8 @@ def test_a_signal_after_the_move_takes_nothing(tmp_path, monkeypatch, keep, earl
 
     monkeypatch.setattr(atomic, "_move_into_place", interrupted)
     with atomic.atomic_directory(target, quiet, keep=keep, replace=lambda _: None) as work:
-        atomic.journal_of(work).mkdir()
-        (atomic.journal_of(work) / "plan").touch()
+        atomic.scratch_of(work).mkdir()
+        (atomic.scratch_of(work) / "plan").touch()
         (work / "new").touch()
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["new", "target"]
 
@@ -341,7 +341,7 @@ def begun(untied_folder, tmp_path, monkeypatch) -> Path:
 
 
 def damage(folder: Path) -> str:
-    line = (atomic.journal_of(folder) / "rank-0").read_text().splitlines()[0]
+    line = (atomic.scratch_of(folder) / "rank-0").read_text().splitlines()[0]
     name, start, end, _ = line.split(" ")
     path = folder / "iter_0000000" / name
     data = bytearray(path.read_bytes())
@@ -423,7 +423,7 @@ def test_without_resume_a_conversion_starts_anew(begun, untied_folder, tmp_path)
 
 
 def test_what_never_got_as_far_as_a_plan_is_in_nobodys_way(begun, untied_folder, tmp_path):
-    (atomic.journal_of(begun) / "plan").write_text("")
+    (atomic.scratch_of(begun) / "plan").write_text("")
     report = import_checkpoint(untied_folder, tmp_path / "m", resume=True)
     assert not report.resumed and verify_checkpoint(untied_folder, tmp_path / "m").same
 

@@ -3,7 +3,6 @@
 import gc
 import io
 import json
-import pickle
 import tarfile
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -19,10 +18,6 @@ from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
 from ..conftest import segments
 
 CRUDE = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
-CHATML = (
-    "__module__: megatron.bridge.data.energon.task_encoder_utils\n__class__: ChatMLWebdataset\n"
-    "field_map:\n  conversation: json\n  imgs: jpgs\n  videos: videos\n"
-)
 
 ASKED = [{"role": "user", "content": "What is seven?"}, {"role": "assistant", "content": "A digit."}]
 # A metadataset beside the folder "wds".
@@ -30,14 +25,6 @@ FIRST_SAMPLE = (
     "__module__: megatron.energon\n__class__: MetadatasetV2\n"
     "splits:\n  train:\n    path: wds\n    subset: {range: [0, 1]}\n"
 )
-LOADER = """
-def load(sample):
-    return {"conversation": sample["json"], "imgs": sample.get("jpgs"), "videos": sample.get("videos")}
-
-def keep(part):
-    return True
-"""
-
 Sample = tuple[str, Mapping[str, Any]]
 
 
@@ -72,32 +59,6 @@ def write_folder(folder: Path, *, yaml: str = CRUDE, **splits: list[list[Sample]
     WebdatasetPreparator.prepare_dataset(folder, names, split_parts_patterns=patterns, shuffle_seed=None, workers=1)
     (folder / ".nv-meta" / "dataset.yaml").write_text(yaml)
     return folder
-
-
-def write_mixed(folder: Path, samples: list[Sample]) -> Path:
-    """A ChatML folder whose samples have not all the same parts: a field map would want them."""
-    yaml = CHATML.partition("field_map")[0] + "sample_loader: load.py:load\npart_filter: load.py:keep\n"
-    write_folder(folder, yaml=yaml, train=[samples])
-    (folder / ".nv-meta" / "load.py").write_text(LOADER)
-    return folder
-
-
-def pickled(*items: Any) -> bytes:
-    """As Megatron's own scripts put several files into one part."""
-    return pickle.dumps(list(items))
-
-
-def chatml(files: Mapping[str, bytes]) -> list[Sample]:
-    one, two = files["0.png"], files["1.png"]
-    turns = [{"from": "human", "value": "<image>\nand <image>?"}, {"from": "gpt", "value": "Both."}]
-    moving = [{"role": "user", "content": "<video>Which?"}, {"role": "assistant", "content": "Seven."}]
-    return [
-        ("images", {"json": turns, "jpgs": pickled(one, two)}),
-        ("wrapped", {"json": {"conversation": turns}, "jpgs": pickled(two, one)}),
-        ("video", {"json": {"messages": moving}, "videos": pickled([one, one, one])}),
-        ("file", {"json": moving, "videos": files["clip.mkv"]}),
-        ("text", {"json": {"messages": ASKED}}),
-    ]
 
 
 def keys(batches: Iterable[TokenBatch]) -> list[str]:

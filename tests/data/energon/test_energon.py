@@ -2,7 +2,6 @@
 
 import base64
 import json
-import pickle
 from dataclasses import replace
 from itertools import islice
 
@@ -13,7 +12,7 @@ import torch
 
 from ..conftest import picture, same
 from ..media.test_video import ask, clip
-from .conftest import ASKED, CHATML, CRUDE, FIRST_SAMPLE, chatml, keys, pickled, write_folder, write_mixed, write_tar
+from .conftest import ASKED, CRUDE, FIRST_SAMPLE, keys, write_folder, write_tar
 
 
 @pytest.fixture(scope="session")
@@ -155,79 +154,20 @@ def test_records_have_columns_by_names_of_their_own(make, files, samples, tmp_pa
     assert same(*rows)
 
 
-def test_chatml_folders_have_no_columns_by_other_names(make, files, tmp_path):
-    turns = {"conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "7"}], "img": "a.png"}
-    yaml = CHATML.replace("  videos: videos\n", "")
-    folder = write_folder(
-        tmp_path / "wds", yaml=yaml, train=[[("a", {"json": turns, "jpgs": pickled(files["0.png"])})]]
-    )
-    assert len(next(make(folder, pack=False).stream("train")).vision.pixel_values) == 2 * 4
-    with pytest.raises(DataError, match="found a schema of columns image='img', expected none: ChatML"):
-        next(make(folder, columns=Columns(image="img")).stream("train"))
-
-
-def test_chatml_folders_keep_the_bytes_of_their_pictures(make, files, encoder, collator, tmp_path):
-    folder = write_mixed(tmp_path / "wds", chatml(files))
-    batches = list(islice(make(folder, pack=False, sample_fps=2.0).stream("train"), 5))
-    for name, contents in files.items():
-        (tmp_path / name).write_bytes(contents)
-    turns = [{"from": "human", "value": "<image>\nand <image>?"}, {"from": "gpt", "value": "Both."}]
-    records = {
-        "images": {"conversations": turns, "images": ["0.png", "1.png"]},
-        "wrapped": {"conversations": turns, "images": ["1.png", "0.png"]},
-        "video": {"messages": ask({"type": "video", "video": ["0.png"] * 3, "sample_fps": 2.0})},
-        "file": {"messages": ask({"type": "video", "video": "clip.mkv"})},
-        "text": {"messages": ASKED},
-    }
-    for batch in batches:
-        (place,) = batch.sample_ids
-        (tmp_path / "a.jsonl").write_text(json.dumps(records.pop(place.rpartition(":")[2])))
-        sample = encoder(JsonLines(tmp_path / "a.jsonl")[0])
-        assert same(batch, collator.padded([replace(sample, sample_id=place)]))
-    assert not records
-
-
-def test_samples_without_what_a_field_map_wants_are_named(make, files, tmp_path, caplog):
-    yaml = CHATML.replace("  videos: videos\n", "")
-    folder = write_folder(tmp_path / "wds", yaml=yaml, train=[[chatml(files)[0], chatml(files)[-1]]])
-    problem = r"^train-0.tar:text: found the parts json, expected all that the field_map of dataset.yaml names"
-    with pytest.raises(DataError, match=problem):
-        list(islice(make(folder, pack=False).stream("train"), 2))
-    assert keys(islice(make(folder, pack=False, on_bad="drop").stream("train"), 3)) == ["images"] * 3
-    assert "train-0.tar:text: found the parts json" in caplog.text and "dropped, 2 so far" in caplog.text
-
-
-class _Evil:
-    def __reduce__(self):
-        return (print, ("loaded",))
-
-
-@pytest.mark.parametrize(("part", "problem"), [
-    ({"jpgs": pickle.dumps(_Evil())}, "pickle that does not load .it names builtins.print"),
-    ({"jpgs": pickled(b"1")}, "found 0 placeholders for images"),
-    ({"videos": pickled([b"1"])}, "found 0 placeholders for images|found 0 placeholders for videos"),
+@pytest.mark.parametrize(("record", "setting", "time"), [
+    ({"sample_fps": ["4"]}, None, "0.1"), ({"sample_fps": ["4"]}, 1.0, "0.1"), ({}, 1.0, "0.5"),
 ])  # fmt: skip
-def test_bad_chatml_samples_are_named(make, tmp_path, part, problem):
-    folder = write_mixed(tmp_path / "wds", [("bad", {"json": ASKED, **part})])
-    with pytest.raises(DataError, match=rf"^train-0.tar:bad: .*{problem}"):
-        next(make(folder).stream("train"))
-
-
-def test_frames_may_have_the_rate_of_their_record(make, files, encoder, tmp_path):
-    yaml = CHATML.replace("  imgs: jpgs\n", "")
+def test_frames_have_the_rate_of_their_record_or_of_the_setting(make, files, encoder, tmp_path, record, setting, time):
     chat = {"messages": [{"role": "user", "content": "<video>Which?"}, {"role": "assistant", "content": "Seven."}]}
-    own = {"videos": [["0.png", "0.png"]], "sample_fps": ["4"]}
-    parts = {"chatml": {"videos": pickled([files["0.png"]] * 2)}, "crude": {"0.png": files["0.png"]}}
-    for kind, record in (("chatml", chat | {"sample_fps": ["4"]}), ("crude", chat | own)):
-        train = [[("a", {"json": record, **parts[kind]})]]
-        folder = write_folder(tmp_path / kind, **({"yaml": yaml} if kind == "chatml" else {}), train=train)
-        for settings in ({}, {"sample_fps": 1.0}):
-            batch = next(make(folder, pack=False, **settings).stream("train"))
-            assert "<0.1 seconds>" in encoder.processor.tokenizer.decode(batch.input_ids[0])
+    parts = {"json": chat | {"videos": [["0.png", "0.png"]]} | record, "0.png": files["0.png"]}
+    folder = write_folder(tmp_path / "wds", train=[[("a", parts)]])
+    batch = next(make(folder, pack=False, sample_fps=setting).stream("train"))
+    assert f"<{time} seconds>" in encoder.processor.tokenizer.decode(batch.input_ids[0])
 
 
 def test_frames_without_a_rate_are_refused(make, files, tmp_path):
-    folder = write_folder(tmp_path / "wds", yaml=CHATML.replace("  imgs: jpgs\n", ""), train=[chatml(files)[2:3]])
+    record = {"messages": ask({"type": "video", "video": ["0.png"]})}
+    folder = write_folder(tmp_path / "wds", train=[[("video", {"json": record, "0.png": files["0.png"]})]])
     with pytest.raises(DataError, match=r"^train-0.tar:video: .*'sample_fps' of a list of frames"):
         next(make(folder).stream("train"))
 

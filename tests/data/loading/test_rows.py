@@ -4,7 +4,7 @@ from itertools import islice, product
 from types import SimpleNamespace
 
 from qwen3vl_bridge.data import BatchStream, DataError, JsonLines, one_pass
-from qwen3vl_bridge.data.loading.row_dataset import Balance, assign_rows
+from qwen3vl_bridge.data.row_loading import Balance, assign_rows
 from qwen3vl_bridge.models.flops import TowerCosts
 from qwen3vl_bridge.training.step import forward_step
 

@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from qwen3vl_bridge.data import BatchStream, DataError, Window, one_pass
-from qwen3vl_bridge.data.loading.batch_stream import ignoring
+from qwen3vl_bridge.data.row_loading import ignoring
 
 import pytest
 import torch
@@ -251,7 +251,7 @@ def test_they_leave_the_other_processs_garbage_alone(tmp_path):
 # Megatron-Bridge's loaders have a handler of Python's, ours ignore the signal.
 FAILS = """
 import signal, sys
-from qwen3vl_bridge.data.loading.batch_stream import end_workers_at_exit, ignoring
+from qwen3vl_bridge.data.row_loading import end_workers_at_exit, ignoring
 from torch.utils.data import DataLoader
 
 end_workers_at_exit()

@@ -23,10 +23,9 @@ from qwen3vl_bridge.data import (
     one_pass,
 )
 from qwen3vl_bridge.data.errors import Unreachable
-from qwen3vl_bridge.data.loading.batch_stream import ignoring
-from qwen3vl_bridge.data.loading.row_dataset import StreamedRows
 from qwen3vl_bridge.data.offline_packing import pack
 from qwen3vl_bridge.data.packing.sample_sizes import Sizes
+from qwen3vl_bridge.data.row_loading import StreamedRows, ignoring
 from qwen3vl_bridge.data.sources.hub import EPOCH, StreamedDataset
 
 import datasets
@@ -253,7 +252,7 @@ def test_bad_rows_have_their_names(rows_stream):
     bad = [{"messages": [{"role": "user", "content": "?"}]}, {"messages": None}, {"words": "hi"}, record(3)]
     source = StreamedDataset(datasets.IterableDataset.from_generator(bad.__iter__), "x")
     assert len(source.numbers(0, 0, 9)) == 4
-    for number, message in enumerate(["found the roles user, expected", "found null under", "found the columns words"]):
+    for number, message in enumerate(["found the roles user, expected", "found None under", "found the columns words"]):
         with pytest.raises(DataError, match=rf"^x\[{number}\]: {message}") as caught:
             source[number]
         assert not isinstance(caught.value, Unreachable)

@@ -99,11 +99,11 @@ def test_rates_of_lists_of_frames_next_to_the_messages(encoder, read, tmp_path, 
     ([["a.png"], ["a.png"]], [1], r"found \[1\] under 'sample_fps' next to 2 videos .* a list of 2, one for each"),
     ([["a.png"], "a.mp4"], [1, 2], r"found \[1, 2\] under 'sample_fps' next to 1 videos .* null for one that is not"),
     (["a.mp4"], 2, "found 2 under 'sample_fps' next to 0 videos that are lists of frames"),
-    ([["a.png"]], None, "found null as the 'sample_fps' of a list of frames, expected how many are a second"),
+    ([["a.png"]], None, "found None as the 'sample_fps' of a list of frames, expected how many are a second"),
     *(([["a.png"]], rate, f"found '{rate}' as the 'sample_fps'") for rate in ("two", "-1", "nan", "inf")),
-    ([["a.png"]], 10**400, "found a number as the 'sample_fps'"),
-    ([["a.png"]], [True], "found true as the 'sample_fps'"),
-    ([["a.png"]], {"a": 1}, "found an object as the 'sample_fps'"),
+    ([["a.png"]], 10**400, "found 1000.* as the 'sample_fps'"),
+    ([["a.png"]], [True], "found True as the 'sample_fps'"),
+    ([["a.png"]], {"a": 1}, "found {'a': 1} as the 'sample_fps'"),
 ])  # fmt: skip
 def test_rates_that_are_none_are_refused(read, tmp_path, videos, rates, problem):
     picture(tmp_path / "a.png", 32, 32), (tmp_path / "a.mp4").write_bytes(b"x")
@@ -180,9 +180,9 @@ def test_what_is_no_video_is_refused(encoder, read, tmp_path, content, message, 
 
 @pytest.mark.parametrize(("part", "message"), [
     ({"video": []}, "a video of no frames, expected at least one"),
-    ({"video": ["a.png"]}, "found null as the 'sample_fps' of a list of frames"),
-    ({"video": ["a.png"], "sample_fps": 0}, "found a number as the 'sample_fps'"),
-    ({"video": 7}, "found a number under 'video', expected a path or bytes"),
+    ({"video": ["a.png"]}, "found None as the 'sample_fps' of a list of frames"),
+    ({"video": ["a.png"], "sample_fps": 0}, "found 0 as the 'sample_fps'"),
+    ({"video": 7}, "found 7 under 'video', expected a path or bytes"),
     ({"video": "a.mp4", "sample_fps": 2}, "found the keys type, video, sample_fps, expected"),
     ({"video": "b.mp4"}, "there is no such file"),
 ])  # fmt: skip

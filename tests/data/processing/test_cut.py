@@ -96,16 +96,14 @@ def test_bad_samples_are_dropped_and_counted(make_rows, tmp_path, caplog, pack):
     broken = picture(tmp_path / "broken.jpg", 64, 64)
     broken.write_bytes(broken.read_bytes()[:-400])
     path = write(tmp_path / "train.jsonl", [*records, {"messages": []}])
-    with pytest.raises(DataError, match=r"train.jsonl:11: found an empty list"):
+    with pytest.raises(DataError, match=r"train.jsonl:11: found \[\]"):
         list(one_pass(make_rows(path, seed=None, pack=pack)()))
     rows = make_rows(path, seed=None, pack=pack, on_bad="drop")()
     batches = list(one_pass(rows))
     names = [name for batch in batches for name in batch.sample_ids]
     assert sorted(names) == sorted(f"train.jsonl:{line}" for line in range(1, 11))
     assert rows.samples.sample_filter.num_dropped == 2
-    assert any(
-        "train.jsonl:11: found an empty list" in text and "dropped, 1 so far" in text for text in caplog.messages
-    )
+    assert any("train.jsonl:11: found []" in text and "dropped, 1 so far" in text for text in caplog.messages)
     assert any("train.jsonl:4: " in text and "left blank (1)" in text for text in caplog.messages)
     assert batches[-1].dropped == (1,) and sum(sum(batch.unreadable) for batch in batches) == 1
     batch = next(batch for batch in batches if "train.jsonl:4" in batch.sample_ids)
@@ -143,7 +141,7 @@ def test_a_stream_that_met_a_bad_sample_stays_before_it(make_rows, tmp_path):
     for _ in range(3):
         next(stream)
     for _ in range(2):
-        with pytest.raises(DataError, match=r"train.jsonl:4: found an empty list"):
+        with pytest.raises(DataError, match=r"train.jsonl:4: found \[\]"):
             next(stream)
     assert stream.state_dict()["row"] == 3
 
@@ -218,8 +216,8 @@ def test_limits_are_read_from_lines_and_tables(encoder, tmp_path):
     ({"max_pixels": 0}, "found 0 under 'max_pixels', expected a number of pixels up to"),
     ({"max_pixels": -1}, "found -1 under 'max_pixels', expected a number of pixels"),
     ({"max_pixels": 1e5}, "found 100000.0 under 'max_pixels', expected a number of pixels"),
-    ({"min_pixels": True}, "found true under 'min_pixels', expected a number of pixels"),
-    ({"min_pixels": "64"}, "found \"64\" under 'min_pixels', expected a number of pixels"),
+    ({"min_pixels": True}, "found True under 'min_pixels', expected a number of pixels"),
+    ({"min_pixels": "64"}, "found '64' under 'min_pixels', expected a number of pixels"),
     ({"min_pixels": 10**12}, "found 1000000000000 under 'min_pixels', expected a number of pixels up to"),
     ({"resized_height": 64, "resized_width": 64}, "resized_width, expected 'type' and 'image', and 'min_pixels' and"),
 ])  # fmt: skip
@@ -316,8 +314,8 @@ def test_reasoning_of_an_answer_left_out_is_left_out_too(templates):
 
 @pytest.mark.parametrize(("message", "problem"), [
     ({**SEVEN, "loss": 1}, "message 2: found 1 under 'loss', expected true or false"),
-    ({**SEVEN, "loss": "false"}, "found \"false\" under 'loss', expected true or false"),
-    ({**SEVEN, "weight": True}, "found true under 'weight', expected 0 or 1"),
+    ({**SEVEN, "loss": "false"}, "found 'false' under 'loss', expected true or false"),
+    ({**SEVEN, "weight": True}, "found True under 'weight', expected 0 or 1"),
     ({**SEVEN, "weight": 0.5}, "found 0.5 under 'weight', expected 0 or 1"),
     ({**SEVEN, "weight": []}, r"found \[\] under 'weight', expected 0 or 1"),
     ({**SEVEN, "weight": 1, "loss": True}, "found both 'loss' and 'weight', expected one of them"),

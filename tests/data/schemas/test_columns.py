@@ -9,7 +9,6 @@ import qwen3vl_bridge
 from qwen3vl_bridge.cli import data as command
 from qwen3vl_bridge.data import Columns, DataError, StreamedDataset, open_source
 from qwen3vl_bridge.data.schemas.conversations import conversation_of
-from qwen3vl_bridge.data.schemas.record_schemas import read_by
 from qwen3vl_bridge.training.callbacks import Accuracy
 from qwen3vl_bridge.training.config import AccuracyConfig
 
@@ -29,7 +28,7 @@ IMAGE = {"type": "image", "image": b"x"}
 def read(record: dict, **columns) -> list:
     columns = Columns(**columns)
     columns.check()
-    return read_by(columns, record, "x")["messages"]
+    return columns.messages_of(record, "x")["messages"]
 
 
 def asked(record: dict, **columns):

@@ -11,7 +11,7 @@ import qwen3vl_bridge
 from qwen3vl_bridge.cli.data import main
 from qwen3vl_bridge.data import Columns, DataError, PackedRows, open_source
 from qwen3vl_bridge.data.schemas.conversations import conversation_of
-from qwen3vl_bridge.data.schemas.record_schemas import SCHEMAS, named_schema
+from qwen3vl_bridge.data.schemas.record_schemas import OURS, SCHEMAS, schema_of
 
 import datasets
 import pyarrow as pa
@@ -206,7 +206,7 @@ _VALUES = st.recursive(
     max_leaves=8,
 )
 _PARSES = st.dictionaries(st.text(min_size=1, max_size=5), _VALUES, min_size=1, max_size=3)
-CORD_V2 = named_schema("cord_v2")
+CORD_V2 = SCHEMAS["cord_v2"]
 
 
 @given(_PARSES, st.booleans())
@@ -299,9 +299,9 @@ def test_every_name_of_megatron_bridge_is_read_or_refused():
     for name in hf_adapters._ADAPTERS:
         if name in ("cv17", "default_audio", "valor32k_avqa"):
             with pytest.raises(ValueError, match=f"schema_adapter is '{name}', whose records contain audio, which the"):
-                named_schema(name)
+                schema_of(name, OURS)
         else:
-            assert pickle.loads(pickle.dumps(named_schema(name))) == SCHEMAS[name]
+            assert pickle.loads(pickle.dumps(schema_of(name, OURS))) == SCHEMAS[name]
     assert set(RECORDS) == set(SCHEMAS) - {"cord_v2"}
 
 
@@ -348,7 +348,7 @@ def video_turns(*changes) -> dict:
     ("raven", {"images": []}, r"found \[\] under 'images', expected a non-empty list"),
     ("raven", {"images": "7.png"}, "found '7.png' under 'images', expected a non-empty list"),
     ("raven", {"texts": [{"user": "a"}]}, "which schema raven cannot read"),
-    ("llava_video_178k", {"video": ""}, "message 1, part 1: found an empty string under 'video', expected a path"),
+    ("llava_video_178k", {"video": ""}, "message 1, part 1: found '' under 'video', expected a path"),
     ("llava_video_178k", {"conversations": "a"}, "found 'a' under 'conversations', expected a non-empty list"),
     ("llava_video_178k", video_turns(7), "x: turn 2: found 7, expected an object with 'from', human or gpt"),
     ("llava_video_178k", video_turns({"from": "system", "value": "a"}), "x: turn 2: found {'from': 'system'.*, exp"),

@@ -219,7 +219,7 @@ def test_a_picture_in_one_share_alone_is_seen_by_all(provider, config, monkeypat
         return dict(call, input_ids=share_of(ids, (8, 8), 2, rank))
 
     found = ranks.inputs(provider, lambda rank: share(rank) | one)
-    assert [inputs.fuse.positions.tolist() for inputs in found] == [[], [0]]
+    assert [inputs.fuse.targets.tolist() for inputs in found] == [[], [0]]
     for error in ranks.inputs(provider, lambda rank: share(rank) | (one if rank == 0 else {})):
         with pytest.raises(ValueError, match=r"pixel_values is None on .* rank 1 and \[4, 1536\] .*whole row"):
             raise error

@@ -39,7 +39,7 @@ def assert_same(ours, expected):
     assert torch.equal(ours.padding_mask, expected.padding_mask)
     assert torch.equal(ours.input_ids[real], expected.input_ids[real])
     assert torch.equal(ours.position_ids[:, real], expected.position_ids[:, real])
-    for name in ("rows", "positions"):
+    for name in ("sources", "targets"):
         assert torch.equal(getattr(ours.fuse, name), getattr(expected.fuse, name))
         assert torch.equal(getattr(ours.deepstack, name), getattr(expected.deepstack, name))
     assert ours.layout == expected.layout
@@ -410,7 +410,7 @@ def flat(logical, mask=None):
             dict(packed_seq_params=packed_params([0, 5, 10], [0, 6, 12]), attention_mask=torch.eye(2, 6).cummax(1)[0]),
             "segment 0: attention_mask has 6 real tokens, packed_seq_params 5 in a length of 6",
         ),
-        (dict(ONE_PICTURE), "the batch: image 0 of 1 x 1 x 1 tokens found 0 image tokens"),
+        (dict(ONE_PICTURE), "found 0 image tokens in the batch, expected 1 for 1 images"),
         (dict(pixel_values=torch.zeros(4, 1536)), "image pixels: found 4 patches, expected 0"),
         (dict(pixel_values=torch.zeros(1, 4, 1536)), r"pixel_values has shape \[1, 4, 1536\]"),
         (dict(pixel_values_videos=torch.zeros(4, 99)), r"pixel_values_videos has shape \[4, 99\].*\[patches, 1536\]"),

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from qwen3vl_bridge.checkpoint.formats.tensors import ITEMSIZE, SegmentReader, Segments, TensorSource, TensorSpec
 from qwen3vl_bridge.checkpoint.processes import Progress
-from qwen3vl_bridge.io.atomic import journal_of
+from qwen3vl_bridge.io.atomic import scratch_of
 from qwen3vl_bridge.io.files import CheckpointError
 
 import xxhash
@@ -140,7 +140,7 @@ class Journal:
 
     def __init__(self, result: Path, rank: int = 0) -> None:
         """Open it, of a result for which `begin` was called."""
-        path = journal_of(result) / _LINES.replace("*", str(rank))
+        path = scratch_of(result) / _LINES.replace("*", str(rank))
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         size = os.fstat(self._file).st_size
@@ -164,8 +164,8 @@ def begin(result: Path, digest: str) -> None:
     """Start a journal for a plan, or keep an existing one for the same plan."""
     if plan_of(result) == digest:
         return
-    journal_of(result).mkdir(exist_ok=True)
-    with (journal_of(result) / _PLAN).open("w") as file:
+    scratch_of(result).mkdir(exist_ok=True)
+    with (scratch_of(result) / _PLAN).open("w") as file:
         file.write(digest)
         file.flush()
         os.fsync(file.fileno())
@@ -174,14 +174,14 @@ def begin(result: Path, digest: str) -> None:
 def plan_of(result: Path) -> str:
     """Digest of an unfinished result's plan; empty if there is none."""
     try:
-        return (journal_of(result) / _PLAN).read_text(errors="replace")
+        return (scratch_of(result) / _PLAN).read_text(errors="replace")
     except OSError:
         return ""
 
 
 def is_written_by_another(result: Path) -> bool:
     """Whether a process that has its part of the journal open is alive."""
-    for path in journal_of(result).glob(_LINES):
+    for path in scratch_of(result).glob(_LINES):
         with path.open("rb+") as file:  # some network file systems lock nothing that is open for reading
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -193,7 +193,7 @@ def is_written_by_another(result: Path) -> bool:
 def noted(result: Path, files: list[OutputFile], work: list[Unit]) -> dict[Unit, str]:
     """Those units of an unfinished result's files that were noted, with digests of their bytes."""
     digests: dict[str, str] = {}
-    for path in journal_of(result).glob(_LINES):
+    for path in scratch_of(result).glob(_LINES):
         for line in path.read_text(errors="replace").splitlines(keepends=True):
             name, _, digest = line.rpartition(" ")
             if line[-1] == "\n":

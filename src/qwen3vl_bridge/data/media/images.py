@@ -26,9 +26,7 @@ _TO_8_BITS = {"L;2": 255 / 3, "L;4": 255 / 15, "RGB;16B": 1 / 256}
 def is_picture(file: Path) -> bool:
     """Whether a file begins like an image, even if it is too large to be opened."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            Image.open(file).close()
+        _open(file).close()
     except Image.DecompressionBombError:
         return True
     except Exception:  # each of Pillow's decoders has its own
@@ -100,11 +98,14 @@ def load_image(image: Media, place: str) -> Image.Image:
             raise DataError(place, f"{describe(image)} does not decode as an image: {error}") from error
 
 
+def _open(media: Media) -> Image.Image:
+    with warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning):
+        return Image.open(media if isinstance(media, Path) else io.BytesIO(media))
+
+
 def _opened(media: Media, place: str) -> Image.Image:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = Image.open(media if isinstance(media, Path) else io.BytesIO(media))
+        image = _open(media)
     except Image.DecompressionBombError as error:
         raise DataError(
             place, f"{describe(media)} is too large: {error}; expected at most {MOST_PIXELS:,} pixels"

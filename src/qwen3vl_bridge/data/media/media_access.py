@@ -118,41 +118,23 @@ def find(name: str, root: Path | MediaAccess, place: str) -> Media:
 
 def _file(name: str, roots: tuple[Path, ...], place: str) -> Path:
     try:
-        inside, outside = [root.resolve() for root in roots], None
-        for root in roots:
-            path = (root / name).resolve()
-            found, allowed = path.is_file(), any(path.is_relative_to(one) for one in inside)
-            if found and allowed:
-                return path
-            if not allowed and (found or outside is None):
-                outside = root, path
-            if found:
-                break  # the first that exists is used, and no other of the same name
-        if outside is not None:
-            root, path = outside
-            given, wanted = list(map(str, roots)), [*map(str, roots), str(_folder_outside(name, root, inside))]
-            raise DataError(
-                place,
-                f"{name!r} is {path}, expected a path inside the media root {' or '.join(given)}; if that place is "
-                f"meant, name it too: media_root=[{','.join(wanted)}] for training, "
-                f"{' '.join(f'--media-root {one}' for one in wanted)} for `qwen3vl data`",
-            )
-        tried = " or ".join(str(root / name) for root in inside)
-        raise DataError(place, f"{name!r} is {tried}, and there is no such file")
-    except DataError:
-        raise
+        inside = [root.resolve() for root in roots]
+        paths = [(root / name).resolve() for root in inside]
+        path = next((path for path in paths if path.is_file()), None)
+        outside = [one for one in ([path] if path else paths) if not any(map(one.is_relative_to, inside))]
     except (OSError, ValueError, RuntimeError) as error:  # too long, a null character, a loop of symbolic links
         raise DataError(place, f"found {name[:80]!r}, expected the path of a file ({error})") from error
-
-
-def _folder_outside(name: str, root: Path, roots: list[Path]) -> Path:
-    """The folder of a path outside the roots: the target of a symbolic link, if there is one."""
-    path = root / name
-    if ".." not in Path(name).parts and not Path(name).is_absolute():
-        steps = [*reversed(path.parents), path][len(root.parts) :]
-        path = next(step for step in steps if not any(step.resolve().is_relative_to(one) for one in roots))
-    path = path.resolve()
-    return path if path.is_dir() else path.parent
+    if outside:
+        given = [*map(str, roots), str(outside[0].parent)]
+        raise DataError(
+            place,
+            f"{name!r} is {outside[0]}, expected a path inside the media root {' or '.join(given[:-1])}; if that place "
+            f"is meant, name its folder too: media_root=[{','.join(given)}] for training, --media-root for each of "
+            "them for `qwen3vl data`",
+        )
+    if path is None:
+        raise DataError(place, f"{name!r} is {' or '.join(map(str, paths))}, and there is no such file")
+    return path
 
 
 def describe(media: Media) -> str:
@@ -245,29 +227,23 @@ class UrlCache:
         """The file that was downloaded from an http or https URL, which stands at `place`; a `DataError` if it was
         given up, `Unreachable` if it was not downloaded, or its state differs from the record.
         """
-        path, found = self.path_of(address), f"found the URL {shown(address)}"
-        is_there, is_recorded = path.is_file(), self.record is not None and digest_of(address) in self.record.given_up
-        if is_there and not is_recorded:
-            return path
-        if is_there:
-            raise Unreachable(
-                place,
-                f"{found}, which is there by now, and had been given up when these data were downloaded; expected the "
-                "same as then: qwen3vl data download of these data takes it in, for a run from the beginning",
-            )
-        problem = self.problem_of(address)
-        if is_recorded or (problem is not None and self.record is None):
-            raise DataError(place, f"{found}, which could not be downloaded: {problem or 'it was given up'}")
-        if problem is not None:
-            raise Unreachable(
-                place,
-                f"{found}, which could not be downloaded ({problem}), and no record of that in a download of these "
-                "data; expected one: run qwen3vl data download for them",
-            )
+        path, found = self.path_of(address), f"found the URL {shown_url(address)}"
+        given_up = self.record is not None and digest_of(address) in self.record.given_up
+        if path.is_file():
+            if not given_up:
+                return path
+            state = "which is there by now, and had been given up when these data were downloaded"
+        else:
+            problem = self.problem_of(address)
+            if given_up or (problem is not None and self.record is None):
+                raise DataError(place, f"{found}, which could not be downloaded: {problem or 'it was given up'}")
+            state = f"and no download of it in {self.root} (url_cache)"
+            if problem is not None:
+                state = f"which could not be downloaded ({problem}), and no record of that in a download of these data"
         raise Unreachable(
             place,
-            f"{found}, and no download of it in {self.root} (url_cache); expected all to be there before training: "
-            "qwen3vl data download fetches them, with --columns and --schema-adapter as in the run",
+            f"{found}, {state}; expected what a download of these data recorded: run qwen3vl data download for them, "
+            "with --columns and --schema-adapter as in the run",
         )
 
     def path_of(self, address: str) -> Path:
@@ -306,6 +282,6 @@ def digest_of(address: str) -> bytes:
     return hashlib.sha256(text.encode("utf-8", "backslashreplace")).digest()[:20]
 
 
-def shown(address: str) -> str:
+def shown_url(address: str) -> str:
     """A URL for a message."""
     return repr(address if len(address) <= 200 else f"{address[:197]}...")

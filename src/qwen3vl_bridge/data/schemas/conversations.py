@@ -11,7 +11,6 @@ are removed from tools and their calls, which chat templates render whole; strin
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -55,11 +54,11 @@ _PART_TYPES = {
 }
 
 
-def _plain(key: object) -> str:
+def _folded(key: object) -> str:
     return re.sub(r"[\W_]", "", str(key)).lower()
 
 
-_MEANT = {_plain(key): key for key in (*KEYS, *_OF_MESSAGES)}
+_MEANT = {_folded(key): key for key in (*KEYS, *_OF_MESSAGES)}
 EXPECTED = (
     "'messages' or 'conversations', 'texts', a question with its answer ("
     + ", ".join(f"{question!r} and {answer!r}" for question, answer in QUESTIONS.items())
@@ -117,7 +116,7 @@ def messages_of(record: Any, place: str, *, placeholders: Placeholders = "media"
     check_unread(record, KEYS, messages, place)
     # Ignored, these would train on something else than the record means.
     for key in keys:
-        if key not in KEYS and (meant := _MEANT.get(_plain(key))):
+        if key not in KEYS and (meant := _MEANT.get(_folded(key))):
             expected = f"{meant!r} in a message or its content" if meant in _OF_MESSAGES else repr(meant)
             problem = f"found {key!r}, which is not read here, expected {expected}"
             raise DataError(place, f"{problem}; or leave it out (columns.ignore=[{key}])")
@@ -276,7 +275,7 @@ def conversation_of(record: Any, place: str, root: Path | MediaAccess) -> Conver
     """
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
-        found = _kind(record) if not isinstance(record, dict) else f"{_kind(messages)} under 'messages'"
+        found = shown(record) if not isinstance(record, dict) else f"{shown(messages)} under 'messages'"
         raise DataError(place, f"found {found}, expected an object with a list of messages")
     reader = _Messages(root)
     checked = tuple(reader.message(message, n, f"{place}: message {n + 1}") for n, message in enumerate(messages))
@@ -285,7 +284,7 @@ def conversation_of(record: Any, place: str, root: Path | MediaAccess) -> Conver
         raise DataError(place, f"found the roles {', '.join(roles)}, expected an assistant's message after another one")
     tools = record.get("tools") or ()
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(place, f"found {_kind(tools)} under 'tools', expected a list of objects")
+        raise DataError(place, f"found {shown(tools)} under 'tools', expected a list of objects")
     images, videos = tuple(reader.images), tuple(reader.videos)
     return Conversation(place, checked, images, videos, tuple(tools) or None, reader.limits, reader.losses)
 
@@ -302,7 +301,7 @@ class _Messages:
 
     def message(self, message: Any, number: int, place: str) -> dict[str, Any]:
         if not isinstance(message, dict):
-            raise DataError(place, f"found {_kind(message)}, expected an object with role and content")
+            raise DataError(place, f"found {shown(message)}, expected an object with role and content")
         # Tables give every row the columns of all others, empty where a message has none.
         given = _given(message)
         if given.get("tool_calls"):
@@ -320,9 +319,9 @@ class _Messages:
                 problem = f"found {key!r} on a message of the role {role!r}"
                 raise DataError(place, f"{problem}, expected it on the assistant's: of others it is not read")
         if not isinstance(reasoning, str | None):
-            raise DataError(place, f"found {_kind(reasoning)} under 'reasoning_content', expected a string")
+            raise DataError(place, f"found {shown(reasoning)} under 'reasoning_content', expected a string")
         if not isinstance(calls, list | None):
-            raise DataError(place, f"found {_kind(calls)} under 'tool_calls', expected a list of objects")
+            raise DataError(place, f"found {shown(calls)} under 'tool_calls', expected a list of objects")
         for at, call in enumerate(calls or (), start=1):
             where, function = f"{place}, tool call {at}", call.get("function", call) if isinstance(call, dict) else call
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -337,20 +336,20 @@ class _Messages:
             # Tables of numbers may have 1.0 for 1; in Python true is 1, too.
             if isinstance(value, bool) != (key == "loss") or value not in (0, 1):
                 expected = "true or false" if key == "loss" else "0 or 1"
-                raise DataError(place, f"found {json.dumps(value, default=str)} under {key!r}, expected {expected}")
+                raise DataError(place, f"found {shown(value)} under {key!r}, expected {expected}")
             if role == "assistant":
                 self.losses[number] = bool(value)
         if isinstance(content, str):
             return given
         if not isinstance(content, list) or not content:
-            raise DataError(place, f"found {_kind(content)} as content, expected a string or a list of parts")
+            raise DataError(place, f"found {shown(content)} as content, expected a string or a list of parts")
         parts = [self._part(part, f"{place}, part {at}") for at, part in enumerate(content, start=1)]
         return {**given, "content": parts}
 
     def _part(self, part: Any, place: str) -> dict[str, str]:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in PARTS:
-            found = _kind(part) if not isinstance(part, dict) else f"a part of type {kind!r}"
+            found = shown(part) if not isinstance(part, dict) else f"a part of type {kind!r}"
             raise DataError(place, f"found {found}, expected an object of type 'text', 'image' or 'video'")
         part = _given(part)
         value, is_list = part.get(kind), isinstance(part.get(kind), list)
@@ -363,13 +362,13 @@ class _Messages:
             )
         if kind == "text":
             if not isinstance(value, str):
-                raise DataError(place, f"found {_kind(value)} under 'text', expected a string")
+                raise DataError(place, f"found {shown(value)} under 'text', expected a string")
         elif kind == "image":
             limits = PixelLimits(*(part.get(name) for name in LIMITS))
             for name, most in limits._asdict().items():
                 if most is not None and (type(most) is not int or not 0 < most <= MOST_PIXELS):  # a bool is none
                     expected = f"a number of pixels up to {MOST_PIXELS:,}"
-                    raise DataError(place, f"found {json.dumps(most, default=str)} under {name!r}, expected {expected}")
+                    raise DataError(place, f"found {shown(most)} under {name!r}, expected {expected}")
             if limits != PixelLimits():
                 self.limits[len(self.images)] = limits
             self.images.append(self._media(value, kind, place))
@@ -382,7 +381,7 @@ class _Messages:
 
     def _media(self, value: Any, kind: str, place: str) -> Media:
         if not isinstance(value, str | bytes) or not value:
-            raise DataError(place, f"found {_kind(value)} under {kind!r}, expected a path or bytes")
+            raise DataError(place, f"found {shown(value)} under {kind!r}, expected a path or bytes")
         return find(value, self._root, place) if isinstance(value, str) else value
 
     def _frames(self, frames: list[Any], fps: Any, place: str) -> FrameList:
@@ -393,20 +392,10 @@ class _Messages:
         except (ValueError, OverflowError):
             rate = 0
         if not 0 < rate < float("inf"):
-            found = shown(fps) if isinstance(fps, str) else _kind(fps)
             raise DataError(
                 place,
-                f"found {found} as the {RATE!r} of a list of frames, expected how many are a second: next to 'video' "
-                "in a part of a content, or next to 'videos' a number, or a list of one for each video",
+                f"found {shown(fps)} as the {RATE!r} of a list of frames, expected how many are a second: next to "
+                "'video' in a part of a content, or next to 'videos' a number, or a list of one for each video",
             )
         media = (self._media(frame, "video", f"{place}, frame {at}") for at, frame in enumerate(frames))
         return FrameList(tuple(media), rate)
-
-
-def _kind(value: Any) -> str:
-    """Type of a JSON value, in JSON's terms."""
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    names = {dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number"}
-    name = names.get(type(value), type(value).__name__)
-    return f"an empty {name[2:].strip()}" if value in ({}, [], "") else name

@@ -41,7 +41,7 @@ def is_template(value: Any) -> bool:
     return isinstance(value, str) and (value.startswith(_CONSTANT) or "{" in value or "}" in value)
 
 
-def columns_of(template: str) -> Iterator[str]:
+def template_columns(template: str) -> Iterator[str]:
     """The columns that a template uses; a `ValueError` for an invalid one."""
     for _, field, spec, conversion in string.Formatter().parse(template.removeprefix(_CONSTANT)):
         if field is None:
@@ -54,7 +54,7 @@ def columns_of(template: str) -> Iterator[str]:
 
 def filled(template: str, record: Mapping[str, Any], place: str) -> str:
     """Fill a template with a record's values; a `DataError` for a column that is missing or cannot be inserted."""
-    if missing := [column for column in columns_of(template) if record.get(column) is None]:
+    if missing := [column for column in template_columns(template) if record.get(column) is None]:
         found = ", ".join(map(str, record)) or "none"
         raise DataError(place, f"found the keys {found}, expected {missing[0]!r}, and not null")
     lines = template.removeprefix(_CONSTANT).replace("\\n", "\n").split("\n")
@@ -167,6 +167,17 @@ class NamedSchema:
             messages.append(message)
         return messages_of({"messages": messages}, place, placeholders="text")
 
+    def columns_in(self, names: Sequence[str], place: str) -> list[str]:
+        """The columns of a table that are read; `DataError` if one does not exist."""
+        if not set(self.keys) <= set(names):
+            expected = " and ".join(map(repr, self.keys))
+            raise DataError(place, f"found the columns {_listed(names)}, expected {expected} under schema {self.name}")
+        return list(self.keys)
+
+    def key_of(self, column: str) -> str:
+        """Our key for a column."""
+        return column
+
 
 _MATH = {"problem": str, "generated_solution": str, "expected_answer": str}
 SCHEMAS = {
@@ -183,14 +194,6 @@ SCHEMAS = {
         "openmathinstruct2_thinking": _MATH,
     }.items()
 }
-
-
-def named_schema(name: str | None) -> NamedSchema | None:
-    """The schema of a name, None for none; a `ValueError` for an unknown or unsupported one."""
-    if name is None or name in SCHEMAS:
-        return None if name is None else SCHEMAS[name]
-    audio = ", whose records contain audio, which the model does not support;" if name in _SOUND else ","
-    raise ValueError(f"schema_adapter is {name!r}{audio} expected one of {', '.join(SCHEMAS)}, or none")
 
 
 _TEXTS = ("system", "question", "answer")
@@ -250,7 +253,7 @@ class Columns:
                 raise ValueError(f"columns.{key} is {value!r}, expected the name of a column")
             if key in _TEXTS and is_template(value):
                 try:
-                    list(columns_of(value))
+                    list(template_columns(value))
                 except ValueError as error:
                     raise ValueError(f"columns.{key} is {value!r}, expected a template: {error}") from error
             elif _ANY in value and (key not in MEDIA_KEYS or value.count(_ANY) > 1 or value == _ANY):
@@ -264,8 +267,9 @@ class Columns:
 
     @property
     def name(self) -> str:
-        """The fields that are set, as text for fingerprints and messages."""
-        return f"of columns {', '.join(f'{key}={value!r}' for key, value in self.settings().items())}"
+        """The fields that are set, as text for fingerprints and messages; empty without any."""
+        names = ", ".join(f"{key}={value!r}" for key, value in self.settings().items())
+        return names and f"of columns {names}"
 
     def settings(self) -> dict[str, Any]:
         """The fields that are set."""
@@ -329,11 +333,9 @@ class Columns:
 
     def _replaced(self, names: Collection[str]) -> set[str]:
         """Keys of a record that are not read under their own names."""
-        given, columns = self._given(), self._columns(names)
-        templates = {key for key, value in given.items() if key in _TEXTS and is_template(value)}
-        moved = {column for column, key in columns.items() if key not in templates or column not in KEYS}
+        given = self._given()
         other = _PAIRED - {"question", "answer"} if {"question", "answer"} & given.keys() else set()
-        return {*given, *moved, *other, *self.ignore}
+        return {*given, *self._columns(names), *other, *self.ignore}
 
     def _given(self) -> dict[str, Any]:
         """Our keys that are set, with their columns."""
@@ -345,34 +347,33 @@ class Columns:
         found: dict[str, str] = {}
         for key, value in self._given().items():
             template = key in _TEXTS and is_template(value)
-            found |= dict.fromkeys(columns_of(value) if template else _numbered(value, names) or [value], key)
+            found |= dict.fromkeys(template_columns(value) if template else _numbered(value, names) or [value], key)
         return found
 
 
 Schema = NamedSchema | Columns
+OURS = Columns()  # our own names
 
 
-def read_by(schema: Schema | None, record: Any, place: str) -> Any:
-    """Convert a record to our own spelling, by a schema or by its keys; raises `DataError` as either does."""
-    return messages_of(record, place) if schema is None else schema.messages_of(record, place)
-
-
-def marked(fingerprint: str, schema: Schema | None) -> str:
-    """A source's fingerprint with the schema, because the schema determines a record's tokens."""
-    return fingerprint if schema is None else f"{fingerprint}, schema {schema.name}"
-
-
-def one_schema(named: NamedSchema | None, columns: Columns | None) -> Schema | None:
-    """The schema that two settings specify, None if neither is set; a `ValueError` if both are, or one is invalid."""
-    if columns is None or not columns.settings():
-        return named
+def schema_of(name: str | None, columns: Columns) -> Schema:
+    """The schema that two settings specify; a `ValueError` if both do, or for an invalid or unsupported one."""
     columns.check()
-    if named is not None:
+    if name is None:
+        return columns
+    if name not in SCHEMAS:
+        audio = ", whose records contain audio, which the model does not support;" if name in _SOUND else ","
+        raise ValueError(f"schema_adapter is {name!r}{audio} expected one of {', '.join(SCHEMAS)}, or none")
+    if columns.name:
         raise ValueError(
-            f"schema_adapter is {named.name!r}, whose columns have fixed names, and there is a schema "
-            f"{columns.name}; expected one of the two settings"
+            f"schema_adapter is {name!r}, whose columns have fixed names, and there is a schema {columns.name}; "
+            "expected one of the two settings"
         )
-    return columns
+    return SCHEMAS[name]
+
+
+def marked(fingerprint: str, schema: Schema) -> str:
+    """A source's fingerprint with the schema, because the schema determines a record's tokens."""
+    return f"{fingerprint}, schema {schema.name}" if schema.name else fingerprint
 
 
 def _listed(names: Any) -> str:

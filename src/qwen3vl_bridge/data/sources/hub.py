@@ -19,7 +19,7 @@ from urllib.parse import unquote
 from qwen3vl_bridge.data.errors import DataError, Unreachable
 from qwen3vl_bridge.data.media.media_access import MediaRoot, media_access
 from qwen3vl_bridge.data.schemas.conversations import Conversation
-from qwen3vl_bridge.data.schemas.record_schemas import Schema, marked
+from qwen3vl_bridge.data.schemas.record_schemas import OURS, Schema, marked
 from qwen3vl_bridge.data.sources import HUB
 from qwen3vl_bridge.data.sources.tables import columns_of, conversation_in
 
@@ -83,7 +83,7 @@ class HubDataset:
         dataset: Any,
         name: str,
         media_root: MediaRoot = None,
-        schema: Schema | None = None,
+        schema: Schema = OURS,
         recorded_as: str | None = None,
     ) -> None:
         """Read the rows (at least one) of a `datasets.Dataset`, called `name` in messages, as conversations.
@@ -100,7 +100,7 @@ class HubDataset:
         self.media = media_access(media_root, None).of_data(self.recorded_as)
 
     @classmethod
-    def saved(cls, folder: str | Path, media_root: MediaRoot = None, schema: Schema | None = None) -> HubDataset:
+    def saved(cls, folder: str | Path, media_root: MediaRoot = None, schema: Schema = OURS) -> HubDataset:
         """A folder written by `save_to_disk`. Paths are relative to that folder by default."""
         import datasets
 
@@ -115,7 +115,7 @@ class HubDataset:
         return cls(dataset, folder.name, media_access(media_root, folder), schema)
 
     @classmethod
-    def named(cls, name: str, media_root: MediaRoot = None, schema: Schema | None = None) -> HubDataset:
+    def named(cls, name: str, media_root: MediaRoot = None, schema: Schema = OURS) -> HubDataset:
         """A data set of the hub, downloaded or cached; arguments and errors as for `load_named` and the class."""
         dataset, called = load_named(name)
         source = cls(dataset, called, media_root, schema, recorded_as=called)
@@ -204,7 +204,7 @@ class StreamedDataset:
         seed: int | None = None,
         buffer_size: int = 1000,
         keep: int = 2048,
-        schema: Schema | None = None,
+        schema: Schema = OURS,
     ) -> None:
         """Read the rows of a `datasets.IterableDataset`, whose order is the same in every process, like `HubDataset`.
 

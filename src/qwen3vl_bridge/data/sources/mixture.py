@@ -21,7 +21,7 @@ from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.media_access import MediaAccess, UrlCache
 from qwen3vl_bridge.data.packing.row_plan import MixedOrder
 from qwen3vl_bridge.data.schemas.conversations import Conversation
-from qwen3vl_bridge.data.schemas.record_schemas import Columns, named_schema, one_schema
+from qwen3vl_bridge.data.schemas.record_schemas import Columns, schema_of
 from qwen3vl_bridge.data.sources.opening import HUB, ConversationSource, open_source, splits_in
 from qwen3vl_bridge.io.parsing import read_yaml
 
@@ -88,9 +88,6 @@ def _set_of(where: str, given: Any, default: Mapping[str, Any]) -> MixedSet:
         raise ValueError(f"{where} is {given!r}, expected a `path`, and optionally any of {', '.join(keys[1:])}")
     if unknown := [key for key in given if key not in keys]:
         raise ValueError(f"{where} has {unknown[0]!r}, which is no setting of a set; expected any of {', '.join(keys)}")
-    for name in ("name", "schema_adapter"):
-        if not isinstance(given.get(name), (str, type(None))) or given.get(name) == "":
-            raise ValueError(f"{where}.{name} is {given[name]!r}, expected text")
     for name in ("weight", "epochs"):
         amount = given.get(name)
         is_number = isinstance(amount, (int, float)) and not isinstance(amount, bool)
@@ -108,7 +105,7 @@ def _set_of(where: str, given: Any, default: Mapping[str, Any]) -> MixedSet:
     settings = {**default, **given, "name": given.get("name") or _name_of(given["path"])}
     if "columns" in given:
         settings["columns"] = Columns.set_to(given["columns"], f"{where}.columns")
-    one_schema(named_schema(settings.get("schema_adapter")), settings.get("columns"))
+    schema_of(settings.get("schema_adapter"), settings.get("columns", Columns()))
     return MixedSet(**settings)
 
 

@@ -15,7 +15,7 @@ from typing import ClassVar, Protocol
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.media_access import MediaAccess, MediaRoot, UrlCache, media_access
 from qwen3vl_bridge.data.schemas.conversations import Conversation, conversation_of
-from qwen3vl_bridge.data.schemas.record_schemas import Columns, Schema, marked, named_schema, one_schema, read_by
+from qwen3vl_bridge.data.schemas.record_schemas import OURS, Columns, Schema, marked, schema_of
 from qwen3vl_bridge.data.sources import HUB
 from qwen3vl_bridge.io.parsing import parse_record
 
@@ -53,7 +53,7 @@ class _JsonFile(ABC):
 
     _missing: ClassVar[str]
 
-    def __init__(self, path: str | Path, media_root: MediaRoot = None, schema: Schema | None = None) -> None:
+    def __init__(self, path: str | Path, media_root: MediaRoot = None, schema: Schema = OURS) -> None:
         """Find the records; a `DataError` if the file or folder does not exist, or has none, or is truncated.
 
         `media_root` is the file's own folder by default.
@@ -93,7 +93,7 @@ class _JsonFile(ABC):
             raise DataError(place, f"found bytes that are not valid UTF-8 ({error})") from error
         except ValueError as error:  # also for a number with too many digits
             raise DataError(place, f"found no valid JSON ({error}), expected one conversation") from error
-        return conversation_of(read_by(self._schema, record, place), place, self.media)
+        return conversation_of(self._schema.messages_of(record, place), place, self.media)
 
 
 class JsonLines(_JsonFile):
@@ -186,10 +186,10 @@ def open_source(
             "hf://owner/name:configuration#split" for a data set of the hub (see `HubName.of`).
         media_root: as for `MediaAccess.of`; by default the file's folder, and none for the hub.
         addresses: the folder of downloaded URLs; None for the user's.
-        schema_adapter: name of the records' schema (`named_schema`), or None.
+        schema_adapter: name of the records' schema (`schema_of`), or None.
         columns: column names of the data set.
     """
-    schema = one_schema(named_schema(schema_adapter), columns)
+    schema = schema_of(schema_adapter, columns or OURS)
     media = MediaAccess.of(media_root, addresses)
     # Imported here, because pyarrow and its like are slow to import, and JSON does not need them.
     if str(path).startswith(HUB):

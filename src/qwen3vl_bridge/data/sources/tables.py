@@ -15,7 +15,8 @@ import re
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.media.media_access import MediaAccess, MediaRoot, media_access
 from qwen3vl_bridge.data.schemas.conversations import KEYS, PARTS, Conversation, conversation_of
 from qwen3vl_bridge.data.schemas.placeholders import unread_media
-from qwen3vl_bridge.data.schemas.record_schemas import Columns, NamedSchema, Schema, marked, read_by
+from qwen3vl_bridge.data.schemas.record_schemas import OURS, NamedSchema, Schema, marked
 from qwen3vl_bridge.io.parsing import parse_record
 
 import pyarrow as pa
@@ -41,15 +42,15 @@ _BLOCK, _MOST_OF_TEXTS, _MOST_OF_BYTES = 2**16, 4096, 1024
 _TAIL = 8  # after a Parquet file's footer: its length and the format's name
 
 
-def conversation_in(table: Any, row: int, place: str, media: MediaAccess, schema: Schema | None = None) -> Conversation:
+def conversation_in(table: Any, row: int, place: str, media: MediaAccess, schema: Schema = OURS) -> Conversation:
     """The row of a table that messages call `place`; the table has the columns of `columns_of`."""
     record = {}
     try:
         for field in table.schema:
             value = table.column(field.name)[row].as_py()
-            key = schema.key_of(field.name) if isinstance(schema, Columns) else field.name
+            key = schema.key_of(field.name)
             if key != "tools" or not isinstance(value, str):  # text is decoded later, as for other sources
-                value = _plain(value, field)
+                value = _decoded_json(value, field)
             if isinstance(value, str) and key in _JSON_COLUMNS and value.strip():
                 value = parse_record(value)
             record[field.name] = value
@@ -57,10 +58,10 @@ def conversation_in(table: Any, row: int, place: str, media: MediaAccess, schema
         raise DataError(place, f"found bytes that are not valid UTF-8 ({error})") from error
     except ValueError as error:
         raise DataError(place, f"found a value that does not decode ({error}), expected JSON") from error
-    return conversation_of(read_by(schema, record, place), place, media)
+    return conversation_of(schema.messages_of(record, place), place, media)
 
 
-def _plain(value: Any, field: Any) -> Any:
+def _decoded_json(value: Any, field: Any) -> Any:
     """A value of an Arrow field with JSON decoded."""
     if value is None:
         return None
@@ -74,26 +75,20 @@ def _plain(value: Any, field: Any) -> Any:
         return decoded if all(isinstance(part, dict) and part.get("type") in PARTS for part in parts) else value
     kind = getattr(kind, "storage_type", kind)
     if isinstance(value, dict):
-        return {field.name: _plain(value[field.name], field) for field in kind}
+        return {field.name: _decoded_json(value[field.name], field) for field in kind}
     if isinstance(value, list) and hasattr(kind, "value_field"):  # a map has none
-        return [_plain(inner, kind.value_field) for inner in value]
+        return [_decoded_json(inner, kind.value_field) for inner in value]
     return value
 
 
-def columns_of(table: Any, place: str, schema: Schema | None = None) -> list[str]:
+def columns_of(table: Any, place: str, schema: Schema = OURS) -> list[str]:
     """The columns of an Arrow schema that are read; a `DataError` if one with messages or a required one is missing, or
     one contains files and is not read.
     """
+    read = schema.columns_in(table.names, place)
     if isinstance(schema, NamedSchema):
-        if not set(schema.keys) <= set(table.names):
-            expected = " and ".join(map(repr, schema.keys))
-            raise DataError(
-                place, f"found the columns {', '.join(table.names)}, expected {expected} under schema {schema.name}"
-            )
-        return list(schema.keys)
-    columns = schema or Columns()
-    read = columns.columns_in(table.names, place)
-    others = [field for field in table if field.name not in {*read, *columns.ignore, *KEYS}]
+        return read
+    others = [field for field in table if field.name not in {*read, *schema.ignore, *KEYS}]
     for field in others:
         kind = field.type
         while types.is_list(kind) or types.is_large_list(kind):
@@ -114,7 +109,7 @@ class Parquet:
     `save_to_disk` of Hugging Face's `datasets` have no row groups, and are faster still.
     """
 
-    def __init__(self, path: str | Path, media_root: MediaRoot = None, schema: Schema | None = None) -> None:
+    def __init__(self, path: str | Path, media_root: MediaRoot = None, schema: Schema = OURS) -> None:
         """Read the offsets of rows, and a digest of the files (see `_blocks`), which are ordered by name.
 
         `path` is a file, a folder of them, or a pattern such as "data/train-*.parquet"; `media_root` is the files' own
@@ -124,9 +119,10 @@ class Parquet:
         self._files = _parquet_files(self.path)
         media = media_access(media_root, self._files[0].parent)
         self._columns: list[list[str]] = []
-        self._first_rows, self._groups, self._starts, self._len = array("Q"), [], array("Q"), 0
+        # The first row and the first row group of each file, and the first row of each row group.
+        self._first_rows, self._first_groups, self._starts, self._len = array("Q"), array("Q"), array("Q"), 0
         digest = hashlib.sha256()
-        texts, contents = list[_Chunk](), list[_Chunk]()
+        texts, contents = array("Q"), array("Q")  # see `_blocks`
         for number, file in enumerate(self._files):
             try:
                 metadata = pq.read_metadata(file)
@@ -138,15 +134,18 @@ class Parquet:
             groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
             self._columns.append(columns_of(metadata.schema.to_arrow_schema(), str(file), schema))
             self._first_rows.append(self._len)
-            for place, group in enumerate(groups):
+            self._first_groups.append(len(self._starts))
+            for group in groups:
                 self._starts.append(self._len)
-                self._groups.append((number, place))
                 self._len += group.num_rows
             for leaf in range(metadata.num_columns):
                 column = metadata.schema.column(leaf)
                 if column.path.partition(".")[0] in self._columns[number]:
                     raw = column.physical_type == "BYTE_ARRAY" and column.logical_type.type == "NONE"
-                    (contents if raw else texts).extend(_chunk(file, group.column(leaf)) for group in groups)
+                    for chunk in (group.column(leaf) for group in groups):
+                        pages = (chunk.dictionary_page_offset, chunk.data_page_offset)
+                        start = min(page for page in pages if page is not None)
+                        (contents if raw else texts).extend((number, start, chunk.total_compressed_size))
             if (largest := max((group.total_byte_size for group in groups), default=0)) > CACHE_BYTES:
                 text = (
                     "%s: found a row group of %d bytes, and %d are kept: each sample in random order reads one whole. "
@@ -157,7 +156,7 @@ class Parquet:
             raise DataError(str(self.path), "found no rows, expected one conversation a row")
         try:
             for chunks, most in ((texts, _MOST_OF_TEXTS), (contents, _MOST_OF_BYTES)):
-                for block in _blocks(chunks, most):
+                for block in _blocks(self._files, chunks, most):
                     digest.update(block)
         except OSError as error:
             raise DataError(str(self.path), f"found a file unreadable ({error})") from error
@@ -187,7 +186,8 @@ class Parquet:
         number = bisect_right(self._starts, row) - 1  # the last of those that start here: the others are empty
         table = self._cache.pop(number, None)
         if table is None:
-            file, group = self._groups[number]
+            file = bisect_right(self._first_groups, number) - 1
+            group = number - self._first_groups[file]
             try:
                 # Opened again for each read: forked workers would share an open file and its position.
                 with pq.ParquetFile(self._files[file]) as opened:
@@ -216,31 +216,30 @@ def _parquet_files(path: Path) -> list[Path]:
     return files
 
 
-_Chunk = tuple[Path, int, int]  # a column of a row group: file, start and length
-
-
-def _chunk(file: Path, column: Any) -> _Chunk:
-    pages = [page for page in (column.dictionary_page_offset, column.data_page_offset) if page is not None]
-    return file, min(pages), column.total_compressed_size
-
-
-def _blocks(chunks: Sequence[_Chunk], most: int) -> Iterator[bytes]:
+def _blocks(files: Sequence[Path], chunks: Sequence[int], most: int) -> Iterator[bytes]:
     """Blocks of 64 KiB of some columns, each of one row group: all, or `most` of them, evenly spread.
 
+    `chunks` has three numbers for each column of a row group: the index of its file, its offset there, and its length.
     Texts determine what a sample is, and are a small part of files with images. So a digest has every footer (offset,
     size, minimum and maximum of each column of each row group), up to 4096 blocks of the texts that are read, and up to
     1024 of columns of bytes, which are images. If there are more, a change that alters no footer is detected with
     probability 4096 / (number of text blocks). Nothing depends on names, folders or times of files, which differ
     between machines. The cost is bounded: 5120 reads, half a minute from a network disk with 5 ms per read.
     """
-    ends = list(accumulate(-(-length // _BLOCK) for _, _, length in chunks))
+    ends = array("Q", accumulate(-(-length // _BLOCK) for length in chunks[2::3]))
     total = ends[-1] if ends else 0
     wanted = min(total, most)
-    for place in range(wanted):
+
+    def located(place: int) -> tuple[int, int, int]:
+        """File, offset and length of a block."""
         block = place * total // wanted
         number = bisect_right(ends, block)
-        file, start, length = chunks[number]
-        inside = (block - (ends[number - 1] if number else 0)) * _BLOCK
-        with file.open("rb", buffering=0) as opened:
-            opened.seek(start + inside)
-            yield opened.read(min(_BLOCK, length - inside))
+        file, start, length = chunks[3 * number : 3 * number + 3]
+        inside = (block - ends[number] + -(-length // _BLOCK)) * _BLOCK
+        return file, start + inside, min(_BLOCK, length - inside)
+
+    for file, blocks in groupby(map(located, range(wanted)), key=itemgetter(0)):  # in order, so each opens once
+        with files[file].open("rb", buffering=0) as opened:
+            for _, start, length in blocks:
+                opened.seek(start)
+                yield opened.read(length)

@@ -85,7 +85,7 @@ class DeepStackStage:
         Rows may have any length that a caller's schedule knows (its `seq_length`): NeMo-RL pads rows to a length of its
         own, and generation lets them grow. It does not know the size of the features, which depends on the images.
         """
-        features = self.sent * len(inputs.deepstack.positions)
+        features = self.sent * len(inputs.deepstack.targets)
         if features and not config.variable_seq_lengths:
             raise ValueError(
                 f"variable_seq_lengths is False and {features} DeepStack features go to the next pipeline stage, "
@@ -136,11 +136,11 @@ class Qwen3VLModel(VisionLanguageModel):
     def layer_arguments(self, features: Tensor, inputs: ModelInputs) -> dict[str, Tensor]:
         """DeepStack features [t, K, h] of this rank's vision tokens, and the tokens' indices [K] in hidden states."""
         features = sum_gradients_over_sequence(features, self.config, self.pg_collection)
-        return dict(context=features[:, inputs.deepstack.rows], context_mask=inputs.deepstack.positions)
+        return dict(context=features[:, inputs.deepstack.sources], context_mask=inputs.deepstack.targets)
 
     def unpack(self, received: Tensor, length: int, inputs: ModelInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Hidden states, and features for the layers from this stage on."""
-        positions = inputs.deepstack.positions
+        positions = inputs.deepstack.targets
         hidden, features = self.stage.unpack(received, length, len(inputs.input_ids), len(positions))
         return hidden, dict(context=features, context_mask=positions)
 

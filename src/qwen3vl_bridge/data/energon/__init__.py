@@ -1,1 +1,0 @@
-"""WebDatasets, read by energon: records, task encoder, streams, dataset provider."""

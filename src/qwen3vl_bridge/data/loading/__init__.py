@@ -1,1 +1,0 @@
-"""Rows for a training loop: the dataset, batch streams, balance over ranks, worker processes."""
