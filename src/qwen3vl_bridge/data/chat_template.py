@@ -90,7 +90,7 @@ class ChatTemplate:
         self._processor = processor
         self._empty: EmptyThinking = empty_thinking
         self._reads_reasoning = "reasoning_content" in str(processor.chat_template)
-        self._closing = tuple(processor.tokenizer.all_special_tokens)  # possible ends of a turn
+        self._special = tuple(processor.tokenizer.all_special_tokens)
         self._ignored: dict[str, bool] = {}  # by field
         self._prompts: dict[bool, str] = {}  # by whether they ask for thinking
         self.settings = {name: value for name, value in settings.items() if value is not None}
@@ -210,20 +210,22 @@ class ChatTemplate:
             raise refused("what precedes the answer", before[-40:])
         if not text.endswith(after):
             raise refused("what follows the answer", after[:40])
-        closed = next((token for token in self._closing if after.lstrip().startswith(token)), None)
-        if closed is None:
-            raise DataError(where, f"the answer is followed by {after[:20]!r}, expected a token that closes the turn")
-        end = len(text) - len(after) + after.index(closed) + len(closed)
         if not (prompt := self._prompt(thinking)):
             raise DataError(
                 where,
                 "the chat template, given a user's message alone, writes no beginning of an answer behind it where "
                 "add_generation_prompt asks for that; give the checkpoint another chat template, which does",
             )
+        special = [token for token in self._special if after.lstrip().startswith(token)]
+        if not special or prompt.lstrip().startswith(special[0]):  # that begins the next turn
+            raise DataError(where, f"the answer is followed by {after[:20]!r}, expected a token that closes the turn")
+        end = len(text) - len(after) + after.index(special[0]) + len(special[0])
         # Both may end in a thinking block, open or empty.
         header, asks = (_BLOCK.sub("", words) for words in (before, prompt))
         block = prompt.removeprefix(asks)
-        if not header.endswith(asks) or (is_last and block and header == before):
+        # Templates that write reasoning write no block before earlier answers.
+        needs_block = block and (is_last or not (self._reads_reasoning or self._splits))
+        if not header.endswith(asks) or (needs_block and header == before):
             raise refused(f"the prompt to generate it, with enable_thinking {thinking},", prompt)
         start = len(before)
         if is_written or self._empty == "train":

@@ -285,18 +285,18 @@ PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif 
     (
         f"{{% for m in messages %}}{TURN}{{% endfor %}}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}",
-        r"(?s)message 2: the chat template renders the prompt to generate it as .*<think>.*, but it as .*Seven",
+        r"message 2: the chat template renders the prompt to generate it, .*<think>.*, and not so in the whole conv",
     ),
     # Leaves out all answers but the last.
     (
         "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}"
         f"{TURN}{{% endif %}}{{% endfor %}}{PROMPT}",
-        r"(?s)message 2: the chat template renders it by itself as .*Seven.*, but it with what follows as .*user",
+        "message 2: the chat template writes the answer 0 times, expected once",
     ),
     # Does not close a turn.
     (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '\n' }}{% endfor %}" + PROMPT,
-        "message 2: the answer ends in .*Seven.*, expected a token that closes the turn",
+        "message 2: the answer is followed by .*im_start.*, expected a token that closes the turn",
     ),
 ])  # fmt: skip
 def test_templates_with_no_place_to_hold_on_to_are_refused(processor, read, template, message):
