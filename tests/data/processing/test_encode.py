@@ -305,8 +305,7 @@ def test_templates_with_no_place_to_hold_on_to_are_refused(processor, read, temp
 
 
 def test_a_template_that_leaves_out_pictures_is_refused(processor, read, tmp_path):
-    template = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n7<|im_end|>\n' }}{% endfor %}" + PROMPT
-    other = with_template(processor, template)
+    other = with_template(processor, f"{{% for m in messages if m.content is string %}}{TURN}{{% endfor %}}{PROMPT}")
     picture(tmp_path / "7.png", 64, 64)
     conversation = read(dialogue([{"type": "image", "image": "7.png"}], "7"))
     for encode in (Encoder(other), Encoder(other).size):
