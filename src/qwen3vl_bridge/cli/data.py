@@ -347,7 +347,8 @@ def _encoder(options: argparse.Namespace) -> tuple[Any, Path]:
     with _wrong("limits of images and videos"):
         processor = load_processor(folder, VisionLimits(**{name: getattr(options, name) for name in _LIMITS}))
     names = ("answers", "empty_thinking", "reasoning_effort", "preserve_thinking")
-    return Encoder(processor, **{name: getattr(options, name) for name in names}), folder
+    with _wrong("settings of the chat template"):
+        return Encoder(processor, **{name: getattr(options, name) for name in names}), folder
 
 
 @contextmanager
