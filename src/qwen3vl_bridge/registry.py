@@ -4,6 +4,8 @@ model.
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import functools
 import importlib
 import sys
@@ -43,7 +45,7 @@ class Family:
             a configuration, with these of its fields set, not finalized. The `run_config.yaml` of a converted
             checkpoint calls that function with arguments of these names.
         presets: module with `PRESETS`, whose keys are sizes, and `config_dict`, (size or hub id) -> config, which
-            raises ValueError for an unknown one; None for a family without presets.
+            raises ValueError for an unknown one, and perhaps `hub_ids`, size -> hub ids; None for a family without.
         released_experts: the format of experts in released checkpoints, used if the format is unknown.
         optional: parts that a checkpoint of a model may have or lack: the condition of its rows, and the field of the
             configuration's text part that counts its layers.
@@ -183,13 +185,23 @@ def preset(name: str) -> dict[str, Any]:
     """The `config.json` of a released model, by its size or hub id; a size of several families is the first one's.
     Raises ValueError if no family has it.
     """
-    reasons = []
     for presets in _presets():
-        try:
+        with contextlib.suppress(ValueError):
             return presets.config_dict(name)
-        except ValueError as error:
-            reasons.append(str(error))
-    raise ValueError("; ".join(reasons))
+    raise ValueError(
+        f"unknown preset {name!r}, expected one of {', '.join(preset_sizes())}, or a hub id{nearest_name(name)}"
+    )
+
+
+def nearest_name(name: str) -> str:
+    """Words about the hub id with known dimensions that is most like a name; empty if none is."""
+    with_ids = [presets for presets in _presets() if hasattr(presets, "hub_ids")]
+    known = [hub_id for presets in with_ids for size in presets.PRESETS for hub_id in presets.hub_ids(size)]
+    like = difflib.get_close_matches(name, known, n=len(known))
+    nearest = max(
+        like, key=lambda one: difflib.SequenceMatcher(None, name, one).find_longest_match().size, default=None
+    )
+    return f"; the nearest name whose dimensions are known is {nearest}" if nearest else ""
 
 
 def preset_sizes() -> list[str]:

@@ -103,6 +103,9 @@ def test_settings_reach_the_rows(make):
     with pytest.raises(DataError, match="expected at most 32"):
         next(make(seq_length=32).stream("train"))
     assert next(make(seq_length=80, on_long="drop").stream("train")).input_ids.shape == (1, 80)
+    for name, value in (("reasoning_effort", "low"), ("preserve_thinking", False)):
+        with pytest.raises(ValueError, match=f"{name} is {value!r}, but the chat template does not read it"):
+            make(**{name: value}).stream("train")
 
 
 @pytest.mark.parametrize(("changes", "message"), [

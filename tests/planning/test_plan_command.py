@@ -26,9 +26,10 @@ from qwen3vl_bridge.planning.training_settings import (
     Sharding,
     TrainingSettings,
 )
-from qwen3vl_bridge.registry import dimensions_of
+from qwen3vl_bridge.registry import dimensions_of, preset
 from qwen3vl_bridge.weights.rows import Part
 
+import huggingface_hub
 import pytest
 import torch
 from hypothesis import given, settings
@@ -161,6 +162,37 @@ BAD_INPUT = {
 def test_bad_input(capsys, options):
     assert main([*RUN, *options.split()]) == 2
     assert BAD_INPUT[options] in capsys.readouterr().err
+
+
+NAMES = {
+    "27B": ("Qwen3.5-27B-FP8", "Qwen3.6-27B", "Qwen3.6-27B-FP8", "Qwen3.8-27B", "Qwen3.8-27B-FP8", "Qwen3.8-27B-Base"),
+    "35B-A3B": ("Qwen3.5-35B-A3B-Base", "Qwen3.6-35B-A3B", "Qwen3.6-35B-A3B-FP8"),
+    "235B-A22B": ("Qwen3-VL-235B-A22B-Thinking-FP8", "Qwen3-VL-235B-A22B-Instruct-FP8"),
+}
+
+
+@pytest.mark.parametrize(("size", "name"), [(size, name) for size, names in NAMES.items() for name in names])
+def test_names_of_releases_are_their_dimensions(size, name):
+    assert preset(f"Qwen/{name}") == preset(size)
+    with pytest.raises(ValueError, match=rf"the nearest name whose dimensions are known is Qwen/{name}\Z"):
+        preset(f"Qwen/{name}!")
+
+
+def test_a_name_that_was_never_seen_works_where_its_configuration_is_at_hand(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    ask = ["--model", "Qwen/Qwen3.9-27B", "--gpus", "64", "--seq-length", "8192", "--max-patches", "8192"]
+    assert main(ask) == 2
+    said = capsys.readouterr().err
+    assert "Qwen/Qwen3.9-27B is neither a folder nor a model available from the hub" in said
+    assert re.search(r"the nearest name whose dimensions are known is Qwen/Qwen3\.[568]-27B$", said.strip())
+    kept = tmp_path / "models--Qwen--Qwen3.9-27B"
+    for path, text in (("refs/main", "a" * 40), (f"snapshots/{'a' * 40}/config.json", json.dumps(preset("27B")))):
+        (kept / path).parent.mkdir(parents=True)
+        (kept / path).write_text(text)
+    assert main(ask) == 0
+    found = capsys.readouterr().out
+    assert main(["--model", "27B", *ask[2:]]) == 0 and capsys.readouterr().out == found
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,11 @@ def _encoding(parser: argparse.ArgumentParser) -> None:
     add("--empty-thinking", choices=("prompt", "train"), default="prompt",
         help="whether the template's empty thinking blocks count as the end of the prompt, or are "
         "trained on (default: %(default)s)")  # fmt: skip
+    add("--reasoning-effort", metavar="EFFORT",
+        help="as in dataset.reasoning_effort, for templates such as Qwen3.8's (default: the template's)")  # fmt: skip
+    add("--preserve-thinking", action=argparse.BooleanOptionalAction,
+        help="whether reasoning of earlier answers is written, as in dataset.preserve_thinking "
+        "(default: the template's)")  # fmt: skip
     add("--seq-length", type=at_least(1), default=4096, metavar="N", help="tokens in a row (default: %(default)s)")
     for name, (kind, words) in _LIMITS.items():
         add(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=words)
@@ -323,7 +328,9 @@ def _encoder(options: argparse.Namespace) -> tuple[Any, Path]:
 
     with _wrong("limits of images and videos"):
         processor = load_processor(folder, VisionLimits(**{name: getattr(options, name) for name in _LIMITS}))
-    return Encoder(processor, options.answers, options.empty_thinking), folder
+    names = ("answers", "empty_thinking", "reasoning_effort", "preserve_thinking")
+    with _wrong("settings of the chat template"):
+        return Encoder(processor, **{name: getattr(options, name) for name in names}), folder
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from qwen3vl_bridge.checkpoint.formats.huggingface import find_model
 from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
 from qwen3vl_bridge.planning import plan_reports
 from qwen3vl_bridge.planning.estimate import estimate
@@ -135,14 +136,14 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _load_config(model: str) -> Mapping[str, Any]:
-    """The `config.json` of a folder, or of a preset."""
+    """The `config.json` of a folder, of a preset, or of another model of the hub."""
     if not (Path(model) / "config.json").is_file():
         try:
             return preset(model)
         except ValueError:
-            if not Path(model).exists():
+            if not Path(model).exists() and "/" not in model:
                 raise
-    return ModelConfig(model).raw
+    return ModelConfig(find_model(model, weights=False)).raw
 
 
 def _training(options: argparse.Namespace) -> TrainingSettings:

@@ -1,10 +1,12 @@
 """Renders conversations with a checkpoint's chat template, locates their answers, and refuses what it would leave out.
 
-Trained text is located by rendering, not by searching: the messages before an answer are rendered with the generation
-prompt, which is the model's input; the rest of the turn up to its end token is the answer. Templates with thinking
-render reasoning only after the last question, so a prefix of a conversation renders differently by itself. There a turn
-is located by rendering the whole conversation with a marker in place of the answer, and another in place of its
-reasoning. Whether the prompt asks for thinking follows from the sample: it does if it has reasoning.
+Trained text is located by rendering, not by searching, nor by knowing a release's template: the whole conversation is
+rendered once more with markers in place of an answer and its reasoning, and what surrounds them surrounds the answer.
+(A prefix of a conversation may render differently by itself: some templates write reasoning only after the last
+question.) What precedes an answer has to end as the prompt to generate it does.
+
+Whether prompts ask for thinking follows from the sample: they do if an answer that is trained on has reasoning. Some
+templates write another system prompt then.
 
 A template does not report what it does not read: reasoning, tools, a system prompt after the first message. Nor does it
 report text that it drops, as templates with thinking do where they split an answer at its think tags.
@@ -25,11 +27,10 @@ from qwen3vl_bridge.data.schemas.conversations import Conversation
 EmptyThinking = Literal["prompt", "train"]
 Span = tuple[int, int]
 
-# What to do about a template in which answers cannot be located, by the text that fails: the whole conversation, the
-# prompt of an answer, or an answer that is followed by others; and about thinking within an answer.
+# What to do about a template in which answers cannot be located, by the text that fails: the whole conversation, or
+# an answer that is followed by others; and about thinking within an answer.
 _ANOTHER = "give the checkpoint another chat template, which reads 'reasoning_content' if it writes thinking"
 _WHOLE = f"mend the sample, leave it out with on_bad='drop', or {_ANOTHER}"
-_ITS_PROMPT = f"{_ANOTHER}, as released ones do"
 _EARLIER = f"train on only the last answer with answers='last', leave this one out with \"loss\": false, or {_ANOTHER}"
 _REASONING = (
     "put reasoning under 'reasoning_content' and only the answer into the text; with an empty 'reasoning_content' the "
@@ -84,45 +85,51 @@ def texts_of(content: str | list[dict[str, Any]]) -> list[str]:
 class ChatTemplate:
     """One processor's chat template. Picklable, for data-loading workers."""
 
-    def __init__(self, processor: Any, empty_thinking: EmptyThinking = "prompt") -> None:
-        """Keep a processor; arguments and errors as for `Encoder`. Nothing is rendered yet."""
+    def __init__(self, processor: Any, empty_thinking: EmptyThinking = "prompt", **settings: Any) -> None:
+        """Keep a processor; arguments and errors as for `Encoder`. `settings`: variables of the template, by name."""
         self._processor = processor
         self._empty: EmptyThinking = empty_thinking
-        self._thinks = "reasoning_content" in str(processor.chat_template)
-        self._closing = tuple(processor.tokenizer.all_special_tokens)  # possible ends of a turn
+        self._reads_reasoning = "reasoning_content" in str(processor.chat_template)
+        self._special = tuple(processor.tokenizer.all_special_tokens)
         self._ignored: dict[str, bool] = {}  # by field
-        if empty_thinking != "prompt" and not self._thinks:
+        self._prompts: dict[bool, str] = {}  # by whether they ask for thinking
+        self.settings = {name: value for name, value in settings.items() if value is not None}
+        if empty_thinking != "prompt" and not self._reads_reasoning:
             raise ValueError(
                 f"empty_thinking is {empty_thinking!r}, but the chat template reads no 'reasoning_content' and writes "
                 "no thinking; expected 'prompt'"
             )
+        for name, value in self.settings.items():
+            if name not in str(processor.chat_template):
+                raise ValueError(f"{name} is {value!r}, but the chat template does not read it; expected None")
+        if self.settings:
+            try:
+                self._apply([_ASK, _ANSWER], enable_thinking=True)
+            except Exception as error:  # a template is a program, and may refuse a value
+                given = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
+                raise ValueError(f"the chat template refuses {given}: {error}") from error
 
-    def render(
-        self, conversation: Conversation, messages: Sequence[dict[str, Any]], prompt: bool = False, **reads: Any
-    ) -> str:
-        """Messages of a conversation as text; `reads` are further variables, such as `enable_thinking`."""
+    def _apply(self, messages: Sequence[dict[str, Any]], tools: Any = None, **variables: Any) -> str:
+        """Messages as text."""
+        # transformers changes messages in place, and warns each time about variables that a template does not read.
+        copies, tools = copy.deepcopy((list(messages), tools))
+        template = str(self._processor.chat_template)
+        known = {name: value for name, value in (variables | self.settings).items() if name in template}
+        return self._processor.apply_chat_template(copies, tools=tools, tokenize=False, **known)
+
+    def _render(self, conversation: Conversation, messages: Sequence[dict[str, Any]], thinking: bool) -> str:
         try:
-            # transformers changes messages in place.
-            copies, tools = copy.deepcopy((list(messages), conversation.tools))
-            # transformers warns each time about variables that a template does not read; Qwen3-VL's always has thinking
-            # on.
-            known = {name: value for name, value in reads.items() if name in str(self._processor.chat_template)}
-            settings = {"tokenize": False, "add_generation_prompt": prompt, **known}
-            return self._processor.apply_chat_template(copies, tools=tools, **settings)
+            return self._apply(messages, conversation.tools, enable_thinking=thinking)
         except Exception as error:  # a template is a program, and runs on arbitrary records
-            whole = len(messages) == len(conversation.messages)
-            part, remedy = ("it", _WHOLE) if whole else (f"its first {len(messages)} messages by themselves", _EARLIER)
-            raise DataError(conversation.sample_id, f"the chat template refuses {part}: {error}; {remedy}") from error
+            raise DataError(conversation.sample_id, f"the chat template refuses it: {error}; {_WHOLE}") from error
 
     def check_fields(self, conversation: Conversation) -> None:
         """Refuse a conversation with fields that the template ignores."""
         for field, where in _fields_of(conversation):
             messages, tools, remedy = _FIELDS[field]
             if field not in self._ignored:
-                copies, tools = copy.deepcopy((messages, tools))
                 try:
-                    text = self._processor.apply_chat_template(copies, tools=tools, tokenize=False)
-                    self._ignored[field] = _MARKER not in text
+                    self._ignored[field] = _MARKER not in self._apply(messages, tools)
                 except Exception:  # what a template refuses, it also refuses in the sample
                     self._ignored[field] = False
             if self._ignored[field]:
@@ -134,7 +141,8 @@ class ChatTemplate:
 
     def is_plain(self, messages: Sequence[dict[str, Any]]) -> bool:
         """Whether answers have the same tokens without regard to their positions, and no think tags that split them."""
-        if self._empty == "train" or not self._prompts_end_in_newline:
+        # A tokenizer joins the newline that ends a prompt only with white space after it.
+        if self._empty == "train" or not self._prompt(True).endswith("\n"):
             return False
         for message in messages:
             text, reasoning = "".join(texts_of(message["content"])), message.get("reasoning_content") or "."
@@ -143,128 +151,119 @@ class ChatTemplate:
         return True
 
     @cached_property
-    def _prompts_end_in_newline(self) -> bool:
-        """Whether generation prompts end in a newline, which a tokenizer joins only with white space after it."""
-        asked = [{"role": "user", "content": "a"}]
+    def _splits(self) -> bool:
+        """Whether reasoning inside an answer is taken out of it."""
+        inside = f"{_MARKER}</think>b"
         try:
-            return self._processor.apply_chat_template(asked, tokenize=False, add_generation_prompt=True).endswith("\n")
+            return inside not in self._apply([_ASK, {"role": "assistant", "content": inside}])
         except Exception:  # what a template refuses, it also refuses in the sample
             return False
 
-    def answers(self, conversation: Conversation, numbers: Sequence[int]) -> tuple[str, list[Span]]:
-        """The whole text, and the spans in it of the messages of these numbers, each with its end token; a `DataError`
-        if one cannot be located, or the template drops text of it.
-        """
-        text = self.render(conversation, conversation.messages)
-        if self._thinks:
-            return text, self._thinking_spans(conversation, text, numbers)
-        return text, [self._span(conversation, text, number) for number in numbers]
+    def _prompt(self, thinking: bool) -> str:
+        """What follows the messages in a prompt to generate an answer; empty if that cannot be told."""
+        if thinking not in self._prompts:
+            try:
+                asked, prompt = (
+                    self._apply([_ASK], enable_thinking=thinking, add_generation_prompt=asks) for asks in (False, True)
+                )
+                self._prompts[thinking] = prompt.removeprefix(asked) if prompt.startswith(asked) else ""
+            except Exception:  # what a template refuses, it also refuses in the sample
+                self._prompts[thinking] = ""
+        return self._prompts[thinking]
 
-    def _span(self, conversation: Conversation, text: str, number: int) -> Span:
-        """The characters of an answer under a template without thinking."""
-        messages, where = conversation.messages, f"{conversation.sample_id}: message {number + 1}"
-        prompt = self.render(conversation, messages[:number], prompt=True)
-        turn = self.render(conversation, messages[: number + 1])
-        for first_name, first, second_name, second, remedy in (
-            ("the prompt to generate it", prompt, "it", turn, _ITS_PROMPT),
-            ("it by itself", turn, "it with what follows", text, _EARLIER),
-        ):
-            if second.startswith(first):
-                continue
-            pairs = enumerate(zip(first, second, strict=False))
-            at = next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+    def _reasons(self, message: dict[str, Any]) -> bool:
+        """Whether a message has reasoning, next to its text or, if the template reads that, in it."""
+        beside = message.get("reasoning_content")
+        if isinstance(beside, str):
+            return bool(beside.strip())
+        inside, closed, _ = "".join(texts_of(message["content"])).partition("</think>")
+        return bool(closed and inside.rpartition("<think>")[2].strip()) and self._splits
+
+    def _asks(self, conversation: Conversation, numbers: Sequence[int]) -> bool:
+        return self._empty == "train" or any(self._reasons(conversation.messages[number]) for number in numbers)
+
+    def text(self, conversation: Conversation, numbers: Sequence[int]) -> str:
+        """The whole text, in which the messages of these numbers are trained on."""
+        return self._render(conversation, conversation.messages, self._asks(conversation, numbers))
+
+    def answers(self, conversation: Conversation, numbers: Sequence[int]) -> tuple[str, list[Span]]:
+        """The whole text, and the spans in it of the messages of these numbers, each with its reasoning and its end
+        token; a `DataError` if one cannot be located, or the template drops text of it.
+        """
+        text, thinking = self.text(conversation, numbers), self._asks(conversation, numbers)
+        return text, [self._span(conversation, text, number, thinking) for number in numbers]
+
+    def _span(self, conversation: Conversation, text: str, number: int, thinking: bool) -> Span:
+        """The characters of an answer."""
+        message, where = conversation.messages[number], f"{conversation.sample_id}: message {number + 1}"
+        is_last = number + 1 == len(conversation.messages)
+
+        def refused(part: str, expected: str) -> DataError:
+            return DataError(
+                where,
+                f"the chat template renders {part} as {expected!r}, and not so in the whole conversation; expected "
+                f"text around an answer that does not depend on it: {_ANOTHER if is_last else _EARLIER}",
+            )
+
+        before, is_written, after = self._around(conversation, text, number, thinking, where)
+        if not text.startswith(before) or len(before) + len(after) > len(text):
+            raise refused("what precedes the answer", before[-40:])
+        if not text.endswith(after):
+            raise refused("what follows the answer", after[:40])
+        if not (prompt := self._prompt(thinking)):
             raise DataError(
                 where,
-                f"the chat template renders {first_name} as '...{first[max(at - 20, 0) : at + 20]}', but {second_name} "
-                f"as '...{second[max(at - 20, 0) : at + 20]}': expected the second to begin with the first; {remedy}",
+                "the chat template, given a user's message alone, writes no beginning of an answer behind it where "
+                "add_generation_prompt asks for that; give the checkpoint another chat template, which does",
             )
-        # Templates render white space between turns, which the model does not have to generate.
-        end = len(turn.rstrip())
-        if not turn[len(prompt) : end].endswith(self._closing):
-            raise DataError(where, f"the answer ends in {turn[-20:]!r}, expected a token that closes the turn")
-        _check_answer(messages[number], prompt, text[len(prompt) : end], where, _ANOTHER)
-        return len(prompt), end
+        special = [token for token in self._special if after.lstrip().startswith(token)]
+        if not special or prompt.lstrip().startswith(special[0]):  # that begins the next turn
+            raise DataError(where, f"the answer is followed by {after[:20]!r}, expected a token that closes the turn")
+        end = len(text) - len(after) + after.index(special[0]) + len(special[0])
+        # Both may end in a thinking block, open or empty.
+        header, asks = (_BLOCK.sub("", words) for words in (before, prompt))
+        block = prompt.removeprefix(asks)
+        # Templates that write reasoning write no block before earlier answers.
+        needs_block = block and (is_last or not (self._reads_reasoning or self._splits))
+        if not header.endswith(asks) or (needs_block and header == before):
+            raise refused(f"the prompt to generate it, with enable_thinking {thinking},", prompt)
+        start = len(before)
+        if is_written or self._empty == "train":
+            start = len(header) + (len(block) if before.startswith(block, len(header)) else 0)
+        remedy = _REASONING if self._reads_reasoning else _ANOTHER
+        is_dropped = self._reasons(message) and not is_written and not is_last
+        _check_answer(message, text[:start], text[start:end], where, remedy, is_dropped)
+        return start, end
 
-    def _thinking_spans(self, conversation: Conversation, text: str, numbers: Sequence[int]) -> list[Span]:
-        """The characters of answers under a template with thinking, each with its reasoning if that is written."""
-        messages, prompts, spans = conversation.messages, self._prompts(conversation), []
+    def _around(
+        self, conversation: Conversation, text: str, number: int, thinking: bool, where: str
+    ) -> tuple[str, bool, str]:
+        """What precedes an answer, or its reasoning if that is written; whether it is; and what follows the answer."""
         # Words that the text does not contain.
         answer, reasoning = (
             next(word for n in itertools.count() if (word := f"{name}-{n}-marked") not in text)
             for name in ("answer", "reasoning")
         )
-        for number in numbers:
-            where = f"{conversation.sample_id}: message {number + 1}"
-
-            def refused(part: str, expected: str, where: str = where) -> DataError:
-                return DataError(
-                    where,
-                    f"the chat template renders {part} as {expected!r}, and not so in the whole conversation; expected "
-                    "a template whose text around an answer does not depend on it: give the checkpoint's own, or train "
-                    "on only the last answer with answers='last'",
-                )
-
-            # The whole conversation with a marker for the answer, and with another for its reasoning.
-            is_text = isinstance(messages[number]["content"], str)
-            other = {"role": "assistant", "content": answer if is_text else [{"type": "text", "text": answer}]}
-            alone, marked = (
-                self.render(conversation, [*messages[:number], other | fields, *messages[number + 1 :]])
-                for fields in ({}, {"reasoning_content": reasoning})
-            )
-            if (count := alone.count(answer)) != 1:
-                problem = f"the chat template writes the answer {count} times, expected once"
-                remedy = "leave it out with answers='last' or \"loss\": false, or give another template"
-                raise DataError(where, f"{problem}; {remedy}")
-            head, tail = alone.split(answer)
-            if not text.endswith(tail):
-                raise refused("what follows the answer", tail[:40])
-            closed = next((token for token in self._closing if tail.lstrip().startswith(token)), None)
-            if closed is None:
-                raise DataError(
-                    where, f"the answer is followed by {tail[:20]!r}, expected a token that closes the turn"
-                )
-            end = len(text) - len(tail)
-            # The text before the reasoning; None if the template omits reasoning here.
-            opened = marked.partition(reasoning)[0] if reasoning in marked else None
-            empty = opened is not None and head.startswith(opened) and text.startswith(head)
-            thinks = opened is not None and text.startswith(opened) and (not empty or self._empty == "train")
-            before = opened if opened is not None and thinks else head
-            # The generation prompt ends where the turn begins to differ, or before a thinking block.
-            prompt, header = prompts[thinks], _BLOCK.sub("", before)
-            if not text.startswith(before):
-                raise refused("what precedes the answer", head[-40:])
-            if not header.endswith(_BLOCK.sub("", prompt)):
-                raise refused(f"the prompt to generate it, with enable_thinking {thinks},", prompt)
-            start = len(head)
-            if thinks:
-                start = len(before) if before.endswith(prompt) else len(header)
-            if start > end:
-                raise refused("what precedes the answer", head[-40:])
-            spans.append((start, end + tail.index(closed) + len(closed)))
-            said = text[slice(*spans[-1])]
-            _check_answer(messages[number], text[:start], said, where, _REASONING, drops_reasoning=opened is None)
-        return spans
-
-    def _prompts(self, conversation: Conversation) -> dict[bool, str]:
-        """The prompts to generate the last answer, with and without thinking, from where the messages end."""
-        last = max(number for number, message in enumerate(conversation.messages) if message["role"] == "assistant")
-        asked, prompts = conversation.messages[:last], {}
-        written = self.render(conversation, asked)
-        for thinking in (True, False):
-            prompt = self.render(conversation, asked, prompt=True, enable_thinking=thinking)
-            if not prompt.startswith(written) or prompt == written:
-                raise DataError(
-                    f"{conversation.sample_id}: message {last + 1}",
-                    f"the chat template ends the prompt to generate it with {prompt[-40:]!r}, expected the messages as "
-                    f"without it, {written[-40:]!r}, and then the beginning of an answer: give the checkpoint another "
-                    "template, which heeds add_generation_prompt",
-                )
-            prompts[thinking] = prompt.removeprefix(written)
-        return prompts
+        messages, content, beside = conversation.messages, answer, {}
+        if self._reasons(messages[number]):
+            if isinstance(messages[number].get("reasoning_content"), str):
+                beside = {"reasoning_content": reasoning}
+            else:
+                content = f"<think>\n{reasoning}\n</think>\n\n{answer}"
+        parts = content if isinstance(messages[number]["content"], str) else [{"type": "text", "text": content}]
+        other = {"role": "assistant", "content": parts, **beside}
+        marked = self._render(conversation, [*messages[:number], other, *messages[number + 1 :]], thinking)
+        if (count := marked.count(answer)) != 1:
+            problem = f"the chat template writes the answer {count} times, expected once"
+            remedy = "leave it out with answers='last' or \"loss\": false, or give another template"
+            raise DataError(where, f"{problem}; {remedy}")
+        head, after = marked.split(answer)
+        before, is_written, _ = head.partition(reasoning)
+        return before, bool(is_written), after
 
 
 def _check_answer(
-    message: dict[str, Any], prompt: str, answer: str, where: str, remedy: str, drops_reasoning: bool = False
+    message: dict[str, Any], prompt: str, answer: str, where: str, remedy: str, drops_reasoning: bool
 ) -> None:
     """Refuse an assistant's message of which the template writes only a part: `answer` after `prompt`.
 

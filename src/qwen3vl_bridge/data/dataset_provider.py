@@ -63,6 +63,10 @@ class ConversationRows(DatasetProvider):
         answers: train on "all" of an assistant's answers or the "last".
         empty_thinking: for chat templates that render "reasoning_content": whether the empty thinking block before an
             answer without reasoning is part of the "prompt" or is trained on ("train").
+        reasoning_effort: for chat templates that read it, as Qwen3.8's: what the prompt asks for where it asks for
+            thinking; None for the template's default.
+        preserve_thinking: for chat templates that read it, as those of Qwen3.6 and 3.8: whether reasoning of answers
+            before the last question is written, and trained on with them; None for the template's default.
         vision: limits for images and videos, where they differ from the checkpoint's processor.
         pixel_dtype: dtype of the pixel values in a batch.
         ignored_signal: number of a signal that data-loading processes ignore; set by `Qwen3VLConfigContainer`.
@@ -85,6 +89,8 @@ class ConversationRows(DatasetProvider):
     on_bad: OnBad = "error"
     answers: Answers = "all"
     empty_thinking: EmptyThinking = "prompt"
+    reasoning_effort: str | None = None
+    preserve_thinking: bool | None = None
     vision: VisionLimits = field(default_factory=VisionLimits)
     pixel_dtype: torch.dtype = torch.float32
     ignored_signal: int | None = None
@@ -154,7 +160,8 @@ class ConversationRows(DatasetProvider):
 
     def checkpoint(self) -> CheckpointSettings:
         """Processor and settings read from the checkpoint; a `DataError` if they are missing or unsuitable."""
-        return _of_checkpoint(self.hf_processor_path, self.answers, self.empty_thinking, self.vision)
+        template = (self.empty_thinking, self.reasoning_effort, self.preserve_thinking)
+        return _of_checkpoint(self.hf_processor_path, self.vision, self.answers, *template)
 
     def sample_filter(self) -> SampleFilter:
         """Decides which conversations become samples; raises like `checkpoint`."""
@@ -180,13 +187,11 @@ class CheckpointSettings:
 
 
 @cache
-def _of_checkpoint(
-    path: str, answers: Answers, empty_thinking: EmptyThinking, limits: VisionLimits
-) -> CheckpointSettings:
-    """Cached: read once per process."""
+def _of_checkpoint(path: str, limits: VisionLimits, *encoding: Any) -> CheckpointSettings:
+    """Cached: read once per process. `encoding`: what an `Encoder` is given beside the processor."""
     processor: Any = load_processor(path, limits)
     return CheckpointSettings(
-        Encoder(processor, answers, empty_thinking),
+        Encoder(processor, *encoding),
         VisionSettings.of_checkpoint(path, processor),
         pad_token_id(processor.tokenizer),
         tower_costs(AutoConfig.from_pretrained(path, trust_remote_code=False).to_dict()),

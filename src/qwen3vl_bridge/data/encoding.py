@@ -161,19 +161,31 @@ class _Tokens(NamedTuple):
 class Encoder:
     """Encodes conversations as `EncodedSample`s. Picklable, so that data-loading workers can have one each."""
 
-    def __init__(self, processor: Any, answers: Answers = "all", empty_thinking: EmptyThinking = "prompt") -> None:
-        """Keep a processor from `load_processor`; a `ValueError` for `empty_thinking` of a template without thinking.
+    def __init__(
+        self,
+        processor: Any,
+        answers: Answers = "all",
+        empty_thinking: EmptyThinking = "prompt",
+        reasoning_effort: str | None = None,
+        preserve_thinking: bool | None = None,
+    ) -> None:
+        """Keep a processor from `load_processor`; a `ValueError` for a setting that the template does not read, or
+        refuses.
 
         Args:
             processor: the processor.
             answers: train on "all" answers of an assistant, or only on the "last", unless messages say otherwise.
             empty_thinking: whether the empty thinking block that the template renders before an answer without
                 reasoning is part of the "prompt", or is trained on ("train").
+            reasoning_effort: given to the template, as Qwen3.8's reads it; None for the template's own default.
+            preserve_thinking: the same: whether reasoning of answers before the last question is written.
         """
         check_choice("answers", answers, Answers)
         check_choice("empty_thinking", empty_thinking, EmptyThinking)
         self.processor, self._only, self._empty = processor, answers, empty_thinking
-        self.template = ChatTemplate(processor, empty_thinking)
+        self.template = ChatTemplate(
+            processor, empty_thinking, reasoning_effort=reasoning_effort, preserve_thinking=preserve_thinking
+        )
 
     @cached_property
     def fingerprint(self) -> str:
@@ -188,7 +200,7 @@ class Encoder:
             tokenizer.pop(passing, None)
         words = json.dumps([self.processor.chat_template, tokenizer], sort_keys=True)
         digest = hashlib.sha256(words.encode()).hexdigest()[:16]
-        asked = () if self._empty == "prompt" else (self._empty,)
+        asked = (*(() if self._empty == "prompt" else (self._empty,)), *self.template.settings.items())
         return repr((*sizes, clips.fps, clips.min_frames, clips.max_frames, self._only, *asked, digest))
 
     def size(self, conversation: Conversation, limit: int | None = None) -> Size:
@@ -201,8 +213,7 @@ class Encoder:
         tokens = None
         if self.template.is_plain([conversation.messages[number] for number in trained]):
             # The positions of answers matter only to truncation.
-            text = self.template.render(conversation, conversation.messages)
-            tokens = self._tokenize(conversation, text, (), headers)
+            tokens = self._tokenize(conversation, self.template.text(conversation, trained), (), headers)
         if tokens is None or (limit is not None and tokens.total > limit):
             tokens = self._tokens(conversation, trained, headers, limit)
         merge = self.processor.image_processor.merge_size**2

@@ -5,7 +5,7 @@ Standard library only; transformers is imported only in the function that return
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,13 +45,19 @@ class Preset:
     linear_value_heads: int = 0  # of linear attention, in a family that has it
 
 
+def hub_names(releases: Mapping[str, Collection[str]], size: str, variants: Collection[str]) -> tuple[str, ...]:
+    """Names on the hub of a size: in each of the `releases` that have it, each variant, also in FP8."""
+    having = [release for release, sizes in releases.items() if size in sizes]
+    return tuple(f"Qwen/{one}-{size}{kind}{fp8}" for one in having for kind in variants for fp8 in ("", "-FP8"))
+
+
 def preset_of(name: str, presets: Mapping[str, Preset], hub_ids: Callable[[str], tuple[str, ...]]) -> Preset:
     """The preset of a size or a hub id (`hub_ids` gives those of a size); raises ValueError for an unknown one."""
     for size, preset in presets.items():
         if name == size or name in hub_ids(size):
             return preset
-    known = ", ".join(presets)
-    raise ValueError(f"unknown preset {name!r}, expected one of {known} or {' or '.join(hub_ids('<size>'))}")
+    known, (example, *_) = ", ".join(presets), hub_ids(next(iter(presets)))
+    raise ValueError(f"unknown preset {name!r}, expected one of {known} or {example} or the like")
 
 
 def preset_config(

@@ -289,6 +289,8 @@ def test_the_command_refuses_what_is_wrong(command, tmp_path, capsys):
     assert "expected image_min_pixels up to image_max_pixels" in capsys.readouterr().err
     assert main([*command, *output, "--pad-to-multiple-of", "7"]) == 2
     assert "a row of 256 tokens does not divide into the multiples of 7" in capsys.readouterr().err
+    assert main([*command, *output, "--no-preserve-thinking"]) == 2
+    assert "preserve_thinking is False, but the chat template does not read it" in capsys.readouterr().err
     assert main([*command, *output, "--seed", str(2**70)]) == 0  # as good as any
     shutil.rmtree(tmp_path / "out")
     (tmp_path / "out").mkdir()

@@ -283,18 +283,18 @@ PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif 
     (
         f"{{% for m in messages %}}{TURN}{{% endfor %}}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}",
-        r"(?s)message 2: the chat template renders the prompt to generate it as .*<think>.*, but it as .*Seven",
+        r"message 2: the chat template renders the prompt to generate it, .*<think>.*, and not so in the whole conv",
     ),
     # Leaves out all answers but the last.
     (
         "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}"
         f"{TURN}{{% endif %}}{{% endfor %}}{PROMPT}",
-        r"(?s)message 2: the chat template renders it by itself as .*Seven.*, but it with what follows as .*user",
+        "message 2: the chat template writes the answer 0 times, expected once",
     ),
     # Does not close a turn.
     (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '\n' }}{% endfor %}" + PROMPT,
-        "message 2: the answer ends in .*Seven.*, expected a token that closes the turn",
+        "message 2: the answer is followed by .*im_start.*, expected a token that closes the turn",
     ),
 ])  # fmt: skip
 def test_templates_with_no_place_to_hold_on_to_are_refused(processor, read, template, message):
@@ -303,8 +303,7 @@ def test_templates_with_no_place_to_hold_on_to_are_refused(processor, read, temp
 
 
 def test_a_template_that_leaves_out_pictures_is_refused(processor, read, tmp_path):
-    template = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n7<|im_end|>\n' }}{% endfor %}" + PROMPT
-    other = with_template(processor, template)
+    other = with_template(processor, f"{{% for m in messages if m.content is string %}}{TURN}{{% endfor %}}{PROMPT}")
     picture(tmp_path / "7.png", 64, 64)
     conversation = read(dialogue([{"type": "image", "image": "7.png"}], "7"))
     for encode in (Encoder(other), Encoder(other).size):

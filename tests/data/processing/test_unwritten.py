@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from .. import conftest
 from ..conftest import picture, with_template, write
+from .released import QWEN3_8
 
 HERE = Path(__file__).parent
 ASK, ANSWER = {"role": "user", "content": "Which?"}, {"role": "assistant", "content": "Seven."}
@@ -83,7 +84,7 @@ def test_the_remedy_for_tools_works(tmp_path, encoder_with):
 
 
 def test_a_template_is_asked_once(encoder_with, monkeypatch):
-    """Whatever the number of samples, a kind of thing is rendered once more, and so is a prompt."""
+    """Whatever the number of samples, a kind of thing is rendered once more, a question with and without its prompt."""
     encoder, rendered = encoder_with("released_template.jinja"), []
     work = type(encoder.processor).apply_chat_template
 
@@ -94,17 +95,13 @@ def test_a_template_is_asked_once(encoder_with, monkeypatch):
     monkeypatch.setattr(type(encoder.processor), "apply_chat_template", counted)
     for _ in range(3):
         encoder.size(having("tools"))
-    assert len(rendered) == 3 + 2
+    assert len(rendered) == 3 + 3
     encoder.size(Conversation("train.jsonl:2", (ASK, ANSWER)))
-    assert len(rendered) == 3 + 2 + 1
+    assert len(rendered) == 3 + 3 + 1
 
 
 END, BLOCK = "<|im_end|>", "<think>\n"
 SPLITTING = ("released_thinking_template.jinja", "thinking_template.jinja")
-# As Qwen3.8's, which reads reasoning from nowhere else, and writes that of earlier turns, too.
-BESIDE = (HERE / SPLITTING[1]).read_text(encoding="utf-8").replace("elif '</think>' in text", "elif false")
-BESIDE = BESIDE.replace("if loop.index0 > question.last", "if true")
-assert BESIDE.count("elif false") == BESIDE.count("if true") == 1
 STRAY = (
     "Put it inside <think> and </think> tags, then answer.", "Let me see. <think>\nTwo.\n</think>\n\n4",
     "Two.</think>4", "Close it:\n```\n</think>\n```\nDone.", "<think>\nA <think> in it.\n</think>\n\n4",
@@ -184,7 +181,7 @@ def test_thinking_in_the_text_is_read_around_pictures(encoder_with, tmp_path, te
 def test_thinking_in_the_text_is_refused_where_a_template_reads_it_as_text(encoder_with):
     """It would follow an empty thinking block. Other text with tags is trained on as it is."""
     for empty, before in (("prompt", ""), ("train", "\n</think>\n\n")):
-        encoder = encoder_with(BESIDE, empty_thinking=empty)
+        encoder = encoder_with(QWEN3_8, empty_thinking=empty)
         for at in (1, 3):
             with pytest.raises(DataError, match=rf"message {at + 1}: found '4' in the answer, .* 'reasoning_content'"):
                 encoder(said({**ANSWER, "content": "<think>\n\n</think>\n\n4"}, at))
@@ -197,7 +194,7 @@ def test_thinking_in_the_text_is_refused_where_a_template_reads_it_as_text(encod
 @pytest.mark.parametrize("changed", ["m.content.split('</think>')[-1]", "m.content | upper", "m.content[:4]"])
 def test_a_template_without_thinking_that_changes_answers_is_refused(encoder_with, changed):
     encoder, text = encoder_with(PLAIN.replace("m.content", changed)), "<think>\nTwo.\n</think>\n\n4"
-    with pytest.raises(DataError, match=r"message 4: found .* in the answer, .* give the checkpoint another chat"):
+    with pytest.raises(DataError, match=r"message 4: .*[;:] (leave it out|give the checkpoint ano)"):
         encoder(said({**ANSWER, "content": text}))
 
 
@@ -211,7 +208,7 @@ def bare(text: str) -> str:
     return re.sub(r"\s*(</?think>)\s*", r"\1", text).strip()
 
 
-@given(pieces.map("".join), st.sampled_from(["released_template.jinja", *SPLITTING, BESIDE]), st.sampled_from([1, 3]))
+@given(pieces.map("".join), st.sampled_from(["released_template.jinja", *SPLITTING, QWEN3_8]), st.sampled_from([1, 3]))
 @settings(deadline=None, max_examples=300)
 def test_an_answer_is_trained_on_whole_or_refused(encoder_with, text, template, at):
     encoder, conversation = encoder_with(template), said({**ANSWER, "content": text}, at)

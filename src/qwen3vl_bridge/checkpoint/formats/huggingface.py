@@ -22,6 +22,7 @@ from qwen3vl_bridge.checkpoint.formats.tensors import (
 )
 from qwen3vl_bridge.io.files import CheckpointError, expanded, file_size, read_object, resolve_within, write_object
 from qwen3vl_bridge.io.parsing import parse_json
+from qwen3vl_bridge.registry import nearest_name
 
 from safetensors import SafetensorError, safe_open
 
@@ -121,6 +122,7 @@ def _downloaded(hf_model: str | Path, patterns: list[str]) -> Path:
         endpoint = f"; HF_ENDPOINT is {os.environ['HF_ENDPOINT']!r}" if "HF_ENDPOINT" in os.environ else ""
         raise CheckpointError(
             f"{hf_model} is neither a folder nor a model available from the hub: {reason}{endpoint}"
+            f"{nearest_name(str(hf_model))}"
         ) from error
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,12 @@ PRESETS: Mapping[str, Preset] = {
     "397B-A17B": Preset(4096, 0, 60, 32, 2, linear_value_heads=64, vision=_LARGE, experts=Experts(512, 10, 1024)),
 }
 
+# By release, the sizes it has: a name of the hub stands for these dimensions.
+RELEASES: Mapping[str, Collection[str]] = {
+    "Qwen3.5": PRESETS.keys(),
+    "Qwen3.6": ("27B", "35B-A3B"),
+    "Qwen3.8": ("27B",),
+}
 
 # A scaled-down proxy of the largest model, for testing its parallelism: four layers, sixteen experts. Never released.
 PROXY = Preset(
@@ -32,9 +38,12 @@ PROXY = Preset(
 )
 
 
-def hub_ids(size: str) -> tuple[str]:
-    """Name on the Hugging Face hub; for the proxy, the name of the model whose processor it uses."""
-    return (f"Qwen/Qwen3.5-{'397B-A17B' if size == 'proxy' else size}",)
+def hub_ids(size: str) -> tuple[str, ...]:
+    """Names on the Hugging Face hub of the models of a size, which share all shapes; for the proxy, those of the model
+    whose processor it uses.
+    """
+    released = "397B-A17B" if size == "proxy" else size
+    return size_presets.hub_names(RELEASES, released, ("", "-Base", "-Instruct", "-Thinking"))
 
 
 def config_dict(size: str) -> dict[str, Any]:

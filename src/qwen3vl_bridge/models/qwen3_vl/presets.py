@@ -24,9 +24,9 @@ PRESETS: Mapping[str, Preset] = {
 }
 
 
-def hub_ids(size: str) -> tuple[str, str]:
-    """Names on the Hugging Face hub of the two models of a size, which share all shapes: Instruct, Thinking."""
-    return f"Qwen/Qwen3-VL-{size}-Instruct", f"Qwen/Qwen3-VL-{size}-Thinking"
+def hub_ids(size: str) -> tuple[str, ...]:
+    """Names on the Hugging Face hub of the models of a size, which share all shapes."""
+    return size_presets.hub_names({"Qwen3-VL": PRESETS}, size, ("-Instruct", "-Thinking"))
 
 
 def config_dict(size: str) -> dict[str, Any]:
