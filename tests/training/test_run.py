@@ -139,7 +139,7 @@ def test_its_files_are_those_of_an_export(unbroken, inputs, tmp_path):
 def test_the_saved_configuration_is_the_runs(unbroken):
     _, _, save = unbroken
     text = (save / "iter_0000006" / "run_config.yaml").read_text()
-    assert f"save: {save}\n" in text and ".journal" not in text
+    assert f"save: {save}\n" in text and ".scratch" not in text
     folders = sorted(path.name for path in save.iterdir() if path.name.startswith((".", "iter")))
     assert folders == ["iter_0000003", "iter_0000006"]
 

@@ -110,7 +110,7 @@ def _is_at(folder: int, path: Path) -> bool:
 
 def scratch_of(folder: Path) -> Path:
     """A folder next to a hidden folder, for what is no part of the result; it goes when that does."""
-    return folder.with_name(f"{folder.name}.journal")
+    return folder.with_name(f"{folder.name}.scratch")
 
 
 def _take_after(target: Path, folder: Path, at_least: int = 0) -> None:
@@ -222,9 +222,9 @@ def _claimed(target: Path, say: Callable[[str], None], claim: Callable[[Path], b
         if folder != wanted:
             shutil.rmtree(folder)
             say(f"removed {folder}, left by an interrupted run")
-    for journal in _all_marked(target, "partial", ".journal"):
-        if wanted is None or journal != scratch_of(wanted):  # also one whose folder is in place already
-            shutil.rmtree(journal)
+    for scratch in _all_marked(target, "partial", ".scratch"):
+        if wanted is None or scratch != scratch_of(wanted):  # also one whose folder is in place already
+            shutil.rmtree(scratch)
     return wanted
 
 

@@ -1,5 +1,8 @@
 """Core attention without Transformer Engine: packed-sequence parameters, kernels, and the module.
 
+`transformer_impl` (by default `settings.default_transformer_impl`) decides which it is. Transformer Engine chooses its
+own kernels; here it is torch's varlen attention where that takes the inputs, otherwise `_sdpa`.
+
 Nothing here allocates memory of size tokens x tokens.
 Legend: n segments, s their length, t tokens of a packed row, d head dimension; keys and values may have fewer heads.
 """

@@ -26,7 +26,8 @@ class Indivisible(NamedTuple):
 def indivisible(
     dims: Dimensions, *, tp: int, cp: int = 1, ep: int = 1, etp: int = 1, vision_tp: int | None = None
 ) -> Iterator[Indivisible]:
-    """The sizes of a model that are not multiples of the numbers of ranks that share them.
+    """The sizes of a model that are not multiples of the numbers of ranks that share them; who asks refuses them:
+    `models/refusals.py`, `planning/split.py`, `checkpoint/topology.py`.
 
     Args:
         dims: the model's; "vocab" includes padding.

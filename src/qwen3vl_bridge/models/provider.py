@@ -55,7 +55,7 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
         """
         settings.complete_before_finalize(self)
         experts = refusals.EXPERTS if isinstance(self, ExpertsMixin) else refusals.DENSE
-        check((*experts, *self.rules, *refusals.BEFORE_FINALIZE), self)
+        check((*refusals.SIZES, *experts, *self.rules, *refusals.BEFORE_FINALIZE), self)
         super().finalize()
         settings.complete_on_finalize(self)
         check(refusals.AFTER_FINALIZE, self)

@@ -1,10 +1,10 @@
 """What a model refuses: every setting of a provider that would be ignored, fail later, or train something else.
 
-The tables are in the order in which they are checked: BEFORE_FINALIZE, DENSE or EXPERTS, and the family's own `rules`
-before megatron-core completes a provider in `finalize()`, AFTER_FINALIZE then; ON_FORWARD and ON_TRAIN by the model's
-forward. A rule is a row `Allowed(...).because(...)` or `keep(...)`, and a function only where settings depend on one
-another. What megatron-core and Megatron-Bridge refuse clearly is not
-repeated. Which settings nothing reads was determined by a search of the installed megatron-core and Megatron-Bridge and
+Order of the checks: before megatron-core completes a provider in `finalize()` SIZES, EXPERTS or DENSE, the family's
+own `rules` and BEFORE_FINALIZE; after it AFTER_FINALIZE; ON_TRAIN when a run is validated, when a model is built for
+training, and with ON_FORWARD by its forward. A rule is a row `Allowed(...).because(...)` or `keep(...)`, and a function
+only where settings depend on one another. What megatron-core and Megatron-Bridge refuse clearly is not repeated. Which
+settings nothing reads was determined by a search of the installed megatron-core and Megatron-Bridge and
 of this package for every field's readers, and by recording which fields runs read (docs/settings.md).
 """
 
@@ -225,7 +225,6 @@ GRAPHS: tuple[Allowed, ...] = (
 )
 
 BEFORE_FINALIZE: tuple[Rule, ...] = (
-    *SIZES,
     *FIXED,
     Allowed("dist_train.use_dist_train", False, is_off("vision_module_class")).because(
         "this family cannot be split into vision and language modules"

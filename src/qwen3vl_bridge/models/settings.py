@@ -77,7 +77,8 @@ class VisionLanguageFields(GPTModelProvider):
         loss_chunk_tokens: if a microbatch has more tokens than this on a context-parallel rank, its loss is computed in
             chunks of this many tokens, whose logits are recomputed in the backward pass
             (`models/chunked_loss.py`); 0: never.
-        vision_dp_when_cp: whether context-parallel ranks divide the images; here they always do.
+        vision_dp_when_cp: Megatron-Bridge's choice whether context-parallel ranks divide the images; here they
+            always do.
         use_hf_vision_model, vision_cuda_graph_impl, vision_cuda_graph_scope, max_vision_cuda_graph_seq_length: settings
             of Megatron-Bridge's own model that allow only one value here.
         dist_train: separate ranks for the vision tower (`vision_world_size`, the first ones, of which

@@ -3,7 +3,7 @@
 Megatron-Bridge writes a checkpoint in its final place, and over an existing one of the same step, as when a run was
 resumed from before it. A process that dies meanwhile leaves a folder that looks like a checkpoint. So during a save
 `checkpoint.save` is a hidden folder, and everything that would contain its name is left out or done afterwards: the
-saved configuration, trackers of experiments, the position in WebDatasets' data, callbacks.
+saved configuration, trackers of experiments, callbacks. Positions in WebDatasets go to their final folder at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from qwen3vl_bridge.checkpoint.stored_models import MANIFEST
 from qwen3vl_bridge.data.dataset_provider import ConversationRows
 from qwen3vl_bridge.data.row_loading import check_position
 from qwen3vl_bridge.dist_train.joint_run import as_one_model
-from qwen3vl_bridge.io.atomic import atomic_directory, scratch_of, replace_file
+from qwen3vl_bridge.io.atomic import atomic_directory, replace_file, scratch_of
 from qwen3vl_bridge.io.files import CheckpointError, read_object
 from qwen3vl_bridge.models.hf_config import with_scaled_rope
 from qwen3vl_bridge.parallel.collectives import broadcast_object, fail_together, is_first, joint_failure, wait_for_all
@@ -116,7 +116,7 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
                     if is_first() and final.is_dir() and not ctx.non_persistent_ckpt:
                         self._write_side_files(final, state.cfg)
                 return
-            with _folder_of_all(final) as staged:
+            with _staged_by_all_ranks(final) as staged:
                 super().save(_saving_to(scratch_of(staged), whole), None)
                 with fail_together():
                     if is_first():
@@ -216,7 +216,7 @@ MANAGER = f"{Qwen3VLCheckpointManager.__module__}.{Qwen3VLCheckpointManager.__na
 
 
 @contextlib.contextmanager
-def _folder_of_all(target: Path) -> Iterator[Path]:
+def _staged_by_all_ranks(target: Path) -> Iterator[Path]:
     """A hidden folder next to the target that all processes write; it becomes the target when all have finished.
 
     The body contains collectives of other packages. A process that fails between these cannot tell the others, which
@@ -237,7 +237,7 @@ def _folder_of_all(target: Path) -> Iterator[Path]:
             raise joint_failure(error) from error
         wait_for_all()  # for all to have written
         with fail_together():
-            stack.close()
+            stack.close()  # puts the folder in its place
 
 
 def _saving_to(folder: Path, ctx: CheckpointSaveContext) -> CheckpointSaveContext:

@@ -134,7 +134,7 @@ def test_killed_at_any_moment(direction, processes, larger, tmp_path):
             import_checkpoint(larger, target, ckpt_format=ckpt_format, **how)
 
     def journaled() -> Iterator[Path]:
-        return target.parent.glob(".target.partial-*.journal/rank-*")
+        return target.parent.glob(".target.partial-*.scratch/rank-*")
 
     def whole() -> bool:
         return verify_checkpoint(*((target, source) if direction == "export" else (larger, target))).same
