@@ -137,7 +137,7 @@ class Qwen3VLModel(VisionLanguageModel):
     def layer_arguments(self, features: Tensor, inputs: ModelInputs) -> dict[str, Tensor]:
         """DeepStack features [t, K, h] of this rank's vision tokens, and the tokens' indices [K] in hidden states."""
         features = sum_gradients_over_sequence(features, self.config, self.pg_collection)
-        return dict(context=features[:, inputs.deepstack.rows], context_mask=inputs.deepstack.positions)
+        return dict(context=features.index_select(1, inputs.deepstack.rows), context_mask=inputs.deepstack.positions)
 
     def unpack(self, received: Tensor, length: int, inputs: ModelInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Hidden states, and features for the layers from this stage on."""
