@@ -12,7 +12,8 @@ Random weights in bfloat16, six samples of 8,092 tokens with six pictures: packe
 
 MFU is by `qwen3vl_bridge/models/flops.py`, which does not count recomputation. "GiB" is the peak of torch's allocator,
 "planned GiB" what the planner says of the run. "waits" are those of the host for the device in a step by torch's own
-detector, outside megatron-core and Megatron-Bridge, and all. A way that runs out of memory is a row without figures.
+detector, outside megatron-core and Megatron-Bridge, and all; "attention" is which kernels computed it. A way that runs
+out of memory is a row without figures.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ import torch
 from qwen3vl_recipes.paths import set_paths
 from qwen3vl_recipes.qwen3_vl import qwen3_vl_2b_sft_config
 from torch.nn.utils.rnn import pad_sequence
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForImageTextToText
 
 from benchmarks import measurement
@@ -59,7 +61,17 @@ from tests.steps import followed, set_up, step_with_callbacks
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WARM = 2  # steps that compile kernels and allocate
 GIB = 2**30
-FIGURES = ("seconds", "tokens/s", "TFLOP/s", "MFU", "GiB", "planned GiB", "waits", "all waits")
+FIGURES = ("seconds", "tokens/s", "TFLOP/s", "MFU", "GiB", "planned GiB", "waits", "all waits", "attention")
+# Kernels of attention, by a part of the name of what calls them.
+ATTENTIONS = {
+    "_flash_attention_forward": "flash",
+    "_efficient_attention_forward": "memory-efficient",
+    "_cudnn_attention": "cuDNN",
+    "attention_math": "math",
+    "attention_for_cpu": "CPU",
+    "FusedAttn": "Transformer Engine's by cuDNN",
+    "FlashAttn": "flash-attn",
+}
 # Text tokens, and rows and columns of each picture's vision tokens.
 ROW = (
     (1400, ((24, 32), (16, 20))),
@@ -203,12 +215,21 @@ def measure(step: Step, rounds: int) -> tuple[float, float, Waits]:
     return seconds, peak, waits
 
 
+def attention_of(step: Step) -> str:
+    """The kernels that a step computes attention by, in both towers."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        step()
+    names = [event.key for event in profiled.key_averages()]
+    return " and ".join(kernel for part, kernel in ATTENTIONS.items() if any(part in name for name in names))
+
+
 def main() -> None:
     """Measure, print, append."""
     parser = measurement.parser(__doc__, "gpu.csv", rounds=7)
     parser.add_argument("--size", default="8B", help="default: %(default)s")
     parser.add_argument("--text-layers", type=int, default=4, help="default: %(default)s")
     parser.add_argument("--vision-layers", type=int, default=6, help="default: %(default)s")
+    parser.add_argument("--ways", nargs="+", metavar="WAY", help="only those whose names begin so, such as ours")
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="print the kernels too, keep timelines there")
     parser.add_argument("--tiny", action="store_true", help="a model and a row for a rehearsal")
     options = parser.parse_args()
@@ -229,10 +250,13 @@ def main() -> None:
     model = dict(device=device, size="tiny" if options.tiny else options.size, layers=layers, tokens=tokens)
     rows = []
     for name, way in ways.items():
+        if options.ways and not name.startswith(tuple(options.ways)):
+            continue
         figures = dict.fromkeys(FIGURES, "")
         try:
             with way(config, samples) as (step, planned):
                 seconds, held, waits = measure(step, options.rounds)
+                figures["attention"] = attention_of(step)
                 if options.profile:
                     measurement.print_profile(name, step, options.profile)
         except torch.OutOfMemoryError:

@@ -6,7 +6,7 @@ its step, the model around the layers.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +26,9 @@ from tests.parity.batches import Sample
 from .counter import HostWaits, Seen
 
 
-def stock_with_torch_attention(folder: Path, around: Callable[[], Any] = nullcontext) -> torch.nn.Module:
-    """Its model with torch's attention in both towers, which is called within the context `around`."""
+@contextmanager
+def torch_attention(around: Callable[[], Any] = nullcontext) -> Iterator[None]:
+    """Its model of local layers with torch's attention in both towers, which is called within the context `around`."""
 
     class Attention(SegmentAttention):
         """Torch's attention, whatever mask is given: a causal one says nothing else."""
@@ -53,13 +54,20 @@ def stock_with_torch_attention(folder: Path, around: Callable[[], Any] = nullcon
             stock_models, "_vision_layer", with_attention(stock_models._vision_layer, AttnMaskType.no_mask)
         ),
     ):
+        yield
+
+
+def stock_with_torch_attention(folder: Path) -> torch.nn.Module:
+    """Its model with the weights of a Hugging Face folder."""
+    with torch_attention():
         return stock_models.build_stock(folder)
 
 
 def count_upstream(folder: Path, samples: list[Sample], *, packed: bool) -> Seen:
     """Forward and backward of a microbatch, by `qwen3_vl_step`, packed in the step or not."""
     waits = HostWaits()
-    model = stock_with_torch_attention(folder, waits.paused)
+    with torch_attention(waits.paused):
+        model = stock_models.build_stock(folder)
     waits.on_gpu(model)
     batch = join(samples, 1, packed=False)
     waits.pinned([value if name != "visual_inputs" else vars(value) for name, value in batch.items()])

@@ -299,7 +299,7 @@ class VisionLanguageModel(MegatronModule):
     def embed_tokens(self, input_ids: Tensor, vision_tokens: Tensor, where: VisionRows) -> Tensor:
         """Token ids [b, s] as hidden states [s / sp, b, h], with placeholders replaced by vision tokens [K, h]."""
         embedded = self.language_model.embedding(input_ids, position_ids=None)
-        selected = vision_tokens[where.sources].to(embedded.dtype)
+        selected = vision_tokens.index_select(0, where.sources).to(embedded.dtype)
         hidden = embedded.flatten(0, 1).index_copy(0, where.targets, selected).view_as(embedded)
         return scatter_sequence(hidden, self.config, self.pg_collection)
 

@@ -91,9 +91,10 @@ def _by_kernel(x: Tensor, angles: Tensor) -> Tensor:
     """Rotate with Transformer Engine's kernel, with all tokens as one row: it uses the same angles for all rows."""
     tokens = x.flatten(0, 1)[:, None]
     most = _ELEMENTS // max(tokens.stride(0), tokens[0].numel())
+    if len(tokens) <= most:  # the gradient of a split would be copied, also of one into one part
+        return rope_utils.fused_apply_rotary_pos_emb(tokens, angles).view(x.shape)
     parts = zip(tokens.split(most), angles.split(most), strict=True)
-    turned = [rope_utils.fused_apply_rotary_pos_emb(*part) for part in parts]
-    return (turned[0] if len(turned) == 1 else torch.cat(turned)).view(x.shape)
+    return torch.cat([rope_utils.fused_apply_rotary_pos_emb(*part) for part in parts]).view(x.shape)
 
 
 class InterleavedMRoPE(nn.Module):

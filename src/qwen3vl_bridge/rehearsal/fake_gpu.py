@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -20,11 +21,7 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "fake_gpu"
 _PREFIXES = ("__cuda", "cuda", "cublas", "cusolver", "cusparse", "nccl")
-_LIBRARIES = (
-    *(f"torch/lib/lib{name}.so" for name in ("torch_cuda", "c10_cuda", "torch_python", "torch_cuda_linalg")),
-    "transformer_engine/*.so",
-    "transformer_engine_torch*.so",
-)
+_TORCH = ("torch_cuda", "c10_cuda", "torch_python", "torch_cuda_linalg")
 
 
 class FakeGPUError(RuntimeError):
@@ -41,7 +38,10 @@ def build(folder: str | os.PathLike[str]) -> Path:
         FakeGPUError: without gcc, nm, the CUDA build of torch or CUDA's runtime headers.
     """
     site = Path(sysconfig.get_path("purelib"))
-    libraries = [path for pattern in _LIBRARIES for path in sorted(site.glob(pattern))]
+    libraries = [path for name in _TORCH if (path := site / f"torch/lib/lib{name}.so").exists()]
+    if (engine := importlib.util.find_spec("transformer_engine")) is not None and engine.origin:
+        installed = Path(engine.origin).parent  # which need not be beside torch
+        libraries += sorted([*installed.rglob("*.so"), *installed.parent.glob("transformer_engine_torch*.so")])
     if not (site / "torch/lib/libtorch_cuda.so").exists():
         raise FakeGPUError("torch is installed without CUDA: the fake GPU needs its CUDA build")
     if missing := [program for program in ("gcc", "nm") if shutil.which(program) is None]:

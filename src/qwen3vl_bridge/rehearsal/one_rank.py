@@ -26,6 +26,7 @@ from unittest import mock
 from qwen3vl_bridge.batch import SequenceLayout, TokenBatch, make_vision_inputs, mrope_positions, vision_slots
 from qwen3vl_bridge.batch.token_layout import segment_multiple
 from qwen3vl_bridge.rehearsal.fake_gpu import Event, between, mark, read_log
+from qwen3vl_bridge.rehearsal.no_cudnn import without_cudnn
 from qwen3vl_bridge.training import weight_loading
 from qwen3vl_bridge.training.callbacks import training_callbacks
 from qwen3vl_bridge.training.guard import StepGuard
@@ -138,6 +139,7 @@ def rehearse(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> Rehea
         norm = optimizer.get_grad_norm_fp32  # a root, which is complex where what is read is below zero
         stack.enter_context(mock.patch.object(optimizer, "get_grad_norm_fp32", lambda *a, **k: abs(norm(*a, **k))))
         stack.enter_context(mock.patch.object(CachingAutotuner, "benchmark_all_configs", _first_of_all))
+        stack.enter_context(without_cudnn())
         if cfg.model.num_moe_experts:
             stack.enter_context(_balanced_routing())
         cfg.model.register_post_wrap_hook(recorder.model_made)

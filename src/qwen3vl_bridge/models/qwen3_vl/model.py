@@ -50,7 +50,8 @@ class DeepStackLayer(TransformerLayer):
             # With `distribute_saved_activations` recomputation keeps a part of it on each rank, which is impossible for
             # a view.
             hidden = make_viewless_tensor(added, requires_grad=added.requires_grad, keep_graph=True)
-        return hidden, context
+        # Recomputation would copy the gradient of what later layers only pass on.
+        return hidden, context if layer + 1 < num_features else None
 
 
 def deepstack_block_spec(config: TransformerConfig, vp_stage: int | None, pp_rank: int) -> TransformerBlockSubmodules:
@@ -136,7 +137,7 @@ class Qwen3VLModel(VisionLanguageModel):
     def layer_arguments(self, features: Tensor, inputs: ModelInputs) -> dict[str, Tensor]:
         """DeepStack features [t, K, h] of this rank's vision tokens, and the tokens' indices [K] in hidden states."""
         features = sum_gradients_over_sequence(features, self.config, self.pg_collection)
-        return dict(context=features[:, inputs.deepstack.sources], context_mask=inputs.deepstack.targets)
+        return dict(context=features.index_select(1, inputs.deepstack.sources), context_mask=inputs.deepstack.targets)
 
     def unpack(self, received: Tensor, length: int, inputs: ModelInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Hidden states, and features for the layers from this stage on."""

@@ -1,0 +1,137 @@
+"""What a forward and a backward pass ask of a GPU, ours beside Megatron-Bridge's own model and transformers.
+
+    python -m benchmarks.kernel_accounting
+    python -m benchmarks.kernel_accounting --detail     # and which operations a layer of each tower has
+
+No GPU is needed: every way runs on the fake GPU, with the 8B's widths, in bfloat16, on the same six samples with six
+pictures, packed into one row, or padded to six. Three depths of the towers are counted; the difference of two is a
+layer. Figures are of the whole 8B with 36 and 27 layers, those "/token" per real token; "beside" is what is in no
+layer, such as the loss.
+
+- launches: kernels, products, copies and clearings on the GPU, from its log.
+- elementwise bytes: what kernels other than products and attention read and write: each operation's tensors once, seen
+  by a dispatch mode of torch; of a kernel that torch compiled, its arguments, those written in place twice; of
+  Transformer Engine's functions, arguments and results.
+- GFLOP: of matrix products, from the log; attention is not among them.
+- least us: of an H100, computed: products at 989 TFLOP/s and elementwise bytes at 3.35 TB/s, one after the other.
+
+Both Megatron models have Transformer Engine's layers if it is installed, whose attention (cuDNN's) is left out, else
+megatron-core's local layers, with the same attention of torch's; transformers has `sdpa`, over a packed row with a mask
+of blocks. In favour of the others, positions, offsets of pictures and the search for true entries of masks are not
+counted: they depend on values, which a fake GPU does not compute. Their convolution of patches counts as one product.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from qwen3vl_bridge.io.files import user_cache
+from qwen3vl_bridge.rehearsal import fake_gpu
+
+from benchmarks import measurement
+
+SIZE, WHOLE = "8B", (36, 27)  # layers of the text model and of the tower
+DEPTHS = {"base": (3, 3), "text": (4, 3), "vision": (3, 4)}
+WAYS = ("ours", "Megatron-Bridge", "transformers")
+PRODUCTS_PER_SECOND, BYTES_PER_SECOND = 989e12, 3.35e12  # an H100's in bfloat16, dense, and of its memory
+
+
+class Asked(NamedTuple):
+    """Of a pass, a layer or a token."""
+
+    launches: float = 0
+    elementwise: float = 0  # kernels
+    nbytes: float = 0  # of elementwise kernels
+    flops: float = 0  # of products
+
+    def plus(self, other: Asked, times: float = 1) -> Asked:
+        """The sum with so many times the other."""
+        return Asked(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+
+def counted(way: str) -> dict[str, Any]:
+    """What `kernel_ledger` prints of a way. This process does not import Megatron, which may need a GPU to import."""
+    built = fake_gpu.build(user_cache() / "fake_gpu")
+    with tempfile.TemporaryDirectory() as folder:
+        variables = fake_gpu.environment(built, Path(folder) / "log") | {"HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, "-m", "benchmarks.kernel_ledger", way]
+        done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        raise RuntimeError(f"{way} could not be counted: exit status {done.returncode}, see above")
+    return json.loads(lines[0].removeprefix("RESULT "))
+
+
+def row(way: str, rows: str, counts: dict[str, Any], ours: Asked | None) -> tuple[dict[str, Any], Asked]:
+    """A row of the results, and what the whole model asks; `ours` is None for ours, which comes first."""
+    tokens, found = counts["tokens"], counts["found"]
+    base, text, vision = (Asked(*found[f"{rows} {depth}"][0]) for depth in DEPTHS)
+    layers, whole = [deeper.plus(base, -1) for deeper in (text, vision)], base
+    for layer, there, wanted in zip(layers, DEPTHS["base"], WHOLE, strict=True):
+        whole = whole.plus(layer, wanted - there)
+    ours = ours or whole
+    seconds = whole.flops / PRODUCTS_PER_SECOND, whole.nbytes / BYTES_PER_SECOND
+    made: dict[str, Any] = {
+        "size": SIZE,
+        "layers": "torch" if way == "transformers" else counts["layers"],
+        "tokens": tokens,
+        "rows": rows,
+        "way": way,
+        "launches": round(whole.launches),
+        "of ours": f"{whole.launches / ours.launches:.2f}",
+        "elementwise kB/token": f"{whole.nbytes / tokens / 1e3:.0f}",
+        "bytes of ours": f"{whole.nbytes / ours.nbytes:.2f}",
+        "GFLOP/token": f"{whole.flops / tokens / 1e9:.1f}",
+        "least us/token": f"{sum(seconds) / tokens * 1e6:.1f}",
+        "products' share": f"{seconds[0] / sum(seconds):.2f}",
+    }
+    for tower, layer in zip(("text", "vision"), layers, strict=True):
+        made[f"launches of a {tower} layer"] = round(layer.launches)
+        made[f"kB/token of a {tower} layer"] = f"{layer.nbytes / tokens / 1e3:.0f}"
+    rest = base.plus(text.plus(base, -1), -DEPTHS["base"][0]).plus(vision.plus(base, -1), -DEPTHS["base"][1])
+    return made | {
+        "launches beside": round(rest.launches),
+        "kB/token beside": f"{rest.nbytes / tokens / 1e3:.0f}",
+    }, whole
+
+
+def main() -> None:
+    """Count, print, append."""
+    parser = measurement.parser(__doc__, "kernel_accounting.csv")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="default: all; ours is the measure")
+    parser.add_argument("--detail", action="store_true", help="print the operations of a layer of each tower too")
+    options = parser.parse_args()
+    counts = {way: counted(way) for way in dict.fromkeys(("ours", *options.ways))}
+    results = []
+    for rows in ("packed", "padded"):
+        ours = None
+        for way, found in counts.items():
+            made, whole = row(way, rows, found, ours)
+            ours = ours or whole
+            results.append(made)
+            print("  ".join(f"{name} {value}" for name, value in made.items()), flush=True)
+            for depth in DEPTHS if options.detail else ():
+                print_operations(found["found"], rows, depth, found["tokens"])
+    measurement.append(options.csv, results)
+
+
+def print_operations(found: dict[str, Any], rows: str, depth: str, tokens: int) -> None:
+    """Of a layer of a tower, or of all beside those that are counted by themselves."""
+    base, other = (found[f"{rows} {name}"][1] for name in ("base", depth))
+    print(f"    {rows}, {depth}")
+    lines = []
+    for name, (launches, nbytes) in other.items():
+        before = base.get(name, (0, 0)) if depth != "base" else (0, 0)
+        lines.append((nbytes - before[1], launches - before[0], name))
+    for nbytes, launches, name in sorted(lines, reverse=True):
+        if launches:
+            print(f"        {launches:5.0f} launches {nbytes / tokens / 1e3:8.1f} kB/token  {name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,335 @@
+"""What `kernel_accounting` starts with the fake GPU: counts one way, named by the argument, and prints it as JSON."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from inspect import isroutine
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import qwen3vl_bridge  # noqa: F401  before Megatron
+from qwen3vl_bridge.batch import TokenBatch
+from qwen3vl_bridge.compat.library_logs import quiet
+from qwen3vl_bridge.models.core_attention import layout_packed_seq_params, packed_seq_params
+from qwen3vl_bridge.models.settings import has_transformer_engine
+from qwen3vl_bridge.rehearsal import fake_gpu
+from qwen3vl_bridge.rehearsal.no_cudnn import without_cudnn
+from qwen3vl_bridge.training.process_groups import initialize
+from qwen3vl_bridge.training.step import to_device
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForImageTextToText
+from transformers.models.qwen3_vl import modeling_qwen3_vl
+
+from benchmarks import measurement
+from benchmarks.gpu import configuration, make_samples
+from benchmarks.kernel_accounting import DEPTHS, SIZE, Asked
+from tests.host_waits.upstream import torch_attention
+from tests.model.checkpoints.test_stock_checkpoints import local_layers, stock_provider
+from tests.parity.batches import Sample, make_batch
+from tests.ranks import forget_models
+
+LAUNCHES = ("kernel", "triton", "gemm", "memset")
+ATTENTION = ("flash", "fmha")
+# Operations that read as much of their first tensor as they write, and those that only write to it.
+GATHERS = ("aten.index", "aten.index_select", "aten.embedding", "aten.gather", "aten.masked_select")
+WRITES = ("aten.copy_", "aten.fill_", "aten.zero_")
+
+Pass = Callable[[], Tensor]  # the loss
+
+
+class Ledger(TorchDispatchMode):
+    """Marks where each operation begins and ends in the log, and notes the bytes of its tensors."""
+
+    def __init__(self, placeholders: Tensor) -> None:
+        """Masks of the shape of `placeholders` [b, s], on the host, are taken to be true where it is."""
+        super().__init__()
+        self.names: list[str] = []
+        self.nbytes: list[int] = []
+        self.shape, self.chosen = placeholders.shape, [x.cuda() for x in placeholders.nonzero(as_tuple=True)]
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compile what is compiled without this mode too."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, str(func).rpartition(".")[0]
+        if "index" in name and len(args) > 1 and isinstance(args[1], (list, tuple)):
+            args = (args[0], self._without_masks(args[1]), *args[2:])
+        if name == "aten.masked_scatter_backward":  # by a search for the true entries
+            gather = torch.ops.aten.index.Tensor
+            return self._noted("aten.index", gather, (args[0], list(self.chosen)), {}).reshape(args[2])
+        return self._noted(name, func, args, kwargs)
+
+    def _without_masks(self, indices: Any) -> list[Tensor | None]:
+        found: list[Tensor | None] = []
+        for index in indices:
+            is_mask = index is not None and index.dtype == torch.bool
+            assert not is_mask or index.shape == self.shape, index.shape
+            found += self.chosen if is_mask else [index]
+        return found
+
+    def _noted(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        with self.operation(name) as note:
+            out = func(*args, **kwargs)
+        read, written = (
+            [x for x in tree_leaves(y) if isinstance(x, Tensor) and x.is_cuda] for y in ((args, kwargs), out)
+        )
+        nbytes = sum(map(_nbytes, written))
+        if name in GATHERS:
+            nbytes += nbytes + sum(map(_nbytes, read[1:]))
+        elif name.startswith("aten.index_put") or name == "aten._index_put_impl_":
+            nbytes = 2 * _nbytes(args[2]) + sum(_nbytes(x) for x in args[1] if x is not None)
+        else:
+            nbytes += sum(map(_nbytes, read[1:] if name in WRITES else read))
+        note(nbytes)
+        return out
+
+    @contextmanager
+    def operation(self, name: str) -> Iterator[Callable[[int], None]]:
+        """What is launched within belongs to it; gives a function that takes its bytes."""
+        number = len(self.names)
+        self.names.append(name)
+        self.nbytes.append(0)
+        fake_gpu.mark(f"begin {number}")
+        yield functools.partial(self.nbytes.__setitem__, number)
+        fake_gpu.mark("end")
+
+    @contextmanager
+    def of_others(self) -> Iterator[None]:
+        """What torch does not dispatch within the block: kernels that it compiled, Transformer Engine's functions."""
+        launch = CachingAutotuner.run
+
+        def launched(tuner: CachingAutotuner, *args: Any, **kwargs: Any) -> Any:
+            with self.operation(tuner.fn.__name__) as note:
+                result = launch(tuner, *args, **kwargs)
+            named = zip(tuner.fn.arg_names, args, strict=False)
+            note(sum(_nbytes(x) * (1 + name.startswith("in_out")) for name, x in named if isinstance(x, Tensor)))
+            return result
+
+        def in_order(tuner: CachingAutotuner, *_: Any, **__: Any) -> dict[Any, float]:
+            return {launcher: float(number) for number, launcher in enumerate(tuner.launchers)}
+
+        def noted(name: str, function: Any) -> Any:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                with self.operation(f"Transformer Engine's {name}") as note:
+                    result = function(*args, **kwargs)
+                note(sum(map(_nbytes, _tensors((args, kwargs, result)))))
+                return result
+
+            return run
+
+        with ExitStack() as stack:
+            # Timing configurations would copy tensors to the host and back.
+            stack.enter_context(mock.patch.multiple(CachingAutotuner, run=launched, benchmark_all_configs=in_order))
+            if has_transformer_engine():
+                import transformer_engine_torch as engine
+
+                functions = {f: noted(name, f) for name, f in vars(engine).items() if isroutine(f)}
+                for module in [m for name, m in sys.modules.items() if name.startswith("transformer_engine")]:
+                    for name, f in list(vars(module).items()):
+                        if isroutine(f) and f in functions:  # some are imported by name
+                            stack.enter_context(mock.patch.object(module, name, functions[f]))
+            yield
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor) and x.is_cuda]
+
+
+def _nbytes(x: Tensor) -> int:
+    """Of a tensor, expanded dimensions once."""
+    count = 1
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        count *= size if stride else min(size, 1)
+    return count * x.element_size()
+
+
+def count(one_pass: Pass, model: nn.Module, placeholders: Tensor) -> tuple[Asked, dict[str, list[float]]]:
+    """What a pass asks, after two that compile; and launches and bytes of each operation that launches something."""
+    ledger, log = Ledger(placeholders), Path(os.environ["FAKE_GPU_LOG"])
+    with ledger, ledger.of_others():
+        for name in ("warm", "warm", "pass"):
+            fake_gpu.mark(name)
+            one_pass().backward()
+            model.zero_grad(set_to_none=True)
+        fake_gpu.mark("end of pass")
+    asked: dict[int | str, Counter[str]] = defaultdict(Counter)  # by operation; what is launched outside, by its name
+    flops, within = 0, list[int]()
+    for event in fake_gpu.between(fake_gpu.read_log(log), "pass", "end of pass"):
+        if event.kind == "mark" and event.name == "end":
+            within.pop()
+        elif event.kind == "mark":
+            within.append(int(event.name.split()[1]))
+        elif event.kind in LAUNCHES or (event.kind == "copy" and event.name == "device to device"):
+            kind = "attention" if any(word in event.name for word in ATTENTION) else "other"
+            asked[within[-1] if within else event.name]["product" if event.kind == "gemm" else kind] += 1
+            flops += event.amount * (event.kind == "gemm")
+    total, named = Asked(flops=flops), defaultdict(lambda: [0.0, 0.0])
+    for operation, kinds in asked.items():
+        is_elementwise = isinstance(operation, int) and kinds["other"] and not kinds["attention"]
+        nbytes = ledger.nbytes[operation] if is_elementwise else 0
+        total = total.plus(Asked(kinds.total(), kinds["other"] if is_elementwise else 0, nbytes))
+        entry = named[
+            ledger.names[operation] if isinstance(operation, int) else f"outside operations: {operation[:60]}"
+        ]
+        entry[0], entry[1] = entry[0] + kinds.total(), entry[1] + nbytes
+    return total, dict(named)
+
+
+@contextmanager
+def ours(config: Any, batch: TokenBatch, samples: list[Sample]) -> Iterator[tuple[nn.Module, Pass]]:
+    """Our forward step's pass, with the copy of the batch."""
+    model = measurement.build_model(config, batch.input_ids.numel(), "cuda")
+    local = batch.local()
+
+    def loss() -> Tensor:
+        inputs = to_device(local, model)
+        return _mean(model(inputs=inputs), inputs.loss_mask)
+
+    yield model, loss
+
+
+def _mean(losses: Tensor, mask: Tensor) -> Tensor:
+    return (losses.view(-1) * mask.view(-1)).sum() / mask.sum()
+
+
+@contextmanager
+def _local(provider: Any) -> Iterator[None]:
+    with torch_attention(), local_layers(provider):
+        yield
+
+
+@contextmanager
+def of_bridge(config: Any, batch: TokenBatch, samples: list[Sample]) -> Iterator[tuple[nn.Module, Pass]]:
+    """Megatron-Bridge's model, with our positions and offsets of the same rows."""
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        provider = stock_provider(Path(folder))
+    provider.seq_length, provider.bf16, provider.params_dtype = batch.input_ids.numel(), True, torch.bfloat16
+    provider.gradient_accumulation_fusion = False  # which needs APEX
+    with nullcontext() if has_transformer_engine() else _local(provider):
+        provider.finalize()
+        groups = initialize(provider, seed=0)
+        (model,) = provider.provide_distributed_model(
+            wrap_with_ddp=False, mixed_precision_wrapper=None, pg_collection=groups
+        )
+    assert type(model).__module__.startswith("megatron.bridge."), type(model)
+    inputs, pixels = to_device(batch.local(), model), _pictures(samples)
+    frames = packed_seq_params(inputs.vision.cu_seqlens, inputs.vision.lengths)
+    model.vision_model.build_packed_seq_params = lambda grid_thw: frames
+
+    def loss() -> Tensor:
+        losses = model(
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
+            attention_mask=None,
+            labels=inputs.labels,
+            loss_mask=inputs.loss_mask,
+            packed_seq_params=layout_packed_seq_params(inputs.layout),
+            **pixels,
+        )
+        return _mean(losses, inputs.loss_mask)
+
+    yield model.bfloat16().cuda().train(), loss
+
+
+@contextmanager
+def of_transformers(config: Any, batch: TokenBatch, samples: list[Sample]) -> Iterator[tuple[nn.Module, Pass]]:
+    """Rows with its mask of real tokens; a packed row with one of blocks."""
+    with torch.device("cuda"):
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    inputs, pixels = to_device(batch.local(), model), _pictures(samples)
+    lengths = batch.layout.padded_lengths
+    if batch.layout.packed:
+        mask = torch.block_diag(*[torch.ones(n, n, dtype=torch.bool) for n in lengths]).tril()[None, None].cuda()
+    else:
+        mask = (~batch.layout.padding_mask()).long().view(batch.input_ids.shape).cuda()
+    labels = batch.labels.masked_fill(batch.loss_mask == 0, -100).cuda()
+
+    def loss() -> Tensor:
+        return model(
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
+            attention_mask=mask,
+            labels=labels,
+            use_cache=False,
+            **pixels,
+        ).loss
+
+    yield model.train(), loss
+
+
+def _pictures(samples: list[Sample]) -> dict[str, Tensor]:
+    """Pixels on the GPU; sizes stay on the host, where both read them."""
+    each = [sample.pixels for sample in samples if sample.pixels]
+    pixels = torch.cat([pixels["pixel_values"] for pixels in each]).bfloat16().cuda()
+    return {"pixel_values": pixels, "image_grid_thw": torch.cat([pixels["image_grid_thw"] for pixels in each])}
+
+
+WAYS = {"ours": ours, "Megatron-Bridge": of_bridge, "transformers": of_transformers}
+
+
+@contextmanager
+def computable() -> Iterator[None]:
+    """In place of what a fake GPU cannot do: cuDNN's attention and its convolution of whole
+    patches, and indices computed on the GPU.
+    """
+
+    def as_product(conv: nn.Conv3d, x: Tensor) -> Tensor:
+        return F.linear(x.flatten(1), conv.weight.flatten(1), conv.bias)[:, :, None, None, None]
+
+    def on_host(function: Any) -> Any:
+        @functools.cache
+        def kept(sizes: tuple[tuple[int, ...], ...], *args: Any, **kwargs: Any) -> Any:
+            made = function(torch.tensor(sizes), *args, **kwargs)
+            return tuple(x.cuda() for x in made) if isinstance(made, tuple) else made.cuda()
+
+        return lambda grids, *args, kwargs=None, **more: kept(tuple(map(tuple, grids.tolist())), *args, **more)
+
+    names = ("get_vision_bilinear_indices_and_weights", "get_vision_position_ids")
+    replaced = {name: on_host(getattr(modeling_qwen3_vl, name)) for name in names}
+    replaced["torch_compilable_check"] = lambda *_: None  # of the number of placeholders
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(nn.Conv3d, "forward", as_product))
+        stack.enter_context(mock.patch.multiple(modeling_qwen3_vl, **replaced))
+        stack.enter_context(without_cudnn())
+        yield
+
+
+def main(way: str) -> None:
+    """Count a way and print it as JSON."""
+    quiet()
+    found: dict[str, Any] = {}
+    tokens, layers = 0, "Transformer Engine" if has_transformer_engine() else "local"
+    for rows in ("packed", "padded"):
+        for depth, (text, vision) in DEPTHS.items():
+            config = configuration(SIZE, text, vision, tiny=False)
+            samples = make_samples(config, tiny=False)
+            tokens = sum(len(sample.ids) for sample in samples)
+            batch = make_batch(samples, config, packed=rows == "packed")
+            with computable(), WAYS[way](config, batch, samples) as (model, one_pass):
+                found[f"{rows} {depth}"] = count(one_pass, model, batch.input_ids == config.image_token_id)
+            del model, one_pass
+            forget_models()
+            torch.cuda.empty_cache()
+    print("RESULT", json.dumps(dict(tokens=tokens, layers=layers, found=found)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
