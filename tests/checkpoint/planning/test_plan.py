@@ -141,6 +141,19 @@ def test_a_topology_that_cannot_be(size, sizes, message):
         Topology(**sizes).check(dimensions_of(config_dict(size)), stages=True)
 
 
+def test_groups_may_be_fewer_than_ranks_or_shared_out_evenly():
+    config = config_dict("32B")
+    config["text_config"] |= {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 96}
+    config["vision_config"] |= {"num_heads": 12, "hidden_size": 96, "intermediate_size": 96}
+    dimensions = dimensions_of(config).with_vocab(96)
+    for tp in (1, 2, 4, 12):
+        Topology(tp=tp).check(dimensions, stages=True)
+    with pytest.raises(
+        CheckpointError, match="--tp is 6, expected a multiple or divisor of num_query_groups, which is 4"
+    ):
+        Topology(tp=6).check(dimensions, stages=True)
+
+
 def held(size: str, side_of, **sizes):
     dimensions = dimensions_of(preset(size))
     rows, side = list(expand(family(dimensions.family).rows(), dimensions)), side_of(dimensions)
