@@ -36,7 +36,8 @@ def enter(way, others=()):
     sys.setprofile(count)
     way()
     sys.setprofile(None)
-    print("entered", *sorted(entered.difference(others)))
+    # Python calls the hook for each module that a library imports late.
+    print("entered", *sorted(entered.difference(others, ["compat/import_hook.py"])))
 
 hf, target = sys.argv[1:]
 """
@@ -140,12 +141,12 @@ def train_file(tmp_path) -> Path:
 
 def test_a_model(model, tmp_path):
     files = files_entered(MODEL, model, tmp_path)
-    assert len(files) <= 31, files
+    assert len(files) <= 30, files
 
 
 def test_an_import(model, tmp_path):
     files = files_entered(IMPORT, model, tmp_path / "megatron")
-    assert len(files) <= 26, files
+    assert len(files) <= 25, files
 
 
 def test_an_image(model, train_file):

@@ -9,6 +9,7 @@ saved configuration, trackers of experiments, the position in WebDatasets' data,
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
 import logging
@@ -32,7 +33,6 @@ from qwen3vl_bridge.parallel.collectives import all_or_none, broadcast_object, i
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.peft.stored_adapters import check_same_adapters
 from qwen3vl_bridge.training.resuming import (
-    changed,
     chosen_schedule,
     expect_optimizer,
     folder_to_load,
@@ -105,8 +105,9 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
         # megatron-core's writer of `torch_dist` passes its threads' results through a queue, of this process here.
         # Otherwise it starts a process for that, also if it saves synchronously: it is spawned, so it imports the
         # user's script, it lives as long as the run, and launchers send it the signal that asks to save and exit.
-        results = (filesystem_async, "_results_queue", queue.Queue())
-        with _as_one_model(ctx) as whole, contextlib.nullcontext() if settings.async_save else changed(results):
+        if settings.async_save == isinstance(filesystem_async._results_queue, queue.Queue):
+            filesystem_async._results_queue = None if settings.async_save else queue.Queue()
+        with _as_one_model(ctx) as whole:
             if ctx.non_persistent_ckpt or settings.async_save or "://" in str(settings.save):
                 super().save(whole, callback_manager)
                 with all_or_none():  # non-persistent and remote checkpoints have no folder for them
@@ -114,8 +115,7 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
                         self._write_side_files(final, state.cfg)
                 return
             with _folder_of_all(final) as staged:
-                with _saving_to(journal_of(staged), ctx):
-                    super().save(whole, None)
+                super().save(_saving_to(journal_of(staged), whole), None)
                 with all_or_none():
                     if is_first():
                         written = Path(get_checkpoint_name(str(journal_of(staged)), step))
@@ -229,19 +229,19 @@ def _folder_of_all(target: Path) -> Iterator[Path]:
             stack.close()
 
 
-def _saving_to(folder: Path, ctx: CheckpointSaveContext) -> contextlib.AbstractContextManager[None]:
-    """Settings of a run during a save."""
-    state, cfg = ctx.state, ctx.state.cfg
-    changes: list[tuple[Any, str, Any]] = [
-        (cfg.checkpoint, "save", str(folder)),
-        (cfg.checkpoint, "most_recent_k", -1),
-        *((state, name, None) for name in _EXPERIMENTS),
-        *((cfg.logger, setting, None) for setting in _EXPERIMENTS.values()),
-    ]
+def _saving_to(folder: Path, ctx: CheckpointSaveContext) -> CheckpointSaveContext:
+    """A context whose settings, copied, save to the folder, remove no older checkpoint and tell no tracker."""
+    state, cfg = copy.copy(ctx.state), copy.copy(ctx.state.cfg)
+    cfg.checkpoint, cfg.logger, cfg.dataset = copy.copy(cfg.checkpoint), copy.copy(cfg.logger), copy.copy(cfg.dataset)
+    cfg.checkpoint.save, cfg.checkpoint.most_recent_k = str(folder), -1
+    for name, setting in _EXPERIMENTS.items():
+        setattr(state, name, None)
+        setattr(cfg.logger, setting, None)
     reads_itself = hasattr(getattr(ctx.train_data_iterator, "iterable", None), "save_state")
     if reads_itself and getattr(cfg.dataset, "dataloader_save", None) is None:
-        changes.append((cfg.dataset, "dataloader_save", os.path.join(cfg.checkpoint.save, DATALOADER_STATE_SUBDIR)))
-    return changed(*changes)
+        cfg.dataset.dataloader_save = os.path.join(ctx.state.cfg.checkpoint.save, DATALOADER_STATE_SUBDIR)
+    state._cfg = cfg  # the property's setter would start what depends on settings again
+    return dataclasses.replace(ctx, state=state)
 
 
 def _announce(ctx: CheckpointSaveContext, final: Path, callback_manager: Any) -> None:
