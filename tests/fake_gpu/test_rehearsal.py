@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 
 from qwen3vl_bridge.rehearsal.one_rank import has_data, largest_row
 
@@ -118,6 +119,10 @@ def asked_about(names: list[str]) -> dict:
         "qwen3_vl_8b_sft_fsdp_config",
         "qwen3_vl_30b_a3b_sft_config",
         "qwen3_vl_235b_a22b_sft_config",
+        pytest.param(
+            "qwen35_vl_27b_sft_config",
+            marks=pytest.mark.skipif(find_spec("fla") is None, reason="flash-linear-attention is not installed"),
+        ),
     ],
 )
 def test_recipes_fit_as_planned(rehearse, recipe, rank):

@@ -106,8 +106,8 @@ def linear_attention(r: RankWidths, slots: float = 1.0) -> SavedTensors:
     Between its projections a context-parallel rank has all tokens and its part of the heads, which is the same number.
     The delta rule in torch saves what autograd saves for each of its lines, and is compared in tests; its chunks never
     have tokens of two segments, so that it has more slots than tokens: `slots` for each token. With Transformer Engine,
-    kernels save what their own functions save, and recompute the rest. Source: flash-linear-attention,
-    `CausalConv1dFunction`, `L2NormFunction`, `ChunkGatedDeltaRuleFunction`; not measured, for lack of a GPU.
+    or where flash-linear-attention is installed, its kernels save what their own functions save, and recompute the
+    rest. Source: its `CausalConv1dFunction`, `L2NormFunction`, `ChunkGatedDeltaRuleFunction`.
     """
     dims, tp, e = r.dims, r.split.tp, r.e
     key_dim, value_dim = dims["l_key_dim"], dims["l_value_dim"]
@@ -121,15 +121,16 @@ def linear_attention(r: RankWidths, slots: float = 1.0) -> SavedTensors:
         "writing strengths": heads * e,
         "out_proj: input": value * e,
     }
-    if r.te:
+    if r.te or (r.training.delta_rule_kernels and e < _FLOAT):
         return saved | {
             "queries and keys, normalised": keys * e + key_heads * _STATISTIC,
             "queries and keys of value heads": 2 * heads * key_dim * e,
             "values": value * e,
             "decays since the chunk began": heads * _FLOAT,
             "inverses of chunks' systems": heads * CHUNK * e,
-            # Transformer Engine's norm computes in the dtype of its weight, which is float32 here.
-            "norm of the output: input and result": 2 * value * _FLOAT,
+            # Transformer Engine's norm computes in the dtype of its weight, which is float32 here; torch's is compiled
+            # together with the gate, and computed again.
+            "norm of the output: input and result": 2 * value * _FLOAT if r.te else value * e,
             "norm of the output: statistic": heads * _STATISTIC,
             "gate": value * e,
         }
