@@ -2,7 +2,7 @@
 
 What a machine without a GPU cannot have is replaced: the other ranks (collectives return at once), weights and losses
 (no value is computed), and the experts that tokens are routed to (an equal share each). Every microbatch is the same
-row: the largest of the data, or without data one full of images.
+row: the largest of the data, or without data one full of images. Nothing is put back: the process ends afterwards.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType
@@ -30,7 +29,6 @@ from qwen3vl_bridge.rehearsal.fake_gpu import Event, between, mark, read_log
 from qwen3vl_bridge.training import weight_loading
 from qwen3vl_bridge.training.callbacks import training_callbacks
 from qwen3vl_bridge.training.guard import StepGuard
-from qwen3vl_bridge.training.resuming import changed
 from qwen3vl_bridge.training.run_log import RunLog
 from qwen3vl_bridge.training.step import forward_step
 
@@ -127,28 +125,22 @@ def rehearse(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> Rehea
         )
     report = Rehearsal(rank, world)
     recorder = _Recorder(report)
-    with ExitStack() as stack:
-        cfg.checkpoint.pretrained_checkpoint = (
-            None if cfg.peft is None else stack.enter_context(tempfile.TemporaryDirectory())
-        )
-        make_row = functools.partial(largest_row if has_data(cfg) else full_row, cfg)
-        _shorten(cfg, world)
-        stack.enter_context(_fake_ranks(recorder))
-        norm = optimizer.get_grad_norm_fp32
-        replaced = changed(
-            (weight_loading, "Pretrained", _NoWeights),
-            # Losses and norms are not computed; a norm is a root, complex where what is read is below zero.
-            *((reader, "on_train_step_end", lambda *_: None) for reader in (StepGuard, RunLog)),
-            (optimizer, "get_grad_norm_fp32", lambda *a, **k: abs(norm(*a, **k))),
-            (CachingAutotuner, "benchmark_all_configs", _first_of_all),
-            # Of shards' places in their tensors, which the others would tell: only checkpoints have them.
-            (param_and_grad_buffer, "validate_uneven_dtensor", lambda *_: None),
-        )
-        stack.enter_context(replaced)
-        if cfg.model.num_moe_experts:
-            stack.enter_context(_balanced_routing())
-        cfg.model.register_post_wrap_hook(recorder.model_made)
-        stack.enter_context(_same_row(cfg, make_row, report))
+    _replace_row(cfg, functools.partial(largest_row if has_data(cfg) else full_row, cfg), report)
+    _shorten(cfg, world)
+    _fake_ranks(recorder)
+    weight_loading.Pretrained = _NoWeights
+    # Losses and norms are not computed; a norm is a root, complex where what is read is below zero.
+    StepGuard.on_train_step_end = RunLog.on_train_step_end = lambda *_: None
+    norm = optimizer.get_grad_norm_fp32
+    optimizer.get_grad_norm_fp32 = lambda *args, **kwargs: abs(norm(*args, **kwargs))
+    CachingAutotuner.benchmark_all_configs = _first_of_all
+    # Of shards' places in their tensors, which the other ranks would tell: only checkpoints have them.
+    param_and_grad_buffer.validate_uneven_dtensor = lambda *_: None
+    if cfg.model.num_moe_experts:
+        _balance_routing()
+    cfg.model.register_post_wrap_hook(recorder.model_made)
+    with tempfile.TemporaryDirectory() as folder:
+        cfg.checkpoint.pretrained_checkpoint = None if cfg.peft is None else folder
         try:
             pretrain(cfg, forward_step, callbacks=[*training_callbacks(cfg), recorder])
         except Exception as error:
@@ -181,8 +173,7 @@ def _shorten(cfg: ConfigContainer, world: int) -> None:
     cfg.tokenizer = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=model.vocab_size)
 
 
-@contextmanager
-def _same_row(cfg: ConfigContainer, make: Callable[[], TokenBatch], report: Rehearsal) -> Iterator[None]:
+def _replace_row(cfg: ConfigContainer, make: Callable[[], TokenBatch], report: Rehearsal) -> None:
     """Have the data set give one row again and again."""
 
     @functools.cache
@@ -202,13 +193,10 @@ def _same_row(cfg: ConfigContainer, make: Callable[[], TokenBatch], report: Rehe
         cfg.dataset.dataloader_type = "external"  # an iterator; finalize() has refused it
         return stream(), None, None
 
-    kind = type(cfg.dataset)
-    with changed((kind, "stream", stream), (kind, "build_datasets", build_datasets)):
-        yield
+    type(cfg.dataset).stream, type(cfg.dataset).build_datasets = stream, build_datasets
 
 
-@contextmanager
-def _fake_ranks(recorder: _Recorder) -> Iterator[None]:
+def _fake_ranks(recorder: _Recorder) -> None:
     """Join a world of which only this process exists; every group of it is of torch's backend "fake". Collectives of
     the counted step are in the report.
     """
@@ -235,14 +223,10 @@ def _fake_ranks(recorder: _Recorder) -> Iterator[None]:
     replaced = {new_group: fake_group} | {
         function: counted(function) for function in (getattr(dist, name) for name in _COLLECTIVES)
     }
-    changes = [
-        (module, name, replaced[value])
-        for module in list(sys.modules.values())
-        for name, value in vars(module).items()
-        if isinstance(value, FunctionType) and value in replaced
-    ]
-    with changed(*changes):
-        yield
+    for module in list(sys.modules.values()):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, FunctionType) and value in replaced:
+                setattr(module, name, replaced[value])
 
 
 class _NoWeights:
@@ -262,8 +246,7 @@ def _first_of_all(tuner: CachingAutotuner, *args: Any, **kwargs: Any) -> dict[An
     return {launcher: float(number) for number, launcher in enumerate(tuner.launchers)}
 
 
-@contextmanager
-def _balanced_routing() -> Iterator[None]:
+def _balance_routing() -> None:
     """Give every expert as many tokens. The router's kernels run, but their result is not computed."""
     dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
     preprocess, gather = dispatcher.preprocess, token_dispatcher.gather_from_sequence_parallel_region
@@ -283,9 +266,8 @@ def _balanced_routing() -> Iterator[None]:
     def gathered(x: torch.Tensor, group: Any = None, **more: Any) -> torch.Tensor:
         return gather(x, group=group, **more) if x.is_cuda else x.repeat(dist.get_world_size(group))
 
-    name = "gather_from_sequence_parallel_region"
-    with changed((dispatcher, "preprocess", balanced), (token_dispatcher, name, gathered)):
-        yield
+    dispatcher.preprocess = balanced
+    token_dispatcher.gather_from_sequence_parallel_region = gathered
 
 
 def has_data(cfg: ConfigContainer) -> bool:
