@@ -61,7 +61,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     for name in options.recipes:
-        for rank in ("0", "last") if recipes()[name].gpus > 1 and "fsdp" not in name else ("0",):
+        for rank in ("0", "last") if recipes()[name].gpus > 1 else ("0",):
             found = row(name, rank)
             print("  ".join(str(value) for value in found.values()), flush=True)
             measurement.append(options.csv, [found])

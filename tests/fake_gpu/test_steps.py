@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
 CASES = ["dense packed", "dense padded", "qwen3_5 packed"]
@@ -42,3 +44,12 @@ class TestAStep:
         (pixels,) = {event.stream for event in sent if event.amount == max(copy.amount for copy in sent)}
         computing = {event.stream for event in events if event.kind == "gemm"}
         assert pixels not in computing
+
+
+@pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="flash-linear-attention is not installed")
+def test_linear_attention_takes_the_kernels_of_its_package(run):
+    """Their waits would be those of `with_chunks`, a line of ours, and of gradients without a line."""
+    events = run.between("qwen3_5 packed: step 2", "qwen3_5 packed: end")
+    names = {event.name for event in events if event.kind == "triton"}
+    assert names >= {"causal_conv1d_fwd_kernel", "l2norm_fwd_kernel", "chunk_fwd_kernel_o", "chunk_bwd_kernel_dqkwg"}
+    assert all(" bfloat16 " in event.name for event in events if event.kind == "gemm")

@@ -4,7 +4,6 @@ from typing import Any
 
 import qwen3vl_bridge  # noqa: F401  before Megatron
 from qwen3vl_bridge.models import rope
-from qwen3vl_bridge.models.qwen3_5 import delta_rule as linear_attention
 from qwen3vl_bridge.models.refusals import PACKED_UNFUSED
 from qwen3vl_bridge.models.settings import has_transformer_engine
 
@@ -43,8 +42,6 @@ def need_transformer_engine(device: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_float32(kind, kernels, folders, device):
     """Padded and packed, without TF32; limits are multiples of transformers' noise on the device (`tests/noise.py`)."""
-    if kind == "qwen3_5" and not linear_attention.are_missing():
-        pytest.skip("flash-linear-attention refuses float32")
     if kernels == "Transformer Engine":
         need_transformer_engine(device)
         if not is_te_min_version(PACKED_UNFUSED):

@@ -1,7 +1,9 @@
 """A run in Megatron-Bridge's loop on one process: its log, its checkpoints, its resume, and what it refuses."""
 
+import gc
 import math
 import shutil
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,7 @@ from qwen3vl_bridge.models.qwen3_vl.bridge import provider_from_hf_config
 from qwen3vl_bridge.models.rules import check
 from qwen3vl_bridge.training import run_refusals
 from qwen3vl_bridge.training import step as training_step
+from qwen3vl_bridge.training.callbacks import FirstCollection
 from qwen3vl_bridge.training.checkpoint_manager import Qwen3VLCheckpointManager
 from qwen3vl_bridge.training.guard import optimizers_of
 from qwen3vl_bridge.training.step import check_rows
@@ -400,3 +403,21 @@ def test_rows_that_pipeline_stages_do_not_expect_are_refused(untied_folder, pack
         check_rows(batch, provider, rows=rows)
     provider.variable_seq_lengths = True
     check_rows(batch, provider, rows=rows + 1)
+
+
+def test_what_the_first_step_leaves_in_cycles_is_freed_once():
+    def in_a_cycle():
+        tensor = torch.zeros(1)
+        tensor.itself = tensor
+        return weakref.ref(tensor)
+
+    callback = FirstCollection()
+    gc.disable()  # as a run with train.manual_gc
+    try:
+        first = in_a_cycle()
+        callback.on_train_step_end(None)
+        second = in_a_cycle()
+        callback.on_train_step_end(None)
+        assert first() is None and second() is not None
+    finally:
+        gc.enable()

@@ -65,6 +65,7 @@ def packed_seq_params(
     in float32. All four offsets are the same tensor, so that Transformer Engine has nothing to compare.
     """
     longest = max(lengths)
+    cu_seqlens.lengths = lengths  # pyright: ignore[reportAttributeAccessIssue]  for kernels that get only offsets
     return HostPackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,

@@ -44,6 +44,8 @@ class RankWidths:
         self.dims, self.split, self.training = dims, split, training
         self.e, self.te = training.precision.weight, training.transformer_engine  # bytes of a number; its layers
         self.kernels = self.te or training.on_gpu  # a norm, and attention over packed rows, is a kernel each
+        # Bytes of a number that the text model's norms save: `ZeroCenteredRMSNorm` makes a float32 copy.
+        self.norm_input = self.e if self.te or (self.kernels and "gated_q" not in dims.sizes) else _FLOAT
         self.token = 1 / split.sequence_ranks  # the part of a token between layers
         self.hidden = dims["hidden"] * self.token  # numbers between layers
         self.heads, self.q = dims["heads"] / split.tp, dims["q"] / split.tp  # of queries: number and width
@@ -61,7 +63,7 @@ def norm(r: RankWidths, name: str, numbers: float, groups: float) -> SavedTensor
     """A norm over `groups` parts of `numbers` numbers: its input and statistic; torch's on a CPU also saves the result
     before scaling.
     """
-    e = r.e if r.kernels else _FLOAT
+    e = r.norm_input
     saved = {f"{name}: input": numbers * e, f"{name}: statistic": groups * _STATISTIC}
     return saved if r.kernels else saved | {f"{name}: normalised": numbers * e}
 
@@ -85,7 +87,7 @@ def attention(r: RankWidths) -> SavedTensors:
         saved |= {"gate: input": r.q * e, "gate": r.q * (e if r.te else _FLOAT)}
     if r.te:
         return saved | {"keys": r.kv * e, "values": r.kv * e}
-    if r.kernels or e == _FLOAT:  # norms of a part of linear_qkv's output save that, which is saved anyway
+    if r.norm_input == e:  # norms of a part of linear_qkv's output save that, which is saved anyway
         saved["norm of keys: input"] = 0
         saved["norm of queries: input"] *= r.groups > 1
     # Ranks that share a group gather all groups and slice their own. Source: megatron-core 0.19, SelfAttention.
@@ -106,8 +108,8 @@ def linear_attention(r: RankWidths, slots: float = 1.0) -> SavedTensors:
     Between its projections a context-parallel rank has all tokens and its part of the heads, which is the same number.
     The delta rule in torch saves what autograd saves for each of its lines, and is compared in tests; its chunks never
     have tokens of two segments, so that it has more slots than tokens: `slots` for each token. With Transformer Engine,
-    kernels save what their own functions save, and recompute the rest. Source: flash-linear-attention,
-    `CausalConv1dFunction`, `L2NormFunction`, `ChunkGatedDeltaRuleFunction`; not measured, for lack of a GPU.
+    or where flash-linear-attention is installed, its kernels save what their own functions save, and recompute the
+    rest. Source: its `CausalConv1dFunction`, `L2NormFunction`, `ChunkGatedDeltaRuleFunction`.
     """
     dims, tp, e = r.dims, r.split.tp, r.e
     key_dim, value_dim = dims["l_key_dim"], dims["l_value_dim"]
@@ -121,15 +123,16 @@ def linear_attention(r: RankWidths, slots: float = 1.0) -> SavedTensors:
         "writing strengths": heads * e,
         "out_proj: input": value * e,
     }
-    if r.te:
+    if r.te or (r.training.delta_rule_kernels and e < _FLOAT):
         return saved | {
             "queries and keys, normalised": keys * e + key_heads * _STATISTIC,
             "queries and keys of value heads": 2 * heads * key_dim * e,
             "values": value * e,
             "decays since the chunk began": heads * _FLOAT,
             "inverses of chunks' systems": heads * CHUNK * e,
-            # Transformer Engine's norm computes in the dtype of its weight, which is float32 here.
-            "norm of the output: input and result": 2 * value * _FLOAT,
+            # Transformer Engine's norm computes in the dtype of its weight, which is float32 here; torch's is compiled
+            # together with the gate, and computed again.
+            "norm of the output: input and result": 2 * value * _FLOAT if r.te else value * e,
             "norm of the output: statistic": heads * _STATISTIC,
             "gate": value * e,
         }
@@ -228,7 +231,7 @@ def mtp_inputs(r: RankWidths, *, received: bool) -> SavedTensors:
         "eh_proj: input": 2 * r.hidden * r.e,
         **norm(r, "norm after multi-token prediction", r.hidden, r.token),
     }
-    if r.kernels or r.e == _FLOAT:  # then a norm's input is no copy: hidden states are the output layer's input too
+    if r.norm_input == r.e:  # then a norm's input is no copy: hidden states are the output layer's input too
         saved["norm of hidden states: input"] = 0
         saved["norm of next tokens: input"] *= not received
         # The layer's input is a sequence-parallel part of what all ranks have gathered, which it saves.

@@ -6,6 +6,7 @@ The configuration is read only through attributes, because its own classes bring
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -126,6 +127,7 @@ def _training_settings(cfg: Any) -> TrainingSettings:
         lora=_lora(cfg.peft),
         transformer_engine=model.transformer_impl == "transformer_engine",
         on_gpu=True,
+        delta_rule_kernels=importlib.util.find_spec("fla") is not None,
         fused_activation=model.bias_activation_fusion,
         loss_fusion=model.cross_entropy_fusion_impl if model.cross_entropy_loss_fusion else None,
         loss_chunk_tokens=model.loss_chunk_tokens,

@@ -102,6 +102,7 @@ class TrainingSettings:
     lora: LoraSettings | None = None
     transformer_engine: bool = True  # False for megatron-core's local layers with our attention
     on_gpu: bool = False  # what layers without Transformer Engine run on; tests measure them on a CPU
+    delta_rule_kernels: bool = False  # flash-linear-attention's, which are assumed with Transformer Engine
     fused_activation: bool = True  # `bias_activation_fusion`; without it the language model's MLPs store more
     # The fused cross entropy, as the provider's `cross_entropy_fusion_impl`: Transformer Engine's ("te") overwrites the
     # logits with their gradient; None without. Of float32 logits there is no "native" one.

@@ -1,7 +1,8 @@
 """One rank of a run on the fake GPU: Megatron-Bridge's own loop at the run's real sizes, in one process.
 
-What a machine without a GPU cannot have is replaced: the other ranks (collectives return at once), the data (rows full
-of images), weights and losses (no value is computed), and the experts that tokens are routed to (an equal share each).
+What a machine without a GPU cannot have is replaced: the other ranks (collectives return at once), weights and losses
+(no value is computed), and the experts that tokens are routed to (an equal share each). Every microbatch is the same
+row: the largest of the data, or without data one full of images. Nothing is put back: the process ends afterwards.
 """
 
 from __future__ import annotations
@@ -16,15 +17,14 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType
 from typing import Any
-from unittest import mock
 
 from qwen3vl_bridge.batch import SequenceLayout, TokenBatch, make_vision_inputs, mrope_positions, vision_slots
 from qwen3vl_bridge.batch.token_layout import segment_multiple
+from qwen3vl_bridge.data.dataset_provider import Qwen3VLConversationProvider
 from qwen3vl_bridge.rehearsal.fake_gpu import Event, between, mark, read_log
 from qwen3vl_bridge.rehearsal.no_cudnn import without_cudnn
 from qwen3vl_bridge.training import weight_loading
@@ -38,10 +38,11 @@ import torch.distributed as dist
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.config import ConfigContainer, TokenizerConfig
 from megatron.bridge.training.pretrain import pretrain
+from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
 from megatron.core.optimizer import optimizer
 from megatron.core.transformer.moe import token_dispatcher
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
 from torch.utils._pytree import tree_leaves
 
 # Kernels are compiled and optimizer states made in the first step; allocations are recorded in the first two, launches
@@ -123,27 +124,24 @@ def rehearse(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> Rehea
             "ranks tell one another the sizes of what they send (model.variable_seq_lengths or model.dist_train), and "
             "a rehearsal has only one rank: expected model.variable_seq_lengths=False and no separate vision ranks"
         )
-    if rank and cfg.ddp.use_megatron_fsdp:
-        raise ValueError(f"rank is {rank} with Megatron-FSDP, expected 0: ranks tell one another their shards' sizes")
     report = Rehearsal(rank, world)
     recorder = _Recorder(report)
-    with ExitStack() as stack:
-        cfg.checkpoint.pretrained_checkpoint = (
-            None if cfg.peft is None else stack.enter_context(tempfile.TemporaryDirectory())
-        )
-        _shorten(cfg, world)
-        stack.enter_context(_fake_ranks(recorder))
-        stack.enter_context(mock.patch.object(weight_loading, "Pretrained", _NoWeights))
-        for reader in (StepGuard, RunLog):  # of losses and norms, which are not computed
-            stack.enter_context(mock.patch.object(reader, "on_train_step_end", lambda *_: None))
-        norm = optimizer.get_grad_norm_fp32  # a root, which is complex where what is read is below zero
-        stack.enter_context(mock.patch.object(optimizer, "get_grad_norm_fp32", lambda *a, **k: abs(norm(*a, **k))))
-        stack.enter_context(mock.patch.object(CachingAutotuner, "benchmark_all_configs", _first_of_all))
-        stack.enter_context(without_cudnn())
-        if cfg.model.num_moe_experts:
-            stack.enter_context(_balanced_routing())
-        cfg.model.register_post_wrap_hook(recorder.model_made)
-        stack.enter_context(_same_row(cfg, report))
+    _replace_row(cfg, functools.partial(largest_row if has_data(cfg) else full_row, cfg), report)
+    _shorten(cfg, world)
+    _fake_ranks(recorder)
+    weight_loading.Pretrained = _NoWeights
+    # Losses and norms are not computed; a norm is a root, complex where what is read is below zero.
+    StepGuard.on_train_step_end = RunLog.on_train_step_end = lambda *_: None
+    norm = optimizer.get_grad_norm_fp32
+    optimizer.get_grad_norm_fp32 = lambda *args, **kwargs: abs(norm(*args, **kwargs))
+    CachingAutotuner.benchmark_all_configs = _first_of_all
+    # Of shards' places in their tensors, which the other ranks would tell: only checkpoints have them.
+    param_and_grad_buffer.validate_uneven_dtensor = lambda *_: None
+    if cfg.model.num_moe_experts:
+        _balance_routing()
+    cfg.model.register_post_wrap_hook(recorder.model_made)
+    with tempfile.TemporaryDirectory() as folder, without_cudnn():
+        cfg.checkpoint.pretrained_checkpoint = None if cfg.peft is None else folder
         try:
             pretrain(cfg, forward_step, callbacks=[*training_callbacks(cfg), recorder])
         except Exception as error:
@@ -157,7 +155,7 @@ def rehearse(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> Rehea
 
 
 def _shorten(cfg: ConfigContainer, world: int) -> None:
-    """Three steps of few microbatches, which neither read nor write anything."""
+    """Three steps of few microbatches, which write nothing."""
     model, train = cfg.model, cfg.train
     split = model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
     replicas = max(world // split, 1)
@@ -170,34 +168,43 @@ def _shorten(cfg: ConfigContainer, world: int) -> None:
     cfg.logger.log_interval, cfg.logger.tensorboard_dir = STEPS + 1, None
     cfg.checkpoint.save = cfg.checkpoint.load = cfg.checkpoint.save_interval = None
     cfg.guard = None  # it would judge losses that are not computed
-    cfg.dataset.path, cfg.dataset.num_workers, cfg.dataset.balance_over = "rehearsal", 0, None
+    cfg.dataset.num_workers, cfg.dataset.balance_over = 0, None
+    if not has_data(cfg):
+        cfg.dataset.path = "rehearsal"
     cfg.tokenizer = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=model.vocab_size)
 
 
-@contextmanager
-def _same_row(cfg: ConfigContainer, report: Rehearsal) -> Iterator[None]:
-    """Have the data set give one full row again and again."""
+def _replace_row(cfg: ConfigContainer, make: Callable[[], TokenBatch], report: Rehearsal) -> None:
+    """Have the data set give one row again and again."""
+
+    @functools.cache
+    def row() -> TokenBatch:
+        batch = make()
+        visual = torch.isin(batch.input_ids, torch.tensor([cfg.model.image_token_id, cfg.model.video_token_id]))
+        segments = sum(map(bool, batch.layout.lengths))
+        report.row = (
+            f"{batch.layout.total:,} tokens in {segments} segments, {int(visual.sum()):,} of them of images and videos"
+        )
+        return batch
 
     def stream(*_: Any, **__: Any) -> Iterator[TokenBatch]:
-        return itertools.repeat(full_row(cfg, report))
+        return itertools.repeat(row())
 
     def build_datasets(*_: Any) -> tuple[Iterator[TokenBatch], None, None]:
         cfg.dataset.dataloader_type = "external"  # an iterator; finalize() has refused it
         return stream(), None, None
 
-    with mock.patch.multiple(type(cfg.dataset), stream=stream, build_datasets=build_datasets):
-        yield
+    type(cfg.dataset).stream, type(cfg.dataset).build_datasets = stream, build_datasets
 
 
-@contextmanager
-def _fake_ranks(recorder: _Recorder) -> Iterator[None]:
+def _fake_ranks(recorder: _Recorder) -> None:
     """Join a world of which only this process exists; every group of it is of torch's backend "fake". Collectives of
     the counted step are in the report.
     """
     report = recorder.report
     os.environ |= dict(WORLD_SIZE=str(report.world), RANK=str(report.rank), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     os.environ |= dict(MASTER_ADDR="localhost", MASTER_PORT="1")
-    dist.init_process_group("fake", store=FakeStore(), rank=report.rank, world_size=report.world)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=report.rank, world_size=report.world)
     new_group = dist.new_group
 
     def fake_group(ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None, **more: Any):
@@ -217,12 +224,10 @@ def _fake_ranks(recorder: _Recorder) -> Iterator[None]:
     replaced = {new_group: fake_group} | {
         function: counted(function) for function in (getattr(dist, name) for name in _COLLECTIVES)
     }
-    with ExitStack() as stack:
-        for module in list(sys.modules.values()):
-            for name, value in list(vars(module).items()):
-                if isinstance(value, FunctionType) and value in replaced:
-                    stack.enter_context(mock.patch.object(module, name, replaced[value]))
-        yield
+    for module in list(sys.modules.values()):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, FunctionType) and value in replaced:
+                setattr(module, name, replaced[value])
 
 
 class _NoWeights:
@@ -242,8 +247,7 @@ def _first_of_all(tuner: CachingAutotuner, *args: Any, **kwargs: Any) -> dict[An
     return {launcher: float(number) for number, launcher in enumerate(tuner.launchers)}
 
 
-@contextmanager
-def _balanced_routing() -> Iterator[None]:
+def _balance_routing() -> None:
     """Give every expert as many tokens. The router's kernels run, but their result is not computed."""
     dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
     preprocess, gather = dispatcher.preprocess, token_dispatcher.gather_from_sequence_parallel_region
@@ -263,14 +267,32 @@ def _balanced_routing() -> Iterator[None]:
     def gathered(x: torch.Tensor, group: Any = None, **more: Any) -> torch.Tensor:
         return gather(x, group=group, **more) if x.is_cuda else x.repeat(dist.get_world_size(group))
 
-    with (
-        mock.patch.object(dispatcher, "preprocess", balanced),
-        mock.patch.object(token_dispatcher, "gather_from_sequence_parallel_region", gathered),
-    ):
-        yield
+    dispatcher.preprocess = balanced
+    token_dispatcher.gather_from_sequence_parallel_region = gathered
 
 
-def full_row(cfg: ConfigContainer, report: Rehearsal) -> TokenBatch:
+def has_data(cfg: ConfigContainer) -> bool:
+    """Whether there are data whose rows have numbers."""
+    data = cfg.dataset
+    numbered = isinstance(data, Qwen3VLConversationProvider) and not data.streaming
+    return numbered and any(path is not None for path in (data.path, data.train_path, data.mixture))
+
+
+def largest_row(cfg: ConfigContainer) -> TokenBatch:
+    """Of the first epoch the row with most patches, of several the one with most tokens.
+
+    Every conversation is measured, unless they were packed before training. Raises what a run would.
+    """
+    rows = cfg.dataset.shared_by(cfg.model.context_parallel_size).rows("train")
+
+    def size(number: int) -> tuple[int, int]:
+        sizes = [rows.samples.size(sample) for sample in rows.plan.row(number)]
+        return sum(size.patches for size in sizes), sum(size.tokens for size in sizes)
+
+    return rows.collate_fn([rows[max(range(rows.plan.end_of_epoch()), key=size)]])
+
+
+def full_row(cfg: ConfigContainer) -> TokenBatch:
     """A packed row of `seq_length` tokens: images of one size, with four other tokens each, as large as the row, or the
     dataset's `max_patches`, allows.
     """
@@ -290,7 +312,6 @@ def full_row(cfg: ConfigContainer, report: Rehearsal) -> TokenBatch:
     layout = SequenceLayout.packed_row([each] * _IMAGES, multiple=multiple, total=length)
     grids = torch.tensor([(1, merge * height, merge * width)] * _IMAGES)
     patches = int(grids.prod(-1).sum())
-    report.row = f"{length:,} tokens in {_IMAGES} segments, {height * width * _IMAGES:,} of them of images"
     names = dict(image_token_id=model.image_token_id, video_token_id=model.video_token_id)
     features = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     return TokenBatch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -45,6 +46,8 @@ def training_callbacks(cfg: ConfigContainer) -> list[Callback]:
         callbacks.append(Accuracy(cfg))
     if cfg.train.num_epochs is None:  # Megatron-Bridge refuses it with callbacks of its kind
         callbacks.append(UndisturbedGenerator())
+    if torch.cuda.is_available():
+        callbacks.append(FirstCollection())
     return [*callbacks, RunLog()]
 
 
@@ -61,6 +64,21 @@ class UndisturbedGenerator(Callback):
         """Restore it."""
         if self._state is not None:  # a script with its own set-up does not call `on_data_init_start`
             torch.set_rng_state(self._state)
+
+
+class FirstCollection(Callback):
+    """Frees what compiling and tuning kernels leave in cycles in the first step, GPU memory among it.
+
+    Recipes collect every `train.manual_gc_interval` steps. Measured on the fake GPU: 1.5 GiB in Qwen3.5-9B.
+    """
+
+    _done = False
+
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        """Collect once."""
+        if not self._done:
+            gc.collect()
+        self._done = True
 
 
 class Accuracy(Callback):

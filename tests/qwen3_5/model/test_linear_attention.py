@@ -1,8 +1,10 @@
 """Linear attention against transformers', rows and packed rows, outputs and gradients; its delta rule by definition."""
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import itertools
 import logging
 import sys
@@ -104,7 +106,7 @@ def test_packed_row(reference):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_float32_takes_no_kernel(monkeypatch, dtype):
-    """As flash-linear-attention's refuses it, also where the package and its GPU are there."""
+    """As flash-linear-attention's rounds it to TF32, also where the package and its GPU are there."""
     monkeypatch.setattr(gdn, "chunk_gated_delta_rule", kernel := object())
     module = attention(dtype)
     assert module.gated_delta_rule is (chunk_gated_delta_rule if dtype is torch.float32 else kernel)
@@ -126,13 +128,32 @@ _KERNELS = "megatron.core.ssm.gated_delta_net"
 def test_ours_stand_in_where_one_of_both_is_missing(gpu, package, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if package and name == "fla" else None)
-    common, gdn = SimpleNamespace(HAVE_FLA=package), SimpleNamespace(chunk_gated_delta_rule=None)
+    common = SimpleNamespace(HAVE_FLA=package)
+    gdn = SimpleNamespace(causal_conv1d=F.conv1d, chunk_gated_delta_rule=F.linear)
     replacements = registry.family("qwen3_5").replacements
     registry.load(replacements[f"{_KERNELS}.common"])(common)
     registry.load(replacements[f"{_KERNELS}.gdn"])(gdn)
     both = gpu and package
     assert common.HAVE_FLA
-    assert (gdn.chunk_gated_delta_rule is delta_rule.chunk_gated_delta_rule) == (not both)
+    assert inspect.unwrap(gdn.chunk_gated_delta_rule) is (F.linear if both else chunk_gated_delta_rule)
+    assert inspect.unwrap(gdn.causal_conv1d) is (F.conv1d if both else causal_conv1d)
+
+
+@given(lengths=st.lists(st.integers(1, 200), min_size=1, max_size=6))
+def test_kernels_are_told_the_chunks_of_a_packed_row(lengths):
+    """As flash-linear-attention counts them: (segment, number in it) of pieces of 64; made once for all layers."""
+    told = delta_rule.with_chunks(lambda **given: given)
+    offsets = packed_seq_params(torch.tensor([0, *itertools.accumulate(lengths)]).int(), tuple(lengths)).cu_seqlens_q
+    first, second = (told(cu_seqlens=offsets)["chunk_indices"] for _ in range(2))
+    pieces = [[segment, piece] for segment, length in enumerate(lengths) for piece in range(-(-length // 64))]
+    assert first.tolist() == pieces and first.dtype is torch.int32
+    assert first is second
+
+
+def test_kernels_are_told_nothing_of_rows_and_of_offsets_of_others():
+    told = delta_rule.with_chunks(lambda **given: given)
+    for offsets in (None, torch.tensor([0, 5])):
+        assert told(cu_seqlens=offsets) == {"cu_seqlens": offsets, "chunk_indices": None}
 
 
 @pytest.mark.parametrize("gpu", [True, False])
@@ -146,6 +167,27 @@ def test_a_gpu_without_the_package_is_warned_of(gpu, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         provider.finalize()
     assert ("flash-linear-attention is not installed" in caplog.text) == gpu
+
+
+@pytest.mark.parametrize(
+    ("package", "triton", "capability", "tilelang", "message"),
+    [
+        ("0.5.2", "3.7.1", (9, 0), True, r"flash-linear-attention is 0\.5\.2, expected 0\.6\.0 or newer"),
+        ("0.6.0", "3.6.0", (9, 0), False, r"Triton is 3\.6\.0, .* expected Triton 3\.7\.1 or newer, or tilelang"),
+        ("0.6.0", "3.6.0", (9, 0), True, None),
+        ("0.6.0", "3.6.0", (10, 0), False, None),
+        ("0.6.0", "3.3.1", (9, 0), False, None),
+        ("0.6.1", "3.7.1", (9, 0), False, None),
+    ],
+)
+def test_versions_that_fail_in_training_are_refused(package, triton, capability, tilelang, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if tilelang or name == "fla" else None)
+    monkeypatch.setitem(sys.modules, "fla", SimpleNamespace(__version__=package))
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=triton))
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        delta_rule.check_package()
 
 
 def test_the_import_hook_puts_them_where_megatron_core_calls_them():

@@ -18,6 +18,6 @@ FAMILY = Family(
     optional={"mtp": config.MTP_LAYERS},
     replacements={
         "megatron.core.ssm.gated_delta_net.common": f"{__name__}.delta_rule.build_without_package",
-        "megatron.core.ssm.gated_delta_net.gdn": f"{__name__}.delta_rule.use_torch",
+        "megatron.core.ssm.gated_delta_net.gdn": f"{__name__}.delta_rule.choose_kernels",
     },
 )

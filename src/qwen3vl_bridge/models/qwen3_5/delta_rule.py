@@ -3,20 +3,32 @@
 Segment offsets stay on the device. Tensors that depend on them have sizes that do not: T tokens in n segments fill at
 most T // 64 + n chunks, and unused chunks are empty.
 They replace GatedDeltaNet's kernels if flash-linear-attention or a GPU is missing: megatron-core does not build the
-layer without that package, and the package needs a GPU. If both are present, nothing is replaced, even if the package
+layer without that package, and the package needs a GPU. If both are present, its kernels compute, even if the package
 cannot be imported: megatron-core reports that.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import importlib.util
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import Tensor
 
-CHUNK = 64
+logger = logging.getLogger(__name__)
+
+CHUNK = 64  # tokens, of flash-linear-attention's kernels too
+# Of flash-linear-attention. Earlier ones wait for the GPU, or fail or compute other gradients on a Hopper GPU; before
+# 0.4.2 the convolution's chunks differ. (github.com/fla-org/flash-linear-attention/issues/640)
+LOWEST = "0.6.0"
+_PACKAGE = f"flash-linear-attention>={LOWEST}"
+_HOPPER = 9  # compute capability
 
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
@@ -132,20 +144,50 @@ def _place_in_segment(offsets: Tensor, tokens: int) -> Tensor:
 
 def _chunks(offsets: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """[c, CHUNK] the token in each slot, T for empty slots; [c] whether a chunk is the first of its segment."""
-    begin, stop = offsets[:-1], offsets[1:]
-    chunks = (stop - begin + CHUNK - 1) // CHUNK
-    ends = chunks.cumsum(0)
-    number = torch.arange(tokens // CHUNK + len(begin), device=offsets.device)
-    segment = torch.searchsorted(ends, number, right=True).clamp(max=len(begin) - 1)
-    position = number - (ends - chunks)[segment]
-    token = (begin[segment] + position * CHUNK)[:, None] + torch.arange(CHUNK, device=offsets.device)
-    is_used = (token < stop[segment][:, None]) & (number < ends[-1])[:, None]
-    return torch.where(is_used, token, tokens), position == 0
+    segment, number = _places_of_chunks(offsets, tokens // CHUNK + len(offsets) - 1)
+    token = (offsets[segment] + number * CHUNK)[:, None] + torch.arange(CHUNK, device=offsets.device)
+    return torch.where(token < offsets[segment + 1][:, None], token, tokens), number == 0
+
+
+def _places_of_chunks(offsets: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
+    """[c] each chunk's segment, and its number in it; chunks after the last one continue the last segment."""
+    lengths = offsets.diff()
+    ends = ((lengths + CHUNK - 1) // CHUNK).cumsum(0)
+    number = torch.arange(chunks, device=offsets.device)
+    segment = torch.searchsorted(ends, number, right=True).clamp(max=len(lengths) - 1)
+    begins = F.pad(ends, (1, 0))[segment]
+    return segment, number - begins
 
 
 def are_missing() -> bool:
     """Whether our functions are used."""
     return not torch.cuda.is_available() or importlib.util.find_spec("fla") is None
+
+
+def check_package() -> None:
+    """Say on a machine with a GPU whether flash-linear-attention is missing.
+
+    Raises:
+        ValueError: it is too old, or Triton compiles its kernels wrongly for this GPU.
+    """
+    if not torch.cuda.is_available():
+        return
+    if are_missing():
+        logger.warning(
+            "flash-linear-attention is not installed: layers of linear attention take torch functions, which need "
+            f"many times as long; pip install '{_PACKAGE}'"
+        )
+        return
+    package, triton = (Version(importlib.import_module(name).__version__) for name in ("fla", "triton"))
+    if package < Version(LOWEST):
+        raise ValueError(f"flash-linear-attention is {package}, expected {LOWEST} or newer: pip install '{_PACKAGE}'")
+    wrong = Version("3.4") <= triton < Version("3.7.1") and importlib.util.find_spec("tilelang") is None
+    if wrong and torch.cuda.get_device_capability()[0] == _HOPPER:
+        raise ValueError(
+            f"Triton is {triton}, which compiles gradients of linear attention wrongly for a Hopper GPU "
+            "(flash-linear-attention refuses it in the first backward pass): expected Triton 3.7.1 or newer, or "
+            "tilelang, which the package then takes"
+        )
 
 
 def build_without_package(module: Any) -> None:
@@ -154,8 +196,30 @@ def build_without_package(module: Any) -> None:
         module.HAVE_FLA, module.l2norm = True, l2norm
 
 
-def use_torch(module: Any) -> None:
+def choose_kernels(module: Any) -> None:
     """In `megatron.core.ssm.gated_delta_net.gdn`, which calls the kernels."""
-    if are_missing():
-        module.causal_conv1d = causal_conv1d
-        module.chunk_gated_delta_rule = chunk_gated_delta_rule
+    ours = are_missing()
+    module.causal_conv1d = causal_conv1d if ours else with_chunks(module.causal_conv1d)
+    module.chunk_gated_delta_rule = chunk_gated_delta_rule if ours else with_chunks(module.chunk_gated_delta_rule)
+
+
+def with_chunks(kernel: Callable) -> Callable:
+    """A kernel of flash-linear-attention that is told a packed row's chunks, which it would ask the GPU for."""
+
+    @functools.wraps(kernel)
+    def call(*args: Any, cu_seqlens: Tensor | None = None, **kwargs: Any) -> Any:
+        return kernel(*args, cu_seqlens=cu_seqlens, chunk_indices=_chunks_of_row(cu_seqlens), **kwargs)
+
+    return call
+
+
+def _chunks_of_row(cu_seqlens: Any) -> Tensor | None:
+    """[c, 2] of the offsets' dtype, each chunk's segment and its number in it, kept with the offsets for all layers;
+    None for rows that are one segment each, and for offsets of others.
+    """
+    if not hasattr(cu_seqlens, "lengths"):
+        return None
+    if not hasattr(cu_seqlens, "chunks"):
+        chunks = sum(-(-length // CHUNK) for length in cu_seqlens.lengths)
+        cu_seqlens.chunks = torch.stack(_places_of_chunks(cu_seqlens, chunks), 1).to(cu_seqlens.dtype)
+    return cu_seqlens.chunks

@@ -52,7 +52,7 @@ class LinearAttention(GatedDeltaNet):
 
     def _setup_variant_attrs(self) -> None:
         super()._setup_variant_attrs()
-        # flash-linear-attention's chunked kernel does not support float32.
+        # flash-linear-attention's chunked kernels round float32 to TF32 in their products.
         if self.config.params_dtype is torch.float32:
             self.gated_delta_rule = delta_rule.chunk_gated_delta_rule
 

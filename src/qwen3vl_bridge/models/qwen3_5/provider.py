@@ -8,13 +8,12 @@ from typing import ClassVar
 
 from qwen3vl_bridge.models.provider import ExpertsMixin, VisionLanguageProvider
 from qwen3vl_bridge.models.qwen3_5.config import FAMILY_NAME, LINEAR_SIZES, TOKENS, own_dimensions
-from qwen3vl_bridge.models.qwen3_5.delta_rule import are_missing
+from qwen3vl_bridge.models.qwen3_5.delta_rule import check_package
 from qwen3vl_bridge.models.qwen3_5.model import Qwen35VLModel
 from qwen3vl_bridge.models.refusals import NOTHING_ELSE
 from qwen3vl_bridge.models.rules import Allowed, Rule, above, any_of, equal, is_on, keep
 from qwen3vl_bridge.weights.rows import Dimensions
 
-import torch
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
 
@@ -98,11 +97,7 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
         super().finalize()
         if self.mtp_num_layers and not self.trains_mtp:
             logger.info("multi-token prediction is not trained; set mtp_loss_scaling_factor=0.1 to train it")
-        if torch.cuda.is_available() and are_missing():
-            logger.warning(
-                "flash-linear-attention is not installed: layers of linear attention take torch functions, which need "
-                "many times as long; pip install flash-linear-attention"
-            )
+        check_package()
 
     def dimensions(self) -> Dimensions:
         """Values of the weight table's symbols; the vocabulary without padding."""

@@ -1,0 +1,117 @@
+"""flash-linear-attention's kernels against our torch functions: their values in float16, by Triton's interpreter.
+
+The interpreter runs kernels on a CPU, in a process of its own, because Triton reads its variable on import. (In Triton
+3.7 its products of bfloat16 are wrong.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import qwen3vl_bridge  # noqa: F401  before Megatron
+from qwen3vl_bridge.models.core_attention import packed_seq_params
+from qwen3vl_bridge.models.qwen3_5 import delta_rule
+
+import pytest
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[3]
+TOLERANCE = 1e-3  # relative to the largest entry; measured with 0.6.0: 7.2e-4, of which 2.4e-4 is the result's rounding
+LENGTHS, HEADS, KEY, VALUE, CHANNELS, WIDTH = [70, 5, 64], 2, 64, 64, 24, 4
+CASES = ["l2norm, rows", "convolution, packed", "convolution, rows", "rule, packed", "rule, rows"]
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, list[float]]:
+    variables = dict(TRITON_INTERPRET="1", FLA_DISABLE_TENSOR_CACHE="1", PYTHONPATH=":".join([str(ROOT), *sys.path]))
+    command = [sys.executable, "-m", __name__]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | variables)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="flash-linear-attention is not installed")
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients(errors, case):
+    print(*(f"{error:.1e}" for error in errors[case]))
+    assert max(errors[case]) < TOLERANCE
+
+
+class Index(int):
+    """A loop's index, which is a tensor in a compiled kernel and an int in the interpreter."""
+
+    def to(self, dtype: object) -> int:
+        return int(self)
+
+
+def kernels() -> dict[str, Callable]:
+    """The package's functions by ours, on a CPU: nothing is timed, and it finds no device to switch to."""
+    from triton.runtime.autotuner import Autotuner
+
+    Autotuner._bench = lambda *_, **__: [0.0, 0.0, 0.0]
+    torch.cpu.device = lambda _: contextlib.nullcontext()
+    from fla.modules.convolution import causal_conv1d
+    from fla.modules.l2norm import l2norm
+    from fla.ops.common import chunk_delta_h
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    chunk_delta_h.range = lambda *bounds: map(Index, range(*map(int, bounds)))
+    told = delta_rule.with_chunks
+    return dict(l2norm=l2norm, causal_conv1d=told(causal_conv1d), chunk_gated_delta_rule=told(chunk_gated_delta_rule))
+
+
+def inputs_of(function: str, rows: int, tokens: int) -> list[Tensor]:
+    random = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(rows, tokens, *shape, generator=random)
+
+    if function == "l2norm":
+        return [normal(HEADS, KEY)]
+    if function == "convolution":
+        return [normal(CHANNELS), torch.randn(CHANNELS, WIDTH, generator=random)]
+    q, k = (delta_rule.l2norm(normal(HEADS, KEY)) for _ in range(2))
+    return [q, k, normal(HEADS, VALUE), -0.3 * normal(HEADS).abs(), normal(HEADS).sigmoid()]
+
+
+def computed(functions: dict[str, Callable], function: str, tensors: list[Tensor], offsets: Tensor | None) -> list:
+    """A function's output and gradients, called as megatron-core calls it."""
+    tensors = [x.detach().clone().requires_grad_() for x in tensors]
+    if function == "l2norm":
+        out = functions["l2norm"](*tensors)
+    elif function == "convolution":
+        x, weight = tensors
+        rest = dict(bias=None, activation="silu", initial_state=None, output_final_state=False, cu_seqlens=offsets)
+        out, _ = functions["causal_conv1d"](x=x, weight=weight, **rest)
+    else:
+        q, k, v, g, beta = tensors
+        rest = dict(initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=offsets)
+        out, _ = functions["chunk_gated_delta_rule"](q, k, v, g=g, beta=beta, **rest)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).half()
+    return [out.detach(), *torch.autograd.grad(out, tensors, weight.to(out.dtype))]
+
+
+def errors_of(case: str, theirs: dict[str, Callable]) -> list[float]:
+    function, rows = case.split(", ")
+    offsets = packed_seq_params(torch.tensor([0, *itertools.accumulate(LENGTHS)]).int(), tuple(LENGTHS)).cu_seqlens_q
+    packed = rows == "packed"
+    tensors = [x.half() for x in inputs_of(function, *((1, sum(LENGTHS)) if packed else (2, LENGTHS[0])))]
+    row = offsets if packed else None
+    found = computed(theirs, function, tensors, row)
+    expected = computed(vars(delta_rule), function, [x.float() for x in tensors], row)
+    return [float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True)]
+
+
+if __name__ == "__main__":
+    theirs = kernels()
+    print(json.dumps({case: errors_of(case, theirs) for case in CASES}))
