@@ -239,22 +239,19 @@ def test_neighbouring_pictures_need_no_token_between_them():
 I, V, S, E = IMAGE, VIDEO, START, END  # noqa: E741  one letter each, so that rows below read as rows
 
 
-@pytest.mark.parametrize(
-    ("ids", "lengths", "images", "videos", "message"),
-    [
-        ([S, I, I, E, 1, 1], [4, 2], [], [], "found 2 image tokens in the batch, expected 0 for 0 images"),
-        ([1, 1, S, I, I, E], [2, 4], [[1, 2, 2]], [], "found 2 image tokens .* expected 1 for 1 images"),
-        ([S, I, E, S, I, E], [3, 3], [[1, 2, 2], [1, 2, 4]], [], "found 2 image tokens .* expected 3 for 2 images"),
-        ([S, I, I, E, 1, 1], [6], [[1, 2, 4], [1, 2, 2]], [], "found 2 image tokens .* expected 3 for 2 images"),
-        ([S, I, E, I, I, E], [6], [[1, 2, 6]], [], r"segment 0: .* image 0 \(1 x 1 x 3\) .* token 1 .* expected 3"),
-        ([1, 1, I, I, 1, 1], [3, 3], [[1, 2, 4]], [], "segment 0: .* image 0 .* at token 2 .* expected 2 in a row"),
-        ([S, V, V, E, 1, 1], [6], [], [[2, 2, 4]], "found 2 video tokens .* expected 4 for 2 video frames"),
-        ([S, V, V, E, 1, 1], [6], [[1, 2, 4]], [], "found 0 image tokens .* expected 2 for 1 images"),
-        ([S, I, E, 1, 1, I], [5], [[1, 2, 2]] * 2, [], "segment 1: .* image 1 .* token 5 .* before its padding"),
-        ([S, I, I, E], [4], [[1, 2, 3]], [], "image 0: found a grid of 1 x 2 x 3 .* divisible by 2"),
-        ([S, I, I, E], [4], [[0, 2, 4]], [], "image 0: found a grid of 0 x 2 x 4 patches, expected positive"),
-    ],
-)
+@pytest.mark.parametrize(("ids", "lengths", "images", "videos", "message"), [
+    ([S, I, I, E, 1, 1], [4, 2], [], [], "found 2 image tokens in the batch, expected 0 for 0 images"),
+    ([1, 1, S, I, I, E], [2, 4], [[1, 2, 2]], [], "found 2 image tokens .* expected 1 for 1 images"),
+    ([S, I, E, S, I, E], [3, 3], [[1, 2, 2], [1, 2, 4]], [], "found 2 image tokens .* expected 3 for 2 images"),
+    ([S, I, I, E, 1, 1], [6], [[1, 2, 4], [1, 2, 2]], [], "found 2 image tokens .* expected 3 for 2 images"),
+    ([S, I, E, I, I, E], [6], [[1, 2, 6]], [], r"segment 0: .* image 0 \(1 x 1 x 3\) .* token 1 .* expected 3"),
+    ([1, 1, I, I, 1, 1], [3, 3], [[1, 2, 4]], [], "segment 0: .* image 0 .* at token 2 .* expected 2 in a row"),
+    ([S, V, V, E, 1, 1], [6], [], [[2, 2, 4]], "found 2 video tokens .* expected 4 for 2 video frames"),
+    ([S, V, V, E, 1, 1], [6], [[1, 2, 4]], [], "found 0 image tokens .* expected 2 for 1 images"),
+    ([S, I, E, 1, 1, I], [5], [[1, 2, 2]] * 2, [], "segment 1: .* image 1 .* token 5 .* before its padding"),
+    ([S, I, I, E], [4], [[1, 2, 3]], [], "image 0: found a grid of 1 x 2 x 3 .* divisible by 2"),
+    ([S, I, I, E], [4], [[0, 2, 4]], [], "image 0: found a grid of 0 x 2 x 4 patches, expected positive"),
+])  # fmt: skip
 def test_pictures_and_tokens_that_disagree_are_refused(ids, lengths, images, videos, message):
     layout = SequenceLayout.packed_row(lengths, total=len(ids))
     with pytest.raises(ValueError, match=message):

@@ -112,19 +112,16 @@ def asked_about(names: list[str]) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", ["0", "last"])
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        "qwen3_vl_8b_sft_config",
-        "qwen3_vl_8b_sft_fsdp_config",
-        "qwen3_vl_30b_a3b_sft_config",
-        "qwen3_vl_235b_a22b_sft_config",
-        pytest.param(
-            "qwen35_vl_27b_sft_config",
-            marks=pytest.mark.skipif(find_spec("fla") is None, reason="flash-linear-attention is not installed"),
-        ),
-    ],
-)
+@pytest.mark.parametrize("recipe", [
+    "qwen3_vl_8b_sft_config",
+    "qwen3_vl_8b_sft_fsdp_config",
+    "qwen3_vl_30b_a3b_sft_config",
+    "qwen3_vl_235b_a22b_sft_config",
+    pytest.param(
+        "qwen35_vl_27b_sft_config",
+        marks=pytest.mark.skipif(find_spec("fla") is None, reason="flash-linear-attention is not installed"),
+    ),
+])  # fmt: skip
 def test_recipes_fit_as_planned(rehearse, recipe, rank):
     """Under Megatron-FSDP the planner adds peaks that need not coincide: measured 0.958, and 0.947 on the last rank."""
     status, seen = rehearse("--recipe", recipe, "--rank", rank)

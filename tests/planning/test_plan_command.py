@@ -195,13 +195,10 @@ def test_a_name_that_was_never_seen_works_where_its_configuration_is_at_hand(cap
     assert main(["--model", "27B", *ask[2:]]) == 0 and capsys.readouterr().out == found
 
 
-@pytest.mark.parametrize(
-    ("config", "training", "message"),
-    [
-        (qwen3_5.config_dict("9B"), dict(lora=LoraSettings(8, ())), ".* in_proj, linear_fc1, linear_fc2"),
-        (presets.config_dict("30B-A3B"), dict(lora=LoraSettings(8, ("linear_fc1",))), "has outside its experts"),
-    ],
-)
+@pytest.mark.parametrize(("config", "training", "message"), [
+    (qwen3_5.config_dict("9B"), dict(lora=LoraSettings(8, ())), ".* in_proj, linear_fc1, linear_fc2"),
+    (presets.config_dict("30B-A3B"), dict(lora=LoraSettings(8, ("linear_fc1",))), "has outside its experts"),
+])  # fmt: skip
 def test_adapters_that_there_are_none_for(config, training, message):
     with pytest.raises(ValueError, match=f"none of which this model {message}"):
         estimate(dimensions_of(config), ModelSplit(8), TrainingSettings(**training))

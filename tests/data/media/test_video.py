@@ -101,8 +101,7 @@ def test_rates_of_lists_of_frames_next_to_the_messages(encoder, read, tmp_path, 
     (["a.mp4"], 2, "found 2 under 'sample_fps' next to 0 videos that are lists of frames"),
     ([["a.png"]], None, "found None as the 'sample_fps' of a list of frames, expected how many are a second"),
     *(([["a.png"]], rate, f"found '{rate}' as the 'sample_fps'") for rate in ("two", "-1", "nan", "inf")),
-    ([["a.png"]], 10**400, "found 1000.* as the 'sample_fps'"),
-    ([["a.png"]], [True], "found True as the 'sample_fps'"),
+    ([["a.png"]], 10**400, "found 1000.* as the 'sample_fps'"), ([["a.png"]], [True], "found True as the 'sample_fps'"),
     ([["a.png"]], {"a": 1}, "found {'a': 1} as the 'sample_fps'"),
 ])  # fmt: skip
 def test_rates_that_are_none_are_refused(read, tmp_path, videos, rates, problem):

@@ -65,30 +65,26 @@ def test_a_field_of_the_wrong_kind(name, value, expected):
     assert str(error.value).startswith(f"{name} is ") and f", expected {expected}" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("size", "name", "value", "message"),
-    [
-        ("2B", DEEPSTACK, [0, 0, 99], r"visual_indexes is \[0, 0, 99\], expected ascending layers below 24"),
-        ("2B", DEEPSTACK, [11, 5], r"visual_indexes is \[11, 5\], expected ascending"),
-        ("2B", DEEPSTACK, [24], r"is \[24\], expected ascending layers below 24"),
-        ("2B", f"{ROPE}.mrope_section", [24, 20, 21], r"\[24, 20, 21\] with the sum 65, expected half"),
-        ("2B", f"{ROPE}.mrope_interleaved", False, "mrope_interleaved is False"),
-        ("2B", f"{ROPE}.mrope_section", None, "no mrope_section"),
-        ("2B", f"{ROPE}.rope_type", "yarn", "no factor"),
-        ("2B", f"{ROPE}.rope_type", "dynamic", "is 'dynamic', expected one of default, linear"),
-        (MOE, "text_config.num_experts", "8", "num_experts is '8', expected a whole number up to 10000"),
-        (MOE, "text_config.num_experts_per_tok", 2.0, "text_config.num_experts_per_tok is 2.0"),
-        (MOE, "text_config.num_experts_per_tok", 129, "num_experts_per_tok is 129, expected 1 to 128"),
-        (MOE, "text_config.moe_intermediate_size", None, "text_config lacks moe_intermediate_size"),
-        (MOE, "text_config.mlp_only_layers", "12", "mlp_only_layers is '12', expected a list of layers"),
-        (MOE, "text_config.mlp_only_layers", list(range(48)), "no layer that uses them"),
-        (MOE, "text_config.decoder_sparse_step", "1", "text_config.decoder_sparse_step is '1'"),
-        (MOE, "text_config.decoder_sparse_step", 0, "step is 0, expected a whole number of at least 1"),
-        (MOE, "text_config.norm_topk_prob", False, "text_config.norm_topk_prob is False, expected True"),
-        (MOE, "text_config.attention_bias", True, "text_config.attention_bias is True, expected False"),
-        (MOE, "quantization_config", {"quant_method": "fp8"}, "quantization_config is"),
-    ],
-)
+@pytest.mark.parametrize(("size", "name", "value", "message"), [
+    ("2B", DEEPSTACK, [0, 0, 99], r"visual_indexes is \[0, 0, 99\], expected ascending layers below 24"),
+    ("2B", DEEPSTACK, [11, 5], r"visual_indexes is \[11, 5\], expected ascending"),
+    ("2B", DEEPSTACK, [24], r"is \[24\], expected ascending layers below 24"),
+    ("2B", f"{ROPE}.mrope_section", [24, 20, 21], r"\[24, 20, 21\] with the sum 65, expected half"),
+    ("2B", f"{ROPE}.mrope_interleaved", False, "mrope_interleaved is False"),
+    ("2B", f"{ROPE}.mrope_section", None, "no mrope_section"), ("2B", f"{ROPE}.rope_type", "yarn", "no factor"),
+    ("2B", f"{ROPE}.rope_type", "dynamic", "is 'dynamic', expected one of default, linear"),
+    (MOE, "text_config.num_experts", "8", "num_experts is '8', expected a whole number up to 10000"),
+    (MOE, "text_config.num_experts_per_tok", 2.0, "text_config.num_experts_per_tok is 2.0"),
+    (MOE, "text_config.num_experts_per_tok", 129, "num_experts_per_tok is 129, expected 1 to 128"),
+    (MOE, "text_config.moe_intermediate_size", None, "text_config lacks moe_intermediate_size"),
+    (MOE, "text_config.mlp_only_layers", "12", "mlp_only_layers is '12', expected a list of layers"),
+    (MOE, "text_config.mlp_only_layers", list(range(48)), "no layer that uses them"),
+    (MOE, "text_config.decoder_sparse_step", "1", "text_config.decoder_sparse_step is '1'"),
+    (MOE, "text_config.decoder_sparse_step", 0, "step is 0, expected a whole number of at least 1"),
+    (MOE, "text_config.norm_topk_prob", False, "text_config.norm_topk_prob is False, expected True"),
+    (MOE, "text_config.attention_bias", True, "text_config.attention_bias is True, expected False"),
+    (MOE, "quantization_config", {"quant_method": "fp8"}, "quantization_config is"),
+])  # fmt: skip
 def test_what_the_model_does_not_do(size, name, value, message):
     with pytest.raises(ValueError, match=message):
         check_settings(changed(size, name, value))
@@ -137,15 +133,11 @@ def test_settings_alone_are_sent_to_other_ranks(untied_folder):
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"rope_parameters": YARN},
-        dict(position_embedding_type="yarn", yarn_rotary_scaling_factor=4.0, yarn_original_max_position_embeddings=64,
-             yarn_mscale=1.0, yarn_mscale_all_dim=0.0),
-    ],
-    ids=["transformers", "Megatron-Bridge"],
-)  # fmt: skip
+@pytest.mark.parametrize("settings", [
+    {"rope_parameters": YARN},
+    dict(position_embedding_type="yarn", yarn_rotary_scaling_factor=4.0, yarn_original_max_position_embeddings=64,
+         yarn_mscale=1.0, yarn_mscale_all_dim=0.0),
+], ids=["transformers", "Megatron-Bridge"])  # fmt: skip
 def test_yarn_by_the_names_of(settings, untied_folder):
     provider = AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=False)
     for name, value in settings.items():
@@ -157,15 +149,12 @@ def test_yarn_by_the_names_of(settings, untied_folder):
     assert provider.rope_parameters == YARN | other
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "no original_max_position_embeddings"),
-        ({"rope_parameters": YARN | {"rope_theta": 7.0}}, "has rope_theta 7.0, another field of the provider 5000000"),
-        ({"yarn_rotary_scaling_factor": 4.0}, "position_embedding_type='yarn'"),
-        (dict(position_embedding_type="yarn", yarn_mscale=2.0), "expected both above 0, or neither"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "no original_max_position_embeddings"),
+    ({"rope_parameters": YARN | {"rope_theta": 7.0}}, "has rope_theta 7.0, another field of the provider 5000000"),
+    ({"yarn_rotary_scaling_factor": 4.0}, "position_embedding_type='yarn'"),
+    (dict(position_embedding_type="yarn", yarn_mscale=2.0), "expected both above 0, or neither"),
+])  # fmt: skip
 def test_a_scaled_rotary_embedding_that_is_wrong(settings, message, untied_folder):
     provider = AutoBridge.from_hf_pretrained(str(untied_folder)).to_megatron_provider(load_weights=False)
     for name, value in settings.items():

@@ -169,17 +169,12 @@ def test_a_gpu_without_the_package_is_warned_of(gpu, monkeypatch, caplog):
     assert ("flash-linear-attention is not installed" in caplog.text) == gpu
 
 
-@pytest.mark.parametrize(
-    ("package", "triton", "capability", "tilelang", "message"),
-    [
-        ("0.5.2", "3.7.1", (9, 0), True, r"flash-linear-attention is 0\.5\.2, expected 0\.6\.0 or newer"),
-        ("0.6.0", "3.6.0", (9, 0), False, r"Triton is 3\.6\.0, .* expected Triton 3\.7\.1 or newer, or tilelang"),
-        ("0.6.0", "3.6.0", (9, 0), True, None),
-        ("0.6.0", "3.6.0", (10, 0), False, None),
-        ("0.6.0", "3.3.1", (9, 0), False, None),
-        ("0.6.1", "3.7.1", (9, 0), False, None),
-    ],
-)
+@pytest.mark.parametrize(("package", "triton", "capability", "tilelang", "message"), [
+    ("0.5.2", "3.7.1", (9, 0), True, r"flash-linear-attention is 0\.5\.2, expected 0\.6\.0 or newer"),
+    ("0.6.0", "3.6.0", (9, 0), False, r"Triton is 3\.6\.0, .* expected Triton 3\.7\.1 or newer, or tilelang"),
+    ("0.6.0", "3.6.0", (9, 0), True, None), ("0.6.0", "3.6.0", (10, 0), False, None),
+    ("0.6.0", "3.3.1", (9, 0), False, None), ("0.6.1", "3.7.1", (9, 0), False, None),
+])  # fmt: skip
 def test_versions_that_fail_in_training_are_refused(package, triton, capability, tilelang, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
