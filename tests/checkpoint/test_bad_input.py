@@ -5,17 +5,11 @@ import os
 import shutil
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint import (
-    CheckpointError,
-    export_checkpoint,
-    import_checkpoint,
-    reformat_checkpoint,
-    verify_checkpoint,
-    verify_reformatted,
-)
+from qwen3vl_bridge.checkpoint.commands import export_checkpoint, import_checkpoint, reformat_checkpoint
 from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, check_same_model
+from qwen3vl_bridge.checkpoint.verification import verify_checkpoint, verify_reformatted
 from qwen3vl_bridge.cli.convert import main
-from qwen3vl_bridge.io.files import read_object, write_object
+from qwen3vl_bridge.io.files import CheckpointError, read_object, write_object
 from qwen3vl_bridge.models.qwen3_vl import presets
 
 import pytest

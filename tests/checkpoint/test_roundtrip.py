@@ -4,17 +4,9 @@ import json
 import re
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint import (
-    CheckpointError,
-    Topology,
-    export_checkpoint,
-    import_checkpoint,
-    inspect_checkpoint,
-    reformat_checkpoint,
-    verify_checkpoint,
-    verify_checksums,
-    verify_reformatted,
-)
+from qwen3vl_bridge.checkpoint import CheckpointError, Topology, inspect_checkpoint
+from qwen3vl_bridge.checkpoint.commands import export_checkpoint, import_checkpoint, reformat_checkpoint
+from qwen3vl_bridge.checkpoint.verification import verify_checkpoint, verify_checksums, verify_reformatted
 from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest

@@ -12,16 +12,14 @@ from types import SimpleNamespace
 
 from qwen3vl_bridge.batch import TokenBatch
 from qwen3vl_bridge.data import (
-    Collator,
     Encoder,
     JsonLines,
     RowDataset,
     RowSettings,
     SampleFilter,
     Samples,
-    VisionSettings,
-    pad_token_id,
 )
+from qwen3vl_bridge.data.collation import Collator, VisionSettings, pad_token_id
 
 import datasets
 import numpy as np

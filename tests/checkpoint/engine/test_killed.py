@@ -11,19 +11,12 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 
-from qwen3vl_bridge.checkpoint import (
-    CheckpointError,
-    Ranks,
-    export_checkpoint,
-    import_checkpoint,
-    inspect_checkpoint,
-    verify_checkpoint,
-)
+from qwen3vl_bridge.checkpoint import Ranks, export_checkpoint, import_checkpoint, inspect_checkpoint, verify_checkpoint
 from qwen3vl_bridge.checkpoint.conversion_plan import tensors_of
 from qwen3vl_bridge.checkpoint.formats import planned_files
 from qwen3vl_bridge.checkpoint.formats.huggingface import copy_side_files
 from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace
-from qwen3vl_bridge.io.files import read_object, write_object
+from qwen3vl_bridge.io.files import CheckpointError, read_object, write_object
 from qwen3vl_bridge.registry import dimensions_of, family
 from qwen3vl_bridge.weights.rows import expand
 

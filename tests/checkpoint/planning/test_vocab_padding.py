@@ -1,13 +1,7 @@
 """Rows beyond the vocabulary: only a Megatron checkpoint has them, and what they hold is not lost unasked."""
 
-from qwen3vl_bridge.checkpoint import (
-    CheckpointError,
-    export_checkpoint,
-    import_checkpoint,
-    reformat_checkpoint,
-    verify_checkpoint,
-    verify_reformatted,
-)
+from qwen3vl_bridge.checkpoint import CheckpointError, verify_checkpoint, verify_reformatted
+from qwen3vl_bridge.checkpoint.commands import export_checkpoint, import_checkpoint, reformat_checkpoint
 from qwen3vl_bridge.checkpoint.formats.megatron import run_config
 from qwen3vl_bridge.cli.convert import main
 

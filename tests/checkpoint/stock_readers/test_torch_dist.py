@@ -5,13 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from qwen3vl_bridge.checkpoint import (
-    Topology,
-    export_checkpoint,
-    import_checkpoint,
-    inspect_checkpoint,
-    reformat_checkpoint,
-)
+from qwen3vl_bridge.checkpoint import Topology, inspect_checkpoint
+from qwen3vl_bridge.checkpoint.commands import export_checkpoint, import_checkpoint, reformat_checkpoint
 from qwen3vl_bridge.training.process_groups import initialize
 from qwen3vl_bridge.weights.rows import ExpertLayout
 

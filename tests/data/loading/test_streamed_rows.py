@@ -12,17 +12,8 @@ from collections import Counter, defaultdict
 from itertools import count
 from pathlib import Path
 
-from qwen3vl_bridge.data import (
-    BatchStream,
-    DataError,
-    JsonLines,
-    RowDataset,
-    RowSettings,
-    SampleFilter,
-    Samples,
-    one_pass,
-)
-from qwen3vl_bridge.data.errors import Unreachable
+from qwen3vl_bridge.data import BatchStream, JsonLines, RowDataset, RowSettings, SampleFilter, Samples, one_pass
+from qwen3vl_bridge.data.errors import DataError, Unreachable
 from qwen3vl_bridge.data.offline_packing import pack
 from qwen3vl_bridge.data.packing.sample_sizes import Sizes
 from qwen3vl_bridge.data.row_loading import StreamedRows, ignoring

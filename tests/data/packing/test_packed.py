@@ -9,20 +9,9 @@ from dataclasses import replace
 from itertools import islice
 
 from qwen3vl_bridge.cli.data import main
-from qwen3vl_bridge.data import (
-    BatchStream,
-    DataError,
-    Encoder,
-    JsonLines,
-    PackedRows,
-    RowSettings,
-    SampleFilter,
-    Samples,
-    offline_packing,
-    one_pass,
-)
+from qwen3vl_bridge.data import DataError, Encoder, JsonLines, PackedRows, SampleFilter, Samples, offline_packing
 from qwen3vl_bridge.data.offline_packing import pack
-from qwen3vl_bridge.data.row_loading import RowDataset
+from qwen3vl_bridge.data.row_loading import BatchStream, RowDataset, RowSettings, one_pass
 
 import numpy as np
 import pytest

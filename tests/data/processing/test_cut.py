@@ -4,17 +4,8 @@ import io
 import re
 
 from qwen3vl_bridge import Qwen3VLConversationProvider
-from qwen3vl_bridge.data import (
-    BatchStream,
-    Conversation,
-    DataError,
-    Encoder,
-    JsonLines,
-    load_processor,
-    one_pass,
-    open_source,
-)
-from qwen3vl_bridge.data.encoding import VisionLimits
+from qwen3vl_bridge.data import BatchStream, Conversation, DataError, JsonLines, load_processor, one_pass, open_source
+from qwen3vl_bridge.data.encoding import Encoder, VisionLimits
 from qwen3vl_bridge.data.questions import questions
 from qwen3vl_bridge.data.schemas.conversations import PixelLimits
 
