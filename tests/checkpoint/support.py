@@ -23,9 +23,7 @@ EMBEDDING = "model.language_model.embed_tokens.weight"
 NORM = "model.language_model.norm.weight"
 Q_PROJ = "model.language_model.layers.1.self_attn.q_proj.weight"
 
-TENSORS = {
-    "a": torch.arange(12.0).reshape(3, 4), "b": torch.arange(6).bfloat16(), "s": torch.tensor(3.0),
-}  # fmt: skip
+TENSORS = {"a": torch.arange(12.0).reshape(3, 4), "b": torch.arange(6).bfloat16(), "s": torch.tensor(3.0)}
 
 
 def hf_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -117,21 +115,13 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def change_missing(tensors):
-    del tensors[NORM]
-
-
-def change_extra(tensors):
-    tensors["model.language_model.layers.9.x"] = torch.zeros(3)
-
-
-def change_misshapen(tensors):
-    tensors[Q_PROJ] = tensors[Q_PROJ][:5].clone()
-
-
-def change_all(tensors):
-    for change in (change_missing, change_extra, change_misshapen):
-        change(tensors)
+# What may be wrong with the tensors of a model.
+CHANGES: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
+    "missing": lambda tensors: tensors.pop(NORM),
+    "extra": lambda tensors: tensors.update({"model.language_model.layers.9.x": torch.zeros(3)}),
+    "misshapen": lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ][:5].clone()}),
+    "all": lambda tensors: [CHANGES[name](tensors) for name in ("missing", "extra", "misshapen")],
+}
 
 
 def expect_error(capsys, arguments: list[str], *parts: str, options: tuple[str, ...] | list[str] = ()) -> str:

@@ -17,13 +17,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from .support import (
-    EMBEDDING,
+    CHANGES,
     NORM,
     Q_PROJ,
-    change_all,
-    change_extra,
-    change_misshapen,
-    change_missing,
     expect_error,
     exporting,
     importing,
@@ -51,13 +47,10 @@ def test_a_hub_id_that_cannot_be_reached(capsys, tmp_path, monkeypatch):
     expect_error(capsys, importing("Qwen/No-Such", tmp_path), "Qwen/No-Such is neither a folder", "no connection")
 
 
-def test_a_file_in_place_of_a_folder(capsys, tmp_path):
+def test_a_file_or_a_folder_of_something_else(capsys, tmp_path, untied_folder, imported):
     (tmp_path / "file").write_text("x")
     expect_error(capsys, importing(tmp_path / "file", tmp_path), "is a file, expected a folder")
     expect_error(capsys, exporting(tmp_path / "file", tmp_path), "it is a file, not a folder, expected the folder")
-
-
-def test_folders_that_hold_something_else(capsys, tmp_path, untied_folder, imported):
     (tmp_path / "empty").mkdir()
     expect_error(capsys, importing(tmp_path / "empty", tmp_path), "no config.json")
     expect_error(capsys, exporting(tmp_path / "empty", tmp_path), "not a Megatron checkpoint")
@@ -82,10 +75,10 @@ def test_another_models_configuration(capsys, tmp_path, untied_folder, change, p
 
 
 @pytest.mark.parametrize(("change", "parts"), [
-    (change_missing, ("1 missing", f"{NORM}: found nothing, expected [80]")),
-    (change_extra, ("1 unexpected", "layers.9.x: found [3] float32, expected no such tensor")),
-    (change_misshapen, ("1 misshapen", f"{Q_PROJ}: found [5, 80], expected [128, 80]")),
-    (change_all, ("1 missing, 1 unexpected, 1 misshapen", NORM, "layers.9.x", Q_PROJ)),
+    (CHANGES["missing"], ("1 missing", f"{NORM}: found nothing, expected [80]")),
+    (CHANGES["extra"], ("1 unexpected", "layers.9.x: found [3] float32, expected no such tensor")),
+    (CHANGES["misshapen"], ("1 misshapen", f"{Q_PROJ}: found [5, 80], expected [128, 80]")),
+    (CHANGES["all"], ("1 missing, 1 unexpected, 1 misshapen", NORM, "layers.9.x", Q_PROJ)),
     (lambda t: t.update({NORM: t[NORM].to(torch.int32)}), (NORM, "found dtype int32, expected float32")),
     (lambda t: t.update({Q_PROJ: t[Q_PROJ].half()}), (f"{Q_PROJ} float16", "--torch-dtype")),
 ])  # fmt: skip
@@ -96,7 +89,7 @@ def test_tensors_that_are_not_as_the_configuration_says(capsys, tmp_path, untied
 
 def test_a_tied_model_with_an_output_layer_of_its_own(capsys, tmp_path, tied_folder):
     def change(tensors):
-        tensors["lm_head.weight"] = tensors[EMBEDDING].clone()
+        tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"].clone()
         tensors["lm_head.weight"][3, 4] += 1
 
     folder = model_with(tmp_path / "model", tied_folder, change)
@@ -108,11 +101,9 @@ def test_a_tied_model_with_an_output_layer_of_its_own(capsys, tmp_path, tied_fol
 def test_a_truncated_file_of_weights(capsys, tmp_path, request, which):
     shutil.copytree(request.getfixturevalue(which), tmp_path / "model")
     path = sorted((tmp_path / "model").glob("*.safetensors"))[-1]
-    size = path.stat().st_size
-    os.truncate(path, size - 100)
-    expect_error(
-        capsys, importing(tmp_path / "model", tmp_path), str(path), f"of {size - 100} bytes", "not fully covered"
-    )
+    size = path.stat().st_size - 100
+    os.truncate(path, size)
+    expect_error(capsys, importing(tmp_path / "model", tmp_path), str(path), f"of {size} bytes", "not fully covered")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -135,18 +126,15 @@ def checkpoint(imported, tmp_path):
     return shutil.copytree(imported, tmp_path / "checkpoint")
 
 
-def test_a_truncated_checkpoint(capsys, tmp_path, checkpoint):
+def test_a_checkpoint_of_zeros_or_less_or_nothing(capsys, tmp_path, imported, checkpoint):
     path = checkpoint / "iter_0000000" / "__0_0.distcp"
+    path.write_bytes(bytes(path.stat().st_size))
+    expect_error(capsys, exporting(checkpoint, tmp_path), str(path), "cannot be read")
+    shutil.copyfile(imported / "iter_0000000" / "__0_0.distcp", path)
     os.truncate(path, path.stat().st_size // 2)
     expect_error(capsys, exporting(checkpoint, tmp_path), str(path), "expected")
     path.unlink()
     expect_error(capsys, exporting(checkpoint, tmp_path), str(path), "found nothing, expected a file")
-
-
-def test_an_item_overwritten_with_something_else(capsys, tmp_path, checkpoint):
-    path = checkpoint / "iter_0000000" / "__0_0.distcp"
-    path.write_bytes(bytes(path.stat().st_size))
-    expect_error(capsys, exporting(checkpoint, tmp_path), str(path), "cannot be read")
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "9" * 5000, "3"])
@@ -155,18 +143,14 @@ def test_a_tracker_that_names_no_iteration(capsys, tmp_path, checkpoint, text):
     expect_error(capsys, exporting(checkpoint, tmp_path), "expected an iteration number" if text != "3" else "iter_")
 
 
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [("{}", "sharded_backend is None"), ('{"sharded_backend": "zarr"}', "is 'zarr'"), ("x", "as JSON")],
-)
-def test_a_checkpoint_of_another_format(capsys, tmp_path, checkpoint, text, part):
+@pytest.mark.parametrize(("text", "parts"), [
+    ("{}", ("metadata.json", "sharded_backend is None")), ("x", ("metadata.json", "as JSON")),
+    ('{"sharded_backend": "zarr"}', ("metadata.json", "is 'zarr'")),
+    ('{"sharded_backend": "torch_dist"}', ("holds no model", "model.module.")),
+])  # fmt: skip
+def test_a_checkpoint_that_says_it_is_of_another_format(capsys, tmp_path, checkpoint, text, parts):
     (checkpoint / "iter_0000000" / "metadata.json").write_text(text)
-    expect_error(capsys, exporting(checkpoint, tmp_path), "metadata.json", part)
-
-
-def test_a_checkpoint_that_says_it_is_of_the_other_format(capsys, tmp_path, checkpoint):
-    (checkpoint / "iter_0000000" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-    expect_error(capsys, exporting(checkpoint, tmp_path), "holds no model", "model.module.")
+    expect_error(capsys, exporting(checkpoint, tmp_path), *parts)
 
 
 def test_an_existing_target(capsys, tmp_path, untied_folder, imported):
@@ -309,12 +293,9 @@ def test_other_spellings_are_of_the_same_model(size, tmp_path):
 
 @pytest.mark.parametrize(("section", "fields"), [
     ("vision_config", {"num_heads": 2}),  # the same shapes, interleaved in another way
-    ("text_config", {"vocab_size": 500}),
-    ("text_config", {"rms_norm_eps": 1e-5}),
+    ("text_config", {"vocab_size": 500}), ("text_config", {"rms_norm_eps": 1e-5}),
 ])  # fmt: skip
-def test_nothing_is_converted_by_another_models_configuration(
-    section, fields, capsys, tmp_path, untied_folder, imported
-):
+def test_another_models_configuration_converts_nothing(section, fields, capsys, tmp_path, untied_folder, imported):
     model = model_with_config(tmp_path / "model", untied_folder, {section: fields})
     before = read_object(untied_folder / "config.json")[section]
     parts = ["describes another model than", *(f"{section}.{n} is {v!r}, expected {before[n]!r}"
@@ -339,17 +320,15 @@ def test_what_nothing_was_compared_with_is_said(text, tmp_path, untied_folder, i
     (run / "run_config.yaml").unlink()
     if text is not None:
         (run / "run_config.yaml").write_text(text)
-    said = (
-        f"{untied_folder}/config.json could not be compared with the checkpoint's configuration: {run} has none, and "
-    )
-    said += "no run_config.yaml" if text in (None, "checkpoint: {}") else f"{run}/run_config.yaml: "
+    why = f"{untied_folder}/config.json could not be compared with the checkpoint's configuration: {run} has none, and "
+    why += "no run_config.yaml" if text in (None, "checkpoint: {}") else f"{run}/run_config.yaml: "
     for report in (
         export_checkpoint(run, tmp_path / "hf", hf_model=untied_folder, dry_run=True),
         reformat_checkpoint(run, tmp_path / "m", hf_model=untied_folder, ckpt_format="torch_dist", dry_run=True),
         verify_checkpoint(untied_folder, run),
     ):
         (note,) = report.notes
-        assert note.startswith(said)
+        assert note.startswith(why)
 
 
 def test_the_file_of_a_conversion_is_compared_too(tmp_path, untied_folder, imported):

@@ -15,16 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.forked import ROOT
 
-from ..support import (
-    change_extra,
-    change_missing,
-    expect_error,
-    exporting,
-    importing,
-    model_with,
-    model_with_config,
-    stock_load,
-)
+from ..support import CHANGES, expect_error, exporting, importing, model_with, model_with_config, stock_load
 
 CONVERT = ROOT / "conversion" / "convert.py"
 
@@ -175,7 +166,7 @@ def test_several_processes_write_what_one_writes(moe_folder, tmp_path):
 
 
 def test_tensors_that_the_model_does_not_call_for(tmp_path, untied_folder, imported):
-    folder = model_with(tmp_path / "model", untied_folder, change_extra)
+    folder = model_with(tmp_path / "model", untied_folder, CHANGES["extra"])
     with pytest.raises(CheckpointError, match="1 unexpected"):
         import_checkpoint(folder, tmp_path / "megatron")
     report = import_checkpoint(folder, tmp_path / "megatron", strict=False, verify=True)
@@ -183,7 +174,7 @@ def test_tensors_that_the_model_does_not_call_for(tmp_path, untied_folder, impor
         "model.language_model.layers.9.x [3] float32 is not a tensor of this model; it was ignored",
     )
     assert verify_checkpoint(untied_folder, tmp_path / "megatron").same
-    folder = model_with(tmp_path / "lacking", untied_folder, change_missing)
+    folder = model_with(tmp_path / "lacking", untied_folder, CHANGES["missing"])
     with pytest.raises(CheckpointError, match="1 missing"):
         import_checkpoint(folder, tmp_path / "lacking-megatron", strict=False)
     stored = stock_load(imported / "iter_0000000")

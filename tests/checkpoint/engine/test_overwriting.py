@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import functools
 import os
 import shutil
 import signal
@@ -25,16 +26,12 @@ import pytest
 from ..support import before_each_unit, broken_disk, contents, expect_error, exporting, importing
 
 
-def quiet(_: str) -> None:
-    pass
-
-
 @pytest.mark.parametrize("empty", [False, True])
 def test_the_target_appears_at_the_end_only(empty, tmp_path):
     target = tmp_path / "a" / "b" / "target"
     if empty:
         target.mkdir(parents=True)
-    with atomic.atomic_directory(target, quiet) as work:
+    with atomic.atomic_directory(target, print) as work:
         (work / "file").write_text("x")
         assert work.parent == target.parent and work.name.startswith(".target.partial-")
         assert target.exists() == empty and not list(target.glob("*"))
@@ -46,7 +43,7 @@ def test_the_target_appears_at_the_end_only(empty, tmp_path):
 def test_a_failure_leaves_nothing_not_even_parents(error, tmp_path):
     with (
         pytest.raises(CheckpointError if error is OSError else error),
-        atomic.atomic_directory(tmp_path / "a" / "b" / "target", quiet) as work,
+        atomic.atomic_directory(tmp_path / "a" / "b" / "target", print) as work,
     ):
         (work / "file").write_text("x")
         raise error
@@ -69,15 +66,15 @@ def test_what_a_dead_process_left_is_removed_and_reported(tmp_path):
 def test_folders_of_somebodys_own_stay(name, tmp_path):
     (tmp_path / name).mkdir()
     (tmp_path / name / "precious").touch()
-    with atomic.atomic_directory(tmp_path / "target", quiet):
+    with atomic.atomic_directory(tmp_path / "target", print):
         pass
     assert (tmp_path / name / "precious").exists()
 
 
 def test_a_second_process_is_refused_while_the_first_works(tmp_path):
-    with atomic.atomic_directory(tmp_path / "target", quiet) as work:
+    with atomic.atomic_directory(tmp_path / "target", print) as work:
         refused = pytest.raises(CheckpointError, match="is being written by another process")
-        with refused, atomic.atomic_directory(tmp_path / "target", quiet):
+        with refused, atomic.atomic_directory(tmp_path / "target", print):
             pass
         assert work.exists()
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
@@ -91,11 +88,11 @@ def test_a_second_process_is_refused_up_to_the_very_end(tmp_path, monkeypatch, k
         for moment in (lambda: None, lambda: original(*arguments, **named)):
             moment()
             with pytest.raises(CheckpointError, match="is being written by another process") as found:
-                atomic.atomic_directory(target, quiet).__enter__()
+                atomic.atomic_directory(target, print).__enter__()
             refused.append(found)
 
     monkeypatch.setattr(atomic, "_move_into_place", meet)
-    with atomic.atomic_directory(target, quiet, keep=keep) as work:
+    with atomic.atomic_directory(target, print, keep=keep) as work:
         atomic.scratch_of(work).mkdir()
     assert len(refused) == 2 and [path.name for path in tmp_path.iterdir()] == ["target"]
 
@@ -113,7 +110,7 @@ def test_a_signal_after_the_move_takes_nothing(tmp_path, monkeypatch, keep, earl
         raise KeyboardInterrupt
 
     monkeypatch.setattr(atomic, "_move_into_place", interrupted)
-    with atomic.atomic_directory(target, quiet, keep=keep, replace=lambda _: None) as work:
+    with atomic.atomic_directory(target, print, keep=keep, replace=lambda _: None) as work:
         atomic.scratch_of(work).mkdir()
         (atomic.scratch_of(work) / "plan").touch()
         (work / "new").touch()
@@ -130,16 +127,16 @@ def test_a_lock_that_was_let_go_meanwhile_is_none(tmp_path, monkeypatch):
         flock(*arguments)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with atomic.atomic_directory(tmp_path / "target", quiet):
+    with atomic.atomic_directory(tmp_path / "target", print):
         assert path.exists()
         with pytest.raises(CheckpointError, match="another process"):
-            atomic.atomic_directory(tmp_path / "target", quiet).__enter__()
+            atomic.atomic_directory(tmp_path / "target", print).__enter__()
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
 def test_a_target_that_came_into_being_meanwhile_is_kept(tmp_path):
     target = tmp_path / "target"
-    with pytest.raises(CheckpointError, match="not empty"), atomic.atomic_directory(target, quiet):
+    with pytest.raises(CheckpointError, match="not empty"), atomic.atomic_directory(target, print):
         target.mkdir()
         (target / "other").write_text("x")
     assert [path.name for path in tmp_path.rglob("*")] == ["target", "other"]
@@ -152,13 +149,13 @@ def test_an_earlier_result_is_replaced(tmp_path, monkeypatch, swap):
     (target / "old").write_text("x")
     if not swap:  # as on a file system that has no such operation
         monkeypatch.setattr(atomic, "_RENAME_EXCHANGE", 1 << 20)
-    with atomic.atomic_directory(target, quiet, replace=lambda _: True) as work:
+    with atomic.atomic_directory(target, print, replace=lambda _: True) as work:
         (work / "new").write_text("x")
         assert (target / "old").exists()
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["new", "target"]
 
 
-OVER = ["--overwrite"]
+refused = functools.partial(expect_error, options=["--overwrite"])
 
 
 def test_a_project_that_holds_a_configuration_is_no_result(capsys, tmp_path, imported, untied_folder):
@@ -166,28 +163,23 @@ def test_a_project_that_holds_a_configuration_is_no_result(capsys, tmp_path, imp
     (project / "src").mkdir(parents=True)
     shutil.copyfile(untied_folder / "config.json", project / "config.json")
     (project / "src" / "train.py").write_text("precious")
-    expect_error(
-        capsys, exporting(imported, tmp_path), "was not written by a conversion", MANIFEST, "remove it yourself",
-        options=OVER,
-    )  # fmt: skip
+    refused(capsys, exporting(imported, tmp_path), "was not written by a conversion", MANIFEST, "remove it yourself")
     # A model that something else wrote is not ours to replace either.
     shutil.rmtree(project)
     shutil.copytree(untied_folder, project)
-    expect_error(capsys, exporting(imported, tmp_path), "was not written by a conversion", MANIFEST, options=OVER)
+    refused(capsys, exporting(imported, tmp_path), "was not written by a conversion", MANIFEST)
 
 
 def test_a_run_that_holds_other_iterations_is_no_result(capsys, tmp_path, untied_folder, imported):
     run = shutil.copytree(imported, tmp_path / "new" / "megatron")
     (run / "iter_0000100").mkdir()
     (run / "iter_0000100" / ".metadata").write_text("precious")
-    error = expect_error(
-        capsys, importing(untied_folder, tmp_path), "holds 1 files that are not part of our checkpoint", options=OVER
-    )
+    error = refused(capsys, importing(untied_folder, tmp_path), "holds 1 files that are not part of our checkpoint")
     assert "iter_0000100/.metadata" in error
     # What a trainer of ours has written in the first iteration's place has a manifest, but not a conversion's.
     shutil.rmtree(run / "iter_0000100")
     write_object(run / "iter_0000000" / MANIFEST, {**tool(), "source": "x", "expert_layout": None})
-    expect_error(capsys, importing(untied_folder, tmp_path), "was not written by a conversion", MANIFEST, options=OVER)
+    refused(capsys, importing(untied_folder, tmp_path), "was not written by a conversion", MANIFEST)
 
 
 def test_what_lies_beside_a_result_is_listed(capsys, tmp_path, imported):
@@ -196,9 +188,7 @@ def test_what_lies_beside_a_result_is_listed(capsys, tmp_path, imported):
     for number in range(25):
         (target / f"notes-{number:02d}.txt").write_text("precious")
     (target / "data").symlink_to(tmp_path)
-    error = expect_error(
-        capsys, exporting(imported, tmp_path), "holds 26 files that are not part of our checkpoint", options=OVER
-    )
+    error = refused(capsys, exporting(imported, tmp_path), "holds 26 files that are not part of our checkpoint")
     assert "data, notes-00.txt" in error and "notes-18.txt and 6 more" in error and "notes-19" not in error
 
 
@@ -213,15 +203,11 @@ def test_a_result_is_replaced_by_another(ckpt_format, tmp_path, tied_folder, moe
     assert not list((tmp_path / "hf").glob("model-*"))
 
 
-def test_a_result_of_another_kind_stays(tmp_path, imported):
+def test_a_result_of_another_kind_or_of_an_earlier_version_stays(tmp_path, imported):
     export_checkpoint(imported, tmp_path / "hf")
     Replaceable(".", "huggingface")(tmp_path / "hf")
     with pytest.raises(CheckpointError, match="conversion of this kind"):
         Replaceable(".", "peft")(tmp_path / "hf")
-
-
-def test_a_result_of_an_earlier_version_stays(tmp_path, imported):
-    export_checkpoint(imported, tmp_path / "hf")
     said = read_object(tmp_path / "hf" / MANIFEST)
     for files_then in (None, sorted(said["files"])):
         write_object(tmp_path / "hf" / MANIFEST, said | {"files": files_then})
@@ -257,7 +243,7 @@ def test_what_was_put_over_a_result_is_kept(put, capsys, tmp_path, untied_folder
     export_checkpoint(imported, target)
     name = put(target)
     before = (target / name).read_bytes()
-    error = expect_error(capsys, exporting(imported, tmp_path), "holds 1 files changed since", options=OVER)
+    error = refused(capsys, exporting(imported, tmp_path), "holds 1 files changed since")
     assert name in error and (target / name).read_bytes() == before
 
 
@@ -450,20 +436,19 @@ sys.exit(cli.main())
 """
 
 
+def start(source: Path, target: Path, *before: str) -> subprocess.Popen:
+    pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    arguments = ["import", "--no-progress", "--hf-model", source, "--megatron-path", target]
+    process = subprocess.Popen([*before, sys.executable, "-c", SLOW, *arguments], **pipes)
+    assert process.stdout.readline() == "writing\n"
+    return process
+
+
 @pytest.fixture
 def started(untied_folder, tmp_path) -> Iterator[subprocess.Popen]:
-    arguments = ["import", "--no-progress", "--hf-model", untied_folder, "--megatron-path", tmp_path / "out" / "m"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOW, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "writing\n"
-    yield process
+    yield (process := start(untied_folder, tmp_path / "out" / "m"))
     process.kill()
     process.communicate()
-
-
-def left(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.rglob("*"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -478,7 +463,7 @@ def test_a_second_signal_does_not_break_off_the_tidying(number, started, tmp_pat
         "interrupted, cleaning up; interrupt again to stop at once and leave the cleanup to the next run\ninterrupted\n"
     )
     assert started.returncode == 130 and out.endswith("removing\n")
-    assert left(tmp_path) == []
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_third_signal_ends_at_once(started, untied_folder, tmp_path):
@@ -492,12 +477,7 @@ def test_a_third_signal_ends_at_once(started, untied_folder, tmp_path):
 
 
 def test_what_nohup_ignores_stays_ignored(untied_folder, tmp_path):
-    arguments = ["import", "--no-progress", "--hf-model", untied_folder, "--megatron-path", tmp_path / "m"]
-    process = subprocess.Popen(
-        ["nohup", sys.executable, "-c", SLOW, *arguments],
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout.readline() == "writing\n"
+    process = start(untied_folder, tmp_path / "m", "nohup")
     os.kill(process.pid, signal.SIGHUP)
     out, error = process.communicate(timeout=60)
     assert process.returncode == 0 and str(tmp_path / "m") in out, error

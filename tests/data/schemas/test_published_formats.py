@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import qwen3vl_bridge
 from qwen3vl_bridge.cli.data import main
 from qwen3vl_bridge.data import Columns, DataError, PackedRows, open_source
 from qwen3vl_bridge.data.schemas.conversations import conversation_of
@@ -96,8 +95,7 @@ FORMATS = [
     Published("lmms-lab/OK-VQA", "parquet",
         {"question_id": "2971475", "image": IMAGE, "question": "What sport?", "answers": ["race", "race", "motocross"],
          "question_type": "one", "answer_type": "other"}, "[image]What sport?", "race", {"answer": "{answers[0]}"}),
-    Published("hiyouga/geometry3k", "parquet",
-        {"images": [IMAGE], "problem": "<image>Find x.", "answer": "3"},
+    Published("hiyouga/geometry3k", "parquet", {"images": [IMAGE], "problem": "<image>Find x.", "answer": "3"},
         "[image]Find x.", "3", {"question": "problem"}),
     # "text" is a prompt of all three, which is not read
     Published("tatsu-lab/alpaca", "parquet",
@@ -137,11 +135,11 @@ FORMATS = [
          "subfield": "Drawing"},
         "Which of [image] is missing?\nA. [image]\nB. [image]\nC. It's \\frac", "B",
         {"image": "image_*", "question": r"{question}\n{options:letters}"}),
-    Published("naver-clova-ix/cord-v2", "parquet",
-        {"image": IMAGE, "ground_truth": receipt(0)["ground_truth"]},
+    Published("naver-clova-ix/cord-v2", "parquet", {"image": IMAGE, "ground_truth": receipt(0)["ground_truth"]},
         "[image]Describe this image.", "", schema_adapter="cord_v2"),
 ]
 # fmt: on
+NEED_A_SETTING = [published for published in FORMATS if published.columns or published.schema_adapter]
 
 
 def written(folder: Path, published: Published) -> Path:
@@ -188,15 +186,11 @@ def test_a_published_format_is_read(tmp_path, encoder, published):
     assert encoder(sample).loss_mask.sum() > 0
 
 
-@pytest.mark.parametrize(
-    "published", [one for one in FORMATS if one.columns or one.schema_adapter], ids=lambda one: one.name
-)
+@pytest.mark.parametrize("published", NEED_A_SETTING, ids=[published.name for published in NEED_A_SETTING])
 def test_a_format_that_needs_a_setting_is_refused_without(tmp_path, published):
     path = written(tmp_path, published)
-    with pytest.raises(
-        DataError,
-        match=r"found (the (columns|keys) .*, expected|1,? expected a string|'image_1', which looks|1 placeholders)",
-    ):
+    problems = r"the (columns|keys) .*, expected|1,? expected a string|'image_1', which looks|1 placeholders"
+    with pytest.raises(DataError, match=f"found ({problems})"):
         open_source(path)[0]
 
 
@@ -241,29 +235,16 @@ def test_a_table_without_its_columns_is_refused(folder):
 RECORDS = {
     "rdr": {"image": "7.png", "text": "A bolt, M8."},
     "medpix": {"image_id": "7.png", "question": "Which organ?", "answer": "A lung.", "mode": "train"},
-    "raven": {
-        "images": ["7.png", "8.png"],
-        "texts": [
-            {"user": "Which comes <image> next?", "assistant": "B.", "source": "RAVEN"},
-            {"user": "And then?", "assistant": "C.", "source": "RAVEN"},
-        ],
-    },
-    "llava_video_178k": {
-        "id": "x/1", "data_source": "0_30_s_nextqa", "video": "clips/1.mkv",
-        "conversations": [
-            {"from": "human", "value": "<image>\nWhat is shown?"}, {"from": "gpt", "value": " A dog. "},
-            {"from": "human", "value": "And <video> then?"}, {"from": "gpt", "value": "A cat."},
-        ],
-    },
-    "squad": {
-        "id": "1", "title": "Tea", "context": "Tea is hot.", "question": "What is hot?",
-        "answers": {"text": ["Tea", "tea"], "answer_start": [0, 0]},
-    },
+    "raven": {"images": ["7.png", "8.png"], "texts": [
+        {"user": "Which comes <image> next?", "assistant": "B.", "source": "RAVEN"},
+        {"user": "And then?", "assistant": "C.", "source": "RAVEN"}]},
+    "llava_video_178k": {"id": "x/1", "data_source": "0_30_s_nextqa", "video": "clips/1.mkv", "conversations": [
+        *turns("<image>\nWhat is shown?", " A dog. "), *turns("And <video> then?", "A cat.")]},
+    "squad": {"id": "1", "title": "Tea", "context": "Tea is hot.", "question": "What is hot?",
+              "answers": {"text": ["Tea", "tea"], "answer_start": [0, 0]}},
     "gsm8k": {"question": "One and two?", "answer": "They are three.\n#### 3"},
-    "openmathinstruct2": {
-        "problem": "Half of 8?", "generated_solution": "Halve 8: $\\boxed{4}$", "expected_answer": "4",
-        "problem_source": "augmented_math",
-    },
+    "openmathinstruct2": {"problem": "Half of 8?", "generated_solution": "Halve 8: $\\boxed{4}$",
+                          "expected_answer": "4", "problem_source": "augmented_math"},
 }
 # fmt: on
 RECORDS["openmathinstruct2_thinking"] = RECORDS["openmathinstruct2"]
@@ -350,9 +331,9 @@ def video_turns(*changes) -> dict:
     ("raven", {"texts": [{"user": "a"}]}, "which schema raven cannot read"),
     ("llava_video_178k", {"video": ""}, "message 1, part 1: found '' under 'video', expected a path"),
     ("llava_video_178k", {"conversations": "a"}, "found 'a' under 'conversations', expected a non-empty list"),
-    ("llava_video_178k", video_turns(7), "x: turn 2: found 7, expected an object with 'from', human or gpt"),
-    ("llava_video_178k", video_turns({"from": "system", "value": "a"}), "x: turn 2: found {'from': 'system'.*, exp"),
-    ("llava_video_178k", video_turns({"from": "gpt", "value": ""}), "x: turn 2: found {'from': 'gpt', 'value': ''}"),
+    ("llava_video_178k", video_turns(7), "turn 2: found 7, expected an object with 'from', human or gpt"),
+    ("llava_video_178k", video_turns({"from": "system", "value": "a"}), "turn 2: found {'from': 'system'.*, exp"),
+    ("llava_video_178k", video_turns({"from": "gpt", "value": ""}), "turn 2: found {'from': 'gpt', 'value': ''}"),
     ("squad", {"answers": ["Tea"]}, r"found \['Tea'\] under 'answers', expected a non-empty object"),
     ("squad", {"answers": {"text": []}}, "'Tea is hot.*which schema squad cannot read .IndexError"),
     ("squad", {"answers": {"text": [7]}}, "found .7. as the answer, expected a non-empty"),
@@ -360,9 +341,8 @@ def video_turns(*changes) -> dict:
 def test_a_bad_value_is_refused_with_its_place(tmp_path, name, change, message):
     picture(tmp_path / "7.png", 32, 32)
     record = {**RECORDS[name], **change}
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(DataError, match=f"^x: .*{message}"):
         conversation_of(SCHEMAS[name].messages_of(record, "x"), "x", tmp_path)
-    assert str(caught.value).startswith("x: ")
 
 
 @pytest.mark.parametrize("kind", ["train.jsonl", "train.parquet"])
@@ -380,14 +360,10 @@ def test_the_commands_read_receipts(tmp_path, checkpoint, capsys, kind):
     assert "5, of them 0 dropped and 0 cut" in capsys.readouterr().out and len(PackedRows(tmp_path / "rows")) >= 1
     rest = [*source[:4], "--schema-adapter", "cord"]
     assert main(["inspect", *rest]) == main(["pack", *rest, "--output", str(tmp_path / "no")]) == 2
-    assert (
-        capsys.readouterr().err.count("--schema-adapter: schema_adapter is 'cord', expected one of cord_v2, rdr,") == 2
-    )
+    said = "--schema-adapter: schema_adapter is 'cord', expected one of cord_v2, rdr,"
+    assert capsys.readouterr().err.count(said) == 2
 
 
-def test_a_name_of_no_schema_is_refused():
-    provider = qwen3vl_bridge.Qwen3VLConversationProvider(
-        train_path="x.jsonl", hf_processor_path="x", seq_length=64, schema_adapter="cord"
-    )
+def test_a_name_of_no_schema_is_refused(make_provider):
     with pytest.raises(ValueError, match=r"schema_adapter is 'cord', expected one of cord_v2, rdr, .*, or none"):
-        provider.finalize()
+        make_provider(train_path="x.jsonl", schema_adapter="cord")
