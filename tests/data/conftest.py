@@ -11,14 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from qwen3vl_bridge.batch import TokenBatch
-from qwen3vl_bridge.data import (
-    Encoder,
-    JsonLines,
-    RowDataset,
-    RowSettings,
-    SampleFilter,
-    Samples,
-)
+from qwen3vl_bridge.data import DataError, Encoder, JsonLines, RowDataset, RowSettings, SampleFilter, Samples
 from qwen3vl_bridge.data.collation import Collator, VisionSettings, pad_token_id
 
 import datasets
@@ -132,6 +125,13 @@ def dialogue(*contents) -> list[dict]:
 @pytest.fixture(scope="session")
 def encoder(processor) -> Encoder:
     return Encoder(processor)
+
+
+def assert_refused(encoder: Encoder, message: str, conversation, *limit: int) -> None:
+    """Neither is it encoded, nor its size counted."""
+    for work in (encoder, encoder.size):
+        with pytest.raises(DataError, match=message):
+            work(conversation, *limit)
 
 
 @pytest.fixture(scope="session")

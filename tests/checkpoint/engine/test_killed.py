@@ -32,8 +32,6 @@ pytestmark = [
     pytest.mark.usefixtures("no_groups"),
 ]
 MOMENTS, INTERRUPTED, GRACE = 50, 15, 1
-
-
 DENSE, MOE, QWEN3_5 = "untied_folder", "moe_folder", "qwen3_5_folder"
 
 
@@ -106,11 +104,9 @@ KILLED = list(product((DENSE, MOE, QWEN3_5), ("import", "torch_dist", "export"),
 ALWAYS = [(DENSE, "import", 1), (DENSE, "export", 1), (MOE, "torch_dist", 1)]
 
 
-@pytest.mark.parametrize(
-    ("larger", "direction", "processes"),
-    [case if case in ALWAYS else pytest.param(*case, marks=pytest.mark.slow) for case in KILLED],
-    indirect=["larger"],
-)
+@pytest.mark.parametrize(("larger", "direction", "processes"), [
+    case if case in ALWAYS else pytest.param(*case, marks=pytest.mark.slow) for case in KILLED
+], indirect=["larger"])  # fmt: skip
 def test_killed_at_any_moment(direction, processes, larger, tmp_path):
     source, target = tmp_path / "source", tmp_path / "out" / "target"
     target.parent.mkdir()

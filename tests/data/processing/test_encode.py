@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers.image_utils import load_image
 
-from ..conftest import WHITE, dialogue, picture, trained, with_template
+from ..conftest import WHITE, assert_refused, dialogue, picture, trained, with_template
 
 # What a user could write to be taken for the template, and what tokenizers get wrong.
 TEXTS = (
@@ -114,7 +114,9 @@ def test_a_conversation_by_hand(processor, encoder, read, tmp_path):
 def test_equal_to_the_processor_alone(processor, encoder, read, tmp_path):
     """Also for a photograph that lies on its side in the file, and a picture with transparency."""
     upright = Image.open(picture(tmp_path / "a.png", 96, 32))
-    upright.save(tmp_path / "a.jpg", exif=_exif(6))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    upright.save(tmp_path / "a.jpg", exif=exif)
     upright.convert("RGBA").save(tmp_path / "b.png")
     content = [{"type": "image", "image": "a.jpg"}, {"type": "image", "image": "b.png"}, {"type": "text", "text": "?"}]
     conversation = read(dialogue(content, "7"))
@@ -128,12 +130,6 @@ def test_equal_to_the_processor_alone(processor, encoder, read, tmp_path):
     assert encoder.size(conversation).tokens == len(sample)
 
 
-def _exif(orientation: int) -> Image.Exif:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    return exif
-
-
 def test_text_alone_has_no_pixels(encoder, read):
     sample = encoder(read(dialogue("Hi", "")))
     assert sample.pixel_values is None and sample.image_grid_thw is None
@@ -145,9 +141,7 @@ def test_text_alone_has_no_pixels(encoder, read):
 def test_text_that_stands_for_a_picture_is_refused(encoder, read, token, in_part):
     text = f"Which {token}?"
     conversation = read(dialogue([{"type": "text", "text": text}] if in_part else text, "7"))
-    for encode in (encoder, encoder.size):
-        with pytest.raises(DataError, match=r"train.jsonl:1: message 1: found '<\|\w+\|>' in the text, which"):
-            encode(conversation)
+    assert_refused(encoder, r"train.jsonl:1: message 1: found '<\|\w+\|>' in the text, which", conversation)
 
 
 END = "<|im_end|>"
@@ -159,13 +153,8 @@ spoken = st.tuples(starts, st.sampled_from(["", "Seven.", "7", "{", "é", "中�
 
 @pytest.fixture(scope="module")
 def joining_encoders(joining):
-    found = {}
-    for name in TEMPLATES:
-        other = with_template(joining, f"{name}.jinja")
-        found[name] = Encoder(other)
-        if name == "thinking_template":
-            found["train"] = Encoder(other, empty_thinking="train")
-    return found
+    found = {name: Encoder(with_template(joining, f"{name}.jinja")) for name in TEMPLATES}
+    return found | {"train": Encoder(found["thinking_template"].processor, empty_thinking="train")}
 
 
 def ids(processor, text: str) -> list[int]:
@@ -223,13 +212,8 @@ def test_every_answer_follows_its_prompt_or_the_sample_is_refused(joining_encode
     if not expected:
         return
     later = [prompt for prompt, _ in expected[1:]]
-    fits = all(
-        after[: len(prompt + own)] == prompt + own for (prompt, own), after in zip(expected, later, strict=False)
-    )
-    if not fits:
-        for work in (encoder, encoder.size):
-            with pytest.raises(DataError, match=r"^train.jsonl:1: the tokenizer joins the beginning of the answer "):
-                work(conversation)
+    if not all(then[: len(head + own)] == head + own for (head, own), then in zip(expected, later, strict=False)):
+        assert_refused(encoder, r"^train.jsonl:1: the tokenizer joins the beginning of the answer ", conversation)
         return
     sample = encoder(conversation)
     assert encoder.size(conversation).tokens == len(sample)
@@ -245,11 +229,8 @@ def test_every_answer_follows_its_prompt_or_the_sample_is_refused(joining_encode
 
 def test_a_prompt_that_ends_in_a_space_leaves_its_answer_the_first_word(processor):
     ask, answer = dialogue("Hi", "the")
-    other = with_template(
-        processor,
-        "{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}",
-    )
+    turns = "{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    other = with_template(processor, turns + "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}")
     assert len(ids(processor, ": the")) < len(ids(processor, ": ")) + len(ids(processor, "the"))
     encoder, conversation = Encoder(other), Conversation("train.jsonl:1", (ask, answer))
     sample = encoder(conversation)
@@ -261,9 +242,7 @@ def test_white_space_between_turns_by_hand(joining_encoders):
     encoder = joining_encoders["released_template"]
     ask, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "\n\nSeven."}
     messages = (ask, {**answer, "content": "Six."}, ask, answer, ask, {**answer, "content": "Eight."})
-    with pytest.raises(
-        DataError, match=r"the answer '\\n\\nSeven\.<\|im_end\|>.*answers='last', leave this one out with"
-    ):
+    with pytest.raises(DataError, match=r"the answer '\\n\\nSeven\.<\|im_end\|>.*answers='last', leave this one out"):
         encoder(Conversation("train.jsonl:1", messages))
     for remedied in (
         Encoder(encoder.processor, "last")(Conversation("train.jsonl:1", messages)),
@@ -280,22 +259,15 @@ PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif 
 
 @pytest.mark.parametrize(("template", "message"), [
     # Thinks first, in the prompt alone.
-    (
-        f"{{% for m in messages %}}{TURN}{{% endfor %}}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}",
-        r"message 2: the chat template renders the prompt to generate it, .*<think>.*, and not so in the whole conv",
-    ),
+    (f"{{% for m in messages %}}{TURN}{{% endfor %}}"
+     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}",
+     r"message 2: the chat template renders the prompt to generate it, .*<think>.*, and not so in the whole conv"),
     # Leaves out all answers but the last.
-    (
-        "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}"
-        f"{TURN}{{% endif %}}{{% endfor %}}{PROMPT}",
-        "message 2: the chat template writes the answer 0 times, expected once",
-    ),
+    ("{% for m in messages %}{% if m.role != 'assistant' or loop.last %}" f"{TURN}{{% endif %}}{{% endfor %}}{PROMPT}",
+     "message 2: the chat template writes the answer 0 times, expected once"),
     # Does not close a turn.
-    (
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '\n' }}{% endfor %}" + PROMPT,
-        "message 2: the answer is followed by .*im_start.*, expected a token that closes the turn",
-    ),
+    ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '\n' }}{% endfor %}" + PROMPT,
+     "message 2: the answer is followed by .*im_start.*, expected a token that closes the turn"),
 ])  # fmt: skip
 def test_templates_with_no_place_to_hold_on_to_are_refused(processor, read, template, message):
     with pytest.raises(DataError, match=message):
@@ -306,36 +278,26 @@ def test_a_template_that_leaves_out_pictures_is_refused(processor, read, tmp_pat
     other = with_template(processor, f"{{% for m in messages if m.content is string %}}{TURN}{{% endfor %}}{PROMPT}")
     picture(tmp_path / "7.png", 64, 64)
     conversation = read(dialogue([{"type": "image", "image": "7.png"}], "7"))
-    for encode in (Encoder(other), Encoder(other).size):
-        with pytest.raises(DataError, match="1: the chat template made 0 placeholders for images, expected 1"):
-            encode(conversation)
+    assert_refused(Encoder(other), "1: the chat template made 0 placeholders for images, expected 1", conversation)
 
 
 def test_a_picture_that_the_processor_refuses_is_named(encoder, read, tmp_path):
     picture(tmp_path / "7.png", 1, 500)
     conversation = read(dialogue([{"type": "image", "image": "7.png"}], "7"))
-    for encode in (encoder, encoder.size):
-        with pytest.raises(DataError, match=r"train.jsonl:1: the processor refuses it: .*aspect ratio"):
-            encode(conversation)
+    assert_refused(encoder, r"train.jsonl:1: the processor refuses it: .*aspect ratio", conversation)
 
 
 @pytest.mark.parametrize("role", ["user", "assistant"])
 def test_text_that_is_no_unicode_is_refused(encoder, read, role):
     messages = dialogue("a", "b")
     messages[role == "assistant"]["content"] = "a\ud800"
-    for work in (encoder, encoder.size):
-        with pytest.raises(DataError, match=r"train.jsonl:1: found text that is not valid Unicode"):
-            work(read(messages))
+    assert_refused(encoder, r"train.jsonl:1: found text that is not valid Unicode", read(messages))
 
 
-@pytest.mark.parametrize(
-    "template", ["{{ 5 + 'a' }}", "{{ nothing.at.all }}", "{{ raise_exception('no') }}", "{% if %}"]
-)
+@pytest.mark.parametrize("template", ["{{ 5 + 'a' }}", "{{ nothing.at }}", "{{ raise_exception('no') }}", "{% if %}"])
 def test_a_template_that_fails_names_the_sample(processor, read, template):
     broken, conversation = with_template(processor, template), read(dialogue("a", "b"))
-    for work in (Encoder(broken), Encoder(broken).size):
-        with pytest.raises(DataError, match=r"train.jsonl:1: the chat template refuses it"):
-            work(conversation)
+    assert_refused(Encoder(broken), r"train.jsonl:1: the chat template refuses it", conversation)
 
 
 def test_what_is_nested_beyond_reason_names_the_sample(encoder, read):

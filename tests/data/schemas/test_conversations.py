@@ -55,14 +55,14 @@ def user(*parts) -> dict:
 
 
 @pytest.mark.parametrize(("line", "message"), [
-    (b"{", r"train.jsonl:2: found no valid JSON \(.*\), expected one conversation"),
-    (b"[" * 100_000, r"train.jsonl:2: found no valid JSON \(.*more than 50 deep"),
-    (b'{"messages": "\xff"}', r"train.jsonl:2: found bytes that are not valid UTF-8"),
+    (b"{", r"found no valid JSON \(.*\), expected one conversation"),
+    (b"[" * 100_000, r"found no valid JSON \(.*more than 50 deep"),
+    (b'{"messages": "\xff"}', r"found bytes that are not valid UTF-8"),
     ([], r"found \[\], expected an object with a list of messages"), (7, "found 7, expected an object"),
     ({}, "found None under 'messages', expected an object with a list"),
     ({"messages": []}, r"found \[\] under 'messages'"), ({"messages": "hi"}, "found 'hi' under 'messages'"),
     ({"messages": [ASK, ANSWER], "tools": {"a": 1}}, "found {'a': 1} under 'tools', expected a list of objects"),
-    ({"messages": [ASK, "hi"]}, "2: message 2: found 'hi', expected an object with role and content"),
+    ({"messages": [ASK, "hi"]}, "message 2: found 'hi', expected an object with role and content"),
     ({"messages": [{"role": "user"}]}, "message 1: found the keys role, expected role and content"),
     ({"messages": [{**ASK, "calls": []}]}, "message 1: found the keys role, content, calls, expected"),
     ({"messages": [ASK, {**ANSWER, "reasoning_content": ["a"]}]}, r"found \['a'\] under 'reasoning_content', ex"),
@@ -108,9 +108,8 @@ def test_what_is_no_conversation_is_refused(tmp_path, line, message):
     (folder / "train.jsonl").write_bytes(json.dumps({"messages": [ASK, ANSWER]}).encode() + b"\n" + line + b"\n")
     file = JsonLines(folder / "train.jsonl")
     assert file[0].messages == (ASK, ANSWER)
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(DataError, match=f"^train.jsonl:2: .*{message}"):
         file[1]
-    assert str(caught.value).startswith("train.jsonl:2: ")
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -225,13 +224,9 @@ def test_numbered_places_are_the_pictures_of_these_numbers(form):
     assert spelt(asked(f"{two} beside {one}?", images=["a", "b"])) == "[b] beside [a]?"
     # A picture that is named twice is shown twice.
     assert spelt(asked(f"{one}: is {one} or {two} it?", images=["a", "b"])) == "[a]: is [a] or [b] it?"
-    for words, images, numbers in (
-        (f"{one} {three}", ["a", "b"], "1, 3"),
-        (f"{one} {one}", ["a", "b"], "1"),
-        (form.format(0), ["a"], "0"),
-    ):
-        with pytest.raises(DataError, match=f"numbers {numbers}, expected each number from 1 to {len(images)}"):
-            asked(words, images=images)
+    for words, most, numbers in ((f"{one} {three}", 2, "1, 3"), (f"{one} {one}", 2, "1"), (form.format(0), 1, "0")):
+        with pytest.raises(DataError, match=f"numbers {numbers}, expected each number from 1 to {most}"):
+            asked(words, images=["a", "b"][:most])
     with pytest.raises(DataError, match=r"found 1 placeholders for images .* expected 0"):
         asked(one)
 
@@ -287,15 +282,20 @@ def test_an_empty_one_among_pictures_is_refused(some):
         conversation_of(messages_of({"question": "<video><video>", "answer": "a", "videos": some}, "x"), "x", Path())
 
 
-def encoded(kind: str) -> str:
+def content(number: int, kind: str = "PNG") -> bytes:
     file = io.BytesIO()
-    Image.new("RGB", (64, 64)).save(file, kind)
-    return base64.b64encode(file.getvalue()).decode()
+    Image.new("RGB", (64 + 32 * number, 64), (40 * number, 0, 0)).save(file, kind)
+    return file.getvalue()
 
 
-@pytest.mark.parametrize(
-    "value", [*map(encoded, ("PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP")), "AAAAIGZ0eXBpc29tAAACAGlzb21pc28y" * 3]
-)
+def encoded(number: int, kind: str = "PNG") -> str:
+    return base64.b64encode(content(number, kind)).decode()
+
+
+KINDS = [encoded(0, kind) for kind in ("PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP")]
+
+
+@pytest.mark.parametrize("value", [*KINDS, "AAAAIGZ0eXBpc29tAAACAGlzb21pc28y" * 3])
 def test_base64_under_any_key_is_noticed(value):
     for content in (value, [value, value], {"bytes": value, "path": None}):
         with pytest.raises(DataError, match=r"found 'payload', which looks like images .*columns.image=payload"):
@@ -316,17 +316,11 @@ TURNS = ("messages", "conversations", "texts", "question", "query", "prompt", "i
 KEYS = ("img", "image_path", "Images", "image_name", "image_list", "pictures", "payload", "x")
 
 
-def content(number: int) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (64 + 32 * number, 64), (40 * number, 0, 0)).save(file, "PNG")
-    return file.getvalue()
-
-
 MEDIA = {
     "path": lambda n: f"{n}.png",
     "file": lambda n: {"bytes": content(n), "path": None},
-    "data": lambda n: "data:image/png;base64," + base64.b64encode(content(n)).decode(),
-    "base64": lambda n: base64.b64encode(content(n)).decode(),
+    "data": lambda n: f"data:image/png;base64,{encoded(n)}",
+    "base64": encoded,
 }
 
 

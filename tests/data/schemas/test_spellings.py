@@ -63,9 +63,8 @@ def test_placeholders_become_the_media_beside_them():
     assert asked("<image>\nWhich?", image="1.png") == [image("1.png"), text("\nWhich?")]
     assert asked("<image>", image={"bytes": b"one", "path": "1.png"}) == [image(b"one")]
     assert asked("<image>", image={"bytes": None, "path": "1.png"}) == [image("1.png")]
-    assert asked("A<image><image> B <video>", images=["1", "2"], videos=["3"]) == [
-        *(text("A"), image("1"), image("2"), text(" B "), video("3"))
-    ]
+    parts = [text("A"), image("1"), image("2"), text(" B "), video("3")]
+    assert asked("A<image><image> B <video>", images=["1", "2"], videos=["3"]) == parts
     assert asked("<video>", video=[["1.png", "2.png"]]) == [video(["1.png", "2.png"])]
     messages = [{"role": "user", "content": "<image>"}, ANSWER, {"role": "user", "content": "and <image>?"}, ANSWER]
     own = told({"messages": messages, "image": ["1", "2"], "id": 7})
@@ -77,9 +76,8 @@ def test_parts_without_their_own_take_the_media_beside_them():
     parts = [{"type": "image"}, text("<image>"), {"type": "image", "image": "own.png"}, {"type": "image", "text": None}]
     own = told({"messages": [{"role": "user", "content": parts}, ANSWER], "images": ["1", "2"]})
     # In a list of parts a text is text.
-    assert [part.get("image", part.get("text")) for part in own["messages"][0]["content"]] == [
-        *("1", "<image>", "own.png", "2")
-    ]
+    found = [part.get("image", part.get("text")) for part in own["messages"][0]["content"]]
+    assert found == ["1", "<image>", "own.png", "2"]
 
 
 def test_without_media_a_placeholder_is_text_where_that_is_said():
@@ -148,25 +146,21 @@ def test_parts_say_by_their_index_which_picture_they_are():
     ({"conversations": [HUMAN], "system": 7}, "found 7 under 'system', expected a string"),
     ({"conversations": [{"from": "system", "value": ""}], "system": "x"}, "found both 'system' and a turn of it"),
     ({"messages": [{"role": "system", "content": ""}], "system": "x"}, "found both 'system' and a turn of it"),
-    ({"messages": [ASK], "tools": "{"}, r"x.jsonl:1: 'tools': found a string that is not valid JSON \(.*\), expected"),
+    ({"messages": [ASK], "tools": "{"}, r"'tools': found a string that is not valid JSON \(.*\), expected"),
     ({"messages": [ASK], "tools": "[" * 100_000}, "'tools': found a string that is not valid JSON .*more than 50"),
     ({"messages": [ASK], "image": "1", "images": ["1"]}, "found both 'image' and 'images', expected one"),
     ({"question": "a", "answer": "b", "images": [b"1", 7]}, "part 2: found 7 under 'image', expected a path or"),
     ({"question": "a", "answer": "b", "image": {"url": "1"}}, "part 1: found {'url': '1'} under 'image', exp"),
-    (
-        {"question": "a", "answer": "b", "video": [[b"1", None]], "sample_fps": 1},
-        "part 1, frame 1: found None under 'video', expected",
-    ),
+    ({"question": "a", "answer": "b", "video": [[b"1", None]], "sample_fps": 1},
+     "part 1, frame 1: found None under 'video', expected"),
     # LLaVA's collator would put the picture first; a guess.
     ({"conversations": [HUMAN, GPT], "image": "1"}, "found 0 placeholders for images .* expected 1, the number of"),
     ({"conversations": [HUMAN, GPT], "videos": ["1"]}, r"0 placeholders for videos \('<video>' .* expected 1,"),
     ({"messages": [{"role": "user", "content": "<image><image>"}], "image": "1"}, "2 placeholders .* expected 1,"),
     ({"messages": [{"role": "user", "content": "<image><video>"}], "image": "1"}, "1 placeholders for videos .* 0"),
     ({"messages": [{"role": "user", "content": [text("<image>")]}], "image": "1"}, "0 placeholders for images"),
-    (
-        {"messages": [{"role": "user", "content": [text("<image>?")]}, ANSWER], "image_path": "1.png"},
-        "image_path', wh",
-    ),
+    ({"messages": [{"role": "user", "content": [text("<image>?")]}, ANSWER], "image_path": "1.png"},
+     "image_path', wh"),
     ({"messages": [{"role": "user", "content": "<image>"}, ANSWER], "id": 7}, "1 placeholders .* 0, .* messages, id"),
     ({"messages": [ASK, {**ANSWER, "content": "<video>"}], "video": None}, "found 1 placeholders for videos .* 0, "),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "1 placeholders for images .* expected 0"),
@@ -175,9 +169,8 @@ def test_parts_say_by_their_index_which_picture_they_are():
     ({"instruction": "a", "input": "<image>", "output": "b"}, "1 placeholders for images .* expected 0"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(record, message):
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(DataError, match=f"^x.jsonl:1: .*{message}"):
         conversation_of(told(record), "x.jsonl:1", Path())
-    assert str(caught.value).startswith("x.jsonl:1: ")
 
 
 def keyed(**beside) -> dict:
@@ -189,9 +182,7 @@ def keyed(**beside) -> dict:
 def test_media_under_a_key_that_is_not_known_are_refused(key, value):
     with pytest.raises(DataError, match=rf"1 placeholders .* expected 0, .* {key}.*columns.image"):
         told(keyed(**{key: value}))
-    with pytest.raises(
-        DataError, match=rf"x.jsonl:1: found '{key}', which looks .*columns.(image|video)={key},.*columns.ign"
-    ):
+    with pytest.raises(DataError, match=rf"x.jsonl:1: found '{key}', which looks .*columns.(image|video)={key},.*ign"):
         told({"messages": [ASK, ANSWER], "id": 7, key: value})
 
 
@@ -301,9 +292,8 @@ def test_parts_of_other_names():
 ])  # fmt: skip
 def test_parts_that_are_none_are_refused(part, message):
     record = {"messages": [{"role": "user", "content": [part]}, ANSWER]}
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(DataError, match=f"^x.jsonl:1: message 1, part 1: .*{message}"):
         conversation_of(told(record), "x.jsonl:1", Path())
-    assert str(caught.value).startswith("x.jsonl:1: message 1, part 1: ")
 
 
 def test_addresses_of_files_are_paths_below_the_root(tmp_path):
