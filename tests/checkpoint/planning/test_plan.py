@@ -179,9 +179,7 @@ def test_a_layers_weights_lie_one_behind_the_other():
     """The widest first, then attention's output, its input, gate and up; shares are of whole rows of all of them."""
     parts, _ = held("8B", FsdpDtensor, world_size=8)
     layer = "language_model.decoder.layers.5."
-    found = {
-        name.removeprefix(layer): list(of_tensor[()]) for name, of_tensor in parts.items() if name.startswith(layer)
-    }
+    found = {name.removeprefix(layer): list(rows[()]) for name, rows in parts.items() if name.startswith(layer)}
     share = -(-(4096 * 12288 + (4096 + 6144 + 24576) * 4096 + 2 * 4096 + 256) // (8 * 12288))  # rows of 12,288
     assert found["mlp.linear_fc2.weight"] == [OwnedRows(share * i, (0, 0, i, 0)) for i in range(3)]
     assert found["self_attention.linear_proj.weight"][0] == OwnedRows(0, (0, 0, 2, 0))

@@ -88,12 +88,9 @@ def test_many_samples_that_fill_a_tower_take_no_longer_each():
 CAPACITY = 32
 
 
-def plan_of(
-    lengths: Callable[[int], int] | Sequence[int], count: int, *, seed: int | None = None, **options
-) -> RowPlan:
+def plan_of(lengths: Callable[[int], int] | Sequence[int], count: int, *, seed: int | None = None, **how) -> RowPlan:
     length = lengths if callable(lengths) else lengths.__getitem__
-    options = {"capacity": CAPACITY, **options}
-    return RowPlan(lambda sample: Size(length(sample), 0, 0), NumberedOrder(count, seed), **options)
+    return RowPlan(lambda n: Size(length(n), 0, 0), NumberedOrder(count, seed), **{"capacity": CAPACITY} | how)
 
 
 ALL = 1 << 40
@@ -105,11 +102,8 @@ def mixtures(draw: st.DrawFn) -> tuple[list[int], list[Fraction], int | None]:
     lengths = draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))
     often = st.fractions(Fraction(1, 20), 4, max_denominator=20)
     taken = [length * draw(often) for length in lengths]
-    return (
-        lengths,
-        taken if sum(map(floor, taken)) else [Fraction(n) for n in lengths],
-        draw(st.none() | st.integers(0, 9)),
-    )
+    taken = taken if sum(map(floor, taken)) else [Fraction(n) for n in lengths]
+    return lengths, taken, draw(st.none() | st.integers(0, 9))
 
 
 @st.composite

@@ -64,9 +64,7 @@ def run(*functions):
     return [found[number] for number in range(len(functions))]
 
 
-def test_ranks_of_one_machine_and_their_workers_measure_each_conversation_once(
-    train_file, checkpoint, measured, tmp_path
-):
+def test_ranks_of_one_machine_and_their_workers_measure_a_conversation_once(train_file, checkpoint, measured, tmp_path):
     def rows_of(rank: int) -> list:
         dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=4)
         provider = Qwen3VLConversationProvider(

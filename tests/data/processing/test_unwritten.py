@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from .. import conftest
-from ..conftest import picture, with_template, write
+from ..conftest import assert_refused, picture, with_template, write
 from .released import QWEN3_8
 
 HERE = Path(__file__).parent
@@ -132,9 +132,7 @@ def test_text_that_a_template_drops_at_think_tags_is_refused(encoder_with, templ
     call = {"tool_calls": CALL["tool_calls"]}
     for content in (text, parts):
         for message in ({**ANSWER, "content": content}, {**ANSWER, "content": content, **call}):
-            for work in (encoder, encoder.size):
-                with pytest.raises(DataError, match=problem):
-                    work(said(message, at))
+            assert_refused(encoder, problem, said(message, at))
             whole = trained(encoder, said(message, at, reasoning_content=""))
             assert whole.startswith(text) and whole.endswith(END)
             assert ("<tool_call>" in whole) == ("tool_calls" in message)
