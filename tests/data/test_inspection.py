@@ -9,17 +9,8 @@ import sys
 import unicodedata
 
 from qwen3vl_bridge.cli.data import main
-from qwen3vl_bridge.data import DataError, SampleFilter, Samples, open_source
-from qwen3vl_bridge.data.inspection import (
-    _MOST_OPEN,
-    _histogram,
-    as_json,
-    as_text,
-    html_parts,
-    inspect_samples,
-    view_sample,
-    write_html,
-)
+from qwen3vl_bridge.data import DataError, SampleFilter, Samples, inspection, open_source
+from qwen3vl_bridge.data.inspection import as_json, as_text, html_parts, inspect_samples, view_sample, write_html
 
 import numpy as np
 import pytest
@@ -33,9 +24,7 @@ from .conftest import dialogue, picture, write
 
 END = "<|im_end|>"
 # With what takes several tokens a character, and a character that stands for a broken one.
-TEXT = st.text(
-    st.one_of(st.characters(codec="utf-8"), st.sampled_from("ab \n\ufffd\u0301é漢😀")), min_size=1, max_size=40
-)
+TEXT = st.text(st.characters(codec="utf-8") | st.sampled_from("ab \n\ufffd\u0301é漢😀"), min_size=1, max_size=40)
 
 
 @pytest.fixture
@@ -234,7 +223,7 @@ def test_the_report_says_what_it_is_of(tmp_path, inspect):
 def test_a_sample_of_many_pieces_is_folded(tmp_path, inspect):
     records = [conversation("7 " * 200), conversation("7 " * 1000)]
     found = inspect(write(tmp_path / "train.jsonl", records), pictures=True, seq_length=20_000)
-    assert len(found.samples[0].pieces) <= _MOST_OPEN < len(found.samples[1].pieces)
+    assert len(found.samples[0].pieces) <= inspection._MOST_OPEN < len(found.samples[1].pieces)
     page = "".join(html_parts(found, "train.jsonl"))
     assert [fold != "" for fold in re.findall(r"<details( open)?>", page)] == [True, False]
 
@@ -243,16 +232,14 @@ def test_a_sample_of_many_pieces_is_folded(tmp_path, inspect):
     ([5] * 3, [("5", "6", 3)]), ([0, 1, 24], [("0", "1", 1), ("1", "2", 1), ("23", "24", 1)]),
 ])  # fmt: skip
 def test_a_histogram_counts_all_values(values, rows):
-    found = re.findall(r"<td>(\S+) to (\S+)</td><td>(\d+)</td>", _histogram("tokens", "samples", values))
+    found = re.findall(r"<td>(\S+) to (\S+)</td><td>(\d+)</td>", inspection._histogram("tokens", "samples", values))
     assert [(low, high, int(number)) for low, high, number in found if number != "0"] == rows
 
 
 @pytest.fixture
 def run(checkpoint):
     """Runs the command; its exit status."""
-    return lambda file, *options: main(
-        ["inspect", "--data", str(file), "--hf-model", str(checkpoint), *map(str, options)]
-    )
+    return lambda file, *how: main(["inspect", "--data", str(file), "--hf-model", str(checkpoint), *map(str, how)])
 
 
 def test_the_command_prints_and_writes(run, train_file, tmp_path, capsys):

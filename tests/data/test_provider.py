@@ -165,7 +165,5 @@ def test_megatron_bridges_ranks_share_each_global_batch_by_cost(make, ranks):
         turns = [[next(one).sample_ids for one in loaders] for _ in range(4 // ranks)]
         assert sorted(names for turn in turns for names in turn) == sorted(plain[first : first + 4])
         if ranks > 1:
-            assert all(
-                min(costs[names] for names in turn) >= max(costs[names] for names in later)
-                for turn, later in pairwise(turns)
-            )
+            dear = [[costs[names] for names in turn] for turn in turns]
+            assert all(min(turn) >= max(later) for turn, later in pairwise(dear))

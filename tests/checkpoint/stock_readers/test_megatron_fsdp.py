@@ -35,14 +35,13 @@ from ..support import assert_same, hf_tensors
 
 pytestmark = pytest.mark.slow
 
-# world, tp, ep, and whether it saves; of a checkpoint with the model's own names
+# World, tp, ep, and whether it saves; of a checkpoint with the model's own names.
 TOPOLOGIES = {
     "untied": [(1, 1, 1, True), (2, 1, 1, False), (2, 2, 1, False), (4, 2, 1, True)],
     "tied": [(2, 2, 1, False)],
     "moe": [(1, 1, 1, True), (2, 1, 2, True), (4, 1, 2, False), (4, 2, 2, False)],
 }
-
-# world, tp, ep; of a conversion as it is by default, with the names of Transformer Engine's layers
+# World, tp, ep; of a conversion as it is by default, with the names of Transformer Engine's layers.
 BY_DEFAULT = {"untied": [(2, 2, 1)], "tied": [(1, 1, 1)], "moe": [(2, 1, 2)]}
 
 
@@ -138,10 +137,8 @@ def save_doubled(wrapper: torch.nn.Module, model: torch.nn.Module, folder: str) 
         if hasattr(tensor, "to_local"):
             tensor.to_local().mul_(2)
     if dist.get_world_size() == 1:
-        settings = OptimizerConfig(
-            optimizer="adam", lr=1e-3, weight_decay=0.0, bf16=True, use_distributed_optimizer=True
-        )
-        optimizer = get_megatron_optimizer(settings, [wrapper], use_gloo_process_groups=False)
+        adam = OptimizerConfig(optimizer="adam", lr=1e-3, weight_decay=0.0, bf16=True, use_distributed_optimizer=True)
+        optimizer = get_megatron_optimizer(adam, [wrapper], use_gloo_process_groups=False)
         for one in getattr(optimizer, "chained_optimizers", [optimizer]):
             one._init_optimizer_states_with_dummy_values()
         kind = {"distrib_optim_sharding_type": "fsdp_dtensor"}

