@@ -146,9 +146,7 @@ def test_each_worker_sees_the_whole_stream(rows_stream, kind):
     expected = [(asked(source, epoch * EPOCH + place), ROWS) for place in range(30) for epoch in range(2)]
     assert source._readings
     numbers = [epoch * EPOCH + place for place in range(30) for epoch in range(2)]
-    loader = DataLoader(
-        Asked(source), sampler=numbers, num_workers=2, batch_size=1, timeout=120, worker_init_fn=ignoring(None)
-    )
+    loader = DataLoader(Asked(source), sampler=numbers, num_workers=2, timeout=120, worker_init_fn=ignoring(None))
     assert [(int(number), int(length)) for number, length in loader] == expected
     assert epoch_of(source, 0)[:30] == [number for number, _ in expected[::2]]  # the parent's own goes on
 
