@@ -20,16 +20,14 @@ NAMES = {
     "transformer_engine.pytorch.distributed": "checkpoint get_all_rng_states",
     "transformer_engine.pytorch.float8_tensor": "Float8Tensor",
     "transformer_engine.pytorch.fp8": "FP8GlobalStateManager fp8_autocast",
-    "transformer_engine.pytorch.module._common": "",
-    "transformer_engine.pytorch.module.layernorm": "",
-    "transformer_engine.pytorch.module.layernorm_linear": "",
-    "transformer_engine.pytorch.module.linear": "",
+    "transformer_engine.pytorch.module._common": "", "transformer_engine.pytorch.module.layernorm": "",
+    "transformer_engine.pytorch.module.layernorm_linear": "", "transformer_engine.pytorch.module.linear": "",
     "transformer_engine.pytorch.router": "fused_compute_score_for_moe_aux_loss fused_moe_aux_loss "
     "fused_topk_with_score_function",
     "transformer_engine.pytorch.tensor": "QuantizedTensor",
     "transformer_engine.pytorch.tensor.float8_tensor": "Float8Tensor",
     "transformer_engine.pytorch.tensor.utils": "cast_master_weights_to_fp8 replace_raw_data",
-}
+}  # fmt: skip
 # Not in 2.16.1: megatron-core imports it for releases before 2.0 alone.
 GUARDED_BY_VERSION = {("fp8_utils.py", "transformer_engine.pytorch.cpp_extensions", "cast_to_fp8")}
 CATCHES = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException", ""}

@@ -253,9 +253,7 @@ def recompute_errors(plain: dict[str, torch.Tensor], recomputed: dict[str, torch
 
 class TestRecompute:
     @pytest.mark.parametrize(("peft_fields", "recompute"), [
-        (dict(), FULL),
-        (ALL_PARTS, FULL | FULL_VISION),
-        (dict(adapt_vision_model=True), FULL_VISION),
+        (dict(), FULL), (ALL_PARTS, FULL | FULL_VISION), (dict(adapt_vision_model=True), FULL_VISION),
         (dict(adapt_language_model=False, adapt_vision_model=True), FULL_VISION),
         # The mergers are trained: Megatron-Bridge then leaves recomputing blocks as they are.
         (dict(adapt_vision_model=True, freeze_vision_projection=False), FULL | FULL_VISION),

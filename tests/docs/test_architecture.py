@@ -52,15 +52,11 @@ def test_no_module_imports_itself_by_way_of_others(package):
 
 # Attributes that are set to a name and are no functions of others: settings, flags, specs, a module's own name.
 NOT_REPLACED = {
-    "data/webdatasets.py": {"global_error_handler"},
-    "data/sources/hub.py": {"_part"},
-    "inference/generation.py": {"training"},
-    "models/layer_specs.py": {"module", "mlp"},
+    "data/webdatasets.py": {"global_error_handler"}, "data/sources/hub.py": {"_part"},
+    "inference/generation.py": {"training"}, "models/layer_specs.py": {"module", "mlp"},
     "models/settings.py": {"activation_func", "attention_backend", "dist_train"},
-    "models/qwen3_vl/model.py": {"module"},
-    "rehearsal/one_rank.py": {"step"},
-    "training/resuming.py": {"load_rng"},
-}
+    "models/qwen3_vl/model.py": {"module"}, "rehearsal/one_rank.py": {"step"}, "training/resuming.py": {"load_rng"},
+}  # fmt: skip
 
 
 def root_of(node: ast.AST | None) -> str:

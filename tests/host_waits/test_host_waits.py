@@ -145,17 +145,13 @@ def test_a_step_with_guard_and_meters_waits_for_nothing(folders, family):
 
 
 RUNS = {
-    "LoRA": dict(peft=dict(dim=4, alpha=4)),
-    "bf16": dict(mixed_precision="bf16_mixed"),
+    "LoRA": dict(peft=dict(dim=4, alpha=4)), "bf16": dict(mixed_precision="bf16_mixed"),
     "distributed optimizer": dict(distributed_optimizer=True),
     "Megatron-FSDP": dict(
-        mixed_precision="bf16_mixed",
-        distributed_optimizer=True,
-        checkpoint__ckpt_format="fsdp_dtensor",
-        ddp__use_megatron_fsdp=True,
-        ddp__data_parallel_sharding_strategy="optim_grads_params",
+        mixed_precision="bf16_mixed", distributed_optimizer=True, checkpoint__ckpt_format="fsdp_dtensor",
+        ddp__use_megatron_fsdp=True, ddp__data_parallel_sharding_strategy="optim_grads_params",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("family", "kind"), list(zip(itertools.cycle(["dense", "MoE"]), RUNS)))

@@ -281,20 +281,14 @@ def test_ours_count_as_megatron_bridges_providers():
 # Kind of model, split, what a token's MTP loss weighs (0: it is kept), and how the run is sharded and saved.
 RUNS = {
     2: (
-        ("dense", "TP2+SP", 0.1, dict(distributed=True)),
-        ("moe", "TP2+SP+EP2", 0.1, {}),
-        ("3.6", "PP2", 0.1, {}),
-        ("dense", "DP2", 0.1, dict(fsdp=True)),
-        ("moe", "DP2", 0.1, dict(fsdp=True)),
-        ("moe", "PP2", 0.0, {}),
-        ("dense", "DP2", 0.0, dict(distributed=True)),
-        ("dense", "TP2+SP", 0.1, dict(bf16=True, distributed=True)),
-        ("moe", "DP2", 0.1, dict(bf16=True)),
-        ("dense", "PP2+VPP2", 0.0, dict(bf16=True, distributed=True)),
+        ("dense", "TP2+SP", 0.1, dict(distributed=True)), ("moe", "TP2+SP+EP2", 0.1, {}), ("3.6", "PP2", 0.1, {}),
+        ("dense", "DP2", 0.1, dict(fsdp=True)), ("moe", "DP2", 0.1, dict(fsdp=True)), ("moe", "PP2", 0.0, {}),
+        ("dense", "DP2", 0.0, dict(distributed=True)), ("dense", "TP2+SP", 0.1, dict(bf16=True, distributed=True)),
+        ("moe", "DP2", 0.1, dict(bf16=True)), ("dense", "PP2+VPP2", 0.0, dict(bf16=True, distributed=True)),
         ("moe", "DP2", 0.0, dict(fsdp=True)),
     ),
     4: (("dense", "TP4+SP", 0.1, dict(distributed=True)),),  # two ranks to a query group
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow

@@ -390,27 +390,16 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         "mrope_section": [6, 5, 5], "mrope_interleaved": True}  # fmt: skip
 EVERY = {
     "tie_word_embeddings": None,  # the other one
-    **dict.fromkeys(TOKEN_IDS, 7),
-    "text_config.vocab_size": 1024,
-    "text_config.rms_norm_eps": 1e-5,
-    "text_config.hidden_act": "gelu",
-    "text_config.num_key_value_heads": 4,
-    "text_config.rope_parameters.rope_theta": 10_000,
-    "text_config.rope_parameters.mrope_section": [4, 6, 6],
-    "text_config.rope_parameters": YARN,
-    "vision_config.num_heads": 2,
-    "vision_config.hidden_act": "gelu",
-    "vision_config.deepstack_visual_indexes": [0, 2, 3],
-    "vision_config.num_position_embeddings": 144,
-    "vision_config.patch_size": 8,
-    "vision_config.temporal_patch_size": 1,
-    "vision_config.intermediate_size": 88,
-}
+    **dict.fromkeys(TOKEN_IDS, 7), "text_config.vocab_size": 1024, "text_config.rms_norm_eps": 1e-5,
+    "text_config.hidden_act": "gelu", "text_config.num_key_value_heads": 4,
+    "text_config.rope_parameters.rope_theta": 10_000, "text_config.rope_parameters.mrope_section": [4, 6, 6],
+    "text_config.rope_parameters": YARN, "vision_config.num_heads": 2, "vision_config.hidden_act": "gelu",
+    "vision_config.deepstack_visual_indexes": [0, 2, 3], "vision_config.num_position_embeddings": 144,
+    "vision_config.patch_size": 8, "vision_config.temporal_patch_size": 1, "vision_config.intermediate_size": 88,
+}  # fmt: skip
 WITH_EXPERTS = {
-    "text_config.num_experts_per_tok": 3,
-    "text_config.moe_intermediate_size": 24,
-    "text_config.mlp_only_layers": [2],
-}
+    "text_config.num_experts_per_tok": 3, "text_config.moe_intermediate_size": 24, "text_config.mlp_only_layers": [2],
+}  # fmt: skip
 
 
 def described(who: str, folder: Path) -> dict[str, Any]:

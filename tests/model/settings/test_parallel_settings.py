@@ -146,10 +146,8 @@ def test_what_could_not_train_is_refused(size, fields, message):
     (EXPERTS, SP2 | dict(expert_tensor_parallel_size=4, expert_model_parallel_size=2)),
     (DENSE, dict(CP2, cp_comm_type="all_gather")),
     (DENSE, dict(cp_comm_type="p2p")),  # of no consequence without context parallelism, and recipes have it
-    (DENSE, VPP2 | OVERLAP),
-    (DENSE, dict(VPP2, pipeline_model_parallel_size=3)),
-    (DENSE, dict(PP2, virtual_pipeline_model_parallel_size=1)),
-    (DENSE, dict(PP2, variable_seq_lengths=True)),
+    (DENSE, VPP2 | OVERLAP), (DENSE, dict(VPP2, pipeline_model_parallel_size=3)),
+    (DENSE, dict(PP2, virtual_pipeline_model_parallel_size=1)), (DENSE, dict(PP2, variable_seq_lengths=True)),
     (DENSE, dict(PP2, num_layers_in_first_pipeline_stage=11)),
     (DENSE, dict(PP2, pipeline_model_parallel_layout="Et*3|t*33|L|", **OVERLAP)),
     (DENSE, dict(vocab_size=151937, should_pad_vocab=True, tensor_model_parallel_size=2)),

@@ -26,18 +26,14 @@ from ..conftest import Pair, make_pair
 SP = dict(tensor_model_parallel_size=2, sequence_parallel=True)
 SPLITS: dict[str, dict[str, dict[str, Any]]] = {
     "dense": {
-        "TP1": {},
-        "TP2": dict(SP, sequence_parallel=False),
-        "TP2+SP": SP,
+        "TP1": {}, "TP2": dict(SP, sequence_parallel=False), "TP2+SP": SP,
         "TP2, loss in chunks": dict(SP, sequence_parallel=False, loss_chunk_tokens=18),
         "TP2+SP, loss in chunks": dict(SP, loss_chunk_tokens=18),
     },
     "MoE": {
-        "TP1": {},
-        "TP2+SP": SP,
-        "TP2+SP+EP2": dict(SP, expert_model_parallel_size=2, expert_tensor_parallel_size=1),
+        "TP1": {}, "TP2+SP": SP, "TP2+SP+EP2": dict(SP, expert_model_parallel_size=2, expert_tensor_parallel_size=1),
     },
-}
+}  # fmt: skip
 BALANCE = 0.02
 
 
