@@ -123,9 +123,8 @@ def forward_backward(
     iterators = list(itertools.tee(itertools.islice(batches, microbatches), len(run.model)))
     reports = _schedule(run)(
         forward_step_func=partial(run.forward_step, run.state),
-        data_iterator=iterators if len(iterators) > 1 else iterators[0], model=run.model,
-        num_microbatches=microbatches, seq_length=run.cfg.model.seq_length,
-        micro_batch_size=run.cfg.train.micro_batch_size, forward_only=forward_only,
+        data_iterator=iterators if len(iterators) > 1 else iterators[0], model=run.model, num_microbatches=microbatches,
+        seq_length=run.cfg.model.seq_length, micro_batch_size=run.cfg.train.micro_batch_size, forward_only=forward_only,
         p2p_communicator=_communicator(run), pg_collection=run.groups,
     )  # fmt: skip
     nothing = torch.zeros(2, dtype=torch.float64)  # stages before the last have no losses
@@ -143,10 +142,9 @@ def train_step(run: Run) -> dict[str, float]:
     entry = {
         "step": run.progress.step,
         # Stages before the last have none.
-        "loss": max_of_each([float(losses["lm loss"]) if losses else float("-inf")])[0],
-        "lr": learning_rate,
+        "loss": max_of_each([float(losses["lm loss"]) if losses else float("-inf")])[0], "lr": learning_rate,
         "grad_norm": float(grad_norm),
-    }
+    }  # fmt: skip
     return entry | {"skipped": 1} if skipped else entry
 
 

@@ -177,8 +177,7 @@ OURS = {
     "shared experts, DoRA": dora("moe 3.5", True, **ALL),
 }  # fmt: skip
 BOTH = {
-    "LoRA": dict(kind=LoRA),
-    "LoRA on all linear layers": dict(kind=LoRA, target_modules=[], exclude_modules=[]),
+    "LoRA": dict(kind=LoRA), "LoRA on all linear layers": dict(kind=LoRA, target_modules=[], exclude_modules=[]),
     "LoRA on some": dict(kind=LoRA, target_modules=["linear_qkv", "*.layers.2.mlp.*linear_fc1"]),
     "VLMLoRA": dict(kind=VLMLoRA),
     "VLMLoRA beside a trained tower": dict(

@@ -55,10 +55,9 @@ def test_registers_whatever_is_imported_first(first):
 
 
 @pytest.mark.parametrize(
-    "code",
-    ["import qwen3vl_bridge", "from qwen3vl_bridge.cli.main import main; main(['train', '--help'])"],
+    "code", ["import qwen3vl_bridge", "from qwen3vl_bridge.cli.main import main; main(['train', '--help'])"],
     ids=["import", "help"],
-)
+)  # fmt: skip
 def test_half_a_second_is_enough(code):
     """Of a processor; each takes 0.05 to 0.1 s where modules are compiled already."""
     ended = f"import atexit, sys, time; atexit.register(lambda: print(time.process_time(), file=sys.stderr)); {code}"

@@ -220,8 +220,7 @@ def on_fake_cuda(
 
 @pytest.mark.skipif(core_attention.varlen_attn is None, reason="this torch has no varlen attention")
 @pytest.mark.parametrize(("dtype", "dim", "dropout", "training", "one"), [
-    (torch.bfloat16, 128, 0.0, True, True),
-    (torch.float16, 72, 0.0, True, True),  # heads of the 8B's vision tower
+    (torch.bfloat16, 128, 0.0, True, True), (torch.float16, 72, 0.0, True, True),  # heads of the 8B's vision tower
     (torch.bfloat16, 256, 0.1, False, True),
     (torch.bfloat16, 128, 0.1, True, False),  # varlen attention knows no dropout
     (torch.bfloat16, 12, 0.0, True, False),  # nor heads of such a size, which the other pads

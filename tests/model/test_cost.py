@@ -17,8 +17,7 @@ from tests.qwen3_5.tiny import MTPReference
 
 # Of a family: a released size, and what its text model has instead of the released numbers.
 SIZES = {
-    "dense": ("qwen3_vl", "2B", {}),
-    "tied": ("qwen3_vl", "4B", {}),
+    "dense": ("qwen3_vl", "2B", {}), "tied": ("qwen3_vl", "4B", {}),
     "moe": ("qwen3_vl", "30B-A3B", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)),
     "linear": ("qwen3_5", "2B", {}),
     "linear moe": ("qwen3_5", "35B-A3B", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48,

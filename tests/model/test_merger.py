@@ -16,9 +16,8 @@ from tests.qwen3_5.tiny import make_checkpoint
 
 REFERENCES = {
     "main": partial(Qwen3VLVisionPatchMerger, use_postshuffle_norm=False),
-    "deepstack": partial(Qwen3VLVisionPatchMerger, use_postshuffle_norm=True),
-    "Qwen3.5": Qwen3_5VisionPatchMerger,
-}
+    "deepstack": partial(Qwen3VLVisionPatchMerger, use_postshuffle_norm=True), "Qwen3.5": Qwen3_5VisionPatchMerger,
+}  # fmt: skip
 
 
 @pytest.fixture(params=REFERENCES)

@@ -249,9 +249,8 @@ def test_one_rank_encodes_for_several(grids):
 def test_other_samples_or_pictures_have_another_mark():
     batch = batch_of([(1, 4, 4), (1, 2, 4)])
     others = [
-        replace(batch, sample_ids=("b",)),
-        replace(batch, layout=SequenceLayout.packed_row([8, 8])),
+        replace(batch, sample_ids=("b",)), replace(batch, layout=SequenceLayout.packed_row([8, 8])),
         batch_of([(1, 2, 4), (1, 4, 4)]),
-    ]
+    ]  # fmt: skip
     marks = {one.vision_shards_of(assign_vision(one.vision, WORK, 1))[0].mark for one in (batch, *others)}
     assert len(marks) == 4

@@ -29,10 +29,9 @@ OURS = ("norm of queries", "norm of keys", "statistic", "log-sum-exp")
 
 
 @pytest.mark.parametrize(
-    ("tp", "sequence", "expected"),
-    [(1, False, 34), (8, False, 10 + Fraction(24, 8)), (8, True, Fraction(34, 8))],
+    ("tp", "sequence", "expected"), [(1, False, 34), (8, False, 10 + Fraction(24, 8)), (8, True, Fraction(34, 8))],
     ids=["equation 1", "equation 2", "equation 4"],
-)
+)  # fmt: skip
 def test_korthikanti_et_al(tp, sequence, expected):
     """Bytes of a layer for each hidden number of a token, without attention's matrix. Their two masks of dropout, one
     byte each, are not here; under tensor parallelism alone they are whole on every rank.

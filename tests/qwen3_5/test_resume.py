@@ -102,10 +102,9 @@ def test_a_part_that_was_frozen(inputs, tmp_path):
 
 OURS = (".A_log", ".out_norm.weight")
 WRAPPERS = {
-    "replicated": lambda cfg: replicate(cfg),
-    "distributed optimizer": lambda cfg: replicate(cfg, distributed=True),
+    "replicated": lambda cfg: replicate(cfg), "distributed optimizer": lambda cfg: replicate(cfg, distributed=True),
     "Megatron-FSDP": lambda cfg: cfg,
-}
+}  # fmt: skip
 wrapped = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS.keys())
 
 

@@ -272,10 +272,9 @@ def test_a_loss_mask_without_labels_changes_nothing(pair):
 
 
 @pytest.mark.parametrize(
-    ("given", "shapes"),
-    [(dict(input_ids=IDS), r"\[2, 8\]"), (ROWS, r"\[2, 8\] or \[1, 16\]"), (FLAT, r"\[1, 16\]")],
+    ("given", "shapes"), [(dict(input_ids=IDS), r"\[2, 8\]"), (ROWS, r"\[2, 8\] or \[1, 16\]"), (FLAT, r"\[1, 16\]")],
     ids=["rows", "rows packed", "flat"],
-)
+)  # fmt: skip
 def test_a_loss_mask_without_labels_has_their_shape(provider, given, shapes):
     with pytest.raises(ValueError, match=rf"loss_mask has shape \[2, 7\], expected {shapes}$"):
         as_model_inputs(provider, GROUPS, **given, loss_mask=torch.ones(2, 7))

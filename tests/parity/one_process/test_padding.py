@@ -67,10 +67,9 @@ def run(pair: Pair, samples: list[Sample], layout: SequenceLayout) -> Seen:
     (losses * inputs.loss_mask).sum().backward()
     return Seen(
         losses=[loss.detach() for loss in per_sample(losses, batch.layout)],
-        balance={name: entry.values.clone() for name, entry in tracker.metrics.items()},
-        counts=counts,
+        balance={name: entry.values.clone() for name, entry in tracker.metrics.items()}, counts=counts,
         gradients={name: p.grad.clone() for name, p in pair.megatron.named_parameters() if p.grad is not None},
-    )
+    )  # fmt: skip
 
 
 def test_losses_balance_counts_and_gradients_do_not_depend_on_padding(pair):

@@ -104,10 +104,9 @@ def against_transformers(pair: Pair, alone: Qwen3VLGPTModel, samples: list[Sampl
     own = batch.local(**pair.provider.local_arguments(pair.provider._pg_collection)).padding_mask.T
     assert len(masks) == len(pair.provider.moe_layers)
     return dict(
-        loss=(found - expected).abs().max().item(),
-        gradient=max(pair.gradient_errors().values()),
+        loss=(found - expected).abs().max().item(), gradient=max(pair.gradient_errors().values()),
         masks=sum(not torch.equal(mask, own) for mask in masks),
-    )
+    )  # fmt: skip
 
 
 def against_both_towers(pair: Pair, alone: Qwen3VLGPTModel, whole: Qwen3VLGPTModel, batch: TokenBatch) -> dict:

@@ -69,10 +69,9 @@ RECOMPUTED = dict(recompute_granularity="full", recompute_method="uniform", reco
 @pytest.fixture(scope="module")
 def alone(moe_folder):
     return {
-        "packed": measure(moe_folder, ALONE, "packed"),
-        "padded": measure(moe_folder, ALONE, "padded"),
+        "packed": measure(moe_folder, ALONE, "packed"), "padded": measure(moe_folder, ALONE, "padded"),
         "recomputed": measure(moe_folder, ALONE, "packed", **RECOMPUTED),
-    }
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
