@@ -1,7 +1,5 @@
 """The fake GPU itself: it reports what a GPU would be asked, and nothing else."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

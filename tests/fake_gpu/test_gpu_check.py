@@ -1,7 +1,5 @@
 """The GPU check runs whole on the fake GPU: all lines of its tests but assertions, and its benchmark of our ways."""
 
-from __future__ import annotations
-
 import csv
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`qwen3vl train --rehearse`: a rank of a recipe at its real size, without a GPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
