@@ -87,7 +87,7 @@ def set_up(cfg: ConfigContainer, *, data: bool = True) -> Run:
     runtime_config_update(cfg)
     state = GlobalState()
     state.cfg = cfg
-    made = setup(state, get_dataset_provider(cfg.dataset) if data else _no_data)
+    made = setup(state, get_dataset_provider(cfg.dataset) if data else lambda *_, **__: (None, None, None))
     for chunk in made.model:
         chunk.train()
     if cfg.model.dist_train.use_dist_train:
@@ -109,10 +109,6 @@ def release(model: list[torch.nn.Module]) -> None:
     """
     for chunk in model:
         vars(chunk).clear()
-
-
-def _no_data(*_: Any, **__: Any) -> tuple[None, None, None]:
-    return None, None, None
 
 
 def forward_backward(

@@ -36,7 +36,8 @@ CATCHES = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException", "
 def bare_imports(node: ast.AST) -> Iterator[tuple[str, str]]:
     """(module, name) of imports of Transformer Engine outside a `try` that catches their failure; name "" for none."""
     if isinstance(node, ast.Try):
-        caught = {ast.unparse(kind) if kind else "" for handler in node.handlers for kind in kinds(handler.type)}
+        kinds = [kind for handler in node.handlers for kind in getattr(handler.type, "elts", [handler.type])]
+        caught = {ast.unparse(kind) if kind else "" for kind in kinds}
         inside = node.handlers + node.orelse + node.finalbody + ([] if caught & CATCHES else node.body)
         for child in inside:
             yield from bare_imports(child)
@@ -47,10 +48,6 @@ def bare_imports(node: ast.AST) -> Iterator[tuple[str, str]]:
         yield from ((str(node.module), alias.name) for alias in node.names)
     for child in ast.iter_child_nodes(node):
         yield from bare_imports(child)
-
-
-def kinds(caught: ast.expr | None) -> list[ast.expr | None]:
-    return list(caught.elts) if isinstance(caught, ast.Tuple) else [caught]
 
 
 @pytest.mark.parametrize("package", ["megatron.core", "megatron.bridge", "qwen3vl_bridge"])

@@ -14,12 +14,6 @@ REPLACED = (ROOT / "docs" / "compatibility.md").read_text().split("## Replaced f
 TREES = {"qwen3vl_bridge": ROOT / "src", "qwen3vl_recipes": ROOT / "recipes"}
 
 
-def modules_of(package: str) -> dict[str, Path]:
-    top = TREES[package]
-    names = {path: path.relative_to(top).with_suffix("").parts for path in (top / package).rglob("*.py")}
-    return {".".join(parts).removesuffix(".__init__"): path for path, parts in names.items()}
-
-
 def imports_in(source: str, known: set[str]) -> Iterator[str]:
     """The known modules that a source imports: at its top, in functions, or for annotations."""
     for node in ast.walk(ast.parse(source)):
@@ -43,7 +37,9 @@ def circle_in(graph: dict[str, set[str]]) -> list[str]:
 
 @pytest.mark.parametrize("package", TREES)
 def test_no_module_imports_itself_by_way_of_others(package):
-    modules = modules_of(package)
+    top = TREES[package]
+    names = {path: path.relative_to(top).with_suffix("").parts for path in (top / package).rglob("*.py")}
+    modules = {".".join(parts).removesuffix(".__init__"): path for path, parts in names.items()}
     assert len(modules) > 10
     graph = {name: set(imports_in(path.read_text(), modules.keys())) - {name} for name, path in modules.items()}
     assert sum(map(len, graph.values())) > len(modules)

@@ -32,11 +32,6 @@ def make(*shape: int) -> torch.Tensor:
     return torch.randint(1, 9, shape).double().requires_grad_()
 
 
-def places(length: int, rows: int, tokens: int) -> torch.Tensor:
-    """Where vision tokens lie in the flat hidden states; a place may be asked for twice, which adds up."""
-    return torch.randint(length * rows, (tokens,))
-
-
 def run_layers(hidden: torch.Tensor, features: torch.Tensor, where: torch.Tensor, layers: int) -> torch.Tensor:
     """Layers as the model's: each does something of its own, and the first ones add a feature.
 
@@ -58,7 +53,8 @@ def chain(num_features: int, layers: list[int]) -> list[DeepStackStage]:
 @given(**SIZES)
 def test_a_chain_is_the_layers_in_one_piece(length, rows, tokens, width, num_features, stages):
     """Stages are processes of their own: gradients come back one tensor at a time, after what was sent was freed."""
-    hidden, features, where = make(length, rows, width), make(num_features, tokens, width), places(length, rows, tokens)
+    hidden, features = make(length, rows, width), make(num_features, tokens, width)
+    where = torch.randint(length * rows, (tokens,))  # a place may be asked for twice, which adds up
     whole = run_layers(hidden, features, where, sum(stages))
     weights = torch.randint(1, 9, whole.shape).double()
     expected = torch.autograd.grad((whole * weights).sum(), (hidden, features), allow_unused=True)

@@ -80,13 +80,8 @@ def test_megatron_bridges_estimator(tp, world, untied_folder):
     assert theirs.weight_and_optimizer_bytes == pytest.approx(ours - tower, rel=1e-3)
 
 
-def text_alone(**sizes: int) -> dict:
-    config = presets.config_dict("8B")
-    config["text_config"].update(sizes)
-    return config
-
-
-QWEN_2_5_7B = text_alone(
+QWEN_2_5_7B = presets.config_dict("8B")
+QWEN_2_5_7B["text_config"].update(
     hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
     vocab_size=152_064,
 )  # fmt: skip

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import functools
 import json
 import shutil
 from collections.abc import Iterator
@@ -126,9 +127,10 @@ def local_layers(provider: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _local_layers() -> Iterator[None]:
+    vision_layer = functools.partial(get_gpt_layer_local_spec, qk_layernorm=False, normalization="LayerNorm")
     with (
         mock.patch.object(qwen3_vl_provider, "get_gpt_layer_with_transformer_engine_spec", _text_layer),
-        mock.patch.object(qwen3_vl_model, "get_vit_layer_with_transformer_engine_spec", _vision_layer),
+        mock.patch.object(qwen3_vl_model, "get_vit_layer_with_transformer_engine_spec", vision_layer),
         mock.patch.object(qwen3_vl_model, "TEColumnParallelLinear", ColumnParallelLinear),
         mock.patch.object(qwen3_vl_model, "TERowParallelLinear", RowParallelLinear),
         mock.patch.object(qwen3_vl_model, "TENorm", WrappedTorchNorm),
@@ -143,10 +145,6 @@ def _text_layer(num_experts: int | None, **_: Any) -> ModuleSpec:
     if num_experts:  # Transformer Engine's spec has the norm before experts as a module too
         spec.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     return spec
-
-
-def _vision_layer() -> ModuleSpec:
-    return get_gpt_layer_local_spec(qk_layernorm=False, normalization="LayerNorm")
 
 
 KINDS = {"untied": Qwen3VLModelProvider, "tied": Qwen3VLModelProvider, "experts": Qwen3VLMoEModelProvider}
@@ -172,16 +170,6 @@ def checkpoints(sources, tmp_path_factory) -> dict[str, Path]:
     return saved
 
 
-def logits_gap(model: torch.nn.Module, folder: Path) -> float:
-    reference = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
-
-    both = SimpleNamespace(reference=reference, config=reference.config)
-    rows = make_rows(make_samples("mixed", reference.config, seed=5), [0, 0, 0, 0])
-    expected = rows.real(reference_logits(both, rows))
-    found = no_grad(model, rows.input_ids, attention_mask=rows.attention_mask, **rows.pixels)
-    return (rows.real(found)[:, : expected.shape[-1]] - expected).abs().max().item()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_load_megatron_model_gives_ours_with_equal_logits(kind, sources, checkpoints, folders):
     """Megatron-Bridge's `load_megatron_model`, as its inference scripts call it."""
@@ -190,7 +178,12 @@ def test_load_megatron_model_gives_ours_with_equal_logits(kind, sources, checkpo
     assert type(model).__module__ == "qwen3vl_bridge.models.qwen3_vl.model"
     assert type(model.config) is KINDS[kind]
     assert model.config.transformer_impl == default_transformer_impl()
-    assert logits_gap(model.eval(), folders[kind]) < LOGITS
+    reference = AutoModelForImageTextToText.from_pretrained(folders[kind], attn_implementation="eager")
+    both = SimpleNamespace(reference=reference, config=reference.config)
+    rows = make_rows(make_samples("mixed", reference.config, seed=5), [0, 0, 0, 0])
+    expected = rows.real(reference_logits(both, rows))
+    found = no_grad(model.eval(), rows.input_ids, attention_mask=rows.attention_mask, **rows.pixels)
+    assert (rows.real(found)[:, : expected.shape[-1]] - expected).abs().max() < LOGITS
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -85,16 +85,6 @@ EPS = 1e-5
 LOSS, NORM, WEIGHT = 1e-6, 1e-5, 1e-3
 
 
-def tie_inputs(model: PeftModel) -> None:
-    """One `lora_A` for q, k and v, and one for gate and up, as in Megatron."""
-    modules = dict(model.named_modules())
-    for name, module in modules.items():
-        for first, others in (("q_proj", ("k_proj", "v_proj")), ("gate_proj", ("up_proj",))):
-            if name.endswith(first):
-                for other in others:
-                    modules[name.removesuffix(first) + other].lora_A["default"].weight = module.lora_A["default"].weight
-
-
 @pytest.mark.parametrize("experts", [False, True])
 def test_two_steps_equal_peft_with_adamw(inputs, moe_folder, tmp_path, experts):
     settings = dict(
@@ -115,7 +105,12 @@ def test_two_steps_equal_peft_with_adamw(inputs, moe_folder, tmp_path, experts):
     save_hf_adapter(bridge, run.model, tmp_path / "before", run.cfg.peft)
     base = AutoModelForImageTextToText.from_pretrained(inputs.hf, attn_implementation="eager")
     reference = PeftModel.from_pretrained(base, tmp_path / "before", is_trainable=True)
-    tie_inputs(reference)
+    modules = dict(reference.named_modules())
+    # One `lora_A` for q, k and v, and one for gate and up, as in Megatron.
+    for first, other in (("q_proj", "k_proj"), ("q_proj", "v_proj"), ("gate_proj", "up_proj")):
+        for name, module in modules.items():
+            if name.endswith(first):
+                modules[name.removesuffix(first) + other].lora_A["default"].weight = module.lora_A["default"].weight
     before = {name: p.detach().clone() for name, p in reference.named_parameters() if p.requires_grad}
     stream = inputs.config(None).dataset.stream("train")
     batches = [next(stream) for _ in range(STEPS * ROWS)]
