@@ -133,6 +133,10 @@ def worst(found: list[Tensor], expected: list[Tensor]) -> float:
     return max((one - other).abs().max().item() for one, other in zip(found, expected, strict=True))
 
 
+def unpacked(packed: Tensor, truth: Truth, lengths: list[int]) -> list[Tensor]:
+    return [one[:n] for one, n in zip(packed[0].split(lengths), truth.lengths, strict=True)]
+
+
 def check_rows(logits: Tensor, truth: Truth) -> None:
     rows = zip(logits, truth.samples, strict=True)
     found = [log_probs_of(one[: len(sample.ids)], sample.labels) for one, sample in rows]
@@ -143,8 +147,7 @@ def check_packed(logits: Tensor, truth: Truth, lengths: list[int]) -> None:
     """Logits of a packed row in which each sample has such a length."""
     assert logits.shape[:2] == (1, sum(lengths))
     targets = packed_row([sample.labels for sample in truth.samples], lengths)
-    segments = zip(log_probs_of(logits, targets)[0].split(lengths), truth.lengths, strict=True)
-    assert worst([one[:n] for one, n in segments], truth.log_probs) <= LOG_PROBS
+    assert worst(unpacked(log_probs_of(logits, targets), truth, lengths), truth.log_probs) <= LOG_PROBS
 
 
 def check_exported(exported: dict[str, Tensor], stored: Path | dict[str, Tensor]) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import dataclasses
-import functools
 import json
 import shutil
 from collections.abc import Iterator
@@ -127,10 +126,9 @@ def local_layers(provider: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _local_layers() -> Iterator[None]:
-    vision_layer = functools.partial(get_gpt_layer_local_spec, qk_layernorm=False, normalization="LayerNorm")
     with (
         mock.patch.object(qwen3_vl_provider, "get_gpt_layer_with_transformer_engine_spec", _text_layer),
-        mock.patch.object(qwen3_vl_model, "get_vit_layer_with_transformer_engine_spec", vision_layer),
+        mock.patch.object(qwen3_vl_model, "get_vit_layer_with_transformer_engine_spec", _vision_layer),
         mock.patch.object(qwen3_vl_model, "TEColumnParallelLinear", ColumnParallelLinear),
         mock.patch.object(qwen3_vl_model, "TERowParallelLinear", RowParallelLinear),
         mock.patch.object(qwen3_vl_model, "TENorm", WrappedTorchNorm),
@@ -145,6 +143,10 @@ def _text_layer(num_experts: int | None, **_: Any) -> ModuleSpec:
     if num_experts:  # Transformer Engine's spec has the norm before experts as a module too
         spec.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     return spec
+
+
+def _vision_layer() -> ModuleSpec:
+    return get_gpt_layer_local_spec(qk_layernorm=False, normalization="LayerNorm")
 
 
 KINDS = {"untied": Qwen3VLModelProvider, "tied": Qwen3VLModelProvider, "experts": Qwen3VLMoEModelProvider}
