@@ -324,10 +324,8 @@ def test_shares_make_up_the_whole(images, videos, work, ranks):
 
 def test_cost_decides_and_not_the_number_of_frames_or_patches():
     vision = make_vision([(1, 4, 6), (3, 2, 4), (2, 2, 2)], [])  # frames of 24; 8, 8, 8; 4, 4 patches
-    for work, expected in (
-        (VisionWork(1, 0, 4), [(24, 4), (8, 8, 8, 4)]),
-        (VisionWork(0, 1, 4), [(24,), (8, 8, 8, 4, 4)]),
-    ):
+    by_patches, by_pairs = [(24, 4), (8, 8, 8, 4)], [(24,), (8, 8, 8, 4, 4)]
+    for work, expected in ((VisionWork(1, 0, 4), by_patches), (VisionWork(0, 1, 4), by_pairs)):
         assignment = assign_vision(vision, work, 2)
         assert [assignment.part(vision, rank).lengths for rank in range(2)] == expected
 

@@ -209,12 +209,10 @@ def on_fake_cuda(
     with FakeTensorMode(), Operations() as operations, Calls() as calls:
         offsets = torch.empty(len(lengths) + 1, dtype=torch.int32, device="cuda")
         layout = SequenceLayout(offsets, offsets, 1, lengths, lengths)
-        inputs = [
-            torch.empty(sum(lengths) // module.ranks, heads, dim, dtype=dtype, device="cuda")
-            for heads in (HEADS, groups, groups)
-        ]
+        tokens = sum(lengths) // module.ranks
+        inputs = [torch.empty(tokens, heads, dim, dtype=dtype, device="cuda") for heads in (HEADS, groups, groups)]
         out = module(*inputs, None, attn_mask_type=CAUSAL, packed_seq_params=layout_packed_seq_params(layout))
-        assert out.shape == (sum(lengths) // module.ranks, HEADS * dim)
+        assert out.shape == (tokens, HEADS * dim)
     return operations, calls.found
 
 

@@ -32,11 +32,9 @@ def load(folder, **fields) -> Pair:
     """
     pair = make_pair(folder, **fields)
     pair.reference.eval().generation_config = GenerationConfig(do_sample=False)
+    ours = pair.megatron.language_model.embedding.word_embeddings
     with torch.no_grad():
-        for embedding in (
-            pair.reference.get_input_embeddings(),
-            pair.megatron.language_model.embedding.word_embeddings,
-        ):
+        for embedding in (pair.reference.get_input_embeddings(), ours):
             embedding.weight *= SMALLER
     return pair
 

@@ -46,10 +46,8 @@ def make_samples(content: str, config, seed: int) -> list[Sample]:
             kind.append((t, h, w))
         ids = torch.tensor(ids + text(3, 12))
         pixels = {}
-        for kind, values, grid_name in (
-            (images, "pixel_values", "image_grid_thw"),
-            (videos, "pixel_values_videos", "video_grid_thw"),
-        ):
+        names = (images, "pixel_values", "image_grid_thw"), (videos, "pixel_values_videos", "video_grid_thw")
+        for kind, values, grid_name in names:
             if kind:
                 patches = sum(t * h * w for t, h, w in kind)
                 pixels[values] = torch.randn(patches, 3 * 2 * 16 * 16, generator=rng)

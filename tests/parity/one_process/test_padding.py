@@ -106,11 +106,8 @@ def test_balancing_losses_have_gradients(pair):
 def masks_that_arrive(pair: Pair, *arguments, **named) -> list[torch.Tensor]:
     """What every layer with experts is told of padding, [s, b] as Megatron has it."""
     arrived = []
-    hooks = [
-        m.register_forward_pre_hook(lambda _, found: arrived.append(found[1]))
-        for m in pair.megatron.modules()
-        if isinstance(m, TopKRouter)
-    ]
+    routers = [module for module in pair.megatron.modules() if isinstance(module, TopKRouter)]
+    hooks = [router.register_forward_pre_hook(lambda _, found: arrived.append(found[1])) for router in routers]
     pair.megatron(*arguments, **named)
     for hook in hooks:
         hook.remove()

@@ -70,9 +70,8 @@ def against_transformers(pair: Pair, alone: Qwen3VLGPTModel, samples: list[Sampl
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         if getattr(p, "sequence_parallel", False) or "q_layernorm" in name or "k_layernorm" in name:
             dist.all_reduce(p.grad, group=pair.provider._pg_collection.tp)
-    expected = torch.cat(
-        [F.cross_entropy(one, sample.labels, reduction="none") for one, sample in zip(logits, samples, strict=True)]
-    )
+    labels = torch.cat([sample.labels for sample in samples])
+    expected = F.cross_entropy(torch.cat(logits), labels, reduction="none")
     found = losses[~batch.layout.padding_mask().view(losses.shape)]
     own = batch.local(**pair.provider.local_arguments(pair.provider._pg_collection)).padding_mask.T
     assert len(masks) == len(pair.provider.moe_layers)

@@ -201,10 +201,8 @@ def test_steps_equal_those_of_the_matrices_of_transformers(trained_on, reference
 def test_a_rank_for_each_matrix_makes_the_same_steps(trained_on, references, model, split):
     before = references[model][0]["before"]
     whole, layers = (trained_on(2)[model, split, name] for name in ("muon", "dist_muon"))
-    error, moved = (
-        torch.stack([(whole[name].float() - other[name].float()).norm() for name in whole]).norm()
-        for other in (layers, before)
-    )
+    pairs = ([(whole[name].float(), other[name].float()) for name in whole] for other in (layers, before))
+    error, moved = (torch.stack([(one - other).norm() for one, other in each]).norm() for each in pairs)
     assert error <= HALF_WEIGHT * moved, (error / moved).item()
 
 
