@@ -68,10 +68,8 @@ class TestWhatIsTrained:
         assert not any(p.requires_grad for p in model.parameters()) and not model.training
 
     @pytest.mark.parametrize(("fields", "towers", "layers"), [
-        (
-            dict(target_modules=["linear_qkv", "*.layers.1.*.linear_fc2"], adapt_vision_model=True),
-            "language|vision", r"\d\.self_attention\.linear_qkv|1\.mlp\.linear_fc2",
-        ),
+        (dict(target_modules=["linear_qkv", "*.layers.1.*.linear_fc2"], adapt_vision_model=True),
+         "language|vision", r"\d\.self_attention\.linear_qkv|1\.mlp\.linear_fc2"),
         (dict(target_modules=["*.layers.1.*"]), "language", r"1\.(self_attention|mlp)\.linear_\w+"),
         (dict(target_modules=[], exclude_modules=["linear_qkv", "linear_proj"]), "language", r"\d\.mlp\.linear_.*"),
         (dict(target_modules=[], exclude_modules=["*.layers.0.*"]), "language", r"[1-9]\.\w+\.linear_\w+"),
