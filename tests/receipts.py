@@ -23,10 +23,8 @@ def receipt(number: int) -> dict[str, bytes | str]:
     file = io.BytesIO()
     page.save(file, "PNG")
     truth = {
-        "gt_parse": {"menu": menu, "total": {"total_price": total}},
-        "meta": {"image_id": number},
-        "valid_line": [],
-    }
+        "gt_parse": {"menu": menu, "total": {"total_price": total}}, "meta": {"image_id": number}, "valid_line": [],
+    }  # fmt: skip
     return {"image": file.getvalue(), "ground_truth": json.dumps(truth)}
 
 

@@ -87,7 +87,7 @@ def set_up(cfg: ConfigContainer, *, data: bool = True) -> Run:
     runtime_config_update(cfg)
     state = GlobalState()
     state.cfg = cfg
-    made = setup(state, get_dataset_provider(cfg.dataset) if data else _no_data)
+    made = setup(state, get_dataset_provider(cfg.dataset) if data else lambda *_, **__: (None, None, None))
     for chunk in made.model:
         chunk.train()
     if cfg.model.dist_train.use_dist_train:
@@ -111,10 +111,6 @@ def release(model: list[torch.nn.Module]) -> None:
         vars(chunk).clear()
 
 
-def _no_data(*_: Any, **__: Any) -> tuple[None, None, None]:
-    return None, None, None
-
-
 def forward_backward(
     run: Run, batches: Iterator[Any], microbatches: int, *, forward_only: bool = False
 ) -> torch.Tensor:
@@ -123,9 +119,8 @@ def forward_backward(
     iterators = list(itertools.tee(itertools.islice(batches, microbatches), len(run.model)))
     reports = _schedule(run)(
         forward_step_func=partial(run.forward_step, run.state),
-        data_iterator=iterators if len(iterators) > 1 else iterators[0], model=run.model,
-        num_microbatches=microbatches, seq_length=run.cfg.model.seq_length,
-        micro_batch_size=run.cfg.train.micro_batch_size, forward_only=forward_only,
+        data_iterator=iterators if len(iterators) > 1 else iterators[0], model=run.model, num_microbatches=microbatches,
+        seq_length=run.cfg.model.seq_length, micro_batch_size=run.cfg.train.micro_batch_size, forward_only=forward_only,
         p2p_communicator=_communicator(run), pg_collection=run.groups,
     )  # fmt: skip
     nothing = torch.zeros(2, dtype=torch.float64)  # stages before the last have no losses
@@ -143,10 +138,9 @@ def train_step(run: Run) -> dict[str, float]:
     entry = {
         "step": run.progress.step,
         # Stages before the last have none.
-        "loss": max_of_each([float(losses["lm loss"]) if losses else float("-inf")])[0],
-        "lr": learning_rate,
+        "loss": max_of_each([float(losses["lm loss"]) if losses else float("-inf")])[0], "lr": learning_rate,
         "grad_norm": float(grad_norm),
-    }
+    }  # fmt: skip
     return entry | {"skipped": 1} if skipped else entry
 
 

@@ -57,18 +57,13 @@ class Environment:
         program, *arguments = map(str, command)
         kept = {name: os.environ[name] for name in ("PATH", "TMPDIR", "LANG") if name in os.environ}
         done = subprocess.run(
-            [str(self.bin / program), *arguments],
-            cwd=self.place,
+            [str(self.bin / program), *arguments], cwd=self.place,
             env={
-                **kept,
-                "HOME": str(self.place),
-                "HF_HUB_OFFLINE": "1",
-                "CUDA_VISIBLE_DEVICES": "",
+                **kept, "HOME": str(self.place), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
                 "OMP_NUM_THREADS": "1",
             },
-            capture_output=True,
-            text=True,
-        )
+            capture_output=True, text=True,
+        )  # fmt: skip
         assert done.returncode == status, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
         return done.stdout
 

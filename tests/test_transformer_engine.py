@@ -20,16 +20,14 @@ NAMES = {
     "transformer_engine.pytorch.distributed": "checkpoint get_all_rng_states",
     "transformer_engine.pytorch.float8_tensor": "Float8Tensor",
     "transformer_engine.pytorch.fp8": "FP8GlobalStateManager fp8_autocast",
-    "transformer_engine.pytorch.module._common": "",
-    "transformer_engine.pytorch.module.layernorm": "",
-    "transformer_engine.pytorch.module.layernorm_linear": "",
-    "transformer_engine.pytorch.module.linear": "",
+    "transformer_engine.pytorch.module._common": "", "transformer_engine.pytorch.module.layernorm": "",
+    "transformer_engine.pytorch.module.layernorm_linear": "", "transformer_engine.pytorch.module.linear": "",
     "transformer_engine.pytorch.router": "fused_compute_score_for_moe_aux_loss fused_moe_aux_loss "
     "fused_topk_with_score_function",
     "transformer_engine.pytorch.tensor": "QuantizedTensor",
     "transformer_engine.pytorch.tensor.float8_tensor": "Float8Tensor",
     "transformer_engine.pytorch.tensor.utils": "cast_master_weights_to_fp8 replace_raw_data",
-}
+}  # fmt: skip
 # Not in 2.16.1: megatron-core imports it for releases before 2.0 alone.
 GUARDED_BY_VERSION = {("fp8_utils.py", "transformer_engine.pytorch.cpp_extensions", "cast_to_fp8")}
 CATCHES = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException", ""}
@@ -38,7 +36,8 @@ CATCHES = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException", "
 def bare_imports(node: ast.AST) -> Iterator[tuple[str, str]]:
     """(module, name) of imports of Transformer Engine outside a `try` that catches their failure; name "" for none."""
     if isinstance(node, ast.Try):
-        caught = {ast.unparse(kind) if kind else "" for handler in node.handlers for kind in kinds(handler.type)}
+        kinds = [kind for handler in node.handlers for kind in getattr(handler.type, "elts", [handler.type])]
+        caught = {ast.unparse(kind) if kind else "" for kind in kinds}
         inside = node.handlers + node.orelse + node.finalbody + ([] if caught & CATCHES else node.body)
         for child in inside:
             yield from bare_imports(child)
@@ -49,10 +48,6 @@ def bare_imports(node: ast.AST) -> Iterator[tuple[str, str]]:
         yield from ((str(node.module), alias.name) for alias in node.names)
     for child in ast.iter_child_nodes(node):
         yield from bare_imports(child)
-
-
-def kinds(caught: ast.expr | None) -> list[ast.expr | None]:
-    return list(caught.elts) if isinstance(caught, ast.Tuple) else [caught]
 
 
 @pytest.mark.parametrize("package", ["megatron.core", "megatron.bridge", "qwen3vl_bridge"])

@@ -156,17 +156,11 @@ VISION = dict(adapt_language_model=False, adapt_vision_model=True)
 SOME = dict(adapt_vision_model=True, target_modules=["*.layers.1.*.linear_qkv", "*.layers.2.*.linear_fc1"])
 EXPERTS = dict(adapt_experts=True)
 OURS = {
-    "LoRA": lora("untied"),
-    "DoRA": dora("untied"),
-    "LoRA, all parts": lora("untied", True, **ALL_PARTS),
-    "DoRA, all parts": dora("untied", True, **ALL_PARTS),
-    "LoRA, vision": lora("untied", **VISION),
-    "DoRA, vision": dora("untied", **VISION),
-    "LoRA, some layers": lora("untied", **SOME),
-    "DoRA, some layers": dora("untied", **SOME),
-    "LoRA, no expert": lora("moe", **ALL_PARTS),
-    "DoRA, no expert": dora("moe", **ALL_PARTS),
-    "experts": lora("moe", True, **EXPERTS, **ALL_PARTS),
+    "LoRA": lora("untied"), "DoRA": dora("untied"), "LoRA, all parts": lora("untied", True, **ALL_PARTS),
+    "DoRA, all parts": dora("untied", True, **ALL_PARTS), "LoRA, vision": lora("untied", **VISION),
+    "DoRA, vision": dora("untied", **VISION), "LoRA, some layers": lora("untied", **SOME),
+    "DoRA, some layers": dora("untied", **SOME), "LoRA, no expert": lora("moe", **ALL_PARTS),
+    "DoRA, no expert": dora("moe", **ALL_PARTS), "experts": lora("moe", True, **EXPERTS, **ALL_PARTS),
     "experts alone": lora("moe", True, **EXPERTS, target_modules=["*.experts.linear_fc1", "*.experts.linear_fc2"]),
     "experts of some layers": lora(
         "moe", True, **EXPERTS, target_modules=["*.layers.2.*.linear_fc*", "*.layers.3.*.linear_qkv"]
@@ -181,10 +175,9 @@ OURS = {
     "linear attention, experts": lora("moe 3.5", True, **ALL, **ALL_PARTS, **EXPERTS),
     "shared experts": lora("moe 3.5", True, target_modules=["*.shared_experts.*"]),
     "shared experts, DoRA": dora("moe 3.5", True, **ALL),
-}
+}  # fmt: skip
 BOTH = {
-    "LoRA": dict(kind=LoRA),
-    "LoRA on all linear layers": dict(kind=LoRA, target_modules=[], exclude_modules=[]),
+    "LoRA": dict(kind=LoRA), "LoRA on all linear layers": dict(kind=LoRA, target_modules=[], exclude_modules=[]),
     "LoRA on some": dict(kind=LoRA, target_modules=["linear_qkv", "*.layers.2.mlp.*linear_fc1"]),
     "VLMLoRA": dict(kind=VLMLoRA),
     "VLMLoRA beside a trained tower": dict(

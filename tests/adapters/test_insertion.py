@@ -68,10 +68,8 @@ class TestWhatIsTrained:
         assert not any(p.requires_grad for p in model.parameters()) and not model.training
 
     @pytest.mark.parametrize(("fields", "towers", "layers"), [
-        (
-            dict(target_modules=["linear_qkv", "*.layers.1.*.linear_fc2"], adapt_vision_model=True),
-            "language|vision", r"\d\.self_attention\.linear_qkv|1\.mlp\.linear_fc2",
-        ),
+        (dict(target_modules=["linear_qkv", "*.layers.1.*.linear_fc2"], adapt_vision_model=True),
+         "language|vision", r"\d\.self_attention\.linear_qkv|1\.mlp\.linear_fc2"),
         (dict(target_modules=["*.layers.1.*"]), "language", r"1\.(self_attention|mlp)\.linear_\w+"),
         (dict(target_modules=[], exclude_modules=["linear_qkv", "linear_proj"]), "language", r"\d\.mlp\.linear_.*"),
         (dict(target_modules=[], exclude_modules=["*.layers.0.*"]), "language", r"[1-9]\.\w+\.linear_\w+"),
@@ -253,9 +251,7 @@ def recompute_errors(plain: dict[str, torch.Tensor], recomputed: dict[str, torch
 
 class TestRecompute:
     @pytest.mark.parametrize(("peft_fields", "recompute"), [
-        (dict(), FULL),
-        (ALL_PARTS, FULL | FULL_VISION),
-        (dict(adapt_vision_model=True), FULL_VISION),
+        (dict(), FULL), (ALL_PARTS, FULL | FULL_VISION), (dict(adapt_vision_model=True), FULL_VISION),
         (dict(adapt_language_model=False, adapt_vision_model=True), FULL_VISION),
         # The mergers are trained: Megatron-Bridge then leaves recomputing blocks as they are.
         (dict(adapt_vision_model=True, freeze_vision_projection=False), FULL | FULL_VISION),

@@ -164,12 +164,10 @@ def reference(sample: Sample) -> torch.Tensor:
     )
     tokens = torch.tensor([ids])
     return Qwen3VLModel.get_rope_index(
-        model,
-        tokens,
-        (tokens == IMAGE).int() + 2 * (tokens == VIDEO).int(),
+        model, tokens, (tokens == IMAGE).int() + 2 * (tokens == VIDEO).int(),
         image_grid_thw=torch.tensor(images) if images else None,
         video_grid_thw=torch.tensor(videos) if videos else None,
-    )[0][:, 0]
+    )[0][:, 0]  # fmt: skip
 
 
 def random_sample(random: np.random.Generator) -> Sample:

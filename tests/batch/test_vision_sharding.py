@@ -18,7 +18,7 @@ from qwen3vl_bridge.batch import (
 )
 from qwen3vl_bridge.batch.device_transfer import Movable, copy_to_gpu
 from qwen3vl_bridge.batch.token_layout import segment_multiple
-from qwen3vl_bridge.batch.vision_sharding import VisionExchange, assign_frames, assign_vision
+from qwen3vl_bridge.batch.vision_sharding import assign_frames, assign_vision
 from qwen3vl_bridge.models.divisibility import row_multiple
 from qwen3vl_bridge.training.step import to_device
 
@@ -31,16 +31,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
-def ring_attention_share(tokens: np.ndarray, size: int, rank: int) -> np.ndarray:
-    if size == 1:
-        return tokens
-    chunks = np.split(tokens, 2 * size)
-    return np.concatenate([chunks[rank], chunks[2 * size - 1 - rank]])
-
-
 def expected_index(layout: SequenceLayout, cp: int, cp_rank: int, sp: int = 1, sp_rank: int = 0) -> np.ndarray:
     segments = np.split(np.arange(layout.total), np.cumsum(layout.padded_lengths)[:-1])
-    held = [ring_attention_share(tokens, cp, cp_rank) for tokens in segments]
+    if cp == 1:
+        held = segments
+    else:
+        chunks = (np.split(tokens, 2 * cp) for tokens in segments)
+        held = [np.concatenate([each[cp_rank], each[2 * cp - 1 - cp_rank]]) for each in chunks]
     rows = held if layout.num_rows > 1 else [np.concatenate(held)]
     columns = np.stack(rows, axis=1)
     part = len(columns) // sp
@@ -327,10 +324,8 @@ def test_shares_make_up_the_whole(images, videos, work, ranks):
 
 def test_cost_decides_and_not_the_number_of_frames_or_patches():
     vision = make_vision([(1, 4, 6), (3, 2, 4), (2, 2, 2)], [])  # frames of 24; 8, 8, 8; 4, 4 patches
-    for work, expected in (
-        (VisionWork(1, 0, 4), [(24, 4), (8, 8, 8, 4)]),
-        (VisionWork(0, 1, 4), [(24,), (8, 8, 8, 4, 4)]),
-    ):
+    by_patches, by_pairs = [(24, 4), (8, 8, 8, 4)], [(24,), (8, 8, 8, 4, 4)]
+    for work, expected in ((VisionWork(1, 0, 4), by_patches), (VisionWork(0, 1, 4), by_pairs)):
         assignment = assign_vision(vision, work, 2)
         assert [assignment.part(vision, rank).lengths for rank in range(2)] == expected
 
@@ -366,18 +361,6 @@ def batches(draw: st.DrawFn) -> tuple[TokenBatch, int, int]:
     return batch, cp, sp
 
 
-def exchange(encoded: list[torch.Tensor], exchanges: list[VisionExchange]) -> list[torch.Tensor]:
-    sent = [rows[one.sources].split(one.sent) for rows, one in zip(encoded, exchanges, strict=True)]
-    assert [one.received for one in exchanges] == [tuple(map(len, parts)) for parts in zip(*sent, strict=True)]
-    return [torch.cat(parts) for parts in zip(*sent, strict=True)]
-
-
-def next_tokens(layout: SequenceLayout) -> list[int]:
-    starts = [0, *itertools.accumulate(layout.padded_lengths)]
-    edges = zip(starts, layout.lengths, layout.padded_lengths, strict=False)
-    return [start + i + (i + 1 < real) for start, real, padded in edges for i in range(padded)]
-
-
 @pytest.mark.parametrize("predicts", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
 @given(case=batches(), work=WORKS)
@@ -392,8 +375,13 @@ def test_every_rank_is_sent_the_rows_of_its_own_tokens_and_no_others(shared, pre
     is_shared = shared and cp > 1 and batch.vision is not None
     assert {one is not None for one in exchanges} == {is_shared}
     had = [encode(locals_[c, 0].vision) for c in range(cp)]
-    had = exchange(had, exchanges) if is_shared else had
-    after = torch.tensor(next_tokens(batch.layout))
+    if is_shared:
+        sent = [rows[one.sources].split(one.sent) for rows, one in zip(had, exchanges, strict=True)]
+        assert [one.received for one in exchanges] == [tuple(map(len, parts)) for parts in zip(*sent, strict=True)]
+        had = [torch.cat(parts) for parts in zip(*sent, strict=True)]
+    starts = [0, *itertools.accumulate(batch.layout.padded_lengths)]
+    edges = zip(starts, batch.layout.lengths, batch.layout.padded_lengths, strict=False)
+    after = torch.tensor([start + i + (i + 1 < real) for start, real, padded in edges for i in range(padded)])
     for c in range(cp):
         used = {"fuse": [], "following": [], "deepstack": []}
         own = token_index(batch.layout, cp, c)

@@ -71,9 +71,8 @@ MISTAKEN = {
     "pickled": (["pytorch_model-00001-of-00002.bin"], "weights pickled by torch"),
     "gguf": (["model-Q4_K_M.gguf"], "weights for llama.cpp"),
     "shards": (["__0_0.distcp"], "files of a Megatron checkpoint without .metadata"),
-    "other": (["notes.txt"], "it holds notes.txt"),
-    "empty": ([], "it is empty"),
-}
+    "other": (["notes.txt"], "it holds notes.txt"), "empty": ([], "it is empty"),
+}  # fmt: skip
 MEGATRON = (["latest_checkpointed_iteration.txt"], "a Megatron checkpoint, of which `qwen3vl convert export`")
 WANT_MODEL = (
     "generate ? --hf-model", "train --recipe qwen3_vl_digits_sft_config --data-path x --save y --dry-run --hf-model",
@@ -88,8 +87,7 @@ WANT_MEGATRON = (
 
 
 @pytest.mark.parametrize(("words", "files", "holds"), [
-    *((WANT_MODEL[0], *kind) for kind in MISTAKEN.values()),
-    *((WANT_MEGATRON[0], *kind) for kind in MISTAKEN.values()),
+    *((WANT_MODEL[0], *kind) for kind in MISTAKEN.values()), *((WANT_MEGATRON[0], *kind) for kind in MISTAKEN.values()),
     *((words, *kind) for words in WANT_MODEL for kind in (MISTAKEN["adapters"], MEGATRON)),
     *((words, *kind) for words in WANT_MEGATRON for kind in (MISTAKEN["adapters"], HUGGING_FACE)),
     ("convert inspect --megatron-path", *MISTAKEN["adapters"]),  # which reads a Hugging Face model, too

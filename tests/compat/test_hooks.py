@@ -46,9 +46,7 @@ def run(code: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize("first", [
     "import qwen3vl_bridge, megatron.bridge",
-    pytest.param(
-        "from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider", marks=pytest.mark.slow
-    ),
+    pytest.param("from qwen3vl_bridge.models.qwen3_vl.provider import Qwen3VLModelProvider", marks=pytest.mark.slow),
     pytest.param("import megatron.core.models.gpt; import qwen3vl_bridge, megatron.bridge", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_registers_whatever_is_imported_first(first):
@@ -57,10 +55,9 @@ def test_registers_whatever_is_imported_first(first):
 
 
 @pytest.mark.parametrize(
-    "code",
-    ["import qwen3vl_bridge", "from qwen3vl_bridge.cli.main import main; main(['train', '--help'])"],
+    "code", ["import qwen3vl_bridge", "from qwen3vl_bridge.cli.main import main; main(['train', '--help'])"],
     ids=["import", "help"],
-)
+)  # fmt: skip
 def test_half_a_second_is_enough(code):
     """Of a processor; each takes 0.05 to 0.1 s where modules are compiled already."""
     ended = f"import atexit, sys, time; atexit.register(lambda: print(time.process_time(), file=sys.stderr)); {code}"
@@ -206,10 +203,8 @@ def test_megatron_core_builds_it_where_there_is_no_fused_one():
 @settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.lists(st.integers(1, 5), max_size=3), min_size=1, max_size=6),
-    st.sampled_from([torch.float32, torch.bfloat16]),
-    st.floats(-6, 6),
-    st.integers(0, 9),
-)
+    st.sampled_from([torch.float32, torch.bfloat16]), st.floats(-6, 6), st.integers(0, 9),
+)  # fmt: skip
 def test_the_value_is_that_of_megatron_core(shapes, dtype, exponent, seed):
     generator = torch.Generator().manual_seed(seed)
     tensors = [(torch.randn(shape, generator=generator) * 10**exponent).to(dtype) for shape in shapes]

@@ -14,12 +14,6 @@ REPLACED = (ROOT / "docs" / "compatibility.md").read_text().split("## Replaced f
 TREES = {"qwen3vl_bridge": ROOT / "src", "qwen3vl_recipes": ROOT / "recipes"}
 
 
-def modules_of(package: str) -> dict[str, Path]:
-    top = TREES[package]
-    names = {path: path.relative_to(top).with_suffix("").parts for path in (top / package).rglob("*.py")}
-    return {".".join(parts).removesuffix(".__init__"): path for path, parts in names.items()}
-
-
 def imports_in(source: str, known: set[str]) -> Iterator[str]:
     """The known modules that a source imports: at its top, in functions, or for annotations."""
     for node in ast.walk(ast.parse(source)):
@@ -43,7 +37,9 @@ def circle_in(graph: dict[str, set[str]]) -> list[str]:
 
 @pytest.mark.parametrize("package", TREES)
 def test_no_module_imports_itself_by_way_of_others(package):
-    modules = modules_of(package)
+    top = TREES[package]
+    names = {path: path.relative_to(top).with_suffix("").parts for path in (top / package).rglob("*.py")}
+    modules = {".".join(parts).removesuffix(".__init__"): path for path, parts in names.items()}
     assert len(modules) > 10
     graph = {name: set(imports_in(path.read_text(), modules.keys())) - {name} for name, path in modules.items()}
     assert sum(map(len, graph.values())) > len(modules)
@@ -52,15 +48,11 @@ def test_no_module_imports_itself_by_way_of_others(package):
 
 # Attributes that are set to a name and are no functions of others: settings, flags, specs, a module's own name.
 NOT_REPLACED = {
-    "data/webdatasets.py": {"global_error_handler"},
-    "data/sources/hub.py": {"_part"},
-    "inference/generation.py": {"training"},
-    "models/layer_specs.py": {"module", "mlp"},
+    "data/webdatasets.py": {"global_error_handler"}, "data/sources/hub.py": {"_part"},
+    "inference/generation.py": {"training"}, "models/layer_specs.py": {"module", "mlp"},
     "models/settings.py": {"activation_func", "attention_backend", "dist_train"},
-    "models/qwen3_vl/model.py": {"module"},
-    "rehearsal/one_rank.py": {"step"},
-    "training/resuming.py": {"load_rng"},
-}
+    "models/qwen3_vl/model.py": {"module"}, "rehearsal/one_rank.py": {"step"}, "training/resuming.py": {"load_rng"},
+}  # fmt: skip
 
 
 def root_of(node: ast.AST | None) -> str:

@@ -81,8 +81,7 @@ def test_public_names_are_found_in_their_modules():
 
 
 @pytest.mark.parametrize(("markdown", "expected"), [
-    ("words:\n- a\n- b\n", "words:\n\n- a\n- b\n"),
-    ("- a\n  - b\n  words\n", "- a\n    - b\n    words\n"),
+    ("words:\n- a\n- b\n", "words:\n\n- a\n- b\n"), ("- a\n  - b\n  words\n", "- a\n    - b\n    words\n"),
     ("words\n| a |\n|---|\n", "words\n\n| a |\n|---|\n"),
     ("a\n```\nb\n- c [d](../README.md)\n```\ne\n", "a\n\n```\nb\n- c [d](../README.md)\n```\n\ne\n"),
     ("[a](../README.md#try-it) [b](train.md)\n", "[a](overview.md#try-it) [b](train.md)\n"),

@@ -1,7 +1,5 @@
 """The fake GPU, built once, and programs that run on it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The third step of each case is marked in the log; the first two compile kernels and allocate.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter

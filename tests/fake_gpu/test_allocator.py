@@ -1,7 +1,5 @@
 """Recipes' expandable segments are those of torch's allocator, whatever initialises CUDA afterwards."""
 
-from __future__ import annotations
-
 import pytest
 
 SETTINGS = 'result["expandable"] = torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]'

@@ -1,7 +1,5 @@
 """Which kernel of torch computes attention without Transformer Engine on an H100."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

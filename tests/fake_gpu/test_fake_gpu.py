@@ -1,7 +1,5 @@
 """The fake GPU itself: it reports what a GPU would be asked, and nothing else."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -9,18 +7,11 @@ import pytest
 
 # What reads a value, or goes through pageable memory, waits; what stays on the GPU, or is pinned, does not.
 WAITS = {
-    "x.sum().item()": True,
-    "bool((x > 0).any())": True,
-    "x.cpu()": True,
-    "host.to('cuda')": True,
-    "torch.tensor([1.0, 2.0], device='cuda')": True,
-    "torch.cuda.synchronize()": True,
-    "pinned.to('cuda', non_blocking=True)": False,
-    "x.to(torch.bfloat16).add_(1).softmax(-1)": False,
-    "x[index]": False,
-    "torch.zeros(8, device='cuda').copy_(x[0], non_blocking=True)": False,
-    "torch.arange(8, device='cuda')": False,
-}
+    "x.sum().item()": True, "bool((x > 0).any())": True, "x.cpu()": True, "host.to('cuda')": True,
+    "torch.tensor([1.0, 2.0], device='cuda')": True, "torch.cuda.synchronize()": True,
+    "pinned.to('cuda', non_blocking=True)": False, "x.to(torch.bfloat16).add_(1).softmax(-1)": False, "x[index]": False,
+    "torch.zeros(8, device='cuda').copy_(x[0], non_blocking=True)": False, "torch.arange(8, device='cuda')": False,
+}  # fmt: skip
 
 KERNEL = """
 import triton, triton.language as tl
@@ -120,11 +111,8 @@ def test_products_of_every_library(run):
     products = [event for event in events if event.kind == "gemm"]
     flops = 2 * 32 * 64 * 128
     assert [event.name.split(" ", 1)[1] for event in products] == [
-        "float32 128 32 64 1",
-        "bfloat16 128 32 64 1",
-        "float16 128 32 64 4",
-        "bfloat16 128 32 64 1",
-    ]
+        "float32 128 32 64 1", "bfloat16 128 32 64 1", "float16 128 32 64 4", "bfloat16 128 32 64 1",
+    ]  # fmt: skip
     assert [event.amount for event in products] == [flops, flops, 4 * flops, flops]
     assert [event.stream for event in products] == [0, 0, 0, run.result["side"]]
     casts = [event for event in events if event.kind == "kernel" and event.stream == run.result["side"]]

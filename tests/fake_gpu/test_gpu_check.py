@@ -1,7 +1,5 @@
 """The GPU check runs whole on the fake GPU: all lines of its tests but assertions, and its benchmark of our ways."""
 
-from __future__ import annotations
-
 import csv
 import subprocess
 import sys
@@ -24,26 +22,26 @@ with stand_ins():
 """
 
 
+def run(built, *words: str) -> str:
+    variables = fake_gpu.environment(built) | {"PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    return done.stdout
+
+
 @pytest.mark.slow
 def test_every_test_runs_to_its_end(built):
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "tests.fake_gpu.without_values", *TESTS]
-    variables = fake_gpu.environment(built) | {"PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run(
-        [*command, "--assert=plain", "-p", "no:cacheprovider"], cwd=ROOT, env=variables, capture_output=True, text=True
-    )
-    print(done.stdout[-1000:])
-    assert done.returncode == 0, done.stdout[-6000:]
-    assert " passed" in done.stdout.splitlines()[-1]
+    plugins = ["-p", "tests.fake_gpu.without_values", "-p", "no:cacheprovider"]
+    said = run(built, "-m", "pytest", "-q", "-m", "gpu", "--assert=plain", *plugins, *TESTS)
+    print(said[-1000:])
+    assert " passed" in said.splitlines()[-1]
 
 
 @pytest.mark.slow
 def test_the_benchmark_measures_our_ways(built, tmp_path):
     """By FlashAttention in both towers, in bfloat16."""
     ways = ["--tiny", "--rounds", "1", "--ways", "ours", "step", "--csv", str(tmp_path / "gpu.csv")]
-    command = [sys.executable, "-c", BENCHMARK, *ways, "--profile", str(tmp_path / "timelines")]
-    variables = fake_gpu.environment(built) | {"PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    run(built, "-c", BENCHMARK, *ways, "--profile", str(tmp_path / "timelines"))
     with (tmp_path / "gpu.csv").open() as file:
         rows = {row["way"]: row for row in csv.DictReader(file)}
     assert rows.keys() == {"ours, packed", "ours, padded", "step, packed"}

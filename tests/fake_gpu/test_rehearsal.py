@@ -1,7 +1,5 @@
 """`qwen3vl train --rehearse`: a rank of a recipe at its real size, without a GPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -113,9 +111,7 @@ def asked_about(names: list[str]) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", ["0", "last"])
 @pytest.mark.parametrize("recipe", [
-    "qwen3_vl_8b_sft_config",
-    "qwen3_vl_8b_sft_fsdp_config",
-    "qwen3_vl_30b_a3b_sft_config",
+    "qwen3_vl_8b_sft_config", "qwen3_vl_8b_sft_fsdp_config", "qwen3_vl_30b_a3b_sft_config",
     "qwen3_vl_235b_a22b_sft_config",
     pytest.param(
         "qwen35_vl_27b_sft_config",

@@ -1,7 +1,5 @@
 """What training steps in Megatron-Bridge's loop ask of an H100: kernels, waits of the host, streams of copies."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

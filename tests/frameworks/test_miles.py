@@ -84,17 +84,14 @@ def responses(logits: torch.Tensor, truth: Truth) -> list[torch.Tensor]:
     return found
 
 
-def expected_responses(truth: Truth) -> list[torch.Tensor]:
-    return [one[len(one) - len(one) // 2 - 1 : -1] for one in truth.log_probs]
-
-
 @pytest.mark.parametrize("given_groups", [True, False])
 def test_log_probs(folder, truth, given_groups):
     """forward_only, of a provider whose groups Megatron-LM's get_model hands on, and of one that finds them."""
     actor = make_actor(folder, given_groups=given_groups)
     with torch.no_grad():
         logits = actor.model(**get_batch(truth))
-    assert support.worst(responses(logits, truth), expected_responses(truth)) <= support.LOG_PROBS
+    expected = [one[len(one) - len(one) // 2 - 1 : -1] for one in truth.log_probs]
+    assert support.worst(responses(logits, truth), expected) <= support.LOG_PROBS
 
 
 def test_log_probs_of_rows(actor, truth):

@@ -21,10 +21,8 @@ from .conftest import KINDS
 
 LOCAL = dict(transformer_impl="local", moe_grouped_gemm=False, moe_permute_fusion=False)
 KERNELS: dict[str, dict[str, Any]] = {
-    "local": LOCAL,
-    "local, recomputed": LOCAL | FULL | of_vision(FULL),
-    "Transformer Engine": {},
-}
+    "local": LOCAL, "local, recomputed": LOCAL | FULL | of_vision(FULL), "Transformer Engine": {},
+}  # fmt: skip
 
 
 def pair_of(kind: str, folders, device: str, **settings: Any) -> Pair:

@@ -46,10 +46,8 @@ from torch.utils._pytree import tree_iter
 
 PACKAGES = {
     "ours": f"{Path(qwen3vl_bridge.__file__).parent}/",  # not any folder of this name, as clones have
-    "megatron-core": "/megatron/core/",
-    "Megatron-Bridge": "/megatron/bridge/",
-    "transformers": "/transformers/",
-}
+    "megatron-core": "/megatron/core/", "Megatron-Bridge": "/megatron/bridge/", "transformers": "/transformers/",
+}  # fmt: skip
 UPSTREAM = ("megatron-core", "Megatron-Bridge")
 _HERE = str(Path(__file__).parent / "counter.py")
 _NO_FRAMES_OF_OURS = "/compat/cpu.py"  # which is not there on a GPU

@@ -145,17 +145,13 @@ def test_a_step_with_guard_and_meters_waits_for_nothing(folders, family):
 
 
 RUNS = {
-    "LoRA": dict(peft=dict(dim=4, alpha=4)),
-    "bf16": dict(mixed_precision="bf16_mixed"),
+    "LoRA": dict(peft=dict(dim=4, alpha=4)), "bf16": dict(mixed_precision="bf16_mixed"),
     "distributed optimizer": dict(distributed_optimizer=True),
     "Megatron-FSDP": dict(
-        mixed_precision="bf16_mixed",
-        distributed_optimizer=True,
-        checkpoint__ckpt_format="fsdp_dtensor",
-        ddp__use_megatron_fsdp=True,
-        ddp__data_parallel_sharding_strategy="optim_grads_params",
+        mixed_precision="bf16_mixed", distributed_optimizer=True, checkpoint__ckpt_format="fsdp_dtensor",
+        ddp__use_megatron_fsdp=True, ddp__data_parallel_sharding_strategy="optim_grads_params",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("family", "kind"), list(zip(itertools.cycle(["dense", "MoE"]), RUNS)))
@@ -303,18 +299,16 @@ def test_the_counter_sees_what_waits():
         "new_tensor of values on the GPU": lambda: host.float().new_tensor([[values[0]], [values[1]]]),
         "tensor: a copy to the host": lambda: torch.tensor(values, device="cpu"),
         "as_tensor: a copy to the host": lambda: torch.as_tensor(values, device="cpu"),
-        "new_tensor: a copy to the host": lambda: host.new_tensor(values),
-        "an index on the host": lambda: values[host],
+        "new_tensor: a copy to the host": lambda: host.new_tensor(values), "an index on the host": lambda: values[host],
         "repeat_interleave without output_size": lambda: values.repeat_interleave(values.long()),
         "copy_ between host and GPU": lambda: values[:3].copy_(host),
         "a stream or an event": lambda: on_host({"values": values, "others": values + 1})["others"].tolist(),
         "a copy that has not arrived": lambda: values.to("cpu", non_blocking=True).tolist(),
     }  # fmt: skip
     free = [
-        lambda: values.cumsum(0) * 2 + torch.zeros(6, device=values.device),
-        lambda: values.masked_fill(values > 1, 0), lambda: torch.equal(values, values),
-        lambda: host.pin_memory().to(values.device, non_blocking=True), lambda: values.to("cpu", non_blocking=True),
-        lambda: host.tolist() and bool(host[0] == 0) and host[host > 1],
+        lambda: values.cumsum(0) * 2 + torch.zeros(6, device=values.device), lambda: values.masked_fill(values > 1, 0),
+        lambda: torch.equal(values, values), lambda: host.pin_memory().to(values.device, non_blocking=True),
+        lambda: values.to("cpu", non_blocking=True), lambda: host.tolist() and bool(host[0] == 0) and host[host > 1],
         lambda: values.repeat_interleave(values.long(), output_size=15),
         lambda: torch.as_tensor(values) + torch.asarray(values, device=values.device) + values.new_tensor(values),
         lambda: torch.tensor([host[0], 1.0]) + torch.as_tensor([2.0, 3.0]) + host.new_tensor([4, 5]),

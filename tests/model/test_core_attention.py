@@ -209,19 +209,16 @@ def on_fake_cuda(
     with FakeTensorMode(), Operations() as operations, Calls() as calls:
         offsets = torch.empty(len(lengths) + 1, dtype=torch.int32, device="cuda")
         layout = SequenceLayout(offsets, offsets, 1, lengths, lengths)
-        inputs = [
-            torch.empty(sum(lengths) // module.ranks, heads, dim, dtype=dtype, device="cuda")
-            for heads in (HEADS, groups, groups)
-        ]
+        tokens = sum(lengths) // module.ranks
+        inputs = [torch.empty(tokens, heads, dim, dtype=dtype, device="cuda") for heads in (HEADS, groups, groups)]
         out = module(*inputs, None, attn_mask_type=CAUSAL, packed_seq_params=layout_packed_seq_params(layout))
-        assert out.shape == (sum(lengths) // module.ranks, HEADS * dim)
+        assert out.shape == (tokens, HEADS * dim)
     return operations, calls.found
 
 
 @pytest.mark.skipif(core_attention.varlen_attn is None, reason="this torch has no varlen attention")
 @pytest.mark.parametrize(("dtype", "dim", "dropout", "training", "one"), [
-    (torch.bfloat16, 128, 0.0, True, True),
-    (torch.float16, 72, 0.0, True, True),  # heads of the 8B's vision tower
+    (torch.bfloat16, 128, 0.0, True, True), (torch.float16, 72, 0.0, True, True),  # heads of the 8B's vision tower
     (torch.bfloat16, 256, 0.1, False, True),
     (torch.bfloat16, 128, 0.1, True, False),  # varlen attention knows no dropout
     (torch.bfloat16, 12, 0.0, True, False),  # nor heads of such a size, which the other pads

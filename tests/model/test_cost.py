@@ -17,8 +17,7 @@ from tests.qwen3_5.tiny import MTPReference
 
 # Of a family: a released size, and what its text model has instead of the released numbers.
 SIZES = {
-    "dense": ("qwen3_vl", "2B", {}),
-    "tied": ("qwen3_vl", "4B", {}),
+    "dense": ("qwen3_vl", "2B", {}), "tied": ("qwen3_vl", "4B", {}),
     "moe": ("qwen3_vl", "30B-A3B", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)),
     "linear": ("qwen3_5", "2B", {}),
     "linear moe": ("qwen3_5", "35B-A3B", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48,
@@ -89,23 +88,20 @@ def build(kind: str):
     ).eval()
 
 
-def padding_of_convolutions(model) -> int:
-    n = dimensions_of(model.config.to_dict())
-    layers = n.indices.get("linear_layers", ())
-    return 2 * len(layers) * (n["l_conv"] - 1) * n["l_conv"] * n["l_qkv"] if layers else 0
-
-
 @pytest.mark.parametrize("kind", SIZES)
 def test_costs_are_what_transformers_does(kind):
     """Exactly, but for causal attention: torch counts all pairs of tokens, of which kernels compute half; and for the
     padding of linear attention's convolution, whose rule goes by chunks.
     """
     model = build(kind)
+    n = dimensions_of(model.config.to_dict())
+    layers = n.indices.get("linear_layers", ())
+    padding = 2 * len(layers) * (n["l_conv"] - 1) * n["l_conv"] * n["l_qkv"] if layers else 0
     costs, unit = tower_costs(model.config.to_dict()), CHUNK if kind in LINEAR else 40
     for tokens, grid in ((unit, None), (5 * unit, None), (2 * unit, (1, 8, 12)), (2 * unit, (1, 4, 4))):
         patches = grid[1] * grid[2] if grid else 0
         expected = costs.of(tokens=tokens, patches=patches, patch_pairs=patches**2) + costs.token_pair * tokens**2
-        assert operations(model, tokens, grid) - padding_of_convolutions(model) == expected, (tokens, grid)
+        assert operations(model, tokens, grid) - padding == expected, (tokens, grid)
     if kind in FULL:
         assert operations(model, 1, None) == costs.of(tokens=1, patches=0, patch_pairs=0) + costs.token_pair
 

@@ -32,11 +32,9 @@ def load(folder, **fields) -> Pair:
     """
     pair = make_pair(folder, **fields)
     pair.reference.eval().generation_config = GenerationConfig(do_sample=False)
+    ours = pair.megatron.language_model.embedding.word_embeddings
     with torch.no_grad():
-        for embedding in (
-            pair.reference.get_input_embeddings(),
-            pair.megatron.language_model.embedding.word_embeddings,
-        ):
+        for embedding in (pair.reference.get_input_embeddings(), ours):
             embedding.weight *= SMALLER
     return pair
 
@@ -152,15 +150,11 @@ def test_processor_output_with_an_image_and_a_video(pair):
     batch = make_processor(512).apply_chat_template(
         [
             conversation({"type": "image", "image": Image.fromarray(noise[0])}),
-            conversation({"type": "video", "video": [Image.fromarray(frame) for frame in noise]}),
-            conversation(),
+            conversation({"type": "video", "video": [Image.fromarray(frame) for frame in noise]}), conversation(),
         ],
-        tokenize=True,
-        add_generation_prompt=True,
-        return_dict=True,
-        return_tensors="pt",
+        tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt",
         processor_kwargs=dict(padding=True, padding_side="left", do_sample_frames=False),
-    )
+    )  # fmt: skip
     assert {"pixel_values", "pixel_values_videos", "mm_token_type_ids"} <= set(batch)
     expected = pair.reference.generate(**batch, max_new_tokens=NEW)
     assert torch.equal(generate(pair.megatron, **batch, max_new_tokens=NEW, eos_token_id=NEVER), expected)

@@ -16,9 +16,8 @@ from tests.qwen3_5.tiny import make_checkpoint
 
 REFERENCES = {
     "main": partial(Qwen3VLVisionPatchMerger, use_postshuffle_norm=False),
-    "deepstack": partial(Qwen3VLVisionPatchMerger, use_postshuffle_norm=True),
-    "Qwen3.5": Qwen3_5VisionPatchMerger,
-}
+    "deepstack": partial(Qwen3VLVisionPatchMerger, use_postshuffle_norm=True), "Qwen3.5": Qwen3_5VisionPatchMerger,
+}  # fmt: skip
 
 
 @pytest.fixture(params=REFERENCES)
@@ -54,7 +53,5 @@ def error(one: torch.Tensor, other: torch.Tensor) -> float:
 
 def test_equals_the_reference(mergers):
     ours, reference, patches = mergers
-    check(
-        {"output": error(ours(patches), reference(patches))},
-        {"output": limit(lambda: reference(patches), error, reference)},
-    )
+    found = error(ours(patches), reference(patches))
+    check({"output": found}, {"output": limit(lambda: reference(patches), error, reference)})

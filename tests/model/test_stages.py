@@ -32,11 +32,6 @@ def make(*shape: int) -> torch.Tensor:
     return torch.randint(1, 9, shape).double().requires_grad_()
 
 
-def places(length: int, rows: int, tokens: int) -> torch.Tensor:
-    """Where vision tokens lie in the flat hidden states; a place may be asked for twice, which adds up."""
-    return torch.randint(length * rows, (tokens,))
-
-
 def run_layers(hidden: torch.Tensor, features: torch.Tensor, where: torch.Tensor, layers: int) -> torch.Tensor:
     """Layers as the model's: each does something of its own, and the first ones add a feature.
 
@@ -58,7 +53,8 @@ def chain(num_features: int, layers: list[int]) -> list[DeepStackStage]:
 @given(**SIZES)
 def test_a_chain_is_the_layers_in_one_piece(length, rows, tokens, width, num_features, stages):
     """Stages are processes of their own: gradients come back one tensor at a time, after what was sent was freed."""
-    hidden, features, where = make(length, rows, width), make(num_features, tokens, width), places(length, rows, tokens)
+    hidden, features = make(length, rows, width), make(num_features, tokens, width)
+    where = torch.randint(length * rows, (tokens,))  # a place may be asked for twice, which adds up
     whole = run_layers(hidden, features, where, sum(stages))
     weights = torch.randint(1, 9, whole.shape).double()
     expected = torch.autograd.grad((whole * weights).sum(), (hidden, features), allow_unused=True)
@@ -249,9 +245,8 @@ def test_one_rank_encodes_for_several(grids):
 def test_other_samples_or_pictures_have_another_mark():
     batch = batch_of([(1, 4, 4), (1, 2, 4)])
     others = [
-        replace(batch, sample_ids=("b",)),
-        replace(batch, layout=SequenceLayout.packed_row([8, 8])),
+        replace(batch, sample_ids=("b",)), replace(batch, layout=SequenceLayout.packed_row([8, 8])),
         batch_of([(1, 2, 4), (1, 4, 4)]),
-    ]
+    ]  # fmt: skip
     marks = {one.vision_shards_of(assign_vision(one.vision, WORK, 1))[0].mark for one in (batch, *others)}
     assert len(marks) == 4

@@ -10,15 +10,7 @@ from typing import Any
 
 from qwen3vl_bridge import Family, register_family
 from qwen3vl_bridge.models.hf_config import model_dimensions
-from qwen3vl_bridge.weights.rows import (
-    QKV,
-    VISION_ROWS,
-    Dimensions,
-    ExpertLayout,
-    GatedMLP,
-    Shape,
-    WeightRow,
-)
+from qwen3vl_bridge.weights.rows import QKV, VISION_ROWS, Dimensions, ExpertLayout, GatedMLP, Shape, WeightRow
 
 NAME = "toy_vl"
 # Fields of the provider and of `text_config` that say the same.
@@ -40,8 +32,7 @@ def _whole(megatron: str, hf: str, *shape: str) -> WeightRow:
 
 
 TABLE = (
-    *VISION_ROWS,
-    _whole("embedding.word_embeddings", "toy.embed", "vocab", "hidden"),
+    *VISION_ROWS, _whole("embedding.word_embeddings", "toy.embed", "vocab", "hidden"),
     _layer(WeightRow, "self_attention.linear_qkv.layer_norm_weight", {"norm_a": ("hidden",)}),
     _layer(
         QKV, "self_attention.linear_qkv.weight", {"q": ("q", "hidden"), "k": ("kv", "hidden"), "v": ("kv", "hidden")}
@@ -50,9 +41,8 @@ TABLE = (
     _layer(WeightRow, "mlp.linear_fc1.layer_norm_weight", {"norm_b": ("hidden",)}),
     _layer(GatedMLP, "mlp.linear_fc1.weight", {"gate": ("ffn", "hidden"), "up": ("ffn", "hidden")}),
     _layer(WeightRow, "mlp.linear_fc2.weight", {"down": ("hidden", "ffn")}),
-    _whole("decoder.final_layernorm", "toy.norm", "hidden"),
-    _whole("output_layer", "toy.head", "vocab", "hidden"),
-)
+    _whole("decoder.final_layernorm", "toy.norm", "hidden"), _whole("output_layer", "toy.head", "vocab", "hidden"),
+)  # fmt: skip
 
 
 def table(experts: ExpertLayout) -> tuple[WeightRow, ...]:

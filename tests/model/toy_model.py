@@ -39,9 +39,8 @@ def provider_from_hf_config(hf_config: Mapping[str, Any], **settings: Any) -> To
     return ToyProvider(
         **{megatron: hf_config["text_config"][hf] for megatron, hf in SAME.items()},
         **{name: hf_config[name] for name in _TOKENS},
-        vision_config=PretrainedConfig.from_dict(dict(hf_config["vision_config"])),
-        **settings,
-    )
+        vision_config=PretrainedConfig.from_dict(dict(hf_config["vision_config"])), **settings,
+    )  # fmt: skip
 
 
 @MegatronModelBridge.register_bridge(

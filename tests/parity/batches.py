@@ -11,11 +11,9 @@ import torch.nn.functional as F
 CONTENTS: dict[str, list[list[tuple[int, int, int]]]] = {
     "one image": [[(1, 4, 6)]],
     "many images": [[(1, 4, 6), (1, 8, 2), (1, 2, 2)], [(1, 6, 10)], [(1, 4, 4), (1, 4, 4)]],
-    "video": [[(3, 4, 4)], [(2, 6, 2)]],
-    "image and video": [[(1, 4, 6), (2, 4, 4)], [(3, 2, 4), (1, 6, 6), (1, 2, 2)]],
-    "text only": [[], []],
-    "mixed": [[(1, 4, 6)], [], [(2, 4, 4), (1, 6, 6)], []],
-}
+    "video": [[(3, 4, 4)], [(2, 6, 2)]], "image and video": [[(1, 4, 6), (2, 4, 4)], [(3, 2, 4), (1, 6, 6), (1, 2, 2)]],
+    "text only": [[], []], "mixed": [[(1, 4, 6)], [], [(2, 4, 4), (1, 6, 6)], []],
+}  # fmt: skip
 
 
 @dataclass
@@ -48,10 +46,8 @@ def make_samples(content: str, config, seed: int) -> list[Sample]:
             kind.append((t, h, w))
         ids = torch.tensor(ids + text(3, 12))
         pixels = {}
-        for kind, values, grid_name in (
-            (images, "pixel_values", "image_grid_thw"),
-            (videos, "pixel_values_videos", "video_grid_thw"),
-        ):
+        names = (images, "pixel_values", "image_grid_thw"), (videos, "pixel_values_videos", "video_grid_thw")
+        for kind, values, grid_name in names:
             if kind:
                 patches = sum(t * h * w for t, h, w in kind)
                 pixels[values] = torch.randn(patches, 3 * 2 * 16 * 16, generator=rng)

@@ -73,9 +73,8 @@ class Pair:
         return {
             # Ours has more of them where the vocabulary is padded.
             "logits": max((ours[:, : theirs.shape[1]] - theirs).abs().max().item() for ours, theirs in logits),
-            "loss": abs(found.loss / expected.loss - 1),
-            "gradients": max(gradients.values()),
-        }
+            "loss": abs(found.loss / expected.loss - 1), "gradients": max(gradients.values()),
+        }  # fmt: skip
 
     def limits(self, samples: list[Sample], expected: Results) -> dict[str, float]:
         """Of these errors, for the reference's results of samples."""

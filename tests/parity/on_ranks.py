@@ -80,12 +80,10 @@ class Shared:
             return whole.flatten()[index]
 
         return dict(
-            input_ids=take(self.batch.input_ids),
-            labels=take(self.batch.labels),
-            loss_mask=take(self.batch.loss_mask),
+            input_ids=take(self.batch.input_ids), labels=take(self.batch.labels), loss_mask=take(self.batch.loss_mask),
             packed_seq_params=PackedSeqParams("thd", *[layout.cu_seqlens] * 2, *[layout.cu_seqlens_padded] * 2),
             **pictures(self.samples),
-        )
+        )  # fmt: skip
 
 
 def forward_step_of_shares(

@@ -143,14 +143,11 @@ def write_references(folder: Path, contents: Iterable[str] = MATRIX_CONTENTS) ->
         reference = train_reference(folder, content)
         torch.save(reference, folder / f"reference_{content}.pt")
         for kind in ("gradients", "weights"):
-            save_as_model(folder, reference[kind], f"{kind}_{content}")
+            to = folder / f"{kind}_{content}"
+            to.mkdir(exist_ok=True)
+            shutil.copy(folder / "config.json", to)
+            own = {key: t.contiguous().clone() for key, t in reference[kind].items()}  # tied ones share memory
+            save_file(own, to / "model.safetensors", metadata={"format": "pt"})
         seeds = SEEDS[number :: len(contents)]
         noises += [errors(train_reference(folder, content, seed), reference) for seed in seeds]
     return allowed(noises)
-
-
-def save_as_model(folder: Path, tensors: dict[str, torch.Tensor], name: str) -> None:
-    (folder / name).mkdir(exist_ok=True)
-    shutil.copy(folder / "config.json", folder / name)
-    own = {key: tensor.contiguous().clone() for key, tensor in tensors.items()}  # tied ones share memory
-    save_file(own, folder / name / "model.safetensors", metadata={"format": "pt"})

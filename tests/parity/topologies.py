@@ -35,33 +35,23 @@ class Topology:
 _MOE = ("MoE",)
 TOPOLOGIES = {
     "TP2": Topology(2, _TP2, families=("dense",)),  # megatron-core trains experts under TP with SP alone
-    "TP2+SP": Topology(2, _SP),
-    "CP2": Topology(2, _CP2),
-    "DP2": Topology(2),
-    "DP2, distributed optimizer": Topology(2, distributed_optimizer=True),
-    "PP2": Topology(2, _PP2),
+    "TP2+SP": Topology(2, _SP), "CP2": Topology(2, _CP2), "DP2": Topology(2),
+    "DP2, distributed optimizer": Topology(2, distributed_optimizer=True), "PP2": Topology(2, _PP2),
     "PP2, first stage of 1": Topology(2, dict(_PP2, num_layers_in_first_pipeline_stage=1)),
     "PP2, first stage of 3": Topology(2, dict(_PP2, num_layers_in_first_pipeline_stage=3)),
-    "PP2+VPP2": Topology(2, _VPP2),
-    "EP2": Topology(2, _EP2, families=_MOE),
+    "PP2+VPP2": Topology(2, _VPP2), "EP2": Topology(2, _EP2, families=_MOE),
     "EP2, allgather": Topology(2, _EP2 | _ALLGATHER, families=_MOE, tokens=384),
     "TP2+SP+ETP2": Topology(2, dict(_SP, expert_tensor_parallel_size=2), families=_MOE),
-    "TP2+SP+EP2": Topology(2, _SP | _EP2, families=_MOE),
-    "CP2+EP2": Topology(2, _CP2 | _EP2, families=_MOE),
-    "CP4": Topology(4, dict(context_parallel_size=4)),
-    "PP4": Topology(4, _PP4),
-    "TP2+SP+CP2": Topology(4, _SP | _CP2),
-    "DP2+CP2": Topology(4, _CP2),
-    "PP2+CP2": Topology(4, _PP2 | _CP2),
-    "PP2+VPP2+CP2": Topology(4, _VPP2 | _CP2),
-    "PP2+TP2+SP": Topology(4, _PP2 | _SP),
-    "PP2+DP2": Topology(4, _PP2),
+    "TP2+SP+EP2": Topology(2, _SP | _EP2, families=_MOE), "CP2+EP2": Topology(2, _CP2 | _EP2, families=_MOE),
+    "CP4": Topology(4, dict(context_parallel_size=4)), "PP4": Topology(4, _PP4), "TP2+SP+CP2": Topology(4, _SP | _CP2),
+    "DP2+CP2": Topology(4, _CP2), "PP2+CP2": Topology(4, _PP2 | _CP2), "PP2+VPP2+CP2": Topology(4, _VPP2 | _CP2),
+    "PP2+TP2+SP": Topology(4, _PP2 | _SP), "PP2+DP2": Topology(4, _PP2),
     "PP2+DP2+EP2": Topology(4, _PP2 | _EP2, families=_MOE),
     "TP2+SP+CP2+EP2": Topology(4, _SP | _CP2 | _EP2, families=_MOE),
     "DP2+CP2+EP2": Topology(4, _CP2 | _EP2, families=_MOE),
     "PP2+TP2+SP+EP2": Topology(4, _PP2 | _SP | _EP2, families=_MOE),
     "TP4+SP": Topology(4, dict(_SP, tensor_model_parallel_size=4)),  # of models with two query groups
-}
+}  # fmt: skip
 
 
 def modules(vision: int, language: int, vision_tensor: int = 1, **fields: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import itertools
 from dataclasses import replace
 from functools import partial
 
-from qwen3vl_bridge.batch import SequenceLayout, TokenBatch
+from qwen3vl_bridge.batch import SequenceLayout
 from qwen3vl_bridge.models.qwen3_5 import presets as qwen3_5_presets
 from qwen3vl_bridge.models.qwen3_vl import presets
 from qwen3vl_bridge.models.rope import InterleavedMRoPE, vision_rotary
@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.bridge import AutoBridge
 
-from tests.parity.batches import Sample, make_batch, make_samples
+from tests.parity.batches import make_batch, make_samples
 from tests.parity.conftest import build as build_model
 
 from .test_memory_on_ranks import saved_bytes, work_of
@@ -121,20 +121,17 @@ def test_what_autograd_keeps(case, family):
     )  # fmt: skip
     model = build(config, training)
     for content, packed in itertools.product(("many images", "video", "text only"), (True, False)):
-        batch = padded(make_samples(content, config, seed=3), config, packed=packed)
+        samples = make_samples(content, config, seed=3)
+        lengths = [len(sample.ids) for sample in samples]
+        # With padding, so that segments fill more chunks of linear attention than one: only then is all kept of each.
+        layout = SequenceLayout.packed_row(lengths, multiple=196) if packed else SequenceLayout.rows(lengths, 330)
+        batch = make_batch(samples, config, layout=layout)
         one = replace(training, packed=packed)
         counted = chunk_activations(dims, split, one, chunk, work_of(batch)).total
         error = counted / saved_bytes(model, batch, predicts=mtp) - 1
         linear = "linear_layers" in dims.indices
         print(f"{family}, {case}, {content}, {'packed' if packed else 'rows'}: {error:+.1e}")
         assert abs(error) <= (NEAR_ROWS if linear and not packed else NEAR), (content, packed)
-
-
-def padded(samples: list[Sample], config, *, packed: bool) -> TokenBatch:
-    """With padding, so that segments fill more chunks of linear attention than one: only then is all kept of each."""
-    lengths = [len(sample.ids) for sample in samples]
-    layout = SequenceLayout.packed_row(lengths, multiple=196) if packed else SequenceLayout.rows(lengths, 330)
-    return make_batch(samples, config, layout=layout)
 
 
 def total(size: str, split: ModelSplit, training: TrainingSettings) -> float:

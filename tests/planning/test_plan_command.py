@@ -309,11 +309,9 @@ def test_every_parameter_is_on_one_side(name):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from(list(presets.PRESETS)),
-    st.frozensets(st.sampled_from(list(Part)), max_size=2),
-    st.sampled_from([Recompute(), FULL]),
-    st.sampled_from([Recompute(), FULL]),
-)
+    st.sampled_from(list(presets.PRESETS)), st.frozensets(st.sampled_from(list(Part)), max_size=2),
+    st.sampled_from([Recompute(), FULL]), st.sampled_from([Recompute(), FULL]),
+)  # fmt: skip
 def test_both_sides_hold_what_one_rank_would(name, parts, recompute, vision_recompute):
     config, sent = presets.config_dict(name), "sent between towers"
     training = replace(

@@ -29,10 +29,9 @@ OURS = ("norm of queries", "norm of keys", "statistic", "log-sum-exp")
 
 
 @pytest.mark.parametrize(
-    ("tp", "sequence", "expected"),
-    [(1, False, 34), (8, False, 10 + Fraction(24, 8)), (8, True, Fraction(34, 8))],
+    ("tp", "sequence", "expected"), [(1, False, 34), (8, False, 10 + Fraction(24, 8)), (8, True, Fraction(34, 8))],
     ids=["equation 1", "equation 2", "equation 4"],
-)
+)  # fmt: skip
 def test_korthikanti_et_al(tp, sequence, expected):
     """Bytes of a layer for each hidden number of a token, without attention's matrix. Their two masks of dropout, one
     byte each, are not here; under tensor parallelism alone they are whole on every rank.
@@ -81,13 +80,8 @@ def test_megatron_bridges_estimator(tp, world, untied_folder):
     assert theirs.weight_and_optimizer_bytes == pytest.approx(ours - tower, rel=1e-3)
 
 
-def text_alone(**sizes: int) -> dict:
-    config = presets.config_dict("8B")
-    config["text_config"].update(sizes)
-    return config
-
-
-QWEN_2_5_7B = text_alone(
+QWEN_2_5_7B = presets.config_dict("8B")
+QWEN_2_5_7B["text_config"].update(
     hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
     vocab_size=152_064,
 )  # fmt: skip

@@ -102,10 +102,9 @@ def test_a_part_that_was_frozen(inputs, tmp_path):
 
 OURS = (".A_log", ".out_norm.weight")
 WRAPPERS = {
-    "replicated": lambda cfg: replicate(cfg),
-    "distributed optimizer": lambda cfg: replicate(cfg, distributed=True),
+    "replicated": lambda cfg: replicate(cfg), "distributed optimizer": lambda cfg: replicate(cfg, distributed=True),
     "Megatron-FSDP": lambda cfg: cfg,
-}
+}  # fmt: skip
 wrapped = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS.keys())
 
 
@@ -283,10 +282,8 @@ def test_layer_is_as_near_as_transformers_in_the_same_dtypes(dtype):
     (dict(dist__use_torch_fsdp2=True), r"dist.use_torch_fsdp2 is True, expected False: .*ddp.use_meg"),
     (dict(optimizer__optimizer="dist_muon"), r"optimizer.optimizer is 'dist_muon' with .*, expected 'adam'.* '"),
     (dict(optimizer__use_layer_wise_distributed_optimizer=True), r"layer_wise\S+ is True with .*, expected False"),
-    (
-        dict(model__virtual_pipeline_model_parallel_size=2, ddp__grad_reduce_in_fp32=False),
-        r"ddp.grad_reduce_in_fp32 is False with .*virtual_pipeline_model_parallel_size 2 and .*, expected True",
-    ),
+    (dict(model__virtual_pipeline_model_parallel_size=2, ddp__grad_reduce_in_fp32=False),
+     r"ddp.grad_reduce_in_fp32 is False with .*virtual_pipeline_model_parallel_size 2 and .*, expected True"),
 ])  # fmt: skip
 def test_what_holds_one_dtype_alone_is_refused(released_inputs, settings, message):
     cfg = config_of(released_inputs, None, WRAPPERS["replicated"], **settings)

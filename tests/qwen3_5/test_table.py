@@ -189,14 +189,10 @@ def test_a_size_of_several_families_is_the_first_ones():
     ({"context_parallel_size": 3}, "linear_num_key_heads=16 must be a multiple"),  # megatron-core says it
     ({"mtp_num_layers": 2}, "mtp_num_layers is 2, expected None or 1: "),
     ({"mtp_loss_scaling_factor": 0.1, "pipeline_model_parallel_size": 2}, "variable_seq_lengths is False"),
-    (
-        {"mtp_loss_scaling_factor": 0.1, "recompute_granularity": "full", "recompute_method": "block"},
-        "recompute_method is 'block'",
-    ),
-    (
-        {"recompute_granularity": "selective", "recompute_modules": ["gdn_norm_out"], "transformer_impl": "local"},
-        r"recompute_modules is \['gdn_norm_out'\] with .* 'local', expected .*: recomputing 'gdn_norm_out' or",
-    ),
+    ({"mtp_loss_scaling_factor": 0.1, "recompute_granularity": "full", "recompute_method": "block"},
+     "recompute_method is 'block'"),
+    ({"recompute_granularity": "selective", "recompute_modules": ["gdn_norm_out"], "transformer_impl": "local"},
+     r"recompute_modules is \['gdn_norm_out'\] with .* 'local', expected .*: recomputing 'gdn_norm_out' or"),
     ({"rotary_percent": 0.5}, r"mrope_section is \[11, 11, 10\] with the sum 32, expected half of the 128"),
 ])  # fmt: skip
 def test_settings_that_are_refused(settings, message):

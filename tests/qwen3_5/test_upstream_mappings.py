@@ -27,7 +27,6 @@ from megatron.bridge.training.model_load_save import load_megatron_model, load_m
 from megatron.bridge.utils.instantiate_utils import instantiate
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -38,7 +37,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig
 
-from tests.model.checkpoints.test_stock_checkpoints import SAVED_WITH_EXPERTS, SAVED_WITH_TE, _local_layers, as_saved
+from tests.model.checkpoints import test_stock_checkpoints as stock_models
+from tests.model.checkpoints.test_stock_checkpoints import SAVED_WITH_EXPERTS, SAVED_WITH_TE, as_saved
 from tests.training.checkpointing.journeys import Journey, export, go_on, on_ranks
 
 from .test_conversion import check_same, load_strictly, weights
@@ -101,7 +101,7 @@ def build_stock(folder: Path) -> nn.Module:
     provider.layernorm_zero_centered_gamma = False  # torch's norm refuses it
     made = gpt_layer_specs.get_gpt_mtp_block_spec
     with (
-        _local_layers(),
+        stock_models._local_layers(),
         mock.patch.object(qwen35_vl_provider, given["transformer_layer_spec"].__name__, _layers),
         mock.patch.object(
             gpt_layer_specs,
@@ -120,11 +120,7 @@ def build_stock(folder: Path) -> nn.Module:
 
 
 def _layers(config: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> TransformerBlockSubmodules:
-    full = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
-    )
-    if config.num_moe_experts:  # Transformer Engine's spec has the norm before experts as a module too
-        full.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
+    full = stock_models._text_layer(config.num_moe_experts)
     linear = copy.deepcopy(full)
     linear.submodules.self_attention = ModuleSpec(
         module=GatedDeltaNet,
@@ -281,20 +277,14 @@ def test_ours_count_as_megatron_bridges_providers():
 # Kind of model, split, what a token's MTP loss weighs (0: it is kept), and how the run is sharded and saved.
 RUNS = {
     2: (
-        ("dense", "TP2+SP", 0.1, dict(distributed=True)),
-        ("moe", "TP2+SP+EP2", 0.1, {}),
-        ("3.6", "PP2", 0.1, {}),
-        ("dense", "DP2", 0.1, dict(fsdp=True)),
-        ("moe", "DP2", 0.1, dict(fsdp=True)),
-        ("moe", "PP2", 0.0, {}),
-        ("dense", "DP2", 0.0, dict(distributed=True)),
-        ("dense", "TP2+SP", 0.1, dict(bf16=True, distributed=True)),
-        ("moe", "DP2", 0.1, dict(bf16=True)),
-        ("dense", "PP2+VPP2", 0.0, dict(bf16=True, distributed=True)),
+        ("dense", "TP2+SP", 0.1, dict(distributed=True)), ("moe", "TP2+SP+EP2", 0.1, {}), ("3.6", "PP2", 0.1, {}),
+        ("dense", "DP2", 0.1, dict(fsdp=True)), ("moe", "DP2", 0.1, dict(fsdp=True)), ("moe", "PP2", 0.0, {}),
+        ("dense", "DP2", 0.0, dict(distributed=True)), ("dense", "TP2+SP", 0.1, dict(bf16=True, distributed=True)),
+        ("moe", "DP2", 0.1, dict(bf16=True)), ("dense", "PP2+VPP2", 0.0, dict(bf16=True, distributed=True)),
         ("moe", "DP2", 0.0, dict(fsdp=True)),
     ),
     4: (("dense", "TP4+SP", 0.1, dict(distributed=True)),),  # two ranks to a query group
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow

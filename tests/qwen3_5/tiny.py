@@ -83,11 +83,8 @@ def run_with_mtp(model: nn.Module, samples: list[Sample], factor: float) -> tupl
 HIDDEN, HEADS, GROUPS, HEAD_DIM, FFN, LAYERS, VOCAB = 48, 4, 2, 32, 64, 4, 96
 LINEAR = dict(
     linear_num_key_heads=4,  # which four ranks can share out
-    linear_num_value_heads=8,
-    linear_key_head_dim=8,
-    linear_value_head_dim=12,
-    linear_conv_kernel_dim=4,
-)
+    linear_num_value_heads=8, linear_key_head_dim=8, linear_value_head_dim=12, linear_conv_kernel_dim=4,
+)  # fmt: skip
 ROPE = dict(
     rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25, mrope_section=[2, 1, 1], mrope_interleaved=True
 )

@@ -17,19 +17,15 @@ RECIPE = ["--recipe", "qwen3_vl_2b_sft_config"]
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    ([], "--recipe is missing"),
-    ([*RECIPE, "train"], "expected settings as NAME=VALUE, found train"),
-    ([*RECIPE, "+train.x=1"], r"found \+train.x=1"),
-    ([*RECIPE, "--gpus", "8"], "work only with --dry-run"),
+    ([], "--recipe is missing"), ([*RECIPE, "train"], "expected settings as NAME=VALUE, found train"),
+    ([*RECIPE, "+train.x=1"], r"found \+train.x=1"), ([*RECIPE, "--gpus", "8"], "work only with --dry-run"),
     ([*RECIPE, "--dry-run", "--gpus", "-8"], "--gpus is -8, expected 1 or more"),
     ([*RECIPE, "--save", __file__], "a file; expected a folder"),
     (["--recipe", "qwen3_vl_9b_sft_config"], "there is no recipe 'qwen3_vl_9b_sft_config'; did you mean"),
     (["--recipe", "no.such:function"], "no.such: No module named 'no'"),
     (RECIPE, "checkpoint.save is None, expected a folder used only by this run"),
-    (
-        [*RECIPE, "--save", "run", "--data-path", "/nowhere"],
-        r"dataset.path \(--data-path\) is /nowhere: there is no such file or folder",
-    ),
+    ([*RECIPE, "--save", "run", "--data-path", "/nowhere"],
+     r"dataset.path \(--data-path\) is /nowhere: there is no such file or folder"),
 ])  # fmt: skip
 def test_what_is_refused_before_anything_is_built(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -34,12 +34,6 @@ def block(language: str) -> str:
     return only
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("", 0))
-        return found.getsockname()[1]
-
-
 @pytest.mark.slow
 def test_two_nodes_are_one_run(tmp_path, untied_folder, digits):
     """The script for Slurm with its commands' namesakes: two agents of torchrun that meet, and a run of two ranks."""
@@ -48,10 +42,13 @@ def test_two_nodes_are_one_run(tmp_path, untied_folder, digits):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     settings = f"--hf-model {untied_folder} {SHORT}"
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
     script = block("bash")
     for text, other in {
         "--nproc_per_node 8": "--nproc_per_node 1",
-        ":29500": f":{free_port()}",
+        ":29500": f":{port}",
         "qwen3_vl_8b_pretrain_config": f"qwen3_vl_digits_sft_config {settings}",
         "--data-path DATA": f"--data-path {digits}",
         "--save RUN": f"--save {tmp_path / 'run'}",

@@ -96,8 +96,7 @@ def test_words_that_mean_nothing_are_refused(cfg, words, message):
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("train:\n  train_iter: 3\n", r"wrong\.yaml: .*train_iter"),
-    ("train: [\n", r"wrong\.yaml"),
+    ("train:\n  train_iter: 3\n", r"wrong\.yaml: .*train_iter"), ("train: [\n", r"wrong\.yaml"),
     ("[" * 50_000, r"wrong\.yaml: nests objects or lists more than 50 deep"),  # which no parser survives
 ])  # fmt: skip
 def test_files_that_mean_nothing_are_refused(cfg, tmp_path, text, message):

@@ -27,9 +27,8 @@ from ..support import pass_of
 TOKENS = 6
 # DeepStack features go to the first three text layers: all of them on the first stage, or not.
 SPLITS: dict[str, dict[str, Any]] = {
-    "fixed": dict(num_layers_in_first_pipeline_stage=3),
-    "variable": dict(variable_seq_lengths=True),
-}
+    "fixed": dict(num_layers_in_first_pipeline_stage=3), "variable": dict(variable_seq_lengths=True),
+}  # fmt: skip
 
 
 def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module, **_: Any) -> tuple[Tensor, Callable]:

@@ -6,7 +6,6 @@ examples/conversion/{hf_megatron_roundtrip,compare_hf_and_megatron}.
 """
 
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -39,12 +38,6 @@ def conversations(tmp_path_factory):
     return write_conversations(tmp_path_factory.mktemp("conversations"))
 
 
-def state_of(dataset: Any) -> Any:
-    checks = SimpleNamespace(check_for_nan_in_loss=True, check_for_spiky_loss=False)
-    cfg = SimpleNamespace(dataset=dataset, rerun_state_machine=checks)
-    return SimpleNamespace(timers=MagicMock(), straggler_timer=MagicMock(), cfg=cfg)
-
-
 STEPS = {
     "qwen3_vl_step, rows": (qwen3_vl_step, {}),
     "qwen3_vl_step, rows and masks": (qwen3_vl_step, dict(skip_getting_attention_mask_from_dataset=False)),
@@ -64,7 +57,10 @@ def test_its_steps(pair, untied_folder, conversations, name, numbers):
     pair.zero_grad()
     expected, _ = reference_loss(pair, batch_of(direct(untied_folder, conversations), numbers))
     expected.backward()
-    losses, loss_function = module.forward_step(state_of(dataset), iter([batch_of(dataset, numbers)]), pair.megatron)
+    checks = SimpleNamespace(check_for_nan_in_loss=True, check_for_spiky_loss=False)
+    cfg = SimpleNamespace(dataset=dataset, rerun_state_machine=checks)
+    state = SimpleNamespace(timers=MagicMock(), straggler_timer=MagicMock(), cfg=cfg)
+    losses, loss_function = module.forward_step(state, iter([batch_of(dataset, numbers)]), pair.megatron)
     total, tokens, _ = loss_function(losses)
     total.backward()
     assert tokens > 10 and abs(total.item() / expected.item() - 1) <= LOSS

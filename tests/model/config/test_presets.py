@@ -81,12 +81,9 @@ def test_provider_is_built_offline(size):
     )  # fmt: skip
     if size in MOE:
         expected |= dict(
-            num_moe_experts=128,
-            moe_router_topk=8,
-            moe_ffn_hidden_size=text["moe_intermediate_size"],
-            moe_aux_loss_coeff=0.001,
-            moe_layers=tuple(range(text["num_hidden_layers"])),
-        )
+            num_moe_experts=128, moe_router_topk=8, moe_ffn_hidden_size=text["moe_intermediate_size"],
+            moe_aux_loss_coeff=0.001, moe_layers=tuple(range(text["num_hidden_layers"])),
+        )  # fmt: skip
     assert type(provider) is (Qwen3VLMoEModelProvider if size in MOE else Qwen3VLModelProvider)
     assert {name: getattr(provider, name) for name in expected} == expected
     tower = {name: getattr(provider.vision_config, name) for name in vision if name not in ("model_type", "dtype")}

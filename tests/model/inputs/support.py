@@ -100,12 +100,9 @@ def rows_of(pair: Pair, side: str, content: str = "mixed") -> Rows:
 def reference_logits(pair: Pair, rows: Rows, **more) -> torch.Tensor:
     with torch.no_grad():
         return pair.reference(
-            input_ids=rows.input_ids,
-            attention_mask=rows.attention_mask,
-            mm_token_type_ids=rows.types(pair.config),
-            **rows.pixels,
-            **more,
-        ).logits
+            input_ids=rows.input_ids, attention_mask=rows.attention_mask, mm_token_type_ids=rows.types(pair.config),
+            **rows.pixels, **more,
+        ).logits  # fmt: skip
 
 
 def no_grad(model: torch.nn.Module, *arguments, **named):

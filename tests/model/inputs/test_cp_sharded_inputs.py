@@ -177,11 +177,8 @@ IDS = torch.arange(1, 9)[None]
     # Content of one rank alone, which each sees in the whole row.
     (dict(labels=IDS), dict(labels=IDS - 9), r"labels has shape \[1, 16\] .* in \[-8, 8\], expected \[1, 16\]"),
     (dict(attention_mask=IDS), dict(attention_mask=IDS * 0 + 1), "attention_mask has an entry 2, expected 1"),
-    (
-        dict(attention_mask=IDS * 0 + 1),
-        dict(attention_mask=torch.tensor([[0] + [1] * 7])),
-        "attention_mask has padding before real tokens in segment 0",
-    ),
+    (dict(attention_mask=IDS * 0 + 1), dict(attention_mask=torch.tensor([[0] + [1] * 7])),
+     "attention_mask has padding before real tokens in segment 0"),
     (dict(padding_mask=IDS * 0), dict(padding_mask=IDS), "padding_mask has an entry 2, expected 1 for padding"),
     (dict(input_ids=IDS * 1.0), dict(input_ids=IDS * 2.0), r"input_ids has shape \[1, 16\] torch.float32"),
 ])  # fmt: skip
@@ -257,10 +254,9 @@ def test_shares_with_the_same_tokens_are_told_by_what_else_they_have(provider, m
     found = Ranks(2, monkeypatch).inputs(
         provider,
         lambda rank: {
-            "input_ids": torch.tensor([[1, 2] * 4]),
-            "packed_seq_params": packed_params([0, 16]),
+            "input_ids": torch.tensor([[1, 2] * 4]), "packed_seq_params": packed_params([0, 16]),
             name: share_of(whole, (16,), 2, rank),
         },
-    )
+    )  # fmt: skip
     assert [inputs.input_ids.tolist() for inputs in found] == [[[1, 2] * 4]] * 2
     assert found[0].layout.lengths == ((14,) if name == "attention_mask" else (16,))

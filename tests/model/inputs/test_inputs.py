@@ -272,10 +272,9 @@ def test_a_loss_mask_without_labels_changes_nothing(pair):
 
 
 @pytest.mark.parametrize(
-    ("given", "shapes"),
-    [(dict(input_ids=IDS), r"\[2, 8\]"), (ROWS, r"\[2, 8\] or \[1, 16\]"), (FLAT, r"\[1, 16\]")],
+    ("given", "shapes"), [(dict(input_ids=IDS), r"\[2, 8\]"), (ROWS, r"\[2, 8\] or \[1, 16\]"), (FLAT, r"\[1, 16\]")],
     ids=["rows", "rows packed", "flat"],
-)
+)  # fmt: skip
 def test_a_loss_mask_without_labels_has_their_shape(provider, given, shapes):
     with pytest.raises(ValueError, match=rf"loss_mask has shape \[2, 7\], expected {shapes}$"):
         as_model_inputs(provider, GROUPS, **given, loss_mask=torch.ones(2, 7))
@@ -404,10 +403,8 @@ def flat(logical, mask=None):
     (dict(packed_seq_params=packed_params([0, 4, 8, 12])), "row 1 of 6 tokens begins inside one"),
     (dict(packed_seq_params=packed_params([0, 4, 8, 9])), r"9 tokens in all.*expected 12 tokens.*each of 2 rows"),
     (dict(packed_seq_params=packed_params([0, 5, 10]), attention_mask=ids(2, 6)), "segment 0: attention_mask has"),
-    (
-        dict(packed_seq_params=packed_params([0, 5, 10], [0, 6, 12]), attention_mask=torch.eye(2, 6).cummax(1)[0]),
-        "segment 0: attention_mask has 6 real tokens, packed_seq_params 5 in a length of 6",
-    ),
+    (dict(packed_seq_params=packed_params([0, 5, 10], [0, 6, 12]), attention_mask=torch.eye(2, 6).cummax(1)[0]),
+     "segment 0: attention_mask has 6 real tokens, packed_seq_params 5 in a length of 6"),
     (dict(ONE_PICTURE), "found 0 image tokens in the batch, expected 1 for 1 images"),
     (dict(pixel_values=torch.zeros(4, 1536)), "image pixels: found 4 patches, expected 0"),
     (dict(pixel_values=torch.zeros(1, 4, 1536)), r"pixel_values has shape \[1, 4, 1536\]"),

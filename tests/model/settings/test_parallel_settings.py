@@ -1,6 +1,7 @@
 """Ways to split a model that could not train are refused before anything is built, and all others are not."""
 
 import copy
+import itertools
 import logging
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
@@ -146,10 +147,8 @@ def test_what_could_not_train_is_refused(size, fields, message):
     (EXPERTS, SP2 | dict(expert_tensor_parallel_size=4, expert_model_parallel_size=2)),
     (DENSE, dict(CP2, cp_comm_type="all_gather")),
     (DENSE, dict(cp_comm_type="p2p")),  # of no consequence without context parallelism, and recipes have it
-    (DENSE, VPP2 | OVERLAP),
-    (DENSE, dict(VPP2, pipeline_model_parallel_size=3)),
-    (DENSE, dict(PP2, virtual_pipeline_model_parallel_size=1)),
-    (DENSE, dict(PP2, variable_seq_lengths=True)),
+    (DENSE, VPP2 | OVERLAP), (DENSE, dict(VPP2, pipeline_model_parallel_size=3)),
+    (DENSE, dict(PP2, virtual_pipeline_model_parallel_size=1)), (DENSE, dict(PP2, variable_seq_lengths=True)),
     (DENSE, dict(PP2, num_layers_in_first_pipeline_stage=11)),
     (DENSE, dict(PP2, pipeline_model_parallel_layout="Et*3|t*33|L|", **OVERLAP)),
     (DENSE, dict(vocab_size=151937, should_pad_vocab=True, tensor_model_parallel_size=2)),
@@ -161,31 +160,16 @@ def test_what_could_train_is_not_refused(size, fields):
     provider.finalize()  # Megatron-Bridge does it again
 
 
-def layers_of_stages(provider):
-    chunks = provider.virtual_pipeline_model_parallel_size
-    return [
-        get_num_layers_to_build(provider, vp_stage, rank)
-        for rank in range(provider.pipeline_model_parallel_size)
-        for vp_stage in (range(chunks) if chunks else [None])
-    ]
-
-
 powers = st.integers(0, 4).map(lambda exponent: 2**exponent)
 sizes = st.one_of(powers, st.integers(1, 12))
 ways = st.fixed_dictionaries(
     dict(
-        tensor_model_parallel_size=sizes,
-        sequence_parallel=st.booleans(),
-        context_parallel_size=sizes,
-        pipeline_model_parallel_size=sizes,
-        virtual_pipeline_model_parallel_size=st.none() | st.integers(1, 6),
-        seq_length=st.sampled_from([1000, 4096, 5040, 720720]),
-        account_for_embedding_in_pipeline_split=st.booleans(),
-        account_for_loss_in_pipeline_split=st.booleans(),
-        overlap_p2p_comm=st.just(True),
-        batch_p2p_comm=st.just(False),
+        tensor_model_parallel_size=sizes, sequence_parallel=st.booleans(), context_parallel_size=sizes,
+        pipeline_model_parallel_size=sizes, virtual_pipeline_model_parallel_size=st.none() | st.integers(1, 6),
+        seq_length=st.sampled_from([1000, 4096, 5040, 720720]), account_for_embedding_in_pipeline_split=st.booleans(),
+        account_for_loss_in_pipeline_split=st.booleans(), overlap_p2p_comm=st.just(True), batch_p2p_comm=st.just(False),
     )
-)
+)  # fmt: skip
 
 
 @given(size=st.sampled_from(list(PROVIDERS)), fields=ways, experts=sizes, of_experts=st.none() | sizes)
@@ -220,7 +204,9 @@ def test_what_is_accepted_can_be_built_and_what_divides_is_accepted(size, fields
             provider.finalize()
         return
     provider.finalize()
-    assert sum(layers_of_stages(provider)) == preset.layers
+    chunks = provider.virtual_pipeline_model_parallel_size
+    places = itertools.product(range(provider.pipeline_model_parallel_size), range(chunks) if chunks else [None])
+    assert sum(get_num_layers_to_build(provider, vp_stage, rank) for rank, vp_stage in places) == preset.layers
     assert vision_transformer_config(provider).num_attention_heads % tensor == 0
 
 

@@ -204,8 +204,7 @@ def test_labels_of_another_number_of_tokens(untied_folder):
     with pytest.raises(ValueError, match=r"labels have shape \[1, 41\], expected \[1, 40\], or a multiple of 40"):
         text._postprocess(
             torch.zeros(40, 1, pair.config.text_config.hidden_size), input_ids=None, position_ids=None,
-            labels=torch.zeros(1, 41, dtype=torch.long), rotary_pos_emb=None, rotary_pos_cos=None,
-            rotary_pos_sin=None,
+            labels=torch.zeros(1, 41, dtype=torch.long), rotary_pos_emb=None, rotary_pos_cos=None, rotary_pos_sin=None,
         )  # fmt: skip
 
 

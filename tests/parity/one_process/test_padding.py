@@ -67,10 +67,9 @@ def run(pair: Pair, samples: list[Sample], layout: SequenceLayout) -> Seen:
     (losses * inputs.loss_mask).sum().backward()
     return Seen(
         losses=[loss.detach() for loss in per_sample(losses, batch.layout)],
-        balance={name: entry.values.clone() for name, entry in tracker.metrics.items()},
-        counts=counts,
+        balance={name: entry.values.clone() for name, entry in tracker.metrics.items()}, counts=counts,
         gradients={name: p.grad.clone() for name, p in pair.megatron.named_parameters() if p.grad is not None},
-    )
+    )  # fmt: skip
 
 
 def test_losses_balance_counts_and_gradients_do_not_depend_on_padding(pair):
@@ -107,11 +106,8 @@ def test_balancing_losses_have_gradients(pair):
 def masks_that_arrive(pair: Pair, *arguments, **named) -> list[torch.Tensor]:
     """What every layer with experts is told of padding, [s, b] as Megatron has it."""
     arrived = []
-    hooks = [
-        m.register_forward_pre_hook(lambda _, found: arrived.append(found[1]))
-        for m in pair.megatron.modules()
-        if isinstance(m, TopKRouter)
-    ]
+    routers = [module for module in pair.megatron.modules() if isinstance(module, TopKRouter)]
+    hooks = [router.register_forward_pre_hook(lambda _, found: arrived.append(found[1])) for router in routers]
     pair.megatron(*arguments, **named)
     for hook in hooks:
         hook.remove()

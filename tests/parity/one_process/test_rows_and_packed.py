@@ -50,10 +50,9 @@ def step(model, samples, *, packed: bool) -> Step:
 
 def errors(found: Step, expected: Step) -> dict[str, float]:
     return {
-        "loss": abs(found.loss / expected.loss - 1),
-        "losses": float((found.losses - expected.losses).abs().max()),
+        "loss": abs(found.loss / expected.loss - 1), "losses": float((found.losses - expected.losses).abs().max()),
         "gradients": max(relative(found.gradients, expected.gradients).values()),
-    }
+    }  # fmt: skip
 
 
 def test_twenty_steps_agree(model):

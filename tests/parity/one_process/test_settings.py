@@ -46,10 +46,9 @@ def assert_parity_of_change(usual, pair) -> None:
 
 
 SCALED = {
-    "yarn": dict(factor=4.0, original_max_position_embeddings=64),
-    "linear": dict(factor=2.0),
+    "yarn": dict(factor=4.0, original_max_position_embeddings=64), "linear": dict(factor=2.0),
     "llama3": dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", SCALED)

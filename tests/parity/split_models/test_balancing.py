@@ -51,15 +51,11 @@ def every_kind(split: Split, kind: str) -> dict[str, dict[str, torch.Tensor]]:
     found = {rows: gradients(split, split.batches(CONTENT, rows), MICROBATCHES // size) for rows in ROWS}
     batches = split.batches(CONTENT, "padded")
     if split.run.groups.dp.rank() == 0:
-        batches = itertools.chain([emptied(next(batches))], batches)
+        first = next(batches)
+        layout = SequenceLayout.rows([0] * len(first.input_ids), first.input_ids.size(1))
+        empty = dataclasses.replace(first, layout=layout, loss_mask=torch.zeros_like(first.loss_mask))
+        batches = itertools.chain([empty], batches)
     return found | {EMPTY: gradients(split, batches, MICROBATCHES // size)}
-
-
-def emptied(batch: TokenBatch) -> TokenBatch:
-    rows, tokens = batch.input_ids.shape
-    return dataclasses.replace(
-        batch, layout=SequenceLayout.rows([0] * rows, tokens), loss_mask=torch.zeros_like(batch.loss_mask)
-    )
 
 
 def of_two(split: Split) -> Iterator[TokenBatch]:

@@ -100,16 +100,13 @@ def row_of_16k() -> TokenBatch:
             ids[0, 1256 * document + first :][:256] = image
     grids = torch.tensor([(1, 32, 32)] * 52)
     return TokenBatch(
-        input_ids=ids,
-        labels=ids,
-        loss_mask=torch.ones(ids.shape),
-        position_ids=ids.expand(3, *ids.shape),
+        input_ids=ids, labels=ids, loss_mask=torch.ones(ids.shape), position_ids=ids.expand(3, *ids.shape),
         vision_slot=vision_slots(ids, image, -1, 52 * 256),
         layout=SequenceLayout.packed_row(lengths, multiple=8, total=16384),
         vision=make_vision_inputs(
             torch.zeros(52 * 1024, 1), grids, None, None, num_position_embeddings=2304, spatial_merge_size=2
         ),
-    )
+    )  # fmt: skip
 
 
 def test_what_the_page_says_of_8b():

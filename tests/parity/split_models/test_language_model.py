@@ -26,36 +26,15 @@ from ..conftest import Pair, make_pair
 SP = dict(tensor_model_parallel_size=2, sequence_parallel=True)
 SPLITS: dict[str, dict[str, dict[str, Any]]] = {
     "dense": {
-        "TP1": {},
-        "TP2": dict(SP, sequence_parallel=False),
-        "TP2+SP": SP,
+        "TP1": {}, "TP2": dict(SP, sequence_parallel=False), "TP2+SP": SP,
         "TP2, loss in chunks": dict(SP, sequence_parallel=False, loss_chunk_tokens=18),
         "TP2+SP, loss in chunks": dict(SP, loss_chunk_tokens=18),
     },
     "MoE": {
-        "TP1": {},
-        "TP2+SP": SP,
-        "TP2+SP+EP2": dict(SP, expert_model_parallel_size=2, expert_tensor_parallel_size=1),
+        "TP1": {}, "TP2+SP": SP, "TP2+SP+EP2": dict(SP, expert_model_parallel_size=2, expert_tensor_parallel_size=1),
     },
-}
+}  # fmt: skip
 BALANCE = 0.02
-
-
-def text_model(pair: Pair) -> Qwen3VLGPTModel:
-    """The text model of a pair once more, built alone."""
-    model = Qwen3VLGPTModel(
-        pair.provider, pair.provider._pg_collection, pre_process=True, post_process=True, vp_stage=None
-    )
-    model.load_state_dict(pair.megatron.language_model.state_dict())
-    return model.train()
-
-
-def documents(config: Any) -> list[Sample]:
-    samples = make_samples("mixed", config, seed=3)
-    for sample in samples:
-        sample.ids[(sample.ids == config.image_token_id) | (sample.ids == config.video_token_id)] = 5
-        sample.pixels.clear()
-    return samples
 
 
 def layout_of(samples: list[Sample], rows: str) -> SequenceLayout:
@@ -76,42 +55,30 @@ def forward(model: Qwen3VLGPTModel, batch: TokenBatch) -> Tensor:
     )  # fmt: skip
 
 
-def sum_gradients(pair: Pair) -> None:
-    """As megatron-core does after a step: of norms and routers over ranks that have other tokens or other heads."""
-    for name, p in pair.megatron.named_parameters():
-        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        if getattr(p, "sequence_parallel", False) or "q_layernorm" in name or "k_layernorm" in name:
-            dist.all_reduce(p.grad, group=pair.provider._pg_collection.tp)
-
-
-def masks_of_routers(model: Qwen3VLGPTModel) -> list[Tensor]:
-    """A list that the padding masks [s, b] are put into as they arrive."""
-    arrived: list[Tensor] = []
-    for module in model.modules():
-        if isinstance(module, TopKRouter):
-            module.register_forward_pre_hook(lambda _, given: arrived.append(given[1]))
-    return arrived
-
-
 def against_transformers(pair: Pair, alone: Qwen3VLGPTModel, samples: list[Sample], batch: TokenBatch) -> dict:
     """Errors of losses and gradients, and how many routers got another padding mask than that of their own tokens."""
     logits, total = run_reference(pair.reference, samples)
     total.backward()
-    masks = masks_of_routers(alone)
+    masks: list[Tensor] = []  # [s, b] each
+    for module in alone.modules():
+        if isinstance(module, TopKRouter):
+            module.register_forward_pre_hook(lambda _, given: masks.append(given[1]))
     losses = forward(alone, batch)
     (losses * batch.loss_mask).sum().backward()
-    sum_gradients(pair)
-    expected = torch.cat(
-        [F.cross_entropy(one, sample.labels, reduction="none") for one, sample in zip(logits, samples, strict=True)]
-    )
+    # As megatron-core does after a step: of norms and routers over ranks that have other tokens or other heads.
+    for name, p in pair.megatron.named_parameters():
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        if getattr(p, "sequence_parallel", False) or "q_layernorm" in name or "k_layernorm" in name:
+            dist.all_reduce(p.grad, group=pair.provider._pg_collection.tp)
+    labels = torch.cat([sample.labels for sample in samples])
+    expected = F.cross_entropy(torch.cat(logits), labels, reduction="none")
     found = losses[~batch.layout.padding_mask().view(losses.shape)]
     own = batch.local(**pair.provider.local_arguments(pair.provider._pg_collection)).padding_mask.T
     assert len(masks) == len(pair.provider.moe_layers)
     return dict(
-        loss=(found - expected).abs().max().item(),
-        gradient=max(pair.gradient_errors().values()),
+        loss=(found - expected).abs().max().item(), gradient=max(pair.gradient_errors().values()),
         masks=sum(not torch.equal(mask, own) for mask in masks),
-    )
+    )  # fmt: skip
 
 
 def against_both_towers(pair: Pair, alone: Qwen3VLGPTModel, whole: Qwen3VLGPTModel, batch: TokenBatch) -> dict:
@@ -134,10 +101,17 @@ def against_both_towers(pair: Pair, alone: Qwen3VLGPTModel, whole: Qwen3VLGPTMod
 
 
 def compare(pair: Pair, rows: str) -> dict[str, float]:
-    samples, whole = documents(pair.config), pair.megatron.language_model
-    batch = make_batch(samples, pair.config, layout=layout_of(samples, rows))
+    """The text model of a pair, and one more that is built alone, on documents without images."""
+    config, provider, whole = pair.config, pair.provider, pair.megatron.language_model
+    samples = make_samples("mixed", config, seed=3)
+    for sample in samples:
+        sample.ids[(sample.ids == config.image_token_id) | (sample.ids == config.video_token_id)] = 5
+        sample.pixels.clear()
+    batch = make_batch(samples, config, layout=layout_of(samples, rows))
     pair.zero_grad()
-    pair.megatron.language_model = alone = text_model(pair)
+    alone = Qwen3VLGPTModel(provider, provider._pg_collection, pre_process=True, post_process=True, vp_stage=None)
+    alone.load_state_dict(whole.state_dict())
+    pair.megatron.language_model = alone.train()
     return against_transformers(pair, alone, samples, batch) | against_both_towers(pair, alone, whole, batch)
 
 

@@ -4,8 +4,6 @@ The interpreter runs kernels on a CPU, in a process of its own, because Triton r
 3.7 its products of bfloat16 are wrong.)
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import itertools

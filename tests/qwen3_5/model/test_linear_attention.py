@@ -241,10 +241,9 @@ def worst(a: Tensor, b: Tensor) -> float:
 def compare_rule(found: Tensor, expected: Tensor, tensors: list[Tensor]) -> None:
     weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
     pairs = zip(
-        torch.autograd.grad((found * weight).sum(), tensors),
-        torch.autograd.grad((expected * weight).sum(), tensors),
+        torch.autograd.grad((found * weight).sum(), tensors), torch.autograd.grad((expected * weight).sum(), tensors),
         strict=True,
-    )
+    )  # fmt: skip
     error = worst(found, expected)
     gradients = max(worst(ours, theirs) for ours, theirs in pairs)
     print(f"output {error:.1e}, gradients {gradients:.1e}")

@@ -30,8 +30,7 @@ FSDP, DIST = FORMATS = ("fsdp_dtensor", "torch_dist")
 ALL_PARTS = dict(adapt_vision_model=True, adapt_vision_projection=True)
 ALL_LAYERS = dict(target_modules=[*LINEAR_LAYERS, *OF_LINEAR_ATTENTION], **ALL_PARTS)
 CASES = {
-    "LoRA": lambda: Qwen3VLLoRA(dim=4, alpha=8, **ALL_PARTS),
-    "DoRA": lambda: Qwen3VLDoRA(dim=4, alpha=8, **ALL_PARTS),
+    "LoRA": lambda: Qwen3VLLoRA(dim=4, alpha=8, **ALL_PARTS), "DoRA": lambda: Qwen3VLDoRA(dim=4, alpha=8, **ALL_PARTS),
     "trained mergers": lambda: Qwen3VLLoRA(dim=4, alpha=8, freeze_vision_projection=False),
     "some layers": lambda: Qwen3VLLoRA(dim=4, target_modules=["*.layers.1.*.linear_qkv", "*.layers.2.*.linear_fc1"]),
     "experts": lambda: Qwen3VLLoRA(dim=4, alpha=8, **ALL_PARTS),
@@ -42,7 +41,7 @@ CASES = {
     "linear attention": lambda: Qwen3VLLoRA(dim=4, alpha=8, **ALL_LAYERS),
     "linear attention, DoRA": lambda: Qwen3VLDoRA(dim=4, alpha=8, **ALL_LAYERS),
     "linear attention, adapted experts": lambda: Qwen3VLLoRA(dim=4, alpha=8, adapt_experts=True, **ALL_LAYERS),
-}
+}  # fmt: skip
 
 
 def model_of(case: str) -> tuple[str, str]:
@@ -86,16 +85,6 @@ EPS = 1e-5
 LOSS, NORM, WEIGHT = 1e-6, 1e-5, 1e-3
 
 
-def tie_inputs(model: PeftModel) -> None:
-    """One `lora_A` for q, k and v, and one for gate and up, as in Megatron."""
-    modules = dict(model.named_modules())
-    for name, module in modules.items():
-        for first, others in (("q_proj", ("k_proj", "v_proj")), ("gate_proj", ("up_proj",))):
-            if name.endswith(first):
-                for other in others:
-                    modules[name.removesuffix(first) + other].lora_A["default"].weight = module.lora_A["default"].weight
-
-
 @pytest.mark.parametrize("experts", [False, True])
 def test_two_steps_equal_peft_with_adamw(inputs, moe_folder, tmp_path, experts):
     settings = dict(
@@ -116,7 +105,12 @@ def test_two_steps_equal_peft_with_adamw(inputs, moe_folder, tmp_path, experts):
     save_hf_adapter(bridge, run.model, tmp_path / "before", run.cfg.peft)
     base = AutoModelForImageTextToText.from_pretrained(inputs.hf, attn_implementation="eager")
     reference = PeftModel.from_pretrained(base, tmp_path / "before", is_trainable=True)
-    tie_inputs(reference)
+    modules = dict(reference.named_modules())
+    # One `lora_A` for q, k and v, and one for gate and up, as in Megatron.
+    for first, other in (("q_proj", "k_proj"), ("q_proj", "v_proj"), ("gate_proj", "up_proj")):
+        for name, module in modules.items():
+            if name.endswith(first):
+                modules[name.removesuffix(first) + other].lora_A["default"].weight = module.lora_A["default"].weight
     before = {name: p.detach().clone() for name, p in reference.named_parameters() if p.requires_grad}
     stream = inputs.config(None).dataset.stream("train")
     batches = [next(stream) for _ in range(STEPS * ROWS)]
@@ -219,8 +213,7 @@ TP2_OF_EXPERTS = dict(tensor_model_parallel_size=2, expert_tensor_parallel_size=
 JOBS = [
     Job("tensors", "trained mergers", split=dict(tensor_model_parallel_size=2)),
     Job("stages", "some layers", split=dict(pipeline_model_parallel_size=2)),
-    Job("tokens", "DoRA", split=dict(context_parallel_size=2)),
-    Job("rows", "DoRA"),
+    Job("tokens", "DoRA", split=dict(context_parallel_size=2)), Job("rows", "DoRA"),
     Job("experts", "adapted experts", split=dict(expert_model_parallel_size=2)),
     Job("some experts", "experts of some layers", split=dict(expert_model_parallel_size=2)),
     Job("experts, tensors", "adapted experts", split=TP2_OF_EXPERTS),
@@ -229,7 +222,7 @@ JOBS = [
     Job("sections, experts", "linear attention, adapted experts", split=TP2_OF_EXPERTS),
     Job("linear attention, tokens", "linear attention, DoRA", split=dict(context_parallel_size=2)),
     Job("linear attention, shards", "linear attention", ckpt_format=FSDP),
-]
+]  # fmt: skip
 # Relative: of the loss, of the gradients' norm, and of each tensor, adapters and moments, to how far it moved. Measured
 # 1.0e-7, 4.3e-7 and 2.6e-6; that under Megatron-FSDP in bfloat16, 0, 7.6e-8 and 4.6e-7. Linear attention multiplies
 # rounding errors: 1.5e-6, 3.2e-5 and 6.8e-4.

@@ -36,12 +36,10 @@ GRACE = 5
 TRACKER = "the tracker"
 # The rank that dies, the event of Python's audit before which it does, and how the event's path or target ends.
 DEATHS = {
-    "a rank's tensors": (1, "open", ".distcp"),
-    "the metadata": (0, "open", ".metadata.tmp"),
-    "the run's state": (0, "open", "run_config.yaml"),
-    "the folder's way into place": (0, "os.rename", "iter_0000002"),
+    "a rank's tensors": (1, "open", ".distcp"), "the metadata": (0, "open", ".metadata.tmp"),
+    "the run's state": (0, "open", "run_config.yaml"), "the folder's way into place": (0, "os.rename", "iter_0000002"),
     TRACKER: (0, "open", ".latest_checkpointed_iteration.txt.unfinished"),
-}
+}  # fmt: skip
 # Of ranks that live on and are told that the disk is full there.
 FULL = "no space for "
 STEP = "a step"  # in which the first rank is killed between two microbatches

@@ -199,14 +199,11 @@ ONE = [optimizer(group(0.0, experts=False), group(1.0, experts=False))]
 TWO = [ONE[0], optimizer(group(1.0, experts=True))]
 
 
-def saved_optimizer_groups(chain: list, step: int = 7) -> list[dict]:
-    groups = [[one | {"step": step} for one in reversed(part.param_groups)] for part in chain]
-    return [{"optimizer": {"param_groups": each}, "param_state_sharding_type": KIND} for each in groups]
-
-
 @pytest.mark.parametrize(("before", "after"), [(TWO, ONE), (ONE, TWO)], ids=["EP to none", "none to EP"])
 def test_a_distributed_optimizers_settings_at_another_expert_parallel_size(before, after):
-    settings, tensors = saved_optimizer_groups(before), [{"param_state": {"tensor": i}} for i in range(len(after))]
+    groups = [[one | {"step": 7} for one in reversed(part.param_groups)] for part in before]
+    settings = [{"optimizer": {"param_groups": each}, "param_state_sharding_type": KIND} for each in groups]
+    tensors = [{"param_state": {"tensor": i}} for i in range(len(after))]
     state = dict(enumerate(settings)) if len(before) > 1 else settings[0]
     state |= dict(enumerate(tensors)) if len(after) > 1 else tensors[0]
     found = in_own_form(state, after)

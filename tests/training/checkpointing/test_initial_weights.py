@@ -143,16 +143,11 @@ def test_experts_go_on_at_another_expert_parallel_size(found, most):
     assert f"split as {whole}, and this run is split as {split}:" in warned[2][0]
 
 
-def test_a_run_goes_on_from_its_own_checkpoint(found, expected, most):
-    run = found["split, goes on"]
-    assert run["first_step"] == 2
-    check(errors(run["log"], expected[2:]), most[torch.float32])
-
-
-def test_megatron_fsdp_starts_from_hugging_face(found, expected, most):
-    run = found["sharded, exact"]
-    assert run["first_step"] == 0
-    check(errors(run["log"], expected), most[torch.float32])
+@pytest.mark.parametrize(("name", "step"), [("split, goes on", 2), ("sharded, exact", 0)])
+def test_a_run_begins_with_its_own_checkpoint_or_with_initial_weights(found, expected, most, name, step):
+    run = found[name]
+    assert run["first_step"] == step
+    check(errors(run["log"], expected[step:]), most[torch.float32])
 
 
 def test_a_model_without_memory_is_filled_on_the_host_and_sharded_from_there(found):

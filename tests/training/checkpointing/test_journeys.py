@@ -55,9 +55,8 @@ def found(data, tied_folder, untied_folder, moe_folder, tmp_path_factory) -> Fou
     # Where the language model is frozen, the last stage has nothing to train.
     frozen = dict(model__freeze_language_model=True)
     kinds = (
-        (untied_folder, "TP2+SP", dict(distributed=True)), (moe_folder, "TP2+SP+EP2", {}),
-        (moe_folder, "PP2+VPP2", {}), (untied_folder, "PP2", dict(settings=frozen)),
-        (untied_folder, "DP2", dict(fsdp=True)),
+        (untied_folder, "TP2+SP", dict(distributed=True)), (moe_folder, "TP2+SP+EP2", {}), (moe_folder, "PP2+VPP2", {}),
+        (untied_folder, "PP2", dict(settings=frozen)), (untied_folder, "DP2", dict(fsdp=True)),
     )  # fmt: skip
     interrupted = [case(interrupt, f"interrupted_{n}", *kind[:2], **kind[2]) for n, kind in enumerate(kinds)]
     begun = []
@@ -67,9 +66,8 @@ def found(data, tied_folder, untied_folder, moe_folder, tmp_path_factory) -> Fou
         begun.append(case(export, f"begun_{ckpt_format}", moe_folder, split, pretrained=str(first)))
     chains = [
         Chain("dense", tied_folder, data, root / "dense", distributed=True),
-        Chain("MoE", moe_folder, data, root / "MoE"),
-        Chain("sharded", untied_folder, data, root / "sharded"),
-    ]
+        Chain("MoE", moe_folder, data, root / "MoE"), Chain("sharded", untied_folder, data, root / "sharded"),
+    ]  # fmt: skip
     logs, worst, others = travel(chains, root, interrupted + begun)
     answers = iter(others)
     return Found(

@@ -17,14 +17,12 @@ def run(vision, language, *, sharded=True, skip=(), dataset=None, **checkpoint):
     split = DistTrainConfig(use_dist_train=True, vision_world_size=vision, language_world_size=language)
     saved = dict(save=None, save_optim=True, dist_ckpt_optim_fully_reshardable=True) | checkpoint
     return SimpleNamespace(
-        model=finalized(DENSE, dict(dist_train=split, variable_seq_lengths=True)),
-        checkpoint=SimpleNamespace(**saved),
+        model=finalized(DENSE, dict(dist_train=split, variable_seq_lengths=True)), checkpoint=SimpleNamespace(**saved),
         optimizer=SimpleNamespace(use_distributed_optimizer=sharded, optimizer_cuda_graph=False),
-        optimizer_config_override_provider=None,
-        train=TrainingConfig(iterations_to_skip=list(skip)),
+        optimizer_config_override_provider=None, train=TrainingConfig(iterations_to_skip=list(skip)),
         logger=SimpleNamespace(wandb_project=None, wandb_exp_name=None),
         dataset=dataset or qwen3vl_bridge.Qwen3VLConversationProvider(hf_processor_path="x", seq_length=8),
-    )
+    )  # fmt: skip
 
 
 NUMBERED = dict(save="run", dist_ckpt_optim_fully_reshardable=False)

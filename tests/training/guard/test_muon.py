@@ -72,11 +72,6 @@ def matrices_of(tensors: dict[str, Tensor], text: Any) -> list[list[Tensor]]:
     return found
 
 
-def is_for_adam(name: str, p: Tensor) -> bool:
-    embedding = any(part in name for part in ("embed_tokens", "lm_head", "pos_embed"))
-    return embedding or not (p.ndim == 2 or ".experts." in name)
-
-
 def train_with_muon(folder: Path, *, last_first: bool = False) -> dict[str, dict[str, Tensor]]:
     """Two steps; `before` and `after` are the weights by name."""
     from transformers import AutoModelForImageTextToText
@@ -85,8 +80,9 @@ def train_with_muon(folder: Path, *, last_first: bool = False) -> dict[str, dict
         model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").train()
     named = dict(model.named_parameters())
     before = {name: p.detach().clone() for name, p in named.items()}
-    adam = {name: p for name, p in named.items() if is_for_adam(name, p)}
-    muon = {name: p for name, p in named.items() if name not in adam}
+    matrices = {name: p for name, p in named.items() if p.ndim == 2 or ".experts." in name}
+    muon = {name: p for name, p in matrices.items() if not re.search("embed_tokens|lm_head|pos_embed", name)}
+    adam = {name: p for name, p in named.items() if name not in muon}
     groups = [
         dict(params=[p for p in adam.values() if (p.ndim > 1) == decays], weight_decay=DECAY if decays else 0.0)
         for decays in (True, False)
@@ -107,15 +103,12 @@ def train_with_muon(folder: Path, *, last_first: bool = False) -> dict[str, dict
                 p.mul_(1 - ADAM["lr"] * DECAY)
             text = model.config.text_config
             for moments, weights in zip(matrices_of(momentum, text), matrices_of(muon, text), strict=True):
-                step_matrix(moments, weights)
+                matrix = torch.cat([part.flatten(0, -2) for part in moments])
+                update = newton_schulz(matrix) * ADAM["lr"] * max(matrix.shape) ** 0.5
+                rows = update.split([part.flatten(0, -2).size(0) for part in weights])
+                for part, change in zip(weights, rows, strict=True):
+                    part -= change.view_as(part)
     return dict(before=before, after={name: p.detach().clone() for name, p in named.items()})
-
-
-def step_matrix(moments: list[Tensor], weights: list[Tensor]) -> None:
-    matrix = torch.cat([part.flatten(0, -2) for part in moments])
-    update = newton_schulz(matrix) * ADAM["lr"] * max(matrix.shape) ** 0.5
-    for part, rows in zip(weights, update.split([part.flatten(0, -2).size(0) for part in weights]), strict=True):
-        part -= rows.view_as(part)
 
 
 CASES = {
@@ -208,10 +201,8 @@ def test_steps_equal_those_of_the_matrices_of_transformers(trained_on, reference
 def test_a_rank_for_each_matrix_makes_the_same_steps(trained_on, references, model, split):
     before = references[model][0]["before"]
     whole, layers = (trained_on(2)[model, split, name] for name in ("muon", "dist_muon"))
-    error, moved = (
-        torch.stack([(whole[name].float() - other[name].float()).norm() for name in whole]).norm()
-        for other in (layers, before)
-    )
+    pairs = ([(whole[name].float(), other[name].float()) for name in whole] for other in (layers, before))
+    error, moved = (torch.stack([(one - other).norm() for one, other in each]).norm() for each in pairs)
     assert error <= HALF_WEIGHT * moved, (error / moved).item()
 
 

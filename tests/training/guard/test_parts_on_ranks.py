@@ -72,9 +72,8 @@ HALF = dict(mixed_precision="bf16_mixed")
 SPOILT, BEFORE, BAD = 2, "2.0", "2.1"
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     **{name: ("dense", name, {}) for name in ("DP2", "CP2", "PP2", "TP2+SP", "DP2, distributed optimizer")},
-    "EP2": ("MoE", "EP2", {}),
-    "bfloat16, distributed optimizer": ("dense", "DP2, distributed optimizer", HALF),
-}
+    "EP2": ("MoE", "EP2", {}), "bfloat16, distributed optimizer": ("dense", "DP2, distributed optimizer", HALF),
+}  # fmt: skip
 
 
 def named(batch: TokenBatch, number: int) -> TokenBatch:

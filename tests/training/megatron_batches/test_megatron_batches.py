@@ -352,10 +352,9 @@ def test_pictures_of_other_rows_are_refused(provider, rows, untied_folder, conve
 IN_BATCH = dict(enable_in_batch_packing=True)
 # How samples are ordered, and what else is set of the data.
 ORDERS = {
-    "single": {},
-    "cyclic": dict(num_workers=1, **IN_BATCH),
+    "single": {}, "cyclic": dict(num_workers=1, **IN_BATCH),
     "batch": dict(defer_in_batch_packing_to_step=True, **IN_BATCH),
-}
+}  # fmt: skip
 SHORT = dict(
     model__seq_length=SEQ_LENGTH, train__train_iters=3, train__micro_batch_size=2, train__global_batch_size=4,
     validation__eval_interval=2, validation__eval_iters=1, checkpoint__save_interval=3,

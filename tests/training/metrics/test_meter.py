@@ -69,10 +69,9 @@ RECOMPUTED = dict(recompute_granularity="full", recompute_method="uniform", reco
 @pytest.fixture(scope="module")
 def alone(moe_folder):
     return {
-        "packed": measure(moe_folder, ALONE, "packed"),
-        "padded": measure(moe_folder, ALONE, "padded"),
+        "packed": measure(moe_folder, ALONE, "packed"), "padded": measure(moe_folder, ALONE, "padded"),
         "recomputed": measure(moe_folder, ALONE, "packed", **RECOMPUTED),
-    }
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -264,13 +263,6 @@ class SlowCheckpoint(Callback):
             self.clock.now += PAUSE
 
 
-def board(folder) -> dict[str, dict[int, float]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder)).Reload()
-    return {name: {e.step: e.value for e in events.Scalars(name)} for name in events.Tags()["scalars"]}
-
-
 def test_figures_of_a_step_are_those_of_its_batches(run):
     cfg, save, _ = run
     stream = cfg.dataset.stream("train", dp_rank=0, dp_size=1, micro_batch_size=cfg.train.micro_batch_size)
@@ -310,13 +302,15 @@ def test_rates_are_means_over_the_interval(run):
 
 def test_tensorboard_has_the_log(run):
     """What Megatron-Bridge writes by itself says the same as the log; the rest has names of ours."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     _, save, _ = run
-    found = board(save / "tensorboard")
+    events = EventAccumulator(str(save / "tensorboard")).Reload()
+    found = {name: {e.step: e.value for e in events.Scalars(name)} for name in events.Tags()["scalars"]}
     expected: dict[str, dict[int, float]] = {}
     for entry in read_log(save):
-        measured = (
-            entry.keys() - {"step", "lr", "seconds", "trained_tokens", *NAMES_METRICS} if "tokens" in entry else set()
-        )
+        known = {"step", "lr", "seconds", "trained_tokens", *NAMES_METRICS}
+        measured = entry.keys() - known if "tokens" in entry else set()
         for name, tracked in NAMES_METRICS.items() | {(name, f"qwen3vl/{name}") for name in measured}:
             if name in entry:
                 expected.setdefault(tracked, {})[entry["step"]] = entry[name]
