@@ -227,7 +227,8 @@ def on_fake_cuda(
 def test_what_is_one_call_on_cuda(monkeypatch, dtype, dim, dropout, training, one):
     module = attention(2, dim=dim, dropout=dropout).train(training)
     if dropout:
-        monkeypatch.setattr(module, "_call", lambda kernel, *x, **more: kernel(*x, scale=1, dropout=dropout, **more))
+        call = lambda kernel, *x, **more: kernel(*x, scale=1, dropout=dropout, **more)  # noqa: E731
+        monkeypatch.setattr(module, "_call_kernel", call)
     operations, others = on_fake_cuda(monkeypatch, module, 2, dtype, dim)
     assert (operations.varlen, len(others)) == ((1, 0) if one else (0, 5))  # two neighbours are of one length
 
