@@ -13,9 +13,6 @@ from qwen3vl_bridge.planning.proposals import MARGIN
 from qwen3vl_bridge.planning.split import ModelSplit
 from qwen3vl_bridge.planning.training_settings import TrainingSettings
 
-from rich.console import Console
-from rich.table import Table
-
 _COLUMNS = 5  # of stages, in a terminal of 80 characters
 _STATES = {
     "parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer", "gathered layers": "gathered",
@@ -26,6 +23,9 @@ def print_estimate(estimate: MemoryEstimate, memory: int) -> None:
     """Print a table of pipeline stages, whether the estimate fits a GPU's memory, and the host memory that saving
     takes. Of many stages some are printed, among them the first, the last and the peak.
     """
+    from rich.console import Console
+    from rich.table import Table
+
     split, peak, stages = estimate.split, estimate.peak, list(estimate.stages)
     if len(stages) > _COLUMNS:
         stages = [stage for stage in stages if stage.stage in {-1, 0, 1, split.pp - 1, peak.stage}]
@@ -69,6 +69,9 @@ def print_estimate(estimate: MemoryEstimate, memory: int) -> None:
 
 def print_proposals(proposals: Sequence[MemoryEstimate], memory: int) -> None:
     """Print one line per proposal, in their order."""
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(title=f"what fits into {memory / GIB:.1f} GiB, fewest model-parallel ranks first")
     for name in ("split", "sharding and recomputation"):
         table.add_column(name, overflow="fold")
@@ -88,6 +91,8 @@ def print_proposals(proposals: Sequence[MemoryEstimate], memory: int) -> None:
 
 def print_no_fit(least: MemoryEstimate, memory: int) -> None:
     """Print that nothing fits, what needs least, and what to change."""
+    from rich.console import Console
+
     training = least.training
     options = ["use more GPUs"]
     if not training.sharding.is_fsdp and least.vision_split is None:
