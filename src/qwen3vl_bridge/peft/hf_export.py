@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,13 +19,11 @@ from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace
 from qwen3vl_bridge.checkpoint.formats.tensors import (
     ITEMSIZE,
     Extent,
-    Segment,
     SegmentReader,
     Segments,
     Slice,
     TensorSource,
     TensorSpec,
-    TransposedSlice,
     cast,
 )
 from qwen3vl_bridge.checkpoint.stored_models import StoredModel, check_same_model, open_model, open_stored
@@ -46,7 +44,6 @@ from qwen3vl_bridge.weights.rows import IN, MAGNITUDE, OUT, ExpertLayout, Packed
 import torch
 from torch import Tensor
 
-_BASE, _RUN = "base/", "run/"
 # Elements of a weight that are computed at a time.
 _BLOCK = 1 << 22
 
@@ -205,27 +202,28 @@ def _plan(run: StoredAdapters, base: StoredModel, dtype: str | None) -> tuple[Pl
     target, rows = HuggingFace(base.config.dimensions), base.rows
     dtypes = dict(dtype=dtype, float32_as=base.float32_in_export(dtype))
     plan = make_plan(rows, base.layout, target, base.tensors.specs, where=str(base.folder), **dtypes)
-    tasks = {task.target.name: _prefixed(task, _BASE) for task in plan.tasks}
+    tasks = {task.target.name: task for task in plan.tasks}
     if own := run.own:
         names = run.trained
         trained = [row for row in rows if row.megatron in names]
         for task in make_plan(trained, run.layout(trained), target, own, where=str(run.folder)).tasks:
             cast_as = replace(task.target, dtype=tasks[task.target.name].target.dtype)
-            tasks[cast_as.name] = _prefixed(replace(task, target=cast_as), _RUN)
+            tasks[cast_as.name] = replace(task, target=cast_as)
     merges: dict[str, list[Merge]] = defaultdict(list)  # by tensor, in order
     for name, merge in _merges(run, linear_rows(rows), tasks):
         merges[name].append(merge)
     for name, parts in merges.items():
         runs = (Slice(merge.name, 0, merge.weight.target.numel) for merge in parts)
         tasks[name] = replace(tasks[name], segments=Segments(runs))
-    source = MergedTensors({_BASE: base.tensors, _RUN: run.tensors}, itertools.chain.from_iterable(merges.values()))
+    # What both have under one name has been trained, and is read from the run.
+    source = MergedTensors((base.tensors, run.tensors), itertools.chain.from_iterable(merges.values()))
     return replace(plan, tasks=tuple(tasks.values())), source
 
 
 def _merges(run: StoredAdapters, weights: Iterator[WeightRow], tasks: dict[str, Task]) -> Iterator[tuple[str, Merge]]:
     """Weights by name, and their adapters."""
     each = ExpertLayout.PER_EXPERT  # in which each row of an adapter belongs to one expert
-    adapters = {task.target.name: _prefixed(task, _RUN) for task in run.plan(experts=each).tasks}
+    adapters = {task.target.name: task for task in run.plan(experts=each).tasks}
     settings = run.settings
     scale = settings.alpha / settings.dim
     layers = (row for row in weights if settings.adapts(layer_of(row)))
@@ -242,21 +240,6 @@ def _merges(run: StoredAdapters, weights: Iterator[WeightRow], tasks: dict[str, 
         for number, name in enumerate(weight.hf):
             magnitude = parts[MAGNITUDE][number] if settings.dora else None
             yield name, Merge(tasks[name], a, (parts[OUT][number],), magnitude, scale)
-
-
-def _prefixed(task: Task, prefix: str) -> Task:
-    """A task whose segments are read from one of several sources."""
-
-    def renamed(segment: Segment) -> Segment:
-        if isinstance(segment, Slice):
-            return segment._replace(source=prefix + segment.source)
-        if isinstance(segment, TransposedSlice):
-            return segment._replace(
-                slices=tuple(wanted._replace(source=prefix + wanted.source) for wanted in segment.slices)
-            )
-        return segment
-
-    return replace(task, segments=Segments(renamed(segment) for segment in task.segments))
 
 
 @dataclass(frozen=True)
@@ -277,21 +260,21 @@ class Merge:
 
 
 class MergedTensors:
-    """Several sources, whose tensors have prefixed names, and merged weights under names of their own.
+    """Several sources, of which the last one that has a name counts, and merged weights under names of their own.
 
     A merged weight is computed when it is read, and stored in an unnamed file until the next one is read. So only one
     weight is ever stored; reading two of them alternately computes them repeatedly.
     """
 
-    def __init__(self, sources: Mapping[str, TensorSource], merges: Iterable[Merge]) -> None:
-        self._sources = {prefix + name: (source, name) for prefix, source in sources.items() for name in source.specs}
+    def __init__(self, sources: Sequence[TensorSource], merges: Iterable[Merge]) -> None:
+        self._sources = {name: source for source in sources for name in source.specs}
         self._merges = {merge.name: merge for merge in merges}
         self.specs: dict[str, TensorSpec] = {
-            **{name: source.specs[inner] for name, (source, inner) in self._sources.items()},
+            **{name: source.specs[name] for name, source in self._sources.items()},
             **{name: replace(merge.weight.target, name=name) for name, merge in self._merges.items()},
         }
         # The files that contain the tensors.
-        self.files: list[Path] = [path for source in sources.values() for path in source.files]
+        self.files: list[Path] = [path for source in sources for path in source.files]
         # A separate reader: the calling one is in the middle of filling a buffer.
         self._reader = SegmentReader(self)
         # One file for all: readers cache open files by path, which a second file might get again.
@@ -300,8 +283,7 @@ class MergedTensors:
     def extents(self, wanted: Slice) -> Iterator[Extent]:
         """See `TensorSource`."""
         if wanted.source not in self._merges:
-            source, inner = self._sources[wanted.source]
-            yield from source.extents(wanted._replace(source=inner))
+            yield from self._sources[wanted.source].extents(wanted)
             return
         if wanted.source != self._latest:
             self._latest = ""
