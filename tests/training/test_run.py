@@ -223,10 +223,15 @@ def test_a_save_that_fails_leaves_the_older_checkpoint(inputs, tmp_path, monkeyp
     assert [e["step"] for e in read_log(tmp_path) if "loss" in e] == [1, 2, 3, 4, 5, 6]
 
 
-def test_older_checkpoints_go(inputs, tmp_path):
+@pytest.mark.parametrize(("most", "steps"), [(2, [4, 6]), (-1, [2, 4, 6])])
+def test_older_checkpoints_go_if_a_number_is_set(inputs, tmp_path, most, steps):
     (tmp_path / "iter_notes").mkdir()
-    train(replicated(inputs, tmp_path, checkpoint__save_interval=2, checkpoint__most_recent_k=2))
-    assert sorted(path.name for path in tmp_path.glob("*iter_*")) == ["iter_0000004", "iter_0000006", "iter_notes"]
+    train(replicated(inputs, tmp_path, checkpoint__save_interval=2, checkpoint__most_recent_k=most))
+    found = sorted(path.name for path in tmp_path.glob("*iter_*"))
+    assert found == [*(f"iter_{step:07}" for step in steps), "iter_notes"]
+
+
+def test_numbers_of_checkpoints_that_mean_nothing(inputs, tmp_path):
     for name, value, expected in (("most_recent_k", 0, "at least 1"), ("save_retain_interval", 4, "None")):
         with pytest.raises(ValueError, match=rf"checkpoint\.{name} is {value}, expected {expected}"):
             train(replicated(inputs, tmp_path, **{f"checkpoint__{name}": value}))
