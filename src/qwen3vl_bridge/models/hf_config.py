@@ -200,23 +200,19 @@ def scaled_rope_of_run(model: Mapping[str, Any]) -> dict[str, Any]:
     text = model.get("hf_text_config")
     scaled = text.get("rope_parameters") or text.get("rope_scaling") if isinstance(text, Mapping) else None
     scaled = scaled or model.get("rope_parameters")
+    kind = (scaled.get("rope_type") or scaled.get("type")) if isinstance(scaled, Mapping) else None
     fields = {}
-    if isinstance(scaled, Mapping) and (kind := scaled.get("rope_type") or scaled.get("type")):
-        if kind in ("default", "mrope"):
-            fields = {"rope_type": "default"}
-        else:
-            fields = {k: v for k, v in scaled.items() if k not in ("type", "mrope_interleaved") and v is not None}
-    elif "rope_parameters" in model or isinstance(text, Mapping):
+    if kind not in (None, "default", "mrope"):
+        fields = {k: v for k, v in scaled.items() if k not in ("type", "mrope_interleaved") and v is not None}
+    elif kind or "rope_parameters" in model or isinstance(text, Mapping):
         fields = {"rope_type": "default"}
     return {f"text_config.rope_parameters.{name}": value for name, value in fields.items()}
 
 
 def with_scaled_rope(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
-    """A `config.json` with a provider's `rope_parameters`."""
-    text = dict(config["text_config"])
-    before = text.pop("rope_scaling", None) or {}
-    text["rope_parameters"] = before | (text.get("rope_parameters") or {}) | {"mrope_interleaved": True, **rope}
-    return {**config, "text_config": text}
+    """A `config.json` with a provider's `rope_parameters`, in place of all that it had of another type."""
+    text = {name: value for name, value in config["text_config"].items() if name != "rope_scaling"}
+    return {**config, "text_config": {**text, "rope_parameters": {"mrope_interleaved": True, **rope}}}
 
 
 def check_tower_size(vision: Mapping[str, Any], text_width: int) -> None:

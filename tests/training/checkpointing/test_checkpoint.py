@@ -72,6 +72,12 @@ def test_a_rotary_embedding_that_a_run_scales_is_in_its_export(inputs, tmp_path)
     export_checkpoint(tmp_path / "run", tmp_path / "hf", progress=False)
     found = AutoConfig.from_pretrained(tmp_path / "hf").text_config.rope_parameters
     assert found.items() >= yarn.items() and found["mrope_interleaved"]
+    linear = dict(rope_type="linear", factor=2.0)  # nothing of the other type stays
+    settings = dict(checkpoint__save_optim=False, model__rope_parameters=linear)
+    save(set_up(replicated(replace(inputs, hf=tmp_path / "hf"), tmp_path / "linear", **settings)))
+    export_checkpoint(tmp_path / "linear", tmp_path / "exported", progress=False)
+    found = AutoConfig.from_pretrained(tmp_path / "exported").text_config.rope_parameters
+    assert found.items() >= linear.items() and "original_max_position_embeddings" not in found
     with pytest.raises(CheckpointError, match=r"rope_parameters is {'rope_type': 'yarn'.*expected None"):
         set_up(replicated(replace(inputs, hf=tmp_path / "hf"), None, model__rope_parameters=None))
 
