@@ -200,8 +200,8 @@ def scaled_rope_of_run(model: Mapping[str, Any]) -> dict[str, Any]:
     text = model.get("hf_text_config")
     scaled = text.get("rope_parameters") or text.get("rope_scaling") if isinstance(text, Mapping) else None
     scaled = scaled or model.get("rope_parameters")
-    kind = (scaled.get("rope_type") or scaled.get("type")) if isinstance(scaled, Mapping) else None
-    fields = {}
+    scaled = scaled if isinstance(scaled, Mapping) else {}
+    kind, fields = scaled.get("rope_type") or scaled.get("type"), {}
     if kind not in (None, "default", "mrope"):
         fields = {k: v for k, v in scaled.items() if k not in ("type", "mrope_interleaved") and v is not None}
     elif kind or "rope_parameters" in model or isinstance(text, Mapping):
