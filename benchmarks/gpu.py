@@ -229,9 +229,7 @@ def main() -> None:
     parser.add_argument("--size", default="8B", help="default: %(default)s")
     parser.add_argument("--text-layers", type=int, default=4, help="default: %(default)s")
     parser.add_argument("--vision-layers", type=int, default=6, help="default: %(default)s")
-    parser.add_argument(
-        "--ways", nargs="+", metavar="WAY", help="only those whose names begin so, such as ours"
-    )
+    parser.add_argument("--ways", nargs="+", metavar="WAY", help="only those whose names begin so, such as ours")
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="print the kernels too, keep timelines there")
     parser.add_argument("--tiny", action="store_true", help="a model and a row for a rehearsal")
     options = parser.parse_args()
