@@ -34,6 +34,7 @@ def with_gradient(loss: Callable[[Tensor], Tensor], logits: Tensor) -> tuple[Ten
 
 
 def against_megatron(dtype: torch.dtype) -> bool:
+    dist.init_process_group("gloo")
     group, (logits, labels) = dist.group.WORLD, examples(dtype)
     ours = with_gradient(lambda x: cross_entropy(x, labels, group), logits)
     theirs = with_gradient(lambda x: vocab_parallel_cross_entropy(x, labels, tp_group=group), logits)
@@ -42,6 +43,7 @@ def against_megatron(dtype: torch.dtype) -> bool:
 
 def errors_of_ranks() -> list[float]:
     """Of losses and of the gradient, beside float64; the second rank has nothing but padding."""
+    dist.init_process_group("gloo")
     group, (logits, labels) = dist.group.WORLD, examples(torch.float32)
     expected = with_gradient(
         lambda x: F.cross_entropy(x.flatten(0, 1), labels.flatten(), reduction="none").view(TOKENS), logits.double()
