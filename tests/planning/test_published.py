@@ -92,7 +92,8 @@ QWEN_2_5_7B = text_alone(
     hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
     vocab_size=152_064,
 )  # fmt: skip
-FULLY = dict(recompute=FULL, vision_recompute=FULL)
+# Their loss is not in chunks, and its softmax in float32.
+FULLY = dict(recompute=FULL, vision_recompute=FULL, loss_chunk_tokens=0, loss_fusion=None)
 TEXT = dict(**FULLY, frozen=TOWER, max_patches=0)
 # ms-swift's examples/megatron, each with the memory its authors have seen. How they read it is not said; the caching
 # allocator's is what the usual tools show, which is more than is in use.
