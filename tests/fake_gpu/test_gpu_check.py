@@ -12,8 +12,9 @@ import pytest
 
 from .conftest import ROOT
 
-# `tests/gpu/test_benchmark.py` starts a process of its own, for transformers too.
-TESTS = ("tests/gpu", "--ignore=tests/gpu/test_benchmark.py")
+# `tests/gpu/test_benchmark.py` starts a process of its own, for transformers too; Transformer Engine's attention in
+# float32 allocates what lengths on the GPU say.
+TESTS = ("tests/gpu", "--ignore=tests/gpu/test_benchmark.py", "-k", "not (float32 and Engine)")
 BENCHMARK = """
 from tests.fake_gpu.without_values import stand_ins
 from benchmarks import gpu
