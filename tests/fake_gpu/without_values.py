@@ -10,10 +10,13 @@ from contextlib import ExitStack
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
+
+if TYPE_CHECKING:
+    from qwen3vl_bridge.batch import TokenBatch
 
 _TESTS = str(Path(__file__).resolve().parents[1])
 _get_code = SourceFileLoader.get_code
@@ -38,13 +41,17 @@ def stand_ins() -> ExitStack:
     from megatron.core.optimizer import optimizer
 
     from tests.parity.conftest import Pair, Results
+    from tests.parity.one_process import test_parity
 
-    on_device, norm = Pair.reference_results, optimizer.get_grad_norm_fp32
+    on_device, run_megatron, norm = Pair.reference_results, test_parity.run_megatron, optimizer.get_grad_norm_fp32
 
     def on_host(pair: Pair, samples: list[Any]) -> Results:
         pair.reference.cpu()
-        found = on_device(pair, samples)
-        return Results([logits.cuda() for logits in found.logits], found.loss, found.gradients)
+        return on_device(pair, samples)
+
+    def copied(pair: Pair, batch: TokenBatch) -> Results:
+        found = run_megatron(pair, batch)
+        return found._replace(logits=[logits.cpu() for logits in found.logits])
 
     def allow(guard: StepGuard, *, overflow: bool) -> bool:
         if guard._figures is not None:
@@ -56,6 +63,7 @@ def stand_ins() -> ExitStack:
     stack.enter_context(without_cudnn())
     stack.enter_context(_balanced_routing())
     stack.enter_context(mock.patch.object(Pair, "reference_results", on_host))
+    stack.enter_context(mock.patch.object(test_parity, "run_megatron", copied))
     stack.enter_context(mock.patch.object(StepGuard, "_judge", allow))
     # A root, which is complex where what is read is below zero.
     stack.enter_context(mock.patch.object(optimizer, "get_grad_norm_fp32", lambda *a, **k: abs(norm(*a, **k))))
