@@ -49,7 +49,8 @@ class DeepStackLayer(TransformerLayer):
             # With `distribute_saved_activations` recomputation keeps a part of it on each rank, which is impossible for
             # a view.
             hidden = make_viewless_tensor(added, requires_grad=added.requires_grad, keep_graph=True)
-        return hidden, context
+        # Recomputation would copy the gradient of what later layers only pass on.
+        return hidden, context if layer + 1 < num_features else None
 
 
 def text_block_spec(config: TransformerConfig, vp_stage: int | None, pp_rank: int) -> TransformerBlockSubmodules:
