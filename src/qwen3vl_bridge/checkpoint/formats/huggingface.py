@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
@@ -16,12 +17,15 @@ from qwen3vl_bridge.checkpoint.formats.tensors import (
     DTYPE_OF_SAFETENSORS,
     ITEMSIZE,
     SAFETENSORS_OF_DTYPE,
+    BlockScales,
     Extent,
     Slice,
     TensorSpec,
 )
 from qwen3vl_bridge.io.files import CheckpointError, expanded, file_size, read_object, resolve_within, write_object
 from qwen3vl_bridge.io.parsing import parse_json
+from qwen3vl_bridge.models.hf_config import fp8_block
+from qwen3vl_bridge.weights import fp8
 
 from safetensors import SafetensorError, safe_open
 
@@ -162,6 +166,40 @@ class HFWeights:
         found = _read_folder(folder) if file is None else read_header(folder / file)
         self._stored = {stored.spec.name: stored for stored in found}
         self.specs = {name: stored.spec for name, stored in self._stored.items()}
+        if any(spec.dtype == fp8.E4M3 for spec in self.specs.values()):
+            self.specs = dict(self._dequantized())
+
+    @property
+    def quantized(self) -> list[TensorSpec]:
+        """The tensors in FP8."""
+        return [spec for spec in self.specs.values() if spec.scales is not None]
+
+    def _dequantized(self) -> Iterator[tuple[str, TensorSpec]]:
+        """The tensors with those in FP8 as what they are read as, without their scales."""
+        path = self.folder / "config.json"
+        quantization = read_object(path).get("quantization_config")
+        try:
+            block = fp8_block(quantization)
+        except ValueError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        for name, spec in self.specs.items():
+            of = self.specs.get(name.removesuffix(fp8.SCALES))
+            if of is not spec and of is not None and of.dtype == fp8.E4M3:
+                continue
+            if spec.dtype != fp8.E4M3:
+                yield name, spec
+                continue
+            scales = self._stored.get(name + fp8.SCALES)
+            found = "nothing" if scales is None else scales.spec.describe()
+            fits = None if scales is None or len(spec.shape) < 2 else fp8.block_of(spec.shape, scales.spec.shape, block)
+            if scales is None or fits is None or scales.spec.dtype not in fp8.SCALE_DTYPES:
+                raise CheckpointError(
+                    f"{self.folder}, tensor {name} {spec.describe()}: found {found} as {name}{fp8.SCALES}, expected a "
+                    f"scale for each {'matrix' if block is None else f'block of {block[0]} x {block[1]}'}, in "
+                    f"{', '.join(fp8.SCALE_DTYPES)}"
+                )
+            extent = Extent(scales.path, scales.offset, scales.spec.nbytes)
+            yield name, replace(spec, dtype="bfloat16", scales=BlockScales(extent, scales.spec.dtype, fits))
 
     def extents(self, wanted: Slice) -> Iterator[Extent]:
         """See `TensorSource`."""
