@@ -65,6 +65,7 @@ def in_fp8(
     shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors*"))
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text().replace('"dtype": "float32"', '"dtype": "bfloat16"'))
+    kept += [f"{name}a" for name in kept if name.endswith("in_proj_b")]
     config["quantization_config"] = {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",

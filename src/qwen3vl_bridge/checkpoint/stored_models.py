@@ -88,11 +88,14 @@ class ModelConfig:
         changed.dimensions = self.dimensions.with_vocab(rows)
         return changed
 
-    def write(self, folder: Path, dtype: str | None = None) -> None:
-        """Write what differs from a folder's `config.json`; for weights in a dtype unless that is None."""
+    def write(self, folder: Path, dtype: str | None = None, quantization: Mapping[str, Any] | None = None) -> None:
+        """Write what differs from a folder's `config.json`; unless the dtype is None, for weights in it, quantized or
+        not.
+        """
         raw, path = self.raw if dtype is None else _with_dtype(self.raw, dtype), folder / "config.json"
         if dtype is not None:
             raw.pop("quantization_config", None)
+            raw |= {} if quantization is None else {"quantization_config": dict(quantization)}
         if raw != read_object(path):
             write_object(path, raw)
 

@@ -80,6 +80,44 @@ def products(weights: Tensor, start: int, shape: Sequence[int], scales: Tensor, 
     return values
 
 
+def quantized(values: Tensor, width: int, kept: Tensor | None, scales_in: dtype) -> tuple[Tensor, Tensor]:
+    """A row of blocks in e4m3, and their scales.
+
+    A scale maps the largest element of its block to 448, the largest number of e4m3. A block whose values are products
+    of e4m3 and a `kept` scale gets that one: so a model that was read from FP8 has its bytes again.
+
+    Args:
+        values: [rows of a block, columns] in float32.
+        width: columns of a block.
+        kept: [blocks] in `scales_in`, scales that the blocks may have had, or None.
+        scales_in: one of `SCALE_DTYPES`.
+    """
+    import torch
+
+    columns, powers = values.shape[1], scales_in in (torch.float8_e8m0fnu, torch.uint8)
+
+    def encoded(scales: Tensor) -> Tensor:
+        return (values / scales.repeat_interleave(width)[:columns]).clamp_(-448, 448).to(torch.float8_e4m3fn)
+
+    def of_blocks(largest: Tensor) -> Tensor:
+        """[columns] -> [blocks]."""
+        return torch.nn.functional.pad(largest, (0, -columns % width)).view(-1, width).amax(1)
+
+    def stored(scales: Tensor) -> Tensor:
+        scales = scales.to(torch.float8_e8m0fnu if powers else scales_in)
+        return scales.view(torch.uint8) if scales_in == torch.uint8 else scales
+
+    largest = of_blocks(values.abs().amax(0))
+    scales = torch.where(largest > 0, largest, 448) / 448
+    scales = scales.log2().ceil().exp2() if powers else scales.to(scales_in).float()
+    if kept is not None:
+        before = in_float32(kept)
+        again = encoded(before).float() * before.repeat_interleave(width)[:columns]
+        changed = (again != values) & (again.bfloat16() != values)  # products were rounded to either
+        scales = torch.where(of_blocks(changed.any(0).byte()) == 0, before, scales)
+    return encoded(scales), stored(scales)
+
+
 def dequantized(weight: Tensor, scales: Tensor, block: Block | None, to: dtype) -> Tensor:
     """The values of matrices of e4m3, [..., rows, columns], with little more memory than the result's.
 

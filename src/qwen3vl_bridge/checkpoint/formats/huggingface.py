@@ -147,7 +147,7 @@ def copy_side_files(source: Path, destination: Path) -> list[Path]:
     return files
 
 
-class _Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor of a safetensors file, whose bytes begin at `offset`."""
 
     spec: TensorSpec
@@ -158,21 +158,26 @@ class _Stored(NamedTuple):
 class HFWeights:
     """The tensors of a Hugging Face model's folder, as a `TensorSource`."""
 
-    def __init__(self, folder: Path, file: str | None = None) -> None:
+    def __init__(self, folder: Path, file: str | None = None, *, dequantize: bool = True) -> None:
         """Read and check every header, of a folder's single file with all tensors or of a model; a CheckpointError if
-        files are missing, truncated, or contradict each other.
+        files are missing, truncated, or contradict each other. Without `dequantize` tensors in FP8 are e4m3 and scales.
         """
         self.folder = folder
         found = _read_folder(folder) if file is None else read_header(folder / file)
         self._stored = {stored.spec.name: stored for stored in found}
         self.specs = {name: stored.spec for name, stored in self._stored.items()}
-        if any(spec.dtype == fp8.E4M3 for spec in self.specs.values()):
+        if dequantize and any(spec.dtype == fp8.E4M3 for spec in self.specs.values()):
             self.specs = dict(self._dequantized())
 
     @property
-    def quantized(self) -> list[TensorSpec]:
-        """The tensors in FP8."""
-        return [spec for spec in self.specs.values() if spec.scales is not None]
+    def quantized(self) -> list[str]:
+        """Names of the tensors in FP8."""
+        return [name for name, spec in self.specs.items() if spec.scales is not None]
+
+    @property
+    def scales(self) -> dict[str, StoredTensor]:
+        """Their scales, by name."""
+        return {scales: self._stored[scales] for scales in (name + fp8.SCALES for name in self.quantized)}
 
     def _dequantized(self) -> Iterator[tuple[str, TensorSpec]]:
         """The tensors with those in FP8 as what they are read as, without their scales."""
@@ -218,7 +223,7 @@ def has_weights(folder: Path) -> bool:
     return (folder / SINGLE).exists() or (folder / INDEX).exists()
 
 
-def _read_folder(folder: Path) -> list[_Stored]:
+def _read_folder(folder: Path) -> list[StoredTensor]:
     # A single file has precedence over an index, as in transformers.
     if (folder / SINGLE).exists():
         return read_header(folder / SINGLE)
@@ -243,7 +248,7 @@ def _read_folder(folder: Path) -> list[_Stored]:
     return tensors
 
 
-def read_header(path: Path, named_by: str = "its folder") -> list[_Stored]:
+def read_header(path: Path, named_by: str = "its folder") -> list[StoredTensor]:
     """The tensors of one safetensors file, which `named_by` names; a CheckpointError if it is missing or damaged.
 
     safetensors itself checks the header against the file.
@@ -263,7 +268,7 @@ def read_header(path: Path, named_by: str = "its folder") -> list[_Stored]:
         if (dtype := entry["dtype"]) not in DTYPE_OF_SAFETENSORS:
             raise CheckpointError(f"{path}, tensor {name}: dtype {dtype}, expected {', '.join(DTYPE_OF_SAFETENSORS)}")
         spec = TensorSpec(name, DTYPE_OF_SAFETENSORS[dtype], tuple(entry["shape"]))
-        tensors.append(_Stored(spec, path, 8 + length + entry["data_offsets"][0]))
+        tensors.append(StoredTensor(spec, path, 8 + length + entry["data_offsets"][0]))
     return tensors
 
 

@@ -145,7 +145,27 @@ class Zeros(NamedTuple):
         return Zeros(length)
 
 
-Segment = Slice | TransposedSlice | Zeros
+class Quantized(NamedTuple):
+    """Elements [start, start + length) of matrices in FP8, or of their scales.
+
+    The matrices, [..., rows, columns], have the elements of `pieces`, one after the other.
+    """
+
+    pieces: tuple[Slice | TransposedSlice | Zeros, ...]
+    shape: Shape  # of the matrices
+    block: fp8.Block
+    scales_in: str
+    kept: Extent | None  # scales that blocks have again if their values are unchanged
+    of_scales: bool
+    start: int
+    length: int
+
+    def part(self, start: int, length: int) -> Quantized:
+        """Some of its elements, as a segment."""
+        return self._replace(start=self.start + start, length=length)
+
+
+Segment = Slice | TransposedSlice | Zeros | Quantized
 
 
 class Segments:
@@ -258,6 +278,8 @@ class SegmentReader:
                     left -= min(left, len(zeros))
             elif isinstance(segment, TransposedSlice):
                 yield from self._transposed(segment, dtype)
+            elif isinstance(segment, Quantized):
+                yield from self._quantized(segment)
             elif segment.plus:  # added in float32, for all dtypes, and rounded once
                 import numpy as np
 
@@ -286,14 +308,50 @@ class SegmentReader:
 
         stored = spec.scales
         if self._scales is None or self._scales[0] != stored:
-            path, offset, length = stored.stored
-            raw = bytearray(length)
-            self._read(self._open(path, spec.name), memoryview(raw), offset, path, spec.name + fp8.SCALES)
-            scales = torch.frombuffer(raw, dtype=getattr(torch, stored.dtype))
-            self._scales = stored, fp8.in_float32(scales)
+            self._scales = stored, fp8.in_float32(self._scales_at(stored.stored, stored.dtype))
         weights = torch.frombuffer(data, dtype=torch.uint8)
         values = fp8.products(weights, position, spec.shape, self._scales[1], stored.block)
         return cast(memoryview(values.numpy()).cast("B"), "float32", dtype, spec.name)
+
+    def _scales_at(self, where: Extent, dtype: str) -> Any:
+        """[scales] in a dtype."""
+        import torch
+
+        data = bytearray(where.length)
+        self._read(self._open(where.path, "scales"), memoryview(data), where.offset, where.path, "scales")
+        return torch.frombuffer(data, dtype=getattr(torch, dtype))
+
+    def _quantized(self, segment: Quantized) -> Iterator[memoryview]:
+        """Row of blocks by row of blocks."""
+        import torch
+
+        (rows, columns), (height, width) = segment.shape[-2:], segment.block
+        down, across, dtype = -(-rows // height), -(-columns // width), segment.scales_in
+        whole, position, end = Segments(segment.pieces), segment.start, segment.start + segment.length
+        while position < end:
+            if segment.of_scales:
+                number = position // across
+                matrix, row = divmod(number, down)
+            else:
+                matrix, row = divmod(position // columns, rows)
+                row //= height
+                number = matrix * down + row
+            first, count = (matrix * rows + row * height) * columns, min(height, rows - row * height)
+            data, done = bytearray(count * columns * ITEMSIZE[_SUM]), 0
+            for block in self.blocks(whole.cut(first, count * columns), _SUM):
+                data[done : done + len(block)] = block
+                done += len(block)
+            kept = None
+            if segment.kept is not None:
+                size = across * ITEMSIZE[dtype]
+                of_row = Extent(segment.kept.path, segment.kept.offset + number * size, size)
+                kept = self._scales_at(of_row, dtype)
+            values = torch.frombuffer(data, dtype=torch.float32).view(count, columns)
+            weights, scales = fp8.quantized(values, width, kept, getattr(torch, dtype))
+            result, begin = (scales, number * across) if segment.of_scales else (weights.flatten(), first)
+            result = result[position - begin : end - begin]
+            position += len(result)
+            yield memoryview(result.view(torch.uint8).numpy())
 
     def _transposed(self, segment: TransposedSlice, dtype: str) -> Iterator[memoryview]:
         specs = [self._source.specs[piece.source] for piece in segment.slices]
