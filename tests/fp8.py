@@ -52,12 +52,16 @@ def read(folder: Path, block: tuple[int, int] = (16, 16)) -> dict[str, torch.Ten
 
 
 def in_fp8(
-    folder: Path, target: Path, block: tuple[int, int] = (16, 16), scales_in: torch.dtype = torch.bfloat16
+    folder: Path,
+    target: Path,
+    block: tuple[int, int] = (16, 16),
+    scales_in: torch.dtype = torch.bfloat16,
+    also: tuple[str, ...] = (),
 ) -> Path:
-    """A model's folder, with its text layers in FP8 and the others in bfloat16 or as they are in float32."""
+    """A model's folder, with its text layers, and `also` others, in FP8 and the rest as in released files."""
     tensors, kept = {}, []
     for name, tensor in load_file(folder / "model.safetensors").items():
-        if _QUANTIZED.fullmatch(name):
+        if _QUANTIZED.fullmatch(name) or name in also:
             tensors[name], tensors[f"{name}_scale_inv"] = quantize(tensor, block, scales_in)
         else:
             tensors[name] = tensor if name.endswith(("A_log", "linear_attn.norm.weight")) else tensor.bfloat16()

@@ -17,20 +17,14 @@ from typing import Any
 
 from qwen3vl_bridge.checkpoint.conversion_plan import Plan, Task
 from qwen3vl_bridge.checkpoint.formats.huggingface import HFWeights, StoredTensor, has_weights, one_file, read_header
-from qwen3vl_bridge.checkpoint.formats.tensors import (
-    Extent,
-    Quantized,
-    SegmentReader,
-    Segments,
-    Slice,
-    TensorSpec,
-)
+from qwen3vl_bridge.checkpoint.formats.tensors import Extent, Quantized, SegmentReader, Segments, Slice, TensorSpec
 from qwen3vl_bridge.models.hf_config import fp8_block
 from qwen3vl_bridge.weights import fp8
 
 QUANTIZATION = "quantization_config"
-# The scales of the model that a Megatron checkpoint was imported from, in its folder of Hugging Face files.
-_KEPT = "weight_scale_inv.safetensors"
+# The scales of the model that a Megatron checkpoint was imported from, in its folder of Hugging Face files. It is a
+# safetensors file by another name, because the folder would otherwise be taken for a model.
+_KEPT = "weight_scales.fp8"
 _IN_FP8 = re.compile(
     r"(model\.language_model|mtp)\.layers\.\d+\..*\.([qkvo]_proj|(gate|up|down|gate_up)_proj|in_proj_(qkv|z)|out_proj)"
 )
@@ -68,18 +62,16 @@ class Fp8Export:
         tasks: list[Task] = []
         for task in plan.tasks:
             spec, module = task.target, _module(task.target.name)
-            parts = itertools.accumulate(module.split("."), "{}.{}".format)
-            if not _IN_FP8.fullmatch(module) or not excluded.isdisjoint(parts):
+            had, parts = self.kept.get(spec.name + fp8.SCALES), itertools.accumulate(module.split("."), "{}.{}".format)
+            if had is None and not (_IN_FP8.fullmatch(module) and excluded.isdisjoint(parts)):
                 tasks.append(task)
                 continue
             *many, rows, columns = spec.shape
             height, width = block or (rows, columns)
             shape = (*many, -(-rows // height), -(-columns // width))
-            scales, kept = TensorSpec(spec.name + fp8.SCALES, dtype, shape), self.kept.get(spec.name + fp8.SCALES)
-            if kept is not None and kept.spec.numel == scales.numel:
-                scales, kept = kept.spec, Extent(kept.path, kept.offset, kept.spec.nbytes)
-            else:
-                kept = None
+            scales, kept = TensorSpec(spec.name + fp8.SCALES, dtype, shape), None
+            if had is not None and had.spec.numel == scales.numel:
+                scales, kept = had.spec, Extent(had.path, had.offset, had.spec.nbytes)
             pieces = tuple(task.segments)
             written = Quantized(pieces, spec.shape, (height, width), scales.dtype, kept, False, 0, spec.numel)
             tasks.append(replace(task, target=replace(spec, dtype=fp8.E4M3), segments=Segments([written])))

@@ -172,10 +172,10 @@ class _Fp8Source(SafeTensorsStateSource):
 
 def _read_fp8(hf_pretrained: Any, dtype: torch.dtype) -> None:
     """Make Megatron-Bridge read the weights of a Hugging Face model in FP8 as their values in a dtype."""
-    quantization, source = getattr(hf_pretrained.config, "quantization_config", None), _files_of(hf_pretrained)
-    if quantization is not None and source is not None:
-        block = fp8_block(quantization if isinstance(quantization, dict) else quantization.to_dict())
-        hf_pretrained.state.source = _Fp8Source(source.model_name_or_path, block, dtype)
+    if (source := _files_of(hf_pretrained)) is not None:
+        quantization = hf_pretrained.config.to_dict().get("quantization_config")
+        if quantization is not None:
+            hf_pretrained.state.source = _Fp8Source(source.model_name_or_path, fp8_block(quantization), dtype)
 
 
 def _files_of(hf_pretrained: Any) -> SafeTensorsStateSource | None:

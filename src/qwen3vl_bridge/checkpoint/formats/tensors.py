@@ -151,7 +151,7 @@ class Quantized(NamedTuple):
     The matrices, [..., rows, columns], have the elements of `pieces`, one after the other.
     """
 
-    pieces: tuple[Slice | TransposedSlice | Zeros, ...]
+    pieces: tuple[Segment, ...]
     shape: Shape  # of the matrices
     block: fp8.Block
     scales_in: str
