@@ -80,8 +80,10 @@ def products(weights: Tensor, start: int, shape: Sequence[int], scales: Tensor, 
     return values
 
 
-def quantized(values: Tensor, width: int, kept: Tensor | None, scales_in: dtype) -> tuple[Tensor, Tensor]:
-    """A row of blocks in e4m3, and their scales.
+def quantized(
+    values: Tensor, width: int, kept: Tensor | None, scales_in: dtype, *, only_scales: bool = False
+) -> tuple[Tensor, Tensor]:
+    """A row of blocks in e4m3, as bytes, which are not computed with `only_scales`, and their scales.
 
     A scale maps the largest element of its block to 448, the largest number of e4m3. A block whose values are products
     of e4m3 and a `kept` scale gets that one: so a model that was read from FP8 has its bytes again.
@@ -94,28 +96,41 @@ def quantized(values: Tensor, width: int, kept: Tensor | None, scales_in: dtype)
     """
     import torch
 
-    columns, powers = values.shape[1], scales_in in (torch.float8_e8m0fnu, torch.uint8)
+    weights, scales = torch.empty(values.shape, dtype=torch.uint8), torch.empty(-(-values.shape[1] // width))
+    before = None if kept is None else in_float32(kept)
+    powers = torch.float8_e8m0fnu if scales_in in (torch.float8_e8m0fnu, torch.uint8) else None
+    step = max(1, _PIECE // (len(values) * width))  # blocks that are in a processor's cache together
+    for first in range(0, len(scales), step):
+        blocks, here = slice(first, first + step), slice(first * width, (first + step) * width)
+        part, old = values[:, here].contiguous(), None if before is None else before[blocks]
+        largest = _of_blocks(part.abs().amax(0), width)
+        new = torch.where(largest > 0, largest, 448) / 448
+        new = new.to(scales_in).float() if powers is None else new.log2().ceil().exp2()
+        if old is not None:
+            of_columns = old.repeat_interleave(width)[: part.shape[1]]
+            again = torch.index_select(_values(), 0, _e4m3(part, of_columns).flatten().int()).view_as(part)
+            again *= of_columns
+            # The products were rounded to either; differences of floats are faster than comparisons.
+            change = torch.minimum((again - part).abs_(), (again.bfloat16().float() - part).abs_())
+            new = torch.where(_of_blocks(change.amax(0), width) == 0, old, new)
+        scales[blocks] = new
+        if not only_scales:
+            weights[:, here] = _e4m3(part, new.repeat_interleave(width)[: part.shape[1]])
+    scales = scales.to(powers or scales_in)
+    return weights, scales.view(torch.uint8) if scales_in == torch.uint8 else scales
 
-    def encoded(scales: Tensor) -> Tensor:
-        return (values / scales.repeat_interleave(width)[:columns]).clamp_(-448, 448).to(torch.float8_e4m3fn)
 
-    def of_blocks(largest: Tensor) -> Tensor:
-        """[columns] -> [blocks]."""
-        return torch.nn.functional.pad(largest, (0, -columns % width)).view(-1, width).amax(1)
+def _e4m3(values: Tensor, scales: Tensor) -> Tensor:
+    import torch
 
-    def stored(scales: Tensor) -> Tensor:
-        scales = scales.to(torch.float8_e8m0fnu if powers else scales_in)
-        return scales.view(torch.uint8) if scales_in == torch.uint8 else scales
+    return (values / scales).clamp_(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
 
-    largest = of_blocks(values.abs().amax(0))
-    scales = torch.where(largest > 0, largest, 448) / 448
-    scales = scales.log2().ceil().exp2() if powers else scales.to(scales_in).float()
-    if kept is not None:
-        before = in_float32(kept)
-        again = encoded(before).float() * before.repeat_interleave(width)[:columns]
-        changed = (again != values) & (again.bfloat16() != values)  # products were rounded to either
-        scales = torch.where(of_blocks(changed.any(0).byte()) == 0, before, scales)
-    return encoded(scales), stored(scales)
+
+def _of_blocks(largest: Tensor, width: int) -> Tensor:
+    """[columns] -> [blocks]."""
+    import torch
+
+    return torch.nn.functional.pad(largest, (0, -len(largest) % width)).view(-1, width).amax(1)
 
 
 def dequantized(weight: Tensor, scales: Tensor, block: Block | None, to: dtype) -> Tensor:

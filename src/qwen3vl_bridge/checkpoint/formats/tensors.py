@@ -347,8 +347,9 @@ class SegmentReader:
                 of_row = Extent(segment.kept.path, segment.kept.offset + number * size, size)
                 kept = self._scales_at(of_row, dtype)
             values = torch.frombuffer(data, dtype=torch.float32).view(count, columns)
-            weights, scales = fp8.quantized(values, width, kept, getattr(torch, dtype))
-            result, begin = (scales, number * across) if segment.of_scales else (weights.flatten(), first)
+            only_scales = segment.of_scales
+            weights, scales = fp8.quantized(values, width, kept, getattr(torch, dtype), only_scales=only_scales)
+            result, begin = (scales, number * across) if only_scales else (weights.flatten(), first)
             result = result[position - begin : end - begin]
             position += len(result)
             yield memoryview(result.view(torch.uint8).numpy())
