@@ -245,7 +245,7 @@ def open_model(hf_model: str | Path, *, strict: bool = True, trust_remote_code: 
     folder = find_model(hf_model, trust_remote_code=trust_remote_code)
     config, weights, notes = ModelConfig(folder), HFWeights(folder), []
     config = config.having(weights.specs)
-    if quantized := len(weights.quantized):
+    if quantized := len(weights.scales):
         notes.append(
             f"{quantized} of {len(weights.specs)} tensors are in FP8; their values are the products with their scales"
         )

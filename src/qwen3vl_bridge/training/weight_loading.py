@@ -141,11 +141,8 @@ def load_weights(folder: str | Path, model: Sequence[torch.nn.Module], groups: P
 
 def _read(reader: SegmentReader, segments: Sequence[Segment], dtype: torch.dtype) -> Tensor:
     """[elements] on the host, cast to a dtype."""
-    tensor, done = torch.empty(sum(segment.length for segment in segments), dtype=dtype), 0
-    data = memoryview(tensor.view(torch.uint8).numpy())
-    for block in reader.blocks(segments, str(dtype).removeprefix("torch.")):
-        data[done : done + len(block)] = block
-        done += len(block)
+    tensor = torch.empty(sum(segment.length for segment in segments), dtype=dtype)
+    reader.read(segments, str(dtype).removeprefix("torch."), memoryview(tensor.view(torch.uint8).numpy()))
     return tensor
 
 

@@ -170,14 +170,10 @@ class HFWeights:
             self.specs = dict(self._dequantized())
 
     @property
-    def quantized(self) -> list[str]:
-        """Names of the tensors in FP8."""
-        return [name for name, spec in self.specs.items() if spec.scales is not None]
-
-    @property
     def scales(self) -> dict[str, StoredTensor]:
-        """Their scales, by name."""
-        return {scales: self._stored[scales] for scales in (name + fp8.SCALES for name in self.quantized)}
+        """The scales of the tensors in FP8, by their own names."""
+        names = (name + fp8.SCALES for name, spec in self.specs.items() if spec.scales is not None)
+        return {name: self._stored[name] for name in names}
 
     def _dequantized(self) -> Iterator[tuple[str, TensorSpec]]:
         """The tensors with those in FP8 as what they are read as, without their scales."""

@@ -263,6 +263,13 @@ class SegmentReader:
         spec = self._source.specs[name]
         return self.blocks([Slice(name, 0, spec.numel)], dtype or spec.dtype)
 
+    def read(self, segments: Iterable[Segment], dtype: str, into: memoryview) -> None:
+        """Fill a buffer with the bytes of a sequence of segments, as `blocks` yields them."""
+        done = 0
+        for block in self.blocks(segments, dtype):
+            into[done : done + len(block)] = block
+            done += len(block)
+
     def blocks(self, segments: Iterable[Segment], dtype: str) -> Iterator[memoryview]:
         """The bytes of a sequence of segments, cast to a dtype; each block is valid until the next is requested.
 
@@ -337,16 +344,12 @@ class SegmentReader:
                 row //= height
                 number = matrix * down + row
             first, count = (matrix * rows + row * height) * columns, min(height, rows - row * height)
-            data, done = bytearray(count * columns * ITEMSIZE[_SUM]), 0
-            for block in self.blocks(whole.cut(first, count * columns), _SUM):
-                data[done : done + len(block)] = block
-                done += len(block)
-            kept = None
+            values, kept = torch.empty(count, columns), None
+            self.read(whole.cut(first, count * columns), _SUM, memoryview(values.numpy()).cast("B"))
             if segment.kept is not None:
                 size = across * ITEMSIZE[dtype]
                 of_row = Extent(segment.kept.path, segment.kept.offset + number * size, size)
                 kept = self._scales_at(of_row, dtype)
-            values = torch.frombuffer(data, dtype=torch.float32).view(count, columns)
             only_scales = segment.of_scales
             weights, scales = fp8.quantized(values, width, kept, getattr(torch, dtype), only_scales=only_scales)
             result, begin = (scales, number * across) if only_scales else (weights.flatten(), first)
@@ -383,11 +386,8 @@ class SegmentReader:
             segments, step = Segments(segment.slices), max(1, _STRIP // (columns * size))
             strip = np.empty((min(step, rows), columns), turned.dtype)
             for first in range(0, rows, step):
-                count, done = min(step, rows - first), 0
-                into = memoryview(strip[:count]).cast("B")
-                for block in self.blocks(segments.cut(first * columns, count * columns), dtype):
-                    into[done : done + len(block)] = block
-                    done += len(block)
+                count = min(step, rows - first)
+                self.read(segments.cut(first * columns, count * columns), dtype, memoryview(strip[:count]).cast("B"))
                 # By torch, tile by tile: numpy goes against the order of the memory.
                 turned[:, first : first + count] = torch.from_numpy(strip[:count]).t().contiguous().numpy()
             self._matrix = (key, memory)
