@@ -79,7 +79,7 @@ def test_values_are_those_of_transformers(name, ckpt_format, folders, tmp_path):
     source, expected = folders[name], rounded(folders[name])
     report = import_checkpoint(source, tmp_path / "m", ckpt_format=ckpt_format, verify=True, checksums=True)
     assert verify_checkpoint(source, tmp_path / "m").same
-    assert f"of {len(expected)} tensors are in FP8" in report.notes[0]
+    assert f"of {len(expected)} tensors are in FP8" in report.notes[0] and report.cast
     export_checkpoint(tmp_path / "m", tmp_path / "hf")
     assert_same(hf_tensors(tmp_path / "hf"), expected)
     assert "quantization_config" not in json.loads((tmp_path / "hf" / "config.json").read_text())
