@@ -102,20 +102,23 @@ def quantized(
     step = max(1, _PIECE // (len(values) * width))  # blocks that are in a processor's cache together
     for first in range(0, len(scales), step):
         blocks, here = slice(first, first + step), slice(first * width, (first + step) * width)
-        part, old = values[:, here].contiguous(), None if before is None else before[blocks]
+        part, old, encoded = values[:, here].contiguous(), None if before is None else before[blocks], None
         largest = _of_blocks(part.abs().amax(0), width)
         new = torch.where(largest > 0, largest, 448) / 448
         new = new.to(scales_in).float() if powers is None else new.log2().ceil().exp2()
         if old is not None:
             of_columns = old.repeat_interleave(width)[: part.shape[1]]
-            again = torch.index_select(_values(), 0, _e4m3(part, of_columns).flatten().int()).view_as(part)
-            again *= of_columns
+            encoded = _e4m3(part, of_columns)
+            again = torch.index_select(_values(), 0, encoded.flatten().int()).view_as(part).mul_(of_columns)
             # The products were rounded to either; differences of floats are faster than comparisons.
             change = torch.minimum((again - part).abs_(), (again.bfloat16().float() - part).abs_())
             new = torch.where(_of_blocks(change.amax(0), width) == 0, old, new)
         scales[blocks] = new
-        if not only_scales:
-            weights[:, here] = _e4m3(part, new.repeat_interleave(width)[: part.shape[1]])
+        if only_scales:
+            continue
+        if old is None or not torch.equal(new, old):
+            encoded = _e4m3(part, new.repeat_interleave(width)[: part.shape[1]])
+        weights[:, here] = encoded
     scales = scales.to(powers or scales_in)
     return weights, scales.view(torch.uint8) if scales_in == torch.uint8 else scales
 
