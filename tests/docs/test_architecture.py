@@ -57,6 +57,7 @@ NOT_REPLACED = {
     "data/energon/task_encoder.py": {"global_error_handler"},
     "data/sources/hub.py": {"_part"},
     "inference/generation.py": {"training"},
+    "models/bridge.py": {"source"},  # the reader of one model's files, which Megatron-Bridge makes replaceable
     "models/layer_specs.py": {"module", "mlp"},
     "models/settings.py": {"activation_func", "attention_backend", "dist_train"},
     "models/qwen3_vl/model.py": {"module"},
