@@ -130,14 +130,20 @@ class _ChunkedLosses(torch.autograd.Function):
             wanted = (part, *ctx.weights)
             of_input, *of_weights = torch.autograd.grad(losses, wanted, of_losses, allow_unused=True)
             of_part.copy_(of_input)
-            for weight, of_weight in zip(ctx.weights, of_weights, strict=True):
-                if of_weight is None:
-                    continue
-                if not getattr(weight, "grad_added_to_main_grad", False):  # otherwise it is only a placeholder
-                    of_weight = sums[weight].add_(of_weight) if weight in sums else of_weight.float()
-                sums[weight] = of_weight
+            _add(sums, ctx.weights, of_weights)
+            del losses, of_weights  # before the next chunk's are made
         of_weights = (sums[weight].to(weight.dtype) if weight in sums else None for weight in ctx.weights)
         return None, None, None, None, of_hidden, None, *of_weights
+
+
+def _add(sums: dict[Tensor, Tensor], weights: tuple[Tensor, ...], gradients: list[Tensor | None]) -> None:
+    """Add gradients of weights to their sums in float32."""
+    for weight, gradient in zip(weights, gradients, strict=True):
+        if gradient is None:
+            continue
+        if not getattr(weight, "grad_added_to_main_grad", False):  # otherwise it is only a placeholder
+            gradient = sums[weight].add_(gradient) if weight in sums else gradient.float()
+        sums[weight] = gradient
 
 
 def _in_chunks(x: Tensor, length: int, chunks: int) -> list[Tensor]:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from qwen3vl_bridge.models.flops import CHUNK
 from qwen3vl_bridge.planning.model_states import adapter_sizes, layers_by_kind
 from qwen3vl_bridge.planning.split import ModelSplit, PipelineChunk
-from qwen3vl_bridge.planning.training_settings import Recompute, TrainingSettings
+from qwen3vl_bridge.planning.training_settings import Recompute, Sharding, TrainingSettings
 from qwen3vl_bridge.weights.rows import Dimensions, Part
 
 # Bytes: of a norm's statistic, of attention's log-sum-exp, of an index, of a float32 number in any precision.
@@ -367,6 +367,9 @@ def chunk_activations(
         head = norm(r, "final norm", r.hidden, r.token) | output_layer(r, in_chunks=in_chunks)
         stored["loss"] = sum(head.values()) * work.tokens
         logits = _loss_temporary(r, work.tokens, in_chunks=in_chunks)
+        waits = training.sharding is Sharding.ALL or (chunk.pre_process and not dims["untied"])
+        if waits and Part.LANGUAGE_MODEL not in training.frozen_weights:  # the gradient, for that of the embedding
+            temporary += dims["vocab"] * dims["hidden"] / split.tp * r.e
     if chunk.pre_process != chunk.vision:
         # With separate vision ranks both sides keep what is sent, embeddings and DeepStack features of all vision
         # tokens of a replica, until the backward pass: megatron-core's schedule does. Then there is its gradient too.
@@ -408,8 +411,13 @@ def _text_layer(r: RankWidths, *, moe: bool, slots: float | None = None) -> Laye
         key, value = dims["l_key_dim"], dims["l_value_dim"]
         per_head = 4 * key + 4 * value + 2 * key * value / CHUNK
         gradients = max(gradients, dims["l_value_heads"] / r.split.tp * per_head)
-    saved = attention(r) if slots is None else linear_attention(r, slots)
-    saved |= moe_mlp(r) if moe else dense_mlp(r)
+    mlp = moe_mlp(r) if moe else dense_mlp(r)
+    if slots is None and r.kernels and not r.te:
+        # Torch's kernel makes gradients of keys and values for each head of queries, which it then sums; by then, what
+        # the MLP saved is freed.
+        keys = r.split.cp + 0.5 if r.split.cp > 1 else 1
+        gradients = max(gradients, keys * (2 * r.q + 3 * r.kv) + 2 * r.q - sum(mlp.values()) / r.e)
+    saved = (attention(r) if slots is None else linear_attention(r, slots)) | mlp
     return LayerActivations(saved, r.hidden * r.e, (gradients + 2 * r.hidden) * r.e)
 
 

@@ -25,9 +25,11 @@ _EMBEDDING = "language_model.embedding.word_embeddings.weight"
 _REPLICATED = ("norm.", "_norm_", "mlp.router.", "linear_proj.bias", "linear_fc2.bias")
 # Indices that count text layers, each of which is on one pipeline stage.
 _LAYERS = ("text_layers", "dense_layers", "moe_layers", "linear_layers", "full_layers")
-# Layers whose weights, and whose gradients, are unsharded on a rank under ZeRO-3: the current one and its neighbour,
-# which is prefetched or still being reduced.
+# Layers whose weights are unsharded on a rank under ZeRO-3: the current one and the next, which is prefetched.
 _UNSHARDED_LAYERS = 2
+# Elements of unsharded gradients that wait to be reduced beside the current layer's. Source: megatron-core 0.19,
+# Megatron-FSDP's `suggested_communication_unit_size`.
+_REDUCED_LATER = 1_000_000_000
 # In checkpoints the optimizer has three float32 numbers per parameter: its main copy, and Adam's moments.
 _STORED_BYTES = 12
 
@@ -157,8 +159,9 @@ def stage_states(
     def number(count: Counter[str], what: Sharding) -> float:
         return sharded(count) if sharding.shards(what) else count.total()
 
-    gathered = _gathered_parameters(dims, split, chunks[0], held) if sharding is Sharding.ALL else 0
-    unsharded_gradient = precision.gradient * (training.lora is None)
+    outside, layer = _gathered_parameters(dims, split, chunks[0], held) if sharding is Sharding.ALL else (0, 0)
+    # Those outside of layers are reduced when activations are freed.
+    reduced = layer * (1 + max(2, _REDUCED_LATER // max(layer, 1))) * (training.lora is None)
     adam_by_torch = not training.transformer_engine and not sharding.is_fsdp
     experts = Counter(experts=trained["experts"])
     groups = (trained - experts, experts) if split.ep > 1 else (trained,)
@@ -167,8 +170,8 @@ def stage_states(
         parameters=round(precision.weight * number(held, Sharding.ALL)),
         gradients=round(precision.gradient * number(trained, Sharding.GRADIENTS)),
         optimizer=round((precision.main + precision.moments) * number(trained, Sharding.OPTIMIZER)),
-        gathered=(precision.weight + unsharded_gradient) * gathered,
-        gathered_gradients=unsharded_gradient * gathered,
+        gathered=precision.weight * (outside + _UNSHARDED_LAYERS * layer) + precision.gradient * reduced,
+        gathered_gradients=precision.gradient * reduced,
         unsharded=precision.weight * held.total() * (sharding.is_fsdp and not training.made_on_host),
         updating=round(precision.moments / 2 * max(number(g, Sharding.OPTIMIZER) for g in groups) * adam_by_torch),
         host_written=round((precision.weight + _STORED_BYTES) * sharded(trained)),
@@ -176,9 +179,11 @@ def stage_states(
     )
 
 
-def _gathered_parameters(dims: Dimensions, split: ModelSplit, chunk: PipelineChunk, held: Counter[str]) -> int:
-    """Number of unsharded parameters under ZeRO-3: those outside of layers for the whole step, and some layers of the
-    largest kind.
+def _gathered_parameters(
+    dims: Dimensions, split: ModelSplit, chunk: PipelineChunk, held: Counter[str]
+) -> tuple[int, int]:
+    """Number of parameters outside of layers, whose weights are unsharded for the whole step under ZeRO-3, and of the
+    largest layer's.
     """
 
     def count(name: str, **parts: Any) -> int:
@@ -188,4 +193,4 @@ def _gathered_parameters(dims: Dimensions, split: ModelSplit, chunk: PipelineChu
     mtp_layer = count(".mtp_model_layer.", post_process=True)
     in_layers = count("", layers=chunk.layers) + count("vision_model.decoder.layers.", vision=chunk.vision) + mtp_layer
     kinds = [count("", layers=range(layers[0], layers[0] + 1)) for layers in layers_by_kind(dims)]
-    return held.total() - in_layers + _UNSHARDED_LAYERS * max(mtp_layer, *kinds)
+    return held.total() - in_layers, max(mtp_layer, *kinds)
