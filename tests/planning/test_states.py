@@ -201,7 +201,7 @@ def test_sharding_in_the_order_of_zero():
 
 @pytest.mark.parametrize(("rows", "logits"), [(1, False), (4, True)])
 def test_under_zero_3_logits_and_unsharded_gradients_do_not_coincide(rows, logits):
-    """Of rows of 8K the 2B's logits take 2.3 GiB each; unsharded gradients and a recomputed layer 2.8 GiB of one."""
+    """Of rows of 8K the 2B's logits take 2.3 GiB each; unsharded gradients 3.8 GiB."""
     dims, split = dimensions_of(presets.config_dict("2B")), ModelSplit(8)
     training = TrainingSettings(
         sharding=Sharding.ALL, seq_length=8192, max_patches=4096, micro_batch_size=rows, loss_chunk_tokens=0,
@@ -209,6 +209,6 @@ def test_under_zero_3_logits_and_unsharded_gradients_do_not_coincide(rows, logit
     )  # fmt: skip
     (found,) = estimate(dimensions_of(presets.config_dict("2B")), split, training).stages
     states = states_of(presets.config_dict("2B"), training, split)
-    assert 3 * states.gathered_gradients == 2 * states.gathered > 0
+    assert states.gathered > states.gathered_gradients > 0
     assert found.states.gathered == states.gathered - states.gathered_gradients * logits
     assert (found.temporary == 2 * dims["vocab"] * 8192 * rows) == logits
