@@ -175,6 +175,17 @@ def test_any_part_of_a_tensor(buffer, moe_folders, tmp_path):
                 assert torch.equal(found, whole[start : start + length])
 
 
+def test_torchs_threads_do_not_wait_for_each_other_while_a_tensor_is_read(folders):
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with SegmentReader(HFWeights(folders["dense"])), SegmentReader(HFWeights(folders["dense"])):
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_value_that_is_not_a_number_or_too_large(untied_folder, tmp_path):
     def change(tensors):
         tensors[DOWN].view(torch.uint8)[3, 4] = 0x7F
