@@ -46,6 +46,14 @@ def test_yaml_out_of_bounds(text, message, tmp_path):
     assert time.process_time() - begun < 10  # the longest is 1 s here
 
 
+def test_a_tokenizer_without_a_longest_text():
+    """As transformers writes its `VERY_LARGE_INTEGER`."""
+    text = '{"model_max_length": 1000000000000000019884624838656}'
+    assert parse_json(text) == {"model_max_length": int(1e30)}
+    with pytest.raises(ValueError, match="model_max_length is an integer of more than 64 bits"):
+        parse_json(text.replace("656}", "657}"))
+
+
 def test_yaml_of_an_ordinary_run(tmp_path):
     betas = [0.9, 0.95]
     value = {"optimizer": {"betas": betas, "again": betas, "threshold": float("inf")}, "a": {"b": None, "c": {1, 2}}}

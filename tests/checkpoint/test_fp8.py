@@ -1,6 +1,7 @@
 """Models in FP8 are read as transformers reads them, by every command and Megatron-Bridge, and written as released."""
 
 import json
+import re
 import shutil
 
 from qwen3vl_bridge.checkpoint import (
@@ -23,6 +24,7 @@ from megatron.bridge import AutoBridge
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from tests import fp8
 from tests.expert_layouts import rewrite
@@ -175,6 +177,17 @@ def test_any_part_of_a_tensor(buffer, moe_folders, tmp_path):
                 assert torch.equal(found, whole[start : start + length])
 
 
+def test_torchs_threads_do_not_wait_for_each_other_while_a_tensor_is_read(folders):
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with SegmentReader(HFWeights(folders["dense"])), SegmentReader(HFWeights(folders["dense"])):
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_value_that_is_not_a_number_or_too_large(untied_folder, tmp_path):
     def change(tensors):
         tensors[DOWN].view(torch.uint8)[3, 4] = 0x7F
@@ -231,6 +244,8 @@ def test_scales_in_another_file(folders, tmp_path):
         ({"quant_method": "mxfp8"}, r"quant_method is 'mxfp8', expected 'fp8'"),
         ({"fmt": "e5m2"}, r"fmt is 'e5m2', expected 'e4m3'"),
         ({"activation_scheme": "static"}, r"activation_scheme is 'static', expected 'dynamic'"),
+        ({"modules_to_not_convert": ["a", {}]}, r"modules_to_not_convert is \['a', {}\], expected a list of names"),
+        ({"modules_to_not_convert": "lm_head"}, r"modules_to_not_convert is 'lm_head', expected a list of names"),
         ({"weight_block_size": [128]}, r"weight_block_size is \[128\], expected two whole numbers"),
         ({"weight_block_size": [32, 16]}, r"_scale_inv, expected a scale for each block of 32 x 16"),
         ({"weight_block_size": None}, r"found \[\d+, \d+\] bfloat16 as \S+, expected a scale for each matrix"),
@@ -332,6 +347,21 @@ def test_transformers_loads_an_export(name, models, tmp_path):
     export_checkpoint(tmp_path / "again", tmp_path / "values")
     values = AutoModelForImageTextToText.from_pretrained(tmp_path / "values")
     assert_same(model.state_dict(), values.state_dict())
+
+
+def test_modules_that_are_named_by_a_beginning_or_an_end_are_not_quantized(models, tmp_path):
+    excluded = ["model.language_model.layers.0", "self_attn.k_proj", "up_proj"]
+    source = in_released_dtypes(models["dense"], tmp_path / "bf16")
+    config = json.loads((source / "config.json").read_text())
+    quantization = {"quant_method": "fp8", "weight_block_size": [16, 16], "modules_to_not_convert": excluded}
+    (source / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    import_checkpoint(source, tmp_path / "m")
+    found = exported(tmp_path / "m", tmp_path / "hf")
+    quantized = {name.removesuffix(".weight_scale_inv") for name in found if name.endswith("_scale_inv")}
+    layers = re.compile(r"model\.language_model\.layers\.(\d+)\..*\.\w+_proj")
+    expected = {name.removesuffix(".weight") for name in found if layers.fullmatch(name.removesuffix(".weight"))}
+    expected = {name for name in expected if should_convert_module(name, excluded)}
+    assert quantized == expected and {layers.fullmatch(name)[1] for name in expected} == {"1", "2", "3"}
 
 
 def test_the_error_is_that_of_the_best_scale():

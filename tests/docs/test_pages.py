@@ -1,11 +1,13 @@
 """The pages of docs/: all are in the site's nav, their links lead somewhere."""
 
+import itertools
 import re
 import shlex
 import subprocess
 from pathlib import Path
 
 from qwen3vl_bridge.cli.main import COMMANDS
+from qwen3vl_bridge.registry import family
 
 import pytest
 import yaml
@@ -106,3 +108,18 @@ def test_options_of_commands_exist(page):
         options = _parse(parser, words)
         assert options.recipe in recipes(), f"{page}: {options.recipe}"
         assert all(re.match(r"[\w.]+=.", setting) for setting in options.settings), f"{page}: {options.settings}"
+
+
+def names_in(pattern: str) -> list[str]:
+    """What a pattern such as `a{b,c}{,-d}` stands for."""
+    parts = [part.split(",") for part in re.split(r"[{}]", pattern)]
+    return ["".join(chosen) for chosen in itertools.product(*parts)]
+
+
+def test_the_table_of_releases_has_every_name_that_presets_know():
+    section = PAGES["compatibility.md"].partition("## Released models\n")[2].partition("| chat template of |")[0]
+    found = [name for pattern in re.findall(r"`(Qwen/.*?)`", section) for name in names_in(pattern)]
+    presets = [family(name).presets for name in ("qwen3_vl", "qwen3_5")]
+    assert sorted(found) == sorted({name for one in presets for size in one.PRESETS for name in one.hub_ids(size)})
+    tests = re.findall(r"`([\w/]+\.py)`", section)
+    assert len(tests) > 10 and all((ROOT / "tests" / test).is_file() for test in tests)

@@ -72,6 +72,14 @@ def test_for_eight_ranks_of_experts(ckpt_format, tmp_path, capsys):
     assert "--ep is 3, expected a divisor of num_moe_experts, which is 8" in capsys.readouterr().err
 
 
+def test_a_folder_without_multi_token_prediction_is_inspected(tmp_path, capsys):
+    """As transformers saves one: without its tensors, whatever the configuration says."""
+    folder = make_checkpoint(tmp_path / "in", moe=True)
+    assert json.loads((folder / "config.json").read_text())["text_config"]["mtp_num_hidden_layers"] == 1
+    assert main(["inspect", "--hf-model", str(folder)]) == 0
+    assert "experts        output_major" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("ckpt_format", FORMATS)
 def test_mixed_precision_as_released(released, ckpt_format, tmp_path):
     """float32 beside bfloat16 stays so, and the configuration states the dtype of most weights."""

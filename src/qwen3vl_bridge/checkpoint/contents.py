@@ -61,7 +61,8 @@ def inspect_model(folder: Path) -> dict[str, Any]:
     """Contents of a Hugging Face model's folder; a CheckpointError if it has none, or is damaged."""
     config, weights, experts = ModelConfig(folder), HFWeights(folder), None
     if config.dimensions.indices["moe_layers"]:
-        experts = config.expert_layout({name: spec.shape for name, spec in weights.specs.items()}).name.lower()
+        shapes = {name: spec.shape for name, spec in weights.specs.items()}
+        experts = config.having(shapes).expert_layout(shapes).name.lower()
     return {
         "format": HUGGINGFACE,
         "path": str(folder),

@@ -6,7 +6,6 @@ linear layers of text layers are in FP8, without routers, gates of shared expert
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import shutil
@@ -62,8 +61,10 @@ class Fp8Export:
         tasks: list[Task] = []
         for task in plan.tasks:
             spec, module = task.target, _module(task.target.name)
-            had, parts = self.kept.get(spec.name + fp8.SCALES), itertools.accumulate(module.split("."), "{}.{}".format)
-            if had is None and not (_IN_FP8.fullmatch(module) and excluded.isdisjoint(parts)):
+            had, parts = self.kept.get(spec.name + fp8.SCALES), module.split(".")
+            # What transformers takes for the module's name: its beginnings and its ends.
+            names = {".".join(some) for n in range(len(parts)) for some in (parts[: n + 1], parts[n:])}
+            if had is None and not (_IN_FP8.fullmatch(module) and excluded.isdisjoint(names)):
                 tasks.append(task)
                 continue
             *many, rows, columns = spec.shape

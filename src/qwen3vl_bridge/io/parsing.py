@@ -16,6 +16,8 @@ _JSON_BYTES, _YAML_BYTES = 1 << 28, 1 << 24
 _YAML_NODES = 200_000
 # Of an integer. A larger one is not a count of anything, and may be too large to be printed or to become a float.
 _BITS = 64
+# What transformers writes for a tokenizer's `model_max_length` if there is none.
+_UNLIMITED = int(1e30)
 # Digits of a number. Reading and printing take time quadratic in their number.
 _LETTERS = 100
 _YAML_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
@@ -109,7 +111,7 @@ def check_yaml(path: Path) -> str:
 
 def check_plain(value: Any, name: str = "", *, finite: bool = True, bounded: bool = True) -> None:
     """Raise a ValueError if objects and lists are nested too deeply, or numbers in them not `finite`, or integers of
-    more than 64 bits unless they are not `bounded`; `name` is the value's in messages.
+    more than 64 bits (but 1e30) unless they are not `bounded`; `name` is the value's in messages.
     """
     level, depth = [(name, value)], 0
     while level:
@@ -123,7 +125,7 @@ def check_plain(value: Any, name: str = "", *, finite: bool = True, bounded: boo
                 inner += ((f"{path}.{key}" if path else str(key), part) for key, part in entry.items())
             elif finite and isinstance(entry, float) and not math.isfinite(entry):
                 raise ValueError(f"{path or 'the value'} is {entry}, expected a finite number")
-            elif bounded and isinstance(entry, int) and entry.bit_length() > _BITS:
+            elif bounded and isinstance(entry, int) and entry.bit_length() > _BITS and entry != _UNLIMITED:
                 raise ValueError(
                     f"{path or 'the value'} is an integer of more than {_BITS} bits, expected a smaller one"
                 )

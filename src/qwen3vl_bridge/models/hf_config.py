@@ -318,6 +318,9 @@ def fp8_block(quantization: Any) -> tuple[int, int] | None:
                 "FP8 (e4m3, with a scale for each block as weight_scale_inv) can be read; use the model's bfloat16 "
                 "release, or dequantize it with the library that made it"
             )
+    modules = given.get("modules_to_not_convert") or []
+    if not isinstance(modules, list | tuple) or not all(isinstance(name, str) for name in modules):
+        raise ValueError(f"quantization_config.modules_to_not_convert is {modules!r:.80}, expected a list of names")
     block = given.get("weight_block_size", (128, 128))
     if block is None:
         return None

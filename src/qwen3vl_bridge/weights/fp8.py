@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SCALES = "_scale_inv"  # what follows a weight's name in that of its scales
 E4M3 = "float8_e4m3fn"
+LARGEST = 448  # number of e4m3
 # Dtypes of scales, torch's names: bfloat16 in Qwen's files. The last two are powers of two, called ue8m0.
 SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu", "uint8")
 # Elements that are multiplied at a time.
@@ -85,7 +86,7 @@ def quantized(
 ) -> tuple[Tensor, Tensor]:
     """A row of blocks in e4m3, as bytes, which are not computed with `only_scales`, and their scales.
 
-    A scale maps the largest element of its block to 448, the largest number of e4m3. A block whose values are products
+    A scale maps the largest element of its block to `LARGEST`. A block whose values are products
     of e4m3 and a `kept` scale gets that one: so a model that was read from FP8 has its bytes again.
 
     Args:
@@ -104,7 +105,7 @@ def quantized(
         blocks, here = slice(first, first + step), slice(first * width, (first + step) * width)
         part, old, encoded = values[:, here].contiguous(), None if before is None else before[blocks], None
         largest = _of_blocks(part.abs().amax(0), width)
-        new = torch.where(largest > 0, largest, 448) / 448
+        new = torch.where(largest > 0, largest, LARGEST) / LARGEST
         new = new.to(scales_in).float() if powers is None else new.log2().ceil().exp2()
         if old is not None:
             of_columns = old.repeat_interleave(width)[: part.shape[1]]
@@ -126,7 +127,7 @@ def quantized(
 def _e4m3(values: Tensor, scales: Tensor) -> Tensor:
     import torch
 
-    return (values / scales).clamp_(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    return (values / scales).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def _of_blocks(largest: Tensor, width: int) -> Tensor:

@@ -249,15 +249,23 @@ class SegmentReader:
         self._source = source
         self._buffer = memoryview(bytearray(block))
         self._files: OrderedDict[Path, int] = OrderedDict()
-        # The scales of the latest tensor that has some, in float32.
-        self._scales: tuple[BlockScales, Any] | None = None
+        # The scales of the latest tensor that has some, in float32, and the largest value that it may have.
+        self._scales: tuple[BlockScales, Any, float] | None = None
         # The latest matrix is kept, because its parts are read one after the other: a gate, then its up projection.
         self._matrix: tuple[tuple[tuple[Slice, ...], int, str], mmap.mmap] | None = None
 
     def __enter__(self) -> SegmentReader:
+        import torch
+
+        # Operations here are small: torch's threads would wait for each other longer than they compute.
+        self._torch_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
         return self
 
     def __exit__(self, *_: object) -> None:
+        import torch
+
+        torch.set_num_threads(self._torch_threads)
         while self._files:
             os.close(self._files.popitem()[1])
 
@@ -325,11 +333,14 @@ class SegmentReader:
             return cast(data, spec.dtype, dtype, spec.name)
         import torch
 
-        stored = spec.scales
+        stored, to = spec.scales, getattr(torch, dtype)
         if self._scales is None or self._scales[0] != stored:
-            self._scales = stored, fp8.in_float32(self._scales_at(stored.stored, stored.dtype))
-        weights = torch.frombuffer(data, dtype=torch.uint8)
-        values = fp8.products(weights, position, spec.shape, self._scales[1], stored.block)
+            scales = fp8.in_float32(self._scales_at(stored.stored, stored.dtype))
+            self._scales = stored, scales, fp8.LARGEST * scales.abs().max().item()
+        _, scales, largest = self._scales
+        values = fp8.products(torch.frombuffer(data, dtype=torch.uint8), position, spec.shape, scales, stored.block)
+        if largest <= torch.finfo(to).max:  # without the check of every value, which takes as long as the products
+            return memoryview(values.to(to).view(torch.uint8).numpy())
         return cast(memoryview(values.numpy()).cast("B"), "float32", dtype, spec.name)
 
     def _scales_at(self, where: Extent, dtype: str) -> Any:
