@@ -38,7 +38,7 @@ def training_callbacks(cfg: ConfigContainer) -> list[Callback]:
     """
     check_script()
     if isinstance(cfg, Qwen3VLConfigContainer):
-        cfg._has_callbacks = True
+        vars(cfg)["_has_callbacks"] = True
     callbacks: list[Callback] = [StepGuard()]  # its norms are in the metrics
     if cfg.model.dist_train.use_dist_train:
         callbacks.append(Modules())

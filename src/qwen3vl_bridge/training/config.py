@@ -8,7 +8,7 @@ import logging
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil
-from typing import Literal
+from typing import ClassVar, Literal
 
 from qwen3vl_bridge.data.dataset_provider import ConversationRows, Qwen3VLConversationProvider
 from qwen3vl_bridge.data.row_loading import end_workers_at_exit
@@ -122,13 +122,15 @@ class Qwen3VLConfigContainer(ConfigContainer):
         accuracy: accuracy on held-out conversations.
     """
 
+    # Not a setting: whether `training_callbacks` made some for this configuration.
+    _has_callbacks: ClassVar[bool] = False
+
     optimizer_config_override_provider: OptimizerConfigOverrideProvider = field(default_factory=Qwen3VLLearningRates)
     rerun_state_machine: RerunStateMachineConfig = field(
         default_factory=lambda: RerunStateMachineConfig(check_for_nan_in_loss=False)
     )
     guard: GuardConfig | None = field(default_factory=GuardConfig)
     accuracy: AccuracyConfig = field(default_factory=AccuracyConfig)
-    _has_callbacks: bool = field(default=False, init=False, repr=False)  # `training_callbacks` made some for it
 
     def get_data_parallel_size(self, world_size: int) -> int:
         """Like Megatron-Bridge's, which is called before sizes are checked, and divides by them.
