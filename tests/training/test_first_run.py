@@ -13,11 +13,14 @@ from qwen3vl_bridge import Qwen3VLEnergonProvider, Qwen3VLLoRA
 from qwen3vl_bridge.checkpoint import CheckpointError
 from qwen3vl_bridge.io.atomic import snapshot
 from qwen3vl_bridge.planning.from_config import checkpoint_bytes
+from qwen3vl_bridge.training import run_refusals
 from qwen3vl_bridge.training.process_groups import shutdown
 
 import pytest
 import qwen3vl_recipes
+from megatron.bridge.training import config
 from megatron.bridge.training.callbacks import Callback, CallbackContext
+from megatron.bridge.training.comm_overlap import CommOverlapConfig
 from megatron.bridge.training.config import runtime_config_update
 from megatron.bridge.training.finetune import finetune
 from qwen3vl_recipes.dry_run import finalised
@@ -50,6 +53,17 @@ def test_a_setting_that_does_not_exist_is_refused_in_python(name, meant, tmp_pat
     message = f"^{name} is set to 4096, but there is no setting {name}; did you mean .*{meant}"
     with pytest.raises(ValueError, match=message):
         runtime_config_update(cfg)
+
+
+def test_what_megatron_sets_itself_is_not_refused(tmp_path):
+    """Of every section that a run may have, when the configuration is completed; also a second time."""
+    shutdown()  # groups of other tests
+    cfg = qwen3vl_recipes.qwen3_vl_2b_peft_config()
+    cfg.dataset.path = cfg.checkpoint.pretrained_checkpoint = str(tmp_path)
+    cfg.ft, cfg.straggler, cfg.nvrx_straggler = config.FaultToleranceConfig(), config.StragglerDetectionConfig(), None
+    cfg.comm_overlap, cfg.tensor_inspect = CommOverlapConfig(tp_comm_overlap=False), config.TensorInspectConfig()
+    cfg.inprocess_restart = config.InProcessRestartConfig()
+    run_refusals._check_names(finalised(finalised(cfg, 8), 8))
 
 
 def test_a_name_of_transformers_is_translated_on_the_command_line():
@@ -195,6 +209,7 @@ def test_the_size_of_a_checkpoint_is_known_before_the_run(inputs, tmp_path, kind
     cfg.peft = Qwen3VLLoRA(dim=64) if kind == "adapters" else None
     cfg.model.freeze_language_model, cfg.checkpoint.save_optim = kind == "frozen", kind != "weights"
     train(cfg)
+    run_refusals._check_names(cfg)  # nor do attributes that a run sets on its sections look like settings
     written = sum(path.stat().st_size for path in tmp_path.glob("iter_0000001/*.distcp"))
 
     assert abs(checkpoint_bytes(cfg) / written - 1) < 0.1

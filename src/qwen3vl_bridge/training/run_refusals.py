@@ -69,7 +69,10 @@ _HUGGING_FACE = {
     "logging_steps": "logger.log_interval", "max_length": "dataset.seq_length",
 }  # fmt: skip
 # Attributes that Megatron sets on sections when it completes them.
-_COMPLETED = ("data_parallel_size", "optimizer.use_precision_aware_optimizer_no_fp8_or_ds_fp8", "optimizer.timers")
+_COMPLETED = (
+    *("data_parallel_size", "comm_overlap.user_comm_overlap_cfg"),
+    "optimizer.use_precision_aware_optimizer_no_fp8_or_ds_fp8",
+)
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
