@@ -26,6 +26,12 @@ def check(rules: Iterable[Rule], settings: Any) -> None:
         rule(settings)
 
 
+def unknown_names(settings: Any) -> list[str]:
+    """Public attributes of a dataclass's instance that neither it nor its class declares, such as misspelt settings."""
+    declared = settings.__dataclass_fields__.keys() | dir(type(settings))
+    return [name for name in vars(settings) if name not in declared and not name.startswith("_")]
+
+
 @dataclass(frozen=True)
 class When:
     """Conditions under which rows apply, to be called with all settings."""
