@@ -28,8 +28,8 @@ test-full: ## lint, then all tests (an hour)
 	$(MAKE) test PYTEST_ARGS="--slow all $(PYTEST_ARGS)"
 
 matrix: env ## train every split with every kind of content, write the errors to docs/parallelism.md, docs/qwen3_5.md (an hour)
-	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m tests.parity.matrix --write-table docs/parallelism.md
-	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m tests.parity.matrix --models qwen3_5 --write-table docs/qwen3_5.md
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m tests.parity.matrix --write-table benchmarks/results/parity.md
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m tests.parity.matrix --models qwen3_5 --write-table benchmarks/results/parity_qwen3_5.md
 
 gpu-check: env ## on a machine with a GPU: tests that need one, then speed and memory (docs/gpu_check.md)
 	$(PY) -m pytest -m gpu tests/gpu

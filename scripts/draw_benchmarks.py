@@ -341,11 +341,28 @@ PLOTS: dict[str, tuple[Callable[[Path], None], Callable[[], str]]] = {
 }
 
 
+def draw_phases(file: Path) -> None:
+    """Memory of one rank in each phase of a rehearsal, for docs/gallery.md."""
+    found = rows_of("rehearsal_phases")
+    drawn, axes = figure(7.2, 3.0)
+    for number, (name, colour) in enumerate(zip(("allocated", "at most", "reserved"), FOUR, strict=False)):
+        label = {"allocated": "allocated after it", "at most": "at most", "reserved": "reserved at most"}[name]
+        places = [place + (number - 1) * 0.27 for place in range(len(found))]
+        axes.bar(places, [float(row[name]) for row in found], 0.25, color=colour, label=label)
+    axes.axhline(79.1, color=MUTED, linewidth=1, linestyle=(0, (4, 2)))
+    axes.set_xticks(range(len(found)), [row["phase"].replace(", ", "\n") for row in found])
+    axes.set(ylabel="GiB", title="qwen3_vl_8b_sft_config, one of eight ranks; dashed: an H100", ylim=(0, 90))
+    axes.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.18))
+    drawn.subplots_adjust(left=0.08, right=0.98, top=0.9, bottom=0.28)
+    save(drawn, file, "Memory of a rehearsed rank in each phase")
+
+
 def draw_all(folder: Path) -> list[str]:
     """Draw every plot; gives the names of the files."""
-    for name, (draw, _) in PLOTS.items():
-        draw(folder / f"bench_{name}.svg")
-    return [f"bench_{name}.svg" for name in PLOTS]
+    drawings = {f"bench_{name}.svg": draw for name, (draw, _) in PLOTS.items()} | {"rehearsal.svg": draw_phases}
+    for name, draw in drawings.items():
+        draw(folder / name)
+    return list(drawings)
 
 
 def with_figures(page: str) -> str:

@@ -5,7 +5,7 @@
 CHECKOUT is a clone of Megatron-Bridge at the release that is installed; its tests are run where they lie, and nothing
 of them is kept. Names that they import from `megatron.bridge.models.qwen_vl` are replaced by ours
 (`upstream/replacement.py`). GPUs and the hub are switched off. What is known to fail is in `upstream/failures.toml`,
-each with its reason; `--write` makes the table of docs/callers.md from it.
+each with its reason.
 
 Exit status: 0 if exactly that fails, 1 if something else does, or something listed no longer does. What is listed
 because a machine lacks something may pass on another: that is only said. With `--stock` nothing is replaced, and
@@ -26,11 +26,8 @@ import tempfile
 import tomllib
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
 HERE = Path(__file__).resolve().parent / "upstream"
 FAILURES = HERE / "failures.toml"
-PAGE = ROOT / "docs" / "callers.md"
-BEGIN, END = "<!-- upstream: begin -->", "<!-- upstream: end -->"
 UNIT = "tests/unit_tests"
 # What has to do with Qwen3-VL, conversion or recipes and can be run without a GPU.
 TESTS = (
@@ -58,9 +55,6 @@ def main(arguments: list[str] | None = None) -> int:
     """Run and compare."""
     args = _parser().parse_args(arguments)
     entries = read_failures()
-    if args.write:
-        PAGE.write_text(with_table(PAGE.read_text(), entries))
-        return 0
     if not (args.source / UNIT).is_dir():
         raise SystemExit(f"{args.source} has no {UNIT}, expected a checkout of Megatron-Bridge")
     if importlib.util.find_spec("diffusers") is None and not args.tests:
@@ -80,9 +74,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--source", type=Path, help="a checkout of Megatron-Bridge")
     parser.add_argument("--stock", action="store_true", help="without replacement: what fails on this machine anyway")
     parser.add_argument("--workers", type=int, default=0, help="processes that run tests (pytest-xdist)")
-    parser.add_argument(
-        "--write", action="store_true", help=f"write the list into {PAGE.relative_to(ROOT)}, and run nothing"
-    )
     parser.add_argument("tests", nargs="*", help=f"paths below {UNIT} instead of all")
     return parser
 
@@ -154,18 +145,6 @@ def covers(name: str, test: str) -> bool:
     """Whether an entry's name is a test's, or that of what it is in."""
     test = test.removeprefix(UNIT + "/")
     return test == name or any(test.startswith(name + mark) for mark in ("/", "::", "["))
-
-
-def with_table(page: str, entries: list[dict]) -> str:
-    """The page with the list between its marks."""
-    head, rest = page.split(BEGIN)
-    tail = rest.split(END)[1]
-    lines = ["| test of Megatron-Bridge | kind | why |", "|---|---|---|"]
-    for kind in ("defect", "intended", "private", "machine"):
-        for entry in (entry for entry in entries if entry["kind"] == kind):
-            tests = "<br>".join(f"`{name}`" for name in entry["tests"])
-            lines.append(f"| {tests} | {kind} | {entry['why']} |")
-    return "\n".join([head + BEGIN, *lines, END + tail])
 
 
 if __name__ == "__main__":

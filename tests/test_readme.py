@@ -16,8 +16,9 @@ from PIL import Image
 from transformers import AutoProcessor
 
 ROOT = Path(__file__).resolve().parents[1]
-README, CONVERT, TRAIN, PYTHON = (
-    (ROOT / page).read_text() for page in ("README.md", "docs/convert.md", "docs/train.md", "docs/python.md")
+README, CONVERT, TRAIN, PYTHON, INSTALLING = (
+    (ROOT / page).read_text()
+    for page in ("README.md", "docs/convert.md", "docs/train.md", "docs/python.md", "requirements/README.md")
 )
 
 
@@ -79,10 +80,11 @@ def test_convert_then_fine_tune(places):
 def test_the_readmes_commands(places):
     """Its console blocks; those that need GPUs as a dry run."""
     places = places | {name: f"{places[name]}_of_the_readme" for name in ("MEGATRON", "EXPORTED", "REPORT", "RUN")}
-    demo, image, convert, inspect, *trainings = blocks(README, "console")
+    demo, inspect, *trainings, convert = blocks(README, "console")
     assert demo.startswith(".venv/bin/python examples/digits/demo.py --hf-model ")  # tests/examples/test_demo.py
     # The container itself was not built.
-    run(fill(image, places).split("qwen3vl-bridge-nemo", 1)[1].strip(" \\\n") + " --dry-run --gpus 1")
+    image = fill(block(INSTALLING, "console"), places)
+    run(image.split("qwen3vl-bridge-nemo", 1)[1].strip(" \\\n") + " --dry-run --gpus 1")
     for command in fill(convert, places).strip().splitlines():
         run(command)
     assert (Path(places["EXPORTED"]) / "config.json").exists()

@@ -128,4 +128,6 @@ def _on_site(link: re.Match[str], path: str) -> str:
     place, hash_, anchor = target.partition("#")
     found = posixpath.normpath(posixpath.join(posixpath.dirname(path), place))
     inside = ROOT_PAGES.get(found) or (found.removeprefix("docs/") if found.startswith("docs/") else None)
+    if inside and path.startswith("docs/"):
+        inside = posixpath.relpath(inside, posixpath.dirname(path.removeprefix("docs/")) or ".")
     return f"{image}[{text}]({inside}{hash_}{anchor})" if inside else f'<span title="{found}">{text}</span>'

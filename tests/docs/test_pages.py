@@ -18,7 +18,7 @@ from scripts.docs_site import hooks
 from scripts.docs_site.reference import parser_of
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+PAGES = {path.relative_to(ROOT / "docs").as_posix(): path.read_text() for path in sorted((ROOT / "docs").rglob("*.md"))}
 SOURCES = {f"docs/{name}": text for name, text in PAGES.items()} | {
     path: (ROOT / path).read_text() for path in hooks.ROOT_PAGES
 }

@@ -163,14 +163,14 @@ def gradient_error(bridge: Any, model: nn.Module, expected: dict[str, Tensor]) -
     return max(relative(found, expected).values())
 
 
-_ONE_GPU = dict(
+ONE_GPU = dict(
     tensor_model_parallel_size=1, pipeline_model_parallel_size=1, context_parallel_size=1,
     expert_model_parallel_size=1, expert_tensor_parallel_size=1, sequence_parallel=False,
 )  # fmt: skip
 # NeMo-RL, examples/configs/grpo_math_1B.yaml, as setup.py applies it to a model's provider; but for the fused
 # permutation of experts' tokens: Transformer Engine has that.
 NEMO_RL: Mapping[str, Any] = dict(
-    **_ONE_GPU, num_layers_in_first_pipeline_stage=None, num_layers_in_last_pipeline_stage=None,
+    **ONE_GPU, num_layers_in_first_pipeline_stage=None, num_layers_in_last_pipeline_stage=None,
     moe_router_dtype="fp64", moe_router_load_balancing_type="none", moe_router_bias_update_rate=0.0,
     moe_enable_deepep=False, moe_token_dispatcher_type="alltoall", moe_shared_expert_overlap=False,
     moe_permute_fusion=False, moe_enable_routing_replay=False, mtp_num_layers=0, mtp_loss_scaling_factor=0.0,
@@ -182,13 +182,13 @@ NEMO_RL: Mapping[str, Any] = dict(
 )  # fmt: skip
 # verl, workers/engine/megatron/transformer_impl.py.
 VERL: Mapping[str, Any] = dict(
-    **_ONE_GPU, virtual_pipeline_model_parallel_size=None, overlap_p2p_comm=False, batch_p2p_comm=False,
+    **ONE_GPU, virtual_pipeline_model_parallel_size=None, overlap_p2p_comm=False, batch_p2p_comm=False,
     variable_seq_lengths=True, attention_backend=AttnBackend.flash, moe_token_dispatcher_type="alltoall",
     moe_router_load_balancing_type="none",
 )  # fmt: skip
 # miles, backends/megatron_utils/model_provider.py, as its GRPO scripts' arguments have it.
 MILES: Mapping[str, Any] = dict(
-    **_ONE_GPU, calculate_per_token_loss=False, variable_seq_lengths=True, attention_softmax_in_fp32=True,
+    **ONE_GPU, calculate_per_token_loss=False, variable_seq_lengths=True, attention_softmax_in_fp32=True,
     fp32_residual_connection=False, deterministic_mode=False, recompute_granularity="full",
     recompute_method="uniform", recompute_num_layers=1, recompute_modules=None, cpu_offloading_num_layers=0,
     distribute_saved_activations=False, tp_comm_overlap=False, fp8=None, fp8_recipe="delayed",

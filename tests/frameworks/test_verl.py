@@ -92,6 +92,14 @@ def test_log_probs_without_padding(engine, truth, bucket):
         support.check_packed(engine.model(**call), truth, lengths)
 
 
+def test_a_padding_mask_of_the_packed_row(engine, truth):
+    """`router_padding_mask` [1, T] beside rows [B, S], which dynamic context parallelism passes for text models."""
+    call, lengths = call_without_padding(truth, 64)
+    call["padding_mask"] = torch.arange(sum(lengths))[None] >= sum(truth.lengths)
+    with torch.no_grad():
+        support.check_packed(engine.model(**call), truth, lengths)
+
+
 def test_log_probs_of_rows(engine, truth):
     with torch.no_grad():
         support.check_rows(engine.model(**rows_of(truth, max(truth.lengths) + 3)), truth)

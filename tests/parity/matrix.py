@@ -1,6 +1,6 @@
 """Every way to split a model, with every content and kind of rows: the cases, the runs and the table of errors.
 
-    python -m tests.parity.matrix [--models qwen3_5] [--write-table docs/parallelism.md]
+    python -m tests.parity.matrix [--models qwen3_5] [--write-table benchmarks/results/parity.md]
 
 runs all of them; the test suite runs some of each topology. Qwen3.5's train multi-token prediction along.
 """

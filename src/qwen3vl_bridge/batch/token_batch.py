@@ -60,7 +60,8 @@ class ModelInputs(Movable):
     position_ids: Tensor  # [3, b, s] int64, temporal, height and width position
     labels: Tensor | None  # [b, s] int64, already shifted, or None
     loss_mask: Tensor | None  # [b, s] float32, or None
-    padding_mask: Tensor  # [b, s / sp] bool, True where this context- and sequence-parallel rank has no real token
+    # [b, s / sp] bool, True where this context- and sequence-parallel rank has no real token, or an `uncounted` one.
+    padding_mask: Tensor
     layout: SequenceLayout  # of the whole batch, all ranks' parts; used by attention in packed rows
     fuse: VisionRows  # vision tokens of this context-parallel rank
     deepstack: VisionRows  # vision tokens of this context- and sequence-parallel rank
@@ -94,6 +95,7 @@ class TokenBatch(Movable):
     newly_dropped: tuple[int, ...] = ()
     # Per data set, samples in these rows that could not be read and are a blank token instead.
     unreadable: tuple[int, ...] = ()
+    uncounted: Tensor | None = None  # [B, S] bool, real tokens that routers leave out of what they count; None: none
 
     def local(
         self,
@@ -122,6 +124,9 @@ class TokenBatch(Movable):
         def take(whole: Tensor) -> Tensor:
             return whole.flatten(-2)[..., context_index.T]
 
+        out_of_count = self.layout.padding_mask()
+        if self.uncounted is not None:
+            out_of_count = out_of_count | self.uncounted.flatten()
         own, exchange, shards, held = self.vision if encodes else None, None, None, None
         if encodes and vision_ranks is not None:
             assert vision_work is not None
@@ -137,7 +142,7 @@ class TokenBatch(Movable):
             position_ids=take(self.position_ids),
             labels=take(self.labels),
             loss_mask=take(self.loss_mask),
-            padding_mask=self.layout.padding_mask()[index.T],
+            padding_mask=out_of_count[index.T],
             layout=self.layout,
             vision=own,
             vision_exchange=exchange,

@@ -132,9 +132,10 @@ def as_token_batch(
         labels, loss_mask: of the whole batch. Labels default to 0, the mask to every label except -100.
         position_ids: [3, B, S] temporal, height and width position of each token; [4, B, S], where transformers puts
             text positions first; [B, S] text positions, see `given_positions`; or None to derive them.
-        attention_mask: [B, S], 1 for real tokens, with padding on either side of each row, or both; or a square mask,
-            see `read_arguments`. None, and combinations with packing: see `arrange`.
-        padding_mask: [B, S], 1 for padding: the inverse, under megatron-core's name.
+        attention_mask: [B, S], 1 for real tokens, with padding on either side of each row, or both; or a square mask
+            or Transformer Engine's, see `read_arguments`. None, and combinations with packing: see `arrange`.
+        padding_mask: [B, S], 1 for padding: the inverse, under megatron-core's name; or [1, T] of the packed row.
+            Beside other masks it may have 1 for real tokens too, which routers then don't count.
         packed_seq_params: the segments of a packed row.
         pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw: as returned by the processor.
         mm_token_type_ids: the processor's token types; not used, so any shape is accepted.
@@ -216,7 +217,8 @@ def _without_labels(
                 f"{name} has shape {list(pixels.shape)} {pixels.dtype}, expected [patches, {width}] floating point, as "
                 "the processor gives it"
             )
-    real = real_tokens(attention_mask, padding_mask, input_ids)
+    of_row = packed_seq_params is not None and padding_mask is not None and padding_mask.shape != input_ids.shape
+    real = real_tokens(attention_mask, None if of_row else padding_mask, input_ids)
     if config.moe_layers and real is None and packed_seq_params is None and (input_ids[:, -1] == 0).any():
         _warn_once(
             "rows end in token 0, as Megatron-Bridge's collators and steps lengthen them, and no attention_mask says "
@@ -228,6 +230,17 @@ def _without_labels(
     layout = arranged.layout
     # Padding added by the layout is identified by its mask, so any token id is valid.
     ids = arranged.take(input_ids, fill=config.pad_token_id or 0)
+    uncounted = None
+    if padding_mask is not None:
+        excluded = check_mask(padding_mask if of_row else arranged.take(padding_mask, fill=1), ids, *_PADDING_MASK)
+        padding = layout.padding_mask().view(ids.shape)
+        wrong = (padding & ~excluded).flatten().nonzero()
+        if len(wrong):
+            raise ValueError(
+                f"padding_mask has 0 for token {int(wrong[0])} of the packed row, expected 1 for padding, as "
+                "packed_seq_params or attention_mask have it"
+            )
+        uncounted = excluded & ~padding
     axes = None
     if position_ids is not None:
         has_masks = real is not None or packed_seq_params is not None
@@ -263,6 +276,7 @@ def _without_labels(
         vision_slot=vision_slots(ids, *tokens, image_patches // merge**2),
         layout=layout,
         vision=vision,
+        uncounted=uncounted,
     )
     return batch, arranged
 
@@ -287,12 +301,18 @@ def read_arguments(arguments: dict[str, Any], cp_group: ProcessGroup | None = No
     transformers' inverted ones and additive masks are all supported. A token that does not attend to itself is padding.
     One causal mask shared by all rows says nothing about padding, and is replaced by None.
 
+    A mask [B, 1, 1, S] is Transformer Engine's: booleans, True for padding, which is on the right.
+
     Raises:
         ValueError: a square mask with another shape, other values or another meaning; and see `whole_row`.
     """
     given = {name: value for name in _READ if isinstance(value := arguments.get(name), Tensor)}
     ids, mask, brief = given.get("input_ids"), None, {}
-    if "attention_mask" in given and given["attention_mask"].dim() > 2:
+    shape = given["attention_mask"].shape if "attention_mask" in given else ()
+    of_keys = len(shape) == 4 and shape[1] == shape[2] == 1 < shape[3]
+    if of_keys:
+        given["attention_mask"] = given["attention_mask"][:, 0, 0]
+    elif len(shape) > 2:
         mask = given.pop("attention_mask")
         squares = mask.squeeze(1) if mask.dim() == 4 else mask
         readable = ids is not None and ids.dim() == 2 and ids.numel() > 0  # or they are refused
@@ -307,6 +327,15 @@ def read_arguments(arguments: dict[str, Any], cp_group: ProcessGroup | None = No
     brief = [read.pop(row) for row in brief]
     read = arguments | read | (dict(packed_seq_params=packed) if offsets else {})
 
+    if of_keys:
+        padding = read["attention_mask"]
+        if padding.dtype != torch.bool or padding[:, :1].any():
+            raise ValueError(
+                f"attention_mask has shape {list(shape)} {padding.dtype}, expected one of that shape to be Transformer "
+                "Engine's, booleans, True for padding, and a token first in each row; or [rows, tokens], 1 for real "
+                "tokens"
+            )
+        read["attention_mask"] = ~padding
     ids = read["input_ids"]
     if ids is None or ids.dim() != 2 or not ids.numel():
         return read  # which is refused
@@ -359,19 +388,21 @@ def _of_square(square: Tensor, hides: Tensor) -> tuple[Tensor, Tensor]:
     return real, wrong
 
 
+_PADDING_MASK = ("padding_mask", "1 for padding, 0 for real tokens")
+
+
 def real_tokens(attention_mask: Tensor | None, padding_mask: Tensor | None, ids: Tensor) -> Tensor | None:
-    """The real (non-padding) tokens [B, S] by masks [B, S] on the host, which must agree; None without a mask."""
+    """The real (non-padding) tokens [B, S] by masks [B, S] on the host; None without a mask."""
     real = None if attention_mask is None else check_mask(attention_mask, ids)
     if padding_mask is None:
         return real
-    without = ~check_mask(padding_mask, ids, "padding_mask", "1 for padding, 0 for real tokens")
-    if real is not None and not torch.equal(real, without):
-        row, token = (int(index) for index in (real != without).nonzero()[0])
-        raise ValueError(
-            f"padding_mask has {int(not without[row, token])} for token {token} of row {row}, expected "
-            f"{int(not real[row, token])} to agree with attention_mask"
-        )
-    return without
+    without = ~check_mask(padding_mask, ids, *_PADDING_MASK)
+    if real is None:
+        return without
+    if (without & ~real).any():
+        row, token = (int(index) for index in (without & ~real).nonzero()[0])
+        raise ValueError(f"padding_mask has 0 for token {token} of row {row}, expected 1 to agree with attention_mask")
+    return real
 
 
 def check_mask(

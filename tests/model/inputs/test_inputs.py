@@ -584,7 +584,25 @@ def test_padding_masks_are_the_other_way_round(provider):
     for beside in (None, REAL, swift_mask(REAL)):
         ours, _ = as_model_inputs(provider, GROUPS, IDS_REFUSALS, padding_mask=~REAL, attention_mask=beside)
         assert ours.layout == expected.layout and torch.equal(ours.padding_mask, expected.padding_mask)
+    more = ~REAL | ~REAL.roll(1, 1)  # the first token of row 0 too
+    ours, _ = as_model_inputs(provider, GROUPS, IDS_REFUSALS, padding_mask=more, attention_mask=REAL)
+    assert ours.layout == expected.layout and torch.equal(ours.padding_mask, more)
     with pytest.raises(ValueError, match="padding_mask has 0 for token 4 of row 0, expected 1 to agree with attention"):
         as_model_inputs(provider, GROUPS, IDS_REFUSALS, padding_mask=torch.zeros(2, ROOM), attention_mask=REAL)
     with pytest.raises(ValueError, match=r"padding_mask has shape \[2, 5\], expected \[2, 6\]: 1 for padding"):
         as_model_inputs(provider, GROUPS, IDS_REFUSALS, padding_mask=torch.zeros(2, 5))
+
+
+def test_a_padding_mask_of_the_packed_row_beside_rows(provider):
+    """As verl's `router_padding_mask`; it may leave more tokens out of what routers count."""
+    call = dict(attention_mask=REAL, packed_seq_params=packed_params([0, 4, 10], [0, 6, 12]))
+    expected, _ = as_model_inputs(provider, GROUPS, IDS_REFUSALS, **call)
+    assert expected.padding_mask.sum() == 2
+    for more in (torch.zeros(1, 12).bool(), torch.arange(12)[None] == 7):
+        given = expected.padding_mask | more
+        ours, _ = as_model_inputs(provider, GROUPS, IDS_REFUSALS, padding_mask=given, **call)
+        assert ours.layout == expected.layout and torch.equal(ours.padding_mask, given)
+    with pytest.raises(ValueError, match="padding_mask has 0 for token 4 of the packed row, expected 1 for padding"):
+        as_model_inputs(provider, GROUPS, IDS_REFUSALS, padding_mask=torch.zeros(1, 12).bool(), **call)
+    with pytest.raises(ValueError, match=r"padding_mask has shape \[1, 11\], expected \[1, 12\]"):
+        as_model_inputs(provider, GROUPS, IDS_REFUSALS, padding_mask=torch.zeros(1, 11), **call)
