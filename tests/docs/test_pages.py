@@ -121,5 +121,3 @@ def test_the_table_of_releases_has_every_name_that_presets_know():
     found = [name for pattern in re.findall(r"`(Qwen/.*?)`", section) for name in names_in(pattern)]
     presets = [family(name).presets for name in ("qwen3_vl", "qwen3_5")]
     assert sorted(found) == sorted({name for one in presets for size in one.PRESETS for name in one.hub_ids(size)})
-    tests = re.findall(r"`([\w/]+\.py)`", section)
-    assert len(tests) > 10 and all((ROOT / "tests" / test).is_file() for test in tests)
