@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
 import sys
 from collections.abc import Sequence
@@ -12,11 +13,18 @@ from typing import TYPE_CHECKING
 
 from qwen3vl_bridge.terminal import BAD_INPUT, show, show_anything
 
+from qwen3vl_recipes import setting_names
+from qwen3vl_recipes.early_refusals import refuse_early
 from qwen3vl_recipes.registry import Recipe, find, recipes
 
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
 
+# What other trainers call an option.
+_OPTIONS_ELSEWHERE = {
+    "model": "--hf-model", "model-name-or-path": "--hf-model", "dataset": "--data-path", "output-dir": "--save",
+    "resume-from-checkpoint": "--save, whose run is continued",
+}  # fmt: skip
 _EPILOG = """\
 Override settings of the recipe with arguments such as `optimizer.lr=1e-5 train.global_batch_size=64 dataset.path=DATA`,
 or with YAML files (--config). --dry-run shows all settings and the memory they need. The training loop is
@@ -32,9 +40,10 @@ def train(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl train"
         return 0
     from qwen3vl_bridge.compat.library_logs import quiet, without_prints
 
-    if not args.verbose:
-        quiet()
     try:
+        refuse_early(args)
+        if not args.verbose:
+            quiet()
         chosen = find(args.recipe)
         if args.dry_run:
             _dry_run(args, chosen)
@@ -89,7 +98,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    args = parser.parse_intermixed_args(arguments)  # settings may be at any position
+    args, unknown = parser.parse_known_intermixed_args(arguments)  # settings may be at any position
+    if unknown:
+        parser.error(f"there is no option {unknown[0]}{_meant_by(unknown[0], parser)}")
     without_training = args.dry_run or args.rehearse
     if args.json and not (args.list or without_training):
         parser.error("--json works only with --list, --dry-run and --rehearse")
@@ -112,6 +123,18 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
     if args.from_scratch and args.pretrained_checkpoint is not None:
         parser.error("--from-scratch and --pretrained-checkpoint, expected only one of them")
     return args
+
+
+def _meant_by(option: str, parser: argparse.ArgumentParser) -> str:
+    """What may be meant by an option that does not exist, as the end of a message."""
+    name, _, value = option.lstrip("-").partition("=")
+    if (setting := setting_names.nearest(name)) is not None:
+        return f"; settings are given as NAME=VALUE: {setting}={value or '...'}"
+    known = [one for action in parser._actions for one in action.option_strings]
+    like = _OPTIONS_ELSEWHERE.get(name.replace("_", "-")) or next(
+        iter(difflib.get_close_matches(f"--{name.replace('_', '-')}", known, n=1)), None
+    )
+    return f"; did you mean {like}?" if like else "; --help shows all; settings of the run are given as NAME=VALUE"
 
 
 def _dry_run(args: argparse.Namespace, chosen: Recipe) -> None:
@@ -154,15 +177,6 @@ def _configuration(args: argparse.Namespace, chosen: Recipe) -> ConfigContainer:
     from qwen3vl_recipes import overrides
     from qwen3vl_recipes.paths import check_data, set_paths
 
-    if args.hf_model is not None and Path(args.hf_model).is_dir():
-        from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
-
-        ModelConfig(args.hf_model)  # refuses another model's folder before the slow import of Megatron
-    elif args.hf_model is not None:
-        reads = not (args.dry_run or args.rehearse)
-        folder = find_model(args.hf_model, weights=reads)
-        if reads:
-            args.hf_model = str(folder)
     cfg = chosen()
     set_paths(
         cfg,

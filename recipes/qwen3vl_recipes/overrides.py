@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import functools
 import types
 import typing
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from qwen3vl_recipes.setting_names import unknown
 
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
@@ -131,9 +132,7 @@ def _merged(settings: DictConfig, words: Sequence[str], files: Sequence[str | Pa
             known = _flat(settings)
             if any(f"{other}.".startswith(f"{name}.") for other in known):
                 raise ValueError(f"{word}: {error}") from error
-            close = difflib.get_close_matches(name, known, n=3)
-            hint = f"; did you mean {', '.join(close)}?" if close else ""
-            raise ValueError(f"there is no setting {name}{hint}") from error
+            raise ValueError(unknown(name, known)) from error
     return settings
 
 

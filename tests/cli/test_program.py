@@ -48,6 +48,57 @@ def test_help_answers_at_once():
     assert imported == "[]" and float(seconds) < 1
 
 
+RUN = "--hf-model HF --data-path . --save run"
+# What is wrong in the words of `train`, and what they would better be.
+MISTYPED = [
+    ("--recipe qwen3_vl_9b_sft_config", "there is no recipe 'qwen3_vl_9b_sft_config'; did you mean qwen35_vl_9b_sft_"),
+    (f"{RUN} --lr=1e-4", "there is no option --lr=1e-4; settings are given as NAME=VALUE: optimizer.lr=1e-4"),
+    (f"{RUN} --learning-rate 1e-4", "settings are given as NAME=VALUE: optimizer.lr=..."),
+    (f"{RUN} --model HF", "there is no option --model; did you mean --hf-model?"),
+    (f"{RUN} --data_path .", "there is no option --data_path; did you mean --data-path?"),
+    (f"{RUN} --output_dir run", "there is no option --output_dir; did you mean --save?"),
+    (f"{RUN} --deepspeed x", "there is no option --deepspeed; --help shows all"),
+    (f"{RUN} lr=1e-4", "there is no setting lr; did you mean optimizer.lr?"),
+    (f"{RUN} optimizer.learning_rate=1e-4", "there is no setting optimizer.learning_rate; did you mean optimizer.lr?"),
+    (f"{RUN} train.global_batchsize=3", "no setting train.global_batchsize; did you mean train.global_batch_size, "),
+    (f"{RUN} tp=2", "there is no setting tp; did you mean model.tensor_model_parallel_size?"),
+    (f"{RUN} zq=2", "there is no setting zq; --dry-run --full shows all"),
+    (f"{RUN} --config misspelt.yaml", "there is no setting optimizer.rate; did you mean optimizer."),
+    (f"{RUN} --config none.yaml", "--config is none.yaml, expected a YAML file that exists"),
+    ("--hf-model HF --data-path none --save run", "dataset.path (--data-path) is none: there is no such file or"),
+    ("--hf-model HF --save run dataset.train_path=x.jsonl", "dataset.train_path is x.jsonl: there is no such file"),
+    ("--hf-model HF --save run", "dataset.path is None: give --data-path"),
+    ("--hf-model HF --data-path .", "checkpoint.save is None, expected a folder used only by this run: give --save"),
+    (f"{RUN} --pretrained-checkpoint none", "--pretrained-checkpoint is none, expected a folder that exists"),
+    (f"{RUN} --pretrained-checkpoint .", ". is not a Megatron checkpoint: it has neither"),
+    (f"{RUN} --recipe qwen35_vl_2b_sft_32k_config", "qwen35_vl_2b_sft_32k_config is a recipe for a Qwen3.5-VL without "
+     "experts, and HF is a Qwen3-VL without experts: use qwen3_vl_2b_sft_32k_config or qwen3_vl_4b_sft_32k_config"),
+    (f"{RUN} --recipe qwen3_vl_30b_a3b_peft_config", "is a recipe for a Qwen3-VL with experts, and HF is a Qwen3-VL "
+     "without experts: use qwen3_vl_2b_peft_config or qwen3_vl_4b_peft_config"),
+]  # fmt: skip
+
+
+def test_mistyped_words_are_refused_before_slow_imports(untied_folder, tmp_path):
+    """Each in a process of its own would start Python 20 times."""
+    (tmp_path / "HF").symlink_to(untied_folder)
+    (tmp_path / "misspelt.yaml").write_text("optimizer:\n  lr: 1.0e-4\n  rate: 3\n")
+    code = (
+        "import contextlib, io, json, sys; from qwen3vl_bridge.cli.main import main\n"
+        "for words, expected in json.loads(sys.argv[1]):\n"
+        "    said, words = io.StringIO(), words.split()\n"
+        "    if '--recipe' not in words: words += ['--recipe', 'qwen3_vl_digits_sft_config']\n"
+        "    with contextlib.redirect_stderr(said):\n"
+        "        try: status = main(['train', *words])\n"
+        "        except SystemExit as end: status = end.code\n"
+        "    assert status == 2 and expected in said.getvalue(), (words, said.getvalue())\n"
+        f"print(sorted(set({(*HEAVY[:4], 'omegaconf')}) & sys.modules.keys()))"
+    )
+    words = [sys.executable, "-c", code, json.dumps(MISTYPED)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[]\n" and not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(("words", "message"), [
     ([], "COMMAND is missing"), (["transmute"], "invalid choice: 'transmute'"), (["convert"], "VERB"),
     (["train"], "--recipe is missing"),

@@ -40,7 +40,7 @@ def words_of(folder, tmp_path) -> list[str]:
             "--save", str(tmp_path / "run")]  # fmt: skip
 
 
-def test_weights_that_a_run_begins_with(untied_folder, tmp_path, monkeypatch, capsys):
+def test_weights_that_a_run_begins_with(untied_folder, tied_folder, tmp_path, monkeypatch, capsys):
     runs = []
 
     def note(cfg, needs_weights):
@@ -49,9 +49,8 @@ def test_weights_that_a_run_begins_with(untied_folder, tmp_path, monkeypatch, ca
     monkeypatch.setattr(cli, "_run", note)
     words = words_of(untied_folder, tmp_path)
     assert cli.train(words) == cli.train([*words, "--from-scratch"]) == 0
-    cli.train([*words, "--pretrained-checkpoint", "MEGATRON"])
-    mine = str(untied_folder)
-    assert runs == [(mine, True), (None, False), ("MEGATRON", True)]
+    cli.train([*words, "--pretrained-checkpoint", str(tied_folder)])
+    assert runs == [(str(untied_folder), True), (None, False), (str(tied_folder), True)]
     with pytest.raises(SystemExit) as end:
         cli.train([*words, "--from-scratch", "checkpoint.pretrained_checkpoint=MEGATRON"])
     assert end.value.code == 2
