@@ -356,6 +356,14 @@ def test_this_machine(capsys, tmp_path):
     assert "No such file" in capsys.readouterr().err
 
 
+def test_what_is_known_is_shown_before_slow_imports(monkeypatch):
+    told, seen = [], {}
+    monkeypatch.setattr(doctor, "why_not", lambda *names: [seen.setdefault(names, len(told))] and None)
+    doctor.examine(Path.cwd(), told.append)
+    assert seen["torch",] == 1 and seen[doctor._MODULES["training"]] == len(told) == 2
+    assert "megatron-core " in told[0] and "open files" in told[1]
+
+
 def test_what_cannot_be_imported_is_status_1(capsys, monkeypatch):
     original = doctor.why_not
     broken = "megatron.core: ImportError: undefined symbol"
