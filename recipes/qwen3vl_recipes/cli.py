@@ -6,12 +6,13 @@ import argparse
 import contextlib
 import difflib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qwen3vl_bridge.terminal import BAD_INPUT, show, show_anything
+from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show, show_anything, show_error
 
 from qwen3vl_recipes import setting_names
 from qwen3vl_recipes.early_refusals import refuse_early
@@ -60,8 +61,15 @@ def train(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl train"
 
         if isinstance(error, DataError):
             error = error.without_traceback()
-        show(f"error: {str(error) or repr(error)}\n(--verbose shows the traceback)", error=True)
+        show_error(str(error) or repr(error), "\n(--verbose shows the traceback)")
         sys.exit(BAD_INPUT)
+    except KeyboardInterrupt:
+        show(
+            "interrupted: the same command continues from the last checkpoint; SIGTERM, instead of Ctrl-C, saves one "
+            "first",
+            error=True,
+        )
+        return INTERRUPTED
     return 0
 
 
@@ -212,4 +220,9 @@ def _run(cfg: ConfigContainer, *, needs_weights: bool) -> None:
             from megatron.bridge.training.pretrain import pretrain as loop
     except ModuleNotFoundError as error:
         raise ValueError(f"Megatron-Bridge's training loop needs {error.name}, which is missing") from error
-    loop(cfg, qwen3vl_bridge.forward_step, callbacks=training_callbacks(cfg))
+    try:
+        loop(cfg, qwen3vl_bridge.forward_step, callbacks=training_callbacks(cfg))
+    except SystemExit as end:  # of Megatron-Bridge, after it has saved what was asked for
+        if not end.code and os.environ.get("RANK", "0") == "0":
+            show("stopped before the last step, as asked: the same command continues from the checkpoint", error=True)
+        raise

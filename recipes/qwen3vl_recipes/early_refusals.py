@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qwen3vl_recipes import setting_names
 from qwen3vl_recipes.paths import expect_data
 from qwen3vl_recipes.registry import find, recipes
+
+if TYPE_CHECKING:
+    from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
 
 # A recipe's name: the model's family, whether it has experts, and the kind of training.
 _RECIPE = re.compile(r"(qwen35?)_vl_(?:\d+[bm](_a\d+b)?_|(proxy)_)?(\w+)_config")
@@ -90,6 +93,7 @@ def _check_weights(folder: Path) -> None:
 def _check_model(args: Namespace, *, downloads: bool) -> None:
     """Find the model, and refuse one that the recipe is not for."""
     from qwen3vl_bridge.checkpoint.formats.huggingface import find_model
+    from qwen3vl_bridge.checkpoint.formats.megatron import is_megatron_checkpoint
     from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
 
     local = Path(args.hf_model).is_dir()
@@ -97,6 +101,8 @@ def _check_model(args: Namespace, *, downloads: bool) -> None:
     config = ModelConfig(folder)
     if downloads and not local:
         args.hf_model = str(folder)
+    if downloads and args.save is not None and is_megatron_checkpoint(args.save):
+        _check_run(args, config)
     found = config.family.name, bool(config.dimensions.indices["moe_layers"])
     meant = _meant_for(args.recipe)
     if meant is None or found[0] not in _TITLES or (found[0] == meant[0] and found[1] >= meant[1]):
@@ -107,6 +113,29 @@ def _check_model(args: Namespace, *, downloads: bool) -> None:
         f"{args.recipe} is a recipe for {said[0]}, and {args.hf_model} is {said[1]}: "
         + (f"use {' or '.join(fitting[:4])}" if fitting else "--list shows the recipes for it")
     )
+
+
+def _check_run(args: Namespace, config: ModelConfig) -> None:
+    """Refuse to continue a run of a model of other sizes, by the configuration in its checkpoint if there is one."""
+    from qwen3vl_bridge.checkpoint.formats.megatron import find_iteration
+    from qwen3vl_bridge.checkpoint.stored_models import own_config
+
+    folder = find_iteration(args.save)
+    if (own := own_config(folder)) is None:
+        return
+    theirs, ours = own.dimensions, config.dimensions
+    differ = [
+        f"{name} is {ours.sizes[name]}, expected {theirs.sizes.get(name)}"
+        for name in ours.sizes
+        if name != "vocab" and theirs.sizes.get(name) != ours.sizes[name]
+    ]
+    if theirs.family != ours.family:
+        differ = [f"the family is {ours.family}, expected {theirs.family}"]
+    if differ:
+        raise ValueError(
+            f"--save is {args.save}, where the run of another model would be continued than {args.hf_model}: "
+            f"{'; '.join(differ)}. Give another folder, or the model of {folder}"
+        )
 
 
 def _meant_for(recipe: str) -> tuple[str, bool, str] | None:
