@@ -13,6 +13,7 @@ from qwen3vl_bridge.checkpoint.formats.huggingface import SINGLE
 from qwen3vl_bridge.cli import doctor
 from qwen3vl_bridge.cli import main as program
 from qwen3vl_bridge.cli.main import main
+from qwen3vl_bridge.registry import preset
 
 import huggingface_hub
 import pytest
@@ -75,12 +76,24 @@ MISTYPED = [
      "experts, and HF is a Qwen3-VL without experts: use qwen3_vl_2b_sft_32k_config or qwen3_vl_4b_sft_32k_config"),
     (f"{RUN} --recipe qwen3_vl_30b_a3b_peft_config", "is a recipe for a Qwen3-VL with experts, and HF is a Qwen3-VL "
      "without experts: use qwen3_vl_2b_peft_config or qwen3_vl_4b_peft_config"),
+    (f"{RUN} --save other", "--save is other, where the run of another model would be continued than HF: hidden is 80, "
+     "expected 96. Give another folder, or the model of other"),
+    (f"{RUN} --save of_3.5", "--save is of_3.5, where the run of another model would be continued than HF: the family "
+     "is qwen3_vl, expected qwen3_5. Give another folder, or the model of of_3.5/iter_0000007"),
 ]  # fmt: skip
 
 
 def test_mistyped_words_are_refused_before_slow_imports(untied_folder, tmp_path):
     """Each in a process of its own would start Python 20 times."""
     (tmp_path / "HF").symlink_to(untied_folder)
+    other = json.loads((untied_folder / "config.json").read_text())
+    other["text_config"]["hidden_size"] = other["vision_config"]["out_hidden_size"] = 96
+    for name, config in (("other", other), ("of_3.5", preset("0.8B"))):
+        iteration = tmp_path / name / "iter_0000007"
+        (iteration / "hf").mkdir(parents=True)
+        (iteration / "hf" / "config.json").write_text(json.dumps(config))
+        (iteration / ".metadata").touch()
+        (tmp_path / name / "latest_checkpointed_iteration.txt").write_text("7")
     (tmp_path / "misspelt.yaml").write_text("optimizer:\n  lr: 1.0e-4\n  rate: 3\n")
     code = (
         "import contextlib, io, json, sys; from qwen3vl_bridge.cli.main import main\n"
@@ -254,6 +267,15 @@ def test_processes_of_torchrun_share_a_conversion(untied_folder, tmp_path, capsy
     assert main([*verify, str(other)]) == 1
     differs = json.loads(capsys.readouterr().out)
     assert not differs["same"] and [(one["name"], one["elements"]) for one in differs["differences"]] == [(name, 1)]
+
+
+def test_torchrun_repeats_an_error_at_the_end_of_its_own():
+    words = ["train", "--recipe", "qwen3_vl_digits_sft_config", "lr=1e-4"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", "-m", "qwen3vl_bridge", *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    said, message = done.stderr, "there is no setting lr; did you mean optimizer.lr?"
+    assert done.returncode == 1 and f"error: {message}" in said
+    assert message in said.partition("Root Cause (first observed failure):")[2]
 
 
 def test_names_in_other_peoples_files_reach_no_terminal_as_commands(untied_folder, tmp_path, capfd):
