@@ -1,5 +1,6 @@
 """The commands of the README and of the pages it leads to run as they stand, on a tiny checkpoint."""
 
+import json
 import os
 import re
 import shlex
@@ -31,13 +32,13 @@ def block(page: str, language: str) -> str:
     return only
 
 
-def run(command: str) -> None:
+def run(command: str, **variables: str) -> None:
     words = shlex.split(command.replace("\\\n", " "))
     starts = {"python": [], "torchrun": ["-m", "torch.distributed.run"], "qwen3vl": ["-m", "qwen3vl_bridge"]}
     start = starts[words[0]]
     done = subprocess.run(
         [sys.executable, *start, *words[1:]], cwd=ROOT, capture_output=True, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
     )  # fmt: skip
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
@@ -146,12 +147,22 @@ def test_a_script_of_ones_own(own_script):
     shutdown()  # groups of other tests
     ((cfg, forward_step, callbacks),) = own_script("__main__")
     assert finalised(cfg, 8).data_parallel_size == 4
-    assert forward_step is qwen3vl_bridge.forward_step and len(callbacks) == 4
+    assert forward_step is qwen3vl_bridge.forward_step and len(callbacks) == 5
 
 
 def test_a_script_of_ones_own_does_nothing_in_the_process_that_saving_starts(own_script):
     """Which imports it under this name."""
     assert own_script("__mp_main__") == []
+
+
+@pytest.mark.slow
+def test_a_script_of_ones_own_runs_as_printed(places, tmp_path):
+    """Offline, on two processes."""
+    (tmp_path / "script.py").write_text(fill(block(TRAIN, "python"), places | {"RUN": str(tmp_path / "run")}))
+    run(f"torchrun --nproc_per_node 2 {tmp_path / 'script.py'}", HF_HUB_OFFLINE="1")
+    (checkpoint,) = (tmp_path / "run").glob("iter_*")
+    config = json.loads((checkpoint / "run_data.json").read_text())
+    assert config["data"]["seq_length"] == 2048 and (checkpoint / "hf" / "tokenizer.json").is_file()
 
 
 @pytest.mark.slow

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qwen3vl_recipes.setting_names import unknown
-
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
     from omegaconf import DictConfig
@@ -37,6 +35,9 @@ def apply(cfg: ConfigContainer, words: Sequence[str] = (), files: Sequence[str |
     before = _flat(settings)
     OmegaConf.set_struct(settings, True)  # unknown names are errors
     after = _flat(_merged(settings, words, files))
+    steps, epochs = "train.train_iters", "train.num_epochs"
+    if after[epochs] is not None and before[epochs] is None and after[steps] == before[steps]:
+        after[steps] = None  # the recipe's, which nobody has asked for
     changed = {
         name: new
         for name, new in after.items()
@@ -110,6 +111,7 @@ def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
 
 def _merged(settings: DictConfig, words: Sequence[str], files: Sequence[str | Path]) -> DictConfig:
     from qwen3vl_bridge.io.parsing import check_yaml
+    from qwen3vl_bridge.models.rules import suggestion
 
     from megatron.bridge.training.utils.omegaconf_utils import OverridesError, parse_hydra_overrides
     from omegaconf import OmegaConf
@@ -132,7 +134,7 @@ def _merged(settings: DictConfig, words: Sequence[str], files: Sequence[str | Pa
             known = _flat(settings)
             if any(f"{other}.".startswith(f"{name}.") for other in known):
                 raise ValueError(f"{word}: {error}") from error
-            raise ValueError(unknown(name, known)) from error
+            raise ValueError(f"there is no setting {name}{suggestion(name, known)}") from error
     return settings
 
 

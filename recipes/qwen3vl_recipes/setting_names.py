@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import functools
 import importlib.util
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from qwen3vl_bridge.models.rules import NAMES_ELSEWHERE, suggestion
 
 # The classes of sections whose field is declared with a base class; of others, the field's annotation tells.
 _CONTAINER = "qwen3vl_bridge.training.config.Qwen3VLConfigContainer"
@@ -20,23 +21,6 @@ _CLASSES = {
     "peft": ("qwen3vl_bridge.peft.lora.Qwen3VLLoRA", "qwen3vl_bridge.peft.lora.Qwen3VLDoRA"),
     "optimizer_config_override_provider": ("qwen3vl_bridge.training.config.Qwen3VLLearningRates",),
 }
-# What other trainers call a setting.
-_ELSEWHERE = {
-    "optimizer.lr": "learning_rate", "optimizer.min_lr": "min_learning_rate",
-    "train.global_batch_size": "batch_size batchsize gradient_accumulation_steps",
-    "train.micro_batch_size": "per_device_train_batch_size mbs", "train.train_iters": "max_steps iters steps",
-    "scheduler.lr_warmup_iters": "warmup_steps warmup_iters warmup", "scheduler.lr_decay_style": "lr_scheduler_type",
-    "optimizer.clip_grad": "max_grad_norm", "checkpoint.save_interval": "save_steps",
-    "checkpoint.most_recent_k": "save_total_limit", "validation.eval_interval": "eval_steps",
-    "logger.log_interval": "logging_steps", "dataset.seq_length": "max_length max_seq_length seq_len cutoff_len",
-    "dataset.vision.image_max_pixels": "max_pixels", "dataset.num_workers": "dataloader_num_workers",
-    "model.tensor_model_parallel_size": "tp", "model.pipeline_model_parallel_size": "pp",
-    "model.context_parallel_size": "cp", "model.expert_model_parallel_size": "ep",
-    "model.freeze_vision_model": "freeze_vit freeze_vision freeze_vision_tower",
-    "model.freeze_vision_projection": "freeze_aligner freeze_projector", "model.freeze_language_model": "freeze_llm",
-    "peft.dim": "lora_rank rank r", "peft.alpha": "lora_alpha", "rng.seed": "seed",
-}  # fmt: skip
-_ALIASES = {alias: name for name, aliases in _ELSEWHERE.items() for alias in aliases.split()}
 
 
 def refuse_unknown(names: Iterable[str]) -> None:
@@ -52,27 +36,14 @@ def refuse_unknown(names: Iterable[str]) -> None:
         except (OSError, SyntaxError):  # the sources are not there; the configuration itself will tell
             return
         if not known:
-            raise ValueError(unknown(name, sorted(_all(), reverse=True)))
-
-
-def unknown(name: str, known: Collection[str]) -> str:
-    """The message on a setting that does not exist, with those of `known` that may be meant."""
-    field, by_field = name.rpartition(".")[2], {one.rpartition(".")[2]: one for one in known}
-    if meant := _ALIASES.get(field) or by_field.get(field):
-        like = [meant]
-    elif name == field:
-        like = [by_field[one] for one in difflib.get_close_matches(field, by_field, n=3)]
-    else:
-        like = difflib.get_close_matches(name, known, n=3)
-    hint = f"did you mean {', '.join(like)}?" if like else "--dry-run --full shows all"
-    return f"there is no setting {name}; {hint}"
+            raise ValueError(f"there is no setting {name}{suggestion(name, sorted(_all(), reverse=True))}")
 
 
 def nearest(word: str) -> str | None:
     """The setting that is meant by a word without a section, such as "lr"; None if none has this name."""
     word = word.replace("-", "_")
-    if word in _ALIASES:
-        return _ALIASES[word]
+    if word in NAMES_ELSEWHERE:
+        return NAMES_ELSEWHERE[word]
     try:
         return next((name for name in sorted(_all(), reverse=True) if name.rpartition(".")[2] == word), None)
     except (OSError, SyntaxError):

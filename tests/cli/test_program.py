@@ -63,7 +63,7 @@ MISTYPED = [
     (f"{RUN} optimizer.learning_rate=1e-4", "there is no setting optimizer.learning_rate; did you mean optimizer.lr?"),
     (f"{RUN} train.global_batchsize=3", "no setting train.global_batchsize; did you mean train.global_batch_size, "),
     (f"{RUN} tp=2", "there is no setting tp; did you mean model.tensor_model_parallel_size?"),
-    (f"{RUN} zq=2", "there is no setting zq; --dry-run --full shows all"),
+    (f"{RUN} zq=2", "there is no setting zq"),
     (f"{RUN} --config misspelt.yaml", "there is no setting optimizer.rate; did you mean optimizer."),
     (f"{RUN} --config none.yaml", "--config is none.yaml, expected a YAML file that exists"),
     ("--hf-model HF --data-path none --save run", "dataset.path (--data-path) is none: there is no such file or"),

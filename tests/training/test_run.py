@@ -14,7 +14,7 @@ from qwen3vl_bridge.models.qwen3_vl.bridge import provider_from_hf_config
 from qwen3vl_bridge.models.rules import check
 from qwen3vl_bridge.training import run_refusals
 from qwen3vl_bridge.training import step as training_step
-from qwen3vl_bridge.training.callbacks import FirstCollection
+from qwen3vl_bridge.training.callbacks import FirstCollection, training_callbacks
 from qwen3vl_bridge.training.checkpoint_manager import Qwen3VLCheckpointManager
 from qwen3vl_bridge.training.guard import optimizers_of
 from qwen3vl_bridge.training.step import check_rows
@@ -381,6 +381,7 @@ def test_a_first_save_that_would_end_the_run_is_refused_before_it(inputs, monkey
     def start(*, room: int, **settings):
         monkeypatch.setattr(run_refusals, "host_bytes", lambda: room)
         cfg = inputs.config(tmp_path, checkpoint__ckpt_format="torch_dist", ddp__use_megatron_fsdp=False, **settings)
+        training_callbacks(cfg)
         runtime_config_update(cfg)
 
     by_numbers = dict(checkpoint__dist_ckpt_optim_fully_reshardable=False)

@@ -17,10 +17,11 @@ from qwen3vl_bridge.data.encoding import Answers, Encoder, VisionLimits, load_pr
 from qwen3vl_bridge.data.errors import Changed, DataError, Unreachable, check_choice
 from qwen3vl_bridge.data.media.media_access import MediaAccess, UrlCache
 from qwen3vl_bridge.data.packing.row_plan import PackedRows
-from qwen3vl_bridge.data.packing.sample_sizes import notes_of_job, sizes_of_job
+from qwen3vl_bridge.data.packing.sample_sizes import Sizes, notes_of_job, sizes_of_job
 from qwen3vl_bridge.data.row_loading import (
     Balance,
     BatchStream,
+    Epoch,
     RowDataset,
     RowSettings,
     StreamedRows,
@@ -79,6 +80,8 @@ class ConversationRows(DatasetProvider):
     # Not settings: a run's checkpoints store it, and a resumed run is checked against it.
     position: ClassVar[Mapping[str, Any] | None] = None
     _expected: ClassVar[tuple[Mapping[str, Any], int] | None] = None
+    # Nor this: the first epoch of training, when its rows have been built; None if it is not known.
+    epoch: ClassVar[Epoch | None] = None
 
     hf_processor_path: str
     seq_length: int
@@ -346,6 +349,7 @@ class Qwen3VLConversationProvider(ConversationRows):
                     )
         if train is not None:
             self.note_position(train.fingerprint(), train.assignment())
+            vars(self)["epoch"] = self.epoch or train.epoch()
         return train, valid, test
 
     def stream(self, split: str, *, dp_rank: int = 0, dp_size: int = 1, micro_batch_size: int = 1) -> BatchStream:
@@ -369,10 +373,28 @@ class Qwen3VLConversationProvider(ConversationRows):
         rows = self.rows(split, shuffle=False)
         return one_pass(rows, dp_rank=dp_rank, dp_size=dp_size, micro_batch_size=micro_batch_size)
 
-    def rows(self, split: str, *, length: int = 0, shuffle: bool | None = None, ranks: int = 1) -> RowDataset:
+    def count_epoch(self, cp_size: int = 1) -> Epoch:
+        """Count the rows of the first epoch, for which this process measures every sample that is not packed.
+
+        Raises:
+            ValueError: a stream.
+            DataError: files are missing, or samples are bad or too long and may not be dropped.
+        """
+        if self.streaming:
+            raise ValueError("streaming is on: the rows of an epoch are not known before they are read")
+        rows = self.shared_by(cp_size).rows("train", alone=True)
+        epoch = rows.epoch(counted=True)
+        assert epoch is not None  # it is no stream
+        vars(self)["epoch"] = epoch
+        return epoch
+
+    def rows(
+        self, split: str, *, length: int = 0, shuffle: bool | None = None, ranks: int = 1, alone: bool = False
+    ) -> RowDataset:
         """Rows of a split ("train", "valid" or "test"), for data-parallel ranks; a ValueError if it has no path.
 
-        Their `len` is `length`. By default only the training split is shuffled; others are not assigned by cost.
+        Their `len` is `length`. By default only the training split is shuffled; others are not assigned by cost. If
+        `alone`, sizes of samples are not shared with other processes, nor is what is dropped logged.
         """
         if not (paths := self._paths(split)):
             raise ValueError(f"the split {split!r} has no {split}_path; splits are {', '.join(SPLITS)}")
@@ -387,9 +409,11 @@ class Qwen3VLConversationProvider(ConversationRows):
         if sizes is None and not isinstance(source, StreamedDataset):
             roots = [one.media_root for one in self.mixed(split)] or [self.media_root]
             place = {"path": list(map(os.path.abspath, paths)), "media_root": roots}
-            sizes = sizes_of_job(len(source), {**place, "data": source.fingerprint(), **sample_filter.fingerprint()})
+            rules = {**place, "data": source.fingerprint(), **sample_filter.fingerprint()}
+            sizes = Sizes(len(source)) if alone else sizes_of_job(len(source), rules)
         repeat = None if split == "train" else self.rows_of_evaluation
-        return RowDataset(Samples(source, sample_filter, sizes), settings, length=length, ranks=ranks, repeat=repeat)
+        samples = Samples(source, sample_filter, sizes, (lambda kind: 0) if alone else None)
+        return RowDataset(samples, settings, length=length, ranks=ranks, repeat=repeat)
 
     def check_samples(self, cp_size: int = 1) -> None:
         """Refuse training data that cannot be trained on, before a model is built for them.

@@ -25,8 +25,8 @@ from qwen3vl_bridge.data.collation import Collator
 from qwen3vl_bridge.data.encoding import EncodedSample
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.data.packing.row_plan import (
+    MixedOrder,
     NumberedOrder,
-    Order,
     PackedPlan,
     PackedRows,
     RowPlan,
@@ -53,6 +53,15 @@ class EncodedRow(NamedTuple):
     dropped: SetCounts = ()  # in this row's window or earlier, over all epochs
     unreadable: SetCounts = ()  # in this row, replaced by a blank token
     newly_dropped: SetCounts = ()  # instead of `dropped`, if other processes read other parts: since the previous row
+
+
+class Epoch(NamedTuple):
+    """The samples of an epoch, and the rows that they fill."""
+
+    samples: int
+    rows: float
+    tokens: float  # without padding
+    is_counted: bool  # not estimated from the first samples
 
 
 @dataclass(frozen=True)
@@ -147,7 +156,7 @@ class RowDataset(Dataset[EncodedRow]):
             self.samples, self.settings, length=self._len, begin=begin, ranks=self.ranks, repeat=self.repeat
         )
 
-    def order(self, seed: int | None) -> Order:
+    def order(self, seed: int | None) -> NumberedOrder | MixedOrder | StreamedDataset:
         """Order of the samples over epochs. A stream has its own order, a mixture one that mixes its data sets."""
         file, total = self.samples.file, self.samples.total
         if isinstance(file, StreamedDataset):
@@ -156,6 +165,29 @@ class RowDataset(Dataset[EncodedRow]):
             return file.order(seed)
         assert total is not None  # all others have a known length
         return NumberedOrder(total, seed)
+
+    def epoch(self, *, counted: bool = False) -> Epoch | None:
+        """The first epoch, if the plan begins with it; None for a stream, whose length is not known.
+
+        Without `counted`, a long one whose rows are not packed is estimated from its first window, instead of measuring
+        all samples.
+        """
+        order, packed = self.order(self.settings.seed), self.settings.packed
+        if isinstance(order, StreamedDataset):
+            return None
+        total = len(order)
+        if packed is not None:
+            return Epoch(total, len(packed), packed.tokens(), is_counted=True)
+        assert isinstance(self.plan, RowPlan)
+        counted |= total <= self.settings.window_size
+        if counted:
+            rows, read, share = self.plan.end_of_epoch(), total, 1.0
+        else:
+            after = self.plan.after_first()
+            rows, read = after.first_row, after.start
+            share = (read - len(after.carried)) / total  # of the samples, in these rows
+        tokens = sum(self.samples.size(number).tokens for number in order.numbers(0, 0, read))
+        return Epoch(total, rows / share, tokens * total / read, counted)
 
     def __len__(self) -> int:
         return self._len

@@ -206,8 +206,8 @@ def output_layer(r: RankWidths, *, in_chunks: bool) -> SavedTensors:
 
 
 def softmax(r: RankWidths) -> float:
-    """The softmax of the loss in float32. Transformer Engine's own overwrites the logits with the gradient instead."""
-    return r.dims["vocab"] / r.split.tp * (r.e if r.training.loss_fusion == "te" else _FLOAT)
+    """The softmax of the loss in float32; fused losses keep the logits instead."""
+    return r.dims["vocab"] / r.split.tp * (r.e if r.training.loss_fusion else _FLOAT)
 
 
 def embedding(r: RankWidths, *, pre_process: bool) -> SavedTensors:
@@ -442,15 +442,13 @@ def _vision_tower(r: RankWidths) -> tuple[float, float, float]:
 
 
 def _loss_temporary(r: RankWidths, tokens: float, *, in_chunks: bool) -> float:
-    """Logits, and then their gradient, in the model's precision in addition to the softmax; float32 models have both in
-    one. Compiled for a GPU, the native fused loss writes the exponentials of the logits to a buffer of its own.
+    """Logits, or their gradient, in the model's precision in addition to the softmax; float32 models have both in one.
 
     In chunks the softmax is temporary too, and the sum of the output layer's gradients in float32 is in memory with a
     chunk's. The chunk's gradient of the tokens' own loss waits for that of multi-token prediction.
     """
     vocab = r.dims["vocab"] / r.split.tp
-    exponentials = _FLOAT * (r.training.loss_fusion == "native")
-    logits = vocab * (r.e + exponentials) * (r.e < _FLOAT)
+    logits = vocab * r.e * (r.e < _FLOAT)
     weight = vocab * r.dims["hidden"] * (Part.LANGUAGE_MODEL not in r.training.frozen_weights)
     waiting = weight * r.e * r.training.trains_mtp
     if not in_chunks:

@@ -12,6 +12,7 @@ from typing import Any
 
 from qwen3vl_bridge.planning.estimate import MemoryEstimate, estimate
 from qwen3vl_bridge.planning.hardware import Gpu
+from qwen3vl_bridge.planning.model_states import STORED_BYTES, stage_states
 from qwen3vl_bridge.planning.proposals import propose
 from qwen3vl_bridge.planning.split import ModelSplit
 from qwen3vl_bridge.planning.training_settings import (
@@ -70,6 +71,20 @@ def plan_of(cfg: Any, world_size: int) -> MemoryEstimate:
         vision_split = ModelSplit(sizes[0], tp=dist_train.vision_tensor_model_parallel_size or 1)
         world_size = dist_train.language_world_size
     return estimate(dims, _model_split(cfg.model, world_size), training, vision_split)
+
+
+def checkpoint_bytes(cfg: Any) -> int:
+    """Bytes of one of a run's checkpoints: its weights, or its adapters, with the optimizer's state of what is trained.
+
+    Raises:
+        ValueError: as `plan_of`.
+    """
+    dims, training, whole = cfg.model.dimensions(), _training_settings(cfg), ModelSplit(1)
+    states = stage_states(dims, whole, whole.chunks(len(dims.indices["text_layers"]))[0], training)
+    weight = training.precision.weight
+    trained = states.host_written // (weight + STORED_BYTES)
+    weights = states.parameters if training.lora is None else weight * trained
+    return weights + STORED_BYTES * trained * cfg.checkpoint.save_optim
 
 
 def proposals_for_run(cfg: Any, plan: MemoryEstimate, gpu: Gpu) -> list[MemoryEstimate]:

@@ -29,7 +29,7 @@ _LAYERS = ("text_layers", "dense_layers", "moe_layers", "linear_layers", "full_l
 # which is prefetched or still being reduced.
 _UNSHARDED_LAYERS = 2
 # In checkpoints the optimizer has three float32 numbers per parameter: its main copy, and Adam's moments.
-_STORED_BYTES = 12
+STORED_BYTES = 12
 
 
 @functools.cache
@@ -171,8 +171,8 @@ def stage_states(
         gathered_gradients=unsharded_gradient * gathered,
         unsharded=precision.weight * held.total() * (sharding.is_fsdp and not training.made_on_host),
         updating=round(precision.moments / 2 * max(number(g, Sharding.OPTIMIZER) for g in groups) * adam_by_torch),
-        host_written=round((precision.weight + _STORED_BYTES) * sharded(trained)),
-        host_gathered=_STORED_BYTES * trained.total() * by_parameters,
+        host_written=round((precision.weight + STORED_BYTES) * sharded(trained)),
+        host_gathered=STORED_BYTES * trained.total() * by_parameters,
     )
 
 

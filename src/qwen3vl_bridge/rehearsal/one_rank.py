@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import math
 import os
 import sys
@@ -27,7 +28,7 @@ from qwen3vl_bridge.batch.token_layout import segment_multiple
 from qwen3vl_bridge.data.dataset_provider import Qwen3VLConversationProvider
 from qwen3vl_bridge.rehearsal.fake_gpu import Event, between, mark, read_log
 from qwen3vl_bridge.rehearsal.no_cudnn import without_cudnn
-from qwen3vl_bridge.training import weight_loading
+from qwen3vl_bridge.training import checkpoint_manager, weight_loading
 from qwen3vl_bridge.training.callbacks import training_callbacks
 from qwen3vl_bridge.training.guard import StepGuard
 from qwen3vl_bridge.training.run_log import RunLog
@@ -162,11 +163,13 @@ def _shorten(cfg: ConfigContainer, world: int) -> None:
     # As many microbatches as the pipeline holds at once, and two, because gradients are accumulated from the second on.
     most = max(2, model.pipeline_model_parallel_size * (2 if model.virtual_pipeline_model_parallel_size else 1))
     train.global_batch_size = replicas * min(most, -(-train.global_batch_size // replicas))
-    train.train_iters, cfg.scheduler.lr_warmup_iters, cfg.scheduler.lr_decay_iters = STEPS, 1, None
+    train.train_iters, train.num_epochs = STEPS, None
+    cfg.scheduler.lr_warmup_iters, cfg.scheduler.lr_decay_iters = 1, None
     train.exit_signal_handler = train.exit_signal_handler_for_dataloader = False
     cfg.validation.eval_iters = 0
     cfg.logger.log_interval, cfg.logger.tensorboard_dir = STEPS + 1, None
     cfg.checkpoint.save = cfg.checkpoint.load = cfg.checkpoint.save_interval = None
+    logging.getLogger(checkpoint_manager.__name__).setLevel(logging.ERROR)  # it would warn of that
     cfg.guard = None  # it would judge losses that are not computed
     cfg.dataset.num_workers, cfg.dataset.balance_over = 0, None
     if not has_data(cfg):

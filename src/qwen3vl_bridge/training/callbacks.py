@@ -12,7 +12,7 @@ from qwen3vl_bridge.data.questions import Question, questions
 from qwen3vl_bridge.data.sources.opening import open_source
 from qwen3vl_bridge.dist_train.joint_run import Modules
 from qwen3vl_bridge.inference.generation import end_token_ids, generate, ranks_in_step
-from qwen3vl_bridge.parallel.collectives import sum_counts
+from qwen3vl_bridge.parallel.collectives import is_first, sum_counts
 from qwen3vl_bridge.training.checkpoint_manager import check_script
 from qwen3vl_bridge.training.config import AccuracyConfig, Qwen3VLConfigContainer
 from qwen3vl_bridge.training.guard import StepGuard
@@ -37,6 +37,8 @@ def training_callbacks(cfg: ConfigContainer) -> list[Callback]:
         RuntimeError: this is a process that saving has started, which runs the script again.
     """
     check_script()
+    if isinstance(cfg, Qwen3VLConfigContainer):
+        vars(cfg)["_has_callbacks"] = True
     callbacks: list[Callback] = [StepGuard()]  # its norms are in the metrics
     if cfg.model.dist_train.use_dist_train:
         callbacks.append(Modules())
@@ -44,11 +46,34 @@ def training_callbacks(cfg: ConfigContainer) -> list[Callback]:
         callbacks.append(Metrics())
     if isinstance(cfg, Qwen3VLConfigContainer) and cfg.accuracy.path is not None:
         callbacks.append(Accuracy(cfg))
-    if cfg.train.num_epochs is None:  # Megatron-Bridge refuses it with callbacks of its kind
-        callbacks.append(UndisturbedGenerator())
+    # With data of its own, Megatron-Bridge refuses num_epochs and callbacks of their kind.
+    if cfg.train.num_epochs is None or isinstance(cfg.dataset, ConversationRows):
+        callbacks += [FinishedRun(), UndisturbedGenerator()]
     if torch.cuda.is_available():
         callbacks.append(FirstCollection())
     return [*callbacks, RunLog()]
+
+
+class FinishedRun(Callback):
+    """Ends a run that is started again after its last step, as a scheduler does that requeues a job: the loop returns.
+
+    Megatron-Bridge's samplers refuse to begin after their last sample, and its loop would validate and save once more.
+    """
+
+    def on_data_init_start(self, context: CallbackContext) -> None:
+        """Skip training and validation if the loaded checkpoint is the run's last."""
+        cfg, state = context.state.cfg, context.state.train_state
+        if state.step < cfg.train.train_iters:
+            return
+        if is_first():
+            logger.warning(
+                "the run is complete: %s is at step %d, and train.train_iters is %d. Nothing is trained. To train "
+                "longer, raise train.train_iters and set scheduler.override_opt_param_scheduler=true; a new run needs "
+                "another folder",
+                *(cfg.checkpoint.load, state.step, cfg.train.train_iters),
+            )
+        state.consumed_train_samples = 0
+        cfg.validation.skip_train, cfg.validation.eval_iters = True, 0
 
 
 class UndisturbedGenerator(Callback):

@@ -18,6 +18,7 @@ import os
 import queue
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from qwen3vl_bridge.models.hf_config import with_scaled_rope
 from qwen3vl_bridge.parallel.collectives import broadcast_object, fail_together, is_first, joint_failure, wait_for_all
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
 from qwen3vl_bridge.peft.stored_adapters import check_same_adapters
+from qwen3vl_bridge.planning.hardware import GIB
 from qwen3vl_bridge.training.resuming import (
     changed,
     chosen_schedule,
@@ -82,11 +84,15 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
     modules on separate ranks treated as one model.
 
     Raises:
-        CheckpointError: the run saves, and its initial weights are in no known format.
+        CheckpointError: the run saves, and its folder cannot be written to, or its initial weights are in no known
+            format.
     """
 
     def __init__(self, checkpoint_config: CheckpointConfig) -> None:
         super().__init__(checkpoint_config)
+        with fail_together():  # before the model is built
+            if is_first():
+                _expect_folder(checkpoint_config)
         # Hugging Face files in the run's checkpoints: of its initial weights, or of the checkpoint it resumes from.
         self._export: ExportFiles | None = None
         first = checkpoint_config.pretrained_checkpoint
@@ -104,12 +110,7 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
         state, settings = ctx.state, ctx.state.cfg.checkpoint
         step, folder = state.train_state.step, Path(settings.save)
         final = Path(get_checkpoint_name(settings.save, step))
-        # megatron-core's writer of `torch_dist` passes its threads' results through a queue, of this process here.
-        # Otherwise it starts a process for that, also if it saves synchronously: it is spawned, so it imports the
-        # user's script, it lives as long as the run, and launchers send it the signal that asks to save and exit.
-        if settings.async_save == isinstance(filesystem_async._results_queue, queue.Queue):
-            filesystem_async._results_queue = None if settings.async_save else queue.Queue()
-        with _as_one_model(ctx) as whole:
+        with _as_one_model(ctx) as whole, _writing(settings):
             if ctx.non_persistent_ckpt or settings.async_save or "://" in str(settings.save):
                 super().save(whole, callback_manager)
                 with fail_together():  # non-persistent and remote checkpoints have no folder for them
@@ -212,6 +213,27 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
         return loaded
 
 
+def _expect_folder(settings: CheckpointConfig) -> None:
+    """Create the folder of a run that saves, and write there; warn if the run saves nothing."""
+    if not settings.save or settings.save_interval == 0:
+        name = "save_interval" if settings.save else "save"
+        logger.warning(
+            "checkpoint.%s is %r: the run saves nothing. Set checkpoint.save to a folder that only this run uses, and "
+            "checkpoint.save_interval to a number of steps, or None for the end alone",
+            *(name, getattr(settings, name)),
+        )
+    elif "://" not in str(settings.save):  # remote paths are not folders
+        try:
+            Path(settings.save).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=settings.save) as file:
+                file.write(bytes(1 << 12))
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint.save is {settings.save}, where nothing can be written: {error.strerror or error}; "
+                "expected a folder that this user may write to, on a disk that has room"
+            ) from error
+
+
 MANAGER = f"{Qwen3VLCheckpointManager.__module__}.{Qwen3VLCheckpointManager.__name__}"
 
 
@@ -233,11 +255,43 @@ def _staged_by_all_ranks(target: Path) -> Iterator[Path]:
                 raise CheckpointError(f"{staged} is not visible here, expected a file system that all ranks share")
         try:
             yield staged
-        except CheckpointException as error:
-            raise joint_failure(error) from error
+        except (CheckpointException, CheckpointError, OSError) as error:
+            raise CheckpointError(_why_not(target, error)) from error
         wait_for_all()  # for all to have written
         with fail_together():
             stack.close()  # puts the folder in its place
+
+
+def _why_not(target: Path, error: BaseException) -> str:
+    """The message of a save that failed: how much room there is, which checkpoint, and what to do.
+
+    Errors of writers say little: of a full disk, "enforce fail at inline_container.cc" or "Worker failure".
+    """
+    cause = joint_failure(error) if isinstance(error, CheckpointException) else error
+    tracker, kept = target.parent / TRACKER, "there is no complete checkpoint, so that it begins again"
+    if tracker.is_file():
+        kept = f"it continues after step {tracker.read_text().strip()}, whose checkpoint is complete"
+    return (
+        f"{target} could not be saved: {cause}. Its disk had {shutil.disk_usage(target.parent).free / GIB:.3f} GiB "
+        "free then. If that is too little, or a quota is used up, make room, and start the same command again: " + kept
+    )
+
+
+@contextlib.contextmanager
+def _writing(settings: CheckpointConfig) -> Iterator[None]:
+    """Have megatron-core's writer of `torch_dist` pass its threads' results through a queue of this process.
+
+    It starts a process for that otherwise, also if it saves synchronously: it is spawned, so it imports the user's
+    script, it lives as long as the run, and launchers send it the signal that asks to save and exit.
+    """
+    if settings.async_save:
+        yield
+        return
+    filesystem_async._results_queue = queue.Queue()
+    try:
+        yield
+    finally:
+        filesystem_async._results_queue = None  # Megatron-Bridge would end its process when a run fails
 
 
 def _saving_to(folder: Path, ctx: CheckpointSaveContext) -> CheckpointSaveContext:

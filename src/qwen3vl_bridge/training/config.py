@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import Literal
+from fractions import Fraction
+from math import ceil
+from typing import ClassVar, Literal
 
 from qwen3vl_bridge.data.dataset_provider import ConversationRows, Qwen3VLConversationProvider
 from qwen3vl_bridge.data.row_loading import end_workers_at_exit
@@ -24,6 +26,7 @@ from megatron.bridge.training.config import (
     OptimizerConfigOverrideProviderContext,
     RerunStateMachineConfig,
 )
+from megatron.bridge.utils.common_utils import get_rank_safe
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
@@ -119,6 +122,9 @@ class Qwen3VLConfigContainer(ConfigContainer):
         accuracy: accuracy on held-out conversations.
     """
 
+    # Not a setting: whether `training_callbacks` made some for this configuration.
+    _has_callbacks: ClassVar[bool] = False
+
     optimizer_config_override_provider: OptimizerConfigOverrideProvider = field(default_factory=Qwen3VLLearningRates)
     rerun_state_machine: RerunStateMachineConfig = field(
         default_factory=lambda: RerunStateMachineConfig(check_for_nan_in_loss=False)
@@ -140,12 +146,39 @@ class Qwen3VLConfigContainer(ConfigContainer):
         """Like Megatron-Bridge's, with our checks; raises ValueError for settings that contradict each other."""
         check_script()
         check(run_refusals.BEFORE_VALIDATE, self)
+        self._count_steps()
+        run_refusals.check_warmup(self)
         super().validate()
         if self.checkpoint.custom_manager_class is None:
             self.checkpoint.custom_manager_class = MANAGER
         check(run_refusals.AFTER_VALIDATE, self)
         read_initial_weights(self, MANAGER)
         self._complete_dataset()
+
+    def _count_steps(self) -> None:
+        """Replace `train.num_epochs` by as many `train.train_iters`, for our data sets, whose rows never end.
+
+        An epoch ends in the middle of a step, and the last step continues in the next epoch.
+        """
+        train, rows = self.train, self.dataset
+        if (epochs := train.num_epochs) is None or not isinstance(rows, ConversationRows):
+            return  # Megatron-Bridge knows the lengths of its own
+        given = {name: getattr(train, name) for name in ("train_iters", "train_samples", "rampup_batch_size")}
+        if epochs <= 0 or any(value is not None for value in given.values()):
+            found = " and ".join(f"train.{name} {value}" for name, value in given.items() if value is not None)
+            raise ValueError(
+                f"train.num_epochs is {epochs}{' with ' * bool(found)}{found}, expected a number above 0, and None for "
+                "train_iters, train_samples and rampup_batch_size"
+            )
+        if not isinstance(rows, Qwen3VLConversationProvider):
+            raise ValueError(
+                f"train.num_epochs is {epochs} with a {type(rows).__name__}, expected None: the rows of an epoch are "
+                "not known before they are read. Set train.train_iters"
+            )
+        count = int(rows.count_epoch(self.model.context_parallel_size).rows)
+        train.num_epochs, train.train_iters = None, ceil(Fraction(str(epochs)) * count / train.global_batch_size)
+        if get_rank_safe() == 0:
+            logger.info("train.num_epochs %s of %d rows: train.train_iters is %d", epochs, count, train.train_iters)
 
     def _complete_dataset(self) -> None:
         """Set the data set's fields that follow from other sections: rows per evaluation and per microbatch, and the

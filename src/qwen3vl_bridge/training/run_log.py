@@ -16,12 +16,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from qwen3vl_bridge.data.row_loading import Epoch
 from qwen3vl_bridge.io.atomic import replace_file
 from qwen3vl_bridge.io.parsing import parse_record
-from qwen3vl_bridge.parallel.collectives import gather_objects
+from qwen3vl_bridge.parallel.collectives import gather_objects, is_first
 
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
+from megatron.bridge.training.config import ConfigContainer
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 logger = logging.getLogger(__name__)
@@ -50,21 +52,32 @@ class RunLog(Callback):
         cfg, step = context.state.cfg, context.state.train_state.step
         self._shown = StepProgress(cfg.train.train_iters, step, cfg.logger.log_interval)
         self._validated: int | None = None
-        is_first = torch.distributed.get_rank() == 0
-        if step >= cfg.train.train_iters and is_first:
-            logger.warning(
-                "the run is complete: %s is at step %d and train.train_iters is %d; raise train.train_iters, or "
-                "choose another folder",
-                *(cfg.checkpoint.load, step, cfg.train.train_iters),
-            )
         self._path: Path | None = None
         here = cfg.checkpoint.save and "://" not in str(cfg.checkpoint.save)  # remote paths are not folders
-        if here and is_first:
+        if here and is_first():
             self._path = Path(cfg.checkpoint.save) / METRICS
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._path.exists():  # a truncated line is removed, too
                 kept = [entry for entry in read_metrics(self._path.parent) if entry["step"] <= step]
                 replace_file(self._path, "".join(map(metrics_line, kept)).encode())
+        if (epoch := getattr(cfg.dataset, "epoch", None)) is not None and is_first():
+            self._show_epoch(epoch, cfg)
+
+    def _show_epoch(self, epoch: Epoch, cfg: ConfigContainer) -> None:
+        """Say how long an epoch is, and how many the run has; warn if a step has several."""
+        steps, batch, about = cfg.train.train_iters, cfg.train.global_batch_size, "" if epoch.is_counted else "about "
+        per_epoch = epoch.rows / batch
+        self._shown.write(
+            f"epoch: samples {epoch.samples:,}  rows {about}{epoch.rows:,.0f} of {cfg.dataset.seq_length:,} tokens  "
+            f"tokens {about}{epoch.tokens:,.0f}  steps {about}{per_epoch:,.4g} of {batch:,} rows;  "
+            f"run: steps {steps:,}  epochs {about}{steps / max(per_epoch, 1e-9):,.4g}"
+        )
+        if per_epoch < 1:
+            logger.warning(
+                "an epoch is shorter than a step, which trains on each sample about %.3g times: lower "
+                "train.global_batch_size (%d rows) or dataset.seq_length, and set train.num_epochs",
+                *(1 / max(per_epoch, 1e-9), batch),
+            )
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Note the step's start time and learning rate."""

@@ -6,6 +6,10 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+from dataclasses import fields, is_dataclass
+from math import ceil
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -27,10 +31,12 @@ from qwen3vl_bridge.models.rules import (
     keep,
     missing,
     same_as,
+    suggestion,
+    unknown_names,
 )
 from qwen3vl_bridge.models.settings import replicas_of
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
-from qwen3vl_bridge.planning.from_config import plan_of
+from qwen3vl_bridge.planning.from_config import checkpoint_bytes, plan_of
 from qwen3vl_bridge.planning.hardware import GIB, host_bytes
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.training.checkpoint_manager import MANAGER
@@ -39,7 +45,7 @@ from qwen3vl_bridge.weights.rows import Part
 
 import torch
 from megatron.bridge.training.config import TokenizerConfig
-from megatron.bridge.utils.common_utils import get_world_size_safe
+from megatron.bridge.utils.common_utils import get_rank_safe, get_world_size_safe
 from megatron.core.optimizer.emerging_optimizers import HAVE_EMERGING_OPTIMIZERS
 
 logger = logging.getLogger(__name__)
@@ -50,6 +56,30 @@ _FSDP = is_on("ddp.use_megatron_fsdp")
 _STOPS = ("rerun_state_machine.check_for_nan_in_loss", "ddp.check_for_nan_in_grad")
 
 # --- Before Megatron-Bridge completes a configuration ---
+
+# Attributes that Megatron sets on sections when it completes them.
+_COMPLETED = ("data_parallel_size", "optimizer.use_precision_aware_optimizer_no_fp8_or_ds_fp8", "optimizer.timers")
+
+
+def _check_names(cfg: Any) -> None:
+    """Refuse attributes of a run's sections that are no settings, which Python sets without a word. The provider checks
+    its own; classes of users may have what they like.
+    """
+
+    def inside(prefix: str, owner: Any) -> dict[str, Any]:
+        found = {f"{prefix}{field.name}.": getattr(owner, field.name) for field in fields(owner)}
+        return {name: one for name, one in found.items() if is_dataclass(one) and name != "model."}
+
+    ours = {"": cfg, **inside("", cfg)}
+    ours |= {name: one for prefix, owner in ours.items() if prefix for name, one in inside(prefix, owner).items()}
+    packages = ("megatron", "qwen3vl_bridge")
+    ours = {name: one for name, one in ours.items() if type(one).__module__.partition(".")[0] in packages}
+    known = [prefix + field.name for prefix, owner in ours.items() for field in fields(owner)]
+    for prefix, owner in ours.items():
+        for name in (prefix + name for name in unknown_names(owner)):
+            if name not in _COMPLETED:
+                value = getattr(owner, name.removeprefix(prefix))
+                raise ValueError(f"{name} is set to {value!r}, but there is no setting {name}{suggestion(name, known)}")
 
 
 def _check_connections(cfg: Any) -> None:
@@ -95,7 +125,7 @@ def check_balance(cfg: Any) -> None:
         )
 
 
-def _check_warmup(cfg: Any) -> None:
+def check_warmup(cfg: Any) -> None:
     """Refuse a warm-up that is as long as the schedule, such as a recipe's in a shortened run.
 
     Megatron-Bridge shortens it to one sample less, and the rate reaches `optimizer.lr` in the last step or never.
@@ -137,6 +167,7 @@ _GROUPS = "each module has its own process groups, all of one kind"
 _GATHERED = "each rank's parameters are gathered in one call, which needs one dtype, and linear attention has float32"
 
 BEFORE_VALIDATE: tuple[Rule, ...] = (
+    _check_names,
     _check_connections,
     Allowed("dataset.seq_length", same_as("model.seq_length")).because(
         "both are the length of a row; set both to the same number"
@@ -209,7 +240,6 @@ BEFORE_VALIDATE: tuple[Rule, ...] = (
         for name in ("optimizer.lr", "optimizer.min_lr", "scheduler.start_weight_decay", "scheduler.end_weight_decay")
     ),
     Allowed("scheduler.lr_warmup_fraction", Range(lambda part, _: part is None or part < 1, lambda _: "less than 1")),
-    _check_warmup,
     lambda cfg: microbatches_of_a_rank(cfg, cfg.get_data_parallel_size(get_world_size_safe())),
     check_balance,
     Allowed("guard.spike_factor", Range(lambda factor, _: factor > 1, lambda _: "more than 1"), lambda cfg: cfg.guard),
@@ -359,6 +389,39 @@ def _check_host_memory(cfg: Any) -> None:
         )
 
 
+def _warn_of_room(cfg: Any) -> None:
+    """Warn of a disk without room for the checkpoints that a run keeps, and the one that it writes meanwhile."""
+    settings = cfg.checkpoint
+    if get_rank_safe() != 0 or not settings.save or settings.save_interval == 0 or "://" in str(settings.save):
+        return
+    try:
+        each = checkpoint_bytes(cfg)
+    except ValueError:  # the planner does not support the run
+        return
+    folder, most = Path(settings.save).absolute(), settings.most_recent_k
+    saves = ceil((cfg.train.train_iters or 1) / settings.save_interval) if settings.save_interval else 1
+    number = saves if most is None or most < 0 else min(saves, most + 1)
+    number = max(1, number - len(list(folder.glob("iter_*"))))
+    room = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+    if number * each > room:
+        logger.warning(
+            "checkpoint.save is %s, whose disk has %.1f GiB free, expected about %.1f GiB: for %d checkpoints of %.1f "
+            "GiB, with the one that is being written. Make room, or lower checkpoint.most_recent_k (%s), or set "
+            "checkpoint.save_optim=false, and the run cannot be resumed",
+            *(settings.save, room / GIB, number * each / GIB, number, each / GIB, most),
+        )
+
+
+def _check_callbacks(cfg: Any) -> None:
+    """Refuse a run without the callbacks that implement its settings, which would end in its first step."""
+    needs = {"guard": cfg.guard is not None, "accuracy.path": cfg.accuracy.path is not None}
+    if not cfg._has_callbacks and (ignored := [name for name, is_set in needs.items() if is_set]):
+        raise ValueError(
+            f"{' and '.join(ignored)} would be ignored: no callbacks were made for this configuration; expected "
+            "finetune(cfg, qwen3vl_bridge.forward_step, callbacks=qwen3vl_bridge.training_callbacks(cfg))"
+        )
+
+
 _LACKS_NVRX = missing("nvidia_resiliency_ext")
 _NVRX = "it needs the package nvidia-resiliency-ext, which is not installed"
 # Parameters get memory from the hook that reads initial weights, and only Megatron-FSDP moves them to GPUs.
@@ -436,4 +499,6 @@ AFTER_VALIDATE: tuple[Rule, ...] = (
     ),
     *WITHOUT_MEMORY,
     *ON_TRAIN_START,
+    _check_callbacks,
+    _warn_of_room,
 )

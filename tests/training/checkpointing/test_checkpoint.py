@@ -1,7 +1,6 @@
 """What a run goes on with from a checkpoint; checkpoints and weights that do not fit it, or have other names."""
 
 import multiprocessing
-import queue
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -186,8 +185,13 @@ def test_a_process_that_saving_has_started_does_not_train(inputs, monkeypatch):
         qwen3vl_bridge.training_callbacks(inputs.config(None))
 
 
-def test_saving_starts_no_process(saved):
-    assert isinstance(filesystem_async._results_queue, queue.Queue)  # megatron-core's own is in a process it starts
+def test_saving_starts_no_process(inputs, tmp_path, monkeypatch):
+    """megatron-core passes the results of its writers' threads through a process of its own."""
+    started, start = [], multiprocessing.process.BaseProcess.start
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", lambda self: [started.append(self), start(self)])
+    train(replicated(inputs, tmp_path, **STEPS | dict(train__train_iters=2)))
+    assert (tmp_path / "iter_0000002").is_dir() and not started
+    assert filesystem_async._results_queue is None  # whose process Megatron-Bridge ends when a run fails
 
 
 KIND = "fully_reshardable"

@@ -6,6 +6,7 @@ from qwen3vl_bridge import Qwen3VLLoRA
 from qwen3vl_bridge.checkpoint import CheckpointError, import_checkpoint
 from qwen3vl_bridge.models import rules
 from qwen3vl_bridge.training import run_refusals
+from qwen3vl_bridge.training.callbacks import training_callbacks
 from qwen3vl_bridge.training.checkpoint_manager import Qwen3VLCheckpointManager
 from qwen3vl_bridge.training.process_groups import initialize
 from qwen3vl_bridge.training.resuming import has_checkpoint
@@ -193,6 +194,7 @@ class TestTheConfiguration:
     def cfg(self, inputs):
         hf = str(inputs.hf)
         cfg = Start("whole", hf, str(inputs.data), hf, None, steps(1)).config()
+        training_callbacks(cfg)
         initialize(cfg.model, seed=0)
         return cfg
 
@@ -229,7 +231,9 @@ class TestTheConfiguration:
     def test_what_megatron_fsdp_could_not_save_is_refused(self, inputs, tmp_path):
         def cfg(**given):
             places = str(inputs.hf), str(inputs.data), None, str(tmp_path)
-            return Start("sharded", *places, steps(1), **given).config()
+            made = Start("sharded", *places, steps(1), **given).config()
+            training_callbacks(made)
+            return made
 
         for given in (dict(fsdp=True, bf16=True), dict()):
             runtime_config_update(cfg(**given))

@@ -67,6 +67,10 @@ class NumberedOrder(Order):
         self._num_samples, self._seed = num_samples, seed
         self._shuffled = dict[int, torch.Tensor]()  # by epoch
 
+    def __len__(self) -> int:
+        """Samples of an epoch."""
+        return self._num_samples
+
     def numbers(self, epoch: int, start: int, count: int) -> Sequence[int]:
         """See `Order`."""
         end = min(start + count, self._num_samples)
@@ -108,6 +112,10 @@ class MixedOrder(Order):
         seeds = [None if seed is None else seed * _SEEDS + number for number in range(len(lengths))]
         self._sets = [NumberedOrder(length, own) for length, own in zip(lengths, seeds, strict=True)]
         self._merged = dict[int, torch.Tensor]()  # by epoch
+
+    def __len__(self) -> int:
+        """Samples of the first epoch."""
+        return sum(self._passed(1))
 
     def numbers(self, epoch: int, start: int, count: int) -> Sequence[int]:
         """See `Order`."""
@@ -263,6 +271,12 @@ class RowPlan:
         """Per data set, the number of samples dropped in this row's window or before."""
         return self._pack_window(self.window(number))[1].dropped
 
+    def after_first(self) -> Window:
+        """The window after the first one."""
+        if len(self._windows) == 1:
+            self._extend()
+        return self._windows[1]
+
     def end_of_epoch(self) -> int:
         """Number of the first row after the epoch that the plan begins in."""
         epoch = self._windows[0].epoch
@@ -360,6 +374,10 @@ class PackedRows(Sizes):
         if names := [name for name in {**rules, **self.rules} if rules.get(name) != self.rules.get(name)]:
             differ = ", ".join(f"{name} {rules.get(name)} (packed with {self.rules.get(name)})" for name in names)
             raise ValueError(f"{self.folder} does not fit this run, which has {differ}. Pack again")
+
+    def tokens(self) -> int:
+        """Tokens of all rows, without padding."""
+        return int(self._sizes[self._rows, 0].sum())
 
     def get(self, sample: int) -> Size:
         """Size of one sample."""

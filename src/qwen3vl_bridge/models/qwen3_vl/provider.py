@@ -13,7 +13,7 @@ from qwen3vl_bridge.models.provider import ExpertsMixin, VisionLanguageProvider
 from qwen3vl_bridge.models.qwen3_vl.config import FAMILY_NAME, TOKENS, check_deepstack
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
 from qwen3vl_bridge.models.refusals import NOTHING_ELSE, unread
-from qwen3vl_bridge.models.rules import Rule, keep
+from qwen3vl_bridge.models.rules import Rule, keep, unknown_names
 from qwen3vl_bridge.models.settings import VisionLanguageFields, name_of_activation
 
 from transformers import Qwen3VLMoeTextConfig, Qwen3VLTextConfig, Qwen3VLVisionConfig
@@ -30,8 +30,8 @@ _LIKE = 0.85
 def _check_names(provider: VisionLanguageFields) -> None:
     """Refuse attributes that are not fields but similar to one. Callers may store their own: others are only logged."""
     fields = [field.name for field in dataclasses.fields(provider)]
-    for name, value in vars(provider).items():
-        if name in fields or name in _NOTES or name.startswith("_") or value is None or value is False:
+    for name in unknown_names(provider):
+        if name in _NOTES or getattr(provider, name) in (None, False):
             continue
         if like := difflib.get_close_matches(name, fields, n=1, cutoff=_LIKE):
             raise ValueError(f"{name} is set, but {type(provider).__name__} has no such setting: expected {like[0]}")

@@ -1,0 +1,208 @@
+"""What meets a user in the first minutes of a run: settings that are none, no callbacks, nothing saved, a full disk, a
+run that is complete already, and how long an epoch is.
+"""
+
+import logging
+import math
+import re
+import resource
+from operator import attrgetter
+
+import qwen3vl_bridge
+from qwen3vl_bridge import Qwen3VLLoRA
+from qwen3vl_bridge.checkpoint import CheckpointError
+from qwen3vl_bridge.io.atomic import snapshot
+from qwen3vl_bridge.planning.from_config import checkpoint_bytes
+from qwen3vl_bridge.training.process_groups import shutdown
+
+import pytest
+import qwen3vl_recipes
+from megatron.bridge.training.callbacks import Callback, CallbackContext
+from megatron.bridge.training.config import runtime_config_update
+from megatron.bridge.training.finetune import finetune
+from qwen3vl_recipes.dry_run import finalised
+from qwen3vl_recipes.overrides import apply
+
+from .conftest import read_log
+from .running import messages, replicated, run_bridges_loop, sharded, train
+
+
+class Limit(Callback):
+    def __init__(self, *, after: int, size: int) -> None:
+        self._after, self._size = after, size
+
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        if context.state.train_state.step + 1 == self._after:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self._size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+@pytest.mark.parametrize(("name", "meant"), [
+    ("dataset.seq_lenght", "dataset.seq_length"), ("optimizer.learning_rate", "optimizer.lr"),
+    ("train.max_steps", "train.train_iters"), ("peft.target_module", "peft.target_modules"),
+    ("chekpoint", "checkpoint.*"), ("train.gibberish", "train.*"), ("dataset.vision.max_pixel", "dataset.vision.*"),
+])  # fmt: skip
+def test_a_setting_that_does_not_exist_is_refused_in_python(name, meant, tmp_path):
+    cfg = qwen3vl_recipes.qwen3_vl_2b_peft_config()
+    cfg.dataset.path = cfg.checkpoint.pretrained_checkpoint = str(tmp_path)
+    qwen3vl_bridge.training_callbacks(cfg)
+    section, _, field = name.rpartition(".")
+    setattr(attrgetter(section)(cfg) if section else cfg, field, 4096)
+    message = f"^{name} is set to 4096, but there is no setting {name}; did you mean .*{meant}"
+    with pytest.raises(ValueError, match=message):
+        runtime_config_update(cfg)
+
+
+def test_a_name_of_transformers_is_translated_on_the_command_line():
+    with pytest.raises(ValueError, match=r"no setting learning_rate; did you mean optimizer\.lr\?"):
+        apply(qwen3vl_recipes.qwen3_vl_2b_sft_config(), ["learning_rate=1e-5"])
+
+
+def test_without_callbacks_a_run_does_not_start(inputs):
+    message = "guard would be ignored: no callbacks were made for this configuration; expected finetune(cfg, "
+    with pytest.raises(ValueError, match=re.escape(message)):
+        finetune(replicated(inputs, None), qwen3vl_bridge.forward_step)
+
+
+def test_a_finished_run_that_is_started_again_is_complete(inputs, tmp_path):
+    """As a scheduler does that requeues its job: nothing is trained, validated or saved, and nothing fails."""
+    settings = dict(train__train_iters=3, checkpoint__save_interval=2)
+    run_bridges_loop(replicated(inputs, tmp_path, **settings))
+    before = snapshot(tmp_path)
+    with messages("qwen3vl_bridge") as said:
+        run_bridges_loop(replicated(inputs, tmp_path, **settings))
+    (complete,) = [message for message in said if "is complete" in message]
+    assert f"{tmp_path} is at step 3, and train.train_iters is 3. Nothing is trained" in complete
+    assert {name: state for name, state in snapshot(tmp_path).items() if "tensorboard" not in name} == {
+        name: state for name, state in before.items() if "tensorboard" not in name
+    }
+    longer = replicated(inputs, tmp_path, **settings | dict(train__train_iters=4))
+    assert "raise train.train_iters and set scheduler.override_opt_param_scheduler=true" in complete
+    longer.scheduler.override_opt_param_scheduler = True
+    run_bridges_loop(longer)
+    assert [entry["step"] for entry in read_log(tmp_path) if "loss" in entry] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("settings", [dict(checkpoint__save=None), dict(checkpoint__save_interval=0)])
+def test_a_run_that_saves_nothing_says_so(inputs, tmp_path, settings):
+    short = dict(train__train_iters=1, scheduler__lr_warmup_iters=0, validation__eval_iters=0)
+    with messages("qwen3vl_bridge") as said:
+        train(replicated(inputs, tmp_path, **short | settings))
+    first = next(number for number, message in enumerate(said) if "the run saves nothing" in message)
+    assert not any("trained" in message for message in said[:first])  # the model is not built yet
+    assert not list(tmp_path.glob("iter_*"))
+
+
+def test_a_folder_that_cannot_be_written_to_is_found_before_the_model_is_built(inputs, tmp_path, monkeypatch):
+    """A folder below a file fails for every user, root too."""
+    (tmp_path / "file").touch()
+    cfg = replicated(inputs, tmp_path / "file" / "run")
+    monkeypatch.setattr(type(cfg.model), "provide", lambda *_, **__: pytest.fail("the model is built"))
+    with pytest.raises(CheckpointError, match=r"checkpoint.save is .*/file/run, where nothing can be written: Not a"):
+        train(cfg)
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_a_run_of_epochs_reads_every_sample_as_often(inputs, tmp_path, pack):
+    """Packed rows of several epochs differ; each has every sample once."""
+    settings = dict(
+        train__train_iters=None, train__num_epochs=2.5, scheduler__lr_warmup_iters=0, validation__eval_iters=0,
+        dataset__pack=pack, dataset__window_size=16, train__global_batch_size=1,
+    )  # fmt: skip
+    cfg = replicated(inputs, tmp_path, **settings)
+    rows = cfg.dataset.rows("train").plan.end_of_epoch()
+    steps = [entry["step"] for entry in train(cfg) if "loss" in entry]
+    assert steps == list(range(1, math.ceil(2.5 * rows) + 1)) and (pack or rows == 40)
+    assert cfg.train.train_iters == len(steps) and cfg.train.num_epochs is None
+    again = replicated(inputs, tmp_path, **settings)
+    with messages("qwen3vl_bridge") as said:
+        run_bridges_loop(again)
+    assert any("is complete" in message for message in said)
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    (dict(), "is 2 with train.train_iters 6, expected a number above 0, and None for train_iters"),
+    (dict(train__num_epochs=0, train__train_iters=None), "is 0, expected a number above 0"),
+    (dict(train__train_iters=None, scheduler__lr_warmup_iters=50), "lr_warmup_iters is 50 with train.train_iters 1:"),
+    (dict(train__train_iters=None, dataset__streaming=True, dataset__path="hf://a/b#train"), "streaming is on"),
+])  # fmt: skip
+def test_epochs_that_cannot_be_run_are_refused(inputs, settings, message):
+    cfg = replicated(inputs, None, **dict(train__num_epochs=2, train__global_batch_size=16) | settings)
+    qwen3vl_bridge.training_callbacks(cfg)
+    with pytest.raises(ValueError, match=message):
+        runtime_config_update(cfg)
+
+
+def test_epochs_on_the_command_line_replace_the_recipes_steps():
+    made = [apply(qwen3vl_recipes.qwen3_vl_2b_sft_config(), ["train.num_epochs=3", *more]).train
+            for more in ([], ["train.train_iters=20"])]  # fmt: skip
+    assert [(train.num_epochs, train.train_iters) for train in made] == [(3, None), (3, 20)]  # which is refused later
+
+
+def test_the_first_lines_say_how_long_an_epoch_is(inputs, capfd):
+    """Of the recipe's data as they are: 40 samples, of which a row of 8,192 tokens holds all."""
+    short = dict(train__train_iters=1, scheduler__lr_warmup_iters=0, validation__eval_iters=0)
+    long_rows = dict(model__seq_length=8192, dataset__seq_length=8192, train__global_batch_size=2)
+    with messages("qwen3vl_bridge") as said:
+        train(replicated(inputs, None, **short | long_rows))
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("epoch: ")]
+    length = r"epoch: samples 40  rows 1 of 8,192 tokens  tokens [\d,]+  steps 0.5 of 2 rows;  run: steps 1  epochs 2"
+    assert re.fullmatch(length, line)
+    warning = "an epoch is shorter than a step, which trains on each sample about 2 times: lower "
+    assert any(message.startswith(warning) for message in said)
+
+
+def test_an_epoch_that_is_not_counted_is_estimated(inputs):
+    rows = inputs.config(None, dataset__window_size=16).dataset.rows("train")
+    estimated, counted = rows.epoch(), rows.epoch(counted=True)
+    assert (estimated.samples, estimated.is_counted) == (40, False) and counted.is_counted
+    assert counted.rows == rows.plan.end_of_epoch()
+    assert abs(estimated.rows / counted.rows - 1) < 0.25 and abs(estimated.tokens / counted.tokens - 1) < 0.25
+
+
+def test_a_disk_that_fills_while_a_checkpoint_is_saved(inputs, tmp_path):
+    """By a limit on the size of files, which writing meets as a full disk."""
+    limits, steps = resource.getrlimit(resource.RLIMIT_FSIZE), dict(checkpoint__save_interval=2)
+    for after, kept in (
+        (1, "there is no complete checkpoint, so that it begins again"),
+        (3, "it continues after step 2"),
+    ):
+        with messages("megatron", logging.ERROR) as said:
+            try:
+                with pytest.raises(CheckpointError) as failed:
+                    train(replicated(inputs, tmp_path, **steps), callbacks=[Limit(after=after, size=2_000_000)])
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        message = rf"iter_000000{after + 1} could not be saved: .*\. Its disk had [\d.]+ GiB free then"
+        assert re.search(message, str(failed.value)) and kept in str(failed.value)
+        assert not any("Failed to abort" in message for message in said)
+        assert [path.name for path in tmp_path.glob("*iter_*")] == ["iter_0000002"] * (after > 1)
+        if after == 1:
+            train(replicated(inputs, tmp_path, **steps), stop_after=2)
+    train(replicated(inputs, tmp_path, **steps))
+    assert [entry["step"] for entry in read_log(tmp_path) if "loss" in entry] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("kind", ["replicated", "sharded", "adapters", "frozen", "weights"])
+def test_the_size_of_a_checkpoint_is_known_before_the_run(inputs, tmp_path, kind):
+    make = sharded if kind == "sharded" else replicated
+    cfg = make(inputs, tmp_path, train__train_iters=1, scheduler__lr_warmup_iters=0, validation__eval_iters=0)
+    cfg.peft = Qwen3VLLoRA(dim=64) if kind == "adapters" else None
+    cfg.model.freeze_language_model, cfg.checkpoint.save_optim = kind == "frozen", kind != "weights"
+    train(cfg)
+    written = sum(path.stat().st_size for path in tmp_path.glob("iter_0000001/*.distcp"))
+
+    assert abs(checkpoint_bytes(cfg) / written - 1) < 0.1
+
+
+def test_a_disk_without_room_is_named_before_the_start(inputs, tmp_path):
+    """Of the largest model, on the disk of this test."""
+    shutdown()  # groups of other tests
+    cfg = qwen3vl_recipes.qwen3_vl_235b_a22b_sft_config()
+    cfg.dataset.path, cfg.checkpoint.save = str(tmp_path), str(tmp_path / "later" / "run")
+    with messages("qwen3vl_bridge") as said:
+        finalised(cfg, 512)
+    (message,) = [message for message in said if "GiB free" in message]
+    assert f"{tmp_path}/later/run, whose disk has" in message and re.search(
+        r"for 3 checkpoints of 307\d\.\d GiB", message
+    )
+    assert not (tmp_path / "later").exists()
