@@ -28,8 +28,8 @@ _OPTIONS_ELSEWHERE = {
 }  # fmt: skip
 _EPILOG = """\
 Override settings of the recipe with arguments such as `optimizer.lr=1e-5 train.global_batch_size=64 dataset.path=DATA`,
-or with YAML files (--config). --dry-run shows all settings and the memory they need. The training loop is
-Megatron-Bridge's own; for several devices, start it under torchrun."""
+or with YAML files (--config). --dry-run shows what the run would do, and with --full all settings. The training
+loop is Megatron-Bridge's own; for several devices, start it under torchrun."""
 
 
 def train(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl train") -> int:
@@ -91,7 +91,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--save", metavar="FOLDER", type=Path, help="folder of the run; an existing run there is continued")
     add("--config", metavar="FILE", action="append", default=[],
         help="YAML file with settings; may be given several times")  # fmt: skip
-    add("--dry-run", action="store_true", help="show all settings and the memory they need, and exit")
+    add("--dry-run", action="store_true", help="show what the run would do, and exit: its split and memory, samples, "
+        "rows, steps and epochs, what it writes")  # fmt: skip
+    add("--full", action="store_true", help="with --dry-run: show all settings and the memory of each stage too")
     add("--rehearse", action="store_true", help="take three steps of one rank at their real sizes on a fake GPU, show "
         "where its memory goes and what a step launches, and exit; needs gcc and CUDA's torch, but no GPU")  # fmt: skip
     add("--rank", metavar="N", help="with --rehearse: the rank, or `last` (default: 0)")
@@ -112,6 +114,8 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
     without_training = args.dry_run or args.rehearse
     if args.json and not (args.list or without_training):
         parser.error("--json works only with --list, --dry-run and --rehearse")
+    if args.full and not args.dry_run:
+        parser.error("--full works only with --dry-run")
     if args.list:
         return args
     if args.recipe is None:
@@ -136,24 +140,25 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
 def _meant_by(option: str, parser: argparse.ArgumentParser) -> str:
     """What may be meant by an option that does not exist, as the end of a message."""
     name, _, value = option.lstrip("-").partition("=")
-    if (setting := setting_names.nearest(name)) is not None:
+    name = name.replace("_", "-")
+    if (like := _OPTIONS_ELSEWHERE.get(name)) is None and (setting := setting_names.nearest(name)) is not None:
         return f"; settings are given as NAME=VALUE: {setting}={value or '...'}"
-    known = [one for action in parser._actions for one in action.option_strings]
-    like = _OPTIONS_ELSEWHERE.get(name.replace("_", "-")) or next(
-        iter(difflib.get_close_matches(f"--{name.replace('_', '-')}", known, n=1)), None
-    )
+    if like is None:
+        known = [one for action in parser._actions for one in action.option_strings]
+        like = next(iter(difflib.get_close_matches(f"--{name}", known, n=1)), None)
     return f"; did you mean {like}?" if like else "; --help shows all; settings of the run are given as NAME=VALUE"
 
 
 def _dry_run(args: argparse.Namespace, chosen: Recipe) -> None:
     from qwen3vl_recipes import dry_run
 
+    what = {"title": f"{args.recipe}: {chosen.summary}", "from_scratch": args.from_scratch}
     where = {"gpus": args.gpus or chosen.gpus or 1, "gpu": args.gpu or chosen.gpu}
     if not args.json:
-        dry_run.show(_configuration(args, chosen), **where)
+        dry_run.show(_configuration(args, chosen), full=args.full, **what, **where)
         return
     with contextlib.redirect_stdout(sys.stderr):  # for what Megatron-Bridge prints
-        found = dry_run.dump(_configuration(args, chosen), **where)
+        found = dry_run.dump(_configuration(args, chosen), **what, **where)
     show(json.dumps(found, indent=2))
 
 
@@ -186,6 +191,8 @@ def _configuration(args: argparse.Namespace, chosen: Recipe) -> ConfigContainer:
     from qwen3vl_recipes.paths import check_data, set_paths
 
     cfg = chosen()
+    if not hasattr(cfg, "dataset"):
+        raise ValueError(f"{args.recipe} returned {cfg!r:.80}, expected a configuration, as the recipes return")
     set_paths(
         cfg,
         hf_path=args.hf_model,

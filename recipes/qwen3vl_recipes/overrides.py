@@ -36,7 +36,7 @@ def apply(cfg: ConfigContainer, words: Sequence[str] = (), files: Sequence[str |
     OmegaConf.set_struct(settings, True)  # unknown names are errors
     after = _flat(_merged(settings, words, files))
     steps, epochs = "train.train_iters", "train.num_epochs"
-    if after[epochs] is not None and before[epochs] is None and after[steps] == before[steps]:
+    if after.get(epochs) is not None and before.get(epochs) is None and after.get(steps) == before.get(steps):
         after[steps] = None  # the recipe's, which nobody has asked for
     changed = {
         name: new

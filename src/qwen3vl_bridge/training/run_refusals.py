@@ -234,6 +234,8 @@ BEFORE_VALIDATE: tuple[Rule, ...] = (
     Allowed("optimizer.optimizer", any_of("adam", "sgd"), lambda _: not HAVE_EMERGING_OPTIMIZERS).because(
         "others need a package that is not installed: pip install emerging-optimizers"
     ),
+    Allowed("train.global_batch_size", at_least(1)),
+    Allowed("train.train_iters", Range(lambda steps, _: steps is None or steps > 0, lambda _: "1 or more")),
     # They are None in Megatron-Bridge, and megatron-core compares them.
     *(
         Allowed(name, Range(lambda value, _: value is not None, lambda _: "a number, such as 0.0"))
@@ -499,6 +501,11 @@ AFTER_VALIDATE: tuple[Rule, ...] = (
     ),
     *WITHOUT_MEMORY,
     *ON_TRAIN_START,
+    Allowed("optimizer.lr", at_least(0)),
+    Allowed(
+        "optimizer.min_lr",
+        Range(lambda rate, cfg: 0 <= rate <= cfg.optimizer.lr, lambda cfg: f"0 to optimizer.lr, {cfg.optimizer.lr}"),
+    ),
     _check_callbacks,
     _warn_of_room,
 )
