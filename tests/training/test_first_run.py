@@ -9,15 +9,18 @@ import resource
 from operator import attrgetter
 
 import qwen3vl_bridge
-from qwen3vl_bridge import Qwen3VLLoRA
+from qwen3vl_bridge import Qwen3VLEnergonProvider, Qwen3VLLoRA
 from qwen3vl_bridge.checkpoint import CheckpointError
 from qwen3vl_bridge.io.atomic import snapshot
 from qwen3vl_bridge.planning.from_config import checkpoint_bytes
+from qwen3vl_bridge.training import run_refusals
 from qwen3vl_bridge.training.process_groups import shutdown
 
 import pytest
 import qwen3vl_recipes
+from megatron.bridge.training import config
 from megatron.bridge.training.callbacks import Callback, CallbackContext
+from megatron.bridge.training.comm_overlap import CommOverlapConfig
 from megatron.bridge.training.config import runtime_config_update
 from megatron.bridge.training.finetune import finetune
 from qwen3vl_recipes.dry_run import finalised
@@ -50,6 +53,17 @@ def test_a_setting_that_does_not_exist_is_refused_in_python(name, meant, tmp_pat
     message = f"^{name} is set to 4096, but there is no setting {name}; did you mean .*{meant}"
     with pytest.raises(ValueError, match=message):
         runtime_config_update(cfg)
+
+
+def test_what_megatron_sets_itself_is_not_refused(tmp_path):
+    """Of every section that a run may have, when the configuration is completed; also a second time."""
+    shutdown()  # groups of other tests
+    cfg = qwen3vl_recipes.qwen3_vl_2b_peft_config()
+    cfg.dataset.path = cfg.checkpoint.pretrained_checkpoint = str(tmp_path)
+    cfg.ft, cfg.straggler, cfg.nvrx_straggler = config.FaultToleranceConfig(), config.StragglerDetectionConfig(), None
+    cfg.comm_overlap, cfg.tensor_inspect = CommOverlapConfig(tp_comm_overlap=False), config.TensorInspectConfig()
+    cfg.inprocess_restart = config.InProcessRestartConfig()
+    run_refusals._check_names(finalised(finalised(cfg, 8), 8))
 
 
 def test_a_name_of_transformers_is_translated_on_the_command_line():
@@ -102,16 +116,15 @@ def test_a_folder_that_cannot_be_written_to_is_found_before_the_model_is_built(i
 
 
 @pytest.mark.parametrize("pack", [True, False])
-def test_a_run_of_epochs_reads_every_sample_as_often(inputs, tmp_path, pack):
-    """Packed rows of several epochs differ; each has every sample once."""
+def test_a_run_of_epochs_has_as_many_steps_as_their_rows_fill(inputs, tmp_path, pack):
     settings = dict(
-        train__train_iters=None, train__num_epochs=2.5, scheduler__lr_warmup_iters=0, validation__eval_iters=0,
-        dataset__pack=pack, dataset__window_size=16, train__global_batch_size=1,
+        train__train_iters=None, train__num_epochs=1.5, scheduler__lr_warmup_iters=0, validation__eval_iters=0,
+        dataset__pack=pack, dataset__window_size=16, checkpoint__save_interval=None,
     )  # fmt: skip
     cfg = replicated(inputs, tmp_path, **settings)
     rows = cfg.dataset.rows("train").plan.end_of_epoch()
     steps = [entry["step"] for entry in train(cfg) if "loss" in entry]
-    assert steps == list(range(1, math.ceil(2.5 * rows) + 1)) and (pack or rows == 40)
+    assert steps == list(range(1, math.ceil(1.5 * rows / 2) + 1)) and (pack or rows == 40)
     assert cfg.train.train_iters == len(steps) and cfg.train.num_epochs is None
     again = replicated(inputs, tmp_path, **settings)
     with messages("qwen3vl_bridge") as said:
@@ -132,6 +145,13 @@ def test_epochs_that_cannot_be_run_are_refused(inputs, settings, message):
         runtime_config_update(cfg)
 
 
+def test_epochs_of_webdatasets_are_refused(inputs):
+    cfg = replicated(inputs, None, train__num_epochs=2, train__train_iters=None)
+    cfg.dataset = Qwen3VLEnergonProvider(path="unread", hf_processor_path=str(inputs.hf), seq_length=128)
+    with pytest.raises(ValueError, match="num_epochs is 2 with a Qwen3VLEnergonProvider, expected None: the rows of"):
+        runtime_config_update(cfg)
+
+
 def test_epochs_on_the_command_line_replace_the_recipes_steps():
     made = [apply(qwen3vl_recipes.qwen3_vl_2b_sft_config(), ["train.num_epochs=3", *more]).train
             for more in ([], ["train.train_iters=20"])]  # fmt: skip
@@ -139,13 +159,13 @@ def test_epochs_on_the_command_line_replace_the_recipes_steps():
 
 
 def test_the_first_lines_say_how_long_an_epoch_is(inputs, capfd):
-    """Of the recipe's data as they are: 40 samples, of which a row of 8,192 tokens holds all."""
+    """Of the recipe's data as they are: 40 samples, of which a row of 2,048 tokens holds all."""
     short = dict(train__train_iters=1, scheduler__lr_warmup_iters=0, validation__eval_iters=0)
-    long_rows = dict(model__seq_length=8192, dataset__seq_length=8192, train__global_batch_size=2)
+    long_rows = dict(model__seq_length=2048, dataset__seq_length=2048, train__global_batch_size=2)
     with messages("qwen3vl_bridge") as said:
         train(replicated(inputs, None, **short | long_rows))
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("epoch: ")]
-    length = r"epoch: samples 40  rows 1 of 8,192 tokens  tokens [\d,]+  steps 0.5 of 2 rows;  run: steps 1  epochs 2"
+    length = r"epoch: samples 40  rows 1 of 2,048 tokens  tokens [\d,]+  steps 0.5 of 2 rows;  run: steps 1  epochs 2"
     assert re.fullmatch(length, line)
     warning = "an epoch is shorter than a step, which trains on each sample about 2 times: lower "
     assert any(message.startswith(warning) for message in said)
@@ -189,6 +209,7 @@ def test_the_size_of_a_checkpoint_is_known_before_the_run(inputs, tmp_path, kind
     cfg.peft = Qwen3VLLoRA(dim=64) if kind == "adapters" else None
     cfg.model.freeze_language_model, cfg.checkpoint.save_optim = kind == "frozen", kind != "weights"
     train(cfg)
+    run_refusals._check_names(cfg)  # nor do attributes that a run sets on its sections look like settings
     written = sum(path.stat().st_size for path in tmp_path.glob("iter_0000001/*.distcp"))
 
     assert abs(checkpoint_bytes(cfg) / written - 1) < 0.1

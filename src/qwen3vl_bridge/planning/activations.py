@@ -384,7 +384,13 @@ def _text_layers(r: RankWidths, numbers: Sequence[int], slots: float) -> list[La
         layer = _text_layer(r, moe=moe, slots=slots if linear else None)
         if lora is not None:  # between the two matrices of each adapter
             adapted = adapter_sizes(dims, same[0]).keys() & lora.targets
-            layer = layer._replace(saved=layer.saved | {f"adapter of {name}": lora.rank * r.e for name in adapted})
+            saved = {f"adapter of {name}": lora.rank * r.e for name in adapted}
+            # Gathered from sequence-parallel ranks. Source: Megatron-Bridge 0.6.2, ParallelLinearAdapter.
+            kept = {"in_proj"} if lora.regathers else {"in_proj", "linear_qkv", "linear_fc1"}
+            saved |= {
+                f"adapter of {n}: input of other ranks": (dims["hidden"] - r.hidden) * r.e for n in adapted & kept
+            }
+            layer = layer._replace(saved=layer.saved | saved)
         by_number |= dict.fromkeys(same, layer)
     return [by_number[number] for number in numbers]
 

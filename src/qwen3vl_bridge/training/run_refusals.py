@@ -58,7 +58,10 @@ _STOPS = ("rerun_state_machine.check_for_nan_in_loss", "ddp.check_for_nan_in_gra
 # --- Before Megatron-Bridge completes a configuration ---
 
 # Attributes that Megatron sets on sections when it completes them.
-_COMPLETED = ("data_parallel_size", "optimizer.use_precision_aware_optimizer_no_fp8_or_ds_fp8", "optimizer.timers")
+_COMPLETED = (
+    *("data_parallel_size", "comm_overlap.user_comm_overlap_cfg"),
+    "optimizer.use_precision_aware_optimizer_no_fp8_or_ds_fp8",
+)
 
 
 def _check_names(cfg: Any) -> None:
