@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import functools
 import types
 import typing
@@ -64,11 +65,15 @@ def _check_precision(cfg: ConfigContainer, names: Iterable[str]) -> None:
     """Refuse settings that `mixed_precision` overwrites: each of its fields, in each section that has one of that
     name.
     """
-    from megatron.bridge.training.mixed_precision import get_mixed_precision_config
+    from megatron.bridge.training.mixed_precision import MIXED_PRECISION_RECIPES, get_mixed_precision_config
 
     chosen = cfg.mixed_precision
     if chosen is None:
         return
+    if isinstance(chosen, str) and chosen not in MIXED_PRECISION_RECIPES:
+        known = [name for name in MIXED_PRECISION_RECIPES if "-" not in name]  # those with hyphens are the same
+        close = difflib.get_close_matches(chosen, known, n=1, cutoff=0.4) or known
+        raise ValueError(f"mixed_precision is {chosen!r}, expected null or a name such as {', '.join(close)}")
     mixed = get_mixed_precision_config(chosen) if isinstance(chosen, str) else copy.copy(chosen)
     mixed.finalize()
     for name in names:

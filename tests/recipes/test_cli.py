@@ -5,6 +5,7 @@ import os
 import re
 
 from qwen3vl_bridge.data import DataError
+from qwen3vl_bridge.weights.rows import Part
 
 import pytest
 from datasets import Dataset
@@ -165,6 +166,7 @@ def test_a_dry_run_with_vision_on_ranks_of_its_own(capsys):
 @pytest.mark.usefixtures("no_groups")
 @pytest.mark.parametrize(("settings", "message"), [
     (dict(dataset__seq_length=4096), "dataset.seq_length is 4096, expected model.seq_length, 8192"),
+    ({f"model__freeze_{part.value}": True for part in Part}, "are all True: nothing would be trained; expected one"),
     (dict(train__train_iters=0), "train.train_iters is 0, expected 1 or more"),
     (dict(train__global_batch_size=0), "train.global_batch_size is 0, expected 1 or more"),
     (dict(optimizer__lr=-1.0), "optimizer.lr is -1.0, expected 0 or more"),

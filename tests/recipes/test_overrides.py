@@ -109,6 +109,7 @@ def test_of_adapters_of_experts():
     (["train.train_iters=many"], "train.train_iters is 'many', expected a whole number such as 1000"),
     (["train.train_iters=1.5"], "train.train_iters is 1.5, expected a whole number"),
     (["model.freeze_vision_model=1"], "model.freeze_vision_model is 1, expected true or false such as False"),
+    (["mixed_precision=fp16"], "mixed_precision is 'fp16', expected null or a name such as fp16_mixed"),
     (["optimizer.lr=high"], "optimizer.lr is 'high', expected a number"),
     (["train=3"], "train is 3, expected settings"), (["train.train_iters=[1"], "train.train_iters"),
 ])  # fmt: skip

@@ -427,6 +427,16 @@ def _check_callbacks(cfg: Any) -> None:
         )
 
 
+def _check_trained(cfg: Any) -> None:
+    """Refuse a run whose parts are all frozen, which would take its steps and save what it was given."""
+    names = [f"model.freeze_{part.value}" for part in Part]
+    frozen = all(getattr(cfg.model, name.removeprefix("model.")) for name in names)
+    if frozen and cfg.peft is None and not cfg.validation.skip_train:
+        raise ValueError(
+            f"{', '.join(names)} are all True: nothing would be trained; expected one of them False, or peft"
+        )
+
+
 _LACKS_NVRX = missing("nvidia_resiliency_ext")
 _NVRX = "it needs the package nvidia-resiliency-ext, which is not installed"
 # Parameters get memory from the hook that reads initial weights, and only Megatron-FSDP moves them to GPUs.
@@ -504,6 +514,7 @@ AFTER_VALIDATE: tuple[Rule, ...] = (
     ),
     *WITHOUT_MEMORY,
     *ON_TRAIN_START,
+    _check_trained,
     Allowed("optimizer.lr", at_least(0)),
     Allowed(
         "optimizer.min_lr",
