@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qwen3vl_bridge.terminal import BAD_INPUT, show, show_anything
+from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show, show_anything, show_error
 
+from qwen3vl_recipes import setting_names
+from qwen3vl_recipes.early_refusals import refuse_early
 from qwen3vl_recipes.registry import Recipe, find, recipes
 
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
 
+# What other trainers call an option.
+_OPTIONS_ELSEWHERE = {
+    "model": "--hf-model", "model-name-or-path": "--hf-model", "dataset": "--data-path", "output-dir": "--save",
+    "resume-from-checkpoint": "--save, whose run is continued",
+}  # fmt: skip
 _EPILOG = """\
 Override settings of the recipe with arguments such as `optimizer.lr=1e-5 train.global_batch_size=64 dataset.path=DATA`,
-or with YAML files (--config). --dry-run shows all settings and the memory they need. The training loop is
-Megatron-Bridge's own; for several devices, start it under torchrun."""
+or with YAML files (--config). --dry-run shows what the run would do, and with --full all settings. The training
+loop is Megatron-Bridge's own; for several devices, start it under torchrun."""
 
 
 def train(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl train") -> int:
@@ -32,9 +41,10 @@ def train(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl train"
         return 0
     from qwen3vl_bridge.compat.library_logs import quiet, without_prints
 
-    if not args.verbose:
-        quiet()
     try:
+        refuse_early(args)
+        if not args.verbose:
+            quiet()
         chosen = find(args.recipe)
         if args.dry_run:
             _dry_run(args, chosen)
@@ -51,8 +61,15 @@ def train(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl train"
 
         if isinstance(error, DataError):
             error = error.without_traceback()
-        show(f"error: {str(error) or repr(error)}\n(--verbose shows the traceback)", error=True)
+        show_error(str(error) or repr(error), "\n(--verbose shows the traceback)")
         sys.exit(BAD_INPUT)
+    except KeyboardInterrupt:
+        show(
+            "interrupted: the same command continues from the last checkpoint; SIGTERM, instead of Ctrl-C, saves one "
+            "first",
+            error=True,
+        )
+        return INTERRUPTED
     return 0
 
 
@@ -74,7 +91,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--save", metavar="FOLDER", type=Path, help="folder of the run; an existing run there is continued")
     add("--config", metavar="FILE", action="append", default=[],
         help="YAML file with settings; may be given several times")  # fmt: skip
-    add("--dry-run", action="store_true", help="show all settings and the memory they need, and exit")
+    add("--dry-run", action="store_true", help="show what the run would do, and exit: its split and memory, samples, "
+        "rows, steps and epochs, what it writes")  # fmt: skip
+    add("--full", action="store_true", help="with --dry-run: show all settings and the memory of each stage too")
     add("--rehearse", action="store_true", help="take three steps of one rank at their real sizes on a fake GPU, show "
         "where its memory goes and what a step launches, and exit; needs gcc and CUDA's torch, but no GPU")  # fmt: skip
     add("--rank", metavar="N", help="with --rehearse: the rank, or `last` (default: 0)")
@@ -89,10 +108,14 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    args = parser.parse_intermixed_args(arguments)  # settings may be at any position
+    args, unknown = parser.parse_known_intermixed_args(arguments)  # settings may be at any position
+    if unknown:
+        parser.error(f"there is no option {unknown[0]}{_meant_by(unknown[0], parser)}")
     without_training = args.dry_run or args.rehearse
     if args.json and not (args.list or without_training):
         parser.error("--json works only with --list, --dry-run and --rehearse")
+    if args.full and not args.dry_run:
+        parser.error("--full works only with --dry-run")
     if args.list:
         return args
     if args.recipe is None:
@@ -114,15 +137,28 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
     return args
 
 
+def _meant_by(option: str, parser: argparse.ArgumentParser) -> str:
+    """What may be meant by an option that does not exist, as the end of a message."""
+    name, _, value = option.lstrip("-").partition("=")
+    name = name.replace("_", "-")
+    if (like := _OPTIONS_ELSEWHERE.get(name)) is None and (setting := setting_names.nearest(name)) is not None:
+        return f"; settings are given as NAME=VALUE: {setting}={value or '...'}"
+    if like is None:
+        known = [one for action in parser._actions for one in action.option_strings]
+        like = next(iter(difflib.get_close_matches(f"--{name}", known, n=1)), None)
+    return f"; did you mean {like}?" if like else "; --help shows all; settings of the run are given as NAME=VALUE"
+
+
 def _dry_run(args: argparse.Namespace, chosen: Recipe) -> None:
     from qwen3vl_recipes import dry_run
 
+    what = {"title": f"{args.recipe}: {chosen.summary}", "from_scratch": args.from_scratch}
     where = {"gpus": args.gpus or chosen.gpus or 1, "gpu": args.gpu or chosen.gpu}
     if not args.json:
-        dry_run.show(_configuration(args, chosen), **where)
+        dry_run.show(_configuration(args, chosen), full=args.full, **what, **where)
         return
     with contextlib.redirect_stdout(sys.stderr):  # for what Megatron-Bridge prints
-        found = dry_run.dump(_configuration(args, chosen), **where)
+        found = dry_run.dump(_configuration(args, chosen), **what, **where)
     show(json.dumps(found, indent=2))
 
 
@@ -154,16 +190,9 @@ def _configuration(args: argparse.Namespace, chosen: Recipe) -> ConfigContainer:
     from qwen3vl_recipes import overrides
     from qwen3vl_recipes.paths import check_data, set_paths
 
-    if args.hf_model is not None and Path(args.hf_model).is_dir():
-        from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
-
-        ModelConfig(args.hf_model)  # refuses another model's folder before the slow import of Megatron
-    elif args.hf_model is not None:
-        reads = not (args.dry_run or args.rehearse)
-        folder = find_model(args.hf_model, weights=reads)
-        if reads:
-            args.hf_model = str(folder)
     cfg = chosen()
+    if not hasattr(cfg, "dataset"):
+        raise ValueError(f"{args.recipe} returned {cfg!r:.80}, expected a configuration, as the recipes return")
     set_paths(
         cfg,
         hf_path=args.hf_model,
@@ -198,4 +227,9 @@ def _run(cfg: ConfigContainer, *, needs_weights: bool) -> None:
             from megatron.bridge.training.pretrain import pretrain as loop
     except ModuleNotFoundError as error:
         raise ValueError(f"Megatron-Bridge's training loop needs {error.name}, which is missing") from error
-    loop(cfg, qwen3vl_bridge.forward_step, callbacks=training_callbacks(cfg))
+    try:
+        loop(cfg, qwen3vl_bridge.forward_step, callbacks=training_callbacks(cfg))
+    except SystemExit as end:  # of Megatron-Bridge, after it has saved what was asked for
+        if not end.code and os.environ.get("RANK", "0") == "0":
+            show("stopped before the last step, as asked: the same command continues from the checkpoint", error=True)
+        raise

@@ -1,12 +1,16 @@
-"""The dry run: all settings of a run, completed as if it ran on a number of GPUs, and the memory that it needs."""
+"""The dry run: what a run on a number of GPUs would do: its settings, memory, data, and what it writes."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import math
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -75,41 +79,169 @@ def _for_gpus(complete: ConfigContainer) -> ConfigContainer:
     return complete
 
 
-def dump(cfg: ConfigContainer, *, gpus: int, gpu: str) -> dict[str, Any]:
-    """For JSON output: settings, and the memory plan in bytes or why there is none."""
-    from qwen3vl_bridge.planning.from_config import plan_of
+def dump(cfg: ConfigContainer, *, title: str, from_scratch: bool, gpus: int, gpu: str) -> dict[str, Any]:
+    """For JSON output: the summary, settings, and the memory plan in bytes or why there is none; as `show`."""
     from qwen3vl_bridge.planning.hardware import gpu_of
     from qwen3vl_bridge.planning.plan_reports import dump_estimate
 
     import yaml
     from megatron.bridge.utils.yaml_utils import dump_dataclass_to_yaml
 
-    kind, complete = gpu_of(gpu), finalised(cfg, gpus)
-    found = {"settings": yaml.safe_load(dump_dataclass_to_yaml(complete.to_dict())), "plan": None, "no_plan": None}
-    try:
-        found["plan"] = dump_estimate(plan_of(_for_gpus(complete), gpus), kind.memory_bytes)
-    except ValueError as error:
-        found["no_plan"] = str(error)
-    return found
+    complete = finalised(cfg, gpus)
+    settings = yaml.safe_load(dump_dataclass_to_yaml(complete.to_dict()))
+    plan, said = _summary(cfg, complete, title, from_scratch, gpus, gpu)
+    return {
+        "summary": said,
+        "settings": settings,
+        "plan": None if plan is None else dump_estimate(plan, gpu_of(gpu).memory_bytes),
+        "no_plan": said["memory"] if plan is None else None,
+    }
 
 
-def show(cfg: ConfigContainer, *, gpus: int, gpu: str) -> None:
-    """Print the settings as YAML, then the plan: memory, and the planner's first split for these rows and GPUs."""
-    from qwen3vl_bridge.planning.from_config import plan_of, proposals_for_run
+def show(cfg: ConfigContainer, *, title: str, from_scratch: bool, gpus: int, gpu: str, full: bool) -> None:
+    """Print what the run would do, under a title; in `full`, all settings as YAML and the memory of each stage before.
+
+    Raises:
+        ValueError, AssertionError: as `finalised`.
+        DataError: data that are there and cannot be trained on.
+    """
     from qwen3vl_bridge.planning.hardware import gpu_of
-    from qwen3vl_bridge.planning.plan_reports import describe_first, print_estimate
+    from qwen3vl_bridge.planning.plan_reports import print_estimate
+    from qwen3vl_bridge.terminal import show as show_text
 
     from megatron.bridge.utils.yaml_utils import dump_dataclass_to_yaml
 
-    kind, complete = gpu_of(gpu), finalised(cfg, gpus)
-    print(dump_dataclass_to_yaml(complete.to_dict()))
+    complete = finalised(cfg, gpus)
+    if full:
+        show_text(dump_dataclass_to_yaml(complete.to_dict()))
+    plan, said = _summary(cfg, complete, title, from_scratch, gpus, gpu)
+    if full and plan is not None:
+        print_estimate(plan, gpu_of(gpu).memory_bytes)
+    show_text("\n".join(f"{name:11} {text}" for name, text in said.items()))
+    if not full:
+        show_text("(--full shows all settings, and the memory of each stage)")
+
+
+def _summary(
+    cfg: ConfigContainer, complete: ConfigContainer, title: str, from_scratch: bool, gpus: int, gpu: str
+) -> tuple[MemoryEstimate | None, dict[str, str]]:
+    """The plan of a run's memory if there is one, and a line on each thing that a person asks about a run."""
+    from qwen3vl_bridge.planning.from_config import plan_of, proposals_for_run
+    from qwen3vl_bridge.planning.hardware import gpu_of
+    from qwen3vl_bridge.planning.plan_reports import (
+        describe_first,
+        describe_fit,
+        describe_ranks,
+        describe_saving,
+        describe_training,
+    )
+
+    kind, plan = gpu_of(gpu), None
+    said = {"recipe": title, "model": _model(complete), "weights": _weights(complete, from_scratch)}
     try:
         plan = plan_of(_for_gpus(complete), gpus)
     except ValueError as error:
-        print(f"memory cannot be estimated: {error}")
-        return
-    print_estimate(plan, kind.memory_bytes)
+        said["memory"] = f"memory cannot be estimated: {error}"
+    else:
+        said["split"] = f"{gpus} x {gpu}: {describe_ranks(plan)}; {describe_training(plan.training)}"
+        said["memory"], said["host"] = describe_fit(plan, kind.memory_bytes), describe_saving(plan)
+        try:
+            said["proposed"] = describe_first(proposals_for_run(complete, plan, kind))
+        except ValueError as error:
+            said["proposed"] = str(error)
+    return plan, said | _schedule(complete) | _data(cfg, complete) | _written(complete)
+
+
+def _model(cfg: ConfigContainer) -> str:
+    from qwen3vl_bridge.planning.model_states import chunk_count
+    from qwen3vl_bridge.planning.split import ModelSplit
+    from qwen3vl_bridge.weights.rows import Part
+
+    model, dims, whole = cfg.model, cfg.model.dimensions(), ModelSplit(1)
+    number = chunk_count(dims, whole, whole.chunks(len(dims.indices["text_layers"]))[0][0]).total()
+    frozen = [part.value for part in Part if getattr(model, f"freeze_{part.value}")]
+    trained = f"{', '.join(frozen)} frozen" if frozen else "all trained"
+    if cfg.peft is not None:
+        trained = f"{type(cfg.peft).__name__.removeprefix('Qwen3VL')} of rank {cfg.peft.dim} trained"
+    size = f"{number / 1e9:.3g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"
+    return f"{model.hf_model_id}: {size} parameters, {model.num_layers} layers of width {model.hidden_size}; {trained}"
+
+
+def _weights(cfg: ConfigContainer, from_scratch: bool) -> str:
+    tracker = Path(cfg.checkpoint.load or "", "latest_checkpointed_iteration.txt")
+    if cfg.checkpoint.load and tracker.is_file():
+        return f"of {cfg.checkpoint.load}, a run that is continued after step {tracker.read_text().strip()}"
+    return "random" if from_scratch else f"of {cfg.checkpoint.pretrained_checkpoint or cfg.model.hf_model_id}"
+
+
+def _data(cfg: ConfigContainer, complete: ConfigContainer) -> dict[str, str]:
+    """The samples and rows of a run's data, of which the first window is measured, and how many epochs it has."""
+    from qwen3vl_bridge.checkpoint.formats.huggingface import find_model
+    from qwen3vl_bridge.data.dataset_provider import Qwen3VLConversationProvider
+    from qwen3vl_bridge.io.files import CheckpointError
+
+    from qwen3vl_recipes.paths import expect_data
+
+    data, length = complete.dataset, complete.dataset.seq_length
+    if not isinstance(data, Qwen3VLConversationProvider):
+        return {"data": f"of a {type(data).__name__}, not opened"}
+    if all(getattr(cfg.dataset, name) is None for name in ("path", "train_path", "mixture")):
+        return {"data": "none yet: --data-path"}
+    paths = data._paths("train")
+    if data.streaming or any(path.startswith("hf://") for path in paths):
+        return {"data": f"{', '.join(paths)}, of the hub and not opened"}
     try:
-        print(describe_first(proposals_for_run(complete, plan, kind)))
+        for path in paths:
+            expect_data("the training data", path)
     except ValueError as error:
-        print(error)
+        return {"data": f"not opened: {error}"}
+    found = {"data": f"{', '.join(paths)}: {len(data._source('train', data.seed)):,} samples"}  # pyright: ignore
+    try:
+        folder = str(find_model(data.hf_processor_path, weights=False))
+    except CheckpointError as error:
+        return found | {"rows": f"not counted, because no sample could be measured: {error}"}
+    data = dataclasses.replace(data, hf_processor_path=folder)
+    data.check_samples(complete.model.context_parallel_size)
+    epoch = data.shared_by(complete.model.context_parallel_size).rows("train").epoch()
+    assert epoch is not None  # it is no stream
+    about, of_epoch = "" if epoch.is_counted else "about ", epoch.rows / complete.train.global_batch_size
+    full = epoch.tokens / epoch.rows / length
+    return found | {
+        "rows": f"{about}{epoch.rows:,.0f} an epoch, {full:.0%} full, with {about}{epoch.tokens:,.0f} tokens",
+        "epochs": f"{about}{complete.train.train_iters / of_epoch:,.3g} of {of_epoch:,.4g} steps each",
+    }
+
+
+def _schedule(cfg: ConfigContainer) -> dict[str, str]:
+    train, optimizer, schedule, checks = cfg.train, cfg.optimizer, cfg.scheduler, cfg.validation
+    has_valid = getattr(cfg.dataset, "path_of", lambda split: None)("valid") is not None
+    every = f"every {checks.eval_interval} steps, {checks.eval_iters} times {train.global_batch_size} rows"
+    return {
+        "steps": f"{train.train_iters:,} of {train.global_batch_size} rows of {cfg.dataset.seq_length:,} tokens",
+        "rate": f"{optimizer.lr:g} after {schedule.lr_warmup_steps // train.global_batch_size} steps, then "
+        f"{schedule.lr_decay_style} to {optimizer.min_lr:g}",
+        "validation": every if checks.eval_iters and has_valid else "none",
+    }
+
+
+def _written(cfg: ConfigContainer) -> dict[str, str]:
+    from qwen3vl_bridge.planning.from_config import checkpoint_bytes
+    from qwen3vl_bridge.planning.hardware import GIB
+
+    settings, steps = cfg.checkpoint, cfg.train.train_iters
+    if not settings.save:
+        return {"writes": "nothing yet: --save"}
+    saves = max(1, math.ceil(steps / settings.save_interval)) if settings.save_interval else 1
+    kept = saves if (settings.most_recent_k or -1) < 0 else min(saves, settings.most_recent_k)
+    folder = Path(settings.save).absolute()
+    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+    try:
+        each = checkpoint_bytes(cfg)
+    except ValueError as error:
+        return {"writes": f"{settings.save}: {saves} checkpoints, {kept} of them kept", "disk": str(error)}
+    most = each * (kept + (saves > kept))  # the oldest is removed once the newest is complete
+    return {
+        "writes": f"{settings.save}: metrics.jsonl, tensorboard, {saves} checkpoints of {each / GIB:.3g} GiB, the last "
+        f"{kept} kept",
+        "disk": f"{'enough' if most <= free else 'TOO LITTLE'}: {most / GIB:.3g} GiB needed, {free / GIB:.3g} GiB free",
+    }

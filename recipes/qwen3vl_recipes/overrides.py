@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import functools
 import types
 import typing
@@ -36,7 +37,7 @@ def apply(cfg: ConfigContainer, words: Sequence[str] = (), files: Sequence[str |
     OmegaConf.set_struct(settings, True)  # unknown names are errors
     after = _flat(_merged(settings, words, files))
     steps, epochs = "train.train_iters", "train.num_epochs"
-    if after[epochs] is not None and before[epochs] is None and after[steps] == before[steps]:
+    if after.get(epochs) is not None and before.get(epochs) is None and after.get(steps) == before.get(steps):
         after[steps] = None  # the recipe's, which nobody has asked for
     changed = {
         name: new
@@ -64,11 +65,15 @@ def _check_precision(cfg: ConfigContainer, names: Iterable[str]) -> None:
     """Refuse settings that `mixed_precision` overwrites: each of its fields, in each section that has one of that
     name.
     """
-    from megatron.bridge.training.mixed_precision import get_mixed_precision_config
+    from megatron.bridge.training.mixed_precision import MIXED_PRECISION_RECIPES, get_mixed_precision_config
 
     chosen = cfg.mixed_precision
     if chosen is None:
         return
+    if isinstance(chosen, str) and chosen not in MIXED_PRECISION_RECIPES:
+        known = [name for name in MIXED_PRECISION_RECIPES if "-" not in name]  # those with hyphens are the same
+        close = difflib.get_close_matches(chosen, known, n=1, cutoff=0.4) or known
+        raise ValueError(f"mixed_precision is {chosen!r}, expected null or a name such as {', '.join(close)}")
     mixed = get_mixed_precision_config(chosen) if isinstance(chosen, str) else copy.copy(chosen)
     mixed.finalize()
     for name in names:
@@ -111,7 +116,7 @@ def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
 
 def _merged(settings: DictConfig, words: Sequence[str], files: Sequence[str | Path]) -> DictConfig:
     from qwen3vl_bridge.io.parsing import check_yaml
-    from qwen3vl_bridge.training.run_refusals import suggestion
+    from qwen3vl_bridge.models.rules import suggestion
 
     from megatron.bridge.training.utils.omegaconf_utils import OverridesError, parse_hydra_overrides
     from omegaconf import OmegaConf

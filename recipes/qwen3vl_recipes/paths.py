@@ -58,7 +58,6 @@ def check_data(cfg: ConfigContainer) -> None:
     """
     from qwen3vl_bridge import Qwen3VLConversationProvider
     from qwen3vl_bridge.data.dataset_provider import SPLITS
-    from qwen3vl_bridge.data.sources.opening import HUB
 
     if not isinstance(cfg.dataset, Qwen3VLConversationProvider):
         return
@@ -69,10 +68,17 @@ def check_data(cfg: ConfigContainer) -> None:
     )
     names |= {f"the path of {one.name} in dataset.mixture": one.path for one in cfg.dataset.mixed("train")}
     for name, path in names.items():
-        pattern = path is not None and any(mark in path for mark in "*?[")
-        if path and not pattern and not path.startswith(HUB) and not Path(path).exists():
-            raise ValueError(f"{name} is {path}: there is no such file or folder")
+        if path:
+            expect_data(name, path)
     cfg.dataset.check_samples(cfg.model.context_parallel_size)
+
+
+def expect_data(name: str, path: str) -> None:
+    """Refuse a path of data, of a setting, that does not exist (ValueError); patterns and names of the hub may not."""
+    from qwen3vl_bridge.data.sources import HUB
+
+    if not any(mark in path for mark in "*?[") and not path.startswith(HUB) and not Path(path).exists():
+        raise ValueError(f"{name} is {path}: there is no such file or folder")
 
 
 def _use_model(cfg: ConfigContainer, hf_path: str) -> None:

@@ -60,12 +60,17 @@ def find(name: str) -> Recipe:
         try:
             module = _module_of_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
         except ModuleNotFoundError as error:
-            raise ValueError(f"{where}: {error}; expected a module, or a file with the suffix .py") from error
+            wrong = "expected a module, or a file with the suffix .py"
+            if not error.name or not f"{where}.".startswith(f"{error.name}."):
+                wrong = "it imports that, and it is not installed or not on PYTHONPATH"
+            raise ValueError(f"{where}: {error}; {wrong}") from error
         found = getattr(module, function, None)
         if not callable(found):
             raise ValueError(f"{where} has no function {function!r}")
         return found if isinstance(found, Recipe) else recipe(gpus=0)(found)
     known = recipes()
+    if name.endswith(".py"):
+        raise ValueError(f"--recipe is {name}, expected one of its functions: {name}:FUNCTION")
     if name not in known:
         import difflib
 

@@ -203,7 +203,7 @@ def nearest_name(name: str) -> str:
     nearest = max(
         like, key=lambda one: difflib.SequenceMatcher(None, name, one).find_longest_match().size, default=None
     )
-    return f"; the nearest name whose dimensions are known is {nearest}" if nearest else ""
+    return f"; the nearest name whose dimensions are known is {nearest}" if nearest not in (None, name) else ""
 
 
 def preset_sizes() -> list[str]:

@@ -9,10 +9,13 @@ import argparse
 import atexit
 import contextlib
 import io
+import json
 import os
 import sys
+import time
 import unicodedata
 from collections.abc import Callable
+from pathlib import Path
 from typing import TextIO
 
 # Exit status that a shell reports for a command ended by Ctrl-C.
@@ -40,7 +43,7 @@ def run(command: Callable[[], int], *expected: type[Exception]) -> int:
     try:
         return command()
     except expected as error:
-        show(f"error: {error}", error=True)
+        show_error(str(error))
         return BAD_INPUT
     except KeyboardInterrupt:
         show("interrupted", error=True)
@@ -87,6 +90,19 @@ def show(text: str, *, error: bool = False) -> None:
         if not error and not isinstance(failure, BrokenPipeError):
             said = f"standard output cannot be written: {failure.strerror or failure}"
             raise OSError(said) from failure
+
+
+def show_error(message: str, note: str = "") -> None:
+    """Print the error that ends a command, and a note on it.
+
+    Where torchrun has started the process, it prints 25 lines of its own after that: it is given the message to repeat
+    at their end, in the file and the form that `torch.distributed.elastic` reads.
+    """
+    show(f"error: {message}{note}", error=True)
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        reply = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):  # it has been shown already
+            Path(file).write_text(json.dumps({"message": reply}))
 
 
 def finish() -> None:

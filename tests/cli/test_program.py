@@ -13,6 +13,7 @@ from qwen3vl_bridge.checkpoint.formats.huggingface import SINGLE
 from qwen3vl_bridge.cli import doctor
 from qwen3vl_bridge.cli import main as program
 from qwen3vl_bridge.cli.main import main
+from qwen3vl_bridge.registry import preset
 
 import huggingface_hub
 import pytest
@@ -46,6 +47,69 @@ def test_help_answers_at_once():
         assert f"usage: {' '.join(['qwen3vl', *words])} [-h]" in done.stdout
     imported, seconds = done.stdout.splitlines()[-1].rsplit(" ", 1)
     assert imported == "[]" and float(seconds) < 1
+
+
+RUN = "--hf-model HF --data-path . --save run"
+# What is wrong in the words of `train`, and what they would better be.
+MISTYPED = [
+    ("--recipe qwen3_vl_9b_sft_config", "there is no recipe 'qwen3_vl_9b_sft_config'; did you mean qwen35_vl_9b_sft_"),
+    (f"{RUN} --lr=1e-4", "there is no option --lr=1e-4; settings are given as NAME=VALUE: optimizer.lr=1e-4"),
+    (f"{RUN} --learning-rate 1e-4", "settings are given as NAME=VALUE: optimizer.lr=..."),
+    (f"{RUN} --model HF", "there is no option --model; did you mean --hf-model?"),
+    (f"{RUN} --data_path .", "there is no option --data_path; did you mean --data-path?"),
+    (f"{RUN} --output_dir run", "there is no option --output_dir; did you mean --save?"),
+    (f"{RUN} --deepspeed x", "there is no option --deepspeed; --help shows all"),
+    (f"{RUN} lr=1e-4", "there is no setting lr; did you mean optimizer.lr?"),
+    (f"{RUN} optimizer.learning_rate=1e-4", "there is no setting optimizer.learning_rate; did you mean optimizer.lr?"),
+    (f"{RUN} train.global_batchsize=3", "no setting train.global_batchsize; did you mean train.global_batch_size, "),
+    (f"{RUN} tp=2", "there is no setting tp; did you mean model.tensor_model_parallel_size?"),
+    (f"{RUN} zq=2", "there is no setting zq"),
+    (f"{RUN} --config misspelt.yaml", "there is no setting optimizer.rate; did you mean optimizer."),
+    (f"{RUN} --config none.yaml", "--config is none.yaml, expected a YAML file that exists"),
+    ("--hf-model HF --data-path none --save run", "dataset.path (--data-path) is none: there is no such file or"),
+    ("--hf-model HF --save run dataset.train_path=x.jsonl", "dataset.train_path is x.jsonl: there is no such file"),
+    ("--hf-model HF --save run", "dataset.path is None: give --data-path"),
+    ("--hf-model HF --data-path .", "checkpoint.save is None, expected a folder used only by this run: give --save"),
+    (f"{RUN} --pretrained-checkpoint none", "--pretrained-checkpoint is none, expected a folder that exists"),
+    (f"{RUN} --pretrained-checkpoint .", ". is not a Megatron checkpoint: it has neither"),
+    (f"{RUN} --recipe qwen35_vl_2b_sft_32k_config", "qwen35_vl_2b_sft_32k_config is a recipe for a Qwen3.5-VL without "
+     "experts, and HF is a Qwen3-VL without experts: use qwen3_vl_2b_sft_32k_config or qwen3_vl_4b_sft_32k_config"),
+    (f"{RUN} --recipe qwen3_vl_30b_a3b_peft_config", "is a recipe for a Qwen3-VL with experts, and HF is a Qwen3-VL "
+     "without experts: use qwen3_vl_2b_peft_config or qwen3_vl_4b_peft_config"),
+    (f"{RUN} --save other", "--save is other, where the run of another model would be continued than HF: hidden is 80, "
+     "expected 96. Give another folder, or the model of other"),
+    (f"{RUN} --save of_3.5", "--save is of_3.5, where the run of another model would be continued than HF: the family "
+     "is qwen3_vl, expected qwen3_5. Give another folder, or the model of of_3.5/iter_0000007"),
+]  # fmt: skip
+
+
+def test_mistyped_words_are_refused_before_slow_imports(untied_folder, tmp_path):
+    """Each in a process of its own would start Python 20 times."""
+    (tmp_path / "HF").symlink_to(untied_folder)
+    other = json.loads((untied_folder / "config.json").read_text())
+    other["text_config"]["hidden_size"] = other["vision_config"]["out_hidden_size"] = 96
+    for name, config in (("other", other), ("of_3.5", preset("0.8B"))):
+        iteration = tmp_path / name / "iter_0000007"
+        (iteration / "hf").mkdir(parents=True)
+        (iteration / "hf" / "config.json").write_text(json.dumps(config))
+        (iteration / ".metadata").touch()
+        (tmp_path / name / "latest_checkpointed_iteration.txt").write_text("7")
+    (tmp_path / "misspelt.yaml").write_text("optimizer:\n  lr: 1.0e-4\n  rate: 3\n")
+    code = (
+        "import contextlib, io, json, sys; from qwen3vl_bridge.cli.main import main\n"
+        "for words, expected in json.loads(sys.argv[1]):\n"
+        "    said, words = io.StringIO(), words.split()\n"
+        "    if '--recipe' not in words: words += ['--recipe', 'qwen3_vl_digits_sft_config']\n"
+        "    with contextlib.redirect_stderr(said):\n"
+        "        try: status = main(['train', *words])\n"
+        "        except SystemExit as end: status = end.code\n"
+        "    assert status == 2 and expected in said.getvalue(), (words, said.getvalue())\n"
+        f"print(sorted(set({(*HEAVY[:4], 'omegaconf')}) & sys.modules.keys()))"
+    )
+    words = [sys.executable, "-c", code, json.dumps(MISTYPED)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[]\n" and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("words", "message"), [
@@ -205,6 +269,15 @@ def test_processes_of_torchrun_share_a_conversion(untied_folder, tmp_path, capsy
     assert not differs["same"] and [(one["name"], one["elements"]) for one in differs["differences"]] == [(name, 1)]
 
 
+def test_torchrun_repeats_an_error_at_the_end_of_its_own():
+    words = ["train", "--recipe", "qwen3_vl_digits_sft_config", "lr=1e-4"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", "-m", "qwen3vl_bridge", *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    said, message = done.stderr, "there is no setting lr; did you mean optimizer.lr?"
+    assert done.returncode == 1 and f"error: {message}" in said
+    assert message in said.partition("Root Cause (first observed failure):")[2]
+
+
 def test_names_in_other_peoples_files_reach_no_terminal_as_commands(untied_folder, tmp_path, capfd):
     """An escape sequence could move the cursor, and write over what was said of the file."""
     escape, shown = "\x1b]0;title\x07\x9b2J\u202e", r"\x1b]0;title\x07\x9b2J\u202e"
@@ -303,6 +376,14 @@ def test_this_machine(capsys, tmp_path):
     assert 0 < found["machine"]["memory_free"] <= found["machine"]["memory"]
     assert main(["doctor", "--path", str(tmp_path / "none")]) == 2
     assert "No such file" in capsys.readouterr().err
+
+
+def test_what_is_known_is_shown_before_slow_imports(monkeypatch):
+    told, seen = [], {}
+    monkeypatch.setattr(doctor, "why_not", lambda *names: seen.update({names: len(told)}))
+    doctor.examine(Path.cwd(), told.append)
+    assert seen["torch",] == 1 and seen[doctor._MODULES["training"]] == len(told) == 2
+    assert "megatron-core " in told[0] and "open files" in told[1]
 
 
 def test_what_cannot_be_imported_is_status_1(capsys, monkeypatch):

@@ -132,11 +132,15 @@ FAILS = f"""
 import logging
 from qwen3vl_bridge.compat.library_logs import quiet
 quiet()
-for error in (ValueError("set this"), RuntimeError("nobody knows")):
+for error in (ValueError("set this"), SystemExit(0), KeyboardInterrupt(), RuntimeError("nobody knows")):
     try:
         raise error
     except BaseException:
         logging.getLogger("{NAME}").exception("it failed with %s", error)
+        try:
+            None._manager
+        except Exception:
+            logging.getLogger("{NAME}").exception("and its cleanup after %s", error)
 """
 
 
@@ -145,6 +149,7 @@ def test_a_failed_run_logs_unexpected_errors_only():
     assert done.returncode == 0 and "set this" not in done.stderr, done.stderr
     before, after = done.stderr.split("it failed with nobody knows")
     assert not before and "Traceback" in after and "RuntimeError: nobody knows" in after
+    assert "and its cleanup after nobody knows" in after
 
 
 SETTINGS = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)

@@ -5,6 +5,7 @@ import os
 import re
 
 from qwen3vl_bridge.data import DataError
+from qwen3vl_bridge.weights.rows import Part
 
 import pytest
 from datasets import Dataset
@@ -22,13 +23,19 @@ RECIPE = ["--recipe", "qwen3_vl_2b_sft_config"]
     ([*RECIPE, "--dry-run", "--gpus", "-8"], "--gpus is -8, expected 1 or more"),
     ([*RECIPE, "--save", __file__], "a file; expected a folder"),
     (["--recipe", "qwen3_vl_9b_sft_config"], "there is no recipe 'qwen3_vl_9b_sft_config'; did you mean"),
-    (["--recipe", "no.such:function"], "no.such: No module named 'no'"),
+    (["--recipe", "no.such:function"], "no.such: No module named 'no'; expected a module, or a file"),
+    (["--recipe", "needing.py:make"], "needing.py: No module named 'absent'; it imports that, and it is not installed"),
+    (["--recipe", "mine.py"], "--recipe is mine.py, expected one of its functions: mine.py:FUNCTION"),
+    (["--recipe", "mine.py:made"], "mine.py has no function 'made'"),
+    (["--recipe", "mine.py:make"], "mine.py:make returned 3, expected a configuration"),
     (RECIPE, "checkpoint.save is None, expected a folder used only by this run"),
     ([*RECIPE, "--save", "run", "--data-path", "/nowhere"],
      r"dataset.path \(--data-path\) is /nowhere: there is no such file or folder"),
 ])  # fmt: skip
 def test_what_is_refused_before_anything_is_built(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def make():\n    return 3\n")
+    (tmp_path / "needing.py").write_text("import absent\n")
     with pytest.raises(SystemExit) as end:
         cli.train(words)
     assert end.value.code == 2 and re.search(message, capsys.readouterr().err)
@@ -40,7 +47,7 @@ def words_of(folder, tmp_path) -> list[str]:
             "--save", str(tmp_path / "run")]  # fmt: skip
 
 
-def test_weights_that_a_run_begins_with(untied_folder, tmp_path, monkeypatch, capsys):
+def test_weights_that_a_run_begins_with(untied_folder, tied_folder, tmp_path, monkeypatch, capsys):
     runs = []
 
     def note(cfg, needs_weights):
@@ -49,9 +56,8 @@ def test_weights_that_a_run_begins_with(untied_folder, tmp_path, monkeypatch, ca
     monkeypatch.setattr(cli, "_run", note)
     words = words_of(untied_folder, tmp_path)
     assert cli.train(words) == cli.train([*words, "--from-scratch"]) == 0
-    cli.train([*words, "--pretrained-checkpoint", "MEGATRON"])
-    mine = str(untied_folder)
-    assert runs == [(mine, True), (None, False), ("MEGATRON", True)]
+    cli.train([*words, "--pretrained-checkpoint", str(tied_folder)])
+    assert runs == [(str(untied_folder), True), (None, False), (str(tied_folder), True)]
     with pytest.raises(SystemExit) as end:
         cli.train([*words, "--from-scratch", "checkpoint.pretrained_checkpoint=MEGATRON"])
     assert end.value.code == 2
@@ -82,7 +88,7 @@ def test_a_dry_run(capsys, tmp_path):
     file.write_text("optimizer:\n  lr: 3.0e-5\n")
     words = ["--recipe", "qwen3_vl_30b_a3b_sft_config", "--dry-run", "--gpus", "32", "--gpu", "H200", "--config"]
     words.append(str(file))
-    cli.train([*words, "train.global_batch_size=64"])
+    cli.train([*words, "train.global_batch_size=64", "--full"])
     said = capsys.readouterr().out
     assert "lr: 3.0e-05" in said and "global_batch_size: 64" in said and "DP 32" in said and "of 139.7 GiB" in said
     assert "the split with fewest model-parallel ranks that fits is EP 8, DP 32 (optim; " in said
@@ -90,11 +96,61 @@ def test_a_dry_run(capsys, tmp_path):
     found = json.loads(capsys.readouterr().out)
     assert found["settings"]["optimizer"]["lr"] == 3e-5 and found["no_plan"] is None
     assert found["plan"]["fits"] and found["plan"]["split"]["dp"] == 32
+    assert found["summary"]["rate"] == "3e-05 after 50 steps, then cosine to 1e-06"
+
+
+@pytest.mark.usefixtures("no_groups")
+def test_a_dry_run_says_what_the_run_would_do(untied_folder, digits, capsys, tmp_path, monkeypatch):
+    """In as many lines as fit a screen, with the data opened and the disk looked at."""
+    monkeypatch.chdir(tmp_path)
+    words = ["--recipe", "qwen3_vl_digits_sft_config", "--hf-model", str(untied_folder), "--dry-run"]
+    cli.train([*words, "--data-path", str(digits), "--save", "run", "train.global_batch_size=4"])
+    said = capsys.readouterr().out
+    lines = dict(line.split(maxsplit=1) for line in said.splitlines()[:-1])
+    assert len(lines) == 15 and "--full" in said.splitlines()[-1]
+    assert lines["model"].startswith(f"{untied_folder}: 1.03 million parameters, 4 layers of width 80; all trained")
+    assert lines["weights"] == f"of {untied_folder}" and lines["split"].startswith("1 x H100: one GPU; optim_grads")
+    assert lines["memory"].startswith("fits: 4.1 GiB on stage 0, of 79.1 GiB")
+    assert lines["steps"] == "400 of 4 rows of 512 tokens" and lines["rate"] == "0.003 after 40 steps, then cosine to 0"
+    assert lines["data"] == f"{digits}/train.jsonl: 1,437 samples" and lines["validation"].startswith("every 100 steps")
+    epochs, steps = map(float, re.findall(r"about ([\d.]+) of ([\d.]+) steps each", lines["epochs"])[0])
+    assert 12 < steps < 17 and epochs == pytest.approx(400 / steps, rel=0.01)
+    assert re.fullmatch(
+        r"run: metrics.jsonl, tensorboard, 2 checkpoints of 0.01\d+ GiB, the last 2 kept", lines["writes"]
+    )
+    assert lines["disk"].startswith("enough: 0.02")
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("no_groups")
+def test_a_dry_run_without_data_or_processor(untied_folder, digits, capsys, tmp_path, monkeypatch):
+    words = ["--recipe", "qwen3_vl_2b_sft_config", "--dry-run", "--json"]
+    model = ["--hf-model", str(untied_folder)]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def lines(*more: str) -> dict[str, str]:
+        cli.train([*words, *more])
+        return json.loads(capsys.readouterr().out)["summary"]
+
+    found = lines(*model, "--from-scratch")
+    assert (found["weights"], found["data"], found["writes"]) == (
+        "random",
+        "none yet: --data-path",
+        "nothing yet: --save",
+    )
+    assert lines(*model, "--data-path", "none")["data"].endswith("none: there is no such file or folder")
+    found = lines("--data-path", str(digits), "--save", str(tmp_path))
+    assert found["data"] == f"{digits}/train.jsonl: 1,437 samples"
+    assert "no sample could be measured: Qwen/Qwen3-VL-2B-Instruct is neither a folder nor" in found["rows"]
+    (tmp_path / "train.jsonl").write_text('{"messages": [{"role": "user", "content": "?"}]}\n')
+    with pytest.raises(SystemExit):
+        cli.train([*words, *model, "--data-path", str(tmp_path)])
+    assert "all of which would be dropped as bad or too long" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("no_groups")
 def test_a_dry_run_with_vision_on_ranks_of_its_own(capsys):
-    words = ["--recipe", "qwen3_vl_235b_a22b_sft_dist_train_config", "--dry-run"]
+    words = ["--recipe", "qwen3_vl_235b_a22b_sft_dist_train_config", "--dry-run", "--full"]
     cli.train(words)
     said = capsys.readouterr().out
     assert "use_dist_train: true" in said and "16 vision (TP 2) + TP 4, SP, PP 16, EP 8, DP 2" in said
@@ -110,6 +166,11 @@ def test_a_dry_run_with_vision_on_ranks_of_its_own(capsys):
 @pytest.mark.usefixtures("no_groups")
 @pytest.mark.parametrize(("settings", "message"), [
     (dict(dataset__seq_length=4096), "dataset.seq_length is 4096, expected model.seq_length, 8192"),
+    ({f"model__freeze_{part.value}": True for part in Part}, "are all True: nothing would be trained; expected one"),
+    (dict(train__train_iters=0), "train.train_iters is 0, expected 1 or more"),
+    (dict(train__global_batch_size=0), "train.global_batch_size is 0, expected 1 or more"),
+    (dict(optimizer__lr=-1.0), "optimizer.lr is -1.0, expected 0 or more"),
+    (dict(optimizer__lr=1e-7), "optimizer.min_lr is 1e-06, expected 0 to optimizer.lr, 1e-07"),
     (dict(train__train_iters=40), "lr_warmup_iters is 50 with train.train_iters 40: .*such as .*lr_warmup_iters=2"),
     (dict(scheduler__lr_decay_iters=50), "lr_warmup_iters is 50 with scheduler.lr_decay_iters 50"),
     (dict(train__global_batch_size=30), "train.global_batch_size is 30, expected a multiple of 8"),

@@ -3,7 +3,16 @@
 from qwen3vl_bridge import Qwen3VLLoRA
 
 import pytest
-from qwen3vl_recipes import overrides, qwen3_vl_8b_peft_config, qwen3_vl_8b_sft_config, qwen3_vl_30b_a3b_peft_config
+from megatron.bridge.training.comm_overlap import CommOverlapConfig
+from megatron.bridge.training.mixed_precision import bf16_mixed
+from qwen3vl_recipes import (
+    overrides,
+    qwen3_vl_8b_peft_config,
+    qwen3_vl_8b_sft_config,
+    qwen3_vl_30b_a3b_peft_config,
+    setting_names,
+)
+from qwen3vl_recipes.registry import recipes
 
 
 @pytest.fixture
@@ -36,6 +45,19 @@ def test_settings_that_nobody_has_set(cfg):
     overrides.apply(cfg, words)
     assert cfg.dataset.max_patches == 4096 and cfg.optimizer_config_override_provider.vision_model_lr == 1e-6
     assert cfg.train.exit_duration_in_mins == 30 and cfg.logger.tensorboard_dir == "/logs" and cfg.guard is None
+
+
+@pytest.mark.parametrize("name", [
+    "qwen3_vl_2b_sft_fsdp_config", "qwen3_vl_30b_a3b_sft_dist_train_config", "qwen35_vl_35b_a3b_peft_config",
+    "qwen3_vl_2b_peft_dora_config",
+])  # fmt: skip
+def test_names_read_from_sources_are_those_of_recipes(name):
+    """What is refused by name alone, before anything is imported, exists in none of them."""
+    cfg = recipes()[name]()
+    cfg.mixed_precision, cfg.comm_overlap = bf16_mixed(), CommOverlapConfig(tp_comm_overlap=False)
+    names = overrides._flat(overrides._settings(cfg)[0])
+    assert len(names) > 700
+    setting_names.refuse_unknown(names)
 
 
 def test_settings_inside_settings(cfg):
@@ -87,6 +109,7 @@ def test_of_adapters_of_experts():
     (["train.train_iters=many"], "train.train_iters is 'many', expected a whole number such as 1000"),
     (["train.train_iters=1.5"], "train.train_iters is 1.5, expected a whole number"),
     (["model.freeze_vision_model=1"], "model.freeze_vision_model is 1, expected true or false such as False"),
+    (["mixed_precision=fp16"], "mixed_precision is 'fp16', expected null or a name such as fp16_mixed"),
     (["optimizer.lr=high"], "optimizer.lr is 'high', expected a number"),
     (["train=3"], "train is 3, expected settings"), (["train.train_iters=[1"], "train.train_iters"),
 ])  # fmt: skip

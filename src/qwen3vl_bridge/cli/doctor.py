@@ -59,25 +59,32 @@ def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> 
 
 
 def _examine_and_show(options: argparse.Namespace) -> int:
-    found = examine(options.path)
+    found = examine(options.path, (lambda _: None) if options.json else show)
     if options.json:
         show(json.dumps(found, indent=2))
     else:
-        _print(found)
+        _print_result(found)
     return 0 if all(found["works"].values()) else _UNFIT
 
 
-def examine(folder: Path) -> dict[str, Any]:
-    """The output of `--json`, with the disk of a folder; sizes in bytes."""
+def examine(folder: Path, tell: Callable[[str], None]) -> dict[str, Any]:
+    """The output of `--json`, with the disk of a folder; sizes in bytes. What takes longer to find comes later:
+    `tell` is called with the text about each part that is known.
+    """
     from packaging.requirements import Requirement
 
-    own = importlib.metadata.metadata(_PACKAGE)
-    machine = look(folder)
-    machine["packages"] = packages([Requirement(text) for text in own.get_all("Requires-Dist") or ()], machine["glibc"])
+    own, glibc = importlib.metadata.metadata(_PACKAGE), platform.libc_ver()[1]
+    machine: dict[str, Any] = {"python": platform.python_version(), "glibc": glibc}
+    machine["disk_free"] = shutil.disk_usage(folder).free
+    machine["packages"] = packages([Requirement(text) for text in own.get_all("Requires-Dist") or ()], glibc)
+    tell(_of_packages(machine))
+    machine |= look()
+    tell(_of_machine(machine))
     if why_not("transformers") is None:
         from qwen3vl_bridge.compat.library_logs import quiet
 
         quiet()
+    show("\nimporting Megatron-Bridge, as a run does ...", error=True)
     broken = {work: why_not(*modules) for work, modules in _MODULES.items()}
     missing = list_missing(machine, own["Requires-Python"])
     advice = "see the message; `pip check` names packages that disagree"
@@ -92,8 +99,8 @@ def examine(folder: Path) -> dict[str, Any]:
     }
 
 
-def look(folder: Path) -> dict[str, Any]:
-    """What this machine has; None for what does not exist, and an empty `glibc` for another C library."""
+def look() -> dict[str, Any]:
+    """What this machine has, beside its packages; None for what does not exist. torch is imported for its GPUs."""
     cuda, nccl, gpus = None, None, []
     if why_not("torch") is None:
         import torch
@@ -108,8 +115,6 @@ def look(folder: Path) -> dict[str, Any]:
     amounts = {name: int(rest.split()[0]) * 1024 for name, rest in lines}
     memory, shm = host_bytes(), Path("/dev/shm")
     return {
-        "python": platform.python_version(),
-        "glibc": platform.libc_ver()[1],
         "cuda": cuda,
         "nccl": nccl,
         "driver": Path("/proc/driver/nvidia/version").exists(),
@@ -118,7 +123,6 @@ def look(folder: Path) -> dict[str, Any]:
         "memory": memory,
         "memory_free": min(memory, amounts["MemAvailable"]),
         "shared_memory": shutil.disk_usage(shm).free if shm.is_dir() else None,
-        "disk_free": shutil.disk_usage(folder).free,
         "open_files": list(resource.getrlimit(resource.RLIMIT_NOFILE)),
     }
 
@@ -219,13 +223,16 @@ def _used(machine: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _print(found: dict[str, Any]) -> None:
-    machine = found["machine"]
-    show(f"{_PACKAGE} {importlib.metadata.version(_PACKAGE)}, Python {machine['python']}\n")
+def _of_packages(machine: dict[str, Any]) -> str:
+    lines = [f"{_PACKAGE} {importlib.metadata.version(_PACKAGE)}, Python {machine['python']}\n"]
     for one in machine["packages"]:
         state = "" if one["fits"] else "  needed" if one["needed"] else f"  for {one['purpose']}"
         words = f"{one['found'] or 'not installed':16} allowed: {one['expected'] or 'any'}"
-        show(f"{one['name']:24} {words}{state}")
+        lines.append(f"{one['name']:24} {words}{state}")
+    return "\n".join(lines)
+
+
+def _of_machine(machine: dict[str, Any]) -> str:
     lines = {
         "GPUs": "; ".join(f"{one['name']}, {one['memory'] / GIB:.1f} GiB" for one in machine["gpus"]) or "none",
         "CUDA, NCCL": f"{machine['cuda'] or 'none'}, {machine['nccl'] or 'none'}",
@@ -234,11 +241,12 @@ def _print(found: dict[str, Any]) -> None:
         "disk": f"{machine['disk_free'] / GIB:.1f} GiB free",
         "open files": "{} of {}".format(*machine["open_files"]),
     }
-    show("")
-    for name, text in (lines | (found["used"] or {})).items():
-        if name == "device":
-            show("\nUsed:")
-        show(f"{name:12} {text}")
+    return "".join(f"\n{name:12} {text}" for name, text in lines.items())
+
+
+def _print_result(found: dict[str, Any]) -> None:
+    if found["used"]:
+        show("\nUsed:" + "".join(f"\n{name:12} {text}" for name, text in found["used"].items()))
     if found["missing"]:
         show("\nMissing:\n" + "\n".join(f"- {one['what']}\n  {one['get']}" for one in found["missing"]))
     works = found["works"]

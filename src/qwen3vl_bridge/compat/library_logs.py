@@ -12,8 +12,9 @@ _CHATTY = ("megatron", "torch.utils.cpp_extension")
 _TRACEBACKS = "megatron.bridge.utils.import_utils"
 # Logs every error that ends a run, with its traceback, before the command shows the error itself.
 _FAILED_RUNS = "megatron.bridge.training.pretrain"
-# Errors whose message says what to do; the command line reports them without a traceback.
-_EXPECTED = (ValueError, AssertionError, OSError)
+# Errors whose message says what to do, an exit that was asked for, and Ctrl-C; the command line reports them without a
+# traceback.
+_EXPECTED = (ValueError, AssertionError, OSError, SystemExit, KeyboardInterrupt)
 
 
 def quiet() -> None:
@@ -45,5 +46,9 @@ class _Nowhere(io.TextIOBase):
 
 
 def _is_unexpected(record: logging.LogRecord) -> bool:
-    """Log filter that drops messages about errors that the command line reports itself."""
-    return not (record.exc_info and isinstance(record.exc_info[1], _EXPECTED))
+    """Log filter that drops messages about errors that the command line reports itself, and those about Megatron-Bridge
+    failing to clean up after them a queue of asynchronous saves that it has never begun.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    after = error.__context__ if isinstance(error, AttributeError) else None
+    return not isinstance(error, _EXPECTED) and not isinstance(after, _EXPECTED)

@@ -426,7 +426,10 @@ def check_position(found: Mapping[str, Any], expected: Mapping[str, Any]) -> Non
         )
     if names := [name for name in {**expected, **found} if found.get(name) != expected.get(name)]:
         differ = "; ".join(f"{name} {found.get(name)}, expected {expected.get(name)}" for name in names)
-        raise ValueError(f"the checkpoint's position belongs to other data: found {differ}")
+        raise ValueError(
+            f"the checkpoint's position belongs to other data: found {differ}. Continue with the data and settings of "
+            "before; or start a new run, in another folder, from this checkpoint as its initial weights"
+        )
 
 
 def check_assignment(row: int, before: tuple[int, int], now: tuple[int, int]) -> None:

@@ -55,16 +55,26 @@ def print_estimate(estimate: MemoryEstimate, memory: int) -> None:
         table.add_row("microbatches held", *held)
     console = Console()
     console.print(table)
-    fits = "fits" if peak.total <= memory else "does not fit"
+    console.print(describe_fit(estimate, memory), highlight=False)
+    console.print(describe_saving(estimate), highlight=False)
+
+
+def describe_fit(estimate: MemoryEstimate, memory: int) -> str:
+    """Whether an estimate fits a GPU's memory."""
+    peak = estimate.peak
     ranks = f"stage {peak.stage}" if peak.stage >= 0 else "vision ranks"
-    console.print(f"{fits}: {peak.total / GIB:.1f} GiB on {ranks}, of {memory / GIB:.1f} GiB", highlight=False)
+    fits = "fits" if peak.total <= memory else "does not fit"
+    return f"{fits}: {peak.total / GIB:.1f} GiB on {ranks}, of {memory / GIB:.1f} GiB"
+
+
+def describe_saving(estimate: MemoryEstimate) -> str:
+    """The host memory that saving takes, and whether a machine has it."""
     saving, room = estimate.saving, (1 - HOST_RESERVE) * HOST_BYTES
     fits = "fits" if saving.host_total <= room else "does not fit"
     words = f"saving {fits}: {saving.host_total / GIB:.1f} GiB of host memory a rank"
     if saving.host_gathered:
         words += f" ({saving.host_written / GIB:.1f} without checkpoint.dist_ckpt_optim_fully_reshardable)"
-    words += f", of {room / GIB:.0f} GiB where a machine has {HOST_BYTES // GB} GB for each GPU"
-    console.print(words, highlight=False)
+    return f"{words}, of {room / GIB:.0f} GiB where a machine has {HOST_BYTES // GB} GB for each GPU"
 
 
 def print_proposals(proposals: Sequence[MemoryEstimate], memory: int) -> None:

@@ -44,6 +44,20 @@ _CHOOSE_SCHEDULE = (
     "scheduler.use_checkpoint_opt_param_scheduler=true to use the checkpoint's schedule"
 )
 
+# What megatron-core says of a schedule that is not the checkpoint's, which it counts in samples.
+_DIFFERS = re.compile(
+    r"OptimizerParamScheduler: class input value (\S+) and checkpoint ?value (\S+) for (.*) do not match"
+)
+_OF_SCHEDULE = {
+    "warmup iterations": "scheduler.lr_warmup_iters",
+    "total number of iterations": "train.train_iters (or scheduler.lr_decay_iters)",
+    "total number of weight decay iterations": "train.train_iters",
+    "learning rate decay style": "scheduler.lr_decay_style",
+    "start weight decay": "scheduler.start_weight_decay",
+    "end weight decay": "scheduler.end_weight_decay",
+    "weight decay incr style": "scheduler.weight_decay_incr_style",
+}
+
 
 def has_checkpoint(settings: CheckpointConfig) -> bool:
     """Whether a run has a checkpoint of its own to resume from, as Megatron-Bridge determines it. A collective call."""
@@ -240,11 +254,16 @@ def chosen_schedule(ctx: CheckpointLoadContext, folder: Path | None) -> Iterator
     try:
         yield
     except AssertionError as error:  # megatron-core's, that a schedule is the checkpoint's
-        if "OptimizerParamScheduler" not in str(error):
+        if (found := _DIFFERS.search(str(error))) is None:
             raise
+        our, their, name = found.groups()
+        unit = ""
+        if name.endswith("iterations") and cfg.train.train_samples is None:
+            rows = cfg.train.global_batch_size
+            our, their, unit = f"{int(our) / rows:g}", f"{int(their) / rows:g}", f", in steps of {rows} rows"
         raise CheckpointError(
-            f"the learning-rate schedule differs from the checkpoint's: {error} (it counts samples: iterations times "
-            f"train.global_batch_size); {_CHOOSE_SCHEDULE}"
+            f"the learning-rate schedule differs from the checkpoint's: {_OF_SCHEDULE.get(name, name)} is {our}, the "
+            f"checkpoint has {their}{unit}; {_CHOOSE_SCHEDULE}"
         ) from error
     if differ and scheduler.override_opt_param_scheduler:
         _rename_rates(ctx, theirs, ours)

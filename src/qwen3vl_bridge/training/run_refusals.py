@@ -4,11 +4,9 @@ the model is built, or write something wrong.
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import shutil
-from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from math import ceil
 from pathlib import Path
@@ -33,6 +31,7 @@ from qwen3vl_bridge.models.rules import (
     keep,
     missing,
     same_as,
+    suggestion,
     unknown_names,
 )
 from qwen3vl_bridge.models.settings import replicas_of
@@ -58,28 +57,11 @@ _STOPS = ("rerun_state_machine.check_for_nan_in_loss", "ddp.check_for_nan_in_gra
 
 # --- Before Megatron-Bridge completes a configuration ---
 
-# Settings by the names of transformers' `TrainingArguments` for the same.
-_HUGGING_FACE = {
-    "learning_rate": "optimizer.lr", "max_grad_norm": "optimizer.clip_grad", "max_steps": "train.train_iters",
-    "num_train_epochs": "train.num_epochs", "per_device_train_batch_size": "train.micro_batch_size",
-    "gradient_accumulation_steps": "train.global_batch_size", "warmup_steps": "scheduler.lr_warmup_iters",
-    "warmup_ratio": "scheduler.lr_warmup_fraction", "lr_scheduler_type": "scheduler.lr_decay_style",
-    "output_dir": "checkpoint.save", "save_steps": "checkpoint.save_interval",
-    "save_total_limit": "checkpoint.most_recent_k", "eval_steps": "validation.eval_interval",
-    "logging_steps": "logger.log_interval", "max_length": "dataset.seq_length",
-}  # fmt: skip
 # Attributes that Megatron sets on sections when it completes them.
 _COMPLETED = (
     *("data_parallel_size", "comm_overlap.user_comm_overlap_cfg"),
     "optimizer.use_precision_aware_optimizer_no_fp8_or_ds_fp8",
 )
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown setting: those of full names that may be meant, if there are any."""
-    meant = _HUGGING_FACE.get(name.rpartition(".")[2])
-    close = [meant] if meant is not None else difflib.get_close_matches(name, known, n=3)
-    return f"; did you mean {', '.join(close)}?" if close else ""
 
 
 def _check_names(cfg: Any) -> None:
@@ -190,7 +172,9 @@ _GATHERED = "each rank's parameters are gathered in one call, which needs one dt
 BEFORE_VALIDATE: tuple[Rule, ...] = (
     _check_names,
     _check_connections,
-    Allowed("dataset.seq_length", same_as("model.seq_length")),
+    Allowed("dataset.seq_length", same_as("model.seq_length")).because(
+        "both are the length of a row; set both to the same number"
+    ),
     *keep("dist.use_torch_fsdp2", "it needs parameters of one dtype and whole models; use ddp.use_megatron_fsdp"),
     Allowed("dist.use_decentralized_pg", True, _DIST_TRAIN).because(_GROUPS),
     Allowed("dist.use_gloo_process_groups", False, _DIST_TRAIN).because(_GROUPS),
@@ -253,6 +237,8 @@ BEFORE_VALIDATE: tuple[Rule, ...] = (
     Allowed("optimizer.optimizer", any_of("adam", "sgd"), lambda _: not HAVE_EMERGING_OPTIMIZERS).because(
         "others need a package that is not installed: pip install emerging-optimizers"
     ),
+    Allowed("train.global_batch_size", at_least(1)),
+    Allowed("train.train_iters", Range(lambda steps, _: steps is None or steps > 0, lambda _: "1 or more")),
     # They are None in Megatron-Bridge, and megatron-core compares them.
     *(
         Allowed(name, Range(lambda value, _: value is not None, lambda _: "a number, such as 0.0"))
@@ -441,6 +427,16 @@ def _check_callbacks(cfg: Any) -> None:
         )
 
 
+def _check_trained(cfg: Any) -> None:
+    """Refuse a run whose parts are all frozen, which would take its steps and save what it was given."""
+    names = [f"model.freeze_{part.value}" for part in Part]
+    frozen = all(getattr(cfg.model, name.removeprefix("model.")) for name in names)
+    if frozen and cfg.peft is None and not cfg.validation.skip_train:
+        raise ValueError(
+            f"{', '.join(names)} are all True: nothing would be trained; expected one of them False, or peft"
+        )
+
+
 _LACKS_NVRX = missing("nvidia_resiliency_ext")
 _NVRX = "it needs the package nvidia-resiliency-ext, which is not installed"
 # Parameters get memory from the hook that reads initial weights, and only Megatron-FSDP moves them to GPUs.
@@ -518,6 +514,12 @@ AFTER_VALIDATE: tuple[Rule, ...] = (
     ),
     *WITHOUT_MEMORY,
     *ON_TRAIN_START,
+    _check_trained,
+    Allowed("optimizer.lr", at_least(0)),
+    Allowed(
+        "optimizer.min_lr",
+        Range(lambda rate, cfg: 0 <= rate <= cfg.optimizer.lr, lambda cfg: f"0 to optimizer.lr, {cfg.optimizer.lr}"),
+    ),
     _check_callbacks,
     _warn_of_room,
 )

@@ -34,14 +34,19 @@ class Runs:
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def until(self, step: int, number: int) -> int:
-        silent = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        process = subprocess.Popen(self.command, env=self.environment, **silent)
+        with (self.folder.parent / "said").open("w") as said:
+            process = subprocess.Popen(self.command, env=self.environment, stdout=said, stderr=said)
         deadline = time.monotonic() + 300
         while self.steps() < step and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.002)
         assert process.poll() is None, "it ended by itself"
         process.send_signal(number)
         return process.wait(timeout=120)
+
+    def last_words(self) -> str:
+        text = (self.folder.parent / "said").read_text()
+        assert "Traceback" not in text, text
+        return text.splitlines()[-1]
 
     def to_the_end(self) -> str:
         done = subprocess.run(self.command, capture_output=True, text=True, env=self.environment)
@@ -70,6 +75,9 @@ def test_a_run_that_is_told_to_leave_saves_first(inputs, unbroken, tmp_path):
     left_after = runs.steps()
     assert 3 <= left_after < STEPS
     assert checkpoints(runs.folder) == [f"iter_{left_after:07d}"]
+    assert runs.last_words() == "stopped before the last step, as asked: the same command continues from the checkpoint"
+    assert runs.until(left_after + 1, signal.SIGINT) == 130
+    assert runs.last_words().startswith("interrupted: the same command continues")
     runs.to_the_end()
     assert losses(read_log(runs.folder)) == unbroken
 
