@@ -370,6 +370,19 @@ def test_an_end_that_is_none_is_named(name):
         check(run_refusals.BEFORE_VALIDATE, cfg)
 
 
+@pytest.mark.parametrize(("make", "settings", "message"), [
+    (replicated, {}, "optimizer_cpu_offload is True with model.params_dtype torch.float32, expected False: megatron"),
+    (sharded, {}, "optimizer_cpu_offload is True with ddp.use_megatron_fsdp, expected False: "),
+    (replicated, dict(distributed=False), "with optimizer.use_distributed_optimizer False, expected False: Megatron-B"),
+    (replicated, {}, "optimizer_cpu_offload is True, expected False: parameters are on the host already: there is no"),
+])  # fmt: skip
+def test_an_optimizer_that_cannot_step_on_the_host_is_refused(inputs, make, settings, message):
+    cfg = make(inputs, None, optimizer__optimizer_cpu_offload=True, **settings)
+    cfg.mixed_precision = None if "float32" in message else "bf16_mixed"
+    with pytest.raises(ValueError, match=message):
+        train(cfg)
+
+
 def test_a_first_save_that_would_end_the_run_is_refused_before_it(inputs, monkeypatch, tmp_path):
     """Recipes, as people start them under torchrun: one process of two asks for both GPUs of a small machine."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

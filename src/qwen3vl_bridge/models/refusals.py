@@ -194,6 +194,20 @@ def _check_recomputed_modules(provider: VisionLanguageFields) -> None:
         raise ValueError(f"recompute_modules has {idle}, which this model does not have: expected it without")
 
 
+def _check_offloaded_modules(provider: VisionLanguageFields) -> None:
+    """Refuse modules that keep nothing on the host: those the model does not have, and norms that Transformer Engine
+    computes in the next projection.
+    """
+    present = {"core_attn", "attn_proj", "qkv_linear"}
+    if provider.moe_layers:
+        present |= {"mlp_norm", "expert_fc1", "moe_act"}
+    if provider.fine_grained_activation_offloading and (idle := set(provider.offload_modules or ()) - present):
+        raise ValueError(
+            f"offload_modules has {sorted(idle)}, of which this model has no activations to offload: expected some of "
+            f"{sorted(present)}"
+        )
+
+
 def _check_recomputed_deepstack(provider: VisionLanguageFields) -> None:
     """Refuse DeepStack layers inside a recomputed chunk: megatron-core keeps a layer's output only at the chunk's end,
     silently.
@@ -239,6 +253,7 @@ BEFORE_FINALIZE: tuple[Rule, ...] = (
     # function, and the backward pass then recurses without end. The rest is for experts or another kind of attention.
     Allowed("vision_recompute_modules", any_of(None, "core_attn", "layernorm")),
     _check_recomputed_modules,
+    _check_offloaded_modules,
     _check_recomputed_deepstack,
     *GRAPHS,
     Allowed("loss_chunk_tokens", at_least(0)),
@@ -299,6 +314,9 @@ EXPERTS: tuple[Rule, ...] = (
         "expert_tensor_parallel_num_weight_shards expert_gtp_weight_remat_size",
         "experts are split only by expert_model_parallel_size and expert_tensor_parallel_size",
     ),
+    Allowed(
+        "moe_flex_dispatcher_backend", any_of("deepep", "hybridep"), equal("moe_token_dispatcher_type", "flex")
+    ).because("no other has been compared with a run without it; or moe_token_dispatcher_type='alltoall'"),
     Allowed("moe_router_load_balancing_type", any_of("aux_loss", "global_aux_loss", "none")).because(
         "other types balance over the tokens of a row, so padding or packing would change the training of real tokens"
     ),
@@ -518,6 +536,10 @@ ON_TRAIN: tuple[Rule, ...] = (
     Allowed("microbatch_group_size_per_vp_stage", at_least(_STAGES), is_on(_VIRTUAL), also=(None,)),
     _check_stages,
     *keep("parallel_output", LOGITS, above(_TENSOR, 1)),
+    *keep(
+        "tp_comm_overlap",
+        "its buffers are memory that GPUs share, and no run with them has been compared with one without",
+    ),
 )
 
 # --- For a number of processes, and of microbatches ---
