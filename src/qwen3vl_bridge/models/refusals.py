@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 
+from qwen3vl_bridge import registry
 from qwen3vl_bridge.models import settings
-from qwen3vl_bridge.models.divisibility import check_row_length, indivisible
+from qwen3vl_bridge.models.divisibility import check_row_length, indivisible, misfits
 from qwen3vl_bridge.models.hf_config import check_mrope_section, check_tower_size
 from qwen3vl_bridge.models.rules import (
     IGNORED,
@@ -362,8 +363,41 @@ def _check_divisible(provider: VisionLanguageFields) -> None:
         provider.tensor_model_parallel_size,
     ):
         raise ValueError(f"expert_tensor_parallel_size is {ranks}, expected None: this model has no experts")
-    sequence = provider.tensor_model_parallel_size if provider.sequence_parallel else 1
-    check_row_length(provider.seq_length, provider.context_parallel_size, sequence)
+    sequence, each = settings.sequence_ranks(provider), settings.token_multiple(provider)
+    check_row_length(provider.seq_length, provider.context_parallel_size, sequence, each)
+
+
+def _check_quantised_sizes(provider: VisionLanguageFields) -> None:
+    """Refuse tensor-parallel parts of layers whose products Transformer Engine does not compute in 8 or 4 bits."""
+    multiple, tensor = settings.token_multiple(provider), provider.tensor_model_parallel_size
+    if multiple == 1:
+        return
+    sizes = dict(etp=provider.expert_tensor_parallel_size or 1, multiple=multiple, exempt=provider.layers_in_16_bits)
+    rows, dims = registry.family(provider.family).rows(), provider.dimensions()
+    for layer, side, size, ranks in misfits(rows, dims, tp=tensor, **sizes):
+        smaller = [n for n in range(1, ranks) if ranks % n == 0 and size % (n * multiple) == 0]
+        advice = f"a multiple of {multiple}" + (f", as on {smaller[-1]} ranks" if smaller else "")
+        if layer.endswith(".in_proj"):
+            advice += "; or linear_attention_in_proj_bf16=True"
+        raise ValueError(
+            f"{layer} has {size} {side}, {size / ranks:g} on each of {ranks} tensor-parallel ranks, expected {advice}: "
+            f"with {_bits(provider)} products take nothing else"
+        )
+
+
+def _bits(provider: VisionLanguageFields) -> str:
+    name = "fp8" if provider.fp8 else "fp4"
+    recipe = getattr(provider, f"{name}_recipe")
+    return f"{name} and {name}_recipe {getattr(recipe, 'value', recipe)!r}"
+
+
+def check_token_count(provider: VisionLanguageFields, tokens: int) -> None:
+    """Refuse (ValueError) a microbatch whose `tokens` on a context-parallel rank 8- or 4-bit products do not take."""
+    if tokens % (multiple := settings.sequence_ranks(provider) * settings.token_multiple(provider)):
+        raise ValueError(
+            f"a microbatch has {tokens} tokens on each context-parallel rank, expected a multiple of {multiple} with "
+            f"{_bits(provider)}: pad its rows to a multiple of {multiple * provider.context_parallel_size}"
+        )
 
 
 def _check_context_kernels(provider: VisionLanguageFields) -> None:
@@ -431,6 +465,7 @@ AFTER_FINALIZE: tuple[Rule, ...] = (
     *keep("add_encoder add_decoder", "every rank has both modules", is_off("dist_train.use_dist_train")),
     *_DIST_TRAIN_SIZES,
     _check_divisible,
+    _check_quantised_sizes,
     Allowed(_VIRTUAL, None, equal(_STAGES, 1), also=(1,)).because("there are no stages to interleave"),
     Allowed(  # megatron-core checks uneven stages while it builds them
         "num_layers",
