@@ -370,6 +370,15 @@ def test_an_end_that_is_none_is_named(name):
         check(run_refusals.BEFORE_VALIDATE, cfg)
 
 
+def test_an_optimizer_on_the_host_that_could_not_resume_is_refused(inputs, tmp_path):
+    cfg = replicated(inputs, tmp_path, optimizer__optimizer_cpu_offload=True)
+    cfg.mixed_precision = "bf16_mixed"
+    with pytest.raises(ValueError, match=r"use_precision_aware_optimizer is False with .*_cpu_offload, expected True"):
+        runtime_config_update(cfg)
+    cfg.optimizer.use_precision_aware_optimizer = True
+    runtime_config_update(cfg)
+
+
 @pytest.mark.parametrize(("make", "settings", "message"), [
     (replicated, {}, "optimizer_cpu_offload is True with model.params_dtype torch.float32, expected False: megatron"),
     (sharded, {}, "optimizer_cpu_offload is True with ddp.use_megatron_fsdp, expected False: "),

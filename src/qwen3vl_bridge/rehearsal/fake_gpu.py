@@ -1,8 +1,8 @@
 """The fake GPU: builds the libraries of `fake_gpu/`, starts programs with them, and reads what they log.
 
-Under it an unchanged CUDA build of torch finds one H100 (or GPU of another compute capability) that computes nothing: allocations have their real size, Triton
-and inductor compile for it, and kernels, matrix products, collectives, copies and waits of the host are written to a
-log. What is read from a kernel's result is garbage; cuDNN cannot be created.
+Under it an unchanged CUDA build of torch finds one H100, or a GPU of another compute capability, that computes nothing:
+allocations have their real size, Triton and inductor compile for it, and kernels, matrix products, collectives, copies
+and waits of the host are written to a log. What is read from a kernel's result is garbage; cuDNN cannot be created.
 """
 
 from __future__ import annotations

@@ -439,6 +439,12 @@ AFTER_VALIDATE: tuple[Rule, ...] = (
         is_off("optimizer.use_distributed_optimizer"),
     ),
     _warn_of_rounding,
+    Allowed(
+        "optimizer.use_precision_aware_optimizer",
+        True,
+        is_on("optimizer.optimizer_cpu_offload")
+        & (lambda cfg: (cfg.checkpoint.save and cfg.checkpoint.save_optim) or cfg.checkpoint.load),
+    ).because("megatron-core cannot load the states on the host of another, so the run could not resume"),
     *keep("optimizer.optimizer_cpu_offload", "Megatron-FSDP's parameters have no copies on the host", _FSDP),
     *keep(
         "optimizer.overlap_param_gather_with_optimizer_step",
