@@ -4,6 +4,7 @@
     python -m benchmarks.convert --size 2B --text-layers 4 --vision-layers 6 --rounds 3
     python -m benchmarks.convert --size 30B-A3B --text-layers 8 --rounds 1
     python -m benchmarks.convert --family qwen3_5 --size 35B-A3B --text-layers 1 --rounds 1
+    python -m benchmarks.convert --size 8B --text-layers 8 --fp8                 # `cp` is of what import writes
 
 Random bfloat16 weights in the shapes of a released size are written once, experts as released (transposed); then, in
 interleaved rounds, `cp`, import to both formats, export and verify. Every step starts with nothing left to be written
@@ -29,12 +30,15 @@ from pathlib import Path
 from unittest import mock
 
 from qwen3vl_bridge.checkpoint import export_checkpoint, import_checkpoint, verify_checkpoint
-from qwen3vl_bridge.checkpoint.conversion_plan import Task, tensors_of
+from qwen3vl_bridge.checkpoint.conversion_plan import Plan, Task, tensors_of
 from qwen3vl_bridge.checkpoint.formats.huggingface import one_file, shards, write_index
 from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace
-from qwen3vl_bridge.checkpoint.formats.tensors import Segments, TensorSpec, Zeros
+from qwen3vl_bridge.checkpoint.formats.tensors import Quantized, Segment, Segments, TensorSpec, Zeros
+from qwen3vl_bridge.checkpoint.fp8_export import QUANTIZATION, Fp8Export
 from qwen3vl_bridge.registry import family, family_of
 from qwen3vl_bridge.weights.rows import expand
+
+import numpy as np
 
 from benchmarks import measurement
 
@@ -63,11 +67,15 @@ def _tasks(config: dict) -> list[Task]:
     return [Task(spec, Segments([Zeros(spec.numel)])) for spec in specs]
 
 
-def make_model(folder: Path, config: dict) -> int:
-    """Write a model of random bytes; returns how many."""
+def make_model(folder: Path, config: dict, *, in_fp8: bool = False) -> int:
+    """Write a model of random bytes, in FP8 with scales of 2^-10; returns how many there are in bfloat16."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
     tasks = _tasks(config)
+    nbytes = sum(task.target.nbytes for task in tasks)
+    if in_fp8:
+        export = Fp8Export.of(config, folder, [task.target.name for task in tasks])
+        tasks, config = export.plan(Plan(tuple(tasks))).tasks, config | {QUANTIZATION: export.quantization}
+    (folder / "config.json").write_text(json.dumps(config))
     parts = shards(tasks)
     files = [one_file(name, part) for name, part in parts.items()]
     for file in files:
@@ -77,9 +85,18 @@ def make_model(folder: Path, config: dict) -> int:
                     out.write(content)
                     continue
                 for start in range(0, len(content), 1 << 22):
-                    out.write(os.urandom(min(1 << 22, len(content) - start)))
+                    out.write(_random(min(1 << 22, len(content) - start), next(iter(content.segments))))
     write_index(folder, parts)
-    return sum(file.nbytes for file in files)
+    return nbytes
+
+
+def _random(nbytes: int, of: Segment) -> bytes:
+    """Bytes of a tensor; in FP8 all are numbers."""
+    if not isinstance(of, Quantized):
+        return os.urandom(nbytes)
+    if of.of_scales:
+        return b"\x80\x3a" * (nbytes // 2)
+    return (np.frombuffer(os.urandom(nbytes), np.uint8) & 0xF7).tobytes()
 
 
 def _anonymous() -> int:
@@ -145,9 +162,12 @@ def _without_sync() -> Iterator[None]:
 
 def _steps(work: Path, *, sync: bool) -> Iterator[tuple[str, Path, Callable[[], object]]]:
     hf, copy, megatron, torch_dist, exported = (work / n for n in ("hf", "copy", "megatron", "torch_dist", "exported"))
-    yield "cp", hf, lambda: _copy(hf, copy)
+    wide = work / "bf16"  # of a model in FP8
+    quantize = "fp8" if wide.exists() else None
+    copied = wide if quantize else hf
+    yield "cp", copied, lambda: _copy(copied, copy)
     yield "import", hf, lambda: import_checkpoint(hf, megatron)
-    yield "export", megatron, lambda: export_checkpoint(megatron, exported)
+    yield "export", megatron, lambda: export_checkpoint(megatron, exported, quantize=quantize)
     if sync:
         yield "verify", work, lambda: verify_checkpoint(hf, megatron)
     else:
@@ -178,12 +198,17 @@ def main() -> None:
     parser.add_argument("--size", default="2B", help="one that the family was released in (default: %(default)s)")
     parser.add_argument("--text-layers", type=int, help="fewer than the size has")
     parser.add_argument("--vision-layers", type=int, help="fewer than the size has")
+    parser.add_argument("--fp8", action="store_true", help="a model in FP8, exported to FP8")
     parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
     options = parser.parse_args()
     config = _config(options.family, options.size, options.text_layers, options.vision_layers)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         work = Path(name)
-        nbytes = make_model(work / "hf", config)
+        nbytes = make_model(work / "hf", config, in_fp8=options.fp8)
+        if options.fp8:
+            import_checkpoint(work / "hf", work / "megatron")
+            export_checkpoint(work / "megatron", work / "bf16")
+            shutil.rmtree(work / "megatron")
         results = run(work, options.rounds)
     seconds = {step: statistics.median(took for took, _ in runs) for step, runs in results.items()}
     rows = []
@@ -197,7 +222,7 @@ def main() -> None:
         rows.append(
             {
                 "family": options.family,
-                "size": options.size,
+                "size": options.size + ("-FP8" if options.fp8 else ""),
                 "text layers": layers[0],
                 "vision layers": layers[1],
                 "bytes": nbytes,

@@ -1,11 +1,12 @@
-"""The table of recipes in docs/recipes.md: on which GPUs each fits.
+"""The table of recipes in docs/recipes.md: what a rank of each allocated in a rehearsal, and on which GPUs it fits.
 
-Written by `python -m qwen3vl_recipes.table --write docs/recipes.md`.
+Written by `python -m qwen3vl_recipes.table --write docs/recipes.md`, in the repository.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ BEGIN, END = "<!-- recipes: begin -->\n", "<!-- recipes: end -->\n"
 # Part of a GPU's memory that is kept free, because estimates are not as precise as measurements.
 FREE = 0.05
 _MOST_NODES = 128
+# Written by benchmarks/rehearsal.py.
+REHEARSALS = Path("benchmarks/results/rehearsal.csv")
 
 
 def smallest(recipe: Recipe, gpu: str) -> tuple[int, MemoryEstimate] | None:
@@ -41,22 +44,39 @@ def smallest(recipe: Recipe, gpu: str) -> tuple[int, MemoryEstimate] | None:
     return None
 
 
+def rehearsed(file: Path = REHEARSALS) -> dict[str, list[tuple[float, float]]]:
+    """(allocated GiB, planned GiB) of the ranks of each recipe that were rehearsed; the latest rows count."""
+    with file.open() as lines:
+        rows = {(row["recipe"], row["rank"]): row for row in csv.DictReader(lines)}
+    found: dict[str, list[tuple[float, float]]] = {}
+    for (recipe, _rank), row in sorted(rows.items(), key=lambda item: int(item[0][1].split()[0])):
+        if row["planned GiB"] and not row["error"]:
+            found.setdefault(recipe, []).append((float(row["allocated GiB"]), float(row["planned GiB"])))
+    return found
+
+
 def table() -> str:
     """The table in Markdown."""
     from qwen3vl_bridge.planning.hardware import GIB
     from qwen3vl_bridge.planning.plan_reports import describe_ranks
 
-    lines = [f"| recipe | split | on | {' | '.join(f'{kind}, fewest' for kind in KINDS)} |\n", "|---" * 6 + "|\n"]
+    titles = ["recipe", "split", "on", "rehearsed / planned", f"fewest {' / '.join(KINDS)}"]
+    lines, measured = [f"| {' | '.join(titles)} |\n", "|---" * len(titles) + "|\n"], rehearsed()
     for name, recipe in recipes().items():
         if not recipe.gpus or "_dora_" in name:  # norms of weights in DoRA, which the planner does not model
             continue
         meant = memory_plan(recipe(), recipe.gpus)
         cells = [f"`{name}`", describe_ranks(meant), f"{recipe.gpus} {recipe.gpu}: {meant.peak.total / GIB:.0f} GiB"]
-        for kind in KINDS:
-            found = smallest(recipe, kind)
-            cells.append("none tried" if found is None else f"{found[0]}: {found[1].peak.total / GIB:.0f} GiB")
+        cells.append(cell(measured.get(name, [])))
+        fewest = [smallest(recipe, kind) for kind in KINDS]
+        cells.append(" / ".join("-" if found is None else str(found[0]) for found in fewest))
         lines.append(f"| {' | '.join(cells)} |\n")
     return "".join(lines)
+
+
+def cell(ranks: list[tuple[float, float]]) -> str:
+    """What ranks allocated beside what was planned; ranks with the same two figures once."""
+    return ", ".join(dict.fromkeys(f"{allocated:.1f} / {planned:.1f}" for allocated, planned in ranks)) or "no"
 
 
 def main() -> None:

@@ -47,6 +47,7 @@ class Family:
         presets: module with `PRESETS`, whose keys are sizes, and `config_dict`, (size or hub id) -> config, which
             raises ValueError for an unknown one, and perhaps `hub_ids`, size -> hub ids; None for a family without.
         released_experts: the format of experts in released checkpoints, used if the format is unknown.
+        fp8_experts: the same in released checkpoints in FP8, if it is another.
         optional: parts that a checkpoint of a model may have or lack: the condition of its rows, and the field of the
             configuration's text part that counts its layers.
         replacements: by module of Megatron, the dotted name of a function (module) -> None, called once the module has
@@ -64,6 +65,7 @@ class Family:
     bridge: str
     presets: ModuleType | None = None
     released_experts: ExpertLayout = ExpertLayout.INPUT_MAJOR
+    fp8_experts: ExpertLayout | None = None
     optional: Mapping[str, str] = field(default_factory=dict)
     replacements: Mapping[str, str] = field(default_factory=dict)
     dist_train: bool = False

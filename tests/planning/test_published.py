@@ -55,7 +55,8 @@ def test_microbatches_of_the_first_stage(stages, chunks):
 def test_the_softmax_of_the_loss():
     """3.79 GiB for [4096, 1, 248320]: https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5508."""
     dims = dimensions_of(presets.config_dict("8B")).with_vocab(248_320)
-    saved = activations.output_layer(activations.RankWidths(dims, ModelSplit(1), TrainingSettings()), in_chunks=False)
+    widths = activations.RankWidths(dims, ModelSplit(1), TrainingSettings(loss_fusion=None))
+    saved = activations.output_layer(widths, in_chunks=False)
     assert saved["loss: softmax"] * 4096 / GIB == pytest.approx(3.79, abs=0.005)
 
 
@@ -85,7 +86,8 @@ QWEN_2_5_7B["text_config"].update(
     hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
     vocab_size=152_064,
 )  # fmt: skip
-FULLY = dict(recompute=FULL, vision_recompute=FULL)
+# Their loss is not in chunks, and its softmax in float32.
+FULLY = dict(recompute=FULL, vision_recompute=FULL, loss_chunk_tokens=0, loss_fusion=None)
 TEXT = dict(**FULLY, frozen=TOWER, max_patches=0)
 # ms-swift's examples/megatron, each with the memory its authors have seen. How they read it is not said; the caching
 # allocator's is what the usual tools show, which is more than is in use.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from qwen3vl_bridge.checkpoint.conversion import Conversion, ConversionOptions, ConversionReport, run_conversion
-from qwen3vl_bridge.checkpoint.conversion_plan import Plan, drop_unexpected, make_plan
+from qwen3vl_bridge.checkpoint.conversion_plan import Plan, drop_unexpected, make_plan, tensors_of
 from qwen3vl_bridge.checkpoint.formats import megatron
 from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
 from qwen3vl_bridge.checkpoint.formats.dcp_reader import DcpTensors
@@ -28,9 +28,11 @@ from qwen3vl_bridge.checkpoint.formats.huggingface import (
 from qwen3vl_bridge.checkpoint.formats.layouts import TRANSFORMER_ENGINE, FsdpDtensor, HuggingFace, TorchDist
 from qwen3vl_bridge.checkpoint.formats.planned_files import OutputFile
 from qwen3vl_bridge.checkpoint.formats.tensors import main_dtype
+from qwen3vl_bridge.checkpoint.fp8_export import QUANTIZATION, Fp8Export, keep_scales
 from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, StoredModel, open_model, open_stored
 from qwen3vl_bridge.checkpoint.topology import Topology, holders
 from qwen3vl_bridge.io.files import CheckpointError, absolute
+from qwen3vl_bridge.weights.fp8 import E4M3
 from qwen3vl_bridge.weights.rows import ExpertLayout, WeightRow
 
 # Modules for which megatron-core stores a state in addition to their weights, here always None, and asks for it on
@@ -48,6 +50,7 @@ class HFTarget:
     settings: dict[str, Any]  # for the manifest
     max_shard_bytes: int  # of a file of weights
     float32_as: str | None = None  # dtype of the parameters that the model keeps in float32; None for that of others
+    fp8: Fp8Export | None = None  # how it is written in FP8, if it is
     inner: ClassVar[str] = "."
 
     def __post_init__(self) -> None:
@@ -65,11 +68,13 @@ class HFTarget:
         """Write the files of a model's folder other than weights."""
         write_index(root, self._shards)
         copy_side_files(self.config.folder, root)
-        self.config.write(root, main_dtype(task.target for tasks in self._shards.values() for task in tasks))
+        specs = (task.target for tasks in self._shards.values() for task in tasks)
+        dtype = main_dtype(spec for spec in specs if spec.dtype != E4M3)
+        self.config.write(root, dtype, self.fp8 and self.fp8.quantization)
 
     def open(self, root: Path) -> HFWeights:
         """The written weights, read again."""
-        return HFWeights(root)
+        return HFWeights(root, dequantize=False)
 
 
 @dataclass
@@ -149,6 +154,8 @@ class MegatronTarget:
         self.dcp.write_metadata(folder, megatron.path_of, digest)
         copy_side_files(config.folder, folder / megatron.HF_FILES)
         config.write(folder / megatron.HF_FILES)
+        if config.raw.get(QUANTIZATION) is not None:
+            keep_scales(config.folder, folder / megatron.HF_FILES)
         contents = megatron.run_config(
             config.raw,
             self.hf_model,
@@ -237,6 +244,7 @@ def export_checkpoint(
     torch_dtype: str | None = None,
     iteration: int | None = None,
     expert_layout: str | None = None,
+    quantize: str | None = None,
     strict: bool = True,
     drop_vocab_padding: bool = False,
     trust_remote_code: bool = False,
@@ -254,6 +262,8 @@ def export_checkpoint(
         iteration: the iteration; None for the latest.
         expert_layout: "input_major" as released, "output_major" as transformers 5 saves its own, or "per_expert"; None
             for that of the model from which the checkpoint was imported.
+        quantize: "fp8" to write the linear layers of text layers in FP8, as the models named -FP8 are released; None
+            for no quantization.
         strict: whether tensors that the model does not have are an error; otherwise they are ignored.
         drop_vocab_padding: whether to drop rows beyond the vocabulary that are not zero, as after training with a
             padded vocabulary; otherwise they are an error.
@@ -268,6 +278,10 @@ def export_checkpoint(
     def planned() -> Conversion:
         stored = open_stored(megatron_path, iteration, hf_model, trust_remote_code=trust_remote_code)
         config, experts = stored.config, stored.experts
+        if quantize not in (None, "fp8"):
+            raise CheckpointError(f"quantize is {quantize!r}, expected 'fp8' or nothing")
+        if quantize and config.raw.get(QUANTIZATION) is None:
+            experts = config.family.fp8_experts or experts
         if expert_layout is not None:
             if expert_layout.upper() not in ExpertLayout.__members__:
                 names = ", ".join(layout.name.lower() for layout in ExpertLayout)
@@ -278,6 +292,8 @@ def export_checkpoint(
         moe = bool(config.dimensions.indices["moe_layers"])
         settings = {"from": stored.ckpt_format, "expert_layout": experts.name if moe else None}
         target = HFTarget(config, experts, settings, max_shard_bytes, stored.float32_in_export(torch_dtype))
+        if quantize:
+            target.fp8 = Fp8Export.of(config.raw, config.folder, tensors_of(config.rows(experts), target.layout))
         return _planned("export", megatron_path, hf_path, stored, target, torch_dtype, drop=drop_vocab_padding)
 
     return run_conversion(planned, ConversionOptions(**options))
@@ -339,6 +355,8 @@ def _planned(
     rows, dtypes = source.config.rows(target.experts), dict(dtype=torch_dtype, float32_as=target.float32_as)
     plan = make_plan(rows, source.layout, target.layout, source.tensors.specs, where=str(source.folder), **dtypes)
     padding = source.check_padding(source.config.dimensions["vocab"], drop=drop)
+    if isinstance(target, HFTarget) and target.fp8:
+        plan = target.fp8.plan(plan)
     target.lay_out(plan)
     folders, notes = (source.folder, source.config.folder), [*padding, *source.notes]
     return Conversion(name, str(origin), absolute(path), plan, source.tensors, folders, target, notes)

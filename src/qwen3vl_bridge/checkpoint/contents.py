@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from qwen3vl_bridge.checkpoint.formats.huggingface import HUGGINGFACE, HFWeights
 from qwen3vl_bridge.checkpoint.formats.tensors import TensorSpec
 from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, own_config, read_manifest
 from qwen3vl_bridge.io.files import expanded
+from qwen3vl_bridge.weights import fp8
 
 
 def inspect_checkpoint(path: str | Path, *, iteration: int | None = None) -> dict[str, Any]:
@@ -65,7 +67,7 @@ def inspect_model(folder: Path) -> dict[str, Any]:
         "path": str(folder),
         "model": config.raw.get("model_type"),
         "files": len(weights.files),
-        **_summary(weights.specs.values()),
+        **_summary(replace(spec, dtype=fp8.E4M3) if spec.scales else spec for spec in weights.specs.values()),
         "experts": experts,
     }
 

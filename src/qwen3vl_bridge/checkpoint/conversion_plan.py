@@ -123,7 +123,7 @@ def make_plan(
         wanted = (float32_as or dtype) if name in in_float32 else dtype
         spec = TensorSpec(name, _target_dtype(name, sources, wanted, where), shapes[name])
         tasks.append(Task(spec, Segments(segments), leading[name]))
-        if any(source.dtype != spec.dtype for source in sources):
+        if any(source.scales or source.dtype != spec.dtype for source in sources):
             cast.add(name)
         if any(isinstance(segment, TransposedSlice) for segment in segments):
             transposed.add(name)

@@ -88,9 +88,14 @@ class ModelConfig:
         changed.dimensions = self.dimensions.with_vocab(rows)
         return changed
 
-    def write(self, folder: Path, dtype: str | None = None) -> None:
-        """Write what differs from a folder's `config.json`; with a dtype of the weights unless it is None."""
+    def write(self, folder: Path, dtype: str | None = None, quantization: Mapping[str, Any] | None = None) -> None:
+        """Write what differs from a folder's `config.json`; unless the dtype is None, for weights in it, quantized or
+        not.
+        """
         raw, path = self.raw if dtype is None else _with_dtype(self.raw, dtype), folder / "config.json"
+        if dtype is not None:
+            raw.pop("quantization_config", None)
+            raw |= {} if quantization is None else {"quantization_config": dict(quantization)}
         if raw != read_object(path):
             write_object(path, raw)
 
@@ -244,6 +249,10 @@ def open_model(hf_model: str | Path, *, strict: bool = True, trust_remote_code: 
     folder = find_model(hf_model, trust_remote_code=trust_remote_code)
     config, weights, notes = ModelConfig(folder), HFWeights(folder), []
     config = config.having(weights.specs)
+    if quantized := len(weights.scales):
+        notes.append(
+            f"{quantized} of {len(weights.specs)} tensors are in FP8; their values are the products with their scales"
+        )
     if config.tied:  # then it has only the embedding, or an output layer of the same bytes
         original = next(row.hf[0] for row in config.family.rows() if row.of_vocabulary and row.condition is None)
         for name in (row.hf[0] for row in config.family.rows() if row.condition == "untied"):

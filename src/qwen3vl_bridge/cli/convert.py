@@ -154,6 +154,8 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
     layouts = [layout.name.lower() for layout in ExpertLayout]
     verb.add_argument("--expert-layout", choices=layouts,
                       help="layout of the experts' weights (default: that of the imported model)")  # fmt: skip
+    verb.add_argument("--quantize", choices=["fp8"],
+                      help="write the linear layers of text layers as the models named -FP8 have them")  # fmt: skip
     _flags(verb, "drop-vocab-padding", "trust-remote-code", "not-strict")
     _writing_options(verb)
     verb.set_defaults(run=_convert, function="export_checkpoint")

@@ -15,12 +15,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from qwen3vl_bridge.models.hf_config import EXPERT_FIELDS, TEXT_FIELDS, TOKEN_IDS
+from qwen3vl_bridge.models.hf_config import EXPERT_FIELDS, TEXT_FIELDS, TOKEN_IDS, fp8_block
 from qwen3vl_bridge.models.provider import ExpertsMixin, VisionLanguageProvider
 from qwen3vl_bridge.models.settings import text_activation
 from qwen3vl_bridge.peft.model_adapters import AdapterConversion
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.bridge_mappings import param_mappings
+from qwen3vl_bridge.weights.fp8 import SCALES, Block, dequantized
 from qwen3vl_bridge.weights.rows import ExpertLayout, expand, expert_layout_of
 
 import torch
@@ -67,6 +68,7 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
             ValueError: tensors are missing; the message names them.
         """
         self.hf_pretrained = hf_pretrained
+        _read_fp8(hf_pretrained, unwrap_model(megatron_model)[0].config.params_dtype)
         rows = family(self.family).rows(self.expert_layout())
         dimensions = unwrap_model(megatron_model)[0].config.dimensions()
         wanted = {name for row in expand(rows, dimensions) for name in row.hf}
@@ -77,6 +79,17 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
                 advice = "; set mtp_num_layers=None to load the model without multi-token prediction"
             raise ValueError(f"{hf_pretrained.model_name_or_path} lacks {len(missing)} tensors: {shown}{advice}")
         return super().load_weights_hf_to_megatron(hf_pretrained, megatron_model, *args, **kwargs)
+
+    def stream_weights_hf_to_megatron(self, hf_pretrained: Any, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Like Megatron-Bridge's, from weights in FP8 too."""
+        chunks = megatron_model if isinstance(megatron_model, list) else [megatron_model]
+        _read_fp8(hf_pretrained, unwrap_model(chunks)[0].config.params_dtype)
+        return super().stream_weights_hf_to_megatron(hf_pretrained, megatron_model, *args, **kwargs)
+
+    def stream_weights_megatron_to_hf(self, megatron_model: Any, hf_pretrained: Any, *args: Any, **kwargs: Any) -> Any:
+        """Like Megatron-Bridge's; never in FP8, whatever the Hugging Face model is in."""
+        _read_fp8(hf_pretrained, torch.bfloat16)
+        return super().stream_weights_megatron_to_hf(megatron_model, hf_pretrained, *args, **kwargs)
 
     def provider_fields(self, config: Any) -> dict[str, Any]:
         """The provider's fields that a Hugging Face configuration determines, as far as all families share them."""
@@ -132,6 +145,33 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
             with safe_open(source.path / file, framework="pt") as tensors:
                 shapes.update((name, tensors.get_slice(name).get_shape()) for name in names)
         return expert_layout_of(own.rows, shapes, dimensions)
+
+
+class _Fp8Source(SafeTensorsStateSource):
+    """Weight files in FP8 as if they were not: without scales, and with values in a dtype."""
+
+    def __init__(self, path: str | Path, block: Block | None, dtype: torch.dtype) -> None:
+        super().__init__(path)
+        self._stored, self._block, self._dtype = SafeTensorsStateSource(path), block, dtype
+        stored = self._stored.key_to_filename_map
+        scales = {name + SCALES for name in stored}
+        self._key_to_filename_map_cache = {name: file for name, file in stored.items() if name not in scales}
+
+    def load_tensors(self, keys_to_load: list[str]) -> dict[str, torch.Tensor]:
+        """See Megatron-Bridge's."""
+        loaded = self._stored.load_tensors(keys_to_load)
+        for name in [name for name, tensor in loaded.items() if tensor.dtype == torch.float8_e4m3fn]:
+            scales = self._stored.load_tensors([name + SCALES])[name + SCALES]
+            loaded[name] = dequantized(loaded[name], scales, self._block, self._dtype)
+        return loaded
+
+
+def _read_fp8(hf_pretrained: Any, dtype: torch.dtype) -> None:
+    """Make Megatron-Bridge read the weights of a Hugging Face model in FP8 as their values in a dtype."""
+    if (source := _files_of(hf_pretrained)) is not None:
+        quantization = hf_pretrained.config.to_dict().get("quantization_config")
+        if quantization is not None:
+            hf_pretrained.state.source = _Fp8Source(source.model_name_or_path, fp8_block(quantization), dtype)
 
 
 def _files_of(hf_pretrained: Any) -> SafeTensorsStateSource | None:

@@ -291,7 +291,6 @@ def check_supported_values(config: Mapping[str, Any], own: Mapping[str, tuple[An
         # transformers gives the output projection a bias too, which no released model has.
         "text_config.attention_bias": (text.get("attention_bias") or False, False),
         "text_config.use_sliding_window": (text.get("use_sliding_window") or False, False),
-        "quantization_config": (config.get("quantization_config"), None),
         # transformers divides the weights of the top-k experts by their sum whatever this setting is.
         "text_config.norm_topk_prob": (text.get("norm_topk_prob", True), True),
         **own,
@@ -299,6 +298,32 @@ def check_supported_values(config: Mapping[str, Any], own: Mapping[str, tuple[An
     for name, (value, expected) in values.items():
         if value != expected:
             raise ValueError(f"{name} is {value!r}, expected {expected!r}: this model implements nothing else")
+    if config.get("quantization_config") is not None:
+        fp8_block(config["quantization_config"])
+
+
+def fp8_block(quantization: Any) -> tuple[int, int] | None:
+    """Rows and columns with one scale in weights that a `quantization_config` describes; None: all of a matrix.
+
+    Raises:
+        ValueError: weights in another form than FP8 (e4m3) with scales that depend on nothing but the weights.
+    """
+    given = quantization if isinstance(quantization, Mapping) else {}
+    for name, expected, default in (
+        ("quant_method", "fp8", None), ("fmt", "e4m3", "e4m3"), ("activation_scheme", "dynamic", "dynamic"),
+    ):  # fmt: skip
+        if (value := given.get(name) or default) != expected:
+            raise ValueError(
+                f"quantization_config.{name} is {value!r}, expected {expected!r}: of quantized weights only those in "
+                "FP8 (e4m3, with a scale for each block as weight_scale_inv) can be read; use the model's bfloat16 "
+                "release, or dequantize it with the library that made it"
+            )
+    block = given.get("weight_block_size", (128, 128))
+    if block is None:
+        return None
+    if not isinstance(block, list | tuple) or len(block) != 2 or not all(_is_whole(size, 1) for size in block):
+        raise ValueError(f"quantization_config.weight_block_size is {block!r}, expected two whole numbers above 0")
+    return block[0], block[1]
 
 
 # What identifies a model: the fields that determine which tensors exist or what they mean. They are read from a

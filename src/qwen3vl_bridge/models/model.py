@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from qwen3vl_bridge.batch.token_batch import ModelInputs, VisionRows
 from qwen3vl_bridge.models.chunked_loss import loss_processor
 from qwen3vl_bridge.models.core_attention import layout_packed_seq_params
+from qwen3vl_bridge.models.cross_entropy import cross_entropy
 from qwen3vl_bridge.models.inputs import OutputConversion, as_model_inputs, check_inference
 from qwen3vl_bridge.models.layer_specs import decoder_block_spec
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
@@ -93,7 +94,10 @@ class MRopeGPTModel(GPTModel):
         """Loss [b, s] of labels [b, s] under logits [s, b, padded vocabulary / tp]."""
         if not self.parallel_output and self.pg_collection.tp.size() > 1:
             raise ValueError(f"parallel_output is False, expected True to train under tensor parallelism: {LOGITS}")
-        return super().compute_language_model_loss(labels, self.without_padding(logits))
+        logits = self.without_padding(logits)
+        if self.config.cross_entropy_loss_fusion and self.config.cross_entropy_fusion_impl == "native":
+            return cross_entropy(logits, labels.T, self.pg_collection.tp).T.contiguous()
+        return super().compute_language_model_loss(labels, logits)
 
     @torch.no_grad()
     def without_padding(self, logits: Tensor) -> Tensor:

@@ -116,12 +116,12 @@ class VisionLanguageFields(GPTModelProvider):
     gradient_accumulation_fusion: bool = field(default_factory=can_fuse_weight_gradients)
     bias_activation_fusion: bool = True
     apply_rope_fusion: bool = field(default_factory=has_transformer_engine)
-    cross_entropy_loss_fusion: bool = True  # except where it would round: finalize() reports that
+    cross_entropy_loss_fusion: bool = True  # except of float32 logits: finalize() reports that
     apply_rotary_pos_emb_in_fp32: bool = False
     # megatron-core refuses rows of several lengths between pipeline stages with its own default, experts or not.
     moe_token_dispatcher_type: str = "alltoall"
     calculate_per_token_loss: bool | None = None
-    # With Qwen3-VL's vocabulary 2,048 tokens' logits take 3 GiB in the native fused loss; rows up to there pay nothing.
+    # With Qwen3-VL's vocabulary 2,048 tokens' logits and their gradient take 1.2 GiB; rows up to there pay nothing.
     # Longer ones pay a product of the output layer more, 2 % of an 8B's step (docs/speed.md).
     loss_chunk_tokens: int = 2048
 
@@ -354,11 +354,8 @@ def complete_on_finalize(provider: VisionLanguageFields) -> None:
             "only Transformer Engine keeps all attention scores in float32, transformer_impl='local' does not"
         )
     native = provider.cross_entropy_loss_fusion and provider.cross_entropy_fusion_impl == "native"
-    if native and provider.params_dtype != torch.bfloat16:
-        why = (
-            f"megatron-core's native fused loss rounds the gradient of {provider.params_dtype} logits to bfloat16; "
-            "cross_entropy_fusion_impl 'te' does not"
-        )
+    if native and provider.params_dtype == torch.float32:
+        why = "of float32 logits the unfused loss needs less memory: it overwrites them"
         _turn_off(provider, "cross_entropy_loss_fusion", why)
     if provider.dist_train.use_dist_train and provider.pipeline_dtype is None:
         provider.pipeline_dtype = provider.params_dtype  # megatron-core sets it only under pipeline parallelism

@@ -32,6 +32,13 @@ def sum_counts(counts: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
     return counts
 
 
+def max_in_group(values: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+    """Elementwise maximum of `values` over a group, in a new tensor."""
+    values = values.clone()
+    _all_reduce(values, group, torch.distributed.ReduceOp.MAX)
+    return values
+
+
 def sum_amounts(amounts: Sequence[int], groups: ProcessGroupCollection) -> list[int]:
     """Sum of host integers over the ranks that read different batches (data-parallel ranks)."""
     first = groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0

@@ -184,6 +184,9 @@ class Qwen3VLParts:
 class Qwen3VLLoRA(Qwen3VLParts, VLMLoRA):
     """LoRA. The fields other than those of `Qwen3VLParts` are Megatron-Bridge's (`dim`, `alpha`, `dropout`, ...)."""
 
+    # Otherwise a tensor-parallel rank keeps the whole inputs of each layer's adapters of linear_qkv and linear_fc1.
+    sequence_parallel_input_regather: bool = True
+
     def check(self, provider: VisionLanguageProvider) -> None:
         """Like Qwen3VLParts', with LoRA's own fields."""
         if self.lora_dtype is not None:

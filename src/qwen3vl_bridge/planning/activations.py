@@ -211,8 +211,8 @@ def output_layer(r: RankWidths, *, in_chunks: bool) -> SavedTensors:
 
 
 def softmax(r: RankWidths) -> float:
-    """The softmax of the loss in float32. Transformer Engine's own overwrites the logits with the gradient instead."""
-    return r.dims["vocab"] / r.split.tp * (r.e if r.training.loss_fusion == "te" else _FLOAT)
+    """The softmax of the loss in float32; fused losses keep the logits instead."""
+    return r.dims["vocab"] / r.split.tp * (r.e if r.training.loss_fusion else _FLOAT)
 
 
 def embedding(r: RankWidths, *, pre_process: bool) -> SavedTensors:
@@ -389,7 +389,13 @@ def _text_layers(r: RankWidths, numbers: Sequence[int], slots: float) -> list[La
         layer = _text_layer(r, moe=moe, slots=slots if linear else None)
         if lora is not None:  # between the two matrices of each adapter
             adapted = adapter_sizes(dims, same[0]).keys() & lora.targets
-            layer = layer._replace(saved=layer.saved | {f"adapter of {name}": lora.rank * r.e for name in adapted})
+            saved = {f"adapter of {name}": lora.rank * r.e for name in adapted}
+            # Gathered from sequence-parallel ranks. Source: Megatron-Bridge 0.6.2, ParallelLinearAdapter.
+            kept = {"in_proj"} if lora.regathers else {"in_proj", "linear_qkv", "linear_fc1"}
+            saved |= {
+                f"adapter of {n}: input of other ranks": (dims["hidden"] - r.hidden) * r.e for n in adapted & kept
+            }
+            layer = layer._replace(saved=layer.saved | saved)
         by_number |= dict.fromkeys(same, layer)
     if (bits := r.training.eight_bits) is not None and numbers:
         chunk = range(numbers[0], numbers[-1] + 1)
@@ -457,15 +463,13 @@ def _vision_tower(r: RankWidths) -> tuple[float, float, float]:
 
 
 def _loss_temporary(r: RankWidths, tokens: float, *, in_chunks: bool) -> float:
-    """Logits, and then their gradient, in the model's precision in addition to the softmax; float32 models have both in
-    one. Compiled for a GPU, the native fused loss writes the exponentials of the logits to a buffer of its own.
+    """Logits, or their gradient, in the model's precision in addition to the softmax; float32 models have both in one.
 
     In chunks the softmax is temporary too, and the sum of the output layer's gradients in float32 is in memory with a
     chunk's. The chunk's gradient of the tokens' own loss waits for that of multi-token prediction.
     """
     vocab = r.dims["vocab"] / r.split.tp
-    exponentials = _FLOAT * (r.training.loss_fusion == "native")
-    logits = vocab * (r.e + exponentials) * (r.e < _FLOAT)
+    logits = vocab * r.e * (r.e < _FLOAT)
     weight = vocab * r.dims["hidden"] * (Part.LANGUAGE_MODEL not in r.training.frozen_weights)
     waiting = weight * r.e * r.training.trains_mtp
     if not in_chunks:

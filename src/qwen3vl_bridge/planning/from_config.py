@@ -219,4 +219,5 @@ def _lora(peft: Any) -> LoraSettings | None:
             raise ValueError(f"peft.{name} is {actual!r}, expected {value!r}: anything else is not counted")
     if unknown := set(peft.target_modules) - set(LINEAR_LAYERS):
         raise ValueError(f"peft.target_modules has {sorted(unknown)}, expected some of {list(LINEAR_LAYERS)}")
-    return LoraSettings(peft.dim, tuple(name for name in LINEAR_LAYERS if name in peft.target_modules))
+    targets = tuple(name for name in LINEAR_LAYERS if name in peft.target_modules)
+    return LoraSettings(peft.dim, targets, regathers=peft.sequence_parallel_input_regather)

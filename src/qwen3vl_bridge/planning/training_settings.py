@@ -117,6 +117,7 @@ class LoraSettings:
 
     rank: int  # `dim`
     targets: tuple[str, ...] = LINEAR_LAYERS
+    regathers: bool = True  # `sequence_parallel_input_regather`
 
 
 @dataclass(frozen=True)

@@ -17,21 +17,22 @@ from pathlib import Path
 
 from qwen3vl_bridge.checkpoint import export_checkpoint, import_checkpoint, reformat_checkpoint
 from qwen3vl_bridge.checkpoint.conversion_plan import tensors_of
-from qwen3vl_bridge.checkpoint.formats.huggingface import copy_side_files
+from qwen3vl_bridge.checkpoint.formats.huggingface import HFWeights, copy_side_files
 from qwen3vl_bridge.checkpoint.formats.layouts import HuggingFace
 from qwen3vl_bridge.io.files import read_object, write_object
 from qwen3vl_bridge.registry import dimensions_of, family
-from qwen3vl_bridge.weights.rows import expand
+from qwen3vl_bridge.weights.rows import ExpertLayout, expand
 
 import pytest
 
 from tests.forked import ROOT
+from tests.fp8 import in_fp8
 
 from ..support import entry, file_of
 
 MB = 1 << 20
 WIDER = dict(hidden_size=1024, vocab_size=12288, num_experts=8, moe_intermediate_size=512)
-BOUND = 24 * MB  # measured 8 where experts are turned, else 3
+BOUND = 24 * MB  # measured 14 where experts are turned, 19 in FP8, else 3
 
 
 def peak() -> int:
@@ -50,13 +51,19 @@ def conversions(source: Path, folder: Path) -> Iterator[str]:
     export_checkpoint(dist, hf, verify=True)
     yield "export of torch_dist"
     shutil.rmtree(hf)
+    export_checkpoint(dist, hf, quantize="fp8", verify=True)
+    yield "export in FP8"
+    shutil.rmtree(hf)
     import_checkpoint(source, fsdp, torch_dtype="bfloat16")
     yield "import in bfloat16"
     shutil.rmtree(folder)
 
 
 def write_large(folder: Path, source: Path) -> list[int]:
-    """A model whose weights are all zero, in a file that takes no room; returns the bytes of each tensor."""
+    """A model whose weights are all zero, in a file that takes no room; returns the bytes of each tensor.
+
+    Of a model in FP8, the same matrices are in FP8.
+    """
     copy_side_files(source, folder)
     config = read_object(folder / "config.json")
     text = config["text_config"]
@@ -65,8 +72,13 @@ def write_large(folder: Path, source: Path) -> list[int]:
     write_object(folder / "config.json", config)
     dimensions = dimensions_of(config)
     shapes = tensors_of(expand(family(dimensions.family).rows(), dimensions), HuggingFace(dimensions))
-    header, end = {}, 0
+    header, end, stored = {}, 0, HFWeights(source).specs
     for name, shape in shapes.items():
+        if scales := stored[name].scales:
+            of_blocks = (*shape[:-2], *(-(-size // of) for size, of in zip(shape[-2:], scales.block, strict=True)))
+            header[name] = entry("F8_E4M3", shape, (end, end := end + math.prod(shape)))
+            header[f"{name}_scale_inv"] = entry("F32", of_blocks, (end, end := end + 4 * math.prod(of_blocks)))
+            continue
         header[name] = entry("F32", shape, (end, end := end + 4 * math.prod(shape)))
     start = file_of(header, 0)
     (folder / "model.safetensors").write_bytes(start)
@@ -74,10 +86,13 @@ def write_large(folder: Path, source: Path) -> list[int]:
     return [4 * math.prod(shape) for shape in shapes.values()]
 
 
-@pytest.mark.parametrize("which", ["moe_folder", "qwen3_5_folder"])
-def test_a_conversion_holds_less_than_a_tensor(which, request, tmp_path):
+@pytest.mark.parametrize("which", ["moe_folder", "qwen3_5_folder", "in_fp8"])
+def test_a_conversion_holds_less_than_a_tensor(which, request, moe_folders, tmp_path):
     """Experts are turned in the first, and lie in two tensors a layer; there and back, in both formats, verified."""
-    small = request.getfixturevalue(which)
+    if which == "in_fp8":
+        small = in_fp8(moe_folders[ExpertLayout.INPUT_MAJOR], tmp_path / "small")
+    else:
+        small = request.getfixturevalue(which)
     nbytes = write_large(tmp_path / "large", small)
     assert sum(nbytes) > 8 * BOUND and max(nbytes) >= 2 * BOUND
     command = [sys.executable, "-m", "tests.checkpoint.engine.test_memory", small, tmp_path / "large", tmp_path / "out"]

@@ -83,7 +83,7 @@ def test_a_field_of_the_wrong_kind(name, value, expected):
     (MOE, "text_config.decoder_sparse_step", 0, "step is 0, expected a whole number of at least 1"),
     (MOE, "text_config.norm_topk_prob", False, "text_config.norm_topk_prob is False, expected True"),
     (MOE, "text_config.attention_bias", True, "text_config.attention_bias is True, expected False"),
-    (MOE, "quantization_config", {"quant_method": "fp8"}, "quantization_config is"),
+    (MOE, "quantization_config", {"quant_method": "awq"}, "quant_method is 'awq', expected 'fp8'"),
 ])  # fmt: skip
 def test_what_the_model_does_not_do(size, name, value, message):
     with pytest.raises(ValueError, match=message):

@@ -86,15 +86,15 @@ def test_what_cannot_be_fused_is_turned_off_and_said(caplog):
 
 
 @pytest.mark.parametrize(("dtype", "implementation", "fused"), [
-    (torch.bfloat16, "native", True), (torch.float16, "native", False), (torch.float32, "native", False),
+    (torch.bfloat16, "native", True), (torch.float16, "native", True), (torch.float32, "native", False),
     (torch.float32, "te", True),
 ])  # fmt: skip
-def test_the_fused_loss_is_for_logits_that_it_does_not_round(dtype, implementation, fused, caplog):
+def test_the_native_fused_loss_is_for_logits_in_16_bits(dtype, implementation, fused, caplog):
     caplog.set_level(logging.INFO)
     kinds = dict(bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
     provider = finalized(DENSE, dict(params_dtype=dtype, cross_entropy_fusion_impl=implementation, **kinds))
     assert provider.cross_entropy_loss_fusion is fused
-    assert ("rounds the gradient" in caplog.text) is not fused
+    assert ("of float32 logits" in caplog.text) is not fused
 
 
 @pytest.mark.parametrize(("activation", "fused"), [(F.silu, True), ("silu", True), ("gelu", False), (F.relu, False)])

@@ -23,11 +23,12 @@ from megatron.bridge.peft.dora import DoRA
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.peft.utils import load_peft_adapter_checkpoint
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
+from tests import fp8
 from tests.adapters.test_export import Adapted, adapt, check_logits, reference_logits, worst_difference
-from tests.checkpoint.support import stock_load
+from tests.checkpoint.support import assert_same, stock_load
 from tests.expert_layouts import LAYOUTS, relayout
 
 from ..conftest import Inputs
@@ -145,6 +146,20 @@ def test_merged_into_every_layout_of_experts(run, moe_folder, moe_folders, layou
     worst = max((found[name] - tensor).abs().max().item() for name, tensor in expected.items())
     print(f"weights: {worst:.1e}, tolerance {WEIGHT:.0e}")
     assert worst <= WEIGHT
+
+
+def test_merged_into_a_base_in_fp8(run, tmp_path):
+    """As into a base that has its values in float32; and rounded once."""
+    inputs, _, _, folder = run
+    base = fp8.in_fp8(inputs.hf, tmp_path / "fp8")
+    exact = shutil.copytree(inputs.hf, tmp_path / "exact")
+    save_file({name: one.float() for name, one in fp8.read(base).items()}, exact / "model.safetensors")
+    found = {}
+    for name, model, dtype in (("a", exact, "float32"), ("b", base, "float32"), ("c", base, "bfloat16")):
+        merge_adapters(folder / DIST, tmp_path / name, base_model=model, torch_dtype=dtype)
+        found[name] = load_file(tmp_path / name / "model.safetensors")
+    assert_same(found["b"], found["a"])
+    assert_same(found["c"], {name: one.to(found["c"][name].dtype) for name, one in found["b"].items()})
 
 
 def test_settings_name_the_layers_that_have_adapters(run):

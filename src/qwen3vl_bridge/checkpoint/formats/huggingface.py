@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
@@ -16,13 +17,16 @@ from qwen3vl_bridge.checkpoint.formats.tensors import (
     DTYPE_OF_SAFETENSORS,
     ITEMSIZE,
     SAFETENSORS_OF_DTYPE,
+    BlockScales,
     Extent,
     Slice,
     TensorSpec,
 )
 from qwen3vl_bridge.io.files import CheckpointError, expanded, file_size, read_object, resolve_within, write_object
 from qwen3vl_bridge.io.parsing import parse_json
+from qwen3vl_bridge.models.hf_config import fp8_block
 from qwen3vl_bridge.registry import nearest_name
+from qwen3vl_bridge.weights import fp8
 
 from safetensors import SafetensorError, safe_open
 
@@ -145,7 +149,7 @@ def copy_side_files(source: Path, destination: Path) -> list[Path]:
     return files
 
 
-class _Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor of a safetensors file, whose bytes begin at `offset`."""
 
     spec: TensorSpec
@@ -156,14 +160,49 @@ class _Stored(NamedTuple):
 class HFWeights:
     """The tensors of a Hugging Face model's folder, as a `TensorSource`."""
 
-    def __init__(self, folder: Path, file: str | None = None) -> None:
+    def __init__(self, folder: Path, file: str | None = None, *, dequantize: bool = True) -> None:
         """Read and check every header, of a folder's single file with all tensors or of a model; a CheckpointError if
-        files are missing, truncated, or contradict each other.
+        files are missing, truncated, or contradict each other. Without `dequantize` tensors in FP8 are e4m3 and scales.
         """
         self.folder = folder
         found = _read_folder(folder) if file is None else read_header(folder / file)
         self._stored = {stored.spec.name: stored for stored in found}
         self.specs = {name: stored.spec for name, stored in self._stored.items()}
+        if dequantize and any(spec.dtype == fp8.E4M3 for spec in self.specs.values()):
+            self.specs = dict(self._dequantized())
+
+    @property
+    def scales(self) -> dict[str, StoredTensor]:
+        """The scales of the tensors in FP8, by their own names."""
+        names = (name + fp8.SCALES for name, spec in self.specs.items() if spec.scales is not None)
+        return {name: self._stored[name] for name in names}
+
+    def _dequantized(self) -> Iterator[tuple[str, TensorSpec]]:
+        """The tensors with those in FP8 as what they are read as, without their scales."""
+        path = self.folder / "config.json"
+        quantization = read_object(path).get("quantization_config")
+        try:
+            block = fp8_block(quantization)
+        except ValueError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        for name, spec in self.specs.items():
+            of = self.specs.get(name.removesuffix(fp8.SCALES))
+            if of is not spec and of is not None and of.dtype == fp8.E4M3:
+                continue
+            if spec.dtype != fp8.E4M3:
+                yield name, spec
+                continue
+            scales = self._stored.get(name + fp8.SCALES)
+            found = "nothing" if scales is None else scales.spec.describe()
+            fits = None if scales is None or len(spec.shape) < 2 else fp8.block_of(spec.shape, scales.spec.shape, block)
+            if scales is None or fits is None or scales.spec.dtype not in fp8.SCALE_DTYPES:
+                raise CheckpointError(
+                    f"{self.folder}, tensor {name} {spec.describe()}: found {found} as {name}{fp8.SCALES}, expected a "
+                    f"scale for each {'matrix' if block is None else f'block of {block[0]} x {block[1]}'}, in "
+                    f"{', '.join(fp8.SCALE_DTYPES)}"
+                )
+            extent = Extent(scales.path, scales.offset, scales.spec.nbytes)
+            yield name, replace(spec, dtype="bfloat16", scales=BlockScales(extent, scales.spec.dtype, fits))
 
     def extents(self, wanted: Slice) -> Iterator[Extent]:
         """See `TensorSource`."""
@@ -182,7 +221,7 @@ def has_weights(folder: Path) -> bool:
     return (folder / SINGLE).exists() or (folder / INDEX).exists()
 
 
-def _read_folder(folder: Path) -> list[_Stored]:
+def _read_folder(folder: Path) -> list[StoredTensor]:
     # A single file has precedence over an index, as in transformers.
     if (folder / SINGLE).exists():
         return read_header(folder / SINGLE)
@@ -207,7 +246,7 @@ def _read_folder(folder: Path) -> list[_Stored]:
     return tensors
 
 
-def read_header(path: Path, named_by: str = "its folder") -> list[_Stored]:
+def read_header(path: Path, named_by: str = "its folder") -> list[StoredTensor]:
     """The tensors of one safetensors file, which `named_by` names; a CheckpointError if it is missing or damaged.
 
     safetensors itself checks the header against the file.
@@ -227,7 +266,7 @@ def read_header(path: Path, named_by: str = "its folder") -> list[_Stored]:
         if (dtype := entry["dtype"]) not in DTYPE_OF_SAFETENSORS:
             raise CheckpointError(f"{path}, tensor {name}: dtype {dtype}, expected {', '.join(DTYPE_OF_SAFETENSORS)}")
         spec = TensorSpec(name, DTYPE_OF_SAFETENSORS[dtype], tuple(entry["shape"]))
-        tensors.append(_Stored(spec, path, 8 + length + entry["data_offsets"][0]))
+        tensors.append(StoredTensor(spec, path, 8 + length + entry["data_offsets"][0]))
     return tensors
 
 

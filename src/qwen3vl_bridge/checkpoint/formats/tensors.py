@@ -15,9 +15,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from qwen3vl_bridge.io.files import CheckpointError
+from qwen3vl_bridge.weights import fp8
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 # torch name -> (name in a safetensors header, bytes per element)
 _DTYPES: dict[str, tuple[str, int]] = {
     "float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2),
-    "float8_e4m3fn": ("F8_E4M3", 1), "float8_e5m2": ("F8_E5M2", 1), "complex64": ("C64", 8), "bool": ("BOOL", 1),
+    "float8_e4m3fn": ("F8_E4M3", 1), "float8_e5m2": ("F8_E5M2", 1), "float8_e8m0fnu": ("F8_E8M0", 1),
+    "complex64": ("C64", 8), "bool": ("BOOL", 1),
     "int64": ("I64", 8), "int32": ("I32", 4), "int16": ("I16", 2), "int8": ("I8", 1),
     "uint64": ("U64", 8), "uint32": ("U32", 4), "uint16": ("U16", 2), "uint8": ("U8", 1),
 }  # fmt: skip
@@ -45,13 +47,33 @@ _STRIP = 1 << 19
 Shape = tuple[int, ...]
 
 
+class Extent(NamedTuple):
+    """A range of bytes of a file."""
+
+    path: Path
+    offset: int
+    length: int
+
+
+class BlockScales(NamedTuple):
+    """Where the scales of a tensor in FP8 are."""
+
+    stored: Extent
+    dtype: str
+    block: fp8.Block
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name, dtype (torch's name) and shape of a tensor, contiguous and row-major."""
+    """Name, dtype (torch's name) and shape of a tensor, contiguous and row-major.
+
+    One with `scales` is stored in FP8; the dtype is the one in which it is read unless another is requested.
+    """
 
     name: str
     dtype: str
     shape: Shape
+    scales: BlockScales | None = None
 
     @property
     def numel(self) -> int:
@@ -126,7 +148,27 @@ class Zeros(NamedTuple):
         return Zeros(length)
 
 
-Segment = Slice | TransposedSlice | Zeros
+class Quantized(NamedTuple):
+    """Elements [start, start + length) of matrices in FP8, or of their scales.
+
+    The matrices, [..., rows, columns], have the elements of `pieces`, one after the other.
+    """
+
+    pieces: tuple[Segment, ...]
+    shape: Shape  # of the matrices
+    block: fp8.Block
+    scales_in: str
+    kept: Extent | None  # scales that blocks have again if their values are unchanged
+    of_scales: bool
+    start: int
+    length: int
+
+    def part(self, start: int, length: int) -> Quantized:
+        """Some of its elements, as a segment."""
+        return self._replace(start=self.start + start, length=length)
+
+
+Segment = Slice | TransposedSlice | Zeros | Quantized
 
 
 class Segments:
@@ -182,14 +224,6 @@ def joined(segments: Iterable[Segment]) -> Iterator[Segment]:
         yield last
 
 
-class Extent(NamedTuple):
-    """A range of bytes of a file."""
-
-    path: Path
-    offset: int
-    length: int
-
-
 class TensorSource(Protocol):
     """Tensors somewhere on disk."""
 
@@ -215,6 +249,8 @@ class SegmentReader:
         self._source = source
         self._buffer = memoryview(bytearray(block))
         self._files: OrderedDict[Path, int] = OrderedDict()
+        # The scales of the latest tensor that has some, in float32.
+        self._scales: tuple[BlockScales, Any] | None = None
         # The latest matrix is kept, because its parts are read one after the other: a gate, then its up projection.
         self._matrix: tuple[tuple[tuple[Slice, ...], int, str], mmap.mmap] | None = None
 
@@ -234,13 +270,17 @@ class SegmentReader:
         """The elements of a sequence of segments, one after the other, cast to a dtype."""
         import torch
 
-        segments, done = list(segments), 0
+        segments = list(segments)
         tensor = torch.empty(sum(segment.length for segment in segments), dtype=getattr(torch, dtype))
-        data = memoryview(tensor.view(torch.uint8).numpy())
-        for block in self.blocks(segments, dtype):
-            data[done : done + len(block)] = block
-            done += len(block)
+        self.read(segments, dtype, memoryview(tensor.view(torch.uint8).numpy()))
         return tensor
+
+    def read(self, segments: Iterable[Segment], dtype: str, into: memoryview) -> None:
+        """Fill a buffer with the bytes of a sequence of segments, as `blocks` yields them."""
+        done = 0
+        for block in self.blocks(segments, dtype):
+            into[done : done + len(block)] = block
+            done += len(block)
 
     def blocks(self, segments: Iterable[Segment], dtype: str) -> Iterator[memoryview]:
         """The bytes of a sequence of segments, cast to a dtype; each block is valid until the next is requested.
@@ -257,6 +297,8 @@ class SegmentReader:
                     left -= min(left, len(zeros))
             elif isinstance(segment, TransposedSlice):
                 yield from self._transposed(segment, dtype)
+            elif isinstance(segment, Quantized):
+                yield from self._quantized(segment)
             elif segment.plus:  # added in float32, for all dtypes, and rounded once
                 import numpy as np
 
@@ -264,22 +306,72 @@ class SegmentReader:
                     total = np.frombuffer(block, _SUM) + np.float32(segment.plus)
                     yield cast(memoryview(total).cast("B"), _SUM, dtype, segment.source)
             else:
-                name, used = segment.source, 0
-                stored = self._source.specs[name].dtype
+                spec, used, position = self._source.specs[segment.source], 0, segment.start
                 for path, offset, length in self._source.extents(segment):
-                    file = self._open(path, name)
+                    file = self._open(path, spec.name)
                     while length:
                         take = min(length, len(self._buffer) - used)
-                        self._read(file, self._buffer[used : used + take], offset, path, name)
+                        self._read(file, self._buffer[used : used + take], offset, path, spec.name)
                         used, offset, length = used + take, offset + take, length - take
                         if used == len(self._buffer):
-                            yield cast(self._buffer, stored, dtype, name)
-                            used = 0
+                            yield self._values(spec, position, self._buffer, dtype)
+                            used, position = 0, position + used  # which counts elements in FP8, of a byte
                 if used:
-                    yield cast(self._buffer[:used], stored, dtype, name)
+                    yield self._values(spec, position, self._buffer[:used], dtype)
+
+    def _values(self, spec: TensorSpec, position: int, data: memoryview, dtype: str) -> memoryview:
+        """The stored bytes of a tensor's elements from a position on, as their values in a dtype."""
+        if spec.scales is None:
+            return cast(data, spec.dtype, dtype, spec.name)
+        import torch
+
+        stored = spec.scales
+        if self._scales is None or self._scales[0] != stored:
+            self._scales = stored, fp8.in_float32(self._scales_at(stored.stored, stored.dtype))
+        weights = torch.frombuffer(data, dtype=torch.uint8)
+        values = fp8.products(weights, position, spec.shape, self._scales[1], stored.block)
+        return cast(memoryview(values.numpy()).cast("B"), "float32", dtype, spec.name)
+
+    def _scales_at(self, where: Extent, dtype: str) -> Any:
+        """[scales] in a dtype."""
+        import torch
+
+        data = bytearray(where.length)
+        self._read(self._open(where.path, "scales"), memoryview(data), where.offset, where.path, "scales")
+        return torch.frombuffer(data, dtype=getattr(torch, dtype))
+
+    def _quantized(self, segment: Quantized) -> Iterator[memoryview]:
+        """Row of blocks by row of blocks."""
+        import torch
+
+        (rows, columns), (height, width) = segment.shape[-2:], segment.block
+        down, across, dtype = -(-rows // height), -(-columns // width), segment.scales_in
+        whole, position, end = Segments(segment.pieces), segment.start, segment.start + segment.length
+        while position < end:
+            if segment.of_scales:
+                number = position // across
+                matrix, row = divmod(number, down)
+            else:
+                matrix, row = divmod(position // columns, rows)
+                row //= height
+                number = matrix * down + row
+            first, count = (matrix * rows + row * height) * columns, min(height, rows - row * height)
+            values, kept = torch.empty(count, columns), None
+            self.read(whole.cut(first, count * columns), _SUM, memoryview(values.numpy()).cast("B"))
+            if segment.kept is not None:
+                size = across * ITEMSIZE[dtype]
+                of_row = Extent(segment.kept.path, segment.kept.offset + number * size, size)
+                kept = self._scales_at(of_row, dtype)
+            only_scales = segment.of_scales
+            weights, scales = fp8.quantized(values, width, kept, getattr(torch, dtype), only_scales=only_scales)
+            result, begin = (scales, number * across) if only_scales else (weights.flatten(), first)
+            result = result[position - begin : end - begin]
+            position += len(result)
+            yield memoryview(result.view(torch.uint8).numpy())
 
     def _transposed(self, segment: TransposedSlice, dtype: str) -> Iterator[memoryview]:
-        dtypes = {self._source.specs[piece.source].dtype for piece in segment.slices}
+        specs = [self._source.specs[piece.source] for piece in segment.slices]
+        dtypes = {dtype if spec.scales else spec.dtype for spec in specs}
         stored = dtypes.pop() if len(dtypes) == 1 else dtype
         start, end = (number * ITEMSIZE[stored] for number in (segment.start, segment.start + segment.length))
         matrix = self._whole(segment, stored)
@@ -306,11 +398,8 @@ class SegmentReader:
             segments, step = Segments(segment.slices), max(1, _STRIP // (columns * size))
             strip = np.empty((min(step, rows), columns), turned.dtype)
             for first in range(0, rows, step):
-                count, done = min(step, rows - first), 0
-                into = memoryview(strip[:count]).cast("B")
-                for block in self.blocks(segments.cut(first * columns, count * columns), dtype):
-                    into[done : done + len(block)] = block
-                    done += len(block)
+                count = min(step, rows - first)
+                self.read(segments.cut(first * columns, count * columns), dtype, memoryview(strip[:count]).cast("B"))
                 # By torch, tile by tile: numpy goes against the order of the memory.
                 turned[:, first : first + count] = torch.from_numpy(strip[:count]).t().contiguous().numpy()
             self._matrix = (key, memory)
@@ -351,7 +440,8 @@ def cast(data: memoryview, source: str, target: str, name: str) -> memoryview:
 
     before = torch.frombuffer(data, dtype=getattr(torch, source), count=len(data) // ITEMSIZE[source])
     after = before.to(getattr(torch, target))
-    if ITEMSIZE[target] <= ITEMSIZE[source]:
+    # A comparison of the extremes is ten times as fast as one of all; it fails for those that are not a number, too.
+    if ITEMSIZE[target] <= ITEMSIZE[source] and not before.abs().max() <= torch.finfo(after.dtype).max:
         overflown = after.isinf() & before.isfinite()
         if overflown.any():
             raise CheckpointError(f"{name}: value {before[overflown][0].item():g} is too large for {target}")

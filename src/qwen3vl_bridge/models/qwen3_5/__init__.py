@@ -15,6 +15,7 @@ FAMILY = Family(
     bridge=f"{__name__}.bridge",
     presets=presets,
     released_experts=ExpertLayout.OUTPUT_MAJOR_MTP_PER_EXPERT,
+    fp8_experts=ExpertLayout.PER_EXPERT,
     optional={"mtp": config.MTP_LAYERS},
     replacements={
         "megatron.core.ssm.gated_delta_net.common": f"{__name__}.delta_rule.build_without_package",
