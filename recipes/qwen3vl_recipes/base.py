@@ -177,6 +177,19 @@ def pretrain(size: str, *, global_batch_size: int = 512, **settings: Any) -> Qwe
     return cfg
 
 
+def pretrain_fp8_cs(size: str, **settings: Any) -> Qwen3VLConfigContainer:
+    """Pretraining in fp8, rows of 8K tokens.
+
+    Each tensor has a scale (current scaling); the first and the last layer stay in bfloat16.
+    """
+    return in_8_bits(pretrain(size, **settings), "bf16_with_fp8_current_scaling_mixed")
+
+
+def pretrain_fp8_mx(size: str, **settings: Any) -> Qwen3VLConfigContainer:
+    """Pretraining in mxfp8, rows of 8K tokens."""
+    return in_8_bits(pretrain(size, **settings), "bf16_with_mxfp8_mixed")
+
+
 def on(
     gpus: int,
     kind: Callable[..., Qwen3VLConfigContainer],
@@ -227,6 +240,18 @@ def fsdp(cfg: Qwen3VLConfigContainer) -> Qwen3VLConfigContainer:
     cfg.ddp.megatron_fsdp_main_grads_dtype = torch.float32  # it does not follow grad_reduce_in_fp32
     cfg.model.gradient_accumulation_fusion = False  # gradients have no buffer to accumulate into
     cfg.checkpoint.ckpt_format, cfg.checkpoint.strict_fsdp_dtensor_load = "fsdp_dtensor", True
+    return cfg
+
+
+def in_8_bits(cfg: Qwen3VLConfigContainer, precision: str) -> Qwen3VLConfigContainer:
+    """Compute and store the linear layers of the text model in 8 bits, by this mixed precision of Megatron-Bridge; the
+    vision tower, embeddings, the router and the output layer stay in bfloat16.
+    """
+    cfg.mixed_precision = precision
+    # It needs Transformer Engine: if it is not installed, the run reports what is missing.
+    cfg.model.transformer_impl = "transformer_engine"
+    if cfg.model.num_moe_experts:
+        cfg.model.moe_grouped_gemm = True
     return cfg
 
 

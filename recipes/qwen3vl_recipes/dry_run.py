@@ -41,7 +41,7 @@ def finalised(cfg: ConfigContainer, world_size: int) -> ConfigContainer:
     if all(getattr(cfg.dataset, name, "") is None for name in ("path", "train_path", "mixture")):
         cfg.dataset.path = _DATA
     weights = cfg.checkpoint.pretrained_checkpoint
-    with _world_of(world_size), tempfile.TemporaryDirectory() as folder:
+    with _world_of(world_size), _transformer_engine(cfg), tempfile.TemporaryDirectory() as folder:
         if weights is None or not os.path.isdir(weights):
             cfg.checkpoint.pretrained_checkpoint = folder  # Megatron-Bridge checks that it exists
         training_callbacks(cfg)
@@ -60,6 +60,27 @@ def _world_of(size: int) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+# What the package is tested with, for a configuration that is completed on a machine without it.
+_TRANSFORMER_ENGINE = "2.16.1"
+
+
+@contextmanager
+def _transformer_engine(cfg: ConfigContainer) -> Iterator[None]:
+    """Have megatron-core take Transformer Engine for installed if a configuration asks for its layers: without, it has
+    release 0.0.0, with which experts in 8 bits are refused.
+    """
+    from megatron.core import utils
+    from packaging.version import Version
+
+    found = utils.get_te_version()
+    if not found.release[0] and cfg.model.transformer_impl == "transformer_engine":
+        utils._te_version = Version(_TRANSFORMER_ENGINE)
+    try:
+        yield
+    finally:
+        utils._te_version = found
 
 
 def memory_plan(cfg: ConfigContainer, world_size: int) -> MemoryEstimate:

@@ -6,7 +6,17 @@ TP * CP is at most sixteen, the number of key heads of linear attention.
 from functools import partial
 
 from qwen3vl_recipes import base
-from qwen3vl_recipes.base import peft, pretrain, sft, sft_32k, sft_128k, sft_256k, sft_fsdp
+from qwen3vl_recipes.base import (
+    peft,
+    pretrain,
+    pretrain_fp8_cs,
+    pretrain_fp8_mx,
+    sft,
+    sft_32k,
+    sft_128k,
+    sft_256k,
+    sft_fsdp,
+)
 
 on = partial(base.on, family="qwen3_5")
 
@@ -56,6 +66,8 @@ qwen35_vl_35b_a3b_sft_128k_config = on(16, sft_128k, "35B-A3B", tp=2, cp=8, ep=1
 qwen35_vl_35b_a3b_sft_256k_config = on(32, sft_256k, "35B-A3B", tp=2, cp=8, ep=16, recompute="all")
 qwen35_vl_35b_a3b_peft_config = on(8, peft, "35B-A3B", tp=2, ep=4, recompute="all")
 qwen35_vl_35b_a3b_pretrain_config = on(128, pretrain, "35B-A3B", tp=2, ep=16, recompute="all")
+qwen35_vl_35b_a3b_pretrain_fp8_cs_config = on(128, pretrain_fp8_cs, "35B-A3B", tp=2, ep=16, recompute="all")
+qwen35_vl_35b_a3b_pretrain_fp8_mx_config = on(64, pretrain_fp8_mx, "35B-A3B", gpu="B200", ep=8)
 
 qwen35_vl_122b_a10b_sft_config = on(48, sft, "122B-A10B", tp=2, pp=6, ep=8, recompute="all", rows=48)
 qwen35_vl_122b_a10b_sft_fsdp_config = on(64, sft_fsdp, "122B-A10B", ep=16, recompute="all", rows=64)
@@ -63,6 +75,12 @@ qwen35_vl_122b_a10b_sft_32k_config = on(96, sft_32k, "122B-A10B", tp=2, pp=6, cp
 qwen35_vl_122b_a10b_sft_128k_config = on(192, sft_128k, "122B-A10B", tp=2, pp=6, cp=8, ep=8, recompute="all", rows=32)
 qwen35_vl_122b_a10b_peft_config = on(8, peft, "122B-A10B", tp=2, ep=8, recompute="all")
 qwen35_vl_122b_a10b_pretrain_config = on(192, pretrain, "122B-A10B", tp=2, pp=6, ep=8, recompute="all", rows=1024)
+qwen35_vl_122b_a10b_pretrain_fp8_cs_config = on(
+    192, pretrain_fp8_cs, "122B-A10B", tp=2, pp=6, ep=8, recompute="all", rows=1024
+)
+qwen35_vl_122b_a10b_pretrain_fp8_mx_config = on(
+    64, pretrain_fp8_mx, "122B-A10B", gpu="B200", tp=2, pp=4, ep=8, rows=1024
+)
 
 qwen35_vl_397b_a17b_sft_config = on(256, sft, "397B-A17B", tp=2, pp=4, ep=32, recompute="all", rows=128)
 qwen35_vl_397b_a17b_sft_fsdp_config = on(256, sft_fsdp, "397B-A17B", ep=32, recompute="all", rows=256)
@@ -70,6 +88,12 @@ qwen35_vl_397b_a17b_sft_32k_config = on(256, sft_32k, "397B-A17B", tp=2, pp=4, c
 qwen35_vl_397b_a17b_sft_128k_config = on(512, sft_128k, "397B-A17B", tp=2, pp=4, cp=8, ep=64, recompute="all", rows=32)
 qwen35_vl_397b_a17b_peft_config = on(32, peft, "397B-A17B", tp=2, ep=32, recompute="all")
 qwen35_vl_397b_a17b_pretrain_config = on(512, pretrain, "397B-A17B", tp=2, pp=4, ep=32, recompute="all", rows=1024)
+qwen35_vl_397b_a17b_pretrain_fp8_cs_config = on(
+    512, pretrain_fp8_cs, "397B-A17B", tp=2, pp=4, ep=32, recompute="all", rows=1024
+)
+qwen35_vl_397b_a17b_pretrain_fp8_mx_config = on(
+    256, pretrain_fp8_mx, "397B-A17B", gpu="B200", tp=2, pp=4, ep=32, rows=1024
+)
 
 qwen35_vl_proxy_sft_config = on(8, sft, "proxy", tp=2, ep=4)
 qwen35_vl_proxy_sft_fsdp_config = on(8, sft_fsdp, "proxy", ep=4)

@@ -7,6 +7,8 @@ from qwen3vl_recipes.base import (
     peft,
     peft_dora,
     pretrain,
+    pretrain_fp8_cs,
+    pretrain_fp8_mx,
     sft,
     sft_32k,
     sft_128k,
@@ -69,6 +71,8 @@ def qwen3_vl_30b_a3b_sft_dist_train_config():
 qwen3_vl_30b_a3b_peft_config = on(8, peft, "30B-A3B", ep=8, recompute="all")
 qwen3_vl_30b_a3b_peft_dora_config = on(8, peft_dora, "30B-A3B", ep=8)
 qwen3_vl_30b_a3b_pretrain_config = on(128, pretrain, "30B-A3B", ep=8, recompute="all")
+qwen3_vl_30b_a3b_pretrain_fp8_cs_config = on(128, pretrain_fp8_cs, "30B-A3B", ep=8, recompute="all")
+qwen3_vl_30b_a3b_pretrain_fp8_mx_config = on(64, pretrain_fp8_mx, "30B-A3B", gpu="B200", ep=8)
 
 qwen3_vl_235b_a22b_sft_config = on(128, sft, "235B-A22B", tp=4, pp=4, ep=32, recompute="all", rows=128)
 qwen3_vl_235b_a22b_sft_fsdp_config = on(128, sft_fsdp, "235B-A22B", ep=32, recompute="all", rows=128)
@@ -90,3 +94,9 @@ def qwen3_vl_235b_a22b_sft_dist_train_config():
 qwen3_vl_235b_a22b_peft_config = on(16, peft, "235B-A22B", ep=16, recompute="all")
 qwen3_vl_235b_a22b_peft_dora_config = on(16, peft_dora, "235B-A22B", ep=16, recompute="all")
 qwen3_vl_235b_a22b_pretrain_config = on(512, pretrain, "235B-A22B", tp=4, pp=4, ep=32, recompute="all", rows=1024)
+qwen3_vl_235b_a22b_pretrain_fp8_cs_config = on(
+    512, pretrain_fp8_cs, "235B-A22B", tp=4, pp=4, ep=32, recompute="all", rows=1024
+)
+qwen3_vl_235b_a22b_pretrain_fp8_mx_config = on(
+    128, pretrain_fp8_mx, "235B-A22B", gpu="B200", tp=2, pp=4, ep=32, rows=1024
+)

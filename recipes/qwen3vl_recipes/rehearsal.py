@@ -44,7 +44,8 @@ def enter(gpu: str, arguments: Sequence[str]) -> None:
     except fake_gpu.FakeGPUError as error:
         raise ValueError(str(error)) from error
     log = Path(tempfile.mkdtemp(prefix="rehearsal-")) / "log"
-    variables = fake_gpu.environment(built, log, gpu_of(gpu).memory_bytes / GIB)
+    kind = gpu_of(gpu)
+    variables = fake_gpu.environment(built, log, kind.memory_bytes / GIB, kind.major)
     variables["HF_HUB_OFFLINE"] = "1"  # nothing is read from there
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, "-m", "qwen3vl_bridge", "train", *arguments], variables)

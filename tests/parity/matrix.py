@@ -74,6 +74,7 @@ def cases(ranks: int, topologies: dict[str, Topology] = TOPOLOGIES) -> list[Case
 EACH: list[Case] = [
     ("MoE", "TP2+SP+EP2", "mixed", "padded"), ("MoE", "PP2", "mixed", "packed"), ("dense", "CP2", "mixed", "packed"),
     ("dense", "PP2+VPP2", "mixed", "padded"), ("dense", "DP2", "mixed", "packed"),
+    ("MoE", "EP2, DeepEP", "mixed", "padded"), ("MoE", "EP2, HybridEP", "mixed", "packed"),
 ]  # fmt: skip
 
 

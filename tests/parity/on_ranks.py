@@ -27,6 +27,7 @@ from tests.ranks import largest, of_all_ranks
 from tests.steps import Run, forward_backward, set_up, train_step
 from tests.training.running import replicate
 
+from . import deep_ep_on_gloo
 from .batches import Sample, make_batch, pictures
 from .conftest import converted_gradients, shifted_names
 from .references import ADAM, CLIP, DECAY, MICROBATCHES, STEPS, errors, provider_settings, step_samples
@@ -41,6 +42,8 @@ def configuration(folder: str | Path, topology: Topology, balance: float = 0.0) 
     cfg.model = AutoBridge.from_hf_pretrained(folder).to_megatron_provider(load_weights=True)
     cfg.model.seq_length, cfg.model.calculate_per_token_loss = cfg.dataset.seq_length, True
     split_by(cfg, topology.fields | provider_settings(Path(folder)))
+    if cfg.model.moe_token_dispatcher_type == "flex":
+        deep_ep_on_gloo.install()
     if cfg.model.moe_layers:
         cfg.model.moe_aux_loss_coeff = balance
     cfg.checkpoint.pretrained_checkpoint = cfg.checkpoint.load = cfg.checkpoint.save = None

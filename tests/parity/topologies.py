@@ -14,6 +14,9 @@ _PP4 = dict(pipeline_model_parallel_size=4, variable_seq_lengths=True)
 # At two stages the default way of sending mixes up what comes from before and from behind.
 _VPP2 = dict(_PP2, virtual_pipeline_model_parallel_size=2, overlap_p2p_comm=True, batch_p2p_comm=False)
 _ALLGATHER = dict(moe_token_dispatcher_type="allgather")  # which gathers as many tokens of each rank
+# By `deep_ep_on_gloo`.
+_DEEPEP = dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="deepep")
+_HYBRIDEP = _DEEPEP | dict(moe_flex_dispatcher_backend="hybridep")
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ TOPOLOGIES = {
     "PP2, first stage of 3": Topology(2, dict(_PP2, num_layers_in_first_pipeline_stage=3)),
     "PP2+VPP2": Topology(2, _VPP2), "EP2": Topology(2, _EP2, families=_MOE),
     "EP2, allgather": Topology(2, _EP2 | _ALLGATHER, families=_MOE, tokens=384),
+    "EP2, DeepEP": Topology(2, _EP2 | _DEEPEP, families=_MOE),
+    "EP2, HybridEP": Topology(2, _EP2 | _HYBRIDEP, families=_MOE, tokens=384),
     "TP2+SP+ETP2": Topology(2, dict(_SP, expert_tensor_parallel_size=2), families=_MOE),
     "TP2+SP+EP2": Topology(2, _SP | _EP2, families=_MOE), "CP2+EP2": Topology(2, _CP2 | _EP2, families=_MOE),
     "CP4": Topology(4, dict(context_parallel_size=4)), "PP4": Topology(4, _PP4), "TP2+SP+CP2": Topology(4, _SP | _CP2),
@@ -48,6 +53,7 @@ TOPOLOGIES = {
     "PP2+TP2+SP": Topology(4, _PP2 | _SP), "PP2+DP2": Topology(4, _PP2),
     "PP2+DP2+EP2": Topology(4, _PP2 | _EP2, families=_MOE),
     "TP2+SP+CP2+EP2": Topology(4, _SP | _CP2 | _EP2, families=_MOE),
+    "TP2+SP+CP2+EP2, DeepEP": Topology(4, _SP | _CP2 | _EP2 | _DEEPEP, families=_MOE),
     "DP2+CP2+EP2": Topology(4, _CP2 | _EP2, families=_MOE),
     "PP2+TP2+SP+EP2": Topology(4, _PP2 | _SP | _EP2, families=_MOE),
     "TP4+SP": Topology(4, dict(_SP, tensor_model_parallel_size=4)),  # of models with two query groups

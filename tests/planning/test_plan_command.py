@@ -508,17 +508,17 @@ def test_vision_on_ranks_of_its_own(cfg, untied_folder):
         plan_of(cfg, 16)
 
 
-_EIGHT_BITS = bf16_mixed()
-_EIGHT_BITS.fp8 = "e4m3"
+_FOUR_BITS = bf16_mixed()
+_FOUR_BITS.fp4 = "e2m1"
 NOT_COUNTED = {
-    "model.fp8": dict(model__fp8="e4m3"), "model.cpu_offloading": dict(model__cpu_offloading=True),
+    "model.fp4": dict(model__fp4="e2m1"), "model.cpu_offloading": dict(model__cpu_offloading=True),
     "model.fine_grained_activation_offloading": dict(model__fine_grained_activation_offloading=True),
     "model.cuda_graph_impl": dict(model__cuda_graph_impl="local"),
     "optimizer.optimizer_cpu_offload": dict(optimizer__optimizer_cpu_offload=True),
     "optimizer.optimizer is": dict(optimizer__optimizer="sgd"),
     "ddp.num_distributed_optimizer_instances": dict(ddp__num_distributed_optimizer_instances=2),
     "mixed_precision is": dict(mixed_precision="fp16_mixed"),
-    "mixed_precision has": dict(mixed_precision=_EIGHT_BITS), "peft is a Qwen3VLDoRA": dict(peft=Qwen3VLDoRA()),
+    "mixed_precision has": dict(mixed_precision=_FOUR_BITS), "peft is a Qwen3VLDoRA": dict(peft=Qwen3VLDoRA()),
     "peft.adapt_vision_model": dict(peft=Qwen3VLLoRA(adapt_vision_model=True)),
     "peft.adapt_experts": dict(peft=Qwen3VLLoRA(adapt_experts=True)),
     "peft.freeze_vision_model": dict(peft=Qwen3VLLoRA(freeze_vision_model=False)),

@@ -32,6 +32,15 @@ SIZES = sizes_of("qwen3_vl", "qwen3_vl")
 SIZES_3_5 = sizes_of("qwen3_5", "qwen35_vl", **{"0.8B": "800m"})
 # Where tensor- and context-parallel ranks are bounded by linear attention's sixteen key heads, rows are, too.
 TOO_LONG = {f"qwen35_vl_{size}_sft_256k_config" for size in ("27b", "122b_a10b", "397b_a17b")}
+# Of the sizes of which Megatron-Bridge has them.
+IN_8_BITS = {
+    f"{size}_pretrain_fp8_{kind}_config"
+    for kind in ("cs", "mx")
+    for size in (
+        *("qwen3_vl_30b_a3b", "qwen3_vl_235b_a22b"),
+        *("qwen35_vl_35b_a3b", "qwen35_vl_122b_a10b", "qwen35_vl_397b_a17b"),
+    )
+}
 PROXY = {"qwen35_vl_proxy_sft_config", "qwen35_vl_proxy_sft_fsdp_config"}
 DIST_TRAIN = {f"qwen3_vl_{size}_sft_dist_train_config" for size in ("30b_a3b", "235b_a22b")}
 
@@ -59,7 +68,7 @@ def test_the_optimizers_state_is_saved_by_parameters_where_the_host_has_room(nam
 def test_every_size_has_every_kind():
     expected = {f"{size}_{kind}_config" for size in (*SIZES, *SIZES_3_5) for kind in KINDS} - TOO_LONG
     with_dora = {f"{size}_peft_dora_config" for size in SIZES}
-    assert expected | with_dora | DIST_TRAIN | PROXY == set(NAMES)
+    assert expected | with_dora | DIST_TRAIN | PROXY | IN_8_BITS == set(NAMES)
     assert {name for name in NAMES if "_dist_train_" in name} == DIST_TRAIN
     for name in NAMES:
         assert getattr(qwen3vl_recipes, name) is recipes()[name]
@@ -85,6 +94,7 @@ def test_is_completed_for_its_gpus(name):
     assert cfg.ddp.use_megatron_fsdp == ("fsdp" in name)
     assert cfg.checkpoint.ckpt_format == ("fsdp_dtensor" if "fsdp" in name else "torch_dist")
     assert (cfg.peft is not None) == ("_peft_" in name)
+    assert (model.fp8, model.fp8_param) == ({"cs": "hybrid", "mx": "e4m3"}.get(name[-9:-7]), name in IN_8_BITS)
     for length in ("32k", "128k", "256k"):
         assert (f"_{length}_" in name) == (data.seq_length == int(length[:-1]) * 1024)
     known = SIZES | SIZES_3_5 | {"qwen35_vl_proxy": ("qwen3_5", "proxy")}

@@ -373,6 +373,28 @@ def test_an_end_that_is_none_is_named(name):
         check(run_refusals.BEFORE_VALIDATE, cfg)
 
 
+def test_an_optimizer_on_the_host_that_could_not_resume_is_refused(inputs, tmp_path):
+    cfg = replicated(inputs, tmp_path, optimizer__optimizer_cpu_offload=True)
+    cfg.mixed_precision = "bf16_mixed"
+    with pytest.raises(ValueError, match=r"use_precision_aware_optimizer is False with .*_cpu_offload, expected True"):
+        runtime_config_update(cfg)
+    cfg.optimizer.use_precision_aware_optimizer = True
+    runtime_config_update(cfg)
+
+
+@pytest.mark.parametrize(("make", "settings", "message"), [
+    (replicated, {}, "optimizer_cpu_offload is True with model.params_dtype torch.float32, expected False: megatron"),
+    (sharded, {}, "optimizer_cpu_offload is True with ddp.use_megatron_fsdp, expected False: "),
+    (replicated, dict(distributed=False), "with optimizer.use_distributed_optimizer False, expected False: Megatron-B"),
+    (replicated, {}, "optimizer_cpu_offload is True, expected False: parameters are on the host already: there is no"),
+])  # fmt: skip
+def test_an_optimizer_that_cannot_step_on_the_host_is_refused(inputs, make, settings, message):
+    cfg = make(inputs, None, optimizer__optimizer_cpu_offload=True, **settings)
+    cfg.mixed_precision = None if "float32" in message else "bf16_mixed"
+    with pytest.raises(ValueError, match=message):
+        train(cfg)
+
+
 def test_a_first_save_that_would_end_the_run_is_refused_before_it(inputs, monkeypatch, tmp_path):
     """Recipes, as people start them under torchrun: one process of two asks for both GPUs of a small machine."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

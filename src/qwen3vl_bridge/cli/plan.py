@@ -17,6 +17,8 @@ from qwen3vl_bridge.planning.hardware import GIB, GPUS, gpu_of
 from qwen3vl_bridge.planning.proposals import propose
 from qwen3vl_bridge.planning.split import ModelSplit
 from qwen3vl_bridge.planning.training_settings import (
+    BF16,
+    EIGHT_BITS,
     PRECISIONS,
     TEXT_MODULES,
     VISION_MODULES,
@@ -70,7 +72,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--freeze", nargs="+", default=[], choices=[part.value for part in Part], metavar="PART",
         help=f"parts that are not trained: {', '.join(part.value for part in Part)}")  # fmt: skip
     add("--mtp", action="store_true", help="train multi-token prediction, as with mtp_loss_scaling_factor above 0")
-    add("--precision", choices=PRECISIONS, default="bf16", help="bf16 is mixed precision (default: %(default)s)")
+    add("--precision", choices=(*PRECISIONS, *EIGHT_BITS), default="bf16",
+        help="bf16 is mixed precision, fp8_cs and fp8_mx the same in 8 bits (default: %(default)s)")  # fmt: skip
     for name, words in _SIZES.items():
         add(f"--{name}", type=_POSITIVE, metavar="N", help=words)
     add("--sequence-parallel", action=argparse.BooleanOptionalAction, help="(default: with --tp above 1)")
@@ -150,7 +153,7 @@ def _training(options: argparse.Namespace) -> TrainingSettings:
     if options.fsdp and options.no_distributed_optimizer:
         raise ValueError("--fsdp and --no-distributed-optimizer, expected one of them")
     sharding = Sharding.NONE if options.no_distributed_optimizer else Sharding.OPTIMIZER
-    precision = PRECISIONS[options.precision]
+    precision = PRECISIONS.get(options.precision, BF16)
     if options.fsdp:  # which has main weights of float32 parameters too
         sharding, precision = Sharding.ALL, replace(precision, main=4)
     return TrainingSettings(
@@ -159,6 +162,7 @@ def _training(options: argparse.Namespace) -> TrainingSettings:
         global_batch_size=options.global_batch_size,
         max_patches=options.max_patches,
         precision=precision,
+        eight_bits=EIGHT_BITS.get(options.precision),
         sharding=sharding,
         recompute=_recompute(options, ""),
         vision_recompute=_recompute(options, "vision_"),

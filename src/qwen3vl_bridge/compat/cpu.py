@@ -331,4 +331,8 @@ _SPECIAL: dict[str, Callable[[Any], None]] = {
     "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer": _communicate_at_once,
     "megatron.core.distributed.fsdp.mcore_fsdp_adapter": _mesh_on_cpu,
     "megatron.bridge.training.initialize": _set_up_without_cuda,
+    # It asks which GPU this is, also in a dry run for GPUs of another machine.
+    "megatron.bridge.training.flex_dispatcher_backend": lambda module: setattr(
+        module, "validate_flex_dispatcher_backend", lambda _: None
+    ),
 }

@@ -15,6 +15,7 @@ from typing import Any
 from qwen3vl_bridge.batch import SequenceLayout, TokenBatch
 from qwen3vl_bridge.models.inputs import as_model_inputs
 from qwen3vl_bridge.models.model import VisionLanguageModel
+from qwen3vl_bridge.models.settings import token_multiple
 from qwen3vl_bridge.parallel.collectives import broadcast_in_group, gather_vocabulary
 
 import torch
@@ -172,7 +173,7 @@ def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
 
 
 def _round_up(tokens: int, model: VisionLanguageModel) -> int:
-    parts = model.config.local_arguments(model.pg_collection)["sp_size"]
+    parts = model.config.local_arguments(model.pg_collection)["sp_size"] * token_multiple(model.config)
     return -(-tokens // parts) * parts
 
 

@@ -6,11 +6,11 @@ Standard library only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from qwen3vl_bridge.weights.rows import Dimensions
+from qwen3vl_bridge.weights.rows import Dimensions, WeightRow
 
 
 class Indivisible(NamedTuple):
@@ -59,18 +59,54 @@ def indivisible(
         yield Indivisible("num_query_groups", dims["kv_heads"], "tp", tp, either=True)
 
 
-def row_multiple(cp: int, sp: int) -> int:
-    """The multiple required of a row's length on this many context- and sequence-parallel ranks."""
+class Misfit(NamedTuple):
+    """A weight of the text model that products in 8 or 4 bits do not take."""
+
+    layer: str  # as "self_attention.in_proj"
+    side: str  # "outputs" or "inputs"
+    size: int  # of the whole layer
+    ranks: int  # that share it
+
+
+# Linear layers that Transformer Engine computes in 8 bits, by what tensor parallelism splits.
+_BY_OUTPUTS, _BY_INPUTS = ("linear_qkv", "in_proj", "linear_fc1"), ("linear_proj", "out_proj", "linear_fc2")
+
+
+def misfits(
+    rows: Iterable[WeightRow], dims: Dimensions, *, tp: int, etp: int, multiple: int, exempt: Collection[str] = ()
+) -> Iterator[Misfit]:
+    """Sizes of the decoder's linear layers that are no multiple of `multiple` on a rank, by the weight table's rows.
+
+    Source: Transformer Engine, `assert_dim_for_fp8_exec` and the quantizers' `is_quantizable`.
+    """
+    for row in rows:
+        *path, layer, parameter = row.megatron.rstrip("*").split(".")
+        used = all(dims.indices.get(name) for name in row.indices) and (row.condition is None or dims[row.condition])
+        if path[:2] != ["language_model", "decoder"] or parameter != "weight" or layer in exempt or not used:
+            continue
+        if layer in (*_BY_OUTPUTS, *_BY_INPUTS):
+            ranks = etp if "experts" in path else tp
+            split = (ranks, 1) if layer in _BY_OUTPUTS else (1, ranks)
+            for side, size, parts in zip(("outputs", "inputs"), row.megatron_shape(dims), split, strict=True):
+                if size % (parts * multiple):
+                    yield Misfit(".".join([*path[4:], layer]), side, size, parts)
+
+
+def row_multiple(cp: int, sp: int, each: int = 1) -> int:
+    """The multiple required of a row's length on this many context- and sequence-parallel ranks, for a multiple of
+    `each` on every one.
+    """
     segment = 2 * cp if cp > 1 else 1  # as `batch.token_layout.segment_multiple`, which needs torch
-    return math.lcm(segment, cp * sp)
+    return math.lcm(segment, cp * sp * each)
 
 
-def check_row_length(seq_length: int, cp: int, sp: int) -> None:
-    """Refuse (ValueError) rows that cannot be divided over context- and sequence-parallel ranks."""
-    if seq_length % (multiple := row_multiple(cp, sp)):
+def check_row_length(seq_length: int, cp: int, sp: int, each: int = 1) -> None:
+    """Refuse (ValueError) rows that cannot be divided over context- and sequence-parallel ranks; see `row_multiple`."""
+    if seq_length % (multiple := row_multiple(cp, sp, each)):
+        products = f", where products in 8 or 4 bits take multiples of {each} tokens" if each > 1 else ""
         raise ValueError(
             f"seq_length is {seq_length}, expected a multiple of {multiple}: rows are split over {cp} "
-            f"context-parallel ranks, and each part over {sp} sequence-parallel ranks"
+            f"context-parallel ranks, and each part over {sp} sequence-parallel ranks{products}"
         )
 
 

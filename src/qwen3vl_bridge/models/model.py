@@ -15,7 +15,7 @@ from qwen3vl_bridge.models.cross_entropy import cross_entropy
 from qwen3vl_bridge.models.inputs import OutputConversion, as_model_inputs, check_inference
 from qwen3vl_bridge.models.layer_specs import decoder_block_spec
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
-from qwen3vl_bridge.models.refusals import LOGITS, ON_FORWARD, ON_TRAIN
+from qwen3vl_bridge.models.refusals import LOGITS, ON_FORWARD, ON_TRAIN, check_token_count
 from qwen3vl_bridge.models.rope import InterleavedMRoPE
 from qwen3vl_bridge.models.router import forget_other_depths
 from qwen3vl_bridge.models.rules import check
@@ -249,6 +249,7 @@ class VisionLanguageModel(MegatronModule):
             inputs, conversion = as_model_inputs(self.config, self.pg_collection, encodes=self.pre_process, **given)
         elif any(argument is not None for argument in given.values()):
             raise ValueError("inputs is a complete batch; expected no other arguments")
+        check_token_count(self.config, inputs.input_ids.numel())
         settings = dict(runtime_gather_output=runtime_gather_output)
         if output_processor is not None:
             conversion = conversion and conversion.of_processor()

@@ -85,6 +85,11 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
             self.vocab_size, self.make_vocab_size_divisible_by, self.tensor_model_parallel_size
         )
 
+    @property
+    def layers_in_16_bits(self) -> tuple[str, ...]:
+        """Linear layers of the decoder, as in the weight table, that are not computed in 8 bits with the others."""
+        return ()
+
     def dimensions(self) -> Dimensions:
         """Values of the weight table's symbols; the vocabulary without padding."""
         fields = {**TEXT_FIELDS, **EXPERT_FIELDS}

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 
+from qwen3vl_bridge import registry
 from qwen3vl_bridge.models import settings
-from qwen3vl_bridge.models.divisibility import check_row_length, indivisible
+from qwen3vl_bridge.models.divisibility import check_row_length, indivisible, misfits
 from qwen3vl_bridge.models.hf_config import check_mrope_section, check_tower_size
 from qwen3vl_bridge.models.rules import (
     IGNORED,
@@ -194,6 +195,20 @@ def _check_recomputed_modules(provider: VisionLanguageFields) -> None:
         raise ValueError(f"recompute_modules has {idle}, which this model does not have: expected it without")
 
 
+def _check_offloaded_modules(provider: VisionLanguageFields) -> None:
+    """Refuse modules that keep nothing on the host: those the model does not have, and norms that Transformer Engine
+    computes in the next projection.
+    """
+    present = {"core_attn", "attn_proj", "qkv_linear"}
+    if provider.moe_layers:
+        present |= {"mlp_norm", "expert_fc1", "moe_act"}
+    if provider.fine_grained_activation_offloading and (idle := set(provider.offload_modules or ()) - present):
+        raise ValueError(
+            f"offload_modules has {sorted(idle)}, of which this model has no activations to offload: expected some of "
+            f"{sorted(present)}"
+        )
+
+
 def _check_recomputed_deepstack(provider: VisionLanguageFields) -> None:
     """Refuse DeepStack layers inside a recomputed chunk: megatron-core keeps a layer's output only at the chunk's end,
     silently.
@@ -239,6 +254,7 @@ BEFORE_FINALIZE: tuple[Rule, ...] = (
     # function, and the backward pass then recurses without end. The rest is for experts or another kind of attention.
     Allowed("vision_recompute_modules", any_of(None, "core_attn", "layernorm")),
     _check_recomputed_modules,
+    _check_offloaded_modules,
     _check_recomputed_deepstack,
     *GRAPHS,
     Allowed("loss_chunk_tokens", at_least(0)),
@@ -299,6 +315,9 @@ EXPERTS: tuple[Rule, ...] = (
         "expert_tensor_parallel_num_weight_shards expert_gtp_weight_remat_size",
         "experts are split only by expert_model_parallel_size and expert_tensor_parallel_size",
     ),
+    Allowed(
+        "moe_flex_dispatcher_backend", any_of("deepep", "hybridep"), equal("moe_token_dispatcher_type", "flex")
+    ).because("no other has been compared with a run without it; or moe_token_dispatcher_type='alltoall'"),
     Allowed("moe_router_load_balancing_type", any_of("aux_loss", "global_aux_loss", "none")).because(
         "other types balance over the tokens of a row, so padding or packing would change the training of real tokens"
     ),
@@ -344,8 +363,41 @@ def _check_divisible(provider: VisionLanguageFields) -> None:
         provider.tensor_model_parallel_size,
     ):
         raise ValueError(f"expert_tensor_parallel_size is {ranks}, expected None: this model has no experts")
-    sequence = provider.tensor_model_parallel_size if provider.sequence_parallel else 1
-    check_row_length(provider.seq_length, provider.context_parallel_size, sequence)
+    sequence, each = settings.sequence_ranks(provider), settings.token_multiple(provider)
+    check_row_length(provider.seq_length, provider.context_parallel_size, sequence, each)
+
+
+def _check_quantised_sizes(provider: VisionLanguageFields) -> None:
+    """Refuse tensor-parallel parts of layers whose products Transformer Engine does not compute in 8 or 4 bits."""
+    multiple, tensor = settings.token_multiple(provider), provider.tensor_model_parallel_size
+    if multiple == 1:
+        return
+    sizes = dict(etp=provider.expert_tensor_parallel_size or 1, multiple=multiple, exempt=provider.layers_in_16_bits)
+    rows, dims = registry.family(provider.family).rows(), provider.dimensions()
+    for layer, side, size, ranks in misfits(rows, dims, tp=tensor, **sizes):
+        smaller = [n for n in range(1, ranks) if ranks % n == 0 and size % (n * multiple) == 0]
+        advice = f"a multiple of {multiple}" + (f", as on {smaller[-1]} ranks" if smaller else "")
+        if layer.endswith(".in_proj"):
+            advice += "; or linear_attention_in_proj_bf16=True"
+        raise ValueError(
+            f"{layer} has {size} {side}, {size / ranks:g} on each of {ranks} tensor-parallel ranks, expected {advice}: "
+            f"with {_bits(provider)} products take nothing else"
+        )
+
+
+def _bits(provider: VisionLanguageFields) -> str:
+    name = "fp8" if provider.fp8 else "fp4"
+    recipe = getattr(provider, f"{name}_recipe")
+    return f"{name} and {name}_recipe {getattr(recipe, 'value', recipe)!r}"
+
+
+def check_token_count(provider: VisionLanguageFields, tokens: int) -> None:
+    """Refuse (ValueError) a microbatch whose `tokens` on a context-parallel rank 8- or 4-bit products do not take."""
+    if tokens % (multiple := settings.sequence_ranks(provider) * settings.token_multiple(provider)):
+        raise ValueError(
+            f"a microbatch has {tokens} tokens on each context-parallel rank, expected a multiple of {multiple} with "
+            f"{_bits(provider)}: pad its rows to a multiple of {multiple * provider.context_parallel_size}"
+        )
 
 
 def _check_context_kernels(provider: VisionLanguageFields) -> None:
@@ -413,6 +465,7 @@ AFTER_FINALIZE: tuple[Rule, ...] = (
     *keep("add_encoder add_decoder", "every rank has both modules", is_off("dist_train.use_dist_train")),
     *_DIST_TRAIN_SIZES,
     _check_divisible,
+    _check_quantised_sizes,
     Allowed(_VIRTUAL, None, equal(_STAGES, 1), also=(1,)).because("there are no stages to interleave"),
     Allowed(  # megatron-core checks uneven stages while it builds them
         "num_layers",
@@ -518,6 +571,10 @@ ON_TRAIN: tuple[Rule, ...] = (
     Allowed("microbatch_group_size_per_vp_stage", at_least(_STAGES), is_on(_VIRTUAL), also=(None,)),
     _check_stages,
     *keep("parallel_output", LOGITS, above(_TENSOR, 1)),
+    *keep(
+        "tp_comm_overlap",
+        "its buffers are memory that GPUs share, and no run with them has been compared with one without",
+    ),
 )
 
 # --- For a number of processes, and of microbatches ---

@@ -137,7 +137,8 @@ class ReleasingMoELayer(MoELayer):
         """See MoELayer."""
         output = super().postprocess(output, shared_expert_output)
         dispatcher = self.token_dispatcher
-        for name, value in vars(dispatcher).items():
-            if isinstance(value, Tensor) and value.grad_fn is not None:
-                setattr(dispatcher, name, None)  # autograd has saved what the backward pass needs
+        for owner in (dispatcher, getattr(dispatcher, "_comm_manager", dispatcher)):  # of "flex"
+            for name, value in vars(owner).items():
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    setattr(owner, name, None)  # autograd has saved what the backward pass needs
         return output

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.qwen_vl.qwen3_vl_provider import DistTrainConfig
+from megatron.core.fp4_utils import get_fp4_align_size
+from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor, nn
@@ -208,6 +210,20 @@ def attends_without_kernel(provider: VisionLanguageFields) -> bool:
     """Whether Transformer Engine has only its unfused attention, which keeps all scores: in float32."""
     float32 = provider.params_dtype == torch.float32 and not provider.enable_autocast
     return float32 and provider.transformer_impl != "local"
+
+
+def token_multiple(provider: VisionLanguageFields) -> int:
+    """The multiple of a rank's tokens that products of the text model's layers take: 16 in 8 bits, 32 in mxfp8, 128 in
+    4 bits.
+    """
+    if provider.fp8:
+        return get_fp8_align_size(provider.fp8_recipe)
+    return get_fp4_align_size(provider.fp4_recipe) if provider.fp4 else 1
+
+
+def sequence_ranks(provider: VisionLanguageFields) -> int:
+    """Ranks over which hidden states between the linear layers are divided."""
+    return provider.tensor_model_parallel_size if provider.sequence_parallel else 1
 
 
 def _turn_off(settings: Any, name: str, why: str, *, level: int = logging.INFO) -> None:

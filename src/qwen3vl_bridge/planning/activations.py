@@ -21,7 +21,7 @@ from typing import NamedTuple
 from qwen3vl_bridge.models.flops import CHUNK
 from qwen3vl_bridge.planning.model_states import adapter_sizes, layers_by_kind
 from qwen3vl_bridge.planning.split import ModelSplit, PipelineChunk
-from qwen3vl_bridge.planning.training_settings import Recompute, Sharding, TrainingSettings
+from qwen3vl_bridge.planning.training_settings import EightBits, Recompute, Sharding, TrainingSettings
 from qwen3vl_bridge.weights.rows import Dimensions, Part
 
 # Bytes: of a norm's statistic, of attention's log-sum-exp, of an index, of a float32 number in any precision.
@@ -34,6 +34,11 @@ _FREED = {
     "moe_act": ("experts: input of linear_fc2", "experts: factors"),
     "layernorm": ("router: input",),
 }
+# Inputs of products, which are saved in 8 bits if these compute so; attention saves linear_proj's too, in 16.
+_INPUTS = (
+    *("linear_qkv: input", "in_proj: input", "out_proj: input", "MLP: input of linear_fc1", "MLP: input of linear_fc2"),
+    *("experts: linear_fc1 input", "experts: input of linear_fc2", "shared expert: input of linear_fc2"),
+)
 type SavedTensors = dict[str, float]  # bytes by description
 
 
@@ -395,7 +400,17 @@ def _text_layers(r: RankWidths, numbers: Sequence[int], slots: float) -> list[La
             }
             layer = layer._replace(saved=layer.saved | saved)
         by_number |= dict.fromkeys(same, layer)
+    if (bits := r.training.eight_bits) is not None and numbers:
+        chunk = range(numbers[0], numbers[-1] + 1)
+        for number in bits.layers(chunk, len(dims.indices["text_layers"])):
+            by_number[number] = _in_8_bits(by_number[number], bits, r.e)
     return [by_number[number] for number in numbers]
+
+
+def _in_8_bits(layer: LayerActivations, bits: EightBits, e: int) -> LayerActivations:
+    """A layer whose products save their inputs in 8 bits."""
+    names = [name for name in _INPUTS if name in layer.saved and name.split(":")[0] not in bits.exempt]
+    return layer._replace(saved=layer.saved | {name: layer.saved[name] * bits.input / e for name in names})
 
 
 def _text_layer(r: RankWidths, *, moe: bool, slots: float | None = None) -> LayerActivations:

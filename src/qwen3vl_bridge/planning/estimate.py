@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from qwen3vl_bridge.models.divisibility import Replicas, check_row_length
+from qwen3vl_bridge.models.divisibility import Replicas, check_row_length, misfits
 from qwen3vl_bridge.planning.activations import Activations, MicrobatchWork, chunk_activations
 from qwen3vl_bridge.planning.hardware import GIB
 from qwen3vl_bridge.planning.model_states import ModelStates, adapter_sizes, layers_by_kind, stage_states
@@ -96,7 +96,15 @@ def check_trainable(
         vision_split.check_vision(dims)
         split = replace(split, vision=False)
     split.check(dims)
-    check_row_length(training.seq_length, split.cp, split.sequence_ranks)
+    bits = training.eight_bits
+    check_row_length(training.seq_length, split.cp, split.sequence_ranks, bits.multiple if bits else 1)
+    if bits is not None:
+        rows, shared = family(dims.family).rows(), dict(tp=split.tp, etp=split.expert_tp)
+        for layer, side, size, ranks in misfits(rows, dims, **shared, multiple=bits.multiple, exempt=bits.exempt):
+            raise ValueError(
+                f"{layer} has {size} {side} on {ranks} tensor-parallel ranks, expected a multiple of {bits.multiple} "
+                "on each: products in 8 bits take nothing else"
+            )
     split.microbatches(training.global_batch_size, training.micro_batch_size)
     if training.sharding.is_fsdp and split.pp > 1:
         raise ValueError(

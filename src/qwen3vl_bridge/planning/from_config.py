@@ -17,6 +17,7 @@ from qwen3vl_bridge.planning.proposals import propose
 from qwen3vl_bridge.planning.split import ModelSplit
 from qwen3vl_bridge.planning.training_settings import (
     LINEAR_LAYERS,
+    EightBits,
     LoraSettings,
     Precision,
     Recompute,
@@ -28,7 +29,7 @@ from qwen3vl_bridge.weights.rows import Part
 # Settings that the planner does not model, by section, each with the values that cost no memory.
 _NOT_MODELLED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "model": {
-        "fp16": (False,), "fp8": (None, False), "fp4": (None, False), "fp32_residual_connection": (False,),
+        "fp16": (False,), "fp4": (None, False), "fp32_residual_connection": (False,),
         "cpu_offloading": (False,), "fine_grained_activation_offloading": (False,),
         "distribute_saved_activations": (False, None), "cuda_graph_impl": ("none", None),
         "enable_cuda_graph": (False,), "delay_wgrad_compute": (False,), "parallel_output": (True,),
@@ -36,7 +37,7 @@ _NOT_MODELLED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "optimizer": {"optimizer": ("adam",), "optimizer_cpu_offload": (False,)},
     "ddp": {
         "num_distributed_optimizer_instances": (1,), "outer_dp_sharding_strategy": ("no_shard", None),
-        "fp8_param_gather": (False,), "param_name_patterns_for_fp32_local_accumulation": ((),),
+        "param_name_patterns_for_fp32_local_accumulation": ((),),
         "megatron_fsdp_grad_comm_dtype": (None,), "delay_wgrad_compute": (False,), "keep_fp8_transpose_cache": (False,),
     },
     "comm_overlap": {"delay_wgrad_compute": (None, False)},
@@ -135,6 +136,7 @@ def _training_settings(cfg: Any) -> TrainingSettings:
         global_batch_size=cfg.train.global_batch_size,
         max_patches=getattr(cfg.dataset, "max_patches", None),
         precision=_precision(cfg),
+        eight_bits=_eight_bits(cfg),
         sharding=sharding,
         recompute=_recomputation(model, ""),
         vision_recompute=_recomputation(model, "vision_"),
@@ -159,11 +161,14 @@ def _precision(cfg: Any) -> Precision:
     weight, in_float = _bytes(cfg.model.params_dtype), cfg.ddp.grad_reduce_in_fp32
     if isinstance(mixed, str):
         if mixed != _BF16_MIXED:
-            raise ValueError(f"mixed_precision is {mixed!r}, expected {_BF16_MIXED!r} or None: others are not counted")
+            raise ValueError(
+                f"mixed_precision is {mixed!r}, expected {_BF16_MIXED!r} or None before the run is completed, which "
+                "says what others mean"
+            )
         weight, in_float = 2, True
     elif mixed is not None:
-        if mixed.fp16 or mixed.fp8 or mixed.fp4:
-            raise ValueError("mixed_precision has fp16, fp8 or fp4, expected bf16 or None: others are not counted")
+        if mixed.fp16 or mixed.fp4:
+            raise ValueError("mixed_precision has fp16 or fp4, expected bf16, with fp8 or without, or None")
         weight, in_float = (2 if mixed.bf16 else 4), mixed.grad_reduce_in_fp32
     gradient = 4 if in_float else weight
     main, moments = (0 if weight == 4 else 4), 8
@@ -178,6 +183,29 @@ def _precision(cfg: Any) -> Precision:
         gradient = _bytes(cfg.ddp.megatron_fsdp_main_grads_dtype) or weight
         main = _bytes(cfg.ddp.megatron_fsdp_main_params_dtype)
     return Precision(weight, gradient, main, moments)
+
+
+_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
+
+
+def _eight_bits(cfg: Any) -> EightBits | None:
+    """Products in 8 bits, of mixed precision where it is set, or of the model."""
+    model, mixed = cfg.model, cfg.mixed_precision
+    source = model if mixed is None or isinstance(mixed, str) else mixed
+    if not getattr(source, "fp8", None):
+        return None
+    recipe = getattr(source.fp8_recipe, "value", source.fp8_recipe)
+    if recipe not in _RECIPES:
+        raise ValueError(f"fp8_recipe is {recipe!r}, expected one of {', '.join(_RECIPES)}: others are not counted")
+    ends = bool(source.first_last_layers_bf16)
+    return EightBits(
+        multiple=32 if recipe == "mxfp8" else 16,
+        weights=bool(source.fp8_param),
+        first=source.num_layers_at_start_in_bf16 * ends,
+        last=source.num_layers_at_end_in_bf16 * ends,
+        exempt=model.layers_in_16_bits,
+        scale=1 / 32 if recipe == "mxfp8" else 0.0,
+    )
 
 
 def _bytes(dtype: Any) -> int:

@@ -29,15 +29,16 @@ class Gpu:
     memory_bytes: int  # available to a process, including the CUDA context
     bf16_flops: float  # peak of its matrix units in bfloat16, dense, FLOP/s
     gpus_per_node: int  # of one machine
+    major: int = 9  # of its compute capability
 
 
 GPUS: Mapping[str, Gpu] = {
-    "A100-40GB": Gpu(int(39.3 * GIB), 312e12, 8),
-    "A100": Gpu(int(79.1 * GIB), 312e12, 8),
+    "A100-40GB": Gpu(int(39.3 * GIB), 312e12, 8, 8),
+    "A100": Gpu(int(79.1 * GIB), 312e12, 8, 8),
     "H100": Gpu(int(79.1 * GIB), 989e12, 8),
     "H200": Gpu(int(139.7 * GIB), 989e12, 8),
-    "B200": Gpu(int(178.3 * GIB), 2250e12, 8),
-    "GB200": Gpu(int(184.0 * GIB), 2500e12, 4),
+    "B200": Gpu(int(178.3 * GIB), 2250e12, 8, 10),
+    "GB200": Gpu(int(184.0 * GIB), 2500e12, 4, 10),
 }
 
 

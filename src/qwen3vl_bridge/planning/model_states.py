@@ -167,7 +167,7 @@ def stage_states(
     groups = (trained - experts, experts) if split.ep > 1 else (trained,)
     by_parameters = sharding is Sharding.OPTIMIZER and training.saved_by_parameters
     return ModelStates(
-        parameters=round(precision.weight * number(held, Sharding.ALL)),
+        parameters=round(precision.weight * number(held, Sharding.ALL) + _in_8_bits(dims, split, chunks, training)),
         gradients=round(precision.gradient * number(trained, Sharding.GRADIENTS)),
         optimizer=round((precision.main + precision.moments) * number(trained, Sharding.OPTIMIZER)),
         gathered=precision.weight * (outside + _UNSHARDED_LAYERS * layer) + precision.gradient * reduced,
@@ -177,6 +177,24 @@ def stage_states(
         host_written=round((precision.weight + STORED_BYTES) * sharded(trained)),
         host_gathered=STORED_BYTES * trained.total() * by_parameters,
     )
+
+
+def _in_8_bits(
+    dims: Dimensions, split: ModelSplit, chunks: tuple[PipelineChunk, ...], training: TrainingSettings
+) -> float:
+    """Bytes by which weights for products in 8 bits take more than in the model's precision."""
+    if (bits := training.eight_bits) is None:
+        return 0.0
+
+    def counted(megatron: str) -> bool:
+        *path, layer, parameter = megatron.rstrip("*").split(".")
+        kinds = layer in LINEAR_LAYERS and layer not in bits.exempt and parameter == "weight"
+        return kinds and path[:2] == ["language_model", "decoder"]
+
+    depth = len(dims.indices["text_layers"])
+    parts = [replace(chunk, layers=bits.layers(chunk.layers, depth)) for chunk in chunks]
+    weights = sum(chunk_count(dims, split, part, counted).total() for part in parts)
+    return weights * (bits.weight(training.precision.weight) - training.precision.weight)
 
 
 def _gathered_parameters(

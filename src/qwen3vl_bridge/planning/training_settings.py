@@ -48,6 +48,39 @@ PRECISIONS = {"bf16": BF16, "fp32": FP32}
 
 
 @dataclass(frozen=True)
+class EightBits:
+    """Products of the text model's layers in 8 bits, by Transformer Engine. Its other tensors keep their precision.
+
+    A weight has a copy in 8 bits for each of its two products: as its only form (`weights`), or beside the one in
+    `Precision`. Blocks of 32 numbers (mxfp8) share a scale of one byte.
+    """
+
+    multiple: int = 16  # of tokens on a rank
+    weights: bool = True  # they are stored and gathered in 8 bits
+    first: int = 0  # layers in 16 bits, at the beginning
+    last: int = 0  # and at the end
+    exempt: tuple[str, ...] = ()  # linear layers in 16 bits
+    scale: float = 0.0  # bytes of scales for each number
+
+    def weight(self, in_16_bits: int) -> float:
+        """Bytes of a number of a weight."""
+        return 2 * (1 + self.scale) + in_16_bits * (not self.weights)
+
+    @property
+    def input(self) -> float:
+        """Bytes of a number of a product's input, which is saved in one form."""
+        return 1 + self.scale
+
+    def layers(self, chunk: range, num_layers: int) -> range:
+        """Those of a chunk that compute in 8 bits."""
+        return range(max(chunk.start, self.first), min(chunk.stop, num_layers - self.last))
+
+
+# By the names of Megatron-Bridge's recipes, as its mixed precisions have them.
+EIGHT_BITS = {"fp8_cs": EightBits(first=1, last=1), "fp8_mx": EightBits(multiple=32, scale=1 / 32)}
+
+
+@dataclass(frozen=True)
 class Recompute:
     """Activation recomputation of one tower, with megatron-core's settings of the same names."""
 
@@ -96,6 +129,7 @@ class TrainingSettings:
     global_batch_size: int | None = None  # rows of a step; None for as many as keep the pipeline stages busy
     max_patches: int | None = None  # of a row; None for those of a row that contains only image tokens
     precision: Precision = BF16
+    eight_bits: EightBits | None = None
     sharding: Sharding = Sharding.OPTIMIZER
     recompute: Recompute = field(default_factory=Recompute)  # of the language model
     vision_recompute: Recompute = field(default_factory=Recompute)
@@ -123,6 +157,11 @@ class TrainingSettings:
             raise ValueError(f"max_patches is {self.max_patches}, expected 0 or more")
         if self.expert_load < 1:
             raise ValueError(f"expert_load is {self.expert_load}, expected 1 (all ranks alike) or more")
+        if self.eight_bits and (self.sharding.is_fsdp or not self.transformer_engine):
+            raise ValueError(
+                "products in 8 bits are counted with Transformer Engine and without Megatron-FSDP, expected "
+                "transformer_impl 'transformer_engine' and another sharding"
+            )
         if self.loss_fusion == "te" and not self.transformer_engine:
             raise ValueError("loss_fusion is 'te', expected another without Transformer Engine, which provides it")
         if self.trains_mtp and self.recompute.granularity == "full" and self.recompute != FULL:

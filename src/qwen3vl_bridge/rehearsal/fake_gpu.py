@@ -1,8 +1,8 @@
 """The fake GPU: builds the libraries of `fake_gpu/`, starts programs with them, and reads what they log.
 
-Under it an unchanged CUDA build of torch finds one H100 that computes nothing: allocations have their real size, Triton
-and inductor compile for it, and kernels, matrix products, collectives, copies and waits of the host are written to a
-log. What is read from a kernel's result is garbage; cuDNN cannot be created.
+Under it an unchanged CUDA build of torch finds one H100, or a GPU of another compute capability, that computes nothing:
+allocations have their real size, Triton and inductor compile for it, and kernels, matrix products, collectives, copies
+and waits of the host are written to a log. What is read from a kernel's result is garbage; cuDNN cannot be created.
 """
 
 from __future__ import annotations
@@ -94,12 +94,13 @@ def _symbols(library: Path, which: str) -> set[str]:
     return {line.split()[-1].split("@")[0] for line in lines if line}
 
 
-def environment(built: Path, log: Path | None = None, gib: float = 80.0) -> dict[str, str]:
+def environment(built: Path, log: Path | None = None, gib: float = 80.0, major: int = 9) -> dict[str, str]:
     """The variables that start a program with the fake GPU, over those of this process.
 
     Args:
         log: prefix of the log; each process writes `<log>.<its id>`. Without it nothing is logged.
         gib: size of the GPU's memory in GiB.
+        major: its compute capability: 9 for Hopper, 10 for Blackwell.
     """
     inherited = {
         name: value for name, value in os.environ.items() if name not in ("CUDA_VISIBLE_DEVICES", "FAKE_GPU_LOG")
@@ -112,6 +113,7 @@ def environment(built: Path, log: Path | None = None, gib: float = 80.0) -> dict
         "LD_LIBRARY_PATH": libraries,
         "TRITON_LIBCUDA_PATH": str(built),
         "FAKE_GPU_GIB": str(gib),
+        "FAKE_GPU_MAJOR": str(major),
     }
     return inherited | ours | ({"FAKE_GPU_LOG": str(log)} if log else {})
 

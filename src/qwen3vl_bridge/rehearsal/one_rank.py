@@ -41,6 +41,7 @@ from megatron.bridge.training.config import ConfigContainer, TokenizerConfig
 from megatron.bridge.training.pretrain import pretrain
 from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
 from megatron.core.optimizer import optimizer
+from megatron.core.pipeline_parallel import utils
 from megatron.core.transformer.moe import token_dispatcher
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
@@ -136,6 +137,7 @@ def rehearse(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> Rehea
     norm = optimizer.get_grad_norm_fp32
     optimizer.get_grad_norm_fp32 = lambda *args, **kwargs: abs(norm(*args, **kwargs))
     CachingAutotuner.benchmark_all_configs = _first_of_all
+    utils.set_ideal_affinity_for_current_gpu = lambda: None  # the cores near a GPU, which the driver would tell
     # Of shards' places in their tensors, which the other ranks would tell: only checkpoints have them.
     param_and_grad_buffer.validate_uneven_dtensor = lambda *_: None
     if cfg.model.num_moe_experts:

@@ -54,7 +54,7 @@ class StepGuard(Callback):
     def on_train_start(self, context: CallbackContext) -> None:
         """Wrap the optimizer's methods; raises ValueError for settings that contradict each other."""
         cfg, optimizer = context.state.cfg, context.optimizer
-        check(run_refusals.ON_TRAIN_START, cfg)
+        check((*run_refusals.ON_TRAIN_START, *run_refusals.ON_THIS_MACHINE), cfg)
         if hasattr(context.state, _RECORDED):
             raise ValueError("the callbacks of training_callbacks(cfg) were given twice, expected once")
         self._groups = get_attr_wrapped_model(context.model[0], "pg_collection")

@@ -101,6 +101,7 @@ def _trains_float32(cfg: Any) -> bool:
 
 
 _TWO_DTYPES = When("model.params_dtype", _trains_float32)
+_FLOAT32 = When("model.params_dtype", lambda cfg: cfg.model.params_dtype == torch.float32 or _trains_float32(cfg))
 _EMERGING = When("optimizer.optimizer", lambda cfg: cfg.optimizer.optimizer not in ("adam", "sgd"))
 
 
@@ -153,6 +154,14 @@ def _warn_of_stops(cfg: Any) -> None:
     for name in _STOPS:
         if cfg.guard is not None and is_on(name)(cfg):
             logger.warning("%s ends the run before the guard can name samples; set it to False", name)
+
+
+def _warn_of_rounding(cfg: Any) -> None:
+    if cfg.optimizer.optimizer_cpu_offload and cfg.checkpoint.load and cfg.checkpoint.load_optim:
+        logger.warning(
+            "with optimizer.optimizer_cpu_offload a resumed run begins with main weights rounded to the model's dtype: "
+            "Megatron-Bridge copies the model's over those it has loaded"
+        )
 
 
 def _saves_or_loads(cfg: Any) -> bool:
@@ -314,6 +323,15 @@ ON_TRAIN_START: tuple[Rule, ...] = (
     *keep("train.iterations_to_skip", "the tower's ranks cannot skip iterations", _READS_ALONE, also=(None, ())),
     Allowed("dataset.__class__", Qwen3VLConversationProvider, _READS_ALONE).because(
         "the tower's ranks read its rows by index"
+    ),
+)
+
+# In addition, not in a dry run, whose machine may lack what the run's has.
+ON_THIS_MACHINE: tuple[Rule, ...] = (
+    *keep(
+        "optimizer.optimizer_cpu_offload",
+        "parameters are on the host already: there is no GPU",
+        lambda _: not torch.cuda.is_available(),
     ),
 )
 
@@ -490,6 +508,24 @@ AFTER_VALIDATE: tuple[Rule, ...] = (
         "megatron-core's distributed optimizer has no state of SGD; Megatron-FSDP uses it too",
         equal("optimizer.optimizer", "sgd"),
     ),
+    *keep(
+        "optimizer.optimizer_cpu_offload",
+        "megatron-core cannot build the part of a float32 parameter that a rank steps on the host",
+        _FLOAT32,
+    ),
+    *keep(
+        "optimizer.optimizer_cpu_offload",
+        "Megatron-Bridge copies weights that it has read into a distributed optimizer only",
+        is_off("optimizer.use_distributed_optimizer"),
+    ),
+    _warn_of_rounding,
+    Allowed(
+        "optimizer.use_precision_aware_optimizer",
+        True,
+        is_on("optimizer.optimizer_cpu_offload")
+        & (lambda cfg: (cfg.checkpoint.save and cfg.checkpoint.save_optim) or cfg.checkpoint.load),
+    ).because("megatron-core cannot load the states on the host of another, so the run could not resume"),
+    *keep("optimizer.optimizer_cpu_offload", "Megatron-FSDP's parameters have no copies on the host", _FSDP),
     *keep(
         "optimizer.overlap_param_gather_with_optimizer_step",
         "it gathers between interleaved pipeline stages: set model.virtual_pipeline_model_parallel_size",

@@ -6,11 +6,12 @@ is missing, extra or of another shape is an error on all ranks that lists them.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,9 @@ from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_
 from megatron.bridge.training import checkpointing
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.utils.checkpoint_utils import is_hf_checkpoint_dir
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
@@ -252,7 +255,8 @@ class InitialWeights:
         with fail_together():
             pretrained = Pretrained.find(cfg.checkpoint.pretrained_checkpoint)
             pretrained.check(cfg.model)
-        pretrained.load(chunks, cfg.model._pg_collection)
+        with in_high_precision(chunks):
+            pretrained.load(chunks, cfg.model._pg_collection)
         if peft is not None:
             chunks = peft(chunks, training=True)
             peft.set_params_to_save(chunks)
@@ -283,6 +287,30 @@ def read_initial_weights(cfg: ConfigContainer, manager: str) -> None:
         hook = InitialWeights(cfg)
         cfg.model.register_pre_wrap_hook(hook)
         cfg.model.register_post_wrap_hook(hook.after)
+
+
+@contextlib.contextmanager
+def in_high_precision(chunks: Chunks) -> Iterator[None]:
+    """Load parameters that are stored in 8 or 4 bits in the precision of the others.
+
+    megatron-core's optimizer makes their main weights of values that Transformer Engine has kept on the host: those
+    that the model was initialised with, which the first step would write back. They are replaced by what is loaded.
+    """
+    stored = []
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if is_float8tensor(parameter):
+                plain = torch.nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device))
+                copy_tensor_model_parallel_attributes(plain, parameter)
+                stored.append((module, name, parameter))
+                module._parameters[name] = plain
+    yield
+    for module, name, parameter in stored:
+        plain, module._parameters[name] = module._parameters[name].detach(), parameter
+        with torch.no_grad():
+            parameter.copy_(plain)
+        if hasattr(parameter, "get_high_precision_init_val"):
+            parameter._high_precision_init_val = plain.cpu()
 
 
 def _allocate_on_host(chunk: torch.nn.Module) -> None:

@@ -285,6 +285,12 @@ def test_interleaved_stages_take_microbatches_in_groups(group, taken):
     check_microbatches(finalized(DENSE, PP2), 1, "a step")
 
 
+def test_user_buffers_of_tensor_parallelism_are_refused_in_training():
+    provider = finalized(DENSE, dict(SP2, tp_comm_overlap=True))
+    with pytest.raises(ValueError, match="tp_comm_overlap is True, expected False: its buffers are memory that GPUs"):
+        check(ON_TRAIN, provider)
+
+
 def test_overlap_settings_of_megatron_bridge_are_in_place_before_the_check():
     """In its loop they are applied first, and the whole configuration is validated after."""
     provider = provider_of(DENSE, VPP2)

@@ -60,6 +60,7 @@ def recompute(granularity, tower="", **more):
     return {f"{tower}recompute_{name}": value for name, value in dict(more, granularity=granularity).items()}
 
 
+FINE, FLEX = dict(fine_grained_activation_offloading=True), dict(moe_token_dispatcher_type="flex")
 FUSED_EXPERTS = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
 REFUSED = [
     (DENSE, dict(expert_tensor_parallel_size=2), "expert_tensor_parallel_size is 2, expected None: .* no experts"),
@@ -108,6 +109,18 @@ REFUSED = [
     (EXPERTS, dict(moe_router_topk=129), "moe_router_topk is 129, expected 1 to 128"),
     (EXPERTS, dict(moe_router_load_balancing_type="sinkhorn"), "'sinkhorn', expected 'aux_loss', 'global_aux_loss' or"),
     (EXPERTS, dict(moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"]), "padding or packing would change"),
+    (
+        EXPERTS,
+        dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="ncclep"),
+        "'ncclep' with moe_token_di",
+    ),
+    # of activations on the host
+    (DENSE, dict(FINE, offload_modules=["moe_act"]), r"offload_modules has \['moe_act'\], of which this model has no"),
+    (
+        EXPERTS,
+        dict(FINE, offload_modules=["attn_norm"]),
+        r"offload_modules has \['attn_norm'\], of which .* 'mlp_norm'",
+    ),
     *((EXPERTS, {name: True}, f"{name} is True with .* 'local', expected False: Transf") for name in FUSED_EXPERTS),
     # of separate vision ranks
     (DENSE, fields(None), "dist_train.vision_world_size is None with .*, expected 1 or more"),

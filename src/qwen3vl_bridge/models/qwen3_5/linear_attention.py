@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -125,14 +126,34 @@ def _with_linear_attention(spec: ModuleSpec, config: TransformerConfig) -> Modul
     return replace(spec, submodules=replace(spec.submodules, **changes))  # layers of the same type share a spec
 
 
+@functools.cache
+def _in_16_bits(base: type[nn.Module]) -> type[nn.Module]:
+    """A linear layer of Transformer Engine that neither stores its weight nor computes in fewer bits."""
+    from transformer_engine.pytorch import fp8_autocast, fp8_model_init
+
+    class LinearIn16Bits(base):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            with fp8_model_init(enabled=False):
+                super().__init__(*args, **kwargs)
+
+        def forward(self, x: Tensor) -> Any:
+            with fp8_autocast(enabled=False):
+                return super().forward(x)
+
+    return LinearIn16Bits
+
+
 def linear_attention_spec(config: TransformerConfig) -> ModuleSpec:
     """Spec of linear attention; with Transformer Engine the input norm is fused into the first projection."""
     modules = backend(config)
     local = isinstance(modules, LocalBackend)
+    in_proj = modules.column_parallel_linear() if local else modules.column_parallel_layer_norm_linear()
+    if "in_proj" in getattr(config, "layers_in_16_bits", ()):
+        in_proj = _in_16_bits(in_proj)
     return ModuleSpec(
         module=LinearAttention,
         submodules=GatedDeltaNetSubmodules(
-            in_proj=modules.column_parallel_linear() if local else modules.column_parallel_layer_norm_linear(),
+            in_proj=in_proj,
             out_norm=modules.layer_norm(rms_norm=True, for_qk=False),
             out_proj=modules.row_parallel_linear(),
         ),

@@ -11,7 +11,7 @@ from qwen3vl_bridge.models.qwen3_5.config import FAMILY_NAME, LINEAR_SIZES, TOKE
 from qwen3vl_bridge.models.qwen3_5.delta_rule import check_package
 from qwen3vl_bridge.models.qwen3_5.model import Qwen35VLModel
 from qwen3vl_bridge.models.refusals import NOTHING_ELSE
-from qwen3vl_bridge.models.rules import Allowed, Rule, above, any_of, equal, is_on, keep
+from qwen3vl_bridge.models.rules import IGNORED, Allowed, Rule, above, any_of, equal, is_off, is_on, keep
 from qwen3vl_bridge.weights.rows import Dimensions
 
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
@@ -24,6 +24,7 @@ _RECOMPUTED_MTP = equal("recompute_granularity", "full") & _MTP
 _RECOMPUTED_SO = "megatron-core recomputes multi-token prediction in no other way"
 
 _RULES: tuple[Rule, ...] = (
+    *keep("linear_attention_in_proj_bf16", IGNORED, is_off("fp8") & is_off("fp4")),
     *keep("deterministic_mode", "megatron-core's linear attention then takes no packed rows"),
     Allowed("mtp_num_layers", any_of(None, 1)).because("multi-token prediction is one layer"),
     *keep(
@@ -54,6 +55,9 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
         linear_conv_kernel_dim: kernel size of the convolution in linear attention.
         linear_key_head_dim, linear_value_head_dim, linear_num_key_heads, linear_num_value_heads: head dimensions and
             numbers of heads of linear attention.
+        linear_attention_in_proj_bf16: with `fp8` or `fp4`, compute the input projection of linear attention in the
+            parameters' dtype, at any tensor-parallel size: its columns for gates and decays, two for each head of
+            values, make a rank's part no multiple of 16 at TP 8, nor of 32 (mxfp8) at TP 4.
         rotary_percent: fraction of each head's dimensions with rotary embeddings.
         mtp_num_layers: 1 for a model with multi-token prediction, else None.
         mtp_loss_scaling_factor: weight of a token's multi-token prediction loss relative to its own loss; 0.1 is usual.
@@ -85,6 +89,8 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
     linear_num_key_heads: int = 16
     linear_num_value_heads: int = 32
 
+    linear_attention_in_proj_bf16: bool = False
+
     mtp_num_layers: int | None = 1
     mtp_loss_scaling_factor: float | None = 0.0
 
@@ -98,6 +104,11 @@ class Qwen35VLModelProvider(VisionLanguageProvider):
         if self.mtp_num_layers and not self.trains_mtp:
             logger.info("multi-token prediction is not trained; set mtp_loss_scaling_factor=0.1 to train it")
         check_package()
+
+    @property
+    def layers_in_16_bits(self) -> tuple[str, ...]:
+        """See VisionLanguageProvider."""
+        return ("in_proj",) if self.linear_attention_in_proj_bf16 else ()
 
     def dimensions(self) -> Dimensions:
         """Values of the weight table's symbols; the vocabulary without padding."""

@@ -1,5 +1,6 @@
 // The CUDA driver (libcuda.so.1) as Triton asks it: it compiles for sm_90 and launches by name.
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 // In the preloaded library; without it nothing is logged.
@@ -43,7 +44,10 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
         case 36: return number(value, 2619000);  // memory clock in kHz
         case 37: return number(value, 5120);     // memory bus in bits
         case 39: return number(value, 2048);     // threads of a multiprocessor
-        case 75: return number(value, 9);        // compute capability
+        case 75: {                               // compute capability
+            const char *major = getenv("FAKE_GPU_MAJOR");
+            return number(value, major ? atoi(major) : 9);
+        }
         case 76: return number(value, 0);
         case 97: return number(value, 232448);   // shared memory of a block, opted in
         default: return number(value, 1);

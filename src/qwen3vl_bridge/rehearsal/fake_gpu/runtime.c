@@ -1,4 +1,4 @@
-// The CUDA runtime as torch calls it, of one H100. A function that torch wants and none here defines is generated when the
+// The CUDA runtime as torch calls it, of one H100, or of another compute capability. A function that torch wants and none here defines is generated when the
 // library is built, and returns 0, success.
 #define _GNU_SOURCE
 #include "fake_gpu.h"
@@ -17,10 +17,16 @@
 
 // Devices
 
+static int compute_capability(void) {
+    const char *major = getenv("FAKE_GPU_MAJOR");
+    return major ? atoi(major) : 9;
+}
+
 #undef cudaGetDeviceProperties
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *device, int index) {
     *device = (struct cudaDeviceProp){
-        .name = "NVIDIA H100 80GB HBM3", .major = 9, .minor = 0, .multiProcessorCount = MULTIPROCESSORS, .warpSize = 32,
+        .name = "NVIDIA H100 80GB HBM3", .major = compute_capability(), .minor = 0,
+        .multiProcessorCount = MULTIPROCESSORS, .warpSize = 32,
         .totalGlobalMem = total_device_memory(), .l2CacheSize = 50 << 20, .memoryBusWidth = 5120,
         .sharedMemPerBlock = 49152, .sharedMemPerBlockOptin = SHARED_MEMORY_OPT_IN, .sharedMemPerMultiprocessor = 233472,
         .regsPerBlock = 65536, .regsPerMultiprocessor = 65536, .maxBlocksPerMultiProcessor = 32,
@@ -34,7 +40,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *device, int index) {
 cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int device) {
     switch (attribute) {
         case cudaDevAttrMultiProcessorCount: RETURN(value, MULTIPROCESSORS);
-        case cudaDevAttrComputeCapabilityMajor: RETURN(value, 9);
+        case cudaDevAttrComputeCapabilityMajor: RETURN(value, compute_capability());
         case cudaDevAttrComputeCapabilityMinor: RETURN(value, 0);
         case cudaDevAttrMaxSharedMemoryPerBlockOptin: RETURN(value, SHARED_MEMORY_OPT_IN);
         case cudaDevAttrMaxSharedMemoryPerBlock: RETURN(value, 49152);

@@ -1,0 +1,78 @@
+"""What is kept on the host comes back as it was: activations in the backward pass, and an optimizer's steps."""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+
+from qwen3vl_bridge.rehearsal import fake_gpu
+
+import pytest
+
+from .conftest import ROOT
+
+OPTIMIZER = """
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from torch.optim import AdamW
+
+torch.manual_seed(0)
+first = [torch.randn(300, 7), torch.randn(11)]
+settings = dict(lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+there = [torch.nn.Parameter(each.cuda()) for each in first]
+here = [torch.nn.Parameter(each.clone()) for each in first]
+kinds = dict(cpu_optimizer_cls=AdamW, gpu_optimizer_cls=AdamW)
+ours = HybridDeviceOptimizer(there, offload_fraction=1.0, param_update_in_fp32=True, **kinds, **settings)
+reference = AdamW(here, **settings)
+for _ in range(3):
+    for a, b in zip(there, here):
+        b.grad = torch.randn_like(b)
+        a.grad = b.grad.cuda()
+    ours.step()
+    reference.step()
+result["moved"] = [not torch.equal(a.cpu(), b) for a, b in zip(there, first)]
+result["same"] = [torch.equal(a.cpu(), b) for a, b in zip(there, here)]
+"""
+
+
+def test_an_optimizer_on_the_host_takes_the_same_steps(on_fake_gpu):
+    assert on_fake_gpu(OPTIMIZER).result == {"moved": [True, True], "same": [True, True]}
+
+
+def offloaded(built, folder, recipe: str, *settings: str, **variables: str) -> dict:
+    environment = fake_gpu.environment(built, folder / "log") | {"PYTHONPATH": ":".join(sys.path), **variables}
+    command = [sys.executable, "-m", "tests.fake_gpu.offloaded", recipe, *settings]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, done.stderr[-4000:]
+    return json.loads(lines[0].removeprefix("RESULT "))
+
+
+@pytest.mark.slow
+def test_states_of_an_optimizer_are_on_the_host(built, tmp_path):
+    """Each step brings gradients of a rank's part there in float32, and parameters back."""
+    settings = ["optimizer.optimizer_cpu_offload=true", "optimizer.optimizer_offload_fraction=1.0"]
+    plain, there = (offloaded(built, tmp_path, "qwen3_vl_2b_sft_config", *some) for some in ([], settings))
+    assert plain["error"] is there["error"] is None
+    moved = there["copies"]["device to host"]
+    assert 0.3e9 < plain["peak"] - there["peak"] == pytest.approx(2 * moved, rel=0.02)  # two moments
+    assert there["copies"]["host to device"] - plain["copies"]["host to device"] == pytest.approx(moved, rel=0.02)
+
+
+KEPT = [f"model.recompute_{name}=null" for name in ("granularity", "method", "num_layers")]
+MODULES = "core_attn,attn_proj,qkv_linear"
+FINE = "model.fine_grained_activation_offloading=true"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("transformer_engine") is None, reason="Transformer Engine is not installed")
+@pytest.mark.parametrize(("recipe", "settings"), [
+    ("qwen3_vl_8b_sft_config", ["model.cpu_offloading=true", "model.cpu_offloading_num_layers=2"]),
+    ("qwen3_vl_8b_sft_config", [FINE, f"model.offload_modules=[{MODULES}]"]),
+    ("qwen3_vl_30b_a3b_sft_config", [FINE, f"model.offload_modules=[{MODULES},mlp_norm,expert_fc1,moe_act]"]),
+])  # fmt: skip
+def test_what_autograd_saves_comes_back_as_it_was(built, tmp_path, recipe, settings):
+    variables = {"NVTE_CPU_OFFLOAD_V1": "1"} if FINE in settings else {}
+    seen = offloaded(built, tmp_path, recipe, *KEPT, *settings, **variables)
+    assert seen["error"] is None
+    assert seen["counts"]["moved"] > 100 and seen["counts"]["known"] > 0.9 * seen["counts"]["moved"]
+    assert not seen["counts"]["different"]
