@@ -116,7 +116,6 @@ FIXED: tuple[Rule, ...] = (
         "heterogeneous_block_specs mtp_enabled",
         NOTHING_ELSE,
     ),
-    *keep("restore_modelopt_state", "ModelOpt's quantised, pruned or distilled models have other layers"),
     *keep("qk_clip", "queries and keys are normalised after their projection: scaling it changes no attention"),
     *keep(
         "hierarchical_context_parallel_sizes hybrid_context_parallel tensor_parallel_num_weight_shards "
