@@ -353,6 +353,15 @@ class VisionLanguageModel(MegatronModule):
             if frozen[part_of(name)]:
                 parameter.requires_grad = False
 
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> ShardedStateDict:
+        """Like MegatronModule's. ModelOpt has a quantised model's layers named one by one: when it saves those of the
+        text model alone, and when it loads those of the tower too.
+        """
+        if self.vision_model is not None and hasattr(self, "_modelopt_state"):
+            named = self.config.hetereogenous_dist_checkpoint
+            self.vision_model.decoder.config.hetereogenous_dist_checkpoint |= named
+        return super().sharded_state_dict(*args, **kwargs)
+
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
         """Store what the previous pipeline stage sent, for the next `forward`."""
         self.received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
