@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.batch import SequenceLayout
+from qwen3vl_bridge.models.rules import check
+from qwen3vl_bridge.training import run_refusals
 
 import modelopt.torch.export as mtex
 import modelopt.torch.quantization as mtq
 import pytest
 import torch
 from megatron.core.utils import unwrap_model
+from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -137,3 +140,10 @@ def test_modelopts_exporter_writes_it(untied_folder, tmp_path):
             assert torch.equal(tensors[name], wanted), name
         else:  # three bits after the point
             torch.testing.assert_close(tensors[name].float() * scale, wanted, rtol=2**-4, atol=scale.item() * 2**-9)
+
+
+def test_a_run_refuses_a_quantised_model():
+    cfg = qwen3_vl_digits_sft_config()
+    cfg.model.restore_modelopt_state = True
+    with pytest.raises(ValueError, match="restore_modelopt_state is True, expected False: runs read no quantised"):
+        check(run_refusals.BEFORE_VALIDATE, cfg)

@@ -139,6 +139,7 @@ _GATHERED = "each rank's parameters are gathered in one call, which needs one dt
 BEFORE_VALIDATE: tuple[Rule, ...] = (
     _check_connections,
     Allowed("dataset.seq_length", same_as("model.seq_length")),
+    *keep("model.restore_modelopt_state", "runs read no quantised initial weights"),
     *keep("dist.use_torch_fsdp2", "it needs parameters of one dtype and whole models; use ddp.use_megatron_fsdp"),
     Allowed("dist.use_decentralized_pg", True, _DIST_TRAIN).because(_GROUPS),
     Allowed("dist.use_gloo_process_groups", False, _DIST_TRAIN).because(_GROUPS),
