@@ -35,6 +35,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from modelopt.torch.distill.plugins.megatron import get_tensor_shapes_adjust_fn_for_distillation
 
 from tests.ranks import leave_groups
 
@@ -117,11 +118,18 @@ def forward_backward(
     """Several microbatches through the schedule; returns [sum of losses, number of tokens] over all ranks, float64."""
     # Each virtual pipeline stage reads every batch.
     iterators = list(itertools.tee(itertools.islice(batches, microbatches), len(run.model)))
+    length, rows = run.cfg.model.seq_length, run.cfg.train.micro_batch_size
+    of_student_and_teacher = (
+        None if run.cfg.dist.use_decentralized_pg
+        else get_tensor_shapes_adjust_fn_for_distillation(
+            run.model, seq_length=length, micro_batch_size=rows, decoder_seq_length=length
+        )
+    )  # fmt: skip
     reports = _schedule(run)(
         forward_step_func=partial(run.forward_step, run.state),
         data_iterator=iterators if len(iterators) > 1 else iterators[0], model=run.model, num_microbatches=microbatches,
-        seq_length=run.cfg.model.seq_length, micro_batch_size=run.cfg.train.micro_batch_size, forward_only=forward_only,
-        p2p_communicator=_communicator(run), pg_collection=run.groups,
+        seq_length=length, micro_batch_size=rows, forward_only=forward_only,
+        adjust_tensor_shapes_fn=of_student_and_teacher, p2p_communicator=_communicator(run), pg_collection=run.groups,
     )  # fmt: skip
     nothing = torch.zeros(2, dtype=torch.float64)  # stages before the last have no losses
     # Tensor-parallel ranks have the same losses.

@@ -30,6 +30,11 @@ _NEEDED_FOR_NAMES = {
     "megatron.bridge.peft.lora_layers": ("transformer_engine", "transformer_engine.pytorch"),
     "megatron.bridge.training.pretrain": ("nvidia_resiliency_ext.inprocess",),
 }
+# ModelOpt's modules that call CUDA for Megatron's models: without it, on the CPU.
+_OF_MODELOPT = frozenset(
+    f"modelopt.torch.{name}"
+    for name in ("opt.plugins.megatron", "export.unified_export_megatron", "utils.plugins.mbridge")
+)
 # Modules that import Transformer Engine's layers from megatron-core and treat the empty names as classes.
 _MISTAKE_NAMES_FOR_CLASSES = ("megatron.bridge.peft.utils", "megatron.bridge.peft.module_matcher")
 
@@ -41,12 +46,16 @@ def install() -> None:
     imports = _Imports()
     sys.meta_path.insert(0, imports)
     for name, module in list(sys.modules.items()):
-        if _is_part_of(name, "megatron"):
+        if _runs_megatron(name):
             imports.after(module)
 
 
 def _is_part_of(name: str, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
+
+
+def _runs_megatron(name: str) -> bool:
+    return _is_part_of(name, "megatron") or name in _OF_MODELOPT
 
 
 class _Imports(MetaPathFinder):
@@ -57,7 +66,7 @@ class _Imports(MetaPathFinder):
         self.register_later = False
 
     def find_spec(self, fullname: str, path=None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if not (_is_part_of(fullname, "megatron") or _is_part_of(fullname, "qwen3vl_bridge")):
+        if not (_runs_megatron(fullname) or _is_part_of(fullname, "qwen3vl_bridge")):
             return None
         for finder in sys.meta_path:
             if finder is self or not hasattr(finder, "find_spec"):
@@ -86,7 +95,7 @@ class _Imports(MetaPathFinder):
 
     def after(self, module: ModuleType) -> None:
         """Run the steps that follow the execution of one of Megatron's or our modules."""
-        of_megatron = _is_part_of(module.__name__, "megatron")
+        of_megatron = _runs_megatron(module.__name__)
         if of_megatron:
             from qwen3vl_bridge.compat import cpu
 

@@ -58,7 +58,13 @@ def loss_processor(
 ) -> Tensor:
     """Losses [b, s], like GPTModel's; the arguments are those of its `output_processor`."""
     head = Head(output_layer, output_weight, runtime_gather_output, compute_language_model_loss)
-    return token_losses(head, hidden_states, labels, config.loss_chunk_tokens)
+    tokens = 0 if is_distilled(output_layer) else config.loss_chunk_tokens
+    return token_losses(head, hidden_states, labels, tokens)
+
+
+def is_distilled(output_layer: nn.Module) -> bool:
+    """Whether ModelOpt takes a teacher's or a student's logits here, all at once, and reads them after the loss."""
+    return hasattr(output_layer, "_intermediate_output")
 
 
 def token_losses(

@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any, ClassVar
 
 from qwen3vl_bridge.batch.token_batch import ModelInputs, VisionRows
-from qwen3vl_bridge.models.chunked_loss import loss_processor
+from qwen3vl_bridge.models.chunked_loss import is_distilled, loss_processor
 from qwen3vl_bridge.models.core_attention import layout_packed_seq_params
 from qwen3vl_bridge.models.cross_entropy import cross_entropy
 from qwen3vl_bridge.models.inputs import OutputConversion, as_model_inputs, check_inference
@@ -78,6 +78,20 @@ class MRopeGPTModel(GPTModel):
             fused=config.apply_rope_fusion,
         )
 
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        decoder_input: Tensor | None = None,
+        **arguments: Any,
+    ) -> Any:
+        """Like GPTModel's; called without a vision tower, whose model embeds tokens itself, it embeds [b, s] tokens."""
+        if decoder_input is None and self.pre_process:
+            embedded = self.embedding(input_ids, position_ids=None)
+            decoder_input = scatter_sequence(embedded, self.config, self.pg_collection)
+        return super().forward(input_ids, position_ids, attention_mask, decoder_input, **arguments)
+
     def _postprocess(
         self,
         hidden_states: Tensor,
@@ -94,6 +108,8 @@ class MRopeGPTModel(GPTModel):
         """Loss [b, s] of labels [b, s] under logits [s, b, padded vocabulary / tp]."""
         if not self.parallel_output and self.pg_collection.tp.size() > 1:
             raise ValueError(f"parallel_output is False, expected True to train under tensor parallelism: {LOGITS}")
+        if is_distilled(self.output_layer):
+            logits = logits.clone()  # the loss may overwrite them
         logits = self.without_padding(logits)
         if self.config.cross_entropy_loss_fusion and self.config.cross_entropy_fusion_impl == "native":
             return cross_entropy(logits, labels.T, self.pg_collection.tp).T.contiguous()
@@ -173,13 +189,17 @@ class VisionLanguageModel(MegatronModule):
         self.received: Tensor | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Like nn.Module's. Hooks made for text models set the head of a value or reward model here; it belongs to the
-        text model.
+        """Like nn.Module's. Hooks made for text models set the head of a value or reward model here, and ModelOpt the
+        loss of a teacher and its student; they belong to the text model.
         """
-        if name == "output_layer":
-            self.language_model.output_layer = value
+        if name in ("output_layer", "compute_language_model_loss"):
+            setattr(self.language_model, name, value)
         else:
             super().__setattr__(name, value)
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """The text model's."""
+        return type(self.language_model).compute_language_model_loss(self.language_model, labels, logits)
 
     # Attributes that callers read from Megatron-Bridge's own model. None of these registers a module under a second
     # name.
@@ -337,6 +357,15 @@ class VisionLanguageModel(MegatronModule):
         for name, parameter in self.named_parameters():
             if frozen[part_of(name)]:
                 parameter.requires_grad = False
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> ShardedStateDict:
+        """Like MegatronModule's. ModelOpt has a quantised model's layers named one by one: when it saves those of the
+        text model alone, and when it loads those of the tower too.
+        """
+        if self.vision_model is not None and hasattr(self, "_modelopt_state"):
+            named = self.config.hetereogenous_dist_checkpoint
+            self.vision_model.decoder.config.hetereogenous_dist_checkpoint |= named
+        return super().sharded_state_dict(*args, **kwargs)
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
         """Store what the previous pipeline stage sent, for the next `forward`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import logging
 from collections import Counter
@@ -62,14 +63,21 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy, as made by layers with experts; the P2P communicator is shared with the original."""
+        if hasattr(self, "_super_class"):
+            return copy.deepcopy(copy.copy(self), memo)
         if (talks := getattr(self, "_p2p_communicator", None)) is not None:
             memo[id(talks)] = talks
         return super().__deepcopy__(memo)
 
     def __copy__(self) -> Self:
-        """A copy with all attributes, including those that `__getstate__` omits."""
-        copied = object.__new__(type(self))
+        """A copy with all attributes, including those that `__getstate__` omits; of a student's settings, whose class
+        also sets its teacher's, settings of its own class without a teacher.
+        """
+        copied = object.__new__(getattr(self, "_super_class", type(self)))
         vars(copied).update(vars(self))
+        if "_super_class" in vars(self):
+            for name in ("_super_class", "teacher", "kd_config", "distill_submodule", "full_model", "_pre_wrap_hooks"):
+                vars(copied).pop(name, None)
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
@@ -180,6 +188,9 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
             settings.complete_ddp(self, given.get("ddp_config"), fsdp=fsdp)
         settings.complete_groups(self, given.get("pg_collection"), training=training)
         model = super().provide_distributed_model(*args, **kwargs)
+        for chunk, bare in zip(model, unwrap_model(model), strict=True):
+            if chunk is not bare:  # runs set up this provider, of which a language model alone may have a copy
+                chunk.config = self
         log_trained_parameters(model)
         return model
 

@@ -117,7 +117,6 @@ FIXED: tuple[Rule, ...] = (
         "heterogeneous_block_specs mtp_enabled",
         NOTHING_ELSE,
     ),
-    *keep("restore_modelopt_state", "ModelOpt's quantised, pruned or distilled models have other layers"),
     *keep("qk_clip", "queries and keys are normalised after their projection: scaling it changes no attention"),
     *keep(
         "hierarchical_context_parallel_sizes hybrid_context_parallel tensor_parallel_num_weight_shards "
@@ -547,6 +546,22 @@ def _check_stages(provider: VisionLanguageFields) -> None:
         )
 
 
+def _check_student(provider: VisionLanguageFields) -> None:
+    """Refuse what ModelOpt's distillation gets wrong or cannot do."""
+    if getattr(provider, "teacher", None) is None:
+        return
+    if provider.padded_vocab_size != provider.vocab_size:
+        raise ValueError(
+            f"should_pad_vocab pads the vocabulary of {provider.vocab_size} to {provider.padded_vocab_size}, expected "
+            "no padding with a teacher: rows that are no tokens would get a share of its probability"
+        )
+    if provider.pipeline_model_parallel_size > 1 and provider.variable_seq_lengths:
+        raise ValueError(
+            "variable_seq_lengths is True with a teacher and pipeline stages, expected False: ModelOpt splits what "
+            "stages send by its shape, which must be known"
+        )
+
+
 LOGITS = "a loss on gathered logits gives wrong gradients"
 
 # A model that is loaded for export or inference may carry settings of schedules from the run that saved it.
@@ -570,6 +585,7 @@ ON_TRAIN: tuple[Rule, ...] = (
     ),
     Allowed("microbatch_group_size_per_vp_stage", at_least(_STAGES), is_on(_VIRTUAL), also=(None,)),
     _check_stages,
+    _check_student,
     *keep("parallel_output", LOGITS, above(_TENSOR, 1)),
     *keep(
         "tp_comm_overlap",

@@ -6,7 +6,7 @@ import difflib
 import importlib.util
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import MISSING, Field, dataclass, replace
 from enum import Enum
 from functools import reduce
 from typing import Any
@@ -29,7 +29,7 @@ def check(rules: Iterable[Rule], settings: Any) -> None:
 
 def unknown_names(settings: Any) -> list[str]:
     """Public attributes of a dataclass's instance that neither it nor its class declares, such as misspelt settings."""
-    declared = settings.__dataclass_fields__.keys() | dir(type(settings))
+    declared = fields_of(settings).keys() | dir(type(settings))
     return [name for name in vars(settings) if name not in declared and not name.startswith("_")]
 
 
@@ -141,7 +141,7 @@ class Allowed:
         wanted = self.expected
         if wanted is DEFAULT:
             section, _, name = self.name.rpartition(".")
-            field = getattr(_value(settings, section), "__dataclass_fields__", {}).get(name)
+            field = fields_of(_value(settings, section)).get(name)
             if field is None:
                 return
             wanted = field.default if field.default_factory is MISSING else field.default_factory()
@@ -152,6 +152,11 @@ class Allowed:
         circumstances = self.when.describe(settings) if isinstance(self.when, When) else ""
         why = f": {self.why}" if self.why else ""
         raise ValueError(f"{self.name} is {_shown(value)}{circumstances}, expected {expected}{why}")
+
+
+def fields_of(settings: Any) -> dict[str, Field]:
+    """Fields by name; of a student's settings those of its own class, which Megatron-Bridge's for students hides."""
+    return getattr(getattr(settings, "_super_class", settings), "__dataclass_fields__", {})
 
 
 # The default of the setting's class. Settings that it does not have in the installed release are not checked.

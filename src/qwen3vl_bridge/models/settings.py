@@ -289,6 +289,8 @@ def complete_before_finalize(provider: VisionLanguageFields) -> None:
     """
     if provider.mtp_num_layers == 0:
         provider.mtp_num_layers = None  # megatron-core uses None for a model without such layers
+    if provider.restore_modelopt_state:  # ModelOpt looks at weights before they are loaded, and refuses NaN
+        provider.perform_initialization = True
     complete_dist_train(provider)
     complete_rope(provider)
     local = provider.transformer_impl == "local"

@@ -184,6 +184,7 @@ BEFORE_VALIDATE: tuple[Rule, ...] = (
     Allowed("dataset.seq_length", same_as("model.seq_length")).because(
         "both are the length of a row; set both to the same number"
     ),
+    *keep("model.restore_modelopt_state", "runs read no quantised initial weights"),
     *keep("dist.use_torch_fsdp2", "it needs parameters of one dtype and whole models; use ddp.use_megatron_fsdp"),
     Allowed("dist.use_decentralized_pg", True, _DIST_TRAIN).because(_GROUPS),
     Allowed("dist.use_gloo_process_groups", False, _DIST_TRAIN).because(_GROUPS),

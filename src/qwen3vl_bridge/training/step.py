@@ -21,9 +21,11 @@ from qwen3vl_bridge.training.run_refusals import check_balance
 
 import torch
 from megatron.bridge.training.losses import create_masked_next_token_loss_function
+from megatron.bridge.training.post_training.distillation import loss_func_kd
 from megatron.bridge.training.state import GlobalState
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from modelopt.torch.distill import DistillationModel
 from torch import Tensor
 
 
@@ -61,6 +63,9 @@ def forward_step(
     inputs = to_device(batch.local(**config.local_arguments(groups), encodes=encodes), model)
     mask, checks = inputs.loss_mask, state.cfg.rerun_state_machine
     count = create_masked_next_token_loss_function(mask, checks.check_for_nan_in_loss, checks.check_for_spiky_loss)
+    student = get_attr_wrapped_model(model, "language_model", return_model_obj=True)  # Megatron-FSDP's wrapper too
+    if isinstance(student, DistillationModel):
+        count = functools.partial(loss_func_kd, loss_mask=mask, original_loss_fn=count, model=student)
     if model.training:
         count = recorded(count, state, batch, mask)
     if not config.calculate_per_token_loss:

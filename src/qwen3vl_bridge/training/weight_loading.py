@@ -37,6 +37,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_to_global
+from megatron.bridge.models.distillation_provider import DistillationProvider
 from megatron.bridge.training import checkpointing
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.utils.checkpoint_utils import is_hf_checkpoint_dir
@@ -285,7 +286,8 @@ def read_initial_weights(cfg: ConfigContainer, manager: str) -> None:
         hook.restore_peft()
     if cfg.checkpoint.pretrained_checkpoint is not None and cfg.checkpoint.custom_manager_class == manager:
         hook = InitialWeights(cfg)
-        cfg.model.register_pre_wrap_hook(hook)
+        # A student's last hook joins it with its teacher.
+        cfg.model.register_pre_wrap_hook(hook, prepend=isinstance(cfg.model, DistillationProvider))
         cfg.model.register_post_wrap_hook(hook.after)
 
 

@@ -358,13 +358,18 @@ class Part(Enum):
     VISION_PROJECTION = "vision_projection"  # the mergers, main and DeepStack
 
 
+_WRAPPERS = ("module.", "_teacher_model.")
+# Of a student, ModelOpt's losses have parameters too: they fit its hidden states to its teacher's.
+_OF_LANGUAGE = ("language_model.", "embedding.", "decoder.", "output_layer.", "mtp.", "_loss_modules.")
+
+
 def part_of(name: str) -> Part:
-    """The part of a parameter or a linear layer, by its name in the model or in a wrapper; a ValueError if it is not of
-    this model.
+    """The part of a parameter or a linear layer, by its name in the model, its language model alone or a wrapper, such
+    as a student's of its teacher; a ValueError if it is not of this model.
     """
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    if name.startswith("language_model."):
+    while name.startswith(_WRAPPERS):
+        name = name.partition(".")[2]
+    if name.startswith(_OF_LANGUAGE):
         return Part.LANGUAGE_MODEL
     if not name.startswith("vision_model."):
         raise ValueError(f"found the parameter {name}, expected one of language_model or vision_model")

@@ -62,7 +62,8 @@ def model_keys(metadata: DcpMetadata, ckpt_format: str = FSDP_DTENSOR) -> dict[s
     names = {key.removeprefix(prefix): key for key in metadata.tensors if key.startswith(prefix)}
     if ckpt_format == TORCH_DIST:
         names = {name: key for name, key in names.items() if name.startswith(_PARTS)}
-    names = {name: key for name, key in names.items() if "_extra_state" not in name}
+    # `_loss_modules` fit a student to its teacher.
+    names = {n: key for n, key in names.items() if "_extra_state" not in n and not n.startswith("_loss_modules.")}
     if not names:
         found = ", ".join(sorted(metadata.tensors)[:3]) or "no tensors"
         expected = prefix or " or ".join(_PARTS)

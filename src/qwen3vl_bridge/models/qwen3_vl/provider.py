@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import logging
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from qwen3vl_bridge.models.provider import ExpertsMixin, VisionLanguageProvider
 from qwen3vl_bridge.models.qwen3_vl.config import FAMILY_NAME, TOKENS, check_deepstack
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
 from qwen3vl_bridge.models.refusals import NOTHING_ELSE, unread
-from qwen3vl_bridge.models.rules import Rule, keep, unknown_names
+from qwen3vl_bridge.models.rules import Rule, fields_of, keep, unknown_names
 from qwen3vl_bridge.models.settings import VisionLanguageFields, name_of_activation
 
 from transformers import Qwen3VLMoeTextConfig, Qwen3VLTextConfig, Qwen3VLVisionConfig
@@ -21,7 +20,10 @@ from transformers import Qwen3VLMoeTextConfig, Qwen3VLTextConfig, Qwen3VLVisionC
 logger = logging.getLogger(__name__)
 
 # Attributes other than fields that callers store on a provider.
-_NOTES = frozenset({"pretrained_model_name", "swiglu", "bridge", "grid", "world_size", "rank_offset"})
+_NOTES = frozenset(
+    {"pretrained_model_name", "swiglu", "bridge", "grid", "world_size", "rank_offset"}
+    | {"teacher", "kd_config", "distill_submodule", "full_model"}  # of Megatron-Bridge's `DistillationProvider`
+)
 # From this similarity on a name counts as a misspelt field; Megatron-Bridge's recipes set some names that are not
 # fields.
 _LIKE = 0.85
@@ -29,7 +31,7 @@ _LIKE = 0.85
 
 def _check_names(provider: VisionLanguageFields) -> None:
     """Refuse attributes that are not fields but similar to one. Callers may store their own: others are only logged."""
-    fields = [field.name for field in dataclasses.fields(provider)]
+    fields = [*fields_of(provider)]
     for name in unknown_names(provider):
         if name in _NOTES or getattr(provider, name) in (None, False):
             continue
