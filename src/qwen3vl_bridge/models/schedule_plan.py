@@ -46,14 +46,12 @@ class EmbeddingNode(PreProcessNode):
         """Hidden states [s / sp, b, h]; the layers' other inputs become those of the chunk."""
         model, state = self.whole_model, self.chunk_state
         hidden, arguments = (model.embed if model.pre_process else model.receive)(state.inputs)
-        state.layer_arguments = {name: self._leaf(value) for name, value in arguments.items()}
         state.decoder_input = hidden
         hidden = super().forward_impl()
         if not hidden.requires_grad:  # nothing before the layers is trained; each node of theirs has to have a gradient
             hidden.requires_grad_()
-        if model.decoder.layers or model.post_process:
-            return hidden
-        return model.pack(hidden.clone(), state.layer_arguments)  # freed once it is sent, unlike what was received
+        state.layer_arguments = {name: self._leaf(value) for name, value in arguments.items()}
+        return hidden
 
     def _leaf(self, value: Tensor) -> Tensor:
         if not value.requires_grad:
@@ -136,14 +134,11 @@ def layer_output(layer: TransformerLayer, last: bool, node: TransformerLayerNode
     state = node.chunk_state
     if getattr(layer, "adds_features", False):
         hidden = layer.add_features(hidden, **state.layer_arguments)
-    return end_of_decoder(state.model, hidden, state.layer_arguments) if last else hidden
-
-
-def end_of_decoder(model: VisionLanguageModel, hidden: Tensor, layer_arguments: dict[str, Any]) -> Tensor:
-    """What a stage's decoder hands on: normed if it is the last, packed for the next stage if there is one."""
-    if model.decoder.final_layernorm is not None:
-        hidden = model.decoder.final_layernorm(hidden)
-    return hidden if model.post_process else model.pack(hidden, layer_arguments)
+    if not last:
+        return hidden
+    if state.model.decoder.final_layernorm is not None:
+        hidden = state.model.decoder.final_layernorm(hidden)
+    return hidden if state.model.post_process else state.model.pack(hidden, state.layer_arguments)
 
 
 class ModelSchedulePlan(TransformerModelChunkSchedulePlan):

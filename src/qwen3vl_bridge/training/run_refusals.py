@@ -68,6 +68,7 @@ def _trains_float32(cfg: Any) -> bool:
 
 
 _TWO_DTYPES = When("model.params_dtype", _trains_float32)
+_OVERLAPS_EXPERTS = is_on("model.overlap_moe_expert_parallel_comm")
 _EMERGING = When("optimizer.optimizer", lambda cfg: cfg.optimizer.optimizer not in ("adam", "sgd"))
 
 
@@ -158,6 +159,14 @@ BEFORE_VALIDATE: tuple[Rule, ...] = (
         "it would save the random states of both modules under the same names",
         _DIST_TRAIN & _saves_or_loads,
         also=(MANAGER,),
+    ),
+    *keep(
+        _SHARDED,
+        "the nodes of a layer are called one by one, and parameters would be gathered and freed for whole layers",
+        _OVERLAPS_EXPERTS,
+    ),
+    Allowed("comm_overlap.overlap_moe_expert_parallel_comm", True, _OVERLAPS_EXPERTS & is_on("comm_overlap")).because(
+        "Megatron-Bridge would set the model's to False"
     ),
     Allowed("optimizer.optimizer", any_of("adam", "sgd", "lion", "muon"), _TWO_DTYPES).because(_GATHERED),
     *keep("optimizer.use_layer_wise_distributed_optimizer", _GATHERED, _TWO_DTYPES),

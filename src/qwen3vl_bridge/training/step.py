@@ -37,10 +37,10 @@ def forward_step(
     """Run one microbatch: a `TokenBatch` on the host, or a dict as produced by Megatron-Bridge's collators.
 
     Returns:
-        The per-token losses [b, s], or with `return_schedule_plan` the plan that computes them; and a function that maps them to (sum of the unmasked losses, their number, values
-        to report), or without `calculate_per_token_loss` to (this rank's contribution to the mean over the microbatch,
-        values to report). In the first case megatron-core divides the summed gradients by the number of tokens of the
-        whole global batch (`finalize_model_grads`).
+        The per-token losses [b, s], or with `return_schedule_plan` the plan that computes them, and a function that
+        maps them to (sum of the unmasked losses, their number, values to report), or without `calculate_per_token_loss`
+        to (this rank's contribution to the mean over the microbatch, values to report). In the first case megatron-core
+        divides the summed gradients by the number of tokens of the whole global batch (`finalize_model_grads`).
 
     Raises:
         ValueError: a collator's batch that is inconsistent or would train on wrong targets, see `from_collator`; a
