@@ -356,13 +356,21 @@ class VisionLanguageModel(MegatronModule):
 
     def receive(self, inputs: ModelInputs) -> tuple[None, dict[str, Any]]:
         """Like `embed`, on a later pipeline stage; the hidden states are set in megatron-core's decoder beforehand."""
+        hidden, layer_arguments = self.unpack_received(self.take_received(), inputs)
+        self.language_model.set_input_tensor(hidden)
+        return None, layer_arguments
+
+    def take_received(self) -> Tensor:
+        """What the previous pipeline stage sent, once."""
         if self.received is None:
             raise ValueError("this is not the first pipeline stage: call set_input_tensor before forward")
         received, self.received = self.received, None
+        return received
+
+    def unpack_received(self, received: Tensor, inputs: ModelInputs) -> tuple[Tensor, dict[str, Any]]:
+        """`unpack` for this rank's tokens."""
         tokens, parts = inputs.input_ids.size(1), self.tp_group.size() if self.config.sequence_parallel else 1
-        hidden, layer_arguments = self.unpack(received, tokens // parts, inputs)
-        self.language_model.set_input_tensor(hidden)
-        return None, layer_arguments
+        return self.unpack(received, tokens // parts, inputs)
 
     def unpack(self, received: Tensor, length: int, inputs: ModelInputs) -> tuple[Tensor, dict[str, Any]]:
         """The inverse of the previous stage's `pack`: hidden states [s = length, b, h] and the layers' other inputs.

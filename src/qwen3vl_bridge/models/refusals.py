@@ -410,8 +410,8 @@ def _check_replicas(provider: VisionLanguageFields) -> None:
 
 
 def _check_parts(provider: VisionLanguageFields) -> None:
-    """Refuse experts' all-to-all under computation with a part of the pipeline that has no layers: in the combined
-    schedule the gradient that it returns has been freed.
+    """Refuse experts' all-to-all under computation with a part of the pipeline that has no layers, whose first one
+    unpacks what the part receives.
     """
     if not provider.overlap_moe_expert_parallel_comm or provider.pipeline_model_parallel_size == 1:
         return

@@ -6,12 +6,13 @@ for is added: the first node encodes images and fuses them with the tokens; a la
 computation, adds DeepStack features, and after a stage's last layer applies the final norm and packs what the next
 stage needs; and routers get the padding mask. Multi-token prediction is part of the last node.
 
-Autograd sees each node as a graph of its own. Tensors that go from the first node to several others are detached there,
-and their gradients return to it last.
+Autograd sees each node as a graph of its own. Tensors that go from the first node to several others (on a later stage:
+from the first layer's, which unpacks what was received) are detached there, and their gradients return to it last.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class EmbeddingNode(PreProcessNode):
-    """Hidden states of this stage's first layer: of tokens and images, or from the previous stage."""
+    """Hidden states of tokens and images for the first layer; or what the previous stage sent, as it is."""
 
     def __init__(self, model: VisionLanguageModel, *arguments: Any) -> None:
         super().__init__(model.language_model, *arguments)
@@ -45,12 +46,14 @@ class EmbeddingNode(PreProcessNode):
     def forward_impl(self) -> Tensor:
         """Hidden states [s / sp, b, h]; the layers' other inputs become those of the chunk."""
         model, state = self.whole_model, self.chunk_state
-        hidden, arguments = (model.embed if model.pre_process else model.receive)(state.inputs)
-        state.decoder_input = hidden
+        if not model.pre_process:
+            self.model.set_input_tensor(model.take_received())
+            return super().forward_impl()
+        state.decoder_input, arguments = model.embed(state.inputs)
+        state.layer_arguments = {name: self._leaf(value) for name, value in arguments.items()}
         hidden = super().forward_impl()
         if not hidden.requires_grad:  # nothing before the layers is trained; each node of theirs has to have a gradient
             hidden.requires_grad_()
-        state.layer_arguments = {name: self._leaf(value) for name, value in arguments.items()}
         return hidden
 
     def _leaf(self, value: Tensor) -> Tensor:
@@ -90,6 +93,8 @@ class LayerPlan(TransformerLayerSchedulePlan):
         layer, last = self.layer, extra_args["ends_stage"]
         if isinstance(layer.mlp, MoELayer):
             self.pre_dispatch_computation.submodule = partial(attend_and_route, layer)
+        if extra_args["is_first_layer"] and not self.chunk_state.model.pre_process:
+            self.pre_dispatch_computation.submodule = partial(unpacked, self.pre_dispatch_computation.submodule)
         if last or getattr(layer, "adds_features", False):
             output = partial(layer_output, layer, last)
             states = (self.layer_state, self.chunk_state)
@@ -104,6 +109,22 @@ class LayerPlan(TransformerLayerSchedulePlan):
             context.enter_context(tensor_parallel.get_cuda_rng_tracker().fork())
         context.enter_context(super().get_low_precision_context())
         return context
+
+
+def unpacked(attend: Callable[..., Any], node: TransformerLayerNode, received: Tensor) -> Any:
+    """A stage's first node of a layer, of what the previous stage sent.
+
+    The schedule returns the gradient of this node's input to the previous stage, before the embedding node's backward
+    pass.
+    """
+    state = node.chunk_state
+    hidden, arguments = state.model.unpack_received(received, state.inputs)
+    # Of nothing (no features are left, or no images) there is no gradient.
+    state.layer_arguments = {
+        name: node.detach(value) if value.requires_grad and value.numel() else value.detach()
+        for name, value in arguments.items()
+    }
+    return attend(node, hidden)
 
 
 def attend_and_route(layer: TransformerLayer, node: TransformerLayerNode, hidden: Tensor) -> tuple[Tensor, Tensor]:

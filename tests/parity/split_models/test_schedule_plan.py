@@ -33,13 +33,14 @@ _TOWER = {f"model__vision_recompute_{name}": value for name, value in dict(
     granularity="full", method="uniform", num_layers=1
 ).items()}  # fmt: skip
 _SELECTED = dict(model__recompute_granularity="selective", model__recompute_modules=["core_attn", "mlp"])
+_MANY = dict(train__global_batch_size=2 * MICROBATCHES)  # so that the first stage too runs both passes at once
 # Of each kind: how a model is split, settings of its run, and (content, rows) of the microbatches.
 QWEN3_VL: dict[str, tuple[Topology, dict[str, Any], list[tuple[str, str]]]] = {
     "EP2": (TOPOLOGIES["EP2"], {}, [PADDED, PACKED, TEXT, VIDEO]),
     "16 bits": (Topology(2, _ACCEPTED), dict(mixed_precision="bf16_mixed"), [PADDED]),
     "TP2+SP+EP2": (TOPOLOGIES["TP2+SP+EP2"], {}, [PADDED, PACKED]),
     "CP2+EP2": (TOPOLOGIES["CP2+EP2"], {}, [PADDED, PACKED]),
-    "PP2+VPP2+EP2": (Topology(4, _STAGES), {}, [PADDED, PACKED, TEXT]),
+    "PP2+VPP2+EP2": (Topology(4, _STAGES), _MANY, [PADDED, PACKED, TEXT]),
     "DP2+CP2+EP2": (TOPOLOGIES["DP2+CP2+EP2"], {}, [PACKED]),
     "gradients reduced meanwhile": (
         Topology(2, _EP2, distributed_optimizer=True),
@@ -64,7 +65,7 @@ _MTP = dict(model__mtp_loss_scaling_factor=0.3)
 QWEN3_5 = {
     "EP2": (TOPOLOGIES["EP2"], _MTP, [PADDED, PACKED]),
     "TP2+SP+EP2": (TOPOLOGIES["TP2+SP+EP2"], _MTP, [PACKED]),
-    "PP2+VPP2+EP2": (Topology(4, _STAGES), _MTP, [PADDED, PACKED]),
+    "PP2+VPP2+EP2": (Topology(4, _STAGES), _MTP | _MANY, [PADDED, PACKED]),
     "frozen": (TOPOLOGIES["EP2"], _MTP | dict(model__freeze_vision_model=True, model__freeze_vision_projection=True),
                [PADDED]),
     "LoRA": (TOPOLOGIES["EP2"], _MTP | dict(peft=Qwen3VLLoRA(dim=4)), [PACKED]),
@@ -76,7 +77,7 @@ def trained(split: Split, content: str, rows: str, *, overlap: bool) -> dict[str
     run = split.run
     run.cfg.model.overlap_moe_expert_parallel_comm = overlap
     tensor_parallel.model_parallel_cuda_manual_seed(0, force_reset_rng=True)  # of dropout
-    split.begin(split.batches(content, rows), rows)
+    split.begin(split.batches(content, rows, steps=STEPS * run.cfg.train.global_batch_size // MICROBATCHES), rows)
     plan, planned = VisionLanguageModel.build_schedule_plan, []
 
     def build(model: VisionLanguageModel, **arguments: Any) -> Any:
@@ -85,7 +86,7 @@ def trained(split: Split, content: str, rows: str, *, overlap: bool) -> dict[str
 
     with mock.patch.object(VisionLanguageModel, "build_schedule_plan", build):
         logs = [train_step(run) for _ in range(STEPS)]
-    parts = len(run.model) * STEPS * MICROBATCHES // run.cfg.data_parallel_size
+    parts = len(run.model) * STEPS * run.cfg.train.global_batch_size // run.cfg.data_parallel_size
     assert len(planned) == (parts if overlap else 0)
     named = [(name, p) for chunk in run.model for name, p in chunk.named_parameters() if p.requires_grad]
     found = {name: torch.tensor([log[name] for log in logs]) for name in ("loss", "grad_norm")}
