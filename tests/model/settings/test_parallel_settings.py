@@ -125,7 +125,7 @@ REFUSED = [
     (
         EXPERTS,
         COMBINED | PARTS | OVERLAP,
-        r"parts of the pipeline have \[0, 24, 23, 1\] layers with over.*, expected at",
+        r"parts of the pipeline have \[0, 23, 24, 1\] layers with over.*, expected at",
     ),
     (EXPERTS, fields(model=COMBINED), "overlap_moe_expert_parallel_comm is True with dist_train.*, expected False"),
     (EXPERTS, dict(high_priority_a2a_comm_stream=True), "with overlap_moe_expert.* False, expected False: it would be"),
