@@ -8,6 +8,7 @@ stage needs; and routers get the padding mask. Multi-token prediction is part of
 
 Autograd sees each node as a graph of its own. Tensors that go from the first node to several others (on a later stage:
 from the first layer's, which unpacks what was received) are detached there, and their gradients return to it last.
+Each `model` is the `VisionLanguageModel`, whose module imports this one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qwen3vl_bridge.batch.token_batch import ModelInputs
 from qwen3vl_bridge.models.core_attention import layout_packed_seq_params
@@ -30,14 +31,11 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from qwen3vl_bridge.models.model import VisionLanguageModel
-
 
 class EmbeddingNode(PreProcessNode):
     """Hidden states of tokens and images for the first layer; or what the previous stage sent, as it is."""
 
-    def __init__(self, model: VisionLanguageModel, *arguments: Any) -> None:
+    def __init__(self, model: Any, *arguments: Any) -> None:
         super().__init__(model.language_model, *arguments)
         self.whole_model = model
         self.backward_func = weak_method(self.backward_impl)
@@ -74,7 +72,7 @@ class EmbeddingNode(PreProcessNode):
 class LossNode(PostProcessNode):
     """Losses [b, s] of the hidden states after the final norm, with multi-token prediction."""
 
-    def __init__(self, model: VisionLanguageModel, *arguments: Any) -> None:
+    def __init__(self, model: Any, *arguments: Any) -> None:
         super().__init__(model.language_model, *arguments)
         self.whole_model = model
 
@@ -169,7 +167,7 @@ class ModelSchedulePlan(TransformerModelChunkSchedulePlan):
     PRE_PROCESS_NODE_CLASS = EmbeddingNode
     POST_PROCESS_NODE_CLASS = LossNode
 
-    def __init__(self, model: VisionLanguageModel, inputs: ModelInputs) -> None:
+    def __init__(self, model: Any, inputs: ModelInputs) -> None:
         super().__init__(
             model,
             inputs.input_ids,

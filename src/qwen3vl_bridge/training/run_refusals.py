@@ -68,7 +68,6 @@ def _trains_float32(cfg: Any) -> bool:
 
 
 _TWO_DTYPES = When("model.params_dtype", _trains_float32)
-_OVERLAPS_EXPERTS = is_on("model.overlap_moe_expert_parallel_comm")
 _EMERGING = When("optimizer.optimizer", lambda cfg: cfg.optimizer.optimizer not in ("adam", "sgd"))
 
 
@@ -163,10 +162,7 @@ BEFORE_VALIDATE: tuple[Rule, ...] = (
     *keep(
         _SHARDED,
         "the nodes of a layer are called one by one, and parameters would be gathered and freed for whole layers",
-        _OVERLAPS_EXPERTS,
-    ),
-    Allowed("comm_overlap.overlap_moe_expert_parallel_comm", True, _OVERLAPS_EXPERTS & is_on("comm_overlap")).because(
-        "Megatron-Bridge would set the model's to False"
+        is_on("model.overlap_moe_expert_parallel_comm"),
     ),
     Allowed("optimizer.optimizer", any_of("adam", "sgd", "lion", "muon"), _TWO_DTYPES).because(_GATHERED),
     *keep("optimizer.use_layer_wise_distributed_optimizer", _GATHERED, _TWO_DTYPES),
