@@ -395,6 +395,14 @@ def test_an_optimizer_that_cannot_step_on_the_host_is_refused(inputs, make, sett
         train(cfg)
 
 
+def test_sharded_units_are_whole_layers():
+    """Experts' all-to-all under computation calls their nodes one by one."""
+    cfg = qwen3vl_recipes.qwen3_vl_30b_a3b_sft_fsdp_config()
+    cfg.model.overlap_moe_expert_parallel_comm = True
+    with pytest.raises(ValueError, match=r"^ddp.use_megatron_fsdp is True with model.overlap_.*, expected False: the"):
+        check(run_refusals.BEFORE_VALIDATE, cfg)
+
+
 def test_a_first_save_that_would_end_the_run_is_refused_before_it(inputs, monkeypatch, tmp_path):
     """Recipes, as people start them under torchrun: one process of two asks for both GPUs of a small machine."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -147,6 +147,10 @@ class _Stream:
 
     __hash__ = object.__hash__
 
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return 0, 0
+
     def query(self) -> bool:
         return True
 

@@ -19,6 +19,7 @@ from qwen3vl_bridge.models.refusals import LOGITS, ON_FORWARD, ON_TRAIN, check_t
 from qwen3vl_bridge.models.rope import InterleavedMRoPE
 from qwen3vl_bridge.models.router import forget_other_depths
 from qwen3vl_bridge.models.rules import check
+from qwen3vl_bridge.models.schedule_plan import ModelSchedulePlan
 from qwen3vl_bridge.models.vision_tower import QwenVLVisionModel, vision_transformer_config
 from qwen3vl_bridge.parallel.collectives import exchange_encoded, scatter_sequence
 from qwen3vl_bridge.peft.insertion import map_modules
@@ -255,12 +256,7 @@ class VisionLanguageModel(MegatronModule):
         Raises:
             ValueError: a batch that is given in both ways, or that the family cannot take.
         """
-        # Frameworks that build models with `provide` or Megatron-Bridge's `get_model` (miles, NeMo-RL) do not declare
-        # beforehand that they will train them; a model that is only loaded or evaluated may have the schedule settings
-        # of the run that saved it.
-        check(ON_TRAIN if self.training and torch.is_grad_enabled() else ON_FORWARD, self.config)
-        if self.training and self.config.num_moe_experts:
-            forget_other_depths(self.config)
+        self.check_settings()
         check_inference(inference_context, runtime_gather_output, labels)
         given = dict(position_ids=position_ids, attention_mask=attention_mask, labels=labels, loss_mask=loss_mask)
         given |= dict(input_ids=input_ids, **pictures_and_packing)
@@ -281,6 +277,23 @@ class VisionLanguageModel(MegatronModule):
         if not self.post_process:
             return self.pack(output, layer_arguments)
         return output if conversion is None else conversion.of(output)
+
+    def check_settings(self) -> None:
+        """Check what can only be known when the model is used; see `refusals`."""
+        # Frameworks that build models with `provide` or Megatron-Bridge's `get_model` (miles, NeMo-RL) do not declare
+        # beforehand that they will train them; a model that is only loaded or evaluated may have the schedule settings
+        # of the run that saved it.
+        check(ON_TRAIN if self.training and torch.is_grad_enabled() else ON_FORWARD, self.config)
+        if self.training and self.config.num_moe_experts:
+            forget_other_depths(self.config)
+
+    def build_schedule_plan(self, *, inputs: ModelInputs) -> ModelSchedulePlan:
+        """The forward pass of `inputs` as nodes for megatron-core's combined schedule, which ends in the loss [b, s] of
+        each token or, on a pipeline stage that is not the last, in the result of `pack`.
+        """
+        self.check_settings()
+        self.check_inputs(inputs)
+        return ModelSchedulePlan(self, inputs)
 
     def decode(
         self, inputs: ModelInputs, hidden: Tensor | None, layer_arguments: dict[str, Any], **arguments: Any
@@ -328,6 +341,10 @@ class VisionLanguageModel(MegatronModule):
         hidden = embedded.flatten(0, 1).index_copy(0, where.targets, selected).view_as(embedded)
         return scatter_sequence(hidden, self.config, self.pg_collection)
 
+    def output_context(self, inputs: ModelInputs, layer_arguments: dict[str, Any]) -> Any:
+        """The `output_processor_context` of the text model, of the results of `embed`; none here."""
+        return None
+
     def layer_arguments(self, features: Tensor, inputs: ModelInputs) -> dict[str, Any]:
         """Additional inputs of the first stage's layers, of features [t, K, h] from `encode`; none here."""
         return {}
@@ -373,13 +390,21 @@ class VisionLanguageModel(MegatronModule):
 
     def receive(self, inputs: ModelInputs) -> tuple[None, dict[str, Any]]:
         """Like `embed`, on a later pipeline stage; the hidden states are set in megatron-core's decoder beforehand."""
+        hidden, layer_arguments = self.unpack_received(self.take_received(), inputs)
+        self.language_model.set_input_tensor(hidden)
+        return None, layer_arguments
+
+    def take_received(self) -> Tensor:
+        """What the previous pipeline stage sent, once."""
         if self.received is None:
             raise ValueError("this is not the first pipeline stage: call set_input_tensor before forward")
         received, self.received = self.received, None
+        return received
+
+    def unpack_received(self, received: Tensor, inputs: ModelInputs) -> tuple[Tensor, dict[str, Any]]:
+        """`unpack` for this rank's tokens."""
         tokens, parts = inputs.input_ids.size(1), self.tp_group.size() if self.config.sequence_parallel else 1
-        hidden, layer_arguments = self.unpack(received, tokens // parts, inputs)
-        self.language_model.set_input_tensor(hidden)
-        return None, layer_arguments
+        return self.unpack(received, tokens // parts, inputs)
 
     def unpack(self, received: Tensor, length: int, inputs: ModelInputs) -> tuple[Tensor, dict[str, Any]]:
         """The inverse of the previous stage's `pack`: hidden states [s = length, b, h] and the layers' other inputs.

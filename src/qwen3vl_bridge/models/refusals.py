@@ -125,7 +125,7 @@ FIXED: tuple[Rule, ...] = (
         "wrong tokens",
     ),
     *keep(
-        "overlap_moe_expert_parallel_comm num_microbatches_with_partial_activation_checkpoints",
+        "num_microbatches_with_partial_activation_checkpoints",
         "it requires a forward step with features that ours lacks",
     ),
     *keep("use_ring_exchange_p2p", "torch has no ring exchange"),
@@ -147,6 +147,7 @@ DEPENDENTS = dependents(
         "dist_train.use_dist_train": "vision_world_size language_world_size vision_tensor_model_parallel_size "
         "vision_pipeline_model_parallel_size vision_context_parallel_size vision_expert_tensor_parallel_size "
         "vision_expert_model_parallel_size vision_to_llm_dp_ratio",
+        "overlap_moe_expert_parallel_comm": "high_priority_a2a_comm_stream",
         "tp_comm_overlap": "tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs "
         "tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs "
         "tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_overlap_cfg",
@@ -222,6 +223,29 @@ def _check_recomputed_deepstack(provider: VisionLanguageFields) -> None:
         )
 
 
+# What megatron-core's combined schedule, of nodes of a layer, would leave out, or what is not proven with it.
+_OVERLAP = is_on("overlap_moe_expert_parallel_comm")
+_NODES: tuple[Rule, ...] = (
+    *keep(
+        "cpu_offloading fine_grained_activation_offloading moe_paged_stash",
+        "a whole forward pass of the decoder begins it, and the schedule runs only the nodes of layers",
+        _OVERLAP,
+    ),
+    *keep("mlp_chunks_for_training", "the nodes of a layer with experts do not read it", _OVERLAP),
+    Allowed("moe_token_dispatcher_type", "alltoall", _OVERLAP).because(
+        "gradients are proven to be those of the plain schedule only for it"
+    ),
+    *keep(
+        "fp8 fp4",
+        "experts' inputs are freed before the backward pass, which no test has shown to be right in 8 bits",
+        _OVERLAP,
+        also=(False, ""),
+    ),
+    *keep("delay_wgrad_compute", "its gradients can only be computed, and so proven, on a GPU", _OVERLAP),
+    *keep("overlap_moe_expert_parallel_comm", "the schedule of two modules has no combined steps", _DIST_TRAIN),
+)
+
+
 _CAPTURED = (
     "rows, images and their positions differ between batches; a replayed layer would add no DeepStack features and "
     "treat padding as tokens"
@@ -256,6 +280,7 @@ BEFORE_FINALIZE: tuple[Rule, ...] = (
     _check_offloaded_modules,
     _check_recomputed_deepstack,
     *GRAPHS,
+    *_NODES,
     Allowed("loss_chunk_tokens", at_least(0)),
     Allowed("defer_embedding_wgrad_compute", False, is_on("loss_chunk_tokens")).because(
         "the output layer would save its input again when the logits of chunks are recomputed; or set "
@@ -435,6 +460,25 @@ def _check_replicas(provider: VisionLanguageFields) -> None:
         )
 
 
+def _check_parts(provider: VisionLanguageFields) -> None:
+    """Refuse experts' all-to-all under computation with a part of the pipeline that has no layers, whose first one
+    unpacks what the part receives.
+    """
+    if not provider.overlap_moe_expert_parallel_comm or provider.pipeline_model_parallel_size == 1:
+        return
+    if (layout := provider.pipeline_model_parallel_layout) is not None:
+        layers = [chunk.count(LayerType.decoder) for stage in layout.layout for chunk in stage]
+    else:
+        chunks = range(provider.virtual_pipeline_model_parallel_size)
+        stages = range(provider.pipeline_model_parallel_size)
+        layers = [get_num_layers_to_build(provider, chunk, stage) for stage in stages for chunk in chunks]
+    if 0 in layers:
+        raise ValueError(
+            f"the parts of the pipeline have {layers} layers with overlap_moe_expert_parallel_comm, expected at least "
+            "one in each"
+        )
+
+
 _UNEVEN = (
     *("pipeline_model_parallel_layout", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
@@ -482,6 +526,7 @@ AFTER_FINALIZE: tuple[Rule, ...] = (
     Allowed("cp_comm_type", any_of(None, "p2p", "all_gather", "a2a"), above(_CONTEXT, 1) & _NOT_LOCAL).because(
         "packed rows have no other"
     ),
+    _check_parts,
     _check_context_kernels,
     _check_replicas,
     *keep(_CONTEXT, "megatron-core's communicator between modules does not support context parallelism", _DIST_TRAIN),

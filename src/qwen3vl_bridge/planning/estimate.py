@@ -177,18 +177,31 @@ def estimate(
     for chunks in split.chunks(len(dims.indices["text_layers"])):
         if stages is None or chunks[0].stage in stages:
             stored = [chunk_activations(dims, split, training, chunk) for chunk in chunks]
-            held = microbatches_in_flight(split, chunks[0].stage, microbatches, [one.total for one in stored])
+            if training.overlaps_experts and split.pp == 1 and microbatches > 1:
+                stored = [with_next_microbatch(one, len(chunks[0].layers)) for one in stored]
+            held = microbatches_in_flight(
+                split, chunks[0].stage, microbatches, [one.total for one in stored], ahead=training.overlaps_experts
+            )
             add(chunks, held, stored, split)
     return MemoryEstimate(split, training, tuple(estimates), vision_split)
 
 
+def with_next_microbatch(one: Activations, layers: int) -> Activations:
+    """In addition, what the combined schedule of a single stage holds of the next microbatch at its peak: its tower and
+    its first layer. After that, each of its layers comes with the end of one of this microbatch's.
+    """
+    more = {"language model": 1 / layers, "loss": 0, "multi-token prediction": 0}
+    return one._replace(stored={name: nbytes * (1 + more.get(name, 1)) for name, nbytes in one.stored.items()})
+
+
 def microbatches_in_flight(
-    split: ModelSplit, stage: int, microbatches: int, chunk_bytes: Sequence[float]
+    split: ModelSplit, stage: int, microbatches: int, chunk_bytes: Sequence[float], *, ahead: bool = False
 ) -> tuple[int, ...]:
     """The number of microbatches of each chunk whose activations a pipeline stage holds at its peak.
 
     In the order of megatron-core's schedules, 1F1B (Narayanan et al., arXiv 2006.09503) and interleaved (arXiv
-    2104.04473). `chunk_bytes` are those of a microbatch in each of the stage's chunks.
+    2104.04473), which is one forward pass ahead if experts' communication is overlapped (`ahead`). `chunk_bytes` are
+    those of a microbatch in each of the stage's chunks.
     """
     chunks = len(chunk_bytes)
     if chunks == 1:
@@ -197,7 +210,7 @@ def microbatches_in_flight(
     # The chunk of each forward pass.
     groups = (range(begin, min(begin + group, microbatches)) for begin in range(0, microbatches, group))
     order = [chunk for rows in groups for chunk in range(chunks) for _ in rows]
-    warmup = (split.pp - stage - 1) * 2 + (chunks - 1) * group
+    warmup = (split.pp - stage - 1) * 2 + (chunks - 1) * group + ahead
     held, peak = [0] * chunks, (0.0, (0,) * chunks)
     for step, chunk in enumerate(order):
         held[chunk] += 1

@@ -149,6 +149,7 @@ def _training_settings(cfg: Any) -> TrainingSettings:
         loss_fusion=model.cross_entropy_fusion_impl if model.cross_entropy_loss_fusion else None,
         loss_chunk_tokens=model.loss_chunk_tokens,
         balancing_loss=bool(getattr(model, "moe_aux_loss_coeff", 0)),
+        overlaps_experts=model.overlap_moe_expert_parallel_comm,
         trains_mtp=model.trains_mtp,
         made_on_host=model.init_model_with_meta_device,
         saved_by_parameters=cfg.checkpoint.dist_ckpt_optim_fully_reshardable,

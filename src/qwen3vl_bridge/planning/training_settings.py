@@ -146,6 +146,7 @@ class TrainingSettings:
     packed: bool = True  # rows are packed, not padded
     expert_load: float = 1.0  # tokens of the rank with the most expert load, divided by the mean of all ranks
     balancing_loss: bool = True  # of routers
+    overlaps_experts: bool = False  # `overlap_moe_expert_parallel_comm`
     trains_mtp: bool = False  # multi-token prediction; otherwise its weights are only kept
     made_on_host: bool = False  # `init_model_with_meta_device`, for Megatron-FSDP
     saved_by_parameters: bool = True  # `dist_ckpt_optim_fully_reshardable`, of a distributed optimizer's state

@@ -205,6 +205,11 @@ BEFORE_VALIDATE: tuple[Rule, ...] = (
         _DIST_TRAIN & _saves_or_loads,
         also=(MANAGER,),
     ),
+    *keep(
+        _SHARDED,
+        "the nodes of a layer are called one by one, and parameters would be gathered and freed for whole layers",
+        is_on("model.overlap_moe_expert_parallel_comm"),
+    ),
     Allowed("optimizer.optimizer", any_of("adam", "sgd", "lion", "muon"), _TWO_DTYPES).because(_GATHERED),
     *keep("optimizer.use_layer_wise_distributed_optimizer", _GATHERED, _TWO_DTYPES),
     Allowed(

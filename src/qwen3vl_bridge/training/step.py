@@ -13,6 +13,7 @@ from qwen3vl_bridge.batch import TokenBatch, VisionRankInputs
 from qwen3vl_bridge.batch.device_transfer import Movable, copy_to_gpu
 from qwen3vl_bridge.dist_train.joint_run import next_vision_batch
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
+from qwen3vl_bridge.models.schedule_plan import ModelSchedulePlan
 from qwen3vl_bridge.models.settings import replicas_of
 from qwen3vl_bridge.training.guard import recorded
 from qwen3vl_bridge.training.megatron_batches import from_collator
@@ -33,15 +34,15 @@ def forward_step(
     state: GlobalState,
     data_iterator: Iterator[TokenBatch | Mapping[str, Any]],
     model: torch.nn.Module,
-    return_schedule_plan: bool = False,  # it never is: overlap_moe_expert_parallel_comm is refused
-) -> tuple[Tensor, Callable]:
+    return_schedule_plan: bool = False,
+) -> tuple[Tensor | ModelSchedulePlan, Callable]:
     """Run one microbatch: a `TokenBatch` on the host, or a dict as produced by Megatron-Bridge's collators.
 
     Returns:
-        The per-token losses [b, s], and a function that maps them to (sum of the unmasked losses, their number, values
-        to report), or without `calculate_per_token_loss` to (this rank's contribution to the mean over the microbatch,
-        values to report). In the first case megatron-core divides the summed gradients by the number of tokens of the
-        whole global batch (`finalize_model_grads`).
+        The per-token losses [b, s], or with `return_schedule_plan` the plan that computes them, and a function that
+        maps them to (sum of the unmasked losses, their number, values to report), or without `calculate_per_token_loss`
+        to (this rank's contribution to the mean over the microbatch, values to report). In the first case megatron-core
+        divides the summed gradients by the number of tokens of the whole global batch (`finalize_model_grads`).
 
     Raises:
         ValueError: a collator's batch that is inconsistent or would train on wrong targets, see `from_collator`; a
@@ -70,6 +71,8 @@ def forward_step(
         count = recorded(count, state, batch, mask)
     if not config.calculate_per_token_loss:
         count = functools.partial(mean_of_microbatch, count, batch.loss_mask.sum().clamp(min=1).item())
+    if return_schedule_plan:  # for `overlap_moe_expert_parallel_comm`, a model without its wrappers
+        return model.build_schedule_plan(inputs=inputs), count
     return model(inputs=inputs), count
 
 

@@ -61,6 +61,9 @@ def recompute(granularity, tower="", **more):
 
 
 FINE, FLEX = dict(fine_grained_activation_offloading=True), dict(moe_token_dispatcher_type="flex")
+COMBINED = dict(overlap_moe_expert_parallel_comm=True, expert_model_parallel_size=2, bf16=True)
+PARTS = dict(PP2, pipeline_model_parallel_layout="E|t*24|t*23|tL")
+WHOLE = ("cpu_offloading", "fine_grained_activation_offloading", "moe_paged_stash")
 FUSED_EXPERTS = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
 REFUSED = [
     (DENSE, dict(expert_tensor_parallel_size=2), "expert_tensor_parallel_size is 2, expected None: .* no experts"),
@@ -122,6 +125,23 @@ REFUSED = [
         r"offload_modules has \['attn_norm'\], of which .* 'mlp_norm'",
     ),
     *((EXPERTS, {name: True}, f"{name} is True with .* 'local', expected False: Transf") for name in FUSED_EXPERTS),
+    # of experts' all-to-all under computation
+    *((EXPERTS, COMBINED | {name: True}, f"{name} is True with .*, expected False: a whole forward") for name in WHOLE),
+    (
+        EXPERTS,
+        COMBINED | dict(mlp_chunks_for_training=2),
+        "mlp_chunks_for_training is 2 with .*, expected 1: the",
+    ),
+    (EXPERTS, COMBINED | dict(moe_token_dispatcher_type="flex"), "'flex' with .*, expected 'alltoall': gradients are"),
+    (EXPERTS, COMBINED | dict(fp8="hybrid"), "fp8 is 'hybrid' with .*, expected None: experts' inputs are freed"),
+    (EXPERTS, COMBINED | dict(delay_wgrad_compute=True), "delay_wgrad_compute is True with .*, expected False: its"),
+    (
+        EXPERTS,
+        COMBINED | PARTS | OVERLAP,
+        r"parts of the pipeline have \[0, 23, 24, 1\] layers with over.*, expected at",
+    ),
+    (EXPERTS, fields(model=COMBINED), "overlap_moe_expert_parallel_comm is True with dist_train.*, expected False"),
+    (EXPERTS, dict(high_priority_a2a_comm_stream=True), "with overlap_moe_expert.* False, expected False: it would be"),
     # of separate vision ranks
     (DENSE, fields(None), "dist_train.vision_world_size is None with .*, expected 1 or more"),
     (DENSE, fields(2, 0), "dist_train.language_world_size is 0 with .*, expected 1 or more"),
@@ -167,6 +187,7 @@ def test_what_could_not_train_is_refused(size, fields, message):
     (DENSE, dict(vocab_size=151937, should_pad_vocab=True, tensor_model_parallel_size=2)),
     (EXPERTS, dict(moe_router_force_load_balancing=True, allow_random_routing=True)),
     (EXPERTS, dict(ffn_hidden_size=1, **SP2)),  # no layer has it
+    (EXPERTS, COMBINED | VPP2 | OVERLAP | dict(high_priority_a2a_comm_stream=True)),
 ])  # fmt: skip
 def test_what_could_train_is_not_refused(size, fields):
     provider = finalized(size, fields)

@@ -203,9 +203,15 @@ class Qwen35VLModel(VisionLanguageModel):
         self, inputs: ModelInputs, hidden: Tensor | None, layer_arguments: dict[str, Any], **arguments: Any
     ) -> Any:
         """Like VisionLanguageModel's, with the embedded next tokens."""
-        embedded = layer_arguments.get(_NEXT)
-        prediction = None if embedded is None else (embedded, inputs.following)
+        prediction, _ = self.output_context(inputs, layer_arguments)
         return super().decode(inputs, hidden, {}, prediction=prediction, **arguments)
+
+    def output_context(
+        self, inputs: ModelInputs, layer_arguments: dict[str, Any]
+    ) -> tuple[tuple[Tensor, NextTokens] | None, None]:
+        """The embedded next tokens and what they are, if this batch has them."""
+        embedded = layer_arguments.get(_NEXT)
+        return None if embedded is None else (embedded, inputs.following), None
 
     def pack(self, hidden: Tensor, layer_arguments: dict[str, Any]) -> Tensor:
         """Hidden states, and embedded next tokens for the next stage."""

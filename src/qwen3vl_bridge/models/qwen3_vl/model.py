@@ -43,15 +43,24 @@ class DeepStackLayer(TransformerLayer):
             context_mask: [K] index of each vision token in the hidden states flattened from [s, b].
         """
         hidden, _ = super().forward(*args, context=None, context_mask=None, **kwargs)
-        layer, num_features = self.layer_number - 1, len(self.config.deepstack_layers)
-        if context is not None and layer < num_features:
-            features = context[layer - num_features].to(hidden.dtype)  # stages have the last slices
-            added = hidden.flatten(0, 1).index_add(0, context_mask, features).view_as(hidden)
-            # With `distribute_saved_activations` recomputation keeps a part of it on each rank, which is impossible for
-            # a view.
-            hidden = make_viewless_tensor(added, requires_grad=added.requires_grad, keep_graph=True)
+        if context is not None and self.adds_features:
+            hidden = self.add_features(hidden, context, context_mask)
         # Recomputation would copy the gradient of what later layers only pass on.
-        return hidden, context if layer + 1 < num_features else None
+        return hidden, context if self.layer_number < len(self.config.deepstack_layers) else None
+
+    @property
+    def adds_features(self) -> bool:
+        """Whether it is one of the first layers."""
+        return self.layer_number <= len(self.config.deepstack_layers)
+
+    def add_features(self, hidden: Tensor, context: Tensor, context_mask: Tensor) -> Tensor:
+        """This layer's output [s, b, h] with its features; arguments as for `forward`."""
+        # Stages have the last slices.
+        features = context[self.layer_number - 1 - len(self.config.deepstack_layers)].to(hidden.dtype)
+        added = hidden.flatten(0, 1).index_add(0, context_mask, features).view_as(hidden)
+        # With `distribute_saved_activations` recomputation keeps a part of it on each rank, which is impossible for a
+        # view.
+        return make_viewless_tensor(added, requires_grad=added.requires_grad, keep_graph=True)
 
 
 def deepstack_block_spec(config: TransformerConfig, vp_stage: int | None, pp_rank: int) -> TransformerBlockSubmodules:

@@ -1,0 +1,109 @@
+"""Experts' all-to-all under computation, as an H100 is asked for it: nodes, streams, waits.
+
+A node may only wait for its own microbatch, or nothing would lie under anything.
+"""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+# A rank of a recipe at its real widths, with few layers. What megatron-core's nodes do is marked in the log.
+PROGRAM = """
+import contextlib, os
+from pathlib import Path
+import qwen3vl_bridge
+from qwen3vl_bridge.compat.library_logs import without_prints
+from qwen3vl_bridge.rehearsal.one_rank import rehearse
+from megatron.core.pipeline_parallel.utils import ScheduleNode
+from megatron.core.tensor_parallel import mappings
+from qwen3vl_recipes import qwen3_vl_30b_a3b_peft_config
+
+acquire, exchange = ScheduleNode.stream_acquire_context, mappings.torch.distributed.all_to_all_single
+
+@contextlib.contextmanager
+def marked(node, name=None):
+    stream = node.stream.cuda_stream
+    mark(f"begin {name} {node.event.cuda_event} {stream}")
+    with acquire(node, name):
+        yield
+    mark(f"end {name}")
+
+def exchanged(*arguments, **sizes):
+    mark(f"exchange {torch.cuda.current_stream().cuda_stream}")
+    return exchange(*arguments, **sizes)
+
+ScheduleNode.stream_acquire_context = marked
+mappings.torch.distributed.all_to_all_single = exchanged
+cfg = qwen3_vl_30b_a3b_peft_config()
+model = cfg.model
+model.num_layers, model.overlap_moe_expert_parallel_comm = 4, True
+model.recompute_granularity = model.recompute_method = model.recompute_num_layers = None
+with without_prints():
+    seen = rehearse(cfg, rank=0, world=8, log=Path(os.environ["FAKE_GPU_LOG"]))
+result = dict(error=seen.error)
+"""
+
+
+@dataclass
+class Node:
+    name: str
+    microbatch: int  # the handle of its event
+    stream: int
+    exchanges: list[int] = field(default_factory=list)  # streams of its all-to-all
+    waited: list[int] = field(default_factory=list)  # events that its stream waits for
+    computed: set[int] = field(default_factory=set)  # streams of matrix products
+
+
+@pytest.fixture(scope="module")
+def nodes(on_fake_gpu) -> list[Node]:
+    """Of the last step, whose two microbatches are one forward and one backward pass at once, in the order of issue."""
+    run = on_fake_gpu(PROGRAM)
+    assert run.result["error"] is None
+    found: list[Node] = []
+    inside = None
+    for event in run.between("step 2", "end"):
+        kind, *words = event.name.split() if event.kind == "mark" else (event.kind, event.name)
+        if kind == "begin":
+            *name, microbatch, stream = words
+            inside = Node(" ".join(name), int(microbatch), int(stream))
+            found.append(inside)
+        elif kind == "end":
+            inside = None
+        elif inside is not None:
+            if kind == "exchange":
+                inside.exchanges.append(int(words[0]))
+            elif kind == "wait_event" and event.stream == inside.stream:
+                inside.waited.append(event.amount)
+            elif kind == "gemm":
+                inside.computed.add(event.stream)
+    return found
+
+
+def test_all_to_all_has_a_stream_of_its_own(nodes):
+    computing = {stream for node in nodes for stream in node.computed}
+    sending = {stream for node in nodes for stream in node.exchanges}
+    assert len(computing) == len(sending) == 1 and computing != sending
+    for node in nodes:
+        assert node.stream in (sending if node.name.split()[0] in ("moe_dispatch", "moe_combine") else computing)
+        assert bool(node.exchanges) == (node.name.split()[0] in ("moe_dispatch", "moe_combine"))
+
+
+def test_a_node_waits_for_its_own_microbatch_alone(nodes):
+    assert all(node.waited[0] == node.microbatch for node in nodes)
+    others = {node.microbatch for node in nodes}
+    assert not [node for node in nodes if set(node.waited) & (others - {node.microbatch})]
+
+
+def test_what_is_exchanged_lies_between_the_other_microbatchs_computations(nodes):
+    """Of a layer's forward pass (f) and another's backward pass (b), in megatron-core's order."""
+    order = [
+        "b moe_combine", "f pre_dispatch_computation", "b mlp", "f moe_dispatch", "b moe_dispatch", "f mlp",
+        "f moe_combine", "b pre_dispatch_computation",
+    ]  # fmt: skip
+    names = [f"{node.name.split()[1][0]} {node.name.split()[0]}" for node in nodes]
+    layers = [name for name in names if name[2:] in {one[2:] for one in order}]
+    forward, backward = layers.index("b moe_combine"), len(layers) - 4 * 4
+    assert layers[:forward] == 4 * [one for one in order if one[0] == "f"]
+    assert layers[forward:backward] == 4 * order
+    assert layers[backward:] == 4 * [one for one in order if one[0] == "b"]
+    assert names.count("f layer_output") == names.count("b layer_output") == 2 * 4  # DeepStack's three, and the last
