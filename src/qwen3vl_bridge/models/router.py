@@ -27,8 +27,9 @@ class BalancedRouter(TopKRouter):
     losses is the whole loss. It is averaged over microbatches: weighted by their tokens if losses are divided by the
     tokens of the global batch (`calculate_per_token_loss`), and equally if megatron-core divides by the number of
     microbatches. megatron-core 0.19 weights the first by the rank's own tokens times the ranks; and with a padding mask
-    by N times the ranks, because it sums over ranks in place in the tensor that it then uses as the rank's own. Source
-    of the loss: Fedus et al., Switch Transformers, equation 4; over all ranks, Qiu et al. (arXiv 2501.11873).
+    by N times the ranks, because it sums over ranks in place in the tensor that it then uses as the rank's own
+    (docs/upstream/router_gradient.md). Source of the loss: Fedus et al., Switch Transformers, equation 4; over all
+    ranks, Qiu et al. (arXiv 2501.11873).
     """
 
     def _apply_aux_loss(
@@ -121,7 +122,8 @@ def forget_other_depths(config: TransformerConfig) -> None:
     """Empty megatron-core's tracker, one for the process, if its values are of a model of another depth.
 
     Deeper layers of a second model would be outside; and pipeline stages that sum their values need the same rows, also
-    those that have recorded nothing. So this is called on all of them, before a microbatch's routers.
+    those that have recorded nothing. So this is called on all of them, before a microbatch's routers. Needless with
+    docs/upstream/metrics_tracker.md.
     """
     if any(len(entry.values) != tracked_rows(config) for entry in get_moe_metrics_tracker().metrics.values()):
         destroy_moe_metrics_tracker()
@@ -130,7 +132,8 @@ def forget_other_depths(config: TransformerConfig) -> None:
 class ReleasingMoELayer(MoELayer):
     """megatron-core's, whose dispatcher keeps what it has routed until its next forward pass.
 
-    Under full recomputation that is the finished graph of each layer, with the layer's input and its gradient.
+    Under full recomputation that is the finished graph of each layer, with the layer's input and its gradient. Needless
+    with docs/upstream/moe_graphs.md.
     """
 
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
