@@ -42,7 +42,7 @@ qwen3_vl_8b_sft_32k_config = on(8, sft_32k, "8B", tp=2, cp=4, recompute=10)
 qwen3_vl_8b_sft_128k_config = on(16, sft_128k, "8B", tp=2, cp=4, recompute="all")
 qwen3_vl_8b_sft_256k_config = on(16, sft_256k, "8B", tp=2, cp=8, recompute="all")
 qwen3_vl_8b_peft_config = on(1, peft, "8B", recompute="all")
-qwen3_vl_8b_peft_dora_config = on(1, peft_dora, "8B")
+qwen3_vl_8b_peft_dora_config = on(1, peft_dora, "8B", recompute="all")
 qwen3_vl_8b_pretrain_config = on(64, pretrain, "8B", tp=2)
 
 qwen3_vl_32b_sft_config = on(16, sft, "32B", tp=8, recompute="all")

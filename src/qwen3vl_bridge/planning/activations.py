@@ -363,7 +363,9 @@ def chunk_activations(
     if chunk.vision:
         tower, mergers, tower_temporary = _vision_tower(r)
         stored["vision model"], projected = tower * work.patches, mergers * work.patches
-        temporary = max(temporary, tower_temporary * work.patches)
+        # When its backward pass runs, the language model's is over, and has left gradients of what the mergers made.
+        freed, of_features = sum(stored.values()) - stored["vision model"], (1 + deepstack_layers) * hidden
+        temporary = max(temporary, tower_temporary * work.patches + of_features * work.vision_tokens - freed)
     vision_trained = not training.frozen_weights >= {Part.VISION_MODEL, Part.VISION_PROJECTION}
     if chunk.pre_process and vision_trained:  # each vision token replaces its placeholder, with its index
         projected += (hidden + 3 * _INDEX) * work.vision_tokens * (1 + training.trains_mtp)

@@ -156,6 +156,11 @@ def estimate(
         activations = {name: sum(n * one.stored.get(name, 0.0) for n, one in pairs) for name in modules}
         layers, states = sum(len(chunk.layers) for chunk in chunks), stage_states(dims, of, chunks, training)
         temporary, logits = max(one.temporary for one in stored), max(one.logits for one in stored)
+        if states.gathered_layer:  # while gradients wait to be reduced, activations of their layers are freed
+            later = states.gathered_gradients // states.gathered_layer - 1
+            freed = later * min(states.gathered_layer, round(activations["language model"] / layers))
+            left = states.gathered_gradients - freed
+            states = replace(states, gathered=states.gathered - freed, gathered_gradients=left)
         # Under ZeRO-3 logits are freed before there are unsharded gradients, which are allocated once a parameter's
         # backward pass is over: the larger of the two counts. Source: megatron-core 0.19, Megatron-FSDP's `_grad_acc`.
         if logits > temporary + states.gathered_gradients:

@@ -107,6 +107,7 @@ class ModelStates:
     optimizer: int  # its main copy of the weights, and the moments
     gathered: int  # under ZeRO-3, weights and gradients that are temporarily unsharded
     gathered_gradients: int  # the gradients among them
+    gathered_layer: int  # those of one layer
     unsharded: int  # under Megatron-FSDP, before sharding: weights, which are created unsharded on each rank
     # While the optimizer steps and activations are freed: without Transformer Engine Adam is torch's
     # (`compat/optimizers.py`), which on a GPU holds the square roots of all second moments of a group of parameters at
@@ -161,7 +162,8 @@ def stage_states(
 
     outside, layer = _gathered_parameters(dims, split, chunks[0], held) if sharding is Sharding.ALL else (0, 0)
     # Those outside of layers are reduced when activations are freed.
-    reduced = layer * (1 + max(2, _REDUCED_LATER // max(layer, 1))) * (training.lora is None)
+    later = min(max(2, _REDUCED_LATER // max(layer, 1)), sum(len(chunk.layers) for chunk in chunks))
+    unsharded_gradient = precision.gradient * (training.lora is None)
     adam_by_torch = not training.transformer_engine and not sharding.is_fsdp
     experts = Counter(experts=trained["experts"])
     groups = (trained - experts, experts) if split.ep > 1 else (trained,)
@@ -170,8 +172,9 @@ def stage_states(
         parameters=round(precision.weight * number(held, Sharding.ALL) + _in_8_bits(dims, split, chunks, training)),
         gradients=round(precision.gradient * number(trained, Sharding.GRADIENTS)),
         optimizer=round((precision.main + precision.moments) * number(trained, Sharding.OPTIMIZER)),
-        gathered=precision.weight * (outside + _UNSHARDED_LAYERS * layer) + precision.gradient * reduced,
-        gathered_gradients=precision.gradient * reduced,
+        gathered=precision.weight * (outside + _UNSHARDED_LAYERS * layer) + unsharded_gradient * layer * (1 + later),
+        gathered_gradients=unsharded_gradient * layer * (1 + later),
+        gathered_layer=unsharded_gradient * layer,
         unsharded=precision.weight * held.total() * (sharding.is_fsdp and not training.made_on_host),
         updating=round(precision.moments / 2 * max(number(g, Sharding.OPTIMIZER) for g in groups) * adam_by_torch),
         host_written=round((precision.weight + STORED_BYTES) * sharded(trained)),

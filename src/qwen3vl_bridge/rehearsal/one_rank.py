@@ -96,14 +96,15 @@ class Rehearsal:
 
     @property
     def peak(self) -> int:
-        """Bytes allocated at most, after the first step, whose compilation allocates for itself."""
-        steady = [p for p in self.phases if p.name.startswith("step") and not p.name.startswith("step 0")]
+        """Bytes allocated at most, but for the first step, whose compilation allocates for itself."""
+        steady = [p for p in self.phases if p.name == "model" or (p.name.startswith("step") and "step 0" not in p.name)]
         return max((phase.peak for phase in steady or self.phases), default=0)
 
     @property
     def reserved(self) -> int:
-        """Bytes that torch's allocator reserved at most."""
-        return max((phase.reserved for phase in self.phases), default=0)
+        """Bytes that torch's allocator reserved at most in a step, or before one if there was none."""
+        steps = [phase for phase in self.phases if phase.name.startswith("step")]
+        return max((phase.reserved for phase in steps or self.phases), default=0)
 
 
 def rehearse(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> Rehearsal:
@@ -305,17 +306,18 @@ def full_row(cfg: ConfigContainer) -> TokenBatch:
     vision = model.vision_config
     merge = vision.spatial_merge_size
     multiple = segment_multiple(model.context_parallel_size)
-    each = length // _IMAGES // multiple * multiple
+    images = max(_IMAGES, model.context_parallel_size)  # ranks get as many of them
+    each = length // images // multiple * multiple
     most = getattr(cfg.dataset, "max_patches", None) or length * merge**2
-    tokens = min(each - 4, most // merge**2 // _IMAGES)
+    tokens = min(each - 4, most // merge**2 // images)
     height = math.isqrt(tokens)
     width = tokens // height
     image = [model.vision_start_token_id, *[model.image_token_id] * (height * width), model.vision_end_token_id]
     text = 0  # any token that is none of these
-    ids = [*image, *[text] * (each - len(image))] * _IMAGES
+    ids = [*image, *[text] * (each - len(image))] * images
     ids = torch.tensor(ids + [text] * (length - len(ids)))[None]
-    layout = SequenceLayout.packed_row([each] * _IMAGES, multiple=multiple, total=length)
-    grids = torch.tensor([(1, merge * height, merge * width)] * _IMAGES)
+    layout = SequenceLayout.packed_row([each] * images, multiple=multiple, total=length)
+    grids = torch.tensor([(1, merge * height, merge * width)] * images)
     patches = int(grids.prod(-1).sum())
     names = dict(image_token_id=model.image_token_id, video_token_id=model.video_token_id)
     features = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
