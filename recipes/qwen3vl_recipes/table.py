@@ -44,14 +44,13 @@ def smallest(recipe: Recipe, gpu: str) -> tuple[int, MemoryEstimate] | None:
     return None
 
 
-def rehearsed(file: Path = REHEARSALS) -> dict[str, list[tuple[float, float]]]:
-    """(allocated GiB, planned GiB) of the ranks of each recipe that were rehearsed; the latest rows count."""
+def latest_rehearsals(file: Path = REHEARSALS) -> dict[str, list[dict[str, str]]]:
+    """For each recipe the latest row of each of its ranks that were rehearsed."""
     with file.open() as lines:
         rows = {(row["recipe"], row["rank"]): row for row in csv.DictReader(lines)}
-    found: dict[str, list[tuple[float, float]]] = {}
+    found: dict[str, list[dict[str, str]]] = {}
     for (recipe, _rank), row in sorted(rows.items(), key=lambda item: int(item[0][1].split()[0])):
-        if row["planned GiB"] and not row["error"]:
-            found.setdefault(recipe, []).append((float(row["allocated GiB"]), float(row["planned GiB"])))
+        found.setdefault(recipe, []).append(row)
     return found
 
 
@@ -60,8 +59,8 @@ def table() -> str:
     from qwen3vl_bridge.planning.hardware import GIB
     from qwen3vl_bridge.planning.plan_reports import describe_ranks
 
-    titles = ["recipe", "split", "on", "rehearsed / planned", f"fewest {' / '.join(KINDS)}"]
-    lines, measured = [f"| {' | '.join(titles)} |\n", "|---" * len(titles) + "|\n"], rehearsed()
+    titles = ["recipe", "split", "on", "rehearsed / planned GiB", f"fewest {' / '.join(KINDS)}"]
+    lines, measured = [f"| {' | '.join(titles)} |\n", "|---" * len(titles) + "|\n"], latest_rehearsals()
     for name, recipe in recipes().items():
         if not recipe.gpus or "_dora_" in name:  # norms of weights in DoRA, which the planner does not model
             continue
@@ -74,9 +73,9 @@ def table() -> str:
     return "".join(lines)
 
 
-def cell(ranks: list[tuple[float, float]]) -> str:
-    """What ranks allocated beside what was planned; ranks with the same two figures once."""
-    return ", ".join(dict.fromkeys(f"{allocated:.1f} / {planned:.1f}" for allocated, planned in ranks)) or "no"
+def cell(ranks: list[dict[str, str]]) -> str:
+    """What ranks allocated beside what was planned, in GiB; what two ranks have in common once."""
+    return ", ".join(dict.fromkeys(f"{rank['allocated GiB']} / {rank['planned GiB']}" for rank in ranks)) or "-"
 
 
 def main() -> None:

@@ -379,6 +379,7 @@ def test_an_optimizer_on_the_host_that_could_not_resume_is_refused(inputs, tmp_p
     with pytest.raises(ValueError, match=r"use_precision_aware_optimizer is False with .*_cpu_offload, expected True"):
         runtime_config_update(cfg)
     cfg.optimizer.use_precision_aware_optimizer = True
+    training_callbacks(cfg)
     runtime_config_update(cfg)
 
 

@@ -4,6 +4,7 @@ placeholders (`embed_tokens`), decode.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -79,6 +80,7 @@ class MRopeGPTModel(GPTModel):
             fused=config.apply_rope_fusion,
         )
 
+    @functools.wraps(GPTModel.forward, assigned=())  # verl looks at the signature
     def forward(
         self,
         input_ids: Tensor,

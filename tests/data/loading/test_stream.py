@@ -100,9 +100,9 @@ def test_the_global_random_state_is_left_alone(make_rows):
 
 
 @pytest.mark.parametrize(("other", "message"), [
-    ({"seq_length": 512}, "found seq_length 512, expected 256$"), ({"seed": 1}, "found seed 1, expected 0$"),
-    ({"seed": None, "pack": False}, "found pack 0, expected 1; seed None, expected 0$"),
-    ({"window_size": 9}, "found window_size 9, expected 8$"),
+    ({"seq_length": 512}, "found seq_length 512, expected 256. Con"), ({"seed": 1}, "found seed 1, expected 0. Con"),
+    ({"seed": None, "pack": False}, "found pack 0, expected 1; seed None, expected 0. Con"),
+    ({"window_size": 9}, "found window_size 9, expected 8. Con"),
 ])  # fmt: skip
 def test_a_position_in_other_rows_is_refused(make_rows, other, message):
     state = BatchStream(make_rows()()).state_dict()
