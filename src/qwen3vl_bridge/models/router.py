@@ -142,6 +142,7 @@ class ReleasingMoELayer(MoELayer):
         dispatcher = self.token_dispatcher
         for owner in (dispatcher, getattr(dispatcher, "_comm_manager", dispatcher)):  # of "flex"
             for name, value in vars(owner).items():
-                if isinstance(value, Tensor) and value.grad_fn is not None:
+                # Of what it has as values alone, the map of tokens to experts is large: [t, experts].
+                if isinstance(value, Tensor) and (value.grad_fn is not None or name in ("probs", "routing_map")):
                     setattr(owner, name, None)  # autograd has saved what the backward pass needs
         return output

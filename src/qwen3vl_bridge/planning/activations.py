@@ -476,7 +476,8 @@ def _loss_temporary(r: RankWidths, tokens: float, *, in_chunks: bool) -> float:
     """Logits, or their gradient, in the model's precision in addition to the softmax; float32 models have both in one.
 
     In chunks the softmax is temporary too, and the sum of the output layer's gradients in float32 is in memory with a
-    chunk's. The chunk's gradient of the tokens' own loss waits for that of multi-token prediction.
+    chunk's, whose logits are freed before. The chunk's gradient of the tokens' own loss waits for that of multi-token
+    prediction.
     """
     vocab = r.dims["vocab"] / r.split.tp
     logits = vocab * r.e * (r.e < _FLOAT)
@@ -484,7 +485,8 @@ def _loss_temporary(r: RankWidths, tokens: float, *, in_chunks: bool) -> float:
     waiting = weight * r.e * r.training.trains_mtp
     if not in_chunks:
         return logits * tokens + waiting
-    return (logits + softmax(r)) * r.training.loss_chunk_tokens + weight * (_FLOAT + r.e) + waiting
+    gradient, tokens = softmax(r), r.training.loss_chunk_tokens
+    return max((logits + gradient) * tokens, gradient * tokens + weight * r.e) + weight * _FLOAT + waiting
 
 
 def _with_recomputation(layers: Sequence[LayerActivations], recompute: Recompute) -> tuple[float, float]:

@@ -175,7 +175,10 @@ def stage_states(
         gathered=precision.weight * (outside + _UNSHARDED_LAYERS * layer) + unsharded_gradient * layer * (1 + later),
         gathered_gradients=unsharded_gradient * layer * (1 + later),
         gathered_layer=unsharded_gradient * layer,
-        unsharded=precision.weight * held.total() * (sharding.is_fsdp and not training.made_on_host),
+        # The embedding, the largest parameter, is there twice while it is sharded.
+        unsharded=precision.weight
+        * (held.total() + dims["vocab"] * dims["hidden"])
+        * (sharding.is_fsdp and not training.made_on_host),
         updating=round(precision.moments / 2 * max(number(g, Sharding.OPTIMIZER) for g in groups) * adam_by_torch),
         host_written=round((precision.weight + STORED_BYTES) * sharded(trained)),
         host_gathered=STORED_BYTES * trained.total() * by_parameters,
