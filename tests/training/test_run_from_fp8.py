@@ -2,6 +2,7 @@
 
 from qwen3vl_bridge.checkpoint import export_checkpoint, import_checkpoint
 from qwen3vl_bridge.io.files import read_object
+from qwen3vl_bridge.peft.lora import Qwen3VLLoRA
 
 import pytest
 import torch
@@ -46,3 +47,17 @@ def test_a_run_from_fp8_is_one_from_its_values(model, fsdp, inputs, folders, tmp
     assert_same({name: one.float() for name, one in found.items()}, {name: one.float() for name, one in anew.items()})
     settings = (read_object(folder / "config.json")["quantization_config"] for folder in (tmp_path / "again", source))
     assert next(settings) == next(settings)
+
+
+def test_adapters_learn_on_a_model_in_fp8_as_on_its_values(inputs, tmp_path):
+    source = fp8.in_fp8(inputs.hf, tmp_path / "fp8")
+    import_checkpoint(source, tmp_path / "values")
+    export_checkpoint(tmp_path / "values", tmp_path / "bf16")
+    logs = {}
+    for base in ("fp8", "bf16"):
+        hf, save = str(tmp_path / base), str(tmp_path / f"run of {base}")
+        cfg = configured(hf, str(inputs.data), hf, save, STEPS, fsdp=False, bf16=True, distributed=True)
+        cfg.peft = Qwen3VLLoRA(dim=4, alpha=8)
+        logs[base] = train(cfg)
+    assert losses(logs["fp8"]) == losses(logs["bf16"]) and len(logs["fp8"]) == 3
+    assert_same(stored(tmp_path / "run of fp8"), stored(tmp_path / "run of bf16"))
