@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -189,7 +187,9 @@ def _model(cfg: ConfigContainer) -> str:
 
 
 def _weights(cfg: ConfigContainer, from_scratch: bool) -> str:
-    tracker = Path(cfg.checkpoint.load or "", "latest_checkpointed_iteration.txt")
+    from qwen3vl_bridge.checkpoint.formats.megatron import TRACKER
+
+    tracker = Path(cfg.checkpoint.load or "", TRACKER)
     if cfg.checkpoint.load and tracker.is_file():
         return f"of {cfg.checkpoint.load}, a run that is continued after step {tracker.read_text().strip()}"
     return "random" if from_scratch else f"of {cfg.checkpoint.pretrained_checkpoint or cfg.model.hf_model_id}"
@@ -246,16 +246,14 @@ def _schedule(cfg: ConfigContainer) -> dict[str, str]:
 
 
 def _written(cfg: ConfigContainer) -> dict[str, str]:
-    from qwen3vl_bridge.planning.from_config import checkpoint_bytes
+    from qwen3vl_bridge.io.atomic import free_space
+    from qwen3vl_bridge.planning.from_config import checkpoint_bytes, checkpoints_of
     from qwen3vl_bridge.planning.hardware import GIB
 
-    settings, steps = cfg.checkpoint, cfg.train.train_iters
+    settings = cfg.checkpoint
     if not settings.save:
         return {"writes": "nothing yet: --save"}
-    saves = max(1, math.ceil(steps / settings.save_interval)) if settings.save_interval else 1
-    kept = saves if (settings.most_recent_k or -1) < 0 else min(saves, settings.most_recent_k)
-    folder = Path(settings.save).absolute()
-    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+    (saves, kept), free = checkpoints_of(cfg), free_space(Path(settings.save, "iter"))
     try:
         each = checkpoint_bytes(cfg)
     except ValueError as error:

@@ -67,14 +67,13 @@ class Fp8Export:
             if had is None and not (_IN_FP8.fullmatch(module) and excluded.isdisjoint(names)):
                 tasks.append(task)
                 continue
-            *many, rows, columns = spec.shape
-            height, width = block or (rows, columns)
-            shape = (*many, -(-rows // height), -(-columns // width))
+            size = block or (spec.shape[-2], spec.shape[-1])
+            shape = fp8.shape_of_scales(spec.shape, size)
             scales, kept = TensorSpec(spec.name + fp8.SCALES, dtype, shape), None
             if had is not None and had.spec.numel == scales.numel:
                 scales, kept = had.spec, Extent(had.path, had.offset, had.spec.nbytes)
             pieces = tuple(task.segments)
-            written = Quantized(pieces, spec.shape, (height, width), scales.dtype, kept, False, 0, spec.numel)
+            written = Quantized(pieces, spec.shape, size, scales.dtype, kept, False, 0, spec.numel)
             tasks.append(replace(task, target=replace(spec, dtype=fp8.E4M3), segments=Segments([written])))
             tasks.append(Task(scales, Segments([written._replace(of_scales=True, length=math.prod(shape))])))
         made = {task.target.name for task in tasks for segment in task.segments if isinstance(segment, Quantized)}

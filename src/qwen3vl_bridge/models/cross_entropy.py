@@ -12,10 +12,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from qwen3vl_bridge.models.settings import compiles
 from qwen3vl_bridge.parallel.collectives import max_in_group, sum_counts
 
 import torch
-from megatron.core import jit
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -62,7 +62,7 @@ def _gradient(logits: Tensor, labels: Tensor, largest: Tensor, total: Tensor, gr
 
 def _run(function: Callable[..., Any], *by_token: Tensor) -> Any:
     """A function of tensors [t, ...], compiled on a GPU for any number of tokens."""
-    if not by_token[0].is_cuda or jit.jit_fuser is jit.noop_decorator:  # which `dist.disable_jit_fuser` sets
+    if not compiles(by_token[0]):
         return function(*by_token)
     for x in by_token:
         torch._dynamo.maybe_mark_dynamic(x, 0)

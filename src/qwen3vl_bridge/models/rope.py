@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 from qwen3vl_bridge.batch.device_transfer import sent
+from qwen3vl_bridge.models.settings import compiles
 
 import torch
-from megatron.core import jit
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
@@ -51,8 +51,7 @@ def rotate(query: Tensor, key: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys [s, b, heads, d] by their tokens' angles, from `rotation`, of the first r dimensions."""
     if rotary.dim() == 4:
         return _by_kernel(query, rotary), _by_kernel(key, rotary)
-    compiles = query.is_cuda and jit.jit_fuser is not jit.noop_decorator  # which `dist.disable_jit_fuser` sets
-    return (_by_compiled if compiles else _formula)(query, key, *rotary)
+    return (_by_compiled if compiles(query) else _formula)(query, key, *rotary)
 
 
 def _formula(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -405,11 +405,11 @@ def _text_layers(r: RankWidths, numbers: Sequence[int], slots: float) -> list[La
     if (bits := r.training.eight_bits) is not None and numbers:
         chunk = range(numbers[0], numbers[-1] + 1)
         for number in bits.layers(chunk, len(dims.indices["text_layers"])):
-            by_number[number] = _in_8_bits(by_number[number], bits, r.e)
+            by_number[number] = _with_inputs_in_8_bits(by_number[number], bits, r.e)
     return [by_number[number] for number in numbers]
 
 
-def _in_8_bits(layer: LayerActivations, bits: EightBits, e: int) -> LayerActivations:
+def _with_inputs_in_8_bits(layer: LayerActivations, bits: EightBits, e: int) -> LayerActivations:
     """A layer whose products save their inputs in 8 bits."""
     names = [name for name in _INPUTS if name in layer.saved and name.split(":")[0] not in bits.exempt]
     return layer._replace(saved=layer.saved | {name: layer.saved[name] * bits.input / e for name in names})

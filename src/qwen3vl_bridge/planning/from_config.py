@@ -7,6 +7,7 @@ The configuration is read only through attributes, because its own classes bring
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,6 +73,14 @@ def plan_of(cfg: Any, world_size: int) -> MemoryEstimate:
         vision_split = ModelSplit(sizes[0], tp=dist_train.vision_tensor_model_parallel_size or 1)
         world_size = dist_train.language_world_size
     return estimate(dims, _model_split(cfg.model, world_size), training, vision_split)
+
+
+def checkpoints_of(cfg: Any) -> tuple[int, int]:
+    """How many checkpoints a completed run saves, and how many of them it keeps."""
+    settings, steps = cfg.checkpoint, cfg.train.train_iters or 1
+    saves = math.ceil(steps / settings.save_interval) if settings.save_interval else 1
+    most = settings.most_recent_k
+    return saves, saves if most is None or most < 0 else min(saves, most)
 
 
 def checkpoint_bytes(cfg: Any) -> int:

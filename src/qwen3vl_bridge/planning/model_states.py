@@ -169,7 +169,7 @@ def stage_states(
     groups = (trained - experts, experts) if split.ep > 1 else (trained,)
     by_parameters = sharding is Sharding.OPTIMIZER and training.saved_by_parameters
     return ModelStates(
-        parameters=round(precision.weight * number(held, Sharding.ALL) + _in_8_bits(dims, split, chunks, training)),
+        parameters=round(precision.weight * number(held, Sharding.ALL) + _for_8_bits(dims, split, chunks, training)),
         gradients=round(precision.gradient * number(trained, Sharding.GRADIENTS)),
         optimizer=round((precision.main + precision.moments) * number(trained, Sharding.OPTIMIZER)),
         gathered=precision.weight * (outside + _UNSHARDED_LAYERS * layer) + unsharded_gradient * layer * (1 + later),
@@ -185,7 +185,7 @@ def stage_states(
     )
 
 
-def _in_8_bits(
+def _for_8_bits(
     dims: Dimensions, split: ModelSplit, chunks: tuple[PipelineChunk, ...], training: TrainingSettings
 ) -> float:
     """Bytes by which weights for products in 8 bits take more than in the model's precision."""

@@ -28,7 +28,7 @@ from qwen3vl_bridge.checkpoint.stored_models import MANIFEST
 from qwen3vl_bridge.data.dataset_provider import ConversationRows
 from qwen3vl_bridge.data.row_loading import check_position
 from qwen3vl_bridge.dist_train.joint_run import as_one_model
-from qwen3vl_bridge.io.atomic import atomic_directory, replace_file, scratch_of
+from qwen3vl_bridge.io.atomic import atomic_directory, free_space, replace_file, scratch_of
 from qwen3vl_bridge.io.files import CheckpointError, read_object
 from qwen3vl_bridge.models.hf_config import with_scaled_rope
 from qwen3vl_bridge.parallel.collectives import broadcast_object, fail_together, is_first, joint_failure, wait_for_all
@@ -272,7 +272,7 @@ def _why_not(target: Path, error: BaseException) -> str:
     if tracker.is_file():
         kept = f"it continues after step {tracker.read_text().strip()}, whose checkpoint is complete"
     return (
-        f"{target} could not be saved: {cause}. Its disk had {shutil.disk_usage(target.parent).free / GIB:.3f} GiB "
+        f"{target} could not be saved: {cause}. Its disk had {free_space(target) / GIB:.3f} GiB "
         "free then. If that is too little, or a quota is used up, make room, and start the same command again: " + kept
     )
 

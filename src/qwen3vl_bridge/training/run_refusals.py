@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from dataclasses import fields, is_dataclass
-from math import ceil
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from qwen3vl_bridge.data.dataset_provider import ConversationRows, Qwen3VLConversationProvider
+from qwen3vl_bridge.io.atomic import free_space
 from qwen3vl_bridge.models import refusals as model_refusals
 from qwen3vl_bridge.models.rules import (
     IGNORED,
@@ -36,7 +35,7 @@ from qwen3vl_bridge.models.rules import (
 )
 from qwen3vl_bridge.models.settings import replicas_of
 from qwen3vl_bridge.peft.lora import Qwen3VLParts
-from qwen3vl_bridge.planning.from_config import checkpoint_bytes, plan_of
+from qwen3vl_bridge.planning.from_config import checkpoint_bytes, checkpoints_of, plan_of
 from qwen3vl_bridge.planning.hardware import GIB, host_bytes
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.training.checkpoint_manager import MANAGER
@@ -427,17 +426,15 @@ def _warn_of_room(cfg: Any) -> None:
         each = checkpoint_bytes(cfg)
     except ValueError:  # the planner does not support the run
         return
-    folder, most = Path(settings.save).absolute(), settings.most_recent_k
-    saves = ceil((cfg.train.train_iters or 1) / settings.save_interval) if settings.save_interval else 1
-    number = saves if most is None or most < 0 else min(saves, most + 1)
-    number = max(1, number - len(list(folder.glob("iter_*"))))
-    room = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+    folder, (saves, kept) = Path(settings.save), checkpoints_of(cfg)
+    number = max(1, min(saves, kept + 1) - len(list(folder.glob("iter_*"))))
+    room = free_space(folder / "iter")
     if number * each > room:
         logger.warning(
             "checkpoint.save is %s, whose disk has %.1f GiB free, expected about %.1f GiB: for %d checkpoints of %.1f "
             "GiB, with the one that is being written. Make room, or lower checkpoint.most_recent_k (%s), or set "
             "checkpoint.save_optim=false, and the run cannot be resumed",
-            *(settings.save, room / GIB, number * each / GIB, number, each / GIB, most),
+            *(settings.save, room / GIB, number * each / GIB, number, each / GIB, settings.most_recent_k),
         )
 
 

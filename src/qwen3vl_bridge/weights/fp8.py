@@ -26,15 +26,19 @@ _PIECE = 1 << 18
 Block = tuple[int, int]  # rows and columns with one scale
 
 
+def shape_of_scales(shape: Sequence[int], block: Block) -> tuple[int, ...]:
+    """[..., rows, columns] -> [..., blocks of rows, blocks of columns]; the last blocks need not be full."""
+    *many, rows, columns = shape
+    return (*many, -(-rows // block[0]), -(-columns // block[1]))
+
+
 def block_of(shape: Sequence[int], scales: Sequence[int], block: Block | None) -> Block | None:
     """The block of matrices, [..., rows, columns], with scales of a shape; all of a matrix if `block` is None. None if
     the scales do not have their shape.
     """
-    *many, rows, columns = shape
-    height, width = block or (rows, columns)
-    expected = (*many, -(-rows // height), -(-columns // width))
-    whole = block is None and math.prod(scales) == math.prod(many)
-    return (height, width) if whole or tuple(scales) == expected else None
+    whole = block is None and math.prod(scales) == math.prod(shape[:-2])
+    block = block or (shape[-2], shape[-1])
+    return block if whole or tuple(scales) == shape_of_scales(shape, block) else None
 
 
 @functools.cache
@@ -62,8 +66,7 @@ def products(weights: Tensor, start: int, shape: Sequence[int], scales: Tensor, 
     import torch
 
     (rows, columns), (height, width) = shape[-2:], block
-    across = -(-columns // width)
-    scales = scales.reshape(-1, -(-rows // height), across)
+    scales = scales.reshape(-1, *shape_of_scales((rows, columns), block))
     values = torch.index_select(_values(), 0, weights.int())
     done, end = 0, len(weights)
     while done < end:

@@ -356,7 +356,7 @@ class SegmentReader:
         import torch
 
         (rows, columns), (height, width) = segment.shape[-2:], segment.block
-        down, across, dtype = -(-rows // height), -(-columns // width), segment.scales_in
+        (down, across), dtype = fp8.shape_of_scales((rows, columns), segment.block), segment.scales_in
         whole, position, end = Segments(segment.pieces), segment.start, segment.start + segment.length
         while position < end:
             if segment.of_scales:
