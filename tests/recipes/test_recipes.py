@@ -6,6 +6,7 @@ from pathlib import Path
 from qwen3vl_bridge import registry
 from qwen3vl_bridge.models.settings import replicas_of
 from qwen3vl_bridge.peft.lora import Qwen3VLDoRA, Qwen3VLLoRA
+from qwen3vl_bridge.planning.from_config import plan_of
 from qwen3vl_bridge.planning.hardware import GIB, GPUS, HOST_BYTES, HOST_RESERVE
 from qwen3vl_bridge.training.config import Qwen3VLConfigContainer
 
@@ -14,6 +15,7 @@ import qwen3vl_recipes
 from qwen3vl_recipes.base import DIST_TRAIN_PATCHES, dist_train
 from qwen3vl_recipes.dry_run import finalised, memory_plan
 from qwen3vl_recipes.registry import find, recipes
+from qwen3vl_recipes.rehearsal import stage_of
 from qwen3vl_recipes.table import BEGIN, END, FREE, REHEARSALS, cell, latest_rehearsals, smallest
 from qwen3vl_recipes.table import KINDS as KINDS_OF_GPUS
 
@@ -221,6 +223,17 @@ def test_a_rehearsed_rank_allocates_what_is_planned():
             if row["planned GiB"]:
                 more, less = (0.05, 0.05) if "_fsdp_" in name else (0.02, 0.04)
                 assert 1 - less <= float(row["ratio"]) <= 1 + more, row
+
+
+@pytest.mark.usefixtures("no_groups")
+def test_the_planner_still_says_of_local_layers_what_rehearsals_were_compared_with():
+    """Of Qwen3-VL; of Qwen3.5 it depends on whether flash-linear-attention is installed."""
+    for name, ranks in latest_rehearsals(ROOT / REHEARSALS).items():
+        for row in ranks:
+            if name.startswith("qwen3_vl_") and row["planned GiB"]:
+                recipe = recipes()[name]
+                stage = stage_of(plan_of(finalised(recipe(), recipe.gpus), recipe.gpus), int(row["rank"].split()[0]))
+                assert (stage.total - stage.reserve) / GIB == pytest.approx(float(row["planned GiB"]), abs=0.01), row
 
 
 @pytest.mark.usefixtures("no_groups")
