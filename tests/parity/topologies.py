@@ -53,10 +53,10 @@ TOPOLOGIES = {
     "PP2+TP2+SP": Topology(4, _PP2 | _SP), "PP2+DP2": Topology(4, _PP2),
     "PP2+DP2+EP2": Topology(4, _PP2 | _EP2, families=_MOE),
     "TP2+SP+CP2+EP2": Topology(4, _SP | _CP2 | _EP2, families=_MOE),
-    "TP2+SP+CP2+EP2, DeepEP": Topology(4, _SP | _CP2 | _EP2 | _DEEPEP, families=_MOE),
     "DP2+CP2+EP2": Topology(4, _CP2 | _EP2, families=_MOE),
     "PP2+TP2+SP+EP2": Topology(4, _PP2 | _SP | _EP2, families=_MOE),
     "TP4+SP": Topology(4, dict(_SP, tensor_model_parallel_size=4)),  # of models with two query groups
+    "TP2+SP+CP2+EP2, DeepEP": Topology(4, _SP | _CP2 | _EP2 | _DEEPEP, families=_MOE),
 }  # fmt: skip
 
 
