@@ -95,6 +95,8 @@ def twin(
     if cfg.model.recompute_granularity == "selective":  # in modules of Transformer Engine; no figure depends on it
         cfg.model.recompute_granularity = cfg.model.recompute_modules = None
         cfg.model.transformer_impl, cfg.model.moe_grouped_gemm = "local", False
+    if cfg.mixed_precision != "bf16_mixed":  # 8 bits need Transformer Engine: the twin has the rest of the recipe
+        cfg.mixed_precision, cfg.model.transformer_impl, cfg.model.moe_grouped_gemm = "bf16_mixed", "local", False
     if whole:
         cfg.model.account_for_embedding_in_pipeline_split = cfg.model.account_for_loss_in_pipeline_split = False
     # Two layers on the first stage are fewer than there are DeepStack taps; released models have enough there.
