@@ -187,12 +187,23 @@ def _model(cfg: ConfigContainer) -> str:
 
 
 def _weights(cfg: ConfigContainer, from_scratch: bool) -> str:
+    from qwen3vl_bridge.checkpoint.formats.huggingface import has_weights
     from qwen3vl_bridge.checkpoint.formats.megatron import TRACKER
+    from qwen3vl_bridge.checkpoint.stored_models import open_model
+    from qwen3vl_bridge.planning.hardware import GIB
 
     tracker = Path(cfg.checkpoint.load or "", TRACKER)
     if cfg.checkpoint.load and tracker.is_file():
         return f"of {cfg.checkpoint.load}, a run that is continued after step {tracker.read_text().strip()}"
-    return "random" if from_scratch else f"of {cfg.checkpoint.pretrained_checkpoint or cfg.model.hf_model_id}"
+    if from_scratch:
+        return "random"
+    path = cfg.checkpoint.pretrained_checkpoint or cfg.model.hf_model_id
+    if not has_weights(Path(path)):
+        return f"of {path}"
+    model = open_model(path)
+    model.check()
+    size = sum(spec.nbytes for spec in model.tensors.specs.values())
+    return f"of {path}: {len(model.tensors.specs):,} tensors of {size / GIB:.3g} GiB, as its config.json requires"
 
 
 def _data(cfg: ConfigContainer, complete: ConfigContainer) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from argparse import Namespace
 from pathlib import Path
@@ -76,7 +77,6 @@ def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
 
 def _check_weights(folder: Path) -> None:
     from qwen3vl_bridge.checkpoint.formats.megatron import find_iteration
-    from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
     from qwen3vl_bridge.peft.stored_adapters import refuse_adapters_alone
 
     if not folder.is_dir():
@@ -85,20 +85,33 @@ def _check_weights(folder: Path) -> None:
             "Hugging Face model; a model of the hub is given by --hf-model"
         )
     if (folder / "config.json").is_file():
-        ModelConfig(folder)
+        _check_files(folder)
     else:
         refuse_adapters_alone(find_iteration(folder))
 
 
+def _check_files(folder: Path) -> None:
+    """Refuse a model of which files are missing or damaged, or have other tensors than its config.json says.
+
+    The first rank reads the header of each file; the others end with it.
+    """
+    from qwen3vl_bridge.checkpoint.stored_models import open_model
+
+    if os.environ.get("RANK", "0") == "0":
+        open_model(folder).check()
+
+
 def _check_model(args: Namespace, *, downloads: bool) -> None:
     """Find the model, and refuse one that the recipe is not for."""
-    from qwen3vl_bridge.checkpoint.formats.huggingface import find_model
+    from qwen3vl_bridge.checkpoint.formats.huggingface import find_model, has_weights
     from qwen3vl_bridge.checkpoint.formats.megatron import is_megatron_checkpoint
     from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
 
     local = Path(args.hf_model).is_dir()
     folder = Path(args.hf_model) if local else find_model(args.hf_model, weights=downloads)
     config = ModelConfig(folder)
+    if not (args.rehearse or args.from_scratch or args.pretrained_checkpoint) and (downloads or has_weights(folder)):
+        _check_files(folder)
     if downloads and not local:
         args.hf_model = str(folder)
     if downloads and args.save is not None and is_megatron_checkpoint(args.save):

@@ -76,6 +76,12 @@ MISTYPED = [
      "experts, and HF is a Qwen3-VL without experts: use qwen3_vl_2b_sft_32k_config or qwen3_vl_4b_sft_32k_config"),
     (f"{RUN} --recipe qwen3_vl_30b_a3b_peft_config", "is a recipe for a Qwen3-VL with experts, and HF is a Qwen3-VL "
      "without experts: use qwen3_vl_2b_peft_config or qwen3_vl_4b_peft_config"),
+    ("--hf-model short --data-path . --save run", "short does not have the tensors that its config.json requires: 11 "
+     "unexpected\n  unexpected: model.language_model.layers.3.input_layernorm.weight: found [80] float32, expected no"),
+    ("--hf-model short --dry-run", "short does not have the tensors that its config.json requires: 11 unexpected"),
+    (f"{RUN} --pretrained-checkpoint cut", "cut/model.safetensors of 1000 bytes: "),
+    ("--hf-model cut --dry-run", "cut/model.safetensors of 1000 bytes: "),
+    ("--hf-model lacking --data-path . --save run", "lacking/model-2.safetensors: found nothing, expected a file"),
     (f"{RUN} --save other", "--save is other, where the run of another model would be continued than HF: hidden is 80, "
      "expected 96. Give another folder, or the model of other"),
     (f"{RUN} --save of_3.5", "--save is of_3.5, where the run of another model would be continued than HF: the family "
@@ -94,6 +100,18 @@ def test_mistyped_words_are_refused_before_slow_imports(untied_folder, tmp_path)
         (iteration / "hf" / "config.json").write_text(json.dumps(config))
         (iteration / ".metadata").touch()
         (tmp_path / name / "latest_checkpointed_iteration.txt").write_text("7")
+    short, weights = json.loads((untied_folder / "config.json").read_text()), untied_folder / "model.safetensors"
+    short["text_config"]["num_hidden_layers"] -= 1
+    for name, config, file in (
+        ("short", short, weights.read_bytes()), ("cut", None, weights.read_bytes()[:1000]), ("lacking", None, None)
+    ):  # fmt: skip
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(
+            json.dumps(config) if config else (untied_folder / "config.json").read_text()
+        )
+        if file is not None:
+            (tmp_path / name / weights.name).write_bytes(file)
+    (tmp_path / "lacking" / f"{weights.name}.index.json").write_text('{"weight_map": {"a": "model-2.safetensors"}}')
     (tmp_path / "misspelt.yaml").write_text("optimizer:\n  lr: 1.0e-4\n  rate: 3\n")
     code = (
         "import contextlib, io, json, sys; from qwen3vl_bridge.cli.main import main\n"
@@ -104,7 +122,7 @@ def test_mistyped_words_are_refused_before_slow_imports(untied_folder, tmp_path)
         "        try: status = main(['train', *words])\n"
         "        except SystemExit as end: status = end.code\n"
         "    assert status == 2 and expected in said.getvalue(), (words, said.getvalue())\n"
-        f"print(sorted(set({(*HEAVY[:4], 'omegaconf')}) & sys.modules.keys()))"
+        f"print(sorted(set({(*HEAVY[:3], 'omegaconf')}) & sys.modules.keys()))"
     )
     words = [sys.executable, "-c", code, json.dumps(MISTYPED)]
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)

@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.checkpoint.comparison import difference
-from qwen3vl_bridge.checkpoint.conversion_plan import check_vocab_padding, drop_unexpected, naming_of
+from qwen3vl_bridge.checkpoint.conversion_plan import (
+    check_tensors,
+    check_vocab_padding,
+    drop_unexpected,
+    naming_of,
+    tensors_of,
+)
 from qwen3vl_bridge.checkpoint.formats import megatron
 from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
 from qwen3vl_bridge.checkpoint.formats.dcp_reader import DcpTensors
@@ -208,6 +214,14 @@ class StoredModel:
         if found is not None and type(found) is not int:
             raise CheckpointError(f"{self.folder / MANIFEST}: vocab_divisor is {found!r}, expected a number")
         return found
+
+    def check(self) -> None:
+        """Raise a CheckpointError that lists missing, unexpected and misshapen tensors, by the configuration."""
+        rows, layout = self.rows, self.layout
+        vocabulary = {name for row in rows if row.of_vocabulary for name in layout.tensors(row)}
+        problem = f"{self.folder} does not have the tensors that its config.json requires"
+        longer = vocabulary if layout.pads_vocabulary else ()
+        check_tensors(self.tensors.specs, tensors_of(rows, layout), problem, may_be_longer=longer)
 
     def with_padding(self) -> StoredModel:
         """The same, with a configuration whose vocabulary counts all rows that are there.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 import types
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -62,22 +63,31 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
     def load_weights_hf_to_megatron(
         self, hf_pretrained: Any, megatron_model: list[MegatronModule], *args: Any, **kwargs: Any
     ) -> Any:
-        """Like Megatron-Bridge's, which silently keeps the initial values of a weight that the checkpoint lacks.
+        """Like Megatron-Bridge's, which silently keeps the initial values of a weight that the checkpoint lacks, and
+        ignores layers that config.json does not count. A model may have fewer layers than both.
 
         Raises:
-            ValueError: tensors are missing; the message names them.
+            ValueError: tensors are missing, or of layers or experts beyond config.json's; the message names them.
         """
         self.hf_pretrained = hf_pretrained
         _read_fp8(hf_pretrained, unwrap_model(megatron_model)[0].config.params_dtype)
         rows = family(self.family).rows(self.expert_layout())
         dimensions = unwrap_model(megatron_model)[0].config.dimensions()
         wanted = {name for row in expand(rows, dimensions) for name in row.hf}
-        if missing := sorted(wanted - set(hf_pretrained.state.keys())):
-            shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        path, found = hf_pretrained.model_name_or_path, set(hf_pretrained.state.keys())
+        if missing := sorted(wanted - found):
             advice = ""
             if all(name.startswith("mtp.") for name in missing):
                 advice = "; set mtp_num_layers=None to load the model without multi-token prediction"
-            raise ValueError(f"{hf_pretrained.model_name_or_path} lacks {len(missing)} tensors: {shown}{advice}")
+            raise ValueError(f"{path} lacks {len(missing)} tensors: {_some(missing)}{advice}")
+        counted = expand(rows, family(self.family).dimensions(stored_config(self.family, hf_pretrained)))
+        own = {name for row in counted for name in row.hf}
+        kinds = {_without_numbers(name) for name in own}
+        if beyond := sorted(name for name in found - own if _without_numbers(name) in kinds):
+            raise ValueError(
+                f"{path} has {len(beyond)} tensors of layers or experts that its config.json does not count: "
+                f"{_some(beyond)}; expected the config.json that these weights were saved with"
+            )
         return super().load_weights_hf_to_megatron(hf_pretrained, megatron_model, *args, **kwargs)
 
     def stream_weights_hf_to_megatron(self, hf_pretrained: Any, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -145,6 +155,14 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
             with safe_open(source.path / file, framework="pt") as tensors:
                 shapes.update((name, tensors.get_slice(name).get_shape()) for name in names)
         return expert_layout_of(own.rows, shapes, dimensions)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", name)
 
 
 class _Fp8Source(SafeTensorsStateSource):

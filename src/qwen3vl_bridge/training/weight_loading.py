@@ -26,7 +26,7 @@ from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, layout_of, open
 from qwen3vl_bridge.io.files import CheckpointError
 from qwen3vl_bridge.models.model import VisionLanguageModel
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
-from qwen3vl_bridge.parallel.collectives import fail_together, gather_objects
+from qwen3vl_bridge.parallel.collectives import fail_together, gather_objects, is_first
 from qwen3vl_bridge.peft.stored_adapters import refuse_adapters_alone
 from qwen3vl_bridge.registry import family, family_of
 from qwen3vl_bridge.training.process_groups import initialize
@@ -256,6 +256,8 @@ class InitialWeights:
         with fail_together():
             pretrained = Pretrained.find(cfg.checkpoint.pretrained_checkpoint)
             pretrained.check(cfg.model)
+            if pretrained.is_hf and is_first():  # it reads the header of each file
+                open_model(pretrained.folder).check()
         with in_high_precision(chunks):
             pretrained.load(chunks, cfg.model._pg_collection)
         if peft is not None:

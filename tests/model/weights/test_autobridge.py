@@ -1,6 +1,7 @@
 """AutoBridge with our classes: every weight there and back, under every split; and the names of the weight table."""
 
 import importlib.util
+import json
 import shutil
 from pathlib import Path
 
@@ -46,6 +47,22 @@ def test_load_export_and_save_give_every_tensor_back(tied_folder, tmp_path):
     assert not (report["missing_keys"] or report["unexpected_keys"] or report["mismatched_keys"])
     saved = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "saved").state_dict()
     assert all(torch.equal(saved[name], source[name]) for name in source)
+
+
+def test_layers_that_only_the_files_have_are_refused(untied_folder, tmp_path):
+    """A model may have fewer layers than its checkpoint, as in debugging, but not a config.json than its weights."""
+    bridge = AutoBridge.from_hf_pretrained(str(untied_folder))
+    provider = bridge.to_megatron_provider(load_weights=False)
+    provider.num_layers -= 1
+    bridge.load_hf_weights(build(provider))
+    short = tmp_path / "short"
+    shutil.copytree(untied_folder, short)
+    config = json.loads((short / "config.json").read_text())
+    config["text_config"]["num_hidden_layers"] -= 1
+    (short / "config.json").write_text(json.dumps(config))
+    bridge = AutoBridge.from_hf_pretrained(str(short))
+    with pytest.raises(ValueError, match=r"has 11 tensors of layers .*config.json does not count: .*layers\.3\.input"):
+        bridge.load_hf_weights(build(bridge.to_megatron_provider(load_weights=False)))
 
 
 @pytest.mark.parametrize("kind", ["untied", "moe"])

@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from tests.checkpoint.support import model_with_config
 from tests.steps import save, set_up, train_step
 
 from ..conftest import losses
@@ -144,6 +145,14 @@ def test_initial_weights_of_another_model_are_refused(inputs, settings, of_huggi
             setattr(cfg.model, name, value)
         with pytest.raises(CheckpointError, match=message):
             set_up(cfg)
+
+
+def test_initial_weights_with_more_layers_than_their_configuration_are_refused(inputs, tmp_path):
+    short = model_with_config(tmp_path / "short", inputs.hf, {"text_config": {"num_hidden_layers": 3}})
+    cfg = replicated(inputs, None, checkpoint__pretrained_checkpoint=str(short))
+    cfg.model.num_layers = 3
+    with pytest.raises(CheckpointError, match=r"11 unexpected\n  unexpected: .*layers\.3\.input_layernorm"):
+        set_up(cfg)
 
 
 def test_experts_are_other_models_than_dense_ones(inputs, moe_folder):
