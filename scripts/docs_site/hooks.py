@@ -32,6 +32,8 @@ PUBLIC = {
 }
 _MARK = re.compile(r"<!-- generated: (\w+)(?: (\w+))? -->")
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+_CODE = re.compile(r"(?<=<code>)[^<]+")
+_BREAK = re.compile(r"(?<=\w)[._]|[/,=:}](?=\S)")
 _ITEM = re.compile(r"^(\s*)(?:[-*+]|\d+\.)\s")
 
 
@@ -50,6 +52,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     path = {site: path for path, site in ROOT_PAGES.items()}.get(name, f"docs/{name}")
     text = _MARK.sub(lambda mark: generated(*mark.groups()), dialect(markdown, path))
     return re.sub(r"^<!-- .*? -->$", "", text, flags=re.MULTILINE)
+
+
+def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
+    """The page's HTML, where long names in tables may also break after their dots, slashes and underscores."""
+    cells = re.compile(r"(?<=<td>).*?(?=</td>)", re.DOTALL)
+    return cells.sub(lambda cell: _CODE.sub(lambda code: _BREAK.sub(r"\g<0><wbr>", code[0]), cell[0]), content)
 
 
 def on_post_build(config: Any) -> None:

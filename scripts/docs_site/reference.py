@@ -118,13 +118,8 @@ def table(group: Group) -> str:
     return "\n".join([head, "| setting | type | default | |", "|---|---|---|---|", *rows, ""])
 
 
-def breakable(text: str) -> str:
-    """Code as HTML for a table's cell, with places where a line may end."""
-    return re.sub(r"(?<=\w)([._])(?=\w)", r"\1<wbr>", html.escape(text).replace("|", "&#124;"))
-
-
 def _code(text: str) -> str:
-    return f"<code>{breakable(text)}</code>" if text else ""
+    return f"<code>{html.escape(text).replace('|', '&#124;')}</code>" if text else ""
 
 
 def _cell(text: str) -> str:

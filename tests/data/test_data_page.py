@@ -30,6 +30,37 @@ EXAMPLES = [
     for (kind, text), following in zip(BLOCKS, [*BLOCKS[1:], ("", "")], strict=True)
     if kind == "json"
 ]
+SECTION = PAGE.split("\n## Formats with a name\n", 1)[1].split("\n## ", 1)[0]
+NAMES = re.findall(r"^\| `(\w+)` \|", SECTION, re.MULTILINE)
+_MATHS = {
+    "problem": "Half of 8?", "generated_solution": "Halve 8: $\\boxed{4}$", "expected_answer": "4",
+    "problem_source": "augmented_math",
+}  # fmt: skip
+# A record of each format with a name.
+NAMED: dict[str, dict[str, Any]] = {
+    "cord_v2": {
+        "image": "images/1.png",
+        "ground_truth": json.dumps({
+            "gt_parse": {"menu": [{"nm": "Tea", "price": "3"}], "total": {"total_price": "3"}},
+        }),
+    },
+    "rdr": {"image": "images/1.png", "text": "A bolt, M8."},
+    "medpix": {"image_id": "images/1.png", "question": "Which organ?", "answer": "A lung."},
+    "raven": {
+        "images": ["images/1.png", "images/1.png"],
+        "texts": [{"user": "Which figure comes next?", "assistant": "B.", "source": "RAVEN"}],
+    },
+    "llava_video_178k": {
+        "id": "1", "data_source": "0_30_s_nextqa", "video": "videos/1.mkv",
+        "conversations": [{"from": "human", "value": "<image>\nWhat is shown?"}, {"from": "gpt", "value": "A dog."}],
+    },
+    "squad": {
+        "id": "1", "title": "Tea", "context": "Tea is hot.", "question": "What is hot?",
+        "answers": {"text": ["Tea"], "answer_start": [0]},
+    },
+    "gsm8k": {"question": "One and two?", "answer": "They are three.\n#### 3"},
+    "openmathinstruct2": _MATHS, "openmathinstruct2_thinking": _MATHS,
+}  # fmt: skip
 
 
 def words_of(text: str) -> list[str]:
@@ -52,16 +83,30 @@ def test_a_record_is_read(folder, checkpoint, capsys, record, text):
         sample = open_source(path)[0]
         assert len(sample.images) == json.dumps(record).count("images/1.png")
         return
-    if text.endswith("_thinking\n"):  # a template that reads reasoning
+    assert read(words_of(text.replace("HF_FOLDER", str(checkpoint))), capsys) == 1
+    with pytest.raises(DataError):
+        open_source(path)[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_record_of_a_format_with_a_name_is_read(folder, checkpoint, capsys, name):
+    path = write(folder / "train.jsonl", [NAMED[name]])
+    if name.endswith("_thinking"):  # a template that reads reasoning
         checkpoint = shutil.copytree(checkpoint, folder / "hf")
         shutil.copyfile(THINKING, checkpoint / "chat_template.jinja")
-    words = words_of(text.replace("HF_FOLDER", str(checkpoint)))
-    assert words[:3] == ["qwen3vl", "data", "inspect"]
-    assert command.main([*words[2:], "--json", "--no-progress"]) == 0
-    assert json.loads(capsys.readouterr().out)["num_samples"] == 1
-    if words[-1] not in ("gsm8k", "raven"):  # whose records are also in a format that has no name
+    (text,) = [text for kind, text in BLOCKS if kind == "bash" and "--schema-adapter" in text]
+    text = text.replace("HF_FOLDER", str(checkpoint)).replace("cord_v2", name)
+    assert read(words_of(text), capsys) == 1
+    if name not in ("gsm8k", "raven"):  # whose records are also in a format that has no name
         with pytest.raises(DataError):
             open_source(path)[0]
+
+
+def read(words: list[str], capsys: pytest.CaptureFixture[str]) -> int:
+    """How many samples the command of the page finds."""
+    assert words[:3] == ["qwen3vl", "data", "inspect"]
+    assert command.main([*words[2:], "--json", "--no-progress"]) == 0
+    return json.loads(capsys.readouterr().out)["num_samples"]
 
 
 def commands() -> list[Any]:

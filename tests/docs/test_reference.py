@@ -92,6 +92,12 @@ def test_markdown_of_the_site(markdown, expected):
     assert hooks.dialect(markdown, "docs/page.md") == expected
 
 
+def test_long_names_in_tables_may_break():
+    html = "<p><code>a_b</code></p><td><code>a_b.c/d</code> e_f</td>"
+    expected = "<p><code>a_b</code></p><td><code>a_<wbr>b.<wbr>c/<wbr>d</code> e_f</td>"
+    assert hooks.on_page_content(html, None, None, None) == expected
+
+
 def test_places_for_generated_parts_are_known():
     for page in (ROOT / "docs").glob("*.md"):
         for kind, which in re.findall(r"<!-- generated: (\w+)(?: (\w+))? -->", page.read_text()):
