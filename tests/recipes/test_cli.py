@@ -109,9 +109,8 @@ def test_a_dry_run_says_what_the_run_would_do(untied_folder, digits, capsys, tmp
     lines = dict(line.split(maxsplit=1) for line in said.splitlines()[:-1])
     assert len(lines) == 15 and "--full" in said.splitlines()[-1]
     assert lines["model"].startswith(f"{untied_folder}: 1.03 million parameters, 4 layers of width 80; all trained")
-    assert lines["weights"].startswith(f"of {untied_folder}: 122 tensors of 0.00383 GiB, as its ") and lines[
-        "split"
-    ].startswith("1 x H100: one GPU; optim_grads")
+    assert lines["weights"].startswith(f"of {untied_folder}: 122 tensors of 0.00383 GiB, as its config.json")
+    assert lines["split"].startswith("1 x H100: one GPU; optim_grads")
     assert lines["memory"].startswith("fits: 4.1 GiB on stage 0, of 79.1 GiB")
     assert lines["steps"] == "400 of 4 rows of 512 tokens" and lines["rate"] == "0.003 after 40 steps, then cosine to 0"
     assert lines["data"] == f"{digits}/train.jsonl: 1,437 samples" and lines["validation"].startswith("every 100 steps")
