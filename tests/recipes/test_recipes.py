@@ -45,6 +45,9 @@ IN_8_BITS = {
 }
 PROXY = {"qwen35_vl_proxy_sft_config", "qwen35_vl_proxy_sft_fsdp_config"}
 DIST_TRAIN = {f"qwen3_vl_{size}_sft_dist_train_config" for size in ("30b_a3b", "235b_a22b")}
+# Heads of 256 need flash-attn on a B200, which a rehearsal has not: without it Transformer Engine computes all scores,
+# from lengths that it reads on the GPU.
+WITH_FLASH_ATTN = {f"qwen35_vl_{size}_pretrain_fp8_mx_config" for size in ("35b_a3b", "122b_a10b", "397b_a17b")}
 
 
 @pytest.fixture(autouse=True)
@@ -216,6 +219,7 @@ def test_a_rehearsed_rank_allocates_what_is_planned():
     GPU free.
     """
     latest = latest_rehearsals(ROOT / REHEARSALS)
+    assert latest.keys() >= set(PLANNED) - DIST_TRAIN - WITH_FLASH_ATTN  # `--rehearse` refuses separate vision ranks
     for name, ranks in latest.items():
         most = 0.95 * GPUS[recipes()[name].gpu].memory_bytes / GIB
         for row in ranks:

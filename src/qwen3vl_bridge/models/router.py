@@ -129,6 +129,11 @@ def forget_other_depths(config: TransformerConfig) -> None:
         destroy_moe_metrics_tracker()
 
 
+# Of what a dispatcher has as values alone, maps of tokens to experts are large: [t, experts]; for Transformer Engine's
+# permutation twice as wide, in int32.
+_MAPS = ("probs", "routing_map", "reversed_local_input_permutation_mapping", "reversed_mapping_for_combine")
+
+
 class ReleasingMoELayer(MoELayer):
     """megatron-core's, whose dispatcher keeps what it has routed until its next forward pass.
 
@@ -142,7 +147,6 @@ class ReleasingMoELayer(MoELayer):
         dispatcher = self.token_dispatcher
         for owner in (dispatcher, getattr(dispatcher, "_comm_manager", dispatcher)):  # of "flex"
             for name, value in vars(owner).items():
-                # Of what it has as values alone, the map of tokens to experts is large: [t, experts].
-                if isinstance(value, Tensor) and (value.grad_fn is not None or name in ("probs", "routing_map")):
+                if isinstance(value, Tensor) and (value.grad_fn is not None or name in _MAPS):
                     setattr(owner, name, None)  # autograd has saved what the backward pass needs
         return output

@@ -158,6 +158,9 @@ def test_recomputed_experts_keep_no_graph(family, moe_folder, tmp_path, monkeypa
         layers = [module for module in pair.megatron.modules() if isinstance(module, MoELayer)]
         held = [value for layer in layers for value in vars(layer.token_dispatcher).values() if torch.is_tensor(value)]
         assert layers and any(value.grad_fn is not None for value in held) == kept
+        # As wide as the experts twice, in Transformer Engine's permutation.
+        maps = [layer.token_dispatcher.reversed_local_input_permutation_mapping for layer in layers]
+        assert all((found is not None) == kept for found in maps)
         return [parameter.grad for parameter in pair.megatron.parameters() if parameter.grad is not None]
 
     found = gradients(kept=False)
