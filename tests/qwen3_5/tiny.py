@@ -135,7 +135,8 @@ def perturb(module: nn.Module, seed: int = 0) -> nn.Module:
     return module
 
 
-EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20, shared_expert_intermediate_size=28)
+# Megatron-Bridge warms a fused function up, which wants an even width of experts on each of four ranks.
+EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=28)
 _VOCAB = 512
 
 
