@@ -138,7 +138,7 @@ SHORT = ["model.num_layers=8", "dataset.seq_length=4096", "model.seq_length=4096
     ["qwen3_vl_30b_a3b_pretrain_fp8_cs_config"], ["qwen3_vl_30b_a3b_pretrain_fp8_mx_config", "--gpu", "B200"],
 ], ids=["current scaling", "blocks", "experts", "experts, mxfp8"])  # fmt: skip
 def test_steps_in_8_bits_take_what_is_planned(rehearse, words):
-    """Measured 1.023 of it, as in bfloat16."""
+    """Measured 1.008 of it as in bfloat16, and with experts 1.013: workspaces of products, which the reserve has."""
     status, seen = rehearse("--recipe", *words, *SHORT)
     assert (status, seen["error"]) == (0, None)
-    assert seen["peak"] == pytest.approx(seen["planned"], rel=0.03)
+    assert seen["peak"] == pytest.approx(seen["planned"], rel=0.02)

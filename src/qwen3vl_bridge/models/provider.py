@@ -184,6 +184,7 @@ class VisionLanguageProvider(settings.VisionLanguageFields):
         given = inspect.signature(super().provide_distributed_model).bind(*args, **kwargs).arguments
         if training := given.get("wrap_with_ddp", True):
             check(refusals.ON_TRAIN, self)
+            settings.warn_of_unfused_attention(self)
             fsdp = bool(given.get("use_megatron_fsdp"))
             settings.complete_ddp(self, given.get("ddp_config"), fsdp=fsdp)
         settings.complete_groups(self, given.get("pg_collection"), training=training)

@@ -369,6 +369,25 @@ def complete_on_finalize(provider: VisionLanguageFields) -> None:
         provider.pipeline_dtype = provider.params_dtype  # megatron-core sets it only under pipeline parallelism
 
 
+def warn_of_unfused_attention(provider: VisionLanguageFields) -> None:
+    """Warn where Transformer Engine has no kernel that trains on packed rows with this GPU and these heads.
+
+    Source: Transformer Engine 2.16.1 asked with cuDNN 9.20, `get_attention_backend`. flash-attn has one for all.
+    """
+    if provider.transformer_impl == "local" or not torch.cuda.is_available():
+        return
+    (major, minor), width = torch.cuda.get_device_capability(), provider.kv_channels
+    has_kernel = major == 9 or (major > 9 and width <= 128)  # Hopper, Blackwell
+    if not has_kernel and importlib.util.find_spec("flash_attn") is None:
+        logger.warning(
+            "Transformer Engine has no kernel of cuDNN that trains on packed rows with heads of %d on compute "
+            "capability %d.%d, and would keep all attention scores: expected flash-attn, whose kernels it takes then",
+            width,
+            major,
+            minor,
+        )
+
+
 def complete_ddp(provider: VisionLanguageFields, ddp: DistributedDataParallelConfig | None, *, fsdp: bool) -> None:
     """Settings of the wrapper around a model that is trained, and of the model that depend on it; changes are logged.
 
