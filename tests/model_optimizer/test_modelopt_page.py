@@ -13,7 +13,7 @@ from .support import make_larger
 PAGE = (Path(__file__).parents[2] / "docs" / "modelopt.md").read_text()
 
 
-def test_its_python_runs(inputs: Inputs, tmp_path, no_groups):  # noqa: F811
+def test_its_python_runs(inputs: Inputs, tmp_path, monkeypatch):  # noqa: F811
     from megatron.bridge import AutoBridge
 
     distil, quantise, restore, export = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -26,6 +26,8 @@ def test_its_python_runs(inputs: Inputs, tmp_path, no_groups):  # noqa: F811
         "RUN": run, "EXPORTED": tmp_path / "exported",
     }  # fmt: skip
     names = dict(cfg=cfg, samples=samples)
+    for name, value in dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost").items():  # as torchrun does
+        monkeypatch.setenv(name, value)
 
     def run_printed(python: str) -> None:
         exec(re.sub('"([A-Z_]{3,})"', lambda found: repr(str(places[found[1]])), python), names)

@@ -1,18 +1,24 @@
 """Training of quantised models in Megatron-Bridge's loop, which begins with a checkpoint that is quantised."""
 
 import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.checkpoint import export_checkpoint
 from qwen3vl_bridge.io.files import CheckpointError
+from qwen3vl_bridge.models.rules import check as check_rules
+from qwen3vl_bridge.training import run_refusals
 
 import modelopt.torch.export as mtex
 import modelopt.torch.quantization as mtq
 import pytest
 import torch
 from megatron.bridge import AutoBridge
+from megatron.bridge.training.post_training.checkpointing import has_modelopt_state
 from megatron.core.utils import unwrap_model
 from modelopt.torch.quantization.config import find_quant_cfg_entry_by_path
 
@@ -22,9 +28,10 @@ from tests.parity.batches import run_reference
 from tests.parity.on_ranks import Split, compare
 from tests.parity.references import errors, take_two_steps
 from tests.parity.topologies import TOPOLOGIES, Topology
+from tests.qwen3_5.tiny import make_checkpoint as make_qwen3_5
 from tests.ranks import largest
 from tests.training.conftest import Inputs, inputs, losses  # noqa: F401  a fixture
-from tests.training.running import replicated, stored, train
+from tests.training.running import replicated, sharded, stored, train
 
 from .quantized import known_samples, quantised_checkpoint, scales_of, settings, tensors_in
 from .support import load_reference, make_larger
@@ -34,11 +41,16 @@ CONTENT = "mixed"
 WEIGHTS = copy.deepcopy(mtq.INT8_DEFAULT_CFG)
 find_quant_cfg_entry_by_path(WEIGHTS["quant_cfg"], "*weight_quantizer")["cfg"]["num_bits"] = 4
 WEIGHTS["quant_cfg"].append({"quantizer_name": "*input_quantizer", "enable": False})
+# Megatron has gates of linear attention in a larger layer, and ModelOpt leaves transformers' as they are.
+WEIGHTS["quant_cfg"].append({"quantizer_name": "*in_proj_[ab].weight_quantizer", "cfg": {"num_bits": 4, "axis": 0}})
 # Which part errors may be of what quantisation changes. Noise decides to which of two steps an input between them is
 # rounded, and so do the few weights that a step takes there.
+OF_WEIGHTS = dict(loss=1 / 300, grad_norm=1 / 300, gradient=1 / 3000, weight=1 / 300)
 KINDS = {
-    "four-bit weights": (WEIGHTS, dict(loss=1 / 300, grad_norm=1 / 300, gradient=1 / 3000, weight=1 / 300)),
-    "eight-bit weights and inputs": (mtq.INT8_DEFAULT_CFG, dict(gradient=1 / 4)),
+    "dense, four-bit weights": ("dense", WEIGHTS, OF_WEIGHTS),
+    "dense, eight-bit weights and inputs": ("dense", mtq.INT8_DEFAULT_CFG, dict(gradient=1 / 4)),
+    "MoE, four-bit weights": ("MoE", WEIGHTS, OF_WEIGHTS),
+    "Qwen3.5, four-bit weights": ("Qwen3.5", WEIGHTS, OF_WEIGHTS),
 }
 
 
@@ -51,61 +63,71 @@ def train_by_hand(folder: Path, config: dict[str, Any] | None) -> dict[str, Any]
     return take_two_steps(model, CONTENT, 0.0)
 
 
-@pytest.fixture(autouse=True)
-def _exports_scales(monkeypatch):
-    """Megatron-Bridge's switch, without which it exports no quantised model."""
-    monkeypatch.setenv("ENABLE_BRIDGE_QUANT_MAPPING", "1")
-
-
 @dataclass(frozen=True)
 class Case:
+    folder: Path  # of the Hugging Face model
     start: Path  # a quantised checkpoint
     expected: dict[str, Any]  # what training by hand finds
     limits: dict[str, float]  # how far from it others may be
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def case(request, untied_folder, tmp_path_factory) -> Case:
-    config, parts = KINDS[request.param]
-    expected = train_by_hand(untied_folder, config)
-    changes = errors(train_by_hand(untied_folder, None), expected)
-    limits = {name: part * changes[name] for name, part in parts.items()}
-    return Case(quantised_checkpoint(untied_folder, tmp_path_factory.mktemp("start"), config), expected, limits)
+@pytest.fixture(scope="module")
+def cases(untied_folder, moe_folder, tmp_path_factory) -> Callable[[str], Case]:
+    root = tmp_path_factory.mktemp("quantised")
+    folders = {"dense": untied_folder, "MoE": moe_folder, "Qwen3.5": make_qwen3_5(root / "qwen3_5")}
+
+    @functools.cache
+    def case(kind: str) -> Case:
+        name, config, parts = KINDS[kind]
+        folder, start = folders[name], root / kind
+        expected = train_by_hand(folder, config)
+        changes = errors(train_by_hand(folder, None), expected)
+        limits = {name: part * changes[name] for name, part in parts.items()}
+        return Case(folder, quantised_checkpoint(folder, start, config), expected, limits)
+
+    return case
 
 
-class Quantised(Split):
-    def exported(self) -> dict[str, torch.Tensor]:
-        return {name: x for name, x in super().exported().items() if "_quantizer." not in name}
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        return {name: x for name, x in super().gradients().items() if "_quantizer." not in name}
-
-
-def two_steps(topology: Topology, folder: Path, start: Path, rows: str, expected: dict[str, Any]) -> dict[str, float]:
+def two_steps(topology: Topology, case: Case, rows: str) -> dict[str, float]:
     """Errors of a run; scales are those it began with."""
-    split = Quantised(
-        folder, topology, checkpoint__pretrained_checkpoint=str(start), model__restore_modelopt_state=True
+    split = Split(
+        case.folder, topology, checkpoint__pretrained_checkpoint=str(case.start), model__restore_modelopt_state=True
     )
     (model,) = unwrap_model(split.run.model)
     before = scales_of(model)
-    found = compare(split, topology, folder, CONTENT, rows, expected)
+    found = largest(compare(split, topology, case.folder, CONTENT, rows, case.expected))
     after = scales_of(model)
     assert before and all(torch.equal(before[name], after[name]) for name in before)
-    return largest(found)
+    return {name: found[name] for name in case.limits}
 
 
-def check_against(case: Case, found: dict[str, float]) -> None:
-    check({name: found[name] for name in case.limits}, case.limits)
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_are_those_of_transformers_quantised_model(cases, kind):
+    case = cases(kind)
+    for rows in ("padded", "packed"):
+        check(two_steps(Topology(1), case, rows), case.limits)
 
 
-@pytest.mark.parametrize("rows", ["padded", "packed"])
-def test_steps_are_those_of_transformers_quantised_model(untied_folder, case, rows):
-    check_against(case, two_steps(Topology(1), untied_folder, case.start, rows, case.expected))
+# Tensor-parallel ranks have parts of the scales, pipeline stages and expert-parallel ranks those of some layers.
+ON_RANKS = [
+    ("TP2+SP", "dense, four-bit weights"), ("TP2+SP", "dense, eight-bit weights and inputs"),
+    ("PP2", "dense, four-bit weights"), ("EP2", "MoE, four-bit weights"), ("TP2+SP", "Qwen3.5, four-bit weights"),
+]  # fmt: skip
 
 
-def test_steps_under_tensor_parallelism(untied_folder, case):
-    given = (TOPOLOGIES["TP2+SP"], untied_folder, case.start, "packed", case.expected)
-    check_against(case, results_of_ranks(two_steps, 2, *given, timeout=300))
+def each_on_ranks(given: list[tuple[str, Case]]) -> list[dict[str, float]]:
+    return [two_steps(TOPOLOGIES[topology], case, "packed") for topology, case in given]
+
+
+@pytest.fixture(scope="module")
+def on_ranks(cases):
+    given = [(topology, cases(kind)) for topology, kind in ON_RANKS]
+    return results_of_ranks(each_on_ranks, 2, given, timeout=500)
+
+
+@pytest.mark.parametrize("number", range(len(ON_RANKS)), ids=[" ".join(case) for case in ON_RANKS])
+def test_steps_on_ranks(cases, on_ranks, number):
+    check(on_ranks[number], cases(ON_RANKS[number][1]).limits)
 
 
 def training(inputs: Inputs, start: Path, save: Path | None, teacher: Path | None = None, **settings: Any) -> Any:  # noqa: F811
@@ -160,7 +182,41 @@ def test_a_checkpoint_without_scales_is_refused(inputs):  # noqa: F811
 
 def test_what_reads_no_scales_refuses_them(inputs, floats, tmp_path):  # noqa: F811
     """A run that does not restore them, and our export: both would lose what the weights were trained with."""
-    with pytest.raises(CheckpointError, match="unexpected"):
+    with pytest.raises(CheckpointError, match="ModelOpt quantised it"):
         train(training(inputs, floats, None, model__restore_modelopt_state=False))
-    with pytest.raises(CheckpointError):
-        export_checkpoint(floats, tmp_path / "hf", progress=False)
+    with pytest.raises(CheckpointError, match="ModelOpt quantised it"):
+        export_checkpoint(floats, tmp_path / "hf", hf_model=inputs.hf, progress=False)
+
+
+@contextmanager
+def allowed_but_for(monkeypatch, cfg: Any, says: str) -> Iterator[None]:
+    """A run's configuration is refused; in the body it is not."""
+    with pytest.raises(ValueError, match=f"is True with model.restore_modelopt_state, expected False: {says}"):
+        check_rules(run_refusals.BEFORE_VALIDATE, cfg)
+    with monkeypatch.context() as patch:
+        others = [
+            rule for rule in run_refusals.BEFORE_VALIDATE if getattr(rule, "when", None) != run_refusals.QUANTISED
+        ]
+        patch.setattr(run_refusals, "BEFORE_VALIDATE", tuple(others))
+        yield
+
+
+SHORT = dict(train__train_iters=2, checkpoint__save_interval=2)
+
+
+def test_checkpoints_of_megatron_fsdp_have_no_quantisers(inputs, floats, tmp_path, monkeypatch):  # noqa: F811
+    start = dict(checkpoint__pretrained_checkpoint=str(floats), model__restore_modelopt_state=True)
+    cfg = sharded(inputs, tmp_path, **start, **SHORT)
+    with allowed_but_for(monkeypatch, cfg, "its checkpoints have no quantisers"):
+        train(cfg)
+    assert (tmp_path / "iter_0000002").is_dir() and not has_modelopt_state(str(tmp_path))
+
+
+def test_modelopt_needs_megatron_cores_groups(inputs, floats, tmp_path, monkeypatch):  # noqa: F811
+    cfg = training(inputs, floats, tmp_path, **SHORT)
+    cfg.dist.use_decentralized_pg, cfg.dist.use_gloo_process_groups = True, False
+    with (
+        allowed_but_for(monkeypatch, cfg, "ModelOpt asks megatron-core"),
+        pytest.raises(AssertionError, match=r"group .* is not initialized"),
+    ):
+        train(cfg)
