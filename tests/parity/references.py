@@ -79,10 +79,10 @@ def train_reference(folder: Path, content: str, seed: int | None = None) -> dict
     if factor:
         with_mtp(model, folder)
     with rounded(model, seed):
-        return _two_steps(model, content, factor)
+        return take_two_steps(model, content, factor)
 
 
-def _two_steps(model: torch.nn.Module, content: str, factor: float) -> dict[str, Any]:
+def take_two_steps(model: torch.nn.Module, content: str, factor: float) -> dict[str, Any]:
     named = dict(model.named_parameters(remove_duplicate=False))
     parameters = list(model.parameters())
     groups = [

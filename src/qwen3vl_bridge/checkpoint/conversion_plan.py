@@ -204,6 +204,11 @@ def check_tensors(
     found: Mapping[str, TensorSpec], expected: Mapping[str, Shape], problem: str, may_be_longer: Collection[str]
 ) -> None:
     """Raise a CheckpointError that lists missing, unexpected and misshapen tensors; some may have more rows."""
+    if any("_quantizer." in name for name in found):
+        raise CheckpointError(
+            f"{problem}: ModelOpt quantised it, and its scales would be lost. Train it with "
+            "model.restore_modelopt_state=True, or write it with ModelOpt (docs/modelopt.md)"
+        )
     unexpected = [spec for name, spec in found.items() if name not in expected]
     kinds: dict[str, list[str]] = {"missing": [], "unexpected": [], "misshapen": []}
     kinds["unexpected"] += (f"{spec.name}: found {spec.describe()}, expected no such tensor" for spec in unexpected)

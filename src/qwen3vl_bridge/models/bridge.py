@@ -27,7 +27,7 @@ from qwen3vl_bridge.weights.rows import ExpertLayout, expand, expert_layout_of
 
 import torch
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
-from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge, WeightConversionTask
 from megatron.bridge.models.hf_pretrained.state import SafeTensorsStateSource
 from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
 from megatron.core.transformer.module import MegatronModule
@@ -127,6 +127,15 @@ class FamilyBridge(AdapterConversion, MegatronModelBridge):
             fields |= {name: getattr(text, of_text) for name, of_text in EXPERT_FIELDS.items()}
             fields["moe_aux_loss_coeff"] = text.router_aux_loss_coef
         return fields
+
+    def build_conversion_tasks(
+        self, hf_pretrained: Any, megatron_model: list[Any], *args: Any, **kwargs: Any
+    ) -> list[WeightConversionTask | None]:
+        """Like Megatron-Bridge's; of a quantised model without scales that have no Hugging Face name."""
+        from modelopt.torch.quantization.utils import is_quantized
+
+        tasks = super().build_conversion_tasks(hf_pretrained, megatron_model, *args, **kwargs)
+        return [task for task in tasks if task is not None] if is_quantized(megatron_model[0]) else tasks
 
     def mapping_registry(self) -> MegatronMappingRegistry:
         """The weight table as Megatron-Bridge's mappings."""

@@ -48,6 +48,8 @@ LayerNorm = _with_config(nn.LayerNorm)
 class ZeroCenteredRMSNorm(RMSNorm):
     """RMSNorm times 1 + weight, in float32. Source: transformers, Qwen3_5RMSNorm."""
 
+    zero_centered_gamma = True  # as Transformer Engine's says it; ModelOpt's exporter asks
+
     def reset_parameters(self) -> None:
         """Initialise for a factor of one."""
         nn.init.zeros_(self.weight)

@@ -27,10 +27,11 @@ from qwen3vl_bridge.peft.insertion import map_modules
 from qwen3vl_bridge.weights.rows import Part, part_of
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint, make_viewless_tensor
@@ -131,6 +132,18 @@ class MRopeGPTModel(GPTModel):
         if first + here > tokens:
             logits[..., max(tokens - first, 0) :] = float("-inf")
         return logits
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> ShardedStateDict:
+        """Like GPTModel's, with ModelOpt's scales of each output of gate and up projections divided like their weights.
+
+        ModelOpt 0.47 names them as if ranks had consecutive parts of both: another number of ranks would mix them.
+        """
+        state = super().sharded_state_dict(*args, **kwargs)
+        for name, scale in state.items():
+            of_outputs = isinstance(scale, ShardedTensor) and scale.local_shape[0] > 1
+            if of_outputs and name.endswith("linear_fc1.weight_quantizer._amax"):
+                state[name] = apply_swiglu_sharded_factory(scale, (), singleton_local_shards=True)
+        return state
 
     def tie_embeddings_and_output_weights_state_dict(
         self,

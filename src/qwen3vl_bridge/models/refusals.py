@@ -37,6 +37,7 @@ from qwen3vl_bridge.models.rules import (
 from qwen3vl_bridge.models.settings import VisionLanguageFields
 
 import torch
+from megatron.bridge.models.gpt_provider import modelopt_transformer_layer_spec
 from megatron.core.transformer.enums import AttnBackend, LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.utils import get_te_version, is_te_min_version
@@ -63,6 +64,7 @@ SIZES: tuple[Rule, ...] = tuple(
 # --- Settings that keep the default of the provider's class ---
 
 NOTHING_ELSE = "this model implements nothing else"
+_SELECTS = "transformer_impl selects the layers"
 
 
 def unread(names: str) -> tuple[Allowed, ...]:
@@ -98,7 +100,8 @@ UNREAD = unread(
 
 FIXED: tuple[Rule, ...] = (
     *UNREAD,
-    *keep("transformer_layer_spec use_transformer_engine_full_layer_spec", "transformer_impl selects the layers"),
+    *keep("transformer_layer_spec", _SELECTS, also=(modelopt_transformer_layer_spec,)),
+    *keep("use_transformer_engine_full_layer_spec", _SELECTS),
     *keep(
         "position_embedding_type rotary_interleaved rotary_scaling_factor rope_scaling seq_len_interpolation_factor "
         "no_rope_freq",

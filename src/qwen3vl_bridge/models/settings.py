@@ -13,7 +13,7 @@ from qwen3vl_bridge.models.hf_config import rope_parameters_of
 
 import torch
 import torch.nn.functional as F
-from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.models.gpt_provider import GPTModelProvider, modelopt_transformer_layer_spec
 from megatron.bridge.models.qwen_vl.qwen3_vl_provider import DistTrainConfig
 from megatron.core import jit
 from megatron.core.fp4_utils import get_fp4_align_size
@@ -297,6 +297,12 @@ def complete_before_finalize(provider: VisionLanguageFields) -> None:
         provider.mtp_num_layers = None  # megatron-core uses None for a model without such layers
     if provider.restore_modelopt_state:  # ModelOpt looks at weights before they are loaded, and refuses NaN
         provider.perform_initialization = True
+    if provider.transformer_layer_spec is modelopt_transformer_layer_spec:
+        logger.info(
+            "transformer_layer_spec modelopt_transformer_layer_spec has no effect: ModelOpt quantises the layers that "
+            "transformer_impl %r selects",
+            provider.transformer_impl,
+        )
     complete_dist_train(provider)
     complete_rope(provider)
     local = provider.transformer_impl == "local"

@@ -173,6 +173,7 @@ def _is_layer_wise(cfg: Any) -> bool:
 
 _SKIPS = When("guard.on_nan", lambda cfg: cfg.guard is not None and cfg.guard.on_nan == "skip")
 _GENERATES = is_on("accuracy.path")
+QUANTISED = is_on("model.restore_modelopt_state")
 _SHARDED = "ddp.use_megatron_fsdp dist.use_megatron_fsdp"
 _GROUPS = "each module has its own process groups, all of one kind"
 _GATHERED = "each rank's parameters are gathered in one call, which needs one dtype, and linear attention has float32"
@@ -183,7 +184,8 @@ BEFORE_VALIDATE: tuple[Rule, ...] = (
     Allowed("dataset.seq_length", same_as("model.seq_length")).because(
         "both are the length of a row; set both to the same number"
     ),
-    *keep("model.restore_modelopt_state", "runs read no quantised initial weights"),
+    *keep(_SHARDED, "its checkpoints have no quantisers", QUANTISED),
+    *keep("dist.use_decentralized_pg", "ModelOpt asks megatron-core for process groups", QUANTISED),
     *keep("dist.use_torch_fsdp2", "it needs parameters of one dtype and whole models; use ddp.use_megatron_fsdp"),
     Allowed("dist.use_decentralized_pg", True, _DIST_TRAIN).because(_GROUPS),
     Allowed("dist.use_gloo_process_groups", False, _DIST_TRAIN).because(_GROUPS),

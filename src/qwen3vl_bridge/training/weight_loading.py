@@ -40,11 +40,13 @@ from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_
 from megatron.bridge.models.distillation_provider import DistillationProvider
 from megatron.bridge.training import checkpointing
 from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.post_training.checkpointing import load_modelopt_state
 from megatron.bridge.training.utils.checkpoint_utils import is_hf_checkpoint_dir
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
 from megatron.core.utils import get_model_config, unwrap_model
+from modelopt.torch.quantization.utils import is_quantized
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
@@ -176,9 +178,13 @@ class Pretrained:
             raise CheckpointError("\n  ".join([f"{self.folder} holds a different model from the run's:", *differ]))
 
     def load(self, model: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
-        """Fill a model; arguments and errors as for `load_weights`."""
+        """Fill a model; arguments and errors as for `load_weights`. One that ModelOpt has quantised is filled by
+        Megatron-Bridge, with its scales; more layers than it has are no error then.
+        """
         if self.is_hf:
             AutoBridge.from_hf_pretrained(str(self.folder)).load_hf_weights(list(model))
+        elif is_quantized(model[0]):
+            checkpointing._load_model_weights_from_checkpoint(str(self.folder), list(model))
         else:
             load_weights(self.folder, model, groups)
 
@@ -248,10 +254,15 @@ class InitialWeights:
         """
         cfg = self.cfg
         peft = cfg.peft or self.peft  # already ours if a failed set-up is repeated
+        resumes = peft is None and has_checkpoint(cfg.checkpoint)
         with fail_together():
             for chunk in chunks:
                 _allocate_on_host(chunk)
-        if peft is None and has_checkpoint(cfg.checkpoint):
+        if cfg.model.restore_modelopt_state:
+            # Megatron-Bridge's hook is the last: after scales are read, and a student is joined with its teacher.
+            own = cfg.checkpoint.load, cfg.checkpoint.ckpt_step
+            load_modelopt_state(chunks, *(own if resumes else (cfg.checkpoint.pretrained_checkpoint, None)))
+        if resumes:
             return chunks
         with fail_together():
             pretrained = Pretrained.find(cfg.checkpoint.pretrained_checkpoint)

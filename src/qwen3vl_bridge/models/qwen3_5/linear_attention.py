@@ -69,14 +69,15 @@ class LinearAttention(GatedDeltaNet):
         return self.in_proj, list(self.in_proj_split_sections)
 
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Like megatron-core's, which splits the projection into sections; also splits the rows of its adapters.
+        """Like megatron-core's, which splits the projection into sections; also splits the rows of its adapters, and
+        ModelOpt's scales of each output.
 
         Each rank holds its part of every section, concatenated, so that concatenating the ranks' rows would not restore
         the order of the full tensor.
         """
         state = super().sharded_state_dict(prefix, *args, **kwargs)
-        for name in (f"{prefix}in_proj{MARK}{kind}" for kind in (OUT, MAGNITUDE)):
-            if name in state:
+        for name in (f"{prefix}in_proj{rows}" for rows in (MARK + OUT, MARK + MAGNITUDE, ".weight_quantizer._amax")):
+            if name in state and state[name].local_shape[0] > 1:
                 sections = list(self.in_proj_split_sections)
                 state[name] = _split_tensor_factory(state[name], sections, self.in_proj_split_names, 0)
         return state
