@@ -199,6 +199,7 @@ def on(
     gpu: str = "H100",
     rows: int | None = None,
     recompute: int | Literal["all"] | None = None,
+    overlap: bool = False,
     **sizes: int,
 ) -> Recipe:
     """A recipe for this number of GPUs.
@@ -211,17 +212,21 @@ def on(
         gpu: kind of GPU.
         rows: `global_batch_size`, if it differs from the kind's.
         recompute: as `layers` of `recompute_layers`; None to leave recomputation as the kind sets it.
+        overlap: run experts' all-to-all under computation, which full recomputation excludes.
         **sizes: parallel sizes, as for `split`.
     """
 
     def build() -> Qwen3VLConfigContainer:
         cfg = kind(size, family=family) if rows is None else kind(size, family=family, global_batch_size=rows)
         cfg = split(cfg, **sizes)
+        cfg.model.overlap_moe_expert_parallel_comm = overlap
         return cfg if recompute is None else recompute_layers(cfg, recompute)
 
     words = [f"{name.upper()} {number}" for name, number in sizes.items()]
     if recompute is not None:
         words.append(f"{'activations' if recompute == 'all' else f'{recompute} layers of a stage'} recomputed")
+    if overlap:
+        words.append("experts' all-to-all under computation")
     title = (kind.__doc__ or "").partition(".\n")[0].removesuffix(".")
     machine = f"one {gpu}" if gpus == 1 else f"{gpus} {gpu}"
     return Recipe(build, gpus, gpu, f"{title}, {machine}{': ' if words else ''}{', '.join(words)}.")

@@ -64,8 +64,8 @@ qwen35_vl_35b_a3b_sft_fsdp_config = on(16, sft_fsdp, "35B-A3B", ep=8, recompute=
 qwen35_vl_35b_a3b_sft_32k_config = on(16, sft_32k, "35B-A3B", tp=2, cp=4, ep=16, recompute="all")
 qwen35_vl_35b_a3b_sft_128k_config = on(16, sft_128k, "35B-A3B", tp=2, cp=8, ep=16, recompute="all")
 qwen35_vl_35b_a3b_sft_256k_config = on(32, sft_256k, "35B-A3B", tp=2, cp=8, ep=16, recompute="all")
-qwen35_vl_35b_a3b_peft_config = on(8, peft, "35B-A3B", tp=2, ep=4, recompute="all")
-qwen35_vl_35b_a3b_pretrain_config = on(128, pretrain, "35B-A3B", tp=2, ep=16, recompute="all")
+qwen35_vl_35b_a3b_peft_config = on(8, peft, "35B-A3B", tp=2, ep=4, overlap=True)
+qwen35_vl_35b_a3b_pretrain_config = on(128, pretrain, "35B-A3B", tp=2, ep=16, overlap=True)
 qwen35_vl_35b_a3b_pretrain_fp8_cs_config = on(128, pretrain_fp8_cs, "35B-A3B", tp=2, ep=16, recompute="all")
 qwen35_vl_35b_a3b_pretrain_fp8_mx_config = on(64, pretrain_fp8_mx, "35B-A3B", gpu="B200", ep=8)
 
@@ -95,5 +95,5 @@ qwen35_vl_397b_a17b_pretrain_fp8_mx_config = on(
     256, pretrain_fp8_mx, "397B-A17B", gpu="B200", tp=2, pp=4, ep=32, rows=1024
 )
 
-qwen35_vl_proxy_sft_config = on(8, sft, "proxy", tp=2, ep=4)
+qwen35_vl_proxy_sft_config = on(8, sft, "proxy", tp=2, ep=4, overlap=True)
 qwen35_vl_proxy_sft_fsdp_config = on(8, sft_fsdp, "proxy", ep=4)

@@ -68,8 +68,8 @@ def qwen3_vl_30b_a3b_sft_dist_train_config():
     return dist_train(keep_tower(cfg), vision=8, language=24)
 
 
-qwen3_vl_30b_a3b_peft_config = on(8, peft, "30B-A3B", ep=8, recompute="all")
-qwen3_vl_30b_a3b_peft_dora_config = on(8, peft_dora, "30B-A3B", ep=8)
+qwen3_vl_30b_a3b_peft_config = on(8, peft, "30B-A3B", ep=8, overlap=True)
+qwen3_vl_30b_a3b_peft_dora_config = on(8, peft_dora, "30B-A3B", ep=8, overlap=True)
 qwen3_vl_30b_a3b_pretrain_config = on(128, pretrain, "30B-A3B", ep=8, recompute="all")
 qwen3_vl_30b_a3b_pretrain_fp8_cs_config = on(128, pretrain_fp8_cs, "30B-A3B", ep=8, recompute="all")
 qwen3_vl_30b_a3b_pretrain_fp8_mx_config = on(64, pretrain_fp8_mx, "30B-A3B", gpu="B200", ep=8)

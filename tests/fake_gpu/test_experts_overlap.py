@@ -14,6 +14,8 @@ from pathlib import Path
 import qwen3vl_bridge
 from qwen3vl_bridge.compat.library_logs import without_prints
 from qwen3vl_bridge.rehearsal.one_rank import rehearse
+from qwen3vl_bridge.training import guard
+from qwen3vl_bridge.training.guard import Microbatch
 from megatron.core.pipeline_parallel.utils import ScheduleNode
 from megatron.core.tensor_parallel import mappings
 from qwen3vl_recipes import qwen3_vl_30b_a3b_peft_config
@@ -35,12 +37,13 @@ def exchanged(*arguments, **sizes):
 ScheduleNode.stream_acquire_context = marked
 mappings.torch.distributed.all_to_all_single = exchanged
 cfg = qwen3_vl_30b_a3b_peft_config()
-model = cfg.model
-model.num_layers, model.overlap_moe_expert_parallel_comm = 4, True
-model.recompute_granularity = model.recompute_method = model.recompute_num_layers = None
+cfg.model.num_layers = 4
+microbatches = []  # as the guard has them
+guard.Microbatch = lambda *values: microbatches.append(Microbatch(*values)) or microbatches[-1]
 with without_prints():
     seen = rehearse(cfg, rank=0, world=8, log=Path(os.environ["FAKE_GPU_LOG"]))
-result = dict(error=seen.error)
+result = dict(error=seen.error, losses=[one.losses.untyped_storage().nbytes() for one in microbatches])
+result["allocated"] = {phase.name: phase.allocated for phase in seen.phases}
 """
 
 
@@ -55,10 +58,15 @@ class Node:
 
 
 @pytest.fixture(scope="module")
-def nodes(on_fake_gpu) -> list[Node]:
+def run(on_fake_gpu):
+    done = on_fake_gpu(PROGRAM)
+    assert done.result["error"] is None
+    return done
+
+
+@pytest.fixture(scope="module")
+def nodes(run) -> list[Node]:
     """Of the last step, whose two microbatches are one forward and one backward pass at once, in the order of issue."""
-    run = on_fake_gpu(PROGRAM)
-    assert run.result["error"] is None
     found: list[Node] = []
     inside = None
     for event in run.between("step 2", "end"):
@@ -107,3 +115,13 @@ def test_what_is_exchanged_lies_between_the_other_microbatchs_computations(nodes
     assert layers[forward:backward] == 4 * order
     assert layers[backward:] == 4 * [one for one in order if one[0] == "b"]
     assert names.count("f layer_output") == names.count("b layer_output") == 2 * 4  # DeepStack's three, and the last
+
+
+def test_a_step_keeps_its_losses_and_no_hidden_states(run):
+    """megatron-core frees what the loss function was given, which the guard reads to name samples. Its layers would
+    keep the last microbatch's hidden states.
+    """
+    assert run.result["losses"] == 3 * 2 * [8192 * 4]
+    allocated = run.result["allocated"]
+    # Moments of the adapters, workspaces and indices are less than hidden states of four layers.
+    assert allocated["step 2, optimizer"] - allocated["optimizer"] < 4 * 8192 * 2048 * 2

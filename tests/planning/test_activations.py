@@ -13,6 +13,7 @@ from qwen3vl_bridge.planning.estimate import estimate
 from qwen3vl_bridge.planning.split import ModelSplit
 from qwen3vl_bridge.planning.training_settings import BF16, FP32, FULL, Recompute, TrainingSettings
 from qwen3vl_bridge.registry import dimensions_of
+from qwen3vl_bridge.weights.rows import Part
 
 import pytest
 import torch
@@ -132,6 +133,23 @@ def test_what_autograd_keeps(case, family):
         linear = "linear_layers" in dims.indices
         print(f"{family}, {case}, {content}, {'packed' if packed else 'rows'}: {error:+.1e}")
         assert abs(error) <= (NEAR_ROWS if linear and not packed else NEAR), (content, packed)
+
+
+@pytest.mark.parametrize("family", ["MoE", "Qwen3.5 MoE"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_frozen_experts_keep_no_inputs(family, fused):
+    config = FAMILIES[family]()
+    dims, split = dimensions_of(config.to_dict()), ModelSplit(1)
+    ((chunk,),) = split.chunks(len(dims.indices["text_layers"]))
+    training = TrainingSettings(transformer_engine=False, precision=BF16, fused_activation=fused, loss_chunk_tokens=0)
+    frozen = replace(training, frozen=frozenset({Part.LANGUAGE_MODEL}))
+    model, batch = build(config, training), make_batch(make_samples("text only", config, seed=3), config, packed=True)
+    counted = [chunk_activations(dims, split, one, chunk, work_of(batch)).total for one in (training, frozen)]
+    kept = [saved_bytes(model, batch)]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".experts." not in name)
+    kept.append(saved_bytes(model, batch))
+    assert kept[0] - kept[1] == counted[0] - counted[1] > 0
 
 
 def total(size: str, split: ModelSplit, training: TrainingSettings) -> float:

@@ -341,6 +341,29 @@ def test_a_vision_rank_encodes_for_all_replicas_that_it_serves(vision, share):
     assert short.in_flight == (2,)
 
 
+@pytest.mark.parametrize("name", ["30B-A3B", "35B-A3B"])
+def test_experts_under_computation_hold_the_next_microbatchs_first_layer(name):
+    """And its tower; and of Qwen3.5, whose norms save copies in float32, what nodes hand on."""
+    dims = dimensions_of((presets if name == "30B-A3B" else qwen3_5).config_dict(name))
+    split, layers = ModelSplit(8, ep=8), len(dims.indices["text_layers"])
+    for rows in (8, 16):
+        plain = replace(ROWS, global_batch_size=rows, transformer_engine=False, on_gpu=True, delta_rule_kernels=True)
+        ours, expected = (estimate(dims, split, replace(plain, overlaps_experts=on)).peak.activations for on in (1, 0))
+        handed_on = 2 * layers * 2 * dims["hidden"] * 8192 * (name == "35B-A3B")
+        more = {"language model": 1 / layers, "loss": 0} if rows > 8 else dict.fromkeys(expected, 0)
+        expected = dict(expected, **{"language model": expected["language model"] + handed_on})
+        assert ours == pytest.approx({module: n * (1 + more.get(module, 1)) for module, n in expected.items()})
+
+
+def test_proposals_overlap_what_megatron_core_can():
+    dims = dimensions_of(presets.config_dict("30B-A3B"))
+    found, _ = propose(dims, 32, H100, replace(ROWS, overlaps_experts=True))
+    for one in found:
+        alone = one.split.pp > 1 or one.split.ep == 1 or one.training.recompute == FULL
+        assert one.training.overlaps_experts == (not alone)
+    assert len({one.training.overlaps_experts for one in found}) == 2
+
+
 @pytest.mark.parametrize(("name", "gpus", "vision"), [("2B", 8, 2), ("8B", 16, 4), ("30B-A3B", 32, 8)])
 def test_proposals_with_vision_ranks_fit(name, gpus, vision):
     config, vision_split = presets.config_dict(name), ModelSplit(vision)

@@ -25,7 +25,9 @@ import qwen3vl_recipes
 import torch
 import torch.nn.functional as F
 from megatron.bridge import AutoBridge
+from megatron.bridge.training.comm_overlap import CommOverlapConfig
 from megatron.bridge.training.config import runtime_config_update
+from qwen3vl_recipes.dry_run import finalised
 from safetensors.torch import load_file
 from transformers import AutoConfig, Qwen3VLForConditionalGeneration
 
@@ -402,6 +404,18 @@ def test_sharded_units_are_whole_layers():
     cfg.model.overlap_moe_expert_parallel_comm = True
     with pytest.raises(ValueError, match=r"^ddp.use_megatron_fsdp is True with model.overlap_.*, expected False: the"):
         check(run_refusals.BEFORE_VALIDATE, cfg)
+
+
+@pytest.mark.usefixtures("no_groups")
+@pytest.mark.parametrize("own", [None, False, True])
+def test_overlap_that_megatron_bridge_would_turn_off_is_refused(own):
+    cfg = qwen3vl_recipes.qwen3_vl_30b_a3b_peft_config()
+    cfg.comm_overlap = CommOverlapConfig(tp_comm_overlap=False, overlap_moe_expert_parallel_comm=own)
+    if own:
+        assert finalised(cfg, 8).model.overlap_moe_expert_parallel_comm
+        return
+    with pytest.raises(ValueError, match=f"overlap_moe_expert_parallel_comm is {own} with model.ov.*, expected True: "):
+        finalised(cfg, 8)
 
 
 def test_a_first_save_that_would_end_the_run_is_refused_before_it(inputs, monkeypatch, tmp_path):

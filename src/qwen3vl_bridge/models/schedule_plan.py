@@ -139,6 +139,7 @@ def attend_and_route(layer: TransformerLayer, node: TransformerLayerNode, hidden
         packed_seq_params=state.packed_seq_params,
     )
     normed = layer._forward_pre_mlp_layernorm(hidden)
+    layer.mlp_norm_manager = None  # of offloading, refused here; it would hold `hidden` until the next microbatch
     shared = mlp.shared_experts_compute(normed)
     padding = None if state.padding_mask is None else state.padding_mask.T.bool()
     tokens, weights = mlp.preprocess(normed, *mlp.route(normed, padding))

@@ -198,6 +198,10 @@ def moe_mlp(r: RankWidths) -> SavedTensors:
         "experts: linear_fc1 input": routed * dims["hidden"] * e,
         **gated_mlp(r, "experts", routed * dims["moe_ffn"] / split.expert_tp, weighted=True),
     }
+    # Products whose weights get no gradients, and no adapters. In a layer that is recomputed the inputs count: its peak
+    # is in the forward pass, which has them.
+    if Part.LANGUAGE_MODEL in training.frozen_weights and training.recompute.granularity != "full":
+        saved |= {"experts: linear_fc1 input": 0, "experts: input of linear_fc2": 0}
     if ffn := dims.sizes.get("shared_ffn", 0):  # the input of the shared expert is the router's
         saved |= gated_mlp(r, "shared expert", ffn / split.tp)
         saved |= {"shared expert: output": r.hidden * e, "shared expert: gate": e * r.token}
@@ -401,6 +405,8 @@ def _text_layers(r: RankWidths, numbers: Sequence[int], slots: float) -> list[La
                 f"adapter of {n}: input of other ranks": (dims["hidden"] - r.hidden) * r.e for n in adapted & kept
             }
             layer = layer._replace(saved=layer.saved | saved)
+        if r.training.overlaps_experts and r.norm_input != r.e:  # what nodes hand on, of which norms save a copy
+            layer = layer._replace(saved=layer.saved | {"inputs of both norms": 2 * r.hidden * r.e})
         by_number |= dict.fromkeys(same, layer)
     if (bits := r.training.eight_bits) is not None and numbers:
         chunk = range(numbers[0], numbers[-1] + 1)

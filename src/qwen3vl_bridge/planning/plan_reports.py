@@ -149,8 +149,9 @@ def describe_ranks(estimate: MemoryEstimate) -> str:
 
 
 def describe_training(training: TrainingSettings) -> str:
-    """Sharding, multi-token prediction and recomputation."""
+    """Sharding, multi-token prediction, experts' communication and recomputation."""
     parts = [training.sharding.value, *["trains MTP"] * training.trains_mtp]
+    parts += ["experts' all-to-all under computation"] * training.overlaps_experts
     for tower, recompute in (("language", training.recompute), ("vision", training.vision_recompute)):
         if recompute.modules:
             parts.append(f"{tower} recomputes {', '.join(sorted(recompute.modules))}")

@@ -121,6 +121,8 @@ def _estimates(
     text = [Recompute(), Recompute("selective", frozenset(modules)), FULL]
     vision = [Recompute()] if Part.VISION_MODEL in training.frozen_weights else [Recompute(), FULL]
     for recompute, vision_recompute in itertools.product(text, vision):
-        settings = replace(training, recompute=recompute, vision_recompute=vision_recompute)
+        apart = split.pp > 1 or split.ep == 1 or recompute == FULL or "moe" in recompute.modules
+        overlaps = training.overlaps_experts and not apart  # which megatron-core refuses there
+        settings = replace(training, recompute=recompute, vision_recompute=vision_recompute, overlaps_experts=overlaps)
         # The peak is among these: middle stages hold fewer microbatches of equally many layers.
         yield estimate(dims, split, settings, vision_split, stages={0, 1, split.pp - 1})

@@ -142,6 +142,15 @@ class Qwen3VLConfigContainer(ConfigContainer):
         check_world(self.model, world_size)
         return super().get_data_parallel_size(world_size)
 
+    def set_data_parallel_size(self) -> None:
+        """Like Megatron-Bridge's, which is called just before `comm_overlap` is applied.
+
+        Raises:
+            ValueError: as `get_data_parallel_size`; or `comm_overlap` would turn off what the model's settings turn on.
+        """
+        check(run_refusals.BEFORE_OVERLAP, self)
+        super().set_data_parallel_size()
+
     def validate(self) -> None:
         """Like Megatron-Bridge's, with our checks; raises ValueError for settings that contradict each other."""
         check_script()

@@ -278,7 +278,8 @@ def recorded(count: Callable, state: GlobalState, batch: TokenBatch, mask: Tenso
     def count_and_record(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         counted = count(losses)
         sums = counted[2].get("total loss", counted[2]["lm loss"])  # the former with a teacher
-        microbatches.append(Microbatch(losses.detach(), mask, sums, batch.layout, batch.sample_ids))
+        # On CUDA megatron-core's combined schedule frees what the loss function was given after the backward pass.
+        microbatches.append(Microbatch(losses.detach().clone(), mask, sums, batch.layout, batch.sample_ids))
         return counted
 
     return count_and_record

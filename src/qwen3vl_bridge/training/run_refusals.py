@@ -178,6 +178,14 @@ _SHARDED = "ddp.use_megatron_fsdp dist.use_megatron_fsdp"
 _GROUPS = "each module has its own process groups, all of one kind"
 _GATHERED = "each rank's parameters are gathered in one call, which needs one dtype, and linear attention has float32"
 
+# Before Megatron-Bridge writes `comm_overlap` over the model's settings, which is before validation.
+BEFORE_OVERLAP: tuple[Rule, ...] = tuple(
+    Allowed(f"comm_overlap.{name}", True, is_on(f"model.{name}") & (lambda cfg: cfg.comm_overlap)).because(
+        "it replaces the model's, and None turns that off"
+    )
+    for name in ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "defer_embedding_wgrad_compute")
+)
+
 BEFORE_VALIDATE: tuple[Rule, ...] = (
     _check_names,
     _check_connections,

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from qwen3vl_bridge.models.model import VisionLanguageModel
-from qwen3vl_bridge.peft import Qwen3VLLoRA
+from qwen3vl_bridge.peft import Qwen3VLDoRA, Qwen3VLLoRA
 from qwen3vl_bridge.weights.rows import ExpertLayout
 
 import pytest
@@ -59,6 +59,8 @@ QWEN3_VL: dict[str, tuple[Topology, dict[str, Any], list[tuple[str, str]]]] = {
     ),
     "frozen language model": (TOPOLOGIES["EP2"], dict(model__freeze_language_model=True), [PADDED]),
     "LoRA": (TOPOLOGIES["EP2"], dict(peft=Qwen3VLLoRA(dim=4)), [PADDED]),
+    "LoRA of experts": (TOPOLOGIES["EP2"], dict(peft=Qwen3VLLoRA(dim=4, adapt_experts=True)), [PADDED]),
+    "DoRA": (TOPOLOGIES["EP2"], dict(peft=Qwen3VLDoRA(dim=4)), [PACKED]),
     "LoRA with dropout": (TOPOLOGIES["TP2+SP+EP2"], dict(peft=Qwen3VLLoRA(dim=4, dropout=0.5)), [PACKED]),
 }  # fmt: skip
 _MTP = dict(model__mtp_loss_scaling_factor=0.3)
