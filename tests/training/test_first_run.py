@@ -183,7 +183,8 @@ def test_a_long_step_says_where_it_is(inputs, monkeypatch, capfd):
         train(replicated(inputs, None, **short | dict(train__global_batch_size=4)))
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("step ")]
     numbers = [int(re.fullmatch(r"step 1: microbatch (\d) of 4", line)[1]) for line in lines[:-1]]
-    assert numbers and numbers == sorted(numbers) and {*numbers} <= {1, 2, 3, 4} and lines[-1].startswith("step 1/1  loss")
+    assert numbers and numbers == sorted(numbers) and {*numbers} <= {1, 2, 3, 4}
+    assert lines[-1].startswith("step 1/1  loss")
     (warned,) = [message for message in said if message.startswith("on a CPU")]
     assert warned.startswith("on a CPU a step of 4 rows of 128 tokens takes long; for a first try: train.global_batch_")
     for thread in threading.enumerate():
