@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show, show_anything, show_error
+from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, CommandParser, show, show_anything, show_error
 
 from qwen3vl_recipes import setting_names
 from qwen3vl_recipes.early_refusals import refuse_early
@@ -74,7 +74,7 @@ def train(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl train"
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=prog, description="Train Qwen3-VL or Qwen3.5-VL with a recipe, from given weights or from scratch.",
         epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
@@ -141,8 +141,8 @@ def _meant_by(option: str, parser: argparse.ArgumentParser) -> str:
     """What may be meant by an option that does not exist, as the end of a message."""
     name, _, value = option.lstrip("-").partition("=")
     name = name.replace("_", "-")
-    if (like := _OPTIONS_ELSEWHERE.get(name)) is None and (setting := setting_names.nearest(name)) is not None:
-        return f"; settings are given as NAME=VALUE: {setting}={value or '...'}"
+    if (like := _OPTIONS_ELSEWHERE.get(name)) is None and (words := setting_names.meant_by(name, value or "...")):
+        return f"; settings are given as NAME=VALUE: {words}"
     if like is None:
         known = [one for action in parser._actions for one in action.option_strings]
         like = next(iter(difflib.get_close_matches(f"--{name}", known, n=1)), None)

@@ -30,6 +30,8 @@ def refuse_early(args: Namespace) -> None:
     Raises:
         ValueError, OSError: what cannot work.
     """
+    from qwen3vl_bridge.data.sources.opening import expect_table, splits_in
+
     given, ours, runs = _given(args), ":" not in args.recipe, not (args.dry_run or args.rehearse)
     if ours:
         find(args.recipe)
@@ -40,6 +42,8 @@ def refuse_early(args: Namespace) -> None:
     for name, path in names.items():
         if runs and isinstance(path, str):
             expect_data(name, path)
+            if ours and Path(path).is_dir() and splits_in(path) == {"train": path}:
+                expect_table(Path(path))
     if ours and runs and not (args.data_path or {*_DATA, "dataset.mixture"} & given.keys()):
         raise ValueError(
             "dataset.path is None: give --data-path, a folder with train.jsonl or a file of conversations; or "

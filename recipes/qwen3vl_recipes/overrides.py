@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 _PLAIN = (bool, int, float, str, list, tuple)
+_DECAY = ("optimizer.weight_decay", "scheduler.start_weight_decay", "scheduler.end_weight_decay")
+_WARMUP = "scheduler.lr_warmup_"
 _ALIKE = {float: (float, int), list: (list, tuple), tuple: (list, tuple)}
 
 
@@ -39,6 +41,10 @@ def apply(cfg: ConfigContainer, words: Sequence[str] = (), files: Sequence[str |
     steps, epochs = "train.train_iters", "train.num_epochs"
     if after.get(epochs) is not None and before.get(epochs) is None and after.get(steps) == before.get(steps):
         after[steps] = None  # the recipe's, which nobody has asked for
+    if (decay := after.get(_DECAY[0])) != before.get(_DECAY[0]):
+        for name in _DECAY[1:]:  # of the schedule, which would replace the optimizer's
+            if before.get(name) == after.get(name) == before[_DECAY[0]]:
+                after[name] = decay
     changed = {
         name: new
         for name, new in after.items()
@@ -51,6 +57,8 @@ def apply(cfg: ConfigContainer, words: Sequence[str] = (), files: Sequence[str |
         _put_into_frozen(cfg, name, new)
         *path, last = name.split(".")
         functools.reduce(lambda section, key: section.setdefault(key, {}), path, nested)[last] = new
+    if not any(name.startswith(_WARMUP) for name in (*words, *changed)):
+        vars(cfg.scheduler)["_is_the_recipes"] = True  # which training/run_refusals.py may shorten
     kept = {name: value for name, value in callables.items() if name.removeprefix("root.") not in changed}
     apply_overrides(cfg, nested, kept)
     arrived = _flat(_settings(cfg)[0])

@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 
 # Fields that a Hugging Face configuration has too, and the run determines.
 _OF_THE_RUN = {"seq_length"}
+_KINDS = ("tensor_model", "pipeline_model", "context", "expert_model")
 _PRECISION = {"pipeline_dtype", "autocast_dtype"}
 
 
@@ -98,7 +99,8 @@ def _use_model(cfg: ConfigContainer, hf_path: str) -> None:
                 f"the recipe has model.{name} {value!r}, which does not apply to {hf_path}; choose another"
             )
         setattr(model, name, value)
-    if (model.num_layers, model.hidden_size) != (old.num_layers, old.hidden_size):
+    splits = any(getattr(model, f"{kind}_parallel_size") > 1 for kind in _KINDS)
+    if splits and (model.num_layers, model.hidden_size) != (old.num_layers, old.hidden_size):
         logger.warning(
             "the recipe is for a model of %d layers and width %d, %s has %d and %d: its parallel sizes may not fit "
             "this model",

@@ -8,7 +8,7 @@ import importlib.util
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from qwen3vl_bridge.models.rules import NAMES_ELSEWHERE, suggestion
+from qwen3vl_bridge.models.rules import named_elsewhere, suggestion
 
 # The classes of sections whose field is declared with a base class; of others, the field's annotation tells.
 _CONTAINER = "qwen3vl_bridge.training.config.Qwen3VLConfigContainer"
@@ -39,15 +39,16 @@ def refuse_unknown(names: Iterable[str]) -> None:
             raise ValueError(f"there is no setting {name}{suggestion(name, sorted(_all(), reverse=True))}")
 
 
-def nearest(word: str) -> str | None:
-    """The setting that is meant by a word without a section, such as "lr"; None if none has this name."""
+def meant_by(word: str, value: str) -> str | None:
+    """The settings, with a value, that are meant by a word without a section, such as "lr"; None if there are none."""
     word = word.replace("-", "_")
-    if word in NAMES_ELSEWHERE:
-        return NAMES_ELSEWHERE[word]
+    if (settings := named_elsewhere(word, value)) is not None:
+        return settings
     try:
-        return next((name for name in sorted(_all(), reverse=True) if name.rpartition(".")[2] == word), None)
+        found = next((name for name in sorted(_all(), reverse=True) if name.rpartition(".")[2] == word), None)
     except (OSError, SyntaxError):
         return None
+    return found and f"{found}={value}"
 
 
 def _has(section: str, field: str) -> bool:

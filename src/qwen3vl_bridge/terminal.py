@@ -16,7 +16,7 @@ import time
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 # Exit status that a shell reports for a command ended by Ctrl-C.
 BAD_INPUT, INTERRUPTED = 2, 130
@@ -59,6 +59,15 @@ def at_least(least: int) -> Callable[[str], int]:
         return value
 
     return number
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong, and exit."""
+        show_error(message)
+        self.exit(BAD_INPUT)
 
 
 def visible(text: str) -> str:

@@ -289,7 +289,7 @@ class TestRecompute:
         assert not any(tensor.requires_grad for tensor in tower[0])
 
 
-def test_as_megatron_bridge_applies_it(untied_folder):
+def test_as_megatron_bridge_applies_it(untied_folder, caplog):
     """Before wrapping, by a hook of the provider, on a list; here under DistributedDataParallel."""
     peft = Qwen3VLLoRA(dim=2, **ALL_PARTS)
     assert isinstance(peft, LoRA)  # Megatron-Bridge counts operations by it
@@ -297,10 +297,14 @@ def test_as_megatron_bridge_applies_it(untied_folder):
     provider.register_pre_wrap_hook(lambda chunks: peft(chunks, training=True))
     provider.finalize()
     groups = initialize(provider, seed=0)
-    (wrapped,) = provider.provide_distributed_model(
-        ddp_config=DistributedDataParallelConfig(use_distributed_optimizer=False, grad_reduce_in_fp32=True),
-        use_cpu_initialization=True, mixed_precision_wrapper=None, pg_collection=groups,
-    )  # fmt: skip
+    with caplog.at_level("INFO", logger="qwen3vl_bridge"):
+        (wrapped,) = provider.provide_distributed_model(
+            ddp_config=DistributedDataParallelConfig(use_distributed_optimizer=False, grad_reduce_in_fp32=True),
+            use_cpu_initialization=True, mixed_precision_wrapper=None, pg_collection=groups,
+        )  # fmt: skip
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("qwen3vl_bridge")]
+    assert said[0] == "adapters on 40 linear layers of this rank"
+    assert len([message for message in said if message.startswith("parameters trained")]) == 1
     reduced = {name for name, p in wrapped.named_parameters() if hasattr(p, "main_grad")}
     assert reduced == {name for name, _ in wrapped.named_parameters() if ".adapter." in name}
     with pytest.raises(ValueError, match="already has 40 adapters"):  # they are found through the wrapper

@@ -55,6 +55,12 @@ MISTYPED = [
     ("--recipe qwen3_vl_9b_sft_config", "there is no recipe 'qwen3_vl_9b_sft_config'; did you mean qwen35_vl_9b_sft_"),
     (f"{RUN} --lr=1e-4", "there is no option --lr=1e-4; settings are given as NAME=VALUE: optimizer.lr=1e-4"),
     (f"{RUN} --learning-rate 1e-4", "settings are given as NAME=VALUE: optimizer.lr=..."),
+    (f"{RUN} --max_length=512", "are given as NAME=VALUE: model.seq_length=512 dataset.seq_length=512"),
+    (f"{RUN} --warmup_ratio=0.05", "NAME=VALUE: scheduler.lr_warmup_iters=0 scheduler.lr_warmup_fraction=0.05"),
+    (f"{RUN} --per_device_train_batch_size=2",
+     "NAME=VALUE: train.global_batch_size=..., which is per device x accumulation x GPUs"),
+    (f"{RUN} --gradient-accumulation-steps 4", "train.global_batch_size=..., which is per device x accumulation x "),
+    (f"{RUN} max_length=512", "no setting max_length; did you mean model.seq_length and dataset.seq_length?"),
     (f"{RUN} --model HF", "there is no option --model; did you mean --hf-model?"),
     (f"{RUN} --data_path .", "there is no option --data_path; did you mean --data-path?"),
     (f"{RUN} --output_dir run", "there is no option --output_dir; did you mean --save?"),
@@ -68,6 +74,8 @@ MISTYPED = [
     (f"{RUN} --config none.yaml", "--config is none.yaml, expected a YAML file that exists"),
     ("--hf-model HF --data-path none --save run", "dataset.path (--data-path) is none: there is no such file or"),
     ("--hf-model HF --save run dataset.train_path=x.jsonl", "dataset.train_path is x.jsonl: there is no such file"),
+    ("--hf-model HF --data-path folder --save run", "folder: found swift.jsonl, a.png, b.png, c.png, d.png in the "
+     "folder, expected train.jsonl, Parquet files or what save_to_disk wrote; to use folder/swift.jsonl, give its own"),
     ("--hf-model HF --save run", "dataset.path is None: give --data-path"),
     ("--hf-model HF --data-path .", "checkpoint.save is None, expected a folder used only by this run: give --save"),
     (f"{RUN} --pretrained-checkpoint none", "--pretrained-checkpoint is none, expected a folder that exists"),
@@ -112,6 +120,10 @@ def test_mistyped_words_are_refused_before_slow_imports(untied_folder, tmp_path)
         if file is not None:
             (tmp_path / name / weights.name).write_bytes(file)
     (tmp_path / "lacking" / f"{weights.name}.index.json").write_text('{"weight_map": {"a": "model-2.safetensors"}}')
+    (tmp_path / "train.jsonl").touch()
+    (tmp_path / "folder").mkdir()
+    for name in ("a.png", "b.png", "c.png", "d.png", "e.png", "swift.jsonl"):
+        (tmp_path / "folder" / name).touch()
     (tmp_path / "misspelt.yaml").write_text("optimizer:\n  lr: 1.0e-4\n  rate: 3\n")
     code = (
         "import contextlib, io, json, sys; from qwen3vl_bridge.cli.main import main\n"
@@ -144,6 +156,7 @@ def test_wrong_usage_is_status_2(words, message, capsys):
     assert end.value.code == 2
     said = capsys.readouterr()
     assert message in said.err and not said.out
+    assert said.err.startswith("error: ") and said.err.count("\n") == 1
 
 
 # By the files of a folder, what a message says that it holds.

@@ -132,6 +132,9 @@ FAILS = f"""
 import logging
 from qwen3vl_bridge.compat.library_logs import quiet
 quiet()
+adapters = logging.getLogger("megatron.bridge.peft.lora")
+adapters.setLevel(logging.INFO)  # as Megatron-Bridge does when a run starts
+adapters.info("Adding lora to: one of hundreds")
 for error in (ValueError("set this"), SystemExit(0), KeyboardInterrupt(), RuntimeError("nobody knows")):
     try:
         raise error

@@ -12,6 +12,7 @@ from qwen3vl_recipes import (
     qwen3_vl_30b_a3b_peft_config,
     setting_names,
 )
+from qwen3vl_recipes.dry_run import finalised
 from qwen3vl_recipes.registry import recipes
 
 
@@ -37,6 +38,28 @@ def test_what_is_not_named_stays_as_it_is(cfg):
     assert cfg.model.vision_config is vision and cfg.dataset.pixel_dtype is dtype
     before.train.train_iters = 3
     assert cfg.to_dict() == before.to_dict()
+
+
+def test_the_schedules_weight_decay_follows_unless_it_is_set(cfg):
+    """Megatron-core's scheduler replaces the optimizer's by its own in each step."""
+    overrides.apply(cfg, ["optimizer.weight_decay=0.05"])
+    assert cfg.scheduler.start_weight_decay == cfg.scheduler.end_weight_decay == cfg.optimizer.weight_decay == 0.05
+    overrides.apply(cfg, ["optimizer.weight_decay=0.01", "scheduler.end_weight_decay=0.2"])
+    assert (cfg.scheduler.start_weight_decay, cfg.scheduler.end_weight_decay) == (0.01, 0.2)
+
+
+@pytest.mark.usefixtures("no_groups")
+def test_the_recipes_warm_up_fits_a_shorter_run(cfg, caplog):
+    """A warm-up that the command line sets is the user's, and refused where it does not fit."""
+    with caplog.at_level("INFO", logger="qwen3vl_bridge"):
+        short = finalised(overrides.apply(cfg, ["train.train_iters=40"]), 8)
+    assert short.scheduler.lr_warmup_iters == 2 and short.scheduler.lr_warmup_steps == 2 * 32
+    assert "the recipe's scheduler.lr_warmup_iters of 50 is shortened to 2: train.train_iters is 40" in caplog.messages
+    same = overrides.apply(qwen3_vl_8b_sft_config(), ["train.train_iters=51"])
+    assert finalised(same, 8).scheduler.lr_warmup_iters == 50
+    given = overrides.apply(qwen3_vl_8b_sft_config(), ["train.train_iters=40", "scheduler.lr_warmup_iters=50"])
+    with pytest.raises(ValueError, match=r"lr_warmup_iters is 50 with train\.train_iters 40"):
+        finalised(given, 8)
 
 
 def test_settings_that_nobody_has_set(cfg):

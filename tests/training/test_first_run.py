@@ -6,6 +6,7 @@ import logging
 import math
 import re
 import resource
+import threading
 from operator import attrgetter
 
 import qwen3vl_bridge
@@ -13,7 +14,7 @@ from qwen3vl_bridge import Qwen3VLEnergonProvider, Qwen3VLLoRA
 from qwen3vl_bridge.checkpoint import CheckpointError
 from qwen3vl_bridge.io.atomic import snapshot
 from qwen3vl_bridge.planning.from_config import checkpoint_bytes
-from qwen3vl_bridge.training import run_refusals
+from qwen3vl_bridge.training import run_log, run_refusals
 from qwen3vl_bridge.training.process_groups import shutdown
 
 import pytest
@@ -77,7 +78,7 @@ def test_without_callbacks_a_run_does_not_start(inputs):
         finetune(replicated(inputs, None), qwen3vl_bridge.forward_step)
 
 
-def test_a_finished_run_that_is_started_again_is_complete(inputs, tmp_path):
+def test_a_finished_run_that_is_started_again_is_complete(inputs, tmp_path, capfd):
     """As a scheduler does that requeues its job: nothing is trained, validated or saved, and nothing fails."""
     settings = dict(train__train_iters=3, checkpoint__save_interval=2)
     run_bridges_loop(replicated(inputs, tmp_path, **settings))
@@ -92,7 +93,9 @@ def test_a_finished_run_that_is_started_again_is_complete(inputs, tmp_path):
     longer = replicated(inputs, tmp_path, **settings | dict(train__train_iters=4))
     assert "raise train.train_iters and set scheduler.override_opt_param_scheduler=true" in complete
     longer.scheduler.override_opt_param_scheduler = True
+    assert "continuing" not in capfd.readouterr().err
     run_bridges_loop(longer)
+    assert f"continuing {tmp_path} from step 3 of 4\n" in capfd.readouterr().err
     assert [entry["step"] for entry in read_log(tmp_path) if "loss" in entry] == [1, 2, 3, 4]
 
 
@@ -169,6 +172,25 @@ def test_the_first_lines_say_how_long_an_epoch_is(inputs, capfd):
     assert re.fullmatch(length, line)
     warning = "an epoch is shorter than a step, which trains on each sample about 2 times: lower "
     assert any(message.startswith(warning) for message in said)
+
+
+def test_a_long_step_says_where_it_is(inputs, monkeypatch, capfd):
+    """Before its end, also the first one; and that steps on a CPU will be long is said before it begins."""
+    monkeypatch.setattr(run_log, "_SECONDS_BETWEEN_LINES", 0.01)
+    monkeypatch.setattr(run_log, "_MANY_TOKENS", 4 * 128 - 1)
+    short = dict(train__train_iters=1, scheduler__lr_warmup_iters=0, validation__eval_iters=0)
+    with messages("qwen3vl_bridge") as said:
+        train(replicated(inputs, None, **short | dict(train__global_batch_size=4)))
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("step ")]
+    numbers = [int(re.fullmatch(r"step 1: microbatch (\d) of 4", line)[1]) for line in lines[:-1]]
+    assert numbers and numbers == sorted(numbers) and {*numbers} <= {1, 2, 3, 4}
+    assert lines[-1].startswith("step 1/1  loss")
+    (warned,) = [message for message in said if message.startswith("on a CPU")]
+    assert warned.startswith("on a CPU a step of 4 rows of 128 tokens takes long; for a first try: train.global_batch_")
+    for thread in threading.enumerate():
+        if thread.name == "step progress":
+            thread.join(timeout=10)
+            assert not thread.is_alive()
 
 
 def test_an_epoch_that_is_not_counted_is_estimated(inputs):

@@ -19,7 +19,7 @@ from qwen3vl_bridge.checkpoint.formats.tensors import WEIGHT_DTYPES
 from qwen3vl_bridge.checkpoint.processes import Ranks
 from qwen3vl_bridge.checkpoint.topology import Topology
 from qwen3vl_bridge.io.files import CheckpointError, expanded
-from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, show, show_anything, show_report
+from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, CommandParser, show, show_anything, show_report
 from qwen3vl_bridge.weights.rows import ExpertLayout
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> 
 
 def adapters(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> int:
     """The verb `adapters`, as a separate command; arguments and exit status as for `main`."""
-    parser = argparse.ArgumentParser(prog=prog)
+    parser = CommandParser(prog=prog)
     parser.set_defaults(shared=True)
     _adapters(parser)
     return _run(parser.parse_args(arguments))
@@ -131,7 +131,7 @@ def _stoppable(first: bool) -> Iterator[None]:
 
 
 def _parser(prog: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=prog,
         description="Convert Qwen3-VL and Qwen3.5-VL between Hugging Face safetensors and Megatron checkpoints. Needs "
         "no GPU and never holds the model in memory. Under torchrun the processes share the work.",

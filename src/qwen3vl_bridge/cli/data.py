@@ -15,7 +15,7 @@ from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.io.files import CheckpointError
-from qwen3vl_bridge.terminal import at_least, run, show, show_report
+from qwen3vl_bridge.terminal import CommandParser, at_least, run, show, show_report
 
 _BAD_SAMPLES = _FAILURES = 1
 _MOST_SHOWN = 10  # failed downloads
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl data") 
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description="Inspect or pack conversations, or download their images.")
+    parser = CommandParser(prog=prog, description="Inspect or pack conversations, or download their images.")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     _inspect(
         verbs.add_parser("inspect", help="show samples as the model will see them, and which tokens are trained on")

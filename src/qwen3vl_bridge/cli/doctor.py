@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qwen3vl_bridge.planning.hardware import GIB, host_bytes
-from qwen3vl_bridge.terminal import run, show
+from qwen3vl_bridge.terminal import CommandParser, run, show
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -45,7 +45,7 @@ _SHARED_MEMORY, _OPEN_FILES = GIB, 4096
 
 def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> int:
     """Examine this machine and report; exit status 1 if training or conversion cannot work here, 2 for bad input."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=prog,
         description="Show what this machine has, what will be used, what is missing and how to get it. Imports "
         "Megatron-Bridge, which takes a while. The exit status is 1 if training or conversion cannot work.",

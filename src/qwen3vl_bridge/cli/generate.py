@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from qwen3vl_bridge.terminal import at_least, run, show
+from qwen3vl_bridge.terminal import CommandParser, at_least, run, show
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> int:
@@ -35,7 +35,7 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _parse(prog: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=prog,
         description="Ask a checkpoint a question without exporting it. Decoding is greedy: the answer equals that of "
         "transformers' generate(do_sample=False) on the export.",

@@ -6,13 +6,12 @@ torchrun --nproc_per_node 8 --no-python qwen3vl train --recipe qwen3_vl_8b_sft_c
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
 
-from qwen3vl_bridge.terminal import BAD_INPUT, show
+from qwen3vl_bridge.terminal import BAD_INPUT, CommandParser, show
 
 # Each is a function of the arguments after its name and of the program's name, which returns the exit status. Training
 # is in the recipes: they depend on this package, which knows them only by this name, and may be missing.
@@ -35,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for bad input; 130 if interrupted.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="qwen3vl",
         description="Qwen3-VL on Megatron: checkpoints, training, data.",
         epilog="`qwen3vl COMMAND --help` shows its options; docs/command_line.md has examples.",

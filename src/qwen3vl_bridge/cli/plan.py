@@ -28,7 +28,7 @@ from qwen3vl_bridge.planning.training_settings import (
     TrainingSettings,
 )
 from qwen3vl_bridge.registry import dimensions_of, preset, preset_sizes
-from qwen3vl_bridge.terminal import at_least, run
+from qwen3vl_bridge.terminal import CommandParser, at_least, run
 from qwen3vl_bridge.weights.rows import Part
 
 _NO_FIT = 1
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl plan") 
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=prog,
         description="Estimate the memory of each GPU while a model trains. Without any parallel size, or with "
         "--propose, propose ways to split the model that fit. docs/memory.md says what is counted and what is assumed.",

@@ -8,8 +8,9 @@ import logging
 import warnings
 
 _CHATTY = ("megatron", "torch.utils.cpp_extension")
-# Logs a traceback for every optional import that fails, and sets its own level.
-_TRACEBACKS = "megatron.bridge.utils.import_utils"
+# Megatron-Bridge sets the level of its loggers again when a run starts. The first logs a traceback for every optional
+# import that fails, the others a line for every adapter, whose number we log.
+_DISABLED = ("megatron.bridge.utils.import_utils", "megatron.bridge.peft.lora", "megatron.bridge.peft.dora")
 # Logs every error that ends a run, with its traceback, before the command shows the error itself.
 _FAILED_RUNS = "megatron.bridge.training.pretrain"
 # Errors whose message says what to do, an exit that was asked for, and Ctrl-C; the command line reports them without a
@@ -23,7 +24,8 @@ def quiet() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.ERROR)
-    logging.getLogger(_TRACEBACKS).disabled = True
+    for name in _DISABLED:
+        logging.getLogger(name).disabled = True
     logging.getLogger(_FAILED_RUNS).addFilter(_is_unexpected)
     logging.getLogger("qwen3vl_bridge").setLevel(logging.INFO)
     from transformers.utils import logging as transformers_logging

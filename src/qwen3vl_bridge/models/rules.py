@@ -33,31 +33,44 @@ def unknown_names(settings: Any) -> list[str]:
     return [name for name in vars(settings) if name not in declared and not name.startswith("_")]
 
 
-# What other trainers call a setting of a run.
+# What other trainers call settings of a run: of several, each takes the value, unless it has its own here.
 _ELSEWHERE = {
     "optimizer.lr": "learning_rate", "optimizer.min_lr": "min_learning_rate",
     "train.num_epochs": "num_train_epochs epochs",
-    "train.global_batch_size": "batch_size batchsize gradient_accumulation_steps",
-    "train.micro_batch_size": "per_device_train_batch_size mbs", "train.train_iters": "max_steps iters steps",
+    "train.global_batch_size": "batch_size batchsize gradient_accumulation_steps per_device_train_batch_size",
+    "train.micro_batch_size": "mbs", "train.train_iters": "max_steps iters steps",
     "scheduler.lr_warmup_iters": "warmup_steps warmup_iters warmup",
-    "scheduler.lr_warmup_fraction": "warmup_ratio", "scheduler.lr_decay_style": "lr_scheduler_type",
+    "scheduler.lr_warmup_iters=0 scheduler.lr_warmup_fraction": "warmup_ratio",
+    "scheduler.lr_decay_style": "lr_scheduler_type",
     "optimizer.clip_grad": "max_grad_norm", "checkpoint.save": "output_dir", "checkpoint.save_interval": "save_steps",
     "checkpoint.most_recent_k": "save_total_limit", "validation.eval_interval": "eval_steps",
-    "logger.log_interval": "logging_steps", "dataset.seq_length": "max_length max_seq_length seq_len cutoff_len",
+    "logger.log_interval": "logging_steps",
+    "model.seq_length dataset.seq_length": "max_length max_seq_length seq_length seq_len cutoff_len",
     "dataset.vision.image_max_pixels": "max_pixels", "dataset.num_workers": "dataloader_num_workers",
     "model.tensor_model_parallel_size": "tp", "model.pipeline_model_parallel_size": "pp",
     "model.context_parallel_size": "cp", "model.expert_model_parallel_size": "ep",
     "model.freeze_vision_model": "freeze_vit freeze_vision freeze_vision_tower",
     "model.freeze_vision_projection": "freeze_aligner freeze_projector", "model.freeze_language_model": "freeze_llm",
-    "peft.dim": "lora_rank rank r", "peft.alpha": "lora_alpha", "rng.seed": "seed",
+    "peft.dim": "lora_rank rank r", "peft.alpha": "lora_alpha", "peft.dropout": "lora_dropout", "rng.seed": "seed",
 }  # fmt: skip
-NAMES_ELSEWHERE = {alias: name for name, aliases in _ELSEWHERE.items() for alias in aliases.split()}
+_NAMES_ELSEWHERE = {alias: names for names, aliases in _ELSEWHERE.items() for alias in aliases.split()}
+_OF_A_DEVICE = {"per_device_train_batch_size", "gradient_accumulation_steps"}
+
+
+def named_elsewhere(alias: str, value: str = "") -> str | None:
+    """The settings that other trainers call so, with the value if there is one; None if no trainer does."""
+    if (names := _NAMES_ELSEWHERE.get(alias)) is None:
+        return None
+    if alias in _OF_A_DEVICE:
+        return f"{names}{'=...' if value else ''}, which is per device x accumulation x GPUs"
+    separator, end = (" ", f"={value}") if value else (" and ", "")
+    return separator.join(name if "=" in name else name + end for name in names.split())
 
 
 def suggestion(name: str, known: Collection[str]) -> str:
     """The end of a message about an unknown setting of a run: those of `known`, full names, that may be meant."""
     field, by_field = name.rpartition(".")[2], {one.rpartition(".")[2]: one for one in known}
-    if meant := NAMES_ELSEWHERE.get(field) or by_field.get(field):
+    if meant := named_elsewhere(field) or by_field.get(field):
         close = [meant]
     elif name == field:
         close = [by_field[one] for one in difflib.get_close_matches(field, by_field, n=3)]

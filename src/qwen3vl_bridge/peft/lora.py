@@ -5,11 +5,11 @@ Which layers these settings select is in `adapter_rows.AdapterSettings.adapts`.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from qwen3vl_bridge.models.model import VisionLanguageModel
-from qwen3vl_bridge.models.provider import log_trained_parameters
 from qwen3vl_bridge.peft.adapter_rows import LINEAR_LAYERS, AdapterSettings, layer_of, linear_rows
 from qwen3vl_bridge.peft.insertion import let_recompute_see_gradients, refuse_cut_experts, refuse_dora, transform_in
 from qwen3vl_bridge.registry import family
@@ -24,6 +24,8 @@ from torch import nn
 
 if TYPE_CHECKING:
     from qwen3vl_bridge.models.provider import VisionLanguageProvider
+
+logger = logging.getLogger(__name__)
 
 _ADAPT = {f"adapt_{part.value}": part for part in Part}
 _FREEZE = tuple(f"freeze_{part.value}" for part in Part)
@@ -85,7 +87,8 @@ class Qwen3VLParts:
             self.freeze_model(chunks, training=False)
         for module in model if isinstance(model, list) else [model]:
             module.train(mode=training)
-        log_trained_parameters(chunks)
+        number = sum(isinstance(module, AdapterWrapper) for chunk in chunks for module in chunk.modules())
+        logger.info("adapters on %d linear layers of this rank", number)
         return model
 
     def match(self, m: nn.Module, name: str | None = None, prefix: str | None = None) -> tuple[str, str] | None:

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -24,6 +25,7 @@ from qwen3vl_bridge.parallel.collectives import gather_objects, is_first
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.config import ConfigContainer
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 logger = logging.getLogger(__name__)
@@ -60,8 +62,20 @@ class RunLog(Callback):
             if self._path.exists():  # a truncated line is removed, too
                 kept = [entry for entry in read_metrics(self._path.parent) if entry["step"] <= step]
                 replace_file(self._path, "".join(map(metrics_line, kept)).encode())
-        if (epoch := getattr(cfg.dataset, "epoch", None)) is not None and is_first():
+        if not is_first():
+            return
+        if (epoch := getattr(cfg.dataset, "epoch", None)) is not None:
             self._show_epoch(epoch, cfg)
+        if step:
+            self._shown.write(f"continuing {cfg.checkpoint.load} from step {step} of {cfg.train.train_iters}")
+        rows, tokens = cfg.train.global_batch_size, cfg.model.seq_length
+        if not torch.cuda.is_available() and rows * tokens > _MANY_TOKENS:
+            logger.warning(
+                "on a CPU a step of %d rows of %s tokens takes long; for a first try: train.global_batch_size=1 "
+                "model.seq_length=512 dataset.seq_length=512",
+                *(rows, f"{tokens:,}"),
+            )
+        self._shown.watch(context.model[0])
 
     def _show_epoch(self, epoch: Epoch, cfg: ConfigContainer) -> None:
         """Say how long an epoch is, and how many the run has; warn if a step has several."""
@@ -83,6 +97,7 @@ class RunLog(Callback):
         """Note the step's start time and learning rate."""
         self._lr = get_canonical_lr_for_logging(context.optimizer.param_groups)
         self._started = time.perf_counter()
+        self._shown.begin(context.state.train_state.step + 1, get_num_microbatches())
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Add the entry of a step."""
@@ -112,6 +127,7 @@ class RunLog(Callback):
 
     def on_train_end(self, context: CallbackContext) -> None:
         """Skip a final validation that would repeat the previous one."""
+        self._shown.end()
         state = context.state
         if self._validated == state.train_state.step and getattr(state.cfg.dataset, "rows_of_evaluation", None):
             state.train_state.do_valid = False
@@ -161,6 +177,8 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 _SECONDS_BETWEEN_LINES = 10.0
+# Tokens of a step on a CPU that are warned of: at 2B parameters such a step takes hours.
+_MANY_TOKENS = 64 * 1024
 _SHOWN = {
     "loss": "loss {:.4f}",
     "lr": "lr {:.2e}",
@@ -175,18 +193,51 @@ _STAY = ("tokens_per_second", "tflops_per_gpu", "mfu", "memory_gb")
 
 
 class StepProgress:
-    """Shows steps on the first rank's standard error: a line each `interval` steps and after ten seconds."""
+    """Shows steps on the first rank's standard error: a line each `interval` steps and after ten seconds.
+
+    Within a long step a thread of its own says which microbatch the host is at, since on a CPU one may take minutes.
+    """
 
     def __init__(self, total: int, done: int, interval: int) -> None:
         self._silent = torch.distributed.get_rank() != 0
         self._total, self._first, self._interval = total, done, interval
-        self._started = self._last_line = time.monotonic()
+        self._started = self._last_line = self._begun = time.monotonic()
         self._latest: dict[str, float] = {}
         self._skipped = 0
+        self._step = self._microbatch = self._microbatches = 0
+        self._ended, self._hook = threading.Event(), None
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """Say every ten seconds where a long step is, until `end`, or until an error has ended the process group."""
+
+        def show() -> None:
+            last = 0.0
+            while not self._ended.wait(_SECONDS_BETWEEN_LINES / 10) and torch.distributed.is_initialized():
+                last, now = max(last, self._begun), time.monotonic()
+                if self._microbatch and now - last >= _SECONDS_BETWEEN_LINES:
+                    last = now
+                    self.write(f"step {self._step}: microbatch {self._microbatch} of {self._microbatches}")
+
+        self._hook = model.register_forward_pre_hook(self._count)
+        threading.Thread(target=show, name="step progress", daemon=True).start()
+
+    def _count(self, model: torch.nn.Module, _: Any) -> None:
+        self._microbatch += model.training
+
+    def begin(self, step: int, microbatches: int) -> None:
+        """A step of so many microbatches begins."""
+        self._begun, self._step, self._microbatches = time.monotonic(), step, microbatches
+
+    def end(self) -> None:
+        """No step follows."""
+        self._ended.set()
+        if self._hook is not None:
+            self._hook.remove()
 
     def advance(self, entry: Mapping[str, float]) -> None:
         """Show a finished step, the latest of those since the last call."""
         step, now = int(entry["step"]), time.monotonic()
+        self._microbatch = 0  # what follows is not of a step: a validation, a checkpoint
         self._latest |= {name: entry[name] for name in _STAY if name in entry}
         self._skipped += "skipped" in entry
         due = step % self._interval == 0 or now - self._last_line > _SECONDS_BETWEEN_LINES

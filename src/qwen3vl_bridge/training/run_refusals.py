@@ -129,7 +129,7 @@ def check_balance(cfg: Any) -> None:
 
 
 def check_warmup(cfg: Any) -> None:
-    """Refuse a warm-up that is as long as the schedule, such as a recipe's in a shortened run.
+    """Refuse a warm-up that is as long as the schedule; a recipe's in a run shortened on a command line is shortened.
 
     Megatron-Bridge shortens it to one sample less, and the rate reaches `optimizer.lr` in the last step or never.
     """
@@ -141,7 +141,12 @@ def check_warmup(cfg: Any) -> None:
     }
     name, length = next(((name, value) for name, value in lengths.items() if value is not None), ("", 0))
     warmup, wanted = f"scheduler.lr_warmup_{kind}", getattr(schedule, f"lr_warmup_{kind}")
-    if wanted and wanted >= length > 0:
+    if wanted and wanted >= length > 0 and getattr(schedule, "_is_the_recipes", False):
+        shorter = length // 20
+        setattr(schedule, f"lr_warmup_{kind}", shorter)
+        if get_rank_safe() == 0:
+            logger.info("the recipe's %s of %d is shortened to %d: %s is %d", warmup, wanted, shorter, name, length)
+    elif wanted and wanted >= length > 0:
         raise ValueError(
             f"{warmup} is {wanted} with {name} {length}: the learning rate would still be warming up at the end and "
             f"never reach optimizer.lr; expected less than {length}, such as {warmup}={length // 20}, or, for the "

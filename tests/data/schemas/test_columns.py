@@ -123,6 +123,18 @@ def test_what_is_left_out_and_what_is_text():
     assert read({"messages": html}, placeholders="text") == html
 
 
+def test_a_second_answer_is_left_out_on_purpose_alone(tmp_path):
+    """Of preference data: read as any record, they would be fine-tuned on without a word."""
+    for key, other in (("rejected_response", "Eight."), ("rejected", {"role": "assistant", "content": "Eight."})):
+        record = {"messages": [ASK, ANSWER], key: other}
+        with pytest.raises(DataError, match=rf"^x: found '{key}', .* for preference .*\(columns.ignore=\[{key}\]\)"):
+            read(record)
+        assert read(record, ignore=[key]) == read(record | {key: None}) == [ASK, ANSWER]
+        datasets.Dataset.from_list([record]).to_parquet(tmp_path / "train.parquet")
+        with pytest.raises(DataError, match=f"found '{key}', an answer for preference training"):
+            open_source(tmp_path / "train.parquet")
+
+
 @pytest.mark.parametrize(("record", "columns", "message"), [
     ({"a": "b"}, {"question": "q", "answer": "a"}, r"x: found the keys a, expected 'q' \(columns.question\)"),
     ({"q": None, "a": "b"}, {"question": "q", "answer": "a"}, r"expected 'q' \(columns.question\)"),

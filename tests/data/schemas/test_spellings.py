@@ -148,6 +148,9 @@ def test_parts_say_by_their_index_which_picture_they_are():
     ({"messages": [{"role": "system", "content": ""}], "system": "x"}, "found both 'system' and a turn of it"),
     ({"messages": [ASK], "tools": "{"}, r"'tools': found a string that is not valid JSON \(.*\), expected"),
     ({"messages": [ASK], "tools": "[" * 100_000}, "'tools': found a string that is not valid JSON .*more than 50"),
+    ({"messages": [{"role": "user", "content": "<image>Find <ref-object>"}, {"role": "assistant", "content": "<bbox>"}],
+      "images": ["1"], "objects": {"ref": ["the circle"], "bbox": [[20, 15, 60, 55]]}},
+     "found <ref-object> and <bbox> in a text next to 'objects', expected texts without: .* from 0 to 1000 of the"),
     ({"messages": [ASK], "image": "1", "images": ["1"]}, "found both 'image' and 'images', expected one"),
     ({"question": "a", "answer": "b", "images": [b"1", 7]}, "part 2: found 7 under 'image', expected a path or"),
     ({"question": "a", "answer": "b", "image": {"url": "1"}}, "part 1: found {'url': '1'} under 'image', exp"),
@@ -171,6 +174,12 @@ def test_parts_say_by_their_index_which_picture_they_are():
 def test_what_does_not_fit_is_refused(record, message):
     with pytest.raises(DataError, match=f"^x.jsonl:1: .*{message}"):
         conversation_of(told(record), "x.jsonl:1", Path())
+
+
+def test_boxes_in_a_text_are_text_without_placeholders():
+    for beside in ({"objects": {"bbox": [[20, 15, 60, 55]]}}, {}):
+        written = {"role": "assistant", "content": "[200, 150, 600, 550]" if beside else "<bbox>1, 2, 3, 4</bbox>"}
+        assert told({"messages": [ASK, written], **beside})["messages"] == [ASK, written]
 
 
 def keyed(**beside) -> dict:

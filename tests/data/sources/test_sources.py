@@ -154,7 +154,7 @@ def test_records_of_a_list_are_found_whole(tmp_path_factory, records, indent, as
     ("no.parquet", "no.parquet: there is no such Parquet file, expected one, or a folder with some"),
     ("no-*.parquet", "there is no such Parquet file"),
     ("empty", "empty: found nothing in the folder, expected train.jsonl, Parquet files or what save_to_disk wrote"),
-    (".", r"found empty, empty.json, train.csv in the folder, expected .*to use another .json or .jsonl file"),
+    (".", r"found empty.json, empty, train.csv in the folder, expected .*to use /.*/empty.json, give its own"),
     ("empty.json", "empty.json: found no lines"),
     ("train.csv", "train.csv: found no folder and none of the endings .jsonl, .json and .parquet, expected one"),
 ])  # fmt: skip

@@ -29,6 +29,7 @@ from qwen3vl_bridge.data.schemas.placeholders import (
     check_unread,
     medium_of,
     pop_media,
+    refuse_objects,
     shown,
     with_media,
     without_nulls,
@@ -110,6 +111,7 @@ def messages_of(record: Any, place: str, *, placeholders: Placeholders = "media"
     messages = [_own_message(message, f"{place}: message {i}") for i, message in enumerate(messages, start=1)]
     if system and any(isinstance(message, dict) and message.get("role") == "system" for message in messages[1:]):
         raise DataError(place, "found both 'system' and a turn of it, expected one of them")
+    refuse_objects(record, messages, place)
     in_front = spelling not in ("messages", "conversations")
     media = pop_media(own, place)
     messages = with_media(messages, media, place, keys=keys, placeholders=placeholders, in_front=in_front)

@@ -164,6 +164,23 @@ def check_unread(record: Mapping[str, Any], known: Collection[str], messages: li
             raise DataError(place, unread_media(str(key), record))
 
 
+def refuse_objects(record: Mapping[str, Any], messages: list[Any], place: str) -> None:
+    """Refuse ms-swift's placeholders for the names and boxes under `objects`, which would be trained on as they are."""
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    found = [
+        name for name in ("<ref-object>", "<bbox>") if any(isinstance(text, str) and name in text for text in texts)
+    ]
+    if found and record.get("objects") is not None:
+        raise DataError(
+            place,
+            f"found {' and '.join(found)} in a text next to 'objects', expected texts without: they are not replaced "
+            "here. Write each name, and each box in coordinates from 0 to 1000 of the image's width and height, into "
+            "the text, as ms-swift does for Qwen3-VL",
+        )
+
+
 def unread_media(key: str, keys: Collection[str]) -> str:
     """Error message for a key that is not read and seems to hold media."""
     column = re.sub(r"\d+$", "*", key)  # one of several numbered columns

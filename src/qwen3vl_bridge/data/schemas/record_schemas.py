@@ -23,7 +23,7 @@ import ast
 import re
 import string
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -199,6 +199,7 @@ SCHEMAS = {
 _TEXTS = ("system", "question", "answer")
 _OPTIONAL = (*MEDIA_KEYS, RATE, "system", "tools")  # optional in a record
 _PAIRED = {*QUESTIONS, *QUESTIONS.values(), "input"}
+_WORSE = ("rejected", "rejected_response", "rejected_messages")  # TRL's and LLaMA-Factory's, and ms-swift's
 _ANY = "*"  # in a column's name, any number
 
 
@@ -320,8 +321,15 @@ class Columns:
             raise DataError(place, f"found the columns {_listed(names)}, expected {EXPECTED}")
         return [name for name in names if name in known or name in columns]
 
-    def _check_one(self, keys: Iterable[str], place: str) -> None:
-        """Refuse turns in addition to a named question."""
+    def _check_one(self, keys: Collection[str], place: str) -> None:
+        """Refuse turns in addition to a named question, and a second answer, as preference training has it."""
+        read = {*self.ignore, *self._columns(keys)}
+        if worse := next((key for key in keys if key in _WORSE and key not in read), None):
+            raise DataError(
+                place,
+                f"found {worse!r}, an answer for preference training, which is not done here: the other one would be "
+                f"trained on as any answer. If that is meant, leave it out (columns.ignore=[{worse}])",
+            )
         asked = next((key for key in ("question", "answer") if getattr(self, key) is not None), None)
         turns = [key for key in keys if key in TURNS and key not in self.ignore]
         if asked and turns:

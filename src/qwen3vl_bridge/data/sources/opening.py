@@ -21,6 +21,7 @@ from qwen3vl_bridge.io.parsing import parse_record
 
 # White space, words and whole strings up to the next bracket, an unclosed quotation mark, or the end.
 _TO_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\]++|\\.)*+")*+([\[\]{}"]|\Z)', re.DOTALL)
+_SAVED = ("state.json", "dataset_dict.json")  # of save_to_disk
 _SPLITS = {"train": ("train",), "valid": ("valid", "validation", "val", "test"), "test": ("test",)}
 
 
@@ -198,14 +199,9 @@ def open_source(
         return HubDataset.named(str(path), media_root=media, schema=schema)
     path = Path(path)
     if path.is_dir():
-        saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
-        if not saved and not any(path.glob("*.parquet")):
-            names = ", ".join(sorted(file.name for file in path.iterdir())[:5]) or "nothing"
-            raise DataError(
-                str(path),
-                f"found {names} in the folder, expected train.jsonl, Parquet files or what save_to_disk wrote; to use "
-                "another .json or .jsonl file, give its own path",
-            )
+        saved = any((path / name).is_file() for name in _SAVED)
+        if not saved:
+            expect_table(path)
         if saved:
             from qwen3vl_bridge.data.sources.hub import HubDataset
 
@@ -220,6 +216,20 @@ def open_source(
         )
     listed = path.suffix == ".json" and path.is_file() and _begins_a_list(path)
     return JsonList(path, media, schema) if listed else JsonLines(path, media, schema)
+
+
+def expect_table(folder: Path) -> None:
+    """Refuse a folder without Parquet files that `save_to_disk` did not write (`DataError`)."""
+    if any((folder / name).is_file() for name in _SAVED) or any(folder.glob("*.parquet")):
+        return
+    names = sorted((file.suffix not in (".json", ".jsonl"), file.name) for file in folder.iterdir())
+    listed = ", ".join(name for _, name in names[:5]) or "nothing"
+    file = folder / names[0][1] if names and not names[0][0] else "another .json or .jsonl file"
+    raise DataError(
+        str(folder),
+        f"found {listed} in the folder, expected train.jsonl, Parquet files or what save_to_disk wrote; to use {file}, "
+        "give its own path",
+    )
 
 
 def _begins_a_list(path: Path) -> bool:
