@@ -138,6 +138,7 @@ class TestRefusals:
         (dict(target_modules=["*vision_model*.linear_qkv"]), "match no linear layer of the adapted parts"),
         (dict(target_modules=["linear_qkv"], adapt_vision_projection=True), "adapt_vision_projection is True"),
         (dict(target_modules=["output_layer"]), "match no linear layer"),
+        (dict(target_modules=["q_proj", "o_proj"]), r"match no linear .*; did you mean linear_qkv, linear_proj\?"),
         (dict(exclude_modules=["*.layers.0.*"]), r"set target_modules to \[\]"),
         (dict(adapt_language_model=False), "nothing would be adapted"),
         (dict(adapt_language_model=False, target_modules=[]), "nothing would be adapted"),
@@ -176,6 +177,9 @@ class TestRefusals:
         ("untied", lambda: CanonicalLoRA(target_modules=[f"{TEXT}linear_fc1_up"]), r"a part of language_model"),
         ("untied", lambda: VLMLoRA(freeze_vision_model=False), "freeze_vision_model is False, and vision_"),
         ("untied", lambda: VLMLoRA(freeze_language_model=False), "freeze_language_model is False, and language_"),
+        ("untied", lambda: LoRA(target_modules=["q_proj", "linear_fc1", "*.v_proj"]),
+         r"LoRA has target_modules \['q_proj', '\*\.v_proj'\], which match no layer of .*; did you mean linear_qkv\?"),
+        ("moe", lambda: CanonicalLoRA(target_modules=["linear_proj", "linear_qq"]), r"\['linear_qq'\], which match no"),
         # NeMo-RL's settings adapt it; merged weights, which its generation runs on, would lack that adapter.
         ("tied", lambda: LoRA(target_modules=[], exclude_modules=[]), r"adapts language_model\.output_layer"),
         ("moe", lambda: Qwen3VLDoRA(adapt_experts=True), "adapt_experts is True, expected False for DoRA"),
@@ -230,6 +234,13 @@ class TestRefusals:
         model.pre_process = False
         del model.vision_model
         Qwen3VLLoRA(dim=2, **ALL_PARTS)(model)
+
+    def test_a_pipeline_stage_may_lack_a_target(self, untied_folder):
+        model = model_of(untied_folder)
+        model.pre_process = False
+        del model.vision_model
+        LoRA(dim=2, target_modules=["*vision_model*.linear_qkv", "*.layers.1.*.linear_fc1"])([model])
+        assert sum(".adapter.linear_in" in name for name, _ in model.named_parameters()) == 1
 
 
 # Relative to the largest entry of each gradient; measured 5.2e-7.

@@ -123,7 +123,7 @@ def _with_gloo(function: Callable) -> Callable:
 
 def _alone_without_a_port(kwargs: dict[str, Any]) -> None:
     """Without other ranks, use an in-memory store: a port could collide with that of another run on this machine."""
-    if kwargs.get("world_size") == 1 and kwargs.get("store") is None:
+    if kwargs.get("world_size") == 1 and kwargs.get("store") is None and kwargs.get("init_method") is None:
         from torch.distributed import HashStore
 
         kwargs["store"] = HashStore()

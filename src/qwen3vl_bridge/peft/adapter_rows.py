@@ -40,6 +40,15 @@ HF_PREFIX = "base_model.model."
 _HF = {IN: "lora_A.weight", OUT: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
 # Layers that Megatron-Bridge adapts by default, and those of linear attention.
 LINEAR_LAYERS, OF_LINEAR_ATTENTION = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"), ("in_proj", "out_proj")
+# Megatron's layer of what peft and transformers call by these names.
+_ELSEWHERE = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv"), "linear_qkv"),
+    **dict.fromkeys(("o_proj", "proj"), "linear_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "linear_fc1"),
+    "down_proj": "linear_fc2",
+    "in_proj_qkv": "in_proj",
+    "in_proj_z": "in_proj",
+}
 _LINEAR = re.compile(rf"\.({'|'.join(LINEAR_LAYERS + OF_LINEAR_ATTENTION)})\.weight\d*$")
 
 
@@ -75,6 +84,12 @@ class AdapterSettings:
 def _is_named(layer: str, entries: Iterable[str]) -> bool:
     """Whether one of them is the layer's last name, or a pattern of its whole name in which `*` is any text."""
     return any(entry == _last_part(layer) or re.fullmatch(entry.replace("*", ".*"), layer) for entry in entries)
+
+
+def names_meant(entries: Iterable[str]) -> str:
+    """The end of a message about names that match no layer: Megatron's names of those that are Hugging Face's."""
+    meant = {ours: None for entry in entries if (ours := _ELSEWHERE.get(_last_part(entry)))}
+    return f"; did you mean {', '.join(meant)}?" if meant else ""
 
 
 def layer_of(row: WeightRow) -> str:

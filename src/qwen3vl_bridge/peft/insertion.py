@@ -12,7 +12,17 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from qwen3vl_bridge.weights.rows import OUTPUT_LAYER, Part, is_of_experts, is_of_mtp, part_of
+from qwen3vl_bridge.peft.adapter_rows import layer_of, names_meant
+from qwen3vl_bridge.registry import family
+from qwen3vl_bridge.weights.rows import (
+    OUTPUT_LAYER,
+    Part,
+    expand,
+    is_of_experts,
+    is_of_mtp,
+    part_of,
+    shared_name,
+)
 
 import torch
 from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
@@ -21,7 +31,7 @@ from megatron.bridge.peft.canonical_lora import LoRALinearSplitFC1UpGate, LoRALi
 from megatron.bridge.peft.dora import DoRA
 from megatron.bridge.peft.dora_layers import DoRALinear
 from megatron.bridge.peft.lora import VLMLoRA
-from megatron.bridge.peft.utils import is_grouped_expert_linear
+from megatron.bridge.peft.utils import is_grouped_expert_linear, wildcard_match
 from megatron.bridge.peft.walk_utils import walk
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
@@ -46,6 +56,7 @@ def map_modules(chunk: MegatronModule, func: Callable[..., Any], *, leaf_only: b
         return walk(chunk, func, leaf_only=leaf_only, _skip_map=True)
     if isinstance(peft, DoRA):
         refuse_dora(peft, chunk.config)
+    _refuse_idle_targets(chunk, peft)
     if isinstance(peft, VLMLoRA):
         # It freezes only a rank's first chunk, and freezes the mergers with the vision model, which contains them.
         chunk.freeze(**{flag: getattr(peft, flag) for flag in (f"freeze_{part.value}" for part in Part)})
@@ -137,6 +148,23 @@ def refuse_cut_experts(config: TransformerConfig) -> None:
     """Refuse adapters of experts whose weights are split: the ranks' parts of the inner product are not summed."""
     if (size := config.expert_tensor_parallel_size or 1) > 1:
         raise ValueError(f"expert_tensor_parallel_size is {size}, expected 1 where experts have adapters")
+
+
+def _refuse_idle_targets(chunk: MegatronModule, peft: PEFT) -> None:
+    """Refuse target modules that match nothing in the whole model, of which Megatron-Bridge warns for each stage."""
+    rows = expand(family(chunk.config.family).rows(), chunk.config.dimensions())
+    layers = {layer for row in rows for layer in (layer_of(row), shared_name(layer_of(row)))}
+    layers |= {_whole_name(name, chunk) for name, _ in chunk.named_modules()}
+
+    def matches(pattern: str) -> bool:
+        return any(layer.rpartition(".")[2] == pattern or wildcard_match(pattern, layer) for layer in layers)
+
+    # By what a user has written: CanonicalLoRA's "linear_q" is matched by "linear_qkv".
+    patterns = getattr(peft, "_alias_to_pattern", {})
+    if idle := [target for target, pattern in patterns.items() if not matches(pattern)]:
+        raise ValueError(
+            f"{type(peft).__name__} has target_modules {idle}, which match no layer of the model{names_meant(idle)}"
+        )
 
 
 def _refuse_wrong_adapters(chunk: MegatronModule, peft: PEFT) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from qwen3vl_bridge.models.model import VisionLanguageModel
-from qwen3vl_bridge.peft.adapter_rows import LINEAR_LAYERS, AdapterSettings, layer_of, linear_rows
+from qwen3vl_bridge.peft.adapter_rows import LINEAR_LAYERS, AdapterSettings, layer_of, linear_rows, names_meant
 from qwen3vl_bridge.peft.insertion import let_recompute_see_gradients, refuse_cut_experts, refuse_dora, transform_in
 from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.weights.rows import Part, expand, is_of_experts, part_of, shared_name
@@ -174,7 +174,9 @@ class Qwen3VLParts:
         separate = {entry: replace(self.settings, target_modules=(entry,)) for entry in asked_for}
         if idle := [entry for entry, settings in separate.items() if not any(map(settings.adapts, layers))]:
             hint = "" if self.adapt_experts else " (experts' need adapt_experts=True)"
-            raise ValueError(f"target_modules {idle} match no linear layer of the adapted parts, {parts}{hint}")
+            raise ValueError(
+                f"target_modules {idle} match no linear layer of the adapted parts, {parts}{hint}{names_meant(idle)}"
+            )
         if idle := [part for part in parts if not any(part_of(layer) is _ADAPT[part] for layer in adapted)]:
             raise ValueError(
                 f"{', '.join(idle)} is True, but target_modules {self.target_modules} match no layer there"

@@ -55,6 +55,7 @@ class StepGuard(Callback):
         """Wrap the optimizer's methods; raises ValueError for settings that contradict each other."""
         cfg, optimizer = context.state.cfg, context.optimizer
         check((*run_refusals.ON_TRAIN_START, *run_refusals.ON_THIS_MACHINE), cfg)
+        _expect_trained(context)
         if hasattr(context.state, _RECORDED):
             raise ValueError("the callbacks of training_callbacks(cfg) were given twice, expected once")
         self._groups = get_attr_wrapped_model(context.model[0], "pg_collection")
@@ -135,6 +136,17 @@ class StepGuard(Callback):
         self._figures, self._loss = None, (loss, tokens)
         self._norms = {part.value: math.sqrt(square) for part, square in zip(Part, by_part, strict=True)}
         return microbatches
+
+
+def _expect_trained(context: CallbackContext) -> None:
+    """Refuse a model of which no rank trains a parameter, whose run would save what it was given. A collective call."""
+    if any(gather_objects(any(p.requires_grad for chunk in context.model for p in chunk.parameters()))):
+        return
+    if (peft := context.state.cfg.peft) is None:
+        expected = "one of model.freeze_language_model, freeze_vision_model and freeze_vision_projection False"
+    else:
+        expected = f"a peft that adapts some layer, unlike {peft}"
+    raise ValueError(f"nothing would be trained: no parameter of the model requires a gradient; expected {expected}")
 
 
 class SpoiltStepError(ValueError):

@@ -14,6 +14,7 @@ from qwen3vl_bridge.peft.stored_adapters import check_same_adapters
 import pytest
 import torch
 from megatron.bridge import AutoBridge
+from megatron.bridge.peft.base import PEFT
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from peft import PeftModel
 from torch.distributed.tensor import DTensor
@@ -172,6 +173,16 @@ def test_other_adapters_than_the_checkpoints_are_refused(inputs, tmp_path):
     # Whose tensors would fit.
     with pytest.raises(CheckpointError, match=r"peft\.alpha was 8, is 16"):
         train(peft_config(inputs, tmp_path, Qwen3VLLoRA(dim=4, alpha=16)))
+
+
+class AdaptsNothing(PEFT):
+    def transform(self, module, name=None, prefix=None):
+        return module
+
+
+def test_a_run_that_trains_nothing_is_refused(inputs):
+    with pytest.raises(ValueError, match="no parameter of the model requires a gradient; expected a peft that adapts"):
+        train(peft_config(inputs, None, AdaptsNothing()))
 
 
 HALF = 2
