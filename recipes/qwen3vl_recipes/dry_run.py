@@ -145,27 +145,28 @@ def _summary(
     cfg: ConfigContainer, complete: ConfigContainer, title: str, from_scratch: bool, gpus: int, gpu: str
 ) -> tuple[MemoryEstimate | None, dict[str, str]]:
     """The plan of a run's memory if there is one, and a line on each thing that a person asks about a run."""
-    from qwen3vl_bridge.planning.from_config import plan_of, proposals_for_run
+    from qwen3vl_bridge.planning.from_config import plan_of, proposals_for_run, splits_of
     from qwen3vl_bridge.planning.hardware import gpu_of
     from qwen3vl_bridge.planning.plan_reports import (
         describe_first,
         describe_fit,
-        describe_ranks,
         describe_saving,
+        describe_splits,
         describe_training,
     )
 
     kind, plan = gpu_of(gpu), None
     said = {"recipe": title, "model": _model(complete), "weights": _weights(complete, from_scratch)}
     try:
+        said["split"] = f"{gpus} x {gpu}: {describe_splits(*splits_of(complete, gpus))}"
         plan = plan_of(_for_gpus(complete), gpus)
     except ValueError as error:
-        said["memory"] = f"memory cannot be estimated: {error}"
+        said["memory"] = f"cannot be estimated: {error}"
     else:
-        said["split"] = f"{gpus} x {gpu}: {describe_ranks(plan)}; {describe_training(plan.training)}"
+        said["split"] += f"; {describe_training(plan.training)}"
         said["memory"], said["host"] = describe_fit(plan, kind.memory_bytes), describe_saving(plan)
         try:
-            said["proposed"] = describe_first(proposals_for_run(complete, plan, kind))
+            said["proposed"] = describe_first(proposals_for_run(complete, plan, kind), kind.memory_bytes)
         except ValueError as error:
             said["proposed"] = str(error)
     return plan, said | _schedule(complete) | _data(cfg, complete) | _written(complete)

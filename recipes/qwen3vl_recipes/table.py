@@ -62,7 +62,7 @@ def table() -> str:
     titles = ["recipe", "split", "on", "rehearsed / planned GiB", f"fewest {' / '.join(KINDS)}"]
     lines, measured = [f"| {' | '.join(titles)} |\n", "|---" * len(titles) + "|\n"], latest_rehearsals()
     for name, recipe in recipes().items():
-        if not recipe.gpus or "_dora_" in name:  # norms of weights in DoRA, which the planner does not model
+        if not recipe.gpus:
             continue
         meant = memory_plan(recipe(), recipe.gpus)
         cells = [f"`{name}`", describe_ranks(meant), f"{recipe.gpus} {recipe.gpu}: {meant.peak.total / GIB:.0f} GiB"]

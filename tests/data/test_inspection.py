@@ -11,6 +11,7 @@ import unicodedata
 from qwen3vl_bridge.cli.data import main
 from qwen3vl_bridge.data import DataError, SampleFilter, Samples, inspection, open_source
 from qwen3vl_bridge.data.inspection import as_json, as_text, html_parts, inspect_samples, view_sample, write_html
+from qwen3vl_bridge.data.schemas.conversations import Conversation
 
 import numpy as np
 import pytest
@@ -129,11 +130,42 @@ def test_videos_are_shown_frame_by_frame(tmp_path, inspect):
 
 def test_broken_samples_are_counted_and_named_and_the_rest_shown(tmp_path, inspect):
     records = [conversation("one"), {"messages": []}, conversation("two"), {"wrong": 1}]
-    found = inspect(write(tmp_path / "train.jsonl", records))
-    assert [sample_id for sample_id, _ in found.errors] == ["train.jsonl:2", "train.jsonl:4"]
+    found = inspect(write(tmp_path / "train.jsonl", records), show=4)
+    assert [sample_id for sample_id, *_ in found.errors] == ["train.jsonl:2", "train.jsonl:4"]
     assert [view.sample_id for view in found.samples] == ["train.jsonl:1", "train.jsonl:3"]
     assert len(found.lengths) == 2
     assert "found [] under 'messages'" in as_text(found).plain
+
+
+def test_empty_answers_are_named(tmp_path, inspect, encoder):
+    """Not those of a call, of reasoning, or that are not trained on."""
+    records = [conversation("yes"), conversation(""), conversation("yes", " \n"), conversation("", "no")]
+    records[3]["messages"][1]["loss"] = False
+    found = inspect(write(tmp_path / "train.jsonl", records))
+    assert not found.errors and found.empty_answers == ("train.jsonl:2", "train.jsonl:3")
+    assert "\nempty answers  2 (train.jsonl:2, train.jsonl:3)\n" in as_text(found).plain
+    for said in ({"reasoning_content": "Nothing to say."}, {"tool_calls": [{"name": "look", "arguments": {}}]}):
+        assert not encoder.has_empty_answer(Conversation("x", ({"role": "assistant", "content": "", **said},)))
+    assert "empty answers" not in as_text(inspect(write(tmp_path / "sound.jsonl", records[:1]))).plain
+
+
+def test_samples_with_the_same_error_are_named_together(tmp_path, inspect):
+    (tmp_path / "elsewhere").mkdir()
+    for number in range(9):
+        picture(tmp_path / f"elsewhere/{number}.png", 64, 64)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/images").symlink_to(tmp_path / "elsewhere")
+    asked = [[{"type": "image", "image": f"images/{number}.png"}] for number in range(9)]
+    records = [conversation("yes", question=question) for question in asked] + [{"messages": []}]
+    found = inspect(write(tmp_path / "data/train.jsonl", records))
+    assert len(found.errors) == len(json.loads(as_json(found))["errors"]) == 10
+    first, others, last = as_text(found).plain.splitlines()[-3:]
+    image = f"'images/0.png' is {tmp_path}/elsewhere/0.png"
+    assert first.startswith(f"  train.jsonl:1: message 1, part 1: {image}: expected a path inside the media root")
+    numbers = ", ".join(f"train.jsonl:{number}" for number in range(2, 7))
+    assert others == f"  the same in 8 more: {numbers} and 3 more"
+    assert last.startswith("  train.jsonl:10: found [] under 'messages'")
+    assert list(inspection._error_lines(found, 1))[-1] == "and 1 more"
 
 
 def test_where_all_samples_are_broken_the_report_says_so(tmp_path, inspect):
@@ -141,7 +173,7 @@ def test_where_all_samples_are_broken_the_report_says_so(tmp_path, inspect):
     found = inspect(file)
     write_html(found, tmp_path / "report.html", "train.jsonl", "model")
     for text in (as_text(found).plain, (tmp_path / "report.html").read_text()):
-        assert "none measured" in text and "train.jsonl:3" in text
+        assert "none measured" in text and "the same in 2 more: train.jsonl:2, train.jsonl:3" in text
     assert json.loads(as_json(found))["length"] is None
 
 
@@ -165,7 +197,8 @@ def test_lengths_and_rows(train_file, inspect, make_rows):
     assert len(alone.row_fills) == 40
     longest = max(found.lengths)
     short = inspect(train_file, seq_length=longest - 1)
-    assert short.too_long == found.lengths.count(longest)
+    assert len(short.too_long) == found.lengths.count(longest)
+    assert f"(--seq-length): {short.too_long[0]}" in as_text(short).plain
     assert inspect(train_file, seq_length=1).row_fills == ()
 
 
@@ -211,7 +244,7 @@ def test_the_report_says_what_it_is_of(tmp_path, inspect):
         {"messages": []},
     ]
     records[0]["messages"].insert(0, {"role": "system", "content": "be brief"})
-    found = inspect(write(tmp_path / "train.jsonl", records), pictures=True, seq_length=700)
+    found = inspect(write(tmp_path / "train.jsonl", records), show=4, pictures=True, seq_length=700)
     page = "".join(html_parts(found, "train.jsonl", "owner/model<1>"))
     assert page.count("train.jsonl for owner/model&lt;1&gt;, rows of 700 tokens") == 2  # title and heading
     assert "640 x 64 pixels (width x height)" in page and page.count("video 1: 96 x 64 pixels") == 1
@@ -279,6 +312,11 @@ def test_exit_status(run, tmp_path, capsys):
     file = write(tmp_path / "train.jsonl", [conversation("one"), {"messages": []}])
     assert run(file) == 1
     assert "train.jsonl:2" in capsys.readouterr().out
+    sound = write(tmp_path / "sound.jsonl", [conversation("one"), conversation("one " * 90)])
+    assert run(sound) == run(sound, "--seq-length", "64", "--on-long", "drop") == 0
+    assert "0 of 2 for a row of 4,096 tokens (--seq-length)\n" in capsys.readouterr().out
+    assert run(sound, "--seq-length", "64") == 1
+    assert "1 of 2 for a row of 64 tokens (--seq-length): sound.jsonl:2\n" in capsys.readouterr().out
     assert run(tmp_path / "none") == run(file, "--hf-model", tmp_path) == 2
     assert run(file, "--output", tmp_path / "none" / "report.html") == 2
     assert "the folder does not exist" in capsys.readouterr().err

@@ -36,6 +36,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.qwen_vl.qwen3_vl_provider import DistTrainConfig
+from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training.mixed_precision import bf16_mixed
 from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config
 from qwen3vl_recipes.paths import set_paths
@@ -67,6 +68,17 @@ def test_what_does_not_fit(capsys):
     assert status == 1 and not found["fits"]
     assert main([*RUN, "--tp", "1", "--gpu-memory", "200"]) == 0
     assert "fits: " in capsys.readouterr().out
+
+
+def test_what_fits_without_the_margin_is_said_to(capsys):
+    """Proposals do not have it, and their table says what they have to fit into."""
+    rows = ["--model", "30B-A3B", "--gpus", "16", "--seq-length", "8192", "--gpu-memory", "55"]
+    words = [*rows, "--ep", "8", "--pp", "2"]
+    assert main([*words, "--recompute", "full", "--vision-recompute", "full"]) == 0
+    assert "fits with less than 5 % to spare: 53.8 GiB on stage 0, of 55.0 GiB" in capsys.readouterr().out
+    main([*words, "--propose"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "into 52.2 of 55.0 GiB (5 % left free)" in said and "53.8" not in said
 
 
 def test_what_megatron_fsdp_begins_with(capsys):
@@ -263,8 +275,8 @@ def test_nothing_fits(capsys):
     assert main(["--model", "235B-A22B", "--gpus", "2"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert re.fullmatch(
-        r"nothing fits into 75.1 GiB; TP 2, SP, EP 2 \(.*\) needs least, [\d.]+ GiB: use more GPUs, --fsdp "
-        r"\(Megatron-FSDP\), --kind peft \(LoRA\), shorter rows, or --max-patches",
+        r"nothing fits into 75.1 of 79.1 GiB \(5 % left free\); TP 2, SP, EP 2 \(.*\) needs least, [\d.]+ GiB: "
+        r"use more GPUs, --fsdp \(Megatron-FSDP\), --kind peft \(LoRA\), shorter rows, or --max-patches",
         said,
     ), said
 
@@ -479,6 +491,10 @@ CHANGES = {
     "adapters": (
         dict(peft=Qwen3VLLoRA(dim=4, target_modules=["linear_qkv"])), dict(lora=LoraSettings(4, LINEAR_LAYERS[:1])),
     ),
+    "DoRA": (
+        dict(peft=Qwen3VLDoRA(dim=4, target_modules=["linear_qkv"])),
+        dict(lora=LoraSettings(4, LINEAR_LAYERS[:1], regathers=False, dora=True)),
+    ),
     "loss of a whole row": (dict(model__loss_chunk_tokens=0), dict(loss_chunk_tokens=0)),
     "rows": (
         dict(dataset__max_patches=64, train__micro_batch_size=2, train__global_batch_size=8, dataset__seq_length=256),
@@ -541,7 +557,8 @@ NOT_COUNTED = {
     "optimizer.optimizer is": dict(optimizer__optimizer="sgd"),
     "ddp.num_distributed_optimizer_instances": dict(ddp__num_distributed_optimizer_instances=2),
     "mixed_precision is": dict(mixed_precision="fp16_mixed"),
-    "mixed_precision has": dict(mixed_precision=_FOUR_BITS), "peft is a Qwen3VLDoRA": dict(peft=Qwen3VLDoRA()),
+    "mixed_precision has": dict(mixed_precision=_FOUR_BITS),
+    "peft is a LoRA, expected Qwen3VLLoRA or Qwen3VLDoRA": dict(peft=LoRA()),
     "peft.adapt_vision_model": dict(peft=Qwen3VLLoRA(adapt_vision_model=True)),
     "peft.adapt_experts": dict(peft=Qwen3VLLoRA(adapt_experts=True)),
     "peft.freeze_vision_model": dict(peft=Qwen3VLLoRA(freeze_vision_model=False)),

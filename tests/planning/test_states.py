@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
-from qwen3vl_bridge import Qwen3VLLoRA
+from qwen3vl_bridge import Qwen3VLDoRA, Qwen3VLLoRA
 from qwen3vl_bridge.compat import optimizers
 from qwen3vl_bridge.io.files import read_object
 from qwen3vl_bridge.models.qwen3_5 import presets as qwen3_5
@@ -157,10 +157,17 @@ def test_adapters(kind, request):
 
 def check_adapters(folder, **targets) -> None:
     """On all linear layers but experts': parameters that are trained, to the last one."""
+    for kind in (Qwen3VLLoRA, Qwen3VLDoRA):
+        check_states(folder, kind(dim=8, **targets))
+
+
+def check_states(folder, peft) -> None:
     pair = make_pair(folder)
-    Qwen3VLLoRA(dim=8, **targets)([pair.megatron])
+    peft([pair.megatron])
     real = sum(p.numel() for p in pair.megatron.parameters() if p.requires_grad)
-    states = states_of(read_object(folder / "config.json"), replace(ALONE, lora=LoraSettings(8)))
+    states = states_of(
+        read_object(folder / "config.json"), replace(ALONE, lora=LoraSettings(8, dora=peft.settings.dora))
+    )
     assert states.gradients == 4 * real
     assert states.optimizer == 8 * real
     assert states.parameters == 4 * sum(p.numel() for p in pair.megatron.parameters())

@@ -93,6 +93,8 @@ def _encoding(parser: argparse.ArgumentParser) -> None:
         help="whether reasoning of earlier answers is written, as in dataset.preserve_thinking "
         "(default: the template's)")  # fmt: skip
     add("--seq-length", type=at_least(1), default=4096, metavar="N", help="tokens in a row (default: %(default)s)")
+    add("--on-long", choices=("error", "drop", "truncate"), default="error",
+        help="what training does with a sample longer than a row (default: %(default)s)")  # fmt: skip
     for name, (kind, words) in _LIMITS.items():
         add(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=words)
 
@@ -112,8 +114,6 @@ def _pack(parser: argparse.ArgumentParser) -> None:
     add("--pad-to-multiple-of", type=at_least(1), default=1, metavar="N",
         help="pad each sample in a row to a multiple of this; under context parallelism, twice "
         "the number of its ranks (default: %(default)s)")  # fmt: skip
-    add("--on-long", choices=("error", "drop", "truncate"), default="error",
-        help="what to do with a sample longer than a row (default: %(default)s)")  # fmt: skip
     add("--on-bad", choices=("error", "drop"), default="error",
         help="what to do with a sample that cannot be encoded (default: %(default)s)")  # fmt: skip
     add("--seed", type=int, default=1234, metavar="N",
@@ -127,12 +127,12 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Show samples as the model will see them: tokens, which of them are trained on, images; and how long "
         "samples are, how full rows are, and which samples cannot be used. The exit status is 1 if some samples "
-        "cannot be used."
+        "cannot be used, or are longer than a row and --on-long is error."
     )
     _records(parser)
     _encoding(parser)
     add = parser.add_argument
-    add("--samples", type=at_least(0), default=8, metavar="N", help="how many samples to show (default: %(default)s)")
+    add("--samples", type=at_least(0), default=2, metavar="N", help="how many samples to show (default: %(default)s)")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--start", type=at_least(0), default=0, metavar="N",
                        help="index of the first sample to show, counted from 0 (default: %(default)s)")  # fmt: skip
@@ -201,7 +201,8 @@ def _run_inspect(options: argparse.Namespace) -> int:
         print(as_json(found))
     else:
         print_text(found)
-    return _BAD_SAMPLES if found.errors else 0
+    stopping = found.errors or (found.too_long and options.on_long == "error")
+    return _BAD_SAMPLES if stopping else 0
 
 
 def _run_pack(options: argparse.Namespace) -> int:

@@ -242,6 +242,13 @@ class Encoder:
             **pixels,
         )
 
+    def has_empty_answer(self, conversation: Conversation) -> bool:
+        """Whether an answer that is trained on has neither text nor reasoning nor tool calls: only its end is."""
+        answers = [conversation.messages[number] for number in self._trained(conversation)]
+        texts = ([*texts_of(answer["content"]), answer.get("reasoning_content") or ""] for answer in answers)
+        said = (any(map(str.strip, words)) for words in texts)
+        return any(not (text or answer.get("tool_calls")) for text, answer in zip(said, answers, strict=True))
+
     def _check_text(self, conversation: Conversation) -> None:
         """Refuse text that would be read as a placeholder, and fields that the template would ignore."""
         self.template.check_fields(conversation)

@@ -13,6 +13,7 @@ class DataError(ValueError):
 
         Without `problem`, `place` is the complete message: torch recreates exceptions of data-loading workers this way.
         """
+        self.problem = place if problem is None else problem
         super().__init__(place if problem is None else f"{place}: {problem}")
 
     def without_traceback(self) -> DataError:

@@ -38,6 +38,7 @@ from torch import Tensor
 # take quadratic time.
 _MOST_HELD = 64
 _MOST_ERRORS, _MOST_PAGE_ERRORS = 10, 100
+_MOST_PLACES = 5  # samples that are named together
 _TRAINED, _VISION, _TITLE, _ERROR = "bold green", "dim cyan", "bold", "red"
 _MOST_FRAMES = 16
 _MOST_PNG_PIXELS = 2**16  # larger images take far less space as JPEG
@@ -95,13 +96,10 @@ class Inspection:
     pack: bool
     samples: tuple[SampleView, ...]
     lengths: tuple[int, ...]  # tokens of each sample that was measured
+    too_long: tuple[str, ...]  # measured samples that are longer than a row
+    empty_answers: tuple[str, ...]  # measured samples with an empty answer that is trained on
     row_fills: tuple[float, ...]  # fraction of real tokens in each row of the measured samples without too long ones
-    errors: tuple[tuple[str, str], ...]  # sample and message, in the file's order
-
-    @property
-    def too_long(self) -> int:
-        """Measured samples that are longer than a row."""
-        return sum(length > self.seq_length for length in self.lengths)
+    errors: tuple[tuple[str, str, str], ...]  # sample, message, and its problem alone, in the file's order
 
     @property
     def trained_share(self) -> float:
@@ -119,7 +117,7 @@ def inspect_samples(
     processor: Any,
     *,
     seq_length: int = 4096,
-    show: int = 8,  # samples to show, from number `start` on, or a random choice with `seed`
+    show: int = 2,  # samples to show, from number `start` on, or a random choice with `seed`
     start: int = 0,
     seed: int | None = None,
     lengths: int = 2000,  # samples to measure, spread over the whole file; 0 for only those shown
@@ -132,7 +130,7 @@ def inspect_samples(
     The limit of `samples` must not be exceeded by any, because long ones are counted here.
     """
     assert samples.total is not None  # streams are not inspected
-    total, errors = samples.total, dict[int, str]()
+    total, errors = samples.total, dict[int, tuple[str, str]]()
     if seed is not None:
         shown = sorted(random.Random(seed).sample(range(total), min(show, total)))
     elif start < total:
@@ -150,17 +148,24 @@ def inspect_samples(
             except Unreachable:
                 raise  # the next sample would wait for the same time, in vain
             except DataError as error:
-                errors.setdefault(index, str(error))
+                errors.setdefault(index, (str(error), error.problem))
             except Exception as error:  # a bug of ours, which could not be found without the sample
                 error.add_note(f"while looking at sample {index}, counted from 0")
                 raise
             else:
                 yield result
 
+    def measure(index: int) -> tuple[str, int, bool]:
+        sample_filter, name = samples.sample_filter, samples.file.sample_id(index)
+        one = sample_filter.measure(lambda: samples.file[index], name)
+        assert one is not None  # a filter that drops samples would hide what is looked for
+        return name, one.size.tokens, sample_filter.encoder.has_empty_answer(one.conversation)
+
     views = tuple(sound(shown, lambda index: view_sample(samples.encode(index), processor, pictures=pictures)))
-    found = tuple(sound(measured, lambda index: samples.size(index).tokens))
+    found = tuple(sound(measured, measure))
+    lengths_found = tuple(length for _, length, _ in found)
     row_fills: list[float] = []
-    if kept := [length for length in found if length <= seq_length]:
+    if kept := [length for length in lengths_found if length <= seq_length]:
         # How full each row of an epoch is, in a random order as in training.
         order = NumberedOrder(len(kept), seed=0)
         plan = RowPlan(lambda sample: Size(kept[sample], 0, 0), order, capacity=seq_length, pack=pack)
@@ -171,9 +176,11 @@ def inspect_samples(
         seq_length=seq_length,
         pack=pack,
         samples=views,
-        lengths=found,
+        lengths=lengths_found,
+        too_long=tuple(name for name, length, _ in found if length > seq_length),
+        empty_answers=tuple(name for name, _, is_empty in found if is_empty),
         row_fills=tuple(row_fills),
-        errors=tuple((samples.file.sample_id(index), errors[index]) for index in sorted(errors)),
+        errors=tuple((samples.file.sample_id(index), *errors[index]) for index in sorted(errors)),
     )
 
 
@@ -301,9 +308,22 @@ def _caption(number: int, picture: Picture) -> str:
 
 
 def _error_lines(inspection: Inspection, most: int) -> Iterator[str]:
-    yield from (visible(message) for _, message in inspection.errors[:most])
-    if len(inspection.errors) > most:
-        yield f"and {len(inspection.errors) - most} more"
+    """The message of the first sample with each problem, and the other samples with it."""
+    messages, alike = dict[str, str](), dict[str, list[str]]()
+    for sample_id, message, problem in inspection.errors:
+        messages.setdefault(problem, message)
+        alike.setdefault(problem, []).append(sample_id)
+    for problem in list(alike)[:most]:
+        yield visible(messages[problem])
+        if others := alike[problem][1:]:
+            yield f"the same in {len(others):,} more: {_places(others)}"
+    if left := sum(map(len, list(alike.values())[most:])):
+        yield f"and {left:,} more"
+
+
+def _places(sample_ids: Sequence[str]) -> str:
+    more = f" and {len(sample_ids) - _MOST_PLACES:,} more" if len(sample_ids) > _MOST_PLACES else ""
+    return visible(", ".join(sample_ids[:_MOST_PLACES])) + more
 
 
 def _summary(inspection: Inspection) -> dict[str, str]:
@@ -311,16 +331,20 @@ def _summary(inspection: Inspection) -> dict[str, str]:
     lengths, fills, spread = inspection.lengths, inspection.row_fills, _spread(inspection.lengths)
     shown, total, rows = len(inspection.samples), inspection.num_samples, len(fills)
     kind = "packed" if inspection.pack else "padded, one sample each"
-    return {
+    long, empty = inspection.too_long, inspection.empty_answers
+    found = {
         "samples": f"{total:,}: {shown:,} shown, {len(lengths):,} measured",
         "tokens": "min {min:,}, median {median:,g}, mean {mean:,.1f}, max {max:,}".format(**spread)
         if spread
         else "none measured",
         "trained on": f"{inspection.trained_share:.1%} of the tokens of the samples shown",
-        "too long": f"{inspection.too_long:,} of {len(lengths):,} for a row of {inspection.seq_length:,} tokens",
+        "too long": f"{len(long):,} of {len(lengths):,} for a row of {inspection.seq_length:,} tokens (--seq-length)"
+        + (f": {_places(long)}" if long else ""),
+        "empty answers": f"{len(empty):,} ({_places(empty)})" if empty else "",
         "rows": f"{rows:,} of the samples measured, {kind}: {inspection.fill:.1%} real tokens" if rows else "none",
         "errors": f"{len(inspection.errors):,}",
     }
+    return {name: value for name, value in found.items() if value}
 
 
 def _spread(lengths: Sequence[int]) -> dict[str, float] | None:
@@ -339,11 +363,11 @@ def as_json(inspection: Inspection) -> str:
     found = vars(inspection) | {
         "trained_share": inspection.trained_share,
         "length": _spread(inspection.lengths),
-        "too_long": inspection.too_long,
+        "num_too_long": len(inspection.too_long),
         "num_rows": len(inspection.row_fills),
         "fill": inspection.fill,
         "num_errors": len(inspection.errors),
-        "errors": [{"sample_id": sample_id, "message": message} for sample_id, message in inspection.errors],
+        "errors": [{"sample_id": sample_id, "message": message} for sample_id, message, _ in inspection.errors],
         "samples": [
             {
                 "sample_id": view.sample_id,

@@ -397,13 +397,18 @@ def _text_layers(r: RankWidths, numbers: Sequence[int], slots: float) -> list[La
         linear, moe = (same[0] in dims.indices.get(name, ()) for name in ("linear_layers", "moe_layers"))
         layer = _text_layer(r, moe=moe, slots=slots if linear else None)
         if lora is not None:  # between the two matrices of each adapter
-            adapted = adapter_sizes(dims, same[0]).keys() & lora.targets
+            sizes = adapter_sizes(dims, same[0])
+            adapted = sizes.keys() & lora.targets
             saved = {f"adapter of {name}": lora.rank * r.e for name in adapted}
             # Gathered from sequence-parallel ranks. Source: Megatron-Bridge 0.6.2, ParallelLinearAdapter.
             kept = {"in_proj"} if lora.regathers else {"in_proj", "linear_qkv", "linear_fc1"}
             saved |= {
                 f"adapter of {n}: input of other ranks": (dims["hidden"] - r.hidden) * r.e for n in adapted & kept
             }
+            if lora.dora:  # the sum of both outputs is a factor, whose gradient and the magnitudes' are as large
+                outputs = {f"adapter of {name}: output": sizes[name][1] * r.e for name in adapted}
+                saved |= outputs
+                layer = layer._replace(gradients=max(layer.gradients, 3 * max(outputs.values())))
             layer = layer._replace(saved=layer.saved | saved)
         if r.training.overlaps_experts and r.norm_input != r.e:  # what nodes hand on, of which norms save a copy
             layer = layer._replace(saved=layer.saved | {"inputs of both norms": 2 * r.hidden * r.e})

@@ -63,6 +63,12 @@ def plan_of(cfg: Any, world_size: int) -> MemoryEstimate:
                     "does not model it"
                 )
     dims, training = cfg.model.dimensions().with_vocab(cfg.model.padded_vocab_size), _training_settings(cfg)
+    split, vision_split = splits_of(cfg, world_size)
+    return estimate(dims, split, training, vision_split)
+
+
+def splits_of(cfg: Any, world_size: int) -> tuple[ModelSplit, ModelSplit | None]:
+    """How a run's ranks split the model, and separate vision ranks the tower; errors as `plan_of`."""
     dist_train, vision_split = getattr(cfg.model, "dist_train", None), None
     if dist_train is not None and dist_train.use_dist_train:
         sizes = (dist_train.vision_world_size, dist_train.language_world_size)
@@ -72,7 +78,7 @@ def plan_of(cfg: Any, world_size: int) -> MemoryEstimate:
             )
         vision_split = ModelSplit(sizes[0], tp=dist_train.vision_tensor_model_parallel_size or 1)
         world_size = dist_train.language_world_size
-    return estimate(dims, _model_split(cfg.model, world_size), training, vision_split)
+    return _model_split(cfg.model, world_size), vision_split
 
 
 def checkpoints_of(cfg: Any) -> tuple[int, int]:
@@ -235,8 +241,11 @@ def _recomputation(model: Any, prefix: str) -> Recompute:
 def _lora(peft: Any) -> LoraSettings | None:
     if peft is None:
         return None
-    if "Qwen3VLLoRA" not in {base.__name__ for base in type(peft).__mro__}:
-        raise ValueError(f"peft is a {type(peft).__name__}, expected Qwen3VLLoRA: other adapters are not counted")
+    kinds = {base.__name__ for base in type(peft).__mro__}
+    if not kinds & {"Qwen3VLLoRA", "Qwen3VLDoRA"}:
+        raise ValueError(
+            f"peft is a {type(peft).__name__}, expected Qwen3VLLoRA or Qwen3VLDoRA: other adapters are not counted"
+        )
     expected = {f"freeze_{part.value}": True for part in Part} | {"dropout": 0.0, "exclude_modules": []}
     expected |= {f"adapt_{part.value}": part is Part.LANGUAGE_MODEL for part in Part} | {"adapt_experts": False}
     for name, value in expected.items():
@@ -245,4 +254,5 @@ def _lora(peft: Any) -> LoraSettings | None:
     if unknown := set(peft.target_modules) - set(LINEAR_LAYERS):
         raise ValueError(f"peft.target_modules has {sorted(unknown)}, expected some of {list(LINEAR_LAYERS)}")
     targets = tuple(name for name in LINEAR_LAYERS if name in peft.target_modules)
-    return LoraSettings(peft.dim, targets, regathers=peft.sequence_parallel_input_regather)
+    regathers = getattr(peft, "sequence_parallel_input_regather", False)
+    return LoraSettings(peft.dim, targets, regathers=regathers, dora="Qwen3VLDoRA" in kinds)

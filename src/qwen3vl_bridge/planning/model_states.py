@@ -146,9 +146,11 @@ def stage_states(
         trained -= sum((chunk_count(dims, split, chunk, is_of_mtp) for chunk in chunks), Counter())
     if training.lora is not None:
         layers = [adapter_sizes(dims, layer) for chunk in chunks for layer in chunk.layers]
-        numbers = sum(sum(sizes[name]) for sizes in layers for name in sizes.keys() & training.lora.targets)
+        adapted = [sizes[name] for sizes in layers for name in sizes.keys() & training.lora.targets]
         # Both matrices of an adapter are split over tensor-parallel ranks.
-        adapters = Counter(language_model=training.lora.rank * numbers // split.tp)
+        numbers = training.lora.rank * sum(map(sum, adapted)) // split.tp
+        magnitudes = sum(outputs for _, outputs in adapted) * training.lora.dora
+        adapters = Counter(language_model=numbers + magnitudes)
         held, trained = held + adapters, trained + adapters
 
     # Ranks with the same weights, and with the same experts, share gradients and optimizer.

@@ -13,6 +13,7 @@ from qwen3vl_bridge.planning.proposals import MARGIN
 from qwen3vl_bridge.planning.split import ModelSplit
 from qwen3vl_bridge.planning.training_settings import TrainingSettings
 
+_MARGIN = f"{100 * MARGIN:g} %"
 _COLUMNS = 5  # of stages, in a terminal of 80 characters
 _STATES = {
     "parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer", "gathered layers": "gathered",
@@ -60,11 +61,17 @@ def print_estimate(estimate: MemoryEstimate, memory: int) -> None:
 
 
 def describe_fit(estimate: MemoryEstimate, memory: int) -> str:
-    """Whether an estimate fits a GPU's memory."""
+    """Whether an estimate fits a GPU's memory, and whether with the margin that proposals leave."""
     peak = estimate.peak
     ranks = f"stage {peak.stage}" if peak.stage >= 0 else "vision ranks"
-    fits = "fits" if peak.total <= memory else "does not fit"
+    fits = "fits" if peak.total <= (1 - MARGIN) * memory else f"fits with less than {_MARGIN} to spare"
+    fits = fits if peak.total <= memory else "does not fit"
     return f"{fits}: {peak.total / GIB:.1f} GiB on {ranks}, of {memory / GIB:.1f} GiB"
+
+
+def _room(memory: int) -> str:
+    """What proposals have to fit into."""
+    return f"{(1 - MARGIN) * memory / GIB:.1f} of {memory / GIB:.1f} GiB ({_MARGIN} left free)"
 
 
 def describe_saving(estimate: MemoryEstimate) -> str:
@@ -82,7 +89,7 @@ def print_proposals(proposals: Sequence[MemoryEstimate], memory: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"what fits into {memory / GIB:.1f} GiB, fewest model-parallel ranks first")
+    table = Table(title=f"what fits into {_room(memory)}, fewest model-parallel ranks first")
     for name in ("split", "sharding and recomputation"):
         table.add_column(name, overflow="fold")
     table.add_column("GiB", justify="right")
@@ -110,17 +117,17 @@ def print_no_fit(least: MemoryEstimate, memory: int) -> None:
     if not training.lora:
         options.append("--kind peft (LoRA)")
     Console().print(
-        f"nothing fits into {(1 - MARGIN) * memory / GIB:.1f} GiB; {describe_ranks(least)} "
+        f"nothing fits into {_room(memory)}; {describe_ranks(least)} "
         f"({describe_training(training)}) needs least, {least.peak.total / GIB:.1f} GiB: {', '.join(options)}, shorter "
         "rows, or --max-patches",
         style="red",
     )
 
 
-def describe_first(proposals: Sequence[MemoryEstimate]) -> str:
+def describe_first(proposals: Sequence[MemoryEstimate], memory: int) -> str:
     """The first of the proposals for a run's rows, GPUs and sharding, in one line."""
     if not proposals:
-        return f"no split fits with {MARGIN:.0%} of the memory to spare"
+        return f"no split fits into {_room(memory)}"
     first = proposals[0]
     return (
         f"the split with fewest model-parallel ranks that fits is {describe_ranks(first)} "
@@ -140,12 +147,16 @@ def describe_split(split: ModelSplit) -> str:
 
 
 def describe_ranks(estimate: MemoryEstimate) -> str:
-    """The sizes of all ranks: of separate vision ranks, and of the language model's."""
-    vision = estimate.vision_split
+    """The sizes of all ranks."""
+    return describe_splits(estimate.split, estimate.vision_split)
+
+
+def describe_splits(split: ModelSplit, vision: ModelSplit | None) -> str:
+    """The sizes of the language model's ranks, and of separate vision ranks if there are any."""
     if vision is None:
-        return describe_split(estimate.split)
+        return describe_split(split)
     shared = f" (TP {vision.tp})" if vision.tp > 1 else ""
-    return f"{vision.world} vision{shared} + {describe_split(estimate.split)}"
+    return f"{vision.world} vision{shared} + {describe_split(split)}"
 
 
 def describe_training(training: TrainingSettings) -> str:

@@ -118,6 +118,7 @@ class LoraSettings:
     rank: int  # `dim`
     targets: tuple[str, ...] = LINEAR_LAYERS
     regathers: bool = True  # `sequence_parallel_input_regather`
+    dora: bool = False  # with a magnitude for each output
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def test_a_path_may_leave_a_root_for_another_alone(linked, name, lies_in, missin
     with pytest.raises(DataError) as caught:
         find(name, root, "here")
     expected = f"expected a path inside the media root {root}; if that place is meant, name its folder too"
-    assert f", {expected}: media_root=[{root},{linked / missing}] for training" in str(caught.value)
+    assert f": {expected}: media_root=[{root},{linked / missing}] for training" in str(caught.value)
     for other in (lies_in, missing):  # what the error says to set is enough
         assert find(name, MediaAccess.of([root, linked / other]), "here").is_relative_to(linked / lies_in)
     with pytest.raises(DataError, match=f"expected a path inside the media root {root} or {linked}/more; if"):
@@ -69,7 +69,7 @@ def test_roots_are_looked_in_one_after_the_other(linked):
     with pytest.raises(DataError, match=f"'4.png' is {linked}/more/4.png or {linked}/data/4.png, and there is no such"):
         found("4.png", "more", "data")
     # The first one that is there is meant: not another of the same name, because it may not be read.
-    with pytest.raises(DataError, match=rf"'2.png' is .*gqa/2.png, .*name its folder too: .*,{linked}/mnt/gqa\] for"):
+    with pytest.raises(DataError, match=rf"'2.png' is .*gqa/2.png: .*name its folder too: .*,{linked}/mnt/gqa\] for"):
         found("2.png", "data", "more")
     assert str(found("1.png", "data", "mnt/gqa")) == "mnt/gqa/1.png"
 

@@ -315,7 +315,7 @@ def _there(media, part: str):
 
 def test_a_video_stays_inside_the_media_root(media):
     path = write(media / "clips/train.jsonl", [{**RECORDS["llava_video_178k"], "video": "../7.png"}])
-    with pytest.raises(DataError, match=r"part 1: '../7.png' is .*, expected a path inside the media root"):
+    with pytest.raises(DataError, match=r"part 1: '../7.png' is .*: expected a path inside the media root"):
         open_source(path, schema_adapter="llava_video_178k")[0]
 
 
@@ -352,7 +352,7 @@ def test_the_commands_read_receipts(tmp_path, checkpoint, capsys, kind):
     urls = [{**row, "image": f"data:image/png;base64,{base64.b64encode(row['image']).decode()}"} for row in rows]
     write(tmp_path / "train.jsonl", urls)
     source = ["--data", str(tmp_path / kind), "--hf-model", str(checkpoint), "--schema-adapter", "cord_v2"]
-    assert main(["inspect", *source, "--seq-length", "1024"]) == 0
+    assert main(["inspect", *source, "--seq-length", "1024", "--samples", "5"]) == 0
     shown = re.findall(r"\[\[(.*?)<\|im_end\|>\]\]", capsys.readouterr().out)
     assert shown == [json2token(json.loads(row["ground_truth"])["gt_parse"]) for row in rows]
     packing = ["--output", str(tmp_path / "rows"), "--seq-length", "1024", "--workers", "0"]
