@@ -1,5 +1,6 @@
 """The Python of docs/modelopt.md, as printed: a model is quantised, trained from a teacher and exported."""
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -39,3 +40,9 @@ def test_its_python_runs(inputs: Inputs, tmp_path, monkeypatch):  # noqa: F811
     exported, own = tensors_in(places["EXPORTED"]), tensors_in(inputs.hf)
     assert own.keys() <= exported.keys()
     assert exported["model.language_model.layers.0.mlp.down_proj.weight"].itemsize == 1
+
+
+def test_pruning_needs_transformer_engine():
+    import modelopt.torch.prune as mtp
+
+    assert hasattr(mtp, "mcore_minitron") == (importlib.util.find_spec("transformer_engine") is not None)

@@ -11,6 +11,7 @@ from typing import Any
 from qwen3vl_bridge.checkpoint import export_checkpoint
 from qwen3vl_bridge.io.files import CheckpointError
 from qwen3vl_bridge.models.rules import check as check_rules
+from qwen3vl_bridge.peft.lora import Qwen3VLLoRA
 from qwen3vl_bridge.training import run_refusals
 
 import modelopt.torch.export as mtex
@@ -172,6 +173,24 @@ def test_a_run_resumes_and_is_exported(inputs, floats, larger, tmp_path, distils
     weight, scale = exported[f"{layer}.weight"], exported[f"{layer}.weight_scale"]
     trained = tensors["language_model.decoder.layers.0.mlp.linear_fc2.weight"]
     torch.testing.assert_close(weight.float() * scale, trained, rtol=2**-4, atol=scale.item() * 2**-9)
+
+
+def test_adapters_are_trained_on_a_quantised_model(inputs, floats, tmp_path):  # noqa: F811
+    """They begin with what it computes, and go on where they stopped."""
+    often = dict(train__train_iters=2, logger__log_interval=1, checkpoint__save_interval=1, validation__eval_interval=0)
+
+    def adapting(save: Path | None) -> Any:
+        cfg = training(inputs, floats, save, **often)
+        cfg.peft = Qwen3VLLoRA(dim=4, alpha=8)
+        return cfg
+
+    whole = train(adapting(tmp_path / "whole"))
+    alone = train(training(inputs, floats, None, **often))
+    plain = train(replicated(inputs, None, **often))
+    assert whole[0]["loss"] == alone[0]["loss"] != plain[0]["loss"]
+    first = train(adapting(tmp_path / "halves"), stop_after=1)
+    assert losses(first + train(adapting(tmp_path / "halves"))) == losses(whole)
+    assert not any("_quantizer." in key for key in stored(tmp_path / "whole"))
 
 
 def test_a_checkpoint_without_scales_is_refused(inputs):  # noqa: F811

@@ -140,8 +140,8 @@ class MRopeGPTModel(GPTModel):
         """
         state = super().sharded_state_dict(*args, **kwargs)
         for name, scale in state.items():
-            of_outputs = isinstance(scale, ShardedTensor) and scale.local_shape[0] > 1
-            if of_outputs and name.endswith("linear_fc1.weight_quantizer._amax"):
+            two_parts = isinstance(scale, ShardedTensor) and scale.local_shape[0] % 2 == 0
+            if two_parts and name.endswith("linear_fc1.weight_quantizer._amax"):
                 state[name] = apply_swiglu_sharded_factory(scale, (), singleton_local_shards=True)
         return state
 

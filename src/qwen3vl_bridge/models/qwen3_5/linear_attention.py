@@ -76,9 +76,9 @@ class LinearAttention(GatedDeltaNet):
         the order of the full tensor.
         """
         state = super().sharded_state_dict(prefix, *args, **kwargs)
+        sections = list(self.in_proj_split_sections)
         for name in (f"{prefix}in_proj{rows}" for rows in (MARK + OUT, MARK + MAGNITUDE, ".weight_quantizer._amax")):
-            if name in state and state[name].local_shape[0] > 1:
-                sections = list(self.in_proj_split_sections)
+            if name in state and state[name].local_shape[0] == sum(sections):
                 state[name] = _split_tensor_factory(state[name], sections, self.in_proj_split_names, 0)
         return state
 
