@@ -37,7 +37,7 @@ from qwen3vl_bridge.compat.library_logs import quiet
 from qwen3vl_bridge.models.flops import Trained, tower_costs
 from qwen3vl_bridge.models.qwen3_vl.presets import hf_config
 from qwen3vl_bridge.planning.from_config import plan_of
-from qwen3vl_bridge.training.callbacks import training_callbacks
+from qwen3vl_bridge.training.callbacks import callbacks_of
 from qwen3vl_bridge.training.config import GuardConfig
 from qwen3vl_bridge.training.metrics import peak_operations
 from qwen3vl_bridge.training.process_groups import shutdown
@@ -146,7 +146,7 @@ def whole_step(config: Any, samples: list[Sample], rounds: int) -> Iterator[tupl
     run.cfg.guard = GuardConfig(on_nan="skip")
     vars(run.optimizer).pop("get_grad_norm", None)  # joined by `set_up` already, and by the callbacks again
     run.stream = itertools.repeat(make_batch(samples, config, packed=True))
-    with followed(run, training_callbacks(run.cfg)):
+    with followed(run, callbacks_of(run.cfg)):
         yield lambda: step_with_callbacks(run), planned
 
 

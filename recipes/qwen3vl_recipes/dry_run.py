@@ -28,7 +28,7 @@ def finalised(cfg: ConfigContainer, world_size: int) -> ConfigContainer:
     Raises:
         ValueError, AssertionError: settings that contradict each other or this number of ranks.
     """
-    from qwen3vl_bridge.training.callbacks import training_callbacks
+    from qwen3vl_bridge.training.callbacks import callbacks_of
 
     import torch
     from megatron.bridge.training.config import runtime_config_update
@@ -42,7 +42,7 @@ def finalised(cfg: ConfigContainer, world_size: int) -> ConfigContainer:
     with _world_of(world_size), _transformer_engine(cfg), tempfile.TemporaryDirectory() as folder:
         if weights is None or not os.path.isdir(weights):
             cfg.checkpoint.pretrained_checkpoint = folder  # Megatron-Bridge checks that it exists
-        training_callbacks(cfg)
+        callbacks_of(cfg)
         runtime_config_update(cfg)
     cfg.checkpoint.pretrained_checkpoint = weights
     return cfg
@@ -211,9 +211,8 @@ def _data(cfg: ConfigContainer, complete: ConfigContainer) -> dict[str, str]:
     """The samples and rows of a run's data, of which the first window is measured, and how many epochs it has."""
     from qwen3vl_bridge.checkpoint.formats.huggingface import find_model
     from qwen3vl_bridge.data.dataset_provider import Qwen3VLConversationProvider
+    from qwen3vl_bridge.data.sources import expect_data
     from qwen3vl_bridge.io.files import CheckpointError
-
-    from qwen3vl_recipes.paths import expect_data
 
     data, length = complete.dataset, complete.dataset.seq_length
     if not isinstance(data, Qwen3VLConversationProvider):

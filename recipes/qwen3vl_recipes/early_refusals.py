@@ -8,8 +8,9 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qwen3vl_bridge.data.sources import expect_data
+
 from qwen3vl_recipes import setting_names
-from qwen3vl_recipes.paths import expect_data
 from qwen3vl_recipes.registry import find, recipes
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 # Fields that a Hugging Face configuration has too, and the run determines.
 _OF_THE_RUN = {"seq_length"}
-_KINDS = ("tensor_model", "pipeline_model", "context", "expert_model")
+_SPLITS = ("tensor_model", "pipeline_model", "context", "expert_model")
 _PRECISION = {"pipeline_dtype", "autocast_dtype"}
 
 
@@ -36,9 +36,11 @@ def set_paths(
         save: folder of the run's checkpoints, from which it also resumes; logs go there as well.
 
     Raises:
-        ValueError: the recipe has settings that the checkpoint's model does not have.
+        ValueError: the recipe is for a model of another kind than the checkpoint's, or the folder does not exist.
     """
     if hf_path is not None:
+        if (isinstance(hf_path, Path) or hf_path.startswith(("/", "./", "../", "~"))) and not Path(hf_path).is_dir():
+            raise ValueError(f"hf_path is {hf_path}: there is no such folder")
         _use_model(cfg, str(hf_path))
     if data_path is not None:
         cfg.dataset.path = str(data_path)
@@ -58,28 +60,11 @@ def check_data(cfg: ConfigContainer) -> None:
         DataError: data that cannot be opened or would all be dropped (see `Qwen3VLConversationProvider.check_samples`).
     """
     from qwen3vl_bridge import Qwen3VLConversationProvider
-    from qwen3vl_bridge.data.dataset_provider import SPLITS
 
     if not isinstance(cfg.dataset, Qwen3VLConversationProvider):
         return
-    names = (
-        {"dataset.path (--data-path)": cfg.dataset.path}
-        if cfg.dataset.path
-        else {f"dataset.{split}_path": cfg.dataset.path_of(split) for split in SPLITS}
-    )
-    names |= {f"the path of {one.name} in dataset.mixture": one.path for one in cfg.dataset.mixed("train")}
-    for name, path in names.items():
-        if path:
-            expect_data(name, path)
+    cfg.dataset.check_paths()
     cfg.dataset.check_samples(cfg.model.context_parallel_size)
-
-
-def expect_data(name: str, path: str) -> None:
-    """Refuse a path of data, of a setting, that does not exist (ValueError); patterns and names of the hub may not."""
-    from qwen3vl_bridge.data.sources import HUB
-
-    if not any(mark in path for mark in "*?[") and not path.startswith(HUB) and not Path(path).exists():
-        raise ValueError(f"{name} is {path}: there is no such file or folder")
 
 
 def _use_model(cfg: ConfigContainer, hf_path: str) -> None:
@@ -90,6 +75,12 @@ def _use_model(cfg: ConfigContainer, hf_path: str) -> None:
 
     bridge = AutoBridge.from_hf_pretrained(hf_path)
     model, old = bridge.to_megatron_provider(load_weights=False), cfg.model
+    said = [_kind(one) for one in (old, model)]
+    if model.family != old.family or (old.num_moe_experts and not model.num_moe_experts):
+        raise ValueError(
+            f"the recipe is for {said[0]}, and {hf_path} is {said[1]}: use a recipe for that; `qwen3vl train --list` "
+            "shows all"
+        )
     of_the_model = bridge._model_bridge.provider_fields(bridge.hf_pretrained.config).keys() - _OF_THE_RUN
     for name, value in _chosen(old).items():
         if name in of_the_model | _PRECISION:
@@ -99,8 +90,9 @@ def _use_model(cfg: ConfigContainer, hf_path: str) -> None:
                 f"the recipe has model.{name} {value!r}, which does not apply to {hf_path}; choose another"
             )
         setattr(model, name, value)
-    splits = any(getattr(model, f"{kind}_parallel_size") > 1 for kind in _KINDS)
-    if splits and (model.num_layers, model.hidden_size) != (old.num_layers, old.hidden_size):
+    sizes = [getattr(model, f"{kind}_parallel_size") or 1 for kind in _SPLITS]
+    is_split = max(sizes) > 1 or model.dist_train.use_dist_train
+    if is_split and (model.num_layers, model.hidden_size) != (old.num_layers, old.hidden_size):
         logger.warning(
             "the recipe is for a model of %d layers and width %d, %s has %d and %d: its parallel sizes may not fit "
             "this model",
@@ -111,6 +103,12 @@ def _use_model(cfg: ConfigContainer, hf_path: str) -> None:
     if cfg.mixed_precision is None:
         cfg.optimizer.bf16, cfg.optimizer.params_dtype = model.bf16, model.params_dtype
     cfg.dataset.hf_processor_path = cfg.tokenizer.tokenizer_model = hf_path
+
+
+def _kind(model: Any) -> str:
+    from qwen3vl_recipes.early_refusals import _TITLES
+
+    return f"a {_TITLES.get(model.family, model.family)} with{'' if model.num_moe_experts else 'out'} experts"
 
 
 def _chosen(provider: Any) -> dict[str, Any]:

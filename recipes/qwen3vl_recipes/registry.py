@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
@@ -33,8 +34,16 @@ class Recipe:
     gpu: str
     summary: str
 
-    def __call__(self) -> ConfigContainer:
-        """A new configuration."""
+    # Megatron-Bridge's launcher passes its options to recipes whose signature has them.
+    __signature__: ClassVar[inspect.Signature] = inspect.Signature()
+
+    def __call__(self, **options: Any) -> ConfigContainer:
+        """A new configuration; raises TypeError for options, which Megatron-Bridge's recipes have."""
+        if options:
+            raise TypeError(
+                f"a recipe has no options, and was given {options}: change the configuration that it returns; DoRA has "
+                "recipes of its own, such as qwen3_vl_8b_peft_dora_config"
+            )
         return self.build()
 
 

@@ -26,6 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core import optimizer
 from megatron.core.optimizer import clip_grads, distrib_optimizer
+from megatron.core.tensor_parallel import random
 from megatron.core.utils import local_multi_tensor_l2_norm
 from torch.distributed import distributed_c10d
 
@@ -87,6 +88,15 @@ def test_the_collector_pauses_while_modules_are_executed(enabled, tmp_path, monk
         switch[before]()
     assert not module.seen and not getattr(module, inner).seen
     assert after == after_an_error == enabled
+
+
+def test_a_tracked_generator_is_the_cpus_without_a_warning(caplog):
+    tracker = random.CudaRNGStatesTracker()
+    tracker.add("dropout", 1)
+    with tracker.fork("dropout"):
+        drawn = torch.rand(3)
+    assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(1)))
+    assert "RNG state changed" not in caplog.text
 
 
 TRAINING = """

@@ -11,7 +11,7 @@ from typing import Any
 
 import qwen3vl_bridge  # noqa: F401  before Megatron
 from qwen3vl_bridge.rehearsal import fake_gpu
-from qwen3vl_bridge.training.callbacks import training_callbacks
+from qwen3vl_bridge.training.callbacks import callbacks_of
 
 from torch._dynamo.utils import counters
 
@@ -38,7 +38,7 @@ def last_step(case: str, folder: Path) -> dict[str, Any]:
     vars(run.optimizer).pop("get_grad_norm", None)  # joined by `set_up` already, and by the callbacks again
     run.stream = split.batches("mixed", rows, steps=STEPS)
     waits: Counter[tuple[str, str, str]] = Counter()
-    with followed(run, training_callbacks(run.cfg)):
+    with followed(run, callbacks_of(run.cfg)):
         for number in range(STEPS):
             fake_gpu.mark(f"{case}: step {number}")
             waits.clear()

@@ -4,6 +4,7 @@ import logging
 
 import qwen3vl_bridge  # noqa: F401  (first: it prepares Megatron's import)
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLGPTModel
+from qwen3vl_bridge.registry import family
 from qwen3vl_bridge.training.process_groups import initialize
 
 import pytest
@@ -111,12 +112,23 @@ def test_sharing_pictures_is_no_choice():
     (DENSE, dict(cuda_graph_modules=["attn"]), r"cuda_graph_modules is \['attn'\], expected \[\]: rows, images"),
     (DENSE, dict(cuda_graph_scope="attn"), r"cuda_graph_scope is 'attn', expected \[\]: rows, images"),
     (DENSE, dict(freeze_vison_model=True), "freeze_vison_model is set, .*: expected freeze_vision_model"),
+    (DENSE, dict(freeze_vit=True), "freeze_vit is set, .*: expected freeze_vision_model$"),
+    (EXPERTS, dict(freeze_all=1), "expected freeze_language_model, freeze_vision_model, freeze_vision_projection$"),
+    (DENSE, dict(tp=2), "tp is set, .*: expected tensor_model_parallel_size$"),
+    (DENSE, dict(seq_len=128), "seq_len is set, .*: expected seq_length$"),
+    (DENSE, dict(gradient_checkpointing=True), "expected recompute_granularity$"),
     (EXPERTS, dict(enable_routing_replay=True), "expected moe_enable_routing_replay"),
     (DENSE, dict(attention_backend="fast"), "attention_backend is 'fast', expected one of flash, fused"),
 ])  # fmt: skip
 def test_what_only_megatron_bridges_model_does_is_refused(size, settings, message):
     with pytest.raises(ValueError, match=message):
         set_on(provider_of(size, {}), settings)
+
+
+def test_names_of_every_family_are_checked():
+    provider = AutoBridge.from_hf_config(family("qwen3_5").presets.hf_config("0.8B")).to_megatron_provider(False)
+    with pytest.raises(ValueError, match="freeze_vision_tower is set, but Qwen35VLModelProvider has no such setting"):
+        set_on(provider, dict(freeze_vision_tower=True))
 
 
 def test_a_name_that_is_nothing_here_gets_a_line_in_the_log(caplog):

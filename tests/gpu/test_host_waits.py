@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 
 import qwen3vl_bridge  # noqa: F401  before Megatron
-from qwen3vl_bridge.training.callbacks import training_callbacks
+from qwen3vl_bridge.training.callbacks import callbacks_of
 from qwen3vl_bridge.training.config import GuardConfig
 
 import pytest
@@ -37,7 +37,7 @@ def test_a_step_waits_in_no_line_of_ours(kind, device, tmp_path):
     vars(run.optimizer).pop("get_grad_norm", None)  # joined by `set_up` already, and by the callbacks again
     run.stream = split.batches("mixed", "packed", steps=STEPS)
     waits: Waits = Counter()
-    with followed(run, training_callbacks(run.cfg)):
+    with followed(run, callbacks_of(run.cfg)):
         for number in range(STEPS):
             with count_waits(waits) if number == STEPS - 1 else contextlib.nullcontext():
                 step_with_callbacks(run)

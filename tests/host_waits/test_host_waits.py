@@ -9,7 +9,7 @@ from typing import Any
 
 import qwen3vl_bridge
 from qwen3vl_bridge.batch.device_transfer import on_host
-from qwen3vl_bridge.training.callbacks import training_callbacks
+from qwen3vl_bridge.training.callbacks import callbacks_of
 from qwen3vl_bridge.training.config import GuardConfig
 from qwen3vl_bridge.training.guard import optimizers_of
 from qwen3vl_bridge.training.step import to_device
@@ -53,7 +53,7 @@ def count_step(folder: Path, topology: Topology, rows: str, **settings: Any) -> 
     found = {}
     # Each optimizer has lists and dicts of tensors, and single ones.
     waits = HostWaits(*run.model, [list(vars(one).values()) for one in optimizers_of(run.optimizer)])
-    with waits, followed(run, training_callbacks(run.cfg)):
+    with waits, followed(run, callbacks_of(run.cfg)):
         for step in range(1, STEPS + 1):
             waits.begin()
             step_with_callbacks(run)

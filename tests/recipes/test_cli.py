@@ -11,7 +11,8 @@ import pytest
 from datasets import Dataset
 from qwen3vl_recipes import cli, qwen3_vl_2b_sft_config
 from qwen3vl_recipes.dry_run import finalised
-from qwen3vl_recipes.paths import check_data
+from qwen3vl_recipes.paths import check_data, set_paths
+from qwen3vl_recipes.registry import recipes
 from torch.utils.data import DataLoader
 
 RECIPE = ["--recipe", "qwen3_vl_2b_sft_config"]
@@ -62,6 +63,29 @@ def test_weights_that_a_run_begins_with(untied_folder, tied_folder, tmp_path, mo
         cli.train([*words, "--from-scratch", "checkpoint.pretrained_checkpoint=MEGATRON"])
     assert end.value.code == 2
     assert "pretrained_checkpoint is MEGATRON, expected None with --from-scratch" in capsys.readouterr().err
+
+
+def test_models_that_a_recipe_in_python_is_not_for(untied_folder, moe_folder, tmp_path, caplog):
+    for name, folder, message in (
+        (
+            "qwen35_vl_800m_sft",
+            untied_folder,
+            r"for a Qwen3\.5-VL without experts, and .* is a Qwen3-VL without experts",
+        ),
+        (
+            "qwen3_vl_30b_a3b_sft",
+            untied_folder,
+            "for a Qwen3-VL with experts, and .* is a Qwen3-VL without experts: use",
+        ),
+        ("qwen3_vl_2b_sft", tmp_path / "nothere", "hf_path is .*/nothere: there is no such folder"),
+        ("qwen3_vl_2b_sft", "./nothere", "hf_path is ./nothere: there is no such folder"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            set_paths(recipes()[f"{name}_config"](), hf_path=folder)
+    for name, warns in (("qwen3_vl_2b_sft", False), ("qwen3_vl_8b_sft", True)):
+        caplog.clear()
+        set_paths(recipes()[f"{name}_config"](), hf_path=moe_folder)
+        assert ("its parallel sizes may not fit" in caplog.text) is warns
 
 
 class _Broken:

@@ -1,5 +1,6 @@
 """Every recipe is there, is built and completed without any network, and is what it says."""
 
+import inspect
 import socket
 from pathlib import Path
 
@@ -139,6 +140,13 @@ def test_what_the_helper_sets_is_what_is_asked_for():
         setattr(getattr(cfg, section), name, other)
         with pytest.raises(ValueError, match=f"{name} is {other}"):
             finalised(cfg, 3)
+
+
+def test_options_of_megatron_bridges_recipes_are_refused():
+    with pytest.raises(TypeError, match=r"given {'peft_scheme': 'dora'}.* such as qwen3_vl_8b_peft_dora_config"):
+        qwen3vl_recipes.qwen3_vl_8b_peft_config(peft_scheme="dora")
+    assert not inspect.signature(qwen3vl_recipes.qwen3_vl_8b_peft_config).parameters  # its launcher looks there
+    assert "qwen3_vl_8b_peft_dora_config" in recipes()
 
 
 def test_a_call_does_not_change_the_next():

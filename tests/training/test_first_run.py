@@ -7,11 +7,13 @@ import math
 import re
 import resource
 import threading
+from dataclasses import fields
 from operator import attrgetter
 
 import qwen3vl_bridge
 from qwen3vl_bridge import Qwen3VLEnergonProvider, Qwen3VLLoRA
 from qwen3vl_bridge.checkpoint import CheckpointError
+from qwen3vl_bridge.checkpoint.formats.huggingface import is_at_hand
 from qwen3vl_bridge.io.atomic import snapshot
 from qwen3vl_bridge.planning.from_config import checkpoint_bytes
 from qwen3vl_bridge.training import run_log, run_refusals
@@ -19,7 +21,8 @@ from qwen3vl_bridge.training.process_groups import shutdown
 
 import pytest
 import qwen3vl_recipes
-from megatron.bridge.training import config
+from huggingface_hub import constants
+from megatron.bridge.training import config, vlm_step
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.comm_overlap import CommOverlapConfig
 from megatron.bridge.training.config import runtime_config_update
@@ -56,6 +59,63 @@ def test_a_setting_that_does_not_exist_is_refused_in_python(name, meant, tmp_pat
         runtime_config_update(cfg)
 
 
+def test_in_megatron_bridges_own_container_too():
+    ours = qwen3vl_recipes.qwen3_vl_2b_sft_config()
+    sections = [field.name for field in fields(config.ConfigContainer) if field.init]
+    cfg = config.ConfigContainer(**{name: getattr(ours, name) for name in sections})
+    cfg.lora = {"rank": 8}
+    with pytest.raises(ValueError, match=r"^lora is set to {'rank': 8}, but there is no setting lora; .* mean peft\?"):
+        qwen3vl_bridge.training_callbacks(cfg)
+
+
+@pytest.mark.parametrize(("path", "message"), [
+    (None, "dataset.path is None, .*; set_paths of qwen3vl_recipes.paths sets all"),
+    ("nothere", r"dataset.path \(--data-path\) is nothere: there is no such file or folder"),
+])  # fmt: skip
+def test_data_are_looked_for_before_anything_else(inputs, path, message):
+    with pytest.raises(ValueError, match=message):
+        qwen3vl_bridge.training_callbacks(replicated(inputs, None, dataset__path=path))
+
+
+@pytest.mark.parametrize("reached", [False, True])
+def test_a_recipes_own_processor_beside_weights_of_a_folder(inputs, monkeypatch, reached):
+    monkeypatch.setattr(run_refusals, "is_at_hand", lambda name: reached and name == "Qwen/Qwen3-VL-2B-Instruct")
+    cfg = qwen3vl_recipes.qwen3_vl_2b_sft_config()
+    cfg.dataset.path, cfg.checkpoint.pretrained_checkpoint = str(inputs.data), str(inputs.hf)
+    message = f"of the hub, Qwen/Qwen3-VL-2B-Instruct, and .* is {inputs.hf}, which has its own: set_paths"
+    with messages("qwen3vl_bridge") as said:
+        if reached:
+            qwen3vl_bridge.training_callbacks(cfg)
+            assert re.search(message, *said)
+            said.clear()
+        else:
+            with pytest.raises(ValueError, match=message):
+                qwen3vl_bridge.training_callbacks(cfg)
+        cfg.dataset.hf_processor_path = cfg.tokenizer.tokenizer_model = str(inputs.hf)
+        qwen3vl_bridge.training_callbacks(cfg)
+    assert not said
+
+
+def test_whether_the_hub_answers(monkeypatch, tmp_path):
+    """Nobody listens at the first address; a copy of the configuration is enough."""
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert not is_at_hand("nobody/nothing")
+    copy = tmp_path / "models--nobody--nothing" / "snapshots" / "0" / "config.json"
+    copy.parent.mkdir(parents=True)
+    copy.touch()
+    (refs := tmp_path / "models--nobody--nothing" / "refs").mkdir()
+    (refs / "main").write_text("0")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert is_at_hand("nobody/nothing")
+
+
+def test_another_forward_step_is_told_which_one_the_batches_need(inputs):
+    shutdown()
+    cfg = replicated(inputs, None)
+    with pytest.raises(TypeError, match=r"as if it were a dict .*: expected qwen3vl_bridge\.forward_step"):
+        finetune(cfg, vlm_step.forward_step, callbacks=qwen3vl_bridge.training_callbacks(cfg))
+
+
 def test_what_megatron_sets_itself_is_not_refused(tmp_path):
     """Of every section that a run may have, when the configuration is completed; also a second time."""
     shutdown()  # groups of other tests
@@ -64,7 +124,7 @@ def test_what_megatron_sets_itself_is_not_refused(tmp_path):
     cfg.ft, cfg.straggler, cfg.nvrx_straggler = config.FaultToleranceConfig(), config.StragglerDetectionConfig(), None
     cfg.comm_overlap, cfg.tensor_inspect = CommOverlapConfig(tp_comm_overlap=False), config.TensorInspectConfig()
     cfg.inprocess_restart = config.InProcessRestartConfig()
-    run_refusals._check_names(finalised(finalised(cfg, 8), 8))
+    run_refusals.check_names(finalised(finalised(cfg, 8), 8))
 
 
 def test_a_name_of_transformers_is_translated_on_the_command_line():
@@ -231,7 +291,7 @@ def test_the_size_of_a_checkpoint_is_known_before_the_run(inputs, tmp_path, kind
     cfg.peft = Qwen3VLLoRA(dim=64) if kind == "adapters" else None
     cfg.model.freeze_language_model, cfg.checkpoint.save_optim = kind == "frozen", kind != "weights"
     train(cfg)
-    run_refusals._check_names(cfg)  # nor do attributes that a run sets on its sections look like settings
+    run_refusals.check_names(cfg)  # nor do attributes that a run sets on its sections look like settings
     written = sum(path.stat().st_size for path in tmp_path.glob("iter_0000001/*.distcp"))
 
     assert abs(checkpoint_bytes(cfg) / written - 1) < 0.1

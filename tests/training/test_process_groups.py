@@ -13,7 +13,7 @@ from unittest import mock
 
 import qwen3vl_bridge
 from qwen3vl_bridge.training import process_groups
-from qwen3vl_bridge.training.callbacks import training_callbacks
+from qwen3vl_bridge.training.callbacks import callbacks_of
 from qwen3vl_bridge.training.config import GuardConfig
 from qwen3vl_bridge.training.weight_loading import load_model
 
@@ -68,7 +68,7 @@ def sent_by_ranks(folder: Path) -> list[Sent]:
     run.stream = split.batches("mixed", "packed")
     run.cfg.guard = GuardConfig(on_nan="skip", on_spike="skip")
     vars(run.optimizer).pop("get_grad_norm", None)  # joined by `set_up` already, and by the callbacks again
-    with collectives_sent() as found, followed(run, training_callbacks(run.cfg)):
+    with collectives_sent() as found, followed(run, callbacks_of(run.cfg)):
         step_with_callbacks(run)
         found.clear()
         step_with_callbacks(run)
@@ -123,7 +123,7 @@ def test_a_step_with_all_that_follows_it(inputs, sent):
     """Losses that are recorded and guarded, norms, rates, figures of the log."""
     run = set_up(replicate(inputs.config(None, logger__log_interval=1)))
     run.cfg.guard = GuardConfig(on_nan="skip", on_spike="skip")
-    with followed(run, training_callbacks(run.cfg)):
+    with followed(run, callbacks_of(run.cfg)):
         train_step(run)
         sent.clear()
         train_step(run)

@@ -97,6 +97,14 @@ class TokenBatch(Movable):
     unreadable: tuple[int, ...] = ()
     uncounted: Tensor | None = None  # [B, S] bool, real tokens that routers leave out of what they count; None: none
 
+    def __contains__(self, key: object) -> bool:
+        """Of other packages' forward steps, which look for keys of a dict: raises TypeError."""
+        raise TypeError(
+            f"a batch of this data module was asked for {key!r}, as if it were a dict of Megatron-Bridge's collators: "
+            "expected qwen3vl_bridge.forward_step, as in finetune(cfg, qwen3vl_bridge.forward_step, "
+            "callbacks=qwen3vl_bridge.training_callbacks(cfg))"
+        )
+
     def local(
         self,
         cp_size: int = 1,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import logging
 import os
 import re
 import sys
@@ -122,7 +123,9 @@ def _with_gloo(function: Callable) -> Callable:
 
 
 def _alone_without_a_port(kwargs: dict[str, Any]) -> None:
-    """Without other ranks, use an in-memory store: a port could collide with that of another run on this machine."""
+    """Without other ranks, use an in-memory store: a port could collide with that of another run on this machine. Not
+    if the caller names an address, beside which torch takes no store.
+    """
     if kwargs.get("world_size") == 1 and kwargs.get("store") is None and kwargs.get("init_method") is None:
         from torch.distributed import HashStore
 
@@ -252,7 +255,10 @@ def _redirect_torch(_: ModuleType) -> None:
 
 
 def _use_cpu_generator(module: Any) -> None:
-    """megatron.core.tensor_parallel.random: track the CPU's random number generator."""
+    """megatron.core.tensor_parallel.random: track the CPU's random number generator, of which it warns that a GPU's
+    context changes it.
+    """
+    logging.getLogger(module.__name__).addFilter(lambda said: "CPU RNG state changed" not in said.getMessage())
     module._get_cuda_rng_state = lambda *_, **__: module.torch.get_rng_state()
     module._set_cuda_rng_state = lambda new_state, *_, **__: module.torch.set_rng_state(new_state)
 

@@ -31,7 +31,7 @@ from qwen3vl_bridge.data.row_loading import (
 )
 from qwen3vl_bridge.data.samples import OnBad, OnLong, SampleFilter, Samples
 from qwen3vl_bridge.data.schemas.record_schemas import Columns, schema_of
-from qwen3vl_bridge.data.sources import HUB
+from qwen3vl_bridge.data.sources import HUB, expect_data
 from qwen3vl_bridge.data.sources.hub import HubName, StreamedDataset
 from qwen3vl_bridge.data.sources.mixture import MixedSet, Mixture, mixed_sets, open_mixture
 from qwen3vl_bridge.data.sources.opening import ConversationSource, open_source, splits_in
@@ -261,11 +261,7 @@ class Qwen3VLConversationProvider(ConversationRows):
                 f"dataloader_type is {self.dataloader_type!r}, expected 'single': rows are in order already"
             )
         self.check_least(balance_over=1, window_size=1, stream_parts=1, **({"seed": 0} if self.streaming else {}))
-        if self.path is None and self.train_path is None and self.mixture is None:
-            raise ValueError(
-                "dataset.path is None, expected a folder with train.jsonl, or dataset.train_path with a file of "
-                "conversations, or dataset.mixture with several data sets"
-            )
+        self._expect_paths()
         for split in SPLITS:
             given = {
                 "dataset.path": None if self.path is None else splits_in(self.path).get(split),
@@ -296,6 +292,27 @@ class Qwen3VLConversationProvider(ConversationRows):
                 raise ValueError(f"streaming is on, but {path} is not on the hub, expected {HUB}owner/name#split")
         MediaAccess.of(self.media_root)
         schema_of(self.schema_adapter, self.columns)
+
+    def _expect_paths(self) -> None:
+        if self.path is None and self.train_path is None and self.mixture is None:
+            raise ValueError(
+                "dataset.path is None, expected a folder with train.jsonl, or dataset.train_path with a file of "
+                "conversations, or dataset.mixture with several data sets; set_paths of qwen3vl_recipes.paths sets all "
+                "of a run's paths"
+            )
+
+    def check_paths(self) -> None:
+        """Refuse data that are not there (ValueError), before anything is built, which takes a while."""
+        self._expect_paths()
+        names = (
+            {"dataset.path (--data-path)": self.path}
+            if self.path
+            else {f"dataset.{split}_path": self.path_of(split) for split in SPLITS}
+        )
+        names |= {f"the path of {one.name} in dataset.mixture": one.path for one in self.mixed("train")}
+        for name, path in names.items():
+            if path:
+                expect_data(name, path)
 
     def downloaded(self) -> UrlCache:
         """Access to the files that were downloaded before training."""

@@ -24,6 +24,7 @@ from qwen3vl_bridge.models.rules import (
     any_of,
     at_least,
     check,
+    check_provider_names,
     dependents,
     equal,
     is_off,
@@ -266,6 +267,7 @@ GRAPHS: tuple[Allowed, ...] = (
 )
 
 BEFORE_FINALIZE: tuple[Rule, ...] = (
+    check_provider_names,
     *FIXED,
     Allowed("dist_train.use_dist_train", False, is_off("vision_module_class")).because(
         "this family cannot be split into vision and language modules"

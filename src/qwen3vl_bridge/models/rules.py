@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, replace
 from enum import Enum
 from functools import reduce
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 # A row; or a function that raises ValueError, for constraints between several settings.
 Rule = Callable[[Any], Any]
@@ -49,9 +52,12 @@ _ELSEWHERE = {
     "dataset.vision.image_max_pixels": "max_pixels", "dataset.num_workers": "dataloader_num_workers",
     "model.tensor_model_parallel_size": "tp", "model.pipeline_model_parallel_size": "pp",
     "model.context_parallel_size": "cp", "model.expert_model_parallel_size": "ep",
-    "model.freeze_vision_model": "freeze_vit freeze_vision freeze_vision_tower",
+    "model.expert_tensor_parallel_size": "etp",
+    "model.recompute_granularity": "gradient_checkpointing activation_checkpointing",
+    "model.freeze_vision_model": "freeze_vit freeze_vision freeze_vision_tower freeze_vision_encoder freeze_visual",
     "model.freeze_vision_projection": "freeze_aligner freeze_projector", "model.freeze_language_model": "freeze_llm",
-    "peft.dim": "lora_rank rank r", "peft.alpha": "lora_alpha", "peft.dropout": "lora_dropout", "rng.seed": "seed",
+    "peft": "lora lora_config", "peft.dim": "lora_rank rank r", "peft.alpha": "lora_alpha",
+    "peft.dropout": "lora_dropout", "rng.seed": "seed",
 }  # fmt: skip
 _NAMES_ELSEWHERE = {alias: names for names, aliases in _ELSEWHERE.items() for alias in aliases.split()}
 _OF_A_DEVICE = {"per_device_train_batch_size", "gradient_accumulation_steps"}
@@ -77,6 +83,32 @@ def suggestion(name: str, known: Collection[str]) -> str:
     else:
         close = difflib.get_close_matches(name, known, n=3)
     return f"; did you mean {', '.join(close)}?" if close else ""
+
+
+# Attributes other than fields that callers store on a provider.
+_NOTES = frozenset(
+    {"pretrained_model_name", "swiglu", "bridge", "grid", "world_size", "rank_offset"}
+    | {"teacher", "kd_config", "distill_submodule", "full_model"}  # of Megatron-Bridge's `DistillationProvider`
+)
+# From this similarity on a name counts as a misspelt field; Megatron-Bridge's recipes set some names that are not
+# fields.
+_LIKE = 0.85
+_FREEZE = ("freeze_language_model", "freeze_vision_model", "freeze_vision_projection")
+
+
+def check_provider_names(provider: Any) -> None:
+    """Refuse attributes of a provider that are not fields, but similar to one, another trainer's name for one, or meant
+    to freeze something. Callers may store their own: others are only logged.
+    """
+    fields, kind = [*fields_of(provider)], type(provider).__name__
+    for name in unknown_names(provider):
+        if name in _NOTES or getattr(provider, name) in (None, False):
+            continue
+        meant = NAMES_ELSEWHERE.get(name, "").rpartition(".")[2]
+        like = [meant] if meant in fields else difflib.get_close_matches(name, fields, n=1, cutoff=_LIKE)
+        if like := like or (_FREEZE if name.startswith("freeze_") else ()):
+            raise ValueError(f"{name} is set, but {kind} has no such setting: expected {', '.join(like)}")
+        logger.warning("%s is set, but %s has no such setting: it has no effect", name, kind)
 
 
 @dataclass(frozen=True)

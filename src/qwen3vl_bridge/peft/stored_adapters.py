@@ -71,18 +71,26 @@ def refuse_adapters_alone(folder: Path) -> None:
         )
 
 
-def check_same_adapters(folder: Path, peft: Any) -> None:
-    """Refuse a run whose configuration of adapters (None: it has none) differs from that of its checkpoint."""
+def check_same_adapters(folder: Path, peft: Any, *, compare: bool = True) -> None:
+    """Refuse a run with adapters where its checkpoint has none, or the other way round; with `compare` also one whose
+    adapters differ from the checkpoint's. `peft` is the run's.
+    """
     theirs = read_run_config(folder).get("peft") or {}
-    ours = {} if peft is None else peft.to_cfg_dict()
-    was, has = (section.get("_target_", "no adapters") for section in (theirs, ours))
-    if bool(theirs) != bool(ours):
-        differ = [f"the checkpoint was saved by a run with {was}, this run has {has}"]
-    else:
-        names = sorted((theirs.keys() | ours.keys()) - _FREE)
-        pairs = ((name, theirs.get(name), ours.get(name)) for name in names)
-        differ = [f"peft.{name} was {before!r}, is {now!r}" for name, before, now in pairs if before != now]
-    if differ:
+    if peft is not None and not theirs:
+        raise CheckpointError(
+            f"{folder} was saved by a run without adapters, and peft is a {type(peft).__name__}: expected another "
+            f"folder as checkpoint.save and checkpoint.load; checkpoint.pretrained_checkpoint={folder.parent} begins "
+            "with that run's weights"
+        )
+    if peft is None and theirs:
+        raise CheckpointError(
+            f"{folder} was saved by a run with {theirs.get('_target_')}, this run has no adapters: expected the same "
+            "peft, or another folder as checkpoint.save and checkpoint.load"
+        )
+    ours = peft.to_cfg_dict() if compare and peft is not None else theirs
+    names = sorted((theirs.keys() | ours.keys()) - _FREE)
+    pairs = ((name, theirs.get(name), ours.get(name)) for name in names)
+    if differ := [f"peft.{name} was {before!r}, is {now!r}" for name, before, now in pairs if before != now]:
         raise CheckpointError("\n  ".join([f"{folder} has different adapters from this run:", *differ]))
 
 

@@ -29,7 +29,7 @@ from qwen3vl_bridge.data.dataset_provider import Qwen3VLConversationProvider
 from qwen3vl_bridge.rehearsal.fake_gpu import Event, between, mark, read_log
 from qwen3vl_bridge.rehearsal.no_cudnn import without_cudnn
 from qwen3vl_bridge.training import checkpoint_manager, weight_loading
-from qwen3vl_bridge.training.callbacks import training_callbacks
+from qwen3vl_bridge.training.callbacks import callbacks_of
 from qwen3vl_bridge.training.guard import StepGuard
 from qwen3vl_bridge.training.run_log import RunLog
 from qwen3vl_bridge.training.step import forward_step
@@ -147,7 +147,7 @@ def rehearse(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> Rehea
     with tempfile.TemporaryDirectory() as folder, without_cudnn():
         cfg.checkpoint.pretrained_checkpoint = None if cfg.peft is None else folder
         try:
-            pretrain(cfg, forward_step, callbacks=[*training_callbacks(cfg), recorder])
+            pretrain(cfg, forward_step, callbacks=[*callbacks_of(cfg), recorder])
         except Exception as error:
             traceback.print_exc()
             report.error = f"{type(error).__name__}: {error}"

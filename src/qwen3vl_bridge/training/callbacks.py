@@ -12,7 +12,9 @@ from qwen3vl_bridge.data.questions import Question, questions
 from qwen3vl_bridge.data.sources.opening import open_source
 from qwen3vl_bridge.dist_train.joint_run import Modules
 from qwen3vl_bridge.inference.generation import end_token_ids, generate, ranks_in_step
+from qwen3vl_bridge.models.rules import check
 from qwen3vl_bridge.parallel.collectives import is_first, sum_counts
+from qwen3vl_bridge.training import run_refusals
 from qwen3vl_bridge.training.checkpoint_manager import check_script
 from qwen3vl_bridge.training.config import AccuracyConfig, Qwen3VLConfigContainer
 from qwen3vl_bridge.training.guard import StepGuard
@@ -35,8 +37,15 @@ def training_callbacks(cfg: ConfigContainer) -> list[Callback]:
 
     Raises:
         RuntimeError: this is a process that saving has started, which runs the script again.
+        ValueError: an attribute that is no setting, data that are not there, or a processor that is out of reach.
     """
     check_script()
+    check(run_refusals.BEFORE_RUN, cfg)
+    return callbacks_of(cfg)
+
+
+def callbacks_of(cfg: ConfigContainer) -> list[Callback]:
+    """The same without a look at what a run needs on this machine, for one that only shows what it would do."""
     if isinstance(cfg, Qwen3VLConfigContainer):
         vars(cfg)["_has_callbacks"] = True
     callbacks: list[Callback] = [StepGuard()]  # its norms are in the metrics

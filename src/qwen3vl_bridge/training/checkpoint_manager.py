@@ -190,8 +190,8 @@ class Qwen3VLCheckpointManager(DefaultCheckpointManager):
         folder, cfg = None if is_local else folder_to_load(settings), ctx.state.cfg
         with fail_together():
             if folder is not None:
-                if (folder / RUN_CONFIG).is_file() and (cfg.peft is None or isinstance(cfg.peft, Qwen3VLParts)):
-                    check_same_adapters(folder, cfg.peft)  # tensors of another scale would fit
+                if (folder / RUN_CONFIG).is_file():  # tensors of another scale would fit
+                    check_same_adapters(folder, cfg.peft, compare=isinstance(cfg.peft, Qwen3VLParts))
                 if ctx.optimizer is not None:
                     expect_optimizer(folder, cfg)
         with (

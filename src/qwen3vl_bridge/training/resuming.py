@@ -264,7 +264,7 @@ def chosen_schedule(ctx: CheckpointLoadContext, folder: Path | None) -> Iterator
         raise CheckpointError(
             f"the learning-rate schedule differs from the checkpoint's: {_OF_SCHEDULE.get(name, name)} is {our}, the "
             f"checkpoint has {their}{unit}; {_CHOOSE_SCHEDULE}"
-        ) from error
+        ) from None
     if differ and scheduler.override_opt_param_scheduler:
         _rename_rates(ctx, theirs, ours)
         scheduler.step(increment=0)

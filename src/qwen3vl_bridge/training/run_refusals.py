@@ -11,6 +11,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from qwen3vl_bridge.checkpoint.formats.huggingface import is_at_hand
 from qwen3vl_bridge.data.dataset_provider import ConversationRows, Qwen3VLConversationProvider
 from qwen3vl_bridge.io.atomic import free_space
 from qwen3vl_bridge.models import refusals as model_refusals
@@ -63,7 +64,7 @@ _COMPLETED = (
 )
 
 
-def _check_names(cfg: Any) -> None:
+def check_names(cfg: Any) -> None:
     """Refuse attributes of a run's sections that are no settings, which Python sets without a word. The provider checks
     its own; classes of users may have what they like.
     """
@@ -82,6 +83,36 @@ def _check_names(cfg: Any) -> None:
             if name not in _COMPLETED:
                 value = getattr(owner, name.removeprefix(prefix))
                 raise ValueError(f"{name} is set to {value!r}, but there is no setting {name}{suggestion(name, known)}")
+
+
+def _check_data_paths(cfg: Any) -> None:
+    if isinstance(cfg.dataset, Qwen3VLConversationProvider):
+        cfg.dataset.check_paths()
+
+
+def _check_processor(cfg: Any) -> None:
+    """Refuse a processor and a tokenizer of the hub, a recipe's own, beside weights in a local folder that has both, if
+    they are not here and the hub does not answer: transformers would try for more than a minute. Warn if it does.
+    """
+    folder = cfg.checkpoint.pretrained_checkpoint
+    if not folder or not all((Path(folder) / name).is_file() for name in ("config.json", "tokenizer_config.json")):
+        return
+    named = {
+        "dataset.hf_processor_path": getattr(cfg.dataset, "hf_processor_path", None),
+        "tokenizer.tokenizer_model": getattr(cfg.tokenizer, "tokenizer_model", None),
+    }
+    named = {name: str(found) for name, found in named.items() if found and not Path(found).exists()}
+    if not named:
+        return
+    message = (
+        f"{' and '.join(named)} are of the hub, {' and '.join(dict.fromkeys(named.values()))}, and "
+        f"checkpoint.pretrained_checkpoint is {folder}, which has its own: set_paths(cfg, hf_path={str(folder)!r}) of "
+        "qwen3vl_recipes.paths sets the model, the processor and the tokenizer"
+    )
+    if not all(is_at_hand(name) for name in named.values()):
+        raise ValueError(f"{message}; the hub does not answer, and this machine has no copy")
+    if get_rank_safe() == 0:
+        logger.warning(message)
 
 
 def _check_connections(cfg: Any) -> None:
@@ -190,9 +221,11 @@ BEFORE_OVERLAP: tuple[Rule, ...] = tuple(
     )
     for name in ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "defer_embedding_wgrad_compute")
 )
+# When a script asks for callbacks, first of all; not in a dry run, whose data and weights need not exist.
+BEFORE_RUN: tuple[Rule, ...] = (check_names, _check_data_paths, _check_processor)
 
 BEFORE_VALIDATE: tuple[Rule, ...] = (
-    _check_names,
+    check_names,
     _check_connections,
     Allowed("dataset.seq_length", same_as("model.seq_length")).because(
         "both are the length of a row; set both to the same number"

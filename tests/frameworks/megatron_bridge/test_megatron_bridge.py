@@ -8,11 +8,14 @@ examples/conversion/{hf_megatron_roundtrip,compare_hf_and_megatron}.
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+from qwen3vl_bridge.training.process_groups import shutdown
+
 import pytest
 import torch
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.qwen_vl import qwen3_vl_step
 from megatron.bridge.training import vlm_step
+from safetensors.torch import load_file
 from transformers import AutoProcessor
 
 from tests.model.inputs.support import no_grad
@@ -46,6 +49,20 @@ STEPS = {
     "vlm_step, rows and masks": (vlm_step, dict(skip_getting_attention_mask_from_dataset=False)),
     "vlm_step, packed": (vlm_step, dict(enable_in_batch_packing=True, in_batch_packing_pad_to_multiple_of=8)),
 }
+
+
+def test_its_conversions_in_one_process_without_an_address(untied_folder, tmp_path, monkeypatch):
+    """`import_ckpt` leaves the groups that it begins, in Megatron-Bridge's own code, and `export_ckpt` begins some."""
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):  # which it sets
+        monkeypatch.setenv(name, "restores it")
+        monkeypatch.delenv(name)
+    shutdown()  # groups of other tests
+    AutoBridge.import_ckpt(str(untied_folder), tmp_path / "megatron")
+    shutdown()
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name)
+    AutoBridge.from_hf_pretrained(str(untied_folder)).export_ckpt(tmp_path / "megatron", tmp_path / "hf")
+    check_exported(load_file(tmp_path / "hf" / "model.safetensors"), untied_folder)
 
 
 @pytest.mark.parametrize("name", STEPS)

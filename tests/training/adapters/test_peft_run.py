@@ -15,6 +15,7 @@ import pytest
 import torch
 from megatron.bridge import AutoBridge
 from megatron.bridge.peft.base import PEFT
+from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from peft import PeftModel
 from torch.distributed.tensor import DTensor
@@ -173,6 +174,14 @@ def test_other_adapters_than_the_checkpoints_are_refused(inputs, tmp_path):
     # Whose tensors would fit.
     with pytest.raises(CheckpointError, match=r"peft\.alpha was 8, is 16"):
         train(peft_config(inputs, tmp_path, Qwen3VLLoRA(dim=4, alpha=16)))
+
+
+def test_adapters_after_a_full_run_are_refused_by_every_class(inputs, tmp_path):
+    train(peft_config(inputs, tmp_path, None), stop_after=1)
+    for peft in (LoRA(dim=4), Qwen3VLLoRA(dim=4)):
+        message = f"iter_0000001 was saved by a run without adapters, and peft is a {type(peft).__name__}: expected"
+        with pytest.raises(CheckpointError, match=message):
+            train(peft_config(inputs, tmp_path, peft))
 
 
 class AdaptsNothing(PEFT):

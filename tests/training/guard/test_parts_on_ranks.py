@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen3vl_bridge.batch import TokenBatch
-from qwen3vl_bridge.training.callbacks import training_callbacks
+from qwen3vl_bridge.training.callbacks import callbacks_of
 from qwen3vl_bridge.training.config import GuardConfig, Qwen3VLLearningRates
 from qwen3vl_bridge.training.guard import PART_NORMS
 from qwen3vl_bridge.training.run_log import ENTRY
@@ -98,7 +98,7 @@ def one_case(case: str, folders: dict[str, str]) -> dict[str, Any]:
     split = Split(folders[family], TOPOLOGIES[name], **settings | rates)
     run, rows = split.run, split.batches(CONTENT, "packed", steps=STEPS + 1)
     run.cfg.guard = GuardConfig(on_nan="skip")
-    with followed(run, training_callbacks(run.cfg)) as shared:
+    with followed(run, callbacks_of(run.cfg)) as shared:
         run.stream, norms, totals = rows, [], []
         for _ in range(STEPS):
             train_step(run)

@@ -14,7 +14,7 @@ from qwen3vl_bridge.parallel.collectives import sum_amounts
 from qwen3vl_bridge.peft.lora import Qwen3VLLoRA
 from qwen3vl_bridge.registry import dimensions_of
 from qwen3vl_bridge.training import run_refusals
-from qwen3vl_bridge.training.callbacks import training_callbacks
+from qwen3vl_bridge.training.callbacks import callbacks_of
 from qwen3vl_bridge.training.metrics import Amounts, ExpertLoad, meter_of, peak_operations, step_costs
 from qwen3vl_bridge.training.run_log import ENTRY, StepProgress
 from qwen3vl_bridge.weights.rows import ExpertLayout
@@ -51,7 +51,7 @@ def measure(folder: str, topology: Topology, rows: str, **fields) -> dict:
     forward_backward(run, run.stream, MICROBATCHES // run.groups.dp.size())
     counts = load.counts(run.cfg.model)
     amounts = sum_amounts(meter_of(run.state).take(), run.groups)
-    with followed(run, training_callbacks(run.cfg)) as shared:
+    with followed(run, callbacks_of(run.cfg)) as shared:
         train_step(run)
     return dict(amounts=Amounts(*amounts), counts=counts, figures=shared[ENTRY])
 
@@ -390,7 +390,7 @@ def test_samples_that_are_left_out_are_figures_of_the_log_by_set(inputs, tmp_pat
     data.mixture = [{"path": data.path, "name": "digits"}, {"path": str(tmp_path / "bad.jsonl")}]
     data.path, data.on_bad, data.window_size = None, "drop", 32
     run = set_up(cfg)
-    with followed(run, training_callbacks(cfg)) as shared:
+    with followed(run, callbacks_of(cfg)) as shared:
         train_step(run)
         stream = cfg.dataset.stream("train", micro_batch_size=cfg.train.micro_batch_size)
         expected = [next(stream).dropped for _ in range(cfg.train.global_batch_size)][-1]

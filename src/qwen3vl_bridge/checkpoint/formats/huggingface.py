@@ -81,6 +81,9 @@ def contents_of(path: Path) -> str:
     return f"it holds {', '.join(names[:4])}{' and more' if len(names) > 4 else ''}" if names else "it is empty"
 
 
+_PATIENCE = 10  # seconds
+
+
 def find_model(hf_model: str | Path, *, weights: bool = True, trust_remote_code: bool = False) -> Path:
     """The local folder of a model, downloaded from the hub if it is not a folder.
 
@@ -128,6 +131,20 @@ def _downloaded(hf_model: str | Path, patterns: list[str]) -> Path:
             f"{hf_model} is neither a folder nor a model available from the hub: {reason}{endpoint}"
             f"{nearest_name(str(hf_model))}"
         ) from error
+
+
+def is_at_hand(hub_id: str) -> bool:
+    """Whether the hub, asked once, has a model of this name, or this machine a copy of its configuration."""
+    import httpx
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    try:
+        if isinstance(try_to_load_from_cache(hub_id, "config.json"), str):
+            return True
+        HfApi().model_info(hub_id, timeout=_PATIENCE)
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError):
+        return False
+    return True
 
 
 def side_files(folder: Path) -> list[Path]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import logging
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -12,32 +10,10 @@ from qwen3vl_bridge.models.provider import ExpertsMixin, VisionLanguageProvider
 from qwen3vl_bridge.models.qwen3_vl.config import FAMILY_NAME, TOKENS, check_deepstack
 from qwen3vl_bridge.models.qwen3_vl.model import Qwen3VLModel
 from qwen3vl_bridge.models.refusals import NOTHING_ELSE, unread
-from qwen3vl_bridge.models.rules import Rule, fields_of, keep, unknown_names
-from qwen3vl_bridge.models.settings import VisionLanguageFields, name_of_activation
+from qwen3vl_bridge.models.rules import Rule, keep
+from qwen3vl_bridge.models.settings import name_of_activation
 
 from transformers import Qwen3VLMoeTextConfig, Qwen3VLTextConfig, Qwen3VLVisionConfig
-
-logger = logging.getLogger(__name__)
-
-# Attributes other than fields that callers store on a provider.
-_NOTES = frozenset(
-    {"pretrained_model_name", "swiglu", "bridge", "grid", "world_size", "rank_offset"}
-    | {"teacher", "kd_config", "distill_submodule", "full_model"}  # of Megatron-Bridge's `DistillationProvider`
-)
-# From this similarity on a name counts as a misspelt field; Megatron-Bridge's recipes set some names that are not
-# fields.
-_LIKE = 0.85
-
-
-def _check_names(provider: VisionLanguageFields) -> None:
-    """Refuse attributes that are not fields but similar to one. Callers may store their own: others are only logged."""
-    fields = [*fields_of(provider)]
-    for name in unknown_names(provider):
-        if name in _NOTES or getattr(provider, name) in (None, False):
-            continue
-        if like := difflib.get_close_matches(name, fields, n=1, cutoff=_LIKE):
-            raise ValueError(f"{name} is set, but {type(provider).__name__} has no such setting: expected {like[0]}")
-        logger.warning("%s is set, but %s has no such setting: it has no effect", name, type(provider).__name__)
 
 
 @dataclass
@@ -65,7 +41,6 @@ class Qwen3VLModelProvider(VisionLanguageProvider):
     language_module_class: ClassVar[str] = "qwen3vl_bridge.dist_train.modules.Qwen3VLLanguageModule"
     rules: ClassVar[tuple[Rule, ...]] = (
         lambda model: check_deepstack(model.vision_config.to_dict(), model.num_layers),
-        _check_names,
         *keep("rotary_percent mtp_num_layers", NOTHING_ELSE),
         *unread(
             "linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim "
