@@ -104,7 +104,7 @@ def check_provider_names(provider: Any) -> None:
     for name in unknown_names(provider):
         if name in _NOTES or getattr(provider, name) in (None, False):
             continue
-        meant = NAMES_ELSEWHERE.get(name, "").rpartition(".")[2]
+        meant = _NAMES_ELSEWHERE.get(name, "").rpartition(".")[2]
         like = [meant] if meant in fields else difflib.get_close_matches(name, fields, n=1, cutoff=_LIKE)
         if like := like or (_FREEZE if name.startswith("freeze_") else ()):
             raise ValueError(f"{name} is set, but {kind} has no such setting: expected {', '.join(like)}")
