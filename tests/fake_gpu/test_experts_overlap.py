@@ -3,7 +3,9 @@
 A node may only wait for its own microbatch, or nothing would lie under anything.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 import pytest
 
@@ -125,3 +127,78 @@ def test_a_step_keeps_its_losses_and_no_hidden_states(run):
     allocated = run.result["allocated"]
     # Moments of the adapters, workspaces and indices are less than hidden states of four layers.
     assert allocated["step 2, optimizer"] - allocated["optimizer"] < 4 * 8192 * 2048 * 2
+
+
+# A rank of a recipe with Transformer Engine, whose gradients of weights wait until the schedule asks for them or not.
+WEIGHTS = """
+import os
+from pathlib import Path
+import qwen3vl_bridge
+from qwen3vl_bridge.compat.library_logs import without_prints
+from qwen3vl_bridge.rehearsal.one_rank import rehearse
+from megatron.core.models.common.utils import TransformerLayerNode
+from megatron.core.tensor_parallel import mappings
+from qwen3vl_recipes.registry import recipes
+
+compute, exchange = TransformerLayerNode.backward_dw, mappings.torch.distributed.all_to_all_single
+
+def marked(node):
+    mark(f"begin {node.name}")
+    compute(node)
+    mark("end weights")
+
+def exchanged(*arguments, **sizes):
+    mark("exchange")
+    return exchange(*arguments, **sizes)
+
+TransformerLayerNode.backward_dw = marked
+mappings.torch.distributed.all_to_all_single = exchanged
+name, world, delayed = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "delayed"
+cfg = recipes()[name]()
+model = cfg.model
+model.num_layers, model.overlap_moe_expert_parallel_comm = 4, True
+model.recompute_granularity = model.recompute_method = model.recompute_num_layers = None
+if isinstance(getattr(model, "linear_attention_freq", None), list):
+    model.linear_attention_freq = model.linear_attention_freq[:4]
+model.transformer_impl, model.moe_grouped_gemm = "transformer_engine", True
+model.delay_wgrad_compute = cfg.ddp.delay_wgrad_compute = delayed
+with without_prints():
+    seen = rehearse(cfg, rank=0, world=world, log=Path(os.environ["FAKE_GPU_LOG"]))
+result = dict(error=seen.error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("transformer_engine") is None, reason="Transformer Engine is not installed")
+@pytest.mark.parametrize(("name", "world", "shared"), [
+    ("qwen3_vl_30b_a3b_sft_config", 8, 0), ("qwen35_vl_35b_a3b_pretrain_config", 32, 2),
+])  # fmt: skip
+def test_gradients_of_weights_lie_under_the_exchange(on_fake_gpu, name, world, shared):
+    """Each product is computed once, as without delay; a step ends in an error if one of the gradients is missing."""
+    products, delayed = {}, []
+    for when in ("delayed", "at once"):
+        run = on_fake_gpu(WEIGHTS, name, str(world), when)
+        assert run.result["error"] is None
+        events = [one for one in run.between("step 2", "end") if one.kind in ("gemm", "mark")]
+        products[when] = Counter(one.amount for one in events if one.kind == "gemm")
+        node, latest = "", ""
+        for one in events:
+            if one.name.startswith("begin "):
+                node = one.name.removeprefix("begin ")
+                delayed += [(when, node, latest, [])]
+            elif one.name == "end weights":
+                node = ""
+            elif one.kind == "gemm" and node:
+                delayed[-1][-1].append(one.amount)
+            else:
+                latest = one.kind
+    assert products["delayed"] == products["at once"]
+    assert not any(amounts for when, *_, amounts in delayed if when == "at once")
+    experts, others = (
+        [(latest, len(amounts)) for when, node, latest, amounts in delayed if when == "delayed" and node == kind]
+        for kind in ("mlp", "pre_dispatch_computation")
+    )
+    # Two products of each of a rank's sixteen experts, of attention or linear attention, of the shared expert. One
+    # microbatch's backward pass comes with the next one's forward pass, whose tokens are sent meanwhile.
+    assert experts == 4 * [("mark", 2 * 16)] + 4 * [("gemm", 2 * 16)]
+    assert [number for _, number in others] == 2 * 4 * [2 + shared]

@@ -191,6 +191,8 @@ def test_a_size_of_several_families_is_the_first_ones():
     ({"mtp_loss_scaling_factor": 0.1, "pipeline_model_parallel_size": 2}, "variable_seq_lengths is False"),
     ({"mtp_loss_scaling_factor": 0.1, "recompute_granularity": "full", "recompute_method": "block"},
      "recompute_method is 'block'"),
+    ({"mtp_loss_scaling_factor": 0.1, "delay_wgrad_compute": True, "transformer_impl": "transformer_engine"},
+     "trains_mtp is True with delay_wgrad_compute, expected False: its layer is no node"),
     ({"recompute_granularity": "selective", "recompute_modules": ["gdn_norm_out"], "transformer_impl": "local"},
      r"recompute_modules is \['gdn_norm_out'\] with .* 'local', expected .*: recomputing 'gdn_norm_out' or"),
     ({"rotary_percent": 0.5}, r"mrope_section is \[11, 11, 10\] with the sum 32, expected half of the 128"),

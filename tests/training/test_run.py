@@ -419,6 +419,18 @@ def test_overlap_that_megatron_bridge_would_turn_off_is_refused(own):
         finalised(cfg, 8)
 
 
+@pytest.mark.parametrize(("model", "ddp", "message"), [
+    (True, False, "ddp.delay_wgrad_compute is False with model.delay_.*, expected True: gradients would be reduced"),
+    (False, True, "ddp.delay_wgrad_compute is True with model.delay_wgrad_compute False, expected False: it would be"),
+    (True, True, r"peft is Qwen3VLLoRA\(.* with model.delay_.*, expected None: gradients of adapters, of "),
+])  # fmt: skip
+def test_delayed_gradients_of_weights(model, ddp, message):
+    cfg = qwen3vl_recipes.qwen3_vl_30b_a3b_peft_config()
+    cfg.model.delay_wgrad_compute, cfg.ddp.delay_wgrad_compute = model, ddp
+    with pytest.raises(ValueError, match=message):
+        check(run_refusals.BEFORE_VALIDATE, cfg)
+
+
 def test_a_first_save_that_would_end_the_run_is_refused_before_it(inputs, monkeypatch, tmp_path):
     """Recipes, as people start them under torchrun: one process of two asks for both GPUs of a small machine."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

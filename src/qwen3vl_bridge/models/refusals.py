@@ -228,7 +228,7 @@ def _check_recomputed_deepstack(provider: VisionLanguageFields) -> None:
 
 
 # What megatron-core's combined schedule, of nodes of a layer, would leave out, or what is not proven with it.
-_OVERLAP = is_on("overlap_moe_expert_parallel_comm")
+_OVERLAP, _DELAYED = is_on("overlap_moe_expert_parallel_comm"), is_on("delay_wgrad_compute")
 _NODES: tuple[Rule, ...] = (
     *keep(
         "cpu_offloading fine_grained_activation_offloading moe_paged_stash",
@@ -245,8 +245,12 @@ _NODES: tuple[Rule, ...] = (
         _OVERLAP,
         also=(False, ""),
     ),
-    *keep("delay_wgrad_compute", "its gradients can only be computed, and so proven, on a GPU", _OVERLAP),
     *keep("overlap_moe_expert_parallel_comm", "the schedule of two modules has no combined steps", _DIST_TRAIN),
+    Allowed("transformer_impl", "transformer_engine", _DELAYED).because("only its layers delay gradients of weights"),
+    Allowed("freeze_language_model", False, _DELAYED).because("no gradients of weights are left to delay"),
+    Allowed("trains_mtp", False, _DELAYED).because(
+        "its layer is no node, and nothing would compute its delayed gradients; or set mtp_loss_scaling_factor=0"
+    ),
 )
 
 

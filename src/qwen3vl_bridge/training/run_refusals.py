@@ -257,6 +257,13 @@ BEFORE_VALIDATE: tuple[Rule, ...] = (
         "the nodes of a layer are called one by one, and parameters would be gathered and freed for whole layers",
         is_on("model.overlap_moe_expert_parallel_comm"),
     ),
+    Allowed("ddp.delay_wgrad_compute", True, is_on("model.delay_wgrad_compute")).because(
+        "gradients would be reduced before they are computed"
+    ),
+    Allowed("ddp.delay_wgrad_compute", False, is_off("model.delay_wgrad_compute"), also=(None,)).because(IGNORED),
+    Allowed("peft", None, is_on("model.delay_wgrad_compute")).because(
+        "gradients of adapters, of experts too, are computed in the backward pass, and those of frozen layers never"
+    ),
     Allowed("optimizer.optimizer", any_of("adam", "sgd", "lion", "muon"), _TWO_DTYPES).because(_GATHERED),
     *keep("optimizer.use_layer_wise_distributed_optimizer", _GATHERED, _TWO_DTYPES),
     Allowed(

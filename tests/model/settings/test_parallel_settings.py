@@ -62,6 +62,7 @@ def recompute(granularity, tower="", **more):
 
 FINE, FLEX = dict(fine_grained_activation_offloading=True), dict(moe_token_dispatcher_type="flex")
 COMBINED = dict(overlap_moe_expert_parallel_comm=True, expert_model_parallel_size=2, bf16=True)
+DELAYED = COMBINED | dict(delay_wgrad_compute=True, transformer_impl="transformer_engine")
 PARTS = dict(PP2, pipeline_model_parallel_layout="E|t*24|t*23|tL")
 WHOLE = ("cpu_offloading", "fine_grained_activation_offloading", "moe_paged_stash")
 FUSED_EXPERTS = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
@@ -134,7 +135,12 @@ REFUSED = [
     ),
     (EXPERTS, COMBINED | dict(moe_token_dispatcher_type="flex"), "'flex' with .*, expected 'alltoall': gradients are"),
     (EXPERTS, COMBINED | dict(fp8="hybrid"), "fp8 is 'hybrid' with .*, expected None: experts' inputs are freed"),
-    (EXPERTS, COMBINED | dict(delay_wgrad_compute=True), "delay_wgrad_compute is True with .*, expected False: its"),
+    (EXPERTS, COMBINED | dict(delay_wgrad_compute=True), "transformer_impl is 'local' with delay_.*: only its layers"),
+    (
+        EXPERTS,
+        DELAYED | dict(freeze_language_model=True),
+        "freeze_language_model is True with .*, expected False: no",
+    ),
     (
         EXPERTS,
         COMBINED | PARTS | OVERLAP,
