@@ -16,10 +16,11 @@ from PIL import Image
 from transformers import AutoProcessor
 
 ROOT = Path(__file__).resolve().parents[1]
-README, CONVERT, TRAIN, PYTHON, INSTALLING = (
+README, CONVERT, TRAIN, PYTHON, INSTALLING, ON_A_CPU = (
     (ROOT / page).read_text()
-    for page in ("README.md", "docs/convert.md", "docs/train.md", "docs/python.md", "requirements/README.md")
-)
+    for page in ("README.md", "docs/convert.md", "docs/train.md", "docs/python.md", "requirements/README.md",
+                 "docs/quickstart_cpu.md")
+)  # fmt: skip
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -95,6 +96,16 @@ def test_the_readmes_commands(places):
         words = fill(command, places).replace("\\\n", " ")
         words = re.sub(r"^torchrun .*?-m qwen3vl_bridge", "qwen3vl", words)
         run(f"{words.strip()} --dry-run --gpus {gpus}")
+
+
+@pytest.mark.slow
+def test_own_records_on_a_cpu(places, tmp_path):
+    command = next(text for text in blocks(ON_A_CPU, "bash") if text.startswith("qwen3vl train"))
+    here = {"out/digits/hf": "HF_FOLDER", "FILE.jsonl": "DATA/train.jsonl", " RUN ": f" {tmp_path / 'run'} "}
+    for text, other in here.items():
+        command = command.replace(text, other)
+    run(fill(command, places))
+    assert (tmp_path / "run" / "iter_0000020").is_dir()
 
 
 @pytest.mark.slow

@@ -85,6 +85,18 @@ def command(script: str, *arguments: str | Path) -> None:
         sys.exit(f"error: {script} ended with status {done.returncode}")
 
 
+def expect_end(run: Path) -> None:
+    """End here if the training was told to stop: it has saved, with status 0, and has not learned all."""
+    from qwen3vl_bridge.checkpoint.formats.megatron import RUN_CONFIG, TRACKER
+
+    import yaml
+
+    step = int((run / TRACKER).read_text())
+    steps = yaml.safe_load((run / f"iter_{step:07d}" / RUN_CONFIG).read_text())["train"]["train_iters"]
+    if step < steps:
+        sys.exit(f"the training was stopped after step {step} of {steps}: nothing is exported; the demo starts over")
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run all steps; ends with status 1 if the goal is missed."""
     args = parse(arguments)
@@ -119,6 +131,7 @@ def main(arguments: list[str] | None = None) -> None:
         recipe = ("--recipe", RECIPES[args.family])
         paths = ("--hf-model", source, "--data-path", data, "--pretrained-checkpoint", megatron, "--save", run)
         command("recipes/finetune.py", *recipe, *paths, *args.overrides)
+        expect_end(run)
     with report.step("convert to Hugging Face", export):
         command("conversion/convert.py", "export", "--megatron-path", run, "--hf-path", export)
     with report.step("answers after training", work / "answers.png"):

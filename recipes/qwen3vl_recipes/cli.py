@@ -63,12 +63,8 @@ def train(arguments: Sequence[str] | None = None, *, prog: str = "qwen3vl train"
             error = error.without_traceback()
         show_error(str(error) or repr(error), "\n(--verbose shows the traceback)")
         sys.exit(BAD_INPUT)
-    except KeyboardInterrupt:
-        show(
-            "interrupted: the same command continues from the last checkpoint; SIGTERM, instead of Ctrl-C, saves one "
-            "first",
-            error=True,
-        )
+    except KeyboardInterrupt as interruption:  # of a run, it says where
+        show(str(interruption) or "interrupted before the run began", error=True)
         return INTERRUPTED
     return 0
 
@@ -173,7 +169,7 @@ def _rehearse(args: argparse.Namespace, chosen: Recipe, arguments: Sequence[str]
 
 
 def _show_recipes(*, as_json: bool) -> None:
-    known = recipes()
+    known = dict(sorted(recipes().items(), key=lambda item: item[1].gpus > 0))  # those for a CPU first
     if as_json:
         found = [dict(name=name, summary=one.summary, gpus=one.gpus, gpu=one.gpu) for name, one in known.items()]
         show(json.dumps(found, indent=2))
@@ -219,6 +215,7 @@ def _configuration(args: argparse.Namespace, chosen: Recipe) -> ConfigContainer:
 def _run(cfg: ConfigContainer, *, needs_weights: bool) -> None:
     import qwen3vl_bridge
     from qwen3vl_bridge.training.callbacks import training_callbacks
+    from qwen3vl_bridge.training.run_log import RunLog
 
     try:
         if needs_weights:
@@ -227,9 +224,30 @@ def _run(cfg: ConfigContainer, *, needs_weights: bool) -> None:
             from megatron.bridge.training.pretrain import pretrain as loop
     except ModuleNotFoundError as error:
         raise ValueError(f"Megatron-Bridge's training loop needs {error.name}, which is missing") from error
+    callbacks = training_callbacks(cfg)
+    *_, log = callbacks
+    assert isinstance(log, RunLog)
     try:
-        loop(cfg, qwen3vl_bridge.forward_step, callbacks=training_callbacks(cfg))
+        loop(cfg, qwen3vl_bridge.forward_step, callbacks=callbacks)
     except SystemExit as end:  # of Megatron-Bridge, after it has saved what was asked for
         if not end.code and os.environ.get("RANK", "0") == "0":
-            show("stopped before the last step, as asked: the same command continues from the checkpoint", error=True)
+            done = f"stopped after step {log.finished} of {cfg.train.train_iters}, as asked"
+            show(f"{done}: the same command continues from the checkpoint", error=True)
         raise
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_interrupted(log.finished, str(cfg.checkpoint.save))) from None
+
+
+def _interrupted(finished: int | None, save: str) -> str:
+    """What Ctrl-C has done to a run, and what its checkpoints are good for; they may be none, or on another machine."""
+    from qwen3vl_bridge.checkpoint.formats.megatron import TRACKER
+
+    tracker = Path(save, TRACKER)
+    if "://" in save:
+        then = "the same command continues from the last checkpoint"
+    elif tracker.is_file():
+        then = f"the same command continues from step {tracker.read_text().strip()}"
+    else:
+        then = "there is no checkpoint yet, and the same command starts over"
+    where = f"after step {finished}" if finished else "before the end of the first step"
+    return f"interrupted {where}: {then}; SIGTERM, instead of Ctrl-C, saves one first"

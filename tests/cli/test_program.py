@@ -270,6 +270,7 @@ def test_a_fault_of_a_command_is_no_missing_package(monkeypatch):
 def test_recipes_as_json(capsys):
     assert main(["train", "--list", "--json"]) == 0
     found = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
+    assert [name for name, one in found.items() if not one["gpus"]] == list(found)[:2]  # on a CPU
     assert found["qwen3_vl_8b_sft_config"]["gpus"] == 8 and "8K tokens" in found["qwen3_vl_8b_sft_config"]["summary"]
 
 

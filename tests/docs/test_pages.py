@@ -85,6 +85,8 @@ def test_commands_of_a_quick_start_are_those_that_run_in_a_test(page):
     found = commands(PAGES[page])
     assert found
     for command in found:
+        if page == "quickstart_cpu.md" and command.startswith("qwen3vl train "):
+            continue  # test_own_records_on_a_cpu of tests/test_readme.py
         assert command in tested, f"{page}: `{command}` is on none of {', '.join(TESTED)}"
         if command.startswith("make "):
             target = command.split()[1]

@@ -60,6 +60,15 @@ def test_a_checkpoint_of_ones_own(untied_folder, tmp_path):
     assert before == {path.name: path.read_bytes() for path in untied_folder.iterdir() if path.is_file()}
 
 
+@pytest.mark.slow
+def test_a_training_that_was_told_to_stop_is_not_exported(untied_folder, tmp_path):
+    """By the setting; on SIGTERM a run leaves by the same way."""
+    stops = ("train.train_iters=4", "train.exit_interval=2")
+    done = demo(tmp_path / "demo", "--hf-model", untied_folder, *stops)
+    assert done.returncode == 1 and "stopped after step 2 of 4: nothing is exported" in done.stderr, done.stderr
+    assert (tmp_path / "demo" / "run").is_dir() and not (tmp_path / "demo" / "hf_finetuned").exists()
+
+
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
     return make_dataset(tmp_path_factory.mktemp("digits"))

@@ -88,6 +88,15 @@ def test_models_that_a_recipe_in_python_is_not_for(untied_folder, moe_folder, tm
         assert ("its parallel sizes may not fit" in caplog.text) is warns
 
 
+def test_an_interrupted_run_says_what_it_leaves(tmp_path):
+    without = cli._interrupted(None, str(tmp_path))
+    assert without.startswith("interrupted before the end of the first step: there is no checkpoint yet, and the same ")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10\n")
+    assert cli._interrupted(16, str(tmp_path)).startswith(
+        "interrupted after step 16: the same command continues from step 10; SIGTERM, instead of Ctrl-C, saves one"
+    )
+
+
 class _Broken:
     def __len__(self) -> int:
         return 1

@@ -47,6 +47,8 @@ class RunLog(Callback):
     rank writes the file, and prints.
     """
 
+    finished: int | None = None  # the latest finished step; None until training begins
+
     def on_train_start(self, context: CallbackContext) -> None:
         """Continue the file of a resumed run: entries of steps after its checkpoint are removed, because they are
         repeated.
@@ -54,6 +56,7 @@ class RunLog(Callback):
         cfg, step = context.state.cfg, context.state.train_state.step
         self._shown = StepProgress(cfg.train.train_iters, step, cfg.logger.log_interval)
         self._validated: int | None = None
+        self.finished = step
         self._path: Path | None = None
         here = cfg.checkpoint.save and "://" not in str(cfg.checkpoint.save)  # remote paths are not folders
         if here and is_first():
@@ -101,7 +104,8 @@ class RunLog(Callback):
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Add the entry of a step."""
-        entry: Entry = {"step": step_of(context)}
+        self.finished = step_of(context)
+        entry: Entry = {"step": self.finished}
         loss, tokens = context.user_state[STEP_LOSS]
         if tokens:
             entry["loss"] = loss / tokens

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -75,9 +76,14 @@ def test_a_run_that_is_told_to_leave_saves_first(inputs, unbroken, tmp_path):
     left_after = runs.steps()
     assert 3 <= left_after < STEPS
     assert checkpoints(runs.folder) == [f"iter_{left_after:07d}"]
-    assert runs.last_words() == "stopped before the last step, as asked: the same command continues from the checkpoint"
+    stopped = f"stopped after step {left_after} of {STEPS}, as asked: the same command continues from the checkpoint"
+    assert runs.last_words() == stopped
     assert runs.until(left_after + 1, signal.SIGINT) == 130
-    assert runs.last_words().startswith("interrupted: the same command continues")
+    newest = int(checkpoints(runs.folder)[-1].removeprefix("iter_"))
+    continues = (
+        rf"interrupted after step \d: the same command continues from step {newest}; SIGTERM, instead of .* first"
+    )
+    assert re.fullmatch(continues, runs.last_words())
     runs.to_the_end()
     assert losses(read_log(runs.folder)) == unbroken
 
