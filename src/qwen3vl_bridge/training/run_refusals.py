@@ -112,7 +112,7 @@ def _check_processor(cfg: Any) -> None:
         f"set_paths(cfg, hf_path={str(folder)!r}) of qwen3vl_recipes.paths sets them and the model"
     )
     if not all(copies[found] or hub_has(found) for found in named.values()):
-        raise ValueError(f"{message}; this machine has no copy of them, and the hub does not answer or does not have them")
+        raise ValueError(f"{message}; this machine has no copy, and the hub does not answer or has none")
     if get_rank_safe() == 0:
         logger.warning(message)
 
