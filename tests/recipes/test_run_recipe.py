@@ -26,7 +26,7 @@ import recipe_runner
 def main():
     _, _, name = sys.argv
     config = getattr(recipes, name)()
-    config.dataset.path = "DATA"
+    config.dataset.path = "."
     step = recipe_runner.STEP_FUNCTIONS["qwen3_vl_step"]
     recipe_runner.TRAIN_FUNCTIONS["finetune"](config=config, forward_step_func=step)
 """

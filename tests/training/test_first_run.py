@@ -6,6 +6,7 @@ import logging
 import math
 import re
 import resource
+import shutil
 import threading
 from dataclasses import fields
 from operator import attrgetter
@@ -13,7 +14,7 @@ from operator import attrgetter
 import qwen3vl_bridge
 from qwen3vl_bridge import Qwen3VLEnergonProvider, Qwen3VLLoRA
 from qwen3vl_bridge.checkpoint import CheckpointError
-from qwen3vl_bridge.checkpoint.formats.huggingface import is_at_hand
+from qwen3vl_bridge.checkpoint.formats.huggingface import copy_of, hub_has
 from qwen3vl_bridge.io.atomic import snapshot
 from qwen3vl_bridge.planning.from_config import checkpoint_bytes
 from qwen3vl_bridge.training import run_log, run_refusals
@@ -79,10 +80,10 @@ def test_data_are_looked_for_before_anything_else(inputs, path, message):
 
 @pytest.mark.parametrize("reached", [False, True])
 def test_a_recipes_own_processor_beside_weights_of_a_folder(inputs, monkeypatch, reached):
-    monkeypatch.setattr(run_refusals, "is_at_hand", lambda name: reached and name == "Qwen/Qwen3-VL-2B-Instruct")
+    monkeypatch.setattr(run_refusals, "hub_has", lambda name: reached and name == "Qwen/Qwen3-VL-2B-Instruct")
     cfg = qwen3vl_recipes.qwen3_vl_2b_sft_config()
     cfg.dataset.path, cfg.checkpoint.pretrained_checkpoint = str(inputs.data), str(inputs.hf)
-    message = f"of the hub, Qwen/Qwen3-VL-2B-Instruct, and .* is {inputs.hf}, which has its own: set_paths"
+    message = f"of the hub, Qwen/Qwen3-VL-2B-Instruct, and .* is {inputs.hf}, which has its own: expected "
     with messages("qwen3vl_bridge") as said:
         if reached:
             qwen3vl_bridge.training_callbacks(cfg)
@@ -96,17 +97,28 @@ def test_a_recipes_own_processor_beside_weights_of_a_folder(inputs, monkeypatch,
     assert not said
 
 
-def test_whether_the_hub_answers(monkeypatch, tmp_path):
-    """Nobody listens at the first address; a copy of the configuration is enough."""
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert not is_at_hand("nobody/nothing")
-    copy = tmp_path / "models--nobody--nothing" / "snapshots" / "0" / "config.json"
-    copy.parent.mkdir(parents=True)
-    copy.touch()
-    (refs := tmp_path / "models--nobody--nothing" / "refs").mkdir()
-    (refs / "main").write_text("0")
+def test_a_model_of_the_hub_that_is_here_in_its_cache(inputs, monkeypatch, tmp_path):
+    """As the command begins a run: weights are in the hub's cache, and the processor has the hub's name."""
+    cfg = qwen3vl_recipes.qwen3_vl_2b_sft_config()
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    assert is_at_hand("nobody/nothing")
+    folder = tmp_path / "models--Qwen--Qwen3-VL-2B-Instruct"
+    shutil.copytree(inputs.hf, folder / "snapshots" / "0")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("0")
+    assert copy_of("Qwen/Qwen3-VL-2B-Instruct") == folder / "snapshots" / "0" and copy_of("a/b") is None
+    cfg.dataset.path, cfg.checkpoint.pretrained_checkpoint = str(inputs.data), str(folder / "snapshots" / "0")
+    with messages("qwen3vl_bridge") as said:
+        qwen3vl_bridge.training_callbacks(cfg)
+        assert not said
+        cfg.checkpoint.pretrained_checkpoint = str(inputs.hf)
+        qwen3vl_bridge.training_callbacks(cfg)
+    assert "which has its own" in said[0]
+
+
+def test_a_hub_that_does_not_answer(monkeypatch):
+    """Nobody listens at this port."""
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert not hub_has("nobody/nothing")
 
 
 def test_another_forward_step_is_told_which_one_the_batches_need(inputs):

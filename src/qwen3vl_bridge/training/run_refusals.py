@@ -11,7 +11,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from qwen3vl_bridge.checkpoint.formats.huggingface import is_at_hand
+from qwen3vl_bridge.checkpoint.formats.huggingface import copy_of, hub_has
 from qwen3vl_bridge.data.dataset_provider import ConversationRows, Qwen3VLConversationProvider
 from qwen3vl_bridge.io.atomic import free_space
 from qwen3vl_bridge.models import refusals as model_refusals
@@ -102,15 +102,17 @@ def _check_processor(cfg: Any) -> None:
         "tokenizer.tokenizer_model": getattr(cfg.tokenizer, "tokenizer_model", None),
     }
     named = {name: str(found) for name, found in named.items() if found and not Path(found).exists()}
+    copies = {found: copy_of(found) for found in named.values()}
+    named = {name: found for name, found in named.items() if copies[found] != Path(folder)}
     if not named:
         return
     message = (
         f"{' and '.join(named)} are of the hub, {' and '.join(dict.fromkeys(named.values()))}, and "
-        f"checkpoint.pretrained_checkpoint is {folder}, which has its own: set_paths(cfg, hf_path={str(folder)!r}) of "
-        "qwen3vl_recipes.paths sets the model, the processor and the tokenizer"
+        f"checkpoint.pretrained_checkpoint is {folder}, which has its own: expected {folder} for each; in Python "
+        f"set_paths(cfg, hf_path={str(folder)!r}) of qwen3vl_recipes.paths sets them and the model"
     )
-    if not all(is_at_hand(name) for name in named.values()):
-        raise ValueError(f"{message}; the hub does not answer, and this machine has no copy")
+    if not all(copies[found] or hub_has(found) for found in named.values()):
+        raise ValueError(f"{message}; this machine has no copy, and the hub does not answer or has none")
     if get_rank_safe() == 0:
         logger.warning(message)
 

@@ -133,14 +133,23 @@ def _downloaded(hf_model: str | Path, patterns: list[str]) -> Path:
         ) from error
 
 
-def is_at_hand(hub_id: str) -> bool:
-    """Whether the hub, asked once, has a model of this name, or this machine a copy of its configuration."""
-    import httpx
-    from huggingface_hub import HfApi, try_to_load_from_cache
+def copy_of(hub_id: str) -> Path | None:
+    """The folder of the hub's cache with a model's configuration, if there is one."""
+    from huggingface_hub import try_to_load_from_cache
 
     try:
-        if isinstance(try_to_load_from_cache(hub_id, "config.json"), str):
-            return True
+        found = try_to_load_from_cache(hub_id, "config.json")
+    except ValueError:  # no name of the hub
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def hub_has(hub_id: str) -> bool:
+    """Whether the hub, asked once, has a model of this name."""
+    import httpx
+    from huggingface_hub import HfApi
+
+    try:
         HfApi().model_info(hub_id, timeout=_PATIENCE)
     except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError):
         return False
