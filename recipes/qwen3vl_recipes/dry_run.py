@@ -265,13 +265,14 @@ def _written(cfg: ConfigContainer) -> dict[str, str]:
     if not settings.save:
         return {"writes": "nothing yet: --save"}
     (saves, kept), free = checkpoints_of(cfg), free_space(Path(settings.save, "iter"))
+    number = f"{saves} checkpoint{'s' * (saves > 1)}"
     try:
         each = checkpoint_bytes(cfg)
     except ValueError as error:
-        return {"writes": f"{settings.save}: {saves} checkpoints, {kept} of them kept", "disk": str(error)}
+        return {"writes": f"{settings.save}: {number}, {kept} of them kept", "disk": str(error)}
     most = each * (kept + (saves > kept))  # the oldest is removed once the newest is complete
     return {
-        "writes": f"{settings.save}: metrics.jsonl, tensorboard, {saves} checkpoints of {each / GIB:.3g} GiB, the last "
+        "writes": f"{settings.save}: metrics.jsonl, tensorboard, {number} of {each / GIB:.3g} GiB, the last "
         f"{kept} kept",
         "disk": f"{'enough' if most <= free else 'TOO LITTLE'}: {most / GIB:.3g} GiB needed, {free / GIB:.3g} GiB free",
     }

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from qwen3vl_bridge.weights.rows import Dimensions, WeightRow
 
 _MEGATRON_BRIDGE = "megatron.bridge.models"
+_NEAR = 0.9  # as `difflib` measures it: another size or release, but no other model
 # Packages of the families of this package, each with a `FAMILY`.
 _BUILT_IN = ("qwen3vl_bridge.models.qwen3_vl", "qwen3vl_bridge.models.qwen3_5")
 
@@ -191,19 +192,29 @@ def preset(name: str) -> dict[str, Any]:
         with contextlib.suppress(ValueError):
             return presets.config_dict(name)
     raise ValueError(
-        f"unknown preset {name!r}, expected one of {', '.join(preset_sizes())}, or a hub id{nearest_name(name)}"
+        f"unknown model {name!r}, expected one of {', '.join(preset_sizes())}, or a hub id"
+        f"{nearest_name(name, preset_sizes())}"
     )
 
 
-def nearest_name(name: str) -> str:
-    """Words about the hub id with known dimensions that is most like a name; empty if none is."""
+def nearest_name(name: str, sizes: Collection[str] = ()) -> str:
+    """Words about the hub id with known dimensions, or one of these sizes, that a name begins or is much like; of
+    another model of Qwen's, which ones are supported.
+    """
     with_ids = [presets for presets in _presets() if hasattr(presets, "hub_ids")]
-    known = [hub_id for presets in with_ids for size in presets.PRESETS for hub_id in presets.hub_ids(size)]
-    like = difflib.get_close_matches(name, known, n=len(known))
+    pairs = [(size, hub_id) for presets in with_ids for size in presets.PRESETS for hub_id in presets.hub_ids(size)]
+    known = {one.lower(): one for one in (*sizes, *(hub_id for _, hub_id in pairs))}
+    word = name.lower()
+    near = [one for one in known if one.startswith(word)]
+    near = near or difflib.get_close_matches(word, known, n=len(known), cutoff=_NEAR)
     nearest = max(
-        like, key=lambda one: difflib.SequenceMatcher(None, name, one).find_longest_match().size, default=None
+        near, key=lambda one: difflib.SequenceMatcher(None, word, one).find_longest_match().size, default=None
     )
-    return f"; the nearest name whose dimensions are known is {nearest}" if nearest not in (None, name) else ""
+    if nearest is not None:
+        return f"; the nearest name whose dimensions are known is {known[nearest]}" if nearest != word else ""
+    if not word.startswith("qwen/"):
+        return ""
+    return f"; supported are the models {', '.join(dict.fromkeys(one.split(f'-{size}')[0] for size, one in pairs))}"
 
 
 def preset_sizes() -> list[str]:

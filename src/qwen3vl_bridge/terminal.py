@@ -70,6 +70,11 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(BAD_INPUT)
 
 
+def in_bytes(number: float) -> str:
+    """A number of bytes, in MB below one GB."""
+    return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.2f} MB"
+
+
 def visible(text: str) -> str:
     r"""The text with escaped control and formatting characters, such as \x1b; line breaks and tabs stay."""
     hidden = {one for one in set(text) if one not in _SHOWN and unicodedata.category(one) in _HIDDEN}

@@ -28,6 +28,11 @@ def test_plots_and_their_sentences_are_those_of_the_results(tmp_path):
     assert differing(IMAGES, tmp_path, files) == [], "run python -m scripts.draw_benchmarks"
 
 
+def test_the_status_page_has_the_most_memory_of_the_conversions():
+    most = max(float(row["MB"]) for row in benchmarks.rows_of("convert") if row["MB"])
+    assert f"with {most:.0f} MB of memory at most" in (benchmarks.PAGE.parent / "status.md").read_text("utf-8")
+
+
 def test_each_token_of_the_packed_row_lies_where_the_code_puts_it():
     layout, slots, row = architecture.packed_row(), {}, {}
     for name in names_of(IMAGES / "packed_row.svg", "token-"):

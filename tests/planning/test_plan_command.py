@@ -26,7 +26,7 @@ from qwen3vl_bridge.planning.training_settings import (
     Sharding,
     TrainingSettings,
 )
-from qwen3vl_bridge.registry import dimensions_of, preset
+from qwen3vl_bridge.registry import dimensions_of, nearest_name, preset
 from qwen3vl_bridge.weights.rows import Part
 
 import huggingface_hub
@@ -150,7 +150,8 @@ BAD_INPUT = {
     "--max-patches -1": "max_patches is -1",
     "--expert-load 0.5": "expert_load is 0.5",
     "--gpu H1000": "unknown GPU 'H1000'",
-    "--model 7B": "unknown preset '7B'",
+    "--model 7B": "unknown model '7B'",
+    "--model 235b": "or a hub id; the nearest name whose dimensions are known is 235B-A22B",
     "--fsdp --no-distributed-optimizer": "expected one of them",
     "--recompute full": "--propose chooses recomputation",
     "--no-sequence-parallel": "--propose chooses recomputation and sequence parallelism",
@@ -188,6 +189,15 @@ def test_names_of_releases_are_their_dimensions(size, name):
     assert preset(f"Qwen/{name}") == preset(size)
     with pytest.raises(ValueError, match=rf"the nearest name whose dimensions are known is Qwen/{name}\Z"):
         preset(f"Qwen/{name}!")
+
+
+def test_names_in_any_case_and_of_other_models():
+    assert preset("30b-a3b") == preset("qwen/qwen3-vl-30b-a3b-instruct") == preset("30B-A3B")
+    assert nearest_name("Qwen/Qwen3-VL-8B").endswith("is Qwen/Qwen3-VL-8B-Instruct")
+    for other in ("Qwen/Qwen2.5-VL-7B", "Qwen/Qwen2.5-VL-7B-Instruct"):
+        found = nearest_name(other)
+        assert found == "; supported are the models Qwen/Qwen3-VL, Qwen/Qwen3.5, Qwen/Qwen3.6, Qwen/Qwen3.8"
+    assert nearest_name("me/mine") == nearest_name("27B-of-mine") == ""
 
 
 def test_a_name_that_was_never_seen_works_where_its_configuration_is_at_hand(capsys, tmp_path, monkeypatch):

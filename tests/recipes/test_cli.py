@@ -173,13 +173,26 @@ def test_a_dry_run_without_data_or_processor(untied_folder, digits, capsys, tmp_
         "nothing yet: --save",
     )
     assert lines(*model, "--data-path", "none")["data"].endswith("none: there is no such file or folder")
-    found = lines("--data-path", str(digits), "--save", str(tmp_path))
+    found = lines("--data-path", str(digits), "--save", str(tmp_path), "checkpoint.save_interval=1000")
+    assert "tensorboard, 1 checkpoint of " in found["writes"]
     assert found["data"] == f"{digits}/train.jsonl: 1,437 samples"
     assert "no sample could be measured: Qwen/Qwen3-VL-2B-Instruct is neither a folder nor" in found["rows"]
     (tmp_path / "train.jsonl").write_text('{"messages": [{"role": "user", "content": "?"}]}\n')
     with pytest.raises(SystemExit):
         cli.train([*words, *model, "--data-path", str(tmp_path)])
     assert "all of which would be dropped as bad or too long" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_groups")
+@pytest.mark.parametrize(("words", "memory"), [
+    (["peft.adapt_vision_model=True"], "cannot be estimated: peft.adapt_vision_model is True, expected False"),
+    ([], "fits: 40.3 GiB on stage 0, of 79.1 GiB"),
+])  # fmt: skip
+def test_a_dry_run_of_dora(words, memory, capsys):
+    """Its split is said even where the planner does not count what is adapted."""
+    cli.train(["--recipe", "qwen3_vl_2b_peft_dora_config", "--dry-run", "--json", *words])
+    found = json.loads(capsys.readouterr().out)["summary"]
+    assert found["split"].startswith("1 x H100: one GPU") and found["memory"].startswith(memory)
 
 
 @pytest.mark.usefixtures("no_groups")

@@ -13,7 +13,7 @@ from threading import Lock
 from typing import Any
 
 from qwen3vl_bridge.io.files import CheckpointError
-from qwen3vl_bridge.terminal import show
+from qwen3vl_bridge.terminal import in_bytes, show
 
 # How long processes wait for each other to start, and for each other's part of the work. A process that dies while
 # working is noticed at once.
@@ -160,6 +160,6 @@ class Progress:
         rate = self._done / max(self.seconds, 1e-9)
         left = (self._total - self._done) / max(rate, 1.0)
         share = 100 * self._done / self._total if self._total else 100
-        done, total = self._done / 1e9, self._total / 1e9
-        text = f"{self._label}: {share:3.0f} %, {done:.2f} of {total:.2f} GB, {rate / 1e9:.2f} GB/s, {left:.0f} s left"
+        done, total, speed = map(in_bytes, (self._done, self._total, rate))
+        text = f"{self._label}: {share:3.0f} %, {done} of {total}, {speed}/s, {left:.0f} s left"
         show(text, error=True)

@@ -19,7 +19,7 @@ from qwen3vl_bridge.checkpoint.formats.tensors import WEIGHT_DTYPES
 from qwen3vl_bridge.checkpoint.processes import Ranks
 from qwen3vl_bridge.checkpoint.topology import Topology
 from qwen3vl_bridge.io.files import CheckpointError, expanded
-from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, CommandParser, show, show_anything, show_report
+from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, CommandParser, in_bytes, show, show_anything, show_report
 from qwen3vl_bridge.weights.rows import ExpertLayout
 
 if TYPE_CHECKING:
@@ -359,9 +359,9 @@ def _plan(report: ConversionReport) -> str:
         report.name: f"{report.source} -> {report.target} ({report.format})",
         "tensors": f"{report.tensors:,} in {report.files} files, {report.parameters:,} parameters in "
         f"{', '.join(report.dtypes)}",
-        "bytes": _gigabytes(report.nbytes),
+        "bytes": in_bytes(report.nbytes),
         "computed": f"{report.cast:,} tensors cast, {report.transposed:,} transposed, {max(copied, 0):,} copied",
-        "disk": f"{_gigabytes(report.disk_needed)} needed, {_gigabytes(report.disk_free)} free"
+        "disk": f"{in_bytes(report.disk_needed)} needed, {in_bytes(report.disk_free)} free"
         + (": not enough" if report.disk_needed > report.disk_free else ""),
         "processes": f"{report.processes}",
         "time": f"about {report.estimate:.0f} s, at the speed at which samples were read and written",
@@ -371,14 +371,10 @@ def _plan(report: ConversionReport) -> str:
 
 def _done(report: ConversionReport) -> str:
     # Files are a little longer than the tensors in them.
-    rate = report.written / 1e9 / max(report.seconds, 1e-9)
-    resumed = f"; {_gigabytes(report.resumed)} of its files existed already" if report.resumed else ""
+    rate = report.written / max(report.seconds, 1e-9)
+    resumed = f"; {in_bytes(report.resumed)} of its files existed already" if report.resumed else ""
     return (
         f"{report.target}: {report.tensors} tensors, {report.parameters:,} parameters in {', '.join(report.dtypes)}, "
-        f"{_gigabytes(report.nbytes)}; {_gigabytes(report.written)} written in {report.seconds:.1f} s "
-        f"({rate:.2f} GB/s){resumed}"
+        f"{in_bytes(report.nbytes)}; {in_bytes(report.written)} written in {report.seconds:.1f} s "
+        f"({in_bytes(rate)}/s){resumed}"
     )
-
-
-def _gigabytes(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB"

@@ -36,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = CommandParser(
         prog="qwen3vl",
-        description="Qwen3-VL on Megatron: checkpoints, training, data.",
+        description="Train Qwen3-VL and Qwen3.5-VL with NVIDIA's Megatron-Bridge: convert checkpoints, inspect and "
+        "pack data, plan the memory of a run, train, and ask the result.",
         epilog="`qwen3vl COMMAND --help` shows its options; docs/command_line.md has examples.",
     )
     parser.add_argument("--version", action="store_true", help="show the version and exit")

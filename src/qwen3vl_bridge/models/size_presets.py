@@ -52,12 +52,12 @@ def hub_names(releases: Mapping[str, Collection[str]], size: str, variants: Coll
 
 
 def preset_of(name: str, presets: Mapping[str, Preset], hub_ids: Callable[[str], tuple[str, ...]]) -> Preset:
-    """The preset of a size or a hub id (`hub_ids` gives those of a size); raises ValueError for an unknown one."""
+    """The preset of a size or a hub id, in any case; a ValueError for an unknown one. `hub_ids` are those of a size."""
     for size, preset in presets.items():
-        if name == size or name in hub_ids(size):
+        if name.lower() in {known.lower() for known in (size, *hub_ids(size))}:
             return preset
     known, (example, *_) = ", ".join(presets), hub_ids(next(iter(presets)))
-    raise ValueError(f"unknown preset {name!r}, expected one of {known} or {example} or the like")
+    raise ValueError(f"unknown model {name!r}, expected one of {known} or {example} or the like")
 
 
 def preset_config(

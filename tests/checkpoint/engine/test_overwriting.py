@@ -368,7 +368,7 @@ def test_other_options_do_not_cost_what_was_to_be_continued(begun, untied_folder
     assert str(begun) in error and "options or version" in error and "omit --resume" in error
     assert contents(begun) == before and not (tmp_path / "m").exists()
     assert main([*arguments, "--resume"]) == 0
-    assert "GB of its files existed already" in capsys.readouterr().out
+    assert "MB of its files existed already" in capsys.readouterr().out
 
 
 @pytest.fixture
