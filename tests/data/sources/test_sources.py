@@ -239,7 +239,7 @@ def test_training_inspection_and_packing_read_the_same(tmp_path, checkpoint, mak
     assert len(names) == 5
 
     command = ["--data", path, "--hf-model", str(checkpoint), "--seq-length", "64", "--json", "--no-progress"]
-    assert main(["inspect", *command]) == 0
+    assert main(["inspect", *command, "--samples", "5"]) == 0
     shown = json.loads(capsys.readouterr().out)["samples"]
     assert sorted(sample["sample_id"] for sample in shown) == names
     assert main(["pack", *command, "--output", str(tmp_path / "rows"), "--workers", "0"]) == 0
