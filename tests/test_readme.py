@@ -81,7 +81,8 @@ def test_convert_then_fine_tune(places):
 def test_the_readmes_commands(places):
     """Its console blocks; those that need GPUs as a dry run."""
     places = places | {name: f"{places[name]}_of_the_readme" for name in ("MEGATRON", "EXPORTED", "REPORT", "RUN")}
-    demo, inspect, *trainings, convert = blocks(README, "console")
+    demo, inspect, on_a_cpu, *trainings, convert = blocks(README, "console")
+    assert on_a_cpu.split() in [text.split() for text in blocks(ON_A_CPU, "bash")]  # the next test
     assert demo.startswith(".venv/bin/python examples/digits/demo.py --hf-model ")  # tests/examples/test_demo.py
     # The container itself was not built.
     image = fill(block(INSTALLING, "console"), places)

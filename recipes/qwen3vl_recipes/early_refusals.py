@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from qwen3vl_bridge.data.sources import expect_data
 
 from qwen3vl_recipes import setting_names
+from qwen3vl_recipes.paths import TITLES, kind_of_model
 from qwen3vl_recipes.registry import find, recipes
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 # A recipe's name: the model's family, whether it has experts, and the kind of training.
 _RECIPE = re.compile(r"(qwen35?)_vl_(?:\d+[bm](_a\d+b)?_|(proxy)_)?(\w+)_config")
 _FAMILIES = {"qwen3": "qwen3_vl", "qwen35": "qwen3_5"}
-_TITLES = {"qwen3_vl": "Qwen3-VL", "qwen3_5": "Qwen3.5-VL"}
 _DATA = ("dataset.path", "dataset.train_path", "dataset.valid_path", "dataset.test_path")
 
 
@@ -123,10 +123,10 @@ def _check_model(args: Namespace, *, downloads: bool) -> None:
         _check_run(args, config)
     found = config.family.name, bool(config.dimensions.indices["moe_layers"])
     meant = _meant_for(args.recipe)
-    if meant is None or found[0] not in _TITLES or (found[0] == meant[0] and found[1] >= meant[1]):
+    if meant is None or found[0] not in TITLES or (found[0] == meant[0] and found[1] >= meant[1]):
         return
     fitting = [name for name in recipes() if _meant_for(name) == (*found, meant[2])]
-    said = [f"a {_TITLES[family]} with{'' if experts else 'out'} experts" for family, experts in (meant[:2], found)]
+    said = kind_of_model(*meant[:2]), kind_of_model(*found)
     raise ValueError(
         f"{args.recipe} is a recipe for {said[0]}, and {args.hf_model} is {said[1]}: "
         + (f"use {' or '.join(fitting[:4])}" if fitting else "--list shows the recipes for it")

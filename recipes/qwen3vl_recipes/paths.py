@@ -16,6 +16,12 @@ logger = logging.getLogger(__name__)
 _OF_THE_RUN = {"seq_length"}
 _SPLITS = ("tensor_model", "pipeline_model", "context", "expert_model")
 _PRECISION = {"pipeline_dtype", "autocast_dtype"}
+TITLES = {"qwen3_vl": "Qwen3-VL", "qwen3_5": "Qwen3.5-VL"}
+
+
+def kind_of_model(family: str, has_experts: bool) -> str:
+    """In words, as for a message."""
+    return f"a {TITLES.get(family, family)} with{'' if has_experts else 'out'} experts"
 
 
 def set_paths(
@@ -75,7 +81,7 @@ def _use_model(cfg: ConfigContainer, hf_path: str) -> None:
 
     bridge = AutoBridge.from_hf_pretrained(hf_path)
     model, old = bridge.to_megatron_provider(load_weights=False), cfg.model
-    said = [_kind(one) for one in (old, model)]
+    said = [kind_of_model(one.family, bool(one.num_moe_experts)) for one in (old, model)]
     if model.family != old.family or (old.num_moe_experts and not model.num_moe_experts):
         raise ValueError(
             f"the recipe is for {said[0]}, and {hf_path} is {said[1]}: use a recipe for that; `qwen3vl train --list` "
@@ -103,12 +109,6 @@ def _use_model(cfg: ConfigContainer, hf_path: str) -> None:
     if cfg.mixed_precision is None:
         cfg.optimizer.bf16, cfg.optimizer.params_dtype = model.bf16, model.params_dtype
     cfg.dataset.hf_processor_path = cfg.tokenizer.tokenizer_model = hf_path
-
-
-def _kind(model: Any) -> str:
-    from qwen3vl_recipes.early_refusals import _TITLES
-
-    return f"a {_TITLES.get(model.family, model.family)} with{'' if model.num_moe_experts else 'out'} experts"
 
 
 def _chosen(provider: Any) -> dict[str, Any]:
