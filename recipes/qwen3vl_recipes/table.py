@@ -68,7 +68,7 @@ def table() -> str:
         cells = [f"`{name}`", describe_ranks(meant), f"{recipe.gpus} {recipe.gpu}: {meant.peak.total / GIB:.0f} GiB"]
         cells.append(cell(measured.get(name, [])))
         fewest = [smallest(recipe, kind) for kind in KINDS]
-        cells.append(" / ".join("-" if found is None else str(found[0]) for found in fewest))
+        cells.append("/".join("-" if found is None else str(found[0]) for found in fewest))
         lines.append(f"| {' | '.join(cells)} |\n")
     return "".join(lines)
 

@@ -250,5 +250,5 @@ def test_the_planner_still_says_of_local_layers_what_rehearsals_were_compared_wi
 @pytest.mark.usefixtures("no_groups")
 def test_the_fewest_that_fit():
     for name in ("qwen3_vl_8b_pretrain_config", "qwen3_vl_235b_a22b_sft_fsdp_config"):
-        expected = " / ".join(str(smallest(recipes()[name], kind)[0]) for kind in KINDS_OF_GPUS)
+        expected = "/".join(str(smallest(recipes()[name], kind)[0]) for kind in KINDS_OF_GPUS)
         assert rows()[name][3] == expected
