@@ -19,10 +19,10 @@ from megatron.bridge.training.losses import create_masked_next_token_loss_functi
 from megatron.bridge.training.optim import setup_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import get_attr_wrapped_model
-from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config
 from qwen3vl_recipes.paths import set_paths
 from torch import Tensor
 
+from tests.digits_recipe import digits_recipe_for
 from tests.ranks import largest, of_all_ranks
 from tests.steps import Run, forward_backward, set_up, train_step
 from tests.training.running import replicate
@@ -36,7 +36,7 @@ from .topologies import MODULES, TOPOLOGIES, Topology, split_by
 
 def configuration(folder: str | Path, topology: Topology, balance: float = 0.0) -> Any:
     """The digits recipe with the reference's optimizer, for a model that is split."""
-    cfg = set_paths(qwen3_vl_digits_sft_config(), hf_path=folder, data_path="unused")
+    cfg = set_paths(digits_recipe_for(folder), hf_path=folder, data_path="unused")
     cfg.mixed_precision = None
     cfg.logger.tensorboard_dir = None
     cfg.model = AutoBridge.from_hf_pretrained(folder).to_megatron_provider(load_weights=True)

@@ -17,11 +17,12 @@ class Inputs:
 
     def config(self, save: Path | None, **settings):
         """The digits recipe, shortened and in float32; settings are written `train__train_iters=4`."""
-        from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config
         from qwen3vl_recipes.paths import set_paths
 
+        from tests.digits_recipe import digits_recipe_for
+
         cfg = set_paths(
-            qwen3_vl_digits_sft_config(), hf_path=self.hf, data_path=self.data, pretrained_checkpoint=self.megatron,
+            digits_recipe_for(self.hf), hf_path=self.hf, data_path=self.data, pretrained_checkpoint=self.megatron,
             save=save or "unused",
         )  # fmt: skip
         cfg.mixed_precision = None

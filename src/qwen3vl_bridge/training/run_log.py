@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -197,9 +196,8 @@ _STAY = ("tokens_per_second", "tflops_per_gpu", "mfu", "memory_gb")
 
 
 class StepProgress:
-    """Shows steps on the first rank's standard error: a line each `interval` steps and after ten seconds.
-
-    Within a long step a thread of its own says which microbatch the host is at, since on a CPU one may take minutes.
+    """Shows steps on the first rank's standard error: a line each `interval` steps and after ten seconds, and within a
+    long step which microbatch it is at.
     """
 
     def __init__(self, total: int, done: int, interval: int) -> None:
@@ -209,24 +207,18 @@ class StepProgress:
         self._latest: dict[str, float] = {}
         self._skipped = 0
         self._step = self._microbatch = self._microbatches = 0
-        self._ended, self._hook = threading.Event(), None
+        self._hook = None
 
     def watch(self, model: torch.nn.Module) -> None:
-        """Say every ten seconds where a long step is, until `end`, or until an error has ended the process group."""
-
-        def show() -> None:
-            last = 0.0
-            while not self._ended.wait(_SECONDS_BETWEEN_LINES / 10) and torch.distributed.is_initialized():
-                last, now = max(last, self._begun), time.monotonic()
-                if self._microbatch and now - last >= _SECONDS_BETWEEN_LINES:
-                    last = now
-                    self.write(f"step {self._step}: microbatch {self._microbatch} of {self._microbatches}")
-
+        """Say which microbatch of a long step is computed, until `end`."""
         self._hook = model.register_forward_pre_hook(self._count)
-        threading.Thread(target=show, name="step progress", daemon=True).start()
 
     def _count(self, model: torch.nn.Module, _: Any) -> None:
         self._microbatch += model.training
+        now = time.monotonic()
+        if model.training and now - self._begun >= _SECONDS_BETWEEN_LINES:
+            self._begun = now
+            self.write(f"step {self._step}: microbatch {self._microbatch} of {self._microbatches}")
 
     def begin(self, step: int, microbatches: int) -> None:
         """A step of so many microbatches begins."""
@@ -234,7 +226,6 @@ class StepProgress:
 
     def end(self) -> None:
         """No step follows."""
-        self._ended.set()
         if self._hook is not None:
             self._hook.remove()
 

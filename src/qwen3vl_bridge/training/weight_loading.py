@@ -159,7 +159,8 @@ class Pretrained:
         """Refuse weights of another model, as far as possible without reading them.
 
         Raises:
-            CheckpointError: sizes that differ; all are listed. Or they are only adapters, without their base weights.
+            CheckpointError: sizes that differ, or tensors that are not those of the folder's own config.json; all are
+                listed. Or they are only adapters, without their base weights.
         """
         if not self.is_hf:
             # There all names and shapes are in one file, and compared before weights are read.
@@ -176,6 +177,8 @@ class Pretrained:
         ]
         if differ:
             raise CheckpointError("\n  ".join([f"{self.folder} holds a different model from the run's:", *differ]))
+        if not torch.distributed.is_initialized() or is_first():  # it reads the header of each file
+            open_model(self.folder).check()
 
     def load(self, model: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
         """Fill a model; arguments and errors as for `load_weights`. One that ModelOpt has quantised is filled by
@@ -267,8 +270,6 @@ class InitialWeights:
         with fail_together():
             pretrained = Pretrained.find(cfg.checkpoint.pretrained_checkpoint)
             pretrained.check(cfg.model)
-            if pretrained.is_hf and is_first():  # it reads the header of each file
-                open_model(pretrained.folder).check()
         with in_high_precision(chunks):
             pretrained.load(chunks, cfg.model._pg_collection)
         if peft is not None:

@@ -40,10 +40,11 @@ def write_questions(folder: Path, hf: Path, picture: Path, texts: list[str]) -> 
 
 
 def asking(hf: Path, data: Path, fields: dict[str, Any]) -> Any:
-    from qwen3vl_recipes.digits import qwen3_vl_digits_sft_config
     from qwen3vl_recipes.paths import set_paths
 
-    cfg = set_paths(qwen3_vl_digits_sft_config(), hf_path=hf, data_path=data, pretrained_checkpoint=hf)
+    from tests.digits_recipe import digits_recipe_for
+
+    cfg = set_paths(digits_recipe_for(hf), hf_path=hf, data_path=data, pretrained_checkpoint=hf)
     cfg.mixed_precision = cfg.checkpoint.save = cfg.checkpoint.load = cfg.logger.tensorboard_dir = None
     cfg.model.seq_length = cfg.dataset.seq_length = 128
     cfg.dataset.num_workers, cfg.train.train_iters, cfg.scheduler.lr_warmup_iters = 0, 1, 0
