@@ -314,7 +314,7 @@ def test_as_megatron_bridge_applies_it(untied_folder, caplog):
             use_cpu_initialization=True, mixed_precision_wrapper=None, pg_collection=groups,
         )  # fmt: skip
     said = [record.getMessage() for record in caplog.records if record.name.startswith("qwen3vl_bridge")]
-    assert said[0] == "adapters on 40 linear layers of this rank"
+    assert said.count("adapters on 40 linear layers of this rank") == 1
     assert len([message for message in said if message.startswith("parameters trained")]) == 1
     reduced = {name for name, p in wrapped.named_parameters() if hasattr(p, "main_grad")}
     assert reduced == {name for name, _ in wrapped.named_parameters() if ".adapter." in name}

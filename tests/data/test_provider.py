@@ -74,7 +74,7 @@ def test_a_folder_that_is_no_data_set_is_refused_before_a_model_is_built(make, t
     (tmp_path / "images").mkdir()
     (tmp_path / "llava.json").write_text("[]")
     for changes in ({"train_path": str(tmp_path)}, {"train_path": None, "mixture": [{"path": str(tmp_path)}]}):
-        with pytest.raises(DataError, match=r"found images, llava.json in the folder.*give its own path"):
+        with pytest.raises(DataError, match=r"found llava.json, images in the folder.*give its own path"):
             check_data(run_of(make(**changes)))
 
 

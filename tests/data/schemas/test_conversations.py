@@ -95,9 +95,9 @@ def user(*parts) -> dict:
     (user({"type": "image", "image": "a" * 5000}), "expected the path of a file .*too long"),
     (user({"type": "text", "text": ""}, {"type": "image", "image": "no.png"}), "part 2: 'no.png' is .* no such"),
     (user({"type": "image", "image": "."}), "part 1: '.' is .* no such file"),
-    (user({"type": "image", "image": "../out.png"}), "part 1: '../out.png' is .*, expected a path inside the med"),
-    (user({"type": "image", "image": "/etc/passwd"}), "'/etc/passwd' is /etc/passwd, expected a path inside"),
-    (user({"type": "image", "image": "link.png"}), "'link.png' is .*out.png, expected a path inside the media"),
+    (user({"type": "image", "image": "../out.png"}), "part 1: '../out.png' is .*: expected a path inside the med"),
+    (user({"type": "image", "image": "/etc/passwd"}), "'/etc/passwd' is /etc/passwd: expected a path inside"),
+    (user({"type": "image", "image": "link.png"}), "'link.png' is .*out.png: expected a path inside the media"),
 ])  # fmt: skip
 def test_what_is_no_conversation_is_refused(tmp_path, line, message):
     picture(tmp_path / "out.png", 8, 8)
