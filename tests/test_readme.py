@@ -34,7 +34,8 @@ def block(page: str, language: str) -> str:
     return only
 
 
-def run(command: str, **variables: str) -> None:
+def run(command: str, **variables: str) -> str:
+    """Run one command from the root, and return its last line on standard error."""
     words = shlex.split(command.replace("\\\n", " "))
     starts = {"python": [], "torchrun": ["-m", "torch.distributed.run"], "qwen3vl": ["-m", "qwen3vl_bridge"]}
     start = starts[words[0]]
@@ -43,6 +44,7 @@ def run(command: str, **variables: str) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
     )  # fmt: skip
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    return (done.stderr.splitlines() or [""])[-1]
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +84,7 @@ def test_the_readmes_commands(places):
     """Its console blocks; those that need GPUs as a dry run."""
     places = places | {name: f"{places[name]}_of_the_readme" for name in ("MEGATRON", "EXPORTED", "REPORT", "RUN")}
     demo, inspect, on_a_cpu, *trainings, convert = blocks(README, "console")
-    assert on_a_cpu.split() in [text.split() for text in blocks(ON_A_CPU, "bash")]  # the next test
+    assert on_a_cpu in blocks(ON_A_CPU, "bash")  # the next test
     assert demo.startswith(".venv/bin/python examples/digits/demo.py --hf-model ")  # tests/examples/test_demo.py
     # The container itself was not built.
     image = fill(block(INSTALLING, "console"), places)
@@ -105,8 +107,11 @@ def test_own_records_on_a_cpu(places, tmp_path):
     here = {"out/digits/hf": "HF_FOLDER", "FILE.jsonl": "DATA/train.jsonl", " RUN ": f" {tmp_path / 'run'} "}
     for text, other in here.items():
         command = command.replace(text, other)
-    run(fill(command, places))
+    said = run(fill(command, places))
     assert (tmp_path / "run" / "iter_0000020").is_dir()
+    assert said == f"to export: qwen3vl convert export --megatron-path {tmp_path / 'run'} --hf-path EXPORTED"
+    run(said.removeprefix("to export: ").replace("EXPORTED", str(tmp_path / "exported")))
+    assert (tmp_path / "exported" / "config.json").is_file()
 
 
 @pytest.mark.slow
@@ -120,12 +125,13 @@ def test_one_node_of_gpus(places):
 @pytest.mark.slow
 def test_adapters_of_a_run(places, untied_folder, tmp_path):
     _, commands = blocks(TRAIN, "console")
-    run(
+    said = run(
         f"python recipes/finetune.py --recipe qwen3_vl_8b_peft_config --hf-model {untied_folder} "
         f"--data-path {places['DATA']} --save {tmp_path / 'run'} train.train_iters=1 scheduler.lr_warmup_iters=0 "
         "train.global_batch_size=2 model.seq_length=128 dataset.seq_length=128 dataset.num_workers=0 "
         "validation.eval_iters=0 peft.dim=4"
     )
+    assert said == f"to export: qwen3vl adapters export --megatron-path {tmp_path / 'run'} --hf-path ADAPTER"
     here = {"RUN": str(tmp_path / "run"), "ADAPTER": str(tmp_path / "adapter"), "MERGED": str(tmp_path / "merged")}
     for command in fill(commands, here).strip().splitlines():
         run(command)

@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -236,6 +237,10 @@ def _run(cfg: ConfigContainer, *, needs_weights: bool) -> None:
         raise
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_interrupted(log.finished, str(cfg.checkpoint.save))) from None
+    if os.environ.get("RANK", "0") == "0":
+        kind, to = ("convert", "EXPORTED") if cfg.peft is None else ("adapters", "ADAPTER")
+        run = shlex.quote(str(cfg.checkpoint.save))
+        show(f"to export: qwen3vl {kind} export --megatron-path {run} --hf-path {to}", error=True)
 
 
 def _interrupted(finished: int | None, save: str) -> str:
