@@ -87,12 +87,10 @@ def command(script: str, *arguments: str | Path) -> None:
 
 def expect_end(run: Path) -> None:
     """End here if the training was told to stop: it has saved, with status 0, and has not learned all."""
-    from qwen3vl_bridge.checkpoint.formats.megatron import RUN_CONFIG, TRACKER
+    from qwen3vl_bridge.checkpoint.formats.megatron import find_iteration, read_run_config
 
-    import yaml
-
-    step = int((run / TRACKER).read_text())
-    steps = yaml.safe_load((run / f"iter_{step:07d}" / RUN_CONFIG).read_text())["train"]["train_iters"]
+    iteration = find_iteration(run)
+    step, steps = int(iteration.name.removeprefix("iter_")), read_run_config(iteration)["train"]["train_iters"]
     if step < steps:
         sys.exit(f"the training was stopped after step {step} of {steps}: nothing is exported; the demo starts over")
 

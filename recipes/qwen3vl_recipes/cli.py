@@ -11,7 +11,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, CommandParser, show, show_anything, show_error
 
@@ -236,22 +236,23 @@ def _run(cfg: ConfigContainer, *, needs_weights: bool) -> None:
             show(f"{done}: the same command continues from the checkpoint", error=True)
         raise
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(_interrupted(log.finished, str(cfg.checkpoint.save))) from None
+        raise KeyboardInterrupt(_interrupted(log.finished, cfg.checkpoint)) from None
     if os.environ.get("RANK", "0") == "0":
         kind, to = ("convert", "EXPORTED") if cfg.peft is None else ("adapters", "ADAPTER")
         run = shlex.quote(str(cfg.checkpoint.save))
         show(f"to export: qwen3vl {kind} export --megatron-path {run} --hf-path {to}", error=True)
 
 
-def _interrupted(finished: int | None, save: str) -> str:
+def _interrupted(finished: int | None, checkpoint: Any) -> str:
     """What Ctrl-C has done to a run, and what its checkpoints are good for; they may be none, or on another machine."""
     from qwen3vl_bridge.checkpoint.formats.megatron import TRACKER
 
-    tracker = Path(save, TRACKER)
-    if "://" in save:
+    folders = [str(folder) for folder in (checkpoint.save, checkpoint.load) if folder]
+    steps = [tracker.read_text().strip() for tracker in (Path(one, TRACKER) for one in folders) if tracker.is_file()]
+    if any("://" in folder for folder in folders):
         then = "the same command continues from the last checkpoint"
-    elif tracker.is_file():
-        then = f"the same command continues from step {tracker.read_text().strip()}"
+    elif steps:
+        then = f"the same command continues from step {steps[0]}"
     else:
         then = "there is no checkpoint yet, and the same command starts over"
     where = f"after step {finished}" if finished else "before the end of the first step"

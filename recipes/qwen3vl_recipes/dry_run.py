@@ -166,7 +166,7 @@ def _summary(
         said["split"] += f"; {describe_training(plan.training)}"
         said["memory"], said["host"] = describe_fit(plan, kind.memory_bytes), describe_saving(plan)
         try:
-            said["proposed"] = describe_first(proposals_for_run(complete, plan, kind), kind.memory_bytes)
+            said["proposed"] = describe_first(proposals_for_run(complete, plan, kind), kind.memory_bytes, plan)
         except ValueError as error:
             said["proposed"] = str(error)
     return plan, said | _schedule(complete) | _data(cfg, complete) | _written(complete)
@@ -199,9 +199,9 @@ def _weights(cfg: ConfigContainer, from_scratch: bool) -> str:
     if from_scratch:
         return "random"
     path = cfg.checkpoint.pretrained_checkpoint or cfg.model.hf_model_id
-    if not has_weights(Path(path)):
+    if path is None or not has_weights(Path(path)):
         return f"of {path}"
-    model = open_model(path)
+    model = open_model(path, trust_remote_code=True)
     model.check()
     size = sum(spec.nbytes for spec in model.tensors.specs.values())
     return f"of {path}: {len(model.tensors.specs):,} tensors of {size / GIB:.3g} GiB, as its config.json requires"

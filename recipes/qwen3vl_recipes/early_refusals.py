@@ -53,7 +53,9 @@ def refuse_early(args: Namespace) -> None:
     if runs and (weights := args.pretrained_checkpoint) is not None:
         _check_weights(Path(weights))
     if args.hf_model is not None:
-        _check_model(args, downloads=runs)
+        begins_with_it = ours and not (args.rehearse or args.from_scratch or args.pretrained_checkpoint)
+        begins_with_it = begins_with_it and "checkpoint.pretrained_checkpoint" not in given
+        _check_model(args, downloads=runs, begins_with_it=begins_with_it)
 
 
 def _given(args: Namespace) -> dict[str, Any]:
@@ -82,6 +84,7 @@ def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
 
 def _check_weights(folder: Path) -> None:
     from qwen3vl_bridge.checkpoint.formats.megatron import find_iteration
+    from qwen3vl_bridge.checkpoint.stored_models import ModelConfig
     from qwen3vl_bridge.peft.stored_adapters import refuse_adapters_alone
 
     if not folder.is_dir():
@@ -90,6 +93,7 @@ def _check_weights(folder: Path) -> None:
             "Hugging Face model; a model of the hub is given by --hf-model"
         )
     if (folder / "config.json").is_file():
+        ModelConfig(folder)
         _check_files(folder)
     else:
         refuse_adapters_alone(find_iteration(folder))
@@ -98,15 +102,15 @@ def _check_weights(folder: Path) -> None:
 def _check_files(folder: Path) -> None:
     """Refuse a model of which files are missing or damaged, or have other tensors than its config.json says.
 
-    The first rank reads the header of each file; the others end with it.
+    The first rank reads the header of each file; under torchrun the others end with it.
     """
     from qwen3vl_bridge.checkpoint.stored_models import open_model
 
     if os.environ.get("RANK", "0") == "0":
-        open_model(folder).check()
+        open_model(folder, trust_remote_code=True).check()  # no code is run here
 
 
-def _check_model(args: Namespace, *, downloads: bool) -> None:
+def _check_model(args: Namespace, *, downloads: bool, begins_with_it: bool) -> None:
     """Find the model, and refuse one that the recipe is not for."""
     from qwen3vl_bridge.checkpoint.formats.huggingface import find_model, has_weights
     from qwen3vl_bridge.checkpoint.formats.megatron import is_megatron_checkpoint
@@ -115,7 +119,7 @@ def _check_model(args: Namespace, *, downloads: bool) -> None:
     local = Path(args.hf_model).is_dir()
     folder = Path(args.hf_model) if local else find_model(args.hf_model, weights=downloads)
     config = ModelConfig(folder)
-    if not (args.rehearse or args.from_scratch or args.pretrained_checkpoint) and (downloads or has_weights(folder)):
+    if begins_with_it and (downloads or has_weights(folder)):
         _check_files(folder)
     if downloads and not local:
         args.hf_model = str(folder)

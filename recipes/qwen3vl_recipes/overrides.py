@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _PLAIN = (bool, int, float, str, list, tuple)
 _DECAY = ("optimizer.weight_decay", "scheduler.start_weight_decay", "scheduler.end_weight_decay")
-_WARMUP = "scheduler.lr_warmup_"
+_WARMUP = {f"scheduler.lr_warmup_{unit}" for unit in ("iters", "samples", "fraction")}
 _ALIKE = {float: (float, int), list: (list, tuple), tuple: (list, tuple)}
 
 
@@ -41,9 +41,12 @@ def apply(cfg: ConfigContainer, words: Sequence[str] = (), files: Sequence[str |
     steps, epochs = "train.train_iters", "train.num_epochs"
     if after.get(epochs) is not None and before.get(epochs) is None and after.get(steps) == before.get(steps):
         after[steps] = None  # the recipe's, which nobody has asked for
+    asked = {word.partition("=")[0] for word in words} | {
+        name for file in files for name in _flat(OmegaConf.load(file))
+    }
     if (decay := after.get(_DECAY[0])) != before.get(_DECAY[0]):
         for name in _DECAY[1:]:  # of the schedule, which would replace the optimizer's
-            if before.get(name) == after.get(name) == before[_DECAY[0]]:
+            if name not in asked and before.get(name) == after.get(name) == before[_DECAY[0]]:
                 after[name] = decay
     changed = {
         name: new
@@ -57,7 +60,7 @@ def apply(cfg: ConfigContainer, words: Sequence[str] = (), files: Sequence[str |
         _put_into_frozen(cfg, name, new)
         *path, last = name.split(".")
         functools.reduce(lambda section, key: section.setdefault(key, {}), path, nested)[last] = new
-    if not any(name.startswith(_WARMUP) for name in (*words, *changed)):
+    if not asked & _WARMUP:
         vars(cfg.scheduler)["_is_the_recipes"] = True  # which training/run_refusals.py may shorten
     kept = {name: value for name, value in callables.items() if name.removeprefix("root.") not in changed}
     apply_overrides(cfg, nested, kept)

@@ -42,7 +42,8 @@ def set_paths(
         save: folder of the run's checkpoints, from which it also resumes; logs go there as well.
 
     Raises:
-        ValueError: the recipe is for a model of another kind than the checkpoint's, or the folder does not exist.
+        ValueError: the recipe is for a model of another kind than the checkpoint's, or has a setting that it does not
+            have; or the folder does not exist.
     """
     if hf_path is not None:
         if (isinstance(hf_path, Path) or hf_path.startswith(("/", "./", "../", "~"))) and not Path(hf_path).is_dir():

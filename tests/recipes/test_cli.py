@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import types
 
 from qwen3vl_bridge.data import DataError
 from qwen3vl_bridge.weights.rows import Part
@@ -11,6 +12,7 @@ import pytest
 from datasets import Dataset
 from qwen3vl_recipes import cli, qwen3_vl_2b_sft_config
 from qwen3vl_recipes.dry_run import finalised
+from qwen3vl_recipes.early_refusals import refuse_early
 from qwen3vl_recipes.paths import check_data, set_paths
 from qwen3vl_recipes.registry import recipes
 from torch.utils.data import DataLoader
@@ -25,7 +27,7 @@ RECIPE = ["--recipe", "qwen3_vl_2b_sft_config"]
     ([*RECIPE, "--save", __file__], "a file; expected a folder"),
     (["--recipe", "qwen3_vl_9b_sft_config"], "there is no recipe 'qwen3_vl_9b_sft_config'; did you mean"),
     (["--recipe", "no.such:function"], "no.such: No module named 'no'; expected a module, or a file"),
-    (["--recipe", "needing.py:make"], "needing.py: No module named 'absent'; it imports that, and it is not installed"),
+    (["--recipe", "wanting.py:make"], "wanting.py: No module named 'absent'; it imports that, and it is not installed"),
     (["--recipe", "mine.py"], "--recipe is mine.py, expected one of its functions: mine.py:FUNCTION"),
     (["--recipe", "mine.py:made"], "mine.py has no function 'made'"),
     (["--recipe", "mine.py:make"], "mine.py:make returned 3, expected a configuration"),
@@ -36,7 +38,7 @@ RECIPE = ["--recipe", "qwen3_vl_2b_sft_config"]
 def test_what_is_refused_before_anything_is_built(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def make():\n    return 3\n")
-    (tmp_path / "needing.py").write_text("import absent\n")
+    (tmp_path / "wanting.py").write_text("import absent\n")
     with pytest.raises(SystemExit) as end:
         cli.train(words)
     assert end.value.code == 2 and re.search(message, capsys.readouterr().err)
@@ -88,11 +90,29 @@ def test_models_that_a_recipe_in_python_is_not_for(untied_folder, moe_folder, tm
         assert ("its parallel sizes may not fit" in caplog.text) is warns
 
 
+def test_a_model_whose_weights_come_from_elsewhere_needs_no_files_of_them(untied_folder, digits, tmp_path):
+    (tmp_path / "config.json").write_text((untied_folder / "config.json").read_text())
+    words = [
+        "--recipe",
+        "qwen3_vl_2b_sft_config",
+        "--hf-model",
+        str(tmp_path),
+        "--data-path",
+        str(digits),
+        "--save",
+        "x",
+    ]
+    refuse_early(cli._parse(cli._parser("train"), [*words, "checkpoint.pretrained_checkpoint=MEGATRON"]))
+    with pytest.raises(ValueError, match="has no weights, expected"):
+        refuse_early(cli._parse(cli._parser("train"), words))
+
+
 def test_an_interrupted_run_says_what_it_leaves(tmp_path):
-    without = cli._interrupted(None, str(tmp_path))
+    folders = types.SimpleNamespace(save=str(tmp_path / "none yet"), load=str(tmp_path))
+    without = cli._interrupted(None, folders)
     assert without.startswith("interrupted before the end of the first step: there is no checkpoint yet, and the same ")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("10\n")
-    assert cli._interrupted(16, str(tmp_path)).startswith(
+    assert cli._interrupted(16, folders).startswith(
         "interrupted after step 16: the same command continues from step 10; SIGTERM, instead of Ctrl-C, saves one"
     )
 

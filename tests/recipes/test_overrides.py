@@ -49,7 +49,7 @@ def test_the_schedules_weight_decay_follows_unless_it_is_set(cfg):
 
 
 @pytest.mark.usefixtures("no_groups")
-def test_the_recipes_warm_up_fits_a_shorter_run(cfg, caplog):
+def test_the_recipes_warm_up_fits_a_shorter_run(cfg, caplog, tmp_path):
     """A warm-up that the command line sets is the user's, and refused where it does not fit."""
     with caplog.at_level("INFO", logger="qwen3vl_bridge"):
         short = finalised(overrides.apply(cfg, ["train.train_iters=40"]), 8)
@@ -57,6 +57,12 @@ def test_the_recipes_warm_up_fits_a_shorter_run(cfg, caplog):
     assert "the recipe's scheduler.lr_warmup_iters of 50 is shortened to 2: train.train_iters is 40" in caplog.messages
     same = overrides.apply(qwen3_vl_8b_sft_config(), ["train.train_iters=51"])
     assert finalised(same, 8).scheduler.lr_warmup_iters == 50
+    other = overrides.apply(qwen3_vl_8b_sft_config(), ["train.train_iters=40", "scheduler.lr_warmup_init=1e-8"])
+    assert finalised(other, 8).scheduler.lr_warmup_iters == 2
+    (tmp_path / "own.yaml").write_text("scheduler:\n  lr_warmup_iters: 50\n")
+    given = overrides.apply(qwen3_vl_8b_sft_config(), ["train.train_iters=40"], [tmp_path / "own.yaml"])
+    with pytest.raises(ValueError, match=r"lr_warmup_iters is 50 with train\.train_iters 40"):
+        finalised(given, 8)
     given = overrides.apply(qwen3_vl_8b_sft_config(), ["train.train_iters=40", "scheduler.lr_warmup_iters=50"])
     with pytest.raises(ValueError, match=r"lr_warmup_iters is 50 with train\.train_iters 40"):
         finalised(given, 8)

@@ -64,7 +64,7 @@ def test_in_megatron_bridges_own_container_too():
     sections = [field.name for field in fields(config.ConfigContainer) if field.init]
     cfg = config.ConfigContainer(**{name: getattr(ours, name) for name in sections})
     cfg.lora = {"rank": 8}
-    with pytest.raises(ValueError, match=r"^lora is set to {'rank': 8}, but there is no setting lora; .* mean peft\?"):
+    with pytest.raises(ValueError, match=r"^lora is set to {'rank': 8}, but .*; did you mean peft, which recipes"):
         qwen3vl_bridge.training_callbacks(cfg)
 
 

@@ -53,7 +53,8 @@ _ELSEWHERE = {
     "model.tensor_model_parallel_size": "tp", "model.pipeline_model_parallel_size": "pp",
     "model.context_parallel_size": "cp", "model.expert_model_parallel_size": "ep",
     "model.expert_tensor_parallel_size": "etp",
-    "model.recompute_granularity": "gradient_checkpointing activation_checkpointing",
+    "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1":
+        "gradient_checkpointing activation_checkpointing",
     "model.freeze_vision_model": "freeze_vit freeze_vision freeze_vision_tower freeze_vision_encoder freeze_visual",
     "model.freeze_vision_projection": "freeze_aligner freeze_projector", "model.freeze_language_model": "freeze_llm",
     "peft": "lora lora_config", "peft.dim": "lora_rank rank r", "peft.alpha": "lora_alpha",
@@ -67,6 +68,8 @@ def named_elsewhere(alias: str, value: str = "") -> str | None:
     """The settings that other trainers call so, with the value if there is one; None if no trainer does."""
     if (names := _NAMES_ELSEWHERE.get(alias)) is None:
         return None
+    if names == "peft":
+        return "peft, which recipes such as qwen3_vl_8b_peft_config set"
     if alias in _OF_A_DEVICE:
         return f"{names}{'=...' if value else ''}, which is per device x accumulation x GPUs"
     separator, end = (" ", f"={value}") if value else (" and ", "")
@@ -104,7 +107,7 @@ def check_provider_names(provider: Any) -> None:
     for name in unknown_names(provider):
         if name in _NOTES or getattr(provider, name) in (None, False):
             continue
-        meant = _NAMES_ELSEWHERE.get(name, "").rpartition(".")[2]
+        meant = _NAMES_ELSEWHERE.get(name, "").partition(" ")[0].partition("=")[0].rpartition(".")[2]
         like = [meant] if meant in fields else difflib.get_close_matches(name, fields, n=1, cutoff=_LIKE)
         if like := like or (_FREEZE if name.startswith("freeze_") else ()):
             raise ValueError(f"{name} is set, but {kind} has no such setting: expected {', '.join(like)}")

@@ -124,14 +124,16 @@ def print_no_fit(least: MemoryEstimate, memory: int) -> None:
     )
 
 
-def describe_first(proposals: Sequence[MemoryEstimate], memory: int) -> str:
+def describe_first(proposals: Sequence[MemoryEstimate], memory: int, run: MemoryEstimate) -> str:
     """The first of the proposals for a run's rows, GPUs and sharding, in one line."""
     if not proposals:
         return f"no split fits into {_room(memory)}"
     first = proposals[0]
+    turned_off = run.training.overlaps_experts and not first.training.overlaps_experts
+    without = ", without overlap_moe_expert_parallel_comm" if turned_off else ""
     return (
         f"the split with fewest model-parallel ranks that fits is {describe_ranks(first)} "
-        f"({describe_training(first.training)}; {first.peak.total / GIB:.0f} GiB)"
+        f"({describe_training(first.training)}; {first.peak.total / GIB:.0f} GiB){without}"
     )
 
 

@@ -102,9 +102,12 @@ def _check_processor(cfg: Any) -> None:
         "tokenizer.tokenizer_model": getattr(cfg.tokenizer, "tokenizer_model", None),
     }
     named = {name: str(found) for name, found in named.items() if found and not Path(found).exists()}
+    for name, found in named.items():
+        if found.startswith(("/", "./", "../", "~")):
+            raise ValueError(f"{name} is {found}: there is no such folder")
     copies = {found: copy_of(found) for found in named.values()}
     named = {name: found for name, found in named.items() if copies[found] != Path(folder)}
-    if not named:
+    if not named or get_rank_safe() != 0:  # one asks the hub, under torchrun the others end with it
         return
     message = (
         f"{' and '.join(named)} are of the hub, {' and '.join(dict.fromkeys(named.values()))}, and "
@@ -113,8 +116,7 @@ def _check_processor(cfg: Any) -> None:
     )
     if not all(copies[found] or hub_has(found) for found in named.values()):
         raise ValueError(f"{message}; this machine has no copy, and the hub does not answer or has none")
-    if get_rank_safe() == 0:
-        logger.warning(message)
+    logger.warning(message)
 
 
 def _check_connections(cfg: Any) -> None:

@@ -178,7 +178,7 @@ class Pretrained:
         if differ:
             raise CheckpointError("\n  ".join([f"{self.folder} holds a different model from the run's:", *differ]))
         if not torch.distributed.is_initialized() or is_first():  # it reads the header of each file
-            open_model(self.folder).check()
+            open_model(self.folder, trust_remote_code=True).check()
 
     def load(self, model: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
         """Fill a model; arguments and errors as for `load_weights`. One that ModelOpt has quantised is filled by
@@ -198,7 +198,7 @@ class Pretrained:
             config, experts, float32_as = ModelConfig(self.folder), None, None
             has_experts = config.dimensions.indices["moe_layers"]
             if has_experts or any(row.float32 for row in family(config.dimensions.family).rows()):
-                model = open_model(self.folder)
+                model = open_model(self.folder, trust_remote_code=True)
                 experts, float32_as = model.experts.name if has_experts else None, model.float32_as
         else:
             hf = self.folder / HF_FILES

@@ -149,6 +149,7 @@ def test_initial_weights_of_another_model_are_refused(inputs, settings, of_huggi
 
 def test_initial_weights_with_more_layers_than_their_configuration_are_refused(inputs, tmp_path):
     short = model_with_config(tmp_path / "short", inputs.hf, {"text_config": {"num_hidden_layers": 3}})
+    (short / "processor_config.json").write_text('{"auto_map": {"AutoProcessor": "code.Own"}}')  # which is not run here
     cfg = replicated(inputs, None, checkpoint__pretrained_checkpoint=str(short))
     cfg.model.num_layers = 3
     with pytest.raises(CheckpointError, match=r"11 unexpected\n  unexpected: .*layers\.3\.input_layernorm"):

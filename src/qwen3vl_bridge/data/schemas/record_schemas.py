@@ -285,7 +285,8 @@ class Columns:
         """Convert a record to our own spelling; `DataError` if it lacks a column, or as for `messages_of`."""
         if not isinstance(record, dict):
             return record
-        self._check_one([key for key, value in record.items() if value is not None], place)
+        said = [key for key, value in record.items() if value is not None and not isinstance(value, (bool, int, float))]
+        self._check_one(said, place)
         replaced = self._replaced(record)
         own = {key: value for key, value in record.items() if key not in replaced}
         for key, value in self._given().items():
