@@ -27,6 +27,7 @@ from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.comm_overlap import CommOverlapConfig
 from megatron.bridge.training.config import runtime_config_update
 from megatron.bridge.training.finetune import finetune
+from megatron.bridge.training.initialize import destroy_global_state
 from qwen3vl_recipes.dry_run import finalised
 from qwen3vl_recipes.overrides import apply
 
@@ -121,6 +122,7 @@ def test_a_hub_that_does_not_answer(monkeypatch):
 
 
 def test_another_forward_step_is_told_which_one_the_batches_need(inputs):
+    destroy_global_state()  # of other tests
     shutdown()
     cfg = replicated(inputs, None)
     with pytest.raises(TypeError, match=r"as if it were a dict .*: expected qwen3vl_bridge\.forward_step"):
