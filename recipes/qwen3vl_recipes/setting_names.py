@@ -45,7 +45,8 @@ def meant_by(word: str, value: str) -> str | None:
     if (settings := named_elsewhere(word, value)) is not None:
         return settings
     try:
-        found = next((name for name in sorted(_all(), reverse=True) if name.rpartition(".")[2] == word), None)
+        names = sorted(_all(), key=lambda name: (name.startswith("model."), name), reverse=True)
+        found = next((name for name in names if name.rpartition(".")[2] == word), None)
     except (OSError, SyntaxError):
         return None
     return found and f"{found}={value}"

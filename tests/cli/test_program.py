@@ -61,6 +61,7 @@ MISTYPED = [
      "NAME=VALUE: train.global_batch_size=..., which is per device x accumulation x GPUs"),
     (f"{RUN} --gradient-accumulation-steps 4", "train.global_batch_size=..., which is per device x accumulation x "),
     (f"{RUN} max_length=512", "no setting max_length; did you mean model.seq_length and dataset.seq_length?"),
+    (f"{RUN} --tensor_model_parallel_size 2", "given as NAME=VALUE: model.tensor_model_parallel_size=..."),
     (f"{RUN} --gradient-checkpointing true", "NAME=VALUE: model.recompute_granularity=full model.recompute_method=un"),
     (f"{RUN} --model HF", "there is no option --model; did you mean --hf-model?"),
     (f"{RUN} --data_path .", "there is no option --data_path; did you mean --data-path?"),

@@ -134,7 +134,9 @@ def test_pictures_may_be_in_several_folders(make, train_file, tmp_path):
     (tmp_path / "elsewhere").symlink_to(train_file.parent / "images")
     (tmp_path / "train.jsonl").write_text(train_file.read_text().replace("images/", "elsewhere/"))
     path = str(tmp_path / "train.jsonl")
-    with pytest.raises(DataError, match=rf"name its folder too: media_root=\[{tmp_path},{train_file.parent}/images\]"):
+    with pytest.raises(
+        DataError, match=rf"its folder too: dataset.media_root=\[{tmp_path},{train_file.parent}/images\]"
+    ):
         take(make(train_path=path).stream("train"), 20)
     stream = make(train_path=path, media_root=[str(tmp_path), str(train_file.parent)]).stream("train")
     assert ids(take(stream, 10)) == ids(take(make().stream("train"), 10))

@@ -52,7 +52,7 @@ def test_a_path_may_leave_a_root_for_another_alone(linked, name, lies_in, missin
     with pytest.raises(DataError) as caught:
         find(name, root, "here")
     expected = f"expected a path inside the media root {root}; if that place is meant, name its folder too"
-    assert f": {expected}: media_root=[{root},{linked / missing}] for training" in str(caught.value)
+    assert f": {expected}: dataset.media_root=[{root},{linked / missing}] for training" in str(caught.value)
     for other in (lies_in, missing):  # what the error says to set is enough
         assert find(name, MediaAccess.of([root, linked / other]), "here").is_relative_to(linked / lies_in)
     with pytest.raises(DataError, match=f"expected a path inside the media root {root} or {linked}/more; if"):

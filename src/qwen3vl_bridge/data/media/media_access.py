@@ -129,7 +129,7 @@ def _file(name: str, roots: tuple[Path, ...], place: str) -> Path:
         raise DataError(
             f"{place}: {name!r} is {outside[0]}",  # what follows is the same for all files of a linked folder
             f"expected a path inside the media root {' or '.join(given[:-1])}; if that place is meant, name its folder "
-            f"too: media_root=[{','.join(given)}] for training, --media-root for each of them for `qwen3vl data`",
+            f"too: dataset.media_root=[{','.join(given)}] for training, --media-root for each for `qwen3vl data`",
         )
     if path is None:
         raise DataError(place, f"{name!r} is {' or '.join(map(str, paths))}, and there is no such file")
