@@ -53,9 +53,8 @@ def refuse_early(args: Namespace) -> None:
     if runs and (weights := args.pretrained_checkpoint) is not None:
         _check_weights(Path(weights))
     if args.hf_model is not None:
-        begins_with_it = ours and not (args.rehearse or args.from_scratch or args.pretrained_checkpoint)
-        begins_with_it = begins_with_it and "checkpoint.pretrained_checkpoint" not in given
-        _check_model(args, downloads=runs, begins_with_it=begins_with_it)
+        others = args.from_scratch or args.pretrained_checkpoint or "checkpoint.pretrained_checkpoint" in given
+        _check_model(args, downloads=runs, begins_with_it=ours and not (args.rehearse or others))
 
 
 def _given(args: Namespace) -> dict[str, Any]:

@@ -37,13 +37,11 @@ def apply(cfg: ConfigContainer, words: Sequence[str] = (), files: Sequence[str |
     settings, callables = _settings(cfg)
     before = _flat(settings)
     OmegaConf.set_struct(settings, True)  # unknown names are errors
-    after = _flat(_merged(settings, words, files))
+    merged, asked = _merged(settings, words, files)
+    after = _flat(merged)
     steps, epochs = "train.train_iters", "train.num_epochs"
     if after.get(epochs) is not None and before.get(epochs) is None and after.get(steps) == before.get(steps):
         after[steps] = None  # the recipe's, which nobody has asked for
-    asked = {word.partition("=")[0] for word in words} | {
-        name for file in files for name in _flat(OmegaConf.load(file))
-    }
     if (decay := after.get(_DECAY[0])) != before.get(_DECAY[0]):
         for name in _DECAY[1:]:  # of the schedule, which would replace the optimizer's
             if name not in asked and before.get(name) == after.get(name) == before[_DECAY[0]]:
@@ -125,7 +123,8 @@ def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
     }
 
 
-def _merged(settings: DictConfig, words: Sequence[str], files: Sequence[str | Path]) -> DictConfig:
+def _merged(settings: DictConfig, words: Sequence[str], files: Sequence[str | Path]) -> tuple[DictConfig, set[str]]:
+    """The settings with changes, and the full names of those that files and words set, whether or not to new values."""
     from qwen3vl_bridge.io.parsing import check_yaml
     from qwen3vl_bridge.models.rules import suggestion
 
@@ -134,10 +133,13 @@ def _merged(settings: DictConfig, words: Sequence[str], files: Sequence[str | Pa
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
+    asked = {word.partition("=")[0] for word in words}
     for file in files:
         check_yaml(Path(file))
         try:
-            settings = OmegaConf.merge(settings, OmegaConf.load(file))  # pyright: ignore[reportAssignmentType]
+            loaded = OmegaConf.load(file)
+            settings = OmegaConf.merge(settings, loaded)  # pyright: ignore[reportAssignmentType]
+            asked |= _flat(loaded).keys()
         except (OmegaConfBaseException, YAMLError) as error:
             raise ValueError(f"{file}: {error}") from error
     for word in words:
@@ -151,7 +153,7 @@ def _merged(settings: DictConfig, words: Sequence[str], files: Sequence[str | Pa
             if any(f"{other}.".startswith(f"{name}.") for other in known):
                 raise ValueError(f"{word}: {error}") from error
             raise ValueError(f"there is no setting {name}{suggestion(name, known)}") from error
-    return settings
+    return settings, asked
 
 
 def _put_into_frozen(cfg: ConfigContainer, name: str, value: Any) -> None:

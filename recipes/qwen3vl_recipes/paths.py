@@ -45,8 +45,10 @@ def set_paths(
         ValueError: the recipe is for a model of another kind than the checkpoint's, or has a setting that it does not
             have; or the folder does not exist.
     """
+    from qwen3vl_bridge.checkpoint.formats.huggingface import is_path
+
     if hf_path is not None:
-        if (isinstance(hf_path, Path) or hf_path.startswith(("/", "./", "../", "~"))) and not Path(hf_path).is_dir():
+        if is_path(hf_path) and not Path(hf_path).is_dir():
             raise ValueError(f"hf_path is {hf_path}: there is no such folder")
         _use_model(cfg, str(hf_path))
     if data_path is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from qwen3vl_bridge.checkpoint.formats.huggingface import copy_of, hub_has
+from qwen3vl_bridge.checkpoint.formats.huggingface import copy_of, hub_has, is_path
 from qwen3vl_bridge.data.dataset_provider import ConversationRows, Qwen3VLConversationProvider
 from qwen3vl_bridge.io.atomic import free_space
 from qwen3vl_bridge.models import refusals as model_refusals
@@ -103,7 +103,7 @@ def _check_processor(cfg: Any) -> None:
     }
     named = {name: str(found) for name, found in named.items() if found and not Path(found).exists()}
     for name, found in named.items():
-        if found.startswith(("/", "./", "../", "~")):
+        if is_path(found):
             raise ValueError(f"{name} is {found}: there is no such folder")
     copies = {found: copy_of(found) for found in named.values()}
     named = {name: found for name, found in named.items() if copies[found] != Path(folder)}

@@ -26,7 +26,7 @@ from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, layout_of, open
 from qwen3vl_bridge.io.files import CheckpointError
 from qwen3vl_bridge.models.model import VisionLanguageModel
 from qwen3vl_bridge.models.provider import VisionLanguageProvider
-from qwen3vl_bridge.parallel.collectives import fail_together, gather_objects, is_first
+from qwen3vl_bridge.parallel.collectives import fail_together, gather_objects
 from qwen3vl_bridge.peft.stored_adapters import refuse_adapters_alone
 from qwen3vl_bridge.registry import family, family_of
 from qwen3vl_bridge.training.process_groups import initialize
@@ -42,6 +42,7 @@ from megatron.bridge.training import checkpointing
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.post_training.checkpointing import load_modelopt_state
 from megatron.bridge.training.utils.checkpoint_utils import is_hf_checkpoint_dir
+from megatron.bridge.utils.common_utils import get_rank_safe
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
@@ -177,7 +178,7 @@ class Pretrained:
         ]
         if differ:
             raise CheckpointError("\n  ".join([f"{self.folder} holds a different model from the run's:", *differ]))
-        if not torch.distributed.is_initialized() or is_first():  # it reads the header of each file
+        if get_rank_safe() == 0:  # it reads the header of each file
             open_model(self.folder, trust_remote_code=True).check()
 
     def load(self, model: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:

@@ -133,6 +133,11 @@ def _downloaded(hf_model: str | Path, patterns: list[str]) -> Path:
         ) from error
 
 
+def is_path(model: str | Path) -> bool:
+    """Whether a model is named by a path, which no name of the hub looks like."""
+    return isinstance(model, Path) or model.startswith(("/", "./", "../", "~"))
+
+
 def copy_of(hub_id: str) -> Path | None:
     """The folder of the hub's cache with a model's configuration, if there is one."""
     from huggingface_hub import try_to_load_from_cache

@@ -199,10 +199,8 @@ def open_source(
         return HubDataset.named(str(path), media_root=media, schema=schema)
     path = Path(path)
     if path.is_dir():
-        saved = any((path / name).is_file() for name in _SAVED)
-        if not saved:
-            expect_table(path)
-        if saved:
+        expect_table(path)
+        if _is_saved(path):
             from qwen3vl_bridge.data.sources.hub import HubDataset
 
             return HubDataset.saved(path, media, schema)
@@ -218,9 +216,13 @@ def open_source(
     return JsonList(path, media, schema) if listed else JsonLines(path, media, schema)
 
 
+def _is_saved(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _SAVED)
+
+
 def expect_table(folder: Path) -> None:
     """Refuse a folder without Parquet files that `save_to_disk` did not write (`DataError`)."""
-    if any((folder / name).is_file() for name in _SAVED) or any(folder.glob("*.parquet")):
+    if _is_saved(folder) or any(folder.glob("*.parquet")):
         return
     names = sorted((file.suffix not in (".json", ".jsonl"), file.name) for file in folder.iterdir())
     listed = ", ".join(name for _, name in names[:5]) or "nothing"
