@@ -126,7 +126,10 @@ def _leave_groups() -> None:
     if "megatron.core.parallel_state" in sys.modules:
         from qwen3vl_bridge.training.process_groups import shutdown
 
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
         shutdown()
+        _clear_sharding_prop_cache()  # or it would give results of later, equal meshes the mesh of these groups
     elif "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized():
         sys.modules["torch"].distributed.destroy_process_group()
 

@@ -58,9 +58,9 @@ def leave_groups() -> None:
     parallel_state.destroy_model_parallel()
     BridgeCommunicator._broadcast_pg_cache.clear()
     BridgeCommunicator._bridge_pg_cache.clear()
+    _clear_sharding_prop_cache()  # torch would give results of later, equal meshes the mesh of the destroyed groups
     left = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
     if left:
-        _clear_sharding_prop_cache()  # torch would give results of equal meshes the mesh of the destroyed groups
         gc.collect()  # a deleted model in a reference cycle would hold them
         dist.barrier()
         for group in left:

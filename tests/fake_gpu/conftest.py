@@ -1,11 +1,13 @@
 """The fake GPU, built once, and programs that run on it."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NoReturn
 
 from qwen3vl_bridge.rehearsal import fake_gpu
 
@@ -16,9 +18,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PRELUDE = """
 import json, sys, torch
 from qwen3vl_bridge.rehearsal.fake_gpu import mark, on_wait
+from tests.fake_gpu.conftest import leave
 result = {}
 """
-EPILOGUE = "print('RESULT', json.dumps(result))"
+EPILOGUE = "leave(result)"
 
 
 @dataclass
@@ -29,6 +32,16 @@ class Run:
 
     def between(self, start: str, end: str) -> list[fake_gpu.Event]:
         return fake_gpu.between(self.events, start, end)
+
+
+def leave(result: Any) -> NoReturn:
+    """End a program that `on_fake_gpu` runs.
+
+    Not as Python ends: if autograd's thread drops a tensor then, torch aborts (issue 38228 of pytorch/pytorch).
+    """
+    print("RESULT", json.dumps(result), flush=True)
+    fake_gpu.mark("the program's end")  # and the log is written
+    os._exit(0)
 
 
 @pytest.fixture(scope="session")
