@@ -73,7 +73,7 @@ def run(cfg: ConfigContainer, *, rank: int, gpus: int, gpu: str, as_json: bool, 
         shutil.rmtree(log.parent, ignore_errors=True)
     layers = complete.model.transformer_impl
     stage = None if plan is None else stage_of(plan, rank)
-    planned = None if stage is None else stage.total - stage.reserve
+    planned = None if stage is None else stage.allocated
     if as_json:
         whole = dataclasses.asdict(seen) | dict(layers=layers, peak=seen.peak, reserved=seen.reserved, planned=planned)
         show(json.dumps(whole, indent=2))

@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from importlib.util import find_spec
 
 from qwen3vl_bridge.rehearsal import fake_gpu
@@ -39,7 +41,8 @@ def test_an_optimizer_on_the_host_takes_the_same_steps(on_fake_gpu):
 
 
 def offloaded(built, folder, recipe: str, *settings: str, **variables: str) -> dict:
-    environment = fake_gpu.environment(built, folder / "log") | {"PYTHONPATH": ":".join(sys.path), **variables}
+    log = Path(tempfile.mkdtemp(dir=folder)) / "log"  # of this run alone
+    environment = fake_gpu.environment(built, log) | {"PYTHONPATH": ":".join(sys.path), **variables}
     command = [sys.executable, "-m", "tests.fake_gpu.offloaded", recipe, *settings]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]

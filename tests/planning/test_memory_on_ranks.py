@@ -169,7 +169,7 @@ def activations(split: Split) -> dict[str, float]:
     return {
         "kept": sum(storage.nbytes() for storage in storages.values()), "tokens": local.input_ids.numel(),
         "patches": 4 if local.vision is None else len(local.vision.pixel_values),
-        "vision_tokens": len(local.fuse.positions), "slots": slots_of(batch),
+        "vision_tokens": len(local.fuse.targets), "slots": slots_of(batch),
     }  # fmt: skip
 
 

@@ -218,8 +218,9 @@ def test_under_zero_3_logits_and_unsharded_gradients_do_not_coincide(rows, logit
     (found,) = estimate(dimensions_of(presets.config_dict("2B")), split, training).stages
     states = states_of(presets.config_dict("2B"), training, split)
     assert states.gathered > states.gathered_gradients > 0
+    # Nor do logits and layers' weights.
     weights, left = states.gathered - states.gathered_gradients, found.states.gathered_gradients
-    assert found.states.gathered == weights + left
+    assert found.states.gathered == weights + left - states.gathered_weights * logits
     # While those of some layers wait to be reduced, the layers' activations are freed.
     assert left == 0 if logits else states.gathered_layer < left < states.gathered_gradients
     assert (found.temporary == 2 * dims["vocab"] * 8192 * rows) == logits

@@ -222,9 +222,7 @@ def test_fits_on_what_it_is_meant_for(name):
 
 
 def test_a_rehearsed_rank_allocates_what_is_planned():
-    """At most 2 % more, 5 % under Megatron-FSDP, and 4 or 5 % less; what torch's allocator reserves leaves 5 % of the
-    GPU free.
-    """
+    """Within 2 %, 5 % under Megatron-FSDP; what torch's allocator reserves leaves 5 % of the GPU free."""
     latest = latest_rehearsals(ROOT / REHEARSALS)
     assert latest.keys() >= set(NAMES) - DIST_TRAIN - WITH_FLASH_ATTN  # `--rehearse` refuses separate vision ranks
     for name, ranks in latest.items():
@@ -232,8 +230,7 @@ def test_a_rehearsed_rank_allocates_what_is_planned():
         for row in ranks:
             assert not row["error"] and float(row["reserved GiB"]) <= most, row
             if row["planned GiB"]:
-                more, less = (0.05, 0.05) if "_fsdp_" in name else (0.02, 0.04)
-                assert 1 - less <= float(row["ratio"]) <= 1 + more, row
+                assert float(row["ratio"]) == pytest.approx(1, abs=0.05 if "_fsdp_" in name else 0.02), row
 
 
 @pytest.mark.usefixtures("no_groups")
@@ -244,7 +241,7 @@ def test_the_planner_still_says_of_local_layers_what_rehearsals_were_compared_wi
             if name.startswith("qwen3_vl_") and row["planned GiB"]:
                 recipe = recipes()[name]
                 stage = stage_of(plan_of(finalised(recipe(), recipe.gpus), recipe.gpus), int(row["rank"].split()[0]))
-                assert (stage.total - stage.reserve) / GIB == pytest.approx(float(row["planned GiB"]), abs=0.01), row
+                assert stage.allocated / GIB == pytest.approx(float(row["planned GiB"]), abs=0.01), row
 
 
 @pytest.mark.usefixtures("no_groups")

@@ -88,8 +88,8 @@ def attention(r: RankWidths) -> SavedTensors:
         "attention: log-sum-exp": r.heads * _LOGSUMEXP * attended,
     }
     gated = "gated_q" in dims.sizes  # by a gate of each query, which is a part of linear_qkv's output
-    if gated:
-        saved |= {"gate: input": r.q * e, "gate": r.q * (e if r.te else _FLOAT)}
+    if gated:  # compiled on a GPU, it saves its factors; on a CPU the gate in float32
+        saved |= {"gate: input": r.q * e, "gate": r.q * (e if r.kernels else _FLOAT)}
     if r.te:
         return saved | {"keys": r.kv * e, "values": r.kv * e}
     if r.norm_input == e:  # norms of a part of linear_qkv's output save that, which is saved anyway
@@ -100,6 +100,8 @@ def attention(r: RankWidths) -> SavedTensors:
     saved["linear_qkv: output"] = ((1 + gated) * dims["q"] + 2 * dims["kv"]) / parts_of_output * e
     if split.cp > 1:
         saved["keys and values of all context-parallel ranks"] = 2 * r.kv * e * split.cp
+        if gated and r.kernels:  # copies of its parts are saved, and values are gathered
+            saved["linear_qkv: output"] = 0
     else:
         saved["keys"] = r.kv * e
     if (r.training.packed and not r.kernels) or split.cp > 1:
@@ -406,9 +408,13 @@ def _text_layers(r: RankWidths, numbers: Sequence[int], slots: float) -> list[La
                 f"adapter of {n}: input of other ranks": (dims["hidden"] - r.hidden) * r.e for n in adapted & kept
             }
             if lora.dora:  # the sum of both outputs is a factor, whose gradient and the magnitudes' are as large
-                outputs = {f"adapter of {name}: output": sizes[name][1] * r.e for name in adapted}
-                saved |= outputs
-                layer = layer._replace(gradients=max(layer.gradients, 3 * max(outputs.values())))
+                outputs = {name: sizes[name][1] * r.e for name in adapted}
+                saved |= {f"adapter of {name}: output": n for name, n in outputs.items()}
+                # When linear_fc1's are computed, what follows it is freed.
+                after_fc1 = ("MLP: output of linear_fc1", "MLP: input of linear_fc2", "adapter of linear_fc2: output")
+                freed = sum((layer.saved | saved).get(name, 0) for name in after_fc1)
+                widest = max(3 * n - freed * (name == "linear_fc1") for name, n in outputs.items())
+                layer = layer._replace(gradients=max(layer.gradients, widest + 2 * r.hidden * r.e))
             layer = layer._replace(saved=layer.saved | saved)
         if r.training.overlaps_experts and r.norm_input != r.e:  # what nodes hand on, of which norms save a copy
             layer = layer._replace(saved=layer.saved | {"inputs of both norms": 2 * r.hidden * r.e})
@@ -428,25 +434,50 @@ def _with_inputs_in_8_bits(layer: LayerActivations, bits: EightBits, e: int) -> 
 
 def _text_layer(r: RankWidths, *, moe: bool, slots: float | None = None) -> LayerActivations:
     """A text layer without adapters; with full attention if there are no slots of linear attention's chunks."""
-    dims, widest = r.dims, r.ffn
-    if moe:
-        routed = dims["topk"] * r.training.expert_load * r.token
-        widest = routed * (dims["moe_ffn"] + 2 * dims["hidden"] * r.split.expert_tp / 3)
-    gradients = 3 * widest
-    if slots is not None:
-        # For each head, recomputed by kernels or gradients: the chunk's updates and outputs, queries, keys and values
-        # with their gradients, and the states between chunks with theirs.
-        key, value = dims["l_key_dim"], dims["l_value_dim"]
-        per_head = 4 * key + 4 * value + 2 * key * value / CHUNK
-        gradients = max(gradients, dims["l_value_heads"] / r.split.tp * per_head)
-    mlp = moe_mlp(r) if moe else dense_mlp(r)
-    if slots is None and r.kernels and not r.te:
-        # Torch's kernel makes gradients of keys and values for each head of queries, which it then sums; by then, what
-        # the MLP saved is freed.
-        keys = r.split.cp + 0.5 if r.split.cp > 1 else 1
-        gradients = max(gradients, keys * (2 * r.q + 3 * r.kv) + 2 * r.q - sum(mlp.values()) / r.e)
-    saved = (attention(r) if slots is None else linear_attention(r, slots)) | mlp
-    return LayerActivations(saved, r.hidden * r.e, (gradients + 2 * r.hidden) * r.e)
+    before, mlp = attention(r) if slots is None else linear_attention(r, slots), moe_mlp(r) if moe else dense_mlp(r)
+    # When the backward pass reaches attention, what the MLP saved is freed.
+    of_attention = _attention_gradients(r) if slots is None else _linear_attention_gradients(r)
+    more = max(_experts_temporary(r) if moe else _mlp_gradients(r), of_attention - sum(mlp.values()) / r.e)
+    return LayerActivations(before | mlp, r.hidden * r.e, (more + 2 * r.hidden) * r.e)
+
+
+# Numbers that a layer's backward pass holds at most beside what is still saved.
+
+
+def _mlp_gradients(r: RankWidths) -> float:
+    """Of linear_fc1's output, after the fused activation's gradient has replaced what it saved; or of its factors."""
+    return (2 if r.training.fused_activation else 3) * r.ffn
+
+
+def _experts_temporary(r: RankWidths) -> float:
+    """Gradients; with local layers more in the forward pass, where each step's variables live until the last returns:
+    tokens before and after the exchange, and experts' outputs before and after their concatenation.
+    """
+    dims, split = r.dims, r.split
+    routed = dims["topk"] * r.training.expert_load * r.token
+    gradients = routed * (3 * dims["moe_ffn"] + 2 * dims["hidden"] * split.expert_tp)
+    if r.te:
+        return gradients
+    several = dims["experts"] // split.ep > 1
+    return max(gradients, routed * dims["hidden"] * split.expert_tp * (2 + (split.ep > 1) + several))
+
+
+def _attention_gradients(r: RankWidths) -> float:
+    """Of queries, also as the kernel's float32 sum, of keys and values. Torch's kernel makes those of keys and values
+    for each head of queries, and then sums them.
+    """
+    if r.te or not r.kernels:
+        return 0.0
+    keys = r.split.cp + 0.5 if r.split.cp > 1 else 1
+    return keys * (2 * r.q + 3 * r.kv) + 2 * r.q
+
+
+def _linear_attention_gradients(r: RankWidths) -> float:
+    """For each head, recomputed by kernels or gradients: the chunk's updates and outputs, queries, keys and values with
+    their gradients, and the states between chunks with theirs.
+    """
+    key, value = r.dims["l_key_dim"], r.dims["l_value_dim"]
+    return r.dims["l_value_heads"] / r.split.tp * (4 * key + 4 * value + 2 * key * value / CHUNK)
 
 
 def _multi_token_prediction(r: RankWidths, chunk: PipelineChunk, *, in_chunks: bool) -> tuple[float, float]:
@@ -505,15 +536,16 @@ def _with_recomputation(layers: Sequence[LayerActivations], recompute: Recompute
     if not layers:
         return 0.0, 0.0
     totals, number = [sum(layer.saved.values()) for layer in layers], recompute.num_layers or 1
+    gradients = [layer.gradients for layer in layers]
     if recompute.granularity != "full":  # the tensors of the recomputed modules are freed
         names = tuple(name for module in recompute.modules for name in _FREED[module])
         freed = [sum(n for name, n in layer.saved.items() if name.startswith(names)) for layer in layers]
-        stored, recomputed = sum(totals) - sum(freed), max(freed)
-    elif recompute.method == "block":
-        stored = sum(layer.input for layer in layers[:number]) + sum(totals[number:])
-        recomputed = max(totals[:number])
+        return sum(totals) - sum(freed), max(map(sum, zip(freed, gradients, strict=True)))
+    if recompute.method == "block":
+        groups = [range(place, place + 1) for place in range(min(number, len(layers)))]
+        kept, later = sum(totals[number:]), max(gradients[number:], default=0.0)
     else:
-        groups = range(0, len(layers), number)
-        stored = sum(layers[begin].input for begin in groups)
-        recomputed = max(sum(totals[begin : begin + number]) for begin in groups)
-    return stored, recomputed + max(layer.gradients for layer in layers)
+        groups = [range(begin, min(begin + number, len(layers))) for begin in range(0, len(layers), number)]
+        kept, later = 0.0, 0.0
+    computed = (sum(totals[place] for place in group) + max(gradients[place] for place in group) for group in groups)
+    return kept + sum(layers[group[0]].input for group in groups), max(later, *computed)

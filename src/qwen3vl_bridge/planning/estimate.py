@@ -46,10 +46,19 @@ class StageEstimate:
         return self.states.total + (1 + _FRAGMENTED) * self.states.updating + FIXED_RESERVE
 
     @property
+    def passes(self) -> float:
+        """The run's tensors at the maximum of forward and backward pass."""
+        return self.states.total + sum(self.activations.values()) + self.temporary
+
+    @property
+    def allocated(self) -> float:
+        """The run's tensors at the maximum, which torch allocates."""
+        return max(self.passes, self.states.total + self.states.updating, self.states.unsharded)
+
+    @property
     def total(self) -> float:
         """The maximum of forward and backward pass, the optimizer's step, and before the model is sharded."""
-        passes = self.states.total + sum(self.activations.values()) + self.temporary + self.reserve
-        return max(passes, self.updating, self.states.unsharded + FIXED_RESERVE)
+        return max(self.passes + self.reserve, self.updating, self.states.unsharded + FIXED_RESERVE)
 
 
 @dataclass(frozen=True)
@@ -157,14 +166,16 @@ def estimate(
         layers, states = sum(len(chunk.layers) for chunk in chunks), stage_states(dims, of, chunks, training)
         temporary, logits = max(one.temporary for one in stored), max(one.logits for one in stored)
         if states.gathered_layer:  # while gradients wait to be reduced, activations of their layers are freed
-            later = states.gathered_gradients // states.gathered_layer - 1
+            later = states.gathered_gradients // states.gathered_layer
             freed = later * min(states.gathered_layer, round(activations["language model"] / layers))
             left = states.gathered_gradients - freed
             states = replace(states, gathered=states.gathered - freed, gathered_gradients=left)
-        # Under ZeRO-3 logits are freed before there are unsharded gradients, which are allocated once a parameter's
-        # backward pass is over: the larger of the two counts. Source: megatron-core 0.19, Megatron-FSDP's `_grad_acc`.
-        if logits > temporary + states.gathered_gradients:
-            states = replace(states, gathered=states.gathered - states.gathered_gradients, gathered_gradients=0)
+        # Under ZeRO-3 logits are freed before layers' weights are gathered for the backward pass, and before there are
+        # unsharded gradients, which are allocated once a parameter's backward pass is over: the larger of the two
+        # counts. Source: megatron-core 0.19, Megatron-FSDP's `_grad_acc`.
+        in_layers = states.gathered_weights + states.gathered_gradients
+        if logits > temporary + in_layers:
+            states = replace(states, gathered=states.gathered - in_layers, gathered_weights=0, gathered_gradients=0)
             temporary = logits
         estimates.append(StageEstimate(chunks[0].stage, layers, states, activations, held, temporary))
 
@@ -192,11 +203,13 @@ def estimate(
 
 
 def with_next_microbatch(one: Activations, layers: int) -> Activations:
-    """In addition, what the combined schedule of a single stage holds of the next microbatch at its peak: its tower and
-    its first layer. After that, each of its layers comes with the end of one of this microbatch's.
+    """In addition, what the combined schedule of a single stage holds of the next microbatch: its tower, and while the
+    last layer's backward pass runs its first layer. After that, each of its layers comes with the end of one of this
+    microbatch's.
     """
-    more = {"language model": 1 / layers, "loss": 0, "multi-token prediction": 0}
-    return one._replace(stored={name: nbytes * (1 + more.get(name, 1)) for name, nbytes in one.stored.items()})
+    once = {"language model", "loss", "multi-token prediction"}
+    stored = {name: nbytes * (2 - (name in once)) for name, nbytes in one.stored.items()}
+    return one._replace(stored=stored, temporary=one.temporary + one.stored["language model"] / layers)
 
 
 def microbatches_in_flight(

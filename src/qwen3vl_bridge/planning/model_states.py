@@ -25,9 +25,8 @@ _EMBEDDING = "language_model.embedding.word_embeddings.weight"
 _REPLICATED = ("norm.", "_norm_", "mlp.router.", "linear_proj.bias", "linear_fc2.bias")
 # Indices that count text layers, each of which is on one pipeline stage.
 _LAYERS = ("text_layers", "dense_layers", "moe_layers", "linear_layers", "full_layers")
-# Layers whose weights are unsharded on a rank under ZeRO-3: the current one and the next, which is prefetched.
-_UNSHARDED_LAYERS = 2
-# Elements of unsharded gradients that wait to be reduced beside the current layer's. Source: megatron-core 0.19,
+# Under ZeRO-3, elements of unsharded gradients that wait to be reduced, or those of two layers (a layer's own come when
+# what it computed with is freed); half as many of weights are gathered ahead. Source: megatron-core 0.19,
 # Megatron-FSDP's `suggested_communication_unit_size`.
 _REDUCED_LATER = 1_000_000_000
 # In checkpoints the optimizer has three float32 numbers per parameter: its main copy, and Adam's moments.
@@ -106,6 +105,7 @@ class ModelStates:
     gradients: int  # of trained parameters
     optimizer: int  # its main copy of the weights, and the moments
     gathered: int  # under ZeRO-3, weights and gradients that are temporarily unsharded
+    gathered_weights: int  # the layers' weights among them
     gathered_gradients: int  # the gradients among them
     gathered_layer: int  # those of one layer
     unsharded: int  # under Megatron-FSDP, before sharding: weights, which are created unsharded on each rank
@@ -164,7 +164,9 @@ def stage_states(
 
     outside, layer = _gathered_parameters(dims, split, chunks[0], held) if sharding is Sharding.ALL else (0, 0)
     # Those outside of layers are reduced when activations are freed.
-    later = min(max(2, _REDUCED_LATER // max(layer, 1)), sum(len(chunk.layers) for chunk in chunks))
+    depth, ahead = sum(len(chunk.layers) for chunk in chunks), max(layer, 1)
+    later, sooner = min(max(2, _REDUCED_LATER // ahead), depth), min(max(1, -(-_REDUCED_LATER // (2 * ahead))), depth)
+    gathered_weights = precision.weight * layer * (1 + sooner)
     unsharded_gradient = precision.gradient * (training.lora is None)
     adam_by_torch = not training.transformer_engine and not sharding.is_fsdp
     experts = Counter(experts=trained["experts"])
@@ -174,8 +176,9 @@ def stage_states(
         parameters=round(precision.weight * number(held, Sharding.ALL) + _for_8_bits(dims, split, chunks, training)),
         gradients=round(precision.gradient * number(trained, Sharding.GRADIENTS)),
         optimizer=round((precision.main + precision.moments) * number(trained, Sharding.OPTIMIZER)),
-        gathered=precision.weight * (outside + _UNSHARDED_LAYERS * layer) + unsharded_gradient * layer * (1 + later),
-        gathered_gradients=unsharded_gradient * layer * (1 + later),
+        gathered=precision.weight * outside + gathered_weights + unsharded_gradient * layer * later,
+        gathered_weights=gathered_weights,
+        gathered_gradients=unsharded_gradient * layer * later,
         gathered_layer=unsharded_gradient * layer,
         # The embedding, the largest parameter, is there twice while it is sharded.
         unsharded=precision.weight
