@@ -4,8 +4,8 @@ import json
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 from importlib.util import find_spec
+from pathlib import Path
 
 from qwen3vl_bridge.rehearsal import fake_gpu
 
