@@ -199,6 +199,14 @@ def test_a_checkpoint_without_scales_is_refused(inputs):  # noqa: F811
             train(training(inputs, folder, None))
 
 
+def test_a_checkpoint_with_more_layers_is_refused(inputs, floats):  # noqa: F811
+    """Megatron-Bridge would train without them."""
+    cfg = training(inputs, floats, None)
+    cfg.model.num_layers -= 1
+    with pytest.raises(CheckpointError, match=r"does not fit the model: .* unexpected"):
+        train(cfg)
+
+
 def test_what_reads_no_scales_refuses_them(inputs, floats, tmp_path):  # noqa: F811
     """A run that does not restore them, and our export: both would lose what the weights were trained with."""
     with pytest.raises(CheckpointError, match="ModelOpt quantised it"):

@@ -20,8 +20,9 @@ from qwen3vl_bridge.checkpoint.conversion_plan import check_tensors, tensors_of
 from qwen3vl_bridge.checkpoint.formats.dcp_metadata import read_metadata
 from qwen3vl_bridge.checkpoint.formats.dcp_reader import DcpTensors
 from qwen3vl_bridge.checkpoint.formats.huggingface import side_files
+from qwen3vl_bridge.checkpoint.formats.layouts import TensorLayout
 from qwen3vl_bridge.checkpoint.formats.megatron import HF_FILES, find_iteration, format_of, model_keys
-from qwen3vl_bridge.checkpoint.formats.tensors import Segment, SegmentReader, Segments, Slice, Zeros
+from qwen3vl_bridge.checkpoint.formats.tensors import Segment, SegmentReader, Segments, Shape, Slice, Zeros
 from qwen3vl_bridge.checkpoint.stored_models import ModelConfig, layout_of, open_model, read_manifest, tool
 from qwen3vl_bridge.io.files import CheckpointError
 from qwen3vl_bridge.models.model import VisionLanguageModel
@@ -105,10 +106,7 @@ def load_weights(folder: str | Path, model: Sequence[torch.nn.Module], groups: P
     with fail_together():
         folder = find_iteration(Path(folder))
         refuse_adapters_alone(folder)
-        ckpt_format, metadata = format_of(folder), read_metadata(folder)
-        source = DcpTensors(metadata, model_keys(metadata, ckpt_format))
-        layout = layout_of(ckpt_format, rows.values(), dimensions, source.specs)
-        expected = tensors_of(rows.values(), layout)
+        source, layout, expected = _stored_weights(folder, config, rows)
         longer = {name for row in rows.values() if row.of_vocabulary for name in layout.tensors(row)}
         found = source.specs
         if not any(map(is_of_mtp, expected)):  # a model may lack multi-token prediction
@@ -140,6 +138,27 @@ def load_weights(folder: str | Path, model: Sequence[torch.nn.Module], groups: P
                 parameter.copy_(
                     tensor.view_as(parameter) if dimension == 0 else tensor.view(shape).chunk(ranks, dimension)[rank]
                 )
+
+
+def _stored_weights(
+    folder: Path, config: VisionLanguageProvider, rows: Mapping[str, WeightRow]
+) -> tuple[DcpTensors, TensorLayout, dict[str, Shape]]:
+    """The tensors of a Megatron checkpoint, how weights are stored there, and the tensors that the model expects."""
+    ckpt_format, metadata = format_of(folder), read_metadata(folder)
+    source = DcpTensors(metadata, model_keys(metadata, ckpt_format))
+    layout = layout_of(ckpt_format, rows.values(), config.dimensions(), source.specs)
+    return source, layout, tensors_of(rows.values(), layout)
+
+
+def _check_quantised(folder: Path, model: Sequence[torch.nn.Module]) -> None:
+    """Compare a checkpoint that ModelOpt has quantised with a model by their norms, which it leaves as they are."""
+    config = unwrap_model(list(model))[0].config
+    with fail_together():
+        source, _, expected = _stored_weights(folder, config, rows_by_name(config))
+        found, norms = ({name: one for name, one in of.items() if "norm" in name} for of in (source.specs, expected))
+        if not any(map(is_of_mtp, norms)):
+            found = {name: spec for name, spec in found.items() if not is_of_mtp(name)}
+        check_tensors(found, norms, f"{folder} does not fit the model", may_be_longer=())
 
 
 @dataclass(frozen=True)
@@ -183,11 +202,12 @@ class Pretrained:
 
     def load(self, model: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
         """Fill a model; arguments and errors as for `load_weights`. One that ModelOpt has quantised is filled by
-        Megatron-Bridge, with its scales; more layers than it has are no error then.
+        Megatron-Bridge, with its scales.
         """
         if self.is_hf:
             AutoBridge.from_hf_pretrained(str(self.folder)).load_hf_weights(list(model))
         elif is_quantized(model[0]):
+            _check_quantised(self.folder, model)  # Megatron-Bridge would leave out layers that the model lacks
             checkpointing._load_model_weights_from_checkpoint(str(self.folder), list(model))
         else:
             load_weights(self.folder, model, groups)
