@@ -2,6 +2,7 @@
 run that is complete already, and how long an epoch is.
 """
 
+import itertools
 import logging
 import math
 import re
@@ -260,6 +261,15 @@ def test_a_long_step_says_where_it_is(inputs, monkeypatch, capfd):
     assert lines[-1].startswith("step 1/1  loss")
     (warned,) = [message for message in said if message.startswith("on a CPU")]
     assert warned.startswith("on a CPU a step of 4 rows of 128 tokens takes long; for a first try: train.global_batch_")
+
+
+def test_a_long_evaluation_says_where_it_is(inputs, monkeypatch, capfd):
+    monkeypatch.setattr(run_log, "_SECONDS_BETWEEN_LINES", 0.01)
+    settings = dict(train__train_iters=2, validation__eval_interval=1, validation__eval_iters=3)
+    train(replicated(inputs, None, **settings))
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("evaluation: ")]
+    numbers = [int(re.fullmatch(r"evaluation: forward pass (\d+)", line)[1]) for line in lines]
+    assert numbers and max(numbers) <= 2 * 3 and all(b == a + 1 or b == 1 for a, b in itertools.pairwise(numbers))
 
 
 def test_an_epoch_that_is_not_counted_is_estimated(inputs):

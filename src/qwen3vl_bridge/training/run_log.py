@@ -197,7 +197,7 @@ _STAY = ("tokens_per_second", "tflops_per_gpu", "mfu", "memory_gb")
 
 class StepProgress:
     """Shows steps on the first rank's standard error: a line each `interval` steps and after ten seconds, and within a
-    long step which microbatch it is at.
+    long step which microbatch it is at. A long evaluation counts its forward passes.
     """
 
     def __init__(self, total: int, done: int, interval: int) -> None:
@@ -206,19 +206,21 @@ class StepProgress:
         self._started = self._last_line = self._begun = time.monotonic()
         self._latest: dict[str, float] = {}
         self._skipped = 0
-        self._step = self._microbatch = self._microbatches = 0
+        self._step = self._microbatch = self._microbatches = self._evaluated = 0
         self._hook = None
 
     def watch(self, model: torch.nn.Module) -> None:
-        """Say which microbatch of a long step is computed, until `end`."""
+        """Say which microbatch of a long step or evaluation is computed, until `end`."""
         self._hook = model.register_forward_pre_hook(self._count)
 
     def _count(self, model: torch.nn.Module, _: Any) -> None:
         self._microbatch += model.training
+        self._evaluated += not model.training
         now = time.monotonic()
-        if model.training and now - self._begun >= _SECONDS_BETWEEN_LINES:
+        if now - self._begun >= _SECONDS_BETWEEN_LINES:
             self._begun = now
-            self.write(f"step {self._step}: microbatch {self._microbatch} of {self._microbatches}")
+            step = f"step {self._step}: microbatch {self._microbatch} of {self._microbatches}"
+            self.write(step if model.training else f"evaluation: forward pass {self._evaluated:,}")
 
     def begin(self, step: int, microbatches: int) -> None:
         """A step of so many microbatches begins."""
@@ -232,7 +234,8 @@ class StepProgress:
     def advance(self, entry: Mapping[str, float]) -> None:
         """Show a finished step, the latest of those since the last call."""
         step, now = int(entry["step"]), time.monotonic()
-        self._microbatch = 0  # what follows is not of a step: a validation, a checkpoint
+        self._microbatch = self._evaluated = 0
+        self._begun = now
         self._latest |= {name: entry[name] for name in _STAY if name in entry}
         self._skipped += "skipped" in entry
         due = step % self._interval == 0 or now - self._last_line > _SECONDS_BETWEEN_LINES
