@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import itertools
 import json
 import os
 import shlex
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qwen3vl_bridge.models.rules import none_here
 from qwen3vl_bridge.terminal import BAD_INPUT, INTERRUPTED, CommandParser, show, show_anything, show_error
 
 from qwen3vl_recipes import setting_names
@@ -25,7 +27,10 @@ if TYPE_CHECKING:
 # What other trainers call an option.
 _OPTIONS_ELSEWHERE = {
     "model": "--hf-model", "model-name-or-path": "--hf-model", "dataset": "--data-path", "output-dir": "--save",
-    "resume-from-checkpoint": "--save, whose run is continued",
+    "resume-from-checkpoint": "--save, whose run is continued", "mcore-adapter": "--save, whose run is continued",
+    "mcore-model": "--pretrained-checkpoint, or --save, whose run is continued",
+    "finetune": "--pretrained-checkpoint for a new run, or --save, whose run is continued",
+    **dict.fromkeys(("tuner-type", "train-type", "finetuning-type"), "--recipe with a name of sft or peft (--list)"),
 }  # fmt: skip
 _EPILOG = """\
 Override settings of the recipe with arguments such as `optimizer.lr=1e-5 train.global_batch_size=64 dataset.path=DATA`,
@@ -107,7 +112,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
     args, unknown = parser.parse_known_intermixed_args(arguments)  # settings may be at any position
     if unknown:
-        parser.error(f"there is no option {unknown[0]}{_meant_by(unknown[0], parser)}")
+        words = sys.argv[1:] if arguments is None else arguments
+        parser.error(f"there is no option {unknown[0]}{_meant_by(unknown[0], words, parser)}")
     without_training = args.dry_run or args.rehearse
     if args.json and not (args.list or without_training):
         parser.error("--json works only with --list, --dry-run and --rehearse")
@@ -134,16 +140,25 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
     return args
 
 
-def _meant_by(option: str, parser: argparse.ArgumentParser) -> str:
-    """What may be meant by an option that does not exist, as the end of a message."""
+def _meant_by(option: str, words: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """What may be meant by an option that does not exist, one of the words given, as the end of a message."""
     name, _, value = option.lstrip("-").partition("=")
-    name = name.replace("_", "-")
-    if (like := _OPTIONS_ELSEWHERE.get(name)) is None and (words := setting_names.meant_by(name, value or "...")):
-        return f"; settings are given as NAME=VALUE: {words}"
+    if instead := none_here(name.replace("-", "_")):
+        return f": {instead}"
+    name, value = name.replace("_", "-"), value or _value_after(option, words)
+    if (like := _OPTIONS_ELSEWHERE.get(name)) is None and (settings := setting_names.meant_by(name, value)):
+        return f"; settings are given as NAME=VALUE: {settings}"
     if like is None:
         known = [one for action in parser._actions for one in action.option_strings]
         like = next(iter(difflib.get_close_matches(f"--{name}", known, n=1)), None)
     return f"; did you mean {like}?" if like else "; --help shows all; settings of the run are given as NAME=VALUE"
+
+
+def _value_after(option: str, words: Sequence[str]) -> str:
+    """The one word between an option and the next option or setting; "..." if there are several or none."""
+    after = itertools.dropwhile(lambda word: word != option, words)
+    values = [*itertools.takewhile(lambda word: word[:1] != "-" and "=" not in word, itertools.islice(after, 1, None))]
+    return values[0] if len(values) == 1 else "..."
 
 
 def _dry_run(args: argparse.Namespace, chosen: Recipe) -> None:

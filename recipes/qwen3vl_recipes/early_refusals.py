@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import re
 from argparse import Namespace
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qwen3vl_bridge.data.sources import expect_data
+from qwen3vl_bridge.models.rules import unread_variables
+from qwen3vl_bridge.terminal import show
 
 from qwen3vl_recipes import setting_names
 from qwen3vl_recipes.paths import TITLES, kind_of_model
@@ -37,6 +40,7 @@ def refuse_early(args: Namespace) -> None:
     if ours:
         find(args.recipe)
         setting_names.refuse_unknown(given)
+        _warn_of_environment(given)
     if ours and runs and args.save is None and "checkpoint.save" not in given:
         raise ValueError("checkpoint.save is None, expected a folder used only by this run: give --save")
     names = {"dataset.path (--data-path)": args.data_path} | {name: given[name] for name in _DATA if name in given}
@@ -79,6 +83,14 @@ def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
         for key, inner in settings.items()
         for name, value in _flat(inner, f"{prefix}.{key}" if prefix else str(key)).items()
     }
+
+
+def _warn_of_environment(given: Collection[str]) -> None:
+    """Of variables that other trainers read, unless settings are given for the same; in one process of the command."""
+    warning = unread_variables(os.environ, lambda name, value: None if name in given else f"{name}={value}")
+    is_again = "FAKE_GPU_LOG" in os.environ  # a rehearsal starts the command a second time, with this
+    if warning and not is_again and os.environ.get("RANK", "0") == "0":
+        show(warning, error=True)
 
 
 def _check_weights(folder: Path) -> None:

@@ -139,6 +139,8 @@ class TestRefusals:
         (dict(target_modules=["linear_qkv"], adapt_vision_projection=True), "adapt_vision_projection is True"),
         (dict(target_modules=["output_layer"]), "match no linear layer"),
         (dict(target_modules=["q_proj", "o_proj"]), r"match no linear .*; did you mean linear_qkv, linear_proj\?"),
+        (dict(target_modules=["all-linear"]), r"match no linear layer .*; all are "
+         r"\[linear_qkv,linear_proj,linear_fc1,linear_fc2\], and in_proj,out_proj of linear attention"),
         (dict(exclude_modules=["*.layers.0.*"]), r"set target_modules to \[\]"),
         (dict(adapt_language_model=False), "nothing would be adapted"),
         (dict(adapt_language_model=False, target_modules=[]), "nothing would be adapted"),

@@ -54,14 +54,32 @@ RUN = "--hf-model HF --data-path . --save run"
 MISTYPED = [
     ("--recipe qwen3_vl_9b_sft_config", "there is no recipe 'qwen3_vl_9b_sft_config'; did you mean qwen35_vl_9b_sft_"),
     (f"{RUN} --lr=1e-4", "there is no option --lr=1e-4; settings are given as NAME=VALUE: optimizer.lr=1e-4"),
-    (f"{RUN} --learning-rate 1e-4", "settings are given as NAME=VALUE: optimizer.lr=..."),
+    (f"{RUN} --learning-rate 1e-4", "settings are given as NAME=VALUE: optimizer.lr=1e-4\n"),
+    (f"{RUN} --learning-rate", "settings are given as NAME=VALUE: optimizer.lr=...\n"),
+    (f"{RUN} --lora_rank 8 optimizer.lr=1e-4 --verbose", "settings are given as NAME=VALUE: peft.dim=8\n"),
     (f"{RUN} --max_length=512", "are given as NAME=VALUE: model.seq_length=512 dataset.seq_length=512"),
     (f"{RUN} --warmup_ratio=0.05", "NAME=VALUE: scheduler.lr_warmup_iters=0 scheduler.lr_warmup_fraction=0.05"),
     (f"{RUN} --per_device_train_batch_size=2",
      "NAME=VALUE: train.global_batch_size=..., which is per device x accumulation x GPUs"),
     (f"{RUN} --gradient-accumulation-steps 4", "train.global_batch_size=..., which is per device x accumulation x "),
     (f"{RUN} max_length=512", "no setting max_length; did you mean model.seq_length and dataset.seq_length?"),
-    (f"{RUN} --tensor_model_parallel_size 2", "given as NAME=VALUE: model.tensor_model_parallel_size=..."),
+    (f"{RUN} --tensor_model_parallel_size 2", "given as NAME=VALUE: model.tensor_model_parallel_size=2"),
+    (f"{RUN} --tuner_type lora", "option --tuner_type; did you mean --recipe with a name of sft or peft (--list)?"),
+    (f"{RUN} --val_dataset valid.jsonl", "NAME=VALUE: dataset.valid_path=valid.jsonl\n"),
+    (f"{RUN} --val_dataset a.jsonl b.jsonl", "NAME=VALUE: dataset.valid_path=...\n"),
+    (f"{RUN} --packing true", "NAME=VALUE: dataset.pack=true\n"),
+    (f"{RUN} packing=true", "there is no setting packing; did you mean dataset.pack?"),
+    (f"{RUN} --vit_lr 1e-6", "NAME=VALUE: optimizer_config_override_provider.vision_model_lr=1e-6\n"),
+    (f"{RUN} --aligner_lr=1e-6", "NAME=VALUE: optimizer_config_override_provider.vision_projection_lr=1e-6\n"),
+    (f"{RUN} --truncation_strategy delete", "dataset.on_long=drop (delete) or dataset.on_long=truncate (right)"),
+    (f"{RUN} --loss_scale last_round", "dataset.answers=last (last_round) or dataset.answers=all (default); fp16's is"),
+    (f"{RUN} --load_from_cache_file true", "there is no option --load_from_cache_file: samples are encoded during"),
+    (f"{RUN} load_from_cache_file=true", "there is no setting load_from_cache_file: samples are encoded during"),
+    (f"{RUN} --mcore_model M", "did you mean --pretrained-checkpoint, or --save, whose run is continued?"),
+    (f"{RUN} --finetune true", "did you mean --pretrained-checkpoint for a new run, or --save, whose run is continued"),
+    (f"{RUN} --target_modules all-linear", "NAME=VALUE: peft.target_modules=[]\n"),
+    (f"{RUN} --target_modules=linear_qkv", "NAME=VALUE: peft.target_modules=[linear_qkv]\n"),
+    (f"{RUN} --lr_warmup_fraction 0.1", "NAME=VALUE: scheduler.lr_warmup_iters=0 scheduler.lr_warmup_fraction=0.1\n"),
     (f"{RUN} --gradient-checkpointing true", "NAME=VALUE: model.recompute_granularity=full model.recompute_method=un"),
     (f"{RUN} --model HF", "there is no option --model; did you mean --hf-model?"),
     (f"{RUN} --data_path .", "there is no option --data_path; did you mean --data-path?"),
@@ -142,6 +160,37 @@ def test_mistyped_words_are_refused_before_slow_imports(untied_folder, tmp_path)
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[]\n" and not (tmp_path / "run").exists()
+
+
+VIDEO = "dataset.vision.video_max_pixels=..."
+# Variables that ms-swift reads, words of a command, and what a warning says.
+UNREAD = [
+    (dict(MAX_PIXELS="1003520", FPS="2"), "train", "the environment has MAX_PIXELS, FPS, which nothing reads; expected "
+     "dataset.vision.image_max_pixels=1003520 dataset.vision.video_fps=2\n"),
+    (dict(IMAGE_MAX_TOKEN_NUM="16"), "train", "expected dataset.vision.image_max_pixels=16384\n"),
+    (dict(VIDEO_MAX_PIXELS="50176"), "train", f"expected {VIDEO} (pixels of all frames together)\n"),
+    (dict(VIDEO_TOTAL_PIXELS="9", ROOT_IMAGE_DIR="x"), "train", "video_max_pixels=9 dataset.media_root=x\n"),
+    (dict(FPS_MAX_FRAMES="8"), "train dataset.vision.video_max_frames=8", None),
+    (dict(MAX_PIXELS="4096"), "data inspect", "has MAX_PIXELS, which nothing reads; expected --image-max-pixels 4096"),
+    (dict(MAX_PIXELS="4096"), "data inspect --image-max-pixels 4096", None), ({}, "train", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("variables", "words", "message"), UNREAD)
+def test_variables_that_other_trainers_read_are_named(variables, words, message, tmp_path, monkeypatch, capsys):
+    """Both commands end at what is missing here: the warning comes first."""
+    for name in {"RANK", "FAKE_GPU_LOG", *(name for one, _, _ in UNREAD for name in one)}:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "train.jsonl").write_text('{"messages": []}\n')
+    where = f"--recipe qwen3_vl_digits_sft_config --data-path {tmp_path}"  # without --save
+    if words.startswith("data"):
+        where = f"--data {tmp_path} --hf-model {tmp_path}"
+    with contextlib.suppress(SystemExit):
+        main([*words.split(), *where.split()])
+    said = capsys.readouterr().err
+    assert "error: " in said and said.count("warning: ") == bool(message) and (message or "") in said
 
 
 @pytest.mark.parametrize(("words", "message"), [

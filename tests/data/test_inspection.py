@@ -293,6 +293,18 @@ def test_the_command_prints_and_writes(run, train_file, tmp_path, capsys):
     assert report.read_text() == page
 
 
+def test_no_report_of_records_that_all_failed(run, tmp_path, capsys):
+    """A second try, with what was wrong put right, would be refused for it."""
+    file, report = write(tmp_path / "train.jsonl", [{"messages": []}] * 3), tmp_path / "report.html"
+    command = (file, "--output", report)
+    assert run(*command) == 1 and not report.exists()
+    said = capsys.readouterr()
+    assert "train.jsonl:1" in said.out
+    assert f"{report} is not written: none of the samples looked at can be used\n" in said.err
+    write(file, [conversation("one"), {"messages": []}])
+    assert run(*command) == 1 and "train.jsonl:2" in report.read_text()
+
+
 def test_pictures_in_several_folders(run, train_file, tmp_path, capsys):
     (tmp_path / "images").symlink_to(train_file.parent / "images")
     (tmp_path / "train.jsonl").write_bytes(train_file.read_bytes())

@@ -15,6 +15,7 @@ from typing import Any
 
 from qwen3vl_bridge.data.errors import DataError
 from qwen3vl_bridge.io.files import CheckpointError
+from qwen3vl_bridge.models.rules import unread_variables
 from qwen3vl_bridge.terminal import CommandParser, at_least, run, show, show_report
 
 _BAD_SAMPLES = _FAILURES = 1
@@ -195,7 +196,9 @@ def _run_inspect(options: argparse.Namespace) -> int:
         pictures=output is not None,
         progress=lambda numbers: _progress(options, numbers),
     )
-    if output is not None:
+    if output is not None and found.errors and not (found.samples or found.lengths):
+        show(f"{output} is not written: none of the samples looked at can be used", error=True)
+    elif output is not None:
         write_html(found, output, Path(options.data or options.mixture).name, options.hf_model)
     if options.json:
         print(as_json(found))
@@ -323,6 +326,7 @@ def _encoder(options: argparse.Namespace) -> tuple[Any, Path]:
     """
     from qwen3vl_bridge.checkpoint.formats.huggingface import find_model
 
+    _warn_of_environment(options)
     folder = find_model(options.hf_model, weights=False)
 
     from qwen3vl_bridge.data.encoding import Encoder, VisionLimits, load_processor  # slow
@@ -332,6 +336,17 @@ def _encoder(options: argparse.Namespace) -> tuple[Any, Path]:
     names = ("answers", "empty_thinking", "reasoning_effort", "preserve_thinking")
     with _wrong("settings of the chat template"):
         return Encoder(processor, **{name: getattr(options, name) for name in names}), folder
+
+
+def _warn_of_environment(options: argparse.Namespace) -> None:
+    """Of variables that other trainers read, unless options are given for the same."""
+
+    def spelt(setting: str, value: str) -> str | None:
+        name = setting.rpartition(".")[2]
+        return None if getattr(options, name) is not None else f"--{name.replace('_', '-')} {value}"
+
+    if warning := unread_variables(os.environ, spelt):
+        show(warning, error=True)
 
 
 @contextmanager

@@ -39,16 +39,19 @@ def unknown_names(settings: Any) -> list[str]:
 # What other trainers call settings of a run: of several, each takes the value, unless it has its own here.
 _ELSEWHERE = {
     "optimizer.lr": "learning_rate", "optimizer.min_lr": "min_learning_rate",
+    "optimizer_config_override_provider.vision_model_lr": "vit_lr",
+    "optimizer_config_override_provider.vision_projection_lr": "aligner_lr",
     "train.num_epochs": "num_train_epochs epochs",
     "train.global_batch_size": "batch_size batchsize gradient_accumulation_steps per_device_train_batch_size",
     "train.micro_batch_size": "mbs", "train.train_iters": "max_steps iters steps",
     "scheduler.lr_warmup_iters": "warmup_steps warmup_iters warmup",
-    "scheduler.lr_warmup_iters=0 scheduler.lr_warmup_fraction": "warmup_ratio",
+    "scheduler.lr_warmup_iters=0 scheduler.lr_warmup_fraction": "warmup_ratio lr_warmup_fraction",
     "scheduler.lr_decay_style": "lr_scheduler_type",
     "optimizer.clip_grad": "max_grad_norm", "checkpoint.save": "output_dir", "checkpoint.save_interval": "save_steps",
     "checkpoint.most_recent_k": "save_total_limit", "validation.eval_interval": "eval_steps",
     "logger.log_interval": "logging_steps",
     "model.seq_length dataset.seq_length": "max_length max_seq_length seq_length seq_len cutoff_len",
+    "dataset.valid_path": "val_dataset eval_dataset", "dataset.pack": "packing neat_packing",
     "dataset.vision.image_max_pixels": "max_pixels", "dataset.num_workers": "dataloader_num_workers",
     "model.tensor_model_parallel_size": "tp", "model.pipeline_model_parallel_size": "pp",
     "model.context_parallel_size": "cp", "model.expert_model_parallel_size": "ep",
@@ -57,28 +60,88 @@ _ELSEWHERE = {
         "gradient_checkpointing activation_checkpointing",
     "model.freeze_vision_model": "freeze_vit freeze_vision freeze_vision_tower freeze_vision_encoder freeze_visual",
     "model.freeze_vision_projection": "freeze_aligner freeze_projector", "model.freeze_language_model": "freeze_llm",
-    "peft": "lora lora_config", "peft.dim": "lora_rank rank r", "peft.alpha": "lora_alpha",
-    "peft.dropout": "lora_dropout", "rng.seed": "seed",
+    "peft.dim": "lora_rank rank r", "peft.alpha": "lora_alpha", "peft.dropout": "lora_dropout",
+    "peft.target_modules": "target_modules lora_target", "rng.seed": "seed",
 }  # fmt: skip
 _NAMES_ELSEWHERE = {alias: names for names, aliases in _ELSEWHERE.items() for alias in aliases.split()}
 _OF_A_DEVICE = {"per_device_train_batch_size", "gradient_accumulation_steps"}
+ALL_LINEAR = ("all", "all-linear")  # what others call all linear layers, which here an empty list selects
+# Names whose values have other names here, too: what is said, with theirs in brackets.
+_OTHER_VALUES = {
+    **dict.fromkeys(("lora", "lora_config"), "peft, which recipes such as qwen3_vl_8b_peft_config set"),
+    "truncation_strategy": "dataset.on_long=drop (delete) or dataset.on_long=truncate (right)",
+    "loss_scale": "dataset.answers=last (last_round) or dataset.answers=all (default); fp16's is optimizer.loss_scale",
+}
+# Names of which nothing here is like it: what happens instead.
+_NONE_HERE = {
+    "load_from_cache_file": "samples are encoded during training, and not cached; `qwen3vl data pack` packs "
+    "them before, for dataset.train_packing"
+}
+
+# Environment variables that ms-swift reads and nothing here does, by the setting that does the same.
+_OF_ENVIRONMENT = {
+    "dataset.vision.image_min_pixels": "MIN_PIXELS IMAGE_MIN_TOKEN_NUM",
+    "dataset.vision.image_max_pixels": "MAX_PIXELS IMAGE_MAX_TOKEN_NUM",
+    "dataset.vision.video_min_pixels": "VIDEO_MIN_PIXELS VIDEO_MIN_TOKEN_NUM",
+    "dataset.vision.video_max_pixels": "VIDEO_MAX_PIXELS VIDEO_MAX_TOKEN_NUM VIDEO_TOTAL_PIXELS",
+    "dataset.vision.video_fps": "FPS", "dataset.vision.video_min_frames": "FPS_MIN_FRAMES",
+    "dataset.vision.video_max_frames": "FPS_MAX_FRAMES", "dataset.media_root": "ROOT_IMAGE_DIR",
+}  # fmt: skip
+_OF_A_FRAME, _OF_TOKENS, _TOKEN_PIXELS = "VIDEO_M", "_TOKEN_NUM", 32 * 32
 
 
 def named_elsewhere(alias: str, value: str = "") -> str | None:
     """The settings that other trainers call so, with the value if there is one; None if no trainer does."""
+    if said := _OTHER_VALUES.get(alias):
+        return said
     if (names := _NAMES_ELSEWHERE.get(alias)) is None:
         return None
-    if names == "peft":
-        return "peft, which recipes such as qwen3_vl_8b_peft_config set"
     if alias in _OF_A_DEVICE:
         return f"{names}{'=...' if value else ''}, which is per device x accumulation x GPUs"
+    if names == "peft.target_modules" and value:
+        value = "[]" if value in ALL_LINEAR else f"[{value.strip('[]')}]"
     separator, end = (" ", f"={value}") if value else (" and ", "")
     return separator.join(name if "=" in name else name + end for name in names.split())
+
+
+def none_here(alias: str) -> str | None:
+    """What happens instead of what other trainers call so, if no setting is like it."""
+    return _NONE_HERE.get(alias)
+
+
+def unread_variables(environment: Mapping[str, str], spelt: Callable[[str, str], str | None]) -> str | None:
+    """A warning of variables that ms-swift reads and nothing here does; None if none is set.
+
+    Args:
+        environment: the process's.
+        spelt: a setting with a value in the words of a command; None if the command has been given a value for it.
+    """
+    found = {
+        variable: words
+        for name, variables in _OF_ENVIRONMENT.items()
+        for variable in variables.split()
+        if environment.get(variable) and (words := spelt(name, _value_here(variable, environment[variable])))
+    }
+    if not found:
+        return None
+    of_frames = any(variable.startswith(_OF_A_FRAME) for variable in found)
+    return (
+        f"warning: the environment has {', '.join(found)}, which nothing reads; expected "
+        f"{' '.join(dict.fromkeys(found.values()))}{' (pixels of all frames together)' * of_frames}"
+    )
+
+
+def _value_here(variable: str, value: str) -> str:
+    if variable.startswith(_OF_A_FRAME):
+        return "..."
+    return str(int(value) * _TOKEN_PIXELS) if variable.endswith(_OF_TOKENS) and value.isdecimal() else value
 
 
 def suggestion(name: str, known: Collection[str]) -> str:
     """The end of a message about an unknown setting of a run: those of `known`, full names, that may be meant."""
     field, by_field = name.rpartition(".")[2], {one.rpartition(".")[2]: one for one in known}
+    if instead := none_here(field):
+        return f": {instead}"
     if meant := named_elsewhere(field) or by_field.get(field):
         close = [meant]
     elif name == field:

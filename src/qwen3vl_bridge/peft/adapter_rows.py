@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from qwen3vl_bridge.models.rules import ALL_LINEAR
 from qwen3vl_bridge.weights.rows import (
     IN,
     MAGNITUDE,
@@ -87,7 +88,11 @@ def _is_named(layer: str, entries: Iterable[str]) -> bool:
 
 
 def names_meant(entries: Iterable[str]) -> str:
-    """The end of a message about names that match no layer: Megatron's names of those that are Hugging Face's."""
+    """The end of a message about names that match no layer: Megatron's names of those that are Hugging Face's, or what
+    others call all linear layers.
+    """
+    if any(entry in ALL_LINEAR for entry in entries):
+        return f"; all are [{','.join(LINEAR_LAYERS)}], and {','.join(OF_LINEAR_ATTENTION)} of linear attention"
     meant = {ours: None for entry in entries if (ours := _ELSEWHERE.get(_last_part(entry)))}
     return f"; did you mean {', '.join(meant)}?" if meant else ""
 
