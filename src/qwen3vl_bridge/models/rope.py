@@ -68,7 +68,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _by_compiled(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-    """Like `_formula` for [s, b, heads, d] and [s, b, 1, r]: one kernel for the forward, one for the backward pass.
+    """Like `_formula` for [s, b, heads, d] and [s, b, 1, r]: a kernel for queries and one for keys, in each pass.
 
     torch compiles at most eight variants of a function, counted per code object. Therefore tokens are flattened to one
     dynamic dimension, and each shape of heads has a separate function; the remaining variants are due to gradients.

@@ -73,12 +73,12 @@ def build(folder: str | os.PathLike[str]) -> Path:
 
 
 def _headers(site: Path) -> list[Path]:
-    """Folders of CUDA's runtime headers; torch's own packages lack `crt/`, which a toolkit or nvidia-cuda-crt has."""
+    """Folders of CUDA's runtime headers; torch's own packages lack `crt/`, which Triton's and a toolkit have."""
     runtime = [path for path in sorted(site.glob("nvidia/*/include")) if (path / "cuda_runtime_api.h").exists()]
-    toolkits = [*sorted(Path("/usr/local").glob("cuda*/include")), Path("/usr/include")]
-    complete = [path for path in [*runtime, *toolkits] if (path / "crt" / "host_defines.h").exists()]
+    others = [site / "triton/backends/nvidia/include", *sorted(Path("/usr/local").glob("cuda*/include"))]
+    complete = [path for path in [*runtime, *others] if (path / "crt" / "host_defines.h").exists()]
     if not complete or not (runtime or (complete[0] / "cuda_runtime_api.h").exists()):
-        raise FakeGPUError("crt/host_defines.h not found: install a CUDA toolkit or the package nvidia-cuda-crt")
+        raise FakeGPUError("crt/host_defines.h not found: install Triton, a CUDA toolkit or the package nvidia-cuda-crt")
     return [*runtime[:1], complete[0]]
 
 
