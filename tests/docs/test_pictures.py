@@ -33,6 +33,17 @@ def test_the_status_page_has_the_most_memory_of_the_conversions():
     assert f"with {most:.0f} MB of memory at most" in (benchmarks.PAGE.parent / "status.md").read_text("utf-8")
 
 
+def test_the_gallery_prints_the_rehearsal_that_it_draws():
+    page, rows = (benchmarks.PAGE.parent / "gallery.md").read_text("utf-8"), benchmarks.rows_of("rehearsal_phases")
+    steps = [row for row in rows if row["phase"].startswith("step")]
+    allocated, reserved = (max(float(row[name]) for row in steps) for name in ("at most", "reserved"))
+    recipe = [row for row in benchmarks.rows_of("rehearsal") if row["recipe"] == "qwen3_vl_8b_sft_config"]
+    planned = next(row for row in reversed(recipe) if row["layers"] == "local")["planned GiB"]
+    ratio = allocated / float(planned)
+    assert f"planned {planned} GiB without reserve, allocated {allocated:.2f}: {ratio:.3f}\n" in page
+    assert f"reserved at most {reserved:.2f} of 79.1 GiB\n" in page
+
+
 def test_each_token_of_the_packed_row_lies_where_the_code_puts_it():
     layout, slots, row = architecture.packed_row(), {}, {}
     for name in names_of(IMAGES / "packed_row.svg", "token-"):
