@@ -1,7 +1,9 @@
 """What megatron-core, Megatron-Bridge and this package import of Transformer Engine exists, or is missed with a guard.
 
-Transformer Engine is not installed here. `NAMES` has what its release of the pins defines, read from its wheel by AST
-(2.16.1, `transformer_engine-2.16.1-py3-none-any.whl`): whoever changes the pin, or meets a new import, looks there.
+Transformer Engine is not installed here. `NAMES` are imported without a guard, and defined by the release of the pins,
+2.16.1, and by the newest of 2026-11-26, 2.20.2. A new import or another release is compared with that release's wheel,
+whose sources the last test reads without importing them: `pip install --no-deps --target FOLDER
+transformer-engine==2.20.2`, then this file with FOLDER last in `PYTHONPATH`.
 """
 
 import ast
@@ -29,7 +31,7 @@ NAMES = {
     "transformer_engine.pytorch.tensor.float8_tensor": "Float8Tensor",
     "transformer_engine.pytorch.tensor.utils": "cast_master_weights_to_fp8 replace_raw_data",
 }  # fmt: skip
-# Not in 2.16.1: megatron-core imports it for releases before 2.0 alone.
+# In neither: megatron-core imports it for releases before 2.0 alone.
 GUARDED_BY_VERSION = {("fp8_utils.py", "transformer_engine.pytorch.cpp_extensions", "cast_to_fp8")}
 CATCHES = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException", ""}
 
@@ -70,3 +72,40 @@ def test_a_guard_is_one_that_catches_a_failed_import(guard):
     text = f"try:\n    from transformer_engine.a import b\nexcept {guard}:\n    import transformer_engine.c"
     bare = [("transformer_engine.a", "b")] if guard == "OSError" else []
     assert [*bare_imports(ast.parse(text))] == [("transformer_engine.c", ""), *bare]
+
+
+def defined(root: Path, module: str) -> set[str] | None:
+    """Names that a module below `root` binds as it is imported, and its submodules; None if it does not exist."""
+    path = root.joinpath(*module.split(".")[1:])
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if not file.is_file():
+        return None
+    names = {child.stem for child in path.iterdir()} if path.is_dir() else set()
+    package = module if path.is_dir() else module.rpartition(".")[0]
+    left = list[ast.AST](ast.parse(file.read_text()).body)
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+            continue
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            names |= (defined(root, source) if source.startswith(f"{root.name}.") else None) or set()
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        left += ast.iter_child_nodes(node)
+    return names
+
+
+def test_names_are_those_of_an_installed_release():
+    spec = importlib.util.find_spec("transformer_engine")
+    if spec is None or spec.origin is None:
+        pytest.skip("Transformer Engine is not installed")
+    root = Path(spec.origin).parent
+    found = {module: defined(root, module) for module in NAMES}
+    assert None not in found.values()
+    there = {(module, name) for module, names in found.items() for name in names or ()}
+    assert {(module, name) for module, names in NAMES.items() for name in names.split()} <= there
+    assert not {(module, name) for _, module, name in GUARDED_BY_VERSION} & there

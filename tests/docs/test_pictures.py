@@ -33,6 +33,37 @@ def test_the_status_page_has_the_most_memory_of_the_conversions():
     assert f"with {most:.0f} MB of memory at most" in (benchmarks.PAGE.parent / "status.md").read_text("utf-8")
 
 
+def test_the_gallery_prints_the_rehearsal_that_it_draws():
+    page, rows = (benchmarks.PAGE.parent / "gallery.md").read_text("utf-8"), benchmarks.rows_of("rehearsal_phases")
+    steps = [row for row in rows if row["phase"].startswith("step")]
+    allocated, reserved = (max(float(row[name]) for row in steps) for name in ("at most", "reserved"))
+    recipe = [row for row in benchmarks.rows_of("rehearsal") if row["recipe"] == "qwen3_vl_8b_sft_config"]
+    planned = next(row for row in reversed(recipe) if row["layers"] == "local")["planned GiB"]
+    ratio = allocated / float(planned)
+    assert f"planned {planned} GiB without reserve, allocated {allocated:.2f}: {ratio:.3f}\n" in page
+    assert f"reserved at most {reserved:.2f} of 79.1 GiB\n" in page
+
+
+def test_the_page_on_speed_has_the_latest_counts_of_launches_and_bytes():
+    page = (benchmarks.PAGE.parent / "speed.md").read_text("utf-8")
+    latest = {(x["layers"], x["way"]): x for x in benchmarks.rows_of("kernel_accounting") if x["rows"] == "packed"}
+    counts = {key: [int(x[name]) for name in ("launches", "elementwise kB/token")] for key, x in latest.items()}
+    lines = []
+    for (layers, way), x in latest.items():
+        launches, nbytes = counts[layers, way]
+        of_layers = f"{x['launches of a text layer']}, {x['launches of a vision layer']}"
+        least = f"{x['least us/token']}, {100 * float(x["products' share"]):.0f} %"
+        lines.append(f"| {layers} | {way} | {launches:,} ({of_layers}) | {nbytes:,} | {x['GFLOP/token']} | {least} |\n")
+    assert f"|---|---|---|---|---|---|\n{''.join(lines)}\n" in page
+    shares = [
+        f"{ours / theirs:.2f}"
+        for layers in ("local", "Transformer Engine")
+        for ours, theirs in zip(counts[layers, "ours"], counts[layers, "Megatron-Bridge"], strict=True)
+    ]
+    (sentence,) = re.findall(r"^Ours launches .*?times\.", page, re.MULTILINE | re.DOTALL)
+    assert re.findall(r"\d\.\d+", sentence) == shares
+
+
 def test_each_token_of_the_packed_row_lies_where_the_code_puts_it():
     layout, slots, row = architecture.packed_row(), {}, {}
     for name in names_of(IMAGES / "packed_row.svg", "token-"):

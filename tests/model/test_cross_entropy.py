@@ -1,9 +1,12 @@
-"""Our fused loss is megatron-core's unfused one: bit for bit in one process, and over tensor-parallel ranks."""
+"""Our fused loss is megatron-core's unfused one: in one process bit for bit, over tensor-parallel ranks, compiled."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from types import SimpleNamespace
 
+from qwen3vl_bridge.models import cross_entropy as fused
 from qwen3vl_bridge.models.cross_entropy import cross_entropy
 
 import pytest
@@ -12,8 +15,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from tests.forked import results_of_ranks
+from tests.noise import allowed, check
 
 TOKENS, VOCABULARY, PADDED = (40, 2), 500, 512
 
@@ -66,3 +71,32 @@ def test_one_process_is_megatrons(dtype):
 def test_tensor_parallel_ranks():
     """Measured at most 3e-7."""
     assert max(results_of_ranks(errors_of_ranks, 2)) <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch compiles for a CPU with g++")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiled_once_for_any_number_of_tokens(monkeypatch, dtype):
+    """As on a GPU, but for the CPU, which computes the same operations. Some labels are another rank's."""
+    alone = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    logits, labels = examples(dtype)
+    labels[::3] += PADDED
+
+    def exact(x: Tensor) -> Tensor:
+        own = x.gather(-1, labels[: len(x), :, None] % PADDED)[..., 0]
+        return x.logsumexp(-1) - torch.where(labels[: len(x)] < PADDED, own, 0.0)
+
+    def errors(rows: int) -> dict[str, float]:
+        found = with_gradient(lambda x: cross_entropy(x, labels[:rows], alone), logits[:rows])
+        expected = with_gradient(exact, logits[:rows].double())
+        relative = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True)]
+        return dict(zip(("losses", "gradient"), relative, strict=True))
+
+    lengths = (TOKENS[0], 33, 17)
+    limits = [allowed([errors(rows)]) for rows in lengths]
+    monkeypatch.setattr(fused, "compiles", lambda x: True)
+    torch._dynamo.reset()
+    counters.clear()
+    for rows, limit in zip(lengths, limits, strict=True):
+        check(errors(rows), limit)
+    assert counters["stats"]["unique_graphs"] == 2  # of the forward and the backward pass

@@ -1,17 +1,21 @@
-"""Patch mergers, main and DeepStack, equal the reference's; with the blocks' tanh-GELU they would not."""
+"""The vision tower: mergers, main and DeepStack, equal the reference's; position embeddings are looked up once."""
 
 from functools import partial
 
-from qwen3vl_bridge.models.vision_tower import PatchMerger, vision_transformer_config
+from qwen3vl_bridge.models.vision_tower import PatchMerger, QwenVLVisionModel, vision_transformer_config
 from qwen3vl_bridge.training.process_groups import initialize
 
 import pytest
 import torch
 from megatron.bridge import AutoBridge
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionPatchMerger
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionPatchMerger
 
 from tests.noise import check, limit
+from tests.parity.batches import make_batch, make_samples
 from tests.qwen3_5.tiny import make_checkpoint
 
 REFERENCES = {
@@ -52,6 +56,35 @@ def error(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def test_equals_the_reference(mergers):
+    """With the blocks' tanh-GELU it would not."""
     ours, reference, patches = mergers
     found = error(ours(patches), reference(patches))
     check({"output": found}, {"output": limit(lambda: reference(patches), error, reference)})
+
+
+class OfTable(TorchDispatchMode):
+    """Names of the operations that read or make a tensor of a shape."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self.shape, self.names = shape, []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        made = operation(*args, **(kwargs or {}))
+        if any(isinstance(x, torch.Tensor) and x.shape == self.shape for x in tree_leaves((args, kwargs, made))):
+            self.names.append(operation.name())
+        return made
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+def test_position_embeddings_are_looked_up_once(family, untied_folder, tmp_path):
+    folder = make_checkpoint(tmp_path) if family == "qwen3_5" else untied_folder
+    provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=False)
+    provider.finalize()
+    tower = QwenVLVisionModel(vision_transformer_config(provider), provider.vision_config, initialize(provider, seed=0))
+    config = AutoConfig.from_pretrained(folder)
+    vision = make_batch(make_samples("many images", config, seed=0), config).vision
+    with OfTable(tower.pos_embed.weight.shape) as table:
+        tower(vision)[0].sum().backward()
+    copying = [name for name in table.names if name != "aten::detach"]  # a view, of the gradient that is kept
+    assert copying == ["aten::embedding", "aten::embedding_dense_backward"]
