@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-CASES = ["dense packed", "dense padded", "qwen3_5 packed"]
+CASES = ["dense packed", "dense padded", "qwen3_5 packed", "moe packed", "LoRA packed", "CP2 packed"]
 # Read at the end of a step, where Megatron-Bridge has waited for its own losses.
 AFTER_THE_STEP = {"batch/device_transfer.py:tolist", "training/run_log.py:on_train_step_end"}
 
@@ -14,28 +14,50 @@ def run(on_fake_gpu, tmp_path_factory):
     return on_fake_gpu("tests.fake_gpu.steps", str(tmp_path_factory.mktemp("models")), *CASES)
 
 
-@pytest.mark.parametrize("case", CASES)
+of_each_case = pytest.mark.parametrize("case", CASES)
+
+
 class TestAStep:
+    """One class: xdist gives a class to one process, and the program runs once."""
+
+    @of_each_case
     def test_no_line_of_ours_waits(self, run, case):
         waits = run.result[case]["waits"]
         assert waits.keys() <= AFTER_THE_STEP
         assert set(waits.values()) <= {1}
 
+    @of_each_case
     def test_nothing_is_compiled_again(self, run, case):
         assert run.result[case]["compiled"] == 0
 
+    @of_each_case
     def test_attention_is_flash_attention(self, run, case):
-        names = [event.name for event in run.between(f"{case}: step 2", f"{case}: end") if event.kind == "kernel"]
+        events = run.between(f"{case}: step 2", f"{case}: end")
+        names = [event.name for event in events if event.kind in ("kernel", "triton")]
         for part in ("flash_fwd_kernel", "flash_bwd_dq_dk_dv"):
             assert any(part in name for name in names)
         assert not [name for name in names if "cudnn" in name or "fmha_cutlass" in name]
+        scores = [name for name in names if "softmax" in name.lower()]
+        # A router's is of the two experts of each token: a warp's, of rows of 2 ** 1 numbers.
+        assert not [name for name in scores if not (case == "moe packed" and "softmax_warp" in name and "Li1E" in name)]
 
+    @of_each_case
     def test_products_are_in_16_bits(self, run, case):
-        """All but the gated delta rule, which torch functions compute in float32."""
+        """All but the gated delta rule, which torch functions compute in float32, and the choice of six experts."""
         products = [event for event in run.between(f"{case}: step 2", f"{case}: end") if event.kind == "gemm"]
         others = [event.name for event in products if " bfloat16 " not in event.name]
+        if case == "moe packed":
+            others = [name for name in others if not (name.startswith("cublasSgemm float32") and "6" in name.split())]
         assert len(products) > 100 and (not others or case.startswith("qwen3_5"))
 
+    @of_each_case
+    def test_one_rank_sends_itself_no_tokens_or_images(self, run, case):
+        """What is left is megatron-core's: sums of losses and norms, parts of the weights."""
+        events = run.between(f"{case}: step 2", f"{case}: end")
+        sent = {event.name for event in events if event.kind == "nccl"}
+        assert sent == (set() if case == "CP2 packed" else {"AllReduce", "AllGather", "Broadcast"})
+
+    @of_each_case
     def test_the_batch_is_copied_on_a_stream_of_its_own(self, run, case):
         events = run.between(f"{case}: step 2", f"{case}: end")
         sent = [event for event in events if event.kind == "copy" and event.name == "host to device"]
@@ -43,11 +65,22 @@ class TestAStep:
         computing = {event.stream for event in events if event.kind == "gemm"}
         assert pixels not in computing
 
+    def test_context_parallel_ranks_exchange_images_and_keys(self, run):
+        """In four microbatches: images' features and their gradients, keys and values of four layers, and the weights.
+        The second rank is torch's fake, not NCCL's.
+        """
+        numbers = {name: number for name, (number, _) in run.result["CP2 packed"]["sent"].items()}
+        assert (numbers["all_to_all_single"], numbers["all_gather_into_tensor"]) == (4 * 2, 4 * 4 + 1)
 
-@pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="flash-linear-attention is not installed")
-def test_linear_attention_takes_the_kernels_of_its_package(run):
-    """Their waits would be those of `with_chunks`, a line of ours, and of gradients without a line."""
-    events = run.between("qwen3_5 packed: step 2", "qwen3_5 packed: end")
-    names = {event.name for event in events if event.kind == "triton"}
-    assert names >= {"causal_conv1d_fwd_kernel", "l2norm_fwd_kernel", "chunk_fwd_kernel_o", "chunk_bwd_kernel_dqkwg"}
-    assert all(" bfloat16 " in event.name for event in events if event.kind == "gemm")
+    def test_a_save_between_steps_is_complete(self, run):
+        """The step after it passes the same tests."""
+        assert run.result["dense packed"]["complete"]
+
+    @pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="flash-linear-attention is not installed")
+    def test_linear_attention_takes_the_kernels_of_its_package(self, run):
+        """Their waits would be those of `with_chunks`, a line of ours, and of gradients without a line."""
+        events = run.between("qwen3_5 packed: step 2", "qwen3_5 packed: end")
+        names = {event.name for event in events if event.kind == "triton"}
+        chunks = {"chunk_fwd_kernel_o", "chunk_bwd_kernel_dqkwg"}
+        assert names >= {"causal_conv1d_fwd_kernel", "l2norm_fwd_kernel", *chunks}
+        assert all(" bfloat16 " in event.name for event in events if event.kind == "gemm")
