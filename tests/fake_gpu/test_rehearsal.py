@@ -6,7 +6,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
-from qwen3vl_bridge.rehearsal.one_rank import has_data, largest_row
+from qwen3vl_bridge.rehearsal.one_rank import Phase, Rehearsal, has_data, largest_row
 
 import pytest
 from PIL import Image
@@ -59,6 +59,14 @@ class TestAFirstRank:
         """LoRA of rank 32 trains 73.1 million parameters: float32 gradients, bfloat16 weights."""
         assert seen["collectives"]["reduce_scatter_tensor"][1] == pytest.approx(4 * 73_138_176, rel=0.01)
         assert seen["collectives"]["all_gather_into_tensor"][1] == pytest.approx(2 * 73_138_176, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "counted"), [("model", True), ("step 0, passes", False), ("step 1, passes", True)])
+def test_nothing_is_reserved_that_holds_less_than_is_allocated(name, counted):
+    """The allocator gives memory back after a model was sharded; the first step's compilation is none of the run's."""
+    most, others = Phase(name, 5, 9, 10, 0.0), Phase("step 2, passes", 5, 7, 8, 0.0)
+    seen = Rehearsal(0, 1, phases=[most, others])
+    assert (seen.peak, seen.reserved) == (9 if counted else 7, 10)
 
 
 def test_experts_on_the_last_pipeline_stage(rehearse):

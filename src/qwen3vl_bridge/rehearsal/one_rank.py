@@ -102,9 +102,8 @@ class Rehearsal:
 
     @property
     def reserved(self) -> int:
-        """Bytes that torch's allocator reserved at most in a step, or before one if there was none."""
-        steps = [phase for phase in self.phases if phase.name.startswith("step")]
-        return max((phase.reserved for phase in steps or self.phases), default=0)
+        """Bytes that torch's allocator reserved at most, for the first step's compilation too: it keeps them."""
+        return max((phase.reserved for phase in self.phases), default=0)
 
 
 def rehearse(cfg: ConfigContainer, *, rank: int, world: int, log: Path) -> Rehearsal:
