@@ -178,8 +178,10 @@ def _rehearse(args: argparse.Namespace, chosen: Recipe, arguments: Sequence[str]
     from qwen3vl_recipes import rehearsal
 
     gpus, gpu = args.gpus or chosen.gpus or 1, args.gpu or chosen.gpu
-    rehearsal.enter(gpu, arguments)
     rank = gpus - 1 if args.rank == "last" else int(args.rank or 0)
+    if rank >= gpus:
+        raise ValueError(f"--rank is {rank}, expected 0 to {gpus - 1} of {gpus} GPUs")
+    rehearsal.enter(gpu, arguments)
     cfg = _configuration(args, chosen)
     return rehearsal.run(cfg, rank=rank, gpus=gpus, gpu=gpu, as_json=args.json, verbose=args.verbose)
 
