@@ -112,9 +112,13 @@ def _print(seen: Rehearsal, planned: float | None, layers: str, gpu: str) -> Non
             launches.add_row(name, f"{number:,}", _amount(name, amount))
         for name, (number, nbytes) in seen.collectives.items():
             launches.add_row(name, f"{number:,}", _amount(name, nbytes))
-        for name, number in seen.waits.items():
-            launches.add_row(f"the host waits: {name}", f"{number:,}", "")
         console.print(launches)
+    if seen.waits:
+        waits = Table("number", "CUDA function", title="the host's waits in a step")
+        waits.add_column("line", overflow="fold")
+        for number, name, line in seen.waits:
+            waits.add_row(f"{number:,}", name, line)
+        console.print(waits)
     if planned is not None and not seen.error:
         ratio = seen.peak / planned
         console.print(f"planned {planned / GIB:.2f} GiB without reserve, allocated {seen.peak / GIB:.2f}: {ratio:.3f}")

@@ -60,6 +60,13 @@ class TestAFirstRank:
         assert seen["collectives"]["reduce_scatter_tensor"][1] == pytest.approx(4 * 73_138_176, rel=0.01)
         assert seen["collectives"]["all_gather_into_tensor"][1] == pytest.approx(2 * 73_138_176, rel=0.01)
 
+    def test_waits_are_told_with_their_lines(self, seen):
+        """None is the rehearsal's own."""
+        lines = [line for *_, line in seen["waits"]]
+        assert any(line.startswith("optimizer/clip_grads.py:") for line in lines)
+        assert any(line.endswith(" sum_over_ranks") for line in lines)
+        assert not any("one_rank" in line or line.startswith("no known") for line in lines)
+
 
 @pytest.mark.parametrize(("name", "counted"), [("model", True), ("step 0, passes", False), ("step 1, passes", True)])
 def test_nothing_is_reserved_that_holds_less_than_is_allocated(name, counted):
