@@ -97,7 +97,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "rows, steps and epochs, what it writes")  # fmt: skip
     add("--full", action="store_true", help="with --dry-run: show all settings and the memory of each stage too")
     add("--rehearse", action="store_true", help="take three steps of one rank at their real sizes on a fake GPU, show "
-        "where its memory goes and what a step launches, and exit; needs gcc and CUDA's torch, but no GPU")  # fmt: skip
+        "where its memory goes and what a step launches, and exit, with 1 if the run would fail or less than 4 GiB be "
+        "free; needs gcc and CUDA's torch, but no GPU")  # fmt: skip
     add("--rank", metavar="N", help="with --rehearse: the rank, or `last` (default: 0)")
     add("--gpus", type=int, metavar="N",
         help="with --dry-run or --rehearse: number of GPUs (default: the recipe's)")  # fmt: skip

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qwen3vl_bridge.io.files import user_cache
+from qwen3vl_bridge.planning.estimate import FIXED_RESERVE
 from qwen3vl_bridge.planning.hardware import GIB, gpu_of
 from qwen3vl_bridge.rehearsal import fake_gpu
 from qwen3vl_bridge.terminal import show
@@ -52,7 +53,7 @@ def enter(gpu: str, arguments: Sequence[str]) -> None:
 
 
 def run(cfg: ConfigContainer, *, rank: int, gpus: int, gpu: str, as_json: bool, verbose: bool) -> int:
-    """Rehearse a rank and print what was seen; 1 if the run would fail, for want of memory too."""
+    """Rehearse a rank and print what was seen; 1 if the run would fail, or leave less memory free than is assumed."""
     from qwen3vl_bridge.compat.library_logs import without_prints
     from qwen3vl_bridge.planning.from_config import plan_of
     from qwen3vl_bridge.rehearsal.one_rank import rehearse
@@ -74,12 +75,13 @@ def run(cfg: ConfigContainer, *, rank: int, gpus: int, gpu: str, as_json: bool, 
     layers = complete.model.transformer_impl
     stage = None if plan is None else stage_of(plan, rank)
     planned = None if stage is None else stage.allocated
+    free = gpu_of(gpu).memory_bytes - seen.reserved
     if as_json:
-        whole = dataclasses.asdict(seen) | dict(layers=layers, peak=seen.peak, reserved=seen.reserved, planned=planned)
-        show(json.dumps(whole, indent=2))
+        sizes = dict(peak=seen.peak, reserved=seen.reserved, free=free, planned=planned)
+        show(json.dumps(dataclasses.asdict(seen) | dict(layers=layers) | sizes, indent=2))
     else:
-        _print(seen, planned, layers, gpu)
-    return _FAILED if seen.error else 0
+        _print(seen, planned, layers, free)
+    return _FAILED if seen.error or free < FIXED_RESERVE else 0
 
 
 def stage_of(plan: MemoryEstimate, rank: int) -> StageEstimate:
@@ -88,7 +90,7 @@ def stage_of(plan: MemoryEstimate, rank: int) -> StageEstimate:
     return next(each for each in plan.stages if each.stage == stage)
 
 
-def _print(seen: Rehearsal, planned: float | None, layers: str, gpu: str) -> None:
+def _print(seen: Rehearsal, planned: float | None, layers: str, free: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -122,9 +124,16 @@ def _print(seen: Rehearsal, planned: float | None, layers: str, gpu: str) -> Non
     if planned is not None and not seen.error:
         ratio = seen.peak / planned
         console.print(f"planned {planned / GIB:.2f} GiB without reserve, allocated {seen.peak / GIB:.2f}: {ratio:.3f}")
-    console.print(f"reserved at most {seen.reserved / GIB:.2f} of {gpu_of(gpu).memory_bytes / GIB:.1f} GiB")
+    memory = (seen.reserved + free) / GIB
+    console.print(f"reserved at most {seen.reserved / GIB:.2f} of {memory:.1f} GiB: {free / GIB:.2f} are free")
     if seen.error:
         console.print(f"the run would fail: {seen.error}", markup=False)
+    elif free < FIXED_RESERVE:
+        console.print(
+            f"the run would probably fail: {FIXED_RESERVE / GIB:.0f} GiB are assumed for CUDA's context, NCCL and what "
+            "else a rehearsal does not see. Set dataset.max_patches, recompute (model.recompute_granularity), split "
+            "the model over more GPUs, or use larger ones"
+        )
 
 
 def _amount(name: str, amount: int) -> str:

@@ -5,12 +5,16 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
+from unittest.mock import Mock
 
+from qwen3vl_bridge.planning import from_config
+from qwen3vl_bridge.rehearsal import one_rank
 from qwen3vl_bridge.rehearsal.one_rank import Phase, Rehearsal, has_data, largest_row
 
 import pytest
 from PIL import Image
-from qwen3vl_recipes import qwen3_vl_8b_peft_config
+from qwen3vl_recipes import dry_run, qwen3_vl_8b_peft_config, rehearsal
 from qwen3vl_recipes.paths import set_paths
 
 from examples.digits.checkpoint import make_checkpoint
@@ -74,6 +78,21 @@ def test_nothing_is_reserved_that_holds_less_than_is_allocated(name, counted):
     most, others = Phase(name, 5, 9, 10, 0.0), Phase("step 2, passes", 5, 7, 8, 0.0)
     seen = Rehearsal(0, 1, phases=[most, others])
     assert (seen.peak, seen.reserved) == (9 if counted else 7, 10)
+
+
+@pytest.mark.parametrize(("reserved", "status"), [(35.2, 0), (35.4, 1), (38.37, 1)])
+def test_memory_is_left_for_what_is_not_seen(reserved, status, tmp_path, monkeypatch, capsys):
+    """An A100-40GB has 39.3 GiB, of which the planner keeps 4."""
+    seen = Rehearsal(0, 8, phases=[Phase("step 1, passes", 0, 0, round(reserved * GIB), 0.0)])
+    monkeypatch.setenv("FAKE_GPU_LOG", str(tmp_path / "rehearsal" / "log"))
+    monkeypatch.setattr(one_rank, "rehearse", lambda *_, **__: seen)
+    monkeypatch.setattr(dry_run, "finalised", lambda cfg, _: cfg)
+    monkeypatch.setattr(from_config, "plan_of", Mock(side_effect=ValueError("none")))
+    cfg = SimpleNamespace(model=SimpleNamespace(transformer_impl="local"))
+    found = rehearsal.run(cfg, rank=0, gpus=8, gpu="A100-40GB", as_json=False, verbose=True)
+    said = capsys.readouterr().out
+    assert found == status and f"of 39.3 GiB: {39.3 - reserved:.2f} are free" in said
+    assert ("would probably fail: 4 GiB are assumed" in said) == bool(status)
 
 
 def test_experts_on_the_last_pipeline_stage(rehearse):
