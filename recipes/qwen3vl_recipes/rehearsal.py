@@ -40,12 +40,12 @@ def enter(gpu: str, arguments: Sequence[str]) -> None:
     """
     if "FAKE_GPU_LOG" in os.environ:
         return
+    kind = gpu_of(gpu)
     try:
         built = fake_gpu.build(user_cache() / "fake_gpu")
     except fake_gpu.FakeGPUError as error:
         raise ValueError(str(error)) from error
     log = Path(tempfile.mkdtemp(prefix="rehearsal-")) / "log"
-    kind = gpu_of(gpu)
     variables = fake_gpu.environment(built, log, kind.memory_bytes / GIB, kind.major)
     variables["HF_HUB_OFFLINE"] = "1"  # nothing is read from there
     sys.stdout.flush()
