@@ -153,10 +153,10 @@ def asked_about(names: list[str]) -> dict:
     ),
 ])  # fmt: skip
 def test_recipes_fit_as_planned(rehearse, recipe, rank):
-    """Under Megatron-FSDP the planner adds peaks that need not coincide: measured 0.958, and 0.947 on the last rank."""
+    """Under Megatron-FSDP the planner adds peaks that need not coincide: measured 1.003, and 0.992 on the last rank."""
     status, seen = rehearse("--recipe", recipe, "--rank", rank)
     assert (status, seen["error"]) == (0, None)
-    assert seen["peak"] == pytest.approx(seen["planned"], rel=0.06 if "fsdp" in recipe else 0.02)
+    assert seen["peak"] == pytest.approx(seen["planned"], rel=0.05 if "fsdp" in recipe else 0.02)
     assert seen["reserved"] <= 0.95 * 80 * GIB
 
 
