@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import logging
 import os
@@ -55,6 +56,7 @@ def enter(gpu: str, arguments: Sequence[str]) -> None:
 def run(cfg: ConfigContainer, *, rank: int, gpus: int, gpu: str, as_json: bool, verbose: bool) -> int:
     """Rehearse a rank and print what was seen; 1 if the run would fail, or leave less memory free than is assumed."""
     from qwen3vl_bridge.compat.library_logs import without_prints
+    from qwen3vl_bridge.models.qwen3_5 import delta_rule
     from qwen3vl_bridge.planning.from_config import plan_of
     from qwen3vl_bridge.rehearsal.one_rank import rehearse
 
@@ -64,6 +66,7 @@ def run(cfg: ConfigContainer, *, rank: int, gpus: int, gpu: str, as_json: bool, 
     try:
         with contextlib.redirect_stdout(sys.stderr) if verbose else without_prints():
             complete = dry_run.finalised(cfg, gpus)
+            logging.getLogger(delta_rule.__name__).setLevel(logging.ERROR)  # the run would say the same again
             try:
                 plan = plan_of(complete, gpus)
             except ValueError as error:
@@ -96,6 +99,8 @@ def _print(seen: Rehearsal, planned: float | None, layers: str, free: int) -> No
 
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"rank {seen.rank} of {seen.world}, {layers} layers; a microbatch: {seen.row or 'none'}")
+    if layers == "local" and importlib.util.find_spec("transformer_engine") is None:
+        console.print("in a container with Transformer Engine, its layers run instead of the local ones")
     phases = Table("phase", title="GiB of GPU memory")
     for name in ("allocated after it", "at most", "reserved at most"):
         phases.add_column(name, justify="right")

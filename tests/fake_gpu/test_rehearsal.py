@@ -1,6 +1,8 @@
 """`qwen3vl train --rehearse`: a rank of a recipe at its real size, without a GPU."""
 
+import importlib.util
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -8,11 +10,13 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+from qwen3vl_bridge.models.qwen3_5 import delta_rule
 from qwen3vl_bridge.planning import from_config
 from qwen3vl_bridge.rehearsal import one_rank
 from qwen3vl_bridge.rehearsal.one_rank import Phase, Rehearsal, has_data, largest_row
 
 import pytest
+import torch
 from PIL import Image
 from qwen3vl_recipes import dry_run, qwen3_vl_8b_peft_config, rehearsal
 from qwen3vl_recipes.paths import set_paths
@@ -81,18 +85,27 @@ def test_nothing_is_reserved_that_holds_less_than_is_allocated(name, counted):
 
 
 @pytest.mark.parametrize(("reserved", "status"), [(35.2, 0), (35.4, 1), (38.37, 1)])
-def test_memory_is_left_for_what_is_not_seen(reserved, status, tmp_path, monkeypatch, capsys):
-    """An A100-40GB has 39.3 GiB, of which the planner keeps 4."""
+def test_memory_is_left_for_what_is_not_seen(reserved, status, tmp_path, monkeypatch, caplog, capsys):
+    """An A100-40GB has 39.3 GiB, of which the planner keeps 4. Hints of the configuration are given once."""
     seen = Rehearsal(0, 8, phases=[Phase("step 1, passes", 0, 0, round(reserved * GIB), 0.0)])
-    monkeypatch.setenv("FAKE_GPU_LOG", str(tmp_path / "rehearsal" / "log"))
-    monkeypatch.setattr(one_rank, "rehearse", lambda *_, **__: seen)
-    monkeypatch.setattr(dry_run, "finalised", lambda cfg, _: cfg)
-    monkeypatch.setattr(from_config, "plan_of", Mock(side_effect=ValueError("none")))
     cfg = SimpleNamespace(model=SimpleNamespace(transformer_impl="local"))
+
+    def hinting(result):
+        return lambda *_, **__: [delta_rule.check_package(), result][1]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # no flash-linear-attention
+    caplog.set_level(logging.WARNING, delta_rule.__name__)  # and what it was, afterwards
+    monkeypatch.setenv("FAKE_GPU_LOG", str(tmp_path / "rehearsal" / "log"))
+    monkeypatch.setattr(one_rank, "rehearse", hinting(seen))
+    monkeypatch.setattr(dry_run, "finalised", hinting(cfg))
+    monkeypatch.setattr(from_config, "plan_of", Mock(side_effect=ValueError("none")))
     found = rehearsal.run(cfg, rank=0, gpus=8, gpu="A100-40GB", as_json=False, verbose=True)
     said = capsys.readouterr().out
     assert found == status and f"of 39.3 GiB: {39.3 - reserved:.2f} are free" in said
     assert ("would probably fail: 4 GiB are assumed" in said) == bool(status)
+    assert "Transformer Engine, its layers run instead" in said
+    assert caplog.text.count("many times as long and much more memory") == 1
 
 
 def test_experts_on_the_last_pipeline_stage(rehearse):
