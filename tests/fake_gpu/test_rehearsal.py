@@ -113,6 +113,8 @@ def test_experts_on_the_last_pipeline_stage(rehearse):
     status, seen = rehearse("--recipe", "qwen3_vl_30b_a3b_sft_config", "--rank", "last", *sizes)
     assert (status, seen["error"], seen["rank"]) == (0, None, 15)
     assert seen["collectives"]["all_to_all_single"][0] > 0
+    waits = {line.partition(":")[0] for *_, line in seen["waits"]}
+    assert "moe/token_dispatcher.py" in waits and "rehearsal/one_rank.py" not in waits
     assert not any("vision" in line for *_, line in seen["held"])
 
 
